@@ -1,0 +1,60 @@
+"""Hidden states -> log-prob and entropy of chosen tokens, a chunk of tokens at a time: never a [B, T, V] tensor."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+CHUNK_ELEMENTS = 2**25
+"""Logits held at once: 128 MB in fp32, however many tokens there are and however large the vocabulary is."""
+
+
+class Head(NamedTuple):
+    """Hidden state -> logits. D hidden size, V vocabulary."""
+
+    weight: Tensor
+    """[V, D]"""
+    bias: Tensor | None = None
+    """[V]"""
+    scale: float = 1.0
+    """Logits are multiplied by it (Cohere's logit_scale, Granite's 1 / logits_scaling)."""
+    softcap: float = 0.0
+    """Logits become softcap * tanh(logits / softcap) (Gemma 2); 0 is off."""
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """[N, D] -> [N, V], reduced precision ends here: fp32 from now on."""
+        logits = F.linear(hidden, self.weight, self.bias)
+        logits = logits if logits.dtype == torch.float64 else logits.float()
+        logits = logits * self.scale if self.scale != 1.0 else logits
+        return self.softcap * torch.tanh(logits / self.softcap) if self.softcap else logits
+
+
+def token_logprobs(
+    hidden: Tensor, head: Head, tokens: Tensor, temperature: float = 1.0, entropy_grad: bool = False
+) -> tuple[Tensor, Tensor]:
+    """Log-probability of `tokens` [N] and entropy of their distributions, both [N], in nats.
+
+    The distribution is softmax(logits / temperature), the whole of it. `hidden` [N, D] is where each token was
+    predicted from. Logits are recomputed in the backward pass; the entropy has a gradient only if asked for.
+    """
+    size = max(1, CHUNK_ELEMENTS // head.weight.shape[0])
+    chunks = [
+        checkpoint(_chunk, h, head, t, temperature, entropy_grad, use_reentrant=False, preserve_rng_state=False)
+        for h, t in zip(hidden.split(size), tokens.split(size), strict=True)
+    ]
+    logprobs, entropies = zip(*chunks, strict=True)
+    return torch.cat(logprobs), torch.cat(entropies)
+
+
+def _chunk(hidden: Tensor, head: Head, tokens: Tensor, temperature: float, entropy_grad: bool) -> tuple[Tensor, Tensor]:
+    logits = head.logits(hidden) / temperature
+    log_normalizer = logits.logsumexp(-1)
+    logprobs = logits.gather(-1, tokens[:, None])[:, 0] - log_normalizer
+    with torch.set_grad_enabled(entropy_grad and torch.is_grad_enabled()):
+        probs = (logits - log_normalizer[:, None]).exp()
+        entropy = log_normalizer - (probs * logits).sum(-1)
+    return logprobs, entropy

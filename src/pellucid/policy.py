@@ -1,0 +1,211 @@
+"""A causal language model and its tokenizer, as the algorithm sees them: `score(batch)`, and what the samplers need."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from pellucid import pretrained
+from pellucid.grpo import Batch, Scores
+from pellucid.logprobs import Head, token_logprobs
+from pellucid.types import Prompt, UserError
+
+
+class Policy:
+    """Master weights in fp32 (`model`), computed with in `dtype`; `module` is what a runtime may wrap."""
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        tokenizer: PreTrainedTokenizerBase,
+        dtype: torch.dtype = torch.float32,
+        temperature: float = 1.0,
+        entropy_grad: bool = False,
+        gradient_checkpointing: bool = False,
+        adapter: Any = None,
+    ) -> None:
+        self.model, self.tokenizer, self.dtype, self.adapter = silence_dropout(model), tokenizer, dtype, adapter
+        self.module: nn.Module = Scorer(model, dtype, temperature, entropy_grad, gradient_checkpointing)
+        self.eos_ids = eos_ids(model, tokenizer)
+        self.context_length: int = getattr(model.config, "max_position_embeddings", None) or 2**31
+        self._copy: PreTrainedModel | None = None
+
+    @property
+    def device(self) -> torch.device:
+        return self.model.device
+
+    def score(self, batch: Batch) -> Scores:
+        """Log-probs and entropy of the response tokens under the policy as it is now, [B, T], with gradient."""
+        return self.module(batch)
+
+    def encode(self, prompt: Prompt) -> tuple[int, ...]:
+        """Token ids up to where the model answers. Messages without a chat template are their contents, a line each."""
+        if not isinstance(prompt.text, str) and self.tokenizer.chat_template:
+            messages = [dict(message) for message in prompt.text]
+            encoded = self.tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True)
+            return tuple(encoded["input_ids"])
+        text = prompt.text if isinstance(prompt.text, str) else "".join(m["content"] + "\n" for m in prompt.text)
+        return tuple(self.tokenizer(text)["input_ids"])
+
+    def decode(self, token_ids: Sequence[int], special: bool = False) -> str:
+        return self.tokenizer.decode(list(token_ids), skip_special_tokens=not special)
+
+    @torch.no_grad()
+    def inference_model(self) -> PreTrainedModel:
+        """The weights as they are now in the compute dtype: the model itself, or a copy brought up to date."""
+        if all(p.dtype == self.dtype for p in self.model.parameters()):
+            return self.model
+        if self._copy is None:
+            # Frozen weights in the right dtype are shared, not copied.
+            shared = {id(p): p for p in self.model.parameters() if not p.requires_grad and p.dtype == self.dtype}
+            self._copy = copy.deepcopy(self.model, memo=dict(shared))
+            for p in self._copy.parameters():
+                p.requires_grad_(False)
+                # Buffers keep their dtype: rotary frequencies in bf16 would move every position.
+                p.data = p.data.to(self.dtype)
+        for mine, master in zip(self._copy.parameters(), self.model.parameters(), strict=True):
+            if mine is not master:
+                mine.copy_(master)
+        return self._copy
+
+    def trainable(self) -> dict[str, Tensor]:
+        return {name: p for name, p in self.model.named_parameters() if p.requires_grad}
+
+    def save(self, folder: Path) -> None:
+        """As transformers saves it, an adapter merged into its base."""
+        model = self.model if self.adapter is None else copy.deepcopy(self.adapter).merge_and_unload()
+        model.save_pretrained(folder)
+        self.tokenizer.save_pretrained(folder)
+
+
+class AdapterOff:
+    """The reference of a LoRA policy: the same model without its adapter."""
+
+    def __init__(self, policy: Policy) -> None:
+        self.policy, self.device = policy, policy.device
+
+    def score(self, batch: Batch) -> Scores:
+        with self.policy.adapter.disable_adapter():
+            return self.policy.score(batch)
+
+
+class Scorer(nn.Module):
+    """The forward pass as a module: DDP and FSDP wrap a module's forward, and everything must happen in it."""
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        dtype: torch.dtype,
+        temperature: float,
+        entropy_grad: bool,
+        gradient_checkpointing: bool,
+    ) -> None:
+        super().__init__()
+        self.model, self.dtype, self.temperature, self.entropy_grad = model, dtype, temperature, entropy_grad
+        self.gradient_checkpointing = gradient_checkpointing
+        if gradient_checkpointing:
+            model.gradient_checkpointing_enable({"use_reentrant": False})
+
+    def forward(self, batch: Batch) -> Scores:
+        device, mask = self.model.device, batch.mask
+        input_ids, starts = whole_sequences(batch)
+        # transformers recomputes activations only in train mode; dropout is silenced in both.
+        self.model.train(self.gradient_checkpointing)
+        with torch.autocast(device.type, self.dtype, enabled=self.dtype in (torch.bfloat16, torch.float16)):
+            # Padding is on the right, where a causal model never looks: no attention mask, default positions.
+            hidden = self.model.base_model(input_ids=input_ids.to(device), use_cache=False).last_hidden_state
+            row, t = mask.nonzero(as_tuple=True)
+            # The one shift in this project: token t of a response is predicted from the position before it.
+            hidden = hidden[row.to(device), (starts[row] + t - 1).to(device)]  # [N, D], N real tokens
+            tokens = batch.response_ids[mask].to(device)
+            flat = token_logprobs(hidden, head_of(self.model), tokens, self.temperature, self.entropy_grad)
+        return Scores(
+            *(x.new_zeros(mask.shape).index_put((row.to(device), t.to(device)), x).to(mask.device) for x in flat)
+        )
+
+
+def whole_sequences(batch: Batch) -> tuple[Tensor, Tensor]:
+    """Prompt and response of each row joined and padded on the right, [B, S]; where each response starts, [B]."""
+    prompts = [torch.tensor(ids, device=batch.mask.device) for ids in batch.prompt_ids]
+    lengths = batch.mask.sum(-1).tolist()
+    rows = [
+        torch.cat([prompts[p], response[:length]])
+        for p, response, length in zip(batch.prompt_of.tolist(), batch.response_ids, lengths, strict=True)
+    ]
+    starts = torch.tensor([len(ids) for ids in batch.prompt_ids], device=batch.mask.device)[batch.prompt_of]
+    return nn.utils.rnn.pad_sequence(rows, batch_first=True), starts
+
+
+def head_of(model: PreTrainedModel) -> Head:
+    config, output = model.config, model.get_output_embeddings()
+    scale = getattr(config, "logit_scale", None) or 1 / (getattr(config, "logits_scaling", None) or 1.0)
+    return Head(output.weight, output.bias, scale, getattr(config, "final_logit_softcapping", None) or 0.0)
+
+
+@torch.no_grad()
+def check_head(model: PreTrainedModel) -> None:
+    """UserError where the architecture does something to its logits that `head_of` does not know."""
+    ids = torch.arange(1, 5, device=model.device)[None]
+    ours = head_of(model).logits(model.base_model(input_ids=ids, use_cache=False).last_hidden_state[0])
+    theirs = model(input_ids=ids, use_cache=False).logits[0].float()
+    if not torch.allclose(ours, theirs, rtol=1e-3, atol=1e-3):
+        raise UserError(
+            f"policy.model: {type(model).__name__} changes its logits behind the output layer: not supported"
+        )
+
+
+def silence_dropout(model: PreTrainedModel) -> PreTrainedModel:
+    """Off for good: with dropout the ratio of a policy to itself is not 1."""
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0
+        for name, value in vars(module).items():
+            if "dropout" in name and isinstance(value, float):
+                setattr(module, name, 0.0)
+    return model
+
+
+def eos_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
+    """Every end-of-sequence id that the checkpoint names, wherever it names it."""
+    named = [getattr(model.generation_config, "eos_token_id", None), model.config.eos_token_id, tokenizer.eos_token_id]
+    ids = {i for entry in named if entry is not None for i in (entry if isinstance(entry, list) else [entry])}
+    if not ids:
+        raise UserError("policy.model names no end-of-sequence token: no completion could ever end")
+    return tuple(sorted(ids))
+
+
+def load(
+    name: str,
+    device: torch.device,
+    dtype: torch.dtype,
+    temperature: float,
+    entropy_grad: bool = False,
+    gradient_checkpointing: bool = False,
+    lora: int = 0,
+) -> Policy:
+    """The policy to train. `lora` > 0 trains an adapter of that rank on every linear layer over a frozen base."""
+    model, tokenizer = pretrained.load(name, dtype if lora else torch.float32)
+    model = model.to(device)
+    check_head(model)
+    adapter = add_adapter(model, lora) if lora else None
+    return Policy(model, tokenizer, dtype, temperature, entropy_grad, gradient_checkpointing, adapter)
+
+
+def load_frozen(name: str, device: torch.device, dtype: torch.dtype, temperature: float) -> Policy:
+    """A reference or a model to evaluate: no gradient."""
+    model, tokenizer = pretrained.load(name, torch.float32)
+    return Policy(model.to(device).requires_grad_(False), tokenizer, dtype, temperature)
+
+
+def add_adapter(model: PreTrainedModel, rank: int) -> Any:
+    try:
+        import peft  # noqa: PLC0415
+    except ImportError as error:
+        raise UserError("policy.lora needs peft: pip install 'pellucid[lora]'") from error
+    return peft.get_peft_model(model, peft.LoraConfig(r=rank, lora_alpha=2 * rank, target_modules="all-linear"))

@@ -1,0 +1,49 @@
+"""What every sampler does around its decoding: seeds, padding, and tokens into groups."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pellucid.types import Completion, Group, Prompt, UserError
+
+
+def row_seed(seed: str, prompt: Prompt, g: int) -> int:
+    """64 bits for sample g of a prompt: the same wherever the row is computed, different for every row."""
+    return int.from_bytes(hashlib.sha256(f"{seed}/{prompt.id}/{g}".encode()).digest()[:8], "big") >> 1
+
+
+def left_padded(prompt_ids: Sequence[tuple[int, ...]], longest: int) -> tuple[Tensor, Tensor]:
+    """Prompts [P, S] with their ends aligned, and the mask of real tokens. UserError beyond `longest` tokens."""
+    width = max(map(len, prompt_ids))
+    if width > longest:
+        raise UserError(
+            f"a prompt of {width} tokens leaves no room for the completion: this model's context holds prompts of"
+            f" {longest}; shorten the prompts or sampler.max_tokens"
+        )
+    ids = torch.tensor([[0] * (width - len(row)) + list(row) for row in prompt_ids])
+    mask = torch.tensor([[0] * (width - len(row)) + [1] * len(row) for row in prompt_ids])
+    return ids, mask
+
+
+def completed_groups(
+    policy: Any,
+    prompts: Sequence[Prompt],
+    prompt_ids: Sequence[tuple[int, ...]],
+    tokens: Sequence[Sequence[int]],
+    logprobs: Sequence[Sequence[float]],
+) -> list[Group]:
+    """Rows p * G + g into groups. `tokens` end with the end-of-sequence token where one was sampled."""
+    completions = [
+        Completion(tuple(ids), tuple(lps), policy.decode(ids), finished=ids[-1] in policy.eos_ids)
+        for ids, lps in zip(tokens, logprobs, strict=True)
+    ]
+    size = len(completions) // len(prompts)
+    return [
+        Group(prompt, ids, tuple(completions[p * size : (p + 1) * size]))
+        for p, (prompt, ids) in enumerate(zip(prompts, prompt_ids, strict=True))
+    ]
