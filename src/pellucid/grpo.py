@@ -15,8 +15,9 @@ tensor speaks of response tokens: x[b, t] is about token t of response b. Reward
 from __future__ import annotations
 
 import time
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -357,24 +358,25 @@ def clip_metrics(logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, cfg
     }
 
 
-@dataclass
 class Totals:
     """Sums over response tokens and over optimizer steps, until they become means over all processes."""
 
-    tokens: dict[str, Tensor] = field(default_factory=dict)
-    steps: list[dict[str, float]] = field(default_factory=list)
-    gap_max: float = 0.0
+    def __init__(self) -> None:
+        self.tokens: dict[str, float] = defaultdict(float)
+        self.steps: list[dict[str, float]] = []
+        self.gap_max = 0.0
 
     def add_tokens(self, metrics: dict[str, Tensor], mask: Tensor) -> None:
-        self.gap_max = max(self.gap_max, float(metrics["sampler/gap"].where(mask, 0.0).max()))
+        self.gap_max = max(self.gap_max, float(metrics["sampler/gap"][mask].max()))
         for name, value in {**metrics, "count": mask}.items():
-            self.tokens[name] = self.tokens.get(name, 0.0) + value.double().where(mask, 0.0).sum()
+            self.tokens[name] += float(value[mask].sum())
 
     def add_step(self, metrics: dict[str, float]) -> None:
         self.steps.append(metrics)
 
     def means(self, runtime: Runtime) -> dict[str, float]:
-        sums = dict(zip(self.tokens, runtime.sum(torch.stack(list(self.tokens.values()))).tolist(), strict=True))
+        shares = runtime.gather([self.tokens])
+        sums = {name: sum(share[name] for share in shares) for name in self.tokens}
         count, loss, steps = sums.pop("count"), sums.pop("loss"), len(self.steps)
         means = {name: value / count for name, value in sums.items()}
         means["sampler/gap_mean"] = means.pop("sampler/gap")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -77,6 +77,15 @@ class Policy:
     def trainable(self) -> dict[str, Tensor]:
         return {name: p for name, p in self.model.named_parameters() if p.requires_grad}
 
+    @torch.no_grad()
+    def load_trainable(self, tensors: Mapping[str, Tensor]) -> None:
+        """The inverse of `trainable`; UserError where the tensors are another model's."""
+        parameters = self.trainable()
+        if parameters.keys() != tensors.keys():
+            raise UserError("the checkpoint was made with another policy.model or policy.lora: resume with the same")
+        for name, p in parameters.items():
+            p.copy_(tensors[name])
+
     def save(self, folder: Path) -> None:
         """As transformers saves it, an adapter merged into its base."""
         model = self.model if self.adapter is None else copy.deepcopy(self.adapter).merge_and_unload()
@@ -110,7 +119,9 @@ class Scorer(nn.Module):
         self.model, self.dtype, self.temperature, self.entropy_grad = model, dtype, temperature, entropy_grad
         self.gradient_checkpointing = gradient_checkpointing
         if gradient_checkpointing:
-            model.gradient_checkpointing_enable({"use_reentrant": False})
+            # transformers renamed it on the way to 6.
+            enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
+            enable({"use_reentrant": False})
 
     def forward(self, batch: Batch) -> Scores:
         device, mask = self.model.device, batch.mask

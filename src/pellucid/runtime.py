@@ -3,51 +3,34 @@
 from __future__ import annotations
 
 import math
-import os
 import resource
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 from accelerate import Accelerator
-from torch import Tensor
+from torch import Tensor, nn
 
 from pellucid.grpo import Batch
-from pellucid.policy import Policy
+from pellucid.types import AdamWConfig
 
 
-@dataclass(frozen=True)
-class AdamW:
-    """`[optimizer]`: AdamW (arXiv 1711.05101) and the course of its learning rate."""
+class Trainable(Protocol):
+    """What of a policy a runtime needs."""
 
-    lr: float = 2e-5
-    """The peak."""
-    warmup: int = 0
-    """Optimizer steps of linear rise to the peak."""
-    schedule: Literal["constant", "linear", "cosine"] = "constant"
-    """From the peak to the last step: stay, or fall to 0."""
-    max_grad_norm: float = 1.0
-    """Gradients are scaled down to this norm; 0 leaves them as they are."""
-    betas: tuple[float, float] = (0.9, 0.999)
-    eps: float = 1e-8
-    weight_decay: float = 0.0
+    device: torch.device
+    module: nn.Module
 
-    def lr_at(self, update: int, total: int) -> float:
-        """Learning rate of optimizer step `update` of `total`, both counted from 1."""
-        if update <= self.warmup:
-            return self.lr * update / self.warmup
-        left = (total - update + 1) / max(1, total - self.warmup)  # 1 at the peak, 1 / length at the last step
-        return self.lr * {"constant": 1.0, "linear": left, "cosine": 0.5 - 0.5 * math.cos(math.pi * left)}[self.schedule]
+    def trainable(self) -> dict[str, Tensor]: ...
 
 
 class Runtime:
     """Optimizer steps on the gradient of a global sum. `total` is the number of optimizer steps of the whole run."""
 
-    def __init__(self, policy: Policy, optimizer: AdamW, total: int) -> None:
+    def __init__(self, policy: Trainable, optimizer: AdamWConfig, total: int) -> None:
         self.cfg, self.total, self.updates = optimizer, total, 0
         self.parameters = policy.trainable()
         self.accelerator = Accelerator(cpu=policy.device.type == "cpu", device_placement=False)
@@ -81,6 +64,10 @@ class Runtime:
 
     def sum(self, x: Tensor) -> Tensor:
         return self.accelerator.reduce(x, "sum") if self.world > 1 else x
+
+    def any(self, flag: bool) -> bool:
+        """Whether it is true on some process."""
+        return bool(self.sum(torch.tensor(float(flag), device=self.accelerator.device)))
 
     def accumulate(self, micro_batches: Sequence[Batch]) -> Iterator[Batch]:
         """Processes exchange gradients once, at the last micro-batch."""
@@ -124,12 +111,3 @@ class Runtime:
             return torch.cuda.max_memory_allocated() / 1e9
         unit = 1 if sys.platform == "darwin" else 1024
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 1e9
-
-
-def pick_device(name: str) -> torch.device:
-    """`auto` is this process's GPU, else MPS, else the CPU."""
-    if name != "auto":
-        return torch.device(name)
-    if torch.cuda.is_available():
-        return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
-    return torch.device("mps" if torch.backends.mps.is_available() else "cpu")

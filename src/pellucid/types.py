@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
@@ -155,6 +156,39 @@ class GRPOConfig:
     def inner_steps(self) -> int:
         """Optimizer steps on one set of rollouts; from the second on, the rollouts are off-policy."""
         return self.epochs * self.minibatches
+
+
+@dataclass(frozen=True)
+class AdamWConfig:
+    """`[optimizer]`: AdamW (arXiv 1711.05101) and the course of its learning rate."""
+
+    lr: float = 2e-5
+    """The peak."""
+    warmup: int = 0
+    """Optimizer steps of linear rise to the peak."""
+    schedule: Literal["constant", "linear", "cosine"] = "constant"
+    """From the peak to the last step: stay, or fall to 0."""
+    max_grad_norm: float = 1.0
+    """Gradients are scaled down to this norm; 0 leaves them as they are."""
+    betas: tuple[float, float] = (0.9, 0.999)
+    eps: float = 1e-8
+    weight_decay: float = 0.0
+
+    def __post_init__(self) -> None:
+        if not self.lr > 0:
+            raise ValueError(f"lr = {self.lr} must be positive")
+        for name in ("warmup", "max_grad_norm", "weight_decay"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"{name} = {getattr(self, name)} must not be negative")
+
+    def lr_at(self, update: int, total: int) -> float:
+        """Learning rate of optimizer step `update` of `total`, both counted from 1."""
+        if update <= self.warmup:
+            return self.lr * update / self.warmup
+        left = (total - update + 1) / max(1, total - self.warmup)  # 1 at the peak, 1 / length at the last step
+        return (
+            self.lr * {"constant": 1.0, "linear": left, "cosine": 0.5 - 0.5 * math.cos(math.pi * left)}[self.schedule]
+        )
 
 
 class Task(Protocol):

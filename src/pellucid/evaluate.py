@@ -1,0 +1,90 @@
+"""Held-out accuracy, with intervals: one greedy answer a prompt, and k samples. Any sampler, any task."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+from statistics import NormalDist, fmean
+from typing import Any, Protocol
+
+from pellucid.types import Estimate, Evaluation, Group, Prompt, Sampler, Task
+
+MAX_ROWS = 256
+"""Rows decoded together."""
+
+
+class Shards(Protocol):
+    def shard(self, items: Sequence[Any]) -> Sequence[Any]: ...
+    def gather(self, items: Sequence[Any]) -> list[Any]: ...
+
+
+class OneProcess:
+    """`Shards` where there is nothing to share out."""
+
+    shard = gather = staticmethod(list)
+
+
+def evaluate(
+    task: Task, prompts: Sequence[Prompt], greedy: Sampler, sampler: Sampler, k: int, samples: int, shards: Shards
+) -> tuple[Evaluation, list[Group]]:
+    """The evaluation and the graded groups of `samples` >= k each, from which mean@k and pass@k are estimated.
+
+    k = 0 takes greedy answers only: mean@k and pass@k are then NaN, and there are no groups.
+    """
+    own = shards.shard(prompts)
+    best = shards.gather(graded(task, greedy, own, 1))
+    groups = shards.gather(graded(task, sampler, own, samples)) if k else []
+    right = [correct(group) for group in groups]
+    evaluation = Evaluation(
+        task=getattr(task, "name", type(task).__name__),
+        split=task.split,
+        n=len(prompts),
+        k=k,
+        greedy=estimate([float(correct(group)) for group in best]),
+        mean_at_k=estimate([c / samples for c in right]),
+        pass_at_k=estimate([pass_at(k, samples, c) for c in right]),
+    )
+    return evaluation, groups
+
+
+def held_out(task: Task, n: int) -> list[Prompt]:
+    """Up to n different prompts of the task's split; fewer where it has fewer."""
+    return list({prompt.question: prompt for prompt in task.sample(0, n)}.values())
+
+
+def graded(task: Task, sampler: Sampler, prompts: Sequence[Prompt], size: int) -> list[Group]:
+    """The same random numbers at every call, so that two evaluations differ by the policy alone."""
+    at_once = max(1, MAX_ROWS // size)
+    groups = [
+        group
+        for start in range(0, len(prompts), at_once)
+        for group in sampler.generate(prompts[start : start + at_once], size, seed=f"evaluate/{task.seed}")
+    ]
+    return [replace(g, rewards=tuple(task.reward(g.prompt, c) for c in g.completions)) for g in groups]
+
+
+def correct(group: Group) -> int:
+    return sum(reward.is_correct for reward in group.rewards)
+
+
+def pass_at(k: int, samples: int, correct: int) -> float:
+    """1 - C(n - c, k) / C(n, k): the chance that one of k drawn from n samples is right, unbiased for n >= k.
+
+    Chen et al., arXiv 2107.03374, equation 1.
+    """
+    return 1.0 - math.comb(samples - correct, k) / math.comb(samples, k)
+
+
+def estimate(values: Sequence[float]) -> Estimate:
+    """The mean of one value in [0, 1] per prompt, with Wilson's 95% score interval over the prompts.
+
+    Exact in kind for hits and misses. For shares such as mean@k, whose variance is at most that of hits and misses
+    with the same mean, it is wider than need be, and unlike the usual one it does not shrink to a point at 0 and 1.
+    """
+    if not values:
+        return Estimate(math.nan, math.nan, math.nan)
+    n, p, z = len(values), fmean(values), NormalDist().inv_cdf(0.975)
+    centre = (p + z * z / (2 * n)) / (1 + z * z / n)
+    reach = z / (1 + z * z / n) * math.sqrt(p * (1 - p) / n + z * z / (4 * n * n))
+    return Estimate(p, max(0.0, centre - reach), min(1.0, centre + reach))

@@ -1,0 +1,88 @@
+"""What a person sees before step 1: the derived numbers, one real exchange, and whether there is anything to learn."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import rich
+from rich.markup import escape
+from rich.table import Table
+
+from pellucid import grpo
+from pellucid.config import Config
+from pellucid.hardware import memory_gb
+from pellucid.logprobs import CHUNK_ELEMENTS
+from pellucid.metrics import predicted_dead_share
+from pellucid.policy import Policy
+from pellucid.types import Group
+
+
+def show_numbers(cfg: Config, policy: Policy, reference: grpo.Policy | None, world: int) -> None:
+    a = cfg.algorithm
+    completions = a.prompts_per_step * a.group_size
+    parameters, trained = count(policy)
+    expected = sum(memory_parts(cfg, policy, reference, world).values())
+    table = Table.grid(padding=(0, 2))
+    for name, value in {
+        "model": f"{cfg.policy.model}: {parameters / 1e6:.1f} M parameters, {trained / 1e6:.1f} M trained",
+        "computes": f"in {cfg.policy.dtype} on {policy.device}, {world} process{'es' if world > 1 else ''}",
+        "a step": f"{a.prompts_per_step} prompts x {a.group_size} completions = {completions}, up to"
+        f" {cfg.sampler.max_tokens} tokens each, {a.inner_steps} optimizer step{'s' if a.inner_steps > 1 else ''}",
+        "the run": f"{a.steps} steps = {a.steps * completions} completions, seed {a.seed}",
+        "memory": f"about {expected:.1f} GB expected"
+        + (f" of {memory_gb():.0f} GB: lower algorithm.micro_batch" if expected > memory_gb() else ""),
+    }.items():
+        table.add_row(f"[dim]{name}", escape(value))
+    rich.print(table)
+
+
+def show_exchange(policy: Policy, group: Group) -> None:
+    """The exact strings, special tokens included; the bar is where the prompt's tokens end and sampling began."""
+    completion = group.completions[0]
+    prompt, answer = policy.decode(group.prompt_ids, special=True), policy.decode(completion.token_ids, special=True)
+    rich.print(f"\n[dim]{escape(prompt)}[/dim][bold cyan]|[/bold cyan]{escape(answer)}")
+    verdict = f"reward {group.rewards[0].value:g}" + (
+        f", gold answer {group.prompt.answer}" if group.prompt.answer else ""
+    )
+    rich.print(f"[dim]{len(group.prompt_ids)} prompt tokens | {len(completion.token_ids)} sampled; {escape(verdict)}\n")
+
+
+def show_signal(groups: Sequence[Group], group_size: int) -> None:
+    """How many groups of `group_size` will be dead, estimated from at least as many samples of each prompt."""
+    samples = len(groups[0].completions)
+    right = [sum(reward.is_correct for reward in group.rewards) for group in groups]
+    dead, mean = predicted_dead_share(right, samples, group_size), sum(right) / (samples * len(right))
+    print(f"{mean:.0%} of samples are right; {dead:.0%} of groups of {group_size} will be dead.", advice(dead, mean))
+
+
+def advice(dead: float, mean: float) -> str:
+    """A dead group, all right or all wrong, has no gradient."""
+    if dead < 0.5:
+        return "That is enough contrast to learn from."
+    easier_or_harder = "easier prompts or a better-prompted start" if mean < 0.5 else "harder prompts"
+    return f"Most sampling will teach nothing: use a larger algorithm.group_size, or {easier_or_harder}."
+
+
+def memory_parts(cfg: Config, policy: Policy, reference: grpo.Policy | None, world: int) -> dict[str, float]:
+    """Expected GB of a training process. All but the activations are exact; those are a rule of thumb."""
+    parameters, trained = count(policy)
+    config, a = policy.model.config, cfg.algorithm
+    rows = a.micro_batch or a.prompts_per_step * a.group_size // (a.minibatches * world)
+    tokens = rows * (64 + cfg.sampler.max_tokens)
+    layers = 1 if cfg.policy.gradient_checkpointing else config.num_hidden_layers
+    per_token = layers * (40 * config.hidden_size + 14 * getattr(config, "intermediate_size", 4 * config.hidden_size))
+    copied = cfg.policy.dtype != "float32"
+    return {
+        "weights": parameters * 4 / 1e9,
+        "gradients": trained * 4 / 1e9,
+        "optimizer": trained * 8 / 1e9,
+        "sampling copy": parameters * 2 / 1e9 if copied else 0.0,
+        "reference": parameters * 4 / 1e9 if isinstance(reference, Policy) else 0.0,
+        "activations": tokens * per_token / 1e9,
+        "logits": 4 * CHUNK_ELEMENTS * 4 / 1e9,
+        "libraries": 0.6,
+    }
+
+
+def count(policy: Policy) -> tuple[int, int]:
+    return sum(p.numel() for p in policy.model.parameters()), sum(p.numel() for p in policy.trainable().values())

@@ -1,0 +1,284 @@
+"""The composition root: settings in, a run folder out. Here the parts meet, and nowhere else."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import platform
+import shutil
+import signal
+import subprocess
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import FrameType
+
+import rich
+
+from pellucid import __version__, checkpoint, grpo, hardware, loggers, policy, preflight
+from pellucid.config import Config, dump
+from pellucid.console import accuracy_table, before_after, terminal
+from pellucid.evaluate import OneProcess, evaluate, graded, held_out
+from pellucid.metrics import describe
+from pellucid.policy import AdapterOff, Policy
+from pellucid.report import write_report
+from pellucid.runtime import Runtime
+from pellucid.samplers.hf import HuggingFace
+from pellucid.samplers.native import Native
+from pellucid.tasks.arithmetic import Arithmetic
+from pellucid.tasks.sandbox import Sandboxed
+from pellucid.types import Evaluation, Group, Logger, Prompt, Sampler, Task, UserError
+
+SAMPLERS = {"native": Native, "hf": HuggingFace}
+INTERRUPTED = 130
+
+
+@dataclass
+class Parts:
+    """What a Config describes, alive."""
+
+    task: Task
+    test_task: Task
+    test_prompts: Sequence[Prompt]
+    sampler: Sampler
+    greedy: Sampler
+    policy: Policy
+    reference: grpo.Policy | None
+    runtime: Runtime
+
+
+def train(cfg: Config, run_dir: Path, resume: bool = False) -> int:
+    """Trains to the end, or to the step in which Ctrl-C came; returns the exit status."""
+    hardware.keep_freed_memory()
+    cfg = settled(cfg)
+    parts = compose(cfg)
+    main = parts.runtime.main
+    first_step = restore(run_dir, parts) if resume else 0
+    if main:
+        start_folder(run_dir, cfg, resume)
+        preflight.show_numbers(cfg, parts.policy, parts.reference, parts.runtime.world)
+    evaluation = look_first(cfg, parts) if first_step == 0 else None
+    log = open_logs(cfg, run_dir, first_step) if main else loggers.Loggers([])
+    if evaluation:
+        log.log_evaluation(0, evaluation)
+    with stop_requests() as requests:
+        stopped = follow(cfg, run_dir, parts, log, first_step, requests)
+    log.close()
+    if main:
+        finish(run_dir, parts.policy, stopped)
+    return INTERRUPTED if stopped else 0
+
+
+def follow(cfg: Config, run_dir: Path, parts: Parts, log: Logger, first_step: int, requests: Sequence[int]) -> int:
+    """Walks through the steps, logging, evaluating and saving; the step that a stop request ended, or 0."""
+    steps = grpo.train(
+        parts.task, parts.sampler, parts.policy, parts.runtime, cfg.algorithm, parts.reference, first_step
+    )
+    for step, metrics, groups in steps:
+        last = step == cfg.algorithm.steps
+        log.log(step, {**describe(groups), **metrics, "memory/peak_gb": parts.runtime.peak_gb()}, groups)
+        if cfg.evaluate.every and (last or step % cfg.evaluate.every == 0):
+            log.log_evaluation(step, evaluate_policy(cfg, parts)[0])
+        stop = parts.runtime.any(bool(requests))
+        if stop or last or (cfg.checkpoint.every and step % cfg.checkpoint.every == 0):
+            save(run_dir, step, parts, cfg.checkpoint.keep_last)
+        if stop and not last:
+            return step
+    return 0
+
+
+# ---------------------------------------------------------------- settings to parts
+
+
+def settled(cfg: Config) -> Config:
+    """What depends on this machine or on another section, written out: a resumed run must not decide anew."""
+    device = hardware.pick_device(cfg.policy.device)
+    dtype = str(hardware.pick_dtype(cfg.policy.dtype, device)).removeprefix("torch.")
+    length = cfg.algorithm.constant_length or cfg.sampler.max_tokens
+    return cfg.model_copy(
+        update={
+            "policy": replace(cfg.policy, dtype=dtype),
+            "algorithm": replace(cfg.algorithm, constant_length=length),
+            "task": replace(cfg.task, seed=cfg.task.seed or cfg.algorithm.seed),
+        }
+    )
+
+
+def compose(cfg: Config) -> Parts:
+    device = hardware.pick_device(cfg.policy.device)
+    algorithm, temperature = cfg.algorithm, cfg.sampler.temperature
+    learner = policy.load(
+        cfg.policy.model,
+        device,
+        hardware.pick_dtype(cfg.policy.dtype, device),
+        temperature,
+        entropy_grad=algorithm.entropy_coef > 0,
+        gradient_checkpointing=cfg.policy.gradient_checkpointing,
+        lora=cfg.policy.lora,
+    )
+    reference = load_reference(cfg, learner) if algorithm.kl_coef else None
+    runtime = Runtime(learner, cfg.optimizer, total=algorithm.steps * algorithm.inner_steps)
+    if algorithm.prompts_per_step % (runtime.world * algorithm.minibatches):
+        raise UserError(
+            f"algorithm.prompts_per_step = {algorithm.prompts_per_step} must be a multiple of processes * minibatches"
+            f" = {runtime.world * algorithm.minibatches}: groups are not split"
+        )
+    test_task = isolated(replace(cfg.task, split="test"))
+    sampler = SAMPLERS[cfg.sampler.name](temperature=temperature, max_tokens=cfg.sampler.max_tokens)
+    return Parts(
+        task=isolated(replace(cfg.task, split="train")),
+        test_task=test_task,
+        test_prompts=held_out(test_task, cfg.evaluate.n) if cfg.evaluate.every else [],
+        sampler=sampler,
+        greedy=replace(sampler, temperature=0.0),
+        policy=learner,
+        reference=reference,
+        runtime=runtime,
+    )
+
+
+def isolated(task: Task) -> Task:
+    """Rewards that may raise, hang or die run in a process of their own; sums need none."""
+    return task if isinstance(task, Arithmetic) else Sandboxed(task)
+
+
+def load_reference(cfg: Config, learner: Policy) -> grpo.Policy:
+    if cfg.policy.lora:
+        return AdapterOff(learner)
+    device = learner.device if cfg.policy.reference == "auto" else hardware.pick_device(cfg.policy.reference)
+    return policy.load_frozen(cfg.policy.model, device, learner.dtype, cfg.sampler.temperature)
+
+
+# ---------------------------------------------------------------- evaluation
+
+
+def evaluate_policy(cfg: Config, parts: Parts) -> tuple[Evaluation, list[Group]]:
+    parts.greedy.sync(parts.policy)
+    parts.sampler.sync(parts.policy)
+    k, samples = cfg.evaluate.k, cfg.evaluate.samples or cfg.evaluate.k
+    return evaluate(parts.test_task, parts.test_prompts, parts.greedy, parts.sampler, k, samples, parts.runtime)
+
+
+def look_first(cfg: Config, parts: Parts) -> Evaluation | None:
+    """Before step 1: held-out accuracy, one real exchange, and how many groups are going to teach anything."""
+    evaluation, groups = evaluate_policy(cfg, parts) if cfg.evaluate.every else (None, [])
+    size = cfg.algorithm.group_size
+    if not groups or len(groups[0].completions) < size:
+        parts.sampler.sync(parts.policy)
+        prompts = parts.runtime.shard(parts.task.sample(0, cfg.algorithm.prompts_per_step))
+        groups = parts.runtime.gather(graded(parts.task, parts.sampler, prompts, size))
+    if parts.runtime.main:
+        preflight.show_exchange(parts.policy, groups[0])
+        preflight.show_signal(groups, size)
+    return evaluation
+
+
+def evaluate_model(cfg: Config, model: str) -> int:
+    """`pellucid eval`: prints the accuracy of a model on the task's held-out split."""
+    hardware.keep_freed_memory()
+    device = hardware.pick_device(cfg.policy.device)
+    frozen = policy.load_frozen(model, device, hardware.pick_dtype(cfg.policy.dtype, device), cfg.sampler.temperature)
+    task = isolated(replace(cfg.task, split="test"))
+    sampler = SAMPLERS[cfg.sampler.name](temperature=cfg.sampler.temperature, max_tokens=cfg.sampler.max_tokens)
+    greedy = replace(sampler, temperature=0.0)
+    sampler.sync(frozen)
+    greedy.sync(frozen)
+    k, samples = cfg.evaluate.k, cfg.evaluate.samples or cfg.evaluate.k
+    evaluation, _ = evaluate(task, held_out(task, cfg.evaluate.n), greedy, sampler, k, samples, OneProcess())
+    rich.print(accuracy_table(model, evaluation))
+    return 0
+
+
+# ---------------------------------------------------------------- the run folder
+
+
+def start_folder(run_dir: Path, cfg: Config, resume: bool) -> None:
+    """UserError where the folder holds another run."""
+    path = run_dir / "config.json"
+    if path.exists() and not resume:
+        raise UserError(f"{run_dir} holds a run: go on with --resume {run_dir}, or choose another folder with --run")
+    run_dir.mkdir(parents=True, exist_ok=True)
+    facts = {"versions": versions(), "git": git_revision(), "hardware": hardware.describe()}
+    path.write_text(json.dumps({**dump(cfg), **facts}, indent=2) + "\n")
+
+
+def open_logs(cfg: Config, run_dir: Path, first_step: int) -> loggers.Loggers:
+    screen = terminal(cfg.algorithm.steps, first_step)
+    for step, evaluation in loggers.read_evaluations(run_dir).items():
+        screen.log_evaluation(step, evaluation)
+    board = [loggers.TensorBoard(run_dir / "tensorboard", first_step)] if cfg.log.tensorboard else []
+    return loggers.Loggers([loggers.Jsonl(run_dir), *board, screen])
+
+
+def save(run_dir: Path, step: int, parts: Parts, keep_last: int) -> None:
+    generators = parts.runtime.gather([checkpoint.random_state()])
+    if parts.runtime.main:
+        tensors = {"policy": parts.policy.trainable(), "optimizer": parts.runtime.optimizer_state()}
+        facts = {"updates": parts.runtime.updates, "random": generators}
+        checkpoint.save(run_dir, step, tensors, facts, keep_last)
+
+
+def restore(run_dir: Path, parts: Parts) -> int:
+    """Puts everything back to the last whole checkpoint and cuts the logs to it; the step that it was saved after."""
+    folders = checkpoint.found(run_dir)
+    if not folders:
+        raise UserError(f"{run_dir} has no checkpoint to resume from: start it again in another folder")
+    tensors, facts = checkpoint.load(folders[-1])
+    if len(facts["random"]) != parts.runtime.world:
+        raise UserError(f"{run_dir} was trained by {len(facts['random'])} processes: resume it with as many")
+    parts.policy.load_trainable(tensors["policy"])
+    parts.runtime.load_optimizer_state(tensors["optimizer"], facts["updates"])
+    checkpoint.restore_random_state(facts["random"][parts.runtime.rank])
+    if parts.runtime.main:
+        loggers.truncate(run_dir, facts["step"])
+    return facts["step"]
+
+
+def finish(run_dir: Path, learner: Policy, stopped: int) -> None:
+    """The result on disk, and what a person wants to know about it."""
+    report = write_report(run_dir)
+    if stopped:
+        print(f"stopped after step {stopped}, nothing is lost; go on with: pellucid train --resume {run_dir}")
+        return
+    partial = run_dir / "model.partial"
+    shutil.rmtree(partial, ignore_errors=True)
+    learner.save(partial)
+    shutil.rmtree(run_dir / "model", ignore_errors=True)
+    partial.rename(run_dir / "model")
+    evaluations = list(loggers.read_evaluations(run_dir).values())
+    if evaluations:
+        rich.print(before_after(evaluations[0], evaluations[-1]))
+    for what, path in {"model": run_dir / "model", "report": report, "metrics": run_dir / "metrics.jsonl"}.items():
+        print(f"{what:8} {path}")
+
+
+def versions() -> dict[str, str]:
+    packages = {name: importlib.metadata.version(name) for name in ("torch", "transformers", "accelerate")}
+    return {"pellucid": __version__, "python": platform.python_version(), **packages}
+
+
+def git_revision() -> str:
+    """Of the working folder; empty outside a repository."""
+    git = shutil.which("git")
+    command = [git, "describe", "--always", "--dirty", "--abbrev=40"]
+    return subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip() if git else ""
+
+
+@contextmanager
+def stop_requests() -> Iterator[list[int]]:
+    """Signals that asked for a stop (Ctrl-C, SIGTERM), served between two steps; a second one is served at once."""
+    requests: list[int] = []
+
+    def handle(number: int, _frame: FrameType | None) -> None:
+        if requests:
+            raise KeyboardInterrupt
+        requests.append(number)
+        print("stopping after this step; once more to stop at once, back to the last checkpoint")
+
+    before = {number: signal.signal(number, handle) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield requests
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

@@ -1,0 +1,168 @@
+"""Tiny models and tokenizers, made here: no network, no files."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+
+import pytest
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import (
+    Gemma3ForCausalLM,
+    Gemma3TextConfig,
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedModel,
+    PreTrainedTokenizerFast,
+)
+
+from pellucid.policy import Policy
+from pellucid.types import Completion, Prompt, Reward
+
+CHARACTERS = "0123456789+*-=? abcdefghijk"
+EOS = len(CHARACTERS)
+VOCAB = EOS + 1
+
+
+def character_tokenizer() -> PreTrainedTokenizerFast:
+    """One token a character, and pad == eos as many checkpoints ship it."""
+    vocab = {c: i for i, c in enumerate(CHARACTERS)} | {"<eos>": EOS}
+    tokenizer = Tokenizer(models.WordLevel(vocab, unk_token="<eos>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split("", "isolated")
+    tokenizer.decoder = decoders.Fuse()
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<eos>", pad_token="<eos>")
+
+
+def tiny_llama(dropout: float = 0.0) -> PreTrainedModel:
+    config = LlamaConfig(
+        vocab_size=VOCAB,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=128,
+        eos_token_id=EOS,
+        bos_token_id=None,
+        pad_token_id=EOS,
+        attention_dropout=dropout,
+        tie_word_embeddings=True,
+        initializer_range=0.3,
+    )
+    return LlamaForCausalLM(config)
+
+
+def tiny_gpt2(dropout: float = 0.5) -> PreTrainedModel:
+    """Absolute positions and, unless told otherwise, dropout everywhere."""
+    config = GPT2Config(
+        vocab_size=VOCAB,
+        n_embd=32,
+        n_layer=2,
+        n_head=4,
+        n_positions=128,
+        eos_token_id=EOS,
+        bos_token_id=EOS,
+        pad_token_id=EOS,
+        attn_pdrop=dropout,
+        embd_pdrop=dropout,
+        resid_pdrop=dropout,
+        initializer_range=0.3,
+    )
+    return GPT2LMHeadModel(config)
+
+
+def tiny_gemma() -> PreTrainedModel:
+    """Sliding-window layers shorter than the prompts, and a soft-capped head."""
+    config = Gemma3TextConfig(
+        vocab_size=VOCAB,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        layer_types=["sliding_attention", "full_attention"],
+        num_attention_heads=4,
+        num_key_value_heads=1,
+        head_dim=8,
+        sliding_window=4,
+        max_position_embeddings=128,
+        eos_token_id=EOS,
+        bos_token_id=None,
+        pad_token_id=EOS,
+        final_logit_softcapping=3.0,
+        initializer_range=0.3,
+    )
+    return Gemma3ForCausalLM(config)
+
+
+ARCHITECTURES = {"llama": tiny_llama, "gpt2": tiny_gpt2, "gemma": tiny_gemma}
+
+
+def make_policy(
+    architecture: str = "llama",
+    dtype: torch.dtype = torch.float32,
+    temperature: float = 1.0,
+    seed: int = 0,
+    entropy_grad: bool = False,
+    gradient_checkpointing: bool = False,
+) -> Policy:
+    torch.manual_seed(seed)
+    model = ARCHITECTURES[architecture]()
+    if dtype == torch.float64:
+        model = model.double()
+    return Policy(model, character_tokenizer(), dtype, temperature, entropy_grad, gradient_checkpointing)
+
+
+@dataclass(frozen=True)
+class CountDigits:
+    """A toy task that a tiny random model gets some reward on: the share of digits in what it says."""
+
+    seed: int = 0
+    split: str = "train"
+    name: str = "digits"
+
+    def sample(self, step: int, n: int) -> list[Prompt]:
+        rng = random.Random(f"{self.seed}/{self.split}/{step}")
+        return [Prompt(f"{self.split}/{step}/{i}", "abc"[: 1 + i % 3] + str(rng.randrange(10**6)) + "?") for i in range(n)]
+
+    def reward(self, prompt: Prompt, completion: Completion) -> Reward:
+        digits = sum(c.isdigit() for c in completion.text)
+        return Reward(digits / max(1, len(completion.text)), correct=digits > 3)
+
+
+class OneProcessRuntime:
+    """A runtime double: plain SGD, one process."""
+
+    def __init__(self, policy: Policy | None = None, lr: float = 0.0) -> None:
+        self.policy, self.lr, self.gradients = policy, lr, {}
+
+    def shard(self, items):
+        return items
+
+    def gather(self, items):
+        return list(items)
+
+    def sum(self, x):
+        return x
+
+    def accumulate(self, micro_batches):
+        yield from micro_batches
+
+    def backward(self, loss):
+        loss.backward()
+
+    def step(self):
+        """Keeps the gradients for the test to look at."""
+        parameters = self.policy.trainable()
+        self.gradients = {name: p.grad.clone() for name, p in parameters.items()}
+        with torch.no_grad():
+            for p in parameters.values():
+                p -= self.lr * p.grad
+                p.grad = None
+        return {"grad_norm": float(sum(g.square().sum() for g in self.gradients.values()) ** 0.5), "lr": self.lr, "skipped": 0.0}
+
+
+@pytest.fixture(autouse=True)
+def _one_seed():
+    torch.manual_seed(0)

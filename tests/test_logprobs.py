@@ -1,0 +1,68 @@
+"""Chunked log-probs against plain log_softmax and autograd over all logits."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from pellucid import logprobs
+from pellucid.logprobs import Head, token_logprobs
+
+
+@pytest.fixture
+def inputs():
+    hidden = torch.randn(13, 8, dtype=torch.float64).requires_grad_()
+    weight = torch.randn(29, 8, dtype=torch.float64).requires_grad_()
+    return hidden, weight, torch.randint(29, (13,))
+
+
+def plain(hidden, weight, tokens, temperature, bias, scale, softcap):
+    logits = (hidden @ weight.T + bias) * scale
+    logits = softcap * (logits / softcap).tanh() if softcap else logits
+    log_probs = (logits / temperature).log_softmax(-1)
+    entropy = torch.distributions.Categorical(logits=log_probs).entropy()
+    return log_probs[torch.arange(len(tokens)), tokens], entropy
+
+
+@pytest.mark.parametrize("tokens_at_once", [1, 4, 13, 100])
+@pytest.mark.parametrize(("temperature", "scale", "softcap"), [(1.0, 1.0, 0.0), (0.7, 0.5, 0.0), (1.3, 1.0, 2.0)])
+def test_values_and_gradients_equal_plain_autograd(monkeypatch, inputs, tokens_at_once, temperature, scale, softcap):
+    monkeypatch.setattr(logprobs, "CHUNK_ELEMENTS", 29 * tokens_at_once)
+    hidden, weight, tokens = inputs
+    bias = torch.randn(29, dtype=torch.float64)
+    upstream = torch.randn(2, 13, dtype=torch.float64)
+    ours = token_logprobs(hidden, Head(weight, bias, scale, softcap), tokens, temperature, entropy_grad=True)
+    theirs = plain(hidden, weight, tokens, temperature, bias, scale, softcap)
+    for mine, other in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(mine, other, rtol=0, atol=1e-12)
+    gradients = [
+        torch.autograd.grad((torch.stack(pair) * upstream).sum(), (hidden, weight)) for pair in (ours, theirs)
+    ]
+    for mine, other in zip(*gradients, strict=True):
+        torch.testing.assert_close(mine, other, rtol=0, atol=1e-12)
+
+
+def test_entropy_has_a_gradient_only_if_asked_for(inputs):
+    hidden, weight, tokens = inputs
+    assert not token_logprobs(hidden, Head(weight), tokens)[1].requires_grad
+    assert token_logprobs(hidden, Head(weight), tokens, entropy_grad=True)[1].requires_grad
+
+
+def test_all_logits_are_never_held_at_once(monkeypatch, inputs):
+    """The largest tensor that autograd keeps is a chunk's inputs, not [N, V]."""
+    monkeypatch.setattr(logprobs, "CHUNK_ELEMENTS", 29 * 2)
+    hidden, weight, tokens = inputs
+    kept = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: kept.append(tuple(x.shape)) or x, lambda x: x):
+        token_logprobs(hidden, Head(weight), tokens)
+    assert kept
+    assert not any(29 in shape and shape != (29, 8) for shape in kept)
+
+
+def test_logits_are_reduced_in_fp32():
+    """In bf16 a log-softmax over 4096 equal logits would be off in the second digit."""
+    hidden, weight = torch.ones(1, 4, dtype=torch.bfloat16), torch.ones(4096, 4, dtype=torch.bfloat16)
+    logprob, entropy = token_logprobs(hidden, Head(weight), torch.tensor([7]))
+    assert logprob.dtype == torch.float32
+    assert abs(float(logprob) + torch.tensor(4096.0).log()) < 1e-4
+    assert abs(float(entropy) - torch.tensor(4096.0).log()) < 1e-4
