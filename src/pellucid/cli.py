@@ -109,6 +109,7 @@ def quiet_libraries() -> None:
     """Progress bars and advice of the libraries below, which know nothing of the display; errors stay."""
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    os.environ.setdefault("TQDM_DISABLE", "1")
     from transformers.utils import logging  # noqa: PLC0415
 
     logging.disable_progress_bar()

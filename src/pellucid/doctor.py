@@ -35,7 +35,7 @@ def findings() -> Iterator[tuple[str, str]]:
     yield "cpu", f"{facts['cpu']}, {facts['threads']} threads, {facts['memory_gb']} GB"
     yield "gpus", str(facts["gpus"]) or "none"
     fp32, bf16 = hardware.matmul_tflops(torch.float32), hardware.matmul_tflops(torch.bfloat16)
-    yield "matrix products", f"fp32 {fp32:.2f}, bf16 {bf16:.2f} TFLOP/s on the CPU"
+    yield "matrix products", f"fp32 {fp32:.2f}, bf16 {bf16:.2f} TFLOP/s on one CPU thread"
     chosen = str(hardware.pick_dtype("auto", device)).removeprefix("torch.")
     yield "auto", f"device {device}, dtype {chosen}"
     kept = hardware.keep_freed_memory()

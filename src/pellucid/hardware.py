@@ -35,17 +35,20 @@ def pick_dtype(name: str, device: torch.device) -> torch.dtype:
     return torch.bfloat16 if faster else torch.float32
 
 
-def matmul_tflops(dtype: torch.dtype, size: int = 768, repeats: int = 5) -> float:
-    """Best of a few CPU matrix products, in TFLOP/s: tens of milliseconds in all."""
-    x = torch.ones(size, size, dtype=dtype)
-    x @ x  # the first call also picks the kernel
+def matmul_tflops(dtype: torch.dtype, size: int = 512, repeats: int = 10) -> float:
+    """The best of a few matrix products on one CPU thread, in TFLOP/s: some tens of milliseconds in all.
 
-    def seconds() -> float:
+    One thread, because two wait for each other and a busy machine then decides which dtype looks faster.
+    """
+    threads, x = torch.get_num_threads(), torch.ones(size, size, dtype=dtype)
+    torch.set_num_threads(1)
+    seconds = []
+    for _ in range(repeats):
         start = time.perf_counter()
         x @ x
-        return time.perf_counter() - start
-
-    return 2 * size**3 / min(seconds() for _ in range(repeats)) / 1e12
+        seconds.append(time.perf_counter() - start)
+    torch.set_num_threads(threads)
+    return 2 * size**3 / min(seconds) / 1e12
 
 
 def keep_freed_memory() -> bool:

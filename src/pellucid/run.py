@@ -9,7 +9,7 @@ import shutil
 import signal
 import subprocess
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import FrameType
@@ -27,7 +27,7 @@ from pellucid.runtime import Runtime
 from pellucid.samplers.hf import HuggingFace
 from pellucid.samplers.native import Native
 from pellucid.tasks.arithmetic import Arithmetic
-from pellucid.tasks.sandbox import Sandboxed
+from pellucid.tasks.sandbox import Sandboxed, with_split
 from pellucid.types import Evaluation, Group, Logger, Prompt, Sampler, Task, UserError
 
 SAMPLERS = {"native": Native, "hf": HuggingFace}
@@ -60,11 +60,10 @@ def train(cfg: Config, run_dir: Path, resume: bool = False) -> int:
         preflight.show_numbers(cfg, parts.policy, parts.reference, parts.runtime.world)
     evaluation = look_first(cfg, parts) if first_step == 0 else None
     log = open_logs(cfg, run_dir, first_step) if main else loggers.Loggers([])
-    if evaluation:
-        log.log_evaluation(0, evaluation)
-    with stop_requests() as requests:
+    with closing(log), stop_requests() as requests:
+        if evaluation:
+            log.log_evaluation(0, evaluation)
         stopped = follow(cfg, run_dir, parts, log, first_step, requests)
-    log.close()
     if main:
         finish(run_dir, parts.policy, stopped)
     return INTERRUPTED if stopped else 0
@@ -124,10 +123,11 @@ def compose(cfg: Config) -> Parts:
             f"algorithm.prompts_per_step = {algorithm.prompts_per_step} must be a multiple of processes * minibatches"
             f" = {runtime.world * algorithm.minibatches}: groups are not split"
         )
-    test_task = isolated(replace(cfg.task, split="test"))
+    task = isolated(replace(cfg.task, split="train"))
+    test_task = with_split(task, "test")
     sampler = SAMPLERS[cfg.sampler.name](temperature=temperature, max_tokens=cfg.sampler.max_tokens)
     return Parts(
-        task=isolated(replace(cfg.task, split="train")),
+        task=task,
         test_task=test_task,
         test_prompts=held_out(test_task, cfg.evaluate.n) if cfg.evaluate.every else [],
         sampler=sampler,

@@ -1,0 +1,82 @@
+"""What the graded groups of a step say, as numbers: pure functions, no torch.
+
+`reward/*` and `*/correct` speak of the completions that got a grade: a reward that failed has no value to average, and
+is counted in `reward/failed` instead. Lengths are in sampled tokens, the end-of-sequence token included.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import comb, isfinite, nan
+from statistics import fmean, pstdev
+
+from pellucid.types import Completion, Group, Reward
+
+
+def describe(groups: Sequence[Group]) -> dict[str, float]:
+    """The metrics of a step's groups, each with its rewards. Shares are in [0, 1]; the mean of no grades is NaN.
+
+    A group is dead, and teaches nothing, when the rewards in it are equal: max == min, however small the difference.
+    """
+    pairs = [pair for group in groups for pair in zip(group.completions, group.rewards, strict=True)]
+    graded = [(completion, reward) for completion, reward in pairs if is_graded(reward)]
+    values = [reward.value for _, reward in graded]
+    dead = [rewards for group in groups if (rewards := equal_rewards(group))]
+    all_right = sum(all(reward.is_correct for reward in rewards) for rewards in dead)
+    return {
+        **part_means([reward for _, reward in graded]),
+        "reward/mean": fmean(values) if values else nan,
+        "reward/std": pstdev(values) if values else nan,
+        "reward/failed": float(len(pairs) - len(graded)),
+        "groups/dead_all_right": all_right / len(groups),
+        "groups/dead_all_wrong": (len(dead) - all_right) / len(groups),
+        "completion/correct": fmean(reward.is_correct for _, reward in graded) if graded else nan,
+        "completion/finished": fmean(completion.finished for completion, _ in pairs),
+        "completion/length_mean": mean_length([completion for completion, _ in pairs]),
+        **lengths_by_grade(graded),
+        "tokens": float(sum(len(completion.token_ids) for completion, _ in pairs)),
+    }
+
+
+def is_graded(reward: Reward) -> bool:
+    return isfinite(reward.value) and not reward.error
+
+
+def equal_rewards(group: Group) -> list[Reward]:
+    """The grades of a dead group; of a live one, or where every reward failed, none."""
+    graded = [reward for reward in group.rewards if is_graded(reward)]
+    return graded if len({reward.value for reward in graded}) == 1 else []
+
+
+def part_means(rewards: Sequence[Reward]) -> dict[str, float]:
+    """The mean of each term, over the rewards that have it."""
+    names = {name: None for reward in rewards for name in reward.parts}
+    return {f"reward/{name}": fmean(reward.parts[name] for reward in rewards if name in reward.parts) for name in names}
+
+
+def mean_length(completions: Sequence[Completion]) -> float:
+    return fmean(len(completion.token_ids) for completion in completions)
+
+
+def lengths_by_grade(graded: Sequence[tuple[Completion, Reward]]) -> dict[str, float]:
+    right = [completion for completion, reward in graded if reward.is_correct]
+    wrong = [completion for completion, reward in graded if not reward.is_correct]
+    lengths = {"completion/length_right": right, "completion/length_wrong": wrong}
+    return {name: mean_length(completions) for name, completions in lengths.items() if completions}
+
+
+def predicted_dead_share(correct: Sequence[int], samples: int, group_size: int) -> float:
+    """The share of groups of `group_size` that would be dead, from how many of `samples` answers each prompt got right.
+
+    Averages (C(c, G) + C(n - c, G)) / C(n, G): the chance that G of a prompt's n samples, drawn without replacement,
+    agree. That is unbiased for p^G + (1 - p)^G. Plugging in p = c / n would exaggerate: 8 samples of a prompt with
+    p = 0.1 are all wrong 43% of the time, and p = 0 calls it dead at every G.
+
+    Raises ValueError where samples < group_size: p^G cannot be estimated without bias from fewer than G samples.
+    """
+    if samples < group_size:
+        raise ValueError(
+            f"{samples} samples a prompt cannot predict groups of {group_size}: draw at least {group_size}"
+        )
+    draws = comb(samples, group_size)
+    return fmean((comb(right, group_size) + comb(samples - right, group_size)) / draws for right in correct)

@@ -1,0 +1,124 @@
+"""Questions such as "What is 3 + 4?": they need no data, and a small model learns them within minutes on a CPU."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+from functools import cache
+from operator import add, mul, sub
+from random import Random
+from typing import Literal
+
+from pellucid.tasks.answers import last_number
+from pellucid.types import Completion, Prompt, Reward
+
+Operator = Literal["+", "-", "*"]
+Split = Literal["train", "test"]
+Problem = tuple[int, Operator, int]
+
+OPERATIONS = {"+": add, "-": sub, "*": mul}
+LISTED_DIGITS = 2
+"""Up to this many digits, all problems are listed (at most 24,300); above, they are drawn until one fits the split."""
+MAX_DIGITS = 1000
+"""Products have twice as many digits, and answers.py reads numbers of up to 4000 characters."""
+
+
+@dataclass(frozen=True)
+class Arithmetic:
+    """Two operands, one operator; the reward is 1 if the last number of the completion is the result, else 0.
+
+    The splits share no pair of operands, in either order: where 3 and 4 are held out, so are 3 + 4, 4 + 3 and 3 * 4.
+    Which pairs are held out does not depend on the seed: all seeds are tested on the same problems.
+
+    Example: Arithmetic(digits=2, operators=("+", "-"), split="test").sample(step=0, n=64)
+    """
+
+    name: Literal["arithmetic"] = "arithmetic"
+    """This task."""
+    seed: int = 0
+    """Draws the problems of each step."""
+    split: Split = "train"
+    """`train` or `test`."""
+    digits: int = 1
+    """Digits of each operand: 1 means 0 to 9, 2 means 10 to 99."""
+    operators: tuple[Operator, ...] = ("+", "*")
+    """One or more of +, - and *."""
+    test_share: float = 0.25
+    """The share of operand pairs that is held out for the test split, from 0.01 to 0.99."""
+    template: str = "What is {a} {operator} {b}? Answer with the number only."
+    """The question; {a}, {operator} and {b} are filled in."""
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.digits <= MAX_DIGITS:
+            raise ValueError(f"digits = {self.digits} must be from 1 to {MAX_DIGITS}")
+        if not self.operators or not set(self.operators) <= OPERATIONS.keys():
+            raise ValueError(f'operators = {list(self.operators)} must be one or more of "+", "-", "*"')
+        if len(set(self.operators)) < len(self.operators):
+            raise ValueError(f"operators = {list(self.operators)} must not repeat one")
+        # Far below 0.01, drawing until a problem fits the test split would take for ever.
+        if not 0.01 <= self.test_share <= 0.99:
+            raise ValueError(f"test_share = {self.test_share} must be from 0.01 to 0.99")
+        if not all(field in self.template for field in ("{a}", "{operator}", "{b}")):
+            raise ValueError(f'template = "{self.template}" must contain {{a}}, {{operator}} and {{b}}')
+        if self.digits == 1 and not (self._listed("train") and self._listed("test")):
+            raise ValueError(f"test_share = {self.test_share} leaves one split without problems: bring it near 0.25")
+
+    def sample(self, step: int, n: int) -> list[Prompt]:
+        """n problems, all distinct until the split is used up within the step; then it starts again."""
+        rng = Random(f"arithmetic/{self.seed}/{self.split}/{step}")
+        problems = self._draw(rng, n)
+        return [self._prompt(f"{self.split}/{step}/{i}", problem) for i, problem in enumerate(problems)]
+
+    def reward(self, prompt: Prompt, completion: Completion) -> Reward:
+        return Reward(float(last_number(completion.text) == int(prompt.answer)))
+
+    def solution(self, prompt: Prompt) -> str:
+        return prompt.answer
+
+    def _prompt(self, id: str, problem: Problem) -> Prompt:
+        a, operator, b = problem
+        question = self.template.replace("{a}", str(a)).replace("{operator}", operator).replace("{b}", str(b))
+        return Prompt(id, ({"role": "user", "content": question},), answer=str(OPERATIONS[operator](a, b)))
+
+    def _draw(self, rng: Random, n: int) -> list[Problem]:
+        low, high = operand_range(self.digits)
+        share = self.test_share if self.split == "test" else 1 - self.test_share
+        # Drawing until n problems differ is slow near the size of the split, and endless above it.
+        if self.digits <= LISTED_DIGITS or 2 * n / share > (high - low + 1) ** 2 * len(self.operators):
+            return cycle_shuffled(self._listed(self.split), rng, n)
+        drawn: dict[Problem, None] = {}
+        while len(drawn) < n:
+            a, b = rng.randint(low, high), rng.randint(low, high)
+            if split_of(a, b, self.test_share) == self.split:
+                drawn[a, rng.choice(self.operators), b] = None
+        return list(drawn)
+
+    def _listed(self, split: Split) -> tuple[Problem, ...]:
+        return listed(self.digits, self.operators, self.test_share, split)
+
+
+def operand_range(digits: int) -> tuple[int, int]:
+    """The smallest and the largest operand."""
+    return (0 if digits == 1 else 10 ** (digits - 1)), 10**digits - 1
+
+
+def split_of(a: int, b: int, test_share: float) -> Split:
+    """By a hash of the unordered pair."""
+    low, high = min(a, b), max(a, b)
+    digest = hashlib.sha256(f"{low},{high}".encode()).digest()
+    return "test" if int.from_bytes(digest[:8]) < test_share * 2**64 else "train"
+
+
+@cache
+def listed(digits: int, operators: tuple[Operator, ...], test_share: float, split: Split) -> tuple[Problem, ...]:
+    low, high = operand_range(digits)
+    pairs = ((a, b) for a in range(low, high + 1) for b in range(low, high + 1))
+    held = [(a, b) for a, b in pairs if split_of(a, b, test_share) == split]
+    return tuple((a, operator, b) for a, b in held for operator in operators)
+
+
+def cycle_shuffled(problems: tuple[Problem, ...], rng: Random, n: int) -> list[Problem]:
+    drawn: list[Problem] = []
+    while len(drawn) < n:
+        drawn += rng.sample(problems, min(len(problems), n - len(drawn)))
+    return drawn

@@ -1,0 +1,236 @@
+"""Questions of your own: a file or a Hugging Face data set, which columns to use, and how answers are rewarded."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from random import Random
+from typing import Any, Literal
+
+from pellucid.tasks.answers import last_number
+from pellucid.tasks.rewards import COMPARE_WITH_GOLD, RewardTerm, compiled, grade, labels
+from pellucid.tasks.rows import Row, column_text, column_value, is_file_name, rows_of
+from pellucid.types import Completion, Message, Prompt, Reward, UserError
+
+_FIELD = re.compile(r"\{\{([^{}]*)\}\}|\{([^{}]+)\}")
+
+
+@dataclass(frozen=True)
+class Dataset:
+    """Prompts from rows, rewards from terms: the reward is the weighted sum of the terms that apply to the row.
+
+    Example: Dataset(data="openai/gsm8k", subset="main", test_data="test", answer_pattern="#### (.+)")
+    """
+
+    name: Literal["dataset"] = "dataset"
+    """This task."""
+    seed: int = 0
+    """Orders the rows."""
+    split: Literal["train", "test"] = "train"
+    """`train` or `test`."""
+    data: str = ""
+    """A .jsonl, .csv or .parquet file, or the id of a data set on the Hugging Face Hub, whose split `train` is used."""
+    subset: str = ""
+    """The configuration of the Hub data set, such as "main"."""
+    test_data: str = ""
+    """The held-out rows, which are not trained on: a file, or a split of the Hub data set. Empty: a share of `data`."""
+    test_share: float = 0.1
+    """The share of questions that is held out where there is no `test_data`; which ones depends on no seed."""
+    question: str = "question"
+    """The column that {question} stands for in the template."""
+    messages: str = ""
+    """A column of chat messages ({"role": ..., "content": ...}), in place of question, system and template."""
+    system: str = ""
+    """The system message, if any."""
+    template: str = "{question}"
+    """The user's message. {column} is filled in, for any column; {{...}} stands for literal braces around something."""
+    chat: bool = True
+    """False: the filled-in template reaches the model as it stands, without a chat template."""
+    answer: str = "answer"
+    """The column of the gold answer."""
+    answer_pattern: str = ""
+    """A regular expression whose first group is the gold answer within its column, such as "#### (.+)"."""
+    rewards: tuple[RewardTerm, ...] = (RewardTerm("numeric"),)
+    """The terms of the reward."""
+    correct: str = ""
+    """The reward term that decides, at 1, what evaluation counts as correct. Empty: the first."""
+
+    def __post_init__(self) -> None:
+        if not self.data:
+            raise ValueError('data = "" must be a .jsonl, .csv or .parquet file or a Hugging Face Hub id')
+        if not 0 < self.test_share < 1:
+            raise ValueError(f"test_share = {self.test_share} must be between 0 and 1")
+        if self.messages and (self.system or self.template != "{question}" or not self.chat):
+            raise ValueError(f'messages = "{self.messages}" is the whole chat: leave out system, template and chat')
+        if self.system and not self.chat:
+            raise ValueError("system needs chat = true: a plain prompt has no system message")
+        if self.answer != self.question and self.answer in fields_of(self.template):
+            raise ValueError(f"template shows {{{self.answer}}}, the gold answer; {{{{...}}}} keeps braces as braces")
+        if self.answer_pattern and compiled(self.answer_pattern).groups < 1:
+            raise ValueError(f'answer_pattern = "{self.answer_pattern}" needs a group around the answer: "#### (.+)"')
+        if not self.rewards:
+            raise ValueError("rewards must have at least one term")
+        if self.correct and self.correct not in labels(self.rewards):
+            raise ValueError(f'correct = "{self.correct}" must name a reward: {", ".join(labels(self.rewards))}')
+        if self.deciding.name == "length":
+            raise ValueError("length is never 1: name another reward in correct")
+
+    @property
+    def deciding(self) -> RewardTerm:
+        """The term that decides what is correct."""
+        names = labels(self.rewards)
+        return self.rewards[names.index(self.correct or names[0])]
+
+    @property
+    def compares(self) -> bool:
+        """Whether any term needs a gold answer."""
+        return any(term.name in COMPARE_WITH_GOLD for term in self.rewards)
+
+    def sample(self, step: int, n: int) -> list[Prompt]:
+        """The next n rows of an endless walk that shuffles anew each epoch and misses no row."""
+        rows = split_prompts(self)
+        places = (divmod(step * n + i, len(rows)) for i in range(n))
+        chosen = (rows[permutation(f"{self.seed}/{self.split}/{epoch}", len(rows))[i]] for epoch, i in places)
+        return [replace(prompt, id=f"{self.split}/{step}/{i}") for i, prompt in enumerate(chosen)]
+
+    def reward(self, prompt: Prompt, completion: Completion) -> Reward:
+        """Parts hold each term before its weight; value is NaN where no term applies to the row."""
+        names = labels(self.rewards)
+        values = [grade(term, prompt, completion) for term in self.rewards]
+        parts = {name: value for name, value in zip(names, values, strict=True) if value is not None}
+        if not parts:
+            return Reward(math.nan, error="no reward applies to this row: every term returned None")
+        weights = {name: term.weight for name, term in zip(names, self.rewards, strict=True)}
+        decided = parts.get(self.correct or names[0])
+        return Reward(
+            sum(weights[name] * value for name, value in parts.items()),
+            parts,
+            correct=None if decided is None else decided >= 1.0,
+        )
+
+    def solution(self, prompt: Prompt) -> str:
+        """What a right completion looks like, with the worked answer where the data has one."""
+        worked = str(prompt.columns.get(self.answer, prompt.answer))
+        if any(term.name == "tagged" for term in self.rewards):
+            return f"<think>{worked}</think> <answer>{prompt.answer}</answer>"
+        if self.deciding.name == "math" and r"\boxed" not in worked:
+            return f"{worked}\n\\boxed{{{prompt.answer}}}"
+        return prompt.answer if self.deciding.name == "exact" else worked
+
+
+@lru_cache(maxsize=8)
+def split_prompts(task: Dataset) -> tuple[Prompt, ...]:
+    """The prompts of a split, in the order of the data; at least one."""
+    own = prompts_of(task, task.data, "train")
+    test = prompts_of(task, *held_out_source(task)) if task.test_data else ()
+    held_out = set(map(fingerprint, test)) or lowest_share(map(fingerprint, own), task.test_share)
+    if task.split == "train":
+        chosen = tuple(prompt for prompt in own if fingerprint(prompt) not in held_out)
+    else:
+        chosen = test or tuple(prompt for prompt in own if fingerprint(prompt) in held_out)
+    if not chosen:
+        raise UserError(f"{task.data}: no row is left for the {task.split} split; add rows or name another test_data")
+    return chosen
+
+
+def held_out_source(task: Dataset) -> tuple[str, str]:
+    """A file, or a split of the Hub data set."""
+    on_hub = not is_file_name(task.data) and not is_file_name(task.test_data)
+    return (task.data, task.test_data) if on_hub else (task.test_data, "train")
+
+
+def fingerprint(prompt: Prompt) -> str:
+    """Of what the model is asked, so that equal questions fall into the same split."""
+    text = prompt.text if isinstance(prompt.text, str) else [dict(message) for message in prompt.text]
+    return hashlib.sha256(json.dumps(text, sort_keys=True).encode()).hexdigest()
+
+
+def lowest_share(fingerprints: Iterable[str], share: float) -> set[str]:
+    """This share of the distinct fingerprints, leaving at least one on each side where there are two."""
+    distinct = sorted(set(fingerprints))
+    return set(distinct[: min(max(1, round(share * len(distinct))), len(distinct) - 1)])
+
+
+@lru_cache(maxsize=4)
+def permutation(seed: str, n: int) -> list[int]:
+    return Random(f"dataset/{seed}").sample(range(n), n)
+
+
+def prompts_of(task: Dataset, source: str, hub_split: str) -> tuple[Prompt, ...]:
+    return tuple(make_prompt(task, where, row) for where, row in rows_of(source, task.subset, hub_split))
+
+
+def make_prompt(task: Dataset, where: str, row: Row) -> Prompt:
+    """`where` names the row in error messages."""
+    text = messages_of(task, where, row) if task.messages else rendered(task, where, row)
+    return Prompt("", text, gold_answer(task, where, row), row)
+
+
+def rendered(task: Dataset, where: str, row: Row) -> str | tuple[Message, ...]:
+    question = fill(task.template, task.question, where, row)
+    if not question.strip():
+        raise UserError(f"{where}: the question is empty")
+    if not task.chat:
+        return question
+    system = ({"role": "system", "content": task.system},) if task.system else ()
+    return (*system, {"role": "user", "content": question})
+
+
+def fill(template: str, question: str, where: str, row: Row) -> str:
+    """{column} becomes the column's text; braces around nothing, doubled braces and braces in the data are kept."""
+
+    def text_of(match: re.Match[str]) -> str:
+        if match[2] is None:
+            return f"{{{match[1]}}}"
+        return column_text(row, question if match[2] == "question" else match[2], where)
+
+    return _FIELD.sub(text_of, template)
+
+
+def fields_of(template: str) -> set[str]:
+    return {match[2] for match in _FIELD.finditer(template) if match[2] is not None}
+
+
+def messages_of(task: Dataset, where: str, row: Row) -> tuple[Message, ...]:
+    """The row's chat, without what a message holds beyond role and content."""
+    value = column_value(row, task.messages, where)
+    if not is_chat(value) or value[-1]["role"] != "user":
+        form = '[{"role": "user", "content": "..."}], with the user\'s message last'
+        raise UserError(f'{where}: column "{task.messages}" must look like {form}')
+    return tuple({"role": message["role"], "content": message["content"]} for message in value)
+
+
+def is_chat(value: Any) -> bool:
+    return isinstance(value, list) and len(value) > 0 and all(map(is_message, value))
+
+
+def is_message(value: Any) -> bool:
+    return isinstance(value, Mapping) and all(isinstance(value.get(key), str) for key in ("role", "content"))
+
+
+def gold_answer(task: Dataset, where: str, row: Row) -> str:
+    """Empty where the data has none and no term needs one."""
+    if task.answer not in row and not task.compares:
+        return ""
+    text = column_text(row, task.answer, where).strip()
+    if task.answer_pattern:
+        match = compiled(task.answer_pattern).search(text)
+        if match is None:
+            raise UserError(f'{where}: answer_pattern "{task.answer_pattern}" is not found in {shortened(text)}')
+        text = (match[1] or "").strip()
+    if task.compares and not text:
+        raise UserError(f"{where}: the answer is empty, and a reward compares with it")
+    if any(term.name == "numeric" for term in task.rewards) and last_number(text) is None:
+        raise UserError(f"{where}: the answer {shortened(text)} holds no number: use the reward exact or math")
+    return text
+
+
+def shortened(text: str) -> str:
+    """On one line, by its end, where an answer tends to be."""
+    line = " ".join(text.split())
+    return f'"{line}"' if len(line) <= 60 else f'"...{line[-57:]}"'

@@ -1,0 +1,191 @@
+"""The terms of a reward: what one `[[task.rewards]]` table names, from exact match to a function of the user's own.
+
+`exact`, `numeric` and `math` compare the answer with the gold answer. The answer is the content of an `<answer>` tag
+that ends the completion, where there is exactly one, otherwise the whole completion.
+
+A function of the user's own has TRL's signature and needs no change: `def reward(completions, **columns)`, plain or
+`async`, returns one number for each completion, or None where it does not apply. It is called with one completion at a
+time, and with lists of one for each of these keywords: prompts, completions, completion_ids, and every column of the
+data row except prompt, completion and completion_ids. As in TRL, prompts and completions are strings for a plain
+prompt, and lists of messages for a conversation. TRL's trainer_state is None here; log_extra and log_metric drop what
+they are given: what should be logged and not trained on is a term of weight 0.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import logging
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cache, lru_cache
+from typing import Any
+
+from pellucid.tasks import did_you_mean, load_object
+from pellucid.tasks.answers import answer_tag, last_number, tagged
+from pellucid.types import Completion, Prompt, UserError
+
+NOT_COLUMNS = ("prompt", "completion", "completion_ids")
+
+
+@dataclass(frozen=True)
+class RewardTerm:
+    """One term of the weighted sum that is the reward.
+
+    Example: RewardTerm("length", weight=0.1, limit=512); RewardTerm("rewards.py:brevity")
+    """
+
+    name: str
+    """exact, numeric, math, tagged, regex, length, or "path/to/file.py:function"."""
+    weight: float = 1.0
+    """What the term is multiplied with in the sum; at 0 it is only logged."""
+    pattern: str = ""
+    """Of `regex`: the reward is 1 where it is found in the completion."""
+    limit: int = 0
+    """Of `length`: tokens at which the reward reaches -1."""
+
+    def __post_init__(self) -> None:
+        if ":" in self.name:
+            user_function(self.name)
+        elif self.name not in TERMS:
+            known = f'{", ".join(TERMS)}, or your own as "path/to/file.py:function"'
+            raise ValueError(f'reward "{self.name}" is unknown{did_you_mean(self.name, TERMS)}; there are {known}')
+        if bool(self.pattern) != (self.name == "regex"):
+            raise ValueError(f'reward "{self.name}" has pattern = "{self.pattern}": regex needs one, no other has one')
+        if (self.limit > 0) != (self.name == "length") or self.limit < 0:
+            raise ValueError(
+                f'reward "{self.name}" has limit = {self.limit}: length needs one above 0, no other has one'
+            )
+        compiled(self.pattern)
+        if self.name == "math":
+            math_verify()
+
+
+def grade(term: RewardTerm, prompt: Prompt, completion: Completion) -> float | None:
+    """The value of a term before its weight; None where it does not apply to this prompt."""
+    if ":" in term.name:
+        return call_user_function(term.name, prompt, completion)
+    return TERMS[term.name](term, prompt, completion)
+
+
+TERMS: dict[str, Callable[[RewardTerm, Prompt, Completion], float | None]] = {
+    "exact": lambda _, prompt, completion: exact(completion.text, prompt.answer),
+    "numeric": lambda _, prompt, completion: numeric(completion.text, prompt.answer),
+    "math": lambda _, prompt, completion: math(completion.text, prompt.answer),
+    "tagged": lambda _term, _prompt, completion: float(tagged(completion.text) is not None),
+    "regex": lambda term, _, completion: regex(completion.text, term.pattern),
+    "length": lambda term, _, completion: length(len(completion.token_ids), term.limit),
+}
+COMPARE_WITH_GOLD = ("exact", "numeric", "math")
+
+
+def exact(text: str, gold: str) -> float:
+    """1 if the answers agree up to letter case and white space."""
+    return float(folded(answer_of(text)) == folded(gold))
+
+
+def numeric(text: str, gold: str) -> float:
+    """1 if the last numbers of both are equal: 1,080 = 1080 = 1080.0."""
+    found = last_number(answer_of(text))
+    return float(found is not None and found == last_number(gold))
+
+
+def math(text: str, gold: str) -> float | None:
+    """1 if math-verify finds the expressions equal; None where it cannot read the gold answer."""
+    expected = boxed_expression(gold)
+    if not expected:
+        return None
+    parse, verify = math_verify()
+    inside = answer_tag(text)
+    found = parse(text, parsing_timeout=None) if inside is None else boxed_expression(inside)
+    return float(verify(expected, found, timeout_seconds=None))
+
+
+def regex(text: str, pattern: str) -> float:
+    """1 if the pattern is found."""
+    return float(compiled(pattern).search(text) is not None)
+
+
+def length(tokens: int, limit: int) -> float:
+    """Minus the share of `limit` that was used, not below -1."""
+    return max(-1.0, -tokens / limit)
+
+
+def answer_of(text: str) -> str:
+    inside = answer_tag(text)
+    return text if inside is None else inside
+
+
+def folded(text: str) -> str:
+    return " ".join(text.split()).casefold()
+
+
+@cache
+def compiled(pattern: str) -> re.Pattern[str]:
+    try:
+        return re.compile(pattern)
+    except re.error as error:
+        raise ValueError(f'pattern = "{pattern}" is no regular expression: {error}') from error
+
+
+@cache
+def math_verify() -> tuple[Callable[..., list[Any]], Callable[..., bool]]:
+    """math-verify's parse and verify."""
+    try:
+        from math_verify import parse, verify  # noqa: PLC0415
+    except ImportError as error:
+        raise UserError('reward "math" needs math-verify: pip install "pellucid[data]"') from error
+    # It warns, every time, of running without its own time limits. They need the main thread and make a slow comparison
+    # a silent 0; the sandbox has a limit for every reward, and shows what it stopped.
+    logging.getLogger("math_verify").setLevel(logging.ERROR)
+    return parse, verify
+
+
+@lru_cache(maxsize=1024)
+def boxed_expression(text: str) -> list[Any]:
+    """A text that is an expression, with or without LaTeX delimiters."""
+    parse, _ = math_verify()
+    return parse(text if "$" in text or r"\boxed" in text else rf"\boxed{{{text}}}", parsing_timeout=None)
+
+
+@cache
+def user_function(spec: str) -> Callable[..., Any]:
+    function = load_object(spec)
+    if not callable(function):
+        raise UserError(f'reward "{spec}" is a {type(function).__name__}: name a function(completions, **columns)')
+    return function
+
+
+def call_user_function(spec: str, prompt: Prompt, completion: Completion) -> float | None:
+    columns = {name: [value] for name, value in prompt.columns.items() if name not in NOT_COLUMNS}
+    rewards = user_function(spec)(**(columns | trl_arguments(prompt, completion)))
+    if inspect.iscoroutine(rewards):
+        rewards = asyncio.run(rewards)
+    if len(rewards) != 1:
+        raise ValueError(f"{spec} returned {len(rewards)} rewards for 1 completion")
+    return None if rewards[0] is None else float(rewards[0])
+
+
+def trl_arguments(prompt: Prompt, completion: Completion) -> dict[str, Any]:
+    if isinstance(prompt.text, str):
+        texts = {"prompts": [prompt.text], "completions": [completion.text]}
+    else:
+        messages = [dict(message) for message in prompt.text]
+        texts = {"prompts": [messages], "completions": [[{"role": "assistant", "content": completion.text}]]}
+    others = {"trainer_state": None, "log_extra": drop, "log_metric": drop}
+    return texts | {"completion_ids": [list(completion.token_ids)]} | others
+
+
+def drop(name: str, value: Any) -> None:
+    """Stands where TRL passes its loggers."""
+
+
+def labels(terms: Sequence[RewardTerm]) -> list[str]:
+    """The names under which terms are logged: a function's own name; a number tells namesakes apart.
+
+    Example: labels of regex, regex and rewards.py:brevity == ["regex", "regex-2", "brevity"]
+    """
+    names = [term.name.rpartition(":")[2] for term in terms]
+    counts = [names[: i + 1].count(name) for i, name in enumerate(names)]
+    return [name if count == 1 else f"{name}-{count}" for name, count in zip(names, counts, strict=True)]

@@ -1,0 +1,20 @@
+"""A user's own task: no more than it takes."""
+
+import random
+from dataclasses import dataclass
+
+from pellucid.types import Completion, Prompt, Reward
+
+
+@dataclass(frozen=True)
+class Digits:
+    seed: int = 0
+    split: str = "train"
+
+    def sample(self, step: int, n: int) -> list[Prompt]:
+        rng = random.Random(f"{self.seed}/{self.split}/{step}")
+        return [Prompt(f"{self.split}/{step}/{i}", "abc"[: 1 + i % 3] + str(rng.randrange(10**6))) for i in range(n)]
+
+    def reward(self, prompt: Prompt, completion: Completion) -> Reward:
+        digits = sum(c.isdigit() for c in completion.text)
+        return Reward(digits / max(1, len(completion.text)), correct=digits > 3)

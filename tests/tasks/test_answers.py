@@ -1,0 +1,155 @@
+import time
+from fractions import Fraction
+
+import pytest
+
+from pellucid.tasks.answers import answer_tag, last_number, tagged
+
+
+@pytest.mark.parametrize(
+    ("text", "number"),
+    [
+        ("7", 7),
+        ("The answer is 7.", 7),
+        ("7.50", Fraction(15, 2)),
+        (".5", Fraction(1, 2)),
+        ("it is -.5", Fraction(-1, 2)),
+        ("first 3, then 4", 4),
+        ("007", 7),
+        ("答案是7个", 7),
+        ("\uff17", 7),
+        ("**7**", 7),
+        (r"\boxed{-7}", -7),
+        ("7%", 7),
+    ],
+)
+def test_the_last_number_is_read(text, number):
+    assert last_number(text) == number
+
+
+@pytest.mark.parametrize(
+    ("text", "number"),
+    [
+        ("1,080", 1080),
+        ("$1,080.00", 1080),
+        ("1,234,567.5", Fraction(2469135, 2)),
+        ("#### 1,080", 1080),
+        ("1,08", 8),
+        ("1,0800", 800),
+        ("1234,567", 567),
+        ("3, 4", 4),
+        ("3,4", 4),
+        ("1,080, 2", 2),
+        ("so 1,080, done", 1080),
+    ],
+)
+def test_commas_group_thousands_only_where_they_are_well_placed(text, number):
+    assert last_number(text) == number
+
+
+@pytest.mark.parametrize(
+    ("text", "number"),
+    [
+        ("-7", -7),
+        ("\u22127", -7),
+        ("x = -7", -7),
+        ("是-7", -7),
+        ("-$1,080.50", Fraction(-2161, 2)),
+        ("$-5", -5),
+        (r"-\$5", -5),
+        ("10--3", -3),
+        ("2*-3", -3),
+        ("7-3", 3),
+        ("7 - 3", 3),
+        ("x-3", 3),
+        ("(4)-3", 3),
+        ("7\u22123", 3),
+    ],
+)
+def test_a_minus_belongs_to_the_number_it_touches_unless_it_subtracts(text, number):
+    assert last_number(text) == number
+
+
+@pytest.mark.parametrize(
+    ("text", "number"),
+    [("1/2", Fraction(1, 2)), ("-3/4", Fraction(-3, 4)), ("48/2 = 24", 24), ("4/2", 2), ("1/0", None)],
+)
+def test_a_slash_divides(text, number):
+    assert last_number(text) == number
+
+
+@pytest.mark.parametrize("text", ["", " ", "seven", "-", ".", ",", "$", "1/0.0", "²"])
+def test_where_there_is_no_number_none_is_read(text):
+    assert last_number(text) is None
+
+
+def test_a_number_that_python_would_not_convert_is_no_answer():
+    assert last_number("9" * 4000) == 10**4000 - 1
+    for hostile in ("9" * 10_000, "0." + "9" * 10_000, "1/" + "9" * 10_000, "1" + ",111" * 3000):
+        assert last_number(hostile) is None
+    assert last_number("9" * 10_000 + " so 7") == 7
+
+
+HOSTILE = [
+    "9" * 10_000,
+    "1" + ",111" * 100_000,
+    "1" + ",111" * 100_000 + "1",
+    "1/" * 200_000,
+    "-" * 400_000,
+    "." * 400_000,
+    "1." * 200_000,
+    "1,1" * 130_000,
+    "-$" * 200_000,
+    "<think></think>" * 30_000,
+    "<think>" + "</think><answer>" * 30_000,
+    "<think></think>" + " " * 400_000 + "<answer>",
+    "<think>" + " " * 400_000 + "</think>" + " " * 400_000 + "x<answer></answer>",
+    "<answer>" * 50_000 + "</answer>" * 50_000,
+    "\0\ud800\U0010ffff",
+]
+
+
+@pytest.mark.parametrize("text", HOSTILE, ids=range(len(HOSTILE)))
+def test_hostile_texts_take_linear_time(text):
+    start = time.perf_counter()
+    last_number(text), tagged(text), answer_tag(text)
+    assert time.perf_counter() - start < 2.0
+
+
+@pytest.mark.parametrize(
+    ("text", "answer"),
+    [
+        ("<think>3 + 4</think><answer>7</answer>", "7"),
+        (" <think>\n3 + 4\n</think>\n\n<answer>\n7\n</answer>\n", "7"),
+        ("<think></think> <answer></answer>", ""),
+        ("<think>3</think> so <answer>7</answer>", None),
+        ("well <think>3</think><answer>7</answer>", None),
+        ("<think>3</think><answer>7</answer> indeed", None),
+        ("<think><think>3</think><answer>7</answer>", None),
+        ("<think>3</think><answer>7</answer><answer>8</answer>", None),
+        ("<answer>7</answer><think>3</think>", None),
+        ("<think>3<answer>7</answer></think>", None),
+        ("<answer>7</answer>", None),
+        ("<think>3</think>7", None),
+        ("", None),
+    ],
+)
+def test_tagged_is_strict_about_the_whole_text(text, answer):
+    assert tagged(text) == answer
+
+
+@pytest.mark.parametrize(
+    ("text", "answer"),
+    [
+        ("I think so. <answer> 7 </answer>\n", "7"),
+        ("<answer></answer>", ""),
+        ("<answer>7</answer> or 8", None),
+        ("<answer>7</answer><answer>8</answer>", None),
+        ("</answer><answer>", None),
+        ("<answer>7<answer>8</answer>", None),
+        ("<answer>7", None),
+        ("7", None),
+    ],
+)
+def test_an_answer_tag_counts_where_it_is_alone_and_last(text, answer):
+    assert answer_tag(text) == answer

@@ -1,0 +1,320 @@
+import json
+import math
+import pickle
+import sys
+import time
+from collections import Counter
+from dataclasses import replace
+
+import pytest
+from pydantic import ValidationError, create_model
+
+from pellucid.tasks.dataset import Dataset
+from pellucid.tasks.rewards import RewardTerm
+from pellucid.tasks.sandbox import Sandboxed
+from pellucid.types import Completion, UserError
+
+GSM8K = [
+    ("Weng earns $12 an hour. In 90 hours?", "She earns 12 * 90 = $<<12*90=1080>>1080.\n#### 1,080"),
+    ("Three ducks lay 16 eggs each. Eggs?", "3 * 16 = <<3*16=48>>48 eggs.\n#### 48"),
+    ("It was 3 degrees and fell by 5. Now?", "3 - 5 = -2\n#### -2"),
+]
+
+
+def completion(text, tokens=4):
+    return Completion((5,) * tokens, (-1.0,) * tokens, text, True)
+
+
+@pytest.fixture
+def write(tmp_path):
+    def write_jsonl(rows, name="data.jsonl"):
+        path = tmp_path / name
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        return str(path)
+
+    return write_jsonl
+
+
+def sums(n):
+    return [{"question": f"What is {i} + 1?", "answer": str(i + 1)} for i in range(n)]
+
+
+def questions(task, n, step=0):
+    return [prompt.question for prompt in task.sample(step, n)]
+
+
+@pytest.fixture
+def gsm8k(write):
+    rows = [{"question": question, "answer": answer} for question, answer in GSM8K]
+    held_out = [{"question": "What is 2 + 2?", "answer": "#### 4"}]
+    return Dataset(data=write(rows), test_data=write(held_out, "test.jsonl"), answer_pattern="#### (.+)")
+
+
+def test_answers_are_cut_out_by_the_pattern(gsm8k):
+    answers = {prompt.question: prompt.answer for prompt in gsm8k.sample(0, 3)}
+    assert answers == dict(zip([q for q, _ in GSM8K], ["1,080", "48", "-2"], strict=True))
+
+
+def test_the_right_number_scores_however_it_is_written(gsm8k):
+    prompt = next(prompt for prompt in gsm8k.sample(0, 3) if prompt.answer == "1,080")
+    for right in ("1080", "1,080", "$1,080.00.", "12 * 90 = 1080", "#### 1,080"):
+        assert gsm8k.reward(prompt, completion(right)).value == 1.0
+    for wrong in ("1", "080", "80", "10 80", "-1080", "1080 or 1081", "0123456789", ""):
+        assert gsm8k.reward(prompt, completion(wrong)).value == 0.0
+
+
+TERMS = {
+    "numeric": (RewardTerm("numeric"),),
+    "exact": (RewardTerm("exact"),),
+    "math": (RewardTerm("math"),),
+    "numeric in tags": (RewardTerm("numeric"), RewardTerm("tagged", weight=0.5)),
+    "exact in tags": (RewardTerm("tagged", weight=0.5), RewardTerm("exact")),
+    "math in tags": (RewardTerm("math"), RewardTerm("tagged", weight=0.5)),
+}
+HOSTILE = [
+    "",
+    "no idea",
+    "0123456789",
+    "9" * 10_000,
+    "<answer>" * 1_000,
+    "\0\ud800",
+    "1" + ",111" * 2_000,
+    "-$" * 4_000,
+]
+
+
+@pytest.mark.parametrize("rewards", TERMS.values(), ids=TERMS)
+def test_the_gold_answer_scores_1_in_every_term_and_garbage_in_none(gsm8k, rewards):
+    task = replace(gsm8k, rewards=rewards)
+    for prompt in task.sample(0, 3):
+        graded = task.reward(prompt, completion(task.solution(prompt)))
+        assert set(graded.parts.values()) == {1.0}
+        assert graded.value == sum(term.weight for term in rewards)
+        assert graded.is_correct
+        for garbage in HOSTILE:
+            start = time.perf_counter()
+            assert task.reward(prompt, completion(garbage)).value == 0.0
+            assert time.perf_counter() - start < 2.0
+
+
+def test_the_reward_is_the_weighted_sum_of_its_parts(write):
+    rewards = (RewardTerm("tagged", 0.2), RewardTerm("numeric"), RewardTerm("length", 0.1, limit=8))
+    task = Dataset(data=write(sums(20)), rewards=rewards, correct="numeric")
+    (prompt,) = task.sample(0, 1)
+    graded = task.reward(prompt, completion(prompt.answer, tokens=4))
+    assert graded.parts == {"tagged": 0.0, "numeric": 1.0, "length": -0.5}
+    assert graded.value == pytest.approx(0.95)
+    assert graded.is_correct  # although the value is below 1
+    wrong = task.reward(prompt, completion("<think></think><answer>0</answer>"))
+    assert wrong.correct is False
+
+
+@pytest.fixture
+def multitask(write, tmp_path):
+    (tmp_path / "multitask_rewards.py").write_text(
+        "def math_reward(completions, task, **columns):\n"
+        "    return [3.0 if t == 'math' else None for t in task]\n"
+        "def code_reward(completions, task, **columns):\n"
+        "    return [5.0 if t == 'code' else None for t in task]\n"
+    )
+    terms = tuple(RewardTerm(f"{tmp_path}/multitask_rewards.py:{name}_reward", 2.0) for name in ("math", "code"))
+    rows = [{"question": kind, "task": kind} for kind in ("math", "code", "poetry", "x")]
+    yield Dataset(data=write(rows), test_data=write([{"question": "?", "task": ""}], "t.jsonl"), rewards=terms)
+    sys.modules.pop("multitask_rewards")
+
+
+def test_a_term_that_does_not_apply_is_left_out(multitask):
+    graded = {p.question: multitask.reward(p, completion("x")) for p in multitask.sample(0, 4)}
+    assert (graded["math"].value, graded["math"].parts) == (6.0, {"math_reward": 3.0})
+    assert (graded["code"].value, graded["code"].parts) == (10.0, {"code_reward": 5.0})
+    assert graded["math"].correct is True
+    assert graded["code"].correct is None
+    assert math.isnan(graded["poetry"].value)
+    assert "no reward applies" in graded["poetry"].error
+
+
+def test_every_row_is_seen_once_an_epoch_whatever_the_step_size(write):
+    task = Dataset(data=write(sums(25)), test_share=0.2)
+    walk = [question for step in range(15) for question in questions(task, 4, step)]
+    assert len(set(walk)) == 20
+    for epoch in range(3):
+        assert Counter(walk[20 * epoch : 20 * epoch + 20]) == Counter(set(walk))
+    assert len({tuple(walk[20 * epoch : 20 * epoch + 20]) for epoch in range(3)}) == 3
+    assert questions(task, 60) == walk
+
+
+def test_more_prompts_than_rows_have_distinct_ids(write):
+    prompts = Dataset(data=write(sums(5))).sample(2, 11)
+    assert len({prompt.id for prompt in prompts}) == 11
+    assert prompts[0].id == "train/2/0"
+
+
+def test_sample_is_a_pure_function_of_seed_split_and_step(write):
+    task = Dataset(data=write(sums(200)), test_share=0.5)
+    assert questions(task, 8, 3) == questions(replace(task), 8, 3)
+    assert questions(task, 8, 3) != questions(replace(task, seed=1), 8, 3)
+    assert questions(task, 8, 3) != questions(task, 8, 4)
+
+
+def everything(task):
+    return set(questions(task, 500))
+
+
+def test_the_splits_are_disjoint_and_complete_and_the_same_for_all_seeds(write):
+    train = Dataset(data=write(sums(100)))
+    test = replace(train, split="test")
+    assert len(everything(test)) == 10
+    assert everything(train).isdisjoint(everything(test))
+    assert len(everything(train) | everything(test)) == 100
+    assert everything(replace(test, seed=9)) == everything(test)
+
+
+def test_equal_questions_fall_into_the_same_split(write):
+    rows = [row | {"note": copy} for copy in range(5) for row in sums(20)]
+    train = Dataset(data=write(rows), test_share=0.5)
+    assert everything(train).isdisjoint(everything(replace(train, split="test")))
+
+
+def test_what_both_files_hold_is_not_trained_on(write):
+    train = Dataset(data=write(sums(20)), test_data=write(sums(5), "test.jsonl"))
+    assert everything(replace(train, split="test")) == {row["question"] for row in sums(5)}
+    assert everything(train) == {row["question"] for row in sums(20)[5:]}
+
+
+@pytest.mark.parametrize("share", [0.01, 0.99])
+def test_even_two_rows_make_two_splits(write, share):
+    task = Dataset(data=write(sums(2)), test_share=share)
+    assert len(everything(task)) == len(everything(replace(task, split="test"))) == 1
+
+
+def test_the_template_takes_any_column_and_leaves_all_other_braces(write):
+    row = {"ask": r"Is \frac{a}{b} {answer}?", "unit": "{m}", "answer": "7", "none": None}
+    template = r"{question} In {unit}{none}, as \boxed{} or {{x}}."
+    task = Dataset(
+        data=write([row] * 2), test_data=write([{"ask": "?", "unit": "", "answer": 1, "none": 1}], "t.jsonl")
+    )
+    task = replace(task, question="ask", template=template, system="Be {brief}.")
+    (prompt,) = task.sample(0, 1)
+    assert prompt.text == (
+        {"role": "system", "content": "Be {brief}."},
+        {"role": "user", "content": r"Is \frac{a}{b} {answer}? In {m}, as \boxed{} or {x}."},
+    )
+    assert prompt.columns == row
+
+
+def test_a_plain_prompt_reaches_the_model_as_it_stands(write):
+    (prompt,) = Dataset(data=write(sums(5)), chat=False, template="Q: {question}\nA:").sample(0, 1)
+    assert isinstance(prompt.text, str)
+    assert prompt.text.startswith("Q: What is")
+    assert prompt.text.endswith("\nA:")
+
+
+def test_a_column_of_messages_is_the_prompt(write):
+    chat = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "2 + 2?", "name": None}]
+    task = Dataset(data=write([{"chat": chat, "answer": "4"}, {"chat": chat[1:], "answer": "4"}]), messages="chat")
+    texts = [prompt.text for split in ("train", "test") for prompt in replace(task, split=split).sample(0, 1)]
+    user = {"role": "user", "content": "2 + 2?"}
+    assert sorted(texts, key=len) == [(user,), ({"role": "system", "content": "Be brief."}, user)]
+
+
+@pytest.mark.parametrize(
+    "chat",
+    [
+        "hello",
+        [],
+        ["hello"],
+        [{"role": "user"}],
+        [{"role": "user", "content": []}],
+        [{"role": "assistant", "content": "4"}],
+    ],
+)
+def test_what_is_no_chat_that_ends_with_the_user_is_refused(write, chat):
+    with pytest.raises(UserError, match=r'^[^\n]*line 1: column "chat" must look like [^\n]*$'):
+        Dataset(data=write([{"chat": chat, "answer": "4"}]), messages="chat").sample(0, 1)
+
+
+def test_the_gold_answer_may_be_missing_where_no_term_needs_it(write):
+    task = Dataset(data=write([{"question": str(i)} for i in range(3)]), rewards=(RewardTerm("tagged"),))
+    assert task.sample(0, 1)[0].answer == ""
+
+
+def test_the_pickled_task_does_not_hold_the_data(write):
+    task = Dataset(data=write(sums(2000)))
+    task.sample(0, 4)
+    assert len(pickle.dumps(task)) < 1000
+    assert pickle.loads(pickle.dumps(task)) == task
+
+
+def test_a_function_from_a_file_and_a_comparison_that_hangs_run_in_the_sandbox(write, tmp_path):
+    (tmp_path / "sandboxed_reward.py").write_text(
+        "def boxed(completions, answer, **columns):\n"
+        "    return [float(a in c[0]['content']) for c, a in zip(completions, answer)]\n"
+    )
+    rewards = (RewardTerm("math"), RewardTerm(f"{tmp_path}/sandboxed_reward.py:boxed"))
+    task = Sandboxed(Dataset(data=write(sums(10)), rewards=rewards), timeout=3.0)
+    (prompt,) = task.sample(0, 1)
+    assert task.reward(prompt, completion(rf"$\boxed{{{prompt.answer}}}$")).parts == {"math": 1.0, "boxed": 1.0}
+    hung = task.reward(prompt, completion(r"$\boxed{9^{9^{9^{9}}}}$"))
+    task.close()
+    assert math.isnan(hung.value)
+    assert hung.error == "no reward within 3 s"
+
+
+def test_it_is_its_own_config_section(write):
+    config = create_model("Config", __config__={"extra": "forbid"}, task=(Dataset, ...))
+    section = {"name": "dataset", "data": "x.jsonl", "rewards": [{"name": "exact"}, {"name": "length", "limit": 9}]}
+    expected = Dataset(data="x.jsonl", rewards=(RewardTerm("exact"), RewardTerm("length", limit=9)))
+    assert config.model_validate({"task": section}).task == expected
+    with pytest.raises(ValidationError, match='did you mean "exact"'):
+        config.model_validate({"task": section | {"rewards": [{"name": "exakt"}]}})
+    with pytest.raises(ValidationError, match="wieght"):
+        config.model_validate({"task": section | {"rewards": [{"name": "exact", "wieght": 1}]}})
+
+
+@pytest.mark.parametrize(
+    ("settings", "says"),
+    [
+        ({"data": ""}, 'data = ""'),
+        ({"test_share": 1.0}, "test_share = 1.0"),
+        ({"test_share": 0.0}, "test_share = 0.0"),
+        ({"messages": "chat", "system": "Be brief."}, "leave out system"),
+        ({"messages": "chat", "chat": False}, "leave out system"),
+        ({"chat": False, "system": "Be brief."}, "system needs chat = true"),
+        ({"template": "{question} It is {answer}."}, "template shows {answer}, the gold answer; {{...}} keeps braces"),
+        ({"answer_pattern": "#### .+"}, "needs a group"),
+        ({"answer_pattern": "#### (.+"}, "no regular expression"),
+        ({"rewards": ()}, "at least one term"),
+        ({"correct": "exact"}, "must name a reward: numeric"),
+        ({"rewards": (RewardTerm("length", limit=3),)}, "length is never 1"),
+    ],
+)
+def test_bad_settings_are_refused_in_one_line(settings, says):
+    with pytest.raises(ValueError, match=r"^[^\n]+$") as caught:
+        Dataset(**({"data": "x.jsonl"} | settings))
+    assert says in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("row", "settings", "says"),
+    [
+        ({"qestion": "?", "answer": "1"}, {}, 'no column "question"; did you mean "qestion"?'),
+        ({"question": "?", "gold": "1"}, {}, 'no column "answer"; the columns are question, gold'),
+        ({"question": "?", "answer": "1"}, {"template": "{question} {unit}"}, 'no column "unit"'),
+        ({"question": " ", "answer": "1"}, {}, "the question is empty"),
+        ({"question": None, "answer": "1"}, {}, "the question is empty"),
+        ({"question": "?", "answer": None}, {}, "the answer is empty"),
+        ({"question": "?", "answer": "seven"}, {}, 'the answer "seven" holds no number'),
+        ({"question": "?", "answer": "a\nb 7"}, {"answer_pattern": "#### (.+)"}, 'is not found in "a b 7"'),
+    ],
+)  # fmt: skip
+def test_rows_that_do_not_fit_are_located_in_one_line(write, row, settings, says):
+    path = write([{"question": "ok?", "answer": "#### 1", "qestion": "", "unit": ""}, row])
+    with pytest.raises(UserError, match=r"^[^\n]+$") as caught:
+        Dataset(data=path, **settings).sample(0, 1)
+    assert f"{path}, line 2: " in str(caught.value)
+    assert says in str(caught.value)
+
+
+def test_a_split_without_rows_is_named(write):
+    with pytest.raises(UserError, match=r"^[^\n]*no row is left for the test split[^\n]*$"):
+        Dataset(data=write(sums(1)), split="test").sample(0, 1)

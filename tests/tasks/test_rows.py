@@ -1,0 +1,144 @@
+import csv
+import json
+import sys
+
+import datasets
+import pyarrow as pa
+import pytest
+from pyarrow import parquet
+
+from pellucid.tasks.dataset import Dataset
+from pellucid.tasks.rows import rows_of
+from pellucid.types import UserError
+
+ROWS = [{"question": 'Say "hi",\nplease: 7', "answer": "7"}, {"question": "2 + 2? \u2028 é", "answer": "4"}]
+
+
+def write_jsonl(path):
+    path.write_text("\n\n".join(json.dumps(row, ensure_ascii=False) for row in ROWS), encoding="utf-8")
+
+
+def write_csv(path):
+    with path.open("w", newline="", encoding="utf-8-sig") as file:
+        writer = csv.DictWriter(file, ["question", "answer"])
+        writer.writeheader()
+        writer.writerows(ROWS)
+
+
+def write_parquet(path):
+    parquet.write_table(pa.Table.from_pylist(ROWS), path)
+
+
+WRITERS = {".jsonl": write_jsonl, ".csv": write_csv, ".parquet": write_parquet, ".JSONL": write_jsonl}
+
+
+@pytest.mark.parametrize("suffix", WRITERS)
+def test_all_formats_give_the_same_rows(tmp_path, suffix):
+    path = tmp_path / f"data{suffix}"
+    WRITERS[suffix](path)
+    assert [row for _, row in rows_of(str(path), "", "train")] == ROWS
+
+
+@pytest.mark.parametrize(("suffix", "place"), [(".jsonl", "line 3"), (".csv", "line 4"), (".parquet", "row 2")])
+def test_each_row_knows_where_it_stands(tmp_path, suffix, place):
+    path = tmp_path / f"data{suffix}"
+    WRITERS[suffix](path)
+    assert rows_of(str(path), "", "train")[1][0] == f"{path}, {place}"
+
+
+def error_of(source, subset="", split="train"):
+    with pytest.raises(UserError) as caught:
+        rows_of(str(source), subset, split)
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "says"),
+    [
+        ("a.jsonl", b'{"a": 1}\n{"a": \n', "a.jsonl, line 2: not JSON: Expecting value"),
+        ("b.jsonl", b'{"a": 1}\n[1]\n', "b.jsonl, line 2: a list, where an object"),
+        ("c.jsonl", b"\n\n", "c.jsonl: there are no rows"),
+        ("d.jsonl", b'{"a": "\xff"}', "d.jsonl is not UTF-8 text"),
+        ("e.jsonl", b'{"a": ' + b"9" * 5000 + b"}", "e.jsonl, line 1: not JSON"),
+        ("a.csv", b"", "a.csv: there are no rows"),
+        ("b.csv", b"a,b\n", "b.csv: there are no rows"),
+        ("c.csv", b"a,b\n1,2\n1,2,3\n", "c.csv, line 3: not as many fields as the 2 of the header"),
+        ("d.csv", b"a,b\n1\n", "d.csv, line 2: not as many fields"),
+        ("e.csv", b'a,b\n"1"x,2\n', "e.csv, after line 1: not CSV"),
+        ("f.csv", b"a,b\n" + b"x" * 200_000 + b",2\n", "f.csv, after line 1: not CSV: field larger"),
+        ("a.parquet", b"not parquet", "a.parquet: not Parquet"),
+        ("a.txt", b"hello", "a.txt: unknown format; .jsonl, .csv, .parquet can be read"),
+    ],
+)
+def test_broken_files_are_told_where_and_why(tmp_path, name, content, says):
+    (tmp_path / name).write_bytes(content)
+    assert says in error_of(tmp_path / name)
+
+
+def test_a_missing_file_is_told_its_nearest_neighbour(tmp_path):
+    (tmp_path / "train.jsonl").write_text("{}")
+    message = error_of(tmp_path / "trian.jsonl")
+    assert "trian.jsonl: there is no such file" in message
+    assert 'did you mean "train.jsonl"?' in message
+
+
+def test_a_folder_is_no_file(tmp_path):
+    (tmp_path / "data.csv").mkdir()
+    assert "there is no such file" in error_of(tmp_path / "data.csv")
+
+
+@pytest.fixture
+def hub(monkeypatch):
+    """The Hub has "owner/sums", with subset "main" and splits train and test; what it was asked for is noted."""
+    asked = []
+
+    def load_dataset(path, name=None, split=None):
+        asked.append((path, name, split))
+        if path == "owner/away":
+            raise ConnectionError("Couldn't reach 'owner/away' on the Hub\n(LocalEntryNotFoundError)")
+        if split not in ("train", "test"):
+            raise ValueError(f"Unknown split \"{split}\". Should be one of ['train', 'test'].")
+        first = 0 if split == "train" else 100
+        return datasets.Dataset.from_list([{"question": f"{first + i} + 0?", "answer": first + i} for i in range(9)])
+
+    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+    rows_of.cache_clear()
+    return asked
+
+
+def test_a_hub_id_is_loaded_by_subset_and_split(hub):
+    train = Dataset(data="owner/sums", subset="main", test_data="test")
+    test = Dataset(data="owner/sums", subset="main", test_data="test", split="test")
+    assert {int(prompt.answer) for prompt in train.sample(0, 9)} == set(range(9))
+    assert {int(prompt.answer) for prompt in test.sample(0, 9)} == set(range(100, 109))
+    assert hub == [("owner/sums", "main", "train"), ("owner/sums", "main", "test")]
+
+
+def test_rows_of_the_hub_know_where_they_stand(hub):
+    where, row = rows_of("owner/sums", "", "test")[2]
+    assert (where, row["answer"]) == ("owner/sums, test row 3", 102)
+
+
+def test_a_local_file_can_be_held_out_from_a_hub_data_set(hub, tmp_path):
+    write_jsonl(tmp_path / "held.jsonl")
+    task = Dataset(data="owner/sums", test_data=str(tmp_path / "held.jsonl"), split="test")
+    assert {prompt.answer for prompt in task.sample(0, 2)} == {"7", "4"}
+
+
+def test_an_unreachable_hub_is_one_line_that_names_the_local_formats(hub):
+    message = error_of("owner/away")
+    assert 'data = "owner/away" is no local file (.jsonl, .csv, .parquet)' in message
+    assert "the Hugging Face Hub cannot be reached" in message
+
+
+def test_what_the_hub_refuses_is_one_line(hub):
+    assert 'the Hugging Face Hub says: Unknown split "dev"' in error_of("owner/sums", split="dev")
+
+
+@pytest.mark.parametrize(("source", "module"), [("owner/sums", "datasets"), ("x.parquet", "pyarrow")])
+def test_the_extra_is_named_where_a_library_is_missing(monkeypatch, tmp_path, source, module):
+    monkeypatch.chdir(tmp_path)
+    write_parquet(tmp_path / "x.parquet")
+    monkeypatch.setitem(sys.modules, module, None)
+    assert 'pip install "pellucid[data]"' in error_of(source, subset="nothing cached")

@@ -1,0 +1,113 @@
+"""Settings: defaults < recipe < command line; every recipe parses; mistakes are one line that names the mend."""
+
+from __future__ import annotations
+
+import json
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from pellucid import config
+from pellucid.types import UserError
+
+RECIPES = sorted(Path("recipes").rglob("*.toml"))
+
+
+def recipe(tmp_path, text):
+    path = tmp_path / "recipe.toml"
+    path.write_text(text)
+    return path
+
+
+def test_there_are_recipes():
+    assert {"arithmetic", "arithmetic_hard"} <= {path.stem for path in RECIPES}
+
+
+@pytest.mark.parametrize("path", RECIPES, ids=str)
+def test_every_recipe_parses_and_states_only_what_differs(path):
+    loaded = config.dump(config.load(path))
+    defaults = config.dump(config.load(None))
+    for section, values in tomllib.loads(path.read_text()).items():
+        for key, value in values.items():
+            assert loaded[section][key] == value
+            assert key == "name" or section == "task" or value != defaults[section][key], f"{section}.{key} is the default"
+
+
+def test_the_command_line_wins_over_the_recipe_and_the_recipe_over_the_defaults(tmp_path):
+    path = recipe(tmp_path, "[algorithm]\nsteps = 7\ngroup_size = 4\n[task]\nname = 'arithmetic'\ndigits = 2\n")
+    cfg = config.load(path, ["--algorithm.group-size", "16", "--task.operators", "-", "*", "--policy.lora", "8"])
+    assert (cfg.algorithm.steps, cfg.algorithm.group_size, cfg.algorithm.epochs) == (7, 16, 1)
+    assert (cfg.task.digits, cfg.task.operators, cfg.policy.lora) == (2, ("-", "*"), 8)
+
+
+def test_settings_survive_json(tmp_path):
+    path = recipe(tmp_path, "[task]\nname = 'arithmetic'\noperators = ['-']\n[optimizer]\nbetas = [0.8, 0.9]\n")
+    cfg = config.load(path)
+    written = tmp_path / "config.json"
+    written.write_text(json.dumps({**config.dump(cfg), "git": "abc"}))
+    assert config.dump(config.load(written)) == config.dump(cfg)
+    assert config.load(written).task == cfg.task
+
+
+@pytest.mark.parametrize(
+    ("text", "complaint"),
+    [
+        ("[algorithm]\ngroup_sise = 4\n", "algorithm.group_sise: no such key; did you mean group_size"),
+        ("[algoritm]\nsteps = 4\n", "algoritm: no such key; did you mean algorithm"),
+        ("[algorithm]\nsteps = 'many'\n", "algorithm.steps: Input should be a valid integer"),
+        ("[algorithm]\nsteps = 0\n", "algorithm: steps = 0 must be at least 1"),
+        ("[algorithm]\nobjective = 'ppo'\n", "algorithm.objective: Input should be 'clipped', 'unclipped' or 'naive'"),
+        ("[sampler]\ntemperature = 0\n", "temperature = 0.0 must be positive"),
+        ("[task]\nname = 'arithmetik'\n", 'did you mean "arithmetic"'),
+        ("[task]\nname = 'arithmetic'\ndigit = 2\n", "task.digit: no such key; did you mean digits"),
+        ("[task]\nname = 'dataset'\ndata = 'x.jsonl'\nrewards = [{name = 'exact', wait = 1}]\n", "wait"),
+        ("task = 'arithmetic'\n", "task must be a table"),
+        ("[policy\n", "recipe.toml"),
+    ],
+)
+def test_a_mistake_is_one_line_that_names_the_mend(tmp_path, text, complaint):
+    with pytest.raises(UserError) as error:
+        config.load(recipe(tmp_path, text))
+    assert complaint in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+def test_a_missing_recipe_is_one_line():
+    with pytest.raises(UserError, match=r"nowhere.toml: cannot be read \(No such file"):
+        config.load(Path("nowhere.toml"))
+
+
+def test_a_mistake_on_the_command_line_exits_with_2(capsys):
+    with pytest.raises(SystemExit) as exit_:
+        config.load(None, ["--algorithm.group-sise", "4"])
+    assert exit_.value.code == 2
+    assert "--algorithm.group-size" in capsys.readouterr().err
+
+
+OWN_TASK = """
+from dataclasses import dataclass
+from pellucid.types import Completion, Prompt, Reward
+
+@dataclass(frozen=True)
+class Shout:
+    seed: int = 0
+    split: str = "train"
+    word: str = "hey"
+
+    def sample(self, step, n):
+        return [Prompt(f"{step}/{i}", self.word) for i in range(n)]
+
+    def reward(self, prompt, completion):
+        return Reward(float(completion.text.isupper()))
+"""
+
+
+def test_a_task_of_the_users_own_is_its_own_section(tmp_path):
+    (tmp_path / "shout_task.py").write_text(OWN_TASK)
+    path = recipe(tmp_path, f"[task]\nname = '{tmp_path}/shout_task.py:Shout'\nword = 'yo'\n")
+    cfg = config.load(path, ["--task.seed", "3"])
+    assert (cfg.task.word, cfg.task.seed) == ("yo", 3)
+    assert config.dump(cfg)["task"]["name"].endswith("shout_task.py:Shout")
+    with pytest.raises(UserError, match="did you mean word"):
+        config.load(recipe(tmp_path, f"[task]\nname = '{tmp_path}/shout_task.py:Shout'\nwoord = 'yo'\n"))

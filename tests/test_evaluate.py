@@ -1,0 +1,75 @@
+"""Estimators against enumeration, intervals against their defining equation and textbook values."""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+import pytest
+from conftest import CountDigits, make_policy
+
+from pellucid.evaluate import OneProcess, estimate, evaluate, held_out, pass_at
+from pellucid.samplers.native import Native
+from pellucid.types import Prompt
+
+
+@pytest.mark.parametrize(("samples", "correct", "k"), [(5, 2, 3), (6, 0, 2), (6, 6, 2), (4, 1, 4), (8, 3, 1)])
+def test_pass_at_k_is_the_share_of_draws_with_a_right_one(samples, correct, k):
+    answers = [True] * correct + [False] * (samples - correct)
+    draws = list(itertools.combinations(answers, k))
+    assert pass_at(k, samples, correct) == pytest.approx(sum(map(any, draws)) / len(draws))
+
+
+def test_wilson_intervals_have_their_textbook_values():
+    """Newcombe (1998), table I: 81 of 263 gives [.2553, .3662], 0 of 20 gives [0, .1611]."""
+    some = estimate([1.0] * 81 + [0.0] * 182)
+    assert (round(some.low, 4), round(some.high, 4)) == (0.2553, 0.3662)
+    none = estimate([0.0] * 20)
+    assert (none.low, round(none.high, 4)) == (0.0, 0.1611)
+
+
+def test_the_bounds_are_where_the_mean_is_196_standard_errors_away():
+    measured = estimate([1.0] * 30 + [0.0] * 70)
+    for bound in (measured.low, measured.high):
+        assert abs(0.3 - bound) == pytest.approx(1.959964 * math.sqrt(bound * (1 - bound) / 100), rel=1e-6)
+
+
+def test_nothing_measured_is_nan():
+    assert math.isnan(estimate([]).value)
+
+
+def evaluated(k, samples):
+    policy = make_policy()
+    samplers = [Native(temperature, 12) for temperature in (0.0, 1.0)]
+    for sampler in samplers:
+        sampler.sync(policy)
+    task = CountDigits(split="test")
+    return evaluate(task, held_out(task, 10), *samplers, k, samples, OneProcess())
+
+
+def test_an_evaluation_counts_right_answers():
+    evaluation, groups = evaluated(k=3, samples=6)
+    right = [sum(r.is_correct for r in g.rewards) for g in groups]
+    assert 0 < sum(right) < 60
+    assert (evaluation.n, evaluation.k, evaluation.split) == (10, 3, "test")
+    assert evaluation.mean_at_k.value == pytest.approx(sum(right) / 60)
+    assert evaluation.pass_at_k.value == pytest.approx(sum(pass_at(3, 6, c) for c in right) / 10)
+    assert evaluation.greedy.value in {i / 10 for i in range(11)}
+    assert evaluated(k=3, samples=6)[0] == evaluation, "the same policy, the same numbers"
+
+
+def test_k_zero_is_greedy_only():
+    evaluation, groups = evaluated(k=0, samples=0)
+    assert groups == []
+    assert math.isnan(evaluation.mean_at_k.value)
+    assert 0 <= evaluation.greedy.value <= 1
+
+
+def test_held_out_prompts_are_different_ones():
+    class Repeats:
+        seed, split = 0, "test"
+
+        def sample(self, step, n):
+            return [Prompt(f"test/0/{i}", f"question {i % 3}") for i in range(n)]
+
+    assert [p.id for p in held_out(Repeats(), 8)] == ["test/0/6", "test/0/7", "test/0/5"]

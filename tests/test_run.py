@@ -1,0 +1,271 @@
+"""Whole runs of a tiny model through the command line's own path: folder, resume, interruption, two processes."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import character_tokenizer, tiny_llama
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from pellucid import cli, config, run
+from pellucid.samplers.native import Native
+
+TIMED = ("time/", "memory/")
+
+
+@pytest.fixture(scope="session")
+def model_dir(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("model")
+    torch.manual_seed(0)
+    tiny_llama().save_pretrained(folder)
+    character_tokenizer().save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture
+def recipe(tmp_path, model_dir):
+    path = tmp_path / "tiny.toml"
+    path.write_text(
+        f"""
+        [policy]
+        model = "{model_dir}"
+        dtype = "float32"
+        [task]
+        name = "{Path(__file__).parent}/digits_task.py:Digits"
+        [sampler]
+        max_tokens = 10
+        [algorithm]
+        steps = 6
+        prompts_per_step = 4
+        group_size = 4
+        epochs = 2
+        minibatches = 2
+        micro_batch = 3
+        kl_coef = 0.01
+        [optimizer]
+        lr = 1e-2
+        warmup = 2
+        schedule = "cosine"
+        [evaluate]
+        every = 2
+        n = 6
+        k = 2
+        [checkpoint]
+        every = 2
+        [log]
+        tensorboard = true
+        """
+    )
+    return path
+
+
+def train(*arguments):
+    with pytest.raises(SystemExit) as exit_:
+        cli.main(["train", *map(str, arguments)])
+    return exit_.value.code
+
+
+def records(path):
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def untimed(record):
+    return {key: value for key, value in record.items() if not key.startswith(TIMED)}
+
+
+def weights(run_dir):
+    return load_file(run_dir / "model" / "model.safetensors")
+
+
+def same_run(one, two):
+    for name, tensor in weights(one).items():
+        assert torch.equal(weights(two)[name], tensor), name
+    for name in ("metrics.jsonl", "rollouts.jsonl", "evals.jsonl"):
+        assert [untimed(r) for r in records(one / name)] == [untimed(r) for r in records(two / name)], name
+
+
+def test_a_run_is_a_folder_with_all_that_the_design_promises(recipe, tmp_path, capsys):
+    run_dir = tmp_path / "run"
+    assert train(recipe, "--run", run_dir) == 0
+    printed = capsys.readouterr().out
+    for shown in ("4 prompts x 4 completions = 16", "prompt tokens |", "of groups of 4 will be dead", "before", "report.html"):
+        assert shown in printed
+
+    settings = json.loads((run_dir / "config.json").read_text())
+    assert {"policy", "task", "algorithm", "versions", "git", "hardware"} <= settings.keys()
+    assert settings["algorithm"]["constant_length"] == 10, "resolved, not repeated"
+
+    steps = records(run_dir / "metrics.jsonl")
+    assert [s["step"] for s in steps] == [1, 2, 3, 4, 5, 6]
+    for key in ("reward/mean", "groups/dead_all_right", "kl", "clip/high", "sampler/gap_max", "memory/peak_gb", "skipped"):
+        assert math.isfinite(steps[-1][key])
+    assert steps[0]["lr"] != steps[-1]["lr"]
+
+    rollouts = records(run_dir / "rollouts.jsonl")
+    assert len(rollouts) == 6 * 16
+    assert all(len(r["tokens"]) == len(r["logprobs"]) for r in rollouts)
+    assert [e["step"] for e in records(run_dir / "evals.jsonl")] == [0, 2, 4, 6]
+    assert [p.name for p in (run_dir / "checkpoints").iterdir()] == ["step-000006"]
+    assert list((run_dir / "tensorboard").iterdir())
+    assert "<svg" in (run_dir / "report.html").read_text()
+    AutoTokenizer.from_pretrained(run_dir / "model")
+    plain = AutoModelForCausalLM.from_pretrained(run_dir / "model")
+    assert {p.dtype for p in plain.parameters()} == {torch.float32}
+
+
+@pytest.mark.parametrize("dies_in_step", [1, 3, 6])
+def test_a_run_killed_anywhere_resumes_to_the_same_bits(recipe, tmp_path, monkeypatch, dies_in_step):
+    whole, killed = tmp_path / "whole", tmp_path / "killed"
+    assert train(recipe, "--run", whole, "--checkpoint.every", 1, "--evaluate.every", 3) == 0
+
+    generate, calls = Native.generate, []
+
+    def dying(self, prompts, group_size, seed):
+        calls.append(seed)
+        if seed == f"0/{dies_in_step - 1}":
+            raise KeyboardInterrupt
+        return generate(self, prompts, group_size, seed)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Native, "generate", dying)
+        assert train(recipe, "--run", killed, "--checkpoint.every", 1, "--evaluate.every", 3) == 130
+    with (killed / "rollouts.jsonl").open("a") as file:
+        file.write('{"step": 99, "half a li')  # what a crash may leave
+    if dies_in_step == 1:
+        assert train("--resume", killed) == 2, "nothing to resume from"
+        return
+    assert train("--resume", killed) == 0
+    same_run(whole, killed)
+
+
+def test_a_request_to_stop_saves_and_says_how_to_go_on(recipe, tmp_path, monkeypatch, capsys):
+    whole, stopped = tmp_path / "whole", tmp_path / "stopped"
+    assert train(recipe, "--run", whole) == 0
+    update = run.grpo.update
+
+    def signalled(*arguments):
+        os.kill(os.getpid(), signal.SIGINT)
+        return update(*arguments)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(run.grpo, "update", signalled)
+        assert train(recipe, "--run", stopped, "--checkpoint.every", 0) == 130
+    assert f"pellucid train --resume {stopped}" in capsys.readouterr().out
+    assert not (stopped / "model").exists()
+    assert train("--resume", stopped, "--checkpoint.every", 2) == 0
+    same_run(whole, stopped)
+
+
+def test_a_run_killed_by_the_system_resumes(recipe, tmp_path):
+    """SIGKILL at a moment of its own, from outside."""
+    whole, killed = tmp_path / "whole", tmp_path / "killed"
+    longer = ["--algorithm.steps", "40", "--checkpoint.every", "3"]
+    assert train(recipe, "--run", whole, *longer) == 0
+    process = subprocess.Popen([sys.executable, "-m", "pellucid", "train", recipe, "--run", killed, *longer])
+    while not list((killed / "checkpoints").glob("step-*[0-9]")):
+        time.sleep(0.05)
+        assert process.poll() is None
+    process.kill()
+    process.wait()
+    assert train("--resume", killed) == 0
+    same_run(whole, killed)
+
+
+def test_two_processes_take_the_same_steps_as_one(recipe, tmp_path):
+    one, two = tmp_path / "one", tmp_path / "two"
+    steps = ["--algorithm.steps", "3", "--evaluate.every", "3"]
+    assert train(recipe, "--run", one, *steps) == 0
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
+    finished = subprocess.run(
+        [*launch, "-m", "pellucid", "train", recipe, "--run", two, *steps],
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert finished.returncode == 0, finished.stderr
+    for name, tensor in weights(one).items():
+        torch.testing.assert_close(weights(two)[name], tensor, rtol=0, atol=1e-6)
+    for mine, theirs in zip(records(one / "rollouts.jsonl"), records(two / "rollouts.jsonl"), strict=True):
+        assert mine["tokens"] == theirs["tokens"], "whole groups, in the global order"
+        assert mine["advantage"] == pytest.approx(theirs["advantage"], abs=1e-6)
+    for mine, theirs in zip(records(one / "metrics.jsonl"), records(two / "metrics.jsonl"), strict=True):
+        assert untimed(theirs) == pytest.approx(untimed(mine), abs=1e-4), "counts are global"
+    assert records(one / "evals.jsonl") == records(two / "evals.jsonl")
+
+
+def test_prompts_are_not_split_over_processes(recipe, tmp_path, capsys):
+    assert train(recipe, "--run", tmp_path / "run", "--algorithm.prompts-per-step", 6, "--algorithm.minibatches", 4) == 2
+    assert "minibatches = 4 must divide prompts_per_step = 6" in capsys.readouterr().err
+
+
+def test_a_folder_that_holds_a_run_is_not_overwritten(recipe, tmp_path, capsys):
+    run_dir = tmp_path / "run"
+    assert train(recipe, "--run", run_dir, "--algorithm.steps", 1) == 0
+    before = (run_dir / "metrics.jsonl").read_text()
+    assert train(recipe, "--run", run_dir) == 2
+    assert f"--resume {run_dir}" in capsys.readouterr().err
+    assert (run_dir / "metrics.jsonl").read_text() == before
+
+
+@pytest.mark.parametrize(
+    ("arguments", "complaint"),
+    [
+        (["train", "nowhere.toml"], "nowhere.toml: cannot be read"),
+        (["train", "--resume", "nowhere"], "there is no run in that folder"),
+        (["train", "recipes/arithmetic.toml", "--policy.model", "./nowhere"], "there is no such file or folder"),
+        (["train", "recipes/arithmetic.toml", "--policy.device", "gpu"], 'policy.device = "gpu"'),
+        (["train", "recipes/arithmetic.toml", "--resume", "nowhere"], "leave out the recipe"),
+        (["eval", "./nowhere", "--task", "recipes/arithmetic.toml"], "there is no such file or folder"),
+        (["fly"], "no such command: fly"),
+        (["doctor", "now"], "doctor takes no arguments"),
+    ],
+)
+def test_a_mistake_is_one_line_and_exit_2(arguments, complaint, capsys, tmp_path, monkeypatch):
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    with pytest.raises(SystemExit) as exit_:
+        cli.main(arguments)
+    assert exit_.value.code == 2
+    complaints = capsys.readouterr().err
+    assert complaint in complaints
+    assert complaints.count("\n") == 1
+
+
+def test_an_evaluated_run_repeats_its_last_evaluation(recipe, tmp_path, capsys):
+    run_dir = tmp_path / "run"
+    assert train(recipe, "--run", run_dir, "--algorithm.steps", 2) == 0
+    last = records(run_dir / "evals.jsonl")[-1]
+    capsys.readouterr()
+    with pytest.raises(SystemExit) as exit_:
+        cli.main(["eval", str(run_dir)])
+    assert exit_.value.code == 0
+    table = capsys.readouterr().out
+    for name in ("greedy", "mean@k", "pass@k"):
+        assert f"{last[name]['value']:.3f}" in table
+    assert "mean@2" in table
+
+
+def test_lora_trains_through_the_same_recipe(recipe, tmp_path):
+    run_dir = tmp_path / "run"
+    assert train(recipe, "--run", run_dir, "--policy.lora", 4, "--algorithm.steps", 2) == 0
+    saved = load_file(run_dir / "checkpoints" / "step-000002" / "policy.safetensors")
+    assert all("lora_" in name for name in saved)
+    AutoModelForCausalLM.from_pretrained(run_dir / "model")
+
+
+def test_the_settings_of_a_run_can_be_changed_on_resume(recipe, tmp_path):
+    run_dir = tmp_path / "run"
+    assert train(recipe, "--run", run_dir, "--algorithm.steps", 2) == 0
+    assert train("--resume", run_dir, "--algorithm.steps", 4) == 0
+    assert [s["step"] for s in records(run_dir / "metrics.jsonl")] == [1, 2, 3, 4]
+    assert config.load(run_dir / "config.json").algorithm.steps == 4

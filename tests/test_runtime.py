@@ -1,0 +1,79 @@
+"""Optimizer steps, schedules and their state, in one process; `test_run.py` has two."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from conftest import make_policy
+
+from pellucid.runtime import Runtime
+from pellucid.types import AdamWConfig
+
+
+def step(runtime, policy, gradient=1.0):
+    for p in policy.trainable().values():
+        p.grad = torch.full_like(p, gradient)
+    return runtime.step()
+
+
+def test_steps_equal_those_of_torch():
+    policy, twin = make_policy(), make_policy()
+    runtime = Runtime(policy, AdamWConfig(lr=1e-2, weight_decay=0.1, max_grad_norm=0.5), total=3)
+    plain = torch.optim.AdamW(twin.trainable().values(), lr=1e-2, weight_decay=0.1)
+    for scale in (1.0, -2.0, 0.01):
+        metrics = step(runtime, policy, scale)
+        size = math.sqrt(sum(p.numel() for p in twin.trainable().values()))
+        assert metrics["grad_norm"] == pytest.approx(abs(scale) * size, rel=1e-5)
+        for p in twin.trainable().values():
+            p.grad = torch.full_like(p, scale * min(1.0, 0.5 / (abs(scale) * size)))
+        plain.step()
+    for name, p in policy.trainable().items():
+        torch.testing.assert_close(p, twin.trainable()[name], rtol=0, atol=1e-6)
+
+
+def test_a_gradient_that_is_not_finite_costs_no_weights_and_no_moments():
+    policy = make_policy()
+    runtime = Runtime(policy, AdamWConfig(lr=0.1), total=3)
+    step(runtime, policy)
+    weights = {name: p.clone() for name, p in policy.trainable().items()}
+    moments = {name: x.clone() for name, x in runtime.optimizer_state().items()}
+    assert step(runtime, policy, math.nan)["skipped"] == 1.0
+    assert step(runtime, policy, math.inf)["skipped"] == 1.0
+    assert all(torch.equal(p, weights[name]) for name, p in policy.trainable().items())
+    assert all(torch.equal(x, moments[name]) for name, x in runtime.optimizer_state().items())
+    assert step(runtime, policy)["skipped"] == 0.0
+
+
+def test_the_learning_rate_rises_then_falls():
+    rates = {
+        name: [AdamWConfig(lr=1.0, warmup=2, schedule=name).lr_at(update, 6) for update in range(1, 7)]
+        for name in ("constant", "linear", "cosine")
+    }
+    assert rates["constant"] == [0.5, 1, 1, 1, 1, 1]
+    assert rates["linear"] == [0.5, 1, 1, 0.75, 0.5, 0.25]
+    half = math.sqrt(0.5) / 2
+    assert rates["cosine"] == pytest.approx([0.5, 1, 1, 0.5 + half, 0.5, 0.5 - half])
+
+
+def test_the_optimizer_state_comes_back():
+    policy = make_policy()
+    runtime = Runtime(policy, AdamWConfig(lr=0.1, warmup=5), total=10)
+    step(runtime, policy)
+    saved = {name: x.clone() for name, x in runtime.optimizer_state().items()}
+    weights = {name: p.detach().clone() for name, p in policy.trainable().items()}
+    expected = step(runtime, policy), {name: p.detach().clone() for name, p in policy.trainable().items()}
+
+    other = make_policy(seed=3)
+    other.load_trainable(weights)
+    resumed = Runtime(other, AdamWConfig(lr=0.1, warmup=5), total=10)
+    resumed.load_optimizer_state(saved, updates=1)
+    assert step(resumed, other) == expected[0]
+    assert all(torch.equal(p, expected[1][name]) for name, p in other.trainable().items())
+
+
+@pytest.mark.parametrize(("wrong", "mend"), [({"lr": 0.0}, "positive"), ({"warmup": -1}, "negative")])
+def test_impossible_settings_are_refused(wrong, mend):
+    with pytest.raises(ValueError, match=mend):
+        AdamWConfig(**wrong)
