@@ -124,7 +124,9 @@ class CountDigits:
 
     def sample(self, step: int, n: int) -> list[Prompt]:
         rng = random.Random(f"{self.seed}/{self.split}/{step}")
-        return [Prompt(f"{self.split}/{step}/{i}", "abc"[: 1 + i % 3] + str(rng.randrange(10**6)) + "?") for i in range(n)]
+        return [
+            Prompt(f"{self.split}/{step}/{i}", "abc"[: 1 + i % 3] + str(rng.randrange(10**6)) + "?") for i in range(n)
+        ]
 
     def reward(self, prompt: Prompt, completion: Completion) -> Reward:
         digits = sum(c.isdigit() for c in completion.text)
@@ -158,9 +160,13 @@ class OneProcessRuntime:
         self.gradients = {name: p.grad.clone() for name, p in parameters.items()}
         with torch.no_grad():
             for p in parameters.values():
-                p -= self.lr * p.grad
+                p.sub_(self.lr * p.grad)
                 p.grad = None
-        return {"grad_norm": float(sum(g.square().sum() for g in self.gradients.values()) ** 0.5), "lr": self.lr, "skipped": 0.0}
+        return {
+            "grad_norm": float(sum(g.square().sum() for g in self.gradients.values()) ** 0.5),
+            "lr": self.lr,
+            "skipped": 0.0,
+        }
 
 
 @pytest.fixture(autouse=True)

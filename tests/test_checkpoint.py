@@ -39,7 +39,7 @@ def test_a_save_that_dies_half_way_leaves_the_earlier_ones_whole(tmp_path, monke
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(checkpoint, "_to_disk", full)
-    with pytest.raises(UserError, match="No space left.*earlier checkpoints are whole"):
+    with pytest.raises(UserError, match=r"No space left.*earlier checkpoints are whole"):
         save(tmp_path, 2)
     assert [p.name for p in checkpoint.found(tmp_path)] == ["step-000001"]
     assert list((tmp_path / "checkpoints").iterdir()) == checkpoint.found(tmp_path), "no rubbish is left behind"

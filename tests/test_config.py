@@ -31,7 +31,9 @@ def test_every_recipe_parses_and_states_only_what_differs(path):
     for section, values in tomllib.loads(path.read_text()).items():
         for key, value in values.items():
             assert loaded[section][key] == value
-            assert key == "name" or section == "task" or value != defaults[section][key], f"{section}.{key} is the default"
+            assert key == "name" or section == "task" or value != defaults[section][key], (
+                f"{section}.{key} is the default"
+            )
 
 
 def test_the_command_line_wins_over_the_recipe_and_the_recipe_over_the_defaults(tmp_path):

@@ -6,8 +6,8 @@ import itertools
 import math
 
 import pytest
-from conftest import CountDigits, make_policy
 
+from conftest import CountDigits, make_policy
 from pellucid.evaluate import OneProcess, estimate, evaluate, held_out, pass_at
 from pellucid.samplers.native import Native
 from pellucid.types import Prompt
@@ -44,7 +44,7 @@ def evaluated(k, samples):
     for sampler in samplers:
         sampler.sync(policy)
     task = CountDigits(split="test")
-    return evaluate(task, held_out(task, 10), *samplers, k, samples, OneProcess())
+    return evaluate("digits", task, held_out(task, 10), *samplers, k, samples, OneProcess())
 
 
 def test_an_evaluation_counts_right_answers():

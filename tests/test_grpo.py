@@ -1,4 +1,4 @@
-"""The algorithm against exact sums over every sequence of a small policy, autograd, identities and hand-made numbers."""
+"""The algorithm against exact sums over every sequence of a small policy, autograd, identities, numbers by hand."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from typing import get_args, get_type_hints
 
 import pytest
 import torch
-from conftest import EOS, CountDigits, OneProcessRuntime, make_policy
 
+from conftest import EOS, CountDigits, OneProcessRuntime, make_policy
 from pellucid import grpo
 from pellucid.grpo import ADVANTAGES, AGGREGATES, KL, OBJECTIVES, Batch, Scores, collate, loss_terms, train, update
 from pellucid.samplers.native import Native
@@ -99,7 +99,7 @@ def probability(theta, ids):
     return token_scores(theta, ids).sum().exp()
 
 
-REWARDS = {ids: r for ids, r in zip(sequences(), [0.3, 1.0, 0.0, 0.7, 0.2, 1.0, 0.4], strict=True)}
+REWARDS = dict(zip(sequences(), [0.3, 1.0, 0.0, 0.7, 0.2, 1.0, 0.4], strict=True))
 
 
 def expected_gradient(theta, cfg, ref=None):
@@ -143,7 +143,7 @@ def thetas():
 @pytest.mark.parametrize("objective", OBJECTIVES)
 @pytest.mark.parametrize(("advantage", "factor"), [("rloo", 1.0), ("centered", 0.5)])
 def test_the_expected_step_is_the_gradient_of_the_expected_reward(objective, advantage, factor):
-    """Constant aggregation divides by B * length: E[-grad loss] = factor * grad J / length, factor 1 - 1/G for the mean."""
+    """Constant aggregation divides by B * length: E[-grad loss] = factor * grad J / length; the mean costs 1/G."""
     theta, _ = thetas()
     value = sum(probability(theta, ids) * REWARDS[ids] for ids in sequences())
     exact = torch.autograd.grad(value, theta)[0]

@@ -35,9 +35,7 @@ def test_values_and_gradients_equal_plain_autograd(monkeypatch, inputs, tokens_a
     theirs = plain(hidden, weight, tokens, temperature, bias, scale, softcap)
     for mine, other in zip(ours, theirs, strict=True):
         torch.testing.assert_close(mine, other, rtol=0, atol=1e-12)
-    gradients = [
-        torch.autograd.grad((torch.stack(pair) * upstream).sum(), (hidden, weight)) for pair in (ours, theirs)
-    ]
+    gradients = [torch.autograd.grad((torch.stack(pair) * upstream).sum(), (hidden, weight)) for pair in (ours, theirs)]
     for mine, other in zip(*gradients, strict=True):
         torch.testing.assert_close(mine, other, rtol=0, atol=1e-12)
 

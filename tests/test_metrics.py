@@ -92,20 +92,21 @@ def test_finished_is_a_share_of_completions():
 
 
 def test_predicted_dead_share_by_hand():
-    assert predicted_dead_share([4, 0], samples=4, group_size=4) == 1.0
-    assert predicted_dead_share([3], samples=4, group_size=4) == 0.0  # n == G: what was seen
-    assert predicted_dead_share([2], samples=4, group_size=2) == pytest.approx(2 / 6)  # {1,2} or {3,4} of six pairs
-    assert predicted_dead_share([2, 4], samples=4, group_size=2) == pytest.approx((2 / 6 + 1) / 2)
+    assert predicted_dead_share([[1, 1, 1, 1], [0, 0, 0, 0]], group_size=4) == 1.0
+    assert predicted_dead_share([[1, 0, 1, 1]], group_size=4) == 0.0  # n == G: what was seen
+    assert predicted_dead_share([[1, 0, 1, 0]], group_size=2) == pytest.approx(2 / 6)  # of six pairs, two are alike
+    assert predicted_dead_share([[1, 0, 1, 0], [1, 1, 1, 1]], group_size=2) == pytest.approx((2 / 6 + 1) / 2)
+    assert predicted_dead_share([[0.1, 0.2, 0.3, 0.4]], group_size=2) == 0.0  # all wrong, and yet not alike
 
 
 @pytest.mark.parametrize("p", [0.1, 0.5, 0.93])
 def test_predicted_dead_share_is_unbiased(p: float):
     n, size = 6, 4
     chances = [comb(n, c) * p**c * (1 - p) ** (n - c) for c in range(n + 1)]
-    expected = sum(chance * predicted_dead_share([c], n, size) for c, chance in enumerate(chances))
+    expected = sum(chance * predicted_dead_share([[1] * c + [0] * (n - c)], size) for c, chance in enumerate(chances))
     assert expected == pytest.approx(p**size + (1 - p) ** size, rel=1e-12)
 
 
 def test_fewer_samples_than_a_group_predict_nothing():
     with pytest.raises(ValueError, match="draw at least 8"):
-        predicted_dead_share([1], samples=4, group_size=8)
+        predicted_dead_share([[0, 0, 1, 1]], group_size=8)

@@ -6,9 +6,9 @@ from dataclasses import replace
 
 import pytest
 import torch
-from conftest import ARCHITECTURES, EOS, CountDigits, character_tokenizer, make_policy, tiny_gpt2, tiny_llama
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from conftest import ARCHITECTURES, EOS, CountDigits, character_tokenizer, make_policy, tiny_gpt2, tiny_llama
 from pellucid import policy as policy_module
 from pellucid.grpo import GRPOConfig, collate, update
 from pellucid.policy import AdapterOff, Policy, check_head
@@ -111,7 +111,9 @@ def test_messages_pass_through_the_chat_template_and_strings_do_not():
     policy = make_policy()
     conversation = Prompt("p", ({"role": "user", "content": "1+1?"},))
     assert policy.decode(policy.encode(conversation)).strip() == "1+1?"
-    policy.tokenizer.chat_template = "{% for m in messages %}a{{ m.content }}b{% endfor %}{% if add_generation_prompt %}c{% endif %}"
+    policy.tokenizer.chat_template = (
+        "{% for m in messages %}a{{ m.content }}b{% endfor %}{% if add_generation_prompt %}c{% endif %}"
+    )
     assert policy.decode(policy.encode(conversation)) == "a1+1?bc"
     assert policy.decode(policy.encode(Prompt("p", "1+1?"))) == "1+1?"
 
@@ -174,7 +176,7 @@ def test_the_base_of_a_lora_policy_does_not_move(lora):
 
 
 def test_a_checkpoint_of_another_model_is_refused(lora):
-    with pytest.raises(UserError, match="another policy.model or policy.lora"):
+    with pytest.raises(UserError, match="made with another policy"):
         lora.load_trainable(make_policy().trainable())
 
 

@@ -6,8 +6,8 @@ import math
 
 import pytest
 import torch
-from conftest import make_policy
 
+from conftest import make_policy
 from pellucid.runtime import Runtime
 from pellucid.types import AdamWConfig
 

@@ -76,10 +76,10 @@ def load(folder: Path) -> tuple[dict[str, dict[str, Tensor]], dict[str, Any]]:
 
 def random_state() -> dict[str, Any]:
     """Every generator that a task may draw from, as JSON. Samplers are seeded by step and have none."""
-    numpy_state = np.random.get_state(legacy=True)
+    algorithm, keys, *rest = np.random.get_state()
     return {
         "python": random.getstate(),
-        "numpy": [numpy_state[0], numpy_state[1].tolist(), *numpy_state[2:]],
+        "numpy": [algorithm, np.asarray(keys).tolist(), *rest],
         "torch": torch.get_rng_state().tolist(),
         "cuda": [state.tolist() for state in torch.cuda.get_rng_state_all()] if torch.cuda.is_available() else [],
     }

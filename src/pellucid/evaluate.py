@@ -22,22 +22,33 @@ class Shards(Protocol):
 class OneProcess:
     """`Shards` where there is nothing to share out."""
 
-    shard = gather = staticmethod(list)
+    def shard(self, items: Sequence[Any]) -> Sequence[Any]:
+        return items
+
+    def gather(self, items: Sequence[Any]) -> list[Any]:
+        return list(items)
 
 
 def evaluate(
-    task: Task, prompts: Sequence[Prompt], greedy: Sampler, sampler: Sampler, k: int, samples: int, shards: Shards
+    name: str,
+    task: Task,
+    prompts: Sequence[Prompt],
+    greedy: Sampler,
+    sampler: Sampler,
+    k: int,
+    samples: int,
+    shards: Shards,
 ) -> tuple[Evaluation, list[Group]]:
     """The evaluation and the graded groups of `samples` >= k each, from which mean@k and pass@k are estimated.
 
-    k = 0 takes greedy answers only: mean@k and pass@k are then NaN, and there are no groups.
+    `name` is what the settings call the task. With k = 0 there are greedy answers only: mean@k and pass@k are NaN.
     """
     own = shards.shard(prompts)
     best = shards.gather(graded(task, greedy, own, 1))
     groups = shards.gather(graded(task, sampler, own, samples)) if k else []
     right = [correct(group) for group in groups]
     evaluation = Evaluation(
-        task=getattr(task, "name", type(task).__name__),
+        task=name,
         split=task.split,
         n=len(prompts),
         k=k,

@@ -38,28 +38,25 @@ class Scores(NamedTuple):
 
 
 class Policy(Protocol):
-    device: torch.device
-
+    @property
+    def device(self) -> torch.device: ...
     def score(self, batch: Batch) -> Scores: ...
 
 
 class Runtime(Protocol):
-    def shard(self, items: Sequence[Any]) -> Sequence[Any]:
-        """This process's share of a global list."""
+    """Processes and their common optimizer.
 
-    def gather(self, items: Sequence[Any]) -> list[Any]:
-        """The inverse of `shard`: every process's items, in global order."""
+    `shard` takes this process's share of a global list, `gather` is its inverse, `sum` adds a tensor up over processes.
+    `accumulate` yields the micro-batches of one optimizer step, at the last of which the gradients of `backward` meet;
+    `step` takes that step and reports `grad_norm`, `lr` and `skipped`, 1 where the gradient was not finite.
+    """
 
-    def sum(self, x: Tensor) -> Tensor:
-        """The sum over processes."""
-
-    def accumulate(self, micro_batches: Sequence[Batch]) -> Iterator[Batch]:
-        """Yields the micro-batches of one optimizer step; gradients meet across processes at the last."""
-
+    def shard(self, items: Sequence[Any]) -> Sequence[Any]: ...
+    def gather(self, items: Sequence[Any]) -> list[Any]: ...
+    def sum(self, x: Tensor) -> Tensor: ...
+    def accumulate(self, micro_batches: Sequence[Batch]) -> Iterator[Batch]: ...
     def backward(self, loss: Tensor) -> None: ...
-
-    def step(self) -> dict[str, float]:
-        """One optimizer step: `grad_norm`, `lr`, and `skipped`, 1.0 where the gradient was not finite."""
+    def step(self) -> dict[str, float]: ...
 
 
 @dataclass(frozen=True)
@@ -165,8 +162,7 @@ def update(policy: Policy, batch: Batch, runtime: Runtime, cfg: GRPOConfig) -> d
 
 def loss_terms(scores: Scores, batch: Batch, cfg: GRPOConfig) -> tuple[Tensor, dict[str, Tensor]]:
     """-sum of weights * (objective - kl_coef * KL + entropy_coef * entropy), and the [B, T] values worth a look."""
-    assert batch.advantages is not None
-    assert batch.weights is not None
+    assert batch.advantages is not None and batch.weights is not None
     logprobs, entropy = scores
     old_logprobs = logprobs.detach() if batch.old_logprobs is None else batch.old_logprobs
     advantages = batch.advantages.to(logprobs)[:, None]  # [B, 1]
@@ -290,8 +286,7 @@ def kl_penalty(batch: Batch, cfg: GRPOConfig) -> Tensor | float:
     """
     if not cfg.kl_coef or cfg.kl_in != "reward":
         return 0.0
-    assert batch.old_logprobs is not None
-    assert batch.ref_logprobs is not None
+    assert batch.old_logprobs is not None and batch.ref_logprobs is not None
     per_token = k1(batch.old_logprobs, batch.ref_logprobs).double() * batch.mask
     return cfg.kl_coef * rloo(per_token.sum(-1).view(-1, cfg.group_size))
 

@@ -6,6 +6,7 @@ is counted in `reward/failed` instead. Lengths are in sampled tokens, the end-of
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from math import comb, isfinite, nan
 from statistics import fmean, pstdev
@@ -65,18 +66,22 @@ def lengths_by_grade(graded: Sequence[tuple[Completion, Reward]]) -> dict[str, f
     return {name: mean_length(completions) for name, completions in lengths.items() if completions}
 
 
-def predicted_dead_share(correct: Sequence[int], samples: int, group_size: int) -> float:
-    """The share of groups of `group_size` that would be dead, from how many of `samples` answers each prompt got right.
+def predicted_dead_share(rewards: Sequence[Sequence[float]], group_size: int) -> float:
+    """The share of groups of `group_size` that would be dead, from n >= `group_size` rewards of each prompt.
 
-    Averages (C(c, G) + C(n - c, G)) / C(n, G): the chance that G of a prompt's n samples, drawn without replacement,
-    agree. That is unbiased for p^G + (1 - p)^G. Plugging in p = c / n would exaggerate: 8 samples of a prompt with
-    p = 0.1 are all wrong 43% of the time, and p = 0 calls it dead at every G.
+    Averages the sum over values v of C(n_v, G) / C(n, G): the chance that G of a prompt's n samples, drawn without
+    replacement, were rewarded alike. That is unbiased for p^G + (1 - p)^G, and its like for more than two values.
+    Plugging in p = n_v / n would exaggerate: 8 samples of a prompt with p = 0.1 are all wrong 43% of the time, and
+    p = 0 calls it dead at every G.
 
-    Raises ValueError where samples < group_size: p^G cannot be estimated without bias from fewer than G samples.
+    Raises ValueError where n < group_size: p^G cannot be estimated without bias from fewer than G samples.
     """
+    samples = min(map(len, rewards))
     if samples < group_size:
         raise ValueError(
             f"{samples} samples a prompt cannot predict groups of {group_size}: draw at least {group_size}"
         )
-    draws = comb(samples, group_size)
-    return fmean((comb(right, group_size) + comb(samples - right, group_size)) / draws for right in correct)
+    return fmean(
+        sum(comb(count, group_size) for count in Counter(values).values()) / comb(len(values), group_size)
+        for values in rewards
+    )

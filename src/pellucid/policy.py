@@ -48,13 +48,13 @@ class Policy:
         """Token ids up to where the model answers. Messages without a chat template are their contents, a line each."""
         if not isinstance(prompt.text, str) and self.tokenizer.chat_template:
             messages = [dict(message) for message in prompt.text]
-            encoded = self.tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True)
+            encoded: Any = self.tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True)
             return tuple(encoded["input_ids"])
         text = prompt.text if isinstance(prompt.text, str) else "".join(m["content"] + "\n" for m in prompt.text)
         return tuple(self.tokenizer(text)["input_ids"])
 
     def decode(self, token_ids: Sequence[int], special: bool = False) -> str:
-        return self.tokenizer.decode(list(token_ids), skip_special_tokens=not special)
+        return str(self.tokenizer.decode(list(token_ids), skip_special_tokens=not special))
 
     @torch.no_grad()
     def inference_model(self) -> PreTrainedModel:
@@ -154,7 +154,8 @@ def whole_sequences(batch: Batch) -> tuple[Tensor, Tensor]:
 
 
 def head_of(model: PreTrainedModel) -> Head:
-    config, output = model.config, model.get_output_embeddings()
+    config: Any = model.config
+    output: Any = model.get_output_embeddings()
     scale = getattr(config, "logit_scale", None) or 1 / (getattr(config, "logits_scaling", None) or 1.0)
     return Head(output.weight, output.bias, scale, getattr(config, "final_logit_softcapping", None) or 0.0)
 
@@ -202,7 +203,7 @@ def load(
 ) -> Policy:
     """The policy to train. `lora` > 0 trains an adapter of that rank on every linear layer over a frozen base."""
     model, tokenizer = pretrained.load(name, dtype if lora else torch.float32)
-    model = model.to(device)
+    move(model, device)
     check_head(model)
     adapter = add_adapter(model, lora) if lora else None
     return Policy(model, tokenizer, dtype, temperature, entropy_grad, gradient_checkpointing, adapter)
@@ -211,7 +212,13 @@ def load(
 def load_frozen(name: str, device: torch.device, dtype: torch.dtype, temperature: float) -> Policy:
     """A reference or a model to evaluate: no gradient."""
     model, tokenizer = pretrained.load(name, torch.float32)
-    return Policy(model.to(device).requires_grad_(False), tokenizer, dtype, temperature)
+    move(model, device).requires_grad_(False)
+    return Policy(model, tokenizer, dtype, temperature)
+
+
+def move(model: nn.Module, device: torch.device) -> nn.Module:
+    """transformers types its own `to` for quantised models only."""
+    return model.to(device)
 
 
 def add_adapter(model: PreTrainedModel, rank: int) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from statistics import fmean
 
 import rich
 from rich.markup import escape
@@ -49,17 +50,17 @@ def show_exchange(policy: Policy, group: Group) -> None:
 
 def show_signal(groups: Sequence[Group], group_size: int) -> None:
     """How many groups of `group_size` will be dead, estimated from at least as many samples of each prompt."""
-    samples = len(groups[0].completions)
-    right = [sum(reward.is_correct for reward in group.rewards) for group in groups]
-    dead, mean = predicted_dead_share(right, samples, group_size), sum(right) / (samples * len(right))
-    print(f"{mean:.0%} of samples are right; {dead:.0%} of groups of {group_size} will be dead.", advice(dead, mean))
+    rewards = [[reward.value for reward in group.rewards] for group in groups]
+    dead = predicted_dead_share(rewards, group_size)
+    right = fmean(reward.is_correct for group in groups for reward in group.rewards)
+    print(f"{right:.0%} of samples are right; {dead:.0%} of groups of {group_size} will be dead.", advice(dead, right))
 
 
-def advice(dead: float, mean: float) -> str:
+def advice(dead: float, right: float) -> str:
     """A dead group, all right or all wrong, has no gradient."""
     if dead < 0.5:
         return "That is enough contrast to learn from."
-    easier_or_harder = "easier prompts or a better-prompted start" if mean < 0.5 else "harder prompts"
+    easier_or_harder = "easier prompts or a better-prompted start" if right < 0.5 else "harder prompts"
     return f"Most sampling will teach nothing: use a larger algorithm.group_size, or {easier_or_harder}."
 
 

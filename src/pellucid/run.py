@@ -157,7 +157,9 @@ def evaluate_policy(cfg: Config, parts: Parts) -> tuple[Evaluation, list[Group]]
     parts.greedy.sync(parts.policy)
     parts.sampler.sync(parts.policy)
     k, samples = cfg.evaluate.k, cfg.evaluate.samples or cfg.evaluate.k
-    return evaluate(parts.test_task, parts.test_prompts, parts.greedy, parts.sampler, k, samples, parts.runtime)
+    return evaluate(
+        cfg.task_name, parts.test_task, parts.test_prompts, parts.greedy, parts.sampler, k, samples, parts.runtime
+    )
 
 
 def look_first(cfg: Config, parts: Parts) -> Evaluation | None:
@@ -185,7 +187,8 @@ def evaluate_model(cfg: Config, model: str) -> int:
     sampler.sync(frozen)
     greedy.sync(frozen)
     k, samples = cfg.evaluate.k, cfg.evaluate.samples or cfg.evaluate.k
-    evaluation, _ = evaluate(task, held_out(task, cfg.evaluate.n), greedy, sampler, k, samples, OneProcess())
+    prompts = held_out(task, cfg.evaluate.n)
+    evaluation, _ = evaluate(cfg.task_name, task, prompts, greedy, sampler, k, samples, OneProcess())
     rich.print(accuracy_table(model, evaluation))
     return 0
 

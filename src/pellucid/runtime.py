@@ -7,6 +7,7 @@ import resource
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
+from itertools import zip_longest
 from typing import Any, Protocol
 
 import torch
@@ -17,13 +18,17 @@ from torch import Tensor, nn
 from pellucid.grpo import Batch
 from pellucid.types import AdamWConfig
 
+MISSING = object()
+"""Where one process has an item less than another."""
+
 
 class Trainable(Protocol):
     """What of a policy a runtime needs."""
 
-    device: torch.device
     module: nn.Module
 
+    @property
+    def device(self) -> torch.device: ...
     def trainable(self) -> dict[str, Tensor]: ...
 
 
@@ -58,12 +63,16 @@ class Runtime:
         """The inverse of `shard`, on every process."""
         if self.world == 1:
             return list(items)
-        shards: list[Any] = [None] * self.world
+        shards: list[list[Any]] = [[] for _ in range(self.world)]
         dist.all_gather_object(shards, list(items))
-        return [item for rank_by_rank in zip(*shards, strict=True) for item in rank_by_rank]
+        ranks = zip_longest(*shards, fillvalue=MISSING)
+        return [item for rank_by_rank in ranks for item in rank_by_rank if item is not MISSING]
 
     def sum(self, x: Tensor) -> Tensor:
-        return self.accelerator.reduce(x, "sum") if self.world > 1 else x
+        total = x.clone()
+        if self.world > 1:
+            dist.all_reduce(total)
+        return total
 
     def any(self, flag: bool) -> bool:
         """Whether it is true on some process."""

@@ -194,12 +194,17 @@ class AdamWConfig:
 class Task(Protocol):
     """Where prompts come from and how completions are graded; a dataclass that is its own `[task]` section."""
 
-    seed: int
-    split: str
-    """`train` or `test`; the splits are disjoint."""
+    @property
+    def seed(self) -> int: ...
+
+    @property
+    def split(self) -> str:
+        """`train` or `test`; the splits are disjoint."""
+        ...
 
     def sample(self, step: int, n: int) -> Sequence[Prompt]:
         """The n prompts of a step: a pure function of (seed, split, step)."""
+        ...
 
     def reward(self, prompt: Prompt, completion: Completion) -> Reward: ...
 
@@ -207,6 +212,7 @@ class Task(Protocol):
 class Sampler(Protocol):
     def generate(self, prompts: Sequence[Prompt], group_size: int, seed: str) -> list[Group]:
         """`group_size` completions of each prompt; the same arguments and weights give the same completions."""
+        ...
 
     def sync(self, policy: Any) -> None:
         """Sample from these weights from now on."""

@@ -204,10 +204,13 @@ PARENT = """
 """
 
 
-def run(script):
+def output_of(script):
+    """To a file, not a pipe: a worker that outlived its parent would hold the pipe open."""
     environment = os.environ | {"PYTHONPATH": os.pathsep.join([os.path.dirname(__file__), *sys.path])}
-    command = [sys.executable, str(script)]
-    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=20, check=False)
+    output = script.with_suffix(".txt")
+    with output.open("w") as file:
+        subprocess.run([sys.executable, script], env=environment, stdout=file, stderr=file, timeout=20, check=False)
+    return output.read_text()
 
 
 @pytest.mark.parametrize(
@@ -223,8 +226,7 @@ def run(script):
 def test_the_worker_does_not_outlive_its_parent(tmp_path, ending, seconds):
     script = tmp_path / "parent.py"
     script.write_text(textwrap.dedent(PARENT).format(ending=ending))
-    parent = run(script)
-    pid = int(parent.stdout)
+    pid = int(output_of(script).split()[0])
     ended = ends_within(pid, seconds)
     with contextlib.suppress(ProcessLookupError):
         os.kill(pid, signal.SIGKILL)
@@ -254,7 +256,7 @@ def test_a_task_that_cannot_be_sent_is_one_clear_line():
 def test_a_script_without_a_main_guard_is_told_so(tmp_path):
     script = tmp_path / "unguarded.py"
     script.write_text(textwrap.dedent(PARENT).format(ending="").replace('if __name__ == "__main__"', "if True"))
-    assert "UserError: the reward process cannot start; a script that trains needs `if __name__" in run(script).stderr
+    assert "UserError: the reward process cannot start; a script that trains needs `if __name__" in output_of(script)
 
 
 @pytest.mark.parametrize("timeout", [0, -1.0, math.inf, math.nan])
