@@ -1,0 +1,51 @@
+"""One recipe, several seeds: held-out accuracy before and after, as a Markdown table.
+
+    python benchmarks/seeds.py recipes/arithmetic.toml --seeds 0 1 2 --into runs/seeds
+
+A seed whose run is there already is not run again, so an interrupted table can be gone on with.
+"""
+
+import argparse
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("recipe", type=Path)
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    parser.add_argument("--into", type=Path, default=Path("runs/seeds"))
+    options, overrides = parser.parse_known_args()
+    runs = {seed: options.into / f"{options.recipe.stem}-{seed}" for seed in options.seeds}
+    for seed, run in runs.items():
+        if not (run / "model").is_dir():
+            command = [sys.executable, "-m", "pellucid", "train", options.recipe, "--run", run]
+            subprocess.run([*command, "--algorithm.seed", str(seed), *overrides], check=True)
+    print(table(runs))
+
+
+def table(runs: dict[int, Path]) -> str:
+    rows = [
+        "| seed | greedy before | greedy after | mean@k before | mean@k after | minutes |",
+        "|---|---|---|---|---|---|",
+    ]
+    for seed, run in runs.items():
+        first, *_, last = records(run / "evals.jsonl")
+        cells = [cell(e[name]) for name in ("greedy", "mean@k") for e in (first, last)]
+        minutes = sum(step["time/step"] for step in records(run / "metrics.jsonl")) / 60
+        rows.append(f"| {seed} | {' | '.join(cells)} | {minutes:.1f} |")
+    return "\n".join(rows)
+
+
+def cell(estimate: dict[str, float]) -> str:
+    return f"{estimate['value']:.2f} [{estimate['low']:.2f}, {estimate['high']:.2f}]"
+
+
+def records(path: Path) -> list[dict]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+if __name__ == "__main__":
+    main()
