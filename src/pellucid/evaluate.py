@@ -10,7 +10,7 @@ from typing import Any, Protocol
 
 from pellucid.types import Estimate, Evaluation, Group, Prompt, Sampler, Task
 
-MAX_ROWS = 256
+MAX_ROWS = 128
 """Rows decoded together."""
 
 

@@ -81,6 +81,7 @@ def memory_parts(cfg: Config, policy: Policy, reference: grpo.Policy | None, wor
         "reference": parameters * 4 / 1e9 if isinstance(reference, Policy) else 0.0,
         "activations": tokens * per_token / 1e9,
         "logits": 4 * CHUNK_ELEMENTS * 4 / 1e9,
+        "a checkpoint's largest file": trained * 4 / 1e9,
         "libraries": 0.6,
     }
 

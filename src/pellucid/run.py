@@ -32,6 +32,7 @@ from pellucid.types import Evaluation, Group, Logger, Prompt, Sampler, Task, Use
 
 SAMPLERS = {"native": Native, "hf": HuggingFace}
 INTERRUPTED = 130
+OPTIMIZER = "optimizer."
 
 
 @dataclass
@@ -217,7 +218,9 @@ def open_logs(cfg: Config, run_dir: Path, first_step: int) -> loggers.Loggers:
 def save(run_dir: Path, step: int, parts: Parts, keep_last: int) -> None:
     generators = parts.runtime.gather([checkpoint.random_state()])
     if parts.runtime.main:
-        tensors = {"policy": parts.policy.trainable(), "optimizer": parts.runtime.optimizer_state()}
+        # A file for each moment: safetensors holds a whole file in memory while it writes.
+        moments = {f"{OPTIMIZER}{moment}": state for moment, state in parts.runtime.optimizer_state().items()}
+        tensors = {"policy": parts.policy.trainable(), **moments}
         facts = {"updates": parts.runtime.updates, "random": generators}
         checkpoint.save(run_dir, step, tensors, facts, keep_last)
 
@@ -231,7 +234,8 @@ def restore(run_dir: Path, parts: Parts) -> int:
     if len(facts["random"]) != parts.runtime.world:
         raise UserError(f"{run_dir} was trained by {len(facts['random'])} processes: resume it with as many")
     parts.policy.load_trainable(tensors["policy"])
-    parts.runtime.load_optimizer_state(tensors["optimizer"], facts["updates"])
+    moments = {name.removeprefix(OPTIMIZER): state for name, state in tensors.items() if name.startswith(OPTIMIZER)}
+    parts.runtime.load_optimizer_state(moments, facts["updates"])
     checkpoint.restore_random_state(facts["random"][parts.runtime.rank])
     if parts.runtime.main:
         loggers.truncate(run_dir, facts["step"])

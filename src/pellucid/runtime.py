@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import resource
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from itertools import zip_longest
 from typing import Any, Protocol
@@ -101,18 +101,22 @@ class Runtime:
         self.optimizer.zero_grad(set_to_none=True)
         return {"grad_norm": norm, "lr": lr, "skipped": float(not math.isfinite(norm))}
 
-    def optimizer_state(self) -> dict[str, Tensor]:
-        """`<parameter>/<moment>` -> tensor."""
-        state = self.optimizer.state
-        return {f"{name}/{key}": value for name, p in self.parameters.items() for key, value in state[p].items()}
+    def optimizer_state(self) -> dict[str, dict[str, Tensor]]:
+        """moment -> parameter -> tensor."""
+        moments: dict[str, dict[str, Tensor]] = {}
+        for name, p in self.parameters.items():
+            for moment, value in self.optimizer.state[p].items():
+                moments.setdefault(moment, {})[name] = value
+        return moments
 
-    def load_optimizer_state(self, tensors: dict[str, Tensor], updates: int) -> None:
+    def load_optimizer_state(self, moments: Mapping[str, Mapping[str, Tensor]], updates: int) -> None:
+        """The inverse, after `updates` optimizer steps."""
         self.updates = updates
-        for path, tensor in tensors.items():
-            name, _, key = path.rpartition("/")
-            p = self.parameters[name]
-            # AdamW keeps its step count on the CPU.
-            self.optimizer.state[p][key] = tensor if key == "step" else tensor.to(p.device)
+        for moment, values in moments.items():
+            for name, value in values.items():
+                p = self.parameters[name]
+                # AdamW keeps its step count on the CPU.
+                self.optimizer.state[p][moment] = value if moment == "step" else value.to(p.device)
 
     def peak_gb(self) -> float:
         """Peak memory of this process in GB: of the GPU where there is one, else resident."""
