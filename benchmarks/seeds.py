@@ -11,12 +11,15 @@ import subprocess
 import sys
 from pathlib import Path
 
+from pellucid.report import accuracy_svg
+
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("recipe", type=Path)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--into", type=Path, default=Path("runs/seeds"))
+    parser.add_argument("--picture", type=Path, help="also draw the curves, as SVG")
     options, overrides = parser.parse_known_args()
     runs = {seed: options.into / f"{options.recipe.stem}-{seed}" for seed in options.seeds}
     for seed, run in runs.items():
@@ -24,6 +27,8 @@ def main() -> None:
             command = [sys.executable, "-m", "pellucid", "train", options.recipe, "--run", run]
             subprocess.run([*command, "--algorithm.seed", str(seed), *overrides], check=True)
     print(table(runs))
+    if options.picture:
+        options.picture.write_text(accuracy_svg(list(runs.values())))
 
 
 def table(runs: dict[int, Path]) -> str:
@@ -33,9 +38,9 @@ def table(runs: dict[int, Path]) -> str:
     ]
     for seed, run in runs.items():
         first, *_, last = records(run / "evals.jsonl")
+        rows[0] = rows[0].replace("@8", f"@{last['k']}")
         cells = [cell(e[name]) for name in ("greedy", "mean@k") for e in (first, last)]
-        minutes = sum(step["time/step"] for step in records(run / "metrics.jsonl")) / 60
-        rows.append(f"| {seed} | {' | '.join(cells)} | {minutes:.1f} |")
+        rows.append(f"| {seed} | {' | '.join(cells)} |")
     return "\n".join(rows)
 
 

@@ -18,3 +18,11 @@ class Digits:
     def reward(self, prompt: Prompt, completion: Completion) -> Reward:
         digits = sum(c.isdigit() for c in completion.text)
         return Reward(digits / max(1, len(completion.text)), correct=digits > 3)
+
+
+@dataclass(frozen=True)
+class Careless(Digits):
+    """Draws from the global generator, as user code will."""
+
+    def sample(self, step: int, n: int) -> list[Prompt]:
+        return [Prompt(f"{self.split}/{step}/{i}", str(random.randrange(10**6))) for i in range(n)]

@@ -310,6 +310,16 @@ def test_the_entropy_bonus_raises_entropy():
     assert after > before + 1e-4
 
 
+def test_the_sampler_gap_is_seen_where_it_is():
+    policy = make_policy(dtype=F64)
+    batch = rollouts(policy)
+    batch.sampler_logprobs[3, 0] += 0.25
+    batch.sampler_logprobs[7, 0] -= 0.5
+    metrics = gradients_of(policy, batch, GRPOConfig(micro_batch=4))[1]
+    assert metrics["sampler/gap_max"] == pytest.approx(0.5, abs=1e-5)
+    assert metrics["sampler/gap_mean"] == pytest.approx(0.75 / float(batch.mask.sum()), abs=1e-5)
+
+
 # ---------------------------------------------------------------- several inner steps
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import random
 import signal
 import subprocess
 import sys
@@ -160,6 +161,17 @@ def test_a_run_killed_anywhere_resumes_to_the_same_bits(recipe, tmp_path, monkey
         return
     assert train("--resume", killed) == 0
     same_run(whole, killed)
+
+
+def test_the_global_generators_go_on_where_they_were(recipe, tmp_path):
+    recipe.write_text(recipe.read_text().replace("Digits", "Careless"))
+    whole, halves = tmp_path / "whole", tmp_path / "halves"
+    fixed = ["--optimizer.schedule", "constant", "--evaluate.every", 0]
+    assert train(recipe, "--run", whole, *fixed) == 0
+    assert train(recipe, "--run", halves, *fixed, "--algorithm.steps", 3) == 0
+    random.seed(99)
+    assert train("--resume", halves, "--algorithm.steps", 6) == 0
+    same_run(whole, halves)
 
 
 def test_a_request_to_stop_saves_and_says_how_to_go_on(recipe, tmp_path, monkeypatch, capsys):

@@ -92,7 +92,7 @@ class LogConfig:
 
 
 class Config(BaseModel):
-    """GRPO: sample a group of answers to each prompt, reward them, push the better ones up."""
+    """The settings of a run, as recipe.toml and the command line name them. Besides: --run DIR, --resume RUN."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 

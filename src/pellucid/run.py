@@ -15,6 +15,7 @@ from pathlib import Path
 from types import FrameType
 
 import rich
+from accelerate.utils import set_seed
 
 from pellucid import __version__, checkpoint, grpo, hardware, loggers, policy, preflight
 from pellucid.config import Config, dump
@@ -53,6 +54,7 @@ def train(cfg: Config, run_dir: Path, resume: bool = False) -> int:
     """Trains to the end, or to the step in which Ctrl-C came; returns the exit status."""
     hardware.keep_freed_memory()
     cfg = settled(cfg)
+    set_seed(cfg.algorithm.seed)  # adapters start at random
     parts = compose(cfg)
     main = parts.runtime.main
     first_step = restore(run_dir, parts) if resume else 0

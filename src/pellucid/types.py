@@ -131,6 +131,7 @@ class GRPOConfig:
     entropy_coef: float = 0.0
     """Weight of the entropy bonus."""
     seed: int = 0
+    """Of the samples; and of the task, unless task.seed says otherwise."""
 
     def __post_init__(self) -> None:
         for name in ("steps", "prompts_per_step", "epochs", "minibatches"):
