@@ -310,12 +310,35 @@ def test_the_entropy_bonus_raises_entropy():
     assert after > before + 1e-4
 
 
+@pytest.mark.parametrize("axis", AXES)
+def test_rows_without_advantage_are_left_out_and_change_nothing(axis):
+    policy = make_policy(dtype=F64)
+    batch = rollouts(policy)
+    advantages = batch.advantages.clone()
+    advantages[6:18] = 0.0
+    batch = replace(batch, advantages=advantages)
+    cfg = GRPOConfig(**axis, constant_length=24)
+    assert len(grpo.with_gradient(batch, cfg)) == int((advantages != 0).sum()) < len(batch)
+    skipped, _ = gradients_of(policy, batch, cfg)
+    # With a bonus of next to nothing every row is computed.
+    computed, _ = gradients_of(policy, batch, replace(cfg, entropy_coef=1e-300))
+    assert distance(skipped, computed) < 1e-10
+
+
+def test_where_all_are_dead_a_step_is_taken_all_the_same():
+    policy = make_policy(dtype=F64)
+    batch = rollouts(policy)
+    _, metrics = gradients_of(policy, replace(batch, advantages=torch.zeros(len(batch), dtype=F64)), GRPOConfig())
+    assert metrics["grad_norm"] == 0.0
+    assert math.isfinite(metrics["entropy"])
+
+
 def test_the_sampler_gap_is_seen_where_it_is():
     policy = make_policy(dtype=F64)
     batch = rollouts(policy)
     batch.sampler_logprobs[3, 0] += 0.25
     batch.sampler_logprobs[7, 0] -= 0.5
-    metrics = gradients_of(policy, batch, GRPOConfig(micro_batch=4))[1]
+    metrics = gradients_of(policy, batch, GRPOConfig(micro_batch=4, entropy_coef=1e-300))[1]
     assert metrics["sampler/gap_max"] == pytest.approx(0.5, abs=1e-5)
     assert metrics["sampler/gap_mean"] == pytest.approx(0.75 / float(batch.mask.sum()), abs=1e-5)
 
@@ -336,6 +359,7 @@ def test_off_policy_steps_read_the_old_policy():
 def test_minibatches_are_whole_groups_and_each_takes_a_step():
     policy = make_policy(dtype=F64)
     batch = rollouts(policy)
+    batch = replace(batch, advantages=torch.ones_like(batch.advantages))
     cfg = GRPOConfig(minibatches=2, prompts_per_step=4)
     runtime = OneProcessRuntime(policy, lr=0.1)
     seen = []
@@ -383,7 +407,7 @@ def test_a_batch_is_made_from_lengths():
 def test_rows_keep_what_belongs_together():
     policy = make_policy()
     batch = rollouts(policy)
-    part = batch.rows(5, 7)
+    part = batch.rows(slice(5, 7))
     assert part.mask.shape == (2, int(batch.mask[5:7].sum(-1).max()))
     assert part.prompt_of.tolist() == [0, 1]
     torch.testing.assert_close(part.advantages, batch.advantages[5:7])

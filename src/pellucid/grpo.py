@@ -89,26 +89,24 @@ class Batch:
     def __len__(self) -> int:
         return len(self.prompt_of)
 
-    def rows(self, start: int, stop: int) -> Batch:
-        """Rows start to stop, no wider than their longest response."""
-        width = int(self.mask[start:stop].sum(-1).max())
-
-        def cut(x: Tensor) -> Tensor:
-            return x[start:stop] if x.dim() == 1 else x[start:stop, :width]
-
-        tensors = {f.name: getattr(self, f.name) for f in fields(self)}
-        return replace(self, **{name: cut(x) for name, x in tensors.items() if isinstance(x, Tensor)})
+    def rows(self, index: slice | Tensor) -> Batch:
+        """Some rows, no wider than their longest response."""
+        width = int(self.mask[index].sum(-1).max())
+        tensors = {f.name: x for f in fields(self) if isinstance(x := getattr(self, f.name), Tensor)}
+        return replace(
+            self, **{name: x[index][..., :width] if x.dim() > 1 else x[index] for name, x in tensors.items()}
+        )
 
     def chunks(self, size: int) -> list[Batch]:
         """Consecutive batches of at most `size` rows; 0 means one."""
-        return [self.rows(i, min(i + size, len(self))) for i in range(0, len(self), size)] if size else [self]
+        return [self.rows(slice(i, i + size)) for i in range(0, len(self), size)] if size else [self]
 
 
 # ---------------------------------------------------------------- the loop
 
 
 class StepResult(NamedTuple):
-    """`groups` are of all processes, with rewards and advantages."""
+    """`step` counts finished steps; `groups` are of all processes, graded."""
 
     step: int
     metrics: dict[str, float]
@@ -147,17 +145,25 @@ def train(
 
 
 def update(policy: Policy, batch: Batch, runtime: Runtime, cfg: GRPOConfig) -> dict[str, float]:
-    """Takes cfg.inner_steps optimizer steps on the rollouts; returns the mean of each metric over their tokens."""
+    """Takes cfg.inner_steps optimizer steps on the rollouts; the mean of each metric over the tokens trained on."""
     totals = Totals()
     for _ in range(cfg.epochs):
         for minibatch in batch.chunks(len(batch) // cfg.minibatches):
             weighted = replace(minibatch, weights=AGGREGATES[cfg.aggregate](minibatch.mask, runtime, cfg))
-            for micro_batch in runtime.accumulate(weighted.chunks(cfg.micro_batch)):
+            for micro_batch in runtime.accumulate(with_gradient(weighted, cfg).chunks(cfg.micro_batch)):
                 loss, metrics = loss_terms(policy.score(micro_batch), micro_batch, cfg)
                 runtime.backward(loss)
                 totals.add_tokens(metrics, micro_batch.mask)
-            totals.add_step(runtime.step())
+            totals.steps.append(runtime.step())
     return totals.means(runtime)
+
+
+def with_gradient(batch: Batch, cfg: GRPOConfig) -> Batch:
+    """Leaves out rows that add 0, as those of dead groups; one stays, since every process takes part in a step."""
+    if cfg.entropy_coef or (cfg.kl_coef and cfg.kl_in == "loss"):
+        return batch
+    live = batch.advantages != 0
+    return batch.rows(live if bool(live.any()) else slice(1))
 
 
 def loss_terms(scores: Scores, batch: Batch, cfg: GRPOConfig) -> tuple[Tensor, dict[str, Tensor]]:
@@ -169,7 +175,7 @@ def loss_terms(scores: Scores, batch: Batch, cfg: GRPOConfig) -> tuple[Tensor, d
 
     value = OBJECTIVES[cfg.objective](logprobs, old_logprobs, advantages, cfg)  # [B, T]
     metrics = clip_metrics(logprobs.detach(), old_logprobs, advantages, cfg)
-    metrics |= {"entropy": entropy.detach(), "sampler/gap": (batch.sampler_logprobs - old_logprobs).abs()}
+    metrics |= {"entropy": entropy.detach(), "sampler/gap_mean": (batch.sampler_logprobs - old_logprobs).abs()}
     if batch.ref_logprobs is not None:
         kl = KL[cfg.kl](logprobs, batch.ref_logprobs)
         metrics["kl"] = KL["k3"](logprobs.detach(), batch.ref_logprobs)
@@ -362,20 +368,15 @@ class Totals:
         self.gap_max = 0.0
 
     def add_tokens(self, metrics: dict[str, Tensor], mask: Tensor) -> None:
-        self.gap_max = max(self.gap_max, float(metrics["sampler/gap"][mask].max()))
+        self.gap_max = max(self.gap_max, float(metrics["sampler/gap_mean"][mask].max()))
         for name, value in {**metrics, "count": mask}.items():
             self.tokens[name] += float(value[mask].sum())
-
-    def add_step(self, metrics: dict[str, float]) -> None:
-        self.steps.append(metrics)
 
     def means(self, runtime: Runtime) -> dict[str, float]:
         shares = runtime.gather([self.tokens])
         sums = {name: sum(share[name] for share in shares) for name in self.tokens}
         count, loss, steps = sums.pop("count"), sums.pop("loss"), len(self.steps)
-        means = {name: value / count for name, value in sums.items()}
-        means["sampler/gap_mean"] = means.pop("sampler/gap")
-        return means | {
+        return {name: value / count for name, value in sums.items()} | {
             "sampler/gap_max": max(runtime.gather([self.gap_max])),
             "loss": loss / steps,  # already a weighted sum: adding up is its mean
             "grad_norm": sum(s["grad_norm"] for s in self.steps) / steps,
@@ -392,9 +393,8 @@ class Clock:
         self.laps: dict[str, float] = {}
 
     def lap(self, name: str) -> None:
-        now = time.perf_counter()
-        self.laps[f"time/{name}"] = now - self.last
-        self.last = now
+        before, self.last = self.last, time.perf_counter()
+        self.laps[f"time/{name}"] = self.last - before
 
     def times(self) -> dict[str, float]:
         return {**self.laps, "time/step": self.last - self.start}
