@@ -24,13 +24,22 @@ def test_there_are_recipes():
     assert {"arithmetic", "arithmetic_hard"} <= {path.stem for path in RECIPES}
 
 
+def contains(loaded, stated):
+    """Whether `loaded` is what the recipe states, but for settings that a table of the recipe leaves to their defaults."""
+    if isinstance(stated, dict):
+        return all(contains(loaded[key], value) for key, value in stated.items())
+    if isinstance(stated, list):
+        return len(loaded) == len(stated) and all(map(contains, loaded, stated))
+    return loaded == stated
+
+
 @pytest.mark.parametrize("path", RECIPES, ids=str)
 def test_every_recipe_parses_and_states_only_what_differs(path):
     loaded = config.dump(config.load(path))
     defaults = config.dump(config.load(None))
     for section, values in tomllib.loads(path.read_text()).items():
         for key, value in values.items():
-            assert loaded[section][key] == value
+            assert contains(loaded[section][key], value)
             assert key == "name" or section == "task" or value != defaults[section][key], (
                 f"{section}.{key} is the default"
             )
