@@ -33,8 +33,8 @@ def main() -> None:
 
 def table(runs: dict[int, Path]) -> str:
     rows = [
-        "| seed | greedy before | greedy after | mean@k before | mean@k after | minutes |",
-        "|---|---|---|---|---|---|",
+        "| seed | greedy before | greedy after | mean@k before | mean@k after |",
+        "|---|---|---|---|---|",
     ]
     for seed, run in runs.items():
         first, *_, last = records(run / "evals.jsonl")

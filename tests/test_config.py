@@ -25,7 +25,7 @@ def test_there_are_recipes():
 
 
 def contains(loaded, stated):
-    """Whether `loaded` is what the recipe states, but for settings that a table of the recipe leaves to their defaults."""
+    """Whether `loaded` is what the recipe states; what a table of the recipe leaves out is free."""
     if isinstance(stated, dict):
         return all(contains(loaded[key], value) for key, value in stated.items())
     if isinstance(stated, list):
