@@ -1,20 +1,25 @@
-"""The algorithm against exact sums over every sequence of a small policy, autograd, identities, numbers by hand."""
+"""The loop and the update: identities, invariances, and what one step leaves to the next.
+
+The mathematics of the axes is in test_expectations.py, test_advantages.py, test_objectives.py and test_shaping.py.
+"""
 
 from __future__ import annotations
 
-import itertools
 import math
 from dataclasses import replace
-from typing import get_args, get_type_hints
 
 import pytest
 import torch
 
 from conftest import EOS, CountDigits, OneProcessRuntime, make_policy
-from pellucid import grpo
-from pellucid.grpo import ADVANTAGES, AGGREGATES, KL, OBJECTIVES, Batch, Scores, collate, loss_terms, train, update
+from pellucid import grpo, kl
+from pellucid.advantages import ADVANTAGES
+from pellucid.batch import collate, concat, grades_of, task_rewards
+from pellucid.grpo import Scores, State, loss_terms, train, update
+from pellucid.objectives import OBJECTIVES
 from pellucid.samplers.native import Native
-from pellucid.types import Completion, Group, GRPOConfig, Prompt, Reward
+from pellucid.settings import GRPOConfig
+from pellucid.types import Completion, Group, Prompt, Reward
 
 F64 = torch.float64
 AXES = [{"aggregate": "token"}, {"aggregate": "sequence"}, {"aggregate": "constant"}]
@@ -23,10 +28,10 @@ AXES = [{"aggregate": "token"}, {"aggregate": "sequence"}, {"aggregate": "consta
 def rollouts(policy, size=6, n=4, max_tokens=24):
     sampler = Native(temperature=1.0, max_tokens=max_tokens)
     sampler.sync(policy)
-    groups, rewards = grpo.grade(CountDigits(), sampler.generate(CountDigits().sample(0, n), size, seed="0/0"))
+    groups = grpo.grade(CountDigits(), sampler.generate(CountDigits().sample(0, n), size, seed="0/0"))
     batch = collate(groups, policy.device)
     assert not bool(batch.mask.all()), "completions must differ in length"
-    return replace(batch, advantages=ADVANTAGES["grpo"](rewards).flatten())
+    return replace(batch, advantages=ADVANTAGES["grpo"](grades_of(groups), GRPOConfig()).flatten())
 
 
 def gradients_of(policy, batch, cfg):
@@ -40,182 +45,7 @@ def distance(one, other):
     return math.sqrt(sum(float((one[name] - other[name]).square().sum()) for name in one)) / norm
 
 
-# ---------------------------------------------------------------- advantages
-
-
-def test_advantages_by_hand():
-    rewards = torch.tensor([[1.0, 0.0, 0.0, 0.0], [0.0, 1.0, 2.0, 5.0]], dtype=F64)
-    root3 = math.sqrt(3)
-    sigma = math.sqrt((4 + 1 + 0 + 9) / 4)
-    expected = {
-        "grpo": [[root3, -1 / root3, -1 / root3, -1 / root3], [-2 / sigma, -1 / sigma, 0, 3 / sigma]],
-        "centered": [[0.75, -0.25, -0.25, -0.25], [-2, -1, 0, 3]],
-        "rloo": [[1, -1 / 3, -1 / 3, -1 / 3], [-8 / 3, -4 / 3, 0, 4]],
-    }
-    assert expected.keys() == ADVANTAGES.keys()
-    for name, values in expected.items():
-        torch.testing.assert_close(ADVANTAGES[name](rewards), torch.tensor(values, dtype=F64), rtol=0, atol=1e-12)
-
-
-@pytest.mark.parametrize("name", ADVANTAGES)
-def test_equal_rewards_have_exactly_no_advantage(name):
-    rewards = torch.rand(100_000, 1, dtype=F64).expand(-1, 12)
-    assert ADVANTAGES[name](rewards).abs().max() == 0.0
-    a_rounding_apart = torch.tensor([[0.1 + 0.2, 0.3, 0.3, 0.3]], dtype=F64)
-    assert ADVANTAGES[name](a_rounding_apart).abs().max() == 0.0
-    tiny_but_real = torch.tensor([[1e-6, 0.0, 0.0, 0.0]], dtype=F64)
-    assert ADVANTAGES[name](tiny_but_real).abs().max() > 0.0
-
-
-@pytest.mark.parametrize("name", ADVANTAGES)
-def test_advantages_do_not_feel_a_shift_and_grpo_no_scale(name):
-    rewards = torch.rand(50, 8, dtype=F64)
-    plain = ADVANTAGES[name](rewards)
-    torch.testing.assert_close(ADVANTAGES[name](rewards + 7.0), plain, rtol=0, atol=1e-12)
-    scale = 1.0 if name == "grpo" else 3.0
-    torch.testing.assert_close(ADVANTAGES[name](3.0 * rewards), scale * plain, rtol=1e-12, atol=0)
-
-
-# ------------------------------------- expected gradients: every sequence of a small policy is summed over
-
-STOP, WORDS, LENGTH = 2, 3, 2  # tokens 0, 1 and STOP; at most two tokens
-
-
-def sequences():
-    yield (STOP,)
-    yield from ((a, b) for a in range(WORDS - 1) for b in range(WORDS))
-
-
-def logits_of(theta, ids):
-    """[T, V]: free logits for the first token, and for the second given the first."""
-    return torch.stack([theta[0] if t == 0 else theta[1 + ids[0]] for t in range(len(ids))])
-
-
-def token_scores(theta, ids):
-    return logits_of(theta, ids).log_softmax(-1).gather(-1, torch.tensor(ids)[:, None])[:, 0]
-
-
-def probability(theta, ids):
-    return token_scores(theta, ids).sum().exp()
-
-
-REWARDS = dict(zip(sequences(), [0.3, 1.0, 0.0, 0.7, 0.2, 1.0, 0.4], strict=True))
-
-
-def expected_gradient(theta, cfg, ref=None):
-    """E over all groups of two of the gradient of the package's loss; minus it is the direction of ascent."""
-    cfg = replace(cfg, group_size=2)
-    total = torch.zeros_like(theta)
-    for pair in itertools.product(sequences(), repeat=2):
-        chance = float(probability(theta.detach(), pair[0]) * probability(theta.detach(), pair[1]))
-        batch = batch_of(pair, theta, ref)
-        rewards = torch.tensor([[REWARDS[ids] for ids in pair]], dtype=F64)
-        advantages = ADVANTAGES[cfg.advantage](rewards) - grpo.kl_penalty(batch, cfg)
-        batch = replace(batch, advantages=advantages.flatten())
-        batch = replace(batch, weights=AGGREGATES[cfg.aggregate](batch.mask, OneProcessRuntime(), cfg))
-        logprobs = torch.nn.utils.rnn.pad_sequence([token_scores(theta, ids) for ids in pair], batch_first=True)
-        loss, _ = loss_terms(Scores(logprobs, torch.zeros_like(logprobs)), batch, cfg)
-        total += chance * torch.autograd.grad(loss, theta)[0]
-    return total
-
-
-def batch_of(pair, theta, ref):
-    def padded(rows):
-        return torch.nn.utils.rnn.pad_sequence(list(rows), batch_first=True)
-
-    return Batch(
-        prompt_ids=((0,),),
-        prompt_of=torch.zeros(2, dtype=torch.long),
-        response_ids=padded(torch.tensor(ids) for ids in pair),
-        mask=padded(torch.ones(len(ids), dtype=torch.bool) for ids in pair),
-        sampler_logprobs=padded(token_scores(theta.detach(), ids) for ids in pair),
-        old_logprobs=padded(token_scores(theta.detach(), ids) for ids in pair),
-        ref_logprobs=None if ref is None else padded(token_scores(ref, ids) for ids in pair),
-    )
-
-
-def thetas():
-    generator = torch.Generator().manual_seed(5)
-    theta, ref = (torch.randn(WORDS, WORDS, dtype=F64, generator=generator) for _ in range(2))
-    return theta.requires_grad_(), ref
-
-
-@pytest.mark.parametrize("objective", OBJECTIVES)
-@pytest.mark.parametrize(("advantage", "factor"), [("rloo", 1.0), ("centered", 0.5)])
-def test_the_expected_step_is_the_gradient_of_the_expected_reward(objective, advantage, factor):
-    """Constant aggregation divides by B * length: E[-grad loss] = factor * grad J / length; the mean costs 1/G."""
-    theta, _ = thetas()
-    value = sum(probability(theta, ids) * REWARDS[ids] for ids in sequences())
-    exact = torch.autograd.grad(value, theta)[0]
-    cfg = GRPOConfig(advantage=advantage, objective=objective, aggregate="constant", constant_length=LENGTH)
-    torch.testing.assert_close(-expected_gradient(theta, cfg), factor * exact / LENGTH, rtol=0, atol=1e-12)
-
-
-def per_token_kl(theta, ref, reverse):
-    """E over pi's own prefixes of sum_t KL at t, prefixes held fixed: what a token-level loss can see."""
-    total = 0.0
-    for ids in sequences():
-        mine, other = logits_of(theta, ids).log_softmax(-1), logits_of(ref, ids).log_softmax(-1)
-        p, q = (mine, other) if reverse else (other, mine)
-        total = total + probability(theta, ids).detach() * (p.exp() * (p - q)).sum()
-    return total
-
-
-@pytest.mark.parametrize(("kl", "reverse"), [("k2", True), ("k3", False)])
-def test_kl_in_the_loss_has_the_gradient_of_kl_pi_ref_for_k2_and_of_kl_ref_pi_for_k3(kl, reverse):
-    theta, ref = thetas()
-    cfg = GRPOConfig(kl=kl, kl_in="loss", kl_coef=1.0, aggregate="constant", constant_length=1)
-    without = replace(cfg, kl_coef=0.0)
-    measured = expected_gradient(theta, cfg, ref) - expected_gradient(theta, without)
-    exact = torch.autograd.grad(per_token_kl(theta, ref, reverse), theta)[0]
-    torch.testing.assert_close(measured, exact, rtol=0, atol=1e-12)
-    wrong = torch.autograd.grad(per_token_kl(theta, ref, not reverse), theta)[0]
-    assert (measured - wrong).abs().max() > 1e-2
-
-
-def test_k1_in_the_loss_does_nothing_but_noise():
-    theta, ref = thetas()
-    cfg = GRPOConfig(kl="k1", kl_in="loss", kl_coef=1.0, aggregate="constant", constant_length=1)
-    measured = expected_gradient(theta, cfg, ref) - expected_gradient(theta, replace(cfg, kl_coef=0.0))
-    assert measured.abs().max() < 1e-12
-
-
-@pytest.mark.parametrize("advantage", ["rloo", "grpo"])
-def test_k1_in_the_reward_has_the_gradient_of_the_sequence_kl(advantage):
-    """Also with advantages divided by a std: the penalty stands outside, so kl_coef keeps its meaning."""
-    theta, ref = thetas()
-    cfg = GRPOConfig(kl_coef=0.3, advantage=advantage, aggregate="constant", constant_length=1)
-    measured = expected_gradient(theta, cfg, ref) - expected_gradient(theta, replace(cfg, kl_coef=0.0))
-    kl = sum(probability(theta, ids) * (token_scores(theta, ids) - token_scores(ref, ids)).sum() for ids in sequences())
-    torch.testing.assert_close(measured, 0.3 * torch.autograd.grad(kl, theta)[0], rtol=0, atol=1e-12)
-
-
-@pytest.mark.parametrize("kl", ["k1", "k3"])
-def test_kl_estimators_are_unbiased(kl):
-    p, q = torch.tensor([0.5, 0.3, 0.2], dtype=F64), torch.tensor([0.2, 0.2, 0.6], dtype=F64)
-    exact = (p * (p.log() - q.log())).sum()
-    torch.testing.assert_close((p * KL[kl](p.log(), q.log())).sum(), exact, rtol=0, atol=1e-12)
-
-
-def test_kl_of_far_apart_policies_stays_finite():
-    for kl in KL.values():
-        assert bool(kl(torch.tensor([-1.0, -900.0]), torch.tensor([-900.0, -1.0])).isfinite().all())
-
-
-# ---------------------------------------------------------------- objectives
-
-
-def test_the_clip_takes_the_gradient_only_where_it_would_lead_further_out():
-    cfg = GRPOConfig(clip_low=0.2, clip_high=0.3)
-    ratios = torch.tensor([0.7, 0.9, 1.25, 1.4], dtype=F64)
-    for sign, moving in ((1.0, [True, True, True, False]), (-1.0, [False, True, True, True])):
-        logprobs = ratios.log().requires_grad_()
-        value = OBJECTIVES["clipped"](logprobs, torch.zeros(4, dtype=F64), torch.tensor(sign, dtype=F64), cfg)
-        gradient = torch.autograd.grad(value.sum(), logprobs)[0]
-        expected = torch.where(torch.tensor(moving), sign * ratios, torch.zeros(4, dtype=F64))
-        torch.testing.assert_close(gradient, expected, rtol=1e-12, atol=0)
-    assert OBJECTIVES["clipped"](torch.tensor(math.log(1.4)), torch.tensor(0.0), 1.0, cfg) == pytest.approx(1.3)
-    assert OBJECTIVES["clipped"](torch.tensor(math.log(0.7)), torch.tensor(0.0), -1.0, cfg) == pytest.approx(-0.8)
+# ---------------------------------------------------------------- the update: identities and invariances
 
 
 @pytest.mark.parametrize("objective", OBJECTIVES)
@@ -228,22 +58,6 @@ def test_on_policy_every_objective_has_the_gradient_of_the_naive_one(objective):
     assert distance(naive, this) < 1e-12
     assert metrics["grad_norm"] > 1e-3
     assert metrics["ratio/mean"] == 1.0
-
-
-# ---------------------------------------------------------------- aggregation
-
-
-def test_weights_by_hand():
-    mask = torch.tensor([[1, 1, 1, 1], [1, 0, 0, 0]], dtype=torch.bool)
-    cfg = GRPOConfig(constant_length=8)
-    expected = {
-        "token": [[0.2, 0.2, 0.2, 0.2], [0.2, 0, 0, 0]],
-        "sequence": [[0.125, 0.125, 0.125, 0.125], [0.5, 0, 0, 0]],
-        "constant": [[1 / 16, 1 / 16, 1 / 16, 1 / 16], [1 / 16, 0, 0, 0]],
-    }
-    assert expected.keys() == AGGREGATES.keys()
-    for name, weights in expected.items():
-        torch.testing.assert_close(AGGREGATES[name](mask, OneProcessRuntime(), cfg), torch.tensor(weights))
 
 
 @pytest.mark.parametrize("axis", AXES)
@@ -287,7 +101,7 @@ def test_the_stop_is_trained_and_the_padding_is_not():
     batch = rollouts(policy)
     row, t = (batch.response_ids == EOS).logical_and(batch.mask).nonzero()[0].tolist()
     leaf = policy.score(batch).logprobs.detach().requires_grad_()
-    weights = AGGREGATES["token"](batch.mask, OneProcessRuntime(), GRPOConfig())
+    weights = grpo.weights_of(batch, OneProcessRuntime(), GRPOConfig())
     loss, _ = loss_terms(Scores(leaf, torch.zeros_like(leaf)), replace(batch, weights=weights), GRPOConfig())
     gradient = torch.autograd.grad(loss, leaf)[0]
     assert gradient[row, t] != 0.0
@@ -318,7 +132,8 @@ def test_rows_without_advantage_are_left_out_and_change_nothing(axis):
     advantages[6:18] = 0.0
     batch = replace(batch, advantages=advantages)
     cfg = GRPOConfig(**axis, constant_length=24)
-    assert len(grpo.with_gradient(batch, cfg)) == int((advantages != 0).sum()) < len(batch)
+    weighted = replace(batch, weights=grpo.weights_of(batch, OneProcessRuntime(), cfg))
+    assert len(grpo.with_gradient(weighted, cfg)) == int((advantages != 0).sum()) < len(batch)
     skipped, _ = gradients_of(policy, batch, cfg)
     # With a bonus of next to nothing every row is computed.
     computed, _ = gradients_of(policy, batch, replace(cfg, entropy_coef=1e-300))
@@ -343,6 +158,103 @@ def test_the_sampler_gap_is_seen_where_it_is():
     assert metrics["sampler/gap_mean"] == pytest.approx(0.75 / float(batch.mask.sum()), abs=1e-5)
 
 
+def test_rows_may_come_in_any_order():
+    policy = make_policy(dtype=F64)
+    batch = rollouts(policy)
+    order = torch.randperm(len(batch))
+    for axis in AXES:
+        cfg = GRPOConfig(**axis, constant_length=24)
+        assert distance(gradients_of(policy, batch, cfg)[0], gradients_of(policy, batch.rows(order), cfg)[0]) < 1e-10
+
+
+def test_a_prompt_may_be_kept_once_or_with_every_row():
+    policy = make_policy(dtype=F64)
+    batch = rollouts(policy)
+    repeated = replace(
+        batch,
+        prompt_ids=tuple(batch.prompt_ids[p] for p in batch.prompt_of.tolist()),
+        prompt_of=torch.arange(len(batch)),
+    )
+    one, other = (gradients_of(policy, b, GRPOConfig())[0] for b in (batch, repeated))
+    assert distance(one, other) < 1e-12
+
+
+class Half(OneProcessRuntime):
+    """One of two processes: sums are those of both."""
+
+    def __init__(self, policy, other):
+        super().__init__(policy)
+        self.other = other
+
+    def sum(self, x):
+        return x + self.other.pop(0)
+
+
+@pytest.mark.parametrize("axis", AXES)
+def test_two_processes_add_up_to_one(axis):
+    policy = make_policy(dtype=F64)
+    batch = rollouts(policy)
+    cfg = GRPOConfig(**axis, constant_length=24)
+    whole, _ = gradients_of(policy, batch, cfg)
+    halves = [batch.rows(slice(0, 12)), batch.rows(slice(12, 24))]
+    parts = []
+    for mine, other in (halves, halves[::-1]):
+        runtime = Half(policy, [torch.tensor(12), other.mask.sum()])
+        update(policy, mine, runtime, cfg)
+        parts.append(runtime.gradients)
+    assert distance(whole, {name: parts[0][name] + parts[1][name] for name in whole}) < 1e-7  # fp32 weights
+
+
+@pytest.mark.parametrize("axis", AXES)
+@pytest.mark.parametrize("extra", [{}, {"entropy_coef": 0.1}])
+def test_a_filtered_completion_is_as_if_it_had_never_been(axis, extra):
+    """overlong_filter: gone from the numerator, the denominator and the metrics."""
+    policy = make_policy(dtype=F64, entropy_grad=True)
+    batch = rollouts(policy, max_tokens=10)
+    assert 0 < int(batch.finished.sum()) < len(batch)
+    cfg = GRPOConfig(**axis, **extra, constant_length=24, overlong_filter=True)
+    masked, metrics = gradients_of(policy, batch, cfg)
+    removed, fewer = gradients_of(policy, batch.rows(batch.finished), replace(cfg, overlong_filter=False))
+    assert distance(masked, removed) < 1e-10
+    assert metrics == pytest.approx(fewer, rel=1e-9)
+    assert distance(masked, gradients_of(policy, batch, replace(cfg, overlong_filter=False))[0]) > 1e-3
+
+
+def test_a_step_in_which_everything_is_filtered_is_taken_and_moves_nothing():
+    policy = make_policy(dtype=F64)
+    batch = replace(rollouts(policy), finished=torch.zeros(24, dtype=torch.bool))
+    _, metrics = gradients_of(policy, batch, GRPOConfig(overlong_filter=True))
+    assert metrics["grad_norm"] == 0.0
+
+
+def test_only_tokens_of_high_entropy_get_the_objectives_gradient():
+    policy = make_policy(dtype=F64)
+    cfg = GRPOConfig(entropy_share=0.2, micro_batch=5)
+    batch = rollouts(policy)
+    fixed = grpo.score_fixed(batch, policy, None, OneProcessRuntime(), cfg)
+    entropy = policy.score(batch).entropy.detach()
+    chosen = fixed.gate & batch.mask
+    assert int(chosen.sum()) == round(0.2 * int(batch.mask.sum()))
+    assert entropy[chosen].min() >= entropy[batch.mask & ~chosen].max()
+    leaf = policy.score(batch).logprobs.detach().requires_grad_()
+    weighted = replace(fixed, weights=grpo.weights_of(batch, OneProcessRuntime(), cfg))
+    loss, _ = loss_terms(Scores(leaf, entropy), weighted, cfg)
+    moving = torch.autograd.grad(loss, leaf)[0] != 0
+    assert torch.equal(moving, chosen & (batch.advantages != 0)[:, None])
+    assert float(weighted.weights.sum()) == pytest.approx(1.0), "the other tokens still count in the denominator"
+
+
+def test_the_sampler_correction_weighs_the_gradient_and_is_counted():
+    policy = make_policy(dtype=F64)
+    batch = rollouts(policy)
+    batch.sampler_logprobs[:] = policy.score(batch).logprobs.detach() - math.log(1.5)
+    plain, _ = gradients_of(policy, batch, GRPOConfig())
+    corrected, metrics = gradients_of(policy, batch, GRPOConfig(correction="token", correction_cap=1.25))
+    assert distance({name: 1.25 * g for name, g in plain.items()}, corrected) < 1e-6
+    assert metrics["sampler/corrected"] == 1.0
+    assert "sampler/corrected" not in gradients_of(policy, batch, GRPOConfig())[1]
+
+
 # ---------------------------------------------------------------- several inner steps
 
 
@@ -350,7 +262,7 @@ def test_off_policy_steps_read_the_old_policy():
     """Second epoch: old_logprobs are of the policy before the first, so the ratio has moved and the clip can act."""
     policy = make_policy(dtype=F64)
     cfg = GRPOConfig(epochs=3, clip_low=0.01, clip_high=0.01)
-    batch = grpo.score_fixed(rollouts(policy), policy, None, cfg)
+    batch = grpo.score_fixed(rollouts(policy), policy, None, OneProcessRuntime(), cfg)
     assert batch.old_logprobs is not None
     metrics = update(policy, batch, OneProcessRuntime(policy, lr=0.5), cfg)
     assert metrics["clip/low"] + metrics["clip/high"] > 0.05
@@ -364,8 +276,184 @@ def test_minibatches_are_whole_groups_and_each_takes_a_step():
     runtime = OneProcessRuntime(policy, lr=0.1)
     seen = []
     runtime.accumulate = lambda micro_batches: seen.append([len(m) for m in micro_batches]) or iter(micro_batches)
-    update(policy, grpo.score_fixed(batch, policy, None, cfg), runtime, cfg)
+    update(policy, grpo.score_fixed(batch, policy, None, OneProcessRuntime(), cfg), runtime, cfg)
     assert seen == [[12], [12]]
+
+
+# ---------------------------------------------------------------- replay
+
+
+def test_rollouts_are_trained_on_again_with_their_own_log_probs_until_they_are_stale():
+    policy = make_policy()
+    cfg = GRPOConfig(steps=5, group_size=4, max_staleness=3)
+    seen = []
+
+    def spy(policy, batch, runtime, cfg, update=update):
+        seen.append(batch)
+        return update(policy, batch, runtime, cfg)
+
+    state = State()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(grpo, "update", spy)
+        steps = list(
+            train(CountDigits(), Native(max_tokens=6), policy, OneProcessRuntime(policy, lr=0.5), cfg, state=state)
+        )
+    assert [len(batch) for batch in seen] == [16, 32, 48, 48, 48]
+    assert [then for then, _ in state.experiences] == [4, 3, 2]
+    first, second = seen[0], seen[1]
+    width = first.mask.shape[1]
+    assert torch.equal(second.old_logprobs[16:, :width], first.old_logprobs), "as they were sampled under"
+    assert torch.equal(second.advantages[16:], first.advantages)
+    assert second.prompt_ids[4:] == first.prompt_ids
+    assert second.prompt_of[16:].tolist() == (first.prompt_of + 4).tolist()
+    assert steps[0].metrics["ratio/mean"] == pytest.approx(1.0, abs=1e-5)
+    assert abs(steps[1].metrics["ratio/mean"] - 1.0) > 1e-4, "the policy has moved since"
+
+
+def test_staleness_of_one_keeps_nothing():
+    state = State()
+    batch = rollouts(make_policy())
+    assert grpo.replay(state, 0, batch, GRPOConfig()) is batch
+    assert state.experiences == []
+
+
+def test_joined_batches_score_as_they_did_alone():
+    policy = make_policy(dtype=F64)
+    one, two = rollouts(policy, size=3, n=2, max_tokens=5), rollouts(policy, size=2, n=3, max_tokens=20)
+    joined = policy.score(concat([one, two]))
+    for part, rows in ((one, slice(0, 6)), (two, slice(6, 12))):
+        alone = policy.score(part).logprobs
+        torch.testing.assert_close(joined.logprobs[rows, : alone.shape[1]], alone, rtol=0, atol=1e-12)
+        assert joined.logprobs[rows, alone.shape[1] :].abs().sum() == 0.0
+
+
+# ---------------------------------------------------------------- dynamic sampling
+
+
+class Coin:
+    """Half of the prompts are too easy: every completion gets the same reward."""
+
+    seed, split = 0, "train"
+
+    def __init__(self, dead):
+        self.dead = dead
+
+    def sample(self, step, n):
+        return [Prompt(f"{step}/{i}", "1+1?", columns={"dead": self.dead(step, i)}) for i in range(n)]
+
+    def reward(self, prompt, completion):
+        return Reward(0.1 + 0.2 if prompt.columns["dead"] else float(len(completion.token_ids)))
+
+
+def run_rollout(task, **settings):
+    policy = make_policy()
+    sampler = Native(max_tokens=8)
+    sampler.sync(policy)
+    cfg = GRPOConfig(group_size=4, **settings)
+    return grpo.rollout(task, sampler, OneProcessRuntime(), 3, cfg, grpo.Clock())
+
+
+def test_dead_groups_are_refilled_from_other_prompts_to_a_constant_batch():
+    groups, drawn = run_rollout(Coin(lambda step, i: i % 2 == 0), max_rounds=5, steps=10)
+    assert [g.prompt.id for g in groups] == ["3/1", "3/3", "13/1", "13/3"]
+    assert drawn == {"groups/drawn": 8.0, "groups/drawn_dead": 0.5}
+
+
+def test_the_tries_are_bounded_and_the_batch_is_full_all_the_same():
+    groups, drawn = run_rollout(Coin(lambda step, i: i > 0), max_rounds=2, steps=10)
+    assert [g.prompt.id for g in groups] == ["3/0", "13/0", "3/1", "3/2"]
+    assert drawn == {"groups/drawn": 8.0, "groups/drawn_dead": 0.75}
+
+
+def test_one_round_draws_what_it_draws():
+    groups, drawn = run_rollout(Coin(lambda step, i: True))
+    assert [g.prompt.id for g in groups] == ["3/0", "3/1", "3/2", "3/3"]
+    assert drawn == {}
+
+
+# ---------------------------------------------------------------- the reference
+
+
+def kl_run(policy, reference, **settings):
+    cfg = GRPOConfig(steps=4, group_size=4, kl="k2", kl_in="loss", kl_coef=0.1, **settings)
+    state = State(kl_coef=cfg.kl_coef)
+    runtime = OneProcessRuntime(policy, lr=0.5)
+    return list(train(CountDigits(), Native(max_tokens=6), policy, runtime, cfg, reference, state)), state
+
+
+def test_the_reference_follows_every_n_steps():
+    policy, reference = make_policy(), make_policy()
+    steps, _ = kl_run(policy, reference, reference_every=2)
+    assert [step.metrics["kl"] > 1e-6 for step in steps] == [False, True, False, True]
+    for mine, theirs in zip(reference.weights().values(), policy.weights().values(), strict=True):
+        assert torch.equal(mine, theirs)
+
+
+def test_a_moving_average_keeps_its_share():
+    policy, reference = make_policy(seed=1), make_policy(seed=2)
+    before = {name: p.clone() for name, p in reference.weights().items()}
+    reference.follow(policy.weights(), 0.9)
+    for name, p in reference.weights().items():
+        torch.testing.assert_close(p, 0.9 * before[name] + 0.1 * policy.weights()[name])
+
+
+def test_a_frozen_reference_stays():
+    policy, reference = make_policy(), make_policy()
+    before = {name: p.clone() for name, p in reference.weights().items()}
+    kl_run(policy, reference)
+    assert all(torch.equal(p, before[name]) for name, p in reference.weights().items())
+
+
+def test_the_coefficient_follows_its_target():
+    cfg = GRPOConfig(kl_coef=0.1, kl_target=0.5)
+    assert kl.adapted(0.1, 5.0, cfg) == pytest.approx(0.102)
+    assert kl.adapted(0.1, 0.55, cfg) == pytest.approx(0.101)
+    assert kl.adapted(0.1, 0.0, cfg) == pytest.approx(0.098)
+    assert kl.adapted(0.1, 5.0, GRPOConfig(kl_coef=0.1)) == 0.1
+    steps, state = kl_run(make_policy(), make_policy(), kl_target=1e-6)
+    coefficients = [step.metrics["kl_coef"] for step in steps]
+    assert coefficients == pytest.approx([0.1, 0.098, 0.09996, 0.1019592])
+    assert state.kl_coef == pytest.approx(0.1019592 * 1.02)
+
+
+def test_the_exact_kl_is_the_sum_over_the_vocabulary():
+    policy, reference = make_policy(dtype=F64), make_policy(dtype=F64, seed=3)
+    policy.measure_kl(reference)
+    batch = rollouts(policy)
+    scores = policy.score(batch)
+    ids = torch.tensor([batch.prompt_ids[0] + tuple(batch.response_ids[0].tolist())])
+    start, length = len(batch.prompt_ids[0]), int(batch.mask[0].sum())
+    mine, other = (m.model(ids).logits[0, start - 1 : start - 1 + length].log_softmax(-1) for m in (policy, reference))
+    torch.testing.assert_close(
+        scores.kl[0, :length], torch.nn.functional.kl_div(other, mine, reduction="none", log_target=True).sum(-1)
+    )
+    assert scores.kl[0, length:].abs().sum() == 0.0
+
+
+def test_the_exact_kl_trains():
+    policy, reference = make_policy(), make_policy(seed=3)
+    policy.measure_kl(reference)
+    cfg = GRPOConfig(steps=12, group_size=4, kl="exact", kl_in="loss", kl_coef=5.0)
+    runtime = OneProcessRuntime(policy, lr=0.05)
+    steps = list(train(CountDigits(), Native(max_tokens=6), policy, runtime, cfg, reference))
+    assert steps[-1].metrics["kl"] < 0.7 * steps[0].metrics["kl"]
+
+
+# ---------------------------------------------------------------- similarity
+
+
+def test_similarity_reads_the_hidden_states_of_the_responses():
+    policy = make_policy()
+    batch = rollouts(policy)
+    whole = policy.embed(batch, -1)
+    assert whole.shape == (24, 32)
+    torch.testing.assert_close(
+        torch.cat([policy.embed(part, -1) for part in batch.chunks(5)]), whole, rtol=0, atol=1e-5
+    )
+    ids = torch.tensor([batch.prompt_ids[0] + tuple(batch.response_ids[0][batch.mask[0]].tolist())])
+    with torch.no_grad():
+        hidden = policy.model.model(ids, output_hidden_states=True).hidden_states[1][0, len(batch.prompt_ids[0]) :]
+    torch.testing.assert_close(policy.embed(batch, 1)[0], hidden.mean(0), rtol=0, atol=1e-5)
 
 
 # ---------------------------------------------------------------- between the stages
@@ -388,12 +476,25 @@ class Scripted:
 
 def test_a_failed_reward_is_neutral_not_zero():
     group, values = group_of([1.0, math.nan, 0.0, 0.5])
-    graded, rewards = grpo.grade(Scripted(values), [group])
-    assert rewards.tolist() == [[1.0, 0.5, 0.0, 0.5]]
+    graded = grpo.grade(Scripted(values), [group])
+    assert task_rewards(graded).tolist() == [[1.0, 0.5, 0.0, 0.5]]
     assert math.isnan(graded[0].rewards[1].value), "the record keeps what happened"
-    assert ADVANTAGES["grpo"](rewards)[0, 1] == 0.0
-    _, all_failed = grpo.grade(Scripted([math.nan] * 2), [group_of([0, 0])[0]])
-    assert ADVANTAGES["grpo"](all_failed).abs().max() == 0.0
+    assert ADVANTAGES["grpo"](grades_of(graded), GRPOConfig())[0, 1] == 0.0
+    all_failed = grpo.grade(Scripted([math.nan] * 2), [group_of([0, 0])[0]])
+    assert ADVANTAGES["grpo"](grades_of(all_failed), GRPOConfig()).abs().max() == 0.0
+
+
+def test_grades_hold_the_terms_of_a_composite_reward_and_their_weights():
+    group, _ = group_of([0, 0])
+    rewards = (
+        Reward(1.1, {"numeric": 1.0, "length": 0.2}, weights={"length": 0.5}, correct=True),
+        Reward(math.nan, {"numeric": 0.0}),
+    )
+    grades = grades_of([replace(group, rewards=rewards)])
+    assert grades.parts.tolist() == [[[1.0, 0.2], [0.0, 0.2]]]
+    assert grades.weights.tolist() == [[1.0, 0.5]]
+    assert grades.correct.tolist() == [[1.0, 0.0]]
+    assert grades.lengths.tolist() == [[2.0, 2.0]]
 
 
 def test_a_batch_is_made_from_lengths():
@@ -401,6 +502,7 @@ def test_a_batch_is_made_from_lengths():
     batch = collate([Group(Prompt("p", "q"), (1, 2), (short, long))], torch.device("cpu"))
     assert batch.mask.tolist() == [[True, False, False], [True, True, True]]
     assert batch.prompt_of.tolist() == [0, 0]
+    assert batch.finished.tolist() == [True, False]
     assert batch.sampler_logprobs[1].tolist() == [-1.0, -2.0, -3.0]
 
 
@@ -437,7 +539,7 @@ def test_every_step_reports_what_the_design_promises():
     )
     assert step == 1
     promised = {"kl", "entropy", "clip/low", "clip/high", "ratio/mean", "sampler/gap_mean", "sampler/gap_max"}
-    promised |= {"grad_norm", "lr", "loss", "skipped"}
+    promised |= {"grad_norm", "lr", "loss", "skipped", "kl_coef", "kl/overflow", "ratio/overflow"}
     promised |= {f"time/{stage}" for stage in ("generate", "reward", "score", "update", "step")}
     assert metrics.keys() == promised
     assert abs(metrics["kl"]) < 1e-12, "the reference is the policy itself"
@@ -447,19 +549,20 @@ def test_every_step_reports_what_the_design_promises():
     assert abs(sum(advantages)) < 1e-9
 
 
-def test_the_settings_name_every_member_of_every_axis():
-    hints = get_type_hints(GRPOConfig)
-    for key, axis in {"advantage": ADVANTAGES, "objective": OBJECTIVES, "aggregate": AGGREGATES, "kl": KL}.items():
-        assert set(get_args(hints[key])) == axis.keys()
-
-
 @pytest.mark.parametrize(
     ("wrong", "mend"),
     [
         ({"group_size": 1}, "at least 2"),
         ({"minibatches": 3}, "must divide"),
         ({"objective": "naive", "epochs": 2}, "epochs = 1"),
-        ({"kl": "k3"}, 'kl_in = "loss"'),
+        ({"objective": "naive", "max_staleness": 2}, "max_staleness"),
+        ({"kl": "k3_weighted"}, 'kl_in = "loss"'),
+        ({"kl_target": 0.1}, "kl_coef"),
+        ({"kl_coef": 0.1, "reference_decay": 0.9}, "reference_every"),
+        ({"dual_clip": 1.1}, "1 \\+ clip_high"),
+        ({"entropy_share": 0.0}, "above 0"),
+        ({"similarity_mix": 1.0}, "below 1"),
+        ({"correction_cap": 1.0}, "above 1"),
         ({"clip_low": -0.1}, "negative"),
         ({"steps": 0}, "at least 1"),
     ],

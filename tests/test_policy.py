@@ -10,9 +10,11 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from conftest import ARCHITECTURES, EOS, CountDigits, character_tokenizer, make_policy, tiny_gpt2, tiny_llama
 from pellucid import policy as policy_module
-from pellucid.grpo import GRPOConfig, collate, update
+from pellucid.batch import collate
+from pellucid.grpo import update
 from pellucid.policy import AdapterOff, Policy, check_head
 from pellucid.samplers.native import Native
+from pellucid.settings import GRPOConfig
 from pellucid.types import Completion, Group, Prompt, UserError
 
 

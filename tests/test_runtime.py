@@ -9,7 +9,7 @@ import torch
 
 from conftest import make_policy
 from pellucid.runtime import Runtime
-from pellucid.types import AdamWConfig
+from pellucid.settings import AdamWConfig
 
 
 def step(runtime, policy, gradient=1.0):

@@ -6,7 +6,7 @@ import json
 import os
 import random
 import shutil
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +16,11 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from pellucid.batch import Batch
 from pellucid.types import UserError
 
 State = Mapping[str, Mapping[str, Tensor]]
+REPLAY = "replay."
 
 
 def save(run_dir: Path, step: int, tensors: State, facts: Mapping[str, Any], keep_last: int) -> Path:
@@ -72,6 +74,23 @@ def load(folder: Path) -> tuple[dict[str, dict[str, Tensor]], dict[str, Any]]:
         raise UserError(
             f"{folder} is damaged ({error}): delete it, and --resume goes on from the one before"
         ) from error
+
+
+Experiences = Sequence[tuple[int, Batch]]
+
+
+def pack_replay(of_ranks: Sequence[Experiences]) -> tuple[dict[str, dict[str, Tensor]], list[list[dict[str, Any]]]]:
+    """The rollouts that each process may train on again, as the tensors and the facts of a checkpoint."""
+    tensors = {f"{REPLAY}{r}.{i}": b.tensors() for r, kept in enumerate(of_ranks) for i, (_, b) in enumerate(kept)}
+    return tensors, [[{"step": step, "prompt_ids": b.prompt_ids} for step, b in kept] for kept in of_ranks]
+
+
+def unpack_replay(tensors: State, facts: Sequence[Sequence[Mapping[str, Any]]], rank: int) -> list[tuple[int, Batch]]:
+    """Those of one process."""
+    return [
+        (fact["step"], Batch(prompt_ids=tuple(map(tuple, fact["prompt_ids"])), **tensors[f"{REPLAY}{rank}.{i}"]))
+        for i, fact in enumerate(facts[rank])
+    ]
 
 
 def random_state() -> dict[str, Any]:

@@ -15,8 +15,9 @@ import pydantic
 import tyro
 from pydantic import BaseModel, ConfigDict, Field
 
+from pellucid.settings import AdamWConfig, GRPOConfig
 from pellucid.tasks import task_class
-from pellucid.types import AdamWConfig, GRPOConfig, UserError
+from pellucid.types import UserError
 
 
 @dataclass(frozen=True)

@@ -1,9 +1,9 @@
 """Group Relative Policy Optimization, whole: Generate -> Reward -> Advantage -> Update.
 
-The algorithm of DeepSeekMath (arXiv 2402.03300), section 4.1, and its relatives, as points in a product of small axes:
-how a completion compares with its siblings (ADVANTAGES), what is maximised for a token (OBJECTIVES), how tokens are
-added up (AGGREGATES), and how the policy is held near a reference (KL, in the loss or in the reward). Each axis is a
-dict of pure functions; the loop does not know which was chosen.
+The algorithm of DeepSeekMath (arXiv 2402.03300), section 4.1, and its relatives, as points in a product of small axes
+of pure functions: how a completion compares with its siblings (advantages.py), what is maximised for a token and how
+tokens are added up (objectives.py), how the policy is held near a reference (kl.py), what is done to rewards and tokens
+before (shaping.py). The loop does not know which was chosen. docs/variants.md says which paper is which point.
 
 Left out on purpose: a value network (the group's mean is the baseline), token-level rewards (a completion has one
 grade), and everything that knows how a model, a process group or a file works.
@@ -16,31 +16,48 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, fields, replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, Protocol
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from pellucid.types import Group, GRPOConfig, Sampler, Task
-
-MAX_LOG_RATIO = 20.0
-"""exp() of a larger log-ratio says nothing but overflow."""
+from pellucid import kl, shaping
+from pellucid.advantages import ADVANTAGES, Grades, dead
+from pellucid.batch import Batch, collate, concat, grades_of, stacked, task_rewards
+from pellucid.kl import KL
+from pellucid.objectives import AGGREGATES, OBJECTIVES, clip_metrics
+from pellucid.settings import GRPOConfig
+from pellucid.types import Group, Sampler, Task
 
 
 class Scores(NamedTuple):
-    """Log-probability of each response token and entropy of the distribution it was drawn from; nats, [B, T]."""
+    """Of each response token, in nats, [B, T]."""
 
     logprobs: Tensor
     entropy: Tensor
+    """Of the distribution that the token was drawn from."""
+    kl: Tensor | None = None
+    """KL(pi, reference) of that distribution, summed over the vocabulary; where kl = "exact"."""
 
 
 class Policy(Protocol):
     @property
     def device(self) -> torch.device: ...
     def score(self, batch: Batch) -> Scores: ...
+    def embed(self, batch: Batch, layer: int) -> Tensor:
+        """[B, D]: the output of a layer, averaged over the response."""
+        ...
+
+    def weights(self) -> Mapping[str, Tensor]: ...
+
+
+class Reference(Protocol):
+    def score(self, batch: Batch) -> Scores: ...
+    def follow(self, weights: Mapping[str, Tensor], decay: float) -> None:
+        """Becomes decay * itself + (1 - decay) * weights."""
+        ...
 
 
 class Runtime(Protocol):
@@ -59,50 +76,18 @@ class Runtime(Protocol):
     def step(self) -> dict[str, float]: ...
 
 
-@dataclass(frozen=True)
-class Batch:
-    """Rollouts as tensors; each row is one completion.
-
-    Example: prompts of 5 and 6 tokens, G = 2 and completions of 2, 3, 1 and 3 tokens give P = 2, B = 4, T = 3 and
-    mask = [[1, 1, 0], [1, 1, 1], [1, 0, 0], [1, 1, 1]]. The end-of-sequence token is a token like any other.
-    """
-
-    prompt_ids: tuple[tuple[int, ...], ...]
-    """Once per group."""
-    prompt_of: Tensor
-    """[B] index of each row's prompt."""
-    response_ids: Tensor
-    """[B, T] padded on the right; what the padding holds is never looked at."""
-    mask: Tensor
-    """[B, T] bool: true on the tokens of the response. Made from lengths, since pad may equal EOS."""
-    sampler_logprobs: Tensor
-    """[B, T] as the sampler reported them."""
-    old_logprobs: Tensor | None = None
-    """[B, T] under the policy at the start of the update; None where that is the policy being updated."""
-    ref_logprobs: Tensor | None = None
-    """[B, T] under the frozen reference."""
-    advantages: Tensor | None = None
-    """[B]"""
-    weights: Tensor | None = None
-    """[B, T] share of each token in the loss."""
-
-    def __len__(self) -> int:
-        return len(self.prompt_of)
-
-    def rows(self, index: slice | Tensor) -> Batch:
-        """Some rows, no wider than their longest response."""
-        width = int(self.mask[index].sum(-1).max())
-        tensors = {f.name: x for f in fields(self) if isinstance(x := getattr(self, f.name), Tensor)}
-        return replace(
-            self, **{name: x[index][..., :width] if x.dim() > 1 else x[index] for name, x in tensors.items()}
-        )
-
-    def chunks(self, size: int) -> list[Batch]:
-        """Consecutive batches of at most `size` rows; 0 means one."""
-        return [self.rows(slice(i, i + size)) for i in range(0, len(self), size)] if size else [self]
-
-
 # ---------------------------------------------------------------- the loop
+
+
+@dataclass
+class State:
+    """What one step leaves to the next, beside weights and optimizer."""
+
+    step: int = 0
+    """Finished steps."""
+    kl_coef: float = 0.0
+    experiences: list[tuple[int, Batch]] = field(default_factory=list)
+    """Replay: rollouts and the step they were drawn in, newest first."""
 
 
 class StepResult(NamedTuple):
@@ -119,29 +104,65 @@ def train(
     policy: Policy,
     runtime: Runtime,
     cfg: GRPOConfig,
-    reference: Policy | None = None,
-    first_step: int = 0,
+    reference: Reference | None = None,
+    state: State | None = None,
 ) -> Iterator[StepResult]:
-    """Yields after each step, when the policy may be evaluated, saved or left."""
+    """Yields after each step, when the policy may be evaluated, saved or left; `state` is then as it must be saved."""
+    state = state or State(kl_coef=cfg.kl_coef)
     sampler.sync(policy)
-    for step in range(first_step, cfg.steps):
+    for step in range(state.step, cfg.steps):
         clock = Clock()
-        # 1. Generate: G completions of each prompt, from the current policy.
-        prompts = runtime.shard(task.sample(step, cfg.prompts_per_step))
-        groups = sampler.generate(prompts, cfg.group_size, seed=f"{cfg.seed}/{step}")
-        clock.lap("generate")
-        # 2. Reward: the task grades every completion.
-        groups, rewards = grade(task, groups)  # [P, G]
-        clock.lap("reward")
+        cfg = replace(cfg, kl_coef=state.kl_coef)
+        # 1. Generate: G completions of each prompt, from the current policy. 2. Reward: the task grades every one.
+        groups, drawn = rollout(task, sampler, runtime, step, cfg, clock)
         # 3. Advantage: how much better each completion did than its siblings.
-        batch = score_fixed(collate(groups, policy.device), policy, reference, cfg)
-        advantages = ADVANTAGES[cfg.advantage](rewards) - kl_penalty(batch, cfg)  # [P, G]
+        batch = score_fixed(collate(groups, policy.device), policy, reference, runtime, cfg)
+        advantages = compare(grades_of(groups), batch, policy, runtime, cfg)  # [P, G]
+        batch = replay(state, step, replace(batch, advantages=advantages.flatten().to(batch.mask.device)), cfg)
         clock.lap("score")
         # 4. Update: make the better ones more likely, without leaving the trust region.
-        metrics = update(policy, replace(batch, advantages=advantages.flatten()), runtime, cfg)
+        metrics = update(policy, batch, runtime, cfg)
         sampler.sync(policy)
         clock.lap("update")
-        yield StepResult(step + 1, metrics | clock.times(), runtime.gather(with_advantages(groups, advantages)))
+        advance(state, step, reference, policy, metrics, cfg)
+        metrics |= drawn | clock.times()
+        yield StepResult(state.step, metrics, runtime.gather(with_advantages(groups, advantages)))
+
+
+def rollout(
+    task: Task, sampler: Sampler, runtime: Runtime, step: int, cfg: GRPOConfig, clock: Clock
+) -> tuple[Sequence[Group], dict[str, float]]:
+    """Graded groups of the step's prompts, this process's share, and what they cost.
+
+    With cfg.max_rounds > 1 (dynamic sampling, DAPO, arXiv 2503.14476, section 3.2) groups whose task rewards are all
+    equal make room for others: round r draws from the prompts of step + r * steps. When the rounds are used up, dead
+    groups fill the batch.
+    """
+    live: list[Group] = []
+    spare: list[Group] = []
+    for number in range(cfg.max_rounds):
+        prompts = task.sample(step + number * cfg.steps, cfg.prompts_per_step)
+        seed = f"{cfg.seed}/{step}/{number}" if number else f"{cfg.seed}/{step}"
+        groups = sampler.generate(runtime.shard(prompts), cfg.group_size, seed)
+        clock.lap("generate")
+        groups = grade(task, groups)
+        clock.lap("reward")
+        if cfg.max_rounds == 1:
+            return groups, {}
+        for group in runtime.gather(groups):
+            (spare if bool(dead(task_rewards([group]))) else live).append(group)
+        if len(live) >= cfg.prompts_per_step:
+            break
+    drawn = {"groups/drawn": float(len(live) + len(spare)), "groups/drawn_dead": len(spare) / len(live + spare)}
+    return runtime.shard((live + spare)[: cfg.prompts_per_step]), drawn
+
+
+def compare(grades: Grades, batch: Batch, policy: Policy, runtime: Runtime, cfg: GRPOConfig) -> Tensor:
+    """[P, G] advantages of this process's groups, compared with those of all."""
+    grades = grades._replace(rewards=shape(grades, batch, policy, cfg))
+    everyone = Grades(*(torch.stack(runtime.gather(list(x))) for x in grades))
+    advantages = ADVANTAGES[cfg.advantage](everyone, cfg)
+    return torch.stack(list(runtime.shard(list(advantages)))) - kl.penalty(batch.kl, batch.mask, cfg)
 
 
 def update(policy: Policy, batch: Batch, runtime: Runtime, cfg: GRPOConfig) -> dict[str, float]:
@@ -149,7 +170,7 @@ def update(policy: Policy, batch: Batch, runtime: Runtime, cfg: GRPOConfig) -> d
     totals = Totals()
     for _ in range(cfg.epochs):
         for minibatch in batch.chunks(len(batch) // cfg.minibatches):
-            weighted = replace(minibatch, weights=AGGREGATES[cfg.aggregate](minibatch.mask, runtime, cfg))
+            weighted = replace(minibatch, weights=weights_of(minibatch, runtime, cfg))
             for micro_batch in runtime.accumulate(with_gradient(weighted, cfg).chunks(cfg.micro_batch)):
                 loss, metrics = loss_terms(policy.score(micro_batch), micro_batch, cfg)
                 runtime.backward(loss)
@@ -158,205 +179,126 @@ def update(policy: Policy, batch: Batch, runtime: Runtime, cfg: GRPOConfig) -> d
     return totals.means(runtime)
 
 
+def weights_of(batch: Batch, runtime: Runtime, cfg: GRPOConfig) -> Tensor:
+    """[B, T] share of each token in the loss, from counts over all processes; 0 where a response is filtered out."""
+    mask = batch.mask & batch.finished[:, None] if cfg.overlong_filter else batch.mask
+    rows, tokens = runtime.sum(mask.any(-1).sum()), runtime.sum(mask.sum())
+    return AGGREGATES[cfg.aggregate](mask, rows.clamp(min=1), tokens.clamp(min=1), cfg)
+
+
 def with_gradient(batch: Batch, cfg: GRPOConfig) -> Batch:
     """Leaves out rows that add 0, as those of dead groups; one stays, since every process takes part in a step."""
-    if cfg.entropy_coef or (cfg.kl_coef and cfg.kl_in == "loss"):
-        return batch
-    live = batch.advantages != 0
-    return batch.rows(live if bool(live.any()) else slice(1))
+    assert batch.advantages is not None and batch.weights is not None
+    live = batch.weights.any(-1)
+    if not (cfg.entropy_coef or (cfg.kl_coef and cfg.kl_in == "loss")):
+        live = live & (batch.advantages != 0)
+    return batch if bool(live.all()) else batch.rows(live if bool(live.any()) else slice(1))
 
 
 def loss_terms(scores: Scores, batch: Batch, cfg: GRPOConfig) -> tuple[Tensor, dict[str, Tensor]]:
     """-sum of weights * (objective - kl_coef * KL + entropy_coef * entropy), and the [B, T] values worth a look."""
     assert batch.advantages is not None and batch.weights is not None
-    logprobs, entropy = scores
-    old_logprobs = logprobs.detach() if batch.old_logprobs is None else batch.old_logprobs
+    logprobs, entropy, exact_kl = scores
+    now = logprobs.detach()
+    old_logprobs = now if batch.old_logprobs is None else batch.old_logprobs
     advantages = batch.advantages.to(logprobs)[:, None]  # [B, 1]
+    trust = shaping.sampler_weights(old_logprobs, batch.sampler_logprobs, batch.mask, cfg)
 
-    value = OBJECTIVES[cfg.objective](logprobs, old_logprobs, advantages, cfg)  # [B, T]
-    metrics = clip_metrics(logprobs.detach(), old_logprobs, advantages, cfg)
+    value = trust * OBJECTIVES[cfg.objective](logprobs, old_logprobs, advantages, batch.mask, cfg)  # [B, T]
+    value = value if batch.gate is None else value * batch.gate
+    metrics = clip_metrics(now, old_logprobs, advantages, batch.mask, cfg)
     metrics |= {"entropy": entropy.detach(), "sampler/gap_mean": (batch.sampler_logprobs - old_logprobs).abs()}
-    if batch.ref_logprobs is not None:
-        kl = KL[cfg.kl](logprobs, batch.ref_logprobs)
-        metrics["kl"] = KL["k3"](logprobs.detach(), batch.ref_logprobs)
-        value = value - cfg.kl_coef * kl if cfg.kl_in == "loss" else value
+    metrics |= {"sampler/corrected": trust != 1.0} if cfg.correction != "none" else {}
+    if cfg.kl_coef:
+        estimate = estimated_kl(scores, batch.ref_logprobs, old_logprobs, cfg)
+        metrics |= kl.metrics(now, batch.ref_logprobs) if exact_kl is None else {"kl": exact_kl.detach()}
+        value = value - cfg.kl_coef * estimate if cfg.kl_in == "loss" else value
     if cfg.entropy_coef:
         value = value + cfg.entropy_coef * entropy
-    losses = -(batch.weights * value)
+    # Off the mask there may be anything, infinities included.
+    losses = -batch.weights * value.masked_fill(~batch.mask, 0.0)
     return losses.sum(), metrics | {"loss": losses.detach()}
 
 
-# ---------------------------------------------------------------- advantages: [P, G] -> [P, G]
-
-
-def dead(rewards: Tensor) -> Tensor:
-    """[P, 1]: groups without signal, max == min. The margin is float64 rounding: 0.1 + 0.2 is the reward 0.3."""
-    low, high = rewards.aminmax(dim=-1, keepdim=True)
-    return high - low <= 1e-9 * torch.maximum(low.abs(), high.abs())
-
-
-def centered(rewards: Tensor) -> Tensor:
-    """r - mean (Dr. GRPO, arXiv 2503.20783). The mean includes r itself: (1 - 1/G) of the unbiased gradient."""
-    return (rewards - rewards.mean(-1, keepdim=True)).masked_fill(dead(rewards), 0.0)
-
-
-def grpo(rewards: Tensor) -> Tensor:
-    """(r - mean) / std with the population std (DeepSeekMath, equation 3); no epsilon, since dead groups are 0."""
-    std = rewards.std(-1, correction=0, keepdim=True)
-    return centered(rewards) / std.masked_fill(dead(rewards), 1.0)
-
-
-def rloo(rewards: Tensor) -> Tensor:
-    """r - mean of the others (arXiv 2402.14740), an unbiased baseline: G / (G - 1) times `centered`."""
-    size = rewards.shape[-1]
-    return centered(rewards) * (size / (size - 1))
-
-
-ADVANTAGES = {"grpo": grpo, "centered": centered, "rloo": rloo}
-
-
-# ---------------------------------------------------------------- objectives: what is maximised, [B, T]
-
-
-def ratio_of(logprobs: Tensor, old_logprobs: Tensor) -> Tensor:
-    return (logprobs - old_logprobs).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
-
-
-def naive(logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, cfg: GRPOConfig) -> Tensor:
-    """A log pi: REINFORCE with the group as baseline."""
-    return advantages * logprobs
-
-
-def unclipped(logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, cfg: GRPOConfig) -> Tensor:
-    """A pi / pi_old: importance-weighted, no trust region."""
-    return advantages * ratio_of(logprobs, old_logprobs)
-
-
-def clipped(logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, cfg: GRPOConfig) -> Tensor:
-    """min(A ratio, A clip(ratio)) (PPO, arXiv 1707.06347, equation 7): no gain beyond the trust region."""
-    ratio = ratio_of(logprobs, old_logprobs)
-    return torch.minimum(advantages * ratio, advantages * ratio.clamp(1 - cfg.clip_low, 1 + cfg.clip_high))
-
-
-OBJECTIVES = {"naive": naive, "unclipped": unclipped, "clipped": clipped}
-
-
-# ---------------------------------------------------------------- aggregation: the weight of each token, [B, T]
-
-
-def by_token(mask: Tensor, runtime: Runtime, cfg: GRPOConfig) -> Tensor:
-    """Every token of the minibatch weighs the same (DAPO, arXiv 2503.14476)."""
-    return mask / runtime.sum(mask.sum())
-
-
-def by_sequence(mask: Tensor, runtime: Runtime, cfg: GRPOConfig) -> Tensor:
-    """Every response weighs the same, its tokens share that (DeepSeekMath): short ones speak louder per token."""
-    return mask / mask.sum(-1, keepdim=True) / runtime.sum(mask.new_tensor(len(mask), dtype=torch.long))
-
-
-def by_constant(mask: Tensor, runtime: Runtime, cfg: GRPOConfig) -> Tensor:
-    """Every token weighs 1 / (B constant_length), whatever the lengths (Dr. GRPO): no length bias."""
-    return mask / (runtime.sum(mask.new_tensor(len(mask), dtype=torch.long)) * cfg.constant_length)
-
-
-AGGREGATES = {"token": by_token, "sequence": by_sequence, "constant": by_constant}
-
-
-# ---------------------------------------------------------------- KL(pi, reference), estimated on pi's own tokens
-
-
-def k1(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
-    """log pi - log ref: unbiased. Its place is the reward; in the loss its expected gradient is 0."""
-    return logprobs - ref_logprobs
-
-
-def k2(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
-    """(log pi - log ref)^2 / 2: in the loss its expected gradient is that of KL(pi, ref)."""
-    return 0.5 * (logprobs - ref_logprobs).square()
-
-
-def k3(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
-    """ref / pi - 1 - log(ref / pi): unbiased and never negative; in the loss its gradient is that of KL(ref, pi)."""
-    log_ratio = (ref_logprobs - logprobs).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
-    return log_ratio.exp() - 1 - log_ratio
-
-
-KL = {"k1": k1, "k2": k2, "k3": k3}
-
-
-def kl_penalty(batch: Batch, cfg: GRPOConfig) -> Tensor | float:
-    """[P, G]: kl_coef * (K - mean K of the others), K = sum over a response of k1; subtracted from the advantages.
-
-    Equivalent in expectation to the reward R - kl_coef * K, but outside the division by the group's std, so that
-    kl_coef keeps its meaning in every group, dead ones included.
-    """
-    if not cfg.kl_coef or cfg.kl_in != "reward":
-        return 0.0
-    assert batch.old_logprobs is not None and batch.ref_logprobs is not None
-    per_token = k1(batch.old_logprobs, batch.ref_logprobs).double() * batch.mask
-    return cfg.kl_coef * rloo(per_token.sum(-1).view(-1, cfg.group_size))
+def estimated_kl(scores: Scores, ref_logprobs: Tensor | None, old_logprobs: Tensor, cfg: GRPOConfig) -> Tensor:
+    """[B, T] KL(pi, reference), by the estimator of cfg.kl."""
+    if scores.kl is not None:
+        return scores.kl
+    assert ref_logprobs is not None
+    return KL[cfg.kl](scores.logprobs, ref_logprobs, old_logprobs)
 
 
 # ---------------------------------------------------------------- between the stages
 
 
-def grade(task: Task, groups: Sequence[Group]) -> tuple[list[Group], Tensor]:
-    """The graded groups and their rewards, [P, G] float64. A reward that failed counts as the mean of its siblings."""
-    graded = [replace(g, rewards=tuple(task.reward(g.prompt, c) for c in g.completions)) for g in groups]
-    rewards = torch.tensor([[r.value for r in g.rewards] for g in graded], dtype=torch.float64)
-    failed = ~rewards.isfinite()
-    siblings = rewards.masked_fill(failed, torch.nan).nanmean(-1, keepdim=True).nan_to_num(0.0)
-    return graded, torch.where(failed, siblings, rewards)
+def grade(task: Task, groups: Sequence[Group]) -> list[Group]:
+    return [replace(g, rewards=tuple(task.reward(g.prompt, c) for c in g.completions)) for g in groups]
+
+
+def shape(grades: Grades, batch: Batch, policy: Policy, cfg: GRPOConfig) -> Tensor:
+    """[P, G]: the rewards that are compared."""
+    rewards = grades.rewards
+    if cfg.similarity != "none":
+        states = [
+            policy.embed(micro_batch, cfg.similarity_layer).cpu() for micro_batch in batch.chunks(cfg.micro_batch)
+        ]
+        rewards = shaping.SIMILARITY[cfg.similarity](rewards, torch.cat(states).view(*rewards.shape, -1), cfg)
+    rewards = shaping.overlong(rewards, grades.lengths, cfg)
+    return kl.in_raw_reward(rewards, batch.kl, batch.mask, cfg)
 
 
 def with_advantages(groups: Sequence[Group], advantages: Tensor) -> list[Group]:
     return [replace(g, advantages=tuple(row)) for g, row in zip(groups, advantages.tolist(), strict=True)]
 
 
-def collate(groups: Sequence[Group], device: torch.device) -> Batch:
-    completions = [c for g in groups for c in g.completions]
-    lengths = torch.tensor([len(c.token_ids) for c in completions], device=device)
-
-    def padded(rows: list[Any], dtype: torch.dtype) -> Tensor:
-        tensors = [torch.tensor(row, dtype=dtype) for row in rows]
-        return torch.nn.utils.rnn.pad_sequence(tensors, batch_first=True).to(device)
-
-    return Batch(
-        prompt_ids=tuple(g.prompt_ids for g in groups),
-        prompt_of=torch.tensor([p for p, g in enumerate(groups) for _ in g.completions], device=device),
-        response_ids=padded([c.token_ids for c in completions], torch.long),
-        mask=torch.arange(int(lengths.max()), device=device) < lengths[:, None],
-        sampler_logprobs=padded([c.logprobs for c in completions], torch.float32),
-    )
-
-
-def score_fixed(batch: Batch, policy: Policy, reference: Policy | None, cfg: GRPOConfig) -> Batch:
-    """Adds the log-probs that stay fixed during the update, each only where something reads it."""
-    if cfg.inner_steps > 1 or (cfg.kl_coef and cfg.kl_in == "reward"):
-        batch = replace(batch, old_logprobs=score_detached(batch, policy, cfg))
-    if reference is not None and cfg.kl_coef:
-        batch = replace(batch, ref_logprobs=score_detached(batch, reference, cfg))
+def score_fixed(batch: Batch, policy: Policy, reference: Reference | None, runtime: Runtime, cfg: GRPOConfig) -> Batch:
+    """Adds what stays fixed during the update, each only where something reads it."""
+    charged = bool(cfg.kl_coef) and cfg.kl_in != "loss"
+    if reference is not None and cfg.kl_coef and cfg.kl != "exact":
+        batch = replace(batch, ref_logprobs=score_detached(batch, reference, cfg).logprobs)
+    if not (cfg.off_policy or charged or cfg.entropy_share < 1):
+        return batch
+    scores = score_detached(batch, policy, cfg)
+    batch = replace(batch, old_logprobs=scores.logprobs)
+    if charged:
+        batch = replace(batch, kl=estimated_kl(scores, batch.ref_logprobs, scores.logprobs, cfg))
+    if cfg.entropy_share < 1:
+        entropies = torch.cat(runtime.gather([scores.entropy[batch.mask].cpu()]))
+        batch = replace(batch, gate=scores.entropy >= shaping.highest(entropies, cfg.entropy_share).to(scores.entropy))
     return batch
 
 
 @torch.no_grad()
-def score_detached(batch: Batch, policy: Policy, cfg: GRPOConfig) -> Tensor:
-    """[B, T] log-probs without gradient, a micro-batch at a time."""
-    parts = [policy.score(micro_batch).logprobs for micro_batch in batch.chunks(cfg.micro_batch)]
-    return torch.cat([F.pad(part, (0, batch.mask.shape[1] - part.shape[1])) for part in parts])
+def score_detached(batch: Batch, policy: Policy | Reference, cfg: GRPOConfig) -> Scores:
+    """Without gradient, a micro-batch at a time."""
+    parts = [policy.score(micro_batch) for micro_batch in batch.chunks(cfg.micro_batch)]
+    logprobs, entropy, exact_kl = zip(*parts, strict=True)
+    width = batch.mask.shape[1]
+    return Scores(
+        stacked(logprobs, width), stacked(entropy, width), None if exact_kl[0] is None else stacked(exact_kl, width)
+    )
+
+
+def replay(state: State, step: int, batch: Batch, cfg: GRPOConfig) -> Batch:
+    """The rollouts of this step and those of earlier ones that are not yet cfg.max_staleness steps old."""
+    fresh = [(then, kept) for then, kept in state.experiences if step - then < cfg.max_staleness]
+    state.experiences = [(step, batch), *fresh] if cfg.max_staleness > 1 else []
+    return concat([batch, *(kept for _, kept in fresh)])
+
+
+def advance(
+    state: State, step: int, reference: Reference | None, policy: Policy, metrics: dict[str, float], cfg: GRPOConfig
+) -> None:
+    state.step = step + 1
+    if reference is None or not cfg.kl_coef:
+        return
+    metrics["kl_coef"] = cfg.kl_coef
+    state.kl_coef = kl.adapted(cfg.kl_coef, metrics["kl"], cfg)
+    if cfg.reference_every and state.step % cfg.reference_every == 0:
+        reference.follow(policy.weights(), cfg.reference_decay)
 
 
 # ---------------------------------------------------------------- what the update reports
-
-
-def clip_metrics(logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, cfg: GRPOConfig) -> dict[str, Tensor]:
-    """Where the clip takes a token's gradient: the ratio below the trust region with A < 0, above it with A > 0."""
-    ratio = ratio_of(logprobs, old_logprobs)
-    return {
-        "ratio/mean": ratio,
-        "clip/low": (ratio < 1 - cfg.clip_low) & (advantages < 0),
-        "clip/high": (ratio > 1 + cfg.clip_high) & (advantages > 0),
-    }
 
 
 class Totals:
@@ -394,7 +336,7 @@ class Clock:
 
     def lap(self, name: str) -> None:
         before, self.last = self.last, time.perf_counter()
-        self.laps[f"time/{name}"] = self.last - before
+        self.laps[f"time/{name}"] = self.laps.get(f"time/{name}", 0.0) + self.last - before
 
     def times(self) -> dict[str, float]:
         return {**self.laps, "time/step": self.last - self.start}

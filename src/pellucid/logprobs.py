@@ -1,4 +1,4 @@
-"""Hidden states -> log-prob and entropy of chosen tokens, a chunk of tokens at a time: never a [B, T, V] tensor."""
+"""Hidden states -> log-probs, entropy and exact KL of chosen tokens, in chunks: never a [B, T, V] tensor."""
 
 from __future__ import annotations
 
@@ -34,27 +34,48 @@ class Head(NamedTuple):
 
 
 def token_logprobs(
-    hidden: Tensor, head: Head, tokens: Tensor, temperature: float = 1.0, entropy_grad: bool = False
-) -> tuple[Tensor, Tensor]:
+    hidden: Tensor,
+    head: Head,
+    tokens: Tensor,
+    temperature: float = 1.0,
+    entropy_grad: bool = False,
+    reference: tuple[Tensor, Head] | None = None,
+) -> tuple[Tensor, ...]:
     """Log-probability of `tokens` [N] and entropy of their distributions, both [N], in nats.
 
     The distribution is softmax(logits / temperature), the whole of it. `hidden` [N, D] is where each token was
-    predicted from. Logits are recomputed in the backward pass; the entropy has a gradient only if asked for.
+    predicted from. Logits are recomputed in the backward pass; the entropy has a gradient only if asked for. With the
+    hidden states and the head of a reference, a third: KL(distribution, reference's), summed over the vocabulary.
     """
     size = max(1, CHUNK_ELEMENTS // head.weight.shape[0])
+    others = (
+        [(None, None)] * len(tokens) if reference is None else [(h, reference[1]) for h in reference[0].split(size)]
+    )
     chunks = [
-        checkpoint(_chunk, h, head, t, temperature, entropy_grad, use_reentrant=False, preserve_rng_state=False)
-        for h, t in zip(hidden.split(size), tokens.split(size), strict=True)
+        checkpoint(_chunk, h, head, t, temperature, entropy_grad, *other, use_reentrant=False, preserve_rng_state=False)
+        for h, t, other in zip(hidden.split(size), tokens.split(size), others, strict=False)
     ]
-    logprobs, entropies = zip(*chunks, strict=True)
-    return torch.cat(logprobs), torch.cat(entropies)
+    return tuple(torch.cat(column) for column in zip(*chunks, strict=True))
 
 
-def _chunk(hidden: Tensor, head: Head, tokens: Tensor, temperature: float, entropy_grad: bool) -> tuple[Tensor, Tensor]:
+def _chunk(
+    hidden: Tensor,
+    head: Head,
+    tokens: Tensor,
+    temperature: float,
+    entropy_grad: bool,
+    ref_hidden: Tensor | None,
+    ref_head: Head | None,
+) -> tuple[Tensor, ...]:
     logits = head.logits(hidden) / temperature
     log_normalizer = logits.logsumexp(-1)
     logprobs = logits.gather(-1, tokens[:, None])[:, 0] - log_normalizer
     with torch.set_grad_enabled(entropy_grad and torch.is_grad_enabled()):
         probs = (logits - log_normalizer[:, None]).exp()
         entropy = log_normalizer - (probs * logits).sum(-1)
-    return logprobs, entropy
+    if ref_hidden is None or ref_head is None:
+        return logprobs, entropy
+    with torch.no_grad():
+        ref_distribution = (ref_head.logits(ref_hidden) / temperature).log_softmax(-1).to(logits)
+    distribution = logits - log_normalizer[:, None]
+    return logprobs, entropy, (distribution.exp() * (distribution - ref_distribution)).sum(-1)

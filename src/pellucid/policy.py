@@ -12,8 +12,10 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from pellucid import pretrained
-from pellucid.grpo import Batch, Scores
-from pellucid.logprobs import Head, token_logprobs
+from pellucid.batch import Batch
+from pellucid.grpo import Scores
+from pellucid.logprobs import Head
+from pellucid.scorer import Scorer, check_head, head_of
 from pellucid.types import Prompt, UserError
 
 
@@ -31,7 +33,8 @@ class Policy:
         adapter: Any = None,
     ) -> None:
         self.model, self.tokenizer, self.dtype, self.adapter = silence_dropout(model), tokenizer, dtype, adapter
-        self.module: nn.Module = Scorer(model, dtype, temperature, entropy_grad, gradient_checkpointing)
+        self.scorer = Scorer(model, dtype, temperature, entropy_grad, gradient_checkpointing)
+        self.module: nn.Module = self.scorer
         self.eos_ids = eos_ids(model, tokenizer)
         self.context_length: int = getattr(model.config, "max_position_embeddings", None) or 2**31
         self._copy: PreTrainedModel | None = None
@@ -43,6 +46,25 @@ class Policy:
     def score(self, batch: Batch) -> Scores:
         """Log-probs and entropy of the response tokens under the policy as it is now, [B, T], with gradient."""
         return self.module(batch)
+
+    @torch.no_grad()
+    def embed(self, batch: Batch, layer: int) -> Tensor:
+        """[B, D]: the output of a layer averaged over the response; 0 is the embedding, -1 the last layer."""
+        return self.scorer.embed(batch, layer)
+
+    def measure_kl(self, reference: Policy | AdapterOff) -> None:
+        """From now on `score` also gives the exact KL from this reference."""
+        self.scorer.reference = reference
+
+    @torch.no_grad()
+    def follow(self, weights: Mapping[str, Tensor], decay: float) -> None:
+        """These weights become decay * themselves + (1 - decay) * `weights`."""
+        for name, p in self.weights().items():
+            p.lerp_(weights[name].to(p), 1 - decay)
+
+    def hidden(self, batch: Batch) -> tuple[Tensor, Head]:
+        """[N, D]: where each response token is predicted from, row by row; and what makes logits of it."""
+        return self.scorer.hidden(batch), head_of(self.model)
 
     def encode(self, prompt: Prompt) -> tuple[int, ...]:
         """Token ids up to where the model answers. Messages without a chat template are their contents, a line each."""
@@ -86,6 +108,10 @@ class Policy:
         for name, p in parameters.items():
             p.copy_(tensors[name])
 
+    def weights(self) -> dict[str, Tensor]:
+        """All of them, frozen or not."""
+        return dict(self.model.named_parameters())
+
     def save(self, folder: Path) -> None:
         """As transformers saves it, an adapter merged into its base."""
         model = self.model if self.adapter is None else copy.deepcopy(self.adapter).merge_and_unload()
@@ -94,7 +120,7 @@ class Policy:
 
 
 class AdapterOff:
-    """The reference of a LoRA policy: the same model without its adapter."""
+    """The reference of a LoRA policy: the same model without its adapter, frozen by nature."""
 
     def __init__(self, policy: Policy) -> None:
         self.policy, self.device = policy, policy.device
@@ -103,73 +129,12 @@ class AdapterOff:
         with self.policy.adapter.disable_adapter():
             return self.policy.score(batch)
 
+    def follow(self, weights: Mapping[str, Tensor], decay: float) -> None:
+        raise NotImplementedError("run.py refuses algorithm.reference_every with an adapter")
 
-class Scorer(nn.Module):
-    """The forward pass as a module: DDP and FSDP wrap a module's forward, and everything must happen in it."""
-
-    def __init__(
-        self,
-        model: PreTrainedModel,
-        dtype: torch.dtype,
-        temperature: float,
-        entropy_grad: bool,
-        gradient_checkpointing: bool,
-    ) -> None:
-        super().__init__()
-        self.model, self.dtype, self.temperature, self.entropy_grad = model, dtype, temperature, entropy_grad
-        self.gradient_checkpointing = gradient_checkpointing
-        if gradient_checkpointing:
-            # transformers renamed it on the way to 6.
-            enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
-            enable({"use_reentrant": False})
-
-    def forward(self, batch: Batch) -> Scores:
-        device, mask = self.model.device, batch.mask
-        input_ids, starts = whole_sequences(batch)
-        # transformers recomputes activations only in train mode; dropout is silenced in both.
-        self.model.train(self.gradient_checkpointing)
-        with torch.autocast(device.type, self.dtype, enabled=self.dtype in (torch.bfloat16, torch.float16)):
-            # Padding is on the right, where a causal model never looks: no attention mask, default positions.
-            hidden = self.model.base_model(input_ids=input_ids.to(device), use_cache=False).last_hidden_state
-            row, t = mask.nonzero(as_tuple=True)
-            # The one shift in this project: token t of a response is predicted from the position before it.
-            hidden = hidden[row.to(device), (starts[row] + t - 1).to(device)]  # [N, D], N real tokens
-            tokens = batch.response_ids[mask].to(device)
-            flat = token_logprobs(hidden, head_of(self.model), tokens, self.temperature, self.entropy_grad)
-        return Scores(
-            *(x.new_zeros(mask.shape).index_put((row.to(device), t.to(device)), x).to(mask.device) for x in flat)
-        )
-
-
-def whole_sequences(batch: Batch) -> tuple[Tensor, Tensor]:
-    """Prompt and response of each row joined and padded on the right, [B, S]; where each response starts, [B]."""
-    prompts = [torch.tensor(ids, device=batch.mask.device) for ids in batch.prompt_ids]
-    lengths = batch.mask.sum(-1).tolist()
-    rows = [
-        torch.cat([prompts[p], response[:length]])
-        for p, response, length in zip(batch.prompt_of.tolist(), batch.response_ids, lengths, strict=True)
-    ]
-    starts = torch.tensor([len(ids) for ids in batch.prompt_ids], device=batch.mask.device)[batch.prompt_of]
-    return nn.utils.rnn.pad_sequence(rows, batch_first=True), starts
-
-
-def head_of(model: PreTrainedModel) -> Head:
-    config: Any = model.config
-    output: Any = model.get_output_embeddings()
-    scale = getattr(config, "logit_scale", None) or 1 / (getattr(config, "logits_scaling", None) or 1.0)
-    return Head(output.weight, output.bias, scale, getattr(config, "final_logit_softcapping", None) or 0.0)
-
-
-@torch.no_grad()
-def check_head(model: PreTrainedModel) -> None:
-    """UserError where the architecture does something to its logits that `head_of` does not know."""
-    ids = torch.arange(1, 5, device=model.device)[None]
-    ours = head_of(model).logits(model.base_model(input_ids=ids, use_cache=False).last_hidden_state[0])
-    theirs = model(input_ids=ids, use_cache=False).logits[0].float()
-    if not torch.allclose(ours, theirs, rtol=1e-3, atol=1e-3):
-        raise UserError(
-            f"policy.model: {type(model).__name__} changes its logits behind the output layer: not supported"
-        )
+    def hidden(self, batch: Batch) -> tuple[Tensor, Head]:
+        with self.policy.adapter.disable_adapter():
+            return self.policy.hidden(batch)
 
 
 def silence_dropout(model: PreTrainedModel) -> PreTrainedModel:

@@ -18,7 +18,7 @@ from pellucid.policy import Policy
 from pellucid.types import Group
 
 
-def show_numbers(cfg: Config, policy: Policy, reference: grpo.Policy | None, world: int) -> None:
+def show_numbers(cfg: Config, policy: Policy, reference: grpo.Reference | None, world: int) -> None:
     a = cfg.algorithm
     completions = a.prompts_per_step * a.group_size
     parameters, trained = count(policy)
@@ -64,7 +64,7 @@ def advice(dead: float, right: float) -> str:
     return f"Most sampling will teach nothing: use a larger algorithm.group_size, or {easier_or_harder}."
 
 
-def memory_parts(cfg: Config, policy: Policy, reference: grpo.Policy | None, world: int) -> dict[str, float]:
+def memory_parts(cfg: Config, policy: Policy, reference: grpo.Reference | None, world: int) -> dict[str, float]:
     """Expected GB of a training process. All but the activations are exact; those are a rule of thumb."""
     parameters, trained = count(policy)
     config, a = policy.model.config, cfg.algorithm

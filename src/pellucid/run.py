@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import json
-import platform
 import shutil
 import signal
-import subprocess
 from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, replace
@@ -17,7 +14,7 @@ from types import FrameType
 import rich
 from accelerate.utils import set_seed
 
-from pellucid import __version__, checkpoint, grpo, hardware, loggers, policy, preflight
+from pellucid import checkpoint, grpo, hardware, loggers, policy, preflight, provenance
 from pellucid.config import Config, dump
 from pellucid.console import accuracy_table, before_after, terminal
 from pellucid.evaluate import OneProcess, evaluate, graded, held_out
@@ -46,8 +43,9 @@ class Parts:
     sampler: Sampler
     greedy: Sampler
     policy: Policy
-    reference: grpo.Policy | None
+    reference: Policy | AdapterOff | None
     runtime: Runtime
+    state: grpo.State
 
 
 def train(cfg: Config, run_dir: Path, resume: bool = False) -> int:
@@ -57,7 +55,9 @@ def train(cfg: Config, run_dir: Path, resume: bool = False) -> int:
     set_seed(cfg.algorithm.seed)  # adapters start at random
     parts = compose(cfg)
     main = parts.runtime.main
-    first_step = restore(run_dir, parts) if resume else 0
+    if resume:
+        restore(run_dir, parts)
+    first_step = parts.state.step
     if main:
         start_folder(run_dir, cfg, resume)
         preflight.show_numbers(cfg, parts.policy, parts.reference, parts.runtime.world)
@@ -66,16 +66,16 @@ def train(cfg: Config, run_dir: Path, resume: bool = False) -> int:
     with closing(log), stop_requests() as requests:
         if evaluation:
             log.log_evaluation(0, evaluation)
-        stopped = follow(cfg, run_dir, parts, log, first_step, requests)
+        stopped = follow(cfg, run_dir, parts, log, requests)
     if main:
         finish(run_dir, parts.policy, stopped)
     return INTERRUPTED if stopped else 0
 
 
-def follow(cfg: Config, run_dir: Path, parts: Parts, log: Logger, first_step: int, requests: Sequence[int]) -> int:
+def follow(cfg: Config, run_dir: Path, parts: Parts, log: Logger, requests: Sequence[int]) -> int:
     """Walks through the steps, logging, evaluating and saving; the step that a stop request ended, or 0."""
     steps = grpo.train(
-        parts.task, parts.sampler, parts.policy, parts.runtime, cfg.algorithm, parts.reference, first_step
+        parts.task, parts.sampler, parts.policy, parts.runtime, cfg.algorithm, parts.reference, parts.state
     )
     for step, metrics, groups in steps:
         last = step == cfg.algorithm.steps
@@ -84,7 +84,7 @@ def follow(cfg: Config, run_dir: Path, parts: Parts, log: Logger, first_step: in
             log.log_evaluation(step, evaluate_policy(cfg, parts)[0])
         stop = parts.runtime.any(bool(requests))
         if stop or last or (cfg.checkpoint.every and step % cfg.checkpoint.every == 0):
-            save(run_dir, step, parts, cfg.checkpoint.keep_last)
+            save(run_dir, cfg, parts)
         if stop and not last:
             return step
     return 0
@@ -120,6 +120,8 @@ def compose(cfg: Config) -> Parts:
         lora=cfg.policy.lora,
     )
     reference = load_reference(cfg, learner) if algorithm.kl_coef else None
+    if reference is not None and algorithm.kl == "exact":
+        learner.measure_kl(reference)
     runtime = Runtime(learner, cfg.optimizer, total=algorithm.steps * algorithm.inner_steps)
     if algorithm.prompts_per_step % (runtime.world * algorithm.minibatches):
         raise UserError(
@@ -138,6 +140,7 @@ def compose(cfg: Config) -> Parts:
         policy=learner,
         reference=reference,
         runtime=runtime,
+        state=grpo.State(kl_coef=algorithm.kl_coef),
     )
 
 
@@ -146,8 +149,10 @@ def isolated(task: Task) -> Task:
     return task if isinstance(task, Arithmetic) else Sandboxed(task)
 
 
-def load_reference(cfg: Config, learner: Policy) -> grpo.Policy:
+def load_reference(cfg: Config, learner: Policy) -> Policy | AdapterOff:
     if cfg.policy.lora:
+        if cfg.algorithm.reference_every:
+            raise UserError("algorithm.reference_every: the reference of a LoRA policy is its base, which stays: set 0")
         return AdapterOff(learner)
     device = learner.device if cfg.policy.reference == "auto" else hardware.pick_device(cfg.policy.reference)
     return policy.load_frozen(cfg.policy.model, device, learner.dtype, cfg.sampler.temperature)
@@ -205,8 +210,7 @@ def start_folder(run_dir: Path, cfg: Config, resume: bool) -> None:
     if path.exists() and not resume:
         raise UserError(f"{run_dir} holds a run: go on with --resume {run_dir}, or choose another folder with --run")
     run_dir.mkdir(parents=True, exist_ok=True)
-    facts = {"versions": versions(), "git": git_revision(), "hardware": hardware.describe()}
-    path.write_text(json.dumps({**dump(cfg), **facts}, indent=2) + "\n")
+    path.write_text(json.dumps({**dump(cfg), **provenance.facts()}, indent=2) + "\n")
 
 
 def open_logs(cfg: Config, run_dir: Path, first_step: int) -> loggers.Loggers:
@@ -217,31 +221,41 @@ def open_logs(cfg: Config, run_dir: Path, first_step: int) -> loggers.Loggers:
     return loggers.Loggers([loggers.Jsonl(run_dir), *board, screen])
 
 
-def save(run_dir: Path, step: int, parts: Parts, keep_last: int) -> None:
-    generators = parts.runtime.gather([checkpoint.random_state()])
-    if parts.runtime.main:
-        # A file for each moment: safetensors holds a whole file in memory while it writes.
-        moments = {f"{OPTIMIZER}{moment}": state for moment, state in parts.runtime.optimizer_state().items()}
-        tensors = {"policy": parts.policy.trainable(), **moments}
-        facts = {"updates": parts.runtime.updates, "random": generators}
-        checkpoint.save(run_dir, step, tensors, facts, keep_last)
+def save(run_dir: Path, cfg: Config, parts: Parts) -> None:
+    runtime, state, reference = parts.runtime, parts.state, parts.reference
+    generators = runtime.gather([checkpoint.random_state()])
+    replay, replay_facts = checkpoint.pack_replay(runtime.gather([state.experiences]))
+    if not runtime.main:
+        return
+    # A file for each moment: safetensors holds a whole file in memory while it writes.
+    moments = {f"{OPTIMIZER}{moment}": tensors for moment, tensors in runtime.optimizer_state().items()}
+    moving = (
+        {"reference": reference.weights()} if cfg.algorithm.reference_every and isinstance(reference, Policy) else {}
+    )
+    tensors = {"policy": parts.policy.trainable(), **moments, **moving, **replay}
+    facts = {"updates": runtime.updates, "random": generators, "kl_coef": state.kl_coef, "replay": replay_facts}
+    checkpoint.save(run_dir, state.step, tensors, facts, cfg.checkpoint.keep_last)
 
 
-def restore(run_dir: Path, parts: Parts) -> int:
-    """Puts everything back to the last whole checkpoint and cuts the logs to it; the step that it was saved after."""
+def restore(run_dir: Path, parts: Parts) -> None:
+    """Puts everything back to the last whole checkpoint and cuts the logs to it."""
     folders = checkpoint.found(run_dir)
     if not folders:
         raise UserError(f"{run_dir} has no checkpoint to resume from: start it again in another folder")
     tensors, facts = checkpoint.load(folders[-1])
-    if len(facts["random"]) != parts.runtime.world:
+    runtime, state = parts.runtime, parts.state
+    if len(facts["random"]) != runtime.world:
         raise UserError(f"{run_dir} was trained by {len(facts['random'])} processes: resume it with as many")
     parts.policy.load_trainable(tensors["policy"])
-    moments = {name.removeprefix(OPTIMIZER): state for name, state in tensors.items() if name.startswith(OPTIMIZER)}
-    parts.runtime.load_optimizer_state(moments, facts["updates"])
-    checkpoint.restore_random_state(facts["random"][parts.runtime.rank])
-    if parts.runtime.main:
-        loggers.truncate(run_dir, facts["step"])
-    return facts["step"]
+    if "reference" in tensors and isinstance(parts.reference, Policy):
+        parts.reference.follow(tensors["reference"], decay=0.0)
+    moments = {name.removeprefix(OPTIMIZER): value for name, value in tensors.items() if name.startswith(OPTIMIZER)}
+    runtime.load_optimizer_state(moments, facts["updates"])
+    checkpoint.restore_random_state(facts["random"][runtime.rank])
+    state.step, state.kl_coef = facts["step"], facts["kl_coef"]
+    state.experiences = checkpoint.unpack_replay(tensors, facts["replay"], runtime.rank)
+    if runtime.main:
+        loggers.truncate(run_dir, state.step)
 
 
 def finish(run_dir: Path, learner: Policy, stopped: int) -> None:
@@ -260,18 +274,6 @@ def finish(run_dir: Path, learner: Policy, stopped: int) -> None:
         rich.print(before_after(evaluations[0], evaluations[-1]))
     for what, path in {"model": run_dir / "model", "report": report, "metrics": run_dir / "metrics.jsonl"}.items():
         print(f"{what:8} {path}")
-
-
-def versions() -> dict[str, str]:
-    packages = {name: importlib.metadata.version(name) for name in ("torch", "transformers", "accelerate")}
-    return {"pellucid": __version__, "python": platform.python_version(), **packages}
-
-
-def git_revision() -> str:
-    """Of the working folder; empty outside a repository."""
-    git = shutil.which("git")
-    command = [git, "describe", "--always", "--dirty", "--abbrev=40"]
-    return subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip() if git else ""
 
 
 @contextmanager

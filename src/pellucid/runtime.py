@@ -16,7 +16,7 @@ from accelerate import Accelerator
 from torch import Tensor, nn
 
 from pellucid.grpo import Batch
-from pellucid.types import AdamWConfig
+from pellucid.settings import AdamWConfig
 
 MISSING = object()
 """Where one process has an item less than another."""

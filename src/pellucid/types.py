@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol
+from typing import Any, Protocol
 
 Message = Mapping[str, str]
 
@@ -56,6 +55,8 @@ class Reward:
     """NaN where the reward could not be computed; `error` then says why."""
     parts: Mapping[str, float] = field(default_factory=dict)
     """The terms of a composite reward, before their weights."""
+    weights: Mapping[str, float] = field(default_factory=dict)
+    """Of the terms; 1 where none is named."""
     correct: bool | None = None
     """Whether the answer counts as right in evaluation; where None, value >= 1 does."""
     error: str = ""
@@ -98,98 +99,6 @@ class Evaluation:
     """The mean accuracy of a sample."""
     pass_at_k: Estimate
     """The share of prompts that at least one of k samples gets right."""
-
-
-@dataclass(frozen=True)
-class GRPOConfig:
-    """`[algorithm]`: a point in the product of the axes of grpo.py."""
-
-    steps: int = 30
-    """Generate-update cycles."""
-    prompts_per_step: int = 4
-    """P: prompts drawn each step, over all processes."""
-    group_size: int = 8
-    """G: completions of each prompt."""
-    epochs: int = 1
-    """Passes over the rollouts of a step; more than one needs a ratio-based objective."""
-    minibatches: int = 1
-    """Optimizer steps in one epoch, over equal numbers of whole groups."""
-    micro_batch: int = 0
-    """Rows in one forward pass, to bound memory; 0 means a whole minibatch. Never changes the gradient."""
-    advantage: Literal["grpo", "centered", "rloo"] = "grpo"
-    objective: Literal["clipped", "unclipped", "naive"] = "clipped"
-    aggregate: Literal["token", "sequence", "constant"] = "token"
-    constant_length: int = 0
-    """The divisor of aggregate = "constant", in tokens; 0 means sampler.max_tokens."""
-    kl: Literal["k1", "k2", "k3"] = "k1"
-    kl_in: Literal["reward", "loss"] = "reward"
-    kl_coef: float = 0.0
-    """Weight of the KL penalty; at 0 no reference model is loaded."""
-    clip_low: float = 0.2
-    clip_high: float = 0.2
-    """The ratio is clipped to [1 - clip_low, 1 + clip_high]."""
-    entropy_coef: float = 0.0
-    """Weight of the entropy bonus."""
-    seed: int = 0
-    """Of the samples; and of the task, unless task.seed says otherwise."""
-
-    def __post_init__(self) -> None:
-        for name in ("steps", "prompts_per_step", "epochs", "minibatches"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} = {getattr(self, name)} must be at least 1")
-        if self.group_size < 2:
-            raise ValueError(
-                f"group_size = {self.group_size} must be at least 2: a completion is compared with siblings"
-            )
-        for name in ("micro_batch", "constant_length", "kl_coef", "clip_low", "clip_high", "entropy_coef"):
-            if getattr(self, name) < 0:
-                raise ValueError(f"{name} = {getattr(self, name)} must not be negative")
-        if self.prompts_per_step % self.minibatches:
-            raise ValueError(f"minibatches = {self.minibatches} must divide prompts_per_step = {self.prompts_per_step}")
-        if self.kl_in == "reward" and self.kl != "k1":
-            raise ValueError(f'kl = "{self.kl}" has no use in the reward: set kl = "k1" or kl_in = "loss"')
-        if self.objective == "naive" and self.inner_steps > 1:
-            raise ValueError(
-                'objective = "naive" has no ratio: set epochs = 1 and minibatches = 1, or another objective'
-            )
-
-    @property
-    def inner_steps(self) -> int:
-        """Optimizer steps on one set of rollouts; from the second on, the rollouts are off-policy."""
-        return self.epochs * self.minibatches
-
-
-@dataclass(frozen=True)
-class AdamWConfig:
-    """`[optimizer]`: AdamW (arXiv 1711.05101) and the course of its learning rate."""
-
-    lr: float = 2e-5
-    """The peak."""
-    warmup: int = 0
-    """Optimizer steps of linear rise to the peak."""
-    schedule: Literal["constant", "linear", "cosine"] = "constant"
-    """From the peak to the last step: stay, or fall to 0."""
-    max_grad_norm: float = 1.0
-    """Gradients are scaled down to this norm; 0 leaves them as they are."""
-    betas: tuple[float, float] = (0.9, 0.999)
-    eps: float = 1e-8
-    weight_decay: float = 0.0
-
-    def __post_init__(self) -> None:
-        if not self.lr > 0:
-            raise ValueError(f"lr = {self.lr} must be positive")
-        for name in ("warmup", "max_grad_norm", "weight_decay"):
-            if getattr(self, name) < 0:
-                raise ValueError(f"{name} = {getattr(self, name)} must not be negative")
-
-    def lr_at(self, update: int, total: int) -> float:
-        """Learning rate of optimizer step `update` of `total`, both counted from 1."""
-        if update <= self.warmup:
-            return self.lr * update / self.warmup
-        left = (total - update + 1) / max(1, total - self.warmup)  # 1 at the peak, 1 / length at the last step
-        return (
-            self.lr * {"constant": 1.0, "linear": left, "cosine": 0.5 - 0.5 * math.cos(math.pi * left)}[self.schedule]
-        )
 
 
 class Task(Protocol):

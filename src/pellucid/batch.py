@@ -1,0 +1,129 @@
+"""Rollouts as tensors: from records to what is trained on, and to what advantages are made from."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from pellucid.advantages import Grades
+from pellucid.types import Completion, Group, Reward
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Rollouts as tensors; each row is one completion.
+
+    Example: prompts of 5 and 6 tokens, G = 2 and completions of 2, 3, 1 and 3 tokens give P = 2, B = 4, T = 3 and
+    mask = [[1, 1, 0], [1, 1, 1], [1, 0, 0], [1, 1, 1]]. The end-of-sequence token is a token like any other.
+    """
+
+    prompt_ids: tuple[tuple[int, ...], ...]
+    """Once per group."""
+    prompt_of: Tensor
+    """[B] index of each row's prompt."""
+    response_ids: Tensor
+    """[B, T] padded on the right; what the padding holds is never looked at."""
+    mask: Tensor
+    """[B, T] bool: true on the tokens of the response. Made from lengths, since pad may equal EOS."""
+    finished: Tensor
+    """[B] bool: ended with an end-of-sequence token."""
+    sampler_logprobs: Tensor
+    """[B, T] as the sampler reported them."""
+    old_logprobs: Tensor | None = None
+    """[B, T] under the policy at the start of the update; None where that is the policy being updated."""
+    ref_logprobs: Tensor | None = None
+    """[B, T] under the frozen reference."""
+    kl: Tensor | None = None
+    """[B, T] KL from the reference when the rollouts were drawn, where the reward is charged with it."""
+    gate: Tensor | None = None
+    """[B, T] bool: tokens that get the objective's gradient; None means all."""
+    advantages: Tensor | None = None
+    """[B]"""
+    weights: Tensor | None = None
+    """[B, T] share of each token in the loss."""
+
+    def __len__(self) -> int:
+        return len(self.prompt_of)
+
+    def rows(self, index: slice | Tensor) -> Batch:
+        """Some rows, no wider than their longest response."""
+        width = int(self.mask[index].sum(-1).max())
+        chosen = {name: x[index] for name, x in self.tensors().items()}
+        return replace(self, **{name: x[:, :width] if x.dim() > 1 else x for name, x in chosen.items()})
+
+    def tensors(self) -> dict[str, Tensor]:
+        return {f.name: x for f in fields(self) if isinstance(x := getattr(self, f.name), Tensor)}
+
+    def chunks(self, size: int) -> list[Batch]:
+        """Consecutive batches of at most `size` rows; 0 means one."""
+        return [self.rows(slice(i, i + size)) for i in range(0, len(self), size)] if size else [self]
+
+
+def collate(groups: Sequence[Group], device: torch.device) -> Batch:
+    completions = [c for g in groups for c in g.completions]
+    lengths = torch.tensor([len(c.token_ids) for c in completions], device=device)
+
+    def padded(rows: list[Any], dtype: torch.dtype) -> Tensor:
+        tensors = [torch.tensor(row, dtype=dtype) for row in rows]
+        return torch.nn.utils.rnn.pad_sequence(tensors, batch_first=True).to(device)
+
+    return Batch(
+        prompt_ids=tuple(g.prompt_ids for g in groups),
+        prompt_of=torch.tensor([p for p, g in enumerate(groups) for _ in g.completions], device=device),
+        response_ids=padded([c.token_ids for c in completions], torch.long),
+        mask=torch.arange(int(lengths.max()), device=device) < lengths[:, None],
+        finished=torch.tensor([c.finished for c in completions], device=device),
+        sampler_logprobs=padded([c.logprobs for c in completions], torch.float32),
+    )
+
+
+def concat(batches: Sequence[Batch]) -> Batch:
+    first, *rest = batches
+    if not rest:
+        return first
+    width = max(b.mask.shape[1] for b in batches)
+    columns = {name: [b.tensors()[name] for b in batches] for name in first.tensors()}
+    tensors = {name: stacked(x, width) if x[0].dim() > 1 else torch.cat(x) for name, x in columns.items()}
+    offsets = [sum(len(b.prompt_ids) for b in batches[:i]) for i in range(len(batches))]
+    tensors["prompt_of"] = torch.cat([b.prompt_of + offset for b, offset in zip(batches, offsets, strict=True)])
+    return replace(first, prompt_ids=tuple(ids for b in batches for ids in b.prompt_ids), **tensors)
+
+
+def stacked(tensors: Sequence[Tensor], width: int) -> Tensor:
+    """[b, t] each -> [B, width], padded on the right."""
+    return torch.cat([F.pad(x, (0, width - x.shape[1])) for x in tensors])
+
+
+def task_rewards(groups: Sequence[Group]) -> Tensor:
+    """[P, G] float64. A reward that failed counts as the mean of its siblings."""
+    rewards = torch.tensor([[r.value for r in g.rewards] for g in groups], dtype=torch.float64)
+    failed = ~rewards.isfinite()
+    siblings = rewards.masked_fill(failed, torch.nan).nanmean(-1, keepdim=True).nan_to_num(0.0)
+    return torch.where(failed, siblings, rewards)
+
+
+def grades_of(groups: Sequence[Group]) -> Grades:
+    """A term that failed in a composite reward counts as the mean of its siblings."""
+
+    def each(value: Callable[[Completion, Reward], Any]) -> Tensor:
+        rows = [[value(*pair) for pair in zip(g.completions, g.rewards, strict=True)] for g in groups]
+        return torch.tensor(rows, dtype=torch.float64)
+
+    rewards = task_rewards(groups)
+    names = list(groups[0].rewards[0].parts)
+    parts = each(lambda _, r: [r.parts.get(name, math.nan) for name in names]) if names else rewards[..., None]
+    siblings = parts.nanmean(1, keepdim=True).nan_to_num(0.0)
+    weights = [[g.rewards[0].weights.get(name, 1.0) for name in names] or [1.0] for g in groups]
+    return Grades(
+        rewards=rewards,
+        correct=each(lambda _, r: r.is_correct),
+        lengths=each(lambda c, _: len(c.token_ids)),
+        parts=torch.where(parts.isfinite(), parts, siblings),
+        weights=torch.tensor(weights, dtype=torch.float64),
+    )

@@ -1,0 +1,179 @@
+"""What is maximised for each response token, [B, T]; how tokens add up; and where the clip acts.
+
+An objective takes (logprobs, old_logprobs, advantages, mask, cfg): logprobs [B, T] with gradient, old_logprobs [B, T]
+of the policy that the rollouts came from, advantages [B, 1], mask [B, T] true on tokens. What it says off the mask is
+not read. A member whose ratio belongs to the whole response gives its value to each of its tokens: with
+aggregate = "sequence" every response then counts once.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from pellucid.settings import GRPOConfig
+
+MAX_LOG_RATIO = 20.0
+"""exp() of a larger log-ratio says nothing but overflow."""
+
+
+def clamped(log_ratio: Tensor) -> Tensor:
+    return log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+
+
+def ratio_of(logprobs: Tensor, old_logprobs: Tensor) -> Tensor:
+    return clamped(logprobs - old_logprobs).exp()
+
+
+def mean_over_response(x: Tensor, mask: Tensor) -> Tensor:
+    """[B, T] -> [B, 1]"""
+    return (x * mask).sum(-1, keepdim=True) / mask.sum(-1, keepdim=True).clamp(min=1)
+
+
+# ---------------------------------------------------------------- objectives
+
+
+def naive(logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, mask: Tensor, cfg: GRPOConfig) -> Tensor:
+    """A log pi: REINFORCE with the group as baseline."""
+    return advantages * logprobs
+
+
+def unclipped(logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, mask: Tensor, cfg: GRPOConfig) -> Tensor:
+    """A pi / pi_old: importance-weighted, no trust region."""
+    return advantages * ratio_of(logprobs, old_logprobs)
+
+
+def clipped(logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, mask: Tensor, cfg: GRPOConfig) -> Tensor:
+    """min(A ratio, A clip(ratio)) (PPO, arXiv 1707.06347, equation 7): no gain beyond the trust region."""
+    return surrogate(ratio_of(logprobs, old_logprobs), advantages, clip_bounds(old_logprobs, cfg), cfg)
+
+
+dynamic = clipped
+"""The same between bounds that a token's old probability sets (DCPO, arXiv 2509.02333): see `clip_bounds`."""
+
+
+def gspo(logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, mask: Tensor, cfg: GRPOConfig) -> Tensor:
+    """`clipped` with one ratio a response, exp(mean of its log-ratios) (GSPO, arXiv 2507.18071, equations 5 to 7)."""
+    ratio = sequence_ratio(logprobs, old_logprobs, mask)
+    return surrogate(ratio, advantages, clip_bounds(old_logprobs, cfg), cfg).expand(mask.shape)
+
+
+def gspo_token(logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, mask: Tensor, cfg: GRPOConfig) -> Tensor:
+    """`gspo`'s value and clip, each token with its own gradient: sg[s] pi / sg[pi] (arXiv 2507.18071, equation 14)."""
+    ratio = sequence_ratio(logprobs, old_logprobs, mask).detach() * (logprobs - logprobs.detach()).exp()
+    return surrogate(ratio, advantages, clip_bounds(old_logprobs, cfg), cfg)
+
+
+def cispo(logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, mask: Tensor, cfg: GRPOConfig) -> Tensor:
+    """sg[min(ratio, 1 + clip_high)] A log pi (MiniMax-M1, arXiv 2506.13585): clips weights, never gradients."""
+    weight = ratio_of(logprobs, old_logprobs).clamp(max=1 + cfg.clip_high).detach()
+    return weight * advantages * logprobs
+
+
+def sapo(logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, mask: Tensor, cfg: GRPOConfig) -> Tensor:
+    """A 4/t sigmoid(t (ratio - 1)) (SAPO, arXiv 2511.20347): a soft gate, t by the sign of A."""
+    positive, negative = (logprobs.new_tensor(t) for t in cfg.soft_temperature)
+    t = torch.where(advantages > 0, positive, negative)
+    return advantages * 4 / t * torch.sigmoid(t * (ratio_of(logprobs, old_logprobs) - 1))
+
+
+def gmpo(logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, mask: Tensor, cfg: GRPOConfig) -> Tensor:
+    """A exp(mean of clipped log-ratios) (GMPO, arXiv 2507.20673): the geometric mean mutes a token far out.
+
+    Clipped in log-space, each token on the side where the sign of A would lead it further out; 0.4 is the paper's.
+    """
+    log_ratio = clamped(logprobs - old_logprobs)
+    low, high = log_ratio.clamp(min=-cfg.clip_low), log_ratio.clamp(max=cfg.clip_high)
+    held = torch.where(advantages > 0, high, low)
+    return (advantages * mean_over_response(held, mask).exp()).expand(mask.shape)
+
+
+OBJECTIVES = {
+    "clipped": clipped,
+    "unclipped": unclipped,
+    "naive": naive,
+    "dynamic": dynamic,
+    "gspo": gspo,
+    "gspo_token": gspo_token,
+    "cispo": cispo,
+    "sapo": sapo,
+    "gmpo": gmpo,
+}
+
+
+# ---------------------------------------------------------------- ratios and their bounds
+
+Bounds = tuple[Tensor, Tensor]
+
+
+def surrogate(ratio: Tensor, advantages: Tensor, bounds: Bounds, cfg: GRPOConfig) -> Tensor:
+    """min(A ratio, A clip(ratio)), with cfg.dual_clip at least dual_clip * A where A < 0 (arXiv 1912.09729, eq. 5)."""
+    value = torch.minimum(advantages * ratio, advantages * ratio.clamp(*bounds))
+    if not cfg.dual_clip:
+        return value
+    return torch.where(advantages < 0, torch.maximum(value, cfg.dual_clip * advantages), value)
+
+
+def sequence_ratio(logprobs: Tensor, old_logprobs: Tensor, mask: Tensor) -> Tensor:
+    """[B, 1]: the geometric mean of the tokens' ratios."""
+    return clamped(mean_over_response(logprobs - old_logprobs, mask)).exp()
+
+
+def clip_bounds(old_logprobs: Tensor, cfg: GRPOConfig) -> Bounds:
+    """Lowest and highest ratio of the trust region.
+
+    For "dynamic" the solutions of |(r - 1) r| q = eps, q the old probability of the token (DCPO, arXiv 2509.02333):
+    rare tokens may move further. The lower bound is 1/2 where q <= 4 clip_low, the upper is capped at clip_cap.
+    """
+    if cfg.objective != "dynamic":
+        return old_logprobs.new_tensor(1 - cfg.clip_low), old_logprobs.new_tensor(1 + cfg.clip_high)
+    q = old_logprobs.exp()
+    low = 0.5 + 0.5 * (1 - 4 * cfg.clip_low / q).clamp(min=0.0).sqrt()
+    high = 0.5 + 0.5 * (1 + 4 * cfg.clip_high / q).sqrt()
+    return low, high.clamp(max=cfg.clip_cap)
+
+
+def clip_metrics(
+    logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, mask: Tensor, cfg: GRPOConfig
+) -> dict[str, Tensor]:
+    """[B, T] each. Where the clip takes a gradient: the ratio below its bounds with A < 0, above them with A > 0.
+
+    cispo's clip takes no gradient, it bounds the weight of one, whatever the sign of A.
+    """
+    if cfg.objective in ("gspo", "gspo_token"):
+        ratio = sequence_ratio(logprobs, old_logprobs, mask).expand(mask.shape)
+    else:
+        ratio = ratio_of(logprobs, old_logprobs)
+    low, high = clip_bounds(old_logprobs, cfg)
+    if cfg.objective == "gmpo":
+        low, high = (low - 1).exp(), (high - 1).exp()
+    above, below = ratio > high, ratio < low
+    if cfg.objective == "cispo":
+        above, below = above.expand(mask.shape), torch.zeros_like(mask)
+    elif cfg.objective in ("naive", "unclipped", "sapo"):
+        above = below = torch.zeros_like(mask)
+    else:
+        above, below = above & (advantages > 0), below & (advantages < 0)
+    overflow = (logprobs - old_logprobs).abs() > MAX_LOG_RATIO
+    return {"ratio/mean": ratio, "ratio/overflow": overflow, "clip/low": below, "clip/high": above}
+
+
+# ---------------------------------------------------------------- aggregation: the weight of each token, [B, T]
+
+
+def by_token(mask: Tensor, rows: Tensor, tokens: Tensor, cfg: GRPOConfig) -> Tensor:
+    """Every token of the minibatch weighs the same (DAPO, arXiv 2503.14476, equation 8)."""
+    return mask / tokens
+
+
+def by_sequence(mask: Tensor, rows: Tensor, tokens: Tensor, cfg: GRPOConfig) -> Tensor:
+    """Every response weighs the same, its tokens share that (DeepSeekMath): short ones speak louder per token."""
+    return mask / mask.sum(-1, keepdim=True).clamp(min=1) / rows
+
+
+def by_constant(mask: Tensor, rows: Tensor, tokens: Tensor, cfg: GRPOConfig) -> Tensor:
+    """Every token weighs 1 / (B constant_length), whatever the lengths (Dr. GRPO): no length bias."""
+    return mask / (rows * cfg.constant_length)
+
+
+AGGREGATES = {"token": by_token, "sequence": by_sequence, "constant": by_constant}

@@ -1,0 +1,206 @@
+"""The settings of the algorithm and of the optimizer; what contradicts itself is refused here. No torch."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+Advantage = Literal[
+    "grpo",
+    "grpo_sample_std",
+    "centered",
+    "rloo",
+    "batch",
+    "maxrl",
+    "raw",
+    "top",
+    "difficulty",
+    "lead",
+    "dgpo",
+    "length_grouped",
+    "length_grouped_literal",
+    "gdpo",
+]
+Objective = Literal["clipped", "unclipped", "naive", "dynamic", "gspo", "gspo_token", "cispo", "sapo", "gmpo"]
+KLEstimator = Literal["k1", "k2", "k3", "k3_weighted", "exact"]
+
+NOT_NEGATIVE = (
+    "micro_batch",
+    "constant_length",
+    "kl_coef",
+    "kl_target",
+    "reference_every",
+    "clip_low",
+    "clip_high",
+    "dual_clip",
+    "entropy_coef",
+    "length_shrinkage",
+    "overlong_cache",
+)
+AT_LEAST_1 = ("steps", "prompts_per_step", "epochs", "minibatches", "max_rounds", "max_staleness", "length_buckets")
+
+
+@dataclass(frozen=True)
+class GRPOConfig:
+    """`[algorithm]`: a point in the product of the axes of grpo.py."""
+
+    steps: int = 30
+    """Generate-update cycles."""
+    prompts_per_step: int = 4
+    """P: prompts drawn each step, over all processes."""
+    group_size: int = 8
+    """G: completions of each prompt."""
+    max_rounds: int = 1
+    """Dynamic sampling: dead groups are dropped and drawn anew from other prompts, in at most so many rounds."""
+    max_staleness: int = 1
+    """Replay: rollouts are trained on in so many steps, with the log-probs of their own; 1 is on-policy."""
+    epochs: int = 1
+    """Passes over the rollouts of a step; more than one needs a ratio-based objective."""
+    minibatches: int = 1
+    """Optimizer steps in one epoch, over equal numbers of whole groups."""
+    micro_batch: int = 0
+    """Rows in one forward pass, to bound memory; 0 means a whole minibatch. Never changes the gradient."""
+
+    advantage: Advantage = "grpo"
+    length_buckets: int = 3
+    """advantage = "length_grouped": quantile buckets of the lengths in a group."""
+    length_min_cell: int = 3
+    """Buckets of fewer completions are compared with the whole group."""
+    length_shrinkage: float = 4.0
+    """A bucket of n counts for n / (n + length_shrinkage), the whole group for the rest."""
+
+    objective: Objective = "clipped"
+    clip_low: float = 0.2
+    clip_high: float = 0.2
+    """The ratio is clipped to [1 - clip_low, 1 + clip_high]; in log-space for gmpo, by probability for dynamic."""
+    clip_cap: float = 10.0
+    """objective = "dynamic": upper bound of every upper bound."""
+    dual_clip: float = 0.0
+    """Where A < 0, the objective is at least dual_clip * A (arXiv 1912.09729): 3 is usual, 0 is off."""
+    soft_temperature: tuple[float, float] = (1.0, 1.05)
+    """objective = "sapo": of positive and of negative advantages."""
+    aggregate: Literal["token", "sequence", "constant"] = "token"
+    constant_length: int = 0
+    """The divisor of aggregate = "constant", in tokens; 0 means sampler.max_tokens."""
+
+    kl: KLEstimator = "k1"
+    kl_in: Literal["reward", "raw_reward", "loss"] = "reward"
+    """reward: norm(R) - kl_coef * (K - mean K of the others). raw_reward: norm(R - kl_coef * K). loss: per token."""
+    kl_coef: float = 0.0
+    """Weight of the KL penalty; at 0 no reference model is loaded."""
+    kl_target: float = 0.0
+    """Where > 0, kl_coef follows the measured KL per token towards this value (arXiv 1909.08593, section 2.2)."""
+    reference_every: int = 0
+    """Steps between refreshes of the reference from the policy; 0 keeps it frozen."""
+    reference_decay: float = 0.0
+    """Share of itself that the reference keeps in a refresh: 0 copies, 0.99 is a moving average."""
+    entropy_coef: float = 0.0
+    """Weight of the entropy bonus."""
+
+    similarity: Literal["none", "smooth", "diversity"] = "none"
+    """Reward shaping by hidden states: smooth shares rewards among like answers, diversity among many alike."""
+    similarity_mix: float = 0.5
+    """smooth: the share of a reward that comes from the neighbours."""
+    similarity_temperature: float = 0.05
+    """smooth: of the softmax over cosines; at 1 it does next to nothing."""
+    similarity_layer: int = -1
+    """Layer whose output, averaged over the response, is compared; 0 is the embedding, -1 the last."""
+    overlong_cache: int = 0
+    """Rewards fall by up to 1 over the last overlong_cache tokens before constant_length (DAPO); 0 is off."""
+    overlong_filter: bool = False
+    """Completions that did not end are not trained on."""
+    entropy_share: float = 1.0
+    """Only this share of the tokens, those of highest entropy, gets the objective's gradient (arXiv 2506.01939)."""
+    correction: Literal["none", "token", "sequence", "geometric"] = "none"
+    """Of the sampler's gap, by w = pi_old / pi_sampler: token: min(w, correction_cap), truncated. sequence: the product
+    over a response, or 0 above correction_cap. geometric: 1, or 0 where the mean is off by correction_cap."""
+    correction_cap: float = 2.0
+
+    seed: int = 0
+    """Of the samples; and of the task, unless task.seed says otherwise."""
+
+    def __post_init__(self) -> None:
+        for name in AT_LEAST_1:
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} = {getattr(self, name)} must be at least 1")
+        if self.group_size < 2:
+            raise ValueError(
+                f"group_size = {self.group_size} must be at least 2: a completion is compared with siblings"
+            )
+        for name in NOT_NEGATIVE:
+            if getattr(self, name) < 0:
+                raise ValueError(f"{name} = {getattr(self, name)} must not be negative")
+        if self.prompts_per_step % self.minibatches:
+            raise ValueError(f"minibatches = {self.minibatches} must divide prompts_per_step = {self.prompts_per_step}")
+        self._refuse_out_of_range()
+        self._refuse_contradictions()
+
+    def _refuse_out_of_range(self) -> None:
+        for name in ("similarity_mix", "reference_decay"):
+            if not 0 <= getattr(self, name) < 1:
+                raise ValueError(f"{name} = {getattr(self, name)} must be from 0 to below 1")
+        if not 0 < self.entropy_share <= 1:
+            raise ValueError(f"entropy_share = {self.entropy_share} must be above 0 and at most 1")
+        if not (self.similarity_temperature > 0 and min(self.soft_temperature) > 0):
+            raise ValueError("similarity_temperature and soft_temperature must be positive")
+        for name, limit in {"clip_cap": self.clip_cap, "correction_cap": self.correction_cap}.items():
+            if not limit > 1:
+                raise ValueError(f"{name} = {limit} must be above 1, where the ratio starts")
+        if 0 < self.dual_clip <= 1 + self.clip_high:
+            raise ValueError(f"dual_clip = {self.dual_clip} must be above 1 + clip_high = {1 + self.clip_high}, or 0")
+
+    def _refuse_contradictions(self) -> None:
+        if self.objective == "naive" and self.off_policy:
+            raise ValueError(
+                'objective = "naive" has no ratio: set epochs, minibatches and max_staleness to 1, or another objective'
+            )
+        if self.kl == "k3_weighted" and self.kl_in != "loss":
+            raise ValueError('kl = "k3_weighted" is weighed by the ratio, which only the loss has: set kl_in = "loss"')
+        if (self.kl_target or self.reference_every) and not self.kl_coef:
+            raise ValueError("kl_target and reference_every need a reference: set kl_coef above 0")
+        if self.reference_decay and not self.reference_every:
+            raise ValueError("reference_decay has no use without reference_every: set that to 1")
+
+    @property
+    def inner_steps(self) -> int:
+        """Optimizer steps on one set of rollouts; from the second on, the rollouts are off-policy."""
+        return self.epochs * self.minibatches
+
+    @property
+    def off_policy(self) -> bool:
+        """Whether the policy that is updated may be another than the one that sampled."""
+        return self.inner_steps > 1 or self.max_staleness > 1
+
+
+@dataclass(frozen=True)
+class AdamWConfig:
+    """`[optimizer]`: AdamW (arXiv 1711.05101) and the course of its learning rate."""
+
+    lr: float = 2e-5
+    """The peak."""
+    warmup: int = 0
+    """Optimizer steps of linear rise to the peak."""
+    schedule: Literal["constant", "linear", "cosine"] = "constant"
+    """From the peak to the last step: stay, or fall to 0."""
+    max_grad_norm: float = 1.0
+    """Gradients are scaled down to this norm; 0 leaves them as they are."""
+    betas: tuple[float, float] = (0.9, 0.999)
+    eps: float = 1e-8
+    weight_decay: float = 0.0
+
+    def __post_init__(self) -> None:
+        if not self.lr > 0:
+            raise ValueError(f"lr = {self.lr} must be positive")
+        for name in ("warmup", "max_grad_norm", "weight_decay"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"{name} = {getattr(self, name)} must not be negative")
+
+    def lr_at(self, update: int, total: int) -> float:
+        """Learning rate of optimizer step `update` of `total`, both counted from 1."""
+        if update <= self.warmup:
+            return self.lr * update / self.warmup
+        left = (total - update + 1) / max(1, total - self.warmup)  # 1 at the peak, 1 / length at the last step
+        return (
+            self.lr * {"constant": 1.0, "linear": left, "cosine": 0.5 - 0.5 * math.cos(math.pi * left)}[self.schedule]
+        )

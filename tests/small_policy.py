@@ -1,0 +1,136 @@
+"""A policy small enough to sum over everything that it can say: three tokens, one of them the stop, two steps."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import replace
+from functools import cache
+
+import torch
+
+from pellucid import grpo
+from pellucid.advantages import ADVANTAGES, Grades
+from pellucid.batch import Batch
+from pellucid.grpo import Scores, loss_terms
+from pellucid.objectives import AGGREGATES
+
+F64 = torch.float64
+STOP, WORDS, LENGTH = 2, 3, 2
+SEQUENCES = [(STOP,), *((a, b) for a in range(WORDS - 1) for b in range(WORDS))]
+LENGTHS = torch.tensor([len(ids) for ids in SEQUENCES])
+MASK = torch.arange(LENGTH) < LENGTHS[:, None]  # [N, T]
+
+
+def thetas(count=2, seed=5):
+    """[W, W] logits each: of the first token, then of the second given the first."""
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randn(WORDS, WORDS, dtype=F64, generator=generator).requires_grad_() for _ in range(count)]
+
+
+def distributions(theta):
+    """[N, T, V] log-probabilities of every token that could have stood at t."""
+    states = torch.tensor([[0, 1 + ids[0] if len(ids) > 1 else 0] for ids in SEQUENCES])
+    return theta.log_softmax(-1)[states]
+
+
+def token_scores(theta):
+    """[N, T] log-probability of each token of each sequence, 0 where it has ended."""
+    tokens = torch.tensor([ids + (0,) * (LENGTH - len(ids)) for ids in SEQUENCES])
+    return distributions(theta).gather(-1, tokens[..., None])[..., 0].masked_fill(~MASK, 0.0)
+
+
+def chances(theta):
+    """[N], adding up to 1."""
+    return token_scores(theta).sum(-1).exp()
+
+
+def exact_kl(theta, ref):
+    """[N, T]: at each state that a sequence passes."""
+    mine, other = distributions(theta), distributions(ref)
+    return (mine.exp() * (mine - other)).sum(-1).masked_fill(~MASK, 0.0)
+
+
+@cache
+def groups(size):
+    """[number of groups, G] indices into SEQUENCES: every group there is."""
+    return torch.tensor(list(itertools.product(range(len(SEQUENCES)), repeat=size)))
+
+
+def grades(rewards, lengths=None, correct=None, parts=None, weights=None):
+    rewards = torch.as_tensor(rewards, dtype=F64)
+    ones = torch.ones_like(rewards)
+    parts = rewards[..., None] if parts is None else torch.as_tensor(parts, dtype=F64)
+    return Grades(
+        rewards,
+        (rewards >= 1).double() if correct is None else torch.as_tensor(correct, dtype=F64),
+        ones if lengths is None else torch.as_tensor(lengths, dtype=F64),
+        parts,
+        torch.ones(len(rewards), parts.shape[-1], dtype=F64)
+        if weights is None
+        else torch.as_tensor(weights, dtype=F64),
+    )
+
+
+@cache
+def advantages_of(cfg, rewards):
+    """[groups, G], each group compared as if it were a whole step."""
+    members = groups(cfg.group_size)
+    values = torch.tensor(rewards, dtype=F64)[members]
+    lengths = LENGTHS[members].double()
+    step = [grades(v[None], lengths=n[None]) for v, n in zip(values, lengths, strict=True)]
+    return torch.cat([ADVANTAGES[cfg.advantage](each, cfg) for each in step])
+
+
+@cache
+def weights_of(cfg):
+    """[groups, G, T], each group a minibatch; float64 as nothing else in these sums may round."""
+    masks = MASK[groups(cfg.group_size)].double()
+    rows = torch.tensor(cfg.group_size)
+    return torch.stack([AGGREGATES[cfg.aggregate](mask, rows, mask.sum(), cfg) for mask in masks])
+
+
+def batch_of(mask, **tensors):
+    rows = len(mask)
+    return Batch(
+        prompt_ids=((0,),),
+        prompt_of=torch.zeros(rows, dtype=torch.long),
+        response_ids=torch.zeros(mask.shape, dtype=torch.long),
+        mask=mask,
+        finished=torch.ones(rows, dtype=torch.bool),
+        sampler_logprobs=torch.zeros(mask.shape, dtype=F64),
+        **tensors,
+    )
+
+
+def expected_gradient(theta, cfg, rewards, ref=None, old=None):
+    """E over every group that `old` (None: theta itself) draws of the gradient of the package's loss."""
+    old = theta if old is None else old
+    members = groups(cfg.group_size)
+    mask = MASK[members].flatten(0, 1)
+    chance = chances(old.detach())[members].prod(-1)
+
+    def rows(x):
+        return x[members].flatten(0, 1)
+
+    old_logprobs = token_scores(old.detach())
+    scores = Scores(rows(token_scores(theta)), rows(torch.zeros_like(old_logprobs)))
+    batch = batch_of(mask, old_logprobs=rows(old_logprobs))
+    if ref is not None:
+        batch = replace(batch, ref_logprobs=rows(token_scores(ref.detach())))
+        scores = scores._replace(kl=rows(exact_kl(theta, ref.detach()))) if cfg.kl == "exact" else scores
+    advantages = advantages_of(without_kl(cfg), tuple(rewards))
+    if cfg.kl_coef and cfg.kl_in != "loss":
+        detached = Scores(*(None if x is None else x.detach() for x in scores))
+        kl = grpo.estimated_kl(detached, batch.ref_logprobs, rows(old_logprobs), cfg)
+        if cfg.kl_in == "raw_reward":
+            charged = grpo.kl.in_raw_reward(torch.tensor(rewards, dtype=F64)[members], kl, mask, cfg)
+            advantages = ADVANTAGES[cfg.advantage](grades(charged), cfg)
+        advantages = advantages - grpo.kl.penalty(kl, mask, cfg)
+    weights = weights_of(without_kl(cfg)) * chance[:, None, None]
+    batch = replace(batch, advantages=advantages.flatten(), weights=weights.flatten(0, 1))
+    loss, _ = loss_terms(scores, batch, cfg)
+    return torch.autograd.grad(loss, theta)[0]
+
+
+def without_kl(cfg):
+    return replace(cfg, kl_coef=0.0, objective="clipped")
