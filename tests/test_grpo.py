@@ -365,6 +365,29 @@ def test_the_tries_are_bounded_and_the_batch_is_full_all_the_same():
     assert drawn == {"groups/drawn": 8.0, "groups/drawn_dead": 0.75}
 
 
+def test_differences_below_min_spread_are_no_signal():
+    """A length term of .004 among answers that are all wrong would be standardised to full size (E2-3)."""
+    policy = make_policy()
+    nearly = [0.0, -0.004, -0.002, 0.0]
+    groups = [
+        replace(g, rewards=tuple(map(Reward, v)))
+        for g, v in zip(four_groups(policy)[:2], (nearly, [1.0, 0.0, 0.996, 0.0]), strict=True)
+    ]
+    batch = collate(groups, policy.device)
+    arguments = (grades_of(groups), batch, policy, OneProcessRuntime())
+    plain = grpo.compare(*arguments, GRPOConfig(group_size=4))
+    floored = grpo.compare(*arguments, GRPOConfig(group_size=4, min_spread=0.01))
+    assert plain[0].abs().max() > 1.0
+    assert floored[0].abs().max() == 0.0
+    assert torch.equal(floored[1], plain[1])
+
+
+def four_groups(policy):
+    sampler = Native(max_tokens=8)
+    sampler.sync(policy)
+    return sampler.generate(CountDigits().sample(0, 4), 4, seed="0/0")
+
+
 def test_one_round_draws_what_it_draws():
     groups, drawn = run_rollout(Coin(lambda step, i: True))
     assert [g.prompt.id for g in groups] == ["3/0", "3/1", "3/2", "3/3"]

@@ -31,10 +31,10 @@ class Grades(NamedTuple):
     """[P, K] of the terms."""
 
 
-def dead(rewards: Tensor) -> Tensor:
-    """[..., 1]: groups without signal, max == min. The margin is float64 rounding: 0.1 + 0.2 is the reward 0.3."""
+def dead(rewards: Tensor, spread: float = 0.0) -> Tensor:
+    """[..., 1]: groups without signal, max - min <= spread, up to float64 rounding: 0.1 + 0.2 is the reward 0.3."""
     low, high = rewards.aminmax(dim=-1, keepdim=True)
-    return high - low <= 1e-9 * torch.maximum(low.abs(), high.abs())
+    return high - low <= spread + 1e-9 * torch.maximum(low.abs(), high.abs())
 
 
 def less_mean(rewards: Tensor) -> Tensor:

@@ -150,7 +150,7 @@ def rollout(
         if cfg.max_rounds == 1:
             return groups, {}
         for group in runtime.gather(groups):
-            (spare if bool(dead(task_rewards([group]))) else live).append(group)
+            (spare if bool(dead(task_rewards([group]), cfg.min_spread)) else live).append(group)
         if len(live) >= cfg.prompts_per_step:
             break
     drawn = {"groups/drawn": float(len(live) + len(spare)), "groups/drawn_dead": len(spare) / len(live + spare)}
@@ -159,10 +159,12 @@ def rollout(
 
 def compare(grades: Grades, batch: Batch, policy: Policy, runtime: Runtime, cfg: GRPOConfig) -> Tensor:
     """[P, G] advantages of this process's groups, compared with those of all."""
-    grades = grades._replace(rewards=shape(grades, batch, policy, cfg))
-    everyone = Grades(*(torch.stack(runtime.gather(list(x))) for x in grades))
-    advantages = ADVANTAGES[cfg.advantage](everyone, cfg)
-    return torch.stack(list(runtime.shard(list(advantages)))) - kl.penalty(batch.kl, batch.mask, cfg)
+    shaped = grades._replace(rewards=shape(grades, batch, policy, cfg))
+    everyone = Grades(*(torch.stack(runtime.gather(list(x))) for x in shaped))
+    advantages = torch.stack(list(runtime.shard(list(ADVANTAGES[cfg.advantage](everyone, cfg)))))
+    if cfg.min_spread:
+        advantages = advantages.masked_fill(dead(grades.rewards, cfg.min_spread), 0.0)
+    return advantages - kl.penalty(batch.kl, batch.mask, cfg)
 
 
 def update(policy: Policy, batch: Batch, runtime: Runtime, cfg: GRPOConfig) -> dict[str, float]:

@@ -36,6 +36,7 @@ NOT_NEGATIVE = (
     "dual_clip",
     "entropy_coef",
     "length_shrinkage",
+    "min_spread",
     "overlong_cache",
 )
 AT_LEAST_1 = ("steps", "prompts_per_step", "epochs", "minibatches", "max_rounds", "max_staleness", "length_buckets")
@@ -63,6 +64,8 @@ class GRPOConfig:
     """Rows in one forward pass, to bound memory; 0 means a whole minibatch. Never changes the gradient."""
 
     advantage: Advantage = "grpo"
+    min_spread: float = 0.0
+    """A group whose task rewards differ by no more is dead: a small length term must not become the whole signal."""
     length_buckets: int = 3
     """advantage = "length_grouped": quantile buckets of the lengths in a group."""
     length_min_cell: int = 3

@@ -1,0 +1,51 @@
+"""What the documentation names exists: lines, tests, recipes, files."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+DOCS = sorted(Path("docs").glob("*.md"))
+
+
+def table(name):
+    """The cells of each row, without the heading."""
+    rows = [line for line in Path(f"docs/{name}.md").read_text().splitlines() if line.startswith("| ")]
+    return [[cell.strip() for cell in row.strip("|").split("|")] for row in rows if "---" not in row][1:]
+
+
+def test_every_line_beside_an_equation_stands_in_its_file():
+    rows = table("algorithm")
+    assert [int(number) for number, *_ in rows] == list(range(1, len(rows) + 1))
+    for _, equation, file, line in rows:
+        source = (Path("src/pellucid") / file.strip("`")).read_text()
+        assert line.strip("`") in source, equation
+
+
+@pytest.mark.parametrize("name", ["sharp-edges", "kl", "algorithm", "variants"])
+def test_every_test_that_is_named_exists(name):
+    text = Path(f"docs/{name}.md").read_text()
+    tests = "".join(path.read_text() for path in Path("tests").rglob("test_*.py"))
+    for named in re.findall(r"`(test_\w+)`", text):
+        assert f"def {named}(" in tests, named
+    for file in re.findall(r"`(tests/\w+\.py)`", text):
+        assert Path(file).exists(), file
+
+
+def test_the_sharp_edges_that_matter_most_are_all_there():
+    named = {row[0] for row in table("sharp-edges")}
+    must = "E4-1 E2-1 E2-2 E2-3 E2-6 E1-1 E1-3 E1-5 E0-2 E3-3 E3-4 G-2"
+    assert set(must.split()) <= named
+
+
+@pytest.mark.parametrize("path", DOCS, ids=str)
+def test_every_link_leads_somewhere(path):
+    for link in re.findall(r"\]\((?!http|#)([^)#]+)\)", path.read_text()):
+        assert (path.parent / link).exists(), link
+
+
+def test_the_table_of_variants_is_the_folder_of_recipes():
+    linked = re.findall(r"recipes/variants/(\w+)\.toml", Path("docs/variants.md").read_text())
+    assert sorted(set(linked)) == sorted(path.stem for path in Path("recipes/variants").glob("*.toml"))
