@@ -69,7 +69,7 @@ def test_dgpo_by_hand():
     second = [weights[1] * a / 1.5 for a in (-2, -1, 0, 3)]
     measured = advantages("dgpo", rewards)
     same(measured, [first, second, [0.0] * 4])
-    same((measured.abs().sum(-1) / torch.tensor([*weights, 1.0])), [4.0, 4.0, 0.0])
+    same(measured.abs().sum(-1) / torch.tensor([*weights, 1.0], dtype=F64), [4.0, 4.0, 0.0])
 
 
 def test_lead_by_hand():

@@ -56,7 +56,12 @@ def rollouts():
     old, reference = moved(now, 1), moved(now, 2)
     sampler = Native(temperature=1.0, max_tokens=TOKENS)
     sampler.sync(old)
-    groups = sampler.generate(CountDigits().sample(0, 2), 4, seed="0/0")
+    groups = [
+        replace(g, completions=tuple(map(cut, g.completions, lengths)))
+        for g, lengths in zip(
+            sampler.generate(CountDigits().sample(0, 2), 4, seed="0/0"), ([12, 7, 1, 9], [3, 12, 5, 8]), strict=True
+        )
+    ]
     batch = collate(groups, now.device)
     with torch.no_grad():
         batch = replace(
@@ -65,8 +70,11 @@ def rollouts():
             ref_logprobs=reference.score(batch).logprobs,
             advantages=torch.tensor([1.2, -0.7, 0.1, -0.6, -1.0, 1.0, 1.0, -1.0], dtype=torch.float64),
         )
-    assert not bool(batch.mask.all()), "completions must differ in length"
     return now, batch
+
+
+def cut(completion, length):
+    return replace(completion, token_ids=completion.token_ids[:length], logprobs=completion.logprobs[:length])
 
 
 def trl_inputs(batch):
@@ -92,6 +100,8 @@ def test_loss_and_gradients_are_those_of_trl(case, kl_coef, rollouts, tmp_path):
     theirs, ours = CASES[case]
     policy, batch = rollouts
     model = copy.deepcopy(policy.model)
+    model.save_pretrained(tmp_path)  # TRL loads its reference from where the model came from
+    model.config._name_or_path = str(tmp_path)
     trainer = GRPOTrainer(
         model=model,
         reward_funcs=lambda completions, **_: [0.0] * len(completions),
@@ -107,7 +117,7 @@ def test_loss_and_gradients_are_those_of_trl(case, kl_coef, rollouts, tmp_path):
             beta=kl_coef,
             temperature=1.0,
             gradient_checkpointing=False,
-            **theirs,
+            **{"use_bias_correction_kl": False, **theirs},
         ),
         train_dataset=datasets.Dataset.from_list([{"prompt": "1+1?"}] * 8),
         processing_class=character_tokenizer(),

@@ -319,9 +319,9 @@ def test_staleness_of_one_keeps_nothing():
 
 def test_joined_batches_score_as_they_did_alone():
     policy = make_policy(dtype=F64)
-    one, two = rollouts(policy, size=3, n=2, max_tokens=5), rollouts(policy, size=2, n=3, max_tokens=20)
+    one, two = rollouts(policy, n=2), rollouts(policy, n=3)
     joined = policy.score(concat([one, two]))
-    for part, rows in ((one, slice(0, 6)), (two, slice(6, 12))):
+    for part, rows in ((one, slice(0, 12)), (two, slice(12, 30))):
         alone = policy.score(part).logprobs
         torch.testing.assert_close(joined.logprobs[rows, : alone.shape[1]], alone, rtol=0, atol=1e-12)
         assert joined.logprobs[rows, alone.shape[1] :].abs().sum() == 0.0
@@ -342,7 +342,7 @@ class Coin:
         return [Prompt(f"{step}/{i}", "1+1?", columns={"dead": self.dead(step, i)}) for i in range(n)]
 
     def reward(self, prompt, completion):
-        return Reward(0.1 + 0.2 if prompt.columns["dead"] else float(len(completion.token_ids)))
+        return Reward(0.1 + 0.2 if prompt.columns["dead"] else float(sum(completion.token_ids)))
 
 
 def run_rollout(task, **settings):
@@ -577,7 +577,7 @@ def test_every_step_reports_what_the_design_promises():
     [
         ({"group_size": 1}, "at least 2"),
         ({"minibatches": 3}, "must divide"),
-        ({"objective": "naive", "epochs": 2}, "epochs = 1"),
+        ({"objective": "naive", "epochs": 2}, "epochs, minibatches"),
         ({"objective": "naive", "max_staleness": 2}, "max_staleness"),
         ({"kl": "k3_weighted"}, 'kl_in = "loss"'),
         ({"kl_target": 0.1}, "kl_coef"),

@@ -20,7 +20,7 @@ def test_no_source_file_outgrows_its_cap(path):
 def test_the_loop_in_the_readme_is_the_loop_in_the_source():
     source = Path("src/pellucid/grpo.py").read_text()
     start = source.index("    sampler.sync(policy)\n    for step in range")
-    loop = source[start : source.index("\n\n\ndef update")]
+    loop = source[start : source.index("\n\n\ndef rollout")]
     shown = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
     dedented = "\n".join(line.removeprefix("    ") for line in loop.splitlines()) + "\n"
     assert dedented in shown
