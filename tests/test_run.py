@@ -138,6 +138,37 @@ def test_a_run_is_a_folder_with_all_that_the_design_promises(recipe, tmp_path, c
     assert {p.dtype for p in plain.parameters()} == {torch.float32}
 
 
+# Everything that a step leaves to the next: replayed rollouts, a moving reference, an adapted coefficient.
+STATEFUL = [
+    *("--algorithm.max_staleness", "3", "--algorithm.max_rounds", "2", "--algorithm.entropy_share", "0.5"),
+    *("--algorithm.kl", "k2", "--algorithm.kl_in", "loss", "--algorithm.kl_target", "0.001"),
+    *("--algorithm.reference_every", "2", "--algorithm.reference_decay", "0.5"),
+]
+
+
+def test_what_a_step_leaves_to_the_next_is_in_the_checkpoint(recipe, tmp_path, monkeypatch):
+    whole, killed = tmp_path / "whole", tmp_path / "killed"
+    settings = ["--checkpoint.every", 1, "--evaluate.every", 3, *STATEFUL]
+    assert train(recipe, "--run", whole, *settings) == 0
+    steps = records(whole / "metrics.jsonl")
+    assert len({step["kl_coef"] for step in steps}) > 3
+    assert steps[3]["kl"] > 0
+
+    update, calls = run.grpo.update, []
+
+    def dying(*arguments):
+        calls.append(arguments)
+        if len(calls) == 5:
+            raise KeyboardInterrupt
+        return update(*arguments)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(run.grpo, "update", dying)
+        assert train(recipe, "--run", killed, *settings) == 130
+    assert train("--resume", killed) == 0
+    same_run(whole, killed)
+
+
 @pytest.mark.parametrize("dies_in_step", [1, 3, 6])
 def test_a_run_killed_anywhere_resumes_to_the_same_bits(recipe, tmp_path, monkeypatch, dies_in_step):
     whole, killed = tmp_path / "whole", tmp_path / "killed"
@@ -207,10 +238,16 @@ def test_a_run_killed_by_the_system_resumes(recipe, tmp_path):
     same_run(whole, killed)
 
 
-def test_two_processes_take_the_same_steps_as_one(recipe, tmp_path):
+ACROSS_GROUPS = ["--algorithm.advantage", "difficulty", "--algorithm.max_staleness", "2", "--algorithm.max_rounds", "2"]
+
+
+@pytest.mark.parametrize(
+    "settings", [[], [*ACROSS_GROUPS, "--algorithm.entropy_share", "0.5"]], ids=["plain", "across"]
+)
+def test_two_processes_take_the_same_steps_as_one(recipe, tmp_path, settings):
     one, two = tmp_path / "one", tmp_path / "two"
     # A gentle rate: Adam turns the rounding of a gradient near 0 into a whole step of either sign.
-    steps = ["--algorithm.steps", "3", "--evaluate.every", "3", "--optimizer.lr", "1e-3"]
+    steps = ["--algorithm.steps", "3", "--evaluate.every", "3", "--optimizer.lr", "1e-3", *settings]
     assert train(recipe, "--run", one, *steps) == 0
     launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
     finished = subprocess.run(
@@ -282,6 +319,19 @@ def test_an_evaluated_run_repeats_its_last_evaluation(recipe, tmp_path, capsys):
     for name in ("greedy", "mean@k", "pass@k"):
         assert f"{last[name]['value']:.3f}" in table
     assert "mean@2" in table
+
+
+def test_an_adapter_is_held_by_the_exact_kl_to_its_base(recipe, tmp_path):
+    run_dir = tmp_path / "run"
+    lora = ["--policy.lora", 2, "--algorithm.steps", 2, "--algorithm.kl", "exact", "--algorithm.kl_in", "loss"]
+    assert train(recipe, "--run", run_dir, *lora) == 0
+    first, second = records(run_dir / "metrics.jsonl")
+    assert 0 < first["kl"] < second["kl"]
+
+
+def test_the_base_of_an_adapter_cannot_follow_it(recipe, tmp_path, capsys):
+    assert train(recipe, "--run", tmp_path / "run", "--policy.lora", 2, "--algorithm.reference_every", 1) == 2
+    assert "its base, which stays" in capsys.readouterr().err
 
 
 def test_lora_trains_through_the_same_recipe(recipe, tmp_path):

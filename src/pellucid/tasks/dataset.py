@@ -110,6 +110,7 @@ class Dataset:
         return Reward(
             sum(weights[name] * value for name, value in parts.items()),
             parts,
+            weights,
             correct=None if decided is None else decided >= 1.0,
         )
 
