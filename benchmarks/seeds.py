@@ -38,7 +38,7 @@ def table(runs: dict[int, Path]) -> str:
     ]
     for seed, run in runs.items():
         first, *_, last = records(run / "evals.jsonl")
-        rows[0] = rows[0].replace("@8", f"@{last['k']}")
+        rows[0] = rows[0].replace("@k", f"@{last['k']}")
         cells = [cell(e[name]) for name in ("greedy", "mean@k") for e in (first, last)]
         rows.append(f"| {seed} | {' | '.join(cells)} |")
     return "\n".join(rows)
