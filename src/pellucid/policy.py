@@ -19,6 +19,9 @@ from pellucid.scorer import Scorer, check_head, head_of
 from pellucid.types import Prompt, UserError
 
 
+BASE_STAYS = "algorithm.reference_every: the reference of a LoRA policy is its base, which stays as it is: set 0"
+
+
 class Policy:
     """Master weights in fp32 (`model`), computed with in `dtype`; `module` is what a runtime may wrap."""
 
@@ -130,7 +133,7 @@ class AdapterOff:
             return self.policy.score(batch)
 
     def follow(self, weights: Mapping[str, Tensor], decay: float) -> None:
-        raise NotImplementedError("run.py refuses algorithm.reference_every with an adapter")
+        raise UserError(BASE_STAYS)
 
     def hidden(self, batch: Batch) -> tuple[Tensor, Head]:
         with self.policy.adapter.disable_adapter():

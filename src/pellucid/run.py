@@ -152,7 +152,7 @@ def isolated(task: Task) -> Task:
 def load_reference(cfg: Config, learner: Policy) -> Policy | AdapterOff:
     if cfg.policy.lora:
         if cfg.algorithm.reference_every:
-            raise UserError("algorithm.reference_every: the reference of a LoRA policy is its base, which stays: set 0")
+            raise UserError(policy.BASE_STAYS)
         return AdapterOff(learner)
     device = learner.device if cfg.policy.reference == "auto" else hardware.pick_device(cfg.policy.reference)
     return policy.load_frozen(cfg.policy.model, device, learner.dtype, cfg.sampler.temperature)
