@@ -359,6 +359,15 @@ def test_dead_groups_are_refilled_from_other_prompts_to_a_constant_batch():
     assert drawn == {"groups/drawn": 8.0, "groups/drawn_dead": 0.5}
 
 
+def test_a_round_draws_no_more_than_it_should_need():
+    cfg = GRPOConfig(prompts_per_step=16)
+    assert grpo.prompts_wanted(0, 0, 2, cfg) == 16
+    assert grpo.prompts_wanted(14, 2, 1, cfg) == 3  # two are missing, seven of eight are live
+    assert grpo.prompts_wanted(14, 2, 2, cfg) == 4  # whole shares
+    assert grpo.prompts_wanted(0, 16, 2, cfg) == 16
+    assert grpo.prompts_wanted(8, 8, 2, cfg) == 16
+
+
 def test_the_tries_are_bounded_and_the_batch_is_full_all_the_same():
     groups, drawn = run_rollout(Coin(lambda step, i: i > 0), max_rounds=2, steps=10)
     assert [g.prompt.id for g in groups] == ["3/0", "13/0", "3/1", "3/2"]

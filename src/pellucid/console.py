@@ -65,6 +65,7 @@ def plain_cells(metrics: Mapping[str, float], groups: int) -> list[str]:
         "reward/mean": "reward {:6.3f}",
         "groups/dead_all_right": f"dead {{:{width}.0f}}/{groups} right",
         "groups/dead_all_wrong": f"{{:{width}.0f}}/{groups} wrong",
+        "groups/drawn": "drawn {:3.0f}",
         "completion/length_mean": "len {:6.1f}",
         "completion/finished": "fin {:.2f}",
         "sampler/gap_mean": "gap {:.4f}",
@@ -146,6 +147,8 @@ class Console:
         if "groups/dead_all_right" in metrics:
             dead = metrics["groups/dead_all_right"], metrics.get("groups/dead_all_wrong", 0.0)
             yield "dead groups", f"{sum(dead):.0%}", f"{dead[0]:.0%} all right, {dead[1]:.0%} all wrong"
+        if "groups/drawn" in metrics:
+            yield "groups drawn", f"{metrics['groups/drawn']:.0f}", f"{metrics['groups/drawn_dead']:.0%} of them dead"
         if "completion/length_mean" in metrics:
             finished = f"tokens a completion, {metrics.get('completion/finished', math.nan):.0%} finished"
             yield "length", f"{metrics['completion/length_mean']:.1f}", finished

@@ -14,6 +14,7 @@ tensor speaks of response tokens: x[b, t] is about token t of response b. Reward
 
 from __future__ import annotations
 
+import math
 import time
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
@@ -136,12 +137,14 @@ def rollout(
 
     With cfg.max_rounds > 1 (dynamic sampling, DAPO, arXiv 2503.14476, section 3.2) groups whose task rewards are all
     equal make room for others: round r draws from the prompts of step + r * steps. When the rounds are used up, dead
-    groups fill the batch.
+    groups fill the batch up.
     """
     live: list[Group] = []
     spare: list[Group] = []
+    processes = len(runtime.gather([step]))
     for number in range(cfg.max_rounds):
         prompts = task.sample(step + number * cfg.steps, cfg.prompts_per_step)
+        prompts = prompts[: prompts_wanted(len(live), len(spare), processes, cfg)]
         seed = f"{cfg.seed}/{step}/{number}" if number else f"{cfg.seed}/{step}"
         groups = sampler.generate(runtime.shard(prompts), cfg.group_size, seed)
         clock.lap("generate")
@@ -155,6 +158,13 @@ def rollout(
             break
     drawn = {"groups/drawn": float(len(live) + len(spare)), "groups/drawn_dead": len(spare) / len(live + spare)}
     return runtime.shard((live + spare)[: cfg.prompts_per_step]), drawn
+
+
+def prompts_wanted(live: int, spare: int, processes: int, cfg: GRPOConfig) -> int:
+    """As many as should bring the live groups that are missing, by the share seen so far; the same for each process."""
+    missing = cfg.prompts_per_step - live
+    expected = math.ceil(missing * (live + spare) / max(live, 1)) if live + spare else missing
+    return min(cfg.prompts_per_step, math.ceil(expected / processes) * processes)
 
 
 def compare(grades: Grades, batch: Batch, policy: Policy, runtime: Runtime, cfg: GRPOConfig) -> Tensor:

@@ -61,7 +61,10 @@ def advice(dead: float, right: float) -> str:
     if dead < 0.5:
         return "That is enough contrast to learn from."
     easier_or_harder = "easier prompts or a better-prompted start" if right < 0.5 else "harder prompts"
-    return f"Most sampling will teach nothing: use a larger algorithm.group_size, or {easier_or_harder}."
+    return (
+        "Most sampling will teach nothing: use a larger algorithm.group_size, algorithm.max_rounds to draw dead groups"
+        f" anew, or {easier_or_harder}."
+    )
 
 
 def memory_parts(cfg: Config, policy: Policy, reference: grpo.Reference | None, world: int) -> dict[str, float]:
