@@ -18,7 +18,6 @@ from pellucid.logprobs import Head
 from pellucid.scorer import Scorer, check_head, head_of
 from pellucid.types import Prompt, UserError
 
-
 BASE_STAYS = "algorithm.reference_every: the reference of a LoRA policy is its base, which stays as it is: set 0"
 
 

@@ -233,7 +233,8 @@ def save(run_dir: Path, cfg: Config, parts: Parts) -> None:
         {"reference": reference.weights()} if cfg.algorithm.reference_every and isinstance(reference, Policy) else {}
     )
     tensors = {"policy": parts.policy.trainable(), **moments, **moving, **replay}
-    facts = {"updates": runtime.updates, "random": generators, "kl_coef": state.kl_coef, "replay": replay_facts}
+    facts = {"updates": runtime.updates, "random": generators, "replay": replay_facts}
+    facts |= {"kl_coef": state.kl_coef} if cfg.algorithm.kl_target else {}
     checkpoint.save(run_dir, state.step, tensors, facts, cfg.checkpoint.keep_last)
 
 
@@ -252,7 +253,7 @@ def restore(run_dir: Path, parts: Parts) -> None:
     moments = {name.removeprefix(OPTIMIZER): value for name, value in tensors.items() if name.startswith(OPTIMIZER)}
     runtime.load_optimizer_state(moments, facts["updates"])
     checkpoint.restore_random_state(facts["random"][runtime.rank])
-    state.step, state.kl_coef = facts["step"], facts["kl_coef"]
+    state.step, state.kl_coef = facts["step"], facts.get("kl_coef", state.kl_coef)
     state.experiences = checkpoint.unpack_replay(tensors, facts["replay"], runtime.rank)
     if runtime.main:
         loggers.truncate(run_dir, state.step)
