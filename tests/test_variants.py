@@ -24,7 +24,7 @@ class TwoTerms(CountDigits):
         digits = super().reward(prompt, completion)
         brevity = 1 - len(completion.token_ids) / 24
         parts = {"digits": digits.value, "brevity": brevity}
-        return Reward(digits.value + 0.1 * brevity, parts, {"brevity": 0.1}, correct=digits.correct)
+        return Reward(digits.value + 0.1 * brevity, parts, digits.correct, weights={"brevity": 0.1})
 
 
 def run(cfg):

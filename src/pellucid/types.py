@@ -55,11 +55,11 @@ class Reward:
     """NaN where the reward could not be computed; `error` then says why."""
     parts: Mapping[str, float] = field(default_factory=dict)
     """The terms of a composite reward, before their weights."""
-    weights: Mapping[str, float] = field(default_factory=dict)
-    """Of the terms; 1 where none is named."""
     correct: bool | None = None
     """Whether the answer counts as right in evaluation; where None, value >= 1 does."""
     error: str = ""
+    weights: Mapping[str, float] = field(default_factory=dict)
+    """Of the terms; 1 where none is named."""
 
     @property
     def is_correct(self) -> bool:

@@ -110,8 +110,8 @@ class Dataset:
         return Reward(
             sum(weights[name] * value for name, value in parts.items()),
             parts,
-            weights,
             correct=None if decided is None else decided >= 1.0,
+            weights=weights,
         )
 
     def solution(self, prompt: Prompt) -> str:
