@@ -10,6 +10,7 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from statistics import mean
 
 from pellucid.report import accuracy_svg
 
@@ -33,13 +34,17 @@ def main() -> None:
 
 def table(runs: dict[int, Path]) -> str:
     rows = [
-        "| seed | greedy before | greedy after | mean@k before | mean@k after |",
-        "|---|---|---|---|---|",
+        "| seed | greedy before | greedy after | mean@k before | mean@k after | steps | minutes | dead groups |",
+        "|---|---|---|---|---|---|---|---|",
     ]
     for seed, run in runs.items():
         first, *_, last = records(run / "evals.jsonl")
         rows[0] = rows[0].replace("@k", f"@{last['k']}")
         cells = [cell(e[name]) for name in ("greedy", "mean@k") for e in (first, last)]
+        steps = records(run / "metrics.jsonl")
+        minutes = sum(s["time/step"] for s in steps) / 60
+        dead = mean(s["groups/dead_all_right"] + s["groups/dead_all_wrong"] for s in steps)
+        cells += [str(len(steps)), f"{minutes:.1f}", f"{dead:.0%}"]
         rows.append(f"| {seed} | {' | '.join(cells)} |")
     return "\n".join(rows)
 

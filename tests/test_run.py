@@ -205,6 +205,17 @@ def test_the_global_generators_go_on_where_they_were(recipe, tmp_path):
     same_run(whole, halves)
 
 
+def test_the_minutes_of_a_run_are_those_of_its_steps_before_and_after_a_resume(recipe, tmp_path, monkeypatch):
+    run_dir = tmp_path / "run"
+    monkeypatch.setattr(run.grpo.Clock, "times", lambda clock: {"time/step": 30.0})
+    assert train(recipe, "--run", run_dir, "--algorithm.minutes", 1) == 0
+    assert [record["step"] for record in records(run_dir / "metrics.jsonl")] == [1, 2]
+    assert [record["step"] for record in records(run_dir / "evals.jsonl")] == [0, 2]
+    assert (run_dir / "model").is_dir()
+    assert train("--resume", run_dir, "--algorithm.minutes", 2) == 0
+    assert records(run_dir / "metrics.jsonl")[-1]["step"] == 4
+
+
 def test_a_request_to_stop_saves_and_says_how_to_go_on(recipe, tmp_path, monkeypatch, capsys):
     whole, stopped = tmp_path / "whole", tmp_path / "stopped"
     assert train(recipe, "--run", whole) == 0

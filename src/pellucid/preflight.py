@@ -29,7 +29,9 @@ def show_numbers(cfg: Config, policy: Policy, reference: grpo.Reference | None, 
         "computes": f"in {cfg.policy.dtype} on {policy.device}, {world} process{'es' if world > 1 else ''}",
         "a step": f"{a.prompts_per_step} prompts x {a.group_size} completions = {completions}, up to"
         f" {cfg.sampler.max_tokens} tokens each, {a.inner_steps} optimizer step{'s' if a.inner_steps > 1 else ''}",
-        "the run": f"{a.steps} steps = {a.steps * completions} completions, seed {a.seed}",
+        "the run": f"{a.steps} steps = {a.steps * completions} completions"
+        + (f", or {a.minutes:g} minutes" if a.minutes else "")
+        + f", seed {a.seed}",
         "memory": f"about {expected:.1f} GB expected"
         + (f" of {memory_gb():.0f} GB: lower algorithm.micro_batch" if expected > memory_gb() else ""),
     }.items():

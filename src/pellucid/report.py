@@ -106,7 +106,7 @@ def accuracy_sentence(first: Record, last: Record) -> str:
 
 def facts(config: Record, metrics: Sequence[Record]) -> str:
     """Steps, time, tokens, and what went wrong."""
-    planned = at(config, "algorithm.steps")
+    planned = None if at(config, "algorithm.minutes") else at(config, "algorithm.steps")
     steps = metrics[-1]["step"] if metrics else 0
     failed, skipped = (int(total(metrics, name)) for name in ("reward/failed", "skipped"))
     rows = {

@@ -46,6 +46,8 @@ class Parts:
     reference: Policy | AdapterOff | None
     runtime: Runtime
     state: grpo.State
+    seconds: float = 0.0
+    """Spent in finished steps, by the clock of this process."""
 
 
 def train(cfg: Config, run_dir: Path, resume: bool = False) -> int:
@@ -78,15 +80,16 @@ def follow(cfg: Config, run_dir: Path, parts: Parts, log: Logger, requests: Sequ
         parts.task, parts.sampler, parts.policy, parts.runtime, cfg.algorithm, parts.reference, parts.state
     )
     for step, metrics, groups in steps:
-        last = step == cfg.algorithm.steps
+        parts.seconds += metrics["time/step"]
+        last = step == cfg.algorithm.steps or parts.runtime.any(0 < cfg.algorithm.minutes * 60 <= parts.seconds)
         log.log(step, {**describe(groups), **metrics, "memory/peak_gb": parts.runtime.peak_gb()}, groups)
         if cfg.evaluate.every and (last or step % cfg.evaluate.every == 0):
             log.log_evaluation(step, evaluate_policy(cfg, parts)[0])
         stop = parts.runtime.any(bool(requests))
         if stop or last or (cfg.checkpoint.every and step % cfg.checkpoint.every == 0):
             save(run_dir, cfg, parts)
-        if stop and not last:
-            return step
+        if last or stop:
+            return 0 if last else step
     return 0
 
 
@@ -233,7 +236,7 @@ def save(run_dir: Path, cfg: Config, parts: Parts) -> None:
         {"reference": reference.weights()} if cfg.algorithm.reference_every and isinstance(reference, Policy) else {}
     )
     tensors = {"policy": parts.policy.trainable(), **moments, **moving, **replay}
-    facts = {"updates": runtime.updates, "random": generators, "replay": replay_facts}
+    facts = {"updates": runtime.updates, "seconds": parts.seconds, "random": generators, "replay": replay_facts}
     facts |= {"kl_coef": state.kl_coef} if cfg.algorithm.kl_target else {}
     checkpoint.save(run_dir, state.step, tensors, facts, cfg.checkpoint.keep_last)
 
@@ -253,6 +256,7 @@ def restore(run_dir: Path, parts: Parts) -> None:
     moments = {name.removeprefix(OPTIMIZER): value for name, value in tensors.items() if name.startswith(OPTIMIZER)}
     runtime.load_optimizer_state(moments, facts["updates"])
     checkpoint.restore_random_state(facts["random"][runtime.rank])
+    parts.seconds = facts["seconds"]
     state.step, state.kl_coef = facts["step"], facts.get("kl_coef", state.kl_coef)
     state.experiences = checkpoint.unpack_replay(tensors, facts["replay"], runtime.rank)
     if runtime.main:

@@ -26,6 +26,7 @@ Objective = Literal["clipped", "unclipped", "naive", "dynamic", "gspo", "gspo_to
 KLEstimator = Literal["k1", "k2", "k3", "k3_weighted", "exact"]
 
 NOT_NEGATIVE = (
+    "minutes",
     "micro_batch",
     "constant_length",
     "kl_coef",
@@ -48,6 +49,8 @@ class GRPOConfig:
 
     steps: int = 30
     """Generate-update cycles."""
+    minutes: float = 0.0
+    """Training ends with the step that uses these up, evaluations not counted; 0 leaves it to `steps`."""
     prompts_per_step: int = 4
     """P: prompts drawn each step, over all processes."""
     group_size: int = 8
