@@ -136,6 +136,8 @@ class CountDigits:
 class OneProcessRuntime:
     """A runtime double: plain SGD, one process."""
 
+    world = 1
+
     def __init__(self, policy: Policy | None = None, lr: float = 0.0) -> None:
         self.policy, self.lr, self.gradients = policy, lr, {}
 

@@ -8,11 +8,13 @@ from functools import cache
 
 import torch
 
+from conftest import OneProcessRuntime
 from pellucid import grpo
 from pellucid.advantages import ADVANTAGES, Grades
 from pellucid.batch import Batch
 from pellucid.grpo import Scores, loss_terms
 from pellucid.objectives import AGGREGATES
+from pellucid.types import Completion, Group, Prompt, Reward
 
 F64 = torch.float64
 STOP, WORDS, LENGTH = 2, 3, 2
@@ -102,6 +104,15 @@ def batch_of(mask, **tensors):
     )
 
 
+def records(members, rewards):
+    """The groups as a sampler and a task would hand them over."""
+    completions = [Completion(ids, (0.0,) * len(ids), "", True) for ids in SEQUENCES]
+    return [
+        Group(Prompt("p", ""), (0,), tuple(completions[n] for n in group), tuple(Reward(rewards[n]) for n in group))
+        for group in members.tolist()
+    ]
+
+
 def expected_gradient(theta, cfg, rewards, ref=None, old=None):
     """E over every group that `old` (None: theta itself) draws of the gradient of the package's loss."""
     old = theta if old is None else old
@@ -120,12 +131,10 @@ def expected_gradient(theta, cfg, rewards, ref=None, old=None):
         scores = scores._replace(kl=rows(exact_kl(theta, ref.detach()))) if cfg.kl == "exact" else scores
     advantages = advantages_of(without_kl(cfg), tuple(rewards))
     if cfg.kl_coef and cfg.kl_in != "loss":
-        detached = Scores(*(None if x is None else x.detach() for x in scores))
-        kl = grpo.estimated_kl(detached, batch.ref_logprobs, rows(old_logprobs), cfg)
-        if cfg.kl_in == "raw_reward":
-            charged = grpo.kl.in_raw_reward(torch.tensor(rewards, dtype=F64)[members], kl, mask, cfg)
-            advantages = ADVANTAGES[cfg.advantage](grades(charged), cfg)
-        advantages = advantages - grpo.kl.penalty(kl, mask, cfg)
+        # As the package measures it: under the policy that drew the rollouts.
+        sampled = Scores(rows(old_logprobs), scores.entropy, None if scores.kl is None else scores.kl.detach())
+        charged = replace(batch, kl=grpo.estimated_kl(sampled, batch.ref_logprobs, rows(old_logprobs), cfg))
+        advantages = grpo.compare(records(members, rewards), charged, None, OneProcessRuntime(), cfg)
     weights = weights_of(without_kl(cfg)) * chance[:, None, None]
     batch = replace(batch, advantages=advantages.flatten(), weights=weights.flatten(0, 1))
     loss, _ = loss_terms(scores, batch, cfg)

@@ -33,12 +33,8 @@ def test_the_settings_name_them_all():
     assert set(get_args(Advantage)) == ADVANTAGES.keys()
 
 
-ROOT3, SIGMA, S, W = (
-    math.sqrt(3),
-    math.sqrt(3.5),
-    math.sqrt(10.5),
-    math.sqrt(167),
-)  # population stds: sqrt(3) / 4 and sqrt((4 + 1 + 0 + 9) / 4)
+# Population stds are sqrt(3) / 4 and sqrt((4 + 1 + 0 + 9) / 4); S is sqrt(9 (3.5 4 / 3) / 4); W / 8 is the std of all.
+ROOT3, SIGMA, S, W = (math.sqrt(x) for x in (3, 3.5, 10.5, 167))
 TWO_GROUPS = [[1.0, 0.0, 0.0, 0.0], [0.0, 1.0, 2.0, 5.0]]
 HAND = {
     "grpo": [[ROOT3, -1 / ROOT3, -1 / ROOT3, -1 / ROOT3], [-2 / SIGMA, -1 / SIGMA, 0, 3 / SIGMA]],
@@ -86,6 +82,8 @@ def test_gdpo_keeps_apart_what_a_sum_would_mix():
     measured = advantages("gdpo", [[10.0, -10.0, 11.0, -9.0]], parts=parts, weights=[[1.0, 0.5]])
     raw = torch.tensor([[-1 + 0.5, -1 - 0.5, 1 + 0.5, 1 - 0.5]], dtype=F64)
     same(measured, raw / math.sqrt(1.25))
+    cancelling = [[[0.1, 0.3], [0.3, 0.1], [0.7, -0.3]], [[0.0, 1.0], [0.5, 0.5], [1.0, 0.0]]]
+    assert advantages("gdpo", [[0.4, 0.4, 0.4], [1.0, 1.0, 1.0]], parts=cancelling).abs().max() == 0.0
     dead_part = advantages("gdpo", [[0.0, 1.0]], parts=[[[0.0, 3.0], [1.0, 3.0]]])
     same(dead_part, [[-1.0, 1.0]])
 
@@ -149,12 +147,18 @@ def test_length_groups_by_hand():
     same(advantages("length_grouped", rewards, cfg, lengths=[[3, 4, 5, 6, 20, 21, 22, 23]]), expected)
 
 
-def test_the_literal_form_deletes_all_credit_for_length():
-    """Short answers are right and long ones wrong: nothing is learned from it (E3-4). The shrunk form still sees it."""
-    rewards, lengths = [[1.0] * 4 + [0.0] * 4], [[2] * 4 + [90] * 4]
+def test_within_literal_length_groups_the_shortest_may_be_the_only_right_ones_for_nothing():
+    """Lengths of mean 46 and std 31: cells of 2, 4 and 2. The shrunk form still sees who was right."""
+    rewards, lengths = [[1.0, 1.0, 0.5, 0.5, 0.5, 0.5, 0.0, 0.0]], [[2, 2, 46, 46, 46, 46, 90, 90]]
     assert advantages("length_grouped_literal", rewards, lengths=lengths).abs().max() == 0.0
     shrunk = advantages("length_grouped", rewards, GRPOConfig(length_buckets=2), lengths=lengths)
     assert float(shrunk[0, 0]) > 0.5 > -0.5 > float(shrunk[0, 7])
+
+
+def test_at_just_a_std_from_the_mean_a_length_is_medium():
+    """Four of 2 and four of 90 tokens: mean 46, std 44."""
+    rewards, lengths = [[1.0] * 4 + [0.0] * 4], [[2] * 4 + [90] * 4]
+    same(advantages("length_grouped_literal", rewards, lengths=lengths), [[1.0] * 4 + [-1.0] * 4])
 
 
 def test_the_literal_form_by_hand():

@@ -71,7 +71,8 @@ BY_HAND = {
     "dgpo": lambda right, k, n: n / (2 * k) if right else -n / (2 * (n - k)),
     "lead": lambda right, k, n: BY_HAND["grpo"](right, k, n) * lead_weight(k / n if right else 1 - k / n),
 }
-BY_HAND |= dict.fromkeys(["batch", "difficulty", "gdpo", "length_grouped"], BY_HAND["grpo"])  # one group, one bucket
+# One group, one bucket.
+BY_HAND |= dict.fromkeys(["batch", "difficulty", "gdpo", "length_grouped", "length_grouped_literal"], BY_HAND["grpo"])
 
 
 def lead_weight(p):
@@ -98,17 +99,19 @@ def reinforce(theta, advantage, aggregate, size):
     total = torch.zeros(theta.numel(), dtype=F64)
     p = chances(theta.detach())
     for members in groups(size).tolist():
-        k = sum(BINARY[n] for n in members)
         tokens = sum(int(LENGTHS[n]) for n in members)
         chance = float(p[members].prod())
         for n in members:
+            # The literal length groups: of three, one and two tokens long, no two lengths share a bucket.
+            alike = [m for m in members if advantage != "length_grouped_literal" or LENGTHS[m] == LENGTHS[n]]
+            k = sum(BINARY[m] for m in alike)
             weight = {"token": 1 / tokens, "sequence": 1 / (size * int(LENGTHS[n])), "constant": 1 / (size * LENGTH)}
-            total += chance * weight[aggregate] * by_hand(advantage, BINARY[n], k, size) * scores[n]
+            total += chance * weight[aggregate] * by_hand(advantage, BINARY[n], k, len(alike)) * scores[n]
     return total.view_as(theta)
 
 
 @pytest.mark.parametrize("aggregate", AGGREGATES)
-@pytest.mark.parametrize("advantage", sorted(ADVANTAGES.keys() - {"length_grouped_literal"}))
+@pytest.mark.parametrize("advantage", ADVANTAGES)
 def test_the_first_inner_step_of_every_combination_is_reinforce(advantage, aggregate):
     """Nine objectives differ in nothing while the ratio is 1."""
     theta, _ = thetas()
@@ -142,13 +145,29 @@ def test_dividing_by_the_std_bends_the_objective():
     torch.testing.assert_close(closed_form(p, 800) * slope, arcsine, rtol=5e-3, atol=0)
 
 
-def test_maxrl_climbs_log_likelihood_as_groups_grow():
-    """E[A | right] - E[A | wrong] = (1 - (1 - p)^G) / p - ...: for G -> infinity 1 / p, the slope of log p."""
-    size, p = 400, 0.1
-    others = [comb(size - 1, k) * p**k * (1 - p) ** (size - 1 - k) for k in range(size)]
-    right = sum(c * by_hand("maxrl", 1, k + 1, size) for k, c in enumerate(others))
-    wrong = sum(c * by_hand("maxrl", 0, k, size) for k, c in enumerate(others))
-    assert right - wrong == pytest.approx(1 / p, rel=0.03)
+@pytest.mark.parametrize("size", [2, 3, 4])
+def test_maxrl_climbs_a_truncated_log_likelihood(size):
+    """With right answers the mean of their scores is E[score | right] = grad p / p, in 1 - (1 - p)^G of all groups; the
+    baseline takes off the scores of those groups, which are minus those of the others, (1 - p)^G E[score | wrong]. As G
+    grows the slope becomes 1 / p, that of log p.
+    """
+    theta, _ = thetas()
+    p = accuracy(theta, BINARY).item()
+    slope = (1 - (1 - p) ** size) / p - (1 - p) ** (size - 1)
+    cfg = GRPOConfig(advantage="maxrl", group_size=size, **PER_ROW)
+    close(-expected_gradient(theta, cfg, BINARY), slope * gradient(accuracy(theta, BINARY), theta))
+
+
+def test_the_literal_length_groups_delete_all_credit_for_length():
+    """Every answer of one token right and every other wrong: there is everything to learn, and no gradient (E3-4)."""
+    theta, _ = thetas()
+    brevity = [float(length == 1) for length in LENGTHS]
+    literal, shrunk, plain = (
+        expected_gradient(theta, GRPOConfig(advantage=name, group_size=3, length_buckets=2, **PER_ROW), brevity)
+        for name in ("length_grouped_literal", "length_grouped", "grpo")
+    )
+    assert literal.abs().max() == 0.0
+    close(shrunk, plain)  # three completions fill no cell
 
 
 # ---------------------------------------------------------------- KL: each placement has its gradient
@@ -175,18 +194,31 @@ def forward_kl(theta, ref):
     return (other.exp() * (other - mine)).sum(-1).masked_fill(~MASK, 0.0)
 
 
-@pytest.mark.parametrize("kl", ["k1", "exact"])
 @pytest.mark.parametrize(("advantage", "kl_in"), [("rloo", "reward"), ("grpo", "reward"), ("rloo", "raw_reward")])
-def test_in_the_reward_it_is_the_gradient_of_the_sequence_kl(kl, advantage, kl_in):
+def test_k1_in_the_reward_has_the_gradient_of_the_sequence_kl(advantage, kl_in):
     """Also with advantages divided by a std, as long as the penalty stands outside of it."""
     theta, ref = thetas()
-    cfg = GRPOConfig(kl=kl, kl_in=kl_in, kl_coef=0.3, advantage=advantage, group_size=2, **PER_ROW)
-    if kl == "k1":
-        close(kl_part(theta, ref, cfg), 0.3 * gradient(sequence_kl(theta, ref), theta))
-    else:
-        # The sum over the vocabulary at each state is a reward too; what its own parameters add is not in it.
-        value = (chances(theta) * exact_kl(theta, ref).detach().sum(-1)).sum()
-        close(kl_part(theta, ref, cfg), 0.3 * gradient(value, theta))
+    cfg = GRPOConfig(kl_in=kl_in, kl_coef=0.3, advantage=advantage, group_size=2, **PER_ROW)
+    close(kl_part(theta, ref, cfg), 0.3 * gradient(sequence_kl(theta, ref), theta))
+
+
+def test_the_exact_kl_in_the_reward_misses_the_choice_of_the_token_itself():
+    """It charges a token for the states it leads to; at its own state the sum is the same whatever was drawn."""
+    theta, ref = thetas()
+    cfg = GRPOConfig(kl="exact", kl_coef=0.3, advantage="rloo", group_size=2, **PER_ROW)
+    measured = kl_part(theta, ref, cfg)
+    value = (chances(theta) * exact_kl(theta, ref).detach().sum(-1)).sum()
+    close(measured, 0.3 * gradient(value, theta))
+    assert measured[1:].abs().max() < 1e-12, "the last token leads nowhere"
+    assert (measured - 0.3 * gradient(sequence_kl(theta, ref), theta)).abs().max() > 1e-2
+
+
+def test_off_policy_k1_in_the_reward_is_a_reward_like_any_other():
+    theta, ref, old = thetas(3)
+    cfg = GRPOConfig(kl_coef=0.3, advantage="rloo", group_size=2, objective="unclipped", **PER_ROW)
+    charge = (token_scores(old) - token_scores(ref)).sum(-1).tolist()
+    as_reward = expected_gradient(theta, replace(cfg, kl_coef=0.0), [-0.3 * k for k in charge], ref, old)
+    close(kl_part(theta, ref, cfg, old), as_reward)
 
 
 def test_in_the_raw_reward_kl_coef_loses_its_meaning():
@@ -223,6 +255,22 @@ def test_k1_in_the_loss_does_nothing_but_noise():
     assert kl_part(theta, ref, cfg).abs().max() < 1e-12
 
 
+def test_k1_in_a_loss_of_response_means_asks_for_length():
+    """E[1/T sum of scores] = grad E[1/T]: minimised, responses grow, wherever the reference is (E2-1)."""
+    theta, ref = thetas()
+    cfg = GRPOConfig(kl="k1", kl_in="loss", kl_coef=1.0, group_size=2, aggregate="sequence")
+    brevity = (chances(theta) / LENGTHS).sum()
+    close(kl_part(theta, ref, cfg), gradient(brevity, theta))
+
+
+def test_off_policy_k1_in_the_loss_makes_unlikely_what_was_drawn():
+    """Whatever the reference is, it climbs KL(pi_old, pi)."""
+    theta, ref, old = thetas(3)
+    cfg = GRPOConfig(kl="k1", kl_in="loss", kl_coef=1.0, group_size=2, objective="unclipped", **PER_ROW)
+    away = (chances(old.detach()) * (token_scores(old.detach()) - token_scores(theta)).sum(-1)).sum()
+    close(kl_part(theta, ref, cfg, old), -gradient(away, theta))
+
+
 @pytest.mark.parametrize("kl", ["k3_weighted", "exact"])
 def test_off_policy_only_the_weighted_and_the_exact_keep_their_gradient(kl):
     theta, ref, old = thetas(3)
@@ -238,14 +286,20 @@ def test_off_policy_the_others_do_not(kl):
     assert (kl_part(theta, ref, cfg, old) - exact).abs().max() > 1e-2
 
 
-def test_k3_in_the_reward_is_the_difference_of_two_kls():
-    """Of one state; the second term pulls away from the reference, hence the collapse that others report."""
+def mean_k2(theta, ref):
+    squares = 0.5 * (token_scores(theta) - token_scores(ref.detach())).square()
+    return (chances(theta) * squares.sum(-1)).sum()
+
+
+@pytest.mark.parametrize("kl", ["k2", "k3"])
+def test_in_the_reward_it_is_the_slope_of_its_mean_less_its_gradient_in_the_loss(kl):
+    """k3: grad KL(pi, ref) - grad KL(ref, pi), which pulls away from the reference: hence the collapse that others
+    report. k2: grad E[k2] - grad KL(pi, ref).
+    """
     theta, ref = thetas()
-    rewards = [0.0] * 7
-    cfg = GRPOConfig(kl="k3", kl_coef=1.0, advantage="rloo", group_size=2, **PER_ROW)
-    measured = expected_gradient(theta, cfg, rewards, ref)
-    # The second token's KLs count for the first as well: compare where they do not, at the second token's logits.
-    reverse = state_kl(theta, ref, False, theta)
-    forward = state_kl(theta, ref, True, theta)
-    exact = gradient(reverse, theta) - gradient(forward, theta)
+    cfg = GRPOConfig(kl=kl, kl_coef=1.0, advantage="rloo", group_size=2, **PER_ROW)
+    measured = expected_gradient(theta, cfg, [0.0] * 7, ref)
+    mean = state_kl(theta, ref, False, theta) if kl == "k3" else mean_k2(theta, ref)
+    exact = gradient(mean, theta) - gradient(state_kl(theta, ref, kl == "k3", theta), theta)
+    # What a token does to later states counts as well: compare where there are none, at the last token's logits.
     close(measured[1:], exact[1:])

@@ -108,6 +108,37 @@ def test_the_stop_is_trained_and_the_padding_is_not():
     assert bool((gradient[~batch.mask] == 0.0).all())
 
 
+def test_in_bf16_too_the_ratio_is_one_where_nothing_has_changed():
+    """The old log-probs, without gradient, and the new ones, with: logits are reduced in fp32 in both (E2-6)."""
+    policy = make_policy(dtype=torch.bfloat16)
+    cfg = GRPOConfig(epochs=2, micro_batch=5)
+    batch = grpo.score_fixed(rollouts(policy), policy, None, OneProcessRuntime(), cfg)
+    now = torch.cat([policy.score(part).logprobs[part.mask] for part in batch.chunks(7)])
+    ratio = (now.detach() - batch.old_logprobs[batch.mask]).exp()
+    assert (ratio - 1).abs().max() < 1e-3
+    rounded = (now.detach().bfloat16().float() - batch.old_logprobs[batch.mask]).exp()
+    assert (rounded - 1).abs().max() > 2e-3, "what bf16 log-probs would do"
+
+
+def test_a_response_that_stops_at_once_is_graded_and_trained():
+    policy = make_policy(dtype=F64)
+    group = Group(
+        Prompt("p", "1+1?"),
+        (1, 2, 3),
+        tuple(Completion(ids, (-1.0,) * len(ids), "", True) for ids in ((EOS,), (1, EOS))),
+    )
+    batch = replace(collate([group], policy.device), advantages=torch.tensor([1.0, 0.0], dtype=F64))
+    before = policy.score(batch).logprobs[0, 0].item()
+    update(policy, batch, OneProcessRuntime(policy, lr=0.1), GRPOConfig(group_size=2))
+    assert policy.score(batch).logprobs[0, 0].item() > before + 1e-3
+
+
+def test_an_exponent_that_had_to_be_clamped_is_counted():
+    far = kl.metrics(torch.tensor([[-1.0, -30.0]]), torch.tensor([[-2.0, -1.0]]))
+    assert far["kl/overflow"].tolist() == [[False, True]]
+    assert bool(far["kl"].isfinite().all())
+
+
 def test_the_loss_is_zero_on_policy_while_the_gradient_is_not():
     policy = make_policy(dtype=F64)
     _, metrics = gradients_of(policy, rollouts(policy), GRPOConfig(aggregate="sequence"))
@@ -259,11 +290,13 @@ def test_the_sampler_correction_weighs_the_gradient_and_is_counted():
 
 
 def test_off_policy_steps_read_the_old_policy():
-    """Second epoch: old_logprobs are of the policy before the first, so the ratio has moved and the clip can act."""
-    policy = make_policy(dtype=F64)
-    cfg = GRPOConfig(epochs=3, clip_low=0.01, clip_high=0.01)
-    batch = grpo.score_fixed(rollouts(policy), policy, None, OneProcessRuntime(), cfg)
-    assert batch.old_logprobs is not None
+    """Not the reference, which is far away: then every token would be clipped at once."""
+    policy, reference = make_policy(dtype=F64), make_policy(dtype=F64, seed=3)
+    cfg = GRPOConfig(epochs=3, clip_low=0.01, clip_high=0.01, kl="k3", kl_in="loss", kl_coef=1e-6)
+    batch = grpo.score_fixed(rollouts(policy), policy, reference, OneProcessRuntime(), cfg)
+    still = update(policy, batch, OneProcessRuntime(policy), replace(cfg, epochs=1))
+    assert still["ratio/mean"] == 1.0
+    assert still["kl"] > 0.1
     metrics = update(policy, batch, OneProcessRuntime(policy, lr=0.5), cfg)
     assert metrics["clip/low"] + metrics["clip/high"] > 0.05
 
@@ -383,7 +416,7 @@ def test_differences_below_min_spread_are_no_signal():
         for g, v in zip(four_groups(policy)[:2], (nearly, [1.0, 0.0, 0.996, 0.0]), strict=True)
     ]
     batch = collate(groups, policy.device)
-    arguments = (grades_of(groups), batch, policy, OneProcessRuntime())
+    arguments = (groups, batch, policy, OneProcessRuntime())
     plain = grpo.compare(*arguments, GRPOConfig(group_size=4))
     floored = grpo.compare(*arguments, GRPOConfig(group_size=4, min_spread=0.01))
     assert plain[0].abs().max() > 1.0
@@ -491,7 +524,7 @@ def test_similarity_reads_the_hidden_states_of_the_responses():
 # ---------------------------------------------------------------- between the stages
 
 
-def group_of(values, errors=False):
+def group_of(values):
     completions = tuple(Completion((i, EOS), (-1.0, -1.0), str(i), True) for i in range(len(values)))
     return Group(Prompt("p", "q"), (1, 2), completions), values
 
@@ -527,6 +560,16 @@ def test_grades_hold_the_terms_of_a_composite_reward_and_their_weights():
     assert grades.weights.tolist() == [[1.0, 0.5]]
     assert grades.correct.tolist() == [[1.0, 0.0]]
     assert grades.lengths.tolist() == [[2.0, 2.0]]
+
+
+def test_the_terms_of_a_reward_are_found_wherever_one_has_them():
+    """The first of its group failed, the other group has a term more."""
+    group, _ = group_of([0, 0])
+    failed, weighed = Reward(math.nan), Reward(0.5, {"a": 1.0}, weights={"a": 0.5})
+    both = Reward(3.0, {"a": 1.0, "b": 2.0}, weights={"a": 0.5})
+    grades = grades_of([replace(group, rewards=r) for r in ((failed, weighed), (both, both))])
+    assert grades.parts.tolist() == [[[1.0, 0.0], [1.0, 0.0]], [[1.0, 2.0], [1.0, 2.0]]]
+    assert grades.weights.tolist() == [[0.5, 1.0], [0.5, 1.0]]
 
 
 def test_a_batch_is_made_from_lengths():
@@ -593,6 +636,9 @@ def test_every_step_reports_what_the_design_promises():
         ({"kl_coef": 0.1, "reference_decay": 0.9}, "reference_every"),
         ({"dual_clip": 1.1}, "1 \\+ clip_high"),
         ({"entropy_share": 0.0}, "above 0"),
+        ({"dual_clip": 3.0, "objective": "cispo"}, "no use"),
+        ({"advantage": "gdpo", "overlong_cache": 4}, "another advantage"),
+        ({"kl_coef": 0.1, "reference_every": 2, "max_staleness": 2}, "reference_every = 0"),
         ({"similarity_mix": 1.0}, "below 1"),
         ({"correction_cap": 1.0}, "above 1"),
         ({"clip_low": -0.1}, "negative"),

@@ -110,7 +110,7 @@ def test_a_run_is_a_folder_with_all_that_the_design_promises(recipe, tmp_path, c
 
     settings = json.loads((run_dir / "config.json").read_text())
     assert {"policy", "task", "algorithm", "versions", "git", "hardware"} <= settings.keys()
-    assert settings["algorithm"]["constant_length"] == 10, "resolved, not repeated"
+    assert settings["algorithm"]["max_length"] == 10, "resolved, not repeated"
 
     steps = records(run_dir / "metrics.jsonl")
     assert [s["step"] for s in steps] == [1, 2, 3, 4, 5, 6]
@@ -138,17 +138,21 @@ def test_a_run_is_a_folder_with_all_that_the_design_promises(recipe, tmp_path, c
     assert {p.dtype for p in plain.parameters()} == {torch.float32}
 
 
-# Everything that a step leaves to the next: replayed rollouts, a moving reference, an adapted coefficient.
+# Everything that a step leaves to the next: an adapted coefficient, and replayed rollouts or a moving reference.
 STATEFUL = [
-    *("--algorithm.max_staleness", "3", "--algorithm.max_rounds", "2", "--algorithm.entropy_share", "0.5"),
+    *("--algorithm.max_rounds", "2", "--algorithm.entropy_share", "0.5"),
     *("--algorithm.kl", "k2", "--algorithm.kl_in", "loss", "--algorithm.kl_target", "0.001"),
-    *("--algorithm.reference_every", "2", "--algorithm.reference_decay", "0.5"),
 ]
+LEFT_BEHIND = {
+    "rollouts": ["--algorithm.max_staleness", "3"],
+    "reference": ["--algorithm.reference_every", "2", "--algorithm.reference_decay", "0.5"],
+}
 
 
-def test_what_a_step_leaves_to_the_next_is_in_the_checkpoint(recipe, tmp_path, monkeypatch):
+@pytest.mark.parametrize("left", LEFT_BEHIND)
+def test_what_a_step_leaves_to_the_next_is_in_the_checkpoint(recipe, tmp_path, monkeypatch, left):
     whole, killed = tmp_path / "whole", tmp_path / "killed"
-    settings = ["--checkpoint.every", 1, "--evaluate.every", 3, *STATEFUL]
+    settings = ["--checkpoint.every", 1, "--evaluate.every", 3, *STATEFUL, *LEFT_BEHIND[left]]
     assert train(recipe, "--run", whole, *settings) == 0
     steps = records(whole / "metrics.jsonl")
     assert len({step["kl_coef"] for step in steps}) > 3

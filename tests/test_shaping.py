@@ -9,7 +9,7 @@ import torch
 
 from pellucid.advantages import ADVANTAGES
 from pellucid.settings import GRPOConfig
-from pellucid.shaping import diversity, highest, overlong, sampler_weights, smooth
+from pellucid.shaping import cut, diversity, highest, overlong, sampler_weights, smooth
 from small_policy import F64, grades
 
 # ---------------------------------------------------------------- similarity
@@ -66,11 +66,13 @@ def test_diversity_divides_what_is_common():
 
 
 def test_the_overlong_punishment_rises_over_the_cache():
-    cfg = GRPOConfig(constant_length=100, overlong_cache=20)
+    cfg = GRPOConfig(max_length=100, overlong_cache=20)
     lengths = torch.tensor([[10.0, 80.0, 85.0, 100.0]], dtype=F64)
     measured = overlong(torch.ones(1, 4, dtype=F64), lengths, cfg)
     torch.testing.assert_close(measured, torch.tensor([[1.0, 1.0, 0.75, 0.0]], dtype=F64))
     assert overlong(torch.ones(1, 4, dtype=F64), lengths, GRPOConfig()).tolist() == [[1.0] * 4]
+    with pytest.raises(ValueError, match="max_length must be given"):
+        overlong(torch.ones(1, 4, dtype=F64), lengths, GRPOConfig(overlong_cache=20))
 
 
 # ---------------------------------------------------------------- tokens
@@ -120,6 +122,16 @@ def test_truncated_weights_bring_the_expectation_back_to_the_policy():
         GRPOConfig(correction="token"),
     )[:, 0]
     assert float((sampler * weights * f).sum()) == pytest.approx(float((policy * f).sum()))
+
+
+def test_what_a_correction_took_away_is_counted():
+    for correction, limit, expected in (
+        ("token", 1.6, [True, False, False]),
+        ("sequence", 1.7, [True] * 3),
+        ("geometric", 1.25, [False] * 3),
+    ):
+        cfg = GRPOConfig(correction=correction, correction_cap=limit)
+        assert cut(sampler_weights(OLD, OLD - GAP, MASK, cfg), cfg)[0].tolist() == expected
 
 
 def test_the_highest_share():

@@ -37,6 +37,14 @@ def dead(rewards: Tensor, spread: float = 0.0) -> Tensor:
     return high - low <= spread + 1e-9 * torch.maximum(low.abs(), high.abs())
 
 
+def leveled(grades: Grades, silent: Tensor) -> Grades:
+    """The groups of a mask [P, 1] with equal rewards, for members that look beyond one group."""
+    means = grades.rewards.mean(-1, keepdim=True)
+    return grades._replace(
+        rewards=torch.where(silent, means, grades.rewards), parts=grades.parts.masked_fill(silent[:, :, None], 0.0)
+    )
+
+
 def less_mean(rewards: Tensor) -> Tensor:
     return (rewards - rewards.mean(-1, keepdim=True)).masked_fill(dead(rewards), 0.0)
 
@@ -98,10 +106,14 @@ def top(grades: Grades, cfg: GRPOConfig) -> Tensor:
 def gdpo(grades: Grades, cfg: GRPOConfig) -> Tensor:
     """Each term standardised in its group, then the weighted sum, over its std in the batch (GDPO, arXiv 2601.05242).
 
-    A term of large spread cannot drown the others, as it does where the sum is standardised.
+    A term of large spread cannot drown the others, as it does where the sum is standardised. Terms that cancel, but for
+    rounding, add up to 0: the std of the batch would make something of nothing.
     """
-    terms = standardized(grades.parts.mT)  # [P, K, G]
-    return over_batch_std((grades.weights[:, None] @ terms)[:, 0])
+    terms = standardized(grades.parts.mT) * grades.weights[:, :, None]  # [P, K, G]
+    advantages, size = terms.sum(1), terms.abs().sum(1)
+    advantages = advantages.masked_fill(advantages.abs() <= 1e-9 * size, 0.0)
+    std = advantages.std(correction=0)  # their mean is 0 already
+    return advantages / std.masked_fill(std == 0, 1.0)
 
 
 # ---------------------------------------------------------------- across groups
@@ -147,12 +159,6 @@ def dgpo(grades: Grades, cfg: GRPOConfig) -> Tensor:
     return weights * deviations / size
 
 
-def over_batch_std(advantages: Tensor) -> Tensor:
-    """Their mean is 0 already."""
-    std = advantages.std(correction=0)
-    return advantages / std.masked_fill(std == 0, 1.0)
-
-
 # ---------------------------------------------------------------- completions of like length
 
 
@@ -172,9 +178,10 @@ def length_grouped(grades: Grades, cfg: GRPOConfig) -> Tensor:
 
 
 def length_grouped_literal(grades: Grades, cfg: GRPOConfig) -> Tensor:
-    """Standardised among siblings that are all short, medium or long: mean -+ std of the batch's lengths (mathgrpo)."""
+    """Standardised among siblings that are all short, medium or long: below, within, above mean -+ std of the lengths
+    of the batch (mathgrpo)."""
     mean, std = grades.lengths.mean(), grades.lengths.std(correction=0)
-    buckets = (grades.lengths > mean - std).long() + (grades.lengths > mean + std).long()
+    buckets = (grades.lengths >= mean - std).long() + (grades.lengths > mean + std).long()
     same = buckets[:, :, None] == buckets[:, None, :]
     return within_cells(grades.rewards, same, torch.ones_like(grades.rewards))
 

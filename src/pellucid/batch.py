@@ -60,6 +60,9 @@ class Batch:
     def tensors(self) -> dict[str, Tensor]:
         return {f.name: x for f in fields(self) if isinstance(x := getattr(self, f.name), Tensor)}
 
+    def to(self, device: torch.device) -> Batch:
+        return replace(self, **{name: x.to(device) for name, x in self.tensors().items()})
+
     def chunks(self, size: int) -> list[Batch]:
         """Consecutive batches of at most `size` rows; 0 means one."""
         return [self.rows(slice(i, i + size)) for i in range(0, len(self), size)] if size else [self]
@@ -109,17 +112,18 @@ def task_rewards(groups: Sequence[Group]) -> Tensor:
 
 
 def grades_of(groups: Sequence[Group]) -> Grades:
-    """A term that failed in a composite reward counts as the mean of its siblings."""
+    """Of one step's groups. A term that failed or does not apply in a composite reward counts as its siblings' mean."""
 
     def each(value: Callable[[Completion, Reward], Any]) -> Tensor:
         rows = [[value(*pair) for pair in zip(g.completions, g.rewards, strict=True)] for g in groups]
         return torch.tensor(rows, dtype=torch.float64)
 
     rewards = task_rewards(groups)
-    names = list(groups[0].rewards[0].parts)
+    names = list({name: None for g in groups for r in g.rewards for name in r.parts})
     parts = each(lambda _, r: [r.parts.get(name, math.nan) for name in names]) if names else rewards[..., None]
     siblings = parts.nanmean(1, keepdim=True).nan_to_num(0.0)
-    weights = [[g.rewards[0].weights.get(name, 1.0) for name in names] or [1.0] for g in groups]
+    known = [{name: weight for r in g.rewards for name, weight in r.weights.items()} for g in groups]
+    weights = [[of_group.get(name, 1.0) for name in names] or [1.0] for of_group in known]
     return Grades(
         rewards=rewards,
         correct=each(lambda _, r: r.is_correct),

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from pellucid import kl, shaping
-from pellucid.advantages import ADVANTAGES, Grades, dead
+from pellucid.advantages import ADVANTAGES, Grades, dead, leveled
 from pellucid.batch import Batch, collate, concat, grades_of, stacked, task_rewards
 from pellucid.kl import KL
 from pellucid.objectives import AGGREGATES, OBJECTIVES, clip_metrics
@@ -68,6 +68,9 @@ class Runtime(Protocol):
     `accumulate` yields the micro-batches of one optimizer step, at the last of which the gradients of `backward` meet;
     `step` takes that step and reports `grad_norm`, `lr` and `skipped`, 1 where the gradient was not finite.
     """
+
+    world: int
+    """Processes."""
 
     def shard(self, items: Sequence[Any]) -> Sequence[Any]: ...
     def gather(self, items: Sequence[Any]) -> list[Any]: ...
@@ -118,8 +121,8 @@ def train(
         groups, drawn = rollout(task, sampler, runtime, step, cfg, clock)
         # 3. Advantage: how much better each completion did than its siblings.
         batch = score_fixed(collate(groups, policy.device), policy, reference, runtime, cfg)
-        advantages = compare(grades_of(groups), batch, policy, runtime, cfg)  # [P, G]
-        batch = replay(state, step, replace(batch, advantages=advantages.flatten().to(batch.mask.device)), cfg)
+        advantages = compare(groups, batch, policy, runtime, cfg)  # [P, G]
+        batch = replay(state, step, replace(batch, advantages=advantages.flatten().to(batch.sampler_logprobs)), cfg)
         clock.lap("score")
         # 4. Update: make the better ones more likely, without leaving the trust region.
         metrics = update(policy, batch, runtime, cfg)
@@ -141,10 +144,9 @@ def rollout(
     """
     live: list[Group] = []
     spare: list[Group] = []
-    processes = len(runtime.gather([step]))
     for number in range(cfg.max_rounds):
         prompts = task.sample(step + number * cfg.steps, cfg.prompts_per_step)
-        prompts = prompts[: prompts_wanted(len(live), len(spare), processes, cfg)]
+        prompts = prompts[: prompts_wanted(len(live), len(spare), runtime.world, cfg)]
         seed = f"{cfg.seed}/{step}/{number}" if number else f"{cfg.seed}/{step}"
         groups = sampler.generate(runtime.shard(prompts), cfg.group_size, seed)
         clock.lap("generate")
@@ -167,14 +169,20 @@ def prompts_wanted(live: int, spare: int, processes: int, cfg: GRPOConfig) -> in
     return min(cfg.prompts_per_step, math.ceil(expected / processes) * processes)
 
 
-def compare(grades: Grades, batch: Batch, policy: Policy, runtime: Runtime, cfg: GRPOConfig) -> Tensor:
+def compare(groups: Sequence[Group], batch: Batch, policy: Policy, runtime: Runtime, cfg: GRPOConfig) -> Tensor:
     """[P, G] advantages of this process's groups, compared with those of all."""
-    shaped = grades._replace(rewards=shape(grades, batch, policy, cfg))
-    everyone = Grades(*(torch.stack(runtime.gather(list(x))) for x in shaped))
-    advantages = torch.stack(list(runtime.shard(list(ADVANTAGES[cfg.advantage](everyone, cfg)))))
-    if cfg.min_spread:
-        advantages = advantages.masked_fill(dead(grades.rewards, cfg.min_spread), 0.0)
-    return advantages - kl.penalty(batch.kl, batch.mask, cfg)
+    grades = grades_of(runtime.gather(groups))
+    shaped = runtime.gather(list(shape(grades_of(groups), batch, policy, cfg)))
+    advantages = advantages_of(grades, torch.stack(shaped), cfg)
+    return torch.stack(list(runtime.shard(list(advantages)))) - kl.penalty(batch.kl, batch.mask, cfg)
+
+
+def advantages_of(grades: Grades, shaped: Tensor, cfg: GRPOConfig) -> Tensor:
+    """[P, G], from the task's grades of a step and the rewards [P, G] that were made of them."""
+    grades, silent = grades._replace(rewards=shaped), dead(grades.rewards, cfg.min_spread)
+    if not cfg.min_spread:
+        return ADVANTAGES[cfg.advantage](grades, cfg)
+    return ADVANTAGES[cfg.advantage](leveled(grades, silent), cfg).masked_fill(silent, 0.0)
 
 
 def update(policy: Policy, batch: Batch, runtime: Runtime, cfg: GRPOConfig) -> dict[str, float]:
@@ -220,7 +228,7 @@ def loss_terms(scores: Scores, batch: Batch, cfg: GRPOConfig) -> tuple[Tensor, d
     value = value if batch.gate is None else value * batch.gate
     metrics = clip_metrics(now, old_logprobs, advantages, batch.mask, cfg)
     metrics |= {"entropy": entropy.detach(), "sampler/gap_mean": (batch.sampler_logprobs - old_logprobs).abs()}
-    metrics |= {"sampler/corrected": trust != 1.0} if cfg.correction != "none" else {}
+    metrics |= {"sampler/corrected": shaping.cut(trust, cfg)} if cfg.correction != "none" else {}
     if cfg.kl_coef:
         estimate = estimated_kl(scores, batch.ref_logprobs, old_logprobs, cfg)
         metrics |= kl.metrics(now, batch.ref_logprobs) if exact_kl is None else {"kl": exact_kl.detach()}

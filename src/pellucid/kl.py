@@ -24,8 +24,8 @@ def k2(logprobs: Tensor, ref_logprobs: Tensor, old_logprobs: Tensor) -> Tensor:
 
 def k3(logprobs: Tensor, ref_logprobs: Tensor, old_logprobs: Tensor) -> Tensor:
     """ref / pi - 1 - log(ref / pi): unbiased and never negative; in the loss its gradient is that of KL(ref, pi)."""
-    log_ratio = clamped(ref_logprobs - logprobs)
-    return log_ratio.exp() - 1 - log_ratio
+    log_ratio = ref_logprobs - logprobs
+    return clamped(log_ratio).exp() - 1 - log_ratio
 
 
 def k3_weighted(logprobs: Tensor, ref_logprobs: Tensor, old_logprobs: Tensor) -> Tensor:
@@ -45,8 +45,8 @@ def metrics(logprobs: Tensor, ref_logprobs: Tensor | None) -> dict[str, Tensor]:
 
 
 def per_response(kl: Tensor, mask: Tensor, cfg: GRPOConfig) -> Tensor:
-    """[P, G]: the sum over each response, float64."""
-    return (kl.double() * mask).sum(-1).view(-1, cfg.group_size)
+    """[P, G]: the sum over each response; float64 on the CPU, as rewards are."""
+    return (kl * mask).cpu().double().sum(-1).view(-1, cfg.group_size)
 
 
 def in_raw_reward(rewards: Tensor, kl: Tensor | None, mask: Tensor, cfg: GRPOConfig) -> Tensor:

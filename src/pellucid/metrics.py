@@ -6,7 +6,6 @@ is counted in `reward/failed` instead. Lengths are in sampled tokens, the end-of
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence
 from math import comb, isfinite, nan
 from statistics import fmean, pstdev
@@ -14,15 +13,15 @@ from statistics import fmean, pstdev
 from pellucid.types import Completion, Group, Reward
 
 
-def describe(groups: Sequence[Group]) -> dict[str, float]:
+def describe(groups: Sequence[Group], min_spread: float = 0.0) -> dict[str, float]:
     """The metrics of a step's groups, each with its rewards. Shares are in [0, 1]; the mean of no grades is NaN.
 
-    A group is dead, and teaches nothing, when the rewards in it are equal: max == min, however small the difference.
+    A group is dead, and teaches nothing, when the rewards in it are equal: see `alike`.
     """
     pairs = [pair for group in groups for pair in zip(group.completions, group.rewards, strict=True)]
     graded = [(completion, reward) for completion, reward in pairs if is_graded(reward)]
     values = [reward.value for _, reward in graded]
-    dead = [rewards for group in groups if (rewards := equal_rewards(group))]
+    dead = [rewards for group in groups if (rewards := equal_rewards(group, min_spread))]
     all_right = sum(all(reward.is_correct for reward in rewards) for rewards in dead)
     return {
         **part_means([reward for _, reward in graded]),
@@ -43,10 +42,16 @@ def is_graded(reward: Reward) -> bool:
     return isfinite(reward.value) and not reward.error
 
 
-def equal_rewards(group: Group) -> list[Reward]:
+def equal_rewards(group: Group, min_spread: float) -> list[Reward]:
     """The grades of a dead group; of a live one, or where every reward failed, none."""
     graded = [reward for reward in group.rewards if is_graded(reward)]
-    return graded if len({reward.value for reward in graded}) == 1 else []
+    values = [reward.value for reward in graded]
+    return graded if graded and alike(min(values), max(values), min_spread) else []
+
+
+def alike(low: float, high: float, min_spread: float = 0.0) -> bool:
+    """Whether rewards from `low` to `high` count as equal: up to min_spread, and to rounding (0.1 + 0.2 is 0.3)."""
+    return high - low <= min_spread + 1e-9 * max(abs(low), abs(high))
 
 
 def part_means(rewards: Sequence[Reward]) -> dict[str, float]:
@@ -66,11 +71,12 @@ def lengths_by_grade(graded: Sequence[tuple[Completion, Reward]]) -> dict[str, f
     return {name: mean_length(completions) for name, completions in lengths.items() if completions}
 
 
-def predicted_dead_share(rewards: Sequence[Sequence[float]], group_size: int) -> float:
+def predicted_dead_share(rewards: Sequence[Sequence[float]], group_size: int, min_spread: float = 0.0) -> float:
     """The share of groups of `group_size` that would be dead, from n >= `group_size` rewards of each prompt.
 
-    Averages the sum over values v of C(n_v, G) / C(n, G): the chance that G of a prompt's n samples, drawn without
-    replacement, were rewarded alike. That is unbiased for p^G + (1 - p)^G, and its like for more than two values.
+    Averages the chance that G of a prompt's n samples, drawn without replacement, were rewarded alike: for the sample
+    that is the lowest of the G, the others are among those above that are like it. With two values that is
+    sum of C(n_v, G) / C(n, G), unbiased for p^G + (1 - p)^G.
     Plugging in p = n_v / n would exaggerate: 8 samples of a prompt with p = 0.1 are all wrong 43% of the time, and
     p = 0 calls it dead at every G.
 
@@ -81,7 +87,9 @@ def predicted_dead_share(rewards: Sequence[Sequence[float]], group_size: int) ->
         raise ValueError(
             f"{samples} samples a prompt cannot predict groups of {group_size}: draw at least {group_size}"
         )
-    return fmean(
-        sum(comb(count, group_size) for count in Counter(values).values()) / comb(len(values), group_size)
-        for values in rewards
-    )
+    return fmean(_dead_chance(sorted(values), group_size, min_spread) for values in rewards)
+
+
+def _dead_chance(ascending: Sequence[float], group_size: int, min_spread: float) -> float:
+    above = [sum(alike(low, high, min_spread) for high in ascending[i + 1 :]) for i, low in enumerate(ascending)]
+    return sum(comb(n, group_size - 1) for n in above) / comb(len(ascending), group_size)

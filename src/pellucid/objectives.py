@@ -45,23 +45,24 @@ def unclipped(logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, mask: 
 
 def clipped(logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, mask: Tensor, cfg: GRPOConfig) -> Tensor:
     """min(A ratio, A clip(ratio)) (PPO, arXiv 1707.06347, equation 7): no gain beyond the trust region."""
-    return surrogate(ratio_of(logprobs, old_logprobs), advantages, clip_bounds(old_logprobs, cfg), cfg)
+    return surrogate(ratio_of(logprobs, old_logprobs), advantages, fixed_bounds(old_logprobs, cfg), cfg)
 
 
-dynamic = clipped
-"""The same between bounds that a token's old probability sets (DCPO, arXiv 2509.02333): see `clip_bounds`."""
+def dynamic(logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, mask: Tensor, cfg: GRPOConfig) -> Tensor:
+    """`clipped` between bounds that the old probability of a token sets (DCPO, arXiv 2509.02333)."""
+    return surrogate(ratio_of(logprobs, old_logprobs), advantages, probability_bounds(old_logprobs, cfg), cfg)
 
 
 def gspo(logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, mask: Tensor, cfg: GRPOConfig) -> Tensor:
     """`clipped` with one ratio a response, exp(mean of its log-ratios) (GSPO, arXiv 2507.18071, equations 5 to 7)."""
     ratio = sequence_ratio(logprobs, old_logprobs, mask)
-    return surrogate(ratio, advantages, clip_bounds(old_logprobs, cfg), cfg).expand(mask.shape)
+    return surrogate(ratio, advantages, fixed_bounds(old_logprobs, cfg), cfg).expand(mask.shape)
 
 
 def gspo_token(logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, mask: Tensor, cfg: GRPOConfig) -> Tensor:
     """`gspo`'s value and clip, each token with its own gradient: sg[s] pi / sg[pi] (arXiv 2507.18071, equation 14)."""
     ratio = sequence_ratio(logprobs, old_logprobs, mask).detach() * (logprobs - logprobs.detach()).exp()
-    return surrogate(ratio, advantages, clip_bounds(old_logprobs, cfg), cfg)
+    return surrogate(ratio, advantages, fixed_bounds(old_logprobs, cfg), cfg)
 
 
 def cispo(logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, mask: Tensor, cfg: GRPOConfig) -> Tensor:
@@ -119,18 +120,34 @@ def sequence_ratio(logprobs: Tensor, old_logprobs: Tensor, mask: Tensor) -> Tens
     return clamped(mean_over_response(logprobs - old_logprobs, mask)).exp()
 
 
-def clip_bounds(old_logprobs: Tensor, cfg: GRPOConfig) -> Bounds:
-    """Lowest and highest ratio of the trust region.
+def fixed_bounds(old_logprobs: Tensor, cfg: GRPOConfig) -> Bounds:
+    return old_logprobs.new_tensor(1 - cfg.clip_low), old_logprobs.new_tensor(1 + cfg.clip_high)
 
-    For "dynamic" the solutions of |(r - 1) r| q = eps, q the old probability of the token (DCPO, arXiv 2509.02333):
-    rare tokens may move further. The lower bound is 1/2 where q <= 4 clip_low, the upper is capped at clip_cap.
+
+def probability_bounds(old_logprobs: Tensor, cfg: GRPOConfig) -> Bounds:
+    """The solutions of |(r - 1) r| q = eps, q the old probability of the token: rare tokens may move further.
+
+    The lower bound is 1/2 where q <= 4 clip_low, the upper is capped at clip_cap.
     """
-    if cfg.objective != "dynamic":
-        return old_logprobs.new_tensor(1 - cfg.clip_low), old_logprobs.new_tensor(1 + cfg.clip_high)
     q = old_logprobs.exp()
     low = 0.5 + 0.5 * (1 - 4 * cfg.clip_low / q).clamp(min=0.0).sqrt()
     high = 0.5 + 0.5 * (1 + 4 * cfg.clip_high / q).sqrt()
     return low, high.clamp(max=cfg.clip_cap)
+
+
+def log_bounds(old_logprobs: Tensor, cfg: GRPOConfig) -> Bounds:
+    return old_logprobs.new_tensor(-cfg.clip_low).exp(), old_logprobs.new_tensor(cfg.clip_high).exp()
+
+
+BOUNDS = {
+    "clipped": fixed_bounds,
+    "dynamic": probability_bounds,
+    "gspo": fixed_bounds,
+    "gspo_token": fixed_bounds,
+    "cispo": fixed_bounds,
+    "gmpo": log_bounds,
+}
+"""Lowest and highest ratio of the trust region; an objective that is not here has none."""
 
 
 def clip_metrics(
@@ -140,22 +157,21 @@ def clip_metrics(
 
     cispo's clip takes no gradient, it bounds the weight of one, whatever the sign of A.
     """
+    log_ratio = logprobs - old_logprobs
     if cfg.objective in ("gspo", "gspo_token"):
-        ratio = sequence_ratio(logprobs, old_logprobs, mask).expand(mask.shape)
-    else:
-        ratio = ratio_of(logprobs, old_logprobs)
-    low, high = clip_bounds(old_logprobs, cfg)
-    if cfg.objective == "gmpo":
-        low, high = (low - 1).exp(), (high - 1).exp()
-    above, below = ratio > high, ratio < low
+        log_ratio = mean_over_response(log_ratio, mask).expand(mask.shape)
+    ratio = clamped(log_ratio).exp()
+    metrics = {"ratio/mean": ratio, "ratio/overflow": log_ratio.abs() > MAX_LOG_RATIO}
+    if cfg.objective not in BOUNDS:
+        return metrics | dict.fromkeys(("clip/low", "clip/high"), torch.zeros_like(mask))
+    low, high = BOUNDS[cfg.objective](old_logprobs, cfg)
     if cfg.objective == "cispo":
-        above, below = above.expand(mask.shape), torch.zeros_like(mask)
-    elif cfg.objective in ("naive", "unclipped", "sapo"):
-        above = below = torch.zeros_like(mask)
-    else:
-        above, below = above & (advantages > 0), below & (advantages < 0)
-    overflow = (logprobs - old_logprobs).abs() > MAX_LOG_RATIO
-    return {"ratio/mean": ratio, "ratio/overflow": overflow, "clip/low": below, "clip/high": above}
+        return metrics | {"clip/low": torch.zeros_like(mask), "clip/high": ratio > high}
+    far_out = (ratio > cfg.dual_clip) & (advantages < 0) if cfg.dual_clip else torch.zeros_like(mask)
+    return metrics | {
+        "clip/low": (ratio < low) & (advantages < 0),
+        "clip/high": ((ratio > high) & (advantages > 0)) | far_out,
+    }
 
 
 # ---------------------------------------------------------------- aggregation: the weight of each token, [B, T]
@@ -172,8 +188,8 @@ def by_sequence(mask: Tensor, rows: Tensor, tokens: Tensor, cfg: GRPOConfig) -> 
 
 
 def by_constant(mask: Tensor, rows: Tensor, tokens: Tensor, cfg: GRPOConfig) -> Tensor:
-    """Every token weighs 1 / (B constant_length), whatever the lengths (Dr. GRPO): no length bias."""
-    return mask / (rows * cfg.constant_length)
+    """Every token weighs 1 / (B L), L a constant, whatever the lengths (Dr. GRPO): no length bias."""
+    return mask / (rows * cfg.divisor)
 
 
 AGGREGATES = {"token": by_token, "sequence": by_sequence, "constant": by_constant}

@@ -50,10 +50,10 @@ def show_exchange(policy: Policy, group: Group) -> None:
     rich.print(f"[dim]{len(group.prompt_ids)} prompt tokens | {len(completion.token_ids)} sampled; {escape(verdict)}\n")
 
 
-def show_signal(groups: Sequence[Group], group_size: int) -> None:
+def show_signal(groups: Sequence[Group], group_size: int, min_spread: float) -> None:
     """How many groups of `group_size` will be dead, estimated from at least as many samples of each prompt."""
     rewards = [[reward.value for reward in group.rewards] for group in groups]
-    dead = predicted_dead_share(rewards, group_size)
+    dead = predicted_dead_share(rewards, group_size, min_spread)
     right = fmean(reward.is_correct for group in groups for reward in group.rewards)
     print(f"{right:.0%} of samples are right; {dead:.0%} of groups of {group_size} will be dead.", advice(dead, right))
 

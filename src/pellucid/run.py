@@ -82,7 +82,11 @@ def follow(cfg: Config, run_dir: Path, parts: Parts, log: Logger, requests: Sequ
     for step, metrics, groups in steps:
         parts.seconds += metrics["time/step"]
         last = step == cfg.algorithm.steps or parts.runtime.any(0 < cfg.algorithm.minutes * 60 <= parts.seconds)
-        log.log(step, {**describe(groups), **metrics, "memory/peak_gb": parts.runtime.peak_gb()}, groups)
+        log.log(
+            step,
+            {**describe(groups, cfg.algorithm.min_spread), **metrics, "memory/peak_gb": parts.runtime.peak_gb()},
+            groups,
+        )
         if cfg.evaluate.every and (last or step % cfg.evaluate.every == 0):
             log.log_evaluation(step, evaluate_policy(cfg, parts)[0])
         stop = parts.runtime.any(bool(requests))
@@ -100,11 +104,11 @@ def settled(cfg: Config) -> Config:
     """What depends on this machine or on another section, written out: a resumed run must not decide anew."""
     device = hardware.pick_device(cfg.policy.device)
     dtype = str(hardware.pick_dtype(cfg.policy.dtype, device)).removeprefix("torch.")
-    length = cfg.algorithm.constant_length or cfg.sampler.max_tokens
+    length = cfg.algorithm.max_length or cfg.sampler.max_tokens
     return cfg.model_copy(
         update={
             "policy": replace(cfg.policy, dtype=dtype),
-            "algorithm": replace(cfg.algorithm, constant_length=length),
+            "algorithm": replace(cfg.algorithm, max_length=length),
             "task": replace(cfg.task, seed=cfg.task.seed or cfg.algorithm.seed),
         }
     )
@@ -183,7 +187,7 @@ def look_first(cfg: Config, parts: Parts) -> Evaluation | None:
         groups = parts.runtime.gather(graded(parts.task, parts.sampler, prompts, size))
     if parts.runtime.main:
         preflight.show_exchange(parts.policy, groups[0])
-        preflight.show_signal(groups, size)
+        preflight.show_signal(groups, size, cfg.algorithm.min_spread)
     return evaluation
 
 
@@ -258,7 +262,8 @@ def restore(run_dir: Path, parts: Parts) -> None:
     checkpoint.restore_random_state(facts["random"][runtime.rank])
     parts.seconds = facts["seconds"]
     state.step, state.kl_coef = facts["step"], facts.get("kl_coef", state.kl_coef)
-    state.experiences = checkpoint.unpack_replay(tensors, facts["replay"], runtime.rank)
+    kept = checkpoint.unpack_replay(tensors, facts["replay"], runtime.rank)
+    state.experiences = [(step, batch.to(parts.policy.device)) for step, batch in kept]
     if runtime.main:
         loggers.truncate(run_dir, state.step)
 

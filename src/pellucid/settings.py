@@ -28,6 +28,7 @@ KLEstimator = Literal["k1", "k2", "k3", "k3_weighted", "exact"]
 NOT_NEGATIVE = (
     "minutes",
     "micro_batch",
+    "max_length",
     "constant_length",
     "kl_coef",
     "kl_target",
@@ -40,6 +41,7 @@ NOT_NEGATIVE = (
     "min_spread",
     "overlong_cache",
 )
+DUAL_CLIP = ("clipped", "dynamic", "gspo", "gspo_token")
 AT_LEAST_1 = ("steps", "prompts_per_step", "epochs", "minibatches", "max_rounds", "max_staleness", "length_buckets")
 
 
@@ -56,7 +58,8 @@ class GRPOConfig:
     group_size: int = 8
     """G: completions of each prompt."""
     max_rounds: int = 1
-    """Dynamic sampling: dead groups are dropped and drawn anew from other prompts, in at most so many rounds."""
+    """Dynamic sampling: groups whose task rewards are equal make room for other prompts, in at most so many rounds.
+    A task that rewards brevity has no equal rewards: give min_spread."""
     max_staleness: int = 1
     """Replay: rollouts are trained on in so many steps, with the log-probs of their own; 1 is on-policy."""
     epochs: int = 1
@@ -79,7 +82,8 @@ class GRPOConfig:
     objective: Objective = "clipped"
     clip_low: float = 0.2
     clip_high: float = 0.2
-    """The ratio is clipped to [1 - clip_low, 1 + clip_high]; in log-space for gmpo, by probability for dynamic."""
+    """The ratio is clipped to [1 - clip_low, 1 + clip_high]; in log-space for gmpo, by probability for dynamic, above
+    alone for cispo. naive, unclipped and sapo do not clip."""
     clip_cap: float = 10.0
     """objective = "dynamic": upper bound of every upper bound."""
     dual_clip: float = 0.0
@@ -88,7 +92,9 @@ class GRPOConfig:
     """objective = "sapo": of positive and of negative advantages."""
     aggregate: Literal["token", "sequence", "constant"] = "token"
     constant_length: int = 0
-    """The divisor of aggregate = "constant", in tokens; 0 means sampler.max_tokens."""
+    """The divisor of aggregate = "constant", in tokens; 0 means max_length."""
+    max_length: int = 0
+    """The longest response, in tokens; 0 means sampler.max_tokens."""
 
     kl: KLEstimator = "k1"
     kl_in: Literal["reward", "raw_reward", "loss"] = "reward"
@@ -113,7 +119,7 @@ class GRPOConfig:
     similarity_layer: int = -1
     """Layer whose output, averaged over the response, is compared; 0 is the embedding, -1 the last."""
     overlong_cache: int = 0
-    """Rewards fall by up to 1 over the last overlong_cache tokens before constant_length (DAPO); 0 is off."""
+    """Rewards fall by up to 1 over the last overlong_cache tokens before max_length (DAPO); 0 is off."""
     overlong_filter: bool = False
     """Completions that did not end are not trained on."""
     entropy_share: float = 1.0
@@ -153,6 +159,8 @@ class GRPOConfig:
         for name, limit in {"clip_cap": self.clip_cap, "correction_cap": self.correction_cap}.items():
             if not limit > 1:
                 raise ValueError(f"{name} = {limit} must be above 1, where the ratio starts")
+        if self.dual_clip and self.objective not in DUAL_CLIP:
+            raise ValueError(f'dual_clip has no use with objective = "{self.objective}": set 0')
         if 0 < self.dual_clip <= 1 + self.clip_high:
             raise ValueError(f"dual_clip = {self.dual_clip} must be above 1 + clip_high = {1 + self.clip_high}, or 0")
 
@@ -165,8 +173,29 @@ class GRPOConfig:
             raise ValueError('kl = "k3_weighted" is weighed by the ratio, which only the loss has: set kl_in = "loss"')
         if (self.kl_target or self.reference_every) and not self.kl_coef:
             raise ValueError("kl_target and reference_every need a reference: set kl_coef above 0")
+        if self.advantage == "gdpo" and (
+            self.similarity != "none" or self.overlong_cache or (self.kl_coef and self.kl_in == "raw_reward")
+        ):
+            raise ValueError(
+                'advantage = "gdpo" compares the terms of a reward, which similarity, overlong_cache and'
+                ' kl_in = "raw_reward" do not reach: leave them out, or choose another advantage'
+            )
+        if self.reference_every and self.max_staleness > 1:
+            raise ValueError("max_staleness > 1 keeps the log-probs of the reference: set reference_every = 0")
         if self.reference_decay and not self.reference_every:
             raise ValueError("reference_decay has no use without reference_every: set that to 1")
+
+    @property
+    def longest(self) -> int:
+        """max_length. ValueError where nobody said what it is."""
+        if not self.max_length:
+            raise ValueError("max_length must be given where overlong_cache or aggregate = constant reads it")
+        return self.max_length
+
+    @property
+    def divisor(self) -> int:
+        """Of aggregate = "constant", in tokens."""
+        return self.constant_length or self.longest
 
     @property
     def inner_steps(self) -> int:

@@ -43,10 +43,10 @@ SIMILARITY = {"smooth": smooth, "diversity": diversity}
 
 
 def overlong(rewards: Tensor, lengths: Tensor, cfg: GRPOConfig) -> Tensor:
-    """Less 0 to 1 over the last overlong_cache tokens before constant_length (DAPO, arXiv 2503.14476, equation 13)."""
+    """Less 0 to 1 over the last overlong_cache tokens before max_length (DAPO, arXiv 2503.14476, equation 13)."""
     if not cfg.overlong_cache:
         return rewards
-    start = cfg.constant_length - cfg.overlong_cache
+    start = cfg.longest - cfg.overlong_cache
     return rewards - ((lengths - start) / cfg.overlong_cache).clamp(0.0, 1.0)
 
 
@@ -70,6 +70,11 @@ def sampler_weights(old_logprobs: Tensor, sampler_logprobs: Tensor, mask: Tensor
         return torch.where(total <= limit, total.exp(), 0.0).expand(gap.shape)
     mean = total / mask.sum(-1, keepdim=True)
     return (mean.abs() <= limit).to(gap).expand(gap.shape)
+
+
+def cut(weights: Tensor, cfg: GRPOConfig) -> Tensor:
+    """Where the correction took something away: a weight held at the cap, or a response left out."""
+    return weights >= cfg.correction_cap if cfg.correction == "token" else weights == 0
 
 
 def highest(entropy: Tensor, share: float) -> Tensor:
