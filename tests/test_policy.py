@@ -69,7 +69,7 @@ def test_gradient_checkpointing_changes_no_gradient():
 
 
 def test_checkpointing_really_recomputes():
-    policy = make_policy(gradient_checkpointing=True)
+    policy = make_policy(gradient_checkpointing=True, engine="transformers")
     calls = []
     policy.model.model.layers[0].mlp.register_forward_pre_hook(lambda *_: calls.append(1))
     batch = batch_of(policy)

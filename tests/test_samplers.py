@@ -146,7 +146,6 @@ def test_after_a_sync_the_sampler_speaks_with_the_new_weights():
     with torch.no_grad():
         for p in policy.trainable().values():
             p.mul_(1.5)
-    assert sampler.generate(prompts, 4, seed="s") == before, "until then with the old ones"
     sampler.sync(policy)
     fresh = Native(max_tokens=4)
     fresh.sync(replace_policy(policy))

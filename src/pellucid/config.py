@@ -31,6 +31,8 @@ class PolicyConfig:
     """Rank of a LoRA adapter to train instead of the whole model; 0 trains the whole model."""
     reference: str = "auto"
     """Device of the frozen reference (auto: that of the policy); it is loaded only where kl_coef > 0."""
+    engine: Literal["auto", "transformers"] = "auto"
+    """auto: our own decoder for the Llama family (Llama, Mistral, Qwen2, Qwen3), transformers for all others."""
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass: less memory, a third more time."""
 
@@ -46,12 +48,15 @@ class SamplerConfig:
     """Of sampling and of the log-probs that are trained on. Evaluation adds greedy answers."""
     max_tokens: int = 64
     """Longest completion, in tokens."""
+    rows: int = 256
+    """Completions that the native sampler decodes at once; as some finish, the next prompts take their place."""
 
     def __post_init__(self) -> None:
         if not self.temperature > 0:
             raise ValueError(f"temperature = {self.temperature} must be positive: greedy groups have no contrast")
-        if self.max_tokens < 1:
-            raise ValueError(f"max_tokens = {self.max_tokens} must be at least 1")
+        for name in ("max_tokens", "rows"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} = {getattr(self, name)} must be at least 1")
 
 
 @dataclass(frozen=True)

@@ -28,7 +28,6 @@ from pellucid.tasks.arithmetic import Arithmetic
 from pellucid.tasks.sandbox import Sandboxed, with_split
 from pellucid.types import Evaluation, Group, Logger, Prompt, Sampler, Task, UserError
 
-SAMPLERS = {"native": Native, "hf": HuggingFace}
 INTERRUPTED = 130
 OPTIMIZER = "optimizer."
 
@@ -116,15 +115,16 @@ def settled(cfg: Config) -> Config:
 
 def compose(cfg: Config) -> Parts:
     device = hardware.pick_device(cfg.policy.device)
-    algorithm, temperature = cfg.algorithm, cfg.sampler.temperature
+    algorithm = cfg.algorithm
     learner = policy.load(
         cfg.policy.model,
         device,
         hardware.pick_dtype(cfg.policy.dtype, device),
-        temperature,
+        cfg.sampler.temperature,
         entropy_grad=algorithm.entropy_coef > 0,
         gradient_checkpointing=cfg.policy.gradient_checkpointing,
         lora=cfg.policy.lora,
+        engine=cfg.policy.engine,
     )
     reference = load_reference(cfg, learner) if algorithm.kl_coef else None
     if reference is not None and algorithm.kl == "exact":
@@ -137,7 +137,7 @@ def compose(cfg: Config) -> Parts:
         )
     task = isolated(replace(cfg.task, split="train"))
     test_task = with_split(task, "test")
-    sampler = SAMPLERS[cfg.sampler.name](temperature=temperature, max_tokens=cfg.sampler.max_tokens)
+    sampler = pick_sampler(cfg)
     return Parts(
         task=task,
         test_task=test_task,
@@ -162,7 +162,14 @@ def load_reference(cfg: Config, learner: Policy) -> Policy | AdapterOff:
             raise UserError(policy.BASE_STAYS)
         return AdapterOff(learner)
     device = learner.device if cfg.policy.reference == "auto" else hardware.pick_device(cfg.policy.reference)
-    return policy.load_frozen(cfg.policy.model, device, learner.dtype, cfg.sampler.temperature)
+    return policy.load_frozen(cfg.policy.model, device, learner.dtype, cfg.sampler.temperature, cfg.policy.engine)
+
+
+def pick_sampler(cfg: Config) -> Native | HuggingFace:
+    s = cfg.sampler
+    return (
+        Native(s.temperature, s.max_tokens, s.rows) if s.name == "native" else HuggingFace(s.temperature, s.max_tokens)
+    )
 
 
 # ---------------------------------------------------------------- evaluation
@@ -195,9 +202,10 @@ def evaluate_model(cfg: Config, model: str) -> int:
     """`pellucid eval`: prints the accuracy of a model on the task's held-out split."""
     hardware.keep_freed_memory()
     device = hardware.pick_device(cfg.policy.device)
-    frozen = policy.load_frozen(model, device, hardware.pick_dtype(cfg.policy.dtype, device), cfg.sampler.temperature)
+    dtype = hardware.pick_dtype(cfg.policy.dtype, device)
+    frozen = policy.load_frozen(model, device, dtype, cfg.sampler.temperature, cfg.policy.engine)
     task = isolated(replace(cfg.task, split="test"))
-    sampler = SAMPLERS[cfg.sampler.name](temperature=cfg.sampler.temperature, max_tokens=cfg.sampler.max_tokens)
+    sampler = pick_sampler(cfg)
     greedy = replace(sampler, temperature=0.0)
     sampler.sync(frozen)
     greedy.sync(frozen)

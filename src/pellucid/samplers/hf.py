@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from transformers import GenerationConfig
 
-from pellucid.samplers.rollout import completed_groups, left_padded, row_seed
+from pellucid.samplers.rollout import check_lengths, completed_groups, left_padded, row_seed
 from pellucid.types import Group, Prompt
 
 
@@ -27,7 +27,8 @@ class HuggingFace:
         self.model.eval()
         prompt_ids = [self.policy.encode(prompt) for prompt in prompts]
         rows = [ids for ids in prompt_ids for _ in range(group_size)]
-        ids, mask = (x.to(self.model.device) for x in left_padded(rows, self.policy.context_length - self.max_tokens))
+        check_lengths(rows, self.policy.context_length - self.max_tokens)
+        ids, mask = (x.to(self.model.device) for x in left_padded(rows))
         # What the call leaves open is filled in from the checkpoint (top_k, repetition penalty): leave it nothing.
         own, self.model.generation_config = self.model.generation_config, GenerationConfig()
         with torch.random.fork_rng():
