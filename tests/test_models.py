@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from dataclasses import replace
 
 import pytest
@@ -24,7 +25,7 @@ from pellucid.batch import Batch, collate
 from pellucid.models import decoder as decoders
 from pellucid.models import packed
 from pellucid.models.attention import FewProducts, attend_and_weigh
-from pellucid.models.decoder import Decoder, refusal
+from pellucid.models.decoder import Decoder, after_attention, refusal
 from pellucid.models.decoding import Flight
 from pellucid.models.packed import hidden_states
 from pellucid.policy import Policy
@@ -145,11 +146,24 @@ def test_gradients_are_those_of_plain_autograd(name, recompute):
 
 def test_recomputing_keeps_only_the_residual_stream_of_a_layer(monkeypatch):
     calls = []
-    inner = packed.after_attention
-    monkeypatch.setattr(packed, "after_attention", lambda *a: calls.append(1) or inner(*a))
+    counted = packed.PLAIN._replace(after=lambda *a: calls.append(1) or after_attention(*a))
+    monkeypatch.setattr(packed, "PLAIN", counted)
     policy = Policy(model_of("llama"), character_tokenizer(), gradient_checkpointing=True)
     policy.score(batch_of()).logprobs.sum().backward()
     assert len(calls) == 2 * 2
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs a C++ compiler")
+def test_compiled_pieces_compute_the_same():
+    model, batch = model_of("qwen2"), batch_of()
+    gradients = []
+    for engine in ("auto", "compiled"):
+        policy = Policy(model, character_tokenizer(), engine=engine)
+        policy.score(batch).logprobs.sum().backward()
+        gradients.append({name: p.grad for name, p in model.named_parameters()})
+        model.zero_grad()
+    for name, expected in gradients[0].items():
+        torch.testing.assert_close(gradients[1][name], expected, rtol=0, atol=1e-5 * float(expected.norm()))
 
 
 def test_rows_of_any_choice_keep_their_scores():

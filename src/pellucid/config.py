@@ -31,8 +31,9 @@ class PolicyConfig:
     """Rank of a LoRA adapter to train instead of the whole model; 0 trains the whole model."""
     reference: str = "auto"
     """Device of the frozen reference (auto: that of the policy); it is loaded only where kl_coef > 0."""
-    engine: Literal["auto", "transformers"] = "auto"
-    """auto: our own decoder for the Llama family (Llama, Mistral, Qwen2, Qwen3), transformers for all others."""
+    engine: Literal["auto", "compiled", "transformers"] = "auto"
+    """auto: our own decoder for the Llama family (Llama, Mistral, Qwen2, Qwen3), transformers for all others. compiled:
+    its update by torch.compile, for long runs; needs a C++ compiler."""
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass: less memory, a third more time."""
 

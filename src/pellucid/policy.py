@@ -15,6 +15,7 @@ from pellucid import pretrained
 from pellucid.batch import Batch
 from pellucid.grpo import Scores
 from pellucid.logprobs import Head
+from pellucid.models import packed
 from pellucid.models.decoder import Decoder, refusal
 from pellucid.models.decoding import Flight
 from pellucid.models.fallback import Chartered
@@ -39,8 +40,10 @@ class Policy:
         engine: str = "auto",
     ) -> None:
         self.model, self.tokenizer, self.dtype, self.adapter = silence_dropout(model), tokenizer, dtype, adapter
-        self.decoder = Decoder(model.config, self.weights(), dtype) if engine == "auto" and not self.detour() else None
-        self.scorer = Scorer(model, self.decoder, dtype, temperature, entropy_grad, gradient_checkpointing)
+        self.engine = engine
+        self.decoder = None if self.detour() else Decoder(model.config, self.weights(), dtype)
+        pieces = packed.compiled() if engine == "compiled" else packed.PLAIN
+        self.scorer = Scorer(model, self.decoder, dtype, temperature, entropy_grad, gradient_checkpointing, pieces)
         self.module: nn.Module = self.scorer
         self.eos_ids = eos_ids(model, tokenizer)
         self.context_length: int = getattr(model.config, "max_position_embeddings", None) or 2**31
@@ -75,6 +78,8 @@ class Policy:
 
     def detour(self) -> str:
         """Why this model is computed by transformers, not by our decoder; empty where it is not."""
+        if self.engine == "transformers":
+            return "policy.engine"
         return "an adapter" if self.adapter is not None else refusal(self.model.config)
 
     def flight(self, rows: int, max_tokens: int) -> Flight | Chartered:

@@ -20,6 +20,7 @@ from pellucid.console import accuracy_table, before_after, terminal
 from pellucid.evaluate import OneProcess, evaluate, graded, held_out
 from pellucid.metrics import describe
 from pellucid.policy import AdapterOff, Policy
+from pellucid.profile import profiled
 from pellucid.report import write_report
 from pellucid.runtime import Runtime
 from pellucid.samplers.hf import HuggingFace
@@ -49,7 +50,7 @@ class Parts:
     """Spent in finished steps, by the clock of this process."""
 
 
-def train(cfg: Config, run_dir: Path, resume: bool = False) -> int:
+def train(cfg: Config, run_dir: Path, resume: bool = False, profile: bool = False) -> int:
     """Trains to the end, or to the step in which Ctrl-C came; returns the exit status."""
     hardware.keep_freed_memory()
     cfg = settled(cfg)
@@ -67,17 +68,21 @@ def train(cfg: Config, run_dir: Path, resume: bool = False) -> int:
     with closing(log), stop_requests() as requests:
         if evaluation:
             log.log_evaluation(0, evaluation)
-        stopped = follow(cfg, run_dir, parts, log, requests)
+        stopped = follow(cfg, run_dir, parts, log, requests, profile)
     if main:
         finish(run_dir, parts.policy, stopped)
     return INTERRUPTED if stopped else 0
 
 
-def follow(cfg: Config, run_dir: Path, parts: Parts, log: Logger, requests: Sequence[int]) -> int:
+def follow(
+    cfg: Config, run_dir: Path, parts: Parts, log: Logger, requests: Sequence[int], profile: bool = False
+) -> int:
     """Walks through the steps, logging, evaluating and saving; the step that a stop request ended, or 0."""
     steps = grpo.train(
         parts.task, parts.sampler, parts.policy, parts.runtime, cfg.algorithm, parts.reference, parts.state
     )
+    if profile and parts.runtime.main:
+        steps = profiled(steps, run_dir / "profile.txt", parts.policy.dtype)
     for step, metrics, groups in steps:
         parts.seconds += metrics["time/step"]
         last = step == cfg.algorithm.steps or parts.runtime.any(0 < cfg.algorithm.minutes * 60 <= parts.seconds)

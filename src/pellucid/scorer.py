@@ -12,7 +12,7 @@ from pellucid.batch import Batch
 from pellucid.grpo import Scores
 from pellucid.logprobs import Head, token_logprobs
 from pellucid.models.decoder import Decoder
-from pellucid.models.packed import hidden_states
+from pellucid.models.packed import Pieces, hidden_states
 from pellucid.types import UserError
 
 
@@ -33,11 +33,13 @@ class Scorer(nn.Module):
         temperature: float,
         entropy_grad: bool,
         gradient_checkpointing: bool,
+        pieces: Pieces,
     ) -> None:
         super().__init__()
         self.model, self.decoder, self.dtype = model, decoder, dtype
         self.temperature, self.entropy_grad = temperature, entropy_grad
         self.gradient_checkpointing = gradient_checkpointing
+        self.pieces = pieces
         self.reference: Hidden | None = None
         if gradient_checkpointing:
             # transformers renamed it on the way to 6.
@@ -54,7 +56,7 @@ class Scorer(nn.Module):
         """[N, D] where the N response tokens of a batch are predicted from, and what makes logits of it."""
         if self.decoder is None:
             return self.hidden_by_transformers(batch).to(self.dtype), head_of(self.model, self.dtype)
-        hidden, head = hidden_states(self.decoder, batch, recompute=self.gradient_checkpointing)
+        hidden, head = hidden_states(self.decoder, batch, self.gradient_checkpointing, self.pieces)
         return hidden, Head(head)
 
     def hidden_by_transformers(self, batch: Batch) -> Tensor:

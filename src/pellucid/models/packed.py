@@ -8,7 +8,8 @@ Shapes: N tokens in all, P prompts of at most S tokens, B rows of which T - 1 to
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import cache
 from typing import Any, NamedTuple
 
 import torch
@@ -87,7 +88,25 @@ def bias_of(seen: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.zeros(seen.shape, dtype=dtype, device=seen.device).masked_fill(~seen, -torch.inf)[:, None]
 
 
-def hidden_states(decoder: Decoder, batch: Batch, recompute: bool = False) -> tuple[Tensor, Tensor]:
+class Pieces(NamedTuple):
+    """What a layer does to single tokens, on either side of its attention."""
+
+    before: Callable[..., Tensor]
+    after: Callable[..., Tensor]
+
+
+PLAIN = Pieces(heads_of, after_attention)
+
+
+@cache
+def compiled() -> Pieces:
+    """By torch.compile, which needs a C++ compiler, and most of a minute when they are first used."""
+    return Pieces(torch.compile(heads_of, dynamic=True), torch.compile(after_attention, dynamic=True))
+
+
+def hidden_states(
+    decoder: Decoder, batch: Batch, recompute: bool = False, pieces: Pieces = PLAIN
+) -> tuple[Tensor, Tensor]:
     """[N, D] states that predict the N response tokens of a batch, row by row, and the head [V, D] that reads them.
 
     recompute: keep only the residual stream of each layer for the backward pass.
@@ -98,15 +117,17 @@ def hidden_states(decoder: Decoder, batch: Batch, recompute: bool = False) -> tu
     ids = torch.cat([layout.prompts.ids, layout.responses.ids])
     hidden = F.embedding(ids, weights.embedding).to(weights.norm.dtype)
     for layer in weights.layers:
-        arguments = (layer, hidden, rotary, layout, decoder.shape)
+        arguments = (layer, hidden, rotary, layout, decoder.shape, pieces)
         hidden = checkpoint(through_layer, *arguments, use_reentrant=False) if recompute else through_layer(*arguments)
     hidden = norm(hidden.index_select(0, layout.sources), weights.norm, decoder.shape.eps)
     return hidden.to(weights.head.dtype), weights.head
 
 
-def through_layer(layer: Layer, hidden: Tensor, rotary: tuple[Tensor, Tensor], layout: Layout, shape: Shape) -> Tensor:
-    attended = group_attention(heads_of(layer, hidden, rotary, shape), layout, shape)
-    return after_attention(layer, hidden, attended, shape)
+def through_layer(
+    layer: Layer, hidden: Tensor, rotary: tuple[Tensor, Tensor], layout: Layout, shape: Shape, pieces: Pieces
+) -> Tensor:
+    attended = group_attention(pieces.before(layer, hidden, rotary, shape), layout, shape)
+    return pieces.after(layer, hidden, attended, shape)
 
 
 def group_attention(heads: Tensor, layout: Layout, shape: Shape) -> Tensor:
