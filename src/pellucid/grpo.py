@@ -69,8 +69,10 @@ class Runtime(Protocol):
     `step` takes that step and reports `grad_norm`, `lr` and `skipped`, 1 where the gradient was not finite.
     """
 
-    world: int
-    """Processes."""
+    @property
+    def world(self) -> int:
+        """Processes."""
+        ...
 
     def shard(self, items: Sequence[Any]) -> Sequence[Any]: ...
     def gather(self, items: Sequence[Any]) -> list[Any]: ...
