@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from dataclasses import replace
 
 import pytest
@@ -153,10 +152,12 @@ def test_recomputing_keeps_only_the_residual_stream_of_a_layer(monkeypatch):
     assert len(calls) == 2 * 2
 
 
-@pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs a C++ compiler")
-def test_compiled_pieces_compute_the_same():
+@pytest.mark.filterwarnings("ignore")  # of the compiler about itself
+def test_pieces_may_be_compiled(monkeypatch):
+    """Traced forward and backward; that C++ made of it is right is torch's to show, and takes a minute."""
     model, batch = model_of("qwen2"), batch_of()
-    gradients = []
+    traced, gradients = packed.compiled("aot_eager"), []
+    monkeypatch.setattr(packed, "compiled", lambda: traced)
     for engine in ("auto", "compiled"):
         policy = Policy(model, character_tokenizer(), engine=engine)
         policy.score(batch).logprobs.sum().backward()

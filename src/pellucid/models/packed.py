@@ -99,9 +99,9 @@ PLAIN = Pieces(heads_of, after_attention)
 
 
 @cache
-def compiled() -> Pieces:
+def compiled(backend: str = "inductor") -> Pieces:
     """By torch.compile, which needs a C++ compiler, and most of a minute when they are first used."""
-    return Pieces(torch.compile(heads_of, dynamic=True), torch.compile(after_attention, dynamic=True))
+    return Pieces(*(torch.compile(piece, dynamic=True, backend=backend) for piece in PLAIN))
 
 
 def hidden_states(
