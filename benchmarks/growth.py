@@ -1,6 +1,6 @@
 """How the time of a step grows with completion length and group size, and a picture of it.
 
-    python benchmarks/growth.py --picture docs/growth.svg
+python benchmarks/growth.py --picture docs/growth.svg
 """
 
 from __future__ import annotations

@@ -69,12 +69,15 @@ def test_a_variant_trains_three_steps(path):
 WITH_IT = {
     "kl_coef": {"kl_target": 0.0, "reference_every": 0, "reference_decay": 0.0},
     "reference_every": {"reference_decay": 0.0},
+    "kl_in": {"kl": "k1"},
     "objective": {"dual_clip": 0.0},
 }
 # What this small world has no occasion for.
 NO_OCCASION = {
     "dapo": ["max_rounds"],  # no group is dead
-    "dcpo": ["dual_clip"],  # no ratio reaches 10
+    "gspo": ["clip_high"],  # no whole response gets so much likelier
+    "gspo_token": ["clip_high"],
+    "length_grouped": ["advantage"],  # groups of four fill no cell
     "rloo": ["objective"],  # on-policy "naive" and "clipped" have one gradient
     "truncated_is": ["correction"],  # the sampler is exact
 }

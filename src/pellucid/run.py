@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import json
 import shutil
-import signal
-from collections.abc import Iterator, Sequence
-from contextlib import closing, contextmanager
+from collections.abc import Sequence
+from contextlib import closing
 from dataclasses import dataclass, replace
 from pathlib import Path
-from types import FrameType
 
 import rich
 from accelerate.utils import set_seed
@@ -18,6 +16,7 @@ from pellucid import checkpoint, grpo, hardware, loggers, policy, preflight, pro
 from pellucid.config import Config, dump
 from pellucid.console import accuracy_table, before_after, terminal
 from pellucid.evaluate import OneProcess, evaluate, graded, held_out
+from pellucid.interrupts import INTERRUPTED, stop_requests
 from pellucid.metrics import describe
 from pellucid.policy import AdapterOff, Policy
 from pellucid.profile import profiled
@@ -29,7 +28,6 @@ from pellucid.tasks.arithmetic import Arithmetic
 from pellucid.tasks.sandbox import Sandboxed, with_split
 from pellucid.types import Evaluation, Group, Logger, Prompt, Sampler, Task, UserError
 
-INTERRUPTED = 130
 OPTIMIZER = "optimizer."
 
 
@@ -297,22 +295,3 @@ def finish(run_dir: Path, learner: Policy, stopped: int) -> None:
         rich.print(before_after(evaluations[0], evaluations[-1]))
     for what, path in {"model": run_dir / "model", "report": report, "metrics": run_dir / "metrics.jsonl"}.items():
         print(f"{what:8} {path}")
-
-
-@contextmanager
-def stop_requests() -> Iterator[list[int]]:
-    """Signals that asked for a stop (Ctrl-C, SIGTERM), served between two steps; a second one is served at once."""
-    requests: list[int] = []
-
-    def handle(number: int, _frame: FrameType | None) -> None:
-        if requests:
-            raise KeyboardInterrupt
-        requests.append(number)
-        print("stopping after this step; once more to stop at once, back to the last checkpoint")
-
-    before = {number: signal.signal(number, handle) for number in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        yield requests
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
