@@ -222,7 +222,7 @@ def test_the_backward_pass_of_attention_is_that_of_autograd():
     torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-12)
     mine, expected = (torch.autograd.grad((x * upstream).sum(), leaves) for x in (ours, theirs))
     for one, other in zip(mine, expected, strict=True):
-        torch.testing.assert_close(one, other, rtol=0, atol=1e-6)  # probabilities are fp32
+        torch.testing.assert_close(one, other, rtol=0, atol=1e-12)
 
 
 def test_two_parts_of_the_keys_make_up_the_whole():

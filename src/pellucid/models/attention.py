@@ -48,10 +48,11 @@ class FewProducts(torch.autograd.Function):
             return x.unflatten(1, (key_heads, heads // key_heads)).flatten(2, 3)
 
         query, grad = grouped(query), grouped(grad)
-        scores = (query @ key.mT).float() * scale
-        scores = scores.unflatten(2, (heads // key_heads, -1)) + bias[:, :, None].float()
+        wide = torch.promote_types(query.dtype, torch.float32)
+        scores = (query @ key.mT).to(wide) * scale
+        scores = scores.unflatten(2, (heads // key_heads, -1)) + bias[:, :, None]
         probs = scores.softmax(-1).flatten(2, 3)
-        of_probs = (grad @ value.mT).float()
+        of_probs = (grad @ value.mT).to(wide)
         of_scores = probs * (of_probs - (probs * of_probs).sum(-1, keepdim=True)) * scale
         probs, of_scores = probs.to(key.dtype), of_scores.to(key.dtype)
         of_query = (of_scores @ key).unflatten(2, (heads // key_heads, -1)).flatten(1, 2)
