@@ -23,7 +23,7 @@ from conftest import EOS, VOCAB, CountDigits, character_tokenizer, tiny_gemma, t
 from pellucid.batch import Batch, collate
 from pellucid.models import decoder as decoders
 from pellucid.models import packed
-from pellucid.models.attention import FewProducts, attend_and_weigh
+from pellucid.models.attention import FewProducts
 from pellucid.models.decoder import Decoder, after_attention, refusal
 from pellucid.models.decoding import Flight
 from pellucid.models.packed import hidden_states
@@ -223,16 +223,6 @@ def test_the_backward_pass_of_attention_is_that_of_autograd():
     mine, expected = (torch.autograd.grad((x * upstream).sum(), leaves) for x in (ours, theirs))
     for one, other in zip(mine, expected, strict=True):
         torch.testing.assert_close(one, other, rtol=0, atol=1e-12)
-
-
-def test_two_parts_of_the_keys_make_up_the_whole():
-    torch.manual_seed(0)
-    query, key, value = (torch.randn(2, 3, n, 8) for n in (4, 9, 9))
-    whole, _ = attend_and_weigh(query, key, value, None)
-    (one, a), (other, b) = (
-        attend_and_weigh(query, key[:, :, part], value[:, :, part], None) for part in (slice(0, 6), slice(6, 9))
-    )
-    torch.testing.assert_close(torch.lerp(one, other, torch.sigmoid(b - a)[..., None]), whole, rtol=0, atol=1e-6)
 
 
 # ---------------------------------------------------------------- rows that come and go

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-CHUNK_ELEMENTS = 2**25
-"""Logits held at once: 128 MB in fp32, however many tokens there are and however large the vocabulary is."""
+MANY, FEW = 2**26, 2**23
+"""Logits held at once, however many tokens there are and however large the vocabulary is: 128 MB in bf16 for a matrix
+product, 32 MB in fp32 for what is done to each."""
 
 
 class Head(NamedTuple):
@@ -31,11 +33,6 @@ class Head(NamedTuple):
         logits = logits * self.scale if self.scale != 1.0 else logits
         return self.softcap * torch.tanh(logits / self.softcap) if self.softcap else logits
 
-    def slope(self, logits: Tensor, grad: Tensor) -> Tensor:
-        """The gradient [N, V] before scale and softcap, from that of the logits."""
-        grad = grad * (1 - (logits / self.softcap).square()) if self.softcap else grad
-        return grad * self.scale
-
 
 class Reading(NamedTuple):
     """How hidden states are read: all that the functions below need besides tensors."""
@@ -49,9 +46,16 @@ class Reading(NamedTuple):
     def distribution(self, hidden: Tensor) -> Tensor:
         """[n, D] -> [n, V] logits at the temperature."""
         logits = self.head.logits(hidden)
-        return logits / self.temperature if self.temperature != 1.0 else logits
+        return logits.div_(self.temperature) if self.temperature != 1.0 else logits
 
-    def reference(self, rows: slice | Tensor) -> Tensor | None:
+    def slope(self, z: Tensor, grad: Tensor) -> Tensor:
+        """The gradient [n, V] of what the head's matrix gives, from that of z."""
+        if self.head.softcap:
+            grad *= 1 - (z * (self.temperature / self.head.softcap)).square()
+        factor = self.head.scale / self.temperature
+        return grad.mul_(factor) if factor != 1.0 else grad
+
+    def reference(self, rows: Tensor) -> Tensor | None:
         """[n, V] log-probs of the reference."""
         if self.ref_hidden is None or self.ref_head is None:
             return None
@@ -80,16 +84,19 @@ def token_logprobs(
 class TokenLogprobs(torch.autograd.Function):
     """With z the logits at the temperature, p their softmax, H its entropy, q the reference:
 
-    d log p[token] / dz = onehot(token) - p
-    d H / dz = -p (log p + H)
-    d KL / dz = p (log p - log q - KL)
+        d log p[token] / dz = onehot(token) - p
+        d H / dz = -p (log p + H)
+        d KL / dz = p (log p - log q - KL)
+
+    What is done to each logit is done a few rows at a time, in the processor's cache; matrix products take many.
     """
 
     @staticmethod
     def forward(
         ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, tokens: Tensor, reading: Reading
     ) -> tuple[Tensor, Tensor, Tensor]:
-        parts = [_read(hidden[rows], tokens[rows], reading, rows) for rows in _chunks(len(tokens), weight)]
+        every = torch.arange(len(tokens), device=tokens.device)
+        parts = [_read(hidden[rows], tokens[rows], reading, rows) for rows in every.split(_rows(weight, FEW))]
         logprobs, entropy, kl, log_normalizer = (torch.cat(column) for column in zip(*parts, strict=True))
         ctx.save_for_backward(hidden, weight, bias, tokens, entropy, kl, log_normalizer)
         ctx.reading = reading
@@ -99,46 +106,60 @@ class TokenLogprobs(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        hidden, weight, bias, tokens, entropy, kl, log_normalizer = ctx.saved_tensors
+        hidden, weight, bias, *about = ctx.saved_tensors
         reading = ctx.reading._replace(head=ctx.reading.head._replace(weight=weight, bias=bias))
-        of_logprob, of_entropy, of_kl = (g[:, None] for g in grads)
         live = (torch.stack(grads) != 0).any(0).nonzero()[:, 0]  # a token that weighs nothing costs nothing
-        of_hidden, of_weight = torch.zeros_like(hidden), torch.zeros_like(weight, dtype=log_normalizer.dtype)
-        of_bias = None if bias is None else torch.zeros_like(bias, dtype=log_normalizer.dtype)
-        for rows in live.split(_chunk_size(weight)):
-            z = reading.distribution(hidden[rows])
-            log_probs = z - log_normalizer[rows, None]
-            probs = log_probs.exp()
-            of_z = -of_logprob[rows] * probs
-            of_z[torch.arange(len(rows), device=z.device), tokens[rows]] += of_logprob[rows, 0]
-            if reading.entropy_grad:
-                of_z -= of_entropy[rows] * probs * (log_probs + entropy[rows, None])
-            if (other := reading.reference(rows)) is not None:
-                of_z += of_kl[rows] * probs * (log_probs - other - kl[rows, None])
-            of_logits = reading.head.slope(z * reading.temperature, of_z / reading.temperature).to(weight.dtype)
-            of_hidden[rows] = of_logits @ weight
-            of_weight += of_logits.mT @ hidden[rows]
+        wide = about[-1].dtype
+        of_hidden, of_weight = torch.zeros_like(hidden), torch.zeros_like(weight, dtype=wide)
+        of_bias = None if bias is None else torch.zeros_like(bias, dtype=wide)
+        for many in live.split(_rows(weight, MANY)):
+            of_logits = torch.empty(len(many), len(weight), dtype=weight.dtype, device=weight.device)
+            for few, into in zip(many.split(_rows(weight, FEW)), of_logits.split(_rows(weight, FEW)), strict=True):
+                into.copy_(_slope(hidden[few], few, reading, about, grads))
+            of_hidden[many] = of_logits @ weight
+            of_weight += of_logits.mT @ hidden[many]
             if of_bias is not None:
-                of_bias += of_logits.sum(0)
+                of_bias += of_logits.sum(0, dtype=wide)
         return of_hidden, of_weight.to(weight.dtype), None if of_bias is None else of_bias.to(weight.dtype), None, None
 
 
-def _read(hidden: Tensor, tokens: Tensor, reading: Reading, rows: slice) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def _read(hidden: Tensor, tokens: Tensor, reading: Reading, rows: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Log-probs, entropy, KL and log-normaliser, [n] each."""
     z = reading.distribution(hidden)
-    log_normalizer = z.logsumexp(-1)
+    highest = z.amax(-1, keepdim=True)
+    masses = (z - highest).exp_()
+    total = masses.sum(-1)
+    log_normalizer = highest[:, 0] + total.log()
     logprobs = z.gather(-1, tokens[:, None])[:, 0] - log_normalizer
-    probs = (z - log_normalizer[:, None]).exp()
-    entropy = log_normalizer - (probs * z).sum(-1)
+    entropy = log_normalizer - dots(masses, z) / total
     other = reading.reference(rows)
-    kl = torch.zeros_like(entropy) if other is None else -entropy - (probs * other).sum(-1)
+    kl = torch.zeros_like(entropy) if other is None else -entropy - dots(masses, other) / total
     return logprobs, entropy, kl, log_normalizer
 
 
-def _chunk_size(weight: Tensor) -> int:
-    return max(1, CHUNK_ELEMENTS // len(weight))
+def _slope(hidden: Tensor, rows: Tensor, reading: Reading, about: Sequence[Tensor], grads: Sequence[Tensor]) -> Tensor:
+    """[n, V]: the gradient of what the head's matrix gives for these rows."""
+    tokens, entropy, kl, log_normalizer = (x[rows] for x in about)
+    of_logprob, of_entropy, of_kl = (g[rows, None] for g in grads)
+    z = reading.distribution(hidden)
+    plain, other = not (reading.entropy_grad or reading.head.softcap), reading.reference(rows)
+    log_probs = z.sub_(log_normalizer[:, None]) if plain and other is None else z - log_normalizer[:, None]
+    probs = log_probs.exp_() if plain and other is None else log_probs.exp()
+    grad = probs.mul_(-of_logprob) if plain and other is None else -of_logprob * probs
+    grad[torch.arange(len(rows), device=z.device), tokens] += of_logprob[:, 0]
+    if reading.entropy_grad:
+        grad -= of_entropy * probs * (log_probs + entropy[:, None])
+    if other is not None:
+        grad += of_kl * probs * (log_probs - other - kl[:, None])
+    return reading.slope(z, grad)
 
 
-def _chunks(count: int, weight: Tensor) -> list[slice]:
-    size = _chunk_size(weight)
-    return [slice(i, i + size) for i in range(0, count, size)]
+def dots(x: Tensor, y: Tensor) -> Tensor:
+    """[n, V] and [n, V] -> [n] inner products, without a product of their size."""
+    return (x[:, None] @ y[:, :, None])[:, 0, 0]
+
+
+def _rows(weight: Tensor, elements: int) -> int:
+    """Whole tiles of matrix products, where there is room for one."""
+    rows = elements // len(weight)
+    return max(1, rows // 64 * 64 or rows)

@@ -12,7 +12,7 @@ from rich.table import Table
 from pellucid import grpo
 from pellucid.config import Config
 from pellucid.hardware import memory_gb
-from pellucid.logprobs import CHUNK_ELEMENTS
+from pellucid.logprobs import MANY
 from pellucid.metrics import predicted_dead_share
 from pellucid.policy import Policy
 from pellucid.types import Group
@@ -86,7 +86,7 @@ def memory_parts(cfg: Config, policy: Policy, reference: grpo.Reference | None, 
         "sampling copy": parameters * 2 / 1e9 if copied else 0.0,
         "reference": parameters * 4 / 1e9 if isinstance(reference, Policy) else 0.0,
         "activations": tokens * per_token / 1e9,
-        "logits": 4 * CHUNK_ELEMENTS * 4 / 1e9,
+        "logits": 4 * MANY / 1e9,
         "a checkpoint's largest file": trained * 4 / 1e9,
         "libraries": 0.6,
     }

@@ -19,15 +19,6 @@ def attend(query: Tensor, key: Tensor, value: Tensor, bias: Tensor) -> Tensor:
     return F.scaled_dot_product_attention(query, key, value, attn_mask=bias, enable_gqa=True)
 
 
-def attend_and_weigh(query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
-    """What queries [B, K, T, d] read, and the log of their softmax's normaliser [B, K, T]; keys [B, K, S, d]."""
-    if query.device.type == "cpu":
-        return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(query, key, value, attn_mask=bias)
-    scores = (query @ key.mT).float() * query.shape[-1] ** -0.5
-    scores = scores if bias is None else scores + bias
-    return scores.softmax(-1).to(value.dtype) @ value, scores.logsumexp(-1)
-
-
 class FewProducts(torch.autograd.Function):
     """Forward as torch has it. Backward in five batched matrix products, the probabilities made anew: torch's own is
     several times slower on CPUs, and plain attention under autograd would keep B H T S probabilities of every layer.

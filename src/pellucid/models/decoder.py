@@ -124,9 +124,10 @@ class Decoder:
         return Weights(embedding, layers, self.norm, embedding if self.shape.tied else self.head.current())
 
     def rotary(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """cos and sin, [N, 1, d] each, for positions [N]."""
-        angles = (positions[:, None] * self.frequencies).repeat(1, 2)[:, None]
-        return angles.cos().to(self.dtype), angles.sin().to(self.dtype)
+        """cos and sin, [N, 1, d] each, for positions [N]; the first half of the sines negative."""
+        angles = (positions[:, None] * self.frequencies)[:, None]
+        cos, sin = angles.cos().to(self.dtype), angles.sin().to(self.dtype)
+        return torch.cat([cos, cos], -1), torch.cat([-sin, sin], -1)
 
 
 class Copy:
@@ -169,23 +170,48 @@ class StandIn(torch.autograd.Function):
 # ---------------------------------------------------------------- what a layer computes
 
 
-def heads_of(layer: Layer, hidden: Tensor, rotary: tuple[Tensor, Tensor], shape: Shape) -> Tensor:
-    """Queries, keys and values of N tokens, [N, H + 2K, d]."""
+Heads = tuple[Tensor, Tensor, Tensor]
+"""Queries [N, H, d], keys and values [N, K, d] of N tokens."""
+
+
+def heads_of(layer: Layer, hidden: Tensor, rotary: tuple[Tensor, Tensor], shape: Shape) -> Heads:
     x = norm(hidden, layer.attention_norm, shape.eps).to(layer.qkv.dtype)
-    heads = F.linear(x, layer.qkv, layer.qkv_bias).unflatten(-1, (-1, shape.head_size))
-    query, key, value = heads.split([shape.heads, shape.key_heads, shape.key_heads], -2)
+    heads = linear(x, layer.qkv, layer.qkv_bias).unflatten(-1, (-1, shape.head_size))
+    turning, value = heads.split([shape.heads + shape.key_heads, shape.key_heads], -2)
     if layer.query_norm is not None and layer.key_norm is not None:
-        query = norm(query, layer.query_norm, shape.eps).to(heads.dtype)
-        key = norm(key, layer.key_norm, shape.eps).to(heads.dtype)
-    return torch.cat([rotated(torch.cat([query, key], -2), *rotary), value], -2)
+        query, key = turning.split([shape.heads, shape.key_heads], -2)
+        normed = norm(query, layer.query_norm, shape.eps), norm(key, layer.key_norm, shape.eps)
+        turning = torch.cat(normed, -2).to(heads.dtype)
+    query, key = rotated(turning, *rotary).split([shape.heads, shape.key_heads], -2)
+    return query, key, value
 
 
 def after_attention(layer: Layer, hidden: Tensor, attended: Tensor, shape: Shape) -> Tensor:
     """[N, D] of the next layer, from what the heads of this one have read, [N, H d]."""
-    hidden = hidden + F.linear(attended, layer.attention_out)
+    hidden = hidden + linear(attended, layer.attention_out)
     x = norm(hidden, layer.mlp_norm, shape.eps).to(layer.gate_up.dtype)
-    gate, up = F.linear(x, layer.gate_up).chunk(2, -1)
-    return hidden + F.linear(F.silu(gate) * up, layer.down)
+    gate, up = linear(x, layer.gate_up).chunk(2, -1)
+    return hidden + linear(F.silu(gate) * up, layer.down)
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """F.linear, also for weights that `packed` has laid out anew."""
+    if weight.is_mkldnn:
+        return torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
+    return F.linear(x, weight, bias)
+
+
+def packed(weights: Weights, rows: int) -> Weights:
+    """Matrices in oneDNN's own layout for products of so many rows; without gradient, on the CPU, in bf16."""
+
+    def pack(weight: Tensor) -> Tensor:
+        return torch.ops.mkldnn._reorder_linear_weight(weight, rows)
+
+    layers = [
+        layer._replace(**{name: pack(getattr(layer, name)) for name in ("qkv", "attention_out", "gate_up", "down")})
+        for layer in weights.layers
+    ]
+    return weights._replace(layers=layers, head=pack(weights.head))
 
 
 def norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -196,7 +222,7 @@ def norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 def rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Rotary position embedding (arXiv 2104.09864), the halves of a head being the two coordinates."""
     one, two = x.chunk(2, -1)
-    return x * cos + torch.cat([-two, one], -1) * sin
+    return x * cos + torch.cat([two, one], -1) * sin
 
 
 def rotary_frequencies(config: Any, head_size: int) -> Tensor:

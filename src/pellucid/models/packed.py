@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 
 from pellucid.batch import Batch
 from pellucid.models.attention import attend
-from pellucid.models.decoder import Decoder, Layer, Shape, after_attention, heads_of, norm
+from pellucid.models.decoder import Decoder, Heads, Layer, Shape, after_attention, heads_of, norm
 
 
 class Rows(NamedTuple):
@@ -91,7 +91,7 @@ def bias_of(seen: Tensor, dtype: torch.dtype) -> Tensor:
 class Pieces(NamedTuple):
     """What a layer does to single tokens, on either side of its attention."""
 
-    before: Callable[..., Tensor]
+    before: Callable[..., Heads]
     after: Callable[..., Tensor]
 
 
@@ -126,30 +126,29 @@ def hidden_states(
 def through_layer(
     layer: Layer, hidden: Tensor, rotary: tuple[Tensor, Tensor], layout: Layout, shape: Shape, pieces: Pieces
 ) -> Tensor:
-    attended = group_attention(pieces.before(layer, hidden, rotary, shape), layout, shape)
+    attended = group_attention(pieces.before(layer, hidden, rotary, shape), layout)
     return pieces.after(layer, hidden, attended, shape)
 
 
-def group_attention(heads: Tensor, layout: Layout, shape: Shape) -> Tensor:
-    """[N, H + 2K, d] -> [N, H d]: prompts read themselves, responses their prompt and themselves."""
+def group_attention(heads: Heads, layout: Layout) -> Tensor:
+    """[N, H d]: prompts read themselves, responses their prompt and themselves."""
     prompts, responses = layout.prompts, layout.responses
     count = len(prompts.ids)
-    query, key, value = in_rows(heads[:count], prompts, shape)
+    query, key, value = (in_rows(x[:count], prompts) for x in heads)
     read = [in_line(attend(query, key, value, prompts.bias), prompts)]
     if len(responses.ids):
-        query, own_key, own_value = in_rows(heads[count:], responses, shape)
+        query, own_key, own_value = (in_rows(x[count:], responses) for x in heads)
         key = torch.cat([key.index_select(0, layout.prompt_of), own_key], 2)
         value = torch.cat([value.index_select(0, layout.prompt_of), own_value], 2)
         read.append(in_line(attend(query, key, value, responses.bias), responses))
     return torch.cat(read)
 
 
-def in_rows(heads: Tensor, rows: Rows, shape: Shape) -> tuple[Tensor, ...]:
-    """[n, H + 2K, d] -> queries [rows, H, T, d], keys and values [rows, K, T, d], 0 where there is no token."""
+def in_rows(heads: Tensor, rows: Rows) -> Tensor:
+    """[n, H, d] -> [rows, H, T, d], 0 where there is no token."""
     count, _, length, _ = rows.bias.shape
     padded = heads.new_zeros(count * length, *heads.shape[1:]).index_copy(0, rows.places, heads)
-    by_head = padded.unflatten(0, (count, length)).transpose(1, 2)
-    return by_head.split([shape.heads, shape.key_heads, shape.key_heads], 1)
+    return padded.unflatten(0, (count, length)).transpose(1, 2)
 
 
 def in_line(read: Tensor, rows: Rows) -> Tensor:

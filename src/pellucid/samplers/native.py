@@ -81,7 +81,7 @@ def draw(logits: Tensor, uniforms: Tensor, temperature: float) -> tuple[Tensor, 
     highest = logits.amax(-1, keepdim=True)
     masses = (logits - highest).exp_()
     blocks = F.pad(masses, (0, -masses.shape[-1] % BLOCK)).unflatten(-1, (-1, BLOCK))  # [B, V / BLOCK, BLOCK]
-    block_ends = blocks.sum(-1, dtype=torch.float64).cumsum(-1)
+    block_ends = blocks.sum(-1).cumsum(-1, dtype=torch.float64)
     token = logits.argmax(-1) if temperature == 0.0 else _invert_cdf(blocks, block_ends, uniforms[:, None])
     log_normalizer = highest[:, 0] + block_ends[:, -1].log().float()
     return token, logits.gather(-1, token[:, None])[:, 0] - log_normalizer
