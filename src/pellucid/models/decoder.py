@@ -97,6 +97,9 @@ class Decoder:
             tied=config.tie_word_embeddings,
         )
         self.dtype, self.device = dtype, masters["model.norm.weight"].device
+        self.may_pack = (
+            self.device.type == "cpu" and dtype == torch.bfloat16 and torch.ops.mkldnn._is_mkldnn_bf16_supported()
+        )
         self.frequencies = rotary_frequencies(config, head_size).to(self.device)
         embedding = Copy([masters["model.embed_tokens.weight"]], dtype)
         self.embedding = embedding

@@ -17,9 +17,6 @@ from pellucid.models.attention import attend
 from pellucid.models.decoder import Decoder, after_attention, heads_of, linear, norm, packed
 from pellucid.models.packed import bias_of, in_line, in_rows, prompt_rows
 
-PACKING_PAYS = 32
-"""Steps. Laying weights out anew takes as long as it saves in so many."""
-
 
 @dataclass
 class Cache:
@@ -76,7 +73,8 @@ class Flight:
     @torch.no_grad()
     def step(self, tokens: Tensor) -> Tensor:
         """[n, V] logits behind one more token [n] of each row."""
-        self._pack(len(tokens))
+        if self.weights is self.plain and self.decoder.may_pack:
+            self.weights = packed(self.plain, len(tokens))
         shape = self.decoder.shape
         rotary = self.decoder.rotary(self.prompt_lengths[self.prompt_of] + self.said)
         rows, longest = torch.arange(len(tokens), device=tokens.device), int(self.said.max()) + 1
@@ -116,12 +114,6 @@ class Flight:
                 torch.cat([x.view(-1, *shape[1:]), x.new_zeros(shape)]) for x in (cache.keys, cache.values)
             )
 
-    def _pack(self, rows: int) -> None:
-        """Once a flight, before its first step."""
-        cpu = self.decoder.device.type == "cpu" and self.decoder.dtype == torch.bfloat16
-        if cpu and self.weights is self.plain and self.max_tokens >= PACKING_PAYS:
-            self.weights = packed(self.plain, rows)
-
     def _bias(self, longest: int) -> Tensor | None:
         """[n, 1, 1, S + T]: -inf where a row has no key; None where all have all."""
         steps = torch.arange(max(longest, int(self.prompt_lengths.max())), device=self.said.device)
@@ -130,7 +122,9 @@ class Flight:
         return None if bool(seen.all()) else bias_of(seen[:, None], self.caches[0].keys.dtype)
 
     def _seat(self) -> None:
-        """Which rows read which prompt: `seats` [P, m] of rows, the first again where there are fewer; and back."""
+        """Which rows read which prompt: `seats` [P, m] of rows, the first again where there are fewer; and back. Before
+        the first row has finished they stand in order, and there is nothing to look up.
+        """
         sizes = self.prompt_of.bincount(minlength=len(self.prompt_lengths))
         if not len(sizes):
             return
@@ -141,6 +135,8 @@ class Flight:
         self.seats[self.prompt_of[order], place] = order
         self.seat_of = torch.empty_like(order)
         self.seat_of[order] = self.prompt_of[order] * most + place
+        whole = len(order) == self.seats.numel()
+        self.in_order = whole and bool((self.seat_of == torch.arange(len(order), device=order.device)).all())
 
     def _read(self, query: Tensor, cache: Cache, longest: int, bias: Tensor | None) -> Tensor:
         """[n, K, H / K, d] -> [n, H d]: one softmax over the prompt, read by all of its rows in one product, and over
@@ -157,11 +153,13 @@ class Flight:
 
     def _by_prompt(self, x: Tensor) -> Tensor:
         """[n, K, H / K, -] -> [P, K, m H / K, -]"""
-        return x[self.seats].transpose(1, 2).flatten(2, 3)
+        seated = x.unflatten(0, self.seats.shape) if self.in_order else x[self.seats]
+        return seated.transpose(1, 2).flatten(2, 3)
 
     def _by_row(self, x: Tensor) -> Tensor:
         """The inverse."""
-        return x.unflatten(2, (self.seats.shape[1], -1)).transpose(1, 2).flatten(0, 1)[self.seat_of]
+        rows = x.unflatten(2, (self.seats.shape[1], -1)).transpose(1, 2).flatten(0, 1)
+        return rows if self.in_order else rows[self.seat_of]
 
     def _logits(self, hidden: Tensor, head: Tensor) -> Tensor:
         return linear(norm(hidden, self.plain.norm, self.decoder.shape.eps).to(self.decoder.dtype), head)
