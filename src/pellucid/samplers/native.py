@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -76,15 +77,13 @@ def draw(logits: Tensor, uniforms: Tensor, temperature: float) -> tuple[Tensor, 
     torch.multinomial for a vocabulary of 49152 on a CPU, and a token without probability is never drawn.
     Greedy tokens (temperature 0) carry their log-prob at temperature 1.
     """
-    logits = logits.float()
-    logits = logits / temperature if temperature not in (0.0, 1.0) else logits
-    highest = logits.amax(-1, keepdim=True)
-    masses = (logits - highest).exp_()
+    below = logits - logits.amax(-1, keepdim=True).float()  # fp32, and never above 0
+    masses = below.mul_(1 / (math.log(2) * (temperature or 1.0))).exp2_()  # a quarter of the time of exp
     blocks = F.pad(masses, (0, -masses.shape[-1] % BLOCK)).unflatten(-1, (-1, BLOCK))  # [B, V / BLOCK, BLOCK]
     block_ends = blocks.sum(-1).cumsum(-1, dtype=torch.float64)
     token = logits.argmax(-1) if temperature == 0.0 else _invert_cdf(blocks, block_ends, uniforms[:, None])
-    log_normalizer = highest[:, 0] + block_ends[:, -1].log().float()
-    return token, logits.gather(-1, token[:, None])[:, 0] - log_normalizer
+    mass = masses.gather(-1, token[:, None])[:, 0]
+    return token, (mass.log() - block_ends[:, -1].log()).float()
 
 
 def _invert_cdf(blocks: Tensor, block_ends: Tensor, uniforms: Tensor) -> Tensor:
