@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from pellucid.advantages import ADVANTAGES
+from pellucid.grpo import advantages_of
 from pellucid.settings import Advantage, GRPOConfig
 from pellucid.types import UserError
 from small_policy import F64, grades
@@ -115,6 +116,18 @@ def test_a_factor_on_all_rewards_is_felt_or_not(name):
     plain = advantages(name, rewards, lengths=lengths, correct=correct)
     scaled = advantages(name, 3.0 * rewards, lengths=lengths, correct=correct)
     torch.testing.assert_close(scaled, (1.0 if name in SCALE_FREE else 3.0) * plain, rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize("name", ADVANTAGES)
+def test_a_group_below_min_spread_is_dead_for_the_others_too(name):
+    """Members that look across groups must not weigh, or be scaled by, what is no signal."""
+    live, noise = [1.0, 0.0, 0.0, 1.0], [0.5, 0.504, 0.498, 0.498]
+    cfg = GRPOConfig(advantage=name, min_spread=0.01, group_size=4)
+    noisy, equal = grades([live, noise]), grades([live, [0.5] * 4])
+    measured = advantages_of(noisy, noisy.rewards, cfg)
+    same(measured[0], ADVANTAGES[name](equal, cfg)[0])
+    assert measured[0].abs().max() > 0.1
+    assert measured[1].abs().max() == 0.0
 
 
 def test_maxrl_refuses_what_it_cannot_divide_by():
