@@ -121,12 +121,21 @@ def test_a_factor_on_all_rewards_is_felt_or_not(name):
 @pytest.mark.parametrize("name", ADVANTAGES)
 def test_a_group_below_min_spread_is_dead_for_the_others_too(name):
     """Members that look across groups must not weigh, or be scaled by, what is no signal."""
-    live, noise = [1.0, 0.0, 0.0, 1.0], [0.5, 0.504, 0.498, 0.498]
+    live, noise = [1.0, 0.0, 0.0, 1.0], [0.8, 0.804, 0.798, 0.798]
     cfg = GRPOConfig(advantage=name, min_spread=0.01, group_size=4)
-    noisy, equal = grades([live, noise]), grades([live, [0.5] * 4])
+    noisy, equal = grades([live, noise]), grades([live, [0.8] * 4])
     measured = advantages_of(noisy, noisy.rewards, cfg)
     same(measured[0], ADVANTAGES[name](equal, cfg)[0])
     assert measured[0].abs().max() > 0.1
+    assert measured[1].abs().max() == 0.0
+
+
+def test_what_shaping_adds_makes_no_dead_group_live():
+    """min_spread is about the rewards of the task."""
+    task = grades([[1.0, 0.0, 0.0, 1.0], [0.8, 0.804, 0.798, 0.798]])
+    shaped = task.rewards - torch.tensor([0.0, 0.5, 0.0, 0.0], dtype=F64)
+    measured = advantages_of(task, shaped, GRPOConfig(min_spread=0.01, group_size=4))
+    same(measured[0], advantages("grpo", [[1.0, -0.5, 0.0, 1.0]])[0])
     assert measured[1].abs().max() == 0.0
 
 
