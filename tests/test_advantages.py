@@ -169,6 +169,15 @@ def test_length_groups_by_hand():
     same(advantages("length_grouped", rewards, cfg, lengths=[[3, 4, 5, 6, 20, 21, 22, 23]]), expected)
 
 
+def test_a_cell_of_just_the_least_size_counts():
+    """Cells of three, one and two of them right, shrinkage 1: 3/4 of the cell's mean and std, 1/4 of the group's."""
+    cfg = GRPOConfig(length_buckets=2, length_min_cell=3, length_shrinkage=1.0)
+    measured = advantages("length_grouped", [[0.0, 0.0, 1.0, 0.0, 1.0, 1.0]], cfg, lengths=[[1, 2, 3, 7, 8, 9]])
+    baseline, std = 0.75 / 3 + 0.25 / 2, 0.75 * math.sqrt(2) / 3 + 0.25 / 2
+    low, high = -baseline / std, (1 - baseline) / std
+    same(measured, [[low, low, high, -high, -low, -low]])
+
+
 def test_within_literal_length_groups_the_shortest_may_be_the_only_right_ones_for_nothing():
     """Lengths of mean 46 and std 31: cells of 2, 4 and 2. The shrunk form still sees who was right."""
     rewards, lengths = [[1.0, 1.0, 0.5, 0.5, 0.5, 0.5, 0.0, 0.0]], [[2, 2, 46, 46, 46, 46, 90, 90]]
