@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from pellucid.advantages import ADVANTAGES
+from pellucid.grpo import advantages_of
 from pellucid.settings import Advantage, GRPOConfig
 from pellucid.types import UserError
 from small_policy import F64, grades
@@ -117,6 +118,27 @@ def test_a_factor_on_all_rewards_is_felt_or_not(name):
     torch.testing.assert_close(scaled, (1.0 if name in SCALE_FREE else 3.0) * plain, rtol=1e-10, atol=1e-12)
 
 
+@pytest.mark.parametrize("name", ADVANTAGES)
+def test_a_group_below_min_spread_is_dead_for_the_others_too(name):
+    """Members that look across groups must not weigh, or be scaled by, what is no signal."""
+    live, noise = [1.0, 0.0, 0.0, 1.0], [0.8, 0.804, 0.798, 0.798]
+    cfg = GRPOConfig(advantage=name, min_spread=0.01, group_size=4)
+    noisy, equal = grades([live, noise]), grades([live, [0.8] * 4])
+    measured = advantages_of(noisy, noisy.rewards, cfg)
+    same(measured[0], ADVANTAGES[name](equal, cfg)[0])
+    assert measured[0].abs().max() > 0.1
+    assert measured[1].abs().max() == 0.0
+
+
+def test_what_shaping_adds_makes_no_dead_group_live():
+    """min_spread is about the rewards of the task."""
+    task = grades([[1.0, 0.0, 0.0, 1.0], [0.8, 0.804, 0.798, 0.798]])
+    shaped = task.rewards - torch.tensor([0.0, 0.5, 0.0, 0.0], dtype=F64)
+    measured = advantages_of(task, shaped, GRPOConfig(min_spread=0.01, group_size=4))
+    same(measured[0], advantages("grpo", [[1.0, -0.5, 0.0, 1.0]])[0])
+    assert measured[1].abs().max() == 0.0
+
+
 def test_maxrl_refuses_what_it_cannot_divide_by():
     with pytest.raises(UserError, match="negative"):
         advantages("maxrl", [[-1.0, 1.0]])
@@ -145,6 +167,15 @@ def test_length_groups_by_hand():
     baseline, std = (0.25 + group_mean) / 2, (math.sqrt(3) / 4 + group_std) / 2
     expected = [[short] * 4 + [-baseline / std] * 3 + [(1 - baseline) / std]]
     same(advantages("length_grouped", rewards, cfg, lengths=[[3, 4, 5, 6, 20, 21, 22, 23]]), expected)
+
+
+def test_a_cell_of_just_the_least_size_counts():
+    """Cells of three, one and two of them right, shrinkage 1: 3/4 of the cell's mean and std, 1/4 of the group's."""
+    cfg = GRPOConfig(length_buckets=2, length_min_cell=3, length_shrinkage=1.0)
+    measured = advantages("length_grouped", [[0.0, 0.0, 1.0, 0.0, 1.0, 1.0]], cfg, lengths=[[1, 2, 3, 7, 8, 9]])
+    baseline, std = 0.75 / 3 + 0.25 / 2, 0.75 * math.sqrt(2) / 3 + 0.25 / 2
+    low, high = -baseline / std, (1 - baseline) / std
+    same(measured, [[low, low, high, -high, -low, -low]])
 
 
 def test_within_literal_length_groups_the_shortest_may_be_the_only_right_ones_for_nothing():

@@ -1,6 +1,7 @@
 import io
 import json
 import math
+import re
 import statistics
 import sys
 from collections import defaultdict
@@ -240,6 +241,15 @@ def test_the_live_display_shows_the_headlines_and_no_loss():
     assert "loss" not in picture
     assert "123" not in picture
     assert "!" not in picture
+
+
+def test_both_displays_say_what_dynamic_sampling_drew(capsys: pytest.CaptureFixture[str]):
+    picture = shown(2, **{"groups/drawn": 12.0, "groups/drawn_dead": 0.75})
+    assert re.search(r"groups drawn +12 +75% of them dead", picture)
+    assert "groups drawn" not in shown(2)
+    capsys.readouterr()
+    Plain(3).log(1, {"groups/drawn": 12.0, "groups/drawn_dead": 0.75}, groups_of((RIGHT, WRONG)))
+    assert capsys.readouterr().out == "step 1/3  drawn  12\n"
 
 
 def test_the_live_display_of_a_resumed_run_goes_on_counting():

@@ -140,7 +140,7 @@ def test_far_apart_policies_stay_finite(objective):
 def test_the_clip_is_reported_where_a_gradient_is_gone(objective):
     """Of single tokens, so that a response's ratio is its token's."""
     settings = {"clip_low": 0.16, "clip_high": 0.2} | ({"dual_clip": 3.0} if objective in DUAL_CLIP else {})
-    for ratio in (0.3, 0.95, 1.05, 1.9, 3.5):
+    for ratio in (0.3, 0.845, 0.95, 1.05, 1.21, 1.9, 3.5):
         for sign in (-1.0, 1.0):
             ratios = torch.tensor([[ratio]], dtype=F64)
             _, gradient = value_and_gradient(objective, ratios, sign, ALL[:, :1], **settings)

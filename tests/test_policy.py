@@ -8,7 +8,16 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from conftest import ARCHITECTURES, EOS, CountDigits, character_tokenizer, make_policy, tiny_gpt2, tiny_llama
+from conftest import (
+    ARCHITECTURES,
+    EOS,
+    CountDigits,
+    OneProcessRuntime,
+    character_tokenizer,
+    make_policy,
+    tiny_gpt2,
+    tiny_llama,
+)
 from pellucid import policy as policy_module
 from pellucid.batch import collate
 from pellucid.grpo import update
@@ -166,8 +175,6 @@ def test_the_reference_of_a_lora_policy_is_the_policy_without_its_adapter(lora, 
 
 
 def test_the_base_of_a_lora_policy_does_not_move(lora):
-    from conftest import OneProcessRuntime  # noqa: PLC0415
-
     before = {name: p.clone() for name, p in lora.model.named_parameters()}
     batch = batch_of(lora)
     batch = replace(batch, advantages=torch.randn(len(batch), dtype=torch.float64))

@@ -7,6 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from pellucid.config import load
+from pellucid.types import Completion
+
 SOURCES = sorted(Path("src").rglob("*.py"))
 README = Path("README.md").read_text()
 
@@ -35,9 +38,6 @@ def test_train_and_update_fit_a_screen():
 
 def test_the_task_in_the_readme_works(tmp_path):
     """Fifteen lines that a newcomer copies: they must load, sample and grade."""
-    from pellucid.config import load  # noqa: PLC0415
-    from pellucid.types import Completion  # noqa: PLC0415
-
     [code] = [block for block in re.findall(r"```python\n(.*?)```", README, re.DOTALL) if "class" in block]
     (tmp_path / "haiku_task.py").write_text(code)
     cls = re.search(r"class (\w+)", code)[1]

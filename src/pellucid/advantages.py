@@ -178,8 +178,10 @@ def length_grouped(grades: Grades, cfg: GRPOConfig) -> Tensor:
 
 
 def length_grouped_literal(grades: Grades, cfg: GRPOConfig) -> Tensor:
-    """Standardised among siblings that are all short, medium or long: below, within, above mean -+ std of the lengths
-    of the batch (mathgrpo)."""
+    """Standardised among siblings that are all short, all medium or all long (mathgrpo).
+
+    That is below, within or above mean -+ std of the lengths of the batch.
+    """
     mean, std = grades.lengths.mean(), grades.lengths.std(correction=0)
     buckets = (grades.lengths >= mean - std).long() + (grades.lengths > mean + std).long()
     same = buckets[:, :, None] == buckets[:, None, :]

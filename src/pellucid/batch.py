@@ -38,7 +38,7 @@ class Batch:
     old_logprobs: Tensor | None = None
     """[B, T] under the policy at the start of the update; None where that is the policy being updated."""
     ref_logprobs: Tensor | None = None
-    """[B, T] under the frozen reference."""
+    """[B, T] under the reference."""
     kl: Tensor | None = None
     """[B, T] KL from the reference when the rollouts were drawn, where the reward is charged with it."""
     gate: Tensor | None = None

@@ -181,10 +181,11 @@ def compare(groups: Sequence[Group], batch: Batch, policy: Policy, runtime: Runt
 
 def advantages_of(grades: Grades, shaped: Tensor, cfg: GRPOConfig) -> Tensor:
     """[P, G], from the task's grades of a step and the rewards [P, G] that were made of them."""
-    grades, silent = grades._replace(rewards=shaped), dead(grades.rewards, cfg.min_spread)
     if not cfg.min_spread:
-        return ADVANTAGES[cfg.advantage](grades, cfg)
-    return ADVANTAGES[cfg.advantage](leveled(grades, silent), cfg).masked_fill(silent, 0.0)
+        return ADVANTAGES[cfg.advantage](grades._replace(rewards=shaped), cfg)
+    silent = dead(grades.rewards, cfg.min_spread)
+    leveled_out = leveled(grades._replace(rewards=shaped), silent)
+    return ADVANTAGES[cfg.advantage](leveled_out, cfg).masked_fill(silent, 0.0)
 
 
 def update(policy: Policy, batch: Batch, runtime: Runtime, cfg: GRPOConfig) -> dict[str, float]:

@@ -3,6 +3,7 @@ import sys
 
 import pytest
 
+from pellucid.tasks import rewards
 from pellucid.tasks.rewards import RewardTerm, grade, labels
 from pellucid.types import Completion, Prompt, UserError
 
@@ -173,8 +174,6 @@ def test_math_does_not_apply_where_the_gold_answer_cannot_be_read():
 
 
 def test_math_names_the_extra_it_needs(monkeypatch):
-    from pellucid.tasks import rewards  # noqa: PLC0415
-
     rewards.math_verify.cache_clear()
     monkeypatch.setitem(sys.modules, "math_verify", None)
     with pytest.raises(UserError, match=r'^[^\n]*pip install "pellucid\[data\]"$'):

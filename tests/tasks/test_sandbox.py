@@ -19,7 +19,7 @@ from pellucid.types import Completion, Prompt, Reward, UserError
 PROMPT = Prompt("train/0/0", "Behave as told.", "7")
 
 
-class Unpicklable(Exception):  # noqa: N818
+class UnpicklableError(Exception):
     def __init__(self, first, second):
         super().__init__(first)
 
@@ -38,7 +38,7 @@ BEHAVIOURS = {
     "fine": lambda: Reward(0.5, {"a": 1.0}, correct=True),
     "fraction": lambda: Reward(Fraction(1, 2)),
     "raise": lambda: fail(ZeroDivisionError("two\nlines")),
-    "raise unpicklable": lambda: fail(Unpicklable(1, 2)),
+    "raise unpicklable": lambda: fail(UnpicklableError(1, 2)),
     "raise SystemExit": lambda: sys.exit(3),
     "raise TimeoutError": lambda: fail(TimeoutError("of its own")),
     "hang": hang,
