@@ -245,7 +245,7 @@ class Check:
 @pytest.mark.parametrize("name", ["llama", "qwen3"])
 def test_rows_may_join_and_leave_at_any_time(name):
     model = model_of(name)
-    flight, check, random = Flight(decoder_of(model), 12, 10), Check(model), torch.Generator().manual_seed(0)
+    flight, check, random = Flight(decoder_of(model), 12), Check(model), torch.Generator().manual_seed(0)
 
     def ids(n):
         return torch.randint(VOCAB, (n,), generator=random)

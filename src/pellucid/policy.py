@@ -82,9 +82,9 @@ class Policy:
             return "policy.engine"
         return "an adapter" if self.adapter is not None else refusal(self.model.config)
 
-    def flight(self, rows: int, max_tokens: int) -> Flight | Chartered:
-        """Room to decode `rows` rows of at most `max_tokens` tokens each, by the weights as they are now."""
-        return Flight(self.decoder, rows, max_tokens) if self.decoder else Chartered(self.inference_model(), rows)
+    def flight(self, rows: int) -> Flight | Chartered:
+        """Room to decode `rows` rows, by the weights as they are now."""
+        return Flight(self.decoder, rows) if self.decoder else Chartered(self.inference_model(), rows)
 
     def encode(self, prompt: Prompt) -> tuple[int, ...]:
         """Token ids up to where the model answers. Messages without a chat template are their contents, a line each."""

@@ -44,7 +44,7 @@ class Native:
         self, prompt_ids: Sequence[Sequence[int]], group_size: int, uniforms: Tensor
     ) -> tuple[list[list[int]], list[list[float]]]:
         """Tokens and their log-probs for each of the len(prompt_ids) * group_size rows."""
-        flight = self.policy.flight(max(self.rows, group_size), self.max_tokens)
+        flight = self.policy.flight(max(self.rows, group_size))
         ends = torch.tensor(self.policy.eos_ids, device=uniforms.device)
         tokens: list[list[int]] = [[] for _ in uniforms]
         logprobs: list[list[float]] = [[] for _ in uniforms]
