@@ -23,6 +23,8 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoConfig
 
+from pellucid.models.elementwise import gated, norm, rotated
+
 FAMILY = ("llama", "mistral", "qwen2", "qwen3")
 ROTARY = ("default", "linear", "llama3")
 
@@ -178,13 +180,13 @@ Heads = tuple[Tensor, Tensor, Tensor]
 
 
 def heads_of(layer: Layer, hidden: Tensor, rotary: tuple[Tensor, Tensor], shape: Shape) -> Heads:
-    x = norm(hidden, layer.attention_norm, shape.eps).to(layer.qkv.dtype)
+    x = norm(hidden, layer.attention_norm, shape.eps, layer.qkv.dtype)
     heads = linear(x, layer.qkv, layer.qkv_bias).unflatten(-1, (-1, shape.head_size))
     turning, value = heads.split([shape.heads + shape.key_heads, shape.key_heads], -2)
     if layer.query_norm is not None and layer.key_norm is not None:
         query, key = turning.split([shape.heads, shape.key_heads], -2)
-        normed = norm(query, layer.query_norm, shape.eps), norm(key, layer.key_norm, shape.eps)
-        turning = torch.cat(normed, -2).to(heads.dtype)
+        query = norm(query, layer.query_norm, shape.eps, heads.dtype)
+        turning = torch.cat([query, norm(key, layer.key_norm, shape.eps, heads.dtype)], -2)
     query, key = rotated(turning, *rotary).split([shape.heads, shape.key_heads], -2)
     return query, key, value
 
@@ -192,9 +194,8 @@ def heads_of(layer: Layer, hidden: Tensor, rotary: tuple[Tensor, Tensor], shape:
 def after_attention(layer: Layer, hidden: Tensor, attended: Tensor, shape: Shape) -> Tensor:
     """[N, D] of the next layer, from what the heads of this one have read, [N, H d]."""
     hidden = hidden + linear(attended, layer.attention_out)
-    x = norm(hidden, layer.mlp_norm, shape.eps).to(layer.gate_up.dtype)
-    gate, up = linear(x, layer.gate_up).chunk(2, -1)
-    return hidden + linear(F.silu(gate) * up, layer.down)
+    x = norm(hidden, layer.mlp_norm, shape.eps, layer.gate_up.dtype)
+    return hidden + linear(gated(linear(x, layer.gate_up)), layer.down)
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -215,17 +216,6 @@ def packed(weights: Weights, rows: int) -> Weights:
         for layer in weights.layers
     ]
     return weights._replace(layers=layers, head=pack(weights.head))
-
-
-def norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """RMSNorm (arXiv 1910.07467) in the dtype of its weight, as transformers computes it."""
-    return F.rms_norm(x.to(weight.dtype), weight.shape, weight, eps)
-
-
-def rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotary position embedding (arXiv 2104.09864), the halves of a head being the two coordinates."""
-    one, two = x.chunk(2, -1)
-    return x * cos + torch.cat([two, one], -1) * sin
 
 
 def rotary_frequencies(config: Any, head_size: int) -> Tensor:

@@ -14,7 +14,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from pellucid.models.attention import attend
-from pellucid.models.decoder import Decoder, after_attention, heads_of, linear, norm, packed
+from pellucid.models.decoder import Decoder, after_attention, heads_of, linear, packed
+from pellucid.models.elementwise import norm
 from pellucid.models.packed import bias_of, in_line, in_rows, prompt_rows
 
 
@@ -84,7 +85,8 @@ class Flight:
         for layer, cache in zip(self.weights.layers, self.caches, strict=True):
             query, key, value = heads_of(layer, hidden, rotary, shape)
             if longest > cache.keys.shape[2]:
-                cache.keys, cache.values = (F.pad(x, (0, 0, 0, max(32, longest // 2))) for x in (cache.keys, cache.values))
+                more = max(32, longest // 2)
+                cache.keys, cache.values = (F.pad(x, (0, 0, 0, more)) for x in (cache.keys, cache.values))
             cache.keys[place] = key.transpose(0, 1).to(cache.keys.dtype)
             cache.values[place] = value.transpose(0, 1).to(cache.keys.dtype)
             hidden = after_attention(layer, hidden, self._read(query, cache, longest, bias), shape)
@@ -158,7 +160,7 @@ class Flight:
         return rows if self.in_order else rows[:, self.seat_of]
 
     def _logits(self, hidden: Tensor, head: Tensor) -> Tensor:
-        return linear(norm(hidden, self.plain.norm, self.decoder.shape.eps).to(self.decoder.dtype), head)
+        return linear(norm(hidden, self.plain.norm, self.decoder.shape.eps, self.decoder.dtype), head)
 
 
 def joined(one: Tensor, other: Tensor) -> Tensor:

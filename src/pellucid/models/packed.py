@@ -19,7 +19,8 @@ from torch.utils.checkpoint import checkpoint
 
 from pellucid.batch import Batch
 from pellucid.models.attention import attend
-from pellucid.models.decoder import Decoder, Heads, Layer, Shape, after_attention, heads_of, norm
+from pellucid.models.decoder import Decoder, Heads, Layer, Shape, after_attention, heads_of
+from pellucid.models.elementwise import norm
 
 
 class Rows(NamedTuple):
@@ -119,8 +120,8 @@ def hidden_states(
     for layer in weights.layers:
         arguments = (layer, hidden, rotary, layout, decoder.shape, pieces)
         hidden = checkpoint(through_layer, *arguments, use_reentrant=False) if recompute else through_layer(*arguments)
-    hidden = norm(hidden.index_select(0, layout.sources), weights.norm, decoder.shape.eps)
-    return hidden.to(weights.head.dtype), weights.head
+    hidden = hidden.index_select(0, layout.sources)
+    return norm(hidden, weights.norm, decoder.shape.eps, weights.head.dtype), weights.head
 
 
 def through_layer(
