@@ -70,13 +70,21 @@ class EvaluateConfig:
     """mean@k and pass@k; 0 is greedy only."""
     samples: int = 0
     """Samples of each prompt that they are estimated from; 0 means k."""
+    top_k: int = 0
+    """Samples are drawn from the k likeliest tokens only; 0 is off. Greedy answers are what they are."""
+    top_p: float = 1.0
+    """... from the likeliest tokens that together have this probability; 1 is off."""
+    min_p: float = 0.0
+    """... from tokens at least this many times as likely as the likeliest; 0 is off."""
 
     def __post_init__(self) -> None:
-        for name in ("every", "k", "samples"):
+        for name in ("every", "k", "samples", "top_k"):
             if getattr(self, name) < 0:
                 raise ValueError(f"{name} = {getattr(self, name)} must not be negative")
         if self.n < 1:
             raise ValueError(f"n = {self.n} must be at least 1")
+        if not 0 < self.top_p <= 1 or not 0 <= self.min_p <= 1:
+            raise ValueError(f"top_p = {self.top_p} must be in (0, 1] and min_p = {self.min_p} in [0, 1]")
         if 0 < self.samples < self.k:
             raise ValueError(f"samples = {self.samples} must be at least k = {self.k}, or 0")
 

@@ -48,12 +48,11 @@ class Reading(NamedTuple):
         logits = self.head.logits(hidden)
         return logits.div_(self.temperature) if self.temperature != 1.0 else logits
 
-    def slope(self, z: Tensor, grad: Tensor) -> Tensor:
-        """The gradient [n, V] of what the head's matrix gives, from that of z."""
-        if self.head.softcap:
-            grad *= 1 - (z * (self.temperature / self.head.softcap)).square()
+    def slope(self, z: Tensor) -> Tensor | float:
+        """dz / d of what the head's matrix gives: [n, V] with a softcap, else the same for all."""
         factor = self.head.scale / self.temperature
-        return grad.mul_(factor) if factor != 1.0 else grad
+        cap = self.head.softcap / self.temperature
+        return factor * (1 - (z / cap).square()) if cap else factor
 
     def reference(self, rows: Tensor) -> Tensor | None:
         """[n, V] log-probs of the reference."""
@@ -115,7 +114,7 @@ class TokenLogprobs(torch.autograd.Function):
         for many in live.split(_rows(weight, MANY)):
             of_logits = torch.empty(len(many), len(weight), dtype=weight.dtype, device=weight.device)
             for few, into in zip(many.split(_rows(weight, FEW)), of_logits.split(_rows(weight, FEW)), strict=True):
-                into.copy_(_slope(hidden[few], few, reading, about, grads))
+                into.copy_(_of_logits(hidden[few], few, reading, about, grads))
             of_hidden[many] = of_logits @ weight
             of_weight += of_logits.mT @ hidden[many]
             if of_bias is not None:
@@ -137,21 +136,22 @@ def _read(hidden: Tensor, tokens: Tensor, reading: Reading, rows: Tensor) -> tup
     return logprobs, entropy, kl, log_normalizer
 
 
-def _slope(hidden: Tensor, rows: Tensor, reading: Reading, about: Sequence[Tensor], grads: Sequence[Tensor]) -> Tensor:
+def _of_logits(
+    hidden: Tensor, rows: Tensor, reading: Reading, about: Sequence[Tensor], grads: Sequence[Tensor]
+) -> Tensor:
     """[n, V]: the gradient of what the head's matrix gives for these rows."""
     tokens, entropy, kl, log_normalizer = (x[rows] for x in about)
     of_logprob, of_entropy, of_kl = (g[rows, None] for g in grads)
-    z = reading.distribution(hidden)
-    plain, other = not (reading.entropy_grad or reading.head.softcap), reading.reference(rows)
-    log_probs = z.sub_(log_normalizer[:, None]) if plain and other is None else z - log_normalizer[:, None]
-    probs = log_probs.exp_() if plain and other is None else log_probs.exp()
-    grad = probs.mul_(-of_logprob) if plain and other is None else -of_logprob * probs
-    grad[torch.arange(len(rows), device=z.device), tokens] += of_logprob[:, 0]
+    z, other = reading.distribution(hidden), reading.reference(rows)
+    slope, log_probs = reading.slope(z), z.sub_(log_normalizer[:, None])
+    weights = -of_logprob
     if reading.entropy_grad:
-        grad -= of_entropy * probs * (log_probs + entropy[:, None])
+        weights = weights - of_entropy * (log_probs + entropy[:, None])
     if other is not None:
-        grad += of_kl * probs * (log_probs - other - kl[:, None])
-    return reading.slope(z, grad)
+        weights = weights + of_kl * (log_probs - other - kl[:, None])
+    grad = log_probs.exp_().mul_(weights)
+    grad[torch.arange(len(rows), device=z.device), tokens] += of_logprob[:, 0]
+    return grad if isinstance(slope, float) and slope == 1.0 else grad.mul_(slope)
 
 
 def dots(x: Tensor, y: Tensor) -> Tensor:

@@ -22,6 +22,7 @@ from pellucid.policy import AdapterOff, Policy
 from pellucid.profile import profiled
 from pellucid.report import write_report
 from pellucid.runtime import Runtime
+from pellucid.samplers.drawing import WHOLE, Truncation
 from pellucid.samplers.hf import HuggingFace
 from pellucid.samplers.native import Native
 from pellucid.tasks.arithmetic import Arithmetic
@@ -39,6 +40,7 @@ class Parts:
     test_task: Task
     test_prompts: Sequence[Prompt]
     sampler: Sampler
+    test_sampler: Sampler
     greedy: Sampler
     policy: Policy
     reference: Policy | AdapterOff | None
@@ -146,6 +148,7 @@ def compose(cfg: Config) -> Parts:
         test_task=test_task,
         test_prompts=held_out(test_task, cfg.evaluate.n) if cfg.evaluate.every else [],
         sampler=sampler,
+        test_sampler=pick_sampler(cfg, truncation_of(cfg)),
         greedy=replace(sampler, temperature=0.0),
         policy=learner,
         reference=reference,
@@ -168,11 +171,15 @@ def load_reference(cfg: Config, learner: Policy) -> Policy | AdapterOff:
     return policy.load_frozen(cfg.policy.model, device, learner.dtype, cfg.sampler.temperature, cfg.policy.engine)
 
 
-def pick_sampler(cfg: Config) -> Native | HuggingFace:
+def pick_sampler(cfg: Config, truncation: Truncation = WHOLE) -> Native | HuggingFace:
     s = cfg.sampler
-    return (
-        Native(s.temperature, s.max_tokens, s.rows) if s.name == "native" else HuggingFace(s.temperature, s.max_tokens)
-    )
+    if s.name == "hf":
+        return HuggingFace(s.temperature, s.max_tokens, truncation)
+    return Native(s.temperature, s.max_tokens, s.rows, truncation)
+
+
+def truncation_of(cfg: Config) -> Truncation:
+    return Truncation(cfg.evaluate.top_k, cfg.evaluate.top_p, cfg.evaluate.min_p)
 
 
 # ---------------------------------------------------------------- evaluation
@@ -180,10 +187,10 @@ def pick_sampler(cfg: Config) -> Native | HuggingFace:
 
 def evaluate_policy(cfg: Config, parts: Parts) -> tuple[Evaluation, list[Group]]:
     parts.greedy.sync(parts.policy)
-    parts.sampler.sync(parts.policy)
+    parts.test_sampler.sync(parts.policy)
     k, samples = cfg.evaluate.k, cfg.evaluate.samples or cfg.evaluate.k
     return evaluate(
-        cfg.task_name, parts.test_task, parts.test_prompts, parts.greedy, parts.sampler, k, samples, parts.runtime
+        cfg.task_name, parts.test_task, parts.test_prompts, parts.greedy, parts.test_sampler, k, samples, parts.runtime
     )
 
 
@@ -191,7 +198,7 @@ def look_first(cfg: Config, parts: Parts) -> Evaluation | None:
     """Before step 1: held-out accuracy, one real exchange, and how many groups are going to teach anything."""
     evaluation, groups = evaluate_policy(cfg, parts) if cfg.evaluate.every else (None, [])
     size = cfg.algorithm.group_size
-    if not groups or len(groups[0].completions) < size:
+    if not groups or len(groups[0].completions) < size or truncation_of(cfg) != WHOLE:
         parts.sampler.sync(parts.policy)
         prompts = parts.runtime.shard(parts.task.sample(0, cfg.algorithm.prompts_per_step))
         groups = parts.runtime.gather(graded(parts.task, parts.sampler, prompts, size))
@@ -208,8 +215,7 @@ def evaluate_model(cfg: Config, model: str) -> int:
     dtype = hardware.pick_dtype(cfg.policy.dtype, device)
     frozen = policy.load_frozen(model, device, dtype, cfg.sampler.temperature, cfg.policy.engine)
     task = isolated(replace(cfg.task, split="test"))
-    sampler = pick_sampler(cfg)
-    greedy = replace(sampler, temperature=0.0)
+    sampler, greedy = pick_sampler(cfg, truncation_of(cfg)), replace(pick_sampler(cfg), temperature=0.0)
     sampler.sync(frozen)
     greedy.sync(frozen)
     k, samples = cfg.evaluate.k, cfg.evaluate.samples or cfg.evaluate.k

@@ -102,7 +102,8 @@ PLAIN = Pieces(heads_of, after_attention)
 @cache
 def compiled(backend: str = "inductor") -> Pieces:
     """By torch.compile, which needs a C++ compiler, and most of a minute when they are first used."""
-    return Pieces(*(torch.compile(piece, dynamic=True, backend=backend) for piece in PLAIN))
+    options = {"dynamic": True, "backend": backend}
+    return Pieces(torch.compile(heads_of, **options), torch.compile(after_attention, **options))
 
 
 def hidden_states(

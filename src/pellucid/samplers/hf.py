@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from transformers import GenerationConfig
 
+from pellucid.samplers.drawing import WHOLE, Truncation
 from pellucid.samplers.rollout import check_lengths, completed_groups, left_padded, row_seed
 from pellucid.types import Group, Prompt
 
@@ -17,6 +18,7 @@ from pellucid.types import Group, Prompt
 class HuggingFace:
     temperature: float = 1.0
     max_tokens: int = 64
+    truncation: Truncation = WHOLE
     policy: Any = None
 
     def sync(self, policy: Any) -> None:
@@ -52,8 +54,9 @@ class HuggingFace:
             max_new_tokens=self.max_tokens,
             do_sample=self.temperature > 0.0,
             temperature=self.temperature or None,
-            top_k=0,
-            top_p=1.0,
+            top_k=self.truncation.top_k,
+            top_p=self.truncation.top_p,
+            min_p=self.truncation.min_p or None,
             repetition_penalty=1.0,
             eos_token_id=list(self.policy.eos_ids),
             pad_token_id=self.policy.eos_ids[0],
