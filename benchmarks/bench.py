@@ -1,11 +1,11 @@
 """Ours against TRL, generate() and vLLM: the same model, prompts, lengths, threads and allocator, turn by turn.
 
     python benchmarks/bench.py                 every table
-    python benchmarks/bench.py step-64 growth  some of them
+    python benchmarks/bench.py step-64 vllm-64  some of them
 
 Two contenders at a time each in a process of its own; while one works the other waits. Two turns each to warm up, then
 --repeats that count. Medians; a ratio is the median of the ratios of neighbouring turns. benchmarks/README.md holds the
-last output, benchmarks/results.json the single figures.
+last output, benchmarks/results.jsonl the single figures.
 """
 
 from __future__ import annotations
@@ -38,13 +38,12 @@ class Duel(NamedTuple):
     work: str
     peer: str
     settings: dict[str, int]
-    goal: float
+    goal: float | None
     """Ratio that is aimed for: how many times faster than the peer."""
-    of: str = "seconds"
 
 
-def step(peer: str, tokens: int, goal: float, of: str = "seconds") -> Duel:
-    return Duel("step", peer, {"tokens": tokens, "prompts": 4, "group": 8}, goal, of)
+def step(peer: str, tokens: int, goal: float | None = None) -> Duel:
+    return Duel("step", peer, {"tokens": tokens, "prompts": 4, "group": 8}, goal)
 
 
 def sample(peer: str, prompts: int, group: int, tokens: int, goal: float) -> Duel:
@@ -52,7 +51,7 @@ def sample(peer: str, prompts: int, group: int, tokens: int, goal: float) -> Due
 
 
 TABLES = {
-    "step-64": [step("trl-bf16", 64, 4.0), step("trl-autocast", 64, 5.0)],
+    "step-64": [step("trl-bf16", 64, 4.0), step("trl-autocast", 64, 5.0), step("trl-fp32", 64)],
     "step-256": [step("trl-bf16", 256, 4.0), step("trl-autocast", 256, 5.0)],
     "generate": [sample("generate", 4, 8, 64, 2.4), sample("generate", 1, 32, 64, 2.4)],
     "vllm-64": [sample("vllm-compiled", 4, 8, 64, 1.3), sample("vllm-eager", 4, 8, 64, 1.3)],
@@ -138,7 +137,7 @@ def row_of(result: dict[str, Any]) -> str:
         f"{ours:.2f}",
         f"{theirs:.2f}",
         f"**{ratio(turns, 'seconds'):.2f}x**",
-        f"{result['goal']}x",
+        f"{result['goal']}x" if result["goal"] else "",
     ]
     if "update" in turns[0][0]:
         cells += [f"{ratio(turns, 'generate'):.2f}x", f"{ratio(turns, 'update'):.2f}x"]
