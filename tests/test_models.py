@@ -26,6 +26,7 @@ from pellucid.models import packed
 from pellucid.models.attention import FewProducts
 from pellucid.models.decoder import Decoder, after_attention, refusal
 from pellucid.models.decoding import Flight
+from pellucid.models.elementwise import gated, norm, rotated
 from pellucid.models.packed import hidden_states
 from pellucid.policy import Policy
 from pellucid.samplers.native import Native
@@ -202,6 +203,49 @@ def test_a_layer_computes_in_bf16_about_what_it_computes_in_fp32():
     assert 0 < (exact - rounded).abs().mean() < 0.05
 
 
+def test_a_token_that_also_pads_is_trained_as_any_other():
+    """Where pad_token_id is the stop, transformers gives its embedding no gradient: no token of ours ever pads."""
+    gradients = []
+    for ours in (True, False):
+        model = model_of("llama, untied")
+        model.model.embed_tokens.padding_idx = EOS
+        policy = Policy(model, character_tokenizer(), engine="auto" if ours else "transformers")
+        prompt_ends = [Group(Prompt("p", "?"), (1, EOS), (Completion((2, 3), (0.0,) * 2, "", True),))]
+        policy.score(collate(prompt_ends, torch.device("cpu"))).logprobs.sum().backward()
+        gradients.append(model.model.embed_tokens.weight.grad)
+    assert gradients[0][EOS].norm() > 0
+    assert gradients[1][EOS].norm() == 0
+    torch.testing.assert_close(gradients[0][:EOS], gradients[1][:EOS])
+
+
+# ---------------------------------------------------------------- elementwise
+
+
+def test_elementwise_backward_passes_are_those_of_numerical_differences():
+    torch.manual_seed(0)
+    hidden, weight = torch.randn(3, 4, 6, dtype=torch.float64), torch.rand(6, dtype=torch.float64)
+    cos, sin = torch.randn(2, 3, 1, 6, dtype=torch.float64)
+    sin[..., 3:] = -sin[..., :3]
+    x, w = hidden.requires_grad_(), weight.requires_grad_()
+    assert torch.autograd.gradcheck(lambda x, w: norm(x, w, 1e-2, torch.float64), (x, w))
+    assert torch.autograd.gradcheck(lambda x: rotated(x, cos, sin), (x,))
+    assert torch.autograd.gradcheck(lambda x: gated(x.flatten(1)), (x,))
+
+
+def test_elementwise_without_gradient_is_the_same_number():
+    x, weight = torch.randn(5, 2, 6).bfloat16(), torch.rand(6)
+    cos, sin = torch.randn(2, 5, 1, 6).bfloat16()
+    calls = (
+        lambda: norm(x, weight, 1e-5, torch.bfloat16),
+        lambda: rotated(x, cos, sin),
+        lambda: gated(x.flatten(1)),
+    )
+    for call in calls:
+        trained = call()
+        with torch.no_grad():
+            torch.testing.assert_close(call(), trained, rtol=0, atol=0)
+
+
 # ---------------------------------------------------------------- attention
 
 
@@ -284,6 +328,26 @@ def test_rows_may_join_and_leave_at_any_time(name):
     check.histories = []
     check.compare(admit(5, copies=2))
     step()
+
+
+def test_rows_may_speak_for_longer_than_there_was_room_at_first():
+    """100 tokens each, the second prompt's rows 40 behind; the cache grows twice."""
+    model = model_of("llama")
+    flight, check, random = Flight(decoder_of(model), 4), Check(model), torch.Generator().manual_seed(0)
+    check.histories = [[1, 2, 3]] * 2
+    flight.admit([[1, 2, 3]], 2)
+    rooms = set()
+    for t in range(100):
+        if t == 40:
+            check.histories += [[4, 5]] * 2
+            flight.admit([[4, 5]], 2)
+        tokens = torch.randint(VOCAB, (len(check.histories),), generator=random)
+        check.histories = [[*h, x] for h, x in zip(check.histories, tokens.tolist(), strict=True)]
+        logits = flight.step(tokens)
+        rooms.add(flight.caches[0].keys.shape[2])
+        if t % 10 in (0, 9):
+            check.compare(logits)
+    assert len(rooms) > 2
 
 
 @pytest.mark.parametrize("rows", [8, 16, 24, 256])
