@@ -13,7 +13,15 @@ from typing import Any
 
 from pellucid.types import UserError
 
-TASKS = {"arithmetic": "pellucid.tasks.arithmetic:Arithmetic", "dataset": "pellucid.tasks.dataset:Dataset"}
+TASKS = {
+    "arithmetic": "pellucid.tasks.arithmetic:Arithmetic",
+    "continuity": "pellucid.tasks.continuity:Continuity",
+    "countdown": "pellucid.tasks.countdown:Countdown",
+    "dataset": "pellucid.tasks.dataset:Dataset",
+    "expected": "pellucid.tasks.expected:Expected",
+    "gsm8k": "pellucid.tasks.gsm8k:Gsm8k",
+    "sorting": "pellucid.tasks.sorting:Sorting",
+}
 
 
 def task_class(name: str) -> type:

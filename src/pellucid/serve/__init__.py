@@ -1,0 +1,1 @@
+"""The trained model over HTTP: requests that arrive together are decoded together."""

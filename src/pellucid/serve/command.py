@@ -1,0 +1,103 @@
+"""`pellucid serve`: from a model or a run to a service."""
+
+from __future__ import annotations
+
+import argparse
+import socket
+from dataclasses import replace
+from pathlib import Path
+
+from pellucid import config, hardware
+from pellucid.serve import daemon
+from pellucid.types import UserError
+
+IN_THE_BACKGROUND = {"stop": daemon.stop, "status": daemon.status, "restart": daemon.restart}
+USAGE = """pellucid serve MODEL_OR_RUN [options]        until Ctrl-C
+       pellucid serve start MODEL_OR_RUN [options]  in the background
+       pellucid serve stop | status | restart [--folder DIR]"""
+
+
+def main(arguments: list[str]) -> int:
+    action, rest = "", arguments
+    if arguments and arguments[0] in ("start", *IN_THE_BACKGROUND):
+        action, *rest = arguments
+    options = parsed(rest, model=action not in IN_THE_BACKGROUND)
+    if action in IN_THE_BACKGROUND:
+        return IN_THE_BACKGROUND[action](options.folder)
+    if action == "start":
+        return daemon.start(options.folder, f"http://{options.host}:{options.port}", rest)
+    return serve(options)
+
+
+def parsed(arguments: list[str], model: bool) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="pellucid serve", usage=USAGE, allow_abbrev=False)
+    if model:
+        parser.add_argument("model", help="a run folder, or what --policy.model takes")
+    parser.add_argument("--host", default="127.0.0.1", help="an address of this machine; others than the loopback are open to all")
+    parser.add_argument("--port", type=int, default=8000)
+    parser.add_argument("--name", default="", help="of the model, for clients")
+    parser.add_argument("--dtype", default="auto", choices=["auto", "float32", "bfloat16", "float16"])
+    parser.add_argument("--device", default="auto")
+    parser.add_argument("--rows", type=int, default=64, help="answers decoded at once")
+    parser.add_argument("--max-tokens", type=int, default=512, help="of an answer, where a request does not say")
+    parser.add_argument("--timeout", type=float, default=120.0, help="seconds of a request")
+    parser.add_argument("--body-bytes", type=int, default=1_000_000, help="of a request")
+    parser.add_argument("--folder", type=Path, default=Path("runs/serve"), help="of pid file and log")
+    return parser.parse_args(arguments)
+
+
+def serve(options: argparse.Namespace) -> int:
+    try:
+        import uvicorn  # noqa: PLC0415
+
+        from pellucid.serve.api import application  # noqa: PLC0415
+    except ImportError as error:
+        raise UserError("pellucid serve needs FastAPI and uvicorn: pip install 'pellucid[serve]'") from error
+    with listening(options.host, options.port) as free:
+        served = load(options)
+        print(f"{served.name} on http://{options.host}:{options.port}, Ctrl-C ends it", flush=True)
+        server = uvicorn.Server(uvicorn.Config(application(served), timeout_graceful_shutdown=10))
+        server.run(sockets=[free])
+        served.engine.close()
+    return 0
+
+
+def listening(host: str, port: int) -> socket.socket:
+    """Taken before the model is loaded, which takes seconds."""
+    taken = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
+    taken.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        taken.bind((host, port))
+    except OSError as error:
+        raise UserError(f"{host}:{port} cannot be listened on ({error.strerror}): name another --port") from error
+    return taken
+
+
+def load(options: argparse.Namespace):
+    """The policy; from a run also the task that taught it and how it compared."""
+    from pellucid import policy  # noqa: PLC0415 - torch takes seconds to import
+    from pellucid.serve.api import Served  # noqa: PLC0415
+    from pellucid.serve.engine import Engine  # noqa: PLC0415
+    from pellucid.settings import GRPOConfig  # noqa: PLC0415
+    from pellucid.tasks.gsm8k import SYSTEM  # noqa: PLC0415
+    from pellucid.tasks.sandbox import Sandboxed  # noqa: PLC0415
+
+    hardware.keep_freed_memory()
+    folder = Path(options.model)
+    run = config.load(folder / "config.json") if (folder / "config.json").is_file() and (folder / "metrics.jsonl").is_file() else None
+    if run and not (folder / "model").is_dir():
+        raise UserError(f"{folder} has no model yet: finish it with pellucid train --resume {folder}")
+    device = hardware.pick_device(options.device)
+    dtype = hardware.pick_dtype(options.dtype, device)
+    frozen = policy.load_frozen(str(folder / "model") if run else options.model, device, dtype, temperature=1.0)
+    return Served(
+        name=options.name or folder.name,
+        policy=frozen,
+        engine=Engine(frozen, options.rows),
+        task=Sandboxed(replace(run.task, split="test")) if run else None,
+        algorithm=run.algorithm if run else GRPOConfig(),
+        system=SYSTEM["en"],
+        max_tokens=options.max_tokens,
+        timeout=options.timeout,
+        body_bytes=options.body_bytes,
+    )

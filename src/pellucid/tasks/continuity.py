@@ -1,0 +1,236 @@
+"""Make a function of three pieces continuous: two equations, two unknowns, credit for each part of the way."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache
+from random import Random
+from typing import Literal, NamedTuple
+
+from pellucid.tasks.answers import last_number
+from pellucid.tasks.expressions import Linear, linear, scaled, total
+from pellucid.types import Completion, Prompt, Reward
+
+SYSTEM = "Solve the problem step by step, and put the final answer in \\boxed{}."
+WEIGHTS = {"points": 0.1, "right equation": 0.15, "a": 0.15, "left equation": 0.15, "b": 0.15, "sum": 0.3}
+"""Without the sum they make 0.7: nothing replaces the answer."""
+LITERAL_WEIGHTS = {"points": 0.2, "right equation": 0.25, "a": 0.15, "left equation": 0.25, "b": 0.15, "sum": 0.2}
+"""1.2 together, capped at 1: the sum is not needed."""
+
+_LATEX = str.maketrans({"{": "(", "}": ")", "$": " ", "\u2212": "-"})
+_COMMANDS = re.compile(r"\\(?:left|right|quad|,|;|!|\(|\)|\[|\]|implies|Rightarrow|to)|\\(?=cdot|times)")
+_ATOM = r"(?:\d+(?:\.\d+)?|(?<![A-Za-z])[abx](?![A-Za-z]))"
+_TERM = rf"[-+(\s]*{_ATOM}(?:[()*]*{_ATOM})*\)*"
+_CHAIN = re.compile(rf"{_TERM}(?:\s*[-+*/=]\s*{_TERM})*")
+_BOXED = re.compile(r"\\boxed\s*\{([^{}]*)\}")
+_LITERAL_ANSWER = re.compile(r"(?:answer is|a\+b=|boxed\{)([^\n]*)", re.IGNORECASE)
+LONGEST = 20_000
+"""Characters of a completion that are read."""
+
+
+class Pieces(NamedTuple):
+    """f = a x + p above `right`, m x + q between, k x - b below `left`; a and b are unknown."""
+
+    right: int
+    left: int
+    p: int
+    m: int
+    q: int
+    k: int
+
+    @property
+    def a(self) -> int:
+        return (self.m * self.right + self.q - self.p) // self.right
+
+    @property
+    def b(self) -> int:
+        return self.k * self.left - self.m * self.left - self.q
+
+    def question(self) -> str:
+        middle = f"{factor(self.m)}x {signed(self.q)}"
+        return (
+            f"Let f(x) = ax {signed(self.p)} for x > {self.right}, f(x) = {middle} for {self.left} <= x <="
+            f" {self.right}, and f(x) = {factor(self.k)}x - b for x < {self.left}. f is continuous everywhere."
+            " Find a + b."
+        )
+
+    def solution(self) -> str:
+        at_right, at_left = self.m * self.right + self.q, self.m * self.left + self.q
+        return (
+            f"f must agree with itself at x = {self.right} and at x = {self.left}. {self.right}a {signed(self.p)} ="
+            f" {at_right}, so a = {self.a}. {at_left} = {self.k * self.left} - b, so b = {self.b}."
+            f" \\boxed{{{self.a + self.b}}}"
+        )
+
+
+SOURCE = Pieces(right=2, left=-2, p=3, m=1, q=-5, k=2)
+"""a = -3, b = 3, a + b = 0."""
+
+
+@dataclass(frozen=True)
+class Continuity:
+    """Statements are read as equations: 2a + 6 = 0 states the same as 2a + 3 = -3, and b = 30 is not b = 3.
+
+    Grading `literal` looks for strings, as first described: "a = -39" then contains a = -3, and a wrong sum can reach 1.
+
+    Example: Continuity(problems="family").sample(step=0, n=8)
+    """
+
+    name: Literal["continuity"] = "continuity"
+    """This task."""
+    seed: int = 0
+    """Draws the problems of each step."""
+    split: Literal["train", "test"] = "train"
+    """`train` or `test`."""
+    problems: Literal["one", "family"] = "one"
+    """one: always the same problem, for both splits: has training any effect? family: other joins and coefficients."""
+    grading: Literal["parsed", "literal"] = "parsed"
+    """How completions are read."""
+    test_share: float = 0.2
+    """The share of the family that is held out for the test split."""
+    system: str = SYSTEM
+    """The system message; empty for none."""
+
+    def __post_init__(self) -> None:
+        if self.grading == "literal" and self.problems == "family":
+            raise ValueError('grading = "literal" knows the strings of one problem only: problems = "one"')
+        if not 0.01 <= self.test_share <= 0.99:
+            raise ValueError(f"test_share = {self.test_share} must be from 0.01 to 0.99")
+
+    def sample(self, step: int, n: int) -> list[Prompt]:
+        rng = Random(f"continuity/{self.seed}/{self.split}/{step}")
+        family = family_of(self.split, self.test_share) if self.problems == "family" else (SOURCE,)
+        chosen = rng.sample(family, n) if n <= len(family) else rng.choices(family, k=n)
+        return [self._prompt(f"{self.split}/{step}/{i}", pieces) for i, pieces in enumerate(chosen)]
+
+    def reward(self, prompt: Prompt, completion: Completion) -> Reward:
+        pieces, text = Pieces(**prompt.columns["pieces"]), completion.text[:LONGEST]
+        literal = self.grading == "literal"
+        parts, weights = (literal_parts(text), LITERAL_WEIGHTS) if literal else (parts_of(text, pieces), WEIGHTS)
+        value = round(sum(weights[name] * part for name, part in parts.items()), 10)
+        return Reward(min(1.0, value), parts, correct=bool(parts_of(text, pieces)["sum"]), weights=weights)
+
+    def solution(self, prompt: Prompt) -> str:
+        return Pieces(**prompt.columns["pieces"]).solution()
+
+    def _prompt(self, id: str, pieces: Pieces) -> Prompt:
+        system = ({"role": "system", "content": self.system},) if self.system else ()
+        text = (*system, {"role": "user", "content": pieces.question()})
+        return Prompt(id, text, str(pieces.a + pieces.b), {"pieces": pieces._asdict()})
+
+
+@cache
+def family_of(split: str, test_share: float) -> tuple[Pieces, ...]:
+    """All problems of a split: a and b are whole numbers from -9 to 9."""
+    every = (
+        Pieces(right, left, m * right + q - a * right, m, q, k)
+        for right in range(1, 5)
+        for left in range(-4, 0)
+        for m in range(1, 4)
+        for q in range(-6, 7)
+        for k in range(1, 5)
+        for a in range(-5, 6)
+        if q and k != m and a
+    )
+    return tuple(p for p in every if p.p and abs(p.p) < 15 and abs(p.b) < 10 and split_of(p, test_share) == split)
+
+
+def split_of(pieces: Pieces, test_share: float) -> str:
+    digest = hashlib.sha256(repr(tuple(pieces)).encode()).digest()
+    return "test" if int.from_bytes(digest[:8]) < test_share * 2**64 else "train"
+
+
+def parts_of(text: str, pieces: Pieces) -> dict[str, float]:
+    """1 or 0 for each: both joins named, both equations stated, both unknowns solved, the sum right."""
+    stated = list(equations(text))
+    a, b = pieces.a, pieces.b
+
+    def says(equation: str) -> float:
+        [(left, right)] = pairs(equation)
+        return float(difference(left, right) in stated)
+
+    return {
+        "points": says(f"x = {pieces.right}") * says(f"x = {pieces.left}"),
+        "right equation": says(f"a = {a}"),
+        "a": says(f"a = {a}") * solved(text, "a", a),
+        "left equation": says(f"b = {b}"),
+        "b": says(f"b = {b}") * solved(text, "b", b),
+        "sum": float(final_answer(text) == a + b),
+    }
+
+
+def equations(text: str) -> Iterator[Linear]:
+    """left - right of every equation in a text, made comparable: equivalent equations give the same."""
+    for left, right in pairs(text):
+        found = difference(left, right)
+        if found is not None:
+            yield found
+
+
+def pairs(text: str) -> Iterator[tuple[str, str]]:
+    """The neighbours of every chain of equalities: "2a + 3 = 2 - 5 = -3" holds two equations."""
+    plain = _COMMANDS.sub(" ", text).replace("cdot", "*").replace("times", "*").translate(_LATEX)
+    for chain in _CHAIN.finditer(plain):
+        sides = chain[0].split("=")
+        yield from zip(sides, sides[1:], strict=False)
+
+
+def difference(left: str, right: str) -> Linear | None:
+    """left - right with 1 as the factor of its first unknown; None where there is none, or no reading."""
+    one, other = linear(left, "abx"), linear(right, "abx")
+    if one is None or other is None:
+        return None
+    moved = total(one, scaled(other, -1))  # pyright: ignore[reportArgumentType]
+    if not moved.of:
+        return None
+    return scaled(moved, 1 / moved.of[min(moved.of)])
+
+
+def solved(text: str, unknown: str, value: int) -> float:
+    """1 where a text says outright that the unknown is this number, and the last such statement does."""
+    said = []
+    for left, right in pairs(text):
+        one, other = linear(left, "abx"), linear(right, "abx")
+        if one and other and one == linear(unknown, unknown) and not other.of:
+            said.append(other.constant)
+    return float(bool(said) and said[-1] == value)
+
+
+def final_answer(text: str) -> object:
+    """The number in the last \\boxed{}, else what the last "a + b = " says; None where there is neither."""
+    boxed = _BOXED.findall(text)
+    if boxed:
+        return last_number(boxed[-1].rpartition("=")[2])
+    both = linear("a + b", "ab")
+    sums = [other.constant for one, other in map(read, pairs(text)) if one == both and other and not other.of]
+    return sums[-1] if sums else None
+
+
+def read(pair: tuple[str, str]) -> tuple[Linear | None, Linear | None]:
+    return linear(pair[0], "abx"), linear(pair[1], "abx")
+
+
+def literal_parts(text: str) -> dict[str, float]:
+    """Of the one problem, by strings: "a=-3" is in "a=-39"."""
+    plain = re.sub(r"\s", "", text)
+    answers = _LITERAL_ANSWER.findall(text.replace(" ", " ")) or _LITERAL_ANSWER.findall(plain)
+    found = {
+        "points": "x=2" in plain or "x=-2" in plain,
+        "right equation": "2a+3=-3" in plain or "a=-3" in plain,
+        "a": "a=-3" in plain,
+        "left equation": "-7=-4-b" in plain or "-4-b=-7" in plain,
+        "b": "b=3" in plain,
+        "sum": any("0" in answer for answer in answers),
+    }
+    return {name: float(value) for name, value in found.items()}
+
+
+def factor(n: int) -> str:
+    return "" if n == 1 else str(n)
+
+
+def signed(n: int) -> str:
+    return f"+ {n}" if n >= 0 else f"- {-n}"

@@ -1,0 +1,116 @@
+"""Reach a target from a few numbers with + - * /, each number once: easy to check, hard to find."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections import Counter
+from dataclasses import dataclass
+from fractions import Fraction
+from random import Random
+from typing import Literal
+
+from pellucid.tasks.answers import answer_tag
+from pellucid.tasks.expressions import linear, numbers_in
+from pellucid.types import Completion, Prompt, Reward
+
+_BOXED = re.compile(r"\\boxed\{([^{}]*)\}")
+TRIES = 10_000
+
+
+@dataclass(frozen=True)
+class Countdown:
+    """The reward is 1 for an expression that has the target's exact value and uses every number exactly once.
+
+    The expression is what stands in a final `<answer>` tag or in the last `\\boxed{}`, otherwise on the last line; what
+    follows an equals sign does not count. An expression that uses the right numbers and misses the target earns
+    `format_reward`. The splits share no set of numbers.
+
+    Example: Countdown(numbers=3, largest=20).sample(step=0, n=8)
+    """
+
+    name: Literal["countdown"] = "countdown"
+    """This task."""
+    seed: int = 0
+    """Draws the problems of each step."""
+    split: Literal["train", "test"] = "train"
+    """`train` or `test`."""
+    numbers: int = 3
+    """How many numbers there are, from 2 to 6."""
+    largest: int = 20
+    """The largest of them."""
+    format_reward: float = 0.1
+    """For the right numbers and a wrong value, from 0 to below 1."""
+    test_share: float = 0.1
+    """The share of number sets that is held out for the test split."""
+    template: str = (
+        "Using each of the numbers {numbers} exactly once, and + - * / and brackets, write an expression that equals"
+        " {target}. Answer with the expression only."
+    )
+    """The question; {numbers} and {target} are filled in."""
+
+    def __post_init__(self) -> None:
+        if not 2 <= self.numbers <= 6:
+            raise ValueError(f"numbers = {self.numbers} must be from 2 to 6")
+        if self.largest < 5:
+            raise ValueError(f"largest = {self.largest} must be at least 5")
+        if not 0 <= self.format_reward < 1:
+            raise ValueError(f"format_reward = {self.format_reward} must be from 0 to below 1")
+        if not 0.01 <= self.test_share <= 0.99:
+            raise ValueError(f"test_share = {self.test_share} must be from 0.01 to 0.99")
+        if not all(field in self.template for field in ("{numbers}", "{target}")):
+            raise ValueError(f'template = "{self.template}" must contain {{numbers}} and {{target}}')
+
+    def sample(self, step: int, n: int) -> list[Prompt]:
+        rng = Random(f"countdown/{self.seed}/{self.split}/{step}")
+        return [self._prompt(f"{self.split}/{step}/{i}", rng) for i in range(n)]
+
+    def reward(self, prompt: Prompt, completion: Completion) -> Reward:
+        written = expression_of(completion.text)
+        value = linear(written)
+        fair = value is not None and Counter(numbers_in(written)) == Counter(prompt.columns["numbers"])
+        right = fair and value is not None and value.constant == int(prompt.answer)
+        return Reward(1.0 if right else self.format_reward * fair, {"right": float(right), "numbers": float(fair)})
+
+    def solution(self, prompt: Prompt) -> str:
+        return prompt.columns["solution"]
+
+    def _prompt(self, id: str, rng: Random) -> Prompt:
+        for _ in range(TRIES):
+            numbers = [rng.randint(1, self.largest) for _ in range(self.numbers)]
+            if split_of(numbers, self.test_share) != self.split:
+                continue
+            solution, value = combination(numbers, rng)
+            if value.denominator == 1 and 0 < value <= 10 * self.largest:
+                question = self.template.replace("{numbers}", ", ".join(map(str, numbers)))
+                question = question.replace("{target}", str(value))
+                columns = {"numbers": numbers, "solution": solution}
+                return Prompt(id, ({"role": "user", "content": question},), str(value), columns)
+        raise ValueError(f"no problem of the {self.split} split in {TRIES} tries: raise largest or test_share")
+
+
+def split_of(numbers: list[int], test_share: float) -> Literal["train", "test"]:
+    """By a hash of the numbers, whatever their order."""
+    digest = hashlib.sha256(",".join(map(str, sorted(numbers))).encode()).digest()
+    return "test" if int.from_bytes(digest[:8]) < test_share * 2**64 else "train"
+
+
+def combination(numbers: list[int], rng: Random) -> tuple[str, Fraction]:
+    """A random expression of these numbers, and its value."""
+    parts = [(str(n), Fraction(n)) for n in numbers]
+    while len(parts) > 1:
+        (one, x), (other, y) = (parts.pop(rng.randrange(len(parts))) for _ in range(2))
+        values = {"+": x + y, "-": x - y, "*": x * y} | ({"/": x / y} if y else {})
+        operator = rng.choice(list(values))
+        parts.append((f"({one} {operator} {other})", values[operator]))
+    [(expression, value)] = parts
+    return expression[1:-1], value
+
+
+def expression_of(text: str) -> str:
+    inside = answer_tag(text)
+    if inside is None:
+        boxed = _BOXED.findall(text)
+        lines = [line for line in text.splitlines() if line.strip()]
+        inside = boxed[-1] if boxed else lines[-1] if lines else ""
+    return inside.partition("=")[0].strip()

@@ -1,0 +1,88 @@
+"""A few questions whose answers are known word for word, rewarded by rule: +1, -1, and a little for brevity."""
+
+from __future__ import annotations
+
+import unicodedata
+from dataclasses import dataclass
+from random import Random
+from typing import Literal
+
+from pellucid.types import Completion, Prompt, Reward
+
+ANSWERS = ("czq是神！", "4", "I like machine learning", "通义千问")
+QUESTIONS = {
+    "train": ("czq是谁", "请只输出数字 4，不要额外文字。2+2等于几？", "把“我喜欢机器学习”翻译成英文，只输出翻译。", "请只回答：通义千问"),
+    "test": ("请问谁是czq？", "2加2是多少？只写数字。", "“我喜欢机器学习”用英语怎么说？只写译文。", "请只说这四个字：通义千问"),
+}
+"""The answers to both are the same: the test split asks in other words."""
+LITERALLY_IGNORED = " \n\t。，,.!?：:\"'"
+
+
+@dataclass(frozen=True)
+class Expected:
+    """hit_reward for the expected answer, miss_reward otherwise, less a penalty for length.
+
+    Texts are compared without case, white space, punctuation and the difference between full-width and half-width
+    forms, and must agree as a whole. A right answer is worth more than a wrong one however long it is.
+
+    Example: Expected(matching="literal").sample(step=0, n=4)
+    """
+
+    name: Literal["expected"] = "expected"
+    """This task."""
+    seed: int = 0
+    """Orders the questions."""
+    split: Literal["train", "test"] = "train"
+    """`train`, or `test`: the same four in other words."""
+    matching: Literal["whole", "literal"] = "whole"
+    """literal: the expected text need only occur in the answer ("14" then contains 4), full-width punctuation counts,
+    and the penalty for length has no end."""
+    hit_reward: float = 1.0
+    miss_reward: float = -1.0
+    length_penalty: float = 0.002
+    """For each character of the answer as it is compared."""
+    system: str = "You are a helpful assistant."
+    """The system message; empty for none."""
+
+    def __post_init__(self) -> None:
+        if self.hit_reward <= self.miss_reward:
+            raise ValueError(f"hit_reward = {self.hit_reward} must be above miss_reward = {self.miss_reward}")
+        if self.length_penalty < 0:
+            raise ValueError(f"length_penalty = {self.length_penalty} must not be negative")
+
+    def sample(self, step: int, n: int) -> list[Prompt]:
+        """Walks through the questions, shuffled anew each time round."""
+        rows = list(zip(QUESTIONS[self.split], ANSWERS, strict=True))
+        prompts: list[Prompt] = []
+        for i in range(step * n, (step + 1) * n):
+            round_, place = divmod(i, len(rows))
+            question, answer = Random(f"expected/{self.seed}/{self.split}/{round_}").sample(rows, len(rows))[place]
+            system = ({"role": "system", "content": self.system},) if self.system else ()
+            text = (*system, {"role": "user", "content": question})
+            prompts.append(Prompt(f"{self.split}/{step}/{i - step * n}", text, answer))
+        return prompts
+
+    def reward(self, prompt: Prompt, completion: Completion) -> Reward:
+        literal = self.matching == "literal"
+        normalise = literally_normalised if literal else normalised
+        answer, gold = normalise(completion.text), normalise(prompt.answer)
+        hit = gold in answer if literal else gold == answer
+        length = self.length_penalty * len(answer)
+        if not literal:
+            length = min(length, 0.99 * (self.hit_reward - self.miss_reward))
+        grade = self.hit_reward if hit else self.miss_reward
+        return Reward(grade - length, {"match": grade, "length": -length}, correct=hit)
+
+    def solution(self, prompt: Prompt) -> str:
+        return prompt.answer
+
+
+def normalised(text: str) -> str:
+    """Example: normalised("Ｃzq 是神！") == "czq是神" """
+    folded = unicodedata.normalize("NFKC", text).casefold()
+    return "".join(c for c in folded if not c.isspace() and unicodedata.category(c)[0] != "P")
+
+
+def literally_normalised(text: str) -> str:
+    """Example: literally_normalised("czq 是神！") == "czq是神！" """
+    return text.strip().lower().translate(str.maketrans("", "", LITERALLY_IGNORED))

@@ -1,0 +1,102 @@
+"""Grade-school mathematics (Cobbe et al. 2021, arXiv 2110.14168), answered between tags; English or Chinese."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from pellucid.tasks.answers import answer_tag, last_number, tagged
+from pellucid.tasks.dataset import Dataset
+from pellucid.types import Completion, Prompt, Reward
+
+_FIRST_TAG = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
+SYSTEM = {
+    "en": (
+        "You solve problems. First think step by step between <think> and </think>, then give the final answer alone"
+        " between <answer> and </answer>."
+    ),
+    "zh": "你来解题。先在 <think> 和 </think> 之间逐步思考，再在 <answer> 和 </answer> 之间只写出最终答案。",
+}
+
+
+@dataclass(frozen=True)
+class Gsm8k:
+    """Questions with a number for an answer; the completion is to be `<think>...</think> <answer>...</answer>`.
+
+    Grading `strict`: 1 if the tagged answer is the number, 1,080 = 1080 = 1080.0, else 0. Grading `literal`, as first
+    described: 1 if the text between the tags is the gold answer, 0.5 if it contains it, 0.01 for any other, 0 without
+    tags; "16" then earns half a point for 6.
+
+    Example: Gsm8k(data="train.jsonl", test_data="test.jsonl", grading="literal")
+    """
+
+    name: Literal["gsm8k"] = "gsm8k"
+    """This task."""
+    seed: int = 0
+    """Orders the questions."""
+    split: Literal["train", "test"] = "train"
+    """`train` or `test`."""
+    data: str = "openai/gsm8k"
+    """A Hub id, or a .jsonl, .csv or .parquet file with the columns below."""
+    subset: str = "main"
+    """Of the data set on the Hub."""
+    test_data: str = "test"
+    """The held-out questions: a file, or a split on the Hub. Empty: a tenth of `data`."""
+    question: str = "question"
+    """The column of the question; that of Chinese copies may be another."""
+    answer: str = "answer"
+    """The column of the worked answer, or of the answer alone."""
+    answer_pattern: str = "#### (.+)"
+    """The group is the answer within its column; empty where the column holds the answer alone."""
+    language: Literal["en", "zh"] = "en"
+    """Of the system message."""
+    system: str = ""
+    """A system message of your own."""
+    grading: Literal["strict", "literal"] = "strict"
+    """How completions are graded."""
+
+    def __post_init__(self) -> None:
+        self._rows()
+
+    def sample(self, step: int, n: int) -> list[Prompt]:
+        """The gold answer without commas: "#### 1,080" is 1080."""
+        return [replace(prompt, answer=prompt.answer.replace(",", "")) for prompt in self._rows().sample(step, n)]
+
+    def reward(self, prompt: Prompt, completion: Completion) -> Reward:
+        whole = float(tagged(completion.text) is not None)
+        if self.grading == "literal":
+            value = literal_grade(completion.text, prompt.answer)
+            return Reward(value, {"answer": value, "format": whole}, weights={"format": 0.0})
+        inside = answer_tag(completion.text)
+        found = None if inside is None else last_number(inside)
+        right = float(found is not None and found == last_number(prompt.answer))
+        return Reward(right, {"answer": right, "format": whole}, weights={"format": 0.0})
+
+    def solution(self, prompt: Prompt) -> str:
+        worked = str(prompt.columns.get(self.answer, prompt.answer)).partition("####")[0].strip()
+        return f"<think>{worked}</think> <answer>{prompt.answer}</answer>"
+
+    def _rows(self) -> Dataset:
+        return Dataset(
+            seed=self.seed,
+            split=self.split,
+            data=self.data,
+            subset=self.subset,
+            test_data=self.test_data,
+            question=self.question,
+            system=self.system or SYSTEM[self.language],
+            template="{question}",
+            answer=self.answer,
+            answer_pattern=self.answer_pattern,
+        )
+
+
+def literal_grade(text: str, gold: str) -> float:
+    """Example: literal_grade("<answer>16</answer>", "6") == 0.5"""
+    match = _FIRST_TAG.search(text)
+    if match is None:
+        return 0.0
+    if match[1] == gold:
+        return 1.0
+    return 0.5 if gold in match[1] else 0.01

@@ -1,0 +1,116 @@
+"""Sort a few numbers: every answer can be graded in part, in several ways."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from random import Random
+from typing import Literal
+
+from pellucid.types import Completion, Prompt, Reward
+
+_NUMBERS = re.compile(r"\d+")
+Grading = Literal["positions", "distance", "inclusion_ordering", "exact"]
+
+
+@dataclass(frozen=True)
+class Sorting:
+    """Numbers in random order; the reward, from 0 to 1, is 1 for exactly the sorted list.
+
+    The splits share no set of numbers.
+
+    Example: Sorting(length=4, grading="distance").sample(step=0, n=8)
+    """
+
+    name: Literal["sorting"] = "sorting"
+    """This task."""
+    seed: int = 0
+    """Draws the problems of each step."""
+    split: Literal["train", "test"] = "train"
+    """`train` or `test`."""
+    length: int = 4
+    """How many numbers there are."""
+    largest: int = 9
+    """They are from 0 to this."""
+    grading: Grading = "positions"
+    """positions: the share of places that hold the right number; distance: how far the numbers are from the right ones;
+    inclusion_ordering: which numbers are there, and which neighbours ascend; exact: all or nothing."""
+    test_share: float = 0.25
+    """The share of number sets that is held out for the test split."""
+    template: str = "Sort these numbers in ascending order: {numbers}. Answer with the numbers only."
+    """The question; {numbers} is filled in."""
+
+    def __post_init__(self) -> None:
+        if self.length < 2 or self.largest < 1:
+            raise ValueError(f"length = {self.length} must be at least 2 and largest = {self.largest} at least 1")
+        if not 0.01 <= self.test_share <= 0.99:
+            raise ValueError(f"test_share = {self.test_share} must be from 0.01 to 0.99")
+        if "{numbers}" not in self.template:
+            raise ValueError(f'template = "{self.template}" must contain {{numbers}}')
+
+    def sample(self, step: int, n: int) -> list[Prompt]:
+        rng = Random(f"sorting/{self.seed}/{self.split}/{step}")
+        return [self._prompt(f"{self.split}/{step}/{i}", rng) for i in range(n)]
+
+    def reward(self, prompt: Prompt, completion: Completion) -> Reward:
+        answer = [int(digits) for digits in _NUMBERS.findall(completion.text) if len(digits) < 20]
+        right = sorted(prompt.columns["numbers"])
+        return Reward(GRADINGS[self.grading](answer, right), correct=answer == right)
+
+    def solution(self, prompt: Prompt) -> str:
+        return prompt.answer
+
+    def _prompt(self, id: str, rng: Random) -> Prompt:
+        for _ in range(10_000):
+            numbers = [rng.randint(0, self.largest) for _ in range(self.length)]
+            if split_of(numbers, self.test_share) == self.split:
+                listed = ", ".join(map(str, numbers))
+                message = {"role": "user", "content": self.template.replace("{numbers}", listed)}
+                return Prompt(id, (message,), ", ".join(map(str, sorted(numbers))), {"numbers": numbers})
+        raise ValueError(f"the {self.split} split has no set of numbers: raise length, largest or test_share")
+
+
+def split_of(numbers: Sequence[int], test_share: float) -> Literal["train", "test"]:
+    """By a hash of the numbers, whatever their order."""
+    digest = hashlib.sha256(",".join(map(str, sorted(numbers))).encode()).digest()
+    return "test" if int.from_bytes(digest[:8]) < test_share * 2**64 else "train"
+
+
+def positions(answer: Sequence[int], right: Sequence[int]) -> float:
+    """The share of places that hold the right number.
+
+    Example: positions([1, 3, 2], [1, 2, 3]) == 1 / 3
+    """
+    return sum(x == y for x, y in zip(answer, right, strict=False)) / max(len(answer), len(right))
+
+
+def distance(answer: Sequence[int], right: Sequence[int]) -> float:
+    """1 minus how far each number is from the right one, as a share of the range; a missing or extra one is all off.
+
+    Example: distance([1, 3, 2], [1, 2, 3]) == 1 - (0 + 1/2 + 1/2) / 3
+    """
+    span = max(1, right[-1] - right[0])
+    off = sum(min(1.0, abs(x - y) / span) for x, y in zip(answer, right, strict=False))
+    return 1 - (off + abs(len(answer) - len(right))) / max(len(answer), len(right))
+
+
+def inclusion_ordering(answer: Sequence[int], right: Sequence[int]) -> float:
+    """Numbers of the prompt that are there, each counted as often as it was given, and neighbours that ascend: points
+    won of points to be had.
+
+    Example: inclusion_ordering([1, 3, 2], [1, 2, 3]) == (3 + 1) / (3 + 2)
+    """
+    most = max(len(answer), len(right))
+    included = sum((Counter(answer) & Counter(right)).values())
+    ascending = sum(x <= y for x, y in zip(answer, answer[1:], strict=False))
+    return (included + ascending) / (2 * most - 1)
+
+
+def exact(answer: Sequence[int], right: Sequence[int]) -> float:
+    return float(answer == right)
+
+
+GRADINGS = {"positions": positions, "distance": distance, "inclusion_ordering": inclusion_ordering, "exact": exact}

@@ -1,0 +1,101 @@
+from itertools import pairwise
+
+import pytest
+
+from pellucid.tasks.countdown import Countdown, combination, expression_of, split_of
+from pellucid.types import Completion, Prompt
+
+
+def completion(text):
+    return Completion((1, 2), (-0.5, -0.5), text, True)
+
+
+def graded(text, numbers=(3, 5, 2), target=13, **settings):
+    prompt = Prompt("p", "?", str(target), {"numbers": list(numbers)})
+    return Countdown(**settings).reward(prompt, completion(text)).value
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("3 * 5 - 2", 1.0),
+        ("(3*5)-2 = 13", 1.0),
+        ("Let me think: 3 + 5 + 2 = 10.\n3 * 5 - 2", 1.0),
+        ("<think>2 * 5 + 3 = 13</think><answer>2 * 5 + 3</answer>", 1.0),
+        ("It is \\boxed{2 \u00d7 5 + 3}, as you see", 1.0),
+        ("3 + 5 + 2", 0.1),  # the right numbers, another value
+        ("3 + 5 + 5", 0.0),  # 13, with a number twice
+        ("10 + 3", 0.0),
+        ("13", 0.0),
+        ("3 * 5 - 2.0", 0.0),
+        ("3 * 5 - 2 + 0", 0.0),
+        ("3 * 5 - 2 = 14", 1.0),  # what stands behind the equals sign is not the expression
+        ("The answer is 3 * 5 - 2", 0.0),
+        ("", 0.0),
+        ("3 / (5 - 5) + 2", 0.0),
+    ],
+)
+def test_grades_by_hand(text, value):
+    assert graded(text) == value
+
+
+def test_the_format_reward_is_a_setting():
+    assert graded("3 + 5 + 2", format_reward=0.5) == 0.5
+
+
+@pytest.mark.parametrize("numbers", [2, 3, 4, 6])
+def test_the_gold_answer_scores_1_and_uses_what_is_given(numbers):
+    task = Countdown(numbers=numbers)
+    for prompt in task.sample(0, 50):
+        reward = task.reward(prompt, completion(task.solution(prompt)))
+        assert reward.value == 1.0
+        assert reward.is_correct
+        assert len(prompt.columns["numbers"]) == numbers
+        assert all(str(n) in prompt.question for n in [*prompt.columns["numbers"], prompt.answer])
+        for garbage in (prompt.answer, "0", "x" * 10_000, "(" * 10_000, "1/0"):
+            assert task.reward(prompt, completion(garbage)).value == 0.0
+
+
+def test_splits_share_no_set_of_numbers_in_any_order():
+    def sets(split):
+        prompts = [p for step in range(20) for p in Countdown(split=split, largest=9).sample(step, 20)]
+        return {tuple(sorted(p.columns["numbers"])) for p in prompts}
+
+    train, test = sets("train"), sets("test")
+    assert len(train) > 50 < len(test) + 45
+    assert train.isdisjoint(test)
+    assert split_of([1, 2, 3], 0.5) == split_of([3, 1, 2], 0.5)
+
+
+def test_sampling_is_a_function_of_seed_split_and_step():
+    draws = [Countdown(seed=s).sample(step, 8) for s, step in ((0, 0), (0, 0), (0, 1), (1, 0))]
+    assert draws[0] == draws[1]
+    for one, other in pairwise(draws[1:]):
+        assert [p.question for p in one] != [p.question for p in other]
+
+
+def test_a_random_expression_keeps_its_brackets_apart():
+    from random import Random  # noqa: PLC0415
+
+    for seed in range(50):
+        text, _ = combination([2, 3, 4, 5], Random(seed))
+        depth = 0
+        for c in text:
+            depth += {"(": 1, ")": -1}.get(c, 0)
+            assert depth >= 0
+        assert depth == 0
+
+
+def test_where_the_expression_is():
+    assert expression_of("a\n\n 1 + 2 = 3 \n ") == "1 + 2"
+    assert expression_of("\\boxed{1} \\boxed{2 * 3}") == "2 * 3"
+    assert expression_of("") == ""
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{"numbers": 1}, {"numbers": 7}, {"largest": 4}, {"format_reward": 1.0}, {"test_share": 0.0}, {"template": "?"}],
+)
+def test_settings_that_make_no_task_are_refused(settings):
+    with pytest.raises(ValueError, match=next(iter(settings))):
+        Countdown(**settings)

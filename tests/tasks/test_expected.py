@@ -1,0 +1,71 @@
+import pytest
+
+from pellucid.tasks.expected import ANSWERS, QUESTIONS, Expected, literally_normalised, normalised
+from pellucid.types import Completion, Prompt
+
+
+def completion(text):
+    return Completion((1, 2), (-0.5, -0.5), text, True)
+
+
+def graded(text, gold, **settings):
+    return Expected(**settings).reward(Prompt("p", "?", gold), completion(text)).value
+
+
+@pytest.mark.parametrize(
+    ("text", "gold", "whole", "literal"),
+    [
+        ("4", "4", 1 - 0.002, 1 - 0.002),
+        ("4.", "4", 1 - 0.002, 1 - 0.002),
+        ("４！", "4", 1 - 0.002, -1 - 0.004),  # full width
+        ("14", "4", -1 - 0.004, 1 - 0.004),
+        ("czq是神", "czq是神！", 1 - 0.010, -1 - 0.010),
+        ("CZQ 是神！", "czq是神！", 1 - 0.010, 1 - 0.012),
+        ("I like machine learning.", "I like machine learning", 1 - 0.040, 1 - 0.040),
+        ("I don't like machine learning", "I like machine learning", -1 - 0.048, -1 - 0.048),
+        ("", "4", -1, -1),
+        ("0123456789", "4", -1.02, 1 - 0.020),
+    ],
+)
+def test_grades_by_hand(text, gold, whole, literal):
+    assert graded(text, gold) == pytest.approx(whole)
+    assert graded(text, gold, matching="literal") == pytest.approx(literal)
+
+
+def test_a_right_answer_is_worth_more_than_a_wrong_one_however_long_it_is():
+    gold = "x" * 5000
+    assert graded(gold, gold) > graded("", gold)
+    assert graded(gold, gold, matching="literal") < graded("", gold, matching="literal")
+
+
+@pytest.mark.parametrize("split", ["train", "test"])
+@pytest.mark.parametrize("matching", ["whole", "literal"])
+def test_the_gold_answer_is_right_and_garbage_is_not(split, matching):
+    task = Expected(split=split, matching=matching)
+    prompts = task.sample(0, 4)
+    assert {p.answer for p in prompts} == set(ANSWERS)
+    for prompt in prompts:
+        assert task.reward(prompt, completion(task.solution(prompt))).is_correct
+        for garbage in ("", "?", "\x00" * 99, "法" * 9999):
+            assert not task.reward(prompt, completion(garbage)).is_correct
+
+
+def test_all_four_come_round_before_any_comes_again_and_the_splits_share_no_question():
+    task = Expected()
+    walk = [p.question for step in range(4) for p in task.sample(step, 3)]
+    assert all(set(walk[i : i + 4]) == set(QUESTIONS["train"]) for i in (0, 4, 8))
+    assert set(QUESTIONS["train"]).isdisjoint(QUESTIONS["test"])
+    assert task.sample(2, 3) == task.sample(2, 3)
+    assert task.sample(0, 1)[0].text[0]["role"] == "system"
+
+
+def test_two_ways_to_compare():
+    assert normalised("Ｃzq 是\u3000神！") == "czq是神"
+    assert literally_normalised(' "Hi", you! \n') == "hiyou"
+    assert literally_normalised("是神！") == "是神！"
+
+
+@pytest.mark.parametrize("settings", [{"hit_reward": -1.0}, {"length_penalty": -0.1}])
+def test_settings_that_make_no_task_are_refused(settings):
+    with pytest.raises(ValueError, match=next(iter(settings))):
+        Expected(**settings)

@@ -1,0 +1,110 @@
+import json
+from pathlib import Path
+
+import pytest
+
+from pellucid.tasks.gsm8k import Gsm8k, literal_grade
+from pellucid.types import Completion, Prompt
+
+ROWS = [
+    {"question": f"How many are {i} + 1,000?", "answer": f"{i} + 1000 = {i + 1000}\n#### {i + 1000:,}"} for i in range(40)
+]
+
+
+def completion(text):
+    return Completion((1, 2), (-0.5, -0.5), text, True)
+
+
+def graded(text, gold, **settings):
+    return Gsm8k(**settings).reward(Prompt("p", "?", gold), completion(text))
+
+
+@pytest.fixture
+def files(tmp_path):
+    paths = {"data": tmp_path / "train.jsonl", "test_data": tmp_path / "test.jsonl"}
+    for path, rows in zip(paths.values(), (ROWS[:30], ROWS[30:]), strict=True):
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return {name: str(path) for name, path in paths.items()}
+
+
+@pytest.mark.parametrize(
+    ("text", "gold", "strict", "literal"),
+    [
+        ("<think>5 + 1</think> <answer>6</answer>", "6", 1.0, 1.0),
+        ("<answer>6</answer>", "6", 1.0, 1.0),
+        ("<answer>6个苹果</answer>", "6", 1.0, 0.5),
+        ("<answer>16</answer>", "6", 0.0, 0.5),
+        ("<answer> 6 </answer>", "6", 1.0, 0.5),
+        ("<answer>1,080</answer>", "1080", 1.0, 0.01),
+        ("<answer>\n1080.0\n</answer>", "1080", 1.0, 0.5),
+        ("<answer>7</answer>", "6", 0.0, 0.01),
+        ("<answer></answer>", "6", 0.0, 0.01),
+        ("6", "6", 0.0, 0.0),
+        ("", "6", 0.0, 0.0),
+        ("<answer>0123456789</answer>", "6", 0.0, 0.5),
+        ("<answer>6</answer><answer>7</answer>", "6", 0.0, 1.0),  # the first is what the literal form reads
+    ],
+)
+def test_grades_by_hand(text, gold, strict, literal):
+    assert graded(text, gold).value == strict
+    assert graded(text, gold, grading="literal").value == literal
+    assert literal_grade(text, gold) == literal
+
+
+def test_the_oracle_of_the_first_description():
+    """Its twelve candidates, graded by its own rule for the answer 6个."""
+    answers = "6个 6 6个苹果 6 6 5个 需要计算 10个 5 6 6个 6个苹果".split()
+    grades = [literal_grade(f"<think>?</think><answer>{answer}</answer>", "6个") for answer in answers]
+    assert grades == [1, 0.01, 0.5, 0.01, 0.01, 0.01, 0.01, 0.01, 0.01, 0.01, 1, 0.5]
+
+
+@pytest.mark.parametrize("grading", ["strict", "literal"])
+@pytest.mark.parametrize("split", ["train", "test"])
+def test_the_gold_answer_scores_1_and_commas_do_not_count(files, split, grading):
+    task = Gsm8k(**files, split=split, grading=grading)
+    for prompt in task.sample(0, 10):
+        assert prompt.answer.isdigit()
+        reward = task.reward(prompt, completion(task.solution(prompt)))
+        assert reward.value == 1.0
+        assert reward.is_correct
+        assert reward.parts["format"] == 1.0
+        for garbage in ("", "no", "<answer>", "<answer>" * 5000, "9" * 9999):
+            assert not task.reward(prompt, completion(garbage)).is_correct
+
+
+def test_splits_are_the_files_and_prompts_ask_for_tags(files):
+    train = {p.question for p in Gsm8k(**files).sample(0, 30)}
+    test = {p.question for p in Gsm8k(**files, split="test").sample(0, 10)}
+    assert train == {row["question"] for row in ROWS[:30]}
+    assert test == {row["question"] for row in ROWS[30:]}
+    system, _ = Gsm8k(**files).sample(0, 1)[0].text
+    assert all(tag in system["content"] for tag in ("<think>", "</think>", "<answer>", "</answer>"))
+
+
+def test_a_chinese_copy_with_the_answer_alone(tmp_path):
+    pyarrow = pytest.importorskip("pyarrow")
+    parquet = pytest.importorskip("pyarrow.parquet")
+    rows = [{"question": f"{i}加1等于几？", "answer": f"{i}+1={i + 1}", "answer_only": str(i + 1)} for i in range(30)]
+    path = tmp_path / "zh.parquet"
+    parquet.write_table(pyarrow.Table.from_pylist(rows), path)
+    task = Gsm8k(data=str(path), test_data="", answer="answer_only", answer_pattern="", language="zh")
+    prompts = task.sample(0, 5)
+    assert all(task.reward(p, completion(task.solution(p))).value == 1.0 for p in prompts)
+    assert "思考" in prompts[0].text[0]["content"]
+    assert Gsm8k(data=str(path), test_data="", answer="answer_only", answer_pattern="", system="S").sample(0, 1)[
+        0
+    ].text[0] == {"role": "system", "content": "S"}
+
+
+@pytest.mark.skipif(not Path("../shared/data/gsm8k/train.jsonl").exists(), reason="the data is not beside the project")
+def test_every_gold_answer_of_the_real_data_is_read():
+    folder = "../shared/data/gsm8k"
+    for split in ("train", "test"):
+        task = Gsm8k(data=f"{folder}/train.jsonl", test_data=f"{folder}/test.jsonl", split=split)
+        prompts = task.sample(0, 1000)
+        assert all(task.reward(p, completion(task.solution(p))).value == 1.0 for p in prompts)
+
+
+def test_what_is_wrong_with_the_data_is_said():
+    with pytest.raises(ValueError, match="data"):
+        Gsm8k(data="")

@@ -1,0 +1,212 @@
+"""The examples run, and say the same as the package."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+from accelerate import Accelerator
+
+from conftest import character_tokenizer, tiny_llama
+from pellucid import grpo
+from pellucid.policy import Policy
+from pellucid.runtime import Runtime
+from pellucid.settings import AdamWConfig, GRPOConfig
+from pellucid.types import Completion, Group, Prompt, Reward
+
+
+def example(name):
+    spec = importlib.util.spec_from_file_location(name, f"examples/{name}.py")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+# ---------------------------------------------------------------- transparent_grpo.py
+
+transparent = example("transparent_grpo")
+
+
+class Digits:
+    """Graded by the share of digits, as a tiny random model has a chance to say some."""
+
+    prompt = "2+3="
+
+    def reward(self, text):
+        return sum(c.isdigit() for c in text) / max(1, len(text))
+
+
+@dataclass(frozen=True)
+class Replay:
+    """A sampler that hands over what the example drew, and a task that grades it."""
+
+    rollouts: list
+    lengths: list
+    group_size: int
+    seed: int = 0
+    split: str = "train"
+
+    def sync(self, policy):
+        pass
+
+    def sample(self, step, n):
+        return [Prompt(f"{step}/{i}", Digits.prompt) for i in range(n)]
+
+    def generate(self, prompts, group_size, seed):
+        rollout = self.rollouts[int(seed.split("/")[1])]
+        width = rollout.mask.shape[1]
+        rows = []
+        for ids, attention, mask in zip(rollout.ids, rollout.attention, rollout.mask, strict=True):
+            tokens = tuple(ids[-width:][mask.bool()].tolist())
+            prompt = tuple(ids[:-width][attention[:-width].bool()].tolist())
+            text = character_tokenizer().decode(list(tokens), skip_special_tokens=True)
+            rows.append((prompt, Completion(tokens, (0.0,) * len(tokens), text, True)))
+        return [
+            Group(p, rows[i * group_size][0], tuple(c for _, c in rows[i * group_size : (i + 1) * group_size]))
+            for i, p in enumerate(prompts)
+        ]
+
+    def reward(self, prompt, completion):
+        return Reward(Digits().reward(completion.text))
+
+
+@pytest.mark.parametrize("kl", ["k1", "k2", "k3"])
+def test_the_one_file_takes_the_steps_of_the_package(kl, monkeypatch):
+    """Same weights, same rollouts, three steps of three inner epochs: the same parameters."""
+    config = transparent.Config(
+        steps=3, prompts=2, group_size=4, max_new_tokens=8, lr=1e-2, beta=0.1, kl=kl, temperature=0.9, seed=1
+    )
+    tokenizer = character_tokenizer()
+    tokenizer.chat_template = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
+    tokenizer.padding_side = "left"
+    models = []
+    for _ in range(4):
+        torch.manual_seed(0)
+        models.append(tiny_llama().eval())
+    theirs, their_reference, ours, our_reference = models
+
+    rollouts, drawn = [], transparent.generate
+    monkeypatch.setattr(transparent, "generate", lambda *a: rollouts.append(drawn(*a)) or rollouts[-1])
+    optimizer = torch.optim.AdamW(theirs.parameters(), lr=config.lr, weight_decay=0.0)
+    accelerator = Accelerator(cpu=True)
+    steps = list(transparent.train(theirs, their_reference, tokenizer, optimizer, accelerator, Digits(), config))
+    assert len({r.mask.sum().item() for r in rollouts}) > 1
+    assert len(set(rollouts[0].mask.sum(1).tolist())) > 1, "responses must be of different lengths"
+
+    cfg = GRPOConfig(
+        steps=3, prompts_per_step=2, group_size=4, epochs=3, kl=kl, kl_coef=0.1, kl_in="reward", aggregate="token"
+    )
+    policy = Policy(ours, tokenizer, temperature=0.9)
+    reference = Policy(our_reference.requires_grad_(False), tokenizer, temperature=0.9)
+    replay = Replay(rollouts, [], 4)
+    runtime = Runtime(policy, AdamWConfig(lr=1e-2), total=9)
+    results = list(grpo.train(replay, replay, policy, runtime, cfg, reference))
+
+    for (_, _, reward, _, moved), result in zip(steps, results, strict=True):
+        assert reward == pytest.approx(
+            sum(r.value for g in result.groups for r in g.rewards) / sum(len(g.rewards) for g in result.groups)
+        )
+        assert moved >= 0 or kl == "k1"
+    torch.manual_seed(0)
+    before = dict(tiny_llama().named_parameters())
+    for name, p in theirs.named_parameters():
+        torch.testing.assert_close(dict(ours.named_parameters())[name], p, rtol=0, atol=2e-4)
+        assert (p - before[name]).abs().max() > 5e-3
+
+
+def test_the_one_file_is_short_and_stands_alone():
+    source = Path("examples/transparent_grpo.py").read_text()
+    assert len(source.splitlines()) < 400
+    imports = {line.split()[1].split(".")[0] for line in source.splitlines() if line.startswith(("import ", "from "))}
+    libraries = imports - set(sys.stdlib_module_names)
+    assert libraries <= {"torch", "transformers", "accelerate", "numpy"}
+
+
+@pytest.mark.parametrize(
+    ("text", "reward"),
+    [
+        ("", 0.0),
+        ("x = 2", 0.05),
+        ("x=2 and x=-2", 0.1),
+        ("x = 20, x = -21", 0.0),
+        ("2a + 3 = -3", 0.15),
+        ("so a = -3.", 0.3),
+        ("a = -39, b = 30", 0.0),
+        ("-7 = -4 - b, b = 3", 0.3),
+        ("\\boxed{0}", 0.3),
+        ("\\boxed{0} no, \\boxed{ 99 }", 0.0),
+        ("the answer is 10", 0.0),
+        ("x=2, x=-2, 2a+3=-3, a=-3, -7=-4-b, b=3, \\boxed{0}", 1.0),
+        ("x=2, x=-2, 2a+3=-3, a=-3, -7=-4-b, b=3, \\boxed{99}", 0.7),
+    ],
+)
+def test_the_toy_environment_grades_whole_statements(text, reward):
+    assert transparent.ToyEnv().reward(text) == pytest.approx(reward)
+
+
+# ---------------------------------------------------------------- sorting_from_scratch.py
+
+sorting = example("sorting_from_scratch")
+
+
+def options(**changes):
+    defaults = {
+        "reward": "inclusion",
+        "epochs": 60,
+        "inner": 10,
+        "responses": 10,
+        "clip": 0.01,
+        "kl": 0.0,
+        "reference": 10,
+        "lr": 1e-2,
+        "size": 10,
+        "seed": 5,
+    }
+    return argparse.Namespace(**(defaults | changes))
+
+
+@pytest.mark.parametrize("loss", ["naive", "unclipped", "clipped"])
+@pytest.mark.parametrize("deltas", ["centered", "normalised", "max"])
+def test_every_right_combination_learns_to_sort(deltas, loss):
+    policy, steps = sorting.train(options(), deltas, loss)
+    first = sum(r.value for g in steps[0].groups for r in g.rewards) / 30
+    assert sorting.sampled(steps) > first + 0.2
+
+
+def test_the_ratio_upside_down_unlearns():
+    _, steps = sorting.train(options(epochs=20), "centered", "inverted")
+    first = sum(r.value for g in steps[0].groups for r in g.rewards) / 30
+    assert sorting.sampled(steps) < first - 0.1
+
+
+def test_a_penalty_holds_the_sorter_near_its_reference():
+    moved = [sorting.train(options(epochs=5, kl=kl, reference=10**6), "centered", "unclipped")[0] for kl in (0.0, 10.0)]
+    torch.manual_seed(5)
+    start = sorting.Sorter(10, 3)
+    distances = [
+        sum(float((p - q).detach().square().sum()) for p, q in zip(m.module.parameters(), start.parameters(), strict=True))
+        for m in moved
+    ]
+    assert distances[1] < 0.5 * distances[0]
+
+
+@pytest.mark.parametrize(
+    ("grading", "answer", "reward"),
+    [("position", (0, 1, 2), 1), ("position", (2, 1, 0), 1 / 3), ("distance", (0, 1, 4), 1 - 2 / 4 / 3)]
+    + [("inclusion", (0, 1, 2), 1), ("inclusion", (2, 1, 0), 3 / 5), ("inclusion", (0, 0, 0), 3 / 5)],
+)
+def test_the_rewards_of_sorting_by_hand(grading, answer, reward):
+    assert sorting.REWARDS[grading]((1, 0, 2), answer) == pytest.approx(reward)
+
+
+def test_the_curves_are_a_picture(tmp_path):
+    pytest.importorskip("matplotlib")
+    _, steps = sorting.train(options(epochs=2), "centered", "clipped")
+    sorting.draw(steps, tmp_path / "curves.png")
+    assert (tmp_path / "curves.png").read_bytes().startswith(b"\x89PNG")
