@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import rich.console
+from tensorboard.backend.event_processing import event_accumulator
 
 from pellucid.console import Console, Plain, before_after, sparkline, terminal
 from pellucid.loggers import Jsonl, Loggers, TensorBoard, truncate
@@ -162,14 +163,13 @@ def test_loggers_fan_out(tmp_path: Path):
 
 
 def test_tensorboard_holds_the_scalars_and_forgets_what_a_resumed_run_repeats(tmp_path: Path):
-    accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
     for first_step, steps in ((0, (1, 2, 3)), (2, (3, 4))):
         log = TensorBoard(tmp_path, first_step)
         for step in steps:
             log.log(step, {"reward/mean": first_step + step / 10}, [])
         log.log_evaluation(steps[-1], EVALUATION)
         log.close()
-    events = accumulator.EventAccumulator(str(tmp_path)).Reload()
+    events = event_accumulator.EventAccumulator(str(tmp_path)).Reload()
     scalars = [(event.step, round(event.value, 3)) for event in events.Scalars("reward/mean")]
     assert scalars == [(1, 0.1), (2, 0.2), (3, 2.3), (4, 2.4)]
     assert events.Scalars("heldout/greedy")[-1].value == 0.25

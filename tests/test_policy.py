@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import replace
 
 import pytest
@@ -172,6 +173,12 @@ def test_the_reference_of_a_lora_policy_is_the_policy_without_its_adapter(lora, 
     lora.save(tmp_path)
     merged = Policy(AutoModelForCausalLM.from_pretrained(tmp_path), character_tokenizer())
     torch.testing.assert_close(merged.score(batch).logprobs, lora.score(batch).logprobs, rtol=0, atol=1e-4)
+
+
+def test_lora_without_its_library_names_the_extra(monkeypatch):
+    monkeypatch.setitem(sys.modules, "peft", None)
+    with pytest.raises(UserError, match=r'^policy.lora needs peft: pip install "pellucid\[lora\]"$'):
+        policy_module.add_adapter(tiny_llama(), 2)
 
 
 def test_the_base_of_a_lora_policy_does_not_move(lora):

@@ -81,7 +81,7 @@ def evaluate(arguments: list[str]) -> int:
     if is_run and not (run_dir / "model").is_dir():
         raise UserError(f"{run_dir} has no model yet: finish it with pellucid train --resume {run_dir}")
     quiet_libraries()
-    from pellucid import run  # noqa: PLC0415
+    from pellucid import run  # noqa: PLC0415 - as in train
 
     return run.evaluate_model(cfg, str(run_dir / "model") if is_run else options.model)
 
@@ -90,7 +90,7 @@ def doctor(arguments: list[str]) -> int:
     if arguments:
         raise UserError(f"doctor takes no arguments, got {' '.join(arguments)}")
     quiet_libraries()
-    from pellucid.doctor import report  # noqa: PLC0415
+    from pellucid.doctor import report  # noqa: PLC0415 - as in train
 
     return report()
 
@@ -112,6 +112,6 @@ def quiet_libraries() -> None:
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     os.environ.setdefault("TQDM_DISABLE", "1")
-    from transformers.utils import logging  # noqa: PLC0415
+    from transformers.utils import logging  # noqa: PLC0415 - it reads the lines above when it is imported
 
     logging.disable_progress_bar()

@@ -12,7 +12,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from pellucid.types import Estimate, Evaluation, Group, Logger, UserError
+from pellucid.extras import extra
+from pellucid.types import Estimate, Evaluation, Group, Logger
 
 
 class Loggers:
@@ -118,13 +119,10 @@ class TensorBoard:
     """
 
     def __init__(self, log_dir: Path, first_step: int = 0):
-        try:
-            from torch.utils.tensorboard import SummaryWriter  # noqa: PLC0415 - an extra
-        except ImportError:
-            raise UserError('TensorBoard is not installed: pip install "pellucid[tensorboard]"') from None
-        self.writer = SummaryWriter(str(log_dir), purge_step=first_step + 1 if first_step else None)
+        board = extra("torch.utils.tensorboard", "tensorboard", "log.tensorboard")
+        self.writer = board.SummaryWriter(str(log_dir), purge_step=first_step + 1 if first_step else None)
 
-    def log(self, step: int, metrics: Mapping[str, float], groups: Sequence[Group]) -> None:  # noqa: ARG002
+    def log(self, step: int, metrics: Mapping[str, float], _groups: Sequence[Group]) -> None:
         for name, value in metrics.items():
             self.writer.add_scalar(name, value, step)
         self.writer.flush()

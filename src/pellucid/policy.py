@@ -13,6 +13,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from pellucid import pretrained
 from pellucid.batch import Batch
+from pellucid.extras import extra
 from pellucid.grpo import Scores
 from pellucid.logprobs import Head
 from pellucid.models import packed
@@ -210,8 +211,5 @@ def move(model: nn.Module, device: torch.device) -> nn.Module:
 
 
 def add_adapter(model: PreTrainedModel, rank: int) -> Any:
-    try:
-        import peft  # noqa: PLC0415
-    except ImportError as error:
-        raise UserError("policy.lora needs peft: pip install 'pellucid[lora]'") from error
+    peft = extra("peft", "lora", "policy.lora")
     return peft.get_peft_model(model, peft.LoraConfig(r=rank, lora_alpha=2 * rank, target_modules="all-linear"))

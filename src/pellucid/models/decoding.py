@@ -6,6 +6,7 @@ said most, H query heads, K key heads, d head size, V vocabulary.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -18,16 +19,19 @@ from pellucid.models.decoder import Decoder, after_attention, heads_of, linear, 
 from pellucid.models.elementwise import norm
 from pellucid.models.packed import bias_of, in_line, in_rows, prompt_rows
 
+GROWTH = 32
+"""Tokens of room that a cache has more each time it is full."""
+
 
 @dataclass
 class Cache:
-    """Keys and values of one layer. On the CPU in fp32: small products are faster in it, and scores are exact."""
+    """Keys and values of one layer. Products read the whole room: a slice of it would be copied first on the CPU."""
 
     prompt_keys: Tensor
     """[K, P, S, d]"""
     prompt_values: Tensor
     keys: Tensor
-    """[K, n, room >= T, d]: of what each row has said."""
+    """[K, n, room >= T, d]: of what each row has said, 0 behind it."""
     values: Tensor
 
 
@@ -39,8 +43,7 @@ class Flight:
         self.decoder, self.rows = decoder, rows
         self.weights = self.plain = decoder.weights()
         shape, device = decoder.shape, decoder.device
-        dtype = torch.promote_types(decoder.dtype, torch.float32) if device.type == "cpu" else decoder.dtype
-        none = torch.empty(shape.key_heads, 0, 0, shape.head_size, dtype=dtype, device=device)
+        none = torch.empty(shape.key_heads, 0, 0, shape.head_size, dtype=decoder.dtype, device=device)
         self.caches = [Cache(none, none, none, none) for _ in self.weights.layers]
         self.prompt_lengths = torch.zeros(0, dtype=torch.long, device=device)
         """[P]"""
@@ -78,18 +81,15 @@ class Flight:
         """[n, V] logits behind one more token [n] of each row."""
         if self.weights is self.plain and self.decoder.may_pack:
             self.weights = packed(self.plain, len(tokens))
-        shape, longest = self.decoder.shape, int(self.said.max()) + 1
+        if int(self.said.max()) == self.caches[0].keys.shape[2]:
+            self._grow()
+        shape, place, bias = self.decoder.shape, self._place(), self._bias()
         rotary = self.decoder.rotary(self.prompt_lengths[self.prompt_of] + self.said)
-        place, bias = self._place(longest), self._bias(longest)
         hidden = F.embedding(tokens, self.weights.embedding).to(self.weights.norm.dtype)
         for layer, cache in zip(self.weights.layers, self.caches, strict=True):
             query, key, value = heads_of(layer, hidden, rotary, shape)
-            if longest > cache.keys.shape[2]:
-                more = max(32, longest // 2)
-                cache.keys, cache.values = (F.pad(x, (0, 0, 0, more)) for x in (cache.keys, cache.values))
-            cache.keys[place] = key.transpose(0, 1).to(cache.keys.dtype)
-            cache.values[place] = value.transpose(0, 1).to(cache.keys.dtype)
-            hidden = after_attention(layer, hidden, self._read(query, cache, longest, bias), shape)
+            cache.keys[place], cache.values[place] = key.transpose(0, 1), value.transpose(0, 1)
+            hidden = after_attention(layer, hidden, self._read(query, cache, bias), shape)
         self.said += 1
         return self._logits(hidden, self.weights.head)
 
@@ -98,26 +98,33 @@ class Flight:
         used, self.prompt_of = self.prompt_of[rows].unique(return_inverse=True)
         self.said, self.prompt_lengths = self.said[rows], self.prompt_lengths[used]
         size = int(self.prompt_lengths.max()) if len(used) else 0
+        room = math.ceil(int(self.said.max()) / GROWTH) * GROWTH if len(rows) else 0
         for cache in self.caches:
-            cache.keys, cache.values = (x.index_select(1, rows) for x in (cache.keys, cache.values))
+            cache.keys, cache.values = (x[:, :, :room].index_select(1, rows) for x in (cache.keys, cache.values))
             cache.prompt_keys, cache.prompt_values = (
                 x[:, :, :size].index_select(1, used) for x in (cache.prompt_keys, cache.prompt_values)
             )
         self._seat()
 
-    def _place(self, longest: int) -> tuple[slice | Tensor | int, ...]:
+    def _grow(self) -> None:
+        for cache in self.caches:
+            cache.keys, cache.values = (F.pad(x, (0, 0, 0, GROWTH)) for x in (cache.keys, cache.values))
+
+    def _place(self) -> tuple[slice | Tensor | int, ...]:
         """Where in a cache the next token of each row belongs: one place for all, while all have said as much."""
-        if int(self.said.min()) + 1 == longest:
-            return slice(None), slice(None), longest - 1
+        first, last = int(self.said.min()), int(self.said.max())
+        if first == last:
+            return slice(None), slice(None), last
         return slice(None), torch.arange(len(self.said), device=self.said.device), self.said
 
-    def _bias(self, longest: int) -> Tensor | None:
-        """[n, 1, S + T]: -inf where a row has no key; None where all have all."""
-        size = int(self.prompt_lengths.max())
-        steps = torch.arange(max(longest, size), device=self.said.device)
-        lengths = self.prompt_lengths[self.prompt_of, None]
-        seen = torch.cat([steps[:size] < lengths, steps[:longest] <= self.said[:, None]], 1)
-        return None if bool(seen.all()) else bias_of(seen[:, None], self.caches[0].keys.dtype)[:, 0]
+    def _bias(self) -> Tensor:
+        """[n, 1, room]: -inf behind what a row has said."""
+        steps = torch.arange(self.caches[0].keys.shape[2], device=self.said.device)
+        return self._bias_of(steps <= self.said[:, None])
+
+    def _bias_of(self, seen: Tensor) -> Tensor:
+        """[rows, keys] -> [rows, 1, keys]"""
+        return bias_of(seen[:, None], self.caches[0].keys.dtype)[:, 0]
 
     def _seat(self) -> None:
         """Which rows read which prompt: `seats` [P, m] of rows, the first again where there are fewer; and back. Before
@@ -133,22 +140,27 @@ class Flight:
         self.seats[self.prompt_of[order], place] = order
         self.seat_of = torch.empty_like(order)
         self.seat_of[order] = self.prompt_of[order] * most + place
+        steps = torch.arange(int(self.prompt_lengths.max()), device=order.device)
+        ragged = int(self.prompt_lengths.min()) < len(steps)
+        self.prompt_bias = self._bias_of(steps < self.prompt_lengths[:, None]) if ragged else None  # [P, 1, S]
         whole = len(order) == self.seats.numel()
         self.in_order = whole and bool((self.seat_of == torch.arange(len(order), device=order.device)).all())
 
-    def _read(self, query: Tensor, cache: Cache, longest: int, bias: Tensor | None) -> Tensor:
+    def _read(self, query: Tensor, cache: Cache, bias: Tensor) -> Tensor:
         """[n, H, d] -> [n, H d]: one softmax over the prompt, read by all of its rows in one product, and over what
         each row has said.
         """
-        size, contiguous = cache.prompt_keys.shape[2], torch.contiguous_format
+        size = cache.prompt_keys.shape[2]
         queries = query.unflatten(1, (len(cache.keys), -1)).transpose(0, 1)  # [K, n, H / K, d]
-        queries = queries.to(cache.keys.dtype, memory_format=contiguous) * query.shape[-1] ** -0.5
-        of_prompt = self._by_row(self._by_prompt(queries) @ cache.prompt_keys.mT)
-        scores = torch.cat([of_prompt, queries @ cache.keys[:, :, :longest].mT], -1)
-        probs = (scores if bias is None else scores + bias).softmax(-1)
+        queries = queries.contiguous() * query.shape[-1] ** -0.5
+        of_prompt = self._by_prompt(queries) @ cache.prompt_keys.mT
+        of_said = (queries @ cache.keys.mT).add_(bias)
+        if self.prompt_bias is not None:
+            of_prompt += self.prompt_bias
+        probs = torch.cat([self._by_row(of_prompt), of_said], -1).softmax(-1)
         prompt = self._by_row(self._by_prompt(probs[..., :size]) @ cache.prompt_values)
-        read = probs[..., size:] @ cache.values[:, :, :longest] + prompt
-        return read.transpose(0, 1).to(query.dtype, memory_format=contiguous).flatten(1)
+        read = probs[..., size:] @ cache.values + prompt
+        return read.transpose(0, 1).flatten(1)
 
     def _by_prompt(self, x: Tensor) -> Tensor:
         """[K, n, H / K, -] -> [K, P, m H / K, -]"""

@@ -22,6 +22,7 @@ from dataclasses import dataclass
 from functools import cache, lru_cache
 from typing import Any
 
+from pellucid.extras import extra
 from pellucid.tasks import did_you_mean, load_object
 from pellucid.tasks.answers import answer_tag, last_number, tagged
 from pellucid.types import Completion, Prompt, UserError
@@ -132,14 +133,11 @@ def compiled(pattern: str) -> re.Pattern[str]:
 @cache
 def math_verify() -> tuple[Callable[..., list[Any]], Callable[..., bool]]:
     """math-verify's parse and verify."""
-    try:
-        from math_verify import parse, verify  # noqa: PLC0415
-    except ImportError as error:
-        raise UserError('reward "math" needs math-verify: pip install "pellucid[data]"') from error
+    library = extra("math_verify", "data", 'reward "math"')
     # It warns, every time, of running without its own time limits. They need the main thread and make a slow comparison
     # a silent 0; the sandbox has a limit for every reward, and shows what it stopped.
     logging.getLogger("math_verify").setLevel(logging.ERROR)
-    return parse, verify
+    return library.parse, library.verify
 
 
 @lru_cache(maxsize=1024)

@@ -9,6 +9,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+from pellucid.extras import extra
 from pellucid.tasks import did_you_mean, names_beside
 from pellucid.types import UserError
 
@@ -72,13 +73,10 @@ def read_csv(path: Path) -> Iterator[tuple[str, Row]]:
 
 
 def read_parquet(path: Path) -> Iterator[tuple[str, Row]]:
-    try:
-        from pyarrow import ArrowException, parquet  # noqa: PLC0415
-    except ImportError as error:
-        raise UserError(f'{path}: Parquet needs pyarrow: pip install "pellucid[data]"') from error
+    pyarrow, parquet = (extra(module, "data", f"{path}: Parquet") for module in ("pyarrow", "pyarrow.parquet"))
     try:
         rows = parquet.read_table(path).to_pylist()
-    except ArrowException as error:
+    except pyarrow.ArrowException as error:
         raise UserError(f"{path}: not Parquet: {one_line(error)}") from error
     for number, row in enumerate(rows, start=1):
         yield f"{path}, row {number}", row
@@ -88,17 +86,13 @@ READERS = {".jsonl": read_jsonl, ".csv": read_csv, ".parquet": read_parquet}
 
 
 def read_hub(source: str, subset: str, split: str) -> list[tuple[str, Row]]:
-    try:
-        from datasets import load_dataset  # noqa: PLC0415
-        from datasets.exceptions import DatasetsError  # noqa: PLC0415
-    except ImportError as error:
-        raise UserError(f'data = "{source}" on the Hugging Face Hub needs: pip install "pellucid[data]"') from error
+    datasets = extra("datasets", "data", f'data = "{source}" on the Hugging Face Hub')
     no_file = f'data = "{source}" is no local file ({", ".join(READERS)})'
     try:
-        rows = load_dataset(source, name=subset or None, split=split)
+        rows = datasets.load_dataset(source, name=subset or None, split=split)
     except ConnectionError as error:
         raise UserError(f"{no_file}, and the Hugging Face Hub cannot be reached: {one_line(error)}") from error
-    except (OSError, ValueError, DatasetsError) as error:
+    except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
         raise UserError(f"{no_file}, and the Hugging Face Hub says: {one_line(error)}") from error
     return [(f"{source}, {split} row {number}", dict(row)) for number, row in enumerate(rows, start=1)]
 

@@ -1,0 +1,16 @@
+"""Libraries that only some settings need: `pip install "pellucid[EXTRA]"` brings them."""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+from pellucid.types import UserError
+
+
+def extra(module: str, of: str, what: str) -> Any:
+    """The module, imported when it is needed. UserError where it is missing, naming `what` needs it and the extra."""
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        raise UserError(f'{what} needs {module.split(".", maxsplit=1)[0]}: pip install "pellucid[{of}]"') from error
