@@ -18,7 +18,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from conftest import character_tokenizer, tiny_llama
-from pellucid import cli, config, run
+from pellucid import cli, compose, config, run
 from pellucid.samplers.native import Native
 
 TIMED = ("time/", "memory/")
@@ -338,7 +338,7 @@ def test_an_evaluated_run_repeats_its_last_evaluation(recipe, tmp_path, capsys):
 
 def test_answers_may_be_truncated_and_what_is_trained_on_is_not(recipe):
     """Samples of an evaluation from the likeliest token only are greedy answers."""
-    parts = run.compose(config.load(recipe, ["--evaluate.top-p", "1e-6"]))
+    parts = compose.compose(config.load(recipe, ["--evaluate.top-p", "1e-6"]))
     parts.sampler.sync(parts.policy)
     parts.test_sampler.sync(parts.policy)
     parts.greedy.sync(parts.policy)

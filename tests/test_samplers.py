@@ -11,7 +11,7 @@ from transformers import LogitsProcessorList, MinPLogitsWarper, TopKLogitsWarper
 
 from conftest import EOS, VOCAB, CountDigits, make_policy
 from pellucid.grpo import collate
-from pellucid.samplers.drawing import Truncation, draw, truncated
+from pellucid.models.drawing import Truncation, draw, truncated
 from pellucid.samplers.hf import HuggingFace
 from pellucid.samplers.native import Native
 from pellucid.types import Prompt, UserError

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from transformers import GenerationConfig
 
-from pellucid.samplers.drawing import WHOLE, Truncation
+from pellucid.models.drawing import WHOLE, Truncation
 from pellucid.samplers.rollout import check_lengths, completed_groups, left_padded, row_seed
 from pellucid.types import Group, Prompt
 

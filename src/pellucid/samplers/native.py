@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pellucid.samplers.drawing import WHOLE, Truncation, draw
+from pellucid.models.drawing import WHOLE, Truncation, draw
 from pellucid.samplers.rollout import check_lengths, completed_groups, row_seed
 from pellucid.types import Group, Prompt
 
