@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: setup train test lint seeds vllm bench clean
+.PHONY: setup train test lint seeds vllm bench systems clean
 
 setup: .venv/ready
 
@@ -40,6 +40,9 @@ vllm: .venv-vllm/ready
 
 bench: setup vllm
 	$(BIN)/python benchmarks/bench.py $(ARGS)
+
+systems: setup
+	$(BIN)/python benchmarks/systems.py $(ARGS)
 
 clean:
 	rm -rf .venv .venv-vllm

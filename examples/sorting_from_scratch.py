@@ -256,7 +256,7 @@ def draw(steps: Sequence[grpo.StepResult], path: Path) -> None:
     figure.savefig(path, dpi=120)
 
 
-def main() -> None:
+def parsed(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--deltas", choices=DELTAS)
     parser.add_argument("--loss", choices=[*LOSSES, "inverted"])
@@ -271,9 +271,14 @@ def main() -> None:
     parser.add_argument("--size", type=int, default=10)
     parser.add_argument("--seed", type=int, default=5)
     parser.add_argument("--picture", type=Path, help="a PNG of the loss and the reward")
-    options = parser.parse_args()
+    options = parser.parse_args(arguments)
     if bool(options.deltas) != bool(options.loss):
         parser.error("--deltas and --loss go together; without both, the table of all is made")
+    return options
+
+
+def main() -> None:
+    options = parsed()
     one(options) if options.deltas else table(options)
 
 

@@ -1,4 +1,4 @@
-"""pellucid train | eval | doctor. Exit status: 0 done, 2 for what the user must mend, 130 after Ctrl-C."""
+"""pellucid train | eval | serve | doctor. Exit status: 0 done, 2 for what the user must mend, 130 after Ctrl-C."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from pellucid import config
+from pellucid import config, folder
 from pellucid.types import UserError
 
 USAGE = """usage: pellucid COMMAND
@@ -19,14 +19,18 @@ USAGE = """usage: pellucid COMMAND
         --profile                                             also write where the third step's time and memory go
   train --resume RUN [--section.key VALUE ...]                go on from the last whole checkpoint
   eval MODEL_OR_RUN [--task RECIPE.toml] [--section.key VALUE ...]   held-out accuracy, with intervals
+        --show N                                              questions, answers and verdicts printed (3)
+  serve MODEL_OR_RUN [--port 8000] [...]                      answer over HTTP as OpenAI's API does
+  serve start MODEL_OR_RUN | stop | status | restart          the same in the background
   doctor                                                      what this machine has and does
+  doctor --plan RECIPE.toml [--section.key VALUE ...]         how much memory it takes on 1, 2, 4 and 8 devices
 
 `pellucid train --help` lists every setting."""
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     arguments = list(sys.argv[1:] if argv is None else argv)
-    commands = {"train": train, "eval": evaluate, "doctor": doctor}
+    commands = {"train": train, "eval": evaluate, "serve": serve, "doctor": doctor}
     if not arguments or arguments[0] in ("-h", "--help"):
         print(USAGE)
         sys.exit(0 if arguments else 2)
@@ -73,26 +77,35 @@ def evaluate(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="pellucid eval", add_help=False, allow_abbrev=False)
     parser.add_argument("model")
     parser.add_argument("--task", type=Path)
+    parser.add_argument("--show", type=int, default=3)
     options, overrides = parser.parse_known_args(arguments)
-    run_dir = Path(options.model)
-    is_run = (run_dir / "config.json").is_file() and (run_dir / "metrics.jsonl").is_file()
-    recipe = options.task or (run_dir / "config.json" if is_run else None)
-    cfg = config.load(recipe, overrides, prog="pellucid eval")
-    if is_run and not (run_dir / "model").is_dir():
-        raise UserError(f"{run_dir} has no model yet: finish it with pellucid train --resume {run_dir}")
+    run_dir = folder.run_of(options.model)
+    cfg = config.load(options.task or (run_dir and run_dir / "config.json"), overrides, prog="pellucid eval")
+    model = str(folder.model_of(run_dir)) if run_dir else options.model
     quiet_libraries()
     from pellucid import run  # noqa: PLC0415 - as in train
 
-    return run.evaluate_model(cfg, str(run_dir / "model") if is_run else options.model)
+    return run.evaluate_model(cfg, model, options.show)
+
+
+def serve(arguments: list[str]) -> int:
+    quiet_libraries()
+    from pellucid.serve.command import main as command  # noqa: PLC0415 - as in train
+
+    return command(arguments)
 
 
 def doctor(arguments: list[str]) -> int:
-    if arguments:
-        raise UserError(f"doctor takes no arguments, got {' '.join(arguments)}")
+    parser = argparse.ArgumentParser(prog="pellucid doctor", add_help=False, allow_abbrev=False)
+    parser.add_argument("--plan", type=Path)
+    options, overrides = parser.parse_known_args(arguments)
+    if overrides and not options.plan:
+        raise UserError(f"doctor takes --plan RECIPE.toml, got {' '.join(overrides)}")
+    cfg = config.load(options.plan, overrides, prog="pellucid doctor --plan RECIPE.toml") if options.plan else None
     quiet_libraries()
-    from pellucid.doctor import report  # noqa: PLC0415 - as in train
+    from pellucid import doctor  # noqa: PLC0415 - as in train
 
-    return report()
+    return doctor.plan(cfg) if cfg else doctor.report()
 
 
 def first_file(arguments: list[str]) -> Path | None:

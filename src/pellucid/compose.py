@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+import torch
+
 from pellucid import grpo, hardware, policy
 from pellucid.config import Config
 from pellucid.evaluate import held_out
@@ -52,16 +54,19 @@ def settled(cfg: Config) -> Config:
 
 def compose(cfg: Config) -> Parts:
     device = hardware.pick_device(cfg.policy.device)
-    algorithm = cfg.algorithm
+    algorithm, dtype = cfg.algorithm, hardware.pick_dtype(cfg.policy.dtype, device)
+    if dtype == torch.float16:
+        raise UserError('policy.dtype = "float16" is for evaluation: train in "bfloat16" or "float32"')
     learner = policy.load(
         cfg.policy.model,
         device,
-        hardware.pick_dtype(cfg.policy.dtype, device),
+        dtype,
         cfg.sampler.temperature,
         entropy_grad=algorithm.entropy_coef > 0,
         gradient_checkpointing=cfg.policy.gradient_checkpointing,
         lora=cfg.policy.lora,
         engine=cfg.policy.engine,
+        narrow=cfg.optimizer.offload,
     )
     reference = load_reference(cfg, learner) if algorithm.kl_coef else None
     if reference is not None and algorithm.kl == "exact":

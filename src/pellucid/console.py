@@ -20,6 +20,7 @@ from rich.table import Table
 from rich.text import Text
 
 from pellucid.loggers import measures
+from pellucid.tasks.answers import reasoning_and_answer
 from pellucid.types import Estimate, Evaluation, Group
 
 STAGES = {"generate": "cyan", "reward": "magenta", "score": "blue", "update": "green", "other": "bright_black"}
@@ -233,4 +234,23 @@ def accuracy_table(model: str, evaluation: Evaluation) -> Table:
     table = titled(title, "", "accuracy", "interval")
     for name, estimate in named(evaluation):
         table.add_row(name, f"{estimate.value:.3f}", interval(estimate))
+    return table
+
+
+def verdict(group: Group) -> Table:
+    """Question, reasoning, answer and grade of the first completion of a group."""
+    table = Table.grid(padding=(0, 2))
+    completion, reward = group.completions[0], group.rewards[0]
+    reasoning, answer = reasoning_and_answer(completion.text)
+    right = f", right is {group.prompt.answer}" if group.prompt.answer and not reward.is_correct else ""
+    cut = "" if completion.finished else ", cut off at the limit"
+    for name, text in {
+        "question": group.prompt.question,
+        "reasoning": reasoning,
+        "answer": answer,
+        "verdict": f"{'right' if reward.is_correct else 'wrong'}, reward {reward.value:.2f}{right}{cut}",
+    }.items():
+        if text:
+            table.add_row(Text(name, "dim"), Text(text))
+    table.add_row()
     return table

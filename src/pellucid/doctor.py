@@ -6,6 +6,7 @@ import importlib.metadata
 import importlib.util
 import shutil
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import rich
@@ -13,10 +14,19 @@ import torch
 from rich.markup import escape
 from rich.table import Table
 
-from pellucid import __version__, hardware, pretrained
+from pellucid import __version__, hardware, memory, pretrained
+from pellucid.config import Config
 from pellucid.types import UserError
 
-EXTRAS = {"lora": ["peft"], "data": ["datasets", "math_verify"], "tensorboard": ["tensorboard"]}
+EXTRAS = {
+    "lora": ["peft"],
+    "data": ["datasets", "math_verify"],
+    "tensorboard": ["tensorboard"],
+    "wandb": ["wandb"],
+    "serve": ["fastapi", "uvicorn"],
+    "plots": ["matplotlib"],
+}
+DEVICES = (1, 2, 4, 8)
 
 
 def report() -> int:
@@ -46,6 +56,31 @@ def findings() -> Iterator[tuple[str, str]]:
     for extra, modules in EXTRAS.items():
         missing = [module for module in modules if importlib.util.find_spec(module) is None]
         yield extra, f"missing: pip install 'pellucid[{extra}]'" if missing else "installed"
+
+
+def plan(cfg: Config) -> int:
+    """Prints the GB that training by these settings takes on each device; no weights are loaded."""
+    dtype = hardware.pick_dtype(cfg.policy.dtype, hardware.pick_device(cfg.policy.device))
+    cfg = cfg.model_copy(update={"policy": replace(cfg.policy, dtype=str(dtype).removeprefix("torch."))})
+    model = memory.from_name(cfg.policy.model, cfg.policy.lora)
+    print(
+        f"{cfg.policy.model}: {model.parameters / 1e6:.1f} M parameters, {model.trained / 1e6:.1f} M trained, computed"
+        f" in {cfg.policy.dtype}; GB on each device at the peak"
+    )
+    table = Table(box=None, padding=(0, 2))
+    table.add_column("devices")
+    names = list(memory.parts(model, cfg))
+    for name in ("ZeRO", *names, "together"):
+        table.add_column(name, justify="right")
+    for zero in memory.STAGES:
+        for devices in DEVICES:
+            parts = memory.parts(model, cfg, devices, zero)
+            cells = [f"{parts[name]:.2f}" for name in names]
+            table.add_row(str(devices), str(zero) if zero else "no", *cells, f"[bold]{sum(parts.values()):.2f}")
+    rich.print(table)
+    print(f"Sampling keeps {memory.cache(model.config, cfg, 1):.2f} GB of keys and values on one device, and none of")
+    print("the gradients and activations. ZeRO is DeepSpeed's, as examples/transparent_grpo.py uses it.")
+    return 0
 
 
 def embedded(name: str) -> str:

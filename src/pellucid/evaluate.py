@@ -38,8 +38,9 @@ def evaluate(
     k: int,
     samples: int,
     shards: Shards,
-) -> tuple[Evaluation, list[Group]]:
-    """The evaluation and the graded groups of `samples` >= k each, from which mean@k and pass@k are estimated.
+) -> tuple[Evaluation, list[Group], list[Group]]:
+    """The evaluation; the graded groups of `samples` >= k each, from which mean@k and pass@k are estimated; and the
+    graded greedy answers.
 
     `name` is what the settings call the task. With k = 0 there are greedy answers only: mean@k and pass@k are NaN.
     """
@@ -56,7 +57,7 @@ def evaluate(
         mean_at_k=estimate([c / samples for c in right]),
         pass_at_k=estimate([pass_at(k, samples, c) for c in right]),
     )
-    return evaluation, groups
+    return evaluation, groups, best
 
 
 def held_out(task: Task, n: int) -> list[Prompt]:

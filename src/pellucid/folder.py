@@ -9,7 +9,22 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
+from pellucid.types import UserError
+
 Record = Mapping[str, Any]
+
+
+def run_of(name: str) -> Path | None:
+    """The run folder of this name; None where it is no run, but perhaps a model."""
+    run_dir = Path(name)
+    return run_dir if all((run_dir / file).is_file() for file in ("config.json", "metrics.jsonl")) else None
+
+
+def model_of(run_dir: Path) -> Path:
+    """What the run has made. UserError where it is not finished."""
+    if not (run_dir / "model").is_dir():
+        raise UserError(f"{run_dir} has no model yet: finish it with pellucid train --resume {run_dir}")
+    return run_dir / "model"
 
 
 def read_config(run_dir: Path) -> Record:

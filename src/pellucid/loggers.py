@@ -1,4 +1,4 @@
-"""Where a run is written down: JSON lines, TensorBoard.
+"""Where a run is written down: JSON lines, TensorBoard, Weights & Biases.
 
 `step` counts finished steps: the first step of a run is logged as 1, an evaluation before it as 0.
 """
@@ -11,6 +11,7 @@ import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
+from uuid import NAMESPACE_URL, uuid5
 
 from pellucid.extras import extra
 from pellucid.types import Estimate, Evaluation, Group, Logger
@@ -112,6 +113,21 @@ def is_whole(line: bytes) -> bool:
     return line.endswith(b"}\n")
 
 
+FIELD_TAGS = {
+    "loss": "train/loss",
+    "kl": "train/kl_divergence",
+    "grad_norm": "train/grad_norm",
+    "reward/mean": "rollout/returns",
+    "completion/correct": "rollout/success_rate",
+}
+"""What other trainers call our metrics, on the boards where runs of several trainers are compared."""
+
+
+def tagged(metrics: Mapping[str, float]) -> dict[str, float]:
+    """With the field's names besides."""
+    return {**metrics, **{tag: metrics[name] for name, tag in FIELD_TAGS.items() if name in metrics}}
+
+
 class TensorBoard:
     """Scalars for TensorBoard. Raises UserError where it is not installed.
 
@@ -123,7 +139,7 @@ class TensorBoard:
         self.writer = board.SummaryWriter(str(log_dir), purge_step=first_step + 1 if first_step else None)
 
     def log(self, step: int, metrics: Mapping[str, float], _groups: Sequence[Group]) -> None:
-        for name, value in metrics.items():
+        for name, value in tagged(metrics).items():
             self.writer.add_scalar(name, value, step)
         self.writer.flush()
 
@@ -133,6 +149,39 @@ class TensorBoard:
 
     def close(self) -> None:
         self.writer.close()
+
+
+class WandB:
+    """A run at Weights & Biases, or a folder that `wandb sync` uploads. UserError where it is not installed or refuses.
+
+    The id comes from the run folder, so that a resumed run goes on where it was.
+    """
+
+    def __init__(self, run_dir: Path, project: str, mode: str, config: Mapping[str, Any]):
+        wandb = extra("wandb", "wandb", "log.wandb")
+        try:
+            self.run = wandb.init(
+                project=project,
+                name=run_dir.name,
+                id=uuid5(NAMESPACE_URL, run_dir.resolve().as_uri()).hex,
+                dir=run_dir,
+                mode=mode,
+                resume="allow" if mode == "online" else None,
+                config=dict(config),
+                settings=wandb.Settings(silent=True, console="off"),
+            )
+        except (wandb.errors.UsageError, wandb.errors.CommError) as error:
+            raise UserError(f'log.wandb = "{mode}": {str(error).splitlines()[0]}; "offline" needs no account') from error
+        self.run.define_metric("*", step_metric="step")
+
+    def log(self, step: int, metrics: Mapping[str, float], _groups: Sequence[Group]) -> None:
+        self.run.log({"step": step, **tagged(metrics)})
+
+    def log_evaluation(self, step: int, evaluation: Evaluation) -> None:
+        self.run.log({"step": step, **{f"heldout/{name}": e.value for name, e in measures(evaluation, "k")}})
+
+    def close(self) -> None:
+        self.run.finish()
 
 
 def measures(evaluation: Evaluation, k: str) -> list[tuple[str, Estimate]]:

@@ -9,6 +9,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from pellucid.config import Config
 from pellucid.logprobs import MANY
+from pellucid.models.decoder import refusal
 from pellucid.pretrained import locate
 from pellucid.types import UserError
 
@@ -16,6 +17,7 @@ PROMPT_TOKENS = 64
 """What a prompt is taken to be long."""
 LIBRARIES = 0.6
 """GB of code."""
+STAGES = (0, 1, 2, 3)
 
 
 class Model(NamedTuple):
@@ -42,54 +44,90 @@ def from_name(name: str, lora: int) -> Model:
 
 
 def parts(model: Model, cfg: Config, processes: int = 1, zero: int = 0) -> dict[str, float]:
-    """GB of each of `processes`. Weights, gradients and optimizer are exact, activations a rule of thumb.
+    """GB on each of `processes` devices at the peak, in the update. Weights, gradients and optimizer are exact.
 
     zero 0 is Pellucid's own: fp32 masters and a copy in the compute dtype, all on every process. 1 to 3 are the stages
-    of DeepSpeed's ZeRO (arXiv 1910.02054) in bf16: of 2 bytes of weights, 2 of gradients and 12 of fp32 state a
-    parameter, 1 shards the state, 2 the gradients too, 3 the weights too.
+    of DeepSpeed's ZeRO (arXiv 1910.02054, figure 1) in bf16: of 2 bytes of weights, 2 of gradients and 12 of fp32 state
+    a parameter, 1 shards the state, 2 the gradients too, 3 the weights too.
     """
-    p, t = model.parameters / 1e9, model.trained / 1e9
-    half = cfg.policy.dtype != "float32"
-    if zero:
-        state = {
-            "weights": 2 * p / (processes if zero == 3 else 1),
-            "gradients": 2 * t / (processes if zero >= 2 else 1),
-            "optimizer": 12 * t / processes,
-            "reference": 2 * p * bool(cfg.algorithm.kl_coef) / (processes if zero == 3 else 1),
-        }
-    else:
-        state = {
-            "weights": 4 * p + 2 * p * half,
-            "gradients": 4 * t,
-            "optimizer": 8 * t,
-            "reference": (4 + 2 * half) * p * bool(cfg.algorithm.kl_coef and not cfg.policy.lora),
-        }
+    state = zero_state(model, cfg, processes, zero) if zero else own_state(model, cfg)
     return state | {
         "activations": activations(model.config, cfg, processes),
         "logits": 4 * MANY / 1e9,
-        "KV cache": cache(model.config, cfg, processes),
         "libraries": LIBRARIES,
     }
 
 
+def own_state(model: Model, cfg: Config) -> dict[str, float]:
+    p, t = model.parameters / 1e9, model.trained / 1e9
+    half = cfg.policy.dtype != "float32"
+    if cfg.optimizer.offload:
+        copied = joined(model.config) if half and computed_by_us(model.config, cfg) else p * half
+        state = {"weights": (4 - 2 * half) * p + 2 * copied, "gradients": (4 - 2 * half) * t, "optimizer": 0.0}
+    else:
+        base = 4 * t + (4 - 2 * half) * (p - t) if cfg.policy.lora else 4 * p
+        state = {"weights": base + 2 * p * half, "gradients": 4 * t, "optimizer": 8 * t}
+    reference = bool(cfg.algorithm.kl_coef and not cfg.policy.lora and cfg.policy.reference == "auto")
+    return state | {"reference": (4 + 2 * half) * p * reference}
+
+
+def computed_by_us(config: Any, cfg: Config) -> bool:
+    return not refusal(config) and not cfg.policy.lora and cfg.policy.engine != "transformers"
+
+
+def joined(config: Any) -> float:
+    """1e9 weights of projections that our decoder keeps joined, as a copy even where the masters have its dtype."""
+    heads, key_heads, size = heads_of(config)
+    rows = (heads + 2 * key_heads) * size + 2 * config.intermediate_size
+    return rows * config.hidden_size * config.num_hidden_layers / 1e9
+
+
+def heads_of(config: Any) -> tuple[int, int, int]:
+    """H, K and d."""
+    heads = config.num_attention_heads
+    key_heads = getattr(config, "num_key_value_heads", None) or heads
+    return heads, key_heads, getattr(config, "head_dim", None) or config.hidden_size // heads
+
+
+def zero_state(model: Model, cfg: Config, processes: int, zero: int) -> dict[str, float]:
+    p, t = model.parameters / 1e9, model.trained / 1e9
+    return {
+        "weights": 2 * p / (processes if zero == 3 else 1),
+        "gradients": 2 * t / (processes if zero >= 2 else 1),
+        "optimizer": 12 * t / processes,
+        "reference": 2 * p * bool(cfg.algorithm.kl_coef) / (processes if zero == 3 else 1),
+    }
+
+
 def activations(config: Any, cfg: Config, processes: int) -> float:
-    """What the backward pass needs: all layers, or the residual stream and one layer where they are recomputed."""
+    """What the backward pass needs: all layers, or the residual stream and one layer where they are recomputed.
+
+    Counted for our own decoder; through transformers half as much again, as a rule of thumb.
+    """
     a = cfg.algorithm
     rows = a.micro_batch or a.prompts_per_step * a.group_size // (a.minibatches * processes)
     tokens = rows * cfg.sampler.max_tokens + rows / a.group_size * PROMPT_TOKENS
+    layer, layers = bytes_a_token(config, 4 if cfg.policy.dtype == "float32" else 2), config.num_hidden_layers
+    kept = 4 * config.hidden_size * layers + layer if cfg.policy.gradient_checkpointing else layer * layers
+    return tokens * kept * (1.0 if computed_by_us(config, cfg) else 1.5) / 1e9
+
+
+def bytes_a_token(config: Any, wide: int) -> int:
+    """That one layer keeps of one token: the residual stream twice in fp32, and in `wide` bytes what its matrices and
+    its attention read. Prompt's keys and values stand once more beside those of each response.
+    """
+    heads, key_heads, size = heads_of(config)
     inner = getattr(config, "intermediate_size", None) or 4 * config.hidden_size
-    layer = 28 * config.hidden_size + 8 * inner
-    layers = config.num_hidden_layers
-    a_token = 4 * config.hidden_size * layers + layer if cfg.policy.gradient_checkpointing else layer * layers
-    return tokens * a_token / 1e9
+    normed, projected, turned = 2 * config.hidden_size, (heads + 2 * key_heads) * size, (heads + key_heads) * size
+    attention = projected + turned + (2 * heads + 4 * key_heads) * size
+    return 8 * config.hidden_size + wide * (normed + attention + 3 * inner)
 
 
 def cache(config: Any, cfg: Config, processes: int) -> float:
-    """Keys and values of the rows in flight; each prompt once."""
+    """GB of keys and values of the rows in flight while they are sampled, each prompt once. The update needs more."""
     a, s = cfg.algorithm, cfg.sampler
     rows = min(s.rows, a.prompts_per_step * a.group_size // processes)
     tokens = rows * s.max_tokens + rows / a.group_size * PROMPT_TOKENS
-    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-    size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    bytes_each = 4 if cfg.policy.device == "cpu" or not torch.cuda.is_available() else 2
-    return 2 * bytes_each * tokens * config.num_hidden_layers * heads * size / 1e9
+    _, key_heads, size = heads_of(config)
+    wide = 4 if cfg.policy.dtype == "float32" else 2
+    return 2 * wide * tokens * config.num_hidden_layers * key_heads * size / 1e9

@@ -187,9 +187,15 @@ def load(
     gradient_checkpointing: bool = False,
     lora: int = 0,
     engine: str = "auto",
+    narrow: bool = False,
 ) -> Policy:
-    """The policy to train. `lora` > 0 trains an adapter of that rank on every linear layer over a frozen base."""
-    model, tokenizer = pretrained.load(name, dtype if lora else torch.float32)
+    """The policy to train. `lora` > 0 trains an adapter of that rank on every linear layer over a frozen base.
+
+    narrow: the matrices in `dtype`, for an optimizer that keeps masters of its own; vectors stay in fp32.
+    """
+    model, tokenizer = pretrained.load(name, dtype if lora or narrow else torch.float32)
+    for p in model.parameters() if narrow else ():
+        p.data = p.data.float() if p.ndim < 2 else p.data
     move(model, device)
     check_head(model)
     adapter = add_adapter(model, lora) if lora else None

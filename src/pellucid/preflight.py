@@ -9,20 +9,20 @@ import rich
 from rich.markup import escape
 from rich.table import Table
 
-from pellucid import grpo
+from pellucid import memory
 from pellucid.config import Config
 from pellucid.hardware import memory_gb
-from pellucid.logprobs import MANY
 from pellucid.metrics import predicted_dead_share
 from pellucid.policy import Policy
 from pellucid.types import Group
 
 
-def show_numbers(cfg: Config, policy: Policy, reference: grpo.Reference | None, world: int) -> None:
+def show_numbers(cfg: Config, policy: Policy, world: int) -> None:
     a = cfg.algorithm
     completions = a.prompts_per_step * a.group_size
     parameters, trained = count(policy)
-    expected = sum(memory_parts(cfg, policy, reference, world).values())
+    model = memory.Model(policy.model.config, parameters, trained)
+    expected = sum(memory.parts(model, cfg, world).values())
     table = Table.grid(padding=(0, 2))
     for name, value in {
         "model": f"{cfg.policy.model}: {parameters / 1e6:.1f} M parameters, {trained / 1e6:.1f} M trained",
@@ -68,28 +68,6 @@ def advice(dead: float, right: float) -> str:
         "Most sampling will teach nothing: use a larger algorithm.group_size, algorithm.max_rounds to draw dead groups"
         f" anew, or {easier_or_harder}."
     )
-
-
-def memory_parts(cfg: Config, policy: Policy, reference: grpo.Reference | None, world: int) -> dict[str, float]:
-    """Expected GB of a training process. All but the activations are exact; those are a rule of thumb."""
-    parameters, trained = count(policy)
-    config, a = policy.model.config, cfg.algorithm
-    rows = a.micro_batch or a.prompts_per_step * a.group_size // (a.minibatches * world)
-    tokens = rows * (64 + cfg.sampler.max_tokens)
-    layers = 1 if cfg.policy.gradient_checkpointing else config.num_hidden_layers
-    per_token = layers * (40 * config.hidden_size + 14 * getattr(config, "intermediate_size", 4 * config.hidden_size))
-    copied = cfg.policy.dtype != "float32"
-    return {
-        "weights": parameters * 4 / 1e9,
-        "gradients": trained * 4 / 1e9,
-        "optimizer": trained * 8 / 1e9,
-        "sampling copy": parameters * 2 / 1e9 if copied else 0.0,
-        "reference": parameters * 4 / 1e9 if isinstance(reference, Policy) else 0.0,
-        "activations": tokens * per_token / 1e9,
-        "logits": 4 * MANY / 1e9,
-        "a checkpoint's largest file": trained * 4 / 1e9,
-        "libraries": 0.6,
-    }
 
 
 def count(policy: Policy) -> tuple[int, int]:

@@ -15,7 +15,7 @@ from accelerate.utils import set_seed
 from pellucid import checkpoint, grpo, hardware, loggers, policy, preflight, provenance
 from pellucid.compose import Parts, compose, isolated, pick_sampler, settled, truncation_of
 from pellucid.config import Config, dump
-from pellucid.console import accuracy_table, before_after, terminal
+from pellucid.console import accuracy_table, before_after, terminal, verdict
 from pellucid.evaluate import OneProcess, evaluate, graded, held_out
 from pellucid.interrupts import INTERRUPTED, stop_requests
 from pellucid.metrics import describe
@@ -40,7 +40,7 @@ def train(cfg: Config, run_dir: Path, resume: bool = False, profile: bool = Fals
     first_step = parts.state.step
     if main:
         start_folder(run_dir, cfg, resume)
-        preflight.show_numbers(cfg, parts.policy, parts.reference, parts.runtime.world)
+        preflight.show_numbers(cfg, parts.policy, parts.runtime.world)
     evaluation = look_first(cfg, parts) if first_step == 0 else None
     log = open_logs(cfg, run_dir, first_step) if main else loggers.Loggers([])
     with closing(log), stop_requests() as requests:
@@ -83,12 +83,14 @@ def follow(
 
 
 def evaluate_policy(cfg: Config, parts: Parts) -> tuple[Evaluation, list[Group]]:
+    """And the graded samples."""
     parts.greedy.sync(parts.policy)
     parts.test_sampler.sync(parts.policy)
     k, samples = cfg.evaluate.k, cfg.evaluate.samples or cfg.evaluate.k
-    return evaluate(
+    evaluation, groups, _ = evaluate(
         cfg.task_name, parts.test_task, parts.test_prompts, parts.greedy, parts.test_sampler, k, samples, parts.runtime
     )
+    return evaluation, groups
 
 
 def look_first(cfg: Config, parts: Parts) -> Evaluation | None:
@@ -105,8 +107,8 @@ def look_first(cfg: Config, parts: Parts) -> Evaluation | None:
     return evaluation
 
 
-def evaluate_model(cfg: Config, model: str) -> int:
-    """`pellucid eval`: prints the accuracy of a model on the task's held-out split."""
+def evaluate_model(cfg: Config, model: str, show: int) -> int:
+    """`pellucid eval`: prints `show` greedy answers to the task's held-out questions, and the accuracy over all."""
     hardware.keep_freed_memory()
     device = hardware.pick_device(cfg.policy.device)
     dtype = hardware.pick_dtype(cfg.policy.dtype, device)
@@ -117,7 +119,9 @@ def evaluate_model(cfg: Config, model: str) -> int:
     greedy.sync(frozen)
     k, samples = cfg.evaluate.k, cfg.evaluate.samples or cfg.evaluate.k
     prompts = held_out(task, cfg.evaluate.n)
-    evaluation, _ = evaluate(cfg.task_name, task, prompts, greedy, sampler, k, samples, OneProcess())
+    evaluation, _, best = evaluate(cfg.task_name, task, prompts, greedy, sampler, k, samples, OneProcess())
+    for group in best[:show]:
+        rich.print(verdict(group))
     rich.print(accuracy_table(model, evaluation))
     return 0
 
@@ -138,8 +142,12 @@ def open_logs(cfg: Config, run_dir: Path, first_step: int) -> loggers.Loggers:
     screen = terminal(cfg.algorithm.steps, first_step)
     for step, evaluation in loggers.read_evaluations(run_dir).items():
         screen.log_evaluation(step, evaluation)
-    board = [loggers.TensorBoard(run_dir / "tensorboard", first_step)] if cfg.log.tensorboard else []
-    return loggers.Loggers([loggers.Jsonl(run_dir), *board, screen])
+    boards: list[Logger] = []
+    if cfg.log.tensorboard:
+        boards.append(loggers.TensorBoard(run_dir / "tensorboard", first_step))
+    if cfg.log.wandb != "off":
+        boards.append(loggers.WandB(run_dir, cfg.log.project, cfg.log.wandb, dump(cfg)))
+    return loggers.Loggers([loggers.Jsonl(run_dir), *boards, screen])
 
 
 def save(run_dir: Path, cfg: Config, parts: Parts) -> None:

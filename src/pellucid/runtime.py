@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import resource
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from itertools import zip_longest
 from typing import Any, Protocol
@@ -16,6 +16,7 @@ from accelerate import Accelerator
 from torch import Tensor, nn
 
 from pellucid.grpo import Batch
+from pellucid.optimizer import OffloadedAdamW
 from pellucid.settings import AdamWConfig
 
 MISSING = object()
@@ -32,6 +33,13 @@ class Trainable(Protocol):
     def trainable(self) -> dict[str, Tensor]: ...
 
 
+def build(cfg: AdamWConfig, parameters: Iterable[Tensor], device: torch.device) -> torch.optim.Optimizer:
+    facts = {"lr": cfg.lr, "betas": cfg.betas, "eps": cfg.eps, "weight_decay": cfg.weight_decay}
+    if cfg.offload:
+        return OffloadedAdamW(parameters, **facts)
+    return torch.optim.AdamW(parameters, **facts, fused=device.type != "mps")
+
+
 class Runtime:
     """Optimizer steps on the gradient of a global sum. `total` is the number of optimizer steps of the whole run."""
 
@@ -40,14 +48,7 @@ class Runtime:
         self.parameters = policy.trainable()
         self.accelerator = Accelerator(cpu=policy.device.type == "cpu", device_placement=False)
         self.rank, self.world = self.accelerator.process_index, self.accelerator.num_processes
-        self.optimizer = torch.optim.AdamW(
-            self.parameters.values(),
-            lr=optimizer.lr,
-            betas=optimizer.betas,
-            eps=optimizer.eps,
-            weight_decay=optimizer.weight_decay,
-            fused=policy.device.type != "mps",
-        )
+        self.optimizer = build(optimizer, self.parameters.values(), policy.device)
         self.module = policy.module = self.accelerator.prepare_model(policy.module)
 
     @property
@@ -116,7 +117,8 @@ class Runtime:
             for name, value in values.items():
                 p = self.parameters[name]
                 # AdamW keeps its step count on the CPU.
-                self.optimizer.state[p][moment] = value if moment == "step" else value.to(p.device)
+                on_cpu = moment == "step" or self.cfg.offload
+                self.optimizer.state[p][moment] = value if on_cpu else value.to(p.device)
 
     def peak_gb(self) -> float:
         """Peak memory of this process in GB: of the GPU where there is one, else resident."""

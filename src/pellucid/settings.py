@@ -223,6 +223,8 @@ class AdamWConfig:
     betas: tuple[float, float] = (0.9, 0.999)
     eps: float = 1e-8
     weight_decay: float = 0.0
+    offload: bool = False
+    """fp32 masters and moments stay on the CPU; the device holds weights and gradients in the compute dtype."""
 
     def __post_init__(self) -> None:
         if not self.lr > 0:

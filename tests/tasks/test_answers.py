@@ -3,7 +3,7 @@ from fractions import Fraction
 
 import pytest
 
-from pellucid.tasks.answers import answer_tag, last_number, tagged
+from pellucid.tasks.answers import answer_tag, last_number, reasoning_and_answer, tagged
 
 
 @pytest.mark.parametrize(
@@ -153,3 +153,19 @@ def test_tagged_is_strict_about_the_whole_text(text, answer):
 )
 def test_an_answer_tag_counts_where_it_is_alone_and_last(text, answer):
     assert answer_tag(text) == answer
+
+
+@pytest.mark.parametrize(
+    ("text", "parts"),
+    [
+        ("<think> 3 + 4 </think> <answer> 7 </answer>", ("3 + 4", "7")),
+        ("So: <think>a\nb</think>\n\nthus <answer>7</answer> indeed", ("a\nb", "7")),
+        ("<think>3 + 4</think> 7", ("", "<think>3 + 4</think> 7")),
+        ("<think>3 + 4</think> <answer>7", ("", "<think>3 + 4</think> <answer>7")),
+        ("<answer>7</answer> <think>why</think>", ("", "<answer>7</answer> <think>why</think>")),
+        (" 7 ", ("", "7")),
+        ("", ("", "")),
+    ],
+)
+def test_reasoning_and_answer_are_told_apart_only_where_both_are_there(text, parts):
+    assert reasoning_and_answer(text) == parts

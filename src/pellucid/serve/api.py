@@ -23,12 +23,12 @@ from pellucid.advantages import ADVANTAGES, Grades
 from pellucid.serve import engine as engines
 from pellucid.serve.engine import Engine, Full, Piece
 from pellucid.serve.messages import ChatRequest, CompletionRequest, GroupRequest, Question, Sampling
-from pellucid.samplers.drawing import Truncation
+from pellucid.models.drawing import Truncation
 from pellucid.settings import GRPOConfig
+from pellucid.tasks.answers import reasoning_and_answer
 from pellucid.types import Completion, Prompt, Reward, Task
 
 PAGE = Path(__file__).with_name("page.html")
-_PARTS = re.compile(r"<think>(.*?)</think>.*?<answer>(.*?)</answer>", re.DOTALL)
 
 
 @dataclass(frozen=True)
@@ -203,11 +203,11 @@ async def solve(served: Served, question: str) -> dict[str, Any]:
     system = ({"role": "system", "content": served.system},) if served.system else ()
     prompt = Prompt("solve", (*system, {"role": "user", "content": question}))
     [answer] = await Decoding(served, prompt, Sampling(temperature=0.0), None).answers()
-    match = _PARTS.search(answer.text)
+    reasoning, final = reasoning_and_answer(answer.text)
     data = {
         "assistant_response": answer.text,
-        "reasoning_process": match[1].strip() if match else "",
-        "final_answer": match[2].strip() if match else answer.text.strip(),
+        "reasoning_process": reasoning,
+        "final_answer": final,
         "clean_response": re.sub(r"</?(?:think|answer)>", "", answer.text).strip(),
     }
     elapsed = round(1000 * (time.perf_counter() - start))

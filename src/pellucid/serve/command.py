@@ -1,13 +1,12 @@
-"""`pellucid serve`: from a model or a run to a service."""
+"""`pellucid serve`: the command line."""
 
 from __future__ import annotations
 
 import argparse
 import socket
-from dataclasses import replace
 from pathlib import Path
 
-from pellucid import config, hardware
+from pellucid.extras import extra
 from pellucid.serve import daemon
 from pellucid.types import UserError
 
@@ -47,18 +46,12 @@ def parsed(arguments: list[str], model: bool) -> argparse.Namespace:
 
 
 def serve(options: argparse.Namespace) -> int:
-    try:
-        import uvicorn  # noqa: PLC0415
-
-        from pellucid.serve.api import application  # noqa: PLC0415
-    except ImportError as error:
-        raise UserError("pellucid serve needs FastAPI and uvicorn: pip install 'pellucid[serve]'") from error
+    for library in ("fastapi", "uvicorn"):
+        extra(library, "serve", "pellucid serve")
     with listening(options.host, options.port) as free:
-        served = load(options)
-        print(f"{served.name} on http://{options.host}:{options.port}, Ctrl-C ends it", flush=True)
-        server = uvicorn.Server(uvicorn.Config(application(served), timeout_graceful_shutdown=10))
-        server.run(sockets=[free])
-        served.engine.close()
+        from pellucid.serve.host import host  # noqa: PLC0415 - torch takes seconds to import, and the port may be taken
+
+        host(options, free)
     return 0
 
 
@@ -71,33 +64,3 @@ def listening(host: str, port: int) -> socket.socket:
     except OSError as error:
         raise UserError(f"{host}:{port} cannot be listened on ({error.strerror}): name another --port") from error
     return taken
-
-
-def load(options: argparse.Namespace):
-    """The policy; from a run also the task that taught it and how it compared."""
-    from pellucid import policy  # noqa: PLC0415 - torch takes seconds to import
-    from pellucid.serve.api import Served  # noqa: PLC0415
-    from pellucid.serve.engine import Engine  # noqa: PLC0415
-    from pellucid.settings import GRPOConfig  # noqa: PLC0415
-    from pellucid.tasks.gsm8k import SYSTEM  # noqa: PLC0415
-    from pellucid.tasks.sandbox import Sandboxed  # noqa: PLC0415
-
-    hardware.keep_freed_memory()
-    folder = Path(options.model)
-    run = config.load(folder / "config.json") if (folder / "config.json").is_file() and (folder / "metrics.jsonl").is_file() else None
-    if run and not (folder / "model").is_dir():
-        raise UserError(f"{folder} has no model yet: finish it with pellucid train --resume {folder}")
-    device = hardware.pick_device(options.device)
-    dtype = hardware.pick_dtype(options.dtype, device)
-    frozen = policy.load_frozen(str(folder / "model") if run else options.model, device, dtype, temperature=1.0)
-    return Served(
-        name=options.name or folder.name,
-        policy=frozen,
-        engine=Engine(frozen, options.rows),
-        task=Sandboxed(replace(run.task, split="test")) if run else None,
-        algorithm=run.algorithm if run else GRPOConfig(),
-        system=SYSTEM["en"],
-        max_tokens=options.max_tokens,
-        timeout=options.timeout,
-        body_bytes=options.body_bytes,
-    )

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from pellucid.samplers.drawing import WHOLE, Truncation, draw
+from pellucid.models.drawing import WHOLE, Truncation, draw
 
 REPLACEMENT = "\ufffd"
 """What an incomplete character decodes to: its last token is yet to come."""

@@ -57,3 +57,13 @@ def answer_tag(text: str) -> str | None:
     if text.count("<answer>") != 1 or text.count("</answer>") != 1 or not text.rstrip().endswith("</answer>"):
         return None
     return text.partition("<answer>")[2].partition("</answer>")[0].strip()
+
+
+def reasoning_and_answer(text: str) -> tuple[str, str]:
+    """What stands in `<think>` and in the `<answer>` behind it; a text without both is all answer.
+
+    Example: reasoning_and_answer("<think>3 + 4</think> <answer>7</answer>") == ("3 + 4", "7")
+    """
+    reasoning, closed, rest = text.partition("<think>")[2].partition("</think>")
+    answer, ended, _ = rest.partition("<answer>")[2].partition("</answer>")
+    return (reasoning.strip(), answer.strip()) if closed and ended else ("", text.strip())

@@ -55,8 +55,12 @@ class Gsm8k:
     """A system message of your own."""
     grading: Literal["strict", "literal"] = "strict"
     """How completions are graded."""
+    format_reward: float = 0.0
+    """strict: added where the whole completion has the form `<think>...</think> <answer>...</answer>`."""
 
     def __post_init__(self) -> None:
+        if self.format_reward and self.grading == "literal":
+            raise ValueError("format_reward has no use with grading = literal, which has its own: set 0")
         self._rows()
 
     def sample(self, step: int, n: int) -> list[Prompt]:
@@ -71,7 +75,8 @@ class Gsm8k:
         inside = answer_tag(completion.text)
         found = None if inside is None else last_number(inside)
         right = float(found is not None and found == last_number(prompt.answer))
-        return Reward(right, {"answer": right, "format": whole}, weights={"format": 0.0})
+        value = right + self.format_reward * whole
+        return Reward(value, {"answer": right, "format": whole}, bool(right), weights={"format": self.format_reward})
 
     def solution(self, prompt: Prompt) -> str:
         worked = str(prompt.columns.get(self.answer, prompt.answer)).partition("####")[0].strip()

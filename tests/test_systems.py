@@ -1,0 +1,74 @@
+"""The recipes of the systems, with the settings of their sources: each is read, and trains two steps."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from conftest import EOS, VOCAB, character_tokenizer
+from pellucid import cli, config
+
+LENGTHS = ["--sampler.max-tokens", "12", "--algorithm.steps", "2", "--evaluate.n", "2", "--evaluate.k", "0"]
+SMALLER = {"gsm8k": ["--algorithm.prompts-per-step", "16", "--algorithm.group-size", "3"]}
+SMALLER["study_bench"] = ["--algorithm.prompts-per-step", "4", "--algorithm.group-size", "3"]
+
+
+@pytest.fixture(scope="module")
+def wide_model(tmp_path_factory):
+    """With room for the systems' prompts, and deep enough for their layers."""
+    folder = tmp_path_factory.mktemp("wide")
+    torch.manual_seed(0)
+    shape = LlamaConfig(
+        vocab_size=VOCAB,
+        hidden_size=16,
+        intermediate_size=24,
+        num_hidden_layers=10,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        max_position_embeddings=2048,
+        eos_token_id=EOS,
+        bos_token_id=None,
+        pad_token_id=EOS,
+        tie_word_embeddings=True,
+        initializer_range=0.3,
+    )
+    LlamaForCausalLM(shape).save_pretrained(folder)
+    character_tokenizer().save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def questions(tmp_path_factory):
+    path = tmp_path_factory.mktemp("data") / "questions.jsonl"
+    rows = [{"question": f"What is {i} + 1?", "answer": f"Count on.\n#### {i + 1}"} for i in range(60)]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+@pytest.mark.parametrize("name", ["continuity", "gsm8k", "expected", "study_bench", "sorting", "countdown"])
+def test_the_recipe_of_a_system_trains(name, wide_model, questions, tmp_path):
+    data = ["--task.data", str(questions), "--task.test-data", ""] if name in ("gsm8k", "study_bench") else []
+    run = tmp_path / "run"
+    overrides = [*LENGTHS, *SMALLER.get(name, []), *data, "--policy.model", str(wide_model), "--policy.dtype", "float32"]
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["train", f"recipes/{name}.toml", *overrides, "--run", str(run)])
+    assert ended.value.code == 0
+    steps = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    assert [step["step"] for step in steps] == [1, 2]
+    assert all(step["reward/failed"] == 0 for step in steps)
+    assert (run / "model" / "model.safetensors").exists()
+
+
+def test_the_defaults_of_the_systems():
+    """As part A8 of their descriptions has them."""
+    one, trainer, by_hand = (config.load(Path(f"recipes/{name}.toml")) for name in ("continuity", "gsm8k", "expected"))
+    assert (one.algorithm.group_size, one.algorithm.epochs, one.algorithm.kl_coef) == (4, 3, 0.02)
+    assert (one.optimizer.lr, one.sampler.max_tokens, one.algorithm.steps) == (2e-6, 512, 20)
+    assert (trainer.algorithm.group_size, trainer.algorithm.prompts_per_step, trainer.algorithm.kl_coef) == (12, 32, 0.01)
+    assert (trainer.optimizer.lr, trainer.sampler.max_tokens, trainer.algorithm.seed) == (5e-6, 1024, 42)
+    assert (by_hand.algorithm.group_size, by_hand.algorithm.epochs, by_hand.algorithm.kl_coef) == (4, 2, 0.05)
+    assert (by_hand.optimizer.lr, by_hand.sampler.max_tokens, by_hand.policy.reference) == (2e-6, 48, "cpu")
