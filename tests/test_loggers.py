@@ -11,9 +11,11 @@ import numpy as np
 import pytest
 import rich.console
 from tensorboard.backend.event_processing import event_accumulator
+from wandb.proto import wandb_internal_pb2
+from wandb.sdk.internal import datastore
 
 from pellucid.console import Console, Plain, before_after, sparkline, terminal
-from pellucid.loggers import Jsonl, Loggers, TensorBoard, truncate
+from pellucid.loggers import Jsonl, Loggers, TensorBoard, WandB, truncate
 from pellucid.metrics import describe
 from pellucid.types import Completion, Estimate, Evaluation, Group, Prompt, Reward, UserError
 
@@ -173,6 +175,50 @@ def test_tensorboard_holds_the_scalars_and_forgets_what_a_resumed_run_repeats(tm
     scalars = [(event.step, round(event.value, 3)) for event in events.Scalars("reward/mean")]
     assert scalars == [(1, 0.1), (2, 0.2), (3, 2.3), (4, 2.4)]
     assert events.Scalars("heldout/greedy")[-1].value == 0.25
+
+
+def test_both_boards_also_use_the_names_of_the_field(tmp_path: Path):
+    metrics = {"loss": 0.5, "kl": 0.25, "grad_norm": 2.0, "reward/mean": 0.75, "completion/correct": 0.5, "tokens": 9.0}
+    board = TensorBoard(tmp_path)
+    board.log(1, metrics, [])
+    board.close()
+    events = event_accumulator.EventAccumulator(str(tmp_path)).Reload()
+    tags = ("train/loss", "train/kl_divergence", "train/grad_norm", "rollout/returns", "rollout/success_rate")
+    assert [events.Scalars(tag)[0].value for tag in tags] == [0.5, 0.25, 2.0, 0.75, 0.5]
+
+
+def test_an_offline_wandb_run_is_written_whole(tmp_path: Path):
+    log = WandB(tmp_path, "pellucid", "offline", {"algorithm": {"steps": 2}})
+    log.log_evaluation(0, EVALUATION)
+    log.log(1, {"loss": 0.5, "reward/mean": 0.25}, [])
+    log.log(2, {"loss": 0.25, "reward/mean": 0.75}, [])
+    log.close()
+    [file] = tmp_path.glob("wandb/offline-run-*/*.wandb")
+    history = [
+        {item.nested_key[0] if item.nested_key else item.key: json.loads(item.value_json) for item in record.history.item}
+        for record in wandb_records(file)
+        if record.WhichOneof("record_type") == "history"
+    ]
+    assert [row["step"] for row in history] == [0, 1, 2]
+    assert history[0]["heldout/greedy"] == 0.25
+    assert [row["train/loss"] for row in history[1:]] == [0.5, 0.25]
+    assert [row["rollout/returns"] for row in history[1:]] == [0.25, 0.75]
+
+
+def wandb_records(file: Path):
+    """What `wandb sync` would upload."""
+    store = datastore.DataStore()
+    store.open_for_scan(str(file))
+    while (data := store.scan_data()) is not None:
+        record = wandb_internal_pb2.Record()
+        record.ParseFromString(data)
+        yield record
+
+
+def test_a_missing_wandb_names_the_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    with pytest.raises(UserError, match=r"pellucid\[wandb\]"):
+        WandB(tmp_path, "pellucid", "offline", {})
 
 
 def test_a_missing_tensorboard_names_the_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

@@ -114,13 +114,31 @@ def plain_logprobs(model, batch) -> Tensor:
     return torch.cat(logprobs)
 
 
+@torch.no_grad()
+def plain_logits(model, batch) -> Tensor:
+    """[N, V], a row at a time."""
+    return torch.cat([model(torch.tensor([ids])).logits[0, start - 1 : -1] for ids, start in sequences(batch)])
+
+
 @pytest.mark.parametrize("name", FAMILY)
 def test_logits_are_those_of_transformers(name):
     model, batch = model_of(name), batch_of()
     hidden, head = hidden_states(decoder_of(model), batch)
-    expected = torch.cat([model(torch.tensor([ids])).logits[0, start - 1 : -1] for ids, start in sequences(batch)])
+    expected = plain_logits(model, batch)
     assert expected.std() > 0.5
     torch.testing.assert_close(hidden @ head.T, expected, rtol=0, atol=2e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("name", FAMILY)
+def test_half_precision_is_no_further_off_than_transformers(name, dtype):
+    """From fp32, in the mean: the residual stream here stays in fp32."""
+    batch, model = batch_of(), model_of(name)
+    exact = plain_logits(model, batch)
+    hidden, head = hidden_states(Decoder(model.config, dict(model.named_parameters()), dtype), batch)
+    ours = (hidden.float() @ head.float().T - exact).abs().mean()
+    theirs = (plain_logits(model.to(dtype), batch).float() - exact).abs().mean()
+    assert 0 < ours < 1.1 * theirs
 
 
 @pytest.mark.parametrize("recompute", [False, True])

@@ -146,6 +146,7 @@ STATEFUL = [
 LEFT_BEHIND = {
     "rollouts": ["--algorithm.max_staleness", "3"],
     "reference": ["--algorithm.reference_every", "2", "--algorithm.reference_decay", "0.5"],
+    "masters on the CPU": ["--optimizer.offload", "--policy.dtype", "bfloat16"],
 }
 
 
@@ -309,7 +310,7 @@ def test_a_folder_that_holds_a_run_is_not_overwritten(recipe, tmp_path, capsys):
         (["train", "recipes/arithmetic.toml", "--resume", "nowhere"], "leave out the recipe"),
         (["eval", "./nowhere", "--task", "recipes/arithmetic.toml"], "there is no such file or folder"),
         (["fly"], "no such command: fly"),
-        (["doctor", "now"], "doctor takes no arguments"),
+        (["doctor", "now"], "doctor takes --plan RECIPE.toml, got now"),
     ],
 )
 def test_a_mistake_is_one_line_and_exit_2(arguments, complaint, capsys, tmp_path, monkeypatch):
@@ -377,3 +378,36 @@ def test_the_settings_of_a_run_can_be_changed_on_resume(recipe, tmp_path):
     assert train("--resume", run_dir, "--algorithm.steps", 4) == 0
     assert [s["step"] for s in records(run_dir / "metrics.jsonl")] == [1, 2, 3, 4]
     assert config.load(run_dir / "config.json").algorithm.steps == 4
+
+
+def test_an_offloaded_optimizer_takes_the_same_steps(recipe, tmp_path):
+    assert train(recipe, "--run", tmp_path / "here", "--optimizer.lr", "1e-3") == 0
+    assert train(recipe, "--run", tmp_path / "there", "--optimizer.lr", "1e-3", "--optimizer.offload") == 0
+    there = weights(tmp_path / "there")
+    for name, tensor in weights(tmp_path / "here").items():
+        torch.testing.assert_close(there[name], tensor, rtol=1e-5, atol=1e-6)
+
+
+def test_offloaded_masters_are_fp32_and_the_weights_are_not(recipe, tmp_path):
+    run_dir = tmp_path / "run"
+    assert train(recipe, "--run", run_dir, "--optimizer.offload", "--policy.dtype", "bfloat16") == 0
+    masters = load_file(run_dir / "checkpoints" / "step-000006" / "optimizer.master.safetensors")
+    for name, saved in load_file(run_dir / "checkpoints" / "step-000006" / "policy.safetensors").items():
+        assert saved.dtype == (torch.float32 if saved.ndim < 2 else torch.bfloat16), name
+        assert torch.equal(masters[name].to(saved.dtype), saved), name
+        assert masters[name].dtype == torch.float32, name
+
+
+def test_training_in_float16_is_refused(recipe, tmp_path, capsys):
+    assert train(recipe, "--run", tmp_path / "run", "--policy.dtype", "float16") == 2
+    assert "bfloat16" in capsys.readouterr().err
+
+
+def test_an_evaluation_shows_questions_answers_and_verdicts(recipe, model_dir, capsys):
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["eval", str(model_dir), "--task", str(recipe), "--show", "2"])
+    assert ended.value.code == 0
+    printed = capsys.readouterr().out
+    assert printed.count("question") == 2
+    assert printed.count("verdict") == 2
+    assert "reward 0." in printed

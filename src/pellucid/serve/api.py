@@ -5,10 +5,11 @@ from __future__ import annotations
 import asyncio
 import json
 import re
+import threading
 import time
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import count
 from pathlib import Path
 from random import SystemRandom
@@ -50,6 +51,7 @@ class Served:
     body_bytes: int = 1_000_000
     timeout: float = 120.0
     """Seconds, of a whole request."""
+    grading: threading.Lock = field(default_factory=threading.Lock)
 
 
 class Refusal(Exception):
@@ -224,9 +226,7 @@ async def group(served: Served, request: GroupRequest) -> dict[str, Any]:
     decoding = Decoding(served, prompt, settings, request.max_tokens)
     answers = await decoding.answers()
     completions = [Completion(a.token_ids, a.logprobs, a.text, a.reason == "stop") for a in answers]
-    rewards: list[Reward] = []
-    if served.task is not None and (prompt.answer or not request.question):
-        rewards = [served.task.reward(prompt, c) for c in completions]
+    rewards = await asyncio.to_thread(graded, served, prompt, completions) if gradable(served, request) else []
     values = [reward.value for reward in rewards]
     compared = advantages(served.algorithm, rewards, completions) if rewards else [None] * len(answers)
     return {
@@ -246,6 +246,17 @@ async def group(served: Served, request: GroupRequest) -> dict[str, Any]:
             for i, a in enumerate(answers)
         ],
     }
+
+
+def gradable(served: Served, request: GroupRequest) -> bool:
+    return served.task is not None and bool(request.answer or not request.question)
+
+
+def graded(served: Served, prompt: Prompt, completions: Sequence[Completion]) -> list[Reward]:
+    """One group at a time: rewards of several threads would wait for one worker anyway."""
+    assert served.task is not None
+    with served.grading:
+        return [served.task.reward(prompt, completion) for completion in completions]
 
 
 def group_prompt(served: Served, request: GroupRequest) -> Prompt:

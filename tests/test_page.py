@@ -1,0 +1,93 @@
+"""The service's page in a real browser: a chat, and a group with its advantages."""
+
+from __future__ import annotations
+
+import shutil
+
+import pytest
+from selenium import webdriver
+from selenium.webdriver.common.by import By
+from selenium.webdriver.support.ui import WebDriverWait
+
+from conftest import CountDigits
+from test_serve import running
+
+pytestmark = pytest.mark.skipif(
+    not (shutil.which("chromium") and shutil.which("chromedriver")), reason="needs chromium and chromium-driver"
+)
+FLAGS = (
+    "--headless",
+    "--no-sandbox",
+    "--disable-gpu",
+    "--disable-quic",
+    "--no-first-run",
+    "--disable-background-networking",
+    "--disable-component-update",
+    "--disable-sync",
+    "--window-size=1200,900",
+)
+
+
+@pytest.fixture(scope="module")
+def browser(tmp_path_factory):
+    options = webdriver.ChromeOptions()
+    options.binary_location = shutil.which("chromium")
+    for flag in (*FLAGS, f"--user-data-dir={tmp_path_factory.mktemp('chromium')}"):
+        options.add_argument(flag)
+    driver = webdriver.Chrome(options, webdriver.ChromeService(shutil.which("chromedriver")))
+    yield driver
+    driver.quit()
+
+
+@pytest.fixture(scope="module")
+def page(browser):
+    with running(task=CountDigits()) as (_, url):
+        browser.get(url)
+        yield browser
+
+
+def eventually(page, condition):
+    return WebDriverWait(page, 20).until(lambda _: condition())
+
+
+def found(page, css):
+    return page.find_elements(By.CSS_SELECTOR, css)
+
+
+def test_a_chat_goes_back_and_forth(page):
+    eventually(page, lambda: found(page, "#health")[0].text == "ok")
+    for question, turns in (("2+3=", 2), ("7*8=", 4)):
+        found(page, "#say")[0].send_keys(question)
+        found(page, "#send")[0].click()
+        eventually(page, lambda turns=turns: len(found(page, ".turn")) == turns and found(page, "#send")[0].is_enabled())
+    said = [turn.text for turn in found(page, ".turn")]
+    assert said[0] == "2+3="
+    assert said[2] == "7*8="
+    assert said[1]
+    found(page, "#forget")[0].click()
+    assert not found(page, ".turn")
+
+
+def test_a_group_stands_side_by_side_with_its_advantages(page):
+    found(page, "#draw")[0].click()
+    eventually(page, lambda: len(found(page, ".card")) == 8)
+    advantages = [float(card.text.splitlines()[0].rpartition("advantage ")[2]) for card in found(page, ".card")]
+    rewards = [float(card.text.split("reward ")[1].split(",")[0]) for card in found(page, ".card")]
+    assert max(advantages) > 0 > min(advantages)
+    assert abs(sum(advantages)) < 0.05
+    assert rewards.index(max(rewards)) == advantages.index(max(advantages))
+    columns = {card.location["x"] for card in found(page, ".card")}
+    assert len(columns) > 1, "side by side"
+
+
+def test_what_the_service_refuses_is_shown(page):
+    found(page, "#size")[0].clear()
+    found(page, "#size")[0].send_keys("64")
+    found(page, "#draw")[0].click()
+    eventually(page, lambda: found(page, "#group .error"))
+    assert "at most 16" in found(page, "#group .error")[0].text
+
+
+def test_the_console_is_silent(page):
+    grave = [entry for entry in page.get_log("browser") if entry["level"] == "SEVERE" and "400" not in entry["message"]]
+    assert not [entry for entry in grave if "favicon" not in entry["message"]]
