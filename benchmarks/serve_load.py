@@ -45,7 +45,9 @@ def main() -> None:
             print("|---|---|---|---|---|---|")
             alone = measured(options, 1, options.seconds / 3)
             crowd = measured(options, options.clients, options.seconds)
-            print(f"\n{crowd.tokens / crowd.seconds / (alone.tokens / alone.seconds):.1f} times the tokens of one client")
+            print(
+                f"\n{crowd.tokens / crowd.seconds / (alone.tokens / alone.seconds):.1f} times the tokens of one client"
+            )
         finally:
             service("stop", *where)
     sys.exit(bool(alone.failures or crowd.failures))

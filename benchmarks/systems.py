@@ -25,7 +25,16 @@ EDGE = 5
 SHORT = {
     "transparent": (
         "continuity",
-        ["--sampler.max-tokens", "96", "--algorithm.steps", "30", "--algorithm.group-size", "16", "--optimizer.lr", "1e-5"],
+        [
+            "--sampler.max-tokens",
+            "96",
+            "--algorithm.steps",
+            "30",
+            "--algorithm.group-size",
+            "16",
+            "--optimizer.lr",
+            "1e-5",
+        ],
     ),
     "gsm8k": (
         "gsm8k",
@@ -75,8 +84,10 @@ def sort() -> tuple[str, list[float], Path]:
 
     _, steps = sorting.train(sorting.parsed([]), "centered", "clipped")
     sorting.draw(steps, FOLDER / "sorting.png")
-    return f"examples/sorting_from_scratch.py, {len(steps)} epochs", [sorting.sampled([s]) for s in steps], (
-        FOLDER / "sorting.png"
+    return (
+        f"examples/sorting_from_scratch.py, {len(steps)} epochs",
+        [sorting.sampled([s]) for s in steps],
+        (FOLDER / "sorting.png"),
     )
 
 

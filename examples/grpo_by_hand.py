@@ -55,16 +55,21 @@ def sample_group(prompt_ids, group_size, max_new_tokens):
     output = policy.generate(
         torch.tensor([prompt_ids] * group_size),
         attention_mask=torch.ones(group_size, len(prompt_ids), dtype=torch.long),
-        do_sample=True, temperature=1.0, top_k=0, top_p=1.0, repetition_penalty=1.0,
-        max_new_tokens=max_new_tokens, pad_token_id=STOP,
+        do_sample=True,
+        temperature=1.0,
+        top_k=0,
+        top_p=1.0,
+        repetition_penalty=1.0,
+        max_new_tokens=max_new_tokens,
+        pad_token_id=STOP,
     )
-    responses = output[:, len(prompt_ids):]
+    responses = output[:, len(prompt_ids) :]
     stops = (responses == STOP).long()
     return responses, (stops.cumsum(1) - stops == 0).float()
 
 
 def texts_of(responses, mask):
-    return [tokenizer.decode(ids[: int(n)], skip_special_tokens=True) for ids, n in zip(responses, mask.sum(1))]
+    return [tokenizer.decode(ids[: int(n)], skip_special_tokens=True) for ids, n in zip(responses, mask.sum(1), strict=True)]
 
 
 task = Expected()
@@ -80,6 +85,7 @@ for text in texts_of(responses, mask):
 #
 # One number for a whole answer: +1 for the expected text, -1 otherwise, less 0.002 for every character.
 
+
 # %%
 def rewards_of(prompt, texts):
     completions = [Completion((), (), text, True) for text in texts]
@@ -87,7 +93,7 @@ def rewards_of(prompt, texts):
 
 
 rewards = rewards_of(prompt, texts_of(responses, mask))
-rewards
+print(rewards)
 
 # %% [markdown]
 # ## 3. Advantage: each answer against its siblings
@@ -97,6 +103,7 @@ rewards
 # Equal rewards teach nothing, and their advantage is 0: decided by comparing them, since $\sigma + \varepsilon$ turns
 # rounding into signal. Only to centre, $A_i = r_i - \mu$, is the other normalisation: it does not give a group in which
 # rewards hardly differ the same weight as one in which they differ by much.
+
 
 # %%
 def standardised(rewards):
@@ -110,8 +117,11 @@ def centred(rewards):
 
 
 for compared in (standardised, centred):
-    print(f"{compared.__name__:13}", compared(torch.tensor([1.0, -1.0, -1.0, -1.0], dtype=torch.float64)).tolist(),
-          compared(torch.tensor([-1.00, -1.01, -1.02, -1.03], dtype=torch.float64)).tolist())
+    print(
+        f"{compared.__name__:13}",
+        compared(torch.tensor([1.0, -1.0, -1.0, -1.0], dtype=torch.float64)).tolist(),
+        compared(torch.tensor([-1.00, -1.01, -1.02, -1.03], dtype=torch.float64)).tolist(),
+    )
 
 # %% [markdown]
 # The second group is all wrong, and differs only in length. Standardised, brevity counts as much as being right; that is
@@ -121,12 +131,13 @@ for compared in (standardised, centred):
 #
 # The token at position $p$ is predicted from position $p - 1$: that shift, and nothing else, is what goes wrong here.
 
+
 # %%
 def logprobs_of(model, prompt_ids, responses):
     """-> log-prob of each response token [G, T], and of all tokens that could have stood there [G, T, V]."""
-    T = responses.shape[1]
+    length = responses.shape[1]
     ids = torch.cat([torch.tensor([prompt_ids] * len(responses)), responses], 1)
-    logits = model(ids).logits[:, -T - 1 : -1].float()
+    logits = model(ids).logits[:, -length - 1 : -1].float()
     log_probs = logits.log_softmax(-1)
     return log_probs.gather(-1, responses[..., None])[..., 0], log_probs
 
@@ -145,6 +156,7 @@ print("mean log-prob of a token", float((logpi_old * mask).sum() / mask.sum()))
 # At the first step $\pi_\theta = \pi_{old}$, so every ratio is 1. (A ratio of *log-probabilities* would be upside down: both
 # are negative, and its gradient lowers what was rewarded.)
 
+
 # %%
 def clipped_objective(logpi, logpi_old, advantages, clip_eps):
     ratio = torch.exp(logpi - logpi_old)
@@ -162,6 +174,7 @@ print("largest |ratio - 1|:", float(((logpi - logpi_old).exp() - 1).abs().mul(ma
 # Each response counts once, or each token does. The first makes every token of a long answer matter less; at ratio 1 its
 # value is exactly $-\overline{A} = 0$, while the second shows how length goes with reward. Neither value is a measure of
 # progress.
+
 
 # %%
 def mean_over_responses(x, mask):
@@ -228,6 +241,7 @@ assert torch.allclose(shown["k2 in the loss"], exact) and torch.allclose(shown["
 #
 # ## 9. The loop
 
+
 # %%
 def update(optimizer, prompt_ids, responses, mask, advantages, clip_eps=0.2, ent_coef=0.0, grpo_epochs=2, max_norm=1.0):
     """grpo_epochs steps on the same answers; returns the share of tokens that the clip held back in the last."""
@@ -261,15 +275,19 @@ def train(prompts, steps, group_size, max_new_tokens, lr, kl_coef):
         advantages = standardised(rewards) - kl_coef * (kl - others)
         clip_frac = update(optimizer, prompt_ids, responses, mask, advantages)
         best = int(rewards.argmax())
-        print(f"step {step:2d}  reward {rewards.mean():+.3f} std {rewards.std(correction=0):.3f}  "
-              f"KL {float(kl.sum() / mask.sum()):+.4f}  clipped {clip_frac:.2f}  best {rewards[best]:+.2f} {texts[best]!r}")
+        print(
+            f"step {step:2d}  reward {rewards.mean():+.3f} std {rewards.std(correction=0):.3f}  "
+            f"KL {float(kl.sum() / mask.sum()):+.4f}  clipped {clip_frac:.2f}  best {rewards[best]:+.2f} {texts[best]!r}"
+        )
 
 
 @torch.no_grad()
 def chat(prompt):
     """The greedy answer."""
     ids = torch.tensor([encode(prompt)])
-    output = policy.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=24, pad_token_id=STOP)
+    output = policy.generate(
+        ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=24, pad_token_id=STOP
+    )
     return tokenizer.decode(output[0, ids.shape[1] :], skip_special_tokens=True)
 
 

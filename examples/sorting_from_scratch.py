@@ -13,6 +13,7 @@ import argparse
 import copy
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from pathlib import Path
 from statistics import fmean
 
@@ -129,7 +130,7 @@ def by_distance(prompt: Sequence[int], answer: Sequence[int]) -> float:
 def by_inclusion(prompt: Sequence[int], answer: Sequence[int]) -> float:
     """Numbers of the prompt that are in the answer, and neighbours in the answer that ascend: points of all points."""
     included = sum(x in answer for x in prompt)
-    ascending = sum(x <= y for x, y in zip(answer, answer[1:], strict=False))
+    ascending = sum(x <= y for x, y in pairwise(answer))
     return (included + ascending) / (2 * len(prompt) - 1)
 
 
@@ -155,7 +156,7 @@ class SortThree:
 # ---------------------------------------------------------------- a ratio upside down
 
 
-def inverted(logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, mask: Tensor, cfg: GRPOConfig) -> Tensor:
+def inverted(logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, _mask: Tensor, _cfg: GRPOConfig) -> Tensor:
     """What `log_probs / old_log_probs`, taken for the ratio, maximises. Both are negative, so as the probability of an
     answer rises this falls: it unlearns what was rewarded.
     """

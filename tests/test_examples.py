@@ -174,7 +174,7 @@ def options(**changes):
 @pytest.mark.parametrize("loss", ["naive", "unclipped", "clipped"])
 @pytest.mark.parametrize("deltas", ["centered", "normalised", "max"])
 def test_every_right_combination_learns_to_sort(deltas, loss):
-    policy, steps = sorting.train(options(), deltas, loss)
+    _, steps = sorting.train(options(), deltas, loss)
     first = sum(r.value for g in steps[0].groups for r in g.rewards) / 30
     assert sorting.sampled(steps) > first + 0.2
 
@@ -190,7 +190,10 @@ def test_a_penalty_holds_the_sorter_near_its_reference():
     torch.manual_seed(5)
     start = sorting.Sorter(10, 3)
     distances = [
-        sum(float((p - q).detach().square().sum()) for p, q in zip(m.module.parameters(), start.parameters(), strict=True))
+        sum(
+            float((p - q).detach().square().sum())
+            for p, q in zip(m.module.parameters(), start.parameters(), strict=True)
+        )
         for m in moved
     ]
     assert distances[1] < 0.5 * distances[0]

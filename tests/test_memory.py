@@ -120,7 +120,9 @@ def test_smaller_pieces_need_less(folder):
     offloaded = configured().model_copy(update={"optimizer": AdamWConfig(offload=True)})
     assert memory.own_state(model, offloaded)["optimizer"] == 0
     for stage in (1, 2, 3):
-        assert whole(configured(), processes=4, zero=stage) < whole(configured(), processes=4, zero=stage - 1 or 1) + 1e-12
+        assert (
+            whole(configured(), processes=4, zero=stage) < whole(configured(), processes=4, zero=stage - 1 or 1) + 1e-12
+        )
 
 
 def test_the_plan_is_a_table(folder, tmp_path, capsys):

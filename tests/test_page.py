@@ -59,7 +59,9 @@ def test_a_chat_goes_back_and_forth(page):
     for question, turns in (("2+3=", 2), ("7*8=", 4)):
         found(page, "#say")[0].send_keys(question)
         found(page, "#send")[0].click()
-        eventually(page, lambda turns=turns: len(found(page, ".turn")) == turns and found(page, "#send")[0].is_enabled())
+        eventually(
+            page, lambda turns=turns: len(found(page, ".turn")) == turns and found(page, "#send")[0].is_enabled()
+        )
     said = [turn.text for turn in found(page, ".turn")]
     assert said[0] == "2+3="
     assert said[2] == "7*8="

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import queue
 import threading
 import time
 import urllib.error
@@ -22,7 +23,7 @@ openai = pytest.importorskip("openai")
 uvicorn = pytest.importorskip("uvicorn")
 
 from pellucid.serve.api import Served, application  # noqa: E402
-from pellucid.serve.engine import Engine, Full, Request  # noqa: E402
+from pellucid.serve.engine import Engine, Request  # noqa: E402
 
 TEMPLATE = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
 
@@ -175,7 +176,7 @@ def test_too_many_waiting_requests_are_turned_away(monkeypatch):
     monkeypatch.setattr(Engine, "_run", lambda self: None)  # nobody takes them off the queue
     engine = Engine(policy, rows=2, waiting=1)
     engine.submit(Request((1,), print))
-    with pytest.raises(Full):
+    with pytest.raises(queue.Full):
         engine.submit(Request((1,), print))
 
 

@@ -53,7 +53,15 @@ def questions(tmp_path_factory):
 def test_the_recipe_of_a_system_trains(name, wide_model, questions, tmp_path):
     data = ["--task.data", str(questions), "--task.test-data", ""] if name in ("gsm8k", "study_bench") else []
     run = tmp_path / "run"
-    overrides = [*LENGTHS, *SMALLER.get(name, []), *data, "--policy.model", str(wide_model), "--policy.dtype", "float32"]
+    overrides = [
+        *LENGTHS,
+        *SMALLER.get(name, []),
+        *data,
+        "--policy.model",
+        str(wide_model),
+        "--policy.dtype",
+        "float32",
+    ]
     with pytest.raises(SystemExit) as ended:
         cli.main(["train", f"recipes/{name}.toml", *overrides, "--run", str(run)])
     assert ended.value.code == 0
@@ -68,7 +76,11 @@ def test_the_defaults_of_the_systems():
     one, trainer, by_hand = (config.load(Path(f"recipes/{name}.toml")) for name in ("continuity", "gsm8k", "expected"))
     assert (one.algorithm.group_size, one.algorithm.epochs, one.algorithm.kl_coef) == (4, 3, 0.02)
     assert (one.optimizer.lr, one.sampler.max_tokens, one.algorithm.steps) == (2e-6, 512, 20)
-    assert (trainer.algorithm.group_size, trainer.algorithm.prompts_per_step, trainer.algorithm.kl_coef) == (12, 32, 0.01)
+    assert (trainer.algorithm.group_size, trainer.algorithm.prompts_per_step, trainer.algorithm.kl_coef) == (
+        12,
+        32,
+        0.01,
+    )
     assert (trainer.optimizer.lr, trainer.sampler.max_tokens, trainer.algorithm.seed) == (5e-6, 1024, 42)
     assert (by_hand.algorithm.group_size, by_hand.algorithm.epochs, by_hand.algorithm.kl_coef) == (4, 2, 0.05)
     assert (by_hand.optimizer.lr, by_hand.sampler.max_tokens, by_hand.policy.reference) == (2e-6, 48, "cpu")

@@ -14,7 +14,7 @@ from typing import Any
 from uuid import NAMESPACE_URL, uuid5
 
 from pellucid.extras import extra
-from pellucid.types import Estimate, Evaluation, Group, Logger
+from pellucid.types import Estimate, Evaluation, Group, Logger, UserError
 
 
 class Loggers:
@@ -171,7 +171,9 @@ class WandB:
                 settings=wandb.Settings(silent=True, console="off"),
             )
         except (wandb.errors.UsageError, wandb.errors.CommError) as error:
-            raise UserError(f'log.wandb = "{mode}": {str(error).splitlines()[0]}; "offline" needs no account') from error
+            raise UserError(
+                f'log.wandb = "{mode}": {str(error).splitlines()[0]}; "offline" needs no account'
+            ) from error
         self.run.define_metric("*", step_metric="step")
 
     def log(self, step: int, metrics: Mapping[str, float], _groups: Sequence[Group]) -> None:

@@ -26,6 +26,8 @@ def graded(text, **settings):
         ("a + b = 0 ... no, \\boxed{1}", ""),
         ("at x = 2 and x = -2", "points"),
         ("only x = 2", ""),
+        ("f(x) = 2, f(x) = -2", ""),
+        ("(x = 2), (at x = -2)", "points"),
         ("x=-20, x=25", ""),
         ("2a + 3 = -3", "right equation"),
         ("2a + 3 = 2 - 5", "right equation"),
@@ -41,6 +43,7 @@ def graded(text, **settings):
         ("-2 - 5 = 2(-2) - b", "left equation"),
         ("b = 7 - 4 = 3", "left equation, b"),
         ("b = 3", "left equation, b"),
+        (r"a = \frac{-6}{2}, $b=\dfrac{6}{2}$", "right equation, a, left equation, b"),
     ],
 )
 def test_parts_by_hand(text, parts):

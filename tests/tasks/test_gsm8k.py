@@ -7,7 +7,8 @@ from pellucid.tasks.gsm8k import Gsm8k, literal_grade
 from pellucid.types import Completion, Prompt
 
 ROWS = [
-    {"question": f"How many are {i} + 1,000?", "answer": f"{i} + 1000 = {i + 1000}\n#### {i + 1000:,}"} for i in range(40)
+    {"question": f"How many are {i} + 1,000?", "answer": f"{i} + 1000 = {i + 1000}\n#### {i + 1000:,}"}
+    for i in range(40)
 ]
 
 
@@ -53,7 +54,7 @@ def test_grades_by_hand(text, gold, strict, literal):
 
 def test_the_oracle_of_the_first_description():
     """Its twelve candidates, graded by its own rule for the answer 6个."""
-    answers = "6个 6 6个苹果 6 6 5个 需要计算 10个 5 6 6个 6个苹果".split()
+    answers = ["6个", "6", "6个苹果", "6", "6", "5个", "需要计算", "10个", "5", "6", "6个", "6个苹果"]
     grades = [literal_grade(f"<think>?</think><answer>{answer}</answer>", "6个") for answer in answers]
     assert grades == [1, 0.01, 0.5, 0.01, 0.01, 0.01, 0.01, 0.01, 0.01, 0.01, 1, 0.5]
 

@@ -48,7 +48,7 @@ def test_the_gold_answer_alone_scores_1(grading):
             if len(set(numbers)) > 1:
                 assert reward.value < 1.0
                 assert not reward.is_correct
-        assert 0.0 <= min(task.reward(prompt, completion(text)).value for text in others)
+        assert min(task.reward(prompt, completion(text)).value for text in others) >= 0.0
 
 
 def test_prompts_hold_their_numbers_and_splits_share_no_set():

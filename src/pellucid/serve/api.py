@@ -1,9 +1,10 @@
-"""The service: OpenAI's completions, the first system's `/solve_question`, and a group of answers with its advantages."""
+"""The service: OpenAI's completions, `/solve_question`, and a group of answers with its advantages."""
 
 from __future__ import annotations
 
 import asyncio
 import json
+import queue
 import re
 import threading
 import time
@@ -21,10 +22,10 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import HTMLResponse, JSONResponse, Response, StreamingResponse
 
 from pellucid.advantages import ADVANTAGES, Grades
-from pellucid.serve import engine as engines
-from pellucid.serve.engine import Engine, Full, Piece
-from pellucid.serve.messages import ChatRequest, CompletionRequest, GroupRequest, Question, Sampling
 from pellucid.models.drawing import Truncation
+from pellucid.serve import engine as engines
+from pellucid.serve.engine import Engine, Piece
+from pellucid.serve.messages import ChatRequest, CompletionRequest, GroupRequest, Question, Sampling
 from pellucid.settings import GRPOConfig
 from pellucid.tasks.answers import reasoning_and_answer
 from pellucid.types import Completion, Prompt, Reward, Task
@@ -42,7 +43,7 @@ class Served:
     engine: Engine
     task: Task | None = None
     """That the model was taught by: `/group` asks its held-out questions and grades by it."""
-    algorithm: GRPOConfig = GRPOConfig()
+    algorithm: GRPOConfig = field(default_factory=GRPOConfig)
     """Compares the answers of a group."""
     system: str = ""
     """Of `/solve_question`."""
@@ -54,7 +55,7 @@ class Served:
     grading: threading.Lock = field(default_factory=threading.Lock)
 
 
-class Refusal(Exception):
+class RequestError(Exception):
     """A request that is not served; becomes OpenAI's form of an error."""
 
     def __init__(self, status: int, message: str, code: str = "invalid_request") -> None:
@@ -89,19 +90,23 @@ class Decoding:
         room = served.policy.context_length - len(self.prompt_ids)
         wanted = max_tokens or min(served.max_tokens, room)
         if room < 1 or wanted > room:
-            raise Refusal(
+            raise RequestError(
                 400,
                 f"{len(self.prompt_ids)} tokens of prompt and {wanted} of answer are more than the context of"
                 f" {served.policy.context_length}",
                 "context_length_exceeded",
             )
         if settings.n > served.engine.rows:
-            raise Refusal(400, f"n = {settings.n} must be at most {served.engine.rows}")
-        self.news: asyncio.Queue[Piece | None | Exception] = asyncio.Queue()
+            raise RequestError(400, f"n = {settings.n} must be at most {served.engine.rows}")
+        self.news: asyncio.Queue[Piece | Exception | None] = asyncio.Queue()
         loop = asyncio.get_running_loop()
+
+        def tell(news: Piece | None | Exception) -> None:
+            loop.call_soon_threadsafe(self.news.put_nowait, news)
+
         self.request = engines.Request(
             prompt_ids=self.prompt_ids,
-            tell=lambda piece: loop.call_soon_threadsafe(self.news.put_nowait, piece),
+            tell=tell,
             n=settings.n,
             max_tokens=wanted,
             temperature=settings.temperature,
@@ -112,29 +117,29 @@ class Decoding:
         self.deadline = loop.time() + served.timeout
         try:
             served.engine.submit(self.request)
-        except Full as error:
-            raise Refusal(503, "too many requests are waiting: try again in a moment", "overloaded") from error
+        except queue.Full as error:
+            raise RequestError(503, "too many requests are waiting: try again in a moment", "overloaded") from error
 
     async def __aiter__(self) -> AsyncIterator[Piece]:
         try:
             while (piece := await self._next()) is not None:
                 if isinstance(piece, Exception):
-                    raise Refusal(500, f"decoding failed: {piece}", "internal_error")
+                    raise RequestError(500, f"decoding failed: {piece}", "internal_error")
                 yield piece
         finally:
             self.request.cancelled = True
 
-    async def _next(self) -> Piece | None | Exception:
+    async def _next(self) -> Piece | Exception | None:
         try:
             async with asyncio.timeout_at(self.deadline):
                 return await self.news.get()
         except TimeoutError as error:
-            raise Refusal(504, f"not done within {self.served.timeout:g} seconds", "timeout") from error
+            raise RequestError(504, f"not done within {self.served.timeout:g} seconds", "timeout") from error
 
     async def answers(self) -> list[Answer]:
         done = [Answer() for _ in range(self.request.n)]
         async for piece in self:
-            done[piece.index].add(piece)
+            done[piece.row].add(piece)
         return done
 
 
@@ -151,7 +156,7 @@ def usage(prompt_ids: Sequence[int], tokens: int) -> dict[str, int]:
 
 async def complete(served: Served, request: Sampling, prompt: Prompt, chat: bool, limit: int | None) -> Response:
     if request.model not in ("", served.name):
-        raise Refusal(404, f'the model "{request.model}" is not served here; "{served.name}" is', "model_not_found")
+        raise RequestError(404, f'the model "{request.model}" is not served here; "{served.name}" is', "model_not_found")
     decoding = Decoding(served, prompt, request, limit)
     id = f"{'chatcmpl' if chat else 'cmpl'}-{uuid.uuid4().hex}"
     head = {"id": id, "created": int(time.time()), "model": served.name}
@@ -180,8 +185,8 @@ async def streamed(decoding: Decoding, head: dict[str, Any], chat: bool, with_us
         async for piece in decoding:
             tokens += len(piece.token_ids)
             body = {"delta": {"content": piece.text} if piece.text else {}} if chat else {"text": piece.text}
-            yield event(head | {"choices": [choice(piece.index, body, piece.reason)]})
-    except Refusal as refusal:
+            yield event(head | {"choices": [choice(piece.row, body, piece.reason)]})
+    except RequestError as refusal:
         yield event({"error": {"message": str(refusal), "type": refusal.code, "code": refusal.code}})
     if with_usage:
         yield event(head | {"choices": [], "usage": usage(decoding.prompt_ids, tokens)})
@@ -263,7 +268,7 @@ def group_prompt(served: Served, request: GroupRequest) -> Prompt:
     if request.question:
         return Prompt("group", ({"role": "user", "content": request.question},), request.answer)
     if served.task is None:
-        raise Refusal(400, "give a question: this model was not served from a run, so there is no task to ask")
+        raise RequestError(400, "give a question: this model was not served from a run, so there is no task to ask")
     return served.task.sample(request.number, 1)[0]
 
 
@@ -289,22 +294,27 @@ def application(served: Served) -> FastAPI:
         async for chunk in request.stream():
             body += chunk
             if len(body) > served.body_bytes:
-                return refused(Refusal(413, f"the body is larger than {served.body_bytes} bytes", "body_too_large"))
+                return refused(RequestError(413, f"the body is larger than {served.body_bytes} bytes", "body_too_large"))
         request._body = body  # as Starlette keeps it, for those who read it next
         next(answered)
         return await call_next(request)
 
-    @app.exception_handler(Refusal)
-    async def refusal(_: Request, error: Refusal) -> JSONResponse:
+    @app.exception_handler(RequestError)
+    async def refusal(_: Request, error: RequestError) -> JSONResponse:
         return refused(error)
 
     @app.exception_handler(RequestValidationError)
     async def malformed(_: Request, error: RequestValidationError) -> JSONResponse:
-        return refused(Refusal(400, "; ".join(map(said, error.errors()))))
+        return refused(RequestError(400, "; ".join(map(said, error.errors()))))
 
     @app.get("/health")
     async def health() -> dict[str, Any]:
-        return {"status": "ok", "model": served.name, "seconds": round(time.time() - started), "requests": next(answered)}
+        return {
+            "status": "ok",
+            "model": served.name,
+            "seconds": round(time.time() - started),
+            "requests": next(answered),
+        }
 
     @app.get("/v1/models")
     async def models() -> dict[str, Any]:
@@ -314,7 +324,7 @@ def application(served: Served) -> FastAPI:
     @app.get("/v1/models/{name:path}")
     async def model(name: str) -> dict[str, Any]:
         if name != served.name:
-            raise Refusal(404, f'the model "{name}" is not served here; "{served.name}" is', "model_not_found")
+            raise RequestError(404, f'the model "{name}" is not served here; "{served.name}" is', "model_not_found")
         return {"id": served.name, "object": "model", "created": int(started), "owned_by": "pellucid"}
 
     @app.post("/v1/chat/completions")
@@ -341,7 +351,7 @@ def application(served: Served) -> FastAPI:
     return app
 
 
-def refused(refusal: Refusal) -> JSONResponse:
+def refused(refusal: RequestError) -> JSONResponse:
     kind = "invalid_request_error" if refusal.status < 500 else "server_error"
     headers = {"Retry-After": "1"} if refusal.status == 503 else None
     body = {"error": {"message": str(refusal), "type": kind, "code": refusal.code, "param": None}}

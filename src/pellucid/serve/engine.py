@@ -10,7 +10,6 @@ from itertools import groupby
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
 
 from pellucid.models.drawing import WHOLE, Truncation, draw
 
@@ -21,7 +20,8 @@ REPLACEMENT = "\ufffd"
 class Piece(NamedTuple):
     """News of one row."""
 
-    index: int
+    row: int
+    """Of the request, from 0."""
     text: str
     """What has been added."""
     token_ids: tuple[int, ...]
@@ -35,7 +35,7 @@ class Request:
     """n answers to a prompt. `tell` is called by the engine's thread, with None when all rows have ended."""
 
     prompt_ids: Sequence[int]
-    tell: Callable[[Piece | None | Exception], None]
+    tell: Callable[[Piece | Exception | None], None]
     n: int = 1
     max_tokens: int = 256
     temperature: float = 1.0
@@ -58,10 +58,6 @@ class Row:
     told_tokens: int = 0
 
 
-class Full(Exception):
-    """More requests wait than may."""
-
-
 class Engine:
     """`submit` from any thread; answers come through `Request.tell`."""
 
@@ -77,13 +73,10 @@ class Engine:
         self.thread.start()
 
     def submit(self, request: Request) -> None:
-        """Full where too many wait. A request of more rows than the engine has is the caller's mistake."""
+        """queue.Full where too many wait. A request of more rows than the engine has is the caller's mistake."""
         if request.n > self.rows:
             raise ValueError(f"n = {request.n} is more than the {self.rows} rows that are decoded at once")
-        try:
-            self.inbox.put_nowait(request)
-        except queue.Full as error:
-            raise Full from error
+        self.inbox.put_nowait(request)
 
     def close(self) -> None:
         self.inbox.put(None)
@@ -99,7 +92,9 @@ class Engine:
                 self._board()
                 if self.flying:
                     self._advance()
-            except RuntimeError as error:  # of torch, out of memory among them: those in flight are lost, not the service
+            except (
+                RuntimeError
+            ) as error:  # out of memory: those in flight are lost, the service is not
                 self._abandon(error)
 
     def _arrivals(self) -> Iterator[Request | None]:
@@ -189,5 +184,3 @@ def beginnings(stops: Sequence[str]) -> tuple[str, ...]:
 
 def generator_of(seed: int, index: int) -> torch.Generator:
     return torch.Generator().manual_seed((seed * 1_000_003 + index) % 2**63)
-
-

@@ -1,4 +1,4 @@
-"""What goes over the wire: the part of OpenAI's API that a small model can honour. What it cannot is refused by name."""
+"""What goes over the wire: the part of OpenAI's API that a small model can honour; the rest is refused by name."""
 
 from __future__ import annotations
 

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from fractions import Fraction
 from functools import cache
+from itertools import pairwise
 from random import Random
 from typing import Literal, NamedTuple
 
@@ -22,9 +24,9 @@ LITERAL_WEIGHTS = {"points": 0.2, "right equation": 0.25, "a": 0.15, "left equat
 
 _LATEX = str.maketrans({"{": "(", "}": ")", "$": " ", "\u2212": "-"})
 _COMMANDS = re.compile(r"\\(?:left|right|quad|,|;|!|\(|\)|\[|\]|implies|Rightarrow|to)|\\(?=cdot|times)")
-_ATOM = r"(?:\d+(?:\.\d+)?|(?<![A-Za-z])[abx](?![A-Za-z]))"
-_TERM = rf"[-+(\s]*{_ATOM}(?:[()*]*{_ATOM})*\)*"
-_CHAIN = re.compile(rf"{_TERM}(?:\s*[-+*/=]\s*{_TERM})*")
+_FRACTION = re.compile(r"\\[dt]?frac\s*\{([^{}]*)\}\s*\{([^{}]*)\}")
+_OPENED = r"(?<![A-Za-z])\(|(?<=[^A-Za-z][abx])\("
+_PIECE = re.compile(rf"\d+(?:\.\d+)?|(?<![A-Za-z])[abx](?![A-Za-z])|[-+*/=)]|{_OPENED}|[ \t]+")
 _BOXED = re.compile(r"\\boxed\s*\{([^{}]*)\}")
 _LITERAL_ANSWER = re.compile(r"(?:answer is|a\+b=|boxed\{)([^\n]*)", re.IGNORECASE)
 LONGEST = 20_000
@@ -74,7 +76,8 @@ SOURCE = Pieces(right=2, left=-2, p=3, m=1, q=-5, k=2)
 class Continuity:
     """Statements are read as equations: 2a + 6 = 0 states the same as 2a + 3 = -3, and b = 30 is not b = 3.
 
-    Grading `literal` looks for strings, as first described: "a = -39" then contains a = -3, and a wrong sum can reach 1.
+    Grading `literal` looks for strings, as first described: "a = -39" then contains a = -3, and a wrong sum can reach
+    1.
 
     Example: Continuity(problems="family").sample(step=0, n=8)
     """
@@ -145,72 +148,70 @@ def split_of(pieces: Pieces, test_share: float) -> str:
 
 def parts_of(text: str, pieces: Pieces) -> dict[str, float]:
     """1 or 0 for each: both joins named, both equations stated, both unknowns solved, the sum right."""
-    stated = list(equations(text))
+    said = statements(text)
+    equations = [difference(one, other) for one, other in said]
     a, b = pieces.a, pieces.b
 
-    def says(equation: str) -> float:
-        [(left, right)] = pairs(equation)
-        return float(difference(left, right) in stated)
+    def says(unknown: str, value: int) -> float:
+        return float(Linear(Fraction(-value), {unknown: Fraction(1)}) in equations)
 
     return {
-        "points": says(f"x = {pieces.right}") * says(f"x = {pieces.left}"),
-        "right equation": says(f"a = {a}"),
-        "a": says(f"a = {a}") * solved(text, "a", a),
-        "left equation": says(f"b = {b}"),
-        "b": says(f"b = {b}") * solved(text, "b", b),
+        "points": says("x", pieces.right) * says("x", pieces.left),
+        "right equation": says("a", a),
+        "a": float(solution(said, "a") == a),
+        "left equation": says("b", b),
+        "b": float(solution(said, "b") == b),
         "sum": float(final_answer(text) == a + b),
     }
 
 
-def equations(text: str) -> Iterator[Linear]:
-    """left - right of every equation in a text, made comparable: equivalent equations give the same."""
-    for left, right in pairs(text):
-        found = difference(left, right)
-        if found is not None:
-            yield found
+def statements(text: str) -> list[tuple[Linear, Linear]]:
+    """Both sides of every equation in a text, in order: "2a + 3 = 2 - 5 = -3" holds two."""
+    found = []
+    for run in runs(text):
+        first, *sides = run.split("=")
+        if sides:
+            sides = [outermost(first.strip(), "(", ""), *sides[:-1], outermost(sides[-1].strip(), "", ")")]
+            found += pairwise([linear(side, "abx") for side in sides])
+    return [(one, other) for one, other in found if one is not None and other is not None]
 
 
-def pairs(text: str) -> Iterator[tuple[str, str]]:
-    """The neighbours of every chain of equalities: "2a + 3 = 2 - 5 = -3" holds two equations."""
+def runs(text: str) -> Iterator[str]:
+    """Stretches of numbers, unknowns, signs and brackets; whatever else stands in a text ends one."""
+    text = _FRACTION.sub(r" (\1)/(\2)", text)
     plain = _COMMANDS.sub(" ", text).replace("cdot", "*").replace("times", "*").translate(_LATEX)
-    for chain in _CHAIN.finditer(plain):
-        sides = chain[0].split("=")
-        yield from zip(sides, sides[1:], strict=False)
+    start = end = 0
+    for piece in _PIECE.finditer(plain):
+        if piece.start() != end:
+            yield plain[start:end]
+            start = piece.start()
+        end = piece.end()
+    yield plain[start:end]
 
 
-def difference(left: str, right: str) -> Linear | None:
-    """left - right with 1 as the factor of its first unknown; None where there is none, or no reading."""
-    one, other = linear(left, "abx"), linear(right, "abx")
-    if one is None or other is None:
-        return None
-    moved = total(one, scaled(other, -1))  # pyright: ignore[reportArgumentType]
-    if not moved.of:
-        return None
-    return scaled(moved, 1 / moved.of[min(moved.of)])
+def outermost(side: str, opened: str, closed: str) -> str:
+    """Without a bracket around the whole equation, of which one end stands on each outer side."""
+    if side.count("(") == side.count(")"):
+        return side
+    return side.removeprefix(opened) if opened else side.removesuffix(closed)
 
 
-def solved(text: str, unknown: str, value: int) -> float:
-    """1 where a text says outright that the unknown is this number, and the last such statement does."""
-    said = []
-    for left, right in pairs(text):
-        one, other = linear(left, "abx"), linear(right, "abx")
-        if one and other and one == linear(unknown, unknown) and not other.of:
-            said.append(other.constant)
-    return float(bool(said) and said[-1] == value)
+def difference(one: Linear, other: Linear) -> Linear | None:
+    """one - other with 1 as the factor of its first unknown: equivalent equations give the same. None without one."""
+    moved = total(one, scaled(other, Fraction(-1)))
+    return scaled(moved, 1 / moved.of[min(moved.of)]) if moved.of else None
 
 
-def final_answer(text: str) -> object:
+def solution(said: Sequence[tuple[Linear, Linear]], *unknowns: str) -> Fraction | None:
+    """The number that the last statement "unknown = number" gives; of several unknowns, of their sum."""
+    wanted = Linear(Fraction(0), dict.fromkeys(unknowns, Fraction(1)))
+    return next((other.constant for one, other in reversed(said) if one == wanted and not other.of), None)
+
+
+def final_answer(text: str) -> Fraction | None:
     """The number in the last \\boxed{}, else what the last "a + b = " says; None where there is neither."""
     boxed = _BOXED.findall(text)
-    if boxed:
-        return last_number(boxed[-1].rpartition("=")[2])
-    both = linear("a + b", "ab")
-    sums = [other.constant for one, other in map(read, pairs(text)) if one == both and other and not other.of]
-    return sums[-1] if sums else None
-
-
-def read(pair: tuple[str, str]) -> tuple[Linear | None, Linear | None]:
-    return linear(pair[0], "abx"), linear(pair[1], "abx")
+    return last_number(boxed[-1].rpartition("=")[2]) if boxed else solution(statements(text), "a", "b")
 
 
 def literal_parts(text: str) -> dict[str, float]:

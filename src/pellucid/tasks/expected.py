@@ -11,8 +11,18 @@ from pellucid.types import Completion, Prompt, Reward
 
 ANSWERS = ("czq是神！", "4", "I like machine learning", "通义千问")
 QUESTIONS = {
-    "train": ("czq是谁", "请只输出数字 4，不要额外文字。2+2等于几？", "把“我喜欢机器学习”翻译成英文，只输出翻译。", "请只回答：通义千问"),
-    "test": ("请问谁是czq？", "2加2是多少？只写数字。", "“我喜欢机器学习”用英语怎么说？只写译文。", "请只说这四个字：通义千问"),
+    "train": (
+        "czq是谁",
+        "请只输出数字 4，不要额外文字。2+2等于几？",
+        "把“我喜欢机器学习”翻译成英文，只输出翻译。",
+        "请只回答：通义千问",
+    ),
+    "test": (
+        "请问谁是czq？",
+        "2加2是多少？只写数字。",
+        "“我喜欢机器学习”用英语怎么说？只写译文。",
+        "请只说这四个字：通义千问",
+    ),
 }
 """The answers to both are the same: the test split asks in other words."""
 LITERALLY_IGNORED = " \n\t。，,.!?：:\"'"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import re
 from fractions import Fraction
+from functools import lru_cache
 from typing import NamedTuple
 
 LONGEST = 200
@@ -47,6 +48,7 @@ def numbers_in(text: str) -> list[int]:
     return [n.value for n in nodes if isinstance(n, ast.Constant) and type(n.value) is int]
 
 
+@lru_cache(maxsize=4096)
 def tree_of(text: str) -> ast.expr | None:
     if len(text) > LONGEST:
         return None

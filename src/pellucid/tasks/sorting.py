@@ -7,6 +7,7 @@ import re
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from random import Random
 from typing import Literal
 
@@ -105,7 +106,7 @@ def inclusion_ordering(answer: Sequence[int], right: Sequence[int]) -> float:
     """
     most = max(len(answer), len(right))
     included = sum((Counter(answer) & Counter(right)).values())
-    ascending = sum(x <= y for x, y in zip(answer, answer[1:], strict=False))
+    ascending = sum(x <= y for x, y in pairwise(answer))
     return (included + ascending) / (2 * most - 1)
 
 
