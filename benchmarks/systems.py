@@ -38,8 +38,20 @@ SHORT = {
     ),
     "gsm8k": (
         "gsm8k",
-        ["--task.grading", "literal", "--sampler.max-tokens", "64", "--algorithm.steps", "20"]
-        + ["--algorithm.prompts-per-step", "4", "--algorithm.minibatches", "2", "--optimizer.lr", "2e-5"],
+        [
+            "--task.grading",
+            "literal",
+            "--sampler.max-tokens",
+            "64",
+            "--algorithm.steps",
+            "20",
+            "--algorithm.prompts-per-step",
+            "4",
+            "--algorithm.minibatches",
+            "2",
+            "--optimizer.lr",
+            "2e-5",
+        ],
     ),
     "by hand": (
         "expected",
@@ -47,8 +59,16 @@ SHORT = {
     ),
     "study bench": (
         "study_bench",
-        ["--task.format-reward", "0.1", "--sampler.max-tokens", "64", "--algorithm.steps", "20"]
-        + ["--algorithm.prompts-per-step", "4", "--optimizer.lr", "2e-5"],
+        [
+            "--sampler.max-tokens",
+            "64",
+            "--algorithm.steps",
+            "20",
+            "--algorithm.prompts-per-step",
+            "4",
+            "--optimizer.lr",
+            "2e-5",
+        ],
     ),
 }
 NO_EVALUATION = ["--evaluate.every", "0", "--checkpoint.every", "0", "--policy.no-gradient-checkpointing"]

@@ -14,9 +14,9 @@
 # Every formula of Group Relative Policy Optimization stands here beside the line that computes it: PyTorch and
 # transformers, no trainer, no LoRA. At the end a small model is taught by these lines alone.
 #
-# A prompt $x$; a group of answers $y_1 \dots y_G$ drawn from the policy as it was, $\pi_{old}$; a reward $r_i$ for each.
-# Better answers than their siblings become likelier, worse ones less likely. No value network: the group's mean is the
-# baseline.
+# A prompt $x$; a group of answers $y_1 \dots y_G$ drawn from the policy as it was, $\pi_{old}$; a reward $r_i$ for
+# each. Better answers than their siblings become likelier, worse ones less likely. No value network: the group's mean
+# is the baseline.
 
 # %%
 import copy
@@ -69,7 +69,8 @@ def sample_group(prompt_ids, group_size, max_new_tokens):
 
 
 def texts_of(responses, mask):
-    return [tokenizer.decode(ids[: int(n)], skip_special_tokens=True) for ids, n in zip(responses, mask.sum(1), strict=True)]
+    lengths = mask.sum(1).int().tolist()
+    return [tokenizer.decode(ids[:n], skip_special_tokens=True) for ids, n in zip(responses, lengths, strict=True)]
 
 
 task = Expected()
@@ -124,8 +125,8 @@ for compared in (standardised, centred):
     )
 
 # %% [markdown]
-# The second group is all wrong, and differs only in length. Standardised, brevity counts as much as being right; that is
-# what `algorithm.min_spread` is for.
+# The second group is all wrong, and differs only in length. Standardised, brevity counts as much as being right; that
+# is what `algorithm.min_spread` is for.
 #
 # ## 4. Log-probabilities: $\log \pi_\theta(a_{i,t} \mid s_{i,t})$, where $s_{i,t} = (x, a_{i,<t})$
 #
@@ -153,8 +154,8 @@ print("mean log-prob of a token", float((logpi_old * mask).sum() / mask.sum()))
 # $$\rho_{i,t} = \exp(\log \pi_\theta - \log \pi_{old}) \qquad
 #   L^{clip}_{i,t} = \min(\rho_{i,t} A_i,\ \mathrm{clip}(\rho_{i,t}, 1 - \epsilon, 1 + \epsilon) A_i)$$
 #
-# At the first step $\pi_\theta = \pi_{old}$, so every ratio is 1. (A ratio of *log-probabilities* would be upside down: both
-# are negative, and its gradient lowers what was rewarded.)
+# At the first step $\pi_\theta = \pi_{old}$, so every ratio is 1. (A ratio of *log-probabilities* would be upside down:
+# both are negative, and its gradient lowers what was rewarded.)
 
 
 # %%
@@ -171,9 +172,9 @@ print("largest |ratio - 1|:", float(((logpi - logpi_old).exp() - 1).abs().mul(ma
 #
 # $$\frac1G \sum_i \frac1{T_i} \sum_t L_{i,t} \qquad\text{or}\qquad \frac{\sum_i \sum_t L_{i,t}}{\sum_i T_i}$$
 #
-# Each response counts once, or each token does. The first makes every token of a long answer matter less; at ratio 1 its
-# value is exactly $-\overline{A} = 0$, while the second shows how length goes with reward. Neither value is a measure of
-# progress.
+# Each response counts once, or each token does. The first makes every token of a long answer matter less; at ratio 1
+# its value is exactly $-\overline{A} = 0$, while the second shows how length goes with reward. Neither value is a
+# measure of progress.
 
 
 # %%
@@ -277,7 +278,8 @@ def train(prompts, steps, group_size, max_new_tokens, lr, kl_coef):
         best = int(rewards.argmax())
         print(
             f"step {step:2d}  reward {rewards.mean():+.3f} std {rewards.std(correction=0):.3f}  "
-            f"KL {float(kl.sum() / mask.sum()):+.4f}  clipped {clip_frac:.2f}  best {rewards[best]:+.2f} {texts[best]!r}"
+            f"KL {float(kl.sum() / mask.sum()):+.4f}  clipped {clip_frac:.2f}  "
+            f"best {rewards[best]:+.2f} {texts[best]!r}"
         )
 
 

@@ -201,8 +201,14 @@ def test_a_penalty_holds_the_sorter_near_its_reference():
 
 @pytest.mark.parametrize(
     ("grading", "answer", "reward"),
-    [("position", (0, 1, 2), 1), ("position", (2, 1, 0), 1 / 3), ("distance", (0, 1, 4), 1 - 2 / 4 / 3)]
-    + [("inclusion", (0, 1, 2), 1), ("inclusion", (2, 1, 0), 3 / 5), ("inclusion", (0, 0, 0), 3 / 5)],
+    [
+        ("position", (0, 1, 2), 1),
+        ("position", (2, 1, 0), 1 / 3),
+        ("distance", (0, 1, 4), 1 - 2 / 4 / 3),
+        ("inclusion", (0, 1, 2), 1),
+        ("inclusion", (2, 1, 0), 3 / 5),
+        ("inclusion", (0, 0, 0), 3 / 5),
+    ],
 )
 def test_the_rewards_of_sorting_by_hand(grading, answer, reward):
     assert sorting.REWARDS[grading]((1, 0, 2), answer) == pytest.approx(reward)

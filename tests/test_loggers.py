@@ -208,7 +208,7 @@ def test_an_offline_wandb_run_is_written_whole(tmp_path: Path):
 
 
 def wandb_records(file: Path):
-    """What `wandb sync` would upload: records in LevelDB's log format, blocks of 32 KiB, a header of 7 bytes a piece."""
+    """What `wandb sync` would upload: LevelDB's log format, blocks of 32 KiB, pieces behind a header of 7 bytes."""
     data, at, pieces = file.read_bytes(), 7, b""
     while at + 7 <= len(data):
         length, kind = int.from_bytes(data[at + 4 : at + 6], "little"), data[at + 6]

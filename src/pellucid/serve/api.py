@@ -101,7 +101,7 @@ class Decoding:
         self.news: asyncio.Queue[Piece | Exception | None] = asyncio.Queue()
         loop = asyncio.get_running_loop()
 
-        def tell(news: Piece | None | Exception) -> None:
+        def tell(news: Piece | Exception | None) -> None:
             loop.call_soon_threadsafe(self.news.put_nowait, news)
 
         self.request = engines.Request(
@@ -154,9 +154,13 @@ def usage(prompt_ids: Sequence[int], tokens: int) -> dict[str, int]:
 # ---------------------------------------------------------------- OpenAI's forms
 
 
+def not_served(served: Served, name: str) -> RequestError:
+    return RequestError(404, f'the model "{name}" is not served here; "{served.name}" is', "model_not_found")
+
+
 async def complete(served: Served, request: Sampling, prompt: Prompt, chat: bool, limit: int | None) -> Response:
     if request.model not in ("", served.name):
-        raise RequestError(404, f'the model "{request.model}" is not served here; "{served.name}" is', "model_not_found")
+        raise not_served(served, request.model)
     decoding = Decoding(served, prompt, request, limit)
     id = f"{'chatcmpl' if chat else 'cmpl'}-{uuid.uuid4().hex}"
     head = {"id": id, "created": int(time.time()), "model": served.name}
@@ -294,7 +298,8 @@ def application(served: Served) -> FastAPI:
         async for chunk in request.stream():
             body += chunk
             if len(body) > served.body_bytes:
-                return refused(RequestError(413, f"the body is larger than {served.body_bytes} bytes", "body_too_large"))
+                too_large = f"the body is larger than {served.body_bytes} bytes"
+                return refused(RequestError(413, too_large, "body_too_large"))
         request._body = body  # as Starlette keeps it, for those who read it next
         next(answered)
         return await call_next(request)
@@ -324,7 +329,7 @@ def application(served: Served) -> FastAPI:
     @app.get("/v1/models/{name:path}")
     async def model(name: str) -> dict[str, Any]:
         if name != served.name:
-            raise RequestError(404, f'the model "{name}" is not served here; "{served.name}" is', "model_not_found")
+            raise not_served(served, name)
         return {"id": served.name, "object": "model", "created": int(started), "owned_by": "pellucid"}
 
     @app.post("/v1/chat/completions")

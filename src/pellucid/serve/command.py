@@ -32,9 +32,7 @@ def parsed(arguments: list[str], model: bool) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="pellucid serve", usage=USAGE, allow_abbrev=False)
     if model:
         parser.add_argument("model", help="a run folder, or what --policy.model takes")
-    parser.add_argument(
-        "--host", default="127.0.0.1", help="others than the loopback are open to all"
-    )
+    parser.add_argument("--host", default="127.0.0.1", help="others than the loopback are open to all")
     parser.add_argument("--port", type=int, default=8000)
     parser.add_argument("--name", default="", help="of the model, for clients")
     parser.add_argument("--dtype", default="auto", choices=["auto", "float32", "bfloat16", "float16"])

@@ -92,9 +92,7 @@ class Engine:
                 self._board()
                 if self.flying:
                     self._advance()
-            except (
-                RuntimeError
-            ) as error:  # out of memory: those in flight are lost, the service is not
+            except RuntimeError as error:  # out of memory: those in flight are lost, the service is not
                 self._abandon(error)
 
     def _arrivals(self) -> Iterator[Request | None]:
