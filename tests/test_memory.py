@@ -67,13 +67,14 @@ def test_an_adapter_counts_its_own_parameters(folder):
 
 
 def kept_by_autograd(policy, batch):
-    """Bytes of what a forward pass saves for its backward pass, weights aside."""
+    """Bytes of what a forward pass saves for its backward pass, weights and attention masks aside."""
     weights = {p.untyped_storage().data_ptr() for p in policy.weights().values()}
     saved = {}
 
     def pack(x):
         storage = x.untyped_storage()
-        if storage.data_ptr() not in weights:
+        is_mask = x.dim() == 4 and x.shape[1] == 1
+        if storage.data_ptr() not in weights and not is_mask:
             saved[storage.data_ptr()] = storage
         return x
 

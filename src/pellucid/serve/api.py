@@ -30,6 +30,8 @@ from pellucid.settings import GRPOConfig
 from pellucid.tasks.answers import reasoning_and_answer
 from pellucid.types import Completion, Prompt, Reward, Task
 
+PATIENCE = 100
+"""Times the limit that a body is read for: beyond, the connection is closed."""
 PAGE = Path(__file__).with_name("page.html")
 
 
@@ -293,13 +295,16 @@ def application(served: Served) -> FastAPI:
 
     @app.middleware("http")
     async def bounded(request: Request, call_next: Callable[[Request], Awaitable[Response]]) -> Response:
-        """No body above the limit is read, whether it says its length or not."""
-        body = b""
+        """No body above the limit is kept; it is read to its end all the same, or its sender would hear no answer."""
+        body, size = b"", 0
         async for chunk in request.stream():
-            body += chunk
-            if len(body) > served.body_bytes:
-                too_large = f"the body is larger than {served.body_bytes} bytes"
-                return refused(RequestError(413, too_large, "body_too_large"))
+            size += len(chunk)
+            body += chunk if size <= served.body_bytes else b""
+            if size > PATIENCE * served.body_bytes:
+                break
+        if size > served.body_bytes:
+            too_large = f"the body is larger than {served.body_bytes} bytes"
+            return refused(RequestError(413, too_large, "body_too_large"))
         request._body = body  # as Starlette keeps it, for those who read it next
         next(answered)
         return await call_next(request)

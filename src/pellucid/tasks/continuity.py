@@ -179,7 +179,7 @@ def statements(text: str) -> list[tuple[Linear, Linear]]:
 def runs(text: str) -> Iterator[str]:
     """Stretches of numbers, unknowns, signs and brackets; whatever else stands in a text ends one."""
     text = _FRACTION.sub(r" (\1)/(\2)", text)
-    plain = _COMMANDS.sub(" ", text).replace("cdot", "*").replace("times", "*").translate(_LATEX)
+    plain = " " + _COMMANDS.sub(" ", text).replace("cdot", "*").replace("times", "*").translate(_LATEX)
     start = end = 0
     for piece in _PIECE.finditer(plain):
         if piece.start() != end:
