@@ -108,7 +108,7 @@ def activations(config: Any, cfg: Config, processes: int) -> float:
     rows = a.micro_batch or a.prompts_per_step * a.group_size // (a.minibatches * processes)
     tokens = rows * cfg.sampler.max_tokens + rows / a.group_size * PROMPT_TOKENS
     layer, layers = bytes_a_token(config, 4 if cfg.policy.dtype == "float32" else 2), config.num_hidden_layers
-    kept = 4 * config.hidden_size * layers + layer if cfg.policy.gradient_checkpointing else layer * layers
+    kept = 4 * config.hidden_size * (layers + 1) + layer if cfg.policy.gradient_checkpointing else layer * layers
     return tokens * kept * (1.0 if computed_by_us(config, cfg) else 1.5) / 1e9
 
 

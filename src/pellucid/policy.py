@@ -194,10 +194,10 @@ def load(
     narrow: the matrices in `dtype`, for an optimizer that keeps masters of its own; vectors stay in fp32.
     """
     model, tokenizer = pretrained.load(name, dtype if lora or narrow else torch.float32)
-    for p in model.parameters() if narrow else ():
-        p.data = p.data.float() if p.ndim < 2 else p.data
     move(model, device)
     check_head(model)
+    for p in model.parameters() if narrow else ():
+        p.data = p.data.float() if p.ndim < 2 else p.data
     adapter = add_adapter(model, lora) if lora else None
     return Policy(model, tokenizer, dtype, temperature, entropy_grad, gradient_checkpointing, adapter, engine)
 

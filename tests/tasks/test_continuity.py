@@ -81,8 +81,8 @@ def test_the_gold_answer_scores_1_and_garbage_does_not(settings):
         assert reward.value == 1.0, (prompt.question, task.solution(prompt), reward)
         assert reward.is_correct
         assert prompt.answer in task.solution(prompt)
-        for garbage in ("", "hm", "=" * 9999, "a=" * 9999, "(" * 9999, "x = " + "9" * 9999, "a+b" * 5000):
-            assert task.reward(prompt, completion(garbage)).value == 0.0
+    for garbage in ("", "hm", "=" * 9999, "a=" * 9999, "(" * 9999, "x = " + "9" * 9999, "a+b" * 5000):
+        assert task.reward(prompt, completion(garbage)).value == 0.0
 
 
 def test_every_problem_of_the_family_is_continuous():
