@@ -41,11 +41,13 @@ LOSSES = ("naive", "unclipped", "clipped")
 class Sorter(nn.Module):
     """E embeds numbers; A_l, one matrix for each place of the prompt, add up to one vector; B_t, one for each place of
     the answer, make a distribution of it, read through E again.
+
+    spread: of E at the start. With 1 the first distributions are nearly certain, and what is never drawn is never learnt.
     """
 
-    def __init__(self, size: int, places: int) -> None:
+    def __init__(self, size: int, places: int, spread: float) -> None:
         super().__init__()
-        self.embedding = nn.Parameter(torch.randn(VOCAB, size))
+        self.embedding = nn.Parameter(torch.randn(VOCAB, size) * spread)
         self.encode = nn.Parameter(torch.randn(places, size, size) / size**0.5)
         self.decode = nn.Parameter(torch.randn(places, size, size) / size**0.5)
 
@@ -191,7 +193,7 @@ def settings(options: argparse.Namespace, deltas: str, loss: str) -> GRPOConfig:
 
 def train(options: argparse.Namespace, deltas: str, loss: str) -> tuple[Places, list[grpo.StepResult]]:
     torch.manual_seed(options.seed)
-    policy, cfg = Places(Sorter(options.size, len(PROMPTS[0]))), settings(options, deltas, loss)
+    policy, cfg = Places(Sorter(options.size, len(PROMPTS[0]), options.spread)), settings(options, deltas, loss)
     reference = Places(copy.deepcopy(policy.module).requires_grad_(False)) if options.kl else None
     optimizer = AdamWConfig(lr=options.lr, max_grad_norm=0.0)
     runtime = Runtime(policy, optimizer, total=cfg.steps * cfg.inner_steps)
@@ -261,7 +263,7 @@ def parsed(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--deltas", choices=DELTAS)
     parser.add_argument("--loss", choices=[*LOSSES, "inverted"])
-    parser.add_argument("--reward", choices=REWARDS, default="inclusion")
+    parser.add_argument("--reward", choices=REWARDS, default="position")
     parser.add_argument("--epochs", type=int, default=100, help="times that answers are drawn")
     parser.add_argument("--inner", type=int, default=10, help="optimizer steps on the same answers")
     parser.add_argument("--responses", type=int, default=10, help="answers to each prompt")
@@ -270,6 +272,7 @@ def parsed(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--reference", type=int, default=10, help="epochs between refreshes of the reference")
     parser.add_argument("--lr", type=float, default=1e-3)
     parser.add_argument("--size", type=int, default=10)
+    parser.add_argument("--spread", type=float, default=0.3, help="of the embedding at the start; 1 in the description")
     parser.add_argument("--seed", type=int, default=5)
     parser.add_argument("--picture", type=Path, help="a PNG of the loss and the reward")
     options = parser.parse_args(arguments)

@@ -166,6 +166,7 @@ def options(**changes):
         "reference": 10,
         "lr": 1e-2,
         "size": 10,
+        "spread": 0.3,
         "seed": 5,
     }
     return argparse.Namespace(**(defaults | changes))
@@ -188,7 +189,7 @@ def test_the_ratio_upside_down_unlearns():
 def test_a_penalty_holds_the_sorter_near_its_reference():
     moved = [sorting.train(options(epochs=5, kl=kl, reference=10**6), "centered", "unclipped")[0] for kl in (0.0, 10.0)]
     torch.manual_seed(5)
-    start = sorting.Sorter(10, 3)
+    start = sorting.Sorter(10, 3, 0.3)
     distances = [
         sum(
             float((p - q).detach().square().sum())
