@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 import tomllib
 from pathlib import Path
 
 import pytest
 
+from pellucid.config import Config
+
 DOCS = sorted(Path("docs").glob("*.md"))
+READMES = (Path("README.md"), Path("README.zh.md"))
 
 
 def table(name):
@@ -41,7 +45,7 @@ def test_the_sharp_edges_that_matter_most_are_all_there():
     assert set(must.split()) <= named
 
 
-@pytest.mark.parametrize("path", DOCS, ids=str)
+@pytest.mark.parametrize("path", [*DOCS, *READMES], ids=str)
 def test_every_link_leads_somewhere(path):
     for link in re.findall(r"\]\((?!http|#)([^)#]+)\)", path.read_text()):
         assert (path.parent / link).exists(), link
@@ -52,3 +56,33 @@ def test_the_table_of_variants_is_the_folder_of_recipes():
     keys = {name: ", ".join(key for section in recipe.values() for key in section) for name, recipe in recipes.items()}
     rows = {re.search(r"variants/(\w+)\.toml", recipe)[1]: sets for _, _, recipe, sets, _ in table("variants")}
     assert rows == keys
+
+
+def test_every_item_of_the_systems_has_its_row():
+    numbers = [cell for cell, *_ in table("systems") if cell[0].isdigit()]
+    assert [int(n) for cell in numbers for n in cell.split(", ")] == list(range(1, 79))
+
+
+@pytest.mark.parametrize("path", [*DOCS, *READMES], ids=str)
+def test_every_setting_that_is_named_exists(path):
+    for section, key in re.findall(r"(?<![\w/])(?:--)?([a-z]+)\.(?:no-)?([a-z][a-z_-]+)", path.read_text()):
+        field = Config.model_fields.get(section)
+        if field is not None and dataclasses.is_dataclass(field.annotation) and key not in ("py", "md"):
+            assert key.replace("-", "_") in {f.name for f in dataclasses.fields(field.annotation)}, f"{section}.{key}"
+
+
+def test_the_chinese_readme_keeps_step_with_the_english_one():
+    def outline(path):
+        text = path.read_text()
+        code = re.findall(r"^```.*?^```", text, re.MULTILINE | re.DOTALL)
+        prose = re.sub(r"^```.*?^```", "", text, flags=re.MULTILINE | re.DOTALL)
+        return {
+            "headings": [len(marks) for marks in re.findall(r"^(#+) ", prose, re.MULTILINE)],
+            "code": code,
+            "links": sorted(set(re.findall(r"\]\(([^)]+)\)", prose)) - set(map(str, READMES))),
+            "commands": sorted(re.findall(r"`((?:pellucid|make|torchrun|--)[^`]*)`", prose)),
+            "numbers": [re.findall(r"[\d.]+", row) for row in prose.splitlines() if row.startswith("| ") and "0." in row],
+        }
+
+    english, chinese = map(outline, READMES)
+    assert chinese == english
