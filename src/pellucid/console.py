@@ -64,6 +64,7 @@ def plain_cells(metrics: Mapping[str, float], groups: int) -> list[str]:
     width = len(str(groups))
     formats = {
         "reward/mean": "reward {:6.3f}",
+        "reward/after_kl": "after kl {:6.3f}",
         "groups/dead_all_right": f"dead {{:{width}.0f}}/{groups} right",
         "groups/dead_all_wrong": f"{{:{width}.0f}}/{groups} wrong",
         "groups/drawn": "drawn {:3.0f}",

@@ -124,6 +124,7 @@ def train(
         # 3. Advantage: how much better each completion did than its siblings.
         batch = score_fixed(collate(groups, policy.device), policy, reference, runtime, cfg)
         advantages = compare(groups, batch, policy, runtime, cfg)  # [P, G]
+        charges = runtime.gather(kl.charged(batch.kl, batch.mask, cfg))
         batch = replay(state, step, replace(batch, advantages=advantages.flatten().to(batch.sampler_logprobs)), cfg)
         clock.lap("score")
         # 4. Update: make the better ones more likely, without leaving the trust region.
@@ -131,7 +132,7 @@ def train(
         sampler.sync(policy)
         clock.lap("update")
         advance(state, step, reference, policy, metrics, cfg)
-        metrics |= drawn | clock.times()
+        metrics |= drawn | clock.times() | ({"reward/kl": -fmean(charges)} if charges else {})
         yield StepResult(state.step, metrics, runtime.gather(with_advantages(groups, advantages)))
 
 

@@ -67,6 +67,11 @@ def penalty(kl: Tensor | None, mask: Tensor, cfg: GRPOConfig) -> Tensor | float:
     return cfg.kl_coef * leave_one_out(per_response(kl, mask, cfg))
 
 
+def charged(kl: Tensor | None, mask: Tensor, cfg: GRPOConfig) -> list[float]:
+    """What each response pays for its KL, where rewards do: subtracted from its reward."""
+    return [] if kl is None else (cfg.kl_coef * per_response(kl, mask, cfg)).flatten().tolist()
+
+
 def adapted(kl_coef: float, measured: float, cfg: GRPOConfig) -> float:
     """10% of the relative error, itself clipped to 20% (arXiv 1909.08593, section 2.2), towards cfg.kl_target."""
     if not cfg.kl_target:

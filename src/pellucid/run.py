@@ -64,11 +64,10 @@ def follow(
     for step, metrics, groups in steps:
         parts.seconds += metrics["time/step"]
         last = step == cfg.algorithm.steps or parts.runtime.any(0 < cfg.algorithm.minutes * 60 <= parts.seconds)
-        log.log(
-            step,
-            {**describe(groups, cfg.algorithm.min_spread), **metrics, "memory/peak_gb": parts.runtime.peak_gb()},
-            groups,
-        )
+        metrics = {**describe(groups, cfg.algorithm.min_spread), **metrics, "memory/peak_gb": parts.runtime.peak_gb()}
+        if "reward/kl" in metrics:
+            metrics["reward/after_kl"] = metrics["reward/mean"] + metrics["reward/kl"]
+        log.log(step, metrics, groups)
         if cfg.evaluate.every and (last or step % cfg.evaluate.every == 0):
             log.log_evaluation(step, evaluate_policy(cfg, parts)[0])
         stop = parts.runtime.any(bool(requests))
