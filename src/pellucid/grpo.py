@@ -122,17 +122,16 @@ def train(
         # 1. Generate: G completions of each prompt, from the current policy. 2. Reward: the task grades every one.
         groups, drawn = rollout(task, sampler, runtime, step, cfg, clock)
         # 3. Advantage: how much better each completion did than its siblings.
-        batch = score_fixed(collate(groups, policy.device), policy, reference, runtime, cfg)
-        advantages = compare(groups, batch, policy, runtime, cfg)  # [P, G]
-        charges = runtime.gather(kl.charged(batch.kl, batch.mask, cfg))
-        batch = replay(state, step, replace(batch, advantages=advantages.flatten().to(batch.sampler_logprobs)), cfg)
+        fresh = score_fixed(collate(groups, policy.device), policy, reference, runtime, cfg)
+        advantages = compare(groups, fresh, policy, runtime, cfg)  # [P, G]
+        batch = replay(state, step, replace(fresh, advantages=advantages.flatten().to(fresh.sampler_logprobs)), cfg)
         clock.lap("score")
         # 4. Update: make the better ones more likely, without leaving the trust region.
         metrics = update(policy, batch, runtime, cfg)
         sampler.sync(policy)
         clock.lap("update")
         advance(state, step, reference, policy, metrics, cfg)
-        metrics |= drawn | clock.times() | ({"reward/kl": -fmean(charges)} if charges else {})
+        metrics |= drawn | kl.cost(fresh.kl, fresh.mask, cfg, runtime.gather) | clock.times()
         yield StepResult(state.step, metrics, runtime.gather(with_advantages(groups, advantages)))
 
 

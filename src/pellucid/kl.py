@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from statistics import fmean
+
 import torch
 from torch import Tensor
 
@@ -67,9 +70,13 @@ def penalty(kl: Tensor | None, mask: Tensor, cfg: GRPOConfig) -> Tensor | float:
     return cfg.kl_coef * leave_one_out(per_response(kl, mask, cfg))
 
 
-def charged(kl: Tensor | None, mask: Tensor, cfg: GRPOConfig) -> list[float]:
-    """What each response pays for its KL, where rewards do: subtracted from its reward."""
-    return [] if kl is None else (cfg.kl_coef * per_response(kl, mask, cfg)).flatten().tolist()
+def cost(
+    kl: Tensor | None, mask: Tensor, cfg: GRPOConfig, gather: Callable[[list[float]], list[float]]
+) -> dict[str, float]:
+    """What a response of a step pays for its KL in the mean, where rewards pay; `gather` joins processes."""
+    if kl is None:
+        return {}
+    return {"reward/kl": -cfg.kl_coef * fmean(gather(per_response(kl, mask, cfg).flatten().tolist()))}
 
 
 def adapted(kl_coef: float, measured: float, cfg: GRPOConfig) -> float:
