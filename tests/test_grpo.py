@@ -507,6 +507,19 @@ def test_the_exact_kl_trains():
     assert steps[-1].metrics["kl"] < 0.7 * steps[0].metrics["kl"]
 
 
+@pytest.mark.parametrize("kl_in", ["reward", "raw_reward", "loss"])
+def test_what_responses_pay_for_their_kl_is_reported_where_rewards_pay(kl_in):
+    """Against the sampler's own log-probs, which are those of the policy, and the scores of the reference."""
+    policy, reference = make_policy(), make_policy(seed=3)
+    cfg = GRPOConfig(steps=1, group_size=4, kl="k1" if kl_in != "loss" else "k2", kl_in=kl_in, kl_coef=0.3)
+    [step] = train(CountDigits(), Native(max_tokens=6), policy, OneProcessRuntime(policy), cfg, reference)
+    assert ("reward/kl" in step.metrics) == (kl_in != "loss")
+    if kl_in != "loss":
+        batch = collate(step.groups, policy.device)
+        gap = (batch.sampler_logprobs - reference.score(batch).logprobs.detach())[batch.mask].sum() / len(batch)
+        assert step.metrics["reward/kl"] == pytest.approx(-0.3 * float(gap), abs=1e-4)
+
+
 # ---------------------------------------------------------------- similarity
 
 
