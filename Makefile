@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: setup train test lint seeds vllm bench systems clean
+.PHONY: setup train test lint seeds vllm bench notebook systems clean
 
 setup: .venv/ready
 
@@ -40,6 +40,9 @@ vllm: .venv-vllm/ready
 
 bench: setup vllm
 	$(BIN)/python benchmarks/bench.py $(ARGS)
+
+notebook: setup
+	$(BIN)/jupytext --to ipynb --execute examples/grpo_by_hand.py
 
 systems: setup
 	$(BIN)/python benchmarks/systems.py $(ARGS)
