@@ -54,7 +54,8 @@ def table(what: str, rows: dict[int, dict[str, float]]) -> str:
 def drawn(title: str, subtitle: str, rows: dict[int, dict[str, float]], unit: str) -> str:
     styles = dict(zip(PARTS, ("first", "second", "third"), strict=True))
     lines = [
-        Series(label, [Point(x, row[name]) for x, row in rows.items()], styles[name], unit) for name, label in PARTS.items()
+        Series(label, [Point(x, row[name]) for x, row in rows.items()], styles[name], unit)
+        for name, label in PARTS.items()
     ]
     return chart(title, subtitle, lines, include=[0.0])
 

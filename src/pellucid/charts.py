@@ -76,6 +76,7 @@ def chart(title: str, subtitle: str, series: Sequence[Series], include: Sequence
     y_ticks = ticks(*extent([*include, *(value for line in series for value in heights(line))]))
     x = Scale(0, max(1.0, *(point.x for line in series for point in line.points)), LEFT, RIGHT)
     y = Scale(y_ticks[0], y_ticks[-1], BOTTOM, TOP)
+    x_ticks = [tick for tick in ticks(0, x.high) if tick <= x.high and tick == int(tick)]
     drawn = [draw(line, x, y, shift=4 * (i - (len(series) - 1) / 2)) for i, line in enumerate(series)]
     about = f"{title}: {'; '.join(summary(line) for line in series if line.label)}"
     return "\n".join(
@@ -84,7 +85,7 @@ def chart(title: str, subtitle: str, series: Sequence[Series], include: Sequence
             f'<text class="title" x="0" y="17">{shown(title)}</text>',
             f'<text class="tick" x="0" y="36">{shown(subtitle)}</text>',
             *(axis_y(tick, y(tick)) for tick in y_ticks),
-            *(axis_x(tick, x(tick), series[0].unit) for tick in ticks(0, x.high) if tick <= x.high and tick == int(tick)),
+            *(axis_x(tick, x(tick), series[0].unit) for tick in x_ticks),
             *drawn,
             *end_labels(series, y),
             "</svg>",

@@ -75,9 +75,13 @@ def memory_parts(cfg: Config, policy: Policy, reference: grpo.Reference | None, 
     parameters, trained = count(policy)
     config, a = policy.model.config, cfg.algorithm
     rows = a.micro_batch or a.prompts_per_step * a.group_size // (a.minibatches * world)
-    tokens = rows * (64 + cfg.sampler.max_tokens)
+    prompts = rows / a.group_size if policy.decoder else rows
+    tokens = rows * cfg.sampler.max_tokens + prompts * 64
     layers = 1 if cfg.policy.gradient_checkpointing else config.num_hidden_layers
-    per_token = layers * (40 * config.hidden_size + 14 * getattr(config, "intermediate_size", 4 * config.hidden_size))
+    residual, inner = (24, 6) if policy.decoder else (40, 14)
+    per_token = layers * (
+        residual * config.hidden_size + inner * getattr(config, "intermediate_size", 4 * config.hidden_size)
+    )
     copied = cfg.policy.dtype != "float32"
     return {
         "weights": parameters * 4 / 1e9,
