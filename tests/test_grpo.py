@@ -109,11 +109,14 @@ def test_the_stop_is_trained_and_the_padding_is_not():
 
 
 def test_in_bf16_too_the_ratio_is_one_where_nothing_has_changed():
-    """The old log-probs, without gradient, and the new ones, with: logits are reduced in fp32 in both (E2-6)."""
+    """The old log-probs, without gradient, and the new ones, with: logits are reduced in fp32 in both (E2-6).
+
+    In groups: a matrix product of other rows may round the same row otherwise, by 4e-4 in the mean.
+    """
     policy = make_policy(dtype=torch.bfloat16)
-    cfg = GRPOConfig(epochs=2, micro_batch=5)
+    cfg = GRPOConfig(epochs=2, micro_batch=16)
     batch = grpo.score_fixed(rollouts(policy), policy, None, OneProcessRuntime(), cfg)
-    now = torch.cat([policy.score(part).logprobs[part.mask] for part in batch.chunks(7)])
+    now = torch.cat([policy.score(part).logprobs[part.mask] for part in batch.chunks(8)])
     ratio = (now.detach() - batch.old_logprobs[batch.mask]).exp()
     assert (ratio - 1).abs().max() < 1e-3
     rounded = (now.detach().bfloat16().float() - batch.old_logprobs[batch.mask]).exp()
@@ -482,7 +485,7 @@ def test_the_coefficient_follows_its_target():
 
 
 def test_the_exact_kl_is_the_sum_over_the_vocabulary():
-    policy, reference = make_policy(dtype=F64), make_policy(dtype=F64, seed=3)
+    policy, reference = (make_policy(dtype=F64, seed=seed, engine="transformers") for seed in (0, 3))
     policy.measure_kl(reference)
     batch = rollouts(policy)
     scores = policy.score(batch)

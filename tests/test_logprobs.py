@@ -27,7 +27,8 @@ def plain(hidden, weight, tokens, temperature, bias, scale, softcap):
 @pytest.mark.parametrize("tokens_at_once", [1, 4, 13, 100])
 @pytest.mark.parametrize(("temperature", "scale", "softcap"), [(1.0, 1.0, 0.0), (0.7, 0.5, 0.0), (1.3, 1.0, 2.0)])
 def test_values_and_gradients_equal_plain_autograd(monkeypatch, inputs, tokens_at_once, temperature, scale, softcap):
-    monkeypatch.setattr(logprobs, "CHUNK_ELEMENTS", 29 * tokens_at_once)
+    monkeypatch.setattr(logprobs, "MANY", 29 * tokens_at_once)
+    monkeypatch.setattr(logprobs, "FEW", 29 * max(1, tokens_at_once // 2))
     hidden, weight, tokens = inputs
     bias = torch.randn(29, dtype=torch.float64)
     upstream = torch.randn(2, 13, dtype=torch.float64)
@@ -48,7 +49,7 @@ def test_entropy_has_a_gradient_only_if_asked_for(inputs):
 
 def test_all_logits_are_never_held_at_once(monkeypatch, inputs):
     """The largest tensor that autograd keeps is a chunk's inputs, not [N, V]."""
-    monkeypatch.setattr(logprobs, "CHUNK_ELEMENTS", 29 * 2)
+    monkeypatch.setattr(logprobs, "MANY", 29 * 2)
     hidden, weight, tokens = inputs
     kept = []
     with torch.autograd.graph.saved_tensors_hooks(lambda x: kept.append(tuple(x.shape)) or x, lambda x: x):

@@ -50,7 +50,7 @@ def one_token_at_a_time(policy, batch):
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 @torch.no_grad()
 def test_scores_equal_a_token_by_token_loop(architecture):
-    policy = make_policy(architecture, dtype=torch.float64)
+    policy = make_policy(architecture, dtype=torch.float64, engine="transformers")
     batch = batch_of(policy)
     assert len({len(ids) for ids in batch.prompt_ids}) > 1
     torch.testing.assert_close(policy.score(batch).logprobs, one_token_at_a_time(policy, batch), rtol=0, atol=1e-6)
@@ -79,7 +79,7 @@ def test_gradient_checkpointing_changes_no_gradient():
 
 
 def test_checkpointing_really_recomputes():
-    policy = make_policy(gradient_checkpointing=True)
+    policy = make_policy(gradient_checkpointing=True, engine="transformers")
     calls = []
     policy.model.model.layers[0].mlp.register_forward_pre_hook(lambda *_: calls.append(1))
     batch = batch_of(policy)

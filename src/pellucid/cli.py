@@ -16,6 +16,7 @@ from pellucid.types import UserError
 USAGE = """usage: pellucid COMMAND
 
   train [RECIPE.toml] [--section.key VALUE ...] [--run DIR]   teach a model with a reward function
+        --profile                                             also write where the third step's time and memory go
   train --resume RUN [--section.key VALUE ...]                go on from the last whole checkpoint
   eval MODEL_OR_RUN [--task RECIPE.toml] [--section.key VALUE ...]   held-out accuracy, with intervals
   doctor                                                      what this machine has and does
@@ -52,6 +53,7 @@ def train(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="pellucid train", add_help=False, allow_abbrev=False)
     parser.add_argument("--run", type=Path)
     parser.add_argument("--resume", type=Path)
+    parser.add_argument("--profile", action="store_true")
     options, overrides = parser.parse_known_args(arguments)
     recipe = first_file(overrides)
     if options.resume:
@@ -64,7 +66,7 @@ def train(arguments: list[str]) -> int:
     quiet_libraries()
     from pellucid import run  # noqa: PLC0415 - torch takes seconds to import: settings are checked before
 
-    return run.train(cfg, run_dir, resume=bool(options.resume))
+    return run.train(cfg, run_dir, resume=bool(options.resume), profile=options.profile)
 
 
 def evaluate(arguments: list[str]) -> int:

@@ -31,6 +31,9 @@ class PolicyConfig:
     """Rank of a LoRA adapter to train instead of the whole model; 0 trains the whole model."""
     reference: str = "auto"
     """Device of the frozen reference (auto: that of the policy); it is loaded only where kl_coef > 0."""
+    engine: Literal["auto", "compiled", "transformers"] = "auto"
+    """auto: our own decoder for the Llama family (Llama, Mistral, Qwen2, Qwen3), transformers for all others. compiled:
+    its update by torch.compile, for long runs; needs a C++ compiler."""
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass: less memory, a third more time."""
 
@@ -46,12 +49,15 @@ class SamplerConfig:
     """Of sampling and of the log-probs that are trained on. Evaluation adds greedy answers."""
     max_tokens: int = 64
     """Longest completion, in tokens."""
+    rows: int = 256
+    """Completions that the native sampler decodes at once; as some finish, the next prompts take their place."""
 
     def __post_init__(self) -> None:
         if not self.temperature > 0:
             raise ValueError(f"temperature = {self.temperature} must be positive: greedy groups have no contrast")
-        if self.max_tokens < 1:
-            raise ValueError(f"max_tokens = {self.max_tokens} must be at least 1")
+        for name in ("max_tokens", "rows"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} = {getattr(self, name)} must be at least 1")
 
 
 @dataclass(frozen=True)
@@ -64,13 +70,21 @@ class EvaluateConfig:
     """mean@k and pass@k; 0 is greedy only."""
     samples: int = 0
     """Samples of each prompt that they are estimated from; 0 means k."""
+    top_k: int = 0
+    """Samples are drawn from the k likeliest tokens only; 0 is off. Greedy answers are what they are."""
+    top_p: float = 1.0
+    """... from the likeliest tokens that together have this probability; 1 is off."""
+    min_p: float = 0.0
+    """... from tokens at least this many times as likely as the likeliest; 0 is off."""
 
     def __post_init__(self) -> None:
-        for name in ("every", "k", "samples"):
+        for name in ("every", "k", "samples", "top_k"):
             if getattr(self, name) < 0:
                 raise ValueError(f"{name} = {getattr(self, name)} must not be negative")
         if self.n < 1:
             raise ValueError(f"n = {self.n} must be at least 1")
+        if not 0 < self.top_p <= 1 or not 0 <= self.min_p <= 1:
+            raise ValueError(f"top_p = {self.top_p} must be in (0, 1] and min_p = {self.min_p} in [0, 1]")
         if 0 < self.samples < self.k:
             raise ValueError(f"samples = {self.samples} must be at least k = {self.k}, or 0")
 

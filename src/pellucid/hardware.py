@@ -35,19 +35,19 @@ def pick_dtype(name: str, device: torch.device) -> torch.dtype:
     return torch.bfloat16 if faster else torch.float32
 
 
-def matmul_tflops(dtype: torch.dtype, size: int = 512, repeats: int = 10) -> float:
-    """The best of a few matrix products on one CPU thread, in TFLOP/s: some tens of milliseconds in all.
+def matmul_tflops(dtype: torch.dtype, size: int = 512, repeats: int = 10, threads: int = 1) -> float:
+    """The best of a few matrix products on the CPU, in TFLOP/s: some tens of milliseconds in all.
 
-    One thread, because two wait for each other and a busy machine then decides which dtype looks faster.
+    On one thread by default, because two wait for each other and a busy machine then decides which dtype looks faster.
     """
-    threads, x = torch.get_num_threads(), torch.ones(size, size, dtype=dtype)
-    torch.set_num_threads(1)
+    before, x = torch.get_num_threads(), torch.ones(size, size, dtype=dtype)
+    torch.set_num_threads(threads)
     seconds = []
     for _ in range(repeats):
         start = time.perf_counter()
         torch.mm(x, x)
         seconds.append(time.perf_counter() - start)
-    torch.set_num_threads(threads)
+    torch.set_num_threads(before)
     return 2 * size**3 / min(seconds) / 1e12
 
 

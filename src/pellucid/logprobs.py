@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.utils.checkpoint import checkpoint
 
-CHUNK_ELEMENTS = 2**25
-"""Logits held at once: 128 MB in fp32, however many tokens there are and however large the vocabulary is."""
+MANY, FEW = 2**26, 2**23
+"""Logits held at once, however many tokens there are and however large the vocabulary is: 128 MB in bf16 for a matrix
+product, 32 MB in fp32 for what is done to each."""
 
 
 class Head(NamedTuple):
@@ -33,6 +34,33 @@ class Head(NamedTuple):
         return self.softcap * torch.tanh(logits / self.softcap) if self.softcap else logits
 
 
+class Reading(NamedTuple):
+    """How hidden states are read: all that the functions below need besides tensors."""
+
+    head: Head
+    temperature: float
+    entropy_grad: bool
+    ref_hidden: Tensor | None
+    ref_head: Head | None
+
+    def distribution(self, hidden: Tensor) -> Tensor:
+        """[n, D] -> [n, V] logits at the temperature."""
+        logits = self.head.logits(hidden)
+        return logits.div_(self.temperature) if self.temperature != 1.0 else logits
+
+    def slope(self, z: Tensor) -> Tensor | float:
+        """dz / d of what the head's matrix gives: [n, V] with a softcap, else the same for all."""
+        factor = self.head.scale / self.temperature
+        cap = self.head.softcap / self.temperature
+        return factor * (1 - (z / cap).square()) if cap else factor
+
+    def reference(self, rows: Tensor) -> Tensor | None:
+        """[n, V] log-probs of the reference."""
+        if self.ref_hidden is None or self.ref_head is None:
+            return None
+        return (self.ref_head.logits(self.ref_hidden[rows]) / self.temperature).log_softmax(-1)
+
+
 def token_logprobs(
     hidden: Tensor,
     head: Head,
@@ -47,35 +75,91 @@ def token_logprobs(
     predicted from. Logits are recomputed in the backward pass; the entropy has a gradient only if asked for. With the
     hidden states and the head of a reference, a third: KL(distribution, reference's), summed over the vocabulary.
     """
-    size = max(1, CHUNK_ELEMENTS // head.weight.shape[0])
-    others = (
-        [(None, None)] * len(tokens) if reference is None else [(h, reference[1]) for h in reference[0].split(size)]
-    )
-    chunks = [
-        checkpoint(_chunk, h, head, t, temperature, entropy_grad, *other, use_reentrant=False, preserve_rng_state=False)
-        for h, t, other in zip(hidden.split(size), tokens.split(size), others, strict=False)
-    ]
-    return tuple(torch.cat(column) for column in zip(*chunks, strict=True))
+    reading = Reading(head, temperature, entropy_grad, *(reference or (None, None)))
+    logprobs, entropy, kl = TokenLogprobs.apply(hidden, head.weight, head.bias, tokens, reading)  # pyright: ignore
+    return (logprobs, entropy) if reference is None else (logprobs, entropy, kl)
 
 
-def _chunk(
-    hidden: Tensor,
-    head: Head,
-    tokens: Tensor,
-    temperature: float,
-    entropy_grad: bool,
-    ref_hidden: Tensor | None,
-    ref_head: Head | None,
-) -> tuple[Tensor, ...]:
-    logits = head.logits(hidden) / temperature
-    log_normalizer = logits.logsumexp(-1)
-    logprobs = logits.gather(-1, tokens[:, None])[:, 0] - log_normalizer
-    with torch.set_grad_enabled(entropy_grad and torch.is_grad_enabled()):
-        probs = (logits - log_normalizer[:, None]).exp()
-        entropy = log_normalizer - (probs * logits).sum(-1)
-    if ref_hidden is None or ref_head is None:
-        return logprobs, entropy
-    with torch.no_grad():
-        ref_distribution = (ref_head.logits(ref_hidden) / temperature).log_softmax(-1).to(logits)
-    distribution = logits - log_normalizer[:, None]
-    return logprobs, entropy, (distribution.exp() * (distribution - ref_distribution)).sum(-1)
+class TokenLogprobs(torch.autograd.Function):
+    """With z the logits at the temperature, p their softmax, H its entropy, q the reference:
+
+        d log p[token] / dz = onehot(token) - p
+        d H / dz = -p (log p + H)
+        d KL / dz = p (log p - log q - KL)
+
+    What is done to each logit is done a few rows at a time, in the processor's cache; matrix products take many.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, tokens: Tensor, reading: Reading
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        every = torch.arange(len(tokens), device=tokens.device)
+        parts = [_read(hidden[rows], tokens[rows], reading, rows) for rows in every.split(_rows(weight, FEW))]
+        logprobs, entropy, kl, log_normalizer = (torch.cat(column) for column in zip(*parts, strict=True))
+        ctx.save_for_backward(hidden, weight, bias, tokens, entropy, kl, log_normalizer)
+        ctx.reading = reading
+        if not reading.entropy_grad:
+            ctx.mark_non_differentiable(entropy)
+        return logprobs, entropy, kl
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        hidden, weight, bias, *about = ctx.saved_tensors
+        reading = ctx.reading._replace(head=ctx.reading.head._replace(weight=weight, bias=bias))
+        live = (torch.stack(grads) != 0).any(0).nonzero()[:, 0]  # a token that weighs nothing costs nothing
+        wide = about[-1].dtype
+        of_hidden, of_weight = torch.zeros_like(hidden), torch.zeros_like(weight, dtype=wide)
+        of_bias = None if bias is None else torch.zeros_like(bias, dtype=wide)
+        for many in live.split(_rows(weight, MANY)):
+            of_logits = torch.empty(len(many), len(weight), dtype=weight.dtype, device=weight.device)
+            for few, into in zip(many.split(_rows(weight, FEW)), of_logits.split(_rows(weight, FEW)), strict=True):
+                into.copy_(_of_logits(hidden[few], few, reading, about, grads))
+            of_hidden[many] = of_logits @ weight
+            of_weight += of_logits.mT @ hidden[many]
+            if of_bias is not None:
+                of_bias += of_logits.sum(0, dtype=wide)
+        return of_hidden, of_weight.to(weight.dtype), None if of_bias is None else of_bias.to(weight.dtype), None, None
+
+
+def _read(hidden: Tensor, tokens: Tensor, reading: Reading, rows: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Log-probs, entropy, KL and log-normaliser, [n] each."""
+    z = reading.distribution(hidden)
+    highest = z.amax(-1, keepdim=True)
+    masses = (z - highest).exp_()
+    total = masses.sum(-1)
+    log_normalizer = highest[:, 0] + total.log()
+    logprobs = z.gather(-1, tokens[:, None])[:, 0] - log_normalizer
+    entropy = log_normalizer - dots(masses, z) / total
+    other = reading.reference(rows)
+    kl = torch.zeros_like(entropy) if other is None else -entropy - dots(masses, other) / total
+    return logprobs, entropy, kl, log_normalizer
+
+
+def _of_logits(
+    hidden: Tensor, rows: Tensor, reading: Reading, about: Sequence[Tensor], grads: Sequence[Tensor]
+) -> Tensor:
+    """[n, V]: the gradient of what the head's matrix gives for these rows."""
+    tokens, entropy, kl, log_normalizer = (x[rows] for x in about)
+    of_logprob, of_entropy, of_kl = (g[rows, None] for g in grads)
+    z, other = reading.distribution(hidden), reading.reference(rows)
+    slope, log_probs = reading.slope(z), z.sub_(log_normalizer[:, None])
+    weights = -of_logprob
+    if reading.entropy_grad:
+        weights = weights - of_entropy * (log_probs + entropy[:, None])
+    if other is not None:
+        weights = weights + of_kl * (log_probs - other - kl[:, None])
+    grad = log_probs.exp_().mul_(weights)
+    grad[torch.arange(len(rows), device=z.device), tokens] += of_logprob[:, 0]
+    return grad if isinstance(slope, float) and slope == 1.0 else grad.mul_(slope)
+
+
+def dots(x: Tensor, y: Tensor) -> Tensor:
+    """[n, V] and [n, V] -> [n] inner products, without a product of their size."""
+    return (x[:, None] @ y[:, :, None])[:, 0, 0]
+
+
+def _rows(weight: Tensor, elements: int) -> int:
+    """Whole tiles of matrix products, where there is room for one."""
+    rows = elements // len(weight)
+    return max(1, rows // 64 * 64 or rows)

@@ -16,7 +16,11 @@ from pellucid.batch import Batch
 from pellucid.extras import extra
 from pellucid.grpo import Scores
 from pellucid.logprobs import Head
-from pellucid.scorer import Scorer, check_head, head_of
+from pellucid.models import packed
+from pellucid.models.decoder import Decoder, refusal
+from pellucid.models.decoding import Flight
+from pellucid.models.fallback import Chartered
+from pellucid.scorer import Scorer, check_head
 from pellucid.types import Prompt, UserError
 
 BASE_STAYS = "algorithm.reference_every: the reference of a LoRA policy is its base, which stays as it is: set 0"
@@ -34,9 +38,13 @@ class Policy:
         entropy_grad: bool = False,
         gradient_checkpointing: bool = False,
         adapter: Any = None,
+        engine: str = "auto",
     ) -> None:
         self.model, self.tokenizer, self.dtype, self.adapter = silence_dropout(model), tokenizer, dtype, adapter
-        self.scorer = Scorer(model, dtype, temperature, entropy_grad, gradient_checkpointing)
+        self.engine = engine
+        self.decoder = None if self.detour() else Decoder(model.config, self.weights(), dtype)
+        pieces = packed.compiled() if engine == "compiled" else packed.PLAIN
+        self.scorer = Scorer(model, self.decoder, dtype, temperature, entropy_grad, gradient_checkpointing, pieces)
         self.module: nn.Module = self.scorer
         self.eos_ids = eos_ids(model, tokenizer)
         self.context_length: int = getattr(model.config, "max_position_embeddings", None) or 2**31
@@ -67,7 +75,17 @@ class Policy:
 
     def hidden(self, batch: Batch) -> tuple[Tensor, Head]:
         """[N, D]: where each response token is predicted from, row by row; and what makes logits of it."""
-        return self.scorer.hidden(batch), head_of(self.model)
+        return self.scorer.hidden(batch)
+
+    def detour(self) -> str:
+        """Why this model is computed by transformers, not by our decoder; empty where it is not."""
+        if self.engine == "transformers":
+            return "policy.engine"
+        return "an adapter" if self.adapter is not None else refusal(self.model.config)
+
+    def flight(self, rows: int) -> Flight | Chartered:
+        """Room to decode `rows` rows, by the weights as they are now."""
+        return Flight(self.decoder, rows) if self.decoder else Chartered(self.inference_model(), rows)
 
     def encode(self, prompt: Prompt) -> tuple[int, ...]:
         """Token ids up to where the model answers. Messages without a chat template are their contents, a line each."""
@@ -168,20 +186,23 @@ def load(
     entropy_grad: bool = False,
     gradient_checkpointing: bool = False,
     lora: int = 0,
+    engine: str = "auto",
 ) -> Policy:
     """The policy to train. `lora` > 0 trains an adapter of that rank on every linear layer over a frozen base."""
     model, tokenizer = pretrained.load(name, dtype if lora else torch.float32)
     move(model, device)
     check_head(model)
     adapter = add_adapter(model, lora) if lora else None
-    return Policy(model, tokenizer, dtype, temperature, entropy_grad, gradient_checkpointing, adapter)
+    return Policy(model, tokenizer, dtype, temperature, entropy_grad, gradient_checkpointing, adapter, engine)
 
 
-def load_frozen(name: str, device: torch.device, dtype: torch.dtype, temperature: float) -> Policy:
+def load_frozen(
+    name: str, device: torch.device, dtype: torch.dtype, temperature: float, engine: str = "auto"
+) -> Policy:
     """A reference or a model to evaluate: no gradient."""
     model, tokenizer = pretrained.load(name, torch.float32)
     move(model, device).requires_grad_(False)
-    return Policy(model, tokenizer, dtype, temperature)
+    return Policy(model, tokenizer, dtype, temperature, engine=engine)
 
 
 def move(model: nn.Module, device: torch.device) -> nn.Module:

@@ -12,7 +12,7 @@ from rich.table import Table
 from pellucid import grpo
 from pellucid.config import Config
 from pellucid.hardware import memory_gb
-from pellucid.logprobs import CHUNK_ELEMENTS
+from pellucid.logprobs import MANY
 from pellucid.metrics import predicted_dead_share
 from pellucid.policy import Policy
 from pellucid.types import Group
@@ -26,7 +26,8 @@ def show_numbers(cfg: Config, policy: Policy, reference: grpo.Reference | None, 
     table = Table.grid(padding=(0, 2))
     for name, value in {
         "model": f"{cfg.policy.model}: {parameters / 1e6:.1f} M parameters, {trained / 1e6:.1f} M trained",
-        "computes": f"in {cfg.policy.dtype} on {policy.device}, {world} process{'es' if world > 1 else ''}",
+        "computes": f"in {cfg.policy.dtype} on {policy.device}, {world} process{'es' if world > 1 else ''}, by"
+        + (" our decoder" if policy.decoder else f" transformers ({policy.detour()})"),
         "a step": f"{a.prompts_per_step} prompts x {a.group_size} completions = {completions}, up to"
         f" {cfg.sampler.max_tokens} tokens each, {a.inner_steps} optimizer step{'s' if a.inner_steps > 1 else ''}",
         "the run": f"{a.steps} steps = {a.steps * completions} completions"
@@ -74,9 +75,13 @@ def memory_parts(cfg: Config, policy: Policy, reference: grpo.Reference | None, 
     parameters, trained = count(policy)
     config, a = policy.model.config, cfg.algorithm
     rows = a.micro_batch or a.prompts_per_step * a.group_size // (a.minibatches * world)
-    tokens = rows * (64 + cfg.sampler.max_tokens)
+    prompts = rows / a.group_size if policy.decoder else rows
+    tokens = rows * cfg.sampler.max_tokens + prompts * 64
     layers = 1 if cfg.policy.gradient_checkpointing else config.num_hidden_layers
-    per_token = layers * (40 * config.hidden_size + 14 * getattr(config, "intermediate_size", 4 * config.hidden_size))
+    residual, inner = (24, 6) if policy.decoder else (40, 14)
+    per_token = layers * (
+        residual * config.hidden_size + inner * getattr(config, "intermediate_size", 4 * config.hidden_size)
+    )
     copied = cfg.policy.dtype != "float32"
     return {
         "weights": parameters * 4 / 1e9,
@@ -85,7 +90,7 @@ def memory_parts(cfg: Config, policy: Policy, reference: grpo.Reference | None, 
         "sampling copy": parameters * 2 / 1e9 if copied else 0.0,
         "reference": parameters * 4 / 1e9 if isinstance(reference, Policy) else 0.0,
         "activations": tokens * per_token / 1e9,
-        "logits": 4 * CHUNK_ELEMENTS * 4 / 1e9,
+        "logits": 4 * MANY / 1e9,
         "a checkpoint's largest file": trained * 4 / 1e9,
         "libraries": 0.6,
     }

@@ -1,4 +1,4 @@
-"""The composition root: settings in, a run folder out. Here the parts meet, and nowhere else."""
+"""One run: settings in, a run folder out."""
 
 from __future__ import annotations
 
@@ -6,49 +6,29 @@ import json
 import shutil
 from collections.abc import Sequence
 from contextlib import closing
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 import rich
 from accelerate.utils import set_seed
 
 from pellucid import checkpoint, grpo, hardware, loggers, policy, preflight, provenance
+from pellucid.compose import Parts, compose, isolated, pick_sampler, settled, truncation_of
 from pellucid.config import Config, dump
 from pellucid.console import accuracy_table, before_after, terminal
 from pellucid.evaluate import OneProcess, evaluate, graded, held_out
 from pellucid.interrupts import INTERRUPTED, stop_requests
 from pellucid.metrics import describe
-from pellucid.policy import AdapterOff, Policy
+from pellucid.models.drawing import WHOLE
+from pellucid.policy import Policy
+from pellucid.profile import profiled
 from pellucid.report import write_report
-from pellucid.runtime import Runtime
-from pellucid.samplers.hf import HuggingFace
-from pellucid.samplers.native import Native
-from pellucid.tasks.arithmetic import Arithmetic
-from pellucid.tasks.sandbox import Sandboxed, with_split
-from pellucid.types import Evaluation, Group, Logger, Prompt, Sampler, Task, UserError
+from pellucid.types import Evaluation, Group, Logger, UserError
 
-SAMPLERS = {"native": Native, "hf": HuggingFace}
 OPTIMIZER = "optimizer."
 
 
-@dataclass
-class Parts:
-    """What a Config describes, alive."""
-
-    task: Task
-    test_task: Task
-    test_prompts: Sequence[Prompt]
-    sampler: Sampler
-    greedy: Sampler
-    policy: Policy
-    reference: Policy | AdapterOff | None
-    runtime: Runtime
-    state: grpo.State
-    seconds: float = 0.0
-    """Spent in finished steps, by the clock of this process."""
-
-
-def train(cfg: Config, run_dir: Path, resume: bool = False) -> int:
+def train(cfg: Config, run_dir: Path, resume: bool = False, profile: bool = False) -> int:
     """Trains to the end, or to the step in which Ctrl-C came; returns the exit status."""
     hardware.keep_freed_memory()
     cfg = settled(cfg)
@@ -66,17 +46,21 @@ def train(cfg: Config, run_dir: Path, resume: bool = False) -> int:
     with closing(log), stop_requests() as requests:
         if evaluation:
             log.log_evaluation(0, evaluation)
-        stopped = follow(cfg, run_dir, parts, log, requests)
+        stopped = follow(cfg, run_dir, parts, log, requests, profile)
     if main:
         finish(run_dir, parts.policy, stopped)
     return INTERRUPTED if stopped else 0
 
 
-def follow(cfg: Config, run_dir: Path, parts: Parts, log: Logger, requests: Sequence[int]) -> int:
+def follow(
+    cfg: Config, run_dir: Path, parts: Parts, log: Logger, requests: Sequence[int], profile: bool = False
+) -> int:
     """Walks through the steps, logging, evaluating and saving; the step that a stop request ended, or 0."""
     steps = grpo.train(
         parts.task, parts.sampler, parts.policy, parts.runtime, cfg.algorithm, parts.reference, parts.state
     )
+    if profile and parts.runtime.main:
+        steps = profiled(steps, run_dir / "profile.txt", parts.policy.dtype)
     for step, metrics, groups in steps:
         parts.seconds += metrics["time/step"]
         last = step == cfg.algorithm.steps or parts.runtime.any(0 < cfg.algorithm.minutes * 60 <= parts.seconds)
@@ -95,83 +79,15 @@ def follow(cfg: Config, run_dir: Path, parts: Parts, log: Logger, requests: Sequ
     return 0
 
 
-# ---------------------------------------------------------------- settings to parts
-
-
-def settled(cfg: Config) -> Config:
-    """What depends on this machine or on another section, written out: a resumed run must not decide anew."""
-    device = hardware.pick_device(cfg.policy.device)
-    dtype = str(hardware.pick_dtype(cfg.policy.dtype, device)).removeprefix("torch.")
-    length = cfg.algorithm.max_length or cfg.sampler.max_tokens
-    return cfg.model_copy(
-        update={
-            "policy": replace(cfg.policy, dtype=dtype),
-            "algorithm": replace(cfg.algorithm, max_length=length),
-            "task": replace(cfg.task, seed=cfg.task.seed or cfg.algorithm.seed),
-        }
-    )
-
-
-def compose(cfg: Config) -> Parts:
-    device = hardware.pick_device(cfg.policy.device)
-    algorithm, temperature = cfg.algorithm, cfg.sampler.temperature
-    learner = policy.load(
-        cfg.policy.model,
-        device,
-        hardware.pick_dtype(cfg.policy.dtype, device),
-        temperature,
-        entropy_grad=algorithm.entropy_coef > 0,
-        gradient_checkpointing=cfg.policy.gradient_checkpointing,
-        lora=cfg.policy.lora,
-    )
-    reference = load_reference(cfg, learner) if algorithm.kl_coef else None
-    if reference is not None and algorithm.kl == "exact":
-        learner.measure_kl(reference)
-    runtime = Runtime(learner, cfg.optimizer, total=algorithm.steps * algorithm.inner_steps)
-    if algorithm.prompts_per_step % (runtime.world * algorithm.minibatches):
-        raise UserError(
-            f"algorithm.prompts_per_step = {algorithm.prompts_per_step} must be a multiple of processes * minibatches"
-            f" = {runtime.world * algorithm.minibatches}: groups are not split"
-        )
-    task = isolated(replace(cfg.task, split="train"))
-    test_task = with_split(task, "test")
-    sampler = SAMPLERS[cfg.sampler.name](temperature=temperature, max_tokens=cfg.sampler.max_tokens)
-    return Parts(
-        task=task,
-        test_task=test_task,
-        test_prompts=held_out(test_task, cfg.evaluate.n) if cfg.evaluate.every else [],
-        sampler=sampler,
-        greedy=replace(sampler, temperature=0.0),
-        policy=learner,
-        reference=reference,
-        runtime=runtime,
-        state=grpo.State(kl_coef=algorithm.kl_coef),
-    )
-
-
-def isolated(task: Task) -> Task:
-    """Rewards that may raise, hang or die run in a process of their own; sums need none."""
-    return task if isinstance(task, Arithmetic) else Sandboxed(task)
-
-
-def load_reference(cfg: Config, learner: Policy) -> Policy | AdapterOff:
-    if cfg.policy.lora:
-        if cfg.algorithm.reference_every:
-            raise UserError(policy.BASE_STAYS)
-        return AdapterOff(learner)
-    device = learner.device if cfg.policy.reference == "auto" else hardware.pick_device(cfg.policy.reference)
-    return policy.load_frozen(cfg.policy.model, device, learner.dtype, cfg.sampler.temperature)
-
-
 # ---------------------------------------------------------------- evaluation
 
 
 def evaluate_policy(cfg: Config, parts: Parts) -> tuple[Evaluation, list[Group]]:
     parts.greedy.sync(parts.policy)
-    parts.sampler.sync(parts.policy)
+    parts.test_sampler.sync(parts.policy)
     k, samples = cfg.evaluate.k, cfg.evaluate.samples or cfg.evaluate.k
     return evaluate(
-        cfg.task_name, parts.test_task, parts.test_prompts, parts.greedy, parts.sampler, k, samples, parts.runtime
+        cfg.task_name, parts.test_task, parts.test_prompts, parts.greedy, parts.test_sampler, k, samples, parts.runtime
     )
 
 
@@ -179,7 +95,7 @@ def look_first(cfg: Config, parts: Parts) -> Evaluation | None:
     """Before step 1: held-out accuracy, one real exchange, and how many groups are going to teach anything."""
     evaluation, groups = evaluate_policy(cfg, parts) if cfg.evaluate.every else (None, [])
     size = cfg.algorithm.group_size
-    if not groups or len(groups[0].completions) < size:
+    if not groups or len(groups[0].completions) < size or truncation_of(cfg) != WHOLE:
         parts.sampler.sync(parts.policy)
         prompts = parts.runtime.shard(parts.task.sample(0, cfg.algorithm.prompts_per_step))
         groups = parts.runtime.gather(graded(parts.task, parts.sampler, prompts, size))
@@ -193,10 +109,10 @@ def evaluate_model(cfg: Config, model: str) -> int:
     """`pellucid eval`: prints the accuracy of a model on the task's held-out split."""
     hardware.keep_freed_memory()
     device = hardware.pick_device(cfg.policy.device)
-    frozen = policy.load_frozen(model, device, hardware.pick_dtype(cfg.policy.dtype, device), cfg.sampler.temperature)
+    dtype = hardware.pick_dtype(cfg.policy.dtype, device)
+    frozen = policy.load_frozen(model, device, dtype, cfg.sampler.temperature, cfg.policy.engine)
     task = isolated(replace(cfg.task, split="test"))
-    sampler = SAMPLERS[cfg.sampler.name](temperature=cfg.sampler.temperature, max_tokens=cfg.sampler.max_tokens)
-    greedy = replace(sampler, temperature=0.0)
+    sampler, greedy = pick_sampler(cfg, truncation_of(cfg)), replace(pick_sampler(cfg), temperature=0.0)
     sampler.sync(frozen)
     greedy.sync(frozen)
     k, samples = cfg.evaluate.k, cfg.evaluate.samples or cfg.evaluate.k

@@ -11,6 +11,8 @@ from transformers import PreTrainedModel
 from pellucid.batch import Batch
 from pellucid.grpo import Scores
 from pellucid.logprobs import Head, token_logprobs
+from pellucid.models.decoder import Decoder
+from pellucid.models.packed import Pieces, hidden_states
 from pellucid.types import UserError
 
 
@@ -26,14 +28,18 @@ class Scorer(nn.Module):
     def __init__(
         self,
         model: PreTrainedModel,
+        decoder: Decoder | None,
         dtype: torch.dtype,
         temperature: float,
         entropy_grad: bool,
         gradient_checkpointing: bool,
+        pieces: Pieces,
     ) -> None:
         super().__init__()
-        self.model, self.dtype, self.temperature, self.entropy_grad = model, dtype, temperature, entropy_grad
+        self.model, self.decoder, self.dtype = model, decoder, dtype
+        self.temperature, self.entropy_grad = temperature, entropy_grad
         self.gradient_checkpointing = gradient_checkpointing
+        self.pieces = pieces
         self.reference: Hidden | None = None
         if gradient_checkpointing:
             # transformers renamed it on the way to 6.
@@ -41,15 +47,19 @@ class Scorer(nn.Module):
             enable({"use_reentrant": False})
 
     def forward(self, batch: Batch) -> Scores:
-        device, mask = self.model.device, batch.mask
-        reference = self.reference_hidden(batch)
-        hidden, tokens = self.hidden(batch), batch.response_ids[mask].to(device)
-        with self.autocast():
-            flat = token_logprobs(hidden, head_of(self.model), tokens, self.temperature, self.entropy_grad, reference)
+        mask, reference = batch.mask, self.reference_hidden(batch)
+        (hidden, head), tokens = self.hidden(batch), batch.response_ids[mask].to(self.model.device)
+        flat = token_logprobs(hidden, head, tokens, self.temperature, self.entropy_grad, reference)
         return Scores(*(scattered(x, mask) for x in flat))
 
-    def hidden(self, batch: Batch) -> Tensor:
-        """[N, D] of the N response tokens of a batch."""
+    def hidden(self, batch: Batch) -> tuple[Tensor, Head]:
+        """[N, D] where the N response tokens of a batch are predicted from, and what makes logits of it."""
+        if self.decoder is None:
+            return self.hidden_by_transformers(batch).to(self.dtype), head_of(self.model, self.dtype)
+        hidden, head = hidden_states(self.decoder, batch, self.gradient_checkpointing, self.pieces)
+        return hidden, Head(head)
+
+    def hidden_by_transformers(self, batch: Batch) -> Tensor:
         input_ids, starts = whole_sequences(batch)
         # transformers recomputes activations only in train mode; dropout is silenced in both.
         self.model.train(self.gradient_checkpointing)
@@ -101,18 +111,19 @@ def whole_sequences(batch: Batch) -> tuple[Tensor, Tensor]:
     return nn.utils.rnn.pad_sequence(rows, batch_first=True), starts
 
 
-def head_of(model: PreTrainedModel) -> Head:
+def head_of(model: PreTrainedModel, dtype: torch.dtype) -> Head:
     config: Any = model.config
     output: Any = model.get_output_embeddings()
     scale = getattr(config, "logit_scale", None) or 1 / (getattr(config, "logits_scaling", None) or 1.0)
-    return Head(output.weight, output.bias, scale, getattr(config, "final_logit_softcapping", None) or 0.0)
+    bias = None if output.bias is None else output.bias.to(dtype)
+    return Head(output.weight.to(dtype), bias, scale, getattr(config, "final_logit_softcapping", None) or 0.0)
 
 
 @torch.no_grad()
 def check_head(model: PreTrainedModel) -> None:
     """UserError where the architecture does something to its logits that `head_of` does not know."""
     ids = torch.arange(1, 5, device=model.device)[None]
-    ours = head_of(model).logits(model.base_model(input_ids=ids, use_cache=False).last_hidden_state[0])
+    ours = head_of(model, model.dtype).logits(model.base_model(input_ids=ids, use_cache=False).last_hidden_state[0])
     theirs = model(input_ids=ids, use_cache=False).logits[0].float()
     if not torch.allclose(ours, theirs, rtol=1e-3, atol=1e-3):
         raise UserError(

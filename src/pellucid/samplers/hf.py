@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from transformers import GenerationConfig
 
-from pellucid.samplers.rollout import completed_groups, left_padded, row_seed
+from pellucid.models.drawing import WHOLE, Truncation
+from pellucid.samplers.rollout import check_lengths, completed_groups, left_padded, row_seed
 from pellucid.types import Group, Prompt
 
 
@@ -17,6 +18,7 @@ from pellucid.types import Group, Prompt
 class HuggingFace:
     temperature: float = 1.0
     max_tokens: int = 64
+    truncation: Truncation = WHOLE
     policy: Any = None
 
     def sync(self, policy: Any) -> None:
@@ -27,7 +29,8 @@ class HuggingFace:
         self.model.eval()
         prompt_ids = [self.policy.encode(prompt) for prompt in prompts]
         rows = [ids for ids in prompt_ids for _ in range(group_size)]
-        ids, mask = (x.to(self.model.device) for x in left_padded(rows, self.policy.context_length - self.max_tokens))
+        check_lengths(rows, self.policy.context_length - self.max_tokens)
+        ids, mask = (x.to(self.model.device) for x in left_padded(rows))
         # What the call leaves open is filled in from the checkpoint (top_k, repetition penalty): leave it nothing.
         own, self.model.generation_config = self.model.generation_config, GenerationConfig()
         with torch.random.fork_rng():
@@ -51,8 +54,9 @@ class HuggingFace:
             max_new_tokens=self.max_tokens,
             do_sample=self.temperature > 0.0,
             temperature=self.temperature or None,
-            top_k=0,
-            top_p=1.0,
+            top_k=self.truncation.top_k,
+            top_p=self.truncation.top_p,
+            min_p=self.truncation.min_p or None,
             repetition_penalty=1.0,
             eos_token_id=list(self.policy.eos_ids),
             pad_token_id=self.policy.eos_ids[0],

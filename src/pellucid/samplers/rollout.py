@@ -17,14 +17,19 @@ def row_seed(seed: str, prompt: Prompt, g: int) -> int:
     return int.from_bytes(hashlib.sha256(f"{seed}/{prompt.id}/{g}".encode()).digest()[:8], "big") >> 1
 
 
-def left_padded(prompt_ids: Sequence[tuple[int, ...]], longest: int) -> tuple[Tensor, Tensor]:
-    """Prompts [P, S] with their ends aligned, and the mask of real tokens. UserError beyond `longest` tokens."""
+def check_lengths(prompt_ids: Sequence[Sequence[int]], longest: int) -> None:
+    """UserError for a prompt of more than `longest` tokens."""
     width = max(map(len, prompt_ids))
     if width > longest:
         raise UserError(
             f"a prompt of {width} tokens leaves no room for the completion: this model's context holds prompts of"
             f" {longest}; shorten the prompts or sampler.max_tokens"
         )
+
+
+def left_padded(prompt_ids: Sequence[Sequence[int]]) -> tuple[Tensor, Tensor]:
+    """Prompts [P, S] with their ends aligned, and the mask of real tokens."""
+    width = max(map(len, prompt_ids))
     ids = torch.tensor([[0] * (width - len(row)) + list(row) for row in prompt_ids])
     mask = torch.tensor([[0] * (width - len(row)) + [1] * len(row) for row in prompt_ids])
     return ids, mask

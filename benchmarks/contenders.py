@@ -1,0 +1,247 @@
+"""One contender in a process of its own: does a unit of work for every line on stdin and answers with a line of JSON.
+
+    python benchmarks/contenders.py step pellucid --tokens 64
+
+The orchestrator is bench.py. Completions never end before the last token, and rewards differ in every group, so that
+all contenders do the same work: P prompts x G completions, as many tokens each.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import resource
+import sys
+import time
+from collections.abc import Callable
+
+import torch
+
+from pellucid import hardware
+
+ANSWERS = os.fdopen(os.dup(1), "w", buffering=1)
+os.dup2(2, 1)  # whatever a library prints goes to stderr
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("work", choices=["step", "sample"])
+    parser.add_argument("contender")
+    parser.add_argument("--prompts", type=int, default=4)
+    parser.add_argument("--group", type=int, default=8)
+    parser.add_argument("--tokens", type=int, default=64)
+    parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--units", type=int, default=100)
+    options = parser.parse_args()
+    torch.set_num_threads(len(os.sched_getaffinity(0)))
+    CONTENDERS[options.work, options.contender](options)
+    answer(peak_gb=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e9)
+
+
+def answer(**facts: float) -> None:
+    print(json.dumps(facts), file=ANSWERS)
+
+
+def wait() -> None:
+    """For the next turn; the orchestrator ends the process by closing stdin."""
+    if not sys.stdin.readline():
+        raise EOFError
+
+
+def take_turns(unit: Callable[[int], dict[str, float]]) -> None:
+    answer(ready=1)
+    i = 0
+    try:
+        while True:
+            wait()
+            start = time.perf_counter()
+            facts = unit(i)
+            answer(seconds=time.perf_counter() - start, **facts)
+            i += 1
+    except EOFError:
+        return
+
+
+def reward_of(text: str) -> float:
+    """Different for different texts, and the same in every process."""
+    return sum(text.encode()) % 97 / 97
+
+
+# ---------------------------------------------------------------- pellucid
+
+
+def our_policy(options: argparse.Namespace):
+    from pellucid import policy  # noqa: PLC0415
+
+    hardware.keep_freed_memory()
+    learner = policy.load("smollm2-135m", torch.device("cpu"), getattr(torch, options.dtype), temperature=1.0)
+    learner.eos_ids = (-1,)  # no token ends a completion
+    return learner
+
+
+def our_task():
+    from pellucid.tasks.arithmetic import Arithmetic  # noqa: PLC0415
+
+    return Arithmetic(digits=2, operators=("+", "-"))
+
+
+def our_step(options: argparse.Namespace) -> None:
+    from pellucid import grpo  # noqa: PLC0415
+    from pellucid.runtime import Runtime  # noqa: PLC0415
+    from pellucid.samplers.native import Native  # noqa: PLC0415
+    from pellucid.settings import AdamWConfig, GRPOConfig  # noqa: PLC0415
+    from pellucid.types import Reward  # noqa: PLC0415
+
+    class Task:
+        seed, split = 0, "train"
+        sample = staticmethod(our_task().sample)
+
+        def reward(self, _prompt, completion):
+            return Reward(reward_of(completion.text))
+
+    learner = our_policy(options)
+    cfg = GRPOConfig(
+        steps=options.units,
+        prompts_per_step=options.prompts,
+        group_size=options.group,
+        max_length=options.tokens,
+    )
+    runtime = Runtime(learner, AdamWConfig(lr=1e-6), total=options.units)
+    steps = grpo.train(Task(), Native(max_tokens=options.tokens), learner, runtime, cfg)
+
+    def unit(_: int) -> dict[str, float]:
+        metrics = next(steps).metrics
+        return {"generate": metrics["time/generate"], "update": metrics["time/update"]}
+
+    take_turns(unit)
+
+
+def our_sample(options: argparse.Namespace) -> None:
+    from pellucid.samplers.native import Native  # noqa: PLC0415
+
+    learner, task = our_policy(options), our_task()
+    sampler = Native(max_tokens=options.tokens)
+    sampler.sync(learner)
+
+    def unit(i: int) -> dict[str, float]:
+        groups = sampler.generate(task.sample(i, options.prompts), options.group, str(i))
+        return {"tokens": float(sum(len(c.token_ids) for g in groups for c in g.completions))}
+
+    take_turns(unit)
+
+
+# ---------------------------------------------------------------- transformers
+
+
+def generate(options: argparse.Namespace) -> None:
+    from transformers import AutoModelForCausalLM, AutoTokenizer  # noqa: PLC0415
+
+    from pellucid.pretrained import locate  # noqa: PLC0415
+
+    folder, task = locate("smollm2-135m"), our_task()
+    tokenizer = AutoTokenizer.from_pretrained(folder, padding_side="left")
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, options.dtype)).eval()
+
+    @torch.no_grad()
+    def unit(i: int) -> dict[str, float]:
+        chats = [list(map(dict, p.text)) for p in task.sample(i, options.prompts) for _ in range(options.group)]
+        inputs = tokenizer.apply_chat_template(
+            chats, add_generation_prompt=True, return_dict=True, return_tensors="pt", padding=True
+        )
+        output = model.generate(
+            **inputs,
+            do_sample=True,
+            top_k=0,
+            top_p=1.0,
+            temperature=1.0,
+            max_new_tokens=options.tokens,
+            min_new_tokens=options.tokens,
+            pad_token_id=tokenizer.eos_token_id,
+        )
+        return {"tokens": float(output[:, inputs["input_ids"].shape[1] :].numel())}
+
+    take_turns(unit)
+
+
+# ---------------------------------------------------------------- TRL
+
+
+def trl_step(options: argparse.Namespace, weights: str, autocast: bool) -> None:
+    """GRPOTrainer as its documentation sets it up; without KL, one update for each set of rollouts.
+
+    In as many pieces as keep its logits near those of 32 rows of 64 tokens: whole, 256 tokens do not fit into 24 GB.
+    """
+    import datasets  # noqa: PLC0415
+    from transformers import TrainerCallback  # noqa: PLC0415
+    from trl import GRPOConfig, GRPOTrainer  # noqa: PLC0415
+
+    from pellucid.pretrained import locate  # noqa: PLC0415
+
+    pieces = max(1, options.tokens // 64)
+    prompts = [p for i in range(options.units) for p in our_task().sample(i, options.prompts)]
+    rows = [{"prompt": list(map(dict, p.text))} for p in prompts]
+    laps: dict[str, float] = {}
+
+    class Turns(TrainerCallback):
+        def on_train_begin(self, *_, **__):
+            answer(ready=1)
+
+        def on_step_end(self, *_, **__):
+            seconds = time.perf_counter() - laps["turn"]
+            answer(seconds=seconds, generate=laps["generate"], update=seconds - laps["generate"])
+
+    trainer = GRPOTrainer(
+        model=locate("smollm2-135m"),
+        reward_funcs=lambda completions, **_: [reward_of(c[0]["content"]) for c in completions],
+        args=GRPOConfig(
+            output_dir="runs/bench-trl",
+            use_cpu=True,
+            bf16=autocast,
+            model_init_kwargs={"dtype": weights},
+            per_device_train_batch_size=options.prompts * options.group // pieces,
+            gradient_accumulation_steps=pieces,
+            num_generations=options.group,
+            max_completion_length=options.tokens,
+            generation_kwargs={"min_new_tokens": options.tokens},
+            temperature=1.0,
+            beta=0.0,
+            learning_rate=1e-6,
+            max_steps=options.units,
+            gradient_checkpointing=False,
+            shuffle_dataset=False,
+            report_to=[],
+            logging_steps=10**6,
+            save_strategy="no",
+            disable_tqdm=True,
+        ),
+        train_dataset=datasets.Dataset.from_list(rows),
+        callbacks=[Turns()],
+    )
+    inner = trainer._generate_and_score_completions
+
+    def timed(inputs):
+        wait()
+        laps["turn"] = time.perf_counter()
+        outputs = inner(inputs)
+        laps["generate"] = time.perf_counter() - laps["turn"]
+        return outputs
+
+    trainer._generate_and_score_completions = timed
+    try:
+        trainer.train()
+    except EOFError:
+        return
+
+
+CONTENDERS = {
+    ("step", "pellucid"): our_step,
+    ("step", "trl-bf16"): lambda o: trl_step(o, "bfloat16", autocast=False),
+    ("step", "trl-autocast"): lambda o: trl_step(o, "float32", autocast=True),
+    ("step", "trl-fp32"): lambda o: trl_step(o, "float32", autocast=False),
+    ("sample", "pellucid"): our_sample,
+    ("sample", "generate"): generate,
+}
+
+if __name__ == "__main__":
+    main()

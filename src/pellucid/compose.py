@@ -1,0 +1,114 @@
+"""A Config brought to life: policy, reference, tasks, samplers and runtime, as the settings describe them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from pellucid import grpo, hardware, policy
+from pellucid.config import Config
+from pellucid.evaluate import held_out
+from pellucid.models.drawing import WHOLE, Truncation
+from pellucid.policy import AdapterOff, Policy
+from pellucid.runtime import Runtime
+from pellucid.samplers.hf import HuggingFace
+from pellucid.samplers.native import Native
+from pellucid.tasks.arithmetic import Arithmetic
+from pellucid.tasks.sandbox import Sandboxed, with_split
+from pellucid.types import Prompt, Sampler, Task, UserError
+
+
+@dataclass
+class Parts:
+    """What a Config describes, alive."""
+
+    task: Task
+    test_task: Task
+    test_prompts: Sequence[Prompt]
+    sampler: Sampler
+    test_sampler: Sampler
+    greedy: Sampler
+    policy: Policy
+    reference: Policy | AdapterOff | None
+    runtime: Runtime
+    state: grpo.State
+    seconds: float = 0.0
+    """Spent in finished steps, by the clock of this process."""
+
+
+def settled(cfg: Config) -> Config:
+    """What depends on this machine or on another section, written out: a resumed run must not decide anew."""
+    device = hardware.pick_device(cfg.policy.device)
+    dtype = str(hardware.pick_dtype(cfg.policy.dtype, device)).removeprefix("torch.")
+    length = cfg.algorithm.max_length or cfg.sampler.max_tokens
+    return cfg.model_copy(
+        update={
+            "policy": replace(cfg.policy, dtype=dtype),
+            "algorithm": replace(cfg.algorithm, max_length=length),
+            "task": replace(cfg.task, seed=cfg.task.seed or cfg.algorithm.seed),
+        }
+    )
+
+
+def compose(cfg: Config) -> Parts:
+    device = hardware.pick_device(cfg.policy.device)
+    algorithm = cfg.algorithm
+    learner = policy.load(
+        cfg.policy.model,
+        device,
+        hardware.pick_dtype(cfg.policy.dtype, device),
+        cfg.sampler.temperature,
+        entropy_grad=algorithm.entropy_coef > 0,
+        gradient_checkpointing=cfg.policy.gradient_checkpointing,
+        lora=cfg.policy.lora,
+        engine=cfg.policy.engine,
+    )
+    reference = load_reference(cfg, learner) if algorithm.kl_coef else None
+    if reference is not None and algorithm.kl == "exact":
+        learner.measure_kl(reference)
+    runtime = Runtime(learner, cfg.optimizer, total=algorithm.steps * algorithm.inner_steps)
+    if algorithm.prompts_per_step % (runtime.world * algorithm.minibatches):
+        raise UserError(
+            f"algorithm.prompts_per_step = {algorithm.prompts_per_step} must be a multiple of processes * minibatches"
+            f" = {runtime.world * algorithm.minibatches}: groups are not split"
+        )
+    task = isolated(replace(cfg.task, split="train"))
+    test_task = with_split(task, "test")
+    sampler = pick_sampler(cfg)
+    return Parts(
+        task=task,
+        test_task=test_task,
+        test_prompts=held_out(test_task, cfg.evaluate.n) if cfg.evaluate.every else [],
+        sampler=sampler,
+        test_sampler=pick_sampler(cfg, truncation_of(cfg)),
+        greedy=replace(sampler, temperature=0.0),
+        policy=learner,
+        reference=reference,
+        runtime=runtime,
+        state=grpo.State(kl_coef=algorithm.kl_coef),
+    )
+
+
+def isolated(task: Task) -> Task:
+    """Rewards that may raise, hang or die run in a process of their own; sums need none."""
+    return task if isinstance(task, Arithmetic) else Sandboxed(task)
+
+
+def load_reference(cfg: Config, learner: Policy) -> Policy | AdapterOff:
+    if cfg.policy.lora:
+        if cfg.algorithm.reference_every:
+            raise UserError(policy.BASE_STAYS)
+        return AdapterOff(learner)
+    device = learner.device if cfg.policy.reference == "auto" else hardware.pick_device(cfg.policy.reference)
+    return policy.load_frozen(cfg.policy.model, device, learner.dtype, cfg.sampler.temperature, cfg.policy.engine)
+
+
+def pick_sampler(cfg: Config, truncation: Truncation = WHOLE) -> Native | HuggingFace:
+    s = cfg.sampler
+    if s.name == "hf":
+        return HuggingFace(s.temperature, s.max_tokens, truncation)
+    return Native(s.temperature, s.max_tokens, s.rows, truncation)
+
+
+def truncation_of(cfg: Config) -> Truncation:
+    return Truncation(cfg.evaluate.top_k, cfg.evaluate.top_p, cfg.evaluate.min_p)

@@ -1,0 +1,1 @@
+"""Decoders written out: what transformers computes for the Llama family, shared by sampling and scoring, and faster."""

@@ -1,0 +1,277 @@
+"""Llama and its family (Mistral, Qwen2, Qwen3), written out: weights, and what a layer computes.
+
+One set of layers with two faces: decoding.py continues groups of rows from a KV cache, packed.py scores rollouts with
+gradient. Both compute in `dtype` with the residual stream in fp32, so that what was sampled is what is scored.
+
+Left out on purpose: dropout, sliding windows, biases behind attention, rotary scalings that depend on the length.
+`refusal` says so, and such a model goes through transformers instead.
+
+Shapes: N tokens, D hidden size, H query heads, K key heads, d head size, I intermediate size, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from safetensors.torch import load_file
+from torch import Tensor
+from transformers import AutoConfig
+
+from pellucid.models.elementwise import gated, norm, rotated
+
+FAMILY = ("llama", "mistral", "qwen2", "qwen3")
+ROTARY = ("default", "linear", "llama3")
+
+
+class Shape(NamedTuple):
+    layers: int
+    heads: int
+    key_heads: int
+    head_size: int
+    eps: float
+    tied: bool
+
+
+class Layer(NamedTuple):
+    """Weights as `F.linear` takes them; projections that read the same input are one matrix."""
+
+    attention_norm: Tensor
+    """[D]"""
+    qkv: Tensor
+    """[(H + 2K) d, D]"""
+    attention_out: Tensor
+    """[D, H d]"""
+    mlp_norm: Tensor
+    """[D]"""
+    gate_up: Tensor
+    """[2I, D]"""
+    down: Tensor
+    """[D, I]"""
+    qkv_bias: Tensor | None = None
+    """[(H + 2K) d], Qwen2"""
+    query_norm: Tensor | None = None
+    """[d], Qwen3"""
+    key_norm: Tensor | None = None
+    """[d], Qwen3"""
+
+
+class Weights(NamedTuple):
+    embedding: Tensor
+    """[V, D]"""
+    layers: list[Layer]
+    norm: Tensor
+    """[D]"""
+    head: Tensor
+    """[V, D]"""
+
+
+PARTS = {
+    "attention_norm": ("input_layernorm.weight",),
+    "qkv": ("self_attn.q_proj.weight", "self_attn.k_proj.weight", "self_attn.v_proj.weight"),
+    "attention_out": ("self_attn.o_proj.weight",),
+    "mlp_norm": ("post_attention_layernorm.weight",),
+    "gate_up": ("mlp.gate_proj.weight", "mlp.up_proj.weight"),
+    "down": ("mlp.down_proj.weight",),
+    "qkv_bias": ("self_attn.q_proj.bias", "self_attn.k_proj.bias", "self_attn.v_proj.bias"),
+    "query_norm": ("self_attn.q_norm.weight",),
+    "key_norm": ("self_attn.k_norm.weight",),
+}
+"""Which parameters of a Hugging Face checkpoint make up which matrix of a layer."""
+
+
+class Decoder:
+    """Computes with copies of `masters`, parameters under their Hugging Face names; gradients go to the masters."""
+
+    def __init__(self, config: Any, masters: Mapping[str, Tensor], dtype: torch.dtype) -> None:
+        head_size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        self.shape = Shape(
+            layers=config.num_hidden_layers,
+            heads=config.num_attention_heads,
+            key_heads=config.num_key_value_heads,
+            head_size=head_size,
+            eps=config.rms_norm_eps,
+            tied=config.tie_word_embeddings,
+        )
+        self.dtype, self.device = dtype, masters["model.norm.weight"].device
+        self.may_pack = (
+            self.device.type == "cpu" and dtype == torch.bfloat16 and torch.ops.mkldnn._is_mkldnn_bf16_supported()
+        )
+        self.frequencies = rotary_frequencies(config, head_size).to(self.device)
+        embedding = Copy([masters["model.embed_tokens.weight"]], dtype)
+        self.embedding = embedding
+        self.head = embedding if self.shape.tied else Copy([masters["lm_head.weight"]], dtype)
+        self.norm = masters["model.norm.weight"]
+        self.layers = [self._layer(masters, f"model.layers.{i}.") for i in range(self.shape.layers)]
+
+    def _layer(self, masters: Mapping[str, Tensor], prefix: str) -> dict[str, Copy | Tensor]:
+        """Norms are used as they are: the residual stream is not in the compute dtype."""
+        parts = {
+            name: [masters[prefix + source] for source in sources]
+            for name, sources in PARTS.items()
+            if prefix + sources[0] in masters
+        }
+        return {name: x[0] if name.endswith("norm") else Copy(x, self.dtype) for name, x in parts.items()}
+
+    def weights(self) -> Weights:
+        """As the masters are now; with gradient where that is enabled."""
+
+        def current(part: Copy | Tensor) -> Tensor:
+            return part.current() if isinstance(part, Copy) else part
+
+        layers = [Layer(**{name: current(part) for name, part in layer.items()}) for layer in self.layers]
+        embedding = self.embedding.current()
+        return Weights(embedding, layers, self.norm, embedding if self.shape.tied else self.head.current())
+
+    def rotary(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """cos and sin, [N, 1, d] each, for positions [N]; the first half of the sines negative."""
+        angles = (positions[:, None] * self.frequencies)[:, None]
+        cos, sin = angles.cos().to(self.dtype), angles.sin().to(self.dtype)
+        return torch.cat([cos, cos], -1), torch.cat([-sin, sin], -1)
+
+
+class Copy:
+    """Masters joined in the compute dtype, brought up to date whenever they may have changed."""
+
+    def __init__(self, masters: Sequence[Tensor], dtype: torch.dtype) -> None:
+        self.masters = masters
+        [first, *rest] = masters
+        self.shared = not rest and first.dtype == dtype
+        self.tensor = first.detach() if self.shared else torch.cat([m.detach() for m in masters]).to(dtype)
+        self.versions = self._versions()
+
+    def current(self) -> Tensor:
+        # Not by versions alone: torch's fused optimizers change parameters without counting it.
+        changed = any(m.requires_grad for m in self.masters) or self.versions != self._versions()
+        if changed and not self.shared:
+            for part, master in zip(self.tensor.split([len(m) for m in self.masters]), self.masters, strict=True):
+                part.copy_(master.detach())
+            self.versions = self._versions()
+        return StandIn.apply(self.tensor, *self.masters)  # pyright: ignore[reportReturnType]
+
+    def _versions(self) -> list[int]:
+        return [m._version for m in self.masters]
+
+
+class StandIn(torch.autograd.Function):
+    """The value of a copy with the gradient of its masters: casting once an optimizer step, not once a forward pass."""
+
+    @staticmethod
+    def forward(ctx: Any, copy: Tensor, *masters: Tensor) -> Tensor:
+        ctx.masters = [(len(m), m.dtype) for m in masters]
+        return copy.view_as(copy)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        parts = grad.split([rows for rows, _ in ctx.masters])
+        return None, *(part.to(dtype) for part, (_, dtype) in zip(parts, ctx.masters, strict=True))
+
+
+# ---------------------------------------------------------------- what a layer computes
+
+
+Heads = tuple[Tensor, Tensor, Tensor]
+"""Queries [N, H, d], keys and values [N, K, d] of N tokens."""
+
+
+def heads_of(layer: Layer, hidden: Tensor, rotary: tuple[Tensor, Tensor], shape: Shape) -> Heads:
+    x = norm(hidden, layer.attention_norm, shape.eps, layer.qkv.dtype)
+    heads = linear(x, layer.qkv, layer.qkv_bias).unflatten(-1, (-1, shape.head_size))
+    turning, value = heads.split([shape.heads + shape.key_heads, shape.key_heads], -2)
+    if layer.query_norm is not None and layer.key_norm is not None:
+        query, key = turning.split([shape.heads, shape.key_heads], -2)
+        query = norm(query, layer.query_norm, shape.eps, heads.dtype)
+        turning = torch.cat([query, norm(key, layer.key_norm, shape.eps, heads.dtype)], -2)
+    query, key = rotated(turning, *rotary).split([shape.heads, shape.key_heads], -2)
+    return query, key, value
+
+
+def after_attention(layer: Layer, hidden: Tensor, attended: Tensor, shape: Shape) -> Tensor:
+    """[N, D] of the next layer, from what the heads of this one have read, [N, H d]."""
+    hidden = hidden + linear(attended, layer.attention_out)
+    x = norm(hidden, layer.mlp_norm, shape.eps, layer.gate_up.dtype)
+    return hidden + linear(gated(linear(x, layer.gate_up)), layer.down)
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """F.linear, also for weights that `packed` has laid out anew."""
+    if weight.is_mkldnn:
+        return torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
+    return F.linear(x, weight, bias)
+
+
+def packed(weights: Weights, rows: int) -> Weights:
+    """Matrices in oneDNN's own layout for products of so many rows; without gradient, on the CPU, in bf16."""
+
+    def pack(weight: Tensor) -> Tensor:
+        return torch.ops.mkldnn._reorder_linear_weight(weight, rows)
+
+    layers = [
+        layer._replace(**{name: pack(getattr(layer, name)) for name in ("qkv", "attention_out", "gate_up", "down")})
+        for layer in weights.layers
+    ]
+    return weights._replace(layers=layers, head=pack(weights.head))
+
+
+def rotary_frequencies(config: Any, head_size: int) -> Tensor:
+    """[d / 2] radians per position, scaled as the checkpoint says."""
+    rope = config.rope_parameters
+    frequencies = rope["rope_theta"] ** -(torch.arange(0, head_size, 2) / head_size)
+    if rope["rope_type"] == "linear":
+        return frequencies / rope["factor"]
+    if rope["rope_type"] == "llama3":
+        return _stretched(frequencies, rope)
+    return frequencies
+
+
+def _stretched(frequencies: Tensor, rope: Mapping[str, float]) -> Tensor:
+    """Llama 3.1: waves longer than the original context are slowed down, short ones not; between, a blend."""
+    turns = rope["original_max_position_embeddings"] * frequencies / (2 * math.pi)
+    low, high = rope["low_freq_factor"], rope["high_freq_factor"]
+    keep = ((turns - low) / (high - low)).clamp(0, 1)
+    return frequencies * (keep + (1 - keep) / rope["factor"])
+
+
+# ---------------------------------------------------------------- which checkpoints
+
+
+def refusal(config: Any) -> str:
+    """Why this decoder does not compute what such a checkpoint means; empty where it does."""
+    if config.model_type not in FAMILY:
+        return f"architecture {config.model_type}"
+    rope = getattr(config, "rope_parameters", None) or {"rope_type": "default"}
+    reasons = {
+        f"activation {config.hidden_act}": config.hidden_act != "silu",
+        f"rotary scaling {rope.get('rope_type')}": rope.get("rope_type") not in ROTARY or "rope_theta" not in rope,
+        "partial rotary": rope.get("partial_rotary_factor", 1.0) != 1.0,
+        "a sliding window": _slides(config),
+        "biases behind attention": config.model_type in ("llama", "qwen3") and getattr(config, "attention_bias", False),
+        "biases in the MLP": getattr(config, "mlp_bias", False),
+        "quantised weights": getattr(config, "quantization_config", None) is not None,
+    }
+    return ", ".join(reason for reason, applies in reasons.items() if applies)
+
+
+def _slides(config: Any) -> bool:
+    kinds = getattr(config, "layer_types", None)
+    if kinds is not None:
+        return set(kinds) != {"full_attention"}
+    return config.model_type == "mistral" and config.sliding_window is not None
+
+
+def load(folder: Path, dtype: torch.dtype = torch.float32) -> Decoder:
+    """A checkpoint folder on the CPU, without transformers' model. ValueError where `refusal` has a reason."""
+    config = AutoConfig.from_pretrained(folder)
+    if reason := refusal(config):
+        raise ValueError(f"{folder}: {reason}: not computed by this decoder")
+    index = folder / "model.safetensors.index.json"
+    files = (
+        sorted(set(json.loads(index.read_text())["weight_map"].values())) if index.exists() else ["model.safetensors"]
+    )
+    weights = {name: tensor for file in files for name, tensor in load_file(folder / file).items()}
+    return Decoder(config, weights, dtype)

@@ -1,0 +1,181 @@
+"""The sampling face: rows continued token by token; those of a group share the keys and values of their prompt.
+
+Shapes: P prompts of at most S tokens, n rows in flight, m rows of the largest group, T tokens said by the row that has
+said most, H query heads, K key heads, d head size, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from pellucid.models.attention import attend
+from pellucid.models.decoder import Decoder, after_attention, heads_of, linear, packed
+from pellucid.models.elementwise import norm
+from pellucid.models.packed import bias_of, in_line, in_rows, prompt_rows
+
+GROWTH = 32
+"""Tokens of room that a cache has more each time it is full."""
+
+
+@dataclass
+class Cache:
+    """Keys and values of one layer. Products read the whole room: a slice of it would be copied first on the CPU."""
+
+    prompt_keys: Tensor
+    """[K, P, S, d]"""
+    prompt_values: Tensor
+    keys: Tensor
+    """[K, n, room >= T, d]: of what each row has said, 0 behind it."""
+    values: Tensor
+
+
+class Flight:
+    """Rows in flight: `admit` prompts, `step` with a token for every row, `keep` some rows; in any order."""
+
+    def __init__(self, decoder: Decoder, rows: int) -> None:
+        """Room for `rows` rows."""
+        self.decoder, self.rows = decoder, rows
+        self.weights = self.plain = decoder.weights()
+        shape, device = decoder.shape, decoder.device
+        none = torch.empty(shape.key_heads, 0, 0, shape.head_size, dtype=decoder.dtype, device=device)
+        self.caches = [Cache(none, none, none, none) for _ in self.weights.layers]
+        self.prompt_lengths = torch.zeros(0, dtype=torch.long, device=device)
+        """[P]"""
+        self.prompt_of = torch.zeros(0, dtype=torch.long, device=device)
+        """[n]"""
+        self.said = torch.zeros(0, dtype=torch.long, device=device)
+        """[n] tokens of each row in the cache."""
+
+    def room(self) -> int:
+        """Rows that may be admitted."""
+        return self.rows - len(self.said)
+
+    @torch.no_grad()
+    def admit(self, prompts: Sequence[Sequence[int]], copies: int) -> Tensor:
+        """[len(prompts) * copies, V] logits behind each prompt, of as many rows that join those in flight."""
+        rows, lengths = prompt_rows(prompts, self.decoder.dtype, self.decoder.device)
+        shape, rotary = self.decoder.shape, self.decoder.rotary(rows.positions)
+        hidden = F.embedding(rows.ids, self.plain.embedding).to(self.plain.norm.dtype)
+        for layer, cache in zip(self.plain.layers, self.caches, strict=True):
+            query, key, value = (in_rows(x, rows) for x in heads_of(layer, hidden, rotary, shape))
+            hidden = after_attention(layer, hidden, in_line(attend(query, key, value, rows.bias), rows), shape)
+            cache.prompt_keys = joined(cache.prompt_keys, key.transpose(0, 1))
+            cache.prompt_values = joined(cache.prompt_values, value.transpose(0, 1))
+            silent = cache.keys.new_zeros(shape.key_heads, len(prompts) * copies, 0, shape.head_size)
+            cache.keys, cache.values = joined(cache.keys, silent), joined(cache.values, silent)
+        newcomers = torch.arange(len(prompts), device=lengths.device) + len(self.prompt_lengths)
+        self.prompt_of = torch.cat([self.prompt_of, newcomers.repeat_interleave(copies)])
+        self.prompt_lengths = torch.cat([self.prompt_lengths, lengths])
+        self.said = torch.cat([self.said, self.said.new_zeros(len(prompts) * copies)])
+        self._seat()
+        return self._logits(hidden[lengths.cumsum(0) - 1], self.plain.head).repeat_interleave(copies, 0)
+
+    @torch.no_grad()
+    def step(self, tokens: Tensor) -> Tensor:
+        """[n, V] logits behind one more token [n] of each row."""
+        if self.weights is self.plain and self.decoder.may_pack:
+            self.weights = packed(self.plain, len(tokens))
+        if int(self.said.max()) == self.caches[0].keys.shape[2]:
+            self._grow()
+        shape, place, bias = self.decoder.shape, self._place(), self._bias()
+        rotary = self.decoder.rotary(self.prompt_lengths[self.prompt_of] + self.said)
+        hidden = F.embedding(tokens, self.weights.embedding).to(self.weights.norm.dtype)
+        for layer, cache in zip(self.weights.layers, self.caches, strict=True):
+            query, key, value = heads_of(layer, hidden, rotary, shape)
+            cache.keys[place], cache.values[place] = key.transpose(0, 1), value.transpose(0, 1)
+            hidden = after_attention(layer, hidden, self._read(query, cache, bias), shape)
+        self.said += 1
+        return self._logits(hidden, self.weights.head)
+
+    def keep(self, rows: Tensor) -> None:
+        """Only these rows, [<= n] ascending, fly on; prompts without rows are forgotten."""
+        used, self.prompt_of = self.prompt_of[rows].unique(return_inverse=True)
+        self.said, self.prompt_lengths = self.said[rows], self.prompt_lengths[used]
+        size = int(self.prompt_lengths.max()) if len(used) else 0
+        room = math.ceil(int(self.said.max()) / GROWTH) * GROWTH if len(rows) else 0
+        for cache in self.caches:
+            cache.keys, cache.values = (x[:, :, :room].index_select(1, rows) for x in (cache.keys, cache.values))
+            cache.prompt_keys, cache.prompt_values = (
+                x[:, :, :size].index_select(1, used) for x in (cache.prompt_keys, cache.prompt_values)
+            )
+        self._seat()
+
+    def _grow(self) -> None:
+        for cache in self.caches:
+            cache.keys, cache.values = (F.pad(x, (0, 0, 0, GROWTH)) for x in (cache.keys, cache.values))
+
+    def _place(self) -> tuple[slice | Tensor | int, ...]:
+        """Where in a cache the next token of each row belongs: one place for all, while all have said as much."""
+        first, last = int(self.said.min()), int(self.said.max())
+        if first == last:
+            return slice(None), slice(None), last
+        return slice(None), torch.arange(len(self.said), device=self.said.device), self.said
+
+    def _bias(self) -> Tensor:
+        """[n, 1, room]: -inf behind what a row has said."""
+        steps = torch.arange(self.caches[0].keys.shape[2], device=self.said.device)
+        return self._bias_of(steps <= self.said[:, None])
+
+    def _bias_of(self, seen: Tensor) -> Tensor:
+        """[rows, keys] -> [rows, 1, keys]"""
+        return bias_of(seen[:, None], self.caches[0].keys.dtype)[:, 0]
+
+    def _seat(self) -> None:
+        """Which rows read which prompt: `seats` [P, m] of rows, the first again where there are fewer; and back. Before
+        the first row has finished they stand in order, and there is nothing to look up.
+        """
+        sizes = self.prompt_of.bincount(minlength=len(self.prompt_lengths))
+        if not len(sizes):
+            return
+        order = self.prompt_of.argsort(stable=True)
+        place = torch.arange(len(order), device=order.device) - (sizes.cumsum(0) - sizes)[self.prompt_of[order]]
+        most = int(sizes.max())
+        self.seats = torch.zeros(len(sizes), most, dtype=torch.long, device=order.device)
+        self.seats[self.prompt_of[order], place] = order
+        self.seat_of = torch.empty_like(order)
+        self.seat_of[order] = self.prompt_of[order] * most + place
+        steps = torch.arange(int(self.prompt_lengths.max()), device=order.device)
+        ragged = int(self.prompt_lengths.min()) < len(steps)
+        self.prompt_bias = self._bias_of(steps < self.prompt_lengths[:, None]) if ragged else None  # [P, 1, S]
+        whole = len(order) == self.seats.numel()
+        self.in_order = whole and bool((self.seat_of == torch.arange(len(order), device=order.device)).all())
+
+    def _read(self, query: Tensor, cache: Cache, bias: Tensor) -> Tensor:
+        """[n, H, d] -> [n, H d]: one softmax over the prompt, read by all of its rows in one product, and over what
+        each row has said.
+        """
+        size = cache.prompt_keys.shape[2]
+        queries = query.unflatten(1, (len(cache.keys), -1)).transpose(0, 1)  # [K, n, H / K, d]
+        queries = queries.contiguous() * query.shape[-1] ** -0.5
+        of_prompt = self._by_prompt(queries) @ cache.prompt_keys.mT
+        of_said = (queries @ cache.keys.mT).add_(bias)
+        if self.prompt_bias is not None:
+            of_prompt += self.prompt_bias
+        probs = torch.cat([self._by_row(of_prompt), of_said], -1).softmax(-1)
+        prompt = self._by_row(self._by_prompt(probs[..., :size]) @ cache.prompt_values)
+        read = probs[..., size:] @ cache.values + prompt
+        return read.transpose(0, 1).flatten(1)
+
+    def _by_prompt(self, x: Tensor) -> Tensor:
+        """[K, n, H / K, -] -> [K, P, m H / K, -]"""
+        return (x.unflatten(1, self.seats.shape) if self.in_order else x[:, self.seats]).flatten(2, 3)
+
+    def _by_row(self, x: Tensor) -> Tensor:
+        """The inverse."""
+        rows = x.unflatten(2, (self.seats.shape[1], -1)).flatten(1, 2)
+        return rows if self.in_order else rows[:, self.seat_of]
+
+    def _logits(self, hidden: Tensor, head: Tensor) -> Tensor:
+        return linear(norm(hidden, self.plain.norm, self.decoder.shape.eps, self.decoder.dtype), head)
+
+
+def joined(one: Tensor, other: Tensor) -> Tensor:
+    """[K, P, S, d] and [K, Q, R, d] -> [K, P + Q, max(S, R), d] in the dtype of the first."""
+    length = max(one.shape[2], other.shape[2])
+    return torch.cat([F.pad(x.to(one.dtype), (0, 0, 0, length - x.shape[2])) for x in (one, other)], 1)

@@ -1,0 +1,57 @@
+"""Any other architecture, decoded through transformers: the same calls as `decoding.Flight`, one crew at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from transformers import DynamicCache, PreTrainedModel
+
+
+class Chartered:
+    """Rows are admitted only where none are in flight; each has a copy of its prompt's keys and values."""
+
+    def __init__(self, model: PreTrainedModel, rows: int) -> None:
+        self.model, self.rows = model.eval(), rows  # in train mode gradient checkpointing would switch the cache off
+        self.cache = DynamicCache()
+        self.mask = torch.zeros(0, 0, dtype=torch.long, device=model.device)
+        """[n, tokens so far], prompts padded on the left."""
+
+    def room(self) -> int:
+        return 0 if len(self.mask) else self.rows
+
+    @torch.no_grad()
+    def admit(self, prompts: Sequence[Sequence[int]], copies: int) -> Tensor:
+        width = max(map(len, prompts))
+        ids = torch.tensor([[0] * (width - len(row)) + list(row) for row in prompts], device=self.model.device)
+        lengths = torch.tensor([len(row) for row in prompts], device=self.model.device)
+        self.mask = (torch.arange(width, device=lengths.device) >= width - lengths[:, None]).long()
+        self.cache = DynamicCache(config=self.model.config)
+        logits = self._forward(ids)
+        self.cache.batch_repeat_interleave(copies)
+        self.mask = self.mask.repeat_interleave(copies, 0)
+        return logits.repeat_interleave(copies, 0)
+
+    @torch.no_grad()
+    def step(self, tokens: Tensor) -> Tensor:
+        self.mask = F.pad(self.mask, (0, 1), value=1)
+        return self._forward(tokens[:, None])
+
+    def keep(self, rows: Tensor) -> None:
+        self.mask = self.mask[rows]
+        if len(rows):
+            self.cache.batch_select_indices(rows)
+
+    def _forward(self, ids: Tensor) -> Tensor:
+        """[n, S] new tokens -> [n, V] logits behind the last of them. Positions count from the first real token."""
+        positions = (self.mask.cumsum(-1) - 1).clamp(min=0)[:, -ids.shape[1] :]
+        return self.model(
+            input_ids=ids,
+            attention_mask=self.mask,
+            position_ids=positions,
+            past_key_values=self.cache,
+            use_cache=True,
+            logits_to_keep=1,
+        ).logits[:, -1]

@@ -1,0 +1,173 @@
+"""The scoring face: hidden states of rollouts with gradient, each prompt computed once a group, no padding computed.
+
+All prompts stand first, then all responses, token after token in one dimension; only attention sees rows. The last
+token of a response predicts nothing and is left out.
+
+Shapes: N tokens in all, P prompts of at most S tokens, B rows of which T - 1 tokens are read, D hidden size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import cache
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from pellucid.batch import Batch
+from pellucid.models.attention import attend
+from pellucid.models.decoder import Decoder, Heads, Layer, Shape, after_attention, heads_of
+from pellucid.models.elementwise import norm
+
+
+class Rows(NamedTuple):
+    """Tokens of several rows, one after the other, and where they stand in rows of one length T."""
+
+    ids: Tensor
+    """[n]"""
+    positions: Tensor
+    """[n], counted from the start of the prompt."""
+    places: Tensor
+    """[n] in rows * T."""
+    bias: Tensor
+    """[rows, 1, T, keys]: 0 where a key is read, -inf elsewhere."""
+
+
+class Layout(NamedTuple):
+    """Where each token of a batch stands."""
+
+    prompts: Rows
+    responses: Rows
+    """Their keys are those of their prompt, then their own."""
+    prompt_of: Tensor
+    """[B]"""
+    sources: Tensor
+    """The token that predicts each response token, in the order of batch.mask."""
+
+
+def prompt_rows(prompts: Sequence[Sequence[int]], dtype: torch.dtype, device: torch.device) -> tuple[Rows, Tensor]:
+    """And the lengths [P]."""
+    lengths = torch.tensor([len(ids) for ids in prompts], device=device)
+    steps = torch.arange(int(lengths.max()), device=device)
+    real = steps < lengths[:, None]
+    ids = torch.tensor([token for row in prompts for token in row], device=device)
+    seen = (steps <= steps[:, None]).expand(len(prompts), -1, -1)
+    return Rows(ids, steps.expand_as(real)[real], real.flatten().nonzero()[:, 0], bias_of(seen, dtype)), lengths
+
+
+def layout_of(batch: Batch, dtype: torch.dtype, device: torch.device) -> Layout:
+    used, prompt_of = (x.to(device) for x in batch.prompt_of.unique(return_inverse=True))
+    prompts, lengths = prompt_rows([batch.prompt_ids[p] for p in used.tolist()], dtype, device)
+    mask = batch.mask.to(device)
+    read = mask[:, 1:]  # token t is read where there is a token t + 1
+    steps = torch.arange(read.shape[1], device=device)
+    of_prompt = torch.arange(int(lengths.max()), device=device) < lengths[prompt_of, None]
+    seen = torch.cat(
+        [
+            of_prompt[:, None].expand(-1, len(steps), -1),
+            (steps <= steps[:, None]).expand(len(mask), -1, -1),
+        ],
+        -1,
+    )
+    responses = Rows(
+        ids=batch.response_ids[:, :-1].to(device)[read],
+        positions=(lengths[prompt_of, None] + steps)[read],
+        places=read.flatten().nonzero()[:, 0],
+        bias=bias_of(seen, dtype),
+    )
+    order = torch.zeros(read.shape, dtype=torch.long, device=device)
+    order[read] = len(prompts.ids) + torch.arange(len(responses.ids), device=device)
+    last_of_prompt = (lengths.cumsum(0) - 1)[prompt_of, None]
+    return Layout(prompts, responses, prompt_of, torch.cat([last_of_prompt, order], 1)[mask])
+
+
+def bias_of(seen: Tensor, dtype: torch.dtype) -> Tensor:
+    """[rows, T, keys] bool -> [rows, 1, T, keys]"""
+    return torch.zeros(seen.shape, dtype=dtype, device=seen.device).masked_fill(~seen, -torch.inf)[:, None]
+
+
+class Pieces(NamedTuple):
+    """What a layer does to single tokens, on either side of its attention."""
+
+    before: Callable[..., Heads]
+    after: Callable[..., Tensor]
+
+
+PLAIN = Pieces(heads_of, after_attention)
+
+
+@cache
+def compiled(backend: str = "inductor") -> Pieces:
+    """By torch.compile, which needs a C++ compiler, and most of a minute when they are first used."""
+    options = {"dynamic": True, "backend": backend}
+    return Pieces(torch.compile(heads_of, **options), torch.compile(after_attention, **options))
+
+
+def hidden_states(
+    decoder: Decoder, batch: Batch, recompute: bool = False, pieces: Pieces = PLAIN
+) -> tuple[Tensor, Tensor]:
+    """[N, D] states that predict the N response tokens of a batch, row by row, and the head [V, D] that reads them.
+
+    recompute: keep only the residual stream of each layer for the backward pass.
+    """
+    layout = layout_of(batch, decoder.dtype, decoder.device)
+    weights = decoder.weights()
+    rotary = decoder.rotary(torch.cat([layout.prompts.positions, layout.responses.positions]))
+    ids = torch.cat([layout.prompts.ids, layout.responses.ids])
+    hidden = F.embedding(ids, weights.embedding).to(weights.norm.dtype)
+    for layer in weights.layers:
+        arguments = (layer, hidden, rotary, layout, decoder.shape, pieces)
+        hidden = checkpoint(through_layer, *arguments, use_reentrant=False) if recompute else through_layer(*arguments)
+    hidden = hidden.index_select(0, layout.sources)
+    return norm(hidden, weights.norm, decoder.shape.eps, weights.head.dtype), weights.head
+
+
+def through_layer(
+    layer: Layer, hidden: Tensor, rotary: tuple[Tensor, Tensor], layout: Layout, shape: Shape, pieces: Pieces
+) -> Tensor:
+    attended = group_attention(pieces.before(layer, hidden, rotary, shape), layout)
+    return pieces.after(layer, hidden, attended, shape)
+
+
+def group_attention(heads: Heads, layout: Layout) -> Tensor:
+    """[N, H d]: prompts read themselves, responses their prompt and themselves."""
+    prompts, responses = layout.prompts, layout.responses
+    count = len(prompts.ids)
+    query, key, value = (in_rows(x[:count], prompts) for x in heads)
+    read = [in_line(attend(query, key, value, prompts.bias), prompts)]
+    if len(responses.ids):
+        query, own_key, own_value = (in_rows(x[count:], responses) for x in heads)
+        key = torch.cat([key.index_select(0, layout.prompt_of), own_key], 2)
+        value = torch.cat([value.index_select(0, layout.prompt_of), own_value], 2)
+        read.append(in_line(attend(query, key, value, responses.bias), responses))
+    return torch.cat(read)
+
+
+def in_rows(heads: Tensor, rows: Rows) -> Tensor:
+    """[n, H, d] -> [rows, H, T, d], 0 where there is no token."""
+    count, _, length, _ = rows.bias.shape
+    padded = heads.new_zeros(count * length, *heads.shape[1:]).index_copy(0, rows.places, heads)
+    return padded.unflatten(0, (count, length)).transpose(1, 2)
+
+
+def in_line(read: Tensor, rows: Rows) -> Tensor:
+    """[rows, H, T, d] -> [n, H d]: the inverse."""
+    return Pick.apply(read.transpose(1, 2).flatten(2).flatten(0, 1), rows.places)  # pyright: ignore[reportReturnType]
+
+
+class Pick(torch.autograd.Function):
+    """x[places] for distinct places: autograd's own backward adds rows up one by one."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, places: Tensor) -> Tensor:
+        ctx.save_for_backward(places)
+        ctx.rows = len(x)
+        return x.index_select(0, places)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        [places] = ctx.saved_tensors
+        return grad.new_zeros(ctx.rows, *grad.shape[1:]).index_copy(0, places, grad), None

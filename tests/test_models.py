@@ -1,0 +1,441 @@
+"""The written-out decoder against transformers: logits, gradients, rows that come and go."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import (
+    AutoModelForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
+
+from conftest import EOS, VOCAB, CountDigits, character_tokenizer, tiny_gemma, tiny_gpt2
+from pellucid.batch import Batch, collate
+from pellucid.models import decoder as decoders
+from pellucid.models import packed
+from pellucid.models.attention import FewProducts
+from pellucid.models.decoder import Decoder, after_attention, refusal
+from pellucid.models.decoding import Flight
+from pellucid.models.elementwise import gated, norm, rotated
+from pellucid.models.packed import hidden_states
+from pellucid.policy import Policy
+from pellucid.samplers.native import Native
+from pellucid.types import Completion, Group, Prompt
+
+SMALL = {
+    "vocab_size": VOCAB,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 128,
+    "eos_token_id": EOS,
+    "bos_token_id": None,
+    "pad_token_id": EOS,
+    "initializer_range": 0.3,
+}
+LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 10000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 32,
+}
+FAMILY = {
+    "llama": lambda: LlamaForCausalLM(LlamaConfig(**SMALL, tie_word_embeddings=True)),
+    "llama, untied": lambda: LlamaForCausalLM(LlamaConfig(**SMALL, tie_word_embeddings=False)),
+    "llama, wide heads": lambda: LlamaForCausalLM(LlamaConfig(**SMALL, head_dim=16)),
+    "llama, one key head": lambda: LlamaForCausalLM(LlamaConfig(**{**SMALL, "num_key_value_heads": 1})),
+    "llama 3.1": lambda: LlamaForCausalLM(LlamaConfig(**SMALL, rope_parameters=LLAMA3)),
+    "llama, stretched": lambda: LlamaForCausalLM(
+        LlamaConfig(**SMALL, rope_parameters={"rope_type": "linear", "rope_theta": 500.0, "factor": 4.0})
+    ),
+    "mistral": lambda: MistralForCausalLM(MistralConfig(**SMALL, sliding_window=None)),
+    "qwen2": lambda: Qwen2ForCausalLM(Qwen2Config(**SMALL, tie_word_embeddings=True)),
+    "qwen3": lambda: Qwen3ForCausalLM(Qwen3Config(**SMALL, head_dim=16, tie_word_embeddings=False)),
+}
+
+
+def model_of(name):
+    """Every parameter at random: initialisers leave biases at 0 and norms at 1."""
+    torch.manual_seed(0)
+    model = FAMILY[name]().eval()
+    model.model.embed_tokens.padding_idx = None  # else transformers drops the gradient of a token that pads
+    with torch.no_grad():
+        for p in model.parameters():
+            if p.dim() == 1:
+                p.add_(0.3 * torch.randn_like(p))
+    return model
+
+
+def decoder_of(model, dtype=torch.float32):
+    return Decoder(model.config, dict(model.named_parameters()), dtype)
+
+
+def batch_of(lengths=((7, 1, 12), (1, 1, 1), (3, 12, 5)), prompts=(5, 9, 2)) -> Batch:
+    """Ragged: prompts and completions of many lengths, one of them only a token."""
+    generator = torch.Generator().manual_seed(1)
+
+    def ids(n):
+        return tuple(torch.randint(VOCAB, (n,), generator=generator).tolist())
+
+    groups = [
+        Group(Prompt(str(p), "?"), ids(length), tuple(Completion(ids(n), (0.0,) * n, "", True) for n in row))
+        for p, (length, row) in enumerate(zip(prompts, lengths, strict=True))
+    ]
+    return collate(groups, torch.device("cpu"))
+
+
+def sequences(batch):
+    """Whole token sequences, and where the response starts."""
+    rows = zip(batch.prompt_of.tolist(), batch.response_ids, batch.mask.sum(-1).tolist(), strict=True)
+    return [(list(batch.prompt_ids[p]) + ids[:n].tolist(), len(batch.prompt_ids[p])) for p, ids, n in rows]
+
+
+def plain_logprobs(model, batch) -> Tensor:
+    """[N], a row at a time, from all logits."""
+    logprobs = []
+    for ids, start in sequences(batch):
+        tokens = torch.tensor(ids)
+        log_probs = model(tokens[None]).logits[0].log_softmax(-1)
+        logprobs.append(log_probs[start - 1 : -1].gather(-1, tokens[start:, None])[:, 0])
+    return torch.cat(logprobs)
+
+
+@pytest.mark.parametrize("name", FAMILY)
+def test_logits_are_those_of_transformers(name):
+    model, batch = model_of(name), batch_of()
+    hidden, head = hidden_states(decoder_of(model), batch)
+    expected = torch.cat([model(torch.tensor([ids])).logits[0, start - 1 : -1] for ids, start in sequences(batch)])
+    assert expected.std() > 0.5
+    torch.testing.assert_close(hidden @ head.T, expected, rtol=0, atol=2e-5)
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize("name", FAMILY)
+def test_gradients_are_those_of_plain_autograd(name, recompute):
+    """fp32, all parameters: < 1e-5 relative in all, < 5e-5 for any one tensor. A third of the tokens weigh nothing."""
+    model, batch = model_of(name), batch_of()
+    weights = torch.randn(int(batch.mask.sum())) * (torch.rand(int(batch.mask.sum())) > 0.3)
+    (plain_logprobs(model, batch) * weights).sum().backward()
+    expected = {name: p.grad for name, p in model.named_parameters()}
+    model.zero_grad()
+
+    policy = Policy(model, character_tokenizer(), gradient_checkpointing=recompute)
+    assert policy.decoder is not None
+    (policy.score(batch).logprobs[batch.mask] * weights).sum().backward()
+    errors, sizes = [], []
+    for part, p in model.named_parameters():
+        errors.append(float((p.grad - expected[part]).norm()))
+        sizes.append(float(expected[part].norm()))
+        assert errors[-1] < 5e-5 * sizes[-1], part
+    assert torch.tensor(errors).norm() < 1e-5 * torch.tensor(sizes).norm()
+
+
+def test_recomputing_keeps_only_the_residual_stream_of_a_layer(monkeypatch):
+    calls = []
+    counted = packed.PLAIN._replace(after=lambda *a: calls.append(1) or after_attention(*a))
+    monkeypatch.setattr(packed, "PLAIN", counted)
+    policy = Policy(model_of("llama"), character_tokenizer(), gradient_checkpointing=True)
+    policy.score(batch_of()).logprobs.sum().backward()
+    assert len(calls) == 2 * 2
+
+
+@pytest.mark.filterwarnings("ignore")  # of the compiler about itself
+def test_pieces_may_be_compiled(monkeypatch):
+    """Traced forward and backward; that C++ made of it is right is torch's to show, and takes a minute."""
+    model, batch = model_of("qwen2"), batch_of()
+    traced, gradients = packed.compiled("aot_eager"), []
+    monkeypatch.setattr(packed, "compiled", lambda: traced)
+    for engine in ("auto", "compiled"):
+        policy = Policy(model, character_tokenizer(), engine=engine)
+        policy.score(batch).logprobs.sum().backward()
+        gradients.append({name: p.grad for name, p in model.named_parameters()})
+        model.zero_grad()
+    for name, expected in gradients[0].items():
+        torch.testing.assert_close(gradients[1][name], expected, rtol=0, atol=1e-5 * float(expected.norm()))
+
+
+def test_rows_of_any_choice_keep_their_scores():
+    """As the update leaves out dead groups: some prompts unused, prompts with one row and with several."""
+    policy, batch = Policy(model_of("qwen2"), character_tokenizer()), batch_of()
+    whole = policy.score(batch).logprobs
+    for rows in ([0], [1], [4, 8], [2, 3, 6, 7]):
+        part = batch.rows(torch.tensor(rows))
+        width = part.mask.shape[1]
+        torch.testing.assert_close(policy.score(part).logprobs, whole[rows, :width], rtol=0, atol=1e-5)
+
+
+def test_the_compute_copy_follows_its_masters():
+    model = model_of("llama")
+    policy, batch = Policy(model, character_tokenizer(), torch.bfloat16), batch_of()
+    before = policy.score(batch).logprobs
+    assert {x.dtype for layer in policy.decoder.weights().layers for x in (layer.qkv, layer.down)} == {torch.bfloat16}
+    torch.optim.AdamW(model.parameters(), lr=0.1, fused=True).step()  # no gradients yet: nothing moves
+    torch.testing.assert_close(policy.score(batch).logprobs, before, rtol=0, atol=0)
+    policy.score(batch).logprobs.sum().backward()
+    assert {p.grad.dtype for p in model.parameters()} == {torch.float32}
+    torch.optim.AdamW(model.parameters(), lr=0.1, fused=True).step()
+    after = policy.score(batch).logprobs
+    fresh = Policy(model, character_tokenizer(), torch.bfloat16).score(batch).logprobs
+    torch.testing.assert_close(after, fresh, rtol=0, atol=0)
+    assert (after - before).abs().max() > 0.1
+
+
+def test_a_layer_computes_in_bf16_about_what_it_computes_in_fp32():
+    model, batch = model_of("llama"), batch_of()
+    exact, rounded = (
+        Policy(model, character_tokenizer(), dtype).score(batch).logprobs[batch.mask]
+        for dtype in (torch.float32, torch.bfloat16)
+    )
+    assert 0 < (exact - rounded).abs().mean() < 0.05
+
+
+def test_a_token_that_also_pads_is_trained_as_any_other():
+    """Where pad_token_id is the stop, transformers gives its embedding no gradient: no token of ours ever pads."""
+    gradients = []
+    for ours in (True, False):
+        model = model_of("llama, untied")
+        model.model.embed_tokens.padding_idx = EOS
+        policy = Policy(model, character_tokenizer(), engine="auto" if ours else "transformers")
+        prompt_ends = [Group(Prompt("p", "?"), (1, EOS), (Completion((2, 3), (0.0,) * 2, "", True),))]
+        policy.score(collate(prompt_ends, torch.device("cpu"))).logprobs.sum().backward()
+        gradients.append(model.model.embed_tokens.weight.grad)
+    assert gradients[0][EOS].norm() > 0
+    assert gradients[1][EOS].norm() == 0
+    torch.testing.assert_close(gradients[0][:EOS], gradients[1][:EOS])
+
+
+# ---------------------------------------------------------------- elementwise
+
+
+def test_elementwise_backward_passes_are_those_of_numerical_differences():
+    torch.manual_seed(0)
+    hidden, weight = torch.randn(3, 4, 6, dtype=torch.float64), torch.rand(6, dtype=torch.float64)
+    cos, sin = torch.randn(2, 3, 1, 6, dtype=torch.float64)
+    sin[..., 3:] = -sin[..., :3]
+    x, w = hidden.requires_grad_(), weight.requires_grad_()
+    assert torch.autograd.gradcheck(lambda x, w: norm(x, w, 1e-2, torch.float64), (x, w))
+    assert torch.autograd.gradcheck(lambda x: rotated(x, cos, sin), (x,))
+    assert torch.autograd.gradcheck(lambda x: gated(x.flatten(1)), (x,))
+
+
+def test_elementwise_without_gradient_is_the_same_number():
+    x, weight = torch.randn(5, 2, 6).bfloat16(), torch.rand(6)
+    cos, sin = torch.randn(2, 5, 1, 6).bfloat16()
+    calls = (
+        lambda: norm(x, weight, 1e-5, torch.bfloat16),
+        lambda: rotated(x, cos, sin),
+        lambda: gated(x.flatten(1)),
+    )
+    for call in calls:
+        trained = call()
+        with torch.no_grad():
+            torch.testing.assert_close(call(), trained, rtol=0, atol=0)
+
+
+# ---------------------------------------------------------------- attention
+
+
+def test_the_backward_pass_of_attention_is_that_of_autograd():
+    torch.manual_seed(0)
+    query, key, value = (torch.randn(3, heads, n, 8, dtype=torch.float64) for heads, n in ((4, 5), (2, 7), (2, 7)))
+    seen = torch.rand(3, 1, 5, 7) > 0.4
+    seen[..., 0] = True
+    bias = torch.zeros(seen.shape, dtype=torch.float64).masked_fill(~seen, -torch.inf)
+    leaves = [x.requires_grad_() for x in (query, key, value)]
+
+    def plain(query, key, value):
+        scores = query @ key.repeat_interleave(2, 1).mT / 8**0.5 + bias
+        return scores.softmax(-1) @ value.repeat_interleave(2, 1)
+
+    upstream = torch.randn(3, 4, 5, 8, dtype=torch.float64)
+    ours, theirs = FewProducts.apply(*leaves, bias), plain(*leaves)
+    torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-12)
+    mine, expected = (torch.autograd.grad((x * upstream).sum(), leaves) for x in (ours, theirs))
+    for one, other in zip(mine, expected, strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=1e-12)
+
+
+# ---------------------------------------------------------------- rows that come and go
+
+
+class Check:
+    """Every row's whole history, scored by transformers without a cache."""
+
+    def __init__(self, model):
+        self.model, self.histories = model, []
+
+    def compare(self, logits):
+        assert len(logits) == len(self.histories)
+        for ids, row in zip(self.histories, logits, strict=True):
+            with torch.no_grad():
+                expected = self.model(torch.tensor([ids])).logits[0, -1]
+            torch.testing.assert_close(row, expected, rtol=0, atol=2e-5)
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3"])
+def test_rows_may_join_and_leave_at_any_time(name):
+    model = model_of(name)
+    flight, check, random = Flight(decoder_of(model), 12), Check(model), torch.Generator().manual_seed(0)
+
+    def ids(n):
+        return torch.randint(VOCAB, (n,), generator=random)
+
+    def admit(*lengths, copies):
+        prompts = [ids(n).tolist() for n in lengths]
+        check.histories += [list(p) for p in prompts for _ in range(copies)]
+        return flight.admit(prompts, copies)
+
+    def step():
+        tokens = ids(len(check.histories))
+        check.histories = [[*h, t] for h, t in zip(check.histories, tokens.tolist(), strict=True)]
+        check.compare(flight.step(tokens))
+
+    def keep(*rows):
+        flight.keep(torch.tensor(rows, dtype=torch.long))
+        check.histories = [check.histories[i] for i in rows]
+
+    check.compare(admit(3, 8, copies=3))
+    step()
+    step()
+    keep(1, 3, 4, 5)  # the first prompt has one row left
+    step()
+    assert flight.room() == 8
+    late = admit(14, 2, copies=4)
+    check.histories, everyone = check.histories[4:], check.histories
+    check.compare(late)
+    check.histories = everyone
+    assert flight.room() == 0
+    step()
+    keep(1, 2, 3, 4, 11)  # the first prompt is gone
+    step()
+    keep(4)
+    step()
+    keep()
+    check.histories = []
+    check.compare(admit(5, copies=2))
+    step()
+
+
+def test_rows_may_speak_for_longer_than_there_was_room_at_first():
+    """100 tokens each, the second prompt's rows 40 behind; the cache grows twice."""
+    model = model_of("llama")
+    flight, check, random = Flight(decoder_of(model), 4), Check(model), torch.Generator().manual_seed(0)
+    check.histories = [[1, 2, 3]] * 2
+    flight.admit([[1, 2, 3]], 2)
+    rooms = set()
+    for t in range(100):
+        if t == 40:
+            check.histories += [[4, 5]] * 2
+            flight.admit([[4, 5]], 2)
+        tokens = torch.randint(VOCAB, (len(check.histories),), generator=random)
+        check.histories = [[*h, x] for h, x in zip(check.histories, tokens.tolist(), strict=True)]
+        logits = flight.step(tokens)
+        rooms.add(flight.caches[0].keys.shape[2])
+        if t % 10 in (0, 9):
+            check.compare(logits)
+    assert len(rooms) > 2
+
+
+@pytest.mark.parametrize("rows", [8, 16, 24, 256])
+def test_how_many_rows_fly_at_once_changes_no_completion(rows):
+    policy = Policy(model_of("llama"), character_tokenizer())
+    prompts = CountDigits().sample(0, 6)
+    few, many = (Native(max_tokens=16, rows=n, policy=policy).generate(prompts, 8, seed="s") for n in (rows, 10**4))
+    assert [[c.token_ids for c in g.completions] for g in few] == [[c.token_ids for c in g.completions] for g in many]
+    assert len({len(c.token_ids) for g in few for c in g.completions}) > 3
+
+
+def test_a_group_larger_than_the_room_flies_all_the_same():
+    policy = Policy(model_of("llama"), character_tokenizer())
+    [group] = Native(max_tokens=4, rows=2, policy=policy).generate(CountDigits().sample(0, 1), 5, seed="s")
+    assert len(group.completions) == 5
+
+
+@pytest.mark.parametrize("temperature", [0.7, 1.0, 1.3])
+@pytest.mark.parametrize("name", FAMILY)
+def test_what_was_sampled_is_what_is_scored(name, temperature):
+    policy = Policy(model_of(name), character_tokenizer(), temperature=temperature)
+    sampler = Native(temperature=temperature, max_tokens=24, rows=16, policy=policy)
+    batch = collate(sampler.generate(CountDigits().sample(0, 4), 8, seed="0/0"), policy.device)
+    gap = (policy.score(batch).logprobs.detach() - batch.sampler_logprobs)[batch.mask].abs().max()
+    assert gap < 1e-4
+
+
+# ---------------------------------------------------------------- which checkpoints
+
+
+@pytest.mark.parametrize("shards", ["1KB", "1GB"])
+def test_a_checkpoint_folder_loads_without_transformers_model(tmp_path, shards):
+    model, batch = model_of("qwen2"), batch_of()
+    model.save_pretrained(tmp_path, max_shard_size=shards)
+    assert (len(list(tmp_path.glob("*.safetensors"))) > 1) == (shards == "1KB")
+    mine, expected = (hidden_states(d, batch)[0] for d in (decoders.load(tmp_path), decoder_of(model)))
+    torch.testing.assert_close(mine, expected, rtol=0, atol=0)
+
+
+def test_a_foreign_checkpoint_is_no_decoder(tmp_path):
+    tiny_gpt2().save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="architecture gpt2"):
+        decoders.load(tmp_path)
+
+
+REFUSED = {
+    "architecture gemma3_text": lambda: tiny_gemma().config,
+    "architecture gpt2": lambda: tiny_gpt2().config,
+    "activation gelu": lambda: LlamaConfig(**SMALL, hidden_act="gelu"),
+    "biases behind attention": lambda: LlamaConfig(**SMALL, attention_bias=True),
+    "biases in the MLP": lambda: LlamaConfig(**SMALL, mlp_bias=True),
+    "a sliding window": lambda: MistralConfig(**SMALL, sliding_window=16),
+    "rotary scaling dynamic": lambda: LlamaConfig(
+        **SMALL, rope_parameters={"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
+    ),
+}
+
+
+@pytest.mark.parametrize("reason", REFUSED)
+def test_what_would_be_computed_wrongly_is_refused(reason):
+    assert refusal(REFUSED[reason]()) == reason
+
+
+def test_sliding_qwens_are_refused_and_others_are_not():
+    sliding = Qwen2Config(**SMALL, use_sliding_window=True, sliding_window=16, max_window_layers=0)
+    assert refusal(sliding) == "a sliding window"
+    assert refusal(Qwen2Config(**SMALL)) == ""
+
+
+def test_a_refused_model_goes_through_transformers_and_so_does_one_that_is_told_to():
+    model = model_of("llama")
+    assert Policy(tiny_gpt2(), character_tokenizer()).decoder is None
+    detour, ours = Policy(model, character_tokenizer(), engine="transformers"), Policy(model, character_tokenizer())
+    assert detour.decoder is None
+    batch = batch_of()
+    torch.testing.assert_close(detour.score(batch).logprobs, ours.score(batch).logprobs, rtol=0, atol=1e-5)
+    samples = [Native(max_tokens=12, policy=p).generate(CountDigits().sample(0, 3), 4, "s") for p in (detour, ours)]
+    tokens = [[[c.token_ids for c in g.completions] for g in groups] for groups in samples]
+    assert tokens[0] == tokens[1]
+
+
+def test_the_saved_model_is_the_trained_one(tmp_path):
+    policy, batch = Policy(model_of("llama, untied"), character_tokenizer()), batch_of()
+    with torch.no_grad():
+        for p in policy.model.parameters():
+            p.add_(0.05)
+    policy.save(tmp_path)
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path)
+    torch.testing.assert_close(
+        plain_logprobs(loaded, batch), policy.score(replace(batch)).logprobs[batch.mask], rtol=0, atol=2e-5
+    )
