@@ -29,8 +29,8 @@ def main() -> None:
     print(table("tokens", by_length), table("G", by_group), sep="\n\n")
     if options.picture:
         charts = [
-            drawn("Seconds a step, by length", "tokens of each completion; 4 prompts, G = 8", by_length),
-            drawn("Seconds a step, by group", "G; 4 prompts, 64 tokens", by_group),
+            drawn("Seconds a step, by length", "tokens of each completion; 4 prompts, G = 8", by_length, "tokens"),
+            drawn("Seconds a step, by group", "G; 4 prompts, 64 tokens", by_group, "G"),
         ]
         options.picture.write_text(picture(charts))
 
@@ -51,10 +51,11 @@ def table(what: str, rows: dict[int, dict[str, float]]) -> str:
     return "\n".join(lines)
 
 
-def drawn(title: str, subtitle: str, rows: dict[int, dict[str, float]]) -> str:
+def drawn(title: str, subtitle: str, rows: dict[int, dict[str, float]], unit: str) -> str:
     styles = dict(zip(PARTS, ("first", "second", "third"), strict=True))
     lines = [
-        Series(label, [Point(x, row[name]) for x, row in rows.items()], styles[name]) for name, label in PARTS.items()
+        Series(label, [Point(x, row[name]) for x, row in rows.items()], styles[name], unit)
+        for name, label in PARTS.items()
     ]
     return chart(title, subtitle, lines, include=[0.0])
 

@@ -44,6 +44,8 @@ class Series:
     points: Sequence[Point]
     style: str = "first"
     """CSS classes of charts.css: first, second, third, fourth, thin, layer."""
+    unit: str = "step"
+    """Of x."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +76,7 @@ def chart(title: str, subtitle: str, series: Sequence[Series], include: Sequence
     y_ticks = ticks(*extent([*include, *(value for line in series for value in heights(line))]))
     x = Scale(0, max(1.0, *(point.x for line in series for point in line.points)), LEFT, RIGHT)
     y = Scale(y_ticks[0], y_ticks[-1], BOTTOM, TOP)
+    x_ticks = [tick for tick in ticks(0, x.high) if tick <= x.high and tick == int(tick)]
     drawn = [draw(line, x, y, shift=4 * (i - (len(series) - 1) / 2)) for i, line in enumerate(series)]
     about = f"{title}: {'; '.join(summary(line) for line in series if line.label)}"
     return "\n".join(
@@ -82,7 +85,7 @@ def chart(title: str, subtitle: str, series: Sequence[Series], include: Sequence
             f'<text class="title" x="0" y="17">{shown(title)}</text>',
             f'<text class="tick" x="0" y="36">{shown(subtitle)}</text>',
             *(axis_y(tick, y(tick)) for tick in y_ticks),
-            *(axis_x(tick, x(tick)) for tick in ticks(0, x.high) if tick <= x.high and tick == int(tick)),
+            *(axis_x(tick, x(tick), series[0].unit) for tick in x_ticks),
             *drawn,
             *end_labels(series, y),
             "</svg>",
@@ -157,8 +160,8 @@ def axis_y(tick: float, y: float) -> str:
     return f'{line}<text class="tick" x="{LEFT - 8}" y="{y + 4:.1f}" text-anchor="end">{number(tick)}</text>'
 
 
-def axis_x(tick: float, x: float) -> str:
-    name = "step 0" if tick == 0 else number(tick)
+def axis_x(tick: float, x: float, unit: str) -> str:
+    name = f"{unit} 0" if tick == 0 else number(tick)
     mark = f'<path class="mark" d="M{x} {BOTTOM}v5"/>'
     return f'{mark}<text class="tick" x="{x}" y="{BOTTOM + 20}" text-anchor="middle">{name}</text>'
 
@@ -185,17 +188,18 @@ def area(kind: str, upper: Sequence[str], lower: Sequence[str]) -> str:
 
 
 def dot(point: Point, line: Series, x: float, y: float) -> str:
-    return f'<circle cx="{x}" cy="{y}" r="2.2"><title>{shown(reading(point, line.label))}</title></circle>'
+    return f'<circle cx="{x}" cy="{y}" r="2.2"><title>{shown(reading(point, line))}</title></circle>'
 
 
-def reading(point: Point, label: str) -> str:
+def reading(point: Point, line: Series) -> str:
     bounds = f" [{number(point.low)}, {number(point.high)}]" if isfinite(point.low) else ""
-    return f"{label}, step {number(point.x)}: {number(point.y)}{bounds}"
+    return f"{line.label}, {line.unit} {number(point.x)}: {number(point.y)}{bounds}"
 
 
 def summary(line: Series) -> str:
     first, last = line.points[0], line.points[-1]
-    return f"{line.label} from {number(first.y)} at step {number(first.x)} to {number(last.y)} at step {number(last.x)}"
+    ends = [f"{number(point.y)} at {line.unit} {number(point.x)}" for point in (first, last)]
+    return f"{line.label} from {ends[0]} to {ends[1]}"
 
 
 def label_height(line: Series) -> float:
