@@ -42,7 +42,7 @@ class Sorter(nn.Module):
     """E embeds numbers; A_l, one matrix for each place of the prompt, add up to one vector; B_t, one for each place of
     the answer, make a distribution of it, read through E again.
 
-    spread: of E at the start. With 1 the first distributions are nearly certain, and what is never drawn is never learnt.
+    spread: of E at the start. With 1 the first distributions are nearly certain; what is never drawn is never learnt.
     """
 
     def __init__(self, size: int, places: int, spread: float) -> None:

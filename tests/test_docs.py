@@ -81,7 +81,7 @@ def test_the_chinese_readme_keeps_step_with_the_english_one():
             "code": code,
             "links": sorted(set(re.findall(r"\]\(([^)]+)\)", prose)) - set(map(str, READMES))),
             "commands": sorted(re.findall(r"`((?:pellucid|make|torchrun|--)[^`]*)`", prose)),
-            "numbers": [re.findall(r"[\d.]+", row) for row in prose.splitlines() if row.startswith("| ") and "0." in row],
+            "numbers": [re.findall(r"[\d.]+", row) for row in prose.splitlines() if row.startswith("| ")],
         }
 
     english, chinese = map(outline, READMES)

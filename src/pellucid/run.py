@@ -61,10 +61,10 @@ def follow(
     )
     if profile and parts.runtime.main:
         steps = profiled(steps, run_dir / "profile.txt", parts.policy.dtype)
-    for step, metrics, groups in steps:
-        parts.seconds += metrics["time/step"]
+    for step, measured, groups in steps:
+        parts.seconds += measured["time/step"]
         last = step == cfg.algorithm.steps or parts.runtime.any(0 < cfg.algorithm.minutes * 60 <= parts.seconds)
-        metrics = {**describe(groups, cfg.algorithm.min_spread), **metrics, "memory/peak_gb": parts.runtime.peak_gb()}
+        metrics = {**describe(groups, cfg.algorithm.min_spread), **measured, "memory/peak_gb": parts.runtime.peak_gb()}
         if "reward/kl" in metrics:
             metrics["reward/after_kl"] = metrics["reward/mean"] + metrics["reward/kl"]
         log.log(step, metrics, groups)
