@@ -104,10 +104,9 @@ def test_recomputed_activations_are_the_residual_stream():
     batch = batch_of(prompt=8, response=41, rows=8)
     cfg = configured()
     cfg = cfg.model_copy(update={"policy": replace(cfg.policy, gradient_checkpointing=True)})
-    planned = memory.activations(policy.model.config, cfg, 1) * 1e9
-    layer = memory.bytes_a_token(policy.model.config, 4) * (8 * 32 + 2 * memory.PROMPT_TOKENS)
-    kept = kept_by_autograd(policy, batch) / (8 + 8 * 40) * (8 * 32 + 2 * memory.PROMPT_TOKENS)
-    assert kept == pytest.approx(planned - layer, rel=0.25)
+    planned = memory.activations(policy.model.config, cfg, ours=True)
+    layer = memory.bytes_a_token(policy.model.config, 4)
+    assert kept_by_autograd(policy, batch) / (8 + 8 * 40) == pytest.approx(planned - layer, rel=0.25)
 
 
 def test_smaller_pieces_need_less(folder):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.metadata
 import importlib.util
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -65,22 +65,25 @@ def plan(cfg: Config) -> int:
     model = memory.from_name(cfg.policy.model, cfg.policy.lora)
     print(
         f"{cfg.policy.model}: {model.parameters / 1e6:.1f} M parameters, {model.trained / 1e6:.1f} M trained, computed"
-        f" in {cfg.policy.dtype}; GB on each device at the peak"
+        f" in {cfg.policy.dtype}; GB on each device at the peak\n"
     )
-    table = Table(box=None, padding=(0, 2))
-    table.add_column("devices")
     names = list(memory.parts(model, cfg))
-    for name in ("ZeRO", *names, "together"):
-        table.add_column(name, justify="right")
+    print(line(["devices", "ZeRO", *names, "together"]), line(["---"] * (len(names) + 3)), sep="\n")
     for zero in memory.STAGES:
         for devices in DEVICES:
             parts = memory.parts(model, cfg, devices, zero)
-            cells = [f"{parts[name]:.2f}" for name in names]
-            table.add_row(str(devices), str(zero) if zero else "no", *cells, f"[bold]{sum(parts.values()):.2f}")
-    rich.print(table)
-    print(f"Sampling keeps {memory.cache(model.config, cfg, 1):.2f} GB of keys and values on one device, and none of")
-    print("the gradients and activations. ZeRO is DeepSpeed's, as examples/transparent_grpo.py uses it.")
+            cells = [f"{parts[name]:.1f}" for name in names]
+            print(line([str(devices), str(zero) if zero else "no", *cells, f"{sum(parts.values()):.1f}"]))
+    print(
+        f"\nSampling keeps {memory.cache(model.config, cfg, 1):.1f} GB of keys and values on one device, and no gradients"
+        " and activations.\nZeRO is DeepSpeed's, as examples/transparent_grpo.py uses it."
+    )
     return 0
+
+
+def line(cells: Sequence[str]) -> str:
+    """Of a Markdown table."""
+    return f"| {' | '.join(cells)} |"
 
 
 def embedded(name: str) -> str:

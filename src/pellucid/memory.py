@@ -50,12 +50,21 @@ def parts(model: Model, cfg: Config, processes: int = 1, zero: int = 0) -> dict[
     of DeepSpeed's ZeRO (arXiv 1910.02054, figure 1) in bf16: of 2 bytes of weights, 2 of gradients and 12 of fp32 state
     a parameter, 1 shards the state, 2 the gradients too, 3 the weights too.
     """
-    state = zero_state(model, cfg, processes, zero) if zero else own_state(model, cfg)
-    return state | {
-        "activations": activations(model.config, cfg, processes),
-        "logits": 4 * MANY / 1e9,
+    ours = not zero and computed_by_us(model.config, cfg)
+    tokens = tokens_of(cfg, processes, shared=ours)
+    return (zero_state(model, cfg, processes, zero) if zero else own_state(model, cfg)) | {
+        "activations": tokens * activations(model.config, cfg, ours) / 1e9,
+        # ours in chunks; the one-file example makes logits, their log-softmax and its gradient, all in fp32
+        "logits": (12 * tokens * model.config.vocab_size if zero else 4 * MANY) / 1e9,
         "libraries": LIBRARIES,
     }
+
+
+def tokens_of(cfg: Config, processes: int, shared: bool) -> float:
+    """That one backward pass goes through; groups are not split, and a prompt counts once a group where it is shared."""
+    a = cfg.algorithm
+    rows = a.micro_batch or max(a.group_size, a.prompts_per_step * a.group_size // (a.minibatches * processes))
+    return rows * cfg.sampler.max_tokens + (rows / a.group_size if shared else rows) * PROMPT_TOKENS
 
 
 def own_state(model: Model, cfg: Config) -> dict[str, float]:
@@ -99,17 +108,13 @@ def zero_state(model: Model, cfg: Config, processes: int, zero: int) -> dict[str
     }
 
 
-def activations(config: Any, cfg: Config, processes: int) -> float:
-    """What the backward pass needs: all layers, or the residual stream and one layer where they are recomputed.
-
-    Counted for our own decoder; through transformers half as much again, as a rule of thumb.
+def activations(config: Any, cfg: Config, ours: bool) -> float:
+    """Bytes that the backward pass needs of one token: of all layers, or the residual stream and one layer where they
+    are recomputed. Counted for our own decoder; through transformers half as much again, as a rule of thumb.
     """
-    a = cfg.algorithm
-    rows = a.micro_batch or a.prompts_per_step * a.group_size // (a.minibatches * processes)
-    tokens = rows * cfg.sampler.max_tokens + rows / a.group_size * PROMPT_TOKENS
     layer, layers = bytes_a_token(config, 4 if cfg.policy.dtype == "float32" else 2), config.num_hidden_layers
     kept = 4 * config.hidden_size * (layers + 1) + layer if cfg.policy.gradient_checkpointing else layer * layers
-    return tokens * kept * (1.0 if computed_by_us(config, cfg) else 1.5) / 1e9
+    return kept if ours else 1.5 * kept
 
 
 def bytes_a_token(config: Any, wide: int) -> int:
@@ -126,7 +131,7 @@ def bytes_a_token(config: Any, wide: int) -> int:
 def cache(config: Any, cfg: Config, processes: int) -> float:
     """GB of keys and values of the rows in flight while they are sampled, each prompt once. The update needs more."""
     a, s = cfg.algorithm, cfg.sampler
-    rows = min(s.rows, a.prompts_per_step * a.group_size // processes)
+    rows = min(s.rows, max(a.group_size, a.prompts_per_step * a.group_size // processes))
     tokens = rows * s.max_tokens + rows / a.group_size * PROMPT_TOKENS
     _, key_heads, size = heads_of(config)
     wide = 4 if cfg.policy.dtype == "float32" else 2
