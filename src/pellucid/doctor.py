@@ -75,8 +75,8 @@ def plan(cfg: Config) -> int:
             cells = [f"{parts[name]:.1f}" for name in names]
             print(line([str(devices), str(zero) if zero else "no", *cells, f"{sum(parts.values()):.1f}"]))
     print(
-        f"\nSampling keeps {memory.cache(model.config, cfg, 1):.1f} GB of keys and values on one device, and no gradients"
-        " and activations.\nZeRO is DeepSpeed's, as examples/transparent_grpo.py uses it."
+        f"\nSampling keeps {memory.cache(model.config, cfg, 1):.1f} GB of keys and values on one device, and neither"
+        " gradients nor activations.\nZeRO is DeepSpeed's, as examples/transparent_grpo.py uses it."
     )
     return 0
 

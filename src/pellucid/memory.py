@@ -61,7 +61,7 @@ def parts(model: Model, cfg: Config, processes: int = 1, zero: int = 0) -> dict[
 
 
 def tokens_of(cfg: Config, processes: int, shared: bool) -> float:
-    """That one backward pass goes through; groups are not split, and a prompt counts once a group where it is shared."""
+    """That one backward pass goes through. Groups are not split; a shared prompt counts once a group."""
     a = cfg.algorithm
     rows = a.micro_batch or max(a.group_size, a.prompts_per_step * a.group_size // (a.minibatches * processes))
     return rows * cfg.sampler.max_tokens + (rows / a.group_size if shared else rows) * PROMPT_TOKENS
