@@ -65,9 +65,9 @@ def test_every_item_of_the_systems_has_its_row():
 
 @pytest.mark.parametrize("path", [*DOCS, *READMES], ids=str)
 def test_every_setting_that_is_named_exists(path):
-    for section, key in re.findall(r"(?<![\w/])(?:--)?([a-z]+)\.(?:no-)?([a-z][a-z_-]+)", path.read_text()):
+    for section, key in re.findall(r"`(?:--)?([a-z]+)\.(?:no-)?([a-z][a-z_-]+)(?=[` ])", path.read_text()):
         field = Config.model_fields.get(section)
-        if field is not None and dataclasses.is_dataclass(field.annotation) and key not in ("py", "md"):
+        if field is not None and dataclasses.is_dataclass(field.annotation):
             assert key.replace("-", "_") in {f.name for f in dataclasses.fields(field.annotation)}, f"{section}.{key}"
 
 
