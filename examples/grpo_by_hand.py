@@ -20,13 +20,17 @@
 
 # %%
 import copy
+import warnings
 
+warnings.filterwarnings("ignore", "IProgress")  # of a progress bar that is not shown
 import torch
+from transformers.utils import logging
 
 from pellucid import pretrained
 from pellucid.tasks.expected import Expected
-from pellucid.types import Completion
+from pellucid.types import Completion, Prompt
 
+logging.disable_progress_bar()
 torch.manual_seed(42)
 policy, tokenizer = pretrained.load("smollm2-135m", torch.float32)
 policy.eval()  # no dropout: with it, the ratio of a policy to itself would not be 1
@@ -73,8 +77,16 @@ def texts_of(responses, mask):
     return [tokenizer.decode(ids[:n], skip_special_tokens=True) for ids, n in zip(responses, lengths, strict=True)]
 
 
-task = Expected()
-prompt = task.sample(0, 4)[3]
+def asked(question, answer):
+    return Prompt(question, ({"role": "user", "content": question},), answer)
+
+
+task = Expected()  # its own four questions are Chinese, which this small model does not speak
+questions = [
+    asked("What is 3 + 4? Answer with the number only.", "7"),
+    asked("What is the capital of France? Answer with one word.", "Paris"),
+]
+prompt = questions[0]
 prompt_ids = encode(prompt)
 responses, mask = sample_group(prompt_ids, group_size=4, max_new_tokens=24)
 print(prompt.question, "->", prompt.answer)
@@ -165,7 +177,7 @@ def clipped_objective(logpi, logpi_old, advantages, clip_eps):
 
 
 logpi, log_probs = logprobs_of(policy, prompt_ids, responses)
-print("largest |ratio - 1|:", float(((logpi - logpi_old).exp() - 1).abs().mul(mask).max()))
+print("largest |ratio - 1|:", float(((logpi.detach() - logpi_old).exp() - 1).abs().mul(mask).max()))
 
 # %% [markdown]
 # ## 6. Two ways to add tokens up
@@ -293,12 +305,11 @@ def chat(prompt):
     return tokenizer.decode(output[0, ids.shape[1] :], skip_special_tokens=True)
 
 
-questions = [p for p in task.sample(0, 4) if p.answer in ("4", "I like machine learning")]
 for prompt in questions:
     print(prompt.question, "->", repr(chat(prompt)))
 
 # %%
-train(questions, steps=8, group_size=8, max_new_tokens=24, lr=1e-5, kl_coef=0.01)
+train(questions, steps=16, group_size=8, max_new_tokens=16, lr=1e-5, kl_coef=0.01)
 
 # %%
 for prompt in questions:
