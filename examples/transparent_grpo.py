@@ -16,6 +16,7 @@ from __future__ import annotations
 import argparse
 import copy
 import importlib.util
+import os
 import re
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -249,7 +250,10 @@ def main() -> None:
 
     accelerator = Accelerator(mixed_precision="bf16" if torch.cuda.is_available() else "no")
     if accelerator.state.deepspeed_plugin is not None:
-        accelerator.state.deepspeed_plugin.deepspeed_config["train_micro_batch_size_per_gpu"] = config.group_size
+        # Told here, since there is no data loader to ask; no other use is made of them.
+        rows, processes = config.prompts * config.group_size, int(os.environ.get("WORLD_SIZE", "1"))
+        batch = {"train_micro_batch_size_per_gpu": rows, "train_batch_size": rows * processes}
+        accelerator.state.deepspeed_plugin.deepspeed_config.update(batch)
     model, reference, tokenizer = load(config.model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=config.lr, weight_decay=0.0)
     model, optimizer = accelerator.prepare(model, optimizer)
