@@ -10,12 +10,11 @@ import torch
 from torch.profiler import ProfilerActivity
 from torch.utils.flop_counter import FlopCounterMode
 
-from conftest import character_tokenizer, make_policy
+from conftest import character_tokenizer, make_policy, records
 from pellucid import cli, profile
 from pellucid.policy import Policy
 from pellucid.profile import Memory, Operations, Stage, kind_of, stages_of, table
 from test_models import batch_of, model_of
-from test_run import model_dir, recipe, records  # noqa: F401 - fixtures
 
 METRICS = {"time/generate": 2.0, "time/reward": 0.5, "time/score": 0.0, "time/update": 1.5}
 
@@ -95,7 +94,7 @@ def test_no_operator_of_an_update_is_left_to_the_rest_by_a_misspelt_name():
     assert kinds == set(profile.KINDS) - {"embedding"}
 
 
-def test_a_profiled_run_takes_the_same_steps_and_writes_one_file(recipe, tmp_path, capsys):  # noqa: F811
+def test_a_profiled_run_takes_the_same_steps_and_writes_one_file(recipe, tmp_path, capsys):
     runs = [tmp_path / "plain", tmp_path / "profiled"]
     for run_dir, extra in zip(runs, ([], ["--profile"]), strict=True):
         with pytest.raises(SystemExit) as exit_:

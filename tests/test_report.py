@@ -353,3 +353,11 @@ def test_two_tasks_are_not_mixed(tmp_path: Path):
 
 def test_records_of_a_file_that_is_not_there(tmp_path: Path):
     assert list(records(tmp_path / "none.jsonl")) == []
+
+
+def test_what_x_counts_is_said_on_the_axis_at_the_points_and_in_the_summary():
+    drawn = chart("t", "s", [Series("y", [Point(64, 1.0), Point(128, 2.0)], unit="tokens")])
+    assert ">tokens 0</text>" in drawn
+    assert "y, tokens 64: 1" in drawn
+    assert "y from 1 at tokens 64 to 2 at tokens 128" in drawn
+    assert "step" not in drawn

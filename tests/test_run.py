@@ -10,74 +10,23 @@ import signal
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from conftest import character_tokenizer, tiny_llama
+from conftest import records
 from pellucid import cli, compose, config, run
 from pellucid.samplers.native import Native
 
 TIMED = ("time/", "memory/")
 
 
-@pytest.fixture(scope="session")
-def model_dir(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("model")
-    torch.manual_seed(0)
-    tiny_llama().save_pretrained(folder)
-    character_tokenizer().save_pretrained(folder)
-    return folder
-
-
-@pytest.fixture
-def recipe(tmp_path, model_dir):
-    path = tmp_path / "tiny.toml"
-    path.write_text(
-        f"""
-        [policy]
-        model = "{model_dir}"
-        dtype = "float32"
-        [task]
-        name = "{Path(__file__).parent}/digits_task.py:Digits"
-        [sampler]
-        max_tokens = 10
-        [algorithm]
-        steps = 6
-        prompts_per_step = 4
-        group_size = 4
-        epochs = 2
-        minibatches = 2
-        micro_batch = 3
-        kl_coef = 0.01
-        [optimizer]
-        lr = 1e-2
-        warmup = 2
-        schedule = "cosine"
-        [evaluate]
-        every = 2
-        n = 6
-        k = 2
-        [checkpoint]
-        every = 2
-        [log]
-        tensorboard = true
-        """
-    )
-    return path
-
-
 def train(*arguments):
     with pytest.raises(SystemExit) as exit_:
         cli.main(["train", *map(str, arguments)])
     return exit_.value.code
-
-
-def records(path):
-    return [json.loads(line) for line in path.read_text().splitlines()]
 
 
 def untimed(record):

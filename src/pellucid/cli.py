@@ -125,6 +125,3 @@ def quiet_libraries() -> None:
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     os.environ.setdefault("TQDM_DISABLE", "1")
-    from transformers.utils import logging  # noqa: PLC0415 - it reads the lines above when it is imported
-
-    logging.disable_progress_bar()

@@ -1,5 +1,5 @@
 """What a layer does besides matrix products, with backward passes derived by hand: autograd would keep their
-intermediate results, a third of all that a rollout's layers hold in memory.
+intermediate results.
 
 Shapes: N tokens, D hidden size, H heads, d head size, I intermediate size.
 """
