@@ -23,7 +23,7 @@ openai = pytest.importorskip("openai")
 uvicorn = pytest.importorskip("uvicorn")
 
 from pellucid.serve.api import Served, application  # noqa: E402
-from pellucid.serve.engine import Engine, Request  # noqa: E402
+from pellucid.serve.engine import Engine, Request, Row  # noqa: E402
 
 TEMPLATE = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
 
@@ -36,8 +36,9 @@ def running(**changes):
     rows, waiting = changes.pop("rows", 16), changes.pop("waiting", 64)
     served = replace(Served("tiny", policy, Engine(policy, rows, waiting), max_tokens=24), **changes)
     server = uvicorn.Server(uvicorn.Config(application(served), port=0, log_level="warning"))
-    thread = threading.Thread(target=server.run, daemon=True)
-    thread.start()
+    threads = [threading.Thread(target=run, daemon=True) for run in (server.run, served.engine.run)]
+    for thread in threads:
+        thread.start()
     while not server.started:
         time.sleep(0.01)
     port = server.servers[0].sockets[0].getsockname()[1]
@@ -45,8 +46,9 @@ def running(**changes):
         yield served, f"http://127.0.0.1:{port}"
     finally:
         server.should_exit = True
-        thread.join(10)
         served.engine.close()
+        for thread in threads:
+            thread.join(10)
 
 
 @pytest.fixture(scope="module")
@@ -112,6 +114,21 @@ def test_streamed_pieces_add_up_to_the_whole_answer(client):
     assert "".join(c.choices[0].text for c in plain if c.choices[0].index == 1) == texts[1]
 
 
+def test_a_character_of_several_tokens_is_told_when_it_is_whole():
+    class Bytes:
+        def decode(self, ids):
+            return bytes(ids).decode(errors="replace")
+
+    row, told = Row(Request((), print), 0, torch.Generator()), []
+    for byte in "aé数🙂!".encode() + b"\xf0\x9f":
+        row.token_ids.append(byte)
+        if row.decode(Bytes(), ended=False):
+            told.append(row.text)
+    assert told == ["a", "aé", "aé数", "aé数🙂", "aé数🙂!"]
+    assert row.decode(Bytes(), ended=True)
+    assert row.text == "aé数🙂!\ufffd", "what ends in the middle of a character is told as it is"
+
+
 def test_a_seed_repeats_an_answer_and_answers_differ_without(client):
     def texts(seed):
         answer = client.chat.completions.create(**chat(model="tiny", n=4), seed=seed)
@@ -171,10 +188,8 @@ def test_more_than_there_is_room_for_waits_its_turn():
         assert [status for status, _ in answers] == [200] * 6
 
 
-def test_too_many_waiting_requests_are_turned_away(monkeypatch):
-    policy = make_policy("llama")
-    monkeypatch.setattr(Engine, "_run", lambda self: None)  # nobody takes them off the queue
-    engine = Engine(policy, rows=2, waiting=1)
+def test_too_many_waiting_requests_are_turned_away():
+    engine = Engine(make_policy("llama"), rows=2, waiting=1)  # not run: nobody takes them off the queue
     engine.submit(Request((1,), print))
     with pytest.raises(queue.Full):
         engine.submit(Request((1,), print))
@@ -268,7 +283,7 @@ def test_solve_question_answers_as_the_first_service_did(service, monkeypatch):
     assert answer["data"]["final_answer"] == answer["data"]["assistant_response"].strip()
     assert post(f"{url}/solve_question", {"question": "2+3=?"})[1]["data"] == answer["data"]
     tagged = "<think>two and three</think> <answer>5</answer>"
-    monkeypatch.setattr(served.policy, "decode", lambda *a, **k: tagged)
+    monkeypatch.setattr(served.policy, "decode", lambda ids, **_: tagged if ids else "")
     data = post(f"{url}/solve_question", {"question": "?"})[1]["data"]
     assert data["reasoning_process"] == "two and three"
     assert data["final_answer"] == "5"

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import signal
 import socket
+import threading
 from dataclasses import replace
 
 import uvicorn
@@ -22,8 +24,16 @@ def host(options: argparse.Namespace, listening: socket.socket) -> None:
     address, port = listening.getsockname()[:2]
     print(f"{served.name} on http://{address}:{port}, Ctrl-C ends it", flush=True)
     settings = uvicorn.Config(application(served), timeout_graceful_shutdown=10, log_level="warning")
-    uvicorn.Server(settings).run(sockets=[listening])
-    served.engine.close()
+    server = uvicorn.Server(settings)
+
+    def answer() -> None:
+        server.run(sockets=[listening])
+        served.engine.close()
+
+    for name in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(name, server.handle_exit)
+    threading.Thread(target=answer, name="http").start()
+    served.engine.run()
 
 
 def load(options: argparse.Namespace) -> Served:

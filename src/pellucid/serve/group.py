@@ -1,0 +1,71 @@
+"""A group as training would see it: G answers to one prompt, side by side, with their rewards and advantages."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from pellucid.advantages import ADVANTAGES, Grades
+from pellucid.serve.decoding import Decoding, RequestError, Served
+from pellucid.serve.messages import GroupRequest, Sampling
+from pellucid.settings import GRPOConfig
+from pellucid.types import Completion, Prompt, Reward
+
+
+async def group(served: Served, request: GroupRequest) -> dict[str, Any]:
+    """G answers to one prompt as training would see them: rewards and advantages where they can be graded."""
+    prompt = group_prompt(served, request)
+    settings = Sampling(n=request.group_size, temperature=request.temperature, seed=request.seed)
+    decoding = Decoding(served, prompt, settings, request.max_tokens)
+    answers = await decoding.answers()
+    completions = [Completion(a.token_ids, a.logprobs, a.text, a.reason == "stop") for a in answers]
+    rewards = await asyncio.to_thread(graded, served, prompt, completions) if gradable(served, request) else []
+    values = [reward.value for reward in rewards]
+    compared = advantages(served.algorithm, rewards, completions) if rewards else [None] * len(answers)
+    return {
+        "question": prompt.question,
+        "answer": prompt.answer,
+        "prompt": served.policy.decode(decoding.prompt_ids, special=True),
+        "completions": [
+            {
+                "text": a.text,
+                "tokens": len(a.token_ids),
+                "finished": a.reason == "stop",
+                "logprob": sum(a.logprobs),
+                "reward": values[i] if rewards else None,
+                "parts": dict(rewards[i].parts) if rewards else {},
+                "advantage": compared[i],
+            }
+            for i, a in enumerate(answers)
+        ],
+    }
+
+
+def gradable(served: Served, request: GroupRequest) -> bool:
+    return served.task is not None and bool(request.answer or not request.question)
+
+
+def graded(served: Served, prompt: Prompt, completions: Sequence[Completion]) -> list[Reward]:
+    """One group at a time: rewards of several threads would wait for one worker anyway."""
+    assert served.task is not None
+    with served.grading:
+        return [served.task.reward(prompt, completion) for completion in completions]
+
+
+def group_prompt(served: Served, request: GroupRequest) -> Prompt:
+    if request.question:
+        return Prompt("group", ({"role": "user", "content": request.question},), request.answer)
+    if served.task is None:
+        raise RequestError(400, "give a question: this model was not served from a run, so there is no task to ask")
+    return served.task.sample(request.number, 1)[0]
+
+
+def advantages(cfg: GRPOConfig, rewards: Sequence[Reward], completions: Sequence[Completion]) -> list[float]:
+    values = torch.tensor([[reward.value for reward in rewards]], dtype=torch.float64)
+    right = torch.tensor([[float(reward.is_correct) for reward in rewards]], dtype=torch.float64)
+    lengths = torch.tensor([[len(c.token_ids) for c in completions]], dtype=torch.float64)
+    grades = Grades(values, right, lengths, values[..., None], torch.ones(1, len(rewards), 1, dtype=torch.float64))
+    return ADVANTAGES[cfg.advantage](grades, cfg)[0].tolist()
