@@ -22,56 +22,34 @@ from rich.table import Table
 
 FOLDER = Path("runs/systems")
 EDGE = 5
-SHORT = {
+JOINS = (
+    "Say where f changes, write one equation for each of these points, then a = and b =, and put a + b in \\boxed{}."
+)
+SHORT: dict[str, tuple[str, dict[str, object]]] = {
     "transparent": (
         "continuity",
-        [
-            "--sampler.max-tokens",
-            "96",
-            "--algorithm.steps",
-            "30",
-            "--algorithm.group-size",
-            "16",
-            "--optimizer.lr",
-            "1e-5",
-        ],
+        {"algorithm.steps": 12, "algorithm.group-size": 32, "algorithm.epochs": 2, "sampler.max-tokens": 48}
+        | {"optimizer.lr": 3e-5, "task.system": JOINS},
     ),
     "gsm8k": (
         "gsm8k",
-        [
-            "--task.grading",
-            "literal",
-            "--sampler.max-tokens",
-            "64",
-            "--algorithm.steps",
-            "20",
-            "--algorithm.prompts-per-step",
-            "4",
-            "--algorithm.minibatches",
-            "2",
-            "--optimizer.lr",
-            "2e-5",
-        ],
+        {"algorithm.steps": 28, "algorithm.prompts-per-step": 8, "algorithm.minibatches": 2, "sampler.max-tokens": 24}
+        | {"optimizer.lr": 3e-5, "task.grading": "literal"},
     ),
     "by hand": (
         "expected",
-        ["--algorithm.group-size", "8", "--algorithm.prompts-per-step", "4", "--optimizer.lr", "1e-5"],
+        {"algorithm.steps": 12, "algorithm.prompts-per-step": 4, "algorithm.group-size": 8, "sampler.max-tokens": 24}
+        | {"optimizer.lr": 2e-5},
     ),
     "study bench": (
         "study_bench",
-        [
-            "--sampler.max-tokens",
-            "64",
-            "--algorithm.steps",
-            "20",
-            "--algorithm.prompts-per-step",
-            "4",
-            "--optimizer.lr",
-            "2e-5",
-        ],
+        {"algorithm.steps": 28, "algorithm.prompts-per-step": 8, "sampler.max-tokens": 24}
+        | {"optimizer.lr": 3e-5, "task.grading": "literal", "task.format-reward": 0},
     ),
 }
-NO_EVALUATION = ["--evaluate.every", "0", "--checkpoint.every", "0", "--policy.no-gradient-checkpointing"]
+"""What the embedded model can do in a few minutes. Literal grading: it has never seen the tags, and the first hundredth
+of a point, for any tags at all, is what it learns from."""
+NO_EVALUATION = {"evaluate.every": 0, "checkpoint.every": 0, "policy.gradient-checkpointing": False}
 
 
 def main() -> None:
@@ -84,18 +62,26 @@ def main() -> None:
         start = time.perf_counter()
         what, rewards, report = sort() if name == "sorting" else train(name)
         first, last = fmean(rewards[:EDGE]), fmean(rewards[-EDGE:])
-        table.add_row(name, what, f"{first:.2f}", f"{last:.2f}", f"{time.perf_counter() - start:.0f}", str(report))
+        table.add_row(name, what, f"{first:.3f}", f"{last:.3f}", f"{time.perf_counter() - start:.0f}", str(report))
     rich.print(table)
 
 
 def train(name: str) -> tuple[str, list[float], Path]:
     recipe, overrides = SHORT[name]
     run = FOLDER / f"{name.replace(' ', '-')}-{time.strftime('%H%M%S')}"
-    data = ["--task.data", str(word_problems()), "--task.test-data", ""] if recipe in ("gsm8k", "study_bench") else []
-    command = ["train", f"recipes/{recipe}.toml", *overrides, *data, *NO_EVALUATION, "--run", str(run)]
-    subprocess.run([sys.executable, "-m", "pellucid", *command], check=True)
+    data = {"task.data": sums(), "task.test-data": ""} if recipe in ("gsm8k", "study_bench") else {}
+    command = [sys.executable, "-m", "pellucid", "train", f"recipes/{recipe}.toml", "--run", str(run)]
+    flags = [flag(name, value) for name, value in (overrides | data | NO_EVALUATION).items()]
+    subprocess.run(command + flags, check=True)
     steps = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     return f"recipes/{recipe}.toml, {len(steps)} steps", [step["reward/mean"] for step in steps], run / "report.html"
+
+
+def flag(name: str, value: object) -> str:
+    if isinstance(value, bool):
+        section, _, key = name.partition(".")
+        return f"--{section}.{'' if value else 'no-'}{key}"
+    return f"--{name}={value}"
 
 
 def sort() -> tuple[str, list[float], Path]:
@@ -104,21 +90,17 @@ def sort() -> tuple[str, list[float], Path]:
 
     _, steps = sorting.train(sorting.parsed([]), "centered", "clipped")
     sorting.draw(steps, FOLDER / "sorting.png")
-    return (
-        f"examples/sorting_from_scratch.py, {len(steps)} epochs",
-        [sorting.sampled([s]) for s in steps],
-        (FOLDER / "sorting.png"),
-    )
+    rewards = [sorting.sampled([step]) for step in steps]
+    return f"examples/sorting_from_scratch.py, {len(steps)} epochs", rewards, FOLDER / "sorting.png"
 
 
-def word_problems() -> Path:
-    """GSM8K is at the floor for a model of 135M parameters: these are a step each, in its form."""
-    path, rng = FOLDER / "word_problems.jsonl", random.Random(0)
+def sums() -> Path:
+    """In the form of GSM8K, whose problems are beyond a model of 135M parameters."""
+    path, rng = FOLDER / "sums.jsonl", random.Random(0)
     rows = []
     for _ in range(400):
-        name, thing = rng.choice(["Tom", "Ann", "Lee", "Mia"]), rng.choice(["apples", "books", "coins", "cards"])
-        a, b = rng.randint(2, 9), rng.randint(1, 9)
-        question = f"{name} has {a} {thing} and gets {b} more. How many {thing} does {name} have now?"
+        a, b = rng.randint(1, 9), rng.randint(1, 9)
+        question = f"What is {a} + {b}? Write the number between <answer> and </answer>."
         rows.append({"question": question, "answer": f"{a} + {b} = {a + b}\n#### {a + b}"})
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return path
