@@ -309,7 +309,7 @@ for prompt in questions:
     print(prompt.question, "->", repr(chat(prompt)))
 
 # %%
-train(questions, steps=16, group_size=8, max_new_tokens=16, lr=1e-5, kl_coef=0.01)
+train(questions[1:], steps=6, group_size=8, max_new_tokens=12, lr=1e-5, kl_coef=0.01)
 
 # %%
 for prompt in questions:
