@@ -77,7 +77,10 @@ class Places:
         return Scores(chosen, -(log_probs.exp() * log_probs).sum(-1))
 
     def embed(self, batch: Batch, layer: int) -> Tensor:
-        raise NotImplementedError("one layer: nothing to compare answers by")
+        """The numbers of an answer, as they are embedded: there is one layer."""
+        if layer not in (0, -1):
+            raise ValueError(f"layer {layer}: this model has layer 0 only")
+        return self.module.embedding[batch.response_ids].mean(1)
 
     def weights(self) -> Mapping[str, Tensor]:
         return dict(self.module.named_parameters())
@@ -244,11 +247,11 @@ def one(options: argparse.Namespace) -> None:
 
 def draw(steps: Sequence[grpo.StepResult], path: Path) -> None:
     try:
-        import matplotlib as mpl  # noqa: PLC0415
+        import matplotlib as mpl  # noqa: PLC0415 - an extra, for the picture alone
     except ImportError as error:
         raise SystemExit("--picture needs matplotlib: pip install 'pellucid[plots]'") from error
     mpl.use("agg")
-    from matplotlib import pyplot  # noqa: PLC0415
+    from matplotlib import pyplot  # noqa: PLC0415 - behind the choice of a backend
 
     figure, (left, right) = pyplot.subplots(1, 2, figsize=(9, 3), layout="constrained")
     left.plot([s.metrics["loss"] for s in steps])

@@ -6,6 +6,7 @@ import importlib.util
 import sys
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -202,7 +203,16 @@ def test_the_rewards_of_sorting_by_hand(grading, answer, reward):
 
 
 def test_the_curves_are_a_picture(tmp_path):
-    pytest.importorskip("matplotlib")
     _, steps = sorting.train(options("--epochs", 2), "centered", "clipped")
     sorting.draw(steps, tmp_path / "curves.png")
     assert (tmp_path / "curves.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_answers_of_the_sorting_model_are_compared_by_the_numbers_in_them():
+    """The Policy of that example is whole: similarity-weighted rewards can be had of it."""
+    policy = sorting.Places(sorting.Sorter(4, 3, 1.0))
+    numbers = policy.module.embedding
+    embedded = policy.embed(SimpleNamespace(response_ids=torch.tensor([[0, 1, 1], [2, 2, 2]])), -1)
+    torch.testing.assert_close(embedded, torch.stack([(numbers[0] + 2 * numbers[1]) / 3, numbers[2]]))
+    with pytest.raises(ValueError, match="layer 0 only"):
+        policy.embed(SimpleNamespace(response_ids=torch.tensor([[0]])), 1)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from types import SimpleNamespace
 
+import peft
 import pytest
 import torch
 
@@ -59,8 +60,6 @@ def test_state_is_what_a_policy_and_its_optimizer_hold(folder):
 
 
 def test_an_adapter_counts_its_own_parameters(folder):
-    import peft  # noqa: PLC0415 - an extra
-
     adapted = peft.get_peft_model(tiny_llama(), peft.LoraConfig(r=4, target_modules="all-linear"))
     trained = sum(p.numel() for p in adapted.parameters() if p.requires_grad)
     assert memory.from_name(str(folder), lora=4).trained == trained

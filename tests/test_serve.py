@@ -12,18 +12,17 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
 
+import openai
 import pytest
 import torch
+import uvicorn
 
 from conftest import CountDigits, make_policy
 from pellucid.samplers.native import Native
+from pellucid.serve.api import application
+from pellucid.serve.decoding import Served
+from pellucid.serve.engine import Engine, Request, Row
 from pellucid.types import Prompt
-
-openai = pytest.importorskip("openai")
-uvicorn = pytest.importorskip("uvicorn")
-
-from pellucid.serve.api import Served, application  # noqa: E402
-from pellucid.serve.engine import Engine, Request, Row  # noqa: E402
 
 TEMPLATE = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
 

@@ -1,4 +1,5 @@
 from itertools import pairwise
+from random import Random
 
 import pytest
 
@@ -75,8 +76,6 @@ def test_sampling_is_a_function_of_seed_split_and_step():
 
 
 def test_a_random_expression_keeps_its_brackets_apart():
-    from random import Random  # noqa: PLC0415
-
     for seed in range(50):
         text, _ = combination([2, 3, 4, 5], Random(seed))
         depth = 0

@@ -1,7 +1,9 @@
 import json
 from pathlib import Path
 
+import pyarrow
 import pytest
+from pyarrow import parquet
 
 from pellucid.tasks.gsm8k import Gsm8k, literal_grade
 from pellucid.types import Completion, Prompt
@@ -83,8 +85,6 @@ def test_splits_are_the_files_and_prompts_ask_for_tags(files):
 
 
 def test_a_chinese_copy_with_the_answer_alone(tmp_path):
-    pyarrow = pytest.importorskip("pyarrow")
-    parquet = pytest.importorskip("pyarrow.parquet")
     rows = [{"question": f"{i}加1等于几？", "answer": f"{i}+1={i + 1}", "answer_only": str(i + 1)} for i in range(30)]
     path = tmp_path / "zh.parquet"
     parquet.write_table(pyarrow.Table.from_pylist(rows), path)
