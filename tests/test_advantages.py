@@ -8,8 +8,7 @@ from typing import get_args
 import pytest
 import torch
 
-from pellucid.advantages import ADVANTAGES
-from pellucid.grpo import advantages_of
+from pellucid.advantages import ADVANTAGES, advantages_of
 from pellucid.settings import Advantage, GRPOConfig
 from pellucid.types import UserError
 from small_policy import F64, grades

@@ -420,8 +420,8 @@ def test_differences_below_min_spread_are_no_signal():
     ]
     batch = collate(groups, policy.device)
     arguments = (groups, batch, policy, OneProcessRuntime())
-    plain = grpo.compare(*arguments, GRPOConfig(group_size=4))
-    floored = grpo.compare(*arguments, GRPOConfig(group_size=4, min_spread=0.01))
+    plain, _ = grpo.compare(*arguments, GRPOConfig(group_size=4))
+    floored, _ = grpo.compare(*arguments, GRPOConfig(group_size=4, min_spread=0.01))
     assert plain[0].abs().max() > 1.0
     assert floored[0].abs().max() == 0.0
     assert torch.equal(floored[1], plain[1])
@@ -630,7 +630,7 @@ def test_every_step_reports_what_the_design_promises():
     )
     assert step == 1
     promised = {"kl", "entropy", "clip/low", "clip/high", "ratio/mean", "sampler/gap_mean", "sampler/gap_max"}
-    promised |= {"grad_norm", "lr", "loss", "skipped", "kl_coef", "kl/overflow", "ratio/overflow"}
+    promised |= {"grad_norm", "lr", "loss", "skipped", "kl_coef", "kl/overflow", "ratio/overflow", "effect/kl"}
     promised |= {f"time/{stage}" for stage in ("generate", "reward", "score", "update", "step")}
     assert metrics.keys() == promised
     assert abs(metrics["kl"]) < 1e-12, "the reference is the policy itself"

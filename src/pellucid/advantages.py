@@ -219,3 +219,12 @@ ADVANTAGES = {
     "length_grouped_literal": length_grouped_literal,
     "gdpo": gdpo,
 }
+
+
+def advantages_of(grades: Grades, shaped: Tensor, cfg: GRPOConfig) -> Tensor:
+    """[P, G], from the task's grades of a step and the rewards [P, G] that were made of them."""
+    if not cfg.min_spread:
+        return ADVANTAGES[cfg.advantage](grades._replace(rewards=shaped), cfg)
+    silent = dead(grades.rewards, cfg.min_spread)
+    leveled_out = leveled(grades._replace(rewards=shaped), silent)
+    return ADVANTAGES[cfg.advantage](leveled_out, cfg).masked_fill(silent, 0.0)

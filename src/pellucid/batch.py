@@ -25,6 +25,8 @@ class Batch:
 
     prompt_ids: tuple[tuple[int, ...], ...]
     """Once per group."""
+    prefix_lengths: tuple[int, ...]
+    """Of each prompt: so many tokens at its end were given as the beginning of the answer."""
     prompt_of: Tensor
     """[B] index of each row's prompt."""
     response_ids: Tensor
@@ -45,6 +47,8 @@ class Batch:
     """[B, T] bool: tokens that get the objective's gradient; None means all."""
     advantages: Tensor | None = None
     """[B]"""
+    clip_high: Tensor | None = None
+    """[B] of each row, where the prompt's difficulty sets it."""
     weights: Tensor | None = None
     """[B, T] share of each token in the loss."""
 
@@ -70,20 +74,42 @@ class Batch:
 
 def collate(groups: Sequence[Group], device: torch.device) -> Batch:
     completions = [c for g in groups for c in g.completions]
-    lengths = torch.tensor([len(c.token_ids) for c in completions], device=device)
-
-    def padded(rows: list[Any], dtype: torch.dtype) -> Tensor:
-        tensors = [torch.tensor(row, dtype=dtype) for row in rows]
-        return torch.nn.utils.rnn.pad_sequence(tensors, batch_first=True).to(device)
-
     return Batch(
         prompt_ids=tuple(g.prompt_ids for g in groups),
+        prefix_lengths=tuple(g.prefix_length for g in groups),
         prompt_of=torch.tensor([p for p, g in enumerate(groups) for _ in g.completions], device=device),
-        response_ids=padded([c.token_ids for c in completions], torch.long),
-        mask=torch.arange(int(lengths.max()), device=device) < lengths[:, None],
+        response_ids=padded([c.token_ids for c in completions], torch.long).to(device),
+        mask=mask_of([len(c.token_ids) for c in completions]).to(device),
         finished=torch.tensor([c.finished for c in completions], device=device),
-        sampler_logprobs=padded([c.logprobs for c in completions], torch.float32),
+        sampler_logprobs=padded([c.logprobs for c in completions], torch.float32).to(device),
     )
+
+
+def prefix_rows(batch: Batch) -> Batch | None:
+    """The prefixes that the prompts of a batch were given, a row each, as responses to what stands before them."""
+    prompts = [p for p in batch.prompt_of.unique().tolist() if batch.prefix_lengths[p]]
+    if not prompts:
+        return None
+    whole, lengths = [batch.prompt_ids[p] for p in prompts], [batch.prefix_lengths[p] for p in prompts]
+    prefixes = [ids[-n:] for ids, n in zip(whole, lengths, strict=True)]
+    device, mask = batch.mask.device, mask_of(lengths)
+    return Batch(
+        prompt_ids=tuple(ids[:-n] for ids, n in zip(whole, lengths, strict=True)),
+        prefix_lengths=(0,) * len(prompts),
+        prompt_of=torch.arange(len(prompts), device=device),
+        response_ids=padded(prefixes, torch.long).to(device),
+        mask=mask.to(device),
+        finished=torch.zeros(len(prompts), dtype=torch.bool, device=device),
+        sampler_logprobs=torch.zeros(mask.shape, device=device),
+    )
+
+
+def padded(rows: Sequence[Sequence[Any]], dtype: torch.dtype) -> Tensor:
+    return torch.nn.utils.rnn.pad_sequence([torch.tensor(row, dtype=dtype) for row in rows], batch_first=True)
+
+
+def mask_of(lengths: Sequence[int]) -> Tensor:
+    return torch.arange(max(lengths)) < torch.tensor(lengths)[:, None]
 
 
 def concat(batches: Sequence[Batch]) -> Batch:
@@ -95,7 +121,12 @@ def concat(batches: Sequence[Batch]) -> Batch:
     tensors = {name: stacked(x, width) if x[0].dim() > 1 else torch.cat(x) for name, x in columns.items()}
     offsets = [sum(len(b.prompt_ids) for b in batches[:i]) for i in range(len(batches))]
     tensors["prompt_of"] = torch.cat([b.prompt_of + offset for b, offset in zip(batches, offsets, strict=True)])
-    return replace(first, prompt_ids=tuple(ids for b in batches for ids in b.prompt_ids), **tensors)
+    return replace(
+        first,
+        prompt_ids=tuple(ids for b in batches for ids in b.prompt_ids),
+        prefix_lengths=tuple(n for b in batches for n in b.prefix_lengths),
+        **tensors,
+    )
 
 
 def stacked(tensors: Sequence[Tensor], width: int) -> Tensor:

@@ -82,13 +82,24 @@ Experiences = Sequence[tuple[int, Batch]]
 def pack_replay(of_ranks: Sequence[Experiences]) -> tuple[dict[str, dict[str, Tensor]], list[list[dict[str, Any]]]]:
     """The rollouts that each process may train on again, as the tensors and the facts of a checkpoint."""
     tensors = {f"{REPLAY}{r}.{i}": b.tensors() for r, kept in enumerate(of_ranks) for i, (_, b) in enumerate(kept)}
-    return tensors, [[{"step": step, "prompt_ids": b.prompt_ids} for step, b in kept] for kept in of_ranks]
+    facts = [
+        [{"step": step, "prompt_ids": b.prompt_ids, "prefix_lengths": b.prefix_lengths} for step, b in kept]
+        for kept in of_ranks
+    ]
+    return tensors, facts
 
 
 def unpack_replay(tensors: State, facts: Sequence[Sequence[Mapping[str, Any]]], rank: int) -> list[tuple[int, Batch]]:
     """Those of one process."""
     return [
-        (fact["step"], Batch(prompt_ids=tuple(map(tuple, fact["prompt_ids"])), **tensors[f"{REPLAY}{rank}.{i}"]))
+        (
+            fact["step"],
+            Batch(
+                prompt_ids=tuple(map(tuple, fact["prompt_ids"])),
+                prefix_lengths=tuple(fact["prefix_lengths"]),
+                **tensors[f"{REPLAY}{rank}.{i}"],
+            ),
+        )
         for i, fact in enumerate(facts[rank])
     ]
 

@@ -16,7 +16,8 @@ from pellucid.runtime import Runtime
 from pellucid.samplers.hf import HuggingFace
 from pellucid.samplers.native import Native
 from pellucid.tasks.arithmetic import Arithmetic
-from pellucid.tasks.sandbox import Sandboxed, with_split
+from pellucid.tasks.sandbox import Sandboxed
+from pellucid.tasks.wrappers import innermost, seeded, with_split
 from pellucid.types import Prompt, Sampler, Task, UserError
 
 
@@ -47,7 +48,7 @@ def settled(cfg: Config) -> Config:
         update={
             "policy": replace(cfg.policy, dtype=dtype),
             "algorithm": replace(cfg.algorithm, max_length=length),
-            "task": replace(cfg.task, seed=cfg.task.seed or cfg.algorithm.seed),
+            "task": seeded(cfg.task, cfg.algorithm.seed),
         }
     )
 
@@ -77,7 +78,7 @@ def compose(cfg: Config) -> Parts:
             f"algorithm.prompts_per_step = {algorithm.prompts_per_step} must be a multiple of processes * minibatches"
             f" = {runtime.world * algorithm.minibatches}: groups are not split"
         )
-    task = isolated(replace(cfg.task, split="train"))
+    task = isolated(with_split(cfg.task, "train"))
     test_task = with_split(task, "test")
     sampler = pick_sampler(cfg)
     return Parts(
@@ -96,7 +97,7 @@ def compose(cfg: Config) -> Parts:
 
 def isolated(task: Task) -> Task:
     """Rewards that may raise, hang or die run in a process of their own; sums need none."""
-    return task if isinstance(task, Arithmetic) else Sandboxed(task)
+    return task if isinstance(innermost(task), Arithmetic) else Sandboxed(task)
 
 
 def load_reference(cfg: Config, learner: Policy) -> Policy | AdapterOff:

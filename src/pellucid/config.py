@@ -17,6 +17,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from pellucid.settings import AdamWConfig, GRPOConfig
 from pellucid.tasks import task_class
+from pellucid.tasks.wrappers import wraps
 from pellucid.types import UserError
 
 
@@ -117,7 +118,8 @@ class Config(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     policy: PolicyConfig = PolicyConfig()
-    task_name: ClassVar[str] = "arithmetic"
+    task_names: ClassVar[tuple[str, ...]] = ("arithmetic",)
+    """Of the task and of those that it wraps, from the outside in."""
     task: Any = None
     sampler: SamplerConfig = SamplerConfig()
     algorithm: GRPOConfig = GRPOConfig()
@@ -125,6 +127,11 @@ class Config(BaseModel):
     evaluate: EvaluateConfig = EvaluateConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     log: LogConfig = LogConfig()
+
+    @property
+    def task_name(self) -> str:
+        """Of the task that the questions are from."""
+        return self.task_names[-1]
 
 
 def load(recipe: Path | None, overrides: Sequence[str] = (), prog: str = "pellucid train") -> Config:
@@ -135,19 +142,20 @@ def load(recipe: Path | None, overrides: Sequence[str] = (), prog: str = "pelluc
     source = str(recipe or "the default recipe")
     values = _read(recipe) if recipe else {}
     schema = _schema(values.get("task", {}), source)
-    if "task" in values and "name" not in _keys(schema, ["task"]):
-        values = {**values, "task": {key: value for key, value in values["task"].items() if key != "name"}}
+    if "task" in values:
+        values = {**values, "task": _nameless(values["task"], _type_of(schema, "task"))}
     try:
         default = schema.model_validate(values)
     except pydantic.ValidationError as error:
         raise UserError(f"{source}: {_explain(error, schema)}") from error
-    return tyro.cli(schema, default=default, args=list(overrides), config=(tyro.conf.AvoidSubcommands,), prog=prog)
+    typed = tyro.cli(schema, default=default, args=list(overrides), config=(tyro.conf.AvoidSubcommands,), prog=prog)
+    return typed.model_copy(update={"task": _untyped(typed.task, schema.task_names)})
 
 
 def dump(config: Config) -> dict[str, Any]:
     """Every key as JSON; `load` reads it back."""
     values = config.model_dump(mode="json")
-    return {**values, "task": {**values["task"], "name": config.task_name}}
+    return {**values, "task": _named(values["task"], config.task_names)}
 
 
 def _read(path: Path) -> dict[str, Any]:
@@ -164,15 +172,47 @@ def _read(path: Path) -> dict[str, Any]:
 
 def _schema(task: Any, source: str) -> type[Config]:
     """Config with its `task` typed: the class that `task.name` leads to is the schema of its section."""
-    if not isinstance(task, Mapping):
-        raise UserError(f"{source}: task must be a table: [task] with name = ...")
-    name = task.get("name", Config.task_name)
+    cls, names = _typed_task(task, source, "task")
+    schema = pydantic.create_model("Config", __base__=Config, task=(cls, Field(default_factory=cls)))
+    schema.task_names = names
+    return schema
+
+
+def _typed_task(section: Any, source: str, path: str) -> tuple[type, tuple[str, ...]]:
+    """The class of a task section, the field `task` of a wrapper typed as what it wraps; and their names."""
+    if not isinstance(section, Mapping):
+        raise UserError(f"{source}: {path} must be a table: [{path}] with name = ...")
+    name = section.get("name", Config.task_names[0])
     cls = task_class(name)
     if not dataclasses.is_dataclass(cls):
-        raise UserError(f"{source}: task.name = {name!r} is no dataclass: put @dataclass(frozen=True) above it")
-    schema = pydantic.create_model("Config", __base__=Config, task=(cls, Field(default_factory=cls)))
-    schema.task_name = name
-    return schema
+        raise UserError(f"{source}: {path}.name = {name!r} is no dataclass: put @dataclass(frozen=True) above it")
+    if not wraps(cls):
+        return cls, (name,)
+    inside, names = _typed_task(section.get("task", {}), source, f"{path}.task")
+    own = [("task", inside, dataclasses.field(default_factory=inside))]
+    return dataclasses.make_dataclass(cls.__name__, own, bases=(cls,), frozen=True), (name, *names)
+
+
+def _untyped(task: Any, names: Sequence[str]) -> Any:
+    """Wrappers as their own classes: those that were made for their types cannot be sent to another process."""
+    if not wraps(task):
+        return task
+    values = {field.name: getattr(task, field.name) for field in dataclasses.fields(task)}
+    return task_class(names[0])(**{**values, "task": _untyped(task.task, names[1:])})
+
+
+def _nameless(section: Mapping[str, Any], cls: Any) -> dict[str, Any]:
+    """Without the names of tasks that have no such field."""
+    known = {field.name: field.type for field in dataclasses.fields(cls)}
+    kept = {key: value for key, value in section.items() if key != "name" or "name" in known}
+    if wraps(cls) and "task" in kept:
+        kept["task"] = _nameless(kept["task"], known["task"])
+    return kept
+
+
+def _named(section: Mapping[str, Any], names: Sequence[str]) -> dict[str, Any]:
+    inside = {"task": _named(section["task"], names[1:])} if len(names) > 1 else {}
+    return {**section, **inside, "name": names[0]}
 
 
 def _explain(error: pydantic.ValidationError, schema: type[Config]) -> str:
@@ -188,7 +228,17 @@ def _explain(error: pydantic.ValidationError, schema: type[Config]) -> str:
 
 
 def _keys(schema: type[Config], section: Sequence[str]) -> list[str]:
-    if not section:
+    cls = _type_of(schema, *section)
+    if cls is schema:
         return list(schema.model_fields)
-    cls = schema.model_fields[section[0]].annotation
     return [field.name for field in dataclasses.fields(cls)] if dataclasses.is_dataclass(cls) else []
+
+
+def _type_of(schema: type[Config], *section: str) -> Any:
+    """The dataclass of a section such as task, task.task or algorithm."""
+    if not section:
+        return schema
+    cls: Any = schema.model_fields[section[0]].annotation
+    for name in section[1:]:
+        cls = {field.name: field.type for field in dataclasses.fields(cls)}[name]
+    return cls

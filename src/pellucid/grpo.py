@@ -15,8 +15,6 @@ tensor speaks of response tokens: x[b, t] is about token t of response b. Reward
 from __future__ import annotations
 
 import math
-import time
-from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, Protocol
@@ -24,13 +22,14 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from pellucid import kl, shaping
-from pellucid.advantages import ADVANTAGES, Grades, dead, leveled
-from pellucid.batch import Batch, collate, concat, grades_of, stacked, task_rewards
+from pellucid import effects, kl, shaping
+from pellucid.advantages import Grades, advantages_of, dead
+from pellucid.batch import Batch, collate, concat, grades_of, prefix_rows, stacked, task_rewards
 from pellucid.kl import KL
-from pellucid.objectives import AGGREGATES, OBJECTIVES, clip_metrics
+from pellucid.objectives import AGGREGATES, OBJECTIVES, clip_by_difficulty, clip_metrics, clipped_by_row
 from pellucid.settings import GRPOConfig
-from pellucid.types import Group, Sampler, Task
+from pellucid.totals import Clock, Totals
+from pellucid.types import Group, Sampler, Task, observer
 
 
 class Scores(NamedTuple):
@@ -123,22 +122,22 @@ def train(
         groups, drawn = rollout(task, sampler, runtime, step, cfg, clock)
         # 3. Advantage: how much better each completion did than its siblings.
         fresh = score_fixed(collate(groups, policy.device), policy, reference, runtime, cfg)
-        advantages = compare(groups, fresh, policy, runtime, cfg)  # [P, G]
-        batch = replay(state, step, replace(fresh, advantages=advantages.flatten().to(fresh.sampler_logprobs)), cfg)
+        advantages, changed = compare(groups, fresh, policy, runtime, cfg)  # [P, G]
+        batch = replay(state, step, judged(fresh, groups, advantages, runtime, cfg), cfg)
         clock.lap("score")
         # 4. Update: make the better ones more likely, without leaving the trust region.
         metrics = update(policy, batch, runtime, cfg)
         sampler.sync(policy)
         clock.lap("update")
         advance(state, step, reference, policy, metrics, cfg)
-        metrics |= drawn | kl.cost(fresh.kl, fresh.mask, cfg, runtime.gather) | clock.times()
+        metrics |= drawn | changed | kl.cost(fresh.kl, fresh.mask, cfg, runtime.gather) | clock.times()
         yield StepResult(state.step, metrics, runtime.gather(with_advantages(groups, advantages)))
 
 
 def rollout(
     task: Task, sampler: Sampler, runtime: Runtime, step: int, cfg: GRPOConfig, clock: Clock
 ) -> tuple[Sequence[Group], dict[str, float]]:
-    """Graded groups of the step's prompts, this process's share, and what they cost.
+    """Graded groups of the step's prompts, this process's share, and metrics of how they were come by.
 
     With cfg.max_rounds > 1 (dynamic sampling, DAPO, arXiv 2503.14476, section 3.2) groups whose task rewards are all
     equal make room for others: round r draws from the prompts of step + r * steps. When the rounds are used up, dead
@@ -155,13 +154,20 @@ def rollout(
         groups = grade(task, groups)
         clock.lap("reward")
         if cfg.max_rounds == 1:
-            return groups, {}
+            return groups, observed(task, step, groups, runtime)
         for group in runtime.gather(groups):
             (spare if bool(dead(task_rewards([group]), cfg.min_spread)) else live).append(group)
         if len(live) >= cfg.prompts_per_step:
             break
     drawn = {"groups/drawn": float(len(live) + len(spare)), "groups/drawn_dead": len(spare) / len(live + spare)}
-    return runtime.shard((live + spare)[: cfg.prompts_per_step]), drawn
+    kept = runtime.shard((live + spare)[: cfg.prompts_per_step])
+    return kept, drawn | observed(task, step, runtime.shard(live + spare), runtime)
+
+
+def observed(task: Task, step: int, groups: Sequence[Group], runtime: Runtime) -> dict[str, float]:
+    """A task that learns from what it sees does so in every process, from the groups of all."""
+    watching = observer(task)
+    return dict(watching.observe(step, runtime.gather(groups))) if watching else {}
 
 
 def prompts_wanted(live: int, spare: int, processes: int, cfg: GRPOConfig) -> int:
@@ -171,21 +177,26 @@ def prompts_wanted(live: int, spare: int, processes: int, cfg: GRPOConfig) -> in
     return min(cfg.prompts_per_step, math.ceil(expected / processes) * processes)
 
 
-def compare(groups: Sequence[Group], batch: Batch, policy: Policy, runtime: Runtime, cfg: GRPOConfig) -> Tensor:
-    """[P, G] advantages of this process's groups, compared with those of all."""
+def compare(
+    groups: Sequence[Group], batch: Batch, policy: Policy, runtime: Runtime, cfg: GRPOConfig
+) -> tuple[Tensor, dict[str, float]]:
+    """[P, G] advantages of this process's groups, compared with those of all; and how many each technique changed."""
     grades = grades_of(runtime.gather(groups))
-    shaped = runtime.gather(list(shape(grades_of(groups), batch, policy, cfg)))
-    advantages = advantages_of(grades, torch.stack(shaped), cfg)
-    return torch.stack(list(runtime.shard(list(advantages)))) - kl.penalty(batch.kl, batch.mask, cfg)
+    shaped = torch.stack(runtime.gather(list(shape(grades_of(groups), batch, policy, cfg))))
+    advantages = advantages_of(grades, shaped, cfg)
+    penalty = kl.penalty(batch.kl, batch.mask, cfg)
+    changed = effects.on_advantages(grades, shaped, advantages, cfg) | effects.of_penalty(penalty, runtime.gather)
+    return torch.stack(list(runtime.shard(list(advantages)))) - penalty, changed
 
 
-def advantages_of(grades: Grades, shaped: Tensor, cfg: GRPOConfig) -> Tensor:
-    """[P, G], from the task's grades of a step and the rewards [P, G] that were made of them."""
-    if not cfg.min_spread:
-        return ADVANTAGES[cfg.advantage](grades._replace(rewards=shaped), cfg)
-    silent = dead(grades.rewards, cfg.min_spread)
-    leveled_out = leveled(grades._replace(rewards=shaped), silent)
-    return ADVANTAGES[cfg.advantage](leveled_out, cfg).masked_fill(silent, 0.0)
+def judged(batch: Batch, groups: Sequence[Group], advantages: Tensor, runtime: Runtime, cfg: GRPOConfig) -> Batch:
+    """With what the grades of its groups make of it."""
+    batch = replace(batch, advantages=advantages.flatten().to(batch.sampler_logprobs))
+    if not cfg.clip_difficulty:
+        return batch
+    mean = grades_of(runtime.gather(groups)).correct.mean()
+    clip_high = clip_by_difficulty(grades_of(groups).correct, mean, cfg)
+    return replace(batch, clip_high=clip_high.flatten().to(batch.sampler_logprobs))
 
 
 def update(policy: Policy, batch: Batch, runtime: Runtime, cfg: GRPOConfig) -> dict[str, float]:
@@ -194,12 +205,13 @@ def update(policy: Policy, batch: Batch, runtime: Runtime, cfg: GRPOConfig) -> d
     for _ in range(cfg.epochs):
         for minibatch in batch.chunks(len(batch) // cfg.minibatches):
             weighted = replace(minibatch, weights=weights_of(minibatch, runtime, cfg))
-            for micro_batch in runtime.accumulate(with_gradient(weighted, cfg).chunks(cfg.micro_batch)):
+            micro_batches = with_gradient(weighted, cfg).chunks(cfg.micro_batch)
+            for micro_batch in runtime.accumulate(micro_batches + prefixes_of(minibatch, runtime, cfg)):
                 loss, metrics = loss_terms(policy.score(micro_batch), micro_batch, cfg)
                 runtime.backward(loss)
                 totals.add_tokens(metrics, micro_batch.mask)
             totals.steps.append(runtime.step())
-    return totals.means(runtime)
+    return totals.means(runtime.gather)
 
 
 def weights_of(batch: Batch, runtime: Runtime, cfg: GRPOConfig) -> Tensor:
@@ -218,23 +230,41 @@ def with_gradient(batch: Batch, cfg: GRPOConfig) -> Batch:
     return batch if bool(live.all()) else batch.rows(live if bool(live.any()) else slice(1))
 
 
+def prefixes_of(batch: Batch, runtime: Runtime, cfg: GRPOConfig) -> list[Batch]:
+    """Micro-batches of the prefixes of a minibatch, whose tokens share cfg.prefix_coef over all processes."""
+    if not cfg.prefix_coef:
+        return []
+    rows = prefix_rows(batch)
+    tokens = runtime.sum(batch.mask.new_zeros((), dtype=torch.long) if rows is None else rows.mask.sum())
+    return [] if rows is None else replace(rows, weights=cfg.prefix_coef * rows.mask / tokens).chunks(cfg.micro_batch)
+
+
 def loss_terms(scores: Scores, batch: Batch, cfg: GRPOConfig) -> tuple[Tensor, dict[str, Tensor]]:
-    """-sum of weights * (objective - kl_coef * KL + entropy_coef * entropy), and the [B, T] values worth a look."""
-    assert batch.advantages is not None and batch.weights is not None
+    """-sum of weights * (objective - kl_coef * KL + entropy_coef * entropy), and the [B, T] values worth a look.
+
+    Rows without advantages are prefixes: nobody sampled them, and they are made likelier.
+    """
+    assert batch.weights is not None
+    if batch.advantages is None:
+        losses = -batch.weights * scores.logprobs.masked_fill(~batch.mask, 0.0)
+        return losses.sum(), {"prefix/nll": -scores.logprobs.detach(), "loss": losses.detach()}
     logprobs, entropy, exact_kl = scores
     now = logprobs.detach()
     old_logprobs = now if batch.old_logprobs is None else batch.old_logprobs
     advantages = batch.advantages.to(logprobs)[:, None]  # [B, 1]
     trust = shaping.sampler_weights(old_logprobs, batch.sampler_logprobs, batch.mask, cfg)
 
-    value = trust * OBJECTIVES[cfg.objective](logprobs, old_logprobs, advantages, batch.mask, cfg)  # [B, T]
+    clip_high = None if batch.clip_high is None else batch.clip_high[:, None]  # [B, 1]
+    objective = OBJECTIVES[cfg.objective] if clip_high is None else clipped_by_row(clip_high)
+    value = trust * objective(logprobs, old_logprobs, advantages, batch.mask, cfg)  # [B, T]
     value = value if batch.gate is None else value * batch.gate
-    metrics = clip_metrics(now, old_logprobs, advantages, batch.mask, cfg)
+    metrics = clip_metrics(now, old_logprobs, advantages, batch.mask, cfg, clip_high)
     metrics |= {"entropy": entropy.detach(), "sampler/gap_mean": (batch.sampler_logprobs - old_logprobs).abs()}
     metrics |= {"sampler/corrected": shaping.cut(trust, cfg)} if cfg.correction != "none" else {}
     if cfg.kl_coef:
         estimate = estimated_kl(scores, batch.ref_logprobs, old_logprobs, cfg)
         metrics |= kl.metrics(now, batch.ref_logprobs) if exact_kl is None else {"kl": exact_kl.detach()}
+        metrics |= effects.of_loss_kl(now, batch.ref_logprobs, exact_kl, cfg)
         value = value - cfg.kl_coef * estimate if cfg.kl_in == "loss" else value
     if cfg.entropy_coef:
         value = value + cfg.entropy_coef * entropy
@@ -319,47 +349,3 @@ def advance(
     state.kl_coef = kl.adapted(cfg.kl_coef, metrics["kl"], cfg)
     if cfg.reference_every and state.step % cfg.reference_every == 0:
         reference.follow(policy.weights(), cfg.reference_decay)
-
-
-# ---------------------------------------------------------------- what the update reports
-
-
-class Totals:
-    """Sums over response tokens and over optimizer steps, until they become means over all processes."""
-
-    def __init__(self) -> None:
-        self.tokens: dict[str, float] = defaultdict(float)
-        self.steps: list[dict[str, float]] = []
-        self.gap_max = 0.0
-
-    def add_tokens(self, metrics: dict[str, Tensor], mask: Tensor) -> None:
-        self.gap_max = max(self.gap_max, float(metrics["sampler/gap_mean"][mask].max()))
-        for name, value in {**metrics, "count": mask}.items():
-            self.tokens[name] += float(value[mask].sum())
-
-    def means(self, runtime: Runtime) -> dict[str, float]:
-        shares = runtime.gather([self.tokens])
-        sums = {name: sum(share[name] for share in shares) for name in self.tokens}
-        count, loss, steps = sums.pop("count"), sums.pop("loss"), len(self.steps)
-        return {name: value / count for name, value in sums.items()} | {
-            "sampler/gap_max": max(runtime.gather([self.gap_max])),
-            "loss": loss / steps,  # already a weighted sum: adding up is its mean
-            "grad_norm": sum(s["grad_norm"] for s in self.steps) / steps,
-            "lr": self.steps[-1]["lr"],
-            "skipped": sum(s["skipped"] for s in self.steps),
-        }
-
-
-class Clock:
-    """Splits a step into named laps, in seconds."""
-
-    def __init__(self) -> None:
-        self.start = self.last = time.perf_counter()
-        self.laps: dict[str, float] = {}
-
-    def lap(self, name: str) -> None:
-        before, self.last = self.last, time.perf_counter()
-        self.laps[f"time/{name}"] = self.laps.get(f"time/{name}", 0.0) + self.last - before
-
-    def times(self) -> dict[str, float]:
-        return {**self.laps, "time/step": self.last - self.start}

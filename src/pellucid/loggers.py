@@ -72,6 +72,7 @@ def rollouts(group: Group) -> list[dict[str, Any]]:
         {
             "id": group.prompt.id,
             "prompt": group.prompt.question,
+            **({"prefix": group.prompt.prefix} if group.prompt.prefix else {}),
             "completion": completion.text,
             "finished": completion.finished,
             "correct": bool(reward.is_correct),

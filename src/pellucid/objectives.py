@@ -8,10 +8,14 @@ aggregate = "sequence" every response then counts once.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
 from pellucid.settings import GRPOConfig
+
+Objective = Callable[[Tensor, Tensor, Tensor, Tensor, GRPOConfig], Tensor]
 
 MAX_LOG_RATIO = 20.0
 """exp() of a larger log-ratio says nothing but overflow."""
@@ -89,6 +93,22 @@ def gmpo(logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, mask: Tenso
     return (advantages * mean_over_response(held, mask).exp()).expand(mask.shape)
 
 
+def clipped_by_row(clip_high: Tensor) -> Objective:
+    """`clipped` with an upper bound of each row's own, clip_high [B, 1]."""
+
+    def objective(logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, mask: Tensor, cfg: GRPOConfig) -> Tensor:
+        bounds = row_bounds(clip_high, old_logprobs, cfg)
+        return surrogate(ratio_of(logprobs, old_logprobs), advantages, bounds, cfg)
+
+    return objective
+
+
+def clip_by_difficulty(correct: Tensor, mean: Tensor, cfg: GRPOConfig) -> Tensor:
+    """[P, G] shares of right answers -> [P, G] clip_high: wider where a group is right less often than `mean`."""
+    harder = mean - correct.mean(-1, keepdim=True)
+    return (cfg.clip_high * (1 + cfg.clip_difficulty * harder).clamp(0.5, 2.0)).expand(correct.shape)
+
+
 OBJECTIVES = {
     "clipped": clipped,
     "unclipped": unclipped,
@@ -124,6 +144,10 @@ def fixed_bounds(old_logprobs: Tensor, cfg: GRPOConfig) -> Bounds:
     return old_logprobs.new_tensor(1 - cfg.clip_low), old_logprobs.new_tensor(1 + cfg.clip_high)
 
 
+def row_bounds(clip_high: Tensor, old_logprobs: Tensor, cfg: GRPOConfig) -> Bounds:
+    return old_logprobs.new_tensor(1 - cfg.clip_low), 1 + clip_high.to(old_logprobs)
+
+
 def probability_bounds(old_logprobs: Tensor, cfg: GRPOConfig) -> Bounds:
     """The solutions of |(r - 1) r| q = eps, q the old probability of the token: rare tokens may move further.
 
@@ -151,11 +175,17 @@ BOUNDS = {
 
 
 def clip_metrics(
-    logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, mask: Tensor, cfg: GRPOConfig
+    logprobs: Tensor,
+    old_logprobs: Tensor,
+    advantages: Tensor,
+    mask: Tensor,
+    cfg: GRPOConfig,
+    clip_high: Tensor | None = None,
 ) -> dict[str, Tensor]:
     """[B, T] each. Where the clip takes a gradient: the ratio below its bounds with A < 0, above them with A > 0.
 
-    cispo's clip takes no gradient, it bounds the weight of one, whatever the sign of A.
+    cispo's clip takes no gradient, it bounds the weight of one, whatever the sign of A. effect/clip: where bounds that
+    move, with a token's probability or a row's clip_high [B, 1], decide otherwise than the fixed ones would.
     """
     log_ratio = logprobs - old_logprobs
     if cfg.objective in ("gspo", "gspo_token"):
@@ -164,14 +194,23 @@ def clip_metrics(
     metrics = {"ratio/mean": ratio, "ratio/overflow": log_ratio.abs() > MAX_LOG_RATIO}
     if cfg.objective not in BOUNDS:
         return metrics | dict.fromkeys(("clip/low", "clip/high"), torch.zeros_like(mask))
-    low, high = BOUNDS[cfg.objective](old_logprobs, cfg)
+    own = BOUNDS[cfg.objective](old_logprobs, cfg)
+    low, high = own if clip_high is None else row_bounds(clip_high, old_logprobs, cfg)
     if cfg.objective == "cispo":
         return metrics | {"clip/low": torch.zeros_like(mask), "clip/high": ratio > high}
+    if cfg.objective == "dynamic" or clip_high is not None:
+        fixed = beyond(ratio, advantages, *fixed_bounds(old_logprobs, cfg))
+        metrics["effect/clip"] = beyond(ratio, advantages, low, high) != fixed
     far_out = (ratio > cfg.dual_clip) & (advantages < 0) if cfg.dual_clip else torch.zeros_like(mask)
     return metrics | {
         "clip/low": (ratio < low) & (advantages < 0),
         "clip/high": ((ratio > high) & (advantages > 0)) | far_out,
     }
+
+
+def beyond(ratio: Tensor, advantages: Tensor, low: Tensor, high: Tensor) -> Tensor:
+    """[B, T]: where the clip takes the gradient."""
+    return torch.where(advantages < 0, ratio < low, (ratio > high) & (advantages > 0))
 
 
 # ---------------------------------------------------------------- aggregation: the weight of each token, [B, T]

@@ -88,13 +88,21 @@ class Policy:
         return Flight(self.decoder, rows) if self.decoder else Chartered(self.inference_model(), rows)
 
     def encode(self, prompt: Prompt) -> tuple[int, ...]:
-        """Token ids up to where the model answers. Messages without a chat template are their contents, a line each."""
+        """Token ids up to where the model goes on, the prompt's prefix included."""
+        return self.encode_question(prompt) + self.encode_prefix(prompt)
+
+    def encode_question(self, prompt: Prompt) -> tuple[int, ...]:
+        """Up to where the answer begins. Messages without a chat template are their contents, a line each."""
         if not isinstance(prompt.text, str) and self.tokenizer.chat_template:
             messages = [dict(message) for message in prompt.text]
             encoded: Any = self.tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True)
             return tuple(encoded["input_ids"])
         text = prompt.text if isinstance(prompt.text, str) else "".join(m["content"] + "\n" for m in prompt.text)
         return tuple(self.tokenizer(text)["input_ids"])
+
+    def encode_prefix(self, prompt: Prompt) -> tuple[int, ...]:
+        """Tokenized on its own, as the model would have said it: the question's last token keeps its shape."""
+        return tuple(self.tokenizer(prompt.prefix, add_special_tokens=False)["input_ids"]) if prompt.prefix else ()
 
     def decode(self, token_ids: Sequence[int], special: bool = False) -> str:
         return str(self.tokenizer.decode(list(token_ids), skip_special_tokens=not special))

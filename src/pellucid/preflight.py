@@ -11,6 +11,7 @@ from rich.table import Table
 
 from pellucid import memory
 from pellucid.config import Config
+from pellucid.effects import known_inert
 from pellucid.hardware import memory_gb
 from pellucid.metrics import predicted_dead_share
 from pellucid.policy import Policy
@@ -38,6 +39,8 @@ def show_numbers(cfg: Config, policy: Policy, world: int) -> None:
     }.items():
         table.add_row(f"[dim]{name}", escape(value))
     rich.print(table)
+    for line in known_inert(a):
+        print(f"! {line}", flush=True)
 
 
 def show_exchange(policy: Policy, group: Group) -> None:

@@ -16,6 +16,7 @@ from pellucid import checkpoint, grpo, hardware, loggers, policy, preflight, pro
 from pellucid.compose import Parts, compose, isolated, pick_sampler, settled, truncation_of
 from pellucid.config import Config, dump
 from pellucid.console import accuracy_table, before_after, terminal, verdict
+from pellucid.effects import Watch
 from pellucid.evaluate import OneProcess, evaluate, graded, held_out
 from pellucid.interrupts import INTERRUPTED, stop_requests
 from pellucid.metrics import describe
@@ -23,7 +24,8 @@ from pellucid.models.drawing import WHOLE
 from pellucid.policy import Policy
 from pellucid.profile import profiled
 from pellucid.report import write_report
-from pellucid.types import Evaluation, Group, Logger, UserError
+from pellucid.tasks.wrappers import with_split
+from pellucid.types import Evaluation, Group, Logger, UserError, observer
 
 OPTIMIZER = "optimizer."
 
@@ -61,6 +63,7 @@ def follow(
     )
     if profile and parts.runtime.main:
         steps = profiled(steps, run_dir / "profile.txt", parts.policy.dtype)
+    watch = Watch(cfg.algorithm)
     for step, measured, groups in steps:
         parts.seconds += measured["time/step"]
         last = step == cfg.algorithm.steps or parts.runtime.any(0 < cfg.algorithm.minutes * 60 <= parts.seconds)
@@ -68,6 +71,8 @@ def follow(
         if "reward/kl" in metrics:
             metrics["reward/after_kl"] = metrics["reward/mean"] + metrics["reward/kl"]
         log.log(step, metrics, groups)
+        for note in watch.notes(metrics) if parts.runtime.main else []:
+            print(f"! {note}", flush=True)
         if cfg.evaluate.every and (last or step % cfg.evaluate.every == 0):
             log.log_evaluation(step, evaluate_policy(cfg, parts)[0])
         stop = parts.runtime.any(bool(requests))
@@ -112,7 +117,7 @@ def evaluate_model(cfg: Config, model: str, show: int) -> int:
     device = hardware.pick_device(cfg.policy.device)
     dtype = hardware.pick_dtype(cfg.policy.dtype, device)
     frozen = policy.load_frozen(model, device, dtype, cfg.sampler.temperature, cfg.policy.engine)
-    task = isolated(replace(cfg.task, split="test"))
+    task = isolated(with_split(cfg.task, "test"))
     sampler, greedy = pick_sampler(cfg, truncation_of(cfg)), replace(pick_sampler(cfg), temperature=0.0)
     sampler.sync(frozen)
     greedy.sync(frozen)
@@ -163,6 +168,8 @@ def save(run_dir: Path, cfg: Config, parts: Parts) -> None:
     tensors = {"policy": parts.policy.trainable(), **moments, **moving, **replay}
     facts = {"updates": runtime.updates, "seconds": parts.seconds, "random": generators, "replay": replay_facts}
     facts |= {"kl_coef": state.kl_coef} if cfg.algorithm.kl_target else {}
+    watching = observer(parts.task)
+    facts |= {"task": watching.state()} if watching else {}
     checkpoint.save(run_dir, state.step, tensors, facts, cfg.checkpoint.keep_last)
 
 
@@ -183,6 +190,8 @@ def restore(run_dir: Path, parts: Parts) -> None:
     checkpoint.restore_random_state(facts["random"][runtime.rank])
     parts.seconds = facts["seconds"]
     state.step, state.kl_coef = facts["step"], facts.get("kl_coef", state.kl_coef)
+    if watching := observer(parts.task):
+        watching.load_state(facts["task"])
     kept = checkpoint.unpack_replay(tensors, facts["replay"], runtime.rank)
     state.experiences = [(step, batch.to(parts.policy.device)) for step, batch in kept]
     if runtime.main:

@@ -35,8 +35,10 @@ NOT_NEGATIVE = (
     "reference_every",
     "clip_low",
     "clip_high",
+    "clip_difficulty",
     "dual_clip",
     "entropy_coef",
+    "prefix_coef",
     "length_shrinkage",
     "min_spread",
     "overlong_cache",
@@ -86,6 +88,9 @@ class GRPOConfig:
     alone for cispo. naive, unclipped and sapo do not clip."""
     clip_cap: float = 10.0
     """objective = "dynamic": upper bound of every upper bound."""
+    clip_difficulty: float = 0.0
+    """objective = "clipped": clip_high of a prompt is multiplied by 1 + clip_difficulty * (share of right answers in
+    the step - in its group), held in [0.5, 2]: hard prompts may move further. No paper's: ours."""
     dual_clip: float = 0.0
     """Where A < 0, the objective is at least dual_clip * A (arXiv 1912.09729): 3 is usual, 0 is off."""
     soft_temperature: tuple[float, float] = (1.0, 1.05)
@@ -109,6 +114,8 @@ class GRPOConfig:
     """Share of itself that the reference keeps in a refresh: 0 copies, 0.99 is a moving average."""
     entropy_coef: float = 0.0
     """Weight of the entropy bonus."""
+    prefix_coef: float = 0.0
+    """Weight of -log pi of the tokens of prefixes, their mean over a minibatch; task `prefixed` gives prefixes."""
 
     similarity: Literal["none", "smooth", "diversity"] = "none"
     """Reward shaping by hidden states: smooth shares rewards among like answers, diversity among many alike."""
@@ -169,6 +176,8 @@ class GRPOConfig:
             raise ValueError(
                 'objective = "naive" has no ratio: set epochs, minibatches and max_staleness to 1, or another objective'
             )
+        if self.clip_difficulty and self.objective != "clipped":
+            raise ValueError(f'clip_difficulty has no use with objective = "{self.objective}": set "clipped", or 0')
         if self.kl == "k3_weighted" and self.kl_in != "loss":
             raise ValueError('kl = "k3_weighted" is weighed by the ratio, which only the loss has: set kl_in = "loss"')
         if (self.kl_target or self.reference_every) and not self.kl_coef:

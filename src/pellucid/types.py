@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 Message = Mapping[str, str]
 
@@ -24,6 +24,8 @@ class Prompt:
     """The gold answer, where there is one."""
     columns: Mapping[str, Any] = field(default_factory=dict)
     """What else the data row holds, for reward functions."""
+    prefix: str = ""
+    """How the answer begins: given, not sampled. The completion goes on from here; the reward sees both."""
 
     @property
     def question(self) -> str:
@@ -75,6 +77,8 @@ class Group:
     completions: tuple[Completion, ...]
     rewards: tuple[Reward, ...] = ()
     advantages: tuple[float, ...] = ()
+    prefix_length: int = 0
+    """So many tokens at the end of prompt_ids are the prompt's prefix."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,6 +121,25 @@ class Task(Protocol):
         ...
 
     def reward(self, prompt: Prompt, completion: Completion) -> Reward: ...
+
+
+class Observer(Protocol):
+    """A task that learns from what it sees: what it has learnt is part of a checkpoint."""
+
+    def observe(self, step: int, groups: Sequence[Group]) -> Mapping[str, float]:
+        """The graded groups of a step, of all processes and rounds; returns metrics. `step` is then over."""
+        ...
+
+    def state(self) -> dict[str, Any]:
+        """As JSON."""
+        ...
+
+    def load_state(self, state: Mapping[str, Any]) -> None: ...
+
+
+def observer(task: Task) -> Observer | None:
+    """The task, where it is one. Looked up by name: a task in a sandbox passes on what it does not know itself."""
+    return cast(Observer, task) if hasattr(task, "observe") else None
 
 
 class Sampler(Protocol):

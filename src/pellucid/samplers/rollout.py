@@ -49,6 +49,11 @@ def completed_groups(
     ]
     size = len(completions) // len(prompts)
     return [
-        Group(prompt, ids, tuple(completions[p * size : (p + 1) * size]))
+        Group(
+            prompt,
+            ids,
+            tuple(completions[p * size : (p + 1) * size]),
+            prefix_length=len(policy.encode_prefix(prompt)),
+        )
         for p, (prompt, ids) in enumerate(zip(prompts, prompt_ids, strict=True))
     ]

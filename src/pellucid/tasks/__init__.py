@@ -17,9 +17,11 @@ TASKS = {
     "arithmetic": "pellucid.tasks.arithmetic:Arithmetic",
     "continuity": "pellucid.tasks.continuity:Continuity",
     "countdown": "pellucid.tasks.countdown:Countdown",
+    "curriculum": "pellucid.tasks.curriculum:Curriculum",
     "dataset": "pellucid.tasks.dataset:Dataset",
     "expected": "pellucid.tasks.expected:Expected",
     "gsm8k": "pellucid.tasks.gsm8k:Gsm8k",
+    "prefixed": "pellucid.tasks.prefixed:Prefixed",
     "sorting": "pellucid.tasks.sorting:Sorting",
 }
 

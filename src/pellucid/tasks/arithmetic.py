@@ -75,10 +75,16 @@ class Arithmetic:
     def solution(self, prompt: Prompt) -> str:
         return prompt.answer
 
+    def working(self, prompt: Prompt) -> str:
+        """How a person gets to the result; two-digit operands and smaller ones by tens and ones."""
+        a, operator, b = prompt.columns["problem"]
+        return working(a, operator, b)
+
     def _prompt(self, id: str, problem: Problem) -> Prompt:
         a, operator, b = problem
         question = self.template.replace("{a}", str(a)).replace("{operator}", operator).replace("{b}", str(b))
-        return Prompt(id, ({"role": "user", "content": question},), answer=str(OPERATIONS[operator](a, b)))
+        answer = str(OPERATIONS[operator](a, b))
+        return Prompt(id, ({"role": "user", "content": question},), answer, columns={"problem": problem})
 
     def _draw(self, rng: Random, n: int) -> list[Problem]:
         low, high = operand_range(self.digits)
@@ -95,6 +101,29 @@ class Arithmetic:
 
     def _listed(self, split: Split) -> tuple[Problem, ...]:
         return listed(self.digits, self.operators, self.test_share, split)
+
+
+def working(a: int, operator: Operator, b: int) -> str:
+    """Steps that each change one digit, the result last.
+
+    Example: working(34, "+", 58) == "34 + 50 = 84, 4 + 8 = 12, 80 + 12 = 92"
+    """
+    if operator == "*" or max(a, b) < 10:
+        return equation(a, operator, b)
+    tens = b - b % 10
+    if operator == "+":
+        begun = equation(a, "+", tens)
+        return f"{begun}, {equation(a % 10, '+', b % 10)}, {equation(a + tens - a % 10, '+', a % 10 + b % 10)}"
+    begun, left = equation(a, "-", tens), a - tens
+    # A ten is always borrowed: whether it must be is what a small model cannot see ahead.
+    borrowed = left % 10 + 10
+    return f"{begun}, {left} = {left - borrowed} + {borrowed}, {equation(borrowed, '-', b % 10)}, " + equation(
+        left - borrowed, "+", borrowed - b % 10
+    )
+
+
+def equation(a: int, operator: Operator, b: int) -> str:
+    return f"{a} {operator} {b} = {OPERATIONS[operator](a, b)}"
 
 
 def operand_range(digits: int) -> tuple[int, int]:

@@ -23,6 +23,7 @@ from numbers import Real
 from pathlib import Path
 from typing import Any
 
+from pellucid.tasks.wrappers import with_split
 from pellucid.types import Completion, Prompt, Reward, Task, UserError
 
 START_SECONDS = 120.0
@@ -64,11 +65,6 @@ class Sandboxed:
         if name == "task" or name.startswith("_"):
             raise AttributeError(name)
         return getattr(self.task, name)
-
-
-def with_split(task: Any, split: str) -> Any:
-    """The task on another split: by its own `with_split` where it has one, otherwise as a dataclass with that field."""
-    return task.with_split(split) if hasattr(task, "with_split") else replace(task, split=split)
 
 
 class Worker:

@@ -1,0 +1,111 @@
+"""Did a technique do anything? The share of advantages, tokens or groups that it changed, and where that must be none.
+
+A switch that is on and changes nothing teaches a study nothing: `effect/*` of metrics.jsonl, and `known_inert` before
+training, say so.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from torch import Tensor
+
+from pellucid.advantages import Grades, advantages_of, standardized
+from pellucid.settings import GRPOConfig
+
+LEAST = 0.01
+"""A change of an advantage, or of a token's factor in the gradient, that counts: advantages are of the order of 1."""
+WATCHED = 5
+"""Steps after which a technique that has changed nothing is called inert."""
+
+
+def on_advantages(grades: Grades, shaped: Tensor, advantages: Tensor, cfg: GRPOConfig) -> dict[str, float]:
+    """Shares of [P, G] advantages: by shaped rewards, and by another comparison than (r - mean) / std."""
+    shares = {}
+    if reshapes(cfg):
+        shares["effect/shaping"] = moved(advantages - advantages_of(grades, grades.rewards, cfg))
+    if cfg.advantage != "grpo":
+        shares["effect/advantage"] = moved(advantages - standardized(shaped))
+    return shares
+
+
+def reshapes(cfg: GRPOConfig) -> bool:
+    return cfg.similarity != "none" or cfg.overlong_cache > 0 or (cfg.kl_coef > 0 and cfg.kl_in == "raw_reward")
+
+
+def of_penalty(penalty: Tensor | float, gather: Callable[[list[Any]], list[Any]]) -> dict[str, float]:
+    """The share of advantages that KL in the reward changed."""
+    if not isinstance(penalty, Tensor):
+        return {}
+    changed = gather((penalty.abs() > LEAST).flatten().tolist())
+    return {"effect/kl": sum(changed) / len(changed)}
+
+
+def of_loss_kl(
+    logprobs: Tensor, ref_logprobs: Tensor | None, exact_kl: Tensor | None, cfg: GRPOConfig
+) -> dict[str, Tensor]:
+    """[B, T]: tokens that the KL in the loss weighs by more than LEAST.
+
+    On-policy its gradient has the factor kl_coef * |log pi - log ref| at a token. The exact KL knows no token: there
+    kl_coef * sqrt(2 KL) is the size of that factor, since KL is half its mean square, to second order.
+    """
+    if cfg.kl_in != "loss":
+        return {}
+    if exact_kl is not None:
+        return {"effect/kl": cfg.kl_coef * (2 * exact_kl.detach().clamp(min=0.0)).sqrt() > LEAST}
+    assert ref_logprobs is not None
+    return {"effect/kl": cfg.kl_coef * (logprobs - ref_logprobs).abs() > LEAST}
+
+
+def moved(difference: Tensor) -> float:
+    return float((difference.abs() > LEAST).double().mean())
+
+
+# ---------------------------------------------------------------- what is known to change nothing
+
+
+def known_inert(cfg: GRPOConfig) -> list[str]:
+    """A line for each switch that cannot do anything in this setting, with what would let it."""
+    lines = []
+    if not cfg.off_policy and (cfg.objective == "dynamic" or cfg.clip_difficulty or cfg.dual_clip):
+        lines.append(
+            "clipping is inert: with one optimizer step on each set of rollouts the ratio is 1;"
+            " set algorithm.epochs or algorithm.minibatches above 1"
+        )
+    if cfg.similarity == "smooth" and cfg.similarity_temperature >= 0.5:
+        lines.append(
+            f"similarity is inert: at similarity_temperature = {cfg.similarity_temperature:g} all siblings weigh nearly"
+            " the same, and comparing undoes that; 0.05 does something"
+        )
+    cells = cfg.length_buckets * cfg.length_min_cell
+    if cfg.advantage == "length_grouped" and cfg.group_size < cells:
+        lines.append(
+            f"length groups are nearly inert: {cfg.length_buckets} buckets of {cfg.length_min_cell} need groups of"
+            f" {cells}; raise group_size, or lower length_buckets"
+        )
+    if cfg.advantage in ("difficulty", "dgpo", "batch") and cfg.prompts_per_step == 1:
+        lines.append(f'advantage = "{cfg.advantage}" is inert: it compares groups; set prompts_per_step above 1')
+    return lines
+
+
+class Watch:
+    """Says once of each `effect/*` that it was 0 in the first WATCHED steps, and of prefixes that there were none."""
+
+    def __init__(self, cfg: GRPOConfig) -> None:
+        self.idle = {"prefix/nll"} if cfg.prefix_coef else set[str]()
+        self.steps = 0
+
+    def notes(self, metrics: Mapping[str, float]) -> list[str]:
+        """The lines that a step gives occasion for."""
+        if self.steps == 0:
+            self.idle |= {name for name in metrics if name.startswith("effect/")}
+        self.idle -= {name for name, value in metrics.items() if value}
+        self.steps += 1
+        return [said_inert(name) for name in sorted(self.idle)] if self.steps == WATCHED else []
+
+
+def said_inert(name: str) -> str:
+    if name == "prefix/nll":
+        return 'algorithm.prefix_coef is inert: no prompt had a prefix; [task] name = "prefixed" gives them'
+    return f"{name} was 0 in {WATCHED} steps: what it measures does nothing in this setting"

@@ -1,0 +1,162 @@
+"""Questions in the order of their difficulty, which is measured on the way."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from functools import cached_property
+from random import Random
+from statistics import fmean
+from typing import Any, Literal
+
+from pellucid.tasks.prefixed import Prefixed
+from pellucid.tasks.wrappers import with_split
+from pellucid.types import Completion, Group, Prompt, Reward
+
+
+@dataclass
+class Memory:
+    """What a curriculum has seen; JSON in checkpoints. Questions are numbers in the pool."""
+
+    step: int = 0
+    """The step that comes next."""
+    epoch: int = 0
+    left: list[int] = field(default_factory=list)
+    """Of this epoch, in its order."""
+    accuracy: dict[int, float] = field(default_factory=dict)
+    """Running estimates."""
+    dead_since: dict[int, int] = field(default_factory=dict)
+    """The step in which a question was last all right or all wrong; forgotten when it is neither."""
+
+
+@dataclass(frozen=True)
+class Curriculum:
+    """A pool of questions of another task: the first epoch measures how often each is answered rightly, the later ones
+    go from easy to hard.
+
+    order = "running" (ours): estimates go on being measured; the order is shuffled within windows, since neighbours in
+    difficulty are alike; questions that were all right or all wrong when last asked rest, since they teach nothing.
+    order = "described": as the study bench describes it: sorted once by the first epoch's accuracy, then always the
+    same order, dead questions included.
+
+    Example: Curriculum(Arithmetic(digits=2), pool=480)
+    """
+
+    task: Any = None
+    """The task that the questions are from."""
+    name: Literal["curriculum"] = "curriculum"
+    """This task."""
+    pool: int = 480
+    """Questions: those that the task gives for its first step."""
+    order: Literal["running", "described"] = "running"
+    """running: estimates, windows, rest. described: measured once, sorted once."""
+    window: int = 64
+    """order = "running": prompts are drawn from the next so many of the order."""
+    decay: float = 0.5
+    """order = "running": the share of itself that an estimate keeps when a question is asked again."""
+    rest: int = 20
+    """order = "running": steps for which a question without signal is left out; 0 means for good."""
+
+    def __post_init__(self) -> None:
+        if isinstance(self.task, Prefixed):
+            raise ValueError("a curriculum measures questions without prefixes: put prefixed around it, not inside")
+        for name in ("pool", "window"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} = {getattr(self, name)} must be at least 1")
+        if not 0 <= self.decay < 1:
+            raise ValueError(f"decay = {self.decay} must be from 0 to below 1")
+        if self.rest < 0:
+            raise ValueError(f"rest = {self.rest} must not be negative")
+
+    @cached_property
+    def memory(self) -> Memory:
+        return Memory()
+
+    @property
+    def seed(self) -> int:
+        return self.task.seed
+
+    @property
+    def split(self) -> str:
+        return self.task.split
+
+    def with_split(self, split: str) -> Any:
+        """Held-out questions come in no order: the task itself."""
+        return self if split == self.split else with_split(self.task, split)
+
+    def sample(self, step: int, n: int) -> list[Prompt]:
+        """The next n of the order; for another round of a step, which goes by another number, n of those behind."""
+        pool = self.task.sample(0, self.pool)
+        left = self.memory.left or self._ordered(len(pool))
+        chosen = self._drawn(left, n, self.memory.step)
+        if step != self.memory.step:
+            first = set(chosen)
+            chosen = self._drawn([q for q in left if q not in first], n, step)
+        others = [q for q in range(len(pool)) if q not in set(chosen)]
+        missing = min(n - len(chosen), len(others))  # at the end of an epoch
+        return [pool[q] for q in chosen + Random(f"{self.seed}/{step}").sample(others, missing)]
+
+    def reward(self, prompt: Prompt, completion: Completion) -> Reward:
+        return self.task.reward(prompt, completion)
+
+    def solution(self, prompt: Prompt) -> str:
+        return self.task.solution(prompt)
+
+    def working(self, prompt: Prompt) -> str:
+        return self.task.working(prompt)
+
+    def observe(self, step: int, groups: Sequence[Group]) -> dict[str, float]:
+        """Measures; a group that was given a prefix says little of its question, which then only counts as asked."""
+        memory = self.memory
+        number = {prompt.id: q for q, prompt in enumerate(self.task.sample(0, self.pool))}
+        left = memory.left or self._ordered(len(number))
+        asked = {number[group.prompt.id]: group for group in groups}
+        for q, group in asked.items():
+            if not group.prefix_length:
+                self._measure(q, group, step)
+        memory.left = [q for q in left if q not in asked]
+        memory.step = step + 1
+        if not memory.left:
+            memory.epoch += 1
+            memory.left = self._ordered(len(number))
+        return {
+            "curriculum/epoch": float(memory.epoch),
+            "curriculum/accuracy": fmean(memory.accuracy.values()) if memory.accuracy else 0.0,
+            "curriculum/resting": sum(map(self._rests, number.values())) / len(number),
+        }
+
+    def state(self) -> dict[str, Any]:
+        return asdict(self.memory)
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        for name, value in state.items():
+            known = {int(q): x for q, x in value.items()} if isinstance(value, Mapping) else value
+            setattr(self.memory, name, known)
+
+    def _measure(self, q: int, group: Group, step: int) -> None:
+        memory = self.memory
+        accuracy = fmean(reward.is_correct for reward in group.rewards)
+        if self.order == "described" and memory.epoch:
+            return
+        before = memory.accuracy.get(q, accuracy)
+        memory.accuracy[q] = self.decay * before + (1 - self.decay) * accuracy
+        memory.dead_since.pop(q, None)
+        if accuracy in (0.0, 1.0):
+            memory.dead_since[q] = step
+
+    def _ordered(self, size: int) -> list[int]:
+        """A whole epoch: as the pool stands while nothing is measured, then from easy to hard."""
+        known = self.memory.accuracy
+        awake = [q for q in range(size) if not self._rests(q)] or list(range(size))
+        return sorted(awake, key=lambda q: -known.get(q, 0.5)) if known and self.memory.epoch else awake
+
+    def _rests(self, q: int) -> bool:
+        if self.order == "described" or q not in self.memory.dead_since:
+            return False
+        return not self.rest or self.memory.step - self.memory.dead_since[q] < self.rest
+
+    def _drawn(self, left: Sequence[int], n: int, step: int) -> list[int]:
+        if self.order == "described":
+            return list(left[:n])
+        window = left[: max(self.window, n)]
+        return Random(f"curriculum/{self.seed}/{step}").sample(window, min(n, len(window)))

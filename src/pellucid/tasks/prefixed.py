@@ -1,0 +1,134 @@
+"""Answers that are begun for the model: a prefix a question, shared by its group, which goes on from there."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cache
+from pathlib import Path
+from random import Random
+from typing import Any, Literal
+
+from pellucid.tasks.wrappers import innermost, with_split
+from pellucid.types import Completion, Group, Prompt, Reward, UserError
+
+SOURCES = ("teacher", "student")
+
+
+@dataclass(frozen=True)
+class Prefixed:
+    """Prompts of another task, most with a prefix (mathgrpo's prefix training; UFT, arXiv 2505.16984, for schedules).
+
+    The prefix is part of the prompt: the policy gradient is that of the continuation alone, exact without importance
+    weights; algorithm.prefix_coef adds the likelihood of the prefix. The reward sees prefix and completion as one
+    answer. Held-out questions never have one.
+
+    Example: Prefixed(Gsm8k(), file="prefixes.json", dropout=0.5)
+    """
+
+    task: Any = None
+    """The task that the questions are from."""
+    name: Literal["prefixed"] = "prefixed"
+    """This task."""
+    file: str = ""
+    """What `pellucid prefixes` wrote. Empty: the task's own `working`, by a program."""
+    dropout: float = 0.2
+    """The share of groups that answer without a prefix."""
+    teacher_share: float = 0.5
+    """Where a question has prefixes from both, the chance of the teacher's; else whichever there is."""
+    length: float = 1.0
+    """The share of a prefix's words that is given."""
+    shortest: float = 1.0
+    """The share that a group gets is drawn between shortest * length and length."""
+    schedule: Literal["constant", "cosine"] = "constant"
+    """cosine: `length` falls to 0 over schedule_steps, and stays there; prompts of later rounds of dynamic sampling
+    get none."""
+    schedule_steps: int = 0
+    """Of schedule = "cosine"."""
+
+    def __post_init__(self) -> None:
+        for name in ("dropout", "teacher_share", "length", "shortest"):
+            if not 0 <= getattr(self, name) <= 1:
+                raise ValueError(f"{name} = {getattr(self, name)} must be from 0 to 1")
+        if (self.schedule == "cosine") != (self.schedule_steps > 0):
+            raise ValueError('schedule = "cosine" and schedule_steps above 0 go together')
+        if self.file:
+            prefixes_of(self.file)
+        elif self.task is not None and not hasattr(innermost(self.task), "working"):
+            raise ValueError(f"{type(innermost(self.task)).__name__} writes no working: give file = prefixes.json")
+
+    @property
+    def seed(self) -> int:
+        return self.task.seed
+
+    @property
+    def split(self) -> str:
+        return self.task.split
+
+    def with_split(self, split: str) -> Any:
+        """Held-out questions are answered from the start: the task itself."""
+        return self if split == self.split else with_split(self.task, split)
+
+    def sample(self, step: int, n: int) -> list[Prompt]:
+        return [replace(prompt, prefix=self._prefix(step, prompt)) for prompt in self.task.sample(step, n)]
+
+    def reward(self, prompt: Prompt, completion: Completion) -> Reward:
+        return self.task.reward(prompt, replace(completion, text=prompt.prefix + completion.text))
+
+    def solution(self, prompt: Prompt) -> str:
+        return self.task.solution(prompt)
+
+    def observe(self, step: int, groups: Sequence[Group]) -> Mapping[str, float]:
+        observe = getattr(self.task, "observe", None)
+        return observe(step, groups) if observe else {}
+
+    def state(self) -> dict[str, Any]:
+        return self.task.state() if hasattr(self.task, "state") else {}
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        if state:
+            self.task.load_state(state)
+
+    def share(self, step: int) -> float:
+        """Of a prefix that is given at most in this step."""
+        if self.schedule == "constant":
+            return self.length
+        return self.length * 0.5 * (1 + math.cos(math.pi * min(1.0, step / self.schedule_steps)))
+
+    def _prefix(self, step: int, prompt: Prompt) -> str:
+        rng = Random(f"prefixed/{self.seed}/{step}/{prompt.id}")
+        if rng.random() < self.dropout:
+            return ""
+        drawn = rng.uniform(self.shortest, 1.0)
+        whole = self._whole(prompt, rng)
+        return words(whole, self.share(step) * drawn)
+
+    def _whole(self, prompt: Prompt, rng: Random) -> str:
+        if not self.file:
+            return innermost(self.task).working(prompt)
+        sources = prefixes_of(self.file).get(prompt.question, {})
+        source = "teacher" if rng.random() < self.teacher_share else "student"
+        found = sources.get(source) or next((sources[s] for s in SOURCES if sources.get(s)), ())
+        return rng.choice(found) if found else ""
+
+
+def words(text: str, share: float) -> str:
+    """The first `share` of a text's words, rounded to the nearest; inner white space stays as it is."""
+    ends = [match.end() for match in re.finditer(r"\S+", text)]
+    count = math.floor(share * len(ends) + 0.5)
+    return text[: ends[count - 1]] if count else ""
+
+
+@cache
+def prefixes_of(file: str) -> dict[str, Mapping[str, Sequence[str]]]:
+    """By question. UserError where the file is none of `pellucid prefixes`."""
+    try:
+        entries = json.loads(Path(file).read_text(encoding="utf-8"))["questions"]
+        return {entry["question"]: {source: entry.get(source, ()) for source in SOURCES} for entry in entries}
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"task.file = {file}: cannot be read ({getattr(error, 'strerror', None) or error})") from error
+    except (json.JSONDecodeError, KeyError, TypeError) as error:
+        raise UserError(f"task.file = {file} is not what `pellucid prefixes` writes ({error})") from error

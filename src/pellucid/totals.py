@@ -1,0 +1,61 @@
+"""What a step reports of itself: sums over tokens that become means over all processes, and where its time went."""
+
+from __future__ import annotations
+
+import time
+from collections import defaultdict
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from torch import Tensor
+
+
+class Totals:
+    """Sums over response tokens and over optimizer steps, until they become means over all processes."""
+
+    def __init__(self) -> None:
+        self.sums: defaultdict[str, float] = defaultdict(float)
+        self.counts: defaultdict[str, float] = defaultdict(float)
+        self.steps: list[dict[str, float]] = []
+        self.gap_max = 0.0
+
+    def add_tokens(self, metrics: Mapping[str, Tensor], mask: Tensor) -> None:
+        """[B, T] each; `loss` holds shares of a sum."""
+        for name, value in metrics.items():
+            self.sums[name] += float(value[mask].sum())
+            self.counts[name] += float(mask.sum())
+        if "sampler/gap_mean" in metrics:
+            self.gap_max = max(self.gap_max, float(metrics["sampler/gap_mean"][mask].max()))
+
+    def means(self, gather: Callable[[list[Any]], list[Any]]) -> dict[str, float]:
+        """`gather` joins the lists of processes."""
+        sums, counts = added(gather([self.sums])), added(gather([self.counts]))
+        loss, steps = sums.pop("loss"), len(self.steps)
+        return {name: value / counts[name] for name, value in sums.items()} | {
+            "sampler/gap_max": max(gather([self.gap_max])),
+            "loss": loss / steps,  # already a weighted sum: adding up is its mean
+            "grad_norm": sum(s["grad_norm"] for s in self.steps) / steps,
+            "lr": self.steps[-1]["lr"],
+            "skipped": sum(s["skipped"] for s in self.steps),
+        }
+
+
+def added(shares: list[Mapping[str, float]]) -> dict[str, float]:
+    """A process without prefixes has no sum for them."""
+    names = dict.fromkeys(name for share in shares for name in share)
+    return {name: sum(share.get(name, 0.0) for share in shares) for name in names}
+
+
+class Clock:
+    """Splits a step into named laps, in seconds."""
+
+    def __init__(self) -> None:
+        self.start = self.last = time.perf_counter()
+        self.laps: dict[str, float] = {}
+
+    def lap(self, name: str) -> None:
+        before, self.last = self.last, time.perf_counter()
+        self.laps[f"time/{name}"] = self.laps.get(f"time/{name}", 0.0) + self.last - before
+
+    def times(self) -> dict[str, float]:
+        return {**self.laps, "time/step": self.last - self.start}
