@@ -235,10 +235,10 @@ def _keys(schema: type[Config], section: Sequence[str]) -> list[str]:
 
 
 def _type_of(schema: type[Config], *section: str) -> Any:
-    """The dataclass of a section such as task, task.task or algorithm."""
+    """The type of a section such as task, task.task or algorithm; None of what is no section."""
     if not section:
         return schema
     cls: Any = schema.model_fields[section[0]].annotation
     for name in section[1:]:
-        cls = {field.name: field.type for field in dataclasses.fields(cls)}[name]
+        cls = {f.name: f.type for f in dataclasses.fields(cls)}.get(name) if dataclasses.is_dataclass(cls) else None
     return cls
