@@ -20,8 +20,10 @@ USAGE = """usage: pellucid COMMAND
   train --resume RUN [--section.key VALUE ...]                go on from the last whole checkpoint
   eval MODEL_OR_RUN [--task RECIPE.toml] [--section.key VALUE ...]   held-out accuracy, with intervals
         --show N                                              questions, answers and verdicts printed (3)
-  study STUDY.toml [--into DIR] [--jobs 1] [--only VARIANT ...]   train each variant of a recipe with each seed
-        --keep-models                                         leave the models in the run folders
+  study STUDY.toml [--into DIR] [--jobs 1]                    train the variants of a recipe, each with every seed
+        --only VARIANT ...  --keep-models                     some of them; leave the models in the run folders
+  compare RUN ... | STUDY_DIR [--baseline VARIANT]            paired differences, curves and costs of their runs
+        --output PAGE.html                                    and of the numbers, PAGE.json (compare.html)
   serve MODEL_OR_RUN [--port 8000] [...]                      answer over HTTP as OpenAI's API does
   serve start MODEL_OR_RUN | stop | status | restart          the same in the background
   doctor                                                      what this machine has and does
@@ -32,7 +34,7 @@ USAGE = """usage: pellucid COMMAND
 
 def main(argv: Sequence[str] | None = None) -> None:
     arguments = list(sys.argv[1:] if argv is None else argv)
-    commands = {"train": train, "eval": evaluate, "study": study, "serve": serve, "doctor": doctor}
+    commands = {"train": train, "eval": evaluate, "study": study, "compare": compare, "serve": serve, "doctor": doctor}
     if not arguments or arguments[0] in ("-h", "--help"):
         print(USAGE)
         sys.exit(0 if arguments else 2)
@@ -102,6 +104,17 @@ def study(arguments: list[str]) -> int:
     options = parser.parse_args(arguments)
     study_dir = options.into or Path("runs") / options.study.stem
     return runner.run(plan.read(options.study), study_dir, options.jobs, options.only, options.keep_models)
+
+
+def compare(arguments: list[str]) -> int:
+    from pellucid.study import page  # noqa: PLC0415 - as in study
+
+    parser = argparse.ArgumentParser(prog="pellucid compare", allow_abbrev=False)
+    parser.add_argument("folders", type=Path, nargs="+", metavar="RUN_OR_STUDY")
+    parser.add_argument("--baseline", default="", metavar="VARIANT")
+    parser.add_argument("--output", type=Path, default=Path("compare.html"))
+    options = parser.parse_args(arguments)
+    return page.compare(options.folders, options.baseline, options.output)
 
 
 def serve(arguments: list[str]) -> int:

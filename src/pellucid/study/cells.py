@@ -67,13 +67,15 @@ def is_open(key: str, value: object) -> bool:
     return (key, value) in (("policy.dtype", "auto"), ("algorithm.max_length", 0))
 
 
-def arguments(cell: Cell) -> list[str]:
-    """Of `pellucid`, to finish this cell; what has no checkpoint to go on from is removed."""
-    if has_checkpoint(cell.run_dir):
-        return ["train", "--resume", str(cell.run_dir)]
-    if cell.run_dir.exists():
-        shutil.rmtree(cell.run_dir)
-    return cell.arguments
+def resuming(cell: Cell) -> list[str]:
+    """The arguments that go on from the cell's last checkpoint; none where there is no checkpoint."""
+    return ["train", "--resume", str(cell.run_dir)] if has_checkpoint(cell.run_dir) else []
+
+
+def clear(run_dir: Path) -> None:
+    """Removes what a run left that came to no checkpoint; `check` has seen that it is a run."""
+    if run_dir.exists():
+        shutil.rmtree(run_dir)
 
 
 def tidy(run_dir: Path, keep_model: bool) -> None:

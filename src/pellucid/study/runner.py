@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shlex
 import signal
 import subprocess
 import sys
@@ -18,8 +17,9 @@ from pellucid.folder import records
 from pellucid.interrupts import INTERRUPTED, stop_requests
 from pellucid.report import counted
 from pellucid.study import plan
-from pellucid.study.cells import arguments, check, finished, has_checkpoint, locked, note_holder, tidy
+from pellucid.study.cells import check, clear, finished, locked, note_holder, resuming, tidy
 from pellucid.study.plan import Cell, Study
+from pellucid.study.runs import shown_command, write_plan
 from pellucid.types import UserError
 
 PAUSE = 0.2
@@ -60,6 +60,7 @@ def run(study: Study, study_dir: Path, jobs: int = 1, only: Sequence[str] = (), 
             check(cell, recipes[cell.variant])
         for name, settings in study.variants.items():
             plan.write_recipe(study_dir / name / "recipe.json", settings)
+        write_plan(study_dir, list(study.variants), study.seeds)
         waiting = [cell for cell in cells if not finished(cell.run_dir)]
         for cell in cells:
             if cell not in waiting:
@@ -101,8 +102,10 @@ def work(
 
 
 def start(cell: Cell, jobs: int, lock: TextIOWrapper) -> Job:
-    resumed = has_checkpoint(cell.run_dir)
-    command = [sys.executable, "-m", "pellucid", *arguments(cell)]
+    resumed = resuming(cell)
+    if not resumed:
+        clear(cell.run_dir)
+    command = [sys.executable, "-m", "pellucid", *(resumed or cell.arguments)]
     threads = {"OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // jobs))} if jobs > 1 else {}
     with cell.log.open("a" if resumed else "w") as log:
         process = subprocess.Popen(
@@ -145,14 +148,10 @@ def verdict(failures: dict[Cell, int]) -> int:
     for cell, status in failures.items():
         lines = cell.log.read_text(encoding="utf-8", errors="replace").strip().splitlines() or ["it printed nothing"]
         say(f"failed (exit {status}): {named(cell)}: {lines[-1]}")
-        say(f"  again: pellucid {shlex.join(arguments_shown(cell))}")
+        say(f"  again: {shown_command(resuming(cell) or cell.arguments)}")
     if not failures:
         return 0
     return 2 if set(failures.values()) == {2} else 1
-
-
-def arguments_shown(cell: Cell) -> list[str]:
-    return ["train", "--resume", str(cell.run_dir)] if has_checkpoint(cell.run_dir) else cell.arguments
 
 
 def accuracies(run_dir: Path) -> str:
