@@ -43,7 +43,7 @@ class Series:
     """Stands at the end of the line; empty for a line that is one of many."""
     points: Sequence[Point]
     style: str = "first"
-    """CSS classes of charts.css: first, second, third, fourth, thin, layer."""
+    """CSS classes of charts.css: first, second, third, fourth, thin, layer; band: intervals are drawn as one area."""
     unit: str = "step"
     """Of x."""
 
@@ -111,6 +111,13 @@ def mean_of(lines: Sequence[Sequence[Point]]) -> list[Point]:
     return [Point(x, sum(column[x] for column in columns) / len(columns)) for x in shared]
 
 
+def range_of(lines: Sequence[Sequence[Point]]) -> list[Point]:
+    """The mean line with the lowest and the highest of the lines around it, at the steps that all have."""
+    columns = [{point.x: point.y for point in line} for line in lines]
+    around = {mean.x: [column[mean.x] for column in columns] for mean in mean_of(lines)}
+    return [Point(x, fmean(values), min(values), max(values)) for x, values in around.items()]
+
+
 def shown(text: object) -> str:
     """HTML of a text as it is: markup escaped; control, direction and broken characters as \\u escapes."""
     return escape(INVISIBLE.sub(lambda char: f"\\u{ord(char[0]):04x}", str(text)))
@@ -171,7 +178,7 @@ def draw(line: Series, x: Scale, y: Scale, shift: float) -> str:
     path = [f"{x(point.x)} {y(point.top)}" for point in line.points]
     if "layer" in line.style:
         around = area("area", path, [f"{x(point.x)} {y(point.base)}" for point in line.points])
-    elif "pooled" in line.style:
+    elif "pooled" in line.style or "band" in line.style:
         highs = [f"{x(point.x)} {y(point.high)}" for point in line.points]
         lows = [f"{x(point.x)} {y(point.low)}" for point in line.points]
         around = area("range", highs, lows)

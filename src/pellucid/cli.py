@@ -1,4 +1,4 @@
-"""pellucid train | eval | serve | doctor. Exit status: 0 done, 2 for what the user must mend, 130 after Ctrl-C."""
+"""The commands of `pellucid`. Exit status: 0 done, 2 for what the user must mend, 130 after Ctrl-C."""
 
 from __future__ import annotations
 
@@ -20,6 +20,10 @@ USAGE = """usage: pellucid COMMAND
   train --resume RUN [--section.key VALUE ...]                go on from the last whole checkpoint
   eval MODEL_OR_RUN [--task RECIPE.toml] [--section.key VALUE ...]   held-out accuracy, with intervals
         --show N                                              questions, answers and verdicts printed (3)
+  study STUDY.toml [--into DIR] [--jobs 1]                    train the variants of a recipe, each with every seed
+        --only VARIANT ...  --keep-models                     some of them; leave the models in the run folders
+  compare RUN ... | STUDY_DIR [--baseline VARIANT]            paired differences, curves and costs of their runs
+        --output PAGE.html                                    and of the numbers, PAGE.json (compare.html)
   serve MODEL_OR_RUN [--port 8000] [...]                      answer over HTTP as OpenAI's API does
   serve start MODEL_OR_RUN | stop | status | restart          the same in the background
   doctor                                                      what this machine has and does
@@ -30,7 +34,7 @@ USAGE = """usage: pellucid COMMAND
 
 def main(argv: Sequence[str] | None = None) -> None:
     arguments = list(sys.argv[1:] if argv is None else argv)
-    commands = {"train": train, "eval": evaluate, "serve": serve, "doctor": doctor}
+    commands = {"train": train, "eval": evaluate, "study": study, "compare": compare, "serve": serve, "doctor": doctor}
     if not arguments or arguments[0] in ("-h", "--help"):
         print(USAGE)
         sys.exit(0 if arguments else 2)
@@ -86,6 +90,31 @@ def evaluate(arguments: list[str]) -> int:
     from pellucid import run  # noqa: PLC0415 - as in train
 
     return run.evaluate_model(cfg, model, options.show)
+
+
+def study(arguments: list[str]) -> int:
+    from pellucid.study import plan, runner  # noqa: PLC0415 - locks files, which not every system can
+
+    parser = argparse.ArgumentParser(prog="pellucid study", allow_abbrev=False)
+    parser.add_argument("study", type=Path)
+    parser.add_argument("--into", type=Path)
+    parser.add_argument("--jobs", type=int, default=1)
+    parser.add_argument("--only", nargs="+", default=[], metavar="VARIANT")
+    parser.add_argument("--keep-models", action="store_true")
+    options = parser.parse_args(arguments)
+    study_dir = options.into or Path("runs") / options.study.stem
+    return runner.run(plan.read(options.study), study_dir, options.jobs, options.only, options.keep_models)
+
+
+def compare(arguments: list[str]) -> int:
+    from pellucid.study import page  # noqa: PLC0415 - as in study
+
+    parser = argparse.ArgumentParser(prog="pellucid compare", allow_abbrev=False)
+    parser.add_argument("folders", type=Path, nargs="+", metavar="RUN_OR_STUDY")
+    parser.add_argument("--baseline", default="", metavar="VARIANT")
+    parser.add_argument("--output", type=Path, default=Path("compare.html"))
+    options = parser.parse_args(arguments)
+    return page.compare(options.folders, options.baseline, options.output)
 
 
 def serve(arguments: list[str]) -> int:

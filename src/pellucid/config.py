@@ -140,7 +140,7 @@ def load(recipe: Path | None, overrides: Sequence[str] = (), prog: str = "pelluc
     UserError, one line, for what a file gets wrong; for what the command line gets wrong tyro says it and exits with 2.
     """
     source = str(recipe or "the default recipe")
-    values = _read(recipe) if recipe else {}
+    values = read(recipe) if recipe else {}
     schema = _schema(values.get("task", {}), source)
     if "task" in values:
         values = {**values, "task": _nameless(values["task"], _type_of(schema, "task"))}
@@ -158,7 +158,8 @@ def dump(config: Config) -> dict[str, Any]:
     return {**values, "task": _named(values["task"], config.task_names)}
 
 
-def _read(path: Path) -> dict[str, Any]:
+def read(path: Path) -> dict[str, Any]:
+    """A TOML file, or the settings of a run's config.json, as they stand there. UserError where there are none."""
     try:
         text = path.read_text(encoding="utf-8")
         if path.suffix == ".json":

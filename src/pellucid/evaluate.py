@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import math
 from collections.abc import Sequence
 from dataclasses import replace
@@ -47,15 +49,17 @@ def evaluate(
     own = shards.shard(prompts)
     best = shards.gather(graded(task, greedy, own, 1))
     groups = shards.gather(graded(task, sampler, own, samples)) if k else []
-    right = [correct(group) for group in groups]
+    right, best_right = ([correct(group) for group in answered] for answered in (groups, best))
     evaluation = Evaluation(
         task=name,
         split=task.split,
         n=len(prompts),
         k=k,
-        greedy=estimate([float(correct(group)) for group in best]),
+        greedy=estimate(best_right),
         mean_at_k=estimate([c / samples for c in right]),
         pass_at_k=estimate([pass_at(k, samples, c) for c in right]),
+        right=tuple(best_right),
+        questions=digest([prompt.question for prompt in prompts]),
     )
     return evaluation, groups, best
 
@@ -77,7 +81,12 @@ def graded(task: Task, sampler: Sampler, prompts: Sequence[Prompt], size: int) -
 
 
 def correct(group: Group) -> int:
-    return sum(reward.is_correct for reward in group.rewards)
+    return sum(bool(reward.is_correct) for reward in group.rewards)
+
+
+def digest(questions: Sequence[str]) -> str:
+    """The same for the same questions in the same order."""
+    return hashlib.sha256(json.dumps(questions).encode()).hexdigest()[:16]
 
 
 def pass_at(k: int, samples: int, correct: int) -> float:

@@ -58,7 +58,8 @@ class Jsonl:
             name: {"value": estimate.value, "low": estimate.low, "high": estimate.high}
             for name, estimate in measures(evaluation, "k")
         }
-        self.evals.write(json_line({"step": step, **about, **measured}))
+        answers = {"questions": evaluation.questions, "right": list(evaluation.right)}
+        self.evals.write(json_line({"step": step, **about, **measured, **answers}))
         self.evals.flush()
 
     def close(self) -> None:
@@ -206,6 +207,8 @@ def read_evaluations(run_dir: Path) -> dict[int, Evaluation]:
             greedy=Estimate(**record["greedy"]),
             mean_at_k=Estimate(**record.get("mean@k", unmeasured)),
             pass_at_k=Estimate(**record.get("pass@k", unmeasured)),
+            right=tuple(record.get("right", ())),
+            questions=record.get("questions", ""),
         )
         for record in records
     }

@@ -116,6 +116,11 @@ def facts(config: Record, metrics: Sequence[Record]) -> str:
         "Failed rewards": (f"{failed:,}", failed > 0),
         "Skipped updates": (f"{skipped:,}", skipped > 0),
     }
+    return fact_list(rows)
+
+
+def fact_list(rows: Mapping[str, tuple[str, bool]]) -> str:
+    """Values with whether each is a warning."""
     return "\n".join(
         f"<div><dt>{name}</dt><dd{' class=warn' if warn else ''}>{value}</dd></div>"
         for name, (value, warn) in rows.items()

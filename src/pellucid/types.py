@@ -103,6 +103,10 @@ class Evaluation:
     """The mean accuracy of a sample."""
     pass_at_k: Estimate
     """The share of prompts that at least one of k samples gets right."""
+    right: tuple[int, ...] = ()
+    """1 where the greedy answer to a prompt is right, else 0, in order."""
+    questions: str = ""
+    """A digest of the prompts: evaluations with the same one can be compared question by question."""
 
 
 class Task(Protocol):

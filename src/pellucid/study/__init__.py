@@ -1,0 +1,1 @@
+"""Studies: variants of one recipe over several seeds, run and compared."""

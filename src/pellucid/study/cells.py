@@ -1,0 +1,120 @@
+"""What is there of a run of a study: finished, to go on with, or nothing yet. And who is at work on it."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from io import TextIOWrapper
+from pathlib import Path
+
+from pellucid import config
+from pellucid.folder import Record, read_config, records
+from pellucid.report import at, flat, total
+from pellucid.study.plan import Cell
+from pellucid.types import UserError
+
+
+def finished(run_dir: Path) -> bool:
+    """Whether the last step is taken and evaluated: true as well of a copy of config, metrics and evals alone.
+
+    A checkpoint without a model is that of a run which was stopped before its end.
+    """
+    settings, steps = read_config(run_dir), list(records(run_dir / "metrics.jsonl"))
+    if not steps:
+        return False
+    last, minutes = steps[-1]["step"], at(settings, "algorithm.minutes", 0)
+    at_end = last == at(settings, "algorithm.steps") or 0 < minutes * 60 <= total(steps, "time/step")
+    evaluated = any(row["step"] == last for row in records(run_dir / "evals.jsonl"))
+    evaluated = evaluated or at(settings, "evaluate.every") == 0
+    return at_end and evaluated and ((run_dir / "model").is_dir() or not has_checkpoint(run_dir))
+
+
+def has_checkpoint(run_dir: Path) -> bool:
+    return any(path.suffix != ".partial" for path in (run_dir / "checkpoints").glob("step-*"))
+
+
+def check(cell: Cell, recipe: Record) -> None:
+    """UserError where the folder of the cell holds something else than this cell as its recipe is now."""
+    run_dir = cell.run_dir
+    if not run_dir.exists():
+        return
+    if not run_dir.is_dir() or (any(run_dir.iterdir()) and not (run_dir / "config.json").is_file()):
+        raise UserError(f"{run_dir} is no run (no config.json) and in the way: move it, or choose another --into")
+    if not read_config(run_dir):  # a crash in its first moment
+        return
+    found = config.dump(config.load(run_dir / "config.json"))
+    if key := difference(found, {**recipe, "algorithm": {**recipe["algorithm"], "seed": cell.seed}}):
+        raise UserError(
+            f"{run_dir} was made with {key} = {at(found, key)!r}, the study says {at(recipe, key)!r}: "
+            f"choose another --into, or delete that run"
+        )
+
+
+def difference(found: Record, wanted: Record) -> str:
+    """The first setting in which a run is not what is wanted; empty where there is none."""
+    values = dict(flat(found))
+    wrong = (key for key, value in flat(wanted) if values.get(key) != value and not is_open(key, value))
+    return next(wrong, "") or next((key for key in values if key not in dict(flat(wanted))), "")
+
+
+def is_open(key: str, value: object) -> bool:
+    """Whether a recipe leaves this setting to the run, which writes down what it took (`compose.settled`)."""
+    if key.startswith("task.") and key.endswith(".seed"):
+        return not value
+    return (key, value) in (("policy.dtype", "auto"), ("algorithm.max_length", 0))
+
+
+def resuming(cell: Cell) -> list[str]:
+    """The arguments that go on from the cell's last checkpoint; none where there is no checkpoint."""
+    return ["train", "--resume", str(cell.run_dir)] if has_checkpoint(cell.run_dir) else []
+
+
+def clear(run_dir: Path) -> None:
+    """Removes what a run left that came to no checkpoint; `check` has seen that it is a run."""
+    if run_dir.exists():
+        shutil.rmtree(run_dir)
+
+
+def tidy(run_dir: Path, keep_model: bool) -> None:
+    """Removes what only a run in progress needs, some hundred megabytes; the model last, which says that it is done."""
+    for name in ("checkpoints",) if keep_model else ("checkpoints", "model"):
+        if (run_dir / name).exists():
+            shutil.rmtree(run_dir / name)
+
+
+@contextmanager
+def locked(study_dir: Path) -> Iterator[TextIOWrapper]:
+    """The lock on a study's folder, with the process ids of those who hold it. UserError where others do.
+
+    The runs that a study starts inherit it: after the death of the study itself they are still at work.
+    """
+    study_dir.mkdir(parents=True, exist_ok=True)
+    with (study_dir / ".lock").open("a+", encoding="utf-8") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            file.seek(0)
+            alive = " and ".join(pid for pid in file.read().split() if is_alive(int(pid)))
+            raise UserError(
+                f"{study_dir}: process {alive} is at work on this study: wait for it, or stop it"
+            ) from error
+        file.truncate(0)
+        note_holder(file, os.getpid())
+        yield file
+
+
+def note_holder(lock: TextIOWrapper, pid: int) -> None:
+    print(pid, file=lock, flush=True)
+
+
+def is_alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:  # of another user
+        return True
+    return True

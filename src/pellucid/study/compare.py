@@ -1,0 +1,176 @@
+"""`pellucid compare`: what the runs of several variants allow to say, as a table, a page and its numbers."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+import rich
+import rich.box
+from rich.markup import escape
+from rich.table import Table
+
+from pellucid.folder import Record
+from pellucid.report import total
+from pellucid.study.paired import RESAMPLES, conclusion, differences, interval
+from pellucid.study.runs import Run, Runs
+from pellucid.types import Estimate
+
+OWN_METRICS = ("effect/", "curriculum/", "prefix/")
+"""How the metrics begin that tell whether a variant did anything at all."""
+
+
+@dataclass(frozen=True)
+class Summary:
+    """A variant in numbers, over its finished runs."""
+
+    variant: str
+    seeds: tuple[int, ...]
+    greedy: Estimate | None = None
+    """Over seeds and questions; with one seed, over questions."""
+    k: int = 0
+    mean_at_k: float | None = None
+    difference: Estimate | None = None
+    """From the baseline, over the pairs."""
+    pairs: tuple[int, ...] = ()
+    """The seeds in which the baseline answered the same questions."""
+    unpaired: tuple[str, ...] = ()
+    """Why not, seed by seed."""
+    conclusion: str = ""
+    """above, below or cannot tell; empty for the baseline and where nothing is paired."""
+    tokens: float = 0.0
+    """Sampled, of a run."""
+    seconds: float = 0.0
+    """In steps, of a run."""
+    own: Mapping[str, float] | None = None
+    """Its OWN_METRICS, each the mean over the steps of all runs."""
+
+
+def summaries(runs: Runs) -> list[Summary]:
+    """The baseline first."""
+    baseline = runs.finished[runs.baseline]
+    return [
+        summary(variant, of_seed, {} if variant == runs.baseline else baseline)
+        for variant, of_seed in runs.finished.items()
+    ]
+
+
+def summary(variant: str, runs: Mapping[int, Run], baseline: Mapping[int, Run]) -> Summary:
+    if not runs:
+        return Summary(variant, ())
+    reasons = {seed: unpaired(runs.get(seed), baseline.get(seed)) for seed in sorted({*runs, *baseline})}
+    pairs = tuple(seed for seed, reason in reasons.items() if baseline and not reason)
+    difference = difference_of([(runs[seed].last, baseline[seed].last) for seed in pairs])
+    lasts, metrics = [run.last for run in runs.values()], [run.metrics for run in runs.values()]
+    means = [last["mean@k"]["value"] for last in lasts if last.get("mean@k")]
+    return Summary(
+        variant,
+        tuple(runs),
+        greedy=accuracy(lasts),
+        k=lasts[0]["k"],
+        mean_at_k=fmean(means) if len(means) == len(lasts) else None,
+        difference=difference,
+        pairs=pairs,
+        unpaired=tuple(f"seed {seed}: {reason}" for seed, reason in reasons.items() if baseline and reason),
+        conclusion=conclusion(difference) if difference else "",
+        tokens=fmean(total(rows, "tokens") for rows in metrics),
+        seconds=fmean(total(rows, "time/step") for rows in metrics),
+        own=own_metrics([row for rows in metrics for row in rows]),
+    )
+
+
+def unpaired(run: Run | None, baseline: Run | None) -> str:
+    """Why two runs cannot be compared question by question; empty where they can."""
+    if not run or not baseline:
+        return f"{'the baseline' if run else 'it'} has no finished run"
+    if not run.last.get("right") or not baseline.last.get("right"):
+        return "evals.jsonl does not say which answers were right"
+    same = run.last["questions"] == baseline.last["questions"]
+    return "" if same else "its held-out questions are not the baseline's"
+
+
+def difference_of(pairs: Sequence[tuple[Record, Record]]) -> Estimate | None:
+    if not pairs:
+        return None
+    ours, theirs = zip(*pairs, strict=True)
+    return interval(differences([row["right"] for row in ours], [row["right"] for row in theirs]))
+
+
+def accuracy(lasts: Sequence[Record]) -> Estimate | None:
+    """Where an evaluation kept no answers there is no interval over several seeds, and a mean alone would mislead."""
+    if len(lasts) == 1:
+        return Estimate(**lasts[0]["greedy"])
+    rights = [last.get("right") for last in lasts]
+    return interval([right for right in rights if right]) if all(rights) else None
+
+
+def own_metrics(rows: Sequence[Record]) -> dict[str, float]:
+    names = sorted({name for row in rows for name in row if name.startswith(OWN_METRICS)})
+    values = {name: [row[name] for row in rows if row.get(name) is not None] for name in names}
+    return {name: fmean(of_steps) for name, of_steps in values.items() if of_steps}
+
+
+def numbers(runs: Runs, rows: Sequence[Summary]) -> dict[str, Any]:
+    """All that the page says, for other programs."""
+    return {
+        "baseline": runs.baseline,
+        "comparisons": sum(bool(row.difference) for row in rows),
+        "resamples": RESAMPLES,
+        "variants": {row.variant: asdict(row) for row in rows},
+        "unfinished": [run.name for run in runs.unfinished],
+        "missing": [f"{variant} seed {seed}" for variant, seed in runs.missing],
+        "commands": {run.name: run.command for run in [*runs.all, *runs.unfinished]},
+    }
+
+
+def write_numbers(path: Path, runs: Runs, rows: Sequence[Summary]) -> None:
+    path.write_text(json.dumps(numbers(runs, rows), indent=2) + "\n", encoding="utf-8")
+
+
+# ---------------------------------------------------------------- on the screen
+
+
+def print_table(runs: Runs, rows: Sequence[Summary]) -> None:
+    title = f"held-out greedy accuracy and its difference from {escape(runs.baseline)}, with 95% intervals"
+    table = Table(box=rich.box.SIMPLE_HEAD, title=title, title_justify="left")
+    table.add_column("variant", overflow="fold")
+    for name in ("runs", "accuracy", "difference", "conclusion"):
+        table.add_column(name, justify="left" if name == "conclusion" else "right", no_wrap=True)
+    for row in rows:
+        table.add_row(*(escape(cell) for cell in cells(row)))
+    rich.print(table)
+    for row in rows:
+        for reason in row.unpaired:
+            print(f"not paired: {row.variant} {reason}")
+    for run in runs.unfinished:
+        print(f"unfinished, left out: {run.folder}")
+    for variant, seed in runs.missing:
+        print(f"missing: {variant} seed {seed}")
+
+
+def cells(row: Summary) -> list[str]:
+    if not row.seeds:
+        return [row.variant, "0", "", "", ""]
+    return [
+        row.variant,
+        str(len(row.seeds)),
+        points(row.greedy),
+        points(row.difference, sign="+"),
+        row.conclusion,
+    ]
+
+
+def points(estimate: Estimate | None, sign: str = "") -> str:
+    """In percentage points."""
+    if estimate is None:
+        return "-"
+    value, low, high = (100 * x for x in (estimate.value, estimate.low, estimate.high))
+    return f"{value:{sign}.1f} [{low:{sign}.1f}, {high:{sign}.1f}]"
+
+
+def times(value: float, baseline: float) -> str:
+    return f"{value / baseline:.2f}x" if baseline else "-"

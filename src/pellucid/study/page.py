@@ -1,0 +1,243 @@
+"""The page of a comparison: one HTML file without script and network. Every string of a run passes through `shown`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from string import Template
+
+from pellucid.charts import CSS, Point, Series, chart, range_of, shown
+from pellucid.curves import estimates, line
+from pellucid.report import beside, counted, duration, fact_list, section
+from pellucid.study.compare import Summary, points, print_table, summaries, times, write_numbers
+from pellucid.study.paired import RESAMPLES
+from pellucid.study.runs import Run, Runs, gather
+from pellucid.types import Estimate
+
+FEW_SEEDS = 5
+DEAD = ("groups/dead_all_right", "groups/dead_all_wrong")
+MARKS = {"above": "above", "below": "below", "cannot tell": "unsure", "": "unsure"}
+"""CSS classes of the conclusions."""
+
+
+def compare(folders: Sequence[Path], baseline: str, output: Path) -> int:
+    """`pellucid compare`: prints the table, writes the page and its numbers beside it; returns the exit status."""
+    runs = gather(folders, baseline)
+    rows = summaries(runs)
+    output.parent.mkdir(parents=True, exist_ok=True)
+    output.write_text(page(runs, rows), encoding="utf-8")
+    write_numbers(output.with_suffix(".json"), runs, rows)
+    print_table(runs, rows)
+    print(f"page {output}, numbers {output.with_suffix('.json')}")
+    return 0
+
+
+def page(runs: Runs, rows: Sequence[Summary]) -> str:
+    others = [row.variant for row in rows if row.variant != runs.baseline]
+    title = f"{runs.baseline} and {others[0] if len(others) == 1 else counted(len(others), 'variant')}"
+    sections = [
+        section("Results", results(rows) + notes(runs, rows)),
+        section("Curves", "\n".join(curves_of(variant, runs) for variant in runs.finished)),
+        section("Cost of a run", costs(rows)),
+        section("Did it do anything", own(rows)),
+        section("Runs", commands(runs)),
+    ]
+    return Template(beside("report.html")).substitute(
+        name=shown(title if others else runs.baseline),
+        about="Comparison on held-out questions",
+        style=CSS + beside("report.css") + Path(__file__).with_name("study.css").read_text(encoding="utf-8"),
+        lede=lede(rows),
+        facts=facts(runs, rows),
+        sections="\n".join(sections),
+    )
+
+
+def lede(rows: Sequence[Summary]) -> str:
+    """What the intervals allow to say, in a sentence or two."""
+    baseline, *others = rows
+    if not others:
+        return f"There is only {shown(baseline.variant)}: nothing to compare it with."
+    found = {name: [shown(row.variant) for row in others if row.conclusion == name] for name in MARKS}
+    said = [f"{listed(found[name])} {name}" for name in ("above", "below") if found[name]]
+    apart = f"{'; '.join(said)} {shown(baseline.variant)} in held-out greedy accuracy." if said else ""
+    rest = len(found["cannot tell"])
+    unsure = f"For {counted(rest, 'other variant' if said else 'variant')} the runs cannot tell." if rest else ""
+    unmeasured = f"{counted(len(found['']), 'variant')} could not be paired with it." if found[""] else ""
+    return " ".join(part for part in (apart, unsure, unmeasured) if part)
+
+
+def listed(names: Sequence[str]) -> str:
+    """Example: listed(["a", "b", "c"]) == "a, b and c are"."""
+    *first, last = names
+    return f"{', '.join(first)} and {last} are" if first else f"{last} is"
+
+
+def facts(runs: Runs, rows: Sequence[Summary]) -> str:
+    left_out = len(runs.unfinished) + len(runs.missing)
+    questions = {len(run.last.get("right", ())) or run.last["n"] for run in runs.all}
+    values = {
+        "Variants": (str(len(rows)), False),
+        "Finished runs": (str(len(runs.all)), False),
+        "Unfinished or missing": (str(left_out), left_out > 0),
+        "Seeds": (str(len({seed for row in rows for seed in row.seeds})), False),
+        "Held-out questions": (" to ".join(f"{n:,}" for n in sorted({min(questions), max(questions)})), False),
+    }
+    return fact_list(values)
+
+
+# ---------------------------------------------------------------- tables
+
+
+def table(kind: str, caption: str, heads: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """The cells are HTML; the first of a row is its heading."""
+    head = "".join(f"<th scope=col>{name}</th>" for name in heads)
+    body = "\n".join(
+        f"<tr><th scope=row>{first}</th>{''.join(f'<td>{cell}</td>' for cell in cells)}</tr>" for first, *cells in rows
+    )
+    return (
+        f'<div class="wide"><table class="{kind}"><caption>{caption}</caption>\n'
+        f"<thead><tr>{head}</tr></thead>\n<tbody>{body}</tbody></table></div>"
+    )
+
+
+def results(rows: Sequence[Summary]) -> str:
+    k = max(row.k for row in rows)
+    caption = "Held-out accuracy after training in percent, and its difference from the baseline on the same questions"
+    heads = ("Variant", "Conclusion", "Difference", "", "Greedy", f"mean@{k}", "Runs")
+    reach = max((abs(end) for row in rows if row.difference for end in ends(row.difference)), default=0) or 1.0
+    return table("results", caption, heads, [result_cells(row, reach) for row in rows])
+
+
+def result_cells(row: Summary, reach: float) -> list[str]:
+    mean_at_k = "" if row.mean_at_k is None else f"{100 * row.mean_at_k:.1f}"
+    paired = f" <small>{counted(len(row.pairs), 'pair')}</small>" if row.difference else ""
+    return [
+        shown(row.variant),
+        f'<span class="{MARKS[row.conclusion]}">{row.conclusion}</span>{paired}',
+        with_interval(row.difference, sign="+"),
+        span(row.difference, reach, MARKS[row.conclusion]) if row.difference else "",
+        with_interval(row.greedy),
+        mean_at_k,
+        str(len(row.seeds)),
+    ]
+
+
+def with_interval(estimate: Estimate | None, sign: str = "") -> str:
+    value, _, bounds = points(estimate, sign).partition(" ")
+    return f"{value} <small>{bounds}</small>" if estimate else ""
+
+
+def ends(estimate: Estimate) -> tuple[float, float]:
+    return estimate.low, estimate.high
+
+
+def span(difference: Estimate, reach: float, mark: str) -> str:
+    """The interval of a difference as a bar, with 0 in the middle; all variants on one scale."""
+    low, value, high = (100 + 94 * x / reach for x in (difference.low, difference.value, difference.high))
+    return (
+        f'<svg class="span {mark}" viewBox="0 0 200 16" role="img" aria-label="{points(difference, "+")}">'
+        f'<path class="zero" d="M100 0V16"/><path d="M{low:.1f} 8H{high:.1f}"/>'
+        f'<circle cx="{value:.1f}" cy="8" r="4"/></svg>'
+    )
+
+
+def notes(runs: Runs, rows: Sequence[Summary]) -> str:
+    """What the table rests on, and what it cannot carry."""
+    comparisons, most = sum(bool(row.difference) for row in rows), max(len(row.seeds) for row in rows)
+    said = [
+        f"A difference is taken question by question between runs of the same seed. Its interval comes from "
+        f"{RESAMPLES:,} resamples: seeds with replacement, then questions within a seed. "
+        f"above and below are said only where the interval excludes 0.",
+        f"{counted(comparisons, 'comparison')} {'was' if comparisons == 1 else 'were'} made. Of comparisons between "
+        f"equals, one in twenty is expected to look apart by chance.",
+    ]
+    if most == 1:
+        said.append("There is one seed: the intervals are over questions alone, and say nothing of another run.")
+    elif most < FEW_SEEDS:
+        said.append(f"{most} seeds make a coarse interval: they show little of how much runs differ.")
+    said += [f"{shown(row.variant)}, {reason}: not paired." for row in rows for reason in row.unpaired]
+    said += [f"{shown(run.name)} is unfinished and left out." for run in runs.unfinished]
+    said += [f"{shown(variant)} seed {seed} is missing." for variant, seed in runs.missing]
+    return f'\n<ul class="notes">{"".join(f"<li>{note}</li>" for note in said)}</ul>'
+
+
+def costs(rows: Sequence[Summary]) -> str:
+    base = rows[0]
+    cells = [
+        [
+            shown(row.variant),
+            f"{row.tokens:,.0f}",
+            times(row.tokens, base.tokens),
+            duration(row.seconds),
+            times(row.seconds, base.seconds),
+        ]
+        for row in rows
+        if row.seeds
+    ]
+    caption = "Means over the runs of a variant, and their ratio to the baseline; time is that of the machine it ran on"
+    return table("results", caption, ("Variant", "Tokens sampled", "Ratio", "Time in steps", "Ratio"), cells)
+
+
+def own(rows: Sequence[Summary]) -> str:
+    cells = [
+        [shown(row.variant), shown(name), f"{value:.4g}"] for row in rows for name, value in (row.own or {}).items()
+    ]
+    caption = "Measures of what a variant adds, means over all steps of its runs"
+    return table("results", caption, ("Variant", "Measure", "Mean"), cells) if cells else ""
+
+
+def commands(runs: Runs) -> str:
+    cells = [[shown(run.name), f"<code>{shown(run.command)}</code>"] for run in [*runs.all, *runs.unfinished]]
+    listed = table("commands", "The command that makes each run", ("Run", "Command"), cells)
+    return f"<details><summary>{counted(len(cells), 'command')}</summary>{listed}</details>"
+
+
+# ---------------------------------------------------------------- curves
+
+
+def curves_of(variant: str, runs: Runs) -> str:
+    """A row of charts: the variant before the baseline, on scales that all rows share."""
+    seeds = len(runs.finished[variant])
+    around = f"mean of {counted(seeds, 'seed')}, band from lowest to highest" if seeds > 1 else "one seed"
+    charts = [
+        compared("Held-out greedy accuracy", around, variant, runs, accuracy_line, (0, 1)),
+        compared("Training reward", around, variant, runs, reward_line, reward_range(runs)),
+        compared("Dead groups", f"share; {around}", variant, runs, dead_line, (0, 1)),
+    ]
+    drawn = "\n".join(svg for svg in charts if svg)
+    note = "" if drawn else '<p class="soft">No finished run yet.</p>'
+    return f'<h3>{shown(variant)}</h3>\n{note}<div class="row">\n{drawn}\n</div>'
+
+
+Measure = Callable[[Run], list[Point]]
+
+
+def compared(title: str, subtitle: str, variant: str, runs: Runs, measure: Measure, include: Sequence[float]) -> str:
+    series = [over_seeds(variant, runs.finished[variant], measure, "first")]
+    if variant != runs.baseline:
+        series.insert(0, over_seeds(runs.baseline, runs.finished[runs.baseline], measure, "third"))
+    return chart(title, subtitle, series if series[-1].points else [], include)
+
+
+def over_seeds(label: str, runs: Mapping[int, Run], measure: Measure, style: str) -> Series:
+    lines = [points for run in runs.values() if (points := measure(run))]
+    if len(lines) > 1:
+        return Series(label, range_of(lines), f"{style} band")
+    return Series(label, lines[0] if lines else [], style)
+
+
+def accuracy_line(run: Run) -> list[Point]:
+    return estimates(run.evals, "greedy")
+
+
+def reward_line(run: Run) -> list[Point]:
+    return line(run.metrics, "reward/mean")
+
+
+def dead_line(run: Run) -> list[Point]:
+    return [Point(row["step"], sum(row[name] for name in DEAD)) for row in run.metrics if all(n in row for n in DEAD)]
+
+
+def reward_range(runs: Runs) -> list[float]:
+    values = [point.y for run in runs.all for point in reward_line(run)]
+    return [min(values), max(values)] if values else []

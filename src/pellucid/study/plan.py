@@ -1,0 +1,162 @@
+"""A study: variants of a base recipe, each with several seeds. From its TOML file to the runs that it asks for."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from pellucid import config
+from pellucid.folder import Record
+from pellucid.tasks import did_you_mean, task_class
+from pellucid.types import UserError
+
+KEYS = ("base", "seeds", "common", "variants")
+FOLDER_NAME = re.compile(r"\w[\w.+=-]*")
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One run of a study: a variant with a seed."""
+
+    study_dir: Path
+    variant: str
+    seed: int
+
+    @property
+    def recipe(self) -> Path:
+        return self.study_dir / self.variant / "recipe.json"
+
+    @property
+    def run_dir(self) -> Path:
+        return self.study_dir / self.variant / f"seed-{self.seed}"
+
+    @property
+    def log(self) -> Path:
+        """What the run printed."""
+        return self.run_dir.with_suffix(".log")
+
+    @property
+    def arguments(self) -> list[str]:
+        """Of `pellucid`, to make this run from nothing."""
+        return ["train", str(self.recipe), "--algorithm.seed", str(self.seed), "--run", str(self.run_dir)]
+
+
+@dataclass(frozen=True)
+class Study:
+    path: Path
+    seeds: tuple[int, ...]
+    variants: Mapping[str, Record]
+    """The settings of each, as a recipe has them; the first is the baseline."""
+
+    def cells(self, study_dir: Path, only: Sequence[str] = ()) -> list[Cell]:
+        """Every variant's first seed before any second one, so that a study cut short compares them all."""
+        for name in only:
+            if name not in self.variants:
+                raise UserError(f'{self.path} has no variant "{name}"{did_you_mean(name, self.variants)}')
+        return [
+            Cell(study_dir, name, seed) for seed in self.seeds for name in self.variants if name in (only or [name])
+        ]
+
+
+def read(path: Path) -> Study:
+    """The study of a TOML file. UserError, one line, for what it gets wrong outside the settings of its variants."""
+    values = config.read(path)
+    for key in values:
+        if key not in KEYS:
+            raise UserError(f"{path}: {key}: no such key{did_you_mean(key, KEYS)}; there are {', '.join(KEYS)}")
+    base, common, variants = values.get("base"), values.get("common", {}), values.get("variants")
+    if not isinstance(base, str):
+        raise UserError(f'{path}: base must name the recipe that the variants change: base = "recipe.toml"')
+    if not isinstance(variants, Mapping) or not variants:
+        raise UserError(f"{path}: there are no variants: name the baseline with [variants.NAME]")
+    for name, table in {"common": common, **variants}.items():
+        check_table(path, name, table)
+    recipe = base_recipe(path.parent / base)
+    settings = {name: settings_of(path, name, recipe, [common, table]) for name, table in variants.items()}
+    return Study(path, seeds_of(path, values.get("seeds")), settings)
+
+
+def base_recipe(path: Path) -> Record:
+    config.load(path)  # a mistake in it is not one of the first variant
+    recipe = config.read(path)
+    return {**recipe, "task": {"name": config.Config.task_name, **recipe.get("task", {})}}
+
+
+def seeds_of(path: Path, value: Any) -> tuple[int, ...]:
+    whole = isinstance(value, list) and all(type(seed) is int for seed in value)
+    if not whole or not value or len(set(value)) < len(value):
+        raise UserError(f"{path}: seeds must be a list of different whole numbers: seeds = [0, 1, 2]")
+    return tuple(value)
+
+
+def check_table(path: Path, name: str, table: Any) -> None:
+    if not FOLDER_NAME.fullmatch(name):
+        raise UserError(f"{path}: variants.{name!r} names a folder: use letters, digits and _ . + = -")
+    if not isinstance(table, Mapping):
+        raise UserError(f"{path}: {name} must be a table of settings, as [variants.{name}.algorithm]")
+    if isinstance(algorithm := table.get("algorithm"), Mapping) and "seed" in algorithm:
+        raise UserError(f"{path}: {name} sets algorithm.seed: name the seeds of all variants in seeds = [...]")
+
+
+# ---------------------------------------------------------------- the settings of a variant
+
+
+def settings_of(path: Path, name: str, recipe: Record, tables: Sequence[Record]) -> Record:
+    try:
+        for table in tables:
+            recipe = merged(recipe, table)
+    except UserError as error:
+        raise UserError(f"{path}: variants.{name}: {error}") from error
+    return recipe
+
+
+def merged(base: Record, over: Record) -> dict[str, Any]:
+    """`over` laid upon `base`, table by table."""
+    return {**base, **{key: laid(key, base.get(key, {}), value) for key, value in over.items()}}
+
+
+def laid(key: str, base: Any, over: Any) -> Any:
+    if not isinstance(base, Mapping) or not isinstance(over, Mapping):
+        return over
+    return merged_task(base, over) if key == "task" else merged(base, over)
+
+
+def merged_task(base: Record, over: Record) -> Any:
+    """Another task than the base's replaces it, and takes none of its settings; a wrapper goes around it."""
+    base_name = base.get("name", config.Config.task_name)
+    name = over.get("name", base_name)
+    if name == base_name:
+        return merged(base, over)
+    return {**over, "task": laid("task", base, over.get("task", {}))} if is_wrapper(name) else over
+
+
+def is_wrapper(name: str) -> bool:
+    """Whether a task has a task inside."""
+    cls = task_class(name)
+    return dataclasses.is_dataclass(cls) and any(field.name == "task" for field in dataclasses.fields(cls))
+
+
+def checked(study: Study) -> dict[str, Record]:
+    """The whole settings of each variant, as a run has them. UserError names the variant that is wrong."""
+    with TemporaryDirectory() as folder:
+        return {name: loaded(study, name, Path(folder) / "recipe.json") for name in study.variants}
+
+
+def loaded(study: Study, name: str, path: Path) -> Record:
+    write_recipe(path, study.variants[name])
+    try:
+        return config.dump(config.load(path))
+    except UserError as error:
+        complaint = str(error).removeprefix(f"{path}: ")
+        raise UserError(f"{study.path}: variants.{name}: {complaint}") from error
+
+
+def write_recipe(path: Path, settings: Record) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(settings, indent=2, default=str) + "\n", encoding="utf-8")

@@ -1,0 +1,172 @@
+"""`pellucid study`: every run of a study that is not there yet, some of them at once, each a process of its own."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections import deque
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from io import TextIOWrapper
+from pathlib import Path
+
+from pellucid.folder import records
+from pellucid.interrupts import INTERRUPTED, stop_requests
+from pellucid.report import counted
+from pellucid.study import plan
+from pellucid.study.cells import check, clear, finished, locked, note_holder, resuming, tidy
+from pellucid.study.plan import Cell, Study
+from pellucid.study.runs import shown_command, write_plan
+from pellucid.types import UserError
+
+PAUSE = 0.2
+"""Seconds between two looks at the runs."""
+
+
+@dataclass(frozen=True)
+class Job:
+    """A run in progress."""
+
+    cell: Cell
+    process: subprocess.Popen[bytes]
+    started: float = field(default_factory=time.monotonic)
+
+
+@dataclass
+class Progress:
+    """Of the runs that were not there at the start."""
+
+    total: int
+    ended: int = 0
+    started: float = field(default_factory=time.monotonic)
+    failures: dict[Cell, int] = field(default_factory=dict)
+    """With their exit statuses."""
+
+    def left(self) -> str:
+        seconds = (time.monotonic() - self.started) / self.ended * (self.total - self.ended)
+        return f"about {span(seconds)} left" if self.ended < self.total else "none left"
+
+
+def run(study: Study, study_dir: Path, jobs: int = 1, only: Sequence[str] = (), keep_models: bool = False) -> int:
+    """Brings the study to its end, or to where Ctrl-C came; returns the exit status. Starting again goes on."""
+    if jobs < 1:
+        raise UserError(f"--jobs {jobs} must be at least 1")
+    cells, recipes = study.cells(study_dir, only), plan.checked(study)
+    with locked(study_dir) as lock, stop_requests() as requests:
+        for cell in cells:
+            check(cell, recipes[cell.variant])
+        for name, settings in study.variants.items():
+            plan.write_recipe(study_dir / name / "recipe.json", settings)
+        write_plan(study_dir, list(study.variants), study.seeds)
+        waiting = [cell for cell in cells if not finished(cell.run_dir)]
+        for cell in cells:
+            if cell not in waiting:
+                tidy(cell.run_dir, keep_models)
+        say(f"{counted(len(cells), 'run')} in {study_dir}: {len(cells) - len(waiting)} done, {len(waiting)} to go")
+        progress = Progress(len(waiting))
+        work(waiting, jobs, keep_models, lock, requests, progress)
+    if requests:
+        say(f"stopped with {progress.ended} of {progress.total} ended; the same command goes on")
+        return INTERRUPTED
+    return verdict(progress.failures)
+
+
+def work(
+    cells: Sequence[Cell],
+    jobs: int,
+    keep_models: bool,
+    lock: TextIOWrapper,
+    requests: Sequence[int],
+    progress: Progress,
+) -> None:
+    """Until all runs have ended, or those in progress have after a request to stop."""
+    waiting, running, asked = deque(cells), list[Job](), False
+    try:
+        while running or (waiting and not requests):
+            while waiting and not requests and len(running) < jobs:
+                running.append(start(waiting.popleft(), jobs, lock))
+            if requests and not asked:
+                asked = True
+                ask_to_stop(running)
+            for job in [job for job in running if job.process.poll() is not None]:
+                running.remove(job)
+                end(job, keep_models, progress, stopping=bool(requests))
+            time.sleep(PAUSE)
+    finally:  # after a second Ctrl-C too, none is left behind
+        ask_to_stop(running)
+        for job in running:
+            job.process.wait()
+
+
+def start(cell: Cell, jobs: int, lock: TextIOWrapper) -> Job:
+    resumed = resuming(cell)
+    if not resumed:
+        clear(cell.run_dir)
+    command = [sys.executable, "-m", "pellucid", *(resumed or cell.arguments)]
+    threads = {"OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // jobs))} if jobs > 1 else {}
+    with cell.log.open("a" if resumed else "w") as log:
+        process = subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            env={**os.environ, **threads},
+            pass_fds=[lock.fileno()],
+            start_new_session=True,  # a terminal's Ctrl-C would reach it besides ours: two stop at once
+        )
+    note_holder(lock, process.pid)
+    say(f"{named(cell)}: {'goes on' if resumed else 'started'}, log {cell.log}")
+    return Job(cell, process)
+
+
+def ask_to_stop(jobs: Iterable[Job]) -> None:
+    for job in jobs:
+        job.process.send_signal(signal.SIGINT)
+
+
+def end(job: Job, keep_models: bool, progress: Progress, stopping: bool) -> None:
+    cell, status = job.cell, job.process.returncode
+    minutes = span(time.monotonic() - job.started)
+    if status and stopping:
+        say(f"{named(cell)}: stopped after {minutes}")
+        return
+    progress.ended += 1
+    left = f"{progress.ended}/{progress.total}, {progress.left()}"
+    if status or not finished(cell.run_dir):
+        progress.failures[cell] = status
+        say(f"{named(cell)}: FAILED after {minutes}; {left}")
+        return
+    tidy(cell.run_dir, keep_models)
+    say(f"{named(cell)}: done in {minutes}, {accuracies(cell.run_dir)}; {left}")
+
+
+def verdict(failures: dict[Cell, int]) -> int:
+    """Names what failed. Exit status: 0, 2 where all failures are for the user to mend, else 1."""
+    for cell, status in failures.items():
+        lines = cell.log.read_text(encoding="utf-8", errors="replace").strip().splitlines() or ["it printed nothing"]
+        say(f"failed (exit {status}): {named(cell)}: {lines[-1]}")
+        say(f"  again: {shown_command(resuming(cell) or cell.arguments)}")
+    if not failures:
+        return 0
+    return 2 if set(failures.values()) == {2} else 1
+
+
+def accuracies(run_dir: Path) -> str:
+    values = [row["greedy"]["value"] for row in records(run_dir / "evals.jsonl") if row.get("greedy")]
+    return f"greedy accuracy {values[0]:.3f} -> {values[-1]:.3f}" if values else "not evaluated"
+
+
+def named(cell: Cell) -> str:
+    return f"{cell.variant} seed {cell.seed}"
+
+
+def span(seconds: float) -> str:
+    minutes = seconds / 60
+    return f"{minutes / 60:.1f} h" if minutes >= 90 else f"{minutes:.1f} min"
+
+
+def say(line: str) -> None:
+    print(line, flush=True)

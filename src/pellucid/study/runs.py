@@ -1,0 +1,138 @@
+"""The runs that are compared: found in folders, put together by variant and seed."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from pellucid.folder import Record, evaluations, read_config, records
+from pellucid.report import at
+from pellucid.study.cells import finished
+from pellucid.study.plan import Cell
+from pellucid.tasks import did_you_mean
+from pellucid.types import UserError
+
+SEED_FOLDER = re.compile(r"seed-(-?\d+)")
+
+
+@dataclass(frozen=True)
+class Run:
+    folder: Path
+    variant: str
+    seed: int
+    finished: bool
+    metrics: Sequence[Record]
+    evals: Sequence[Record]
+    """Of its own held-out questions."""
+
+    @property
+    def name(self) -> str:
+        return f"{self.variant} seed {self.seed}"
+
+    @property
+    def last(self) -> Record:
+        """The evaluation at its end."""
+        return self.evals[-1]
+
+    @property
+    def command(self) -> str:
+        """What makes this run again, or a copy of it where the recipe of its study is not there."""
+        cell = Cell(self.folder.parent.parent, self.variant, self.seed)
+        if cell.run_dir == self.folder and cell.recipe.is_file():
+            return shown_command(cell.arguments)
+        return shown_command(["train", str(self.folder / "config.json"), "--run", f"{self.folder}-again"])
+
+
+@dataclass(frozen=True)
+class Runs:
+    """Those that are compared, and those that cannot be."""
+
+    baseline: str
+    finished: Mapping[str, Mapping[int, Run]]
+    """By variant, the baseline first, and seed; a variant may have none yet."""
+    unfinished: Sequence[Run]
+    missing: Sequence[tuple[str, int]]
+    """Variants and seeds that other variants, or the study, have."""
+
+    @property
+    def all(self) -> list[Run]:
+        return [run for of_seed in self.finished.values() for run in of_seed.values()]
+
+
+def gather(folders: Sequence[Path], baseline: str = "") -> Runs:
+    """The runs of these folders, each a run or a study. UserError, one line, where they cannot be compared."""
+    runs = [read_run(run_dir) for folder in folders for run_dir in run_folders(folder)]
+    by_name: dict[tuple[str, int], Run] = {}
+    for run in runs:
+        other = by_name.setdefault((run.variant, run.seed), run)
+        if other.folder != run.folder:
+            raise UserError(f"{other.folder} and {run.folder} are both {run.name}: rename one, or leave it out")
+    plans = [plan for folder in folders if (plan := read_plan(folder))]
+    planned = [(variant, seed) for plan in plans for variant in plan["variants"] for seed in plan["seeds"]]
+    variants = list(dict.fromkeys([*(variant for variant, _ in planned), *(run.variant for run in runs)]))
+    baseline = baseline or variants[0]
+    check(runs, variants, baseline)
+    variants = [baseline, *(variant for variant in variants if variant != baseline)]
+    seeds = sorted({seed for _, seed in [*planned, *by_name]})
+    found = {v: {s: by_name[v, s] for s in seeds if (v, s) in by_name} for v in variants}
+    return Runs(
+        baseline,
+        {v: {s: run for s, run in of_seed.items() if run.finished} for v, of_seed in found.items()},
+        [run for of_seed in found.values() for run in of_seed.values() if not run.finished],
+        [(v, s) for v in variants for s in seeds if s not in found[v]],
+    )
+
+
+def check(runs: Sequence[Run], variants: Sequence[str], baseline: str) -> None:
+    if baseline not in variants:
+        raise UserError(
+            f'--baseline: there is no variant "{baseline}"{did_you_mean(baseline, variants)}; '
+            f"there are {', '.join(variants)}"
+        )
+    for run in runs:
+        if run.finished and not run.evals:
+            raise UserError(f"{run.folder} has no evaluation: leave it out, or train it with evaluate.every above 0")
+    if not any(run.finished for run in runs if run.variant == baseline):
+        raise UserError(f'no run of the baseline "{baseline}" is finished: finish one, or name another --baseline')
+
+
+def run_folders(folder: Path) -> list[Path]:
+    """The folder itself where it is a run, else the runs of the study, or of the variant of one, that it is."""
+    if not folder.is_dir():
+        raise UserError(f"{folder}: there is no such folder")
+    if (folder / "config.json").is_file():
+        return [folder]
+    found = [path.parent for level in ("seed-*", "*/seed-*") for path in sorted(folder.glob(f"{level}/config.json"))]
+    if not found:
+        raise UserError(f"{folder} holds no run: name run folders, or the folder of a study (VARIANT/seed-S in it)")
+    return found
+
+
+def read_run(run_dir: Path) -> Run:
+    named = SEED_FOLDER.fullmatch(run_dir.name)
+    return Run(
+        run_dir,
+        run_dir.absolute().parent.name if named else run_dir.absolute().name,
+        int(named[1]) if named else at(read_config(run_dir), "algorithm.seed", 0),
+        finished(run_dir),
+        list(records(run_dir / "metrics.jsonl")),
+        next(iter(evaluations(run_dir).values()), []),
+    )
+
+
+def read_plan(study_dir: Path) -> Record:
+    """What the study is to hold, as `pellucid study` noted it; empty for a copy without it."""
+    return next(records(study_dir / "study.json", whole=True), {})
+
+
+def write_plan(study_dir: Path, variants: Sequence[str], seeds: Sequence[int]) -> None:
+    text = json.dumps({"variants": list(variants), "seeds": list(seeds)}, indent=2)
+    (study_dir / "study.json").write_text(text + "\n", encoding="utf-8")
+
+
+def shown_command(arguments: Sequence[str]) -> str:
+    return f"pellucid {shlex.join(arguments)}"
