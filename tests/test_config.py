@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import json
+import pickle
 import tomllib
 from pathlib import Path
 
 import pytest
 
 from pellucid import config
+from pellucid.tasks.arithmetic import Arithmetic
+from pellucid.tasks.curriculum import Curriculum
+from pellucid.tasks.prefixed import Prefixed
 from pellucid.types import UserError
 
-RECIPES = sorted(Path("recipes").rglob("*.toml"))
+RECIPES = sorted(path for path in Path("recipes").rglob("*.toml") if path.parent.name != "study")
 
 
 def recipe(tmp_path, text):
@@ -122,3 +126,66 @@ def test_a_task_of_the_users_own_is_its_own_section(tmp_path):
     assert config.dump(cfg)["task"]["name"].endswith("shout_task.py:Shout")
     with pytest.raises(UserError, match="did you mean word"):
         config.load(recipe(tmp_path, f"[task]\nname = '{tmp_path}/shout_task.py:Shout'\nwoord = 'yo'\n"))
+
+
+# ---------------------------------------------------------------- tasks around tasks
+
+NESTED = """
+[task]
+name = "prefixed"
+dropout = 0.3
+[task.task]
+name = "curriculum"
+pool = 40
+[task.task.task]
+name = "arithmetic"
+digits = 2
+"""
+
+
+def test_wrappers_hold_their_tasks(tmp_path):
+    loaded = config.load(recipe(tmp_path, NESTED), ["--task.task.pool", "50", "--task.task.task.seed", "3"])
+    assert loaded.task == Prefixed(Curriculum(Arithmetic(digits=2, seed=3), pool=50), dropout=0.3)
+    assert type(loaded.task) is Prefixed
+    assert type(loaded.task.task) is Curriculum
+    assert pickle.loads(pickle.dumps(loaded.task)) == loaded.task
+    assert loaded.task_name == "arithmetic"
+
+
+def test_wrappers_go_through_config_json(tmp_path):
+    loaded = config.load(recipe(tmp_path, NESTED))
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(config.dump(loaded)))
+    assert config.load(path).task == loaded.task
+    assert config.load(path).task_names == ("prefixed", "curriculum", "arithmetic")
+
+
+def test_a_task_of_the_user_s_own_can_be_wrapped(tmp_path):
+    own = f'[task]\nname = "curriculum"\n[task.task]\nname = "{Path(__file__).parent}/digits_task.py:Digits"\n'
+    loaded = config.load(recipe(tmp_path, own))
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(config.dump(loaded)))
+    assert type(config.load(path).task.task).__name__ == "Digits"
+
+
+def test_a_wrapper_without_a_task_wraps_the_default_one(tmp_path):
+    assert config.load(recipe(tmp_path, '[task]\nname = "curriculum"\n')).task.task == Arithmetic()
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("[task]\nname = 'prefixed'\ndropot = 1", "task.dropot: no such key; did you mean dropout?"),
+        ("[task]\nname = 'prefixed'\n[task.task]\nname = 'curriculum'\nwindo = 3", "task.task.windo: no such key"),
+        ("[task]\nname = 'curriculum'\n[task.task]\nname = 'prefixed'", "around it"),
+        ("[task]\nname = 'prefixed'\n[task.task]\nname = 'nope'", 'task "nope" is unknown'),
+        ("[task]\nname = 'prefixed'\ntask = 3", "task.task must be a table"),
+        ("[task]\nname = 'prefixed'\n[task.task]\nname = 'gsm8k'", "give file"),
+        ("[task]\nname = 'prefixed'\nfile = 'nowhere.json'", "nowhere.json"),
+    ],
+)
+def test_mistakes_in_nested_tasks_name_their_place(tmp_path, text, said):
+    with pytest.raises(UserError) as caught:
+        config.load(recipe(tmp_path, text))
+    assert said in str(caught.value)
+    assert "\n" not in str(caught.value)

@@ -123,6 +123,29 @@ def test_what_a_step_leaves_to_the_next_is_in_the_checkpoint(recipe, tmp_path, m
     same_run(whole, killed)
 
 
+@pytest.mark.parametrize("dies_in_step", [2, 5])
+def test_what_a_curriculum_has_seen_is_in_the_checkpoint(recipe, tmp_path, monkeypatch, dies_in_step):
+    text = recipe.read_text()
+    inside = text.replace("[task]", '[task]\nname = "curriculum"\npool = 10\nwindow = 3\nrest = 1\n[task.task]')
+    recipe.write_text(inside)
+    whole, killed = tmp_path / "whole", tmp_path / "killed"
+    settings = ["--checkpoint.every", 1, "--evaluate.every", 3, "--algorithm.max_rounds", 2]
+    assert train(recipe, "--run", whole, *settings) == 0
+    generate = Native.generate
+
+    def dying(self, prompts, group_size, seed):
+        if seed == f"0/{dies_in_step}":
+            raise KeyboardInterrupt
+        return generate(self, prompts, group_size, seed)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Native, "generate", dying)
+        assert train(recipe, "--run", killed, *settings) == 130
+    assert train("--resume", killed) == 0
+    same_run(whole, killed)
+    assert records(whole / "metrics.jsonl")[-1]["curriculum/epoch"] > 1
+
+
 @pytest.mark.parametrize("dies_in_step", [1, 3, 6])
 def test_a_run_killed_anywhere_resumes_to_the_same_bits(recipe, tmp_path, monkeypatch, dies_in_step):
     whole, killed = tmp_path / "whole", tmp_path / "killed"

@@ -4,7 +4,7 @@ from dataclasses import replace
 import pytest
 from pydantic import ValidationError, create_model
 
-from pellucid.tasks.arithmetic import Arithmetic
+from pellucid.tasks.arithmetic import Arithmetic, working
 from pellucid.types import Completion
 
 PATTERN = re.compile(r"What is (\d+) ([-+*]) (\d+)\? Answer with the number only\.")
@@ -138,3 +138,30 @@ def test_it_is_its_own_config_section():
     assert config.model_validate({"task": section}).task == Arithmetic(digits=2, operators=("-",))
     with pytest.raises(ValidationError, match="digits = 0 must be from 1"):
         config.model_validate({"task": {"digits": 0}})
+
+
+@pytest.mark.parametrize(
+    ("a", "operator", "b", "said"),
+    [
+        (34, "+", 58, "34 + 50 = 84, 4 + 8 = 12, 80 + 12 = 92"),
+        (73, "-", 36, "73 - 30 = 43, 43 = 30 + 13, 13 - 6 = 7, 30 + 7 = 37"),
+        (57, "-", 23, "57 - 20 = 37, 37 = 20 + 17, 17 - 3 = 14, 20 + 14 = 34"),
+        (3, "*", 4, "3 * 4 = 12"),
+        (3, "-", 4, "3 - 4 = -1"),
+    ],
+)
+def test_the_working_goes_by_tens_and_ones(a, operator, b, said):
+    assert working(a, operator, b) == said
+
+
+@pytest.mark.parametrize("operators", [("+",), ("-",), ("*",)])
+@pytest.mark.parametrize("digits", [1, 2, 3])
+def test_every_equation_of_a_working_is_true_and_the_last_gives_the_answer(digits, operators):
+    """Read back by Python, for every sum and difference of two digits among them."""
+    task = Arithmetic(digits=digits, operators=operators)
+    for prompt in task.sample(0, 8100 if digits == 2 else 100):
+        steps = task.working(prompt).split(", ")
+        for left, right in (step.split(" = ") for step in steps):
+            assert eval(left) == eval(right), steps
+        assert steps[-1].endswith(f" = {prompt.answer}")
+        assert task.reward(prompt, Completion((1,), (0.0,), task.working(prompt), True)).value == 1.0

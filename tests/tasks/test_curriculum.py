@@ -1,0 +1,166 @@
+"""The order of questions, on a task whose questions have known accuracies."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, replace
+
+import pytest
+
+from pellucid.tasks.curriculum import Curriculum
+from pellucid.tasks.prefixed import Prefixed
+from pellucid.types import Completion, Group, Prompt, Reward
+
+GROUP = 4
+
+
+@dataclass(frozen=True)
+class Numbered:
+    """Question q of the pool is answered rightly q times in four."""
+
+    seed: int = 0
+    split: str = "train"
+
+    def sample(self, step, n):
+        return [Prompt(f"{self.split}/{step}/{q}", str(q)) for q in range(n)]
+
+    def reward(self, prompt, completion):
+        return Reward(1.0)
+
+    def working(self, prompt):
+        return "working"
+
+
+def answered(prompts, right=lambda q: q % (GROUP + 1), **group):
+    """Groups in which `right(q)` of four answers are right."""
+    return [
+        Group(
+            prompt,
+            (0,),
+            (Completion((1,), (0.0,), "", True),) * GROUP,
+            tuple(Reward(float(i < right(int(prompt.text)))) for i in range(GROUP)),
+            **group,
+        )
+        for prompt in prompts
+    ]
+
+
+def walk(task, steps, n, right=lambda q: q % (GROUP + 1), first=0):
+    """The questions asked in each step."""
+    asked = []
+    for step in range(first, first + steps):
+        prompts = task.sample(step, n)
+        task.observe(step, answered(prompts, right))
+        asked.append([int(prompt.text) for prompt in prompts])
+    return asked
+
+
+def test_as_described_the_second_epoch_goes_from_easy_to_hard_and_all_later_ones_like_it():
+    task = Curriculum(Numbered(), pool=10, order="described")
+    first = walk(task, 5, 2)
+    assert first == [[0, 1], [2, 3], [4, 5], [6, 7], [8, 9]]
+    second = walk(task, 5, 2, first=5)
+    # Right 4 of 4: 4 and 9; 3 of 4: 3 and 8; and so on, equals in the order of the pool.
+    assert second == [[4, 9], [3, 8], [2, 7], [1, 6], [0, 5]]
+    reversed_since = walk(task, 5, 2, right=lambda q: GROUP - q % (GROUP + 1), first=10)
+    assert reversed_since == second, "measured once"
+
+
+def test_running_estimates_follow_the_policy():
+    task = Curriculum(Numbered(), pool=6, window=1, decay=0.5, rest=1)
+    walk(task, 3, 2, right=lambda q: 1 if q < 3 else 3)
+    assert task.state()["accuracy"] == {0: 0.25, 1: 0.25, 2: 0.25, 3: 0.75, 4: 0.75, 5: 0.75}
+    [hard] = walk(task, 1, 1, right=lambda q: 1, first=3)
+    assert task.state()["accuracy"][hard[0]] == 0.5
+    assert hard == [3], "the easiest first"
+
+
+def test_questions_without_signal_rest_and_come_back():
+    task = Curriculum(Numbered(), pool=10, window=1, rest=6)
+    walk(task, 5, 2)
+    dead = {0, 4, 5, 9}
+    second = walk(task, 3, 2, first=5)
+    assert {q for step in second for q in step} == set(range(10)) - dead
+    third = walk(task, 5, 2, first=8)
+    assert {q for step in third for q in step} == set(range(10)) - {9}, "9 was dead in step 4, which is 4 steps ago"
+
+
+def test_rest_for_good():
+    task = Curriculum(Numbered(), pool=10, rest=0)
+    walk(task, 5, 2)
+    assert not {0, 4, 5, 9} & {q for step in walk(task, 60, 2, first=5) for q in step}
+
+
+def test_where_everything_is_dead_everything_is_asked():
+    task = Curriculum(Numbered(), pool=4, rest=0)
+    asked = walk(task, 8, 2, right=lambda q: 0)
+    assert sorted(q for step in asked for q in step) == sorted([0, 1, 2, 3] * 4)
+
+
+def test_within_a_window_the_order_is_shuffled_and_no_further():
+    task = Curriculum(Numbered(), pool=40, window=8)
+    asked = [q for step in walk(task, 20, 2) for q in step]
+    assert sorted(asked) == list(range(40))
+    assert asked != sorted(asked)
+    places = [abs(place - q) for place, q in enumerate(asked) if q > place]
+    assert max(places) < 8
+
+
+def test_an_epoch_misses_no_question_and_its_end_is_filled_up():
+    task = Curriculum(Numbered(), pool=7, window=1)
+    asked = walk(task, 3, 3)
+    assert [len(set(step)) for step in asked] == [3, 3, 3]
+    assert {q for step in asked for q in step} == set(range(7))
+
+
+def test_another_round_of_a_step_asks_others():
+    task = Curriculum(Numbered(), pool=40)
+    first, second = task.sample(0, 8), task.sample(100, 8)
+    assert not {p.id for p in first} & {p.id for p in second}
+    assert task.sample(0, 8) == first, "asking changes nothing"
+
+
+def test_the_state_goes_through_json_and_goes_on_as_if_nothing_had_been():
+    whole, saved, resumed = (Curriculum(Numbered(), pool=12, rest=3) for _ in range(3))
+    walk(whole, 7, 4)
+    walk(saved, 7, 4)
+    resumed.load_state(json.loads(json.dumps(saved.state())))
+    assert resumed.state() == whole.state()
+    assert walk(resumed, 9, 4, first=7) == walk(whole, 9, 4, first=7)
+
+
+def test_a_group_that_was_given_a_prefix_is_asked_but_not_measured():
+    task = Curriculum(Numbered(), pool=4)
+    metrics = task.observe(0, answered(task.sample(0, 2), prefix_length=3))
+    assert task.state()["accuracy"] == {}
+    assert len(task.state()["left"]) == 2
+    assert metrics == {"curriculum/epoch": 0.0, "curriculum/accuracy": 0.0, "curriculum/resting": 0.0}
+
+
+def test_it_reports_what_it_knows():
+    task = Curriculum(Numbered(), pool=10)
+    for step in range(5):
+        metrics = task.observe(step, answered(task.sample(step, 2)))
+    assert metrics == {"curriculum/epoch": 1.0, "curriculum/accuracy": 0.5, "curriculum/resting": 0.4}
+
+
+def test_held_out_questions_are_the_task_s_own():
+    assert Curriculum(Numbered()).with_split("test") == Numbered(split="test")
+
+
+def test_two_curricula_share_no_memory():
+    one = Curriculum(Numbered(), pool=4)
+    walk(one, 1, 2)
+    assert replace(one).sample(0, 2) != one.sample(1, 2)
+    assert replace(one).state()["step"] == 0
+
+
+@pytest.mark.parametrize("wrong", [{"pool": 0}, {"window": 0}, {"decay": 1.0}, {"rest": -1}])
+def test_settings_out_of_range_are_refused(wrong):
+    with pytest.raises(ValueError, match=next(iter(wrong))):
+        Curriculum(Numbered(), **wrong)
+
+
+def test_prefixes_belong_outside():
+    with pytest.raises(ValueError, match="around it"):
+        Curriculum(Prefixed(Numbered()))

@@ -1,0 +1,157 @@
+"""Which prompts get which beginning."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections import Counter
+from dataclasses import dataclass
+
+import pytest
+
+from pellucid.tasks.arithmetic import Arithmetic
+from pellucid.tasks.curriculum import Curriculum
+from pellucid.tasks.prefixed import Prefixed, words
+from pellucid.types import Completion, Prompt, Reward, UserError
+
+TASK = Arithmetic(digits=2, operators=("+", "-"))
+
+
+@dataclass(frozen=True)
+class Silent:
+    """Has no working of its own."""
+
+    seed: int = 0
+    split: str = "train"
+
+    def sample(self, step, n):
+        return [Prompt(f"{self.split}/{step}/{i}", f"question {i}") for i in range(n)]
+
+    def reward(self, prompt, completion):
+        return Reward(float(completion.text == "begun and done"))
+
+
+def prefixes(tmp_path, **sources):
+    path = tmp_path / "prefixes.json"
+    entries = [{"question": f"question {i}", "answer": "", **sources} for i in range(400)]
+    path.write_text(json.dumps({"recipe": "", "questions": entries}))
+    return str(path)
+
+
+def given(task, step=0, n=400):
+    return [prompt.prefix for prompt in task.sample(step, n)]
+
+
+def test_a_prefix_is_the_working_and_the_question_stays():
+    plain, prefixed = TASK.sample(3, 8), Prefixed(TASK, dropout=0.0).sample(3, 8)
+    assert [p.question for p in prefixed] == [p.question for p in plain]
+    assert [p.prefix for p in prefixed] == [TASK.working(p) for p in plain]
+    assert all(p.prefix.endswith(f"= {p.answer}") for p in prefixed)
+
+
+def test_dropout_is_the_share_without_a_prefix():
+    assert all(given(Prefixed(TASK, dropout=0.0)))
+    assert not any(given(Prefixed(TASK, dropout=1.0)))
+    without = given(Prefixed(TASK, dropout=0.3), n=2000).count("") / 2000
+    assert abs(without - 0.3) < 4 * math.sqrt(0.3 * 0.7 / 2000)
+
+
+def test_the_same_step_gives_the_same_prefixes_and_another_step_others():
+    task = Prefixed(TASK, dropout=0.5)
+    assert given(task, 5) == given(task, 5)
+    assert [p != "" for p in given(task, 5)] != [p != "" for p in given(task, 6)]
+
+
+def test_teacher_and_student_have_their_shares(tmp_path):
+    file = prefixes(tmp_path, teacher=["T1", "T2"], student=["S"])
+    counts = Counter(given(Prefixed(Silent(), file=file, dropout=0.0, teacher_share=0.75)))
+    assert abs((counts["T1"] + counts["T2"]) / 400 - 0.75) < 4 * math.sqrt(0.75 * 0.25 / 400)
+    assert counts["T1"] > 0
+    assert counts["T2"] > 0
+
+
+@pytest.mark.parametrize("sources", [{"teacher": ["X"], "student": []}, {"teacher": [], "student": ["X"]}])
+def test_where_one_source_has_none_the_other_speaks(tmp_path, sources):
+    file = prefixes(tmp_path, **sources)
+    assert set(given(Prefixed(Silent(), file=file, dropout=0.0, teacher_share=0.5))) == {"X"}
+
+
+def test_a_question_without_prefixes_is_answered_from_the_start(tmp_path):
+    file = prefixes(tmp_path, teacher=[], student=[])
+    assert set(given(Prefixed(Silent(), file=file, dropout=0.0))) == {""}
+
+
+def test_the_cosine_falls_from_the_whole_to_nothing_and_stays_there(tmp_path):
+    file = prefixes(tmp_path, teacher=["a b c d e f g h i j"])
+    task = Prefixed(Silent(), file=file, dropout=0.0, schedule="cosine", schedule_steps=100)
+    lengths = [len(task.sample(step, 1)[0].prefix.split()) for step in (0, 25, 50, 75, 100, 5000)]
+    # (1 + cos) / 2 of 0, pi/4, pi/2, 3 pi/4, pi: 1, .854, .5, .146, 0
+    assert lengths == [10, 9, 5, 1, 0, 0]
+
+
+def test_lengths_are_drawn_between_the_shortest_and_the_whole(tmp_path):
+    file = prefixes(tmp_path, teacher=["a b c d e f g h i j"])
+    lengths = [len(p.split()) for p in given(Prefixed(Silent(), file=file, dropout=0.0, length=0.8, shortest=0.5))]
+    assert set(lengths) == {4, 5, 6, 7, 8}
+
+
+def test_words_are_cut_whole_with_the_white_space_between_them():
+    assert words("48 / 2 =\n 24, so", 1.0) == "48 / 2 =\n 24, so"
+    assert words("48 / 2 =\n 24, so", 0.5) == "48 / 2"
+    assert words("48 / 2", 0.0) == ""
+    assert words("", 1.0) == ""
+
+
+def test_prefix_and_completion_are_graded_as_one_answer(tmp_path):
+    file = prefixes(tmp_path, teacher=["begun and"])
+    task = Prefixed(Silent(), file=file, dropout=0.0)
+    [prompt] = task.sample(0, 1)
+    assert task.reward(prompt, Completion((1,), (0.0,), " done", True)).value == 1.0
+    assert task.reward(prompt, Completion((1,), (0.0,), "begun and done", True)).value == 0.0
+
+
+def test_held_out_questions_have_no_prefix():
+    test = Prefixed(Curriculum(TASK), dropout=0.0).with_split("test")
+    assert test == Arithmetic(digits=2, operators=("+", "-"), split="test")
+    assert {p.prefix for p in test.sample(0, 50)} == {""}
+
+
+def test_what_a_curriculum_inside_learns_passes_through():
+    task, twin = (Prefixed(Curriculum(TASK, pool=20)) for _ in range(2))
+    task.load_state({"step": 7, "epoch": 2, "left": [3], "accuracy": {"3": 0.5}, "dead_since": {}})
+    twin.load_state(task.state())
+    assert twin.state() == task.state()
+    assert twin.state()["step"] == 7
+    assert Prefixed(TASK).state() == {}
+
+
+@pytest.mark.parametrize(
+    ("wrong", "named"),
+    [
+        ({"dropout": 1.5}, "dropout"),
+        ({"teacher_share": -0.1}, "teacher_share"),
+        ({"schedule": "cosine"}, "schedule_steps"),
+        ({"schedule_steps": 10}, "schedule_steps"),
+    ],
+)
+def test_settings_out_of_range_are_refused(wrong, named):
+    with pytest.raises(ValueError, match=named):
+        Prefixed(TASK, **wrong)
+
+
+def test_a_task_without_working_needs_a_file():
+    with pytest.raises(ValueError, match="Silent writes no working"):
+        Prefixed(Silent())
+
+
+@pytest.mark.parametrize("content", ["", "[]", '{"questions": [{"answer": "7"}]}', '{"questions": 3}'])
+def test_a_file_of_something_else_is_refused_in_one_line(tmp_path, content):
+    path = tmp_path / "prefixes.json"
+    path.write_text(content)
+    with pytest.raises(UserError, match="pellucid prefixes"):
+        Prefixed(Silent(), file=str(path))
+
+
+def test_a_missing_file_is_named():
+    with pytest.raises(UserError, match=r"nowhere\.json.*No such file"):
+        Prefixed(Silent(), file="nowhere.json")

@@ -1,0 +1,146 @@
+"""What a technique changed, against counts by hand; and what is said of one that changes nothing."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from pellucid import effects
+from pellucid.advantages import Grades, advantages_of
+from pellucid.objectives import clip_by_difficulty, clip_metrics, clipped_by_row
+from pellucid.settings import GRPOConfig
+
+F64 = torch.float64
+
+
+def grades(rewards):
+    rewards = torch.tensor(rewards, dtype=F64)
+    return Grades(rewards, rewards, torch.ones_like(rewards), rewards[..., None], torch.ones(len(rewards), 1))
+
+
+def on_advantages(rewards, shaped, **settings):
+    cfg = GRPOConfig(**settings)
+    measured, shaped = grades(rewards), torch.tensor(shaped, dtype=F64)
+    return effects.on_advantages(measured, shaped, advantages_of(measured, shaped, cfg), cfg)
+
+
+def test_plain_grpo_changes_nothing_and_says_nothing():
+    assert on_advantages([[1.0, 0.0]], [[1.0, 0.0]]) == {}
+
+
+def test_difficulty_changes_the_advantages_of_groups_off_the_mean():
+    """Means .5, .5, .75 and .25: the first two are at the mean of the batch and keep a factor of 1."""
+    rewards = [[1.0, 1.0, 0.0, 0.0], [1.0, 0.0, 1.0, 0.0], [1.0, 1.0, 1.0, 0.0], [1.0, 0.0, 0.0, 0.0]]
+    assert on_advantages(rewards, rewards, advantage="difficulty") == {"effect/advantage": 0.5}
+    alike = [rewards[0], rewards[1]]
+    assert on_advantages(alike, alike, advantage="difficulty") == {"effect/advantage": 0.0}
+
+
+def test_shaping_that_is_affine_in_a_group_is_undone_by_comparing():
+    """Which is what smoothing at temperature 1 comes to (E3-3)."""
+    rewards = [[1.0, 0.0, 0.0, 0.0], [1.0, 1.0, 0.0, 0.0]]
+    affine = [[0.9, 0.1, 0.1, 0.1], [0.9, 0.9, 0.1, 0.1]]
+    one_changed = [[0.9, 0.5, 0.1, 0.1], [0.9, 0.9, 0.1, 0.1]]
+    settings = {"similarity": "smooth"}
+    assert on_advantages(rewards, affine, **settings) == {"effect/shaping": 0.0}
+    assert on_advantages(rewards, one_changed, **settings) == {"effect/shaping": 0.5}
+
+
+def test_a_penalty_counts_where_it_moves_an_advantage():
+    penalty = torch.tensor([[0.5, -0.5, 0.001, 0.0]])
+    assert effects.of_penalty(penalty, list) == {"effect/kl": 0.5}
+    assert effects.of_penalty(0.0, list) == {}
+
+
+def test_kl_in_the_loss_counts_by_its_factor_in_the_gradient():
+    cfg = GRPOConfig(kl="k3", kl_in="loss", kl_coef=0.1)
+    logprobs = torch.tensor([[-1.0, -1.0, -1.0, -1.0]])
+    reference = torch.tensor([[-1.0, -1.09, -1.11, -0.5]])
+    assert effects.of_loss_kl(logprobs, reference, None, cfg)["effect/kl"].tolist() == [[False, False, True, True]]
+    exact = torch.tensor([[0.0, 0.004, 0.006]])  # log-ratios of about 0, .089 and .110
+    assert effects.of_loss_kl(logprobs, None, exact, cfg)["effect/kl"].tolist() == [[False, False, True]]
+    assert effects.of_loss_kl(logprobs, reference, None, GRPOConfig(kl_coef=0.1)) == {}
+
+
+def test_moving_bounds_count_where_they_decide_otherwise_than_fixed_ones():
+    """At q = .01 the dynamic bounds are .5 and 5, at q = 1 .8 and 1.17; the fixed ones are .84 and 1.2."""
+    cfg = GRPOConfig(objective="dynamic", clip_low=0.16, clip_high=0.2)
+    old = torch.tensor([[0.01, 0.01, 1.0, 1.0, 0.01]], dtype=F64).log()
+    ratio = torch.tensor([[3.0, 6.0, 1.1, 1.19, 0.6]], dtype=F64)
+    mask = torch.ones(1, 5, dtype=torch.bool)
+    for advantage, changed in ((1.0, [True, False, False, True, False]), (-1.0, [False, False, False, False, True])):
+        measured = clip_metrics(old + ratio.log(), old, torch.tensor([[advantage]], dtype=F64), mask, cfg)
+        assert measured["effect/clip"].tolist() == [changed]
+
+
+# ---------------------------------------------------------------- clipping by difficulty
+
+
+def test_a_hard_group_may_move_further_and_an_easy_one_less():
+    """Mean .5, k = 1: 0 of 4 right gives 1.5 times the bound, 4 of 4 half of it."""
+    correct = torch.tensor([[0.0] * 4, [1.0] * 4, [1.0, 1.0, 0.0, 0.0]], dtype=F64)
+    cfg = GRPOConfig(clip_high=0.2, clip_difficulty=1.0)
+    widths = clip_by_difficulty(correct, correct.mean(), cfg)
+    assert widths.tolist() == [pytest.approx([x] * 4) for x in (0.3, 0.1, 0.2)]
+    steep = clip_by_difficulty(correct, correct.mean(), GRPOConfig(clip_high=0.2, clip_difficulty=10.0))
+    assert steep.tolist() == [pytest.approx([x] * 4) for x in (0.4, 0.1, 0.2)]
+
+
+def test_each_row_is_clipped_at_its_own_bound():
+    """The value beyond a bound is that at the bound, and its gradient is 0."""
+    old = torch.zeros(2, 2, dtype=F64)
+    logprobs = torch.tensor([[1.25, 1.35], [1.25, 1.05]], dtype=F64).log().requires_grad_()
+    width = torch.tensor([[0.3], [0.1]], dtype=F64)
+    mask, advantages = torch.ones(2, 2, dtype=torch.bool), torch.ones(2, 1, dtype=F64)
+    value = clipped_by_row(width)(logprobs, old, advantages, mask, GRPOConfig())
+    assert value.detach().tolist() == [pytest.approx([1.25, 1.3]), pytest.approx([1.1, 1.05])]
+    value.sum().backward()
+    assert logprobs.grad.tolist() == [pytest.approx([1.25, 0.0]), pytest.approx([0.0, 1.05])]
+    measured = clip_metrics(logprobs.detach(), old, advantages, mask, GRPOConfig(clip_difficulty=1.0), width)
+    assert measured["clip/high"].tolist() == [[False, True], [True, False]]
+    # The fixed bound of 1.2 takes 1.25 and 1.35 from the first row, 1.25 from the second.
+    assert measured["effect/clip"].tolist() == [[True, False], [False, False]]
+
+
+def test_it_goes_with_the_clipped_objective_alone():
+    with pytest.raises(ValueError, match="clip_difficulty"):
+        GRPOConfig(objective="gspo", clip_difficulty=1.0)
+
+
+# ---------------------------------------------------------------- what is said
+
+
+@pytest.mark.parametrize(
+    ("inert", "said", "mended"),
+    [
+        ({"objective": "dynamic"}, "epochs", {"objective": "dynamic", "epochs": 2}),
+        ({"clip_difficulty": 1.0}, "minibatches", {"clip_difficulty": 1.0, "minibatches": 2}),
+        ({"similarity": "smooth", "similarity_temperature": 1.0}, "0.05", {"similarity": "smooth"}),
+        ({"advantage": "length_grouped"}, "group_size", {"advantage": "length_grouped", "group_size": 9}),
+        ({"advantage": "difficulty", "prompts_per_step": 1}, "prompts_per_step", {"advantage": "difficulty"}),
+    ],
+)
+def test_what_cannot_do_anything_is_said_with_the_mend(inert, said, mended):
+    [line] = effects.known_inert(GRPOConfig(**inert))
+    assert said in line
+    assert effects.known_inert(GRPOConfig(**mended)) == []
+
+
+def test_the_defaults_have_nothing_to_say():
+    assert effects.known_inert(GRPOConfig()) == []
+
+
+def test_an_effect_of_nought_is_said_once_and_only_where_it_never_was_more():
+    watch = effects.Watch(GRPOConfig())
+    said = [
+        watch.notes({"effect/kl": 0.0, "effect/clip": 0.1 if step == 2 else 0.0, "clip/low": 0.0}) for step in range(8)
+    ]
+    assert [len(notes) for notes in said] == [0, 0, 0, 0, 1, 0, 0, 0]
+    assert said[4][0].startswith("effect/kl was 0")
+
+
+def test_a_coefficient_without_prefixes_is_said():
+    idle, busy = effects.Watch(GRPOConfig(prefix_coef=1.0)), effects.Watch(GRPOConfig(prefix_coef=1.0))
+    said = [idle.notes({"loss": 0.0}) for _ in range(5)][-1]
+    assert "prefixed" in said[0]
+    assert [busy.notes({"prefix/nll": 2.0}) for _ in range(5)][-1] == []
