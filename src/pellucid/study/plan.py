@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import re
 from collections.abc import Mapping, Sequence
@@ -14,6 +13,7 @@ from typing import Any
 from pellucid import config
 from pellucid.folder import Record
 from pellucid.tasks import did_you_mean, task_class
+from pellucid.tasks.wrappers import wraps
 from pellucid.types import UserError
 
 KEYS = ("base", "seeds", "common", "variants")
@@ -85,7 +85,7 @@ def read(path: Path) -> Study:
 def base_recipe(path: Path) -> Record:
     config.load(path)  # a mistake in it is not one of the first variant
     recipe = config.read(path)
-    return {**recipe, "task": {"name": config.Config.task_name, **recipe.get("task", {})}}
+    return {**recipe, "task": {"name": config.Config.task_names[0], **recipe.get("task", {})}}
 
 
 def seeds_of(path: Path, value: Any) -> tuple[int, ...]:
@@ -129,17 +129,11 @@ def laid(key: str, base: Any, over: Any) -> Any:
 
 def merged_task(base: Record, over: Record) -> Any:
     """Another task than the base's replaces it, and takes none of its settings; a wrapper goes around it."""
-    base_name = base.get("name", config.Config.task_name)
+    base_name = base.get("name", config.Config.task_names[0])
     name = over.get("name", base_name)
     if name == base_name:
         return merged(base, over)
-    return {**over, "task": laid("task", base, over.get("task", {}))} if is_wrapper(name) else over
-
-
-def is_wrapper(name: str) -> bool:
-    """Whether a task has a task inside."""
-    cls = task_class(name)
-    return dataclasses.is_dataclass(cls) and any(field.name == "task" for field in dataclasses.fields(cls))
+    return {**over, "task": laid("task", base, over.get("task", {}))} if wraps(task_class(name)) else over
 
 
 def checked(study: Study) -> dict[str, Record]:
