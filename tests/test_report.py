@@ -174,6 +174,26 @@ def test_no_completion_is_shown_twice_and_a_failed_reward_is_the_worst(tmp_path:
     ]  # fmt: skip
 
 
+def test_traces_by_length_are_the_best_and_the_worst_of_short_middling_and_long_ones(tmp_path: Path):
+    """Six lengths, two in each third; the longer of two has the lower reward in the first third alone."""
+    rewards = {1: 1.0, 2: 0.0, 3: 0.2, 4: 0.6, 5: 0.1, 6: 0.9}
+    rollouts = [{**rollout(1, reward, f"said {n}"), "tokens": [0] * n} for n, reward in rewards.items()]
+    shown = {"log": {"traces": "by_length"}}
+    html, _ = report(make_run(tmp_path / "r", rollouts=rollouts[::-1], config=shown))
+    picked = re.findall(r'<article class="(\w+)".*?(said \d)', html, re.DOTALL)
+    assert picked == [
+        ("best", "said 1"), ("worst", "said 2"),
+        ("best", "said 4"), ("worst", "said 3"),
+        ("best", "said 6"), ("worst", "said 5"),
+    ]  # fmt: skip
+    assert "each third" in html
+
+
+def test_a_prefix_stands_apart_before_its_completion(tmp_path: Path):
+    html, _ = report(make_run(tmp_path / "r", rollouts=[{**rollout(1, 1.0, " 7"), "prefix": "3 + 4 <is>"}]))
+    assert "<i>3 + 4 &lt;is&gt;</i> 7</pre>" in html
+
+
 def test_the_page_needs_no_network_and_no_script(run: Path):
     html, page = report(run)
     names = {name for name, _ in page.attributes}

@@ -110,6 +110,9 @@ class LogConfig:
     """Also log to Weights & Biases; offline writes into the run folder, for `wandb sync` later."""
     project: str = "pellucid"
     """At Weights & Biases."""
+    traces: Literal["extremes", "by_length"] = "extremes"
+    """Which completions report.html shows of the first and the last step: the best and the worst of all, or of the
+    short, the middling and the long each."""
 
 
 class Config(BaseModel):

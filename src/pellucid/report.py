@@ -25,7 +25,8 @@ def write_report(run_dir: Path) -> Path:
     """Writes report.html into a run folder, from whatever is there: a run may be empty, unfinished or killed."""
     config = read_config(run_dir)
     metrics, evals = list(records(run_dir / "metrics.jsonl")), evaluations(run_dir)
-    sections = [accuracy_section(evals), curves_section(metrics, evals), said_section(run_dir), config_section(config)]
+    sections = [accuracy_section(evals), curves_section(metrics, evals)]
+    sections += [said_section(run_dir, at(config, "log.traces") == "by_length"), config_section(config)]
     page = Template(beside("report.html")).substitute(
         name=shown(run_dir.resolve().name),
         about=shown(f"{at(config, 'policy.model', 'a model')} on {at(config, 'task.name', 'a task')}"),
@@ -172,23 +173,39 @@ def curves_section(metrics: Sequence[Record], evals: Mapping[tuple[str, str], Se
     return section("Curves", f'<div class="charts">\n{drawn}\n</div>' if drawn else "")
 
 
-def said_section(run_dir: Path) -> str:
+def said_section(run_dir: Path, by_length: bool = False) -> str:
     steps = [rollouts for rollouts in end_rollouts(run_dir / "rollouts.jsonl") if rollouts]
+    of = "each third of a step's completions by length" if by_length else "a step"
     note = (
-        '<p class="soft">The best and the worst of a step. Each cell of a strip is a token: the stronger '
+        f'<p class="soft">The best and the worst of {of}. Each cell of a strip is a token: the stronger '
         "its colour, the less likely the policy was to say it.</p>"
     )
-    said = "\n".join(f"<h3>Step {rollouts[0]['step']:,}</h3>\n{cards(rollouts)}" for rollouts in steps)
+    said = "\n".join(f"<h3>Step {rollouts[0]['step']:,}</h3>\n{cards(rollouts, by_length)}" for rollouts in steps)
     return section("What it said", f"{note}\n{said}" if said else "")
 
 
-def cards(rollouts: Sequence[Record]) -> str:
+def cards(rollouts: Sequence[Record], by_length: bool = False) -> str:
     """The best and the worst completions, no two alike; a failed reward is the worst there is."""
-    distinct = {(rollout["prompt"], rollout["completion"]): rollout for rollout in rollouts}
-    ranked = sorted(distinct.values(), key=lambda rollout: -inf if rollout["reward"] is None else rollout["reward"])
-    worst, best = ranked[:-PICKS][:PICKS], ranked[-PICKS:][::-1]
-    articles = "\n".join([*(card("best", rollout) for rollout in best), *(card("worst", rollout) for rollout in worst)])
+    distinct = list({(rollout["prompt"], rollout["completion"]): rollout for rollout in rollouts}.values())
+    if by_length:
+        picked = [pick for third in length_thirds(distinct) for pick in extremes(third, 1)]
+    else:
+        picked = extremes(distinct, PICKS)
+    articles = "\n".join(card(rank, rollout) for rank, rollout in picked)
     return f'<div class="cards">\n{articles}\n</div>'
+
+
+def extremes(rollouts: Sequence[Record], count: int) -> list[tuple[str, Record]]:
+    ranked = sorted(rollouts, key=lambda rollout: -inf if rollout["reward"] is None else rollout["reward"])
+    worst, best = ranked[:-count][:count], ranked[-count:][::-1]
+    return [*(("best", rollout) for rollout in best), *(("worst", rollout) for rollout in worst)]
+
+
+def length_thirds(rollouts: Sequence[Record]) -> list[Sequence[Record]]:
+    """The short, the middling and the long; fewer where there are fewer than three."""
+    ordered, n = sorted(rollouts, key=lambda rollout: len(rollout["tokens"])), len(rollouts)
+    thirds = [ordered[i * n // 3 : (i + 1) * n // 3] for i in range(3)]
+    return [third for third in thirds if third]
 
 
 def card(rank: str, rollout: Record) -> str:
@@ -203,8 +220,14 @@ def card(rank: str, rollout: Record) -> str:
     return (
         f'<article class="{rank}"><p><b>{rank}</b>, {", ".join(said)}</p>{error}\n'
         f'<pre class="prompt" dir="auto" tabindex="0">{clipped(rollout["prompt"])}</pre>\n'
-        f'<pre dir="auto" tabindex="0">{clipped(rollout["completion"])}</pre>{strip(rollout["logprobs"])}</article>'
+        f'<pre dir="auto" tabindex="0">{begun(rollout)}{clipped(rollout["completion"])}</pre>'
+        f"{strip(rollout['logprobs'])}</article>"
     )
+
+
+def begun(rollout: Record) -> str:
+    """What was said for the policy, set apart from what it said."""
+    return f"<i>{clipped(rollout['prefix'])}</i>" if rollout.get("prefix") else ""
 
 
 def strip(logprobs: Sequence[float | None]) -> str:
