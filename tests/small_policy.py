@@ -96,6 +96,7 @@ def batch_of(mask, **tensors):
     return Batch(
         prompt_ids=((0,),),
         prefix_lengths=(0,),
+        prefix_ends=(None,),
         prompt_of=torch.zeros(rows, dtype=torch.long),
         response_ids=torch.zeros(mask.shape, dtype=torch.long),
         mask=mask,

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 import pytest
 import torch
 
-from conftest import CountDigits, OneProcessRuntime, make_policy
+from conftest import EOS, CountDigits, OneProcessRuntime, make_policy
 from pellucid import grpo
 from pellucid.advantages import ADVANTAGES
 from pellucid.batch import collate, concat, grades_of, prefix_rows
@@ -83,6 +83,32 @@ def test_the_prefix_loss_has_the_gradient_of_the_likelihood_and_nothing_else_cha
     alone = dict(zip(names, torch.autograd.grad(loss, [policy.trainable()[n] for n in names]), strict=True))
     assert distance({n: both[n] - plain[n] for n in names}, {n: coef * alone[n] for n in names}) < 1e-6  # fp32 head
     assert metrics["prefix/nll"] == pytest.approx(float(loss.detach()), rel=1e-6)
+
+
+def test_a_whole_answer_is_learnt_with_its_end():
+    """The likelihood of the end-of-sequence token behind it counts as one more of its tokens."""
+    policy = make_policy(dtype=F64)
+    [group] = groups_of(policy)[:1]
+    whole = replace(group, prefix_end=EOS)
+    batch = replace(collate([whole], policy.device), advantages=torch.zeros(3))
+    rows = prefix_rows(batch)
+    assert rows.response_ids.tolist() == [[*group.prompt_ids[-4:], EOS]]
+    assert rows.prompt_ids == (group.prompt_ids[:-4],)
+    logits = policy.model(torch.tensor([[*group.prompt_ids, EOS]])).logits[0].detach().double().log_softmax(-1)
+    ids = [*group.prompt_ids[-4:], EOS]
+    expected = -sum(float(logits[len(group.prompt_ids) - 5 + t, ids[t]]) for t in range(5)) / 5
+    _, metrics = gradients_of(policy, batch, GRPOConfig(prefix_coef=1.0))
+    assert metrics["prefix/nll"] == pytest.approx(expected, rel=1e-6)
+
+
+def test_the_sampler_says_where_a_whole_answer_ends():
+    @dataclass(frozen=True)
+    class Whole(Begun):
+        def sample(self, step, n):
+            return [replace(prompt, prefix_whole=bool(prompt.prefix)) for prompt in super().sample(step, n)]
+
+    assert [g.prefix_end for g in groups_of(make_policy(), task=Whole())] == [EOS, None, EOS, None]
+    assert [g.prefix_end for g in groups_of(make_policy())] == [None] * 4
 
 
 def test_without_a_coefficient_prefixes_get_no_gradient():

@@ -27,6 +27,8 @@ class Batch:
     """Once per group."""
     prefix_lengths: tuple[int, ...]
     """Of each prompt: so many tokens at its end were given as the beginning of the answer."""
+    prefix_ends: tuple[int | None, ...]
+    """The token that belongs behind each, where it is a whole answer."""
     prompt_of: Tensor
     """[B] index of each row's prompt."""
     response_ids: Tensor
@@ -77,6 +79,7 @@ def collate(groups: Sequence[Group], device: torch.device) -> Batch:
     return Batch(
         prompt_ids=tuple(g.prompt_ids for g in groups),
         prefix_lengths=tuple(g.prefix_length for g in groups),
+        prefix_ends=tuple(g.prefix_end for g in groups),
         prompt_of=torch.tensor([p for p, g in enumerate(groups) for _ in g.completions], device=device),
         response_ids=padded([c.token_ids for c in completions], torch.long).to(device),
         mask=mask_of([len(c.token_ids) for c in completions]).to(device),
@@ -90,16 +93,17 @@ def prefix_rows(batch: Batch) -> Batch | None:
     prompts = [p for p in batch.prompt_of.unique().tolist() if batch.prefix_lengths[p]]
     if not prompts:
         return None
-    whole, lengths = [batch.prompt_ids[p] for p in prompts], [batch.prefix_lengths[p] for p in prompts]
-    prefixes = [ids[-n:] for ids, n in zip(whole, lengths, strict=True)]
-    device, mask = batch.mask.device, mask_of(lengths)
+    cuts = [(batch.prompt_ids[p], -batch.prefix_lengths[p], batch.prefix_ends[p]) for p in prompts]
+    responses = [ids[cut:] if end is None else (*ids[cut:], end) for ids, cut, end in cuts]
+    device, mask = batch.mask.device, mask_of([len(ids) for ids in responses])
     return Batch(
-        prompt_ids=tuple(ids[:-n] for ids, n in zip(whole, lengths, strict=True)),
+        prompt_ids=tuple(ids[:cut] for ids, cut, _ in cuts),
         prefix_lengths=(0,) * len(prompts),
+        prefix_ends=(None,) * len(prompts),
         prompt_of=torch.arange(len(prompts), device=device),
-        response_ids=padded(prefixes, torch.long).to(device),
+        response_ids=padded(responses, torch.long).to(device),
         mask=mask.to(device),
-        finished=torch.zeros(len(prompts), dtype=torch.bool, device=device),
+        finished=torch.tensor([end is not None for _, _, end in cuts], device=device),
         sampler_logprobs=torch.zeros(mask.shape, device=device),
     )
 
@@ -125,6 +129,7 @@ def concat(batches: Sequence[Batch]) -> Batch:
         first,
         prompt_ids=tuple(ids for b in batches for ids in b.prompt_ids),
         prefix_lengths=tuple(n for b in batches for n in b.prefix_lengths),
+        prefix_ends=tuple(end for b in batches for end in b.prefix_ends),
         **tensors,
     )
 

@@ -82,26 +82,25 @@ Experiences = Sequence[tuple[int, Batch]]
 def pack_replay(of_ranks: Sequence[Experiences]) -> tuple[dict[str, dict[str, Tensor]], list[list[dict[str, Any]]]]:
     """The rollouts that each process may train on again, as the tensors and the facts of a checkpoint."""
     tensors = {f"{REPLAY}{r}.{i}": b.tensors() for r, kept in enumerate(of_ranks) for i, (_, b) in enumerate(kept)}
-    facts = [
-        [{"step": step, "prompt_ids": b.prompt_ids, "prefix_lengths": b.prefix_lengths} for step, b in kept]
-        for kept in of_ranks
-    ]
-    return tensors, facts
+    return tensors, [[{"step": step, **of_prompts(b)} for step, b in kept] for kept in of_ranks]
+
+
+def of_prompts(batch: Batch) -> dict[str, Any]:
+    return {name: getattr(batch, name) for name in ("prompt_ids", "prefix_lengths", "prefix_ends")}
 
 
 def unpack_replay(tensors: State, facts: Sequence[Sequence[Mapping[str, Any]]], rank: int) -> list[tuple[int, Batch]]:
     """Those of one process."""
-    return [
-        (
-            fact["step"],
-            Batch(
-                prompt_ids=tuple(map(tuple, fact["prompt_ids"])),
-                prefix_lengths=tuple(fact["prefix_lengths"]),
-                **tensors[f"{REPLAY}{rank}.{i}"],
-            ),
-        )
-        for i, fact in enumerate(facts[rank])
-    ]
+    return [(fact["step"], unpacked(fact, tensors[f"{REPLAY}{rank}.{i}"])) for i, fact in enumerate(facts[rank])]
+
+
+def unpacked(fact: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Batch:
+    return Batch(
+        prompt_ids=tuple(map(tuple, fact["prompt_ids"])),
+        prefix_lengths=tuple(fact["prefix_lengths"]),
+        prefix_ends=tuple(fact["prefix_ends"]),
+        **tensors,
+    )
 
 
 def random_state() -> dict[str, Any]:

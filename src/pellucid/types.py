@@ -26,6 +26,8 @@ class Prompt:
     """What else the data row holds, for reward functions."""
     prefix: str = ""
     """How the answer begins: given, not sampled. The completion goes on from here; the reward sees both."""
+    prefix_whole: bool = False
+    """The prefix is a whole answer: to say it is to stop after it."""
 
     @property
     def question(self) -> str:
@@ -79,6 +81,8 @@ class Group:
     advantages: tuple[float, ...] = ()
     prefix_length: int = 0
     """So many tokens at the end of prompt_ids are the prompt's prefix."""
+    prefix_end: int | None = None
+    """The end-of-sequence token that belongs behind a prefix which is a whole answer."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -49,6 +49,15 @@ def test_a_prefix_is_the_working_and_the_question_stays():
     assert all(p.prefix.endswith(f"= {p.answer}") for p in prefixed)
 
 
+def test_only_a_whole_working_is_a_whole_answer(tmp_path):
+    assert all(p.prefix_whole for p in Prefixed(TASK, dropout=0.0).sample(0, 20))
+    cut = Prefixed(TASK, dropout=0.0, shortest=0.0).sample(0, 200)
+    assert {p.prefix_whole for p in cut} == {True, False}
+    assert all(p.prefix_whole == (p.prefix == TASK.working(p)) for p in cut)
+    file = prefixes(tmp_path, teacher=["a beginning"])
+    assert not any(p.prefix_whole for p in Prefixed(Silent(), file=file, dropout=0.0).sample(0, 20))
+
+
 def test_dropout_is_the_share_without_a_prefix():
     assert all(given(Prefixed(TASK, dropout=0.0)))
     assert not any(given(Prefixed(TASK, dropout=1.0)))

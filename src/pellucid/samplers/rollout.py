@@ -54,6 +54,7 @@ def completed_groups(
             ids,
             tuple(completions[p * size : (p + 1) * size]),
             prefix_length=len(policy.encode_prefix(prompt)),
+            prefix_end=policy.end_id if prompt.prefix_whole else None,
         )
         for p, (prompt, ids) in enumerate(zip(prompts, prompt_ids, strict=True))
     ]

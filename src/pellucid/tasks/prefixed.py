@@ -73,7 +73,7 @@ class Prefixed:
         return self if split == self.split else with_split(self.task, split)
 
     def sample(self, step: int, n: int) -> list[Prompt]:
-        return [replace(prompt, prefix=self._prefix(step, prompt)) for prompt in self.task.sample(step, n)]
+        return [self._begun(step, prompt) for prompt in self.task.sample(step, n)]
 
     def reward(self, prompt: Prompt, completion: Completion) -> Reward:
         return self.task.reward(prompt, replace(completion, text=prompt.prefix + completion.text))
@@ -98,13 +98,15 @@ class Prefixed:
             return self.length
         return self.length * 0.5 * (1 + math.cos(math.pi * min(1.0, step / self.schedule_steps)))
 
-    def _prefix(self, step: int, prompt: Prompt) -> str:
+    def _begun(self, step: int, prompt: Prompt) -> Prompt:
         rng = Random(f"prefixed/{self.seed}/{step}/{prompt.id}")
         if rng.random() < self.dropout:
-            return ""
-        drawn = rng.uniform(self.shortest, 1.0)
+            return prompt
+        share = self.share(step) * rng.uniform(self.shortest, 1.0)
         whole = self._whole(prompt, rng)
-        return words(whole, self.share(step) * drawn)
+        prefix = words(whole, share)
+        # A teacher's prefix is the beginning of an answer; a working, all of it, is an answer.
+        return replace(prompt, prefix=prefix, prefix_whole=bool(prefix) and prefix == whole and not self.file)
 
     def _whole(self, prompt: Prompt, rng: Random) -> str:
         if not self.file:
