@@ -190,7 +190,11 @@ def model_dir(tmp_path_factory):
 
 @pytest.fixture
 def recipe(tmp_path, model_dir):
-    path = tmp_path / "tiny.toml"
+    return tiny_recipe(tmp_path / "tiny.toml", model_dir)
+
+
+def tiny_recipe(path, model_dir):
+    """Six steps of a tiny model: seconds."""
     path.write_text(
         f"""
         [policy]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -36,8 +36,8 @@ class Summary:
     mean_at_k: float | None = None
     difference: Estimate | None = None
     """From the baseline, over the pairs."""
-    pairs: tuple[int, ...] = ()
-    """The seeds in which the baseline answered the same questions."""
+    pairs: Mapping[int, float] = field(default_factory=dict)
+    """The difference of each seed in which the baseline answered the same questions."""
     unpaired: tuple[str, ...] = ()
     """Why not, seed by seed."""
     conclusion: str = ""
@@ -63,8 +63,12 @@ def summary(variant: str, runs: Mapping[int, Run], baseline: Mapping[int, Run]) 
     if not runs:
         return Summary(variant, ())
     reasons = {seed: unpaired(runs.get(seed), baseline.get(seed)) for seed in sorted({*runs, *baseline})}
-    pairs = tuple(seed for seed, reason in reasons.items() if baseline and not reason)
-    difference = difference_of([(runs[seed].last, baseline[seed].last) for seed in pairs])
+    pairs = {
+        seed: differences(runs[seed].last["right"], baseline[seed].last["right"])
+        for seed, reason in reasons.items()
+        if baseline and not reason
+    }
+    difference = interval(list(pairs.values())) if pairs else None
     lasts, metrics = [run.last for run in runs.values()], [run.metrics for run in runs.values()]
     means = [last["mean@k"]["value"] for last in lasts if last.get("mean@k")]
     return Summary(
@@ -74,7 +78,7 @@ def summary(variant: str, runs: Mapping[int, Run], baseline: Mapping[int, Run]) 
         k=lasts[0]["k"],
         mean_at_k=fmean(means) if len(means) == len(lasts) else None,
         difference=difference,
-        pairs=pairs,
+        pairs={seed: fmean(values) for seed, values in pairs.items()},
         unpaired=tuple(f"seed {seed}: {reason}" for seed, reason in reasons.items() if baseline and reason),
         conclusion=conclusion(difference) if difference else "",
         tokens=fmean(total(rows, "tokens") for rows in metrics),
@@ -91,13 +95,6 @@ def unpaired(run: Run | None, baseline: Run | None) -> str:
         return "evals.jsonl does not say which answers were right"
     same = run.last["questions"] == baseline.last["questions"]
     return "" if same else "its held-out questions are not the baseline's"
-
-
-def difference_of(pairs: Sequence[tuple[Record, Record]]) -> Estimate | None:
-    if not pairs:
-        return None
-    ours, theirs = zip(*pairs, strict=True)
-    return interval(differences([row["right"] for row in ours], [row["right"] for row in theirs]))
 
 
 def accuracy(lasts: Sequence[Record]) -> Estimate | None:

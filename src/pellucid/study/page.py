@@ -103,19 +103,20 @@ def table(kind: str, caption: str, heads: Sequence[str], rows: Iterable[Sequence
 def results(rows: Sequence[Summary]) -> str:
     k = max(row.k for row in rows)
     caption = "Held-out accuracy after training in percent, and its difference from the baseline on the same questions"
-    heads = ("Variant", "Conclusion", "Difference", "", "Greedy", f"mean@{k}", "Runs")
+    heads = ("Variant", "Conclusion", "Difference", "", "By seed", "Greedy", f"mean@{k}", "Runs")
     reach = max((abs(end) for row in rows if row.difference for end in ends(row.difference)), default=0) or 1.0
     return table("results", caption, heads, [result_cells(row, reach) for row in rows])
 
 
 def result_cells(row: Summary, reach: float) -> list[str]:
     mean_at_k = "" if row.mean_at_k is None else f"{100 * row.mean_at_k:.1f}"
-    paired = f" <small>{counted(len(row.pairs), 'pair')}</small>" if row.difference else ""
+    by_seed = ", ".join(f"{100 * difference:+.1f}" for difference in row.pairs.values())
     return [
         shown(row.variant),
-        f'<span class="{MARKS[row.conclusion]}">{row.conclusion}</span>{paired}',
+        f'<span class="{MARKS[row.conclusion]}">{row.conclusion}</span>',
         with_interval(row.difference, sign="+"),
         span(row.difference, reach, MARKS[row.conclusion]) if row.difference else "",
+        by_seed,
         with_interval(row.greedy),
         mean_at_k,
         str(len(row.seeds)),
@@ -154,7 +155,10 @@ def notes(runs: Runs, rows: Sequence[Summary]) -> str:
     if most == 1:
         said.append("There is one seed: the intervals are over questions alone, and say nothing of another run.")
     elif most < FEW_SEEDS:
-        said.append(f"{most} seeds make a coarse interval: they show little of how much runs differ.")
+        said.append(
+            f"{most} seeds make a coarse interval. Where runs differ more from seed to seed than from question to "
+            f"question it is too narrow: up to one comparison of equals in five then looks apart. See by seed."
+        )
     said += [f"{shown(row.variant)}, {reason}: not paired." for row in rows for reason in row.unpaired]
     said += [f"{shown(run.name)} is unfinished and left out." for run in runs.unfinished]
     said += [f"{shown(variant)} seed {seed} is missing." for variant, seed in runs.missing]

@@ -19,7 +19,8 @@ def interval(table: Table, seed: int = 0) -> Estimate:
     """The mean over seeds of the mean over questions, with its 95% bootstrap interval.
 
     Seeds are drawn with replacement, then within each drawn seed its questions: a run differs from the next one more
-    than its questions would have it. With one seed the questions are all that varies.
+    than its questions would have it. With one seed the questions are all that varies. Three seeds are few: where they
+    differ much, the interval covers the truth in four of five cases, not in nineteen of twenty.
     """
     means = resampled(table, np.random.default_rng(seed))
     low, high = np.quantile(means, (0.025, 0.975))
@@ -28,21 +29,22 @@ def interval(table: Table, seed: int = 0) -> Estimate:
 
 def resampled(table: Table, rng: np.random.Generator) -> np.ndarray:
     """The means of RESAMPLES tables drawn from this one."""
-    draws = (RESAMPLES, len(table))
-    of_seeds = np.stack([resampled_means(row, draws, rng) for row in table])
-    drawn = rng.integers(len(table), size=(1, *draws))
-    return np.take_along_axis(of_seeds, drawn, axis=0)[0].mean(axis=1)
+    seeds = rng.integers(len(table), size=(RESAMPLES, len(table)))
+    means = np.empty(seeds.shape)
+    for i, row in enumerate(table):
+        means[seeds == i] = resampled_means(row, int((seeds == i).sum()), rng)
+    return means.mean(axis=1)
 
 
-def resampled_means(row: Sequence[float], draws: tuple[int, int], rng: np.random.Generator) -> np.ndarray:
+def resampled_means(row: Sequence[float], times: int, rng: np.random.Generator) -> np.ndarray:
     """Means of as many questions drawn from a row as it has; they depend on how often each value is drawn alone."""
     values, counts = np.unique(np.asarray(row, dtype=float), return_counts=True)
-    return rng.multinomial(len(row), counts / len(row), size=draws) @ values / len(row)
+    return rng.multinomial(len(row), counts / len(row), size=times) @ values / len(row)
 
 
-def differences(ours: Table, theirs: Table) -> list[list[float]]:
+def differences(ours: Sequence[int], theirs: Sequence[int]) -> list[float]:
     """Question by question: 1 where only we are right, -1 where only they are."""
-    return [[a - b for a, b in zip(mine, other, strict=True)] for mine, other in zip(ours, theirs, strict=True)]
+    return [float(mine - other) for mine, other in zip(ours, theirs, strict=True)]
 
 
 def conclusion(difference: Estimate) -> str:

@@ -1,0 +1,136 @@
+"""What is there of a run: finished, to go on with, in the way."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from study_data import STEPS, write_run
+
+from pellucid import config
+from pellucid.study.cells import check, clear, finished, locked, resuming, tidy
+from pellucid.study.plan import Cell
+from pellucid.types import UserError
+
+
+@pytest.fixture
+def cell(tmp_path):
+    return Cell(tmp_path / "study", "grpo", 1)
+
+
+def checkpoint(run_dir, name="step-000002"):
+    (run_dir / "checkpoints" / name).mkdir(parents=True)
+
+
+def test_a_copy_of_three_files_is_finished(tmp_path):
+    assert finished(write_run(tmp_path / "run", [1, 0]))
+
+
+def test_a_run_without_its_last_step_or_its_evaluation_is_not_finished(tmp_path):
+    assert not finished(tmp_path / "nowhere")
+    assert not finished(write_run(tmp_path / "short", [1, 0], steps=STEPS - 1))
+    run_dir = write_run(tmp_path / "run", [1, 0])
+    first, _ = (run_dir / "evals.jsonl").read_text().splitlines()
+    (run_dir / "evals.jsonl").write_text(first + "\n")
+    assert not finished(run_dir)
+
+
+def test_a_run_that_is_never_evaluated_is_finished_by_its_last_step(tmp_path):
+    run_dir = write_run(tmp_path / "run", [1, 0])
+    (run_dir / "evals.jsonl").unlink()
+    settings = json.loads((run_dir / "config.json").read_text())
+    (run_dir / "config.json").write_text(json.dumps({**settings, "evaluate": {"every": 0}}))
+    assert finished(run_dir)
+
+
+def test_a_run_of_minutes_is_finished_when_its_steps_took_them(tmp_path):
+    """Each step takes half a minute."""
+    assert finished(write_run(tmp_path / "over", [1], steps=2, settings={"minutes": 1}))
+    assert not finished(write_run(tmp_path / "under", [1], steps=1, settings={"minutes": 1}))
+
+
+def test_a_checkpoint_without_a_model_is_to_be_gone_on_from(tmp_path, cell):
+    run_dir = write_run(cell.run_dir, [1, 0])
+    checkpoint(run_dir, "step-000004.partial")
+    assert finished(run_dir)
+    assert not resuming(cell)
+    checkpoint(run_dir)
+    assert not finished(run_dir)
+    assert resuming(cell) == ["train", "--resume", str(run_dir)]
+    (run_dir / "model").mkdir()
+    assert finished(run_dir)
+
+
+@pytest.mark.parametrize("keep", [True, False])
+def test_a_finished_run_stays_finished_when_it_is_tidied(tmp_path, keep):
+    run_dir = write_run(tmp_path / "run", [1, 0])
+    checkpoint(run_dir)
+    (run_dir / "model").mkdir()
+    tidy(run_dir, keep)
+    assert not (run_dir / "checkpoints").exists()
+    assert (run_dir / "model").exists() == keep
+    assert finished(run_dir)
+
+
+# ---------------------------------------------------------------- is it this cell's
+
+
+def write_config(cell, *overrides):
+    settings = config.dump(config.load(None, ["--algorithm.seed", str(cell.seed), *overrides]))
+    cell.run_dir.mkdir(parents=True)
+    (cell.run_dir / "config.json").write_text(json.dumps({**settings, "versions": {"torch": "2"}}))
+
+
+RECIPE = config.dump(config.load(None))
+
+
+def test_a_run_of_this_recipe_is_the_cell_s_whatever_it_settled_for_itself(cell):
+    settled = ["--policy.dtype", "bfloat16", "--algorithm.max-length", "64", "--task.seed", "1"]
+    write_config(cell, *settled)
+    check(cell, RECIPE)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "complaint"),
+    [
+        (["--optimizer.lr", "0.5"], "optimizer.lr = 0.5, the study says"),
+        (["--task.digits", "3"], "task.digits = 3, the study says"),
+        (["--algorithm.seed", "7"], "algorithm.seed = 7"),
+    ],
+)
+def test_a_run_of_other_settings_is_refused(cell, overrides, complaint):
+    write_config(cell, *overrides)
+    with pytest.raises(UserError, match=complaint) as refused:
+        check(cell, RECIPE)
+    assert "choose another --into, or delete that run" in str(refused.value)
+
+
+def test_a_dtype_that_a_recipe_names_is_not_open(cell):
+    write_config(cell, "--policy.dtype", "bfloat16")
+    with pytest.raises(UserError, match=r"policy\.dtype"):
+        check(cell, {**RECIPE, "policy": {**RECIPE["policy"], "dtype": "float32"}})
+
+
+def test_a_folder_that_is_no_run_is_not_removed(cell):
+    cell.run_dir.mkdir(parents=True)
+    check(cell, RECIPE)
+    (cell.run_dir / "thesis.tex").write_text("years of work")
+    with pytest.raises(UserError, match="no run"):
+        check(cell, RECIPE)
+    assert (cell.run_dir / "thesis.tex").exists()
+
+
+def test_what_came_to_no_checkpoint_is_removed(cell):
+    cell.run_dir.mkdir(parents=True)
+    (cell.run_dir / "config.json").write_text('{"algorithm": {"st')
+    check(cell, RECIPE)
+    clear(cell.run_dir)
+    assert not cell.run_dir.exists()
+    clear(cell.run_dir)
+
+
+def test_a_folder_has_one_study_at_a_time(tmp_path):
+    with locked(tmp_path), pytest.raises(UserError, match=r"process \d+ is at work"), locked(tmp_path):
+        pass
+    with locked(tmp_path):
+        pass

@@ -1,0 +1,209 @@
+"""`pellucid compare` on the files that a copy of a run has: its numbers by hand, its page as a browser reads it."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from study_data import write_run
+
+from pellucid import cli
+from pellucid.study.compare import summaries
+from pellucid.study.runs import gather, write_plan
+from test_report import ALLOWED, HOSTILE, Page
+
+BASELINE = {0: [1, 0, 0, 0], 1: [1, 1, 0, 0]}
+BETTER = {0: [1, 1, 1, 0], 1: [1, 1, 0, 1]}
+"""On the same questions: two and one more are right."""
+
+
+@pytest.fixture
+def study_dir(tmp_path):
+    folder = tmp_path / "study"
+    for variant, rights in (("grpo", BASELINE), ("better", BETTER)):
+        for seed, right in rights.items():
+            write_run(folder / variant / f"seed-{seed}", right, questions=f"q{seed}", seed=seed)
+    write_plan(folder, ["grpo", "better"], [0, 1])
+    return folder
+
+
+def compare(*arguments):
+    with pytest.raises(SystemExit) as exit_:
+        cli.main(["compare", *map(str, arguments)])
+    return exit_.value.code
+
+
+def summary(folder, variant="better"):
+    return next(row for row in summaries(gather([folder])) if row.variant == variant)
+
+
+def test_the_difference_is_the_mean_over_seeds_of_that_over_questions(study_dir):
+    row = summary(study_dir)
+    assert row.pairs == {0: 0.5, 1: 0.25}
+    assert row.difference.value == 0.375
+    assert row.greedy.value == 0.75
+    assert row.mean_at_k == 0.75
+    assert row.unpaired == ()
+
+
+def test_answers_to_other_questions_are_not_paired(study_dir):
+    write_run(study_dir / "grpo" / "seed-2", [0] * 4, questions="q2", seed=2)
+    write_run(study_dir / "better" / "seed-2", [1] * 4, questions="others", seed=2)
+    row = summary(study_dir)
+    assert row.pairs == {0: 0.5, 1: 0.25}
+    assert row.unpaired == ("seed 2: its held-out questions are not the baseline's",)
+
+
+def test_a_seed_that_only_one_of_them_has_is_not_paired(study_dir):
+    write_run(study_dir / "better" / "seed-2", [1] * 4, seed=2)
+    write_run(study_dir / "grpo" / "seed-3", [1] * 4, seed=3)
+    row = summary(study_dir)
+    assert set(row.pairs) == {0, 1}
+    assert row.unpaired == ("seed 2: the baseline has no finished run", "seed 3: it has no finished run")
+
+
+def test_evaluations_that_kept_no_answers_are_not_paired(study_dir):
+    path = study_dir / "better" / "seed-1" / "evals.jsonl"
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    path.write_text("".join(json.dumps({k: v for k, v in row.items() if k != "right"}) + "\n" for row in rows))
+    row = summary(study_dir)
+    assert set(row.pairs) == {0}
+    assert row.unpaired == ("seed 1: evals.jsonl does not say which answers were right",)
+    assert row.greedy is None
+
+
+def test_unfinished_and_missing_runs_are_left_out_and_named(study_dir, capsys):
+    write_run(study_dir / "better" / "seed-2", [1] * 4, seed=2, steps=2)
+    assert compare(study_dir, "--output", study_dir / "page.html") == 0
+    numbers = json.loads((study_dir / "page.json").read_text())
+    assert numbers["unfinished"] == ["better seed 2"]
+    assert numbers["missing"] == ["grpo seed 2"]
+    assert numbers["variants"]["better"]["seeds"] == [0, 1]
+    printed = capsys.readouterr().out
+    assert f"unfinished, left out: {study_dir}/better/seed-2" in printed
+    assert "missing: grpo seed 2" in printed
+
+
+def test_a_planned_run_that_no_variant_has_is_missing(study_dir):
+    write_plan(study_dir, ["grpo", "better", "late"], [0, 1])
+    assert gather([study_dir]).missing == [("late", 0), ("late", 1)]
+    (study_dir / "study.json").unlink()
+    assert gather([study_dir]).missing == []
+
+
+def test_the_baseline_is_the_study_s_first_variant_or_the_one_that_is_named(study_dir):
+    assert [row.variant for row in summaries(gather([study_dir]))] == ["grpo", "better"]
+    rows = summaries(gather([study_dir], "better"))
+    assert [row.variant for row in rows] == ["better", "grpo"]
+    assert rows[1].difference.value == -0.375
+
+
+def test_single_runs_are_variants_by_their_folders_and_paired_by_their_seeds(tmp_path, study_dir):
+    one, two = (write_run(tmp_path / name, right, seed=5) for name, right in (("one", [0, 0]), ("two", [0, 1])))
+    runs = gather([one, two, study_dir / "grpo" / "seed-0"])
+    assert {variant: list(of_seed) for variant, of_seed in runs.finished.items()} == {
+        "one": [5],
+        "two": [5],
+        "grpo": [0],
+    }
+    assert summaries(runs)[1].pairs == {5: 0.5}
+
+
+def test_costs_are_means_over_runs_and_own_metrics_over_steps(study_dir, tmp_path):
+    own = {"tokens": 150, "curriculum/pool": 8, "effect/moved": 0.5}
+    write_run(study_dir / "wrapped" / "seed-0", [1] * 4, questions="q0", metrics=own)
+    row = summary(study_dir, "wrapped")
+    assert (row.tokens, row.seconds) == (600, 120)
+    assert row.own == {"curriculum/pool": 8, "effect/moved": 0.5}
+    assert summary(study_dir, "grpo").own == {}
+    assert compare(study_dir, "--output", tmp_path / "page.html") == 0
+    page = Page((tmp_path / "page.html").read_text())
+    for text in ("1.50x", "2 min 0 s", "curriculum/pool", "effect/moved"):
+        assert text in page
+
+
+def test_one_comparison_of_two_seeds_is_said_to_be_coarse(study_dir, tmp_path):
+    assert compare(study_dir, "--output", tmp_path / "page.html") == 0
+    page = Page((tmp_path / "page.html").read_text())
+    assert "1 comparison was made" in page
+    assert "one in twenty is expected to look apart by chance" in page
+    assert "2 seeds make a coarse interval" in page
+    assert "+37.5 [+0.0, +75.0]" in page
+    assert "For 1 variant the runs cannot tell" in page
+
+
+def test_what_excludes_0_is_concluded(tmp_path):
+    for variant, right in (("grpo", [0, 1] * 20), ("up", [1] * 40), ("down", [0] * 40), ("same", [1, 0] * 20)):
+        write_run(tmp_path / "study" / variant / "seed-0", right)
+    write_plan(tmp_path / "study", ["grpo", "up", "down", "same"], [0])
+    assert compare(tmp_path / "study", "--output", tmp_path / "page.html") == 0
+    numbers = json.loads((tmp_path / "page.json").read_text())
+    said = {name: row["conclusion"] for name, row in numbers["variants"].items()}
+    assert said == {"grpo": "", "up": "above", "down": "below", "same": "cannot tell"}
+    page = Page((tmp_path / "page.html").read_text())
+    assert "up is above; down is below grpo in held-out greedy accuracy. For 1 other variant" in page
+    assert "3 comparisons were made" in page
+    assert "There is one seed" in page
+
+
+def test_the_page_is_the_same_each_time_and_says_what_makes_its_runs(study_dir, tmp_path):
+    recipe = study_dir / "better" / "recipe.json"
+    recipe.write_text("{}")
+    pages = []
+    for name in ("one", "two"):
+        assert compare(study_dir, "--output", tmp_path / f"{name}.html") == 0
+        pages.append((tmp_path / f"{name}.html").read_text())
+    assert pages[0] == pages[1]
+    page = Page(pages[0])
+    assert f"pellucid train {recipe} --algorithm.seed 1 --run {study_dir}/better/seed-1" in page
+    assert f"pellucid train {study_dir}/grpo/seed-0/config.json --run {study_dir}/grpo/seed-0-again" in page
+
+
+def test_curves_stand_before_the_baseline_with_the_range_over_seeds(study_dir, tmp_path):
+    assert compare(study_dir, "--output", tmp_path / "page.html") == 0
+    page = (tmp_path / "page.html").read_text()
+    assert page.count('<svg class="chart"') == 6
+    assert page.count('class="range"') == 3 + 6, "the baseline once alone and once behind the other"
+    assert "better, step 4: 0.75 [0.75, 0.75]" in page
+    assert "grpo, step 4: 0.375 [0.25, 0.5]" in page
+    assert "mean of 2 seeds, band from lowest to highest" in page
+
+
+def test_a_hostile_run_is_text(tmp_path):
+    name = HOSTILE.replace("/", "|").replace("\x00", "").encode("utf-8", "ignore").decode()
+    for variant in ("grpo", name):
+        write_run(tmp_path / "study" / variant / "seed-0", [1, 0], metrics={f"effect/{HOSTILE}": 1.0})
+    assert compare(tmp_path / "study", "--baseline", "grpo", "--output", tmp_path / "page.html") == 0
+    text = (tmp_path / "page.html").read_text()
+    page = Page(text)
+    assert page.tags <= ALLOWED | {"ul", "li", "span", "code"}
+    assert "<script>alert(1)<|script>" in page
+    assert not [name for name, _ in page.attributes if name.startswith("on") or name in ("href", "src")]
+    assert "default-src 'none'" in text
+
+
+MISTAKES = {
+    "there is no such folder": ["nowhere"],
+    "holds no run": ["empty"],
+    "no evaluation": ["blind"],
+    'there is no variant "gpo"; did you mean "grpo"': ["study", "--baseline", "gpo"],
+    "no run of the baseline": ["half"],
+    "are both grpo seed 0": ["study", "twin"],
+}
+
+
+@pytest.mark.parametrize("complaint", MISTAKES)
+def test_a_mistake_is_one_line_and_exit_2(study_dir, tmp_path, monkeypatch, capsys, complaint):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "empty").mkdir()
+    write_run(tmp_path / "half", [1, 0], steps=2)
+    write_run(tmp_path / "twin" / "grpo" / "seed-0", [1, 0])
+    blind = write_run(tmp_path / "blind", [1, 0])
+    (blind / "evals.jsonl").unlink()
+    settings = json.loads((blind / "config.json").read_text())
+    (blind / "config.json").write_text(json.dumps({**settings, "evaluate": {"every": 0}}))
+    assert compare(*MISTAKES[complaint]) == 2
+    complaints = capsys.readouterr().err
+    assert complaint in complaints
+    assert complaints.count("\n") == 1
+    assert not (tmp_path / "compare.html").exists()

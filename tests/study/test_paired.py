@@ -1,0 +1,102 @@
+"""Paired differences: by hand, and their intervals against the bootstrap distribution written out in full."""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+from statistics import fmean
+
+import numpy as np
+import pytest
+
+from pellucid.study.paired import RESAMPLES, conclusion, differences, interval, resampled
+from pellucid.types import Estimate
+
+TABLES = {
+    "two seeds": [[1.0, 0.0], [-1.0, 1.0]],
+    "one seed": [[1.0, 0.0, -1.0]],
+    "seeds of other sizes": [[1.0], [0.0, -1.0]],
+}
+
+
+def every_resample(table):
+    """The mean of every table that can be drawn, with its chance."""
+    chances = Counter()
+    for rows in itertools.product(table, repeat=len(table)):
+        for drawn in itertools.product(*(itertools.product(row, repeat=len(row)) for row in rows)):
+            chance = len(table) ** -len(table) * np.prod([len(row) ** -len(row) for row in rows])
+            chances[round(fmean(map(fmean, drawn)), 9)] += float(chance)
+    return chances
+
+
+def quantile(chances, share):
+    """The smallest value that at least this share of the draws does not exceed."""
+    reached = 0.0
+    for value in sorted(chances):
+        reached += chances[value]
+        if reached >= share:
+            return value
+    raise AssertionError
+
+
+@pytest.mark.parametrize("table", TABLES.values(), ids=TABLES)
+def test_the_resamples_are_distributed_as_all_that_can_be_drawn(table):
+    chances = every_resample(table)
+    assert sum(chances.values()) == pytest.approx(1.0)
+    drawn = Counter(np.round(resampled(table, np.random.default_rng(1)), 9).tolist())
+    assert drawn.keys() <= chances.keys()
+    for value, chance in chances.items():
+        error = (chance * (1 - chance) / RESAMPLES) ** 0.5
+        assert drawn[value] / RESAMPLES == pytest.approx(chance, abs=4 * error), value
+
+
+@pytest.mark.parametrize("table", TABLES.values(), ids=TABLES)
+def test_the_interval_has_the_ends_of_the_exact_one(table):
+    chances = every_resample(table)
+    measured = interval(table)
+    assert measured.value == pytest.approx(fmean(map(fmean, table)))
+    assert (measured.low, measured.high) == pytest.approx((quantile(chances, 0.025), quantile(chances, 0.975)))
+
+
+def test_seeds_weigh_the_same_whatever_their_questions():
+    assert interval([[1.0], [0.0] * 9]).value == 0.5
+
+
+def test_the_same_data_give_the_same_interval():
+    table = np.random.default_rng(3).integers(-1, 2, size=(3, 50)).tolist()
+    assert interval(table) == interval(table) != interval(table, seed=1)
+
+
+def test_differences_are_taken_question_by_question():
+    assert differences([1, 1, 0, 0], [1, 0, 1, 0]) == [0.0, 1.0, -1.0, 0.0]
+    with pytest.raises(ValueError, match="longer"):
+        differences([1], [1, 0])
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "said"),
+    [(0.01, 0.2, "above"), (-0.2, -0.01, "below"), (0.0, 0.2, "cannot tell"), (-0.2, 0.0, "cannot tell")],
+)
+def test_a_conclusion_needs_an_interval_without_0(low, high, said):
+    assert conclusion(Estimate(0.0, low, high)) == said
+
+
+def coverage(seeds, questions, spread, trials=100):
+    """How often the interval holds the true difference, where runs differ by `spread` from seed to seed."""
+    rng, held = np.random.default_rng(5), 0
+    for _ in range(trials):
+        effects = 0.1 + rng.normal(0, spread, size=seeds)
+        table = [rng.choice([-1.0, 0.0, 1.0], size=questions, p=(0.3 - e / 2, 0.4, 0.3 + e / 2)) for e in effects]
+        measured = interval([row.tolist() for row in table])
+        held += measured.low <= 0.1 <= measured.high
+    return held / trials
+
+
+def test_the_interval_covers_the_truth_as_often_as_it_says():
+    assert coverage(seeds=1, questions=100, spread=0.0) == pytest.approx(0.95, abs=0.05)
+    assert coverage(seeds=8, questions=100, spread=0.1) == pytest.approx(0.95, abs=0.05)
+
+
+def test_three_seeds_that_differ_much_cover_less():
+    """What the page warns of."""
+    assert 0.7 < coverage(seeds=3, questions=1000, spread=0.1) < 0.88

@@ -1,0 +1,152 @@
+"""A study file as the settings of its variants."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from pellucid import cli
+from pellucid.study import plan
+from pellucid.types import UserError
+
+WRAPPERS = Path(__file__).with_name("wrapper_tasks.py")
+OUTER, INNER = f"{WRAPPERS}:Outer", f"{WRAPPERS}:Inner"
+BASE = """
+[task]
+name = "arithmetic"
+digits = 2
+[algorithm]
+steps = 9
+group_size = 8
+[optimizer]
+lr = 1e-5
+"""
+
+
+@pytest.fixture
+def study_file(tmp_path):
+    (tmp_path / "base.toml").write_text(BASE)
+
+    def write(text, head='base = "base.toml"\nseeds = [0, 1]\n'):
+        path = tmp_path / "study.toml"
+        path.write_text(head + text)
+        return path
+
+    return write
+
+
+def task_of(study_file, text):
+    return plan.read(study_file(text)).variants["one"]["task"]
+
+
+def test_variants_are_laid_upon_what_all_share_and_that_upon_the_base(study_file):
+    study = plan.read(
+        study_file("""
+        [common.algorithm]
+        steps = 40
+        [variants.plain]
+        [variants.centered.algorithm]
+        advantage = "centered"
+        group_size = 4
+        """)
+    )
+    assert list(study.variants) == ["plain", "centered"]
+    assert study.variants["plain"]["algorithm"] == {"steps": 40, "group_size": 8}
+    assert study.variants["centered"]["algorithm"] == {"steps": 40, "group_size": 4, "advantage": "centered"}
+    assert all(settings["optimizer"] == {"lr": 1e-5} for settings in study.variants.values())
+
+
+def test_a_task_of_the_same_name_or_of_none_is_merged(study_file):
+    merged = {"name": "arithmetic", "digits": 2, "operators": ["+"]}
+    for name in ("", 'name = "arithmetic"'):
+        assert task_of(study_file, f'[variants.one.task]\n{name}\noperators = ["+"]') == merged
+
+
+def test_another_task_takes_no_setting_of_the_base(study_file):
+    assert task_of(study_file, '[variants.one.task]\nname = "sorting"') == {"name": "sorting"}
+
+
+def test_a_wrapper_goes_around_the_task_of_the_base(study_file):
+    base = {"name": "arithmetic", "digits": 2}
+    around = task_of(study_file, f'[variants.one.task]\nname = "{OUTER}"\nsize = 3')
+    assert around == {"name": OUTER, "size": 3, "task": base}
+    twice = f'[variants.one.task]\nname = "{OUTER}"\n[variants.one.task.task]\nname = "{INNER}"'
+    innermost = {"name": INNER, "task": base}
+    assert task_of(study_file, twice) == {"name": OUTER, "task": innermost}
+
+
+def test_what_a_wrapper_names_inside_is_a_task_like_any_other(study_file):
+    head = f'[variants.one.task]\nname = "{OUTER}"\n[variants.one.task.task]\n'
+    assert task_of(study_file, head + "digits = 3")["task"] == {"name": "arithmetic", "digits": 3}
+    assert task_of(study_file, head + 'name = "sorting"')["task"] == {"name": "sorting"}
+
+
+def test_a_wrapper_that_all_share_is_set_further_by_a_variant(study_file):
+    common = f'[common.task]\nname = "{OUTER}"\nsize = 3\n[variants.one.task]\nsize = 4\n'
+    inside = {"name": "arithmetic", "digits": 2}
+    assert task_of(study_file, common) == {"name": OUTER, "size": 4, "task": inside}
+    inner = "[variants.one.task.task]\ndigits = 1"
+    assert task_of(study_file, common + inner)["task"] == {"name": "arithmetic", "digits": 1}
+
+
+def test_a_base_without_a_task_has_the_usual_one(study_file, tmp_path):
+    path = study_file(f'[variants.one.task]\nname = "{OUTER}"')
+    (tmp_path / "base.toml").write_text("[algorithm]\nsteps = 9\n")
+    assert plan.read(path).variants["one"]["task"]["task"] == {"name": "arithmetic"}
+
+
+def test_every_variant_has_its_first_seed_before_any_has_its_second(study_file):
+    study = plan.read(study_file("[variants.a]\n[variants.b]"))
+    runs = [(cell.variant, cell.seed) for cell in study.cells(Path("runs/s"))]
+    assert runs == [("a", 0), ("b", 0), ("a", 1), ("b", 1)]
+    assert [(cell.variant, cell.seed) for cell in study.cells(Path("runs/s"), ["b"])] == [("b", 0), ("b", 1)]
+
+
+def test_a_cell_is_made_by_a_plain_command():
+    command = ["train", "runs/s/a/recipe.json", "--algorithm.seed", "1", "--run", "runs/s/a/seed-1"]
+    assert plan.Cell(Path("runs/s"), "a", 1).arguments == command
+
+
+def test_a_recipe_reads_back_as_the_settings(study_file, tmp_path):
+    study = plan.read(study_file("[variants.a.algorithm]\nsteps = 3"))
+    plan.write_recipe(tmp_path / "a" / "recipe.json", study.variants["a"])
+    assert json.loads((tmp_path / "a" / "recipe.json").read_text()) == study.variants["a"]
+    assert plan.checked(study)["a"]["algorithm"]["steps"] == 3
+
+
+HEAD = 'base = "base.toml"\nseeds = [0, 1]\n'
+MISTAKES = {
+    "seeds = [0]\n[variants.a]": "base must name the recipe",
+    'base = "nowhere.toml"\nseeds = [0]\n[variants.a]': "nowhere.toml: cannot be read",
+    'base = "base.toml"\n[variants.a]': "seeds must be a list of different whole numbers",
+    'base = "base.toml"\nseeds = [0, 0]\n[variants.a]': "seeds must be a list of different whole numbers",
+    'base = "base.toml"\nseeds = [true]\n[variants.a]': "seeds must be a list of different whole numbers",
+    HEAD: "there are no variants",
+    HEAD + "[variant.a]": 'variant: no such key; did you mean "variants"?',
+    HEAD + "[variants]\na = 3": "a must be a table of settings",
+    HEAD + '[variants."../a"]': "variants.'../a' names a folder",
+    HEAD + "[variants.a.algorithm]\nseed = 3": "a sets algorithm.seed",
+    HEAD + "[common.algorithm]\nseed = 3\n[variants.a]": "common sets algorithm.seed",
+    HEAD + "[variants.b]\n[variants.a.algorithm]\nstep = 3": "variants.a: algorithm.step: no such key; did you mean",
+    HEAD + '[variants.a.task]\nname = "arithmetics"': 'variants.a: task "arithmetics" is unknown',
+    HEAD + "[variants.a]\ntask = 3": "variants.a: task must be a table",
+}
+
+
+@pytest.mark.parametrize("text", MISTAKES)
+def test_a_mistake_in_a_study_is_one_line_before_anything_is_written(study_file, tmp_path, capsys, text):
+    with pytest.raises(SystemExit) as exit_:
+        cli.main(["study", str(study_file(text, head="")), "--into", str(tmp_path / "into")])
+    assert exit_.value.code == 2
+    complaints = capsys.readouterr().err
+    assert MISTAKES[text] in complaints
+    assert complaints.count("\n") == 1
+    assert not (tmp_path / "into").exists()
+
+
+def test_an_unknown_variant_is_not_run(study_file):
+    study = plan.read(study_file("[variants.grpo]"))
+    with pytest.raises(UserError, match='no variant "gpo"; did you mean "grpo"'):
+        study.cells(Path("runs/s"), ["gpo"])
