@@ -38,7 +38,7 @@ def character_tokenizer() -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<eos>", pad_token="<eos>")
 
 
-def tiny_llama(dropout: float = 0.0) -> PreTrainedModel:
+def tiny_llama(dropout: float = 0.0, positions: int = 128) -> PreTrainedModel:
     config = LlamaConfig(
         vocab_size=VOCAB,
         hidden_size=32,
@@ -46,7 +46,7 @@ def tiny_llama(dropout: float = 0.0) -> PreTrainedModel:
         num_hidden_layers=2,
         num_attention_heads=4,
         num_key_value_heads=2,
-        max_position_embeddings=128,
+        max_position_embeddings=positions,
         eos_token_id=EOS,
         bos_token_id=None,
         pad_token_id=EOS,

@@ -30,7 +30,7 @@ TEMPLATE = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
 @contextmanager
 def running(**changes):
     """A service of a tiny random model, and its address."""
-    policy = make_policy("llama")
+    policy = changes.pop("policy", None) or make_policy("llama")
     policy.tokenizer.chat_template = TEMPLATE
     rows, waiting = changes.pop("rows", 16), changes.pop("waiting", 64)
     served = replace(Served("tiny", policy, Engine(policy, rows, waiting), max_tokens=24), **changes)

@@ -1,4 +1,4 @@
-"""The commands of `pellucid`. Exit status: 0 done, 2 for what the user must mend, 130 after Ctrl-C."""
+"""The commands, as USAGE lists them. Exit status: 0 done, 2 for what the user must mend, 130 after Ctrl-C."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ USAGE = """usage: pellucid COMMAND
   train --resume RUN [--section.key VALUE ...]                go on from the last whole checkpoint
   eval MODEL_OR_RUN [--task RECIPE.toml] [--section.key VALUE ...]   held-out accuracy, with intervals
         --show N                                              questions, answers and verdicts printed (3)
+  prefixes RECIPE.toml --output FILE.json [...]               first sentences of thinking, of a teacher or a student
   study STUDY.toml [--into DIR] [--jobs 1]                    train the variants of a recipe, each with every seed
         --only VARIANT ...  --keep-models                     some of them; leave the models in the run folders
   compare RUN ... | STUDY_DIR [--baseline VARIANT]            paired differences, curves and costs of their runs
@@ -34,7 +35,15 @@ USAGE = """usage: pellucid COMMAND
 
 def main(argv: Sequence[str] | None = None) -> None:
     arguments = list(sys.argv[1:] if argv is None else argv)
-    commands = {"train": train, "eval": evaluate, "study": study, "compare": compare, "serve": serve, "doctor": doctor}
+    commands = {
+        "train": train,
+        "eval": evaluate,
+        "prefixes": prefixes,
+        "study": study,
+        "compare": compare,
+        "serve": serve,
+        "doctor": doctor,
+    }
     if not arguments or arguments[0] in ("-h", "--help"):
         print(USAGE)
         sys.exit(0 if arguments else 2)
@@ -90,6 +99,13 @@ def evaluate(arguments: list[str]) -> int:
     from pellucid import run  # noqa: PLC0415 - as in train
 
     return run.evaluate_model(cfg, model, options.show)
+
+
+def prefixes(arguments: list[str]) -> int:
+    quiet_libraries()
+    from pellucid.prefixes import main as command  # noqa: PLC0415 - imports torch itself, where a student needs it
+
+    return command(arguments)
 
 
 def study(arguments: list[str]) -> int:

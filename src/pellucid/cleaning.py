@@ -1,0 +1,65 @@
+"""What a model wrote, down to its first sentences or tokens of thinking. Mathematics stays as it is."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+_FENCE = re.compile(r"```(?:[A-Za-z][\w+-]*[ \t]*(?=\n))?")
+_TAG = re.compile(r"</?(?:think|thinking|thought|reasoning|answer)\s*>", re.IGNORECASE)
+_END_OF_THINKING = re.compile(r"</think(?:ing)?\s*>|<answer\s*>", re.IGNORECASE)
+_LABEL = re.compile(
+    r"^(?:[ \t#>*_-]*(?:my )?(?:(?:thinking|thought|reasoning)(?: process)?|thoughts|chain of thought"
+    r"|first (?:one or two )?sentences?|prefix|思考过程|思考|思路|推理)[ \t]*[*_]*[:：][*_]*\s*)+",
+    re.IGNORECASE | re.MULTILINE,
+)
+_CLOSING = "\"'”’)\\]」』）》"
+# "5! = 120" and "5! + 1" are no two sentences: behind a boundary stands no operator.
+_BOUNDARY = re.compile(rf"[.!?]+[{_CLOSING}]*(?=\s+[^\s=+*/<>^-]|\s*$)|[。！？]+[{_CLOSING}]*")
+_ABBREVIATION = re.compile(r"(?<![^\s(])(?:e\.g|i\.e|vs|cf|approx|Mr|Mrs|Ms|Dr|St|Fig|Eq)\.$")
+_LONGEST_ABBREVIATION = 7
+_NUMBER_OF_A_LIST = re.compile(r"\s*\d+\.")
+
+
+def thinking(text: str) -> str:
+    """What stands before the answer, where tags tell the two apart: a prefix must not give the answer away.
+
+    Example: thinking("<think>3 and 4.</think><answer>7</answer>") == "<think>3 and 4."
+    """
+    before = _END_OF_THINKING.split(text, maxsplit=1)[0]
+    return before if clean(before) else text
+
+
+def clean(text: str) -> str:
+    """One line without tags, code fences and labels.
+
+    Example: clean("**Thinking:** <think>First,\\n 3 < 4.</think>") == "First, 3 < 4."
+    """
+    writable = text.encode(errors="ignore").decode()  # half a surrogate pair can stand in JSON, not in a file
+    unfenced = _TAG.sub(" ", _FENCE.sub(" ", writable))
+    return " ".join(_LABEL.sub("", unfenced).split())
+
+
+def first_sentences(text: str, n: int) -> str:
+    """The whole text where it has no more. Points in numbers, abbreviations and the numbers of a list end nothing.
+
+    Example: first_sentences("Pi is 3.14. Square it. Done.", 2) == "Pi is 3.14. Square it."
+    """
+    start = 0
+    for boundary in _BOUNDARY.finditer(text):
+        end = boundary.end()
+        abbreviated = _ABBREVIATION.search(text, max(start, end - _LONGEST_ABBREVIATION), end)
+        if abbreviated or _NUMBER_OF_A_LIST.fullmatch(text, start, end):
+            continue
+        start, n = end, n - 1
+        if n == 0:
+            return text[:end]
+    return text
+
+
+def first_tokens(text: str, n: int, tokenizer: Any) -> str:
+    ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+    if len(ids) <= n:
+        return text
+    kept = tokenizer.decode(ids[:n], skip_special_tokens=True, clean_up_tokenization_spaces=False)
+    return kept.rstrip("\ufffd").strip()  # half a character

@@ -1,0 +1,124 @@
+"""Prefixes as they come in: a line each, beside the file that they are for. Killed anywhere, a run goes on from it."""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, TextIO
+
+from pellucid.types import Prompt, UserError
+
+SOURCES = ("teacher", "student")
+Slot = tuple[str, str, int]
+"""A question, a source, and which of its prefixes."""
+
+
+class Journal:
+    """The first line holds the settings; while the file is there, it holds every prefix, and the output need not."""
+
+    def __init__(self, output: Path, settings: Mapping[str, Any]) -> None:
+        self.output, self.path = output, output.with_name(f"{output.name}.partial.jsonl")
+        self.settings = json.loads(json.dumps(settings))
+        self.answers: dict[str, str] = {}
+        """The gold answer to each question that has a prefix."""
+        self.texts: dict[Slot, str] = {}
+        self.lock, self.file = threading.Lock(), None
+        self.begun = self.read_lines()
+        if not self.begun:
+            self.read_output()
+
+    def read_lines(self) -> bool:
+        if not self.path.exists():
+            return False
+        # A line without its end was being written when the process was killed: it may break inside a character.
+        *whole, torn = self.path.read_bytes().split(b"\n")
+        if torn:
+            os.truncate(self.path, self.path.stat().st_size - len(torn))
+        if not whole:
+            return False
+        try:
+            settings, *entries = [json.loads(line) for line in whole]
+            self.check(settings["settings"])
+            for entry in entries:
+                self.keep((entry["question"], entry["source"], entry["index"]), entry["answer"], entry["text"])
+        except (ValueError, KeyError, TypeError) as error:
+            raise UserError(f"{self.path} is damaged: remove it to ask anew, or choose another --output") from error
+        return True
+
+    def check(self, settings: Mapping[str, Any]) -> None:
+        for name in {**settings, **self.settings}:
+            then, now = settings.get(name), self.settings.get(name)
+            if then != now:
+                raise UserError(
+                    f"{self.path} was begun with {name} = {json.dumps(then, ensure_ascii=False)}, now it is"
+                    f" {json.dumps(now, ensure_ascii=False)}: finish it with its own settings, choose another --output,"
+                    " or remove it"
+                )
+
+    def read_output(self) -> None:
+        if not self.output.exists():
+            return
+        try:
+            held = json.loads(self.output.read_text(encoding="utf-8"))
+            recipe = held["recipe"]
+            for row in held["questions"]:
+                for source in SOURCES:
+                    for index, text in enumerate(row[source]):
+                        self.keep((row["question"], source, index), row["answer"], text)
+        except (ValueError, KeyError, TypeError) as error:
+            raise UserError(f"{self.output} is no file of prefixes: choose another --output") from error
+        if recipe != self.settings["recipe"]:
+            raise UserError(f"{self.output} holds the prefixes of {recipe}: choose another --output, or remove it")
+
+    def keep(self, slot: Slot, answer: str, text: str) -> None:
+        self.answers[slot[0]], self.texts[slot] = answer, text
+
+    def missing(self, prompts: Iterable[Prompt], sources: Sequence[str], n: int) -> list[Slot]:
+        wanted = ((p.question, source, index) for p in prompts for source in sources for index in range(n))
+        return [slot for slot in wanted if slot not in self.texts]
+
+    def open(self) -> TextIO:
+        """For `add`. What an earlier output held goes in first, all of it or nothing."""
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        if not self.begun:
+            lines = [{"settings": self.settings}, *(self.entry(slot) for slot in self.texts)]
+            replace_with(self.path, "".join(map(as_line, lines)))
+        self.file = self.path.open("a", encoding="utf-8")
+        return self.file
+
+    def add(self, slot: Slot, answer: str, text: str) -> None:
+        with self.lock:
+            assert self.file is not None, "open the journal before adding to it"
+            self.keep(slot, answer, text)
+            self.file.write(as_line(self.entry(slot)))
+            self.file.flush()
+
+    def entry(self, slot: Slot) -> dict[str, Any]:
+        question, source, index = slot
+        answer, text = self.answers[question], self.texts[slot]
+        return {"question": question, "source": source, "index": index, "answer": answer, "text": text}
+
+    def write(self, prompts: Sequence[Prompt]) -> None:
+        """The output: these questions in their order, then those that an earlier run asked besides."""
+        answers = {prompt.question: prompt.answer for prompt in prompts}
+        rows: dict[str, dict[str, Any]] = {
+            question: {"question": question, "answer": answer, **{source: [] for source in SOURCES}}
+            for question, answer in (answers | self.answers | answers).items()
+        }
+        for (question, source, _), text in sorted(self.texts.items(), key=lambda entry: entry[0][2]):
+            rows[question][source].append(text)
+        held = {"recipe": self.settings["recipe"], "questions": list(rows.values())}
+        replace_with(self.output, json.dumps(held, ensure_ascii=False, indent=1) + "\n")
+
+
+def as_line(entry: Mapping[str, Any]) -> str:
+    return json.dumps(entry, ensure_ascii=False) + "\n"
+
+
+def replace_with(path: Path, text: str) -> None:
+    temporary = path.with_name(f"{path.name}.tmp")
+    temporary.write_text(text, encoding="utf-8")
+    os.replace(temporary, path)

@@ -1,0 +1,251 @@
+"""`pellucid prefixes`: how a teacher or a student begins to think about the questions of a task."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from rich.progress import Progress
+
+from pellucid import config
+from pellucid.cleaning import clean, first_sentences, first_tokens, thinking
+from pellucid.config import Config
+from pellucid.evaluate import held_out
+from pellucid.interrupts import INTERRUPTED
+from pellucid.journal import SOURCES, Journal
+from pellucid.teacher import Endpoint, Teacher, UnansweredError, checked, messages_of
+from pellucid.types import Prompt, UserError
+
+ROWS = 64
+"""Of a student, decoded between two visits to the journal."""
+EVERY = 10
+"""Seconds between two lines of progress where no terminal is."""
+LEAST = {
+    "n": 1,
+    "per_question": 1,
+    "workers": 1,
+    "per_minute": 0,
+    "retries": 0,
+    "temperature": 0,
+    "max_tokens": 1,
+    "sentences": 1,
+    "truncate_tokens": 0,
+}
+Read = Callable[[str], str]
+
+
+def main(arguments: list[str]) -> int:
+    options, overrides = parsed(arguments)
+    check(options)
+    cfg = config.load(options.recipe, overrides, prog="pellucid prefixes")
+    try:
+        return collect(cfg, options)
+    except KeyboardInterrupt:
+        print(f"stopped; nothing is lost: the same command goes on with {options.output}", flush=True)
+        os._exit(INTERRUPTED)  # Python would wait for every request under way
+
+
+def parsed(arguments: list[str]) -> tuple[argparse.Namespace, list[str]]:
+    parser = argparse.ArgumentParser(
+        prog="pellucid prefixes", allow_abbrev=False, epilog="--section.key VALUE overrides the recipe, as in train"
+    )
+    parser.add_argument("recipe", type=Path, metavar="RECIPE.toml")
+    parser.add_argument("--output", type=Path, default=Path("prefixes.json"))
+    parser.add_argument("--n", type=int, default=100, help="questions")
+    parser.add_argument("--per-question", type=int, default=5, help="prefixes from each source")
+    parser.add_argument("--teacher", default="", help="the model's name at the endpoint")
+    parser.add_argument("--base-url", default="https://api.openai.com/v1", help="of an OpenAI-compatible endpoint")
+    parser.add_argument("--key-env", default="OPENAI_API_KEY", help="the environment variable that holds the key")
+    parser.add_argument("--student", default="", help="what --policy.model takes")
+    parser.add_argument("--workers", type=int, default=10, help="requests at once")
+    parser.add_argument("--per-minute", type=float, default=0, help="most requests started a minute; 0 is no limit")
+    parser.add_argument("--timeout", type=float, default=60, help="seconds without a sign of the endpoint")
+    parser.add_argument("--retries", type=int, default=6)
+    parser.add_argument("--temperature", type=float, default=1.2)
+    parser.add_argument("--max-tokens", type=int, default=200, help="of an answer")
+    parser.add_argument("--sentences", type=int, default=2, help="kept of an answer")
+    parser.add_argument("--truncate-tokens", type=int, default=0, help="kept of an answer, instead of sentences")
+    return parser.parse_known_args(arguments)
+
+
+def check(options: argparse.Namespace) -> None:
+    for name, least in LEAST.items():
+        if not least <= getattr(options, name) < float("inf"):
+            raise UserError(f"--{name.replace('_', '-')} {getattr(options, name)} must be at least {least}")
+    if not 0 < options.timeout < float("inf"):
+        raise UserError(f"--timeout {options.timeout} must be a positive number of seconds")
+    if not options.teacher and not options.student:
+        raise UserError("nobody is there to ask: name --teacher MODEL, --student MODEL, or both")
+    if options.output.is_dir():
+        raise UserError(f"--output {options.output} is a folder: name a file in it")
+    checked(options.base_url)
+
+
+# ---------------------------------------------------------------- the whole
+
+
+def collect(cfg: Config, options: argparse.Namespace) -> int:
+    sources = [source for source in SOURCES if getattr(options, source)]
+    prompts = questions(cfg.task, options.n)
+    journal = Journal(options.output, settings_of(cfg, options))
+    missing = journal.missing(prompts, sources, options.per_question)
+    if not missing and not journal.begun:
+        print(f"{options.output} is complete: nothing is asked; for other prefixes choose another --output")
+        return 0
+    complaints = ask_all(cfg, options, prompts, journal, len(missing)) if missing else []
+    journal.write(prompts)
+    if missing := journal.missing(prompts, sources, options.per_question):
+        raise UserError(
+            f"{len(missing)} prefixes are missing ({complaints[0]}); {options.output} holds the others: the same"
+            " command asks for those alone"
+        )
+    journal.path.unlink()
+    print(f"prefixes {options.output}")
+    return 0
+
+
+def ask_all(
+    cfg: Config, options: argparse.Namespace, prompts: Sequence[Prompt], journal: Journal, missing: int
+) -> list[str]:
+    """Asks for all that is missing; why some of it still is."""
+    read = reader(cfg, options)
+    # Both are looked for before one is asked: what is found wrong later has cost its time.
+    teacher = Teacher(endpoint_of(options), read) if options.teacher else None
+    student = load_student(cfg, options) if options.student else None
+    print(f"asks for {missing} prefixes of {len(prompts)} questions, {len(journal.texts)} are there", flush=True)
+    with journal.open(), progress(missing) as advance:
+        complaints = ask_teacher(teacher, options, prompts, journal, advance) if teacher else []
+        complaints += ask_student(student, options, prompts, journal, read, advance) if student else []
+    return complaints
+
+
+def questions(task: Any, n: int) -> list[Prompt]:
+    """Up to n different ones of the train split, of the task itself where others are wrapped around it."""
+    while hasattr(task, "task"):
+        task = task.task
+    return held_out(replace(task, split="train"), n)
+
+
+def settings_of(cfg: Config, options: argparse.Namespace) -> dict[str, Any]:
+    """All that decides what a prefix is. Their number and the endpoint's address may change between two runs."""
+    names = ["teacher", "student", "temperature", "max_tokens", "truncate_tokens"]
+    names += [] if options.truncate_tokens else ["sentences"]
+    settings = {name: getattr(options, name) for name in names}
+    tokenizer = {"tokenizer": options.student or cfg.policy.model} if options.truncate_tokens else {}
+    return {"recipe": str(options.recipe), "task": config.dump(cfg)["task"], **settings, **tokenizer}
+
+
+def endpoint_of(options: argparse.Namespace) -> Endpoint:
+    return Endpoint(
+        base_url=options.base_url,
+        model=options.teacher,
+        key_env=options.key_env,
+        temperature=options.temperature,
+        max_tokens=options.max_tokens,
+        timeout=options.timeout,
+        retries=options.retries,
+        per_minute=options.per_minute,
+    )
+
+
+def reader(cfg: Config, options: argparse.Namespace) -> Read:
+    """From what a model wrote to a prefix, empty where there is none."""
+    if not options.truncate_tokens:
+        return lambda text: first_sentences(clean(thinking(text)), options.sentences)
+    from pellucid import pretrained  # noqa: PLC0415 - torch takes seconds to import: not every run needs it
+
+    tokenizer = pretrained.tokenizer(options.student or cfg.policy.model)
+    return lambda text: first_tokens(clean(thinking(text)), options.truncate_tokens, tokenizer)
+
+
+# ---------------------------------------------------------------- the two sources
+
+
+def ask_teacher(
+    teacher: Teacher,
+    options: argparse.Namespace,
+    prompts: Sequence[Prompt],
+    journal: Journal,
+    advance: Callable[[], None],
+) -> list[str]:
+    known = {prompt.question: prompt for prompt in prompts}
+    missing, complaints = journal.missing(prompts, ["teacher"], options.per_question), []
+
+    def ask(question: str, index: int) -> None:
+        text = teacher.ask(known[question])
+        journal.add((question, "teacher", index), known[question].answer, text)
+
+    pool = ThreadPoolExecutor(options.workers)
+    try:
+        for future in as_completed([pool.submit(ask, question, index) for question, _, index in missing]):
+            try:
+                future.result()
+            except UnansweredError as error:
+                complaints.append(str(error))
+            advance()
+    finally:
+        pool.shutdown(wait=False, cancel_futures=True)
+        teacher.close()
+    return complaints
+
+
+def load_student(cfg: Config, options: argparse.Namespace) -> Any:
+    from pellucid import student  # noqa: PLC0415 - as in reader
+
+    return student.load(cfg, options.student, options.temperature, options.max_tokens)
+
+
+def ask_student(
+    student: Any,
+    options: argparse.Namespace,
+    prompts: Sequence[Prompt],
+    journal: Journal,
+    read: Read,
+    advance: Callable[[], None],
+) -> list[str]:
+    """Random numbers belong to a question and the batches are the same in every run: so are the prefixes."""
+    size, complaints = options.per_question, []
+    at_once = max(1, ROWS // size)
+    for start in range(0, len(prompts), at_once):
+        batch = prompts[start : start + at_once]
+        asked = [replace(prompt, id=prompt.question, text=messages_of(prompt)) for prompt in batch]
+        for attempt in range(options.retries + 1):
+            missing = set(journal.missing(batch, ["student"], size))
+            if not missing:
+                break
+            for prompt, group in zip(batch, student.generate(asked, size, f"prefixes/{attempt}"), strict=True):
+                for index, completion in enumerate(group.completions):
+                    slot, text = (prompt.question, "student", index), read(completion.text)
+                    if text and slot in missing:
+                        journal.add(slot, prompt.answer, text)
+                        advance()
+        complaints += ["the student's answers are empty" for _ in journal.missing(batch, ["student"], size)]
+    return complaints
+
+
+@contextmanager
+def progress(total: int) -> Iterator[Callable[[], None]]:
+    """A bar where a person watches, a line now and then where a file does."""
+    if sys.stdout.isatty():
+        with Progress() as bar:
+            task = bar.add_task("prefixes", total=total)
+            yield lambda: bar.advance(task)
+        return
+    done, shown = 0, time.monotonic()
+
+    def advance() -> None:
+        nonlocal done, shown
+        done += 1
+        if time.monotonic() - shown >= EVERY:
+            shown = time.monotonic()
+            print(f"{done} of {total}", flush=True)
+
+    yield advance

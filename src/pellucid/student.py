@@ -1,0 +1,15 @@
+"""A local model that is asked as a teacher is."""
+
+from __future__ import annotations
+
+from pellucid import hardware, policy
+from pellucid.config import Config
+from pellucid.samplers.native import Native
+
+
+def load(cfg: Config, name: str, temperature: float, max_tokens: int) -> Native:
+    hardware.keep_freed_memory()
+    device = hardware.pick_device(cfg.policy.device)
+    dtype = hardware.pick_dtype(cfg.policy.dtype, device)
+    frozen = policy.load_frozen(name, device, dtype, cfg.sampler.temperature, cfg.policy.engine)
+    return Native(temperature, max_tokens, cfg.sampler.rows, policy=frozen)

@@ -1,0 +1,209 @@
+"""A teacher behind an OpenAI-compatible endpoint. Back-off, jitter and Retry-After are those of the official client."""
+
+from __future__ import annotations
+
+import os
+import re
+import socket
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+from urllib.parse import urlsplit
+
+from pellucid.extras import extra
+from pellucid.types import Message, Prompt, UserError
+
+INSTRUCTION = (
+    "Write only the first one or two sentences of your thinking about this question. Do not solve it, do not give the"
+    " answer, and write no labels and no headings."
+)
+CLIENT_WAITS = 120
+"""Seconds: above, the official client gives up instead of waiting."""
+LONGEST_WAIT = 600
+"""Seconds: an endpoint that asks for more is not waited for."""
+
+
+class UnansweredError(Exception):
+    """One request failed for good; others may succeed."""
+
+
+@dataclass(frozen=True)
+class Endpoint:
+    base_url: str
+    model: str
+    key_env: str
+    """The environment variable that holds the key."""
+    temperature: float
+    max_tokens: int
+    timeout: float
+    retries: int
+    per_minute: float
+    """Most requests started a minute, those of the retries included; 0 is no limit."""
+
+    @property
+    def loopback(self) -> bool:
+        return urlsplit(self.base_url).hostname in ("localhost", "127.0.0.1", "::1")
+
+    def key(self) -> str:
+        """UserError where there is none, except that the loopback needs none."""
+        key = os.environ.get(self.key_env, "").strip()
+        if not key and not self.loopback:
+            raise UserError(f"{self.base_url} needs a key: put it into the environment variable {self.key_env}")
+        if not (key.isascii() and key.isprintable()):
+            raise UserError(f"the environment variable {self.key_env} holds no key: keys are ASCII, in one line")
+        return key or "none"
+
+
+def checked(base_url: str) -> str:
+    try:
+        parts = urlsplit(base_url)
+        whole = parts.scheme in ("http", "https") and parts.hostname and (parts.port or True)
+    except ValueError:
+        parts, whole = None, False
+    if parts is None or not whole:
+        raise UserError(f"--base-url {base_url!r} is no address: write http://HOST:PORT/v1 or https://HOST/v1")
+    if parts.username or parts.password or parts.query:
+        raise UserError("--base-url must hold no secret: put the key into the variable that --key-env names")
+    return base_url
+
+
+def messages_of(prompt: Prompt) -> tuple[Message, ...]:
+    """The task's own, with the instruction behind the question."""
+    whole = prompt.text if not isinstance(prompt.text, str) else ({"role": "user", "content": prompt.text},)
+    *before, last = whole
+    return (*before, {**last, "content": f"{last['content']}\n\n{INSTRUCTION}"})
+
+
+class Teacher:
+    """For many threads at once. `read` makes a prefix of an answer: where it finds none, the model is asked again."""
+
+    def __init__(self, endpoint: Endpoint, read: Callable[[str], str]) -> None:
+        self.endpoint, self.read, self.key = endpoint, read, endpoint.key()
+        self.openai = extra("openai", "teacher", "--teacher")
+        self.pace = Pace(endpoint.per_minute)
+        if endpoint.loopback:
+            reach(endpoint.base_url)
+        self.client = self.openai.OpenAI(
+            api_key=self.key,
+            base_url=endpoint.base_url,
+            timeout=endpoint.timeout,
+            max_retries=endpoint.retries,
+            http_client=self.openai.DefaultHttpxClient(event_hooks={"request": [self.pace.start]}),
+        )
+
+    def ask(self, prompt: Prompt) -> str:
+        """Never empty. UnansweredError where this request failed for good, UserError where every request would."""
+        messages, complaint = messages_of(prompt), ""
+        for _ in range(self.endpoint.retries + 1):
+            try:
+                if text := self.read(self.answer(messages)):
+                    return text
+                complaint = "the answer is empty"
+            except self.openai.APIStatusError as error:
+                complaint = self.refusal(error)
+                self.pace.wait(long_wait(error, complaint))
+            except self.openai.APIConnectionError as error:
+                raise self.unconnected(error) from None
+            except ValueError:
+                complaint = "the answer is no JSON"
+        raise UnansweredError(complaint)
+
+    def answer(self, messages: Sequence[Message]) -> str:
+        endpoint = self.endpoint
+        answer = self.client.chat.completions.create(
+            model=endpoint.model,
+            messages=messages,
+            temperature=endpoint.temperature,
+            max_tokens=endpoint.max_tokens,
+        )
+        choices = getattr(answer, "choices", None)  # the client passes on what is no completion as it stands
+        return (choices[0].message.content or "") if choices else ""
+
+    def refusal(self, error: Any) -> str:
+        """In words that never hold the key: endpoints quote it. UserError where every request would end so."""
+        e = self.endpoint
+        if error.status_code in (401, 403):
+            raise UserError(
+                f"{e.base_url} does not take the key (HTTP {error.status_code}): put one that it takes into the"
+                f" environment variable {e.key_env}"
+            )
+        if error.status_code == 404:
+            raise UserError(
+                f"{e.base_url} knows no model {e.model!r} (HTTP 404): name another with --teacher, or mend --base-url,"
+                " which often ends in /v1"
+            )
+        if error.code == "insufficient_quota":
+            raise UserError(
+                f"{e.base_url} says that the quota of {e.key_env} is used up: add to it, then run this again"
+            )
+        said = error.body.get("message", "") if isinstance(error.body, Mapping) else ""
+        return f"HTTP {error.status_code} {self.redacted(str(said))}".strip()
+
+    def redacted(self, text: str) -> str:
+        """Without whatever begins as the key does."""
+        return " ".join(re.sub(rf"{re.escape(self.key[:4])}\S*", "[key]", text).split())[:200]
+
+    def unconnected(self, error: Exception) -> Exception:
+        if isinstance(error, self.openai.APITimeoutError):
+            return UnansweredError(f"no answer within {self.endpoint.timeout:g} s")
+        cause = first_cause(error)
+        if isinstance(cause, ConnectionRefusedError | socket.gaierror):
+            return unreachable(self.endpoint.base_url, cause)
+        return UnansweredError("the connection was dropped")
+
+    def close(self) -> None:
+        """Requests under way are given up."""
+        self.pace.stopped.set()
+        self.client.close()
+
+
+class Pace:
+    """Starts of requests, evenly spaced; once stopped, none starts and none waits."""
+
+    def __init__(self, per_minute: float) -> None:
+        self.gap = 60 / per_minute if per_minute else 0.0
+        self.free, self.lock, self.stopped = 0.0, threading.Lock(), threading.Event()
+
+    def start(self, _request: Any) -> None:
+        with self.lock:
+            now = time.monotonic()
+            mine = max(now, self.free)
+            self.free = mine + self.gap
+        self.wait(mine - now)
+
+    def wait(self, seconds: float) -> None:
+        if self.stopped.wait(seconds):
+            raise UnansweredError("stopped")
+
+
+def long_wait(error: Any, complaint: str) -> float:
+    """Seconds, where the endpoint asks for a wait that its client refuses; else UnansweredError."""
+    try:
+        seconds = float(error.response.headers.get("retry-after", "0"))
+    except ValueError:  # a date
+        seconds = 0.0
+    if not CLIENT_WAITS < seconds <= LONGEST_WAIT:
+        raise UnansweredError(complaint)
+    return seconds
+
+
+def reach(base_url: str) -> None:
+    """Says at once that no service is there, which the client would say after all its retries."""
+    parts = urlsplit(base_url)
+    port = parts.port or (443 if parts.scheme == "https" else 80)
+    try:
+        socket.create_connection((parts.hostname or "", port), timeout=5).close()
+    except OSError as error:
+        raise unreachable(base_url, error) from None
+
+
+def unreachable(base_url: str, error: OSError) -> UserError:
+    return UserError(f"{base_url} cannot be reached ({error.strerror}): start the service, or mend --base-url")
+
+
+def first_cause(error: BaseException) -> BaseException:
+    while error.__cause__ or error.__context__:
+        error = error.__cause__ or error.__context__ or error
+    return error

@@ -1,0 +1,546 @@
+"""`pellucid prefixes` against a real service behind a proxy that misbehaves, killed and started again."""
+
+from __future__ import annotations
+
+import errno
+import json
+import signal
+import subprocess
+import sys
+import threading
+import time
+import urllib.request
+from contextlib import contextmanager
+from dataclasses import dataclass
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from random import Random
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from conftest import character_tokenizer, tiny_llama
+from pellucid import cli, prefixes
+from pellucid.journal import Journal
+from pellucid.policy import Policy
+from pellucid.teacher import INSTRUCTION, Endpoint, Teacher, UnansweredError
+from pellucid.types import Prompt, UserError
+from test_serve import running
+
+KEY = "sk-proj-verysecret0123456789"
+POSITIONS = 512
+"""The instruction alone has 170 characters, which are tokens here."""
+
+
+class Proxy(ThreadingHTTPServer):
+    """Passes requests on, except for what `fault(number, body)` says; keeps when each came and what became of it."""
+
+    daemon_threads = True
+    request_queue_size = 64
+
+    def __init__(self, upstream: str, fault=lambda number, body: "", delay=0.0):
+        super().__init__(("127.0.0.1", 0), Handler)
+        self.upstream, self.fault, self.delay, self.lock = upstream, fault, delay, threading.Lock()
+        self.seen, self.keys, self.bodies = [], [], []
+        self.closing = threading.Event()
+
+    @property
+    def url(self):
+        return f"http://127.0.0.1:{self.server_address[1]}/v1"
+
+    def count(self, what):
+        return sum(became == what for _, became in self.seen)
+
+    def handle_error(self, request, client_address):
+        """A client that was killed hung up."""
+
+
+class Handler(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+
+    def do_POST(self):
+        server = self.server
+        raw = self.rfile.read(int(self.headers["Content-Length"]))
+        body = json.loads(raw)
+        with server.lock:
+            fault = server.fault(len(server.seen), body)
+            server.seen.append((time.monotonic(), fault))
+            server.keys.append(self.headers["Authorization"])
+            server.bodies.append(body)
+        time.sleep(server.delay)
+        if fault == "drop":
+            self.close_connection = True
+        elif fault == "stall":
+            server.closing.wait(20)
+            self.close_connection = True
+        elif fault == "empty":
+            self.reply(200, {"choices": [{"index": 0, "message": {"role": "assistant", "content": " <think> "}}]})
+        elif fault == "garbage":
+            self.reply(200, "{half", "application/json")
+        elif fault:
+            status, _, wait = fault.partition(" ")
+            said = {"message": f"Wrong: {KEY} and {KEY[:9]}***89", "code": None}
+            self.reply(int(status), {"error": said}, retry_after=wait)
+        else:
+            request = urllib.request.Request(server.upstream + self.path, raw, {"Content-Type": "application/json"})
+            with urllib.request.urlopen(request, timeout=20) as response:
+                self.reply(response.status, response.read().decode())
+
+    def reply(self, status, body, kind="application/json", retry_after=""):
+        raw = (body if isinstance(body, str) else json.dumps(body)).encode()
+        self.send_response(status)
+        self.send_header("Content-Type", kind)
+        self.send_header("Content-Length", str(len(raw)))
+        if retry_after:
+            self.send_header("Retry-After", retry_after)
+        self.end_headers()
+        self.wfile.write(raw)
+
+    def log_message(self, *_):
+        pass
+
+
+@pytest.fixture(scope="module")
+def wide_dir(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("wide")
+    torch.manual_seed(0)
+    tiny_llama(positions=POSITIONS).save_pretrained(folder)
+    character_tokenizer().save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def service():
+    """Its model never ends at once: an empty answer would be asked again, and requests are counted here."""
+    torch.manual_seed(0)
+    policy = Policy(tiny_llama(positions=POSITIONS), character_tokenizer())
+    policy.eos_ids = (-1,)
+    with running(policy=policy) as (_, url):
+        yield url
+
+
+@contextmanager
+def proxied(service, fault=lambda number, body: "", delay=0.0):
+    proxy = Proxy(service, fault, delay)
+    thread = threading.Thread(target=proxy.serve_forever, kwargs={"poll_interval": 0.05})
+    thread.start()
+    try:
+        yield proxy
+    finally:
+        proxy.closing.set()
+        proxy.shutdown()
+        thread.join()
+        proxy.server_close()
+
+
+def command(recipe, output, url="", n=6, per_question=3, **options):
+    teacher = {"teacher": "tiny", "base_url": url} if url else {}
+    settings = {"n": n, "per_question": per_question, "max_tokens": 12, **teacher, **options}
+    flags = [text for name, value in settings.items() for text in (f"--{name.replace('_', '-')}", str(value))]
+    return ["prefixes", str(recipe), "--output", str(output), *flags]
+
+
+def status(arguments):
+    with pytest.raises(SystemExit) as exit_:
+        cli.main(arguments)
+    return exit_.value.code
+
+
+def journal_of(output):
+    return output.with_name(output.name + ".partial.jsonl")
+
+
+def entries(output):
+    """Whole lines of the journal behind the settings."""
+    path = journal_of(output)
+    return [json.loads(line) for line in path.read_bytes().split(b"\n")[1:-1]] if path.exists() else []
+
+
+def check_whole(output, recipe, n=6, **sources):
+    """Every question once and in the task's order, with as many prefixes of each source as were asked for."""
+    held = json.loads(output.read_text(encoding="utf-8"))
+    assert list(held) == ["recipe", "questions"]
+    assert held["recipe"] == str(recipe)
+    expected = [prompt.question for prompt in cli.config.load(recipe).task.sample(0, n)]
+    assert [row["question"] for row in held["questions"]] == expected
+    assert {tuple(row) for row in held["questions"]} == {("question", "answer", "teacher", "student")}
+    for source in ("teacher", "student"):
+        assert {len(row[source]) for row in held["questions"]} == {sources.get(source, 0)}
+        assert all(text == " ".join(text.split()) != "" for row in held["questions"] for text in row[source])
+    assert not journal_of(output).exists()
+    assert [path.name for path in output.parent.glob("*.tmp")] == []
+    return held
+
+
+# ---------------------------------------------------------------- an endpoint that misbehaves
+
+
+def test_every_question_is_answered_by_an_endpoint_that_fails_a_third_of_the_time(service, recipe, tmp_path):
+    random, output = Random(7), tmp_path / "out" / "prefixes.json"
+    special = {2: "stall", 5: "429 1", 7: "empty", 9: "empty", 11: "garbage"}
+
+    def fault(number, body):
+        return special.get(number) or (random.choice(["500", "drop"]) if random.random() < 0.3 else "")
+
+    with proxied(service, fault) as proxy:
+        assert status(command(recipe, output, proxy.url, timeout=2, n=10)) == 0
+        assert all(proxy.count(what) for what in ("500", "drop", "stall", "429 1", "empty", "garbage"))
+    check_whole(output, recipe, n=10, teacher=3)
+
+
+def test_the_messages_are_those_of_the_task_with_the_instruction_behind(service, tmp_path):
+    recipe = tmp_path / "own.toml"
+    recipe.write_text('[task]\nname = "expected"\nsystem = "Be brief."\n')
+    with proxied(service) as proxy:
+        assert status(command(recipe, tmp_path / "p.json", proxy.url, n=1, per_question=1)) == 0
+        [body] = proxy.bodies
+    system, user = body["messages"]
+    assert system == {"role": "system", "content": "Be brief."}
+    [prompt] = cli.config.load(recipe).task.sample(0, 1)
+    assert user == {"role": "user", "content": f"{prompt.question}\n\n{INSTRUCTION}"}
+    assert (body["model"], body["temperature"], body["max_tokens"]) == ("tiny", 1.2, 12)
+    [row] = json.loads((tmp_path / "p.json").read_text(encoding="utf-8"))["questions"]
+    assert (row["question"], row["answer"]) == (prompt.question, prompt.answer)
+
+
+def test_the_client_waits_as_long_as_it_is_told(service, recipe, tmp_path):
+    with proxied(service, lambda number, body: "429 1" if number == 0 else "") as proxy:
+        assert status(command(recipe, tmp_path / "p.json", proxy.url, n=1, per_question=1)) == 0
+        (first, _), (second, _) = proxy.seen
+    assert second - first >= 1, "its own back-off is half a second at most"
+
+
+def test_longer_waits_than_the_client_takes_are_kept_up_to_a_limit(service):
+    asked = []
+    with proxied(service, lambda number, body: ["429 300", "", "429 3600"][number]) as proxy:
+        teacher = Teacher(Endpoint(proxy.url, "tiny", "NO_KEY", 1.0, 8, 5, 2, 0), str.strip)
+        teacher.pace.wait = asked.append
+        assert teacher.ask(Prompt("p", "2+3="))
+        assert asked == [0.0, 300, 0.0]
+        with pytest.raises(UnansweredError, match="HTTP 429"):
+            teacher.ask(Prompt("p", "2+3="))
+        teacher.close()
+
+
+def test_requests_start_no_faster_than_allowed(service, recipe, tmp_path):
+    with proxied(service, lambda number, body: "500" if number == 1 else "") as proxy:
+        assert status(command(recipe, tmp_path / "p.json", proxy.url, n=2, per_question=2, per_minute=300)) == 0
+        times = sorted(when for when, _ in proxy.seen)
+    assert len(times) == 5
+    assert times[-1] - times[0] >= 4 * 0.2 - 0.05, "a retry is a request as well"
+
+
+def test_what_fails_for_good_ends_nothing_else_and_is_asked_alone_the_next_time(service, recipe, tmp_path, capsys):
+    output = tmp_path / "prefixes.json"
+    hopeless = cli.config.load(recipe).task.sample(0, 6)[1].question
+
+    def fault(number, body):
+        return "500" if body["messages"][-1]["content"].startswith(hopeless) else ""
+
+    with proxied(service, fault) as proxy:
+        assert status(command(recipe, output, proxy.url, retries=1)) == 2
+        [line] = capsys.readouterr().err.splitlines()
+        assert "3 prefixes are missing (HTTP 500" in line and "the same command asks for those alone" in line
+    held = json.loads(output.read_text())["questions"]
+    assert [len(row["teacher"]) for row in held] == [3, 0, 3, 3, 3, 3]
+    with proxied(service) as proxy:
+        first = [row["teacher"] for row in held if row["teacher"]]
+        assert status(command(recipe, output, proxy.url, retries=1)) == 0
+        assert {body["messages"][-1]["content"] for body in proxy.bodies} == {f"{hopeless}\n\n{INSTRUCTION}"}
+        assert len(proxy.bodies) == 3
+    held = check_whole(output, recipe, teacher=3)
+    assert [row["teacher"] for row in held["questions"] if row["question"] != hopeless] == first
+
+
+# ---------------------------------------------------------------- what stops at once
+
+
+@pytest.mark.parametrize(
+    ("fault", "mend"),
+    [
+        ("401", "put one that it takes into the environment variable PELLUCID_TEST_KEY"),
+        ("403", "put one that it takes into the environment variable PELLUCID_TEST_KEY"),
+        ("404", "name another with --teacher"),
+    ],
+)
+def test_a_wrong_key_and_a_wrong_model_stop_at_once(fault, mend, service, recipe, tmp_path, capfd, monkeypatch):
+    monkeypatch.setenv("PELLUCID_TEST_KEY", KEY)
+    with proxied(service, lambda number, body: fault) as proxy:
+        arguments = command(recipe, tmp_path / "p.json", proxy.url, key_env="PELLUCID_TEST_KEY", n=40, workers=2)
+        assert status(arguments) == 2
+        assert proxy.keys[0] == f"Bearer {KEY}"
+        assert len(proxy.seen) < 12
+    out, err = capfd.readouterr()
+    [line] = err.splitlines()
+    assert mend in line
+    written = out + err + "".join(path.read_text() for path in tmp_path.rglob("*") if path.is_file())
+    assert KEY[:7] not in written
+
+
+def test_an_error_that_quotes_the_key_is_told_without_it(service, recipe, tmp_path, capfd, monkeypatch):
+    monkeypatch.setenv("PELLUCID_TEST_KEY", KEY)
+    with proxied(service, lambda number, body: "400") as proxy:
+        assert status(command(recipe, tmp_path / "p.json", proxy.url, key_env="PELLUCID_TEST_KEY")) == 2
+    err = capfd.readouterr().err
+    assert "HTTP 400 Wrong: [key] and [key]" in err
+    assert KEY[:7] not in err
+
+
+@pytest.mark.parametrize(
+    ("options", "complaint"),
+    [
+        ({"base_url": "http://127.0.0.1:9/v1"}, "http://127.0.0.1:9/v1 cannot be reached"),
+        ({"base_url": "https://api.example.com/v1"}, "put it into the environment variable NO_SUCH_KEY"),
+        ({"base_url": "api.example.com"}, "write http://HOST:PORT/v1"),
+        ({"base_url": "http://[/v1"}, "write http://HOST:PORT/v1"),
+        ({"base_url": "http://me:secret@127.0.0.1/v1"}, "must hold no secret"),
+        ({"teacher": ""}, "name --teacher MODEL, --student MODEL, or both"),
+        ({"n": 0}, "--n 0 must be at least 1"),
+        ({"per_question": 0}, "--per-question 0 must be at least 1"),
+        ({"workers": -1}, "--workers -1 must be at least 1"),
+        ({"timeout": 0}, "--timeout 0.0 must be a positive number"),
+        ({"temperature": "nan"}, "--temperature nan must be at least 0"),
+        ({"per_minute": "inf"}, "--per-minute inf must be at least 0"),
+        ({"sentences": 0}, "--sentences 0 must be at least 1"),
+    ],
+)
+def test_mistakes_are_told_in_one_line(options, complaint, recipe, tmp_path, capfd):
+    arguments = command(recipe, tmp_path / "p.json", key_env="NO_SUCH_KEY", **{"teacher": "tiny", **options})
+    assert status(arguments) == 2
+    [line] = capfd.readouterr().err.splitlines()
+    assert complaint in line
+    assert "secret@" not in line
+    assert [path for path in tmp_path.iterdir() if path != recipe] == []
+
+
+def test_a_service_that_goes_away_is_told_in_one_line(service):
+    with proxied(service) as proxy:
+        teacher = Teacher(Endpoint(proxy.url, "tiny", "NO_KEY", 1.0, 8, 5, 1, 0), str.strip)
+    with pytest.raises(UserError, match="cannot be reached"):
+        teacher.ask(Prompt("p", "2+3="))
+    teacher.close()
+
+
+@pytest.mark.parametrize("key", ["sk-ключ", "sk-a\nsk-b"])
+def test_a_key_that_no_header_can_hold_is_not_told(key, monkeypatch):
+    monkeypatch.setenv("PELLUCID_TEST_KEY", key)
+    with pytest.raises(UserError, match="holds no key") as told:
+        Endpoint("https://api.example.com/v1", "m", "PELLUCID_TEST_KEY", 1.0, 8, 5, 1, 0).key()
+    assert "sk-" not in str(told.value)
+
+
+# ---------------------------------------------------------------- resuming
+
+
+def start(arguments):
+    return subprocess.Popen(
+        [sys.executable, "-m", "pellucid", *arguments], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+
+
+def wait_for_entries(process, output, n):
+    until = time.monotonic() + 30
+    while len(entries(output)) < n:
+        assert process.poll() is None and time.monotonic() < until, process.communicate()
+        time.sleep(0.01)
+
+
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGINT])
+def test_stopped_in_the_middle_it_goes_on_with_what_is_missing_alone(how, service, recipe, tmp_path):
+    output = tmp_path / "prefixes.json"
+    with proxied(service, delay=0.1) as proxy:
+        arguments = command(recipe, output, proxy.url, n=10, workers=2)
+        process = start(arguments)
+        wait_for_entries(process, output, 7)
+        process.send_signal(how)
+        out, err = process.communicate(timeout=10)
+        assert process.returncode == (130 if how == signal.SIGINT else -signal.SIGKILL)
+        assert err == ""
+        assert ("nothing is lost" in out) == (how == signal.SIGINT)
+        kept, asked = entries(output), len(proxy.seen)
+        assert 7 <= len(kept) < 30
+        assert not output.exists()
+        with journal_of(output).open("ab") as file:
+            file.write('{"question": "a", "source": "teacher", "index": 0, "text": "数'.encode()[:-1])
+        proxy.delay = 0
+        assert status(arguments) == 0
+        assert len(proxy.seen) - asked == 30 - len(kept)
+    held = check_whole(output, recipe, n=10, teacher=3)
+    rows = {row["question"]: row for row in held["questions"]}
+    assert all(rows[entry["question"]]["teacher"][entry["index"]] == entry["text"] for entry in kept)
+
+
+def test_what_could_not_be_written_at_the_end_is_not_asked_again(service, recipe, tmp_path, monkeypatch, capsys):
+    output = tmp_path / "prefixes.json"
+    with proxied(service) as proxy:
+        arguments = command(recipe, output, proxy.url)
+        with monkeypatch.context() as patched:
+            full = OSError(errno.ENOSPC, "No space left on device", str(output))
+            patched.setattr(Journal, "write", lambda *_: (_ for _ in ()).throw(full))
+            assert status(arguments) == 2
+        assert "No space left on device" in capsys.readouterr().err
+        assert len(entries(output)) == 18
+        assert status(arguments) == 0
+        assert len(proxy.seen) == 18
+    check_whole(output, recipe, teacher=3)
+
+
+def test_a_whole_output_asks_nothing_and_a_smaller_one_what_it_lacks(service, recipe, wide_dir, tmp_path, capsys):
+    output = tmp_path / "prefixes.json"
+    with proxied(service) as proxy:
+        assert status(command(recipe, output, proxy.url, n=4, per_question=2)) == 0
+        first = check_whole(output, recipe, n=4, teacher=2)
+        capsys.readouterr()
+        assert status(command(recipe, output, proxy.url, n=4, per_question=2)) == 0
+        assert status(command(recipe, output, proxy.url, n=3, per_question=1)) == 0
+        assert capsys.readouterr().out.count("is complete: nothing is asked") == 2
+        assert len(proxy.seen) == 8
+        assert status(command(recipe, output, proxy.url, n=6, per_question=3, student=wide_dir)) == 0
+        assert len(proxy.seen) == 18
+    held = check_whole(output, recipe, n=6, teacher=3, student=3)
+    for before, now in zip(first["questions"], held["questions"], strict=False):
+        assert now["teacher"][:2] == before["teacher"]
+    bytes_before = output.read_bytes()
+    with proxied(service) as proxy:
+        assert status(command(recipe, output, proxy.url, n=2, per_question=4)) == 0
+        assert len(proxy.seen) == 2
+    held = json.loads(output.read_text())["questions"]
+    assert [len(row["teacher"]) for row in held] == [4, 4, 3, 3, 3, 3], "nothing that was there is thrown away"
+    assert output.read_bytes() != bytes_before
+
+
+def test_killed_while_it_adds_to_an_output_it_keeps_what_that_held(service, recipe, tmp_path):
+    output = tmp_path / "prefixes.json"
+    with proxied(service) as proxy:
+        assert status(command(recipe, output, proxy.url, n=3, per_question=2)) == 0
+        first = check_whole(output, recipe, n=3, teacher=2)
+        proxy.delay = 0.1
+        arguments = command(recipe, output, proxy.url, n=6, per_question=3, workers=2)
+        process = start(arguments)
+        wait_for_entries(process, output, 9)
+        process.kill()
+        process.communicate(timeout=10)
+        kept, asked = entries(output), len(proxy.seen)
+        proxy.delay = 0
+        assert status(arguments) == 0
+        assert len(proxy.seen) - asked == 18 - len(kept)
+    held = check_whole(output, recipe, teacher=3)
+    assert [row["teacher"][:2] for row in held["questions"][:3]] == [row["teacher"] for row in first["questions"]]
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"teacher": "other"}, 'teacher = "tiny", now it is "other"'),
+        ({"sentences": 1}, "sentences = 2, now it is 1"),
+        ({"truncate_tokens": 4}, "truncate_tokens = 0, now it is 4"),
+        ({"temperature": 0.5}, "temperature = 1.2, now it is 0.5"),
+        ({"task.seed": 5}, "task ="),
+    ],
+)
+def test_a_journal_of_other_settings_is_refused(changes, named, service, recipe, tmp_path, capsys):
+    output = tmp_path / "prefixes.json"
+    with proxied(service, lambda number, body: "400" if number == 3 else "") as proxy:
+        assert status(command(recipe, output, proxy.url, n=2)) == 2
+        before, asked = journal_of(output).read_bytes(), len(proxy.seen)
+        capsys.readouterr()
+        assert status(command(recipe, output, proxy.url, n=2, **changes)) == 2
+        assert len(proxy.seen) == asked
+    [line] = capsys.readouterr().err.splitlines()
+    assert named in line
+    assert "finish it with its own settings" in line
+    assert journal_of(output).read_bytes() == before
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "mend"),
+    [
+        ("p.json", '{"recipe": "other.toml", "questions": []}', "holds the prefixes of other.toml"),
+        ("p.json", "[]", "is no file of prefixes"),
+        ("p.json", "{half", "is no file of prefixes"),
+        ("p.json.partial.jsonl", '{"settings": 3}\n', "is damaged"),
+        ("p.json.partial.jsonl", "\n", "is damaged"),
+    ],
+)
+def test_files_of_something_else_are_left_alone(name, content, mend, recipe, tmp_path, capsys):
+    (tmp_path / name).write_text(content)
+    assert status(command(recipe, tmp_path / "p.json", "http://127.0.0.1:9/v1")) == 2
+    [line] = capsys.readouterr().err.splitlines()
+    assert mend in line
+    assert (tmp_path / name).read_text() == content
+
+
+def test_a_journal_killed_in_its_first_line_begins_anew(service, recipe, tmp_path):
+    output = tmp_path / "p.json"
+    journal_of(output).write_text('{"settings": {"rec')
+    with proxied(service) as proxy:
+        assert status(command(recipe, output, proxy.url)) == 0
+    check_whole(output, recipe, teacher=3)
+
+
+# ---------------------------------------------------------------- the student
+
+
+def test_a_student_says_the_same_however_often_it_is_stopped(recipe, wide_dir, tmp_path, monkeypatch):
+    whole, parts = tmp_path / "whole.json", tmp_path / "parts.json"
+    monkeypatch.setattr(prefixes, "ROWS", 6)
+    assert status(command(recipe, whole, student=wide_dir)) == 0
+    held = check_whole(whole, recipe, student=3)
+    assert len({text for row in held["questions"] for text in row["student"]}) > 9
+    for after in (2, 4, 7):
+        stop_after(monkeypatch, after)
+        assert status(command(recipe, parts, student=wide_dir)) == 2
+        monkeypatch.undo()
+        monkeypatch.setattr(prefixes, "ROWS", 6)
+    assert len(entries(parts)) == 2 + 4 + 7
+    assert status(command(recipe, parts, student=wide_dir)) == 0
+    assert parts.read_bytes() == whole.read_bytes()
+
+
+def stop_after(monkeypatch, n):
+    add, left = Journal.add, iter(range(n))
+
+    def adding(self, *entry):
+        if next(left, None) is None:
+            raise OSError(errno.ENOSPC, "full", "p")
+        add(self, *entry)
+
+    monkeypatch.setattr(Journal, "add", adding)
+
+
+def test_prefixes_are_cut_by_tokens_where_that_is_asked(service, recipe, wide_dir, tmp_path):
+    with proxied(service) as proxy:
+        assert status(command(recipe, tmp_path / "p.json", proxy.url, student=wide_dir, truncate_tokens=3)) == 0
+    held = check_whole(tmp_path / "p.json", recipe, teacher=3, student=3)
+    lengths = {len(text) for row in held["questions"] for text in [*row["teacher"], *row["student"]]}
+    assert max(lengths) == 3, "a character is a token here"
+
+
+def test_a_student_that_says_nothing_is_counted(recipe, wide_dir, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(prefixes, "clean", lambda text: "")
+    assert status(command(recipe, tmp_path / "p.json", student=wide_dir, retries=1, n=2)) == 2
+    assert "6 prefixes are missing (the student's answers are empty)" in capsys.readouterr().err
+
+
+# ---------------------------------------------------------------- without
+
+
+def test_a_teacher_needs_no_torch(service, recipe, tmp_path):
+    code = "import sys; from pellucid.cli import prefixes; prefixes(sys.argv[1:]); sys.exit('torch' in sys.modules)"
+    with proxied(service) as proxy:
+        arguments = command(recipe, tmp_path / "p.json", proxy.url)[1:]
+        done = subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+    check_whole(tmp_path / "p.json", recipe, teacher=3)
+
+
+def test_the_innermost_task_asks_and_each_question_once():
+    @dataclass(frozen=True)
+    class Inner:
+        split: str = "test"
+
+        def sample(self, step, n):
+            return [Prompt(f"{i}", f"{self.split} {i % 3}", "a") for i in range(n)]
+
+    wrapped = SimpleNamespace(task=SimpleNamespace(task=Inner()))
+    assert [prompt.question for prompt in prefixes.questions(wrapped, 5)] == ["train 0", "train 1", "train 2"]
