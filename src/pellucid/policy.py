@@ -47,7 +47,9 @@ class Policy:
         self.scorer = Scorer(model, self.decoder, dtype, temperature, entropy_grad, gradient_checkpointing, pieces)
         self.module: nn.Module = self.scorer
         self.eos_ids = eos_ids(model, tokenizer)
-        self.end_id: int = self.eos_ids[0] if tokenizer.eos_token_id is None else tokenizer.eos_token_id
+        own: Any = tokenizer.eos_token_id
+        self.end_id: int = own if isinstance(own, int) else self.eos_ids[0]
+        """How it ends an answer, where there are several ways."""
         self.context_length: int = getattr(model.config, "max_position_embeddings", None) or 2**31
         self._copy: PreTrainedModel | None = None
 

@@ -22,6 +22,7 @@ from pellucid.evaluate import held_out
 from pellucid.interrupts import INTERRUPTED
 from pellucid.journal import SOURCES, Journal
 from pellucid.teacher import Endpoint, Teacher, UnansweredError, checked, messages_of
+from pellucid.tasks.wrappers import innermost, seeded, with_split
 from pellucid.types import Prompt, UserError
 
 ROWS = 64
@@ -94,7 +95,7 @@ def check(options: argparse.Namespace) -> None:
 
 def collect(cfg: Config, options: argparse.Namespace) -> int:
     sources = [source for source in SOURCES if getattr(options, source)]
-    prompts = questions(cfg.task, options.n)
+    prompts = questions(seeded(cfg.task, cfg.algorithm.seed), options.n)
     journal = Journal(options.output, settings_of(cfg, options))
     missing = journal.missing(prompts, sources, options.per_question)
     if not missing and not journal.begun:
@@ -129,9 +130,7 @@ def ask_all(
 
 def questions(task: Any, n: int) -> list[Prompt]:
     """Up to n different ones of the train split, of the task itself where others are wrapped around it."""
-    while hasattr(task, "task"):
-        task = task.task
-    return held_out(replace(task, split="train"), n)
+    return held_out(with_split(innermost(task), "train"), n)
 
 
 def settings_of(cfg: Config, options: argparse.Namespace) -> dict[str, Any]:
