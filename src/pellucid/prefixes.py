@@ -21,8 +21,8 @@ from pellucid.config import Config
 from pellucid.evaluate import held_out
 from pellucid.interrupts import INTERRUPTED
 from pellucid.journal import SOURCES, Journal
-from pellucid.teacher import Endpoint, Teacher, UnansweredError, checked, messages_of
 from pellucid.tasks.wrappers import innermost, seeded, with_split
+from pellucid.teacher import Endpoint, Teacher, UnansweredError, checked, messages_of
 from pellucid.types import Prompt, UserError
 
 ROWS = 64
