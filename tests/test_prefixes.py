@@ -13,7 +13,6 @@ import urllib.request
 from contextlib import contextmanager
 from dataclasses import dataclass
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -22,6 +21,7 @@ from conftest import character_tokenizer, tiny_llama
 from pellucid import cli, prefixes
 from pellucid.journal import Journal
 from pellucid.policy import Policy
+from pellucid.tasks.curriculum import Curriculum
 from pellucid.teacher import INSTRUCTION, Endpoint, Teacher, UnansweredError
 from pellucid.types import Prompt, UserError
 from test_serve import running
@@ -546,5 +546,8 @@ def test_the_innermost_task_asks_and_each_question_once():
         def sample(self, step, n):
             return [Prompt(f"{i}", f"{self.split} {i % 3}", "a") for i in range(n)]
 
-    wrapped = SimpleNamespace(task=SimpleNamespace(task=Inner()))
-    assert [prompt.question for prompt in prefixes.questions(wrapped, 5)] == ["train 0", "train 1", "train 2"]
+    assert [prompt.question for prompt in prefixes.questions(Curriculum(Curriculum(Inner())), 5)] == [
+        "train 0",
+        "train 1",
+        "train 2",
+    ]
