@@ -140,19 +140,33 @@ class Half(OneProcessRuntime):
         return x + self.other.pop(0)
 
 
-def test_two_processes_add_up_to_one_though_one_has_no_prefix():
+@pytest.mark.parametrize(
+    ("order", "prefixes"),
+    [
+        ([0, 1, 2, 6, 7, 8, 3, 4, 5, 9, 10, 11], (5, 0)),  # prompts 0 and 2, which have prefixes, in one process
+        ([0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11], (4, 1)),
+    ],
+)
+def test_two_processes_add_up_to_one_though_one_has_fewer_prefixes_or_none(order, prefixes):
     policy = make_policy(dtype=F64)
     batch, cfg = batch_of(policy), GRPOConfig(prefix_coef=0.5)
     whole, _ = gradients_of(policy, batch, cfg)
-    order = torch.tensor([0, 1, 2, 6, 7, 8, 3, 4, 5, 9, 10, 11])  # prompts 0 and 2 have prefixes, of 4 and 1 tokens
-    shared = batch.rows(order)
-    halves = [(shared.rows(slice(0, 6)), 0), (shared.rows(slice(6, 12)), 5)]
+    shared = batch.rows(torch.tensor(order))
+    halves = [shared.rows(slice(0, 6)), shared.rows(slice(6, 12))]
     gradients = []
-    for (mine, prefixes), (other, _) in (halves, halves[::-1]):
-        runtime = Half(policy, [torch.tensor(6), other.mask.sum(), torch.tensor(prefixes)])
+    for mine, other, tokens in (*zip(halves, halves[::-1], prefixes[::-1], strict=True),):
+        runtime = Half(policy, [torch.tensor(6), other.mask.sum(), torch.tensor(tokens)])
         grpo.update(policy, mine, runtime, cfg)
         gradients.append(runtime.gradients)
     assert distance(whole, {name: gradients[0][name] + gradients[1][name] for name in whole}) < 1e-7
+
+
+def test_a_minibatch_learns_its_own_prefixes_alone():
+    policy = make_policy(dtype=F64)
+    batch = batch_of(policy)
+    last, _ = gradients_of(policy, batch, GRPOConfig(prefix_coef=0.5, minibatches=2))  # nothing moves: lr is 0
+    second, _ = gradients_of(policy, batch.rows(slice(6, 12)), GRPOConfig(prefix_coef=0.5))
+    assert distance(second, last) < 1e-7
 
 
 def test_each_minibatch_has_the_prefixes_of_its_own_groups():

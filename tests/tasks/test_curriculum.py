@@ -97,6 +97,14 @@ def test_where_everything_is_dead_everything_is_asked():
     assert sorted(q for step in asked for q in step) == sorted([0, 1, 2, 3] * 4)
 
 
+def test_a_question_that_has_signal_again_is_awake():
+    task = Curriculum(Numbered(), pool=4, window=1, rest=0)
+    walk(task, 2, 2, right=lambda q: 0)
+    walk(task, 2, 2, right=lambda q: 2 if q < 2 else 0, first=2)
+    assert sorted(walk(task, 1, 2, first=4)[0]) == [0, 1]
+    assert sorted(walk(task, 1, 2, first=5)[0]) == [0, 1]
+
+
 def test_within_a_window_the_order_is_shuffled_and_no_further():
     task = Curriculum(Numbered(), pool=40, window=8)
     asked = [q for step in walk(task, 20, 2) for q in step]
