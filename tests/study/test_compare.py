@@ -171,8 +171,8 @@ def test_curves_stand_before_the_baseline_with_the_range_over_seeds(study_dir, t
 
 def test_a_hostile_run_is_text(tmp_path):
     name = HOSTILE.replace("/", "|").replace("\x00", "").encode("utf-8", "ignore").decode()
-    for variant in ("grpo", name):
-        write_run(tmp_path / "study" / variant / "seed-0", [1, 0], metrics={f"effect/{HOSTILE}": 1.0})
+    for variant, right in (("grpo", [0] * 9), (name, [1] * 9)):
+        write_run(tmp_path / "study" / variant / "seed-0", right, metrics={f"effect/{HOSTILE}": 1.0})
     assert compare(tmp_path / "study", "--baseline", "grpo", "--output", tmp_path / "page.html") == 0
     text = (tmp_path / "page.html").read_text()
     page = Page(text)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 
 import pytest
@@ -136,7 +137,8 @@ MISTAKES = {
 
 
 @pytest.mark.parametrize("text", MISTAKES)
-def test_a_mistake_in_a_study_is_one_line_before_anything_is_written(study_file, tmp_path, capsys, text):
+def test_a_mistake_in_a_study_is_one_line_before_anything_is_written(study_file, tmp_path, capsys, monkeypatch, text):
+    monkeypatch.setattr(sys, "executable", "false")  # should it start to train after all
     with pytest.raises(SystemExit) as exit_:
         cli.main(["study", str(study_file(text, head="")), "--into", str(tmp_path / "into")])
     assert exit_.value.code == 2
