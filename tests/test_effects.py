@@ -5,10 +5,13 @@ from __future__ import annotations
 import pytest
 import torch
 
-from pellucid import effects
+from conftest import OneProcessRuntime
+from pellucid import effects, grpo
 from pellucid.advantages import Grades, advantages_of
+from pellucid.batch import collate
 from pellucid.objectives import clip_by_difficulty, clip_metrics, clipped_by_row
 from pellucid.settings import GRPOConfig
+from pellucid.types import Completion, Group, Prompt, Reward
 
 F64 = torch.float64
 
@@ -100,6 +103,19 @@ def test_each_row_is_clipped_at_its_own_bound():
     assert measured["clip/high"].tolist() == [[False, True], [True, False]]
     # The fixed bound of 1.2 takes 1.25 and 1.35 from the first row, 1.25 from the second.
     assert measured["effect/clip"].tolist() == [[True, False], [False, False]]
+
+
+def test_the_bound_is_wide_where_a_group_is_right_less_often_than_the_step():
+    """Two groups of two, right 0 and 1 of 2: the mean is .25, so the bounds are .2 (1 + .25) and .2 (1 - .25)."""
+    answer = Completion((1,), (0.0,), "", True)
+    groups = [Group(Prompt(str(p), "?"), (0,), (answer, answer), (Reward(float(p)), Reward(0.0))) for p in (0, 1)]
+    cfg = GRPOConfig(group_size=2, clip_difficulty=1.0)
+    batch = collate(groups, torch.device("cpu"))
+    judged = grpo.judged(batch, groups, torch.zeros(2, 2), OneProcessRuntime(), cfg)
+    assert judged.clip_high.tolist() == pytest.approx([0.25, 0.25, 0.15, 0.15])
+    assert (
+        grpo.judged(batch, groups, torch.zeros(2, 2), OneProcessRuntime(), GRPOConfig(group_size=2)).clip_high is None
+    )
 
 
 def test_it_goes_with_the_clipped_objective_alone():

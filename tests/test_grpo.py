@@ -395,6 +395,16 @@ def test_dead_groups_are_refilled_from_other_prompts_to_a_constant_batch():
     assert drawn == {"groups/drawn": 8.0, "groups/drawn_dead": 0.5}
 
 
+@pytest.mark.parametrize(("rounds", "seen"), [(1, 4), (5, 8)])
+def test_a_task_that_watches_sees_every_group_that_was_drawn(rounds, seen):
+    class Watching(Coin):
+        def observe(self, step, groups):
+            return {"seen": len(groups), "step": step}
+
+    _, drawn = run_rollout(Watching(lambda step, i: i % 2 == 0), max_rounds=rounds, steps=10)
+    assert (drawn["seen"], drawn["step"]) == (seen, 3)
+
+
 def test_a_round_draws_no_more_than_it_should_need():
     cfg = GRPOConfig(prompts_per_step=16)
     assert grpo.prompts_wanted(0, 0, 2, cfg) == 16
