@@ -152,3 +152,13 @@ def test_an_unknown_variant_is_not_run(study_file):
     study = plan.read(study_file("[variants.grpo]"))
     with pytest.raises(UserError, match='no variant "gpo"; did you mean "grpo"'):
         study.cells(Path("runs/s"), ["gpo"])
+
+
+@pytest.mark.parametrize("path", sorted(Path("recipes/study").glob("*.toml")), ids=lambda path: path.stem)
+def test_the_studies_that_are_shipped_can_start(path):
+    study = plan.read(path)
+    recipes = plan.checked(study)
+    assert len(recipes) >= 6
+    assert len(study.seeds) >= 3
+    assert next(iter(recipes)) == "grpo"
+    assert len({json.dumps(recipe, sort_keys=True) for recipe in recipes.values()}) == len(recipes), "no two alike"
