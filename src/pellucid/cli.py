@@ -103,7 +103,7 @@ def evaluate(arguments: list[str]) -> int:
 
 def prefixes(arguments: list[str]) -> int:
     quiet_libraries()
-    from pellucid.prefixes import main as command  # noqa: PLC0415 - imports torch itself, where a student needs it
+    from pellucid.prefixes.command import main as command  # noqa: PLC0415 - imports torch itself, where a student needs it
 
     return command(arguments)
 

@@ -18,11 +18,12 @@ import pytest
 import torch
 
 from conftest import character_tokenizer, tiny_llama
-from pellucid import cli, prefixes
-from pellucid.journal import Journal
+from pellucid import cli
 from pellucid.policy import Policy
+from pellucid.prefixes import command as prefixes
+from pellucid.prefixes.journal import Journal
+from pellucid.prefixes.teacher import INSTRUCTION, Endpoint, Teacher, UnansweredError
 from pellucid.tasks.curriculum import Curriculum
-from pellucid.teacher import INSTRUCTION, Endpoint, Teacher, UnansweredError
 from pellucid.types import Prompt, UserError
 from test_serve import running
 

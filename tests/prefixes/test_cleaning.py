@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from conftest import character_tokenizer
-from pellucid.cleaning import clean, first_sentences, first_tokens, thinking
+from pellucid.prefixes.cleaning import clean, first_sentences, first_tokens, thinking
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""`pellucid prefixes`: how a teacher or a student begins to think about the questions of a task."""
+"""`pellucid prefixes`: the command line, what is missing, and who is asked for it."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from typing import Any
 from rich.progress import Progress
 
 from pellucid import config
-from pellucid.cleaning import clean, first_sentences, first_tokens, thinking
 from pellucid.config import Config
 from pellucid.evaluate import held_out
 from pellucid.interrupts import INTERRUPTED
-from pellucid.journal import SOURCES, Journal
+from pellucid.prefixes.cleaning import clean, first_sentences, first_tokens, thinking
+from pellucid.prefixes.journal import SOURCES, Journal
+from pellucid.prefixes.teacher import Endpoint, Teacher, UnansweredError, checked, messages_of
 from pellucid.tasks.wrappers import innermost, seeded, with_split
-from pellucid.teacher import Endpoint, Teacher, UnansweredError, checked, messages_of
 from pellucid.types import Prompt, UserError
 
 ROWS = 64
@@ -197,7 +197,7 @@ def ask_teacher(
 
 
 def load_student(cfg: Config, options: argparse.Namespace) -> Any:
-    from pellucid import student  # noqa: PLC0415 - as in reader
+    from pellucid.prefixes import student  # noqa: PLC0415 - as in reader
 
     return student.load(cfg, options.student, options.temperature, options.max_tokens)
 
