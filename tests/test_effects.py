@@ -14,6 +14,7 @@ from pellucid.settings import GRPOConfig
 from pellucid.types import Completion, Group, Prompt, Reward
 
 F64 = torch.float64
+SMOOTH = {"similarity": "smooth", "similarity_temperature": 1.0}
 
 
 def grades(rewards):
@@ -132,7 +133,9 @@ def test_it_goes_with_the_clipped_objective_alone():
         ({"objective": "dynamic"}, "epochs", {"objective": "dynamic", "epochs": 2}),
         ({"clip_difficulty": 1.0}, "minibatches", {"clip_difficulty": 1.0, "minibatches": 2}),
         ({"similarity": "smooth", "similarity_temperature": 1.0}, "0.05", {"similarity": "smooth"}),
-        ({"advantage": "length_grouped"}, "group_size", {"advantage": "length_grouped", "group_size": 9}),
+        ({"similarity": "smooth", "similarity_temperature": 1.0}, "0.05", {**SMOOTH, "advantage": "rloo"}),
+        ({"advantage": "length_grouped", "group_size": 6}, "group_size", {"advantage": "length_grouped"}),
+        ({"kl_coef": 0.1, "kl": "k1", "kl_in": "loss"}, "k2", {"kl_coef": 0.1, "kl": "k2", "kl_in": "loss"}),
         ({"advantage": "difficulty", "prompts_per_step": 1}, "prompts_per_step", {"advantage": "difficulty"}),
     ],
 )

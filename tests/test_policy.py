@@ -22,7 +22,7 @@ from conftest import (
 from pellucid import policy as policy_module
 from pellucid.batch import collate
 from pellucid.grpo import update
-from pellucid.policy import AdapterOff, Policy, check_head
+from pellucid.policy import AdapterOff, Policy, check_head, end_of_answer
 from pellucid.samplers.native import Native
 from pellucid.settings import GRPOConfig
 from pellucid.types import Completion, Group, Prompt, UserError
@@ -200,3 +200,13 @@ def test_a_response_may_be_a_single_token():
     policy = make_policy()
     group = Group(Prompt("p", "a"), (1, 2, 3), (Completion((EOS,), (-1.0,), "", True),) * 2)
     assert policy.score(collate([group], policy.device)).logprobs.shape == (2, 1)
+
+
+def test_an_answer_ends_as_the_chat_template_ends_it():
+    """Of two end-of-sequence tokens: the template's where there is one, else the tokenizer's, else whichever there is."""
+    tokenizer = character_tokenizer()
+    turn = tokenizer("k")["input_ids"][0]
+    assert end_of_answer(tokenizer, (turn, EOS)) == EOS
+    assert end_of_answer(tokenizer, (turn,)) == turn
+    tokenizer.chat_template = "{% for m in messages %}{{ m.content }}k{% endfor %}"
+    assert end_of_answer(tokenizer, (turn, EOS)) == turn

@@ -97,8 +97,8 @@ def unpack_replay(tensors: State, facts: Sequence[Sequence[Mapping[str, Any]]], 
 def unpacked(fact: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Batch:
     return Batch(
         prompt_ids=tuple(map(tuple, fact["prompt_ids"])),
-        prefix_lengths=tuple(fact["prefix_lengths"]),
-        prefix_ends=tuple(fact["prefix_ends"]),
+        prefix_lengths=tuple(fact.get("prefix_lengths") or [0] * len(fact["prompt_ids"])),
+        prefix_ends=tuple(fact.get("prefix_ends") or [None] * len(fact["prompt_ids"])),
         **tensors,
     )
 

@@ -187,7 +187,7 @@ def _typed_task(section: Any, source: str, path: str) -> tuple[type, tuple[str, 
     if not isinstance(section, Mapping):
         raise UserError(f"{source}: {path} must be a table: [{path}] with name = ...")
     name = section.get("name", Config.task_names[0])
-    cls = task_class(name)
+    cls = task_class(name) if isinstance(name, str) else None
     if not dataclasses.is_dataclass(cls):
         raise UserError(f"{source}: {path}.name = {name!r} is no dataclass: put @dataclass(frozen=True) above it")
     if not wraps(cls):

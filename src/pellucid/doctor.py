@@ -25,6 +25,7 @@ EXTRAS = {
     "wandb": ["wandb"],
     "serve": ["fastapi", "uvicorn"],
     "plots": ["matplotlib"],
+    "teacher": ["openai"],
 }
 DEVICES = (1, 2, 4, 8)
 

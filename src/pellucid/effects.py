@@ -6,6 +6,7 @@ training, say so.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -16,6 +17,8 @@ from pellucid.settings import GRPOConfig
 
 LEAST = 0.01
 """A change of an advantage, or of a token's factor in the gradient, that counts: advantages are of the order of 1."""
+STANDARDISED = ("grpo", "grpo_sample_std", "difficulty", "lead", "dgpo")
+"""Advantages that divide by the spread of the group."""
 WATCHED = 5
 """Steps after which a technique that has changed nothing is called inert."""
 
@@ -47,8 +50,8 @@ def of_loss_kl(
 ) -> dict[str, Tensor]:
     """[B, T]: tokens that the KL in the loss weighs by more than LEAST.
 
-    On-policy its gradient has the factor kl_coef * |log pi - log ref| at a token. The exact KL knows no token: there
-    kl_coef * sqrt(2 KL) is the size of that factor, since KL is half its mean square, to second order.
+    The factor of a token in the gradient of k2 is kl_coef * |log pi - log ref|, in that of k3 the same to first order.
+    The exact KL knows no token: there kl_coef * sqrt(2 KL) is its size, KL being half its mean square to second order.
     """
     if cfg.kl_in != "loss":
         return {}
@@ -73,19 +76,21 @@ def known_inert(cfg: GRPOConfig) -> list[str]:
             "clipping is inert: with one optimizer step on each set of rollouts the ratio is 1;"
             " set algorithm.epochs or algorithm.minibatches above 1"
         )
-    if cfg.similarity == "smooth" and cfg.similarity_temperature >= 0.5:
+    if cfg.similarity == "smooth" and cfg.similarity_temperature >= 1 and cfg.advantage in STANDARDISED:
         lines.append(
             f"similarity is inert: at similarity_temperature = {cfg.similarity_temperature:g} all siblings weigh nearly"
-            " the same, and comparing undoes that; 0.05 does something"
+            " the same, and dividing by the spread undoes that; 0.05 does something"
         )
-    cells = cfg.length_buckets * cfg.length_min_cell
-    if cfg.advantage == "length_grouped" and cfg.group_size < cells:
+    largest = math.ceil(cfg.group_size / cfg.length_buckets)
+    if cfg.advantage == "length_grouped" and largest < cfg.length_min_cell:
         lines.append(
-            f"length groups are nearly inert: {cfg.length_buckets} buckets of {cfg.length_min_cell} need groups of"
-            f" {cells}; raise group_size, or lower length_buckets"
+            f"length groups are inert: {cfg.length_buckets} buckets of {cfg.group_size} completions hold at most"
+            f" {largest}, length_min_cell is {cfg.length_min_cell}; raise group_size, or lower length_buckets"
         )
-    if cfg.advantage in ("difficulty", "dgpo", "batch") and cfg.prompts_per_step == 1:
-        lines.append(f'advantage = "{cfg.advantage}" is inert: it compares groups; set prompts_per_step above 1')
+    if cfg.prompts_per_step == 1 and (cfg.advantage in ("difficulty", "batch") or cfg.clip_difficulty):
+        lines.append("difficulty is inert: it compares the groups of a step; set prompts_per_step above 1")
+    if cfg.kl_coef and cfg.kl_in == "loss" and cfg.kl == "k1":
+        lines.append('kl = "k1" in the loss is inert: its expected gradient is 0; set kl = "k2", or kl_in = "reward"')
     return lines
 
 

@@ -47,9 +47,7 @@ class Policy:
         self.scorer = Scorer(model, self.decoder, dtype, temperature, entropy_grad, gradient_checkpointing, pieces)
         self.module: nn.Module = self.scorer
         self.eos_ids = eos_ids(model, tokenizer)
-        own: Any = tokenizer.eos_token_id
-        self.end_id: int = own if isinstance(own, int) else self.eos_ids[0]
-        """How it ends an answer, where there are several ways."""
+        self.end_id = end_of_answer(tokenizer, self.eos_ids)
         self.context_length: int = getattr(model.config, "max_position_embeddings", None) or 2**31
         self._copy: PreTrainedModel | None = None
 
@@ -187,6 +185,14 @@ def eos_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> tuple
     if not ids:
         raise UserError("policy.model names no end-of-sequence token: no completion could ever end")
     return tuple(sorted(ids))
+
+
+def end_of_answer(tokenizer: PreTrainedTokenizerBase, eos_ids: Sequence[int]) -> int:
+    """Of several end-of-sequence tokens the one that the chat template puts behind an answer; else the tokenizer's."""
+    exchange = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "!"}]
+    encoded: Any = tokenizer.apply_chat_template(exchange, return_dict=True) if tokenizer.chat_template else {}
+    said = [token for token in encoded.get("input_ids", []) if token in eos_ids]
+    return next(iter([*said[::-1], *(i for i in eos_ids if i == tokenizer.eos_token_id), *eos_ids]))
 
 
 def load(

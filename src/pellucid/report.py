@@ -29,7 +29,7 @@ def write_report(run_dir: Path) -> Path:
     sections += [said_section(run_dir, at(config, "log.traces") == "by_length"), config_section(config)]
     page = Template(beside("report.html")).substitute(
         name=shown(run_dir.resolve().name),
-        about=shown(f"{at(config, 'policy.model', 'a model')} on {at(config, 'task.name', 'a task')}"),
+        about=shown(f"{at(config, 'policy.model', 'a model')} on {task_of(config)}"),
         style=CSS + beside("report.css"),
         lede=lede(metrics, evals),
         facts=facts(config, metrics),
@@ -65,6 +65,15 @@ def at(config: Record, key: str, missing: object = "") -> Any:
     for name in key.split("."):
         value = value.get(name) if isinstance(value, Mapping) else None
     return missing if value is None else value
+
+
+def task_of(config: Record) -> str:
+    """Example: "prefixed curriculum arithmetic"."""
+    section, names = at(config, "task", {}), []
+    while isinstance(section, Mapping):
+        names.append(str(section.get("name", "a task")))
+        section = section.get("task")
+    return " ".join(names)
 
 
 def percent(estimate: Record) -> str:

@@ -63,7 +63,7 @@ def follow(
     )
     if profile and parts.runtime.main:
         steps = profiled(steps, run_dir / "profile.txt", parts.policy.dtype)
-    watch = Watch(cfg.algorithm)
+    watch, fresh = Watch(cfg.algorithm), parts.state.step == 0
     for step, measured, groups in steps:
         parts.seconds += measured["time/step"]
         last = step == cfg.algorithm.steps or parts.runtime.any(0 < cfg.algorithm.minutes * 60 <= parts.seconds)
@@ -71,7 +71,7 @@ def follow(
         if "reward/kl" in metrics:
             metrics["reward/after_kl"] = metrics["reward/mean"] + metrics["reward/kl"]
         log.log(step, metrics, groups)
-        for note in watch.notes(metrics) if parts.runtime.main else []:
+        for note in watch.notes(metrics) if parts.runtime.main and fresh else []:
             print(f"! {note}", flush=True)
         if cfg.evaluate.every and (last or step % cfg.evaluate.every == 0):
             log.log_evaluation(step, evaluate_policy(cfg, parts)[0])

@@ -162,3 +162,12 @@ def test_the_studies_that_are_shipped_can_start(path):
     assert len(study.seeds) >= 3
     assert next(iter(recipes)) == "grpo"
     assert len({json.dumps(recipe, sort_keys=True) for recipe in recipes.values()}) == len(recipes), "no two alike"
+
+
+def test_a_misspelt_section_is_refused(tmp_path):
+    """It would vanish on the way through recipe.json, and the variant would be the baseline."""
+    path = tmp_path / "study.toml"
+    base = Path("recipes/arithmetic.toml").resolve()
+    path.write_text(f'base = "{base}"\nseeds = [0]\n[variants.grpo]\n[variants.dr.algoritm]\nadvantage = "centered"\n')
+    with pytest.raises(UserError, match=r"variants\.dr: algoritm: no such section; did you mean .algorithm"):
+        plan.checked(plan.read(path))

@@ -9,7 +9,7 @@ import pytest
 
 from pellucid.tasks.curriculum import Curriculum
 from pellucid.tasks.prefixed import Prefixed
-from pellucid.types import Completion, Group, Prompt, Reward
+from pellucid.types import Completion, Group, Prompt, Reward, UserError
 
 GROUP = 4
 
@@ -121,11 +121,56 @@ def test_an_epoch_misses_no_question_and_its_end_is_filled_up():
     assert {q for step in asked for q in step} == set(range(7))
 
 
-def test_another_round_of_a_step_asks_others():
-    task = Curriculum(Numbered(), pool=40)
-    first, second = task.sample(0, 8), task.sample(100, 8)
-    assert not {p.id for p in first} & {p.id for p in second}
-    assert task.sample(0, 8) == first, "asking changes nothing"
+@pytest.mark.parametrize("order", ["running", "described"])
+def test_no_round_of_a_step_asks_what_another_asks(order):
+    """At the end of an epoch too, where 4 of 40 are left."""
+    task = Curriculum(Numbered(), pool=40, order=order)
+    for before in (0, 9):
+        walk(task, before, 4)
+        step = task.memory.step
+        rounds = [task.sample(step + 100 * r, 8) for r in range(4)]
+        assert len({p.id for prompts in rounds for p in prompts}) == 32
+        assert task.sample(step, 8) == rounds[0], "asking changes nothing"
+
+
+def test_what_rests_fills_up_an_epoch_only_where_nothing_else_is_there():
+    task = Curriculum(Numbered(), pool=10, window=1, rest=0)
+    walk(task, 5, 2)
+    awake = {1, 2, 3, 6, 7, 8}
+    assert {q for step in walk(task, 30, 4, first=5) for q in step} == awake
+    assert {q for step in walk(task, 1, 8, first=35) for q in step} > awake
+
+
+def test_a_pool_smaller_than_a_step_is_refused_with_the_mend():
+    with pytest.raises(UserError, match=r"holds 4 .* asks 5.*task\.pool"):
+        Curriculum(Numbered(), pool=4).sample(0, 5)
+
+
+def test_a_question_counts_once_however_often_the_task_gives_it():
+    @dataclass(frozen=True)
+    class Few(Numbered):
+        def sample(self, step, n):
+            return [replace(p, text=str(int(p.text) % 6)) for p in super().sample(step, n)]
+
+    task = Curriculum(Few(), pool=100)
+    assert [q for step in walk(task, 3, 2) for q in sorted(step)].__len__() == 6
+    assert task.state()["epoch"] == 1
+
+
+def test_a_state_of_a_larger_pool_is_cut():
+    large, small = Curriculum(Numbered(), pool=40), Curriculum(Numbered(), pool=8)
+    walk(large, 3, 8)
+    small.load_state(json.loads(json.dumps(large.state())))
+    assert max(small.state()["accuracy"]) == 7
+    walk(small, 4, 4, first=3)
+
+
+def test_described_measures_a_question_when_it_is_first_answered_without_a_prefix():
+    task = Curriculum(Numbered(), pool=2, order="described")
+    task.observe(0, answered(task.sample(0, 2), prefix_length=3))
+    walk(task, 1, 2, right=lambda q: q, first=1)
+    walk(task, 1, 2, right=lambda q: 4, first=2)
+    assert task.state()["accuracy"] == {0: 0.0, 1: 0.25}
 
 
 def test_the_state_goes_through_json_and_goes_on_as_if_nothing_had_been():
@@ -142,6 +187,7 @@ def test_a_group_that_was_given_a_prefix_is_asked_but_not_measured():
     metrics = task.observe(0, answered(task.sample(0, 2), prefix_length=3))
     assert task.state()["accuracy"] == {}
     assert len(task.state()["left"]) == 2
+    assert metrics.pop("curriculum/measured") == 0.0
     assert metrics == {"curriculum/epoch": 0.0, "curriculum/accuracy": 0.0, "curriculum/resting": 0.0}
 
 
@@ -149,11 +195,13 @@ def test_it_reports_what_it_knows():
     task = Curriculum(Numbered(), pool=10)
     for step in range(5):
         metrics = task.observe(step, answered(task.sample(step, 2)))
+    assert metrics.pop("curriculum/measured") == 1.0
     assert metrics == {"curriculum/epoch": 1.0, "curriculum/accuracy": 0.5, "curriculum/resting": 0.4}
 
 
 def test_held_out_questions_are_the_task_s_own():
     assert Curriculum(Numbered()).with_split("test") == Numbered(split="test")
+    assert Curriculum(Numbered(split="test")).with_split("train") == Curriculum(Numbered())
 
 
 def test_two_curricula_share_no_memory():
@@ -172,3 +220,5 @@ def test_settings_out_of_range_are_refused(wrong):
 def test_prefixes_belong_outside():
     with pytest.raises(ValueError, match="around it"):
         Curriculum(Prefixed(Numbered()))
+    with pytest.raises(ValueError, match="around it"):
+        Curriculum(Curriculum(Numbered()))

@@ -54,6 +54,13 @@ def test_only_a_whole_working_is_a_whole_answer(tmp_path):
     cut = Prefixed(TASK, dropout=0.0, shortest=0.0).sample(0, 200)
     assert {p.prefix_whole for p in cut} == {True, False}
     assert all(p.prefix_whole == (p.prefix == TASK.working(p)) for p in cut)
+
+    @dataclass(frozen=True)
+    class Worked(Silent):
+        def working(self, prompt):
+            return "begun and done\n"
+
+    assert all(p.prefix_whole for p in Prefixed(Worked(), dropout=0.0).sample(0, 20)), "white space says nothing"
     file = prefixes(tmp_path, teacher=["a beginning"])
     assert not any(p.prefix_whole for p in Prefixed(Silent(), file=file, dropout=0.0).sample(0, 20))
 
@@ -123,6 +130,9 @@ def test_held_out_questions_have_no_prefix():
     test = Prefixed(Curriculum(TASK), dropout=0.0).with_split("test")
     assert test == Arithmetic(digits=2, operators=("+", "-"), split="test")
     assert {p.prefix for p in test.sample(0, 50)} == {""}
+    held_out = Arithmetic(digits=2, operators=("+", "-"), split="test")
+    assert Prefixed(held_out, dropout=0.0).with_split("test") == held_out
+    assert Prefixed(held_out).with_split("train") == Prefixed(TASK)
 
 
 def test_what_a_curriculum_inside_learns_passes_through():
@@ -153,7 +163,21 @@ def test_a_task_without_working_needs_a_file():
         Prefixed(Silent())
 
 
-@pytest.mark.parametrize("content", ["", "[]", '{"questions": [{"answer": "7"}]}', '{"questions": 3}'])
+def test_prefixed_goes_around_once():
+    with pytest.raises(ValueError, match="once"):
+        Prefixed(Prefixed(TASK))
+
+
+NO_PREFIXES = {
+    "empty": "",
+    "a list": "[]",
+    "no question": '{"questions": [{"answer": "7"}]}',
+    "no questions": '{"questions": 3}',
+    "one string": '{"questions": [{"question": "a", "teacher": "abc"}]}',
+}
+
+
+@pytest.mark.parametrize("content", NO_PREFIXES.values(), ids=NO_PREFIXES)
 def test_a_file_of_something_else_is_refused_in_one_line(tmp_path, content):
     path = tmp_path / "prefixes.json"
     path.write_text(content)

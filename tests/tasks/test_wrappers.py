@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import pytest
 
 from pellucid.tasks.arithmetic import Arithmetic
@@ -31,3 +33,12 @@ def test_a_wrapper_is_known_by_its_field():
     assert wraps(Prefixed(INSIDE))
     assert not wraps(INSIDE)
     assert not wraps(object())
+
+
+def test_a_setting_that_is_called_task_wraps_nothing():
+    @dataclass(frozen=True)
+    class Named:
+        task: str = "sum"
+
+    assert not wraps(Named)
+    assert innermost(Named()) == Named()

@@ -43,18 +43,26 @@ def completed_groups(
     logprobs: Sequence[Sequence[float]],
 ) -> list[Group]:
     """Rows p * G + g into groups. `tokens` end with the end-of-sequence token where one was sampled."""
+    size = len(tokens) // len(prompts)
+    prefixes = [policy.encode_prefix(prompt) for prompt in prompts]
     completions = [
-        Completion(tuple(ids), tuple(lps), policy.decode(ids), finished=ids[-1] in policy.eos_ids)
-        for ids, lps in zip(tokens, logprobs, strict=True)
+        Completion(tuple(ids), tuple(lps), said(policy, prefixes[row // size], ids), finished=ids[-1] in policy.eos_ids)
+        for row, (ids, lps) in enumerate(zip(tokens, logprobs, strict=True))
     ]
-    size = len(completions) // len(prompts)
     return [
         Group(
             prompt,
             ids,
             tuple(completions[p * size : (p + 1) * size]),
-            prefix_length=len(policy.encode_prefix(prompt)),
+            prefix_length=len(prefixes[p]),
             prefix_end=policy.end_id if prompt.prefix_whole else None,
         )
         for p, (prompt, ids) in enumerate(zip(prompts, prompt_ids, strict=True))
     ]
+
+
+def said(policy: Any, prefix: Sequence[int], ids: Sequence[int]) -> str:
+    """The text of a completion; behind its prefix, since some tokenizers drop the space before what stands first."""
+    if not prefix:
+        return policy.decode(ids)
+    return policy.decode([*prefix, *ids]).removeprefix(policy.decode(prefix))

@@ -6,7 +6,6 @@ import argparse
 import signal
 import socket
 import threading
-from dataclasses import replace
 
 import uvicorn
 
@@ -16,6 +15,7 @@ from pellucid.serve.engine import Engine
 from pellucid.settings import GRPOConfig
 from pellucid.tasks.gsm8k import SYSTEM
 from pellucid.tasks.sandbox import Sandboxed
+from pellucid.tasks.wrappers import with_split
 
 
 def host(options: argparse.Namespace, listening: socket.socket) -> None:
@@ -48,7 +48,7 @@ def load(options: argparse.Namespace) -> Served:
         name=options.name or options.model.rstrip("/").rpartition("/")[2],
         policy=frozen,
         engine=Engine(frozen, options.rows),
-        task=Sandboxed(replace(settings.task, split="test")) if settings else None,
+        task=Sandboxed(with_split(settings.task, "test")) if settings else None,
         algorithm=settings.algorithm if settings else GRPOConfig(),
         system=SYSTEM["en"],
         max_tokens=options.max_tokens,

@@ -12,7 +12,7 @@ from pellucid.report import beside, counted, duration, fact_list, section
 from pellucid.study.compare import Summary, points, print_table, summaries, times, write_numbers
 from pellucid.study.paired import RESAMPLES
 from pellucid.study.runs import Run, Runs, gather
-from pellucid.types import Estimate
+from pellucid.types import Estimate, UserError
 
 FEW_SEEDS = 5
 DEAD = ("groups/dead_all_right", "groups/dead_all_wrong")
@@ -22,6 +22,8 @@ MARKS = {"above": "above", "below": "below", "cannot tell": "unsure", "": "unsur
 
 def compare(folders: Sequence[Path], baseline: str, output: Path) -> int:
     """`pellucid compare`: prints the table, writes the page and its numbers beside it; returns the exit status."""
+    if output.suffix == ".json" or output.stem == "study":
+        raise UserError(f"--output {output} is the name of something else: name a page such as compare.html")
     runs = gather(folders, baseline)
     rows = summaries(runs)
     output.parent.mkdir(parents=True, exist_ok=True)
@@ -186,7 +188,7 @@ def own(rows: Sequence[Summary]) -> str:
     cells = [
         [shown(row.variant), shown(name), f"{value:.4g}"] for row in rows for name, value in (row.own or {}).items()
     ]
-    caption = "Measures of what a variant adds, means over all steps of its runs"
+    caption = "Measures of what a variant adds, means over the steps that have them"
     return table("results", caption, ("Variant", "Measure", "Mean"), cells) if cells else ""
 
 

@@ -71,7 +71,7 @@ def read(path: Path) -> Study:
         if key not in KEYS:
             raise UserError(f"{path}: {key}: no such key{did_you_mean(key, KEYS)}; there are {', '.join(KEYS)}")
     base, common, variants = values.get("base"), values.get("common", {}), values.get("variants")
-    if not isinstance(base, str):
+    if not isinstance(base, str) or not base:
         raise UserError(f'{path}: base must name the recipe that the variants change: base = "recipe.toml"')
     if not isinstance(variants, Mapping) or not variants:
         raise UserError(f"{path}: there are no variants: name the baseline with [variants.NAME]")
@@ -99,7 +99,8 @@ def check_table(path: Path, name: str, table: Any) -> None:
     if not FOLDER_NAME.fullmatch(name):
         raise UserError(f"{path}: variants.{name!r} names a folder: use letters, digits and _ . + = -")
     if not isinstance(table, Mapping):
-        raise UserError(f"{path}: {name} must be a table of settings, as [variants.{name}.algorithm]")
+        where = name if name == "common" else f"variants.{name}"
+        raise UserError(f"{path}: {name} must be a table of settings, as [{where}.algorithm]")
     if isinstance(algorithm := table.get("algorithm"), Mapping) and "seed" in algorithm:
         raise UserError(f"{path}: {name} sets algorithm.seed: name the seeds of all variants in seeds = [...]")
 
@@ -143,6 +144,10 @@ def checked(study: Study) -> dict[str, Record]:
 
 
 def loaded(study: Study, name: str, path: Path) -> Record:
+    for key in study.variants[name]:
+        if key not in config.Config.model_fields:  # a run's config.json holds more than settings, and may
+            close = did_you_mean(key, config.Config.model_fields)
+            raise UserError(f"{study.path}: variants.{name}: {key}: no such section{close}")
     write_recipe(path, study.variants[name])
     try:
         return config.dump(config.load(path))

@@ -64,7 +64,7 @@ def run(study: Study, study_dir: Path, jobs: int = 1, only: Sequence[str] = (), 
         waiting = [cell for cell in cells if not finished(cell.run_dir)]
         for cell in cells:
             if cell not in waiting:
-                tidy(cell.run_dir, keep_models)
+                tidy(cell.run_dir, keep_model=True)  # it may have been kept on purpose
         say(f"{counted(len(cells), 'run')} in {study_dir}: {len(cells) - len(waiting)} done, {len(waiting)} to go")
         progress = Progress(len(waiting))
         work(waiting, jobs, keep_models, lock, requests, progress)

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from random import Random
 from statistics import fmean
 from typing import Any, Literal
 
 from pellucid.tasks.prefixed import Prefixed
-from pellucid.tasks.wrappers import with_split
-from pellucid.types import Completion, Group, Prompt, Reward
+from pellucid.tasks.wrappers import layers, with_split
+from pellucid.types import Completion, Group, Prompt, Reward, UserError
 
 
 @dataclass
@@ -47,7 +47,7 @@ class Curriculum:
     name: Literal["curriculum"] = "curriculum"
     """This task."""
     pool: int = 480
-    """Questions: those that the task gives for its first step."""
+    """Questions at most: the different ones that the task gives for its first step."""
     order: Literal["running", "described"] = "running"
     """running: estimates, windows, rest. described: measured once, sorted once."""
     window: int = 64
@@ -55,11 +55,12 @@ class Curriculum:
     decay: float = 0.5
     """order = "running": the share of itself that an estimate keeps when a question is asked again."""
     rest: int = 20
-    """order = "running": steps for which a question without signal is left out; 0 means for good."""
+    """order = "running": steps for which a question without signal is left out; 0 means for good. It then fills up the
+    last step of an epoch at most."""
 
     def __post_init__(self) -> None:
-        if isinstance(self.task, Prefixed):
-            raise ValueError("a curriculum measures questions without prefixes: put prefixed around it, not inside")
+        if any(isinstance(layer, Prefixed | Curriculum) for layer in layers(self.task)):
+            raise ValueError("a curriculum goes around the questions themselves: put others around it, not inside")
         for name in ("pool", "window"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} = {getattr(self, name)} must be at least 1")
@@ -72,6 +73,15 @@ class Curriculum:
     def memory(self) -> Memory:
         return Memory()
 
+    @cached_property
+    def questions(self) -> list[Prompt]:
+        return list({prompt.question: prompt for prompt in self.task.sample(0, self.pool)}.values())
+
+    @cached_property
+    def handed_out(self) -> dict[tuple[int, int], list[int]]:
+        """Since the last `observe`, by what was asked for."""
+        return {}
+
     @property
     def seed(self) -> int:
         return self.task.seed
@@ -82,19 +92,22 @@ class Curriculum:
 
     def with_split(self, split: str) -> Any:
         """Held-out questions come in no order: the task itself."""
-        return self if split == self.split else with_split(self.task, split)
+        inside = with_split(self.task, split)
+        return inside if split == "test" else replace(self, task=inside)
 
     def sample(self, step: int, n: int) -> list[Prompt]:
-        """The next n of the order; for another round of a step, which goes by another number, n of those behind."""
-        pool = self.task.sample(0, self.pool)
-        left = self.memory.left or self._ordered(len(pool))
-        chosen = self._drawn(left, n, self.memory.step)
-        if step != self.memory.step:
-            first = set(chosen)
-            chosen = self._drawn([q for q in left if q not in first], n, step)
-        others = [q for q in range(len(pool)) if q not in set(chosen)]
-        missing = min(n - len(chosen), len(others))  # at the end of an epoch
-        return [pool[q] for q in chosen + Random(f"{self.seed}/{step}").sample(others, missing)]
+        """The next n of the order; for another round of a step, which goes by another number, others of those behind.
+
+        UserError where the pool is smaller than a step.
+        """
+        if n > len(self.questions):
+            raise UserError(
+                f"the curriculum's pool holds {len(self.questions)} different questions, a step asks {n}:"
+                " raise task.pool, or lower algorithm.prompts_per_step"
+            )
+        if (step, n) not in self.handed_out:
+            self.handed_out[step, n] = self._chosen(step, n)
+        return [self.questions[q] for q in self.handed_out[step, n]]
 
     def reward(self, prompt: Prompt, completion: Completion) -> Reward:
         return self.task.reward(prompt, completion)
@@ -108,19 +121,21 @@ class Curriculum:
     def observe(self, step: int, groups: Sequence[Group]) -> dict[str, float]:
         """Measures; a group that was given a prefix says little of its question, which then only counts as asked."""
         memory = self.memory
-        number = {prompt.id: q for q, prompt in enumerate(self.task.sample(0, self.pool))}
-        left = memory.left or self._ordered(len(number))
+        number = {prompt.id: q for q, prompt in enumerate(self.questions)}
+        left = memory.left or self._ordered()
         asked = {number[group.prompt.id]: group for group in groups}
         for q, group in asked.items():
             if not group.prefix_length:
                 self._measure(q, group, step)
         memory.left = [q for q in left if q not in asked]
         memory.step = step + 1
+        self.handed_out.clear()
         if not memory.left:
             memory.epoch += 1
-            memory.left = self._ordered(len(number))
+            memory.left = self._ordered()
         return {
             "curriculum/epoch": float(memory.epoch),
+            "curriculum/measured": len(memory.accuracy) / len(number),
             "curriculum/accuracy": fmean(memory.accuracy.values()) if memory.accuracy else 0.0,
             "curriculum/resting": sum(map(self._rests, number.values())) / len(number),
         }
@@ -129,14 +144,18 @@ class Curriculum:
         return asdict(self.memory)
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        for name, value in state.items():
-            known = {int(q): x for q, x in value.items()} if isinstance(value, Mapping) else value
-            setattr(self.memory, name, known)
+        """Questions that a smaller pool no longer has are forgotten."""
+        size, memory = len(self.questions), self.memory
+        memory.step, memory.epoch = state["step"], state["epoch"]
+        memory.left = [q for q in state["left"] if q < size]
+        memory.accuracy, memory.dead_since = (
+            {int(q): value for q, value in state[name].items() if int(q) < size} for name in ("accuracy", "dead_since")
+        )
 
     def _measure(self, q: int, group: Group, step: int) -> None:
         memory = self.memory
         accuracy = fmean(reward.is_correct for reward in group.rewards)
-        if self.order == "described" and memory.epoch:
+        if self.order == "described" and q in memory.accuracy:
             return
         before = memory.accuracy.get(q, accuracy)
         memory.accuracy[q] = self.decay * before + (1 - self.decay) * accuracy
@@ -144,19 +163,26 @@ class Curriculum:
         if accuracy in (0.0, 1.0):
             memory.dead_since[q] = step
 
-    def _ordered(self, size: int) -> list[int]:
+    def _ordered(self) -> list[int]:
         """A whole epoch: as the pool stands while nothing is measured, then from easy to hard."""
-        known = self.memory.accuracy
-        awake = [q for q in range(size) if not self._rests(q)] or list(range(size))
-        return sorted(awake, key=lambda q: -known.get(q, 0.5)) if known and self.memory.epoch else awake
+        everything, known = range(len(self.questions)), self.memory.accuracy
+        awake = [q for q in everything if not self._rests(q)] or list(everything)
+        return sorted(awake, key=lambda q: -known.get(q, 0.5)) if self.memory.epoch else awake
 
     def _rests(self, q: int) -> bool:
         if self.order == "described" or q not in self.memory.dead_since:
             return False
         return not self.rest or self.memory.step - self.memory.dead_since[q] < self.rest
 
-    def _drawn(self, left: Sequence[int], n: int, step: int) -> list[int]:
-        if self.order == "described":
-            return list(left[:n])
-        window = left[: max(self.window, n)]
-        return Random(f"curriculum/{self.seed}/{step}").sample(window, min(n, len(window)))
+    def _chosen(self, step: int, n: int) -> list[int]:
+        """Not what another round of the step asks, while there is anything else."""
+        rounds = [chosen for (other, _), chosen in self.handed_out.items() if other != step]
+        taken = {q for chosen in rounds for q in chosen}
+        left = [q for q in self.memory.left or self._ordered() if q not in taken]
+        rng = Random(f"curriculum/{self.seed}/{step}")
+        window = left[:n] if self.order == "described" else left[: max(self.window, n)]
+        chosen = window if self.order == "described" else rng.sample(window, min(n, len(window)))
+        others = [q for q in range(len(self.questions)) if q not in set(chosen)]
+        rng.shuffle(others)
+        others.sort(key=lambda q: (q in taken, self._rests(q)))  # the end of an epoch is filled up
+        return chosen + others[: n - len(chosen)]

@@ -12,8 +12,8 @@ from pathlib import Path
 from random import Random
 from typing import Any, Literal
 
-from pellucid.tasks.wrappers import innermost, with_split
-from pellucid.types import Completion, Group, Prompt, Reward, UserError
+from pellucid.tasks.wrappers import innermost, layers, with_split
+from pellucid.types import Completion, Group, Prompt, Reward, UserError, observer
 
 SOURCES = ("teacher", "student")
 
@@ -44,8 +44,8 @@ class Prefixed:
     shortest: float = 1.0
     """The share that a group gets is drawn between shortest * length and length."""
     schedule: Literal["constant", "cosine"] = "constant"
-    """cosine: `length` falls to 0 over schedule_steps, and stays there; prompts of later rounds of dynamic sampling
-    get none."""
+    """cosine: `length` falls to 0 over schedule_steps, and stays there. Later rounds of dynamic sampling go by the
+    numbers of later steps."""
     schedule_steps: int = 0
     """Of schedule = "cosine"."""
 
@@ -55,6 +55,8 @@ class Prefixed:
                 raise ValueError(f"{name} = {getattr(self, name)} must be from 0 to 1")
         if (self.schedule == "cosine") != (self.schedule_steps > 0):
             raise ValueError('schedule = "cosine" and schedule_steps above 0 go together')
+        if any(isinstance(layer, Prefixed) for layer in layers(self.task)):
+            raise ValueError("prefixed goes around a task once")
         if self.file:
             prefixes_of(self.file)
         elif self.task is not None and not hasattr(innermost(self.task), "working"):
@@ -70,7 +72,8 @@ class Prefixed:
 
     def with_split(self, split: str) -> Any:
         """Held-out questions are answered from the start: the task itself."""
-        return self if split == self.split else with_split(self.task, split)
+        inside = with_split(self.task, split)
+        return inside if split == "test" else replace(self, task=inside)
 
     def sample(self, step: int, n: int) -> list[Prompt]:
         return [self._begun(step, prompt) for prompt in self.task.sample(step, n)]
@@ -82,15 +85,16 @@ class Prefixed:
         return self.task.solution(prompt)
 
     def observe(self, step: int, groups: Sequence[Group]) -> Mapping[str, float]:
-        observe = getattr(self.task, "observe", None)
-        return observe(step, groups) if observe else {}
+        watching = observer(self.task)
+        return watching.observe(step, groups) if watching else {}
 
     def state(self) -> dict[str, Any]:
-        return self.task.state() if hasattr(self.task, "state") else {}
+        watching = observer(self.task)
+        return watching.state() if watching else {}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        if state:
-            self.task.load_state(state)
+        if watching := observer(self.task):
+            watching.load_state(state)
 
     def share(self, step: int) -> float:
         """Of a prefix that is given at most in this step."""
@@ -106,7 +110,7 @@ class Prefixed:
         whole = self._whole(prompt, rng)
         prefix = words(whole, share)
         # A teacher's prefix is the beginning of an answer; a working, all of it, is an answer.
-        return replace(prompt, prefix=prefix, prefix_whole=bool(prefix) and prefix == whole and not self.file)
+        return replace(prompt, prefix=prefix, prefix_whole=bool(prefix) and prefix == whole.rstrip() and not self.file)
 
     def _whole(self, prompt: Prompt, rng: Random) -> str:
         if not self.file:
@@ -129,8 +133,14 @@ def prefixes_of(file: str) -> dict[str, Mapping[str, Sequence[str]]]:
     """By question. UserError where the file is none of `pellucid prefixes`."""
     try:
         entries = json.loads(Path(file).read_text(encoding="utf-8"))["questions"]
-        return {entry["question"]: {source: entry.get(source, ()) for source in SOURCES} for entry in entries}
+        return {entry["question"]: {source: listed(entry.get(source, [])) for source in SOURCES} for entry in entries}
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"task.file = {file}: cannot be read ({getattr(error, 'strerror', None) or error})") from error
     except (json.JSONDecodeError, KeyError, TypeError) as error:
         raise UserError(f"task.file = {file} is not what `pellucid prefixes` writes ({error})") from error
+
+
+def listed(prefixes: Any) -> list[str]:
+    if not isinstance(prefixes, list) or not all(isinstance(prefix, str) for prefix in prefixes):
+        raise TypeError("prefixes must be a list of strings")
+    return prefixes

@@ -1,4 +1,4 @@
-"""Tasks around tasks: a wrapper is a dataclass with a field `task`, and its section holds that of the task inside.
+"""Tasks around tasks: a wrapper is a dataclass with a field `task: Any`, and its section holds that of the task inside.
 
 [task]
 name = "prefixed"
@@ -13,13 +13,21 @@ from typing import Any
 
 
 def wraps(task: Any) -> bool:
-    """Of a task or of its class."""
-    return dataclasses.is_dataclass(task) and any(field.name == "task" for field in dataclasses.fields(task))
+    """Of a task or of its class. A field `task` of another type, as a name, is a setting like any other."""
+    if not dataclasses.is_dataclass(task):
+        return False
+    kinds = [field.type for field in dataclasses.fields(task) if field.name == "task"]
+    return bool(kinds) and (kinds[0] in ("Any", Any) or dataclasses.is_dataclass(kinds[0]))
+
+
+def layers(task: Any) -> list[Any]:
+    """From the outside in."""
+    return [task, *layers(task.task)] if wraps(task) else [task]
 
 
 def innermost(task: Any) -> Any:
     """The task that writes the questions."""
-    return innermost(task.task) if wraps(task) else task
+    return layers(task)[-1]
 
 
 def seeded(task: Any, seed: int) -> Any:
