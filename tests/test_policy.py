@@ -203,7 +203,7 @@ def test_a_response_may_be_a_single_token():
 
 
 def test_an_answer_ends_as_the_chat_template_ends_it():
-    """Of two end-of-sequence tokens: the template's where there is one, else the tokenizer's, else whichever there is."""
+    """Of several end-of-sequence tokens: the template's, else the tokenizer's, else whichever there is."""
     tokenizer = character_tokenizer()
     turn = tokenizer("k")["input_ids"][0]
     assert end_of_answer(tokenizer, (turn, EOS)) == EOS

@@ -19,6 +19,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from conftest import records
 from pellucid import cli, compose, config, run
 from pellucid.samplers.native import Native
+from pellucid.serve import command, host
 
 TIMED = ("time/", "memory/")
 
@@ -144,6 +145,9 @@ def test_what_a_curriculum_has_seen_is_in_the_checkpoint(recipe, tmp_path, monke
     assert train("--resume", killed) == 0
     same_run(whole, killed)
     assert records(whole / "metrics.jsonl")[-1]["curriculum/epoch"] > 1
+    served = host.load(command.parsed([str(whole)], model=True))
+    assert served.task.split == "test"
+    assert type(served.task.task).__name__ == "Digits", "questions of the service come in no order"
 
 
 @pytest.mark.parametrize("dies_in_step", [1, 3, 6])
