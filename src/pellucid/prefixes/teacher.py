@@ -119,7 +119,8 @@ class Teacher:
             max_tokens=endpoint.max_tokens,
         )
         choices = getattr(answer, "choices", None)  # the client passes on what is no completion as it stands
-        return (choices[0].message.content or "") if choices else ""
+        message = choices[0].message if choices else None
+        return (message.content or "") if message else ""
 
     def refusal(self, error: Any) -> str:
         """In words that never hold the key: endpoints quote it. UserError where every request would end so."""

@@ -105,7 +105,7 @@ def table(kind: str, caption: str, heads: Sequence[str], rows: Iterable[Sequence
 def results(rows: Sequence[Summary]) -> str:
     k = max(row.k for row in rows)
     caption = "Held-out accuracy after training in percent, and its difference from the baseline on the same questions"
-    heads = ("Variant", "Conclusion", "Difference", "", "By seed", "Greedy", f"mean@{k}", "Runs")
+    heads = ("Variant", "Conclusion", "Difference", "", "By seed", "Greedy", f"mean@{k}" if k else "", "Runs")
     reach = max((abs(end) for row in rows if row.difference for end in ends(row.difference)), default=0) or 1.0
     return table("results", caption, heads, [result_cells(row, reach) for row in rows])
 
