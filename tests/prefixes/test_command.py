@@ -547,7 +547,7 @@ def test_the_innermost_task_asks_and_each_question_once():
         def sample(self, step, n):
             return [Prompt(f"{i}", f"{self.split} {i % 3}", "a") for i in range(n)]
 
-    assert [prompt.question for prompt in prefixes.questions(Curriculum(Curriculum(Inner())), 5)] == [
+    assert [prompt.question for prompt in prefixes.questions(Curriculum(Inner()), 5)] == [
         "train 0",
         "train 1",
         "train 2",
