@@ -19,7 +19,7 @@ from pellucid.grpo import Scores, State, loss_terms, train, update
 from pellucid.objectives import OBJECTIVES
 from pellucid.samplers.native import Native
 from pellucid.settings import GRPOConfig
-from pellucid.types import Completion, Group, Prompt, Reward
+from pellucid.types import Completion, Group, Prompt, Reward, UserError
 
 F64 = torch.float64
 AXES = [{"aggregate": "token"}, {"aggregate": "sequence"}, {"aggregate": "constant"}]
@@ -401,8 +401,23 @@ def test_a_task_that_watches_sees_every_group_that_was_drawn(rounds, seen):
         def observe(self, step, groups):
             return {"seen": len(groups), "step": step}
 
+        def state(self):
+            return {}
+
+        def load_state(self, state):
+            pass
+
     _, drawn = run_rollout(Watching(lambda step, i: i % 2 == 0), max_rounds=rounds, steps=10)
     assert (drawn["seen"], drawn["step"]) == (seen, 3)
+
+
+def test_a_task_that_would_forget_what_it_saw_is_refused():
+    class Forgetful(Coin):
+        def observe(self, step, groups):
+            return {}
+
+    with pytest.raises(UserError, match=r"state\(\) and load_state\(\)"):
+        run_rollout(Forgetful(lambda step, i: False))
 
 
 def test_a_round_draws_no_more_than_it_should_need():

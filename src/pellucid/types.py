@@ -146,8 +146,15 @@ class Observer(Protocol):
 
 
 def observer(task: Task) -> Observer | None:
-    """The task, where it is one. Looked up by name: a task in a sandbox passes on what it does not know itself."""
-    return cast(Observer, task) if hasattr(task, "observe") else None
+    """The task, where it is one. Looked up by name: a task in a sandbox passes on what it does not know itself.
+
+    UserError for one that observes and keeps what it saw from checkpoints.
+    """
+    if not hasattr(task, "observe"):
+        return None
+    if not hasattr(task, "state") or not hasattr(task, "load_state"):
+        raise UserError("a task that has observe() must have state() and load_state(): a resumed run needs what it saw")
+    return cast(Observer, task)
 
 
 class Sampler(Protocol):

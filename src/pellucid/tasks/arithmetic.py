@@ -76,7 +76,7 @@ class Arithmetic:
         return prompt.answer
 
     def working(self, prompt: Prompt) -> str:
-        """How a person gets to the result; two-digit operands and smaller ones by tens and ones."""
+        """How a person gets to the result, by tens and ones."""
         a, operator, b = prompt.columns["problem"]
         return working(a, operator, b)
 
@@ -104,7 +104,7 @@ class Arithmetic:
 
 
 def working(a: int, operator: Operator, b: int) -> str:
-    """Steps that each change one digit, the result last.
+    """Tens, ones, and the two together: the result is the last number. A product is said at once.
 
     Example: working(34, "+", 58) == "34 + 50 = 84, 4 + 8 = 12, 80 + 12 = 92"
     """
