@@ -192,7 +192,8 @@ def end_of_answer(tokenizer: PreTrainedTokenizerBase, eos_ids: Sequence[int]) ->
     exchange = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "!"}]
     encoded: Any = tokenizer.apply_chat_template(exchange, return_dict=True) if tokenizer.chat_template else {}
     said = [token for token in encoded.get("input_ids", []) if token in eos_ids]
-    return next(token for token in (*said[::-1], tokenizer.eos_token_id, *eos_ids) if token in eos_ids)
+    own = [token for token in eos_ids if token == tokenizer.eos_token_id]
+    return [*said[::-1], *own, *eos_ids][0]
 
 
 def load(
