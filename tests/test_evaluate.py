@@ -58,6 +58,25 @@ def test_an_evaluation_counts_right_answers():
     assert evaluated(k=3, samples=6)[0] == evaluation, "the same policy, the same numbers"
 
 
+def test_answers_stand_in_the_order_of_their_questions():
+    """Evaluations of two seeds that draw the same questions can then be compared question by question."""
+
+    class Backwards(CountDigits):
+        def sample(self, step, n):
+            return super().sample(step, n)[::-1]
+
+    policy = make_policy()
+    greedy = Native(0.0, 12)
+    greedy.sync(policy)
+    one, other = (
+        evaluate("digits", task, held_out(task, 10), greedy, greedy, 0, 0, OneProcess())
+        for task in (CountDigits(split="test"), Backwards(split="test"))
+    )
+    assert [group.prompt for group in one[2]] == [group.prompt for group in other[2]][::-1]
+    assert 0 < sum(one[0].right) < 10
+    assert (one[0].questions, one[0].right) == (other[0].questions, other[0].right)
+
+
 def test_k_zero_is_greedy_only():
     evaluation, groups = evaluated(k=0, samples=0)
     assert groups == []

@@ -50,6 +50,7 @@ def evaluate(
     best = shards.gather(graded(task, greedy, own, 1))
     groups = shards.gather(graded(task, sampler, own, samples)) if k else []
     right, best_right = ([correct(group) for group in answered] for answered in (groups, best))
+    in_order = sorted(zip((prompt.question for prompt in prompts), best_right, strict=True))
     evaluation = Evaluation(
         task=name,
         split=task.split,
@@ -58,8 +59,8 @@ def evaluate(
         greedy=estimate(best_right),
         mean_at_k=estimate([c / samples for c in right]),
         pass_at_k=estimate([pass_at(k, samples, c) for c in right]),
-        right=tuple(best_right),
-        questions=digest([prompt.question for prompt in prompts]),
+        right=tuple(right for _, right in in_order),
+        questions=digest([question for question, _ in in_order]),
     )
     return evaluation, groups, best
 
@@ -85,7 +86,6 @@ def correct(group: Group) -> int:
 
 
 def digest(questions: Sequence[str]) -> str:
-    """The same for the same questions in the same order."""
     return hashlib.sha256(json.dumps(questions).encode()).hexdigest()[:16]
 
 

@@ -159,9 +159,15 @@ def rollout(
             (spare if bool(dead(task_rewards([group]), cfg.min_spread)) else live).append(group)
         if len(live) >= cfg.prompts_per_step:
             break
-    drawn = {"groups/drawn": float(len(live) + len(spare)), "groups/drawn_dead": len(spare) / len(live + spare)}
-    kept = runtime.shard((live + spare)[: cfg.prompts_per_step])
-    return kept, drawn | observed(task, step, runtime.shard(live + spare), runtime)
+    drawn = live + spare
+    kept = runtime.shard(drawn[: cfg.prompts_per_step])
+    return kept, cost_of(drawn, len(spare)) | observed(task, step, runtime.shard(drawn), runtime)
+
+
+def cost_of(drawn: Sequence[Group], dead: int) -> dict[str, float]:
+    """Of all groups, those that are not trained on included."""
+    tokens = sum(len(completion.token_ids) for group in drawn for completion in group.completions)
+    return {"groups/drawn": len(drawn), "groups/drawn_dead": dead / len(drawn), "tokens": float(tokens)}
 
 
 def observed(task: Task, step: int, groups: Sequence[Group], runtime: Runtime) -> dict[str, float]:

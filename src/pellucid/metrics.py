@@ -24,7 +24,7 @@ def describe(groups: Sequence[Group], min_spread: float = 0.0) -> dict[str, floa
     dead = [rewards for group in groups if (rewards := equal_rewards(group, min_spread))]
     all_right = sum(all(reward.is_correct for reward in rewards) for rewards in dead)
     return {
-        **prefixes(groups),
+        **prefix_lengths(groups),
         **part_means([reward for _, reward in graded]),
         "reward/mean": fmean(values) if values else nan,
         "reward/std": pstdev(values) if values else nan,
@@ -39,10 +39,10 @@ def describe(groups: Sequence[Group], min_spread: float = 0.0) -> dict[str, floa
     }
 
 
-def prefixes(groups: Sequence[Group]) -> dict[str, float]:
-    """Of those that were given: the share of groups that had one, and their length in tokens."""
+def prefix_lengths(groups: Sequence[Group]) -> dict[str, float]:
+    """In tokens, of those that were given."""
     lengths = [group.prefix_length for group in groups if group.prefix_length]
-    return {"prefix/share": len(lengths) / len(groups), "prefix/length_mean": fmean(lengths)} if lengths else {}
+    return {"prefix/length_mean": fmean(lengths)} if lengths else {}
 
 
 def is_graded(reward: Reward) -> bool:

@@ -108,9 +108,9 @@ class Evaluation:
     pass_at_k: Estimate
     """The share of prompts that at least one of k samples gets right."""
     right: tuple[int, ...] = ()
-    """1 where the greedy answer to a prompt is right, else 0, in order."""
+    """1 where the greedy answer to a prompt is right, else 0, in the order of the questions as strings."""
     questions: str = ""
-    """A digest of the prompts: evaluations with the same one can be compared question by question."""
+    """A digest of the questions: evaluations with the same one can be compared question by question."""
 
 
 class Task(Protocol):

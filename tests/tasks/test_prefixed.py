@@ -12,7 +12,7 @@ import pytest
 from pellucid.tasks.arithmetic import Arithmetic
 from pellucid.tasks.curriculum import Curriculum
 from pellucid.tasks.prefixed import Prefixed, words
-from pellucid.types import Completion, Prompt, Reward, UserError
+from pellucid.types import Completion, Group, Prompt, Reward, UserError
 
 TASK = Arithmetic(digits=2, operators=("+", "-"))
 
@@ -124,6 +124,15 @@ def test_prefix_and_completion_are_graded_as_one_answer(tmp_path):
     [prompt] = task.sample(0, 1)
     assert task.reward(prompt, Completion((1,), (0.0,), " done", True)).value == 1.0
     assert task.reward(prompt, Completion((1,), (0.0,), "begun and done", True)).value == 0.0
+
+
+def test_a_step_without_prefixes_says_so():
+    """The mean over the steps of a run would otherwise be that of the steps that had some."""
+    one, other = TASK.sample(0, 2)
+    groups = [Group(one, (), (), prefix_length=3), Group(other, (), ())]
+    task = Prefixed(TASK)
+    assert task.observe(0, groups)["prefix/share"] == 0.5
+    assert task.observe(1, groups[1:])["prefix/share"] == 0.0
 
 
 def test_held_out_questions_have_no_prefix():

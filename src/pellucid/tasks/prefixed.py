@@ -86,7 +86,8 @@ class Prefixed:
 
     def observe(self, step: int, groups: Sequence[Group]) -> Mapping[str, float]:
         watching = observer(self.task)
-        return watching.observe(step, groups) if watching else {}
+        seen = watching.observe(step, groups) if watching else {}
+        return {"prefix/share": sum(group.prefix_length > 0 for group in groups) / len(groups), **seen}
 
     def state(self) -> dict[str, Any]:
         watching = observer(self.task)
