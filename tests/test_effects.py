@@ -14,7 +14,6 @@ from pellucid.settings import GRPOConfig
 from pellucid.types import Completion, Group, Prompt, Reward
 
 F64 = torch.float64
-SMOOTH = {"similarity": "smooth", "similarity_temperature": 1.0}
 
 
 def grades(rewards):
@@ -40,8 +39,26 @@ def test_difficulty_changes_the_advantages_of_groups_off_the_mean():
     assert on_advantages(alike, alike, advantage="difficulty") == {"effect/advantage": 0.0}
 
 
+def test_what_another_setting_silences_is_not_booked_to_the_comparison():
+    """The group's spread is .1: both comparisons give 0 where that counts as none."""
+    rewards = [[1.0, 0.9, 1.0, 0.9]]
+    assert on_advantages(rewards, rewards, advantage="rloo") == {"effect/advantage": 1.0}
+    assert on_advantages(rewards, rewards, advantage="rloo", min_spread=0.1) == {"effect/advantage": 0.0}
+
+
+def test_length_groups_of_ties_count():
+    """Five of eight answers are as short as can be: a cell of five, however many buckets there are."""
+    rewards = torch.tensor([[1.0, 0.0, 1.0, 0.0, 1.0, 1.0, 0.0, 1.0]], dtype=F64)
+    lengths = torch.tensor([[2.0, 2.0, 2.0, 2.0, 2.0, 3.0, 4.0, 5.0]], dtype=F64)
+    measured = grades(rewards.tolist())._replace(lengths=lengths)
+    cfg = GRPOConfig(advantage="length_grouped", length_buckets=4)
+    changed = effects.on_advantages(measured, rewards, advantages_of(measured, rewards, cfg), cfg)
+    assert changed == {"effect/advantage": 0.625}
+    assert effects.known_inert(cfg) == []
+
+
 def test_shaping_that_is_affine_in_a_group_is_undone_by_comparing():
-    """Which is what smoothing at temperature 1 comes to (E3-3)."""
+    """Which is what smoothing comes to where all siblings weigh the same (E3-3)."""
     rewards = [[1.0, 0.0, 0.0, 0.0], [1.0, 1.0, 0.0, 0.0]]
     affine = [[0.9, 0.1, 0.1, 0.1], [0.9, 0.9, 0.1, 0.1]]
     one_changed = [[0.9, 0.5, 0.1, 0.1], [0.9, 0.9, 0.1, 0.1]]
@@ -132,9 +149,6 @@ def test_it_goes_with_the_clipped_objective_alone():
     [
         ({"objective": "dynamic"}, "epochs", {"objective": "dynamic", "epochs": 2}),
         ({"clip_difficulty": 1.0}, "minibatches", {"clip_difficulty": 1.0, "minibatches": 2}),
-        ({"similarity": "smooth", "similarity_temperature": 1.0}, "0.05", {"similarity": "smooth"}),
-        ({"similarity": "smooth", "similarity_temperature": 1.0}, "0.05", {**SMOOTH, "advantage": "rloo"}),
-        ({"advantage": "length_grouped", "group_size": 6}, "group_size", {"advantage": "length_grouped"}),
         ({"kl_coef": 0.1, "kl": "k1", "kl_in": "loss"}, "k2", {"kl_coef": 0.1, "kl": "k2", "kl_in": "loss"}),
         ({"advantage": "difficulty", "prompts_per_step": 1}, "prompts_per_step", {"advantage": "difficulty"}),
     ],
@@ -156,6 +170,14 @@ def test_an_effect_of_nought_is_said_once_and_only_where_it_never_was_more():
     ]
     assert [len(notes) for notes in said] == [0, 0, 0, 0, 1, 0, 0, 0]
     assert said[4][0].startswith("effect/kl was 0")
+
+
+def test_prefixes_that_fit_no_question_are_said():
+    """In one line, also where there is a coefficient for them."""
+    for cfg in (GRPOConfig(), GRPOConfig(prefix_coef=1.0)):
+        watch = effects.Watch(cfg)
+        [line] = [watch.notes({"prefix/share": 0.0}) for _ in range(5)][-1]
+        assert "no question had a prefix in 5 steps" in line
 
 
 def test_a_coefficient_without_prefixes_is_said():

@@ -6,6 +6,7 @@ import json
 import math
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -192,6 +193,9 @@ def test_the_minutes_of_a_run_are_those_of_its_steps_before_and_after_a_resume(r
     assert train(recipe, "--run", run_dir, "--algorithm.minutes", 1) == 0
     assert [record["step"] for record in records(run_dir / "metrics.jsonl")] == [1, 2]
     assert [record["step"] for record in records(run_dir / "evals.jsonl")] == [0, 2]
+    shutil.rmtree(run_dir / "model")  # killed when all was saved but that
+    assert train("--resume", run_dir) == 0
+    assert [record["step"] for record in records(run_dir / "metrics.jsonl")] == [1, 2]
     assert (run_dir / "model").is_dir()
     assert train("--resume", run_dir, "--algorithm.minutes", 2) == 0
     assert records(run_dir / "metrics.jsonl")[-1]["step"] == 4

@@ -54,9 +54,12 @@ def main(argv: Sequence[str] | None = None) -> None:
     except UserError as error:
         sys.exit(mend(str(error)))
     except OSError as error:
-        if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EROFS):
-            raise
-        sys.exit(mend(f"{error.filename or 'the run folder'}: {error.strerror}; what was saved before is whole"))
+        place = error.filename or "the run folder"
+        if error.errno in (errno.EISDIR, errno.ENOTDIR, errno.EEXIST):
+            sys.exit(mend(f"{place}: {error.strerror}: choose another path"))
+        if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EROFS):
+            sys.exit(mend(f"{place}: {error.strerror}; what was saved before is whole"))
+        raise
     except KeyboardInterrupt:
         sys.exit(130)
 

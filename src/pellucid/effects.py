@@ -6,19 +6,17 @@ training, say so.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 from torch import Tensor
 
-from pellucid.advantages import Grades, advantages_of, standardized
+from pellucid.advantages import Grades, advantages_of
 from pellucid.settings import GRPOConfig
 
 LEAST = 0.01
 """A change of an advantage, or of a token's factor in the gradient, that counts: advantages are of the order of 1."""
-STANDARDISED = ("grpo", "grpo_sample_std", "difficulty", "lead", "dgpo")
-"""Advantages that divide by the spread of the group."""
 WATCHED = 5
 """Steps after which a technique that has changed nothing is called inert."""
 
@@ -29,7 +27,7 @@ def on_advantages(grades: Grades, shaped: Tensor, advantages: Tensor, cfg: GRPOC
     if reshapes(cfg):
         shares["effect/shaping"] = moved(advantages - advantages_of(grades, grades.rewards, cfg))
     if cfg.advantage != "grpo":
-        shares["effect/advantage"] = moved(advantages - standardized(shaped))
+        shares["effect/advantage"] = moved(advantages - advantages_of(grades, shaped, replace(cfg, advantage="grpo")))
     return shares
 
 
@@ -76,17 +74,6 @@ def known_inert(cfg: GRPOConfig) -> list[str]:
             "clipping is inert: with one optimizer step on each set of rollouts the ratio is 1;"
             " set algorithm.epochs or algorithm.minibatches above 1"
         )
-    if cfg.similarity == "smooth" and cfg.similarity_temperature >= 1 and cfg.advantage in STANDARDISED:
-        lines.append(
-            f"similarity is inert: at similarity_temperature = {cfg.similarity_temperature:g} all siblings weigh nearly"
-            " the same, and dividing by the spread undoes that; 0.05 does something"
-        )
-    largest = math.ceil(cfg.group_size / cfg.length_buckets)
-    if cfg.advantage == "length_grouped" and largest < cfg.length_min_cell:
-        lines.append(
-            f"length groups are inert: {cfg.length_buckets} buckets of {cfg.group_size} completions hold at most"
-            f" {largest}, length_min_cell is {cfg.length_min_cell}; raise group_size, or lower length_buckets"
-        )
     if cfg.prompts_per_step == 1 and (cfg.advantage in ("difficulty", "batch") or cfg.clip_difficulty):
         lines.append("difficulty is inert: it compares the groups of a step; set prompts_per_step above 1")
     if cfg.kl_coef and cfg.kl_in == "loss" and cfg.kl == "k1":
@@ -104,7 +91,8 @@ class Watch:
     def notes(self, metrics: Mapping[str, float]) -> list[str]:
         """The lines that a step gives occasion for."""
         if self.steps == 0:
-            self.idle |= {name for name in metrics if name.startswith("effect/")}
+            self.idle |= {name for name in metrics if name.startswith("effect/") or name == "prefix/share"}
+            self.idle -= {"prefix/nll"} if "prefix/share" in self.idle else set()
         self.idle -= {name for name, value in metrics.items() if value}
         self.steps += 1
         return [said_inert(name) for name in sorted(self.idle)] if self.steps == WATCHED else []
@@ -113,4 +101,6 @@ class Watch:
 def said_inert(name: str) -> str:
     if name == "prefix/nll":
         return 'algorithm.prefix_coef is inert: no prompt had a prefix; [task] name = "prefixed" gives them'
+    if name == "prefix/share":
+        return f"no question had a prefix in {WATCHED} steps: task.file is of other questions, or of another task.seed"
     return f"{name} was 0 in {WATCHED} steps: what it measures does nothing in this setting"

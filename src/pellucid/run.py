@@ -63,10 +63,12 @@ def follow(
     )
     if profile and parts.runtime.main:
         steps = profiled(steps, run_dir / "profile.txt", parts.policy.dtype)
+    if out_of_time(cfg, parts):  # killed when all was saved but the model
+        return 0
     watch, fresh = Watch(cfg.algorithm), parts.state.step == 0
     for step, measured, groups in steps:
         parts.seconds += measured["time/step"]
-        last = step == cfg.algorithm.steps or parts.runtime.any(0 < cfg.algorithm.minutes * 60 <= parts.seconds)
+        last = step == cfg.algorithm.steps or out_of_time(cfg, parts)
         metrics = {**describe(groups, cfg.algorithm.min_spread), **measured, "memory/peak_gb": parts.runtime.peak_gb()}
         if "reward/kl" in metrics:
             metrics["reward/after_kl"] = metrics["reward/mean"] + metrics["reward/kl"]
@@ -81,6 +83,11 @@ def follow(
         if last or stop:
             return 0 if last else step
     return 0
+
+
+def out_of_time(cfg: Config, parts: Parts) -> bool:
+    """The same for all processes."""
+    return parts.runtime.any(0 < cfg.algorithm.minutes * 60 <= parts.seconds)
 
 
 # ---------------------------------------------------------------- evaluation
@@ -139,7 +146,9 @@ def start_folder(run_dir: Path, cfg: Config, resume: bool) -> None:
     if path.exists() and not resume:
         raise UserError(f"{run_dir} holds a run: go on with --resume {run_dir}, or choose another folder with --run")
     run_dir.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps({**dump(cfg), **provenance.facts()}, indent=2) + "\n")
+    whole = path.with_name("config.json.partial")
+    whole.write_text(json.dumps({**dump(cfg), **provenance.facts()}, indent=2) + "\n")
+    whole.replace(path)
 
 
 def open_logs(cfg: Config, run_dir: Path, first_step: int) -> loggers.Loggers:

@@ -8,7 +8,7 @@ import pytest
 from study_data import STEPS, write_run
 
 from pellucid import config
-from pellucid.study.cells import check, clear, finished, locked, resuming, tidy
+from pellucid.study.cells import check, clear, finished, locked, resuming, settled, tidy
 from pellucid.study.plan import Cell
 from pellucid.types import UserError
 
@@ -76,7 +76,9 @@ def test_a_finished_run_stays_finished_when_it_is_tidied(tmp_path, keep):
 
 
 def write_config(cell, *overrides):
-    settings = config.dump(config.load(None, ["--algorithm.seed", str(cell.seed), *overrides]))
+    """As a run writes it down, who settles these for itself."""
+    settled = ["--policy.dtype", "bfloat16", "--algorithm.max-length", "64", "--task.seed", "3"]
+    settings = config.dump(config.load(None, ["--algorithm.seed", str(cell.seed), *settled, *overrides]))
     cell.run_dir.mkdir(parents=True)
     (cell.run_dir / "config.json").write_text(json.dumps({**settings, "versions": {"torch": "2"}}))
 
@@ -85,9 +87,16 @@ RECIPE = config.dump(config.load(None))
 
 
 def test_a_run_of_this_recipe_is_the_cell_s_whatever_it_settled_for_itself(cell):
-    settled = ["--policy.dtype", "bfloat16", "--algorithm.max-length", "64", "--task.seed", "3"]
-    write_config(cell, *settled)
+    write_config(cell)
     check(cell, RECIPE)
+
+
+def test_the_seed_of_a_wrapped_task_is_settled_inside(cell):
+    """With one of its own it stays."""
+    for seed in (0, 7):
+        task = {"name": "prefixed", "task": {**RECIPE["task"], "seed": seed}}
+        inside = settled({**RECIPE, "task": task}, cell.seed)["task"]
+        assert inside == {"name": "prefixed", "task": {**RECIPE["task"], "seed": seed or 3}}
 
 
 @pytest.mark.parametrize(
@@ -95,7 +104,9 @@ def test_a_run_of_this_recipe_is_the_cell_s_whatever_it_settled_for_itself(cell)
     [
         (["--optimizer.lr", "0.5"], "optimizer.lr = 0.5, the study says"),
         (["--task.digits", "3"], "task.digits = 3, the study says"),
-        (["--algorithm.seed", "7"], "algorithm.seed = 7"),
+        (["--algorithm.seed", "7"], "algorithm.seed = 7, the study says 3"),
+        (["--task.seed", "7"], "task.seed = 7, the study says 3"),
+        (["--algorithm.max-length", "16"], "algorithm.max_length = 16, the study says 64"),
     ],
 )
 def test_a_run_of_other_settings_is_refused(cell, overrides, complaint):
@@ -106,7 +117,7 @@ def test_a_run_of_other_settings_is_refused(cell, overrides, complaint):
 
 
 def test_a_dtype_that_a_recipe_names_is_not_open(cell):
-    write_config(cell, "--policy.dtype", "bfloat16")
+    write_config(cell)
     with pytest.raises(UserError, match=r"policy\.dtype"):
         check(cell, {**RECIPE, "policy": {**RECIPE["policy"], "dtype": "float32"}})
 
@@ -120,13 +131,32 @@ def test_a_folder_that_is_no_run_is_not_removed(cell):
     assert (cell.run_dir / "thesis.tex").exists()
 
 
-def test_what_came_to_no_checkpoint_is_removed(cell):
-    cell.run_dir.mkdir(parents=True)
-    (cell.run_dir / "config.json").write_text('{"algorithm": {"st')
+def test_what_came_to_no_checkpoint_is_removed(cell, tmp_path):
+    """What a link leads to as well, but not the link."""
+    clear(cell.run_dir)
+    elsewhere = tmp_path / "larger disk"
+    (elsewhere / "tensorboard").mkdir(parents=True)
+    (elsewhere / "config.json").write_text('{"algorithm": {"st')
+    cell.run_dir.parent.mkdir(parents=True)
+    cell.run_dir.symlink_to(elsewhere)
     check(cell, RECIPE)
     clear(cell.run_dir)
-    assert not cell.run_dir.exists()
-    clear(cell.run_dir)
+    assert cell.run_dir.is_dir()
+    assert not list(elsewhere.iterdir())
+
+
+def test_a_run_killed_while_it_wrote_its_first_file_is_not_in_the_way(cell):
+    cell.run_dir.mkdir(parents=True)
+    (cell.run_dir / "config.json.partial").write_text('{"algorithm": {"st')
+    check(cell, RECIPE)
+
+
+def test_a_run_whose_settings_cannot_be_read_is_not_removed(cell):
+    """It may be finished: somebody has edited its config.json."""
+    run_dir = write_run(cell.run_dir, [1, 0])
+    (run_dir / "config.json").write_text('{"algorithm": {},}')
+    with pytest.raises(UserError, match=r"config\.json cannot be read: mend it"):
+        check(cell, RECIPE)
 
 
 def test_a_folder_has_one_study_at_a_time(tmp_path):

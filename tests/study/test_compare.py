@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import pytest
 from study_data import write_run
@@ -122,12 +123,14 @@ def test_costs_are_means_over_runs_and_own_metrics_over_steps(study_dir, tmp_pat
         assert text in page
 
 
-def test_one_comparison_of_two_seeds_is_said_to_be_coarse(study_dir, tmp_path):
+def test_one_comparison_of_two_seeds_is_said_to_be_coarse(study_dir, tmp_path, capsys):
     assert compare(study_dir, "--output", tmp_path / "page.html") == 0
     page = Page((tmp_path / "page.html").read_text())
     assert "1 comparison was made" in page
     assert "one in twenty is expected to look apart by chance" in page
-    assert "2 seeds make a coarse interval" in page
+    assert "2 seeds to a comparison make a coarse interval" in page
+    assert "one comparison of equals in 2 looks apart" in page
+    assert "one comparison of equals in 2 looks apart" in capsys.readouterr().out
     assert "+37.5 [+0.0, +75.0]" in page
     assert "For 1 variant the runs cannot tell" in page
 
@@ -143,7 +146,33 @@ def test_what_excludes_0_is_concluded(tmp_path):
     page = Page((tmp_path / "page.html").read_text())
     assert "up is above; down is below grpo in held-out greedy accuracy. For 1 other variant" in page
     assert "3 comparisons were made" in page
-    assert "There is one seed" in page
+    assert "One seed to a comparison" in page
+
+
+def test_the_comparison_with_the_fewest_seeds_decides_what_is_said(study_dir, tmp_path):
+    """As it is in the middle of a study."""
+    write_run(study_dir / "late" / "seed-0", [1] * 4, questions="q0")
+    assert compare(study_dir, "--output", tmp_path / "page.html") == 0
+    assert "One seed to a comparison" in Page((tmp_path / "page.html").read_text())
+
+
+def test_seeds_that_asked_the_same_questions_are_resampled_together(tmp_path):
+    """Half of the questions are always won: certain by the seeds, not by the questions."""
+    for folder, questions in (("other", "q{}".format), ("same", "q".format)):
+        for seed in range(8):
+            write_run(tmp_path / folder / "grpo" / f"seed-{seed}", [0, 0], questions=questions(seed), seed=seed)
+            write_run(tmp_path / folder / "up" / f"seed-{seed}", [1, 0], questions=questions(seed), seed=seed)
+    independent, shared = (summary(tmp_path / folder, "up").difference for folder in ("other", "same"))
+    assert independent.low > 0.1
+    assert (shared.low, shared.high) == (0.0, 1.0)
+
+
+def test_dynamic_sampling_is_seen_by_what_it_drew(study_dir, tmp_path):
+    drawn = {"groups/drawn": 8, "groups/drawn_dead": 0.9}
+    write_run(study_dir / "dynamic" / "seed-0", [1] * 4, questions="q0", metrics=drawn)
+    assert summary(study_dir, "dynamic").own == drawn
+    assert compare(study_dir, "--output", tmp_path / "page.html") == 0
+    assert "dynamic, step 4: 0.9<" in (tmp_path / "page.html").read_text()
 
 
 def test_the_page_is_the_same_each_time_and_says_what_makes_its_runs(study_dir, tmp_path):
@@ -156,7 +185,19 @@ def test_the_page_is_the_same_each_time_and_says_what_makes_its_runs(study_dir, 
     assert pages[0] == pages[1]
     page = Page(pages[0])
     assert f"pellucid train {recipe} --algorithm.seed 1 --run {study_dir}/better/seed-1" in page
-    assert f"pellucid train {study_dir}/grpo/seed-0/config.json --run {study_dir}/grpo/seed-0-again" in page
+    assert f"pellucid train {study_dir}/grpo/seed-0/config.json --run again/grpo/seed-0" in page
+
+
+def test_runs_made_again_are_no_variants_of_the_study(study_dir):
+    write_run(study_dir / "grpo" / "seed-0-again", BASELINE[0], questions="q0")
+    assert list(gather([study_dir]).finished) == ["grpo", "better"]
+
+
+def test_a_run_is_the_same_however_it_is_named(study_dir, monkeypatch):
+    run_dir = study_dir / "better" / "seed-0"
+    monkeypatch.chdir(run_dir)
+    runs = gather([Path("../../grpo"), Path(), Path("..", "seed-0"), run_dir])
+    assert {variant: list(of_seed) for variant, of_seed in runs.finished.items()} == {"grpo": [0, 1], "better": [0]}
 
 
 def test_curves_stand_before_the_baseline_with_the_range_over_seeds(study_dir, tmp_path):
@@ -189,6 +230,8 @@ MISTAKES = {
     'there is no variant "gpo"; did you mean "grpo"': ["study", "--baseline", "gpo"],
     "no run of the baseline": ["half"],
     "are both grpo seed 0": ["study", "twin"],
+    "empty: Is a directory: choose another path": ["study", "--output", "empty"],
+    "choose another path": ["study", "--output", "half/config.json/page.html"],
 }
 
 

@@ -9,7 +9,15 @@ from statistics import fmean
 import numpy as np
 import pytest
 
-from pellucid.study.paired import RESAMPLES, conclusion, differences, interval, resampled
+from pellucid.study.paired import (
+    RESAMPLES,
+    conclusion,
+    differences,
+    interval,
+    resampled,
+    resampled_together,
+    wrong_at_worst,
+)
 from pellucid.types import Estimate
 
 TABLES = {
@@ -29,6 +37,16 @@ def every_resample(table):
     return chances
 
 
+def every_resample_of_both(table):
+    """As above, where all seeds of a table have the same draw of questions."""
+    chances, columns = Counter(), range(len(table[0]))
+    for rows in itertools.product(table, repeat=len(table)):
+        for drawn in itertools.product(columns, repeat=len(columns)):
+            mean = fmean(row[q] for row in rows for q in drawn)
+            chances[round(mean, 9)] += len(table) ** -len(table) * len(columns) ** -len(columns)
+    return chances
+
+
 def quantile(chances, share):
     """The smallest value that at least this share of the draws does not exceed."""
     reached = 0.0
@@ -39,12 +57,23 @@ def quantile(chances, share):
     raise AssertionError
 
 
-@pytest.mark.parametrize("table", TABLES.values(), ids=TABLES)
-def test_the_resamples_are_distributed_as_all_that_can_be_drawn(table):
-    chances = every_resample(table)
+SHARED = {
+    "questions alike": [[1.0, 0.0, 1.0], [-1.0, 1.0, -1.0]],
+    "all different": [[1.0, 0.0, -1.0, 1.0], [1.0, 1.0, -1.0, 0.0]],
+    "one seed": [[1.0, 0.0, -1.0]],
+}
+DRAWS = [
+    *(pytest.param(table, resampled, every_resample, id=name) for name, table in TABLES.items()),
+    *(pytest.param(t, resampled_together, every_resample_of_both, id=f"{name}, shared") for name, t in SHARED.items()),
+]
+
+
+@pytest.mark.parametrize(("table", "resample", "enumerate_all"), DRAWS)
+def test_the_resamples_are_distributed_as_all_that_can_be_drawn(table, resample, enumerate_all):
+    chances = enumerate_all(table)
     assert sum(chances.values()) == pytest.approx(1.0)
-    drawn = Counter(np.round(resampled(table, np.random.default_rng(1)), 9).tolist())
-    assert drawn.keys() <= chances.keys()
+    drawn = Counter(np.round(resample(table, np.random.default_rng(1)), 9).tolist())
+    assert {value + 0.0 for value in drawn} <= {value + 0.0 for value in chances}
     for value, chance in chances.items():
         error = (chance * (1 - chance) / RESAMPLES) ** 0.5
         assert drawn[value] / RESAMPLES == pytest.approx(chance, abs=4 * error), value
@@ -81,13 +110,15 @@ def test_a_conclusion_needs_an_interval_without_0(low, high, said):
     assert conclusion(Estimate(0.0, low, high)) == said
 
 
-def coverage(seeds, questions, spread, trials=100):
-    """How often the interval holds the true difference, where runs differ by `spread` from seed to seed."""
+def coverage(seeds, questions, spread, of_questions=0.0, shared=False, trials=100):
+    """How often the interval holds the true difference, where runs differ by `spread` from seed to seed, and what a
+    variant does differs by `of_questions` from question to question, all seeds having the same ones."""
     rng, held = np.random.default_rng(5), 0
     for _ in range(trials):
-        effects = 0.1 + rng.normal(0, spread, size=seeds)
-        table = [rng.choice([-1.0, 0.0, 1.0], size=questions, p=(0.3 - e / 2, 0.4, 0.3 + e / 2)) for e in effects]
-        measured = interval([row.tolist() for row in table])
+        effects = 0.1 + rng.normal(0, spread, size=(seeds, 1)) + rng.normal(0, of_questions, size=questions)
+        uniform, above = rng.random((seeds, questions)), 0.3 + effects / 2
+        table = np.where(uniform < above, 1.0, np.where(uniform < above + 0.4, 0.0, -1.0))
+        measured = interval(table.tolist(), shared)
         held += measured.low <= 0.1 <= measured.high
     return held / trials
 
@@ -97,6 +128,13 @@ def test_the_interval_covers_the_truth_as_often_as_it_says():
     assert coverage(seeds=8, questions=100, spread=0.1) == pytest.approx(0.95, abs=0.05)
 
 
-def test_three_seeds_that_differ_much_cover_less():
-    """What the page warns of."""
-    assert 0.7 < coverage(seeds=3, questions=1000, spread=0.1) < 0.88
+def test_seeds_that_ask_the_same_questions_are_not_taken_for_more_questions():
+    alike = {"seeds": 8, "questions": 48, "spread": 0.0, "of_questions": 0.5}
+    assert coverage(**alike, shared=True) > 0.92
+    assert coverage(**alike, shared=False) < 0.9
+
+
+@pytest.mark.parametrize("seeds", [2, 3, 4, 6])
+def test_few_seeds_that_differ_much_are_wrong_as_often_as_is_said(seeds):
+    missed = 1 - coverage(seeds, questions=20_000, spread=0.1, trials=400)
+    assert missed == pytest.approx(1 / wrong_at_worst(seeds), abs=0.06)

@@ -173,6 +173,17 @@ def test_a_study_whose_settings_have_changed_is_refused(study_file, whole, tmp_p
     assert recipe.read_text() == before, "a refused study leaves everything as it was"
 
 
+def test_recipes_of_variants_that_are_left_out_stay_as_they_are(study_file, whole, tmp_path, capsys):
+    """They are what their runs were made with."""
+    changed = tmp_path / "changed.toml"
+    text = study_file.read_text().replace('base = "', f'base = "{study_file.parent}/')
+    changed.write_text(text.replace('"centered"', '"rloo"'))
+    recipe = whole[0] / "centered" / "recipe.json"
+    before = recipe.read_text()
+    assert study(changed, "--into", whole[0], "--only", "grpo") == 0
+    assert recipe.read_text() == before
+
+
 def test_a_finished_study_has_nothing_to_do(study_file, whole, capsys):
     assert study(study_file, "--into", whole[0], "--only", "grpo") == 0
     assert capsys.readouterr().out == f"2 runs in {whole[0]}: 2 done, 0 to go\n"
@@ -208,6 +219,13 @@ def test_the_exit_status_is_that_of_what_failed(tmp_path, statuses, verdict):
     for cell in cells:
         cell.log.write_text("Traceback\nboom\n\n")
     assert runner.verdict(dict(zip(cells, statuses, strict=True))) == verdict
+
+
+def test_a_file_in_the_way_is_a_mistake(study_file, tmp_path, capsys):
+    (tmp_path / "file").touch()
+    for into in (tmp_path / "file", tmp_path / "file" / "into"):
+        assert study(study_file, "--into", into) == 2
+        assert "choose another path" in capsys.readouterr().err
 
 
 def test_no_run_at_once_is_a_mistake(study_file, tmp_path, capsys):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import fcntl
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from io import TextIOWrapper
 from pathlib import Path
@@ -41,30 +41,43 @@ def check(cell: Cell, recipe: Record) -> None:
     run_dir = cell.run_dir
     if not run_dir.exists():
         return
-    if not run_dir.is_dir() or (any(run_dir.iterdir()) and not (run_dir / "config.json").is_file()):
+    names = {path.name for path in run_dir.iterdir()} if run_dir.is_dir() else {run_dir.name}
+    if names - {"config.json.partial"} and "config.json" not in names:
         raise UserError(f"{run_dir} is no run (no config.json) and in the way: move it, or choose another --into")
-    if not read_config(run_dir):  # a crash in its first moment
-        return
-    found = config.dump(config.load(run_dir / "config.json"))
-    if key := difference(found, {**recipe, "algorithm": {**recipe["algorithm"], "seed": cell.seed}}):
+    if not read_config(run_dir):
+        if has_checkpoint(run_dir) or any(records(run_dir / "metrics.jsonl")):
+            raise UserError(f"{run_dir}/config.json cannot be read: mend it, or delete that run")
+        return  # a crash in its first moment
+    found, wanted = config.dump(config.load(run_dir / "config.json")), settled(recipe, cell.seed)
+    if key := difference(found, wanted):
         raise UserError(
-            f"{run_dir} was made with {key} = {at(found, key)!r}, the study says {at(recipe, key)!r}: "
+            f"{run_dir} was made with {key} = {at(found, key)!r}, the study says {at(wanted, key)!r}: "
             f"choose another --into, or delete that run"
         )
 
 
+def settled(recipe: Record, seed: int) -> Record:
+    """The recipe as a run of it writes it down (`compose.settled`), but for a dtype that is left to the machine."""
+    length = recipe["algorithm"]["max_length"] or recipe["sampler"]["max_tokens"]
+    return {
+        **recipe,
+        "algorithm": {**recipe["algorithm"], "seed": seed, "max_length": length},
+        "task": seeded(recipe["task"], seed),
+    }
+
+
+def seeded(task: Record, seed: int) -> Record:
+    if isinstance(task.get("task"), Mapping):
+        return {**task, "task": seeded(task["task"], seed)}
+    return {**task, "seed": task["seed"] or seed}
+
+
 def difference(found: Record, wanted: Record) -> str:
     """The first setting in which a run is not what is wanted; empty where there is none."""
-    values = dict(flat(found))
-    wrong = (key for key, value in flat(wanted) if values.get(key) != value and not is_open(key, value))
-    return next(wrong, "") or next((key for key in values if key not in dict(flat(wanted))), "")
-
-
-def is_open(key: str, value: object) -> bool:
-    """Whether a recipe leaves this setting to the run, which writes down what it took (`compose.settled`)."""
-    if key.startswith("task.") and key.endswith(".seed"):
-        return not value
-    return (key, value) in (("policy.dtype", "auto"), ("algorithm.max_length", 0))
+    theirs, ours = dict(flat(found)), dict(flat(wanted))
+    if ours["policy.dtype"] == "auto":
+        ours["policy.dtype"] = theirs["policy.dtype"]
+    return next((key for key in {**ours, **theirs} if theirs.get(key) != ours.get(key)), "")
 
 
 def resuming(cell: Cell) -> list[str]:
@@ -73,9 +86,12 @@ def resuming(cell: Cell) -> list[str]:
 
 
 def clear(run_dir: Path) -> None:
-    """Removes what a run left that came to no checkpoint; `check` has seen that it is a run."""
-    if run_dir.exists():
-        shutil.rmtree(run_dir)
+    """Empties the folder of a run that came to no checkpoint; `check` has seen that it is one."""
+    for path in run_dir.iterdir() if run_dir.exists() else ():
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path)
+        else:
+            path.unlink()
 
 
 def tidy(run_dir: Path, keep_model: bool) -> None:

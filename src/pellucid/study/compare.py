@@ -16,11 +16,13 @@ from rich.table import Table
 
 from pellucid.folder import Record
 from pellucid.report import total
-from pellucid.study.paired import RESAMPLES, conclusion, differences, interval
+from pellucid.study.paired import RESAMPLES, conclusion, differences, interval, wrong_at_worst
 from pellucid.study.runs import Run, Runs
 from pellucid.types import Estimate
 
-OWN_METRICS = ("effect/", "curriculum/", "prefix/")
+MANY_SEEDS = 10
+"""From so many on, an interval needs no warning."""
+OWN_METRICS = ("effect/", "curriculum/", "prefix/", "groups/drawn")
 """How the metrics begin that tell whether a variant did anything at all."""
 
 
@@ -68,7 +70,8 @@ def summary(variant: str, runs: Mapping[int, Run], baseline: Mapping[int, Run]) 
         for seed, reason in reasons.items()
         if baseline and not reason
     }
-    difference = interval(list(pairs.values())) if pairs else None
+    shared = same_questions([runs[seed].last for seed in pairs])
+    difference = interval(list(pairs.values()), shared) if pairs else None
     lasts, metrics = [run.last for run in runs.values()], [run.metrics for run in runs.values()]
     means = [last["mean@k"]["value"] for last in lasts if last.get("mean@k")]
     return Summary(
@@ -102,7 +105,11 @@ def accuracy(lasts: Sequence[Record]) -> Estimate | None:
     if len(lasts) == 1:
         return Estimate(**lasts[0]["greedy"])
     rights = [last.get("right") for last in lasts]
-    return interval([right for right in rights if right]) if all(rights) else None
+    return interval([right for right in rights if right], same_questions(lasts)) if all(rights) else None
+
+
+def same_questions(lasts: Sequence[Record]) -> bool:
+    return len({last.get("questions") for last in lasts}) == 1
 
 
 def own_metrics(rows: Sequence[Record]) -> dict[str, float]:
@@ -128,6 +135,19 @@ def write_numbers(path: Path, runs: Runs, rows: Sequence[Summary]) -> None:
     path.write_text(json.dumps(numbers(runs, rows), indent=2) + "\n", encoding="utf-8")
 
 
+def caveats(rows: Sequence[Summary]) -> list[str]:
+    """What the fewest pairs that a conclusion rests on do not carry."""
+    pairs = min((len(row.pairs) for row in rows if row.pairs), default=MANY_SEEDS)
+    if pairs == 1:
+        return ["One seed to a comparison: the interval is over questions alone, and says nothing of another run."]
+    if pairs < MANY_SEEDS:
+        return [
+            f"{pairs} seeds to a comparison make a coarse interval: where runs differ far more from seed to seed than "
+            f"their questions account for, one comparison of equals in {wrong_at_worst(pairs)} looks apart."
+        ]
+    return []
+
+
 # ---------------------------------------------------------------- on the screen
 
 
@@ -140,6 +160,8 @@ def print_table(runs: Runs, rows: Sequence[Summary]) -> None:
     for row in rows:
         table.add_row(*(escape(cell) for cell in cells(row)))
     rich.print(table)
+    for line in caveats(rows):
+        print(line)
     for row in rows:
         for reason in row.unpaired:
             print(f"not paired: {row.variant} {reason}")

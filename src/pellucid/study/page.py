@@ -9,12 +9,11 @@ from string import Template
 from pellucid.charts import CSS, Point, Series, chart, range_of, shown
 from pellucid.curves import estimates, line
 from pellucid.report import beside, counted, duration, fact_list, section
-from pellucid.study.compare import Summary, points, print_table, summaries, times, write_numbers
+from pellucid.study.compare import Summary, caveats, points, print_table, summaries, times, write_numbers
 from pellucid.study.paired import RESAMPLES
 from pellucid.study.runs import Run, Runs, gather
 from pellucid.types import Estimate, UserError
 
-FEW_SEEDS = 5
 DEAD = ("groups/dead_all_right", "groups/dead_all_wrong")
 MARKS = {"above": "above", "below": "below", "cannot tell": "unsure", "": "unsure"}
 """CSS classes of the conclusions."""
@@ -103,9 +102,10 @@ def table(kind: str, caption: str, heads: Sequence[str], rows: Iterable[Sequence
 
 
 def results(rows: Sequence[Summary]) -> str:
-    k = max(row.k for row in rows)
+    ks = sorted({row.k for row in rows if row.k})
     caption = "Held-out accuracy after training in percent, and its difference from the baseline on the same questions"
-    heads = ("Variant", "Conclusion", "Difference", "", "By seed", "Greedy", f"mean@{k}" if k else "", "Runs")
+    mean_at_k = shown(f"mean@{' or '.join(map(str, ks))}") if ks else ""
+    heads = ("Variant", "Conclusion", "Difference", "", "By seed", "Greedy", mean_at_k, "Runs")
     reach = max((abs(end) for row in rows if row.difference for end in ends(row.difference)), default=0) or 1.0
     return table("results", caption, heads, [result_cells(row, reach) for row in rows])
 
@@ -146,21 +146,15 @@ def span(difference: Estimate, reach: float, mark: str) -> str:
 
 def notes(runs: Runs, rows: Sequence[Summary]) -> str:
     """What the table rests on, and what it cannot carry."""
-    comparisons, most = sum(bool(row.difference) for row in rows), max(len(row.seeds) for row in rows)
+    comparisons = sum(bool(row.difference) for row in rows)
     said = [
         f"A difference is taken question by question between runs of the same seed. Its interval comes from "
-        f"{RESAMPLES:,} resamples: seeds with replacement, then questions within a seed. "
-        f"above and below are said only where the interval excludes 0.",
+        f"{RESAMPLES:,} resamples: seeds with replacement, then questions within a seed, or one draw of questions for "
+        f"all seeds where these asked the same. above and below are said only where the interval excludes 0.",
         f"{counted(comparisons, 'comparison')} {'was' if comparisons == 1 else 'were'} made. Of comparisons between "
         f"equals, one in twenty is expected to look apart by chance.",
+        *caveats(rows),
     ]
-    if most == 1:
-        said.append("There is one seed: the intervals are over questions alone, and say nothing of another run.")
-    elif most < FEW_SEEDS:
-        said.append(
-            f"{most} seeds make a coarse interval. Where runs differ more from seed to seed than from question to "
-            f"question it is too narrow: up to one comparison of equals in five then looks apart. See by seed."
-        )
     said += [f"{shown(row.variant)}, {reason}: not paired." for row in rows for reason in row.unpaired]
     said += [f"{shown(run.name)} is unfinished and left out." for run in runs.unfinished]
     said += [f"{shown(variant)} seed {seed} is missing." for variant, seed in runs.missing]
@@ -207,8 +201,8 @@ def curves_of(variant: str, runs: Runs) -> str:
     around = f"mean of {counted(seeds, 'seed')}, band from lowest to highest" if seeds > 1 else "one seed"
     charts = [
         compared("Held-out greedy accuracy", around, variant, runs, accuracy_line, (0, 1)),
-        compared("Training reward", around, variant, runs, reward_line, reward_range(runs)),
-        compared("Dead groups", f"share; {around}", variant, runs, dead_line, (0, 1)),
+        compared("Training reward", f"of what is trained on; {around}", variant, runs, reward_line, reward_range(runs)),
+        compared("Dead groups", f"share of those drawn; {around}", variant, runs, dead_line, (0, 1)),
     ]
     drawn = "\n".join(svg for svg in charts if svg)
     note = "" if drawn else '<p class="soft">No finished run yet.</p>'
@@ -241,7 +235,12 @@ def reward_line(run: Run) -> list[Point]:
 
 
 def dead_line(run: Run) -> list[Point]:
-    return [Point(row["step"], sum(row[name] for name in DEAD)) for row in run.metrics if all(n in row for n in DEAD)]
+    """Dynamic sampling trains on what is left of the groups that it drew."""
+    return [
+        Point(row["step"], row.get("groups/drawn_dead", sum(row[name] for name in DEAD)))
+        for row in run.metrics
+        if all(name in row for name in DEAD)
+    ]
 
 
 def reward_range(runs: Runs) -> list[float]:

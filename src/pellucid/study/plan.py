@@ -75,8 +75,11 @@ def read(path: Path) -> Study:
         raise UserError(f'{path}: base must name the recipe that the variants change: base = "recipe.toml"')
     if not isinstance(variants, Mapping) or not variants:
         raise UserError(f"{path}: there are no variants: name the baseline with [variants.NAME]")
-    for name, table in {"common": common, **variants}.items():
-        check_table(path, name, table)
+    check_table(path, "common", common)
+    for name, table in variants.items():
+        check_table(path, f"variants.{name}", table)
+        if not FOLDER_NAME.fullmatch(name):
+            raise UserError(f"{path}: variants.{name!r} names a folder: use letters, digits and _ . + = -")
     recipe = base_recipe(path.parent / base)
     settings = {name: settings_of(path, name, recipe, [common, table]) for name, table in variants.items()}
     return Study(path, seeds_of(path, values.get("seeds")), settings)
@@ -96,11 +99,8 @@ def seeds_of(path: Path, value: Any) -> tuple[int, ...]:
 
 
 def check_table(path: Path, name: str, table: Any) -> None:
-    if not FOLDER_NAME.fullmatch(name):
-        raise UserError(f"{path}: variants.{name!r} names a folder: use letters, digits and _ . + = -")
     if not isinstance(table, Mapping):
-        where = name if name == "common" else f"variants.{name}"
-        raise UserError(f"{path}: {name} must be a table of settings, as [{where}.algorithm]")
+        raise UserError(f"{path}: {name} must be a table of settings, as [{name}.algorithm]")
     if isinstance(algorithm := table.get("algorithm"), Mapping) and "seed" in algorithm:
         raise UserError(f"{path}: {name} sets algorithm.seed: name the seeds of all variants in seeds = [...]")
 
@@ -134,7 +134,8 @@ def merged_task(base: Record, over: Record) -> Any:
     name = over.get("name", base_name)
     if name == base_name:
         return merged(base, over)
-    return {**over, "task": laid("task", base, over.get("task", {}))} if wraps(task_class(name)) else over
+    wrapper = isinstance(name, str) and wraps(task_class(name))  # another kind of name is refused with its section
+    return {**over, "task": laid("task", base, over.get("task", {}))} if wrapper else over
 
 
 def checked(study: Study) -> dict[str, Record]:

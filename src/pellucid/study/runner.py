@@ -58,8 +58,8 @@ def run(study: Study, study_dir: Path, jobs: int = 1, only: Sequence[str] = (), 
     with locked(study_dir) as lock, stop_requests() as requests:
         for cell in cells:
             check(cell, recipes[cell.variant])
-        for name, settings in study.variants.items():
-            plan.write_recipe(study_dir / name / "recipe.json", settings)
+        for name in dict.fromkeys(cell.variant for cell in cells):
+            plan.write_recipe(study_dir / name / "recipe.json", study.variants[name])
         write_plan(study_dir, list(study.variants), study.seeds)
         waiting = [cell for cell in cells if not finished(cell.run_dir)]
         for cell in cells:
@@ -69,6 +69,7 @@ def run(study: Study, study_dir: Path, jobs: int = 1, only: Sequence[str] = (), 
         progress = Progress(len(waiting))
         work(waiting, jobs, keep_models, lock, requests, progress)
     if requests:
+        verdict(progress.failures)
         say(f"stopped with {progress.ended} of {progress.total} ended; the same command goes on")
         return INTERRUPTED
     return verdict(progress.failures)
@@ -113,7 +114,7 @@ def start(cell: Cell, jobs: int, lock: TextIOWrapper) -> Job:
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=subprocess.STDOUT,
-            env={**os.environ, **threads},
+            env={**threads, **os.environ},
             pass_fds=[lock.fileno()],
             start_new_session=True,  # a terminal's Ctrl-C would reach it besides ours: two stop at once
         )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shlex
 from collections.abc import Mapping, Sequence
@@ -34,6 +35,10 @@ class Run:
         return f"{self.variant} seed {self.seed}"
 
     @property
+    def place(self) -> Path:
+        return place_of(self.folder)
+
+    @property
     def last(self) -> Record:
         """The evaluation at its end."""
         return self.evals[-1]
@@ -44,7 +49,8 @@ class Run:
         cell = Cell(self.folder.parent.parent, self.variant, self.seed)
         if cell.run_dir == self.folder and cell.recipe.is_file():
             return shown_command(cell.arguments)
-        return shown_command(["train", str(self.folder / "config.json"), "--run", f"{self.folder}-again"])
+        again = Path("again", self.variant, f"seed-{self.seed}")
+        return shown_command(["train", str(self.folder / "config.json"), "--run", str(again)])
 
 
 @dataclass(frozen=True)
@@ -69,7 +75,7 @@ def gather(folders: Sequence[Path], baseline: str = "") -> Runs:
     by_name: dict[tuple[str, int], Run] = {}
     for run in runs:
         other = by_name.setdefault((run.variant, run.seed), run)
-        if other.folder != run.folder:
+        if other.place != run.place:
             raise UserError(f"{other.folder} and {run.folder} are both {run.name}: rename one, or leave it out")
     plans = [plan for folder in folders if (plan := read_plan(folder))]
     planned = [(variant, seed) for plan in plans for variant in plan["variants"] for seed in plan["seeds"]]
@@ -106,22 +112,29 @@ def run_folders(folder: Path) -> list[Path]:
         raise UserError(f"{folder}: there is no such folder")
     if (folder / "config.json").is_file():
         return [folder]
-    found = [path.parent for level in ("seed-*", "*/seed-*") for path in sorted(folder.glob(f"{level}/config.json"))]
+    paths = [path for level in ("seed-*", "*/seed-*") for path in sorted(folder.glob(f"{level}/config.json"))]
+    found = [path.parent for path in paths if SEED_FOLDER.fullmatch(path.parent.name)]
     if not found:
         raise UserError(f"{folder} holds no run: name run folders, or the folder of a study (VARIANT/seed-S in it)")
     return found
 
 
 def read_run(run_dir: Path) -> Run:
-    named = SEED_FOLDER.fullmatch(run_dir.name)
+    place = place_of(run_dir)
+    named = SEED_FOLDER.fullmatch(place.name)
     return Run(
         run_dir,
-        run_dir.absolute().parent.name if named else run_dir.absolute().name,
+        place.parent.name if named else place.name,
         int(named[1]) if named else at(read_config(run_dir), "algorithm.seed", 0),
         finished(run_dir),
         list(records(run_dir / "metrics.jsonl")),
         next(iter(evaluations(run_dir).values()), []),
     )
+
+
+def place_of(run_dir: Path) -> Path:
+    """However it was named: "." is a folder with a name as well. A link goes by its own."""
+    return Path(os.path.normpath(run_dir.absolute()))
 
 
 def read_plan(study_dir: Path) -> Record:
