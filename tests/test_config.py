@@ -180,8 +180,6 @@ def test_a_wrapper_without_a_task_wraps_the_default_one(tmp_path):
         ("[task]\nname = 'curriculum'\n[task.task]\nname = 'prefixed'", "around it"),
         ("[task]\nname = 'prefixed'\n[task.task]\nname = 'nope'", 'task "nope" is unknown'),
         ("[task]\nname = 'prefixed'\ntask = 3", "task.task must be a table"),
-        ("[task]\nname = 'prefixed'\n[task.task]\nname = 'gsm8k'", "give file"),
-        ("[task]\nname = 'prefixed'\nfile = 'nowhere.json'", "nowhere.json"),
     ],
 )
 def test_mistakes_in_nested_tasks_name_their_place(tmp_path, text, said):

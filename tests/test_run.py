@@ -383,6 +383,14 @@ def test_training_in_float16_is_refused(recipe, tmp_path, capsys):
     assert "bfloat16" in capsys.readouterr().err
 
 
+def test_prefixes_that_are_not_there_are_missed_before_a_model_is_loaded(recipe, tmp_path, capsys):
+    recipe.write_text('[policy]\nmodel = "nowhere"\n[task]\nname = "prefixed"\nfile = "no.json"\n')
+    assert train(recipe, "--run", tmp_path / "run") == 2
+    [line] = capsys.readouterr().err.splitlines()
+    assert line == "pellucid: task.file = no.json: cannot be read (No such file or directory)"
+    assert not (tmp_path / "run").exists()
+
+
 def test_an_evaluation_shows_questions_answers_and_verdicts(recipe, model_dir, capsys):
     with pytest.raises(SystemExit) as ended:
         cli.main(["eval", str(model_dir), "--task", str(recipe), "--show", "2"])

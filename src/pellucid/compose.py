@@ -60,6 +60,7 @@ def settled(cfg: Config) -> Config:
 def compose(cfg: Config) -> Parts:
     device = hardware.pick_device(cfg.policy.device)
     algorithm, dtype = cfg.algorithm, hardware.pick_dtype(cfg.policy.dtype, device)
+    task = isolated(with_split(cfg.task, "train"))  # first: its mistakes are found before a model is loaded
     if dtype == torch.float16:
         raise UserError('policy.dtype = "float16" is for evaluation: train in "bfloat16" or "float32"')
     learner = policy.load(
@@ -82,7 +83,6 @@ def compose(cfg: Config) -> Parts:
             f"algorithm.prompts_per_step = {algorithm.prompts_per_step} must be a multiple of processes * minibatches"
             f" = {runtime.world * algorithm.minibatches}: groups are not split"
         )
-    task = isolated(with_split(cfg.task, "train"))
     test_task = with_split(task, "test")
     sampler = pick_sampler(cfg)
     return Parts(

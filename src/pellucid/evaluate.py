@@ -50,7 +50,7 @@ def evaluate(
     best = shards.gather(graded(task, greedy, own, 1))
     groups = shards.gather(graded(task, sampler, own, samples)) if k else []
     right, best_right = ([correct(group) for group in answered] for answered in (groups, best))
-    in_order = sorted(zip((prompt.question for prompt in prompts), best_right, strict=True))
+    in_order = sorted(zip((prompt.key for prompt in prompts), best_right, strict=True))
     evaluation = Evaluation(
         task=name,
         split=task.split,
@@ -67,7 +67,7 @@ def evaluate(
 
 def held_out(task: Task, n: int) -> list[Prompt]:
     """Up to n different prompts of the task's split; fewer where it has fewer."""
-    return list({prompt.question: prompt for prompt in task.sample(0, n)}.values())
+    return list({prompt.key: prompt for prompt in task.sample(0, n)}.values())
 
 
 def graded(task: Task, sampler: Sampler, prompts: Sequence[Prompt], size: int) -> list[Group]:

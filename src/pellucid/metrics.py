@@ -49,7 +49,7 @@ def is_graded(reward: Reward) -> bool:
     return isfinite(reward.value) and not reward.error
 
 
-def equal_rewards(group: Group, min_spread: float) -> list[Reward]:
+def equal_rewards(group: Group, min_spread: float = 0.0) -> list[Reward]:
     """The grades of a dead group; of a live one, or where every reward failed, none."""
     graded = [reward for reward in group.rewards if is_graded(reward)]
     values = [reward.value for reward in graded]

@@ -34,6 +34,13 @@ class Prompt:
         """What a person reads: the last message, or the whole string."""
         return self.text if isinstance(self.text, str) else self.text[-1]["content"]
 
+    @property
+    def key(self) -> str:
+        """What tells it from others: the string, or all that is said in the conversation but by the system."""
+        if isinstance(self.text, str):
+            return self.text
+        return "\n\n".join(message["content"] for message in self.text if message["role"] != "system")
+
 
 @dataclass(frozen=True, slots=True)
 class Completion:

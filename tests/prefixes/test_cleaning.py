@@ -29,6 +29,8 @@ from pellucid.prefixes.cleaning import clean, first_sentences, first_tokens, thi
         ("<think> </think>", ""),
         ("Thinking:", ""),
         ("half \ud83d a pair", "half a pair"),
+        ("First. <|im_end|><|endoftext|></s>", "First."),
+        ("|x| < 3 <| 4", "|x| < 3 <| 4"),
         # What is not a label
         ("I am thinking: is it 3?", "I am thinking: is it 3?"),
         ("The ratio 3:4 holds.", "The ratio 3:4 holds."),
@@ -81,7 +83,10 @@ def test_where_sentences_end(text, first, two):
         ("3 and 4. <answer>7", "3 and 4."),
         ("3 and 4.", "3 and 4."),
         ("<think></think>3 and 4.", "3 and 4."),
-        ("<answer>3 and 4.</answer>", "3 and 4."),
+        ("<answer>3 and 4.</answer>", ""),
+        ("<think>\n\n</think>\n\nFirst add 3 and 4. <answer>7</answer>", "First add 3 and 4."),
+        ("<reasoning>3 and 4.</reasoning> So 7.", "3 and 4."),
+        ("<Thought>3 and 4.</Thought> So 7.", "3 and 4."),
     ],
 )
 def test_the_answer_is_no_part_of_the_thinking(text, thought):

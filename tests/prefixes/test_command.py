@@ -11,7 +11,7 @@ import threading
 import time
 import urllib.request
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
@@ -24,6 +24,7 @@ from pellucid.prefixes import command as prefixes
 from pellucid.prefixes.journal import Journal
 from pellucid.prefixes.teacher import INSTRUCTION, Endpoint, Teacher, UnansweredError
 from pellucid.tasks.curriculum import Curriculum
+from pellucid.tasks.wrappers import with_split
 from pellucid.types import Prompt, UserError
 from test_serve import running
 
@@ -75,6 +76,8 @@ class Handler(BaseHTTPRequestHandler):
             self.close_connection = True
         elif fault == "empty":
             self.reply(200, {"choices": [{"index": 0, "message": {"role": "assistant", "content": " <think> "}}]})
+        elif fault.startswith("{"):
+            self.reply(200, fault)
         elif fault == "garbage":
             self.reply(200, "{half", "application/json")
         elif fault:
@@ -190,6 +193,33 @@ def test_every_question_is_answered_by_an_endpoint_that_fails_a_third_of_the_tim
     check_whole(output, recipe, n=8, teacher=3)
 
 
+ODD = {
+    "no message": {"choices": [None]},
+    "no list": {"choices": {"message": {"content": "a"}}},
+    "a string": {"choices": [{"message": "a"}]},
+    "no choice": {"choices": []},
+    "a number": {"choices": [{"message": {"role": "assistant", "content": 7}}]},
+    "an error": {"error": {"message": "overloaded"}},
+}
+
+
+@pytest.mark.parametrize("odd", ODD.values(), ids=ODD)
+def test_one_odd_answer_among_good_ones_is_asked_again(odd, service, recipe, tmp_path):
+    with proxied(service, lambda number, body: json.dumps(odd) if number == 1 else "") as proxy:
+        assert status(command(recipe, tmp_path / "p.json", proxy.url, n=2, per_question=2)) == 0
+        assert len(proxy.seen) == 5
+    check_whole(tmp_path / "p.json", recipe, n=2, teacher=2)
+
+
+def test_an_answer_in_parts_is_read_without_its_thinking(service, recipe, tmp_path):
+    parts = [{"type": "thinking", "thinking": []}, {"type": "text", "text": "First "}, {"type": "text", "text": "add."}]
+    body = json.dumps({"choices": [{"message": {"role": "assistant", "content": parts}}]})
+    with proxied(service, lambda number, _: body) as proxy:
+        assert status(command(recipe, tmp_path / "p.json", proxy.url, n=1, per_question=1)) == 0
+    [row] = check_whole(tmp_path / "p.json", recipe, n=1, teacher=1)["questions"]
+    assert row["teacher"] == ["First add."]
+
+
 def test_the_messages_are_those_of_the_task_with_the_instruction_behind(service, tmp_path):
     recipe = tmp_path / "own.toml"
     recipe.write_text('[task]\nname = "expected"\nsystem = "Be brief."\n')
@@ -266,6 +296,7 @@ def test_what_fails_for_good_ends_nothing_else_and_is_asked_alone_the_next_time(
         ("401", "put one that it takes into the environment variable PELLUCID_TEST_KEY"),
         ("403", "put one that it takes into the environment variable PELLUCID_TEST_KEY"),
         ("404", "name another with --teacher"),
+        ("402", "the quota of PELLUCID_TEST_KEY is used up"),
     ],
 )
 def test_a_wrong_key_and_a_wrong_model_stop_at_once(fault, mend, service, recipe, tmp_path, capfd, monkeypatch):
@@ -299,6 +330,8 @@ def test_an_error_that_quotes_the_key_is_told_without_it(service, recipe, tmp_pa
         ({"base_url": "api.example.com"}, "write http://HOST:PORT/v1"),
         ({"base_url": "http://[/v1"}, "write http://HOST:PORT/v1"),
         ({"base_url": "http://me:secret@127.0.0.1/v1"}, "must hold no secret"),
+        ({"base_url": "http://me:secret@127.0.0.1:99999/v1"}, "--base-url is no address"),
+        ({"base_url": "me:secret@127.0.0.1/v1"}, "--base-url is no address"),
         ({"teacher": ""}, "name --teacher MODEL, --student MODEL, or both"),
         ({"n": 0}, "--n 0 must be at least 1"),
         ({"per_question": 0}, "--per-question 0 must be at least 1"),
@@ -315,7 +348,7 @@ def test_mistakes_are_told_in_one_line(options, complaint, recipe, tmp_path, cap
     [line] = capfd.readouterr().err.splitlines()
     assert complaint in line
     assert "secret@" not in line
-    assert [path for path in tmp_path.iterdir() if path != recipe] == []
+    assert {path.name for path in tmp_path.iterdir()} - {".p.json.lock"} == {recipe.name}
 
 
 def test_a_service_that_goes_away_is_told_in_one_line(service):
@@ -374,6 +407,19 @@ def test_stopped_in_the_middle_it_goes_on_with_what_is_missing_alone(how, servic
     held = check_whole(output, recipe, n=10, teacher=3)
     rows = {row["question"]: row for row in held["questions"]}
     assert all(rows[entry["question"]]["teacher"][entry["index"]] == entry["text"] for entry in kept)
+
+
+def test_two_at_once_do_not_write_one_output(service, recipe, tmp_path, capsys):
+    output = tmp_path / "prefixes.json"
+    with proxied(service, delay=0.1) as proxy:
+        arguments = command(recipe, output, proxy.url, workers=2)
+        process = start(arguments)
+        wait_for_entries(process, output, 1)
+        assert status(arguments) == 2
+        assert f"process {process.pid} writes {output}: wait for it" in capsys.readouterr().err
+        assert process.communicate(timeout=30)[1] == ""
+        assert len(proxy.seen) == 18
+    check_whole(output, recipe, teacher=3)
 
 
 def test_what_could_not_be_written_at_the_end_is_not_asked_again(service, recipe, tmp_path, monkeypatch, capsys):
@@ -511,6 +557,29 @@ def stop_after(monkeypatch, n):
         add(self, *entry)
 
     monkeypatch.setattr(Journal, "add", adding)
+
+
+def test_a_question_that_the_student_has_no_room_for_is_counted_and_the_others_are_asked(wide_dir, tmp_path, capsys):
+    questions = ["2 + 3", "9 + " * POSITIONS + "1", "4 + 5"]
+    (tmp_path / "q.jsonl").write_text("".join(json.dumps({"question": q, "answer": "5"}) + "\n" for q in questions))
+    recipe = tmp_path / "rows.toml"
+    (tmp_path / "t.jsonl").write_text('{"question": "6 + 1", "answer": "7"}\n')
+    data = f'data = "{tmp_path}/q.jsonl"\ntest_data = "{tmp_path}/t.jsonl"\n'
+    recipe.write_text(f'[task]\nname = "dataset"\n{data}')
+    assert status(command(recipe, tmp_path / "p.json", student=wide_dir, n=3, per_question=2)) == 2
+    assert "2 prefixes are missing (a question of" in capsys.readouterr().err
+    held = {row["question"]: len(row["student"]) for row in json.loads((tmp_path / "p.json").read_text())["questions"]}
+    assert held == {q: 0 if len(q) > POSITIONS else 2 for q in questions}
+
+
+def test_a_recipe_that_will_use_the_prefixes_asks_for_them(service, tmp_path):
+    """Its file is not there yet."""
+    recipe, output = tmp_path / "prefixed.toml", tmp_path / "p.json"
+    recipe.write_text(f'[task]\nname = "prefixed"\nfile = "{output}"\n[task.task]\nname = "arithmetic"\n')
+    with proxied(service) as proxy:
+        assert status(command(recipe, output, proxy.url, n=2, per_question=1)) == 0
+    task = replace(with_split(cli.config.load(recipe).task, "train"), dropout=0.0)
+    assert all(prompt.prefix for prompt in task.sample(0, 2))
 
 
 def test_prefixes_are_cut_by_tokens_where_that_is_asked(service, recipe, wide_dir, tmp_path):

@@ -8,7 +8,7 @@ import pytest
 from study_data import STEPS, write_run
 
 from pellucid import config
-from pellucid.study.cells import check, clear, finished, locked, resuming, settled, tidy
+from pellucid.study.cells import check, clear, finished, resuming, settled, tidy
 from pellucid.study.plan import Cell
 from pellucid.types import UserError
 
@@ -157,10 +157,3 @@ def test_a_run_whose_settings_cannot_be_read_is_not_removed(cell):
     (run_dir / "config.json").write_text('{"algorithm": {},}')
     with pytest.raises(UserError, match=r"config\.json cannot be read: mend it"):
         check(cell, RECIPE)
-
-
-def test_a_folder_has_one_study_at_a_time(tmp_path):
-    with locked(tmp_path), pytest.raises(UserError, match=r"process \d+ is at work"), locked(tmp_path):
-        pass
-    with locked(tmp_path):
-        pass

@@ -130,6 +130,7 @@ MISTAKES = {
     HEAD + "common = 3\n[variants.common]": "common must be a table of settings, as [common.algorithm]",
     HEAD + "[common.algorithm]\nseed = 3\n[variants.common]": "common sets algorithm.seed",
     HEAD + "[variants.a.task]\nname = 3": "variants.a: ",
+    HEAD + '[variants.a.task]\nname = "prefixed"\nfile = "no.json"': "variants.a: task.file = no.json: cannot be read",
     HEAD + '[variants."../a"]': "variants.'../a' names a folder",
     HEAD + "[variants.a.algorithm]\nseed = 3": "a sets algorithm.seed",
     HEAD + "[common.algorithm]\nseed = 3\n[variants.a]": "common sets algorithm.seed",

@@ -55,6 +55,43 @@ def walk(task, steps, n, right=lambda q: q % (GROUP + 1), first=0):
     return asked
 
 
+def graded(prompt, *rewards):
+    answer = Completion((1,), (0.0,), "", True)
+    return Group(prompt, (0,), (answer,) * len(rewards), rewards)
+
+
+def test_a_group_that_teaches_does_not_rest_though_none_of_it_is_right():
+    """A tenth of a point for the form: wrong answers that are not alike."""
+    task = Curriculum(Numbered(), pool=4)
+    one, other = task.sample(0, 2)
+    tried, failed = Reward(0.1, correct=False), Reward(0.0, correct=False)
+    task.observe(0, [graded(one, tried, failed), graded(other, tried, tried)])
+    assert list(task.memory.dead_since) == [int(other.text)]
+    assert set(task.memory.accuracy.values()) == {0.0}
+
+
+@pytest.mark.parametrize("order", ["running", "described"])
+def test_rewards_that_failed_measure_nothing(order):
+    task = Curriculum(Numbered(), pool=4, order=order)
+    one, other = task.sample(0, 2)
+    lost, right = Reward(float("nan"), error="no reward within 10 s"), Reward(1.0)
+    task.observe(0, [graded(one, lost, lost), graded(other, lost, right)])
+    assert task.memory.accuracy == {int(other.text): 1.0}
+    assert len(task.memory.left) == 2, "it counts as asked"
+
+
+def test_conversations_that_end_alike_are_different_questions():
+    @dataclass(frozen=True)
+    class Chats(Numbered):
+        def sample(self, step, n):
+            ask = {"role": "user", "content": "How many?"}
+            return [Prompt(str(q), ({"role": "user", "content": f"I have {q} apples."}, ask)) for q in range(n)]
+
+    task = Curriculum(Chats(), pool=4)
+    assert len(task.questions) == 4
+    assert len({prompt.key for prompt in task.sample(0, 4)}) == 4
+
+
 def test_as_described_the_second_epoch_goes_from_easy_to_hard_and_all_later_ones_like_it():
     task = Curriculum(Numbered(), pool=10, order="described")
     first = walk(task, 5, 2)

@@ -115,6 +115,7 @@ def test_words_are_cut_whole_with_the_white_space_between_them():
     assert words("48 / 2 =\n 24, so", 1.0) == "48 / 2 =\n 24, so"
     assert words("48 / 2 =\n 24, so", 0.5) == "48 / 2"
     assert words("48 / 2", 0.0) == ""
+    assert words("小明有 12 个苹果。", 0.5) == "小明有 12", "a character is a word where no white space parts them"
     assert words("", 1.0) == ""
 
 
@@ -168,8 +169,8 @@ def test_settings_out_of_range_are_refused(wrong, named):
 
 
 def test_a_task_without_working_needs_a_file():
-    with pytest.raises(ValueError, match="Silent writes no working"):
-        Prefixed(Silent())
+    with pytest.raises(UserError, match="Silent writes no working"):
+        Prefixed(Silent()).with_split("train")
 
 
 def test_prefixed_goes_around_once():
@@ -191,9 +192,19 @@ def test_a_file_of_something_else_is_refused_in_one_line(tmp_path, content):
     path = tmp_path / "prefixes.json"
     path.write_text(content)
     with pytest.raises(UserError, match="pellucid prefixes"):
-        Prefixed(Silent(), file=str(path))
+        Prefixed(Silent(), file=str(path)).with_split("train")
 
 
 def test_a_missing_file_is_named():
     with pytest.raises(UserError, match=r"nowhere\.json.*No such file"):
-        Prefixed(Silent(), file="nowhere.json")
+        Prefixed(Silent(), file="nowhere.json").with_split("train")
+
+
+def test_what_opens_an_answer_stands_before_its_prefix(tmp_path):
+    """Whole, however little of the prefix is given; and nowhere else."""
+    file = prefixes(tmp_path, teacher=["one two three four"])
+    assert set(given(Prefixed(Silent(), file=file, dropout=0.0, opening="<think>"))) == {"<think>one two three four"}
+    half = Prefixed(Silent(), file=file, dropout=0.5, opening="<think>", length=0.5)
+    assert set(given(half)) == {"<think>one two", ""}
+    assert set(given(Prefixed(Silent(), file=file, dropout=0.0, opening="<think>", length=0.0))) == {""}
+    assert all(p.prefix_whole for p in Prefixed(TASK, dropout=0.0, opening="<think>").sample(0, 20))

@@ -7,7 +7,9 @@ from typing import Any
 
 _FENCE = re.compile(r"```(?:[A-Za-z][\w+-]*[ \t]*(?=\n))?")
 _TAG = re.compile(r"</?(?:think|thinking|thought|reasoning|answer)\s*>", re.IGNORECASE)
-_END_OF_THINKING = re.compile(r"</think(?:ing)?\s*>|<answer\s*>", re.IGNORECASE)
+_SPECIAL_TOKEN = re.compile(r"<\|[^|<>]*\|>|</?s>")
+_END_OF_THINKING = re.compile(r"</(?:think|thinking|thought|reasoning)\s*>", re.IGNORECASE)
+_ANSWER = re.compile(r"<answer\s*>.*", re.IGNORECASE | re.DOTALL)
 _LABEL = re.compile(
     r"^(?:[ \t#>*_-]*(?:my )?(?:(?:thinking|thought|reasoning)(?: process)?|thoughts|chain of thought"
     r"|first (?:one or two )?sentences?|prefix|思考过程|思考|思路|推理)[ \t]*[*_]*[:：][*_]*\s*)+",
@@ -24,19 +26,21 @@ _NUMBER_OF_A_LIST = re.compile(r"\s*\d+\.")
 def thinking(text: str) -> str:
     """What stands before the answer, where tags tell the two apart: a prefix must not give the answer away.
 
+    Where nothing was thought, the text behind it is all there is.
+
     Example: thinking("<think>3 and 4.</think><answer>7</answer>") == "<think>3 and 4."
     """
-    before = _END_OF_THINKING.split(text, maxsplit=1)[0]
-    return before if clean(before) else text
+    pieces = _END_OF_THINKING.split(_ANSWER.sub("", text))
+    return next((piece for piece in pieces if clean(piece)), "")
 
 
 def clean(text: str) -> str:
-    """One line without tags, code fences and labels.
+    """One line without tags, special tokens, code fences and labels.
 
     Example: clean("**Thinking:** <think>First,\\n 3 < 4.</think>") == "First, 3 < 4."
     """
     writable = text.encode(errors="ignore").decode()  # half a surrogate pair can stand in JSON, not in a file
-    unfenced = _TAG.sub(" ", _FENCE.sub(" ", writable))
+    unfenced = _TAG.sub(" ", _FENCE.sub(" ", _SPECIAL_TOKEN.sub(" ", writable)))
     return " ".join(_LABEL.sub("", unfenced).split())
 
 

@@ -19,6 +19,7 @@ from pellucid import config
 from pellucid.config import Config
 from pellucid.evaluate import held_out
 from pellucid.interrupts import INTERRUPTED
+from pellucid.locks import locked
 from pellucid.prefixes.cleaning import clean, first_sentences, first_tokens, thinking
 from pellucid.prefixes.journal import SOURCES, Journal
 from pellucid.prefixes.teacher import Endpoint, Teacher, UnansweredError, checked, messages_of
@@ -47,8 +48,11 @@ def main(arguments: list[str]) -> int:
     options, overrides = parsed(arguments)
     check(options)
     cfg = config.load(options.recipe, overrides, prog="pellucid prefixes")
+    options.output.parent.mkdir(parents=True, exist_ok=True)
+    writing = locked(options.output.with_name(f".{options.output.name}.lock"), f"writes {options.output}")
     try:
-        return collect(cfg, options)
+        with writing:
+            return collect(cfg, options)
     except KeyboardInterrupt:
         print(f"stopped; nothing is lost: the same command goes on with {options.output}", flush=True)
         os._exit(INTERRUPTED)  # Python would wait for every request under way
@@ -175,7 +179,7 @@ def ask_teacher(
     journal: Journal,
     advance: Callable[[], None],
 ) -> list[str]:
-    known = {prompt.question: prompt for prompt in prompts}
+    known = {prompt.key: prompt for prompt in prompts}
     missing, complaints = journal.missing(prompts, ["teacher"], options.per_question), []
 
     def ask(question: str, index: int) -> None:
@@ -211,23 +215,33 @@ def ask_student(
     advance: Callable[[], None],
 ) -> list[str]:
     """Random numbers belong to a question and the batches are the same in every run: so are the prefixes."""
-    size, complaints = options.per_question, []
+    size = options.per_question
+    prompts, complaints = fitting(student, prompts, size)
     at_once = max(1, ROWS // size)
     for start in range(0, len(prompts), at_once):
         batch = prompts[start : start + at_once]
-        asked = [replace(prompt, id=prompt.question, text=messages_of(prompt)) for prompt in batch]
+        asked = [replace(prompt, id=prompt.key, text=messages_of(prompt)) for prompt in batch]
         for attempt in range(options.retries + 1):
             missing = set(journal.missing(batch, ["student"], size))
             if not missing:
                 break
             for prompt, group in zip(batch, student.generate(asked, size, f"prefixes/{attempt}"), strict=True):
                 for index, completion in enumerate(group.completions):
-                    slot, text = (prompt.question, "student", index), read(completion.text)
+                    slot, text = (prompt.key, "student", index), read(completion.text)
                     if text and slot in missing:
                         journal.add(slot, prompt.answer, text)
                         advance()
         complaints += ["the student's answers are empty" for _ in journal.missing(batch, ["student"], size)]
     return complaints
+
+
+def fitting(student: Any, prompts: Sequence[Prompt], size: int) -> tuple[list[Prompt], list[str]]:
+    """The questions that leave the student room for an answer, and a complaint for each prefix of the others."""
+    longest = student.policy.context_length - student.max_tokens
+    lengths = [len(student.policy.encode(replace(prompt, text=messages_of(prompt)))) for prompt in prompts]
+    fits = [prompt for prompt, length in zip(prompts, lengths, strict=True) if length <= longest]
+    said = f"a question of {max(lengths)} tokens is too long for the student: lower --max-tokens, or name another"
+    return fits, [said] * (len(prompts) - len(fits)) * size
 
 
 @contextmanager

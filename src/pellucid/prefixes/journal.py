@@ -77,7 +77,7 @@ class Journal:
         self.answers[slot[0]], self.texts[slot] = answer, text
 
     def missing(self, prompts: Iterable[Prompt], sources: Sequence[str], n: int) -> list[Slot]:
-        wanted = ((p.question, source, index) for p in prompts for source in sources for index in range(n))
+        wanted = ((p.key, source, index) for p in prompts for source in sources for index in range(n))
         return [slot for slot in wanted if slot not in self.texts]
 
     def open(self) -> TextIO:
@@ -103,7 +103,7 @@ class Journal:
 
     def write(self, prompts: Sequence[Prompt]) -> None:
         """The output: these questions in their order, then those that an earlier run asked besides."""
-        answers = {prompt.question: prompt.answer for prompt in prompts}
+        answers = {prompt.key: prompt.answer for prompt in prompts}
         rows: dict[str, dict[str, Any]] = {
             question: {"question": question, "answer": answer, **{source: [] for source in SOURCES}}
             for question, answer in (answers | self.answers | answers).items()

@@ -63,7 +63,8 @@ def checked(base_url: str) -> str:
     except ValueError:
         parts, whole = None, False
     if parts is None or not whole:
-        raise UserError(f"--base-url {base_url!r} is no address: write http://HOST:PORT/v1 or https://HOST/v1")
+        said = "" if "@" in base_url else f" {base_url!r}"  # it may hold a password
+        raise UserError(f"--base-url{said} is no address: write http://HOST:PORT/v1 or https://HOST/v1")
     if parts.username or parts.password or parts.query:
         raise UserError("--base-url must hold no secret: put the key into the variable that --key-env names")
     return base_url
@@ -118,9 +119,13 @@ class Teacher:
             temperature=endpoint.temperature,
             max_tokens=endpoint.max_tokens,
         )
-        choices = getattr(answer, "choices", None)  # the client passes on what is no completion as it stands
-        message = choices[0].message if choices else None
-        return (message.content or "") if message else ""
+        try:
+            content = answer.choices[0].message.content
+        except (AttributeError, IndexError, KeyError, TypeError):  # the client passes on what is no completion
+            return ""
+        parts = content if isinstance(content, list) else [{"text": content}]
+        texts = [part.get("text") for part in parts if isinstance(part, dict)]
+        return "".join(text for text in texts if isinstance(text, str))
 
     def refusal(self, error: Any) -> str:
         """In words that never hold the key: endpoints quote it. UserError where every request would end so."""
@@ -135,7 +140,7 @@ class Teacher:
                 f"{e.base_url} knows no model {e.model!r} (HTTP 404): name another with --teacher, or mend --base-url,"
                 " which often ends in /v1"
             )
-        if error.code == "insufficient_quota":
+        if error.status_code == 402 or error.code == "insufficient_quota":
             raise UserError(
                 f"{e.base_url} says that the quota of {e.key_env} is used up: add to it, then run this again"
             )

@@ -1,13 +1,9 @@
-"""What is there of a run of a study: finished, to go on with, or nothing yet. And who is at work on it."""
+"""What is there of a run of a study: finished, to go on with, or nothing yet."""
 
 from __future__ import annotations
 
-import fcntl
-import os
 import shutil
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
-from io import TextIOWrapper
+from collections.abc import Mapping
 from pathlib import Path
 
 from pellucid import config
@@ -99,38 +95,3 @@ def tidy(run_dir: Path, keep_model: bool) -> None:
     for name in ("checkpoints",) if keep_model else ("checkpoints", "model"):
         if (run_dir / name).exists():
             shutil.rmtree(run_dir / name)
-
-
-@contextmanager
-def locked(study_dir: Path) -> Iterator[TextIOWrapper]:
-    """The lock on a study's folder, with the process ids of those who hold it. UserError where others do.
-
-    The runs that a study starts inherit it: after the death of the study itself they are still at work.
-    """
-    study_dir.mkdir(parents=True, exist_ok=True)
-    with (study_dir / ".lock").open("a+", encoding="utf-8") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            file.seek(0)
-            alive = " and ".join(pid for pid in file.read().split() if is_alive(int(pid)))
-            raise UserError(
-                f"{study_dir}: process {alive} is at work on this study: wait for it, or stop it"
-            ) from error
-        file.truncate(0)
-        note_holder(file, os.getpid())
-        yield file
-
-
-def note_holder(lock: TextIOWrapper, pid: int) -> None:
-    print(pid, file=lock, flush=True)
-
-
-def is_alive(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:  # of another user
-        return True
-    return True

@@ -13,7 +13,7 @@ from typing import Any
 from pellucid import config
 from pellucid.folder import Record
 from pellucid.tasks import did_you_mean, task_class
-from pellucid.tasks.wrappers import wraps
+from pellucid.tasks.wrappers import with_split, wraps
 from pellucid.types import UserError
 
 KEYS = ("base", "seeds", "common", "variants")
@@ -151,7 +151,9 @@ def loaded(study: Study, name: str, path: Path) -> Record:
             raise UserError(f"{study.path}: variants.{name}: {key}: no such section{close}")
     write_recipe(path, study.variants[name])
     try:
-        return config.dump(config.load(path))
+        cfg = config.load(path)
+        with_split(cfg.task, "train")  # a file of prefixes that is not there is found before hours of other runs
+        return config.dump(cfg)
     except UserError as error:
         complaint = str(error).removeprefix(f"{path}: ")
         raise UserError(f"{study.path}: variants.{name}: {complaint}") from error

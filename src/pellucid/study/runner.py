@@ -15,9 +15,10 @@ from pathlib import Path
 
 from pellucid.folder import records
 from pellucid.interrupts import INTERRUPTED, stop_requests
+from pellucid.locks import locked, note_holder
 from pellucid.report import counted
 from pellucid.study import plan
-from pellucid.study.cells import check, clear, finished, locked, note_holder, resuming, tidy
+from pellucid.study.cells import check, clear, finished, resuming, tidy
 from pellucid.study.plan import Cell, Study
 from pellucid.study.runs import shown_command, write_plan
 from pellucid.types import UserError
@@ -55,7 +56,9 @@ def run(study: Study, study_dir: Path, jobs: int = 1, only: Sequence[str] = (), 
     if jobs < 1:
         raise UserError(f"--jobs {jobs} must be at least 1")
     cells, recipes = study.cells(study_dir, only), plan.checked(study)
-    with locked(study_dir) as lock, stop_requests() as requests:
+    study_dir.mkdir(parents=True, exist_ok=True)
+    at_work = locked(study_dir / ".lock", f"is at work on {study_dir}")
+    with at_work as lock, stop_requests() as requests:
         for cell in cells:
             check(cell, recipes[cell.variant])
         for name in dict.fromkeys(cell.variant for cell in cells):

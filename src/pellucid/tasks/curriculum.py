@@ -9,6 +9,7 @@ from random import Random
 from statistics import fmean
 from typing import Any, Literal
 
+from pellucid.metrics import equal_rewards, is_graded
 from pellucid.tasks.prefixed import Prefixed
 from pellucid.tasks.wrappers import layers, with_split
 from pellucid.types import Completion, Group, Prompt, Reward, UserError
@@ -26,7 +27,7 @@ class Memory:
     accuracy: dict[int, float] = field(default_factory=dict)
     """Running estimates."""
     dead_since: dict[int, int] = field(default_factory=dict)
-    """The step in which a question was last all right or all wrong; forgotten when it is neither."""
+    """The step in which a question's group was last dead, all rewards equal; forgotten when it is live."""
 
 
 @dataclass(frozen=True)
@@ -35,7 +36,7 @@ class Curriculum:
     go from easy to hard.
 
     order = "running" (ours): estimates go on being measured; the order is shuffled within windows, since neighbours in
-    difficulty are alike; questions that were all right or all wrong when last asked rest, since they teach nothing.
+    difficulty are alike; questions whose group was dead when last asked rest, since they teach nothing.
     order = "described": as the study bench describes it: sorted once by the first epoch's accuracy, then always the
     same order, dead questions included.
 
@@ -75,7 +76,7 @@ class Curriculum:
 
     @cached_property
     def questions(self) -> list[Prompt]:
-        return list({prompt.question: prompt for prompt in self.task.sample(0, self.pool)}.values())
+        return list({prompt.key: prompt for prompt in self.task.sample(0, self.pool)}.values())
 
     @cached_property
     def handed_out(self) -> dict[tuple[int, int], list[int]]:
@@ -153,14 +154,14 @@ class Curriculum:
         )
 
     def _measure(self, q: int, group: Group, step: int) -> None:
-        memory = self.memory
-        accuracy = fmean(reward.is_correct for reward in group.rewards)
-        if self.order == "described" and q in memory.accuracy:
+        memory, graded = self.memory, [reward for reward in group.rewards if is_graded(reward)]
+        if not graded or (self.order == "described" and q in memory.accuracy):
             return
+        accuracy = fmean(reward.is_correct for reward in graded)
         before = memory.accuracy.get(q, accuracy)
         memory.accuracy[q] = self.decay * before + (1 - self.decay) * accuracy
         memory.dead_since.pop(q, None)
-        if accuracy in (0.0, 1.0):
+        if equal_rewards(group):
             memory.dead_since[q] = step
 
     def _ordered(self) -> list[int]:

@@ -16,6 +16,8 @@ from pellucid.tasks.wrappers import innermost, layers, with_split
 from pellucid.types import Completion, Group, Prompt, Reward, UserError, observer
 
 SOURCES = ("teacher", "student")
+_UNSPACED = r"\u3040-\u30ff\u3400-\u9fff"
+_WORD = re.compile(rf"[{_UNSPACED}]|[^\s{_UNSPACED}]+")
 
 
 @dataclass(frozen=True)
@@ -35,6 +37,8 @@ class Prefixed:
     """This task."""
     file: str = ""
     """What `pellucid prefixes` wrote. Empty: the task's own `working`, by a program."""
+    opening: str = ""
+    """Stands before every prefix, as "<think>" where answers begin with it: `pellucid prefixes` takes tags off."""
     dropout: float = 0.2
     """The share of groups that answer without a prefix."""
     teacher_share: float = 0.5
@@ -57,10 +61,6 @@ class Prefixed:
             raise ValueError('schedule = "cosine" and schedule_steps above 0 go together')
         if any(isinstance(layer, Prefixed) for layer in layers(self.task)):
             raise ValueError("prefixed goes around a task once")
-        if self.file:
-            prefixes_of(self.file)
-        elif self.task is not None and not hasattr(innermost(self.task), "working"):
-            raise ValueError(f"{type(innermost(self.task)).__name__} writes no working: give file = prefixes.json")
 
     @property
     def seed(self) -> int:
@@ -71,9 +71,18 @@ class Prefixed:
         return self.task.split
 
     def with_split(self, split: str) -> Any:
-        """Held-out questions are answered from the start: the task itself."""
+        """Held-out questions are answered from the start: the task itself. UserError where nothing begins the others.
+
+        Said here, not of the settings: `pellucid prefixes` takes a recipe whose prefixes are not there yet.
+        """
         inside = with_split(self.task, split)
-        return inside if split == "test" else replace(self, task=inside)
+        if split == "test":
+            return inside
+        if self.file:
+            prefixes_of(self.file)
+        elif not hasattr(innermost(self.task), "working"):
+            raise UserError(f"{type(innermost(self.task)).__name__} writes no working: set task.file = prefixes.json")
+        return replace(self, task=inside)
 
     def sample(self, step: int, n: int) -> list[Prompt]:
         return [self._begun(step, prompt) for prompt in self.task.sample(step, n)]
@@ -111,20 +120,24 @@ class Prefixed:
         whole = self._whole(prompt, rng)
         prefix = words(whole, share)
         # A teacher's prefix is the beginning of an answer; a working, all of it, is an answer.
-        return replace(prompt, prefix=prefix, prefix_whole=bool(prefix) and prefix == whole.rstrip() and not self.file)
+        is_answer = bool(prefix) and prefix == whole.rstrip() and not self.file
+        return replace(prompt, prefix=prefix and self.opening + prefix, prefix_whole=is_answer)
 
     def _whole(self, prompt: Prompt, rng: Random) -> str:
         if not self.file:
             return innermost(self.task).working(prompt)
-        sources = prefixes_of(self.file).get(prompt.question, {})
+        sources = prefixes_of(self.file).get(prompt.key, {})
         source = "teacher" if rng.random() < self.teacher_share else "student"
         found = sources.get(source) or next((sources[s] for s in SOURCES if sources.get(s)), ())
         return rng.choice(found) if found else ""
 
 
 def words(text: str, share: float) -> str:
-    """The first `share` of a text's words, rounded to the nearest; inner white space stays as it is."""
-    ends = [match.end() for match in re.finditer(r"\S+", text)]
+    """The first `share` of a text's words, rounded to the nearest; inner white space stays as it is.
+
+    A Chinese or Japanese character counts as a word.
+    """
+    ends = [match.end() for match in _WORD.finditer(text)]
     count = math.floor(share * len(ends) + 0.5)
     return text[: ends[count - 1]] if count else ""
 
