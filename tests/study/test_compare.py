@@ -132,7 +132,7 @@ def test_one_comparison_of_two_seeds_is_said_to_be_coarse(study_dir, tmp_path, c
     assert "one comparison of equals in 2 looks apart" in page
     assert "one comparison of equals in 2 looks apart" in capsys.readouterr().out
     assert "+37.5 [+0.0, +75.0]" in page
-    assert "For 1 variant the runs cannot tell" in page
+    assert "The other variant is not shown to be above or below grpo." in page
 
 
 def test_what_excludes_0_is_concluded(tmp_path):

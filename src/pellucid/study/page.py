@@ -61,10 +61,18 @@ def lede(rows: Sequence[Summary]) -> str:
     found = {name: [shown(row.variant) for row in others if row.conclusion == name] for name in MARKS}
     said = [f"{listed(found[name])} {name}" for name in ("above", "below") if found[name]]
     apart = f"{'; '.join(said)} {shown(baseline.variant)} in held-out greedy accuracy." if said else ""
-    rest = len(found["cannot tell"])
-    unsure = f"For {counted(rest, 'other variant' if said else 'variant')} the runs cannot tell." if rest else ""
+    unsure = unclear(len(found["cannot tell"]), shown(baseline.variant), alone=not said)
     unmeasured = f"{counted(len(found['']), 'variant')} could not be paired with it." if found[""] else ""
     return " ".join(part for part in (apart, unsure, unmeasured) if part)
+
+
+def unclear(variants: int, baseline: str, alone: bool) -> str:
+    if not variants:
+        return ""
+    if not alone:
+        return f"For {counted(variants, 'other variant')} the runs cannot tell."
+    what = "The other variant is not" if variants == 1 else f"None of {variants} variants is"
+    return f"{what} shown to be above or below {baseline}."
 
 
 def listed(names: Sequence[str]) -> str:
@@ -150,7 +158,7 @@ def notes(runs: Runs, rows: Sequence[Summary]) -> str:
     said = [
         f"A difference is taken question by question between runs of the same seed. Its interval comes from "
         f"{RESAMPLES:,} resamples: seeds with replacement, then questions within a seed, or one draw of questions for "
-        f"all seeds where these asked the same. above and below are said only where the interval excludes 0.",
+        f"all seeds where these asked the same. A variant is above or below only where the interval excludes 0.",
         f"{counted(comparisons, 'comparison')} {'was' if comparisons == 1 else 'were'} made. Of comparisons between "
         f"equals, one in twenty is expected to look apart by chance.",
         *caveats(rows),
