@@ -64,7 +64,7 @@ def summaries(runs: Runs) -> list[Summary]:
 def summary(variant: str, runs: Mapping[int, Run], baseline: Mapping[int, Run]) -> Summary:
     if not runs:
         return Summary(variant, ())
-    reasons = {seed: unpaired(runs.get(seed), baseline.get(seed)) for seed in sorted({*runs, *baseline})}
+    reasons = {seed: unpaired(run, baseline.get(seed)) for seed, run in runs.items()}
     pairs = {
         seed: differences(runs[seed].last["right"], baseline[seed].last["right"])
         for seed, reason in reasons.items()
@@ -90,10 +90,10 @@ def summary(variant: str, runs: Mapping[int, Run], baseline: Mapping[int, Run]) 
     )
 
 
-def unpaired(run: Run | None, baseline: Run | None) -> str:
+def unpaired(run: Run, baseline: Run | None) -> str:
     """Why two runs cannot be compared question by question; empty where they can."""
-    if not run or not baseline:
-        return f"{'the baseline' if run else 'it'} has no finished run"
+    if not baseline:
+        return "the baseline has no finished run"
     if not run.last.get("right") or not baseline.last.get("right"):
         return "evals.jsonl does not say which answers were right"
     same = run.last["questions"] == baseline.last["questions"]
