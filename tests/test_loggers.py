@@ -4,6 +4,7 @@ import math
 import re
 import statistics
 import sys
+import time
 from collections import defaultdict
 from pathlib import Path
 
@@ -198,13 +199,24 @@ def test_an_offline_wandb_run_is_written_whole(tmp_path: Path):
             item.nested_key[0] if item.nested_key else item.key: json.loads(item.value_json)
             for item in record.history.item
         }
-        for record in wandb_records(file)
+        for record in written(file)
         if record.WhichOneof("record_type") == "history"
     ]
     assert [row["step"] for row in history] == [0, 1, 2]
     assert history[0]["heldout/greedy"] == 0.25
     assert [row["train/loss"] for row in history[1:]] == [0.5, 0.25]
     assert [row["rollout/returns"] for row in history[1:]] == [0.25, 0.75]
+
+
+def written(file: Path):
+    """All records, the last of them that of the exit: wandb's own process writes on when `finish` has returned."""
+    deadline = time.monotonic() + 60
+    while time.monotonic() < deadline:
+        records = list(wandb_records(file))
+        if any(record.WhichOneof("record_type") == "exit" for record in records):
+            return records
+        time.sleep(0.1)
+    raise AssertionError
 
 
 def wandb_records(file: Path):
@@ -215,6 +227,8 @@ def wandb_records(file: Path):
         if kind == 0:  # the rest of a block
             at = -(-(at + 1) // 32768) * 32768
             continue
+        if at + 7 + length > len(data):  # being written
+            return
         pieces += data[at + 7 : at + 7 + length]
         at += 7 + length
         if kind in (1, 4):  # whole, or the last piece
