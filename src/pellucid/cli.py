@@ -11,6 +11,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from pellucid import config, folder
+from pellucid.prefixes import command as prefixes_command
+from pellucid.serve import command as serve_command
+from pellucid.study import plan, runner
 from pellucid.types import UserError
 
 USAGE = """usage: pellucid COMMAND
@@ -106,14 +109,10 @@ def evaluate(arguments: list[str]) -> int:
 
 def prefixes(arguments: list[str]) -> int:
     quiet_libraries()
-    from pellucid.prefixes.command import main as command  # noqa: PLC0415 - imports torch itself, where a student needs it
-
-    return command(arguments)
+    return prefixes_command.main(arguments)
 
 
 def study(arguments: list[str]) -> int:
-    from pellucid.study import plan, runner  # noqa: PLC0415 - locks files, which not every system can
-
     parser = argparse.ArgumentParser(prog="pellucid study", allow_abbrev=False)
     parser.add_argument("study", type=Path)
     parser.add_argument("--into", type=Path)
@@ -126,7 +125,7 @@ def study(arguments: list[str]) -> int:
 
 
 def compare(arguments: list[str]) -> int:
-    from pellucid.study import page  # noqa: PLC0415 - as in study
+    from pellucid.study import page  # noqa: PLC0415 - numpy would double the time until `pellucid --help` is there
 
     parser = argparse.ArgumentParser(prog="pellucid compare", allow_abbrev=False)
     parser.add_argument("folders", type=Path, nargs="+", metavar="RUN_OR_STUDY")
@@ -138,9 +137,7 @@ def compare(arguments: list[str]) -> int:
 
 def serve(arguments: list[str]) -> int:
     quiet_libraries()
-    from pellucid.serve.command import main as command  # noqa: PLC0415 - as in train
-
-    return command(arguments)
+    return serve_command.main(arguments)
 
 
 def doctor(arguments: list[str]) -> int:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from pellucid import grpo, hardware, policy
+from pellucid import config, grpo, hardware, policy
 from pellucid.config import Config
 from pellucid.evaluate import held_out
 from pellucid.models.drawing import WHOLE, Truncation
@@ -19,7 +19,7 @@ from pellucid.tasks.arithmetic import Arithmetic
 from pellucid.tasks.curriculum import Curriculum
 from pellucid.tasks.prefixed import Prefixed
 from pellucid.tasks.sandbox import Sandboxed
-from pellucid.tasks.wrappers import layers, seeded, with_split
+from pellucid.tasks.wrappers import layers, with_split
 from pellucid.types import Prompt, Sampler, Task, UserError
 
 HARMLESS = (Arithmetic, Curriculum, Prefixed)
@@ -47,14 +47,7 @@ def settled(cfg: Config) -> Config:
     """What depends on this machine or on another section, written out: a resumed run must not decide anew."""
     device = hardware.pick_device(cfg.policy.device)
     dtype = str(hardware.pick_dtype(cfg.policy.dtype, device)).removeprefix("torch.")
-    length = cfg.algorithm.max_length or cfg.sampler.max_tokens
-    return cfg.model_copy(
-        update={
-            "policy": replace(cfg.policy, dtype=dtype),
-            "algorithm": replace(cfg.algorithm, max_length=length),
-            "task": seeded(cfg.task, cfg.algorithm.seed),
-        }
-    )
+    return config.settled(cfg).model_copy(update={"policy": replace(cfg.policy, dtype=dtype)})
 
 
 def compose(cfg: Config) -> Parts:

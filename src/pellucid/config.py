@@ -7,7 +7,7 @@ import difflib
 import json
 import tomllib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
@@ -17,7 +17,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from pellucid.settings import AdamWConfig, GRPOConfig
 from pellucid.tasks import task_class
-from pellucid.tasks.wrappers import wraps
+from pellucid.tasks.wrappers import seeded, wraps
 from pellucid.types import UserError
 
 
@@ -153,6 +153,15 @@ def load(recipe: Path | None, overrides: Sequence[str] = (), prog: str = "pelluc
         raise UserError(f"{source}: {_explain(error, schema)}") from error
     typed = tyro.cli(schema, default=default, args=list(overrides), config=(tyro.conf.AvoidSubcommands,), prog=prog)
     return typed.model_copy(update={"task": _untyped(typed.task, schema.task_names)})
+
+
+def settled(config: Config) -> Config:
+    """What depends on another section, written out. A run settles its dtype as well, by its machine."""
+    algorithm = config.algorithm
+    length = algorithm.max_length or config.sampler.max_tokens
+    return config.model_copy(
+        update={"algorithm": replace(algorithm, max_length=length), "task": seeded(config.task, algorithm.seed)}
+    )
 
 
 def dump(config: Config) -> dict[str, Any]:

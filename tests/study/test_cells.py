@@ -8,7 +8,7 @@ import pytest
 from study_data import STEPS, write_run
 
 from pellucid import config
-from pellucid.study.cells import check, clear, finished, resuming, settled, tidy
+from pellucid.study.cells import check, clear, finished, resuming, tidy, wanted_of
 from pellucid.study.plan import Cell
 from pellucid.types import UserError
 
@@ -83,7 +83,7 @@ def write_config(cell, *overrides):
     (cell.run_dir / "config.json").write_text(json.dumps({**settings, "versions": {"torch": "2"}}))
 
 
-RECIPE = config.dump(config.load(None))
+RECIPE = config.load(None)
 
 
 def test_a_run_of_this_recipe_is_the_cell_s_whatever_it_settled_for_itself(cell):
@@ -93,10 +93,11 @@ def test_a_run_of_this_recipe_is_the_cell_s_whatever_it_settled_for_itself(cell)
 
 def test_the_seed_of_a_wrapped_task_is_settled_inside(cell):
     """With one of its own it stays."""
+    path = cell.study_dir.parent / "prefixed.toml"
     for seed in (0, 7):
-        task = {"name": "prefixed", "task": {**RECIPE["task"], "seed": seed}}
-        inside = settled({**RECIPE, "task": task}, cell.seed)["task"]
-        assert inside == {"name": "prefixed", "task": {**RECIPE["task"], "seed": seed or 3}}
+        path.write_text(f'[task]\nname = "prefixed"\n[task.task]\nname = "arithmetic"\nseed = {seed}\n')
+        task = wanted_of(cell, config.load(path))["task"]
+        assert (task["name"], task["task"]["seed"]) == ("prefixed", seed or 3)
 
 
 @pytest.mark.parametrize(
@@ -119,7 +120,7 @@ def test_a_run_of_other_settings_is_refused(cell, overrides, complaint):
 def test_a_dtype_that_a_recipe_names_is_not_open(cell):
     write_config(cell)
     with pytest.raises(UserError, match=r"policy\.dtype"):
-        check(cell, {**RECIPE, "policy": {**RECIPE["policy"], "dtype": "float32"}})
+        check(cell, config.load(None, ["--policy.dtype", "float32"]))
 
 
 def test_a_folder_that_is_no_run_is_not_removed(cell):

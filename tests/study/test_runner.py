@@ -160,10 +160,16 @@ def until_dead(pid):
     raise AssertionError
 
 
-def test_a_study_whose_settings_have_changed_is_refused(study_file, whole, tmp_path, capsys):
-    changed = tmp_path / "changed.toml"
+@pytest.fixture
+def changed(study_file, tmp_path):
+    """The same study but for one variant."""
+    path = tmp_path / "changed.toml"
     text = study_file.read_text().replace('base = "', f'base = "{study_file.parent}/')
-    changed.write_text(text.replace('"centered"', '"rloo"'))
+    path.write_text(text.replace('"centered"', '"rloo"'))
+    return path
+
+
+def test_a_study_whose_settings_have_changed_is_refused(changed, whole, capsys):
     recipe = whole[0] / "centered" / "recipe.json"
     before = recipe.read_text()
     assert study(changed, "--into", whole[0]) == 2
@@ -173,11 +179,8 @@ def test_a_study_whose_settings_have_changed_is_refused(study_file, whole, tmp_p
     assert recipe.read_text() == before, "a refused study leaves everything as it was"
 
 
-def test_recipes_of_variants_that_are_left_out_stay_as_they_are(study_file, whole, tmp_path, capsys):
+def test_recipes_of_variants_that_are_left_out_stay_as_they_are(changed, whole):
     """They are what their runs were made with."""
-    changed = tmp_path / "changed.toml"
-    text = study_file.read_text().replace('base = "', f'base = "{study_file.parent}/')
-    changed.write_text(text.replace('"centered"', '"rloo"'))
     recipe = whole[0] / "centered" / "recipe.json"
     before = recipe.read_text()
     assert study(changed, "--into", whole[0], "--only", "grpo") == 0

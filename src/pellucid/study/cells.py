@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 
 from pellucid import config
+from pellucid.config import Config
 from pellucid.folder import Record, read_config, records
 from pellucid.report import at, flat, total
 from pellucid.study.plan import Cell
@@ -32,7 +33,7 @@ def has_checkpoint(run_dir: Path) -> bool:
     return any(path.suffix != ".partial" for path in (run_dir / "checkpoints").glob("step-*"))
 
 
-def check(cell: Cell, recipe: Record) -> None:
+def check(cell: Cell, recipe: Config) -> None:
     """UserError where the folder of the cell holds something else than this cell as its recipe is now."""
     run_dir = cell.run_dir
     if not run_dir.exists():
@@ -44,7 +45,7 @@ def check(cell: Cell, recipe: Record) -> None:
         if has_checkpoint(run_dir) or any(records(run_dir / "metrics.jsonl")):
             raise UserError(f"{run_dir}/config.json cannot be read: mend it, or delete that run")
         return  # a crash in its first moment
-    found, wanted = config.dump(config.load(run_dir / "config.json")), settled(recipe, cell.seed)
+    found, wanted = config.dump(config.load(run_dir / "config.json")), wanted_of(cell, recipe)
     if key := difference(found, wanted):
         raise UserError(
             f"{run_dir} was made with {key} = {at(found, key)!r}, the study says {at(wanted, key)!r}: "
@@ -52,20 +53,10 @@ def check(cell: Cell, recipe: Record) -> None:
         )
 
 
-def settled(recipe: Record, seed: int) -> Record:
-    """The recipe as a run of it writes it down (`compose.settled`), but for a dtype that is left to the machine."""
-    length = recipe["algorithm"]["max_length"] or recipe["sampler"]["max_tokens"]
-    return {
-        **recipe,
-        "algorithm": {**recipe["algorithm"], "seed": seed, "max_length": length},
-        "task": seeded(recipe["task"], seed),
-    }
-
-
-def seeded(task: Record, seed: int) -> Record:
-    if isinstance(task.get("task"), Mapping):
-        return {**task, "task": seeded(task["task"], seed)}
-    return {**task, "seed": task["seed"] or seed}
+def wanted_of(cell: Cell, recipe: Config) -> Record:
+    """The settings of the cell as its run writes them down, but for a dtype that is left to the machine."""
+    seeded = recipe.model_copy(update={"algorithm": replace(recipe.algorithm, seed=cell.seed)})
+    return config.dump(config.settled(seeded))
 
 
 def difference(found: Record, wanted: Record) -> str:

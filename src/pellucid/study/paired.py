@@ -36,7 +36,7 @@ def wrong_at_worst(seeds: int) -> int:
     their questions account for.
 
     With two or three seeds the interval then ends at the lowest and the highest of them: one side of 0 in
-    2 * (1/2)^seeds of all cases. For more seeds, simulated: 0.19 with 4, 0.14 with 6, 0.10 with 10.
+    2 * (1/2)^seeds of all cases. For more it is about this, as tests/study/test_paired.py simulates.
     """
     return 2 if seeds == 2 else seeds + 1
 

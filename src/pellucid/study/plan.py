@@ -11,6 +11,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from pellucid import config
+from pellucid.config import Config
 from pellucid.folder import Record
 from pellucid.tasks import did_you_mean, task_class
 from pellucid.tasks.wrappers import with_split, wraps
@@ -138,13 +139,13 @@ def merged_task(base: Record, over: Record) -> Any:
     return {**over, "task": laid("task", base, over.get("task", {}))} if wrapper else over
 
 
-def checked(study: Study) -> dict[str, Record]:
+def checked(study: Study) -> dict[str, Config]:
     """The whole settings of each variant, as a run has them. UserError names the variant that is wrong."""
     with TemporaryDirectory() as folder:
         return {name: loaded(study, name, Path(folder) / "recipe.json") for name in study.variants}
 
 
-def loaded(study: Study, name: str, path: Path) -> Record:
+def loaded(study: Study, name: str, path: Path) -> Config:
     for key in study.variants[name]:
         if key not in config.Config.model_fields:  # a run's config.json holds more than settings, and may
             close = did_you_mean(key, config.Config.model_fields)
@@ -153,7 +154,7 @@ def loaded(study: Study, name: str, path: Path) -> Record:
     try:
         cfg = config.load(path)
         with_split(cfg.task, "train")  # a file of prefixes that is not there is found before hours of other runs
-        return config.dump(cfg)
+        return cfg
     except UserError as error:
         complaint = str(error).removeprefix(f"{path}: ")
         raise UserError(f"{study.path}: variants.{name}: {complaint}") from error
