@@ -125,7 +125,7 @@ def study(arguments: list[str]) -> int:
 
 
 def compare(arguments: list[str]) -> int:
-    from pellucid.study import page  # noqa: PLC0415 - numpy would double the time until `pellucid --help` is there
+    from pellucid.study import page  # noqa: PLC0415 - numpy takes longer than most commands need in all
 
     parser = argparse.ArgumentParser(prog="pellucid compare", allow_abbrev=False)
     parser.add_argument("folders", type=Path, nargs="+", metavar="RUN_OR_STUDY")
