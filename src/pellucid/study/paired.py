@@ -27,8 +27,13 @@ def interval(table: Table, shared: bool = False, seed: int = 0) -> Estimate:
     """
     rng = np.random.default_rng(seed)
     means = resampled_together(table, rng) if shared else resampled(table, rng)
-    low, high = np.quantile(means, (0.025, 0.975))
-    return Estimate(float(np.mean([np.mean(row) for row in table])), float(low), float(high))
+    ends = np.quantile(means, (0.025, 0.975))
+    return Estimate(*(exact(float(value)) for value in (np.mean([np.mean(row) for row in table]), *ends)))
+
+
+def exact(mean: float) -> float:
+    """Without what adding rounded off: an interval that ends at 0 leaves 0 in."""
+    return round(mean, 12) + 0.0  # -0.0 becomes 0.0
 
 
 def wrong_at_worst(seeds: int) -> int:
