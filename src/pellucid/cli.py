@@ -13,7 +13,7 @@ from pathlib import Path
 from pellucid import config, folder
 from pellucid.prefixes import command as prefixes_command
 from pellucid.serve import command as serve_command
-from pellucid.study import plan, runner
+from pellucid.study import page, plan, runner
 from pellucid.types import UserError
 
 USAGE = """usage: pellucid COMMAND
@@ -125,8 +125,6 @@ def study(arguments: list[str]) -> int:
 
 
 def compare(arguments: list[str]) -> int:
-    from pellucid.study import page  # noqa: PLC0415 - numpy takes longer than most commands need in all
-
     parser = argparse.ArgumentParser(prog="pellucid compare", allow_abbrev=False)
     parser.add_argument("folders", type=Path, nargs="+", metavar="RUN_OR_STUDY")
     parser.add_argument("--baseline", default="", metavar="VARIANT")

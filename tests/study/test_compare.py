@@ -111,16 +111,19 @@ def test_single_runs_are_variants_by_their_folders_and_paired_by_their_seeds(tmp
     assert summaries(runs)[1].pairs == {5: 0.5}
 
 
-def test_costs_are_means_over_runs_and_own_metrics_over_steps(study_dir, tmp_path):
+def test_costs_are_those_of_each_run_and_own_metrics_means_over_steps(study_dir, tmp_path):
+    """A mean alone would hide the one run that answered at length."""
     own = {"tokens": 150, "curriculum/pool": 8, "effect/moved": 0.5}
     write_run(study_dir / "wrapped" / "seed-0", [1] * 4, questions="q0", metrics=own)
+    write_run(study_dir / "wrapped" / "seed-1", [1] * 4, questions="q1", seed=1, metrics={**own, "tokens": 250})
     row = summary(study_dir, "wrapped")
-    assert (row.tokens, row.seconds) == (600, 120)
+    assert (row.tokens, row.seconds) == ({0: 600, 1: 1000}, {0: 120, 1: 120})
+    assert row.dead == 0.75
     assert row.own == {"curriculum/pool": 8, "effect/moved": 0.5}
     assert summary(study_dir, "grpo").own == {}
     assert compare(study_dir, "--output", tmp_path / "page.html") == 0
     page = Page((tmp_path / "page.html").read_text())
-    for text in ("1.50x", "2 min 0 s", "curriculum/pool", "effect/moved"):
+    for text in ("600 · 1,000", "2.00x", "2 min 0 s · 2 min 0 s", "75%", "curriculum/pool", "effect/moved"):
         assert text in page
 
 
@@ -172,6 +175,7 @@ def test_dynamic_sampling_is_seen_by_what_it_drew(study_dir, tmp_path):
     drawn = {"groups/drawn": 8, "groups/drawn_dead": 0.9}
     write_run(study_dir / "dynamic" / "seed-0", [1] * 4, questions="q0", metrics=drawn)
     assert summary(study_dir, "dynamic").own == drawn
+    assert summary(study_dir, "dynamic").dead == pytest.approx(0.9)
     assert compare(study_dir, "--output", tmp_path / "page.html") == 0
     assert "dynamic, step 4: 0.9<" in (tmp_path / "page.html").read_text()
 

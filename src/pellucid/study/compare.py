@@ -22,6 +22,7 @@ from pellucid.types import Estimate
 
 MANY_SEEDS = 10
 """From so many on, an interval needs no warning."""
+DEAD = ("groups/dead_all_right", "groups/dead_all_wrong")
 OWN_METRICS = ("effect/", "curriculum/", "prefix/", "groups/drawn")
 """How the metrics begin that tell whether a variant did anything at all."""
 
@@ -44,10 +45,12 @@ class Summary:
     """Why not, seed by seed."""
     conclusion: str = ""
     """above, below or cannot tell; empty for the baseline and where nothing is paired."""
-    tokens: float = 0.0
-    """Sampled, of a run."""
-    seconds: float = 0.0
-    """In steps, of a run."""
+    tokens: Mapping[int, float] = field(default_factory=dict)
+    """Sampled, by seed."""
+    seconds: Mapping[int, float] = field(default_factory=dict)
+    """In steps, by seed."""
+    dead: float | None = None
+    """The share of dead groups among those drawn, the mean over the steps of all runs."""
     own: Mapping[str, float] | None = None
     """Its OWN_METRICS, each the mean over the steps of all runs."""
 
@@ -72,7 +75,8 @@ def summary(variant: str, runs: Mapping[int, Run], baseline: Mapping[int, Run]) 
     }
     shared = same_questions([runs[seed].last for seed in pairs])
     difference = interval(list(pairs.values()), shared) if pairs else None
-    lasts, metrics = [run.last for run in runs.values()], [run.metrics for run in runs.values()]
+    lasts, steps = [run.last for run in runs.values()], [row for run in runs.values() for row in run.metrics]
+    dead = [share for row in steps if (share := dead_share(row)) is not None]
     means = [last["mean@k"]["value"] for last in lasts if last.get("mean@k")]
     return Summary(
         variant,
@@ -84,9 +88,10 @@ def summary(variant: str, runs: Mapping[int, Run], baseline: Mapping[int, Run]) 
         pairs={seed: fmean(values) for seed, values in pairs.items()},
         unpaired=tuple(f"seed {seed}: {reason}" for seed, reason in reasons.items() if baseline and reason),
         conclusion=conclusion(difference) if difference else "",
-        tokens=fmean(total(rows, "tokens") for rows in metrics),
-        seconds=fmean(total(rows, "time/step") for rows in metrics),
-        own=own_metrics([row for rows in metrics for row in rows]),
+        tokens={seed: total(run.metrics, "tokens") for seed, run in runs.items()},
+        seconds={seed: total(run.metrics, "time/step") for seed, run in runs.items()},
+        dead=fmean(dead) if dead else None,
+        own=own_metrics(steps),
     )
 
 
@@ -110,6 +115,13 @@ def accuracy(lasts: Sequence[Record]) -> Estimate | None:
 
 def same_questions(lasts: Sequence[Record]) -> bool:
     return len({last.get("questions") for last in lasts}) == 1
+
+
+def dead_share(step: Record) -> float | None:
+    """Of the groups that were drawn: dynamic sampling trains on what is left of them. None where nothing says so."""
+    if not all(name in step for name in DEAD):
+        return None
+    return step.get("groups/drawn_dead", sum(step[name] for name in DEAD))
 
 
 def own_metrics(rows: Sequence[Record]) -> dict[str, float]:
@@ -191,5 +203,6 @@ def points(estimate: Estimate | None, sign: str = "") -> str:
     return f"{value:{sign}.1f} [{low:{sign}.1f}, {high:{sign}.1f}]"
 
 
-def times(value: float, baseline: float) -> str:
-    return f"{value / baseline:.2f}x" if baseline else "-"
+def times(values: Mapping[int, float], baseline: Mapping[int, float]) -> str:
+    """The mean over seeds as a multiple of the baseline's."""
+    return f"{fmean(values.values()) / fmean(baseline.values()):.2f}x" if any(baseline.values()) else "-"

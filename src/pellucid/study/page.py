@@ -9,12 +9,11 @@ from string import Template
 from pellucid.charts import CSS, Point, Series, chart, range_of, shown
 from pellucid.curves import estimates, line
 from pellucid.report import beside, counted, duration, fact_list, section
-from pellucid.study.compare import Summary, caveats, points, print_table, summaries, times, write_numbers
+from pellucid.study.compare import Summary, caveats, dead_share, points, print_table, summaries, times, write_numbers
 from pellucid.study.paired import RESAMPLES
 from pellucid.study.runs import Run, Runs, gather
 from pellucid.types import Estimate, UserError
 
-DEAD = ("groups/dead_all_right", "groups/dead_all_wrong")
 MARKS = {"above": "above", "below": "below", "cannot tell": "unsure", "": "unsure"}
 """CSS classes of the conclusions."""
 
@@ -174,16 +173,21 @@ def costs(rows: Sequence[Summary]) -> str:
     cells = [
         [
             shown(row.variant),
-            f"{row.tokens:,.0f}",
+            " · ".join(f"{tokens:,.0f}" for tokens in row.tokens.values()),
             times(row.tokens, base.tokens),
-            duration(row.seconds),
+            " · ".join(duration(seconds) for seconds in row.seconds.values()),
             times(row.seconds, base.seconds),
+            "" if row.dead is None else f"{row.dead:.0%}",
         ]
         for row in rows
         if row.seeds
     ]
-    caption = "Means over the runs of a variant, and their ratio to the baseline; time is that of the machine it ran on"
-    return table("results", caption, ("Variant", "Tokens sampled", "Ratio", "Time in steps", "Ratio"), cells)
+    caption = (
+        "By seed, and the mean as a multiple of the baseline's; time is that of the machine it ran on, dead groups the "
+        "share of all that were drawn"
+    )
+    heads = ("Variant", "Tokens sampled", "Ratio", "Time in steps", "Ratio", "Dead groups")
+    return table("results", caption, heads, cells)
 
 
 def own(rows: Sequence[Summary]) -> str:
@@ -243,12 +247,7 @@ def reward_line(run: Run) -> list[Point]:
 
 
 def dead_line(run: Run) -> list[Point]:
-    """Dynamic sampling trains on what is left of the groups that it drew."""
-    return [
-        Point(row["step"], row.get("groups/drawn_dead", sum(row[name] for name in DEAD)))
-        for row in run.metrics
-        if all(name in row for name in DEAD)
-    ]
+    return [Point(row["step"], share) for row in run.metrics if (share := dead_share(row)) is not None]
 
 
 def reward_range(runs: Runs) -> list[float]:
