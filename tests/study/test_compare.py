@@ -122,8 +122,10 @@ def test_costs_are_those_of_each_run_and_own_metrics_means_over_steps(study_dir,
     assert row.own == {"curriculum/pool": 8, "effect/moved": 0.5}
     assert summary(study_dir, "grpo").own == {}
     assert compare(study_dir, "--output", tmp_path / "page.html") == 0
-    page = Page((tmp_path / "page.html").read_text())
-    for text in ("600 · 1,000", "2.00x", "2 min 0 s · 2 min 0 s", "75%", "curriculum/pool", "effect/moved"):
+    html = (tmp_path / "page.html").read_text()
+    assert html.count("2.00x") == 1, "tokens, not seconds"
+    page = Page(html)
+    for text in ("600 · 1,000", "2 min 0 s · 2 min 0 s", "75%", "curriculum/pool", "effect/moved"):
         assert text in page
 
 
