@@ -57,7 +57,7 @@ class Scorer(nn.Module):
         if self.decoder is None:
             return self.hidden_by_transformers(batch).to(self.dtype), head_of(self.model, self.dtype)
         hidden, head = hidden_states(self.decoder, batch, self.gradient_checkpointing, self.pieces)
-        return hidden, Head(head)
+        return hidden, Head(*head)
 
     def hidden_by_transformers(self, batch: Batch) -> Tensor:
         input_ids, starts = whole_sequences(batch)
@@ -116,7 +116,8 @@ def head_of(model: PreTrainedModel, dtype: torch.dtype) -> Head:
     output: Any = model.get_output_embeddings()
     scale = getattr(config, "logit_scale", None) or 1 / (getattr(config, "logits_scaling", None) or 1.0)
     bias = None if output.bias is None else output.bias.to(dtype)
-    return Head(output.weight.to(dtype), bias, scale, getattr(config, "final_logit_softcapping", None) or 0.0)
+    softcap = getattr(config, "final_logit_softcapping", None) or 0.0
+    return Head(output.weight.detach().to(dtype), output.weight, bias, scale, softcap)
 
 
 @torch.no_grad()
