@@ -52,7 +52,8 @@ class Plain:
 
     def log_evaluation(self, step: int, evaluation: Evaluation) -> None:
         shown = (f"{name} {estimate.value:.2f} {interval(estimate)}" for name, estimate in named(evaluation))
-        print("  ".join([f"eval step {step}", *shown]), flush=True)
+        failed = [f"! failed rewards: {evaluation.failed}"] if evaluation.failed else []
+        print("  ".join([f"eval step {step}", *shown, *failed]), flush=True)
 
     def close(self) -> None:
         pass
@@ -245,11 +246,13 @@ def verdict(group: Group) -> Table:
     reasoning, answer = reasoning_and_answer(completion.text)
     right = f", right is {group.prompt.answer}" if group.prompt.answer and not reward.is_correct else ""
     cut = "" if completion.finished else ", cut off at the limit"
+    graded = f"{'right' if reward.is_correct else 'wrong'}, reward {reward.value:.2f}"
+    graded = f"not graded: {first_error([group]) or 'the reward failed'}" if reward.failed else graded
     for name, text in {
         "question": group.prompt.question,
         "reasoning": reasoning,
         "answer": answer,
-        "verdict": f"{'right' if reward.is_correct else 'wrong'}, reward {reward.value:.2f}{right}{cut}",
+        "verdict": f"{graded}{right}{cut}",
     }.items():
         if text:
             table.add_row(Text(name, "dim"), Text(text))

@@ -200,7 +200,7 @@ def judged(batch: Batch, groups: Sequence[Group], advantages: Tensor, runtime: R
     batch = replace(batch, advantages=advantages.flatten().to(batch.sampler_logprobs))
     if not cfg.clip_difficulty:
         return batch
-    mean = grades_of(runtime.gather(groups)).correct.mean()
+    mean = grades_of(runtime.gather(groups)).correct.nanmean()
     clip_high = clip_by_difficulty(grades_of(groups).correct, mean, cfg)
     return replace(batch, clip_high=clip_high.flatten().to(batch.sampler_logprobs))
 
