@@ -67,9 +67,7 @@ def test_the_share_of_right_answers_is_that_of_graded_ones(failed):
     advantages = ADVANTAGES["lead"](grades_of([group(RIGHT, WRONG, WRONG, failed)]), GRPOConfig())[0].tolist()
     weights = [0.4 + 1.1 / (1 + exp(10 * (p - 0.75))) for p in (1 / 3, 2 / 3)]
     # (r - 1/3) / std of (1, 0, 0, 1/3), whose variance is 1/6
-    assert advantages == pytest.approx(
-        [sqrt(6) * 2 / 3 * weights[0], *2 * [-sqrt(6) / 3 * weights[1]], 0.0], abs=1e-12
-    )
+    assert advantages == pytest.approx([sqrt(6) * 2 / 3 * weights[0], *2 * [-sqrt(6) / 3 * weights[1]], 0.0], abs=1e-12)
 
 
 def test_the_width_of_the_clip_goes_by_graded_answers(failed):

@@ -308,6 +308,12 @@ def test_a_group_is_graded_and_compared_as_in_training(service):
     assert other["question"] != data["question"]
 
 
+def test_an_empty_text_is_refused(service):
+    status, answer = post(f"{service[1]}/v1/completions", {"prompt": "", "model": "tiny"})
+    assert status == 400
+    assert "is empty" in answer["error"]["message"]
+
+
 def test_an_answer_that_could_not_be_graded_is_shown_without_a_reward():
     class Grader(CountDigits):
         def reward(self, prompt, completion):

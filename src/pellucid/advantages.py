@@ -22,7 +22,7 @@ class Grades(NamedTuple):
     rewards: Tensor
     """[P, G]"""
     correct: Tensor
-    """[P, G] 1 where the answer counts as right, else 0; of a failed reward its siblings' mean, NaN where all failed."""
+    """[P, G] 1 where the answer counts as right, else 0; of a failed reward its siblings' mean, NaN where all did."""
     lengths: Tensor
     """[P, G] tokens."""
     parts: Tensor

@@ -54,6 +54,10 @@ class Batch:
     weights: Tensor | None = None
     """[B, T] share of each token in the loss."""
 
+    def __post_init__(self) -> None:
+        if not all(self.prompt_ids):
+            raise ValueError("a prompt without a token: there is nothing to predict its response from")
+
     def __len__(self) -> int:
         return len(self.prompt_of)
 
@@ -152,7 +156,7 @@ def like_siblings(known: Tensor) -> Tensor:
 
 
 def grades_of(groups: Sequence[Group]) -> Grades:
-    """Of one step's groups. A term that failed, or does not apply, in a composite reward counts as its siblings' mean."""
+    """Of one step's groups. A term that failed or does not apply in a composite reward counts as its siblings' mean."""
 
     def each(value: Callable[[Completion, Reward], Any]) -> Tensor:
         rows = [[value(*pair) for pair in zip(g.completions, g.rewards, strict=True)] for g in groups]

@@ -24,7 +24,7 @@ from pellucid.tasks.answers import reasoning_and_answer
 from pellucid.types import Estimate, Evaluation, Group
 
 STAGES = {"generate": "cyan", "reward": "magenta", "score": "blue", "update": "green", "other": "bright_black"}
-WARNINGS = {"reward/failed": "failed rewards", "skipped": "skipped updates"}
+WARNINGS = {"reward/failed": "failed rewards", "skipped": "skipped updates", "idle": "updates without a gradient"}
 TREND_STEPS = 40
 BAR_CELLS = 40
 

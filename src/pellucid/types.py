@@ -9,6 +9,11 @@ from typing import Any, Protocol, cast
 
 Message = Mapping[str, str]
 
+ROUND = 10**8 + 7
+"""Round r of dynamic sampling asks a task for step + r * ROUND: no other step of a run, however long it gets. A prime,
+so that a task which walks round and round its rows comes to others; 42 rounds stay below 2**32, where some generators
+have their largest seed."""
+
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
@@ -76,7 +81,7 @@ class Reward:
 
     @property
     def failed(self) -> bool:
-        """Neither right nor wrong: it counts as the mean of its siblings, and shares of right answers are without it."""
+        """Neither right nor wrong: it counts as its siblings' mean, and shares of right answers leave it out."""
         return bool(self.error) or not math.isfinite(self.value)
 
     @property
@@ -141,7 +146,10 @@ class Task(Protocol):
         ...
 
     def sample(self, step: int, n: int) -> Sequence[Prompt]:
-        """The n prompts of a step: a pure function of (seed, split, step), and of what an Observer has observed."""
+        """The n prompts of a step: a pure function of (seed, split, step), and of what an Observer has observed.
+
+        Later rounds of dynamic sampling ask for step + r * ROUND.
+        """
         ...
 
     def reward(self, prompt: Prompt, completion: Completion) -> Reward: ...
