@@ -7,6 +7,7 @@ import math
 from dataclasses import replace
 from math import exp, sqrt
 
+import numpy as np
 import pytest
 import torch
 
@@ -14,7 +15,7 @@ from conftest import CountDigits, OneProcessRuntime, make_policy
 from pellucid import grpo
 from pellucid.advantages import ADVANTAGES
 from pellucid.batch import collate, grades_of, task_rewards
-from pellucid.console import Plain, verdict
+from pellucid.console import Plain, accuracy_table, before_after, evaluation_rows, verdict
 from pellucid.evaluate import OneProcess, evaluate
 from pellucid.loggers import Jsonl
 from pellucid.metrics import describe
@@ -44,9 +45,9 @@ def failed(request):
 
 def test_what_is_a_failed_reward(failed):
     assert failed.failed
-    assert not failed.is_correct
+    assert failed.is_correct is False
     assert not RIGHT.failed
-    assert RIGHT.is_correct
+    assert Reward(np.float64(1.0)).is_correct is True, "a bool of Python's, which goes into JSON"
 
 
 @pytest.mark.parametrize("advantage", ADVANTAGES)
@@ -147,6 +148,9 @@ def test_an_evaluation_counts_what_it_could_not_grade(failed, tmp_path, capsys):
     assert evaluation.failed == 3 + 12
     Plain(3).log_evaluation(1, evaluation)
     assert "! failed rewards: 15" in capsys.readouterr().out
+    for table in (accuracy_table("m", evaluation), before_after(evaluation, evaluation)):
+        assert "3 prompts, ! failed rewards: 15, 95% intervals" in str(table.title)
+    assert "! failed rewards: 15" in str(next(evaluation_rows({1: evaluation}))[2])
     log = Jsonl(tmp_path)
     log.log_evaluation(1, evaluation)
     log.close()

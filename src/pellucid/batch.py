@@ -164,7 +164,7 @@ def grades_of(groups: Sequence[Group]) -> Grades:
 
     rewards = task_rewards(groups)
     names = list({name: None for g in groups for r in g.rewards for name in r.parts})
-    terms = each(lambda _, r: [math.nan if r.failed else r.parts.get(name, math.nan) for name in names])
+    terms = each(lambda _, r: [math.nan if r.failed else r.parts.get(name, math.nan) for name in names])  # [P, G, K]
     known = [{name: weight for r in g.rewards for name, weight in r.weights.items()} for g in groups]
     weights = [[of_group.get(name, 1.0) for name in names] or [1.0] for of_group in known]
     return Grades(

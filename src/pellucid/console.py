@@ -189,12 +189,17 @@ def sparkline(values: Sequence[float]) -> str:
     )
 
 
+def asked(evaluation: Evaluation) -> str:
+    failed = f", ! failed rewards: {evaluation.failed}" if evaluation.failed else ""
+    return f"{evaluation.n} prompts{failed}"
+
+
 def evaluation_rows(evaluations: Mapping[int, Evaluation]) -> Iterator[tuple[str, str | Text, str | Text]]:
     """The last evaluation, and what it has gained on the first."""
     if evaluations:
         step, evaluation = list(evaluations.items())[-1]
         first = dict(named(next(iter(evaluations.values()))))
-        yield "held out", "", Text(f"{evaluation.n} prompts, after step {step}", "dim")
+        yield "held out", "", Text(f"{asked(evaluation)}, after step {step}", "dim")
         for name, estimate in named(evaluation):
             gain = f"  {estimate.value - first[name].value:+.2f}" if len(evaluations) > 1 and name in first else ""
             value = Text(f"{estimate.value:.2f}", "bold" if name == "greedy" else "")
@@ -219,7 +224,7 @@ def titled(title: str, *columns: str) -> Table:
 
 def before_after(first: Evaluation, last: Evaluation) -> Table:
     """The first and the last evaluation side by side; where the intervals overlap, the gain may be chance."""
-    title = f"{last.task}, {last.split}: {last.n} prompts, 95% intervals"
+    title = f"{last.task}, {last.split}: {asked(last)}, 95% intervals"
     table = titled(title, "", "before", "after", "gain", "intervals")
     after = dict(named(last))
     for name, old in named(first):
@@ -232,7 +237,7 @@ def before_after(first: Evaluation, last: Evaluation) -> Table:
 
 def accuracy_table(model: str, evaluation: Evaluation) -> Table:
     """One evaluation, for `pellucid eval`."""
-    title = f"{model} on {evaluation.task}, {evaluation.split}: {evaluation.n} prompts, 95% intervals"
+    title = f"{model} on {evaluation.task}, {evaluation.split}: {asked(evaluation)}, 95% intervals"
     table = titled(title, "", "accuracy", "interval")
     for name, estimate in named(evaluation):
         table.add_row(name, f"{estimate.value:.3f}", interval(estimate))

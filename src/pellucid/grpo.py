@@ -92,7 +92,7 @@ class State:
     step: int = 0
     """Finished steps."""
     kl_coef: float | None = None
-    """Where it follows cfg.kl_target; None before the first step: that of the settings."""
+    """Of the next step, as it follows cfg.kl_target; None before the first one: as the settings have it."""
     experiences: list[tuple[int, Batch]] = field(default_factory=list)
     """Replay: rollouts and the step they were drawn in, newest first."""
 

@@ -76,7 +76,7 @@ def rollouts(group: Group) -> list[dict[str, Any]]:
             **({"prefix": group.prompt.prefix} if group.prompt.prefix else {}),
             "completion": completion.text,
             "finished": completion.finished,
-            "correct": None if reward.failed else bool(reward.is_correct),
+            "correct": None if reward.failed else reward.is_correct,
             "reward": None if reward.failed else float(reward.value),
             "parts": {name: float(value) for name, value in reward.parts.items()},
             "advantage": advantage,

@@ -86,7 +86,7 @@ class Reward:
 
     @property
     def is_correct(self) -> bool:
-        return not self.failed and (self.value >= 1.0 if self.correct is None else self.correct)
+        return not self.failed and bool(self.value >= 1.0 if self.correct is None else self.correct)
 
 
 @dataclass(frozen=True, slots=True)
