@@ -125,7 +125,19 @@ def test_an_evaluation_holds_its_intervals(tmp_path: Path):
     log.log_evaluation(10, EVALUATION)
     log.close()
     (row,) = read(tmp_path / "evals.jsonl")
-    assert list(row) == ["step", "task", "split", "n", "k", "greedy", "mean@k", "pass@k", "questions", "right"]
+    assert list(row) == [
+        "step",
+        "task",
+        "split",
+        "n",
+        "k",
+        "greedy",
+        "mean@k",
+        "pass@k",
+        "questions",
+        "right",
+        "failed",
+    ]
     assert row["greedy"] == {"value": 0.25, "low": 0.16, "high": 0.37}
 
 

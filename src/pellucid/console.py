@@ -24,7 +24,7 @@ from pellucid.tasks.answers import reasoning_and_answer
 from pellucid.types import Estimate, Evaluation, Group
 
 STAGES = {"generate": "cyan", "reward": "magenta", "score": "blue", "update": "green", "other": "bright_black"}
-WARNINGS = {"reward/failed": "failed rewards", "skipped": "skipped updates"}
+WARNINGS = {"reward/failed": "failed rewards", "skipped": "skipped updates", "idle": "updates without a gradient"}
 TREND_STEPS = 40
 BAR_CELLS = 40
 
@@ -52,7 +52,8 @@ class Plain:
 
     def log_evaluation(self, step: int, evaluation: Evaluation) -> None:
         shown = (f"{name} {estimate.value:.2f} {interval(estimate)}" for name, estimate in named(evaluation))
-        print("  ".join([f"eval step {step}", *shown]), flush=True)
+        failed = [f"! failed rewards: {evaluation.failed}"] if evaluation.failed else []
+        print("  ".join([f"eval step {step}", *shown, *failed]), flush=True)
 
     def close(self) -> None:
         pass
@@ -188,12 +189,17 @@ def sparkline(values: Sequence[float]) -> str:
     )
 
 
+def asked(evaluation: Evaluation) -> str:
+    failed = f", ! failed rewards: {evaluation.failed}" if evaluation.failed else ""
+    return f"{evaluation.n} prompts{failed}"
+
+
 def evaluation_rows(evaluations: Mapping[int, Evaluation]) -> Iterator[tuple[str, str | Text, str | Text]]:
     """The last evaluation, and what it has gained on the first."""
     if evaluations:
         step, evaluation = list(evaluations.items())[-1]
         first = dict(named(next(iter(evaluations.values()))))
-        yield "held out", "", Text(f"{evaluation.n} prompts, after step {step}", "dim")
+        yield "held out", "", Text(f"{asked(evaluation)}, after step {step}", "dim")
         for name, estimate in named(evaluation):
             gain = f"  {estimate.value - first[name].value:+.2f}" if len(evaluations) > 1 and name in first else ""
             value = Text(f"{estimate.value:.2f}", "bold" if name == "greedy" else "")
@@ -218,7 +224,7 @@ def titled(title: str, *columns: str) -> Table:
 
 def before_after(first: Evaluation, last: Evaluation) -> Table:
     """The first and the last evaluation side by side; where the intervals overlap, the gain may be chance."""
-    title = f"{last.task}, {last.split}: {last.n} prompts, 95% intervals"
+    title = f"{last.task}, {last.split}: {asked(last)}, 95% intervals"
     table = titled(title, "", "before", "after", "gain", "intervals")
     after = dict(named(last))
     for name, old in named(first):
@@ -231,7 +237,7 @@ def before_after(first: Evaluation, last: Evaluation) -> Table:
 
 def accuracy_table(model: str, evaluation: Evaluation) -> Table:
     """One evaluation, for `pellucid eval`."""
-    title = f"{model} on {evaluation.task}, {evaluation.split}: {evaluation.n} prompts, 95% intervals"
+    title = f"{model} on {evaluation.task}, {evaluation.split}: {asked(evaluation)}, 95% intervals"
     table = titled(title, "", "accuracy", "interval")
     for name, estimate in named(evaluation):
         table.add_row(name, f"{estimate.value:.3f}", interval(estimate))
@@ -245,11 +251,13 @@ def verdict(group: Group) -> Table:
     reasoning, answer = reasoning_and_answer(completion.text)
     right = f", right is {group.prompt.answer}" if group.prompt.answer and not reward.is_correct else ""
     cut = "" if completion.finished else ", cut off at the limit"
+    graded = f"{'right' if reward.is_correct else 'wrong'}, reward {reward.value:.2f}"
+    graded = f"not graded: {first_error([group]) or 'the reward failed'}" if reward.failed else graded
     for name, text in {
         "question": group.prompt.question,
         "reasoning": reasoning,
         "answer": answer,
-        "verdict": f"{'right' if reward.is_correct else 'wrong'}, reward {reward.value:.2f}{right}{cut}",
+        "verdict": f"{graded}{right}{cut}",
     }.items():
         if text:
             table.add_row(Text(name, "dim"), Text(text))

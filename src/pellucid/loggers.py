@@ -58,7 +58,7 @@ class Jsonl:
             name: {"value": estimate.value, "low": estimate.low, "high": estimate.high}
             for name, estimate in measures(evaluation, "k")
         }
-        answers = {"questions": evaluation.questions, "right": list(evaluation.right)}
+        answers = {"questions": evaluation.questions, "right": list(evaluation.right), "failed": evaluation.failed}
         self.evals.write(json_line({"step": step, **about, **measured, **answers}))
         self.evals.flush()
 
@@ -76,8 +76,8 @@ def rollouts(group: Group) -> list[dict[str, Any]]:
             **({"prefix": group.prompt.prefix} if group.prompt.prefix else {}),
             "completion": completion.text,
             "finished": completion.finished,
-            "correct": bool(reward.is_correct),
-            "reward": float(reward.value),
+            "correct": None if reward.failed else reward.is_correct,
+            "reward": None if reward.failed else float(reward.value),
             "parts": {name: float(value) for name, value in reward.parts.items()},
             "advantage": advantage,
             **({"error": reward.error} if reward.error else {}),

@@ -10,6 +10,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from pellucid import memory
+from pellucid.batch import task_rewards
 from pellucid.config import Config
 from pellucid.effects import known_inert
 from pellucid.hardware import memory_gb
@@ -48,7 +49,8 @@ def show_exchange(policy: Policy, group: Group) -> None:
     completion = group.completions[0]
     prompt, answer = policy.decode(group.prompt_ids, special=True), policy.decode(completion.token_ids, special=True)
     rich.print(f"\n[dim]{escape(prompt)}[/dim][bold cyan]|[/bold cyan]{escape(answer)}")
-    verdict = f"reward {group.rewards[0].value:g}" + (
+    reward = group.rewards[0]
+    verdict = ("the reward failed" if reward.failed else f"reward {reward.value:g}") + (
         f", gold answer {group.prompt.answer}" if group.prompt.answer else ""
     )
     rich.print(f"[dim]{len(group.prompt_ids)} prompt tokens | {len(completion.token_ids)} sampled; {escape(verdict)}\n")
@@ -56,9 +58,12 @@ def show_exchange(policy: Policy, group: Group) -> None:
 
 def show_signal(groups: Sequence[Group], group_size: int, min_spread: float) -> None:
     """How many groups of `group_size` will be dead, estimated from at least as many samples of each prompt."""
-    rewards = [[reward.value for reward in group.rewards] for group in groups]
-    dead = predicted_dead_share(rewards, group_size, min_spread)
-    right = fmean(reward.is_correct for group in groups for reward in group.rewards)
+    graded = [reward for group in groups for reward in group.rewards if not reward.failed]
+    if not graded:
+        print("! no sample could be graded: every reward failed", flush=True)
+        return
+    dead = predicted_dead_share(task_rewards(groups).tolist(), group_size, min_spread)
+    right = fmean(reward.is_correct for reward in graded)
     print(f"{right:.0%} of samples are right; {dead:.0%} of groups of {group_size} will be dead.", advice(dead, right))
 
 

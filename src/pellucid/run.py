@@ -174,7 +174,7 @@ def save(run_dir: Path, cfg: Config, parts: Parts) -> None:
     moving = (
         {"reference": reference.weights()} if cfg.algorithm.reference_every and isinstance(reference, Policy) else {}
     )
-    tensors = {"policy": parts.policy.trainable(), **moments, **moving, **replay}
+    tensors = {"policy": parts.policy.masters(), **moments, **moving, **replay}
     facts = {"updates": runtime.updates, "seconds": parts.seconds, "random": generators, "replay": replay_facts}
     facts |= {"kl_coef": state.kl_coef} if cfg.algorithm.kl_target else {}
     watching = observer(parts.task)
@@ -191,10 +191,10 @@ def restore(run_dir: Path, parts: Parts) -> None:
     runtime, state = parts.runtime, parts.state
     if len(facts["random"]) != runtime.world:
         raise UserError(f"{run_dir} was trained by {len(facts['random'])} processes: resume it with as many")
-    parts.policy.load_trainable(tensors["policy"])
     if "reference" in tensors and isinstance(parts.reference, Policy):
         parts.reference.follow(tensors["reference"], decay=0.0)
     moments = {name.removeprefix(OPTIMIZER): value for name, value in tensors.items() if name.startswith(OPTIMIZER)}
+    parts.policy.load_trainable({**tensors["policy"], **moments.pop("master", {})})  # where versions up to 0.1 had them
     runtime.load_optimizer_state(moments, facts["updates"])
     checkpoint.restore_random_state(facts["random"][runtime.rank])
     parts.seconds = facts["seconds"]

@@ -243,10 +243,10 @@ class AdamWConfig:
                 raise ValueError(f"{name} = {getattr(self, name)} must not be negative")
 
     def lr_at(self, update: int, total: int) -> float:
-        """Learning rate of optimizer step `update` of `total`, both counted from 1."""
+        """Learning rate of optimizer step `update` of `total`, both counted from 1; past the end, where it ended."""
         if update <= self.warmup:
             return self.lr * update / self.warmup
-        left = (total - update + 1) / max(1, total - self.warmup)  # 1 at the peak, 1 / length at the last step
+        left = max(0, total - update + 1) / max(1, total - self.warmup)  # 1 at the peak, 1 / length at the last step
         return (
             self.lr * {"constant": 1.0, "linear": left, "cosine": 0.5 - 0.5 * math.cos(math.pi * left)}[self.schedule]
         )
