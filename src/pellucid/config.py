@@ -95,7 +95,8 @@ class EvaluateConfig:
 class CheckpointConfig:
     every: int = 10
     """Steps between checkpoints; 0 is none, except where Ctrl-C asks for one."""
-    keep_last: int = 1
+    keep_last: int = 2
+    """Checkpoints that are kept: where something damages the newest, --resume takes the one before."""
 
     def __post_init__(self) -> None:
         if self.every < 0 or self.keep_last < 1:
@@ -110,9 +111,15 @@ class LogConfig:
     """Also log to Weights & Biases; offline writes into the run folder, for `wandb sync` later."""
     project: str = "pellucid"
     """At Weights & Biases."""
+    rollouts: int = 1
+    """Steps between those whose completions go into rollouts.jsonl, besides step 1; 0 is none at all."""
     traces: Literal["extremes", "by_length"] = "extremes"
     """Which completions report.html shows of the first and the last step: the best and the worst of all, or of the
     short, the middling and the long each."""
+
+    def __post_init__(self) -> None:
+        if self.rollouts < 0:
+            raise ValueError(f"rollouts = {self.rollouts} must not be negative")
 
 
 class Config(BaseModel):

@@ -8,7 +8,8 @@ import pytest
 from study_data import STEPS, write_run
 
 from pellucid import config
-from pellucid.study.cells import check, clear, finished, resuming, tidy, wanted_of
+from pellucid.folder import finished
+from pellucid.study.cells import check, clear, resuming, tidy, wanted_of
 from pellucid.study.plan import Cell
 from pellucid.types import UserError
 
