@@ -104,7 +104,7 @@ def test_any_damage_is_named_and_the_checkpoint_before_is_taken(tmp_path, file, 
 
 def test_all_files_of_the_optimizer_cannot_go_unnoticed(tmp_path):
     (three_files(tmp_path, 2) / "optimizer.exp_avg.safetensors").unlink()
-    with pytest.raises(UserError, match="optimizer.exp_avg.safetensors is missing"):
+    with pytest.raises(UserError, match=r"optimizer\.exp_avg\.safetensors is missing"):
         checkpoint.newest(tmp_path)
 
 
@@ -124,7 +124,7 @@ def test_a_missing_replay_file_is_damage_without_checksums_too(tmp_path):
     folder = three_files(tmp_path, 2)
     of_older_versions(folder)
     (folder / "replay.0.0.safetensors").unlink()
-    with pytest.raises(UserError, match="replay.0.0.safetensors is missing"):
+    with pytest.raises(UserError, match=r"replay\.0\.0\.safetensors is missing"):
         checkpoint.newest(tmp_path)
 
 

@@ -26,8 +26,13 @@ def unheard(stream: Any, descriptor: int) -> io.TextIOWrapper:
     if stream is None:
         return open(os.devnull, "w", encoding="utf-8")
     raw = Unheard(descriptor, "w", closefd=False)
+    buffer: Any = raw if stream.write_through else io.BufferedWriter(raw)
     return io.TextIOWrapper(
-        io.BufferedWriter(raw), stream.encoding, stream.errors, line_buffering=stream.line_buffering
+        buffer,
+        stream.encoding,
+        stream.errors,
+        line_buffering=stream.line_buffering,
+        write_through=stream.write_through,
     )
 
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import json
+import math
 import tomllib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar, Literal
@@ -159,7 +160,22 @@ def load(recipe: Path | None, overrides: Sequence[str] = (), prog: str = "pelluc
     except pydantic.ValidationError as error:
         raise UserError(f"{source}: {_explain(error, schema)}") from error
     typed = tyro.cli(schema, default=default, args=list(overrides), config=(tyro.conf.AvoidSubcommands,), prog=prog)
+    for key, value in _floats({name: getattr(typed, name) for name in schema.model_fields}):
+        if not math.isfinite(value):
+            raise UserError(f"{key.removeprefix('.')} = {value} must be a finite number")
     return typed.model_copy(update={"task": _untyped(typed.task, schema.task_names)})
+
+
+def _floats(value: Any, key: str = "") -> Iterator[tuple[str, float]]:
+    """Of all settings, however deep, by dotted key."""
+    if isinstance(value, float):
+        yield key, value
+    elif dataclasses.is_dataclass(value):
+        value = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
+    elif isinstance(value, list | tuple):
+        value = dict(enumerate(value))
+    for name, item in value.items() if isinstance(value, Mapping) else ():
+        yield from _floats(item, f"{key}.{name}")
 
 
 def settled(config: Config) -> Config:
