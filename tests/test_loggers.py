@@ -16,7 +16,7 @@ from tensorboard.backend.event_processing import event_accumulator
 from wandb.proto import wandb_internal_pb2
 
 from pellucid.console import Console, Plain, before_after, sparkline, terminal
-from pellucid.loggers import Jsonl, Loggers, TensorBoard, WandB, truncate
+from pellucid.loggers import Jsonl, Loggers, TensorBoard, WandB, read_evaluations, truncate
 from pellucid.metrics import describe
 from pellucid.types import Completion, Estimate, Evaluation, Group, Prompt, Reward, UserError
 
@@ -463,3 +463,24 @@ def test_before_and_after():
     assert "+0.650" in rows["greedy"]
     assert "apart" in rows["greedy"]
     assert "overlap" in rows["mean@8"]
+
+
+def test_a_picture_that_cannot_be_drawn_is_a_line(monkeypatch: pytest.MonkeyPatch):
+    """It is drawn by a thread, too."""
+    log = Console(3, screen=rich.console.Console(file=io.StringIO(), force_terminal=True))
+    monkeypatch.setattr(log, "render", lambda: 1 / 0)
+    log.log(1, {}, [])
+    log.close()
+    assert "cannot be shown (ZeroDivisionError" in str(log.picture())
+
+
+def test_evaluations_are_read_past_what_a_power_failure_left(tmp_path: Path):
+    log = Jsonl(tmp_path)
+    log.log_evaluation(0, EVALUATION)
+    log.close()
+    with (tmp_path / "evals.jsonl").open("ab") as file:
+        file.write(bytes(50) + b"}\n[1]\n")
+    log = Jsonl(tmp_path)
+    log.log_evaluation(2, EVALUATION)
+    log.close()
+    assert list(read_evaluations(tmp_path)) == [0, 2]

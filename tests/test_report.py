@@ -427,3 +427,18 @@ def test_what_is_no_number_is_left_out_of_a_chart(run):
     page = write_report(run).read_text(encoding="utf-8")
     assert "kl, step 4: 0.5" in page
     assert "kl, step 1" not in page
+
+
+def test_spaces_where_a_bad_line_was_do_not_part_a_step(run):
+    """As `loggers.truncate` leaves them."""
+    rows = [{"step": 1, "i": i} for i in range(4)]
+    lines = [json.dumps(row) + "\n" for row in rows]
+    lines[2] = " " * 50 + lines[2]
+    (run / "rollouts.jsonl").write_text("".join(lines))
+    assert end_rollouts(run / "rollouts.jsonl") == (rows, [])
+
+
+def test_a_run_without_rollouts_has_a_report(run):
+    (run / "rollouts.jsonl").unlink()
+    page = write_report(run).read_text(encoding="utf-8")
+    assert "What it said" not in page

@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import time
+import tomllib
 from collections import namedtuple
 from pathlib import Path
 
@@ -504,3 +505,9 @@ def test_what_a_folder_is_is_said_before_torch_is_imported(recipe, tmp_path, arg
     done = subprocess.run([sys.executable, "-c", code, "train", *named], capture_output=True, text=True, check=True)
     assert done.stdout == "2 False\n", done.stderr
     assert done.stderr.count("\n") == 1
+
+
+def test_the_script_begins_where_the_module_does():
+    """Where a request to stop is no traceback, and output may go nowhere."""
+    scripts = tomllib.loads(Path("pyproject.toml").read_text())["project"]["scripts"]
+    assert scripts == {"pellucid": "pellucid.__main__:main"}
