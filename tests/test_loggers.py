@@ -12,11 +12,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 import rich.console
+import wandb
 from tensorboard.backend.event_processing import event_accumulator
 from wandb.proto import wandb_internal_pb2
 
+from pellucid import boards
+from pellucid.boards import TensorBoard, WandB
 from pellucid.console import Console, Plain, before_after, sparkline, terminal
-from pellucid.loggers import Jsonl, Loggers, TensorBoard, WandB, read_evaluations, truncate
+from pellucid.loggers import Jsonl, Loggers, read_evaluations, truncate
 from pellucid.metrics import describe
 from pellucid.types import Completion, Estimate, Evaluation, Group, Prompt, Reward, UserError
 
@@ -484,3 +487,27 @@ def test_evaluations_are_read_past_what_a_power_failure_left(tmp_path: Path):
     log.log_evaluation(2, EVALUATION)
     log.close()
     assert list(read_evaluations(tmp_path)) == [0, 2]
+
+
+def test_weights_and_biases_may_fail_in_its_own_way(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    def refuse(_: object) -> None:
+        raise wandb.errors.CommError("no route")
+
+    log = WandB(tmp_path, "pellucid", "offline", {})
+    with monkeypatch.context() as patched:
+        patched.setattr(log.run, "log", refuse)
+        for logs in (lambda: log.log(1, {"loss": 0.5}, []), lambda: log.log_evaluation(1, EVALUATION)):
+            with pytest.raises(OSError, match="no route"):  # which costs a line: `loggers.only_shown`
+                logs()
+    log.close()
+    [file] = tmp_path.glob("wandb/offline-run-*/*.wandb")
+    written(file)
+
+
+def test_being_logged_in_is_checked_for_what_is_online(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(wandb, "login", lambda prompt: prompt)
+    boards.check_wandb("offline")
+    with pytest.raises(UserError, match="wandb login"):
+        boards.check_wandb("online")
+    monkeypatch.setattr(wandb, "login", lambda prompt: not prompt)
+    boards.check_wandb("online")

@@ -31,6 +31,9 @@ FREE = (
 """How far, on what machine and how fast: the learning rate of each step stands in metrics.jsonl. Questions, rewards,
 samples and objective stay what they were."""
 
+WITHOUT_EFFECT = ("checkpoint.", "log.")
+"""On any number."""
+
 Changes = Mapping[str, Sequence[Any]]
 
 
@@ -63,6 +66,11 @@ def unlike(run_dir: Path, wanted: Record) -> Changes:
     }
     edited = {key: (short(then[key]), short(now.get(key, "none"))) for key in then if then[key] != now.get(key)}
     return {**edited, **changed}
+
+
+def matter(run_dir: Path, wanted: Record) -> Changes:
+    """... but for what has no effect on any number, whose defaults may be others in a later version."""
+    return {key: both for key, both in unlike(run_dir, wanted).items() if not key.startswith(WITHOUT_EFFECT)}
 
 
 def short(digest: str) -> str:

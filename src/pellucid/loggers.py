@@ -1,4 +1,4 @@
-"""Where a run is written down: JSON lines, TensorBoard, Weights & Biases.
+"""Where a run is written down: JSON lines, and whatever else shows it.
 
 `step` counts finished steps: the first step of a run is logged as 1, an evaluation before it as 0.
 """
@@ -12,12 +12,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
-from uuid import NAMESPACE_URL, uuid5
 
 from pellucid import disk
-from pellucid.extras import extra
 from pellucid.folder import records
-from pellucid.types import Estimate, Evaluation, Group, Logger, UserError
+from pellucid.types import Estimate, Evaluation, Group, Logger
 
 DRAWING = (OSError, ValueError, ArithmeticError, LookupError, TypeError)
 """What may go wrong with a display, a chart or a board: no place to write to, or numbers and records as no one thought
@@ -187,86 +185,6 @@ def step_of_line(line: bytes) -> int | None:
         return None
     step = record.get("step") if isinstance(record, dict) else None
     return step if isinstance(step, int) else None
-
-
-FIELD_TAGS = {
-    "loss": "train/loss",
-    "kl": "train/kl_divergence",
-    "grad_norm": "train/grad_norm",
-    "reward/mean": "rollout/returns",
-    "completion/correct": "rollout/success_rate",
-}
-"""What other trainers call our metrics, on the boards where runs of several trainers are compared."""
-
-
-def tagged(metrics: Mapping[str, float]) -> dict[str, float]:
-    """With the field's names besides."""
-    return {**metrics, **{tag: metrics[name] for name, tag in FIELD_TAGS.items() if name in metrics}}
-
-
-class TensorBoard:
-    """Scalars for TensorBoard. Raises UserError where it is not installed.
-
-    first_step: finished steps at the start; on resume, what was logged after it is purged.
-    """
-
-    def __init__(self, log_dir: Path, first_step: int = 0):
-        board = extra("torch.utils.tensorboard", "tensorboard", "log.tensorboard")
-        self.writer = board.SummaryWriter(str(log_dir), purge_step=first_step + 1 if first_step else None)
-
-    def log(self, step: int, metrics: Mapping[str, float], _groups: Sequence[Group]) -> None:
-        for name, value in tagged(metrics).items():
-            self.writer.add_scalar(name, value, step)
-        self.writer.flush()
-
-    def log_evaluation(self, step: int, evaluation: Evaluation) -> None:
-        for name, estimate in measures(evaluation, "k"):
-            self.writer.add_scalar(f"heldout/{name.replace('@', '_at_')}", estimate.value, step)
-
-    def close(self) -> None:
-        self.writer.close()
-
-
-def check_wandb(mode: str) -> None:
-    """UserError where it is not installed, or nobody is logged in to what is online."""
-    wandb = extra("wandb", "wandb", "log.wandb")
-    if mode == "online" and not wandb.api.api_key:
-        raise UserError('log.wandb = "online": nobody is logged in: run wandb login; "offline" needs no account')
-
-
-class WandB:
-    """A run at Weights & Biases, or a folder that `wandb sync` uploads. UserError where it is not installed or refuses.
-
-    The id comes from the run folder, so that a resumed run goes on where it was.
-    """
-
-    def __init__(self, run_dir: Path, project: str, mode: str, config: Mapping[str, Any]):
-        wandb = extra("wandb", "wandb", "log.wandb")
-        try:
-            self.run = wandb.init(
-                project=project,
-                name=run_dir.name,
-                id=uuid5(NAMESPACE_URL, run_dir.resolve().as_uri()).hex,
-                dir=run_dir,
-                mode=mode,
-                resume="allow" if mode == "online" else None,
-                config=dict(config),
-                settings=wandb.Settings(silent=True, console="off"),
-            )
-        except (wandb.errors.UsageError, wandb.errors.CommError) as error:
-            raise UserError(
-                f'log.wandb = "{mode}": {str(error).splitlines()[0]}; "offline" needs no account'
-            ) from error
-        self.run.define_metric("*", step_metric="step")
-
-    def log(self, step: int, metrics: Mapping[str, float], _groups: Sequence[Group]) -> None:
-        self.run.log({"step": step, **tagged(metrics)})
-
-    def log_evaluation(self, step: int, evaluation: Evaluation) -> None:
-        self.run.log({"step": step, **{f"heldout/{name}": e.value for name, e in measures(evaluation, "k")}})
-
-    def close(self) -> None:
-        self.run.finish()
 
 
 def measures(evaluation: Evaluation, k: str) -> list[tuple[str, Estimate]]:

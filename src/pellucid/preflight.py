@@ -12,7 +12,7 @@ import rich
 from rich.markup import escape
 from rich.table import Table
 
-from pellucid import loggers, memory
+from pellucid import boards, memory
 from pellucid.config import Config
 from pellucid.effects import known_inert
 from pellucid.evaluate import held_out
@@ -29,7 +29,7 @@ def check(cfg: Config, run_dir: Path) -> None:
     if cfg.log.tensorboard:
         extra("torch.utils.tensorboard", "tensorboard", "log.tensorboard")
     if cfg.log.wandb != "off":
-        loggers.check_wandb(cfg.log.wandb)
+        boards.check_wandb(cfg.log.wandb)
     if cfg.policy.lora:
         extra("peft", "lora", "policy.lora")
     with_split(cfg.task, "train").sample(0, cfg.algorithm.prompts_per_step)

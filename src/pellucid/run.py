@@ -12,7 +12,20 @@ import rich
 from accelerate.utils import set_seed
 from safetensors import SafetensorError
 
-from pellucid import changes, checkpoint, claim, disk, files, grpo, hardware, loggers, policy, preflight, provenance
+from pellucid import (
+    boards,
+    changes,
+    checkpoint,
+    claim,
+    disk,
+    files,
+    grpo,
+    hardware,
+    loggers,
+    policy,
+    preflight,
+    provenance,
+)
 from pellucid.changes import Changes
 from pellucid.compose import Parts, compose, isolated, pick_sampler, settled, truncation_of
 from pellucid.config import Config, dump
@@ -217,12 +230,12 @@ def open_logs(cfg: Config, run_dir: Path, first_step: int) -> loggers.Loggers:
     screen = terminal(cfg.algorithm.steps, first_step)
     for step, evaluation in loggers.read_evaluations(run_dir).items():
         screen.log_evaluation(step, evaluation)
-    boards: list[Logger] = []
+    shown: list[Logger] = []
     if cfg.log.tensorboard:
-        boards.append(loggers.TensorBoard(run_dir / "tensorboard", first_step))
+        shown.append(boards.TensorBoard(run_dir / "tensorboard", first_step))
     if cfg.log.wandb != "off":
-        boards.append(loggers.WandB(run_dir, cfg.log.project, cfg.log.wandb, dump(cfg)))
-    return loggers.Loggers([loggers.Jsonl(run_dir, cfg.log.rollouts)], [*boards, screen])
+        shown.append(boards.WandB(run_dir, cfg.log.project, cfg.log.wandb, dump(cfg)))
+    return loggers.Loggers([loggers.Jsonl(run_dir, cfg.log.rollouts)], [*shown, screen])
 
 
 def finish(run_dir: Path, learner: Policy, stopped: int) -> None:

@@ -186,3 +186,9 @@ def test_a_run_whose_task_was_edited_since_is_refused(cell, tmp_path):
     task.write_text(task.read_text() + "\n")
     with pytest.raises(UserError, match=r"task\.name = 'a file of sha256"):
         check(cell, recipe)
+
+
+def test_a_run_of_other_defaults_that_change_no_number_is_the_cell_s(cell):
+    """As a version with another `keep_last` wrote it down."""
+    write_config(cell, "--checkpoint.keep-last", "1", "--log.rollouts", "0")
+    check(cell, RECIPE)

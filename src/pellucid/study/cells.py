@@ -25,7 +25,7 @@ def check(cell: Cell, recipe: Config) -> None:
         if checkpoints(run_dir) or any(records(run_dir / "metrics.jsonl")):
             raise UserError(f"{run_dir}/config.json cannot be read: mend it, or delete that run")
         return  # a crash in its first moment
-    for key, (theirs, ours) in changes.unlike(run_dir, wanted_of(cell, recipe)).items():
+    for key, (theirs, ours) in changes.matter(run_dir, wanted_of(cell, recipe)).items():
         raise UserError(
             f"{run_dir} was made with {key} = {theirs!r}, the study says {ours!r}: "
             f"choose another --into, or delete that run"
