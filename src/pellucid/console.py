@@ -19,7 +19,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 from rich.text import Text
 
-from pellucid.loggers import measures
+from pellucid.loggers import DRAWING, measures
 from pellucid.tasks.answers import reasoning_and_answer
 from pellucid.types import Estimate, Evaluation, Group
 
@@ -31,7 +31,7 @@ BAR_CELLS = 40
 
 def terminal(total_steps: int, first_step: int = 0) -> Console | Plain:
     """A live display where a person watches, plain lines where a file does."""
-    return Console(total_steps, first_step) if sys.stdout.isatty() else Plain(total_steps)
+    return Console(total_steps, first_step) if sys.stdout and sys.stdout.isatty() else Plain(total_steps)
 
 
 class Plain:
@@ -118,7 +118,7 @@ class Console:
         self.evaluations: dict[int, Evaluation] = {}
         self.trouble: Counter[str] = Counter()
         self.error = ""
-        self.live = Live(console=screen, get_renderable=self.render, refresh_per_second=4)
+        self.live = Live(console=screen, get_renderable=self.picture, refresh_per_second=4)
         self.live.start()
 
     def log(self, step: int, metrics: Mapping[str, float], groups: Sequence[Group]) -> None:
@@ -135,6 +135,13 @@ class Console:
 
     def close(self) -> None:
         self.live.stop()
+
+    def picture(self) -> rich.console.RenderableType:
+        """Drawn by a thread of its own besides, where nobody else would catch what goes wrong."""
+        try:
+            return self.render()
+        except DRAWING as error:
+            return Text(f"! this cannot be shown ({type(error).__name__}: {error}); nothing is lost")
 
     def render(self) -> rich.console.Group:
         table = Table.grid(padding=(0, 2))

@@ -241,6 +241,10 @@ class AdamWConfig:
         for name in ("warmup", "max_grad_norm", "weight_decay"):
             if getattr(self, name) < 0:
                 raise ValueError(f"{name} = {getattr(self, name)} must not be negative")
+        if not all(0 <= beta < 1 for beta in self.betas):
+            raise ValueError(f"betas = {self.betas} must be from 0 to below 1")
+        if not self.eps > 0:
+            raise ValueError(f"eps = {self.eps} must be positive")
 
     def lr_at(self, update: int, total: int) -> float:
         """Learning rate of optimizer step `update` of `total`, both counted from 1; past the end, where it ended."""
