@@ -14,8 +14,8 @@ import torch
 from pellucid.types import UserError
 
 CACHED_PRODUCTS = {"ONEDNN_PRIMITIVE_CACHE_CAPACITY": "64", "LRU_CACHE_CAPACITY": "64"}
-"""Shapes of products that oneDNN and torch's bridge to it keep code and buffers for, 1024 each if nobody says otherwise.
-A step has few products and new shapes: what is kept of older ones is never used again, and holds the heap in holes."""
+"""Shapes of products for which oneDNN and torch's bridge to it keep code and buffers, 1024 each unless told otherwise.
+Every step has new shapes: what is kept for older ones is not used again, and keeps holes in the heap from closing."""
 
 
 def pick_device(name: str) -> torch.device:

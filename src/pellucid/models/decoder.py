@@ -188,7 +188,7 @@ def embedded(ids: Tensor, embedding: Matrix) -> Tensor:
 
 
 class Lookup(torch.autograd.Function):
-    """F.embedding, whose gradient is added up in the dtype of the master: a bf16 sum stands still at 256 of its terms."""
+    """F.embedding, its gradient added up in the dtype of the master: a bf16 sum stands still at 256 of its terms."""
 
     @staticmethod
     def forward(ctx: Any, ids: Tensor, tensor: Tensor, master: Tensor) -> Tensor:
