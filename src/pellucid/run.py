@@ -15,7 +15,6 @@ from safetensors import SafetensorError
 from pellucid import (
     boards,
     changes,
-    checkpoint,
     claim,
     disk,
     files,
