@@ -417,15 +417,6 @@ def test_a_request_during_an_evaluation_does_not_wait_for_its_end(recipe, tmp_pa
     same_run(whole, stopped)
 
 
-def test_evaluating_draws_from_no_generator_that_training_draws_from(recipe, tmp_path):
-    recipe.write_text(recipe.read_text().replace("Digits", "Careless"))
-    often, never = tmp_path / "often", tmp_path / "never"
-    for run_dir, every in ((often, 1), (never, 3)):
-        assert train(recipe, "--run", run_dir, "--evaluate.every", every) == 0
-    steps = [records(run_dir / "rollouts.jsonl") for run_dir in (often, never)]
-    assert steps[0] == steps[1]
-
-
 def test_a_second_request_during_a_save_leaves_what_was_there(recipe, tmp_path, monkeypatch, capsys):
     whole, stopped = tmp_path / "whole", tmp_path / "stopped"
     assert train(recipe, "--run", whole) == 0

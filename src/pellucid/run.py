@@ -15,7 +15,6 @@ from safetensors import SafetensorError
 from pellucid import (
     boards,
     changes,
-    checkpoint,
     claim,
     disk,
     files,
@@ -162,16 +161,13 @@ def evaluated(cfg: Config, parts: Parts, log: Logger, requests: StopRequests) ->
 
 
 def evaluate_policy(cfg: Config, parts: Parts) -> tuple[Evaluation, list[Group]]:
-    """And the graded samples. Training goes on with the generators that it had, evaluated or not."""
-    before = checkpoint.random_state()
-    try:
-        parts.greedy.sync(parts.policy)
-        parts.test_sampler.sync(parts.policy)
-        k, samples = cfg.evaluate.k, cfg.evaluate.samples or cfg.evaluate.k
-        test = parts.test_task, parts.test_prompts, parts.greedy, parts.test_sampler
-        evaluation, groups, _ = evaluate(cfg.task_name, *test, k, samples, parts.runtime)
-    finally:
-        checkpoint.restore_random_state(before)
+    """And the graded samples."""
+    parts.greedy.sync(parts.policy)
+    parts.test_sampler.sync(parts.policy)
+    k, samples = cfg.evaluate.k, cfg.evaluate.samples or cfg.evaluate.k
+    evaluation, groups, _ = evaluate(
+        cfg.task_name, parts.test_task, parts.test_prompts, parts.greedy, parts.test_sampler, k, samples, parts.runtime
+    )
     return evaluation, groups
 
 
