@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -11,6 +10,11 @@ from pathlib import Path
 
 from pellucid.types import UserError
 
+try:
+    import fcntl
+except ImportError:  # Windows
+    fcntl = None
+
 
 @contextmanager
 def locked(path: Path, doing: str) -> Iterator[TextIOWrapper]:
@@ -18,6 +22,8 @@ def locked(path: Path, doing: str) -> Iterator[TextIOWrapper]:
 
     Children that inherit the file hold it as well, after the death of their parent too: see `note_holder`.
     """
+    if fcntl is None:
+        raise UserError("training needs Linux or macOS, whose file locks die with a process: on Windows use WSL")
     with path.open("a+", encoding="utf-8") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import bisect
 import itertools
-import os
 import threading
 import time
 from collections import defaultdict
@@ -141,7 +140,7 @@ def watched() -> Iterator[list[Memory]]:
 
     def watch() -> None:
         while not over.wait(0.02):
-            seen.append(Memory(time.perf_counter(), resident_gb()))
+            seen.append(Memory(time.perf_counter(), hardware.resident_gb()))
 
     thread = threading.Thread(target=watch, daemon=True)
     thread.start()
@@ -150,12 +149,6 @@ def watched() -> Iterator[list[Memory]]:
     finally:
         over.set()
         thread.join()
-
-
-def resident_gb() -> float:
-    """Now; 0 where the system does not say."""
-    statm = Path("/proc/self/statm")
-    return int(statm.read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") / 1e9 if statm.exists() else 0.0
 
 
 def stages_by_time(metrics: Mapping[str, float]) -> Callable[[float], str]:

@@ -33,6 +33,8 @@ OPTIMIZER = "optimizer."
 def train(cfg: Config, run_dir: Path, resume: bool = False, profile: bool = False) -> int:
     """Trains to the end, or to the step in which Ctrl-C came; returns the exit status."""
     hardware.keep_freed_memory()
+    if cfg.policy.deterministic:
+        hardware.make_deterministic()
     cfg = settled(cfg)
     set_seed(cfg.algorithm.seed)  # adapters start at random
     parts = compose(cfg)
