@@ -115,8 +115,8 @@ class Runtime:
         for moment, values in moments.items():
             for name, value in values.items():
                 p = self.parameters[name]
-                # AdamW keeps its step count on the CPU.
-                on_cpu = moment == "step" or self.cfg.offload
+                # Fused AdamW keeps its step count beside the weights, any other on the CPU.
+                on_cpu = self.cfg.offload or (moment == "step" and not self.optimizer.defaults.get("fused"))
                 self.optimizer.state[p][moment] = value if on_cpu else value.to(p.device)
 
     def peak_gb(self) -> float:
