@@ -19,7 +19,6 @@ from typing import Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_flatten, tree_map
 from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 
 import pellucid
@@ -227,7 +226,7 @@ class Device(TorchDispatchMode):
         return self.run(func, args, kwargs or {})
 
     def run(self, func, args, kwargs):
-        flat, _ = tree_flatten((args, kwargs))
+        flat = [x for value in (*args, *kwargs.values()) for x in (value if isinstance(value, list) else [value])]
         far = [x for x in flat if isinstance(x, Far)]
         near = [x for x in flat if isinstance(x, torch.Tensor) and not isinstance(x, Far)]
         asked = kwargs.get("device")
@@ -236,14 +235,16 @@ class Device(TorchDispatchMode):
         if far or there:
             self.operators.add(func)
             self.refuse(func, args, kwargs, far, near, there)
-            self.count(name, args, flat, far, there)
+            self.count(name, args, far, there)
         if asked is not None:
             kwargs = {**kwargs, "device": CPU if there else asked}
-        result = func(*tree_map(unwrapped, args), **tree_map(unwrapped, kwargs))
+        result = func(*map(unwrapped, args), **{key: unwrapped(value) for key, value in kwargs.items()})
         if not there or name == "aten::_local_scalar_dense":
             return result
         known = {id(x.near): x for x in far}  # what was changed in place is still the same tensor
-        return tree_map(lambda x: self.wrapped(x, known), result)
+        if isinstance(result, (tuple, list)):
+            return type(result)([self.wrapped(x, known) for x in result])
+        return self.wrapped(result, known)
 
     def wrapped(self, x, known):
         if not isinstance(x, torch.Tensor):
@@ -271,7 +272,7 @@ class Device(TorchDispatchMode):
         if torch.are_deterministic_algorithms_enabled() and name in RAISE and RAISE[name](*args, **kwargs):
             raise RuntimeError(f"{name} does not have a deterministic implementation")
 
-    def count(self, name, args, flat, far, there):
+    def count(self, name, args, far, there):
         if name in MOVES:
             target, source = (there, args[0]) if name == "aten::_to_copy" else (isinstance(args[0], Far), args[1])
             if target and not isinstance(source, Far):
@@ -284,6 +285,8 @@ class Device(TorchDispatchMode):
 
 
 def unwrapped(x):
+    if isinstance(x, list):
+        return [unwrapped(one) for one in x]
     return x.near if isinstance(x, Far) else x
 
 
@@ -295,3 +298,10 @@ def line():
     if frame is None:
         return "elsewhere"
     return f"{Path(frame.f_code.co_filename).relative_to(PACKAGE)}:{frame.f_lineno}"
+
+
+class Decomposed(TorchDispatchMode):
+    """The CPU itself, with composite operations taken apart as they are for a Device: the same steps, the same bits."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        return func(*args, **(kwargs or {}))

@@ -25,7 +25,7 @@ WORKSPACE, REPEATABLE = "CUBLAS_WORKSPACE_CONFIG", (":4096:8", ":16:8")
 
 
 def pick_device(name: str) -> torch.device:
-    """`auto` is this process's GPU (so is `cuda`), else Apple's, else the CPU. UserError where there is no such device."""
+    """`auto` is this process's GPU, as is `cuda`, else Apple's, else the CPU. UserError where there is no such one."""
     if name in ("auto", "cuda") and torch.cuda.is_available():
         name = f"cuda:{os.environ.get('LOCAL_RANK', '0')}"
     elif name == "auto":

@@ -26,9 +26,10 @@ LEFT_OPERAND = {
     torch.ops.aten.bmm: 0,
     torch.ops.aten.addmm: 1,
     torch.ops.aten.baddbmm: 1,
-    torch.ops.mkldnn._linear_pointwise: 0,
 }
 """Operators that are matrix products, and which of their arguments is the left one."""
+if torch.backends.mkldnn.is_available():
+    LEFT_OPERAND[torch.ops.mkldnn._linear_pointwise] = 0
 STAGES: tuple[str, ...] = ("generate", "reward", "score", "update")
 KINDS = {
     "matrix products": ("mm", "bmm", "addmm", "baddbmm", "_linear_pointwise", "linear", "matmul"),
