@@ -49,6 +49,8 @@ def train(cfg: Config, run_dir: Path, resumed: Changes | None = None, profile: b
     resumed: the settings that a resume changes (`changes.of_resume`); None begins a new run.
     """
     hardware.keep_freed_memory()
+    if cfg.policy.deterministic:
+        hardware.make_deterministic()
     cfg = settled(cfg)
     with stop_requests() as requests, ExitStack() as until_the_end:
         with requests.raised():

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import math
-import resource
-import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from itertools import zip_longest
@@ -16,6 +14,7 @@ from accelerate import Accelerator, PartialState
 from accelerate.utils import broadcast_object_list
 from torch import Tensor, nn
 
+from pellucid import hardware
 from pellucid.grpo import Batch
 from pellucid.optimizer import OffloadedAdamW
 from pellucid.settings import AdamWConfig
@@ -54,7 +53,7 @@ class Runtime:
 
     def __init__(self, policy: Trainable, optimizer: AdamWConfig, total: int) -> None:
         self.cfg, self.total, self.updates = optimizer, total, 0
-        self.parameters = policy.trainable()
+        self.parameters, self.device = policy.trainable(), policy.device
         self.accelerator = Accelerator(cpu=policy.device.type == "cpu", device_placement=False)
         self.rank, self.world = self.accelerator.process_index, self.accelerator.num_processes
         self.optimizer = build(optimizer, policy)
@@ -128,13 +127,10 @@ class Runtime:
         for moment, values in moments.items():
             for name, value in values.items():
                 p = self.parameters[name]
-                # AdamW keeps its step count on the CPU.
-                on_cpu = moment == "step" or self.cfg.offload
+                # Fused AdamW keeps its step count beside the weights, any other on the CPU.
+                on_cpu = self.cfg.offload or (moment == "step" and not self.optimizer.defaults.get("fused"))
                 self.optimizer.state[p][moment] = value if on_cpu else value.to(p.device)
 
     def peak_gb(self) -> float:
-        """Peak memory of this process in GB: of the GPU where there is one, else resident."""
-        if torch.cuda.is_available():
-            return torch.cuda.max_memory_allocated() / 1e9
-        unit = 1 if sys.platform == "darwin" else 1024
-        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 1e9
+        """Peak memory of this process in GB: of its GPU, else resident."""
+        return hardware.peak_gb(self.device)

@@ -107,7 +107,10 @@ class Decoder:
         )
         self.dtype, self.device = dtype, masters["model.norm.weight"].device
         self.may_pack = (
-            self.device.type == "cpu" and dtype == torch.bfloat16 and torch.ops.mkldnn._is_mkldnn_bf16_supported()
+            self.device.type == "cpu"
+            and dtype == torch.bfloat16
+            and torch.backends.mkldnn.is_available()
+            and torch.ops.mkldnn._is_mkldnn_bf16_supported()
         )
         self.frequencies = rotary_frequencies(config, head_size).to(self.device)
         self.embedding = Copy([masters["model.embed_tokens.weight"]], dtype)
