@@ -22,8 +22,8 @@ from transformers import (
 from conftest import EOS, VOCAB, CountDigits, character_tokenizer, tiny_gemma, tiny_gpt2
 from pellucid.batch import Batch, collate
 from pellucid.models import decoder as decoders
-from pellucid.models import packed
-from pellucid.models.attention import FewProducts
+from pellucid.models import attention, packed
+from pellucid.models.attention import FewProducts, attend
 from pellucid.models.decoder import Decoder, after_attention, refusal
 from pellucid.models.decoding import Flight
 from pellucid.models.elementwise import gated, norm, rotated
@@ -267,7 +267,9 @@ def test_elementwise_without_gradient_is_the_same_number():
 # ---------------------------------------------------------------- attention
 
 
-def test_the_backward_pass_of_attention_is_that_of_autograd():
+@pytest.mark.parametrize("rows_at_once", [1, 2, 3])
+def test_the_backward_pass_of_attention_is_that_of_autograd(monkeypatch, rows_at_once):
+    monkeypatch.setattr(attention, "FEW", rows_at_once * 4 * 5 * 7)  # scores of a row: heads, queries, keys
     torch.manual_seed(0)
     query, key, value = (torch.randn(3, heads, n, 8, dtype=torch.float64) for heads, n in ((4, 5), (2, 7), (2, 7)))
     seen = torch.rand(3, 1, 5, 7) > 0.4
@@ -285,6 +287,26 @@ def test_the_backward_pass_of_attention_is_that_of_autograd():
     mine, expected = (torch.autograd.grad((x * upstream).sum(), leaves) for x in (ours, theirs))
     for one, other in zip(mine, expected, strict=True):
         torch.testing.assert_close(one, other, rtol=0, atol=1e-12)
+
+
+def test_in_bf16_attentions_backward_pass_rounds_what_it_multiplies_and_nothing_else():
+    """Whole numbers, so that every matrix product is exact: d softmax is a difference of numbers near 64, which are
+    .5 apart in bf16. Its result is rounded twice, by at most .2% each.
+    """
+    torch.manual_seed(0)
+    query, key, value, grad = (
+        torch.randint(-1, 2, (2, heads, n, 16)).bfloat16() for heads, n in ((4, 6), (2, 9), (2, 9), (4, 6))
+    )
+    value[..., 0] = grad[..., 0] = 8
+    bias = torch.zeros(2, 1, 6, 9, dtype=torch.bfloat16)
+    leaves = [x.requires_grad_() for x in (query, key, value)]
+    measured = torch.autograd.grad(attend(*leaves, bias), leaves, grad)
+    exact_leaves = [x.detach().double().requires_grad_() for x in leaves]
+    q, k, v = exact_leaves
+    probs = (q @ k.repeat_interleave(2, 1).mT / 4).softmax(-1)
+    exact = torch.autograd.grad(probs @ v.repeat_interleave(2, 1), exact_leaves, grad.double())
+    for mine, expected in zip(measured, exact, strict=True):
+        assert (mine - expected).norm() < 2**-8 * expected.norm()
 
 
 # ---------------------------------------------------------------- rows that come and go
