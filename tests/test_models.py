@@ -21,8 +21,8 @@ from transformers import (
 
 from conftest import EOS, VOCAB, CountDigits, character_tokenizer, tiny_gemma, tiny_gpt2
 from pellucid.batch import Batch, collate
-from pellucid.models import decoder as decoders
 from pellucid.models import attention, packed
+from pellucid.models import decoder as decoders
 from pellucid.models.attention import FewProducts, attend
 from pellucid.models.decoder import Decoder, after_attention, refusal
 from pellucid.models.decoding import Flight
