@@ -20,7 +20,7 @@ import subprocess
 import sys
 import time
 from collections import Counter, defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import cycle
 from pathlib import Path
@@ -224,27 +224,37 @@ def newest(run_dir: Path) -> int:
     return max((int(p.name[5:]) for p in (run_dir / "checkpoints").glob("step-*") if p.name[5:].isdigit()), default=0)
 
 
-def trial(name: str, folder: Path, points: int, rng: random.Random) -> Row:
-    """Trains once undisturbed, then with so many kills, up to two in the life of a run."""
+def trial(
+    name: str, folder: Path, points: int, rng: random.Random, targets: Sequence[str] = TARGETS, most: int = 2
+) -> Row:
+    """Trains once undisturbed, then with so many kills, at `most` so many in the life of a run."""
     subject = Subject(name, prepared(folder / name.replace(" ", "-"), CONFIGURATIONS[name]))
     undisturbed = launch(subject.command(subject.folder / "whole"), subject.folder / "whole.log")
     check(undisturbed.status == 0, subject.folder / "whole.log")
-    row, targets = Row(name, Counter(), [], []), cycle(rng.sample(TARGETS, len(TARGETS)))
+    row, aims = Row(name, Counter(), [], []), cycle(rng.sample(targets, len(targets)))
     for life in range(4 * points):  # a kill that comes too late is no point
         if (left := points - row.points.total()) <= 0:
             break
         into = subject.folder / f"killed-{life}"
-        row.wrong.extend(lived(subject, into, rng.randint(1, min(2, left)), targets, undisturbed.trace, row, rng))
+        row.wrong.extend(lived(subject, into, rng.randint(1, min(most, left)), aims, undisturbed.trace, row, rng))
     check(row.points.total() == points, subject.folder)
     return row
 
 
-def lived(subject, into, kills, targets, undisturbed: Trace, row: Row, rng: random.Random) -> list[str]:
+def lived(
+    subject: Subject,
+    into: Path,
+    kills: int,
+    aims: Iterator[str],
+    undisturbed: Trace,
+    row: Row,
+    rng: random.Random,
+) -> list[str]:
     """One run, killed and resumed to its end; in what it differs from the undisturbed one."""
     log = into.with_suffix(".log")
     for _ in range(kills):
         kept = subject.kept(into)
-        kill = aimed(next(targets), kept, len(subject.runs(into)) * STEPS, undisturbed, rng)
+        kill = aimed(next(aims), kept, len(subject.runs(into)) * STEPS, undisturbed, rng)
         ended = launch(subject.command(into), log, kill)
         if not ended.died:
             break
