@@ -13,29 +13,25 @@ import argparse
 import json
 import os
 import random
-import select
 import shutil
-import signal
-import subprocess
 import sys
-import time
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import cycle
 from pathlib import Path
 from tempfile import mkdtemp
 from typing import NamedTuple
 
 import torch
+from launch import Kill, Trace, launch
 
 TESTS = Path(__file__).resolve().parents[1]
 sys.path.append(str(TESTS))
 
 from conftest import character_tokenizer, tiny_llama, tiny_recipe  # noqa: E402 - found where pytest finds it
 
-STEPS, PATIENCE = 8, 120
-"""Of a run; seconds that a launch may go on after it was killed, or without a mark."""
+STEPS = 8
 TARGETS = ("rollout", "update", "save", "finish", "restore", "any")
 TIMED = ("time/", "memory/")
 LAUNCH = {1: ["-m"], 2: ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", "-m", "--"]}
@@ -82,107 +78,12 @@ CONFIGURATIONS = {
 }
 
 
-class Kill(NamedTuple):
-    """`delay` seconds into a visit, counted from 1, of a stage."""
-
-    stage: str
-    visit: int
-    delay: float
-    everyone: bool
-    """Whether the launcher and the other processes die at once."""
-
-
-@dataclass
-class Trace:
-    """What the marks of one launch have told so far; the visits are those of the main process."""
-
-    stack: defaultdict[int, list[tuple[str, float]]] = field(default_factory=lambda: defaultdict(list))
-    """The stages in which each process is, innermost last."""
-    entered: Counter[str] = field(default_factory=Counter)
-    seconds: defaultdict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
-    """Of the finished visits."""
-
-    def add(self, line: str) -> tuple[int, str, int] | None:
-        """The process, the stage and the number of the visit that begins with this mark."""
-        pid, rank, edge, stage = line.split()
-        stack = self.stack[int(pid)]
-        if edge == "+":
-            stack.append((stage, time.monotonic()))
-            self.entered[stage] += rank == "0"
-            return (int(pid), stage, self.entered[stage]) if rank == "0" else None
-        _, since = stack.pop()
-        if rank == "0":
-            self.seconds[stage].append(time.monotonic() - since)
-        return None
-
-    def where(self, pid: int) -> str:
-        stage = self.stack[pid][-1][0] if self.stack[pid] else "after the end"
-        return "between" if stage == "train" else stage
-
-
-class Ended(NamedTuple):
-    status: int
-    died: str
-    """The stage in which the process was killed; empty where none was."""
-    trace: Trace
-
-
 class Row(NamedTuple):
     name: str
     points: Counter[str]
     resumed: list[str]
     """From which step, after each kill."""
     wrong: list[str]
-
-
-# ---------------------------------------------------------------- one launch
-
-
-def launch(command: Sequence[str], log: Path, kill: Kill | None = None) -> Ended:
-    """Runs a command to its end, or to the kill."""
-    pipe = log.with_suffix(".marks")
-    pipe.unlink(missing_ok=True)
-    os.mkfifo(pipe)
-    marks = os.open(pipe, os.O_RDWR | os.O_NONBLOCK)  # for writing too: it has no end while nobody else writes
-    paths = [str(TESTS / "crash" / "marks"), *filter(None, [os.environ.get("PYTHONPATH")])]
-    env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(paths), "PELLUCID_MARKS": str(pipe)}
-    with log.open("a") as output:
-        process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, env=env)
-    try:
-        return follow(process, marks, kill)
-    finally:
-        os.close(marks)
-
-
-def follow(process: subprocess.Popen[bytes], marks: int, kill: Kill | None) -> Ended:
-    trace, victim, due, died, rest = Trace(), 0, float("inf"), "", b""
-    deadline = time.monotonic() + PATIENCE
-    while process.poll() is None:
-        now = time.monotonic()
-        if now >= deadline:
-            end(process, [process.pid, *trace.stack])
-            raise TimeoutError(f"nothing happened for {PATIENCE} s")
-        if select.select([marks], [], [], max(0.0, min(due - now, 0.1)))[0]:
-            *lines, rest = (rest + os.read(marks, 2**16)).split(b"\n")
-            deadline = deadline if died else time.monotonic() + PATIENCE
-            for line in lines:
-                visit = trace.add(line.decode())
-                if visit and kill and visit[1:] == kill[:2]:
-                    victim, due = visit[0], time.monotonic() + kill.delay
-        elif kill and time.monotonic() >= due:
-            died, due = trace.where(victim), float("inf")
-            end(process, [process.pid, *trace.stack] if kill.everyone else [victim])
-    return Ended(process.returncode, died, trace)
-
-
-def end(process: subprocess.Popen[bytes], pids: Sequence[int]) -> None:
-    for pid in pids:
-        try:
-            os.kill(pid, signal.SIGKILL)
-        except ProcessLookupError:
-            continue  # it has ended by itself
-    if process.pid in pids:
-        process.wait()
 
 
 # ---------------------------------------------------------------- one configuration
@@ -287,7 +188,9 @@ def prepared(folder: Path, configuration: Configuration) -> Path:
     head, task = recipe.read_text().split("[task]\n")
     name, rest = task.split("\n", 1)
     inner = configuration.inner or name
-    text = f"{head}[task]\n{configuration.task}\n[task.task]\n{inner}" if configuration.task else f"{head}[task]\n{inner}"
+    text = (
+        f"{head}[task]\n{configuration.task}\n[task.task]\n{inner}" if configuration.task else f"{head}[task]\n{inner}"
+    )
     recipe.write_text(f"{text}\n{rest}")
     (folder / "study.toml").write_text(STUDY.format(steps=STEPS))
     return folder
@@ -329,7 +232,9 @@ def table(rows: Sequence[Row]) -> str:
     total = sum((row.points for row in rows), Counter[str]())
     stages = ", ".join(f"{n} in {stage}" for stage, n in total.most_common())
     same = sum(not row.wrong for row in rows)
-    return "\n".join([*lines, "", f"{total.total()} points ({stages}); same bits in {same} of {len(rows)} configurations"])
+    return "\n".join(
+        [*lines, "", f"{total.total()} points ({stages}); same bits in {same} of {len(rows)} configurations"]
+    )
 
 
 def main() -> int:
