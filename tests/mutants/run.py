@@ -89,7 +89,7 @@ def fault(mutant: Mutant) -> str:
 
 
 def tested(copy: Path, tests: Iterable[str], mutant: Mutant | None) -> None:
-    """In a process of its own: runs the tests on a copy of the package with a mistake in it, and exits as pytest does."""
+    """Runs the tests on a copy of the package with a mistake in it, in this process; exits as pytest does."""
     os.setsid()  # so that what the tests start can be ended with them
     shutil.copytree(ROOT / "src/pellucid", copy / "pellucid", ignore=shutil.ignore_patterns("__pycache__"))
     if mutant is not None:
@@ -121,16 +121,18 @@ def in_forks(jobs: list[Job], at_once: int, report: Callable[[Job, Run], None]) 
                 copy.mkdir()
                 process = forks.Process(target=tested, args=(copy, *job[:2]))
                 process.start()
-                running[process] = job, copy, time.monotonic()
+                running[process] = job, copy, 0.0
+            before = time.monotonic()
             connection.wait([process.sentinel for process in running], timeout=1.0)
-            for process, (job, copy, start) in list(running.items()):
-                seconds = time.monotonic() - start
+            passed = min(time.monotonic() - before, 2.0)  # a machine that slept has not been hanging
+            for process, (job, copy, seconds) in list(running.items()):
+                running[process] = job, copy, seconds + passed
                 if late := process.is_alive() and seconds > job[2]:
                     os.killpg(process.pid, signal.SIGKILL)
                     process.join()
                 if not process.is_alive():
                     output = (copy / "output").read_text() if (copy / "output").exists() else ""
-                    report(job, Run(None if late else process.exitcode, seconds, output))
+                    report(job, Run(None if late else process.exitcode, seconds + passed, output))
                     shutil.rmtree(copy)
                     del running[process]
 
@@ -154,7 +156,7 @@ def baseline(listed: list[Mutant], at_once: int) -> dict[str, float]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--jobs", type=int, default=1, help="mutants at once")
-    parser.add_argument("--only", nargs="+", default=[""], help="those with one of these texts in their line of the report")
+    parser.add_argument("--only", nargs="+", default=[""], help="those with one of these texts in their line")
     arguments = parser.parse_args()
     listed = [mutant for mutant in mutants() if any(text in mutant.line for text in arguments.only)]
     faults = [reason for mutant in listed if (reason := fault(mutant))]
