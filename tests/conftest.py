@@ -171,6 +171,7 @@ class OneProcessRuntime:
             "grad_norm": float(sum(g.square().sum() for g in self.gradients.values()) ** 0.5),
             "lr": self.lr,
             "skipped": 0.0,
+            "idle": 0.0,
         }
 
 

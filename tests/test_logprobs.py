@@ -32,7 +32,7 @@ def test_values_and_gradients_equal_plain_autograd(monkeypatch, inputs, tokens_a
     hidden, weight, tokens = inputs
     bias = torch.randn(29, dtype=torch.float64)
     upstream = torch.randn(2, 13, dtype=torch.float64)
-    ours = token_logprobs(hidden, Head(weight, bias, scale, softcap), tokens, temperature, entropy_grad=True)
+    ours = token_logprobs(hidden, Head(weight, weight, bias, scale, softcap), tokens, temperature, entropy_grad=True)
     theirs = plain(hidden, weight, tokens, temperature, bias, scale, softcap)
     for mine, other in zip(ours, theirs, strict=True):
         torch.testing.assert_close(mine, other, rtol=0, atol=1e-12)
@@ -43,8 +43,8 @@ def test_values_and_gradients_equal_plain_autograd(monkeypatch, inputs, tokens_a
 
 def test_entropy_has_a_gradient_only_if_asked_for(inputs):
     hidden, weight, tokens = inputs
-    assert not token_logprobs(hidden, Head(weight), tokens)[1].requires_grad
-    assert token_logprobs(hidden, Head(weight), tokens, entropy_grad=True)[1].requires_grad
+    assert not token_logprobs(hidden, Head(weight, weight), tokens)[1].requires_grad
+    assert token_logprobs(hidden, Head(weight, weight), tokens, entropy_grad=True)[1].requires_grad
 
 
 def test_all_logits_are_never_held_at_once(monkeypatch, inputs):
@@ -53,7 +53,7 @@ def test_all_logits_are_never_held_at_once(monkeypatch, inputs):
     hidden, weight, tokens = inputs
     kept = []
     with torch.autograd.graph.saved_tensors_hooks(lambda x: kept.append(tuple(x.shape)) or x, lambda x: x):
-        token_logprobs(hidden, Head(weight), tokens)
+        token_logprobs(hidden, Head(weight, weight), tokens)
     assert kept
     assert not any(29 in shape and shape != (29, 8) for shape in kept)
 
@@ -61,7 +61,7 @@ def test_all_logits_are_never_held_at_once(monkeypatch, inputs):
 def test_logits_are_reduced_in_fp32():
     """In bf16 a log-softmax over 4096 equal logits would be off in the second digit."""
     hidden, weight = torch.ones(1, 4, dtype=torch.bfloat16), torch.ones(4096, 4, dtype=torch.bfloat16)
-    logprob, entropy = token_logprobs(hidden, Head(weight), torch.tensor([7]))
+    logprob, entropy = token_logprobs(hidden, Head(weight, weight), torch.tensor([7]))
     assert logprob.dtype == torch.float32
     assert abs(float(logprob) + torch.tensor(4096.0).log()) < 1e-4
     assert abs(float(entropy) - torch.tensor(4096.0).log()) < 1e-4

@@ -51,6 +51,25 @@ def test_a_gradient_that_is_not_finite_costs_no_weights_and_no_moments():
     assert step(runtime, policy)["skipped"] == 0.0
 
 
+@pytest.mark.parametrize("offload", [False, True])
+def test_a_gradient_of_zero_takes_no_step_and_is_counted(offload):
+    """Else the momentum of earlier steps, and weight decay, would move the weights with nothing to learn."""
+    policy = make_policy()
+    runtime = Runtime(policy, AdamWConfig(lr=0.1, weight_decay=0.1, schedule="linear", offload=offload), total=4)
+    assert step(runtime, policy)["idle"] == 0.0
+    weights = {name: p.clone() for name, p in policy.trainable().items()}
+    moments = copies(runtime)
+    metrics = step(runtime, policy, 0.0)
+    assert metrics == {"grad_norm": 0.0, "lr": pytest.approx(0.075), "skipped": 0.0, "idle": 1.0}
+    assert all(torch.equal(p, weights[name]) for name, p in policy.trainable().items())
+    for moment, state in copies(runtime).items():
+        assert all(torch.equal(x, moments[moment][name]) for name, x in state.items())
+    last = step(runtime, policy)
+    assert last["lr"] == pytest.approx(0.05), "the schedule goes on"
+    assert not any(torch.equal(p, weights[name]) for name, p in policy.trainable().items())
+    assert step(runtime, policy, math.nan)["idle"] == 0.0
+
+
 def test_the_learning_rate_rises_then_falls():
     rates = {
         name: [AdamWConfig(lr=1.0, warmup=2, schedule=name).lr_at(update, 6) for update in range(1, 7)]
@@ -60,6 +79,15 @@ def test_the_learning_rate_rises_then_falls():
     assert rates["linear"] == [0.5, 1, 1, 0.75, 0.5, 0.25]
     half = math.sqrt(0.5) / 2
     assert rates["cosine"] == pytest.approx([0.5, 1, 1, 0.5 + half, 0.5, 0.5 - half])
+
+
+@pytest.mark.parametrize(("schedule", "last"), [("constant", 1.0), ("linear", 0.0), ("cosine", 0.0)])
+def test_past_its_end_the_learning_rate_neither_turns_round_nor_rises(schedule, last):
+    """Reached by a run that is resumed with fewer steps, epochs or minibatches."""
+    for warmup in (0, 2):
+        cfg = AdamWConfig(lr=1.0, warmup=warmup, schedule=schedule)
+        assert [cfg.lr_at(update, 6) for update in (7, 8, 12, 13, 100)] == [last] * 5
+    assert AdamWConfig(lr=1.0, warmup=4, schedule=schedule).lr_at(3, 2) == 0.75, "the rise is by steps alone"
 
 
 def test_the_optimizer_state_comes_back():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import queue
 import threading
 import time
@@ -19,10 +20,12 @@ import uvicorn
 
 from conftest import CountDigits, make_policy
 from pellucid.samplers.native import Native
+from pellucid.serve import group
 from pellucid.serve.api import application
 from pellucid.serve.decoding import Served
 from pellucid.serve.engine import Engine, Request, Row
-from pellucid.types import Prompt
+from pellucid.settings import GRPOConfig
+from pellucid.types import Completion, Group, Prompt, Reward
 
 TEMPLATE = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
 
@@ -303,6 +306,32 @@ def test_a_group_is_graded_and_compared_as_in_training(service):
     assert data["question"] == CountDigits().sample(0, 1)[0].question
     _, other = post(f"{url}/group", {"group_size": 8, "seed": 1, "number": 1})
     assert other["question"] != data["question"]
+
+
+def test_an_empty_text_is_refused(service):
+    status, answer = post(f"{service[1]}/v1/completions", {"prompt": "", "model": "tiny"})
+    assert status == 400
+    assert "is empty" in answer["error"]["message"]
+
+
+def test_an_answer_that_could_not_be_graded_is_shown_without_a_reward():
+    class Grader(CountDigits):
+        def reward(self, prompt, completion):
+            return Reward(math.nan) if outcomes.pop() == "failed" else Reward(0.5, {"half": 0.5})
+
+    outcomes = ["graded", "failed", "graded"]
+    with running(task=Grader()) as (_, url):
+        _, data = post(f"{url}/group", {"group_size": 3, "seed": 1})
+    assert [row["reward"] for row in data["completions"]] == [0.5, None, 0.5]
+    assert [row["advantage"] for row in data["completions"]] == [0.0, 0.0, 0.0]
+
+
+def test_the_terms_of_a_reward_are_compared_as_in_training():
+    """advantage = "gdpo": a term twice as heavy, by hand; and min_spread is that of training."""
+    rewards = (Reward(2.0, {"a": 1.0}, weights={"a": 2.0}), Reward(0.0, {"a": 0.0}, weights={"a": 2.0}))
+    answered = Group(Prompt("p", "q"), (1,), (Completion((1,), (0.0,), "", True),) * 2, rewards)
+    assert group.advantages(GRPOConfig(advantage="gdpo", group_size=2), answered) == [1.0, -1.0]
+    assert group.advantages(GRPOConfig(group_size=2, min_spread=3.0), answered) == [0.0, 0.0]
 
 
 def test_a_group_of_a_question_without_an_answer_has_no_rewards(service):

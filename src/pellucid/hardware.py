@@ -8,9 +8,14 @@ import platform
 import time
 from pathlib import Path
 
+import psutil
 import torch
 
 from pellucid.types import UserError
+
+CACHED_PRODUCTS = {"ONEDNN_PRIMITIVE_CACHE_CAPACITY": "64", "LRU_CACHE_CAPACITY": "64"}
+"""Shapes of products that oneDNN and torch's bridge to it keep code and buffers for, 1024 each if nobody says otherwise.
+A step has few products and new shapes: what is kept of older ones is never used again, and holds the heap in holes."""
 
 
 def pick_device(name: str) -> torch.device:
@@ -57,6 +62,7 @@ def keep_freed_memory() -> bool:
     A training step frees and asks for the same gigabytes again and again; on CPUs the page faults cost a quarter of
     it. True where it took effect: glibc only.
     """
+    forget_old_products()
     if platform.libc_ver()[0] != "glibc":
         return False
     libc = ctypes.CDLL(None)
@@ -64,6 +70,17 @@ def keep_freed_memory() -> bool:
     return all(
         libc.mallopt(option, value) for option, value in ((m_mmap_max, 0), (m_trim_threshold, -1), (m_top_pad, 2**28))
     )
+
+
+def forget_old_products() -> None:
+    """Bounds what is kept for shapes of products. Before torch's first product, or without effect."""
+    for name, capacity in CACHED_PRODUCTS.items():
+        os.environ.setdefault(name, capacity)
+
+
+def resident_gb() -> float:
+    """Of this process, now."""
+    return psutil.Process().memory_info().rss / 1e9
 
 
 def cpu_name() -> str:

@@ -5,14 +5,15 @@ from __future__ import annotations
 import math
 import resource
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from itertools import zip_longest
 from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
-from accelerate import Accelerator
+from accelerate import Accelerator, PartialState
+from accelerate.utils import broadcast_object_list
 from torch import Tensor, nn
 
 from pellucid.grpo import Batch
@@ -31,13 +32,21 @@ class Trainable(Protocol):
     @property
     def device(self) -> torch.device: ...
     def trainable(self) -> dict[str, Tensor]: ...
+    def masters(self) -> dict[str, Tensor]: ...
 
 
-def build(cfg: AdamWConfig, parameters: Iterable[Tensor], device: torch.device) -> torch.optim.Optimizer:
+def build(cfg: AdamWConfig, policy: Trainable) -> torch.optim.Optimizer:
+    parameters = policy.trainable().values()
     facts = {"lr": cfg.lr, "betas": cfg.betas, "eps": cfg.eps, "weight_decay": cfg.weight_decay}
     if cfg.offload:
-        return OffloadedAdamW(parameters, **facts)
-    return torch.optim.AdamW(parameters, **facts, fused=device.type != "mps")
+        return OffloadedAdamW(parameters, **facts, masters=list(policy.masters().values()))
+    return torch.optim.AdamW(parameters, **facts, fused=policy.device.type != "mps")
+
+
+def decided(decide: Callable[[], str], device: torch.device) -> str:
+    """What the main process decides, in all of them: they measure each for itself, and measurements differ."""
+    state = PartialState(cpu=device.type == "cpu")
+    return broadcast_object_list([decide() if state.is_main_process else ""])[0]
 
 
 class Runtime:
@@ -48,7 +57,7 @@ class Runtime:
         self.parameters = policy.trainable()
         self.accelerator = Accelerator(cpu=policy.device.type == "cpu", device_placement=False)
         self.rank, self.world = self.accelerator.process_index, self.accelerator.num_processes
-        self.optimizer = build(optimizer, self.parameters.values(), policy.device)
+        self.optimizer = build(optimizer, policy)
         self.module = policy.module = self.accelerator.prepare_model(policy.module)
 
     @property
@@ -91,16 +100,19 @@ class Runtime:
         self.accelerator.backward(loss * self.world)
 
     def step(self) -> dict[str, float]:
-        """Clips, steps and clears; a gradient that is not finite is thrown away, counted, and costs no weights."""
+        """Clips, steps and clears; a gradient that is not finite is thrown away, counted, and costs no weights.
+
+        So does one that is 0, of dead groups: there is nothing to learn, and momentum alone would move the weights.
+        """
         limit = self.cfg.max_grad_norm or math.inf
         norm = float(torch.nn.utils.clip_grad_norm_(self.parameters.values(), limit))
         self.updates += 1
         lr = self.cfg.lr_at(self.updates, self.total)
         self.optimizer.param_groups[0]["lr"] = lr
-        if math.isfinite(norm):
+        if math.isfinite(norm) and norm > 0:
             self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
-        return {"grad_norm": norm, "lr": lr, "skipped": float(not math.isfinite(norm))}
+        return {"grad_norm": norm, "lr": lr, "skipped": float(not math.isfinite(norm)), "idle": float(norm == 0)}
 
     def optimizer_state(self) -> dict[str, dict[str, Tensor]]:
         """moment -> parameter -> tensor."""

@@ -159,9 +159,11 @@ def test_a_worker_that_died_between_rewards_is_replaced(sandbox):
     assert graded(sandbox, "pid").value != pid
 
 
-def test_the_worker_ignores_ctrl_c(sandbox):
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_a_request_to_stop_is_the_parent_s_to_serve(sandbox, number):
+    """It finishes its step, for which it needs the worker: a supervisor sends SIGTERM to every process of a service."""
     pid = int(graded(sandbox, "pid").value)
-    os.kill(pid, signal.SIGINT)
+    os.kill(pid, number)
     time.sleep(0.2)
     assert graded(sandbox, "pid").value == pid
 
