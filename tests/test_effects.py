@@ -203,3 +203,15 @@ def test_a_coefficient_without_prefixes_is_said():
     said = [idle.notes({"loss": 0.0}) for _ in range(5)][-1]
     assert "prefixed" in said[0]
     assert [busy.notes({"prefix/nll": 2.0}) for _ in range(5)][-1] == []
+
+
+def test_kl_in_the_raw_reward_is_shaping_and_kl_elsewhere_is_none():
+    rewards, charged = [[1.0, 0.0, 0.0, 0.0]], [[1.0, 0.5, 0.0, 0.0]]
+    assert on_advantages(rewards, charged, kl_coef=0.1, kl_in="raw_reward") == {"effect/shaping": 1.0}
+    assert on_advantages(rewards, rewards, kl_coef=0.1, kl_in="reward") == {}
+
+
+def test_an_exact_kl_below_nought_by_rounding_has_no_effect():
+    cfg = GRPOConfig(kl="exact", kl_in="loss", kl_coef=0.1)
+    exact = torch.tensor([[-0.006, 0.006]])
+    assert effects.of_loss_kl(exact, None, exact, cfg)["effect/kl"].tolist() == [[False, True]]

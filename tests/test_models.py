@@ -60,6 +60,7 @@ FAMILY = {
     "llama, untied": lambda: LlamaForCausalLM(LlamaConfig(**SMALL, tie_word_embeddings=False)),
     "llama, wide heads": lambda: LlamaForCausalLM(LlamaConfig(**SMALL, head_dim=16)),
     "llama, one key head": lambda: LlamaForCausalLM(LlamaConfig(**{**SMALL, "num_key_value_heads": 1})),
+    "llama, large eps": lambda: LlamaForCausalLM(LlamaConfig(**SMALL, rms_norm_eps=0.1)),
     "llama 3.1": lambda: LlamaForCausalLM(LlamaConfig(**SMALL, rope_parameters=LLAMA3)),
     "llama, stretched": lambda: LlamaForCausalLM(
         LlamaConfig(**SMALL, rope_parameters={"rope_type": "linear", "rope_theta": 500.0, "factor": 4.0})
@@ -556,3 +557,100 @@ def test_the_saved_model_is_the_trained_one(tmp_path):
     torch.testing.assert_close(
         plain_logprobs(loaded, batch), policy.score(replace(batch)).logprobs[batch.mask], rtol=0, atol=2e-5
     )
+
+
+# ---------------------------------------------------------------- precision
+
+
+def test_the_residual_stream_is_in_fp32_whatever_is_computed_in():
+    seen = set()
+
+    def before(layer, hidden, rotary, shape):
+        seen.add(hidden.dtype)
+        return packed.PLAIN.before(layer, hidden, rotary, shape)
+
+    def after(layer, hidden, attended, shape):
+        seen.add(hidden.dtype)
+        return packed.PLAIN.after(layer, hidden, attended, shape)
+
+    decoder = decoder_of(model_of("llama"), torch.bfloat16)
+    hidden_states(decoder, batch_of(), pieces=packed.Pieces(before, after))
+    assert seen == {torch.float32}
+
+
+@torch.no_grad()
+def test_a_norm_in_bf16_rounds_once():
+    """Of the exact one in fp64; rounded before as well, a third of all numbers would be another."""
+    x, weight = torch.randn(50, 64), torch.rand(64)
+    exact = x.double() / x.double().square().mean(-1, keepdim=True).sqrt() * weight.double()
+    assert (norm(x, weight, 0.0, torch.bfloat16) != exact.bfloat16()).double().mean() < 0.01
+    assert (norm(x.bfloat16(), weight, 0.0, torch.bfloat16) != exact.bfloat16()).double().mean() > 0.2
+
+
+def test_angles_are_exact_far_out():
+    """At position 100 angles in bf16 would be off by a quarter of a radian."""
+    decoder = decoder_of(model_of("llama"), torch.bfloat16)
+    positions = torch.arange(128)
+    cos, sin = decoder.rotary(positions)
+    size = decoder.shape.head_size
+    for i in range(size // 2):
+        angles = positions.double() * 10000.0 ** (-2 * i / size)
+        for measured, expected in ((cos[:, 0, i], angles.cos()), (sin[:, 0, i], -angles.sin())):
+            torch.testing.assert_close(measured.double(), expected, rtol=0, atol=2**-8)
+
+
+def test_frozen_weights_that_follow_others_are_computed_with():
+    """As a moving reference: no parameter of it wants a gradient."""
+    reference, policy = (Policy(model_of("llama"), character_tokenizer(), torch.bfloat16) for _ in range(2))
+    reference.model.requires_grad_(False)
+    batch = batch_of()
+    before = reference.score(batch).logprobs
+    with torch.no_grad():
+        for p in policy.model.parameters():
+            p.add_(0.1 * torch.randn_like(p))
+    reference.follow(policy.weights(), 0.0)
+    torch.testing.assert_close(reference.score(batch).logprobs, policy.score(batch).logprobs.detach(), rtol=0, atol=0)
+    assert (reference.score(batch).logprobs - before).abs().max() > 1e-2
+
+
+# ---------------------------------------------------------------- more that is refused, and the detour
+
+
+@pytest.mark.parametrize(
+    ("config", "reason"),
+    [
+        (
+            lambda: Qwen2Config(**SMALL, use_sliding_window=True, sliding_window=16, max_window_layers=1),
+            "a sliding window",
+        ),
+        (
+            lambda: LlamaConfig(
+                **SMALL, rope_parameters={"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}
+            ),
+            "partial rotary",
+        ),
+        (lambda: LlamaConfig(**SMALL, quantization_config={"quant_method": "fp8"}), "quantised weights"),
+    ],
+)
+def test_a_part_that_would_be_computed_wrongly_is_enough(config, reason):
+    assert refusal(config()) == reason
+
+
+@pytest.mark.parametrize("rows", [8, 16])
+def test_through_transformers_too_the_rows_in_flight_change_no_completion(rows):
+    policy = Policy(model_of("llama"), character_tokenizer(), engine="transformers")
+    prompts = CountDigits().sample(0, 4)
+    few, many = (Native(max_tokens=12, rows=n, policy=policy).generate(prompts, 4, seed="s") for n in (rows, 10**4))
+    assert [[c.token_ids for c in g.completions] for g in few] == [[c.token_ids for c in g.completions] for g in many]
+
+
+def test_a_model_that_recomputes_its_activations_decodes_as_another():
+    """transformers switches the cache off where it recomputes; scoring leaves the model so."""
+    plain, recomputing = (
+        Policy(model_of("llama"), character_tokenizer(), gradient_checkpointing=on, engine="transformers")
+        for on in (False, True)
+    )
+    recomputing.score(batch_of()).logprobs.sum().backward()
+    prompts = CountDigits().sample(0, 3)
+    one, other = (Native(max_tokens=12, policy=p).generate(prompts, 4, seed="s") for p in (plain, recomputing))
+    assert [[c.token_ids for c in g.completions] for g in one] == [[c.token_ids for c in g.completions] for g in other]
