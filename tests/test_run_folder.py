@@ -59,7 +59,7 @@ def test_of_two_processes_on_one_folder_the_second_names_the_first_and_touches_n
     run_dir = tmp_path / "run"
     first = pellucid("train", recipe, "--run", run_dir, "--algorithm.steps", 10**6, "--checkpoint.every", 1)
     until(lambda: checkpoints(run_dir), first)
-    for arguments in (["--resume", run_dir], [recipe, "--run", run_dir]):
+    for arguments in (["--resume", run_dir, "--algorithm.steps", 1], [recipe, "--run", run_dir]):
         assert train(*arguments) == 2
         [line] = capsys.readouterr().err.splitlines()
         assert f"process {first.pid} trains in {run_dir}: wait for it, or stop it (since " in line
