@@ -24,6 +24,7 @@ from pellucid.models.drawing import WHOLE
 from pellucid.policy import Policy
 from pellucid.profile import profiled
 from pellucid.report import write_report
+from pellucid.runtime import needing_others
 from pellucid.tasks.wrappers import with_split
 from pellucid.types import Evaluation, Group, Logger, UserError, observer
 
@@ -45,7 +46,7 @@ def train(cfg: Config, run_dir: Path, resume: bool = False, profile: bool = Fals
         preflight.show_numbers(cfg, parts.policy, parts.runtime.world)
     evaluation = look_first(cfg, parts) if first_step == 0 else None
     log = open_logs(cfg, run_dir, first_step) if main else loggers.Loggers([])
-    with closing(log), stop_requests() as requests:
+    with closing(log), stop_requests() as requests, needing_others(run_dir):
         if evaluation:
             log.log_evaluation(0, evaluation)
         stopped = follow(cfg, run_dir, parts, log, requests, profile)
@@ -176,6 +177,7 @@ def save(run_dir: Path, cfg: Config, parts: Parts) -> None:
     )
     tensors = {"policy": parts.policy.trainable(), **moments, **moving, **replay}
     facts = {"updates": runtime.updates, "seconds": parts.seconds, "random": generators, "replay": replay_facts}
+    facts |= {"micro_batch": runtime.micro_batch} if runtime.micro_batch else {}
     facts |= {"kl_coef": state.kl_coef} if cfg.algorithm.kl_target else {}
     watching = observer(parts.task)
     facts |= {"task": watching.state()} if watching else {}
@@ -196,6 +198,7 @@ def restore(run_dir: Path, parts: Parts) -> None:
         parts.reference.follow(tensors["reference"], decay=0.0)
     moments = {name.removeprefix(OPTIMIZER): value for name, value in tensors.items() if name.startswith(OPTIMIZER)}
     runtime.load_optimizer_state(moments, facts["updates"])
+    runtime.micro_batch = facts.get("micro_batch", 0)
     checkpoint.restore_random_state(facts["random"][runtime.rank])
     parts.seconds = facts["seconds"]
     state.step, state.kl_coef = facts["step"], facts.get("kl_coef", state.kl_coef)
