@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: setup train test lint seeds vllm bench notebook systems clean
+.PHONY: setup train test lint mutants seeds vllm bench notebook systems clean
 
 setup: .venv/ready
 
@@ -24,6 +24,9 @@ lint: setup
 	$(BIN)/ruff format --check --quiet .
 	$(BIN)/basedpyright --pythonpath $(BIN)/python
 	$(BIN)/lint-imports
+
+mutants: setup
+	$(BIN)/python tests/mutants/run.py $(ARGS)
 
 seeds: setup
 	$(BIN)/python benchmarks/seeds.py recipes/arithmetic.toml $(ARGS)

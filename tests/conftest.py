@@ -21,6 +21,7 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
+import simulated_device
 from pellucid.policy import Policy
 from pellucid.types import Completion, Prompt, Reward
 
@@ -174,7 +175,17 @@ class OneProcessRuntime:
             "grad_norm": float(sum(g.square().sum() for g in self.gradients.values()) ** 0.5),
             "lr": self.lr,
             "skipped": 0.0,
+            "idle": 0.0,
         }
+
+
+@pytest.fixture
+def gpu():
+    """A simulated one, entered."""
+    if simulated_device.A_REAL_ONE:
+        pytest.skip("there is a real one")
+    with simulated_device.Device() as device:
+        yield device
 
 
 @pytest.fixture(autouse=True)

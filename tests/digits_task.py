@@ -26,3 +26,11 @@ class Careless(Digits):
 
     def sample(self, step: int, n: int) -> list[Prompt]:
         return [Prompt(f"{self.split}/{step}/{i}", str(random.randrange(10**6))) for i in range(n)]
+
+
+@dataclass(frozen=True)
+class Silent(Digits):
+    """Asks nothing."""
+
+    def sample(self, step: int, n: int) -> list[Prompt]:
+        return [Prompt(f"{self.split}/{step}/{i}", "") for i in range(n)]

@@ -191,8 +191,40 @@ def test_at_just_a_std_from_the_mean_a_length_is_medium():
     same(advantages("length_grouped_literal", rewards, lengths=lengths), [[1.0] * 4 + [-1.0] * 4])
 
 
+def test_the_std_of_the_lengths_is_that_of_all_there_are():
+    """Lengths 10 - 6, 10 - 5, 10 + 5 and 10 + 6: the population std is 5.5, the sample std 6.4."""
+    measured = advantages("length_grouped_literal", [[0.0, 1.0, 0.0, 1.0]], lengths=[[4, 5, 15, 16]])
+    same(measured, [[0.0, 1.0, -1.0, 0.0]])
+
+
 def test_the_literal_form_by_hand():
     """Lengths 1, 1, 10, 10, 10, 10, 19, 19: mean 10, std 6.4; cells of 2, 4 and 2."""
     rewards = [[1.0, 0.0, 1.0, 0.0, 0.0, 0.0, 1.0, 1.0]]
     measured = advantages("length_grouped_literal", rewards, lengths=[[1, 1, 10, 10, 10, 10, 19, 19]])
     same(measured, [[1.0, -1.0, ROOT3, -1 / ROOT3, -1 / ROOT3, -1 / ROOT3, 0.0, 0.0]])
+
+
+# ---------------------------------------------------------------- rounding
+
+
+@pytest.mark.parametrize("size", [1e-12, 1e12])
+def test_rounding_is_measured_by_the_rewards_themselves(size):
+    """Rewards of a millionth of a millionth are alive; of a million millions, those a rounding apart are dead."""
+    same(advantages("grpo", torch.tensor(TWO_GROUPS, dtype=F64) * size), HAND["grpo"])
+    a_rounding_apart = torch.tensor([[0.1 + 0.2, 0.3, 0.3, 0.3]], dtype=F64) * size
+    assert advantages("grpo", a_rounding_apart).abs().max() == 0.0
+
+
+@pytest.mark.parametrize("sign", [1.0, -1.0])
+def test_a_spread_of_just_min_spread_is_dead_rounding_or_not(sign):
+    """0.1 + 0.2 is above 0.3, above nought or below."""
+    group = grades(torch.tensor([[0.0, sign * (0.1 + 0.2)]], dtype=F64))
+    measured = advantages_of(group, group.rewards, GRPOConfig(min_spread=0.3, group_size=2))
+    assert measured.abs().max() == 0.0
+
+
+def test_gdpo_is_scaled_by_the_batch_not_by_each_group():
+    """Terms that agree add up to +-2, a single live one to +-1: the std of all four is sqrt(2.5)."""
+    parts = [[[1.0, 5.0], [0.0, 4.0]], [[1.0, 3.0], [0.0, 3.0]]]
+    measured = advantages("gdpo", [[6.0, 4.0], [4.0, 3.0]], parts=parts)
+    same(measured, torch.tensor([[2.0, -2.0], [1.0, -1.0]], dtype=F64) / math.sqrt(2.5))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import pickle
 import tomllib
@@ -9,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from pellucid import config
+from pellucid import config, settings
 from pellucid.tasks.arithmetic import Arithmetic
 from pellucid.tasks.curriculum import Curriculum
 from pellucid.tasks.prefixed import Prefixed
@@ -86,6 +87,63 @@ def test_a_mistake_is_one_line_that_names_the_mend(tmp_path, text, complaint):
         config.load(recipe(tmp_path, text))
     assert complaint in str(error.value)
     assert "\n" not in str(error.value)
+
+
+FLOATS = [
+    f"{section}.{field.name}"
+    for section, cls in {
+        "algorithm": settings.GRPOConfig,
+        "optimizer": settings.AdamWConfig,
+        "sampler": config.SamplerConfig,
+        "evaluate": config.EvaluateConfig,
+    }.items()
+    for field in dataclasses.fields(cls)
+    if "float" in field.type
+]
+
+
+def test_all_settings_that_are_floats_are_tried():
+    assert {"algorithm.kl_coef", "algorithm.soft_temperature", "optimizer.betas", "sampler.temperature"} <= set(FLOATS)
+
+
+@pytest.mark.parametrize("value", ["nan", "inf", "-inf"])
+@pytest.mark.parametrize("key", FLOATS)
+def test_no_float_of_a_setting_may_be_infinite_or_no_number(tmp_path, key, value):
+    section, name = key.split(".")
+    written = f"[{value}, 0.5]" if name in ("betas", "soft_temperature") else value
+    with pytest.raises(UserError) as refused:
+        config.load(recipe(tmp_path, f"[{section}]\n{name} = {written}\n"))
+    assert name in str(refused.value)
+    assert "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        (
+            "name = 'dataset'\ndata = 'x.jsonl'\nrewards = [{name = 'exact', weight = nan}]",
+            "task.rewards.0.weight = nan",
+        ),
+        ("name = 'gsm8k'\nformat_reward = inf", "task.format_reward = inf"),
+        ("name = 'curriculum'\n[task.task]\nname = 'gsm8k'\nformat_reward = nan", "task.task.format_reward = nan"),
+    ],
+)
+def test_no_float_of_a_task_either(tmp_path, text, said):
+    with pytest.raises(UserError, match=said):
+        config.load(recipe(tmp_path, f"[task]\n{text}\n"))
+
+
+@pytest.mark.parametrize(
+    "text", ["betas = [2.0, 3.0]", "betas = [0.9, 1.0]", "betas = [-0.1, 0.9]", "eps = 0.0", "lr = -1.0"]
+)
+def test_settings_of_the_optimizer_are_in_their_ranges(tmp_path, text):
+    with pytest.raises(UserError, match=f"optimizer: {text.split(' ')[0]}"):
+        config.load(recipe(tmp_path, f"[optimizer]\n{text}\n"))
+
+
+def test_on_the_command_line_too():
+    with pytest.raises(UserError, match=r"algorithm.kl_coef = nan must be a finite number"):
+        config.load(None, ["--algorithm.kl-coef", "nan"])
 
 
 def test_a_missing_recipe_is_one_line():

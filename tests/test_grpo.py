@@ -17,9 +17,11 @@ from pellucid.advantages import ADVANTAGES
 from pellucid.batch import collate, concat, grades_of, task_rewards
 from pellucid.grpo import Scores, State, loss_terms, train, update
 from pellucid.objectives import OBJECTIVES
+from pellucid.runtime import Runtime
 from pellucid.samplers.native import Native
-from pellucid.settings import GRPOConfig
-from pellucid.types import Completion, Group, Prompt, Reward, UserError
+from pellucid.settings import AdamWConfig, GRPOConfig
+from pellucid.types import ROUND, Completion, Group, Prompt, Reward, UserError
+from small_policy import batch_of
 
 F64 = torch.float64
 AXES = [{"aggregate": "token"}, {"aggregate": "sequence"}, {"aggregate": "constant"}]
@@ -289,6 +291,23 @@ def test_the_sampler_correction_weighs_the_gradient_and_is_counted():
     assert "sampler/corrected" not in gradients_of(policy, batch, GRPOConfig())[1]
 
 
+def test_what_is_measured_is_measured_between_the_right_two():
+    """One token: pi .5, at the start of the update .25, sampler .2, reference .8. k3 is .8 / .5 - 1 - log(.8 / .5)."""
+    pi, old, sampler, ref = (torch.tensor([[p]], dtype=F64).log() for p in (0.5, 0.25, 0.2, 0.8))
+    cfg = GRPOConfig(epochs=2, kl="k2", kl_in="loss", kl_coef=0.1)
+    ones = torch.ones(1, 1, dtype=F64)
+    batch = replace(
+        batch_of(ones.bool(), old_logprobs=old, ref_logprobs=ref, advantages=ones[0], weights=ones),
+        sampler_logprobs=sampler,
+    )
+    _, metrics = loss_terms(Scores(pi, torch.zeros_like(pi)), batch, cfg)
+    assert float(metrics["ratio/mean"]) == pytest.approx(2.0)
+    assert float(metrics["sampler/gap_mean"]) == pytest.approx(math.log(1.25))
+    assert float(metrics["kl"]) == pytest.approx(0.6 - math.log(1.6))
+    measured = loss_terms(Scores(pi, torch.zeros_like(pi), torch.full_like(pi, 0.3)), batch, replace(cfg, kl="exact"))
+    assert float(measured[1]["kl"]) == pytest.approx(0.3)
+
+
 # ---------------------------------------------------------------- several inner steps
 
 
@@ -391,10 +410,26 @@ def run_rollout(task, **settings):
 
 def test_dead_groups_are_refilled_from_other_prompts_to_a_constant_batch():
     groups, drawn = run_rollout(Coin(lambda step, i: i % 2 == 0), max_rounds=5, steps=10)
-    assert [g.prompt.id for g in groups] == ["3/1", "3/3", "13/1", "13/3"]
+    assert [g.prompt.id for g in groups] == ["3/1", "3/3", f"{3 + ROUND}/1", f"{3 + ROUND}/3"]
     kept = sum(len(completion.token_ids) for group in groups for completion in group.completions)
     assert drawn.pop("tokens") > 1.2 * kept, "what is thrown away was sampled too"
     assert drawn == {"groups/drawn": 8, "groups/drawn_dead": 0.5}
+
+
+def test_a_group_within_min_spread_makes_room_too():
+    """Rewards that differ by some 1e-4, as a small term for brevity lets them."""
+
+    class Brief(Coin):
+        def reward(self, prompt, completion):
+            return Reward(sum(completion.token_ids) * (1e-6 if prompt.columns["dead"] else 1.0))
+
+    half = Brief(lambda step, i: i % 2 == 0)
+    groups, drawn = run_rollout(half, max_rounds=5, steps=10, min_spread=0.01)
+    assert [g.prompt.columns["dead"] for g in groups] == [False] * 4
+    assert drawn["groups/drawn_dead"] == 0.5
+    groups, drawn = run_rollout(half, max_rounds=5, steps=10)
+    assert [g.prompt.columns["dead"] for g in groups] == [True, False] * 2
+    assert drawn["groups/drawn_dead"] == 0.0
 
 
 @pytest.mark.parametrize(("rounds", "seen"), [(1, 4), (5, 8)])
@@ -433,7 +468,7 @@ def test_a_round_draws_no_more_than_it_should_need():
 
 def test_the_tries_are_bounded_and_the_batch_is_full_all_the_same():
     groups, drawn = run_rollout(Coin(lambda step, i: i > 0), max_rounds=2, steps=10)
-    assert [g.prompt.id for g in groups] == ["3/0", "13/0", "3/1", "3/2"]
+    assert [g.prompt.id for g in groups] == ["3/0", f"{3 + ROUND}/0", "3/1", "3/2"]
     assert (drawn["groups/drawn"], drawn["groups/drawn_dead"]) == (8, 0.75)
 
 
@@ -458,6 +493,30 @@ def four_groups(policy):
     sampler = Native(max_tokens=8)
     sampler.sync(policy)
     return sampler.generate(CountDigits().sample(0, 4), 4, seed="0/0")
+
+
+def test_no_round_of_a_step_is_another_step_however_many_steps_a_run_has():
+    """40 steps that are then resumed with 80: round 1 of step 0 used to ask what step 40 asks."""
+
+    class Asked(Coin):
+        def __init__(self):
+            super().__init__(lambda step, i: True)
+            self.steps = []
+
+        def sample(self, step, n):
+            self.steps.append(step)
+            return super().sample(step, n)
+
+    task = Asked()
+    policy = make_policy()
+    sampler = Native(max_tokens=1)
+    sampler.sync(policy)
+    for steps, finished in ((40, 0), (80, 40)):
+        cfg = GRPOConfig(steps=steps, group_size=2, prompts_per_step=2, max_rounds=3)
+        grpo.rollout(task, sampler, OneProcessRuntime(), finished, cfg, grpo.Clock())
+    assert len(set(task.steps)) == len(task.steps) == 6
+    assert task.steps[0] == 0
+    assert task.steps[3] == 40
 
 
 def test_one_round_draws_what_it_draws():
@@ -509,6 +568,39 @@ def test_the_coefficient_follows_its_target():
     coefficients = [step.metrics["kl_coef"] for step in steps]
     assert coefficients == pytest.approx([0.1, 0.098, 0.09996, 0.1019592])
     assert state.kl_coef == pytest.approx(0.1019592 * 1.02)
+
+
+def test_a_kl_that_is_not_finite_leaves_the_coefficient_as_it_was():
+    cfg = GRPOConfig(kl_coef=0.1, kl_target=0.5)
+    assert [kl.adapted(0.1, kl_now, cfg) for kl_now in (math.nan, math.inf, -math.inf)] == [0.1] * 3
+
+    class Broken:
+        """Not a number in its second step."""
+
+        def __init__(self):
+            self.reference, self.calls = make_policy(seed=3), 0
+
+        def score(self, batch):
+            self.calls += 1
+            scores = self.reference.score(batch)
+            return scores._replace(logprobs=scores.logprobs * math.nan) if self.calls == 2 else scores
+
+    policy = make_policy()
+    cfg = GRPOConfig(steps=4, group_size=4, kl="k2", kl_in="loss", kl_coef=0.1, kl_target=1e-6)
+    runtime = Runtime(policy, AdamWConfig(), total=4)
+    steps = list(train(CountDigits(), Native(max_tokens=6), policy, runtime, cfg, Broken()))
+    assert [math.isnan(step.metrics["kl"]) for step in steps] == [False, True, False, False], "it stays to be seen"
+    assert [step.metrics["kl_coef"] for step in steps] == pytest.approx([0.1, 0.102, 0.102, 0.10404])
+
+
+def test_a_state_without_a_coefficient_has_that_of_the_settings():
+    policy, reference = make_policy(), make_policy(seed=3)
+    cfg = GRPOConfig(steps=2, group_size=4, kl="k2", kl_in="loss", kl_coef=0.1, kl_target=1e-6)
+    runtime, state = OneProcessRuntime(policy), State(step=1)
+    [step] = train(CountDigits(), Native(max_tokens=6), policy, runtime, cfg, reference, state)
+    assert step.metrics["kl"] > 0
+    assert step.metrics["kl_coef"] == 0.1
+    assert state.kl_coef == pytest.approx(0.102)
 
 
 def test_the_exact_kl_is_the_sum_over_the_vocabulary():
@@ -596,7 +688,7 @@ def test_grades_hold_the_terms_of_a_composite_reward_and_their_weights():
     group, _ = group_of([0, 0])
     rewards = (
         Reward(1.1, {"numeric": 1.0, "length": 0.2}, weights={"length": 0.5}, correct=True),
-        Reward(math.nan, {"numeric": 0.0}),
+        Reward(0.0, {"numeric": 0.0}),
     )
     grades = grades_of([replace(group, rewards=rewards)])
     assert grades.parts.tolist() == [[[1.0, 0.2], [0.0, 0.2]]]
@@ -657,7 +749,7 @@ def test_every_step_reports_what_the_design_promises():
     )
     assert step == 1
     promised = {"kl", "entropy", "clip/low", "clip/high", "ratio/mean", "sampler/gap_mean", "sampler/gap_max"}
-    promised |= {"grad_norm", "lr", "loss", "skipped", "kl_coef", "kl/overflow", "ratio/overflow", "effect/kl"}
+    promised |= {"grad_norm", "lr", "loss", "skipped", "idle", "kl_coef", "kl/overflow", "ratio/overflow", "effect/kl"}
     promised |= {f"time/{stage}" for stage in ("generate", "reward", "score", "update", "step")}
     assert metrics.keys() == promised
     assert abs(metrics["kl"]) < 1e-12, "the reference is the policy itself"

@@ -3,6 +3,7 @@ import json
 import math
 import re
 import statistics
+import subprocess
 import sys
 import time
 from collections import defaultdict
@@ -11,11 +12,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 import rich.console
+import wandb
 from tensorboard.backend.event_processing import event_accumulator
 from wandb.proto import wandb_internal_pb2
 
+from pellucid import boards
+from pellucid.boards import TensorBoard, WandB
 from pellucid.console import Console, Plain, before_after, sparkline, terminal
-from pellucid.loggers import Jsonl, Loggers, TensorBoard, WandB, truncate
+from pellucid.loggers import Jsonl, Loggers, read_evaluations, truncate
 from pellucid.metrics import describe
 from pellucid.types import Completion, Estimate, Evaluation, Group, Prompt, Reward, UserError
 
@@ -125,7 +129,19 @@ def test_an_evaluation_holds_its_intervals(tmp_path: Path):
     log.log_evaluation(10, EVALUATION)
     log.close()
     (row,) = read(tmp_path / "evals.jsonl")
-    assert list(row) == ["step", "task", "split", "n", "k", "greedy", "mean@k", "pass@k", "questions", "right"]
+    assert list(row) == [
+        "step",
+        "task",
+        "split",
+        "n",
+        "k",
+        "greedy",
+        "mean@k",
+        "pass@k",
+        "questions",
+        "right",
+        "failed",
+    ]
     assert row["greedy"] == {"value": 0.25, "low": 0.16, "high": 0.37}
 
 
@@ -152,6 +168,110 @@ def test_truncate_drops_a_half_line_that_ends_where_a_number_could(tmp_path: Pat
     (tmp_path / "metrics.jsonl").write_text('{"step": 1, "loss": 0.5}\n{"step": 1')
     truncate(tmp_path, 5)
     assert (tmp_path / "metrics.jsonl").read_text() == '{"step": 1, "loss": 0.5}\n'
+
+
+def lines_of(*steps: int) -> list[bytes]:
+    return [b'{"step": %d, "loss": 0.5}\n' % step for step in steps]
+
+
+BAD = {
+    "zeros of a power failure": bytes(40) + b"\n",
+    "zeros and the end of a line": bytes(20) + b'"loss": 0.5}\n',
+    "half a line": b'{"step": 2, "lo\n',
+    "no record": b"[2]\n",
+    "no text": b'{"step": 2, "loss": "\xff\xfe"}\n',
+}
+
+
+@pytest.mark.parametrize("bad", BAD)
+def test_bad_lines_are_cut_out_in_place_and_what_is_missing_is_said(tmp_path: Path, bad: str):
+    path = tmp_path / "metrics.jsonl"
+    one, three, four = lines_of(1, 3, 4)
+    path.write_bytes(one + BAD[bad] + three + four + BAD[bad])
+    number = path.stat().st_ino
+    said = truncate(tmp_path, 3)
+    assert [row["step"] for row in read(path)] == [1, 3]
+    assert path.stat().st_ino == number, "no copy: the disk may be full"
+    assert said == [
+        f"{path}: 1 lines could not be read, and are gone",
+        f"{path} lacks 1 of 3 steps, the first of them step 2",
+    ]
+
+
+def test_a_tail_of_zeros_without_an_end_is_cut_off(tmp_path: Path):
+    (tmp_path / "metrics.jsonl").write_bytes(b"".join(lines_of(1, 2)) + bytes(100))
+    assert truncate(tmp_path, 2) == []
+    assert (tmp_path / "metrics.jsonl").read_bytes() == b"".join(lines_of(1, 2))
+
+
+def test_a_run_whose_log_is_shorter_than_its_checkpoint_says_so(tmp_path: Path):
+    (tmp_path / "metrics.jsonl").write_bytes(b"".join(lines_of(1)))
+    assert truncate(tmp_path, 3) == [f"{tmp_path / 'metrics.jsonl'} lacks 2 of 3 steps, the first of them step 2"]
+
+
+def test_a_cut_that_is_killed_anywhere_is_finished_by_the_next(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """As much of the spaces as one likes may have been written."""
+    path = tmp_path / "metrics.jsonl"
+    bad = BAD["zeros and the end of a line"]
+    for written in range(len(bad) + 1):
+        path.write_bytes(b"".join([lines_of(1)[0], b" " * written + bad[written:], lines_of(2)[0], lines_of(3)[0]]))
+        truncate(tmp_path, 2)
+        assert [row["step"] for row in read(path)] == [1, 2]
+
+
+def test_a_full_disk_does_not_block_the_mend(tmp_path: Path):
+    """Nothing may be written beyond what is there."""
+    path = tmp_path / "metrics.jsonl"
+    path.write_bytes(lines_of(1)[0] + BAD["no record"] + b"".join(lines_of(2, 3)))
+    size = path.stat().st_size
+    code = (
+        "import resource, sys; from pathlib import Path; from pellucid.loggers import truncate\n"
+        f"resource.setrlimit(resource.RLIMIT_FSIZE, ({size - 1},) * 2); truncate(Path(sys.argv[1]), 2)"
+    )
+    subprocess.run([sys.executable, "-c", code, str(tmp_path)], check=True)
+    assert [row["step"] for row in read(path)] == [1, 2]
+
+
+@pytest.mark.parametrize(("every", "steps"), [(1, [1, 2, 3, 4]), (2, [1, 2, 4]), (3, [1, 3]), (0, [])])
+def test_rollouts_can_be_thinned_or_left_out(tmp_path: Path, every: int, steps: list[int]):
+    log = Jsonl(tmp_path, every)
+    for step in (1, 2, 3, 4):
+        log.log(step, {"loss": 0.0}, groups_of((RIGHT,)))
+    log.close()
+    assert [row["step"] for row in read(tmp_path / "rollouts.jsonl")] == steps
+    assert len(read(tmp_path / "metrics.jsonl")) == 4
+
+
+class Broken:
+    """A board that cannot draw."""
+
+    def __init__(self, error: BaseException) -> None:
+        self.error = error
+
+    def log(self, *_: object) -> None:
+        raise self.error
+
+    log_evaluation = close = log
+
+
+@pytest.mark.parametrize("error", [ZeroDivisionError("by zero"), BrokenPipeError(32, "pipe"), KeyError("reward")])
+def test_a_board_that_fails_costs_a_line_and_not_the_run(
+    tmp_path: Path, capsys: pytest.CaptureFixture, error: Exception
+):
+    log = Loggers([Jsonl(tmp_path)], [Broken(error), board := Plain(3)])
+    log.log(1, {"loss": 0.5}, [])
+    log.log_evaluation(1, EVALUATION)
+    log.close()
+    lines = capsys.readouterr().out.splitlines()
+    assert board.total_steps == 3
+    assert [line.startswith("! ") for line in lines] == [True, False, True, False, True]
+    assert type(error).__name__ in lines[0]
+    assert len(read(tmp_path / "metrics.jsonl")) == len(read(tmp_path / "evals.jsonl")) == 1
+
+
+def test_a_file_that_fails_is_not_passed_over(tmp_path: Path):
+    with pytest.raises(ZeroDivisionError):
+        Loggers([Broken(ZeroDivisionError())]).log(1, {}, [])
 
 
 def test_loggers_fan_out(tmp_path: Path):
@@ -358,3 +478,48 @@ def test_before_and_after():
     assert "+0.650" in rows["greedy"]
     assert "apart" in rows["greedy"]
     assert "overlap" in rows["mean@8"]
+
+
+def test_a_picture_that_cannot_be_drawn_is_a_line(monkeypatch: pytest.MonkeyPatch):
+    """It is drawn by a thread, too."""
+    log = Console(3, screen=rich.console.Console(file=io.StringIO(), force_terminal=True))
+    monkeypatch.setattr(log, "render", lambda: 1 / 0)
+    log.log(1, {}, [])
+    log.close()
+    assert "cannot be shown (ZeroDivisionError" in str(log.picture())
+
+
+def test_evaluations_are_read_past_what_a_power_failure_left(tmp_path: Path):
+    log = Jsonl(tmp_path)
+    log.log_evaluation(0, EVALUATION)
+    log.close()
+    with (tmp_path / "evals.jsonl").open("ab") as file:
+        file.write(bytes(50) + b"}\n[1]\n")
+    log = Jsonl(tmp_path)
+    log.log_evaluation(2, EVALUATION)
+    log.close()
+    assert list(read_evaluations(tmp_path)) == [0, 2]
+
+
+def test_weights_and_biases_may_fail_in_its_own_way(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    def refuse(_: object) -> None:
+        raise wandb.errors.CommError("no route")
+
+    log = WandB(tmp_path, "pellucid", "offline", {})
+    with monkeypatch.context() as patched:
+        patched.setattr(log.run, "log", refuse)
+        for logs in (lambda: log.log(1, {"loss": 0.5}, []), lambda: log.log_evaluation(1, EVALUATION)):
+            with pytest.raises(OSError, match="no route"):  # which costs a line: `loggers.only_shown`
+                logs()
+    log.close()
+    [file] = tmp_path.glob("wandb/offline-run-*/*.wandb")
+    written(file)
+
+
+def test_being_logged_in_is_checked_for_what_is_online(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(wandb, "login", lambda prompt: prompt)
+    boards.check_wandb("offline")
+    with pytest.raises(UserError, match="wandb login"):
+        boards.check_wandb("online")
+    monkeypatch.setattr(wandb, "login", lambda prompt: not prompt)
+    boards.check_wandb("online")

@@ -114,3 +114,8 @@ def test_predicted_dead_share_is_unbiased(p: float):
 def test_fewer_samples_than_a_group_predict_nothing():
     with pytest.raises(ValueError, match="draw at least 8"):
         predicted_dead_share([[0, 0, 1, 1]], group_size=8)
+
+
+def test_the_prompt_with_the_fewest_samples_decides_whether_there_are_enough():
+    with pytest.raises(ValueError, match="3 samples a prompt"):
+        predicted_dead_share([[0, 0, 1, 1], [0, 1, 1]], group_size=4)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import get_args
 
 import pytest
@@ -159,6 +160,21 @@ def test_the_clip_is_reported_where_a_gradient_is_gone(objective):
                 assert clipped == (float(gradient) == 0.0), (ratio, sign)
 
 
+@pytest.mark.parametrize("objective", ["gspo", "gspo_token"])
+@pytest.mark.parametrize("padding", [0.0, -5.0, 5.0])
+def test_a_responses_ratio_is_measured_on_its_tokens_alone(objective, padding):
+    """Ratios 1.5 and 1.2, whose geometric mean is above 1 + .3; with the padding counted it would be another."""
+    log_ratio = torch.tensor([[math.log(1.5), math.log(1.2), padding]], dtype=F64)
+    mask = torch.tensor([[True, True, False]])
+    cfg = GRPOConfig(objective=objective, clip_high=0.3)
+    advantages = torch.ones(1, 1, dtype=F64)
+    measured = clip_metrics(log_ratio, torch.zeros_like(log_ratio), advantages, mask, cfg)
+    assert measured["ratio/mean"][mask].tolist() == pytest.approx([math.sqrt(1.8)] * 2)
+    assert measured["clip/high"][mask].tolist() == [True, True]
+    wider = clip_metrics(log_ratio, torch.zeros_like(log_ratio), advantages, mask, replace(cfg, clip_high=0.35))
+    assert wider["clip/high"][mask].tolist() == [False, False]
+
+
 # ---------------------------------------------------------------- aggregation
 
 
@@ -174,3 +190,23 @@ def test_weights_by_hand():
     for name, weights in expected.items():
         measured = AGGREGATES[name](mask, rows, tokens, GRPOConfig(constant_length=8))
         torch.testing.assert_close(measured, torch.tensor(weights))
+
+
+# ---------------------------------------------------------------- far out
+
+
+def test_gspo_clamps_the_mean_of_a_response_not_its_tokens():
+    """Log-ratios 30 and -29: a mean of 1/2, which nothing need clamp."""
+    ratios = torch.tensor([[30.0, -29.0]], dtype=F64).exp()
+    value, _ = value_and_gradient("gspo", ratios, -1.0, ALL[:, :2])
+    same(value, [[-math.exp(0.5)] * 2])
+
+
+def test_where_there_is_no_advantage_no_clip_takes_anything():
+    """At q = .01 dynamic's bounds are .5 and 5: ratios of 3 and .6 are within them and beyond the fixed ones."""
+    cfg = GRPOConfig(objective="dynamic", clip_low=0.16, clip_high=0.2)
+    old = torch.full((1, 2), 0.01, dtype=F64).log()
+    ratio, mask = torch.tensor([[3.0, 0.6]], dtype=F64), ALL[:, :2]
+    for advantage, changed in ((0.0, [False, False]), (1.0, [True, False]), (-1.0, [False, True])):
+        metrics = clip_metrics(old + ratio.log(), old, torch.tensor([[advantage]], dtype=F64), mask, cfg)
+        assert metrics["effect/clip"].tolist() == [changed]

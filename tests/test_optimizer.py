@@ -50,9 +50,9 @@ def test_bf16_weights_are_their_rounded_fp32_masters():
         ours.step()
         plain.step()
     assert lost.eq(1).all()
-    torch.testing.assert_close(ours.state[p]["master"], master.detach(), rtol=0, atol=1e-6)
+    torch.testing.assert_close(ours.masters[p], master.detach(), rtol=0, atol=1e-6)
     torch.testing.assert_close(master.detach(), torch.full((4,), 0.99), rtol=0, atol=1e-4)
-    assert p.equal(ours.state[p]["master"].to(torch.bfloat16))
+    assert p.equal(ours.masters[p].to(torch.bfloat16))
 
 
 def test_state_is_fp32_on_the_cpu_whatever_the_weights_are():
@@ -60,9 +60,10 @@ def test_state_is_fp32_on_the_cpu_whatever_the_weights_are():
     optimizer = OffloadedAdamW(parameters)
     follow(optimizer, parameters, steps=1)
     for p in parameters:
-        assert {x.dtype for x in optimizer.state[p].values()} == {torch.float32}
-        assert {x.device.type for x in optimizer.state[p].values()} == {"cpu"}
-        torch.testing.assert_close(p, optimizer.state[p]["master"].to(torch.bfloat16))
+        kept = [optimizer.masters[p], *optimizer.state[p].values()]
+        assert {x.dtype for x in kept} == {torch.float32}
+        assert {x.device.type for x in kept} == {"cpu"}
+        torch.testing.assert_close(p, optimizer.masters[p].to(torch.bfloat16))
 
 
 def test_state_survives_a_save():
@@ -72,9 +73,24 @@ def test_state_survives_a_save():
     second = OffloadedAdamW(resumed, lr=0.1)
     with torch.no_grad():
         for p, q in zip(resumed, ours, strict=True):
-            p.copy_(q)
+            p.copy_(second.masters[p].copy_(q))
             second.state[p] = {name: value.clone() for name, value in first.state[q].items()}
     follow(first, ours, 3)
     follow(second, resumed, 3)
     for one, other in zip(ours, resumed, strict=True):
         torch.testing.assert_close(one, other, rtol=0, atol=0)
+
+
+def test_masters_that_someone_holds_are_stepped_where_they_lie():
+    """From what they are, not from the weights that were rounded from them."""
+    held = [torch.full((4,), 1.001), torch.full((2, 2), 0.999)]
+    rounded = [x.bfloat16().requires_grad_() for x in held]
+    twins = [x.clone().requires_grad_() for x in held]
+    ours = OffloadedAdamW(rounded, lr=1e-4, masters=held)
+    theirs = torch.optim.AdamW(twins, lr=1e-4, weight_decay=0.0)
+    for p in (*rounded, *twins):
+        p.grad = torch.ones_like(p)
+    ours.step()
+    theirs.step()
+    for master, twin in zip(held, twins, strict=True):
+        torch.testing.assert_close(master, twin.detach(), rtol=0, atol=1e-7)

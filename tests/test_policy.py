@@ -7,11 +7,13 @@ from dataclasses import replace
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from tokenizers import processors
+from transformers import AutoModelForCausalLM, AutoTokenizer, Gemma2Config, Gemma2ForCausalLM
 
 from conftest import (
     ARCHITECTURES,
     EOS,
+    VOCAB,
     CountDigits,
     OneProcessRuntime,
     character_tokenizer,
@@ -20,11 +22,12 @@ from conftest import (
     tiny_llama,
 )
 from pellucid import policy as policy_module
-from pellucid.batch import collate
+from pellucid.batch import collate, prefix_rows
 from pellucid.grpo import update
 from pellucid.policy import AdapterOff, Policy, check_head, end_of_answer
+from pellucid.runtime import Runtime
 from pellucid.samplers.native import Native
-from pellucid.settings import GRPOConfig
+from pellucid.settings import AdamWConfig, GRPOConfig
 from pellucid.types import Completion, Group, Prompt, UserError
 
 
@@ -143,6 +146,133 @@ def test_an_unknown_trick_behind_the_head_is_refused():
     model.forward = scaled
     with pytest.raises(UserError, match="changes its logits"):
         check_head(model)
+
+
+@pytest.fixture(scope="module")
+def capped(tmp_path_factory):
+    """Gemma 2: logits behind a soft-cap that bends them."""
+    config = Gemma2Config(
+        vocab_size=VOCAB,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        sliding_window=4,
+        max_position_embeddings=128,
+        eos_token_id=EOS,
+        bos_token_id=None,
+        pad_token_id=EOS,
+        initializer_range=0.5,
+        final_logit_softcapping=30.0,
+    )
+    torch.manual_seed(0)
+    folder = tmp_path_factory.mktemp("capped")
+    Gemma2ForCausalLM(config).save_pretrained(folder)
+    character_tokenizer().save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.parametrize("settings", [{}, {"lora": 2}, {"narrow": True}, {"lora": 2, "narrow": True}], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_a_soft_cap_is_known_in_every_dtype(capped, settings, dtype):
+    policy = policy_module.load(str(capped), torch.device("cpu"), dtype, 1.0, **settings)
+    group = Group(Prompt("p", "a"), (1, 2, 3), (Completion((4, EOS), (-1.0, -1.0), "", True),) * 2)
+    scored = policy.score(collate([group], policy.device)).logprobs.detach()
+    whole = policy_module.load(str(capped), torch.device("cpu"), torch.float32, 1.0)
+    torch.testing.assert_close(scored, whole.score(collate([group], whole.device)).logprobs.detach(), rtol=0, atol=0.3)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("factor", [1.01, 0.99])
+def test_one_percent_behind_the_head_is_seen_in_every_dtype(capped, dtype, factor):
+    """Less than what rounding a soft-cap to bf16 does."""
+    model = AutoModelForCausalLM.from_pretrained(capped, dtype=dtype)
+    check_head(model)
+    model.config.final_logit_softcapping *= factor
+    unlike = model.forward
+
+    def capped_otherwise(*args, **kwargs):
+        model.config.final_logit_softcapping /= factor
+        output = unlike(*args, **kwargs)
+        model.config.final_logit_softcapping *= factor
+        return output
+
+    model.forward = capped_otherwise
+    with pytest.raises(UserError, match="changes its logits"):
+        check_head(model)
+
+
+# ---------------------------------------------------------------- masters on the CPU
+
+
+def test_masters_are_the_models_weights_unrounded_from_load_to_save(model_dir, tmp_path):
+    """An optimizer step later too; the weights are what the masters round to."""
+    exact = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32)
+    policy = policy_module.load(str(model_dir), torch.device("cpu"), torch.bfloat16, 1.0, narrow=True)
+    runtime = Runtime(policy, AdamWConfig(lr=1e-5, offload=True), total=1)
+
+    def all_agree():
+        policy.save(tmp_path)
+        saved = dict(AutoModelForCausalLM.from_pretrained(tmp_path).named_parameters())
+        for name, p in policy.trainable().items():
+            expected = exact.get_parameter(name).detach()
+            assert p.dtype == (torch.float32 if p.ndim < 2 else torch.bfloat16)
+            for master in (policy.masters()[name], saved[name].detach()):
+                assert master.dtype == torch.float32
+                torch.testing.assert_close(master, expected, rtol=0, atol=1e-8)
+            assert torch.equal(p, policy.masters()[name].to(p.dtype))
+
+    all_agree()
+    for p in policy.trainable().values():
+        p.grad = torch.ones_like(p)
+    runtime.step()
+    with torch.no_grad():
+        for p in exact.parameters():
+            p.sub_(1e-5)  # the first step of Adam has the size of the rate
+    all_agree()
+
+
+def test_what_is_loaded_into_a_narrow_policy_is_its_masters(model_dir):
+    policy = policy_module.load(str(model_dir), torch.device("cpu"), torch.bfloat16, 1.0, narrow=True)
+    others = {name: torch.randn(p.shape) for name, p in policy.trainable().items()}
+    policy.load_trainable(others)
+    for name, p in policy.trainable().items():
+        assert torch.equal(policy.masters()[name], others[name])
+        assert torch.equal(p, others[name].to(p.dtype))
+
+
+def test_an_adapter_is_not_narrowed(model_dir):
+    policy = policy_module.load(str(model_dir), torch.device("cpu"), torch.bfloat16, 1.0, lora=2, narrow=True)
+    assert {p.dtype for p in policy.trainable().values()} == {torch.float32}
+    assert all(policy.masters()[name] is not p for name, p in policy.trainable().items())
+
+
+# ---------------------------------------------------------------- a prompt of no token
+
+
+def test_a_prompt_of_no_token_is_refused_wherever_it_comes_from():
+    """Its response was predicted from where the prompt before it ends."""
+    policy = make_policy()
+    for prompt in (Prompt("train/7/0", ""), Prompt("train/7/0", "", prefix="1 + 1 =")):
+        with pytest.raises(UserError, match="prompt train/7/0 is empty"):
+            policy.encode(prompt)
+    answers = (Completion((1, EOS), (-1.0, -1.0), "", True),) * 2
+    groups = [Group(Prompt("a", "a"), (1, 2, 3), answers), Group(Prompt("b", ""), (), answers)]
+    with pytest.raises(ValueError, match="a prompt without a token"):
+        collate(groups, policy.device)
+    all_prefix = Group(Prompt("b", "", prefix="a"), (4,), answers, prefix_length=1)
+    with pytest.raises(ValueError, match="a prompt without a token"):
+        prefix_rows(collate([groups[0], all_prefix], policy.device))
+
+
+def test_a_tokenizer_that_begins_every_text_makes_an_empty_prompt_whole():
+    policy = make_policy()
+    policy.tokenizer._tokenizer.post_processor = processors.TemplateProcessing(
+        single="<eos> $A", special_tokens=[("<eos>", EOS)]
+    )
+    assert policy.encode(Prompt("p", "")) == (EOS,)
 
 
 # ---------------------------------------------------------------- LoRA

@@ -1,4 +1,6 @@
 import json
+import math
+import random
 import re
 from html.parser import HTMLParser
 from itertools import pairwise
@@ -7,6 +9,7 @@ from xml.etree import ElementTree
 
 import pytest
 
+from pellucid import charts
 from pellucid.charts import MOST_POINTS, Point, Series, chart, mean_of, number, stack, ticks
 from pellucid.folder import end_rollouts, records
 from pellucid.report import MOST_CHARACTERS, accuracy_svg, strip, write_report
@@ -381,3 +384,61 @@ def test_what_x_counts_is_said_on_the_axis_at_the_points_and_in_the_summary():
     assert "y, tokens 64: 1" in drawn
     assert "y from 1 at tokens 64 to 2 at tokens 128" in drawn
     assert "step" not in drawn
+
+
+# ---------------------------------------------------------------- numbers as no one thought of
+
+
+def series_of(kind, rng):
+    base = rng.choice([0.0, 5e-324, 1e-300, 1e-17, 0.1, 1 / 3, 1.0, 1e9, 1e17, 1e279]) * rng.choice([1, -1])
+    if kind == "nearly constant":
+        return [base, math.nextafter(base, math.inf), base + rng.choice([0, 1, 9]) * math.ulp(base)]
+    if kind == "any":
+        return [rng.choice([-1, 1]) * rng.random() * 10.0 ** rng.randint(-320, 279) for _ in range(rng.randint(1, 5))]
+    return [base * rng.random() for _ in range(rng.randint(1, 200))]
+
+
+@pytest.mark.parametrize("kind", ["nearly constant", "any", "of one size"])
+def test_any_numbers_can_be_drawn_and_lie_within_the_axes(kind):
+    rng = random.Random(kind)
+    for _ in range(300):
+        values = series_of(kind, rng)
+        points = [charts.Point(step, value) for step, value in enumerate(values, 1)]
+        svg = ElementTree.fromstring(charts.chart("Any", "numbers", [charts.Series("any", points)]))
+        places = [float(dot.get("cy")) for dot in svg.iter("circle")]
+        assert places, values
+        assert all(charts.TOP <= place <= charts.BOTTOM for place in places), values
+        found = charts.ticks(min(values), max(values))
+        assert len(set(found)) == len(found) < 20, values
+        assert sorted(found) == found
+
+
+def test_two_rewards_that_differ_by_rounding_are_a_report(run):
+    """Seen: ZeroDivisionError in the report, before the model was saved."""
+    rows = [{"step": step, "reward/mean": reward} for step, reward in enumerate([0.1, 0.10000000000000002], 1)]
+    (run / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert "<svg" in write_report(run).read_text(encoding="utf-8")
+
+
+def test_what_is_no_number_is_left_out_of_a_chart(run):
+    (run / "metrics.jsonl").write_text(
+        '{"step": 1, "kl": NaN}\n{"step": 2, "kl": 1e999}\n{"step": 3, "kl": null}\n{"step": 4, "kl": 0.5}\n'
+    )
+    page = write_report(run).read_text(encoding="utf-8")
+    assert "kl, step 4: 0.5" in page
+    assert "kl, step 1" not in page
+
+
+def test_spaces_where_a_bad_line_was_do_not_part_a_step(run):
+    """As `loggers.truncate` leaves them."""
+    rows = [{"step": 1, "i": i} for i in range(4)]
+    lines = [json.dumps(row) + "\n" for row in rows]
+    lines[2] = " " * 50 + lines[2]
+    (run / "rollouts.jsonl").write_text("".join(lines))
+    assert end_rollouts(run / "rollouts.jsonl") == (rows, [])
+
+
+def test_a_run_without_rollouts_has_a_report(run):
+    (run / "rollouts.jsonl").unlink()
+    page = write_report(run).read_text(encoding="utf-8")
+    assert "What it said" not in page

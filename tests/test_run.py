@@ -14,11 +14,12 @@ import time
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from conftest import records
 from pellucid import cli, compose, config, run
+from pellucid.folder import checkpoints
 from pellucid.samplers.native import Native
 from pellucid.serve import command, host
 
@@ -81,7 +82,7 @@ def test_a_run_is_a_folder_with_all_that_the_design_promises(recipe, tmp_path, c
     assert len(rollouts) == 6 * 16
     assert all(len(r["tokens"]) == len(r["logprobs"]) for r in rollouts)
     assert [e["step"] for e in records(run_dir / "evals.jsonl")] == [0, 2, 4, 6]
-    assert [p.name for p in (run_dir / "checkpoints").iterdir()] == ["step-000006"]
+    assert [p.name for p in checkpoints(run_dir)] == ["step-000004", "step-000006"]
     assert list((run_dir / "tensorboard").iterdir())
     assert "<svg" in (run_dir / "report.html").read_text()
     AutoTokenizer.from_pretrained(run_dir / "model")
@@ -169,9 +170,6 @@ def test_a_run_killed_anywhere_resumes_to_the_same_bits(recipe, tmp_path, monkey
         assert train(recipe, "--run", killed, "--checkpoint.every", 1, "--evaluate.every", 3) == 130
     with (killed / "rollouts.jsonl").open("a") as file:
         file.write('{"step": 99, "half a li')  # what a crash may leave
-    if dies_in_step == 1:
-        assert train("--resume", killed) == 2, "nothing to resume from"
-        return
     assert train("--resume", killed) == 0
     same_run(whole, killed)
 
@@ -262,6 +260,34 @@ def test_two_processes_take_the_same_steps_as_one(recipe, tmp_path, settings):
     for mine, theirs in zip(records(one / "metrics.jsonl"), records(two / "metrics.jsonl"), strict=True):
         assert untimed(theirs) == pytest.approx(untimed(mine), abs=1e-4), "counts are global"
     assert records(one / "evals.jsonl") == records(two / "evals.jsonl")
+
+
+TIMINGS = """
+import json, os, sys
+from pathlib import Path
+import torch
+from pellucid import compose, config, hardware
+
+rank, said = int(os.environ["RANK"]), []
+for faster in (0, 1):  # the rank on which bf16 is
+    speeds = {torch.float32: 1.0, torch.bfloat16: 2.0 if rank == faster else 1.0}
+    hardware.matmul_tflops = speeds.get
+    alone = str(hardware.pick_dtype("auto", torch.device("cpu")))
+    said.append([alone, compose.settled(config.load(Path(sys.argv[1]), ["--policy.dtype", "auto"])).policy.dtype])
+Path(sys.argv[2], f"rank-{rank}.json").write_text(json.dumps(said))
+"""
+
+
+def test_two_processes_compute_in_the_dtype_that_the_first_finds_faster(recipe, tmp_path):
+    """Measured by each, on machines that others use too, bf16 would be faster on one of them."""
+    script = tmp_path / "timings.py"
+    script.write_text(TIMINGS)
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    subprocess.run([*launch, script, recipe, tmp_path], env=environment, check=True, capture_output=True)
+    first, second = (json.loads((tmp_path / f"rank-{rank}.json").read_text()) for rank in (0, 1))
+    assert first == [["torch.bfloat16", "bfloat16"], ["torch.float32", "float32"]]
+    assert second == [["torch.float32", "bfloat16"], ["torch.bfloat16", "float32"]]
 
 
 def test_prompts_are_not_split_over_processes(recipe, tmp_path, capsys):
@@ -368,14 +394,83 @@ def test_an_offloaded_optimizer_takes_the_same_steps(recipe, tmp_path):
         torch.testing.assert_close(there[name], tensor, rtol=1e-5, atol=1e-6)
 
 
-def test_offloaded_masters_are_fp32_and_the_weights_are_not(recipe, tmp_path):
+def killed_in_step(number, monkeypatch, *arguments):
+    """Trains with a checkpoint at every step, and dies in this one."""
+    update, calls = run.grpo.update, []
+
+    def dying(*arguments):
+        calls.append(arguments)
+        if len(calls) == number:
+            raise KeyboardInterrupt
+        return update(*arguments)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(run.grpo, "update", dying)
+        assert train(*arguments, "--checkpoint.every", 1) == 130
+
+
+MOVES = pytest.mark.parametrize(
+    ("here", "there"), [("offload", "no-offload"), ("no-offload", "offload")], ids=["from the CPU", "to the CPU"]
+)
+
+
+@MOVES
+def test_the_optimizer_may_move_at_a_resume(recipe, tmp_path, monkeypatch, here, there):
+    """To the same weights as if it had stayed, but for rounding."""
+    stayed, moved = tmp_path / "stayed", tmp_path / "moved"
+    settings = ["--optimizer.lr", "1e-3", "--evaluate.every", 0]
+    assert train(recipe, "--run", stayed, *settings, f"--optimizer.{here}") == 0
+    killed_in_step(4, monkeypatch, recipe, "--run", moved, *settings, f"--optimizer.{here}")
+    assert train("--resume", moved, f"--optimizer.{there}") == 0
+    assert config.load(moved / "config.json").optimizer.offload is (there == "offload")
+    for name, tensor in weights(stayed).items():
+        torch.testing.assert_close(weights(moved)[name], tensor, rtol=1e-5, atol=1e-6)
+
+
+@MOVES
+def test_no_bit_of_bf16_training_is_lost_in_the_move(recipe, tmp_path, monkeypatch, here, there):
+    run_dir = tmp_path / "run"
+    settings = ["--policy.dtype", "bfloat16", "--evaluate.every", 0]
+    killed_in_step(4, monkeypatch, recipe, "--run", run_dir, *settings, f"--optimizer.{here}")
+    before = load_file(run_dir / "checkpoints" / "step-000003" / "policy.safetensors")
+    assert any(not torch.equal(x, x.bfloat16().float()) for x in before.values())
+    assert train("--resume", run_dir, f"--optimizer.{there}", "--algorithm.steps", 3) == 0
+    assert all(torch.equal(weights(run_dir)[name], x) for name, x in before.items())
+
+
+def test_offloaded_masters_are_fp32_and_saved_unrounded(recipe, tmp_path):
     run_dir = tmp_path / "run"
     assert train(recipe, "--run", run_dir, "--optimizer.offload", "--policy.dtype", "bfloat16") == 0
-    masters = load_file(run_dir / "checkpoints" / "step-000006" / "optimizer.master.safetensors")
-    for name, saved in load_file(run_dir / "checkpoints" / "step-000006" / "policy.safetensors").items():
-        assert saved.dtype == (torch.float32 if saved.ndim < 2 else torch.bfloat16), name
-        assert torch.equal(masters[name].to(saved.dtype), saved), name
-        assert masters[name].dtype == torch.float32, name
+    folder = run_dir / "checkpoints" / "step-000006"
+    assert not (folder / "optimizer.master.safetensors").exists(), "once is enough"
+    masters, saved = load_file(folder / "policy.safetensors"), weights(run_dir)
+    assert any(not torch.equal(master, master.bfloat16().float()) for master in masters.values())
+    for name, master in masters.items():
+        assert master.dtype == torch.float32
+        assert torch.equal(saved[name], master), name
+
+
+def test_a_run_that_kept_its_masters_beside_the_moments_goes_on(recipe, tmp_path, monkeypatch):
+    """As checkpoints were laid out before."""
+    whole, old = tmp_path / "whole", tmp_path / "old"
+    settings = ["--optimizer.offload", "--policy.dtype", "bfloat16"]
+    assert train(recipe, "--run", whole, *settings) == 0
+    killed_in_step(4, monkeypatch, recipe, "--run", old, *settings)
+    folder = old / "checkpoints" / "step-000003"
+    masters = load_file(folder / "policy.safetensors")
+    save_file(masters, folder / "optimizer.master.safetensors")
+    rounded = {name: x if x.ndim < 2 else x.bfloat16() for name, x in masters.items()}
+    save_file(rounded, folder / "policy.safetensors")
+    assert train("--resume", old) == 0
+    same_run(whole, old)
+
+
+def test_an_empty_prompt_is_told_in_one_line(recipe, tmp_path, capsys):
+    recipe.write_text(recipe.read_text().replace("Digits", "Silent"))
+    assert train(recipe, "--run", tmp_path / "run") == 2
+    said = [line for line in capsys.readouterr().err.splitlines() if "pellucid" in line]
+    assert len(said) == 1
+    assert said[0].startswith("pellucid: prompt test/0/5 is empty, and this tokenizer puts no token before")
 
 
 def test_training_in_float16_is_refused(recipe, tmp_path, capsys):

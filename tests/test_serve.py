@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import queue
 import threading
 import time
@@ -19,10 +20,12 @@ import uvicorn
 
 from conftest import CountDigits, make_policy
 from pellucid.samplers.native import Native
+from pellucid.serve import group
 from pellucid.serve.api import application
 from pellucid.serve.decoding import Served
 from pellucid.serve.engine import Engine, Request, Row
-from pellucid.types import Prompt
+from pellucid.settings import GRPOConfig
+from pellucid.types import Completion, Group, Prompt, Reward
 
 TEMPLATE = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
 
@@ -187,11 +190,19 @@ def test_more_than_there_is_room_for_waits_its_turn():
         assert [status for status, _ in answers] == [200] * 6
 
 
-def test_too_many_waiting_requests_are_turned_away():
-    engine = Engine(make_policy("llama"), rows=2, waiting=1)  # not run: nobody takes them off the queue
-    engine.submit(Request((1,), print))
-    with pytest.raises(queue.Full):
-        engine.submit(Request((1,), print))
+def test_too_many_waiting_requests_are_turned_away(monkeypatch):
+    """The engine stands still: nobody takes them off the queue."""
+    monkeypatch.setattr(Engine, "run", lambda engine: None)
+    with running(waiting=1) as (served, url):
+        served.engine.submit(Request((1,), print))
+        with pytest.raises(queue.Full):
+            served.engine.submit(Request((1,), print))
+        status, answer = post(f"{url}/v1/chat/completions", chat())
+        assert status == 503
+        assert "too many requests are waiting" in answer["error"]["message"]
+        served.engine.inbox.get()
+        served.engine.submit(Request((1,), print))  # there is room again
+        served.engine.inbox.get()
 
 
 def test_whoever_leaves_early_frees_the_rows():
@@ -201,21 +212,26 @@ def test_whoever_leaves_early_frees_the_rows():
         stream = client.chat.completions.create(**chat(model="tiny", n=8), stream=True)
         next(stream)
         stream.close()
-        until = time.monotonic() + 5
-        while served.engine.flying and time.monotonic() < until:
-            time.sleep(0.01)
-        assert not served.engine.flying
+        wait_until_empty(served.engine)
+
+
+def wait_until_empty(engine):
+    """One that keeps its rows is for the suite's own time limit to tell."""
+    while engine.flying:
+        time.sleep(0.01)
 
 
 def test_a_failure_of_the_decoder_is_told_and_survived(monkeypatch):
     with running() as (served, url):
-        whole = served.engine.flight.step
+        before, broken = post(f"{url}/v1/chat/completions", chat(seed=1)), served.engine.flight
         monkeypatch.setattr(served.engine.flight, "step", lambda _: (_ for _ in ()).throw(RuntimeError("no memory")))
         status, answer = post(f"{url}/v1/chat/completions", chat())
         assert status == 500
         assert "no memory" in answer["error"]["message"]
-        assert whole is not None
-        assert post(f"{url}/v1/chat/completions", chat())[0] == 200  # with a new flight
+        after = post(f"{url}/v1/chat/completions", chat(seed=1))
+        assert (after[0], after[1]["choices"]) == (200, before[1]["choices"])
+        assert served.engine.flight is not broken, "what half a step left behind is not read again"
+        assert len(served.engine.flying) == 0
 
 
 # ---------------------------------------------------------------- what is refused
@@ -264,10 +280,7 @@ def test_a_body_of_10_mb_is_a_413(service):
 def test_a_request_that_takes_too_long_is_a_504():
     with running(timeout=0.001) as (served, url):
         assert post(f"{url}/v1/chat/completions", chat(max_tokens=100))[0] == 504
-        until = time.monotonic() + 5
-        while served.engine.flying and time.monotonic() < until:
-            time.sleep(0.01)
-        assert not served.engine.flying
+        wait_until_empty(served.engine)
 
 
 # ---------------------------------------------------------------- the other forms
@@ -303,6 +316,32 @@ def test_a_group_is_graded_and_compared_as_in_training(service):
     assert data["question"] == CountDigits().sample(0, 1)[0].question
     _, other = post(f"{url}/group", {"group_size": 8, "seed": 1, "number": 1})
     assert other["question"] != data["question"]
+
+
+def test_an_empty_text_is_refused(service):
+    status, answer = post(f"{service[1]}/v1/completions", {"prompt": "", "model": "tiny"})
+    assert status == 400
+    assert "is empty" in answer["error"]["message"]
+
+
+def test_an_answer_that_could_not_be_graded_is_shown_without_a_reward():
+    class Grader(CountDigits):
+        def reward(self, prompt, completion):
+            return Reward(math.nan) if outcomes.pop() == "failed" else Reward(0.5, {"half": 0.5})
+
+    outcomes = ["graded", "failed", "graded"]
+    with running(task=Grader()) as (_, url):
+        _, data = post(f"{url}/group", {"group_size": 3, "seed": 1})
+    assert [row["reward"] for row in data["completions"]] == [0.5, None, 0.5]
+    assert [row["advantage"] for row in data["completions"]] == [0.0, 0.0, 0.0]
+
+
+def test_the_terms_of_a_reward_are_compared_as_in_training():
+    """advantage = "gdpo": a term twice as heavy, by hand; and min_spread is that of training."""
+    rewards = (Reward(2.0, {"a": 1.0}, weights={"a": 2.0}), Reward(0.0, {"a": 0.0}, weights={"a": 2.0}))
+    answered = Group(Prompt("p", "q"), (1,), (Completion((1,), (0.0,), "", True),) * 2, rewards)
+    assert group.advantages(GRPOConfig(advantage="gdpo", group_size=2), answered) == [1.0, -1.0]
+    assert group.advantages(GRPOConfig(group_size=2, min_spread=3.0), answered) == [0.0, 0.0]
 
 
 def test_a_group_of_a_question_without_an_answer_has_no_rewards(service):

@@ -22,7 +22,7 @@ class Grades(NamedTuple):
     rewards: Tensor
     """[P, G]"""
     correct: Tensor
-    """[P, G] 1 where the answer counts as right, else 0."""
+    """[P, G] 1 where the answer counts as right, else 0; of a failed reward its siblings' mean, NaN where all did."""
     lengths: Tensor
     """[P, G] tokens."""
     parts: Tensor
@@ -137,7 +137,7 @@ def lead(grades: Grades, cfg: GRPOConfig) -> Tensor:
 
     w(p) = 0.4 + 1.1 / (1 + exp(10 (p - 0.75))) (GRPO-LEAD, arXiv 2504.09696, section 3.3).
     """
-    right = grades.correct.mean(-1, keepdim=True)
+    right = grades.correct.mean(-1, keepdim=True).nan_to_num(0.5)
     advantages = standardized(grades.rewards)
     return advantages * torch.where(advantages > 0, logistic_weight(right), logistic_weight(1 - right))
 

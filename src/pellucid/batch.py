@@ -54,6 +54,10 @@ class Batch:
     weights: Tensor | None = None
     """[B, T] share of each token in the loss."""
 
+    def __post_init__(self) -> None:
+        if not all(self.prompt_ids):
+            raise ValueError("a prompt without a token: there is nothing to predict its response from")
+
     def __len__(self) -> int:
         return len(self.prompt_of)
 
@@ -140,11 +144,15 @@ def stacked(tensors: Sequence[Tensor], width: int) -> Tensor:
 
 
 def task_rewards(groups: Sequence[Group]) -> Tensor:
-    """[P, G] float64. A reward that failed counts as the mean of its siblings."""
-    rewards = torch.tensor([[r.value for r in g.rewards] for g in groups], dtype=torch.float64)
-    failed = ~rewards.isfinite()
-    siblings = rewards.masked_fill(failed, torch.nan).nanmean(-1, keepdim=True).nan_to_num(0.0)
-    return torch.where(failed, siblings, rewards)
+    """[P, G] float64. A reward that failed counts as the mean of its siblings; 0 where all did."""
+    known = [[math.nan if r.failed else r.value for r in g.rewards] for g in groups]
+    return like_siblings(torch.tensor(known, dtype=torch.float64)).nan_to_num(0.0)
+
+
+def like_siblings(known: Tensor) -> Tensor:
+    """[P, G, ...]: what is not finite becomes the mean of the rest of its group, NaN where nothing is left."""
+    known = known.masked_fill(~known.isfinite(), torch.nan)
+    return torch.where(known.isnan(), known.nanmean(1, keepdim=True), known)
 
 
 def grades_of(groups: Sequence[Group]) -> Grades:
@@ -156,14 +164,13 @@ def grades_of(groups: Sequence[Group]) -> Grades:
 
     rewards = task_rewards(groups)
     names = list({name: None for g in groups for r in g.rewards for name in r.parts})
-    parts = each(lambda _, r: [r.parts.get(name, math.nan) for name in names]) if names else rewards[..., None]
-    siblings = parts.nanmean(1, keepdim=True).nan_to_num(0.0)
+    terms = each(lambda _, r: [math.nan if r.failed else r.parts.get(name, math.nan) for name in names])  # [P, G, K]
     known = [{name: weight for r in g.rewards for name, weight in r.weights.items()} for g in groups]
     weights = [[of_group.get(name, 1.0) for name in names] or [1.0] for of_group in known]
     return Grades(
         rewards=rewards,
-        correct=each(lambda _, r: r.is_correct),
+        correct=like_siblings(each(lambda _, r: math.nan if r.failed else r.is_correct)),
         lengths=each(lambda c, _: len(c.token_ids)),
-        parts=torch.where(parts.isfinite(), parts, siblings),
+        parts=like_siblings(terms).nan_to_num(0.0) if names else rewards[..., None],
         weights=torch.tensor(weights, dtype=torch.float64),
     )

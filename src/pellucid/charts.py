@@ -19,6 +19,10 @@ LEFT, RIGHT, TOP, BOTTOM = 46, 320, 60, 220
 LABEL_GAP = 16
 MOST_POINTS = 120
 MOST_DOTS = 60
+CONSTANT = 1e-9
+"""Of the size of values: differences that are none."""
+TINIEST, LARGEST = 1e-280, 1e280
+"""Of what can be drawn: sizes, as of a metric that runs away."""
 INVISIBLE = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u2028\u2029\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
 
 
@@ -145,17 +149,26 @@ def heights(line: Series) -> Iterable[float]:
     return (value for point in line.points for value in (point.top, point.low, point.high) if isfinite(value))
 
 
+def drawable(value: object) -> bool:
+    """A number that has a place on a page; a log may hold others, and null where there was none."""
+    return isinstance(value, int | float) and abs(value) < LARGEST
+
+
 def extent(values: Sequence[float]) -> tuple[float, float]:
     return min(values), max(values)
 
 
 def ticks(low: float, high: float, about: int = 5) -> list[float]:
-    """Round numbers that reach from `low` to `high` or just beyond."""
-    rough = ((high - low) or abs(high) or 1.0) / about
-    unit = 10.0 ** floor(log10(rough))
-    step = next(multiple * unit for multiple in (1, 2, 5, 10) if multiple * unit >= rough * (1 - 1e-9))
+    """Different round numbers that reach from `low` to `high` or just beyond, whatever numbers these are.
+
+    Values that differ by rounding alone, or from 0 by next to nothing, have the axis of a single value.
+    """
+    size, span = max(abs(low), abs(high)), high - low
+    rough = (span if span > CONSTANT * size > TINIEST else size if size > TINIEST else 1.0) / about
+    power = floor(log10(rough))
+    step = next(multiple * 10.0**power for multiple in (1, 2, 5, 10) if multiple * 10.0**power >= rough * (1 - 1e-9))
     first, last = floor(low / step + 1e-9), ceil(high / step - 1e-9)
-    return [round(i * step, 12) for i in range(first, max(last, first + 1) + 1)]
+    return [round(i * step, -power) for i in range(first, max(last, first + 1) + 1)]
 
 
 def number(value: float) -> str:

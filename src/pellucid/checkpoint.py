@@ -1,12 +1,12 @@
-"""Checkpoints: safetensors and JSON, whole or not there at all."""
+"""Checkpoints: safetensors and JSON with their checksums, whole or not there at all."""
 
 from __future__ import annotations
 
 import json
-import os
 import random
 import shutil
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -16,64 +16,129 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from pellucid import disk
 from pellucid.batch import Batch
+from pellucid.folder import checkpoints, step_of
 from pellucid.types import UserError
 
 State = Mapping[str, Mapping[str, Tensor]]
 REPLAY = "replay."
+SUMS = "SHA256SUMS"
+"""In each checkpoint, a line a file, as `sha256sum -c SHA256SUMS` reads it."""
+
+
+class DamagedError(UserError):
+    """A checkpoint that is not what was saved."""
 
 
 def save(run_dir: Path, step: int, tensors: State, facts: Mapping[str, Any], keep_last: int) -> Path:
     """Writes `checkpoints/step-NNNNNN` beside its final name, then renames it; drops all but the last `keep_last`.
 
-    `tensors` becomes a safetensors file per name, `facts` state.json. UserError where the disk is full.
+    `tensors` becomes a safetensors file per name, `facts` state.json. On disk at return. UserError where it is full.
     """
     folder = run_dir / "checkpoints" / f"step-{step:06d}"
     partial = folder.with_suffix(".partial")
-    shutil.rmtree(partial, ignore_errors=True)
+    for rest in folder.parent.glob("*.partial"):
+        shutil.rmtree(rest)
     try:
         partial.mkdir(parents=True)
-        for name, state in tensors.items():
-            # safetensors refuses tensors that share memory, and reads what it is given as it lies there.
-            save_file(
-                {key: value.detach().cpu().contiguous() for key, value in state.items()},
-                partial / f"{name}.safetensors",
-            )
-        (partial / "state.json").write_text(json.dumps({"step": step, **facts}))
-        _to_disk(partial)
+        _write(partial, tensors, {"step": step, "checksums": True, **facts})
     except (OSError, SafetensorError) as error:
         shutil.rmtree(partial, ignore_errors=True)
         raise UserError(
             f"step {step} could not be saved in {folder.parent} ({error}); earlier checkpoints are whole"
         ) from error
-    shutil.rmtree(folder, ignore_errors=True)
+    shutil.rmtree(folder, ignore_errors=True)  # a damaged one: the run was resumed from one before it
     partial.rename(folder)
-    for old in found(run_dir)[: -max(1, keep_last)]:
-        shutil.rmtree(old)
+    disk.sync(folder.parent)
+    disk.sync(run_dir)
+    for old in checkpoints(run_dir)[: -max(1, keep_last)]:
+        _drop(old)
     return folder
 
 
-def _to_disk(folder: Path) -> None:
-    """Power may fail between the rename and the write-back: the files go first."""
-    for path in folder.iterdir():
-        with path.open("rb") as file:
-            os.fsync(file.fileno())
+def _write(folder: Path, tensors: State, facts: Mapping[str, Any]) -> None:
+    """Checksums are taken, and files synced, while the next one is being written."""
+    with ThreadPoolExecutor() as pool:
+        sums = {}
+        for name, state in tensors.items():
+            path = folder / f"{name}.safetensors"
+            # safetensors refuses tensors that share memory, and reads what it is given as it lies there.
+            save_file({key: value.detach().cpu().contiguous() for key, value in state.items()}, path)
+            sums[path.name] = pool.submit(_to_disk, path)
+        path = folder / "state.json"
+        path.write_text(json.dumps(facts))
+        sums[path.name] = pool.submit(_to_disk, path)
+        listing = "".join(f"{of_file.result()}  {name}\n" for name, of_file in sums.items())
+    (folder / SUMS).write_text(listing)
+    _to_disk(folder / SUMS)
+    disk.sync(folder)
 
 
-def found(run_dir: Path) -> list[Path]:
-    """Whole checkpoints, oldest first."""
-    return sorted(p for p in (run_dir / "checkpoints").glob("step-*") if p.suffix != ".partial")
+def _to_disk(path: Path) -> str:
+    """Power may fail between the rename and the write-back: the files go first. The checksum."""
+    disk.sync(path)
+    return disk.digest(path)
+
+
+def _drop(folder: Path) -> None:
+    """Whole or gone: what a kill leaves of it has the name of none."""
+    shutil.rmtree(folder.rename(folder.with_suffix(".partial")))
+
+
+def newest(run_dir: Path) -> tuple[dict[str, dict[str, Tensor]], dict[str, Any], list[str]]:
+    """The newest whole checkpoint, as `load` has it, and lines that name those that are broken, or without checksums.
+
+    UserError where none is whole.
+    """
+    broken: list[str] = []
+    for folder in reversed(checkpoints(run_dir)):
+        try:
+            tensors, facts = load(folder)
+        except DamagedError as error:
+            broken.append(str(error))
+            continue
+        old = [] if (folder / SUMS).exists() else [f"{folder} has no checksums, as of older versions: taken as it is"]
+        return tensors, facts, [*(f"{line}: {folder.name} is taken" for line in broken), *old]
+    raise UserError(
+        f"{'; '.join(broken) or run_dir}: no checkpoint is whole: bring one back from a copy, or start again elsewhere"
+    )
 
 
 def load(folder: Path) -> tuple[dict[str, dict[str, Tensor]], dict[str, Any]]:
-    """What `save` was given: tensors and facts, the step among them. UserError where a file is damaged."""
+    """What `save` was given: tensors and facts, the step among them. DamagedError, in one line, where a file is."""
     try:
         facts = json.loads((folder / "state.json").read_text())
-        return {path.stem: load_file(path) for path in sorted(folder.glob("*.safetensors"))}, facts
+        if not isinstance(facts, dict) or facts.get("step") != step_of(folder):
+            raise ValueError("state.json is not that of this step")
+        if facts.pop("checksums", False) or (folder / SUMS).exists():
+            check_sums(folder)
+        tensors = {path.stem: load_file(path) for path in sorted(folder.glob("*.safetensors"))}
+        if missing := [name for name in named(facts) if name not in tensors]:
+            raise ValueError(f"{missing[0]}.safetensors is missing")
     except (OSError, ValueError, SafetensorError) as error:
-        raise UserError(
-            f"{folder} is damaged ({error}): delete it, and --resume goes on from the one before"
-        ) from error
+        raise DamagedError(f"{folder} is damaged ({error})") from error
+    return tensors, facts
+
+
+def check_sums(folder: Path) -> None:
+    """ValueError where a file is not what it was, is missing, or has come."""
+    *lines, end = (folder / SUMS).read_text().split("\n")
+    if end:
+        raise ValueError(f"{SUMS} is cut off")
+    sums = {name: digest for digest, _, name in (line.partition("  ") for line in lines)}
+    there = {path.name for path in (folder / "state.json", *folder.glob("*.safetensors"))}
+    if odd := sorted(there ^ sums.keys()):
+        raise ValueError(f"{odd[0]} is {'not listed in ' + SUMS if odd[0] in there else 'missing'}")
+    for name, digest in sums.items():
+        if disk.digest(folder / name) != digest:
+            raise ValueError(f"{name} is not what {SUMS} says")
+
+
+def named(facts: Mapping[str, Any]) -> list[str]:
+    """The files of tensors that the facts of a checkpoint speak of."""
+    replayed = facts.get("replay", [])
+    return ["policy", *(f"{REPLAY}{r}.{i}" for r, kept in enumerate(replayed) for i in range(len(kept)))]
 
 
 Experiences = Sequence[tuple[int, Batch]]

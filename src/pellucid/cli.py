@@ -10,7 +10,8 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from pellucid import config, folder
+from pellucid import changes, claim, config, folder
+from pellucid.interrupts import INTERRUPTED, end_at_once, handled, interrupt
 from pellucid.prefixes import command as prefixes_command
 from pellucid.serve import command as serve_command
 from pellucid.study import page, plan, runner
@@ -35,6 +36,9 @@ USAGE = """usage: pellucid COMMAND
 
 `pellucid train --help` lists every setting."""
 
+ANOTHER_PATH = (errno.EISDIR, errno.ENOTDIR, errno.EEXIST, errno.ENAMETOOLONG, errno.ELOOP, errno.EPERM)
+NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EACCES, errno.EROFS, errno.EIO)
+
 
 def main(argv: Sequence[str] | None = None) -> None:
     arguments = list(sys.argv[1:] if argv is None else argv)
@@ -53,7 +57,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     if arguments[0] not in commands:
         sys.exit(mend(f"no such command: {arguments[0]}; there are {', '.join(commands)}"))
     try:
-        sys.exit(commands[arguments[0]](arguments[1:]))
+        with handled(interrupt):
+            sys.exit(commands[arguments[0]](arguments[1:]))
     except UserError as error:
         sys.exit(mend(str(error)))
     except StrandedError as error:
@@ -61,13 +66,13 @@ def main(argv: Sequence[str] | None = None) -> None:
         sys.exit(1)
     except OSError as error:
         place = error.filename or "the run folder"
-        if error.errno in (errno.EISDIR, errno.ENOTDIR, errno.EEXIST):
+        if error.errno in ANOTHER_PATH:
             sys.exit(mend(f"{place}: {error.strerror}: choose another path"))
-        if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EROFS):
+        if error.errno in NO_ROOM:
             sys.exit(mend(f"{place}: {error.strerror}; what was saved before is whole"))
         raise
     except KeyboardInterrupt:
-        sys.exit(130)
+        sys.exit(INTERRUPTED)
 
 
 def mend(message: str) -> int:
@@ -82,17 +87,27 @@ def train(arguments: list[str]) -> int:
     parser.add_argument("--profile", action="store_true")
     options, overrides = parser.parse_known_args(arguments)
     recipe = first_file(overrides)
-    if options.resume:
-        if recipe or options.run:
-            raise UserError("--resume RUN goes on with the settings of that run: leave out the recipe and --run")
-        recipe = known_run(options.resume)
-    cfg = config.load(recipe, overrides)
+    if options.resume and (recipe or options.run):
+        raise UserError("--resume RUN goes on with the settings of that run: leave out the recipe and --run")
     name = f"{recipe.stem if recipe else 'default'}-{time.strftime('%Y%m%d-%H%M%S')}"
     run_dir = options.resume or options.run or Path("runs") / name
+    if claim.first_process():
+        (claim.check_resumable if options.resume else claim.check_new)(run_dir)
+    cfg = config.load(run_dir / "config.json" if options.resume else recipe, overrides)
+    resumed = changes.of_resume(run_dir, cfg) if options.resume else None
+    if not options.resume and claim.first_process():
+        claim.check_begun(run_dir, cfg)
     quiet_libraries()
-    from pellucid import run  # noqa: PLC0415 - torch takes seconds to import: settings are checked before
+    with handled(end_at_once):
+        from pellucid import run  # noqa: PLC0415 - torch takes seconds to import: settings are checked before
 
-    return run.train(cfg, run_dir, resume=bool(options.resume), profile=options.profile)
+    try:
+        return run.train(cfg, run_dir, resumed, options.profile)
+    except KeyboardInterrupt:
+        begun = (run_dir / "config.json").is_file()
+        how = f"go on with: pellucid train --resume {run_dir}" if begun else "the same command starts again"
+        print(f"pellucid: stopped at once; nothing that was saved is lost, {how}", file=sys.stderr)
+        return INTERRUPTED
 
 
 def evaluate(arguments: list[str]) -> int:
@@ -105,7 +120,8 @@ def evaluate(arguments: list[str]) -> int:
     cfg = config.load(options.task or (run_dir and run_dir / "config.json"), overrides, prog="pellucid eval")
     model = str(folder.model_of(run_dir)) if run_dir else options.model
     quiet_libraries()
-    from pellucid import run  # noqa: PLC0415 - as in train
+    with handled(end_at_once):
+        from pellucid import run  # noqa: PLC0415 - as in train
 
     return run.evaluate_model(cfg, model, options.show)
 
@@ -157,13 +173,6 @@ def doctor(arguments: list[str]) -> int:
 def first_file(arguments: list[str]) -> Path | None:
     """Takes the recipe off the arguments, where they begin with one."""
     return Path(arguments.pop(0)) if arguments and not arguments[0].startswith("-") else None
-
-
-def known_run(run_dir: Path) -> Path:
-    path = run_dir / "config.json"
-    if not path.is_file():
-        raise UserError(f"--resume {run_dir}: there is no run in that folder (no config.json)")
-    return path
 
 
 def quiet_libraries() -> None:

@@ -12,7 +12,7 @@ from pellucid.config import Config
 from pellucid.evaluate import held_out
 from pellucid.models.drawing import WHOLE, Truncation
 from pellucid.policy import AdapterOff, Policy
-from pellucid.runtime import Runtime
+from pellucid.runtime import Runtime, decided
 from pellucid.samplers.hf import HuggingFace
 from pellucid.samplers.native import Native
 from pellucid.tasks.arithmetic import Arithmetic
@@ -46,7 +46,7 @@ class Parts:
 def settled(cfg: Config) -> Config:
     """What depends on this machine or on another section, written out: a resumed run must not decide anew."""
     device = hardware.pick_device(cfg.policy.device)
-    dtype = str(hardware.pick_dtype(cfg.policy.dtype, device)).removeprefix("torch.")
+    dtype = decided(lambda: str(hardware.pick_dtype(cfg.policy.dtype, device)).removeprefix("torch."), device)
     return config.settled(cfg).model_copy(update={"policy": replace(cfg.policy, dtype=dtype)})
 
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import json
+import math
 import tomllib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar, Literal
@@ -29,6 +30,8 @@ class PolicyConfig:
     """What is computed in; master weights are fp32. auto: bfloat16 where this machine is faster in it. float16 is for
     evaluation: small gradients vanish in it."""
     device: str = "auto"
+    deterministic: bool = False
+    """On a GPU: the same run has the same bits, more slowly. A CPU repeats itself anyway."""
     lora: int = 0
     """Rank of a LoRA adapter to train instead of the whole model; 0 trains the whole model."""
     reference: str = "auto"
@@ -95,7 +98,8 @@ class EvaluateConfig:
 class CheckpointConfig:
     every: int = 10
     """Steps between checkpoints; 0 is none, except where Ctrl-C asks for one."""
-    keep_last: int = 1
+    keep_last: int = 2
+    """Checkpoints that are kept: where something damages the newest, --resume takes the one before."""
 
     def __post_init__(self) -> None:
         if self.every < 0 or self.keep_last < 1:
@@ -110,9 +114,15 @@ class LogConfig:
     """Also log to Weights & Biases; offline writes into the run folder, for `wandb sync` later."""
     project: str = "pellucid"
     """At Weights & Biases."""
+    rollouts: int = 1
+    """Steps between those whose completions go into rollouts.jsonl, besides step 1; 0 is none at all."""
     traces: Literal["extremes", "by_length"] = "extremes"
     """Which completions report.html shows of the first and the last step: the best and the worst of all, or of the
     short, the middling and the long each."""
+
+    def __post_init__(self) -> None:
+        if self.rollouts < 0:
+            raise ValueError(f"rollouts = {self.rollouts} must not be negative")
 
 
 class Config(BaseModel):
@@ -152,7 +162,22 @@ def load(recipe: Path | None, overrides: Sequence[str] = (), prog: str = "pelluc
     except pydantic.ValidationError as error:
         raise UserError(f"{source}: {_explain(error, schema)}") from error
     typed = tyro.cli(schema, default=default, args=list(overrides), config=(tyro.conf.AvoidSubcommands,), prog=prog)
+    for key, value in _floats({name: getattr(typed, name) for name in schema.model_fields}):
+        if not math.isfinite(value):
+            raise UserError(f"{key.removeprefix('.')} = {value} must be a finite number")
     return typed.model_copy(update={"task": _untyped(typed.task, schema.task_names)})
+
+
+def _floats(value: Any, key: str = "") -> Iterator[tuple[str, float]]:
+    """Of all settings, however deep, by dotted key."""
+    if isinstance(value, float):
+        yield key, value
+    elif dataclasses.is_dataclass(value):
+        value = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
+    elif isinstance(value, list | tuple):
+        value = dict(enumerate(value))
+    for name, item in value.items() if isinstance(value, Mapping) else ():
+        yield from _floats(item, f"{key}.{name}")
 
 
 def settled(config: Config) -> Config:

@@ -19,19 +19,19 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 from rich.text import Text
 
-from pellucid.loggers import measures
+from pellucid.loggers import DRAWING, measures
 from pellucid.tasks.answers import reasoning_and_answer
 from pellucid.types import Estimate, Evaluation, Group
 
 STAGES = {"generate": "cyan", "reward": "magenta", "score": "blue", "update": "green", "other": "bright_black"}
-WARNINGS = {"reward/failed": "failed rewards", "skipped": "skipped updates"}
+WARNINGS = {"reward/failed": "failed rewards", "skipped": "skipped updates", "idle": "updates without a gradient"}
 TREND_STEPS = 40
 BAR_CELLS = 40
 
 
 def terminal(total_steps: int, first_step: int = 0) -> Console | Plain:
     """A live display where a person watches, plain lines where a file does."""
-    return Console(total_steps, first_step) if sys.stdout.isatty() else Plain(total_steps)
+    return Console(total_steps, first_step) if sys.stdout and sys.stdout.isatty() else Plain(total_steps)
 
 
 class Plain:
@@ -52,7 +52,8 @@ class Plain:
 
     def log_evaluation(self, step: int, evaluation: Evaluation) -> None:
         shown = (f"{name} {estimate.value:.2f} {interval(estimate)}" for name, estimate in named(evaluation))
-        print("  ".join([f"eval step {step}", *shown]), flush=True)
+        failed = [f"! failed rewards: {evaluation.failed}"] if evaluation.failed else []
+        print("  ".join([f"eval step {step}", *shown, *failed]), flush=True)
 
     def close(self) -> None:
         pass
@@ -117,7 +118,7 @@ class Console:
         self.evaluations: dict[int, Evaluation] = {}
         self.trouble: Counter[str] = Counter()
         self.error = ""
-        self.live = Live(console=screen, get_renderable=self.render, refresh_per_second=4)
+        self.live = Live(console=screen, get_renderable=self.picture, refresh_per_second=4)
         self.live.start()
 
     def log(self, step: int, metrics: Mapping[str, float], groups: Sequence[Group]) -> None:
@@ -134,6 +135,13 @@ class Console:
 
     def close(self) -> None:
         self.live.stop()
+
+    def picture(self) -> rich.console.RenderableType:
+        """Drawn by a thread of its own besides, where nobody else would catch what goes wrong."""
+        try:
+            return self.render()
+        except DRAWING as error:
+            return Text(f"! this cannot be shown ({type(error).__name__}: {error}); nothing is lost")
 
     def render(self) -> rich.console.Group:
         table = Table.grid(padding=(0, 2))
@@ -188,12 +196,17 @@ def sparkline(values: Sequence[float]) -> str:
     )
 
 
+def asked(evaluation: Evaluation) -> str:
+    failed = f", ! failed rewards: {evaluation.failed}" if evaluation.failed else ""
+    return f"{evaluation.n} prompts{failed}"
+
+
 def evaluation_rows(evaluations: Mapping[int, Evaluation]) -> Iterator[tuple[str, str | Text, str | Text]]:
     """The last evaluation, and what it has gained on the first."""
     if evaluations:
         step, evaluation = list(evaluations.items())[-1]
         first = dict(named(next(iter(evaluations.values()))))
-        yield "held out", "", Text(f"{evaluation.n} prompts, after step {step}", "dim")
+        yield "held out", "", Text(f"{asked(evaluation)}, after step {step}", "dim")
         for name, estimate in named(evaluation):
             gain = f"  {estimate.value - first[name].value:+.2f}" if len(evaluations) > 1 and name in first else ""
             value = Text(f"{estimate.value:.2f}", "bold" if name == "greedy" else "")
@@ -218,7 +231,7 @@ def titled(title: str, *columns: str) -> Table:
 
 def before_after(first: Evaluation, last: Evaluation) -> Table:
     """The first and the last evaluation side by side; where the intervals overlap, the gain may be chance."""
-    title = f"{last.task}, {last.split}: {last.n} prompts, 95% intervals"
+    title = f"{last.task}, {last.split}: {asked(last)}, 95% intervals"
     table = titled(title, "", "before", "after", "gain", "intervals")
     after = dict(named(last))
     for name, old in named(first):
@@ -231,7 +244,7 @@ def before_after(first: Evaluation, last: Evaluation) -> Table:
 
 def accuracy_table(model: str, evaluation: Evaluation) -> Table:
     """One evaluation, for `pellucid eval`."""
-    title = f"{model} on {evaluation.task}, {evaluation.split}: {evaluation.n} prompts, 95% intervals"
+    title = f"{model} on {evaluation.task}, {evaluation.split}: {asked(evaluation)}, 95% intervals"
     table = titled(title, "", "accuracy", "interval")
     for name, estimate in named(evaluation):
         table.add_row(name, f"{estimate.value:.3f}", interval(estimate))
@@ -245,11 +258,13 @@ def verdict(group: Group) -> Table:
     reasoning, answer = reasoning_and_answer(completion.text)
     right = f", right is {group.prompt.answer}" if group.prompt.answer and not reward.is_correct else ""
     cut = "" if completion.finished else ", cut off at the limit"
+    graded = f"{'right' if reward.is_correct else 'wrong'}, reward {reward.value:.2f}"
+    graded = f"not graded: {first_error([group]) or 'the reward failed'}" if reward.failed else graded
     for name, text in {
         "question": group.prompt.question,
         "reasoning": reasoning,
         "answer": answer,
-        "verdict": f"{'right' if reward.is_correct else 'wrong'}, reward {reward.value:.2f}{right}{cut}",
+        "verdict": f"{graded}{right}{cut}",
     }.items():
         if text:
             table.add_row(Text(name, "dim"), Text(text))

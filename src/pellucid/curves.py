@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from math import nan
 
-from pellucid.charts import CSS, HEIGHT, WIDTH, Point, Series, chart, mean_of, stack
+from pellucid.charts import CSS, HEIGHT, WIDTH, Point, Series, chart, drawable, mean_of, stack
 from pellucid.folder import Record
 
 STYLES = ("first", "second", "third", "fourth")
@@ -92,7 +92,7 @@ def terms(metrics: Sequence[Record]) -> dict[str, str]:
 
 
 def line(rows: Sequence[Record], name: str) -> list[Point]:
-    return [Point(row["step"], row[name]) for row in rows if row.get(name) is not None]
+    return [Point(row["step"], row[name]) for row in rows if drawable(row.get(name))]
 
 
 def estimates(rows: Sequence[Record], name: str) -> list[Point]:

@@ -61,6 +61,7 @@ def evaluate(
         pass_at_k=estimate([pass_at(k, samples, c) for c in right]),
         right=tuple(right for _, right in in_order),
         questions=digest([question for question, _ in in_order]),
+        failed=sum(reward.failed for group in (*best, *groups) for reward in group.rewards),
     )
     return evaluation, groups, best
 
@@ -82,7 +83,7 @@ def graded(task: Task, sampler: Sampler, prompts: Sequence[Prompt], size: int) -
 
 
 def correct(group: Group) -> int:
-    return sum(bool(reward.is_correct) for reward in group.rewards)
+    return sum(reward.is_correct for reward in group.rewards)
 
 
 def digest(questions: Sequence[str]) -> str:

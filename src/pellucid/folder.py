@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from itertools import groupby
@@ -12,6 +13,7 @@ from typing import Any
 from pellucid.types import UserError
 
 Record = Mapping[str, Any]
+CHECKPOINT = re.compile(r"step-(\d+)")
 
 
 def run_of(name: str) -> Path | None:
@@ -31,6 +33,36 @@ def read_config(run_dir: Path) -> Record:
     return next(records(run_dir / "config.json", whole=True), {})
 
 
+def checkpoints(run_dir: Path) -> list[Path]:
+    """Those that were written to their end, oldest first; something may have damaged them since."""
+    steps = {path: CHECKPOINT.fullmatch(path.name) for path in (run_dir / "checkpoints").glob("step-*")}
+    return sorted((path for path, step in steps.items() if step), key=step_of)
+
+
+def step_of(checkpoint: Path) -> int:
+    return int(checkpoint.name.removeprefix("step-"))
+
+
+def at_end(run_dir: Path) -> bool:
+    """Whether the last step is taken, and evaluated."""
+    settings, steps = read_config(run_dir), list(records(run_dir / "metrics.jsonl"))
+    if not steps:
+        return False
+    algorithm, evaluate = (settings.get(name) or {} for name in ("algorithm", "evaluate"))
+    last, minutes = steps[-1]["step"], algorithm.get("minutes") or 0
+    used_up = 0 < minutes * 60 <= sum(row.get("time/step") or 0 for row in steps)
+    evaluated = any(row["step"] == last for row in records(run_dir / "evals.jsonl")) or evaluate.get("every") == 0
+    return (last == algorithm.get("steps") or used_up) and evaluated
+
+
+def finished(run_dir: Path) -> bool:
+    """Whether nothing is left to do: true as well of a copy of config, metrics and evals alone.
+
+    A checkpoint without a model is that of a run which was stopped before its end.
+    """
+    return at_end(run_dir) and ((run_dir / "model").is_dir() or not checkpoints(run_dir))
+
+
 def records(path: Path, whole: bool = False) -> Iterator[Record]:
     """The JSON objects of the lines of a file, or of the whole file; what a crash left half-written is passed over."""
     if path.exists():
@@ -41,9 +73,11 @@ def records(path: Path, whole: bool = False) -> Iterator[Record]:
 def parsed(lines: Iterable[str]) -> Iterator[Record]:
     for line in lines:
         try:
-            yield json.loads(line)
-        except json.JSONDecodeError:
+            record = json.loads(line)
+        except (json.JSONDecodeError, RecursionError):
             continue
+        if isinstance(record, dict):
+            yield record
 
 
 def evaluations(run_dir: Path) -> dict[tuple[str, str], list[Record]]:
@@ -61,7 +95,7 @@ def end_rollouts(path: Path) -> tuple[list[Record], list[Record]]:
     if path.exists():
         with path.open(encoding="utf-8", errors="replace") as lines:
             whole = (line for line in lines if line.endswith("}\n"))
-            for _, step in groupby(whole, key=lambda line: line.partition(",")[0]):
+            for _, step in groupby(whole, key=lambda line: line.strip().partition(",")[0]):
                 last = list(step)
                 first = first or last
     return list(parsed(first)), list(parsed(last)) if last is not first else []

@@ -31,7 +31,7 @@ from pellucid.kl import KL
 from pellucid.objectives import AGGREGATES, OBJECTIVES, clip_by_difficulty, clip_metrics, clipped_by_row
 from pellucid.settings import GRPOConfig
 from pellucid.totals import Clock, Totals
-from pellucid.types import Group, Sampler, Task, observer
+from pellucid.types import ROUND, Group, Sampler, Task, observer
 
 T = TypeVar("T")
 
@@ -69,7 +69,8 @@ class Runtime(Protocol):
 
     `shard` takes this process's share of a global list, `gather` is its inverse, `sum` adds a tensor up over processes.
     `accumulate` yields the micro-batches of one optimizer step, at the last of which the gradients of `backward` meet;
-    `step` takes that step and reports `grad_norm`, `lr` and `skipped`, 1 where the gradient was not finite.
+    `step` takes that step and reports `grad_norm`, `lr`, and as 1 what kept it from moving a weight: `skipped`, a
+    gradient that was not finite, or `idle`, one that was 0.
     `fit(compute, rows)` is `compute(rows)`, of micro-batches of so many rows; where memory runs out, it is made again,
     without the gradients that there are, in smaller ones.
     """
@@ -97,7 +98,8 @@ class State:
 
     step: int = 0
     """Finished steps."""
-    kl_coef: float = 0.0
+    kl_coef: float | None = None
+    """Of the next step, as it follows cfg.kl_target; None before the first one: as the settings have it."""
     experiences: list[tuple[int, Batch]] = field(default_factory=list)
     """Replay: rollouts and the step they were drawn in, newest first."""
 
@@ -120,7 +122,8 @@ def train(
     state: State | None = None,
 ) -> Iterator[StepResult]:
     """Yields after each step, when the policy may be evaluated, saved or left; `state` is then as it must be saved."""
-    state = state or State(kl_coef=cfg.kl_coef)
+    state = state or State()
+    state.kl_coef = cfg.kl_coef if state.kl_coef is None else state.kl_coef
     sampler.sync(policy)
     for step in range(state.step, cfg.steps):
         clock = Clock()
@@ -147,13 +150,13 @@ def rollout(
     """Graded groups of the step's prompts, this process's share, and metrics of how they were come by.
 
     With cfg.max_rounds > 1 (dynamic sampling, DAPO, arXiv 2503.14476, section 3.2) groups whose task rewards are all
-    equal make room for others: round r draws from the prompts of step + r * steps. When the rounds are used up, dead
-    groups fill the batch up.
+    equal make room for others: round r draws the prompts of step + r * ROUND. When the rounds are used up, dead groups
+    fill the batch up.
     """
     live: list[Group] = []
     spare: list[Group] = []
     for number in range(cfg.max_rounds):
-        prompts = task.sample(step + number * cfg.steps, cfg.prompts_per_step)
+        prompts = task.sample(step + number * ROUND, cfg.prompts_per_step)
         prompts = prompts[: prompts_wanted(len(live), len(spare), runtime.world, cfg)]
         seed = f"{cfg.seed}/{step}/{number}" if number else f"{cfg.seed}/{step}"
         groups = sampler.generate(runtime.shard(prompts), cfg.group_size, seed)
@@ -207,7 +210,7 @@ def judged(batch: Batch, groups: Sequence[Group], advantages: Tensor, runtime: R
     batch = replace(batch, advantages=advantages.flatten().to(batch.sampler_logprobs))
     if not cfg.clip_difficulty:
         return batch
-    mean = grades_of(runtime.gather(groups)).correct.mean()
+    mean = grades_of(runtime.gather(groups)).correct.nanmean()
     clip_high = clip_by_difficulty(grades_of(groups).correct, mean, cfg)
     return replace(batch, clip_high=clip_high.flatten().to(batch.sampler_logprobs))
 

@@ -5,20 +5,35 @@ from __future__ import annotations
 import ctypes
 import os
 import platform
+import sys
 import time
 from pathlib import Path
 
+import psutil
 import torch
 
 from pellucid.types import UserError
 
+try:
+    import resource
+except ImportError:  # Windows
+    resource = None
+
+
+WORKSPACE, REPEATABLE = "CUBLAS_WORKSPACE_CONFIG", (":4096:8", ":16:8")
+"""With any other, cuBLAS may add up in another order when a product is repeated."""
+
+CACHED_PRODUCTS = {"ONEDNN_PRIMITIVE_CACHE_CAPACITY": "64", "LRU_CACHE_CAPACITY": "64"}
+"""Shapes of products for which oneDNN and torch's bridge to it keep code and buffers, 1024 each unless told otherwise.
+Every step has new shapes: what is kept for older ones is not used again, and keeps holes in the heap from closing."""
+
 
 def pick_device(name: str) -> torch.device:
-    """`auto` is this process's GPU, else Apple's, else the CPU. UserError where torch knows no such device."""
-    if name == "auto":
-        if torch.cuda.is_available():
-            return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
-        return torch.device("mps" if torch.backends.mps.is_available() else "cpu")
+    """`auto` is this process's GPU, as is `cuda`, else Apple's, else the CPU. UserError where there is no such one."""
+    if name in ("auto", "cuda") and torch.cuda.is_available():
+        name = f"cuda:{os.environ.get('LOCAL_RANK', '0')}"
+    elif name == "auto":
+        name = "mps" if torch.backends.mps.is_available() else "cpu"
     try:
         return torch.empty(0, device=name).device
     except (RuntimeError, AssertionError) as error:
@@ -30,9 +45,32 @@ def pick_dtype(name: str, device: torch.device) -> torch.dtype:
     if name != "auto":
         return getattr(torch, name)
     if device.type == "cuda":
-        return torch.bfloat16 if torch.cuda.is_bf16_supported() else torch.float32
+        return torch.bfloat16 if torch.cuda.is_bf16_supported(including_emulation=False) else torch.float32
     faster = device.type == "cpu" and matmul_tflops(torch.bfloat16) > 1.2 * matmul_tflops(torch.float32)
     return torch.bfloat16 if faster else torch.float32
+
+
+def place_of_sums(device: torch.device) -> torch.device:
+    """Where float64 sums over what lies on a device are made: there, or on the CPU where it has no float64 (Apple's),
+    and in deterministic mode, in which CUDA has no cumulative sums.
+    """
+    if torch.are_deterministic_algorithms_enabled():
+        return torch.device("cpu")
+    try:
+        return torch.empty(0, dtype=torch.float64, device=device).device
+    except TypeError:
+        return torch.device("cpu")
+
+
+def make_deterministic() -> None:
+    """From now on a GPU repeats itself to the bit, or torch refuses the operation; before anything runs on one.
+
+    UserError where the environment asks cuBLAS for something else.
+    """
+    if os.environ.setdefault(WORKSPACE, REPEATABLE[0]) not in REPEATABLE:
+        raise UserError(f"policy.deterministic needs {WORKSPACE} to be {' or '.join(REPEATABLE)}: unset it")
+    torch.use_deterministic_algorithms(True)
+    torch.backends.cudnn.benchmark = False
 
 
 def matmul_tflops(dtype: torch.dtype, size: int = 512, repeats: int = 10, threads: int = 1) -> float:
@@ -63,6 +101,7 @@ def keep_freed_memory() -> bool:
     A training step frees and asks for the same gigabytes again and again; on CPUs the page faults cost a quarter of
     it. True where it took effect: glibc only.
     """
+    forget_old_products()
     if platform.libc_ver()[0] != "glibc":
         return False
     libc = ctypes.CDLL(None)
@@ -70,6 +109,17 @@ def keep_freed_memory() -> bool:
     return all(
         libc.mallopt(option, value) for option, value in ((m_mmap_max, 0), (m_trim_threshold, -1), (m_top_pad, 2**28))
     )
+
+
+def forget_old_products() -> None:
+    """Bounds what is kept for shapes of products. Before torch's first product, or without effect."""
+    for name, capacity in CACHED_PRODUCTS.items():
+        os.environ.setdefault(name, capacity)
+
+
+def resident_gb() -> float:
+    """Of this process, now."""
+    return psutil.Process().memory_info().rss / 1e9
 
 
 def cpu_name() -> str:
@@ -81,7 +131,17 @@ def cpu_name() -> str:
 
 
 def memory_gb() -> float:
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 1e9
+    return psutil.virtual_memory().total / 1e9
+
+
+def peak_gb(device: torch.device) -> float:
+    """The most that this process has held: on its GPU, or resident."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device) / 1e9
+    if resource is None:
+        return psutil.Process().memory_info()._asdict()["peak_wset"] / 1e9
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 1e9
 
 
 def describe() -> dict[str, str | int | float]:

@@ -1,30 +1,81 @@
-"""Ctrl-C and SIGTERM: a run ends with the step that it is in."""
+"""Ctrl-C, SIGTERM and a terminal that is gone: a run ends with the step that it is in."""
 
 from __future__ import annotations
 
+import os
 import signal
-from collections.abc import Iterator
-from contextlib import contextmanager
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from types import FrameType
 
 INTERRUPTED = 130
 """Exit status."""
+LATER = b"stopping after this step; once more to stop at once, back to the last checkpoint\n"
+
+
+class StopRequests(list[int]):
+    """The signals that have asked for a stop."""
+
+    at_once = False
+
+    @contextmanager
+    def raised(self) -> Iterator[None]:
+        """In here a request is a KeyboardInterrupt at once: for what can be done again and leaves nothing behind."""
+        if self:
+            raise KeyboardInterrupt
+        self.at_once = True
+        try:
+            yield
+        finally:
+            self.at_once = False
+
+    def handle(self, number: int, _frame: FrameType | None) -> None:
+        again = bool(self)
+        self.append(number)
+        if self.at_once or again:
+            raise KeyboardInterrupt
+        say(LATER)
 
 
 @contextmanager
-def stop_requests() -> Iterator[list[int]]:
-    """Signals that asked for a stop (Ctrl-C, SIGTERM), served between two steps; a second one is served at once."""
-    requests: list[int] = []
-
-    def handle(number: int, _frame: FrameType | None) -> None:
-        if requests:
-            raise KeyboardInterrupt
-        requests.append(number)
-        print("stopping after this step; once more to stop at once, back to the last checkpoint")
-
-    before = {number: signal.signal(number, handle) for number in (signal.SIGINT, signal.SIGTERM)}
-    try:
+def stop_requests() -> Iterator[StopRequests]:
+    """Requests to stop, served between two steps; a second one is served at once."""
+    requests = StopRequests()
+    with handled(requests.handle):
         yield requests
+
+
+@contextmanager
+def handled(handler: Callable[[int, FrameType | None], None]) -> Iterator[None]:
+    """Signals that ask for a stop, for a while; Python lets the main thread alone handle any."""
+    numbers = stop_signals() if threading.current_thread() is threading.main_thread() else []
+    before = {number: signal.signal(number, handler) for number in numbers}
+    try:
+        yield
     finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+        for number, former in before.items():
+            signal.signal(number, former)
+
+
+def stop_signals() -> list[signal.Signals]:
+    """SIGHUP too, where there is one: but under nohup a run outlives its terminal."""
+    known = [signal.SIGINT, signal.SIGTERM]
+    hang_up = getattr(signal, "SIGHUP", None)
+    return known if hang_up is None or signal.getsignal(hang_up) == signal.SIG_IGN else [*known, hang_up]
+
+
+def say(line: bytes) -> None:
+    """From within a signal handler, which may have come in the middle of a `print`."""
+    with suppress(OSError):
+        os.write(2, line)
+
+
+def interrupt(_number: int, _frame: FrameType | None) -> None:
+    raise KeyboardInterrupt
+
+
+def end_at_once(_number: int, _frame: FrameType | None) -> None:
+    """Where nothing can be left half done; an import may swallow exceptions, and turn them into others."""
+    say(b"pellucid: stopped\n")
+    os._exit(INTERRUPTED)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from statistics import fmean
 
@@ -80,8 +81,11 @@ def cost(
 
 
 def adapted(kl_coef: float, measured: float, cfg: GRPOConfig) -> float:
-    """10% of the relative error, itself clipped to 20% (arXiv 1909.08593, section 2.2), towards cfg.kl_target."""
-    if not cfg.kl_target:
+    """10% of the relative error, itself clipped to 20% (arXiv 1909.08593, section 2.2), towards cfg.kl_target.
+
+    A KL that is not finite says nothing: kl_coef stays.
+    """
+    if not cfg.kl_target or not math.isfinite(measured):
         return kl_coef
     error = torch.tensor((measured - cfg.kl_target) / cfg.kl_target).clamp(-0.2, 0.2)
     return kl_coef * (1 + 0.1 * float(error))

@@ -1,4 +1,4 @@
-"""Where a run is written down: JSON lines, TensorBoard, Weights & Biases.
+"""Where a run is written down: JSON lines, and whatever else shows it.
 
 `step` counts finished steps: the first step of a run is logged as 1, an evaluation before it as 0.
 """
@@ -8,45 +8,74 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
-from uuid import NAMESPACE_URL, uuid5
 
-from pellucid.extras import extra
-from pellucid.types import Estimate, Evaluation, Group, Logger, UserError
+from pellucid import disk
+from pellucid.folder import records
+from pellucid.types import Estimate, Evaluation, Group, Logger
+
+DRAWING = (OSError, ValueError, ArithmeticError, LookupError, TypeError)
+"""What may go wrong with a display, a chart or a board: no place to write to, or numbers and records as no one thought
+of. Mistakes in names are ours, and not among them."""
+
+
+@contextmanager
+def only_shown(what: str) -> Iterator[None]:
+    """For what only shows a run: where it fails, that costs a line."""
+    try:
+        yield
+    except DRAWING as error:
+        with suppress(OSError):
+            print(f"! {what} could not be shown ({type(error).__name__}: {error}); nothing is lost", flush=True)
 
 
 class Loggers:
-    """Several loggers as one."""
+    """Several loggers as one: `files` hold the run, `boards` only show it."""
 
-    def __init__(self, loggers: Sequence[Logger]):
-        self.loggers = loggers
+    def __init__(self, files: Sequence[Logger], boards: Sequence[Logger] = ()):
+        self.files, self.boards = files, boards
 
     def log(self, step: int, metrics: Mapping[str, float], groups: Sequence[Group]) -> None:
-        for logger in self.loggers:
+        for logger in self.files:
             logger.log(step, metrics, groups)
+        for logger in self.boards:
+            with only_shown(f"step {step}"):
+                logger.log(step, metrics, groups)
 
     def log_evaluation(self, step: int, evaluation: Evaluation) -> None:
-        for logger in self.loggers:
+        for logger in self.files:
             logger.log_evaluation(step, evaluation)
+        for logger in self.boards:
+            with only_shown(f"the evaluation after step {step}"):
+                logger.log_evaluation(step, evaluation)
 
     def close(self) -> None:
-        for logger in self.loggers:
-            logger.close()
+        for logger in (*self.boards, *self.files):
+            with only_shown("the end"):
+                logger.close()
 
 
 class Jsonl:
-    """metrics.jsonl, rollouts.jsonl and evals.jsonl of a run folder; each step is on disk when `log` returns."""
+    """metrics.jsonl, rollouts.jsonl and evals.jsonl of a run folder.
+
+    Each step is with the system when `log` returns, where a kill does not reach it, and on disk after `sync`: a power
+    failure costs lines that come after the last checkpoint, which a resumed run writes again.
+
+    every: steps between those whose rollouts are written, besides step 1; 0 is none at all.
+    """
 
     NAMES = ("metrics.jsonl", "rollouts.jsonl", "evals.jsonl")
 
-    def __init__(self, run_dir: Path):
+    def __init__(self, run_dir: Path, every: int = 1):
         run_dir.mkdir(parents=True, exist_ok=True)
+        self.every = every
         self.metrics, self.rollouts, self.evals = ((run_dir / name).open("a", encoding="utf-8") for name in self.NAMES)
 
     def log(self, step: int, metrics: Mapping[str, float], groups: Sequence[Group]) -> None:
-        for group in groups:
+        for group in groups if self.every and (step == 1 or step % self.every == 0) else ():
             self.rollouts.writelines(json_line({"step": step, **rollout}) for rollout in rollouts(group))
         self.rollouts.flush()
         self.metrics.write(json_line({"step": step, **metrics}))
@@ -58,13 +87,19 @@ class Jsonl:
             name: {"value": estimate.value, "low": estimate.low, "high": estimate.high}
             for name, estimate in measures(evaluation, "k")
         }
-        answers = {"questions": evaluation.questions, "right": list(evaluation.right)}
+        answers = {"questions": evaluation.questions, "right": list(evaluation.right), "failed": evaluation.failed}
         self.evals.write(json_line({"step": step, **about, **measured, **answers}))
         self.evals.flush()
 
     def close(self) -> None:
         for file in (self.metrics, self.rollouts, self.evals):
             file.close()
+
+
+def sync(run_dir: Path) -> None:
+    """What was logged so far is on disk."""
+    for name in Jsonl.NAMES:
+        disk.sync(run_dir / name)
 
 
 def rollouts(group: Group) -> list[dict[str, Any]]:
@@ -76,8 +111,8 @@ def rollouts(group: Group) -> list[dict[str, Any]]:
             **({"prefix": group.prompt.prefix} if group.prompt.prefix else {}),
             "completion": completion.text,
             "finished": completion.finished,
-            "correct": bool(reward.is_correct),
-            "reward": float(reward.value),
+            "correct": None if reward.failed else reward.is_correct,
+            "reward": None if reward.failed else float(reward.value),
             "parts": {name: float(value) for name, value in reward.parts.items()},
             "advantage": advantage,
             **({"error": reward.error} if reward.error else {}),
@@ -101,91 +136,55 @@ def finite_or_null(value: Any) -> Any:
     return [finite_or_null(item) for item in value] if isinstance(value, list) else value
 
 
-def truncate(run_dir: Path, step: int) -> None:
-    """Forgets what was logged after `step`, and the half-written line of a crash: a resumed run writes it again."""
+def truncate(run_dir: Path, step: int) -> list[str]:
+    """Forgets what was logged after `step`, and what a crash or a power failure made of lines: a resumed run writes
+    them again. Lines that say which steps up to `step` are missing for good.
+
+    In place, so that a full disk is no hindrance; where it is killed half-way, the next time does the rest.
+    """
+    missing = []
     for path in (run_dir / name for name in Jsonl.NAMES):
-        if path.exists():
-            kept = path.with_name(path.name + ".tmp")
-            with path.open("rb") as lines, kept.open("wb") as file:
-                file.writelines(line for line in lines if is_whole(line) and json.loads(line)["step"] <= step)
-            os.replace(kept, path)
+        kept, unreadable = cut(path, step) if path.exists() else (set(), 0)
+        if unreadable:
+            missing.append(f"{path}: {unreadable} lines could not be read, and are gone")
+        if path.name == "metrics.jsonl" and (gaps := [n for n in range(1, step + 1) if n not in kept]):
+            missing.append(f"{path} lacks {len(gaps)} of {step} steps, the first of them step {gaps[0]}")
+    return missing
 
 
-def is_whole(line: bytes) -> bool:
-    return line.endswith(b"}\n")
+def cut(path: Path, step: int) -> tuple[set[int], int]:
+    """The steps that are left, and how many lines between them could not be read.
 
-
-FIELD_TAGS = {
-    "loss": "train/loss",
-    "kl": "train/kl_divergence",
-    "grad_norm": "train/grad_norm",
-    "reward/mean": "rollout/returns",
-    "completion/correct": "rollout/success_rate",
-}
-"""What other trainers call our metrics, on the boards where runs of several trainers are compared."""
-
-
-def tagged(metrics: Mapping[str, float]) -> dict[str, float]:
-    """With the field's names besides."""
-    return {**metrics, **{tag: metrics[name] for name, tag in FIELD_TAGS.items() if name in metrics}}
-
-
-class TensorBoard:
-    """Scalars for TensorBoard. Raises UserError where it is not installed.
-
-    first_step: finished steps at the start; on resume, what was logged after it is purged.
+    What goes from between other lines becomes spaces before the next one.
     """
+    dropped, steps, start, end = list[tuple[int, int, bool]](), set[int](), 0, 0
+    with path.open("r+b") as file:
+        for line in file:
+            of_line = step_of_line(line)
+            if of_line is None or of_line > step:
+                dropped.append((start, len(line), of_line is None))
+            else:
+                steps.add(of_line)
+                end = start + len(line)
+            start += len(line)
+        between = [gap for gap in dropped if gap[0] < end]
+        for place, length, _ in between:
+            file.seek(place)
+            file.write(b" " * length)
+        file.truncate(end)
+        file.flush()
+        os.fsync(file.fileno())
+    return steps, sum(unreadable for _, _, unreadable in between)
 
-    def __init__(self, log_dir: Path, first_step: int = 0):
-        board = extra("torch.utils.tensorboard", "tensorboard", "log.tensorboard")
-        self.writer = board.SummaryWriter(str(log_dir), purge_step=first_step + 1 if first_step else None)
 
-    def log(self, step: int, metrics: Mapping[str, float], _groups: Sequence[Group]) -> None:
-        for name, value in tagged(metrics).items():
-            self.writer.add_scalar(name, value, step)
-        self.writer.flush()
-
-    def log_evaluation(self, step: int, evaluation: Evaluation) -> None:
-        for name, estimate in measures(evaluation, "k"):
-            self.writer.add_scalar(f"heldout/{name.replace('@', '_at_')}", estimate.value, step)
-
-    def close(self) -> None:
-        self.writer.close()
-
-
-class WandB:
-    """A run at Weights & Biases, or a folder that `wandb sync` uploads. UserError where it is not installed or refuses.
-
-    The id comes from the run folder, so that a resumed run goes on where it was.
-    """
-
-    def __init__(self, run_dir: Path, project: str, mode: str, config: Mapping[str, Any]):
-        wandb = extra("wandb", "wandb", "log.wandb")
-        try:
-            self.run = wandb.init(
-                project=project,
-                name=run_dir.name,
-                id=uuid5(NAMESPACE_URL, run_dir.resolve().as_uri()).hex,
-                dir=run_dir,
-                mode=mode,
-                resume="allow" if mode == "online" else None,
-                config=dict(config),
-                settings=wandb.Settings(silent=True, console="off"),
-            )
-        except (wandb.errors.UsageError, wandb.errors.CommError) as error:
-            raise UserError(
-                f'log.wandb = "{mode}": {str(error).splitlines()[0]}; "offline" needs no account'
-            ) from error
-        self.run.define_metric("*", step_metric="step")
-
-    def log(self, step: int, metrics: Mapping[str, float], _groups: Sequence[Group]) -> None:
-        self.run.log({"step": step, **tagged(metrics)})
-
-    def log_evaluation(self, step: int, evaluation: Evaluation) -> None:
-        self.run.log({"step": step, **{f"heldout/{name}": e.value for name, e in measures(evaluation, "k")}})
-
-    def close(self) -> None:
-        self.run.finish()
+def step_of_line(line: bytes) -> int | None:
+    """None of a line that is half-written or no record."""
+    try:
+        record = json.loads(line) if line.endswith(b"}\n") else None
+    except (ValueError, RecursionError):
+        return None
+    step = record.get("step") if isinstance(record, dict) else None
+    return step if isinstance(step, int) else None
 
 
 def measures(evaluation: Evaluation, k: str) -> list[tuple[str, Estimate]]:
@@ -196,10 +195,6 @@ def measures(evaluation: Evaluation, k: str) -> list[tuple[str, Estimate]]:
 
 def read_evaluations(run_dir: Path) -> dict[int, Evaluation]:
     """What `Jsonl` wrote into evals.jsonl, by step; empty where there is none."""
-    path = run_dir / "evals.jsonl"
-    if not path.exists():
-        return {}
-    records = [json.loads(line) for line in path.read_bytes().splitlines(keepends=True) if is_whole(line)]
     unmeasured = {"value": math.nan, "low": math.nan, "high": math.nan}
     return {
         record["step"]: Evaluation(
@@ -210,5 +205,5 @@ def read_evaluations(run_dir: Path) -> dict[int, Evaluation]:
             right=tuple(record.get("right", ())),
             questions=record.get("questions", ""),
         )
-        for record in records
+        for record in records(run_dir / "evals.jsonl")
     }

@@ -18,7 +18,9 @@ class Head(NamedTuple):
     """Hidden state -> logits. D hidden size, V vocabulary."""
 
     weight: Tensor
-    """[V, D]"""
+    """[V, D] to compute with, without gradient."""
+    master: Tensor
+    """[V, D] the parameter that it is a copy of, or the same: it gets the gradient, in its own dtype."""
     bias: Tensor | None = None
     """[V]"""
     scale: float = 1.0
@@ -76,7 +78,7 @@ def token_logprobs(
     hidden states and the head of a reference, a third: KL(distribution, reference's), summed over the vocabulary.
     """
     reading = Reading(head, temperature, entropy_grad, *(reference or (None, None)))
-    logprobs, entropy, kl = TokenLogprobs.apply(hidden, head.weight, head.bias, tokens, reading)  # pyright: ignore
+    logprobs, entropy, kl = TokenLogprobs.apply(hidden, head.master, head.bias, tokens, reading)  # pyright: ignore
     return (logprobs, entropy) if reference is None else (logprobs, entropy, kl)
 
 
@@ -92,13 +94,13 @@ class TokenLogprobs(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, tokens: Tensor, reading: Reading
+        ctx: Any, hidden: Tensor, master: Tensor, bias: Tensor | None, tokens: Tensor, reading: Reading
     ) -> tuple[Tensor, Tensor, Tensor]:
-        every = torch.arange(len(tokens), device=tokens.device)
+        weight, every = reading.head.weight, torch.arange(len(tokens), device=tokens.device)
         parts = [_read(hidden[rows], tokens[rows], reading, rows) for rows in every.split(_rows(weight, FEW))]
         logprobs, entropy, kl, log_normalizer = (torch.cat(column) for column in zip(*parts, strict=True))
         ctx.save_for_backward(hidden, weight, bias, tokens, entropy, kl, log_normalizer)
-        ctx.reading = reading
+        ctx.reading, ctx.master = reading, master.dtype
         if not reading.entropy_grad:
             ctx.mark_non_differentiable(entropy)
         return logprobs, entropy, kl
@@ -106,7 +108,7 @@ class TokenLogprobs(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
         hidden, weight, bias, *about = ctx.saved_tensors
-        reading = ctx.reading._replace(head=ctx.reading.head._replace(weight=weight, bias=bias))
+        reading = ctx.reading
         live = (torch.stack(grads) != 0).any(0).nonzero()[:, 0]  # a token that weighs nothing costs nothing
         wide = about[-1].dtype
         of_hidden, of_weight = torch.zeros_like(hidden), torch.zeros_like(weight, dtype=wide)
@@ -119,7 +121,7 @@ class TokenLogprobs(torch.autograd.Function):
             of_weight += of_logits.mT @ hidden[many]
             if of_bias is not None:
                 of_bias += of_logits.sum(0, dtype=wide)
-        return of_hidden, of_weight.to(weight.dtype), None if of_bias is None else of_bias.to(weight.dtype), None, None
+        return of_hidden, of_weight.to(ctx.master), None if of_bias is None else of_bias.to(weight.dtype), None, None
 
 
 def _read(hidden: Tensor, tokens: Tensor, reading: Reading, rows: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:

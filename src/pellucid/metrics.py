@@ -19,7 +19,7 @@ def describe(groups: Sequence[Group], min_spread: float = 0.0) -> dict[str, floa
     A group is dead, and teaches nothing, when the rewards in it are equal: see `alike`.
     """
     pairs = [pair for group in groups for pair in zip(group.completions, group.rewards, strict=True)]
-    graded = [(completion, reward) for completion, reward in pairs if is_graded(reward)]
+    graded = [(completion, reward) for completion, reward in pairs if not reward.failed]
     values = [reward.value for _, reward in graded]
     dead = [rewards for group in groups if (rewards := equal_rewards(group, min_spread))]
     all_right = sum(all(reward.is_correct for reward in rewards) for rewards in dead)
@@ -45,13 +45,9 @@ def prefix_lengths(groups: Sequence[Group]) -> dict[str, float]:
     return {"prefix/length_mean": fmean(lengths)} if lengths else {}
 
 
-def is_graded(reward: Reward) -> bool:
-    return isfinite(reward.value) and not reward.error
-
-
 def equal_rewards(group: Group, min_spread: float = 0.0) -> list[Reward]:
     """The grades of a dead group; of a live one, or where every reward failed, none."""
-    graded = [reward for reward in group.rewards if is_graded(reward)]
+    graded = [reward for reward in group.rewards if not reward.failed]
     values = [reward.value for reward in graded]
     return graded if graded and alike(min(values), max(values), min_spread) else []
 
@@ -62,9 +58,10 @@ def alike(low: float, high: float, min_spread: float = 0.0) -> bool:
 
 
 def part_means(rewards: Sequence[Reward]) -> dict[str, float]:
-    """The mean of each term, over the rewards that have it."""
+    """The mean of each term, over the rewards in which it is finite; NaN where there is none."""
     names = {name: None for reward in rewards for name in reward.parts}
-    return {f"reward/{name}": fmean(reward.parts[name] for reward in rewards if name in reward.parts) for name in names}
+    known = {name: [x for reward in rewards if isfinite(x := reward.parts.get(name, nan))] for name in names}
+    return {f"reward/{name}": fmean(values) if values else nan for name, values in known.items()}
 
 
 def mean_length(completions: Sequence[Completion]) -> float:

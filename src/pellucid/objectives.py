@@ -104,8 +104,11 @@ def clipped_by_row(clip_high: Tensor) -> Objective:
 
 
 def clip_by_difficulty(correct: Tensor, mean: Tensor, cfg: GRPOConfig) -> Tensor:
-    """[P, G] shares of right answers -> [P, G] clip_high: wider where a group is right less often than `mean`."""
-    harder = mean - correct.mean(-1, keepdim=True)
+    """[P, G] shares of right answers -> [P, G] clip_high: wider where a group is right less often than `mean`.
+
+    A group of which nobody knows, all NaN, is as hard as the others.
+    """
+    harder = (mean - correct.mean(-1, keepdim=True)).nan_to_num(0.0)
     return (cfg.clip_high * (1 + cfg.clip_difficulty * harder).clamp(0.5, 2.0)).expand(correct.shape)
 
 

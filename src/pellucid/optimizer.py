@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -10,14 +10,14 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.adamw import adamw
 
-MASTER = "master"
-
 
 class OffloadedAdamW(Optimizer):
     """AdamW (arXiv 1711.05101) as torch computes it, on the CPU, in fp32: both moments, and a master of every weight.
 
     Weights and gradients stay where they are, in whatever dtype; bf16 weights are the rounded masters, so that steps
     too small for bf16 are not lost. Pinned memory makes the copies asynchronous where there is a GPU.
+
+    `masters`: of each weight in its order, where someone holds them already; else copies of the weights.
     """
 
     def __init__(
@@ -27,8 +27,11 @@ class OffloadedAdamW(Optimizer):
         betas: tuple[float, float] = (0.9, 0.999),
         eps: float = 1e-8,
         weight_decay: float = 0.0,
+        masters: Sequence[Tensor] | None = None,
     ) -> None:
+        params = list(params)
         super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
+        self.masters = dict(zip(params, masters or map(on_cpu, params), strict=True))
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -36,11 +39,11 @@ class OffloadedAdamW(Optimizer):
         for group in self.param_groups:
             live = [p for p in group["params"] if p.grad is not None]
             grads = [on_cpu(p.grad) for p in live]
-            states = [self._state(p) for p in live]
+            masters, states = [self.masters[p] for p in live], [self._state(p) for p in live]
             if torch.cuda.is_available():
                 torch.cuda.synchronize()  # the copies have arrived
             adamw(
-                [state[MASTER] for state in states],
+                masters,
                 grads,
                 [state["exp_avg"] for state in states],
                 [state["exp_avg_sq"] for state in states],
@@ -55,19 +58,18 @@ class OffloadedAdamW(Optimizer):
                 eps=group["eps"],
                 maximize=False,
             )
-            for p, state in zip(live, states, strict=True):
-                p.copy_(state[MASTER], non_blocking=True)
+            for p, master in zip(live, masters, strict=True):
+                p.copy_(master, non_blocking=True)
 
     def _state(self, p: Tensor) -> dict[str, Tensor]:
         state = self.state[p]
         if not state:
-            state[MASTER] = on_cpu(p).clone()
-            state["exp_avg"], state["exp_avg_sq"] = torch.zeros_like(state[MASTER]), torch.zeros_like(state[MASTER])
+            state["exp_avg"], state["exp_avg_sq"] = (torch.zeros_like(self.masters[p]) for _ in range(2))
             state["step"] = torch.zeros(())
         return state
 
 
-def on_cpu(x: Tensor) -> Tensor:
-    """In fp32; in pinned memory where there is a GPU to copy from."""
-    copy = torch.empty(x.shape, dtype=torch.float32, pin_memory=x.device.type == "cuda")
-    return copy.copy_(x, non_blocking=True)
+def on_cpu(x: Tensor, device: torch.device | None = None) -> Tensor:
+    """A copy in fp32; in pinned memory where a GPU, that of `x` or `device`, shares it."""
+    copy = torch.empty(x.shape, dtype=torch.float32, pin_memory=(device or x.device).type == "cuda")
+    return copy.copy_(x.detach(), non_blocking=True)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from pellucid.models import packed
 from pellucid.models.decoder import Decoder, refusal
 from pellucid.models.decoding import Flight
 from pellucid.models.fallback import Chartered
+from pellucid.optimizer import on_cpu
 from pellucid.scorer import Scorer, check_head
 from pellucid.types import Prompt, UserError
 
@@ -39,9 +41,10 @@ class Policy:
         gradient_checkpointing: bool = False,
         adapter: Any = None,
         engine: str = "auto",
+        masters: Mapping[str, Tensor] | None = None,
     ) -> None:
         self.model, self.tokenizer, self.dtype, self.adapter = silence_dropout(model), tokenizer, dtype, adapter
-        self.engine = engine
+        self.engine, self._masters = engine, masters or {}
         self.decoder = None if self.detour() else Decoder(model.config, self.weights(), dtype)
         pieces = packed.compiled() if engine == "compiled" else packed.PLAIN
         self.scorer = Scorer(model, self.decoder, dtype, temperature, entropy_grad, gradient_checkpointing, pieces)
@@ -93,7 +96,15 @@ class Policy:
         return self.encode_question(prompt) + self.encode_prefix(prompt)
 
     def encode_question(self, prompt: Prompt) -> tuple[int, ...]:
-        """Up to where the answer begins. Messages without a chat template are their contents, a line each."""
+        """Up to where the answer begins. UserError where there is not one token from which to predict the next."""
+        if not (ids := self._question_ids(prompt)):
+            raise UserError(
+                f"prompt {prompt.id} is empty, and this tokenizer puts no token before a text: ask something"
+            )
+        return ids
+
+    def _question_ids(self, prompt: Prompt) -> tuple[int, ...]:
+        """Messages without a chat template are their contents, a line each."""
         if not isinstance(prompt.text, str) and self.tokenizer.chat_template:
             messages = [dict(message) for message in prompt.text]
             encoded: Any = self.tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True)
@@ -129,24 +140,41 @@ class Policy:
     def trainable(self) -> dict[str, Tensor]:
         return {name: p for name, p in self.model.named_parameters() if p.requires_grad}
 
+    def masters(self) -> dict[str, Tensor]:
+        """What `trainable` is rounded from, in fp32 on the CPU, where an optimizer keeps it there; else itself."""
+        return {name: self._masters.get(name, p) for name, p in self.trainable().items()}
+
     @torch.no_grad()
     def load_trainable(self, tensors: Mapping[str, Tensor]) -> None:
-        """The inverse of `trainable`; UserError where the tensors are another model's."""
-        parameters = self.trainable()
-        if parameters.keys() != tensors.keys():
+        """The inverse of `masters`; UserError where the tensors are another model's."""
+        masters = self.masters()
+        if masters.keys() != tensors.keys():
             raise UserError("the checkpoint was made with another policy.model or policy.lora: resume with the same")
-        for name, p in parameters.items():
-            p.copy_(tensors[name])
+        for name, p in self.trainable().items():
+            p.copy_(masters[name].copy_(tensors[name]))
 
     def weights(self) -> dict[str, Tensor]:
         """All of them, frozen or not."""
         return dict(self.model.named_parameters())
 
     def save(self, folder: Path) -> None:
-        """As transformers saves it, an adapter merged into its base."""
-        model = self.model if self.adapter is None else copy.deepcopy(self.adapter).merge_and_unload()
-        model.save_pretrained(folder)
+        """As transformers saves it: masters where there are any, an adapter merged into its base."""
+        with self._unrounded():
+            model = self.model if self.adapter is None else copy.deepcopy(self.adapter).merge_and_unload()
+            model.save_pretrained(folder)
         self.tokenizer.save_pretrained(folder)
+
+    @contextmanager
+    def _unrounded(self) -> Iterator[None]:
+        """The model holds its masters."""
+        rounded = {name: p.data for name, p in self.trainable().items()}
+        for name, p in self.trainable().items():
+            p.data = self.masters()[name].data
+        try:
+            yield
+        finally:
+            for name, p in self.trainable().items():
+                p.data = rounded[name]
 
 
 class AdapterOff:
@@ -209,15 +237,23 @@ def load(
 ) -> Policy:
     """The policy to train. `lora` > 0 trains an adapter of that rank on every linear layer over a frozen base.
 
-    narrow: the matrices in `dtype`, for an optimizer that keeps masters of its own; vectors stay in fp32.
+    narrow: the matrices in `dtype`, for an optimizer that keeps their masters on the CPU; vectors stay in fp32.
     """
-    model, tokenizer = pretrained.load(name, dtype if lora or narrow else torch.float32)
-    move(model, device)
+    model, tokenizer = pretrained.load(name, dtype if lora else torch.float32)
     check_head(model)
-    for p in model.parameters() if narrow else ():
-        p.data = p.data.float() if p.ndim < 2 else p.data
     adapter = add_adapter(model, lora) if lora else None
-    return Policy(model, tokenizer, dtype, temperature, entropy_grad, gradient_checkpointing, adapter, engine)
+    masters = narrowed(model, dtype, device) if narrow else None
+    move(model, device)
+    return Policy(model, tokenizer, dtype, temperature, entropy_grad, gradient_checkpointing, adapter, engine, masters)
+
+
+@torch.no_grad()
+def narrowed(model: nn.Module, dtype: torch.dtype, device: torch.device) -> dict[str, Tensor]:
+    """Rounds the matrices of a model but those of an adapter; what is trained as it was, for steps on `device`."""
+    masters = {name: on_cpu(p, device) for name, p in model.named_parameters() if p.requires_grad}
+    for name, p in model.named_parameters():
+        p.data = p.data.to(torch.float32 if p.ndim < 2 or "lora_" in name else dtype)
+    return masters
 
 
 def load_frozen(

@@ -2,20 +2,76 @@
 
 from __future__ import annotations
 
+import os
+import shutil
 from collections.abc import Sequence
+from pathlib import Path
 from statistics import fmean
 
 import rich
 from rich.markup import escape
 from rich.table import Table
 
-from pellucid import memory
+from pellucid import boards, memory
+from pellucid.batch import task_rewards
 from pellucid.config import Config
 from pellucid.effects import known_inert
+from pellucid.evaluate import held_out
+from pellucid.extras import extra
 from pellucid.hardware import memory_gb
 from pellucid.metrics import predicted_dead_share
 from pellucid.policy import Policy
-from pellucid.types import Group
+from pellucid.tasks.wrappers import with_split
+from pellucid.types import Group, UserError
+
+
+def check(cfg: Config, run_dir: Path) -> None:
+    """Whatever would fail after minutes, or at the end: extras, data, room on the disk. UserError says what to mend."""
+    if cfg.log.tensorboard:
+        extra("torch.utils.tensorboard", "tensorboard", "log.tensorboard")
+    if cfg.log.wandb != "off":
+        boards.check_wandb(cfg.log.wandb)
+    if cfg.policy.lora:
+        extra("peft", "lora", "policy.lora")
+    with_split(cfg.task, "train").sample(0, cfg.algorithm.prompts_per_step)
+    if cfg.evaluate.every:
+        held_out(with_split(cfg.task, "test"), cfg.evaluate.n)
+    check_room(cfg, run_dir)
+
+
+def check_room(cfg: Config, run_dir: Path) -> None:
+    """UserError where the disk has no room for the model and its checkpoints, one more than are kept while it saves."""
+    try:
+        model = memory.from_name(cfg.policy.model, cfg.policy.lora)
+    except UserError:  # loading it says more
+        return
+    kept = cfg.checkpoint.keep_last + 1
+    needed = (saved_bytes(model, cfg) + kept * checkpoint_bytes(model, cfg) - used_bytes(run_dir)) / 1e9
+    place = next(path for path in (run_dir, *run_dir.absolute().parents) if path.exists())
+    free = shutil.disk_usage(place).free / 1e9
+    if needed > free:
+        raise UserError(
+            f"{run_dir} needs {needed:.1f} GB for the model and {kept} checkpoints, and {free:.1f} GB are free: make"
+            " room, lower checkpoint.keep_last, or choose another folder with --run"
+        )
+
+
+def saved_bytes(model: memory.Model, cfg: Config) -> int:
+    narrow = cfg.policy.dtype != "float32" and (cfg.policy.lora or cfg.optimizer.offload)
+    return model.parameters * (2 if narrow else 4)
+
+
+def checkpoint_bytes(model: memory.Model, cfg: Config) -> int:
+    """Weights and two moments in fp32; where the optimizer has masters of its own, these and the weights."""
+    masters = 4 if cfg.optimizer.offload else 0
+    moving = 4 * model.parameters if cfg.algorithm.reference_every else 0
+    return (12 + masters) * model.trained + moving
+
+
+def used_bytes(run_dir: Path) -> int:
+    """Of what a resumed run will write anew."""
+    old = [*run_dir.glob("checkpoints/*/*"), *run_dir.glob("model/*")]
+    return sum(os.path.getsize(path) for path in old if path.is_file())
 
 
 def show_numbers(cfg: Config, policy: Policy, world: int) -> None:
@@ -48,7 +104,8 @@ def show_exchange(policy: Policy, group: Group) -> None:
     completion = group.completions[0]
     prompt, answer = policy.decode(group.prompt_ids, special=True), policy.decode(completion.token_ids, special=True)
     rich.print(f"\n[dim]{escape(prompt)}[/dim][bold cyan]|[/bold cyan]{escape(answer)}")
-    verdict = f"reward {group.rewards[0].value:g}" + (
+    reward = group.rewards[0]
+    verdict = ("the reward failed" if reward.failed else f"reward {reward.value:g}") + (
         f", gold answer {group.prompt.answer}" if group.prompt.answer else ""
     )
     rich.print(f"[dim]{len(group.prompt_ids)} prompt tokens | {len(completion.token_ids)} sampled; {escape(verdict)}\n")
@@ -56,9 +113,12 @@ def show_exchange(policy: Policy, group: Group) -> None:
 
 def show_signal(groups: Sequence[Group], group_size: int, min_spread: float) -> None:
     """How many groups of `group_size` will be dead, estimated from at least as many samples of each prompt."""
-    rewards = [[reward.value for reward in group.rewards] for group in groups]
-    dead = predicted_dead_share(rewards, group_size, min_spread)
-    right = fmean(reward.is_correct for group in groups for reward in group.rewards)
+    graded = [reward for group in groups for reward in group.rewards if not reward.failed]
+    if not graded:
+        print("! no sample could be graded: every reward failed", flush=True)
+        return
+    dead = predicted_dead_share(task_rewards(groups).tolist(), group_size, min_spread)
+    right = fmean(reward.is_correct for reward in graded)
     print(f"{right:.0%} of samples are right; {dead:.0%} of groups of {group_size} will be dead.", advice(dead, right))
 
 

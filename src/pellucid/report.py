@@ -118,13 +118,14 @@ def facts(config: Record, metrics: Sequence[Record]) -> str:
     """Steps, time, tokens, and what went wrong."""
     planned = None if at(config, "algorithm.minutes") else at(config, "algorithm.steps")
     steps = metrics[-1]["step"] if metrics else 0
-    failed, skipped = (int(total(metrics, name)) for name in ("reward/failed", "skipped"))
+    failed, skipped, idle = (int(total(metrics, name)) for name in ("reward/failed", "skipped", "idle"))
     rows = {
         "Steps": (f"{steps:,} of {planned:,}" if planned else f"{steps:,}", bool(planned) and steps < planned),
         "Time in steps": (duration(total(metrics, "time/step")), False),
         "Tokens sampled": (f"{total(metrics, 'tokens'):,.0f}", False),
         "Failed rewards": (f"{failed:,}", failed > 0),
         "Skipped updates": (f"{skipped:,}", skipped > 0),
+        "Updates without a gradient": (f"{idle:,}", idle > 0),
     }
     return fact_list(rows)
 

@@ -4,86 +4,129 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Sequence
-from contextlib import closing
+from contextlib import ExitStack, closing, nullcontext
 from dataclasses import replace
 from pathlib import Path
 
 import rich
 from accelerate.utils import set_seed
+from safetensors import SafetensorError
 
-from pellucid import checkpoint, grpo, hardware, loggers, policy, preflight, provenance
+from pellucid import (
+    boards,
+    changes,
+    claim,
+    disk,
+    files,
+    grpo,
+    hardware,
+    loggers,
+    policy,
+    preflight,
+    provenance,
+)
+from pellucid.changes import Changes
 from pellucid.compose import Parts, compose, isolated, pick_sampler, settled, truncation_of
 from pellucid.config import Config, dump
 from pellucid.console import accuracy_table, before_after, terminal, verdict
 from pellucid.effects import Watch
 from pellucid.evaluate import OneProcess, evaluate, graded, held_out
-from pellucid.interrupts import INTERRUPTED, stop_requests
+from pellucid.folder import checkpoints
+from pellucid.interrupts import INTERRUPTED, StopRequests, stop_requests
 from pellucid.metrics import describe
 from pellucid.models.drawing import WHOLE
 from pellucid.policy import Policy
 from pellucid.profile import profiled
 from pellucid.report import write_report
 from pellucid.runtime import needing_others
+from pellucid.snapshot import restore, save
 from pellucid.tasks.wrappers import with_split
-from pellucid.types import Evaluation, Group, Logger, UserError, observer
-
-OPTIMIZER = "optimizer."
+from pellucid.types import Evaluation, Group, Logger, UserError
 
 
-def train(cfg: Config, run_dir: Path, resume: bool = False, profile: bool = False) -> int:
-    """Trains to the end, or to the step in which Ctrl-C came; returns the exit status."""
+def train(cfg: Config, run_dir: Path, resumed: Changes | None = None, profile: bool = False) -> int:
+    """Trains to the end, or to the step in which a request to stop came; returns the exit status.
+
+    resumed: the settings that a resume changes (`changes.of_resume`); None begins a new run.
+    """
     hardware.keep_freed_memory()
+    if cfg.policy.deterministic:
+        hardware.make_deterministic()
     cfg = settled(cfg)
-    set_seed(cfg.algorithm.seed)  # adapters start at random
-    parts = compose(cfg)
-    main = parts.runtime.main
-    if resume:
-        restore(run_dir, parts)
-    first_step = parts.state.step
-    if main:
-        start_folder(run_dir, cfg, resume)
-        preflight.show_numbers(cfg, parts.policy, parts.runtime.world)
-    evaluation = look_first(cfg, parts) if first_step == 0 else None
-    log = open_logs(cfg, run_dir, first_step) if main else loggers.Loggers([])
-    with closing(log), stop_requests() as requests, needing_others(run_dir):
-        if evaluation:
-            log.log_evaluation(0, evaluation)
-        stopped = follow(cfg, run_dir, parts, log, requests, profile)
-    if main:
-        finish(run_dir, parts.policy, stopped)
+    with stop_requests() as requests, ExitStack() as until_the_end:
+        with requests.raised():
+            preflight.check(cfg, run_dir)
+            if claim.first_process():
+                until_the_end.enter_context(claim.held(run_dir))
+            set_seed(cfg.algorithm.seed)  # adapters start at random
+            parts = compose(cfg)
+            evaluation = begin(cfg, run_dir, parts, resumed)
+        log = open_logs(cfg, run_dir, parts.state.step) if parts.runtime.main else loggers.Loggers([])
+        with closing(log), needing_others(run_dir):
+            if evaluation:
+                log.log_evaluation(0, evaluation)
+            stopped = follow(cfg, run_dir, parts, log, requests, profile)
+        if parts.runtime.main:
+            finish(run_dir, parts.policy, stopped)
     return INTERRUPTED if stopped else 0
 
 
-def follow(
-    cfg: Config, run_dir: Path, parts: Parts, log: Logger, requests: Sequence[int], profile: bool = False
-) -> int:
-    """Walks through the steps, logging, evaluating and saving; the step that a stop request ended, or 0."""
+def begin(cfg: Config, run_dir: Path, parts: Parts, resumed: Changes | None) -> Evaluation | None:
+    """The folder and all parts as they are before the next step; the evaluation before step 1."""
+    notes = restore(run_dir, parts) if resumed is not None and checkpoints(run_dir) else []
+    if parts.runtime.main:
+        start_folder(run_dir, cfg, parts.state.step, resumed)
+        for note in notes:
+            print(f"! {note}", flush=True)
+        with loggers.only_shown("the settings"):
+            preflight.show_numbers(cfg, parts.policy, parts.runtime.world)
+    return look_first(cfg, parts) if parts.state.step == 0 else None
+
+
+def follow(cfg: Config, run_dir: Path, parts: Parts, log: Logger, requests: StopRequests, profile: bool = False) -> int:
+    """Walks through the steps, logging, saving and evaluating; the step that a stop request ended, or 0."""
     steps = grpo.train(
         parts.task, parts.sampler, parts.policy, parts.runtime, cfg.algorithm, parts.reference, parts.state
     )
     if profile and parts.runtime.main:
         steps = profiled(steps, run_dir / "profile.txt", parts.policy.dtype)
-    if out_of_time(cfg, parts):  # killed when all was saved but the model
-        return 0
     watch, fresh = Watch(cfg.algorithm), parts.state.step == 0
+    if not fresh and missed(cfg, run_dir, parts) and not evaluated(cfg, parts, log, requests):
+        return parts.state.step
+    if out_of_time(cfg, parts):  # stopped or killed when all was saved but the model
+        return 0
     for step, measured, groups in steps:
         parts.seconds += measured["time/step"]
-        last = step == cfg.algorithm.steps or out_of_time(cfg, parts)
-        metrics = {**describe(groups, cfg.algorithm.min_spread), **measured, "memory/peak_gb": parts.runtime.peak_gb()}
+        metrics = {**describe(groups, cfg.algorithm.min_spread), **measured, **memory_now(parts)}
         if "reward/kl" in metrics:
             metrics["reward/after_kl"] = metrics["reward/mean"] + metrics["reward/kl"]
         log.log(step, metrics, groups)
         for note in watch.notes(metrics) if parts.runtime.main and fresh else []:
             print(f"! {note}", flush=True)
-        if cfg.evaluate.every and (last or step % cfg.evaluate.every == 0):
-            log.log_evaluation(step, evaluate_policy(cfg, parts)[0])
+        last, due = is_last(cfg, parts), is_due(cfg, parts)
+        saving = last or (cfg.checkpoint.every > 0 and step % cfg.checkpoint.every == 0)
+        # A supervisor waits seconds between its request and its kill: first what must not be lost.
         stop = parts.runtime.any(bool(requests))
-        if stop or last or (cfg.checkpoint.every and step % cfg.checkpoint.every == 0):
+        if saving or stop:
             save(run_dir, cfg, parts)
-        if last or stop:
-            return 0 if last else step
+        if due and not stop and not evaluated(cfg, parts, log, requests):
+            stop = True
+            if not saving:
+                save(run_dir, cfg, parts)
+        if stop and (due or not last):
+            return step
+        if last:
+            return 0
     return 0
+
+
+def memory_now(parts: Parts) -> dict[str, float]:
+    """Of this process: the peak, on the GPU where there is one, and what is resident after the step."""
+    return {"memory/peak_gb": parts.runtime.peak_gb(), "memory/resident_gb": hardware.resident_gb()}
+
+
+def is_last(cfg: Config, parts: Parts) -> bool:
+    return parts.state.step == cfg.algorithm.steps or out_of_time(cfg, parts)
 
 
 def out_of_time(cfg: Config, parts: Parts) -> bool:
@@ -92,6 +135,32 @@ def out_of_time(cfg: Config, parts: Parts) -> bool:
 
 
 # ---------------------------------------------------------------- evaluation
+
+
+def is_due(cfg: Config, parts: Parts) -> bool:
+    """Whether the policy is evaluated after this step."""
+    every = cfg.evaluate.every
+    return every > 0 and (parts.state.step % every == 0 or is_last(cfg, parts))
+
+
+def missed(cfg: Config, run_dir: Path, parts: Parts) -> bool:
+    """Whether a stop or a kill came between the last step and its evaluation."""
+    there = parts.runtime.main and parts.state.step in loggers.read_evaluations(run_dir)
+    return is_due(cfg, parts) and not parts.runtime.any(there)
+
+
+def evaluated(cfg: Config, parts: Parts, log: Logger, requests: StopRequests) -> bool:
+    """False where a request to stop came: an evaluation that it cuts short is made when the run is resumed.
+
+    Several processes wait for one another: they end it first.
+    """
+    try:
+        with requests.raised() if parts.runtime.world == 1 else nullcontext():
+            evaluation = evaluate_policy(cfg, parts)[0]
+    except KeyboardInterrupt:
+        return False
+    log.log_evaluation(parts.state.step, evaluation)
+    return not parts.runtime.any(bool(requests))
 
 
 def evaluate_policy(cfg: Config, parts: Parts) -> tuple[Evaluation, list[Group]]:
@@ -114,8 +183,9 @@ def look_first(cfg: Config, parts: Parts) -> Evaluation | None:
         prompts = parts.runtime.shard(parts.task.sample(0, cfg.algorithm.prompts_per_step))
         groups = parts.runtime.gather(graded(parts.task, parts.sampler, prompts, size))
     if parts.runtime.main:
-        preflight.show_exchange(parts.policy, groups[0])
-        preflight.show_signal(groups, size, cfg.algorithm.min_spread)
+        with loggers.only_shown("the first exchange"):
+            preflight.show_exchange(parts.policy, groups[0])
+            preflight.show_signal(groups, size, cfg.algorithm.min_spread)
     return evaluation
 
 
@@ -141,88 +211,67 @@ def evaluate_model(cfg: Config, model: str, show: int) -> int:
 # ---------------------------------------------------------------- the run folder
 
 
-def start_folder(run_dir: Path, cfg: Config, resume: bool) -> None:
-    """UserError where the folder holds another run."""
-    path = run_dir / "config.json"
-    if path.exists() and not resume:
-        raise UserError(f"{run_dir} holds a run: go on with --resume {run_dir}, or choose another folder with --run")
-    run_dir.mkdir(parents=True, exist_ok=True)
-    whole = path.with_name("config.json.partial")
-    whole.write_text(json.dumps({**dump(cfg), **provenance.facts()}, indent=2) + "\n")
-    whole.replace(path)
+def start_folder(run_dir: Path, cfg: Config, step: int, resumed: Changes | None) -> None:
+    """Writes config.json, and forgets what a run has logged that came to no checkpoint.
+
+    UserError where the folder holds another run.
+    """
+    if resumed is None:
+        claim.check_free(run_dir)
+    if step == 0:
+        claim.begin_again(run_dir)
+    settings, facts = files.recorded(cfg), provenance.facts()
+    if resumed is not None:
+        facts = changes.history(run_dir, step, resumed, facts)
+        print(changes.shown(run_dir, step, facts), flush=True)
+    disk.write_whole(
+        run_dir / "config.json",
+        json.dumps({**settings, **facts, "digests": files.digests(settings)}, indent=2) + "\n",
+    )
 
 
 def open_logs(cfg: Config, run_dir: Path, first_step: int) -> loggers.Loggers:
     screen = terminal(cfg.algorithm.steps, first_step)
     for step, evaluation in loggers.read_evaluations(run_dir).items():
         screen.log_evaluation(step, evaluation)
-    boards: list[Logger] = []
+    shown: list[Logger] = []
     if cfg.log.tensorboard:
-        boards.append(loggers.TensorBoard(run_dir / "tensorboard", first_step))
+        shown.append(boards.TensorBoard(run_dir / "tensorboard", first_step))
     if cfg.log.wandb != "off":
-        boards.append(loggers.WandB(run_dir, cfg.log.project, cfg.log.wandb, dump(cfg)))
-    return loggers.Loggers([loggers.Jsonl(run_dir), *boards, screen])
-
-
-def save(run_dir: Path, cfg: Config, parts: Parts) -> None:
-    runtime, state, reference = parts.runtime, parts.state, parts.reference
-    generators = runtime.gather([checkpoint.random_state()])
-    replay, replay_facts = checkpoint.pack_replay(runtime.gather([state.experiences]))
-    if not runtime.main:
-        return
-    # A file for each moment: safetensors holds a whole file in memory while it writes.
-    moments = {f"{OPTIMIZER}{moment}": tensors for moment, tensors in runtime.optimizer_state().items()}
-    moving = (
-        {"reference": reference.weights()} if cfg.algorithm.reference_every and isinstance(reference, Policy) else {}
-    )
-    tensors = {"policy": parts.policy.trainable(), **moments, **moving, **replay}
-    facts = {"updates": runtime.updates, "seconds": parts.seconds, "random": generators, "replay": replay_facts}
-    facts |= {"micro_batch": runtime.micro_batch} if runtime.micro_batch else {}
-    facts |= {"kl_coef": state.kl_coef} if cfg.algorithm.kl_target else {}
-    watching = observer(parts.task)
-    facts |= {"task": watching.state()} if watching else {}
-    checkpoint.save(run_dir, state.step, tensors, facts, cfg.checkpoint.keep_last)
-
-
-def restore(run_dir: Path, parts: Parts) -> None:
-    """Puts everything back to the last whole checkpoint and cuts the logs to it."""
-    folders = checkpoint.found(run_dir)
-    if not folders:
-        raise UserError(f"{run_dir} has no checkpoint to resume from: start it again in another folder")
-    tensors, facts = checkpoint.load(folders[-1])
-    runtime, state = parts.runtime, parts.state
-    if len(facts["random"]) != runtime.world:
-        raise UserError(f"{run_dir} was trained by {len(facts['random'])} processes: resume it with as many")
-    parts.policy.load_trainable(tensors["policy"])
-    if "reference" in tensors and isinstance(parts.reference, Policy):
-        parts.reference.follow(tensors["reference"], decay=0.0)
-    moments = {name.removeprefix(OPTIMIZER): value for name, value in tensors.items() if name.startswith(OPTIMIZER)}
-    runtime.load_optimizer_state(moments, facts["updates"])
-    runtime.micro_batch = facts.get("micro_batch", 0)
-    checkpoint.restore_random_state(facts["random"][runtime.rank])
-    parts.seconds = facts["seconds"]
-    state.step, state.kl_coef = facts["step"], facts.get("kl_coef", state.kl_coef)
-    if watching := observer(parts.task):
-        watching.load_state(facts["task"])
-    kept = checkpoint.unpack_replay(tensors, facts["replay"], runtime.rank)
-    state.experiences = [(step, batch.to(parts.policy.device)) for step, batch in kept]
-    if runtime.main:
-        loggers.truncate(run_dir, state.step)
+        shown.append(boards.WandB(run_dir, cfg.log.project, cfg.log.wandb, dump(cfg)))
+    return loggers.Loggers([loggers.Jsonl(run_dir, cfg.log.rollouts)], [*shown, screen])
 
 
 def finish(run_dir: Path, learner: Policy, stopped: int) -> None:
-    """The result on disk, and what a person wants to know about it."""
-    report = write_report(run_dir)
+    """The result on disk; then what a person wants to know about it, which may fail and costs nothing."""
     if stopped:
         print(f"stopped after step {stopped}, nothing is lost; go on with: pellucid train --resume {run_dir}")
+    else:
+        save_model(run_dir, learner)
+    with loggers.only_shown("report.html"):
+        write_report(run_dir)
+    if stopped:
         return
-    partial = run_dir / "model.partial"
+    with loggers.only_shown("the table"):
+        evaluations = list(loggers.read_evaluations(run_dir).values())
+        if evaluations:
+            rich.print(before_after(evaluations[0], evaluations[-1]))
+    for what, name in {"model": "model", "report": "report.html", "metrics": "metrics.jsonl"}.items():
+        print(f"{what:8} {run_dir / name}")
+
+
+def save_model(run_dir: Path, learner: Policy) -> None:
+    """On disk at return; UserError where it cannot be. The last step is in a checkpoint, which `--resume` takes up."""
+    folder, partial = run_dir / "model", run_dir / "model.partial"
     shutil.rmtree(partial, ignore_errors=True)
-    learner.save(partial)
-    shutil.rmtree(run_dir / "model", ignore_errors=True)
-    partial.rename(run_dir / "model")
-    evaluations = list(loggers.read_evaluations(run_dir).values())
-    if evaluations:
-        rich.print(before_after(evaluations[0], evaluations[-1]))
-    for what, path in {"model": run_dir / "model", "report": report, "metrics": run_dir / "metrics.jsonl"}.items():
-        print(f"{what:8} {path}")
+    try:
+        learner.save(partial)
+        disk.sync_tree(partial)
+    except (OSError, SafetensorError) as error:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise UserError(
+            f"{folder} could not be saved ({error}); the checkpoint is whole: make room, then --resume {run_dir}"
+        ) from error
+    shutil.rmtree(folder, ignore_errors=True)
+    partial.rename(folder)
+    disk.sync(run_dir)

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import math
-import resource
-import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 from itertools import zip_longest
@@ -14,12 +12,12 @@ from typing import Any, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
-from accelerate import Accelerator
-from accelerate.utils import InitProcessGroupKwargs
+from accelerate import Accelerator, PartialState
+from accelerate.utils import broadcast_object_list
 from torch import Tensor, nn
 
+from pellucid import hardware
 from pellucid.grpo import Batch
-from pellucid.hardware import out_of_memory
 from pellucid.optimizer import OffloadedAdamW
 from pellucid.settings import AdamWConfig
 from pellucid.types import StrandedError, UserError
@@ -54,13 +52,21 @@ class Trainable(Protocol):
     @property
     def device(self) -> torch.device: ...
     def trainable(self) -> dict[str, Tensor]: ...
+    def masters(self) -> dict[str, Tensor]: ...
 
 
-def build(cfg: AdamWConfig, parameters: Iterable[Tensor], device: torch.device) -> torch.optim.Optimizer:
+def build(cfg: AdamWConfig, policy: Trainable) -> torch.optim.Optimizer:
+    parameters = policy.trainable().values()
     facts = {"lr": cfg.lr, "betas": cfg.betas, "eps": cfg.eps, "weight_decay": cfg.weight_decay}
     if cfg.offload:
-        return OffloadedAdamW(parameters, **facts)
-    return torch.optim.AdamW(parameters, **facts, fused=device.type != "mps")
+        return OffloadedAdamW(parameters, **facts, masters=list(policy.masters().values()))
+    return torch.optim.AdamW(parameters, **facts, fused=policy.device.type != "mps")
+
+
+def decided(decide: Callable[[], str], device: torch.device) -> str:
+    """What the main process decides, in all of them: they measure each for itself, and measurements differ."""
+    state = PartialState(cpu=device.type == "cpu", timeout=PATIENCE)
+    return broadcast_object_list([decide() if state.is_main_process else ""])[0]
 
 
 class Runtime:
@@ -69,13 +75,10 @@ class Runtime:
     def __init__(self, policy: Trainable, optimizer: AdamWConfig, total: int) -> None:
         self.cfg, self.total, self.updates = optimizer, total, 0
         self.micro_batch = 0  # the most rows at once since memory ran out; 0 where it never has
-        self.parameters = policy.trainable()
-        waiting = InitProcessGroupKwargs(timeout=PATIENCE)
-        self.accelerator = Accelerator(
-            cpu=policy.device.type == "cpu", device_placement=False, kwargs_handlers=[waiting]
-        )
+        self.parameters, self.device = policy.trainable(), policy.device
+        self.accelerator = Accelerator(cpu=policy.device.type == "cpu", device_placement=False)
         self.rank, self.world = self.accelerator.process_index, self.accelerator.num_processes
-        self.optimizer = build(optimizer, self.parameters.values(), policy.device)
+        self.optimizer = build(optimizer, policy)
         self.module = policy.module = self.accelerator.prepare_model(policy.module)
 
     @property
@@ -116,7 +119,7 @@ class Runtime:
             try:
                 return compute(rows)
             except (RuntimeError, MemoryError) as error:
-                if not out_of_memory(error):
+                if not hardware.out_of_memory(error):
                     raise
             # Only here, when the error is forgotten, are the tensors of its frames, too.
             self.optimizer.zero_grad(set_to_none=True)
@@ -148,16 +151,19 @@ class Runtime:
         self.accelerator.backward(loss * self.world)
 
     def step(self) -> dict[str, float]:
-        """Clips, steps and clears; a gradient that is not finite is thrown away, counted, and costs no weights."""
+        """Clips, steps and clears; a gradient that is not finite is thrown away, counted, and costs no weights.
+
+        So does one that is 0, of dead groups: there is nothing to learn, and momentum alone would move the weights.
+        """
         limit = self.cfg.max_grad_norm or math.inf
         norm = float(torch.nn.utils.clip_grad_norm_(self.parameters.values(), limit))
         self.updates += 1
         lr = self.cfg.lr_at(self.updates, self.total)
         self.optimizer.param_groups[0]["lr"] = lr
-        if math.isfinite(norm):
+        if math.isfinite(norm) and norm > 0:
             self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
-        return {"grad_norm": norm, "lr": lr, "skipped": float(not math.isfinite(norm))}
+        return {"grad_norm": norm, "lr": lr, "skipped": float(not math.isfinite(norm)), "idle": float(norm == 0)}
 
     def optimizer_state(self) -> dict[str, dict[str, Tensor]]:
         """moment -> parameter -> tensor."""
@@ -173,13 +179,10 @@ class Runtime:
         for moment, values in moments.items():
             for name, value in values.items():
                 p = self.parameters[name]
-                # AdamW keeps its step count on the CPU.
-                on_cpu = moment == "step" or self.cfg.offload
+                # Fused AdamW keeps its step count beside the weights, any other on the CPU.
+                on_cpu = self.cfg.offload or (moment == "step" and not self.optimizer.defaults.get("fused"))
                 self.optimizer.state[p][moment] = value if on_cpu else value.to(p.device)
 
     def peak_gb(self) -> float:
-        """Peak memory of this process in GB: of the GPU where there is one, else resident."""
-        if torch.cuda.is_available():
-            return torch.cuda.max_memory_allocated() / 1e9
-        unit = 1 if sys.platform == "darwin" else 1024
-        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 1e9
+        """Peak memory of this process in GB: of its GPU, else resident."""
+        return hardware.peak_gb(self.device)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import torch
 from torch import Tensor, nn
@@ -57,7 +57,7 @@ class Scorer(nn.Module):
         if self.decoder is None:
             return self.hidden_by_transformers(batch).to(self.dtype), head_of(self.model, self.dtype)
         hidden, head = hidden_states(self.decoder, batch, self.gradient_checkpointing, self.pieces)
-        return hidden, Head(head)
+        return hidden, Head(*head)
 
     def hidden_by_transformers(self, batch: Batch) -> Tensor:
         input_ids, starts = whole_sequences(batch)
@@ -75,7 +75,9 @@ class Scorer(nn.Module):
         if self.reference is None:
             return None
         hidden, head = self.reference.hidden(batch)
-        return hidden, head
+        device = self.model.device  # the reference may lie elsewhere
+        bias = None if head.bias is None else head.bias.to(device)
+        return hidden.to(device), head._replace(weight=head.weight.to(device), bias=bias)
 
     def embed(self, batch: Batch, layer: int) -> Tensor:
         """[B, D]: the output of a layer at the response tokens, averaged."""
@@ -116,15 +118,22 @@ def head_of(model: PreTrainedModel, dtype: torch.dtype) -> Head:
     output: Any = model.get_output_embeddings()
     scale = getattr(config, "logit_scale", None) or 1 / (getattr(config, "logits_scaling", None) or 1.0)
     bias = None if output.bias is None else output.bias.to(dtype)
-    return Head(output.weight.to(dtype), bias, scale, getattr(config, "final_logit_softcapping", None) or 0.0)
+    softcap = getattr(config, "final_logit_softcapping", None) or 0.0
+    return Head(output.weight.detach().to(dtype), output.weight, bias, scale, softcap)
 
 
 @torch.no_grad()
 def check_head(model: PreTrainedModel) -> None:
-    """UserError where the architecture does something to its logits that `head_of` does not know."""
-    ids = torch.arange(1, 5, device=model.device)[None]
-    ours = head_of(model, model.dtype).logits(model.base_model(input_ids=ids, use_cache=False).last_hidden_state[0])
+    """UserError where the architecture does something to its logits that `head_of` does not know.
+
+    In fp32 behind the output layer, whatever the dtype of the weights: a soft-cap in bf16 is off by 1%.
+    """
+    ids, head = torch.arange(1, 5, device=model.device)[None], head_of(model, model.dtype)
+    ours = head.logits(model.base_model(input_ids=ids, use_cache=False).last_hidden_state[0])
+    product, output = head._replace(scale=1.0, softcap=0.0), cast(nn.Module, model.get_output_embeddings())
+    hook = output.register_forward_hook(lambda _, inputs, __: product.logits(inputs[0][0])[None])
     theirs = model(input_ids=ids, use_cache=False).logits[0].float()
+    hook.remove()
     if not torch.allclose(ours, theirs, rtol=1e-3, atol=1e-3):
         raise UserError(
             f"policy.model: {type(model).__name__} changes its logits behind the output layer: not supported"

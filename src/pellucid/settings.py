@@ -241,12 +241,16 @@ class AdamWConfig:
         for name in ("warmup", "max_grad_norm", "weight_decay"):
             if getattr(self, name) < 0:
                 raise ValueError(f"{name} = {getattr(self, name)} must not be negative")
+        if not all(0 <= beta < 1 for beta in self.betas):
+            raise ValueError(f"betas = {self.betas} must be from 0 to below 1")
+        if not self.eps > 0:
+            raise ValueError(f"eps = {self.eps} must be positive")
 
     def lr_at(self, update: int, total: int) -> float:
-        """Learning rate of optimizer step `update` of `total`, both counted from 1."""
+        """Learning rate of optimizer step `update` of `total`, both counted from 1; past the end, where it ended."""
         if update <= self.warmup:
             return self.lr * update / self.warmup
-        left = (total - update + 1) / max(1, total - self.warmup)  # 1 at the peak, 1 / length at the last step
+        left = max(0, total - update + 1) / max(1, total - self.warmup)  # 1 at the peak, 1 / length at the last step
         return (
             self.lr * {"constant": 1.0, "linear": left, "cosine": 0.5 - 0.5 * math.cos(math.pi * left)}[self.schedule]
         )

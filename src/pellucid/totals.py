@@ -36,7 +36,7 @@ class Totals:
             "loss": loss / steps,  # already a weighted sum: adding up is its mean
             "grad_norm": sum(s["grad_norm"] for s in self.steps) / steps,
             "lr": self.steps[-1]["lr"],
-            "skipped": sum(s["skipped"] for s in self.steps),
+            **{name: sum(s[name] for s in self.steps) for name in ("skipped", "idle")},
         }
 
 

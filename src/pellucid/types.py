@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, cast
 
 Message = Mapping[str, str]
+
+ROUND = 10**8 + 7
+"""Round r of dynamic sampling asks a task for step + r * ROUND: no other step of a run, however long it gets. A prime,
+so that a task which walks round and round its rows comes to others; 42 rounds stay below 2**32, where some generators
+have their largest seed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,18 +69,24 @@ class Reward:
     """
 
     value: float
-    """NaN where the reward could not be computed; `error` then says why."""
+    """NaN where the reward could not be computed."""
     parts: Mapping[str, float] = field(default_factory=dict)
     """The terms of a composite reward, before their weights."""
     correct: bool | None = None
     """Whether the answer counts as right in evaluation; where None, value >= 1 does."""
     error: str = ""
+    """Why it could not be computed: it has then failed, whatever `value` says."""
     weights: Mapping[str, float] = field(default_factory=dict)
     """Of the terms; 1 where none is named."""
 
     @property
+    def failed(self) -> bool:
+        """Neither right nor wrong: it counts as its siblings' mean, and shares of right answers leave it out."""
+        return bool(self.error) or not math.isfinite(self.value)
+
+    @property
     def is_correct(self) -> bool:
-        return self.value >= 1.0 if self.correct is None else self.correct
+        return not self.failed and bool(self.value >= 1.0 if self.correct is None else self.correct)
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,6 +130,8 @@ class Evaluation:
     """1 where the greedy answer to a prompt is right, else 0, in the order of the questions as strings."""
     questions: str = ""
     """A digest of the questions: evaluations with the same one can be compared question by question."""
+    failed: int = 0
+    """Answers, samples too, whose reward failed: none of them counts as right."""
 
 
 class Task(Protocol):
@@ -132,7 +146,10 @@ class Task(Protocol):
         ...
 
     def sample(self, step: int, n: int) -> Sequence[Prompt]:
-        """The n prompts of a step: a pure function of (seed, split, step), and of what an Observer has observed."""
+        """The n prompts of a step: a pure function of (seed, split, step), and of what an Observer has observed.
+
+        Later rounds of dynamic sampling ask for step + r * ROUND.
+        """
         ...
 
     def reward(self, prompt: Prompt, completion: Completion) -> Reward: ...

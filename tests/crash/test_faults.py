@@ -11,12 +11,14 @@ import subprocess
 import sys
 import time
 from contextlib import contextmanager
+from pathlib import Path
 
 import pytest
 import torch
 
 from conftest import records, tiny_recipe
-from pellucid import checkpoint, loggers, run
+from pellucid import boards, checkpoint, loggers, run
+from pellucid.folder import checkpoints, step_of
 from pellucid.policy import Policy
 from test_run import same_run, train
 
@@ -88,11 +90,12 @@ WRITES = {
     "metrics.jsonl": (loggers.Jsonl, "log", 4, full_device),
     "evals.jsonl": (loggers.Jsonl, "log_evaluation", 2, no_room),
     **{f"file {n} of a checkpoint": (checkpoint, "save_file", 4 + n, no_room) for n in range(1, 5)},
-    "state.json": (checkpoint, "_to_disk", 2, no_room),
+    "state.json": (Path, "write_text", 4, no_room),
+    "SHA256SUMS": (Path, "write_text", 5, no_room),
     "model": (Policy, "save", 1, no_room),
 }
 SHOWN = {
-    "tensorboard": (loggers.TensorBoard, "log", 4, no_room),
+    "tensorboard": (boards.TensorBoard, "log", 4, no_room),
     "report.html": (run, "write_report", 1, no_room),
 }
 
@@ -105,13 +108,11 @@ def test_a_full_disk_at_any_write_is_one_line_and_loses_nothing(recipe, tmp_path
         assert train(recipe, "--run", run_dir, *SETTINGS) == 2
     line = complaint(capsys.readouterr().err)
     assert "File too large" in line or "No space left" in line
-    if checkpoint.found(run_dir):
-        assert train("--resume", run_dir) == 0
-    else:
-        assert train(recipe, "--run", run_dir, *SETTINGS) == 0
+    assert train(*(["--resume", run_dir] if checkpoints(run_dir) else [recipe, "--run", run_dir, *SETTINGS])) == 0
     same_run(whole, run_dir)
 
 
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")  # TensorBoard's own thread
 @pytest.mark.parametrize("write", SHOWN)
 def test_a_full_disk_where_a_run_is_only_shown_costs_a_line(recipe, tmp_path, monkeypatch, capsys, whole, write):
     during(monkeypatch, *SHOWN[write])
@@ -161,6 +162,7 @@ def test_where_memory_runs_out_the_step_is_made_again_in_smaller_parts(recipe, t
     ran_out = "! memory ran out with 8 rows in one forward pass: 4 from now on, as of algorithm.micro_batch = 4"
     assert capsys.readouterr().out.splitlines().count(ran_out) == 1
     assert train("--resume", run_dir) == 0
+    assert "! memory ran out before: 4 rows in a forward pass at most" in capsys.readouterr().out
     same_run(in_fours, run_dir)
 
 
@@ -232,7 +234,7 @@ def test_sigterm_saves_and_ends(recipe, tmp_path, monkeypatch, whole):
     with monkeypatch.context() as patched:
         signalled(patched, 3, signal.SIGTERM)
         assert train(recipe, "--run", run_dir, *SETTINGS) == 130
-    assert [path.name for path in checkpoint.found(run_dir)][-1] == "step-000003"
+    assert [path.name for path in checkpoints(run_dir)][-1] == "step-000003"
     assert train("--resume", run_dir) == 0
     same_run(whole, run_dir)
 
@@ -242,7 +244,7 @@ def test_a_second_ctrl_c_ends_at_once_and_the_run_goes_on_from_its_checkpoint(re
     with monkeypatch.context() as patched:
         signalled(patched, 4, signal.SIGINT, signal.SIGINT)
         assert train(recipe, "--run", run_dir, *SETTINGS) == 130
-    assert [path.name for path in checkpoint.found(run_dir)][-1] == "step-000002"
+    assert [path.name for path in checkpoints(run_dir)][-1] == "step-000002"
     assert len(records(run_dir / "metrics.jsonl")) == 3
     assert train("--resume", run_dir) == 0
     same_run(whole, run_dir)
@@ -299,12 +301,12 @@ def test_when_a_process_dies_or_hangs_the_others_end_with_one_line(recipe, tmp_p
     line = complaint((tmp_path / f"errors-{1 - victim}").read_text())
     assert "another process of this run has ended or does not answer" in line
     assert f"--resume {run_dir}" in line
-    _, facts = checkpoint.load(checkpoint.found(run_dir)[-1])
+    _, facts = checkpoint.load(checkpoints(run_dir)[-1])
     assert len(facts["random"]) == 2
 
 
 def steps_of(run_dir):
-    return len(checkpoint.found(run_dir)) and int(checkpoint.found(run_dir)[-1].name[5:])
+    return max(map(step_of, checkpoints(run_dir)), default=0)
 
 
 def until(condition, *processes):

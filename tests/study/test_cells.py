@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import pytest
 from study_data import STEPS, write_run
 
-from pellucid import config
-from pellucid.study.cells import check, clear, finished, resuming, tidy, wanted_of
+from pellucid import claim, config, files
+from pellucid.folder import finished
+from pellucid.study.cells import check, clear, resuming, tidy, wanted_of
 from pellucid.study.plan import Cell
 from pellucid.types import UserError
 
@@ -158,3 +160,35 @@ def test_a_run_whose_settings_cannot_be_read_is_not_removed(cell):
     (run_dir / "config.json").write_text('{"algorithm": {},}')
     with pytest.raises(UserError, match=r"config\.json cannot be read: mend it"):
         check(cell, RECIPE)
+
+
+def test_a_run_that_another_process_trains_is_left_alone(cell):
+    write_config(cell)
+    with claim.held(cell.run_dir):
+        for touch in (lambda: check(cell, RECIPE), lambda: clear(cell.run_dir)):
+            with pytest.raises(UserError, match=f"trains in {cell.run_dir}: wait for it"):
+                touch()
+    clear(cell.run_dir)
+    assert [path.name for path in cell.run_dir.iterdir()] == [".lock"]
+    check(cell, RECIPE)
+
+
+def test_a_run_whose_task_was_edited_since_is_refused(cell, tmp_path):
+    task = tmp_path / "edited_since_task.py"
+    task.write_text((Path(__file__).parent.parent / "digits_task.py").read_text())
+    path = tmp_path / "recipe.toml"
+    path.write_text(f'[task]\nname = "{task}:Digits"\n')
+    recipe = config.load(path)
+    wanted = wanted_of(cell, recipe)
+    cell.run_dir.mkdir(parents=True)
+    (cell.run_dir / "config.json").write_text(json.dumps({**wanted, "digests": files.digests(wanted)}))
+    check(cell, recipe)
+    task.write_text(task.read_text() + "\n")
+    with pytest.raises(UserError, match=r"task\.name = 'a file of sha256"):
+        check(cell, recipe)
+
+
+def test_a_run_of_other_defaults_that_change_no_number_is_the_cell_s(cell):
+    """As a version with another `keep_last` wrote it down."""
+    write_config(cell, "--checkpoint.keep-last", "1", "--log.rollouts", "0")
+    check(cell, RECIPE)

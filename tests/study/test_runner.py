@@ -14,8 +14,8 @@ import pytest
 
 from conftest import records, tiny_recipe
 from pellucid import cli
+from pellucid.folder import finished
 from pellucid.study import runner
-from pellucid.study.cells import finished
 from pellucid.study.plan import Cell
 
 STEPS = 20

@@ -1,10 +1,11 @@
-"""Attention of heads that share keys, with a backward pass that suits the CPU.
+"""Attention of heads that share keys: the same bits whether a token is sampled or scored, and a backward pass for CPUs.
 
 Shapes: B rows, H query heads, K key heads, T queries, S keys, d head size.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -12,50 +13,91 @@ import torch.nn.functional as F
 from torch import Tensor
 
 FEW = 2**20
-"""Scores at once in the backward pass, 4 MB: what is done to each then stays in the processor's cache."""
+"""Scores at once, 4 MB in fp32: what is done to each then stays in the processor's cache."""
 
 
-def attend(query: Tensor, key: Tensor, value: Tensor, bias: Tensor) -> Tensor:
-    """softmax(q k' / sqrt(d) + bias) v. query [B, H, T, d], key and value [B, K, S, d], bias [B, 1, T, S]."""
+def attend(query: Tensor, key: Tensor, value: Tensor, bias: Tensor, shared: int = 0) -> Tensor:
+    """softmax(q k' / sqrt(d) + bias) v. query [B, H, T, d], key and value [B, K, S, d], bias [B, 1, T, S].
+
+    shared: so many of the keys stand first and are a prompt's, which sampling reads for all rows of a group at once.
+    On the CPU they are read in a product of their own here, too, and rounded where sampling rounds.
+    """
     if query.device.type == "cpu":
-        return FewProducts.apply(query, key, value, bias)  # pyright: ignore[reportReturnType]
+        return FewProducts.apply(query, key, value, bias, shared)  # pyright: ignore[reportReturnType]
     return F.scaled_dot_product_attention(query, key, value, attn_mask=bias, enable_gqa=True)
 
 
 class FewProducts(torch.autograd.Function):
-    """Forward as torch has it. Backward in five batched matrix products, the probabilities made anew: torch's own is
-    several times slower on CPUs, and plain attention under autograd would keep B H T S probabilities of every layer.
+    """Forward as torch has it, or as decoding.py. Backward in a few batched matrix products, the probabilities made
+    anew: torch's own is several times slower on CPUs, and plain attention under autograd would keep B H T S
+    probabilities of every layer.
     """
 
     @staticmethod
-    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, bias: Tensor) -> Tensor:
+    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, bias: Tensor, shared: int) -> Tensor:
         ctx.save_for_backward(query, key, value, bias)
-        return F.scaled_dot_product_attention(query, key, value, attn_mask=bias, enable_gqa=True)
+        if not shared:
+            return F.scaled_dot_product_attention(query, key, value, attn_mask=bias, enable_gqa=True)
+        return torch.cat([read(q, k, v, b, shared) for q, k, v, b in few(query, key, value, bias)])
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        query, key, value, bias = ctx.saved_tensors
-        rows = max(1, FEW // (query.shape[1] * bias[0].numel()))
-        parts = zip(*(x.split(rows) for x in (query, key, value, bias, grad)), strict=True)
-        gradients = zip(*(gradients_of(*part) for part in parts), strict=True)
-        return *(torch.cat(pieces) for pieces in gradients), None
+        gradients = zip(*(gradients_of(*part) for part in few(*ctx.saved_tensors, grad)), strict=True)
+        return *(torch.cat(pieces) for pieces in gradients), None, None
+
+
+def few(query: Tensor, key: Tensor, value: Tensor, bias: Tensor, *others: Tensor) -> Iterator[tuple[Tensor, ...]]:
+    """A few rows of each at a time."""
+    rows = max(1, FEW // (query.shape[1] * bias[0].numel()))
+    return zip(*(x.split(rows) for x in (query, key, value, bias, *others)), strict=True)
+
+
+def read(query: Tensor, key: Tensor, value: Tensor, bias: Tensor, shared: int) -> Tensor:
+    """[B, H, T, d]"""
+    probs = softmax(scores_of(query, key, bias)[0])
+    own, prompt = probs[..., shared:] @ value[:, :, shared:], probs[..., :shared] @ value[:, :, :shared]
+    return (own + prompt).unflatten(2, (-1, query.shape[2])).flatten(1, 2)
+
+
+def scores_of(query: Tensor, key: Tensor, bias: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """q k' / sqrt(d) + bias, [B, K, H / K * T, S]; the queries and the bias in that form."""
+    query = grouped(query * query.shape[-1] ** -0.5, key.shape[1])
+    bias = bias[:, :, None].expand(-1, 1, query.shape[2] // bias.shape[2], -1, -1).flatten(2, 3)
+    return (query @ key.mT).add_(bias), query, bias
+
+
+def probabilities(query: Tensor, key: Tensor, bias: Tensor) -> Tensor:
+    """[B, K, H / K * T, S] in fp32 at least.
+
+    Of a score bf16 keeps 8 bits: at 30 it is off by up to 1/16, and its probability by as much. Of the distance from
+    the highest score of its query it keeps 8 bits as well, and that is small wherever the probability is not. So a
+    second product, which adds up in fp32, takes the highest off before it rounds.
+    """
+    scores, query, bias = scores_of(query, key, bias)
+    if scores.dtype.itemsize > 2:
+        return scores.softmax(-1)
+    highest = scores.float().amax(-1, keepdim=True).to(bias.dtype)  # in bf16 torch takes three times as long
+    below = torch.baddbmm((bias - highest).flatten(0, 1), query.flatten(0, 1), key.flatten(0, 1).mT)
+    return below.float().softmax(-1).view(scores.shape)
+
+
+def softmax(scores: Tensor) -> Tensor:
+    """In fp32 at least, rounded at its end; torch's own in bf16 is no more exact and slower."""
+    return scores.to(torch.promote_types(scores.dtype, torch.float32)).softmax(-1).to(scores.dtype)
+
+
+def grouped(x: Tensor, key_heads: int) -> Tensor:
+    """[B, H, T, d] -> [B, K, H / K * T, d]: all queries of a key head in one product."""
+    return x.unflatten(1, (key_heads, -1)).flatten(2, 3)
 
 
 def gradients_of(query: Tensor, key: Tensor, value: Tensor, bias: Tensor, grad: Tensor) -> tuple[Tensor, ...]:
     """Of query, key and value."""
-    heads, key_heads, scale = query.shape[1], key.shape[1], query.shape[-1] ** -0.5
-
-    def grouped(x: Tensor) -> Tensor:
-        """[B, H, T, d] -> [B, K, H / K * T, d]: all queries of a key head in one product."""
-        return x.unflatten(1, (key_heads, heads // key_heads)).flatten(2, 3)
-
-    query, grad = grouped(query), grouped(grad)
-    wide = torch.promote_types(query.dtype, torch.float32)
-    scores = (query @ key.mT).to(wide) * scale
-    scores = scores.unflatten(2, (heads // key_heads, -1)) + bias[:, :, None]
-    probs = scores.softmax(-1).flatten(2, 3)
-    of_probs = (grad @ value.mT).to(wide)
+    key_heads, length, scale = key.shape[1], query.shape[2], query.shape[-1] ** -0.5
+    probs = probabilities(query, key, bias)
+    query, grad = grouped(query, key_heads), grouped(grad, key_heads)
+    of_probs = (grad @ value.mT).to(probs.dtype)
     of_scores = probs * (of_probs - (probs * of_probs).sum(-1, keepdim=True)) * scale
     probs, of_scores = probs.to(key.dtype), of_scores.to(key.dtype)
-    of_query = (of_scores @ key).unflatten(2, (heads // key_heads, -1)).flatten(1, 2)
+    of_query = (of_scores @ key).unflatten(2, (-1, length)).flatten(1, 2)
     return of_query, of_scores.mT @ query, probs.mT @ grad

@@ -61,14 +61,21 @@ class Layer(NamedTuple):
     """[d], Qwen3"""
 
 
+class Matrix(NamedTuple):
+    """One whose gradient is added up over many tokens: unrounded, it goes to the master itself."""
+
+    tensor: Tensor
+    """[V, D] to compute with."""
+    master: Tensor
+    """The parameter."""
+
+
 class Weights(NamedTuple):
-    embedding: Tensor
-    """[V, D]"""
+    embedding: Matrix
     layers: list[Layer]
     norm: Tensor
     """[D]"""
-    head: Tensor
-    """[V, D]"""
+    head: Matrix
 
 
 PARTS = {
@@ -100,12 +107,14 @@ class Decoder:
         )
         self.dtype, self.device = dtype, masters["model.norm.weight"].device
         self.may_pack = (
-            self.device.type == "cpu" and dtype == torch.bfloat16 and torch.ops.mkldnn._is_mkldnn_bf16_supported()
+            self.device.type == "cpu"
+            and dtype == torch.bfloat16
+            and torch.backends.mkldnn.is_available()
+            and torch.ops.mkldnn._is_mkldnn_bf16_supported()
         )
         self.frequencies = rotary_frequencies(config, head_size).to(self.device)
-        embedding = Copy([masters["model.embed_tokens.weight"]], dtype)
-        self.embedding = embedding
-        self.head = embedding if self.shape.tied else Copy([masters["lm_head.weight"]], dtype)
+        self.embedding = Copy([masters["model.embed_tokens.weight"]], dtype)
+        self.head = self.embedding if self.shape.tied else Copy([masters["lm_head.weight"]], dtype)
         self.norm = masters["model.norm.weight"]
         self.layers = [self._layer(masters, f"model.layers.{i}.") for i in range(self.shape.layers)]
 
@@ -125,8 +134,8 @@ class Decoder:
             return part.current() if isinstance(part, Copy) else part
 
         layers = [Layer(**{name: current(part) for name, part in layer.items()}) for layer in self.layers]
-        embedding = self.embedding.current()
-        return Weights(embedding, layers, self.norm, embedding if self.shape.tied else self.head.current())
+        embedding, head = (Matrix(part.tensor_now(), part.masters[0]) for part in (self.embedding, self.head))
+        return Weights(embedding, layers, self.norm, head)
 
     def rotary(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         """cos and sin, [N, 1, d] each, for positions [N]; the first half of the sines negative."""
@@ -146,13 +155,17 @@ class Copy:
         self.versions = self._versions()
 
     def current(self) -> Tensor:
+        """With the gradient of the masters."""
+        return StandIn.apply(self.tensor_now(), *self.masters)  # pyright: ignore[reportReturnType]
+
+    def tensor_now(self) -> Tensor:
         # Not by versions alone: torch's fused optimizers change parameters without counting it.
         changed = any(m.requires_grad for m in self.masters) or self.versions != self._versions()
         if changed and not self.shared:
             for part, master in zip(self.tensor.split([len(m) for m in self.masters]), self.masters, strict=True):
                 part.copy_(master.detach())
             self.versions = self._versions()
-        return StandIn.apply(self.tensor, *self.masters)  # pyright: ignore[reportReturnType]
+        return self.tensor
 
     def _versions(self) -> list[int]:
         return [m._version for m in self.masters]
@@ -170,6 +183,28 @@ class StandIn(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
         parts = grad.split([rows for rows, _ in ctx.masters])
         return None, *(part.to(dtype) for part, (_, dtype) in zip(parts, ctx.masters, strict=True))
+
+
+def embedded(ids: Tensor, embedding: Matrix) -> Tensor:
+    """[N] -> [N, D]"""
+    return Lookup.apply(ids, *embedding)  # pyright: ignore[reportReturnType]
+
+
+class Lookup(torch.autograd.Function):
+    """F.embedding, its gradient added up in the dtype of the master: a bf16 sum stands still at 256 of its terms."""
+
+    @staticmethod
+    def forward(ctx: Any, ids: Tensor, tensor: Tensor, master: Tensor) -> Tensor:
+        ctx.save_for_backward(ids)
+        ctx.like = master.shape, torch.promote_types(master.dtype, torch.float32), master.dtype
+        return F.embedding(ids, tensor)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        [ids] = ctx.saved_tensors
+        shape, wide, narrow = ctx.like
+        of_master = torch.zeros(shape, dtype=wide, device=grad.device).index_add_(0, ids, grad.to(wide))
+        return None, None, of_master.to(narrow)
 
 
 # ---------------------------------------------------------------- what a layer computes
@@ -215,7 +250,7 @@ def packed(weights: Weights, rows: int) -> Weights:
         layer._replace(**{name: pack(getattr(layer, name)) for name in ("qkv", "attention_out", "gate_up", "down")})
         for layer in weights.layers
     ]
-    return weights._replace(layers=layers, head=pack(weights.head))
+    return weights._replace(layers=layers, head=weights.head._replace(tensor=pack(weights.head.tensor)))
 
 
 def rotary_frequencies(config: Any, head_size: int) -> Tensor:

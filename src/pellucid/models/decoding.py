@@ -6,7 +6,6 @@ said most, H query heads, K key heads, d head size, V vocabulary.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -14,12 +13,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from pellucid.models.attention import attend
-from pellucid.models.decoder import Decoder, after_attention, heads_of, linear, packed
+from pellucid.models.attention import attend, softmax
+from pellucid.models.decoder import Decoder, Matrix, after_attention, heads_of, linear, packed
 from pellucid.models.elementwise import norm
-from pellucid.models.packed import bias_of, in_line, in_rows, prompt_rows
+from pellucid.models.packed import LANES, bias_of, in_line, in_rows, prompt_rows, roomy
 
-GROWTH = 32
+GROWTH = 2 * LANES
 """Tokens of room that a cache has more each time it is full."""
 
 
@@ -61,7 +60,7 @@ class Flight:
         """[len(prompts) * copies, V] logits behind each prompt, of as many rows that join those in flight."""
         rows, lengths = prompt_rows(prompts, self.decoder.dtype, self.decoder.device)
         shape, rotary = self.decoder.shape, self.decoder.rotary(rows.positions)
-        hidden = F.embedding(rows.ids, self.plain.embedding).to(self.plain.norm.dtype)
+        hidden = F.embedding(rows.ids, self.plain.embedding.tensor).to(self.plain.norm.dtype)
         for layer, cache in zip(self.plain.layers, self.caches, strict=True):
             query, key, value = (in_rows(x, rows) for x in heads_of(layer, hidden, rotary, shape))
             hidden = after_attention(layer, hidden, in_line(attend(query, key, value, rows.bias), rows), shape)
@@ -85,7 +84,7 @@ class Flight:
             self._grow()
         shape, place, bias = self.decoder.shape, self._place(), self._bias()
         rotary = self.decoder.rotary(self.prompt_lengths[self.prompt_of] + self.said)
-        hidden = F.embedding(tokens, self.weights.embedding).to(self.weights.norm.dtype)
+        hidden = F.embedding(tokens, self.weights.embedding.tensor).to(self.weights.norm.dtype)
         for layer, cache in zip(self.weights.layers, self.caches, strict=True):
             query, key, value = heads_of(layer, hidden, rotary, shape)
             cache.keys[place], cache.values[place] = key.transpose(0, 1), value.transpose(0, 1)
@@ -97,8 +96,8 @@ class Flight:
         """Only these rows, [<= n] ascending, fly on; prompts without rows are forgotten."""
         used, self.prompt_of = self.prompt_of[rows].unique(return_inverse=True)
         self.said, self.prompt_lengths = self.said[rows], self.prompt_lengths[used]
-        size = int(self.prompt_lengths.max()) if len(used) else 0
-        room = math.ceil(int(self.said.max()) / GROWTH) * GROWTH if len(rows) else 0
+        size = roomy(int(self.prompt_lengths.max())) if len(used) else 0
+        room = roomy(int(self.said.max())) if len(rows) else 0
         for cache in self.caches:
             cache.keys, cache.values = (x[:, :, :room].index_select(1, rows) for x in (cache.keys, cache.values))
             cache.prompt_keys, cache.prompt_values = (
@@ -140,9 +139,8 @@ class Flight:
         self.seats[self.prompt_of[order], place] = order
         self.seat_of = torch.empty_like(order)
         self.seat_of[order] = self.prompt_of[order] * most + place
-        steps = torch.arange(int(self.prompt_lengths.max()), device=order.device)
-        ragged = int(self.prompt_lengths.min()) < len(steps)
-        self.prompt_bias = self._bias_of(steps < self.prompt_lengths[:, None]) if ragged else None  # [P, 1, S]
+        steps = torch.arange(roomy(int(self.prompt_lengths.max())), device=order.device)
+        self.prompt_bias = self._bias_of(steps < self.prompt_lengths[:, None])  # [P, 1, S]
         whole = len(order) == self.seats.numel()
         self.in_order = whole and bool((self.seat_of == torch.arange(len(order), device=order.device)).all())
 
@@ -153,11 +151,9 @@ class Flight:
         size = cache.prompt_keys.shape[2]
         queries = query.unflatten(1, (len(cache.keys), -1)).transpose(0, 1)  # [K, n, H / K, d]
         queries = queries.contiguous() * query.shape[-1] ** -0.5
-        of_prompt = self._by_prompt(queries) @ cache.prompt_keys.mT
+        of_prompt = (self._by_prompt(queries) @ cache.prompt_keys.mT).add_(self.prompt_bias)
         of_said = (queries @ cache.keys.mT).add_(bias)
-        if self.prompt_bias is not None:
-            of_prompt += self.prompt_bias
-        probs = torch.cat([self._by_row(of_prompt), of_said], -1).softmax(-1)
+        probs = softmax(torch.cat([self._by_row(of_prompt), of_said], -1))
         prompt = self._by_row(self._by_prompt(probs[..., :size]) @ cache.prompt_values)
         read = probs[..., size:] @ cache.values + prompt
         return read.transpose(0, 1).flatten(1)
@@ -171,8 +167,8 @@ class Flight:
         rows = x.unflatten(2, (self.seats.shape[1], -1)).flatten(1, 2)
         return rows if self.in_order else rows[:, self.seat_of]
 
-    def _logits(self, hidden: Tensor, head: Tensor) -> Tensor:
-        return linear(norm(hidden, self.plain.norm, self.decoder.shape.eps, self.decoder.dtype), head)
+    def _logits(self, hidden: Tensor, head: Matrix) -> Tensor:
+        return linear(norm(hidden, self.plain.norm, self.decoder.shape.eps, self.decoder.dtype), head.tensor)
 
 
 def joined(one: Tensor, other: Tensor) -> Tensor:

@@ -3,7 +3,8 @@
 All prompts stand first, then all responses, token after token in one dimension; only attention sees rows. The last
 token of a response predicts nothing and is left out.
 
-Shapes: N tokens in all, P prompts of at most S tokens, B rows of which T - 1 tokens are read, D hidden size.
+Shapes: N tokens in all, P prompts with room for S tokens, B rows with room for T of which they read one less than they
+have, D hidden size.
 """
 
 from __future__ import annotations
@@ -19,8 +20,13 @@ from torch.utils.checkpoint import checkpoint
 
 from pellucid.batch import Batch
 from pellucid.models.attention import attend
-from pellucid.models.decoder import Decoder, Heads, Layer, Shape, after_attention, heads_of
+from pellucid.models.decoder import Decoder, Heads, Layer, Matrix, Shape, after_attention, embedded, heads_of
 from pellucid.models.elementwise import norm
+
+LANES = 16
+"""Keys of a prompt, and of what a row has said, are padded to a multiple of so many. A softmax adds up lane by lane of
+the processor's vectors: keys that stand in the same lanes, whoever their neighbours are, add up to the same bits.
+"""
 
 
 class Rows(NamedTuple):
@@ -51,7 +57,7 @@ class Layout(NamedTuple):
 def prompt_rows(prompts: Sequence[Sequence[int]], dtype: torch.dtype, device: torch.device) -> tuple[Rows, Tensor]:
     """And the lengths [P]."""
     lengths = torch.tensor([len(ids) for ids in prompts], device=device)
-    steps = torch.arange(int(lengths.max()), device=device)
+    steps = torch.arange(roomy(max(map(len, prompts))), device=device)
     real = steps < lengths[:, None]
     ids = torch.tensor([token for row in prompts for token in row], device=device)
     seen = (steps <= steps[:, None]).expand(len(prompts), -1, -1)
@@ -62,9 +68,10 @@ def layout_of(batch: Batch, dtype: torch.dtype, device: torch.device) -> Layout:
     used, prompt_of = (x.to(device) for x in batch.prompt_of.unique(return_inverse=True))
     prompts, lengths = prompt_rows([batch.prompt_ids[p] for p in used.tolist()], dtype, device)
     mask = batch.mask.to(device)
-    read = mask[:, 1:]  # token t is read where there is a token t + 1
+    unread = roomy(mask.shape[1] - 1) - mask.shape[1] + 1
+    read = F.pad(mask[:, 1:], (0, unread))  # token t is read where there is a token t + 1
     steps = torch.arange(read.shape[1], device=device)
-    of_prompt = torch.arange(int(lengths.max()), device=device) < lengths[prompt_of, None]
+    of_prompt = torch.arange(prompts.bias.shape[-1], device=device) < lengths[prompt_of, None]
     seen = torch.cat(
         [
             of_prompt[:, None].expand(-1, len(steps), -1),
@@ -73,15 +80,20 @@ def layout_of(batch: Batch, dtype: torch.dtype, device: torch.device) -> Layout:
         -1,
     )
     responses = Rows(
-        ids=batch.response_ids[:, :-1].to(device)[read],
+        ids=F.pad(batch.response_ids[:, :-1].to(device), (0, unread))[read],
         positions=(lengths[prompt_of, None] + steps)[read],
         places=read.flatten().nonzero()[:, 0],
         bias=bias_of(seen, dtype),
     )
     order = torch.zeros(read.shape, dtype=torch.long, device=device)
     order[read] = len(prompts.ids) + torch.arange(len(responses.ids), device=device)
+    order = order[:, : mask.shape[1] - 1]
     last_of_prompt = (lengths.cumsum(0) - 1)[prompt_of, None]
     return Layout(prompts, responses, prompt_of, torch.cat([last_of_prompt, order], 1)[mask])
+
+
+def roomy(length: int) -> int:
+    return -(-length // LANES) * LANES
 
 
 def bias_of(seen: Tensor, dtype: torch.dtype) -> Tensor:
@@ -108,7 +120,7 @@ def compiled(backend: str = "inductor") -> Pieces:
 
 def hidden_states(
     decoder: Decoder, batch: Batch, recompute: bool = False, pieces: Pieces = PLAIN
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, Matrix]:
     """[N, D] states that predict the N response tokens of a batch, row by row, and the head [V, D] that reads them.
 
     recompute: keep only the residual stream of each layer for the backward pass.
@@ -117,12 +129,12 @@ def hidden_states(
     weights = decoder.weights()
     rotary = decoder.rotary(torch.cat([layout.prompts.positions, layout.responses.positions]))
     ids = torch.cat([layout.prompts.ids, layout.responses.ids])
-    hidden = F.embedding(ids, weights.embedding).to(weights.norm.dtype)
+    hidden = embedded(ids, weights.embedding).to(weights.norm.dtype)
     for layer in weights.layers:
         arguments = (layer, hidden, rotary, layout, decoder.shape, pieces)
         hidden = checkpoint(through_layer, *arguments, use_reentrant=False) if recompute else through_layer(*arguments)
     hidden = hidden.index_select(0, layout.sources)
-    return norm(hidden, weights.norm, decoder.shape.eps, weights.head.dtype), weights.head
+    return norm(hidden, weights.norm, decoder.shape.eps, decoder.dtype), weights.head
 
 
 def through_layer(
@@ -142,7 +154,7 @@ def group_attention(heads: Heads, layout: Layout) -> Tensor:
         query, own_key, own_value = (in_rows(x[count:], responses) for x in heads)
         key = torch.cat([key.index_select(0, layout.prompt_of), own_key], 2)
         value = torch.cat([value.index_select(0, layout.prompt_of), own_value], 2)
-        read.append(in_line(attend(query, key, value, responses.bias), responses))
+        read.append(in_line(attend(query, key, value, responses.bias, shared=prompts.bias.shape[-1]), responses))
     return torch.cat(read)
 
 

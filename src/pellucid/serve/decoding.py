@@ -15,7 +15,7 @@ from pellucid.serve import engine as engines
 from pellucid.serve.engine import Engine, Piece
 from pellucid.serve.messages import Sampling
 from pellucid.settings import GRPOConfig
-from pellucid.types import Prompt, Task
+from pellucid.types import Prompt, Task, UserError
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,10 @@ class Decoding:
     """A request on its way: an async iterator of its pieces. Leaving it early frees its rows."""
 
     def __init__(self, served: Served, prompt: Prompt, settings: Sampling, max_tokens: int | None) -> None:
-        self.served, self.prompt_ids = served, served.policy.encode(prompt)
+        try:
+            self.served, self.prompt_ids = served, served.policy.encode(prompt)
+        except UserError as error:
+            raise RequestError(400, str(error)) from error
         room = served.policy.context_length - len(self.prompt_ids)
         wanted = max_tokens or min(served.max_tokens, room)
         if room < 1 or wanted > room:

@@ -6,13 +6,12 @@ import asyncio
 from collections.abc import Sequence
 from typing import Any
 
-import torch
-
-from pellucid.advantages import ADVANTAGES, Grades
+from pellucid.advantages import advantages_of
+from pellucid.batch import grades_of
 from pellucid.serve.decoding import Decoding, RequestError, Served
 from pellucid.serve.messages import GroupRequest, Sampling
 from pellucid.settings import GRPOConfig
-from pellucid.types import Completion, Prompt, Reward
+from pellucid.types import Completion, Group, Prompt, Reward
 
 
 async def group(served: Served, request: GroupRequest) -> dict[str, Any]:
@@ -23,8 +22,8 @@ async def group(served: Served, request: GroupRequest) -> dict[str, Any]:
     answers = await decoding.answers()
     completions = [Completion(a.token_ids, a.logprobs, a.text, a.reason == "stop") for a in answers]
     rewards = await asyncio.to_thread(graded, served, prompt, completions) if gradable(served, request) else []
-    values = [reward.value for reward in rewards]
-    compared = advantages(served.algorithm, rewards, completions) if rewards else [None] * len(answers)
+    record = Group(prompt, decoding.prompt_ids, tuple(completions), tuple(rewards))
+    compared = advantages(served.algorithm, record) if rewards else [None] * len(answers)
     return {
         "question": prompt.question,
         "answer": prompt.answer,
@@ -35,8 +34,8 @@ async def group(served: Served, request: GroupRequest) -> dict[str, Any]:
                 "tokens": len(a.token_ids),
                 "finished": a.reason == "stop",
                 "logprob": sum(a.logprobs),
-                "reward": values[i] if rewards else None,
-                "parts": dict(rewards[i].parts) if rewards else {},
+                "reward": rewards[i].value if rewards and not rewards[i].failed else None,
+                "parts": dict(rewards[i].parts) if rewards and not rewards[i].failed else {},
                 "advantage": compared[i],
             }
             for i, a in enumerate(answers)
@@ -63,9 +62,6 @@ def group_prompt(served: Served, request: GroupRequest) -> Prompt:
     return served.task.sample(request.number, 1)[0]
 
 
-def advantages(cfg: GRPOConfig, rewards: Sequence[Reward], completions: Sequence[Completion]) -> list[float]:
-    values = torch.tensor([[reward.value for reward in rewards]], dtype=torch.float64)
-    right = torch.tensor([[float(reward.is_correct) for reward in rewards]], dtype=torch.float64)
-    lengths = torch.tensor([[len(c.token_ids) for c in completions]], dtype=torch.float64)
-    grades = Grades(values, right, lengths, values[..., None], torch.ones(1, len(rewards), 1, dtype=torch.float64))
-    return ADVANTAGES[cfg.advantage](grades, cfg)[0].tolist()
+def advantages(cfg: GRPOConfig, group: Group) -> list[float]:
+    grades = grades_of([group])
+    return advantages_of(grades, grades.rewards, cfg)[0].tolist()

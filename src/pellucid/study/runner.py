@@ -13,12 +13,12 @@ from dataclasses import dataclass, field
 from io import TextIOWrapper
 from pathlib import Path
 
-from pellucid.folder import records
+from pellucid.folder import finished, records
 from pellucid.interrupts import INTERRUPTED, stop_requests
 from pellucid.locks import locked, note_holder
 from pellucid.report import counted
 from pellucid.study import plan
-from pellucid.study.cells import check, clear, finished, resuming, tidy
+from pellucid.study.cells import check, clear, resuming, tidy
 from pellucid.study.plan import Cell, Study
 from pellucid.study.runs import shown_command, write_plan
 from pellucid.types import UserError

@@ -10,9 +10,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from pellucid.folder import Record, evaluations, read_config, records
+from pellucid.folder import Record, evaluations, finished, read_config, records
 from pellucid.report import at
-from pellucid.study.cells import finished
 from pellucid.study.plan import Cell
 from pellucid.tasks import did_you_mean
 from pellucid.types import UserError

@@ -9,7 +9,7 @@ from random import Random
 from statistics import fmean
 from typing import Any, Literal
 
-from pellucid.metrics import equal_rewards, is_graded
+from pellucid.metrics import equal_rewards
 from pellucid.tasks.prefixed import Prefixed
 from pellucid.tasks.wrappers import layers, with_split
 from pellucid.types import Completion, Group, Prompt, Reward, UserError
@@ -154,7 +154,7 @@ class Curriculum:
         )
 
     def _measure(self, q: int, group: Group, step: int) -> None:
-        memory, graded = self.memory, [reward for reward in group.rewards if is_graded(reward)]
+        memory, graded = self.memory, [reward for reward in group.rewards if not reward.failed]
         if not graded or (self.order == "described" and q in memory.accuracy):
             return
         accuracy = fmean(reward.is_correct for reward in graded)

@@ -15,7 +15,7 @@ from typing import Any, Literal
 from pellucid.tasks.answers import last_number
 from pellucid.tasks.rewards import COMPARE_WITH_GOLD, RewardTerm, compiled, grade, labels
 from pellucid.tasks.rows import Row, column_text, column_value, is_file_name, rows_of
-from pellucid.types import Completion, Message, Prompt, Reward, UserError
+from pellucid.types import ROUND, Completion, Message, Prompt, Reward, UserError
 
 _FIELD = re.compile(r"\{\{([^{}]*)\}\}|\{([^{}]+)\}")
 
@@ -92,10 +92,16 @@ class Dataset:
         return any(term.name in COMPARE_WITH_GOLD for term in self.rewards)
 
     def sample(self, step: int, n: int) -> list[Prompt]:
-        """The next n rows of an endless walk that shuffles anew each epoch and misses no row."""
+        """The next n rows of an endless walk that shuffles anew each epoch and misses no row.
+
+        Another round of the step goes on elsewhere in the same epoch, so as to meet none of its rows again.
+        """
         rows = split_prompts(self)
-        places = (divmod(step * n + i, len(rows)) for i in range(n))
-        chosen = (rows[permutation(f"{self.seed}/{self.split}/{epoch}", len(rows))[i]] for epoch, i in places)
+        number, walked = divmod(step, ROUND)
+        jump = number * round(0.618 * len(rows))  # by the golden ratio: however many rounds, they keep apart
+        places = (divmod(walked * n + i, len(rows)) for i in range(n))
+        orders = ((permutation(f"{self.seed}/{self.split}/{epoch}", len(rows)), i) for epoch, i in places)
+        chosen = (rows[order[(i + jump) % len(rows)]] for order, i in orders)
         return [replace(prompt, id=f"{self.split}/{step}/{i}") for i, prompt in enumerate(chosen)]
 
     def reward(self, prompt: Prompt, completion: Completion) -> Reward:

@@ -13,7 +13,7 @@ from random import Random
 from typing import Any, Literal
 
 from pellucid.tasks.wrappers import innermost, layers, with_split
-from pellucid.types import Completion, Group, Prompt, Reward, UserError, observer
+from pellucid.types import ROUND, Completion, Group, Prompt, Reward, UserError, observer
 
 SOURCES = ("teacher", "student")
 _UNSPACED = r"\u3040-\u30ff\u3400-\u9fff"
@@ -48,8 +48,7 @@ class Prefixed:
     shortest: float = 1.0
     """The share that a group gets is drawn between shortest * length and length."""
     schedule: Literal["constant", "cosine"] = "constant"
-    """cosine: `length` falls to 0 over schedule_steps, and stays there. Later rounds of dynamic sampling go by the
-    numbers of later steps."""
+    """cosine: `length` falls to 0 over schedule_steps, and stays there."""
     schedule_steps: int = 0
     """Of schedule = "cosine"."""
 
@@ -116,7 +115,7 @@ class Prefixed:
         rng = Random(f"prefixed/{self.seed}/{step}/{prompt.id}")
         if rng.random() < self.dropout:
             return prompt
-        share = self.share(step) * rng.uniform(self.shortest, 1.0)
+        share = self.share(step % ROUND) * rng.uniform(self.shortest, 1.0)
         whole = self._whole(prompt, rng)
         prefix = words(whole, share)
         # A teacher's prefix is the beginning of an answer; a working, all of it, is an answer.

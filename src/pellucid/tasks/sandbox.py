@@ -163,8 +163,11 @@ WORKER: dict[str, Any] = {}
 
 
 def prepare_worker() -> None:
-    # Ctrl-C reaches every process of the terminal; the parent decides what it means.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    # Ctrl-C reaches every process of the terminal, a supervisor's SIGTERM every one of the service; the parent decides
+    # what it means, and finishes a step for which it needs this one.
+    for name in ("SIGINT", "SIGTERM", "SIGHUP"):
+        if hasattr(signal, name):
+            signal.signal(getattr(signal, name), signal.SIG_IGN)
     threading.Thread(target=exit_with_parent, daemon=True).start()
 
 
