@@ -154,6 +154,9 @@ class OneProcessRuntime:
     def sum(self, x):
         return x
 
+    def fit(self, compute, rows):
+        return compute(rows)
+
     def accumulate(self, micro_batches):
         yield from micro_batches
 

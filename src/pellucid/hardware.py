@@ -89,6 +89,12 @@ def matmul_tflops(dtype: torch.dtype, size: int = 512, repeats: int = 10, thread
     return 2 * size**3 / min(seconds) / 1e12
 
 
+def out_of_memory(error: Exception) -> bool:
+    """On a CUDA device it has a class of its own; on others it is told by its words."""
+    words = ("DefaultCPUAllocator", "MPS backend out of memory")
+    return isinstance(error, torch.OutOfMemoryError | MemoryError) or any(word in str(error) for word in words)
+
+
 def keep_freed_memory() -> bool:
     """Tells glibc to keep freed memory for the next tensor instead of returning it page by page.
 

@@ -38,6 +38,7 @@ from pellucid.models.drawing import WHOLE
 from pellucid.policy import Policy
 from pellucid.profile import profiled
 from pellucid.report import write_report
+from pellucid.runtime import needing_others
 from pellucid.snapshot import restore, save
 from pellucid.tasks.wrappers import with_split
 from pellucid.types import Evaluation, Group, Logger, UserError
@@ -61,7 +62,7 @@ def train(cfg: Config, run_dir: Path, resumed: Changes | None = None, profile: b
             parts = compose(cfg)
             evaluation = begin(cfg, run_dir, parts, resumed)
         log = open_logs(cfg, run_dir, parts.state.step) if parts.runtime.main else loggers.Loggers([])
-        with closing(log):
+        with closing(log), needing_others(run_dir):
             if evaluation:
                 log.log_evaluation(0, evaluation)
             stopped = follow(cfg, run_dir, parts, log, requests, profile)

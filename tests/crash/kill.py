@@ -102,13 +102,12 @@ class Subject:
         return CONFIGURATIONS[self.name]
 
     def command(self, into: Path) -> list[str]:
-        """From nothing, or from what is there: the same command for a study, `--resume` for a run with a checkpoint."""
+        """What begins it or, with what is there, goes on: `--resume` for a run with a checkpoint, else the same again."""
         start = [sys.executable, *LAUNCH[self.configuration.processes], "pellucid"]
         if self.configuration.study:
             return [*start, "study", str(self.folder / "study.toml"), "--into", str(into), "--keep-models"]
         if any(newest(run_dir) for run_dir in self.runs(into)):
             return [*start, "train", "--resume", str(into)]
-        shutil.rmtree(into, ignore_errors=True)
         recipe = str(self.folder / "recipe.toml")
         return [*start, "train", recipe, "--run", str(into), *SETTINGS, *self.configuration.settings.split()]
 

@@ -11,11 +11,14 @@ import subprocess
 import sys
 import time
 from contextlib import contextmanager
+from pathlib import Path
 
 import pytest
+import torch
 
 from conftest import records, tiny_recipe
-from pellucid import checkpoint, loggers, run
+from pellucid import boards, checkpoint, loggers, run
+from pellucid.folder import checkpoints, step_of
 from pellucid.policy import Policy
 from test_run import same_run, train
 
@@ -29,6 +32,14 @@ def whole(tmp_path_factory, model_dir):
     folder = tmp_path_factory.mktemp("whole")
     assert train(tiny_recipe(folder / "tiny.toml", model_dir), "--run", folder / "run", *SETTINGS) == 0
     return folder / "run"
+
+
+def complaint(errors):
+    """The one line that is told; libraries draw progress bars when nobody has told them not to."""
+    told = [line for line in errors.split("\n") if line and "it/s]" not in line]
+    assert len(told) == 1, errors
+    assert told[0].startswith("pellucid: ")
+    return told[0]
 
 
 @contextmanager
@@ -79,11 +90,12 @@ WRITES = {
     "metrics.jsonl": (loggers.Jsonl, "log", 4, full_device),
     "evals.jsonl": (loggers.Jsonl, "log_evaluation", 2, no_room),
     **{f"file {n} of a checkpoint": (checkpoint, "save_file", 4 + n, no_room) for n in range(1, 5)},
-    "state.json": (checkpoint, "_to_disk", 2, no_room),
+    "state.json": (Path, "write_text", 4, no_room),
+    "SHA256SUMS": (Path, "write_text", 5, no_room),
     "model": (Policy, "save", 1, no_room),
 }
 SHOWN = {
-    "tensorboard": (loggers.TensorBoard, "log", 4, no_room),
+    "tensorboard": (boards.TensorBoard, "log", 4, no_room),
     "report.html": (run, "write_report", 1, no_room),
 }
 
@@ -94,22 +106,88 @@ def test_a_full_disk_at_any_write_is_one_line_and_loses_nothing(recipe, tmp_path
     with monkeypatch.context() as patched:
         during(patched, *WRITES[write])
         assert train(recipe, "--run", run_dir, *SETTINGS) == 2
-    [line] = capsys.readouterr().err.splitlines()
-    assert line.startswith("pellucid: ")
+    line = complaint(capsys.readouterr().err)
     assert "File too large" in line or "No space left" in line
-    if checkpoint.found(run_dir):
-        assert train("--resume", run_dir) == 0
-    else:
-        assert train(recipe, "--run", run_dir, *SETTINGS) == 0
+    assert train(*(["--resume", run_dir] if checkpoints(run_dir) else [recipe, "--run", run_dir, *SETTINGS])) == 0
     same_run(whole, run_dir)
 
 
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")  # TensorBoard's own thread
 @pytest.mark.parametrize("write", SHOWN)
 def test_a_full_disk_where_a_run_is_only_shown_costs_a_line(recipe, tmp_path, monkeypatch, capsys, whole, write):
     during(monkeypatch, *SHOWN[write])
     assert train(recipe, "--run", tmp_path / "run", *SETTINGS) == 0
     assert "could not be shown (OSError" in capsys.readouterr().out
     same_run(whole, tmp_path / "run")
+
+
+# ---------------------------------------------------------------- memory
+
+ON_POLICY = ["--algorithm.epochs", 1, "--algorithm.minibatches", 1, "--algorithm.kl_coef", 0]
+
+
+def starved(monkeypatch, when):
+    """The allocator refuses, in its own words, what the forward passes ask for of which `when` says so."""
+    score = Policy.score
+
+    def scored(self, batch):
+        scores = score(self, batch)
+        if when(len(batch)):
+            torch.empty(2**60, dtype=torch.uint8)
+        return scores
+
+    monkeypatch.setattr(Policy, "score", scored)
+
+
+@pytest.fixture
+def in_fours(recipe, tmp_path):
+    """A run whose micro-batches have four rows from the start."""
+    run_dir = tmp_path / "fours"
+    assert train(recipe, "--run", run_dir, *SETTINGS, *ON_POLICY, "--algorithm.micro_batch", 4) == 0
+    return run_dir
+
+
+def test_where_memory_runs_out_the_step_is_made_again_in_smaller_parts(recipe, tmp_path, monkeypatch, capsys, in_fours):
+    run_dir, calls, update = tmp_path / "run", iter(range(100)), run.grpo.update
+
+    def dying(*arguments):
+        if len(records(run_dir / "metrics.jsonl")) == 3:
+            raise KeyboardInterrupt
+        return update(*arguments)
+
+    with monkeypatch.context() as patched:
+        starved(patched, lambda rows: next(calls) == 1)  # the gradients of the first micro-batch are there
+        patched.setattr(run.grpo, "update", dying)
+        assert train(recipe, "--run", run_dir, *SETTINGS, *ON_POLICY, "--algorithm.micro_batch", 8) == 130
+    ran_out = "! memory ran out with 8 rows in one forward pass: 4 from now on, as of algorithm.micro_batch = 4"
+    assert capsys.readouterr().out.splitlines().count(ran_out) == 1
+    assert train("--resume", run_dir) == 0
+    assert "! memory ran out before: 4 rows in a forward pass at most" in capsys.readouterr().out
+    same_run(in_fours, run_dir)
+
+
+def test_old_log_probs_too_are_computed_in_smaller_parts(recipe, tmp_path, monkeypatch, capsys):
+    small, large = tmp_path / "small", tmp_path / "large"
+    assert train(recipe, "--run", small, *SETTINGS, "--algorithm.micro_batch", 2) == 0
+    starved(monkeypatch, lambda rows: rows > 3)
+    assert train(recipe, "--run", large, *SETTINGS, "--algorithm.micro_batch", 0) == 0
+    assert capsys.readouterr().out.count("! memory ran out") == 3, "16 rows, 8 and 4"
+    same_run(small, large)
+
+
+def test_a_row_that_does_not_fit_is_told_with_what_would_make_room(recipe, tmp_path, monkeypatch, capsys):
+    starved(monkeypatch, lambda rows: True)
+    assert train(recipe, "--run", tmp_path / "run", *SETTINGS) == 2
+    assert "policy.gradient_checkpointing" in complaint(capsys.readouterr().err)
+
+
+def test_what_is_no_lack_of_memory_is_not_taken_for_it(recipe, tmp_path, monkeypatch):
+    def mistaken(self, batch):
+        return torch.zeros(2) @ torch.zeros(3)
+
+    monkeypatch.setattr(Policy, "score", mistaken)
+    with pytest.raises(RuntimeError, match="inconsistent tensor size"):
+        train(recipe, "--run", tmp_path / "run")
 
 
 # ---------------------------------------------------------------- a folder that cannot be written
@@ -131,8 +209,8 @@ def test_a_read_only_folder_is_one_line(recipe, tmp_path):
         check=False,
     )
     assert refused.returncode == 2
-    [line] = refused.stderr.splitlines()
-    assert line.startswith(f"pellucid: {tmp_path / 'shut'}")
+    line = complaint(refused.stderr)
+    assert str(tmp_path / "shut") in line
     assert "Permission denied" in line
 
 
@@ -156,7 +234,7 @@ def test_sigterm_saves_and_ends(recipe, tmp_path, monkeypatch, whole):
     with monkeypatch.context() as patched:
         signalled(patched, 3, signal.SIGTERM)
         assert train(recipe, "--run", run_dir, *SETTINGS) == 130
-    assert [path.name for path in checkpoint.found(run_dir)][-1] == "step-000003"
+    assert [path.name for path in checkpoints(run_dir)][-1] == "step-000003"
     assert train("--resume", run_dir) == 0
     same_run(whole, run_dir)
 
@@ -166,7 +244,7 @@ def test_a_second_ctrl_c_ends_at_once_and_the_run_goes_on_from_its_checkpoint(re
     with monkeypatch.context() as patched:
         signalled(patched, 4, signal.SIGINT, signal.SIGINT)
         assert train(recipe, "--run", run_dir, *SETTINGS) == 130
-    assert [path.name for path in checkpoint.found(run_dir)][-1] == "step-000002"
+    assert [path.name for path in checkpoints(run_dir)][-1] == "step-000002"
     assert len(records(run_dir / "metrics.jsonl")) == 3
     assert train("--resume", run_dir) == 0
     same_run(whole, run_dir)
@@ -191,14 +269,12 @@ def ranks(tmp_path, arguments, program=PELLUCID):
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     where = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1"}
-    return [
-        subprocess.Popen(
-            [*program, *map(str, arguments)],
-            env={**os.environ, **where, "RANK": str(rank), "LOCAL_RANK": str(rank)},
-            stderr=(tmp_path / f"errors-{rank}").open("w"),
-        )
-        for rank in (0, 1)
-    ]
+    processes = []
+    for rank in (0, 1):
+        env = {**os.environ, **where, "RANK": str(rank), "LOCAL_RANK": str(rank)}
+        with (tmp_path / f"errors-{rank}").open("w") as errors:
+            processes.append(subprocess.Popen([*program, *map(str, arguments)], env=env, stderr=errors))
+    return processes
 
 
 IMPATIENT = """
@@ -222,15 +298,15 @@ def test_when_a_process_dies_or_hangs_the_others_end_with_one_line(recipe, tmp_p
         for process in both:
             process.kill()
             process.wait()
-    [line] = (tmp_path / f"errors-{1 - victim}").read_text().splitlines()
-    assert line.startswith("pellucid: another process of this run has ended or does not answer")
+    line = complaint((tmp_path / f"errors-{1 - victim}").read_text())
+    assert "another process of this run has ended or does not answer" in line
     assert f"--resume {run_dir}" in line
-    _, facts = checkpoint.load(checkpoint.found(run_dir)[-1])
+    _, facts = checkpoint.load(checkpoints(run_dir)[-1])
     assert len(facts["random"]) == 2
 
 
 def steps_of(run_dir):
-    return len(checkpoint.found(run_dir)) and int(checkpoint.found(run_dir)[-1].name[5:])
+    return max(map(step_of, checkpoints(run_dir)), default=0)
 
 
 def until(condition, *processes):
