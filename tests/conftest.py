@@ -21,6 +21,7 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
+import simulated_device
 from pellucid.policy import Policy
 from pellucid.types import Completion, Prompt, Reward
 
@@ -153,6 +154,9 @@ class OneProcessRuntime:
     def sum(self, x):
         return x
 
+    def fit(self, compute, rows):
+        return compute(rows)
+
     def accumulate(self, micro_batches):
         yield from micro_batches
 
@@ -173,6 +177,15 @@ class OneProcessRuntime:
             "skipped": 0.0,
             "idle": 0.0,
         }
+
+
+@pytest.fixture
+def gpu():
+    """A simulated one, entered."""
+    if simulated_device.A_REAL_ONE:
+        pytest.skip("there is a real one")
+    with simulated_device.Device() as device:
+        yield device
 
 
 @pytest.fixture(autouse=True)

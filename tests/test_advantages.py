@@ -191,6 +191,12 @@ def test_at_just_a_std_from_the_mean_a_length_is_medium():
     same(advantages("length_grouped_literal", rewards, lengths=lengths), [[1.0] * 4 + [-1.0] * 4])
 
 
+def test_the_std_of_the_lengths_is_that_of_all_there_are():
+    """Lengths 10 - 6, 10 - 5, 10 + 5 and 10 + 6: the population std is 5.5, the sample std 6.4."""
+    measured = advantages("length_grouped_literal", [[0.0, 1.0, 0.0, 1.0]], lengths=[[4, 5, 15, 16]])
+    same(measured, [[0.0, 1.0, -1.0, 0.0]])
+
+
 def test_the_literal_form_by_hand():
     """Lengths 1, 1, 10, 10, 10, 10, 19, 19: mean 10, std 6.4; cells of 2, 4 and 2."""
     rewards = [[1.0, 0.0, 1.0, 0.0, 0.0, 0.0, 1.0, 1.0]]

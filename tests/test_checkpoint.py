@@ -6,14 +6,16 @@ import json
 import random
 import shutil
 import subprocess
+from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
 
 from pellucid import checkpoint
+from pellucid.batch import collate
 from pellucid.folder import checkpoints
-from pellucid.types import UserError
+from pellucid.types import Completion, Group, Prompt, UserError
 
 TENSORS = {"policy": {"a": torch.arange(6.0).view(2, 3).T}, "optimizer": {"a/step": torch.tensor(3.0)}}
 
@@ -63,6 +65,33 @@ def test_a_damaged_checkpoint_is_one_clear_line(tmp_path, file):
     (folder / file).write_bytes((folder / file).read_bytes()[:10])
     with pytest.raises(UserError, match="step-000003 is damaged"):
         checkpoint.load(folder)
+
+
+def test_replayed_rollouts_come_back_as_they_were(tmp_path):
+    """Of every process its own, with all that is known of prompts and prefixes."""
+
+    def rollouts(*tokens, **of_prefix):
+        completions = tuple(Completion((t,) * n, (-0.5,) * n, "", True) for n, t in enumerate(tokens, 1))
+        batch = collate([Group(Prompt("p", "?"), (7, 8), completions, **of_prefix)], torch.device("cpu"))
+        return replace(batch, old_logprobs=batch.sampler_logprobs - 1, advantages=torch.arange(float(len(tokens))))
+
+    ranks = [
+        [(4, rollouts(1, 2, prefix_length=1, prefix_end=5)), (3, rollouts(3, 4))],
+        [(4, rollouts(6, 7, 8, prefix_length=2))],
+    ]
+    tensors, facts = checkpoint.pack_replay(ranks)
+    saved, kept = checkpoint.load(checkpoint.save(tmp_path, 5, tensors, {"replay": facts}, 1))
+    for rank, expected in enumerate(ranks):
+        found = checkpoint.unpack_replay(saved, kept["replay"], rank)
+        assert [step for step, _ in found] == [step for step, _ in expected]
+        for (_, mine), (_, theirs) in zip(found, expected, strict=True):
+            assert checkpoint.of_prompts(mine) == {
+                "prompt_ids": theirs.prompt_ids,
+                "prefix_lengths": theirs.prefix_lengths,
+                "prefix_ends": theirs.prefix_ends,
+            }
+            assert mine.tensors().keys() == theirs.tensors().keys()
+            assert all(torch.equal(mine.tensors()[name], x) for name, x in theirs.tensors().items())
 
 
 def test_every_generator_goes_on_where_it_was():

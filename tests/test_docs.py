@@ -29,13 +29,13 @@ def test_every_line_beside_an_equation_stands_in_its_file():
         assert line.strip("`") in source, equation
 
 
-@pytest.mark.parametrize("name", ["sharp-edges", "kl", "algorithm", "variants"])
+@pytest.mark.parametrize("name", ["sharp-edges", "kl", "algorithm", "variants", "platforms", "reliability"])
 def test_every_test_that_is_named_exists(name):
     text = Path(f"docs/{name}.md").read_text()
     tests = "".join(path.read_text() for path in Path("tests").rglob("test_*.py"))
     for named in re.findall(r"`(test_\w+)`", text):
         assert f"def {named}(" in tests, named
-    for file in re.findall(r"`(tests/\w+\.py)`", text):
+    for file in re.findall(r"`(tests/[\w/]+\.py)`", text):
         assert Path(file).exists(), file
 
 

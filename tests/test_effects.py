@@ -136,6 +136,24 @@ def test_the_bound_is_wide_where_a_group_is_right_less_often_than_the_step():
     )
 
 
+def test_a_group_is_compared_with_those_of_all_processes():
+    """Right 1 of 2 here and 0 of 2 in the other process: the mean is .25, and the bound .2 (1 - .25)."""
+    answer = Completion((1,), (0.0,), "", True)
+    mine, other = (
+        Group(Prompt(name, "?"), (0,), (answer, answer), (Reward(value), Reward(0.0)))
+        for name, value in (("mine", 1.0), ("other", 0.0))
+    )
+
+    class OneOfTwo(OneProcessRuntime):
+        def gather(self, items):
+            return [*items, other]
+
+    cfg = GRPOConfig(group_size=2, clip_difficulty=1.0)
+    batch = collate([mine], torch.device("cpu"))
+    judged = grpo.judged(batch, [mine], torch.zeros(1, 2), OneOfTwo(), cfg)
+    assert judged.clip_high.tolist() == pytest.approx([0.15, 0.15])
+
+
 def test_it_goes_with_the_clipped_objective_alone():
     with pytest.raises(ValueError, match="clip_difficulty"):
         GRPOConfig(objective="gspo", clip_difficulty=1.0)

@@ -8,6 +8,7 @@ import math
 import pytest
 
 from conftest import CountDigits, make_policy
+from pellucid import evaluate as evaluation_module
 from pellucid.evaluate import OneProcess, estimate, evaluate, held_out, pass_at
 from pellucid.samplers.native import Native
 from pellucid.types import Prompt
@@ -56,6 +57,18 @@ def test_an_evaluation_counts_right_answers():
     assert evaluation.pass_at_k.value == pytest.approx(sum(pass_at(3, 6, c) for c in right) / 10)
     assert evaluation.greedy.value in {i / 10 for i in range(11)}
     assert evaluated(k=3, samples=6)[0] == evaluation, "the same policy, the same numbers"
+
+
+@pytest.mark.parametrize("rows", [1, 7, 30])
+def test_how_many_rows_are_decoded_together_changes_no_sample(monkeypatch, rows):
+    """Ten prompts of six samples: at most 128 rows together, or 1, or 6 of 7, or 30."""
+    whole = evaluated(k=3, samples=6)
+    monkeypatch.setattr(evaluation_module, "MAX_ROWS", rows)
+    chunked = evaluated(k=3, samples=6)
+    assert [[c.token_ids for c in g.completions] for g in chunked[1]] == [
+        [c.token_ids for c in g.completions] for g in whole[1]
+    ]
+    assert chunked[0] == whole[0]
 
 
 def test_answers_stand_in_the_order_of_their_questions():

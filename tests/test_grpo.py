@@ -21,6 +21,7 @@ from pellucid.runtime import Runtime
 from pellucid.samplers.native import Native
 from pellucid.settings import AdamWConfig, GRPOConfig
 from pellucid.types import ROUND, Completion, Group, Prompt, Reward, UserError
+from small_policy import batch_of
 
 F64 = torch.float64
 AXES = [{"aggregate": "token"}, {"aggregate": "sequence"}, {"aggregate": "constant"}]
@@ -290,6 +291,23 @@ def test_the_sampler_correction_weighs_the_gradient_and_is_counted():
     assert "sampler/corrected" not in gradients_of(policy, batch, GRPOConfig())[1]
 
 
+def test_what_is_measured_is_measured_between_the_right_two():
+    """One token: pi .5, at the start of the update .25, sampler .2, reference .8. k3 is .8 / .5 - 1 - log(.8 / .5)."""
+    pi, old, sampler, ref = (torch.tensor([[p]], dtype=F64).log() for p in (0.5, 0.25, 0.2, 0.8))
+    cfg = GRPOConfig(epochs=2, kl="k2", kl_in="loss", kl_coef=0.1)
+    ones = torch.ones(1, 1, dtype=F64)
+    batch = replace(
+        batch_of(ones.bool(), old_logprobs=old, ref_logprobs=ref, advantages=ones[0], weights=ones),
+        sampler_logprobs=sampler,
+    )
+    _, metrics = loss_terms(Scores(pi, torch.zeros_like(pi)), batch, cfg)
+    assert float(metrics["ratio/mean"]) == pytest.approx(2.0)
+    assert float(metrics["sampler/gap_mean"]) == pytest.approx(math.log(1.25))
+    assert float(metrics["kl"]) == pytest.approx(0.6 - math.log(1.6))
+    measured = loss_terms(Scores(pi, torch.zeros_like(pi), torch.full_like(pi, 0.3)), batch, replace(cfg, kl="exact"))
+    assert float(measured[1]["kl"]) == pytest.approx(0.3)
+
+
 # ---------------------------------------------------------------- several inner steps
 
 
@@ -396,6 +414,22 @@ def test_dead_groups_are_refilled_from_other_prompts_to_a_constant_batch():
     kept = sum(len(completion.token_ids) for group in groups for completion in group.completions)
     assert drawn.pop("tokens") > 1.2 * kept, "what is thrown away was sampled too"
     assert drawn == {"groups/drawn": 8, "groups/drawn_dead": 0.5}
+
+
+def test_a_group_within_min_spread_makes_room_too():
+    """Rewards that differ by some 1e-4, as a small term for brevity lets them."""
+
+    class Brief(Coin):
+        def reward(self, prompt, completion):
+            return Reward(sum(completion.token_ids) * (1e-6 if prompt.columns["dead"] else 1.0))
+
+    half = Brief(lambda step, i: i % 2 == 0)
+    groups, drawn = run_rollout(half, max_rounds=5, steps=10, min_spread=0.01)
+    assert [g.prompt.columns["dead"] for g in groups] == [False] * 4
+    assert drawn["groups/drawn_dead"] == 0.5
+    groups, drawn = run_rollout(half, max_rounds=5, steps=10)
+    assert [g.prompt.columns["dead"] for g in groups] == [True, False] * 2
+    assert drawn["groups/drawn_dead"] == 0.0
 
 
 @pytest.mark.parametrize(("rounds", "seen"), [(1, 4), (5, 8)])

@@ -30,15 +30,44 @@ def test_values_and_gradients_equal_plain_autograd(monkeypatch, inputs, tokens_a
     monkeypatch.setattr(logprobs, "MANY", 29 * tokens_at_once)
     monkeypatch.setattr(logprobs, "FEW", 29 * max(1, tokens_at_once // 2))
     hidden, weight, tokens = inputs
-    bias = torch.randn(29, dtype=torch.float64)
+    bias = torch.randn(29, dtype=torch.float64).requires_grad_()
     upstream = torch.randn(2, 13, dtype=torch.float64)
     ours = token_logprobs(hidden, Head(weight, weight, bias, scale, softcap), tokens, temperature, entropy_grad=True)
     theirs = plain(hidden, weight, tokens, temperature, bias, scale, softcap)
     for mine, other in zip(ours, theirs, strict=True):
         torch.testing.assert_close(mine, other, rtol=0, atol=1e-12)
-    gradients = [torch.autograd.grad((torch.stack(pair) * upstream).sum(), (hidden, weight)) for pair in (ours, theirs)]
+    leaves = (hidden, weight, bias)
+    gradients = [torch.autograd.grad((torch.stack(pair) * upstream).sum(), leaves) for pair in (ours, theirs)]
     for mine, other in zip(*gradients, strict=True):
         torch.testing.assert_close(mine, other, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("tokens_at_once", [1, 4, 100])
+@pytest.mark.parametrize(("temperature", "scale", "softcap"), [(1.0, 1.0, 0.0), (0.7, 0.5, 0.0), (1.3, 1.0, 2.0)])
+def test_the_exact_kl_and_its_gradient_are_those_of_the_whole_vocabulary(
+    monkeypatch, inputs, tokens_at_once, temperature, scale, softcap
+):
+    """Both distributions at the temperature; log-probs and KL are asked for together, as a loss does."""
+    monkeypatch.setattr(logprobs, "MANY", 29 * tokens_at_once)
+    monkeypatch.setattr(logprobs, "FEW", 29 * max(1, tokens_at_once // 2))
+    hidden, weight, tokens = inputs
+    bias, ref_bias = torch.randn(2, 29, dtype=torch.float64)
+    ref_hidden, ref_weight = (torch.randn(*size, dtype=torch.float64) for size in ((13, 6), (29, 6)))
+
+    def log_probs(hidden, weight, bias):
+        logits = (hidden @ weight.T + bias) * scale
+        return ((softcap * (logits / softcap).tanh() if softcap else logits) / temperature).log_softmax(-1)
+
+    reference = ref_hidden, Head(ref_weight, ref_bias, scale, softcap)
+    ours = token_logprobs(hidden, Head(weight, bias, scale, softcap), tokens, temperature, reference=reference)
+    every, other = log_probs(hidden, weight, bias), log_probs(ref_hidden, ref_weight, ref_bias)
+    kl = torch.distributions.kl_divergence(*(torch.distributions.Categorical(logits=x) for x in (every, other)))
+    torch.testing.assert_close(ours[2], kl, rtol=0, atol=1e-12)
+    upstream = torch.randn(2, 13, dtype=torch.float64)
+    pairs = (ours[0], ours[2]), (every[torch.arange(13), tokens], kl)
+    mine, theirs = (torch.autograd.grad((torch.stack(pair) * upstream).sum(), (hidden, weight)) for pair in pairs)
+    for one, two in zip(mine, theirs, strict=True):
+        torch.testing.assert_close(one, two, rtol=0, atol=1e-12)
 
 
 def test_entropy_has_a_gradient_only_if_asked_for(inputs):

@@ -28,6 +28,7 @@ def test_the_notebook_is_its_source_with_outputs():
 
 
 @pytest.mark.model
+@pytest.mark.timeout(950)
 @pytest.mark.filterwarnings("ignore")  # of the kernel's own libraries
 def test_it_runs_and_learns():
     notebook = jupytext.read(SOURCE)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import get_args
 
 import pytest
@@ -157,6 +158,21 @@ def test_the_clip_is_reported_where_a_gradient_is_gone(objective):
                 assert clipped == (abs(float(gradient)) < ratio - 1e-9)
             else:
                 assert clipped == (float(gradient) == 0.0), (ratio, sign)
+
+
+@pytest.mark.parametrize("objective", ["gspo", "gspo_token"])
+@pytest.mark.parametrize("padding", [0.0, -5.0, 5.0])
+def test_a_responses_ratio_is_measured_on_its_tokens_alone(objective, padding):
+    """Ratios 1.5 and 1.2, whose geometric mean is above 1 + .3; with the padding counted it would be another."""
+    log_ratio = torch.tensor([[math.log(1.5), math.log(1.2), padding]], dtype=F64)
+    mask = torch.tensor([[True, True, False]])
+    cfg = GRPOConfig(objective=objective, clip_high=0.3)
+    advantages = torch.ones(1, 1, dtype=F64)
+    measured = clip_metrics(log_ratio, torch.zeros_like(log_ratio), advantages, mask, cfg)
+    assert measured["ratio/mean"][mask].tolist() == pytest.approx([math.sqrt(1.8)] * 2)
+    assert measured["clip/high"][mask].tolist() == [True, True]
+    wider = clip_metrics(log_ratio, torch.zeros_like(log_ratio), advantages, mask, replace(cfg, clip_high=0.35))
+    assert wider["clip/high"][mask].tolist() == [False, False]
 
 
 # ---------------------------------------------------------------- aggregation

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import itertools
 import math
+import shutil
 
 import pytest
 import torch
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from conftest import make_policy
+from pellucid import cli
 from pellucid.runtime import Runtime
 from pellucid.settings import AdamWConfig
 
@@ -88,6 +92,46 @@ def test_past_its_end_the_learning_rate_neither_turns_round_nor_rises(schedule, 
         cfg = AdamWConfig(lr=1.0, warmup=warmup, schedule=schedule)
         assert [cfg.lr_at(update, 6) for update in (7, 8, 12, 13, 100)] == [last] * 5
     assert AdamWConfig(lr=1.0, warmup=4, schedule=schedule).lr_at(3, 2) == 0.75, "the rise is by steps alone"
+
+
+@pytest.mark.parametrize("offload", [False, True])
+def test_each_step_is_taken_at_its_own_rate(offload):
+    """Where the gradient is always 1, so are AdamW's two corrected moments: a weight moves by the rate itself."""
+    policy = make_policy()
+    for p in policy.trainable().values():
+        p.data.zero_()
+    cfg = AdamWConfig(lr=0.5, warmup=2, schedule="linear", max_grad_norm=0.0, offload=offload)
+    runtime = Runtime(policy, cfg, total=6)
+    p, places, reported = next(iter(policy.trainable().values())), [0.0], []
+    for _ in range(6):
+        reported.append(step(runtime, policy)["lr"])
+        places.append(-float(p.detach().flatten()[0]))
+    moved = [after - before for before, after in itertools.pairwise(places)]
+    assert moved == pytest.approx([0.25, 0.5, 0.5, 0.375, 0.25, 0.125], rel=1e-5)
+    assert reported == pytest.approx([0.25, 0.5, 0.5, 0.375, 0.25, 0.125])
+
+
+def test_the_rate_falls_over_all_steps_of_a_run_and_goes_on_where_a_resumed_one_was(recipe, tmp_path):
+    """Two steps of two epochs and two minibatches: eight updates, the first two of them warmup."""
+    rates = []
+    hook = register_optimizer_step_pre_hook(lambda optimizer, *_: rates.append(optimizer.param_groups[0]["lr"]))
+    fixed = ["--optimizer.lr", "0.006", "--optimizer.schedule", "linear", "--evaluate.every", "0"]
+    steps = ["--algorithm.steps", "2", "--checkpoint.every", "1", "--checkpoint.keep_last", "2"]
+    run_dir = tmp_path / "run"
+    try:
+        assert ended(["train", str(recipe), "--run", str(run_dir), *fixed, *steps]) == 0
+        shutil.rmtree(run_dir / "checkpoints" / "step-000002")
+        assert ended(["train", "--resume", str(run_dir)]) == 0
+    finally:
+        hook.remove()
+    second = [0.004, 0.003, 0.002, 0.001]
+    assert rates == pytest.approx([0.003, 0.006, 0.006, 0.005, *second, *second])
+
+
+def ended(arguments):
+    with pytest.raises(SystemExit) as exit_:
+        cli.main(arguments)
+    return exit_.value.code
 
 
 def test_the_optimizer_state_comes_back():

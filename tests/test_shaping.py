@@ -62,6 +62,20 @@ def test_diversity_divides_what_is_common():
     torch.testing.assert_close(shifted, one - 2.0)
 
 
+def test_an_opposite_makes_no_answer_rarer():
+    """Two alike and one the other way: cosines of 1, 1 and -1, of which the last counts as 0."""
+    states = torch.tensor([[[1.0, 0.0], [1.0, 0.0], [-1.0, 0.0], [0.0, 1.0]]])
+    rewards = torch.tensor([[1.0, 1.0, 1.0, 0.0]], dtype=F64)
+    shared = diversity(rewards, states, GRPOConfig())
+    torch.testing.assert_close(shared, torch.tensor([[0.5, 0.5, 1.0, 0.0]], dtype=F64))
+
+
+def test_a_state_of_zeros_is_like_no_other():
+    """It has no direction, not even its own."""
+    states = torch.tensor([[[0.0, 0.0], [1.0, 0.0]]])
+    assert diversity(torch.tensor([[1.0, 0.0]], dtype=F64), states, GRPOConfig()).tolist() == [[1.0, 0.0]]
+
+
 # ---------------------------------------------------------------- overlong
 
 

@@ -17,6 +17,7 @@ FREE = (
     "algorithm.steps",
     "algorithm.minutes",
     "algorithm.micro_batch",
+    "policy.deterministic",
     "policy.device",
     "policy.dtype",
     "policy.engine",

@@ -15,7 +15,7 @@ from pellucid.interrupts import INTERRUPTED, end_at_once, handled, interrupt
 from pellucid.prefixes import command as prefixes_command
 from pellucid.serve import command as serve_command
 from pellucid.study import page, plan, runner
-from pellucid.types import UserError
+from pellucid.types import StrandedError, UserError
 
 USAGE = """usage: pellucid COMMAND
 
@@ -61,6 +61,9 @@ def main(argv: Sequence[str] | None = None) -> None:
             sys.exit(commands[arguments[0]](arguments[1:]))
     except UserError as error:
         sys.exit(mend(str(error)))
+    except StrandedError as error:
+        mend(str(error))
+        sys.exit(1)
     except OSError as error:
         place = error.filename or "the run folder"
         if error.errno in ANOTHER_PATH:

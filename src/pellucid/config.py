@@ -30,6 +30,8 @@ class PolicyConfig:
     """What is computed in; master weights are fp32. auto: bfloat16 where this machine is faster in it. float16 is for
     evaluation: small gradients vanish in it."""
     device: str = "auto"
+    deterministic: bool = False
+    """On a GPU: the same run has the same bits, more slowly. A CPU repeats itself anyway."""
     lora: int = 0
     """Rank of a LoRA adapter to train instead of the whole model; 0 trains the whole model."""
     reference: str = "auto"

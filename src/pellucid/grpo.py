@@ -15,9 +15,11 @@ tensor speaks of response tokens: x[b, t] is about token t of response b. Reward
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from copy import deepcopy
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple, Protocol
+from functools import partial
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -30,6 +32,8 @@ from pellucid.objectives import AGGREGATES, OBJECTIVES, clip_by_difficulty, clip
 from pellucid.settings import GRPOConfig
 from pellucid.totals import Clock, Totals
 from pellucid.types import ROUND, Group, Sampler, Task, observer
+
+T = TypeVar("T")
 
 
 class Scores(NamedTuple):
@@ -67,6 +71,8 @@ class Runtime(Protocol):
     `accumulate` yields the micro-batches of one optimizer step, at the last of which the gradients of `backward` meet;
     `step` takes that step and reports `grad_norm`, `lr`, and as 1 what kept it from moving a weight: `skipped`, a
     gradient that was not finite, or `idle`, one that was 0.
+    `fit(compute, rows)` is `compute(rows)`, of micro-batches of so many rows; where memory runs out, it is made again,
+    without the gradients that there are, in smaller ones.
     """
 
     @property
@@ -77,6 +83,7 @@ class Runtime(Protocol):
     def shard(self, items: Sequence[Any]) -> Sequence[Any]: ...
     def gather(self, items: Sequence[Any]) -> list[Any]: ...
     def sum(self, x: Tensor) -> Tensor: ...
+    def fit(self, compute: Callable[[int], T], rows: int) -> T: ...
     def accumulate(self, micro_batches: Sequence[Batch]) -> Iterator[Batch]: ...
     def backward(self, loss: Tensor) -> None: ...
     def step(self) -> dict[str, float]: ...
@@ -214,13 +221,23 @@ def update(policy: Policy, batch: Batch, runtime: Runtime, cfg: GRPOConfig) -> d
     for _ in range(cfg.epochs):
         for minibatch in batch.chunks(len(batch) // cfg.minibatches):
             weighted = replace(minibatch, weights=weights_of(minibatch, runtime, cfg))
-            micro_batches = with_gradient(weighted, cfg).chunks(cfg.micro_batch)
-            for micro_batch in runtime.accumulate(micro_batches + prefixes_of(minibatch, runtime, cfg)):
-                loss, metrics = loss_terms(policy.score(micro_batch), micro_batch, cfg)
-                runtime.backward(loss)
-                totals.add_tokens(metrics, micro_batch.mask)
+            parts = [with_gradient(weighted, cfg), *prefixes_of(minibatch, runtime, cfg)]
+            accumulate = partial(gradients, policy, parts, totals, runtime, cfg)
+            totals = runtime.fit(accumulate, cfg.micro_batch or len(minibatch))
             totals.steps.append(runtime.step())
     return totals.means(runtime.gather)
+
+
+def gradients(
+    policy: Policy, parts: Sequence[Batch], totals: Totals, runtime: Runtime, cfg: GRPOConfig, rows: int
+) -> Totals:
+    """Adds up the gradients of one optimizer step, over micro-batches of so many rows; `totals`, and what these add."""
+    totals = deepcopy(totals)
+    for micro_batch in runtime.accumulate([micro_batch for part in parts for micro_batch in part.chunks(rows)]):
+        loss, metrics = loss_terms(policy.score(micro_batch), micro_batch, cfg)
+        runtime.backward(loss)
+        totals.add_tokens(metrics, micro_batch.mask)
+    return totals
 
 
 def weights_of(batch: Batch, runtime: Runtime, cfg: GRPOConfig) -> Tensor:
@@ -240,12 +257,12 @@ def with_gradient(batch: Batch, cfg: GRPOConfig) -> Batch:
 
 
 def prefixes_of(batch: Batch, runtime: Runtime, cfg: GRPOConfig) -> list[Batch]:
-    """Micro-batches of the prefixes of a minibatch, whose tokens share cfg.prefix_coef over all processes."""
+    """The prefixes of a minibatch, where it has any; their tokens share cfg.prefix_coef over all processes."""
     if not cfg.prefix_coef:
         return []
     rows = prefix_rows(batch)
     tokens = runtime.sum(batch.mask.new_zeros((), dtype=torch.long) if rows is None else rows.mask.sum())
-    return [] if rows is None else replace(rows, weights=cfg.prefix_coef * rows.mask / tokens).chunks(cfg.micro_batch)
+    return [] if rows is None else [replace(rows, weights=cfg.prefix_coef * rows.mask / tokens)]
 
 
 def loss_terms(scores: Scores, batch: Batch, cfg: GRPOConfig) -> tuple[Tensor, dict[str, Tensor]]:
@@ -317,10 +334,10 @@ def score_fixed(batch: Batch, policy: Policy, reference: Reference | None, runti
     """Adds what stays fixed during the update, each only where something reads it."""
     charged = bool(cfg.kl_coef) and cfg.kl_in != "loss"
     if reference is not None and cfg.kl_coef and cfg.kl != "exact":
-        batch = replace(batch, ref_logprobs=score_detached(batch, reference, cfg).logprobs)
+        batch = replace(batch, ref_logprobs=score_detached(batch, reference, runtime, cfg).logprobs)
     if not (cfg.off_policy or charged or cfg.entropy_share < 1):
         return batch
-    scores = score_detached(batch, policy, cfg)
+    scores = score_detached(batch, policy, runtime, cfg)
     batch = replace(batch, old_logprobs=scores.logprobs)
     if charged:
         batch = replace(batch, kl=estimated_kl(scores, batch.ref_logprobs, scores.logprobs, cfg))
@@ -331,9 +348,13 @@ def score_fixed(batch: Batch, policy: Policy, reference: Reference | None, runti
 
 
 @torch.no_grad()
-def score_detached(batch: Batch, policy: Policy | Reference, cfg: GRPOConfig) -> Scores:
+def score_detached(batch: Batch, policy: Policy | Reference, runtime: Runtime, cfg: GRPOConfig) -> Scores:
     """Without gradient, a micro-batch at a time."""
-    parts = [policy.score(micro_batch) for micro_batch in batch.chunks(cfg.micro_batch)]
+
+    def scored(rows: int) -> list[Scores]:
+        return [policy.score(micro_batch) for micro_batch in batch.chunks(rows)]
+
+    parts = runtime.fit(scored, cfg.micro_batch or len(batch))
     logprobs, entropy, exact_kl = zip(*parts, strict=True)
     width = batch.mask.shape[1]
     return Scores(

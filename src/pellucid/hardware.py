@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import os
 import platform
+import sys
 import time
 from pathlib import Path
 
@@ -13,17 +14,26 @@ import torch
 
 from pellucid.types import UserError
 
+try:
+    import resource
+except ImportError:  # Windows
+    resource = None
+
+
+WORKSPACE, REPEATABLE = "CUBLAS_WORKSPACE_CONFIG", (":4096:8", ":16:8")
+"""With any other, cuBLAS may add up in another order when a product is repeated."""
+
 CACHED_PRODUCTS = {"ONEDNN_PRIMITIVE_CACHE_CAPACITY": "64", "LRU_CACHE_CAPACITY": "64"}
-"""Shapes of products that oneDNN and torch's bridge to it keep code and buffers for, 1024 each if nobody says otherwise.
-A step has few products and new shapes: what is kept of older ones is never used again, and holds the heap in holes."""
+"""Shapes of products for which oneDNN and torch's bridge to it keep code and buffers, 1024 each unless told otherwise.
+Every step has new shapes: what is kept for older ones is not used again, and keeps holes in the heap from closing."""
 
 
 def pick_device(name: str) -> torch.device:
-    """`auto` is this process's GPU, else Apple's, else the CPU. UserError where torch knows no such device."""
-    if name == "auto":
-        if torch.cuda.is_available():
-            return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
-        return torch.device("mps" if torch.backends.mps.is_available() else "cpu")
+    """`auto` is this process's GPU, as is `cuda`, else Apple's, else the CPU. UserError where there is no such one."""
+    if name in ("auto", "cuda") and torch.cuda.is_available():
+        name = f"cuda:{os.environ.get('LOCAL_RANK', '0')}"
+    elif name == "auto":
+        name = "mps" if torch.backends.mps.is_available() else "cpu"
     try:
         return torch.empty(0, device=name).device
     except (RuntimeError, AssertionError) as error:
@@ -35,9 +45,32 @@ def pick_dtype(name: str, device: torch.device) -> torch.dtype:
     if name != "auto":
         return getattr(torch, name)
     if device.type == "cuda":
-        return torch.bfloat16 if torch.cuda.is_bf16_supported() else torch.float32
+        return torch.bfloat16 if torch.cuda.is_bf16_supported(including_emulation=False) else torch.float32
     faster = device.type == "cpu" and matmul_tflops(torch.bfloat16) > 1.2 * matmul_tflops(torch.float32)
     return torch.bfloat16 if faster else torch.float32
+
+
+def place_of_sums(device: torch.device) -> torch.device:
+    """Where float64 sums over what lies on a device are made: there, or on the CPU where it has no float64 (Apple's),
+    and in deterministic mode, in which CUDA has no cumulative sums.
+    """
+    if torch.are_deterministic_algorithms_enabled():
+        return torch.device("cpu")
+    try:
+        return torch.empty(0, dtype=torch.float64, device=device).device
+    except TypeError:
+        return torch.device("cpu")
+
+
+def make_deterministic() -> None:
+    """From now on a GPU repeats itself to the bit, or torch refuses the operation; before anything runs on one.
+
+    UserError where the environment asks cuBLAS for something else.
+    """
+    if os.environ.setdefault(WORKSPACE, REPEATABLE[0]) not in REPEATABLE:
+        raise UserError(f"policy.deterministic needs {WORKSPACE} to be {' or '.join(REPEATABLE)}: unset it")
+    torch.use_deterministic_algorithms(True)
+    torch.backends.cudnn.benchmark = False
 
 
 def matmul_tflops(dtype: torch.dtype, size: int = 512, repeats: int = 10, threads: int = 1) -> float:
@@ -54,6 +87,12 @@ def matmul_tflops(dtype: torch.dtype, size: int = 512, repeats: int = 10, thread
         seconds.append(time.perf_counter() - start)
     torch.set_num_threads(before)
     return 2 * size**3 / min(seconds) / 1e12
+
+
+def out_of_memory(error: Exception) -> bool:
+    """On a CUDA device it has a class of its own; on others it is told by its words."""
+    words = ("DefaultCPUAllocator", "MPS backend out of memory")
+    return isinstance(error, torch.OutOfMemoryError | MemoryError) or any(word in str(error) for word in words)
 
 
 def keep_freed_memory() -> bool:
@@ -92,7 +131,17 @@ def cpu_name() -> str:
 
 
 def memory_gb() -> float:
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 1e9
+    return psutil.virtual_memory().total / 1e9
+
+
+def peak_gb(device: torch.device) -> float:
+    """The most that this process has held: on its GPU, or resident."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device) / 1e9
+    if resource is None:
+        return psutil.Process().memory_info()._asdict()["peak_wset"] / 1e9
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 1e9
 
 
 def describe() -> dict[str, str | int | float]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import fcntl
 import os
 import time
 from collections.abc import Iterator
@@ -12,6 +11,11 @@ from io import TextIOWrapper
 from pathlib import Path
 
 from pellucid.types import UserError
+
+try:
+    import fcntl
+except ImportError:  # Windows
+    fcntl = None
 
 NO_LOCKS = (errno.ENOSYS, errno.ENOLCK, errno.ENOTSUP)
 
@@ -23,6 +27,8 @@ def locked(path: Path, doing: str) -> Iterator[TextIOWrapper]:
     Children that inherit the file hold it as well, after the death of their parent too: see `note_holder`. No child
     does unless it is told to: Python passes on no open files.
     """
+    if fcntl is None:
+        raise UserError("training needs Linux or macOS, whose file locks die with a process: on Windows use WSL")
     with path.open("a+", encoding="utf-8") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -39,7 +45,7 @@ def locked(path: Path, doing: str) -> Iterator[TextIOWrapper]:
 
 def refuse_locked(path: Path, doing: str) -> None:
     """UserError where a process holds the lock; it is not taken."""
-    if path.is_file():
+    if path.is_file() and fcntl is not None:
         with path.open(encoding="utf-8") as file:
             try:
                 fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)

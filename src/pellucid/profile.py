@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import bisect
 import itertools
-import os
 import threading
 import time
 from collections import defaultdict
@@ -27,9 +26,10 @@ LEFT_OPERAND = {
     torch.ops.aten.bmm: 0,
     torch.ops.aten.addmm: 1,
     torch.ops.aten.baddbmm: 1,
-    torch.ops.mkldnn._linear_pointwise: 0,
 }
 """Operators that are matrix products, and which of their arguments is the left one."""
+if torch.backends.mkldnn.is_available():
+    LEFT_OPERAND[torch.ops.mkldnn._linear_pointwise] = 0
 STAGES: tuple[str, ...] = ("generate", "reward", "score", "update")
 KINDS = {
     "matrix products": ("mm", "bmm", "addmm", "baddbmm", "_linear_pointwise", "linear", "matmul"),
@@ -141,7 +141,7 @@ def watched() -> Iterator[list[Memory]]:
 
     def watch() -> None:
         while not over.wait(0.02):
-            seen.append(Memory(time.perf_counter(), resident_gb()))
+            seen.append(Memory(time.perf_counter(), hardware.resident_gb()))
 
     thread = threading.Thread(target=watch, daemon=True)
     thread.start()
@@ -150,12 +150,6 @@ def watched() -> Iterator[list[Memory]]:
     finally:
         over.set()
         thread.join()
-
-
-def resident_gb() -> float:
-    """Now; 0 where the system does not say."""
-    statm = Path("/proc/self/statm")
-    return int(statm.read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") / 1e9 if statm.exists() else 0.0
 
 
 def stages_by_time(metrics: Mapping[str, float]) -> Callable[[float], str]:

@@ -15,7 +15,6 @@ from safetensors import SafetensorError
 from pellucid import (
     boards,
     changes,
-    checkpoint,
     claim,
     disk,
     files,
@@ -39,6 +38,7 @@ from pellucid.models.drawing import WHOLE
 from pellucid.policy import Policy
 from pellucid.profile import profiled
 from pellucid.report import write_report
+from pellucid.runtime import needing_others
 from pellucid.snapshot import restore, save
 from pellucid.tasks.wrappers import with_split
 from pellucid.types import Evaluation, Group, Logger, UserError
@@ -50,6 +50,8 @@ def train(cfg: Config, run_dir: Path, resumed: Changes | None = None, profile: b
     resumed: the settings that a resume changes (`changes.of_resume`); None begins a new run.
     """
     hardware.keep_freed_memory()
+    if cfg.policy.deterministic:
+        hardware.make_deterministic()
     cfg = settled(cfg)
     with stop_requests() as requests, ExitStack() as until_the_end:
         with requests.raised():
@@ -60,7 +62,7 @@ def train(cfg: Config, run_dir: Path, resumed: Changes | None = None, profile: b
             parts = compose(cfg)
             evaluation = begin(cfg, run_dir, parts, resumed)
         log = open_logs(cfg, run_dir, parts.state.step) if parts.runtime.main else loggers.Loggers([])
-        with closing(log):
+        with closing(log), needing_others(run_dir):
             if evaluation:
                 log.log_evaluation(0, evaluation)
             stopped = follow(cfg, run_dir, parts, log, requests, profile)
@@ -162,16 +164,13 @@ def evaluated(cfg: Config, parts: Parts, log: Logger, requests: StopRequests) ->
 
 
 def evaluate_policy(cfg: Config, parts: Parts) -> tuple[Evaluation, list[Group]]:
-    """And the graded samples. Training goes on with the generators that it had, evaluated or not."""
-    before = checkpoint.random_state()
-    try:
-        parts.greedy.sync(parts.policy)
-        parts.test_sampler.sync(parts.policy)
-        k, samples = cfg.evaluate.k, cfg.evaluate.samples or cfg.evaluate.k
-        test = parts.test_task, parts.test_prompts, parts.greedy, parts.test_sampler
-        evaluation, groups, _ = evaluate(cfg.task_name, *test, k, samples, parts.runtime)
-    finally:
-        checkpoint.restore_random_state(before)
+    """And the graded samples."""
+    parts.greedy.sync(parts.policy)
+    parts.test_sampler.sync(parts.policy)
+    k, samples = cfg.evaluate.k, cfg.evaluate.samples or cfg.evaluate.k
+    evaluation, groups, _ = evaluate(
+        cfg.task_name, parts.test_task, parts.test_prompts, parts.greedy, parts.test_sampler, k, samples, parts.runtime
+    )
     return evaluation, groups
 
 

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import math
-import resource
-import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
+from datetime import timedelta
 from itertools import zip_longest
-from typing import Any, Protocol
+from pathlib import Path
+from typing import Any, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -16,12 +16,32 @@ from accelerate import Accelerator, PartialState
 from accelerate.utils import broadcast_object_list
 from torch import Tensor, nn
 
+from pellucid import hardware
 from pellucid.grpo import Batch
 from pellucid.optimizer import OffloadedAdamW
 from pellucid.settings import AdamWConfig
+from pellucid.types import StrandedError, UserError
 
+T = TypeVar("T")
 MISSING = object()
 """Where one process has an item less than another."""
+PATIENCE = timedelta(minutes=10)
+"""How long processes wait for one that does not answer: longer than the main one takes to save."""
+
+
+@contextmanager
+def needing_others(run_dir: Path) -> Iterator[None]:
+    """StrandedError where another process is gone, or has not answered for PATIENCE."""
+    try:
+        yield
+    except RuntimeError as error:
+        # gloo has no class for it, but says where it was.
+        if not (isinstance(error, dist.DistError) or "/gloo/" in str(error)):
+            raise
+        raise StrandedError(
+            "another process of this run has ended or does not answer; what was saved is whole: go on with as many "
+            f"processes and --resume {run_dir}"
+        ) from error
 
 
 class Trainable(Protocol):
@@ -45,7 +65,7 @@ def build(cfg: AdamWConfig, policy: Trainable) -> torch.optim.Optimizer:
 
 def decided(decide: Callable[[], str], device: torch.device) -> str:
     """What the main process decides, in all of them: they measure each for itself, and measurements differ."""
-    state = PartialState(cpu=device.type == "cpu")
+    state = PartialState(cpu=device.type == "cpu", timeout=PATIENCE)
     return broadcast_object_list([decide() if state.is_main_process else ""])[0]
 
 
@@ -54,7 +74,8 @@ class Runtime:
 
     def __init__(self, policy: Trainable, optimizer: AdamWConfig, total: int) -> None:
         self.cfg, self.total, self.updates = optimizer, total, 0
-        self.parameters = policy.trainable()
+        self.micro_batch = 0  # the most rows at once since memory ran out; 0 where it never has
+        self.parameters, self.device = policy.trainable(), policy.device
         self.accelerator = Accelerator(cpu=policy.device.type == "cpu", device_placement=False)
         self.rank, self.world = self.accelerator.process_index, self.accelerator.num_processes
         self.optimizer = build(optimizer, policy)
@@ -87,6 +108,36 @@ class Runtime:
     def any(self, flag: bool) -> bool:
         """Whether it is true on some process."""
         return bool(self.sum(torch.tensor(float(flag), device=self.accelerator.device)))
+
+    def fit(self, compute: Callable[[int], T], rows: int) -> T:
+        """compute(rows), with half as many rows as often as memory runs out: from then on, in this and later calls.
+
+        UserError where it runs out with one row, or where other processes wait for the gradients of this one.
+        """
+        while True:
+            rows = min(rows, self.micro_batch or rows)
+            try:
+                return compute(rows)
+            except (RuntimeError, MemoryError) as error:
+                if not hardware.out_of_memory(error):
+                    raise
+            # Only here, when the error is forgotten, are the tensors of its frames, too.
+            self.optimizer.zero_grad(set_to_none=True)
+            if torch.cuda.is_available():
+                torch.cuda.empty_cache()
+            self.micro_batch = self.halved(rows)
+
+    def halved(self, rows: int) -> int:
+        ran_out = f"memory ran out with {rows} rows in a forward pass"
+        if rows == 1:
+            raise UserError(
+                "memory ran out with one row in a forward pass: "
+                "set policy.gradient_checkpointing, or a lower sampler.max_tokens"
+            )
+        if self.world > 1:
+            raise UserError(f"{ran_out}: go on with --resume and --algorithm.micro_batch {rows // 2}")
+        print(f"! {ran_out}: {rows // 2} from now on, as of algorithm.micro_batch = {rows // 2}", flush=True)
+        return rows // 2
 
     def accumulate(self, micro_batches: Sequence[Batch]) -> Iterator[Batch]:
         """Processes exchange gradients once, at the last micro-batch."""
@@ -128,13 +179,10 @@ class Runtime:
         for moment, values in moments.items():
             for name, value in values.items():
                 p = self.parameters[name]
-                # AdamW keeps its step count on the CPU.
-                on_cpu = moment == "step" or self.cfg.offload
+                # Fused AdamW keeps its step count beside the weights, any other on the CPU.
+                on_cpu = self.cfg.offload or (moment == "step" and not self.optimizer.defaults.get("fused"))
                 self.optimizer.state[p][moment] = value if on_cpu else value.to(p.device)
 
     def peak_gb(self) -> float:
-        """Peak memory of this process in GB: of the GPU where there is one, else resident."""
-        if torch.cuda.is_available():
-            return torch.cuda.max_memory_allocated() / 1e9
-        unit = 1 if sys.platform == "darwin" else 1024
-        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 1e9
+        """Peak memory of this process in GB: of its GPU, else resident."""
+        return hardware.peak_gb(self.device)

@@ -75,7 +75,9 @@ class Scorer(nn.Module):
         if self.reference is None:
             return None
         hidden, head = self.reference.hidden(batch)
-        return hidden, head
+        device = self.model.device  # the reference may lie elsewhere
+        bias = None if head.bias is None else head.bias.to(device)
+        return hidden.to(device), head._replace(weight=head.weight.to(device), bias=bias)
 
     def embed(self, batch: Batch, layer: int) -> Tensor:
         """[B, D]: the output of a layer at the response tokens, averaged."""

@@ -72,7 +72,7 @@ class Handler(BaseHTTPRequestHandler):
         if fault == "drop":
             self.close_connection = True
         elif fault == "stall":
-            server.closing.wait(30)
+            server.closing.wait()
             self.close_connection = True
         elif fault == "empty":
             self.reply(200, {"choices": [{"index": 0, "message": {"role": "assistant", "content": " <think> "}}]})
@@ -185,10 +185,9 @@ def test_every_question_is_answered_by_an_endpoint_that_fails_a_third_of_the_tim
     def fault(number, body):
         return special.get(number) or often.get(number % 10, "")
 
-    start = time.monotonic()
     with proxied(service, fault) as proxy:
+        # What stalls does so until all is done: to wait for it would be to wait for ever.
         assert status(command(recipe, output, proxy.url, timeout=1, n=8)) == 0
-        assert time.monotonic() - start < 25, "what stalls is not waited for"
         assert all(proxy.count(what) for what in ("500", "drop", "stall", "429 1", "empty", "garbage"))
     check_whole(output, recipe, n=8, teacher=3)
 
@@ -377,9 +376,8 @@ def start(arguments):
 
 
 def wait_for_entries(process, output, n):
-    until = time.monotonic() + 30
     while len(entries(output)) < n:
-        assert process.poll() is None and time.monotonic() < until, process.communicate()
+        assert process.poll() is None, process.communicate()
         time.sleep(0.01)
 
 

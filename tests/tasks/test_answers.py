@@ -1,4 +1,3 @@
-import time
 from fractions import Fraction
 
 import pytest
@@ -90,30 +89,30 @@ def test_a_number_that_python_would_not_convert_is_no_answer():
     assert last_number("9" * 10_000 + " so 7") == 7
 
 
+N = 4_000_000
 HOSTILE = [
-    "9" * 10_000,
-    "1" + ",111" * 100_000,
-    "1" + ",111" * 100_000 + "1",
-    "1/" * 200_000,
-    "-" * 400_000,
-    "." * 400_000,
-    "1." * 200_000,
-    "1,1" * 130_000,
-    "-$" * 200_000,
-    "<think></think>" * 30_000,
-    "<think>" + "</think><answer>" * 30_000,
-    "<think></think>" + " " * 400_000 + "<answer>",
-    "<think>" + " " * 400_000 + "</think>" + " " * 400_000 + "x<answer></answer>",
-    "<answer>" * 50_000 + "</answer>" * 50_000,
+    "9" * N,
+    "1" + ",111" * (N // 4),
+    "1" + ",111" * (N // 4) + "1",
+    "1/" * (N // 2),
+    "-" * N,
+    "." * N,
+    "1." * (N // 2),
+    "1,1" * (N // 3),
+    "-$" * (N // 2),
+    "<think></think>" * (N // 15),
+    "<think>" + "</think><answer>" * (N // 16),
+    "<think></think>" + " " * N + "<answer>",
+    "<think>" + " " * (N // 2) + "</think>" + " " * (N // 2) + "x<answer></answer>",
+    "<answer>" * (N // 17) + "</answer>" * (N // 17),
     "\0\ud800\U0010ffff",
 ]
 
 
 @pytest.mark.parametrize("text", HOSTILE, ids=range(len(HOSTILE)))
-def test_hostile_texts_take_linear_time(text):
-    start = time.perf_counter()
+def test_hostile_texts_are_read_to_their_end(text):
+    """Four million characters: what took a step for each pair of them would take hours, not be merely slow."""
     last_number(text), tagged(text), answer_tag(text)
-    assert time.perf_counter() - start < 2.0
 
 
 @pytest.mark.parametrize(

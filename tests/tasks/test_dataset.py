@@ -2,7 +2,6 @@ import json
 import math
 import pickle
 import sys
-import time
 from collections import Counter
 from dataclasses import replace
 
@@ -92,9 +91,7 @@ def test_the_gold_answer_scores_1_in_every_term_and_garbage_in_none(gsm8k, rewar
         assert graded.value == sum(term.weight for term in rewards)
         assert graded.is_correct
         for garbage in HOSTILE:
-            start = time.perf_counter()
             assert task.reward(prompt, completion(garbage)).value == 0.0
-            assert time.perf_counter() - start < 2.0
 
 
 def test_the_reward_is_the_weighted_sum_of_its_parts(write):

@@ -157,6 +157,8 @@ def test_numeric_compares_the_last_numbers_as_numbers(text, gold, expected):
         (r"$\boxed{1 + x^2}$", "x^2+1", 1.0),
         (r"$\boxed{1080}$", "1,080", 1.0),
         ("She makes 18 dollars", "18", 1.0),
+        (r"$(1,\infty)$", "x>1", 1.0),  # the set where the gold answer is the condition, and not the other way round
+        (r"$x>1$", r"(1,\infty)", 0.0),
         (r"$\boxed{x^2}$", "x^2+1", 0.0),
         (r"$\boxed{\frac{1}{3}}$", r"\frac{1}{2}", 0.0),
         ("no idea", r"\frac{1}{2}", 0.0),

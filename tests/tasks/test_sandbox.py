@@ -6,17 +6,22 @@ import signal
 import subprocess
 import sys
 import textwrap
+import threading
 import time
 from dataclasses import dataclass
 from fractions import Fraction
 
 import pytest
 
+from pellucid.tasks import sandbox as sandbox_module
 from pellucid.tasks.arithmetic import Arithmetic
 from pellucid.tasks.sandbox import Sandboxed, with_split
 from pellucid.types import Completion, Prompt, Reward, UserError
 
 PROMPT = Prompt("train/0/0", "Behave as told.", "7")
+FOREVER = 100_000.0
+"""Seconds that a reward may take: then its worker can only be ended otherwise."""
+KILLED = "threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGKILL)).start()"
 
 
 class UnpicklableError(Exception):
@@ -93,11 +98,10 @@ def alive(pid):
         return False
 
 
-def ends_within(pid, seconds):
-    deadline = time.monotonic() + seconds
-    while alive(pid) and time.monotonic() < deadline:
-        time.sleep(0.02)
-    return not alive(pid)
+def wait_until(condition):
+    """One that never comes is for the suite's own time limit to tell."""
+    while not condition():
+        time.sleep(0.01)
 
 
 def test_a_reward_passes_through_and_is_a_float(sandbox):
@@ -132,9 +136,12 @@ def test_rewards_are_computed_in_one_other_process(sandbox):
     ],
 )
 def test_what_goes_wrong_is_a_nan_that_says_so_and_the_next_reward_is_right(sandbox, text, error):
-    start = time.monotonic()
+    before = int(graded(sandbox, "pid").value)
     reward = graded(sandbox, text)
-    assert time.monotonic() - start < 5
+    if reward.error.startswith(("no reward within", "the reward ended its process")):
+        wait_until(lambda: not alive(before))
+    else:
+        assert alive(before)
     assert math.isnan(reward.value)
     assert re.fullmatch(error, reward.error)
     assert not reward.is_correct
@@ -147,14 +154,15 @@ def test_only_a_lost_worker_is_replaced(sandbox):
     graded(sandbox, "nan")
     assert graded(sandbox, "pid").value == before
     graded(sandbox, "hang")
-    assert ends_within(int(before), 1)
+    assert not alive(int(before))
     assert graded(sandbox, "pid").value != before
 
 
 def test_a_worker_that_died_between_rewards_is_replaced(sandbox):
     pid = int(graded(sandbox, "pid").value)
+    executor = sandbox._worker._executor
     os.kill(pid, signal.SIGKILL)
-    time.sleep(0.3)
+    wait_until(lambda: executor._broken)  # a reward that was on its way would be lost with the worker
     assert graded(sandbox, "fine").value == 0.5
     assert graded(sandbox, "pid").value != pid
 
@@ -164,20 +172,23 @@ def test_a_request_to_stop_is_the_parent_s_to_serve(sandbox, number):
     """It finishes its step, for which it needs the worker: a supervisor sends SIGTERM to every process of a service."""
     pid = int(graded(sandbox, "pid").value)
     os.kill(pid, number)
-    time.sleep(0.2)
     assert graded(sandbox, "pid").value == pid
 
 
-def test_ctrl_c_while_a_reward_hangs_stops_the_worker(sandbox):
-    pid = int(graded(sandbox, "pid").value)
-    start = time.monotonic()
-    signal.setitimer(signal.ITIMER_REAL, 0.1)
-    previous = signal.signal(signal.SIGALRM, signal.default_int_handler)
+def test_ctrl_c_while_a_reward_hangs_stops_the_worker(monkeypatch):
+    """Long before its own time is up."""
+    sandboxed = Sandboxed(Probe(), timeout=FOREVER)
+    pid = int(graded(sandboxed, "pid").value)
+    wait = sandbox_module.wait
+
+    def interrupted(*arguments):
+        threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGINT)).start()
+        return wait(*arguments)
+
+    monkeypatch.setattr(sandbox_module, "wait", interrupted)
     with pytest.raises(KeyboardInterrupt):
-        graded(sandbox, "hang")
-    signal.signal(signal.SIGALRM, previous)
+        graded(sandboxed, "hang")
     assert not alive(pid)
-    assert time.monotonic() - start < 0.9  # at 1.0 it would have ended itself
 
 
 def test_close_ends_the_worker_and_a_later_reward_starts_another():
@@ -200,7 +211,7 @@ PARENT = """
         return sandboxed.reward(PROMPT, Completion((1,), (-0.5,), text, True)).value
 
     if __name__ == "__main__":
-        sandboxed = Sandboxed(Probe(), timeout=0.5)
+        sandboxed = Sandboxed(Probe(), timeout={timeout})
         print(int(graded("pid")), flush=True)
         {ending}
 """
@@ -211,28 +222,30 @@ def output_of(script):
     environment = os.environ | {"PYTHONPATH": os.pathsep.join([os.path.dirname(__file__), *sys.path])}
     output = script.with_suffix(".txt")
     with output.open("w") as file:
-        subprocess.run([sys.executable, script], env=environment, stdout=file, stderr=file, timeout=20, check=False)
+        subprocess.run([sys.executable, script], env=environment, stdout=file, stderr=file, check=False)
     return output.read_text()
 
 
 @pytest.mark.parametrize(
-    ("ending", "seconds"),
+    ("ending", "timeout"),
     [
-        ("pass", 5),
-        ("raise ValueError", 5),
-        ("os.kill(os.getpid(), signal.SIGKILL)", 1),
-        ("threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGKILL)).start(); graded('hang')", 1),
-        ("threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGKILL)).start(); graded('hang in a pattern')", 2),
+        ("pass", FOREVER),
+        ("raise ValueError", FOREVER),
+        ("os.kill(os.getpid(), signal.SIGKILL)", FOREVER),
+        (f"{KILLED}; graded('hang')", FOREVER),
+        # It holds the interpreter: no thread of its own sees that the parent is gone.
+        (f"{KILLED}; graded('hang in a pattern')", 0.5),
     ],
 )
-def test_the_worker_does_not_outlive_its_parent(tmp_path, ending, seconds):
+def test_the_worker_does_not_outlive_its_parent(tmp_path, ending, timeout):
     script = tmp_path / "parent.py"
-    script.write_text(textwrap.dedent(PARENT).format(ending=ending))
+    script.write_text(textwrap.dedent(PARENT).format(ending=ending, timeout=timeout))
     pid = int(output_of(script).split()[0])
-    ended = ends_within(pid, seconds)
-    with contextlib.suppress(ProcessLookupError):
-        os.kill(pid, signal.SIGKILL)
-    assert ended
+    try:
+        wait_until(lambda: not alive(pid))
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
 
 
 @dataclass(frozen=True)
@@ -257,7 +270,9 @@ def test_a_task_that_cannot_be_sent_is_one_clear_line():
 
 def test_a_script_without_a_main_guard_is_told_so(tmp_path):
     script = tmp_path / "unguarded.py"
-    script.write_text(textwrap.dedent(PARENT).format(ending="").replace('if __name__ == "__main__"', "if True"))
+    script.write_text(
+        textwrap.dedent(PARENT).format(ending="", timeout=0.5).replace('if __name__ == "__main__"', "if True")
+    )
     assert "UserError: the reward process cannot start; a script that trains needs `if __name__" in output_of(script)
 
 

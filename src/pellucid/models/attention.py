@@ -5,6 +5,7 @@ Shapes: B rows, H query heads, K key heads, T queries, S keys, d head size.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -37,7 +38,7 @@ class FewProducts(torch.autograd.Function):
         ctx.save_for_backward(query, key, value, bias)
         if not shared:
             return F.scaled_dot_product_attention(query, key, value, attn_mask=bias, enable_gqa=True)
-        return torch.cat([read(*part, shared) for part in few(query, key, value, bias)])
+        return torch.cat([read(q, k, v, b, shared) for q, k, v, b in few(query, key, value, bias)])
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -45,7 +46,7 @@ class FewProducts(torch.autograd.Function):
         return *(torch.cat(pieces) for pieces in gradients), None, None
 
 
-def few(query: Tensor, key: Tensor, value: Tensor, bias: Tensor, *others: Tensor) -> zip[tuple[Tensor, ...]]:
+def few(query: Tensor, key: Tensor, value: Tensor, bias: Tensor, *others: Tensor) -> Iterator[tuple[Tensor, ...]]:
     """A few rows of each at a time."""
     rows = max(1, FEW // (query.shape[1] * bias[0].numel()))
     return zip(*(x.split(rows) for x in (query, key, value, bias, *others)), strict=True)
@@ -68,9 +69,9 @@ def scores_of(query: Tensor, key: Tensor, bias: Tensor) -> tuple[Tensor, Tensor,
 def probabilities(query: Tensor, key: Tensor, bias: Tensor) -> Tensor:
     """[B, K, H / K * T, S] in fp32 at least.
 
-    Of a score bf16 keeps 8 bits: at 30 it is off by up to 1/16, and its probability by as much. Of the distance from the
-    highest score of its query it keeps 8 bits as well, and that is small wherever the probability is not. So a second
-    product, which adds up in fp32, takes the highest off before it rounds.
+    Of a score bf16 keeps 8 bits: at 30 it is off by up to 1/16, and its probability by as much. Of the distance from
+    the highest score of its query it keeps 8 bits as well, and that is small wherever the probability is not. So a
+    second product, which adds up in fp32, takes the highest off before it rounds.
     """
     scores, query, bias = scores_of(query, key, bias)
     if scores.dtype.itemsize > 2:

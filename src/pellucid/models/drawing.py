@@ -29,6 +29,8 @@ WHOLE = Truncation()
 def draw(logits: Tensor, uniforms: Tensor, temperature: float, truncation: Truncation = WHOLE) -> tuple[Tensor, Tensor]:
     """One token for each row of `logits` [B, V] and its log-prob, by inverting the CDF at `uniforms` [B] in [0, 1).
 
+    `uniforms` are float64, and lie where float64 sums are to be made: beside the logits, or on the CPU.
+
     The log-prob is that of softmax(logits / temperature), the whole of it, truncated or not; greedy tokens
     (temperature 0) carry theirs at temperature 1.
 
@@ -38,21 +40,24 @@ def draw(logits: Tensor, uniforms: Tensor, temperature: float, truncation: Trunc
     below = logits - logits.amax(-1, keepdim=True).float()  # fp32, and never above 0
     masses = below.mul_(1 / (math.log(2) * (temperature or 1.0))).exp2_()  # a quarter of the time of exp
     total = masses.sum(-1)
-    left = truncated(masses, truncation)
+    left = truncated(masses, truncation, uniforms.device)
     token = logits.argmax(-1) if temperature == 0.0 else _invert_cdf(left, uniforms[:, None])
     mass = masses.gather(-1, token[:, None])[:, 0]
     return token, mass.log() - total.log()
 
 
-def truncated(masses: Tensor, by: Truncation) -> Tensor:
-    """Unnormalised probabilities [B, V], 0 for tokens that are left out; one after the other, each of what is left."""
+def truncated(masses: Tensor, by: Truncation, sums: torch.device | None = None) -> Tensor:
+    """Unnormalised probabilities [B, V], 0 for tokens that are left out; one after the other, each of what is left.
+
+    sums: where float64 sums are made, if not beside the masses.
+    """
     if 0 < by.top_k < masses.shape[-1]:
         masses = masses.masked_fill(masses < masses.topk(by.top_k).values[:, -1:], 0.0)
     if by.top_p < 1.0:
-        ordered = masses.sort(descending=True).values
+        ordered = masses.sort(descending=True).values.to(sums or masses.device)
         above = ordered.cumsum(-1, dtype=torch.float64) - ordered
         inside = (above < by.top_p * ordered.sum(-1, keepdim=True)).sum(-1, keepdim=True)
-        masses = masses.masked_fill(masses < ordered.gather(-1, inside - 1), 0.0)
+        masses = masses.masked_fill(masses < ordered.gather(-1, inside - 1).to(masses.device), 0.0)
     if by.min_p > 0.0:
         masses = masses.masked_fill(masses < by.min_p * masses.amax(-1, keepdim=True), 0.0)
     return masses
@@ -60,12 +65,13 @@ def truncated(masses: Tensor, by: Truncation) -> Tensor:
 
 def _invert_cdf(masses: Tensor, uniforms: Tensor) -> Tensor:
     blocks = F.pad(masses, (0, -masses.shape[-1] % BLOCK)).unflatten(-1, (-1, BLOCK))  # [B, V / BLOCK, BLOCK]
-    block_ends = blocks.sum(-1).cumsum(-1, dtype=torch.float64)
+    block_ends = blocks.sum(-1).to(uniforms.device).cumsum(-1, dtype=torch.float64)
     target = uniforms * block_ends[:, -1:]
     block = _first_beyond(block_ends, target)
     before = F.pad(block_ends, (1, 0)).gather(-1, block)
-    inside = blocks.take_along_dim(block[..., None], 1)[:, 0].double().cumsum(-1)  # [B, BLOCK]
-    return (block * BLOCK + _first_beyond(inside, target - before))[:, 0]
+    masses = blocks.take_along_dim(block[..., None].to(blocks.device), 1)[:, 0]  # [B, BLOCK]
+    inside = masses.to(uniforms.device).double().cumsum(-1)
+    return (block * BLOCK + _first_beyond(inside, target - before))[:, 0].to(blocks.device)
 
 
 def _first_beyond(ends: Tensor, target: Tensor) -> Tensor:

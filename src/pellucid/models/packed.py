@@ -20,12 +20,13 @@ from torch.utils.checkpoint import checkpoint
 
 from pellucid.batch import Batch
 from pellucid.models.attention import attend
-from pellucid.models.decoder import Decoder, Heads, Layer, Matrix, Shape, after_attention, embedded, heads_of
+from pellucid.models.decoder import Decoder, Heads, Layer, Shape, after_attention, heads_of
 from pellucid.models.elementwise import norm
+from pellucid.models.masters import Matrix, embedded
 
 LANES = 16
-"""Keys of a prompt, and of what a row has said, are padded to a multiple of so many. A softmax adds up lane by lane of the
-processor's vectors: a key that stands in the same lane whoever its neighbours are is added up to the same bits.
+"""Keys of a prompt, and of what a row has said, are padded to a multiple of so many. A softmax adds up lane by lane of
+the processor's vectors: keys that stand in the same lanes, whoever their neighbours are, add up to the same bits.
 """
 
 

@@ -33,7 +33,8 @@ class HuggingFace:
         ids, mask = (x.to(self.model.device) for x in left_padded(rows))
         # What the call leaves open is filled in from the checkpoint (top_k, repetition penalty): leave it nothing.
         own, self.model.generation_config = self.model.generation_config, GenerationConfig()
-        with torch.random.fork_rng():
+        device = self.model.device
+        with torch.random.fork_rng([device] if device.type == "cuda" else []):  # not of all GPUs: a process has one
             torch.manual_seed(row_seed(seed, prompts[0], 0))
             output = self.model.generate(ids, attention_mask=mask, generation_config=self._config())
         self.model.generation_config = own

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from pellucid import hardware
 from pellucid.models.drawing import WHOLE, Truncation, draw
 from pellucid.samplers.rollout import check_lengths, completed_groups, row_seed
 from pellucid.types import Group, Prompt
@@ -34,7 +35,8 @@ class Native:
         prompt_ids = [self.policy.encode(prompt) for prompt in prompts]
         check_lengths(prompt_ids, self.policy.context_length - self.max_tokens)
         seeds = [row_seed(seed, prompt, g) for prompt in prompts for g in range(group_size)]
-        uniforms = torch.stack([_uniforms(s, self.max_tokens) for s in seeds]).to(self.policy.device)
+        place = hardware.place_of_sums(self.policy.device)
+        uniforms = torch.stack([_uniforms(s, self.max_tokens) for s in seeds]).to(place)
         tokens, logprobs = self._decode(prompt_ids, group_size, uniforms)
         return completed_groups(self.policy, prompts, prompt_ids, tokens, logprobs)
 
@@ -43,11 +45,11 @@ class Native:
     ) -> tuple[list[list[int]], list[list[float]]]:
         """Tokens and their log-probs for each of the len(prompt_ids) * group_size rows."""
         flight = self.policy.flight(max(self.rows, group_size))
-        ends = torch.tensor(self.policy.eos_ids, device=uniforms.device)
+        ends = torch.tensor(self.policy.eos_ids, device=self.policy.device)
         tokens: list[list[int]] = [[] for _ in uniforms]
         logprobs: list[list[float]] = [[] for _ in uniforms]
         waiting, flying = list(range(len(prompt_ids))), []  # prompts; the row that each line of a step belongs to
-        logits = uniforms.new_zeros(0)
+        logits = torch.zeros(0)
         while waiting or flying:
             if boarding := waiting[: flight.room() // group_size]:
                 waiting = waiting[len(boarding) :]

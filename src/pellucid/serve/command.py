@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import socket
+import sys
 from pathlib import Path
 
 from pellucid.extras import extra
@@ -20,6 +21,8 @@ def main(arguments: list[str]) -> int:
     action, rest = "", arguments
     if arguments and arguments[0] in ("start", *IN_THE_BACKGROUND):
         action, *rest = arguments
+    if action and sys.platform == "win32":
+        raise UserError(f"pellucid serve {action} needs Linux or macOS: leave a window to pellucid serve, or use WSL")
     options = parsed(rest, model=action not in IN_THE_BACKGROUND)
     if action in IN_THE_BACKGROUND:
         return IN_THE_BACKGROUND[action](options.folder)

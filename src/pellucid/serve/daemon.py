@@ -2,22 +2,23 @@
 
 from __future__ import annotations
 
+import http.client
 import json
 import os
 import signal
 import subprocess
 import sys
 import time
-import urllib.error
 import urllib.request
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from pellucid.types import UserError
 
 GRACE = 30.0
 """Seconds that a service has to answer after its start, or to end after it was asked to."""
+PROC = Path("/proc")
 
 
 @dataclass(frozen=True)
@@ -31,42 +32,53 @@ class Daemon:
 
     def alive(self) -> bool:
         """Whether the process is there, and ours: pids are used again."""
-        command = Path(f"/proc/{self.pid}/cmdline")
-        if command.parent.parent.is_dir() and Path("/proc/self").exists():
-            return command.is_file() and b"pellucid" in command.read_bytes()
         try:
-            os.kill(self.pid, 0)
-        except ProcessLookupError:
+            if not (PROC / "self").exists():
+                os.kill(self.pid, 0)
+                return True
+            command = (PROC / str(self.pid) / "cmdline").read_bytes()
+        except (FileNotFoundError, ProcessLookupError, PermissionError):
             return False
-        return True
+        return command.endswith(os.fsencode("\0".join(["", "pellucid", "serve", *self.arguments, ""])))
 
     def answers(self) -> bool:
         try:
             with urllib.request.urlopen(f"{self.url}/health", timeout=2) as response:
                 return response.status == 200
-        except (urllib.error.URLError, OSError):
+        except (OSError, http.client.HTTPException):
             return False
+
+
+def recorded(folder: Path) -> Daemon | None:
+    """What was started last, whether it runs or not."""
+    path = folder / "serve.pid"
+    if not path.exists():
+        return None
+    try:
+        return Daemon(**json.loads(path.read_text()))
+    except (ValueError, TypeError) as error:
+        raise UserError(f"{path} is damaged ({error}): end the service by hand if it runs, then delete it") from error
 
 
 def read(folder: Path) -> Daemon | None:
     """What runs; None where nothing does, whatever a dead service left behind."""
-    path = folder / "serve.pid"
-    if not path.exists():
-        return None
-    found = Daemon(**json.loads(path.read_text()))
-    return found if found.alive() else None
+    found = recorded(folder)
+    return found if found and found.alive() else None
 
 
 def start(folder: Path, url: str, arguments: Sequence[str]) -> int:
     running = read(folder)
     if running is not None:
         raise UserError(f"a service runs already: {running.url}, pid {running.pid}; stop it, or name another --folder")
+    service = Daemon(0, url, list(arguments))
+    if service.answers():
+        raise UserError(f"{url} answers already, and was not started in {folder}: name another --port")
     folder.mkdir(parents=True, exist_ok=True)
     log = folder / "serve.log"
     with log.open("a") as file:
         command = [sys.executable, "-m", "pellucid", "serve", *arguments]
         process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=file, stderr=file, start_new_session=True)
-    service = Daemon(process.pid, url, list(arguments))
+    service = replace(service, pid=process.pid)
     deadline = time.monotonic() + 10 * GRACE
     while time.monotonic() < deadline:
         if process.poll() is not None:
@@ -110,9 +122,8 @@ def status(folder: Path) -> int:
 
 def restart(folder: Path) -> int:
     """With the arguments of the last start, whether it still runs or not."""
-    path = folder / "serve.pid"
-    if not path.exists():
-        raise UserError(f"{path}: nothing was started here")
-    last = Daemon(**json.loads(path.read_text()))
+    last = recorded(folder)
+    if last is None:
+        raise UserError(f"{folder / 'serve.pid'}: nothing was started here")
     stop(folder)
     return start(folder, last.url, last.arguments)

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from pellucid import hardware
 from pellucid.models.drawing import WHOLE, Truncation, draw
 
 REPLACEMENT = "\ufffd"
@@ -88,6 +89,7 @@ class Engine:
         self.flying: list[Row] = []
         self.flight = policy.flight(rows)
         self.logits = torch.zeros(0)
+        self.place = hardware.place_of_sums(policy.device)
 
     def submit(self, request: Request) -> None:
         """queue.Full where too many wait. A request of more rows than the engine has is the caller's mistake."""
@@ -163,7 +165,7 @@ class Engine:
             logits = self.logits[len(drawn) : len(drawn) + len(rows)]
             uniforms = torch.cat([torch.rand(1, dtype=torch.float64, generator=row.random) for row in rows])
             request = rows[0].request
-            tokens, logprobs = draw(logits, uniforms.to(logits.device), request.temperature, request.truncation)
+            tokens, logprobs = draw(logits, uniforms.to(self.place), request.temperature, request.truncation)
             drawn += zip(tokens.tolist(), logprobs.tolist(), strict=True)
         return drawn
 

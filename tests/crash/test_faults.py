@@ -1,0 +1,315 @@
+"""Faults, each injected for real: docs/reliability.md has a row for each."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import resource
+import signal
+import socket
+import subprocess
+import sys
+import time
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+
+from conftest import records, tiny_recipe
+from pellucid import boards, checkpoint, loggers, run
+from pellucid.folder import checkpoints, step_of
+from pellucid.policy import Policy
+from test_run import same_run, train
+
+PELLUCID = [sys.executable, "-m", "pellucid"]
+SETTINGS = ["--checkpoint.every", 2, "--evaluate.every", 3]
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory, model_dir):
+    """What nothing disturbed."""
+    folder = tmp_path_factory.mktemp("whole")
+    assert train(tiny_recipe(folder / "tiny.toml", model_dir), "--run", folder / "run", *SETTINGS) == 0
+    return folder / "run"
+
+
+def complaint(errors):
+    """The one line that is told; libraries draw progress bars when nobody has told them not to."""
+    told = [line for line in errors.split("\n") if line and "it/s]" not in line]
+    assert len(told) == 1, errors
+    assert told[0].startswith("pellucid: ")
+    return told[0]
+
+
+@contextmanager
+def largest_file(size):
+    """Writes beyond so many bytes of a file are refused by the system."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+def during(monkeypatch, owner, name, call, fault):
+    """So many calls of a function go well; the next is made under the fault."""
+    function, calls = getattr(owner, name), []
+
+    def called(*args, **settings):
+        calls.append(args)
+        if len(calls) != call:
+            return function(*args, **settings)
+        with fault(*args):
+            return function(*args, **settings)
+
+    monkeypatch.setattr(owner, name, called)
+
+
+@contextmanager
+def full_device(log, *_):
+    """metrics.jsonl lies on a device that has no room."""
+    kept, full = os.dup(log.metrics.fileno()), os.open("/dev/full", os.O_WRONLY)
+    os.dup2(full, log.metrics.fileno())
+    try:
+        yield
+    finally:
+        os.dup2(kept, log.metrics.fileno())
+        os.close(kept)
+        os.close(full)
+
+
+def no_room(*_):
+    return largest_file(100)
+
+
+WRITES = {
+    "config.json": (run, "start_folder", 1, no_room),
+    "rollouts.jsonl": (loggers.Jsonl, "log", 4, no_room),
+    "metrics.jsonl": (loggers.Jsonl, "log", 4, full_device),
+    "evals.jsonl": (loggers.Jsonl, "log_evaluation", 2, no_room),
+    **{f"file {n} of a checkpoint": (checkpoint, "save_file", 4 + n, no_room) for n in range(1, 5)},
+    "state.json": (Path, "write_text", 4, no_room),
+    "SHA256SUMS": (Path, "write_text", 5, no_room),
+    "model": (Policy, "save", 1, no_room),
+}
+SHOWN = {
+    "tensorboard": (boards.TensorBoard, "log", 4, no_room),
+    "report.html": (run, "write_report", 1, no_room),
+}
+
+
+@pytest.mark.parametrize("write", WRITES)
+def test_a_full_disk_at_any_write_is_one_line_and_loses_nothing(recipe, tmp_path, monkeypatch, capsys, whole, write):
+    run_dir = tmp_path / "run"
+    with monkeypatch.context() as patched:
+        during(patched, *WRITES[write])
+        assert train(recipe, "--run", run_dir, *SETTINGS) == 2
+    line = complaint(capsys.readouterr().err)
+    assert "File too large" in line or "No space left" in line
+    assert train(*(["--resume", run_dir] if checkpoints(run_dir) else [recipe, "--run", run_dir, *SETTINGS])) == 0
+    same_run(whole, run_dir)
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")  # TensorBoard's own thread
+@pytest.mark.parametrize("write", SHOWN)
+def test_a_full_disk_where_a_run_is_only_shown_costs_a_line(recipe, tmp_path, monkeypatch, capsys, whole, write):
+    during(monkeypatch, *SHOWN[write])
+    assert train(recipe, "--run", tmp_path / "run", *SETTINGS) == 0
+    assert "could not be shown (OSError" in capsys.readouterr().out
+    same_run(whole, tmp_path / "run")
+
+
+# ---------------------------------------------------------------- memory
+
+ON_POLICY = ["--algorithm.epochs", 1, "--algorithm.minibatches", 1, "--algorithm.kl_coef", 0]
+
+
+def starved(monkeypatch, when):
+    """The allocator refuses, in its own words, what the forward passes ask for of which `when` says so."""
+    score = Policy.score
+
+    def scored(self, batch):
+        scores = score(self, batch)
+        if when(len(batch)):
+            torch.empty(2**60, dtype=torch.uint8)
+        return scores
+
+    monkeypatch.setattr(Policy, "score", scored)
+
+
+@pytest.fixture
+def in_fours(recipe, tmp_path):
+    """A run whose micro-batches have four rows from the start."""
+    run_dir = tmp_path / "fours"
+    assert train(recipe, "--run", run_dir, *SETTINGS, *ON_POLICY, "--algorithm.micro_batch", 4) == 0
+    return run_dir
+
+
+def test_where_memory_runs_out_the_step_is_made_again_in_smaller_parts(recipe, tmp_path, monkeypatch, capsys, in_fours):
+    run_dir, calls, update = tmp_path / "run", iter(range(100)), run.grpo.update
+
+    def dying(*arguments):
+        if len(records(run_dir / "metrics.jsonl")) == 3:
+            raise KeyboardInterrupt
+        return update(*arguments)
+
+    with monkeypatch.context() as patched:
+        starved(patched, lambda rows: next(calls) == 1)  # the gradients of the first micro-batch are there
+        patched.setattr(run.grpo, "update", dying)
+        assert train(recipe, "--run", run_dir, *SETTINGS, *ON_POLICY, "--algorithm.micro_batch", 8) == 130
+    ran_out = "! memory ran out with 8 rows in one forward pass: 4 from now on, as of algorithm.micro_batch = 4"
+    assert capsys.readouterr().out.splitlines().count(ran_out) == 1
+    assert train("--resume", run_dir) == 0
+    assert "! memory ran out before: 4 rows in a forward pass at most" in capsys.readouterr().out
+    same_run(in_fours, run_dir)
+
+
+def test_old_log_probs_too_are_computed_in_smaller_parts(recipe, tmp_path, monkeypatch, capsys):
+    small, large = tmp_path / "small", tmp_path / "large"
+    assert train(recipe, "--run", small, *SETTINGS, "--algorithm.micro_batch", 2) == 0
+    starved(monkeypatch, lambda rows: rows > 3)
+    assert train(recipe, "--run", large, *SETTINGS, "--algorithm.micro_batch", 0) == 0
+    assert capsys.readouterr().out.count("! memory ran out") == 3, "16 rows, 8 and 4"
+    same_run(small, large)
+
+
+def test_a_row_that_does_not_fit_is_told_with_what_would_make_room(recipe, tmp_path, monkeypatch, capsys):
+    starved(monkeypatch, lambda rows: True)
+    assert train(recipe, "--run", tmp_path / "run", *SETTINGS) == 2
+    assert "policy.gradient_checkpointing" in complaint(capsys.readouterr().err)
+
+
+def test_what_is_no_lack_of_memory_is_not_taken_for_it(recipe, tmp_path, monkeypatch):
+    def mistaken(self, batch):
+        return torch.zeros(2) @ torch.zeros(3)
+
+    monkeypatch.setattr(Policy, "score", mistaken)
+    with pytest.raises(RuntimeError, match="inconsistent tensor size"):
+        train(recipe, "--run", tmp_path / "run")
+
+
+# ---------------------------------------------------------------- a folder that cannot be written
+
+
+def bound_by_permissions():
+    """In the child: root, too, is refused what the permissions refuse."""
+    drop_bound, override_permissions = 24, 1  # sys/prctl.h, linux/capability.h
+    ctypes.CDLL(None).prctl(drop_bound, override_permissions)
+
+
+def test_a_read_only_folder_is_one_line(recipe, tmp_path):
+    (tmp_path / "shut").mkdir(mode=0o555)
+    refused = subprocess.run(
+        [*PELLUCID, "train", recipe, "--run", tmp_path / "shut" / "run"],
+        preexec_fn=bound_by_permissions,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert refused.returncode == 2
+    line = complaint(refused.stderr)
+    assert str(tmp_path / "shut") in line
+    assert "Permission denied" in line
+
+
+# ---------------------------------------------------------------- signals
+
+
+def signalled(monkeypatch, call, *signals):
+    """So many updates go well; in the next these signals arrive, one after the other."""
+
+    @contextmanager
+    def arriving(*_):
+        for number in signals:
+            os.kill(os.getpid(), number)
+        yield
+
+    during(monkeypatch, run.grpo, "update", call, arriving)
+
+
+def test_sigterm_saves_and_ends(recipe, tmp_path, monkeypatch, whole):
+    run_dir = tmp_path / "run"
+    with monkeypatch.context() as patched:
+        signalled(patched, 3, signal.SIGTERM)
+        assert train(recipe, "--run", run_dir, *SETTINGS) == 130
+    assert [path.name for path in checkpoints(run_dir)][-1] == "step-000003"
+    assert train("--resume", run_dir) == 0
+    same_run(whole, run_dir)
+
+
+def test_a_second_ctrl_c_ends_at_once_and_the_run_goes_on_from_its_checkpoint(recipe, tmp_path, monkeypatch, whole):
+    run_dir = tmp_path / "run"
+    with monkeypatch.context() as patched:
+        signalled(patched, 4, signal.SIGINT, signal.SIGINT)
+        assert train(recipe, "--run", run_dir, *SETTINGS) == 130
+    assert [path.name for path in checkpoints(run_dir)][-1] == "step-000002"
+    assert len(records(run_dir / "metrics.jsonl")) == 3
+    assert train("--resume", run_dir) == 0
+    same_run(whole, run_dir)
+
+
+def test_a_run_that_is_stopped_and_continued_takes_the_same_steps(recipe, tmp_path, whole):
+    run_dir = tmp_path / "run"
+    with subprocess.Popen([*PELLUCID, "train", recipe, "--run", run_dir, *map(str, SETTINGS)]) as process:
+        until(lambda: steps_of(run_dir) >= 2, process)
+        process.send_signal(signal.SIGSTOP)
+        assert os.WIFSTOPPED(os.waitpid(process.pid, os.WUNTRACED)[1])
+        process.send_signal(signal.SIGCONT)
+        assert process.wait(timeout=60) == 0
+    same_run(whole, run_dir)
+
+
+# ---------------------------------------------------------------- several processes
+
+
+def ranks(tmp_path, arguments, program=PELLUCID):
+    """Two processes as torchrun starts them, each with an error stream of its own."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    where = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1"}
+    processes = []
+    for rank in (0, 1):
+        env = {**os.environ, **where, "RANK": str(rank), "LOCAL_RANK": str(rank)}
+        with (tmp_path / f"errors-{rank}").open("w") as errors:
+            processes.append(subprocess.Popen([*program, *map(str, arguments)], env=env, stderr=errors))
+    return processes
+
+
+IMPATIENT = """
+from datetime import timedelta
+from pellucid import cli, runtime
+runtime.PATIENCE = timedelta(seconds=3)
+cli.main()
+"""
+
+
+@pytest.mark.parametrize(("victim", "fault"), [(0, signal.SIGKILL), (1, signal.SIGKILL), (1, signal.SIGSTOP)])
+def test_when_a_process_dies_or_hangs_the_others_end_with_one_line(recipe, tmp_path, victim, fault):
+    run_dir, program = tmp_path / "run", PELLUCID if fault == signal.SIGKILL else [sys.executable, "-c", IMPATIENT]
+    arguments = ["train", recipe, "--run", run_dir, "--algorithm.steps", 2000, "--checkpoint.every", 1]
+    both = ranks(tmp_path, arguments, program)
+    try:
+        until(lambda: steps_of(run_dir) >= 3, *both)
+        both[victim].send_signal(fault)
+        assert both[1 - victim].wait(timeout=60) == 1
+    finally:
+        for process in both:
+            process.kill()
+            process.wait()
+    line = complaint((tmp_path / f"errors-{1 - victim}").read_text())
+    assert "another process of this run has ended or does not answer" in line
+    assert f"--resume {run_dir}" in line
+    _, facts = checkpoint.load(checkpoints(run_dir)[-1])
+    assert len(facts["random"]) == 2
+
+
+def steps_of(run_dir):
+    return max(map(step_of, checkpoints(run_dir)), default=0)
+
+
+def until(condition, *processes):
+    while not condition():
+        assert all(process.poll() is None for process in processes)
+        time.sleep(0.02)

@@ -1,0 +1,14 @@
+"""The short form of `kill.py`: one run, killed while it saves and, resumed, while it updates."""
+
+from __future__ import annotations
+
+import random
+
+import kill
+
+
+def test_a_run_killed_twice_comes_to_the_same_bits(tmp_path):
+    row = kill.trial("replay", tmp_path, 2, random.Random(50), ("save", "update"))
+    assert row.wrong == []
+    assert len(row.resumed) == 2
+    assert not {"start", str(kill.STEPS)} & set(row.resumed), "in its midst"

@@ -1,0 +1,133 @@
+"""Systems and devices that are not here: what starts on them, and what is refused in one line."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from typing import NamedTuple
+
+import psutil
+import pytest
+import torch
+
+from pellucid import hardware, locks
+from pellucid.runtime import Runtime
+from pellucid.serve import command
+from pellucid.settings import AdamWConfig
+from pellucid.types import UserError
+
+EVERYTHING = """
+import pkgutil, psutil, sys
+sys.modules.update(fcntl=None, resource=None)
+import torch
+torch.ops.mkldnn, torch.backends.mkldnn.is_available = torch._ops._OpNamespace("absent"), lambda: False
+import pellucid
+for module in pkgutil.walk_packages(pellucid.__path__, "pellucid."):
+    if not module.name.endswith("__main__"):
+        __import__(module.name)
+from pellucid import cli
+cli.main(["--help"])
+"""
+
+
+def test_all_of_it_is_imported_without_what_windows_and_macs_lack():
+    """fcntl and resource; oneDNN's operators."""
+    done = subprocess.run([sys.executable, "-c", EVERYTHING], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("usage: pellucid")
+
+
+def test_without_file_locks_training_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr(locks, "fcntl", None)
+    with pytest.raises(UserError, match="on Windows use WSL"), locks.locked(tmp_path / ".lock", "trains"):
+        pass
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("action", ["start", "stop", "status", "restart"])
+def test_a_service_in_the_background_is_refused_on_windows(action, monkeypatch):
+    monkeypatch.setattr(sys, "platform", "win32")
+    with pytest.raises(UserError, match=f"serve {action} needs Linux or macOS"):
+        command.main([action])
+
+
+class OfWindows(NamedTuple):
+    rss: int = 2 * 10**9
+    peak_wset: int = 3 * 10**9
+
+
+def test_peak_memory_where_there_is_no_getrusage(monkeypatch):
+    monkeypatch.setattr(hardware, "resource", None)
+    monkeypatch.setattr(psutil.Process, "memory_info", lambda _: OfWindows())
+    assert hardware.peak_gb(torch.device("cpu")) == 3.0
+    assert hardware.resident_gb() == 2.0
+
+
+def test_memory_is_in_gigabytes():
+    held = torch.ones(2**26)
+    at_least = held.numel() * 4 / 1e9
+    for gb in (hardware.peak_gb(held.device), hardware.resident_gb()):
+        assert at_least < gb < hardware.memory_gb() < 1e5
+
+
+def test_a_runtime_on_the_cpu_of_a_machine_with_a_gpu_reports_its_own_memory(monkeypatch):
+    policy = Small()
+    runtime = Runtime(policy, AdamWConfig(), total=1)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda *_: 0)
+    assert runtime.peak_gb() > 0
+
+
+class Small:
+    device = torch.device("cpu")
+
+    def __init__(self):
+        self.module = torch.nn.Linear(2, 2)
+
+    def trainable(self):
+        return dict(self.module.named_parameters())
+
+
+@pytest.mark.parametrize("name", ["auto", "cuda"])
+def test_each_process_of_torchrun_has_a_gpu_of_its_own(name, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    asked = []
+    monkeypatch.setattr(torch, "empty", lambda *_, device: asked.append(device) or torch.zeros(0))
+    hardware.pick_device(name)
+    assert asked == ["cuda:1"]
+
+
+def test_a_process_without_a_gpu_of_its_own_is_told_in_one_line(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    with pytest.raises(UserError, match=r'policy.device = "cuda:0": .*"cpu" always works'):
+        hardware.pick_device("auto")
+
+
+def test_a_gpu_that_only_emulates_bf16_computes_in_fp32(monkeypatch):
+    """Turing and Volta: T4, V100."""
+    emulated = {True: True, False: False}
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation=True: emulated[including_emulation])
+    assert hardware.pick_dtype("auto", torch.device("cuda")) == torch.float32
+    emulated[False] = True
+    assert hardware.pick_dtype("auto", torch.device("cuda")) == torch.bfloat16
+
+
+@pytest.fixture
+def _as_it_was(monkeypatch):
+    monkeypatch.delenv(hardware.WORKSPACE, raising=False)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.usefixtures("_as_it_was")
+def test_deterministic_mode_is_torchs_with_a_workspace_that_repeats(monkeypatch):
+    monkeypatch.setenv(hardware.WORKSPACE, ":0:0")
+    with pytest.raises(UserError, match="unset it"):
+        hardware.make_deterministic()
+    assert not torch.are_deterministic_algorithms_enabled()
+    monkeypatch.delenv(hardware.WORKSPACE)
+    hardware.make_deterministic()
+    assert torch.are_deterministic_algorithms_enabled()
+    assert not torch.is_deterministic_algorithms_warn_only_enabled()
+    assert hardware.os.environ[hardware.WORKSPACE] == ":4096:8"

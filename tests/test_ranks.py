@@ -1,0 +1,64 @@
+"""Two processes, stopped and resumed: each goes on with what was its own."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import torch
+from safetensors.torch import load_file
+
+from conftest import records
+
+TASK = '''
+import os
+import random
+from dataclasses import dataclass
+
+from digits_task import Digits
+from pellucid.types import Prompt
+
+
+@dataclass(frozen=True)
+class Apart(Digits):
+    """Draws from the global generator, more often in one process than in the other."""
+
+    def sample(self, step, n):
+        for _ in range(97 * int(os.environ["RANK"])):
+            random.random()
+        return [Prompt(f"{self.split}/{step}/{i}", str(random.randrange(10**6))) for i in range(n)]
+'''
+
+
+def launch(*arguments):
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
+    finished = subprocess.run(
+        [*command, "-m", "--", "pellucid", "train", *map(str, arguments)],
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert finished.returncode == 0, finished.stderr
+
+
+def test_two_processes_resume_to_the_same_bits_each_with_its_own_replay_and_generators(recipe, tmp_path):
+    (tmp_path / "apart_task.py").write_text(TASK)
+    text = recipe.read_text()
+    [task] = [line for line in text.splitlines() if "digits_task.py" in line]
+    recipe.write_text(text.replace(task, f'name = "{tmp_path}/apart_task.py:Apart"'))
+    whole, halves = tmp_path / "whole", tmp_path / "halves"
+    fixed = ["--optimizer.schedule", "constant", "--evaluate.every", 0, "--algorithm.max_staleness", 2]
+    launch(recipe, "--run", whole, *fixed, "--algorithm.steps", 4)
+    launch(recipe, "--run", halves, *fixed, "--algorithm.steps", 2)
+    launch("--resume", halves, "--algorithm.steps", 4)
+
+    mine, theirs = (records(run / "rollouts.jsonl") for run in (whole, halves))
+    assert len({str(r["prompt"]) for r in mine}) == 16, "four steps of two processes with two prompts each"
+    assert mine == theirs
+    for one, other in zip(*(records(run / "metrics.jsonl") for run in (whole, halves)), strict=True):
+        same = {key for key in one if not key.startswith(("time/", "memory/"))}
+        assert {key: one[key] for key in same} == {key: other[key] for key in same}
+    model, resumed = (load_file(run / "model" / "model.safetensors") for run in (whole, halves))
+    assert all(torch.equal(resumed[name], tensor) for name, tensor in model.items())
