@@ -113,7 +113,7 @@ def questions(tmp_path_factory):
 def one_way(monkeypatch):
     """The CPU takes the ways of an accelerator where it has one of its own; rewards stay in this process."""
 
-    def attend(query, key, value, bias):
+    def attend(query, key, value, bias, shared):
         return F.scaled_dot_product_attention(query, key, value, attn_mask=bias, enable_gqa=True)
 
     monkeypatch.setattr(attention.FewProducts, "apply", attend)
