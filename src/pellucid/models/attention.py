@@ -28,16 +28,14 @@ def attend(query: Tensor, key: Tensor, value: Tensor, bias: Tensor, shared: int 
 
 
 class FewProducts(torch.autograd.Function):
-    """Forward as torch has it, or as decoding.py. Backward in a few batched matrix products, the probabilities made
-    anew: torch's own is several times slower on CPUs, and plain attention under autograd would keep B H T S
-    probabilities of every layer.
+    """A few batched matrix products, and backward a few more, the probabilities made anew: torch's own are slower on
+    CPUs and compute a row in a way that depends on how many there are, and plain attention under autograd would keep
+    B H T S probabilities of every layer.
     """
 
     @staticmethod
     def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, bias: Tensor, shared: int) -> Tensor:
         ctx.save_for_backward(query, key, value, bias)
-        if not shared:
-            return F.scaled_dot_product_attention(query, key, value, attn_mask=bias, enable_gqa=True)
         return torch.cat([read(q, k, v, b, shared) for q, k, v, b in few(query, key, value, bias)])
 
     @staticmethod
@@ -53,10 +51,18 @@ def few(query: Tensor, key: Tensor, value: Tensor, bias: Tensor, *others: Tensor
 
 
 def read(query: Tensor, key: Tensor, value: Tensor, bias: Tensor, shared: int) -> Tensor:
-    """[B, H, T, d]"""
+    """[B, H, T, d], a few queries at a time where one row has many."""
+    queries = max(1, FEW // (query.shape[0] * query.shape[1] * key.shape[2]))
+    parts = zip(query.split(queries, 2), bias.split(queries, 2), strict=True)
+    return torch.cat([read_few(q, key, value, b, shared) for q, b in parts], 2)
+
+
+def read_few(query: Tensor, key: Tensor, value: Tensor, bias: Tensor, shared: int) -> Tensor:
     probs = softmax(scores_of(query, key, bias)[0])
-    own, prompt = probs[..., shared:] @ value[:, :, shared:], probs[..., :shared] @ value[:, :, :shared]
-    return (own + prompt).unflatten(2, (-1, query.shape[2])).flatten(1, 2)
+    out = probs[..., shared:] @ value[:, :, shared:]
+    if shared:
+        out = out + probs[..., :shared] @ value[:, :, :shared]
+    return out.unflatten(2, (-1, query.shape[2])).flatten(1, 2)
 
 
 def scores_of(query: Tensor, key: Tensor, bias: Tensor) -> tuple[Tensor, Tensor, Tensor]:
