@@ -58,8 +58,8 @@ def test_the_exact_kl_and_its_gradient_are_those_of_the_whole_vocabulary(
         logits = (hidden @ weight.T + bias) * scale
         return ((softcap * (logits / softcap).tanh() if softcap else logits) / temperature).log_softmax(-1)
 
-    reference = ref_hidden, Head(ref_weight, ref_bias, scale, softcap)
-    ours = token_logprobs(hidden, Head(weight, bias, scale, softcap), tokens, temperature, reference=reference)
+    reference = ref_hidden, Head(ref_weight, ref_weight, ref_bias, scale, softcap)
+    ours = token_logprobs(hidden, Head(weight, weight, bias, scale, softcap), tokens, temperature, reference=reference)
     every, other = log_probs(hidden, weight, bias), log_probs(ref_hidden, ref_weight, ref_bias)
     kl = torch.distributions.kl_divergence(*(torch.distributions.Categorical(logits=x) for x in (every, other)))
     torch.testing.assert_close(ours[2], kl, rtol=0, atol=1e-12)

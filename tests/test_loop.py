@@ -12,8 +12,9 @@ from conftest import CountDigits, OneProcessRuntime, make_policy
 from pellucid import grpo
 from pellucid.batch import collate, grades_of, task_rewards
 from pellucid.grpo import Scores, train
+from pellucid.runtime import Runtime
 from pellucid.samplers.native import Native
-from pellucid.settings import GRPOConfig
+from pellucid.settings import AdamWConfig, GRPOConfig
 from pellucid.shaping import smooth
 from pellucid.types import Completion, Group, Prompt, Reward
 from test_grpo import Coin, distance, four_groups, gradients_of, kl_run, rollouts, run_rollout
@@ -161,3 +162,36 @@ def test_rewards_are_less_by_what_is_overlong_and_by_the_kl():
     cfg = GRPOConfig(group_size=2, max_length=10, overlong_cache=4, kl_in="raw_reward", kl_coef=0.1)
     shaped = grpo.shape(grades_of(groups), replace(batch, kl=kl), None, cfg)
     torch.testing.assert_close(shaped, torch.tensor([[0.2, 0.9]], dtype=torch.float64), rtol=0, atol=1e-7)
+
+
+def test_where_memory_runs_out_half_way_the_step_is_that_of_smaller_micro_batches():
+    """The third forward pass of eight rows is one too many: in fours it goes, from the start."""
+    weights, metrics, sizes = [], [], []
+    for limit in (8, 4):
+        policy = make_policy()
+        batch, score = rollouts(policy), policy.score
+
+        def scored(part, score=score):
+            sizes.append(len(part))
+            if len(part) == 8 and sizes.count(8) == 3:
+                raise torch.OutOfMemoryError("CUDA out of memory")
+            return score(part)
+
+        policy.score = scored
+        runtime = Runtime(policy, AdamWConfig(lr=1e-2), total=1)
+        metrics.append(grpo.update(policy, batch, runtime, GRPOConfig(micro_batch=limit, entropy_coef=1e-30)))
+        weights.append(policy.weights())
+    assert sizes == [8, 8, 8, *[4] * 6, *[4] * 6]
+    assert metrics[0] == pytest.approx(metrics[1], rel=1e-5, abs=1e-9)
+    assert all(torch.equal(p, weights[1][name]) for name, p in weights[0].items())
+
+
+def test_another_error_than_one_of_memory_ends_the_step():
+    policy = make_policy()
+
+    def broken(part):
+        raise RuntimeError("no such thing")
+
+    batch, policy.score = rollouts(policy), broken
+    with pytest.raises(RuntimeError, match="no such thing"):
+        grpo.update(policy, batch, Runtime(policy, AdamWConfig(), total=1), GRPOConfig())

@@ -26,9 +26,10 @@ from pellucid.batch import Batch, collate
 from pellucid.models import attention, packed
 from pellucid.models import decoder as decoders
 from pellucid.models.attention import attend
-from pellucid.models.decoder import Decoder, Matrix, after_attention, embedded, refusal
+from pellucid.models.decoder import Decoder, after_attention, refusal
 from pellucid.models.decoding import Flight
 from pellucid.models.elementwise import gated, norm, rotated
+from pellucid.models.masters import Matrix, embedded
 from pellucid.models.packed import hidden_states
 from pellucid.policy import Policy
 from pellucid.samplers.native import Native

@@ -10,11 +10,14 @@ import psutil
 import pytest
 import torch
 
+from conftest import make_policy
 from pellucid import hardware, locks
 from pellucid.runtime import Runtime
+from pellucid.samplers.hf import HuggingFace
+from pellucid.samplers.native import Native
 from pellucid.serve import command
 from pellucid.settings import AdamWConfig
-from pellucid.types import UserError
+from pellucid.types import Prompt, UserError
 
 EVERYTHING = """
 import pkgutil, psutil, sys
@@ -49,6 +52,24 @@ def test_a_service_in_the_background_is_refused_on_windows(action, monkeypatch):
     monkeypatch.setattr(sys, "platform", "win32")
     with pytest.raises(UserError, match=f"serve {action} needs Linux or macOS"):
         command.main([action])
+
+
+def test_bf16_on_a_cpu_without_onednn_is_computed_by_torch_alone(monkeypatch):
+    monkeypatch.setattr(torch.ops, "mkldnn", torch._ops._OpNamespace("absent"))
+    monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: False)
+    policy = make_policy(dtype=torch.bfloat16)
+    [group] = Native(max_tokens=4, policy=policy).generate([Prompt("p", "12?")], 2, "seed")
+    assert len(group.completions) == 2
+
+
+def test_generate_forks_the_generators_of_its_own_device_alone(monkeypatch):
+    """Of all GPUs, torch warns; and a process of torchrun has one."""
+    asked, fork = [], torch.random.fork_rng
+    monkeypatch.setattr(torch.random, "fork_rng", lambda devices=None: asked.append(devices) or fork(devices))
+    sampler = HuggingFace(max_tokens=2)
+    sampler.sync(make_policy())
+    sampler.generate([Prompt("p", "12?")], 2, "seed")
+    assert asked == [[]]
 
 
 class OfWindows(NamedTuple):

@@ -115,7 +115,7 @@ def reference_of(settings):
         {},
         {"aggregate": "sequence", "advantage": "batch", "epochs": 2},
         {"minibatches": 2, "clip_difficulty": 1.0, "micro_batch": 3},
-        {"max_rounds": 3},
+        {"max_rounds": 2},
         {"entropy_share": 0.3, "overlong_filter": True, "group_size": 16},
         {"kl": "k1", "kl_coef": 0.1, "kl_target": 0.05},
         {"kl": "k3", "kl_coef": 0.1, "kl_in": "raw_reward", "overlong_cache": 5},

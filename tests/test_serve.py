@@ -327,12 +327,13 @@ def test_an_empty_text_is_refused(service):
 def test_an_answer_that_could_not_be_graded_is_shown_without_a_reward():
     class Grader(CountDigits):
         def reward(self, prompt, completion):
-            return Reward(math.nan) if outcomes.pop() == "failed" else Reward(0.5, {"half": 0.5})
+            return outcomes.pop()
 
-    outcomes = ["graded", "failed", "graded"]
+    outcomes = [Reward(math.nan), Reward(0.9, {"half": 0.9}, error="timed out"), Reward(0.5, {"half": 0.5})]
     with running(task=Grader()) as (_, url):
         _, data = post(f"{url}/group", {"group_size": 3, "seed": 1})
-    assert [row["reward"] for row in data["completions"]] == [0.5, None, 0.5]
+    assert [row["reward"] for row in data["completions"]] == [0.5, None, None]
+    assert [row["parts"] for row in data["completions"]] == [{"half": 0.5}, {}, {}]
     assert [row["advantage"] for row in data["completions"]] == [0.0, 0.0, 0.0]
 
 

@@ -11,7 +11,7 @@ from pellucid.totals import Clock, Totals
 MASK = torch.tensor([[True, True, False], [True, False, False]])
 
 
-def totals_of(*micro_batches, steps=({"grad_norm": 1.0, "lr": 0.1, "skipped": 0.0},)):
+def totals_of(*micro_batches, steps=({"grad_norm": 1.0, "lr": 0.1, "skipped": 0.0, "idle": 0.0},)):
     """Each micro-batch: the gap and the loss of its six places, three of which are tokens."""
     measured = Totals()
     for gap, loss in micro_batches:
@@ -32,10 +32,11 @@ def test_means_are_over_tokens_of_all_micro_batches_and_the_largest_gap_is_one_o
 
 
 def test_of_several_optimizer_steps_norms_and_losses_are_means_skips_are_counted_and_the_rate_is_the_last():
-    steps = [{"grad_norm": norm, "lr": lr, "skipped": skipped} for norm, lr, skipped in ((1, 0.3, 1), (4, 0.2, 0))]
+    names = ("grad_norm", "lr", "skipped", "idle")
+    steps = [dict(zip(names, step, strict=True)) for step in ((0, 0.4, 0, 1), (2, 0.3, 1, 0), (4, 0.2, 0, 0))]
     means = totals_of(([0.0] * 6, [1.0] * 6), ([0.0] * 6, [2.0] * 6), steps=steps).means(list)
-    assert means["loss"] == pytest.approx(9.0 / 2)
-    assert (means["grad_norm"], means["lr"], means["skipped"]) == (2.5, 0.2, 1)
+    assert means["loss"] == pytest.approx(9.0 / 3)
+    assert [means[name] for name in names] == [2.0, 0.2, 1, 1]
 
 
 def test_means_and_the_largest_gap_are_of_all_processes():

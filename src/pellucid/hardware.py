@@ -23,6 +23,8 @@ except ImportError:  # Windows
 WORKSPACE, REPEATABLE = "CUBLAS_WORKSPACE_CONFIG", (":4096:8", ":16:8")
 """With any other, cuBLAS may add up in another order when a product is repeated."""
 
+SPARE = 1.03
+"""What is resident, as a multiple of what a step needs, before all that is free is given back."""
 CACHED_PRODUCTS = {"ONEDNN_PRIMITIVE_CACHE_CAPACITY": "64", "LRU_CACHE_CAPACITY": "64"}
 """Shapes of products for which oneDNN and torch's bridge to it keep code and buffers, 1024 each unless told otherwise.
 Every step has new shapes: what is kept for older ones is not used again, and keeps holes in the heap from closing."""
@@ -115,6 +117,26 @@ def forget_old_products() -> None:
     """Bounds what is kept for shapes of products. Before torch's first product, or without effect."""
     for name, capacity in CACHED_PRODUCTS.items():
         os.environ.setdefault(name, capacity)
+
+
+class Heap:
+    """What is kept after being freed has holes: a little is in use in the middle of what a larger tensor would need, so
+    that one goes behind, and memory grows for as long as a run lasts. From time to time all that is free goes back.
+    """
+
+    def __init__(self) -> None:
+        self.needed = 0.0
+        """GB resident after one step from nothing kept, the most of any."""
+        self.is_fresh = False
+        """Nothing was kept when the last step began."""
+
+    def after_step(self) -> None:
+        """Frees what is kept where it has outgrown what a step needs: pages are then faulted in once more."""
+        resident = resident_gb()
+        self.needed = max(self.needed, resident) if self.is_fresh else self.needed
+        self.is_fresh = resident > SPARE * self.needed
+        if self.is_fresh and platform.libc_ver()[0] == "glibc":
+            ctypes.CDLL(None).malloc_trim(0)
 
 
 def resident_gb() -> float:

@@ -90,7 +90,7 @@ def follow(cfg: Config, run_dir: Path, parts: Parts, log: Logger, requests: Stop
     )
     if profile and parts.runtime.main:
         steps = profiled(steps, run_dir / "profile.txt", parts.policy.dtype)
-    watch, fresh = Watch(cfg.algorithm), parts.state.step == 0
+    watch, heap, fresh = Watch(cfg.algorithm), hardware.Heap(), parts.state.step == 0
     if not fresh and missed(cfg, run_dir, parts) and not evaluated(cfg, parts, log, requests):
         return parts.state.step
     if out_of_time(cfg, parts):  # stopped or killed when all was saved but the model
@@ -101,6 +101,7 @@ def follow(cfg: Config, run_dir: Path, parts: Parts, log: Logger, requests: Stop
         if "reward/kl" in metrics:
             metrics["reward/after_kl"] = metrics["reward/mean"] + metrics["reward/kl"]
         log.log(step, metrics, groups)
+        heap.after_step()
         for note in watch.notes(metrics) if parts.runtime.main and fresh else []:
             print(f"! {note}", flush=True)
         last, due = is_last(cfg, parts), is_due(cfg, parts)

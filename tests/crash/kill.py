@@ -102,7 +102,7 @@ class Subject:
         return CONFIGURATIONS[self.name]
 
     def command(self, into: Path) -> list[str]:
-        """What begins it or goes on with what is there: `--resume` for a run with a checkpoint, else the same again."""
+        """What begins it or goes on with what is there: `--resume` for a checkpoint, else the same command again."""
         start = [sys.executable, *LAUNCH[self.configuration.processes], "pellucid"]
         if self.configuration.study:
             return [*start, "study", str(self.folder / "study.toml"), "--into", str(into), "--keep-models"]

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -24,6 +24,7 @@ from torch import Tensor
 from transformers import AutoConfig
 
 from pellucid.models.elementwise import gated, norm, rotated
+from pellucid.models.masters import Copy, Matrix
 
 FAMILY = ("llama", "mistral", "qwen2", "qwen3")
 ROTARY = ("default", "linear", "llama3")
@@ -59,15 +60,6 @@ class Layer(NamedTuple):
     """[d], Qwen3"""
     key_norm: Tensor | None = None
     """[d], Qwen3"""
-
-
-class Matrix(NamedTuple):
-    """One whose gradient is added up over many tokens: unrounded, it goes to the master itself."""
-
-    tensor: Tensor
-    """[V, D] to compute with."""
-    master: Tensor
-    """The parameter."""
 
 
 class Weights(NamedTuple):
@@ -142,69 +134,6 @@ class Decoder:
         angles = (positions[:, None] * self.frequencies)[:, None]
         cos, sin = angles.cos().to(self.dtype), angles.sin().to(self.dtype)
         return torch.cat([cos, cos], -1), torch.cat([-sin, sin], -1)
-
-
-class Copy:
-    """Masters joined in the compute dtype, brought up to date whenever they may have changed."""
-
-    def __init__(self, masters: Sequence[Tensor], dtype: torch.dtype) -> None:
-        self.masters = masters
-        [first, *rest] = masters
-        self.shared = not rest and first.dtype == dtype
-        self.tensor = first.detach() if self.shared else torch.cat([m.detach() for m in masters]).to(dtype)
-        self.versions = self._versions()
-
-    def current(self) -> Tensor:
-        """With the gradient of the masters."""
-        return StandIn.apply(self.tensor_now(), *self.masters)  # pyright: ignore[reportReturnType]
-
-    def tensor_now(self) -> Tensor:
-        # Not by versions alone: torch's fused optimizers change parameters without counting it.
-        changed = any(m.requires_grad for m in self.masters) or self.versions != self._versions()
-        if changed and not self.shared:
-            for part, master in zip(self.tensor.split([len(m) for m in self.masters]), self.masters, strict=True):
-                part.copy_(master.detach())
-            self.versions = self._versions()
-        return self.tensor
-
-    def _versions(self) -> list[int]:
-        return [m._version for m in self.masters]
-
-
-class StandIn(torch.autograd.Function):
-    """The value of a copy with the gradient of its masters: casting once an optimizer step, not once a forward pass."""
-
-    @staticmethod
-    def forward(ctx: Any, copy: Tensor, *masters: Tensor) -> Tensor:
-        ctx.masters = [(len(m), m.dtype) for m in masters]
-        return copy.view_as(copy)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        parts = grad.split([rows for rows, _ in ctx.masters])
-        return None, *(part.to(dtype) for part, (_, dtype) in zip(parts, ctx.masters, strict=True))
-
-
-def embedded(ids: Tensor, embedding: Matrix) -> Tensor:
-    """[N] -> [N, D]"""
-    return Lookup.apply(ids, *embedding)  # pyright: ignore[reportReturnType]
-
-
-class Lookup(torch.autograd.Function):
-    """F.embedding, its gradient added up in the dtype of the master: a bf16 sum stands still at 256 of its terms."""
-
-    @staticmethod
-    def forward(ctx: Any, ids: Tensor, tensor: Tensor, master: Tensor) -> Tensor:
-        ctx.save_for_backward(ids)
-        ctx.like = master.shape, torch.promote_types(master.dtype, torch.float32), master.dtype
-        return F.embedding(ids, tensor)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        [ids] = ctx.saved_tensors
-        shape, wide, narrow = ctx.like
-        of_master = torch.zeros(shape, dtype=wide, device=grad.device).index_add_(0, ids, grad.to(wide))
-        return None, None, of_master.to(narrow)
 
 
 # ---------------------------------------------------------------- what a layer computes

@@ -14,8 +14,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from pellucid.models.attention import attend, softmax
-from pellucid.models.decoder import Decoder, Matrix, after_attention, heads_of, linear, packed
+from pellucid.models.decoder import Decoder, after_attention, heads_of, linear, packed
 from pellucid.models.elementwise import norm
+from pellucid.models.masters import Matrix
 from pellucid.models.packed import LANES, bias_of, in_line, in_rows, prompt_rows, roomy
 
 GROWTH = 2 * LANES

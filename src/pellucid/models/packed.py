@@ -20,8 +20,9 @@ from torch.utils.checkpoint import checkpoint
 
 from pellucid.batch import Batch
 from pellucid.models.attention import attend
-from pellucid.models.decoder import Decoder, Heads, Layer, Matrix, Shape, after_attention, embedded, heads_of
+from pellucid.models.decoder import Decoder, Heads, Layer, Shape, after_attention, heads_of
 from pellucid.models.elementwise import norm
+from pellucid.models.masters import Matrix, embedded
 
 LANES = 16
 """Keys of a prompt, and of what a row has said, are padded to a multiple of so many. A softmax adds up lane by lane of

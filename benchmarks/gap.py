@@ -1,0 +1,58 @@
+"""How far the sampler's log-probs are from the scorer's, and both from those of the same model in fp32.
+
+    python benchmarks/gap.py [--model smollm2-135m] [--tokens 64]
+
+Mean and most, in nats a token, over 4 prompts x 8 completions of two-digit sums. The last line has the scorer's hidden
+states read by a head in fp32: how much of the distance is the rounding of logits.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import tyro
+from torch import Tensor
+
+from pellucid import policy
+from pellucid.batch import collate
+from pellucid.logprobs import Head, token_logprobs
+from pellucid.samplers.native import Native
+from pellucid.tasks.arithmetic import Arithmetic
+
+CPU = torch.device("cpu")
+
+
+@dataclass
+class Options:
+    model: str = "smollm2-135m"
+    tokens: int = 64
+
+
+@torch.no_grad()
+def main(options: Options) -> None:
+    rounded, exact = (
+        policy.load_frozen(options.model, CPU, dtype, temperature=1.0) for dtype in (torch.bfloat16, torch.float32)
+    )
+    groups = Native(max_tokens=options.tokens, policy=rounded).generate(Arithmetic(digits=2).sample(0, 4), 8, "gap")
+    batch = collate(groups, CPU)
+    sampled = batch.sampler_logprobs[batch.mask]
+    scored, true = (p.score(batch).logprobs[batch.mask] for p in (rounded, exact))
+    hidden, head = rounded.hidden(batch)
+    wide = Head(head.weight.float(), head.weight.float())
+    by_wide_head, _ = token_logprobs(hidden.float(), wide, batch.response_ids[batch.mask])
+    for name, difference in {
+        "sampler - scorer": sampled - scored,
+        "sampler - fp32": sampled - true,
+        "scorer - fp32": scored - true,
+        "scorer, head in fp32 - fp32": by_wide_head - true,
+    }.items():
+        print(f"{name:28} {told(difference)}")
+
+
+def told(difference: Tensor) -> str:
+    return f"mean {difference.abs().mean():.1e}, most {difference.abs().max():.1e}"
+
+
+if __name__ == "__main__":
+    main(tyro.cli(Options))
