@@ -277,6 +277,25 @@ def test_a_run_that_is_stopped_and_continued_takes_the_same_steps(recipe, tmp_pa
     same_run(whole, run_dir)
 
 
+def test_what_a_kill_left_of_an_old_checkpoint_goes_at_the_resume(recipe, tmp_path, monkeypatch, whole):
+    """After the last step no other save clears it away."""
+    run_dir = tmp_path / "run"
+
+    @contextmanager
+    def killed(folder, **_):
+        folder.rename(folder.with_suffix(".partial"))
+        raise KeyboardInterrupt
+        yield
+
+    with monkeypatch.context() as patched:
+        during(patched, checkpoint, "_drop", 1, killed)
+        assert train(recipe, "--run", run_dir, *SETTINGS) == 130
+    assert list((run_dir / "checkpoints").glob("*.partial"))
+    assert train("--resume", run_dir) == 0
+    same_run(whole, run_dir)
+    assert sorted((run_dir / "checkpoints").iterdir()) == checkpoints(run_dir)
+
+
 # ---------------------------------------------------------------- several processes
 
 
