@@ -38,8 +38,7 @@ def save(run_dir: Path, step: int, tensors: State, facts: Mapping[str, Any], kee
     """
     folder = run_dir / "checkpoints" / f"step-{step:06d}"
     partial = folder.with_suffix(".partial")
-    for rest in folder.parent.glob("*.partial"):
-        shutil.rmtree(rest)
+    clear_rests(run_dir)
     try:
         partial.mkdir(parents=True)
         _write(partial, tensors, {"step": step, "checksums": True, **facts})
@@ -84,6 +83,12 @@ def _to_disk(path: Path) -> str:
 def _drop(folder: Path) -> None:
     """Whole or gone: what a kill leaves of it has the name of none."""
     shutil.rmtree(folder.rename(folder.with_suffix(".partial")))
+
+
+def clear_rests(run_dir: Path) -> None:
+    """Of checkpoints that a kill came upon when they were written or dropped."""
+    for rest in (run_dir / "checkpoints").glob("*.partial"):
+        shutil.rmtree(rest)
 
 
 def newest(run_dir: Path) -> tuple[dict[str, dict[str, Tensor]], dict[str, Any], list[str]]:

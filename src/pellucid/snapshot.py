@@ -55,4 +55,7 @@ def restore(run_dir: Path, parts: Parts) -> list[str]:
         watching.load_state(facts["task"])
     kept = checkpoint.unpack_replay(tensors, facts["replay"], runtime.rank)
     state.experiences = [(step, batch.to(parts.policy.device)) for step, batch in kept]
-    return [*notes, *loggers.truncate(run_dir, state.step)] if runtime.main else []
+    if not runtime.main:
+        return []
+    checkpoint.clear_rests(run_dir)
+    return [*notes, *loggers.truncate(run_dir, state.step)]

@@ -16,10 +16,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from conftest import records, tiny_recipe
+from conftest import make_policy, records, tiny_recipe
 from pellucid import boards, checkpoint, loggers, run
 from pellucid.folder import checkpoints, step_of
 from pellucid.policy import Policy
+from pellucid.runtime import Runtime
+from pellucid.settings import AdamWConfig
 from test_run import same_run, train
 
 PELLUCID = [sys.executable, "-m", "pellucid"]
@@ -159,7 +161,7 @@ def test_where_memory_runs_out_the_step_is_made_again_in_smaller_parts(recipe, t
         starved(patched, lambda rows: next(calls) == 1)  # the gradients of the first micro-batch are there
         patched.setattr(run.grpo, "update", dying)
         assert train(recipe, "--run", run_dir, *SETTINGS, *ON_POLICY, "--algorithm.micro_batch", 8) == 130
-    ran_out = "! memory ran out with 8 rows in one forward pass: 4 from now on, as of algorithm.micro_batch = 4"
+    ran_out = "! memory ran out with 8 rows in a forward pass: 4 from now on, as of algorithm.micro_batch = 4"
     assert capsys.readouterr().out.splitlines().count(ran_out) == 1
     assert train("--resume", run_dir) == 0
     assert "! memory ran out before: 4 rows in a forward pass at most" in capsys.readouterr().out
@@ -179,6 +181,20 @@ def test_a_row_that_does_not_fit_is_told_with_what_would_make_room(recipe, tmp_p
     starved(monkeypatch, lambda rows: True)
     assert train(recipe, "--run", tmp_path / "run", *SETTINGS) == 2
     assert "policy.gradient_checkpointing" in complaint(capsys.readouterr().err)
+
+
+def test_what_once_did_not_fit_is_not_tried_again_and_less_is_not_made_more():
+    runtime = Runtime(make_policy(), AdamWConfig(), total=1)
+    refused = []
+
+    def computed(rows):
+        if rows > 5:
+            refused.append(rows)
+            torch.empty(2**60, dtype=torch.uint8)
+        return rows
+
+    assert [runtime.fit(computed, rows) for rows in (12, 12, 7, 2)] == [3, 3, 3, 2]
+    assert refused == [12, 6]
 
 
 def test_what_is_no_lack_of_memory_is_not_taken_for_it(recipe, tmp_path, monkeypatch):
@@ -261,6 +277,25 @@ def test_a_run_that_is_stopped_and_continued_takes_the_same_steps(recipe, tmp_pa
     same_run(whole, run_dir)
 
 
+def test_what_a_kill_left_of_an_old_checkpoint_goes_at_the_resume(recipe, tmp_path, monkeypatch, whole):
+    """After the last step no other save clears it away."""
+    run_dir = tmp_path / "run"
+
+    @contextmanager
+    def killed(folder, **_):
+        folder.rename(folder.with_suffix(".partial"))
+        raise KeyboardInterrupt
+        yield
+
+    with monkeypatch.context() as patched:
+        during(patched, checkpoint, "_drop", 1, killed)
+        assert train(recipe, "--run", run_dir, *SETTINGS) == 130
+    assert list((run_dir / "checkpoints").glob("*.partial"))
+    assert train("--resume", run_dir) == 0
+    same_run(whole, run_dir)
+    assert sorted((run_dir / "checkpoints").iterdir()) == checkpoints(run_dir)
+
+
 # ---------------------------------------------------------------- several processes
 
 
@@ -303,6 +338,27 @@ def test_when_a_process_dies_or_hangs_the_others_end_with_one_line(recipe, tmp_p
     assert f"--resume {run_dir}" in line
     _, facts = checkpoint.load(checkpoints(run_dir)[-1])
     assert len(facts["random"]) == 2
+
+
+STARVED = """
+import os, torch
+from pellucid import cli
+from pellucid.policy import Policy
+score = Policy.score
+def starved(self, batch):
+    if os.environ["RANK"] == "1":
+        torch.empty(2**60, dtype=torch.uint8)
+    return score(self, batch)
+Policy.score = starved
+cli.main()
+"""
+
+
+def test_of_several_processes_the_one_without_memory_names_the_mend_and_all_end(recipe, tmp_path):
+    both = ranks(tmp_path, ["train", recipe, "--run", tmp_path / "run", *SETTINGS], [sys.executable, "-c", STARVED])
+    assert [process.wait(timeout=60) for process in both] == [1, 2]
+    assert "another process of this run" in complaint((tmp_path / "errors-0").read_text())
+    assert "--algorithm.micro_batch 1" in complaint((tmp_path / "errors-1").read_text())
 
 
 def steps_of(run_dir):
