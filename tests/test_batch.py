@@ -66,3 +66,9 @@ def test_a_term_that_failed_counts_as_its_siblings_mean():
         for values in ((1.0, None, 0.0), (9.0, 9.0, 9.0))
     ]
     assert grades_of(groups).parts[..., 0].tolist() == [[1.0, 0.5, 0.0], [9.0, 9.0, 9.0]]
+
+
+def test_one_prompt_without_a_token_is_one_too_many():
+    """Its rows would be predicted from the last token of its neighbour."""
+    with pytest.raises(ValueError, match="a prompt without a token"):
+        collate([group(1, 1), replace(group(1, 1), prompt_ids=())], CPU)

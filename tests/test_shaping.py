@@ -153,9 +153,3 @@ def test_the_highest_share():
     assert float(highest(entropy, 0.4)) == pytest.approx(0.7)
     assert float(highest(entropy, 1.0)) == pytest.approx(0.1)
     assert float(highest(entropy, 1e-6)) == pytest.approx(0.9)
-
-
-def test_a_hidden_state_of_zeros_is_like_no_other():
-    states = torch.tensor([[[0.0, 0.0], [1.0, 0.0], [1.0, 0.0]]])
-    measured = diversity(torch.tensor([[1.0, 1.0, 0.0]], dtype=F64), states, GRPOConfig())
-    torch.testing.assert_close(measured, torch.tensor([[1.0, 0.5, 0.0]], dtype=F64))

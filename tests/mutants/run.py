@@ -7,7 +7,7 @@ that cannot change any number says why in `equivalent`; it is run all the same, 
 The work tree is never touched. torch is imported once: each mutant is a fork that finds its own copy of the package
 first on its path. A mutant that hangs or crashes is noticed; one that cannot be compiled is a mistake in the list.
 
-    make mutants ARGS='--jobs 2 --only kl.py'
+    make mutants ARGS='--jobs 4 --only kl.py'
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import sys
 import tempfile
 import time
 import tomllib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from importlib import import_module
 from multiprocessing import connection, get_context
 from pathlib import Path
@@ -44,6 +44,10 @@ SHARED = (
 """What takes long to import and starts no thread."""
 
 
+PYTEST = 100
+"""Added to pytest's exit status, so that no other is taken for it: 0 all passed, 1 one failed, 2 an import failed."""
+
+
 class Mutant(NamedTuple):
     file: str
     """In src/pellucid."""
@@ -63,7 +67,7 @@ class Run(NamedTuple):
     """Tests of a copy of the package that have ended, or were ended."""
 
     status: int | None
-    """pytest's; negative for a signal, None for a run beyond its limit."""
+    """pytest's and PYTEST; negative for a signal, None for a run beyond its limit."""
     seconds: float
     output: str
 
@@ -98,20 +102,23 @@ def tested(copy: Path, tests: Iterable[str], mutant: Mutant | None) -> None:
     sys.path.insert(0, str(copy))
     os.environ["PYTHONPATH"] = os.pathsep.join([str(copy), str(ROOT / "tests")])
     os.chdir(ROOT)
-    with (copy / "output").open("w") as output:
-        os.dup2(output.fileno(), 1)
-        os.dup2(output.fileno(), 2)
+    output = os.open(copy / "output", os.O_WRONLY)
+    os.dup2(output, 1)
+    os.dup2(output, 2)
     options = ["-x", "-q", "-p", "no:cacheprovider", "-W", "ignore::pytest.PytestAssertRewriteWarning"]
     status = import_module("pytest").main([*options, *(f"tests/{test}" for test in tests)])
     assert Path(import_module("pellucid").__file__ or "").is_relative_to(copy), "another copy of the package was tested"
-    sys.exit(int(status))
+    sys.exit(PYTEST + int(status))
 
 
-Job = tuple[tuple[str, ...], Mutant | None, float]
-"""Tests, the mistake, seconds that they may take."""
+class Job(NamedTuple):
+    tests: tuple[str, ...]
+    mutant: Mutant | None
+    limit: float
+    """Seconds."""
 
 
-def in_forks(jobs: list[Job], at_once: int, report: Callable[[Job, Run], None]) -> None:
+def in_forks(jobs: list[Job], at_once: int) -> Iterator[tuple[Job, Run]]:
     forks = get_context("fork")
     waiting, running = jobs[::-1], {}
     with tempfile.TemporaryDirectory() as scratch:
@@ -119,7 +126,8 @@ def in_forks(jobs: list[Job], at_once: int, report: Callable[[Job, Run], None]) 
             while waiting and len(running) < at_once:
                 job, copy = waiting.pop(), Path(scratch) / str(len(waiting))
                 copy.mkdir()
-                process = forks.Process(target=tested, args=(copy, *job[:2]))
+                (copy / "output").touch()
+                process = forks.Process(target=tested, args=(copy, job.tests, job.mutant))
                 process.start()
                 running[process] = job, copy, 0.0
             before = time.monotonic()
@@ -127,76 +135,64 @@ def in_forks(jobs: list[Job], at_once: int, report: Callable[[Job, Run], None]) 
             passed = min(time.monotonic() - before, 2.0)  # a machine that slept has not been hanging
             for process, (job, copy, seconds) in list(running.items()):
                 running[process] = job, copy, seconds + passed
-                if late := process.is_alive() and seconds > job[2]:
+                if late := process.is_alive() and seconds > job.limit:
                     os.killpg(process.pid, signal.SIGKILL)
                     process.join()
                 if not process.is_alive():
-                    output = (copy / "output").read_text() if (copy / "output").exists() else ""
-                    report(job, Run(None if late else process.exitcode, seconds + passed, output))
-                    shutil.rmtree(copy)
                     del running[process]
+                    yield job, Run(None if late else process.exitcode, seconds + passed, (copy / "output").read_text())
+                    shutil.rmtree(copy)
 
 
 def baseline(listed: list[Mutant], at_once: int) -> dict[str, float]:
     """Seconds of each test that is named, which must pass on the package as it is."""
     seconds: dict[str, float] = {}
-
-    def report(job: Job, run: Run) -> None:
-        [test] = job[0]
-        seconds[test] = run.seconds
-        print(f"{run.seconds:6.1f} s  {test}", flush=True)
-        if run.status != 0:
-            sys.exit(f"{run.output}\n{test} does not pass on the package as it is")
-
     tests = sorted({test for mutant in listed for test in mutant.tests})
-    in_forks([((test,), None, 1800.0) for test in tests], at_once, report)
+    for job, run in in_forks([Job((test,), None, 1800.0) for test in tests], at_once):
+        seconds[job.tests[0]] = run.seconds
+        print(f"{run.seconds:6.1f} s  {job.tests[0]}", flush=True)
+        if run.status != PYTEST:
+            sys.exit(f"{run.output}\n{job.tests[0]} does not pass on the package as it is")
     return seconds
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--jobs", type=int, default=1, help="mutants at once")
+    parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="mutants at once")
     parser.add_argument("--only", nargs="+", default=[""], help="those with one of these texts in their line")
     arguments = parser.parse_args()
     listed = [mutant for mutant in mutants() if any(text in mutant.line for text in arguments.only)]
-    faults = [reason for mutant in listed if (reason := fault(mutant))]
-    listed = [mutant for mutant in listed if not fault(mutant)]
+    faults = {mutant: reason for mutant in listed if (reason := fault(mutant))}
+    listed = [mutant for mutant in listed if mutant not in faults]
     os.environ.update(OMP_NUM_THREADS="1", OPENBLAS_NUM_THREADS="1", HF_HUB_OFFLINE="1")
     for name in SHARED:
         import_module(name)
     seconds = baseline(listed, arguments.jobs)
+    jobs = [Job(m.tests, m, 60.0 + 5.0 * sum(seconds[test] for test in m.tests)) for m in listed]
     noticed: dict[Mutant, bool] = {}
-
-    def report(job: Job, run: Run) -> None:
-        _, mutant, _ = job
+    for (_, mutant, _), run in in_forks(jobs, arguments.jobs):
         assert mutant is not None
-        if run.status not in (0, 1, 2, None) and run.status > 0:
-            sys.exit(f"{run.output}\n{mutant.line}: pytest ended with {run.status}")
-        noticed[mutant] = run.status != 0
-        how = "noticed" if run.status else "hangs" if run.status is None else "UNNOTICED"
-        how = {"UNNOTICED": "equivalent", "noticed": "NOT EQUIVALENT"}.get(how, how) if mutant.equivalent else how
+        if run.status is not None and run.status >= 0 and run.status - PYTEST not in (0, 1, 2):
+            sys.exit(f"{run.output}\n{mutant.line}: these tests could not be run")
+        noticed[mutant] = run.status != PYTEST
+        how = "hangs" if run.status is None else "noticed" if noticed[mutant] else "UNNOTICED"
+        how = how if not mutant.equivalent else "NOT EQUIVALENT" if noticed[mutant] else "equivalent"
         by = next((line.split()[1] for line in run.output.splitlines() if line.startswith(("FAILED", "ERROR "))), "")
         print(f"{run.seconds:6.1f} s  {how:14}  {mutant.line}  {by}", flush=True)
-
-    limits = (60.0 + 5.0 * sum(seconds[test] for test in mutant.tests) for mutant in listed)
-    in_forks([(m.tests, m, limit) for m, limit in zip(listed, limits, strict=True)], arguments.jobs, report)
-    sys.exit(summary(noticed, faults))
+    sys.exit(summary(noticed, list(faults.values())))
 
 
 def summary(noticed: dict[Mutant, bool], faults: list[str]) -> int:
     """Prints the table; the exit status."""
-    print(f"\n{'file':28} mutants  noticed  equivalent")
-    for file in sorted({mutant.file for mutant in noticed}):
-        own = [mutant for mutant in noticed if mutant.file == file]
-        real = [mutant for mutant in own if not mutant.equivalent]
-        print(f"{file:28} {len(own):7}  {sum(noticed[m] for m in real):7}  {len(own) - len(real):10}")
-    real = [mutant for mutant in noticed if not mutant.equivalent]
-    share = sum(noticed[mutant] for mutant in real) / max(1, len(real))
-    print(f"{len(noticed)} mutants, {len(real)} of them not equivalent, {share:.1%} of those noticed")
-    wrong = [mutant for mutant in noticed if mutant.equivalent and noticed[mutant]]
-    for line in [*faults, *(f"not equivalent after all: {m.line}" for m in wrong)]:
-        print(line)
-    return int(share < ENOUGH or bool(faults) or bool(wrong))
+    print(f"\n{'file':28} mutants  equivalent  noticed")
+    for file in [*sorted({mutant.file for mutant in noticed}), "all"]:
+        own = [mutant for mutant in noticed if file in (mutant.file, "all")]
+        real = [noticed[mutant] for mutant in own if not mutant.equivalent]
+        print(f"{file:28} {len(own):7}  {len(own) - len(real):10}  {sum(real):7}")
+    share = sum(real) / max(1, len(real))
+    wrong = [f"not equivalent: {mutant.line}" for mutant in noticed if mutant.equivalent and noticed[mutant]]
+    print(f"{share:.1%} of those that are not equivalent were noticed", *faults, *wrong, sep="\n")
+    return int(share < ENOUGH or bool(faults or wrong))
 
 
 if __name__ == "__main__":
