@@ -76,7 +76,7 @@ def test_replayed_rollouts_come_back_as_they_were(tmp_path):
         [(4, rollouts(6, 7, 8, prefix_length=2))],
     ]
     tensors, facts = checkpoint.pack_replay(ranks)
-    saved, kept = checkpoint.load(checkpoint.save(tmp_path, 5, tensors, {"replay": facts}, 1))
+    saved, kept = checkpoint.load(checkpoint.save(tmp_path, 5, TENSORS | tensors, {"replay": facts}, 1))
     for rank, expected in enumerate(ranks):
         found = checkpoint.unpack_replay(saved, kept["replay"], rank)
         assert [step for step, _ in found] == [step for step, _ in expected]
