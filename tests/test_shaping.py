@@ -119,6 +119,16 @@ def test_a_sequence_below_the_cap_gets_its_product():
     assert measured[:, 0].tolist() == pytest.approx([0.0, 1.65])
 
 
+@pytest.mark.parametrize("correction", ["token", "sequence", "geometric"])
+def test_what_is_just_at_the_cap_is_kept(correction):
+    """Log-probs are fp32, and so is the logarithm of the cap that they are compared with."""
+    gap = torch.tensor([[2.0]]).log()
+    cfg = GRPOConfig(correction=correction, correction_cap=2.0)
+    one = torch.ones(1, 1, dtype=torch.bool)
+    above, below = (float(sampler_weights(sign * gap, torch.zeros_like(gap), one, cfg)) for sign in (1, -1))
+    assert (above, below) == ((1.0, 1.0) if correction == "geometric" else (2.0, 0.5))
+
+
 def test_a_response_that_drifted_on_average_is_masked_on_either_side():
     cfg = GRPOConfig(correction="geometric", correction_cap=1.25)
     assert sampler_weights(OLD, OLD - GAP, MASK, cfg)[:, 0].tolist() == [1.0, 0.0]
