@@ -111,8 +111,12 @@ class Far(torch.Tensor):
 
     @data.setter
     def data(self, other):
-        torch.Tensor.data.__set__(self, other)
-        self.near = other.near
+        """A real one may be given data of the CPU, as masters are while a model is saved, and lies there until it has
+        its own back; this one goes on saying that it is far.
+        """
+        far = other if isinstance(other, Far) else Far(other)
+        torch.Tensor.data.__set__(self, far)
+        self.near = far.near
 
     def __getitem__(self, index):
         return super().__getitem__(arrived(index))
