@@ -61,7 +61,6 @@ FAMILY = {
     "llama, untied": lambda: LlamaForCausalLM(LlamaConfig(**SMALL, tie_word_embeddings=False)),
     "llama, wide heads": lambda: LlamaForCausalLM(LlamaConfig(**SMALL, head_dim=16)),
     "llama, one key head": lambda: LlamaForCausalLM(LlamaConfig(**{**SMALL, "num_key_value_heads": 1})),
-    "llama, large eps": lambda: LlamaForCausalLM(LlamaConfig(**SMALL, rms_norm_eps=0.1)),
     "llama 3.1": lambda: LlamaForCausalLM(LlamaConfig(**SMALL, rope_parameters=LLAMA3)),
     "llama, stretched": lambda: LlamaForCausalLM(
         LlamaConfig(**SMALL, rope_parameters={"rope_type": "linear", "rope_theta": 500.0, "factor": 4.0})
@@ -655,3 +654,16 @@ def test_a_model_that_recomputes_its_activations_decodes_as_another():
     prompts = CountDigits().sample(0, 3)
     one, other = (Native(max_tokens=12, policy=p).generate(prompts, 4, seed="s") for p in (plain, recomputing))
     assert [[c.token_ids for c in g.completions] for g in one] == [[c.token_ids for c in g.completions] for g in other]
+
+
+def test_the_eps_of_the_norms_is_the_checkpoints():
+    """One that can be seen; scored, and sampled token by token."""
+    model = LlamaForCausalLM(LlamaConfig(**SMALL, rms_norm_eps=0.1)).eval()
+    decoder, batch = decoder_of(model), batch_of()
+    hidden, head = hidden_states(decoder, batch)
+    torch.testing.assert_close(hidden @ head.tensor.T, plain_logits(model, batch), rtol=0, atol=2e-5)
+    flight, check = Flight(decoder, 4), Check(model)
+    check.histories = [[1, 2, 3]] * 2
+    check.compare(flight.admit([[1, 2, 3]], 2))
+    check.histories = [[1, 2, 3, 4], [1, 2, 3, 5]]
+    check.compare(flight.step(torch.tensor([4, 5])))
