@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import random
 import shutil
 import sys
@@ -25,6 +24,7 @@ from typing import NamedTuple
 
 import torch
 from launch import Kill, Trace, launch
+from transformers.utils.logging import disable_progress_bar
 
 TESTS = Path(__file__).resolve().parents[1]
 sys.path.append(str(TESTS))
@@ -180,6 +180,7 @@ def aimed(target: str, kept: int, total: int, undisturbed: Trace, rng: random.Ra
 
 def prepared(folder: Path, configuration: Configuration) -> Path:
     folder.mkdir(parents=True)
+    disable_progress_bar()
     torch.manual_seed(0)
     tiny_llama().save_pretrained(folder / "model")
     character_tokenizer().save_pretrained(folder / "model")
@@ -242,7 +243,6 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--only", nargs="+", choices=CONFIGURATIONS, default=list(CONFIGURATIONS))
     options = parser.parse_args()
-    os.environ["TQDM_DISABLE"] = "1"
     rng, folder, rows = random.Random(options.seed), Path(mkdtemp(prefix="kill-")), []
     share, more = divmod(options.points, len(options.only))
     for i, name in enumerate(options.only):
