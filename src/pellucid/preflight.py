@@ -62,10 +62,9 @@ def saved_bytes(model: memory.Model, cfg: Config) -> int:
 
 
 def checkpoint_bytes(model: memory.Model, cfg: Config) -> int:
-    """Weights and two moments in fp32; where the optimizer has masters of its own, these and the weights."""
-    masters = 4 if cfg.optimizer.offload else 0
+    """Weights, or their masters, and two moments in fp32."""
     moving = 4 * model.parameters if cfg.algorithm.reference_every else 0
-    return (12 + masters) * model.trained + moving
+    return 12 * model.trained + moving
 
 
 def used_bytes(run_dir: Path) -> int:
