@@ -26,7 +26,7 @@ from pellucid.batch import Batch, collate
 from pellucid.models import attention, packed
 from pellucid.models import decoder as decoders
 from pellucid.models.attention import attend
-from pellucid.models.decoder import Decoder, after_attention, refusal
+from pellucid.models.decoder import Decoder, after_attention, linear, refusal
 from pellucid.models.decoding import Flight
 from pellucid.models.elementwise import gated, norm, rotated
 from pellucid.models.masters import Matrix, embedded
@@ -479,6 +479,15 @@ def products_know_no_neighbours():
     return all(torch.equal(x[:, :n].contiguous() @ w.mT, whole[:, :n]) for n in rows) and all(
         torch.equal(F.linear(x[0, :n], w[0]), flat[:n]) for n in rows
     )
+
+
+def test_a_row_is_no_other_where_it_is_alone():
+    """The last of a step to be finished; oneDNN splits such a product where the inner dimension is long."""
+    x, w = torch.randn(200, 1536).bfloat16(), torch.randn(576, 1536).bfloat16()
+    among_others = linear(x, w)
+    if products_know_no_neighbours():
+        assert all(torch.equal(linear(x[i : i + 1], w)[0], among_others[i]) for i in range(len(x)))
+    torch.testing.assert_close(linear(x[:1], w), among_others[:1], rtol=0.02, atol=0.1)
 
 
 @pytest.mark.parametrize("name", FAMILY)

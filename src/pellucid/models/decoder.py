@@ -163,7 +163,11 @@ def after_attention(layer: Layer, hidden: Tensor, attended: Tensor, shape: Shape
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """F.linear, also for weights that `packed` has laid out anew."""
+    """F.linear, also for weights that `packed` has laid out anew. Never of one row alone, which oneDNN adds up in
+    another order than among others.
+    """
+    if len(x) == 1:
+        return linear(x.expand(2, -1), weight, bias)[:1]
     if weight.is_mkldnn:
         return torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
     return F.linear(x, weight, bias)
