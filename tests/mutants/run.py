@@ -105,7 +105,7 @@ def tested(copy: Path, tests: Iterable[str], mutant: Mutant | None) -> None:
     output = os.open(copy / "output", os.O_WRONLY)
     os.dup2(output, 1)
     os.dup2(output, 2)
-    options = ["-x", "-q", "-p", "no:cacheprovider", "-W", "ignore::pytest.PytestAssertRewriteWarning"]
+    options = ["-xq", "-p", "no:cacheprovider", "-o", "faulthandler_timeout=0", "-W", "ignore::pytest.PytestWarning"]
     status = import_module("pytest").main([*options, *(f"tests/{test}" for test in tests)])
     assert Path(import_module("pellucid").__file__ or "").is_relative_to(copy), "another copy of the package was tested"
     sys.exit(PYTEST + int(status))
