@@ -9,7 +9,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from conftest import EOS, CountDigits, character_tokenizer, make_policy
 from pellucid.policy import Policy
 from pellucid.samplers.hf import HuggingFace
-from pellucid.samplers.native import Native
+from pellucid.samplers.native import Native, _uniforms
 from pellucid.samplers.rollout import completed_groups
 from pellucid.types import Prompt, UserError
 from test_models import SMALL
@@ -114,3 +114,10 @@ def test_rows_that_board_late_draw_what_they_would_have_drawn_at_once(engine):
     assert tokens(synced("native", policy, max_tokens=60, rows=12), prompts) == at_once
     assert boarding[0] == 3
     assert sum(map(bool, boarding)) > 2, "they boarded in more than two goes"
+
+
+def test_random_numbers_have_the_bits_of_a_double():
+    """With 24 a token of chance 1e-9 would be drawn never, or 60 times as often."""
+    numbers = _uniforms(7, 1000)
+    assert bool(((numbers >= 0) & (numbers < 1)).all())
+    assert ((numbers * 2**24) % 1 != 0).double().mean() > 0.99

@@ -105,7 +105,8 @@ def tested(copy: Path, tests: Iterable[str], mutant: Mutant | None) -> None:
     output = os.open(copy / "output", os.O_WRONLY)
     os.dup2(output, 1)
     os.dup2(output, 2)
-    options = ["-x", "-q", "-p", "no:cacheprovider", "-W", "ignore::pytest.PytestAssertRewriteWarning"]
+    options = ["-xq", "-p", "no:cacheprovider", "-o", "faulthandler_timeout=0"]
+    options += ["-W", "ignore::pytest.PytestAssertRewriteWarning"]  # of what was imported before the fork
     status = import_module("pytest").main([*options, *(f"tests/{test}" for test in tests)])
     assert Path(import_module("pellucid").__file__ or "").is_relative_to(copy), "another copy of the package was tested"
     sys.exit(PYTEST + int(status))
@@ -114,8 +115,7 @@ def tested(copy: Path, tests: Iterable[str], mutant: Mutant | None) -> None:
 class Job(NamedTuple):
     tests: tuple[str, ...]
     mutant: Mutant | None
-    limit: float
-    """Seconds."""
+    limit_seconds: float
 
 
 def in_forks(jobs: list[Job], at_once: int) -> Iterator[tuple[Job, Run]]:
@@ -135,7 +135,7 @@ def in_forks(jobs: list[Job], at_once: int) -> Iterator[tuple[Job, Run]]:
             passed = min(time.monotonic() - before, 2.0)  # a machine that slept has not been hanging
             for process, (job, copy, seconds) in list(running.items()):
                 running[process] = job, copy, seconds + passed
-                if late := process.is_alive() and seconds > job.limit:
+                if late := process.is_alive() and seconds > job.limit_seconds:
                     os.killpg(process.pid, signal.SIGKILL)
                     process.join()
                 if not process.is_alive():
