@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
@@ -63,9 +64,22 @@ def build(cfg: AdamWConfig, policy: Trainable) -> torch.optim.Optimizer:
     return torch.optim.AdamW(parameters, **facts, fused=policy.device.type != "mps")
 
 
+def joined(device: torch.device) -> PartialState:
+    """This process among those of the run. A group that is still open at exit can abort the process (gloo's threads)."""
+    state = PartialState(cpu=device.type == "cpu", timeout=PATIENCE)
+    atexit.unregister(left)
+    atexit.register(left)
+    return state
+
+
+def left() -> None:
+    if dist.is_available() and dist.is_initialized():
+        dist.destroy_process_group()
+
+
 def decided(decide: Callable[[], str], device: torch.device) -> str:
     """What the main process decides, in all of them: they measure each for itself, and measurements differ."""
-    state = PartialState(cpu=device.type == "cpu", timeout=PATIENCE)
+    state = joined(device)
     return broadcast_object_list([decide() if state.is_main_process else ""])[0]
 
 
@@ -76,6 +90,7 @@ class Runtime:
         self.cfg, self.total, self.updates = optimizer, total, 0
         self.micro_batch = 0  # the most rows at once since memory ran out; 0 where it never has
         self.parameters, self.device = policy.trainable(), policy.device
+        joined(policy.device)
         self.accelerator = Accelerator(cpu=policy.device.type == "cpu", device_placement=False)
         self.rank, self.world = self.accelerator.process_index, self.accelerator.num_processes
         self.optimizer = build(optimizer, policy)
