@@ -111,16 +111,18 @@ class TokenLogprobs(torch.autograd.Function):
         reading = ctx.reading
         live = (torch.stack(grads) != 0).any(0).nonzero()[:, 0]  # a token that weighs nothing costs nothing
         wide = about[-1].dtype
-        of_hidden, of_weight = torch.zeros_like(hidden), torch.zeros_like(weight, dtype=wide)
+        of_hidden, of_weight = torch.zeros_like(hidden), None
         of_bias = None if bias is None else torch.zeros_like(bias, dtype=wide)
         for many in live.split(_rows(weight, MANY)):
             of_logits = torch.empty(len(many), len(weight), dtype=weight.dtype, device=weight.device)
             for few, into in zip(many.split(_rows(weight, FEW)), of_logits.split(_rows(weight, FEW)), strict=True):
                 into.copy_(_of_logits(hidden[few], few, reading, about, grads))
             of_hidden[many] = of_logits @ weight
-            of_weight += of_logits.mT @ hidden[many]
+            added = (of_logits.mT @ hidden[many]).to(wide)
+            of_weight = added if of_weight is None else of_weight.add_(added)
             if of_bias is not None:
                 of_bias += of_logits.sum(0, dtype=wide)
+        assert of_weight is not None, "split gives at least one part"
         return of_hidden, of_weight.to(ctx.master), None if of_bias is None else of_bias.to(weight.dtype), None, None
 
 

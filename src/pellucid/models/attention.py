@@ -58,38 +58,27 @@ def read(query: Tensor, key: Tensor, value: Tensor, bias: Tensor, shared: int) -
 
 
 def read_few(query: Tensor, key: Tensor, value: Tensor, bias: Tensor, shared: int) -> Tensor:
-    probs = softmax(scores_of(query, key, bias)[0])
+    probs = softmax(scores_of(query, key, bias))
     out = probs[..., shared:] @ value[:, :, shared:]
     if shared:
         out = out + probs[..., :shared] @ value[:, :, :shared]
     return out.unflatten(2, (-1, query.shape[2])).flatten(1, 2)
 
 
-def scores_of(query: Tensor, key: Tensor, bias: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """q k' / sqrt(d) + bias, [B, K, H / K * T, S]; the queries and the bias in that form."""
-    query = grouped(query * query.shape[-1] ** -0.5, key.shape[1])
-    bias = bias[:, :, None].expand(-1, 1, query.shape[2] // bias.shape[2], -1, -1).flatten(2, 3)
-    return (query @ key.mT).add_(bias), query, bias
-
-
-def probabilities(query: Tensor, key: Tensor, bias: Tensor) -> Tensor:
-    """[B, K, H / K * T, S] in fp32 at least.
-
-    Of a score bf16 keeps 8 bits: at 30 it is off by up to 1/16, and its probability by as much. Of the distance from
-    the highest score of its query it keeps 8 bits as well, and that is small wherever the probability is not. So a
-    second product, which adds up in fp32, takes the highest off before it rounds.
-    """
-    scores, query, bias = scores_of(query, key, bias)
-    if scores.dtype.itemsize > 2:
-        return scores.softmax(-1)
-    highest = scores.float().amax(-1, keepdim=True).to(bias.dtype)  # in bf16 torch takes three times as long
-    below = torch.baddbmm((bias - highest).flatten(0, 1), query.flatten(0, 1), key.flatten(0, 1).mT)
-    return below.float().softmax(-1).view(scores.shape)
+def scores_of(query: Tensor, key: Tensor, bias: Tensor) -> Tensor:
+    """q k' / sqrt(d) + bias, [B, K, H / K * T, S]."""
+    scores = grouped(query * query.shape[-1] ** -0.5, key.shape[1]) @ key.mT
+    return scores.unflatten(2, (-1, bias.shape[2])).add_(bias[:, :, None]).flatten(2, 3)
 
 
 def softmax(scores: Tensor) -> Tensor:
     """In fp32 at least, rounded at its end; torch's own in bf16 is no more exact and slower."""
-    return scores.to(torch.promote_types(scores.dtype, torch.float32)).softmax(-1).to(scores.dtype)
+    return unrounded(scores).softmax(-1).to(scores.dtype)
+
+
+def unrounded(x: Tensor) -> Tensor:
+    """In fp32 at least."""
+    return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
 def grouped(x: Tensor, key_heads: int) -> Tensor:
@@ -98,9 +87,12 @@ def grouped(x: Tensor, key_heads: int) -> Tensor:
 
 
 def gradients_of(query: Tensor, key: Tensor, value: Tensor, bias: Tensor, grad: Tensor) -> tuple[Tensor, ...]:
-    """Of query, key and value."""
+    """Of query, key and value.
+
+    Of a score bf16 keeps 8 bits: at 30 it is off by up to 1/16, and its probability by as much. These are not rounded.
+    """
     key_heads, length, scale = key.shape[1], query.shape[2], query.shape[-1] ** -0.5
-    probs = probabilities(query, key, bias)
+    probs = scores_of(unrounded(query), unrounded(key), bias).softmax(-1)
     query, grad = grouped(query, key_heads), grouped(grad, key_heads)
     of_probs = (grad @ value.mT).to(probs.dtype)
     of_scores = probs * (of_probs - (probs * of_probs).sum(-1, keepdim=True)) * scale

@@ -98,7 +98,7 @@ class Flight:
         used, self.prompt_of = self.prompt_of[rows].unique(return_inverse=True)
         self.said, self.prompt_lengths = self.said[rows], self.prompt_lengths[used]
         size = roomy(int(self.prompt_lengths.max())) if len(used) else 0
-        room = roomy(int(self.said.max())) if len(rows) else 0
+        room = -(-int(self.said.max()) // GROWTH) * GROWTH if len(rows) else 0
         for cache in self.caches:
             cache.keys, cache.values = (x[:, :, :room].index_select(1, rows) for x in (cache.keys, cache.values))
             cache.prompt_keys, cache.prompt_values = (
@@ -118,13 +118,13 @@ class Flight:
         return slice(None), torch.arange(len(self.said), device=self.said.device), self.said
 
     def _bias(self) -> Tensor:
-        """[n, 1, room]: -inf behind what a row has said."""
-        steps = torch.arange(self.caches[0].keys.shape[2], device=self.said.device)
-        return self._bias_of(steps <= self.said[:, None])
-
-    def _bias_of(self, seen: Tensor) -> Tensor:
-        """[rows, keys] -> [rows, 1, keys]"""
-        return bias_of(seen[:, None], self.caches[0].keys.dtype)[:, 0]
+        """[n, 1, S + room]: -inf behind the prompt of a row, and behind what it has said."""
+        first = self.caches[0]
+        of_prompt, said = (
+            torch.arange(x.shape[2], device=x.device) < lengths[:, None]
+            for x, lengths in ((first.prompt_keys, self.prompt_lengths[self.prompt_of]), (first.keys, self.said + 1))
+        )
+        return bias_of(torch.cat([of_prompt, said], -1)[:, None], first.keys.dtype)[:, 0]
 
     def _seat(self) -> None:
         """Which rows read which prompt: `seats` [P, m] of rows, the first again where there are fewer; and back. Before
@@ -140,8 +140,6 @@ class Flight:
         self.seats[self.prompt_of[order], place] = order
         self.seat_of = torch.empty_like(order)
         self.seat_of[order] = self.prompt_of[order] * most + place
-        steps = torch.arange(roomy(int(self.prompt_lengths.max())), device=order.device)
-        self.prompt_bias = self._bias_of(steps < self.prompt_lengths[:, None])  # [P, 1, S]
         whole = len(order) == self.seats.numel()
         self.in_order = whole and bool((self.seat_of == torch.arange(len(order), device=order.device)).all())
 
@@ -152,9 +150,8 @@ class Flight:
         size = cache.prompt_keys.shape[2]
         queries = query.unflatten(1, (len(cache.keys), -1)).transpose(0, 1)  # [K, n, H / K, d]
         queries = queries.contiguous() * query.shape[-1] ** -0.5
-        of_prompt = (self._by_prompt(queries) @ cache.prompt_keys.mT).add_(self.prompt_bias)
-        of_said = (queries @ cache.keys.mT).add_(bias)
-        probs = softmax(torch.cat([self._by_row(of_prompt), of_said], -1))
+        of_prompt = self._by_row(self._by_prompt(queries) @ cache.prompt_keys.mT)
+        probs = softmax(torch.cat([of_prompt, queries @ cache.keys.mT], -1).add_(bias))
         prompt = self._by_row(self._by_prompt(probs[..., :size]) @ cache.prompt_values)
         read = probs[..., size:] @ cache.values + prompt
         return read.transpose(0, 1).flatten(1)

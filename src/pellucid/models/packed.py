@@ -40,7 +40,7 @@ class Rows(NamedTuple):
     places: Tensor
     """[n] in rows * T."""
     bias: Tensor
-    """[rows, 1, T, keys]: 0 where a key is read, -inf elsewhere."""
+    """[rows, 1, T, keys]: 0 where a key is read, -inf elsewhere. There are keys beyond the last that is read."""
 
 
 class Layout(NamedTuple):
@@ -69,26 +69,25 @@ def layout_of(batch: Batch, dtype: torch.dtype, device: torch.device) -> Layout:
     used, prompt_of = (x.to(device) for x in batch.prompt_of.unique(return_inverse=True))
     prompts, lengths = prompt_rows([batch.prompt_ids[p] for p in used.tolist()], dtype, device)
     mask = batch.mask.to(device)
-    unread = roomy(mask.shape[1] - 1) - mask.shape[1] + 1
-    read = F.pad(mask[:, 1:], (0, unread))  # token t is read where there is a token t + 1
-    steps = torch.arange(read.shape[1], device=device)
+    read = mask[:, 1:]  # token t is read where there is a token t + 1
+    own = torch.arange(roomy(read.shape[1]), device=device)
+    steps = own[: read.shape[1]]
     of_prompt = torch.arange(prompts.bias.shape[-1], device=device) < lengths[prompt_of, None]
     seen = torch.cat(
         [
             of_prompt[:, None].expand(-1, len(steps), -1),
-            (steps <= steps[:, None]).expand(len(mask), -1, -1),
+            (own <= steps[:, None]).expand(len(mask), -1, -1),
         ],
         -1,
     )
     responses = Rows(
-        ids=F.pad(batch.response_ids[:, :-1].to(device), (0, unread))[read],
+        ids=batch.response_ids[:, :-1].to(device)[read],
         positions=(lengths[prompt_of, None] + steps)[read],
         places=read.flatten().nonzero()[:, 0],
         bias=bias_of(seen, dtype),
     )
     order = torch.zeros(read.shape, dtype=torch.long, device=device)
     order[read] = len(prompts.ids) + torch.arange(len(responses.ids), device=device)
-    order = order[:, : mask.shape[1] - 1]
     last_of_prompt = (lengths.cumsum(0) - 1)[prompt_of, None]
     return Layout(prompts, responses, prompt_of, torch.cat([last_of_prompt, order], 1)[mask])
 
@@ -153,10 +152,16 @@ def group_attention(heads: Heads, layout: Layout) -> Tensor:
     read = [in_line(attend(query, key, value, prompts.bias), prompts)]
     if len(responses.ids):
         query, own_key, own_value = (in_rows(x[count:], responses) for x in heads)
-        key = torch.cat([key.index_select(0, layout.prompt_of), own_key], 2)
-        value = torch.cat([value.index_select(0, layout.prompt_of), own_value], 2)
+        key, value = all_keys(key, own_key, layout), all_keys(value, own_value, layout)
         read.append(in_line(attend(query, key, value, responses.bias, shared=prompts.bias.shape[-1]), responses))
     return torch.cat(read)
+
+
+def all_keys(of_prompts: Tensor, own: Tensor, layout: Layout) -> Tensor:
+    """[P, K, S, d] and [B, K, T, d] -> [B, K, keys, d], 0 beyond those that are read."""
+    beyond = layout.responses.bias.shape[-1] - of_prompts.shape[2] - own.shape[2]
+    of_prompts = of_prompts.index_select(0, layout.prompt_of)
+    return torch.cat([of_prompts, own, own.new_zeros(*own.shape[:2], beyond, own.shape[3])], 2)
 
 
 def in_rows(heads: Tensor, rows: Rows) -> Tensor:
