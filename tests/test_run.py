@@ -284,8 +284,8 @@ def test_two_processes_compute_in_the_dtype_that_the_first_finds_faster(recipe, 
     script.write_text(TIMINGS)
     launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run([*launch, script, recipe, tmp_path], env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
+    process = subprocess.run([*launch, script, recipe, tmp_path], env=environment, capture_output=True, check=False)
+    assert process.returncode == 0, process.stderr.decode()
     first, second = (json.loads((tmp_path / f"rank-{rank}.json").read_text()) for rank in (0, 1))
     assert first == [["torch.bfloat16", "bfloat16"], ["torch.float32", "float32"]]
     assert second == [["torch.float32", "bfloat16"], ["torch.bfloat16", "float32"]]

@@ -65,7 +65,7 @@ def build(cfg: AdamWConfig, policy: Trainable) -> torch.optim.Optimizer:
 
 
 def joined(device: torch.device) -> PartialState:
-    """This process among those of the run. A group that is still open at exit can abort the process (gloo's threads)."""
+    """This process among those of the run. One that exits in an open group may be aborted by the group's threads."""
     state = PartialState(cpu=device.type == "cpu", timeout=PATIENCE)
     atexit.unregister(left)
     atexit.register(left)
