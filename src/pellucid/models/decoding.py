@@ -158,12 +158,13 @@ class Flight:
 
     def _by_prompt(self, x: Tensor) -> Tensor:
         """[K, n, H / K, -] -> [K, P, m H / K, -]"""
-        return (x.unflatten(1, self.seats.shape) if self.in_order else x[:, self.seats]).flatten(2, 3)
+        rows = x if self.in_order else x.index_select(1, self.seats.flatten())
+        return rows.unflatten(1, self.seats.shape).flatten(2, 3)
 
     def _by_row(self, x: Tensor) -> Tensor:
         """The inverse."""
         rows = x.unflatten(2, (self.seats.shape[1], -1)).flatten(1, 2)
-        return rows if self.in_order else rows[:, self.seat_of]
+        return rows if self.in_order else rows.index_select(1, self.seat_of)
 
     def _logits(self, hidden: Tensor, head: Matrix) -> Tensor:
         return linear(norm(hidden, self.plain.norm, self.decoder.shape.eps, self.decoder.dtype), head.tensor)
