@@ -307,6 +307,11 @@ def test_a_folder_that_holds_a_run_is_not_overwritten(recipe, tmp_path, capsys):
     assert (run_dir / "metrics.jsonl").read_text() == before
 
 
+def test_a_run_that_cannot_begin_leaves_no_folder(recipe, tmp_path):
+    assert train(recipe, "--run", tmp_path / "runs" / "one", "--policy.model", "./nowhere") == 2
+    assert list((tmp_path / "runs").iterdir()) == []
+
+
 @pytest.mark.parametrize(
     ("arguments", "complaint"),
     [

@@ -27,10 +27,20 @@ def first_process() -> bool:
 
 @contextmanager
 def held(run_dir: Path) -> Iterator[None]:
-    """The folder, made where it is not there, is this process's until it ends, however that comes about."""
+    """The folder, made where it is not there, is this process's until it ends, however that comes about.
+
+    One that was made and got nothing to hold, since the model is not there for instance, goes again.
+    """
+    is_new = not run_dir.exists()
     run_dir.mkdir(parents=True, exist_ok=True)
     with locked(run_dir / LOCK, trains_in(run_dir)):
-        yield
+        try:
+            yield
+        finally:
+            if is_new and os.listdir(run_dir) == [LOCK]:
+                with suppress(OSError):  # Windows keeps a file that is open
+                    (run_dir / LOCK).unlink()
+                    run_dir.rmdir()
 
 
 def refuse_held(run_dir: Path) -> None:
