@@ -28,8 +28,10 @@ def copies(runtime):
 
 def test_steps_equal_those_of_torch():
     policy, twin = make_policy(), make_policy()
-    runtime = Runtime(policy, AdamWConfig(lr=1e-2, weight_decay=0.1, max_grad_norm=0.5), total=3)
-    plain = torch.optim.AdamW(twin.trainable().values(), lr=1e-2, weight_decay=0.1)
+    betas, eps = (0.7, 0.9), 1e-3  # so that none of torch's own defaults would do
+    settings = AdamWConfig(lr=1e-2, betas=betas, eps=eps, weight_decay=0.1, max_grad_norm=0.5)
+    runtime = Runtime(policy, settings, total=3)
+    plain = torch.optim.AdamW(twin.trainable().values(), lr=1e-2, betas=betas, eps=eps, weight_decay=0.1)
     for scale in (1.0, -2.0, 0.01):
         metrics = step(runtime, policy, scale)
         size = math.sqrt(sum(p.numel() for p in twin.trainable().values()))
