@@ -98,7 +98,7 @@ class Flight:
         used, self.prompt_of = self.prompt_of[rows].unique(return_inverse=True)
         self.said, self.prompt_lengths = self.said[rows], self.prompt_lengths[used]
         size = roomy(int(self.prompt_lengths.max())) if len(used) else 0
-        room = -(-int(self.said.max()) // GROWTH) * GROWTH if len(rows) else 0
+        room = roomy(int(self.said.max()), GROWTH) if len(rows) else 0
         for cache in self.caches:
             cache.keys, cache.values = (x[:, :, :room].index_select(1, rows) for x in (cache.keys, cache.values))
             cache.prompt_keys, cache.prompt_values = (

@@ -91,8 +91,8 @@ def layout_of(batch: Batch, dtype: torch.dtype, device: torch.device) -> Layout:
     return Layout(prompts, responses, prompt_of, torch.cat([last_of_prompt, order], 1)[mask])
 
 
-def roomy(length: int) -> int:
-    return -(-length // LANES) * LANES
+def roomy(length: int, step: int = LANES) -> int:
+    return -(-length // step) * step
 
 
 def bias_of(seen: Tensor, dtype: torch.dtype) -> Tensor:
