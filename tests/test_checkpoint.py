@@ -190,6 +190,15 @@ def test_sha256sum_checks_a_checkpoint(tmp_path):
     assert sorted(checked.stdout.splitlines()) == sorted(f"{p.name}: OK" for p in folder.iterdir() if p.suffix)
 
 
+def test_what_a_killed_save_left_is_no_part_of_the_next(tmp_path):
+    rest = tmp_path / "checkpoints" / "step-000001.partial" / "reference.safetensors"
+    rest.parent.mkdir(parents=True)
+    rest.write_text("half of a file")
+    folder = save(tmp_path, 1)
+    assert not (folder / rest.name).exists()
+    assert not rest.parent.exists()
+
+
 def test_steps_of_seven_digits_come_after_those_of_six(tmp_path):
     for step in (999_999, 1_000_000):
         save(tmp_path, step)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -30,17 +31,47 @@ class Apart(Digits):
         return [Prompt(f"{self.split}/{step}/{i}", str(random.randrange(10**6))) for i in range(n)]
 '''
 
+EXCHANGE = """
+import json
+import sys
+from pathlib import Path
+
+import torch
+
+from conftest import make_policy
+from pellucid.runtime import Runtime
+from pellucid.settings import AdamWConfig
+
+runtime = Runtime(make_policy(), AdamWConfig(), total=1)
+own = torch.tensor([1.0 + runtime.rank])
+found = {"sum": runtime.sum(own).tolist(), "own": own.tolist(), "all": runtime.gather(runtime.shard("abcde"))}
+Path(sys.argv[1], str(runtime.rank)).write_text(json.dumps(found))
+"""
+
 
 def launch(*arguments):
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
+    in_two_processes("-m", "--", "pellucid", "train", *map(str, arguments))
+
+
+def in_two_processes(*command):
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
     finished = subprocess.run(
-        [*command, "-m", "--", "pellucid", "train", *map(str, arguments)],
+        [*torchrun, *command],
         env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)},
         capture_output=True,
         text=True,
         check=False,
     )
     assert finished.returncode == 0, finished.stderr
+
+
+def test_a_sum_leaves_its_terms_alone_and_what_is_shared_out_comes_together_again(tmp_path):
+    """Also where there are more in one process than in the other."""
+    (tmp_path / "exchange.py").write_text(EXCHANGE)
+    in_two_processes(tmp_path / "exchange.py", tmp_path)
+    for rank in (0, 1):
+        found = json.loads((tmp_path / str(rank)).read_text())
+        assert found == {"sum": [3.0], "own": [1.0 + rank], "all": list("abcde")}
 
 
 def test_two_processes_resume_to_the_same_bits_each_with_its_own_replay_and_generators(recipe, tmp_path):

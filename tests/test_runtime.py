@@ -58,6 +58,14 @@ def test_a_gradient_that_is_not_finite_costs_no_weights_and_no_moments():
 
 
 @pytest.mark.parametrize("offload", [False, True])
+def test_a_step_leaves_the_next_one_no_gradient(offload):
+    policy = make_policy()
+    runtime = Runtime(policy, AdamWConfig(offload=offload), total=1)
+    step(runtime, policy)
+    assert [p.grad for p in policy.trainable().values()] == [None] * len(policy.trainable())
+
+
+@pytest.mark.parametrize("offload", [False, True])
 def test_a_gradient_of_zero_takes_no_step_and_is_counted(offload):
     """Else the momentum of earlier steps, and weight decay, would move the weights with nothing to learn."""
     policy = make_policy()

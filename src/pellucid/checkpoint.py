@@ -51,7 +51,7 @@ def save(run_dir: Path, step: int, tensors: State, facts: Mapping[str, Any], kee
     partial.rename(folder)
     disk.sync(folder.parent)
     disk.sync(run_dir)
-    for old in checkpoints(run_dir)[: -max(1, keep_last)]:
+    for old in checkpoints(run_dir)[:-keep_last]:
         _drop(old)
     return folder
 
