@@ -90,6 +90,36 @@ def test_answers_stand_in_the_order_of_their_questions():
     assert (one[0].questions, one[0].right) == (other[0].questions, other[0].right)
 
 
+def test_other_processes_answer_the_rest():
+    policy = make_policy()
+    greedy, sampler = Native(0.0, 12), Native(1.0, 12)
+    for each in (greedy, sampler):
+        each.sync(policy)
+    task = CountDigits(split="test")
+
+    def evaluated_by(shards):
+        return evaluate("digits", task, held_out(task, 10), greedy, sampler, 2, 4, shards)
+
+    whole, groups, best = evaluated_by(OneProcess())
+
+    class FirstOfTwo:
+        """The other process has the last four questions, and answers as this one would."""
+
+        def shard(self, items):
+            return items[:6]
+
+        def gather(self, items):
+            return [*items, *(groups if len(items[0].completions) == 4 else best)[6:]]
+
+    evaluation, *gathered = evaluated_by(FirstOfTwo())
+    assert evaluation == whole
+    assert [[group.prompt for group in some] for some in gathered] == [[group.prompt for group in best]] * 2
+
+
+def test_a_digest_knows_where_a_question_ends():
+    assert evaluation_module.digest(["1+1", "2"]) != evaluation_module.digest(["1+", "12"])
+
+
 def test_k_zero_is_greedy_only():
     evaluation, groups = evaluated(k=0, samples=0)
     assert groups == []

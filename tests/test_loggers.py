@@ -103,8 +103,14 @@ def test_a_rollout_holds_what_was_asked_said_and_graded(tmp_path: Path):
 
 def test_numbers_that_json_does_not_have_become_null(tmp_path: Path):
     log = Jsonl(tmp_path)
-    log.log(1, {"reward/mean": math.nan, "grad_norm": math.inf}, [])
+    sampled = Completion((5, 6), (-math.inf, -0.5), "?", True)
+    log.log(
+        1,
+        {"reward/mean": math.nan, "grad_norm": math.inf},
+        [Group(Prompt("p", "?"), (1,), (sampled,), (RIGHT,), (0.0,))],
+    )
     log.close()
+    assert read(tmp_path / "rollouts.jsonl")[0]["logprobs"] == [None, -0.5]
     assert read(tmp_path / "metrics.jsonl") == [{"step": 1, "reward/mean": None, "grad_norm": None}]
 
 
@@ -164,10 +170,19 @@ def test_truncate_keeps_whole_lines_up_to_the_step_and_logging_goes_on(tmp_path:
     assert not list(tmp_path.glob("*.tmp"))
 
 
-def test_truncate_drops_a_half_line_that_ends_where_a_number_could(tmp_path: Path):
-    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "loss": 0.5}\n{"step": 1')
+@pytest.mark.parametrize("half", ['{"step": 1', '{"step": 1, "loss": 0.5}'])
+def test_truncate_drops_a_half_line_that_ends_where_a_number_or_a_record_could(tmp_path: Path, half: str):
+    """To the second, only the end of the line is missing: the next one would go on in it."""
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "loss": 0.5}\n' + half)
     truncate(tmp_path, 5)
     assert (tmp_path / "metrics.jsonl").read_text() == '{"step": 1, "loss": 0.5}\n'
+
+
+def test_truncate_drops_a_later_step_wherever_it_stands(tmp_path: Path):
+    """As two processes leave them that wrote into one folder."""
+    (tmp_path / "metrics.jsonl").write_bytes(b"".join(lines_of(1, 4, 2, 3)))
+    assert truncate(tmp_path, 2) == []
+    assert [row["step"] for row in read(tmp_path / "metrics.jsonl")] == [1, 2]
 
 
 def lines_of(*steps: int) -> list[bytes]:

@@ -62,7 +62,8 @@ def test_scores_equal_a_token_by_token_loop(architecture):
 @pytest.mark.parametrize("checkpointing", [False, True])
 @pytest.mark.parametrize("make", [lambda: tiny_gpt2(dropout=0.5), lambda: tiny_llama(dropout=0.5)])
 def test_dropout_is_off_the_ratio_of_a_policy_to_itself_is_one(make, checkpointing):
-    policy = Policy(make(), character_tokenizer(), gradient_checkpointing=checkpointing)
+    """Of modules, and of attention, which has a number for it."""
+    policy = Policy(make(), character_tokenizer(), gradient_checkpointing=checkpointing, engine="transformers")
     batch = batch_of(policy)
     policy.model.train()
     one, two = policy.score(batch).logprobs, policy.score(batch).logprobs
@@ -106,6 +107,16 @@ def test_bf16_is_computed_in_and_fp32_is_kept():
     assert 1e-6 < gap.max() < 0.5
     bf16.score(batch).logprobs.sum().backward()
     assert {p.grad.dtype for p in bf16.trainable().values()} == {torch.float32}
+
+
+def test_transformers_samples_from_a_copy_in_the_compute_dtype_that_follows_the_weights():
+    policy = make_policy(dtype=torch.bfloat16, engine="transformers")
+    for _ in range(2):
+        copied = dict(policy.inference_model().named_parameters())
+        for name, p in policy.trainable().items():
+            assert p.dtype == torch.float32
+            assert torch.equal(copied[name], p.to(torch.bfloat16))
+            p.data.add_(1.0)
 
 
 def test_every_eos_that_the_checkpoint_names_counts():
@@ -204,6 +215,12 @@ def test_one_percent_behind_the_head_is_seen_in_every_dtype(capped, dtype, facto
         check_head(model)
 
 
+def test_a_reference_has_no_gradient(model_dir):
+    reference = policy_module.load_frozen(str(model_dir), torch.device("cpu"), torch.float32, 1.0)
+    assert reference.trainable() == {}
+    assert not reference.score(batch_of(reference)).logprobs.requires_grad
+
+
 # ---------------------------------------------------------------- masters on the CPU
 
 
@@ -273,6 +290,7 @@ def test_a_tokenizer_that_begins_every_text_makes_an_empty_prompt_whole():
         single="<eos> $A", special_tokens=[("<eos>", EOS)]
     )
     assert policy.encode(Prompt("p", "")) == (EOS,)
+    assert policy.encode(Prompt("p", "", prefix="12")) == (EOS, 1, 2), "a prefix begins no text"
 
 
 # ---------------------------------------------------------------- LoRA
@@ -291,18 +309,26 @@ def test_lora_trains_the_adapter_and_nothing_else(lora):
     assert all("lora_" in name for name in names)
 
 
+def test_the_scale_of_an_adapter_does_not_go_by_its_rank():
+    for rank in (1, 4):
+        layers = [m for m in policy_module.add_adapter(tiny_llama(), rank).modules() if hasattr(m, "lora_A")]
+        assert {layer.scaling["default"] for layer in layers} == {2.0}
+
+
 def test_the_reference_of_a_lora_policy_is_the_policy_without_its_adapter(lora, tmp_path):
     batch = batch_of(lora)
-    start = lora.score(batch).logprobs.detach()
+    start, states = lora.score(batch).logprobs.detach(), lora.hidden(batch)[0].detach()
     with torch.no_grad():
         for p in lora.trainable().values():
             p.add_(0.3 * torch.randn_like(p))
     assert (lora.score(batch).logprobs - start).abs().max() > 1e-2
     torch.testing.assert_close(AdapterOff(lora).score(batch).logprobs, start, rtol=0, atol=0)
+    torch.testing.assert_close(AdapterOff(lora).hidden(batch)[0], states, rtol=0, atol=0)
 
     lora.save(tmp_path)
     merged = Policy(AutoModelForCausalLM.from_pretrained(tmp_path), character_tokenizer())
     torch.testing.assert_close(merged.score(batch).logprobs, lora.score(batch).logprobs, rtol=0, atol=1e-4)
+    torch.testing.assert_close(AdapterOff(lora).score(batch).logprobs, start, rtol=0, atol=0)
 
 
 def test_lora_without_its_library_names_the_extra(monkeypatch):
@@ -322,8 +348,15 @@ def test_the_base_of_a_lora_policy_does_not_move(lora):
 
 
 def test_a_checkpoint_of_another_model_is_refused(lora):
-    with pytest.raises(UserError, match="made with another policy"):
-        lora.load_trainable(make_policy().trainable())
+    own = dict(lora.trainable())
+    name = next(iter(own))
+    for tensors in (
+        make_policy().trainable(),
+        own | {"another": own[name]},
+        {n: p for n, p in own.items() if n != name},
+    ):
+        with pytest.raises(UserError, match="made with another policy"):
+            lora.load_trainable(tensors)
 
 
 def test_a_response_may_be_a_single_token():
@@ -338,5 +371,6 @@ def test_an_answer_ends_as_the_chat_template_ends_it():
     turn = tokenizer("k")["input_ids"][0]
     assert end_of_answer(tokenizer, (turn, EOS)) == EOS
     assert end_of_answer(tokenizer, (turn,)) == turn
-    tokenizer.chat_template = "{% for m in messages %}{{ m.content }}k{% endfor %}"
-    assert end_of_answer(tokenizer, (turn, EOS)) == turn
+    tokenizer.chat_template = "{% for m in messages %}{{ m.content }}{{ 'j' if m.role == 'user' else 'k' }}{% endfor %}"
+    of_question = tokenizer("j")["input_ids"][0]
+    assert end_of_answer(tokenizer, (of_question, turn, EOS)) == turn
