@@ -111,9 +111,11 @@ def test_bf16_is_computed_in_and_fp32_is_kept():
 
 def test_transformers_samples_from_a_copy_in_the_compute_dtype_that_follows_the_weights():
     policy = make_policy(dtype=torch.bfloat16, engine="transformers")
+    weights = policy.trainable()
     for _ in range(2):
         copied = dict(policy.inference_model().named_parameters())
-        for name, p in policy.trainable().items():
+        assert policy.trainable().keys() == weights.keys()
+        for name, p in weights.items():
             assert p.dtype == torch.float32
             assert torch.equal(copied[name], p.to(torch.bfloat16))
             p.data.add_(1.0)
