@@ -110,7 +110,7 @@ class Dataset:
         values = [grade(term, prompt, completion) for term in self.rewards]
         parts = {name: value for name, value in zip(names, values, strict=True) if value is not None}
         if not parts:
-            return Reward(math.nan, error="no reward applies to this row: every term returned None")
+            return Reward(math.nan, error="no reward applies to this row: every term returned None", applies=False)
         weights = {name: term.weight for name, term in zip(names, self.rewards, strict=True)}
         decided = parts.get(self.correct or names[0])
         return Reward(
