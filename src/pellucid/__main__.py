@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
-import io
 import os
-import signal
 import sys
+
+if __name__ == "__main__" and not sys.flags.safe_path and sys.path[0] == os.getcwd():
+    # `python -m` puts the working directory first: a file of the user's called tomllib.py would be taken for Python's.
+    del sys.path[0]
+
+import io
+import signal
 from typing import Any
 
 from pellucid.interrupts import end_at_once, stop_signals

@@ -110,7 +110,7 @@ def start(cell: Cell, jobs: int, lock: TextIOWrapper) -> Job:
     resumed = resuming(cell)
     if not resumed:
         clear(cell.run_dir)
-    command = [sys.executable, "-m", "pellucid", *(resumed or cell.arguments)]
+    command = [sys.executable, "-P", "-m", "pellucid", *(resumed or cell.arguments)]
     threads = {"OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // jobs))} if jobs > 1 else {}
     with cell.log.open("a" if resumed else "w") as log:
         process = subprocess.Popen(
