@@ -12,6 +12,7 @@ import time
 from dataclasses import dataclass, replace
 from decimal import Decimal
 from fractions import Fraction
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -144,6 +145,7 @@ BEHAVIOURS = {
     "raise grudge": lambda: fail(ValueError(Grudge())),
     "recurse": recurse,
     "memory": lambda: Reward(float(len(bytearray(3 * 10**9)))),
+    "prints half an emoji": lambda: print("\ud83d") or Reward(1.0),
     "prints": lambda: said("hello"),
     "leaves a program": lambda: leave_a_program(hangs=False),
     "leaves a program and hangs": lambda: leave_a_program(hangs=True),
@@ -331,6 +333,12 @@ def test_where_there_is_no_log_it_goes_nowhere(sandbox, capfd, tmp_path):
         assert graded(each, "prints").value == 1.0
     nowhere.close()
     assert capfd.readouterr() == ("", "")
+
+
+def test_where_nothing_can_be_written_a_reward_may_print_all_the_same():
+    sandboxed = Sandboxed(Probe(), log=Path("/dev/full"))
+    assert graded(sandboxed, "prints half an emoji").value == 1.0
+    sandboxed.close()
 
 
 def test_the_worker_has_a_session_of_its_own(sandbox):

@@ -19,6 +19,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, NoReturn
 
+from pellucid import streams
 from pellucid.types import Reward
 
 try:
@@ -109,10 +110,7 @@ def redirect(log: str) -> None:
     for descriptor in (1, 2):
         os.dup2(output, descriptor)
     os.close(output)
-    sys.stdout, sys.stderr = (
-        os.fdopen(descriptor, "w", buffering=1, encoding="utf-8", errors="backslashreplace", closefd=False)
-        for descriptor in (1, 2)
-    )
+    sys.stdout, sys.stderr = streams.logged(1), streams.logged(2)
 
 
 def leave_with_parent() -> None:
