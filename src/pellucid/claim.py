@@ -13,7 +13,7 @@ from pellucid import changes, config, files, loggers
 from pellucid.config import Config
 from pellucid.folder import checkpoints, finished, read_config, records
 from pellucid.locks import locked, refuse_locked
-from pellucid.types import UserError
+from pellucid.types import NotBegunError, UserError
 
 LOCK = ".lock"
 RANKS = ("RANK", "PMI_RANK", "OMPI_COMM_WORLD_RANK", "MV2_COMM_WORLD_RANK")
@@ -36,8 +36,8 @@ def held(run_dir: Path) -> Iterator[None]:
     with locked(run_dir / LOCK, trains_in(run_dir)):
         try:
             yield
-        except UserError:
-            if is_new and not any(records(run_dir / "metrics.jsonl")):
+        except NotBegunError:
+            if is_new:
                 clear(run_dir)
             raise
         finally:

@@ -24,7 +24,7 @@ from pellucid.harmless import harmless
 from pellucid.metrics import all_failed, predicted_dead_share
 from pellucid.policy import Policy
 from pellucid.tasks.wrappers import with_split
-from pellucid.types import Group, UserError
+from pellucid.types import Group, NotBegunError, UserError
 
 
 def check(cfg: Config, run_dir: Path) -> None:
@@ -112,10 +112,10 @@ def show_exchange(policy: Policy, group: Group) -> None:
 
 
 def refuse_failing(groups: Sequence[Group]) -> None:
-    """UserError where every reward of the first look failed: there is nothing to learn from."""
+    """NotBegunError where every reward of the first look failed: there is nothing to learn from."""
     if all_failed(groups):
         n = sum(len(group.rewards) for group in groups)
-        raise UserError(f"every reward of the first {n} samples failed, the first with {first_error(groups)}")
+        raise NotBegunError(f"every reward of the first {n} samples failed, the first with {first_error(groups)}")
 
 
 def show_signal(groups: Sequence[Group], group_size: int, min_spread: float) -> None:

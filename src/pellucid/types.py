@@ -222,5 +222,9 @@ class UserError(Exception):
     """Something that the user can mend: one line that says what is wrong, where, and what would be right (exit 2)."""
 
 
+class NotBegunError(UserError):
+    """... before a run has taken its first step: nothing of it is worth keeping."""
+
+
 class StrandedError(Exception):
     """A process that has lost the others of its run: nobody's mistake here, so one line and exit status 1."""

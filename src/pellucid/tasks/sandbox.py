@@ -42,7 +42,7 @@ MOST = 2 * worker.LONGEST_ANSWER
 """Bytes of an answer: a message of more is none of ours."""
 SECRET = re.compile(r".*_(KEY|TOKEN|SECRET|PASSWORD)", re.IGNORECASE)
 
-Graded = tuple[Prompt, Completion]
+Pair = tuple[Prompt, Completion]
 
 
 class Sandboxed:
@@ -65,7 +65,7 @@ class Sandboxed:
     def reward(self, prompt: Prompt, completion: Completion) -> Reward:
         return self._workers.rewards([(prompt, completion)])[0]
 
-    def reward_all(self, pairs: Sequence[Graded]) -> list[Reward]:
+    def reward_all(self, pairs: Sequence[Pair]) -> list[Reward]:
         """In their order, computed by as many workers as there are."""
         return self._workers.rewards(pairs)
 
@@ -95,7 +95,7 @@ class Workers:
         self._turn = threading.Lock()
         EVERY.add(self)
 
-    def rewards(self, pairs: Sequence[Graded]) -> list[Reward]:
+    def rewards(self, pairs: Sequence[Pair]) -> list[Reward]:
         """Of each prompt and completion, in their order."""
         with self._turn:
             try:
@@ -109,7 +109,7 @@ class Workers:
         while self._workers:
             self._workers.pop().end()
 
-    def _computed(self, pairs: Sequence[Graded]) -> list[Reward]:
+    def _computed(self, pairs: Sequence[Pair]) -> list[Reward]:
         messages = [pickled(pair) for pair in pairs]
         computed = {i: failed(message) for i, message in enumerate(messages) if isinstance(message, str)}
         waiting = deque((i, message) for i, message in enumerate(messages) if isinstance(message, bytes))
@@ -188,12 +188,14 @@ class Worker:
         self.place, self.deadline = place, time.monotonic() + timeout
         # The process may not read, as where a thread that a reward has left keeps the interpreter busy.
         watch = threading.Timer(timeout, self._kill) if len(message) > AT_ONCE else None
-        with suppress(OSError):  # it has ended, which `answered` will tell
+        try:
             if watch:
                 watch.start()
-            self._connection.send_bytes(message)
-        if watch:
-            watch.cancel()
+            with suppress(OSError):  # it has ended, which `answered` will tell
+                self._connection.send_bytes(message)
+        finally:
+            if watch:
+                watch.cancel()
 
     def answered(self, timeout: float) -> Reward:
         """What it has computed. One that has ended, or is late, is no more."""
@@ -216,7 +218,8 @@ class Worker:
         code = self._process.exitcode
         if code is None:
             return "it answers no more"
-        return f"exit status {code}" if code >= 0 else signal.Signals(-code).name
+        names = {each.value: each.name for each in signal.Signals}
+        return f"exit status {code}" if code >= 0 else names.get(-code, f"signal {-code}")
 
     def _kill(self) -> None:
         """With all that rewards have started in it."""

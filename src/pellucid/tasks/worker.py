@@ -35,6 +35,8 @@ LONGEST_ANSWER = 16_000
 """Bytes: the pipe takes so much at once, so that no answer is ever half there."""
 TOLD = 100
 """Tracebacks in the log, one of each kind."""
+NOTED: set[str] = set()
+"""By this process."""
 
 
 class NoRewardError(Exception):
@@ -92,7 +94,7 @@ def settle(place: Place) -> None:
     os.environ.update(place.environment)
     redirect(place.log)
     faulthandler.enable()
-    if place.memory_gb and resource is not None:
+    if place.memory_gb and resource is not None and sys.platform == "linux":
         # Of what may be written to: RLIMIT_AS would count address space, of which CUDA takes many times what it uses.
         limit = int(place.memory_gb * 1e9)
         hard = resource.getrlimit(resource.RLIMIT_DATA)[1]
@@ -158,10 +160,10 @@ def described(error: BaseException) -> str:
     return f"{type(error).__name__}: {one_line(str(told))}{where}"
 
 
-def note(told: str, error: BaseException, seen: set[str] = set()) -> None:  # noqa: B006 - of this process
+def note(told: str, error: BaseException) -> None:
     """The whole traceback goes into the log, the first time."""
-    if told not in seen and len(seen) < TOLD:
-        seen.add(told)
+    if told not in NOTED and len(NOTED) < TOLD:
+        NOTED.add(told)
         traceback.print_exception(error)
 
 
