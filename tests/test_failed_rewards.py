@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from dataclasses import replace
+from dataclasses import asdict, replace
 from math import exp, sqrt
 
 import numpy as np
@@ -22,6 +22,7 @@ from pellucid.metrics import describe
 from pellucid.preflight import show_signal
 from pellucid.settings import GRPOConfig
 from pellucid.tasks.curriculum import Curriculum
+from pellucid.tasks.worker import LARGEST, NoRewardError, plain
 from pellucid.types import Completion, Group, Prompt, Reward
 
 FAILED = {
@@ -180,3 +181,22 @@ def test_the_signal_before_training_is_that_of_graded_answers(failed, capsys):
     assert "100% of samples are right; 100% of groups of 4 will be dead." in capsys.readouterr().out
     show_signal([group(*[failed] * 4)], 4, 0.0)
     assert "no sample could be graded" in capsys.readouterr().out
+
+
+# ---------------------------------------------------------------- what a number is
+
+
+def test_the_largest_rewards_can_be_added_and_squared():
+    """As metrics and advantages do."""
+    rewards = [Reward(sign * LARGEST, {"a": sign * LARGEST}) for sign in (1, -1, 1, 1)]
+    assert all(math.isfinite(value) for value in describe([group(*rewards)] * 8).values())
+    for name, advantage in ADVANTAGES.items():
+        if name != "maxrl":  # refuses what is negative
+            assert advantage(grades_of([group(*rewards)]), GRPOConfig(advantage=name)).isfinite().all(), name
+
+
+def test_torch_s_scalars_are_numbers():
+    reward = Reward(torch.tensor(0.5), {"a": torch.tensor(0.25).bfloat16()}, correct=torch.tensor(True))
+    assert plain(reward) == asdict(Reward(0.5, {"a": 0.25}, correct=True))
+    with pytest.raises(NoRewardError, match="where a number is needed"):
+        plain(Reward(torch.tensor([0.5])))

@@ -404,7 +404,7 @@ def test_plain_shows_trouble_and_the_first_error_once(capsys: pytest.CaptureFixt
         log.log(step, {"reward/failed": 1.0, "skipped": 2.0}, groups)
     lines = capsys.readouterr().out.splitlines()
     assert lines[0] == "step 1/3  ! failed rewards: 1  ! skipped updates: 2"
-    assert lines[1] == "! the first failed reward says ValueError: ?[31mno number"
+    assert lines[1] == "! the first failed reward says ValueError: \\x1b[31mno number"
     assert len(lines) == 3
 
 
@@ -465,7 +465,7 @@ def test_the_live_display_of_a_resumed_run_goes_on_counting():
 
 def test_the_live_display_warns_of_failed_rewards_and_skipped_updates():
     picture = shown(2, groups=groups_of((RIGHT, FAILED)), skipped=1.0)
-    assert "! failed rewards: 2, the first with ValueError: ?[31mno number" in picture
+    assert "! failed rewards: 2, the first with ValueError: \\x1b[31mno number" in picture
     assert "! skipped updates: 2" in picture
 
 

@@ -494,6 +494,23 @@ def test_what_a_folder_is_is_said_before_torch_is_imported(recipe, tmp_path, arg
     assert done.stderr.count("\n") == 1
 
 
+NOT_PYTHON_S = ("tomllib", "signal", "argparse", "random", "typing")
+
+
+def test_files_beside_a_run_are_no_modules_of_python(recipe, tmp_path):
+    """`python -m` puts the working directory first on the path."""
+    for name in NOT_PYTHON_S:
+        (tmp_path / f"{name}.py").write_text("raise SystemExit('not this one')")
+    (tmp_path / "beside.py").write_text(TASK.read_text())
+    recipe.write_text(recipe.read_text().replace(str(TASK), "./beside.py"))
+    process = pellucid(
+        "train", recipe.name, "--run", "run", "--algorithm.steps", 1, "--evaluate.every", 0, cwd=tmp_path
+    )
+    out, err = process.communicate()
+    assert process.returncode == 0, out + err
+    assert records(tmp_path / "run" / "metrics.jsonl")[0]["reward/failed"] == 0
+
+
 def test_the_script_begins_where_the_module_does():
     """Where a request to stop is no traceback, and output may go nowhere."""
     scripts = tomllib.loads(Path("pyproject.toml").read_text())["project"]["scripts"]

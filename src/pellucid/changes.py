@@ -25,14 +25,15 @@ FREE = (
     "policy.reference",
     "sampler.rows",
     "evaluate.every",
+    "reward.",
     "optimizer.",
     "checkpoint.",
     "log.",
 )
 """How far, on what machine and how fast: the learning rate of each step stands in metrics.jsonl. Questions, rewards,
-samples and objective stay what they were."""
+samples and objective stay what they were; which rewards failed for want of time or memory stands there too."""
 
-WITHOUT_EFFECT = ("checkpoint.", "log.")
+WITHOUT_EFFECT = ("checkpoint.", "log.", "reward.workers", "reward.patience")
 """On any number."""
 
 Changes = Mapping[str, Sequence[Any]]

@@ -13,7 +13,7 @@ from pellucid import changes, config, files, loggers
 from pellucid.config import Config
 from pellucid.folder import checkpoints, finished, read_config, records
 from pellucid.locks import locked, refuse_locked
-from pellucid.types import UserError
+from pellucid.types import NotBegunError, UserError
 
 LOCK = ".lock"
 RANKS = ("RANK", "PMI_RANK", "OMPI_COMM_WORLD_RANK", "MV2_COMM_WORLD_RANK")
@@ -29,18 +29,31 @@ def first_process() -> bool:
 def held(run_dir: Path) -> Iterator[None]:
     """The folder, made where it is not there, is this process's until it ends, however that comes about.
 
-    One that was made and got nothing to hold, since the model is not there for instance, goes again.
+    One that was made for a run that could not begin, since the model is not there or its rewards fail, goes again.
     """
     is_new = not run_dir.exists()
     run_dir.mkdir(parents=True, exist_ok=True)
     with locked(run_dir / LOCK, trains_in(run_dir)):
         try:
             yield
+        except NotBegunError:
+            if is_new:
+                clear(run_dir)
+            raise
         finally:
             if is_new and os.listdir(run_dir) == [LOCK]:
                 with suppress(OSError):  # Windows keeps a file that is open
                     (run_dir / LOCK).unlink()
                     run_dir.rmdir()
+
+
+def clear(run_dir: Path) -> None:
+    """Empties the folder but for its lock."""
+    for path in [path for path in run_dir.iterdir() if path.name != LOCK]:
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path)
+        else:
+            path.unlink()
 
 
 def refuse_held(run_dir: Path) -> None:

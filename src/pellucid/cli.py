@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from pellucid import changes, claim, config, folder
+from pellucid.harmless import harmless
 from pellucid.interrupts import INTERRUPTED, end_at_once, handled, interrupt
 from pellucid.prefixes import command as prefixes_command
 from pellucid.serve import command as serve_command
@@ -76,7 +77,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def mend(message: str) -> int:
-    print(f"pellucid: {message}", file=sys.stderr)
+    print(f"pellucid: {harmless(message)}", file=sys.stderr)
     return 2
 
 

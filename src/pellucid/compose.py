@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from pathlib import Path
 
 import torch
 
@@ -15,6 +16,7 @@ from pellucid.policy import AdapterOff, Policy
 from pellucid.runtime import Runtime, decided
 from pellucid.samplers.hf import HuggingFace
 from pellucid.samplers.native import Native
+from pellucid.settings import RewardConfig
 from pellucid.tasks.arithmetic import Arithmetic
 from pellucid.tasks.curriculum import Curriculum
 from pellucid.tasks.prefixed import Prefixed
@@ -41,6 +43,13 @@ class Parts:
     state: grpo.State
     seconds: float = 0.0
     """Spent in finished steps, by the clock of this process."""
+    failures: list[str] = field(default_factory=list)
+    """Of each of the last steps in which every reward failed: the first error."""
+
+    def close(self) -> None:
+        """Ends the processes of the rewards."""
+        if isinstance(self.task, Sandboxed):
+            self.task.close()
 
 
 def settled(cfg: Config) -> Config:
@@ -50,10 +59,13 @@ def settled(cfg: Config) -> Config:
     return config.settled(cfg).model_copy(update={"policy": replace(cfg.policy, dtype=dtype)})
 
 
-def compose(cfg: Config) -> Parts:
+def compose(cfg: Config, log: Path | None = None) -> Parts:
+    """log: the file that takes what rewards print."""
     device = hardware.pick_device(cfg.policy.device)
     algorithm, dtype = cfg.algorithm, hardware.pick_dtype(cfg.policy.dtype, device)
-    task = isolated(with_split(cfg.task, "train"))  # first: its mistakes are found before a model is loaded
+    task = isolated(
+        with_split(cfg.task, "train"), cfg.reward, log
+    )  # first: its mistakes are found before a model is loaded
     if dtype == torch.float16:
         raise UserError('policy.dtype = "float16" is for evaluation: train in "bfloat16" or "float32"')
     learner = policy.load(
@@ -92,9 +104,9 @@ def compose(cfg: Config) -> Parts:
     )
 
 
-def isolated(task: Task) -> Task:
-    """Rewards that may raise, hang or die run in a process of their own; sums need none."""
-    return task if all(type(layer) in HARMLESS for layer in layers(task)) else Sandboxed(task)
+def isolated(task: Task, cfg: RewardConfig, log: Path | None = None) -> Task:
+    """Rewards that may raise, hang or die run in processes of their own; sums need none."""
+    return task if all(type(layer) in HARMLESS for layer in layers(task)) else Sandboxed(task, cfg, log)
 
 
 def load_reference(cfg: Config, learner: Policy) -> Policy | AdapterOff:

@@ -16,7 +16,7 @@ import pydantic
 import tyro
 from pydantic import BaseModel, ConfigDict, Field
 
-from pellucid.settings import AdamWConfig, GRPOConfig
+from pellucid.settings import AdamWConfig, GRPOConfig, RewardConfig
 from pellucid.tasks import task_class
 from pellucid.tasks.wrappers import seeded, wraps
 from pellucid.types import UserError
@@ -134,6 +134,7 @@ class Config(BaseModel):
     task_names: ClassVar[tuple[str, ...]] = ("arithmetic",)
     """Of the task and of those that it wraps, from the outside in."""
     task: Any = None
+    reward: RewardConfig = RewardConfig()
     sampler: SamplerConfig = SamplerConfig()
     algorithm: GRPOConfig = GRPOConfig()
     optimizer: AdamWConfig = AdamWConfig()

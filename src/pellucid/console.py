@@ -19,12 +19,18 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 from rich.text import Text
 
+from pellucid.harmless import harmless
 from pellucid.loggers import DRAWING, measures
 from pellucid.tasks.answers import reasoning_and_answer
-from pellucid.types import Estimate, Evaluation, Group
+from pellucid.types import Estimate, Evaluation, Group, Reward
 
 STAGES = {"generate": "cyan", "reward": "magenta", "score": "blue", "update": "green", "other": "bright_black"}
-WARNINGS = {"reward/failed": "failed rewards", "skipped": "skipped updates", "idle": "updates without a gradient"}
+WARNINGS = {
+    "reward/failed": "failed rewards",
+    "reward/no_term": "completions that no reward is meant for",
+    "skipped": "skipped updates",
+    "idle": "updates without a gradient",
+}
 TREND_STEPS = 40
 BAR_CELLS = 40
 
@@ -88,8 +94,13 @@ def speed(metrics: Mapping[str, float]) -> dict[str, float]:
 
 def first_error(groups: Sequence[Group]) -> str:
     """The first line of the first failed reward, harmless to a terminal; empty where none failed."""
-    error = next((reward.error for group in groups for reward in group.rewards if reward.error), "")
-    return "".join(char if char.isprintable() else "?" for char in error.strip().partition("\n")[0])
+    rewards = (reward for group in groups for reward in group.rewards)
+    return first_line(next((reward for reward in rewards if reward.error and reward.applies), Reward(0.0)))
+
+
+def first_line(reward: Reward) -> str:
+    """Of its error."""
+    return harmless(reward.error.strip().partition("\n")[0])
 
 
 def named(evaluation: Evaluation) -> list[tuple[str, Estimate]]:
@@ -259,7 +270,7 @@ def verdict(group: Group) -> Table:
     right = f", right is {group.prompt.answer}" if group.prompt.answer and not reward.is_correct else ""
     cut = "" if completion.finished else ", cut off at the limit"
     graded = f"{'right' if reward.is_correct else 'wrong'}, reward {reward.value:.2f}"
-    graded = f"not graded: {first_error([group]) or 'the reward failed'}" if reward.failed else graded
+    graded = f"not graded: {first_line(reward) or 'the reward failed'}" if reward.failed else graded
     for name, text in {
         "question": group.prompt.question,
         "reasoning": reasoning,
@@ -267,6 +278,6 @@ def verdict(group: Group) -> Table:
         "verdict": f"{graded}{right}{cut}",
     }.items():
         if text:
-            table.add_row(Text(name, "dim"), Text(text))
+            table.add_row(Text(name, "dim"), Text(harmless(text)))
     table.add_row()
     return table

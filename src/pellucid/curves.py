@@ -15,7 +15,7 @@ LENGTHS = {"completion/length_mean": "mean", "completion/length_right": "right",
 DEAD = {"groups/dead_all_right": "all right", "groups/dead_all_wrong": "all wrong"}
 GAPS = {"sampler/gap_mean": "mean", "sampler/gap_max": "max"}
 STAGES = {f"time/{stage}": stage for stage in ("generate", "reward", "score", "update")}
-NOT_TERMS = {"reward/mean", "reward/std", "reward/failed", "reward/after_kl"}
+NOT_TERMS = {"reward/mean", "reward/std", "reward/failed", "reward/no_term", "reward/after_kl"}
 
 
 def curves(metrics: Sequence[Record], evals: Mapping[tuple[str, str], Sequence[Record]]) -> list[str]:

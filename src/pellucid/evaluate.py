@@ -6,11 +6,10 @@ import hashlib
 import json
 import math
 from collections.abc import Sequence
-from dataclasses import replace
 from statistics import NormalDist, fmean
 from typing import Any, Protocol
 
-from pellucid.types import Estimate, Evaluation, Group, Prompt, Sampler, Task
+from pellucid.types import Estimate, Evaluation, Group, Prompt, Sampler, Task, grade
 
 MAX_ROWS = 128
 """Rows decoded together."""
@@ -79,7 +78,7 @@ def graded(task: Task, sampler: Sampler, prompts: Sequence[Prompt], size: int) -
         for start in range(0, len(prompts), at_once)
         for group in sampler.generate(prompts[start : start + at_once], size, seed=f"evaluate/{task.seed}")
     ]
-    return [replace(g, rewards=tuple(task.reward(g.prompt, c) for c in g.completions)) for g in groups]
+    return grade(task, groups)
 
 
 def correct(group: Group) -> int:

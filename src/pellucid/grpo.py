@@ -31,7 +31,7 @@ from pellucid.kl import KL
 from pellucid.objectives import AGGREGATES, OBJECTIVES, clip_by_difficulty, clip_metrics, clipped_by_row
 from pellucid.settings import GRPOConfig
 from pellucid.totals import Clock, Totals
-from pellucid.types import ROUND, Group, Sampler, Task, observer
+from pellucid.types import ROUND, Group, Sampler, Task, grade, observer
 
 T = TypeVar("T")
 
@@ -308,10 +308,6 @@ def estimated_kl(scores: Scores, ref_logprobs: Tensor | None, old_logprobs: Tens
 
 
 # ---------------------------------------------------------------- between the stages
-
-
-def grade(task: Task, groups: Sequence[Group]) -> list[Group]:
-    return [replace(g, rewards=tuple(task.reward(g.prompt, c) for c in g.completions)) for g in groups]
 
 
 def shape(grades: Grades, batch: Batch, policy: Policy, cfg: GRPOConfig) -> Tensor:

@@ -15,6 +15,7 @@ from typing import Any
 
 from pellucid import disk
 from pellucid.folder import records
+from pellucid.harmless import harmless
 from pellucid.types import Estimate, Evaluation, Group, Logger
 
 DRAWING = (OSError, ValueError, ArithmeticError, LookupError, TypeError)
@@ -29,7 +30,8 @@ def only_shown(what: str) -> Iterator[None]:
         yield
     except DRAWING as error:
         with suppress(OSError):
-            print(f"! {what} could not be shown ({type(error).__name__}: {error}); nothing is lost", flush=True)
+            told = harmless(f"{type(error).__name__}: {error}")
+            print(f"! {what} could not be shown ({told}); nothing is lost", flush=True)
 
 
 class Loggers:

@@ -1,7 +1,8 @@
 """What the graded groups of a step say, as numbers: pure functions, no torch.
 
 `reward/*` and `*/correct` speak of the completions that got a grade: a reward that failed has no value to average, and
-is counted in `reward/failed` instead. Lengths are in sampled tokens, the end-of-sequence token included.
+is counted in `reward/failed` instead, or in `reward/no_term` where no term is meant for the prompt. Lengths are in
+sampled tokens, the end-of-sequence token included.
 """
 
 from __future__ import annotations
@@ -23,12 +24,14 @@ def describe(groups: Sequence[Group], min_spread: float = 0.0) -> dict[str, floa
     values = [reward.value for _, reward in graded]
     dead = [rewards for group in groups if (rewards := equal_rewards(group, min_spread))]
     all_right = sum(all(reward.is_correct for reward in rewards) for rewards in dead)
+    unmeant = sum(not reward.applies for _, reward in pairs)
     return {
         **prefix_lengths(groups),
         **part_means([reward for _, reward in graded]),
         "reward/mean": fmean(values) if values else nan,
         "reward/std": pstdev(values) if values else nan,
-        "reward/failed": float(len(pairs) - len(graded)),
+        "reward/failed": float(sum(reward.failed and reward.applies for _, reward in pairs)),
+        **({"reward/no_term": float(unmeant)} if unmeant else {}),
         "groups/dead_all_right": all_right / len(groups),
         "groups/dead_all_wrong": (len(dead) - all_right) / len(groups),
         "completion/correct": fmean(reward.is_correct for _, reward in graded) if graded else nan,
@@ -37,6 +40,12 @@ def describe(groups: Sequence[Group], min_spread: float = 0.0) -> dict[str, floa
         **lengths_by_grade(graded),
         "tokens": float(sum(len(completion.token_ids) for completion, _ in pairs)),
     }
+
+
+def all_failed(groups: Sequence[Group]) -> bool:
+    """Whether every reward failed, of the prompts that any is meant for."""
+    meant = [reward for group in groups for reward in group.rewards if reward.applies]
+    return bool(meant) and all(reward.failed for reward in meant)
 
 
 def prefix_lengths(groups: Sequence[Group]) -> dict[str, float]:

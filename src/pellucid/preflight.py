@@ -15,14 +15,16 @@ from rich.table import Table
 from pellucid import boards, memory
 from pellucid.batch import task_rewards
 from pellucid.config import Config
+from pellucid.console import first_error, first_line
 from pellucid.effects import known_inert
 from pellucid.evaluate import held_out
 from pellucid.extras import extra
 from pellucid.hardware import memory_gb
-from pellucid.metrics import predicted_dead_share
+from pellucid.harmless import harmless
+from pellucid.metrics import all_failed, predicted_dead_share
 from pellucid.policy import Policy
 from pellucid.tasks.wrappers import with_split
-from pellucid.types import Group, UserError
+from pellucid.types import Group, NotBegunError, UserError
 
 
 def check(cfg: Config, run_dir: Path) -> None:
@@ -101,20 +103,26 @@ def show_numbers(cfg: Config, policy: Policy, world: int) -> None:
 def show_exchange(policy: Policy, group: Group) -> None:
     """The exact strings, special tokens included; the bar is where the prompt's tokens end and sampling began."""
     completion = group.completions[0]
-    prompt, answer = policy.decode(group.prompt_ids, special=True), policy.decode(completion.token_ids, special=True)
+    prompt, answer = (harmless(policy.decode(ids, special=True)) for ids in (group.prompt_ids, completion.token_ids))
     rich.print(f"\n[dim]{escape(prompt)}[/dim][bold cyan]|[/bold cyan]{escape(answer)}")
     reward = group.rewards[0]
-    verdict = ("the reward failed" if reward.failed else f"reward {reward.value:g}") + (
-        f", gold answer {group.prompt.answer}" if group.prompt.answer else ""
-    )
+    graded = f"not graded: {first_line(reward)}" if reward.failed else f"reward {reward.value:g}"
+    verdict = graded + (f", gold answer {harmless(group.prompt.answer)}" if group.prompt.answer else "")
     rich.print(f"[dim]{len(group.prompt_ids)} prompt tokens | {len(completion.token_ids)} sampled; {escape(verdict)}\n")
+
+
+def refuse_failing(groups: Sequence[Group]) -> None:
+    """NotBegunError where every reward of the first look failed: there is nothing to learn from."""
+    if all_failed(groups):
+        n = sum(len(group.rewards) for group in groups)
+        raise NotBegunError(f"every reward of the first {n} samples failed, the first with {first_error(groups)}")
 
 
 def show_signal(groups: Sequence[Group], group_size: int, min_spread: float) -> None:
     """How many groups of `group_size` will be dead, estimated from at least as many samples of each prompt."""
     graded = [reward for group in groups for reward in group.rewards if not reward.failed]
     if not graded:
-        print("! no sample could be graded: every reward failed", flush=True)
+        print("! no sample could be graded: no reward is meant for any of their prompts", flush=True)
         return
     dead = predicted_dead_share(task_rewards(groups).tolist(), group_size, min_spread)
     right = fmean(reward.is_correct for reward in graded)

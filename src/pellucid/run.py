@@ -28,12 +28,12 @@ from pellucid import (
 from pellucid.changes import Changes
 from pellucid.compose import Parts, compose, isolated, pick_sampler, settled, truncation_of
 from pellucid.config import Config, dump
-from pellucid.console import accuracy_table, before_after, terminal, verdict
+from pellucid.console import accuracy_table, before_after, first_error, terminal, verdict
 from pellucid.effects import Watch
 from pellucid.evaluate import OneProcess, evaluate, graded, held_out
 from pellucid.folder import checkpoints
 from pellucid.interrupts import INTERRUPTED, StopRequests, stop_requests
-from pellucid.metrics import describe
+from pellucid.metrics import all_failed, describe
 from pellucid.models.drawing import WHOLE
 from pellucid.policy import Policy
 from pellucid.profile import profiled
@@ -59,7 +59,8 @@ def train(cfg: Config, run_dir: Path, resumed: Changes | None = None, profile: b
             if claim.first_process():
                 until_the_end.enter_context(claim.held(run_dir))
             set_seed(cfg.algorithm.seed)  # adapters start at random
-            parts = compose(cfg)
+            parts = compose(cfg, run_dir / "rewards.log")
+            until_the_end.callback(parts.close)
             evaluation = begin(cfg, run_dir, parts, resumed)
         log = open_logs(cfg, run_dir, parts.state.step) if parts.runtime.main else loggers.Loggers([])
         with closing(log), needing_others(run_dir):
@@ -68,6 +69,11 @@ def train(cfg: Config, run_dir: Path, resumed: Changes | None = None, profile: b
             stopped = follow(cfg, run_dir, parts, log, requests, profile)
         if parts.runtime.main:
             finish(run_dir, parts.policy, stopped)
+    if hopeless(cfg, parts):
+        raise UserError(
+            f"every reward of the last {len(parts.failures)} steps failed, the last with {parts.failures[-1]}; nothing"
+            " is lost, and reward.patience is how many such steps a run bears with"
+        )
     return INTERRUPTED if stopped else 0
 
 
@@ -107,7 +113,8 @@ def follow(cfg: Config, run_dir: Path, parts: Parts, log: Logger, requests: Stop
         last, due = is_last(cfg, parts), is_due(cfg, parts)
         saving = last or (cfg.checkpoint.every > 0 and step % cfg.checkpoint.every == 0)
         # A supervisor waits seconds between its request and its kill: first what must not be lost.
-        stop = parts.runtime.any(bool(requests))
+        parts.failures = [*parts.failures, first_error(groups)] if all_failed(groups) else []
+        stop = parts.runtime.any(bool(requests)) or hopeless(cfg, parts)
         if saving or stop:
             save(run_dir, cfg, parts)
         if due and not stop and not evaluated(cfg, parts, log, requests):
@@ -124,6 +131,11 @@ def follow(cfg: Config, run_dir: Path, parts: Parts, log: Logger, requests: Stop
 def memory_now(parts: Parts) -> dict[str, float]:
     """Of this process: the peak, on the GPU where there is one, and what is resident after the step."""
     return {"memory/peak_gb": parts.runtime.peak_gb(), "memory/resident_gb": hardware.resident_gb()}
+
+
+def hopeless(cfg: Config, parts: Parts) -> bool:
+    """Whether so many steps in a row had no reward that the run is over. The same for all processes."""
+    return 0 < cfg.reward.patience <= len(parts.failures)
 
 
 def is_last(cfg: Config, parts: Parts) -> bool:
@@ -183,6 +195,7 @@ def look_first(cfg: Config, parts: Parts) -> Evaluation | None:
         parts.sampler.sync(parts.policy)
         prompts = parts.runtime.shard(parts.task.sample(0, cfg.algorithm.prompts_per_step))
         groups = parts.runtime.gather(graded(parts.task, parts.sampler, prompts, size))
+    preflight.refuse_failing(groups)
     if parts.runtime.main:
         with loggers.only_shown("the first exchange"):
             preflight.show_exchange(parts.policy, groups[0])
@@ -196,7 +209,7 @@ def evaluate_model(cfg: Config, model: str, show: int) -> int:
     device = hardware.pick_device(cfg.policy.device)
     dtype = hardware.pick_dtype(cfg.policy.dtype, device)
     frozen = policy.load_frozen(model, device, dtype, cfg.sampler.temperature, cfg.policy.engine)
-    task = isolated(with_split(cfg.task, "test"))
+    task = isolated(with_split(cfg.task, "test"), cfg.reward)
     sampler, greedy = pick_sampler(cfg, truncation_of(cfg)), replace(pick_sampler(cfg), temperature=0.0)
     sampler.sync(frozen)
     greedy.sync(frozen)

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, Protocol, cast
+from dataclasses import dataclass, field, replace
+from itertools import islice
+from typing import Any, Protocol, cast, runtime_checkable
 
 Message = Mapping[str, str]
 
@@ -78,10 +79,12 @@ class Reward:
     """Why it could not be computed: it has then failed, whatever `value` says."""
     weights: Mapping[str, float] = field(default_factory=dict)
     """Of the terms; 1 where none is named."""
+    applies: bool = True
+    """False where no term is meant for this prompt: it has no grade, on purpose, and nothing has failed."""
 
     @property
     def failed(self) -> bool:
-        """Neither right nor wrong: it counts as its siblings' mean, and shares of right answers leave it out."""
+        """No grade: neither right nor wrong. It counts as its siblings' mean; shares of right answers leave it out."""
         return bool(self.error) or not math.isfinite(self.value)
 
     @property
@@ -131,7 +134,7 @@ class Evaluation:
     questions: str = ""
     """A digest of the questions: evaluations with the same one can be compared question by question."""
     failed: int = 0
-    """Answers, samples too, whose reward failed: none of them counts as right."""
+    """Answers, samples too, without a grade: none of them counts as right."""
 
 
 class Task(Protocol):
@@ -153,6 +156,23 @@ class Task(Protocol):
         ...
 
     def reward(self, prompt: Prompt, completion: Completion) -> Reward: ...
+
+
+def grade(task: Task, groups: Sequence[Group]) -> list[Group]:
+    """The groups with their rewards, in the same order. A task in a sandbox is given all completions at once."""
+    pairs = [(group.prompt, completion) for group in groups for completion in group.completions]
+    grades = task.reward_all(pairs) if isinstance(task, Grader) else [task.reward(*pair) for pair in pairs]
+    rewards = iter(grades)
+    return [replace(group, rewards=tuple(islice(rewards, len(group.completions)))) for group in groups]
+
+
+@runtime_checkable
+class Grader(Protocol):
+    """A task that grades many completions in less time than one after the other."""
+
+    def reward_all(self, pairs: Sequence[tuple[Prompt, Completion]], /) -> list[Reward]:
+        """In their order."""
+        ...
 
 
 class Observer(Protocol):
@@ -200,6 +220,10 @@ class Logger(Protocol):
 
 class UserError(Exception):
     """Something that the user can mend: one line that says what is wrong, where, and what would be right (exit 2)."""
+
+
+class NotBegunError(UserError):
+    """... before a run has taken its first step: nothing of it is worth keeping."""
 
 
 class StrandedError(Exception):

@@ -192,6 +192,17 @@ def test_a_finished_study_has_nothing_to_do(study_file, whole, capsys):
     assert capsys.readouterr().out == f"2 runs in {whole[0]}: 2 done, 0 to go\n"
 
 
+def test_no_file_of_the_working_directory_is_taken_for_a_module_of_python(tmp_path, monkeypatch):
+    """Not even for one that Python needs to find the package: the run ends with a mistake of its own."""
+    (tmp_path / "contextlib.py").write_text("raise SystemExit(7)")
+    (tmp_path / "grpo").mkdir()
+    monkeypatch.chdir(tmp_path)
+    cell = Cell(tmp_path, "grpo", 0)
+    with (tmp_path / "lock").open("w") as lock:
+        assert runner.start(cell, 1, lock).process.wait() == 2
+    assert "recipe.json: cannot be read" in cell.log.read_text()
+
+
 STAND_IN = """#!/bin/sh
 case "$*" in
   *grpo*) echo "pellucid: the disk is full"; echo; exit 2;;

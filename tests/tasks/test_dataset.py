@@ -1,3 +1,4 @@
+import hashlib
 import json
 import math
 import pickle
@@ -8,10 +9,11 @@ from dataclasses import replace
 import pytest
 from pydantic import ValidationError, create_model
 
+from pellucid.settings import RewardConfig
 from pellucid.tasks.dataset import Dataset
 from pellucid.tasks.rewards import RewardTerm
 from pellucid.tasks.sandbox import Sandboxed
-from pellucid.types import Completion, UserError
+from pellucid.types import ROUND, Completion, UserError
 
 GSM8K = [
     ("Weng earns $12 an hour. In 90 hours?", "She earns 12 * 90 = $<<12*90=1080>>1080.\n#### 1,080"),
@@ -235,6 +237,18 @@ def test_the_gold_answer_may_be_missing_where_no_term_needs_it(write):
     assert task.sample(0, 1)[0].answer == ""
 
 
+def test_the_same_seeds_draw_the_same_prompts_as_ever(write):
+    """By the digest that version 0.1.0 gave, when all prompts were in memory."""
+    path = write([{"question": f"{i // 2} + {i % 7}?", "answer": str(i // 2 + i % 7)} for i in range(200)])
+    drawn = hashlib.sha256()
+    for split in ("train", "test"):
+        for seed in (0, 3):
+            for step in (0, 1, 5, ROUND + 2):
+                for prompt in Dataset(data=path, split=split, seed=seed).sample(step, 16):
+                    drawn.update(repr((prompt.id, prompt.text, prompt.answer, dict(prompt.columns))).encode())
+    assert drawn.hexdigest() == "042f7e9798700bb634674de0b67f9bb2c3b41d6cc2ccc59d0c10ed43d29b5438"
+
+
 def test_the_pickled_task_does_not_hold_the_data(write):
     task = Dataset(data=write(sums(2000)))
     task.sample(0, 4)
@@ -248,7 +262,7 @@ def test_a_function_from_a_file_and_a_comparison_that_hangs_run_in_the_sandbox(w
         "    return [float(a in c[0]['content']) for c, a in zip(completions, answer)]\n"
     )
     rewards = (RewardTerm("math"), RewardTerm(f"{tmp_path}/sandboxed_reward.py:boxed"))
-    task = Sandboxed(Dataset(data=write(sums(10)), rewards=rewards), timeout=3.0)
+    task = Sandboxed(Dataset(data=write(sums(10)), rewards=rewards), RewardConfig(timeout=3.0))
     (prompt,) = task.sample(0, 1)
     assert task.reward(prompt, completion(rf"$\boxed{{{prompt.answer}}}$")).parts == {"math": 1.0, "boxed": 1.0}
     hung = task.reward(prompt, completion(r"$\boxed{9^{9^{9^{9}}}}$"))

@@ -1,12 +1,15 @@
 import csv
+import gc
 import json
 import sys
+import tracemalloc
 
 import datasets
 import pyarrow as pa
 import pytest
 from pyarrow import parquet
 
+from pellucid.tasks import rows
 from pellucid.tasks.dataset import Dataset
 from pellucid.tasks.rows import rows_of
 from pellucid.types import UserError
@@ -59,8 +62,13 @@ def error_of(source, subset="", split="train"):
         ("a.jsonl", b'{"a": 1}\n{"a": \n', "a.jsonl, line 2: not JSON: Expecting value"),
         ("b.jsonl", b'{"a": 1}\n[1]\n', "b.jsonl, line 2: a list, where an object"),
         ("c.jsonl", b"\n\n", "c.jsonl: there are no rows"),
-        ("d.jsonl", b'{"a": "\xff"}', "d.jsonl is not UTF-8 text"),
+        ("d.jsonl", b'{"a": "\xff"}', "d.jsonl, line 1: not UTF-8 text: invalid start byte"),
         ("e.jsonl", b'{"a": ' + b"9" * 5000 + b"}", "e.jsonl, line 1: not JSON"),
+        ("f.jsonl", b'{"a": 1}\n{"a": 1, "b": "\\ud83d"}', r'f.jsonl, line 2: column "b" holds \ud83d, half of a'),
+        ("g.jsonl", b'{"a": [{"b": "x\\uDE00y"}]}', r'g.jsonl, line 1: column "a" holds \ude00, half of a character'),
+        ("h.jsonl", b'{"\\udc00": 1}', r"h.jsonl, line 1: column"),
+        ("i.jsonl", b"{}\n" + b'{"a": ' * 5000 + b"1" + b"}" * 5000, "i.jsonl, line 2: lists or objects more than 100"),
+        ("j.jsonl", b'{"a": ' + b"[" * 100 + b"]" * 100 + b"}", "j.jsonl, line 1: lists or objects more than 100 deep"),
         ("a.csv", b"", "a.csv: there are no rows"),
         ("b.csv", b"a,b\n", "b.csv: there are no rows"),
         ("c.csv", b"a,b\n1,2\n1,2,3\n", "c.csv, line 3: not as many fields as the 2 of the header"),
@@ -74,6 +82,77 @@ def error_of(source, subset="", split="train"):
 def test_broken_files_are_told_where_and_why(tmp_path, name, content, says):
     (tmp_path / name).write_bytes(content)
     assert says in error_of(tmp_path / name)
+
+
+def test_a_whole_emoji_is_two_halves_and_data_may_be_a_hundred_deep(tmp_path):
+    text = r'{"a": "\ud83d\ude00", "b": "\\ud83d", "c": ' + "[" * 99 + "]" * 99 + "}"
+    (tmp_path / "a.jsonl").write_text(text)
+    [(_, row)] = rows_of(str(tmp_path / "a.jsonl"), "", "train")
+    assert (row["a"], row["b"]) == ("😀", r"\ud83d")
+
+
+# ---------------------------------------------------------------- large files
+
+AWKWARD = {
+    "a.jsonl": b'\xef\xbb\xbf{"q": "\xc3\xa9"}\r\n\n  \r{"q": "\xe2\x80\xa8", "n": [1.5, {}]}\r{"q": 3}\n{"q": 4}',
+    "a.csv": b'\xef\xbb\xbfq,n\r\n\r\n"two\r\nlines, ""quoted""",1\r\n\xc3\xa9,2\n\n\xef\xbb\xbfx,3\r4,"\n"',
+    "b.csv": b"q,n\n1,2",
+}
+
+
+@pytest.mark.parametrize("name", AWKWARD)
+def test_rows_are_the_same_whether_they_stay_on_the_disk(tmp_path, monkeypatch, name):
+    path = tmp_path / name
+    path.write_bytes(AWKWARD[name])
+    small = rows_of(str(path), "", "train")
+    monkeypatch.setattr(rows, "LARGE", 0)
+    rows_of.cache_clear()
+    large = rows_of(str(path), "", "train")
+    assert isinstance(small, list)
+    assert isinstance(large, rows.OnDisk)
+    assert list(large) == small
+    assert [large[i] for i in reversed(range(len(large)))] == small[::-1]
+    with pytest.raises(IndexError):
+        large[len(small)]
+
+
+def test_a_mistake_in_a_large_file_is_told_with_its_line(tmp_path, monkeypatch):
+    monkeypatch.setattr(rows, "LARGE", 0)
+    (tmp_path / "a.jsonl").write_text('{"a": 1}\n\n{"a"}\n')
+    (tmp_path / "a.csv").write_text('a,b\n"1\n2",2\n1\n')
+    assert "a.jsonl, line 3: not JSON" in error_of(tmp_path / "a.jsonl")
+    assert "a.csv, line 4: not as many fields" in error_of(tmp_path / "a.csv")
+
+
+def test_a_large_file_that_is_replaced_is_read_on_and_one_that_is_edited_is_told(tmp_path, monkeypatch):
+    monkeypatch.setattr(rows, "LARGE", 0)
+    path = tmp_path / "a.jsonl"
+    path.write_text('{"a": 1}\n{"a": 2}\n')
+    large = rows_of(str(path), "", "train")
+    (tmp_path / "new.jsonl").write_text("{}")
+    (tmp_path / "new.jsonl").rename(path)
+    assert large[1] == (f"{path}, line 2", {"a": 2})
+    rows_of.cache_clear()
+    large = rows_of(str(path), "", "train")
+    path.write_text('{"a": 1, "b": 2}\n')
+    with pytest.raises(UserError, match="was changed while it was read"):
+        large[0]
+
+
+def test_the_rows_of_a_large_file_take_no_memory(tmp_path):
+    """By Python's own account, of which a row of this file takes more than 300 bytes."""
+    path, n = tmp_path / "a.jsonl", 20_000
+    with path.open("w") as file:
+        file.writelines(json.dumps({"question": f"{i} " + "x" * 500, "answer": str(i)}) + "\n" for i in range(n))
+    assert path.stat().st_size > rows.LARGE
+    tracemalloc.start()
+    task = Dataset(data=str(path))
+    prompts = task.sample(3, 4)
+    gc.collect()
+    taken, _ = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert taken < 60 * n
+    assert [prompt.question.split()[0] for prompt in prompts] == [prompt.answer for prompt in prompts]
 
 
 def test_a_missing_file_is_told_its_nearest_neighbour(tmp_path):

@@ -1,5 +1,6 @@
 import contextlib
 import math
+import multiprocessing
 import os
 import re
 import signal
@@ -8,14 +9,19 @@ import sys
 import textwrap
 import threading
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from decimal import Decimal
 from fractions import Fraction
+from pathlib import Path
 
+import numpy as np
 import pytest
 
+from pellucid.settings import RewardConfig
 from pellucid.tasks import sandbox as sandbox_module
 from pellucid.tasks.arithmetic import Arithmetic
 from pellucid.tasks.sandbox import Sandboxed, with_split
+from pellucid.tasks.worker import LARGEST
 from pellucid.types import Completion, Prompt, Reward, UserError
 
 PROMPT = Prompt("train/0/0", "Behave as told.", "7")
@@ -38,6 +44,54 @@ def hang():
         time.sleep(1)
 
 
+def said(word):
+    """To whoever looks at standard output, and a program that it starts."""
+    print(f"{word} on stdout")
+    print(f"{word} on stderr", file=sys.stderr)
+    subprocess.run(["echo", f"{word} by a program"], check=True)
+    os.write(1, f"{word} by its number\n".encode())
+    return Reward(1.0)
+
+
+def leave_a_program(*, hangs):
+    """Its pid is the reward, or stands in the log where the reward then hangs."""
+    program = subprocess.Popen(["sleep", "1000"])
+    print(program.pid)
+    return hang() if hangs else Reward(float(program.pid))
+
+
+def keep_busy_and_unread():
+    """A thread that never gives the interpreter back: the process reads nothing more."""
+    threading.Timer(0.1, re.match, (r"(a+)+$", "a" * 60 + "b")).start()
+    return Reward(1.0)
+
+
+def recurse():
+    return recurse()
+
+
+class MuteError(Exception):
+    def __str__(self):
+        raise RuntimeError("no words")
+
+
+class Grudge:
+    """No code of it may run in the parent."""
+
+    def __reduce__(self):
+        return os._exit, (3,)
+
+
+SECRETS = {"PROBE_API_KEY", "PROBE_TOKEN", "probe_secret", "PROBE_PASSWORD"}
+OTHERS = {"PROBE_KEYS", "PROBE_PATH", "TOKENS", "KEY"}
+
+
+def names_seen():
+    program = [sys.executable, "-c", "import os; print(*os.environ)"]
+    told = subprocess.run(program, capture_output=True, text=True, check=True).stdout.split()
+    return Reward(1.0, {name: float(name in told) for name in os.environ if name in SECRETS | OTHERS})
+
+
 BEHAVIOURS = {
     "pid": lambda: Reward(float(os.getpid())),
     "fine": lambda: Reward(0.5, {"a": 1.0}, correct=True),
@@ -50,6 +104,8 @@ BEHAVIOURS = {
     "hang in a pattern": lambda: re.match(r"(a+)+$", "a" * 60 + "b"),
     "exit": lambda: os._exit(0),
     "segfault": lambda: os.kill(os.getpid(), signal.SIGSEGV),
+    "signal without a name": lambda: os.kill(os.getpid(), 40),
+    "closes what is open": lambda: os.closerange(3, 1000) or Reward(1.0),
     "nan": lambda: Reward(math.nan, {"a": math.nan}),
     "inf": lambda: Reward(math.inf),
     "text": lambda: Reward("1.0"),
@@ -57,6 +113,49 @@ BEHAVIOURS = {
     "float": lambda: 1.0,
     "no result": lambda: None,
     "own error": lambda: Reward(math.nan, error="nothing applies"),
+    "own error in lines": lambda: Reward(None, error="nothing\napplies"),
+    "parts": lambda: Reward(1.0, {"a": math.nan, "b": np.float32(0.5)}, weights={"a": np.int64(2)}),
+    "float32": lambda: Reward(np.float32(0.25), correct=np.bool_(False)),
+    "int64": lambda: Reward(np.int64(1), correct=1),
+    "decimal": lambda: Reward(Decimal("0.5"), correct=0.0),
+    "a scalar of no dimension": lambda: Reward(np.array(0.5)),
+    "largest": lambda: Reward(LARGEST, {"a": -LARGEST}),
+    "no term": lambda: Reward(math.nan, applies=False),
+    "huge": lambda: Reward(10**400),
+    "huge digits": lambda: Reward("x", {"a": 10**5000}),
+    "beyond float32": lambda: Reward(1e308),
+    "part beyond float32": lambda: Reward(1.0, {"a": -1e308}),
+    "array": lambda: Reward(np.zeros(3)),
+    "complex": lambda: Reward(1j),
+    "parts none": lambda: Reward(1.0, None),
+    "parts text": lambda: Reward(1.0, "abc"),
+    "parts list": lambda: Reward(1.0, [1.0]),
+    "part none": lambda: Reward(1.0, {"a": None}),
+    "part without a name": lambda: Reward(1.0, {1: 1.0}),
+    "parts without end": lambda: Reward(1.0, {f"{i}": 1.0 for i in range(3000)}),
+    "correct text": lambda: Reward(1.0, correct="no"),
+    "correct array": lambda: Reward(1.0, correct=np.array([True, False])),
+    "correct half": lambda: Reward(1.0, correct=0.5),
+    "error number": lambda: Reward(1.0, error=5),
+    "weights none": lambda: Reward(1.0, weights=None),
+    "weight huge": lambda: Reward(1.0, {"a": 1.0}, weights={"a": 10**400}),
+    "weight nan": lambda: Reward(1.0, {"a": 1.0}, weights={"a": math.nan}),
+    "raise mute": lambda: fail(MuteError()),
+    "raise long": lambda: fail(ValueError("x" * 10**6)),
+    "raise deep": lambda: fail(RecursionError("deep")),
+    "grudge": lambda: Reward(Grudge()),
+    "raise grudge": lambda: fail(ValueError(Grudge())),
+    "recurse": recurse,
+    "memory": lambda: Reward(float(len(bytearray(3 * 10**9)))),
+    "prints half an emoji": lambda: print("\ud83d") or Reward(1.0),
+    "prints": lambda: said("hello"),
+    "leaves a program": lambda: leave_a_program(hangs=False),
+    "leaves a program and hangs": lambda: leave_a_program(hangs=True),
+    "leaves a program and exits": lambda: (leave_a_program(hangs=False), os._exit(0)),
+    "keeps busy": keep_busy_and_unread,
+    "starts processes": lambda: Reward(float(multiprocessing.get_context("spawn").Pool(1).apply(abs, (-3,)))),
+    "names": names_seen,
+    "session": lambda: Reward(float(os.getsid(0)), {"group": float(os.getpgrp())}),
 }
 
 
@@ -72,6 +171,9 @@ class Probe:
         return [Prompt(f"{self.split}/{step}/{i}", "?", "7") for i in range(n)]
 
     def reward(self, prompt, completion):
+        if completion.text.startswith("after "):
+            time.sleep(float(completion.text.split()[1]))
+            return Reward(float(completion.text.split()[2]), {"pid": float(os.getpid())})
         return BEHAVIOURS[completion.text]()
 
     def solution(self, prompt):
@@ -80,13 +182,17 @@ class Probe:
 
 @pytest.fixture(scope="module")
 def sandbox():
-    sandboxed = Sandboxed(Probe(), timeout=0.5)
+    sandboxed = Sandboxed(Probe(), RewardConfig(timeout=0.5))
     yield sandboxed
     sandboxed.close()
 
 
+def said_by(text):
+    return Completion((1,), (-0.5,), text, True)
+
+
 def graded(sandboxed, text):
-    return sandboxed.reward(PROMPT, Completion((1,), (-0.5,), text, True))
+    return sandboxed.reward(PROMPT, said_by(text))
 
 
 def alive(pid):
@@ -119,20 +225,48 @@ def test_rewards_are_computed_in_one_other_process(sandbox):
     ("text", "error"),
     [
         ("raise", r"ZeroDivisionError: two lines \(test_sandbox.py, line \d+\)"),
-        ("raise unpicklable", r"the reward ended its process"),
+        ("raise unpicklable", r"UnpicklableError: 1 \(test_sandbox.py, line \d+\)"),
         ("raise SystemExit", r"SystemExit: 3 .*"),
         ("raise TimeoutError", r"TimeoutError: of its own .*"),
+        ("raise mute", r"MuteError: <exception str\(\) failed> \(test_sandbox.py, line \d+\)"),
+        ("raise long", r"ValueError: x{300} .*"),
+        ("raise deep", r"RecursionError: deep .*"),
+        ("raise grudge", r"ValueError: <.*Grudge.*> .*"),
+        ("recurse", r"RecursionError: maximum recursion depth exceeded.*"),
         ("hang", r"no reward within 0\.5 s"),
         ("hang in a pattern", r"no reward within 0\.5 s"),
-        ("exit", r"the reward ended its process"),
-        ("segfault", r"the reward ended its process"),
+        ("exit", r"the reward ended its process \(exit status 0\)"),
+        ("segfault", r"the reward ended its process \(SIGSEGV\)"),
+        ("signal without a name", r"the reward ended its process \(signal 40\)"),
+        ("closes what is open", r"the reward ended its process \(exit status 1\)"),
         ("nan", r"the reward is nan, of parts \{'a': nan\}"),
         ("inf", r"the reward is inf"),
-        ("text", r"the reward is '1\.0'"),
-        ("none", r"the reward is None"),
+        ("text", r"the reward is '1\.0', where a number is needed"),
+        ("none", r"the reward is None, where a number is needed"),
+        ("array", r"the reward is array\(\[0\., 0\., 0\.\]\), where a number is needed"),
+        ("complex", r"the reward is 1j, where a number is needed"),
+        ("grudge", r"the reward is <test_.*>, where a number is needed"),
+        ("huge", r"the reward is beyond 3\.4e\+38, the largest number that float32 holds"),
+        ("huge digits", r"the reward is 'x', where a number is needed"),
+        ("beyond float32", r"the reward is beyond 3\.4e\+38, .*"),
+        ("part beyond float32", r'the part "a" is beyond 3\.4e\+38, .*'),
+        ("parts none", r"the parts are None, where names with their numbers are needed"),
+        ("parts text", r"the parts are 'abc', where names with their numbers are needed"),
+        ("parts list", r"the parts are \[1\.0\], where names with their numbers are needed"),
+        ("part none", r'the part "a" is None, where a number is needed'),
+        ("part without a name", r"the parts are \{1: 1\.0\}, where names with their numbers are needed"),
+        ("parts without end", r"its parts take more than 16000 bytes"),
+        ("correct text", r"correct is 'no', where True, False or None is needed"),
+        ("correct array", r"correct is array\(.*\), where True, False or None is needed"),
+        ("correct half", r"correct is 0\.5, where True, False or None is needed"),
+        ("error number", r"the error is 5, where a text is needed"),
+        ("weights none", r"the weights are None, where names with their numbers are needed"),
+        ("weight huge", r'the weight "a" is beyond 3\.4e\+38, .*'),
+        ("weight nan", r'the weight "a" is nan'),
         ("float", r"the task returned a float, where a Reward is needed"),
         ("no result", r"the task returned a NoneType, where a Reward is needed"),
         ("own error", r"nothing applies"),
+        ("own error in lines", r"nothing applies"),
     ],
 )
 def test_what_goes_wrong_is_a_nan_that_says_so_and_the_next_reward_is_right(sandbox, text, error):
@@ -148,6 +282,172 @@ def test_what_goes_wrong_is_a_nan_that_says_so_and_the_next_reward_is_right(sand
     assert graded(sandbox, "fine").value == 0.5
 
 
+@pytest.mark.parametrize(
+    ("text", "reward"),
+    [
+        ("parts", Reward(1.0, {"b": 0.5}, weights={"a": 2.0})),  # and a NaN, which equals nothing
+        ("float32", Reward(0.25, correct=False)),
+        ("int64", Reward(1.0, correct=True)),
+        ("decimal", Reward(0.5, correct=False)),
+        ("a scalar of no dimension", Reward(0.5)),
+        ("largest", Reward(3.4028234663852886e38, {"a": -3.4028234663852886e38})),
+    ],
+)
+def test_numbers_of_any_library_are_numbers(sandbox, text, reward):
+    got = graded(sandbox, text)
+    finite = {name: part for name, part in got.parts.items() if math.isfinite(part)}
+    assert replace(got, parts=finite) == reward
+    assert {type(x) for x in (got.value, *got.parts.values(), *got.weights.values())} == {float}
+    assert type(got.correct) in (bool, type(None))
+
+
+def test_where_no_term_applies_no_reward_has_failed(sandbox):
+    reward = graded(sandbox, "no term")
+    assert (math.isnan(reward.value), reward.applies) == (True, False)
+    assert graded(sandbox, "nan").applies
+
+
+# ---------------------------------------------------------------- the process
+
+
+@pytest.fixture
+def logged(tmp_path):
+    """A sandbox with its log."""
+    log = tmp_path / "rewards.log"
+    sandboxed = Sandboxed(Probe(), RewardConfig(timeout=2.0, memory_gb=2.0), log)
+    yield sandboxed, log
+    sandboxed.close()
+
+
+def test_what_rewards_print_goes_into_the_log(logged, capfd):
+    sandboxed, log = logged
+    assert graded(sandboxed, "prints").value == 1.0
+    ways = ("on stdout", "on stderr", "by a program", "by its number")
+    assert sorted(log.read_text().splitlines()) == sorted(f"hello {way}" for way in ways)
+    graded(sandboxed, "raise")
+    graded(sandboxed, "raise")
+    assert log.read_text().count("Traceback") == 1, "of each kind, the first"
+    assert "in fail" in log.read_text()
+    assert capfd.readouterr() == ("", "")
+
+
+def test_where_there_is_no_log_it_goes_nowhere(sandbox, capfd, tmp_path):
+    nowhere = Sandboxed(Probe(), log=tmp_path / "no folder" / "rewards.log")
+    for each in (sandbox, nowhere):
+        assert graded(each, "prints").value == 1.0
+    nowhere.close()
+    assert capfd.readouterr() == ("", "")
+
+
+def test_where_nothing_can_be_written_a_reward_may_print_all_the_same():
+    sandboxed = Sandboxed(Probe(), log=Path("/dev/full"))
+    assert graded(sandboxed, "prints half an emoji").value == 1.0
+    sandboxed.close()
+
+
+def test_the_worker_has_a_session_of_its_own(sandbox):
+    pid = graded(sandbox, "pid").value
+    assert graded(sandbox, "session") == Reward(pid, {"group": pid})
+
+
+@pytest.mark.parametrize("ending", ["leaves a program and hangs", "leaves a program and exits"])
+def test_what_a_lost_reward_has_started_ends_with_it(logged, ending):
+    sandboxed, log = logged
+    assert graded(sandboxed, ending).failed
+    pid = int(log.read_text().split()[0])
+    wait_until(lambda: not alive(pid))
+
+
+def test_what_rewards_have_started_ends_at_close(logged):
+    sandboxed, _ = logged
+    pid = int(graded(sandboxed, "leaves a program").value)
+    assert alive(pid)
+    sandboxed.close()
+    wait_until(lambda: not alive(pid))
+
+
+def test_a_reward_may_start_processes():
+    sandboxed = Sandboxed(Probe(), RewardConfig(timeout=60.0))
+    assert graded(sandboxed, "starts processes").value == 3.0
+    sandboxed.close()
+
+
+def test_memory_is_limited(logged):
+    sandboxed, _ = logged
+    assert graded(sandboxed, "memory").error.startswith("MemoryError")
+    unlimited = Sandboxed(Probe(), RewardConfig(memory_gb=0.0))
+    assert graded(unlimited, "memory").value == 3e9
+    unlimited.close()
+
+
+def test_names_that_look_like_secrets_are_not_in_its_environment(monkeypatch):
+    for name in SECRETS | OTHERS:
+        monkeypatch.setenv(name, "x")
+    sandboxed = Sandboxed(Probe(), RewardConfig(secrets=("PROBE_API_KEY",)))
+    reward = graded(sandboxed, "names")
+    sandboxed.close()
+    assert reward.parts == dict.fromkeys(OTHERS | {"PROBE_API_KEY"}, 1.0)
+
+
+def test_no_file_beside_the_run_is_taken_for_a_module_of_python(tmp_path, monkeypatch):
+    """The worker begins with the working directory on its path unless it is told otherwise."""
+    for name in ("pickle", "socket", "tomllib"):
+        (tmp_path / f"{name}.py").write_text("raise SystemExit('not this one')")
+    monkeypatch.chdir(tmp_path)
+    sandboxed = Sandboxed(Probe())
+    assert graded(sandboxed, "fine").value == 0.5
+    assert "PYTHONSAFEPATH" not in os.environ
+    sandboxed.close()
+
+
+def test_a_long_prompt_is_not_waited_for_where_nobody_reads_it():
+    sandboxed = Sandboxed(Probe(), RewardConfig(timeout=0.5))
+    assert graded(sandboxed, "keeps busy").value == 1.0
+    time.sleep(1.0)
+    long = Prompt("train/0/1", "x" * 10**7)
+    assert sandboxed.reward(long, said_by("fine")).error == "no reward within 0.5 s"
+    assert sandboxed.reward(long, said_by("fine")).value == 0.5
+    sandboxed.close()
+
+
+def test_a_prompt_that_cannot_be_sent_is_a_failed_reward(sandbox):
+    locked = Prompt("train/0/2", "?", columns={"lock": threading.Lock()})
+    deep = []
+    for _ in range(5000):
+        deep = [deep]
+    for prompt in (locked, Prompt("train/0/3", "?", columns={"deep": deep})):
+        assert "cannot be sent to the reward process" in sandbox.reward(prompt, said_by("fine")).error
+    assert graded(sandbox, "fine").value == 0.5
+
+
+# ---------------------------------------------------------------- several
+
+
+@pytest.mark.parametrize("workers", [1, 3])
+def test_rewards_come_in_order_however_many_workers_compute_them(workers):
+    sandboxed = Sandboxed(Probe(), RewardConfig(timeout=1.0, workers=workers))
+    texts = ["after 0.2 0", "after 0 1", "hang", "after 0.1 3", "exit", "raise", "after 0 6", "after 0 7"]
+    rewards = sandboxed.reward_all([(PROMPT, said_by(text)) for text in texts])
+    sandboxed.close()
+    assert [None if reward.failed else reward.value for reward in rewards] == [0, 1, None, 3, None, None, 6, 7]
+    assert [reward.error.split(" (")[0] for reward in rewards if reward.failed] == [
+        "no reward within 1 s",
+        "the reward ended its process",
+        "ZeroDivisionError: two lines",
+    ]
+
+
+def test_as_many_work_at_once_as_are_asked_for():
+    """Each waits until all three are at it."""
+    sandboxed = Sandboxed(Probe(), RewardConfig(workers=3))
+    rewards = sandboxed.reward_all([(PROMPT, said_by(f"after 0.5 {i}")) for i in range(3)])
+    assert len({reward.parts["pid"] for reward in rewards}) == 3
+    pids = [int(reward.parts["pid"]) for reward in rewards]
+    assert graded(sandboxed, "pid").value in pids
+    sandboxed.close()
+    assert not any(map(alive, pids))
+
+
 def test_only_a_lost_worker_is_replaced(sandbox):
     before = graded(sandbox, "pid").value
     graded(sandbox, "raise")
@@ -160,9 +460,8 @@ def test_only_a_lost_worker_is_replaced(sandbox):
 
 def test_a_worker_that_died_between_rewards_is_replaced(sandbox):
     pid = int(graded(sandbox, "pid").value)
-    executor = sandbox._worker._executor
     os.kill(pid, signal.SIGKILL)
-    wait_until(lambda: executor._broken)  # a reward that was on its way would be lost with the worker
+    wait_until(lambda: not sandbox._workers._workers[0].alive)  # a reward on its way would be lost with the worker
     assert graded(sandbox, "fine").value == 0.5
     assert graded(sandbox, "pid").value != pid
 
@@ -177,7 +476,7 @@ def test_a_request_to_stop_is_the_parent_s_to_serve(sandbox, number):
 
 def test_ctrl_c_while_a_reward_hangs_stops_the_worker(monkeypatch):
     """Long before its own time is up."""
-    sandboxed = Sandboxed(Probe(), timeout=FOREVER)
+    sandboxed = Sandboxed(Probe(), RewardConfig(timeout=FOREVER))
     pid = int(graded(sandboxed, "pid").value)
     wait = sandbox_module.wait
 
@@ -208,6 +507,7 @@ def test_close_ends_the_worker_and_a_later_reward_starts_another():
 PARENT = """
     import os, signal, sys, threading, time
     from test_sandbox import PROMPT, Probe
+    from pellucid.settings import RewardConfig
     from pellucid.tasks.sandbox import Sandboxed
     from pellucid.types import Completion
 
@@ -215,7 +515,7 @@ PARENT = """
         return sandboxed.reward(PROMPT, Completion((1,), (-0.5,), text, True)).value
 
     if __name__ == "__main__":
-        sandboxed = Sandboxed(Probe(), timeout={timeout})
+        sandboxed = Sandboxed(Probe(), RewardConfig(timeout={timeout}))
         print(int(graded("pid")), flush=True)
         {ending}
 """
@@ -283,7 +583,7 @@ def test_a_script_without_a_main_guard_is_told_so(tmp_path):
 @pytest.mark.parametrize("timeout", [0, -1.0, math.inf, math.nan])
 def test_a_timeout_must_be_a_number_of_seconds(timeout):
     with pytest.raises(ValueError, match="positive number of seconds"):
-        Sandboxed(Probe(), timeout=timeout)
+        RewardConfig(timeout=timeout)
 
 
 def test_the_rest_of_the_task_passes_through():

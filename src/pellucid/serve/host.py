@@ -48,7 +48,7 @@ def load(options: argparse.Namespace) -> Served:
         name=options.name or options.model.rstrip("/").rpartition("/")[2],
         policy=frozen,
         engine=Engine(frozen, options.rows),
-        task=Sandboxed(with_split(settings.task, "test")) if settings else None,
+        task=Sandboxed(with_split(settings.task, "test"), settings.reward) if settings else None,
         algorithm=settings.algorithm if settings else GRPOConfig(),
         system=SYSTEM["en"],
         max_tokens=options.max_tokens,

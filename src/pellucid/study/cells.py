@@ -47,13 +47,8 @@ def clear(run_dir: Path) -> None:
     """Empties the folder of a run that came to no checkpoint; `check` has seen that it is one. UserError where that
     run is at work."""
     claim.refuse_held(run_dir)
-    for path in run_dir.iterdir() if run_dir.exists() else ():
-        if path.name == claim.LOCK:
-            continue
-        if path.is_dir() and not path.is_symlink():
-            shutil.rmtree(path)
-        else:
-            path.unlink()
+    if run_dir.exists():
+        claim.clear(run_dir)
 
 
 def tidy(run_dir: Path, keep_model: bool) -> None:

@@ -14,6 +14,7 @@ from io import TextIOWrapper
 from pathlib import Path
 
 from pellucid.folder import finished, records
+from pellucid.harmless import harmless
 from pellucid.interrupts import INTERRUPTED, stop_requests
 from pellucid.locks import locked, note_holder
 from pellucid.report import counted
@@ -109,7 +110,7 @@ def start(cell: Cell, jobs: int, lock: TextIOWrapper) -> Job:
     resumed = resuming(cell)
     if not resumed:
         clear(cell.run_dir)
-    command = [sys.executable, "-m", "pellucid", *(resumed or cell.arguments)]
+    command = [sys.executable, "-P", "-m", "pellucid", *(resumed or cell.arguments)]
     threads = {"OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // jobs))} if jobs > 1 else {}
     with cell.log.open("a" if resumed else "w") as log:
         process = subprocess.Popen(
@@ -151,7 +152,7 @@ def verdict(failures: dict[Cell, int]) -> int:
     """Names what failed. Exit status: 0, 2 where all failures are for the user to mend, else 1."""
     for cell, status in failures.items():
         lines = cell.log.read_text(encoding="utf-8", errors="replace").strip().splitlines() or ["it printed nothing"]
-        say(f"failed (exit {status}): {named(cell)}: {lines[-1]}")
+        say(f"failed (exit {status}): {named(cell)}: {harmless(lines[-1])}")
         say(f"  again: {shown_command(resuming(cell) or cell.arguments)}")
     if not failures:
         return 0

@@ -61,7 +61,9 @@ def import_source(source: str) -> ModuleType:
     except SyntaxError as error:
         raise UserError(f"{error.filename}, line {error.lineno}: {error.msg}") from error
     except ImportError as error:
-        raise UserError(f"{source} cannot be imported: {error}") from error
+        file = f"{source}.py"
+        hint = f'; a file is named with its ending, "{file}:Name"' if Path(file).is_file() else ""
+        raise UserError(f"{source} cannot be imported: {error}{hint}") from error
 
 
 def module_of_file(path: Path) -> str:

@@ -6,7 +6,8 @@ import hashlib
 import json
 import math
 import re
-from collections.abc import Iterable, Mapping
+from array import array
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from random import Random
@@ -14,7 +15,7 @@ from typing import Any, Literal
 
 from pellucid.tasks.answers import last_number
 from pellucid.tasks.rewards import COMPARE_WITH_GOLD, RewardTerm, compiled, grade, labels
-from pellucid.tasks.rows import Row, column_text, column_value, is_file_name, rows_of
+from pellucid.tasks.rows import Row, Rows, column_text, column_value, is_file_name, rows_of
 from pellucid.types import ROUND, Completion, Message, Prompt, Reward, UserError
 
 _FIELD = re.compile(r"\{\{([^{}]*)\}\}|\{([^{}]+)\}")
@@ -110,7 +111,7 @@ class Dataset:
         values = [grade(term, prompt, completion) for term in self.rewards]
         parts = {name: value for name, value in zip(names, values, strict=True) if value is not None}
         if not parts:
-            return Reward(math.nan, error="no reward applies to this row: every term returned None")
+            return Reward(math.nan, error="no reward applies to this row: every term returned None", applies=False)
         weights = {name: term.weight for name, term in zip(names, self.rewards, strict=True)}
         decided = parts.get(self.correct or names[0])
         return Reward(
@@ -130,16 +131,30 @@ class Dataset:
         return prompt.answer if self.deciding.name == "exact" else worked
 
 
+class Prompts(Sequence[Prompt]):
+    """Of some rows, each made when it is asked for: the data may be larger than memory."""
+
+    def __init__(self, task: Dataset, rows: Rows, places: Sequence[int]) -> None:
+        self._task, self._rows, self._places = task, rows, places
+
+    def __len__(self) -> int:
+        return len(self._places)
+
+    def __getitem__(self, index: int) -> Prompt:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return make_prompt(self._task, *self._rows[self._places[index]])
+
+
 @lru_cache(maxsize=8)
-def split_prompts(task: Dataset) -> tuple[Prompt, ...]:
-    """The prompts of a split, in the order of the data; at least one."""
+def split_prompts(task: Dataset) -> Prompts:
+    """The prompts of a split, in the order of the data; at least one. Every row is looked at."""
     own = prompts_of(task, task.data, "train")
-    test = prompts_of(task, *held_out_source(task)) if task.test_data else ()
-    held_out = set(map(fingerprint, test)) or lowest_share(map(fingerprint, own), task.test_share)
-    if task.split == "train":
-        chosen = tuple(prompt for prompt in own if fingerprint(prompt) not in held_out)
-    else:
-        chosen = test or tuple(prompt for prompt in own if fingerprint(prompt) in held_out)
+    test = prompts_of(task, *held_out_source(task)) if task.test_data else None
+    fingerprints = list(map(fingerprint, own))
+    held_out = set(map(fingerprint, test)) if test else lowest_share(fingerprints, task.test_share)
+    if test and task.split == "test":
+        return test
+    places = (i for i, known in enumerate(fingerprints) if (known in held_out) == (task.split == "test"))
+    chosen = Prompts(task, rows_of(task.data, task.subset, "train"), array("q", places))
     if not chosen:
         raise UserError(f"{task.data}: no row is left for the {task.split} split; add rows or name another test_data")
     return chosen
@@ -151,25 +166,26 @@ def held_out_source(task: Dataset) -> tuple[str, str]:
     return (task.data, task.test_data) if on_hub else (task.test_data, "train")
 
 
-def fingerprint(prompt: Prompt) -> str:
+def fingerprint(prompt: Prompt) -> bytes:
     """Of what the model is asked, so that equal questions fall into the same split."""
     text = prompt.text if isinstance(prompt.text, str) else [dict(message) for message in prompt.text]
-    return hashlib.sha256(json.dumps(text, sort_keys=True).encode()).hexdigest()
+    return hashlib.sha256(json.dumps(text, sort_keys=True).encode()).digest()
 
 
-def lowest_share(fingerprints: Iterable[str], share: float) -> set[str]:
+def lowest_share(fingerprints: Iterable[bytes], share: float) -> set[bytes]:
     """This share of the distinct fingerprints, leaving at least one on each side where there are two."""
     distinct = sorted(set(fingerprints))
     return set(distinct[: min(max(1, round(share * len(distinct))), len(distinct) - 1)])
 
 
 @lru_cache(maxsize=4)
-def permutation(seed: str, n: int) -> list[int]:
-    return Random(f"dataset/{seed}").sample(range(n), n)
+def permutation(seed: str, n: int) -> Sequence[int]:
+    return array("q", Random(f"dataset/{seed}").sample(range(n), n))
 
 
-def prompts_of(task: Dataset, source: str, hub_split: str) -> tuple[Prompt, ...]:
-    return tuple(make_prompt(task, where, row) for where, row in rows_of(source, task.subset, hub_split))
+def prompts_of(task: Dataset, source: str, hub_split: str) -> Prompts:
+    rows = rows_of(source, task.subset, hub_split)
+    return Prompts(task, rows, range(len(rows)))
 
 
 def make_prompt(task: Dataset, where: str, row: Row) -> Prompt:

@@ -1,24 +1,43 @@
-"""Rows of data: mappings from column names to values, from a file or from the Hugging Face Hub."""
+"""Rows of data: mappings from column names to values, from a file or from the Hugging Face Hub.
+
+Of a large file only the places of its rows are kept in memory, and a row is read when it is asked for. A copy in Arrow
+would take more: its library alone needs more memory than most files have bytes (docs/lab-book.md).
+"""
 
 from __future__ import annotations
 
+import codecs
 import csv
+import io
 import json
-from collections.abc import Iterator, Mapping
+import os
+import re
+import weakref
+from array import array
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from pellucid.extras import extra
 from pellucid.tasks import did_you_mean, names_beside
 from pellucid.types import UserError
 
 Row = Mapping[str, Any]
+Rows = Sequence[tuple[str, Row]]
+"""Each with the words that say where it stands."""
+
+LARGE = 8 * 2**20
+"""Bytes of a file whose rows are left where they are."""
+DEEPEST = 100
+"""Lists and objects within one another, in JSON: no data is like that, and some libraries end with the stack."""
+HALF = re.compile(r"\\u[dD][89a-fA-F]")
+"""Escape sequences of which two are one character."""
 
 
 @lru_cache(maxsize=4)
-def rows_of(source: str, subset: str, hub_split: str) -> list[tuple[str, Row]]:
-    """The rows of a file or of a Hub split, each with the words that say where it stands."""
+def rows_of(source: str, subset: str, hub_split: str) -> Rows:
+    """The rows of a file or of a Hub split. UserError where one is none, with its place."""
     rows = read_file(Path(source).expanduser()) if is_file_name(source) else read_hub(source, subset, hub_split)
     if not rows:
         raise UserError(f"{source}: there are no rows")
@@ -29,24 +48,107 @@ def is_file_name(source: str) -> bool:
     return Path(source).suffix.lower() in READERS or Path(source).expanduser().is_file()
 
 
-def read_file(path: Path) -> list[tuple[str, Row]]:
+def read_file(path: Path) -> Rows:
     if path.suffix.lower() not in READERS:
         raise UserError(f"{path}: unknown format; {', '.join(READERS)} can be read")
     if not path.is_file():
         raise UserError(f"{path}: there is no such file{did_you_mean(path.name, names_beside(path))}")
     try:
-        return list(READERS[path.suffix.lower()](path))
-    except UnicodeDecodeError as error:
-        raise UserError(f"{path} is not UTF-8 text: {error.reason} at byte {error.start}") from error
+        return READERS[path.suffix.lower()](path)
     except OSError as error:
         raise UserError(f"{path} cannot be read: {error.strerror}") from error
 
 
-def read_jsonl(path: Path) -> Iterator[tuple[str, Row]]:
-    with path.open(encoding="utf-8-sig") as file:
-        for number, line in enumerate(file, start=1):
-            if line.strip():
-                yield f"{path}, line {number}", json_object(line, f"{path}, line {number}")
+class Record(NamedTuple):
+    """A row, and where it stands: from byte `start` to `end`, the last of its lines `line`, counted from 1."""
+
+    start: int
+    end: int
+    line: int
+    row: Row
+
+
+class OnDisk(Sequence[tuple[str, Row]]):
+    """The rows of a file that stay in it: in memory are 24 bytes of each.
+
+    parse: a row from its text and the words that say where it stands.
+    """
+
+    def __init__(self, path: Path, records: Iterable[Record], parse: Callable[[str, str], Row]) -> None:
+        self._path, self._parse = path, parse
+        self._file = os.open(path, os.O_RDONLY | getattr(os, "O_BINARY", 0))
+        weakref.finalize(self, os.close, self._file)
+        self._stamp = self._stamped()
+        self._places = array("q", (number for record in records for number in record[:3]))
+
+    def __len__(self) -> int:
+        return len(self._places) // 3
+
+    def __getitem__(self, index: int) -> tuple[str, Row]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        if not 0 <= index < len(self):
+            raise IndexError(index)
+        start, end, line = self._places[3 * index : 3 * index + 3]
+        where = f"{self._path}, line {line}"
+        if self._stamped() != self._stamp:
+            raise UserError(f"{self._path} was changed while it was read: bring it back as it was, or start anew")
+        os.lseek(self._file, start, os.SEEK_SET)
+        return where, self._parse(os.read(self._file, end - start).decode(), where)
+
+    def _stamped(self) -> tuple[int, int]:
+        """Of the file that was opened: one that takes its name is another."""
+        status = os.fstat(self._file)
+        return status.st_size, status.st_mtime_ns
+
+
+class InArrow(Sequence[tuple[str, Row]]):
+    """The rows of a table that stay in its columns."""
+
+    def __init__(self, place: str, table: Any, row: Callable[[Any, int], Row]) -> None:
+        self._place, self._table, self._row = place, table, row
+
+    def __len__(self) -> int:
+        return len(self._table)
+
+    def __getitem__(self, index: int) -> tuple[str, Row]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        if not 0 <= index < len(self):
+            raise IndexError(index)
+        where = f"{self._place} row {index + 1}"
+        try:
+            return where, self._row(self._table, index)
+        except UnicodeDecodeError as error:
+            raise UserError(f"{where}: not UTF-8 text: {error.reason}") from error
+
+
+def kept(path: Path, records: Iterator[Record], parse: Callable[[str, str], Row]) -> Rows:
+    """The rows of a small file in memory, those of a large one on the disk."""
+    if path.stat().st_size >= LARGE:
+        return OnDisk(path, records, parse)
+    return [(f"{path}, line {record.line}", record.row) for record in records]
+
+
+def lines_of(path: Path) -> Iterator[tuple[int, int, str]]:
+    """Each line of a UTF-8 file, from which byte to which it goes. \\n, \\r and \\r\\n end a line, and belong to it."""
+    start, number = 0, 0
+    with path.open("rb") as file:
+        for lines in file:
+            for line in lines.splitlines(keepends=True):
+                number, end = number + 1, start + len(line)
+                text = line.removeprefix(codecs.BOM_UTF8) if number == 1 else line
+                try:
+                    yield end - len(text), end, text.decode()
+                except UnicodeDecodeError as error:
+                    raise UserError(f"{path}, line {number}: not UTF-8 text: {error.reason}") from error
+                start = end
+
+
+def read_jsonl(path: Path) -> Rows:
+    return kept(path, jsonl_records(path), json_object)
+
+
+def jsonl_records(path: Path) -> Iterator[Record]:
+    for number, (start, end, line) in enumerate(lines_of(path), start=1):
+        if line.strip():
+            yield Record(start, end, number, json_object(line, f"{path}, line {number}"))
 
 
 def json_object(line: str, where: str) -> Row:
@@ -54,38 +156,77 @@ def json_object(line: str, where: str) -> Row:
         row = json.loads(line)
     except ValueError as error:
         raise UserError(f"{where}: not JSON: {error}") from error
+    except RecursionError as error:
+        raise UserError(f"{where}: lists or objects more than {DEEPEST} deep in one another") from error
     if not isinstance(row, dict):
         raise UserError(f'{where}: a {type(row).__name__}, where an object {{"column": value}} is needed')
+    if line.count("[") + line.count("{") > DEEPEST and depth(row) > DEEPEST:
+        raise UserError(f"{where}: lists or objects more than {DEEPEST} deep in one another")
+    for column, value in row.items() if HALF.search(line) else ():
+        refuse_halves(column, value, where)
     return row
 
 
-def read_csv(path: Path) -> Iterator[tuple[str, Row]]:
-    with path.open(encoding="utf-8-sig", newline="") as file:
-        reader = csv.DictReader(file, strict=True)
-        try:
-            for row in reader:
-                where = f"{path}, line {reader.line_num}"
-                if None in row or None in row.values():
-                    raise UserError(f"{where}: not as many fields as the {len(reader.fieldnames or ())} of the header")
-                yield where, row
-        except csv.Error as error:
-            raise UserError(f"{path}, after line {reader.line_num}: not CSV: {error}") from error
+def depth(value: Any) -> int:
+    """Of lists and objects in one another."""
+    levels, inside = 0, [value]
+    while inside := [each for each in inside if isinstance(each, dict | list)]:
+        levels += 1
+        inside = [item for each in inside for item in (each.values() if isinstance(each, dict) else each)]
+    return levels
 
 
-def read_parquet(path: Path) -> Iterator[tuple[str, Row]]:
+def refuse_halves(column: str, value: Any, where: str) -> None:
+    """UserError where a text holds half a character, which no tokenizer takes: an emoji that was cut, as a rule."""
+    try:
+        json.dumps({column: value}, ensure_ascii=False).encode()
+    except UnicodeEncodeError as error:
+        half = f"\\u{ord(error.object[error.start]):04x}"
+        raise UserError(f'{where}: column "{column}" holds {half}, half of a character') from error
+
+
+def read_csv(path: Path) -> Rows:
+    fields: list[str] = []
+    return kept(path, csv_records(path, fields), lambda text, _: next(csv.DictReader(io.StringIO(text, ""), fields)))
+
+
+def csv_records(path: Path, fields: list[str]) -> Iterator[Record]:
+    """`fields` takes up the header."""
+    end = 0
+
+    def lines() -> Iterator[str]:
+        nonlocal end
+        for _, place, line in lines_of(path):
+            end = place
+            yield line
+
+    reader = csv.DictReader(lines(), strict=True)
+    try:
+        fields += reader.fieldnames or ()
+        start = end
+        for row in reader:
+            where = f"{path}, line {reader.line_num}"
+            if None in row or None in row.values():
+                raise UserError(f"{where}: not as many fields as the {len(fields)} of the header")
+            yield Record(start, end, reader.line_num, row)
+            start = end
+    except csv.Error as error:
+        raise UserError(f"{path}, after line {reader.line_num}: not CSV: {error}") from error
+
+
+def read_parquet(path: Path) -> Rows:
     pyarrow, parquet = (extra(module, "data", f"{path}: Parquet") for module in ("pyarrow", "pyarrow.parquet"))
     try:
-        rows = parquet.read_table(path).to_pylist()
+        table = parquet.read_table(path)
     except pyarrow.ArrowException as error:
         raise UserError(f"{path}: not Parquet: {one_line(error)}") from error
-    for number, row in enumerate(rows, start=1):
-        yield f"{path}, row {number}", row
+    return InArrow(f"{path},", table, lambda table, index: table.slice(index, 1).to_pylist()[0])
 
 
 READERS = {".jsonl": read_jsonl, ".csv": read_csv, ".parquet": read_parquet}
 
 
-def read_hub(source: str, subset: str, split: str) -> list[tuple[str, Row]]:
+def read_hub(source: str, subset: str, split: str) -> Rows:
     datasets = extra("datasets", "data", f'data = "{source}" on the Hugging Face Hub')
     no_file = f'data = "{source}" is no local file ({", ".join(READERS)})'
     try:
@@ -94,7 +235,7 @@ def read_hub(source: str, subset: str, split: str) -> list[tuple[str, Row]]:
         raise UserError(f"{no_file}, and the Hugging Face Hub cannot be reached: {one_line(error)}") from error
     except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
         raise UserError(f"{no_file}, and the Hugging Face Hub says: {one_line(error)}") from error
-    return [(f"{source}, {split} row {number}", dict(row)) for number, row in enumerate(rows, start=1)]
+    return InArrow(f"{source}, {split}", rows, lambda rows, index: dict(rows[index]))
 
 
 def one_line(error: BaseException) -> str:

@@ -1,13 +1,16 @@
-"""Rewards in a process of their own, so that no reward function can stop, stall or silently falsify a run.
+"""Rewards in processes of their own, so that no reward function can stop, stall or silently falsify a run.
 
 Why a process: a Python function that hangs can only be stopped from outside. `signal.alarm` works in the main thread
 alone, and neither it nor a thread interrupts a regular expression that runs away.
+
+It is no security boundary. What runs there is this user, with this user's files and network.
 """
 
 from __future__ import annotations
 
+import atexit
 import copy
-import faulthandler
+import json
 import math
 import multiprocessing
 import os
@@ -15,50 +18,65 @@ import pickle
 import re
 import signal
 import threading
-from collections.abc import Sequence
-from concurrent.futures import Future, ProcessPoolExecutor, wait
-from concurrent.futures.process import BrokenProcessPool
-from dataclasses import replace
-from numbers import Real
+import time
+from collections import deque
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
+from weakref import WeakSet
 
+from pellucid.settings import RewardConfig
+from pellucid.tasks import worker
 from pellucid.tasks.wrappers import with_split
 from pellucid.types import Completion, Prompt, Reward, Task, UserError
 
+SPAWN = multiprocessing.get_context("spawn")
+SAFE_PATH = "PYTHONSAFEPATH"
 START_SECONDS = 120.0
-"""For the worker process to import what the task needs."""
-LONGEST_ERROR = 300
-"""Characters."""
+"""For a worker process to import what the task needs."""
+AT_ONCE = 2**16
+"""Bytes that a pipe takes from a message to a process that does not read."""
+MOST = 2 * worker.LONGEST_ANSWER
+"""Bytes of an answer: a message of more is none of ours."""
+SECRET = re.compile(r".*_(KEY|TOKEN|SECRET|PASSWORD)", re.IGNORECASE)
+
+Pair = tuple[Prompt, Completion]
 
 
 class Sandboxed:
-    """A task whose rewards are computed in one worker process.
+    """A task whose rewards are computed in worker processes.
 
-    A reward that raises, takes longer than `timeout` seconds, ends its process or is no finite number becomes
-    Reward(nan, error="what happened"). The worker starts at the first reward, and anew after one it did not survive.
+    A reward that raises, takes longer than `cfg.timeout` seconds, ends its process or is no finite number becomes
+    Reward(nan, error="what happened"). Workers start at the first reward, and anew after one they did not survive.
+    What they print is appended to the file `log`, or goes nowhere.
 
-    Example: task = Sandboxed(Dataset(data="train.jsonl"), timeout=5.0); held_out = task.with_split("test")
+    Example: task = Sandboxed(Dataset(data="train.jsonl"), RewardConfig(timeout=5.0)); test = task.with_split("test")
     """
 
-    def __init__(self, task: Task, timeout: float = 10.0) -> None:
+    def __init__(self, task: Task, cfg: RewardConfig | None = None, log: Path | None = None) -> None:
         self.task, self.seed, self.split = task, task.seed, task.split
-        self._worker = Worker(task, timeout)
+        self._workers = Workers(task, cfg or RewardConfig(), log)
 
     def sample(self, step: int, n: int) -> Sequence[Prompt]:
         return self.task.sample(step, n)
 
     def reward(self, prompt: Prompt, completion: Completion) -> Reward:
-        return self._worker.reward(prompt, completion)
+        return self._workers.rewards([(prompt, completion)])[0]
+
+    def reward_all(self, pairs: Sequence[Pair]) -> list[Reward]:
+        """In their order, computed by as many workers as there are."""
+        return self._workers.rewards(pairs)
 
     def with_split(self, split: str) -> Sandboxed:
-        """The same task on another split; the two share the worker, since a reward depends on no split."""
+        """The same task on another split; the two share the workers, since a reward depends on no split."""
         twin = copy.copy(self)
         twin.task, twin.split = with_split(self.task, split), split
         return twin
 
     def close(self) -> None:
-        self._worker.close()
+        self._workers.close()
 
     def __getattr__(self, name: str) -> Any:
         """What else the task offers: its name and settings, solution, observe."""
@@ -67,126 +85,196 @@ class Sandboxed:
         return getattr(self.task, name)
 
 
-class Worker:
-    """A process that computes rewards, one at a time."""
+class Workers:
+    """Processes that compute rewards, each one at a time."""
 
-    def __init__(self, task: Task, timeout: float) -> None:
-        if not 0 < timeout < math.inf:
-            raise ValueError(f"timeout = {timeout} must be a positive number of seconds")
-        self._task, self._timeout = task, timeout
-        self._executor: ProcessPoolExecutor | None = None
-        self._pid = 0
+    def __init__(self, task: Task, cfg: RewardConfig, log: Path | None) -> None:
+        self._task, self._cfg = task, cfg
+        self._place = worker.Place(cfg.timeout, cfg.memory_gb, str(log or os.devnull), environment(cfg.secrets))
+        self._workers: list[Worker] = []
+        self._turn = threading.Lock()
+        EVERY.add(self)
 
-    def reward(self, prompt: Prompt, completion: Completion) -> Reward:
-        future = self._submit(prompt, completion)
-        if not self._done(future, self._timeout):
-            return failed(f"no reward within {self._timeout:g} s")
-        error = future.exception()
-        if isinstance(error, BrokenProcessPool):
-            return failed("the reward ended its process")
-        return failed(described(error)) if error else checked(future.result())
+    def rewards(self, pairs: Sequence[Pair]) -> list[Reward]:
+        """Of each prompt and completion, in their order."""
+        with self._turn:
+            try:
+                return self._computed(pairs)
+            except BaseException:  # Ctrl-C, a task that cannot be loaded: nobody waits for their answers any more
+                self.close()
+                raise
 
     def close(self) -> None:
-        """End the process, whatever it is doing; the next reward starts another."""
-        executor, self._executor = self._executor, None
-        if executor is None:
-            return
-        for process in multiprocessing.active_children():
-            if process.pid == self._pid:
-                process.kill()
-        executor.shutdown()
+        """Ends the processes, whatever they are doing; the next reward starts others."""
+        while self._workers:
+            self._workers.pop().end()
 
-    def _submit(self, prompt: Prompt, completion: Completion) -> Future[Any]:
-        executor = self._executor or self._start()
-        try:
-            return executor.submit(reward_in_worker, prompt, completion, self._timeout)
-        except BrokenProcessPool:  # it did not survive the last reward, or died since
-            self.close()
-            return self._start().submit(reward_in_worker, prompt, completion, self._timeout)
+    def _computed(self, pairs: Sequence[Pair]) -> list[Reward]:
+        messages = [pickled(pair) for pair in pairs]
+        computed = {i: failed(message) for i, message in enumerate(messages) if isinstance(message, str)}
+        waiting = deque((i, message) for i, message in enumerate(messages) if isinstance(message, bytes))
+        while len(computed) < len(pairs):
+            for idle in self._idle(len(waiting)):
+                idle.ask(*waiting.popleft(), self._cfg.timeout)
+            busy = [each for each in self._workers if each.busy]
+            ends = [end for each in busy for end in each.ends]
+            heard = wait(ends, max(0.0, min(each.deadline for each in busy) - time.monotonic()))
+            for each in busy:
+                if time.monotonic() >= each.deadline or any(end in heard for end in each.ends):
+                    computed[each.place] = each.answered(self._cfg.timeout)
+        return [computed[i] for i in range(len(pairs))]
 
-    def _start(self) -> ProcessPoolExecutor:
-        kind = type(self._task).__name__
-        try:
-            pickled = pickle.dumps(self._task)
-        except (pickle.PicklingError, AttributeError, TypeError) as error:
-            raise UserError(f"task {kind} cannot be sent to the reward process: {error}") from error
-        executor = ProcessPoolExecutor(1, multiprocessing.get_context("spawn"), initializer=prepare_worker)
-        try:
-            self._pid = executor.submit(os.getpid).result()
-        except BrokenProcessPool as error:
-            raise UserError(
-                'the reward process cannot start; a script that trains needs `if __name__ == "__main__":` around it'
-            ) from error
-        self._executor = executor
-        loaded = executor.submit(load_in_worker, pickled)
-        if not self._done(loaded, START_SECONDS):
-            raise UserError(f"the reward process has not loaded task {kind} within {START_SECONDS:g} s")
-        if error := loaded.exception():
-            self.close()
-            raise UserError(f"the reward process cannot load task {kind}: {described(error)}")
-        return executor
+    def _idle(self, wanted: int) -> list[Worker]:
+        """As many without work as are wanted and may be; new ones in place of those that have ended."""
+        for each in [each for each in self._workers if not each.alive]:
+            each.end()
+            self._workers.remove(each)
+        busy = sum(each.busy for each in self._workers)
+        missing = min(self._cfg.workers, busy + wanted) - len(self._workers)
+        fresh = [Worker(self._task_bytes(), self._place) for _ in range(missing)]
+        self._workers += fresh
+        for each in fresh:  # all have started: they load side by side
+            each.load(type(self._task).__name__)
+        return [each for each in self._workers if not each.busy][:wanted]
 
-    def _done(self, future: Future[Any], seconds: float) -> bool:
-        """Whether it ends in time. Where it does not, or Ctrl-C ends the wait, the worker is stopped."""
-        done = False
+    def _task_bytes(self) -> bytes:
+        message = pickled(self._task)
+        if isinstance(message, str):
+            raise UserError(f"task {type(self._task).__name__} {message}")
+        return message
+
+
+class Worker:
+    """A reward process as its parent sees it: at work on the completion at `place` until `deadline`, or idle."""
+
+    def __init__(self, task: bytes, place: worker.Place) -> None:
+        self._connection, theirs = multiprocessing.Pipe()
+        # No daemon, as multiprocessing calls it: those may not start processes, and some rewards do.
+        self._process = SPAWN.Process(target=worker.work, args=(theirs, task, place))
+        with safe_path():
+            self._process.start()
+        theirs.close()
+        self.place, self.deadline = 0, math.inf
+
+    @property
+    def busy(self) -> bool:
+        return self.deadline < math.inf
+
+    @property
+    def alive(self) -> bool:
+        return self._process.is_alive()
+
+    @property
+    def ends(self) -> tuple[Any, int]:
+        """What to wait for: an answer, or the end of the process."""
+        return self._connection, self._process.sentinel
+
+    def load(self, kind: str) -> None:
+        """Waits until it has loaded the task. UserError where it does not."""
+        deadline = time.monotonic() + START_SECONDS
+        for ended in (
+            'the reward process cannot start; a script that trains needs `if __name__ == "__main__":` around it',
+            f"the reward process ended while it loaded task {kind}",
+        ):
+            if not wait(self.ends, max(0.0, deadline - time.monotonic())):
+                raise UserError(f"the reward process has not loaded task {kind} within {START_SECONDS:g} s")
+            answer = self._received()
+            if answer is None:
+                raise UserError(ended)
+            if error := answer.get("error"):
+                raise UserError(f"the reward process cannot load task {kind}: {error}")
+
+    def ask(self, place: int, message: bytes, timeout: float) -> None:
+        self.place, self.deadline = place, time.monotonic() + timeout
+        # The process may not read, as where a thread that a reward has left keeps the interpreter busy.
+        watch = threading.Timer(timeout, self._kill) if len(message) > AT_ONCE else None
         try:
-            done = bool(wait([future], seconds).done)
+            if watch:
+                watch.start()
+            with suppress(OSError):  # it has ended, which `answered` will tell
+                self._connection.send_bytes(message)
         finally:
-            if not done:  # Python waits for it at exit
-                self.close()
-        return done
+            if watch:
+                watch.cancel()
+
+    def answered(self, timeout: float) -> Reward:
+        """What it has computed. One that has ended, or is late, is no more."""
+        answer, late = self._received(), time.monotonic() >= self.deadline
+        self.deadline = math.inf
+        if answer is not None:
+            return Reward(**{"value": math.nan, **answer})
+        error = f"no reward within {timeout:g} s" if late else f"the reward ended its process ({self._status()})"
+        self.end()
+        return failed(error)
+
+    def end(self) -> None:
+        self._kill()
+        self._process.join()
+        self._connection.close()
+
+    def _status(self) -> str:
+        """How it has ended."""
+        self._process.join(1.0)
+        code = self._process.exitcode
+        if code is None:
+            return "it answers no more"
+        names = {each.value: each.name for each in signal.Signals}
+        return f"exit status {code}" if code >= 0 else names.get(-code, f"signal {-code}")
+
+    def _kill(self) -> None:
+        """With all that rewards have started in it."""
+        if hasattr(os, "killpg") and self._process.pid:
+            with suppress(ProcessLookupError, PermissionError):  # it has not come to have a group of its own
+                os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.kill()
+
+    def _received(self) -> dict[str, Any] | None:
+        """The answer that is there; None where the process has ended, or what it wrote is none."""
+        try:
+            answer = json.loads(self._connection.recv_bytes(MOST)) if self._connection.poll() else None
+        except (EOFError, OSError, ValueError, RecursionError):
+            return None
+        return answer if isinstance(answer, dict) else None
+
+
+EVERY: WeakSet[Workers] = WeakSet()
+
+
+def close_all() -> None:
+    for workers in list(EVERY):
+        workers.close()
+
+
+# After that of multiprocessing, which waits for every process, and so run before it.
+atexit.register(close_all)
+
+
+@contextmanager
+def safe_path() -> Iterator[None]:
+    """Python starts without the working directory on its path, where a file of ours may be called pickle.py."""
+    before = os.environ.get(SAFE_PATH)
+    os.environ[SAFE_PATH] = "1"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[SAFE_PATH]
+        else:
+            os.environ[SAFE_PATH] = before
+
+
+def environment(secrets: Sequence[str]) -> dict[str, str]:
+    """Of a reward process: without what looks like a secret, but for those that are named."""
+    return {name: value for name, value in os.environ.items() if name in secrets or not SECRET.fullmatch(name)}
+
+
+def pickled(record: Any) -> bytes | str:
+    """For the process; as a text, why it cannot be."""
+    try:
+        return pickle.dumps(record)
+    except (pickle.PicklingError, AttributeError, TypeError, ValueError, RecursionError) as error:
+        return f"cannot be sent to the reward process: {worker.one_line(str(error))}"
 
 
 def failed(error: str) -> Reward:
     return Reward(math.nan, error=error)
-
-
-def checked(reward: Any) -> Reward:
-    if not isinstance(reward, Reward):
-        return failed(f"the task returned a {type(reward).__name__}, where a Reward is needed")
-    if isinstance(reward.value, Real) and math.isfinite(reward.value):
-        return replace(reward, value=float(reward.value))
-    parts = f", of parts {dict(reward.parts)}" if reward.parts else ""
-    return replace(reward, value=math.nan, error=reward.error or f"the reward is {reward.value!r}{parts}")
-
-
-def described(error: BaseException) -> str:
-    """In one line, with the place where it was raised; an exception from a worker brings its traceback as its cause."""
-    places = re.findall(r'File "(.+?)", line (\d+)', str(error.__cause__))
-    where = f" ({Path(places[-1][0]).name}, line {places[-1][1]})" if places else ""
-    return f"{type(error).__name__}: {' '.join(str(error).split())[:LONGEST_ERROR]}{where}"
-
-
-# What follows runs in the worker.
-
-WORKER: dict[str, Any] = {}
-
-
-def prepare_worker() -> None:
-    # Ctrl-C reaches every process of the terminal, a supervisor's SIGTERM every one of the service; the parent decides
-    # what it means, and finishes a step for which it needs this one.
-    for name in ("SIGINT", "SIGTERM", "SIGHUP"):
-        if hasattr(signal, name):
-            signal.signal(getattr(signal, name), signal.SIG_IGN)
-    threading.Thread(target=exit_with_parent, daemon=True).start()
-
-
-def exit_with_parent() -> None:
-    parent = multiprocessing.parent_process()
-    if parent is not None:
-        parent.join()
-        os._exit(1)
-
-
-def load_in_worker(pickled: bytes) -> None:
-    WORKER["task"] = pickle.loads(pickled)
-
-
-def reward_in_worker(prompt: Prompt, completion: Completion, timeout: float) -> Any:
-    # The parent stops a reward that hangs. Should the parent be gone, this does: it needs no interpreter lock, which
-    # a regular expression that runs away never yields.
-    faulthandler.dump_traceback_later(2 * timeout, exit=True)
-    try:
-        return WORKER["task"].reward(prompt, completion)
-    finally:
-        faulthandler.cancel_dump_traceback_later()

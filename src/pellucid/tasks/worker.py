@@ -1,0 +1,224 @@
+"""What runs in a reward process: other people's code. Its answers are plain data, as JSON, whatever it returns."""
+
+from __future__ import annotations
+
+import faulthandler
+import json
+import math
+import multiprocessing
+import os
+import pickle
+import reprlib
+import signal
+import sys
+import threading
+import traceback
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any, NoReturn
+
+from pellucid import streams
+from pellucid.types import Reward
+
+try:
+    import resource
+except ImportError:  # Windows
+    resource = None
+
+LARGEST = 3.4028234663852886e38
+"""What float32 holds: sums and squares of such numbers stay finite in the float64 that rewards are compared in."""
+LONGEST_ERROR = 300
+"""Characters."""
+LONGEST_ANSWER = 16_000
+"""Bytes: the pipe takes so much at once, so that no answer is ever half there."""
+TOLD = 100
+"""Tracebacks in the log, one of each kind."""
+NOTED: set[str] = set()
+"""By this process."""
+
+
+class NoRewardError(Exception):
+    """What a task returned is no reward; in one line."""
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a worker finds itself."""
+
+    timeout: float
+    """Seconds."""
+    memory_gb: float
+    """0 is no limit."""
+    log: str
+    """The file that takes what is printed."""
+    environment: Mapping[str, str]
+
+
+def work(connection: Connection, task: bytes, place: Place) -> None:
+    """Loads the task, then answers each prompt and completion, until the parent closes its end.
+
+    Says so before and after the task is loaded.
+    """
+    settle(place)
+    connection.send_bytes(b"{}")
+    loaded: list[Any] = []
+    connection.send_bytes(answer(lambda: loaded.append(pickle.loads(task)) or {}))
+    while True:
+        try:
+            message = connection.recv_bytes()
+        except (EOFError, OSError):
+            leave()
+        # The parent stops a reward that hangs. Should the parent be gone, this does: it needs no interpreter lock,
+        # which a regular expression that runs away never yields.
+        faulthandler.dump_traceback_later(2 * place.timeout, exit=True)
+        sent = answer(lambda data=message: plain(loaded[0].reward(*pickle.loads(data))))
+        faulthandler.cancel_dump_traceback_later()
+        connection.send_bytes(sent)
+
+
+# ---------------------------------------------------------------- the process
+
+
+def settle(place: Place) -> None:
+    """A session of its own, where what a reward starts can be ended with it; its own output; limits."""
+    # Ctrl-C reaches every process of the terminal, a supervisor's SIGTERM every one of the service; the parent decides
+    # what it means, and finishes a step for which it needs this one.
+    for name in ("SIGINT", "SIGTERM", "SIGHUP"):
+        if hasattr(signal, name):
+            signal.signal(getattr(signal, name), signal.SIG_IGN)
+    if hasattr(os, "setsid"):
+        os.setsid()
+    os.environ.clear()
+    os.environ.update(place.environment)
+    redirect(place.log)
+    faulthandler.enable()
+    if place.memory_gb and resource is not None and sys.platform == "linux":
+        # Of what may be written to: RLIMIT_AS would count address space, of which CUDA takes many times what it uses.
+        limit = int(place.memory_gb * 1e9)
+        hard = resource.getrlimit(resource.RLIMIT_DATA)[1]
+        resource.setrlimit(resource.RLIMIT_DATA, (limit if hard < 0 else min(limit, hard), hard))
+    threading.Thread(target=leave_with_parent, daemon=True).start()
+
+
+def redirect(log: str) -> None:
+    """What this process and those that it starts print goes into the log, or nowhere where there can be none."""
+    flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND
+    try:
+        output = os.open(log, flags, 0o666)
+    except OSError:
+        output = os.open(os.devnull, flags)
+    for descriptor in (1, 2):
+        os.dup2(output, descriptor)
+    os.close(output)
+    sys.stdout, sys.stderr = streams.logged(1), streams.logged(2)
+
+
+def leave_with_parent() -> None:
+    parent = multiprocessing.parent_process()
+    if parent is not None:
+        parent.join()
+        leave()
+
+
+def leave() -> NoReturn:
+    """At once, with all that rewards have started."""
+    if hasattr(os, "killpg") and os.getpgrp() == os.getpid():
+        os.killpg(os.getpid(), signal.SIGKILL)
+    os._exit(1)
+
+
+# ---------------------------------------------------------------- answers
+
+
+def answer(compute: Callable[[], dict[str, Any]]) -> bytes:
+    """What it comes to as JSON, or the error that it ends with."""
+    try:
+        sent = json.dumps(compute()).encode()
+        return sent if len(sent) <= LONGEST_ANSWER else failure(f"its parts take more than {LONGEST_ANSWER} bytes")
+    except NoRewardError as error:
+        return failure(str(error))
+    except BaseException as error:  # noqa: BLE001 - whatever code of the user's raises is an answer
+        told = described(error)
+        note(told, error)
+        return failure(told)
+
+
+def failure(error: str) -> bytes:
+    return json.dumps({"error": error[: 2 * LONGEST_ERROR]}).encode()
+
+
+def one_line(text: str) -> str:
+    return " ".join(text.split())[:LONGEST_ERROR]
+
+
+def described(error: BaseException) -> str:
+    """In one line, with the place where it was raised. Its `__str__` may raise as well."""
+    told = traceback.TracebackException.from_exception(error, limit=-1)
+    where = f" ({Path(told.stack[-1].filename).name}, line {told.stack[-1].lineno})" if told.stack else ""
+    return f"{type(error).__name__}: {one_line(str(told))}{where}"
+
+
+def note(told: str, error: BaseException) -> None:
+    """The whole traceback goes into the log, the first time."""
+    if told not in NOTED and len(NOTED) < TOLD:
+        NOTED.add(told)
+        traceback.print_exception(error)
+
+
+def plain(reward: Any) -> dict[str, Any]:
+    """The fields of a reward as numbers, texts and truth values of Python's own."""
+    if not isinstance(reward, Reward):
+        raise NoRewardError(f"the task returned a {type(reward).__name__}, where a Reward is needed")
+    error = reward.error if reward.error is not None else ""
+    if not isinstance(error, str):
+        raise NoRewardError(f"the error is {shown(error)}, where a text is needed")
+    try:
+        fields = {
+            "value": number(reward.value, "the reward"),
+            "parts": numbers(reward.parts, "part"),
+            "weights": numbers(reward.weights, "weight"),
+            "correct": None if reward.correct is None else truth(reward.correct),
+            "applies": bool(reward.applies),
+        }
+    except NoRewardError as fault:
+        raise NoRewardError(one_line(error) or str(fault)) from fault
+    if not error and not math.isfinite(fields["value"]):
+        error = f"the reward is {fields['value']}" + (f", of parts {fields['parts']}" if fields["parts"] else "")
+    for name, weight in fields["weights"].items():
+        if not math.isfinite(weight):
+            error = error or f'the weight "{name}" is {weight}'
+    return {**fields, "value": math.nan if error else fields["value"], "error": one_line(error)}
+
+
+def number(value: Any, what: str, needed: str = "a number") -> float:
+    """As a float of Python's; numpy's and torch's scalars too. NaN and infinities are numbers here."""
+    numeric = any(hasattr(type(value), name) for name in ("__float__", "__index__"))
+    if not numeric or getattr(value, "ndim", 0):
+        raise NoRewardError(f"{what} is {shown(value)}, where {needed} is needed")
+    try:
+        result = float(value)
+    except OverflowError:
+        result = 2 * LARGEST
+    if math.isfinite(result) and abs(result) > LARGEST:
+        raise NoRewardError(f"{what} is beyond {LARGEST:.1e}, the largest number that float32 holds")
+    return result
+
+
+def numbers(values: Any, what: str) -> dict[str, float]:
+    if not isinstance(values, Mapping) or not all(isinstance(name, str) for name in values):
+        raise NoRewardError(f"the {what}s are {shown(values)}, where names with their numbers are needed")
+    return {str(name): number(value, f'the {what} "{name}"') for name, value in values.items()}
+
+
+def truth(value: Any) -> bool:
+    needed = "True, False or None"
+    result = number(value, "correct", needed)
+    if result not in (0.0, 1.0):
+        raise NoRewardError(f"correct is {shown(value)}, where {needed} is needed")
+    return bool(result)
+
+
+def shown(value: Any) -> str:
+    return one_line(reprlib.repr(value))

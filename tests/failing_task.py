@@ -1,0 +1,51 @@
+"""Tasks whose rewards fail, all of them or from a call on."""
+
+import os
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+from digits_task import Digits
+from pellucid.types import Reward
+
+
+@dataclass(frozen=True)
+class Broken(Digits):
+    how: str = "name"
+
+    def reward(self, prompt, completion):
+        print("looking at it")
+        return WAYS[self.how](super().reward(prompt, completion))
+
+
+@dataclass(frozen=True)
+class Judged(Digits):
+    """By a judge, who is there while a file is."""
+
+    judge: str = ""
+
+    def reward(self, prompt, completion):
+        if not Path(self.judge).exists():
+            raise ConnectionError("the judge does not answer")
+        return super().reward(prompt, completion)
+
+
+def unknown(reward):
+    return rewrad  # noqa: F821
+
+
+def seldom(reward):
+    """Meant for a prompt in some; where it is meant, it fails in none."""
+    return reward if reward.value > 0.2 else Reward(float("nan"), error="no term applies", applies=False)
+
+
+WAYS = {
+    "not": lambda reward: reward,
+    "name": unknown,
+    "segfault": lambda _: os.kill(os.getpid(), 11),
+    "exit": lambda _: sys.exit(3),
+    "nan": lambda _: Reward(float("nan")),
+    "huge": lambda _: Reward(10**400),
+    "never meant": lambda _: Reward(float("nan"), error="no term applies", applies=False),
+    "seldom meant": seldom,
+}
