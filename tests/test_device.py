@@ -27,7 +27,7 @@ from pellucid.models.packed import prompt_rows
 from pellucid.samplers.hf import HuggingFace
 from pellucid.samplers.native import Native
 from pellucid.serve import command, host
-from pellucid.serve.engine import Request
+from pellucid.serve.rows import Request
 from simulated_device import A_REAL_ONE, RAISE, WHERE, WITHOUT_DETERMINISTIC_KERNEL, Decomposed, Device
 
 pytestmark = pytest.mark.skipif(A_REAL_ONE, reason="there is a real one")
@@ -183,7 +183,6 @@ def served(run_dir, device):
     service = host.load(command.parsed([str(run_dir), "--dtype", "float32", "--device", device], model=True))
     told, engine = [], service.engine
     engine.submit(Request([1, 2, 3], told.append, n=2, max_tokens=8, seed=7))
-    engine.waiting = list(engine._arrivals())
     engine._board()
     while engine.flying:
         engine._advance()

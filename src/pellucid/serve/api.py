@@ -2,48 +2,46 @@
 
 from __future__ import annotations
 
+import html
 import re
 import time
-from collections.abc import Awaitable, Callable
-from itertools import count
+from collections.abc import AsyncIterator
+from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
-from fastapi import FastAPI, Request
+from fastapi import Depends, FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import HTMLResponse, JSONResponse, Response
+from starlette.exceptions import HTTPException
+from starlette.types import ASGIApp
 
 from pellucid.serve.completions import complete, not_served
-from pellucid.serve.decoding import Decoding, RequestError, Served
+from pellucid.serve.decoding import Served, begun
+from pellucid.serve.errors import RequestError, refused
+from pellucid.serve.exchange import Exchanges
+from pellucid.serve.gate import Gate
 from pellucid.serve.group import group
 from pellucid.serve.messages import ChatRequest, CompletionRequest, GroupRequest, Question, Sampling
 from pellucid.tasks.answers import reasoning_and_answer
 from pellucid.types import Prompt
 
-PATIENCE = 100
-"""Times the limit that a body is read for: beyond, the connection is closed."""
 PAGE = Path(__file__).with_name("page.html")
 
 
-def application(served: Served) -> FastAPI:
-    app = FastAPI(title="pellucid", docs_url="/docs", redoc_url=None)
-    started, answered = time.time(), count()
+async def until_answered() -> AsyncIterator[ExitStack]:
+    """What is to be done when the answer is sent, or nobody waits for it any more."""
+    with ExitStack() as leaving:
+        yield leaving
 
-    @app.middleware("http")
-    async def bounded(request: Request, call_next: Callable[[Request], Awaitable[Response]]) -> Response:
-        """No body above the limit is kept; it is read to its end all the same, or its sender would hear no answer."""
-        body, size = b"", 0
-        async for chunk in request.stream():
-            size += len(chunk)
-            body += chunk if size <= served.body_bytes else b""
-            if size > PATIENCE * served.body_bytes:
-                break
-        if size > served.body_bytes:
-            too_large = f"the body is larger than {served.body_bytes} bytes"
-            return refused(RequestError(413, too_large, "body_too_large"))
-        request._body = body  # as Starlette keeps it, for those who read it next
-        next(answered)
-        return await call_next(request)
+
+Leaving = Annotated[ExitStack, Depends(until_answered)]
+
+
+def application(served: Served) -> ASGIApp:
+    app = FastAPI(title="pellucid", docs_url="/docs", redoc_url=None)
+    started = time.time()
+    exchanges = Exchanges(app, served.body_bytes, served.body_seconds, served.send_seconds)
 
     @app.exception_handler(RequestError)
     async def refusal(_: Request, error: RequestError) -> JSONResponse:
@@ -53,14 +51,25 @@ def application(served: Served) -> FastAPI:
     async def malformed(_: Request, error: RequestValidationError) -> JSONResponse:
         return refused(RequestError(400, "; ".join(map(said, error.errors()))))
 
+    @app.exception_handler(HTTPException)
+    async def unknown(_: Request, error: HTTPException) -> JSONResponse:
+        return refused(RequestError(error.status_code, error.detail))
+
+    @app.exception_handler(Exception)
+    async def broken(_: Request, error: Exception) -> JSONResponse:
+        return refused(RequestError(500, f"{type(error).__name__}: {error}", "internal_error"))
+
     @app.get("/health")
-    async def health() -> dict[str, Any]:
-        return {
-            "status": "ok",
+    async def health() -> JSONResponse:
+        ending = served.engine.closed
+        facts = {
+            "status": "ending" if ending else "ok",
             "model": served.name,
+            "instance": served.instance,
             "seconds": round(time.time() - started),
-            "requests": next(answered),
+            "requests": exchanges.begun,
         }
+        return JSONResponse(facts | served.engine.state(), 503 if ending else 200)
 
     @app.get("/v1/models")
     async def models() -> dict[str, Any]:
@@ -74,13 +83,14 @@ def application(served: Served) -> FastAPI:
         return {"id": served.name, "object": "model", "created": int(started), "owned_by": "pellucid"}
 
     @app.post("/v1/chat/completions")
-    async def chat(request: ChatRequest) -> Response:
+    async def chat(request: ChatRequest, leaving: Leaving) -> Response:
         prompt = Prompt("chat", tuple(message.model_dump() for message in request.messages))
-        return await complete(served, request, prompt, True, request.max_completion_tokens or request.max_tokens)
+        limit = request.max_completion_tokens or request.max_tokens
+        return await complete(served, request, prompt, True, limit, leaving)
 
     @app.post("/v1/completions")
-    async def completions(request: CompletionRequest) -> Response:
-        return await complete(served, request, Prompt("text", request.prompt), False, request.max_tokens)
+    async def completions(request: CompletionRequest, leaving: Leaving) -> Response:
+        return await complete(served, request, Prompt("text", request.prompt), False, request.max_tokens, leaving)
 
     @app.post("/solve_question")
     async def solve_question(request: Question) -> dict[str, Any]:
@@ -92,16 +102,9 @@ def application(served: Served) -> FastAPI:
 
     @app.get("/")
     async def page() -> HTMLResponse:
-        return HTMLResponse(PAGE.read_text().replace("{{model}}", served.name))
+        return HTMLResponse(PAGE.read_text().replace("{{model}}", html.escape(served.name)))
 
-    return app
-
-
-def refused(refusal: RequestError) -> JSONResponse:
-    kind = "invalid_request_error" if refusal.status < 500 else "server_error"
-    headers = {"Retry-After": "1"} if refusal.status == 503 else None
-    body = {"error": {"message": str(refusal), "type": kind, "code": refusal.code, "param": None}}
-    return JSONResponse(body, refusal.status, headers)
+    return Gate(exchanges, served.hosts, served.token)
 
 
 def said(error: dict[str, Any]) -> str:
@@ -115,7 +118,7 @@ async def solve(served: Served, question: str) -> dict[str, Any]:
     start = time.perf_counter()
     system = ({"role": "system", "content": served.system},) if served.system else ()
     prompt = Prompt("solve", (*system, {"role": "user", "content": question}))
-    [answer] = await Decoding(served, prompt, Sampling(temperature=0.0), None).answers()
+    [answer] = await (await begun(served, prompt, Sampling(temperature=0.0), None)).answers()
     reasoning, final = reasoning_and_answer(answer.text)
     data = {
         "assistant_response": answer.text,

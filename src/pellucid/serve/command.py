@@ -12,6 +12,8 @@ from pellucid.serve import daemon
 from pellucid.types import UserError
 
 IN_THE_BACKGROUND = {"stop": daemon.stop, "status": daemon.status, "restart": daemon.restart}
+BACKLOG = 1024
+"""Connections that wait to be accepted."""
 USAGE = """pellucid serve MODEL_OR_RUN [options]        until Ctrl-C
        pellucid serve start MODEL_OR_RUN [options]  in the background
        pellucid serve stop | status | restart [--folder DIR]"""
@@ -26,8 +28,15 @@ def main(arguments: list[str]) -> int:
     options = parsed(rest, model=action not in IN_THE_BACKGROUND)
     if action in IN_THE_BACKGROUND:
         return IN_THE_BACKGROUND[action](options.folder)
+    for library in ("fastapi", "uvicorn"):
+        extra(library, "serve", "pellucid serve")
+    from pellucid.serve import gate  # noqa: PLC0415 - of an extra
+
+    options.token = gate.token_of(options.token)
+    if warning := gate.warning(options.host, options.port, options.token):
+        print(f"! {warning}", file=sys.stderr, flush=True)
     if action == "start":
-        return daemon.start(options.folder, f"http://{options.host}:{options.port}", rest)
+        return daemon.start(options.folder, url_of(options.host, options.port), rest)
     return serve(options)
 
 
@@ -35,8 +44,10 @@ def parsed(arguments: list[str], model: bool) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="pellucid serve", usage=USAGE, allow_abbrev=False)
     if model:
         parser.add_argument("model", help="a run folder, or what --policy.model takes")
-    parser.add_argument("--host", default="127.0.0.1", help="others than the loopback are open to all")
+    parser.add_argument("--host", default="127.0.0.1", help="0.0.0.0 for whoever reaches this machine: see --token")
     parser.add_argument("--port", type=int, default=8000)
+    parser.add_argument("--token", default="", help="that clients must show; better in the environment: PELLUCID_TOKEN")
+    parser.add_argument("--allowed-hosts", type=names, default=[], metavar="NAME,...", help="names it is reached by")
     parser.add_argument("--name", default="", help="of the model, for clients")
     parser.add_argument("--dtype", default="auto", choices=["auto", "float32", "bfloat16", "float16"])
     parser.add_argument("--device", default="auto")
@@ -49,8 +60,6 @@ def parsed(arguments: list[str], model: bool) -> argparse.Namespace:
 
 
 def serve(options: argparse.Namespace) -> int:
-    for library in ("fastapi", "uvicorn"):
-        extra(library, "serve", "pellucid serve")
     with listening(options.host, options.port) as free:
         from pellucid.serve.host import host  # noqa: PLC0415 - torch takes seconds to import, and the port may be taken
 
@@ -59,11 +68,23 @@ def serve(options: argparse.Namespace) -> int:
 
 
 def listening(host: str, port: int) -> socket.socket:
-    """Taken before the model is loaded, which takes seconds."""
+    """Taken before the model is loaded, which takes seconds; who comes meanwhile waits."""
     taken = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
     taken.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         taken.bind((host, port))
-    except OSError as error:
-        raise UserError(f"{host}:{port} cannot be listened on ({error.strerror}): name another --port") from error
+        taken.listen(BACKLOG)
+    except (OSError, OverflowError) as error:
+        taken.close()
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise UserError(f"{host}:{port} cannot be listened on ({reason}): name another --port or --host") from error
     return taken
+
+
+def url_of(host: str, port: int) -> str:
+    """Where a client of this machine finds it. Example: url_of("::1", 8000) == "http://[::1]:8000" """
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
+def names(listed: str) -> list[str]:
+    return [name.strip() for name in listed.split(",") if name.strip()]

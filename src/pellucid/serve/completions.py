@@ -6,11 +6,13 @@ import json
 import time
 import uuid
 from collections.abc import AsyncIterator
+from contextlib import ExitStack
 from typing import Any
 
 from fastapi.responses import JSONResponse, Response, StreamingResponse
 
-from pellucid.serve.decoding import Decoding, RequestError, Served, usage
+from pellucid.serve.decoding import Decoding, Served, begun, usage
+from pellucid.serve.errors import RequestError
 from pellucid.serve.messages import Sampling
 from pellucid.types import Prompt
 
@@ -19,10 +21,14 @@ def not_served(served: Served, name: str) -> RequestError:
     return RequestError(404, f'the model "{name}" is not served here; "{served.name}" is', "model_not_found")
 
 
-async def complete(served: Served, request: Sampling, prompt: Prompt, chat: bool, limit: int | None) -> Response:
+async def complete(
+    served: Served, request: Sampling, prompt: Prompt, chat: bool, limit: int | None, leaving: ExitStack
+) -> Response:
+    """`leaving` is unwound when the answer is sent, or nobody waits for it: a stream may not even have begun then."""
     if request.model not in ("", served.name):
         raise not_served(served, request.model)
-    decoding = Decoding(served, prompt, request, limit)
+    decoding = await begun(served, prompt, request, limit)
+    leaving.callback(decoding.leave)
     id = f"{'chatcmpl' if chat else 'cmpl'}-{uuid.uuid4().hex}"
     head = {"id": id, "created": int(time.time()), "model": served.name}
     if request.stream:

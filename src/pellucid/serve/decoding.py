@@ -3,19 +3,30 @@
 from __future__ import annotations
 
 import asyncio
-import queue
-import threading
 from collections.abc import AsyncIterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from random import SystemRandom
 from typing import Any
 
+from jinja2 import TemplateError
+
 from pellucid.models.drawing import Truncation
-from pellucid.serve import engine as engines
-from pellucid.serve.engine import Engine, Piece
+from pellucid.serve.engine import Engine, RefusedError
+from pellucid.serve.errors import RequestError
+from pellucid.serve.gate import LOOPBACK
 from pellucid.serve.messages import Sampling
+from pellucid.serve.rows import Piece, Request
 from pellucid.settings import GRPOConfig
 from pellucid.types import Prompt, Task, UserError
+
+SHORT = 10_000
+"""Characters that become tokens in milliseconds; longer texts do so one after the other, beside what else goes on."""
+
+
+def one_thread() -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(1)
 
 
 @dataclass(frozen=True)
@@ -34,18 +45,21 @@ class Served:
     """Of `/solve_question`."""
     max_tokens: int = 512
     """Of a completion, where a request does not say."""
-    body_bytes: int = 1_000_000
     timeout: float = 120.0
-    """Seconds, of a whole request."""
-    grading: threading.Lock = field(default_factory=threading.Lock)
-
-
-class RequestError(Exception):
-    """A request that is not served; becomes OpenAI's form of an error."""
-
-    def __init__(self, status: int, message: str, code: str = "invalid_request") -> None:
-        super().__init__(message)
-        self.status, self.code = status, code
+    """Seconds, from a whole request to the end of its answer."""
+    body_bytes: int = 1_000_000
+    body_seconds: float = 30.0
+    send_seconds: float = 30.0
+    """For a client to take a piece of its answer."""
+    hosts: Sequence[str] = LOOPBACK
+    """Names that it is reached by; addresses in digits always are."""
+    token: str = ""
+    """That clients must show; empty: none."""
+    instance: str = ""
+    """What `serve start` knows its own service by."""
+    tokenizing: ThreadPoolExecutor = field(default_factory=one_thread)
+    grading: ThreadPoolExecutor = field(default_factory=one_thread)
+    """One group at a time: rewards of several threads would wait for one worker anyway."""
 
 
 @dataclass
@@ -67,65 +81,100 @@ class Answer:
 class Decoding:
     """A request on its way: an async iterator of its pieces. Leaving it early frees its rows."""
 
-    def __init__(self, served: Served, prompt: Prompt, settings: Sampling, max_tokens: int | None) -> None:
-        try:
-            self.served, self.prompt_ids = served, served.policy.encode(prompt)
-        except UserError as error:
-            raise RequestError(400, str(error)) from error
-        room = served.policy.context_length - len(self.prompt_ids)
-        wanted = max_tokens or min(served.max_tokens, room)
-        if room < 1 or wanted > room:
-            raise RequestError(
-                400,
-                f"{len(self.prompt_ids)} tokens of prompt and {wanted} of answer are more than the context of"
-                f" {served.policy.context_length}",
-                "context_length_exceeded",
-            )
-        if settings.n > served.engine.rows:
-            raise RequestError(400, f"n = {settings.n} must be at most {served.engine.rows}")
+    def __init__(
+        self, served: Served, prompt_ids: tuple[int, ...], settings: Sampling, tokens: int, until: float
+    ) -> None:
+        """RequestError where it is turned away. `until`, of the loop's clock, it must be done."""
+        self.served, self.prompt_ids, self.until = served, prompt_ids, until
         self.news: asyncio.Queue[Piece | Exception | None] = asyncio.Queue()
         loop = asyncio.get_running_loop()
 
         def tell(news: Piece | Exception | None) -> None:
             loop.call_soon_threadsafe(self.news.put_nowait, news)
 
-        self.request = engines.Request(
-            prompt_ids=self.prompt_ids,
+        self.request = Request(
+            prompt_ids=prompt_ids,
             tell=tell,
             n=settings.n,
-            max_tokens=wanted,
+            max_tokens=tokens,
             temperature=settings.temperature,
             truncation=Truncation(settings.top_k, settings.top_p, settings.min_p),
-            stop=settings.stops(),
+            stop=[stop for stop in settings.stop if stop],
             seed=SystemRandom().randrange(2**31) if settings.seed is None else settings.seed,
         )
-        self.deadline = loop.time() + served.timeout
         try:
             served.engine.submit(self.request)
-        except queue.Full as error:
-            raise RequestError(503, "too many requests are waiting: try again in a moment", "overloaded") from error
+        except RefusedError as error:
+            raise RequestError(503, str(error), "overloaded") from error
 
     async def __aiter__(self) -> AsyncIterator[Piece]:
         try:
             while (piece := await self._next()) is not None:
+                if isinstance(piece, RefusedError):
+                    raise RequestError(503, str(piece), "overloaded") from piece
                 if isinstance(piece, Exception):
-                    raise RequestError(500, f"decoding failed: {piece}", "internal_error")
+                    raise RequestError(500, f"decoding failed: {piece}", "internal_error") from piece
                 yield piece
         finally:
-            self.request.cancelled = True
+            self.leave()
 
     async def _next(self) -> Piece | Exception | None:
-        try:
-            async with asyncio.timeout_at(self.deadline):
-                return await self.news.get()
-        except TimeoutError as error:
-            raise RequestError(504, f"not done within {self.served.timeout:g} seconds", "timeout") from error
+        async with in_time(self.served, self.until):
+            return await self.news.get()
 
     async def answers(self) -> list[Answer]:
         done = [Answer() for _ in range(self.request.n)]
         async for piece in self:
             done[piece.row].add(piece)
         return done
+
+    def leave(self) -> None:
+        """Nobody waits any more: the rows are free after the token that is being decoded."""
+        self.request.cancelled = True
+
+
+async def begun(served: Served, prompt: Prompt, settings: Sampling, max_tokens: int | None) -> Decoding:
+    """RequestError where the model cannot do what is asked, or there is no room to wait."""
+    until = asyncio.get_running_loop().time() + served.timeout
+    if settings.n > served.engine.rows:
+        raise RequestError(400, f"n = {settings.n} must be at most {served.engine.rows}")
+    async with in_time(served, until):
+        prompt_ids = await encoded(served, prompt)
+    room = served.policy.context_length - len(prompt_ids)
+    wanted = max_tokens or min(served.max_tokens, room)
+    if room < 1 or wanted > room:
+        raise RequestError(
+            400,
+            f"{len(prompt_ids)} tokens of prompt and {wanted} of answer are more than the context of"
+            f" {served.policy.context_length}",
+            "context_length_exceeded",
+        )
+    return Decoding(served, prompt_ids, settings, wanted, until)
+
+
+async def encoded(served: Served, prompt: Prompt) -> tuple[int, ...]:
+    """Token ids that the model knows. A megabyte takes a second, in which others are heard."""
+    texts = [prompt.text] if isinstance(prompt.text, str) else [message["content"] for message in prompt.text]
+    try:
+        if sum(map(len, texts)) + SHORT // 100 * len(texts) <= SHORT:
+            ids = served.policy.encode(prompt)
+        else:
+            loop = asyncio.get_running_loop()
+            ids = await loop.run_in_executor(served.tokenizing, served.policy.encode, prompt)
+    except (UserError, TemplateError) as error:
+        raise RequestError(400, str(error)) from error
+    if max(ids) >= (known := served.policy.model.get_input_embeddings().num_embeddings):
+        raise RequestError(400, f"the prompt has a token that the model does not know: it has {known}")
+    return ids
+
+
+@asynccontextmanager
+async def in_time(served: Served, until: float) -> AsyncIterator[None]:
+    try:
+        async with asyncio.timeout_at(until):
+            yield
+    except TimeoutError as error:
+        raise RequestError(504, f"not done within {served.timeout:g} seconds", "timeout") from error
 
 
 def usage(prompt_ids: Sequence[int], tokens: int) -> dict[str, int]:

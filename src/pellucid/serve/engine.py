@@ -2,76 +2,48 @@
 
 from __future__ import annotations
 
-import queue
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
-from itertools import groupby, takewhile
-from typing import Any, NamedTuple
+import threading
+import time
+from collections import deque
+from collections.abc import Iterable, Sequence
+from itertools import groupby
+from typing import Any
 
 import torch
+from torch import Tensor
 
 from pellucid import hardware
-from pellucid.models.drawing import WHOLE, Truncation, draw
+from pellucid.models.drawing import draw
+from pellucid.serve.rows import Piece, Request, Row
 
-REPLACEMENT = "\ufffd"
-"""What an incomplete character decodes to: its last token is yet to come."""
-
-
-class Piece(NamedTuple):
-    """News of one row."""
-
-    row: int
-    """Of the request, from 0."""
-    text: str
-    """What has been added."""
-    token_ids: tuple[int, ...]
-    logprobs: tuple[float, ...]
-    reason: str = ""
-    """`stop` or `length` in the last piece of a row."""
+PROMPT_TOKENS = 65_536
+"""Prompts in flight times the longest of them: each has the room of the longest."""
+SCORES = 2**24
+"""Of a head of attention, in prompts that are read at once, each as the longest: 64 of 512 tokens, or one of 4096."""
+NOBODY = -1
+"""In place of a token, where none could be drawn."""
 
 
-@dataclass(eq=False)
-class Request:
-    """n answers to a prompt. `tell` is called in the engine's thread, with None when all rows have ended."""
-
-    prompt_ids: Sequence[int]
-    tell: Callable[[Piece | Exception | None], None]
-    n: int = 1
-    max_tokens: int = 256
-    temperature: float = 1.0
-    truncation: Truncation = WHOLE
-    stop: Sequence[str] = ()
-    seed: int = 0
-    cancelled: bool = False
-    """Set by whoever no longer waits."""
+class RefusedError(Exception):
+    """The engine takes no request: it is full, or ending."""
 
 
-@dataclass(eq=False)
-class Row:
-    request: Request
-    index: int
-    random: torch.Generator
-    token_ids: list[int] = field(default_factory=list)
-    logprobs: list[float] = field(default_factory=list)
-    text: str = ""
-    """Of all tokens but those of a character that is not whole yet."""
-    decoded: tuple[int, int] = (0, 0)
-    """Where the last tokens that were decoded begin and end."""
-    told: int = 0
-    """Characters."""
-    told_tokens: int = 0
+class Meter:
+    """Counts by the second, of the last ten."""
 
-    def decode(self, policy: Any, ended: bool) -> bool:
-        """Adds the text of new tokens, read behind the last ones: the first of a text may decode without its space.
-        False where a character is not whole, and more may come.
-        """
-        first, end = self.decoded
-        before, now = policy.decode(self.token_ids[first:end]), policy.decode(self.token_ids[first:])
-        if now.endswith(REPLACEMENT) and not ended:
-            return False
-        self.text += now[len(before) :]
-        self.decoded = end, len(self.token_ids)
-        return True
+    def __init__(self) -> None:
+        self.counts: deque[tuple[int, int]] = deque(maxlen=11)
+
+    def add(self, count: int, now: float) -> None:
+        second, before = self.counts[-1] if self.counts else (-1, 0)
+        if second == int(now):
+            self.counts[-1] = second, before + count
+        else:
+            self.counts.append((int(now), count))
+
+    def rate(self, now: float) -> float:
+        """A second, over the last ten whole ones."""
+        return sum(count for second, count in tuple(self.counts) if int(now) - 10 <= second < int(now)) / 10
 
 
 class Engine:
@@ -83,77 +55,109 @@ class Engine:
 
     def __init__(self, policy: Any, rows: int = 64, waiting: int = 256) -> None:
         """Decodes at most `rows` at once; at most `waiting` requests wait for room."""
-        self.policy, self.rows = policy, rows
-        self.inbox: queue.Queue[Request | None] = queue.Queue(waiting)
+        self.policy, self.rows, self.most_waiting = policy, rows, waiting
         self.waiting: list[Request] = []
+        self.closed = False
+        self.changed = threading.Condition()
+        """Guards the two above."""
         self.flying: list[Row] = []
         self.flight = policy.flight(rows)
         self.logits = torch.zeros(0)
         self.place = hardware.place_of_sums(policy.device)
+        self.meter, self.errors, self.last_error = Meter(), 0, ""
 
     def submit(self, request: Request) -> None:
-        """queue.Full where too many wait. A request of more rows than the engine has is the caller's mistake."""
+        """RefusedError where too many wait. A request of more rows than the engine has is the caller's mistake."""
         if request.n > self.rows:
             raise ValueError(f"n = {request.n} is more than the {self.rows} rows that are decoded at once")
-        self.inbox.put_nowait(request)
+        with self.changed:
+            self._forget_cancelled()
+            if self.closed:
+                raise RefusedError("the service is ending")
+            if len(self.waiting) >= self.most_waiting:
+                raise RefusedError("too many requests are waiting: try again in a moment")
+            self.waiting.append(request)
+            self.changed.notify()
 
     def close(self) -> None:
-        """Ends `run`; what is in flight is not finished."""
-        self.inbox.put(None)
+        """Ends `run`; those whose answers are not finished are told so."""
+        with self.changed:
+            self.closed = True
+            self.changed.notify()
 
     def run(self) -> None:
         """Until it is closed."""
-        while True:
-            for request in self._arrivals():
-                if request is None:
-                    return
-                self.waiting.append(request)
-            try:
-                self._board()
-                if self.flying:
-                    self._advance()
-            except RuntimeError as error:  # out of memory: those in flight are lost, the service is not
-                self._abandon(error)
+        try:
+            while self._called_for():
+                try:
+                    self._board()
+                    if self.flying:
+                        self._advance()
+                except Exception as error:  # noqa: BLE001 - whatever it was, it must not end what others use
+                    self._abandon(error)
+        finally:
+            self.close()
+            self._tell_all([*self._flown(), *self.waiting], RefusedError("the service is ending"))
 
-    def _arrivals(self) -> Iterator[Request | None]:
-        """Waits for the next only where there is nothing to do."""
-        if not self.flying and not self.waiting:
-            yield self.inbox.get()
-        while not self.inbox.empty():
-            yield self.inbox.get()
+    def state(self) -> dict[str, Any]:
+        """For whoever watches over the service."""
+        return {
+            "rows": len(self.flying),
+            "rows_at_most": self.rows,
+            "waiting": len(self.waiting),
+            "waiting_at_most": self.most_waiting,
+            "tokens_per_second": self.meter.rate(time.monotonic()),
+            "errors": self.errors,
+            "last_error": self.last_error,
+        }
 
-    def _abandon(self, error: RuntimeError) -> None:
-        for request in {row.request for row in self.flying} | set(self.waiting):
-            request.tell(error)
-        self.flying, self.waiting = [], []
-        self.flight, self.logits = self.policy.flight(self.rows), torch.zeros(0)
+    def _called_for(self) -> bool:
+        """Waits for the next only where there is nothing to do. False when it is closed."""
+        with self.changed:
+            self.changed.wait_for(lambda: self.closed or self.flying or self.waiting)
+            return not self.closed
+
+    def _forget_cancelled(self) -> None:
+        self.waiting = [request for request in self.waiting if not request.cancelled]
+
+    def _flown(self) -> set[Request]:
+        return {row.request for row in self.flying}
 
     def _board(self) -> None:
         """In the order of arrival: a large request is not overtaken for ever by small ones. Those of the same size are
         read together: four prompts take two and a half times as long as one.
         """
-        self.waiting = [request for request in self.waiting if not request.cancelled]
-        while self.waiting and (n := self.waiting[0].n) <= self.flight.room():
-            alike = list(takewhile(lambda request: request.n == n, self.waiting))
-            aboard = alike[: self.flight.room() // n]
-            del self.waiting[: len(aboard)]
-            logits = self.flight.admit([list(request.prompt_ids) for request in aboard], n)
+        while aboard := self._next_aboard():
+            self.flying += [Row(r, i, generator_of(r.seed, i)) for r in aboard for i in range(r.n)]
+            logits = self.flight.admit([list(request.prompt_ids) for request in aboard], aboard[0].n)
             self.logits = torch.cat([self.logits, logits]) if len(self.logits) else logits
-            self.flying += [Row(r, i, generator_of(r.seed, i)) for r in aboard for i in range(n)]
+
+    def _next_aboard(self) -> list[Request]:
+        with self.changed:
+            self._forget_cancelled()
+            flown = [len(request.prompt_ids) for request in self._flown()]
+            aboard: list[Request] = []
+            for request in self.waiting:
+                lengths = [len(one.prompt_ids) for one in (*aboard, request)]
+                if aboard and (request.n != aboard[0].n or taken(lengths) * max(lengths) > SCORES):
+                    break
+                if (flown or aboard) and taken(flown + lengths) > PROMPT_TOKENS:
+                    break
+                if request.n * len(lengths) > self.flight.room():
+                    break
+                aboard.append(request)
+            del self.waiting[: len(aboard)]
+            return aboard
 
     def _advance(self) -> None:
         """One token for each row."""
-        tokens = self._drawn()
-        stays = []
-        for place, row in enumerate(self.flying):
-            row.token_ids.append(int(tokens[place][0]))
-            row.logprobs.append(float(tokens[place][1]))
-            if not row.request.cancelled and not self._told(row):
-                stays.append(place)
+        drawn = self._drawn()
+        self.meter.add(len(drawn), time.monotonic())
+        stays = [place for place, row in enumerate(self.flying) if self._goes_on(row, *drawn[place])]
         if len(stays) < len(self.flying):
-            before, self.flying = self.flying, [self.flying[i] for i in stays]
+            before, self.flying = self._flown(), [self.flying[i] for i in stays]
+            self._tell_all(before - self._flown(), None)
             self.flight.keep(torch.tensor(stays, dtype=torch.long, device=self.policy.device))
-            self._finish({row.request for row in before} - {row.request for row in self.flying})
         last = torch.tensor([row.token_ids[-1] for row in self.flying], device=self.policy.device)
         self.logits = self.flight.step(last) if self.flying else self.logits[:0]
 
@@ -164,46 +168,72 @@ class Engine:
             rows = list(run)
             logits = self.logits[len(drawn) : len(drawn) + len(rows)]
             uniforms = torch.cat([torch.rand(1, dtype=torch.float64, generator=row.random) for row in rows])
-            request = rows[0].request
-            tokens, logprobs = draw(logits, uniforms.to(self.place), request.temperature, request.truncation)
-            drawn += zip(tokens.tolist(), logprobs.tolist(), strict=True)
+            drawn += self._draw(rows, logits, uniforms.to(self.place))
         return drawn
 
-    def _told(self, row: Row) -> bool:
-        """Passes on what is new; whether the row has ended."""
-        request = row.request
-        full = len(row.token_ids) >= request.max_tokens
-        ended = row.token_ids[-1] in self.policy.eos_ids
-        if not row.decode(self.policy, ended or full):
-            return False
-        text = row.text
-        cut = min((at for stop in request.stop if (at := text.find(stop)) >= 0), default=-1)
-        reason = "stop" if ended or cut >= 0 else "length" if full else ""
-        if not reason and text.endswith(beginnings(request.stop)):
-            return False
-        new = text[row.told : cut if cut >= 0 else len(text)]
-        if new or reason:
-            request.tell(
-                Piece(
-                    row.index,
-                    new,
-                    tuple(row.token_ids[row.told_tokens :]),
-                    tuple(row.logprobs[row.told_tokens :]),
-                    reason,
-                )
-            )
-            row.told, row.told_tokens = row.told + len(new), len(row.token_ids)
-        return bool(reason)
+    def _draw(self, rows: Sequence[Row], logits: Tensor, uniforms: Tensor) -> list[tuple[int, float]]:
+        """Where it fails for one of several requests, the others have their tokens all the same."""
+        request = rows[0].request
+        try:
+            tokens, logprobs = draw(logits, uniforms, request.temperature, request.truncation)
+            return list(zip(tokens.tolist(), logprobs.tolist(), strict=True))
+        except Exception as error:  # noqa: BLE001 - as in `run`
+            if all(row.request is request for row in rows):
+                self._fail({request}, error)
+                return [(NOBODY, 0.0)] * len(rows)
+        drawn: list[tuple[int, float]] = []
+        for _, run in groupby(rows, lambda row: row.request):
+            own, start = list(run), len(drawn)
+            of_own = slice(start, start + len(own))
+            drawn += self._draw(own, logits[of_own], uniforms[of_own])
+        return drawn
 
-    def _finish(self, requests: set[Request]) -> None:
+    def _goes_on(self, row: Row, token: int, logprob: float) -> bool:
+        if row.request.cancelled:
+            return False
+        try:
+            piece = row.add(token, logprob, self.policy)
+        except Exception as error:  # noqa: BLE001 - as in `run`
+            self._fail({row.request}, error)
+            return False
+        if piece is not None:
+            self._tell(row.request, piece)
+        return piece is None or not piece.reason
+
+    def _tell(self, request: Request, news: Piece | Exception | None) -> None:
+        """A listener that cannot be told anything is one that has left."""
+        try:
+            request.tell(news)
+        except Exception as error:  # noqa: BLE001 - as in `run`
+            request.cancelled = True
+            self._note(error)
+
+    def _tell_all(self, requests: Iterable[Request], news: Exception | None) -> None:
         for request in requests:
             if not request.cancelled:
-                request.tell(None)
+                self._tell(request, news)
+
+    def _fail(self, requests: Iterable[Request], error: Exception) -> None:
+        """Those whom it concerns are told, and their rows are free at the end of the step."""
+        self._note(error)
+        self._tell_all(requests, error)
+        for request in requests:
+            request.cancelled = True
+
+    def _abandon(self, error: Exception) -> None:
+        """Those in flight are lost: what half a step left behind is not read again."""
+        lost, self.flying = self._flown(), []
+        self._fail(lost, error)
+        self.flight, self.logits = self.policy.flight(self.rows), torch.zeros(0)
+
+    def _note(self, error: Exception) -> None:
+        self.errors += 1
+        self.last_error = " ".join(f"{type(error).__name__}: {error}".split())[:300]
 
 
-def beginnings(stops: Sequence[str]) -> tuple[str, ...]:
-    """Of stop strings: text that ends in one may be about to stop."""
-    return tuple(stop[:n] for stop in stops for n in range(1, len(stop)))
+def taken(lengths: Sequence[int]) -> int:
+    """Tokens of room, where each has that of the longest."""
+    return len(lengths) * max(lengths)
 
 
 def generator_of(seed: int, index: int) -> torch.Generator:

@@ -3,25 +3,28 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import Sequence
 from typing import Any
 
 from pellucid.advantages import advantages_of
 from pellucid.batch import grades_of
-from pellucid.serve.decoding import Decoding, RequestError, Served
+from pellucid.serve.decoding import Served, begun, in_time
+from pellucid.serve.errors import RequestError
 from pellucid.serve.messages import GroupRequest, Sampling
 from pellucid.settings import GRPOConfig
-from pellucid.types import Completion, Group, Prompt, Reward
+from pellucid.types import Completion, Group, Prompt, Reward, Task
 
 
 async def group(served: Served, request: GroupRequest) -> dict[str, Any]:
     """G answers to one prompt as training would see them: rewards and advantages where they can be graded."""
     prompt = group_prompt(served, request)
     settings = Sampling(n=request.group_size, temperature=request.temperature, seed=request.seed)
-    decoding = Decoding(served, prompt, settings, request.max_tokens)
+    decoding = await begun(served, prompt, settings, request.max_tokens)
     answers = await decoding.answers()
     completions = [Completion(a.token_ids, a.logprobs, a.text, a.reason == "stop") for a in answers]
-    rewards = await asyncio.to_thread(graded, served, prompt, completions) if gradable(served, request) else []
+    async with in_time(served, decoding.until):
+        rewards = await graded(served, prompt, completions) if gradable(served, request) else []
     record = Group(prompt, decoding.prompt_ids, tuple(completions), tuple(rewards))
     compared = advantages(served.algorithm, record) if rewards else [None] * len(answers)
     return {
@@ -47,11 +50,21 @@ def gradable(served: Served, request: GroupRequest) -> bool:
     return served.task is not None and bool(request.answer or not request.question)
 
 
-def graded(served: Served, prompt: Prompt, completions: Sequence[Completion]) -> list[Reward]:
-    """One group at a time: rewards of several threads would wait for one worker anyway."""
+async def graded(served: Served, prompt: Prompt, completions: Sequence[Completion]) -> list[Reward]:
+    """Whoever leaves ends it with the reward that is being computed."""
     assert served.task is not None
-    with served.grading:
-        return [served.task.reward(prompt, completion) for completion in completions]
+    left = threading.Event()
+    grading = asyncio.get_running_loop().run_in_executor(
+        served.grading, rewards_of, served.task, prompt, completions, left
+    )
+    try:
+        return await grading
+    finally:
+        left.set()
+
+
+def rewards_of(task: Task, prompt: Prompt, completions: Sequence[Completion], left: threading.Event) -> list[Reward]:
+    return [task.reward(prompt, completion) for completion in completions if not left.is_set()]
 
 
 def group_prompt(served: Served, request: GroupRequest) -> Prompt:

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import argparse
+import os
 import signal
 import socket
 import threading
 
-import uvicorn
-
 from pellucid import config, folder, hardware, policy
-from pellucid.serve.api import Served, application
+from pellucid.serve import connections
+from pellucid.serve.api import application
+from pellucid.serve.command import url_of
+from pellucid.serve.daemon import INSTANCE
+from pellucid.serve.decoding import Served
 from pellucid.serve.engine import Engine
+from pellucid.serve.gate import LOOPBACK
 from pellucid.settings import GRPOConfig
 from pellucid.tasks.gsm8k import SYSTEM
 from pellucid.tasks.sandbox import Sandboxed
@@ -21,19 +25,22 @@ from pellucid.tasks.wrappers import with_split
 def host(options: argparse.Namespace, listening: socket.socket) -> None:
     """Options as `command.parsed` has them."""
     served = load(options)
-    address, port = listening.getsockname()[:2]
-    print(f"{served.name} on http://{address}:{port}, Ctrl-C ends it", flush=True)
-    settings = uvicorn.Config(application(served), timeout_graceful_shutdown=10, log_level="warning")
-    server = uvicorn.Server(settings)
+    print(f"{served.name} on {url_of(*listening.getsockname()[:2])}, Ctrl-C ends it", flush=True)
+    server = connections.server(application(served))
 
     def answer() -> None:
-        server.run(sockets=[listening])
-        served.engine.close()
+        try:
+            server.run(sockets=[listening])
+        finally:
+            served.engine.close()
 
     for name in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(name, server.handle_exit)
+        signal.signal(name, connections.stopper(server, served.engine.close))
     threading.Thread(target=answer, name="http").start()
-    served.engine.run()
+    try:
+        served.engine.run()
+    finally:
+        server.should_exit = True
 
 
 def load(options: argparse.Namespace) -> Served:
@@ -54,4 +61,7 @@ def load(options: argparse.Namespace) -> Served:
         max_tokens=options.max_tokens,
         timeout=options.timeout,
         body_bytes=options.body_bytes,
+        hosts=(*LOOPBACK, options.host, *options.allowed_hosts),
+        token=options.token,
+        instance=os.environ.get(INSTANCE, ""),
     )

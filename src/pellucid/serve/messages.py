@@ -1,17 +1,61 @@
-"""What goes over the wire: the part of OpenAI's API that a small model can honour; the rest is refused by name."""
+"""What goes over the wire: the part of OpenAI's API that a small model can honour; the rest is refused by name.
+
+Every field has its bounds, so that no value can do harm further in.
+"""
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
+
+SMALLEST = 1e-6
+"""Of a temperature, or of a share of probability. 1 / temperature and the share times a sum must be numbers of float32:
+both are from 1e-38 on. Long before, neither changes anything: logits differ by more than this where they differ at all,
+and no vocabulary has a million tokens, so that the likeliest alone has a greater share.
+"""
+STOPS, STOP_CHARACTERS = 4, 256
+LARGEST = 2**31 - 1
+
+
+def whole(value: Any) -> Any:
+    """ValueError for text with half of a surrogate pair, which JSON can spell and no file, screen or answer can."""
+    if isinstance(value, str):
+        try:
+            value.encode()
+        except UnicodeEncodeError as error:
+            raise ValueError(
+                f"character {error.start} is half a character, a surrogate without its other half"
+            ) from error
+    return value
+
+
+def listed(value: Any) -> Any:
+    """One string or several, or none."""
+    return [value] if isinstance(value, str) else [] if value is None else value
+
+
+def safe(temperature: float) -> float:
+    if 0.0 < temperature < SMALLEST:
+        raise ValueError(f"must be 0, for the likeliest token, or at least {SMALLEST:g}")
+    return temperature
+
+
+Text = Annotated[str, BeforeValidator(whole)]
+Something = Annotated[str, Field(min_length=1), BeforeValidator(whole)]
+Name = Annotated[str, Field(max_length=256), BeforeValidator(whole)]
+Stop = Annotated[str, Field(max_length=STOP_CHARACTERS), BeforeValidator(whole)]
+Stops = Annotated[list[Stop], Field(max_length=STOPS), BeforeValidator(listed)]
+Tokens = Annotated[int, Field(ge=1, le=LARGEST)]
+Temperature = Annotated[float, Field(ge=0.0, le=10.0), AfterValidator(safe)]
+Seed = Annotated[int, Field(ge=-(2**63), lt=2**63)]
 
 
 class Message(BaseModel):
     model_config = ConfigDict(extra="forbid")
 
     role: Literal["system", "user", "assistant"]
-    content: str
+    content: Text
 
 
 class StreamOptions(BaseModel):
@@ -25,39 +69,35 @@ class Sampling(BaseModel):
 
     model_config = ConfigDict(extra="forbid")
 
-    model: str = ""
+    model: Name = ""
     """Empty: the one that is served."""
-    max_tokens: int | None = Field(default=None, ge=1)
-    temperature: float = Field(default=1.0, ge=0.0, le=10.0)
-    top_p: float = Field(default=1.0, gt=0.0, le=1.0)
-    top_k: int = Field(default=0, ge=0)
+    max_tokens: Tokens | None = None
+    temperature: Temperature = 1.0
+    top_p: float = Field(default=1.0, ge=SMALLEST, le=1.0)
+    top_k: int = Field(default=0, ge=0, le=LARGEST)
     min_p: float = Field(default=0.0, ge=0.0, le=1.0)
-    n: int = Field(default=1, ge=1)
-    seed: int | None = None
-    stop: str | list[str] | None = None
+    n: int = Field(default=1, ge=1, le=LARGEST)
+    seed: Seed | None = None
+    stop: Stops = []
     stream: bool = False
     stream_options: StreamOptions | None = None
-    user: str = ""
+    user: Name = ""
     """Whose request it is; not looked at."""
-
-    def stops(self) -> list[str]:
-        listed = [self.stop] if isinstance(self.stop, str) else self.stop or []
-        return [stop for stop in listed if stop]
 
 
 class ChatRequest(Sampling):
     messages: list[Message] = Field(min_length=1)
-    max_completion_tokens: int | None = Field(default=None, ge=1)
+    max_completion_tokens: Tokens | None = None
 
 
 class CompletionRequest(Sampling):
-    prompt: str
+    prompt: Something
 
 
 class Question(BaseModel):
     model_config = ConfigDict(extra="forbid")
 
-    question: str = Field(min_length=1)
+    question: Something
 
 
 class GroupRequest(BaseModel):
@@ -65,12 +105,12 @@ class GroupRequest(BaseModel):
 
     model_config = ConfigDict(extra="forbid")
 
-    question: str = ""
-    answer: str = ""
+    question: Text = ""
+    answer: Text = ""
     """The gold answer to a question of one's own; without it there are no rewards."""
-    number: int = Field(default=0, ge=0)
+    number: int = Field(default=0, ge=0, le=LARGEST)
     """Which of the task's prompts."""
     group_size: int = Field(default=8, ge=2, le=64)
-    temperature: float = Field(default=1.0, gt=0.0, le=10.0)
-    max_tokens: int | None = Field(default=None, ge=1)
-    seed: int = 0
+    temperature: Temperature = Field(default=1.0, gt=0.0)
+    max_tokens: Tokens | None = None
+    seed: Seed = 0

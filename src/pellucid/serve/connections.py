@@ -1,0 +1,77 @@
+"""The HTTP server, and connections that would keep it waiting.
+
+uvicorn closes a connection that is silent behind an answer. One that never finishes the headers of a request, or the
+body of one that has been answered, or that leaves its last answer unread, it keeps for as long as the client likes.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from types import FrameType
+from typing import Any
+
+import h11
+import uvicorn
+from starlette.types import ASGIApp
+
+GRACE = 10.0
+"""Seconds that requests have to end in when the service is stopped."""
+PATIENCE = 10.0
+"""Seconds for the headers of a request, counted from the connection or from the last answer."""
+
+
+def server(app: ASGIApp, patience: float = PATIENCE, grace: float = GRACE) -> uvicorn.Server:
+    """To be run with a socket that listens."""
+    settings = uvicorn.Config(app, http="h11", log_level="warning", timeout_notify=0)
+    # The engine tells what is left that the service is ending; what does not hear of it is cancelled soon after.
+    settings.timeout_graceful_shutdown = round(grace) + 2
+    made = uvicorn.Server(settings)
+    settings.callback_notify = Watch(made, patience).look
+    return made
+
+
+def stopper(made: uvicorn.Server, close: Callable[[], None], grace: float = GRACE) -> Callable[[int, Any], None]:
+    """For a signal: no new connections; what is in flight may end, and is told after `grace` seconds that it must."""
+
+    def stop(number: int, frame: FrameType | None) -> None:
+        made.handle_exit(number, frame)
+        timer = threading.Timer(grace, close)
+        timer.daemon = True
+        timer.start()
+
+    return stop
+
+
+@dataclass
+class Watch:
+    """Looks at the connections of a server once a second."""
+
+    server: uvicorn.Server
+    patience: float
+    since: dict[Any, tuple[Any, float]] = field(default_factory=dict)
+    """Of connections that keep us waiting: behind which request, and since when."""
+
+    async def look(self) -> None:
+        now = time.monotonic()
+        late = [connection for connection in self.server.server_state.connections if is_waited_for(connection)]
+        self.since = {one: self._since(one, now) for one in late}
+        for connection, (_, start) in self.since.items():
+            if now - start > self.patience:
+                connection.transport.abort()
+
+    def _since(self, connection: Any, now: float) -> tuple[Any, float]:
+        behind, start = self.since.get(connection, (connection.cycle, now))
+        return (behind, start) if behind is connection.cycle else (connection.cycle, now)
+
+
+def is_waited_for(connection: Any) -> bool:
+    """Headers are to come, or the rest of a body that nobody reads, or the client is to take what was said last."""
+    http, unread = connection.conn, (h11.DONE, h11.MUST_CLOSE)
+    return (
+        connection.transport.is_closing()
+        or http.their_state is h11.IDLE
+        or (http.their_state is h11.SEND_BODY and http.our_state in unread)
+    )

@@ -1,0 +1,124 @@
+"""An exchange with a client: its body in bounds and in time, no work for who has gone, an answer for who has not."""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import suppress
+
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from pellucid.serve.errors import ENDING, RequestError, refused
+
+PATIENCE = 100
+"""Times the limit that a body is read for: beyond, the connection is closed."""
+
+
+class GoneError(Exception):
+    """The client has hung up."""
+
+
+class Exchanges:
+    """ASGI middleware."""
+
+    def __init__(self, app: ASGIApp, body_bytes: int, body_seconds: float, send_seconds: float) -> None:
+        """A body has so many bytes and so many seconds; a client has so many to take a piece of its answer."""
+        self.app, self.body_bytes, self.body_seconds = app, body_bytes, body_seconds
+        self.send_seconds, self.begun = send_seconds, 0
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self.app(scope, receive, send)
+            return
+        self.begun += 1
+        try:
+            body = await self._body(receive)
+        except RequestError as refusal:
+            await refused(refusal)(scope, receive, send)
+        except GoneError:
+            pass
+        else:
+            await Exchange(self.app, scope, receive, send, body, self.send_seconds).run()
+
+    async def _body(self, receive: Receive) -> bytes:
+        try:
+            async with asyncio.timeout(self.body_seconds):
+                return await whole_body(receive, self.body_bytes)
+        except TimeoutError as error:
+            late = f"the body did not come within {self.body_seconds:g} seconds"
+            raise RequestError(408, late, "timeout") from error
+
+
+class Exchange:
+    """One of them, when its body is there."""
+
+    def __init__(
+        self, app: ASGIApp, scope: Scope, receive: Receive, send: Send, body: bytes, send_seconds: float
+    ) -> None:
+        self.app, self.scope, self.receive, self.send, self.send_seconds = app, scope, receive, send, send_seconds
+        self.messages: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
+        self.over = asyncio.Event()
+        """All is answered, or the client has hung up, or it takes nothing more."""
+        self.started = False
+
+    async def run(self) -> None:
+        answering, listening = asyncio.create_task(self._answer()), asyncio.create_task(self._listen())
+        try:
+            await self.over.wait()
+            await (answering if answering.done() else left(answering))
+        except asyncio.CancelledError:  # by the server, which ends and waits no longer
+            await left(answering)
+            if not self.started:
+                await refused(ENDING)(self.scope, self.receive, self.send)
+        finally:
+            await left(listening)
+
+    async def _answer(self) -> None:
+        try:
+            await self.app(self.scope, self._next, self._send)
+        finally:
+            self.over.set()
+
+    async def _listen(self) -> None:
+        while (await self.receive())["type"] != "http.disconnect":
+            pass
+        self.over.set()
+
+    async def _next(self) -> Message:
+        """For the application: the body, and then that nobody is there, once that is so."""
+        if self.messages:
+            return self.messages.pop()
+        await self.over.wait()
+        return {"type": "http.disconnect"}
+
+    async def _send(self, message: Message) -> None:
+        self.started = True
+        try:
+            async with asyncio.timeout(self.send_seconds):
+                await self.send(message)
+        except TimeoutError:
+            self.over.set()
+            await asyncio.get_running_loop().create_future()  # until `run` has cancelled this
+
+
+async def whole_body(receive: Receive, limit: int) -> bytes:
+    """RequestError above the limit: nothing above it is kept, but read it is, or its sender would hear no answer."""
+    body, size = bytearray(), 0
+    more = True
+    while more and size <= PATIENCE * limit:
+        message = await receive()
+        if message["type"] == "http.disconnect":
+            raise GoneError
+        chunk, more = message.get("body", b""), message.get("more_body", False)
+        size += len(chunk)
+        if size <= limit:
+            body += chunk
+    if size > limit:
+        raise RequestError(413, f"the body is larger than {limit} bytes", "body_too_large")
+    return bytes(body)
+
+
+async def left(task: asyncio.Task[None]) -> None:
+    """Cancelled, and waited for."""
+    task.cancel()
+    with suppress(asyncio.CancelledError):
+        await task

@@ -1,0 +1,107 @@
+"""Who is let in: by the host that is asked for, by the page that asks, by a token.
+
+A service on the loopback is reached by every page that its user's browser shows. A page of another site may post to
+it (its answer is hidden from that page, its work is done), and one whose name is made to lead to 127.0.0.1 would be of
+the same site. The first is told by its Origin, the second by the Host that it asks for.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import os
+import secrets
+from collections.abc import Sequence
+from urllib.parse import urlsplit
+
+from starlette.datastructures import Headers
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from pellucid.serve.errors import RequestError, refused
+from pellucid.types import UserError
+
+LOOPBACK = ("localhost", "127.0.0.1", "::1")
+OPEN = ("/", "/health")
+"""Paths without a secret: the page asks for the token itself, and whoever watches over the service needs none."""
+TOKEN = "PELLUCID_TOKEN"
+"""In the environment: a command line can be read by every user of the machine."""
+
+
+class Gate:
+    """ASGI middleware. starlette's TrustedHostMiddleware would do for names: it has no word for those who are turned
+    away, and does not know that an address in digits, unlike a name, leads where it says.
+    """
+
+    def __init__(self, app: ASGIApp, hosts: Sequence[str] = LOOPBACK, token: str = "") -> None:
+        self.app, self.hosts, self.token = app, hosts, token
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            if scope["type"] == "http":
+                self.check(scope["path"], Headers(scope=scope))
+        except RequestError as refusal:
+            await refused(refusal)(scope, receive, send)
+        else:
+            await self.app(scope, receive, send)
+
+    def check(self, path: str, headers: Headers) -> None:
+        """RequestError for who is not let in."""
+        host, origin = headers.get("host", ""), headers.get("origin")
+        if not trusted(name := name_of(host), self.hosts):
+            raise RequestError(
+                400,
+                f'this service is not known as "{name}": ask for 127.0.0.1, or start it with --allowed-hosts {name}',
+                "host_not_allowed",
+            )
+        if origin is not None and origin.partition("://")[2].lower() != host.lower():
+            raise RequestError(403, f'a page of "{origin}" may not use this service', "origin_not_allowed")
+        if self.token and path not in OPEN and not self.knows(headers.get("authorization", "")):
+            raise RequestError(401, "this service needs its token, as: Authorization: Bearer TOKEN", "invalid_api_key")
+
+    def knows(self, authorization: str) -> bool:
+        """Takes as long for a token that is nearly right as for any other of its length."""
+        scheme, _, token = authorization.partition(" ")
+        return scheme.lower() == "bearer" and secrets.compare_digest(token.strip().encode(), self.token.encode())
+
+
+def name_of(host: str) -> str:
+    """Example: name_of("[::1]:8000") == "::1"; empty where there is none"""
+    try:
+        return urlsplit(f"//{host}").hostname or ""
+    except ValueError:
+        return ""
+
+
+def trusted(name: str, hosts: Sequence[str]) -> bool:
+    """Example: trusted("a.example.org", ["*.example.org"]); trusted("10.0.0.7", [])"""
+    return bool(name) and (is_address(name) or any(matches(name, host.lower()) for host in hosts))
+
+
+def matches(name: str, pattern: str) -> bool:
+    return pattern in ("*", name) or (pattern.startswith("*.") and name.endswith(pattern[1:]))
+
+
+def is_address(name: str) -> bool:
+    try:
+        ipaddress.ip_address(name)
+    except ValueError:
+        return False
+    return True
+
+
+def is_loopback(host: str) -> bool:
+    return host in LOOPBACK or (is_address(host) and ipaddress.ip_address(host).is_loopback)
+
+
+def token_of(option: str) -> str:
+    """The option, or the environment's; empty for none. UserError where it cannot be sent in a header."""
+    token = option or os.environ.get(TOKEN, "")
+    if not (token.isascii() and token.isprintable()) or " " in token:
+        raise UserError("the token must be letters, digits and signs of ASCII, without spaces")
+    return token
+
+
+def warning(host: str, port: int, token: str) -> str:
+    """Empty where only this machine gets in, or only who has the token."""
+    if token or is_loopback(host):
+        return ""
+    return f"{host}:{port} is open to everyone who can reach it: set {TOKEN}, or give --token"

@@ -1,0 +1,102 @@
+"""A request and its rows as they grow: tokens become text, and text ends at a stop string."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+
+from pellucid.models.drawing import WHOLE, Truncation
+
+REPLACEMENT = "\ufffd"
+"""What an incomplete character decodes to: its last token is yet to come."""
+LONGEST_CHARACTER = 16
+"""Tokens. A character has four bytes at most: what is not whole after these never will be, and is told as it is."""
+
+
+class Piece(NamedTuple):
+    """News of one row."""
+
+    row: int
+    """Of the request, from 0."""
+    text: str
+    """What has been added."""
+    token_ids: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    reason: str = ""
+    """`stop` or `length` in the last piece of a row."""
+
+
+@dataclass(eq=False)
+class Request:
+    """n answers to a prompt. `tell` is called in the engine's thread, with None when all rows have ended, or with what
+    went wrong.
+    """
+
+    prompt_ids: Sequence[int]
+    tell: Callable[[Piece | Exception | None], None]
+    n: int = 1
+    max_tokens: int = 256
+    temperature: float = 1.0
+    truncation: Truncation = WHOLE
+    stop: Sequence[str] = ()
+    seed: int = 0
+    cancelled: bool = False
+    """Set by whoever no longer waits."""
+    beginnings: tuple[str, ...] = field(init=False)
+    """Of stop strings, the longest first: text that ends in one may be about to stop."""
+
+    def __post_init__(self) -> None:
+        parts = {stop[:n] for stop in self.stop for n in range(1, len(stop))}
+        self.beginnings = tuple(sorted(parts, key=len, reverse=True))
+
+
+@dataclass(eq=False)
+class Row:
+    request: Request
+    index: int
+    random: torch.Generator
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    untold: str = ""
+    """Text of tokens that is not told yet: a stop string may begin here, and in nothing that was told before."""
+    decoded: tuple[int, int] = (0, 0)
+    """Where the last tokens that were decoded begin and end."""
+    told_tokens: int = 0
+
+    def add(self, token: int, logprob: float, policy: Any) -> Piece | None:
+        """What there is to tell with one more token, if there is anything; the last piece has a reason."""
+        self.token_ids.append(token)
+        self.logprobs.append(logprob)
+        full = len(self.token_ids) >= self.request.max_tokens
+        ended = token in policy.eos_ids
+        if not self.decode(policy, ended or full):
+            return None
+        cut = min((at for stop in self.request.stop if (at := self.untold.find(stop)) >= 0), default=-1)
+        reason = "stop" if ended or cut >= 0 else "length" if full else ""
+        told = cut if cut >= 0 else len(self.untold) - (0 if reason else self._held_back())
+        return self._piece(told, reason) if told or reason else None
+
+    def decode(self, policy: Any, ended: bool) -> bool:
+        """Adds the text of new tokens, read behind the last ones: the first of a text may decode without its space.
+        False where a character is not whole, and more may come.
+        """
+        first, end = self.decoded
+        before, now = policy.decode(self.token_ids[first:end]), policy.decode(self.token_ids[first:])
+        if now.endswith(REPLACEMENT) and not ended and len(self.token_ids) - end < LONGEST_CHARACTER:
+            return False
+        self.untold += now[len(before) :]
+        self.decoded = end, len(self.token_ids)
+        return True
+
+    def _held_back(self) -> int:
+        """Characters at the end that may begin a stop string."""
+        return next((len(part) for part in self.request.beginnings if self.untold.endswith(part)), 0)
+
+    def _piece(self, characters: int, reason: str) -> Piece:
+        new = slice(self.told_tokens, None)
+        text, self.untold = self.untold[:characters], self.untold[characters:]
+        self.told_tokens = len(self.token_ids)
+        return Piece(self.index, text, tuple(self.token_ids[new]), tuple(self.logprobs[new]), reason)

@@ -1,0 +1,69 @@
+"""A real server of a tiny random model on the loopback, and what a client needs."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+import urllib.error
+import urllib.request
+from contextlib import contextmanager
+from dataclasses import replace
+
+from conftest import make_policy
+from pellucid.serve import connections
+from pellucid.serve.api import application
+from pellucid.serve.command import listening, url_of
+from pellucid.serve.decoding import Served
+from pellucid.serve.engine import Engine
+
+TEMPLATE = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
+
+
+@contextmanager
+def running(patience=10.0, grace=10.0, **changes):
+    """A service of a tiny random model, and its address; `served.stop` is what a signal does to it."""
+    policy = changes.pop("policy", None) or make_policy("llama")
+    policy.tokenizer.chat_template = TEMPLATE
+    rows, waiting = changes.pop("rows", 16), changes.pop("waiting", 64)
+    served = replace(Served("tiny", policy, Engine(policy, rows, waiting), max_tokens=24), **changes)
+    server, socket = connections.server(application(served), patience, grace), listening("127.0.0.1", 0)
+    object.__setattr__(served, "stop", lambda: connections.stopper(server, served.engine.close, grace)(15, None))
+    threads = [
+        threading.Thread(target=server.run, kwargs={"sockets": [socket]}, daemon=True),
+        threading.Thread(target=served.engine.run, daemon=True),
+    ]
+    for thread in threads:
+        thread.start()
+    try:
+        yield served, url_of(*socket.getsockname())
+    finally:
+        server.should_exit = True
+        served.engine.close()
+        for thread in threads:
+            thread.join(20)
+
+
+def request(url, body=None, raw=None, headers=(), seconds=30):
+    """Status and parsed answer; a GET where there is no body."""
+    data = raw if raw is not None else None if body is None else json.dumps(body).encode()
+    asked = urllib.request.Request(url, data, {"Content-Type": "application/json", **dict(headers)})
+    try:
+        with urllib.request.urlopen(asked, timeout=seconds) as response:
+            return response.status, json.load(response)
+    except urllib.error.HTTPError as error:
+        return error.code, json.load(error)
+
+
+def post(url, body, raw=None):
+    return request(url, body, raw)
+
+
+def chat(text="2+3=", **settings):
+    return {"messages": [{"role": "user", "content": text}], **settings}
+
+
+def wait_until(condition):
+    """One that never holds is for the suite's own time limit to tell."""
+    while not condition():
+        time.sleep(0.01)
