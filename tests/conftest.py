@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.nn.functional as F
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import (
     Gemma3ForCausalLM,
@@ -177,6 +178,16 @@ class OneProcessRuntime:
             "skipped": 0.0,
             "idle": 0.0,
         }
+
+
+def products_know_no_neighbours():
+    """Whether a row of a bf16 product has the same bits however many rows there are: so it is where there is no AMX."""
+    x, w = torch.randn(3, 96, 32).bfloat16(), torch.randn(3, 64, 32).bfloat16()
+    whole, flat = x @ w.mT, F.linear(x[0], w[0])
+    rows = (1, 3, 8, 40)
+    return all(torch.equal(x[:, :n].contiguous() @ w.mT, whole[:, :n]) for n in rows) and all(
+        torch.equal(F.linear(x[0, :n], w[0]), flat[:n]) for n in rows
+    )
 
 
 @pytest.fixture

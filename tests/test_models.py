@@ -20,7 +20,15 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
-from conftest import EOS, VOCAB, CountDigits, character_tokenizer, tiny_gemma, tiny_gpt2
+from conftest import (
+    EOS,
+    VOCAB,
+    CountDigits,
+    character_tokenizer,
+    products_know_no_neighbours,
+    tiny_gemma,
+    tiny_gpt2,
+)
 from pellucid import logprobs
 from pellucid.batch import Batch, collate
 from pellucid.models import attention, packed
@@ -469,16 +477,6 @@ def test_what_was_sampled_is_what_is_scored(name, temperature):
     batch = collate(sampler.generate(CountDigits().sample(0, 4), 8, seed="0/0"), policy.device)
     gap = (policy.score(batch).logprobs.detach() - batch.sampler_logprobs)[batch.mask].abs().max()
     assert gap < 1e-4
-
-
-def products_know_no_neighbours():
-    """Whether a row of a bf16 product has the same bits however many rows there are: so it is where there is no AMX."""
-    x, w = torch.randn(3, 96, 32).bfloat16(), torch.randn(3, 64, 32).bfloat16()
-    whole, flat = x @ w.mT, F.linear(x[0], w[0])
-    rows = (1, 3, 8, 40)
-    return all(torch.equal(x[:, :n].contiguous() @ w.mT, whole[:, :n]) for n in rows) and all(
-        torch.equal(F.linear(x[0, :n], w[0]), flat[:n]) for n in rows
-    )
 
 
 def test_a_row_is_no_other_where_it_is_alone():
