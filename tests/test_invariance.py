@@ -12,6 +12,7 @@ import torch
 from conftest import character_tokenizer, make_policy, products_know_no_neighbours, tiny_llama
 from pellucid.models import decoding, invariance
 from pellucid.policy import Policy
+from pellucid.serve import command, host
 from pellucid.types import UserError
 
 ROWS = 16
@@ -68,6 +69,20 @@ def test_where_it_is_not_so_one_line_says_what_to_do(monkeypatch):
     monkeypatch.setattr(invariance, "batch_invariant", lambda policy, rows: False)
     with pytest.raises(UserError, match=r"^--batch-invariant: [^\n]* in float32 [^\n]*--dtype bfloat16[^\n]*$"):
         invariance.check(make_policy("llama"), ROWS)
+
+
+def test_a_service_of_which_this_was_asked_starts_only_where_it_is_so(model_dir, monkeypatch):
+    monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", "DEFAULT")
+    monkeypatch.setattr(
+        invariance, "batch_invariant", lambda policy, rows: policy.dtype == torch.bfloat16 and rows == 5
+    )
+    options = [str(model_dir), "--rows", "5", "--batch-invariant", "--dtype"]
+    assert host.load(command.parsed([*options, "bfloat16"], model=True)).policy.dtype == torch.bfloat16
+    with pytest.raises(UserError, match="float32 depend on the rows beside it"):
+        host.load(command.parsed([*options, "float32"], model=True))
+    monkeypatch.delenv("ONEDNN_MAX_CPU_ISA")
+    host.load(command.parsed([*options, "bfloat16"], model=True))
+    assert os.environ.pop("ONEDNN_MAX_CPU_ISA") == "AVX512_CORE_BF16"
 
 
 def test_onednn_does_without_amx_unless_someone_has_set_a_limit(monkeypatch):

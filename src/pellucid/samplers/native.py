@@ -31,7 +31,9 @@ class Native:
 
     @torch.no_grad()
     def generate(self, prompts: Sequence[Prompt], group_size: int, seed: str) -> list[Group]:
-        """Each row draws with its own random numbers, so its completion does not depend on its neighbours."""
+        """Each row draws with random numbers of its own. Whether its log-probs depend on the rows beside it, by a
+        rounding that may in time change a token, is for the products of the machine: see models/invariance.py.
+        """
         prompt_ids = [self.policy.encode(prompt) for prompt in prompts]
         check_lengths(prompt_ids, self.policy.context_length - self.max_tokens)
         seeds = [row_seed(seed, prompt, g) for prompt in prompts for g in range(group_size)]

@@ -114,7 +114,9 @@ def said(error: dict[str, Any]) -> str:
 
 
 async def solve(served: Served, question: str) -> dict[str, Any]:
-    """Greedy, so that the same question has the same answer."""
+    """Greedy: no random numbers. The same question has the same answer whoever else is answered, with
+    `serve --batch-invariant`, or where the processor computes so of itself.
+    """
     start = time.perf_counter()
     system = ({"role": "system", "content": served.system},) if served.system else ()
     prompt = Prompt("solve", (*system, {"role": "user", "content": question}))

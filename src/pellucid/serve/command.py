@@ -52,6 +52,9 @@ def parsed(arguments: list[str], model: bool) -> argparse.Namespace:
     parser.add_argument("--dtype", default="auto", choices=["auto", "float32", "bfloat16", "float16"])
     parser.add_argument("--device", default="auto")
     parser.add_argument("--rows", type=int, default=64, help="answers decoded at once")
+    parser.add_argument(
+        "--batch-invariant", action="store_true", help="no answer depends on the others, or it does not start"
+    )
     parser.add_argument("--max-tokens", type=int, default=512, help="of an answer, where a request does not say")
     parser.add_argument("--timeout", type=float, default=120.0, help="seconds of a request")
     parser.add_argument("--body-bytes", type=int, default=1_000_000, help="of a request")

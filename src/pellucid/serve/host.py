@@ -9,6 +9,7 @@ import socket
 import threading
 
 from pellucid import config, folder, hardware, policy
+from pellucid.models import invariance
 from pellucid.serve import connections
 from pellucid.serve.api import application
 from pellucid.serve.command import url_of
@@ -46,11 +47,15 @@ def host(options: argparse.Namespace, listening: socket.socket) -> None:
 def load(options: argparse.Namespace) -> Served:
     """The policy; from a run also the task that taught it, and how that run compares answers."""
     hardware.keep_freed_memory()
+    if options.batch_invariant:
+        invariance.leave_amx()
     run = folder.run_of(options.model)
     settings = config.load(run / "config.json") if run else None
     model = str(folder.model_of(run)) if run else options.model
     device = hardware.pick_device(options.device)
     frozen = policy.load_frozen(model, device, hardware.pick_dtype(options.dtype, device), temperature=1.0)
+    if options.batch_invariant:
+        invariance.check(frozen, options.rows)
     return Served(
         name=options.name or options.model.rstrip("/").rpartition("/")[2],
         policy=frozen,
