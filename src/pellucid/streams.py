@@ -36,3 +36,13 @@ def logged(descriptor: int) -> io.TextIOWrapper:
     """A stream to a file that others look at, a line at a time; what cannot be encoded is named."""
     raw: Any = Unheard(descriptor, "w", closefd=False)
     return io.TextIOWrapper(io.BufferedWriter(raw), "utf-8", "backslashreplace", line_buffering=True)
+
+
+def plugged() -> None:
+    """Descriptors 0 to 2 are open, in processes that are started too: there no other file gets their numbers."""
+    for descriptor in range(3):
+        try:
+            os.fstat(descriptor)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)  # it gets the lowest number that is free
+        os.set_inheritable(descriptor, True)

@@ -66,6 +66,14 @@ def keep_busy_and_unread():
     return Reward(1.0)
 
 
+def start_a_process():
+    """Its exit status is the reward."""
+    process = multiprocessing.get_context("spawn").Process(target=sys.exit, args=(3,))
+    process.start()
+    process.join()
+    return Reward(float(process.exitcode))
+
+
 def recurse():
     return recurse()
 
@@ -153,7 +161,7 @@ BEHAVIOURS = {
     "leaves a program and hangs": lambda: leave_a_program(hangs=True),
     "leaves a program and exits": lambda: (leave_a_program(hangs=False), os._exit(0)),
     "keeps busy": keep_busy_and_unread,
-    "starts processes": lambda: Reward(float(multiprocessing.get_context("spawn").Pool(1).apply(abs, (-3,)))),
+    "starts processes": start_a_process,
     "names": names_seen,
     "session": lambda: Reward(float(os.getsid(0)), {"group": float(os.getpgrp())}),
 }

@@ -27,6 +27,7 @@ from pathlib import Path
 from typing import Any
 from weakref import WeakSet
 
+from pellucid import streams
 from pellucid.settings import RewardConfig
 from pellucid.tasks import worker
 from pellucid.tasks.wrappers import with_split
@@ -151,6 +152,7 @@ class Worker:
         self._connection, theirs = multiprocessing.Pipe()
         # No daemon, as multiprocessing calls it: those may not start processes, and some rewards do.
         self._process = SPAWN.Process(target=worker.work, args=(theirs, task, place))
+        streams.plugged()
         with safe_path():
             self._process.start()
         theirs.close()

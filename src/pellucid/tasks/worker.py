@@ -103,14 +103,18 @@ def settle(place: Place) -> None:
 
 
 def redirect(log: str) -> None:
-    """What this process and those that it starts print goes into the log, or nowhere where there can be none."""
+    """What this process and those that it starts print goes into the log, or nowhere where there can be none; they read
+    nothing.
+    """
     flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND
     try:
         output = os.open(log, flags, 0o666)
     except OSError:
         output = os.open(os.devnull, flags)
-    for descriptor in (1, 2):
-        os.dup2(output, descriptor)
+    nothing = os.open(os.devnull, os.O_RDONLY)
+    for taken, descriptor in ((nothing, 0), (output, 1), (output, 2)):
+        os.dup2(taken, descriptor)
+    os.close(nothing)
     os.close(output)
     sys.stdout, sys.stderr = streams.logged(1), streams.logged(2)
 
