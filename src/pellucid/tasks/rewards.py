@@ -1,7 +1,7 @@
 """The terms of a reward: what one `[[task.rewards]]` table names, from exact match to a function of the user's own.
 
-`exact`, `numeric` and `math` compare the answer with the gold answer. The answer is the content of an `<answer>` tag
-that ends the completion, where there is exactly one, otherwise the whole completion.
+`exact`, `numeric` and `math` compare the answer with the gold answer. The answer is what an `<answer>` tag holds that
+ends the completion, otherwise what follows `</think>`, or all of it; if there is a `\\boxed{}` in that, the last one.
 
 A function of the user's own has TRL's signature and needs no change: `def reward(completions, **columns)`, plain or
 `async`, returns one number for each completion, or None where it does not apply. It is called with one completion at a
@@ -24,7 +24,7 @@ from typing import Any
 
 from pellucid.extras import extra
 from pellucid.tasks import did_you_mean, load_object
-from pellucid.tasks.answers import answer_tag, last_number, tagged
+from pellucid.tasks.answers import answer_tag, answered, last_number, only_number, tagged
 from pellucid.types import Completion, Prompt, UserError
 
 NOT_COLUMNS = ("prompt", "completion", "completion_ids")
@@ -83,13 +83,13 @@ COMPARE_WITH_GOLD = ("exact", "numeric", "math")
 
 def exact(text: str, gold: str) -> float:
     """1 if the answers agree up to letter case and white space."""
-    return float(folded(answer_of(text)) == folded(gold))
+    return float(folded(answered(text)) == folded(gold))
 
 
 def numeric(text: str, gold: str) -> float:
-    """1 if the last numbers of both are equal: 1,080 = 1080 = 1080.0."""
-    found = last_number(answer_of(text))
-    return float(found is not None and found == last_number(gold))
+    """1 if the last number of the answer is the gold answer: 1,080 = 1080 = 1080.0."""
+    found = last_number(answered(text))
+    return float(found is not None and found == only_number(gold))
 
 
 def math(text: str, gold: str) -> float | None:
@@ -111,11 +111,6 @@ def regex(text: str, pattern: str) -> float:
 def length(tokens: int, limit: int) -> float:
     """Minus the share of `limit` that was used, not below -1."""
     return max(-1.0, -tokens / limit)
-
-
-def answer_of(text: str) -> str:
-    inside = answer_tag(text)
-    return text if inside is None else inside
 
 
 def folded(text: str) -> str:
