@@ -15,16 +15,15 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-import logging
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cache, lru_cache
+from functools import cache
 from typing import Any
 
-from pellucid.extras import extra
 from pellucid.tasks import did_you_mean, load_object
-from pellucid.tasks.answers import answer_tag, answered, last_number, only_number, tagged
+from pellucid.tasks.answers import answered, last_number, only_number, tagged
+from pellucid.tasks.formulas import math_verify, states_formula
 from pellucid.types import Completion, Prompt, UserError
 
 NOT_COLUMNS = ("prompt", "completion", "completion_ids")
@@ -93,14 +92,9 @@ def numeric(text: str, gold: str) -> float:
 
 
 def math(text: str, gold: str) -> float | None:
-    """1 if math-verify finds the expressions equal; None where it cannot read the gold answer."""
-    expected = boxed_expression(gold)
-    if not expected:
-        return None
-    parse, verify = math_verify()
-    inside = answer_tag(text)
-    found = parse(text, parsing_timeout=None) if inside is None else boxed_expression(inside)
-    return float(verify(expected, found, timeout_seconds=None))
+    """1 if the answer states the formula, by math-verify, or the word; None where the gold answer cannot be read."""
+    stated = states_formula(text, gold)
+    return None if stated is None else float(stated)
 
 
 def regex(text: str, pattern: str) -> float:
@@ -123,23 +117,6 @@ def compiled(pattern: str) -> re.Pattern[str]:
         return re.compile(pattern)
     except re.error as error:
         raise ValueError(f'pattern = "{pattern}" is no regular expression: {error}') from error
-
-
-@cache
-def math_verify() -> tuple[Callable[..., list[Any]], Callable[..., bool]]:
-    """math-verify's parse and verify."""
-    library = extra("math_verify", "data", 'reward "math"')
-    # It warns, every time, of running without its own time limits. They need the main thread and make a slow comparison
-    # a silent 0; the sandbox has a limit for every reward, and shows what it stopped.
-    logging.getLogger("math_verify").setLevel(logging.ERROR)
-    return library.parse, library.verify
-
-
-@lru_cache(maxsize=1024)
-def boxed_expression(text: str) -> list[Any]:
-    """A text that is an expression, with or without LaTeX delimiters."""
-    parse, _ = math_verify()
-    return parse(text if "$" in text or r"\boxed" in text else rf"\boxed{{{text}}}", parsing_timeout=None)
 
 
 @cache
