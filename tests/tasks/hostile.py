@@ -124,11 +124,12 @@ SCRAPS = (
         "1. ",
     ),
 )
+WARM = ("7919", "$\\frac{x}{2}$", "\\boxed{\\sqrt{2} + 3}", "<answer>1, 2, 3</answer>", "\\boxed{\\{f(x) = 2\\}}")
 WRONG = ("\\boxed{5}", "<answer>5</answer>", "\\boxed{\\frac{5}{2}}", "<answer>\\boxed{5}</answer>")
 
 
 def texts(n: int, seed: int = 0) -> Iterator[str]:
-    """Of five shapes; where the gold answer is among them, another one is marked as the answer behind it."""
+    """Of five shapes; where the gold answer is in one, another is marked behind it, in a box that nothing can open."""
     for i in range(n):
         rng = Random(f"hostile/{seed}/{i}")
         length = int(10 ** rng.uniform(0.5, 4.3))
@@ -143,9 +144,10 @@ def texts(n: int, seed: int = 0) -> Iterator[str]:
         elif shape == 2:
             yield once * rng.randint(1, 12) + rng.choice(WRONG)
         elif shape == 3:
-            yield noise + GOLD + "".join(rng.choices(SCRAPS, k=20)) + rng.choice(WRONG)
+            yield noise + GOLD + "".join(rng.choices(SCRAPS, k=20)) + "\\boxed{5}"
         else:
-            yield few[0] * (length // 2) + "\\boxed{" + once * rng.randint(1, 30) + "}" * rng.randint(0, 3)
+            box = "\\boxed{" + once * rng.randint(1, 30) + "}" * rng.randint(0, 3)
+            yield (few[0] * length)[: max(0, length - len(box))] + box
 
 
 def completion(text: str) -> Completion:
@@ -153,7 +155,7 @@ def completion(text: str) -> Completion:
 
 
 def of_task(task: object, prompt: Prompt) -> Callable[[str], bool]:
-    return lambda text: task.reward(prompt, completion(text)).is_correct  # ty: a task, by its seam
+    return lambda text: task.reward(prompt, completion(text)).is_correct
 
 
 def of_term(name: str, gold: str) -> Callable[[str], bool]:
@@ -163,7 +165,7 @@ def of_term(name: str, gold: str) -> Callable[[str], bool]:
 def graders() -> dict[str, Callable[[str], bool]]:
     """Whether a text is credited. The literal forms credit what they contain, and are asked for their speed only."""
     # With a sum that no scrap is, and pieces that no scrap states.
-    pieces = {"right": 3, "left": -2, "p": 3, "m": 4000, "q": 4000, "k": 2}
+    pieces = {"right": 3, "left": -2, "p": 1, "m": 4000, "q": 4000, "k": 2}
     number = Prompt("p", "?", GOLD)
     continuity = Prompt("p", "?", "", {"pieces": pieces})
     ask = {
@@ -173,7 +175,7 @@ def graders() -> dict[str, Callable[[str], bool]]:
         "math, a formula": of_term("math", "\\frac{7x^2}{\\sqrt{7}}"),
         "math, a word": of_term("math", "seventy"),
         "arithmetic": of_task(Arithmetic(), number),
-        "countdown": of_task(Countdown(), Prompt("p", "?", "143", {"numbers": [17, 7, 71]})),
+        "countdown": of_task(Countdown(), Prompt("p", "?", "190", {"numbers": [17, 7, 71]})),
         "continuity": of_task(Continuity(), continuity),
         "gsm8k strict": of_task(Gsm8k(), number),
         "expected whole": of_task(Expected(), Prompt("p", "?", "77")),
@@ -190,6 +192,9 @@ def graders() -> dict[str, Callable[[str], bool]]:
 def main(n: int) -> None:
     every = list(texts(n))
     failures = 0
+    for credits in graders().values():
+        for text in WARM:  # sympy is imported, and its parser learns the grammar, with the first formulas
+            credits(text)
     for name, credits in graders().items():
         slowest, slow, credited, raised = (0.0, ""), 0, [], []
         for text in every:

@@ -1,6 +1,8 @@
 from fractions import Fraction
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from pellucid.tasks.answers import (
     answer_tag,
@@ -356,3 +358,63 @@ def test_an_answer_tag_counts_where_it_is_alone_and_last(text, answer):
 )
 def test_reasoning_and_answer_are_told_apart_only_where_both_are_there(text, parts):
     assert reasoning_and_answer(text) == parts
+
+
+PROSE = st.text(alphabet="ab 7\n.,-\u7b54", max_size=12)
+
+
+@given(PROSE, PROSE)
+def test_tags_around_any_text_are_taken_off(reasoning, answer):
+    text = f"<think>{reasoning}</think> <answer>{answer}</answer>"
+    assert tagged(text) == answer_tag(text) == answered(text) == answer.strip()
+    assert reasoning_and_answer(text) == (reasoning.strip(), answer.strip())
+    assert tagged(text + "<answer>") is None
+
+
+GROUPS = st.recursive(
+    st.text(alphabet="x7 ^\u00e9", max_size=4),
+    lambda inner: st.lists(inner, max_size=3).map(lambda s: "{" + "".join(s) + "}"),
+)
+
+
+@given(st.lists(GROUPS, max_size=4).map("".join), PROSE)
+def test_a_box_holds_whatever_braces_are_balanced(inside, behind):
+    assert last_box(r"\boxed{1}, no: \boxed{" + inside + "}" + behind) == inside.strip()
+
+
+@st.composite
+def written_numbers(draw):
+    """A number, and one of the ways to write it."""
+    whole, places = draw(st.integers(0, 10**9)), draw(st.text(alphabet="0123456789", min_size=1, max_size=4))
+    bottom, negative = draw(st.integers(1, 99)), draw(st.booleans())
+    forms = {
+        str(whole): Fraction(whole),
+        f"{whole:,}": Fraction(whole),
+        f"{whole:_}".replace("_", "\u202f"): Fraction(whole),
+        f"{whole:,}.{places}": Fraction(f"{whole}.{places}"),
+        f"{whole}/{bottom}": Fraction(whole, bottom),
+        rf"\frac{{{whole}}}{{{bottom}}}": Fraction(whole, bottom),
+        f"{whole} {bottom}/{bottom + 1}": whole + Fraction(bottom, bottom + 1),
+        f"{whole}e2": Fraction(100 * whole),
+        str(whole).translate({48 + digit: 0xFF10 + digit for digit in range(10)}): Fraction(whole),
+    }
+    form = draw(st.sampled_from(sorted(forms)))
+    return ("-" + form, -forms[form]) if negative else (form, forms[form])
+
+
+@given(
+    written_numbers(),
+    st.sampled_from(["", "so ", "3, then ", "= ", "\u7b54\u6848\u662f", "("]),
+    st.sampled_from(["", ".", " cm", ")", "%"]),
+)
+def test_a_number_is_read_in_whatever_way_it_is_written(number, before, behind):
+    form, value = number
+    assert last_number(before + form + behind) == value
+    if "3" not in before and "=" not in before:
+        assert only_number(before + form + behind) == value
+
+
+@given(st.text(alphabet="0123456789 .,'-+*/^_=(){}[]\\\\frac$%xek:\u00bd\u00b2\u2212\uff17", max_size=30))
+def test_what_is_one_number_is_the_last_number(text):
+    if only_number(text) is not None:
+        assert only_number(text) == last_number(text)

@@ -5,12 +5,12 @@ from __future__ import annotations
 from fractions import Fraction
 
 import pytest
+from math_pairs import is_right, rows
 
 from pellucid.tasks import formulas
 from pellucid.tasks.bounds import DEEPEST, LONGEST, computable, depth, signs
 from pellucid.tasks.formulas import conclusion, plain_number, states_formula
 from pellucid.tasks.latex import Written, is_words, written
-from tasks.math_pairs import is_right, rows
 
 TABLE = rows()
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-LONGEST = 120
+LONGEST = 80
 """Signs of a formula, a command or a number being one; a longer one is no answer."""
 DEEPEST = 4
 """Brackets within brackets: parsing takes longer with each."""
