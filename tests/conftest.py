@@ -7,6 +7,7 @@ import random
 from dataclasses import dataclass
 from pathlib import Path
 
+import hypothesis
 import pytest
 import torch
 import torch.nn.functional as F
@@ -25,6 +26,10 @@ from transformers import (
 import simulated_device
 from pellucid.policy import Policy
 from pellucid.types import Completion, Prompt, Reward
+
+# The same examples in every run, none kept in files, and no limit by the clock.
+hypothesis.settings.register_profile("suite", derandomize=True, database=None, deadline=None)
+hypothesis.settings.load_profile("suite")
 
 CHARACTERS = "0123456789+*-=? abcdefghijk"
 EOS = len(CHARACTERS)

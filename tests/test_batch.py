@@ -7,6 +7,8 @@ from dataclasses import replace
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from pellucid.batch import collate, concat, grades_of, task_rewards
 from pellucid.types import Completion, Group, Prompt, Reward
@@ -72,3 +74,41 @@ def test_one_prompt_without_a_token_is_one_too_many():
     """Its rows would be predicted from the last token of its neighbour."""
     with pytest.raises(ValueError, match="a prompt without a token"):
         collate([group(1, 1), replace(group(1, 1), prompt_ids=())], CPU)
+
+
+@given(
+    st.lists(
+        st.lists(st.lists(st.integers(0, 5), min_size=1, max_size=6), min_size=1, max_size=4), min_size=1, max_size=4
+    ),
+    st.integers(0, 5),
+)
+def test_what_is_collated_can_be_taken_apart_again(responses, size):
+    """Tokens that equal the padding included: rows are told apart by their lengths."""
+    groups = [
+        Group(
+            Prompt(str(p), "?"),
+            (p, 9),
+            tuple(Completion(tuple(ids), (-0.5 - p,) * len(ids), "", bool(ids[0])) for ids in rows),
+        )
+        for p, rows in enumerate(responses)
+    ]
+    batch = collate(groups, CPU)
+    rows = [
+        (
+            row.prompt_ids[int(row.prompt_of[i])],
+            row.response_ids[i][row.mask[i]].tolist(),
+            row.sampler_logprobs[i][row.mask[i]].tolist(),
+            bool(row.finished[i]),
+        )
+        for row in batch.chunks(size)
+        for i in range(len(row))
+    ]
+    assert rows == [
+        (group.prompt_ids, list(c.token_ids), list(c.logprobs), c.finished)
+        for group in groups
+        for c in group.completions
+    ]
+    joined = concat([collate([group], CPU) for group in groups])
+    assert joined.prompt_ids == batch.prompt_ids
+    for name, x in batch.tensors().items():
+        assert torch.equal(getattr(joined, name), x), name

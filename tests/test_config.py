@@ -9,6 +9,9 @@ import tomllib
 from pathlib import Path
 
 import pytest
+from hypothesis import given
+from hypothesis import settings as examples
+from hypothesis import strategies as st
 
 from pellucid import config, settings
 from pellucid.tasks.arithmetic import Arithmetic
@@ -245,3 +248,47 @@ def test_mistakes_in_nested_tasks_name_their_place(tmp_path, text, said):
         config.load(recipe(tmp_path, text))
     assert said in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+@examples(max_examples=10)
+@given(
+    seed=st.integers(0, 2**31),
+    lr=st.floats(1e-9, 1.0),
+    template=st.text(max_size=10).map(lambda text: text + "{a}{operator}{b}"),
+    digits=st.integers(1, 1000),
+)
+def test_whatever_a_recipe_states_is_what_is_loaded_and_dumped(tmp_path_factory, seed, lr, template, digits):
+    path = tmp_path_factory.mktemp("recipe") / "recipe.toml"
+    stated = {"algorithm": {"seed": seed}, "optimizer": {"lr": lr}, "task": {"template": template, "digits": digits}}
+    # A string of JSON is one of TOML, but for the control character that JSON leaves as it is.
+    lines = (
+        f"[{name}]\n" + "".join(f"{key} = {json.dumps(value, ensure_ascii=False)}\n" for key, value in section.items())
+        for name, section in stated.items()
+    )
+    path.write_text("".join(lines).replace("\x7f", "\\u007f"), encoding="utf-8")
+    loaded = config.load(path)
+    assert contains(config.dump(loaded), stated)
+    dumped = path.with_name("config.json")
+    dumped.write_text(json.dumps(config.dump(loaded)))
+    assert config.dump(config.load(dumped)) == config.dump(loaded)
+
+
+@examples(max_examples=40)
+@given(
+    text=st.text(alphabet="[]=\"a.1-\n'{}", max_size=20)
+    | st.sampled_from(["[task]\n", "[algorithm]\n"]).flatmap(
+        lambda head: st.tuples(
+            st.sampled_from(["seed", "name", "steps", "lr", "x"]),
+            st.sampled_from(["1", "-1", "nan", '""', "[]", "true", "1e999"]),
+        ).map(lambda pair: f"{head}{pair[0]} = {pair[1]}\n")
+    )
+)
+def test_whatever_a_recipe_holds_it_is_settings_or_one_line(tmp_path_factory, text):
+    path = tmp_path_factory.mktemp("recipe") / "recipe.toml"
+    path.write_text(text, encoding="utf-8")
+    refusal = ""
+    try:
+        config.load(path)
+    except UserError as error:
+        refusal = str(error)
+    assert len(refusal.splitlines()) <= 1

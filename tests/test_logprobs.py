@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import settings as examples
+from hypothesis import strategies as st
 
 from pellucid import logprobs
 from pellucid.logprobs import Head, token_logprobs
@@ -95,3 +98,29 @@ def test_logits_are_reduced_in_fp32():
     assert logprob.dtype == torch.float32
     assert abs(float(logprob) + torch.tensor(4096.0).log()) < 1e-4
     assert abs(float(entropy) - torch.tensor(4096.0).log()) < 1e-4
+
+
+@examples(max_examples=40)
+@given(
+    tokens=st.integers(1, 9),
+    vocabulary=st.integers(2, 40),
+    many=st.integers(1, 200),
+    few=st.integers(1, 200),
+    temperature=st.floats(0.1, 3.0),
+    seed=st.integers(0, 999),
+)
+def test_however_the_chunks_fall_they_give_what_the_whole_gives(tokens, vocabulary, many, few, temperature, seed):
+    generator = torch.Generator().manual_seed(seed)
+    hidden, weight = (
+        torch.randn(n, 4, dtype=torch.float64, generator=generator).requires_grad_() for n in (tokens, vocabulary)
+    )
+    chosen = torch.randint(vocabulary, (tokens,), generator=generator)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(logprobs, "MANY", many)
+        patch.setattr(logprobs, "FEW", few)
+        ours = token_logprobs(hidden, Head(weight, weight), chosen, temperature, entropy_grad=True)
+        mine = torch.autograd.grad(sum(x.sum() for x in ours), (hidden, weight))
+    theirs = plain(hidden, weight, chosen, temperature, 0.0, 1.0, 0.0)
+    gradients = torch.autograd.grad(sum(x.sum() for x in theirs), (hidden, weight))
+    for one, other in zip((*ours, *mine), (*theirs, *gradients), strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=1e-11)

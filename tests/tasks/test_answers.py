@@ -1,8 +1,19 @@
 from fractions import Fraction
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from pellucid.tasks.answers import answer_tag, last_number, reasoning_and_answer, tagged
+from pellucid.tasks.answers import (
+    answer_tag,
+    answered,
+    last_box,
+    last_number,
+    marked_answer,
+    only_number,
+    reasoning_and_answer,
+    tagged,
+)
 
 
 @pytest.mark.parametrize(
@@ -77,6 +88,171 @@ def test_a_slash_divides(text, number):
     assert last_number(text) == number
 
 
+@pytest.mark.parametrize(
+    ("text", "number"),
+    [
+        ("Let me think...7", 7),
+        ("=...7", 7),
+        ("is it .7?", Fraction(7, 10)),
+        ("- 7", -7),
+        ("x = - 7", -7),
+        ("The answer is - 7.", -7),
+        ("(- 7)", -7),
+        ("7 - 3 - 2", 2),
+        ("x - 3", 3),
+        ("Total - 7", 7),
+        ("7\n-3", -3),
+        ("\u20137", -7),
+        ("\uff0d7", -7),
+        ("5\u20137", 7),
+        ("\uff0d\uff11\uff0c\uff10\uff18\uff10", -1080),
+    ],
+)
+def test_points_and_dashes_before_a_number(text, number):
+    assert last_number(text) == number
+
+
+@pytest.mark.parametrize(
+    ("text", "number"),
+    [
+        ("1 / 2", Fraction(1, 2)),
+        ("1 1/2", Fraction(3, 2)),
+        ("-1 1/2", Fraction(-3, 2)),
+        ("\u00bd", Fraction(1, 2)),
+        ("1\u00bd cups", Fraction(3, 2)),
+        (r"\frac{1}{8}", Fraction(1, 8)),
+        (r"-\dfrac{7}{2}", Fraction(-7, 2)),
+        (r"\frac{-7}{2}", Fraction(-7, 2)),
+        (r"\frac12", Fraction(1, 2)),
+        (r"33\frac13\%", Fraction(100, 3)),
+        ("1.5e3", 1500),
+        ("2E-3", Fraction(1, 500)),
+        (r"3 \times 10^4", 30_000),
+        ("6.02\u00d710^{23}", 602 * 10**21),
+        ("5k", 5000),
+        ("5 kg", 5),
+        ("1'080", 1080),
+        ("1\u2019080", 1080),
+        ("1 080", 1080),
+        ("1\u202f080\u202f000", 1_080_000),
+        (r"1\,080", 1080),
+        ("10 80", 80),
+        ("8 m^2", 8),
+        ("8 m\u00b2", 8),
+        (r"8\text{ cm}^{2}", 8),
+        ("so 9 = x^2", 9),
+    ],
+)
+def test_the_last_number_is_read_whole(text, number):
+    assert last_number(text) == number
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "12:30",
+        "2^{10}",
+        "2^10",
+        "2**10",
+        "(3)^2",
+        "5\u00b2",
+        "3^{2^{3}}",
+        "1/2/3",
+        "12/31/2024",
+        "1.000.000",
+        r"\sqrt{2}",
+        "\u221a2",
+        r"\frac{x}{8}",
+        "2 3/2",
+        "1e9999999999",
+        r"1 \times 10^{-5000}",
+        "9 and then 10^4",
+    ],
+)
+def test_what_cannot_be_read_whole_is_no_number_and_no_part_of_it_is(text):
+    assert last_number(text) is None
+
+
+@pytest.mark.parametrize(
+    ("text", "number"),
+    [
+        ("-1,080.5", Fraction(-2161, 2)),
+        ("\u20135", -5),
+        (r"\frac{1}{2}", Fraction(1, 2)),
+        (r"$3 \times 10^4$", 30_000),
+        ("1.5e3", 1500),
+        ("5 m^2", 5),
+        ("18 dollars", 18),
+        (r"\$18", 18),
+        ("5%", 5),
+        (r"90^\circ", 90),
+        ("60 km/h", 60),
+        ("6\u4e2a", 6),
+        ("#### 18", 18),
+        ("12:30", None),
+        ("3 or 5", None),
+        ("x = 5", None),
+        ("3x", None),
+        (r"5\pi", None),
+        ("2 + 3", None),
+        ("5,0", None),
+        ("10^0", None),
+        ("5!", None),
+        ("> 5", None),
+        ("5-", None),
+        ("2 3/2", None),
+        ("seven", None),
+        ("", None),
+    ],
+)
+def test_a_text_that_is_a_number_and_nothing_else(text, number):
+    assert only_number(text) == number
+
+
+@pytest.mark.parametrize(
+    ("text", "answer"),
+    [
+        ("7", "7"),
+        (" so 7 \n", "so 7"),
+        ("", ""),
+        ("<answer>7</answer>", "7"),
+        (r"\boxed{3}. <answer> 7 </answer>", "7"),
+        (r"<answer>It is \boxed{7} now</answer>", "7"),
+        ("<answer>7</answer> or 8", "<answer>7</answer> or 8"),
+        (r"\boxed{7}", "7"),
+        (r"\boxed{7}, not 8", "7"),
+        (r"\boxed{0} is wrong. So \boxed{\frac{7}{2}}", r"\frac{7}{2}"),
+        (r"\boxed{\text{0}}", r"\text{0}"),
+        (r"\boxed{5,0}", "5,0"),
+        (r"\boxed {\{1, 2\}}", r"\{1, 2\}"),
+        (r"\boxed{\left\{1\right.}", r"\left\{1\right."),
+        (r"\fbox{1} \boxed{\boxed{2}}", "2"),
+        (r"\boxed{3} and then \boxed{4", r"\boxed{3} and then \boxed{4"),
+        (r"\boxed7", r"\boxed7"),
+        (r"<think>\boxed{3}?</think> No, 4.", "No, 4."),
+        (r"<think>3?</think> \boxed{4}", "4"),
+        (r"<think>\boxed{3}", "3"),
+        (r"<think>\boxed{3}</think>", ""),
+        ("</think><think>3</think>4", "4"),
+        (r"<answer>3</think></answer>", "3</think>"),
+    ],
+)
+def test_what_was_answered(text, answer):
+    """The one table that every grader rests on."""
+    assert answered(text) == answer
+
+
+@pytest.mark.parametrize("text", ["", "7", "<answer>7</answer> or 8", r"\boxed{4", r"<think>\boxed{3}</think> 4"])
+def test_where_nothing_is_marked_nothing_is(text):
+    assert marked_answer(text) is None
+
+
+def test_only_the_last_box_counts_even_where_it_does_not_close():
+    assert last_box(r"\boxed{1} \boxed{2} \boxed{3}") == "3"
+    assert last_box(r"\boxed{1} \boxed{2") is None
+    assert last_box("{}") is None
+
+
 @pytest.mark.parametrize("text", ["", " ", "seven", "-", ".", ",", "$", "1/0.0", "²"])
 def test_where_there_is_no_number_none_is_read(text):
     assert last_number(text) is None
@@ -89,7 +265,7 @@ def test_a_number_that_python_would_not_convert_is_no_answer():
     assert last_number("9" * 10_000 + " so 7") == 7
 
 
-N = 4_000_000
+N = 400_000
 HOSTILE = [
     "9" * N,
     "1" + ",111" * (N // 4),
@@ -106,13 +282,27 @@ HOSTILE = [
     "<think>" + " " * (N // 2) + "</think>" + " " * (N // 2) + "x<answer></answer>",
     "<answer>" * (N // 17) + "</answer>" * (N // 17),
     "\0\ud800\U0010ffff",
+    r"\boxed{" * (N // 7),
+    r"\boxed{1} " + r"\boxed" + " " * N,
+    r"\frac{1}" * (N // 8),
+    "\n" * N,
+    "a" * N,
+    "- " * (N // 2),
+    "1" + " " * N,
+    "1 1/" * (N // 4),
+    "1^{" * (N // 3),
+    "x" + "^1" * (N // 2),
+    "1" + ")" * N,
+    "$ " * (N // 2),
+    "1\u00bd" * (N // 2),
+    "1e" + "9" * N,
 ]
 
 
 @pytest.mark.parametrize("text", HOSTILE, ids=range(len(HOSTILE)))
 def test_hostile_texts_are_read_to_their_end(text):
-    """Four million characters: what took a step for each pair of them would take hours, not be merely slow."""
-    last_number(text), tagged(text), answer_tag(text)
+    """So long that what took a step for each pair of characters would run into the time limit of a test."""
+    last_number(text), only_number(text), tagged(text), answered(text)
 
 
 @pytest.mark.parametrize(
@@ -168,3 +358,63 @@ def test_an_answer_tag_counts_where_it_is_alone_and_last(text, answer):
 )
 def test_reasoning_and_answer_are_told_apart_only_where_both_are_there(text, parts):
     assert reasoning_and_answer(text) == parts
+
+
+PROSE = st.text(alphabet="ab 7\n.,-\u7b54", max_size=12)
+
+
+@given(PROSE, PROSE)
+def test_tags_around_any_text_are_taken_off(reasoning, answer):
+    text = f"<think>{reasoning}</think> <answer>{answer}</answer>"
+    assert tagged(text) == answer_tag(text) == answered(text) == answer.strip()
+    assert reasoning_and_answer(text) == (reasoning.strip(), answer.strip())
+    assert tagged(text + "<answer>") is None
+
+
+GROUPS = st.recursive(
+    st.text(alphabet="x7 ^\u00e9", max_size=4),
+    lambda inner: st.lists(inner, max_size=3).map(lambda s: "{" + "".join(s) + "}"),
+)
+
+
+@given(st.lists(GROUPS, max_size=4).map("".join), PROSE)
+def test_a_box_holds_whatever_braces_are_balanced(inside, behind):
+    assert last_box(r"\boxed{1}, no: \boxed{" + inside + "}" + behind) == inside.strip()
+
+
+@st.composite
+def written_numbers(draw):
+    """A number, and one of the ways to write it."""
+    whole, places = draw(st.integers(0, 10**9)), draw(st.text(alphabet="0123456789", min_size=1, max_size=4))
+    bottom, negative = draw(st.integers(1, 99)), draw(st.booleans())
+    forms = {
+        str(whole): Fraction(whole),
+        f"{whole:,}": Fraction(whole),
+        f"{whole:_}".replace("_", "\u202f"): Fraction(whole),
+        f"{whole:,}.{places}": Fraction(f"{whole}.{places}"),
+        f"{whole}/{bottom}": Fraction(whole, bottom),
+        rf"\frac{{{whole}}}{{{bottom}}}": Fraction(whole, bottom),
+        f"{whole} {bottom}/{bottom + 1}": whole + Fraction(bottom, bottom + 1),
+        f"{whole}e2": Fraction(100 * whole),
+        str(whole).translate({48 + digit: 0xFF10 + digit for digit in range(10)}): Fraction(whole),
+    }
+    form = draw(st.sampled_from(sorted(forms)))
+    return ("-" + form, -forms[form]) if negative else (form, forms[form])
+
+
+@given(
+    written_numbers(),
+    st.sampled_from(["", "so ", "3, then ", "= ", "\u7b54\u6848\u662f", "("]),
+    st.sampled_from(["", ".", " cm", ")", "%"]),
+)
+def test_a_number_is_read_in_whatever_way_it_is_written(number, before, behind):
+    form, value = number
+    assert last_number(before + form + behind) == value
+    if "3" not in before and "=" not in before:
+        assert only_number(before + form + behind) == value
+
+
+@given(st.text(alphabet="0123456789 .,'-+*/^_=(){}[]\\\\frac$%xek:\u00bd\u00b2\u2212\uff17", max_size=30))
+def test_what_is_one_number_is_the_last_number(text):
+    if only_number(text) is not None:
+        assert only_number(text) == last_number(text)

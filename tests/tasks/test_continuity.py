@@ -1,6 +1,6 @@
 import pytest
 
-from pellucid.tasks.continuity import SOURCE, WEIGHTS, Continuity, Pieces, family_of, final_answer, parts_of
+from pellucid.tasks.continuity import SOURCE, WEIGHTS, Continuity, Pieces, family_of, final_answer, parts_of, statements
 from pellucid.types import Completion
 
 
@@ -44,6 +44,32 @@ def graded(text, **settings):
         ("b = 7 - 4 = 3", "left equation, b"),
         ("b = 3", "left equation, b"),
         (r"a = \frac{-6}{2}, $b=\dfrac{6}{2}$", "right equation, a, left equation, b"),
+        ("**a = -3**", "right equation, a"),
+        ("So **a** = **-3**.", "right equation, a"),
+        ("*a = -3*", "right equation, a"),
+        ("`a = -3`", "right equation, a"),
+        ("- a = -3", "right equation, a"),
+        ("* a = -3\n* b = 3", "right equation, a, left equation, b"),
+        ("1. a = -3\n2) b = 3", "right equation, a, left equation, b"),
+        ("so - a = 3", "right equation"),
+        (r"\begin{align} a &= -3 \\ b &= 3 \end{align}", "right equation, a, left equation, b"),
+        (r"\begin{align*}2a+3&=2-5\\[2pt]a&=-3\end{align*}", "right equation, a"),
+        ("\u00a0a\u00a0=\u00a0-3", "right equation, a"),
+        ("a = \u20133", "right equation, a"),
+        ("a = -3 (from the first)", "right equation, a"),
+        ("a = -3 (2a = -6)", "right equation, a"),
+        ("(the first) a = -3", "right equation, a"),
+        (r"2a = -6 \implies a = -3", "right equation, a"),
+        ("a = -3**2", ""),
+        (r"\boxed{0} is wrong. So \boxed{\frac{7}{2}}", ""),
+        (r"\boxed{5,0}", ""),
+        (r"\boxed{10^0}", ""),
+        (r"\boxed{0 or 1}", ""),
+        (r"\boxed{\text{0}}", "sum"),
+        (r"\boxed{a + b = 0}", "sum"),
+        ("a + b = 1. <answer>0</answer>", "sum"),
+        ("<think>Is it \\boxed{1}?</think> a + b = 0", "sum"),
+        ("\\boxed{0}" + 3000 * " not so." + "\\boxed{1}", ""),
     ],
 )
 def test_parts_by_hand(text, parts):
@@ -120,7 +146,7 @@ def test_sampling_is_a_function_of_seed_split_and_step():
     ("text", "value"), [("", None), ("a + b = -3 + 3 = 0", 0), ("b + a = 4", 4), ("\\boxed{a + b = 7}", 7)]
 )
 def test_the_final_answer_is_the_last_that_is_stated(text, value):
-    assert final_answer(text) == value
+    assert final_answer(text, statements(text)) == value
 
 
 def test_settings_that_make_no_task_are_refused():

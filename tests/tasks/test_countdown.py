@@ -1,7 +1,12 @@
+import re
+from collections import Counter
+from fractions import Fraction
 from itertools import pairwise
 from random import Random
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from pellucid.tasks.countdown import Countdown, combination, expression_of, split_of
 from pellucid.types import Completion, Prompt
@@ -38,6 +43,85 @@ def graded(text, numbers=(3, 5, 2), target=13, **settings):
 )
 def test_grades_by_hand(text, value):
     assert graded(text) == value
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        r"11 \times (14 - 1)",
+        r"$11 \cdot (14 - 1)$",
+        "`11 * (14 - 1)`",
+        "**11 * (14 - 1)**",
+        "**`11 * (14 - 1)`**.",
+        "143 = 11 * (14 - 1)",
+        "143 = 11 * (14 - 1) = 143",
+        "11 * (14 - 1).",
+        r"\boxed{11 \times \left(14 - 1\right)}",
+        r"\boxed{14} is wrong. So \boxed{11{(14-1)}}",
+        r"\[143 = 11\times(14-1)\]",
+        "\uff0814\uff0d1\uff09\u00d711",
+        "<think>14 - 1 = 13</think> 11 * (14 - 1)",
+        "<answer>(14\n- 1) * 11</answer>",
+        "-11 * (1 - 14)",
+    ],
+)
+def test_the_same_expression_in_other_dress(text):
+    assert graded(text, (14, 1, 11), 143) == 1.0
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "(14+1+11)*0.0+143.0",
+        "(14+1+11)*0+143",
+        "(14+1+11)*.0+143.",
+        "14+1+11+117.",
+        "14.0+1+11+117",
+        "(14+1+11)*1E-99+143",
+        "11*(14-1)**1",
+        "11*(14-1)+0j",
+        "0XB*(14-1)",
+        "1_1*(14-1)",
+        "~-11*(14-1)*-1",
+        "11*(14-1)//1",
+        "11*(14-1)%1000",
+        "11*(14-1) if 1 else 0",
+        "max(11*(14-1), 1)",
+        "143 = 143",
+        r"\boxed{11 * (14 - 1)} no, \boxed{\frac{143}{1}}",
+    ],
+)
+def test_every_constant_counts_and_is_written_in_digits(text):
+    """The first of these earned 1 for any question: only whole numbers were counted, and all were computed with."""
+    assert graded(text, (14, 1, 11), 143) == 0.0
+
+
+SCRAPS = [*"0123 .()+-*/=_~", "0.0*", "+0", "-0.5", "e0", "E0", "**1", "//1", "1_", "0X", "j", "13=", "=13"]
+
+
+@st.composite
+def nearly_right(draw):
+    """An expression of the three numbers, and up to three scraps of something else anywhere in it."""
+    text = draw(st.sampled_from(["3*5-2", "3+2*5", "(5*3)-2", "2-(-3*5)-4", "3+5+2", "5-2*3"]))
+    for scrap in draw(st.lists(st.sampled_from(SCRAPS), max_size=3)):
+        place = draw(st.integers(0, len(text)))
+        text = text[:place] + scrap + text[place:]
+    return text
+
+
+@given(nearly_right())
+def test_whatever_earns_anything_is_made_of_exactly_the_given_numbers(text):
+    """By another reader than the grader's: the runs of digits of the side that counts, computed by Python."""
+    value = graded(text)
+    if value:
+        side = expression_of(text)
+        assert set(side) <= set("0123456789 +-*/()")
+        assert "**" not in side
+        assert "//" not in side
+        assert Counter(map(int, re.findall(r"\d+", side))) == Counter([3, 5, 2])
+    if value == 1.0:
+        products = re.sub(r"(?<=[\d)])(?=\()|(?<=\))(?=\d)", "*", side)
+        assert eval(re.sub(r"(\d+)", r"Fraction(\1)", products), {"Fraction": Fraction}) == 13
 
 
 def test_the_format_reward_is_a_setting():

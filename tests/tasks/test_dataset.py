@@ -256,16 +256,18 @@ def test_the_pickled_task_does_not_hold_the_data(write):
     assert pickle.loads(pickle.dumps(task)) == task
 
 
-def test_a_function_from_a_file_and_a_comparison_that_hangs_run_in_the_sandbox(write, tmp_path):
+def test_a_function_from_a_file_that_hangs_runs_in_the_sandbox(write, tmp_path):
     (tmp_path / "sandboxed_reward.py").write_text(
+        "import time\n"
         "def boxed(completions, answer, **columns):\n"
+        "    time.sleep(60 * ('hang' in completions[0][0]['content']))\n"
         "    return [float(a in c[0]['content']) for c, a in zip(completions, answer)]\n"
     )
     rewards = (RewardTerm("math"), RewardTerm(f"{tmp_path}/sandboxed_reward.py:boxed"))
     task = Sandboxed(Dataset(data=write(sums(10)), rewards=rewards), RewardConfig(timeout=3.0))
     (prompt,) = task.sample(0, 1)
     assert task.reward(prompt, completion(rf"$\boxed{{{prompt.answer}}}$")).parts == {"math": 1.0, "boxed": 1.0}
-    hung = task.reward(prompt, completion(r"$\boxed{9^{9^{9^{9}}}}$"))
+    hung = task.reward(prompt, completion("hang"))
     task.close()
     assert math.isnan(hung.value)
     assert hung.error == "no reward within 3 s"
@@ -315,6 +317,10 @@ def test_bad_settings_are_refused_in_one_line(settings, says):
         ({"question": None, "answer": "1"}, {}, "the question is empty"),
         ({"question": "?", "answer": None}, {}, "the answer is empty"),
         ({"question": "?", "answer": "seven"}, {}, 'the answer "seven" holds no number'),
+        ({"question": "?", "answer": r"\sqrt{2}"}, {}, r'the answer "\sqrt{2}" is not one number'),
+        ({"question": "?", "answer": "12:30"}, {}, 'the answer "12:30" is not one number that numeric can read whole'),
+        ({"question": "?", "answer": "3 or 5"}, {}, "can read whole: cut it out by answer_pattern"),
+        ({"question": "?", "answer": "x = 5"}, {}, "is not one number that numeric can read whole"),
         ({"question": "?", "answer": "a\nb 7"}, {"answer_pattern": "#### (.+)"}, 'is not found in "a b 7"'),
     ],
 )  # fmt: skip
@@ -324,6 +330,25 @@ def test_rows_that_do_not_fit_are_located_in_one_line(write, row, settings, says
         Dataset(data=path, **settings).sample(0, 1)
     assert f"{path}, line 2: " in str(caught.value)
     assert says in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("gold", "right", "wrong"),
+    [
+        (r"\frac{1}{2}", "0.5", "2"),
+        ("5 m^2", "5", "2"),
+        (r"3 \times 10^4", "30,000", "4"),
+        ("1.5e3", "1500", "3"),
+        ("\u20135", "-5", "5"),
+        ("18 dollars", "$18", "17"),
+    ],
+)
+def test_a_gold_number_is_read_whole(write, gold, right, wrong):
+    task = Dataset(data=write([{"question": str(i), "answer": gold} for i in range(2)]))
+    (prompt,) = task.sample(0, 1)
+    assert task.reward(prompt, completion(right)).value == 1.0
+    assert task.reward(prompt, completion(gold)).value == 1.0
+    assert task.reward(prompt, completion(wrong)).value == 0.0
 
 
 def test_a_split_without_rows_is_named(write):

@@ -1,10 +1,13 @@
 import operator
+import re
 from fractions import Fraction
 from random import Random
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from pellucid.tasks.expressions import LONGEST, Linear, linear, numbers_in
+from pellucid.tasks.expressions import LONGEST, Linear, linear, numbers_in, plain
 
 OPERATIONS = {"+": operator.add, "-": operator.sub, "*": operator.mul, "/": operator.truediv}
 
@@ -21,6 +24,8 @@ OPERATIONS = {"+": operator.add, "-": operator.sub, "*": operator.mul, "/": oper
         ("2(3 + 4)", 14),
         ("(1 + 1)(2 + 2)", 8),
         ("8 \u00d7 3 \u00f7 4 \u2212 1", 5),
+        ("\uff08\uff11\uff14\uff0d\uff11\uff09\u00d7\uff12", 26),
+        ("143.00000000000000000001 - 143", Fraction(1, 10**20)),  # as a float it is 0
     ],
 )
 def test_values_by_hand(text, value):
@@ -80,6 +85,17 @@ def test_unknowns_have_factors(text, constant, of):
         "3 if 1 else 4",
         "0x10",
         "1e3",
+        "1E3",
+        "0X10",
+        "0B11",
+        "1_0",
+        "2j",
+        "2J",
+        "~3",
+        "not 3",
+        "1 and 2",
+        "1 in 2",
+        "9" * 199 + "**",
         "03",
         "(" * 150 + "1" + ")" * 49,
         "1" + "+1" * LONGEST,
@@ -97,5 +113,32 @@ def test_anything_else_is_no_expression(text):
 
 def test_numbers_are_listed_as_often_as_they_stand_there():
     assert sorted(numbers_in("3 * (3 + 10) - 4(2)")) == [2, 3, 3, 4, 10]
-    assert numbers_in("2.5 + 1") == [1]
-    assert numbers_in("2 +") == []
+    assert numbers_in("2.5 + 1") is None
+    assert numbers_in("2.0 + 1") is None
+    assert numbers_in("0. + .5") is None
+    assert numbers_in("1_0 + 2") == numbers_in("2 +") == []
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        (r"11 \times \left(14 - 1\right)", 143),
+        (r"$11\cdot{(14-1)}$", 143),
+        (r"\(8 \div 4\,\)", 2),
+        (r"\frac{1}{3} + \dfrac{\frac{1}{2}}{3}", Fraction(1, 2)),
+        ("`2 * 3`", 6),
+        (r"\frac" * 20, None),
+    ],
+)
+def test_arithmetic_in_latex(text, value):
+    assert linear(plain(text)) == (None if value is None else Linear(Fraction(value), {}))
+
+
+@given(st.text(alphabet="0123456789. +-*/()eExXjJ_~abo\u00d7\u2212", max_size=30))
+def test_what_has_a_value_is_arithmetic_of_the_numbers_that_are_listed(text):
+    """By another reader: every run of digits is a number, and nothing else stands between them."""
+    listed = numbers_in(text)
+    if linear(text) is not None and listed is not None:
+        plain_signs = text.replace("\u00d7", "*").replace("\u2212", "-")
+        assert sorted(listed) == sorted(map(int, re.findall(r"\d+", plain_signs)))
+        assert set(plain_signs) <= set("0123456789 +-*/()")

@@ -1,8 +1,11 @@
 import json
+import re
 from pathlib import Path
 
 import pyarrow
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from pyarrow import parquet
 
 from pellucid.tasks.gsm8k import Gsm8k, literal_grade
@@ -46,6 +49,9 @@ def files(tmp_path):
         ("", "6", 0.0, 0.0),
         ("<answer>0123456789</answer>", "6", 0.0, 0.5),
         ("<answer>6</answer><answer>7</answer>", "6", 0.0, 1.0),  # the first is what the literal form reads
+        (r"<answer>\boxed{6} and not 7</answer>", "6", 1.0, 0.5),
+        (r"<answer>\frac{1}{6}</answer>", "6", 0.0, 0.5),
+        (r"\boxed{6}", "6", 0.0, 0.0),
     ],
 )
 def test_grades_by_hand(text, gold, strict, literal):
@@ -59,6 +65,20 @@ def test_the_oracle_of_the_first_description():
     answers = ["6个", "6", "6个苹果", "6", "6", "5个", "需要计算", "10个", "5", "6", "6个", "6个苹果"]
     grades = [literal_grade(f"<think>?</think><answer>{answer}</answer>", "6个") for answer in answers]
     assert grades == [1, 0.01, 0.5, 0.01, 0.01, 0.01, 0.01, 0.01, 0.01, 0.01, 1, 0.5]
+
+
+@given(st.lists(st.sampled_from(["<answer>", "</answer>", "6", "16", "\n", "<answer", ">"]), max_size=12).map("".join))
+def test_the_literal_form_is_that_of_the_first_description(text):
+    """Its rule as it was written, which takes a step for each pair of tags that do not close."""
+    found = re.search(r"<answer>(.*?)</answer>", text, re.DOTALL)
+    described = 0.0 if found is None else 1.0 if found[1] == "6" else 0.5 if "6" in found[1] else 0.01
+    assert literal_grade(text, "6") == described
+
+
+def test_the_literal_form_reads_tags_that_never_close_in_one_pass():
+    """Four million characters: a step for each pair of tags would take hours."""
+    assert literal_grade("<answer>" * 500_000, "6") == 0.0
+    assert literal_grade("<answer>" * 500_000 + "6</answer>", "6") == 0.5
 
 
 @pytest.mark.parametrize("grading", ["strict", "literal"])

@@ -120,6 +120,9 @@ def value(name, text, answer="", **settings):
         ("16", "6", 0.0),
         ("", "Paris", 0.0),
         ("<answer>London</answer> or Paris", "Paris", 0.0),
+        (r"So \boxed{Paris}.", "Paris", 1.0),
+        (r"\boxed{Paris}? No: <answer>Rome</answer>", "Paris", 0.0),
+        ("<think>Rome? No.</think>Paris", "Paris", 1.0),
     ],
 )
 def test_exact_ignores_case_and_white_space_only(text, gold, expected):
@@ -142,6 +145,13 @@ def test_exact_ignores_case_and_white_space_only(text, gold, expected):
         ("9" * 10_000, "9", 0.0),
         ("9" * 10_000, "9" * 10_000, 0.0),
         ("none", "none", 0.0),
+        (r"\boxed{7}, which is 3 + 4", "7", 1.0),
+        (r"\boxed{7}. No: \boxed{\frac{8}{2}}", "4", 1.0),
+        (r"<think>\boxed{7}</think> It is 8.", "7", 0.0),
+        (r"\boxed{\frac{1}{8}}", "8", 0.0),
+        ("8 m^2", "2", 0.0),
+        ("8 m^2", "8", 1.0),
+        ("- 7", "7", 0.0),
     ],
 )
 def test_numeric_compares_the_last_numbers_as_numbers(text, gold, expected):

@@ -1,5 +1,6 @@
 import csv
 import gc
+import itertools
 import json
 import sys
 import tracemalloc
@@ -7,6 +8,8 @@ import tracemalloc
 import datasets
 import pyarrow as pa
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from pyarrow import parquet
 
 from pellucid.tasks import rows
@@ -221,3 +224,41 @@ def test_the_extra_is_named_where_a_library_is_missing(monkeypatch, tmp_path, so
     write_parquet(tmp_path / "x.parquet")
     monkeypatch.setitem(sys.modules, module, None)
     assert 'pip install "pellucid[data]"' in error_of(source, subset="nothing cached")
+
+
+@pytest.fixture(scope="module")
+def numbered(tmp_path_factory):
+    """A path of its own for every example: what was read is kept by name."""
+    folder, count = tmp_path_factory.mktemp("rows"), itertools.count()
+    return lambda suffix: folder / f"{next(count)}{suffix}"
+
+
+VALUES = (
+    st.none()
+    | st.booleans()
+    | st.integers(-(2**53), 2**53)
+    | st.text(max_size=8)
+    | st.lists(st.text(max_size=3), max_size=3)
+)
+
+
+@given(rows=st.lists(st.dictionaries(st.text(max_size=5), VALUES, max_size=3), min_size=1, max_size=4))
+def test_whatever_json_lines_hold_comes_back(numbered, rows):
+    path = numbered(".jsonl")
+    path.write_text("\n".join(json.dumps(row, ensure_ascii=False) for row in rows), encoding="utf-8")
+    assert [row for _, row in rows_of(str(path), "", "train")] == rows
+
+
+@pytest.mark.parametrize("suffix", [".jsonl", ".csv"])
+@given(content=st.binary(max_size=40) | st.text(alphabet='{}[]":,a1\n\r \\\0\ufeff', max_size=40).map(str.encode))
+def test_whatever_a_file_holds_it_is_rows_or_one_line(numbered, suffix, content):
+    path = numbered(suffix)
+    path.write_bytes(content)
+    refusal, rows = "", []
+    try:
+        rows = rows_of(str(path), "", "train")
+    except UserError as error:
+        refusal = str(error)
+    assert rows or str(path) in refusal
+    assert len(refusal.splitlines()) <= 1
+    assert all(isinstance(row, dict) and str(path) in where for where, row in rows)

@@ -3,7 +3,7 @@ from fractions import Fraction
 import pytest
 
 from pellucid.tasks.sorting import GRADINGS, Sorting, distance, inclusion_ordering, positions
-from pellucid.types import Completion
+from pellucid.types import Completion, Prompt
 
 
 def completion(text):
@@ -49,6 +49,24 @@ def test_the_gold_answer_alone_scores_1(grading):
                 assert reward.value < 1.0
                 assert not reward.is_correct
         assert min(task.reward(prompt, completion(text)).value for text in others) >= 0.0
+
+
+@pytest.mark.parametrize(
+    ("text", "right"),
+    [
+        ("1, 2, 3", True),
+        ("1-2-3", True),
+        ("First 3 2 1, then <answer>1 2 3</answer>", True),
+        (r"3 2 1 are \boxed{1, 2, 3}", True),
+        ("-1, 2, 3", False),
+        ("1, 2, \u22123", False),
+        ("1, 2, 3, " + "9" * 30, False),
+        ("1, 2, 3, 4", False),
+    ],
+)
+def test_every_number_of_the_answer_counts(text, right):
+    prompt = Prompt("p", "?", "1, 2, 3", {"numbers": [3, 1, 2]})
+    assert Sorting(length=3, grading="exact").reward(prompt, completion(text)).is_correct == right
 
 
 def test_prompts_hold_their_numbers_and_splits_share_no_set():

@@ -3,40 +3,185 @@
 from __future__ import annotations
 
 import re
+import unicodedata
 from collections import deque
+from collections.abc import Iterator
 from fractions import Fraction
+from itertools import islice
 
 LONGEST_NUMBER = 4000
-"""Characters. Python converts at most 4300 digits; a longer run of digits is no answer."""
+"""Characters, or places that an exponent moves the point by: Python converts at most 4300 digits. More is no answer."""
 
-_NUMBER = r"(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?|(?<![A-Za-z0-9])\.\d+"
-_MINUS = r"(?<![A-Za-z0-9_)\]}])[-\u2212](?:\\?[$€£])?"
-_SIGNED_RATIO = re.compile(rf"(?P<minus>{_MINUS})?(?P<top>{_NUMBER})(?:/(?P<bottom>{_NUMBER}))?")
 _TAGGED = re.compile(r"\s*<think>.*</think>\s*<answer>(.*)</answer>\s*", re.DOTALL)
 _TAGS = ("<think>", "</think>", "<answer>", "</answer>")
+_BOX = re.compile(r"\\f?boxed\s*\{")
+_BRACE = re.compile(r"\\.|[{}]", re.DOTALL)
+
+_FULL_WIDTH = {code: code - 0xFEE0 for code in range(0xFF01, 0xFF5F) if chr(code) != "\uff0c"}
+_DASHES = dict.fromkeys(map(ord, "\u2010\u2011\u2012\u2013\u2212\ufe63\uff0d"), "-")
+_SPACES = dict.fromkeys(map(ord, "\u00a0\u2007\u2009\u202f"), " ")
+_VULGAR = {
+    ord(c): "\\frac{{{}}}{{{}}}".format(*unicodedata.normalize("NFKC", c).split("\u2044"))
+    for c in map(chr, [*range(0xBC, 0xBF), *range(0x2150, 0x215F)])
+}
+ASCII_FORMS = _FULL_WIDTH | _DASHES | _SPACES | _VULGAR | {0x2019: "'", 0x2044: "/"}
+"""For `str.translate`: full-width signs, the dashes that are a minus, spaces that hold digits together, and \u00bd."""
+_FULL_WIDTH_COMMA = re.compile("(?<=[\uff10-\uff19])\uff0c(?=[\uff10-\uff19])")
+
+_GROUPS = "|".join(rf"(?:{separator}\d{{3}})+" for separator in (",", "'", "_", "[ ]", r"\\,", r"\{,\}"))
+_DIGITS = rf"(?:\d{{1,3}}(?:{_GROUPS})(?!\d)|\d++)(?:\.\d++)?+"
+_DECIMAL = rf"(?:{_DIGITS}|(?<![A-Za-z0-9.])\.\d++)"
+_PART = rf"(?:\{{\s*+-?{_DIGITS}\s*+\}}|\s*+\d)"
+_NUMBER = re.compile(
+    rf"""
+    (?<![A-Za-z])[A-Za-z]++\}}?(?:\s*+[\^_]\s*+(?:\{{[^{{}}]*+\}}|-?\d++))++  # m^2, x_1: of a name, no number
+    | (?:(?P<minus>-)[ \t]*+)?+ (?:\\?[$€£¥]\s?+(?P<inner>-)?+)?+
+      (?:
+        (?:(?P<count>\d++)\s*+)?+ \\[dtc]?frac \s*+ (?P<over>{_PART}) \s*+ (?P<under>{_PART})
+        | (?:(?P<whole>\d++)[ \t]++(?=[1-9]\d*+[ \t]*+/[ \t]*+\d))?+
+          (?P<top>{_DECIMAL}) (?:[ \t]*+/[ \t]*+(?P<bottom>{_DECIMAL}))?+
+      )
+      (?P<scale>[eE][+-]?\d++ | [kKM](?![A-Za-z])
+        | \s*+(?:\\times|\\cdot|[*x\u00d7\u00b7\u22c5])\s*+10\s*+(?:\^|\*\*)\s*+(?:\{{\s*+-?\d++\s*+\}}|-?\d++) )?+
+      (?P<more>[)\]}}]*+\s*+(?:\^(?!\s*+\{{?\s*+\\circ)|\*\*(?=-?[\d(]))(?:\s*+\{{[^{{}}]*+\}}|[-+({{]*+\w++)?+
+        | [)\]}}]*+[²³¹⁰⁴-⁹]++ | :\d[\d:.]*+ | \.\d[\d.]*+ | [ \t]*+/[ \t]*+\d[\d/]*+ )?+
+    """,
+    re.VERBOSE,
+)
+_OPERAND = re.compile(r"[A-Za-z0-9_)\]}%]\Z")
+_WORD_THAT_STATES = re.compile(r"(?:\b(?:is|are|was|be|equals?|gives|to)|[是为])\Z")
+_PART_OF_MORE = re.compile(
+    r"(?:\\(?:[dtc]?frac|[dt]?binom|sqrt)|[}\]]\s*\{|\^|√|[A-Za-z0-9)}]_|[A-Za-z0-9)}]\*\*)\s*[({\[+-]*\s*\Z"
+)
+_DRESS = re.compile(
+    r"\^\s*\{?\s*\\circ\s*\}?|\\[^A-Za-z]"
+    r"|\\(?:text|mathrm|textbf|mathbf|mbox|boxed|left|right|quad|displaystyle)(?![A-Za-z])"
+)
+_OPERATOR = re.compile(r"[\d\\^_*+=<>|~!\u00b1\u00d7\u00f7√∞π]|(?<![A-Za-z])[/-]|[/-](?![A-Za-z])")
+UNITS_OF_ONE_LETTER = "mgshlLNJWVACFK"
+
+
+def answered(text: str) -> str:
+    """What a text gives for its answer: where it is marked, what is marked, otherwise all that follows `</think>`.
+
+    Example: answered("It is 8. No: \\\\boxed{\\\\frac{7}{2}}") == "\\\\frac{7}{2}"
+    """
+    marked = marked_answer(text)
+    return after_thinking(text).strip() if marked is None else marked
+
+
+def marked_answer(text: str) -> str | None:
+    """The `<answer>` that ends the text, and in it, or else in what follows `</think>`, the last box; None without any.
+
+    Example: marked_answer("<answer>So \\\\boxed{7}.</answer>") == "7"; marked_answer("It is 7.") is None
+    """
+    inside = answer_tag(text)
+    box = last_box(after_thinking(text) if inside is None else inside)
+    return inside if box is None else box
+
+
+def after_thinking(text: str) -> str:
+    """Example: after_thinking("<think>Is it 3?</think> No, 4.") == " No, 4." """
+    return text.rpartition("</think>")[2]
+
+
+def last_box(text: str) -> str | None:
+    """What the last `\\boxed{}` holds, whatever braces are in it; None where there is none or it does not close.
+
+    Example: last_box("\\\\boxed{1}, no: \\\\boxed{x^{2}}") == "x^{2}"
+    """
+    for opened in deque(_BOX.finditer(text), maxlen=1):
+        depth = 1
+        for brace in _BRACE.finditer(text, opened.end()):
+            depth += {"{": 1, "}": -1}.get(brace[0], 0)
+            if depth == 0:
+                return text[opened.end() : brace.start()].strip()
+    return None
 
 
 def last_number(text: str) -> Fraction | None:
-    """The last number in the text, exactly; None where there is none, or where it is absurdly long.
+    """The last number in the text, exactly; None where there is none, or where more stands there than is read.
 
-    Commas group thousands only where they are well placed, otherwise they separate: "1,08" and "1, 8" are two numbers.
+    Read are 1,080 (also with ' or a space), .5, 1/2, 1 / 2, 1 1/2, \\frac{1}{2}, 1.5e3, 3 \\times 10^4 and 5k, with
+    signs of currency, in full width too. Not read are 12:30, 2^{10}, 1/2/3 and \\sqrt{2}: there is no last number where
+    one of these comes last. The powers of a name are passed over: 8 m^2 is 8. Commas group thousands only where they
+    are well placed, otherwise they separate: "1,08" and "1, 8" are two numbers.
+
     A minus belongs to the number that it touches, unless it follows a letter, a digit or a closing bracket: "7-3" ends
-    in 3. "1/2" is a half: read as 2, it would pass for a right answer. Exponents and LaTeX are not read.
+    in 3. With a space between them, after a word, it is a dash ("Total - 7"), but for "is - 7" and the like.
 
     Example: last_number("so $1,080.50.") == Fraction(2161, 2)
     """
-    found = deque(_SIGNED_RATIO.finditer(text), maxlen=1)
-    if not found or len(found[0].group()) > LONGEST_NUMBER:
+    plain = in_ascii(text)
+    found = deque(numbers(plain), maxlen=1)
+    return value_of(found[0], plain) if found else None
+
+
+def only_number(text: str) -> Fraction | None:
+    """The number that a text is, with a currency, a unit or other words beside it; None where there is more to it.
+
+    Example: only_number("18 dollars") == 18; only_number("3 or 5") is None; only_number("3x") is None
+    """
+    plain = in_ascii(text)
+    found = list(islice(numbers(plain), 2))
+    if len(found) != 1:
         return None
-    (last,) = found
-    top, bottom = fraction(last["top"]), fraction(last["bottom"] or "1")
-    if bottom == 0:
+    (number,) = found
+    beside = without_names(plain[: number.start()]) + " " + without_names(plain[number.end() :])
+    letters = (word for word in re.findall(r"[A-Za-z]+", beside) if len(word) == 1)
+    if _OPERATOR.search(beside) or any(letter not in UNITS_OF_ONE_LETTER for letter in letters):
         return None
-    return -top / bottom if last["minus"] else top / bottom
+    return value_of(number, plain)
+
+
+def in_ascii(text: str) -> str:
+    return _FULL_WIDTH_COMMA.sub(",", text).translate(ASCII_FORMS)
+
+
+def numbers(plain: str) -> Iterator[re.Match[str]]:
+    return (match for match in _NUMBER.finditer(plain) if match["top"] or match["over"])
+
+
+def without_names(beside: str) -> str:
+    """Without powers of units, LaTeX that only dresses, and escaped signs."""
+    return _DRESS.sub(" ", _NUMBER.sub(lambda match: match[0] if match["top"] or match["over"] else " ", beside))
+
+
+def value_of(number: re.Match[str], plain: str) -> Fraction | None:
+    """None where the number is part of something that is not read, absurdly long, or divided by 0."""
+    if number["more"] or len(number[0]) > LONGEST_NUMBER:
+        return None
+    if _PART_OF_MORE.search(plain[max(0, number.start() - 20) : number.start()]):
+        return None
+    top, bottom = (
+        fraction(part or "1") for part in (number["top"] or number["over"], number["bottom"] or number["under"])
+    )
+    whole = fraction(number["whole"] or number["count"] or "0")
+    exponent = scale_of(number["scale"] or "")
+    if bottom == 0 or abs(exponent) > LONGEST_NUMBER or (whole and top >= bottom):
+        return None
+    size = (whole + top / bottom) * Fraction(10) ** exponent
+    negative = number["inner"] or (number["minus"] and is_sign(number, plain))
+    return -size if negative else size
+
+
+def scale_of(written: str) -> int:
+    if written in ("k", "K", "M"):
+        return 6 if written == "M" else 3
+    digits = re.search(r"-?\d+\s*\}?$", written)
+    return int(digits[0].strip("} ")[:8]) if digits else 0
+
+
+def is_sign(number: re.Match[str], plain: str) -> bool:
+    touches = plain[number.end("minus")] not in " \t"
+    before = plain[: number.start()] if touches else plain[: number.start()].rstrip(" \t")
+    if touches or not before[-1:].isalnum():
+        return _OPERAND.search(before[-1:]) is None
+    return _WORD_THAT_STATES.search(before[-9:]) is not None
 
 
 def fraction(digits: str) -> Fraction:
-    return Fraction(digits.replace(",", ""))
+    return Fraction(re.sub(r"[^\d.-]", "", digits))
 
 
 def tagged(text: str) -> str | None:

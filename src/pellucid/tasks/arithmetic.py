@@ -9,7 +9,7 @@ from operator import add, mul, sub
 from random import Random
 from typing import Literal
 
-from pellucid.tasks.answers import last_number
+from pellucid.tasks.answers import answered, last_number
 from pellucid.types import Completion, Prompt, Reward
 
 Operator = Literal["+", "-", "*"]
@@ -25,7 +25,7 @@ MAX_DIGITS = 1000
 
 @dataclass(frozen=True)
 class Arithmetic:
-    """Two operands, one operator; the reward is 1 if the last number of the completion is the result, else 0.
+    """Two operands, one operator; the reward is 1 if the last number of what was answered is the result, else 0.
 
     The splits share no pair of operands, in either order: where 3 and 4 are held out, so are 3 + 4, 4 + 3 and 3 * 4.
     Which pairs are held out does not depend on the seed: all seeds are tested on the same problems.
@@ -70,7 +70,7 @@ class Arithmetic:
         return [self._prompt(f"{self.split}/{step}/{i}", problem) for i, problem in enumerate(problems)]
 
     def reward(self, prompt: Prompt, completion: Completion) -> Reward:
-        return Reward(float(last_number(completion.text) == int(prompt.answer)))
+        return Reward(float(last_number(answered(completion.text)) == int(prompt.answer)))
 
     def solution(self, prompt: Prompt) -> str:
         return prompt.answer

@@ -12,8 +12,8 @@ from itertools import pairwise
 from random import Random
 from typing import Literal, NamedTuple
 
-from pellucid.tasks.answers import last_number
-from pellucid.tasks.expressions import Linear, linear, scaled, total
+from pellucid.tasks.answers import marked_answer, only_number
+from pellucid.tasks.expressions import Linear, linear, plain, scaled, total
 from pellucid.types import Completion, Prompt, Reward
 
 SYSTEM = "Solve the problem step by step, and put the final answer in \\boxed{}."
@@ -22,15 +22,13 @@ WEIGHTS = {"points": 0.1, "right equation": 0.15, "a": 0.15, "left equation": 0.
 LITERAL_WEIGHTS = {"points": 0.2, "right equation": 0.25, "a": 0.15, "left equation": 0.25, "b": 0.15, "sum": 0.2}
 """1.2 together, capped at 1: the sum is not needed."""
 
-_LATEX = str.maketrans({"{": "(", "}": ")", "$": " ", "\u2212": "-"})
-_COMMANDS = re.compile(r"\\(?:left|right|quad|,|;|!|\(|\)|\[|\]|implies|Rightarrow|to)|\\(?=cdot|times)")
-_FRACTION = re.compile(r"\\[dt]?frac\s*\{([^{}]*)\}\s*\{([^{}]*)\}")
+_BULLET = re.compile(r"^[ \t]*(?:[-+*\u2022]|\d+[.)])[ \t]+", re.MULTILINE)
+_REMARK = re.compile(r"\(([^()]*=[^()]*)\)")
 _OPENED = r"(?<![A-Za-z])\(|(?<=[^A-Za-z][abx])\("
 _PIECE = re.compile(rf"\d+(?:\.\d+)?|(?<![A-Za-z])[abx](?![A-Za-z])|[-+*/=)]|{_OPENED}|[ \t]+")
-_BOXED = re.compile(r"\\boxed\s*\{([^{}]*)\}")
 _LITERAL_ANSWER = re.compile(r"(?:answer is|a\+b=|boxed\{)([^\n]*)", re.IGNORECASE)
 LONGEST = 20_000
-"""Characters of a completion that are read."""
+"""Characters of a completion that are read for statements; the final answer is read wherever it is."""
 
 
 class Pieces(NamedTuple):
@@ -74,7 +72,9 @@ SOURCE = Pieces(right=2, left=-2, p=3, m=1, q=-5, k=2)
 
 @dataclass(frozen=True)
 class Continuity:
-    """Statements are read as equations: 2a + 6 = 0 states the same as 2a + 3 = -3, and b = 30 is not b = 3.
+    """Statements are read as equations: 2a + 6 = 0 states the same as 2a + 3 = -3, and b = 30 is not b = 3. They may
+    stand in LaTeX and in Markdown; "- a = -3" at the beginning of a line is an item of a list. The sum is the number in
+    a final `<answer>` tag or in the last `\\boxed{}`, else what the last "a + b = " says.
 
     Grading `literal` looks for strings, as first described: "a = -39" then contains a = -3, and a wrong sum can reach
     1.
@@ -110,11 +110,12 @@ class Continuity:
         return [self._prompt(f"{self.split}/{step}/{i}", pieces) for i, pieces in enumerate(chosen)]
 
     def reward(self, prompt: Prompt, completion: Completion) -> Reward:
-        pieces, text = Pieces(**prompt.columns["pieces"]), completion.text[:LONGEST]
-        literal = self.grading == "literal"
-        parts, weights = (literal_parts(text), LITERAL_WEIGHTS) if literal else (parts_of(text, pieces), WEIGHTS)
+        found = parts = parts_of(completion.text, Pieces(**prompt.columns["pieces"]))
+        weights = WEIGHTS
+        if self.grading == "literal":
+            parts, weights = literal_parts(completion.text[:LONGEST]), LITERAL_WEIGHTS
         value = round(sum(weights[name] * part for name, part in parts.items()), 10)
-        return Reward(min(1.0, value), parts, correct=bool(parts_of(text, pieces)["sum"]), weights=weights)
+        return Reward(min(1.0, value), parts, correct=bool(found["sum"]), weights=weights)
 
     def solution(self, prompt: Prompt) -> str:
         return Pieces(**prompt.columns["pieces"]).solution()
@@ -148,7 +149,7 @@ def split_of(pieces: Pieces, test_share: float) -> str:
 
 def parts_of(text: str, pieces: Pieces) -> dict[str, float]:
     """1 or 0 for each: both joins named, both equations stated, both unknowns solved, the sum right."""
-    said = statements(text)
+    said = statements(text[:LONGEST])
     equations = [difference(one, other) for one, other in said]
     a, b = pieces.a, pieces.b
 
@@ -161,7 +162,7 @@ def parts_of(text: str, pieces: Pieces) -> dict[str, float]:
         "a": float(solution(said, "a") == a),
         "left equation": says("b", b),
         "b": float(solution(said, "b") == b),
-        "sum": float(final_answer(text) == a + b),
+        "sum": float(final_answer(text, said) == a + b),
     }
 
 
@@ -171,22 +172,23 @@ def statements(text: str) -> list[tuple[Linear, Linear]]:
     for run in runs(text):
         first, *sides = run.split("=")
         if sides:
-            sides = [outermost(first.strip(), "(", ""), *sides[:-1], outermost(sides[-1].strip(), "", ")")]
+            # What leans on an equation from outside: emphasis, and a bracket of a remark or around the whole.
+            first, last = first.lstrip(" \t*)"), sides[-1].rstrip(" \t*(")
+            sides = [outermost(first, "(", ""), *sides[:-1], outermost(last, "", ")")]
             found += pairwise([linear(side, "abx") for side in sides])
     return [(one, other) for one, other in found if one is not None and other is not None]
 
 
 def runs(text: str) -> Iterator[str]:
     """Stretches of numbers, unknowns, signs and brackets; whatever else stands in a text ends one."""
-    text = _FRACTION.sub(r" (\1)/(\2)", text)
-    plain = " " + _COMMANDS.sub(" ", text).replace("cdot", "*").replace("times", "*").translate(_LATEX)
+    text = " " + _REMARK.sub(r"\n\1\n", plain(_BULLET.sub("", text.replace("**", " "))))
     start = end = 0
-    for piece in _PIECE.finditer(plain):
+    for piece in _PIECE.finditer(text):
         if piece.start() != end:
-            yield plain[start:end]
+            yield text[start:end]
             start = piece.start()
         end = piece.end()
-    yield plain[start:end]
+    yield text[start:end]
 
 
 def outermost(side: str, opened: str, closed: str) -> str:
@@ -208,10 +210,10 @@ def solution(said: Sequence[tuple[Linear, Linear]], *unknowns: str) -> Fraction 
     return next((other.constant for one, other in reversed(said) if one == wanted and not other.of), None)
 
 
-def final_answer(text: str) -> Fraction | None:
-    """The number in the last \\boxed{}, else what the last "a + b = " says; None where there is neither."""
-    boxed = _BOXED.findall(text)
-    return last_number(boxed[-1].rpartition("=")[2]) if boxed else solution(statements(text), "a", "b")
+def final_answer(text: str, said: Sequence[tuple[Linear, Linear]]) -> Fraction | None:
+    """The number that is marked as the answer, else what the last "a + b = " says; None where there is neither."""
+    marked = marked_answer(text)
+    return solution(said, "a", "b") if marked is None else only_number(marked.rpartition("=")[2])
 
 
 def literal_parts(text: str) -> dict[str, float]:

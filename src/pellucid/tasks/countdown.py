@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import hashlib
-import re
 from collections import Counter
 from dataclasses import dataclass
 from fractions import Fraction
 from random import Random
 from typing import Literal
 
-from pellucid.tasks.answers import answer_tag
-from pellucid.tasks.expressions import linear, numbers_in
+from pellucid.tasks.answers import after_thinking, marked_answer
+from pellucid.tasks.expressions import linear, numbers_in, plain
 from pellucid.types import Completion, Prompt, Reward
 
-_BOXED = re.compile(r"\\boxed\{([^{}]*)\}")
 TRIES = 10_000
 
 
@@ -22,9 +20,11 @@ TRIES = 10_000
 class Countdown:
     """The reward is 1 for an expression that has the target's exact value and uses every number exactly once.
 
-    The expression is what stands in a final `<answer>` tag or in the last `\\boxed{}`, otherwise on the last line; what
-    follows an equals sign does not count. An expression that uses the right numbers and misses the target earns
-    `format_reward`. The splits share no set of numbers.
+    The expression is what stands in a final `<answer>` tag or in the last `\\boxed{}`, otherwise on the last line, in
+    LaTeX and Markdown too. Of an equation it is the first side that is more than a number: `3 * 5 - 2 = 13` and
+    `13 = 3 * 5 - 2` are the same, and what follows does not count. Every number in it counts, and is written in digits:
+    no decimal point, no power, no other sign than + - * / and brackets. An expression that uses the right numbers and
+    misses the target earns `format_reward`. The splits share no set of numbers.
 
     Example: Countdown(numbers=3, largest=20).sample(step=0, n=8)
     """
@@ -68,7 +68,7 @@ class Countdown:
     def reward(self, prompt: Prompt, completion: Completion) -> Reward:
         written = expression_of(completion.text)
         value = linear(written)
-        fair = value is not None and Counter(numbers_in(written)) == Counter(prompt.columns["numbers"])
+        fair = value is not None and Counter(numbers_in(written) or ()) == Counter(prompt.columns["numbers"])
         right = fair and value is not None and value.constant == int(prompt.answer)
         return Reward(1.0 if right else self.format_reward * fair, {"right": float(right), "numbers": float(fair)})
 
@@ -108,9 +108,15 @@ def combination(numbers: list[int], rng: Random) -> tuple[str, Fraction]:
 
 
 def expression_of(text: str) -> str:
-    inside = answer_tag(text)
-    if inside is None:
-        boxed = _BOXED.findall(text)
-        lines = [line for line in text.splitlines() if line.strip()]
-        inside = boxed[-1] if boxed else lines[-1] if lines else ""
-    return inside.partition("=")[0].strip()
+    """Example: expression_of("So:\\n**143 = 11 \\\\times (14 - 1)**") == "11  *  (14 - 1)" """
+    marked = marked_answer(text)
+    written = "".join(after_thinking(text).strip().splitlines()[-1:]) if marked is None else marked
+    sides = [side.strip() for side in plain(without_emphasis(written)).split("=")]
+    return next((side for side in sides if not side.isdigit()), sides[0])
+
+
+def without_emphasis(written: str) -> str:
+    """Without the Markdown around it and the point that ends it: there is no power in `**3 * 5**.`"""
+    bare = written.strip().rstrip(".\u3002")
+    marks = len(bare) - len(bare.lstrip("*_`"))
+    return bare[marks : len(bare) - marks] if marks and bare.endswith(bare[:marks][::-1]) else bare

@@ -13,7 +13,7 @@ from functools import lru_cache
 from random import Random
 from typing import Any, Literal
 
-from pellucid.tasks.answers import last_number
+from pellucid.tasks.answers import only_number
 from pellucid.tasks.rewards import COMPARE_WITH_GOLD, RewardTerm, compiled, grade, labels
 from pellucid.tasks.rows import Row, Rows, column_text, column_value, is_file_name, rows_of
 from pellucid.types import ROUND, Completion, Message, Prompt, Reward, UserError
@@ -248,8 +248,11 @@ def gold_answer(task: Dataset, where: str, row: Row) -> str:
         text = (match[1] or "").strip()
     if task.compares and not text:
         raise UserError(f"{where}: the answer is empty, and a reward compares with it")
-    if any(term.name == "numeric" for term in task.rewards) and last_number(text) is None:
-        raise UserError(f"{where}: the answer {shortened(text)} holds no number: use the reward exact or math")
+    if any(term.name == "numeric" for term in task.rewards) and only_number(text) is None:
+        if not re.search(r"\d", text):
+            raise UserError(f"{where}: the answer {shortened(text)} holds no number: use the reward exact or math")
+        whole = "is not one number that numeric can read whole: cut it out by answer_pattern"
+        raise UserError(f"{where}: the answer {shortened(text)} {whole}, or use the reward exact or math")
     return text
 
 

@@ -4,14 +4,25 @@ from __future__ import annotations
 
 import ast
 import re
+from collections.abc import Iterator
 from fractions import Fraction
 from functools import lru_cache
 from typing import NamedTuple
 
+from pellucid.tasks.answers import ASCII_FORMS
+
 LONGEST = 200
 """Characters of an expression; a longer one is none."""
 
-_SIGNS = str.maketrans({"\u2212": "-", "\u00d7": "*", "\u22c5": "*", "\u00b7": "*", "\u00f7": "/"})
+_SIGNS = ASCII_FORMS | dict.fromkeys(map(ord, "\u00d7\u22c5\u00b7\u2217"), "*") | {0xF7: "/"}
+_FRACTION = re.compile(r"\\[dtc]?frac\s*\{([^{}]*)\}\s*\{([^{}]*)\}")
+_COMMAND = re.compile(r"\\(cdot|times|ast|div|left|right|quad|displaystyle|implies|Rightarrow|to)(?![A-Za-z])|\\\\")
+_MEANING = {"cdot": "*", "times": "*", "ast": "*", "div": "/"} | dict.fromkeys(
+    ["implies", "Rightarrow", "to", None], "\n"
+)
+_SPACING = re.compile(r"\\[,;:! ()\[\]]|[$`&]")
+_BRACES = str.maketrans("{}", "()")
+_WRITTEN = re.compile(r"[0-9a-z+*/(). -]*")
 _PRODUCT = re.compile(r"(?<=[0-9)])(?=[a-z(])|(?<=[a-z)])(?=[0-9(])")
 
 
@@ -26,6 +37,28 @@ class Linear(NamedTuple):
     """Factors other than 0."""
 
 
+class Tree(NamedTuple):
+    """An expression as Python reads it, and the text that its places refer to."""
+
+    root: ast.expr
+    text: str
+
+
+def plain(text: str) -> str:
+    """The same arithmetic without LaTeX: \\times is *, braces are brackets, arrows and ends of lines are ends of lines.
+
+    Example: plain("$11 \\\\times \\\\frac{2}{2}$").split() == ["11", "*", "((2)/(2))"]
+    """
+    text = text.translate(_SIGNS)
+    # A fraction is read once what is in its braces holds none: each round takes off a layer.
+    for _ in range(LONGEST // len(r"\frac{}{}")):
+        text, found = _FRACTION.subn(r" ((\1)/(\2))", text)
+        if not found:
+            break
+    signs = _COMMAND.sub(lambda match: f" {_MEANING.get(match[1], '')} ", text)
+    return _SPACING.sub(" ", signs).translate(_BRACES)
+
+
 def linear(text: str, unknowns: str = "") -> Linear | None:
     """What an expression is in these one-letter unknowns; None where it is no such thing. 2a is a product.
 
@@ -33,45 +66,54 @@ def linear(text: str, unknowns: str = "") -> Linear | None:
     """
     tree = tree_of(text)
     try:
-        return None if tree is None else evaluated(tree, unknowns)
+        return None if tree is None else evaluated(tree, tree.root, unknowns)
     except (ArithmeticError, ValueError):
         return None
 
 
-def numbers_in(text: str) -> list[int]:
-    """The whole numbers that an expression is made of, as often as they stand there.
+def numbers_in(text: str) -> list[int] | None:
+    """The numbers that an expression is made of, as often as they stand there; None where one is not written in digits.
 
-    Example: numbers_in("3 * (3 + 10)") == [3, 3, 10]
+    Example: numbers_in("3 * (3 + 10)") == [3, 3, 10]; numbers_in("3 * 0.0 + 10") is None
     """
     tree = tree_of(text)
-    nodes = [] if tree is None else list(ast.walk(tree))
-    return [n.value for n in nodes if isinstance(n, ast.Constant) and type(n.value) is int]
+    written = [] if tree is None else list(constants(tree))
+    return [int(number) for number in written] if all(map(str.isdigit, written)) else None
+
+
+def constants(tree: Tree) -> Iterator[str]:
+    """Every constant as it is written: Python's own value of 1_0 or 0x10 is not what the text shows."""
+    nodes = (node for node in ast.walk(tree.root) if isinstance(node, ast.Constant))
+    return (tree.text[node.col_offset : node.end_col_offset] for node in nodes)
 
 
 @lru_cache(maxsize=4096)
-def tree_of(text: str) -> ast.expr | None:
+def tree_of(text: str) -> Tree | None:
     if len(text) > LONGEST:
         return None
-    written = _PRODUCT.sub("*", text.strip().translate(_SIGNS))
+    written = _PRODUCT.sub("*", " ".join(text.translate(_SIGNS).split()))
+    if not _WRITTEN.fullmatch(written):
+        return None
     try:
-        return ast.parse(written, mode="eval").body
+        return Tree(ast.parse(written, mode="eval").body, written)
     except (SyntaxError, ValueError, RecursionError, MemoryError):
         return None
 
 
-def evaluated(node: ast.expr, unknowns: str) -> Linear:
+def evaluated(tree: Tree, node: ast.expr, unknowns: str) -> Linear:
     """ValueError for anything but linear arithmetic, ZeroDivisionError for a division by 0."""
     match node:
-        case ast.Constant(value=int() | float() as value) if not isinstance(value, bool):
-            return Linear(Fraction(str(value)), {})
+        case ast.Constant():
+            # As it is written, not as Python rounds it.
+            return Linear(Fraction(tree.text[node.col_offset : node.end_col_offset]), {})
         case ast.Name(id=name) if name in unknowns and len(name) == 1:
             return Linear(Fraction(0), {name: Fraction(1)})
         case ast.UnaryOp(op=ast.USub(), operand=operand):
-            return scaled(evaluated(operand, unknowns), Fraction(-1))
+            return scaled(evaluated(tree, operand, unknowns), Fraction(-1))
         case ast.UnaryOp(op=ast.UAdd(), operand=operand):
-            return evaluated(operand, unknowns)
+            return evaluated(tree, operand, unknowns)
         case ast.BinOp(left=left, op=operator, right=right):
-            return combined(evaluated(left, unknowns), operator, evaluated(right, unknowns))
+            return combined(evaluated(tree, left, unknowns), operator, evaluated(tree, right, unknowns))
     raise ValueError(f"no linear arithmetic: {ast.dump(node)}")
 
 

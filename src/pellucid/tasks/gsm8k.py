@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from pellucid.tasks.answers import answer_tag, last_number, tagged
+from pellucid.tasks.answers import answer_tag, answered, last_number, only_number, tagged
 from pellucid.tasks.dataset import Dataset
+from pellucid.tasks.rewards import RewardTerm
 from pellucid.types import Completion, Prompt, Reward
 
-_FIRST_TAG = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
 SYSTEM = {
     "en": (
         "You solve problems. First think step by step between <think> and </think>, then give the final answer alone"
@@ -24,9 +23,9 @@ SYSTEM = {
 class Gsm8k:
     """Questions with a number for an answer; the completion is to be `<think>...</think> <answer>...</answer>`.
 
-    Grading `strict`: 1 if the tagged answer is the number, 1,080 = 1080 = 1080.0, else 0. Grading `literal`, as first
-    described: 1 if the text between the tags is the gold answer, 0.5 if it contains it, 0.01 for any other, 0 without
-    tags; "16" then earns half a point for 6.
+    Grading `strict`: 1 if the last number between the tags, or in a box there, is the gold answer, 1,080 = 1080 =
+    1080.0, else 0. Grading `literal`, as first described: 1 if the text between the tags is the gold answer, 0.5 if it
+    contains it, 0.01 for any other, 0 without tags; "16" then earns half a point for 6.
 
     Example: Gsm8k(data="train.jsonl", test_data="test.jsonl", grading="literal")
     """
@@ -72,9 +71,8 @@ class Gsm8k:
         if self.grading == "literal":
             value = literal_grade(completion.text, prompt.answer)
             return Reward(value, {"answer": value, "format": whole}, weights={"format": 0.0})
-        inside = answer_tag(completion.text)
-        found = None if inside is None else last_number(inside)
-        right = float(found is not None and found == last_number(prompt.answer))
+        found = None if answer_tag(completion.text) is None else last_number(answered(completion.text))
+        right = float(found is not None and found == only_number(prompt.answer))
         value = right + self.format_reward * whole
         return Reward(value, {"answer": right, "format": whole}, bool(right), weights={"format": self.format_reward})
 
@@ -94,14 +92,16 @@ class Gsm8k:
             template="{question}",
             answer=self.answer,
             answer_pattern=self.answer_pattern,
+            rewards=(RewardTerm("numeric" if self.grading == "strict" else "exact"),),
         )
 
 
 def literal_grade(text: str, gold: str) -> float:
     """Example: literal_grade("<answer>16</answer>", "6") == 0.5"""
-    match = _FIRST_TAG.search(text)
-    if match is None:
+    # The first tag that closes: where the first does not, none does. Searching on would take a step for each pair.
+    inside, closed, _ = text.partition("<answer>")[2].partition("</answer>")
+    if not closed:
         return 0.0
-    if match[1] == gold:
+    if inside == gold:
         return 1.0
-    return 0.5 if gold in match[1] else 0.01
+    return 0.5 if gold in inside else 0.01

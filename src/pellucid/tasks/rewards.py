@@ -1,7 +1,7 @@
 """The terms of a reward: what one `[[task.rewards]]` table names, from exact match to a function of the user's own.
 
-`exact`, `numeric` and `math` compare the answer with the gold answer. The answer is the content of an `<answer>` tag
-that ends the completion, where there is exactly one, otherwise the whole completion.
+`exact`, `numeric` and `math` compare the answer with the gold answer. The answer is what an `<answer>` tag holds that
+ends the completion, otherwise what follows `</think>`, or all of it; if there is a `\\boxed{}` in that, the last one.
 
 A function of the user's own has TRL's signature and needs no change: `def reward(completions, **columns)`, plain or
 `async`, returns one number for each completion, or None where it does not apply. It is called with one completion at a
@@ -15,16 +15,15 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-import logging
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cache, lru_cache
+from functools import cache
 from typing import Any
 
-from pellucid.extras import extra
 from pellucid.tasks import did_you_mean, load_object
-from pellucid.tasks.answers import answer_tag, last_number, tagged
+from pellucid.tasks.answers import answered, last_number, only_number, tagged
+from pellucid.tasks.formulas import math_verify, states_formula
 from pellucid.types import Completion, Prompt, UserError
 
 NOT_COLUMNS = ("prompt", "completion", "completion_ids")
@@ -83,24 +82,19 @@ COMPARE_WITH_GOLD = ("exact", "numeric", "math")
 
 def exact(text: str, gold: str) -> float:
     """1 if the answers agree up to letter case and white space."""
-    return float(folded(answer_of(text)) == folded(gold))
+    return float(folded(answered(text)) == folded(gold))
 
 
 def numeric(text: str, gold: str) -> float:
-    """1 if the last numbers of both are equal: 1,080 = 1080 = 1080.0."""
-    found = last_number(answer_of(text))
-    return float(found is not None and found == last_number(gold))
+    """1 if the last number of the answer is the gold answer: 1,080 = 1080 = 1080.0."""
+    found = last_number(answered(text))
+    return float(found is not None and found == only_number(gold))
 
 
 def math(text: str, gold: str) -> float | None:
-    """1 if math-verify finds the expressions equal; None where it cannot read the gold answer."""
-    expected = boxed_expression(gold)
-    if not expected:
-        return None
-    parse, verify = math_verify()
-    inside = answer_tag(text)
-    found = parse(text, parsing_timeout=None) if inside is None else boxed_expression(inside)
-    return float(verify(expected, found, timeout_seconds=None))
+    """1 if the answer states the formula, by math-verify, or the word; None where the gold answer cannot be read."""
+    stated = states_formula(text, gold)
+    return None if stated is None else float(stated)
 
 
 def regex(text: str, pattern: str) -> float:
@@ -113,11 +107,6 @@ def length(tokens: int, limit: int) -> float:
     return max(-1.0, -tokens / limit)
 
 
-def answer_of(text: str) -> str:
-    inside = answer_tag(text)
-    return text if inside is None else inside
-
-
 def folded(text: str) -> str:
     return " ".join(text.split()).casefold()
 
@@ -128,23 +117,6 @@ def compiled(pattern: str) -> re.Pattern[str]:
         return re.compile(pattern)
     except re.error as error:
         raise ValueError(f'pattern = "{pattern}" is no regular expression: {error}') from error
-
-
-@cache
-def math_verify() -> tuple[Callable[..., list[Any]], Callable[..., bool]]:
-    """math-verify's parse and verify."""
-    library = extra("math_verify", "data", 'reward "math"')
-    # It warns, every time, of running without its own time limits. They need the main thread and make a slow comparison
-    # a silent 0; the sandbox has a limit for every reward, and shows what it stopped.
-    logging.getLogger("math_verify").setLevel(logging.ERROR)
-    return library.parse, library.verify
-
-
-@lru_cache(maxsize=1024)
-def boxed_expression(text: str) -> list[Any]:
-    """A text that is an expression, with or without LaTeX delimiters."""
-    parse, _ = math_verify()
-    return parse(text if "$" in text or r"\boxed" in text else rf"\boxed{{{text}}}", parsing_timeout=None)
 
 
 @cache

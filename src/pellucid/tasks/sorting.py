@@ -11,9 +11,12 @@ from itertools import pairwise
 from random import Random
 from typing import Literal
 
+from pellucid.tasks.answers import answered
 from pellucid.types import Completion, Prompt, Reward
 
-_NUMBERS = re.compile(r"\d+")
+_NUMBERS = re.compile(r"(?:(?<![\d)])[-\u2212])?\d+")
+NO_NUMBER = -1
+"""Stands for one below 0 or absurdly long: no right answer holds it."""
 Grading = Literal["positions", "distance", "inclusion_ordering", "exact"]
 
 
@@ -57,7 +60,8 @@ class Sorting:
         return [self._prompt(f"{self.split}/{step}/{i}", rng) for i in range(n)]
 
     def reward(self, prompt: Prompt, completion: Completion) -> Reward:
-        answer = [int(digits) for digits in _NUMBERS.findall(completion.text) if len(digits) < 20]
+        written = _NUMBERS.findall(answered(completion.text))
+        answer = [int(digits) if digits.isdigit() and len(digits) < 20 else NO_NUMBER for digits in written]
         right = sorted(prompt.columns["numbers"])
         return Reward(GRADINGS[self.grading](answer, right), correct=answer == right)
 

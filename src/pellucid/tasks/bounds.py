@@ -1,0 +1,80 @@
+"""What may be computed of a formula that a model wrote, told from its text: 9^{9^{9^9}} never ends."""
+
+from __future__ import annotations
+
+import re
+
+LONGEST = 80
+"""Signs of a formula, a command or a number being one; a longer one is no answer."""
+DEEPEST = 4
+"""Brackets within brackets: parsing takes longer with each."""
+LARGEST_EXPONENT = 10_000
+LARGEST_POLYNOMIAL = 12
+"""Exponent of a bracket with letters in it."""
+
+_UNBOUNDED = re.compile(r"\\(?:sum|prod|int|iint|iiint|oint|lim)(?![A-Za-z])")
+_FACTORIAL = re.compile(r"(?:(?<![\d.])\d{1,3}|(?<![A-Za-z])[a-z]|\([^()!^]{1,20}\))!(?!!)")
+_BINOMIAL = re.compile(r"\\[dt]?binom[^A-Za-z]*\d{4}")
+_COMMAND = re.compile(r"\\[A-Za-z]+")
+
+
+def computable(body: str, allowed: str) -> bool:
+    """Whether comparing a formula takes a bounded time. What the gold answer has, `allowed`, another may have too.
+
+    Example: computable("2^{10}", "7"); not computable("9^{9^{9^9}}", "7"); not computable("999999!!!", "7")
+    """
+    if signs(body) > max(LONGEST, 2 * signs(allowed)) or depth(body) > max(DEEPEST, depth(allowed)):
+        return False
+    if (_UNBOUNDED.search(body) and not _UNBOUNDED.search(allowed)) or _BINOMIAL.search(body):
+        return False
+    largest_polynomial = max([LARGEST_POLYNOMIAL, *(int(n) for n in re.findall(r"(?<!\d)\d{1,4}(?!\d)", allowed))])
+    # Whatever is left of the exclamation marks after the small ones stands behind something large.
+    small = "!" not in _FACTORIAL.sub("", body.replace("!=", ""))
+    return small and computable_powers(body.replace("**", "^"), largest_polynomial)
+
+
+def signs(body: str) -> int:
+    return len(re.findall(r"\\[A-Za-z]+|\d+|\S", body))
+
+
+def depth(body: str) -> int:
+    deepest = now = 0
+    for c in body:
+        now += (c in "([{") - (c in ")]}")
+        deepest = max(deepest, now)
+    return deepest
+
+
+def computable_powers(body: str, largest_polynomial: int) -> bool:
+    product = 1
+    for place in (i for i, c in enumerate(body) if c == "^"):
+        exponent = operand(body, place + 1)
+        digits = re.findall(r"\d+", exponent)
+        # The power of a letter is not computed, and so may stand in another: e^{-x^2}.
+        tower = re.search(r"(?<![A-Za-z])\s*\^", exponent) or (not re.search("[A-Za-z]", exponent) and "^" in exponent)
+        if tower or "!" in exponent or len("".join(digits)) > len(str(LARGEST_EXPONENT)):
+            return False
+        if not digits:
+            continue
+        largest = max(map(int, digits))
+        bracket = body[:place].rstrip()[-1:] in (")", "}", "]") and re.search(
+            "[A-Za-z]", _COMMAND.sub("", body[:place])
+        )
+        if largest > (largest_polynomial if bracket else LARGEST_EXPONENT):
+            return False
+        product *= max(1, largest if largest > 9 else 1)
+    return product <= LARGEST_EXPONENT * 100
+
+
+def operand(body: str, start: int) -> str:
+    """What an exponent holds: a group in brackets, or the run up to the next sign."""
+    rest = body[start:].lstrip()
+    if not rest.startswith(("{", "(")):
+        run = re.match(r"[-+]?(?:\\[A-Za-z]+|[\w.]+)(?:\s*\^.*)?", rest)
+        return run[0] if run else ""
+    level = 0
+    for place, c in enumerate(rest):
+        level += (c in "({") - (c in ")}")
+        if level == 0:
+            return rest[1:place]
+    return rest

@@ -1,0 +1,191 @@
+"""Whether a completion states the formula that is the gold answer: what stands before math-verify, which compares.
+
+It reads what was answered, puts numbers, units and signs into LaTeX that math-verify reads as they were meant, compares
+plain numbers and words by itself, and refuses what would take for ever to compute.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Callable
+from dataclasses import replace
+from fractions import Fraction
+from functools import cache, lru_cache, partial
+from typing import Any
+
+from pellucid.extras import extra
+from pellucid.tasks.answers import after_thinking, marked_answer, only_number
+from pellucid.tasks.bounds import computable
+from pellucid.tasks.latex import Written, bare_words, is_words, undressed, written
+
+SAME_PLACES = 6
+"""Decimal places from which on a decimal stands for the ratio that it rounds: 0.333333 for 1/3."""
+LONGEST_PROSE = 20_000
+"""Characters at the end of a completion that are searched where no answer is marked."""
+
+_WORDS_OF_FORMULAS = r"sin|cos|tan|cot|sec|csc|log|ln|exp|sqrt|pi|infinity|mod|or|and"
+_SHOWN = re.compile(r"\$\$[^$]+\$\$|(?<![\\\d])\$[^$\n]+(?<!\\)\$|\\\([^\n]*?\\\)|\\\[.*?\\\]", re.DOTALL)
+_WORD = re.compile(
+    rf"(?:(?<![A-Za-z\\{{_^])(?!(?:{_WORDS_OF_FORMULAS})(?![A-Za-z]))[A-Za-z]{{2,}}(?:['\u2019][A-Za-z]+)*|[\u2e80-\u9fff\uac00-\ud7af])[,:]?"
+    r"|[.;!?](?=\s)|[\n\u3002]|#+|:(?=\s)"
+)
+_DENIED = re.compile(
+    r"(?:\bnot|n't|\bnever|\bneither|\bnor|\bcannot|\bwithout)(?:\s+(?:be|equal|equals|to|a|the|exactly))*\s*\Z"
+)
+_COMMAND = re.compile(r"\\[A-Za-z]+")
+
+
+def states_formula(text: str, gold: str) -> bool | None:
+    """Whether a completion states the gold answer; None where that cannot be read.
+
+    Example: states_formula("So $x = \\\\frac{2}{4}$.", "0.5"); not states_formula("<answer>3x</answer>", "3")
+    """
+    if is_words(gold):
+        return states_words(text, gold)
+    expected = written(gold)
+    stray = "$" in expected.body.replace(r"\$", "")
+    if stray or not computable(expected.body, allowed=expected.body) or not parsed(expected.body):
+        return None
+    marked = marked_answer(text)
+    found = conclusion(after_thinking(text)[-LONGEST_PROSE:]) if marked is None else marked
+    return equal(written(found), expected)
+
+
+def equal(found: Written, expected: Written) -> bool:
+    """A unit may be left out, and words may be added; a percent sign changes the value, a degree sign the meaning."""
+    if not found.body:
+        return False
+    if found.unit == expected.unit or (found.unit not in ("%", "degrees") and "" in (found.unit, expected.unit)):
+        if same(found.body, expected.body):
+            return True
+        return expected.unit == "%" and not found.unit and same(found.body, hundredth(expected.body))
+    return found.unit == "%" and not expected.unit and same(hundredth(found.body), expected.body)
+
+
+def same(found: str, expected: str) -> bool:
+    if found.split() == expected.split():
+        return True
+    numbers = plain_number(found), plain_number(expected)
+    if None not in numbers:
+        return same_number(found, expected)
+    if not computable(found, allowed=expected) or not same_kind(found, expected):
+        return False
+    if not comparable(parsed(found), parsed(expected)):
+        return False
+    _, verify = math_verify()
+    sides = sides_of(found) if "=" not in expected else [found]
+    # Of a chain of equations the last side is the answer; one that is false, as 4 = 3, answers nothing.
+    constant = [side for side in sides if not re.search("[A-Za-z]", _COMMAND.sub("", side))]
+    true = all(verify(parsed(constant[-1]), parsed(side), timeout_seconds=None) for side in constant[:-1])
+    return true and bool(verify(parsed(expected), parsed(found), timeout_seconds=None))
+
+
+def same_kind(found: str, expected: str) -> bool:
+    """What math-verify drops or joins: another relation than equality, and numbers without a sign between them."""
+    relation = re.compile(r"\\(?:neq?|approx|sim|not|equiv)(?![A-Za-z])|!=|~")
+    return bool(relation.search(found)) == bool(relation.search(expected)) and not re.search(r"\d\s+\.?\d", found)
+
+
+def same_number(found: str, expected: str) -> bool:
+    x, y = plain_number(found), plain_number(expected)
+    assert x is not None and y is not None
+    if x == y:
+        return True
+    for decimal, value, other in ((found, x, y), (expected, y, x)):
+        places = len(decimal.partition(".")[2])
+        if decimal.count(".") == 1 and decimal.partition(".")[2].isdigit() and places >= SAME_PLACES:
+            return abs(value - other) * 2 <= Fraction(1, 10**places) and other.denominator % 10 != 0
+    return False
+
+
+def plain_number(body: str) -> Fraction | None:
+    """Without letters, brackets and signs that make it more than a number."""
+    letters = re.sub(r"\\(?:[dtc]?frac|times|cdot)(?![A-Za-z])", "", body)
+    return None if re.search(r"[A-Za-z()\[\]|]", letters) else only_number(body)
+
+
+def sides_of(body: str) -> list[str]:
+    return [body] if "," in body else re.split(r"(?<![<>!:])=(?!=)", body)
+
+
+def hundredth(body: str) -> str:
+    value = plain_number(body)
+    return rf"\frac{{{body}}}{{100}}" if value is None else f"{(value / 100).numerator}/{(value / 100).denominator}"
+
+
+def states_words(text: str, gold: str) -> bool:
+    expected, marked = bare_words(gold).casefold(), marked_answer(text)
+    if marked is not None:
+        named = re.sub(r"^(?:option|choice|answer)\s+", "", bare_words(marked), flags=re.IGNORECASE)
+        return bare_words(named).casefold() == expected
+    last = "".join(after_thinking(text).strip().splitlines()[-1:])[-1000:]
+    said = re.split(r"(?:\b(?:is|are)\b|[:=])", last)[-1]
+    return expected in (bare_words(last).casefold(), bare_words(said).casefold())
+
+
+def conclusion(text: str) -> str:
+    """The last formula of a text in which none is marked: between $ and $, or else what stands between words.
+
+    Example: conclusion("She makes 18 dollars") == "18"; conclusion("It is x^2 + 1.") == "x^2 + 1"
+    """
+    start, end, formula = last_shown(text)
+    spoken = last_span(text, end)
+    if spoken is not None and (not formula or re.search(r"\d", text[slice(*spoken)])):
+        start, formula = spoken[0], text[slice(*spoken)]
+        # Alone, 3! is a factorial; at the end of a sentence it is a 3.
+        formula = formula.rstrip().rstrip("!?") if start else formula
+    return "" if _DENIED.search(text[:start][-60:]) else formula
+
+
+def last_shown(text: str) -> tuple[int, int, str]:
+    """Where the last formula between delimiters begins and ends, and it: "$1$ and $2$" is one, "1, 2"."""
+    start, end, formulas = 0, 0, list[str]()
+    for match in _SHOWN.finditer(text):
+        if not (formulas and re.fullmatch(r"\s*(?:,|,?\s*(?:and|or))\s*", text[end : match.start()])):
+            start, formulas = match.start(), []
+        formulas.append(undressed(match[0]))
+        end = match.end()
+    return start, end, ", ".join(formulas)
+
+
+def last_span(text: str, begin: int) -> tuple[int, int] | None:
+    """Of what stands between words, the last with a digit in it, else the last with a letter."""
+    spans, start = [], begin
+    for word in _WORD.finditer(text, begin):
+        spans.append((start, word.start()))
+        start = word.end()
+    spans.append((start, len(text)))
+    for wanted in (r"\d", r"[A-Za-z]"):
+        for span in reversed(spans):
+            if re.search(wanted, text[span[0] : span[1]]):
+                return span
+    return None
+
+
+def comparable(found: list[Any], expected: list[Any]) -> bool:
+    """Not where they are expressions of different unknowns: simplifying what cannot be equal has no bound."""
+    expression = extra("sympy", "data", 'reward "math"').Expr
+    pair = (found[:1], expected[:1])
+    if not all(formula and isinstance(formula[0], expression) for formula in pair):
+        return True
+    x, y = ({str(symbol) for symbol in formula[0].free_symbols} for formula in pair)
+    return x == y
+
+
+@lru_cache(maxsize=1024)
+def parsed(body: str) -> list[Any]:
+    parse, _ = math_verify()
+    return parse(rf"\boxed{{{body}}}")
+
+
+@cache
+def math_verify() -> tuple[Callable[[str], list[Any]], Callable[..., bool]]:
+    """math-verify's parse, which leaves units to latex.py (it takes the ab of 2ab for one), and verify."""
+    library = extra("math_verify", "data", 'reward "math"')
+    normalization = replace(library.LatexExtractionConfig().normalization_config, units=False)
+    reading = [library.LatexExtractionConfig(normalization_config=normalization), library.ExprExtractionConfig()]
+    # It warns, every time, of running without its own time limits. They need the main thread and make a slow comparison
+    # a silent 0; the sandbox has a limit for every reward, and shows what it stopped.
+    logging.getLogger("math_verify").setLevel(logging.ERROR)
+    return partial(library.parse, extraction_config=reading, parsing_timeout=None), library.verify

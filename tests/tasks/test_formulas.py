@@ -1,0 +1,154 @@
+"""The reward `math`: a table of pairs, what is read of prose, and what is refused before it is computed."""
+
+from __future__ import annotations
+
+from fractions import Fraction
+
+import pytest
+from math_pairs import is_right, rows
+
+from pellucid.tasks import formulas
+from pellucid.tasks.bounds import DEEPEST, LONGEST, computable, depth, signs
+from pellucid.tasks.formulas import conclusion, plain_number, states_formula
+from pellucid.tasks.latex import Written, is_words, written
+
+TABLE = rows()
+
+
+def test_the_table_has_250_pairs_of_either_sort():
+    assert [sum(row.equal == equal for row in TABLE) for equal in (True, False)] == [250, 250]
+    assert len({(row.gold, row.completion) for row in TABLE}) == 500
+
+
+@pytest.mark.parametrize("kind", dict.fromkeys(row.kind for row in TABLE))
+def test_every_pair_of_the_table_is_judged_rightly_but_for_those_that_are_known(kind):
+    of_kind = [row for row in TABLE if row.kind == kind]
+    assert [row for row in of_kind if not is_right(row)] == [row for row in of_kind if row.known]
+
+
+@pytest.mark.parametrize(
+    ("text", "formula"),
+    [
+        ("", ""),
+        ("no idea", ""),
+        ("18", "18"),
+        ("3!", "3!"),
+        ("It is 3!", "3"),
+        ("She makes 18 dollars", "18"),
+        ("So x = 3.", "x = 3"),
+        ("It is x^2 + 1, not 7x", ""),
+        ("either 3 or 5", "3 or 5"),
+        ("$1$ and $2$, or $3$", "1, 2, 3"),
+        ("$1$ and so on, $2$", "2"),
+        ("$9 \\cdot 2 = 18$, that is 18", "18"),
+        ("not $3$", ""),
+        ("not 3 but 4", "4"),
+        (r"\[ x = \frac{1}{2} \]", r"x = \frac{1}{2}"),
+        ("#### 1,080", "1,080"),
+        ("答案是18个", "18"),
+        ("the variable x", "x"),
+    ],
+)
+def test_the_conclusion_of_a_text_in_which_no_answer_is_marked(text, formula):
+    assert conclusion(text).strip(" ,.") == formula
+
+
+@pytest.mark.parametrize(
+    ("text", "body", "unit"),
+    [
+        ("$90^\\circ$.", "90", "degrees"),
+        ("5%", "5", "%"),
+        (r"\$1,000", "1,000", ""),
+        (r"8\text{ m}^2", "8", "meter 2"),
+        ("8 square meters", "8", "meter 2"),
+        ("18 dollars", "18", ""),
+        ("1 000", "1000", ""),
+        ("1\u00bd", r"1\frac{1}{2}", ""),
+        ("6.02e23", r"6.02 \times 10^{23}", ""),
+        ("10\u207b", "10\u207b", ""),
+        ("x\u00b2\u00b3", "x^{23}", ""),
+        ("3 or 5", "3, 5", ""),
+        ("2 xy", "2 xy", ""),
+        ("3 pi", "3 pi", ""),
+    ],
+)
+def test_a_formula_is_put_into_latex_without_its_unit(text, body, unit):
+    found = written(text)
+    assert (found.body.replace(" ", ""), found.unit) == (body.replace(" ", ""), unit)
+
+
+@pytest.mark.parametrize("gold", ["yes", "no", "Monday", r"\text{up}", "A", "(B)", "no solution", "even", "是"])
+def test_words_are_compared_as_text(gold):
+    assert is_words(gold)
+
+
+@pytest.mark.parametrize("gold", ["x", "xy", "ab", "pi", "3 dollars", "x + y", "2ab", r"\pi", "some $ or other", "5"])
+def test_letters_that_are_factors_are_no_word(gold):
+    assert not is_words(gold)
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        "9^{9^{9^9}}",
+        "9^9^9^9",
+        "9**9**9",
+        "2^{99999}",
+        "(9^{9999})^{9999}",
+        "x^{2^{3}}",
+        "7^{9^9x^0}",
+        "(a+b+c)^{99}",
+        "999999!!!",
+        "9!!",
+        "1000!",
+        "((9!)!)!",
+        "(9^9)!",
+        r"\binom{99999}{500}",
+        r"\sum_{i=1}^{9} i",
+        r"\int_0^1 x",
+        "(" * (DEEPEST + 1) + "7" + ")" * (DEEPEST + 1),
+        "1+" * LONGEST,
+    ],
+)
+def test_what_has_no_bound_is_refused_before_it_is_computed(monkeypatch, body):
+    """Whoever hands it to sympy finds no sympy."""
+    states_formula("7", "8")
+    monkeypatch.setattr(formulas, "parsed", lambda body: pytest.fail(f"computes {body}") if body != "7" else [body])
+    assert not computable(body, "7")
+    assert states_formula(rf"\boxed{{{body}}}", "7") is False
+
+
+@pytest.mark.parametrize(
+    "body", ["2^{2024}", "20!", "(n-1)!", "n!", r"\frac{10!}{5!5!}", "e^{-x^2}", "x^{n+1}", "-1", ""]
+)
+def test_what_has_a_bound_is_computed(body):
+    assert computable(body, "7")
+
+
+def test_what_the_gold_answer_has_another_may_have_too():
+    deep, long = "{" * 6 + "7" + "}" * 6, "+".join(["x"] * LONGEST)
+    for gold in (deep, long, "(x+1)^{99}", r"\sum_{i=1}^{9} i"):
+        assert computable(gold, gold)
+        assert not computable(gold, "7")
+    assert (depth("(a)(b(c))"), signs(r"\frac{1}{23}")) == (2, 7)
+
+
+@pytest.mark.parametrize(
+    ("body", "number"),
+    [
+        ("7", 7),
+        (r"\frac{1}{2}", Fraction(1, 2)),
+        (r"3 \times 10^{2}", 300),
+        ("5k", None),
+        ("(1,234)", None),
+        ("3x", None),
+    ],
+)
+def test_plain_numbers_are_compared_without_sympy(body, number):
+    assert plain_number(body) == number
+
+
+def test_a_gold_answer_that_cannot_be_read_does_not_apply():
+    assert states_formula("7", "some $ or other") is None
+    assert states_formula("7", "9^{9^{9^9}}") is None
+    assert written("") == Written("", "")
