@@ -13,6 +13,7 @@ from pellucid.models.drawing import Truncation
 from pellucid.serve import engine as engines
 from pellucid.serve.engine import Engine, Meter, RefusedError
 from pellucid.serve.rows import Request, Row
+from serving import wait_until
 
 
 class Texts:
@@ -155,8 +156,7 @@ def test_whatever_goes_wrong_in_a_step_is_told_and_the_engine_goes_on(error):
     engine.submit(Request((1, 2, 3), lambda news: (lost.append(news), over.set()), max_tokens=6))
     thread.start()
     assert over.wait(60)
-    while engine.flight is broken:
-        pass
+    wait_until(lambda: engine.flight is not broken)
     ended = threading.Event()
     engine.submit(
         Request((1, 2, 3), lambda news: (told.append(news), news is None and ended.set()), max_tokens=6, seed=1)
@@ -229,6 +229,21 @@ def test_a_long_prompt_waits_until_those_in_flight_leave_it_room(engine, monkeyp
         engine._advance()
     engine._board()
     assert [len(row.request.prompt_ids) for row in engine.flying] == [100]
+
+
+def test_memory_follows_what_is_in_flight_and_goes_back_when_nobody_is(engine):
+    """What is kept of prompts that have left is measured after every step, and given back before the engine waits."""
+    happened, over = [], threading.Event()
+    engine.heap.after_step = lambda: happened.append("step")
+    engine.heap.give_back = lambda: happened.append("given back")
+    engine.submit(Request((1, 2, 3), lambda news: news is None and over.set(), max_tokens=5))
+    thread = threading.Thread(target=engine.run, daemon=True)
+    thread.start()
+    assert over.wait(60)
+    wait_until(lambda: len(happened) == 6)
+    engine.close()
+    thread.join()
+    assert happened == ["step"] * 5 + ["given back"]
 
 
 # ---------------------------------------------------------------- text

@@ -96,3 +96,22 @@ def test_what_the_service_refuses_is_shown(page):
 def test_the_console_is_silent(page):
     grave = [entry for entry in page.get_log("browser") if entry["level"] == "SEVERE" and "400" not in entry["message"]]
     assert not [entry for entry in grave if "favicon" not in entry["message"]]
+
+
+def test_a_page_of_a_locked_service_asks_for_the_token(browser):
+    with running(token="open-sesame") as (_, url):
+        browser.get(url)
+        eventually(browser, lambda: found(browser, "#health")[0].text == "ok")
+        assert not found(browser, "#token")[0].is_displayed()
+        found(browser, "#tokens")[0].clear()
+        found(browser, "#tokens")[0].send_keys("12")
+        found(browser, "#say")[0].send_keys("2+3=")
+        found(browser, "#send")[0].click()
+        eventually(browser, lambda: found(browser, "#chat .error"))
+        assert "needs its token" in found(browser, "#chat .error")[0].text
+        found(browser, "#token")[0].send_keys("open-sesame")
+        eventually(browser, found(browser, "#send")[0].is_enabled)
+        found(browser, "#say")[0].send_keys("2+3=")
+        found(browser, "#send")[0].click()
+        eventually(browser, lambda: len(found(browser, ".turn")) == 4 and found(browser, "#send")[0].is_enabled())
+        assert len(found(browser, "#chat .error")) == 1

@@ -65,6 +65,7 @@ class Engine:
         self.logits = torch.zeros(0)
         self.place = hardware.place_of_sums(policy.device)
         self.meter, self.errors, self.last_error = Meter(), 0, ""
+        self.heap = hardware.Heap()
 
     def submit(self, request: Request) -> None:
         """RefusedError where too many wait. A request of more rows than the engine has is the caller's mistake."""
@@ -93,6 +94,7 @@ class Engine:
                     self._board()
                     if self.flying:
                         self._advance()
+                        self.heap.after_step()
                 except Exception as error:  # noqa: BLE001 - whatever it was, it must not end what others use
                     self._abandon(error)
         finally:
@@ -113,6 +115,8 @@ class Engine:
 
     def _called_for(self) -> bool:
         """Waits for the next only where there is nothing to do. False when it is closed."""
+        if not self.flying and not self.waiting:
+            self.heap.give_back()  # caches of prompts that have left
         with self.changed:
             self.changed.wait_for(lambda: self.closed or self.flying or self.waiting)
             return not self.closed
