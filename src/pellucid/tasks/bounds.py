@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import re
 
-LONGEST = 80
+LONGEST = 60
 """Signs of a formula, a command or a number being one; a longer one is no answer."""
 DEEPEST = 4
 """Brackets within brackets: parsing takes longer with each."""
+MOST_IN_A_CHAIN = 4
+"""Of each sign that may be read in several ways: 1/2/1/2 is parsed in a time that every further one multiplies."""
 LARGEST_EXPONENT = 10_000
 LARGEST_POLYNOMIAL = 12
 """Exponent of a bracket with letters in it."""
 
+_CHAINED = [re.compile(sign) for sign in ("/", ":", r"\|", "%", r"[A-Za-z]\(")]
 _UNBOUNDED = re.compile(r"\\(?:sum|prod|int|iint|iiint|oint|lim)(?![A-Za-z])")
 _FACTORIAL = re.compile(r"(?:(?<![\d.])\d{1,3}|(?<![A-Za-z])[a-z]|\([^()!^]{1,20}\))!(?!!)")
 _BINOMIAL = re.compile(r"\\[dt]?binom[^A-Za-z]*\d{4}")
@@ -24,6 +27,10 @@ def computable(body: str, allowed: str) -> bool:
     Example: computable("2^{10}", "7"); not computable("9^{9^{9^9}}", "7"); not computable("999999!!!", "7")
     """
     if signs(body) > max(LONGEST, 2 * signs(allowed)) or depth(body) > max(DEEPEST, depth(allowed)):
+        return False
+    if balanced(allowed) and not balanced(body):
+        return False
+    if any(len(sign.findall(body)) > max(MOST_IN_A_CHAIN, len(sign.findall(allowed))) for sign in _CHAINED):
         return False
     if (_UNBOUNDED.search(body) and not _UNBOUNDED.search(allowed)) or _BINOMIAL.search(body):
         return False
@@ -43,6 +50,16 @@ def depth(body: str) -> int:
         now += (c in "([{") - (c in ")]}")
         deepest = max(deepest, now)
     return deepest
+
+
+def balanced(body: str) -> bool:
+    """Whether all brackets close, of whatever kind: [0, 1) is an interval. `\\right.` closes one without a sign."""
+    level = 0
+    for c in body.replace(r"\left.", "(").replace(r"\right.", ")"):
+        level += (c in "([{") - (c in ")]}")
+        if level < 0:
+            return False
+    return level == 0
 
 
 def computable_powers(body: str, largest_polynomial: int) -> bool:

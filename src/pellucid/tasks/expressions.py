@@ -59,6 +59,7 @@ def plain(text: str) -> str:
     return _SPACING.sub(" ", signs).translate(_BRACES)
 
 
+@lru_cache(maxsize=4096)
 def linear(text: str, unknowns: str = "") -> Linear | None:
     """What an expression is in these one-letter unknowns; None where it is no such thing. 2a is a product.
 

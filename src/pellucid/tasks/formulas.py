@@ -23,17 +23,23 @@ SAME_PLACES = 6
 """Decimal places from which on a decimal stands for the ratio that it rounds: 0.333333 for 1/3."""
 LONGEST_PROSE = 20_000
 """Characters at the end of a completion that are searched where no answer is marked."""
+LONGEST = 1000
+"""Characters of what is found there, or marked: more is no answer."""
 
 _WORDS_OF_FORMULAS = r"sin|cos|tan|cot|sec|csc|log|ln|exp|sqrt|pi|infinity|mod|or|and"
-_SHOWN = re.compile(r"\$\$[^$]+\$\$|(?<![\\\d])\$[^$\n]+(?<!\\)\$|\\\([^\n]*?\\\)|\\\[.*?\\\]", re.DOTALL)
+_SHOWN = re.compile(
+    r"\$\$[^$]++\$\$|(?<![\\\d])\$[^$\n]+(?<!\\)\$|\\\((?:[^\\\n]|\\(?![()]))*+\\\)|\\\[(?:[^\\]|\\(?![\[\]]))*+\\\]"
+)
+_CONNECTIONS = ("and", "or", ",", ", and", ", or")
 _WORD = re.compile(
-    rf"(?:(?<![A-Za-z\\{{_^])(?!(?:{_WORDS_OF_FORMULAS})(?![A-Za-z]))[A-Za-z]{{2,}}(?:['\u2019][A-Za-z]+)*|[\u2e80-\u9fff\uac00-\ud7af])[,:]?"
-    r"|[.;!?](?=\s)|[\n\u3002]|#+|:(?=\s)"
+    rf"(?:(?<![A-Za-z\\{{_^])(?!(?:{_WORDS_OF_FORMULAS})(?![A-Za-z]))[A-Za-z]{{2,}}(?:['\u2019][A-Za-z]+)*"
+    r"|[\u2e80-\u9fff\uac00-\ud7af])[,:]?|[.;!?](?=\s)|[\n\u3002]|#+|:(?=\s)"
 )
 _DENIED = re.compile(
     r"(?:\bnot|n't|\bnever|\bneither|\bnor|\bcannot|\bwithout)(?:\s+(?:be|equal|equals|to|a|the|exactly))*\s*\Z"
 )
 _COMMAND = re.compile(r"\\[A-Za-z]+")
+_RELATION = re.compile(r"\\(?:neq?|approx|sim|not|equiv)(?![A-Za-z])|!=|~")
 
 
 def states_formula(text: str, gold: str) -> bool | None:
@@ -41,15 +47,15 @@ def states_formula(text: str, gold: str) -> bool | None:
 
     Example: states_formula("So $x = \\\\frac{2}{4}$.", "0.5"); not states_formula("<answer>3x</answer>", "3")
     """
+    marked, behind = marked_answer(text), after_thinking(text)[-LONGEST_PROSE:]
     if is_words(gold):
-        return states_words(text, gold)
+        return states_words(behind, marked, gold)
     expected = written(gold)
     stray = "$" in expected.body.replace(r"\$", "")
     if stray or not computable(expected.body, allowed=expected.body) or not parsed(expected.body):
         return None
-    marked = marked_answer(text)
-    found = conclusion(after_thinking(text)[-LONGEST_PROSE:]) if marked is None else marked
-    return equal(written(found), expected)
+    found = conclusion(behind) if marked is None else marked
+    return len(found) <= LONGEST and equal(written(found), expected)
 
 
 def equal(found: Written, expected: Written) -> bool:
@@ -66,9 +72,9 @@ def equal(found: Written, expected: Written) -> bool:
 def same(found: str, expected: str) -> bool:
     if found.split() == expected.split():
         return True
-    numbers = plain_number(found), plain_number(expected)
-    if None not in numbers:
-        return same_number(found, expected)
+    x, y = plain_number(found), plain_number(expected)
+    if x is not None and y is not None:
+        return x == y or stands_for(found, x, expected, y) or stands_for(expected, y, found, x)
     if not computable(found, allowed=expected) or not same_kind(found, expected):
         return False
     if not comparable(parsed(found), parsed(expected)):
@@ -83,20 +89,15 @@ def same(found: str, expected: str) -> bool:
 
 def same_kind(found: str, expected: str) -> bool:
     """What math-verify drops or joins: another relation than equality, and numbers without a sign between them."""
-    relation = re.compile(r"\\(?:neq?|approx|sim|not|equiv)(?![A-Za-z])|!=|~")
-    return bool(relation.search(found)) == bool(relation.search(expected)) and not re.search(r"\d\s+\.?\d", found)
+    alike = bool(_RELATION.search(found)) == bool(_RELATION.search(expected))
+    return alike and not re.search(r"\d\s+\.?\d", found)
 
 
-def same_number(found: str, expected: str) -> bool:
-    x, y = plain_number(found), plain_number(expected)
-    assert x is not None and y is not None
-    if x == y:
-        return True
-    for decimal, value, other in ((found, x, y), (expected, y, x)):
-        places = len(decimal.partition(".")[2])
-        if decimal.count(".") == 1 and decimal.partition(".")[2].isdigit() and places >= SAME_PLACES:
-            return abs(value - other) * 2 <= Fraction(1, 10**places) and other.denominator % 10 != 0
-    return False
+def stands_for(decimal: str, value: Fraction, ratio: str, exact: Fraction) -> bool:
+    """Whether a decimal is what a ratio rounds to at its last place."""
+    places = decimal.partition(".")[2]
+    rounds = places.isdigit() and len(places) >= SAME_PLACES and "." not in ratio
+    return rounds and 2 * abs(value - exact) <= Fraction(1, 10 ** len(places))
 
 
 def plain_number(body: str) -> Fraction | None:
@@ -114,12 +115,13 @@ def hundredth(body: str) -> str:
     return rf"\frac{{{body}}}{{100}}" if value is None else f"{(value / 100).numerator}/{(value / 100).denominator}"
 
 
-def states_words(text: str, gold: str) -> bool:
-    expected, marked = bare_words(gold).casefold(), marked_answer(text)
+def states_words(text: str, marked: str | None, gold: str) -> bool:
+    """By what is marked; where nothing is, by the last line or what it says something to be."""
+    expected = bare_words(gold).casefold()
     if marked is not None:
-        named = re.sub(r"^(?:option|choice|answer)\s+", "", bare_words(marked), flags=re.IGNORECASE)
+        named = re.sub(r"^(?:option|choice|answer)\s+", "", bare_words(marked[:LONGEST]), flags=re.IGNORECASE)
         return bare_words(named).casefold() == expected
-    last = "".join(after_thinking(text).strip().splitlines()[-1:])[-1000:]
+    last = "".join(text.strip().splitlines()[-1:])[-LONGEST:]
     said = re.split(r"(?:\b(?:is|are)\b|[:=])", last)[-1]
     return expected in (bare_words(last).casefold(), bare_words(said).casefold())
 
@@ -135,14 +137,14 @@ def conclusion(text: str) -> str:
         start, formula = spoken[0], text[slice(*spoken)]
         # Alone, 3! is a factorial; at the end of a sentence it is a 3.
         formula = formula.rstrip().rstrip("!?") if start else formula
-    return "" if _DENIED.search(text[:start][-60:]) else formula
+    return "" if _DENIED.search(text[max(0, start - 60) : start]) else formula
 
 
 def last_shown(text: str) -> tuple[int, int, str]:
     """Where the last formula between delimiters begins and ends, and it: "$1$ and $2$" is one, "1, 2"."""
     start, end, formulas = 0, 0, list[str]()
     for match in _SHOWN.finditer(text):
-        if not (formulas and re.fullmatch(r"\s*(?:,|,?\s*(?:and|or))\s*", text[end : match.start()])):
+        if " ".join(text[end : match.start()].split()) not in _CONNECTIONS:
             start, formulas = match.start(), []
         formulas.append(undressed(match[0]))
         end = match.end()

@@ -67,7 +67,7 @@ class Written(NamedTuple):
 def written(text: str) -> Written:
     """Example: written("US$1,000") == Written("1,000", ""); written("90\u00b0") == Written("90", "degrees")"""
     raised = _POWER.sub(lambda match: "^{" + "".join(str(_RAISED.index(c)) for c in match[0]) + "}", in_ascii(text))
-    body = undressed(raised.translate(LATEX_FORMS))
+    body = undressed(" ".join(raised.translate(LATEX_FORMS).split()))
     body = _CURRENCY.sub("", _SQRT.sub(lambda m: rf"\sqrt{{{m[1] or m[2]}}}", body))
     body = _SCALED.sub(lambda m: rf" \times 10^{{{_PLACES[m[1]]}}}", body)
     body, unit = without_unit(_CONNECTED.sub(", ", body).strip())
