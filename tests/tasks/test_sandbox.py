@@ -1,4 +1,5 @@
 import contextlib
+import gc
 import math
 import multiprocessing
 import os
@@ -558,6 +559,42 @@ def test_the_worker_does_not_outlive_its_parent(tmp_path, ending, timeout):
     finally:
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
+
+
+NESTED = """
+    import multiprocessing
+    from test_sandbox import Probe, graded
+    from pellucid.tasks.sandbox import Sandboxed
+
+    def grade():
+        global sandboxed
+        sandboxed = Sandboxed(Probe())
+        print(int(graded(sandboxed, "pid").value), flush=True)
+
+    if __name__ == "__main__":
+        process = multiprocessing.get_context("{method}").Process(target=grade)
+        process.start()
+        process.join()
+        print(process.exitcode)
+"""
+
+
+@pytest.mark.parametrize("method", ["fork", "spawn"])
+def test_a_process_of_multiprocessing_that_has_graded_comes_to_its_end(tmp_path, method):
+    """Such a one does not do what is registered for the exit of others."""
+    script = tmp_path / "nested.py"
+    script.write_text(textwrap.dedent(NESTED).format(method=method))
+    pid, status = map(int, output_of(script).split())
+    assert status == 0
+    wait_until(lambda: not alive(pid))
+
+
+def test_a_sandbox_that_nobody_has_any_more_ends_its_worker():
+    sandboxed = Sandboxed(Probe())
+    pid = int(graded(sandboxed, "pid").value)
+    del sandboxed
+    gc.collect()
+    wait_until(lambda: not alive(pid))
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,6 @@ It is no security boundary. What runs there is this user, with this user's files
 
 from __future__ import annotations
 
-import atexit
 import copy
 import json
 import math
@@ -23,9 +22,9 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from multiprocessing.connection import wait
+from multiprocessing.util import Finalize
 from pathlib import Path
 from typing import Any
-from weakref import WeakSet
 
 from pellucid import streams
 from pellucid.settings import RewardConfig
@@ -94,7 +93,8 @@ class Workers:
         self._place = worker.Place(cfg.timeout, cfg.memory_gb, str(log or os.devnull), environment(cfg.secrets))
         self._workers: list[Worker] = []
         self._turn = threading.Lock()
-        EVERY.add(self)
+        # Before multiprocessing waits for every process that was started, at the exit of a process that it started too.
+        Finalize(self, end_all, [self._workers], exitpriority=0)
 
     def rewards(self, pairs: Sequence[Pair]) -> list[Reward]:
         """Of each prompt and completion, in their order."""
@@ -107,8 +107,7 @@ class Workers:
 
     def close(self) -> None:
         """Ends the processes, whatever they are doing; the next reward starts others."""
-        while self._workers:
-            self._workers.pop().end()
+        end_all(self._workers)
 
     def _computed(self, pairs: Sequence[Pair]) -> list[Reward]:
         messages = [pickled(pair) for pair in pairs]
@@ -239,16 +238,9 @@ class Worker:
         return answer if isinstance(answer, dict) else None
 
 
-EVERY: WeakSet[Workers] = WeakSet()
-
-
-def close_all() -> None:
-    for workers in list(EVERY):
-        workers.close()
-
-
-# After that of multiprocessing, which waits for every process, and so run before it.
-atexit.register(close_all)
+def end_all(workers: list[Worker]) -> None:
+    while workers:
+        workers.pop().end()
 
 
 @contextmanager
