@@ -63,7 +63,7 @@ def leave_a_program(*, hangs):
 
 def keep_busy_and_unread():
     """A thread that never gives the interpreter back: the process reads nothing more."""
-    threading.Timer(0.1, re.match, (r"(a+)+$", "a" * 60 + "b")).start()
+    threading.Timer(0.1, pow, (9, 9**9)).start()
     return Reward(1.0)
 
 
