@@ -1,7 +1,9 @@
 """The service under clients that mean it no good, among others that only want an answer.
 
     python benchmarks/hostile_clients.py                     five minutes of 32 clients, of the embedded model
-    python benchmarks/hostile_clients.py --seconds 30 --clients 8
+    python benchmarks/hostile_clients.py --seconds 30 --clients 8 --batch-invariant
+
+Other options are those of `pellucid serve`.
 
 A fifth of the clients hang up on every request, in all manners; the others ask, one time in three for what must be
 refused, or is odd. Prints requests by what came of them, the memory of the service over time, and greedy answers that
@@ -227,22 +229,11 @@ def main() -> None:
     parser.add_argument("--port", type=int, default=8019)
     parser.add_argument("--clients", type=int, default=32)
     parser.add_argument("--seconds", type=float, default=300.0)
-    parser.add_argument("--dtype", default="auto")
-    options = parser.parse_args()
+    options, of_service = parser.parse_known_args()
     storm = Storm(f"http://127.0.0.1:{options.port}", "hostile")
     with tempfile.TemporaryDirectory() as folder:
-        service(
-            "start",
-            options.model,
-            "--name",
-            "hostile",
-            "--port",
-            options.port,
-            "--dtype",
-            options.dtype,
-            "--folder",
-            folder,
-        )
+        place = ["--name", "hostile", "--port", options.port, "--folder", folder]
+        service("start", options.model, *place, *of_service)
         try:
             pid = json.loads((Path(folder) / "serve.pid").read_text())["pid"]
             memory, facts = rage(storm, pid, options.clients, options.seconds)
