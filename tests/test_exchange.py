@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import socket
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 
 import pytest
 
 from conftest import CountDigits
-from pellucid.types import Reward
+from pellucid.serve.completions import complete
+from pellucid.serve.messages import ChatRequest
+from pellucid.types import Prompt, Reward
 from serving import chat, post, request, running, wait_until
 
 CHAT = "/v1/chat/completions"
@@ -66,6 +69,26 @@ def test_whoever_hangs_up_frees_the_rows_at_once(path, body):
         assert asked.max_tokens > 90
         assert len(served.engine.meter.counts) < 90, "nobody was decoded for"
         assert request(f"{url}/health")[1]["rows"] == 0
+
+
+def test_a_stream_that_never_began_frees_its_rows_as_well():
+    """Its client has gone between the request and the first byte: nothing of the stream has run, nor will."""
+
+    async def left_at_once():
+        with ExitStack() as leaving:
+            asked = ChatRequest(**chat(stream=True))
+            await complete(served, asked, Prompt("p", "2+3="), chat=True, limit=100, leaving=leaving)
+            while not served.engine.flying:
+                await asyncio.sleep(0.01)
+            [request] = {row.request for row in served.engine.flying}
+            assert not request.cancelled
+        assert request.cancelled
+
+    with running() as (served, _):
+        go_on, step = threading.Event(), endless(served).engine.flight.step
+        served.engine.flight.step = lambda tokens: go_on.wait(60) and step(tokens)
+        asyncio.run(left_at_once())
+        go_on.set()
 
 
 def test_whoever_hangs_up_no_longer_waits_in_line():
