@@ -2,6 +2,7 @@
 
 import os
 import sys
+import time
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -42,6 +43,7 @@ def seldom(reward):
 WAYS = {
     "not": lambda reward: reward,
     "name": unknown,
+    "hang": lambda _: time.sleep(600),
     "segfault": lambda _: os.kill(os.getpid(), 11),
     "exit": lambda _: sys.exit(3),
     "nan": lambda _: Reward(float("nan")),

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from conftest import records
-from pellucid import run
+from pellucid import cli, run
 from pellucid.folder import checkpoints
 from test_run import same_run, train
 
@@ -43,13 +43,36 @@ def test_where_every_reward_of_the_first_look_fails_nothing_is_trained(
     assert train(*command, "--task.how", how) == 2
     told = capsys.readouterr()
     [line] = [line for line in told.err.splitlines() if line.startswith("pellucid:")]
-    assert line.startswith("pellucid: every reward of the first 8 samples failed, the first with ")
+    assert line.startswith("pellucid: every reward of the first 2 samples failed, the first with ")
     assert error in line
     assert "enough contrast" not in told.out
     assert "looking at it" not in told.out
     assert not run_dir.exists()
     monkeypatch.undo()
     assert train(*command, "--task.how", "not", "--algorithm.steps", 1) == 0
+
+
+@pytest.mark.parametrize("evaluated", [2, 0])
+def test_rewards_that_all_hang_are_found_by_a_few(recipe, tmp_path, capsys, evaluated):
+    """Here all of the first look would be 40 + 40 * 4 of them, or 40 * 4."""
+    settings = ["--evaluate.every", evaluated, "--evaluate.n", 40, "--algorithm.prompts-per-step", 40]
+    command = of(recipe, "Broken", "--run", tmp_path / "run", *settings)
+    assert train(*command, "--task.how", "hang", "--reward.timeout", 0.2) == 2
+    assert (
+        "pellucid: every reward of the first 8 samples failed, the first with no reward within 0.2 s\n"
+        in capsys.readouterr().err
+    )
+
+
+def test_an_evaluation_in_which_every_reward_fails_ends_in_one_line(recipe, model_dir, capsys):
+    [broken] = of(recipe, "Broken")
+    broken.write_text(broken.read_text().replace("[sampler]", 'how = "name"\n[sampler]'))
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["eval", str(model_dir), "--task", str(broken), "--show", "0"])
+    assert ended.value.code == 2
+    told = capsys.readouterr()
+    assert "pellucid: every reward of the first 18 samples failed, the first with NameError" in told.err
+    assert "greedy" not in told.out
 
 
 def test_a_folder_that_was_there_before_stays_and_is_not_in_the_way(recipe, tmp_path):

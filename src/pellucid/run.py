@@ -40,8 +40,12 @@ from pellucid.profile import profiled
 from pellucid.report import write_report
 from pellucid.runtime import needing_others
 from pellucid.snapshot import restore, save
+from pellucid.tasks.sandbox import Sandboxed
 from pellucid.tasks.wrappers import with_split
 from pellucid.types import Evaluation, Group, Logger, UserError
+
+FEW = 8
+"""Answers to as many questions, graded before all others."""
 
 
 def train(cfg: Config, run_dir: Path, resumed: Changes | None = None, profile: bool = False) -> int:
@@ -189,6 +193,7 @@ def evaluate_policy(cfg: Config, parts: Parts) -> tuple[Evaluation, list[Group]]
 
 def look_first(cfg: Config, parts: Parts) -> Evaluation | None:
     """Before step 1: held-out accuracy, one real exchange, and how many groups are going to teach anything."""
+    try_rewards(cfg, parts)
     evaluation, groups = evaluate_policy(cfg, parts) if cfg.evaluate.every else (None, [])
     size = cfg.algorithm.group_size
     if not groups or len(groups[0].completions) < size or truncation_of(cfg) != WHOLE:
@@ -203,6 +208,15 @@ def look_first(cfg: Config, parts: Parts) -> Evaluation | None:
     return evaluation
 
 
+def try_rewards(cfg: Config, parts: Parts) -> None:
+    """NotBegunError where a few greedy answers have no reward: where all hang, the whole first look takes hours."""
+    if isinstance(parts.task, Sandboxed):
+        prompts = parts.test_prompts or parts.task.sample(0, cfg.algorithm.prompts_per_step)
+        parts.greedy.sync(parts.policy)
+        few = parts.runtime.shard(prompts[:FEW])
+        preflight.refuse_failing(parts.runtime.gather(graded(parts.task, parts.greedy, few, 1)))
+
+
 def evaluate_model(cfg: Config, model: str, show: int) -> int:
     """`pellucid eval`: prints `show` greedy answers to the task's held-out questions, and the accuracy over all."""
     hardware.keep_freed_memory()
@@ -215,9 +229,10 @@ def evaluate_model(cfg: Config, model: str, show: int) -> int:
     greedy.sync(frozen)
     k, samples = cfg.evaluate.k, cfg.evaluate.samples or cfg.evaluate.k
     prompts = held_out(task, cfg.evaluate.n)
-    evaluation, _, best = evaluate(cfg.task_name, task, prompts, greedy, sampler, k, samples, OneProcess())
+    evaluation, groups, best = evaluate(cfg.task_name, task, prompts, greedy, sampler, k, samples, OneProcess())
     for group in best[:show]:
         rich.print(verdict(group))
+    preflight.refuse_failing([*best, *groups])
     rich.print(accuracy_table(model, evaluation))
     return 0
 
