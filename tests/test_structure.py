@@ -20,6 +20,14 @@ def test_no_source_file_outgrows_its_cap(path):
     assert len(path.read_text().splitlines()) <= cap
 
 
+def test_no_merge_has_left_its_marks():
+    folders = ("src", "tests", "docs", "recipes", "examples", "benchmarks")
+    kinds = {".py", ".md", ".toml", ".html"}
+    paths = [path for folder in folders for path in Path(folder).rglob("*") if path.suffix in kinds]
+    marks = re.compile("^(?:<{7}|>{7}) ", re.MULTILINE)
+    assert [path for path in [*paths, *Path().glob("*.*")] if path.is_file() and marks.search(path.read_text())] == []
+
+
 def test_the_loop_in_the_readme_is_the_loop_in_the_source():
     source = Path("src/pellucid/grpo.py").read_text()
     start = source.index("    sampler.sync(policy)\n    for step in range")
