@@ -34,7 +34,6 @@ from pellucid.evaluate import OneProcess, evaluate, graded, held_out
 from pellucid.folder import checkpoints
 from pellucid.interrupts import INTERRUPTED, StopRequests, stop_requests
 from pellucid.metrics import all_failed, describe
-from pellucid.models.drawing import WHOLE
 from pellucid.policy import Policy
 from pellucid.profile import profiled
 from pellucid.report import write_report
@@ -196,7 +195,7 @@ def look_first(cfg: Config, parts: Parts) -> Evaluation | None:
     try_rewards(cfg, parts)
     evaluation, groups = evaluate_policy(cfg, parts) if cfg.evaluate.every else (None, [])
     size = cfg.algorithm.group_size
-    if not groups or len(groups[0].completions) < size or truncation_of(cfg) != WHOLE:
+    if not groups or len(groups[0].completions) < size or truncation_of(cfg.evaluate) != truncation_of(cfg.sampler):
         parts.sampler.sync(parts.policy)
         prompts = parts.runtime.shard(parts.task.sample(0, cfg.algorithm.prompts_per_step))
         groups = parts.runtime.gather(graded(parts.task, parts.sampler, prompts, size))
@@ -224,7 +223,7 @@ def evaluate_model(cfg: Config, model: str, show: int) -> int:
     dtype = hardware.pick_dtype(cfg.policy.dtype, device)
     frozen = policy.load_frozen(model, device, dtype, cfg.sampler.temperature, cfg.policy.engine)
     task = isolated(with_split(cfg.task, "test"), cfg.reward)
-    sampler, greedy = pick_sampler(cfg, truncation_of(cfg)), replace(pick_sampler(cfg), temperature=0.0)
+    sampler, greedy = pick_sampler(cfg, truncation_of(cfg.evaluate)), replace(pick_sampler(cfg), temperature=0.0)
     sampler.sync(frozen)
     greedy.sync(frozen)
     k, samples = cfg.evaluate.k, cfg.evaluate.samples or cfg.evaluate.k
