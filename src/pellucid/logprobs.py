@@ -103,9 +103,9 @@ def token_logprobs(
 ) -> tuple[Tensor, ...]:
     """Log-probability of `tokens` [N] and entropy of their distributions, both [N], in nats.
 
-    The distribution is softmax(logits / temperature), the whole of it or `among` the tokens of a mask. `hidden` [N, D] is where each token was
-    predicted from. Logits are recomputed in the backward pass; the entropy has a gradient only if asked for. With the
-    hidden states and the head of a reference, a third: KL(distribution, reference's), summed over the vocabulary.
+    The distribution is softmax(logits / temperature), the whole of it or among the tokens of a mask. `hidden` [N, D] is
+    where each token was predicted from. Logits are recomputed in the backward pass; the entropy has a gradient only if
+    asked for. With the hidden states and the head of a reference, a third: KL(distribution, reference's), the sum.
     """
     reading = Reading(head, temperature, entropy_grad, *(reference or (None, None)), among)
     logprobs, entropy, kl = TokenLogprobs.apply(hidden, head.master, head.bias, tokens, reading)  # pyright: ignore

@@ -1,9 +1,9 @@
 """Sampling masks: the tokens that were in the running where each response token was drawn by top-k, top-p or min-p.
 
-What drew the token is the policy's softmax over those tokens alone. A ratio, a KL and an entropy of such rollouts are
-those of policies that are truncated to the same tokens (DeepSeek-V3.2, arXiv 2512.02556, section 3.1, keeps such masks),
-or the log-probs that are trained on are another distribution's. The threshold that cut the others off would be shorter:
-but it cuts the logits of the weights that sampled, which the first optimizer step moves.
+What drew the token is the policy's softmax over those tokens alone. Ratio, KL and entropy of such rollouts are those of
+policies that are truncated to the same tokens: otherwise the log-probs that are trained on belong to a distribution that
+nobody sampled from (DeepSeek-V3.2, arXiv 2512.02556, section 3.1, keeps such masks). The threshold that cut the others
+off would be shorter to keep, but it cuts the logits of the weights that sampled, which the first optimizer step moves.
 
 The mask of a token is a run of int32 words: its ids in ascending order, or where that would be no shorter, a bit for
 every token of the vocabulary. All runs of a batch lie end to end, `words` [M]; `spans` [..., 2] says where each begins

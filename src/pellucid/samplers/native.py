@@ -18,8 +18,9 @@ from pellucid.types import Group, Prompt
 
 @dataclass
 class Native:
-    """Samples from softmax(logits / temperature), the whole of it unless truncated, which keeps sampling masks; greedy at
-    temperature 0.
+    """Samples from softmax(logits / temperature), the whole of it unless truncated: then with sampling masks.
+
+    Temperature 0 is greedy.
     """
 
     temperature: float = 1.0
