@@ -1,7 +1,7 @@
 """Sampling masks: the tokens that were in the running where each response token was drawn by top-k, top-p or min-p.
 
 What drew the token is the policy's softmax over those tokens alone. Ratio, KL and entropy of such rollouts are those of
-policies that are truncated to the same tokens: otherwise the log-probs that are trained on belong to a distribution that
+policies that are truncated to the same tokens: otherwise the log-probs that are trained on are a distribution's that
 nobody sampled from (DeepSeek-V3.2, arXiv 2512.02556, section 3.1, keeps such masks). The threshold that cut the others
 off would be shorter to keep, but it cuts the logits of the weights that sampled, which the first optimizer step moves.
 
@@ -41,7 +41,7 @@ class SamplingMask(NamedTuple):
         as_bits = end - start == bit_words(vocabulary)
         bits = unpacked(words[start[as_bits, None] + places(bit_words(vocabulary), words)])[:, :vocabulary]
         counts = (end - start).masked_scatter(as_bits, bits.sum(-1))
-        place = places(int(counts.max()), words)
+        place = places(int(counts.max()) if len(counts) else 1, words)
         there = place < counts[:, None]
         ids = words[(start[:, None] + place).clamp(max=len(words) - 1)].long()
         row, ids_of_bits = bits.nonzero(as_tuple=True)
