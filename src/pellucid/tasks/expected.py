@@ -10,22 +10,28 @@ from typing import Literal
 
 from pellucid.types import Completion, Prompt, Reward
 
-ANSWERS = ("czq是神！", "4", "I like machine learning", "通义千问")
 QUESTIONS = {
-    "train": (
-        "czq是谁",
-        "请只输出数字 4，不要额外文字。2+2等于几？",
-        "把“我喜欢机器学习”翻译成英文，只输出翻译。",
-        "请只回答：通义千问",
-    ),
-    "test": (
-        "请问谁是czq？",
-        "2加2是多少？只写数字。",
-        "“我喜欢机器学习”用英语怎么说？只写译文。",
-        "请只说这四个字：通义千问",
-    ),
+    "zh": {
+        "czq是神！": ("czq是谁", "请问谁是czq？"),
+        "4": ("请只输出数字 4，不要额外文字。2+2等于几？", "2加2是多少？只写数字。"),
+        "I like machine learning": (
+            "把“我喜欢机器学习”翻译成英文，只输出翻译。",
+            "“我喜欢机器学习”用英语怎么说？只写译文。",
+        ),
+        "通义千问": ("请只回答：通义千问", "请只说这四个字：通义千问"),
+    },
+    "en": {
+        "czq is great!": ("Who is czq? Say only: czq is great!", "Who on earth is czq? Just say: czq is great!"),
+        "4": ("What is 2 + 2? Answer with the number only.", "How much is 2 + 2? Only the number, please."),
+        "I like machine learning": (
+            "Repeat after me: I like machine learning",
+            "Say it as I do, word for word: I like machine learning",
+        ),
+        "Qwen": ("Answer with this word only: Qwen", "Please say just this one word: Qwen"),
+    },
 }
-"""The answers to both are the same: the test split asks in other words."""
+"""By language and answer, the question of the train split and that of the test split, which asks in other words. The
+description's are the Chinese ones; the English ones are for models that speak no Chinese."""
 LONGEST_RUN = 30
 """Of marks, by the Stream-Safe Text Format (Unicode Standard Annex 15)."""
 LITERALLY_IGNORED = " \n\t。，,.!?：:\"'"
@@ -47,6 +53,8 @@ class Expected:
     """Orders the questions."""
     split: Literal["train", "test"] = "train"
     """`train`, or `test`: the same four in other words."""
+    language: Literal["zh", "en"] = "zh"
+    """Of the questions: as described, or in English, where a translation is a repetition."""
     matching: Literal["whole", "literal"] = "whole"
     """literal: the expected text need only occur in the answer ("14" then contains 4), full-width punctuation counts,
     and the penalty for length has no end."""
@@ -65,7 +73,7 @@ class Expected:
 
     def sample(self, step: int, n: int) -> list[Prompt]:
         """Walks through the questions, shuffled anew each time round."""
-        rows = list(zip(QUESTIONS[self.split], ANSWERS, strict=True))
+        rows = [(asked[self.split == "test"], answer) for answer, asked in QUESTIONS[self.language].items()]
         prompts: list[Prompt] = []
         for i in range(step * n, (step + 1) * n):
             round_, place = divmod(i, len(rows))
