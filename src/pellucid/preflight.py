@@ -19,7 +19,7 @@ from pellucid.console import first_error, first_line
 from pellucid.effects import known_inert
 from pellucid.evaluate import held_out
 from pellucid.extras import extra
-from pellucid.hardware import memory_gb
+from pellucid.hardware import memory_gb, without_bf16
 from pellucid.harmless import harmless
 from pellucid.metrics import all_failed, predicted_dead_share
 from pellucid.policy import Policy
@@ -96,7 +96,8 @@ def show_numbers(cfg: Config, policy: Policy, world: int) -> None:
     }.items():
         table.add_row(f"[dim]{name}", escape(value))
     rich.print(table)
-    for line in known_inert(a):
+    slow = without_bf16(policy.device) if cfg.policy.dtype == "float32" else ""
+    for line in filter(None, (slow, *known_inert(a))):
         print(f"! {line}", flush=True)
 
 
