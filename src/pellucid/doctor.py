@@ -26,6 +26,7 @@ EXTRAS = {
     "serve": ["fastapi", "uvicorn"],
     "plots": ["matplotlib"],
     "teacher": ["openai"],
+    "modelscope": ["modelscope"],
 }
 DEVICES = (1, 2, 4, 8)
 
