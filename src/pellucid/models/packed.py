@@ -103,7 +103,7 @@ def bias_of(seen: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def nearby(bias: Tensor, queries: Tensor, keys: Tensor, window: int) -> Tensor:
-    """bias [rows, 1, T, keys] for a sliding window: no key is read that stands `window` tokens or more before its query.
+    """bias [rows, 1, T, keys] for a sliding window: no key is read that stands `window` or more before its query.
 
     queries [rows, T] and keys [rows, keys]: their positions.
     """
