@@ -61,6 +61,7 @@ WAYS = {
     "generate()": {"sampler.name": "hf"},
     "recomputed": {"policy.gradient_checkpointing": True},
     "entropy, cooler": {"algorithm.entropy_coef": 0.01, "sampler.temperature": 0.8},
+    "truncated rollouts": {"sampler.top_k": 9, "sampler.top_p": 0.9, "sampler.min_p": 0.01, "algorithm.kl_coef": 0.01},
     "truncated answers": {"evaluate.top_k": 9, "evaluate.top_p": 0.9, "evaluate.min_p": 0.01},
     "a reference on the CPU": {"policy.reference": "cpu", "algorithm.kl_coef": 0.1, "algorithm.reference_every": 1},
     "an exact KL from the CPU": {

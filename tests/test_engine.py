@@ -71,7 +71,7 @@ def alone(**settings):
 
 
 @pytest.mark.parametrize(
-    "bad", [{"truncation": Truncation(top_p=1e-46)}, {"temperature": 1e-46}], ids=["top_p", "temperature"]
+    "bad", [{"truncation": Truncation(top_k=1.5)}, {"temperature": 1e-46}], ids=["top_k", "temperature"]
 )
 def test_settings_that_cannot_be_drawn_by_fail_alone(engine, bad):
     """They pass no door of the service; should they come in, nobody else may hear of it."""

@@ -90,7 +90,7 @@ class Spaced:
 
 def test_a_completion_is_read_behind_its_own_prefix():
     prompts = [Prompt("p", "?", prefix="a b"), Prompt("q", "?")]
-    groups = completed_groups(Spaced(), prompts, [(1, 0, 1), (1,)], [[5], [6, 7], [5], [6, 7]], [[0.0]] * 4)
+    groups = completed_groups(Spaced(), prompts, [(1, 0, 1), (1,)], [[5], [6, 7], [5], [6, 7]], [[0.0]] * 4, [()] * 4)
     assert [[c.text for c in group.completions] for group in groups] == [[" f", " g h"], ["f", "g h"]]
     assert [group.prefix_length for group in groups] == [2, 0]
 

@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from pellucid.advantages import Grades
+from pellucid.sampling_mask import SamplingMask, collated
 from pellucid.types import Completion, Group, Reward
 
 
@@ -39,6 +40,10 @@ class Batch:
     """[B] bool: ended with an end-of-sequence token."""
     sampler_logprobs: Tensor
     """[B, T] as the sampler reported them."""
+    mask_words: Tensor | None = None
+    """[M]: sampling masks, end to end, where the sampler truncates."""
+    mask_spans: Tensor | None = None
+    """[B, T, 2]: where in them that of each token begins and ends."""
     old_logprobs: Tensor | None = None
     """[B, T] under the policy at the start of the update; None where that is the policy being updated."""
     ref_logprobs: Tensor | None = None
@@ -64,11 +69,17 @@ class Batch:
     def rows(self, index: slice | Tensor) -> Batch:
         """Some rows, no wider than their longest response."""
         width = int(self.mask[index].sum(-1).max())
-        chosen = {name: x[index] for name, x in self.tensors().items()}
+        chosen = {name: x[index] for name, x in self.tensors().items() if name != "mask_words"}
         return replace(self, **{name: x[:, :width] if x.dim() > 1 else x for name, x in chosen.items()})
 
     def tensors(self) -> dict[str, Tensor]:
         return {f.name: x for f in fields(self) if isinstance(x := getattr(self, f.name), Tensor)}
+
+    def sampling_mask(self, device: torch.device) -> SamplingMask | None:
+        """Of the tokens of all responses, in their order."""
+        if self.mask_words is None or self.mask_spans is None:
+            return None
+        return SamplingMask(self.mask_words.to(device), self.mask_spans[self.mask].to(device))
 
     def to(self, device: torch.device) -> Batch:
         return replace(self, **{name: x.to(device) for name, x in self.tensors().items()})
@@ -80,6 +91,9 @@ class Batch:
 
 def collate(groups: Sequence[Group], device: torch.device) -> Batch:
     completions = [c for g in groups for c in g.completions]
+    words, spans = (None, None)
+    if completions[0].sampling_mask:
+        words, spans = (x.to(device) for x in collated([c.sampling_mask for c in completions]))
     return Batch(
         prompt_ids=tuple(g.prompt_ids for g in groups),
         prefix_lengths=tuple(g.prefix_length for g in groups),
@@ -89,6 +103,8 @@ def collate(groups: Sequence[Group], device: torch.device) -> Batch:
         mask=mask_of([len(c.token_ids) for c in completions]).to(device),
         finished=torch.tensor([c.finished for c in completions], device=device),
         sampler_logprobs=padded([c.logprobs for c in completions], torch.float32).to(device),
+        mask_words=words,
+        mask_spans=spans,
     )
 
 
@@ -127,8 +143,10 @@ def concat(batches: Sequence[Batch]) -> Batch:
     width = max(b.mask.shape[1] for b in batches)
     columns = {name: [b.tensors()[name] for b in batches] for name in first.tensors()}
     tensors = {name: stacked(x, width) if x[0].dim() > 1 else torch.cat(x) for name, x in columns.items()}
-    offsets = [sum(len(b.prompt_ids) for b in batches[:i]) for i in range(len(batches))]
-    tensors["prompt_of"] = torch.cat([b.prompt_of + offset for b, offset in zip(batches, offsets, strict=True)])
+    tensors["prompt_of"] = torch.cat(moved(columns["prompt_of"], [len(b.prompt_ids) for b in batches]))
+    if "mask_words" in columns:
+        moved_spans = moved(columns["mask_spans"], [len(words) for words in columns["mask_words"]])
+        tensors["mask_spans"] = stacked(moved_spans, width)
     return replace(
         first,
         prompt_ids=tuple(ids for b in batches for ids in b.prompt_ids),
@@ -138,9 +156,14 @@ def concat(batches: Sequence[Batch]) -> Batch:
     )
 
 
+def moved(places: Sequence[Tensor], sizes: Sequence[int]) -> list[Tensor]:
+    """Places in lists of these sizes -> places in all of them, end to end."""
+    return [x + sum(sizes[:i]) for i, x in enumerate(places)]
+
+
 def stacked(tensors: Sequence[Tensor], width: int) -> Tensor:
-    """[b, t] each -> [B, width], padded on the right."""
-    return torch.cat([F.pad(x, (0, width - x.shape[1])) for x in tensors])
+    """[b, t, ...] each -> [B, width, ...], padded on the right."""
+    return torch.cat([F.pad(x, (0, 0) * (x.dim() - 2) + (0, width - x.shape[1])) for x in tensors])
 
 
 def task_rewards(groups: Sequence[Group]) -> Tensor:

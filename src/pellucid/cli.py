@@ -122,9 +122,9 @@ def evaluate(arguments: list[str]) -> int:
     model = str(folder.model_of(run_dir)) if run_dir else options.model
     quiet_libraries()
     with handled(end_at_once):
-        from pellucid import run  # noqa: PLC0415 - as in train
+        from pellucid import exam  # noqa: PLC0415 - as in train
 
-    return run.evaluate_model(cfg, model, options.show)
+    return exam.examine(cfg, model, options.show)
 
 
 def prefixes(arguments: list[str]) -> int:

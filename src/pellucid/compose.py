@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 
 from pellucid import config, grpo, hardware, policy
-from pellucid.config import Config
+from pellucid.config import Config, EvaluateConfig, SamplerConfig
 from pellucid.evaluate import held_out
 from pellucid.models.drawing import WHOLE, Truncation
 from pellucid.policy import AdapterOff, Policy
@@ -89,14 +89,13 @@ def compose(cfg: Config, log: Path | None = None) -> Parts:
             f" = {runtime.world * algorithm.minibatches}: groups are not split"
         )
     test_task = with_split(task, "test")
-    sampler = pick_sampler(cfg)
     return Parts(
         task=task,
         test_task=test_task,
         test_prompts=held_out(test_task, cfg.evaluate.n) if cfg.evaluate.every else [],
-        sampler=sampler,
-        test_sampler=pick_sampler(cfg, truncation_of(cfg)),
-        greedy=replace(sampler, temperature=0.0),
+        sampler=pick_sampler(cfg, truncation_of(cfg.sampler)),
+        test_sampler=pick_sampler(cfg, truncation_of(cfg.evaluate)),
+        greedy=replace(pick_sampler(cfg), temperature=0.0),
         policy=learner,
         reference=reference,
         runtime=runtime,
@@ -134,5 +133,5 @@ def pick_sampler(cfg: Config, truncation: Truncation = WHOLE) -> Native | Huggin
     return Native(s.temperature, s.max_tokens, s.rows, truncation)
 
 
-def truncation_of(cfg: Config) -> Truncation:
-    return Truncation(cfg.evaluate.top_k, cfg.evaluate.top_p, cfg.evaluate.min_p)
+def truncation_of(cfg: SamplerConfig | EvaluateConfig) -> Truncation:
+    return Truncation(cfg.top_k, cfg.top_p, cfg.min_p)

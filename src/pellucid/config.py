@@ -47,6 +47,14 @@ class PolicyConfig:
             raise ValueError(f"lora = {self.lora} must not be negative")
 
 
+def refuse_truncation(top_k: int, top_p: float, min_p: float) -> None:
+    """ValueError for what cuts off nothing that can be said."""
+    if top_k < 0:
+        raise ValueError(f"top_k = {top_k} must not be negative")
+    if not 0 < top_p <= 1 or not 0 <= min_p <= 1:
+        raise ValueError(f"top_p = {top_p} must be in (0, 1] and min_p = {min_p} in [0, 1]")
+
+
 @dataclass(frozen=True)
 class SamplerConfig:
     name: Literal["native", "hf"] = "native"
@@ -56,6 +64,13 @@ class SamplerConfig:
     """Longest completion, in tokens."""
     rows: int = 256
     """Completions that the native sampler decodes at once; as some finish, the next prompts take their place."""
+    top_k: int = 0
+    """Only the k likeliest tokens are drawn, and are all that the policy is trained on as, by sampling masks; 0 is off.
+    """
+    top_p: float = 1.0
+    """... the likeliest tokens that together have this probability; 1 is off."""
+    min_p: float = 0.0
+    """... tokens at least this many times as likely as the likeliest; 0 is off."""
 
     def __post_init__(self) -> None:
         if not self.temperature > 0:
@@ -63,6 +78,7 @@ class SamplerConfig:
         for name in ("max_tokens", "rows"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} = {getattr(self, name)} must be at least 1")
+        refuse_truncation(self.top_k, self.top_p, self.min_p)
 
 
 @dataclass(frozen=True)
@@ -83,13 +99,12 @@ class EvaluateConfig:
     """... from tokens at least this many times as likely as the likeliest; 0 is off."""
 
     def __post_init__(self) -> None:
-        for name in ("every", "k", "samples", "top_k"):
+        for name in ("every", "k", "samples"):
             if getattr(self, name) < 0:
                 raise ValueError(f"{name} = {getattr(self, name)} must not be negative")
         if self.n < 1:
             raise ValueError(f"n = {self.n} must be at least 1")
-        if not 0 < self.top_p <= 1 or not 0 <= self.min_p <= 1:
-            raise ValueError(f"top_p = {self.top_p} must be in (0, 1] and min_p = {self.min_p} in [0, 1]")
+        refuse_truncation(self.top_k, self.top_p, self.min_p)
         if 0 < self.samples < self.k:
             raise ValueError(f"samples = {self.samples} must be at least k = {self.k}, or 0")
 

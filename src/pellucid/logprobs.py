@@ -9,9 +9,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from pellucid.sampling_mask import SamplingMask
+
 MANY, FEW = 2**26, 2**23
 """Logits held at once, however many tokens there are and however large the vocabulary is: 128 MB in bf16 for a matrix
 product, 32 MB in fp32 for what is done to each."""
+NOWHERE = -1e15
+"""Logit of a token that is not there: no probability, and its square is still a number."""
 
 
 class Head(NamedTuple):
@@ -36,6 +40,23 @@ class Head(NamedTuple):
         return self.softcap * torch.tanh(logits / self.softcap) if self.softcap else logits
 
 
+class Candidates(NamedTuple):
+    """Tokens that a distribution is truncated to."""
+
+    ids: Tensor
+    """[n, K] ascending, and 0 behind them."""
+    there: Tensor
+    """[n, K] bool: not behind them."""
+
+    def of(self, logits: Tensor) -> Tensor:
+        """[n, V] -> [n, K]"""
+        return logits.gather(-1, self.ids).masked_fill_(~self.there, NOWHERE)
+
+    def places(self, tokens: Tensor) -> Tensor:
+        """[n] ids -> [n] where they stand among these."""
+        return (self.ids == tokens[:, None]).byte().argmax(-1)
+
+
 class Reading(NamedTuple):
     """How hidden states are read: all that the functions below need besides tensors."""
 
@@ -44,11 +65,18 @@ class Reading(NamedTuple):
     entropy_grad: bool
     ref_hidden: Tensor | None
     ref_head: Head | None
+    among: SamplingMask | None = None
+    """What each distribution is truncated to."""
 
-    def distribution(self, hidden: Tensor) -> Tensor:
-        """[n, D] -> [n, V] logits at the temperature."""
+    def candidates(self, rows: Tensor) -> Candidates | None:
+        """Of these rows; None is the vocabulary."""
+        return None if self.among is None else Candidates(*self.among.of(rows).ids(len(self.head.weight)))
+
+    def distribution(self, hidden: Tensor, among: Candidates | None) -> Tensor:
+        """[n, D] -> [n, V or K] logits at the temperature."""
         logits = self.head.logits(hidden)
-        return logits.div_(self.temperature) if self.temperature != 1.0 else logits
+        logits = logits.div_(self.temperature) if self.temperature != 1.0 else logits
+        return logits if among is None else among.of(logits)
 
     def slope(self, z: Tensor) -> Tensor | float:
         """dz / d of what the head's matrix gives: [n, V] with a softcap, else the same for all."""
@@ -56,11 +84,12 @@ class Reading(NamedTuple):
         cap = self.head.softcap / self.temperature
         return factor * (1 - (z / cap).square()) if cap else factor
 
-    def reference(self, rows: Tensor) -> Tensor | None:
-        """[n, V] log-probs of the reference."""
+    def reference(self, rows: Tensor, among: Candidates | None) -> Tensor | None:
+        """[n, V or K] log-probs of the reference."""
         if self.ref_hidden is None or self.ref_head is None:
             return None
-        return (self.ref_head.logits(self.ref_hidden[rows]) / self.temperature).log_softmax(-1)
+        logits = self.ref_head.logits(self.ref_hidden[rows]) / self.temperature
+        return (logits if among is None else among.of(logits)).log_softmax(-1)
 
 
 def token_logprobs(
@@ -70,14 +99,15 @@ def token_logprobs(
     temperature: float = 1.0,
     entropy_grad: bool = False,
     reference: tuple[Tensor, Head] | None = None,
+    among: SamplingMask | None = None,
 ) -> tuple[Tensor, ...]:
     """Log-probability of `tokens` [N] and entropy of their distributions, both [N], in nats.
 
-    The distribution is softmax(logits / temperature), the whole of it. `hidden` [N, D] is where each token was
-    predicted from. Logits are recomputed in the backward pass; the entropy has a gradient only if asked for. With the
-    hidden states and the head of a reference, a third: KL(distribution, reference's), summed over the vocabulary.
+    The distribution is softmax(logits / temperature), the whole of it or among the tokens of a mask. `hidden` [N, D] is
+    where each token was predicted from. Logits are recomputed in the backward pass; the entropy has a gradient only if
+    asked for. With the hidden states and the head of a reference, a third: KL(distribution, reference's), the sum.
     """
-    reading = Reading(head, temperature, entropy_grad, *(reference or (None, None)))
+    reading = Reading(head, temperature, entropy_grad, *(reference or (None, None)), among)
     logprobs, entropy, kl = TokenLogprobs.apply(hidden, head.master, head.bias, tokens, reading)  # pyright: ignore
     return (logprobs, entropy) if reference is None else (logprobs, entropy, kl)
 
@@ -116,7 +146,7 @@ class TokenLogprobs(torch.autograd.Function):
         for many in live.split(_rows(weight, MANY)):
             of_logits = torch.empty(len(many), len(weight), dtype=weight.dtype, device=weight.device)
             for few, into in zip(many.split(_rows(weight, FEW)), of_logits.split(_rows(weight, FEW)), strict=True):
-                into.copy_(_of_logits(hidden[few], few, reading, about, grads))
+                _of_logits(into, hidden[few], few, reading, about, grads)
             of_hidden[many] = of_logits @ weight
             added = (of_logits.mT @ hidden[many]).to(wide)
             of_weight = added if of_weight is None else of_weight.add_(added)
@@ -128,25 +158,27 @@ class TokenLogprobs(torch.autograd.Function):
 
 def _read(hidden: Tensor, tokens: Tensor, reading: Reading, rows: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Log-probs, entropy, KL and log-normaliser, [n] each."""
-    z = reading.distribution(hidden)
+    among = reading.candidates(rows)
+    z, places = reading.distribution(hidden, among), tokens if among is None else among.places(tokens)
     highest = z.amax(-1, keepdim=True)
     masses = (z - highest).exp_()
     total = masses.sum(-1)
     log_normalizer = highest[:, 0] + total.log()
-    logprobs = z.gather(-1, tokens[:, None])[:, 0] - log_normalizer
+    logprobs = z.gather(-1, places[:, None])[:, 0] - log_normalizer
     entropy = log_normalizer - dots(masses, z) / total
-    other = reading.reference(rows)
+    other = reading.reference(rows, among)
     kl = torch.zeros_like(entropy) if other is None else -entropy - dots(masses, other) / total
     return logprobs, entropy, kl, log_normalizer
 
 
 def _of_logits(
-    hidden: Tensor, rows: Tensor, reading: Reading, about: Sequence[Tensor], grads: Sequence[Tensor]
-) -> Tensor:
-    """[n, V]: the gradient of what the head's matrix gives for these rows."""
+    into: Tensor, hidden: Tensor, rows: Tensor, reading: Reading, about: Sequence[Tensor], grads: Sequence[Tensor]
+) -> None:
+    """Puts the gradient of what the head's matrix gives for these rows into [n, V]."""
     tokens, entropy, kl, log_normalizer = (x[rows] for x in about)
     of_logprob, of_entropy, of_kl = (g[rows, None] for g in grads)
-    z, other = reading.distribution(hidden), reading.reference(rows)
+    among = reading.candidates(rows)
+    z, other = reading.distribution(hidden, among), reading.reference(rows, among)
     slope, log_probs = reading.slope(z), z.sub_(log_normalizer[:, None])
     weights = -of_logprob
     if reading.entropy_grad:
@@ -154,8 +186,13 @@ def _of_logits(
     if other is not None:
         weights = weights + of_kl * (log_probs - other - kl[:, None])
     grad = log_probs.exp_().mul_(weights)
-    grad[torch.arange(len(rows), device=z.device), tokens] += of_logprob[:, 0]
-    return grad if isinstance(slope, float) and slope == 1.0 else grad.mul_(slope)
+    places = tokens if among is None else among.places(tokens)
+    grad[torch.arange(len(rows), device=z.device), places] += of_logprob[:, 0]
+    grad = grad if isinstance(slope, float) and slope == 1.0 else grad.mul_(slope)
+    if among is None:
+        into.copy_(grad)
+    else:
+        into.zero_().scatter_add_(-1, among.ids, grad.to(into.dtype))
 
 
 def dots(x: Tensor, y: Tensor) -> Tensor:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import shutil
 from contextlib import ExitStack, closing, nullcontext
-from dataclasses import replace
 from pathlib import Path
 
 import rich
@@ -21,27 +20,24 @@ from pellucid import (
     grpo,
     hardware,
     loggers,
-    policy,
     preflight,
     provenance,
 )
 from pellucid.changes import Changes
-from pellucid.compose import Parts, compose, isolated, pick_sampler, settled, truncation_of
+from pellucid.compose import Parts, compose, settled, truncation_of
 from pellucid.config import Config, dump
-from pellucid.console import accuracy_table, before_after, first_error, terminal, verdict
+from pellucid.console import before_after, first_error, terminal
 from pellucid.effects import Watch
-from pellucid.evaluate import OneProcess, evaluate, graded, held_out
+from pellucid.evaluate import evaluate, graded
 from pellucid.folder import checkpoints
 from pellucid.interrupts import INTERRUPTED, StopRequests, stop_requests
 from pellucid.metrics import all_failed, describe
-from pellucid.models.drawing import WHOLE
 from pellucid.policy import Policy
 from pellucid.profile import profiled
 from pellucid.report import write_report
 from pellucid.runtime import needing_others
 from pellucid.snapshot import restore, save
 from pellucid.tasks.sandbox import Sandboxed
-from pellucid.tasks.wrappers import with_split
 from pellucid.types import Evaluation, Group, Logger, UserError
 
 FEW = 8
@@ -196,7 +192,7 @@ def look_first(cfg: Config, parts: Parts) -> Evaluation | None:
     try_rewards(cfg, parts)
     evaluation, groups = evaluate_policy(cfg, parts) if cfg.evaluate.every else (None, [])
     size = cfg.algorithm.group_size
-    if not groups or len(groups[0].completions) < size or truncation_of(cfg) != WHOLE:
+    if not groups or len(groups[0].completions) < size or truncation_of(cfg.evaluate) != truncation_of(cfg.sampler):
         parts.sampler.sync(parts.policy)
         prompts = parts.runtime.shard(parts.task.sample(0, cfg.algorithm.prompts_per_step))
         groups = parts.runtime.gather(graded(parts.task, parts.sampler, prompts, size))
@@ -215,26 +211,6 @@ def try_rewards(cfg: Config, parts: Parts) -> None:
         parts.greedy.sync(parts.policy)
         few = parts.runtime.shard(prompts[:FEW])
         preflight.refuse_failing(parts.runtime.gather(graded(parts.task, parts.greedy, few, 1)))
-
-
-def evaluate_model(cfg: Config, model: str, show: int) -> int:
-    """`pellucid eval`: prints `show` greedy answers to the task's held-out questions, and the accuracy over all."""
-    hardware.keep_freed_memory()
-    device = hardware.pick_device(cfg.policy.device)
-    dtype = hardware.pick_dtype(cfg.policy.dtype, device)
-    frozen = policy.load_frozen(model, device, dtype, cfg.sampler.temperature, cfg.policy.engine)
-    task = isolated(with_split(cfg.task, "test"), cfg.reward)
-    sampler, greedy = pick_sampler(cfg, truncation_of(cfg)), replace(pick_sampler(cfg), temperature=0.0)
-    sampler.sync(frozen)
-    greedy.sync(frozen)
-    k, samples = cfg.evaluate.k, cfg.evaluate.samples or cfg.evaluate.k
-    prompts = held_out(task, cfg.evaluate.n)
-    evaluation, groups, best = evaluate(cfg.task_name, task, prompts, greedy, sampler, k, samples, OneProcess())
-    for group in best[:show]:
-        rich.print(verdict(group))
-    preflight.refuse_failing([*best, *groups])
-    rich.print(accuracy_table(model, evaluation))
-    return 0
 
 
 # ---------------------------------------------------------------- the run folder

@@ -49,7 +49,8 @@ class Scorer(nn.Module):
     def forward(self, batch: Batch) -> Scores:
         mask, reference = batch.mask, self.reference_hidden(batch)
         (hidden, head), tokens = self.hidden(batch), batch.response_ids[mask].to(self.model.device)
-        flat = token_logprobs(hidden, head, tokens, self.temperature, self.entropy_grad, reference)
+        among = batch.sampling_mask(self.model.device)
+        flat = token_logprobs(hidden, head, tokens, self.temperature, self.entropy_grad, reference, among)
         return Scores(*(scattered(x, mask) for x in flat))
 
     def hidden(self, batch: Batch) -> tuple[Tensor, Head]:

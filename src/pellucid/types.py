@@ -60,6 +60,8 @@ class Completion:
     """Decoded without special tokens."""
     finished: bool
     """Ended with an end-of-sequence token, not at the length limit."""
+    sampling_mask: Sequence[Any] = field(default=(), compare=False, repr=False)
+    """Of each token, where the sampler truncates: see sampling_mask.py. Empty: it was drawn from the whole."""
 
 
 @dataclass(frozen=True, slots=True)

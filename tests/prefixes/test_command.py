@@ -337,6 +337,8 @@ def test_what_fails_for_good_ends_nothing_else_and_is_asked_alone_the_next_time(
 # ---------------------------------------------------------------- what stops at once
 
 
+# A request that is given up while it connects leaves its socket to the garbage collector: httpx's pool is closed then.
+@pytest.mark.filterwarnings("ignore:Exception ignored in. <socket:pytest.PytestUnraisableExceptionWarning")
 @pytest.mark.parametrize(
     ("fault", "mend"),
     [

@@ -11,6 +11,7 @@ from transformers import GenerationConfig
 
 from pellucid.models.drawing import WHOLE, Truncation
 from pellucid.samplers.rollout import check_lengths, completed_groups, left_padded, row_seed
+from pellucid.sampling_mask import masks_of
 from pellucid.types import Group, Prompt
 
 
@@ -39,8 +40,8 @@ class HuggingFace:
             output = self.model.generate(ids, attention_mask=mask, generation_config=self._config())
         self.model.generation_config = own
         sampled = output.sequences[:, ids.shape[1] :]  # [B, T]
-        logits = torch.stack(output.logits, 1).float() / (self.temperature or 1.0)  # [B, T, V]
-        logprobs = logits.log_softmax(-1).gather(-1, sampled[..., None])[..., 0]
+        scores = torch.stack(output.scores, 1).float()  # [B, T, V] at the temperature, -inf where cut off
+        logprobs = scores.log_softmax(-1).gather(-1, sampled[..., None])[..., 0]
         lengths = [self._length(row) for row in sampled.tolist()]
         return completed_groups(
             self.policy,
@@ -48,7 +49,11 @@ class HuggingFace:
             prompt_ids,
             [row[:n] for row, n in zip(sampled.tolist(), lengths, strict=True)],
             [row[:n] for row, n in zip(logprobs.tolist(), lengths, strict=True)],
+            [masks_of(row[:n].isfinite()) if self._cuts() else () for row, n in zip(scores, lengths, strict=True)],
         )
+
+    def _cuts(self) -> bool:
+        return self.truncation != WHOLE and self.temperature > 0.0
 
     def _config(self) -> GenerationConfig:
         return GenerationConfig(
@@ -63,7 +68,7 @@ class HuggingFace:
             pad_token_id=self.policy.eos_ids[0],
             use_cache=True,
             return_dict_in_generate=True,
-            output_logits=True,
+            output_scores=True,
         )
 
     def _length(self, row: list[int]) -> int:

@@ -10,14 +10,18 @@ import torch
 from torch import Tensor
 
 from pellucid import hardware
-from pellucid.models.drawing import WHOLE, Truncation, draw
+from pellucid.models.drawing import WHOLE, Truncation, draw, draw_among
 from pellucid.samplers.rollout import check_lengths, completed_groups, row_seed
+from pellucid.sampling_mask import masks_of
 from pellucid.types import Group, Prompt
 
 
 @dataclass
 class Native:
-    """Samples from softmax(logits / temperature), the whole of it unless truncated; temperature 0 is greedy."""
+    """Samples from softmax(logits / temperature), the whole of it unless truncated: then with sampling masks.
+
+    Temperature 0 is greedy.
+    """
 
     temperature: float = 1.0
     max_tokens: int = 64
@@ -39,17 +43,17 @@ class Native:
         seeds = [row_seed(seed, prompt, g) for prompt in prompts for g in range(group_size)]
         place = hardware.place_of_sums(self.policy.device)
         uniforms = torch.stack([_uniforms(s, self.max_tokens) for s in seeds]).to(place)
-        tokens, logprobs = self._decode(prompt_ids, group_size, uniforms)
-        return completed_groups(self.policy, prompts, prompt_ids, tokens, logprobs)
+        return completed_groups(self.policy, prompts, prompt_ids, *self._decode(prompt_ids, group_size, uniforms))
 
     def _decode(
         self, prompt_ids: Sequence[Sequence[int]], group_size: int, uniforms: Tensor
-    ) -> tuple[list[list[int]], list[list[float]]]:
-        """Tokens and their log-probs for each of the len(prompt_ids) * group_size rows."""
+    ) -> tuple[list[list[int]], list[list[float]], list[list[Tensor]]]:
+        """Tokens, their log-probs and sampling masks for each of the len(prompt_ids) * group_size rows."""
         flight = self.policy.flight(max(self.rows, group_size))
         ends = torch.tensor(self.policy.eos_ids, device=self.policy.device)
         tokens: list[list[int]] = [[] for _ in uniforms]
         logprobs: list[list[float]] = [[] for _ in uniforms]
+        masks: list[list[Tensor]] = [[] for _ in uniforms]
         waiting, flying = list(range(len(prompt_ids))), []  # prompts; the row that each line of a step belongs to
         logits = torch.zeros(0)
         while waiting or flying:
@@ -59,7 +63,9 @@ class Native:
                 newcomers = flight.admit([prompt_ids[p] for p in boarding], group_size)
                 logits = torch.cat([logits, newcomers]) if len(logits) else newcomers
             said = [len(tokens[row]) for row in flying]
-            token, logprob = draw(logits, uniforms[flying, said], self.temperature, self.truncation)
+            token, logprob, mask = self._draw(logits, uniforms[flying, said])
+            for row, kept in zip(flying, mask, strict=False):
+                masks[row].append(kept)
             for row, x, y in zip(flying, token.tolist(), logprob.tolist(), strict=True):
                 tokens[row].append(x)
                 logprobs[row].append(y)
@@ -69,7 +75,14 @@ class Native:
                 flight.keep(stays)
                 flying = [flying[i] for i in stays.tolist()]
             logits = flight.step(token[stays]) if flying else logits[:0]
-        return tokens, logprobs
+        return tokens, logprobs, masks
+
+    def _draw(self, logits: Tensor, uniforms: Tensor) -> tuple[Tensor, Tensor, list[Tensor]]:
+        """A token for each row, its log-prob, and its sampling mask where there is one."""
+        if self.truncation == WHOLE or self.temperature == 0.0:
+            return *draw(logits, uniforms, self.temperature), []
+        token, logprob, kept = draw_among(logits, uniforms, self.temperature, self.truncation)
+        return token, logprob, masks_of(kept)
 
 
 def _uniforms(seed: int, n: int) -> Tensor:

@@ -41,13 +41,14 @@ def completed_groups(
     prompt_ids: Sequence[tuple[int, ...]],
     tokens: Sequence[Sequence[int]],
     logprobs: Sequence[Sequence[float]],
+    masks: Sequence[Sequence[Tensor]],
 ) -> list[Group]:
     """Rows p * G + g into groups. `tokens` end with the end-of-sequence token where one was sampled."""
     size = len(tokens) // len(prompts)
     prefixes = [policy.encode_prefix(prompt) for prompt in prompts]
     completions = [
-        Completion(tuple(ids), tuple(lps), said(policy, prefixes[row // size], ids), finished=ids[-1] in policy.eos_ids)
-        for row, (ids, lps) in enumerate(zip(tokens, logprobs, strict=True))
+        Completion(tuple(ids), tuple(lps), said(policy, prefixes[row // size], ids), ids[-1] in policy.eos_ids, mask)
+        for row, (ids, lps, mask) in enumerate(zip(tokens, logprobs, masks, strict=True))
     ]
     return [
         Group(
