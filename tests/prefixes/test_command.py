@@ -213,7 +213,7 @@ def test_a_run_goes_on_from_what_a_served_teacher_and_a_student_began(served, re
     assert status(command(recipe, output, served, student=wide_dir, n=400, per_question=1)) == 0
     rows = {row["question"]: row for row in json.loads(output.read_text())["questions"]}
     assert status(["train", str(recipe), "--run", str(run_dir)]) == 0
-    begun = {source: 0 for source in ("teacher", "student")}
+    begun = dict.fromkeys(("teacher", "student"), 0)
     for said in records(run_dir / "rollouts.jsonl"):
         from_file = {source: said["prefix"] in rows[said["prompt"]][source] for source in begun}
         assert any(from_file.values())
