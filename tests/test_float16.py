@@ -12,7 +12,7 @@ import torch
 from torch.amp.grad_scaler import GradScaler
 
 from conftest import CountDigits, character_tokenizer, make_policy, records
-from pellucid import hardware, run, runtime
+from pellucid import doctor, hardware, run, runtime
 from pellucid.batch import collate
 from pellucid.policy import Policy, add_adapter
 from pellucid.runtime import Runtime
@@ -302,6 +302,27 @@ def test_other_dtypes_know_no_scale(dtype):
     policy = make_policy(dtype=dtype)
     learner = Runtime(policy, AdamWConfig(), total=1)
     assert step(learner, policy, 1.0).keys() == {"grad_norm", "lr", "skipped", "idle"}
+
+
+@pytest.mark.parametrize(("speed", "said"), [(0.02, True), (1.1, False)])
+def test_a_cpu_that_is_slow_in_it_says_so_before_step_1(recipe, tmp_path, capsys, monkeypatch, speed, said):
+    """Without such products of its own one takes fifty times as long."""
+    speeds = {torch.float32: 1.0, torch.float16: speed}
+    monkeypatch.setattr(hardware, "matmul_tflops", lambda dtype, **_: speeds[dtype])
+    settings = ["--policy.dtype", "float16", "--evaluate.every", 0, "--algorithm.steps", 1]
+    assert train(recipe, "--run", tmp_path / "run", *settings) == 0
+    assert ("! this CPU multiplies 50 times as fast in fp32" in capsys.readouterr().out) == said
+    assert hardware.slower_in_float16(torch.device("cuda")) == ""
+
+
+def test_a_gpu_without_bf16_is_told_of_fp16_before_step_1_and_by_doctor(recipe, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(hardware, "without_bf16", lambda device: f"{device} has no bf16")
+    settings = ["--evaluate.every", 0, "--algorithm.steps", 1]
+    assert train(recipe, "--run", tmp_path / "run", *settings) == 0
+    assert "! cpu has no bf16" in capsys.readouterr().out
+    assert train(recipe, "--run", tmp_path / "other", "--policy.dtype", "bfloat16", *settings) == 0
+    assert "has no bf16" not in capsys.readouterr().out
+    assert dict(doctor.findings())["auto"].endswith("; cpu has no bf16")
 
 
 def test_no_machine_is_given_fp16_unasked(monkeypatch):

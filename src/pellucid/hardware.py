@@ -60,6 +60,16 @@ def without_bf16(device: torch.device) -> str:
     return 'this GPU has no bf16: policy.dtype = "float16" may be several times as fast, where the model fits its range'
 
 
+def slower_in_float16(device: torch.device) -> str:
+    """By how much than in fp32, on a CPU that has no such products of its own; empty elsewhere."""
+    if device.type != "cpu":
+        return ""
+    times = matmul_tflops(torch.float32, repeats=2) / matmul_tflops(torch.float16, repeats=2)
+    if times <= 1:
+        return ""
+    return f'this CPU multiplies {times:.0f} times as fast in fp32 as in fp16: set policy.dtype = "float32", or "auto"'
+
+
 def check_float16(device: torch.device) -> None:
     """UserError where torch cannot train in fp16: multiply in it, and scale the loss."""
     try:

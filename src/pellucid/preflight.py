@@ -12,14 +12,14 @@ import rich
 from rich.markup import escape
 from rich.table import Table
 
-from pellucid import boards, memory
+from pellucid import boards, hardware, memory
 from pellucid.batch import task_rewards
 from pellucid.config import Config
 from pellucid.console import first_error, first_line
 from pellucid.effects import known_inert
 from pellucid.evaluate import held_out
 from pellucid.extras import extra
-from pellucid.hardware import memory_gb, without_bf16
+from pellucid.hardware import memory_gb
 from pellucid.harmless import harmless
 from pellucid.metrics import all_failed, predicted_dead_share
 from pellucid.policy import Policy
@@ -92,12 +92,14 @@ def show_numbers(cfg: Config, policy: Policy, world: int) -> None:
         + (f", or {a.minutes:g} minutes" if a.minutes else "")
         + f", seed {a.seed}",
         "memory": f"about {expected:.1f} GB expected"
-        + (f" of {memory_gb():.0f} GB: lower algorithm.micro_batch" if expected > memory_gb() else ""),
+        + (
+            f" of {memory_gb():.0f} GB: lower algorithm.micro_batch" if expected > memory_gb() else ""
+        ),
     }.items():
         table.add_row(f"[dim]{name}", escape(value))
     rich.print(table)
-    slow = without_bf16(policy.device) if cfg.policy.dtype == "float32" else ""
-    for line in filter(None, (slow, *known_inert(a))):
+    slow = {"float32": hardware.without_bf16, "float16": hardware.slower_in_float16}.get(cfg.policy.dtype)
+    for line in filter(None, (slow(policy.device) if slow else "", *known_inert(a))):
         print(f"! {line}", flush=True)
 
 
