@@ -92,9 +92,7 @@ def show_numbers(cfg: Config, policy: Policy, world: int) -> None:
         + (f", or {a.minutes:g} minutes" if a.minutes else "")
         + f", seed {a.seed}",
         "memory": f"about {expected:.1f} GB expected"
-        + (
-            f" of {memory_gb():.0f} GB: lower algorithm.micro_batch" if expected > memory_gb() else ""
-        ),
+        + (f" of {memory_gb():.0f} GB: lower algorithm.micro_batch" if expected > memory_gb() else ""),
     }.items():
         table.add_row(f"[dim]{name}", escape(value))
     rich.print(table)
