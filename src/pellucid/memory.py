@@ -31,7 +31,7 @@ class Model(NamedTuple):
 def from_name(name: str, lora: int) -> Model:
     """A folder, which needs no more than its config.json, or a name that leads to one. Nothing is loaded."""
     try:
-        config = AutoConfig.from_pretrained(locate(name))
+        config = AutoConfig.from_pretrained(locate(name, weights=False))
     except (OSError, ValueError) as error:
         raise UserError(f"policy.model = {name!r} has no readable config.json: {str(error).splitlines()[0]}") from error
     with torch.device("meta"):
