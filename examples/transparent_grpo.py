@@ -235,7 +235,7 @@ def tell(plugin, config: Config) -> None:
     """DeepSpeed takes steps, clips gradients and counts batches itself, and has no data loader to ask."""
     if plugin.zero_stage == 3:
         raise SystemExit("--zero_stage 3 shards the weights, which sampling needs whole: use --zero_stage 2")
-    if plugin.gradient_accumulation_steps != 1:
+    if plugin.deepspeed_config["gradient_accumulation_steps"] not in (1, "auto"):
         raise SystemExit("--gradient_accumulation_steps: every backward pass here belongs to a step of its own, use 1")
     rows, processes = config.prompts * config.group_size, int(os.environ.get("WORLD_SIZE", "1"))
     plugin.deepspeed_config |= {
@@ -336,8 +336,10 @@ def main() -> None:
     model, reference, tokenizer = load(config.model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=config.lr, weight_decay=0.0)
     model, optimizer = accelerator.prepare(model, optimizer)
-    # In the policy's dtype, which DeepSpeed may have changed: a KL of equal weights is 0 where they are rounded alike.
-    reference.to(accelerator.device, next(model.parameters()).dtype)
+    reference.to(accelerator.device)
+    # DeepSpeed changes the dtype of weights: the KL of equal weights is 0 where both are rounded alike.
+    for frozen, trained in zip(reference.parameters(), model.parameters(), strict=True):
+        frozen.data = frozen.data.to(trained.dtype)
 
     if rank() == 0:
         print("Step |     Loss | Raw Reward | Train Reward |   KL Div", flush=True)

@@ -177,31 +177,38 @@ def test_settings_that_there_are_not_are_one_line(option, complaint, model, tmp_
 # ---------------------------------------------------------------- DeepSpeed
 
 ZERO = (*ACCELERATE, "--num_processes", "2", "--use_deepspeed", "--zero_stage")
-NO_GPU = (("DS_ACCELERATOR", "cpu"), ("DS_IGNORE_CUDA_DETECTION", "1"))
+
+
+@pytest.fixture(scope="module")
+def no_gpu(tmp_path_factory):
+    """DeepSpeed on CPUs. It compiles what its processes exchange by, and waits forever for a compilation that was
+    killed half-way: here for no other than its own."""
+    extensions = str(tmp_path_factory.mktemp("extensions"))
+    return ("DS_ACCELERATOR", "cpu"), ("DS_IGNORE_CUDA_DETECTION", "1"), ("TORCH_EXTENSIONS_DIR", extensions)
 
 
 @DEEPSPEED
 @pytest.mark.parametrize("stage", ["0", "1", "2"])
-def test_deepspeed_trains_the_model_of_one_process(stage, model, alone, tmp_path):
-    same_training(launched((*ZERO, stage), model, tmp_path, 2, environment=NO_GPU), tmp_path, alone)
+def test_deepspeed_trains_the_model_of_one_process(stage, model, alone, no_gpu, tmp_path):
+    same_training(launched((*ZERO, stage), model, tmp_path, 2, environment=no_gpu), tmp_path, alone)
 
 
 @DEEPSPEED
-def test_deepspeed_clips_the_gradient_where_it_is_asked_to(model, tmp_path):
+def test_deepspeed_clips_the_gradient_where_it_is_asked_to(model, no_gpu, tmp_path):
     """Far below the noise that Adam adds to its denominator, so that a norm is seen in the size of a step."""
     clipped, into = ("--max_grad_norm", "1e-8"), [tmp_path / name for name in ("one", "two")]
     alone = curve(launched((), model, into[0], 1, *clipped), into[0])
     same_training(
-        launched((*ZERO, "2"), model, into[1], 2, *clipped, environment=NO_GPU),
+        launched((*ZERO, "2"), model, into[1], 2, *clipped, environment=no_gpu),
         into[1],
         (alone, load_file(into[0] / "model" / "model.safetensors")),
     )
 
 
 @DEEPSPEED
-def test_under_deepspeed_in_bf16_the_kl_of_equal_weights_is_0(model, tmp_path):
+def test_under_deepspeed_in_bf16_the_kl_of_equal_weights_is_0(model, no_gpu, tmp_path):
     how = (*ACCELERATE, "--mixed_precision", "bf16", *ZERO[1:], "2")
-    moved = curve(launched(how, model, tmp_path, 2, environment=NO_GPU), tmp_path)[:, 4]
+    moved = curve(launched(how, model, tmp_path, 2, environment=no_gpu), tmp_path)[:, 4]
     assert float(moved[0]) == 0.0
     assert bool((moved[1:] != 0).all())
 
@@ -214,7 +221,7 @@ def test_under_deepspeed_in_bf16_the_kl_of_equal_weights_is_0(model, tmp_path):
         (("2", "--gradient_accumulation_steps", "2"), "every backward pass here belongs to a step of its own, use 1"),
     ],
 )
-def test_what_cannot_be_had_of_deepspeed_is_one_line(options, complaint, model, tmp_path):
-    finished = launched((*ZERO, *options), model, tmp_path, 2, environment=NO_GPU)
+def test_what_cannot_be_had_of_deepspeed_is_one_line(options, complaint, model, no_gpu, tmp_path):
+    finished = launched((*ZERO, *options), model, tmp_path, 2, environment=no_gpu)
     assert finished.returncode != 0
     assert complaint in finished.stderr
