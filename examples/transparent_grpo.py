@@ -151,8 +151,8 @@ def logprobs_of(model, rollout: Rollout, temperature: float) -> Tensor:
     """[B, T]: of each response token, under the distribution that it was drawn from."""
     length = rollout.mask.shape[1]
     positions = (rollout.attention.cumsum(1) - 1).clamp(min=0)
-    logits = model(rollout.ids, attention_mask=rollout.attention, position_ids=positions).logits
-    logits = logits[:, -length - 1 : -1].float() / temperature  # the token before predicts
+    inputs = {"attention_mask": rollout.attention, "position_ids": positions, "logits_to_keep": length + 1}
+    logits = model(rollout.ids, **inputs).logits[:, :-1].float() / temperature  # the token before predicts
     return logits.log_softmax(-1).gather(-1, rollout.ids[:, -length:, None])[..., 0]
 
 
