@@ -48,7 +48,7 @@ deepspeed: .venv-deepspeed/ready
 	$(PYTHON) -m venv .venv-deepspeed
 	.venv-deepspeed/bin/pip install --quiet --disable-pip-version-check --constraint constraints.txt torch wheel setuptools
 	.venv-deepspeed/bin/pip install --quiet --disable-pip-version-check --constraint constraints.txt --no-build-isolation deepspeed
-	.venv-deepspeed/bin/pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev]'
+	.venv-deepspeed/bin/pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[deepspeed,dev]'
 	touch $@
 
 bench: setup vllm

@@ -222,6 +222,10 @@ def started(config: Config) -> Accelerator:
         DistributedType.DEEPSPEED,
     ):
         raise SystemExit(f"launched as {kind.value}: this file knows one process, data parallel ones, and DeepSpeed")
+    if deepspeed and kind is not DistributedType.DEEPSPEED:
+        raise SystemExit(
+            "DeepSpeed does nothing where accelerate is told to use the CPU: set DS_ACCELERATOR=cpu instead"
+        )
     if world() != int(os.environ.get("WORLD_SIZE", "1")):
         raise SystemExit(
             "accelerate made no group of the processes that were launched: use torchrun, or one of its configs"

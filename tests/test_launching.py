@@ -11,11 +11,16 @@ from pathlib import Path
 
 import pytest
 import torch
+from accelerate.utils import DistributedType
 from safetensors.torch import load_file
 
 from conftest import character_tokenizer, tiny_llama
 
 EXAMPLE = Path("examples/transparent_grpo.py").resolve()
+sys.path.append(str(EXAMPLE.parent))
+
+import transparent_grpo  # noqa: E402 - an example, not a part of the package
+
 TORCHRUN = ("torch.distributed.run", "--standalone", "--nproc_per_node", "2")
 ACCELERATE = ("accelerate.commands.launch",)
 DEEPSPEED = pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="needs deepspeed: make deepspeed")
@@ -162,6 +167,27 @@ def test_the_kl_may_be_charged_before_normalising(model, alone, tmp_path):
 
 
 @pytest.mark.parametrize(
+    ("kind", "environment", "complaint"),
+    [
+        (DistributedType.FSDP, {}, "launched as FSDP"),
+        (DistributedType.MEGATRON_LM, {}, "launched as MEGATRON_LM"),
+        (DistributedType.NO, {"WORLD_SIZE": "2"}, "accelerate made no group of the processes that were launched"),
+        (DistributedType.NO, {"ACCELERATE_USE_DEEPSPEED": "true"}, "DeepSpeed does nothing where accelerate is told"),
+    ],
+)
+def test_what_would_train_something_else_is_one_line(kind, environment, complaint, monkeypatch):
+    class Launched:
+        def __init__(self, **_):
+            self.distributed_type = kind
+
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(transparent_grpo, "Accelerator", Launched)
+    with pytest.raises(SystemExit, match=complaint):
+        transparent_grpo.started(transparent_grpo.Config())
+
+
+@pytest.mark.parametrize(
     ("option", "complaint"),
     [
         (("--problem", "sheep"), "--problem one of three_pieces, seam"),
@@ -211,6 +237,14 @@ def test_under_deepspeed_in_bf16_the_kl_of_equal_weights_is_0(model, no_gpu, tmp
     moved = curve(launched(how, model, tmp_path, 2, environment=no_gpu), tmp_path)[:, 4]
     assert float(moved[0]) == 0.0
     assert bool((moved[1:] != 0).all())
+
+
+@DEEPSPEED
+def test_deepspeed_that_would_do_nothing_is_refused(model, no_gpu, tmp_path):
+    told = (*no_gpu, ("ACCELERATE_USE_CPU", "true"))
+    finished = launched((*ZERO, "2"), model, tmp_path, 2, environment=told)
+    assert finished.returncode != 0
+    assert "set DS_ACCELERATOR=cpu instead" in finished.stderr
 
 
 @DEEPSPEED
