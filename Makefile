@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: setup train test lint mutants seeds vllm bench notebook systems clean
+.PHONY: setup train test lint mutants seeds vllm deepspeed bench notebook systems clean
 
 setup: .venv/ready
 
@@ -41,6 +41,16 @@ vllm: .venv-vllm/ready
 	.venv-vllm/bin/pip install --quiet --disable-pip-version-check --requirement .venv-vllm/requirements.txt
 	touch $@
 
+deepspeed: .venv-deepspeed/ready
+	.venv-deepspeed/bin/python -m pytest -q tests/test_launching.py $(ARGS)
+
+.venv-deepspeed/ready: pyproject.toml constraints.txt
+	$(PYTHON) -m venv .venv-deepspeed
+	.venv-deepspeed/bin/pip install --quiet --disable-pip-version-check --constraint constraints.txt torch wheel setuptools
+	.venv-deepspeed/bin/pip install --quiet --disable-pip-version-check --constraint constraints.txt --no-build-isolation deepspeed
+	.venv-deepspeed/bin/pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[deepspeed,dev]'
+	touch $@
+
 bench: setup vllm
 	$(BIN)/python benchmarks/bench.py $(ARGS)
 
@@ -51,4 +61,4 @@ systems: setup
 	$(BIN)/python benchmarks/systems.py $(ARGS)
 
 clean:
-	rm -rf .venv .venv-vllm
+	rm -rf .venv .venv-vllm .venv-deepspeed

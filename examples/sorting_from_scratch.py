@@ -62,7 +62,7 @@ class Sorter(nn.Module):
 class Places:
     """A policy: it scores rollouts."""
 
-    device = torch.device("cpu")
+    device, dtype = torch.device("cpu"), torch.float32
 
     def __init__(self, module: nn.Module) -> None:
         self.module = module

@@ -1,12 +1,14 @@
 """GRPO in one file, from top to bottom: Generate -> Reward -> Advantage -> Update.
 
     python examples/transparent_grpo.py                                    CPU or one GPU, the embedded 135M model
-    python examples/transparent_grpo.py --model Qwen/Qwen2.5-3B-Instruct
-    accelerate launch --use_deepspeed --zero_stage 2 examples/transparent_grpo.py --model Qwen/Qwen2.5-3B-Instruct
+    python examples/transparent_grpo.py --problem seam ...                 what that model can learn: see below
+    torchrun --nproc_per_node 2 examples/transparent_grpo.py --model Qwen/Qwen2.5-3B-Instruct
+    accelerate launch --num_processes 2 --use_deepspeed --zero_stage 2 examples/transparent_grpo.py --model ...
 
 Needs torch, transformers, accelerate and numpy; nothing of Pellucid, whose tests hold this file against it: the same
 rollouts give the same parameters. The KL penalty is K1 in the reward (arXiv 2512.21852), outside the division by the
-standard deviation, so that `beta` keeps its meaning; `--kl k2` or `--kl k3` changes the estimator.
+standard deviation, so that `beta` keeps its meaning; `--kl k2` or `--kl k3` changes the estimator, and with
+`--kl_in raw_reward` it is norm(R - beta K), where beta means something else in every group.
 
 What to look at is the raw reward. The loss says nothing: on-policy it is 0 by construction.
 """
@@ -26,6 +28,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from accelerate import Accelerator
+from accelerate.utils import DistributedType
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, GgufConfig
 
@@ -43,32 +46,26 @@ class Config:
     clip: float = 0.2
     beta: float = 0.02
     kl: str = "k1"  # the one line that switches the estimator
+    kl_in: str = "reward"  # or raw_reward: before the rewards of a group are normalised
     max_grad_norm: float = 1.0
+    problem: str = "three_pieces"  # or seam: easier, of the same kind, with an example to go by
+    save: str = "runs/transparent_grpo"  # folder of the trained model; empty: not saved
     seed: int = 0
 
 
 # ---------------------------------------------------------------- environment
 
 
-class ToyEnv:
-    """One problem with a known answer, and credit for each part of the way: has training any effect at all?
+@dataclass(frozen=True)
+class Problem:
+    """A known answer, and credit for each part of the way: has training any effect at all?
 
     Whole statements count, not pieces of strings: "a = -39" is not a = -3, and no partial credit replaces the answer.
     """
 
-    prompt = (
-        "Let f(x) = ax + 3 for x > 2, f(x) = x - 5 for -2 <= x <= 2, and f(x) = 2x - b for x < -2. "
-        "f is continuous everywhere. Find a + b. Solve the problem step by step, and put the final answer in \\boxed{}."
-    )
-    parts = (
-        (0.05, r"x = 2"),
-        (0.05, r"x = -2"),
-        (0.15, r"2a \+ 3 = (?:-3|2 - 5)|a = -3"),
-        (0.15, r"a = -3"),
-        (0.15, r"-7 = -4 - b|-4 - b = -7|b = 3"),
-        (0.15, r"b = 3"),
-    )
-    answer = (0.30, "0")
+    prompt: str
+    parts: tuple[tuple[float, str], ...]  # credit, and the statement as a pattern
+    answer: tuple[float, str]  # credit, and what the last box must hold
 
     def reward(self, completion: str) -> float:
         found = sum(weight for weight, pattern in self.parts if re.search(whole(pattern), completion))
@@ -80,6 +77,38 @@ class ToyEnv:
 def whole(pattern: str) -> str:
     """Spaces may be left out; digits and letters may not touch either end."""
     return rf"(?<![\w.])(?:{pattern.replace(' ', r'[ ]*')})(?![\w]|\.\d)"
+
+
+THREE_PIECES = Problem(
+    "Let f(x) = ax + 3 for x > 2, f(x) = x - 5 for -2 <= x <= 2, and f(x) = 2x - b for x < -2. "
+    "f is continuous everywhere. Find a + b. Solve the problem step by step, and put the final answer in \\boxed{}.",
+    (
+        (0.05, r"x = 2"),
+        (0.05, r"x = -2"),
+        (0.15, r"2a \+ 3 = (?:-3|2 - 5)|a = -3"),
+        (0.15, r"a = -3"),
+        (0.15, r"-7 = -4 - b|-4 - b = -7|b = 3"),
+        (0.15, r"b = 3"),
+    ),
+    (0.30, "0"),
+)
+
+
+def seam(at: int, a: int) -> Problem:
+    """Two pieces that meet in one point."""
+    return Problem(
+        "Find a, if f is continuous. Answer like this.\n"
+        "Question: f(x) = x + a for x > 3, f(x) = 5 for x <= 3.\nAnswer: at x = 3: 3 + a = 5, a = 2, \\boxed{2}\n"
+        f"Question: f(x) = x + a for x > {at}, f(x) = {at + a} for x <= {at}.\nAnswer:",
+        ((0.1, rf"x = {at}"), (0.3, rf"{at} \+ a = {at + a}"), (0.3, rf"a = {a}")),
+        (0.3, str(a)),
+    )
+
+
+PROBLEMS = {
+    "three_pieces": lambda _: THREE_PIECES,
+    "seam": lambda random: seam(*random.integers(1, 10, 2).tolist()),
+}
 
 
 # ---------------------------------------------------------------- generate
@@ -122,8 +151,8 @@ def logprobs_of(model, rollout: Rollout, temperature: float) -> Tensor:
     """[B, T]: of each response token, under the distribution that it was drawn from."""
     length = rollout.mask.shape[1]
     positions = (rollout.attention.cumsum(1) - 1).clamp(min=0)
-    logits = model(rollout.ids, attention_mask=rollout.attention, position_ids=positions).logits
-    logits = logits[:, -length - 1 : -1].float() / temperature  # the token before predicts
+    inputs = {"attention_mask": rollout.attention, "position_ids": positions, "logits_to_keep": length + 1}
+    logits = model(rollout.ids, **inputs).logits[:, :-1].float() / temperature  # the token before predicts
     return logits.log_softmax(-1).gather(-1, rollout.ids[:, -length:, None])[..., 0]
 
 
@@ -136,15 +165,23 @@ KL = {
 }
 """Estimators of KL(policy || reference) from log policy - log reference of a sampled token."""
 
+KL_IN = ("reward", "raw_reward")
 
-def advantages_of(rewards: Tensor, kl: Tensor, beta: float) -> Tensor:
-    """[P, G] task rewards and KL of whole responses -> [P, G]. Equal rewards compare as exactly 0."""
+
+def advantages_of(rewards: Tensor, kl: Tensor, config: Config) -> Tensor:
+    """[P, G] task rewards and KL of whole responses -> [P, G]."""
+    if config.kl_in == "raw_reward":
+        return normalised(rewards - config.beta * kl)
+    others = (kl.sum(1, keepdim=True) - kl) / (kl.shape[1] - 1)
+    return normalised(rewards) - config.beta * (kl - others)
+
+
+def normalised(rewards: Tensor) -> Tensor:
+    """[P, G] against the siblings. Equal rewards compare as exactly 0."""
     centered = rewards - rewards.mean(1, keepdim=True)
     spread = rewards.std(1, correction=0, keepdim=True)
     dead = rewards.amax(1, keepdim=True) == rewards.amin(1, keepdim=True)
-    compared = torch.where(dead, 0.0, centered / spread.masked_fill(dead, 1.0))
-    others = (kl.sum(1, keepdim=True) - kl) / (kl.shape[1] - 1)
-    return compared - beta * (kl - others)
+    return torch.where(dead, 0.0, centered / spread.masked_fill(dead, 1.0))
 
 
 # ---------------------------------------------------------------- update
@@ -168,6 +205,50 @@ def update(model, optimizer, accelerator, rollout: Rollout, old_logprobs: Tensor
 
 # ---------------------------------------------------------------- processes
 
+
+def started(config: Config) -> Accelerator:
+    """However this file was launched; SystemExit where its processes would each train a model of their own."""
+    deepspeed = os.environ.get("ACCELERATE_USE_DEEPSPEED", "false").lower() == "true"
+    # Accelerate makes a group of processes on CPUs where it is told that they are to stay there, DeepSpeed by itself.
+    on_cpu = not torch.accelerator.is_available() and not deepspeed
+    asked = os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
+    usual = "bf16" if torch.cuda.is_available() else "no"
+    accelerator = Accelerator(cpu=on_cpu, mixed_precision=usual if asked == "no" else asked)
+    kind = accelerator.distributed_type
+    if kind not in (
+        DistributedType.NO,
+        DistributedType.MULTI_CPU,
+        DistributedType.MULTI_GPU,
+        DistributedType.DEEPSPEED,
+    ):
+        raise SystemExit(f"launched as {kind.value}: this file knows one process, data parallel ones, and DeepSpeed")
+    if deepspeed and kind is not DistributedType.DEEPSPEED:
+        raise SystemExit(
+            "DeepSpeed does nothing where accelerate is told to use the CPU: set DS_ACCELERATOR=cpu instead"
+        )
+    if world() != int(os.environ.get("WORLD_SIZE", "1")):
+        raise SystemExit(
+            "accelerate made no group of the processes that were launched: use torchrun, or one of its configs"
+        )
+    if accelerator.state.deepspeed_plugin is not None:
+        tell(accelerator.state.deepspeed_plugin, config)
+    return accelerator
+
+
+def tell(plugin, config: Config) -> None:
+    """DeepSpeed takes steps, clips gradients and counts batches itself, and has no data loader to ask."""
+    if plugin.zero_stage == 3:
+        raise SystemExit("--zero_stage 3 shards the weights, which sampling needs whole: use --zero_stage 2")
+    if plugin.deepspeed_config["gradient_accumulation_steps"] not in (1, "auto"):
+        raise SystemExit("--gradient_accumulation_steps: every backward pass here belongs to a step of its own, use 1")
+    rows, processes = config.prompts * config.group_size, int(os.environ.get("WORLD_SIZE", "1"))
+    plugin.deepspeed_config |= {
+        "train_micro_batch_size_per_gpu": rows,
+        "train_batch_size": rows * processes,
+        "gradient_clipping": config.max_grad_norm,
+    }
+
+
 # Asked of torch, not of accelerate: with DeepSpeed on CPUs accelerate believes that it is alone.
 
 
@@ -190,21 +271,25 @@ def total(x: Tensor) -> Tensor:
 # ---------------------------------------------------------------- the loop
 
 
-def train(model, reference, tokenizer, optimizer, accelerator, env, config: Config):
+def train(model, reference, tokenizer, optimizer, accelerator, draw, config: Config):
     """Yields (step, loss, raw reward, reward after KL, KL a token), each the mean over all processes."""
     generator = accelerator.unwrap_model(model)
     for step in range(1, config.steps + 1):
-        torch.manual_seed(int(np.random.SeedSequence([config.seed, step, rank()]).generate_state(1)[0]))
+        seeds = np.random.SeedSequence([config.seed, step, rank()])
+        torch.manual_seed(int(seeds.generate_state(1)[0]))
+        random = np.random.default_rng(seeds)
 
         # 1. Generate: a group of answers to each prompt.
-        rollout = generate(generator, tokenizer, [env.prompt] * config.prompts, config)
+        problems = [draw(random) for _ in range(config.prompts)]
+        rollout = generate(generator, tokenizer, [problem.prompt for problem in problems], config)
 
         # 2. Reward: by the environment, and how far each answer has moved from the reference.
         lengths = rollout.mask.sum(1).long().tolist()
         responses = rollout.ids[:, -rollout.mask.shape[1] :]
         texts = [tokenizer.decode(ids[:n], skip_special_tokens=True) for ids, n in zip(responses, lengths, strict=True)]
-        rewards = torch.tensor([env.reward(text) for text in texts], dtype=torch.float64, device=rollout.ids.device)
-        with torch.no_grad():
+        graded = [problems[row // config.group_size].reward(text) for row, text in enumerate(texts)]
+        rewards = torch.tensor(graded, dtype=torch.float64, device=rollout.ids.device)
+        with torch.no_grad(), accelerator.autocast():  # policy and reference alike: equal weights have a KL of 0
             old_logprobs = logprobs_of(model, rollout, config.temperature)
             ref_logprobs = logprobs_of(reference, rollout, config.temperature)
         per_token_kl = KL[config.kl](old_logprobs - ref_logprobs) * rollout.mask
@@ -212,7 +297,7 @@ def train(model, reference, tokenizer, optimizer, accelerator, env, config: Conf
 
         # 3. Advantage: each answer against its siblings.
         shape = (config.prompts, config.group_size)
-        advantages = advantages_of(rewards.view(shape), kl.view(shape), config.beta).flatten()
+        advantages = advantages_of(rewards.view(shape), kl.view(shape), config).flatten()
 
         # 4. Update: make the better ones more likely, not too far in one step.
         loss = update(model, optimizer, accelerator, rollout, old_logprobs, advantages.to(old_logprobs), config)
@@ -245,27 +330,35 @@ def main() -> None:
     for field in fields(Config):
         parser.add_argument(f"--{field.name}", type=type(field.default), default=field.default)
     config = Config(**vars(parser.parse_args()))
-    if config.group_size < 2 or config.kl not in KL:
-        parser.error(f"--group_size must be at least 2 and --kl one of {', '.join(KL)}")
+    if config.group_size < 2 or config.kl not in KL or config.kl_in not in KL_IN or config.problem not in PROBLEMS:
+        parser.error(
+            f"--group_size must be at least 2, --kl one of {', '.join(KL)}, --kl_in one of {', '.join(KL_IN)}, and"
+            f" --problem one of {', '.join(PROBLEMS)}"
+        )
 
-    accelerator = Accelerator(mixed_precision="bf16" if torch.cuda.is_available() else "no")
-    if accelerator.state.deepspeed_plugin is not None:
-        # Told here, since there is no data loader to ask; no other use is made of them.
-        rows, processes = config.prompts * config.group_size, int(os.environ.get("WORLD_SIZE", "1"))
-        batch = {"train_micro_batch_size_per_gpu": rows, "train_batch_size": rows * processes}
-        accelerator.state.deepspeed_plugin.deepspeed_config.update(batch)
+    accelerator = started(config)
     model, reference, tokenizer = load(config.model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=config.lr, weight_decay=0.0)
     model, optimizer = accelerator.prepare(model, optimizer)
     reference.to(accelerator.device)
+    # DeepSpeed changes the dtype of weights: the KL of equal weights is 0 where both are rounded alike.
+    for frozen, trained in zip(reference.parameters(), model.parameters(), strict=True):
+        frozen.data = frozen.data.to(trained.dtype)
 
     if rank() == 0:
         print("Step |     Loss | Raw Reward | Train Reward |   KL Div", flush=True)
-    for step, loss, reward, after_kl, kl in train(
-        model, reference, tokenizer, optimizer, accelerator, ToyEnv(), config
-    ):
+    steps = train(model, reference, tokenizer, optimizer, accelerator, PROBLEMS[config.problem], config)
+    for step, loss, reward, after_kl, kl in steps:
         if rank() == 0:
             print(f"{step:4d} | {loss:+8.4f} | {reward:10.4f} | {after_kl:12.4f} | {kl:8.5f}", flush=True)
+    if rank() == 0 and config.save:
+        accelerator.unwrap_model(model).save_pretrained(config.save)
+        tokenizer.save_pretrained(config.save)
+        print(f"saved in {config.save}")
+    # What still holds the group of processes at its end would keep its threads, and they may abort an exit.
+    del model, optimizer, steps
+    accelerator.free_memory()
+    accelerator.end_training()
 
 
 if __name__ == "__main__":

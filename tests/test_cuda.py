@@ -17,6 +17,7 @@ from pellucid.runtime import Runtime
 from pellucid.samplers.native import Native
 from pellucid.settings import AdamWConfig
 from pellucid.types import Prompt
+from test_float16 import SMALL, weighted
 
 pytestmark = [pytest.mark.cuda, pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU")]
 
@@ -34,7 +35,14 @@ def untimed(path):
     return [{key: x for key, x in row.items() if not key.startswith(("time/", "memory/"))} for row in rows]
 
 
-@pytest.mark.parametrize("more", [(), ("--policy.dtype", "bfloat16", "--policy.lora", 2)], ids=["fp32", "bf16 lora"])
+MORE = {
+    "fp32": (),
+    "bf16 lora": ("--policy.dtype", "bfloat16", "--policy.lora", 2),
+    "fp16": ("--policy.dtype", "float16"),
+}
+
+
+@pytest.mark.parametrize("more", MORE.values(), ids=MORE)
 def test_a_resumed_run_has_the_bits_of_one_that_was_never_stopped(recipe, tmp_path, more):
     settings = ("--policy.device", "cuda", "--policy.deterministic", "--optimizer.schedule", "constant", *more)
     settings += ("--evaluate.every", 1, "--checkpoint.every", 1)
@@ -70,6 +78,25 @@ def test_fused_adamw_finds_its_state_on_the_gpu_after_a_resume():
     step(first)
     step(second)
     assert all(torch.equal(p, second.parameters[name]) for name, p in first.parameters.items())
+
+
+def test_in_fp16_the_scaled_gradients_of_the_gpu_are_those_of_fp32_on_the_cpu():
+    """Of a loss whose gradients fp16 rounds to 0; and one that overflows lowers the scale."""
+    gradients = []
+    for device, dtype in (("cpu", torch.float32), ("cuda", torch.float16)):
+        policy = make_policy()
+        move(policy.model, pick_device(device))
+        policy = type(policy)(policy.model, policy.tokenizer, dtype)
+        runtime = Runtime(policy, AdamWConfig(), total=2)
+        runtime.backward(weighted(policy, SMALL))
+        runtime.scaler.unscale_(runtime.optimizer)
+        gradients.append(torch.cat([p.grad.cpu().flatten() for p in policy.trainable().values()]) / SMALL)
+    exact, measured = gradients
+    assert (measured - exact).norm() < 0.01 * exact.norm()
+    runtime.scaler.update()
+    runtime.backward(weighted(policy, 1e5))
+    assert runtime.step()["skipped/overflow"] == 1
+    assert runtime.scaler.get_scale() == 2.0**15
 
 
 def test_what_is_sampled_on_the_gpu_is_what_the_cpu_samples():

@@ -56,6 +56,7 @@ WAYS = {
     },
     "masters on the CPU": {"optimizer.offload": True, "policy.dtype": "bfloat16"},
     "bf16": {"policy.dtype": "bfloat16"},
+    "fp16": {"policy.dtype": "float16"},
     "transformers": {"policy.engine": "transformers", "policy.gradient_checkpointing": True},
     "generate()": {"sampler.name": "hf"},
     "recomputed": {"policy.gradient_checkpointing": True},

@@ -95,7 +95,9 @@ def test_the_one_file_takes_the_steps_of_the_package(kl, monkeypatch):
     monkeypatch.setattr(transparent, "generate", lambda *a: rollouts.append(drawn(*a)) or rollouts[-1])
     optimizer = torch.optim.AdamW(theirs.parameters(), lr=config.lr, weight_decay=0.0)
     accelerator = Accelerator(cpu=True)
-    steps = list(transparent.train(theirs, their_reference, tokenizer, optimizer, accelerator, Digits(), config))
+    steps = list(
+        transparent.train(theirs, their_reference, tokenizer, optimizer, accelerator, lambda random: Digits(), config)
+    )
     assert len({r.mask.sum().item() for r in rollouts}) > 1
     assert len(set(rollouts[0].mask.sum(1).tolist())) > 1, "responses must be of different lengths"
 
@@ -147,7 +149,7 @@ def test_the_one_file_is_short_and_stands_alone():
     ],
 )
 def test_the_toy_environment_grades_whole_statements(text, reward):
-    assert transparent.ToyEnv().reward(text) == pytest.approx(reward)
+    assert transparent.THREE_PIECES.reward(text) == pytest.approx(reward)
 
 
 # ---------------------------------------------------------------- sorting_from_scratch.py

@@ -401,9 +401,11 @@ def test_plain_shows_trouble_and_the_first_error_once(capsys: pytest.CaptureFixt
     groups = groups_of((RIGHT, FAILED))
     log = Plain(3)
     for step in (1, 2):
-        log.log(step, {"reward/failed": 1.0, "skipped": 2.0}, groups)
+        log.log(step, {"reward/failed": 1.0, "skipped": 2.0, "skipped/overflow": 3.0}, groups)
     lines = capsys.readouterr().out.splitlines()
-    assert lines[0] == "step 1/3  ! failed rewards: 1  ! skipped updates: 2"
+    assert lines[0] == (
+        "step 1/3  ! failed rewards: 1  ! skipped updates: 2  ! updates too large for fp16 at this loss_scale: 3"
+    )
     assert lines[1] == "! the first failed reward says ValueError: \\x1b[31mno number"
     assert len(lines) == 3
 

@@ -34,7 +34,7 @@ from pellucid.batch import Batch, collate
 from pellucid.models import attention, packed
 from pellucid.models import decoder as decoders
 from pellucid.models.attention import attend
-from pellucid.models.decoder import Decoder, after_attention, linear, refusal
+from pellucid.models.decoder import Decoder, after_attention, linear, refusal, sliding_layers
 from pellucid.models.decoding import Flight
 from pellucid.models.elementwise import gated, norm, rotated
 from pellucid.models.masters import Matrix, embedded
@@ -74,9 +74,40 @@ FAMILY = {
         LlamaConfig(**SMALL, rope_parameters={"rope_type": "linear", "rope_theta": 500.0, "factor": 4.0})
     ),
     "mistral": lambda: MistralForCausalLM(MistralConfig(**SMALL, sliding_window=None)),
+    "mistral, a window": lambda: MistralForCausalLM(MistralConfig(**SMALL, sliding_window=4)),
+    "llama, biases": lambda: LlamaForCausalLM(LlamaConfig(**SMALL, attention_bias=True)),
     "qwen2": lambda: Qwen2ForCausalLM(Qwen2Config(**SMALL, tie_word_embeddings=True)),
     "qwen3": lambda: Qwen3ForCausalLM(Qwen3Config(**SMALL, head_dim=16, tie_word_embeddings=False)),
+    "qwen2.5 0.5b": lambda: qwen(14, 2, 4, tied=True, use_sliding_window=False, sliding_window=32768),
+    "qwen2.5 7b": lambda: qwen(28, 4, 4, tied=False, use_sliding_window=False, max_window_layers=28),
+    "qwen2, a window above": lambda: qwen(4, 2, 8, tied=True, **WINDOW),
+    "qwen2.5, a window above, untied": lambda: qwen(14, 2, 4, tied=False, **WINDOW),
+    "qwen3 0.6b": lambda: qwen(8, 4, 16, tied=True, newer=True),
+    "qwen3, biases, untied": lambda: qwen(8, 2, 16, tied=False, newer=True, attention_bias=True),
+    "qwen3, biases, a window above": lambda: qwen(8, 4, 16, tied=True, newer=True, attention_bias=True, **WINDOW),
 }
+WINDOW = {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 1}
+"""Shorter than two of the three prompts of `batch_of`; the first layer of three has none."""
+
+
+def qwen(heads, key_heads, head_size, tied, newer=False, **settings):
+    """As the checkpoints of that size have it, with less in each dimension: Qwen2.5 is Qwen2, and from Qwen3 on heads
+    are wider than the hidden size divided by them.
+    """
+    shape = {
+        **SMALL,
+        "hidden_size": 64 if newer else heads * head_size,
+        "num_hidden_layers": 3,
+        "num_attention_heads": heads,
+        "num_key_value_heads": key_heads,
+        "rms_norm_eps": 1e-6,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1000000.0},
+        "tie_word_embeddings": tied,
+        "initializer_range": 0.2,
+    }
+    if newer:
+        return Qwen3ForCausalLM(Qwen3Config(**shape, head_dim=head_size, **settings))
+    return Qwen2ForCausalLM(Qwen2Config(**shape, **settings))
 
 
 def model_of(name):
@@ -390,7 +421,7 @@ class Check:
             torch.testing.assert_close(row, expected, rtol=0, atol=2e-5)
 
 
-@pytest.mark.parametrize("name", ["llama", "qwen3"])
+@pytest.mark.parametrize("name", ["llama", "qwen3", "mistral, a window", "qwen3, biases, a window above"])
 def test_rows_may_join_and_leave_at_any_time(name):
     model = model_of(name)
     flight, check, random = Flight(decoder_of(model), 12), Check(model), torch.Generator().manual_seed(0)
@@ -434,9 +465,10 @@ def test_rows_may_join_and_leave_at_any_time(name):
     step()
 
 
-def test_rows_may_speak_for_longer_than_there_was_room_at_first():
+@pytest.mark.parametrize("name", ["llama", "qwen2, a window above"])
+def test_rows_may_speak_for_longer_than_there_was_room_at_first(name):
     """100 tokens each, the second prompt's rows 40 behind; the cache grows twice."""
-    model = model_of("llama")
+    model = model_of(name)
     flight, check, random = Flight(decoder_of(model), 4), Check(model), torch.Generator().manual_seed(0)
     check.histories = [[1, 2, 3]] * 2
     flight.admit([[1, 2, 3]], 2)
@@ -527,9 +559,10 @@ REFUSED = {
     "architecture gemma3_text": lambda: tiny_gemma().config,
     "architecture gpt2": lambda: tiny_gpt2().config,
     "activation gelu": lambda: LlamaConfig(**SMALL, hidden_act="gelu"),
-    "biases behind attention": lambda: LlamaConfig(**SMALL, attention_bias=True),
     "biases in the MLP": lambda: LlamaConfig(**SMALL, mlp_bias=True),
-    "a sliding window": lambda: MistralConfig(**SMALL, sliding_window=16),
+    "other layers than attention": lambda: Qwen3Config(
+        **SMALL, **WINDOW, layer_types=["sliding_attention", "chunked_attention"]
+    ),
     "rotary scaling dynamic": lambda: LlamaConfig(
         **SMALL, rope_parameters={"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
     ),
@@ -541,14 +574,38 @@ def test_what_would_be_computed_wrongly_is_refused(reason):
     assert refusal(REFUSED[reason]()) == reason
 
 
-def test_sliding_qwens_are_refused_and_others_are_not():
-    sliding = Qwen2Config(**SMALL, use_sliding_window=True, sliding_window=16, max_window_layers=0)
-    assert refusal(sliding) == "a sliding window"
-    assert refusal(Qwen2Config(**SMALL)) == ""
+def test_a_window_is_that_of_the_layers_that_have_one():
+    """As the checkpoints say it: Qwen's in the upper layers, if it is used at all, Mistral's in all of them."""
+    sliding = {"use_sliding_window": True, "sliding_window": 16}
+    layers = {
+        (False, False): [Qwen2Config(**SMALL), Qwen3Config(**SMALL, sliding_window=16, max_window_layers=0)],
+        (False, True): [Qwen2Config(**SMALL, **sliding, max_window_layers=1)],
+        (True, True): [MistralConfig(**SMALL, sliding_window=16), Qwen2Config(**SMALL, **sliding, max_window_layers=0)],
+    }
+    layers[False, False] += [MistralConfig(**SMALL, sliding_window=None), Qwen2Config(**SMALL, **sliding)]
+    for expected, configs in layers.items():
+        for config in configs:
+            assert sliding_layers(config) == expected
+            assert refusal(config) == ""
 
 
-def test_a_refused_model_goes_through_transformers_and_so_does_one_that_is_told_to():
-    model = model_of("llama")
+@pytest.mark.parametrize("name", ["mistral, a window", "qwen2, a window above", "qwen3, biases, a window above"])
+def test_a_window_hides_what_is_further_back_and_nothing_else(name):
+    """From the first response token on, which is predicted from the end of the prompt: five tokens there, nine, two."""
+    model, batch = model_of(name), batch_of()
+    near = Policy(model, character_tokenizer()).score(batch).logprobs.detach()
+    model.config.sliding_window = 10**6
+    whole = Policy(model, character_tokenizer()).score(batch).logprobs.detach()
+    same = near == whole
+    starts = torch.tensor([len(batch.prompt_ids[p]) for p in batch.prompt_of])
+    read = starts[:, None] + torch.arange(near.shape[1])
+    assert same[batch.mask & (read <= WINDOW["sliding_window"])].all()
+    assert not same[batch.mask & (read > WINDOW["sliding_window"])].any()
+
+
+@pytest.mark.parametrize("name", ["llama", "mistral, a window", "qwen3, biases, a window above"])
+def test_a_refused_model_goes_through_transformers_and_so_does_one_that_is_told_to(name):
+    model = model_of(name)
     assert Policy(tiny_gpt2(), character_tokenizer()).decoder is None
     detour, ours = Policy(model, character_tokenizer(), engine="transformers"), Policy(model, character_tokenizer())
     assert detour.decoder is None
@@ -627,14 +684,14 @@ def test_frozen_weights_that_follow_others_are_computed_with():
 
 # ---------------------------------------------------------------- more that is refused, and the detour
 
+LAYERS = "other layers than attention"
+
 
 @pytest.mark.parametrize(
     ("config", "reason"),
     [
-        (
-            lambda: Qwen2Config(**SMALL, use_sliding_window=True, sliding_window=16, max_window_layers=1),
-            "a sliding window",
-        ),
+        (lambda: LlamaConfig(**SMALL, sliding_window=4, layer_types=["sliding_attention"] * 2), LAYERS),
+        (lambda: Qwen2Config(**SMALL, layer_types=["full_attention", "sliding_attention"]), LAYERS),
         (
             lambda: LlamaConfig(
                 **SMALL, rope_parameters={"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}

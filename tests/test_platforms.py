@@ -100,7 +100,7 @@ def test_a_runtime_on_the_cpu_of_a_machine_with_a_gpu_reports_its_own_memory(mon
 
 
 class Small:
-    device = torch.device("cpu")
+    device, dtype = torch.device("cpu"), torch.float32
 
     def __init__(self):
         self.module = torch.nn.Linear(2, 2)
@@ -130,7 +130,10 @@ def test_a_gpu_that_only_emulates_bf16_computes_in_fp32(monkeypatch):
     emulated = {True: True, False: False}
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation=True: emulated[including_emulation])
     assert hardware.pick_dtype("auto", torch.device("cuda")) == torch.float32
+    assert 'policy.dtype = "float16"' in hardware.without_bf16(torch.device("cuda"))
+    assert hardware.without_bf16(torch.device("cpu")) == ""
     emulated[False] = True
+    assert hardware.without_bf16(torch.device("cuda")) == ""
     assert hardware.pick_dtype("auto", torch.device("cuda")) == torch.bfloat16
 
 

@@ -197,6 +197,12 @@ def test_a_prefix_stands_apart_before_its_completion(tmp_path: Path):
     assert "<i>3 + 4 &lt;is&gt;</i> 7</pre>" in html
 
 
+def test_what_did_not_fit_fp16_is_counted_where_that_was_computed_in(run: Path, tmp_path: Path):
+    assert "too large for fp16" not in report(run)[0]
+    steps = [{**step_metrics(n), "skipped/overflow": 2.0, "loss_scale": 8.0} for n in (1, 2)]
+    assert "<dt>Updates too large for fp16</dt><dd class=warn>4</dd>" in report(make_run(tmp_path / "r", steps))[0]
+
+
 def test_the_page_needs_no_network_and_no_script(run: Path):
     html, page = report(run)
     names = {name for name, _ in page.attributes}

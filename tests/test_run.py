@@ -479,11 +479,6 @@ def test_an_empty_prompt_is_told_in_one_line(recipe, tmp_path, capsys):
     assert said[0].startswith("pellucid: prompt test/0/5 is empty, and this tokenizer puts no token before")
 
 
-def test_training_in_float16_is_refused(recipe, tmp_path, capsys):
-    assert train(recipe, "--run", tmp_path / "run", "--policy.dtype", "float16") == 2
-    assert "bfloat16" in capsys.readouterr().err
-
-
 def test_prefixes_that_are_not_there_are_missed_before_a_model_is_loaded(recipe, tmp_path, capsys):
     recipe.write_text('[policy]\nmodel = "nowhere"\n[task]\nname = "prefixed"\nfile = "no.json"\n')
     assert train(recipe, "--run", tmp_path / "run") == 2

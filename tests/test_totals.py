@@ -37,6 +37,14 @@ def test_of_several_optimizer_steps_norms_and_losses_are_means_skips_are_counted
     means = totals_of(([0.0] * 6, [1.0] * 6), ([0.0] * 6, [2.0] * 6), steps=steps).means(list)
     assert means["loss"] == pytest.approx(9.0 / 3)
     assert [means[name] for name in names] == [2.0, 0.2, 1, 1]
+    assert not means.keys() & {"loss_scale", "skipped/overflow"}
+
+
+def test_in_fp16_overflows_are_counted_and_the_scale_is_that_of_the_last_step():
+    names = ("grad_norm", "lr", "skipped", "skipped/overflow", "loss_scale", "idle")
+    steps = [dict(zip(names, step, strict=True)) for step in ((0, 0.4, 0, 1, 8.0, 0), (2, 0.3, 1, 1, 4.0, 0))]
+    means = totals_of(([0.0] * 6, [1.0] * 6), steps=steps).means(list)
+    assert [means[name] for name in names] == [1.0, 0.3, 1, 2, 4.0, 0]
 
 
 def test_means_and_the_largest_gap_are_of_all_processes():

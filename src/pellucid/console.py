@@ -29,6 +29,7 @@ WARNINGS = {
     "reward/failed": "failed rewards",
     "reward/no_term": "completions that no reward is meant for",
     "skipped": "skipped updates",
+    "skipped/overflow": "updates too large for fp16 at this loss_scale",
     "idle": "updates without a gradient",
 }
 TREND_STEPS = 40

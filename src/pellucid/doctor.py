@@ -26,6 +26,7 @@ EXTRAS = {
     "serve": ["fastapi", "uvicorn"],
     "plots": ["matplotlib"],
     "teacher": ["openai"],
+    "modelscope": ["modelscope"],
 }
 DEVICES = (1, 2, 4, 8)
 
@@ -48,7 +49,7 @@ def findings() -> Iterator[tuple[str, str]]:
     fp32, bf16 = hardware.matmul_tflops(torch.float32), hardware.matmul_tflops(torch.bfloat16)
     yield "matrix products", f"fp32 {fp32:.2f}, bf16 {bf16:.2f} TFLOP/s on one CPU thread"
     chosen = str(hardware.pick_dtype("auto", device)).removeprefix("torch.")
-    yield "auto", f"device {device}, dtype {chosen}"
+    yield "auto", "; ".join(filter(None, (f"device {device}, dtype {chosen}", hardware.without_bf16(device))))
     kept = hardware.keep_freed_memory()
     yield "allocator", "keeps freed memory (glibc mallopt)" if kept else "not glibc: left as it is"
     yield "disk", f"{shutil.disk_usage(Path.cwd()).free / 1e9:.0f} GB free here"

@@ -70,7 +70,8 @@ class Runtime(Protocol):
     `shard` takes this process's share of a global list, `gather` is its inverse, `sum` adds a tensor up over processes.
     `accumulate` yields the micro-batches of one optimizer step, at the last of which the gradients of `backward` meet;
     `step` takes that step and reports `grad_norm`, `lr`, and as 1 what kept it from moving a weight: `skipped`, a
-    gradient that was not finite, or `idle`, one that was 0.
+    gradient that was not finite, or `idle`, one that was 0; in fp16 also `loss_scale`, and `skipped/overflow`, one that
+    was too large for it.
     `fit(compute, rows)` is `compute(rows)`, of micro-batches of so many rows; where memory runs out, it is made again,
     without the gradients that there are, in smaller ones.
     """

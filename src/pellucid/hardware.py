@@ -11,6 +11,7 @@ from pathlib import Path
 
 import psutil
 import torch
+from torch.amp.grad_scaler import GradScaler
 
 from pellucid.types import UserError
 
@@ -50,6 +51,36 @@ def pick_dtype(name: str, device: torch.device) -> torch.dtype:
         return torch.bfloat16 if torch.cuda.is_bf16_supported(including_emulation=False) else torch.float32
     faster = device.type == "cpu" and matmul_tflops(torch.bfloat16) > 1.2 * matmul_tflops(torch.float32)
     return torch.bfloat16 if faster else torch.float32
+
+
+def without_bf16(device: torch.device) -> str:
+    """What computing in fp32 there should say; empty where a device has bf16, or nothing better than fp32."""
+    if device.type != "cuda" or torch.cuda.is_bf16_supported(including_emulation=False):
+        return ""
+    return 'this GPU has no bf16: policy.dtype = "float16" may be several times as fast, where the model fits its range'
+
+
+def slower_in_float16(device: torch.device) -> str:
+    """By how much than in fp32, on a CPU that has no such products of its own; empty elsewhere."""
+    if device.type != "cpu":
+        return ""
+    times = matmul_tflops(torch.float32, repeats=2) / matmul_tflops(torch.float16, repeats=2)
+    if times <= 1:
+        return ""
+    return f'this CPU multiplies {times:.0f} times as fast in fp32 as in fp16: set policy.dtype = "float32", or "auto"'
+
+
+def check_float16(device: torch.device) -> None:
+    """UserError where torch cannot train in fp16: multiply in it, and scale the loss."""
+    try:
+        x, scaler = torch.ones(2, 2, device=device, requires_grad=True), GradScaler(device.type)
+        scaler.scale((x.half() @ x.half()).float().sum()).backward()
+        scaler.unscale_(torch.optim.SGD([x]))
+        scaler.update()
+    except (RuntimeError, TypeError, AssertionError) as error:
+        raise UserError(
+            f'policy.dtype = "float16" cannot be trained in on {device} ({str(error).splitlines()[0]}): set "float32"'
+        ) from error
 
 
 def place_of_sums(device: torch.device) -> torch.device:

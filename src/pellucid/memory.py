@@ -31,7 +31,7 @@ class Model(NamedTuple):
 def from_name(name: str, lora: int) -> Model:
     """A folder, which needs no more than its config.json, or a name that leads to one. Nothing is loaded."""
     try:
-        config = AutoConfig.from_pretrained(locate(name))
+        config = AutoConfig.from_pretrained(locate(name, weights=False))
     except (OSError, ValueError) as error:
         raise UserError(f"policy.model = {name!r} has no readable config.json: {str(error).splitlines()[0]}") from error
     with torch.device("meta"):
@@ -51,20 +51,26 @@ def parts(model: Model, cfg: Config, processes: int = 1, zero: int = 0) -> dict[
     a parameter, 1 shards the state, 2 the gradients too, 3 the weights too.
     """
     ours = not zero and computed_by_us(model.config, cfg)
-    tokens = tokens_of(cfg, processes, shared=ours)
+    tokens, sampled = tokens_of(cfg, processes, shared=ours), rows_of(cfg, processes) * cfg.sampler.max_tokens
     return (zero_state(model, cfg, processes, zero) if zero else own_state(model, cfg)) | {
         "activations": tokens * activations(model.config, cfg, ours) / 1e9,
-        # ours in chunks; the one-file example makes logits, their log-softmax and its gradient, all in fp32
-        "logits": (12 * tokens * model.config.vocab_size if zero else 4 * MANY) / 1e9,
+        # ours in chunks; the one-file example makes logits of what was sampled, their log-softmax and its gradient,
+        # all in fp32
+        "logits": (12 * sampled * model.config.vocab_size if zero else 4 * MANY) / 1e9,
         "libraries": LIBRARIES,
     }
 
 
 def tokens_of(cfg: Config, processes: int, shared: bool) -> float:
-    """That one backward pass goes through. Groups are not split; a shared prompt counts once a group."""
+    """That one backward pass goes through. A shared prompt counts once a group."""
+    rows = rows_of(cfg, processes)
+    return rows * cfg.sampler.max_tokens + (rows / cfg.algorithm.group_size if shared else rows) * PROMPT_TOKENS
+
+
+def rows_of(cfg: Config, processes: int) -> int:
+    """Completions of one backward pass. Groups are not split."""
     a = cfg.algorithm
-    rows = a.micro_batch or max(a.group_size, a.prompts_per_step * a.group_size // (a.minibatches * processes))
-    return rows * cfg.sampler.max_tokens + (rows / a.group_size if shared else rows) * PROMPT_TOKENS
+    return a.micro_batch or max(a.group_size, a.prompts_per_step * a.group_size // (a.minibatches * processes))
 
 
 def own_state(model: Model, cfg: Config) -> dict[str, float]:

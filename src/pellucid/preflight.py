@@ -12,7 +12,7 @@ import rich
 from rich.markup import escape
 from rich.table import Table
 
-from pellucid import boards, memory
+from pellucid import boards, hardware, memory
 from pellucid.batch import task_rewards
 from pellucid.config import Config
 from pellucid.console import first_error, first_line
@@ -96,7 +96,8 @@ def show_numbers(cfg: Config, policy: Policy, world: int) -> None:
     }.items():
         table.add_row(f"[dim]{name}", escape(value))
     rich.print(table)
-    for line in known_inert(a):
+    slow = {"float32": hardware.without_bf16, "float16": hardware.slower_in_float16}.get(cfg.policy.dtype)
+    for line in filter(None, (slow(policy.device) if slow else "", *known_inert(a))):
         print(f"! {line}", flush=True)
 
 

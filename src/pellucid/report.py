@@ -127,6 +127,9 @@ def facts(config: Record, metrics: Sequence[Record]) -> str:
         "Skipped updates": (f"{skipped:,}", skipped > 0),
         "Updates without a gradient": (f"{idle:,}", idle > 0),
     }
+    if any("loss_scale" in row for row in metrics):
+        overflowed = int(total(metrics, "skipped/overflow"))
+        rows["Updates too large for fp16"] = (f"{overflowed:,}", overflowed > 0)
     return fact_list(rows)
 
 

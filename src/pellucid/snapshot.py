@@ -27,6 +27,7 @@ def save(run_dir: Path, cfg: Config, parts: Parts) -> None:
     tensors = {"policy": parts.policy.masters(), **moments, **moving, **replay}
     facts = {"updates": runtime.updates, "seconds": parts.seconds, "random": generators, "replay": replay_facts}
     facts |= {"micro_batch": runtime.micro_batch} if runtime.micro_batch else {}
+    facts |= {"scaler": runtime.scaler.state_dict()} if runtime.scaler.is_enabled() else {}
     facts |= {"kl_coef": state.kl_coef} if cfg.algorithm.kl_target else {}
     watching = observer(parts.task)
     facts |= {"task": watching.state()} if watching else {}
@@ -45,6 +46,8 @@ def restore(run_dir: Path, parts: Parts) -> list[str]:
     moments = {name.removeprefix(OPTIMIZER): value for name, value in tensors.items() if name.startswith(OPTIMIZER)}
     parts.policy.load_trainable({**tensors["policy"], **moments.pop("master", {})})  # where versions up to 0.1 had them
     runtime.load_optimizer_state(moments, facts["updates"])
+    if "scaler" in facts:
+        runtime.scaler.load_state_dict(facts["scaler"])
     if rows := facts.get("micro_batch", 0):
         runtime.micro_batch = rows
         notes = [*notes, f"memory ran out before: {rows} rows in a forward pass at most"]

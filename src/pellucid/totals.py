@@ -9,6 +9,9 @@ from typing import Any
 
 from torch import Tensor
 
+LAST, COUNTED = ("lr", "loss_scale"), ("skipped", "skipped/overflow", "idle")
+"""What optimizer steps report, and how several become one."""
+
 
 class Totals:
     """Sums over response tokens and over optimizer steps, until they become means over all processes."""
@@ -35,8 +38,8 @@ class Totals:
             "sampler/gap_max": max(gather([self.gap_max])),
             "loss": loss / steps,  # already a weighted sum: adding up is its mean
             "grad_norm": sum(s["grad_norm"] for s in self.steps) / steps,
-            "lr": self.steps[-1]["lr"],
-            **{name: sum(s[name] for s in self.steps) for name in ("skipped", "idle")},
+            **{name: self.steps[-1][name] for name in LAST if name in self.steps[-1]},
+            **{name: sum(s[name] for s in self.steps) for name in COUNTED if name in self.steps[-1]},
         }
 
 

@@ -73,6 +73,7 @@ CONFIGURATIONS = {
     ),
     "dynamic sampling": Configuration("--algorithm.max_rounds 3 --algorithm.min_spread 0.3"),
     "offload": Configuration("--optimizer.offload --policy.dtype bfloat16"),
+    "fp16": Configuration("--policy.dtype float16"),
     "two processes": Configuration(processes=2),
     "a study": Configuration(study=True),
 }

@@ -17,7 +17,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 import pytest
 import torch
 
-from conftest import character_tokenizer, tiny_llama
+from conftest import character_tokenizer, records, tiny_llama
 from pellucid import cli
 from pellucid.policy import Policy
 from pellucid.prefixes import command as prefixes
@@ -173,6 +173,54 @@ def check_whole(output, recipe, n=6, **sources):
     assert not journal_of(output).exists()
     assert [path.name for path in output.parent.glob("*.tmp")] == []
     return held
+
+
+# ---------------------------------------------------------------- pellucid serve as the teacher
+
+
+@pytest.fixture(scope="module")
+def served(wide_dir):
+    """`pellucid serve` as one types it; where it says it is."""
+    command = [sys.executable, "-m", "pellucid", "serve", str(wide_dir), "--port", "0", "--name", "tiny"]
+    command += ["--dtype", "float32"]  # as the recipe has it
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    try:
+        said = process.stdout.readline()
+        assert said.startswith("tiny on http://"), said
+        yield f"{said.split()[2].rstrip(',')}/v1"
+    finally:
+        process.terminate()
+        process.communicate(timeout=30)
+
+
+def test_asked_the_same_a_served_teacher_says_what_the_same_model_says_as_a_student(served, recipe, wide_dir, tmp_path):
+    """Without chance: over HTTP, in the company of other requests, and in this process."""
+    output = tmp_path / "prefixes.json"
+    assert status(command(recipe, output, served, student=wide_dir, temperature=0, per_question=2)) == 0
+    held = check_whole(output, recipe, teacher=2, student=2)
+    for row in held["questions"]:
+        assert row["teacher"] == row["student"]
+    assert len({text for row in held["questions"] for text in row["teacher"]}) > 3
+
+
+def test_a_run_goes_on_from_what_a_served_teacher_and_a_student_began(served, recipe, wide_dir, tmp_path):
+    output, run_dir = tmp_path / "prefixes.json", tmp_path / "run"
+    recipe.write_text(
+        f'[policy]\nmodel = "{wide_dir}"\ndtype = "float32"\n[task]\nname = "prefixed"\nfile = "{output}"\n'
+        'dropout = 0.0\n[task.task]\nname = "arithmetic"\n[sampler]\nmax_tokens = 8\n'
+        "[algorithm]\nsteps = 2\nprefix_coef = 0.1\ngroup_size = 2\nprompts_per_step = 8\n[evaluate]\nevery = 0\n"
+    )
+    assert status(command(recipe, output, served, student=wide_dir, n=400, per_question=1)) == 0
+    rows = {row["question"]: row for row in json.loads(output.read_text())["questions"]}
+    assert status(["train", str(recipe), "--run", str(run_dir)]) == 0
+    begun = dict.fromkeys(("teacher", "student"), 0)
+    for said in records(run_dir / "rollouts.jsonl"):
+        from_file = {source: said["prefix"] in rows[said["prompt"]][source] for source in begun}
+        assert any(from_file.values())
+        begun = {source: count + from_file[source] for source, count in begun.items()}
+    assert min(begun.values()) > 0
+    steps = records(run_dir / "metrics.jsonl")
+    assert all(step["prefix/share"] > 0 and step["prefix/nll"] > 0 for step in steps)
 
 
 # ---------------------------------------------------------------- an endpoint that misbehaves

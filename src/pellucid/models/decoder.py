@@ -3,8 +3,8 @@
 One set of layers with two faces: decoding.py continues groups of rows from a KV cache, packed.py scores rollouts with
 gradient. Both compute in `dtype` with the residual stream in fp32, so that what was sampled is what is scored.
 
-Left out on purpose: dropout, sliding windows, biases behind attention, rotary scalings that depend on the length.
-`refusal` says so, and such a model goes through transformers instead.
+Left out on purpose: dropout, biases in the MLP, rotary scalings that depend on the length. `refusal` says so, and
+such a model goes through transformers instead.
 
 Shapes: N tokens, D hidden size, H query heads, K key heads, d head size, I intermediate size, V vocabulary.
 """
@@ -37,6 +37,9 @@ class Shape(NamedTuple):
     head_size: int
     eps: float
     tied: bool
+    slides: tuple[bool, ...]
+    """Of each layer, whether a token reads no more than the last `window`, itself included."""
+    window: int
 
 
 class Layer(NamedTuple):
@@ -56,6 +59,8 @@ class Layer(NamedTuple):
     """[D, I]"""
     qkv_bias: Tensor | None = None
     """[(H + 2K) d], Qwen2"""
+    attention_out_bias: Tensor | None = None
+    """[D], where the configuration says attention_bias"""
     query_norm: Tensor | None = None
     """[d], Qwen3"""
     key_norm: Tensor | None = None
@@ -78,6 +83,7 @@ PARTS = {
     "gate_up": ("mlp.gate_proj.weight", "mlp.up_proj.weight"),
     "down": ("mlp.down_proj.weight",),
     "qkv_bias": ("self_attn.q_proj.bias", "self_attn.k_proj.bias", "self_attn.v_proj.bias"),
+    "attention_out_bias": ("self_attn.o_proj.bias",),
     "query_norm": ("self_attn.q_norm.weight",),
     "key_norm": ("self_attn.k_norm.weight",),
 }
@@ -96,6 +102,8 @@ class Decoder:
             head_size=head_size,
             eps=config.rms_norm_eps,
             tied=config.tie_word_embeddings,
+            slides=sliding_layers(config),
+            window=getattr(config, "sliding_window", None) or 0,
         )
         self.dtype, self.device = dtype, masters["model.norm.weight"].device
         self.may_pack = (
@@ -157,7 +165,7 @@ def heads_of(layer: Layer, hidden: Tensor, rotary: tuple[Tensor, Tensor], shape:
 
 def after_attention(layer: Layer, hidden: Tensor, attended: Tensor, shape: Shape) -> Tensor:
     """[N, D] of the next layer, from what the heads of this one have read, [N, H d]."""
-    hidden = hidden + linear(attended, layer.attention_out)
+    hidden = hidden + linear(attended, layer.attention_out, layer.attention_out_bias)
     x = norm(hidden, layer.mlp_norm, shape.eps, layer.gate_up.dtype)
     return hidden + linear(gated(linear(x, layer.gate_up)), layer.down)
 
@@ -217,19 +225,26 @@ def refusal(config: Any) -> str:
         f"activation {config.hidden_act}": config.hidden_act != "silu",
         f"rotary scaling {rope.get('rope_type')}": rope.get("rope_type") not in ROTARY or "rope_theta" not in rope,
         "partial rotary": rope.get("partial_rotary_factor", 1.0) != 1.0,
-        "a sliding window": _slides(config),
-        "biases behind attention": config.model_type in ("llama", "qwen3") and getattr(config, "attention_bias", False),
+        "other layers than attention": not _attends(config),
         "biases in the MLP": getattr(config, "mlp_bias", False),
         "quantised weights": getattr(config, "quantization_config", None) is not None,
     }
     return ", ".join(reason for reason, applies in reasons.items() if applies)
 
 
-def _slides(config: Any) -> bool:
-    kinds = getattr(config, "layer_types", None)
-    if kinds is not None:
-        return set(kinds) != {"full_attention"}
-    return config.model_type == "mistral" and config.sliding_window is not None
+def _attends(config: Any) -> bool:
+    """Whether each layer is one of attention: to all tokens, or where a checkpoint has a window, to the last ones."""
+    window = config.model_type != "llama" and getattr(config, "sliding_window", None)
+    known = {"full_attention", "sliding_attention"} if window else {"full_attention"}
+    return set(getattr(config, "layer_types", None) or known) <= known
+
+
+def sliding_layers(config: Any) -> tuple[bool, ...]:
+    """Mistral's window is that of every layer, whatever else is said of them."""
+    if config.model_type == "mistral":
+        return (config.sliding_window is not None,) * config.num_hidden_layers
+    kinds = getattr(config, "layer_types", None) or ["full_attention"] * config.num_hidden_layers
+    return tuple(kind == "sliding_attention" for kind in kinds)
 
 
 def load(folder: Path, dtype: torch.dtype = torch.float32) -> Decoder:

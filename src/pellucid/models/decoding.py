@@ -17,7 +17,7 @@ from pellucid.models.attention import attend, softmax
 from pellucid.models.decoder import Decoder, after_attention, heads_of, linear, packed
 from pellucid.models.elementwise import norm
 from pellucid.models.masters import Matrix
-from pellucid.models.packed import LANES, bias_of, in_line, in_rows, prompt_rows, roomy
+from pellucid.models.packed import LANES, bias_of, in_line, in_rows, nearby, prompt_rows, roomy
 
 GROWTH = 2 * LANES
 """Tokens of room that a cache has more each time it is full."""
@@ -62,9 +62,12 @@ class Flight:
         rows, lengths = prompt_rows(prompts, self.decoder.dtype, self.decoder.device)
         shape, rotary = self.decoder.shape, self.decoder.rotary(rows.positions)
         hidden = F.embedding(rows.ids, self.plain.embedding.tensor).to(self.plain.norm.dtype)
-        for layer, cache in zip(self.plain.layers, self.caches, strict=True):
+        steps = torch.arange(rows.bias.shape[-1], device=lengths.device)[None]
+        near = nearby(rows.bias, steps, steps, shape.window) if any(shape.slides) else rows.bias
+        for layer, cache, slides in zip(self.plain.layers, self.caches, shape.slides, strict=True):
             query, key, value = (in_rows(x, rows) for x in heads_of(layer, hidden, rotary, shape))
-            hidden = after_attention(layer, hidden, in_line(attend(query, key, value, rows.bias), rows), shape)
+            attended = attend(query, key, value, near if slides else rows.bias)
+            hidden = after_attention(layer, hidden, in_line(attended, rows), shape)
             cache.prompt_keys = joined(cache.prompt_keys, key.transpose(0, 1))
             cache.prompt_values = joined(cache.prompt_values, value.transpose(0, 1))
             silent = cache.keys.new_zeros(shape.key_heads, len(prompts) * copies, 0, shape.head_size)
@@ -83,10 +86,10 @@ class Flight:
             self.weights = packed(self.plain, len(tokens))
         if int(self.said.max()) == self.caches[0].keys.shape[2]:
             self._grow()
-        shape, place, bias = self.decoder.shape, self._place(), self._bias()
+        shape, place, biases = self.decoder.shape, self._place(), self._biases()
         rotary = self.decoder.rotary(self.prompt_lengths[self.prompt_of] + self.said)
         hidden = F.embedding(tokens, self.weights.embedding.tensor).to(self.weights.norm.dtype)
-        for layer, cache in zip(self.weights.layers, self.caches, strict=True):
+        for layer, cache, bias in zip(self.weights.layers, self.caches, biases, strict=True):
             query, key, value = heads_of(layer, hidden, rotary, shape)
             cache.keys[place], cache.values[place] = key.transpose(0, 1), value.transpose(0, 1)
             hidden = after_attention(layer, hidden, self._read(query, cache, bias), shape)
@@ -117,14 +120,16 @@ class Flight:
             return slice(None), slice(None), last
         return slice(None), torch.arange(len(self.said), device=self.said.device), self.said
 
-    def _bias(self) -> Tensor:
-        """[n, 1, S + room]: -inf behind the prompt of a row, and behind what it has said."""
-        first = self.caches[0]
-        of_prompt, said = (
-            torch.arange(x.shape[2], device=x.device) < lengths[:, None]
-            for x, lengths in ((first.prompt_keys, self.prompt_lengths[self.prompt_of]), (first.keys, self.said + 1))
-        )
-        return bias_of(torch.cat([of_prompt, said], -1)[:, None], first.keys.dtype)[:, 0]
+    def _biases(self) -> list[Tensor]:
+        """Of each layer, [n, 1, S + room]: -inf behind the prompt of a row, and behind what it has said."""
+        first, starts, shape = self.caches[0], self.prompt_lengths[self.prompt_of, None], self.decoder.shape
+        of_prompt, own = (torch.arange(x.shape[2], device=x.device) for x in (first.prompt_keys, first.keys))
+        read = torch.cat([of_prompt < starts, own < self.said[:, None] + 1], -1)
+        near = bias = bias_of(read[:, None], first.keys.dtype)
+        if any(shape.slides):
+            keys = torch.cat([of_prompt.expand(len(starts), -1), starts + own], -1)
+            near = nearby(bias, starts + self.said[:, None], keys, shape.window)
+        return [(near if slides else bias)[:, 0] for slides in shape.slides]
 
     def _seat(self) -> None:
         """Which rows read which prompt: `seats` [P, m] of rows, the first again where there are fewer; and back. Before

@@ -50,6 +50,8 @@ class Layout(NamedTuple):
     """Their keys are those of their prompt, then their own."""
     prompt_of: Tensor
     """[B]"""
+    lengths: Tensor
+    """[P] of the prompts."""
     sources: Tensor
     """The token that predicts each response token, in the order of batch.mask."""
 
@@ -88,7 +90,7 @@ def layout_of(batch: Batch, dtype: torch.dtype, device: torch.device) -> Layout:
     order = torch.zeros(read.shape, dtype=torch.long, device=device)
     order[read] = len(prompts.ids) + torch.arange(len(responses.ids), device=device)
     last_of_prompt = (lengths.cumsum(0) - 1)[prompt_of, None]
-    return Layout(prompts, responses, prompt_of, torch.cat([last_of_prompt, order], 1)[mask])
+    return Layout(prompts, responses, prompt_of, lengths, torch.cat([last_of_prompt, order], 1)[mask])
 
 
 def roomy(length: int, step: int = LANES) -> int:
@@ -98,6 +100,29 @@ def roomy(length: int, step: int = LANES) -> int:
 def bias_of(seen: Tensor, dtype: torch.dtype) -> Tensor:
     """[rows, T, keys] bool -> [rows, 1, T, keys]"""
     return torch.zeros(seen.shape, dtype=dtype, device=seen.device).masked_fill(~seen, -torch.inf)[:, None]
+
+
+def nearby(bias: Tensor, queries: Tensor, keys: Tensor, window: int) -> Tensor:
+    """bias [rows, 1, T, keys] for a sliding window: no key is read that stands `window` or more before its query.
+
+    queries [rows, T] and keys [rows, keys]: their positions.
+    """
+    far = keys[:, None] <= queries[..., None] - window
+    return bias.masked_fill(far[:, None], -torch.inf)
+
+
+def windowed(layout: Layout, window: int) -> Layout:
+    """What a layer with a sliding window reads."""
+    prompts, responses = layout.prompts, layout.responses
+    _, _, length, keys = responses.bias.shape
+    steps = torch.arange(prompts.bias.shape[-1], device=layout.lengths.device)[None]
+    starts = layout.lengths[layout.prompt_of, None]
+    own = starts + torch.arange(keys - steps.shape[1], device=starts.device)  # [B, own keys]
+    read = torch.cat([steps.expand(len(own), -1), own], 1)
+    return layout._replace(
+        prompts=prompts._replace(bias=nearby(prompts.bias, steps, steps, window)),
+        responses=responses._replace(bias=nearby(responses.bias, own[:, :length], read, window)),
+    )
 
 
 class Pieces(NamedTuple):
@@ -124,16 +149,17 @@ def hidden_states(
 
     recompute: keep only the residual stream of each layer for the backward pass.
     """
-    layout = layout_of(batch, decoder.dtype, decoder.device)
+    layout, shape = layout_of(batch, decoder.dtype, decoder.device), decoder.shape
+    near = windowed(layout, shape.window) if any(shape.slides) else layout
     weights = decoder.weights()
     rotary = decoder.rotary(torch.cat([layout.prompts.positions, layout.responses.positions]))
     ids = torch.cat([layout.prompts.ids, layout.responses.ids])
     hidden = embedded(ids, weights.embedding).to(weights.norm.dtype)
-    for layer in weights.layers:
-        arguments = (layer, hidden, rotary, layout, decoder.shape, pieces)
+    for layer, slides in zip(weights.layers, shape.slides, strict=True):
+        arguments = (layer, hidden, rotary, near if slides else layout, shape, pieces)
         hidden = checkpoint(through_layer, *arguments, use_reentrant=False) if recompute else through_layer(*arguments)
     hidden = hidden.index_select(0, layout.sources)
-    return norm(hidden, weights.norm, decoder.shape.eps, decoder.dtype), weights.head
+    return norm(hidden, weights.norm, shape.eps, decoder.dtype), weights.head
 
 
 def through_layer(
