@@ -1,9 +1,12 @@
-"""The five systems at reduced length, one after the other, and one table of what became of them.
+"""The five systems, each as itself, with several seeds: what became of their rewards.
 
-    python benchmarks/systems.py            all five, in runs/systems/
-    python benchmarks/systems.py sorting    some
+    python benchmarks/systems.py                       all five with one seed, in runs/systems/
+    python benchmarks/systems.py sorting "by hand"     some
+    python benchmarks/systems.py --seeds 0 1 2 --into docs/systems
 
-A reward is the mean of the first and of the last five steps.
+Each run leaves its log in the folder, NAME/seed-N; what is there already is not run again. The rewards of the tables
+are means of the first and of the last five steps, with the 95% interval of such a mean by Student's t. A system has
+learnt where these intervals are apart with every seed; if not, its heading says so.
 """
 
 from __future__ import annotations
@@ -11,23 +14,22 @@ from __future__ import annotations
 import argparse
 import json
 import random
+import shutil
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
 from pathlib import Path
-from statistics import fmean
+from statistics import fmean, stdev
 
-FOLDER = Path("runs/systems")
-EDGE = 5
-JOINS = (
-    "Say where f changes, write one equation for each of these points, then a = and b =, and put a + b in \\boxed{}."
-)
-SHORT: dict[str, tuple[str, dict[str, object]]] = {
-    "transparent": (
-        "continuity",
-        {"algorithm.steps": 12, "algorithm.group-size": 32, "algorithm.epochs": 2, "sampler.max-tokens": 48}
-        | {"optimizer.lr": 3e-5, "task.system": JOINS},
-    ),
+from pellucid.charts import Point, chart
+from pellucid.config import dump, load
+from pellucid.curves import over_seeds, picture
+
+EDGE, STUDENT = 5, 2.776
+"""Student's t at 97.5% with EDGE - 1 degrees of freedom."""
+RECIPES: dict[str, tuple[str, dict[str, object]]] = {
     "gsm8k": (
         "gsm8k",
         {"algorithm.steps": 28, "algorithm.prompts-per-step": 8, "algorithm.minibatches": 4, "sampler.max-tokens": 24}
@@ -35,8 +37,8 @@ SHORT: dict[str, tuple[str, dict[str, object]]] = {
     ),
     "by hand": (
         "expected",
-        {"algorithm.steps": 12, "algorithm.prompts-per-step": 4, "algorithm.group-size": 8, "sampler.max-tokens": 24}
-        | {"optimizer.lr": 2e-5},
+        {"algorithm.steps": 30, "algorithm.prompts-per-step": 4, "algorithm.group-size": 24, "sampler.max-tokens": 16}
+        | {"optimizer.lr": 2e-5, "task.language": "en"},
     ),
     "study bench": (
         "study_bench",
@@ -46,32 +48,106 @@ SHORT: dict[str, tuple[str, dict[str, object]]] = {
 }
 """What the embedded model can do in a few minutes. Literal grading: it has never seen the tags, and the first hundredth
 of a point, for any tags at all, is what it learns from."""
-NO_EVALUATION = {"evaluate.every": 0, "checkpoint.every": 0, "policy.gradient-checkpointing": False}
+ASKED = ("gsm8k", "study bench")
+"""Of sums, in GSM8K's form."""
+LEFT_OUT = {
+    "evaluate.every": 0,
+    "checkpoint.every": 0,
+    "policy.gradient-checkpointing": False,
+    "log.tensorboard": False,
+}
+ONE_FILE = (
+    "accelerate launch --cpu --num_processes 1 --mixed_precision bf16 examples/transparent_grpo.py --problem seam"
+    " --steps 60 --group_size 16 --max_new_tokens 32 --inner_epochs 1 --lr 3e-5"
+)
+NAMES = ("transparent", *RECIPES, "sorting")
+
+
+@dataclass(frozen=True)
+class Learnt:
+    """Of one run: the mean reward of each step."""
+
+    rewards: Sequence[float]
+    seconds: float
+
+    @property
+    def ends(self) -> tuple[tuple[float, float], tuple[float, float]]:
+        """(mean, half of its interval) at the beginning and at the end."""
+        return interval(self.rewards[:EDGE]), interval(self.rewards[-EDGE:])
+
+    @property
+    def apart(self) -> bool:
+        (first, before), (last, after) = self.ends
+        return first + before < last - after
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("systems", nargs="*", help=", ".join([*SHORT, "sorting"]))
-    names = parser.parse_args().systems or [*SHORT, "sorting"]
-    FOLDER.mkdir(parents=True, exist_ok=True)
-    rows = ["| system | what was run | first reward | last reward | seconds | report |", "|---|---|---|---|---|---|"]
-    for name in names:
-        start = time.perf_counter()
-        what, rewards, report = sort() if name == "sorting" else train(name)
-        first, last = fmean(rewards[:EDGE]), fmean(rewards[-EDGE:])
-        rows.append(f"| {name} | {what} | {first:.3f} | {last:.3f} | {time.perf_counter() - start:.0f} | {report} |")
-    print("\n".join(rows))
+    parser.add_argument("systems", nargs="*", help=", ".join(NAMES))
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0])
+    parser.add_argument("--into", type=Path, default=Path("runs/systems"))
+    options = parser.parse_args()
+    names = options.systems or NAMES
+    if unknown := set(names) - set(NAMES):
+        parser.error(f"no system is called {', '.join(sorted(unknown))}: {', '.join(NAMES)}")
+    found = {name: [run(name, seed, options.into) for seed in options.seeds] for name in names}
+    print("\n".join(["# What the five systems learn", *(told(name, runs, options) for name, runs in found.items())]))
+    (options.into / "curves.svg").write_text(picture([drawn(name, runs) for name, runs in found.items()]))
 
 
-def train(name: str) -> tuple[str, list[float], Path]:
-    recipe, overrides = SHORT[name]
-    run = FOLDER / f"{name.replace(' ', '-')}-{time.strftime('%H%M%S')}"
-    data = {"task.data": sums(), "task.test-data": ""} if recipe in ("gsm8k", "study_bench") else {}
-    command = [sys.executable, "-m", "pellucid", "train", f"recipes/{recipe}.toml", "--run", str(run)]
-    flags = [flag(name, value) for name, value in (overrides | data | NO_EVALUATION).items()]
+def told(name: str, runs: Sequence[Learnt], options: argparse.Namespace) -> str:
+    heading = f"{name}: " + ("learns" if all(run.apart for run in runs) else "not seen to learn")
+    rows = ["| seed | first five steps | last five | steps | minutes |", "|---|---|---|---|---|"]
+    for seed, run in zip(options.seeds, runs, strict=True):
+        first, last = (f"{mean:.3f} ± {half:.3f}" for mean, half in run.ends)
+        rows.append(f"| {seed} | {first} | {last} | {len(run.rewards)} | {run.seconds / 60:.1f} |")
+    return "\n".join([f"\n## {heading}\n", f"Departs from the source in: {departures(name)}.\n", *rows])
+
+
+def departures(name: str) -> str:
+    """What is set otherwise than the recipe or the file has it, which is as the source has it."""
+    if name == "transparent":
+        sys.path.append("examples")
+        import transparent_grpo  # noqa: PLC0415 - an example, not a part of the package
+
+        usual = {field.name: field.default for field in fields(transparent_grpo.Config)}
+        flags = ONE_FILE.partition(" --problem ")[2].replace(" --", "\n").splitlines()
+        pairs = [("problem", flags[0]), *(tuple(flag.split()) for flag in flags[1:])]
+        return "; ".join(f"{key} {usual[key]} → {value}" for key, value in pairs)
+    if name == "sorting":
+        return "nothing but the spread of the embedding at the start, 1 → 0.3"
+    recipe, settings = RECIPES[name]
+    usual = dump(load(Path(f"recipes/{recipe}.toml")))
+    questions = ["the questions, GSM8K → sums of two digits from 1 to 9"] if name in ASKED else []
+    changed = [f"{key.replace('-', '_')} {usual_of(usual, key)} → {value}" for key, value in settings.items()]
+    return "; ".join([*questions, *changed])
+
+
+def usual_of(settings: dict, key: str) -> object:
+    section, _, name = key.replace("-", "_").partition(".")
+    return settings[section].get(name)
+
+
+def run(name: str, seed: int, into: Path) -> Learnt:
+    """Read, if it was run before."""
+    folder = into / name.replace(" ", "-") / f"seed-{seed}"
+    log = folder / "metrics.jsonl"
+    if not log.exists():
+        folder.mkdir(parents=True, exist_ok=True)
+        {"transparent": one_file, "sorting": sort}.get(name, train)(name, seed, folder)
+    steps = [json.loads(line) for line in log.read_text().splitlines()]
+    return Learnt([step["reward/mean"] for step in steps], sum(step["time/step"] for step in steps))
+
+
+def train(name: str, seed: int, folder: Path) -> None:
+    recipe, settings = RECIPES[name]
+    data = {"task.data": sums(), "task.test-data": ""} if name in ASKED else {}
+    made = Path(f"runs/systems/{name.replace(' ', '-')}-{seed}-{time.strftime('%d-%H%M%S')}")
+    command = [sys.executable, "-m", "pellucid", "train", f"recipes/{recipe}.toml", "--run", str(made)]
+    flags = [flag(*pair) for pair in (settings | data | LEFT_OUT | {"algorithm.seed": seed}).items()]
     subprocess.run(command + flags, check=True)
-    steps = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    return f"recipes/{recipe}.toml, {len(steps)} steps", [step["reward/mean"] for step in steps], run / "report.html"
+    for file in ("config.json", "metrics.jsonl"):
+        shutil.copy(made / file, folder)
 
 
 def flag(name: str, value: object) -> str:
@@ -81,19 +157,45 @@ def flag(name: str, value: object) -> str:
     return f"--{name}={value}"
 
 
-def sort() -> tuple[str, list[float], Path]:
+def one_file(_name: str, seed: int, folder: Path) -> None:
+    """Prints as it goes, and keeps what was printed."""
+    command = f"{ONE_FILE} --seed {seed} --save runs/systems/transparent-{seed}"
+    printed, metrics, start = [f"$ {command}\n"], [], time.perf_counter()
+    launch = [sys.executable, "-m", "accelerate.commands.launch", *command.split()[2:]]
+    with subprocess.Popen(launch, stdout=subprocess.PIPE, text=True) as launched:
+        assert launched.stdout is not None
+        for line in launched.stdout:
+            print(line, end="", flush=True)
+            printed.append(line)
+            step, *cells = line.split("|")
+            if cells and step.strip().isdigit():
+                since = time.perf_counter() - start - sum(metric["time/step"] for metric in metrics)
+                metrics.append({"step": int(step), "reward/mean": float(cells[1]), "time/step": since})
+    if launched.returncode:
+        raise SystemExit(f"transparent, seed {seed}: ended with status {launched.returncode}")
+    (folder / "printed.log").write_text("".join(printed))
+    write(folder, metrics)
+
+
+def sort(_name: str, seed: int, folder: Path) -> None:
     sys.path.append("examples")
     import sorting_from_scratch as sorting  # noqa: PLC0415 - an example, not a part of the package
 
-    _, steps = sorting.train(sorting.parsed([]), "centered", "clipped")
-    sorting.draw(steps, FOLDER / "sorting.png")
+    start = time.perf_counter()
+    _, steps = sorting.train(sorting.parsed(["--seed", str(seed)]), "centered", "clipped")
+    each = (time.perf_counter() - start) / len(steps)
     rewards = [sorting.sampled([step]) for step in steps]
-    return f"examples/sorting_from_scratch.py, {len(steps)} epochs", rewards, FOLDER / "sorting.png"
+    write(folder, [{"step": i, "reward/mean": r, "time/step": each} for i, r in enumerate(rewards, 1)])
+
+
+def write(folder: Path, metrics: Sequence[dict]) -> None:
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(metric) + "\n" for metric in metrics))
 
 
 def sums() -> Path:
     """In the form of GSM8K, whose problems are beyond a model of 135M parameters."""
-    path, rng = FOLDER / "sums.jsonl", random.Random(0)
+    path, rng = Path("runs/systems/sums.jsonl"), random.Random(0)
+    path.parent.mkdir(parents=True, exist_ok=True)
     rows = []
     for _ in range(400):
         a, b = rng.randint(1, 9), rng.randint(1, 9)
@@ -101,6 +203,15 @@ def sums() -> Path:
         rows.append({"question": question, "answer": f"{a} + {b} = {a + b}\n#### {a + b}"})
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return path
+
+
+def interval(rewards: Sequence[float]) -> tuple[float, float]:
+    return fmean(rewards), STUDENT * stdev(rewards) / len(rewards) ** 0.5
+
+
+def drawn(name: str, runs: Sequence[Learnt]) -> str:
+    curves = [[Point(step, reward) for step, reward in enumerate(run.rewards, 1)] for run in runs]
+    return chart(name, f"mean reward of a step, {len(runs)} seeds", over_seeds("reward", curves, "first"), include=(0,))
 
 
 if __name__ == "__main__":

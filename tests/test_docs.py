@@ -29,7 +29,9 @@ def test_every_line_beside_an_equation_stands_in_its_file():
         assert line.strip("`") in source, equation
 
 
-@pytest.mark.parametrize("name", ["sharp-edges", "kl", "algorithm", "variants", "platforms", "reliability", "serve", "one-file", "systems"])
+@pytest.mark.parametrize(
+    "name", ["sharp-edges", "kl", "algorithm", "variants", "platforms", "reliability", "serve", "one-file", "systems"]
+)
 def test_every_test_that_is_named_exists(name):
     text = Path(f"docs/{name}.md").read_text()
     tests = "".join(path.read_text() for path in Path("tests").rglob("test_*.py"))

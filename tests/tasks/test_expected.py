@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pellucid.tasks.expected import ANSWERS, QUESTIONS, Expected, literally_normalised, normalised, stream_safe
+from pellucid.tasks.expected import QUESTIONS, Expected, literally_normalised, normalised, stream_safe
 from pellucid.types import Completion, Prompt
 
 
@@ -44,21 +44,25 @@ def test_a_right_answer_is_worth_more_than_a_wrong_one_however_long_it_is():
 
 @pytest.mark.parametrize("split", ["train", "test"])
 @pytest.mark.parametrize("matching", ["whole", "literal"])
-def test_the_gold_answer_is_right_and_garbage_is_not(split, matching):
-    task = Expected(split=split, matching=matching)
+@pytest.mark.parametrize("language", ["zh", "en"])
+def test_the_gold_answer_is_right_and_garbage_is_not(split, matching, language):
+    task = Expected(split=split, matching=matching, language=language)
     prompts = task.sample(0, 4)
-    assert {p.answer for p in prompts} == set(ANSWERS)
+    assert {p.answer for p in prompts} == set(QUESTIONS[language])
     for prompt in prompts:
         assert task.reward(prompt, completion(task.solution(prompt))).is_correct
         for garbage in ("", "?", "\x00" * 99, "法" * 9999):
             assert not task.reward(prompt, completion(garbage)).is_correct
 
 
-def test_all_four_come_round_before_any_comes_again_and_the_splits_share_no_question():
-    task = Expected()
+@pytest.mark.parametrize("language", ["zh", "en"])
+def test_all_four_come_round_before_any_comes_again_and_the_splits_share_no_question(language):
+    task = Expected(language=language)
     walk = [p.question for step in range(4) for p in task.sample(step, 3)]
-    assert all(set(walk[i : i + 4]) == set(QUESTIONS["train"]) for i in (0, 4, 8))
-    assert set(QUESTIONS["train"]).isdisjoint(QUESTIONS["test"])
+    train, test = ({asked[i] for asked in QUESTIONS[language].values()} for i in (0, 1))
+    assert all(set(walk[i : i + 4]) == train for i in (0, 4, 8))
+    assert train.isdisjoint(test)
+    assert {p.question for p in Expected(language=language, split="test").sample(0, 4)} == test
     assert task.sample(2, 3) == task.sample(2, 3)
     assert task.sample(0, 1)[0].text[0]["role"] == "system"
 
