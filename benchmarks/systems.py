@@ -58,7 +58,7 @@ LEFT_OUT = {
 }
 ONE_FILE = (
     "accelerate launch --cpu --num_processes 1 --mixed_precision bf16 examples/transparent_grpo.py --problem seam"
-    " --steps 60 --group_size 16 --max_new_tokens 32 --inner_epochs 1 --lr 3e-5"
+    " --steps 40 --group_size 16 --max_new_tokens 32 --inner_epochs 1 --lr 3e-5"
 )
 NAMES = ("transparent", *RECIPES, "sorting")
 

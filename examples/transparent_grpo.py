@@ -97,11 +97,11 @@ THREE_PIECES = Problem(
 def seam(at: int, a: int) -> Problem:
     """Two pieces that meet in one point."""
     return Problem(
-        "Find a, if f is continuous. Answer like this.\n"
-        "Question: f(x) = x + a for x > 3, f(x) = 5 for x <= 3.\nAnswer: at x = 3: 3 + a = 5, a = 2, \\boxed{2}\n"
-        f"Question: f(x) = x + a for x > {at}, f(x) = {at + a} for x <= {at}.\nAnswer:",
-        ((0.1, rf"x = {at}"), (0.3, rf"{at} \+ a = {at + a}"), (0.3, rf"a = {a}")),
-        (0.3, str(a)),
+        "Find b, if f is continuous. Answer like this.\n"
+        "Question: f(x) = x + 4 for x > 3, f(x) = b for x <= 3.\nAnswer: at x = 3: b = 3 + 4, b = 7, \\boxed{7}\n"
+        f"Question: f(x) = x + {a} for x > {at}, f(x) = b for x <= {at}.\nAnswer:",
+        ((0.1, rf"x = {at}"), (0.3, rf"b = {at} \+ {a}"), (0.3, rf"b = {at + a}")),
+        (0.3, str(at + a)),
     )
 
 
