@@ -5,8 +5,8 @@
     python benchmarks/systems.py --seeds 0 1 2 --into docs/systems
 
 Each run leaves its log in the folder, NAME/seed-N; what is there already is not run again. The rewards of the tables
-are means of the first and of the last five steps, with the 95% interval of such a mean by Student's t. A system has
-learnt where these intervals are apart with every seed; if not, its heading says so.
+are means of the first three and of the last ten steps, with the 95% interval of such a mean by Student's t. A system
+has learnt where these intervals are apart with every seed; if not, its heading says so.
 """
 
 from __future__ import annotations
@@ -27,13 +27,14 @@ from pellucid.charts import Point, chart
 from pellucid.config import dump, load
 from pellucid.curves import over_seeds, picture
 
-EDGE, STUDENT = 5, 2.776
-"""Student's t at 97.5% with EDGE - 1 degrees of freedom."""
+FIRST, LAST = 3, 10
+STUDENT = {FIRST: 4.303, LAST: 2.262}
+"""Student's t at 97.5%, with one degree of freedom less."""
 RECIPES: dict[str, tuple[str, dict[str, object]]] = {
     "gsm8k": (
         "gsm8k",
-        {"algorithm.steps": 28, "algorithm.prompts-per-step": 8, "algorithm.minibatches": 4, "sampler.max-tokens": 24}
-        | {"optimizer.lr": 2e-5, "task.grading": "literal"},
+        {"algorithm.steps": 20, "algorithm.prompts-per-step": 8, "algorithm.minibatches": 4, "sampler.max-tokens": 24}
+        | {"optimizer.lr": 1e-5, "task.grading": "literal"},
     ),
     "by hand": (
         "expected",
@@ -42,14 +43,17 @@ RECIPES: dict[str, tuple[str, dict[str, object]]] = {
     ),
     "study bench": (
         "study_bench",
-        {"algorithm.steps": 28, "algorithm.prompts-per-step": 8, "algorithm.minibatches": 4, "sampler.max-tokens": 24}
-        | {"optimizer.lr": 2e-5, "task.grading": "literal", "task.format-reward": 0},
+        {"algorithm.steps": 20, "algorithm.prompts-per-step": 8, "sampler.max-tokens": 24},
     ),
 }
-"""What the embedded model can do in a few minutes. Literal grading: it has never seen the tags, and the first hundredth
-of a point, for any tags at all, is what it learns from."""
+"""What the embedded model can learn in a few minutes. The questions show how they are answered: it has never seen the
+tags of GSM8K, and where nothing is rewarded nothing is learnt."""
 ASKED = ("gsm8k", "study bench")
-"""Of sums, in GSM8K's form."""
+"""Sums, in GSM8K's form."""
+SHOWN = (
+    "Answer like this.\nQuestion: What is 2 + 4?\nAnswer: <think>2 + 4 = 6</think> <answer>6</answer>\n"
+    "Question: {question}\nAnswer:"
+)
 LEFT_OUT = {
     "evaluate.every": 0,
     "checkpoint.every": 0,
@@ -73,7 +77,7 @@ class Learnt:
     @property
     def ends(self) -> tuple[tuple[float, float], tuple[float, float]]:
         """(mean, half of its interval) at the beginning and at the end."""
-        return interval(self.rewards[:EDGE]), interval(self.rewards[-EDGE:])
+        return interval(self.rewards[:FIRST]), interval(self.rewards[-LAST:])
 
     @property
     def apart(self) -> bool:
@@ -97,7 +101,7 @@ def main() -> None:
 
 def told(name: str, runs: Sequence[Learnt], options: argparse.Namespace) -> str:
     heading = f"{name}: " + ("learns" if all(run.apart for run in runs) else "not seen to learn")
-    rows = ["| seed | first five steps | last five | steps | minutes |", "|---|---|---|---|---|"]
+    rows = ["| seed | first three steps | last ten | steps | minutes |", "|---|---|---|---|---|"]
     for seed, run in zip(options.seeds, runs, strict=True):
         first, last = (f"{mean:.3f} ± {half:.3f}" for mean, half in run.ends)
         rows.append(f"| {seed} | {first} | {last} | {len(run.rewards)} | {run.seconds / 60:.1f} |")
@@ -118,7 +122,7 @@ def departures(name: str) -> str:
         return "nothing but the spread of the embedding at the start, 1 → 0.3"
     recipe, settings = RECIPES[name]
     usual = dump(load(Path(f"recipes/{recipe}.toml")))
-    questions = ["the questions, GSM8K → sums of two digits from 1 to 9"] if name in ASKED else []
+    questions = ["the questions, GSM8K → sums of two digits from 1 to 9, after an example"] if name in ASKED else []
     changed = [f"{key.replace('-', '_')} {usual_of(usual, key)} → {value}" for key, value in settings.items()]
     return "; ".join([*questions, *changed])
 
@@ -199,14 +203,15 @@ def sums() -> Path:
     rows = []
     for _ in range(400):
         a, b = rng.randint(1, 9), rng.randint(1, 9)
-        question = f"What is {a} + {b}? Write the number between <answer> and </answer>."
-        rows.append({"question": question, "answer": f"{a} + {b} = {a + b}\n#### {a + b}"})
+        rows.append(
+            {"question": SHOWN.format(question=f"What is {a} + {b}?"), "answer": f"{a} + {b} = {a + b}\n#### {a + b}"}
+        )
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return path
 
 
 def interval(rewards: Sequence[float]) -> tuple[float, float]:
-    return fmean(rewards), STUDENT * stdev(rewards) / len(rewards) ** 0.5
+    return fmean(rewards), STUDENT[len(rewards)] * stdev(rewards) / len(rewards) ** 0.5
 
 
 def drawn(name: str, runs: Sequence[Learnt]) -> str:
