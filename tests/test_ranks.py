@@ -42,10 +42,15 @@ from conftest import make_policy
 from pellucid.runtime import Runtime
 from pellucid.settings import AdamWConfig
 
-runtime = Runtime(make_policy(), AdamWConfig(), total=1)
-own = torch.tensor([1.0 + runtime.rank])
-found = {"sum": runtime.sum(own).tolist(), "own": own.tolist(), "all": runtime.gather(runtime.shard("abcde"))}
-Path(sys.argv[1], str(runtime.rank)).write_text(json.dumps(found))
+
+def main():
+    runtime = Runtime(make_policy(), AdamWConfig(), total=1)
+    own = torch.tensor([1.0 + runtime.rank])
+    found = {"sum": runtime.sum(own).tolist(), "own": own.tolist(), "all": runtime.gather(runtime.shard("abcde"))}
+    Path(sys.argv[1], str(runtime.rank)).write_text(json.dumps(found))
+
+
+main()
 """
 
 

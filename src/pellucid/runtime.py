@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import gc
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
@@ -75,7 +76,9 @@ def joined(device: torch.device) -> PartialState:
 
 
 def left() -> None:
+    """What still holds the group at its end would keep its threads, and they may abort an exit."""
     if dist.is_available() and dist.is_initialized():
+        gc.collect()
         dist.destroy_process_group()
 
 
