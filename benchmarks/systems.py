@@ -38,8 +38,8 @@ RECIPES: dict[str, tuple[str, dict[str, object]]] = {
     ),
     "by hand": (
         "expected",
-        {"algorithm.steps": 30, "algorithm.prompts-per-step": 4, "algorithm.group-size": 24, "sampler.max-tokens": 16}
-        | {"optimizer.lr": 2e-5, "task.language": "en"},
+        {"algorithm.steps": 40, "algorithm.prompts-per-step": 4, "algorithm.group-size": 24, "sampler.max-tokens": 16}
+        | {"optimizer.lr": 5e-6, "task.language": "en"},
     ),
     "study bench": (
         "study_bench",
@@ -123,7 +123,8 @@ def departures(name: str) -> str:
     recipe, settings = RECIPES[name]
     usual = dump(load(Path(f"recipes/{recipe}.toml")))
     questions = ["the questions, GSM8K → sums of two digits from 1 to 9, after an example"] if name in ASKED else []
-    changed = [f"{key.replace('-', '_')} {usual_of(usual, key)} → {value}" for key, value in settings.items()]
+    pairs = [(key.replace("-", "_"), usual_of(usual, key), value) for key, value in settings.items()]
+    changed = [f"{key} {before} → {value}" for key, before, value in pairs if before != value]
     return "; ".join([*questions, *changed])
 
 

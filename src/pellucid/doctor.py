@@ -27,6 +27,7 @@ EXTRAS = {
     "plots": ["matplotlib"],
     "teacher": ["openai"],
     "modelscope": ["modelscope"],
+    "deepspeed": ["deepspeed"],
 }
 DEVICES = (1, 2, 4, 8)
 
