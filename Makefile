@@ -42,7 +42,7 @@ vllm: .venv-vllm/ready
 	touch $@
 
 deepspeed: .venv-deepspeed/ready
-	.venv-deepspeed/bin/python -m pytest -q tests/test_launching.py $(ARGS)
+	.venv-deepspeed/bin/python -m pytest -q tests/runtimes/test_launching.py $(ARGS)
 
 .venv-deepspeed/ready: pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv-deepspeed

@@ -23,8 +23,8 @@ from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
 
-from pellucid import hardware
-from pellucid.pretrained import locate
+from pellucid.machine import hardware
+from pellucid.policy.pretrained import locate
 from pellucid.tasks.arithmetic import Arithmetic
 
 HERE = Path(__file__).parent

@@ -18,7 +18,7 @@ from collections.abc import Callable
 
 import torch
 
-from pellucid import hardware
+from pellucid.machine import hardware
 
 ANSWERS = os.fdopen(os.dup(1), "w", buffering=1)
 os.dup2(2, 1)  # whatever a library prints goes to stderr
@@ -72,7 +72,7 @@ def reward_of(text: str) -> float:
 
 
 def our_policy(options: argparse.Namespace):
-    from pellucid import policy  # noqa: PLC0415
+    from pellucid.policy import policy  # noqa: PLC0415
 
     hardware.keep_freed_memory()
     learner = policy.load("smollm2-135m", torch.device("cpu"), getattr(torch, options.dtype), temperature=1.0)
@@ -87,10 +87,10 @@ def our_task():
 
 
 def our_step(options: argparse.Namespace) -> None:
-    from pellucid import grpo  # noqa: PLC0415
-    from pellucid.runtime import Runtime  # noqa: PLC0415
+    from pellucid.algorithm import grpo  # noqa: PLC0415
+    from pellucid.algorithm.settings import AdamWConfig, GRPOConfig  # noqa: PLC0415
+    from pellucid.runtimes.accelerate import Runtime  # noqa: PLC0415
     from pellucid.samplers.native import Native  # noqa: PLC0415
-    from pellucid.settings import AdamWConfig, GRPOConfig  # noqa: PLC0415
     from pellucid.types import Reward  # noqa: PLC0415
 
     class Task:
@@ -137,7 +137,7 @@ def our_sample(options: argparse.Namespace) -> None:
 def generate(options: argparse.Namespace) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer  # noqa: PLC0415
 
-    from pellucid.pretrained import locate  # noqa: PLC0415
+    from pellucid.policy.pretrained import locate  # noqa: PLC0415
 
     folder, task = locate("smollm2-135m"), our_task()
     tokenizer = AutoTokenizer.from_pretrained(folder, padding_side="left")
@@ -176,7 +176,7 @@ def trl_step(options: argparse.Namespace, weights: str, autocast: bool) -> None:
     from transformers import TrainerCallback  # noqa: PLC0415
     from trl import GRPOConfig, GRPOTrainer  # noqa: PLC0415
 
-    from pellucid.pretrained import locate  # noqa: PLC0415
+    from pellucid.policy.pretrained import locate  # noqa: PLC0415
 
     pieces = max(1, options.tokens // 64)
     prompts = [p for i in range(options.units) for p in our_task().sample(i, options.prompts)]

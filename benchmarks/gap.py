@@ -14,9 +14,9 @@ import torch
 import tyro
 from torch import Tensor
 
-from pellucid import policy
-from pellucid.batch import collate
-from pellucid.logprobs import Head, token_logprobs
+from pellucid.algorithm.batch import collate
+from pellucid.policy import policy
+from pellucid.policy.logprobs import Head, token_logprobs
 from pellucid.samplers.native import Native
 from pellucid.tasks.arithmetic import Arithmetic
 

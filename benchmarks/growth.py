@@ -12,8 +12,8 @@ from statistics import median
 
 from bench import WARM_UP, Contender
 
-from pellucid.charts import Point, Series, chart
-from pellucid.curves import picture
+from pellucid.reporting.charts import Point, Series, chart
+from pellucid.reporting.curves import picture
 
 TOKENS, GROUPS = (64, 128, 256, 512), (4, 8, 16, 32)
 PARTS = {"seconds": "step", "update": "update", "generate": "sampling"}

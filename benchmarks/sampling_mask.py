@@ -16,10 +16,11 @@ from statistics import median
 import torch
 import tyro
 
-from pellucid import hardware, policy
-from pellucid.batch import Batch, collate
+from pellucid.algorithm.batch import Batch, collate
+from pellucid.machine import hardware
 from pellucid.models.drawing import WHOLE, Truncation
-from pellucid.policy import Policy
+from pellucid.policy import policy
+from pellucid.policy.policy import Policy
 from pellucid.samplers.native import Native
 from pellucid.types import Prompt
 

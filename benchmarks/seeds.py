@@ -12,7 +12,7 @@ import sys
 from pathlib import Path
 from statistics import mean
 
-from pellucid.report import accuracy_svg
+from pellucid.reporting.report import accuracy_svg
 
 
 def main() -> None:

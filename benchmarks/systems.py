@@ -23,9 +23,9 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from statistics import fmean, stdev
 
-from pellucid.charts import Point, chart
 from pellucid.config import dump, load
-from pellucid.curves import over_seeds, picture
+from pellucid.reporting.charts import Point, chart
+from pellucid.reporting.curves import over_seeds, picture
 
 FIRST, LAST = 3, 10
 STUDENT = {FIRST: 4.303, LAST: 2.262}

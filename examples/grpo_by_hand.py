@@ -26,7 +26,7 @@ warnings.filterwarnings("ignore", "IProgress")  # of a progress bar that is not 
 import torch
 from transformers.utils import logging
 
-from pellucid import pretrained
+from pellucid.policy import pretrained
 from pellucid.tasks.expected import Expected
 from pellucid.types import Completion, Prompt
 

@@ -4,7 +4,7 @@
     python examples/sorting_from_scratch.py --deltas top --loss clipped      one of them, step by step, and its curves
 
 The model gives every place of the answer a distribution of its own, all from one vector that is made of the prompt.
-`Places` and `Draws` are all that `pellucid.grpo.train` asks of a policy and of a sampler: nothing is inherited.
+`Places` and `Draws` are all that `algorithm.grpo.train` asks of a policy and of a sampler: nothing is inherited.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from unittest.mock import patch
 import torch
 from torch import Tensor, nn
 
-from pellucid import grpo
-from pellucid.batch import Batch
-from pellucid.grpo import Scores
-from pellucid.objectives import OBJECTIVES
-from pellucid.runtime import Runtime
-from pellucid.settings import AdamWConfig, GRPOConfig
+from pellucid.algorithm import grpo
+from pellucid.algorithm.batch import Batch
+from pellucid.algorithm.grpo import Scores
+from pellucid.algorithm.objectives import OBJECTIVES
+from pellucid.algorithm.settings import AdamWConfig, GRPOConfig
+from pellucid.runtimes.accelerate import Runtime
 from pellucid.types import Completion, Group, Prompt, Reward
 
 PROMPTS = ((1, 0, 2), (3, 2, 4), (1, 2, 3))

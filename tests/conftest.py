@@ -24,7 +24,7 @@ from transformers import (
 )
 
 import simulated_device
-from pellucid.policy import Policy
+from pellucid.policy.policy import Policy
 from pellucid.types import Completion, Prompt, Reward
 
 # The same examples in every run, none kept in files, and no limit by the clock.

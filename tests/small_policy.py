@@ -9,11 +9,11 @@ from functools import cache
 import torch
 
 from conftest import OneProcessRuntime
-from pellucid import grpo
-from pellucid.advantages import ADVANTAGES, Grades
-from pellucid.batch import Batch
-from pellucid.grpo import Scores, loss_terms
-from pellucid.objectives import AGGREGATES
+from pellucid.algorithm import grpo
+from pellucid.algorithm.advantages import ADVANTAGES, Grades
+from pellucid.algorithm.batch import Batch
+from pellucid.algorithm.grpo import Scores, loss_terms
+from pellucid.algorithm.objectives import AGGREGATES
 from pellucid.types import Completion, Group, Prompt, Reward
 
 F64 = torch.float64

@@ -13,10 +13,10 @@ import torch
 from accelerate import Accelerator
 
 from conftest import character_tokenizer, tiny_llama
-from pellucid import grpo
-from pellucid.policy import Policy
-from pellucid.runtime import Runtime
-from pellucid.settings import AdamWConfig, GRPOConfig
+from pellucid.algorithm import grpo
+from pellucid.algorithm.settings import AdamWConfig, GRPOConfig
+from pellucid.policy.policy import Policy
+from pellucid.runtimes.accelerate import Runtime
 from pellucid.types import Completion, Group, Prompt, Reward
 
 

@@ -11,12 +11,12 @@ import pytest
 import torch
 
 from conftest import make_policy
-from pellucid import hardware, locks
-from pellucid.runtime import Runtime
+from pellucid.algorithm.settings import AdamWConfig
+from pellucid.machine import hardware, locks
+from pellucid.runtimes.accelerate import Runtime
 from pellucid.samplers.hf import HuggingFace
 from pellucid.samplers.native import Native
 from pellucid.serve import command
-from pellucid.settings import AdamWConfig
 from pellucid.types import Prompt, UserError
 
 EVERYTHING = """

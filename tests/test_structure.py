@@ -29,7 +29,7 @@ def test_no_merge_has_left_its_marks():
 
 
 def test_the_loop_in_the_readme_is_the_loop_in_the_source():
-    source = Path("src/pellucid/grpo.py").read_text()
+    source = Path("src/pellucid/algorithm/grpo.py").read_text()
     start = source.index("    sampler.sync(policy)\n    for step in range")
     loop = source[start : source.index("\n\n\ndef rollout")]
     shown = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
@@ -38,7 +38,7 @@ def test_the_loop_in_the_readme_is_the_loop_in_the_source():
 
 
 def test_train_and_update_fit_a_screen():
-    source = Path("src/pellucid/grpo.py").read_text()
+    source = Path("src/pellucid/algorithm/grpo.py").read_text()
     for name in ("train", "update"):
         body = re.search(rf"\ndef {name}\(.*?(?=\n\n\n)", source, re.DOTALL)
         assert len(body[0].splitlines()) < 45

@@ -11,8 +11,8 @@ if __name__ == "__main__" and not sys.flags.safe_path and sys.path[0] == os.getc
 
 import signal
 
-from pellucid.interrupts import end_at_once, stop_signals
-from pellucid.streams import unheard
+from pellucid.machine.interrupts import end_at_once, stop_signals
+from pellucid.machine.streams import unheard
 
 
 def main() -> None:

@@ -10,12 +10,14 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from pellucid import changes, claim, config, folder
-from pellucid.harmless import harmless
-from pellucid.interrupts import INTERRUPTED, end_at_once, handled, interrupt
+from pellucid import config
+from pellucid.machine.harmless import harmless
+from pellucid.machine.interrupts import INTERRUPTED, end_at_once, handled, interrupt
 from pellucid.prefixes import command as prefixes_command
+from pellucid.reporting import run_folder
 from pellucid.serve import command as serve_command
 from pellucid.study import page, plan, runner
+from pellucid.training import changes, claim
 from pellucid.types import StrandedError, UserError
 
 USAGE = """usage: pellucid COMMAND
@@ -100,7 +102,7 @@ def train(arguments: list[str]) -> int:
         claim.check_begun(run_dir, cfg)
     quiet_libraries()
     with handled(end_at_once):
-        from pellucid import run  # noqa: PLC0415 - torch takes seconds to import: settings are checked before
+        from pellucid.training import run  # noqa: PLC0415 - torch takes seconds to import: settings are checked before
 
     try:
         return run.train(cfg, run_dir, resumed, options.profile)
@@ -117,12 +119,12 @@ def evaluate(arguments: list[str]) -> int:
     parser.add_argument("--task", type=Path)
     parser.add_argument("--show", type=int, default=3)
     options, overrides = parser.parse_known_args(arguments)
-    run_dir = folder.run_of(options.model)
+    run_dir = run_folder.run_of(options.model)
     cfg = config.load(options.task or (run_dir and run_dir / "config.json"), overrides, prog="pellucid eval")
-    model = str(folder.model_of(run_dir)) if run_dir else options.model
+    model = str(run_folder.model_of(run_dir)) if run_dir else options.model
     quiet_libraries()
     with handled(end_at_once):
-        from pellucid import exam  # noqa: PLC0415 - as in train
+        from pellucid.training import exam  # noqa: PLC0415 - as in train
 
     return exam.examine(cfg, model, options.show)
 
@@ -166,7 +168,7 @@ def doctor(arguments: list[str]) -> int:
         raise UserError(f"doctor takes --plan RECIPE.toml, got {' '.join(overrides)}")
     cfg = config.load(options.plan, overrides, prog="pellucid doctor --plan RECIPE.toml") if options.plan else None
     quiet_libraries()
-    from pellucid import doctor  # noqa: PLC0415 - as in train
+    from pellucid.doctor import command as doctor  # noqa: PLC0415 - as in train
 
     return doctor.plan(cfg) if cfg else doctor.report()
 

@@ -16,7 +16,7 @@ import pydantic
 import tyro
 from pydantic import BaseModel, ConfigDict, Field
 
-from pellucid.settings import AdamWConfig, GRPOConfig, RewardConfig
+from pellucid.algorithm.settings import AdamWConfig, GRPOConfig, RewardConfig
 from pellucid.tasks import task_class
 from pellucid.tasks.wrappers import seeded, wraps
 from pellucid.types import UserError

@@ -17,12 +17,13 @@ import pytest
 import torch
 
 from conftest import make_policy, records, tiny_recipe
-from pellucid import boards, checkpoint, loggers, run
-from pellucid.folder import checkpoints, step_of
-from pellucid.policy import Policy
-from pellucid.runtime import Runtime
-from pellucid.settings import AdamWConfig
-from test_run import same_run, train
+from pellucid.algorithm.settings import AdamWConfig
+from pellucid.policy.policy import Policy
+from pellucid.reporting import boards, loggers
+from pellucid.reporting.run_folder import checkpoints, step_of
+from pellucid.runtimes.accelerate import Runtime
+from pellucid.training import checkpoint, run
+from runs import same_run, train
 
 PELLUCID = [sys.executable, "-m", "pellucid"]
 SETTINGS = ["--checkpoint.every", 2, "--evaluate.every", 3]
@@ -314,8 +315,9 @@ def ranks(tmp_path, arguments, program=PELLUCID):
 
 IMPATIENT = """
 from datetime import timedelta
-from pellucid import cli, runtime
-runtime.PATIENCE = timedelta(seconds=3)
+from pellucid import cli
+from pellucid.runtimes import accelerate
+accelerate.PATIENCE = timedelta(seconds=3)
 cli.main()
 """
 
@@ -343,7 +345,7 @@ def test_when_a_process_dies_or_hangs_the_others_end_with_one_line(recipe, tmp_p
 STARVED = """
 import os, torch
 from pellucid import cli
-from pellucid.policy import Policy
+from pellucid.policy.policy import Policy
 score = Policy.score
 def starved(self, batch):
     if os.environ["RANK"] == "1":

@@ -19,14 +19,14 @@ import torch
 
 from conftest import character_tokenizer, records, tiny_llama
 from pellucid import cli
-from pellucid.policy import Policy
+from pellucid.policy.policy import Policy
 from pellucid.prefixes import command as prefixes
 from pellucid.prefixes.journal import Journal
 from pellucid.prefixes.teacher import INSTRUCTION, Endpoint, Teacher, UnansweredError
 from pellucid.tasks.curriculum import Curriculum
 from pellucid.tasks.wrappers import with_split
 from pellucid.types import Prompt, UserError
-from test_serve import running
+from serving import running
 
 KEY = "sk-proj-verysecret0123456789"
 POSITIONS = 512

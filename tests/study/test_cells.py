@@ -8,10 +8,11 @@ from pathlib import Path
 import pytest
 from study_data import STEPS, write_run
 
-from pellucid import claim, config, files
-from pellucid.folder import finished
+from pellucid import config
+from pellucid.reporting.run_folder import finished
 from pellucid.study.cells import check, clear, resuming, tidy, wanted_of
 from pellucid.study.plan import Cell
+from pellucid.training import claim, files
 from pellucid.types import UserError
 
 

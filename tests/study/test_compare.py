@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 from study_data import write_run
+from test_report import ALLOWED, HOSTILE, Page
 
 from pellucid import cli
 from pellucid.study.compare import summaries
 from pellucid.study.runs import gather, write_plan
-from test_report import ALLOWED, HOSTILE, Page
 
 BASELINE = {0: [1, 0, 0, 0], 1: [1, 1, 0, 0]}
 BETTER = {0: [1, 1, 1, 0], 1: [1, 1, 0, 1]}

@@ -14,7 +14,7 @@ import pytest
 
 from conftest import records, tiny_recipe
 from pellucid import cli
-from pellucid.folder import finished
+from pellucid.reporting.run_folder import finished
 from pellucid.study import runner
 from pellucid.study.plan import Cell
 

@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 from pydantic import ValidationError, create_model
 
-from pellucid.settings import RewardConfig
+from pellucid.algorithm.settings import RewardConfig
 from pellucid.tasks.dataset import Dataset
 from pellucid.tasks.rewards import RewardTerm
 from pellucid.tasks.sandbox import Sandboxed

@@ -18,7 +18,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from pellucid.settings import RewardConfig
+from pellucid.algorithm.settings import RewardConfig
 from pellucid.tasks import sandbox as sandbox_module
 from pellucid.tasks.arithmetic import Arithmetic
 from pellucid.tasks.sandbox import Sandboxed, with_split
@@ -516,7 +516,7 @@ def test_close_ends_the_worker_and_a_later_reward_starts_another():
 PARENT = """
     import os, signal, sys, threading, time
     from test_sandbox import PROMPT, Probe
-    from pellucid.settings import RewardConfig
+    from pellucid.algorithm.settings import RewardConfig
     from pellucid.tasks.sandbox import Sandboxed
     from pellucid.types import Completion
 

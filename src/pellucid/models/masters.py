@@ -83,3 +83,9 @@ class Lookup(torch.autograd.Function):
         shape, wide, narrow = ctx.like
         of_master = torch.zeros(shape, dtype=wide, device=grad.device).index_add_(0, ids, grad.to(wide))
         return None, None, of_master.to(narrow)
+
+
+def on_cpu(x: Tensor, device: torch.device | None = None) -> Tensor:
+    """A copy in fp32; in pinned memory where a GPU, that of `x` or `device`, shares it."""
+    copy = torch.empty(x.shape, dtype=torch.float32, pin_memory=(device or x.device).type == "cuda")
+    return copy.copy_(x.detach(), non_blocking=True)

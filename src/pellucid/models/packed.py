@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from pellucid.batch import Batch
+from pellucid.algorithm.batch import Batch
 from pellucid.models.attention import attend
 from pellucid.models.decoder import Decoder, Heads, Layer, Shape, after_attention, heads_of
 from pellucid.models.elementwise import norm

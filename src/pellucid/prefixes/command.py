@@ -17,13 +17,13 @@ from rich.progress import Progress
 
 from pellucid import config
 from pellucid.config import Config
-from pellucid.evaluate import held_out
-from pellucid.interrupts import INTERRUPTED
-from pellucid.locks import locked
+from pellucid.machine.interrupts import INTERRUPTED
+from pellucid.machine.locks import locked
 from pellucid.prefixes.cleaning import clean, first_sentences, first_tokens, thinking
 from pellucid.prefixes.journal import SOURCES, Journal
 from pellucid.prefixes.teacher import Endpoint, Teacher, UnansweredError, checked, messages_of
 from pellucid.tasks.wrappers import innermost, seeded, with_split
+from pellucid.training.evaluate import held_out
 from pellucid.types import Prompt, UserError
 
 ROWS = 64
@@ -163,7 +163,7 @@ def reader(cfg: Config, options: argparse.Namespace) -> Read:
     """From what a model wrote to a prefix, empty where there is none."""
     if not options.truncate_tokens:
         return lambda text: first_sentences(clean(thinking(text)), options.sentences)
-    from pellucid import pretrained  # noqa: PLC0415 - torch takes seconds to import: not every run needs it
+    from pellucid.policy import pretrained  # noqa: PLC0415 - torch takes seconds to import: not every run needs it
 
     tokenizer = pretrained.tokenizer(options.student or cfg.policy.model)
     return lambda text: first_tokens(clean(thinking(text)), options.truncate_tokens, tokenizer)

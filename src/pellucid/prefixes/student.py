@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from pellucid import hardware, policy
 from pellucid.config import Config
+from pellucid.machine import hardware
+from pellucid.policy import policy
 from pellucid.samplers.native import Native
 
 

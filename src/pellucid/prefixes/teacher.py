@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 from urllib.parse import urlsplit
 
-from pellucid.extras import extra
+from pellucid.machine.extras import extra
 from pellucid.types import Message, Prompt, UserError
 
 INSTRUCTION = (

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from transformers import GenerationConfig
 
+from pellucid.algorithm.sampling_mask import masks_of
 from pellucid.models.drawing import WHOLE, Truncation
 from pellucid.samplers.rollout import check_lengths, completed_groups, left_padded, row_seed
-from pellucid.sampling_mask import masks_of
 from pellucid.types import Group, Prompt
 
 

@@ -9,10 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pellucid import hardware
+from pellucid.algorithm.sampling_mask import masks_of
+from pellucid.machine import hardware
 from pellucid.models.drawing import WHOLE, Truncation, draw, draw_among
 from pellucid.samplers.rollout import check_lengths, completed_groups, row_seed
-from pellucid.sampling_mask import masks_of
 from pellucid.types import Group, Prompt
 
 

@@ -7,7 +7,7 @@ import socket
 import sys
 from pathlib import Path
 
-from pellucid.extras import extra
+from pellucid.machine.extras import extra
 from pellucid.serve import daemon
 from pellucid.types import UserError
 

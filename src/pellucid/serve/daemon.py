@@ -20,8 +20,8 @@ from typing import Annotated
 import psutil
 from pydantic import Field, TypeAdapter, ValidationError
 
-from pellucid.interrupts import handled
-from pellucid.locks import locked
+from pellucid.machine.interrupts import handled
+from pellucid.machine.locks import locked
 from pellucid.types import UserError
 
 GRACE = 30.0

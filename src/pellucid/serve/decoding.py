@@ -12,13 +12,13 @@ from typing import Any
 
 from jinja2 import TemplateError
 
+from pellucid.algorithm.settings import GRPOConfig
 from pellucid.models.drawing import Truncation
 from pellucid.serve.engine import Engine, RefusedError
 from pellucid.serve.errors import RequestError
 from pellucid.serve.gate import LOOPBACK
 from pellucid.serve.messages import Sampling
 from pellucid.serve.rows import Piece, Request
-from pellucid.settings import GRPOConfig
 from pellucid.types import Prompt, Task, UserError
 
 SHORT = 10_000

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pellucid import hardware
+from pellucid.machine import hardware
 from pellucid.models.drawing import draw
 from pellucid.serve.rows import Piece, Request, Row
 

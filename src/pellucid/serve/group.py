@@ -7,12 +7,12 @@ import threading
 from collections.abc import Sequence
 from typing import Any
 
-from pellucid.advantages import advantages_of
-from pellucid.batch import grades_of
+from pellucid.algorithm.advantages import advantages_of
+from pellucid.algorithm.batch import grades_of
+from pellucid.algorithm.settings import GRPOConfig
 from pellucid.serve.decoding import Served, begun, in_time
 from pellucid.serve.errors import RequestError
 from pellucid.serve.messages import GroupRequest, Sampling
-from pellucid.settings import GRPOConfig
 from pellucid.types import Completion, Group, Prompt, Reward, Task
 
 

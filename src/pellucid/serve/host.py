@@ -8,8 +8,12 @@ import signal
 import socket
 import threading
 
-from pellucid import config, folder, hardware, policy
+from pellucid import config
+from pellucid.algorithm.settings import GRPOConfig
+from pellucid.machine import hardware
 from pellucid.models import invariance
+from pellucid.policy import policy
+from pellucid.reporting import run_folder
 from pellucid.serve import connections
 from pellucid.serve.api import application
 from pellucid.serve.command import url_of
@@ -17,7 +21,6 @@ from pellucid.serve.daemon import INSTANCE
 from pellucid.serve.decoding import Served
 from pellucid.serve.engine import Engine
 from pellucid.serve.gate import LOOPBACK
-from pellucid.settings import GRPOConfig
 from pellucid.tasks.gsm8k import SYSTEM
 from pellucid.tasks.sandbox import Sandboxed
 from pellucid.tasks.wrappers import with_split
@@ -49,9 +52,9 @@ def load(options: argparse.Namespace) -> Served:
     hardware.keep_freed_memory()
     if options.batch_invariant:
         invariance.leave_amx()
-    run = folder.run_of(options.model)
+    run = run_folder.run_of(options.model)
     settings = config.load(run / "config.json") if run else None
-    model = str(folder.model_of(run)) if run else options.model
+    model = str(run_folder.model_of(run)) if run else options.model
     device = hardware.pick_device(options.device)
     frozen = policy.load_frozen(model, device, hardware.pick_dtype(options.dtype, device), temperature=1.0)
     if options.batch_invariant:

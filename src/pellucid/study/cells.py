@@ -6,10 +6,11 @@ import shutil
 from dataclasses import replace
 from pathlib import Path
 
-from pellucid import changes, claim, config, files
+from pellucid import config
 from pellucid.config import Config
-from pellucid.folder import Record, checkpoints, read_config, records
+from pellucid.reporting.run_folder import Record, checkpoints, read_config, records
 from pellucid.study.plan import Cell
+from pellucid.training import changes, claim, files
 from pellucid.types import UserError
 
 

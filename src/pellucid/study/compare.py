@@ -14,8 +14,8 @@ import rich.box
 from rich.markup import escape
 from rich.table import Table
 
-from pellucid.folder import Record
-from pellucid.report import total
+from pellucid.reporting.report import total
+from pellucid.reporting.run_folder import Record
 from pellucid.study.paired import RESAMPLES, conclusion, differences, interval, wrong_at_worst
 from pellucid.study.runs import Run, Runs
 from pellucid.types import Estimate

@@ -13,11 +13,11 @@ from dataclasses import dataclass, field
 from io import TextIOWrapper
 from pathlib import Path
 
-from pellucid.folder import finished, records
-from pellucid.harmless import harmless
-from pellucid.interrupts import INTERRUPTED, stop_requests
-from pellucid.locks import locked, note_holder
-from pellucid.report import counted
+from pellucid.machine.harmless import harmless
+from pellucid.machine.interrupts import INTERRUPTED, stop_requests
+from pellucid.machine.locks import locked, note_holder
+from pellucid.reporting.report import counted
+from pellucid.reporting.run_folder import finished, records
 from pellucid.study import plan
 from pellucid.study.cells import check, clear, resuming, tidy
 from pellucid.study.plan import Cell, Study

@@ -9,10 +9,9 @@ from random import Random
 from statistics import fmean
 from typing import Any, Literal
 
-from pellucid.metrics import equal_rewards
 from pellucid.tasks.prefixed import Prefixed
 from pellucid.tasks.wrappers import layers, with_split
-from pellucid.types import Completion, Group, Prompt, Reward, UserError
+from pellucid.types import Completion, Group, Prompt, Reward, UserError, equal_rewards
 
 
 @dataclass

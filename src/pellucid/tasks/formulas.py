@@ -14,7 +14,7 @@ from fractions import Fraction
 from functools import cache, lru_cache, partial
 from typing import Any
 
-from pellucid.extras import extra
+from pellucid.machine.extras import extra
 from pellucid.tasks.answers import after_thinking, marked_answer, only_number
 from pellucid.tasks.bounds import computable
 from pellucid.tasks.latex import Written, bare_words, is_words, undressed, written

@@ -19,7 +19,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from pellucid.extras import extra
+from pellucid.machine.extras import extra
 from pellucid.tasks import did_you_mean, names_beside
 from pellucid.types import UserError
 

@@ -26,8 +26,8 @@ from multiprocessing.util import Finalize
 from pathlib import Path
 from typing import Any
 
-from pellucid import streams
-from pellucid.settings import RewardConfig
+from pellucid.algorithm.settings import RewardConfig
+from pellucid.machine import streams
 from pellucid.tasks import worker
 from pellucid.tasks.wrappers import with_split
 from pellucid.types import Completion, Prompt, Reward, Task, UserError

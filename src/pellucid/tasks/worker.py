@@ -19,7 +19,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, NoReturn
 
-from pellucid import streams
+from pellucid.machine import streams
 from pellucid.types import Reward
 
 try:

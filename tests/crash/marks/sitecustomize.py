@@ -8,8 +8,8 @@ from importlib.abc import MetaPathFinder
 from importlib.machinery import PathFinder
 
 STAGES = {
-    "pellucid.grpo": {"rollout": "rollout", "update": "update"},
-    "pellucid.run": {
+    "pellucid.algorithm.grpo": {"rollout": "rollout", "update": "update"},
+    "pellucid.training.run": {
         "train": "train",
         "restore": "restore",
         "evaluate_policy": "evaluate",

@@ -1,0 +1,380 @@
+"""Group Relative Policy Optimization, whole: Generate -> Reward -> Advantage -> Update.
+
+The algorithm of DeepSeekMath (arXiv 2402.03300), section 4.1, and its relatives, as points in a product of small axes
+of pure functions: how a completion compares with its siblings (advantages.py), what is maximised for a token and how
+tokens are added up (objectives.py), how the policy is held near a reference (kl.py), what is done to rewards and tokens
+before (shaping.py). The loop does not know which was chosen. docs/variants.md says which paper is which point.
+
+Left out on purpose: a value network (the group's mean is the baseline), token-level rewards (a completion has one
+grade), and everything that knows how a model, a process group or a file works.
+
+Shapes: P prompts a step, G completions of each, B = P * G rows in the order p * G + g, T response tokens. Every [B, T]
+tensor speaks of response tokens: x[b, t] is about token t of response b. Rewards and advantages are float64.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from copy import deepcopy
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any, NamedTuple, Protocol, TypeVar
+
+import torch
+from torch import Tensor
+
+from pellucid.algorithm import diagnostics, kl, shaping
+from pellucid.algorithm.advantages import Grades, advantages_of, dead
+from pellucid.algorithm.batch import Batch, collate, concat, grades_of, prefix_rows, stacked, task_rewards
+from pellucid.algorithm.kl import KL
+from pellucid.algorithm.objectives import AGGREGATES, OBJECTIVES, clip_by_difficulty, clip_metrics, clipped_by_row
+from pellucid.algorithm.settings import GRPOConfig
+from pellucid.algorithm.totals import Clock, Totals
+from pellucid.types import ROUND, Group, Sampler, Task, grade, observer
+
+T = TypeVar("T")
+
+
+class Scores(NamedTuple):
+    """Of each response token, in nats, [B, T]."""
+
+    logprobs: Tensor
+    entropy: Tensor
+    """Of the distribution that the token was drawn from."""
+    kl: Tensor | None = None
+    """KL(pi, reference) of that distribution, summed over the vocabulary; where kl = "exact"."""
+
+
+class Policy(Protocol):
+    @property
+    def device(self) -> torch.device: ...
+    def score(self, batch: Batch) -> Scores: ...
+    def embed(self, batch: Batch, layer: int) -> Tensor:
+        """[B, D]: the output of a layer, averaged over the response."""
+        ...
+
+    def weights(self) -> Mapping[str, Tensor]: ...
+
+
+class Reference(Protocol):
+    def score(self, batch: Batch) -> Scores: ...
+    def follow(self, weights: Mapping[str, Tensor], decay: float) -> None:
+        """Becomes decay * itself + (1 - decay) * weights."""
+        ...
+
+
+class Runtime(Protocol):
+    """Processes and their common optimizer.
+
+    `shard` takes this process's share of a global list, `gather` is its inverse, `sum` adds a tensor up over processes.
+    `accumulate` yields the micro-batches of one optimizer step, at the last of which the gradients of `backward` meet;
+    `step` takes that step and reports `grad_norm`, `lr`, and as 1 what kept it from moving a weight: `skipped`, a
+    gradient that was not finite, or `idle`, one that was 0; in fp16 also `loss_scale`, and `skipped/overflow`, one that
+    was too large for it.
+    `fit(compute, rows)` is `compute(rows)`, of micro-batches of so many rows; where memory runs out, it is made again,
+    without the gradients that there are, in smaller ones.
+    """
+
+    @property
+    def world(self) -> int:
+        """Processes."""
+        ...
+
+    def shard(self, items: Sequence[Any]) -> Sequence[Any]: ...
+    def gather(self, items: Sequence[Any]) -> list[Any]: ...
+    def sum(self, x: Tensor) -> Tensor: ...
+    def fit(self, compute: Callable[[int], T], rows: int) -> T: ...
+    def accumulate(self, micro_batches: Sequence[Batch]) -> Iterator[Batch]: ...
+    def backward(self, loss: Tensor) -> None: ...
+    def step(self) -> dict[str, float]: ...
+
+
+# ---------------------------------------------------------------- the loop
+
+
+@dataclass
+class State:
+    """What one step leaves to the next, beside weights and optimizer."""
+
+    step: int = 0
+    """Finished steps."""
+    kl_coef: float | None = None
+    """Of the next step, as it follows cfg.kl_target; None before the first one: as the settings have it."""
+    experiences: list[tuple[int, Batch]] = field(default_factory=list)
+    """Replay: rollouts and the step they were drawn in, newest first."""
+
+
+class StepResult(NamedTuple):
+    """`step` counts finished steps; `groups` are of all processes, graded."""
+
+    step: int
+    metrics: dict[str, float]
+    groups: list[Group]
+
+
+def train(
+    task: Task,
+    sampler: Sampler,
+    policy: Policy,
+    runtime: Runtime,
+    cfg: GRPOConfig,
+    reference: Reference | None = None,
+    state: State | None = None,
+) -> Iterator[StepResult]:
+    """Yields after each step, when the policy may be evaluated, saved or left; `state` is then as it must be saved."""
+    state = state or State()
+    state.kl_coef = cfg.kl_coef if state.kl_coef is None else state.kl_coef
+    sampler.sync(policy)
+    for step in range(state.step, cfg.steps):
+        clock = Clock()
+        cfg = replace(cfg, kl_coef=state.kl_coef)
+        # 1. Generate: G completions of each prompt, from the current policy. 2. Reward: the task grades every one.
+        groups, drawn = rollout(task, sampler, runtime, step, cfg, clock)
+        # 3. Advantage: how much better each completion did than its siblings.
+        fresh = score_fixed(collate(groups, policy.device), policy, reference, runtime, cfg)
+        advantages, changed = compare(groups, fresh, policy, runtime, cfg)  # [P, G]
+        batch = replay(state, step, judged(fresh, groups, advantages, runtime, cfg), cfg)
+        clock.lap("score")
+        # 4. Update: make the better ones more likely, without leaving the trust region.
+        metrics = update(policy, batch, runtime, cfg)
+        sampler.sync(policy)
+        clock.lap("update")
+        advance(state, step, reference, policy, metrics, cfg)
+        metrics |= drawn | changed | kl.cost(fresh.kl, fresh.mask, cfg, runtime.gather) | clock.times()
+        yield StepResult(state.step, metrics, runtime.gather(with_advantages(groups, advantages)))
+
+
+def rollout(
+    task: Task, sampler: Sampler, runtime: Runtime, step: int, cfg: GRPOConfig, clock: Clock
+) -> tuple[Sequence[Group], dict[str, float]]:
+    """Graded groups of the step's prompts, this process's share, and metrics of how they were come by.
+
+    With cfg.max_rounds > 1 (dynamic sampling, DAPO, arXiv 2503.14476, section 3.2) groups whose task rewards are all
+    equal make room for others: round r draws the prompts of step + r * ROUND. When the rounds are used up, dead groups
+    fill the batch up.
+    """
+    live: list[Group] = []
+    spare: list[Group] = []
+    for number in range(cfg.max_rounds):
+        prompts = task.sample(step + number * ROUND, cfg.prompts_per_step)
+        prompts = prompts[: prompts_wanted(len(live), len(spare), runtime.world, cfg)]
+        seed = f"{cfg.seed}/{step}/{number}" if number else f"{cfg.seed}/{step}"
+        groups = sampler.generate(runtime.shard(prompts), cfg.group_size, seed)
+        clock.lap("generate")
+        groups = grade(task, groups)
+        clock.lap("reward")
+        if cfg.max_rounds == 1:
+            return groups, observed(task, step, groups, runtime)
+        for group in runtime.gather(groups):
+            (spare if bool(dead(task_rewards([group]), cfg.min_spread)) else live).append(group)
+        if len(live) >= cfg.prompts_per_step:
+            break
+    drawn = live + spare
+    kept = runtime.shard(drawn[: cfg.prompts_per_step])
+    return kept, cost_of(drawn, len(spare)) | observed(task, step, runtime.shard(drawn), runtime)
+
+
+def cost_of(drawn: Sequence[Group], dead: int) -> dict[str, float]:
+    """Of all groups, those that are not trained on included."""
+    tokens = sum(len(completion.token_ids) for group in drawn for completion in group.completions)
+    return {"groups/drawn": len(drawn), "groups/drawn_dead": dead / len(drawn), "tokens": float(tokens)}
+
+
+def observed(task: Task, step: int, groups: Sequence[Group], runtime: Runtime) -> dict[str, float]:
+    """A task that learns from what it sees does so in every process, from the groups of all."""
+    watching = observer(task)
+    return dict(watching.observe(step, runtime.gather(groups))) if watching else {}
+
+
+def prompts_wanted(live: int, spare: int, processes: int, cfg: GRPOConfig) -> int:
+    """As many as should bring the live groups that are missing, by the share seen so far; the same for each process."""
+    missing = cfg.prompts_per_step - live
+    expected = math.ceil(missing * (live + spare) / max(live, 1)) if live + spare else missing
+    return min(cfg.prompts_per_step, math.ceil(expected / processes) * processes)
+
+
+def compare(
+    groups: Sequence[Group], batch: Batch, policy: Policy, runtime: Runtime, cfg: GRPOConfig
+) -> tuple[Tensor, dict[str, float]]:
+    """[P, G] advantages of this process's groups, compared with those of all; and how many each technique changed."""
+    grades = grades_of(runtime.gather(groups))
+    shaped = torch.stack(runtime.gather(list(shape(grades_of(groups), batch, policy, cfg))))
+    advantages = advantages_of(grades, shaped, cfg)
+    penalty = kl.penalty(batch.kl, batch.mask, cfg)
+    changed = diagnostics.on_advantages(grades, shaped, advantages, cfg) | diagnostics.of_penalty(
+        penalty, runtime.gather
+    )
+    return torch.stack(list(runtime.shard(list(advantages)))) - penalty, changed
+
+
+def judged(batch: Batch, groups: Sequence[Group], advantages: Tensor, runtime: Runtime, cfg: GRPOConfig) -> Batch:
+    """With what the grades of its groups make of it."""
+    batch = replace(batch, advantages=advantages.flatten().to(batch.sampler_logprobs))
+    if not cfg.clip_difficulty:
+        return batch
+    mean = grades_of(runtime.gather(groups)).correct.nanmean()
+    clip_high = clip_by_difficulty(grades_of(groups).correct, mean, cfg)
+    return replace(batch, clip_high=clip_high.flatten().to(batch.sampler_logprobs))
+
+
+def update(policy: Policy, batch: Batch, runtime: Runtime, cfg: GRPOConfig) -> dict[str, float]:
+    """Takes cfg.inner_steps optimizer steps on the rollouts; the mean of each metric over the tokens trained on."""
+    totals = Totals()
+    for _ in range(cfg.epochs):
+        for minibatch in batch.chunks(len(batch) // cfg.minibatches):
+            weighted = replace(minibatch, weights=weights_of(minibatch, runtime, cfg))
+            parts = [with_gradient(weighted, cfg), *prefixes_of(minibatch, runtime, cfg)]
+            accumulate = partial(gradients, policy, parts, totals, runtime, cfg)
+            totals = runtime.fit(accumulate, cfg.micro_batch or len(minibatch))
+            totals.steps.append(runtime.step())
+    return totals.means(runtime.gather)
+
+
+def gradients(
+    policy: Policy, parts: Sequence[Batch], totals: Totals, runtime: Runtime, cfg: GRPOConfig, rows: int
+) -> Totals:
+    """Adds up the gradients of one optimizer step, over micro-batches of so many rows; `totals`, and what these add."""
+    totals = deepcopy(totals)
+    for micro_batch in runtime.accumulate([micro_batch for part in parts for micro_batch in part.chunks(rows)]):
+        loss, metrics = loss_terms(policy.score(micro_batch), micro_batch, cfg)
+        runtime.backward(loss)
+        totals.add_tokens(metrics, micro_batch.mask)
+    return totals
+
+
+def weights_of(batch: Batch, runtime: Runtime, cfg: GRPOConfig) -> Tensor:
+    """[B, T] share of each token in the loss, from counts over all processes; 0 where a response is filtered out."""
+    mask = batch.mask & batch.finished[:, None] if cfg.overlong_filter else batch.mask
+    rows, tokens = runtime.sum(mask.any(-1).sum()), runtime.sum(mask.sum())
+    return AGGREGATES[cfg.aggregate](mask, rows.clamp(min=1), tokens.clamp(min=1), cfg)
+
+
+def with_gradient(batch: Batch, cfg: GRPOConfig) -> Batch:
+    """Leaves out rows that add 0, as those of dead groups; one stays, since every process takes part in a step."""
+    assert batch.advantages is not None and batch.weights is not None
+    live = batch.weights.any(-1)
+    if not (cfg.entropy_coef or (cfg.kl_coef and cfg.kl_in == "loss")):
+        live = live & (batch.advantages != 0)
+    return batch if bool(live.all()) else batch.rows(live if bool(live.any()) else slice(1))
+
+
+def prefixes_of(batch: Batch, runtime: Runtime, cfg: GRPOConfig) -> list[Batch]:
+    """The prefixes of a minibatch, where it has any; their tokens share cfg.prefix_coef over all processes."""
+    if not cfg.prefix_coef:
+        return []
+    rows = prefix_rows(batch)
+    tokens = runtime.sum(batch.mask.new_zeros((), dtype=torch.long) if rows is None else rows.mask.sum())
+    return [] if rows is None else [replace(rows, weights=cfg.prefix_coef * rows.mask / tokens)]
+
+
+def loss_terms(scores: Scores, batch: Batch, cfg: GRPOConfig) -> tuple[Tensor, dict[str, Tensor]]:
+    """-sum of weights * (objective - kl_coef * KL + entropy_coef * entropy), and the [B, T] values worth a look.
+
+    Rows without advantages are prefixes: nobody sampled them, and they are made likelier.
+    """
+    assert batch.weights is not None
+    if batch.advantages is None:
+        losses = -batch.weights * scores.logprobs.masked_fill(~batch.mask, 0.0)
+        return losses.sum(), {"prefix/nll": -scores.logprobs.detach(), "loss": losses.detach()}
+    logprobs, entropy, exact_kl = scores
+    now = logprobs.detach()
+    old_logprobs = now if batch.old_logprobs is None else batch.old_logprobs
+    advantages = batch.advantages.to(logprobs)[:, None]  # [B, 1]
+    trust = shaping.sampler_weights(old_logprobs, batch.sampler_logprobs, batch.mask, cfg)
+
+    clip_high = None if batch.clip_high is None else batch.clip_high[:, None]  # [B, 1]
+    objective = OBJECTIVES[cfg.objective] if clip_high is None else clipped_by_row(clip_high)
+    value = trust * objective(logprobs, old_logprobs, advantages, batch.mask, cfg)  # [B, T]
+    value = value if batch.gate is None else value * batch.gate
+    metrics = clip_metrics(now, old_logprobs, advantages, batch.mask, cfg, clip_high)
+    metrics |= {"entropy": entropy.detach(), "sampler/gap_mean": (batch.sampler_logprobs - old_logprobs).abs()}
+    metrics |= {"sampler/corrected": shaping.cut(trust, cfg)} if cfg.correction != "none" else {}
+    if cfg.kl_coef:
+        estimate = estimated_kl(scores, batch.ref_logprobs, old_logprobs, cfg)
+        metrics |= kl.metrics(now, batch.ref_logprobs) if exact_kl is None else {"kl": exact_kl.detach()}
+        metrics |= diagnostics.of_loss_kl(now, batch.ref_logprobs, exact_kl, cfg)
+        value = value - cfg.kl_coef * estimate if cfg.kl_in == "loss" else value
+    if cfg.entropy_coef:
+        value = value + cfg.entropy_coef * entropy
+    # Off the mask there may be anything, infinities included.
+    losses = -batch.weights * value.masked_fill(~batch.mask, 0.0)
+    return losses.sum(), metrics | {"loss": losses.detach()}
+
+
+def estimated_kl(scores: Scores, ref_logprobs: Tensor | None, old_logprobs: Tensor, cfg: GRPOConfig) -> Tensor:
+    """[B, T] KL(pi, reference), by the estimator of cfg.kl."""
+    if scores.kl is not None:
+        return scores.kl
+    assert ref_logprobs is not None
+    return KL[cfg.kl](scores.logprobs, ref_logprobs, old_logprobs)
+
+
+# ---------------------------------------------------------------- between the stages
+
+
+def shape(grades: Grades, batch: Batch, policy: Policy, cfg: GRPOConfig) -> Tensor:
+    """[P, G]: the rewards that are compared."""
+    rewards = grades.rewards
+    if cfg.similarity != "none":
+        states = [
+            policy.embed(micro_batch, cfg.similarity_layer).cpu() for micro_batch in batch.chunks(cfg.micro_batch)
+        ]
+        rewards = shaping.SIMILARITY[cfg.similarity](rewards, torch.cat(states).view(*rewards.shape, -1), cfg)
+    rewards = shaping.overlong(rewards, grades.lengths, cfg)
+    return kl.in_raw_reward(rewards, batch.kl, batch.mask, cfg)
+
+
+def with_advantages(groups: Sequence[Group], advantages: Tensor) -> list[Group]:
+    return [replace(g, advantages=tuple(row)) for g, row in zip(groups, advantages.tolist(), strict=True)]
+
+
+def score_fixed(batch: Batch, policy: Policy, reference: Reference | None, runtime: Runtime, cfg: GRPOConfig) -> Batch:
+    """Adds what stays fixed during the update, each only where something reads it."""
+    charged = bool(cfg.kl_coef) and cfg.kl_in != "loss"
+    if reference is not None and cfg.kl_coef and cfg.kl != "exact":
+        batch = replace(batch, ref_logprobs=score_detached(batch, reference, runtime, cfg).logprobs)
+    if not (cfg.off_policy or charged or cfg.entropy_share < 1):
+        return batch
+    scores = score_detached(batch, policy, runtime, cfg)
+    batch = replace(batch, old_logprobs=scores.logprobs)
+    if charged:
+        batch = replace(batch, kl=estimated_kl(scores, batch.ref_logprobs, scores.logprobs, cfg))
+    if cfg.entropy_share < 1:
+        entropies = torch.cat(runtime.gather([scores.entropy[batch.mask].cpu()]))
+        batch = replace(batch, gate=scores.entropy >= shaping.highest(entropies, cfg.entropy_share).to(scores.entropy))
+    return batch
+
+
+@torch.no_grad()
+def score_detached(batch: Batch, policy: Policy | Reference, runtime: Runtime, cfg: GRPOConfig) -> Scores:
+    """Without gradient, a micro-batch at a time."""
+
+    def scored(rows: int) -> list[Scores]:
+        return [policy.score(micro_batch) for micro_batch in batch.chunks(rows)]
+
+    parts = runtime.fit(scored, cfg.micro_batch or len(batch))
+    logprobs, entropy, exact_kl = zip(*parts, strict=True)
+    width = batch.mask.shape[1]
+    return Scores(
+        stacked(logprobs, width), stacked(entropy, width), None if exact_kl[0] is None else stacked(exact_kl, width)
+    )
+
+
+def replay(state: State, step: int, batch: Batch, cfg: GRPOConfig) -> Batch:
+    """The rollouts of this step and those of earlier ones that are not yet cfg.max_staleness steps old."""
+    fresh = [(then, kept) for then, kept in state.experiences if step - then < cfg.max_staleness]
+    state.experiences = [(step, batch), *fresh] if cfg.max_staleness > 1 else []
+    return concat([batch, *(kept for _, kept in fresh)])
+
+
+def advance(
+    state: State, step: int, reference: Reference | None, policy: Policy, metrics: dict[str, float], cfg: GRPOConfig
+) -> None:
+    state.step = step + 1
+    if reference is None or not cfg.kl_coef:
+        return
+    metrics["kl_coef"] = cfg.kl_coef
+    state.kl_coef = kl.adapted(cfg.kl_coef, metrics["kl"], cfg)
+    if cfg.reference_every and state.step % cfg.reference_every == 0:
+        reference.follow(policy.weights(), cfg.reference_decay)

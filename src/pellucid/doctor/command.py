@@ -1,0 +1,99 @@
+"""`pellucid doctor`: what this machine has and does, and what is missing."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import shutil
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import rich
+import torch
+from rich.markup import escape
+from rich.table import Table
+
+from pellucid import __version__
+from pellucid.config import Config
+from pellucid.doctor import memory
+from pellucid.machine import hardware
+from pellucid.policy import pretrained
+from pellucid.types import UserError
+
+EXTRAS = {
+    "lora": ["peft"],
+    "data": ["datasets", "math_verify"],
+    "tensorboard": ["tensorboard"],
+    "wandb": ["wandb"],
+    "serve": ["fastapi", "uvicorn"],
+    "plots": ["matplotlib"],
+    "teacher": ["openai"],
+    "modelscope": ["modelscope"],
+    "deepspeed": ["deepspeed"],
+}
+DEVICES = (1, 2, 4, 8)
+
+
+def report() -> int:
+    table = Table.grid(padding=(0, 2))
+    for name, finding in findings():
+        table.add_row(f"[dim]{name}", escape(finding))
+    rich.print(table)
+    return 0
+
+
+def findings() -> Iterator[tuple[str, str]]:
+    facts = hardware.describe()
+    device = hardware.pick_device("auto")
+    yield "pellucid", __version__
+    yield "libraries", ", ".join(f"{name} {importlib.metadata.version(name)}" for name in ("torch", "transformers"))
+    yield "cpu", f"{facts['cpu']}, {facts['threads']} threads, {facts['memory_gb']} GB"
+    yield "gpus", str(facts["gpus"]) or "none"
+    fp32, bf16 = hardware.matmul_tflops(torch.float32), hardware.matmul_tflops(torch.bfloat16)
+    yield "matrix products", f"fp32 {fp32:.2f}, bf16 {bf16:.2f} TFLOP/s on one CPU thread"
+    chosen = str(hardware.pick_dtype("auto", device)).removeprefix("torch.")
+    yield "auto", "; ".join(filter(None, (f"device {device}, dtype {chosen}", hardware.without_bf16(device))))
+    kept = hardware.keep_freed_memory()
+    yield "allocator", "keeps freed memory (glibc mallopt)" if kept else "not glibc: left as it is"
+    yield "disk", f"{shutil.disk_usage(Path.cwd()).free / 1e9:.0f} GB free here"
+    for name in pretrained.EMBEDDED:
+        yield name, embedded(name)
+    for extra, modules in EXTRAS.items():
+        missing = [module for module in modules if importlib.util.find_spec(module) is None]
+        yield extra, f"missing: pip install 'pellucid[{extra}]'" if missing else "installed"
+
+
+def plan(cfg: Config) -> int:
+    """Prints the GB that training by these settings takes on each device; no weights are loaded."""
+    dtype = hardware.pick_dtype(cfg.policy.dtype, hardware.pick_device(cfg.policy.device))
+    cfg = cfg.model_copy(update={"policy": replace(cfg.policy, dtype=str(dtype).removeprefix("torch."))})
+    model = memory.from_name(cfg.policy.model, cfg.policy.lora)
+    print(
+        f"{cfg.policy.model}: {model.parameters / 1e6:.1f} M parameters, {model.trained / 1e6:.1f} M trained, computed"
+        f" in {cfg.policy.dtype}; GB on each device at the peak\n"
+    )
+    names = list(memory.parts(model, cfg))
+    print(line(["devices", "ZeRO", *names, "together"]), line(["---"] * (len(names) + 3)), sep="\n")
+    for zero in memory.STAGES:
+        for devices in DEVICES:
+            parts = memory.parts(model, cfg, devices, zero)
+            cells = [f"{parts[name]:.1f}" for name in names]
+            print(line([str(devices), str(zero) if zero else "no", *cells, f"{sum(parts.values()):.1f}"]))
+    print(
+        f"\nSampling keeps {memory.cache(model.config, cfg, 1):.1f} GB of keys and values on one device, and neither"
+        " gradients nor activations.\nZeRO is DeepSpeed's, as examples/transparent_grpo.py uses it."
+    )
+    return 0
+
+
+def line(cells: Sequence[str]) -> str:
+    """Of a Markdown table."""
+    return f"| {' | '.join(cells)} |"
+
+
+def embedded(name: str) -> str:
+    try:
+        return f"ready in {pretrained.locate(name)}"
+    except UserError as error:
+        return str(error)

@@ -1,0 +1,144 @@
+"""How much memory training takes, part by part, before anything is loaded."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from pellucid.config import Config
+from pellucid.models.decoder import refusal
+from pellucid.policy.logprobs import MANY
+from pellucid.policy.pretrained import locate
+from pellucid.types import UserError
+
+PROMPT_TOKENS = 64
+"""What a prompt is taken to be long."""
+LIBRARIES = 0.6
+"""GB of code."""
+STAGES = (0, 1, 2, 3)
+
+
+class Model(NamedTuple):
+    """What of a model counts."""
+
+    config: Any
+    parameters: int
+    trained: int
+
+
+def from_name(name: str, lora: int) -> Model:
+    """A folder, which needs no more than its config.json, or a name that leads to one. Nothing is loaded."""
+    try:
+        config = AutoConfig.from_pretrained(locate(name, weights=False))
+    except (OSError, ValueError) as error:
+        raise UserError(f"policy.model = {name!r} has no readable config.json: {str(error).splitlines()[0]}") from error
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    parameters = sum(p.numel() for p in model.parameters())
+    if not lora:
+        return Model(config, parameters, parameters)
+    inner = [m for name, m in model.named_modules() if isinstance(m, torch.nn.Linear) and not name.endswith("lm_head")]
+    return Model(config, parameters, sum(lora * (m.in_features + m.out_features) for m in inner))
+
+
+def parts(model: Model, cfg: Config, processes: int = 1, zero: int = 0) -> dict[str, float]:
+    """GB on each of `processes` devices at the peak, in the update. Weights, gradients and optimizer are exact.
+
+    zero 0 is Pellucid's own: fp32 masters and a copy in the compute dtype, all on every process. 1 to 3 are the stages
+    of DeepSpeed's ZeRO (arXiv 1910.02054, figure 1) in bf16: of 2 bytes of weights, 2 of gradients and 12 of fp32 state
+    a parameter, 1 shards the state, 2 the gradients too, 3 the weights too.
+    """
+    ours = not zero and computed_by_us(model.config, cfg)
+    tokens, sampled = tokens_of(cfg, processes, shared=ours), rows_of(cfg, processes) * cfg.sampler.max_tokens
+    return (zero_state(model, cfg, processes, zero) if zero else own_state(model, cfg)) | {
+        "activations": tokens * activations(model.config, cfg, ours) / 1e9,
+        # ours in chunks; the one-file example makes logits of what was sampled, their log-softmax and its gradient,
+        # all in fp32
+        "logits": (12 * sampled * model.config.vocab_size if zero else 4 * MANY) / 1e9,
+        "libraries": LIBRARIES,
+    }
+
+
+def tokens_of(cfg: Config, processes: int, shared: bool) -> float:
+    """That one backward pass goes through. A shared prompt counts once a group."""
+    rows = rows_of(cfg, processes)
+    return rows * cfg.sampler.max_tokens + (rows / cfg.algorithm.group_size if shared else rows) * PROMPT_TOKENS
+
+
+def rows_of(cfg: Config, processes: int) -> int:
+    """Completions of one backward pass. Groups are not split."""
+    a = cfg.algorithm
+    return a.micro_batch or max(a.group_size, a.prompts_per_step * a.group_size // (a.minibatches * processes))
+
+
+def own_state(model: Model, cfg: Config) -> dict[str, float]:
+    p, t = model.parameters / 1e9, model.trained / 1e9
+    half = cfg.policy.dtype != "float32"
+    if cfg.optimizer.offload:
+        copied = joined(model.config) if half and computed_by_us(model.config, cfg) else p * half
+        state = {"weights": (4 - 2 * half) * p + 2 * copied, "gradients": (4 - 2 * half) * t, "optimizer": 0.0}
+    else:
+        base = 4 * t + (4 - 2 * half) * (p - t) if cfg.policy.lora else 4 * p
+        state = {"weights": base + 2 * p * half, "gradients": 4 * t, "optimizer": 8 * t}
+    reference = bool(cfg.algorithm.kl_coef and not cfg.policy.lora and cfg.policy.reference == "auto")
+    return state | {"reference": (4 + 2 * half) * p * reference}
+
+
+def computed_by_us(config: Any, cfg: Config) -> bool:
+    return not refusal(config) and not cfg.policy.lora and cfg.policy.engine != "transformers"
+
+
+def joined(config: Any) -> float:
+    """1e9 weights of projections that our decoder keeps joined, as a copy even where the masters have its dtype."""
+    heads, key_heads, size = heads_of(config)
+    rows = (heads + 2 * key_heads) * size + 2 * config.intermediate_size
+    return rows * config.hidden_size * config.num_hidden_layers / 1e9
+
+
+def heads_of(config: Any) -> tuple[int, int, int]:
+    """H, K and d."""
+    heads = config.num_attention_heads
+    key_heads = getattr(config, "num_key_value_heads", None) or heads
+    return heads, key_heads, getattr(config, "head_dim", None) or config.hidden_size // heads
+
+
+def zero_state(model: Model, cfg: Config, processes: int, zero: int) -> dict[str, float]:
+    p, t = model.parameters / 1e9, model.trained / 1e9
+    return {
+        "weights": 2 * p / (processes if zero == 3 else 1),
+        "gradients": 2 * t / (processes if zero >= 2 else 1),
+        "optimizer": 12 * t / processes,
+        "reference": 2 * p * bool(cfg.algorithm.kl_coef) / (processes if zero == 3 else 1),
+    }
+
+
+def activations(config: Any, cfg: Config, ours: bool) -> float:
+    """Bytes that the backward pass needs of one token: of all layers, or the residual stream and one layer where they
+    are recomputed. Counted for our own decoder; through transformers half as much again, as a rule of thumb.
+    """
+    layer, layers = bytes_a_token(config, 4 if cfg.policy.dtype == "float32" else 2), config.num_hidden_layers
+    kept = 4 * config.hidden_size * (layers + 1) + layer if cfg.policy.gradient_checkpointing else layer * layers
+    return kept if ours else 1.5 * kept
+
+
+def bytes_a_token(config: Any, wide: int) -> int:
+    """That one layer keeps of one token: the residual stream twice in fp32, and in `wide` bytes what its matrices and
+    its attention read. Prompt's keys and values stand once more beside those of each response.
+    """
+    heads, key_heads, size = heads_of(config)
+    inner = getattr(config, "intermediate_size", None) or 4 * config.hidden_size
+    normed, projected, turned = 2 * config.hidden_size, (heads + 2 * key_heads) * size, (heads + key_heads) * size
+    attention = projected + turned + (2 * heads + 4 * key_heads) * size
+    return 8 * config.hidden_size + wide * (normed + attention + 3 * inner)
+
+
+def cache(config: Any, cfg: Config, processes: int) -> float:
+    """GB of keys and values of the rows in flight while they are sampled, each prompt once. The update needs more."""
+    a, s = cfg.algorithm, cfg.sampler
+    rows = min(s.rows, max(a.group_size, a.prompts_per_step * a.group_size // processes))
+    tokens = rows * s.max_tokens + rows / a.group_size * PROMPT_TOKENS
+    _, key_heads, size = heads_of(config)
+    wide = 4 if cfg.policy.dtype == "float32" else 2
+    return 2 * wide * tokens * config.num_hidden_layers * key_heads * size / 1e9

@@ -1,0 +1,6 @@
+"""The machine: its devices and memory, its disks and locks, its terminals and signals.
+
+Each file stands alone and says what the rest of the package may rely on: hardware.py on devices and dtypes, disk.py on
+what is durable, locks.py on being alone, interrupts.py and streams.py on being stopped or not heard, harmless.py on
+text of others in a terminal, extras.py on libraries that may be missing. The room knows nothing of the others.
+"""

@@ -1,0 +1,206 @@
+"""Hidden states -> log-probs, entropy and exact KL of chosen tokens, in chunks: never a [B, T, V] tensor."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from pellucid.algorithm.sampling_mask import SamplingMask
+
+MANY, FEW = 2**26, 2**23
+"""Logits held at once, however many tokens there are and however large the vocabulary is: 128 MB in bf16 for a matrix
+product, 32 MB in fp32 for what is done to each."""
+NOWHERE = -1e15
+"""Logit of a token that is not there: no probability, and its square is still a number."""
+
+
+class Head(NamedTuple):
+    """Hidden state -> logits. D hidden size, V vocabulary."""
+
+    weight: Tensor
+    """[V, D] to compute with, without gradient."""
+    master: Tensor
+    """[V, D] the parameter that it is a copy of, or the same: it gets the gradient, in its own dtype."""
+    bias: Tensor | None = None
+    """[V]"""
+    scale: float = 1.0
+    """Logits are multiplied by it (Cohere's logit_scale, Granite's 1 / logits_scaling)."""
+    softcap: float = 0.0
+    """Logits become softcap * tanh(logits / softcap) (Gemma 2); 0 is off."""
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """[N, D] -> [N, V], reduced precision ends here: fp32 from now on."""
+        logits = F.linear(hidden, self.weight, self.bias)
+        logits = logits if logits.dtype == torch.float64 else logits.float()
+        logits = logits * self.scale if self.scale != 1.0 else logits
+        return self.softcap * torch.tanh(logits / self.softcap) if self.softcap else logits
+
+
+class Candidates(NamedTuple):
+    """Tokens that a distribution is truncated to."""
+
+    ids: Tensor
+    """[n, K] ascending, and 0 behind them."""
+    there: Tensor
+    """[n, K] bool: not behind them."""
+
+    def of(self, logits: Tensor) -> Tensor:
+        """[n, V] -> [n, K]"""
+        return logits.gather(-1, self.ids).masked_fill_(~self.there, NOWHERE)
+
+    def places(self, tokens: Tensor) -> Tensor:
+        """[n] ids -> [n] where they stand among these."""
+        return (self.ids == tokens[:, None]).byte().argmax(-1)
+
+
+class Reading(NamedTuple):
+    """How hidden states are read: all that the functions below need besides tensors."""
+
+    head: Head
+    temperature: float
+    entropy_grad: bool
+    ref_hidden: Tensor | None
+    ref_head: Head | None
+    among: SamplingMask | None = None
+    """What each distribution is truncated to."""
+
+    def candidates(self, rows: Tensor) -> Candidates | None:
+        """Of these rows; None is the vocabulary."""
+        return None if self.among is None else Candidates(*self.among.of(rows).ids(len(self.head.weight)))
+
+    def distribution(self, hidden: Tensor, among: Candidates | None) -> Tensor:
+        """[n, D] -> [n, V or K] logits at the temperature."""
+        logits = self.head.logits(hidden)
+        logits = logits.div_(self.temperature) if self.temperature != 1.0 else logits
+        return logits if among is None else among.of(logits)
+
+    def slope(self, z: Tensor) -> Tensor | float:
+        """dz / d of what the head's matrix gives: [n, V] with a softcap, else the same for all."""
+        factor = self.head.scale / self.temperature
+        cap = self.head.softcap / self.temperature
+        return factor * (1 - (z / cap).square()) if cap else factor
+
+    def reference(self, rows: Tensor, among: Candidates | None) -> Tensor | None:
+        """[n, V or K] log-probs of the reference."""
+        if self.ref_hidden is None or self.ref_head is None:
+            return None
+        logits = self.ref_head.logits(self.ref_hidden[rows]) / self.temperature
+        return (logits if among is None else among.of(logits)).log_softmax(-1)
+
+
+def token_logprobs(
+    hidden: Tensor,
+    head: Head,
+    tokens: Tensor,
+    temperature: float = 1.0,
+    entropy_grad: bool = False,
+    reference: tuple[Tensor, Head] | None = None,
+    among: SamplingMask | None = None,
+) -> tuple[Tensor, ...]:
+    """Log-probability of `tokens` [N] and entropy of their distributions, both [N], in nats.
+
+    The distribution is softmax(logits / temperature), the whole of it or among the tokens of a mask. `hidden` [N, D] is
+    where each token was predicted from. Logits are recomputed in the backward pass; the entropy has a gradient only if
+    asked for. With the hidden states and the head of a reference, a third: KL(distribution, reference's), the sum.
+    """
+    reading = Reading(head, temperature, entropy_grad, *(reference or (None, None)), among)
+    logprobs, entropy, kl = TokenLogprobs.apply(hidden, head.master, head.bias, tokens, reading)  # pyright: ignore
+    return (logprobs, entropy) if reference is None else (logprobs, entropy, kl)
+
+
+class TokenLogprobs(torch.autograd.Function):
+    """With z the logits at the temperature, p their softmax, H its entropy, q the reference:
+
+        d log p[token] / dz = onehot(token) - p
+        d H / dz = -p (log p + H)
+        d KL / dz = p (log p - log q - KL)
+
+    What is done to each logit is done a few rows at a time, in the processor's cache; matrix products take many.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, hidden: Tensor, master: Tensor, bias: Tensor | None, tokens: Tensor, reading: Reading
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        weight, every = reading.head.weight, torch.arange(len(tokens), device=tokens.device)
+        parts = [_read(hidden[rows], tokens[rows], reading, rows) for rows in every.split(_rows(weight, FEW))]
+        logprobs, entropy, kl, log_normalizer = (torch.cat(column) for column in zip(*parts, strict=True))
+        ctx.save_for_backward(hidden, weight, bias, tokens, entropy, kl, log_normalizer)
+        ctx.reading, ctx.master = reading, master.dtype
+        if not reading.entropy_grad:
+            ctx.mark_non_differentiable(entropy)
+        return logprobs, entropy, kl
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        hidden, weight, bias, *about = ctx.saved_tensors
+        reading = ctx.reading
+        live = (torch.stack(grads) != 0).any(0).nonzero()[:, 0]  # a token that weighs nothing costs nothing
+        wide = about[-1].dtype
+        of_hidden, of_weight = torch.zeros_like(hidden), None
+        of_bias = None if bias is None else torch.zeros_like(bias, dtype=wide)
+        for many in live.split(_rows(weight, MANY)):
+            of_logits = torch.empty(len(many), len(weight), dtype=weight.dtype, device=weight.device)
+            for few, into in zip(many.split(_rows(weight, FEW)), of_logits.split(_rows(weight, FEW)), strict=True):
+                _of_logits(into, hidden[few], few, reading, about, grads)
+            of_hidden[many] = of_logits @ weight
+            added = (of_logits.mT @ hidden[many]).to(wide)
+            of_weight = added if of_weight is None else of_weight.add_(added)
+            if of_bias is not None:
+                of_bias += of_logits.sum(0, dtype=wide)
+        assert of_weight is not None, "split gives at least one part"
+        return of_hidden, of_weight.to(ctx.master), None if of_bias is None else of_bias.to(weight.dtype), None, None
+
+
+def _read(hidden: Tensor, tokens: Tensor, reading: Reading, rows: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Log-probs, entropy, KL and log-normaliser, [n] each."""
+    among = reading.candidates(rows)
+    z, places = reading.distribution(hidden, among), tokens if among is None else among.places(tokens)
+    highest = z.amax(-1, keepdim=True)
+    masses = (z - highest).exp_()
+    total = masses.sum(-1)
+    log_normalizer = highest[:, 0] + total.log()
+    logprobs = z.gather(-1, places[:, None])[:, 0] - log_normalizer
+    entropy = log_normalizer - dots(masses, z) / total
+    other = reading.reference(rows, among)
+    kl = torch.zeros_like(entropy) if other is None else -entropy - dots(masses, other) / total
+    return logprobs, entropy, kl, log_normalizer
+
+
+def _of_logits(
+    into: Tensor, hidden: Tensor, rows: Tensor, reading: Reading, about: Sequence[Tensor], grads: Sequence[Tensor]
+) -> None:
+    """Puts the gradient of what the head's matrix gives for these rows into [n, V]."""
+    tokens, entropy, kl, log_normalizer = (x[rows] for x in about)
+    of_logprob, of_entropy, of_kl = (g[rows, None] for g in grads)
+    among = reading.candidates(rows)
+    z, other = reading.distribution(hidden, among), reading.reference(rows, among)
+    slope, log_probs = reading.slope(z), z.sub_(log_normalizer[:, None])
+    weights = -of_logprob
+    if reading.entropy_grad:
+        weights = weights - of_entropy * (log_probs + entropy[:, None])
+    if other is not None:
+        weights = weights + of_kl * (log_probs - other - kl[:, None])
+    grad = log_probs.exp_().mul_(weights)
+    places = tokens if among is None else among.places(tokens)
+    grad[torch.arange(len(rows), device=z.device), places] += of_logprob[:, 0]
+    grad = grad if isinstance(slope, float) and slope == 1.0 else grad.mul_(slope)
+    if among is None:
+        into.copy_(grad)
+    else:
+        into.zero_().scatter_add_(-1, among.ids, grad.to(into.dtype))
+
+
+def dots(x: Tensor, y: Tensor) -> Tensor:
+    """[n, V] and [n, V] -> [n] inner products, without a product of their size."""
+    return (x[:, None] @ y[:, :, None])[:, 0, 0]
+
+
+def _rows(weight: Tensor, elements: int) -> int:
+    """Whole tiles of matrix products, where there is room for one."""
+    rows = elements // len(weight)
+    return max(1, rows // 64 * 64 or rows)

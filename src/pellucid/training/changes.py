@@ -1,0 +1,99 @@
+"""What a resume may change of a run's settings: all that leaves its log true, comparable from end to end."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from pellucid import config
+from pellucid.config import Config
+from pellucid.reporting.report import flat
+from pellucid.reporting.run_folder import Record, read_config
+from pellucid.training import files
+from pellucid.types import UserError
+
+FREE = (
+    "algorithm.steps",
+    "algorithm.minutes",
+    "algorithm.micro_batch",
+    "policy.deterministic",
+    "policy.device",
+    "policy.dtype",
+    "policy.engine",
+    "policy.gradient_checkpointing",
+    "policy.reference",
+    "sampler.rows",
+    "evaluate.every",
+    "reward.",
+    "optimizer.",
+    "checkpoint.",
+    "log.",
+)
+"""How far, on what machine and how fast: the learning rate of each step stands in metrics.jsonl. Questions, rewards,
+samples and objective stay what they were; which rewards failed for want of time or memory stands there too."""
+
+WITHOUT_EFFECT = ("checkpoint.", "log.", "reward.workers", "reward.patience")
+"""On any number."""
+
+Changes = Mapping[str, Sequence[Any]]
+
+
+def of_resume(run_dir: Path, cfg: Config) -> Changes:
+    """By setting: what it was and what it is from now on. UserError, in one line, for one that must stay."""
+    changed = unlike(run_dir, files.recorded(cfg))
+    for key, (was, is_) in changed.items():
+        if not key.startswith(FREE):
+            ready = "" if (run_dir / "model").is_dir() else "when it is finished, "
+            raise UserError(
+                f"{run_dir} was trained with {key} = {was}, now {is_}: resume it with what it was, or {ready}start"
+                f" a new run from its model with --policy.model {run_dir / 'model'}"
+            )
+    return changed
+
+
+def unlike(run_dir: Path, wanted: Record) -> Changes:
+    """By dotted key, in what a run and settings as `files.recorded` has them differ: a setting or a file's content.
+
+    A dtype that is left to the machine is the run's, and the same file in another place is the same.
+    """
+    theirs, ours = (dict(flat(of)) for of in (files.recorded(config.load(run_dir / "config.json")), wanted))
+    then, now = read_config(run_dir).get("digests") or {}, files.digests(wanted)  # an older version noted none
+    if ours["policy.dtype"] == "auto":
+        ours["policy.dtype"] = theirs["policy.dtype"]
+    changed = {
+        key: (theirs.get(key), ours.get(key))
+        for key in {**ours, **theirs}
+        if theirs.get(key) != ours.get(key) and not (key in then and then[key] == now.get(key))
+    }
+    edited = {key: (short(then[key]), short(now.get(key, "none"))) for key in then if then[key] != now.get(key)}
+    return {**edited, **changed}
+
+
+def matter(run_dir: Path, wanted: Record) -> Changes:
+    """... but for what has no effect on any number, whose defaults may be others in a later version."""
+    return {key: both for key, both in unlike(run_dir, wanted).items() if not key.startswith(WITHOUT_EFFECT)}
+
+
+def short(digest: str) -> str:
+    return f"a file of sha256 {digest[:12]}"
+
+
+def history(run_dir: Path, step: int, changed: Changes, facts: Record) -> Record:
+    """Where a run came from, as it stood at its start, with its resumes, this one the last."""
+    before = read_config(run_dir)
+    now = {"time": time.strftime("%Y-%m-%dT%H:%M:%S%z"), "step": step, "changed": dict(changed), **facts}
+    started = {name: before.get(name, fact) for name, fact in facts.items()}
+    return {**started, "resumes": [*(before.get("resumes") or []), now]}
+
+
+def shown(run_dir: Path, step: int, facts: Record) -> str:
+    """A line on the last resume: from which step, and what is no longer as it was before."""
+    *earlier, now = [{**facts, "changed": {}}, *facts["resumes"]]
+    changed = [f"{key} = {is_} (was {was})" for key, (was, is_) in now["changed"].items()]
+    versions = earlier[-1]["versions"]
+    changed += [
+        f"{name} {is_} (was {was})" for name, is_ in now["versions"].items() if (was := versions.get(name)) != is_
+    ]
+    return f"{run_dir} goes on after step {step}" + (f", with {', '.join(changed)}" if changed else "")

@@ -1,0 +1,133 @@
+"""Whose a run folder is: nobody's, a run's that came to nothing, one's that can go on, or another process's."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from pellucid import config
+from pellucid.config import Config
+from pellucid.machine.locks import locked, refuse_locked
+from pellucid.reporting import loggers
+from pellucid.reporting.run_folder import checkpoints, finished, read_config, records
+from pellucid.training import changes, files
+from pellucid.types import NotBegunError, UserError
+
+LOCK = ".lock"
+RANKS = ("RANK", "PMI_RANK", "OMPI_COMM_WORLD_RANK", "MV2_COMM_WORLD_RANK")
+"""Where launchers say which process this is; as Accelerate reads them."""
+
+
+def first_process() -> bool:
+    """Of those that train together: the one that writes. Known before torch is imported."""
+    return next((os.environ[name] for name in RANKS if name in os.environ), "0") == "0"
+
+
+@contextmanager
+def held(run_dir: Path) -> Iterator[None]:
+    """The folder, made where it is not there, is this process's until it ends, however that comes about.
+
+    One that was made for a run that could not begin, since the model is not there or its rewards fail, goes again.
+    """
+    is_new = not run_dir.exists()
+    run_dir.mkdir(parents=True, exist_ok=True)
+    with locked(run_dir / LOCK, trains_in(run_dir)):
+        try:
+            yield
+        except NotBegunError:
+            if is_new:
+                clear(run_dir)
+            raise
+        finally:
+            if is_new and os.listdir(run_dir) == [LOCK]:
+                with suppress(OSError):  # Windows keeps a file that is open
+                    (run_dir / LOCK).unlink()
+                    run_dir.rmdir()
+
+
+def clear(run_dir: Path) -> None:
+    """Empties the folder but for its lock."""
+    for path in [path for path in run_dir.iterdir() if path.name != LOCK]:
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path)
+        else:
+            path.unlink()
+
+
+def refuse_held(run_dir: Path) -> None:
+    """UserError, in one line, where another process trains in it."""
+    refuse_locked(run_dir / LOCK, trains_in(run_dir))
+
+
+def trains_in(run_dir: Path) -> str:
+    return f"trains in {run_dir}"
+
+
+def foreign(run_dir: Path) -> list[str]:
+    """What lies in a folder without a config.json, and is no run's; names that begin with a dot are nobody's work."""
+    if (run_dir / "config.json").is_file() or not run_dir.is_dir():
+        return []
+    return sorted(path.name for path in run_dir.iterdir() if path.name[0] != "." and path.name != "config.json.partial")
+
+
+def check_new(run_dir: Path) -> None:
+    """UserError where no run can begin there. Quick: nothing is loaded, and nothing is written."""
+    check_writable(run_dir)
+    refuse_held(run_dir)
+    check_free(run_dir)
+
+
+def check_free(run_dir: Path) -> None:
+    """UserError where something lies there that a new run would destroy."""
+    names = foreign(run_dir)
+    if not names and (run_dir / "config.json").is_file() and "algorithm" not in read_config(run_dir):
+        names = ["config.json"]  # of a model, or damaged
+    if names:
+        raise UserError(f"{run_dir} holds {names[0]}, which is no run's: choose another folder with --run")
+    if checkpoints(run_dir) or finished(run_dir) or (run_dir / "model").exists():
+        raise UserError(f"{run_dir} holds a run: go on with --resume {run_dir}, or choose another folder with --run")
+
+
+def check_begun(run_dir: Path, cfg: Config) -> None:
+    """UserError where a run of other settings has left steps there, though no checkpoint."""
+    if any(records(run_dir / "metrics.jsonl")):
+        for key in changes.matter(run_dir, files.recorded(config.settled(cfg))):
+            raise UserError(
+                f"{run_dir} holds steps of a run with another {key}: begin again with --resume {run_dir}, or choose"
+                " another folder with --run"
+            )
+
+
+def check_resumable(run_dir: Path) -> None:
+    """UserError where no run can go on there. Quick: nothing is loaded, and nothing is written."""
+    path = run_dir / "config.json"
+    if not path.is_file():
+        raise UserError(f"--resume {run_dir}: there is no run in that folder (no config.json)")
+    if "algorithm" not in read_config(run_dir):
+        raise UserError(f"{path} is no run's, or damaged: bring it back from a copy, or start in another folder")
+    check_writable(run_dir)
+    refuse_held(run_dir)
+    if finished(run_dir) and not checkpoints(run_dir):
+        raise UserError(f"{run_dir} is finished and has no checkpoint to go on from: start a new run with --run")
+
+
+def check_writable(run_dir: Path) -> None:
+    """UserError where nothing can be written there, or it cannot be made. Nothing is left behind."""
+    place = next(path for path in (run_dir, *run_dir.absolute().parents) if os.path.lexists(path))
+    try:
+        with suppress(FileNotFoundError):  # but not a name that is too long
+            run_dir.lstat()
+        with tempfile.TemporaryFile(dir=place):
+            pass
+    except OSError as error:
+        raise UserError(f"{run_dir} cannot be written to ({error.strerror}): choose another folder") from error
+
+
+def begin_again(run_dir: Path) -> None:
+    """Forgets what a run that came to no checkpoint has logged."""
+    loggers.truncate(run_dir, -1)
+    shutil.rmtree(run_dir / "tensorboard", ignore_errors=True)

@@ -1,0 +1,140 @@
+"""A Config brought to life: policy, reference, tasks, samplers and runtime, as the settings describe them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import torch
+
+from pellucid import config
+from pellucid.algorithm import grpo
+from pellucid.algorithm.settings import RewardConfig
+from pellucid.config import Config, EvaluateConfig, SamplerConfig
+from pellucid.machine import hardware
+from pellucid.models.drawing import WHOLE, Truncation
+from pellucid.policy import policy
+from pellucid.policy.policy import AdapterOff, Policy
+from pellucid.runtimes.accelerate import Runtime, decided
+from pellucid.samplers.hf import HuggingFace
+from pellucid.samplers.native import Native
+from pellucid.tasks.arithmetic import Arithmetic
+from pellucid.tasks.curriculum import Curriculum
+from pellucid.tasks.prefixed import Prefixed
+from pellucid.tasks.sandbox import Sandboxed
+from pellucid.tasks.wrappers import layers, with_split
+from pellucid.training.evaluate import held_out
+from pellucid.types import Prompt, Sampler, Task, UserError
+
+HARMLESS = (Arithmetic, Curriculum, Prefixed)
+
+
+@dataclass
+class Parts:
+    """What a Config describes, alive."""
+
+    task: Task
+    test_task: Task
+    test_prompts: Sequence[Prompt]
+    sampler: Sampler
+    test_sampler: Sampler
+    greedy: Sampler
+    policy: Policy
+    reference: Policy | AdapterOff | None
+    runtime: Runtime
+    state: grpo.State
+    seconds: float = 0.0
+    """Spent in finished steps, by the clock of this process."""
+    failures: list[str] = field(default_factory=list)
+    """Of each of the last steps in which every reward failed: the first error."""
+
+    def close(self) -> None:
+        """Ends the processes of the rewards."""
+        if isinstance(self.task, Sandboxed):
+            self.task.close()
+
+
+def settled(cfg: Config) -> Config:
+    """What depends on this machine or on another section, written out: a resumed run must not decide anew."""
+    device = hardware.pick_device(cfg.policy.device)
+    dtype = decided(lambda: str(hardware.pick_dtype(cfg.policy.dtype, device)).removeprefix("torch."), device)
+    return config.settled(cfg).model_copy(update={"policy": replace(cfg.policy, dtype=dtype)})
+
+
+def compose(cfg: Config, log: Path | None = None) -> Parts:
+    """log: the file that takes what rewards print."""
+    device = hardware.pick_device(cfg.policy.device)
+    algorithm, dtype = cfg.algorithm, hardware.pick_dtype(cfg.policy.dtype, device)
+    task = isolated(
+        with_split(cfg.task, "train"), cfg.reward, log
+    )  # first: its mistakes are found before a model is loaded
+    if dtype == torch.float16:
+        check_float16(cfg, device)
+    learner = policy.load(
+        cfg.policy.model,
+        device,
+        dtype,
+        cfg.sampler.temperature,
+        entropy_grad=algorithm.entropy_coef > 0,
+        gradient_checkpointing=cfg.policy.gradient_checkpointing,
+        lora=cfg.policy.lora,
+        engine=cfg.policy.engine,
+        narrow=cfg.optimizer.offload,
+    )
+    reference = load_reference(cfg, learner) if algorithm.kl_coef else None
+    if reference is not None and algorithm.kl == "exact":
+        learner.measure_kl(reference)
+    runtime = Runtime(learner, cfg.optimizer, total=algorithm.steps * algorithm.inner_steps)
+    if algorithm.prompts_per_step % (runtime.world * algorithm.minibatches):
+        raise UserError(
+            f"algorithm.prompts_per_step = {algorithm.prompts_per_step} must be a multiple of processes * minibatches"
+            f" = {runtime.world * algorithm.minibatches}: groups are not split"
+        )
+    test_task = with_split(task, "test")
+    return Parts(
+        task=task,
+        test_task=test_task,
+        test_prompts=held_out(test_task, cfg.evaluate.n) if cfg.evaluate.every else [],
+        sampler=pick_sampler(cfg, truncation_of(cfg.sampler)),
+        test_sampler=pick_sampler(cfg, truncation_of(cfg.evaluate)),
+        greedy=replace(pick_sampler(cfg), temperature=0.0),
+        policy=learner,
+        reference=reference,
+        runtime=runtime,
+        state=grpo.State(kl_coef=algorithm.kl_coef),
+    )
+
+
+def check_float16(cfg: Config, device: torch.device) -> None:
+    if cfg.optimizer.offload and not cfg.policy.lora:
+        raise UserError(
+            'optimizer.offload keeps gradients in policy.dtype, and those of "float16" cannot be unscaled: set'
+            ' policy.dtype = "bfloat16", policy.lora, or leave offload out'
+        )
+    hardware.check_float16(device)
+
+
+def isolated(task: Task, cfg: RewardConfig, log: Path | None = None) -> Task:
+    """Rewards that may raise, hang or die run in processes of their own; sums need none."""
+    return task if all(type(layer) in HARMLESS for layer in layers(task)) else Sandboxed(task, cfg, log)
+
+
+def load_reference(cfg: Config, learner: Policy) -> Policy | AdapterOff:
+    if cfg.policy.lora:
+        if cfg.algorithm.reference_every:
+            raise UserError(policy.BASE_STAYS)
+        return AdapterOff(learner)
+    device = learner.device if cfg.policy.reference == "auto" else hardware.pick_device(cfg.policy.reference)
+    return policy.load_frozen(cfg.policy.model, device, learner.dtype, cfg.sampler.temperature, cfg.policy.engine)
+
+
+def pick_sampler(cfg: Config, truncation: Truncation = WHOLE) -> Native | HuggingFace:
+    s = cfg.sampler
+    if s.name == "hf":
+        return HuggingFace(s.temperature, s.max_tokens, truncation)
+    return Native(s.temperature, s.max_tokens, s.rows, truncation)
+
+
+def truncation_of(cfg: SamplerConfig | EvaluateConfig) -> Truncation:
+    return Truncation(cfg.top_k, cfg.top_p, cfg.min_p)

@@ -1,0 +1,36 @@
+"""`pellucid eval`: what a model answers to held-out questions, without training it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import rich
+
+from pellucid.config import Config
+from pellucid.machine import hardware
+from pellucid.policy import policy
+from pellucid.reporting.console import accuracy_table, verdict
+from pellucid.tasks.wrappers import with_split
+from pellucid.training import preflight
+from pellucid.training.compose import isolated, pick_sampler, truncation_of
+from pellucid.training.evaluate import OneProcess, evaluate, held_out
+
+
+def examine(cfg: Config, model: str, show: int) -> int:
+    """Prints `show` greedy answers to the task's held-out questions, and the accuracy over all."""
+    hardware.keep_freed_memory()
+    device = hardware.pick_device(cfg.policy.device)
+    dtype = hardware.pick_dtype(cfg.policy.dtype, device)
+    frozen = policy.load_frozen(model, device, dtype, cfg.sampler.temperature, cfg.policy.engine)
+    task = isolated(with_split(cfg.task, "test"), cfg.reward)
+    sampler, greedy = pick_sampler(cfg, truncation_of(cfg.evaluate)), replace(pick_sampler(cfg), temperature=0.0)
+    sampler.sync(frozen)
+    greedy.sync(frozen)
+    k, samples = cfg.evaluate.k, cfg.evaluate.samples or cfg.evaluate.k
+    prompts = held_out(task, cfg.evaluate.n)
+    evaluation, groups, best = evaluate(cfg.task_name, task, prompts, greedy, sampler, k, samples, OneProcess())
+    for group in best[:show]:
+        rich.print(verdict(group))
+    preflight.refuse_failing([*best, *groups])
+    rich.print(accuracy_table(model, evaluation))
+    return 0

@@ -1,0 +1,66 @@
+"""The files that settings name: where they are, from whatever folder a run goes on, and what is in them."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from pellucid.config import Config, PolicyConfig, dump
+from pellucid.machine import disk
+from pellucid.reporting.run_folder import Record
+
+
+def recorded(cfg: Config) -> dict[str, Any]:
+    """Every key as JSON, as `config.dump` has it, with the absolute paths of all files that are there."""
+    values = dump(cfg)
+    model = values["policy"]["model"]
+    if model != PolicyConfig.model and os.path.exists(os.path.expanduser(model)):
+        values["policy"]["model"] = absolute(model)
+    return {**values, "task": located(values["task"])}
+
+
+def located(value: Any) -> Any:
+    """A task's section, or a value in it, with absolute paths."""
+    if isinstance(value, Mapping):
+        return {key: located(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [located(item) for item in value]
+    if not isinstance(value, str) or file_of(value) is None:
+        return value
+    source, colon, name = value.rpartition(":")
+    if source.endswith(".py"):
+        return f"{absolute(source)}{colon}{name}"
+    return value if colon else absolute(value)
+
+
+def digests(settings: Record) -> dict[str, str]:
+    """By dotted key, the sha256 of each file that the task's settings name: code, prefixes, data."""
+    return {key: disk.digest(path) for key, path in named_files(settings["task"], "task")}
+
+
+def named_files(value: Any, key: str) -> Iterator[tuple[str, Path]]:
+    if isinstance(value, Mapping):
+        for name, item in value.items():
+            yield from named_files(item, f"{key}.{name}")
+    elif isinstance(value, list | tuple):
+        for i, item in enumerate(value):
+            yield from named_files(item, f"{key}.{i}")
+    elif isinstance(value, str) and (path := file_of(value)):
+        yield key, path
+
+
+def file_of(value: str) -> Path | None:
+    """The file behind `path/to/file.ext`, `path/to/file.py:Name` or, once it is imported, `module:Name`."""
+    source, _, name = value.rpartition(":")
+    if name.isidentifier() and source in sys.modules:
+        origin = getattr(sys.modules[source], "__file__", None)
+        return Path(origin) if origin else None
+    path = Path(os.path.expanduser(source if source.endswith(".py") else value))
+    return path if path.suffix and os.path.isfile(path) else None
+
+
+def absolute(path: str) -> str:
+    return os.path.abspath(os.path.expanduser(path))

@@ -1,0 +1,147 @@
+"""What a person sees before step 1: the derived numbers, one real exchange, and whether there is anything to learn."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+from statistics import fmean
+
+import rich
+from rich.markup import escape
+from rich.table import Table
+
+from pellucid.algorithm.batch import task_rewards
+from pellucid.algorithm.diagnostics import known_inert
+from pellucid.config import Config
+from pellucid.doctor import memory
+from pellucid.machine import hardware
+from pellucid.machine.extras import extra
+from pellucid.machine.hardware import memory_gb
+from pellucid.machine.harmless import harmless
+from pellucid.policy.policy import Policy
+from pellucid.reporting import boards
+from pellucid.reporting.console import first_error, first_line
+from pellucid.reporting.metrics import all_failed, predicted_dead_share
+from pellucid.tasks.wrappers import with_split
+from pellucid.training.evaluate import held_out
+from pellucid.types import Group, NotBegunError, UserError
+
+
+def check(cfg: Config, run_dir: Path) -> None:
+    """Whatever would fail after minutes, or at the end: extras, data, room on the disk. UserError says what to mend."""
+    if cfg.log.tensorboard:
+        extra("torch.utils.tensorboard", "tensorboard", "log.tensorboard")
+    if cfg.log.wandb != "off":
+        boards.check_wandb(cfg.log.wandb)
+    if cfg.policy.lora:
+        extra("peft", "lora", "policy.lora")
+    with_split(cfg.task, "train").sample(0, cfg.algorithm.prompts_per_step)
+    if cfg.evaluate.every:
+        held_out(with_split(cfg.task, "test"), cfg.evaluate.n)
+    check_room(cfg, run_dir)
+
+
+def check_room(cfg: Config, run_dir: Path) -> None:
+    """UserError where the disk has no room for the model and its checkpoints, one more than are kept while it saves."""
+    try:
+        model = memory.from_name(cfg.policy.model, cfg.policy.lora)
+    except UserError:  # loading it says more
+        return
+    kept = cfg.checkpoint.keep_last + 1
+    needed = (saved_bytes(model, cfg) + kept * checkpoint_bytes(model, cfg) - used_bytes(run_dir)) / 1e9
+    place = next(path for path in (run_dir, *run_dir.absolute().parents) if path.exists())
+    free = shutil.disk_usage(place).free / 1e9
+    if needed > free:
+        raise UserError(
+            f"{run_dir} needs {needed:.1f} GB for the model and {kept} checkpoints, and {free:.1f} GB are free: make"
+            " room, lower checkpoint.keep_last, or choose another folder with --run"
+        )
+
+
+def saved_bytes(model: memory.Model, cfg: Config) -> int:
+    narrow = cfg.policy.dtype != "float32" and (cfg.policy.lora or cfg.optimizer.offload)
+    return model.parameters * (2 if narrow else 4)
+
+
+def checkpoint_bytes(model: memory.Model, cfg: Config) -> int:
+    """Weights, or their masters, and two moments in fp32."""
+    moving = 4 * model.parameters if cfg.algorithm.reference_every else 0
+    return 12 * model.trained + moving
+
+
+def used_bytes(run_dir: Path) -> int:
+    """Of what a resumed run will write anew."""
+    old = [*run_dir.glob("checkpoints/*/*"), *run_dir.glob("model/*")]
+    return sum(os.path.getsize(path) for path in old if path.is_file())
+
+
+def show_numbers(cfg: Config, policy: Policy, world: int) -> None:
+    a = cfg.algorithm
+    completions = a.prompts_per_step * a.group_size
+    parameters, trained = count(policy)
+    model = memory.Model(policy.model.config, parameters, trained)
+    expected = sum(memory.parts(model, cfg, world).values())
+    table = Table.grid(padding=(0, 2))
+    for name, value in {
+        "model": f"{cfg.policy.model}: {parameters / 1e6:.1f} M parameters, {trained / 1e6:.1f} M trained",
+        "computes": f"in {cfg.policy.dtype} on {policy.device}, {world} process{'es' if world > 1 else ''}, by"
+        + (" our decoder" if policy.decoder else f" transformers ({policy.detour()})"),
+        "a step": f"{a.prompts_per_step} prompts x {a.group_size} completions = {completions}, up to"
+        f" {cfg.sampler.max_tokens} tokens each, {a.inner_steps} optimizer step{'s' if a.inner_steps > 1 else ''}",
+        "the run": f"{a.steps} steps = {a.steps * completions} completions"
+        + (f", or {a.minutes:g} minutes" if a.minutes else "")
+        + f", seed {a.seed}",
+        "memory": f"about {expected:.1f} GB expected"
+        + (f" of {memory_gb():.0f} GB: lower algorithm.micro_batch" if expected > memory_gb() else ""),
+    }.items():
+        table.add_row(f"[dim]{name}", escape(value))
+    rich.print(table)
+    slow = {"float32": hardware.without_bf16, "float16": hardware.slower_in_float16}.get(cfg.policy.dtype)
+    for line in filter(None, (slow(policy.device) if slow else "", *known_inert(a))):
+        print(f"! {line}", flush=True)
+
+
+def show_exchange(policy: Policy, group: Group) -> None:
+    """The exact strings, special tokens included; the bar is where the prompt's tokens end and sampling began."""
+    completion = group.completions[0]
+    prompt, answer = (harmless(policy.decode(ids, special=True)) for ids in (group.prompt_ids, completion.token_ids))
+    rich.print(f"\n[dim]{escape(prompt)}[/dim][bold cyan]|[/bold cyan]{escape(answer)}")
+    reward = group.rewards[0]
+    graded = f"not graded: {first_line(reward)}" if reward.failed else f"reward {reward.value:g}"
+    verdict = graded + (f", gold answer {harmless(group.prompt.answer)}" if group.prompt.answer else "")
+    rich.print(f"[dim]{len(group.prompt_ids)} prompt tokens | {len(completion.token_ids)} sampled; {escape(verdict)}\n")
+
+
+def refuse_failing(groups: Sequence[Group]) -> None:
+    """NotBegunError where every reward of the first look failed: there is nothing to learn from."""
+    if all_failed(groups):
+        n = sum(len(group.rewards) for group in groups)
+        raise NotBegunError(f"every reward of the first {n} samples failed, the first with {first_error(groups)}")
+
+
+def show_signal(groups: Sequence[Group], group_size: int, min_spread: float) -> None:
+    """How many groups of `group_size` will be dead, estimated from at least as many samples of each prompt."""
+    graded = [reward for group in groups for reward in group.rewards if not reward.failed]
+    if not graded:
+        print("! no sample could be graded: no reward is meant for any of their prompts", flush=True)
+        return
+    dead = predicted_dead_share(task_rewards(groups).tolist(), group_size, min_spread)
+    right = fmean(reward.is_correct for reward in graded)
+    print(f"{right:.0%} of samples are right; {dead:.0%} of groups of {group_size} will be dead.", advice(dead, right))
+
+
+def advice(dead: float, right: float) -> str:
+    """A dead group, all right or all wrong, has no gradient."""
+    if dead < 0.5:
+        return "That is enough contrast to learn from."
+    easier_or_harder = "easier prompts or a better-prompted start" if right < 0.5 else "harder prompts"
+    return (
+        "Most sampling will teach nothing: use a larger algorithm.group_size, algorithm.max_rounds to draw dead groups"
+        f" anew, or {easier_or_harder}."
+    )
+
+
+def count(policy: Policy) -> tuple[int, int]:
+    return sum(p.numel() for p in policy.model.parameters()), sum(p.numel() for p in policy.trainable().values())

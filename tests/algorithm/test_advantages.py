@@ -1,0 +1,230 @@
+"""Advantages: numbers by hand, invariances, limits. Their expected gradients are in test_expectations.py."""
+
+from __future__ import annotations
+
+import math
+from typing import get_args
+
+import pytest
+import torch
+
+from pellucid.algorithm.advantages import ADVANTAGES, advantages_of
+from pellucid.algorithm.settings import Advantage, GRPOConfig
+from pellucid.types import UserError
+from small_policy import F64, grades
+
+CFG = GRPOConfig()
+COMPARING = sorted(ADVANTAGES.keys() - {"raw", "top"})
+# What a factor on all rewards does to the advantages.
+SCALE_FREE = {"grpo", "grpo_sample_std", "maxrl", "lead", "length_grouped", "length_grouped_literal", "batch", "gdpo"}
+# These weigh a group by the level of its rewards.
+LEVELLED = {"maxrl", "dgpo"}
+
+
+def advantages(name, rewards, cfg=CFG, **more):
+    return ADVANTAGES[name](grades(rewards, **more), cfg)
+
+
+def same(measured, expected, tolerance=1e-12):
+    torch.testing.assert_close(measured, torch.as_tensor(expected, dtype=F64), rtol=0, atol=tolerance)
+
+
+def test_the_settings_name_them_all():
+    assert set(get_args(Advantage)) == ADVANTAGES.keys()
+
+
+# Population stds are sqrt(3) / 4 and sqrt((4 + 1 + 0 + 9) / 4); S is sqrt(9 (3.5 4 / 3) / 4); W / 8 is the std of all.
+ROOT3, SIGMA, S, W = (math.sqrt(x) for x in (3, 3.5, 10.5, 167))
+TWO_GROUPS = [[1.0, 0.0, 0.0, 0.0], [0.0, 1.0, 2.0, 5.0]]
+HAND = {
+    "grpo": [[ROOT3, -1 / ROOT3, -1 / ROOT3, -1 / ROOT3], [-2 / SIGMA, -1 / SIGMA, 0, 3 / SIGMA]],
+    "grpo_sample_std": [[1.5, -0.5, -0.5, -0.5], [-3 / S, -1.5 / S, 0, 4.5 / S]],
+    "centered": [[0.75, -0.25, -0.25, -0.25], [-2, -1, 0, 3]],
+    "rloo": [[1, -1 / 3, -1 / 3, -1 / 3], [-8 / 3, -4 / 3, 0, 4]],
+    "maxrl": [[3, -1, -1, -1], [-1, -0.5, 0, 1.5]],
+    "raw": TWO_GROUPS,
+    "top": [[1, 0, 0, 0], [0, 0, 0, 5]],
+    # All eight: mean 9/8, mean square 31/8, variance 167/64.
+    "batch": [[6 / W, *[-2 / W] * 3], [-16 / W, -8 / W, 0, 24 / W]],
+    # Means .25 and 2, of both 1.125: weights 1.875 and clip(.125) = .5.
+    "difficulty": [[1.875 * ROOT3, *[-1.875 / ROOT3] * 3], [-1 / SIGMA, -0.5 / SIGMA, 0, 1.5 / SIGMA]],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", HAND)
+def test_by_hand(name):
+    same(advantages(name, TWO_GROUPS), HAND[name])
+
+
+def test_dgpo_by_hand():
+    """Mean absolute deviations .375 and 1.5; weights 2 softmax(-.125, -1); a dead group takes no share."""
+    rewards = [*TWO_GROUPS, [7.0] * 4]
+    easy, hard = math.exp(-1.0), math.exp(-0.125)
+    weights = [2 * hard / (easy + hard), 2 * easy / (easy + hard)]
+    first = [weights[0] * a / 0.375 for a in (0.75, -0.25, -0.25, -0.25)]
+    second = [weights[1] * a / 1.5 for a in (-2, -1, 0, 3)]
+    measured = advantages("dgpo", rewards)
+    same(measured, [first, second, [0.0] * 4])
+    same(measured.abs().sum(-1) / torch.tensor([*weights, 1.0], dtype=F64), [4.0, 4.0, 0.0])
+
+
+def test_lead_by_hand():
+    """Half right: the same weight on both sides. A quarter right: w(.25) = .4 + 1.1 / (1 + e^-5) on the right one."""
+    rewards = [[1.0, 0.0, 0.0, 0.0], [1.0, 1.0, 0.0, 0.0]]
+    rare, common = 0.4 + 1.1 / (1 + math.exp(-5)), 0.4 + 1.1 / (1 + math.exp(0))
+    half = 0.4 + 1.1 / (1 + math.exp(-2.5))
+    same(advantages("lead", rewards), [[rare * ROOT3, *[-common / ROOT3] * 3], [half, half, -half, -half]])
+
+
+def test_gdpo_keeps_apart_what_a_sum_would_mix():
+    """Two terms of very different spread: standardised each, +-1 and +-1, then weighed 1 and .5."""
+    parts = [[[0.0, 10.0], [0.0, -10.0], [1.0, 10.0], [1.0, -10.0]]]
+    measured = advantages("gdpo", [[10.0, -10.0, 11.0, -9.0]], parts=parts, weights=[[1.0, 0.5]])
+    raw = torch.tensor([[-1 + 0.5, -1 - 0.5, 1 + 0.5, 1 - 0.5]], dtype=F64)
+    same(measured, raw / math.sqrt(1.25))
+    cancelling = [[[0.1, 0.3], [0.3, 0.1], [0.7, -0.3]], [[0.0, 1.0], [0.5, 0.5], [1.0, 0.0]]]
+    assert advantages("gdpo", [[0.4, 0.4, 0.4], [1.0, 1.0, 1.0]], parts=cancelling).abs().max() == 0.0
+    dead_part = advantages("gdpo", [[0.0, 1.0]], parts=[[[0.0, 3.0], [1.0, 3.0]]])
+    same(dead_part, [[-1.0, 1.0]])
+
+
+@pytest.mark.parametrize("name", COMPARING)
+def test_equal_rewards_have_exactly_no_advantage(name):
+    """A million of them, dyadic or not."""
+    rewards = torch.rand(125_000, 1, dtype=F64).expand(-1, 8)
+    lengths = torch.randint(1, 50, (125_000, 8))
+    assert advantages(name, rewards, lengths=lengths).abs().max() == 0.0
+    a_rounding_apart = torch.tensor([[0.1 + 0.2, 0.3, 0.3, 0.3]], dtype=F64)
+    assert advantages(name, a_rounding_apart).abs().max() == 0.0
+    assert advantages(name, [[1e-6, 0.0, 0.0, 0.0]]).abs().max() > 0.0
+
+
+@pytest.mark.parametrize("name", sorted(set(COMPARING) - LEVELLED))
+def test_a_shift_of_all_rewards_changes_nothing(name):
+    rewards, lengths = torch.rand(50, 8, dtype=F64), torch.randint(1, 50, (50, 8))
+    correct = (rewards > 0.5).double()
+    plain = advantages(name, rewards, lengths=lengths, correct=correct)
+    shifted = advantages(name, rewards + 7.0, lengths=lengths, correct=correct)
+    torch.testing.assert_close(shifted, plain, rtol=0, atol=1e-11)
+
+
+@pytest.mark.parametrize("name", sorted(ADVANTAGES.keys() - {"difficulty", "dgpo"}))
+def test_a_factor_on_all_rewards_is_felt_or_not(name):
+    rewards, lengths = torch.rand(50, 8, dtype=F64), torch.randint(1, 50, (50, 8))
+    correct = (rewards > 0.5).double()
+    plain = advantages(name, rewards, lengths=lengths, correct=correct)
+    scaled = advantages(name, 3.0 * rewards, lengths=lengths, correct=correct)
+    torch.testing.assert_close(scaled, (1.0 if name in SCALE_FREE else 3.0) * plain, rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize("name", ADVANTAGES)
+def test_a_group_below_min_spread_is_dead_for_the_others_too(name):
+    """Members that look across groups must not weigh, or be scaled by, what is no signal."""
+    live, noise = [1.0, 0.0, 0.0, 1.0], [0.8, 0.804, 0.798, 0.798]
+    cfg = GRPOConfig(advantage=name, min_spread=0.01, group_size=4)
+    noisy, equal = grades([live, noise]), grades([live, [0.8] * 4])
+    measured = advantages_of(noisy, noisy.rewards, cfg)
+    same(measured[0], ADVANTAGES[name](equal, cfg)[0])
+    assert measured[0].abs().max() > 0.1
+    assert measured[1].abs().max() == 0.0
+
+
+def test_what_shaping_adds_makes_no_dead_group_live():
+    """min_spread is about the rewards of the task."""
+    task = grades([[1.0, 0.0, 0.0, 1.0], [0.8, 0.804, 0.798, 0.798]])
+    shaped = task.rewards - torch.tensor([0.0, 0.5, 0.0, 0.0], dtype=F64)
+    measured = advantages_of(task, shaped, GRPOConfig(min_spread=0.01, group_size=4))
+    same(measured[0], advantages("grpo", [[1.0, -0.5, 0.0, 1.0]])[0])
+    assert measured[1].abs().max() == 0.0
+
+
+def test_maxrl_refuses_what_it_cannot_divide_by():
+    with pytest.raises(UserError, match="negative"):
+        advantages("maxrl", [[-1.0, 1.0]])
+
+
+# ---------------------------------------------------------------- length groups
+
+
+def test_one_length_bucket_is_plain_grpo():
+    rewards, lengths = torch.rand(30, 8, dtype=F64), torch.randint(1, 50, (30, 8))
+    plain = advantages("grpo", rewards)
+    one = GRPOConfig(length_buckets=1, length_shrinkage=0.0, length_min_cell=1)
+    torch.testing.assert_close(advantages("length_grouped", rewards, one, lengths=lengths), plain, rtol=0, atol=1e-12)
+    large_cells = GRPOConfig(length_min_cell=9)
+    torch.testing.assert_close(
+        advantages("length_grouped", rewards, large_cells, lengths=lengths), plain, rtol=0, atol=1e-12
+    )
+
+
+def test_length_groups_by_hand():
+    """Two buckets of four, shrinkage 4: half of each cell's mean and std, half of the group's."""
+    rewards = [[1.0, 1.0, 1.0, 1.0, 0.0, 0.0, 0.0, 1.0]]
+    cfg = GRPOConfig(length_buckets=2, length_min_cell=3, length_shrinkage=4.0)
+    group_mean, group_std = 5 / 8, math.sqrt(15) / 8
+    short = (1 - (1 + group_mean) / 2) / (group_std / 2)
+    baseline, std = (0.25 + group_mean) / 2, (math.sqrt(3) / 4 + group_std) / 2
+    expected = [[short] * 4 + [-baseline / std] * 3 + [(1 - baseline) / std]]
+    same(advantages("length_grouped", rewards, cfg, lengths=[[3, 4, 5, 6, 20, 21, 22, 23]]), expected)
+
+
+def test_a_cell_of_just_the_least_size_counts():
+    """Cells of three, one and two of them right, shrinkage 1: 3/4 of the cell's mean and std, 1/4 of the group's."""
+    cfg = GRPOConfig(length_buckets=2, length_min_cell=3, length_shrinkage=1.0)
+    measured = advantages("length_grouped", [[0.0, 0.0, 1.0, 0.0, 1.0, 1.0]], cfg, lengths=[[1, 2, 3, 7, 8, 9]])
+    baseline, std = 0.75 / 3 + 0.25 / 2, 0.75 * math.sqrt(2) / 3 + 0.25 / 2
+    low, high = -baseline / std, (1 - baseline) / std
+    same(measured, [[low, low, high, -high, -low, -low]])
+
+
+def test_within_literal_length_groups_the_shortest_may_be_the_only_right_ones_for_nothing():
+    """Lengths of mean 46 and std 31: cells of 2, 4 and 2. The shrunk form still sees who was right."""
+    rewards, lengths = [[1.0, 1.0, 0.5, 0.5, 0.5, 0.5, 0.0, 0.0]], [[2, 2, 46, 46, 46, 46, 90, 90]]
+    assert advantages("length_grouped_literal", rewards, lengths=lengths).abs().max() == 0.0
+    shrunk = advantages("length_grouped", rewards, GRPOConfig(length_buckets=2), lengths=lengths)
+    assert float(shrunk[0, 0]) > 0.5 > -0.5 > float(shrunk[0, 7])
+
+
+def test_at_just_a_std_from_the_mean_a_length_is_medium():
+    """Four of 2 and four of 90 tokens: mean 46, std 44."""
+    rewards, lengths = [[1.0] * 4 + [0.0] * 4], [[2] * 4 + [90] * 4]
+    same(advantages("length_grouped_literal", rewards, lengths=lengths), [[1.0] * 4 + [-1.0] * 4])
+
+
+def test_the_std_of_the_lengths_is_that_of_all_there_are():
+    """Lengths 10 - 6, 10 - 5, 10 + 5 and 10 + 6: the population std is 5.5, the sample std 6.4."""
+    measured = advantages("length_grouped_literal", [[0.0, 1.0, 0.0, 1.0]], lengths=[[4, 5, 15, 16]])
+    same(measured, [[0.0, 1.0, -1.0, 0.0]])
+
+
+def test_the_literal_form_by_hand():
+    """Lengths 1, 1, 10, 10, 10, 10, 19, 19: mean 10, std 6.4; cells of 2, 4 and 2."""
+    rewards = [[1.0, 0.0, 1.0, 0.0, 0.0, 0.0, 1.0, 1.0]]
+    measured = advantages("length_grouped_literal", rewards, lengths=[[1, 1, 10, 10, 10, 10, 19, 19]])
+    same(measured, [[1.0, -1.0, ROOT3, -1 / ROOT3, -1 / ROOT3, -1 / ROOT3, 0.0, 0.0]])
+
+
+# ---------------------------------------------------------------- rounding
+
+
+@pytest.mark.parametrize("size", [1e-12, 1e12])
+def test_rounding_is_measured_by_the_rewards_themselves(size):
+    """Rewards of a millionth of a millionth are alive; of a million millions, those a rounding apart are dead."""
+    same(advantages("grpo", torch.tensor(TWO_GROUPS, dtype=F64) * size), HAND["grpo"])
+    a_rounding_apart = torch.tensor([[0.1 + 0.2, 0.3, 0.3, 0.3]], dtype=F64) * size
+    assert advantages("grpo", a_rounding_apart).abs().max() == 0.0
+
+
+@pytest.mark.parametrize("sign", [1.0, -1.0])
+def test_a_spread_of_just_min_spread_is_dead_rounding_or_not(sign):
+    """0.1 + 0.2 is above 0.3, above nought or below."""
+    group = grades(torch.tensor([[0.0, sign * (0.1 + 0.2)]], dtype=F64))
+    measured = advantages_of(group, group.rewards, GRPOConfig(min_spread=0.3, group_size=2))
+    assert measured.abs().max() == 0.0
+
+
+def test_gdpo_is_scaled_by_the_batch_not_by_each_group():
+    """Terms that agree add up to +-2, a single live one to +-1: the std of all four is sqrt(2.5)."""
+    parts = [[[1.0, 5.0], [0.0, 4.0]], [[1.0, 3.0], [0.0, 3.0]]]
+    measured = advantages("gdpo", [[6.0, 4.0], [4.0, 3.0]], parts=parts)
+    same(measured, torch.tensor([[2.0, -2.0], [1.0, -1.0]], dtype=F64) / math.sqrt(2.5))

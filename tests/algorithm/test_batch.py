@@ -1,0 +1,114 @@
+"""Rollouts as tensors: what is joined stays whole, what failed is judged among its siblings."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pellucid.algorithm.batch import collate, concat, grades_of, task_rewards
+from pellucid.types import Completion, Group, Prompt, Reward
+
+CPU = torch.device("cpu")
+
+
+def group(*lengths, rewards=(), prefix=0, end=None):
+    completions = tuple(Completion(tuple(range(1, n + 1)), (-0.5,) * n, "", True) for n in lengths)
+    return Group(Prompt("p", "?"), (7, 8, 9), completions, rewards, prefix_length=prefix, prefix_end=end)
+
+
+@pytest.mark.parametrize("order", [(0, 1, 2), (2, 1, 0), (1, 2, 0)])
+def test_joined_rollouts_lose_no_token_whichever_is_widest(order):
+    """Replay puts the newest first: older responses may be longer."""
+    batches = [collate([group(*lengths)], CPU) for lengths in ((1, 1), (2, 5), (3, 1))]
+    batches = [
+        replace(b, old_logprobs=b.sampler_logprobs - 1, advantages=torch.tensor([1.0, -1.0]), gate=b.mask)
+        for b in batches
+    ]
+    chosen = [batches[i] for i in order]
+    joined = concat(chosen)
+    assert joined.mask.shape == (6, 5)
+    rows = [row for b in chosen for row in b.chunks(1)]
+    for row, alone in zip(joined.chunks(1), rows, strict=True):
+        assert row.tensors().keys() == alone.tensors().keys()
+        for name, x in alone.tensors().items():
+            if name != "prompt_of":
+                assert torch.equal(getattr(row, name), x), name
+    assert joined.prompt_of.tolist() == [0, 0, 1, 1, 2, 2]
+
+
+def test_joined_rollouts_keep_what_is_known_of_their_prompts():
+    one = collate([group(1, 2, prefix=2, end=5), group(1, 1)], CPU)
+    two = collate([group(3, 1, prefix=1)], CPU)
+    joined = concat([two, one])
+    assert joined.prefix_lengths == (1, 2, 0)
+    assert joined.prefix_ends == (None, 5, None)
+    assert joined.prompt_ids == ((7, 8, 9),) * 3
+
+
+def test_a_failed_reward_counts_as_the_mean_of_its_siblings():
+    """Not of the step: the other group is at 9. Where all siblings failed there is nothing to be like."""
+    failed = Reward(math.nan, error="ZeroDivisionError")
+    groups = [
+        group(1, 1, 1, rewards=(Reward(1.0), failed, Reward(0.0))),
+        group(1, 1, 1, rewards=(Reward(9.0), Reward(9.0), Reward(9.0))),
+        group(1, 1, 1, rewards=(failed, failed, failed)),
+    ]
+    assert task_rewards(groups).tolist() == [[1.0, 0.5, 0.0], [9.0, 9.0, 9.0], [0.0, 0.0, 0.0]]
+    assert grades_of(groups).rewards.tolist() == task_rewards(groups).tolist()
+
+
+def test_a_term_that_failed_counts_as_its_siblings_mean():
+    groups = [
+        group(1, 1, 1, rewards=tuple(Reward(x, {"a": x}) if x is not None else Reward(math.nan) for x in values))
+        for values in ((1.0, None, 0.0), (9.0, 9.0, 9.0))
+    ]
+    assert grades_of(groups).parts[..., 0].tolist() == [[1.0, 0.5, 0.0], [9.0, 9.0, 9.0]]
+
+
+def test_one_prompt_without_a_token_is_one_too_many():
+    """Its rows would be predicted from the last token of its neighbour."""
+    with pytest.raises(ValueError, match="a prompt without a token"):
+        collate([group(1, 1), replace(group(1, 1), prompt_ids=())], CPU)
+
+
+@given(
+    st.lists(
+        st.lists(st.lists(st.integers(0, 5), min_size=1, max_size=6), min_size=1, max_size=4), min_size=1, max_size=4
+    ),
+    st.integers(0, 5),
+)
+def test_what_is_collated_can_be_taken_apart_again(responses, size):
+    """Tokens that equal the padding included: rows are told apart by their lengths."""
+    groups = [
+        Group(
+            Prompt(str(p), "?"),
+            (p, 9),
+            tuple(Completion(tuple(ids), (-0.5 - p,) * len(ids), "", bool(ids[0])) for ids in rows),
+        )
+        for p, rows in enumerate(responses)
+    ]
+    batch = collate(groups, CPU)
+    rows = [
+        (
+            row.prompt_ids[int(row.prompt_of[i])],
+            row.response_ids[i][row.mask[i]].tolist(),
+            row.sampler_logprobs[i][row.mask[i]].tolist(),
+            bool(row.finished[i]),
+        )
+        for row in batch.chunks(size)
+        for i in range(len(row))
+    ]
+    assert rows == [
+        (group.prompt_ids, list(c.token_ids), list(c.logprobs), c.finished)
+        for group in groups
+        for c in group.completions
+    ]
+    joined = concat([collate([group], CPU) for group in groups])
+    assert joined.prompt_ids == batch.prompt_ids
+    for name, x in batch.tensors().items():
+        assert torch.equal(getattr(joined, name), x), name

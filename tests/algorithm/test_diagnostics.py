@@ -1,0 +1,217 @@
+"""What a technique changed, against counts by hand; and what is said of one that changes nothing."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from conftest import OneProcessRuntime
+from pellucid.algorithm import diagnostics, grpo
+from pellucid.algorithm.advantages import Grades, advantages_of
+from pellucid.algorithm.batch import collate
+from pellucid.algorithm.objectives import clip_by_difficulty, clip_metrics, clipped_by_row
+from pellucid.algorithm.settings import GRPOConfig
+from pellucid.types import Completion, Group, Prompt, Reward
+
+F64 = torch.float64
+
+
+def grades(rewards):
+    rewards = torch.tensor(rewards, dtype=F64)
+    return Grades(rewards, rewards, torch.ones_like(rewards), rewards[..., None], torch.ones(len(rewards), 1))
+
+
+def on_advantages(rewards, shaped, **settings):
+    cfg = GRPOConfig(**settings)
+    measured, shaped = grades(rewards), torch.tensor(shaped, dtype=F64)
+    return diagnostics.on_advantages(measured, shaped, advantages_of(measured, shaped, cfg), cfg)
+
+
+def test_plain_grpo_changes_nothing_and_says_nothing():
+    assert on_advantages([[1.0, 0.0]], [[1.0, 0.0]]) == {}
+
+
+def test_difficulty_changes_the_advantages_of_groups_off_the_mean():
+    """Means .5, .5, .75 and .25: the first two are at the mean of the batch and keep a factor of 1."""
+    rewards = [[1.0, 1.0, 0.0, 0.0], [1.0, 0.0, 1.0, 0.0], [1.0, 1.0, 1.0, 0.0], [1.0, 0.0, 0.0, 0.0]]
+    assert on_advantages(rewards, rewards, advantage="difficulty") == {"effect/advantage": 0.5}
+    alike = [rewards[0], rewards[1]]
+    assert on_advantages(alike, alike, advantage="difficulty") == {"effect/advantage": 0.0}
+
+
+def test_what_another_setting_silences_is_not_booked_to_the_comparison():
+    """The group's spread is .1: both comparisons give 0 where that counts as none."""
+    rewards = [[1.0, 0.9, 1.0, 0.9]]
+    assert on_advantages(rewards, rewards, advantage="rloo") == {"effect/advantage": 1.0}
+    assert on_advantages(rewards, rewards, advantage="rloo", min_spread=0.1) == {"effect/advantage": 0.0}
+
+
+def test_length_groups_of_ties_count():
+    """Five of eight answers are as short as can be: a cell of five, however many buckets there are."""
+    rewards = torch.tensor([[1.0, 0.0, 1.0, 0.0, 1.0, 1.0, 0.0, 1.0]], dtype=F64)
+    lengths = torch.tensor([[2.0, 2.0, 2.0, 2.0, 2.0, 3.0, 4.0, 5.0]], dtype=F64)
+    measured = grades(rewards.tolist())._replace(lengths=lengths)
+    cfg = GRPOConfig(advantage="length_grouped", length_buckets=4)
+    changed = diagnostics.on_advantages(measured, rewards, advantages_of(measured, rewards, cfg), cfg)
+    assert changed == {"effect/advantage": 0.625}
+    assert diagnostics.known_inert(cfg) == []
+
+
+def test_shaping_that_is_affine_in_a_group_is_undone_by_comparing():
+    """Which is what smoothing comes to where all siblings weigh the same (E3-3)."""
+    rewards = [[1.0, 0.0, 0.0, 0.0], [1.0, 1.0, 0.0, 0.0]]
+    affine = [[0.9, 0.1, 0.1, 0.1], [0.9, 0.9, 0.1, 0.1]]
+    one_changed = [[0.9, 0.5, 0.1, 0.1], [0.9, 0.9, 0.1, 0.1]]
+    settings = {"similarity": "smooth"}
+    assert on_advantages(rewards, affine, **settings) == {"effect/shaping": 0.0}
+    assert on_advantages(rewards, one_changed, **settings) == {"effect/shaping": 0.5}
+
+
+def test_a_penalty_counts_where_it_moves_an_advantage():
+    penalty = torch.tensor([[0.5, -0.5, 0.001, 0.0]])
+    assert diagnostics.of_penalty(penalty, list) == {"effect/kl": 0.5}
+    assert diagnostics.of_penalty(0.0, list) == {}
+
+
+def test_kl_in_the_loss_counts_by_its_factor_in_the_gradient():
+    cfg = GRPOConfig(kl="k3", kl_in="loss", kl_coef=0.1)
+    logprobs = torch.tensor([[-1.0, -1.0, -1.0, -1.0]])
+    reference = torch.tensor([[-1.0, -1.09, -1.11, -0.5]])
+    assert diagnostics.of_loss_kl(logprobs, reference, None, cfg)["effect/kl"].tolist() == [[False, False, True, True]]
+    exact = torch.tensor([[0.0, 0.004, 0.006]])  # log-ratios of about 0, .089 and .110
+    assert diagnostics.of_loss_kl(logprobs, None, exact, cfg)["effect/kl"].tolist() == [[False, False, True]]
+    assert diagnostics.of_loss_kl(logprobs, reference, None, GRPOConfig(kl_coef=0.1)) == {}
+
+
+def test_moving_bounds_count_where_they_decide_otherwise_than_fixed_ones():
+    """At q = .01 the dynamic bounds are .5 and 5, at q = 1 .8 and 1.17; the fixed ones are .84 and 1.2."""
+    cfg = GRPOConfig(objective="dynamic", clip_low=0.16, clip_high=0.2)
+    old = torch.tensor([[0.01, 0.01, 1.0, 1.0, 0.01]], dtype=F64).log()
+    ratio = torch.tensor([[3.0, 6.0, 1.1, 1.19, 0.6]], dtype=F64)
+    mask = torch.ones(1, 5, dtype=torch.bool)
+    for advantage, changed in ((1.0, [True, False, False, True, False]), (-1.0, [False, False, False, False, True])):
+        measured = clip_metrics(old + ratio.log(), old, torch.tensor([[advantage]], dtype=F64), mask, cfg)
+        assert measured["effect/clip"].tolist() == [changed]
+
+
+# ---------------------------------------------------------------- clipping by difficulty
+
+
+def test_a_hard_group_may_move_further_and_an_easy_one_less():
+    """Mean .5, k = 1: 0 of 4 right gives 1.5 times the bound, 4 of 4 half of it."""
+    correct = torch.tensor([[0.0] * 4, [1.0] * 4, [1.0, 1.0, 0.0, 0.0]], dtype=F64)
+    cfg = GRPOConfig(clip_high=0.2, clip_difficulty=1.0)
+    widths = clip_by_difficulty(correct, correct.mean(), cfg)
+    assert widths.tolist() == [pytest.approx([x] * 4) for x in (0.3, 0.1, 0.2)]
+    steep = clip_by_difficulty(correct, correct.mean(), GRPOConfig(clip_high=0.2, clip_difficulty=10.0))
+    assert steep.tolist() == [pytest.approx([x] * 4) for x in (0.4, 0.1, 0.2)]
+
+
+def test_each_row_is_clipped_at_its_own_bound():
+    """The value beyond a bound is that at the bound, and its gradient is 0."""
+    old = torch.zeros(2, 2, dtype=F64)
+    logprobs = torch.tensor([[1.25, 1.35], [1.25, 1.05]], dtype=F64).log().requires_grad_()
+    width = torch.tensor([[0.3], [0.1]], dtype=F64)
+    mask, advantages = torch.ones(2, 2, dtype=torch.bool), torch.ones(2, 1, dtype=F64)
+    value = clipped_by_row(width)(logprobs, old, advantages, mask, GRPOConfig())
+    assert value.detach().tolist() == [pytest.approx([1.25, 1.3]), pytest.approx([1.1, 1.05])]
+    value.sum().backward()
+    assert logprobs.grad.tolist() == [pytest.approx([1.25, 0.0]), pytest.approx([0.0, 1.05])]
+    measured = clip_metrics(logprobs.detach(), old, advantages, mask, GRPOConfig(clip_difficulty=1.0), width)
+    assert measured["clip/high"].tolist() == [[False, True], [True, False]]
+    # The fixed bound of 1.2 takes 1.25 and 1.35 from the first row, 1.25 from the second.
+    assert measured["effect/clip"].tolist() == [[True, False], [False, False]]
+
+
+def test_the_bound_is_wide_where_a_group_is_right_less_often_than_the_step():
+    """Two groups of two, right 0 and 1 of 2: the mean is .25, so the bounds are .2 (1 + .25) and .2 (1 - .25)."""
+    answer = Completion((1,), (0.0,), "", True)
+    groups = [Group(Prompt(str(p), "?"), (0,), (answer, answer), (Reward(float(p)), Reward(0.0))) for p in (0, 1)]
+    cfg = GRPOConfig(group_size=2, clip_difficulty=1.0)
+    batch = collate(groups, torch.device("cpu"))
+    judged = grpo.judged(batch, groups, torch.zeros(2, 2), OneProcessRuntime(), cfg)
+    assert judged.clip_high.tolist() == pytest.approx([0.25, 0.25, 0.15, 0.15])
+    assert (
+        grpo.judged(batch, groups, torch.zeros(2, 2), OneProcessRuntime(), GRPOConfig(group_size=2)).clip_high is None
+    )
+
+
+def test_a_group_is_compared_with_those_of_all_processes():
+    """Right 1 of 2 here and 0 of 2 in the other process: the mean is .25, and the bound .2 (1 - .25)."""
+    answer = Completion((1,), (0.0,), "", True)
+    mine, other = (
+        Group(Prompt(name, "?"), (0,), (answer, answer), (Reward(value), Reward(0.0)))
+        for name, value in (("mine", 1.0), ("other", 0.0))
+    )
+
+    class OneOfTwo(OneProcessRuntime):
+        def gather(self, items):
+            return [*items, other]
+
+    cfg = GRPOConfig(group_size=2, clip_difficulty=1.0)
+    batch = collate([mine], torch.device("cpu"))
+    judged = grpo.judged(batch, [mine], torch.zeros(1, 2), OneOfTwo(), cfg)
+    assert judged.clip_high.tolist() == pytest.approx([0.15, 0.15])
+
+
+def test_it_goes_with_the_clipped_objective_alone():
+    with pytest.raises(ValueError, match="clip_difficulty"):
+        GRPOConfig(objective="gspo", clip_difficulty=1.0)
+
+
+# ---------------------------------------------------------------- what is said
+
+
+@pytest.mark.parametrize(
+    ("inert", "said", "mended"),
+    [
+        ({"objective": "dynamic"}, "epochs", {"objective": "dynamic", "epochs": 2}),
+        ({"clip_difficulty": 1.0}, "minibatches", {"clip_difficulty": 1.0, "minibatches": 2}),
+        ({"kl_coef": 0.1, "kl": "k1", "kl_in": "loss"}, "k2", {"kl_coef": 0.1, "kl": "k2", "kl_in": "loss"}),
+        ({"advantage": "difficulty", "prompts_per_step": 1}, "prompts_per_step", {"advantage": "difficulty"}),
+    ],
+)
+def test_what_cannot_do_anything_is_said_with_the_mend(inert, said, mended):
+    [line] = diagnostics.known_inert(GRPOConfig(**inert))
+    assert said in line
+    assert diagnostics.known_inert(GRPOConfig(**mended)) == []
+
+
+def test_the_defaults_have_nothing_to_say():
+    assert diagnostics.known_inert(GRPOConfig()) == []
+
+
+def test_an_effect_of_nought_is_said_once_and_only_where_it_never_was_more():
+    watch = diagnostics.Watch(GRPOConfig())
+    said = [
+        watch.notes({"effect/kl": 0.0, "effect/clip": 0.1 if step == 2 else 0.0, "clip/low": 0.0}) for step in range(8)
+    ]
+    assert [len(notes) for notes in said] == [0, 0, 0, 0, 1, 0, 0, 0]
+    assert said[4][0].startswith("effect/kl was 0")
+
+
+def test_prefixes_that_fit_no_question_are_said():
+    """In one line, also where there is a coefficient for them."""
+    for cfg in (GRPOConfig(), GRPOConfig(prefix_coef=1.0)):
+        watch = diagnostics.Watch(cfg)
+        [line] = [watch.notes({"prefix/share": 0.0}) for _ in range(5)][-1]
+        assert "no question had a prefix in 5 steps" in line
+
+
+def test_a_coefficient_without_prefixes_is_said():
+    idle, busy = diagnostics.Watch(GRPOConfig(prefix_coef=1.0)), diagnostics.Watch(GRPOConfig(prefix_coef=1.0))
+    said = [idle.notes({"loss": 0.0}) for _ in range(5)][-1]
+    assert "prefixed" in said[0]
+    assert [busy.notes({"prefix/nll": 2.0}) for _ in range(5)][-1] == []
+
+
+def test_kl_in_the_raw_reward_is_shaping_and_kl_elsewhere_is_none():
+    rewards, charged = [[1.0, 0.0, 0.0, 0.0]], [[1.0, 0.5, 0.0, 0.0]]
+    assert on_advantages(rewards, charged, kl_coef=0.1, kl_in="raw_reward") == {"effect/shaping": 1.0}
+    assert on_advantages(rewards, rewards, kl_coef=0.1, kl_in="reward") == {}
+
+
+def test_an_exact_kl_below_nought_by_rounding_has_no_effect():
+    cfg = GRPOConfig(kl="exact", kl_in="loss", kl_coef=0.1)
+    exact = torch.tensor([[-0.006, 0.006]])
+    assert diagnostics.of_loss_kl(exact, None, exact, cfg)["effect/kl"].tolist() == [[False, True]]

@@ -1,0 +1,202 @@
+"""A failed reward is one thing everywhere: neither right nor wrong, and for the algorithm what its siblings are."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import asdict, replace
+from math import exp, sqrt
+
+import numpy as np
+import pytest
+import torch
+
+from conftest import CountDigits, OneProcessRuntime, make_policy
+from pellucid.algorithm import grpo
+from pellucid.algorithm.advantages import ADVANTAGES
+from pellucid.algorithm.batch import collate, grades_of, task_rewards
+from pellucid.algorithm.settings import GRPOConfig
+from pellucid.reporting.console import Plain, accuracy_table, before_after, evaluation_rows, verdict
+from pellucid.reporting.loggers import Jsonl
+from pellucid.reporting.metrics import describe
+from pellucid.tasks.curriculum import Curriculum
+from pellucid.tasks.worker import LARGEST, NoRewardError, plain
+from pellucid.training.evaluate import OneProcess, evaluate
+from pellucid.training.preflight import show_signal
+from pellucid.types import Completion, Group, Prompt, Reward
+
+FAILED = {
+    "no value": Reward(math.nan),
+    "infinite": Reward(math.inf),
+    "an error beside a value": Reward(1.0, error="timed out"),
+    "an error beside a verdict": Reward(math.nan, correct=True, error="ValueError: no"),
+}
+RIGHT, WRONG = Reward(1.0), Reward(0.0)
+
+
+def group(*rewards, prompt=None):
+    completions = tuple(Completion((i, 27), (-1.0, -1.0), str(i), True) for i in range(len(rewards)))
+    return Group(prompt or Prompt("p", "1+1?"), (1, 2), completions, rewards, (0.0,) * len(rewards))
+
+
+@pytest.fixture(params=FAILED)
+def failed(request):
+    return FAILED[request.param]
+
+
+def test_what_is_a_failed_reward(failed):
+    assert failed.failed
+    assert failed.is_correct is False
+    assert not RIGHT.failed
+    assert Reward(np.float64(1.0)).is_correct is True, "a bool of Python's, which goes into JSON"
+
+
+@pytest.mark.parametrize("advantage", ADVANTAGES)
+def test_for_the_algorithm_it_is_the_mean_of_its_graded_siblings(advantage, failed):
+    """As if the task had said so: a value of 1/3, right by a third."""
+    cfg = GRPOConfig(advantage=advantage, group_size=4, length_min_cell=2)
+    of_failed, of_mean = (
+        grades_of([group(RIGHT, WRONG, WRONG, last), group(RIGHT, RIGHT, WRONG, WRONG)])
+        for last in (failed, Reward(1 / 3))
+    )
+    if advantage == "lead":
+        of_mean.correct[0, 3] = 1 / 3
+    torch.testing.assert_close(ADVANTAGES[advantage](of_failed, cfg), ADVANTAGES[advantage](of_mean, cfg))
+
+
+def test_the_share_of_right_answers_is_that_of_graded_ones(failed):
+    """One of three is right, not one of four; a failed reward moves nothing, by hand."""
+    advantages = ADVANTAGES["lead"](grades_of([group(RIGHT, WRONG, WRONG, failed)]), GRPOConfig())[0].tolist()
+    weights = [0.4 + 1.1 / (1 + exp(10 * (p - 0.75))) for p in (1 / 3, 2 / 3)]
+    # (r - 1/3) / std of (1, 0, 0, 1/3), whose variance is 1/6
+    assert advantages == pytest.approx([sqrt(6) * 2 / 3 * weights[0], *2 * [-sqrt(6) / 3 * weights[1]], 0.0], abs=1e-12)
+
+
+def test_the_width_of_the_clip_goes_by_graded_answers(failed):
+    """2 of 3 and 0 of 4 are right, 1/3 in the mean; a group that nobody could grade is as hard as the others."""
+    policy = make_policy()
+    groups = [group(RIGHT, RIGHT, WRONG, failed), group(*[WRONG] * 4), group(*[failed] * 4)]
+    cfg = GRPOConfig(group_size=4, clip_high=0.2, clip_difficulty=1.0)
+    advantages = torch.zeros(3, 4, dtype=torch.float64)
+    batch = grpo.judged(collate(groups, policy.device), groups, advantages, OneProcessRuntime(), cfg)
+    assert batch.clip_high.tolist() == pytest.approx([0.2 * 2 / 3] * 4 + [0.2 * 4 / 3] * 4 + [0.2] * 4)
+    batch = grpo.judged(collate(groups[2:], policy.device), groups[2:], advantages[2:], OneProcessRuntime(), cfg)
+    assert batch.clip_high.tolist() == pytest.approx([0.2] * 4)
+
+
+@pytest.mark.parametrize("advantage", ADVANTAGES)
+def test_a_group_without_a_grade_teaches_nothing(advantage, failed):
+    grades = grades_of([group(*[failed] * 4)])
+    assert ADVANTAGES[advantage](grades, GRPOConfig(advantage=advantage)).abs().max() == 0.0
+
+
+@pytest.mark.parametrize("infinite", [math.inf, -math.inf])
+def test_an_infinite_term_is_no_best_term(infinite):
+    """Beside an infinite value, and beside one that the task holds in bounds."""
+    for value in (infinite, 1.0):
+        rewards = [Reward(v, {"a": v, "b": 1.0 - v}) for v in (1.0, 0.0)] + [Reward(value, {"a": infinite, "b": 0.5})]
+        grades = grades_of([group(*rewards)])
+        assert grades.parts[0].tolist() == [[1.0, 0.0], [0.0, 1.0], [0.5, 0.5]]
+        cfg = GRPOConfig(advantage="gdpo", group_size=3)
+        alone = grades._replace(parts=grades.parts[..., :1], weights=torch.ones(1, 1, dtype=torch.float64))
+        assert ADVANTAGES["gdpo"](alone, cfg)[0].tolist() == pytest.approx([sqrt(1.5), -sqrt(1.5), 0.0])
+    assert math.isnan(describe([group(Reward(1.0, {"a": infinite}))])["reward/a"])
+    assert describe([group(*(Reward(1.0, {"a": x}) for x in (math.inf, -math.inf, 3.0)))])["reward/a"] == 3.0
+
+
+def test_the_terms_of_a_failed_reward_are_no_grades():
+    """What its task had come to before it failed."""
+    rewards = [Reward(1.0, {"a": 1.0}), Reward(0.0, {"a": 0.0}), Reward(9.0, {"a": 9.0}, error="timed out")]
+    assert grades_of([group(*rewards)]).parts[0, :, 0].tolist() == [1.0, 0.0, 0.5]
+
+
+def test_dynamic_sampling_and_the_metrics_agree_on_what_is_dead(failed):
+    """A failed reward beside equal ones is no difference, whatever value came with it."""
+    for siblings in ([WRONG] * 3, [RIGHT] * 3):
+        assert task_rewards([group(*siblings, failed)]).unique().tolist() == [siblings[0].value]
+        measured = describe([group(*siblings, failed)])
+        assert measured["groups/dead_all_right"] + measured["groups/dead_all_wrong"] == 1.0
+
+
+def test_a_curriculum_measures_by_graded_answers(failed):
+    task = Curriculum(CountDigits(), pool=1)
+    [prompt] = task.sample(0, 1)
+    task.observe(0, [group(RIGHT, WRONG, WRONG, failed, prompt=prompt)])
+    assert task.memory.accuracy == {0: 1 / 3}
+    task.observe(1, [group(*[failed] * 4, prompt=prompt)])
+    assert task.memory.accuracy == {0: 1 / 3}
+
+
+class Script:
+    seed, split = 0, "test"
+
+    def __init__(self, reward):
+        self.graded = reward
+
+    def reward(self, prompt, completion):
+        return self.graded
+
+    def generate(self, prompts, group_size, seed):
+        return [replace(group(*[RIGHT] * group_size), prompt=prompt) for prompt in prompts]
+
+
+def test_an_evaluation_counts_what_it_could_not_grade(failed, tmp_path, capsys):
+    """It was not answered rightly as far as anyone knows; and it is said."""
+    task = Script(failed)
+    prompts = [Prompt(str(i), f"{i}?") for i in range(3)]
+    evaluation, _, _ = evaluate("script", task, prompts, task, task, 2, 4, OneProcess())
+    assert (evaluation.greedy.value, evaluation.mean_at_k.value, evaluation.right) == (0.0, 0.0, (0, 0, 0))
+    assert evaluation.failed == 3 + 12
+    Plain(3).log_evaluation(1, evaluation)
+    assert "! failed rewards: 15" in capsys.readouterr().out
+    for table in (accuracy_table("m", evaluation), before_after(evaluation, evaluation)):
+        assert "3 prompts, ! failed rewards: 15, 95% intervals" in str(table.title)
+    assert "! failed rewards: 15" in str(next(evaluation_rows({1: evaluation}))[2])
+    log = Jsonl(tmp_path)
+    log.log_evaluation(1, evaluation)
+    log.close()
+    assert json.loads((tmp_path / "evals.jsonl").read_text())["failed"] == 15
+
+
+def test_the_log_of_rollouts_has_no_grade_for_it(failed, tmp_path):
+    log = Jsonl(tmp_path)
+    log.log(1, {}, [group(RIGHT, failed)])
+    log.close()
+    graded, not_graded = map(json.loads, (tmp_path / "rollouts.jsonl").read_text().splitlines())
+    assert (graded["reward"], graded["correct"]) == (1.0, True)
+    assert (not_graded["reward"], not_graded["correct"]) == (None, None)
+    assert not_graded.get("error", "") == failed.error
+
+
+def test_a_verdict_is_not_that_it_is_wrong(failed):
+    said = " ".join(map(str, verdict(group(failed)).columns[1].cells))
+    assert "wrong" not in said
+    assert "right" not in said
+    assert "not graded" in said
+    assert failed.error in said
+
+
+def test_the_signal_before_training_is_that_of_graded_answers(failed, capsys):
+    show_signal([group(RIGHT, RIGHT, RIGHT, failed)], 4, 0.0)
+    assert "100% of samples are right; 100% of groups of 4 will be dead." in capsys.readouterr().out
+    show_signal([group(*[failed] * 4)], 4, 0.0)
+    assert "no sample could be graded" in capsys.readouterr().out
+
+
+# ---------------------------------------------------------------- what a number is
+
+
+def test_the_largest_rewards_can_be_added_and_squared():
+    """As metrics and advantages do."""
+    rewards = [Reward(sign * LARGEST, {"a": sign * LARGEST}) for sign in (1, -1, 1, 1)]
+    assert all(math.isfinite(value) for value in describe([group(*rewards)] * 8).values())
+    for name, advantage in ADVANTAGES.items():
+        if name != "maxrl":  # refuses what is negative
+            assert advantage(grades_of([group(*rewards)]), GRPOConfig(advantage=name)).isfinite().all(), name
+
+
+def test_torch_s_scalars_are_numbers():
+    reward = Reward(torch.tensor(0.5), {"a": torch.tensor(0.25).bfloat16()}, correct=torch.tensor(True))
+    assert plain(reward) == asdict(Reward(0.5, {"a": 0.25}, correct=True))
+    with pytest.raises(NoRewardError, match="where a number is needed"):
+        plain(Reward(torch.tensor([0.5])))

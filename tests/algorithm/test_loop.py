@@ -1,0 +1,197 @@
+"""What the loop hands from one stage to the next: weights to the sampler, seeds to the draws, rounds to the batch."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+from test_grpo import Coin, distance, four_groups, gradients_of, kl_run, rollouts, run_rollout
+
+from conftest import CountDigits, OneProcessRuntime, make_policy
+from pellucid.algorithm import grpo
+from pellucid.algorithm.batch import collate, grades_of, task_rewards
+from pellucid.algorithm.grpo import Scores, train
+from pellucid.algorithm.settings import AdamWConfig, GRPOConfig
+from pellucid.algorithm.shaping import smooth
+from pellucid.runtimes.accelerate import Runtime
+from pellucid.samplers.native import Native
+from pellucid.types import Completion, Group, Prompt, Reward
+
+
+def test_every_step_samples_with_the_weights_of_the_last_update():
+    """As an engine with a copy of its own would: it knows what it was last told."""
+
+    class Copied(Native):
+        def sync(self, policy):
+            super().sync(policy)
+            self.told = {name: p.detach().clone() for name, p in policy.weights().items()}
+
+        def generate(self, prompts, group_size, seed):
+            assert all(torch.equal(p, self.told[name]) for name, p in self.policy.weights().items())
+            return super().generate(prompts, group_size, seed)
+
+    policy = make_policy()
+    before = {name: p.detach().clone() for name, p in policy.weights().items()}
+    cfg = GRPOConfig(steps=3, group_size=4)
+    list(train(CountDigits(), Copied(max_tokens=6), policy, OneProcessRuntime(policy, lr=0.5), cfg))
+    assert not all(torch.equal(p, before[name]) for name, p in policy.weights().items())
+
+
+def test_every_seed_step_and_round_draws_samples_of_its_own():
+    """Of the same questions under the same ids."""
+
+    class Same(Coin):
+        def sample(self, step, n):
+            return [Prompt(str(i), "1+1?", columns={"dead": self.dead(step, i)}) for i in range(n)]
+
+    policy = make_policy()
+    sampler = Native(max_tokens=8)
+    sampler.sync(policy)
+
+    def drawn(step, dead=lambda step, i: False, **settings):
+        cfg = GRPOConfig(group_size=4, **settings)
+        groups, _ = grpo.rollout(Same(dead), sampler, OneProcessRuntime(), step, cfg, grpo.Clock())
+        return [[c.token_ids for c in group.completions] for group in groups]
+
+    assert drawn(0) == drawn(0)
+    assert len({str(drawn(step, seed=seed)) for step in range(3) for seed in range(3)}) == 9
+    rounds = drawn(0, lambda step, i: i > 1, max_rounds=2)  # prompts 0 and 1 of either round
+    assert rounds[:2] != rounds[2:]
+
+
+def test_rounds_go_on_until_the_last_dead_group_is_replaced_and_draw_what_that_should_take():
+    """One of four is missing, three of four were live: two more are drawn, the second of which is live."""
+    groups, drawn = run_rollout(Coin(lambda step, i: i == 0), max_rounds=5, steps=10)
+    assert [g.prompt.id.split("/")[-1] for g in groups] == ["1", "2", "3", "1"]
+    assert not any(g.prompt.columns["dead"] for g in groups)
+    assert (drawn["groups/drawn"], drawn["groups/drawn_dead"]) == (6, pytest.approx(1 / 3))
+
+
+def test_rewards_are_compared_in_double_precision():
+    """In fp32 these would be equal."""
+    answer = Completion((1,), (0.0,), "", True)
+    group = Group(Prompt("p", "?"), (0,), (answer, answer), (Reward(1.0), Reward(1.0 + 1e-8)))
+    assert task_rewards([group]).tolist() == [[1.0, 1.0 + 1e-8]]
+
+
+def test_what_stands_in_the_padding_is_never_looked_at():
+    """Infinities included: scores and log-probs of the sampler, of the old policy and of the reference."""
+    policy = make_policy(dtype=torch.float64)
+    batch = rollouts(policy)
+    cfg = GRPOConfig(kl="k2", kl_in="loss", kl_coef=0.1, entropy_coef=0.1, objective="gspo_token", epochs=2)
+    batch = grpo.score_fixed(batch, policy, make_policy(dtype=torch.float64, seed=3), OneProcessRuntime(), cfg)
+    batch = replace(batch, weights=grpo.weights_of(batch, OneProcessRuntime(), cfg))
+    scores = policy.score(batch)
+
+    def rubbish(x):
+        return x.masked_fill(~batch.mask, -math.inf)
+
+    expected, _ = grpo.loss_terms(scores, batch, cfg)
+    spoilt = replace(
+        batch,
+        sampler_logprobs=rubbish(batch.sampler_logprobs),
+        ref_logprobs=rubbish(batch.ref_logprobs),
+        old_logprobs=batch.old_logprobs.masked_fill(~batch.mask, 7.0),
+    )
+    loss, _ = grpo.loss_terms(Scores(scores.logprobs, rubbish(scores.entropy)), spoilt, cfg)
+    torch.testing.assert_close(loss, expected, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("kl", ["k2", "k3"])
+def test_dead_groups_are_held_by_the_kl_in_the_loss(kl):
+    """Where nothing else pulls, the gradient is that of the mean KL over all tokens."""
+    policy, reference = make_policy(dtype=torch.float64), make_policy(dtype=torch.float64, seed=3)
+    cfg = GRPOConfig(kl=kl, kl_in="loss", kl_coef=0.1)
+    batch = rollouts(policy)
+    batch = replace(batch, advantages=torch.zeros(len(batch), dtype=torch.float64))
+    batch = grpo.score_fixed(batch, policy, reference, OneProcessRuntime(), cfg)
+    measured, _ = gradients_of(policy, batch, cfg)
+    gap = (batch.ref_logprobs - policy.score(batch).logprobs)[batch.mask]
+    loss = 0.1 * (gap.square() / 2 if kl == "k2" else gap.exp() - 1 - gap).mean()
+    names = list(measured)
+    expected = torch.autograd.grad(loss, [policy.trainable()[name] for name in names])
+    assert distance(measured, dict(zip(names, expected, strict=True))) < 1e-6  # fp32 weights
+
+
+def test_rows_are_trained_within_their_own_bounds():
+    """A ratio of 1.25 in both: beyond the bound of the second alone."""
+    logprobs = torch.full((2, 1), math.log(1.25)).requires_grad_()
+    answer = Completion((1,), (0.0,), "", True)
+    batch = replace(
+        collate([Group(Prompt("p", "?"), (0,), (answer, answer))], torch.device("cpu")),
+        old_logprobs=torch.zeros(2, 1),
+        advantages=torch.ones(2),
+        weights=torch.full((2, 1), 0.5),
+        clip_high=torch.tensor([0.3, 0.1]),
+    )
+    loss, metrics = grpo.loss_terms(Scores(logprobs, torch.zeros(2, 1)), batch, GRPOConfig(clip_difficulty=1.0))
+    assert torch.autograd.grad(loss, logprobs)[0].tolist() == [[pytest.approx(-0.625)], [0.0]]
+    assert metrics["clip/high"].tolist() == [[False], [True]]
+
+
+def test_a_reference_that_moves_keeps_its_share_of_itself():
+    policy, reference = make_policy(), make_policy(seed=3)
+    before = {name: p.detach().clone() for name, p in reference.weights().items()}
+    kl_run(policy, reference, reference_every=4, reference_decay=0.75)
+    for name, p in reference.weights().items():
+        torch.testing.assert_close(p, 0.75 * before[name] + 0.25 * policy.weights()[name])
+
+
+@pytest.mark.parametrize("layer", [0, 1, -1])
+def test_rewards_are_shared_by_the_layer_that_is_named(layer):
+    policy = make_policy()
+    groups = grpo.grade(CountDigits(), four_groups(policy))
+    batch, grades = collate(groups, policy.device), grades_of(groups)
+    cfg = GRPOConfig(group_size=4, similarity="smooth", similarity_layer=layer, micro_batch=3)
+    shaped = grpo.shape(grades, batch, policy, cfg)
+    states = policy.embed(batch, layer).view(4, 4, -1)
+    torch.testing.assert_close(shaped, smooth(grades.rewards, states, cfg), rtol=0, atol=1e-3)
+    elsewhere = smooth(grades.rewards, policy.embed(batch, {0: 1, 1: 0, -1: 0}[layer]).view(4, 4, -1), cfg)
+    assert (shaped - elsewhere).abs().max() > 1e-2
+
+
+def test_rewards_are_less_by_what_is_overlong_and_by_the_kl():
+    """Two of four tokens of the cache are used up: 1/2. The KL of the answers, 3 and 1, costs a tenth."""
+    answers = tuple(Completion((1,) * n, (0.0,) * n, "", True) for n in (8, 4))
+    groups = [Group(Prompt("p", "?"), (0,), answers, (Reward(1.0), Reward(1.0)))]
+    batch = collate(groups, torch.device("cpu"))
+    kl = torch.zeros(2, 8)
+    kl[0, :3], kl[1, 0] = 1.0, 1.0
+    cfg = GRPOConfig(group_size=2, max_length=10, overlong_cache=4, kl_in="raw_reward", kl_coef=0.1)
+    shaped = grpo.shape(grades_of(groups), replace(batch, kl=kl), None, cfg)
+    torch.testing.assert_close(shaped, torch.tensor([[0.2, 0.9]], dtype=torch.float64), rtol=0, atol=1e-7)
+
+
+def test_where_memory_runs_out_half_way_the_step_is_that_of_smaller_micro_batches():
+    """The third forward pass of eight rows is one too many: in fours it goes, from the start."""
+    weights, metrics, sizes = [], [], []
+    for limit in (8, 4):
+        policy = make_policy()
+        batch, score = rollouts(policy), policy.score
+
+        def scored(part, score=score):
+            sizes.append(len(part))
+            if len(part) == 8 and sizes.count(8) == 3:
+                raise torch.OutOfMemoryError("CUDA out of memory")
+            return score(part)
+
+        policy.score = scored
+        runtime = Runtime(policy, AdamWConfig(lr=1e-2), total=1)
+        metrics.append(grpo.update(policy, batch, runtime, GRPOConfig(micro_batch=limit, entropy_coef=1e-30)))
+        weights.append(policy.weights())
+    assert sizes == [8, 8, 8, *[4] * 6, *[4] * 6]
+    assert metrics[0] == pytest.approx(metrics[1], rel=1e-5, abs=1e-9)
+    assert all(torch.equal(p, weights[1][name]) for name, p in weights[0].items())
+
+
+def test_another_error_than_one_of_memory_ends_the_step():
+    policy = make_policy()
+
+    def broken(part):
+        raise RuntimeError("no such thing")
+
+    batch, policy.score = rollouts(policy), broken
+    with pytest.raises(RuntimeError, match="no such thing"):
+        grpo.update(policy, batch, Runtime(policy, AdamWConfig(), total=1), GRPOConfig())

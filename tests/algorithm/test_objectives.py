@@ -1,0 +1,212 @@
+"""Objectives off-policy, where they differ: gradients and values by hand. On-policy: test_expectations.py."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import get_args
+
+import pytest
+import torch
+
+from pellucid.algorithm.objectives import AGGREGATES, BOUNDS, OBJECTIVES, clip_metrics
+from pellucid.algorithm.settings import DUAL_CLIP, GRPOConfig, Objective
+
+F64 = torch.float64
+RATIOS = torch.tensor([[0.7, 0.9, 1.25, 1.4]], dtype=F64)
+ALL = torch.ones(1, 4, dtype=torch.bool)
+
+
+def value_and_gradient(objective, ratios, sign, mask=ALL, **settings):
+    """The value of each token, and the gradient of their sum, with all old log-probabilities log(1/2)."""
+    old = torch.full_like(ratios, math.log(0.5))
+    logprobs = (old + ratios.log()).requires_grad_()
+    advantages = torch.full((len(ratios), 1), sign, dtype=F64)
+    value = OBJECTIVES[objective](logprobs, old, advantages, mask, GRPOConfig(objective=objective, **settings))
+    return value.detach(), torch.autograd.grad((value * mask).sum(), logprobs)[0]
+
+
+def same(measured, expected):
+    torch.testing.assert_close(measured, torch.tensor(expected, dtype=F64), rtol=1e-12, atol=1e-12)
+
+
+def test_the_settings_name_them_all():
+    assert set(get_args(Objective)) == OBJECTIVES.keys()
+
+
+def test_the_clip_takes_the_gradient_only_where_it_would_lead_further_out():
+    for sign, moving in ((1.0, [0.7, 0.9, 1.25, 0]), (-1.0, [0, -0.9, -1.25, -1.4])):
+        value, gradient = value_and_gradient("clipped", RATIOS, sign, clip_low=0.2, clip_high=0.3)
+        same(gradient, [moving])
+    same(value, [[-0.8, -0.9, -1.25, -1.4]])
+
+
+def test_dual_clip_bounds_the_loss_of_a_bad_token_far_out():
+    ratios = torch.tensor([[2.9, 3.1, 40.0, 0.5]], dtype=F64)
+    value, gradient = value_and_gradient("clipped", ratios, -1.0, dual_clip=3.0)
+    same(value, [[-2.9, -3.0, -3.0, -0.8]])
+    same(gradient, [[-2.9, 0.0, 0.0, 0.0]])
+    value, _ = value_and_gradient("clipped", ratios, 1.0, dual_clip=3.0)
+    same(value, [[1.2, 1.2, 1.2, 0.5]])
+
+
+@pytest.mark.parametrize("q", [1.0, 0.9, 0.7, 0.5, 0.1, 0.01])
+def test_dynamic_bounds_solve_the_equation_that_defines_them(q):
+    cfg = GRPOConfig(objective="dynamic", clip_low=0.16, clip_high=0.2, clip_cap=100.0)
+    low, high = (float(x) for x in BOUNDS["dynamic"](torch.tensor(q, dtype=F64).log(), cfg))
+    assert (high - 1) * high * q == pytest.approx(0.2, abs=1e-12)
+    if q > 4 * 0.16:
+        assert (1 - low) * low * q == pytest.approx(0.16, abs=1e-12)
+    else:
+        assert low == 0.5
+
+
+def test_dynamic_bounds_are_those_of_the_paper_and_capped():
+    cfg = GRPOConfig(objective="dynamic", clip_low=0.16, clip_high=0.2)
+    low, high = BOUNDS["dynamic"](torch.tensor([1.0, 0.9, 0.5, 0.1, 0.01, 1e-6], dtype=F64).log(), cfg)
+    assert [round(float(x), 2) for x in low] == [0.8, 0.77, 0.5, 0.5, 0.5, 0.5]
+    assert [round(float(x), 2) for x in high] == [1.17, 1.19, 1.31, 2.0, 5.0, 10.0]
+
+
+def test_dynamic_lets_a_rare_token_go_where_the_fixed_clip_stops_it():
+    old = torch.tensor([[0.9, 0.05]], dtype=F64).log()
+    logprobs = (old + math.log(1.5)).requires_grad_()
+    cfg = GRPOConfig(objective="dynamic", clip_low=0.16, clip_high=0.2)
+    value = OBJECTIVES["dynamic"](logprobs, old, torch.ones(1, 1, dtype=F64), ALL[:, :2], cfg)
+    assert torch.autograd.grad(value.sum(), logprobs)[0].tolist() == [[0.0, pytest.approx(1.5)]]
+
+
+def test_gspo_has_one_ratio_a_response_over_its_own_tokens():
+    """Ratios 2 and 1/2 and 1.21 (the last is padding): their geometric mean is 1, without the padding."""
+    ratios = torch.tensor([[2.0, 0.5, 1.21]], dtype=F64)
+    mask = torch.tensor([[True, True, False]])
+    value, gradient = value_and_gradient("gspo", ratios, 1.0, mask, clip_low=3e-4, clip_high=4e-4)
+    same(value[:, :2], [[1.0, 1.0]])
+    same(gradient, [[1.0, 1.0, 0.0]])  # two tokens of value s, each with the gradient s / 2 of both
+    value, gradient = value_and_gradient("gspo", ratios, 1.0, ALL[:, :3], clip_low=3e-4, clip_high=4e-4)
+    same(value, [[1.0004] * 3])
+    same(gradient, [[0.0] * 3])
+
+
+def test_gspo_token_has_gspos_value_and_clip_and_a_gradient_for_each_token():
+    ratios = torch.tensor([[1.2, 1.1, 0.9]], dtype=F64)
+    s = (1.2 * 1.1 * 0.9) ** (1 / 3)
+    value, gradient = value_and_gradient("gspo_token", ratios, -1.0, ALL[:, :3])
+    same(value, [[-s] * 3])
+    same(gradient, [[-s] * 3])
+    whole, _ = value_and_gradient("gspo", ratios, -1.0, ALL[:, :3])
+    same(value, whole.tolist())
+
+
+def test_cispo_clips_the_weight_and_keeps_every_gradient():
+    _, gradient = value_and_gradient("cispo", RATIOS, 1.0, clip_high=0.3)
+    same(gradient, [[0.7, 0.9, 1.25, 1.3]])
+
+
+def test_sapo_is_steepest_at_one_and_fades_on_both_sides():
+    """d/dr of 4/t sigmoid(t (r - 1)) is 4 s (1 - s): sech^2(t (r - 1) / 2)."""
+    for sign, t in ((1.0, 1.0), (-1.0, 1.05)):
+        _, gradient = value_and_gradient("sapo", RATIOS, sign)
+        same(gradient, [[sign * r / math.cosh(t * (r - 1) / 2) ** 2 for r in RATIOS[0].tolist()]])
+
+
+def test_gmpo_is_the_geometric_mean_of_ratios_clipped_on_one_side():
+    """clip_low = clip_high = .4 in log-space: 3 counts as e^.4 where A > 0 and as itself where A < 0."""
+    ratios = torch.tensor([[3.0, 0.25]], dtype=F64)
+    value, gradient = value_and_gradient("gmpo", ratios, 1.0, ALL[:, :2], clip_low=0.4, clip_high=0.4)
+    mean = math.sqrt(math.exp(0.4) * 0.25)
+    same(value, [[mean, mean]])
+    same(gradient, [[0.0, mean]])
+    value, gradient = value_and_gradient("gmpo", ratios, -1.0, ALL[:, :2], clip_low=0.4, clip_high=0.4)
+    mean = math.sqrt(3 * math.exp(-0.4))
+    same(value, [[-mean, -mean]])
+    same(gradient, [[-mean, 0.0]])
+
+
+@pytest.mark.parametrize("objective", OBJECTIVES)
+def test_far_apart_policies_stay_finite(objective):
+    old = torch.tensor([[-900.0, -1.0]])
+    logprobs = torch.tensor([[-1.0, -900.0]]).requires_grad_()
+    cfg = GRPOConfig(objective=objective)
+    for sign in (-1.0, 1.0):
+        value = OBJECTIVES[objective](logprobs, old, torch.tensor([[sign]]), ALL[:, :2], cfg)
+        assert bool(value.isfinite().all())
+        assert bool(torch.autograd.grad(value.sum(), logprobs)[0].isfinite().all())
+    metrics = clip_metrics(logprobs.detach(), old, torch.tensor([[1.0]]), ALL[:, :2], cfg)
+    whole = objective.startswith("gspo")  # the mean of 899 and -899 is 0
+    assert metrics["ratio/overflow"].tolist() == [[not whole, not whole]]
+
+
+@pytest.mark.parametrize("objective", OBJECTIVES)
+def test_the_clip_is_reported_where_a_gradient_is_gone(objective):
+    """Of single tokens, so that a response's ratio is its token's."""
+    settings = {"clip_low": 0.16, "clip_high": 0.2} | ({"dual_clip": 3.0} if objective in DUAL_CLIP else {})
+    for ratio in (0.3, 0.845, 0.95, 1.05, 1.21, 1.9, 3.5):
+        for sign in (-1.0, 1.0):
+            ratios = torch.tensor([[ratio]], dtype=F64)
+            _, gradient = value_and_gradient(objective, ratios, sign, ALL[:, :1], **settings)
+            old = torch.full((1, 1), math.log(0.5), dtype=F64)
+            metrics = clip_metrics(
+                old + ratios.log(),
+                old,
+                torch.tensor([[sign]]),
+                ALL[:, :1],
+                GRPOConfig(objective=objective, **settings),
+            )
+            clipped = bool(metrics["clip/low"]) or bool(metrics["clip/high"])
+            if objective == "cispo":
+                assert clipped == (abs(float(gradient)) < ratio - 1e-9)
+            else:
+                assert clipped == (float(gradient) == 0.0), (ratio, sign)
+
+
+@pytest.mark.parametrize("objective", ["gspo", "gspo_token"])
+@pytest.mark.parametrize("padding", [0.0, -5.0, 5.0])
+def test_a_responses_ratio_is_measured_on_its_tokens_alone(objective, padding):
+    """Ratios 1.5 and 1.2, whose geometric mean is above 1 + .3; with the padding counted it would be another."""
+    log_ratio = torch.tensor([[math.log(1.5), math.log(1.2), padding]], dtype=F64)
+    mask = torch.tensor([[True, True, False]])
+    cfg = GRPOConfig(objective=objective, clip_high=0.3)
+    advantages = torch.ones(1, 1, dtype=F64)
+    measured = clip_metrics(log_ratio, torch.zeros_like(log_ratio), advantages, mask, cfg)
+    assert measured["ratio/mean"][mask].tolist() == pytest.approx([math.sqrt(1.8)] * 2)
+    assert measured["clip/high"][mask].tolist() == [True, True]
+    wider = clip_metrics(log_ratio, torch.zeros_like(log_ratio), advantages, mask, replace(cfg, clip_high=0.35))
+    assert wider["clip/high"][mask].tolist() == [False, False]
+
+
+# ---------------------------------------------------------------- aggregation
+
+
+def test_weights_by_hand():
+    mask = torch.tensor([[1, 1, 1, 1], [1, 0, 0, 0], [0, 0, 0, 0]], dtype=torch.bool)
+    rows, tokens = torch.tensor(2), torch.tensor(5)
+    expected = {
+        "token": [[0.2, 0.2, 0.2, 0.2], [0.2, 0, 0, 0], [0, 0, 0, 0]],
+        "sequence": [[0.125, 0.125, 0.125, 0.125], [0.5, 0, 0, 0], [0, 0, 0, 0]],
+        "constant": [[1 / 16, 1 / 16, 1 / 16, 1 / 16], [1 / 16, 0, 0, 0], [0, 0, 0, 0]],
+    }
+    assert expected.keys() == AGGREGATES.keys()
+    for name, weights in expected.items():
+        measured = AGGREGATES[name](mask, rows, tokens, GRPOConfig(constant_length=8))
+        torch.testing.assert_close(measured, torch.tensor(weights))
+
+
+# ---------------------------------------------------------------- far out
+
+
+def test_gspo_clamps_the_mean_of_a_response_not_its_tokens():
+    """Log-ratios 30 and -29: a mean of 1/2, which nothing need clamp."""
+    ratios = torch.tensor([[30.0, -29.0]], dtype=F64).exp()
+    value, _ = value_and_gradient("gspo", ratios, -1.0, ALL[:, :2])
+    same(value, [[-math.exp(0.5)] * 2])
+
+
+def test_where_there_is_no_advantage_no_clip_takes_anything():
+    """At q = .01 dynamic's bounds are .5 and 5: ratios of 3 and .6 are within them and beyond the fixed ones."""
+    cfg = GRPOConfig(objective="dynamic", clip_low=0.16, clip_high=0.2)
+    old = torch.full((1, 2), 0.01, dtype=F64).log()
+    ratio, mask = torch.tensor([[3.0, 0.6]], dtype=F64), ALL[:, :2]
+    for advantage, changed in ((0.0, [False, False]), (1.0, [True, False]), (-1.0, [False, True])):
+        metrics = clip_metrics(old + ratio.log(), old, torch.tensor([[advantage]], dtype=F64), mask, cfg)
+        assert metrics["effect/clip"].tolist() == [changed]

@@ -1,0 +1,275 @@
+"""Sampling by top-k, top-p and min-p in training: every stage speaks of the tokens that were in the running."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from transformers import LogitsProcessorList, MinPLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
+
+from conftest import VOCAB, CountDigits, OneProcessRuntime, make_policy
+from pellucid.algorithm.batch import collate, concat
+from pellucid.algorithm.grpo import loss_terms, score_fixed, weights_of
+from pellucid.algorithm.sampling_mask import SamplingMask, bit_words, collated, masks_of
+from pellucid.algorithm.settings import GRPOConfig
+from pellucid.models.drawing import Truncation, draw_among, truncated
+from pellucid.policy import logprobs
+from pellucid.policy.logprobs import Head, token_logprobs
+from pellucid.policy.policy import AdapterOff, add_adapter
+from pellucid.samplers.hf import HuggingFace
+from pellucid.samplers.native import Native
+from pellucid.types import Completion, Group, Prompt
+from runs import same_run, train
+
+SAMPLERS = {"native": Native, "hf": HuggingFace}
+CUTS = {"top_k": Truncation(top_k=4), "top_p": Truncation(top_p=0.7), "all": Truncation(9, 0.9, 0.05)}
+
+
+def drawn(policy, truncation=CUTS["top_p"], sampler=Native, temperature=1.0, prompts=3):
+    samples = sampler(temperature, 9, truncation=truncation)
+    samples.sync(policy)
+    return samples.generate(CountDigits().sample(0, prompts), 4, seed="s")
+
+
+# ---------------------------------------------------------------- masks
+
+
+def random_masks(n, vocabulary):
+    """Of one token, of all, and of every share in between."""
+    kept = torch.rand(n, vocabulary) < torch.linspace(0, 1, n)[:, None]
+    kept[torch.arange(n), torch.randint(vocabulary, (n,))] = True
+    return kept
+
+
+@pytest.mark.parametrize("vocabulary", [1, 31, 32, 33, 100, 1000])
+def test_a_mask_comes_back_as_the_ids_of_its_tokens(vocabulary):
+    kept = random_masks(23, vocabulary)
+    rows = masks_of(kept)
+    words, spans = collated([rows[:5], rows[5:6], rows[6:]])
+    there = torch.tensor([[i < n for i in range(17)] for n in (5, 1, 17)])
+    ids, present = SamplingMask(words, spans[there]).ids(vocabulary)
+    assert [row[p].tolist() for row, p in zip(ids, present, strict=True)] == [
+        row.nonzero()[:, 0].tolist() for row in kept
+    ]
+    assert present.shape[1] == int(kept.sum(-1).max())
+
+
+def test_a_mask_is_ids_where_they_are_few_and_bits_where_they_are_many():
+    kept = torch.zeros(4, 320, dtype=torch.bool)
+    for row, n in enumerate((1, 9, 10, 320)):
+        kept[row, :n] = True
+    assert bit_words(320) == 10
+    assert [len(words) for words in masks_of(kept)] == [1, 9, 10, 10]
+
+
+def test_only_some_of_the_masks_are_looked_up():
+    kept = random_masks(9, 50)
+    words, spans = collated([masks_of(kept)])
+    ids, present = SamplingMask(words, spans[0]).of(torch.tensor([7, 2])).ids(50)
+    assert [row[p].tolist() for row, p in zip(ids, present, strict=True)] == [
+        kept[row].nonzero()[:, 0].tolist() for row in (7, 2)
+    ]
+
+
+@pytest.mark.parametrize("spread", [0.1, 1.0, 5.0])
+@pytest.mark.parametrize("top_p", [1e-6, 0.1, 0.5, 0.9, 0.999])
+def test_a_nucleus_of_a_large_vocabulary_is_that_of_sorting_all(top_p, spread):
+    masses = (spread * torch.randn(20, 5000)).exp() * torch.rand(20, 1) * 100
+    ordered, order = masses.double().sort(descending=True)
+    inside = ordered.cumsum(-1) - ordered < top_p * ordered.sum(-1, keepdim=True)
+    expected = torch.zeros_like(inside).scatter(-1, order, inside)
+    found = truncated(masses, Truncation(top_p=top_p)) > 0
+    # One token more or less, where the sum reaches top_p to within the rounding of fp32.
+    assert int((found != expected).sum(-1).max()) <= 1
+    assert float((found != expected).any(-1).float().mean()) <= 0.1
+
+
+def test_a_nucleus_of_equals_is_all_of_them():
+    assert bool((truncated(torch.ones(3, 5000), Truncation(top_p=0.5)) == 1).all())
+
+
+# ---------------------------------------------------------------- drawing
+
+
+@pytest.mark.parametrize("cut", CUTS)
+def test_what_is_drawn_carries_its_log_prob_among_what_was_kept(cut):
+    logits = 3 * torch.randn(200, 70)
+    warpers = LogitsProcessorList([TopPLogitsWarper(CUTS[cut].top_p)])
+    if CUTS[cut].top_k:
+        warpers.insert(0, TopKLogitsWarper(CUTS[cut].top_k))
+    if CUTS[cut].min_p:
+        warpers.append(MinPLogitsWarper(CUTS[cut].min_p))
+    expected = warpers(torch.zeros(200, 0, dtype=torch.long), logits / 0.7).log_softmax(-1)
+    tokens, found, kept = draw_among(logits, torch.rand(200, dtype=torch.float64), 0.7, CUTS[cut])
+    torch.testing.assert_close(found, expected.gather(-1, tokens[:, None])[:, 0])
+    assert torch.equal(kept, expected.isfinite())
+
+
+@pytest.mark.parametrize("cut", CUTS)
+@pytest.mark.parametrize("architecture", ["llama", "gpt2", "gemma"])
+@pytest.mark.parametrize("sampler", SAMPLERS)
+def test_scorer_and_sampler_agree_on_every_token_and_not_without_the_mask(sampler, architecture, cut):
+    policy = make_policy(architecture, temperature=1.3)
+    batch = collate(drawn(policy, CUTS[cut], SAMPLERS[sampler], 1.3), policy.device)
+    ours = policy.score(batch).logprobs.detach()
+    torch.testing.assert_close(ours[batch.mask], batch.sampler_logprobs[batch.mask], rtol=0, atol=2e-5)
+    whole = policy.score(replace(batch, mask_words=None, mask_spans=None)).logprobs.detach()
+    assert float((whole - batch.sampler_logprobs)[batch.mask].abs().mean()) > 0.05
+
+
+@pytest.mark.parametrize("sampler", SAMPLERS)
+def test_the_whole_and_the_likeliest_are_drawn_without_a_mask(sampler):
+    for settings in ({}, {"temperature": 0.0, "truncation": CUTS["top_p"]}):
+        samples = SAMPLERS[sampler](max_tokens=3, **settings)
+        samples.sync(make_policy())
+        groups = samples.generate(CountDigits().sample(0, 1), 2, seed="s")
+        assert collate(groups, torch.device("cpu")).sampling_mask(torch.device("cpu")) is None
+
+
+# ---------------------------------------------------------------- scoring
+
+
+@pytest.fixture
+def inputs():
+    hidden, ref_hidden = (torch.randn(13, size, dtype=torch.float64).requires_grad_() for size in (8, 6))
+    weight, ref_weight = (torch.randn(29, size, dtype=torch.float64).requires_grad_() for size in (8, 6))
+    kept = random_masks(13, 29)
+    tokens = torch.multinomial(kept.float(), 1)[:, 0]
+    return hidden, weight, ref_hidden, ref_weight, kept, tokens
+
+
+@pytest.mark.parametrize("tokens_at_once", [1, 4, 100])
+@pytest.mark.parametrize(("temperature", "scale", "softcap"), [(1.0, 1.0, 0.0), (0.7, 0.5, 0.0), (1.3, 0.5, 2.0)])
+def test_log_probs_entropy_and_kl_are_autograd_s_over_the_kept_tokens(
+    monkeypatch, inputs, tokens_at_once, temperature, scale, softcap
+):
+    """The second implementation: all logits, -inf for what was cut off, and torch's own gradients."""
+    monkeypatch.setattr(logprobs, "MANY", 29 * tokens_at_once)
+    monkeypatch.setattr(logprobs, "FEW", 29 * max(1, tokens_at_once // 2))
+    hidden, weight, ref_hidden, ref_weight, kept, tokens = inputs
+    bias, ref_bias = (torch.randn(29, dtype=torch.float64).requires_grad_() for _ in range(2))
+    words, spans = collated([masks_of(kept)])
+
+    def distribution(hidden, weight, bias):
+        logits = (hidden @ weight.T + bias) * scale
+        logits = (softcap * (logits / softcap).tanh() if softcap else logits) / temperature
+        return torch.distributions.Categorical(logits=logits.masked_fill(~kept, -1e300))
+
+    theirs, other = distribution(hidden, weight, bias), distribution(ref_hidden, ref_weight, ref_bias).logits.detach()
+    kl = (theirs.probs * (theirs.logits - other)).masked_fill(~kept, 0.0).sum(-1)
+    entropy = -(theirs.probs * theirs.logits).masked_fill(~kept, 0.0).sum(-1)
+    ours = token_logprobs(
+        hidden,
+        Head(weight, weight, bias, scale, softcap),
+        tokens,
+        temperature,
+        entropy_grad=True,
+        reference=(ref_hidden, Head(ref_weight, ref_weight, ref_bias, scale, softcap)),
+        among=SamplingMask(words, spans[0]),
+    )
+    upstream = torch.randn(3, 13, dtype=torch.float64)
+    leaves, gradients = (hidden, weight, bias), []
+    for found in (ours, (theirs.log_prob(tokens), entropy, kl)):
+        gradients.append(torch.autograd.grad((torch.stack(found) * upstream).sum(), leaves))
+    for mine, expected in zip(ours, (theirs.log_prob(tokens), entropy, kl), strict=True):
+        torch.testing.assert_close(mine, expected, rtol=0, atol=1e-12)
+    for mine, expected in zip(*gradients, strict=True):
+        torch.testing.assert_close(mine, expected, rtol=0, atol=1e-12)
+
+
+def test_the_expected_gradient_is_that_of_the_truncated_policy():
+    """Every first token that can be drawn, weighed with its chance, against autograd of the sum of all rewards."""
+    policy = make_policy("gpt2", dtype=torch.float64)
+    prompt_ids, rewards = (5, 11, 3, 7), torch.randn(VOCAB, dtype=torch.float64)
+    logits = policy.model(torch.tensor([prompt_ids])).logits[0, -1]
+    with torch.no_grad():
+        kept = truncated(logits.softmax(-1)[None], Truncation(top_p=0.8))[0] > 0
+    every = kept.nonzero()[:, 0].tolist()
+    assert 1 < len(every) < VOCAB - 5
+    truncated_policy = logits.masked_fill(~kept, -torch.inf).softmax(-1)
+    exact = torch.autograd.grad((truncated_policy * rewards).sum(), list(policy.trainable().values()))
+
+    chances = truncated_policy.detach()[every]
+    completions = [
+        Completion((a,), (float(chances[i].log()),), "", True, masks_of(kept[None])) for i, a in enumerate(every)
+    ]
+    batch = collate([Group(Prompt("p", "p"), prompt_ids, tuple(completions))], policy.device)
+    cfg = GRPOConfig(group_size=len(every), aggregate="constant", constant_length=1)
+    batch = replace(batch, advantages=rewards[every], weights=chances[:, None] * batch.mask)
+    loss, metrics = loss_terms(policy.score(batch), batch, cfg)
+    found = torch.autograd.grad(-loss, list(policy.trainable().values()))
+    assert max(float(x.abs().max()) for x in exact) > 1e-2
+    for mine, expected in zip(found, exact, strict=True):
+        torch.testing.assert_close(mine, expected, rtol=0, atol=1e-9)
+    torch.testing.assert_close(metrics["entropy"][:, 0], -(chances * chances.log()).sum().expand(len(every)))
+
+    of_the_whole = replace(batch, mask_words=None, mask_spans=None)
+    wrong = torch.autograd.grad(
+        -loss_terms(policy.score(of_the_whole), of_the_whole, cfg)[0], list(policy.trainable().values())
+    )
+    assert max(float((x - y).abs().max()) for x, y in zip(wrong, exact, strict=True)) > 1e-2
+
+
+@pytest.mark.parametrize("kl", ["k1", "k2", "k3", "exact"])
+@pytest.mark.parametrize("reference", ["frozen", "adapter off"])
+def test_ratio_1_and_kl_0_at_equal_weights(reference, kl):
+    policy, other = make_policy(temperature=0.8), make_policy(temperature=0.8)
+    if reference == "adapter off":
+        policy.adapter = add_adapter(policy.model, 2)
+        other = AdapterOff(policy)
+    if kl == "exact":
+        policy.measure_kl(other)
+    cfg = GRPOConfig(group_size=4, kl=kl, kl_in="loss", kl_coef=0.1, epochs=2)
+    runtime = OneProcessRuntime(policy)
+    batch = collate(drawn(policy, temperature=0.8), policy.device)
+    batch = score_fixed(batch, policy, other, runtime, cfg)
+    batch = replace(batch, advantages=torch.randn(len(batch)), weights=weights_of(batch, runtime, cfg))
+    _, metrics = loss_terms(policy.score(batch), batch, cfg)
+    for name in ("kl", "sampler/gap_mean"):
+        assert float(metrics[name].detach()[batch.mask].abs().max()) < 2e-5, name
+    assert torch.equal(policy.score(batch).logprobs.detach(), batch.old_logprobs)
+    if kl != "exact":
+        torch.testing.assert_close(batch.ref_logprobs[batch.mask], batch.old_logprobs[batch.mask], rtol=0, atol=1e-6)
+        whole = other.score(replace(batch, mask_words=None, mask_spans=None)).logprobs.detach()
+        assert float((batch.ref_logprobs - whole)[batch.mask].abs().mean()) > 0.05
+
+
+# ---------------------------------------------------------------- batches and runs
+
+
+def test_rows_of_a_batch_and_joined_batches_keep_their_masks():
+    policy = make_policy()
+    groups = drawn(policy, prompts=5)
+    whole, score = collate(groups, policy.device), lambda batch: policy.score(batch).logprobs.detach()[batch.mask]
+    parts = [collate(groups[:2], policy.device), collate(groups[2:], policy.device)]
+    joined = concat(parts)
+    assert torch.equal(score(joined), score(whole))
+    chosen = torch.tensor([1, 6, 7, 19])
+    expected = policy.score(whole).logprobs.detach()[chosen][whole.mask[chosen]]
+    torch.testing.assert_close(score(joined.rows(chosen)), expected)
+    pieces = torch.cat([score(piece) for piece in joined.chunks(3)])
+    torch.testing.assert_close(pieces, score(whole))
+
+
+@pytest.mark.parametrize("sampler", SAMPLERS)
+def test_a_run_by_top_p_is_resumed_to_the_same_bits_with_replayed_rollouts(recipe, tmp_path, sampler):
+    settings = ["--sampler.top_p", 0.8, "--sampler.name", sampler, "--algorithm.max_staleness", 2]
+    whole, halves = tmp_path / "whole", tmp_path / "halves"
+    settings += ["--optimizer.schedule", "constant"]
+    assert train(recipe, "--run", whole, *settings, "--algorithm.steps", 4) == 0
+    assert train(recipe, "--run", halves, *settings, "--algorithm.steps", 2) == 0
+    assert train("--resume", halves, "--algorithm.steps", 4) == 0
+    same_run(whole, halves)
+
+
+@pytest.mark.parametrize(
+    "setting", [("top_k", -1), ("top_p", 0), ("top_p", 1.1), ("min_p", -0.1), ("min_p", 1.1)], ids=str
+)
+@pytest.mark.parametrize("section", ["sampler", "evaluate"])
+def test_what_cuts_off_nothing_that_can_be_said_is_refused(recipe, capsys, section, setting):
+    name, value = setting
+    recipe.write_text(recipe.read_text().replace(f"[{section}]", f"[{section}]\n{name} = {value}"))
+    assert train(recipe) == 2
+    [line] = capsys.readouterr().err.splitlines()
+    assert f"{name} = {value}" in line

@@ -1,0 +1,145 @@
+"""The plan of memory: against a published calculation, against what autograd keeps, against what a model holds."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from types import SimpleNamespace
+
+import peft
+import pytest
+import torch
+
+from conftest import character_tokenizer, make_policy, tiny_llama
+from pellucid import cli
+from pellucid.algorithm.batch import collate
+from pellucid.algorithm.settings import AdamWConfig, GRPOConfig
+from pellucid.config import Config, PolicyConfig, SamplerConfig
+from pellucid.doctor import memory
+from pellucid.types import Completion, Group, Prompt
+
+GIB = 2**30 / 1e9
+
+
+def configured(**algorithm):
+    return Config(
+        policy=PolicyConfig(dtype="float32"),
+        sampler=SamplerConfig(max_tokens=32),
+        algorithm=GRPOConfig(prompts_per_step=2, group_size=4, **algorithm),
+    )
+
+
+@pytest.fixture
+def folder(tmp_path):
+    tiny_llama().save_pretrained(tmp_path)
+    character_tokenizer().save_pretrained(tmp_path)
+    return tmp_path
+
+
+@pytest.mark.parametrize(("devices", "gib"), [(1, 51.8), (2, 31.7), (4, 21.6), (6, 18.2)])
+def test_zero_2_of_three_billion_parameters(devices, gib):
+    """Weights and reference whole, 14 bytes a parameter shared out: the sum that contradicts the source's own table."""
+    three_billion = memory.Model(SimpleNamespace(), 3_090_000_000, 3_090_000_000)
+    state = memory.zero_state(three_billion, configured(kl_coef=0.02), devices, 2)
+    assert sum(state.values()) / GIB == pytest.approx(gib, abs=0.1)
+
+
+def test_state_is_what_a_policy_and_its_optimizer_hold(folder):
+    model = memory.from_name(str(folder), lora=0)
+    policy = make_policy()
+    held = sum(p.numel() * p.element_size() for p in policy.model.parameters())
+    optimizer = torch.optim.AdamW(policy.model.parameters())
+    for p in policy.model.parameters():
+        p.grad = torch.zeros_like(p)
+    optimizer.step()
+    moments = sum(x.numel() * 4 for state in optimizer.state.values() for x in state.values() if x.ndim)
+    state = memory.own_state(model, configured())
+    assert state["weights"] * 1e9 == pytest.approx(held)
+    assert state["gradients"] * 1e9 == pytest.approx(held)
+    assert state["optimizer"] * 1e9 == pytest.approx(moments)
+    assert state["reference"] == 0
+    assert memory.own_state(model, configured(kl_coef=0.1))["reference"] * 1e9 == pytest.approx(held)
+
+
+def test_an_adapter_counts_its_own_parameters(folder):
+    adapted = peft.get_peft_model(tiny_llama(), peft.LoraConfig(r=4, target_modules="all-linear"))
+    trained = sum(p.numel() for p in adapted.parameters() if p.requires_grad)
+    assert memory.from_name(str(folder), lora=4).trained == trained
+
+
+def kept_by_autograd(policy, batch):
+    """Bytes of what a forward pass saves for its backward pass, weights and attention masks aside."""
+    weights = {p.untyped_storage().data_ptr() for p in policy.weights().values()}
+    saved = {}
+
+    def pack(x):
+        storage = x.untyped_storage()
+        is_mask = x.dim() == 4 and x.shape[1] == 1
+        if storage.data_ptr() not in weights and not is_mask:
+            saved[storage.data_ptr()] = storage
+        return x
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
+        hidden, _ = policy.hidden(batch)
+    assert hidden.requires_grad
+    return sum(storage.nbytes() for storage in saved.values())
+
+
+def batch_of(prompt, response, rows):
+    completions = tuple(
+        Completion(tuple((i + g) % 20 for i in range(response)), (-1.0,) * response, "", True) for g in range(rows)
+    )
+    return collate([Group(Prompt("p", "?"), tuple(range(prompt)), completions)], torch.device("cpu"))
+
+
+def test_activations_are_what_autograd_keeps():
+    policy = make_policy()
+    batch = batch_of(prompt=8, response=41, rows=8)  # the last token of a response is not read
+    tokens = 8 + 8 * 40
+    expected = tokens * policy.model.config.num_hidden_layers * memory.bytes_a_token(policy.model.config, 4)
+    assert kept_by_autograd(policy, batch) == pytest.approx(expected, rel=0.25)
+
+
+def test_recomputed_activations_are_the_residual_stream():
+    policy = make_policy(gradient_checkpointing=True)
+    batch = batch_of(prompt=8, response=41, rows=8)
+    cfg = configured()
+    cfg = cfg.model_copy(update={"policy": replace(cfg.policy, gradient_checkpointing=True)})
+    planned = memory.activations(policy.model.config, cfg, ours=True)
+    layer = memory.bytes_a_token(policy.model.config, 4)
+    assert kept_by_autograd(policy, batch) / (8 + 8 * 40) == pytest.approx(planned - layer, rel=0.25)
+
+
+def test_smaller_pieces_need_less(folder):
+    model = memory.from_name(str(folder), lora=0)
+
+    def whole(cfg, **settings):
+        return sum(memory.parts(model, cfg, **settings).values())
+
+    assert whole(configured(micro_batch=2)) < whole(configured())
+    assert whole(configured(), processes=2) < whole(configured())
+    offloaded = configured().model_copy(update={"optimizer": AdamWConfig(offload=True)})
+    assert memory.own_state(model, offloaded)["optimizer"] == 0
+    for stage in (1, 2, 3):
+        assert (
+            whole(configured(), processes=4, zero=stage) < whole(configured(), processes=4, zero=stage - 1 or 1) + 1e-12
+        )
+
+
+def test_the_plan_is_a_table(folder, tmp_path, capsys):
+    recipe = tmp_path / "r.toml"
+    recipe.write_text(f'[policy]\nmodel = "{folder}"\n')
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["doctor", "--plan", str(recipe), "--algorithm.group-size", "4"])
+    assert ended.value.code == 0
+    printed = capsys.readouterr().out
+    assert "activations" in printed
+    assert printed.count("\n") > 17
+
+
+def test_a_plan_for_a_model_that_is_not_there_is_one_line(tmp_path, capsys):
+    recipe = tmp_path / "r.toml"
+    recipe.write_text('[policy]\nmodel = "nowhere/at-all"\n')
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["doctor", "--plan", str(recipe)])
+    assert ended.value.code == 2
+    assert "nowhere/at-all" in capsys.readouterr().err

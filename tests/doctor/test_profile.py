@@ -1,0 +1,120 @@
+"""Where a step's time goes: operators to stages, operators to kinds, and the file that a run leaves."""
+
+from __future__ import annotations
+
+from collections import Counter
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch.profiler import ProfilerActivity
+from torch.utils.flop_counter import FlopCounterMode
+
+from architectures import batch_of, model_of
+from conftest import character_tokenizer, make_policy, records
+from pellucid import cli
+from pellucid.doctor import profile
+from pellucid.doctor.profile import Memory, Operations, Stage, kind_of, stages_of, table
+from pellucid.policy.policy import Policy
+
+METRICS = {"time/generate": 2.0, "time/reward": 0.5, "time/score": 0.0, "time/update": 1.5}
+
+
+def event(name, start, seconds):
+    """As torch.profiler gives them, in microseconds."""
+    return SimpleNamespace(name=name, time_range=SimpleNamespace(start=start * 1e6), self_cpu_time_total=seconds * 1e6)
+
+
+def test_an_operator_belongs_to_the_stage_in_which_it_began():
+    events = [
+        event("mkldnn::_linear_pointwise", 7.0, 1.0),
+        event("aten::bmm", 8.9, 0.5),
+        event("aten::exp2_", 9.2, 0.1),
+        event("aten::mm", 9.6, 0.4),
+        event("aten::mm", 10.9, 0.05),
+    ]
+    memory = [Memory(100.1, 1.0), Memory(101.9, 3.0), Memory(103.0, 2.5), Memory(104.2, 2.0)]
+    stages = stages_of(events, memory, start=100.0, metrics=METRICS)
+    assert {name: stage.seconds for name, stage in stages.items()} == {k.split("/")[1]: v for k, v in METRICS.items()}
+    assert stages["generate"].by_kind == pytest.approx({"matrix products": 1.5})
+    assert stages["reward"].by_kind == pytest.approx({"softmax, exp, log": 0.1})
+    assert stages["score"].by_kind == {}
+    assert stages["update"].by_kind == pytest.approx({"matrix products": 0.45})
+    assert [stage.gb for stage in stages.values()] == [[1.0, 3.0], [], [], [2.5, 2.0]]
+
+
+def test_operations_are_those_that_torch_counts():
+    policy = Policy(model_of("llama, untied"), character_tokenizer())
+
+    def work():
+        policy.score(batch_of()).logprobs.sum().backward()
+
+    with FlopCounterMode(display=False) as counter:
+        work()
+    with Operations() as operations:
+        work()
+    counted = counter.get_flop_counts()["Global"]
+    products = counted[torch.ops.aten.mm] + counted[torch.ops.aten.bmm]
+    assert sum(n for _, n in operations.seen) == products
+
+
+def test_operations_with_packed_weights_are_counted_too():
+    weight = torch.ops.mkldnn._reorder_linear_weight(torch.randn(7, 5).bfloat16(), 3)
+    with Operations() as operations:
+        torch.ops.mkldnn._linear_pointwise(torch.randn(3, 5).bfloat16(), weight, None, "none", [], "")
+        torch.addmm(torch.randn(7), torch.randn(3, 5), torch.randn(5, 7))
+        torch.randn(3, 5) + 1
+    assert [n for _, n in operations.seen] == [2 * 3 * 5 * 7, 2 * 3 * 5 * 7]
+
+
+def test_the_table_is_in_seconds_of_this_machine():
+    stages = {
+        "generate": Stage(4.0, Counter({"matrix products": 1.0, "attention": 2.0}), [1.0, 2.0]),
+        "update": Stage(6.0, Counter({"matrix products": 5.0}), [3.0]),
+    }
+    text = table(stages, {"generate": 0.5, "update": 2.0}, 0.5, "bfloat16")
+    rows = {line[:26].strip(): line[26:].split() for line in text.splitlines()}
+    assert rows["seconds"] == ["4.00", "6.00", "10.00"]
+    assert rows["attention"] == ["2.00", "0.00", "2.00"]
+    assert rows["Python and dispatch"] == ["1.00", "1.00", "2.00"]
+    assert rows["at this machine's speed"] == ["1.00", "4.00", "5.00"]
+    assert rows["share of that speed"] == ["25%", "67%", "50%"]
+    assert rows["peak memory, GB"] == ["2.00", "3.00", "3.00"]
+
+
+def test_no_operator_of_an_update_is_left_to_the_rest_by_a_misspelt_name():
+    """The kinds name beginnings of torch's operators: those that take time here must be there."""
+    policy = make_policy("llama")
+    with torch.profiler.profile(activities=[ProfilerActivity.CPU]) as profiler:
+        hidden = torch.randn(8, policy.model.config.hidden_size, requires_grad=True)
+        (hidden @ hidden.T).softmax(-1).exp().log().sum().backward()
+        torch.nn.functional.scaled_dot_product_attention(*[torch.randn(1, 2, 4, 8)] * 3)
+        torch.cat([hidden, hidden]).to(torch.bfloat16).index_select(0, torch.tensor([0]))
+        torch.optim.AdamW([hidden], fused=True).step()
+    kinds = {kind_of(event.name) for event in profiler.events() if event.name.startswith("aten::")}
+    assert kinds == set(profile.KINDS) - {"embedding"}
+
+
+def test_a_profiled_run_takes_the_same_steps_and_writes_one_file(recipe, tmp_path, capsys):
+    runs = [tmp_path / "plain", tmp_path / "profiled"]
+    for run_dir, extra in zip(runs, ([], ["--profile"]), strict=True):
+        with pytest.raises(SystemExit) as exit_:
+            cli.main(["train", str(recipe), "--run", str(run_dir), "--algorithm.steps", "4", *extra])
+        assert exit_.value.code == 0
+    losses = [[r["loss"] for r in records(run_dir / "metrics.jsonl")] for run_dir in runs]
+    assert losses[0] == losses[1]
+    assert not (runs[0] / "profile.txt").exists()
+    text = (runs[1] / "profile.txt").read_text()
+    assert text in capsys.readouterr().out
+    seconds = next(line for line in text.splitlines() if line.startswith("seconds")).split()[1:]
+    third = records(runs[1] / "metrics.jsonl")[2]
+    for shown, name in zip(seconds, profile.STAGES, strict=False):
+        assert float(shown) == pytest.approx(third[f"time/{name}"], abs=0.006)
+    products = next(line for line in text.splitlines() if line.startswith("matrix products, TFLOP")).split()[3:]
+    assert len(products) == len(profile.STAGES) + 1
+
+
+def test_a_run_that_is_over_before_the_third_step_has_no_profile(tmp_path):
+    steps = iter([SimpleNamespace(step=i, metrics=METRICS, groups=[]) for i in (1, 2)])
+    assert len(list(profile.profiled(steps, tmp_path / "profile.txt", torch.float32))) == 2
+    assert not (tmp_path / "profile.txt").exists()

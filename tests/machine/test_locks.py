@@ -1,0 +1,31 @@
+"""One process at a time; what holds a lock is named, and a dead holder holds nothing."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from pellucid.machine.locks import locked
+from pellucid.types import UserError
+
+HOLD = "import sys; from pathlib import Path; from pellucid.machine.locks import locked\n"
+HOLD += "with locked(Path(sys.argv[1]), 'reads'): print('held', flush=True); sys.stdin.read()"
+
+
+def test_another_process_is_named_until_it_is_dead(tmp_path):
+    path = tmp_path / ".lock"
+    with subprocess.Popen(
+        [sys.executable, "-c", HOLD, path], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as holder:
+        assert holder.stdout.readline() == "held\n"
+        with (
+            pytest.raises(UserError, match=f"process {holder.pid} writes the file: wait"),
+            locked(path, "writes the file"),
+        ):
+            pass
+        holder.kill()
+    with locked(path, "writes the file"):
+        assert path.read_text() == f"{os.getpid()}\n"

@@ -1,0 +1,628 @@
+"""The written-out decoder against transformers: logits, gradients, rows that come and go."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from transformers import (
+    AutoModelForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MistralConfig,
+    Qwen2Config,
+    Qwen3Config,
+)
+
+from architectures import FAMILY, SMALL, WINDOW, batch_of, model_of, plain_logprobs, sequences
+from conftest import (
+    EOS,
+    VOCAB,
+    CountDigits,
+    character_tokenizer,
+    products_know_no_neighbours,
+    tiny_gemma,
+    tiny_gpt2,
+)
+from pellucid.algorithm.batch import collate
+from pellucid.models import attention, packed
+from pellucid.models import decoder as decoders
+from pellucid.models.attention import attend
+from pellucid.models.decoder import Decoder, after_attention, linear, refusal, sliding_layers
+from pellucid.models.decoding import Flight
+from pellucid.models.elementwise import gated, norm, rotated
+from pellucid.models.masters import Matrix, embedded
+from pellucid.models.packed import hidden_states
+from pellucid.policy import logprobs
+from pellucid.policy.policy import Policy
+from pellucid.samplers.native import Native
+from pellucid.types import Completion, Group, Prompt
+
+
+def decoder_of(model, dtype=torch.float32):
+    return Decoder(model.config, dict(model.named_parameters()), dtype)
+
+
+@torch.no_grad()
+def plain_logits(model, batch) -> Tensor:
+    """[N, V], a row at a time."""
+    return torch.cat([model(torch.tensor([ids])).logits[0, start - 1 : -1] for ids, start in sequences(batch)])
+
+
+@pytest.mark.parametrize("name", FAMILY)
+def test_logits_are_those_of_transformers(name):
+    model, batch = model_of(name), batch_of()
+    hidden, head = hidden_states(decoder_of(model), batch)
+    expected = plain_logits(model, batch)
+    assert expected.std() > 0.5
+    torch.testing.assert_close(hidden @ head.tensor.T, expected, rtol=0, atol=2e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("name", FAMILY)
+def test_half_precision_is_no_further_off_than_transformers(name, dtype):
+    """From fp32, in the mean: the residual stream here stays in fp32."""
+    batch, model = batch_of(), model_of(name)
+    exact = plain_logits(model, batch)
+    hidden, head = hidden_states(Decoder(model.config, dict(model.named_parameters()), dtype), batch)
+    ours = (hidden.float() @ head.tensor.float().T - exact).abs().mean()
+    theirs = (plain_logits(model.to(dtype), batch).float() - exact).abs().mean()
+    assert 0 < ours < 1.1 * theirs
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize("name", FAMILY)
+def test_gradients_are_those_of_plain_autograd(name, recompute):
+    """fp32, all parameters: < 1e-5 relative in all, < 5e-5 for any one tensor. A third of the tokens weigh nothing."""
+    model, batch = model_of(name), batch_of()
+    weights = torch.randn(int(batch.mask.sum())) * (torch.rand(int(batch.mask.sum())) > 0.3)
+    (plain_logprobs(model, batch) * weights).sum().backward()
+    expected = {name: p.grad for name, p in model.named_parameters()}
+    model.zero_grad()
+
+    policy = Policy(model, character_tokenizer(), gradient_checkpointing=recompute)
+    assert policy.decoder is not None
+    (policy.score(batch).logprobs[batch.mask] * weights).sum().backward()
+    errors, sizes = [], []
+    for part, p in model.named_parameters():
+        errors.append(float((p.grad - expected[part]).norm()))
+        sizes.append(float(expected[part].norm()))
+        assert errors[-1] < 5e-5 * sizes[-1], part
+    assert torch.tensor(errors).norm() < 1e-5 * torch.tensor(sizes).norm()
+
+
+def test_recomputing_keeps_only_the_residual_stream_of_a_layer(monkeypatch):
+    calls = []
+    counted = packed.PLAIN._replace(after=lambda *a: calls.append(1) or after_attention(*a))
+    monkeypatch.setattr(packed, "PLAIN", counted)
+    policy = Policy(model_of("llama"), character_tokenizer(), gradient_checkpointing=True)
+    policy.score(batch_of()).logprobs.sum().backward()
+    assert len(calls) == 2 * 2
+
+
+@pytest.mark.filterwarnings("ignore")  # of the compiler about itself
+def test_pieces_may_be_compiled(monkeypatch):
+    """Traced forward and backward; that C++ made of it is right is torch's to show, and takes a minute."""
+    model, batch = model_of("qwen2"), batch_of()
+    traced, gradients = packed.compiled("aot_eager"), []
+    monkeypatch.setattr(packed, "compiled", lambda: traced)
+    for engine in ("auto", "compiled"):
+        policy = Policy(model, character_tokenizer(), engine=engine)
+        policy.score(batch).logprobs.sum().backward()
+        gradients.append({name: p.grad for name, p in model.named_parameters()})
+        model.zero_grad()
+    for name, expected in gradients[0].items():
+        torch.testing.assert_close(gradients[1][name], expected, rtol=0, atol=1e-5 * float(expected.norm()))
+
+
+def test_rows_of_any_choice_keep_their_scores():
+    """As the update leaves out dead groups: some prompts unused, prompts with one row and with several."""
+    policy, batch = Policy(model_of("qwen2"), character_tokenizer()), batch_of()
+    whole = policy.score(batch).logprobs
+    for rows in ([0], [1], [4, 8], [2, 3, 6, 7]):
+        part = batch.rows(torch.tensor(rows))
+        width = part.mask.shape[1]
+        torch.testing.assert_close(policy.score(part).logprobs, whole[rows, :width], rtol=0, atol=1e-5)
+
+
+def test_the_compute_copy_follows_its_masters():
+    model = model_of("llama")
+    policy, batch = Policy(model, character_tokenizer(), torch.bfloat16), batch_of()
+    before = policy.score(batch).logprobs
+    assert {x.dtype for layer in policy.decoder.weights().layers for x in (layer.qkv, layer.down)} == {torch.bfloat16}
+    torch.optim.AdamW(model.parameters(), lr=0.1, fused=True).step()  # no gradients yet: nothing moves
+    torch.testing.assert_close(policy.score(batch).logprobs, before, rtol=0, atol=0)
+    policy.score(batch).logprobs.sum().backward()
+    assert {p.grad.dtype for p in model.parameters()} == {torch.float32}
+    torch.optim.AdamW(model.parameters(), lr=0.1, fused=True).step()
+    after = policy.score(batch).logprobs
+    fresh = Policy(model, character_tokenizer(), torch.bfloat16).score(batch).logprobs
+    torch.testing.assert_close(after, fresh, rtol=0, atol=0)
+    assert (after - before).abs().max() > 0.1
+
+
+def test_a_layer_computes_in_bf16_about_what_it_computes_in_fp32():
+    model, batch = model_of("llama"), batch_of()
+    exact, rounded = (
+        Policy(model, character_tokenizer(), dtype).score(batch).logprobs[batch.mask]
+        for dtype in (torch.float32, torch.bfloat16)
+    )
+    assert 0 < (exact - rounded).abs().mean() < 0.05
+
+
+def test_a_token_that_also_pads_is_trained_as_any_other():
+    """Where pad_token_id is the stop, transformers gives its embedding no gradient: no token of ours ever pads."""
+    gradients = []
+    for ours in (True, False):
+        model = model_of("llama, untied")
+        model.model.embed_tokens.padding_idx = EOS
+        policy = Policy(model, character_tokenizer(), engine="auto" if ours else "transformers")
+        prompt_ends = [Group(Prompt("p", "?"), (1, EOS), (Completion((2, 3), (0.0,) * 2, "", True),))]
+        policy.score(collate(prompt_ends, torch.device("cpu"))).logprobs.sum().backward()
+        gradients.append(model.model.embed_tokens.weight.grad)
+    assert gradients[0][EOS].norm() > 0
+    assert gradients[1][EOS].norm() == 0
+    torch.testing.assert_close(gradients[0][:EOS], gradients[1][:EOS])
+
+
+# ---------------------------------------------------------------- elementwise
+
+
+def test_elementwise_backward_passes_are_those_of_numerical_differences():
+    torch.manual_seed(0)
+    hidden, weight = torch.randn(3, 4, 6, dtype=torch.float64), torch.rand(6, dtype=torch.float64)
+    cos, sin = torch.randn(2, 3, 1, 6, dtype=torch.float64)
+    sin[..., 3:] = -sin[..., :3]
+    x, w = hidden.requires_grad_(), weight.requires_grad_()
+    assert torch.autograd.gradcheck(lambda x, w: norm(x, w, 1e-2, torch.float64), (x, w))
+    assert torch.autograd.gradcheck(lambda x: rotated(x, cos, sin), (x,))
+    assert torch.autograd.gradcheck(lambda x: gated(x.flatten(1)), (x,))
+
+
+def test_elementwise_without_gradient_is_the_same_number():
+    x, weight = torch.randn(5, 2, 6).bfloat16(), torch.rand(6)
+    cos, sin = torch.randn(2, 5, 1, 6).bfloat16()
+    calls = (
+        lambda: norm(x, weight, 1e-5, torch.bfloat16),
+        lambda: rotated(x, cos, sin),
+        lambda: gated(x.flatten(1)),
+    )
+    for call in calls:
+        trained = call()
+        with torch.no_grad():
+            torch.testing.assert_close(call(), trained, rtol=0, atol=0)
+
+
+# ---------------------------------------------------------------- attention
+
+
+def test_the_backward_pass_of_attention_is_that_of_autograd(monkeypatch):
+    torch.manual_seed(0)
+    query, key, value = (torch.randn(3, heads, n, 8, dtype=torch.float64) for heads, n in ((4, 5), (2, 7), (2, 7)))
+    seen = torch.rand(3, 1, 5, 7) > 0.4
+    seen[..., 0] = True
+    bias = torch.zeros(seen.shape, dtype=torch.float64).masked_fill(~seen, -torch.inf)
+    leaves = [x.requires_grad_() for x in (query, key, value)]
+
+    def plain(query, key, value):
+        scores = query @ key.repeat_interleave(2, 1).mT / 8**0.5 + bias
+        return scores.softmax(-1) @ value.repeat_interleave(2, 1)
+
+    upstream = torch.randn(3, 4, 5, 8, dtype=torch.float64)
+    theirs = plain(*leaves)
+    expected = torch.autograd.grad((theirs * upstream).sum(), leaves)
+    for shared, scores_at_once in ((0, 2**20), (3, 2**20), (3, 1), (0, 280)):  # all rows, one and two at a time
+        monkeypatch.setattr(attention, "FEW", scores_at_once)
+        ours = attend(*leaves, bias, shared)
+        torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-12)
+        mine = torch.autograd.grad((ours * upstream).sum(), leaves)
+        for one, other in zip(mine, expected, strict=True):
+            torch.testing.assert_close(one, other, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("std", [1, 9, 36])
+def test_in_bf16_too_the_gradient_of_attention_is_as_near_as_that_of_torch(std):
+    """Made anew from scores that bf16 has rounded, probabilities would be 2% off at a std of 9, 9% at 36."""
+    torch.manual_seed(0)
+    query = (std * torch.randn(2, 6, 40, 64)).bfloat16()
+    key, value, upstream = (torch.randn(2, heads, 40, 64).bfloat16() for heads in (2, 2, 6))
+    seen = torch.ones(40, 40).tril().bool().expand(2, 1, -1, -1)
+    bias = torch.zeros(seen.shape).masked_fill(~seen, -torch.inf)
+
+    def gradients(dtype, attention):
+        leaves = [x.to(dtype).requires_grad_() for x in (query, key, value)]
+        out = attention(*leaves, bias.to(dtype))
+        return [g.double() for g in torch.autograd.grad(out, leaves, upstream.to(dtype))]
+
+    def by_torch(query, key, value, bias):
+        return F.scaled_dot_product_attention(query, key, value, attn_mask=bias, enable_gqa=True)
+
+    exact = gradients(torch.float64, by_torch)
+
+    def errors(attention):
+        pairs = zip(gradients(torch.bfloat16, attention), exact, strict=True)
+        return torch.stack([(ours - true).norm() / true.norm() for ours, true in pairs])
+
+    assert errors(attend).max() < 0.005
+    assert errors(attend).sum() < errors(by_torch).sum()
+
+
+# ---------------------------------------------------------------- sums over many tokens
+
+
+def test_an_embedding_that_is_read_4096_times_gets_every_share_of_its_gradient():
+    """A sum in bf16 stands still where a term is less than 1/256 of it."""
+    master = torch.randn(3, 4).requires_grad_()
+    ids = torch.cat([torch.ones(4096, dtype=torch.long), torch.tensor([2])])
+    upstream = torch.rand(len(ids), 4).bfloat16()
+    embedded(ids, Matrix(master.detach().bfloat16(), master)).backward(upstream)
+    expected = torch.stack([torch.zeros(4), upstream[:-1].double().sum(0), upstream[-1]])
+    torch.testing.assert_close(master.grad, expected.float(), rtol=1e-5, atol=0)
+
+
+def test_the_head_hands_its_gradient_on_unrounded(monkeypatch):
+    """Summed in fp32 over chunks, it reaches the master as it is, whatever the model computes in."""
+    monkeypatch.setattr(logprobs, "MANY", 5 * VOCAB)
+    monkeypatch.setattr(logprobs, "FEW", 2 * VOCAB)
+    policy, batch = Policy(model_of("llama, untied"), character_tokenizer(), torch.bfloat16), batch_of()
+    policy.score(batch).logprobs.sum().backward()
+    for name in ("lm_head", "model.embed_tokens"):
+        gradient = dict(policy.model.named_parameters())[f"{name}.weight"].grad
+        assert (gradient.bfloat16() != gradient)[gradient.any(-1)].double().mean() > 0.3, name
+
+
+def test_in_bf16_attentions_backward_pass_rounds_what_it_multiplies_and_nothing_else():
+    """Whole numbers, so that every matrix product is exact: d softmax is a difference of numbers near 64, which are
+    .5 apart in bf16. Its result is rounded twice, by at most .2% each.
+    """
+    torch.manual_seed(0)
+    query, key, value, grad = (
+        torch.randint(-1, 2, (2, heads, n, 16)).bfloat16() for heads, n in ((4, 6), (2, 9), (2, 9), (4, 6))
+    )
+    value[..., 0] = grad[..., 0] = 8
+    bias = torch.zeros(2, 1, 6, 9, dtype=torch.bfloat16)
+    leaves = [x.requires_grad_() for x in (query, key, value)]
+    measured = torch.autograd.grad(attend(*leaves, bias), leaves, grad)
+    exact_leaves = [x.detach().double().requires_grad_() for x in leaves]
+    q, k, v = exact_leaves
+    probs = (q @ k.repeat_interleave(2, 1).mT / 4).softmax(-1)
+    exact = torch.autograd.grad(probs @ v.repeat_interleave(2, 1), exact_leaves, grad.double())
+    for mine, expected in zip(measured, exact, strict=True):
+        assert (mine - expected).norm() < 2**-8 * expected.norm()
+
+
+# ---------------------------------------------------------------- rows that come and go
+
+
+class Check:
+    """Every row's whole history, scored by transformers without a cache."""
+
+    def __init__(self, model):
+        self.model, self.histories = model, []
+
+    def compare(self, logits):
+        assert len(logits) == len(self.histories)
+        for ids, row in zip(self.histories, logits, strict=True):
+            with torch.no_grad():
+                expected = self.model(torch.tensor([ids])).logits[0, -1]
+            torch.testing.assert_close(row, expected, rtol=0, atol=2e-5)
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3", "mistral, a window", "qwen3, biases, a window above"])
+def test_rows_may_join_and_leave_at_any_time(name):
+    model = model_of(name)
+    flight, check, random = Flight(decoder_of(model), 12), Check(model), torch.Generator().manual_seed(0)
+
+    def ids(n):
+        return torch.randint(VOCAB, (n,), generator=random)
+
+    def admit(*lengths, copies):
+        prompts = [ids(n).tolist() for n in lengths]
+        check.histories += [list(p) for p in prompts for _ in range(copies)]
+        return flight.admit(prompts, copies)
+
+    def step():
+        tokens = ids(len(check.histories))
+        check.histories = [[*h, t] for h, t in zip(check.histories, tokens.tolist(), strict=True)]
+        check.compare(flight.step(tokens))
+
+    def keep(*rows):
+        flight.keep(torch.tensor(rows, dtype=torch.long))
+        check.histories = [check.histories[i] for i in rows]
+
+    check.compare(admit(3, 8, copies=3))
+    step()
+    step()
+    keep(1, 3, 4, 5)  # the first prompt has one row left
+    step()
+    assert flight.room() == 8
+    late = admit(14, 2, copies=4)
+    check.histories, everyone = check.histories[4:], check.histories
+    check.compare(late)
+    check.histories = everyone
+    assert flight.room() == 0
+    step()
+    keep(1, 2, 3, 4, 11)  # the first prompt is gone
+    step()
+    keep(4)
+    step()
+    keep()
+    check.histories = []
+    check.compare(admit(5, copies=2))
+    step()
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen2, a window above"])
+def test_rows_may_speak_for_longer_than_there_was_room_at_first(name):
+    """100 tokens each, the second prompt's rows 40 behind; the cache grows twice."""
+    model = model_of(name)
+    flight, check, random = Flight(decoder_of(model), 4), Check(model), torch.Generator().manual_seed(0)
+    check.histories = [[1, 2, 3]] * 2
+    flight.admit([[1, 2, 3]], 2)
+    rooms = set()
+    for t in range(100):
+        if t == 40:
+            check.histories += [[4, 5]] * 2
+            flight.admit([[4, 5]], 2)
+        tokens = torch.randint(VOCAB, (len(check.histories),), generator=random)
+        check.histories = [[*h, x] for h, x in zip(check.histories, tokens.tolist(), strict=True)]
+        logits = flight.step(tokens)
+        rooms.add(flight.caches[0].keys.shape[2])
+        if t % 10 in (0, 9):
+            check.compare(logits)
+    assert len(rooms) > 2
+
+
+@pytest.mark.parametrize("rows", [8, 16, 24, 256])
+def test_how_many_rows_fly_at_once_changes_no_completion(rows):
+    policy = Policy(model_of("llama"), character_tokenizer())
+    prompts = CountDigits().sample(0, 6)
+    few, many = (Native(max_tokens=16, rows=n, policy=policy).generate(prompts, 8, seed="s") for n in (rows, 10**4))
+    assert [[c.token_ids for c in g.completions] for g in few] == [[c.token_ids for c in g.completions] for g in many]
+    assert len({len(c.token_ids) for g in few for c in g.completions}) > 3
+
+
+def test_a_group_larger_than_the_room_flies_all_the_same():
+    policy = Policy(model_of("llama"), character_tokenizer())
+    [group] = Native(max_tokens=4, rows=2, policy=policy).generate(CountDigits().sample(0, 1), 5, seed="s")
+    assert len(group.completions) == 5
+
+
+@pytest.mark.parametrize("temperature", [0.7, 1.0, 1.3])
+@pytest.mark.parametrize("name", FAMILY)
+def test_what_was_sampled_is_what_is_scored(name, temperature):
+    policy = Policy(model_of(name), character_tokenizer(), temperature=temperature)
+    sampler = Native(temperature=temperature, max_tokens=24, rows=16, policy=policy)
+    batch = collate(sampler.generate(CountDigits().sample(0, 4), 8, seed="0/0"), policy.device)
+    gap = (policy.score(batch).logprobs.detach() - batch.sampler_logprobs)[batch.mask].abs().max()
+    assert gap < 1e-4
+
+
+def test_a_row_is_no_other_where_it_is_alone():
+    """The last of a step to be finished; oneDNN splits such a product where the inner dimension is long."""
+    x, w = torch.randn(200, 1536).bfloat16(), torch.randn(576, 1536).bfloat16()
+    among_others = linear(x, w)
+    if products_know_no_neighbours():
+        assert all(torch.equal(linear(x[i : i + 1], w)[0], among_others[i]) for i in range(len(x)))
+    torch.testing.assert_close(linear(x[:1], w), among_others[:1], rtol=0.02, atol=0.1)
+
+
+@pytest.mark.parametrize("name", FAMILY)
+def test_in_bf16_the_scorer_has_the_very_bits_of_the_sampler(name):
+    """Prompts of several lengths, rows that end and make room, whoever is scored beside them: nothing but the last sum
+    over the vocabulary differs.
+    """
+    policy = Policy(model_of(name), character_tokenizer(), torch.bfloat16)
+    sampler = Native(max_tokens=40, rows=16, policy=policy)
+    groups = sampler.generate(CountDigits().sample(0, 6), 8, seed="0/0")
+    assert len({len(group.prompt_ids) for group in groups}) > 1
+    for some in (groups, *([group] for group in groups)):
+        batch = collate(some, policy.device)
+        gap = (policy.score(batch).logprobs.detach() - batch.sampler_logprobs)[batch.mask].abs()
+        assert gap.mean() < 0.02
+        if products_know_no_neighbours():
+            assert gap.max() < 5e-6
+
+
+# ---------------------------------------------------------------- which checkpoints
+
+
+@pytest.mark.parametrize("shards", ["1KB", "1GB"])
+def test_a_checkpoint_folder_loads_without_transformers_model(tmp_path, shards):
+    model, batch = model_of("qwen2"), batch_of()
+    model.save_pretrained(tmp_path, max_shard_size=shards)
+    assert (len(list(tmp_path.glob("*.safetensors"))) > 1) == (shards == "1KB")
+    mine, expected = (hidden_states(d, batch)[0] for d in (decoders.load(tmp_path), decoder_of(model)))
+    torch.testing.assert_close(mine, expected, rtol=0, atol=0)
+
+
+def test_a_foreign_checkpoint_is_no_decoder(tmp_path):
+    tiny_gpt2().save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="architecture gpt2"):
+        decoders.load(tmp_path)
+
+
+REFUSED = {
+    "architecture gemma3_text": lambda: tiny_gemma().config,
+    "architecture gpt2": lambda: tiny_gpt2().config,
+    "activation gelu": lambda: LlamaConfig(**SMALL, hidden_act="gelu"),
+    "biases in the MLP": lambda: LlamaConfig(**SMALL, mlp_bias=True),
+    "other layers than attention": lambda: Qwen3Config(
+        **SMALL, **WINDOW, layer_types=["sliding_attention", "chunked_attention"]
+    ),
+    "rotary scaling dynamic": lambda: LlamaConfig(
+        **SMALL, rope_parameters={"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
+    ),
+}
+
+
+@pytest.mark.parametrize("reason", REFUSED)
+def test_what_would_be_computed_wrongly_is_refused(reason):
+    assert refusal(REFUSED[reason]()) == reason
+
+
+def test_a_window_is_that_of_the_layers_that_have_one():
+    """As the checkpoints say it: Qwen's in the upper layers, if it is used at all, Mistral's in all of them."""
+    sliding = {"use_sliding_window": True, "sliding_window": 16}
+    layers = {
+        (False, False): [Qwen2Config(**SMALL), Qwen3Config(**SMALL, sliding_window=16, max_window_layers=0)],
+        (False, True): [Qwen2Config(**SMALL, **sliding, max_window_layers=1)],
+        (True, True): [MistralConfig(**SMALL, sliding_window=16), Qwen2Config(**SMALL, **sliding, max_window_layers=0)],
+    }
+    layers[False, False] += [MistralConfig(**SMALL, sliding_window=None), Qwen2Config(**SMALL, **sliding)]
+    for expected, configs in layers.items():
+        for config in configs:
+            assert sliding_layers(config) == expected
+            assert refusal(config) == ""
+
+
+@pytest.mark.parametrize("name", ["mistral, a window", "qwen2, a window above", "qwen3, biases, a window above"])
+def test_a_window_hides_what_is_further_back_and_nothing_else(name):
+    """From the first response token on, which is predicted from the end of the prompt: five tokens there, nine, two."""
+    model, batch = model_of(name), batch_of()
+    near = Policy(model, character_tokenizer()).score(batch).logprobs.detach()
+    model.config.sliding_window = 10**6
+    whole = Policy(model, character_tokenizer()).score(batch).logprobs.detach()
+    same = near == whole
+    starts = torch.tensor([len(batch.prompt_ids[p]) for p in batch.prompt_of])
+    read = starts[:, None] + torch.arange(near.shape[1])
+    assert same[batch.mask & (read <= WINDOW["sliding_window"])].all()
+    assert not same[batch.mask & (read > WINDOW["sliding_window"])].any()
+
+
+@pytest.mark.parametrize("name", ["llama", "mistral, a window", "qwen3, biases, a window above"])
+def test_a_refused_model_goes_through_transformers_and_so_does_one_that_is_told_to(name):
+    model = model_of(name)
+    assert Policy(tiny_gpt2(), character_tokenizer()).decoder is None
+    detour, ours = Policy(model, character_tokenizer(), engine="transformers"), Policy(model, character_tokenizer())
+    assert detour.decoder is None
+    batch = batch_of()
+    torch.testing.assert_close(detour.score(batch).logprobs, ours.score(batch).logprobs, rtol=0, atol=1e-5)
+    samples = [Native(max_tokens=12, policy=p).generate(CountDigits().sample(0, 3), 4, "s") for p in (detour, ours)]
+    tokens = [[[c.token_ids for c in g.completions] for g in groups] for groups in samples]
+    assert tokens[0] == tokens[1]
+
+
+def test_the_saved_model_is_the_trained_one(tmp_path):
+    policy, batch = Policy(model_of("llama, untied"), character_tokenizer()), batch_of()
+    with torch.no_grad():
+        for p in policy.model.parameters():
+            p.add_(0.05)
+    policy.save(tmp_path)
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path)
+    torch.testing.assert_close(
+        plain_logprobs(loaded, batch), policy.score(replace(batch)).logprobs[batch.mask], rtol=0, atol=2e-5
+    )
+
+
+# ---------------------------------------------------------------- precision
+
+
+def test_the_residual_stream_is_in_fp32_whatever_is_computed_in():
+    seen = set()
+
+    def before(layer, hidden, rotary, shape):
+        seen.add(hidden.dtype)
+        return packed.PLAIN.before(layer, hidden, rotary, shape)
+
+    def after(layer, hidden, attended, shape):
+        seen.add(hidden.dtype)
+        return packed.PLAIN.after(layer, hidden, attended, shape)
+
+    decoder = decoder_of(model_of("llama"), torch.bfloat16)
+    hidden_states(decoder, batch_of(), pieces=packed.Pieces(before, after))
+    assert seen == {torch.float32}
+
+
+@torch.no_grad()
+def test_a_norm_in_bf16_rounds_once():
+    """Of the exact one in fp64; rounded before as well, a third of all numbers would be another."""
+    x, weight = torch.randn(50, 64), torch.rand(64)
+    exact = x.double() / x.double().square().mean(-1, keepdim=True).sqrt() * weight.double()
+    assert (norm(x, weight, 0.0, torch.bfloat16) != exact.bfloat16()).double().mean() < 0.01
+    assert (norm(x.bfloat16(), weight, 0.0, torch.bfloat16) != exact.bfloat16()).double().mean() > 0.2
+
+
+def test_angles_are_exact_far_out():
+    """At position 100 angles in bf16 would be off by a quarter of a radian."""
+    decoder = decoder_of(model_of("llama"), torch.bfloat16)
+    positions = torch.arange(128)
+    cos, sin = decoder.rotary(positions)
+    size = decoder.shape.head_size
+    for i in range(size // 2):
+        angles = positions.double() * 10000.0 ** (-2 * i / size)
+        for measured, expected in ((cos[:, 0, i], angles.cos()), (sin[:, 0, i], -angles.sin())):
+            torch.testing.assert_close(measured.double(), expected, rtol=0, atol=2**-8)
+
+
+def test_frozen_weights_that_follow_others_are_computed_with():
+    """As a moving reference: no parameter of it wants a gradient."""
+    reference, policy = (Policy(model_of("llama"), character_tokenizer(), torch.bfloat16) for _ in range(2))
+    reference.model.requires_grad_(False)
+    batch = batch_of()
+    before = reference.score(batch).logprobs
+    with torch.no_grad():
+        for p in policy.model.parameters():
+            p.add_(0.1 * torch.randn_like(p))
+    reference.follow(policy.weights(), 0.0)
+    torch.testing.assert_close(reference.score(batch).logprobs, policy.score(batch).logprobs.detach(), rtol=0, atol=0)
+    assert (reference.score(batch).logprobs - before).abs().max() > 1e-2
+
+
+# ---------------------------------------------------------------- more that is refused, and the detour
+
+LAYERS = "other layers than attention"
+
+
+@pytest.mark.parametrize(
+    ("config", "reason"),
+    [
+        (lambda: LlamaConfig(**SMALL, sliding_window=4, layer_types=["sliding_attention"] * 2), LAYERS),
+        (lambda: Qwen2Config(**SMALL, layer_types=["full_attention", "sliding_attention"]), LAYERS),
+        (
+            lambda: LlamaConfig(
+                **SMALL, rope_parameters={"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}
+            ),
+            "partial rotary",
+        ),
+        (lambda: LlamaConfig(**SMALL, quantization_config={"quant_method": "fp8"}), "quantised weights"),
+    ],
+)
+def test_a_part_that_would_be_computed_wrongly_is_enough(config, reason):
+    assert refusal(config()) == reason
+
+
+@pytest.mark.parametrize("rows", [8, 16])
+def test_through_transformers_too_the_rows_in_flight_change_no_completion(rows):
+    policy = Policy(model_of("llama"), character_tokenizer(), engine="transformers")
+    prompts = CountDigits().sample(0, 4)
+    few, many = (Native(max_tokens=12, rows=n, policy=policy).generate(prompts, 4, seed="s") for n in (rows, 10**4))
+    assert [[c.token_ids for c in g.completions] for g in few] == [[c.token_ids for c in g.completions] for g in many]
+
+
+def test_a_model_that_recomputes_its_activations_decodes_as_another():
+    """transformers switches the cache off where it recomputes; scoring leaves the model so."""
+    plain, recomputing = (
+        Policy(model_of("llama"), character_tokenizer(), gradient_checkpointing=on, engine="transformers")
+        for on in (False, True)
+    )
+    recomputing.score(batch_of()).logprobs.sum().backward()
+    prompts = CountDigits().sample(0, 3)
+    one, other = (Native(max_tokens=12, policy=p).generate(prompts, 4, seed="s") for p in (plain, recomputing))
+    assert [[c.token_ids for c in g.completions] for g in one] == [[c.token_ids for c in g.completions] for g in other]
+
+
+def test_the_eps_of_the_norms_is_the_checkpoints():
+    """One that can be seen; scored, and sampled token by token."""
+    model = LlamaForCausalLM(LlamaConfig(**SMALL, rms_norm_eps=0.1)).eval()
+    decoder, batch = decoder_of(model), batch_of()
+    hidden, head = hidden_states(decoder, batch)
+    torch.testing.assert_close(hidden @ head.tensor.T, plain_logits(model, batch), rtol=0, atol=2e-5)
+    flight, check = Flight(decoder, 4), Check(model)
+    check.histories = [[1, 2, 3]] * 2
+    check.compare(flight.admit([[1, 2, 3]], 2))
+    check.histories = [[1, 2, 3, 4], [1, 2, 3, 5]]
+    check.compare(flight.step(torch.tensor([4, 5])))

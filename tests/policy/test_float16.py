@@ -1,0 +1,323 @@
+"""Training in fp16: the loss is scaled so that small gradients do not round to 0, and less where they overflow."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+from functools import partial
+
+import pytest
+import torch
+from torch.amp.grad_scaler import GradScaler
+
+from architectures import FAMILY, adapted, batch_of, model_of
+from conftest import CountDigits, character_tokenizer, make_policy, records
+from pellucid.algorithm.batch import collate
+from pellucid.algorithm.settings import AdamWConfig
+from pellucid.doctor import command as doctor
+from pellucid.machine import hardware
+from pellucid.policy.policy import Policy
+from pellucid.runtimes import accelerate as runtime
+from pellucid.runtimes.accelerate import Runtime
+from pellucid.samplers.hf import HuggingFace
+from pellucid.samplers.native import Native
+from pellucid.training import run
+from runs import in_two_processes, same_run, train
+
+SMALL = 1e-7
+"""Of a loss whose gradients fp16 rounds to 0."""
+
+
+def policy_of(name, dtype, **settings):
+    return Policy(model_of(name), character_tokenizer(), dtype, **settings)
+
+
+def weighted(policy, size):
+    """A loss with a gradient of that size."""
+    torch.manual_seed(2)
+    batch = batch_of()
+    weights = size * torch.randn(batch.mask.shape) * batch.mask
+    return (policy.score(batch).logprobs * weights).sum()
+
+
+def gradient(policy, size, unscale=True):
+    """Of all that is trained, as one, divided by the size."""
+    learner = Runtime(policy, AdamWConfig(), total=1)
+    if unscale:
+        learner.backward(weighted(policy, size))
+        learner.scaler.unscale_(learner.optimizer)
+    else:
+        weighted(policy, size).backward()
+    return torch.cat([p.grad.flatten() for p in policy.trainable().values()]) / size
+
+
+def off(measured, exact):
+    return float((measured - exact).norm() / exact.norm())
+
+
+WAYS = {
+    **{name: partial(policy_of, name) for name in FAMILY},
+    "through transformers": partial(policy_of, "qwen2", engine="transformers"),
+    "recomputed": partial(policy_of, "qwen3", gradient_checkpointing=True),
+    "an adapter": partial(adapted, "llama"),
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_scaled_gradients_are_those_of_fp32_and_others_vanish(way):
+    """Nearer than those of bf16, whose rounding is eight times as coarse."""
+    exact = gradient(WAYS[way](torch.float32), SMALL)
+    scaled = off(gradient(WAYS[way](torch.float16), SMALL), exact)
+    assert scaled < 0.02
+    assert scaled < off(gradient(WAYS[way](torch.bfloat16), SMALL, unscale=False), exact)
+    assert off(gradient(WAYS[way](torch.float16), SMALL, unscale=False), exact) > 0.5
+
+
+def starting_at(scale, interval=2000):
+    return partial(GradScaler, init_scale=scale, growth_interval=interval)
+
+
+def state_of(learner):
+    tensors = [p.detach().clone() for p in learner.parameters.values()]
+    return tensors + [x.clone() for state in learner.optimizer_state().values() for x in state.values()]
+
+
+def step(learner, policy, size):
+    learner.backward(weighted(policy, size))
+    return learner.step()
+
+
+@pytest.mark.parametrize("offload", [False, True])
+def test_a_gradient_that_overflows_lowers_the_scale_and_is_tried_no_other_way(monkeypatch, offload):
+    """It costs no weights, moments or step count of Adam, and is not counted among those that no scale could save."""
+    monkeypatch.setattr(runtime, "GradScaler", starting_at(2.0**16))
+    policy = adapted("llama", torch.float16)
+    learner = Runtime(policy, AdamWConfig(lr=1e-2, offload=offload), total=9)
+    first = step(learner, policy, SMALL)
+    assert (first["skipped"], first["skipped/overflow"], first["loss_scale"]) == (0, 0, 2.0**16)
+    before = state_of(learner)
+    seen = step(learner, policy, 1e5)
+    assert not math.isfinite(seen["grad_norm"])
+    assert (seen["skipped"], seen["skipped/overflow"], seen["idle"], seen["loss_scale"]) == (0, 1, 0, 2.0**16)
+    assert all(torch.equal(now, then) for now, then in zip(state_of(learner), before, strict=True))
+    assert all(p.grad is None for p in policy.trainable().values())
+    after = step(learner, policy, SMALL)
+    assert (after["skipped"], after["skipped/overflow"], after["loss_scale"]) == (0, 0, 2.0**15)
+    assert learner.updates == 3, "the schedule goes on"
+    assert not any(torch.equal(now, then) for now, then in zip(state_of(learner), before, strict=True))
+
+
+def test_the_scale_is_found_from_above_and_raised_again(monkeypatch):
+    monkeypatch.setattr(runtime, "GradScaler", starting_at(2.0**40, interval=2))
+    policy = make_policy(dtype=torch.float16)
+    learner = Runtime(policy, AdamWConfig(lr=1e-5), total=40)
+    seen = [step(learner, policy, 1e-3) for _ in range(40)]
+    scales = [s["loss_scale"] for s in seen]
+    overflowed = [bool(s["skipped/overflow"]) for s in seen]
+    assert overflowed[0]
+    assert not all(overflowed[20:])
+    for now, then, lowered in zip(scales, scales[1:], overflowed, strict=False):
+        assert then == now / 2 if lowered else then in (now, 2 * now)
+    assert any(then == 2 * now for now, then in itertools.pairwise(scales))
+    assert {s["skipped"] for s in seen} == {0.0}
+
+
+def test_a_loss_that_is_not_finite_is_no_fault_of_the_scale():
+    policy = make_policy(dtype=torch.float16)
+    learner = Runtime(policy, AdamWConfig(lr=1e-2), total=3)
+    step(learner, policy, SMALL)
+    before = state_of(learner)
+    learner.backward(weighted(policy, SMALL))
+    learner.backward(weighted(policy, SMALL) * math.nan)
+    learner.backward(weighted(policy, SMALL))
+    seen = learner.step()
+    assert (seen["skipped"], seen["skipped/overflow"]) == (1, 0)
+    assert all(torch.equal(now, then) for now, then in zip(state_of(learner), before, strict=True))
+    seen = step(learner, policy, 1e5)
+    assert (seen["skipped"], seen["skipped/overflow"], seen["loss_scale"]) == (0, 1, 2.0**16), "and is forgotten"
+
+
+def test_where_nothing_is_scaled_there_is_nothing_to_lower(monkeypatch):
+    """Else the scale would fall until every gradient was 0, and the run would look idle."""
+    monkeypatch.setattr(runtime, "GradScaler", starting_at(1.0))
+    policy = make_policy(dtype=torch.float16)
+    learner = Runtime(policy, AdamWConfig(), total=3)
+    for _ in range(2):
+        seen = step(learner, policy, 1e9)
+        assert (seen["skipped"], seen["skipped/overflow"], seen["loss_scale"]) == (1, 0, 1.0)
+
+
+def test_a_gradient_of_zero_is_idle_in_fp16_too():
+    policy = make_policy(dtype=torch.float16)
+    learner = Runtime(policy, AdamWConfig(weight_decay=0.1), total=3)
+    before = [p.detach().clone() for p in learner.parameters.values()]
+    seen = step(learner, policy, 0.0)
+    assert (seen["skipped"], seen["skipped/overflow"], seen["idle"]) == (0, 0, 1)
+    assert all(torch.equal(p, then) for p, then in zip(learner.parameters.values(), before, strict=True))
+
+
+def test_gradients_are_unscaled_before_they_are_clipped():
+    """With eps far above the moments a step of Adam has the size of its gradient, which is that of the limit."""
+    moved = []
+    for dtype in (torch.float32, torch.float16):
+        policy = make_policy(dtype=dtype)
+        before = [p.detach().clone() for p in policy.trainable().values()]
+        learner = Runtime(policy, AdamWConfig(lr=1.0, eps=1.0, max_grad_norm=1e-3), total=1)
+        seen = step(learner, policy, 1e-5)
+        steps = [p.detach() - was for p, was in zip(policy.trainable().values(), before, strict=True)]
+        moved.append((seen["grad_norm"], torch.cat([s.flatten() for s in steps])))
+    (norm, exact), (other_norm, measured) = moved
+    assert norm > 1e-2, "clipped"
+    assert other_norm == pytest.approx(norm, rel=0.01)
+    assert off(measured, exact) < 0.02
+
+
+# ---------------------------------------------------------------- sampler and scorer
+
+
+@pytest.mark.parametrize("sampler", [Native, HuggingFace])
+@pytest.mark.parametrize("name", ["llama", "qwen2", "qwen3"])
+def test_both_compute_in_fp16(name, sampler):
+    """Their gap is that of fp16 products; the log-probs are not those of fp32."""
+    policy = policy_of(name, torch.float16)
+    drawing = sampler(max_tokens=24)
+    drawing.sync(policy)
+    batch = collate(drawing.generate(CountDigits().sample(0, 4), 8, seed="0/0"), policy.device)
+    scored = policy.score(batch).logprobs.detach()
+    gap = (scored - batch.sampler_logprobs)[batch.mask].abs()
+    exact = (scored - policy_of(name, torch.float32).score(batch).logprobs.detach())[batch.mask].abs()
+    assert gap.mean() < 0.01
+    assert 1e-5 < exact.mean() < 0.02
+
+
+# ---------------------------------------------------------------- whole runs
+
+
+@pytest.mark.parametrize("more", [[], ["--policy.lora", 2, "--optimizer.offload"]], ids=["whole", "an adapter"])
+def test_the_scale_and_what_was_counted_towards_the_next_are_in_the_checkpoint(recipe, tmp_path, monkeypatch, more):
+    """Found in the first steps, raised in the last: a run that is killed in between has the same metrics and bits."""
+    monkeypatch.setattr(runtime, "GradScaler", starting_at(2.0**36, interval=3))
+    whole, killed = tmp_path / "whole", tmp_path / "killed"
+    settings = ["--policy.dtype", "float16", "--checkpoint.every", 1, "--evaluate.every", 3, *more]
+    settings += ["--algorithm.steps", 8]
+    assert train(recipe, "--run", whole, *settings) == 0
+    steps = records(whole / "metrics.jsonl")
+    assert steps[0]["skipped/overflow"] > 0
+    assert {s["skipped"] for s in steps} == {0.0}
+    assert len({s["loss_scale"] for s in steps}) > 3
+    moved = [s for s in steps if s["skipped/overflow"] + s["idle"] < 4]
+    assert moved, "some update was taken"
+
+    update, calls = run.grpo.update, []
+
+    def dying(*arguments):
+        calls.append(arguments)
+        if len(calls) == 5:
+            raise KeyboardInterrupt
+        return update(*arguments)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(run.grpo, "update", dying)
+        assert train(recipe, "--run", killed, *settings) == 130
+    state = json.loads((killed / "checkpoints" / "step-000004" / "state.json").read_text())
+    assert state["scaler"]["scale"] < 2.0**36
+    assert train("--resume", killed) == 0
+    same_run(whole, killed)
+
+
+def test_a_run_may_go_on_in_fp16_and_leave_it_again(recipe, tmp_path):
+    run_dir = tmp_path / "run"
+    settings = ["--checkpoint.every", 1, "--evaluate.every", 0]
+    assert train(recipe, "--run", run_dir, *settings, "--algorithm.steps", 1) == 0
+    assert train("--resume", run_dir, "--policy.dtype", "float16", "--algorithm.steps", 2) == 0
+    assert train("--resume", run_dir, "--policy.dtype", "bfloat16", "--algorithm.steps", 3) == 0
+    assert ["loss_scale" in s for s in records(run_dir / "metrics.jsonl")] == [False, True, False]
+
+
+TWO = """
+import json, math, sys
+from pathlib import Path
+import torch
+from conftest import make_policy
+from pellucid.runtimes.accelerate import Runtime
+from pellucid.algorithm.settings import AdamWConfig
+from test_float16 import SMALL, weighted
+
+policy = make_policy(dtype=torch.float16)
+learner = Runtime(policy, AdamWConfig(), total=9)
+seen = []
+for sizes in ((SMALL, SMALL), (SMALL, 1e5), (SMALL, SMALL), (SMALL * math.nan, SMALL), (SMALL, SMALL)):
+    learner.backward(weighted(policy, sizes[learner.rank]))
+    seen.append({name: x for name, x in learner.step().items() if name != "lr"})
+sums = [float(p.detach().double().sum()) for p in learner.parameters.values()]
+Path(sys.argv[1], str(learner.rank)).write_text(json.dumps([seen, sums], allow_nan=True))
+"""
+
+
+def test_two_processes_agree_on_what_one_of_them_cannot_hold(tmp_path):
+    """An overflow, and then a loss that is not finite, in one of the two."""
+    (tmp_path / "two.py").write_text(TWO)
+    in_two_processes(tmp_path / "two.py", tmp_path)
+    (one, sums), (other, others) = (json.loads((tmp_path / str(rank)).read_text()) for rank in (0, 1))
+    assert str(one) == str(other), "NaN is not equal to itself"
+    assert sums == others
+    assert [s["skipped/overflow"] for s in one] == [0, 1, 0, 0, 0]
+    assert [s["skipped"] for s in one] == [0, 0, 0, 1, 0]
+    assert [s["loss_scale"] for s in one] == [2.0**16, 2.0**16, 2.0**15, 2.0**15, 2.0**15]
+
+
+# ---------------------------------------------------------------- what is refused
+
+
+def test_fp16_weights_on_the_cpu_are_refused_in_one_line(recipe, tmp_path, capsys):
+    assert train(recipe, "--run", tmp_path / "run", "--policy.dtype", "float16", "--optimizer.offload") == 2
+    [line] = [line for line in capsys.readouterr().err.splitlines() if "pellucid" in line]
+    assert line.startswith('pellucid: optimizer.offload keeps gradients in policy.dtype, and those of "float16"')
+
+
+def test_where_torch_cannot_scale_training_is_refused_in_one_line(recipe, tmp_path, capsys, monkeypatch):
+    def unable(*_):
+        raise NotImplementedError("'_amp_foreach_non_finite_check_and_unscale_' is not there\nfor this device")
+
+    monkeypatch.setattr(torch, "_amp_foreach_non_finite_check_and_unscale_", unable)
+    assert train(recipe, "--run", tmp_path / "run", "--policy.dtype", "float16") == 2
+    [line] = [line for line in capsys.readouterr().err.splitlines() if "pellucid" in line]
+    assert line.startswith('pellucid: policy.dtype = "float16" cannot be trained in on cpu (\'_amp')
+    assert line.endswith('is not there): set "float32"')
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_other_dtypes_know_no_scale(dtype):
+    policy = make_policy(dtype=dtype)
+    learner = Runtime(policy, AdamWConfig(), total=1)
+    assert step(learner, policy, 1.0).keys() == {"grad_norm", "lr", "skipped", "idle"}
+
+
+@pytest.mark.parametrize(("speed", "said"), [(0.02, True), (1.1, False)])
+def test_a_cpu_that_is_slow_in_it_says_so_before_step_1(recipe, tmp_path, capsys, monkeypatch, speed, said):
+    """Without such products of its own one takes fifty times as long."""
+    speeds = {torch.float32: 1.0, torch.float16: speed}
+    monkeypatch.setattr(hardware, "matmul_tflops", lambda dtype, **_: speeds[dtype])
+    settings = ["--policy.dtype", "float16", "--evaluate.every", 0, "--algorithm.steps", 1]
+    assert train(recipe, "--run", tmp_path / "run", *settings) == 0
+    assert ("! this CPU multiplies 50 times as fast in fp32" in capsys.readouterr().out) == said
+    assert hardware.slower_in_float16(torch.device("cuda")) == ""
+
+
+def test_a_gpu_without_bf16_is_told_of_fp16_before_step_1_and_by_doctor(recipe, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(hardware, "without_bf16", lambda device: f"{device} has no bf16")
+    settings = ["--evaluate.every", 0, "--algorithm.steps", 1]
+    assert train(recipe, "--run", tmp_path / "run", *settings) == 0
+    assert "! cpu has no bf16" in capsys.readouterr().out
+    assert train(recipe, "--run", tmp_path / "other", "--policy.dtype", "bfloat16", *settings) == 0
+    assert "has no bf16" not in capsys.readouterr().out
+    assert dict(doctor.findings())["auto"].endswith("; cpu has no bf16")
+
+
+def test_no_machine_is_given_fp16_unasked(monkeypatch):
+    """Its range is too small for some models, and no scale helps their activations."""
+    monkeypatch.setattr(hardware, "matmul_tflops", {torch.float16: 9.0, torch.bfloat16: 1.0, torch.float32: 1.0}.get)
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation=True: including_emulation)
+    for device in ("cpu", "cuda", "mps"):
+        assert hardware.pick_dtype("auto", torch.device(device)) == torch.float32

@@ -1,0 +1,126 @@
+"""Chunked log-probs against plain log_softmax and autograd over all logits."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import settings as examples
+from hypothesis import strategies as st
+
+from pellucid.policy import logprobs
+from pellucid.policy.logprobs import Head, token_logprobs
+
+
+@pytest.fixture
+def inputs():
+    hidden = torch.randn(13, 8, dtype=torch.float64).requires_grad_()
+    weight = torch.randn(29, 8, dtype=torch.float64).requires_grad_()
+    return hidden, weight, torch.randint(29, (13,))
+
+
+def plain(hidden, weight, tokens, temperature, bias, scale, softcap):
+    logits = (hidden @ weight.T + bias) * scale
+    logits = softcap * (logits / softcap).tanh() if softcap else logits
+    log_probs = (logits / temperature).log_softmax(-1)
+    entropy = torch.distributions.Categorical(logits=log_probs).entropy()
+    return log_probs[torch.arange(len(tokens)), tokens], entropy
+
+
+@pytest.mark.parametrize("tokens_at_once", [1, 4, 13, 100])
+@pytest.mark.parametrize(("temperature", "scale", "softcap"), [(1.0, 1.0, 0.0), (0.7, 0.5, 0.0), (1.3, 0.5, 2.0)])
+def test_values_and_gradients_equal_plain_autograd(monkeypatch, inputs, tokens_at_once, temperature, scale, softcap):
+    monkeypatch.setattr(logprobs, "MANY", 29 * tokens_at_once)
+    monkeypatch.setattr(logprobs, "FEW", 29 * max(1, tokens_at_once // 2))
+    hidden, weight, tokens = inputs
+    bias = torch.randn(29, dtype=torch.float64).requires_grad_()
+    upstream = torch.randn(2, 13, dtype=torch.float64)
+    ours = token_logprobs(hidden, Head(weight, weight, bias, scale, softcap), tokens, temperature, entropy_grad=True)
+    theirs = plain(hidden, weight, tokens, temperature, bias, scale, softcap)
+    for mine, other in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(mine, other, rtol=0, atol=1e-12)
+    leaves = (hidden, weight, bias)
+    gradients = [torch.autograd.grad((torch.stack(pair) * upstream).sum(), leaves) for pair in (ours, theirs)]
+    for mine, other in zip(*gradients, strict=True):
+        torch.testing.assert_close(mine, other, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("tokens_at_once", [1, 4, 100])
+@pytest.mark.parametrize(("temperature", "scale", "softcap"), [(1.0, 1.0, 0.0), (0.7, 0.5, 0.0), (1.3, 0.5, 2.0)])
+def test_the_exact_kl_and_its_gradient_are_those_of_the_whole_vocabulary(
+    monkeypatch, inputs, tokens_at_once, temperature, scale, softcap
+):
+    """Both distributions at the temperature; log-probs and KL are asked for together, as a loss does."""
+    monkeypatch.setattr(logprobs, "MANY", 29 * tokens_at_once)
+    monkeypatch.setattr(logprobs, "FEW", 29 * max(1, tokens_at_once // 2))
+    hidden, weight, tokens = inputs
+    bias, ref_bias = torch.randn(2, 29, dtype=torch.float64)
+    ref_hidden, ref_weight = (torch.randn(*size, dtype=torch.float64) for size in ((13, 6), (29, 6)))
+
+    def log_probs(hidden, weight, bias):
+        logits = (hidden @ weight.T + bias) * scale
+        return ((softcap * (logits / softcap).tanh() if softcap else logits) / temperature).log_softmax(-1)
+
+    reference = ref_hidden, Head(ref_weight, ref_weight, ref_bias, scale, softcap)
+    ours = token_logprobs(hidden, Head(weight, weight, bias, scale, softcap), tokens, temperature, reference=reference)
+    every, other = log_probs(hidden, weight, bias), log_probs(ref_hidden, ref_weight, ref_bias)
+    kl = torch.distributions.kl_divergence(*(torch.distributions.Categorical(logits=x) for x in (every, other)))
+    torch.testing.assert_close(ours[2], kl, rtol=0, atol=1e-12)
+    upstream = torch.randn(2, 13, dtype=torch.float64)
+    upstream[0, ::3] = 0.0  # a dead group's tokens: their KL alone has a gradient
+    pairs = (ours[0], ours[2]), (every[torch.arange(13), tokens], kl)
+    mine, theirs = (torch.autograd.grad((torch.stack(pair) * upstream).sum(), (hidden, weight)) for pair in pairs)
+    for one, two in zip(mine, theirs, strict=True):
+        torch.testing.assert_close(one, two, rtol=0, atol=1e-12)
+
+
+def test_entropy_has_a_gradient_only_if_asked_for(inputs):
+    hidden, weight, tokens = inputs
+    assert not token_logprobs(hidden, Head(weight, weight), tokens)[1].requires_grad
+    assert token_logprobs(hidden, Head(weight, weight), tokens, entropy_grad=True)[1].requires_grad
+
+
+def test_all_logits_are_never_held_at_once(monkeypatch, inputs):
+    """The largest tensor that autograd keeps is a chunk's inputs, not [N, V]."""
+    monkeypatch.setattr(logprobs, "MANY", 29 * 2)
+    hidden, weight, tokens = inputs
+    kept = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: kept.append(tuple(x.shape)) or x, lambda x: x):
+        token_logprobs(hidden, Head(weight, weight), tokens)
+    assert kept
+    assert not any(29 in shape and shape != (29, 8) for shape in kept)
+
+
+def test_logits_are_reduced_in_fp32():
+    """In bf16 a log-softmax over 4096 equal logits would be off in the second digit."""
+    hidden, weight = torch.ones(1, 4, dtype=torch.bfloat16), torch.ones(4096, 4, dtype=torch.bfloat16)
+    logprob, entropy = token_logprobs(hidden, Head(weight, weight), torch.tensor([7]))
+    assert logprob.dtype == torch.float32
+    assert abs(float(logprob) + torch.tensor(4096.0).log()) < 1e-4
+    assert abs(float(entropy) - torch.tensor(4096.0).log()) < 1e-4
+
+
+@examples(max_examples=40)
+@given(
+    tokens=st.integers(1, 9),
+    vocabulary=st.integers(2, 40),
+    many=st.integers(1, 200),
+    few=st.integers(1, 200),
+    temperature=st.floats(0.1, 3.0),
+    seed=st.integers(0, 999),
+)
+def test_however_the_chunks_fall_they_give_what_the_whole_gives(tokens, vocabulary, many, few, temperature, seed):
+    generator = torch.Generator().manual_seed(seed)
+    hidden, weight = (
+        torch.randn(n, 4, dtype=torch.float64, generator=generator).requires_grad_() for n in (tokens, vocabulary)
+    )
+    chosen = torch.randint(vocabulary, (tokens,), generator=generator)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(logprobs, "MANY", many)
+        patch.setattr(logprobs, "FEW", few)
+        ours = token_logprobs(hidden, Head(weight, weight), chosen, temperature, entropy_grad=True)
+        mine = torch.autograd.grad(sum(x.sum() for x in ours), (hidden, weight))
+    theirs = plain(hidden, weight, chosen, temperature, 0.0, 1.0, 0.0)
+    gradients = torch.autograd.grad(sum(x.sum() for x in theirs), (hidden, weight))
+    for one, other in zip((*ours, *mine), (*theirs, *gradients), strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=1e-11)

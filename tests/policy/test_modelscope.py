@@ -1,0 +1,201 @@
+"""Models of ModelScope: the folders where its package keeps them, and downloads by it; no network."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from conftest import records
+from pellucid import cli
+from pellucid.doctor import memory
+from pellucid.policy import modelscope, pretrained
+from pellucid.types import UserError
+
+NAME = "modelscope:Some.One/Tiny-0.5B"
+HIDDEN = "modelscope.hub.snapshot_download"
+PLACES = {
+    "1.38 and later": "models/Some.One--Tiny-0.5B/snapshots/master",
+    "another default branch": "models/Some.One--Tiny-0.5B/snapshots/main",
+    "the only revision": "models/Some.One--Tiny-0.5B/snapshots/v1.0.2",
+    "1.22 to 1.37, MODELSCOPE_CACHE": "models/Some.One/Tiny-0___5B",
+    "1.22 to 1.37": "hub/models/Some.One/Tiny-0___5B",
+    "up to 1.21, MODELSCOPE_CACHE": "Some.One/Tiny-0___5B",
+    "up to 1.21": "hub/Some.One/Tiny-0___5B",
+}
+
+
+def run(*arguments):
+    with pytest.raises(SystemExit) as ended:
+        cli.main([*map(str, arguments)])
+    return ended.value.code
+
+
+@pytest.fixture
+def cache(tmp_path, monkeypatch):
+    """Empty, and without the package, as if that were not installed."""
+    monkeypatch.setenv("MODELSCOPE_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setitem(sys.modules, HIDDEN, None)
+    return tmp_path / "cache"
+
+
+def kept(model_dir, folder):
+    return Path(shutil.copytree(model_dir, folder))
+
+
+class DownloadError(Exception):
+    """As the package has its own, unrelated to those of Python."""
+
+
+@pytest.fixture
+def package(cache, model_dir, monkeypatch):
+    """The two modules of it that are used; what was asked of it."""
+    asked = []
+
+    def snapshot_download(repository, ignore_patterns=None):
+        asked.append((repository, ignore_patterns))
+        if repository == "No/Body":
+            raise DownloadError("HTTP 404\nnobody has it")
+        folder = cache / PLACES["1.38 and later"]
+        ignored = shutil.ignore_patterns(*(ignore_patterns or ()))
+        return str(shutil.copytree(model_dir, folder, ignore=ignored, dirs_exist_ok=True))
+
+    download, errors = ModuleType(HIDDEN), ModuleType("modelscope.hub.errors")
+    download.snapshot_download, errors.DownloadError, errors.logger = snapshot_download, DownloadError, None
+    for module in (download, errors):
+        monkeypatch.setitem(sys.modules, module.__name__, module)
+    return asked
+
+
+# ---------------------------------------------------------------- where they are
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_a_model_is_found_wherever_a_version_of_the_package_has_kept_it(cache, model_dir, place):
+    folder = kept(model_dir, cache / PLACES[place])
+    assert pretrained.locate(NAME) == str(folder)
+    assert pretrained.tokenizer(NAME)("1+1=").input_ids == pretrained.tokenizer(str(model_dir))("1+1=").input_ids
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_it_is_where_the_package_itself_finds_it(tmp_path, model_dir, place, monkeypatch):
+    """Asked for what is there alone, with no network; its own variable is read when it is imported."""
+    package = pytest.importorskip(HIDDEN)
+    monkeypatch.setenv("MODELSCOPE_CACHE", str(tmp_path))
+    folder = kept(model_dir, tmp_path / PLACES[place])
+    found = package.snapshot_download("Some.One/Tiny-0.5B", cache_dir=tmp_path, local_files_only=True)
+    assert Path(found) == folder == Path(pretrained.locate(NAME))
+
+
+def test_without_a_folder_of_ones_own_they_are_in_the_home(model_dir, monkeypatch, tmp_path):
+    monkeypatch.delenv("MODELSCOPE_CACHE", raising=False)
+    monkeypatch.setattr(Path, "home", lambda: tmp_path)
+    folder = kept(model_dir, tmp_path / ".cache" / "modelscope" / PLACES["1.22 to 1.37"])
+    assert pretrained.locate(NAME) == str(folder)
+
+
+def test_of_several_revisions_none_is_guessed(cache, model_dir):
+    for revision in ("v1.0.1", "v1.0.2"):
+        kept(model_dir, cache / f"models/Some.One--Tiny-0.5B/snapshots/{revision}")
+    with pytest.raises(UserError, match="is not in"):
+        pretrained.locate(NAME)
+
+
+@pytest.mark.parametrize("missing", ["a shard", "all weights", "the configuration"])
+def test_a_download_that_was_cut_short_is_not_taken(cache, model_dir, tmp_path, missing):
+    folder = cache / PLACES["1.22 to 1.37"]
+    if missing == "a shard":
+        AutoModelForCausalLM.from_pretrained(model_dir).save_pretrained(folder, max_shard_size="20KB")
+        shards = sorted(folder.glob("*.safetensors"))
+        assert len(shards) > 1
+        shards[-1].unlink()
+    else:
+        name = {"all weights": "model.safetensors", "the configuration": "config.json"}[missing]
+        kept(model_dir, folder)
+        (folder / name).unlink()
+    with pytest.raises(UserError, match="is not in"):
+        pretrained.locate(NAME)
+    whole = kept(model_dir, cache / PLACES["up to 1.21"])
+    assert pretrained.locate(NAME) == str(whole), "the next place is looked into"
+
+
+# ---------------------------------------------------------------- downloads
+
+
+def test_what_is_not_there_is_downloaded_by_the_package_once(package, cache, model_dir):
+    for _ in range(2):
+        model, _ = pretrained.load(NAME, torch.float32)
+    assert package == [("Some.One/Tiny-0.5B", None)]
+    expected = AutoModelForCausalLM.from_pretrained(model_dir)
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), expected.parameters(), strict=True))
+
+
+def test_for_a_plan_or_a_tokenizer_no_weights_are_downloaded(package, cache):
+    assert memory.from_name(NAME, 0).parameters > 0
+    pretrained.tokenizer(NAME)
+    assert package == [("Some.One/Tiny-0.5B", list(modelscope.WEIGHTS))], "once for both"
+    assert not list(cache.rglob("*.safetensors"))
+    pretrained.load(NAME, torch.float32)
+    assert package[1:] == [("Some.One/Tiny-0.5B", None)]
+
+
+def test_what_the_package_says_is_told_in_one_line(package):
+    with pytest.raises(UserError) as told:
+        pretrained.locate("modelscope:No/Body")
+    assert "cannot be downloaded (HTTP 404): mend the name or the connection" in str(told.value)
+    assert "\n" not in str(told.value)
+
+
+@pytest.mark.parametrize(
+    "name", ["modelscope:", "modelscope:Tiny", "modelscope:a/b/c", "modelscope:../b", "modelscope:a/"]
+)
+def test_what_is_no_name_is_refused(package, name):
+    with pytest.raises(UserError, match=r"is called modelscope:OWNER/NAME$"):
+        pretrained.locate(name)
+    assert not package
+
+
+# ---------------------------------------------------------------- the commands
+
+
+def commands(recipe, tmp_path):
+    return {
+        "train": ["train", recipe, "--policy.model", NAME, "--run", tmp_path / "run"],
+        "eval": ["eval", NAME, "--task", recipe],
+        "serve": ["serve", NAME, "--port", 0],
+        "prefixes": ["prefixes", recipe, "--student", NAME, "--output", tmp_path / "p.json", "--n", 2],
+        "prefixes, by tokens": [
+            *("prefixes", recipe, "--student", NAME, "--output", tmp_path / "q.json", "--n", 2),
+            *("--truncate-tokens", 3),
+        ],
+        "plan": ["doctor", "--plan", recipe, "--policy.model", NAME],
+    }
+
+
+@pytest.mark.parametrize("command", commands("", Path()))
+def test_without_the_package_each_command_says_in_one_line_what_to_install(cache, recipe, tmp_path, capsys, command):
+    assert run(*commands(recipe, tmp_path)[command]) == 2
+    [line] = [line for line in capsys.readouterr().err.splitlines() if line.startswith("pellucid: ")]
+    assert line == (
+        f"pellucid: policy.model = '{NAME}' is not in {cache}: downloading it needs modelscope:"
+        ' pip install "pellucid[modelscope]"'
+    )
+
+
+def test_a_run_trains_resumes_and_is_evaluated_from_the_cache_alone(cache, recipe, model_dir, tmp_path, capsys):
+    kept(model_dir, cache / PLACES["1.38 and later"])
+    run_dir = tmp_path / "run"
+    settings = ["--policy.model", NAME, "--evaluate.every", 0, "--checkpoint.every", 1]
+    assert run("train", recipe, "--run", run_dir, *settings, "--algorithm.steps", 1) == 0
+    assert run("train", "--resume", run_dir, "--algorithm.steps", 2) == 0
+    assert len(records(run_dir / "metrics.jsonl")) == 2
+    assert json.loads((run_dir / "config.json").read_text())["policy"]["model"] == NAME, "as given"
+    assert run("eval", NAME, "--task", recipe, "--show", 1) == 0
+    assert run("doctor", "--plan", recipe, "--policy.model", NAME) == 0
+    assert f"{NAME}: 0.0 M parameters" in capsys.readouterr().out

@@ -1,0 +1,378 @@
+"""Scoring against a token-by-token loop, with every kind of padding, precision and adapter."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import replace
+
+import pytest
+import torch
+from tokenizers import processors
+from transformers import AutoModelForCausalLM, AutoTokenizer, Gemma2Config, Gemma2ForCausalLM
+
+from conftest import (
+    ARCHITECTURES,
+    EOS,
+    VOCAB,
+    CountDigits,
+    OneProcessRuntime,
+    character_tokenizer,
+    make_policy,
+    tiny_gpt2,
+    tiny_llama,
+)
+from pellucid.algorithm.batch import collate, prefix_rows
+from pellucid.algorithm.grpo import update
+from pellucid.algorithm.settings import AdamWConfig, GRPOConfig
+from pellucid.policy import policy as policy_module
+from pellucid.policy.policy import AdapterOff, Policy, check_head, end_of_answer
+from pellucid.runtimes.accelerate import Runtime
+from pellucid.samplers.native import Native
+from pellucid.types import Completion, Group, Prompt, UserError
+
+
+def batch_of(policy, n=3, size=3, max_tokens=10):
+    sampler = Native(max_tokens=max_tokens)
+    sampler.sync(policy)
+    return collate(sampler.generate(CountDigits().sample(0, n), size, seed="0/0"), policy.device)
+
+
+def one_token_at_a_time(policy, batch):
+    """log pi(token | everything before it), a forward pass a token, nothing padded."""
+    rows = torch.zeros(batch.mask.shape, dtype=torch.float64)
+    for b in range(len(batch)):
+        context = list(batch.prompt_ids[int(batch.prompt_of[b])])
+        for t in range(int(batch.mask[b].sum())):
+            logits = policy.model(torch.tensor([context])).logits[0, -1]
+            token = int(batch.response_ids[b, t])
+            rows[b, t] = logits.double().log_softmax(-1)[token]
+            context.append(token)
+    return rows
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@torch.no_grad()
+def test_scores_equal_a_token_by_token_loop(architecture):
+    policy = make_policy(architecture, dtype=torch.float64, engine="transformers")
+    batch = batch_of(policy)
+    assert len({len(ids) for ids in batch.prompt_ids}) > 1
+    torch.testing.assert_close(policy.score(batch).logprobs, one_token_at_a_time(policy, batch), rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize("make", [lambda: tiny_gpt2(dropout=0.5), lambda: tiny_llama(dropout=0.5)])
+def test_dropout_is_off_the_ratio_of_a_policy_to_itself_is_one(make, checkpointing):
+    """Of modules, and of attention, which has a number for it."""
+    policy = Policy(make(), character_tokenizer(), gradient_checkpointing=checkpointing, engine="transformers")
+    batch = batch_of(policy)
+    policy.model.train()
+    one, two = policy.score(batch).logprobs, policy.score(batch).logprobs
+    assert ((one - two).exp() - 1)[batch.mask].abs().max() < 1e-5
+
+
+def test_gradient_checkpointing_changes_no_gradient():
+    def gradient(checkpointing):
+        policy = make_policy(dtype=torch.float64, gradient_checkpointing=checkpointing)
+        batch = batch_of(policy)
+        policy.score(batch).logprobs.sum().backward()
+        return {name: p.grad for name, p in policy.trainable().items()}
+
+    plain, recomputed = gradient(False), gradient(True)
+    for name, expected in plain.items():
+        torch.testing.assert_close(recomputed[name], expected, rtol=0, atol=1e-10)
+
+
+def test_checkpointing_really_recomputes():
+    policy = make_policy(gradient_checkpointing=True, engine="transformers")
+    calls = []
+    policy.model.model.layers[0].mlp.register_forward_pre_hook(lambda *_: calls.append(1))
+    batch = batch_of(policy)
+    calls.clear()
+    policy.score(batch).logprobs.sum().backward()
+    assert len(calls) == 2
+
+
+def test_what_the_padding_holds_is_never_looked_at():
+    policy = make_policy()
+    batch = batch_of(policy, max_tokens=24, size=8)
+    assert not bool(batch.mask.all())
+    rubbish = torch.where(batch.mask, batch.response_ids, torch.randint(EOS, batch.response_ids.shape))
+    torch.testing.assert_close(policy.score(replace(batch, response_ids=rubbish)), policy.score(batch), rtol=0, atol=0)
+
+
+def test_bf16_is_computed_in_and_fp32_is_kept():
+    fp32, bf16 = make_policy(), make_policy(dtype=torch.bfloat16)
+    batch = batch_of(fp32)
+    gap = (fp32.score(batch).logprobs - bf16.score(batch).logprobs).abs()
+    assert 1e-6 < gap.max() < 0.5
+    bf16.score(batch).logprobs.sum().backward()
+    assert {p.grad.dtype for p in bf16.trainable().values()} == {torch.float32}
+
+
+def test_transformers_samples_from_a_copy_in_the_compute_dtype_that_follows_the_weights():
+    policy = make_policy(dtype=torch.bfloat16, engine="transformers")
+    weights = policy.trainable()
+    for _ in range(2):
+        copied = dict(policy.inference_model().named_parameters())
+        assert policy.trainable().keys() == weights.keys()
+        for name, p in weights.items():
+            assert p.dtype == torch.float32
+            assert torch.equal(copied[name], p.to(torch.bfloat16))
+            p.data.add_(1.0)
+
+
+def test_every_eos_that_the_checkpoint_names_counts():
+    model = tiny_llama()
+    model.generation_config.eos_token_id = [3, 5]
+    assert Policy(model, character_tokenizer()).eos_ids == (3, 5, EOS)
+
+
+def test_a_saved_policy_is_a_plain_transformers_model(tmp_path):
+    policy = make_policy()
+    policy.save(tmp_path)
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(tmp_path), AutoTokenizer.from_pretrained(tmp_path)
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), policy.model.parameters(), strict=True))
+    assert tokenizer("1+2=").input_ids == policy.tokenizer("1+2=").input_ids
+
+
+def test_messages_pass_through_the_chat_template_and_strings_do_not():
+    policy = make_policy()
+    conversation = Prompt("p", ({"role": "user", "content": "1+1?"},))
+    assert policy.decode(policy.encode(conversation)).strip() == "1+1?"
+    policy.tokenizer.chat_template = (
+        "{% for m in messages %}a{{ m.content }}b{% endfor %}{% if add_generation_prompt %}c{% endif %}"
+    )
+    assert policy.decode(policy.encode(conversation)) == "a1+1?bc"
+    assert policy.decode(policy.encode(Prompt("p", "1+1?"))) == "1+1?"
+
+
+def test_an_unknown_trick_behind_the_head_is_refused():
+    model = tiny_llama()
+    check_head(model)
+    plain = model.forward
+
+    def scaled(*args, **kwargs):
+        output = plain(*args, **kwargs)
+        output.logits = output.logits * 1.5
+        return output
+
+    model.forward = scaled
+    with pytest.raises(UserError, match="changes its logits"):
+        check_head(model)
+
+
+@pytest.fixture(scope="module")
+def capped(tmp_path_factory):
+    """Gemma 2: logits behind a soft-cap that bends them."""
+    config = Gemma2Config(
+        vocab_size=VOCAB,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        sliding_window=4,
+        max_position_embeddings=128,
+        eos_token_id=EOS,
+        bos_token_id=None,
+        pad_token_id=EOS,
+        initializer_range=0.5,
+        final_logit_softcapping=30.0,
+    )
+    torch.manual_seed(0)
+    folder = tmp_path_factory.mktemp("capped")
+    Gemma2ForCausalLM(config).save_pretrained(folder)
+    character_tokenizer().save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.parametrize("settings", [{}, {"lora": 2}, {"narrow": True}, {"lora": 2, "narrow": True}], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_a_soft_cap_is_known_in_every_dtype(capped, settings, dtype):
+    policy = policy_module.load(str(capped), torch.device("cpu"), dtype, 1.0, **settings)
+    group = Group(Prompt("p", "a"), (1, 2, 3), (Completion((4, EOS), (-1.0, -1.0), "", True),) * 2)
+    scored = policy.score(collate([group], policy.device)).logprobs.detach()
+    whole = policy_module.load(str(capped), torch.device("cpu"), torch.float32, 1.0)
+    torch.testing.assert_close(scored, whole.score(collate([group], whole.device)).logprobs.detach(), rtol=0, atol=0.3)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("factor", [1.01, 0.99])
+def test_one_percent_behind_the_head_is_seen_in_every_dtype(capped, dtype, factor):
+    """Less than what rounding a soft-cap to bf16 does."""
+    model = AutoModelForCausalLM.from_pretrained(capped, dtype=dtype)
+    check_head(model)
+    model.config.final_logit_softcapping *= factor
+    unlike = model.forward
+
+    def capped_otherwise(*args, **kwargs):
+        model.config.final_logit_softcapping /= factor
+        output = unlike(*args, **kwargs)
+        model.config.final_logit_softcapping *= factor
+        return output
+
+    model.forward = capped_otherwise
+    with pytest.raises(UserError, match="changes its logits"):
+        check_head(model)
+
+
+def test_a_reference_has_no_gradient(model_dir):
+    reference = policy_module.load_frozen(str(model_dir), torch.device("cpu"), torch.float32, 1.0)
+    assert reference.trainable() == {}
+    assert not reference.score(batch_of(reference)).logprobs.requires_grad
+
+
+# ---------------------------------------------------------------- masters on the CPU
+
+
+def test_masters_are_the_models_weights_unrounded_from_load_to_save(model_dir, tmp_path):
+    """An optimizer step later too; the weights are what the masters round to."""
+    exact = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32)
+    policy = policy_module.load(str(model_dir), torch.device("cpu"), torch.bfloat16, 1.0, narrow=True)
+    runtime = Runtime(policy, AdamWConfig(lr=1e-5, offload=True), total=1)
+
+    def all_agree():
+        policy.save(tmp_path)
+        saved = dict(AutoModelForCausalLM.from_pretrained(tmp_path).named_parameters())
+        for name, p in policy.trainable().items():
+            expected = exact.get_parameter(name).detach()
+            assert p.dtype == (torch.float32 if p.ndim < 2 else torch.bfloat16)
+            for master in (policy.masters()[name], saved[name].detach()):
+                assert master.dtype == torch.float32
+                torch.testing.assert_close(master, expected, rtol=0, atol=1e-8)
+            assert torch.equal(p, policy.masters()[name].to(p.dtype))
+
+    all_agree()
+    for p in policy.trainable().values():
+        p.grad = torch.ones_like(p)
+    runtime.step()
+    with torch.no_grad():
+        for p in exact.parameters():
+            p.sub_(1e-5)  # the first step of Adam has the size of the rate
+    all_agree()
+
+
+def test_what_is_loaded_into_a_narrow_policy_is_its_masters(model_dir):
+    policy = policy_module.load(str(model_dir), torch.device("cpu"), torch.bfloat16, 1.0, narrow=True)
+    others = {name: torch.randn(p.shape) for name, p in policy.trainable().items()}
+    policy.load_trainable(others)
+    for name, p in policy.trainable().items():
+        assert torch.equal(policy.masters()[name], others[name])
+        assert torch.equal(p, others[name].to(p.dtype))
+
+
+def test_an_adapter_is_not_narrowed(model_dir):
+    policy = policy_module.load(str(model_dir), torch.device("cpu"), torch.bfloat16, 1.0, lora=2, narrow=True)
+    assert {p.dtype for p in policy.trainable().values()} == {torch.float32}
+    assert all(policy.masters()[name] is not p for name, p in policy.trainable().items())
+
+
+# ---------------------------------------------------------------- a prompt of no token
+
+
+def test_a_prompt_of_no_token_is_refused_wherever_it_comes_from():
+    """Its response was predicted from where the prompt before it ends."""
+    policy = make_policy()
+    for prompt in (Prompt("train/7/0", ""), Prompt("train/7/0", "", prefix="1 + 1 =")):
+        with pytest.raises(UserError, match="prompt train/7/0 is empty"):
+            policy.encode(prompt)
+    answers = (Completion((1, EOS), (-1.0, -1.0), "", True),) * 2
+    groups = [Group(Prompt("a", "a"), (1, 2, 3), answers), Group(Prompt("b", ""), (), answers)]
+    with pytest.raises(ValueError, match="a prompt without a token"):
+        collate(groups, policy.device)
+    all_prefix = Group(Prompt("b", "", prefix="a"), (4,), answers, prefix_length=1)
+    with pytest.raises(ValueError, match="a prompt without a token"):
+        prefix_rows(collate([groups[0], all_prefix], policy.device))
+
+
+def test_a_tokenizer_that_begins_every_text_makes_an_empty_prompt_whole():
+    policy = make_policy()
+    policy.tokenizer._tokenizer.post_processor = processors.TemplateProcessing(
+        single="<eos> $A", special_tokens=[("<eos>", EOS)]
+    )
+    assert policy.encode(Prompt("p", "")) == (EOS,)
+    assert policy.encode(Prompt("p", "", prefix="12")) == (EOS, 1, 2), "a prefix begins no text"
+
+
+# ---------------------------------------------------------------- LoRA
+
+
+@pytest.fixture
+def lora():
+    torch.manual_seed(0)
+    model = tiny_llama()
+    return Policy(model, character_tokenizer(), adapter=policy_module.add_adapter(model, 4))
+
+
+def test_lora_trains_the_adapter_and_nothing_else(lora):
+    names = lora.trainable()
+    assert names
+    assert all("lora_" in name for name in names)
+
+
+def test_the_scale_of_an_adapter_does_not_go_by_its_rank():
+    for rank in (1, 4):
+        layers = [m for m in policy_module.add_adapter(tiny_llama(), rank).modules() if hasattr(m, "lora_A")]
+        assert {layer.scaling["default"] for layer in layers} == {2.0}
+
+
+def test_the_reference_of_a_lora_policy_is_the_policy_without_its_adapter(lora, tmp_path):
+    batch = batch_of(lora)
+    start, states = lora.score(batch).logprobs.detach(), lora.hidden(batch)[0].detach()
+    with torch.no_grad():
+        for p in lora.trainable().values():
+            p.add_(0.3 * torch.randn_like(p))
+    assert (lora.score(batch).logprobs - start).abs().max() > 1e-2
+    torch.testing.assert_close(AdapterOff(lora).score(batch).logprobs, start, rtol=0, atol=0)
+    torch.testing.assert_close(AdapterOff(lora).hidden(batch)[0], states, rtol=0, atol=0)
+
+    lora.save(tmp_path)
+    merged = Policy(AutoModelForCausalLM.from_pretrained(tmp_path), character_tokenizer())
+    torch.testing.assert_close(merged.score(batch).logprobs, lora.score(batch).logprobs, rtol=0, atol=1e-4)
+    torch.testing.assert_close(AdapterOff(lora).score(batch).logprobs, start, rtol=0, atol=0)
+
+
+def test_lora_without_its_library_names_the_extra(monkeypatch):
+    monkeypatch.setitem(sys.modules, "peft", None)
+    with pytest.raises(UserError, match=r'^policy.lora needs peft: pip install "pellucid\[lora\]"$'):
+        policy_module.add_adapter(tiny_llama(), 2)
+
+
+def test_the_base_of_a_lora_policy_does_not_move(lora):
+    before = {name: p.clone() for name, p in lora.model.named_parameters()}
+    batch = batch_of(lora)
+    batch = replace(batch, advantages=torch.randn(len(batch), dtype=torch.float64))
+    update(lora, batch, OneProcessRuntime(lora, lr=1.0), GRPOConfig())
+    moved = {name for name, p in lora.model.named_parameters() if not torch.equal(p, before[name])}
+    assert moved
+    assert moved <= lora.trainable().keys()
+
+
+def test_a_checkpoint_of_another_model_is_refused(lora):
+    own = dict(lora.trainable())
+    name = next(iter(own))
+    for tensors in (
+        make_policy().trainable(),
+        own | {"another": own[name]},
+        {n: p for n, p in own.items() if n != name},
+    ):
+        with pytest.raises(UserError, match="made with another policy"):
+            lora.load_trainable(tensors)
+
+
+def test_a_response_may_be_a_single_token():
+    policy = make_policy()
+    group = Group(Prompt("p", "a"), (1, 2, 3), (Completion((EOS,), (-1.0,), "", True),) * 2)
+    assert policy.score(collate([group], policy.device)).logprobs.shape == (2, 1)
+
+
+def test_an_answer_ends_as_the_chat_template_ends_it():
+    """Of several end-of-sequence tokens: the template's, else the tokenizer's, else whichever there is."""
+    tokenizer = character_tokenizer()
+    turn = tokenizer("k")["input_ids"][0]
+    assert end_of_answer(tokenizer, (turn, EOS)) == EOS
+    assert end_of_answer(tokenizer, (turn,)) == turn
+    tokenizer.chat_template = "{% for m in messages %}{{ m.content }}{{ 'j' if m.role == 'user' else 'k' }}{% endfor %}"
+    of_question = tokenizer("j")["input_ids"][0]
+    assert end_of_answer(tokenizer, (of_question, turn, EOS)) == turn

@@ -1,0 +1,542 @@
+import io
+import json
+import math
+import re
+import statistics
+import subprocess
+import sys
+import time
+from collections import defaultdict
+from pathlib import Path
+
+import numpy as np
+import pytest
+import rich.console
+import wandb
+from tensorboard.backend.event_processing import event_accumulator
+from wandb.proto import wandb_internal_pb2
+
+from pellucid.reporting import boards
+from pellucid.reporting.boards import TensorBoard, WandB
+from pellucid.reporting.console import Console, Plain, before_after, sparkline, terminal
+from pellucid.reporting.loggers import Jsonl, Loggers, read_evaluations, truncate
+from pellucid.reporting.metrics import describe
+from pellucid.types import Completion, Estimate, Evaluation, Group, Prompt, Reward, UserError
+
+TIMES = {"time/generate": 3.0, "time/reward": 0.0, "time/score": 0.5, "time/update": 1.0, "time/step": 5.0}
+EVALUATION = Evaluation(
+    "arithmetic", "test", 64, 8, Estimate(0.25, 0.16, 0.37), Estimate(0.2, 0.1, 0.3), Estimate(0.5, 0.4, 0.6)
+)
+BETTER = Evaluation(
+    "arithmetic", "test", 64, 8, Estimate(0.9, 0.8, 0.95), Estimate(0.3, 0.2, 0.4), Estimate(0.9, 0.8, 0.99)
+)
+
+
+def groups_of(*rewards: tuple[Reward, ...]) -> list[Group]:
+    return [
+        Group(
+            Prompt(f"train/1/{p}", ({"role": "user", "content": f"What is {p} + 1?"},), str(p + 1)),
+            (1, 2),
+            tuple(
+                Completion((5,) * (g + 2), (-0.123456789,) * (g + 2), f"{p}-{g}", g % 2 == 0) for g in range(len(some))
+            ),
+            some,
+            tuple(float(g) for g in range(len(some))),
+        )
+        for p, some in enumerate(rewards)
+    ]
+
+
+RIGHT, WRONG = Reward(1.0, {"numeric": 1.0}, True), Reward(0.25, {"numeric": 0.0}, False)
+FAILED = Reward(math.nan, error="ValueError: \x1b[31mno number\nTraceback: long")
+
+
+def read(path: Path) -> list[dict]:
+    return [json.loads(line, parse_constant=pytest.fail) for line in path.read_text(encoding="utf-8").splitlines()]
+
+
+def test_metrics_recomputed_from_the_saved_rollouts_equal_the_logged_ones(tmp_path: Path):
+    groups = groups_of((RIGHT, WRONG, FAILED), (RIGHT, RIGHT, RIGHT), (WRONG, WRONG, WRONG))
+    log = Jsonl(tmp_path)
+    log.log(1, describe(groups), groups)
+    log.close()
+    logged, rows = read(tmp_path / "metrics.jsonl")[0], read(tmp_path / "rollouts.jsonl")
+    graded = [row for row in rows if row["reward"] is not None]
+    by_prompt = defaultdict(list)
+    for row in graded:
+        by_prompt[row["id"]].append(row)
+    dead = [some for some in by_prompt.values() if len({row["reward"] for row in some}) == 1]
+    all_right = sum(all(row["correct"] for row in some) for some in dead)
+    assert logged["step"] == 1
+    assert logged["reward/mean"] == statistics.fmean(row["reward"] for row in graded)
+    assert logged["reward/std"] == statistics.pstdev(row["reward"] for row in graded)
+    assert logged["reward/numeric"] == statistics.fmean(row["parts"]["numeric"] for row in graded)
+    assert logged["reward/failed"] == sum("error" in row for row in rows) == 1
+    assert logged["completion/length_mean"] == statistics.fmean(len(row["tokens"]) for row in rows)
+    assert logged["completion/finished"] == statistics.fmean(row["finished"] for row in rows)
+    assert logged["tokens"] == sum(len(row["tokens"]) for row in rows)
+    assert logged["groups/dead_all_right"] * len(groups) == all_right == 1
+    assert logged["groups/dead_all_wrong"] * len(groups) == len(dead) - all_right == 1
+
+
+def test_a_rollout_holds_what_was_asked_said_and_graded(tmp_path: Path):
+    log = Jsonl(tmp_path)
+    log.log(3, {}, groups_of((RIGHT, FAILED)))
+    log.close()
+    first, second = read(tmp_path / "rollouts.jsonl")
+    assert first == {
+        "step": 3,
+        "id": "train/1/0",
+        "prompt": "What is 0 + 1?",
+        "completion": "0-0",
+        "finished": True,
+        "correct": True,
+        "reward": 1.0,
+        "parts": {"numeric": 1.0},
+        "advantage": 0.0,
+        "tokens": [5, 5],
+        "logprobs": [-0.123457, -0.123457],
+    }
+    assert second["reward"] is None
+    assert second["error"].startswith("ValueError")
+
+
+def test_numbers_that_json_does_not_have_become_null(tmp_path: Path):
+    log = Jsonl(tmp_path)
+    sampled = Completion((5, 6), (-math.inf, -0.5), "?", True)
+    log.log(
+        1,
+        {"reward/mean": math.nan, "grad_norm": math.inf},
+        [Group(Prompt("p", "?"), (1,), (sampled,), (RIGHT,), (0.0,))],
+    )
+    log.close()
+    assert read(tmp_path / "rollouts.jsonl")[0]["logprobs"] == [None, -0.5]
+    assert read(tmp_path / "metrics.jsonl") == [{"step": 1, "reward/mean": None, "grad_norm": None}]
+
+
+def test_a_reward_in_numpy_numbers_is_logged_as_a_number(tmp_path: Path):
+    log = Jsonl(tmp_path)
+    log.log(1, {}, groups_of((Reward(np.float32(0.5), {"n": np.int64(2)}, np.bool_(True)),)))
+    log.close()
+    (row,) = read(tmp_path / "rollouts.jsonl")
+    assert (row["reward"], row["parts"], row["correct"]) == (0.5, {"n": 2.0}, True)
+
+
+def test_a_step_is_on_disk_before_close(tmp_path: Path):
+    log = Jsonl(tmp_path)
+    log.log(1, {"loss": 0.0}, groups_of((RIGHT,)))
+    log.log_evaluation(1, EVALUATION)
+    assert all(read(tmp_path / name) for name in Jsonl.NAMES)
+    log.close()
+
+
+def test_an_evaluation_holds_its_intervals(tmp_path: Path):
+    log = Jsonl(tmp_path)
+    log.log_evaluation(10, EVALUATION)
+    log.close()
+    (row,) = read(tmp_path / "evals.jsonl")
+    assert list(row) == [
+        "step",
+        "task",
+        "split",
+        "n",
+        "k",
+        "greedy",
+        "mean@k",
+        "pass@k",
+        "questions",
+        "right",
+        "failed",
+    ]
+    assert row["greedy"] == {"value": 0.25, "low": 0.16, "high": 0.37}
+
+
+def test_truncate_keeps_whole_lines_up_to_the_step_and_logging_goes_on(tmp_path: Path):
+    log = Jsonl(tmp_path)
+    for step in (1, 2, 3):
+        log.log(step, {"loss": 0.0}, groups_of((RIGHT, WRONG)))
+    log.log_evaluation(0, EVALUATION)
+    log.log_evaluation(3, EVALUATION)
+    log.close()
+    with (tmp_path / "rollouts.jsonl").open("a") as file:
+        file.write('{"step": 2, "prompt": "half wri')
+    truncate(tmp_path, 2)
+    log = Jsonl(tmp_path)
+    log.log(3, {"loss": 1.0}, groups_of((RIGHT,)))
+    log.close()
+    assert [row["step"] for row in read(tmp_path / "metrics.jsonl")] == [1, 2, 3]
+    assert [row["step"] for row in read(tmp_path / "rollouts.jsonl")] == [1, 1, 2, 2, 3]
+    assert [row["step"] for row in read(tmp_path / "evals.jsonl")] == [0]
+    assert not list(tmp_path.glob("*.tmp"))
+
+
+@pytest.mark.parametrize("half", ['{"step": 1', '{"step": 1, "loss": 0.5}'])
+def test_truncate_drops_a_half_line_that_ends_where_a_number_or_a_record_could(tmp_path: Path, half: str):
+    """To the second, only the end of the line is missing: the next one would go on in it."""
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "loss": 0.5}\n' + half)
+    truncate(tmp_path, 5)
+    assert (tmp_path / "metrics.jsonl").read_text() == '{"step": 1, "loss": 0.5}\n'
+
+
+def test_truncate_drops_a_later_step_wherever_it_stands(tmp_path: Path):
+    """As two processes leave them that wrote into one folder."""
+    (tmp_path / "metrics.jsonl").write_bytes(b"".join(lines_of(1, 4, 2, 3)))
+    assert truncate(tmp_path, 2) == []
+    assert [row["step"] for row in read(tmp_path / "metrics.jsonl")] == [1, 2]
+
+
+def lines_of(*steps: int) -> list[bytes]:
+    return [b'{"step": %d, "loss": 0.5}\n' % step for step in steps]
+
+
+BAD = {
+    "zeros of a power failure": bytes(40) + b"\n",
+    "zeros and the end of a line": bytes(20) + b'"loss": 0.5}\n',
+    "half a line": b'{"step": 2, "lo\n',
+    "no record": b"[2]\n",
+    "no text": b'{"step": 2, "loss": "\xff\xfe"}\n',
+}
+
+
+@pytest.mark.parametrize("bad", BAD)
+def test_bad_lines_are_cut_out_in_place_and_what_is_missing_is_said(tmp_path: Path, bad: str):
+    path = tmp_path / "metrics.jsonl"
+    one, three, four = lines_of(1, 3, 4)
+    path.write_bytes(one + BAD[bad] + three + four + BAD[bad])
+    number = path.stat().st_ino
+    said = truncate(tmp_path, 3)
+    assert [row["step"] for row in read(path)] == [1, 3]
+    assert path.stat().st_ino == number, "no copy: the disk may be full"
+    assert said == [
+        f"{path}: 1 lines could not be read, and are gone",
+        f"{path} lacks 1 of 3 steps, the first of them step 2",
+    ]
+
+
+def test_a_tail_of_zeros_without_an_end_is_cut_off(tmp_path: Path):
+    (tmp_path / "metrics.jsonl").write_bytes(b"".join(lines_of(1, 2)) + bytes(100))
+    assert truncate(tmp_path, 2) == []
+    assert (tmp_path / "metrics.jsonl").read_bytes() == b"".join(lines_of(1, 2))
+
+
+def test_a_run_whose_log_is_shorter_than_its_checkpoint_says_so(tmp_path: Path):
+    (tmp_path / "metrics.jsonl").write_bytes(b"".join(lines_of(1)))
+    assert truncate(tmp_path, 3) == [f"{tmp_path / 'metrics.jsonl'} lacks 2 of 3 steps, the first of them step 2"]
+
+
+def test_a_cut_that_is_killed_anywhere_is_finished_by_the_next(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """As much of the spaces as one likes may have been written."""
+    path = tmp_path / "metrics.jsonl"
+    bad = BAD["zeros and the end of a line"]
+    for written in range(len(bad) + 1):
+        path.write_bytes(b"".join([lines_of(1)[0], b" " * written + bad[written:], lines_of(2)[0], lines_of(3)[0]]))
+        truncate(tmp_path, 2)
+        assert [row["step"] for row in read(path)] == [1, 2]
+
+
+def test_a_full_disk_does_not_block_the_mend(tmp_path: Path):
+    """Nothing may be written beyond what is there."""
+    path = tmp_path / "metrics.jsonl"
+    path.write_bytes(lines_of(1)[0] + BAD["no record"] + b"".join(lines_of(2, 3)))
+    size = path.stat().st_size
+    code = (
+        "import resource, sys; from pathlib import Path; from pellucid.reporting.loggers import truncate\n"
+        f"resource.setrlimit(resource.RLIMIT_FSIZE, ({size - 1},) * 2); truncate(Path(sys.argv[1]), 2)"
+    )
+    subprocess.run([sys.executable, "-c", code, str(tmp_path)], check=True)
+    assert [row["step"] for row in read(path)] == [1, 2]
+
+
+@pytest.mark.parametrize(("every", "steps"), [(1, [1, 2, 3, 4]), (2, [1, 2, 4]), (3, [1, 3]), (0, [])])
+def test_rollouts_can_be_thinned_or_left_out(tmp_path: Path, every: int, steps: list[int]):
+    log = Jsonl(tmp_path, every)
+    for step in (1, 2, 3, 4):
+        log.log(step, {"loss": 0.0}, groups_of((RIGHT,)))
+    log.close()
+    assert [row["step"] for row in read(tmp_path / "rollouts.jsonl")] == steps
+    assert len(read(tmp_path / "metrics.jsonl")) == 4
+
+
+class Broken:
+    """A board that cannot draw."""
+
+    def __init__(self, error: BaseException) -> None:
+        self.error = error
+
+    def log(self, *_: object) -> None:
+        raise self.error
+
+    log_evaluation = close = log
+
+
+@pytest.mark.parametrize("error", [ZeroDivisionError("by zero"), BrokenPipeError(32, "pipe"), KeyError("reward")])
+def test_a_board_that_fails_costs_a_line_and_not_the_run(
+    tmp_path: Path, capsys: pytest.CaptureFixture, error: Exception
+):
+    log = Loggers([Jsonl(tmp_path)], [Broken(error), board := Plain(3)])
+    log.log(1, {"loss": 0.5}, [])
+    log.log_evaluation(1, EVALUATION)
+    log.close()
+    lines = capsys.readouterr().out.splitlines()
+    assert board.total_steps == 3
+    assert [line.startswith("! ") for line in lines] == [True, False, True, False, True]
+    assert type(error).__name__ in lines[0]
+    assert len(read(tmp_path / "metrics.jsonl")) == len(read(tmp_path / "evals.jsonl")) == 1
+
+
+def test_a_file_that_fails_is_not_passed_over(tmp_path: Path):
+    with pytest.raises(ZeroDivisionError):
+        Loggers([Broken(ZeroDivisionError())]).log(1, {}, [])
+
+
+def test_loggers_fan_out(tmp_path: Path):
+    log = Loggers([Jsonl(tmp_path / "a"), Jsonl(tmp_path / "b")])
+    log.log(1, {"loss": 0.0}, [])
+    log.log_evaluation(1, EVALUATION)
+    log.close()
+    for name in ("a", "b"):
+        assert read(tmp_path / name / "metrics.jsonl")
+        assert read(tmp_path / name / "evals.jsonl")
+
+
+def test_tensorboard_holds_the_scalars_and_forgets_what_a_resumed_run_repeats(tmp_path: Path):
+    for first_step, steps in ((0, (1, 2, 3)), (2, (3, 4))):
+        log = TensorBoard(tmp_path, first_step)
+        for step in steps:
+            log.log(step, {"reward/mean": first_step + step / 10}, [])
+        log.log_evaluation(steps[-1], EVALUATION)
+        log.close()
+    events = event_accumulator.EventAccumulator(str(tmp_path)).Reload()
+    scalars = [(event.step, round(event.value, 3)) for event in events.Scalars("reward/mean")]
+    assert scalars == [(1, 0.1), (2, 0.2), (3, 2.3), (4, 2.4)]
+    assert events.Scalars("heldout/greedy")[-1].value == 0.25
+
+
+def test_both_boards_also_use_the_names_of_the_field(tmp_path: Path):
+    metrics = {"loss": 0.5, "kl": 0.25, "grad_norm": 2.0, "reward/mean": 0.75, "completion/correct": 0.5, "tokens": 9.0}
+    board = TensorBoard(tmp_path)
+    board.log(1, metrics, [])
+    board.close()
+    events = event_accumulator.EventAccumulator(str(tmp_path)).Reload()
+    tags = ("train/loss", "train/kl_divergence", "train/grad_norm", "rollout/returns", "rollout/success_rate")
+    assert [events.Scalars(tag)[0].value for tag in tags] == [0.5, 0.25, 2.0, 0.75, 0.5]
+
+
+def test_an_offline_wandb_run_is_written_whole(tmp_path: Path):
+    log = WandB(tmp_path, "pellucid", "offline", {"algorithm": {"steps": 2}})
+    log.log_evaluation(0, EVALUATION)
+    log.log(1, {"loss": 0.5, "reward/mean": 0.25}, [])
+    log.log(2, {"loss": 0.25, "reward/mean": 0.75}, [])
+    log.close()
+    [file] = tmp_path.glob("wandb/offline-run-*/*.wandb")
+    history = [
+        {
+            item.nested_key[0] if item.nested_key else item.key: json.loads(item.value_json)
+            for item in record.history.item
+        }
+        for record in written(file)
+        if record.WhichOneof("record_type") == "history"
+    ]
+    assert [row["step"] for row in history] == [0, 1, 2]
+    assert history[0]["heldout/greedy"] == 0.25
+    assert [row["train/loss"] for row in history[1:]] == [0.5, 0.25]
+    assert [row["rollout/returns"] for row in history[1:]] == [0.25, 0.75]
+
+
+def written(file: Path):
+    """All records, the last of them that of the exit: wandb's own process writes on when `finish` has returned."""
+    deadline = time.monotonic() + 60
+    while time.monotonic() < deadline:
+        records = list(wandb_records(file))
+        if any(record.WhichOneof("record_type") == "exit" for record in records):
+            return records
+        time.sleep(0.1)
+    raise AssertionError
+
+
+def wandb_records(file: Path):
+    """What `wandb sync` would upload: LevelDB's log format, blocks of 32 KiB, pieces behind a header of 7 bytes."""
+    data, at, pieces = file.read_bytes(), 7, b""
+    while at + 7 <= len(data):
+        length, kind = int.from_bytes(data[at + 4 : at + 6], "little"), data[at + 6]
+        if kind == 0:  # the rest of a block
+            at = -(-(at + 1) // 32768) * 32768
+            continue
+        if at + 7 + length > len(data):  # being written
+            return
+        pieces += data[at + 7 : at + 7 + length]
+        at += 7 + length
+        if kind in (1, 4):  # whole, or the last piece
+            record = wandb_internal_pb2.Record()
+            record.ParseFromString(pieces)
+            yield record
+            pieces = b""
+
+
+def test_a_missing_wandb_names_the_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    with pytest.raises(UserError, match=r"pellucid\[wandb\]"):
+        WandB(tmp_path, "pellucid", "offline", {})
+
+
+def test_a_missing_tensorboard_names_the_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
+    with pytest.raises(UserError, match=r"pellucid\[tensorboard\]"):
+        TensorBoard(tmp_path)
+
+
+def test_plain_lines(capsys: pytest.CaptureFixture[str]):
+    groups = groups_of((RIGHT, RIGHT), (WRONG, WRONG), (RIGHT, WRONG))
+    log = Plain(30)
+    log.log(2, {**describe(groups), **TIMES, "sampler/gap_mean": 0.031, "loss": 7.0}, groups)
+    log.log_evaluation(10, EVALUATION)
+    step, evaluation = capsys.readouterr().out.splitlines()
+    assert step == (
+        "step  2/30  reward  0.625  dead 1/3 right  1/3 wrong  len    2.5  fin 0.50  gap 0.0310    5.0 s      3 tok/s"
+    )
+    assert evaluation == "eval step 10  greedy 0.25 [0.16, 0.37]  mean@8 0.20 [0.10, 0.30]  pass@8 0.50 [0.40, 0.60]"
+
+
+def test_plain_shows_trouble_and_the_first_error_once(capsys: pytest.CaptureFixture[str]):
+    groups = groups_of((RIGHT, FAILED))
+    log = Plain(3)
+    for step in (1, 2):
+        log.log(step, {"reward/failed": 1.0, "skipped": 2.0, "skipped/overflow": 3.0}, groups)
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == (
+        "step 1/3  ! failed rewards: 1  ! skipped updates: 2  ! updates too large for fp16 at this loss_scale: 3"
+    )
+    assert lines[1] == "! the first failed reward says ValueError: \\x1b[31mno number"
+    assert len(lines) == 3
+
+
+def test_greedy_alone_is_shown_where_nothing_was_sampled(capsys: pytest.CaptureFixture[str]):
+    none = Estimate(math.nan, math.nan, math.nan)
+    Plain(3).log_evaluation(0, Evaluation("sorting", "test", 4, 0, Estimate(0.5, 0.1, 0.9), none, none))
+    assert capsys.readouterr().out == "eval step 0  greedy 0.50 [0.10, 0.90]\n"
+
+
+def picture_of(log: Console) -> str:
+    paper = rich.console.Console(file=io.StringIO(), width=100)
+    paper.print(log.render())
+    return paper.file.getvalue()
+
+
+def shown(steps: int, first_step: int = 0, groups: list[Group] | None = None, **extra: float) -> str:
+    """The last picture of a live display after `steps` steps."""
+    groups = groups or groups_of((RIGHT, RIGHT), (WRONG, WRONG), (RIGHT, WRONG))
+    screen = rich.console.Console(file=io.StringIO(), force_terminal=True, width=100)
+    log = Console(30, first_step, screen)
+    log.log_evaluation(0, EVALUATION)
+    for step in range(first_step + 1, first_step + steps + 1):
+        log.log(step, {**describe(groups), **TIMES, **extra, "reward/mean": step / 10, "loss": 123.0}, groups)
+    log.log_evaluation(first_step + steps, BETTER)
+    log.close()
+    return picture_of(log)
+
+
+def test_the_live_display_shows_the_headlines_and_no_loss():
+    picture = shown(5)
+    assert "5/30" in picture
+    assert "0.500" in picture
+    assert "+0.400 over 5 steps" in picture
+    assert "33% all right, 33% all wrong" in picture
+    assert "[0.80, 0.95]  +0.65" in picture
+    assert "3 tokens a second" in picture
+    assert "generate 60%  reward 0%  score 10%  update 20%  other 10%" in picture
+    assert "loss" not in picture
+    assert "123" not in picture
+    assert "!" not in picture
+
+
+def test_both_displays_say_what_dynamic_sampling_drew(capsys: pytest.CaptureFixture[str]):
+    picture = shown(2, **{"groups/drawn": 12.0, "groups/drawn_dead": 0.75})
+    assert re.search(r"groups drawn +12 +75% of them dead", picture)
+    assert "groups drawn" not in shown(2)
+    capsys.readouterr()
+    Plain(3).log(1, {"groups/drawn": 12.0, "groups/drawn_dead": 0.75}, groups_of((RIGHT, WRONG)))
+    assert capsys.readouterr().out == "step 1/3  drawn  12\n"
+
+
+def test_the_live_display_of_a_resumed_run_goes_on_counting():
+    log = Console(30, 10, rich.console.Console(file=io.StringIO(), force_terminal=True))
+    log.close()
+    assert "10/30" in picture_of(log)
+    assert "12/30" in shown(2, first_step=10)
+
+
+def test_the_live_display_warns_of_failed_rewards_and_skipped_updates():
+    picture = shown(2, groups=groups_of((RIGHT, FAILED)), skipped=1.0)
+    assert "! failed rewards: 2, the first with ValueError: \\x1b[31mno number" in picture
+    assert "! skipped updates: 2" in picture
+
+
+def test_the_live_display_does_without_metrics():
+    log = Console(3, screen=rich.console.Console(file=io.StringIO(), force_terminal=True))
+    log.log(1, {}, [])
+    log.close()
+
+
+def test_a_file_gets_plain_lines():
+    assert isinstance(terminal(3), Plain)
+
+
+def test_sparkline_reaches_from_the_lowest_to_the_highest():
+    assert sparkline([0.0, 1.0, math.nan, 0.5]) == "▁█ ▅"
+    assert sparkline([2.0, 2.0]) == "▁▁"
+    assert sparkline([math.nan]) == " "
+
+
+def test_before_and_after():
+    paper = rich.console.Console(file=io.StringIO(), width=100)
+    paper.print(before_after(EVALUATION, BETTER))
+    rows = {line.split()[0]: line for line in paper.file.getvalue().splitlines() if "@" in line or "greedy" in line}
+    assert "0.250 [0.16, 0.37]" in rows["greedy"]
+    assert "+0.650" in rows["greedy"]
+    assert "apart" in rows["greedy"]
+    assert "overlap" in rows["mean@8"]
+
+
+def test_a_picture_that_cannot_be_drawn_is_a_line(monkeypatch: pytest.MonkeyPatch):
+    """It is drawn by a thread, too."""
+    log = Console(3, screen=rich.console.Console(file=io.StringIO(), force_terminal=True))
+    monkeypatch.setattr(log, "render", lambda: 1 / 0)
+    log.log(1, {}, [])
+    log.close()
+    assert "cannot be shown (ZeroDivisionError" in str(log.picture())
+
+
+def test_evaluations_are_read_past_what_a_power_failure_left(tmp_path: Path):
+    log = Jsonl(tmp_path)
+    log.log_evaluation(0, EVALUATION)
+    log.close()
+    with (tmp_path / "evals.jsonl").open("ab") as file:
+        file.write(bytes(50) + b"}\n[1]\n")
+    log = Jsonl(tmp_path)
+    log.log_evaluation(2, EVALUATION)
+    log.close()
+    assert list(read_evaluations(tmp_path)) == [0, 2]
+
+
+def test_weights_and_biases_may_fail_in_its_own_way(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    def refuse(_: object) -> None:
+        raise wandb.errors.CommError("no route")
+
+    log = WandB(tmp_path, "pellucid", "offline", {})
+    with monkeypatch.context() as patched:
+        patched.setattr(log.run, "log", refuse)
+        for logs in (lambda: log.log(1, {"loss": 0.5}, []), lambda: log.log_evaluation(1, EVALUATION)):
+            with pytest.raises(OSError, match="no route"):  # which costs a line: `loggers.only_shown`
+                logs()
+    log.close()
+    [file] = tmp_path.glob("wandb/offline-run-*/*.wandb")
+    written(file)
+
+
+def test_being_logged_in_is_checked_for_what_is_online(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(wandb, "login", lambda prompt: prompt)
+    boards.check_wandb("offline")
+    with pytest.raises(UserError, match="wandb login"):
+        boards.check_wandb("online")
+    monkeypatch.setattr(wandb, "login", lambda prompt: not prompt)
+    boards.check_wandb("online")

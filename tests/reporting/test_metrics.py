@@ -1,0 +1,121 @@
+from math import comb, isnan, nan
+
+import pytest
+
+from pellucid.reporting.metrics import describe, predicted_dead_share
+from pellucid.types import Completion, Group, Prompt, Reward
+
+
+def group(*rewards: Reward, lengths: tuple[int, ...] = (), finished: bool = True) -> Group:
+    lengths = lengths or (1,) * len(rewards)
+    completions = tuple(Completion((7,) * n, (-0.5,) * n, "x", finished) for n in lengths)
+    return Group(Prompt("train/1/0", "2 + 2 ="), (1,), completions, rewards, (0.0,) * len(rewards))
+
+
+def right(value: float = 1.0, **parts: float) -> Reward:
+    return Reward(value, parts, correct=True)
+
+
+def wrong(value: float = 0.0, **parts: float) -> Reward:
+    return Reward(value, parts, correct=False)
+
+
+def test_reward_mean_and_std_are_over_all_completions_not_over_groups():
+    metrics = describe([group(right(1.0), right(2.0)), group(wrong(3.0), wrong(6.0))])
+    assert metrics["reward/mean"] == 3.0
+    assert metrics["reward/std"] == pytest.approx(3.5**0.5)  # (4 + 1 + 0 + 9) / 4
+
+
+def test_terms_are_averaged_over_the_rewards_that_have_them():
+    metrics = describe([group(right(1.0, numeric=1.0, length=-0.5), right(1.0, numeric=0.0))])
+    assert metrics["reward/numeric"] == 0.5
+    assert metrics["reward/length"] == -0.5
+
+
+def test_a_term_named_mean_does_not_replace_the_mean():
+    assert describe([group(right(1.0, mean=9.0))])["reward/mean"] == 1.0
+
+
+def test_failed_rewards_are_counted_and_kept_out_of_the_means():
+    failed = (Reward(nan, error="ValueError: no"), Reward(5.0, error="timed out"), Reward(float("inf")))
+    metrics = describe([group(right(1.0), wrong(0.0), *failed)])
+    assert metrics["reward/failed"] == 3
+    assert metrics["reward/mean"] == 0.5
+    assert metrics["completion/correct"] == 0.5
+    assert metrics["tokens"] == 5
+
+
+def test_where_every_reward_failed_there_is_no_mean_and_no_dead_group():
+    metrics = describe([group(Reward(nan), Reward(nan))])
+    assert isnan(metrics["reward/mean"])
+    assert isnan(metrics["reward/std"])
+    assert metrics["groups/dead_all_right"] == metrics["groups/dead_all_wrong"] == 0
+
+
+def test_dead_groups_are_split_by_whether_the_answers_are_right():
+    live = group(right(1.0), wrong(0.0))
+    all_right = group(right(1.0), right(1.0))
+    all_wrong = group(wrong(0.0), wrong(0.0))
+    some_credit = group(wrong(0.5), wrong(0.5))
+    metrics = describe([live, all_right, all_wrong, some_credit])
+    assert metrics["groups/dead_all_right"] == 0.25
+    assert metrics["groups/dead_all_wrong"] == 0.5
+
+
+def test_a_dead_group_with_a_wrong_answer_in_it_is_not_all_right():
+    metrics = describe([group(right(0.5), wrong(0.5))])
+    assert metrics["groups/dead_all_right"] == 0
+    assert metrics["groups/dead_all_wrong"] == 1
+
+
+def test_a_small_difference_is_life_a_rounding_or_a_failed_reward_is_none():
+    assert describe([group(right(1.0), right(1.0 + 1e-6))])["groups/dead_all_right"] == 0
+    assert describe([group(right(0.3), right(0.1 + 0.2))])["groups/dead_all_right"] == 1
+    assert describe([group(right(1.0), right(1.004))], min_spread=0.01)["groups/dead_all_right"] == 1
+    assert describe([group(right(1.0), right(1.0), Reward(nan))])["groups/dead_all_right"] == 1
+
+
+def test_lengths_of_right_and_wrong_answers():
+    metrics = describe([group(right(), right(), wrong(), lengths=(2, 4, 9))])
+    assert metrics["completion/length_mean"] == 5
+    assert metrics["completion/length_right"] == 3
+    assert metrics["completion/length_wrong"] == 9
+    assert metrics["tokens"] == 15
+
+
+def test_a_length_of_no_completions_is_left_out():
+    assert "completion/length_wrong" not in describe([group(right())])
+    assert "completion/length_right" not in describe([group(wrong())])
+
+
+def test_finished_is_a_share_of_completions():
+    metrics = describe([group(right(), finished=True), group(right(), right(), right(), finished=False)])
+    assert metrics["completion/finished"] == 0.25
+
+
+def test_predicted_dead_share_by_hand():
+    assert predicted_dead_share([[1, 1, 1, 1], [0, 0, 0, 0]], group_size=4) == 1.0
+    assert predicted_dead_share([[1, 0, 1, 1]], group_size=4) == 0.0  # n == G: what was seen
+    assert predicted_dead_share([[1, 0, 1, 0]], group_size=2) == pytest.approx(2 / 6)  # of six pairs, two are alike
+    assert predicted_dead_share([[1, 0, 1, 0], [1, 1, 1, 1]], group_size=2) == pytest.approx((2 / 6 + 1) / 2)
+    assert predicted_dead_share([[0.1, 0.2, 0.3, 0.4]], group_size=2) == 0.0  # all wrong, and yet not alike
+    assert predicted_dead_share([[0.1, 0.2, 0.3, 0.4]], 2, min_spread=0.11) == pytest.approx(3 / 6)  # neighbours
+    assert predicted_dead_share([[0.4, 0.1, 0.3, 0.2]], 3, min_spread=0.2) == pytest.approx(2 / 4)
+
+
+@pytest.mark.parametrize("p", [0.1, 0.5, 0.93])
+def test_predicted_dead_share_is_unbiased(p: float):
+    n, size = 6, 4
+    chances = [comb(n, c) * p**c * (1 - p) ** (n - c) for c in range(n + 1)]
+    expected = sum(chance * predicted_dead_share([[1] * c + [0] * (n - c)], size) for c, chance in enumerate(chances))
+    assert expected == pytest.approx(p**size + (1 - p) ** size, rel=1e-12)
+
+
+def test_fewer_samples_than_a_group_predict_nothing():
+    with pytest.raises(ValueError, match="draw at least 8"):
+        predicted_dead_share([[0, 0, 1, 1]], group_size=8)
+
+
+def test_the_prompt_with_the_fewest_samples_decides_whether_there_are_enough():
+    with pytest.raises(ValueError, match="3 samples a prompt"):
+        predicted_dead_share([[0, 0, 1, 1], [0, 1, 1]], group_size=4)

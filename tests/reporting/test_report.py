@@ -1,0 +1,450 @@
+import json
+import math
+import random
+import re
+from html.parser import HTMLParser
+from itertools import pairwise
+from pathlib import Path
+from xml.etree import ElementTree
+
+import pytest
+
+from pellucid.reporting import charts
+from pellucid.reporting.charts import MOST_POINTS, Point, Series, chart, mean_of, number, stack, ticks
+from pellucid.reporting.report import MOST_CHARACTERS, accuracy_svg, strip, write_report
+from pellucid.reporting.run_folder import end_rollouts, records
+
+HOSTILE = (
+    "</pre></script><script>alert(1)</script><img src=https://evil.example/x onerror=alert(2)> \"'&lt; $name ${lede}"
+    "\u202egnp.exe\u2066 \x00\x1b[31m \ud800 <!-- ]]> </svg></title></style>"
+)
+PAGE = "html head meta title style body header main footer section article div p h1 h2 h3 b small pre dl dt dd"
+TABLE = "table caption thead tbody tr th td details summary"
+ALLOWED = {*PAGE.split(), *TABLE.split(), "svg", "g", "path", "circle", "rect", "text", "tspan"}
+VOID = {"meta"}
+
+
+class Page(HTMLParser):
+    """What a browser would build of a page: its elements, their attributes, its text."""
+
+    def __init__(self, html: str):
+        super().__init__()
+        self.tags: set[str] = set()
+        self.open: list[str] = []
+        self.attributes: list[tuple[str, str | None]] = []
+        self.text: list[str] = []
+        self.feed(html)
+        self.close()
+        assert not self.open, "unclosed elements"
+
+    def handle_starttag(self, tag, attrs):
+        self.tags.add(tag)
+        self.attributes += attrs
+        if tag not in VOID:
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag, attrs):
+        self.tags.add(tag)
+        self.attributes += attrs
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag
+
+    def handle_data(self, data):
+        if "style" not in self.open:
+            self.text.append(data)
+
+    def __contains__(self, text: str) -> bool:
+        return text in re.sub(r"\s+", " ", "".join(self.text))
+
+
+def estimate(value: float) -> dict[str, float]:
+    return {"value": value, "low": value - 0.1, "high": value + 0.1}
+
+
+def evaluation(step: int, value: float, task: str = "arithmetic") -> dict:
+    shares = {"greedy": estimate(value), "mean@k": estimate(value - 0.05), "pass@k": estimate(value + 0.05)}
+    return {"step": step, "task": task, "split": "test", "n": 64, "k": 8, **shares}
+
+
+def step_metrics(step: int) -> dict:
+    return {
+        "step": step,
+        "reward/mean": step / 10,
+        "reward/std": 0.1,
+        "reward/numeric": 0.5,
+        "reward/failed": 1.0,
+        "groups/dead_all_right": 0.25,
+        "groups/dead_all_wrong": 0.5,
+        "completion/length_mean": 9.0,
+        "sampler/gap_mean": 0.01,
+        "sampler/gap_max": 0.2,
+        "entropy": None,
+        "tokens": 100.0,
+        "skipped": 0.0,
+        "time/generate": 3.0,
+        "time/update": 1.0,
+        "time/step": 30.0,
+    }
+
+
+def rollout(step: int, reward: float | None, said: str = "7", asked: str = "What is 3 + 4?") -> dict:
+    shown = {"completion": said, "finished": True, "correct": reward == 1.0, "reward": reward, "parts": {}}
+    return {
+        "step": step,
+        "id": "0",
+        "prompt": asked,
+        **shown,
+        "advantage": 0.5,
+        "tokens": [1, 2],
+        "logprobs": [-0.1, None],
+    }
+
+
+def make_run(run_dir: Path, metrics=(), evals=(), rollouts=(), config=None) -> Path:
+    run_dir.mkdir(parents=True, exist_ok=True)
+    for name, rows in (("metrics", metrics), ("evals", evals), ("rollouts", rollouts)):
+        (run_dir / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    settings = {"policy": {"model": "smollm2-135m"}, "task": {"name": "arithmetic"}, "algorithm": {"steps": 3}}
+    (run_dir / "config.json").write_text(json.dumps(settings if config is None else config))
+    return run_dir
+
+
+def report(run_dir: Path) -> tuple[str, Page]:
+    html = write_report(run_dir).read_text(encoding="utf-8")
+    for svg in re.findall(r"<svg.*?</svg>", html, re.DOTALL):
+        ElementTree.fromstring(svg)
+    return html, Page(html)
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    return make_run(
+        tmp_path / "my-run",
+        [step_metrics(step) for step in (1, 2, 3)],
+        [evaluation(0, 0.25), evaluation(3, 0.75)],
+        [rollout(step, reward, f"said {step} {reward}") for step in (1, 2, 3) for reward in (0.0, 1.0, 0.5, 0.2, 0.9)],
+    )
+
+
+def test_the_page_says_what_happened(run: Path):
+    _, page = report(run)
+    assert "smollm2-135m on arithmetic" in page
+    sentence = "In 3 steps, greedy accuracy on 64 held-out prompts rose from 25.0% [15.0, 35.0] to 75.0% [65.0, 85.0]; "
+    assert sentence + "the intervals are apart." in page
+    assert "mean@8" in page
+    assert "1 min 30 s" in page
+    assert "3 of 3" in page
+    assert "<dd class=warn>3</dd>" in write_report(run).read_text()  # failed rewards
+
+
+def test_overlapping_intervals_are_called_so(tmp_path: Path):
+    _, page = report(make_run(tmp_path / "r", [step_metrics(1)], [evaluation(0, 0.65), evaluation(1, 0.5)]))
+    assert "fell from 65.0% [55.0, 75.0] to 50.0% [40.0, 60.0]; the intervals overlap, so it may be chance." in page
+    assert "-15.0 overlapping" in page
+    _, page = report(make_run(tmp_path / "r", [step_metrics(1)], [evaluation(0, 0.5), evaluation(1, 0.65)]))
+    assert "+15.0 overlapping" in page
+    assert "In 1 step," in page
+
+
+def test_every_chart_that_has_data_is_drawn_and_no_other(run: Path):
+    html, _ = report(run)
+    drawn = re.findall(r'class="title"[^>]*>([^<]*)<', html)
+    assert drawn == ["Held-out accuracy", "Reward", "Dead groups", "Length", "Sampler gap", "Time"]
+
+
+def test_the_best_and_the_worst_of_the_first_and_the_last_step_are_shown(run: Path):
+    html, _ = report(run)
+    said = re.findall(r"said \d [\d.]+", html)
+    assert said == [
+        "said 1 1.0",
+        "said 1 0.9",
+        "said 1 0.0",
+        "said 1 0.2",
+        "said 3 1.0",
+        "said 3 0.9",
+        "said 3 0.0",
+        "said 3 0.2",
+    ]
+
+
+def test_no_completion_is_shown_twice_and_a_failed_reward_is_the_worst(tmp_path: Path):
+    rewards = {"a": 1.0, "b": 0.5, "c": None}
+    rollouts = [rollout(1, reward, f"said {name}") for name, reward in rewards.items()]
+    html, _ = report(make_run(tmp_path / "r", rollouts=[*rollouts, rollouts[0]]))
+    assert re.findall(r'<article class="(\w+)"|(said \w)', html) == [
+        ("best", ""), ("", "said a"), ("best", ""), ("", "said b"), ("worst", ""), ("", "said c"),
+    ]  # fmt: skip
+
+
+def test_traces_by_length_are_the_best_and_the_worst_of_short_middling_and_long_ones(tmp_path: Path):
+    """Six lengths, two in each third; the longer of two has the lower reward in the first third alone."""
+    rewards = {1: 1.0, 2: 0.0, 3: 0.2, 4: 0.6, 5: 0.1, 6: 0.9}
+    rollouts = [{**rollout(1, reward, f"said {n}"), "tokens": [0] * n} for n, reward in rewards.items()]
+    shown = {"log": {"traces": "by_length"}}
+    html, _ = report(make_run(tmp_path / "r", rollouts=rollouts[::-1], config=shown))
+    picked = re.findall(r'<article class="(\w+)".*?(said \d)', html, re.DOTALL)
+    assert picked == [
+        ("best", "said 1"), ("worst", "said 2"),
+        ("best", "said 4"), ("worst", "said 3"),
+        ("best", "said 6"), ("worst", "said 5"),
+    ]  # fmt: skip
+    assert "each third" in html
+
+
+def test_a_prefix_stands_apart_before_its_completion(tmp_path: Path):
+    html, _ = report(make_run(tmp_path / "r", rollouts=[{**rollout(1, 1.0, " 7"), "prefix": "3 + 4 <is>"}]))
+    assert "<i>3 + 4 &lt;is&gt;</i> 7</pre>" in html
+
+
+def test_what_did_not_fit_fp16_is_counted_where_that_was_computed_in(run: Path, tmp_path: Path):
+    assert "too large for fp16" not in report(run)[0]
+    steps = [{**step_metrics(n), "skipped/overflow": 2.0, "loss_scale": 8.0} for n in (1, 2)]
+    assert "<dt>Updates too large for fp16</dt><dd class=warn>4</dd>" in report(make_run(tmp_path / "r", steps))[0]
+
+
+def test_the_page_needs_no_network_and_no_script(run: Path):
+    html, page = report(run)
+    names = {name for name, _ in page.attributes}
+    assert not names & {"href", "src", "srcset", "action", "data", "xlink:href", "poster"}
+    assert not re.search(r"url\(|@import|https?://", html)
+    assert ("content", "default-src 'none'; style-src 'unsafe-inline'") in page.attributes
+
+
+def test_hostile_text_is_only_ever_text(tmp_path: Path):
+    config = {"policy": {"model": HOSTILE}, "task": {"name": HOSTILE}, "git": HOSTILE, HOSTILE: [HOSTILE]}
+    metrics = [{**step_metrics(1), f"reward/{HOSTILE}": 1.0, "reward/other": 0.5}]
+    rollouts = [{**rollout(1, None, HOSTILE, HOSTILE), "error": HOSTILE}, rollout(1, 1.0, HOSTILE[::-1])]
+    run = make_run(
+        tmp_path / "<b>run", metrics, [evaluation(0, 0.1, HOSTILE), evaluation(1, 0.9, HOSTILE)], rollouts, config
+    )
+    html, page = report(run)
+    assert page.tags <= ALLOWED
+    assert not [name for name, _ in page.attributes if name.startswith("on")]
+    assert "<script>alert(1)</script><img src=https://evil.example/x onerror=alert(2)>" in page
+    assert "${lede}\\u202egnp.exe\\u2066 \\u0000\\u001b[31m \\ud800" in page
+    assert not re.search(r"[\x00-\x08\x0b-\x1f\x7f\u202a-\u202e\u2066-\u2069]", html)
+    assert "reward failed" in page
+
+
+def test_a_long_completion_is_cut_with_a_note(tmp_path: Path):
+    html, page = report(make_run(tmp_path / "r", rollouts=[rollout(1, 1.0, "x" * 100_000)]))
+    assert f"[{100_000 - MOST_CHARACTERS:,} more characters in rollouts.jsonl]" in page
+    assert len(html) < 30_000
+
+
+def test_a_run_of_one_step(tmp_path: Path):
+    _, page = report(make_run(tmp_path / "r", [step_metrics(1)], [evaluation(0, 0.5)], [rollout(1, 1.0)]))
+    assert "The mean reward went from 0.100 at step 1 to 0.100 at step 1." in page
+    assert "1 of 3" in page
+
+
+@pytest.mark.parametrize("missing", [(), ("metrics",), ("rollouts",), ("evals",), ("metrics", "rollouts", "evals")])
+def test_an_empty_run(tmp_path: Path, missing: tuple[str, ...]):
+    run = make_run(tmp_path / "r", config={})
+    for name in missing:
+        (run / f"{name}.jsonl").unlink()
+    _, page = report(run)
+    assert "No step was finished." in page
+
+
+def test_a_folder_without_a_config(tmp_path: Path):
+    run = make_run(tmp_path / "r", [step_metrics(1)])
+    (run / "config.json").unlink()
+    assert "a model on a task" in report(run)[1]
+
+
+def test_a_killed_run_loses_only_its_half_written_lines(run: Path):
+    for name in ("metrics", "rollouts", "evals"):
+        with (run / f"{name}.jsonl").open("ab") as file:
+            file.write(b'{"step": 9, "reward/mean": 0.\xe2\x82')
+    _, page = report(run)
+    assert "3 of 3" in page
+    assert "Step 9" not in page
+    assert "said 3 1.0" in page
+
+
+def test_the_ends_of_the_rollouts_are_whole_steps(run: Path):
+    first, last = end_rollouts(run / "rollouts.jsonl")
+    assert [row["step"] for row in first] == [1] * 5
+    assert [row["step"] for row in last] == [3] * 5
+
+
+def test_one_step_has_no_other_end(tmp_path: Path):
+    run = make_run(tmp_path / "r", rollouts=[rollout(1, 0.0), rollout(1, 1.0)])
+    assert [len(rows) for rows in end_rollouts(run / "rollouts.jsonl")] == [2, 0]
+
+
+def test_rollouts_are_streamed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    run = make_run(tmp_path / "r", rollouts=[rollout(step, 1.0) for step in range(1, 101)])
+    parsed = []
+    loads = json.loads
+    monkeypatch.setattr(json, "loads", lambda text: parsed.append(text) or loads(text))
+    end_rollouts(run / "rollouts.jsonl")
+    assert len(parsed) == 2
+
+
+def test_a_long_run_is_thinned(tmp_path: Path):
+    run = make_run(tmp_path / "r", [step_metrics(step) for step in range(1, 2001)])
+    html, _ = report(run)
+    assert html.count("<circle") <= 9 * MOST_POINTS
+    assert "mean and range of 17 steps" in html
+
+
+def test_thinning_keeps_the_mean_the_range_and_the_last_step():
+    spike = [Point(x, 100.0 if x == 50 else 1.0) for x in range(1, 2 * MOST_POINTS + 1)]
+    drawn = ElementTree.fromstring(chart("t", "s", [Series("y", spike)]))
+    tips = [tip.text for tip in drawn.iter("title")]
+    assert len(tips) == MOST_POINTS
+    assert tips[-1] == f"y, step {2 * MOST_POINTS}: 1 [1, 1]"
+    assert "y, step 50: 50.5 [1, 100]" in tips
+
+
+def test_points_lie_where_the_axes_say():
+    drawn = ElementTree.fromstring(chart("t", "s", [Series("y", [Point(0, 0.0), Point(10, 1.0)])]))
+    ticks_at = {text.text: (text.get("x"), text.get("y")) for text in drawn.iter("text") if text.get("class") == "tick"}
+    grid = {path.get("d").split()[1].split("H")[0] for path in drawn.iter("path") if path.get("class") == "grid"}
+    first, last = list(drawn.iter("circle"))
+    assert first.get("cx") == ticks_at["step 0"][0]
+    assert last.get("cx") == ticks_at["10"][0]
+    assert {first.get("cy"), last.get("cy")} <= grid
+    assert float(ticks_at["0"][1]) - float(first.get("cy")) == pytest.approx(4)
+    assert float(first.get("cy")) > float(last.get("cy"))
+
+
+def test_intervals_are_drawn_from_low_to_high():
+    drawn = ElementTree.fromstring(chart("t", "s", [Series("y", [Point(1, 0.5, 0.0, 1.0)])], include=(0, 1)))
+    (bar,) = (path.get("d") for path in drawn.iter("path") if path.get("class") == "bar")
+    assert bar == "M320.0 220.0V60.0"
+    assert next(tip.text for tip in drawn.iter("title")) == "y, step 1: 0.5 [0, 1]"
+
+
+def test_stacked_layers_stand_on_each_other_and_say_their_own_height():
+    bottom, top = stack([Series("a", [Point(1, 2.0), Point(2, 3.0)]), Series("b", [Point(2, 4.0)])])
+    assert [(point.base, point.top) for point in bottom.points] == [(0, 2), (0, 3)]
+    assert [(point.base, point.top, point.y) for point in top.points] == [(3, 7, 4)]
+
+
+def test_ticks_are_round_and_reach_around_the_values():
+    assert ticks(0, 1) == [0, 0.2, 0.4, 0.6, 0.8, 1.0]
+    assert ticks(0.13, 0.87) == [0, 0.2, 0.4, 0.6, 0.8, 1.0]
+    assert ticks(0, 30) == [0, 10, 20, 30]
+    assert ticks(-3, 12)[0] == -5
+    assert ticks(1, 1)[0] <= 1 <= ticks(1, 1)[-1]
+    assert ticks(0, 0)[0] <= 0 < ticks(0, 0)[-1]
+
+
+def test_numbers_are_short():
+    assert [number(value) for value in (12345.6, 0.71234, 30, 0)] == ["12,346", "0.712", "30", "0"]
+
+
+def test_labels_at_line_ends_do_not_overlap():
+    lines = [Series(str(i), [Point(1, i / 1000)]) for i in range(5)]
+    drawn = ElementTree.fromstring(chart("t", "s", lines, include=(0, 1)))
+    heights = sorted(float(text.get("y")) for text in drawn.iter("text") if "label" in text.get("class"))
+    assert min(after - before for before, after in pairwise(heights)) >= 15.9
+    assert heights[-1] <= 224
+
+
+def test_the_strip_is_stronger_where_a_token_was_less_likely():
+    cells = ElementTree.fromstring(strip([0.0, -0.6931471805599453, None]))
+    assert [cell.get("fill-opacity") for cell in cells.iter("rect")] == ["0.00", "0.50", "1.00"]
+    assert strip([]) == ""
+
+
+def test_mean_of_lines_is_over_the_steps_they_share():
+    lines = [[Point(1, 1.0), Point(2, 2.0)], [Point(2, 4.0), Point(3, 9.0)]]
+    assert [(point.x, point.y) for point in mean_of(lines)] == [(2, 3.0)]
+
+
+def test_accuracy_svg_of_one_run_and_of_seeds(run: Path, tmp_path: Path):
+    other = make_run(tmp_path / "b", [step_metrics(1)], [evaluation(0, 0.35), evaluation(3, 0.95)])
+    one, two = (ElementTree.fromstring(accuracy_svg(runs)) for runs in ([run], [run, other]))
+    texts = ["".join(text.itertext()) for text in two.iter("{http://www.w3.org/2000/svg}text")]
+    assert "greedy 0.85" in texts
+    assert "mean@8 0.8" in texts
+    classes = [(group.get("class") or "") for group in two.iter("{http://www.w3.org/2000/svg}g")]
+    assert sum("thin" in name for name in classes) == 6
+    bars = [path.get("d") for path in one.iter("{http://www.w3.org/2000/svg}path") if path.get("class") == "bar"]
+    assert any(bars)
+
+
+def test_accuracy_svg_of_nothing_is_still_a_picture(tmp_path: Path):
+    ElementTree.fromstring(accuracy_svg([make_run(tmp_path / "r")]))
+
+
+def test_two_tasks_are_not_mixed(tmp_path: Path):
+    evals = [evaluation(0, 0.2, "a"), evaluation(0, 0.3, "b"), evaluation(2, 0.8, "a"), evaluation(2, 0.9, "b")]
+    html, page = report(make_run(tmp_path / "r", evals=evals))
+    assert html.count("<caption>") == 2
+    assert "from 20.0% [10.0, 30.0] to 80.0%" in page
+
+
+def test_records_of_a_file_that_is_not_there(tmp_path: Path):
+    assert list(records(tmp_path / "none.jsonl")) == []
+
+
+def test_what_x_counts_is_said_on_the_axis_at_the_points_and_in_the_summary():
+    drawn = chart("t", "s", [Series("y", [Point(64, 1.0), Point(128, 2.0)], unit="tokens")])
+    assert ">tokens 0</text>" in drawn
+    assert "y, tokens 64: 1" in drawn
+    assert "y from 1 at tokens 64 to 2 at tokens 128" in drawn
+    assert "step" not in drawn
+
+
+# ---------------------------------------------------------------- numbers as no one thought of
+
+
+def series_of(kind, rng):
+    base = rng.choice([0.0, 5e-324, 1e-300, 1e-17, 0.1, 1 / 3, 1.0, 1e9, 1e17, 1e279]) * rng.choice([1, -1])
+    if kind == "nearly constant":
+        return [base, math.nextafter(base, math.inf), base + rng.choice([0, 1, 9]) * math.ulp(base)]
+    if kind == "any":
+        return [rng.choice([-1, 1]) * rng.random() * 10.0 ** rng.randint(-320, 279) for _ in range(rng.randint(1, 5))]
+    return [base * rng.random() for _ in range(rng.randint(1, 200))]
+
+
+@pytest.mark.parametrize("kind", ["nearly constant", "any", "of one size"])
+def test_any_numbers_can_be_drawn_and_lie_within_the_axes(kind):
+    rng = random.Random(kind)
+    for _ in range(300):
+        values = series_of(kind, rng)
+        points = [charts.Point(step, value) for step, value in enumerate(values, 1)]
+        svg = ElementTree.fromstring(charts.chart("Any", "numbers", [charts.Series("any", points)]))
+        places = [float(dot.get("cy")) for dot in svg.iter("circle")]
+        assert places, values
+        assert all(charts.TOP <= place <= charts.BOTTOM for place in places), values
+        found = charts.ticks(min(values), max(values))
+        assert len(set(found)) == len(found) < 20, values
+        assert sorted(found) == found
+
+
+def test_two_rewards_that_differ_by_rounding_are_a_report(run):
+    """Seen: ZeroDivisionError in the report, before the model was saved."""
+    rows = [{"step": step, "reward/mean": reward} for step, reward in enumerate([0.1, 0.10000000000000002], 1)]
+    (run / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert "<svg" in write_report(run).read_text(encoding="utf-8")
+
+
+def test_what_is_no_number_is_left_out_of_a_chart(run):
+    (run / "metrics.jsonl").write_text(
+        '{"step": 1, "kl": NaN}\n{"step": 2, "kl": 1e999}\n{"step": 3, "kl": null}\n{"step": 4, "kl": 0.5}\n'
+    )
+    page = write_report(run).read_text(encoding="utf-8")
+    assert "kl, step 4: 0.5" in page
+    assert "kl, step 1" not in page
+
+
+def test_spaces_where_a_bad_line_was_do_not_part_a_step(run):
+    """As `loggers.truncate` leaves them."""
+    rows = [{"step": 1, "i": i} for i in range(4)]
+    lines = [json.dumps(row) + "\n" for row in rows]
+    lines[2] = " " * 50 + lines[2]
+    (run / "rollouts.jsonl").write_text("".join(lines))
+    assert end_rollouts(run / "rollouts.jsonl") == (rows, [])
+
+
+def test_a_run_without_rollouts_has_a_report(run):
+    (run / "rollouts.jsonl").unlink()
+    page = write_report(run).read_text(encoding="utf-8")
+    assert "What it said" not in page

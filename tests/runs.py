@@ -1,0 +1,49 @@
+"""Runs through the command line's own path, and whether two of them are the same."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from conftest import records
+from pellucid import cli
+
+TIMED = ("time/", "memory/")
+
+
+def train(*arguments):
+    with pytest.raises(SystemExit) as exit_:
+        cli.main(["train", *map(str, arguments)])
+    return exit_.value.code
+
+
+def untimed(record):
+    return {key: value for key, value in record.items() if not key.startswith(TIMED)}
+
+
+def weights(run_dir):
+    return load_file(run_dir / "model" / "model.safetensors")
+
+
+def same_run(one, two):
+    for name, tensor in weights(one).items():
+        assert torch.equal(weights(two)[name], tensor), name
+    for name in ("metrics.jsonl", "rollouts.jsonl", "evals.jsonl"):
+        assert [untimed(r) for r in records(one / name)] == [untimed(r) for r in records(two / name)], name
+
+
+def in_two_processes(*command):
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
+    finished = subprocess.run(
+        [*torchrun, *command],
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert finished.returncode == 0, finished.stderr

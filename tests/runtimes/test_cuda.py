@@ -1,0 +1,112 @@
+"""On a GPU: placement, and a resumed run to the bit. Everything else about devices is in test_device.py."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from test_float16 import SMALL, weighted
+
+from conftest import make_policy, records
+from pellucid.algorithm.settings import AdamWConfig
+from pellucid.machine.hardware import pick_device
+from pellucid.policy.policy import move
+from pellucid.runtimes.accelerate import Runtime
+from pellucid.samplers.native import Native
+from pellucid.types import Prompt
+
+pytestmark = [pytest.mark.cuda, pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU")]
+
+
+def train(*arguments):
+    """In a process of its own: cuBLAS reads its environment when it starts."""
+    environment = {key: value for key, value in os.environ.items() if key != "CUBLAS_WORKSPACE_CONFIG"}
+    command = [sys.executable, "-m", "pellucid", "train", *map(str, arguments)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def untimed(path):
+    rows = records(path)
+    return [{key: x for key, x in row.items() if not key.startswith(("time/", "memory/"))} for row in rows]
+
+
+MORE = {
+    "fp32": (),
+    "bf16 lora": ("--policy.dtype", "bfloat16", "--policy.lora", 2),
+    "fp16": ("--policy.dtype", "float16"),
+}
+
+
+@pytest.mark.parametrize("more", MORE.values(), ids=MORE)
+def test_a_resumed_run_has_the_bits_of_one_that_was_never_stopped(recipe, tmp_path, more):
+    settings = ("--policy.device", "cuda", "--policy.deterministic", "--optimizer.schedule", "constant", *more)
+    settings += ("--evaluate.every", 1, "--checkpoint.every", 1)
+    whole, parted = tmp_path / "whole", tmp_path / "parted"
+    train(recipe, "--run", whole, *settings, "--algorithm.steps", 3)
+    train(recipe, "--run", parted, *settings, "--algorithm.steps", 2)
+    train("--resume", parted, "--algorithm.steps", 3)
+    for name in ("metrics.jsonl", "rollouts.jsonl", "evals.jsonl"):
+        assert untimed(parted / name) == untimed(whole / name), name
+    one, two = (load_file(run / "model" / "model.safetensors") for run in (whole, parted))
+    assert all(torch.equal(one[name], two[name]) for name in one)
+    assert all(0 < row["memory/peak_gb"] < 10 for row in records(whole / "metrics.jsonl"))
+
+
+def test_fused_adamw_finds_its_state_on_the_gpu_after_a_resume():
+    device = pick_device("cuda")
+    policies = [make_policy(), make_policy(seed=3)]
+    for policy in policies:
+        move(policy.model, device)
+    first, second = (Runtime(policy, AdamWConfig(lr=0.1), total=3) for policy in policies)
+
+    def step(runtime):
+        for p in runtime.parameters.values():
+            p.grad = torch.ones_like(p)
+        runtime.step()
+
+    step(first)
+    saved = {m: {name: x.cpu() for name, x in state.items()} for m, state in first.optimizer_state().items()}
+    policies[1].load_trainable(policies[0].trainable())
+    second.load_optimizer_state(saved, updates=1)
+    places = {x.device for state in second.optimizer_state().values() for x in state.values()}
+    assert places == {device}
+    step(first)
+    step(second)
+    assert all(torch.equal(p, second.parameters[name]) for name, p in first.parameters.items())
+
+
+def test_in_fp16_the_scaled_gradients_of_the_gpu_are_those_of_fp32_on_the_cpu():
+    """Of a loss whose gradients fp16 rounds to 0; and one that overflows lowers the scale."""
+    gradients = []
+    for device, dtype in (("cpu", torch.float32), ("cuda", torch.float16)):
+        policy = make_policy()
+        move(policy.model, pick_device(device))
+        policy = type(policy)(policy.model, policy.tokenizer, dtype)
+        runtime = Runtime(policy, AdamWConfig(), total=2)
+        runtime.backward(weighted(policy, SMALL))
+        runtime.scaler.unscale_(runtime.optimizer)
+        gradients.append(torch.cat([p.grad.cpu().flatten() for p in policy.trainable().values()]) / SMALL)
+    exact, measured = gradients
+    assert (measured - exact).norm() < 0.01 * exact.norm()
+    runtime.scaler.update()
+    runtime.backward(weighted(policy, 1e5))
+    assert runtime.step()["skipped/overflow"] == 1
+    assert runtime.scaler.get_scale() == 2.0**15
+
+
+def test_what_is_sampled_on_the_gpu_is_what_the_cpu_samples():
+    """The same random numbers; logits differ by rounding."""
+    said = []
+    for device in ("cpu", "cuda"):
+        policy = make_policy()
+        move(policy.model, pick_device(device))
+        policy = type(policy)(policy.model, policy.tokenizer)
+        sampler = Native(max_tokens=8, policy=policy)
+        groups = sampler.generate([Prompt("p", "a12?"), Prompt("q", "12")], 16, "seed")
+        said.append([c.token_ids for group in groups for c in group.completions])
+    assert said[0] == said[1]

@@ -1,0 +1,371 @@
+"""Every recipe on an accelerator: trained, evaluated, saved, resumed and served, with the numbers of the CPU.
+
+The accelerator is the one of simulated_device.py; what needs a real one is in test_cuda.py.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from functools import cache
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+import torchgen
+from safetensors.torch import load_file
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torchgen.gen import parse_native_yaml
+from torchgen.model import DispatchKey
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
+
+from conftest import EOS, VOCAB, character_tokenizer, records
+from pellucid import cli
+from pellucid.machine import hardware
+from pellucid.models import attention
+from pellucid.models.packed import prompt_rows
+from pellucid.policy import policy
+from pellucid.samplers.hf import HuggingFace
+from pellucid.samplers.native import Native
+from pellucid.serve import command, host
+from pellucid.serve.rows import Request
+from pellucid.training import compose
+from simulated_device import A_REAL_ONE, RAISE, WHERE, WITHOUT_DETERMINISTIC_KERNEL, Decomposed, Device
+
+pytestmark = pytest.mark.skipif(A_REAL_ONE, reason="there is a real one")
+
+RECIPES = sorted([*Path("recipes").glob("*.toml"), *Path("recipes/variants").glob("*.toml")])
+SMALL = {
+    "sampler.max_tokens": 5,
+    "algorithm.steps": 3,
+    "algorithm.prompts_per_step": 4,
+    "algorithm.group_size": 3,
+    "algorithm.micro_batch": 4,
+    "evaluate.every": 3,
+    "evaluate.n": 1,
+    "evaluate.k": 2,
+    "checkpoint.every": 2,
+    "policy.dtype": "float32",
+}
+WAYS = {
+    "full weights": {},
+    "an adapter": {"policy.lora": 2},
+    "an adapter held to its base": {
+        "policy.lora": 2,
+        "algorithm.kl": "exact",
+        "algorithm.kl_in": "loss",
+        "algorithm.kl_coef": 0.1,
+    },
+    "masters on the CPU": {"optimizer.offload": True, "policy.dtype": "bfloat16"},
+    "bf16": {"policy.dtype": "bfloat16"},
+    "fp16": {"policy.dtype": "float16"},
+    "transformers": {"policy.engine": "transformers", "policy.gradient_checkpointing": True},
+    "generate()": {"sampler.name": "hf"},
+    "recomputed": {"policy.gradient_checkpointing": True},
+    "entropy, cooler": {"algorithm.entropy_coef": 0.01, "sampler.temperature": 0.8},
+    "truncated rollouts": {"sampler.top_k": 9, "sampler.top_p": 0.9, "sampler.min_p": 0.01, "algorithm.kl_coef": 0.01},
+    "truncated answers": {"evaluate.top_k": 9, "evaluate.top_p": 0.9, "evaluate.min_p": 0.01},
+    "a reference on the CPU": {"policy.reference": "cpu", "algorithm.kl_coef": 0.1, "algorithm.reference_every": 1},
+    "an exact KL from the CPU": {
+        "policy.reference": "cpu",
+        "algorithm.kl": "exact",
+        "algorithm.kl_in": "loss",
+        "algorithm.kl_coef": 0.1,
+    },
+}
+OWN = {
+    "continuity": {"algorithm.prompts_per_step": 1},
+    "expected": {"algorithm.prompts_per_step": 1},
+    "gsm8k": {"algorithm.minibatches": 2},
+    "study_bench": {"algorithm.similarity_layer": 1},
+}
+
+
+@pytest.fixture(scope="module")
+def small_model(tmp_path_factory):
+    """With room for every recipe's prompt, a character a token."""
+    folder = tmp_path_factory.mktemp("small")
+    torch.manual_seed(0)
+    shape = LlamaConfig(
+        vocab_size=VOCAB,
+        hidden_size=16,
+        intermediate_size=24,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=2048,
+        eos_token_id=EOS,
+        bos_token_id=None,
+        pad_token_id=EOS,
+        tie_word_embeddings=True,
+        initializer_range=0.3,
+    )
+    LlamaForCausalLM(shape).save_pretrained(folder)
+    character_tokenizer().save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def questions(tmp_path_factory):
+    path = tmp_path_factory.mktemp("data") / "questions.jsonl"
+    rows = [{"question": f"What is {i} + 1?", "answer": f"Count on.\n#### {i + 1}"} for i in range(60)]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+@pytest.fixture
+def one_way(monkeypatch):
+    """The CPU takes the ways of an accelerator where it has one of its own; rewards stay in this process."""
+
+    def attend(query, key, value, bias, shared):
+        return F.scaled_dot_product_attention(query, key, value, attn_mask=bias, enable_gqa=True)
+
+    monkeypatch.setattr(attention.FewProducts, "apply", attend)
+    monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: False)
+    monkeypatch.setattr(compose, "isolated", lambda task, *_: task)
+    save = PreTrainedModel.save_pretrained
+
+    def saved(model, folder, **settings):  # it asks where in memory a tensor lies
+        save(
+            model,
+            folder,
+            **settings,
+            state_dict={name: getattr(x, "near", x) for name, x in model.state_dict().items()},
+        )
+
+    def moved(model, device):  # a real device keeps one tensor for what is one weight
+        model.to(device).tie_weights()
+        return model
+
+    monkeypatch.setattr(PreTrainedModel, "save_pretrained", saved)
+    monkeypatch.setattr(policy, "move", moved)
+    monkeypatch.setenv(hardware.WORKSPACE, hardware.REPEATABLE[0])
+    with sdpa_kernel(SDPBackend.MATH):
+        yield
+    torch.use_deterministic_algorithms(False)
+
+
+def train(*arguments):
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["train", *map(str, arguments)])
+    return ended.value.code
+
+
+def options(settings):
+    return [
+        part for key, value in settings.items() for part in ([f"--{key}"] if value is True else [f"--{key}", value])
+    ]
+
+
+def trained(recipe, run_dir, settings):
+    """Three steps at once."""
+    assert train(recipe, *options(settings), "--run", run_dir) == 0
+    return run_dir
+
+
+def resumed(recipe, run_dir, settings, monkeypatch):
+    """Three steps, killed in the third and resumed after the second."""
+
+    def dying(generate):
+        def generated(self, prompts, group_size, seed):
+            if seed.split("/")[1] == "2":
+                raise KeyboardInterrupt
+            return generate(self, prompts, group_size, seed)
+
+        return generated
+
+    with monkeypatch.context() as patched:
+        for sampler in (Native, HuggingFace):
+            patched.setattr(sampler, "generate", dying(sampler.generate))
+        assert train(recipe, *options(settings), "--run", run_dir) == 130
+    assert train("--resume", run_dir) == 0
+    return run_dir
+
+
+def served(run_dir, device):
+    """What a service says of that run's model."""
+    service = host.load(command.parsed([str(run_dir), "--dtype", "float32", "--device", device], model=True))
+    told, engine = [], service.engine
+    engine.submit(Request([1, 2, 3], told.append, n=2, max_tokens=8, seed=7))
+    engine._board()
+    while engine.flying:
+        engine._advance()
+    return told
+
+
+def numbers(run_dir):
+    """Every number of a run's folder but times, by its place."""
+    logged = {
+        f"{name}/{i}/{key}": value
+        for name in ("metrics", "rollouts", "evals")
+        for i, row in enumerate(records(run_dir / f"{name}.jsonl"))
+        for key, value in row.items()
+        if not key.startswith(("time/", "memory/"))
+    }
+    return logged | {name: x.tolist() for name, x in load_file(run_dir / "model" / "model.safetensors").items()}
+
+
+def with_task(recipe, folder):
+    """A variant names no task: here it is one in which a random model earns something."""
+    if recipe.parent.name != "variants":
+        return recipe
+    copy = folder / recipe.name
+    copy.write_text(f'{recipe.read_text()}\n[task]\nname = "{Path(__file__).parents[1]}/digits_task.py:Digits"\n')
+    return copy
+
+
+def same_numbers(recipe, settings, device, folder, monkeypatch):
+    """Trained on the CPU at a stretch; on the device with a death and a resume between."""
+    with Decomposed():
+        here = trained(recipe, folder / "here", settings | {"policy.device": "cpu"})
+        said_here = served(here, "cpu")
+    with device:
+        on_it = {"policy.device": WHERE, "policy.deterministic": not device.float64}
+        there = resumed(
+            recipe, folder / "there", {k: v for k, v in (settings | on_it).items() if v is not False}, monkeypatch
+        )
+        assert torch.are_deterministic_algorithms_enabled() == (not device.float64)
+        said_there = served(there, WHERE)
+    of_cpu, of_device = numbers(here), numbers(there)
+    assert of_device.keys() == of_cpu.keys()
+    assert [place for place, value in of_cpu.items() if of_device[place] != value] == []
+    assert said_there == said_here
+    return of_cpu
+
+
+@pytest.mark.parametrize("recipe", RECIPES, ids=lambda path: path.stem)
+@pytest.mark.usefixtures("one_way")
+def test_a_recipe_on_an_accelerator_has_the_numbers_of_the_cpu(recipe, small_model, questions, tmp_path, monkeypatch):
+    """One that refuses what any refuses: float64, and what does not repeat itself."""
+    settings = {"policy.model": small_model} | SMALL | OWN.get(recipe.stem, {})
+    if recipe.stem in ("gsm8k", "gsm8k_dataset", "study_bench"):
+        settings |= {"task.data": questions, "task.test_data": ""}
+    recipe = with_task(recipe, tmp_path)
+    strict = Device(float64=False)
+    seen = same_numbers(recipe, settings, strict, tmp_path, monkeypatch)
+    if recipe.parent == tmp_path:
+        assert any(seen[f"metrics/{i}/grad_norm"] > 0 for i in range(2)), "something is learnt before the resume"
+    assert without_kernel(strict.operators, DispatchKey.CUDA) == set()
+    assert without_kernel(strict.operators, DispatchKey.MPS) == set()
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.usefixtures("one_way")
+def test_every_way_through_the_package_is_open_to_an_accelerator(way, small_model, tmp_path, monkeypatch):
+    settings = {"policy.model": small_model} | SMALL | WAYS[way]
+    device = Device(float64=way != "truncated answers")
+    same_numbers(Path("recipes/arithmetic.toml"), settings, device, tmp_path, monkeypatch)
+    assert without_kernel(device.operators, DispatchKey.CUDA) == set()
+
+
+# ---------------------------------------------------------------- the device itself
+
+
+@cache
+def kernels():
+    """What torch's own table says of each operator."""
+    table = Path(torchgen.__file__).parent / "packaged/ATen/native"
+    parsed = parse_native_yaml(str(table / "native_functions.yaml"), str(table / "tags.yaml"))
+    return {str(f.func.name): f for f in parsed.native_functions}, parsed.backend_indices
+
+
+def without_kernel(operators, key):
+    """Those that the real device would not know."""
+    functions, indices = kernels()
+
+    def known(name):
+        f = functions[name]
+        composite = (
+            f.has_composite_implicit_autograd_kernel
+            or f.has_composite_explicit_autograd_kernel
+            or f.has_composite_explicit_autograd_non_functional_kernel
+        )
+        through = f.structured_delegate and functions[str(f.structured_delegate)]
+        return composite or indices[key].has_kernel(f) or bool(through and indices[key].has_kernel(through))
+
+    names = {str(op).removeprefix("aten.").removesuffix(".default") for op in operators}
+    return {name for name in names if not known(name)}
+
+
+def test_the_table_of_kernels_knows_what_is_missing():
+    operators = {torch.ops.aten.ormqr.default, torch.ops.aten.mm.default}
+    assert without_kernel(operators, DispatchKey.CUDA) == set()
+    assert without_kernel(operators, DispatchKey.MPS) == {"ormqr"}
+
+
+def test_what_raises_in_deterministic_mode_is_what_torch_documents():
+    documented = (
+        str(torch.use_deterministic_algorithms.__doc__).split("operations will throw a")[1].split("In addition")[0]
+    )
+    named = {name.rpartition(".")[2] for name in re.findall(r"\* :\w+:`torch\.([\w.]+)`", documented)}
+    assert named == WITHOUT_DETERMINISTIC_KERNEL.keys()
+    assert all(hasattr(torch.ops.aten, name.removeprefix("aten::")) for name in RAISE)
+
+
+def ones(*shape, **facts):
+    return torch.ones(*shape, device=WHERE, **facts)
+
+
+REFUSED = {
+    "a tensor of the CPU": lambda: ones(3) + torch.ones(3),
+    "one of one element": lambda: ones(3) + torch.ones(1),
+    "a number of the CPU that is no operand": lambda: torch.stack([ones(()), torch.ones(())]),
+    "a matrix of the CPU": lambda: torch.ones(3, 3) @ ones(3, 3),
+    "an index beyond": lambda: torch.ones(3)[ones(1, dtype=torch.long)],
+    "numpy": lambda: ones(3).numpy(),
+    "a generator of the CPU": lambda: torch.rand(3, generator=torch.Generator(), device=WHERE),
+    "a step count on the CPU": lambda: torch._fused_adamw_(
+        *([ones(3)] for _ in range(4)), [], [torch.ones(())],
+        lr=0.1, beta1=0.9, beta2=0.9, weight_decay=0.0, eps=1e-8, amsgrad=False, maximize=False,
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("what", REFUSED)
+def test_the_simulated_device_refuses_what_cuda_refuses(what, gpu):
+    with pytest.raises((RuntimeError, TypeError), match="gpu:0"):
+        REFUSED[what]()
+
+
+def test_it_allows_what_cuda_allows(gpu):
+    x = ones(3)
+    assert (x + torch.tensor(2.0)).tolist() == [3.0] * 3
+    assert x[torch.tensor([0, 1])].tolist() == [1.0] * 2
+    x[[0]] = torch.tensor(5.0)
+    assert x.masked_fill(x > 1, torch.tensor(0.0)).tolist() == [0.0, 1.0, 1.0]
+
+
+def test_float64_is_refused_where_there_is_none():
+    with Device(float64=False):
+        for wanted in (
+            lambda: ones(2, dtype=torch.float64),
+            lambda: ones(2).double(),
+            lambda: torch.ones(2).double().to(WHERE),
+        ):
+            with pytest.raises(TypeError, match="float64"):
+                wanted()
+        assert hardware.place_of_sums(torch.device(WHERE)) == torch.device("cpu")
+    with Device():
+        assert hardware.place_of_sums(torch.device(WHERE)) == torch.device(WHERE)
+
+
+@pytest.mark.usefixtures("one_way")
+def test_deterministic_mode_refuses_a_sum_that_may_differ(gpu):
+    torch.use_deterministic_algorithms(True)
+    with pytest.raises(RuntimeError, match="deterministic"):
+        ones(3).cumsum(0)
+    assert ones(3, dtype=torch.long).cumsum(0).tolist() == [1, 2, 3]
+    assert hardware.place_of_sums(torch.device(WHERE)) == torch.device("cpu")
+
+
+def test_waits_and_copies_are_counted_by_line(gpu):
+    x = ones(4)
+    float(x.sum()), x.tolist(), x.cpu(), x[x > 0], bool((x > 0).all())
+    assert gpu.waits == {"elsewhere": 5}
+    x[[0, 1]], torch.tensor([1]).to(WHERE)
+    assert gpu.copies == {"elsewhere": 2}
+    hardware.place_of_sums(x.device)
+    gpu.copies.clear()
+    prompt_rows([[1, 2]], torch.float32, x.device)
+    assert {line.split(":")[0] for line in gpu.copies} == {"models/packed.py"}

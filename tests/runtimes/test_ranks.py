@@ -1,0 +1,86 @@
+"""Two processes, stopped and resumed: each goes on with what was its own."""
+
+from __future__ import annotations
+
+import json
+
+import torch
+from safetensors.torch import load_file
+
+from conftest import records
+from runs import in_two_processes
+
+TASK = '''
+import os
+import random
+from dataclasses import dataclass
+
+from digits_task import Digits
+from pellucid.types import Prompt
+
+
+@dataclass(frozen=True)
+class Apart(Digits):
+    """Draws from the global generator, more often in one process than in the other."""
+
+    def sample(self, step, n):
+        for _ in range(97 * int(os.environ["RANK"])):
+            random.random()
+        return [Prompt(f"{self.split}/{step}/{i}", str(random.randrange(10**6))) for i in range(n)]
+'''
+
+EXCHANGE = """
+import json
+import sys
+from pathlib import Path
+
+import torch
+
+from conftest import make_policy
+from pellucid.runtimes.accelerate import Runtime
+from pellucid.algorithm.settings import AdamWConfig
+
+
+def main():
+    runtime = Runtime(make_policy(), AdamWConfig(), total=1)
+    own = torch.tensor([1.0 + runtime.rank])
+    found = {"sum": runtime.sum(own).tolist(), "own": own.tolist(), "all": runtime.gather(runtime.shard("abcde"))}
+    Path(sys.argv[1], str(runtime.rank)).write_text(json.dumps(found))
+
+
+main()
+"""
+
+
+def launch(*arguments):
+    in_two_processes("-m", "--", "pellucid", "train", *map(str, arguments))
+
+
+def test_a_sum_leaves_its_terms_alone_and_what_is_shared_out_comes_together_again(tmp_path):
+    """Also where there are more in one process than in the other."""
+    (tmp_path / "exchange.py").write_text(EXCHANGE)
+    in_two_processes(tmp_path / "exchange.py", tmp_path)
+    for rank in (0, 1):
+        found = json.loads((tmp_path / str(rank)).read_text())
+        assert found == {"sum": [3.0], "own": [1.0 + rank], "all": list("abcde")}
+
+
+def test_two_processes_resume_to_the_same_bits_each_with_its_own_replay_and_generators(recipe, tmp_path):
+    (tmp_path / "apart_task.py").write_text(TASK)
+    text = recipe.read_text()
+    [task] = [line for line in text.splitlines() if "digits_task.py" in line]
+    recipe.write_text(text.replace(task, f'name = "{tmp_path}/apart_task.py:Apart"'))
+    whole, halves = tmp_path / "whole", tmp_path / "halves"
+    fixed = ["--optimizer.schedule", "constant", "--evaluate.every", 0, "--algorithm.max_staleness", 2]
+    launch(recipe, "--run", whole, *fixed, "--algorithm.steps", 4)
+    launch(recipe, "--run", halves, *fixed, "--algorithm.steps", 2)
+    launch("--resume", halves, "--algorithm.steps", 4)
+
+    mine, theirs = (records(run / "rollouts.jsonl") for run in (whole, halves))
+    assert len({str(r["prompt"]) for r in mine}) == 16, "four steps of two processes with two prompts each"
+    assert mine == theirs
+    for one, other in zip(*(records(run / "metrics.jsonl") for run in (whole, halves)), strict=True):
+        same = {key for key in one if not key.startswith(("time/", "memory/"))}
+        assert {key: one[key] for key in same} == {key: other[key] for key in same}
+    model, resumed = (load_file(run / "model" / "model.safetensors") for run in (whole, halves))
+    assert all(torch.equal(resumed[name], tensor) for name, tensor in model.items())

@@ -1,0 +1,123 @@
+"""What surrounds every sampler's decoding: seeds, lengths, and tokens into text."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from architectures import SMALL
+from conftest import EOS, CountDigits, character_tokenizer, make_policy
+from pellucid.policy.policy import Policy
+from pellucid.samplers.hf import HuggingFace
+from pellucid.samplers.native import Native, _uniforms
+from pellucid.samplers.rollout import completed_groups
+from pellucid.types import Prompt, UserError
+
+SAMPLERS = {"native": Native, "hf": HuggingFace}
+
+
+def tokens(sampler, prompts, seed="s", size=4):
+    return [[c.token_ids for c in group.completions] for group in sampler.generate(prompts, size, seed)]
+
+
+def synced(name, policy, **settings):
+    sampler = SAMPLERS[name](**{"max_tokens": 12} | settings)
+    sampler.sync(policy)
+    return sampler
+
+
+@pytest.mark.parametrize("name", SAMPLERS)
+def test_another_seed_draws_other_samples_and_the_same_one_the_same(name):
+    sampler, prompts = synced(name, make_policy()), CountDigits().sample(0, 3)
+    assert tokens(sampler, prompts) == tokens(sampler, prompts)
+    assert tokens(sampler, prompts) != tokens(sampler, prompts, seed="t")
+
+
+def test_one_question_twice_draws_other_samples_each_time():
+    one, other = tokens(synced("native", make_policy()), [Prompt("a", "1+1?"), Prompt("b", "1+1?")])
+    assert one != other
+
+
+@pytest.mark.parametrize("name", SAMPLERS)
+def test_sampling_leaves_the_global_generator_where_it_was(name):
+    sampler, before = synced(name, make_policy()), torch.get_rng_state()
+    tokens(sampler, CountDigits().sample(0, 2))
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_what_a_checkpoint_says_of_sampling_is_neither_used_nor_lost():
+    """In fp32, where the model that samples is the one that is trained."""
+    policy, prompts = make_policy(), CountDigits().sample(0, 3)
+    plain = tokens(synced("hf", policy), prompts)
+    own = policy.model.generation_config
+    own.update(no_repeat_ngram_size=1, min_p=0.5, top_k=2, repetition_penalty=3.0)
+    assert tokens(synced("hf", policy), prompts) == plain
+    assert policy.model.generation_config is own
+
+
+@pytest.mark.parametrize("name", SAMPLERS)
+def test_the_whole_vocabulary_is_drawn_from(name):
+    """transformers' own default keeps the likeliest 50: here all 200 are as likely."""
+    model = LlamaForCausalLM(LlamaConfig(**{**SMALL, "vocab_size": 200}))
+    torch.nn.init.zeros_(model.get_output_embeddings().weight)
+    policy = Policy(model, character_tokenizer())
+    policy.decode = lambda ids: ""
+    [drawn] = tokens(synced(name, policy, max_tokens=1), [Prompt("p", "1+1?")], size=2000)
+    assert len(set(drawn)) > 190
+
+
+@pytest.mark.parametrize("name", SAMPLERS)
+def test_a_prompt_may_fill_the_context_to_the_last_token(name):
+    """128 positions, 100 of them for the completion; of several prompts the longest counts."""
+    sampler = synced(name, make_policy(), max_tokens=100)
+    assert sampler.generate([Prompt("p", "1" * 28)], 2, "s")
+    with pytest.raises(UserError, match="a prompt of 29 tokens"):
+        sampler.generate([Prompt("p", "1" * 28), Prompt("q", "1" * 29), Prompt("r", "1")], 2, "s")
+
+
+class Spaced:
+    """A tokenizer that drops the space before what stands first, as SentencePiece does."""
+
+    eos_ids, end_id = (EOS,), EOS
+
+    def encode_prefix(self, prompt):
+        return tuple(range(len(prompt.prefix.split())))
+
+    def decode(self, ids):
+        return "".join(f" {'abcdefgh'[i]}" for i in ids).lstrip()
+
+
+def test_a_completion_is_read_behind_its_own_prefix():
+    prompts = [Prompt("p", "?", prefix="a b"), Prompt("q", "?")]
+    groups = completed_groups(Spaced(), prompts, [(1, 0, 1), (1,)], [[5], [6, 7], [5], [6, 7]], [[0.0]] * 4, [()] * 4)
+    assert [[c.text for c in group.completions] for group in groups] == [[" f", " g h"], ["f", "g h"]]
+    assert [group.prefix_length for group in groups] == [2, 0]
+
+
+@pytest.mark.parametrize("engine", ["auto", "transformers"])
+def test_rows_that_board_late_draw_what_they_would_have_drawn_at_once(engine):
+    """Room for three of eight groups, and completions of many lengths: some board while others fly."""
+    policy = make_policy(engine=engine)
+    prompts, boarding = CountDigits().sample(0, 8), []
+    flight = policy.flight
+
+    def watched(rows):
+        craft = flight(rows)
+        admit, step = craft.admit, craft.step
+        craft.admit = lambda *a: boarding.append(len(a[0])) or admit(*a)
+        craft.step = lambda tokens: boarding.append(0) or step(tokens)
+        return craft
+
+    at_once = tokens(synced("native", policy, max_tokens=60), prompts)
+    policy.flight = watched
+    assert tokens(synced("native", policy, max_tokens=60, rows=12), prompts) == at_once
+    assert boarding[0] == 3
+    assert sum(map(bool, boarding)) > 2, "they boarded in more than two goes"
+
+
+def test_random_numbers_have_the_bits_of_a_double():
+    """With 24 a token of chance 1e-9 would be drawn never, or 60 times as often."""
+    numbers = _uniforms(7, 1000)
+    assert bool(((numbers >= 0) & (numbers < 1)).all())
+    assert ((numbers * 2**24) % 1 != 0).double().mean() > 0.99

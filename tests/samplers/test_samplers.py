@@ -1,0 +1,228 @@
+"""Sampler and scorer speak of the same distribution; completions are deterministic and independent of neighbours."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import replace
+
+import pytest
+import torch
+from transformers import LogitsProcessorList, MinPLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
+
+from conftest import EOS, VOCAB, CountDigits, make_policy
+from pellucid.algorithm.grpo import collate
+from pellucid.models.drawing import Truncation, draw, truncated
+from pellucid.samplers.hf import HuggingFace
+from pellucid.samplers.native import Native
+from pellucid.types import Prompt, UserError
+
+SAMPLERS = {"native": Native, "hf": HuggingFace}
+
+
+def sampled(policy, name="native", temperature=1.0, n=3, size=8, max_tokens=24):
+    sampler = SAMPLERS[name](temperature=temperature, max_tokens=max_tokens)
+    sampler.sync(policy)
+    return sampler.generate(CountDigits().sample(0, n), size, seed="0/0")
+
+
+@pytest.mark.parametrize("temperature", [0.7, 1.0, 1.3])
+@pytest.mark.parametrize("architecture", ["llama", "gpt2", "gemma"])
+@pytest.mark.parametrize("name", ["native", "hf"])
+def test_sampler_logprobs_equal_the_scorers(name, architecture, temperature):
+    policy = make_policy(architecture, temperature=temperature)
+    groups = sampled(policy, name, temperature)
+    assert len({len(g.prompt_ids) for g in groups}) > 1, "prompts must need padding"
+    assert len({len(c.token_ids) for g in groups for c in g.completions}) > 1, "completions must end at different times"
+    batch = collate(groups, policy.device)
+    with torch.no_grad():
+        gap = (policy.score(batch).logprobs - batch.sampler_logprobs)[batch.mask].abs().max()
+    assert gap < 1e-4
+
+
+@pytest.mark.parametrize("name", ["native", "hf"])
+def test_a_completion_ends_with_the_first_eos_or_at_the_limit(name):
+    policy = make_policy()
+    policy.eos_ids = (3, EOS)  # a checkpoint may name several
+    completions = [c for g in sampled(policy, name, size=32) for c in g.completions]
+    for c in completions:
+        assert c.finished == (c.token_ids[-1] in policy.eos_ids)
+        assert c.finished or len(c.token_ids) == 24
+        assert not set(c.token_ids[:-1]) & set(policy.eos_ids)
+        assert len(c.logprobs) == len(c.token_ids)
+    assert {c.token_ids[-1] for c in completions if c.finished} == {3, EOS}
+    assert not all(c.finished for c in completions)
+
+
+def test_native_and_hf_agree_on_greedy_answers():
+    policy = make_policy()
+    native, hf = (sampled(policy, name, temperature=0.0, size=1) for name in ("native", "hf"))
+    assert [g.completions[0].token_ids for g in native] == [g.completions[0].token_ids for g in hf]
+
+
+def test_a_completion_does_not_depend_on_its_neighbours():
+    policy = make_policy()
+    sampler = Native(max_tokens=24)
+    sampler.sync(policy)
+    prompts = CountDigits().sample(0, 4)
+    together = sampler.generate(prompts, 8, seed="7/3")
+    alone = [sampler.generate([prompt], 8, seed="7/3")[0] for prompt in prompts]
+    fewer = sampler.generate(prompts, 3, seed="7/3")
+    tokens = [[c.token_ids for c in g.completions] for g in together]
+    assert [[c.token_ids for c in g.completions] for g in alone] == tokens
+    assert [[c.token_ids for c in g.completions] for g in fewer] == [row[:3] for row in tokens]
+    assert len({ids for row in tokens for ids in row}) > 20, "different rows draw different samples"
+    other_step = sampler.generate(prompts, 8, seed="7/4")
+    assert [[c.token_ids for c in g.completions] for g in other_step] != tokens
+
+
+def test_samples_follow_the_exact_distribution_eos_included():
+    """Chi-square of two-token completions against the product of exact conditionals."""
+    policy = make_policy(seed=1)
+    sampler = Native(max_tokens=2)
+    sampler.sync(policy)
+    n = 20_000
+    [group] = sampler.generate([Prompt("p", "a?")], n, seed="chi")
+    seen = Counter(c.token_ids for c in group.completions)
+
+    def next_probs(ids):
+        return policy.model(torch.tensor([ids])).logits[0, -1].double().softmax(-1)
+
+    with torch.no_grad():
+        first = next_probs(list(group.prompt_ids))
+        expected = {(EOS,): float(first[EOS])}
+        for a in range(VOCAB - 1):
+            second = next_probs([*group.prompt_ids, a])
+            expected |= {(a, b): float(first[a] * second[b]) for b in range(VOCAB)}
+    assert abs(sum(expected.values()) - 1) < 1e-9
+    assert expected[(EOS,)] > 1e-3, "stopping at once must be among the tested events"
+    common = {ids: p * n for ids, p in expected.items() if p * n >= 5}
+    rare = n - sum(common.values())
+    statistic = sum((seen[ids] - e) ** 2 / e for ids, e in common.items())
+    statistic += (n - sum(seen[ids] for ids in common) - rare) ** 2 / rare
+    freedom = len(common)
+    assert statistic < freedom + 4 * (2 * freedom) ** 0.5
+
+
+def test_the_inverse_cdf_gives_each_token_its_stretch_of_the_unit_interval():
+    probs = torch.tensor([[0.0, 0.5, 0.0, 0.25, 0.25, 0.0]])
+    at = {0.0: 1, 0.4999: 1, 0.5: 3, 0.7499: 3, 0.75: 4, 1 - 2**-53: 4}
+    for uniform, token in at.items():
+        drawn, logprob = draw(probs.log(), torch.tensor([uniform], dtype=torch.float64), 1.0)
+        assert int(drawn) == token
+        assert abs(float(logprob) - float(probs[0, token].log())) < 1e-6
+
+
+def test_a_token_without_probability_is_never_drawn_whatever_the_vocabulary():
+    generator = torch.Generator().manual_seed(0)
+    for vocab in (1, 255, 256, 257, 49152):
+        logits = torch.randn(64, vocab, generator=generator) * 10
+        logits[:, vocab // 2 :] = -torch.inf if vocab > 1 else 0.0
+        edges = torch.tensor([0.0, 1 - 2**-53] * 32, dtype=torch.float64)
+        drawn, logprob = draw(logits, edges, 1.0)
+        assert bool(logprob.isfinite().all())
+        assert int(drawn.max()) < max(1, vocab // 2)
+
+
+CUTS = {
+    "top_k": Truncation(top_k=3),
+    "top_k beyond the vocabulary": Truncation(top_k=10**6),
+    "top_p": Truncation(top_p=0.8),
+    "almost nothing of top_p": Truncation(top_p=1e-6),
+    "min_p": Truncation(min_p=0.1),
+    "all three": Truncation(top_k=20, top_p=0.9, min_p=0.05),
+}
+
+
+@pytest.mark.parametrize("name", CUTS)
+def test_what_is_cut_off_is_what_transformers_cuts_off(name):
+    by = CUTS[name]
+    logits = torch.randn(64, 300, generator=torch.Generator().manual_seed(0)) * 3
+    warpers = LogitsProcessorList([TopPLogitsWarper(by.top_p)])
+    if by.top_k:
+        warpers.insert(0, TopKLogitsWarper(by.top_k))
+    if by.min_p:
+        warpers.append(MinPLogitsWarper(by.min_p))
+    expected = warpers(torch.zeros(64, 0, dtype=torch.long), logits).softmax(-1)
+    masses = truncated(logits.exp(), by)
+    torch.testing.assert_close(masses / masses.sum(-1, keepdim=True), expected)
+    assert by.top_k > 300 or bool((expected == 0).any())
+
+
+def test_a_truncated_draw_keeps_to_what_is_left_and_scores_by_the_whole():
+    probs = torch.tensor([[0.1, 0.5, 0.15, 0.25]]).expand(1001, -1)
+    uniforms = torch.arange(1001, dtype=torch.float64) / 1001
+    drawn, logprob = draw(probs.log(), uniforms, 1.0, Truncation(top_k=2))
+    assert drawn.bincount(minlength=4).tolist() == [0, 668, 0, 333]  # 2/3 and 1/3 of the unit interval
+    torch.testing.assert_close(logprob, probs.log().gather(-1, drawn[:, None])[:, 0])
+
+
+@pytest.mark.parametrize("name", SAMPLERS)
+def test_samplers_obey_a_truncation(name):
+    """Only the likeliest token is left: greedy, at whatever temperature."""
+    policy = make_policy("llama")
+    greedy, cut = ({"temperature": 0.0}, {"temperature": 1.5, "truncation": Truncation(top_p=1e-6)})
+    samples = []
+    for settings in (greedy, cut):
+        sampler = SAMPLERS[name](max_tokens=8, **settings)
+        sampler.sync(policy)
+        samples.append(sampler.generate(CountDigits().sample(0, 3), 2, seed="s"))
+    assert [[c.token_ids for c in g.completions] for g in samples[0]] == [
+        [c.token_ids for c in g.completions] for g in samples[1]
+    ]
+
+
+def test_temperature_is_that_of_the_scored_distribution():
+    logits = torch.tensor([[0.0, 2.0]])
+    cold = float(draw(logits, torch.tensor([0.5], dtype=torch.float64), 0.5)[1])
+    assert abs(cold - float(torch.tensor([0.0, 4.0]).log_softmax(-1)[1])) < 1e-6
+
+
+def test_sampling_leaves_the_policy_as_it_was():
+    policy = make_policy(dtype=torch.bfloat16)
+    before = {name: p.clone() for name, p in policy.trainable().items()}
+    own = policy.model.generation_config
+    for name in SAMPLERS:
+        sampled(policy, name)
+    assert policy.model.generation_config is own
+    assert all(p.dtype == torch.float32 and torch.equal(p, before[name]) for name, p in policy.trainable().items())
+
+
+def test_after_a_sync_the_sampler_speaks_with_the_new_weights():
+    policy = make_policy(dtype=torch.bfloat16)
+    sampler = Native(max_tokens=4)
+    sampler.sync(policy)
+    prompts = CountDigits().sample(0, 2)
+    before = sampler.generate(prompts, 4, seed="s")
+    with torch.no_grad():
+        for p in policy.trainable().values():
+            p.mul_(1.5)
+    sampler.sync(policy)
+    fresh = Native(max_tokens=4)
+    fresh.sync(replace_policy(policy))
+    assert sampler.generate(prompts, 4, seed="s") == fresh.generate(prompts, 4, seed="s") != before
+
+
+def replace_policy(policy):
+    other = make_policy(dtype=torch.bfloat16, seed=99)
+    other.load_trainable(policy.trainable())
+    return other
+
+
+def test_rotary_frequencies_keep_their_precision_in_the_sampling_copy():
+    policy = make_policy(dtype=torch.bfloat16)
+    copy = policy.inference_model()
+    assert {b.dtype for b in copy.buffers()} == {b.dtype for b in policy.model.buffers()} == {torch.float32}
+    assert {p.dtype for p in copy.parameters()} == {torch.bfloat16}
+
+
+def test_a_prompt_too_long_for_the_context_is_one_clear_line():
+    policy = make_policy()
+    sampler = Native(max_tokens=100)
+    sampler.sync(policy)
+    with pytest.raises(UserError, match="shorten the prompts"):
+        sampler.generate([Prompt("p", "1" * 60)], 2, seed="s")
+
+
+def test_greedy_is_a_copy_with_another_temperature():
+    sampler = Native(temperature=0.9, max_tokens=5)
+    assert replace(sampler, temperature=0.0).max_tokens == 5

@@ -1,0 +1,489 @@
+"""The service in the background: a small program in its place, and once the service itself."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+import urllib.request
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import psutil
+import pytest
+
+from pellucid import cli
+from pellucid.serve import command, daemon
+from pellucid.types import UserError
+from serving import post, request
+
+SERVICE = """#!{python}
+# Stands in for the interpreter: its command line is that of a service.
+import json, os, signal, sys, time
+from http.server import BaseHTTPRequestHandler, HTTPServer
+
+port, how = sys.argv[sys.argv.index("--port") + 1], sys.argv[sys.argv.index("serve") + 1]
+
+class Health(BaseHTTPRequestHandler):
+    def do_GET(self):
+        self.send_response(200 if self.path == "/health" else 404)
+        self.end_headers()
+        self.wfile.write(json.dumps({{"instance": os.environ["PELLUCID_INSTANCE"]}}).encode())
+
+    def log_message(self, *_):
+        pass
+
+if how == "refuses":
+    print("first line")
+    sys.exit("the model is not there")
+if how == "deaf":
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+print("started with", sys.argv[1:], flush=True)
+if how == "mute":
+    time.sleep(1000)
+HTTPServer(("127.0.0.1", int(port)), Health).serve_forever()
+"""
+
+
+@pytest.fixture
+def started(monkeypatch):
+    """The processes that a test starts; they end with it."""
+    started, popen = [], subprocess.Popen
+
+    def remembered(*arguments, **settings):
+        started.append(popen(*arguments, **settings))
+        return started[-1]
+
+    monkeypatch.setattr(subprocess, "Popen", remembered)
+    yield started
+    for process in started:
+        process.kill()
+        process.wait()
+
+
+@pytest.fixture
+def service(started, tmp_path, monkeypatch):
+    """Arguments of `pellucid serve`, for a service that is there at once."""
+    program = tmp_path / "python"
+    program.write_text(SERVICE.format(python=sys.executable))
+    program.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(program))
+    return lambda how="model", port=None: [how, "--port", str(port or free_port()), "--folder", str(tmp_path / "here")]
+
+
+def free_port():
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        return taken.getsockname()[1]
+
+
+def serve(*arguments):
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["serve", *arguments])
+    return ended.value.code
+
+
+def held(tmp_path):
+    return json.loads((tmp_path / "here" / "serve.pid").read_text())
+
+
+def gone(pid):
+    """A zombie has ended, too."""
+    try:
+        with open(f"/proc/{pid}/stat", encoding="ascii") as file:
+            return file.read().rpartition(") ")[2][0] == "Z"
+    except FileNotFoundError:
+        return True
+
+
+def wait_until_gone(pid):
+    while not gone(pid):
+        time.sleep(0.01)
+
+
+def test_a_service_is_started_looked_at_and_stopped(service, tmp_path, capsys):
+    arguments = service()
+    where = arguments[-2:]
+    assert serve("start", *arguments) == 0
+    found = held(tmp_path)
+    url = f"http://127.0.0.1:{arguments[2]}"
+    assert found["url"] == url
+    assert f"{url}, pid {found['pid']}, log {tmp_path}/here/serve.log" in capsys.readouterr().out
+    assert not gone(found["pid"])
+    assert serve("status", *where) == 0
+    assert capsys.readouterr().out == f"{url}, pid {found['pid']}, answers\n"
+    assert serve("stop", *where) == 0
+    assert capsys.readouterr().out == f"stopped pid {found['pid']}\n"
+    wait_until_gone(found["pid"])
+    assert not (tmp_path / "here" / "serve.pid").exists()
+    assert serve("status", *where) == 3
+    assert serve("stop", *where) == 0
+    assert capsys.readouterr().out == "nothing runs\n" * 2
+
+
+def test_a_second_service_in_a_folder_is_refused_and_the_first_stays(service, tmp_path, capsys):
+    assert serve("start", *service()) == 0
+    first = held(tmp_path)
+    assert serve("start", *service()) == 2
+    [line] = capsys.readouterr().err.splitlines()
+    assert f"a service runs already: {first['url']}, pid {first['pid']}" in line
+    assert held(tmp_path) == first
+    assert not gone(first["pid"])
+
+
+def test_a_restart_is_another_process_with_the_same_arguments(service, tmp_path):
+    arguments = service()
+    assert serve("start", *arguments) == 0
+    first = held(tmp_path)
+    assert serve("restart", *arguments[-2:]) == 0
+    second = held(tmp_path)
+    wait_until_gone(first["pid"])
+    assert not gone(second["pid"])
+    same = ("url", "arguments")
+    assert [second[key] for key in same] == [first[key] for key in same]
+    assert second["instance"] != first["instance"]
+    log = (tmp_path / "here" / "serve.log").read_text().splitlines()
+    assert len(log) == 2
+    assert log[0] == log[1], "both were started alike, and the log goes on"
+    assert str(arguments) in log[0].replace("'-P', '-m', 'pellucid', 'serve', ", "")
+
+
+def test_what_was_killed_is_restarted_from_what_it_left_behind(service, tmp_path, capsys):
+    arguments = service()
+    assert serve("start", *arguments) == 0
+    first = held(tmp_path)
+    os.kill(first["pid"], signal.SIGKILL)
+    wait_until_gone(first["pid"])
+    assert serve("status", *arguments[-2:]) == 3
+    assert serve("restart", *arguments[-2:]) == 0
+    assert held(tmp_path)["pid"] != first["pid"]
+    assert serve("status", *arguments[-2:]) == 0
+
+
+def test_where_nothing_was_started_nothing_is_restarted(tmp_path, capsys):
+    assert serve("restart", "--folder", str(tmp_path)) == 2
+    assert f"{tmp_path}/serve.pid: nothing was started here" in capsys.readouterr().err
+
+
+def test_a_service_may_start_over_the_pid_file_of_a_dead_one(service, tmp_path):
+    arguments = service()
+    dead = subprocess.Popen([shutil.which("true")])
+    dead.wait()
+    left_behind(tmp_path, dead.pid, arguments)
+    assert serve("start", *arguments) == 0
+    assert held(tmp_path)["pid"] != dead.pid
+
+
+def left_behind(tmp_path, pid, arguments):
+    (tmp_path / "here").mkdir()
+    recorded = about(pid=pid, started=1e9, url=f"http://127.0.0.1:{arguments[2]}", arguments=arguments)
+    (tmp_path / "here" / "serve.pid").write_text(recorded)
+
+
+def about(**changes):
+    return json.dumps({"pid": 1, "started": 1.0, "url": "http://x", "instance": "", "arguments": []} | changes)
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        ["sleep", "1000"],
+        # Another of our own: training, or a service that was started by hand.
+        ["sh", "-c", "sleep 1000; true", "pellucid", "train", "recipe.toml"],
+        ["sh", "-c", "sleep 1000; true", "pellucid", "serve", "another", "--port", "1"],
+    ],
+)
+def test_a_process_that_got_the_pid_of_a_dead_service_is_let_be(service, tmp_path, command, capsys):
+    other = subprocess.Popen([shutil.which(command[0]), *command[1:]], start_new_session=True)
+    try:
+        left_behind(tmp_path, other.pid, service())
+        where = ["--folder", str(tmp_path / "here")]
+        assert serve("status", *where) == 3
+        assert serve("stop", *where) == 0
+        assert capsys.readouterr().out == "nothing runs\n" * 2
+        assert serve("restart", *where) == 0
+        assert held(tmp_path)["pid"] != other.pid
+        assert other.poll() is None, "it was not stopped"
+    finally:
+        os.killpg(other.pid, signal.SIGKILL)
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        "",
+        "{",
+        "[]",
+        '{"pid": 1}',
+        "\0" * 20,
+        "\udcff",
+        "[" * 10_000,
+        about(pid="one"),
+        about(pid=-1),
+        about(pid=0),
+        about(pid=10**30),
+        about(started="noon"),
+        about(arguments="--port 1"),
+        about(url=None),
+    ],
+    ids=range(14),
+)
+@pytest.mark.parametrize("action", ["start", "stop", "status", "restart"])
+def test_a_pid_file_that_cannot_be_read_is_one_line(service, tmp_path, action, content, capsys):
+    """What a full disk or a power failure leaves."""
+    arguments = service()
+    (tmp_path / "here").mkdir()
+    (tmp_path / "here" / "serve.pid").write_bytes(content.encode(errors="surrogateescape"))
+    assert serve(action, *(arguments if action == "start" else arguments[-2:])) == 2
+    [line] = capsys.readouterr().err.splitlines()
+    assert f"{tmp_path}/here/serve.pid is damaged" in line
+
+
+def test_a_service_that_ends_at_once_says_why(service, tmp_path, capsys):
+    assert serve("start", *service("refuses")) == 2
+    [line] = capsys.readouterr().err.splitlines()
+    assert f"the service ended at once: the model is not there (more in {tmp_path}/here/serve.log)" in line
+    assert not (tmp_path / "here" / "serve.pid").exists()
+
+
+def test_a_service_that_never_answers_is_given_up_and_ended(service, started, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(daemon, "GRACE", 0.1)
+    assert serve("start", *service("mute")) == 2
+    assert "did not answer" in capsys.readouterr().err
+    assert started[0].wait() == -signal.SIGTERM
+    assert not (tmp_path / "here" / "serve.pid").exists()
+
+
+def test_a_service_that_does_not_listen_to_the_request_to_end_is_killed(service, tmp_path, monkeypatch):
+    arguments = service("deaf")
+    assert serve("start", *arguments) == 0
+    pid = held(tmp_path)["pid"]
+    monkeypatch.setattr(daemon, "GRACE", 0.2)
+    assert serve("stop", *arguments[-2:]) == 0
+    wait_until_gone(pid)
+
+
+def test_a_service_that_runs_and_does_not_answer_has_a_status_of_its_own(service, tmp_path, monkeypatch, capsys):
+    arguments = service()
+    assert serve("start", *arguments) == 0
+    monkeypatch.setattr(daemon.Daemon, "answers", lambda _: False)
+    assert serve("status", *arguments[-2:]) == 1
+    assert "does not answer" in capsys.readouterr().out
+
+
+@contextmanager
+def another(said):
+    """A program that holds a port, and is healthy, too."""
+
+    class Health(BaseHTTPRequestHandler):
+        def do_GET(self):
+            asked.append(self.path)
+            self.send_response(200)
+            self.end_headers()
+            self.wfile.write(said)
+
+        def log_message(self, *_):
+            pass
+
+    asked = []
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Health)
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+    try:
+        yield server.server_address[1], asked
+    finally:
+        server.shutdown()
+        thread.join()
+        server.server_close()
+
+
+@pytest.mark.parametrize("said", [b"", b"{}", b"[]", b"<html>", b'{"status": "ok", "instance": "another"}'])
+def test_another_programs_answer_is_not_taken_for_the_services(service, started, tmp_path, monkeypatch, capsys, said):
+    """Ours does not come to answer, and the one that does is not ours."""
+    monkeypatch.setattr(daemon, "GRACE", 0.2)
+    with another(said) as (port, asked):
+        assert serve("start", *service("mute", port=port)) == 2
+    assert asked[0] == "/health"
+    assert "did not answer" in capsys.readouterr().err
+    assert started[0].poll() is not None
+    assert not (tmp_path / "here" / "serve.pid").exists()
+
+
+def test_a_port_that_is_taken_is_said_by_the_service_itself(started, model_dir, tmp_path, capsys):
+    with another(b"{}") as (port, _):
+        where = ["--port", str(port), "--folder", str(tmp_path / "here")]
+        assert serve("start", str(model_dir), *where) == 2
+    [line] = capsys.readouterr().err.splitlines()
+    assert (
+        f"the service ended at once: pellucid: 127.0.0.1:{port} cannot be listened on (Address already in use)" in line
+    )
+    assert "name another --port" in line
+
+
+def test_a_proxy_of_the_environment_is_not_asked(service, monkeypatch):
+    """urllib takes those that stand in the environment when an opener is made."""
+    with another(b"{}") as (port, asked):
+        monkeypatch.setenv("http_proxy", f"http://127.0.0.1:{port}")
+        monkeypatch.delenv("no_proxy", raising=False)
+        monkeypatch.setattr(urllib.request, "_opener", None)
+        arguments = service()
+        assert serve("start", *arguments) == 0
+        assert serve("status", *arguments[-2:]) == 0
+    assert asked == []
+
+
+def test_the_pid_file_is_there_before_the_service_answers_and_for_its_owner_alone(service, started, tmp_path, capsys):
+    """A second start while the first still waits for its service is told so; status and stop know of it."""
+    arguments, pid_file = service("mute"), tmp_path / "here" / "serve.pid"
+    with ThreadPoolExecutor(1) as pool:
+        first = pool.submit(command.main, ["start", *arguments])
+        while not pid_file.exists():
+            time.sleep(0.01)
+        found = held(tmp_path)
+        assert pid_file.stat().st_mode & 0o777 == 0o600
+        assert found["pid"] == started[0].pid
+        assert found["started"] == pytest.approx(psutil.Process(found["pid"]).create_time(), abs=2)
+        assert serve("start", *service("mute")) == 2
+        assert "starts a service in this folder" in capsys.readouterr().err
+        assert serve("status", *arguments[-2:]) == 1
+        assert serve("stop", *arguments[-2:]) == 0
+        with pytest.raises(UserError, match="ended at once"):
+            first.result()
+    assert len(started) == 1
+
+
+@pytest.mark.parametrize("when", ["while it waits", "before the pid file"])
+def test_ctrl_c_leaves_no_orphan(service, started, tmp_path, monkeypatch, when):
+    if when == "while it waits":
+        monkeypatch.setattr(daemon.Daemon, "answers", lambda _: os.kill(os.getpid(), signal.SIGINT))
+    else:
+        write = daemon.write
+        monkeypatch.setattr(daemon, "write", lambda *told: os.kill(os.getpid(), signal.SIGINT) or write(*told))
+    assert serve("start", *service("mute")) == 130
+    assert started[0].poll() == -signal.SIGTERM
+    assert not (tmp_path / "here" / "serve.pid").exists()
+
+
+def test_ctrl_c_leaves_no_orphan_that_does_not_listen_either(service, started, tmp_path, monkeypatch):
+    def interrupted(_):
+        if "started with" in (tmp_path / "here" / "serve.log").read_text():
+            os.kill(os.getpid(), signal.SIGINT)
+
+    monkeypatch.setattr(daemon, "GRACE", 1.0)
+    monkeypatch.setattr(daemon.Daemon, "answers", interrupted)
+    assert serve("start", *service("deaf")) == 130
+    assert started[0].poll() == -signal.SIGKILL
+
+
+def test_a_process_that_has_the_pid_and_the_arguments_but_started_later_is_let_be(service, tmp_path):
+    """As after a restart of the machine, when services get the pids that they had."""
+    arguments = service()
+    assert serve("start", *arguments) == 0
+    found = held(tmp_path)
+    (tmp_path / "here" / "serve.pid").write_text(json.dumps(found | {"started": found["started"] - 60}))
+    assert serve("status", *arguments[-2:]) == 3
+    assert serve("stop", *arguments[-2:]) == 0
+    assert not gone(found["pid"])
+
+
+def test_modules_of_the_working_directory_are_not_imported_and_tasks_beside_it_are(
+    started, recipe, tmp_path, monkeypatch
+):
+    """A local tomllib.py would take the place of Python's own; a task is found by its path all the same."""
+    task, run_dir = Path(__file__).parents[1] / "digits_task.py", tmp_path / "run"
+    with pytest.raises(SystemExit):
+        cli.main(["train", str(recipe), "--run", str(run_dir), "--algorithm.steps", "1"])
+    (tmp_path / "task_of_mine.py").write_text(task.read_text())
+    config = run_dir / "config.json"
+    config.write_text(config.read_text().replace(str(task), "task_of_mine.py"))
+    (tmp_path / "tomllib.py").write_text("raise SystemExit('the wrong tomllib')")
+    monkeypatch.chdir(tmp_path)
+    port, where = free_port(), ["--folder", str(tmp_path / "here")]
+    assert serve("start", str(run_dir), "--port", str(port), "--dtype", "float32", *where) == 0
+    try:
+        _, answered = post(f"http://127.0.0.1:{port}/group", {"group_size": 2, "max_tokens": 4})
+    finally:
+        assert serve("stop", *where) == 0
+    assert [type(row["reward"]) for row in answered["completions"]] == [float, float]
+
+
+@pytest.mark.parametrize(
+    ("host", "port", "url"), [("127.0.0.1", 1, "http://127.0.0.1:1"), ("::1", 2, "http://[::1]:2")]
+)
+def test_an_address_as_a_url(host, port, url):
+    assert command.url_of(host, port) == url
+
+
+@pytest.mark.parametrize("port", ["70000", "-1"])
+def test_a_port_that_there_is_not_is_one_line(model_dir, port, capsys):
+    assert serve(str(model_dir), "--port", port) == 2
+    [line] = capsys.readouterr().err.splitlines()
+    assert "cannot be listened on" in line
+
+
+def test_a_service_that_is_open_to_all_is_said_where_it_is_started(service, monkeypatch, capsys):
+    monkeypatch.delenv("PELLUCID_TOKEN", raising=False)
+    arguments = service()
+    assert serve("start", *arguments, "--host", "0.0.0.0") == 0
+    assert "open to everyone" in capsys.readouterr().err
+    assert serve("stop", *arguments[-2:]) == 0
+    assert serve("start", *service(), "--host", "0.0.0.0", "--token", "secret") == 0
+    assert "open to everyone" not in capsys.readouterr().err
+
+
+def test_sigterm_answers_whoever_waits(started, model_dir, tmp_path):
+    """Twelve requests at a real service, and the signal while they are decoded."""
+    port, where = free_port(), ["--folder", str(tmp_path / "here")]
+    assert serve("start", str(model_dir), "--port", str(port), "--name", "tiny", "--dtype", "float32", *where) == 0
+    body, url = {"prompt": "2+3=", "max_tokens": 60, "n": 4}, f"http://127.0.0.1:{port}"
+    with ThreadPoolExecutor(12) as pool:
+        before = request(f"{url}/health")[1]["requests"]
+        answers = [pool.submit(post, f"{url}/v1/completions", body) for _ in range(12)]
+        seen = 0
+        while request(f"{url}/health")[1]["requests"] - before - (seen := seen + 1) < 12:
+            pass
+        os.kill(held(tmp_path)["pid"], signal.SIGTERM)
+        for status, answer in (answer.result() for answer in answers):  # on a slow machine some do not end in time
+            assert status == 200 or (status, answer["error"]["message"]) == (503, "the service is ending")
+    wait_until_gone(started[-1].pid)
+
+
+def test_the_real_service_runs_in_the_background(started, model_dir, tmp_path):
+    port, where = free_port(), ["--folder", str(tmp_path / "here")]
+    assert serve("start", str(model_dir), "--port", str(port), "--name", "tiny", "--dtype", "float32", *where) == 0
+    try:
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}/health") as response:
+            assert json.load(response)["model"] == "tiny"
+        assert serve("status", *where) == 0
+        pid = held(tmp_path)["pid"]
+    finally:
+        assert serve("stop", *where) == 0
+    wait_until_gone(pid)
+
+
+@pytest.mark.parametrize("said", [None, b"", b"SSH-2.0-OpenSSH_9.6\r\n", b"HTTP/1.1 404 Not Found\r\n\r\n"])
+def test_nobody_and_a_program_of_another_kind_are_no_answer(said):
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        url = f"http://127.0.0.1:{listener.getsockname()[1]}"
+
+        def reply():
+            with listener.accept()[0] as caller:
+                caller.recv(1000)
+                caller.sendall(said)
+
+        thread = threading.Thread(target=reply)
+        if said is None:
+            listener.close()
+        else:
+            thread.start()
+        assert not daemon.Daemon(1, 0.0, url, "", []).answers()
+        if said is not None:
+            thread.join()

@@ -1,0 +1,225 @@
+"""Checkpoints are whole or not there, and give back what they were given."""
+
+from __future__ import annotations
+
+import json
+import random
+import shutil
+import subprocess
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from pellucid.algorithm.batch import collate
+from pellucid.reporting.run_folder import checkpoints
+from pellucid.training import checkpoint
+from pellucid.types import Completion, Group, Prompt, UserError
+
+TENSORS = {"policy": {"a": torch.arange(6.0).view(2, 3).T}, "optimizer": {"a/step": torch.tensor(3.0)}}
+
+
+def save(run_dir, step, keep_last=2):
+    return checkpoint.save(run_dir, step, TENSORS, {"updates": 7}, keep_last)
+
+
+def test_what_was_saved_comes_back(tmp_path):
+    tensors, facts = checkpoint.load(save(tmp_path, 5))
+    assert facts == {"step": 5, "updates": 7}
+    assert tensors.keys() == TENSORS.keys()
+    assert torch.equal(tensors["policy"]["a"], TENSORS["policy"]["a"])
+    assert torch.equal(tensors["optimizer"]["a/step"], TENSORS["optimizer"]["a/step"])
+
+
+def test_only_the_last_are_kept_in_order_of_steps(tmp_path):
+    for step in (9, 10, 100):
+        save(tmp_path, step)
+    assert [p.name for p in checkpoints(tmp_path)] == ["step-000010", "step-000100"]
+
+
+def test_a_save_that_dies_half_way_leaves_the_earlier_ones_whole(tmp_path, monkeypatch):
+    save(tmp_path, 1)
+
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(checkpoint, "_to_disk", full)
+    with pytest.raises(UserError, match=r"No space left.*earlier checkpoints are whole"):
+        save(tmp_path, 2)
+    assert [p.name for p in checkpoints(tmp_path)] == ["step-000001"]
+    assert list((tmp_path / "checkpoints").iterdir()) == checkpoints(tmp_path), "no rubbish is left behind"
+
+
+def test_a_killed_save_is_not_taken_for_a_checkpoint(tmp_path):
+    save(tmp_path, 1)
+    (tmp_path / "checkpoints" / "step-000002.partial").mkdir()
+    assert [p.name for p in checkpoints(tmp_path)] == ["step-000001"]
+    save(tmp_path, 2)
+    assert [p.name for p in checkpoints(tmp_path)] == ["step-000001", "step-000002"]
+
+
+@pytest.mark.parametrize("file", ["policy.safetensors", "state.json"])
+def test_a_damaged_checkpoint_is_one_clear_line(tmp_path, file):
+    folder = save(tmp_path, 3)
+    (folder / file).write_bytes((folder / file).read_bytes()[:10])
+    with pytest.raises(UserError, match="step-000003 is damaged"):
+        checkpoint.load(folder)
+
+
+def test_replayed_rollouts_come_back_as_they_were(tmp_path):
+    """Of every process its own, with all that is known of prompts and prefixes."""
+
+    def rollouts(*tokens, **of_prefix):
+        completions = tuple(Completion((t,) * n, (-0.5,) * n, "", True) for n, t in enumerate(tokens, 1))
+        batch = collate([Group(Prompt("p", "?"), (7, 8), completions, **of_prefix)], torch.device("cpu"))
+        return replace(batch, old_logprobs=batch.sampler_logprobs - 1, advantages=torch.arange(float(len(tokens))))
+
+    ranks = [
+        [(4, rollouts(1, 2, prefix_length=1, prefix_end=5)), (3, rollouts(3, 4))],
+        [(4, rollouts(6, 7, 8, prefix_length=2))],
+    ]
+    tensors, facts = checkpoint.pack_replay(ranks)
+    saved, kept = checkpoint.load(checkpoint.save(tmp_path, 5, TENSORS | tensors, {"replay": facts}, 1))
+    for rank, expected in enumerate(ranks):
+        found = checkpoint.unpack_replay(saved, kept["replay"], rank)
+        assert [step for step, _ in found] == [step for step, _ in expected]
+        for (_, mine), (_, theirs) in zip(found, expected, strict=True):
+            assert checkpoint.of_prompts(mine) == {
+                "prompt_ids": theirs.prompt_ids,
+                "prefix_lengths": theirs.prefix_lengths,
+                "prefix_ends": theirs.prefix_ends,
+            }
+            assert mine.tensors().keys() == theirs.tensors().keys()
+            assert all(torch.equal(mine.tensors()[name], x) for name, x in theirs.tensors().items())
+
+
+def test_every_generator_goes_on_where_it_was():
+    """Normals are drawn in pairs: the second of one is waiting."""
+    random.gauss(0, 1)
+    np.random.randn()
+
+    def drawn():
+        normals = [f() for _ in range(2) for f in (lambda: random.gauss(0, 1), np.random.randn)]
+        return [*normals, random.random(), np.random.rand(), float(torch.rand(()))]
+
+    state = json.loads(json.dumps(checkpoint.random_state()))
+    first = drawn()
+    checkpoint.restore_random_state(state)
+    assert drawn() == first
+
+
+# ---------------------------------------------------------------- damage
+
+FACTS = {"updates": 7, "replay": [[{"step": 3}]]}
+FILES = ("policy", "optimizer.exp_avg", "replay.0.0")
+HARM = {
+    "truncated": lambda path: path.write_bytes(path.read_bytes()[:-1]),
+    "emptied": lambda path: path.write_bytes(b""),
+    "deleted": lambda path: path.unlink(),
+    "zeroed": lambda path: path.write_bytes(bytes(path.stat().st_size)),
+    "flipped": lambda path: path.write_bytes(path.read_bytes()[:-1] + bytes([path.read_bytes()[-1] ^ 1])),
+}
+
+
+def three_files(run_dir, step):
+    tensors = {name: {"a": torch.full((3, 4), float(step))} for name in FILES}
+    return checkpoint.save(run_dir, step, tensors, FACTS, keep_last=2)
+
+
+@pytest.mark.parametrize("harm", HARM)
+@pytest.mark.parametrize("file", [*(f"{name}.safetensors" for name in FILES), "state.json", "SHA256SUMS"])
+def test_any_damage_is_named_and_the_checkpoint_before_is_taken(tmp_path, file, harm):
+    three_files(tmp_path, 1)
+    HARM[harm](three_files(tmp_path, 2) / file)
+    tensors, facts, [line] = checkpoint.newest(tmp_path)
+    assert facts["step"] == 1
+    assert set(tensors["policy"]["a"].flatten().tolist()) == {1.0}
+    assert "step-000002 is damaged" in line
+    assert "step-000001 is taken" in line
+
+
+def test_all_files_of_the_optimizer_cannot_go_unnoticed(tmp_path):
+    (three_files(tmp_path, 2) / "optimizer.exp_avg.safetensors").unlink()
+    with pytest.raises(UserError, match=r"optimizer\.exp_avg\.safetensors is missing"):
+        checkpoint.newest(tmp_path)
+
+
+@pytest.mark.parametrize("text", ["{}", "[]", "null", '{"step": 3}', '{"step": "2"}'])
+@pytest.mark.parametrize("summed", [True, False])
+def test_a_state_that_is_not_of_its_step_is_damage(tmp_path, text, summed):
+    """With checksums and, as older versions saved it, without."""
+    folder = three_files(tmp_path, 2)
+    (folder / "state.json").write_text(text)
+    if not summed:
+        (folder / "SHA256SUMS").unlink()
+    with pytest.raises(UserError, match="step-000002 is damaged"):
+        checkpoint.newest(tmp_path)
+
+
+def test_a_missing_replay_file_is_damage_without_checksums_too(tmp_path):
+    folder = three_files(tmp_path, 2)
+    of_older_versions(folder)
+    (folder / "replay.0.0.safetensors").unlink()
+    with pytest.raises(UserError, match=r"replay\.0\.0\.safetensors is missing"):
+        checkpoint.newest(tmp_path)
+
+
+def of_older_versions(folder):
+    (folder / "SHA256SUMS").unlink()
+    facts = json.loads((folder / "state.json").read_text())
+    del facts["checksums"]
+    (folder / "state.json").write_text(json.dumps(facts))
+
+
+def test_where_none_is_whole_one_line_names_them_and_the_mend(tmp_path):
+    for step in (1, 2):
+        (three_files(tmp_path, step) / "state.json").write_text("{}")
+    with pytest.raises(UserError) as refused:
+        checkpoint.newest(tmp_path)
+    line = str(refused.value)
+    assert line.count("is damaged") == 2
+    assert "bring one back from a copy, or start again" in line
+    assert "\n" not in line
+
+
+def test_a_checkpoint_of_an_older_version_is_taken_and_said_to_have_no_checksums(tmp_path):
+    of_older_versions(three_files(tmp_path, 2))
+    _, facts, [line] = checkpoint.newest(tmp_path)
+    assert facts["step"] == 2
+    assert "has no checksums" in line
+
+
+@pytest.mark.skipif(not shutil.which("sha256sum"), reason="needs coreutils")
+def test_sha256sum_checks_a_checkpoint(tmp_path):
+    folder = three_files(tmp_path, 2)
+    command = ["sha256sum", "--strict", "-c", "SHA256SUMS"]
+    checked = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=True)
+    assert sorted(checked.stdout.splitlines()) == sorted(f"{p.name}: OK" for p in folder.iterdir() if p.suffix)
+
+
+def test_what_a_killed_save_left_is_no_part_of_the_next(tmp_path):
+    rest = tmp_path / "checkpoints" / "step-000001.partial" / "reference.safetensors"
+    rest.parent.mkdir(parents=True)
+    rest.write_text("half of a file")
+    folder = save(tmp_path, 1)
+    assert not (folder / rest.name).exists()
+    assert not rest.parent.exists()
+
+
+def test_steps_of_seven_digits_come_after_those_of_six(tmp_path):
+    for step in (999_999, 1_000_000):
+        save(tmp_path, step)
+    assert [checkpoint.step_of(path) for path in checkpoints(tmp_path)] == [999_999, 1_000_000]
+
+
+def test_all_of_a_checkpoint_is_synced_before_it_has_its_name_and_the_name_after(tmp_path, monkeypatch):
+    save(tmp_path, 1, keep_last=1)
+    synced = []
+    sync = checkpoint.disk.sync
+    monkeypatch.setattr(checkpoint.disk, "sync", lambda path: (synced.append(path), sync(path)))
+    folder = save(tmp_path, 2, keep_last=1)
+    partial = folder.with_suffix(".partial")
+    assert {path.name for path in synced if path.parent == partial} == {path.name for path in folder.iterdir()}
+    assert synced[-3:] == [partial, folder.parent, tmp_path]
+    assert list(folder.parent.iterdir()) == [folder]

@@ -1,0 +1,478 @@
+"""Whole runs of a tiny model through the command line's own path: folder, resume, interruption, two processes."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from conftest import records
+from pellucid import cli, config
+from pellucid.reporting.run_folder import checkpoints
+from pellucid.samplers.native import Native
+from pellucid.serve import command, host
+from pellucid.training import compose, run
+from runs import same_run, train, untimed, weights
+
+
+def test_a_run_is_a_folder_with_all_that_the_design_promises(recipe, tmp_path, capsys):
+    run_dir = tmp_path / "run"
+    assert train(recipe, "--run", run_dir) == 0
+    printed = capsys.readouterr().out
+    for shown in (
+        "4 prompts x 4 completions = 16",
+        "prompt tokens |",
+        "of groups of 4 will be dead",
+        "before",
+        "report.html",
+    ):
+        assert shown in printed
+
+    settings = json.loads((run_dir / "config.json").read_text())
+    assert {"policy", "task", "algorithm", "versions", "git", "hardware"} <= settings.keys()
+    assert settings["algorithm"]["max_length"] == 10, "resolved, not repeated"
+
+    steps = records(run_dir / "metrics.jsonl")
+    assert [s["step"] for s in steps] == [1, 2, 3, 4, 5, 6]
+    for key in (
+        "reward/mean",
+        "groups/dead_all_right",
+        "kl",
+        "clip/high",
+        "sampler/gap_max",
+        "memory/peak_gb",
+        "skipped",
+    ):
+        assert math.isfinite(steps[-1][key])
+    assert steps[0]["lr"] != steps[-1]["lr"]
+
+    rollouts = records(run_dir / "rollouts.jsonl")
+    assert len(rollouts) == 6 * 16
+    assert all(len(r["tokens"]) == len(r["logprobs"]) for r in rollouts)
+    assert [e["step"] for e in records(run_dir / "evals.jsonl")] == [0, 2, 4, 6]
+    assert [p.name for p in checkpoints(run_dir)] == ["step-000004", "step-000006"]
+    assert list((run_dir / "tensorboard").iterdir())
+    assert "<svg" in (run_dir / "report.html").read_text()
+    AutoTokenizer.from_pretrained(run_dir / "model")
+    plain = AutoModelForCausalLM.from_pretrained(run_dir / "model")
+    assert {p.dtype for p in plain.parameters()} == {torch.float32}
+
+
+# Everything that a step leaves to the next: an adapted coefficient, and replayed rollouts or a moving reference.
+STATEFUL = [
+    *("--algorithm.max_rounds", "2", "--algorithm.entropy_share", "0.5"),
+    *("--algorithm.kl", "k2", "--algorithm.kl_in", "loss", "--algorithm.kl_target", "0.001"),
+]
+LEFT_BEHIND = {
+    "rollouts": ["--algorithm.max_staleness", "3"],
+    "reference": ["--algorithm.reference_every", "2", "--algorithm.reference_decay", "0.5"],
+    "masters on the CPU": ["--optimizer.offload", "--policy.dtype", "bfloat16"],
+}
+
+
+@pytest.mark.parametrize("left", LEFT_BEHIND)
+def test_what_a_step_leaves_to_the_next_is_in_the_checkpoint(recipe, tmp_path, monkeypatch, left):
+    whole, killed = tmp_path / "whole", tmp_path / "killed"
+    settings = ["--checkpoint.every", 1, "--evaluate.every", 3, *STATEFUL, *LEFT_BEHIND[left]]
+    assert train(recipe, "--run", whole, *settings) == 0
+    steps = records(whole / "metrics.jsonl")
+    assert len({step["kl_coef"] for step in steps}) > 3
+    assert steps[3]["kl"] > 0
+
+    update, calls = run.grpo.update, []
+
+    def dying(*arguments):
+        calls.append(arguments)
+        if len(calls) == 5:
+            raise KeyboardInterrupt
+        return update(*arguments)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(run.grpo, "update", dying)
+        assert train(recipe, "--run", killed, *settings) == 130
+    assert train("--resume", killed) == 0
+    same_run(whole, killed)
+
+
+@pytest.mark.parametrize("dies_in_step", [2, 5])
+def test_what_a_curriculum_has_seen_is_in_the_checkpoint(recipe, tmp_path, monkeypatch, dies_in_step):
+    text = recipe.read_text()
+    inside = text.replace("[task]", '[task]\nname = "curriculum"\npool = 10\nwindow = 3\nrest = 1\n[task.task]')
+    recipe.write_text(inside)
+    whole, killed = tmp_path / "whole", tmp_path / "killed"
+    settings = ["--checkpoint.every", 1, "--evaluate.every", 3, "--algorithm.max_rounds", 2]
+    assert train(recipe, "--run", whole, *settings) == 0
+    generate = Native.generate
+
+    def dying(self, prompts, group_size, seed):
+        if seed == f"0/{dies_in_step}":
+            raise KeyboardInterrupt
+        return generate(self, prompts, group_size, seed)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Native, "generate", dying)
+        assert train(recipe, "--run", killed, *settings) == 130
+    assert train("--resume", killed) == 0
+    same_run(whole, killed)
+    assert records(whole / "metrics.jsonl")[-1]["curriculum/epoch"] > 1
+    served = host.load(command.parsed([str(whole)], model=True))
+    assert served.task.split == "test"
+    assert type(served.task.task).__name__ == "Digits", "questions of the service come in no order"
+
+
+@pytest.mark.parametrize("dies_in_step", [1, 3, 6])
+def test_a_run_killed_anywhere_resumes_to_the_same_bits(recipe, tmp_path, monkeypatch, dies_in_step):
+    whole, killed = tmp_path / "whole", tmp_path / "killed"
+    assert train(recipe, "--run", whole, "--checkpoint.every", 1, "--evaluate.every", 3) == 0
+
+    generate, calls = Native.generate, []
+
+    def dying(self, prompts, group_size, seed):
+        calls.append(seed)
+        if seed == f"0/{dies_in_step - 1}":
+            raise KeyboardInterrupt
+        return generate(self, prompts, group_size, seed)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Native, "generate", dying)
+        assert train(recipe, "--run", killed, "--checkpoint.every", 1, "--evaluate.every", 3) == 130
+    with (killed / "rollouts.jsonl").open("a") as file:
+        file.write('{"step": 99, "half a li')  # what a crash may leave
+    assert train("--resume", killed) == 0
+    same_run(whole, killed)
+
+
+def test_the_global_generators_go_on_where_they_were(recipe, tmp_path):
+    recipe.write_text(recipe.read_text().replace("Digits", "Careless"))
+    whole, halves = tmp_path / "whole", tmp_path / "halves"
+    fixed = ["--optimizer.schedule", "constant", "--evaluate.every", 0]
+    assert train(recipe, "--run", whole, *fixed) == 0
+    assert train(recipe, "--run", halves, *fixed, "--algorithm.steps", 3) == 0
+    random.seed(99)
+    assert train("--resume", halves, "--algorithm.steps", 6) == 0
+    same_run(whole, halves)
+
+
+def test_the_minutes_of_a_run_are_those_of_its_steps_before_and_after_a_resume(recipe, tmp_path, monkeypatch):
+    run_dir = tmp_path / "run"
+    monkeypatch.setattr(run.grpo.Clock, "times", lambda clock: {"time/step": 30.0})
+    assert train(recipe, "--run", run_dir, "--algorithm.minutes", 1) == 0
+    assert [record["step"] for record in records(run_dir / "metrics.jsonl")] == [1, 2]
+    assert [record["step"] for record in records(run_dir / "evals.jsonl")] == [0, 2]
+    shutil.rmtree(run_dir / "model")  # killed when all was saved but that
+    assert train("--resume", run_dir) == 0
+    assert [record["step"] for record in records(run_dir / "metrics.jsonl")] == [1, 2]
+    assert (run_dir / "model").is_dir()
+    assert train("--resume", run_dir, "--algorithm.minutes", 2) == 0
+    assert records(run_dir / "metrics.jsonl")[-1]["step"] == 4
+
+
+def test_a_request_to_stop_saves_and_says_how_to_go_on(recipe, tmp_path, monkeypatch, capsys):
+    whole, stopped = tmp_path / "whole", tmp_path / "stopped"
+    assert train(recipe, "--run", whole) == 0
+    update = run.grpo.update
+
+    def signalled(*arguments):
+        os.kill(os.getpid(), signal.SIGINT)
+        return update(*arguments)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(run.grpo, "update", signalled)
+        assert train(recipe, "--run", stopped, "--checkpoint.every", 0) == 130
+    assert f"pellucid train --resume {stopped}" in capsys.readouterr().out
+    assert not (stopped / "model").exists()
+    assert train("--resume", stopped, "--checkpoint.every", 2) == 0
+    same_run(whole, stopped)
+
+
+def test_a_run_killed_by_the_system_resumes(recipe, tmp_path):
+    """SIGKILL at a moment of its own, from outside."""
+    whole, killed = tmp_path / "whole", tmp_path / "killed"
+    longer = ["--algorithm.steps", "40", "--checkpoint.every", "3"]
+    assert train(recipe, "--run", whole, *longer) == 0
+    process = subprocess.Popen([sys.executable, "-m", "pellucid", "train", recipe, "--run", killed, *longer])
+    while not list((killed / "checkpoints").glob("step-*[0-9]")):
+        time.sleep(0.05)
+        assert process.poll() is None
+    process.kill()
+    process.wait()
+    assert train("--resume", killed) == 0
+    same_run(whole, killed)
+
+
+ACROSS_GROUPS = ["--algorithm.advantage", "difficulty", "--algorithm.max_staleness", "2", "--algorithm.max_rounds", "2"]
+
+
+@pytest.mark.parametrize(
+    "settings", [[], [*ACROSS_GROUPS, "--algorithm.entropy_share", "0.5"]], ids=["plain", "across"]
+)
+def test_two_processes_take_the_same_steps_as_one(recipe, tmp_path, settings):
+    one, two = tmp_path / "one", tmp_path / "two"
+    # A gentle rate: Adam turns the rounding of a gradient near 0 into a whole step of either sign.
+    steps = ["--algorithm.steps", "3", "--evaluate.every", "3", "--optimizer.lr", "1e-3", *settings]
+    assert train(recipe, "--run", one, *steps) == 0
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
+    finished = subprocess.run(
+        [*launch, "-m", "--", "pellucid", "train", recipe, "--run", two, *steps],
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert finished.returncode == 0, finished.stderr
+    for name, tensor in weights(one).items():
+        torch.testing.assert_close(weights(two)[name], tensor, rtol=0, atol=1e-6)
+    for mine, theirs in zip(records(one / "rollouts.jsonl"), records(two / "rollouts.jsonl"), strict=True):
+        assert mine["tokens"] == theirs["tokens"], "whole groups, in the global order"
+        assert mine["advantage"] == pytest.approx(theirs["advantage"], abs=1e-6)
+    for mine, theirs in zip(records(one / "metrics.jsonl"), records(two / "metrics.jsonl"), strict=True):
+        assert untimed(theirs) == pytest.approx(untimed(mine), abs=1e-4), "counts are global"
+    assert records(one / "evals.jsonl") == records(two / "evals.jsonl")
+
+
+TIMINGS = """
+import json, os, sys
+from pathlib import Path
+import torch
+from pellucid import config
+from pellucid.machine import hardware
+from pellucid.training import compose
+
+rank, said = int(os.environ["RANK"]), []
+for faster in (0, 1):  # the rank on which bf16 is
+    speeds = {torch.float32: 1.0, torch.bfloat16: 2.0 if rank == faster else 1.0}
+    hardware.matmul_tflops = speeds.get
+    alone = str(hardware.pick_dtype("auto", torch.device("cpu")))
+    said.append([alone, compose.settled(config.load(Path(sys.argv[1]), ["--policy.dtype", "auto"])).policy.dtype])
+Path(sys.argv[2], f"rank-{rank}.json").write_text(json.dumps(said))
+"""
+
+
+def test_two_processes_compute_in_the_dtype_that_the_first_finds_faster(recipe, tmp_path):
+    """Measured by each, on machines that others use too, bf16 would be faster on one of them."""
+    script = tmp_path / "timings.py"
+    script.write_text(TIMINGS)
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    process = subprocess.run([*launch, script, recipe, tmp_path], env=environment, capture_output=True, check=False)
+    assert process.returncode == 0, process.stderr.decode()
+    first, second = (json.loads((tmp_path / f"rank-{rank}.json").read_text()) for rank in (0, 1))
+    assert first == [["torch.bfloat16", "bfloat16"], ["torch.float32", "float32"]]
+    assert second == [["torch.float32", "bfloat16"], ["torch.bfloat16", "float32"]]
+
+
+def test_prompts_are_not_split_over_processes(recipe, tmp_path, capsys):
+    assert (
+        train(recipe, "--run", tmp_path / "run", "--algorithm.prompts-per-step", 6, "--algorithm.minibatches", 4) == 2
+    )
+    assert "minibatches = 4 must divide prompts_per_step = 6" in capsys.readouterr().err
+
+
+def test_a_folder_that_holds_a_run_is_not_overwritten(recipe, tmp_path, capsys):
+    run_dir = tmp_path / "run"
+    assert train(recipe, "--run", run_dir, "--algorithm.steps", 1) == 0
+    before = (run_dir / "metrics.jsonl").read_text()
+    assert train(recipe, "--run", run_dir) == 2
+    assert f"--resume {run_dir}" in capsys.readouterr().err
+    assert (run_dir / "metrics.jsonl").read_text() == before
+
+
+def test_a_run_that_cannot_begin_leaves_no_folder(recipe, tmp_path):
+    assert train(recipe, "--run", tmp_path / "runs" / "one", "--policy.model", "./nowhere") == 2
+    assert list((tmp_path / "runs").iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("arguments", "complaint"),
+    [
+        (["train", "nowhere.toml"], "nowhere.toml: cannot be read"),
+        (["train", "--resume", "nowhere"], "there is no run in that folder"),
+        (["train", "recipes/arithmetic.toml", "--policy.model", "./nowhere"], "there is no such file or folder"),
+        (["train", "recipes/arithmetic.toml", "--policy.device", "gpu"], 'policy.device = "gpu"'),
+        (["train", "recipes/arithmetic.toml", "--resume", "nowhere"], "leave out the recipe"),
+        (["eval", "./nowhere", "--task", "recipes/arithmetic.toml"], "there is no such file or folder"),
+        (["fly"], "no such command: fly"),
+        (["doctor", "now"], "doctor takes --plan RECIPE.toml, got now"),
+    ],
+)
+def test_a_mistake_is_one_line_and_exit_2(arguments, complaint, capsys, tmp_path, monkeypatch):
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    with pytest.raises(SystemExit) as exit_:
+        cli.main(arguments)
+    assert exit_.value.code == 2
+    complaints = capsys.readouterr().err
+    assert complaint in complaints
+    assert complaints.count("\n") == 1
+
+
+def test_an_evaluated_run_repeats_its_last_evaluation(recipe, tmp_path, capsys):
+    run_dir = tmp_path / "run"
+    assert train(recipe, "--run", run_dir, "--algorithm.steps", 2) == 0
+    last = records(run_dir / "evals.jsonl")[-1]
+    capsys.readouterr()
+    with pytest.raises(SystemExit) as exit_:
+        cli.main(["eval", str(run_dir)])
+    assert exit_.value.code == 0
+    table = capsys.readouterr().out
+    for name in ("greedy", "mean@k", "pass@k"):
+        assert f"{last[name]['value']:.3f}" in table
+    assert "mean@2" in table
+
+
+def test_answers_may_be_truncated_and_what_is_trained_on_is_not(recipe):
+    """Samples of an evaluation from the likeliest token only are greedy answers."""
+    parts = compose.compose(config.load(recipe, ["--evaluate.top-p", "1e-6"]))
+    parts.sampler.sync(parts.policy)
+    parts.test_sampler.sync(parts.policy)
+    parts.greedy.sync(parts.policy)
+    prompts = parts.task.sample(0, 2)
+
+    def drawn(sampler):
+        return [[c.token_ids for c in g.completions] for g in sampler.generate(prompts, 4, seed="s")]
+
+    assert drawn(parts.test_sampler) == drawn(parts.greedy) != drawn(parts.sampler)
+
+
+def test_an_adapter_is_held_by_the_exact_kl_to_its_base(recipe, tmp_path):
+    run_dir = tmp_path / "run"
+    lora = ["--policy.lora", 2, "--algorithm.steps", 2, "--algorithm.kl", "exact", "--algorithm.kl_in", "loss"]
+    assert train(recipe, "--run", run_dir, *lora) == 0
+    first, second = records(run_dir / "metrics.jsonl")
+    assert 0 < first["kl"] < second["kl"]
+
+
+def test_the_base_of_an_adapter_cannot_follow_it(recipe, tmp_path, capsys):
+    assert train(recipe, "--run", tmp_path / "run", "--policy.lora", 2, "--algorithm.reference_every", 1) == 2
+    assert "its base, which stays" in capsys.readouterr().err
+
+
+def test_lora_trains_through_the_same_recipe(recipe, tmp_path):
+    run_dir = tmp_path / "run"
+    assert train(recipe, "--run", run_dir, "--policy.lora", 4, "--algorithm.steps", 2) == 0
+    saved = load_file(run_dir / "checkpoints" / "step-000002" / "policy.safetensors")
+    assert all("lora_" in name for name in saved)
+    AutoModelForCausalLM.from_pretrained(run_dir / "model")
+
+
+def test_the_settings_of_a_run_can_be_changed_on_resume(recipe, tmp_path):
+    run_dir = tmp_path / "run"
+    assert train(recipe, "--run", run_dir, "--algorithm.steps", 2) == 0
+    assert train("--resume", run_dir, "--algorithm.steps", 4) == 0
+    assert [s["step"] for s in records(run_dir / "metrics.jsonl")] == [1, 2, 3, 4]
+    assert config.load(run_dir / "config.json").algorithm.steps == 4
+
+
+def test_an_offloaded_optimizer_takes_the_same_steps(recipe, tmp_path):
+    assert train(recipe, "--run", tmp_path / "here", "--optimizer.lr", "1e-3") == 0
+    assert train(recipe, "--run", tmp_path / "there", "--optimizer.lr", "1e-3", "--optimizer.offload") == 0
+    there = weights(tmp_path / "there")
+    for name, tensor in weights(tmp_path / "here").items():
+        torch.testing.assert_close(there[name], tensor, rtol=1e-5, atol=1e-6)
+
+
+def killed_in_step(number, monkeypatch, *arguments):
+    """Trains with a checkpoint at every step, and dies in this one."""
+    update, calls = run.grpo.update, []
+
+    def dying(*arguments):
+        calls.append(arguments)
+        if len(calls) == number:
+            raise KeyboardInterrupt
+        return update(*arguments)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(run.grpo, "update", dying)
+        assert train(*arguments, "--checkpoint.every", 1) == 130
+
+
+MOVES = pytest.mark.parametrize(
+    ("here", "there"), [("offload", "no-offload"), ("no-offload", "offload")], ids=["from the CPU", "to the CPU"]
+)
+
+
+@MOVES
+def test_the_optimizer_may_move_at_a_resume(recipe, tmp_path, monkeypatch, here, there):
+    """To the same weights as if it had stayed, but for rounding."""
+    stayed, moved = tmp_path / "stayed", tmp_path / "moved"
+    settings = ["--optimizer.lr", "1e-3", "--evaluate.every", 0]
+    assert train(recipe, "--run", stayed, *settings, f"--optimizer.{here}") == 0
+    killed_in_step(4, monkeypatch, recipe, "--run", moved, *settings, f"--optimizer.{here}")
+    assert train("--resume", moved, f"--optimizer.{there}") == 0
+    assert config.load(moved / "config.json").optimizer.offload is (there == "offload")
+    for name, tensor in weights(stayed).items():
+        torch.testing.assert_close(weights(moved)[name], tensor, rtol=1e-5, atol=1e-6)
+
+
+@MOVES
+def test_no_bit_of_bf16_training_is_lost_in_the_move(recipe, tmp_path, monkeypatch, here, there):
+    run_dir = tmp_path / "run"
+    settings = ["--policy.dtype", "bfloat16", "--evaluate.every", 0]
+    killed_in_step(4, monkeypatch, recipe, "--run", run_dir, *settings, f"--optimizer.{here}")
+    before = load_file(run_dir / "checkpoints" / "step-000003" / "policy.safetensors")
+    assert any(not torch.equal(x, x.bfloat16().float()) for x in before.values())
+    assert train("--resume", run_dir, f"--optimizer.{there}", "--algorithm.steps", 3) == 0
+    assert all(torch.equal(weights(run_dir)[name], x) for name, x in before.items())
+
+
+def test_offloaded_masters_are_fp32_and_saved_unrounded(recipe, tmp_path):
+    run_dir = tmp_path / "run"
+    assert train(recipe, "--run", run_dir, "--optimizer.offload", "--policy.dtype", "bfloat16") == 0
+    folder = run_dir / "checkpoints" / "step-000006"
+    assert not (folder / "optimizer.master.safetensors").exists(), "once is enough"
+    masters, saved = load_file(folder / "policy.safetensors"), weights(run_dir)
+    assert any(not torch.equal(master, master.bfloat16().float()) for master in masters.values())
+    for name, master in masters.items():
+        assert master.dtype == torch.float32
+        assert torch.equal(saved[name], master), name
+
+
+def test_a_run_that_kept_its_masters_beside_the_moments_goes_on(recipe, tmp_path, monkeypatch):
+    """As checkpoints were laid out before."""
+    whole, old = tmp_path / "whole", tmp_path / "old"
+    settings = ["--optimizer.offload", "--policy.dtype", "bfloat16"]
+    assert train(recipe, "--run", whole, *settings) == 0
+    killed_in_step(4, monkeypatch, recipe, "--run", old, *settings)
+    folder = old / "checkpoints" / "step-000003"
+    masters = load_file(folder / "policy.safetensors")
+    save_file(masters, folder / "optimizer.master.safetensors")
+    rounded = {name: x if x.ndim < 2 else x.bfloat16() for name, x in masters.items()}
+    save_file(rounded, folder / "policy.safetensors")
+    assert train("--resume", old) == 0
+    same_run(whole, old)
+
+
+def test_an_empty_prompt_is_told_in_one_line(recipe, tmp_path, capsys):
+    recipe.write_text(recipe.read_text().replace("Digits", "Silent"))
+    assert train(recipe, "--run", tmp_path / "run") == 2
+    said = [line for line in capsys.readouterr().err.splitlines() if "pellucid" in line]
+    assert len(said) == 1
+    assert said[0].startswith("pellucid: prompt test/0/5 is empty, and this tokenizer puts no token before")
+
+
+def test_prefixes_that_are_not_there_are_missed_before_a_model_is_loaded(recipe, tmp_path, capsys):
+    recipe.write_text('[policy]\nmodel = "nowhere"\n[task]\nname = "prefixed"\nfile = "no.json"\n')
+    assert train(recipe, "--run", tmp_path / "run") == 2
+    [line] = capsys.readouterr().err.splitlines()
+    assert line == "pellucid: task.file = no.json: cannot be read (No such file or directory)"
+    assert not (tmp_path / "run").exists()
+
+
+def test_an_evaluation_shows_questions_answers_and_verdicts(recipe, model_dir, capsys):
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["eval", str(model_dir), "--task", str(recipe), "--show", "2"])
+    assert ended.value.code == 0
+    printed = capsys.readouterr().out
+    assert printed.count("question") == 2
+    assert printed.count("verdict") == 2
+    assert "reward 0." in printed

@@ -1,0 +1,518 @@
+"""A run folder that processes share, that is killed, edited, filled and moved: what stands in it stays true."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+import tomllib
+from collections import namedtuple
+from pathlib import Path
+
+import pytest
+
+from conftest import records
+from pellucid import cli
+from pellucid.reporting.run_folder import checkpoints
+from pellucid.samplers.native import Native
+from pellucid.training import changes, checkpoint, claim, preflight, run
+from runs import same_run, train
+
+TASK = Path(__file__).parents[1] / "digits_task.py"
+
+
+def pellucid(*arguments, **kwargs):
+    """The command in a process of its own."""
+    command = [sys.executable, "-m", "pellucid", *map(str, arguments)]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, **kwargs)
+
+
+def until(there, process):
+    while not there():
+        assert process.poll() is None, process.communicate()
+        time.sleep(0.02)
+
+
+def short(recipe, run_dir, *settings):
+    return train(recipe, "--run", run_dir, "--algorithm.steps", 2, "--evaluate.every", 0, *settings)
+
+
+def dying_in(monkeypatch, step):
+    generate = Native.generate
+
+    def dying(self, prompts, group_size, seed):
+        if seed == f"0/{step - 1}":
+            raise KeyboardInterrupt
+        return generate(self, prompts, group_size, seed)
+
+    monkeypatch.setattr(Native, "generate", dying)
+
+
+# ---------------------------------------------------------------- one holder
+
+
+def test_of_two_processes_on_one_folder_the_second_names_the_first_and_touches_nothing(recipe, tmp_path, capsys):
+    run_dir = tmp_path / "run"
+    first = pellucid("train", recipe, "--run", run_dir, "--algorithm.steps", 10**6, "--checkpoint.every", 1)
+    until(lambda: checkpoints(run_dir), first)
+    for arguments in (["--resume", run_dir, "--algorithm.steps", 1], [recipe, "--run", run_dir]):
+        assert train(*arguments) == 2
+        [line] = capsys.readouterr().err.splitlines()
+        assert f"process {first.pid} trains in {run_dir}: wait for it, or stop it (since " in line
+    first.kill()
+    first.communicate()
+    assert train("--resume", run_dir, "--algorithm.steps", 1) == 0, "the lock died with its holder"
+    steps = [row["step"] for row in records(run_dir / "metrics.jsonl")]
+    assert steps == list(range(1, len(steps) + 1))
+
+
+def test_the_reward_process_does_not_keep_the_lock(recipe, tmp_path):
+    """It may live on for a moment, or hang in a reward, when its parent is killed."""
+    run_dir = tmp_path / "run"
+    first = pellucid("train", recipe, "--run", run_dir, "--algorithm.steps", 10**6, "--checkpoint.every", 1)
+    until(lambda: checkpoints(run_dir), first)
+    children = subprocess.run(
+        ["ps", "-o", "pid=", "--ppid", str(first.pid)], capture_output=True, text=True, check=True
+    ).stdout.split()
+    holders = [pid for pid in children if str(run_dir / ".lock") in files_of(pid)]
+    first.kill()
+    first.communicate()
+    assert children
+    assert not holders
+
+
+def files_of(pid):
+    return [os.readlink(link) for link in Path("/proc", pid, "fd").iterdir() if link.is_symlink()]
+
+
+def test_a_lock_is_asked_for_by_the_process_that_writes_alone(monkeypatch):
+    assert claim.first_process()
+    for name in ("RANK", "PMI_RANK", "OMPI_COMM_WORLD_RANK"):
+        with monkeypatch.context() as patched:
+            patched.setenv(name, "1")
+            assert not claim.first_process()
+            patched.setenv(name, "0")
+            assert claim.first_process()
+
+
+# ---------------------------------------------------------------- what may change at a resume
+
+
+def test_what_a_resume_may_change_is_said_and_kept(recipe, tmp_path, capsys):
+    run_dir = tmp_path / "run"
+    assert short(recipe, run_dir) == 0
+    capsys.readouterr()
+    assert train("--resume", run_dir, "--algorithm.steps", 4, "--optimizer.lr", "1e-3") == 0
+    [said] = [line for line in capsys.readouterr().out.splitlines() if "goes on after step 2" in line]
+    assert "algorithm.steps = 4 (was 2)" in said
+    assert "optimizer.lr = 0.001 (was 0.01)" in said
+    assert train("--resume", run_dir, "--algorithm.steps", 5) == 0
+    first, second = json.loads((run_dir / "config.json").read_text())["resumes"]
+    assert (first["step"], first["changed"]) == (2, {"algorithm.steps": [2, 4], "optimizer.lr": [0.01, 0.001]})
+    assert (second["step"], second["changed"]) == (4, {"algorithm.steps": [4, 5]})
+    assert {"time", "versions"} <= second.keys()
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("algorithm.group-size", "8"),
+        ("sampler.temperature", "0.5"),
+        ("task.seed", "7"),
+        ("algorithm.seed", "1"),
+        ("evaluate.n", "3"),
+        ("policy.lora", "2"),
+        ("algorithm.kl-coef", "0.5"),
+        ("algorithm.epochs", "1"),
+    ],
+)
+def test_what_would_make_the_log_a_lie_is_refused_with_the_mend(recipe, tmp_path, capsys, key, value):
+    run_dir = tmp_path / "run"
+    assert short(recipe, run_dir) == 0
+    before = (run_dir / "config.json").read_bytes()
+    capsys.readouterr()
+    assert train("--resume", run_dir, f"--{key}", value) == 2
+    [line] = capsys.readouterr().err.splitlines()
+    assert f"was trained with {key.replace('-', '_')} = " in line
+    assert f"--policy.model {run_dir / 'model'}" in line
+    assert (run_dir / "config.json").read_bytes() == before
+
+
+def own_files(tmp_path, recipe):
+    """A task of the user's own with a data file, named from the folder that they lie in."""
+    home = tmp_path / "home"
+    home.mkdir()
+    name = f"own_{abs(hash(str(tmp_path)))}_task"
+    own = TASK.read_text().replace("class Digits:", 'class Digits:\n    data: str = "data.jsonl"')
+    own = own.replace("return [Prompt", "open(self.data).close()\n        return [Prompt", 1)
+    (home / f"{name}.py").write_text(own)
+    (home / "data.jsonl").write_text("{}\n")
+    text = recipe.read_text().replace(str(TASK), f"{name}.py")
+    (home / "own.toml").write_text(text)
+    return home, home / f"{name}.py"
+
+
+def test_a_run_can_be_resumed_from_another_working_directory(recipe, tmp_path, monkeypatch):
+    home, task = own_files(tmp_path, recipe)
+    monkeypatch.chdir(home)
+    assert short("own.toml", tmp_path / "run") == 0
+    monkeypatch.chdir("/")
+    assert train("--resume", tmp_path / "run", "--algorithm.steps", 3) == 0
+    settings = json.loads((tmp_path / "run" / "config.json").read_text())
+    assert settings["task"]["name"] == f"{task}:Digits"
+    assert settings["task"]["data"] == str(home / "data.jsonl")
+    assert settings["digests"].keys() == {"task.name", "task.data"}
+
+
+@pytest.mark.parametrize("edited", ["task.name", "task.data"])
+def test_an_edited_task_or_data_file_is_refused(recipe, tmp_path, monkeypatch, capsys, edited):
+    home, task = own_files(tmp_path, recipe)
+    monkeypatch.chdir(home)
+    assert short("own.toml", tmp_path / "run") == 0
+    path = {"task.name": task, "task.data": home / "data.jsonl"}[edited]
+    before = path.read_text()
+    path.write_text(before + "\n")
+    capsys.readouterr()
+    assert train("--resume", tmp_path / "run", "--algorithm.steps", 3) == 2
+    [line] = capsys.readouterr().err.splitlines()
+    assert f"was trained with {edited} = a file of sha256 " in line
+    path.write_text(before)
+    assert train("--resume", tmp_path / "run", "--algorithm.steps", 3) == 0
+
+
+def test_a_run_of_an_older_version_resumes(recipe, tmp_path):
+    """No digests, no history, no checksums, and the settings that there were."""
+    run_dir = tmp_path / "run"
+    assert short(recipe, run_dir) == 0
+    settings = json.loads((run_dir / "config.json").read_text())
+    del settings["digests"], settings["log"]["rollouts"]
+    (run_dir / "config.json").write_text(json.dumps(settings))
+    for folder in checkpoints(run_dir):
+        (folder / "SHA256SUMS").unlink()
+        facts = json.loads((folder / "state.json").read_text())
+        del facts["checksums"]
+        (folder / "state.json").write_text(json.dumps(facts))
+    assert train("--resume", run_dir, "--algorithm.steps", 3) == 0
+
+
+def test_every_setting_is_either_free_at_a_resume_or_not():
+    assert "algorithm.steps".startswith(changes.FREE)
+    for key in ("task.digits", "algorithm.group_size", "sampler.temperature", "evaluate.n", "policy.model"):
+        assert not key.startswith(changes.FREE), key
+
+
+# ---------------------------------------------------------------- before the first checkpoint
+
+
+@pytest.mark.parametrize("again", ["train", "resume"])
+def test_a_run_that_died_before_its_first_checkpoint_begins_again(recipe, tmp_path, monkeypatch, again):
+    whole, died = tmp_path / "whole", tmp_path / "died"
+    assert train(recipe, "--run", whole) == 0
+    with monkeypatch.context() as patched:
+        dying_in(patched, 2)
+        assert train(recipe, "--run", died) == 130
+    assert records(died / "metrics.jsonl")
+    assert not checkpoints(died)
+    assert train(*([recipe, "--run", died] if again == "train" else ["--resume", died])) == 0
+    same_run(whole, died)
+
+
+def test_steps_of_other_settings_are_not_forgotten(recipe, tmp_path, monkeypatch, capsys):
+    died = tmp_path / "died"
+    with monkeypatch.context() as patched:
+        dying_in(patched, 2)
+        assert train(recipe, "--run", died) == 130
+    before = (died / "metrics.jsonl").read_text()
+    capsys.readouterr()
+    assert train(recipe, "--run", died, "--optimizer.lr", "1e-4") == 2
+    assert f"another optimizer.lr: begin again with --resume {died}" in capsys.readouterr().err
+    assert (died / "metrics.jsonl").read_text() == before
+
+
+def test_a_run_that_died_before_its_first_step_leaves_its_folder_to_any_other(recipe, tmp_path, monkeypatch):
+    died = tmp_path / "died"
+    with monkeypatch.context() as patched:
+        dying_in(patched, 1)
+        assert train(recipe, "--run", died, "--evaluate.every", 0) == 130
+    assert short(recipe, died, "--optimizer.lr", "1e-4") == 0
+
+
+@pytest.mark.parametrize("file", ["metrics.jsonl", "thesis.tex", "config.json"])
+def test_someone_s_files_are_left_alone(recipe, tmp_path, capsys, file):
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    (folder / file).write_text('{"step": 7, "architectures": []}\n')
+    assert train(recipe, "--run", folder) == 2
+    [line] = capsys.readouterr().err.splitlines()
+    assert f"{folder} holds {file}, which is no run's" in line
+    assert [path.name for path in folder.iterdir()] == [file]
+    assert (folder / file).read_text() == '{"step": 7, "architectures": []}\n'
+
+
+def test_a_finished_run_without_checkpoints_is_not_begun_again(recipe, tmp_path, capsys):
+    """As `study` leaves it, and as it is kept as data."""
+    run_dir = tmp_path / "run"
+    assert short(recipe, run_dir) == 0
+    shutil.rmtree(run_dir / "checkpoints")
+    before = (run_dir / "metrics.jsonl").read_bytes()
+    for arguments in (["--resume", run_dir], [recipe, "--run", run_dir]):
+        assert train(*arguments) == 2
+        assert str(run_dir) in capsys.readouterr().err
+    assert (run_dir / "metrics.jsonl").read_bytes() == before
+
+
+def refused_before_the_model(recipe, run_dir, monkeypatch, capsys, *settings):
+    def never(*_):
+        raise AssertionError
+
+    monkeypatch.setattr(run, "compose", never)
+    capsys.readouterr()
+    assert train(recipe, "--run", run_dir, *settings) == 2
+    [line] = capsys.readouterr().err.splitlines()
+    assert not run_dir.exists()
+    return line
+
+
+def test_room_on_the_disk_is_checked_before_the_model_is_loaded(recipe, tmp_path, monkeypatch, capsys):
+    usage = namedtuple("usage", "free")(200_000)
+    monkeypatch.setattr(preflight.shutil, "disk_usage", lambda _: usage)
+    line = refused_before_the_model(recipe, tmp_path / "run", monkeypatch, capsys)
+    assert "and 3 checkpoints, and 0.0 GB are free: make room" in line
+
+
+@pytest.mark.parametrize(
+    "settings", [[], ["--optimizer.offload"], ["--policy.lora", "2"], ["--algorithm.reference-every", "2"]]
+)
+def test_the_room_that_is_asked_for_is_what_is_written(recipe, tmp_path, settings):
+    run_dir = tmp_path / "run"
+    assert train(recipe, "--run", run_dir, "--evaluate.every", 0, *settings) == 0
+    cfg = run.settled(cli.config.load(recipe, settings))
+    model = preflight.memory.from_name(cfg.policy.model, cfg.policy.lora)
+    written = sum(p.stat().st_size for p in checkpoints(run_dir)[-1].glob("*.safetensors"))
+    headers = 8_000 * len(list(checkpoints(run_dir)[-1].glob("*.safetensors")))
+    assert 0 <= written - preflight.checkpoint_bytes(model, cfg) < headers
+    saved = (run_dir / "model" / "model.safetensors").stat().st_size
+    assert 0 <= saved - preflight.saved_bytes(model, cfg) < 8_000
+
+
+@pytest.mark.parametrize(
+    ("module", "settings"),
+    [("wandb", ["--log.wandb", "offline"]), ("peft", ["--policy.lora", "2"]), ("torch.utils.tensorboard", [])],
+)
+def test_extras_are_missed_before_the_model_is_loaded(recipe, tmp_path, monkeypatch, capsys, module, settings):
+    monkeypatch.setitem(sys.modules, module, None)
+    assert "pip install" in refused_before_the_model(recipe, tmp_path / "run", monkeypatch, capsys, *settings)
+
+
+def test_data_is_missed_before_the_model_is_loaded(recipe, tmp_path, monkeypatch, capsys):
+    text = recipe.read_text()
+    head, tail = text[: text.index("[task]")], text[text.index("[sampler]") :]
+    recipe.write_text(f'{head}[task]\nname = "dataset"\ndata = "nowhere.jsonl"\n{tail}')
+    assert "nowhere.jsonl" in refused_before_the_model(recipe, tmp_path / "run", monkeypatch, capsys)
+
+
+@pytest.mark.parametrize("place", ["/proc/x", "/proc/x/y", "/sys/x", "/dev/null", "/dev/null/x", "/tmp/" + 300 * "x"])
+def test_a_place_where_no_run_can_be_is_one_line(recipe, tmp_path, capsys, place, monkeypatch):
+    monkeypatch.setattr(run, "train", lambda *_: pytest.fail("a model would be loaded"))
+    assert train(recipe, "--run", place) == 2
+    [line] = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"pellucid: {place} cannot be written to (")
+
+
+# ---------------------------------------------------------------- nothing that only shows something ends a run
+
+
+def test_the_model_is_saved_whatever_the_report_does(recipe, tmp_path, monkeypatch, capsys):
+    def failing(_):
+        raise ZeroDivisionError("division by zero")
+
+    monkeypatch.setattr(run, "write_report", failing)
+    assert short(recipe, tmp_path / "run") == 0
+    assert (tmp_path / "run" / "model" / "model.safetensors").is_file()
+    assert "! report.html could not be shown (ZeroDivisionError: division by zero)" in capsys.readouterr().out
+
+
+def test_a_model_that_cannot_be_saved_leaves_the_former_one_and_is_said_in_one_line(
+    recipe, tmp_path, monkeypatch, capsys
+):
+    run_dir = tmp_path / "run"
+    assert short(recipe, run_dir) == 0
+    before = (run_dir / "model" / "model.safetensors").read_bytes()
+    with monkeypatch.context() as patched:
+        patched.setattr(run.Policy, "save", lambda *_: (_ for _ in ()).throw(OSError(28, "No space left on device")))
+        assert train("--resume", run_dir, "--algorithm.steps", 3) == 2
+    assert f"make room, then --resume {run_dir}" in capsys.readouterr().err
+    assert (run_dir / "model" / "model.safetensors").read_bytes() == before
+    assert train("--resume", run_dir) == 0
+    assert (run_dir / "model" / "model.safetensors").read_bytes() != before
+
+
+def test_a_reader_that_goes_away_ends_no_run(recipe, tmp_path):
+    run_dir = tmp_path / "run"
+    process = pellucid("train", recipe, "--run", run_dir)
+    process.stdout.readline()
+    process.stdout.close()
+    process.stderr.close()
+    assert process.wait() == 0
+    assert (run_dir / "model").is_dir()
+    assert len(records(run_dir / "metrics.jsonl")) == 6
+
+
+@pytest.mark.parametrize("closed", [">&-", "2>&-", ">&- 2>&-", ">/dev/full 2>&1"])
+def test_no_output_at_all_ends_no_run(recipe, tmp_path, closed):
+    run_dir = tmp_path / "run"
+    command = f"{sys.executable} -m pellucid train {recipe} --run {run_dir} --algorithm.steps 2 {closed}"
+    assert subprocess.run(command, shell=True, check=False).returncode == 0
+    assert len(records(run_dir / "metrics.jsonl")) == 2
+
+
+# ---------------------------------------------------------------- requests to stop
+
+
+def test_a_request_saves_before_any_evaluation_which_is_made_at_the_resume(recipe, tmp_path, monkeypatch):
+    whole, stopped = tmp_path / "whole", tmp_path / "stopped"
+    settings = ["--evaluate.every", 1, "--checkpoint.every", 4]
+    assert train(recipe, "--run", whole, *settings) == 0
+    update = run.grpo.update
+
+    def signalled(*arguments):
+        os.kill(os.getpid(), signal.SIGTERM)
+        return update(*arguments)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(run.grpo, "update", signalled)
+        assert train(recipe, "--run", stopped, *settings) == 130
+    assert [row["step"] for row in records(stopped / "evals.jsonl")] == [0]
+    assert [path.name for path in checkpoints(stopped)] == ["step-000001"]
+    assert train("--resume", stopped) == 0
+    same_run(whole, stopped)
+
+
+@pytest.mark.parametrize("step", [1, 4, 6])
+def test_a_request_during_an_evaluation_does_not_wait_for_its_end(recipe, tmp_path, monkeypatch, step):
+    """Whether the step was to be saved, or was the last."""
+    whole, stopped = tmp_path / "whole", tmp_path / "stopped"
+    settings = ["--evaluate.every", 1, "--checkpoint.every", 4]
+    assert train(recipe, "--run", whole, *settings) == 0
+    evaluate, calls = run.evaluate, []
+
+    def signalled(*arguments):
+        calls.append(arguments)
+        if len(calls) == step + 1:
+            os.kill(os.getpid(), signal.SIGTERM)
+            time.sleep(600)
+        return evaluate(*arguments)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(run, "evaluate", signalled)
+        assert train(recipe, "--run", stopped, *settings) == 130
+    assert [row["step"] for row in records(stopped / "evals.jsonl")] == list(range(step))
+    assert checkpoint.step_of(checkpoints(stopped)[-1]) == step
+    assert not (stopped / "model").exists()
+    assert train("--resume", stopped) == 0
+    same_run(whole, stopped)
+
+
+def test_a_second_request_during_a_save_leaves_what_was_there(recipe, tmp_path, monkeypatch, capsys):
+    whole, stopped = tmp_path / "whole", tmp_path / "stopped"
+    assert train(recipe, "--run", whole) == 0
+    save_file, calls = checkpoint.save_file, []
+
+    def signalled(tensors, path):
+        calls.append(path)
+        if path.parent.name == "step-000004.partial":
+            for _ in range(2):
+                os.kill(os.getpid(), signal.SIGINT)
+        save_file(tensors, path)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(checkpoint, "save_file", signalled)
+        assert train(recipe, "--run", stopped) == 130
+    assert [path.name for path in checkpoints(stopped)] == ["step-000002"]
+    assert f"go on with: pellucid train --resume {stopped}" in capsys.readouterr().err
+    assert train("--resume", stopped) == 0
+    same_run(whole, stopped)
+    assert [path.name for path in (stopped / "checkpoints").iterdir() if path.suffix] == []
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_request_before_step_1_is_one_line_and_leaves_nothing_running(recipe, tmp_path, number):
+    """In the first evaluation, when the reward process is there."""
+    marker = tmp_path / "graded"
+    own = tmp_path / "slow_rewards_task.py"
+    source = TASK.read_text().replace("digits = sum", f"open({str(marker)!r}, 'w').close()\n        digits = sum")
+    own.write_text(source.replace("return Reward(", "import time; time.sleep(0.2)\n        return Reward("))
+    recipe.write_text(recipe.read_text().replace(str(TASK), str(own)))
+    process = pellucid("train", recipe, "--run", tmp_path / "run")
+    until(marker.exists, process)
+    process.send_signal(number)
+    _, said = process.communicate()
+    assert process.returncode == 130
+    how = f"go on with: pellucid train --resume {tmp_path / 'run'}"
+    assert said.splitlines() == [f"pellucid: stopped at once; nothing that was saved is lost, {how}"]
+    assert not (tmp_path / "run" / "metrics.jsonl").exists() or not records(tmp_path / "run" / "metrics.jsonl")
+
+
+SIGNALLED_BY_AN_IMPORT = """
+import os, sys
+from pellucid.__main__ import main
+
+class Finder:
+    def find_spec(self, name, path=None, target=None):
+        if name == {module!r}:
+            os.kill(os.getpid(), {number})
+
+sys.meta_path.insert(0, Finder())
+main()
+"""
+
+
+@pytest.mark.parametrize("module", ["pellucid.cli", "pydantic", "torch", "transformers"])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_request_while_importing_ends_the_process_in_one_line(recipe, tmp_path, module, number):
+    code = SIGNALLED_BY_AN_IMPORT.format(module=module, number=int(number))
+    command = [sys.executable, "-c", code, "train", recipe, "--run", tmp_path / "run"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "pellucid: stopped\n")
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("arguments", ["--run {run}", "--resume {empty}", "--resume {run} --algorithm.group-size 7"])
+def test_what_a_folder_is_is_said_before_torch_is_imported(recipe, tmp_path, arguments):
+    assert short(recipe, tmp_path / "run") == 0
+    named = arguments.format(run=tmp_path / "run", empty=tmp_path).split()
+    code = (
+        "import sys; from pellucid import cli\n"
+        "try: cli.main(sys.argv[1:])\n"
+        "except SystemExit as end: print(end.code, 'torch' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code, "train", *named], capture_output=True, text=True, check=True)
+    assert done.stdout == "2 False\n", done.stderr
+    assert done.stderr.count("\n") == 1
+
+
+NOT_PYTHON_S = ("tomllib", "signal", "argparse", "random", "typing")
+
+
+def test_files_beside_a_run_are_no_modules_of_python(recipe, tmp_path):
+    """`python -m` puts the working directory first on the path."""
+    for name in NOT_PYTHON_S:
+        (tmp_path / f"{name}.py").write_text("raise SystemExit('not this one')")
+    (tmp_path / "beside.py").write_text(TASK.read_text())
+    recipe.write_text(recipe.read_text().replace(str(TASK), "./beside.py"))
+    process = pellucid(
+        "train", recipe.name, "--run", "run", "--algorithm.steps", 1, "--evaluate.every", 0, cwd=tmp_path
+    )
+    out, err = process.communicate()
+    assert process.returncode == 0, out + err
+    assert records(tmp_path / "run" / "metrics.jsonl")[0]["reward/failed"] == 0
+
+
+def test_the_script_begins_where_the_module_does():
+    """Where a request to stop is no traceback, and output may go nowhere."""
+    scripts = tomllib.loads(Path("pyproject.toml").read_text())["project"]["scripts"]
+    assert scripts == {"pellucid": "pellucid.__main__:main"}
