@@ -138,7 +138,7 @@ for compared in (standardised, centred):
 
 # %% [markdown]
 # The second group is all wrong, and differs only in length. Standardised, brevity counts as much as being right; that
-# is what `algorithm.min_spread` is for.
+# is what `algorithm.min_reward_range` is for.
 #
 # ## 4. Log-probabilities: $\log \pi_\theta(a_{i,t} \mid s_{i,t})$, where $s_{i,t} = (x, a_{i,<t})$
 #

@@ -12,11 +12,10 @@ from __future__ import annotations
 import argparse
 import copy
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 from statistics import fmean
-from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
@@ -24,7 +23,7 @@ from torch import Tensor, nn
 from pellucid.algorithm import grpo
 from pellucid.algorithm.batch import Batch
 from pellucid.algorithm.grpo import Scores
-from pellucid.algorithm.objectives import OBJECTIVES
+from pellucid.algorithm.objectives import Tokens
 from pellucid.algorithm.settings import AdamWConfig, GRPOConfig
 from pellucid.runtimes.accelerate import Runtime
 from pellucid.types import Completion, Group, Prompt, Reward
@@ -33,7 +32,13 @@ PROMPTS = ((1, 0, 2), (3, 2, 4), (1, 2, 3))
 VOCAB = max(map(max, PROMPTS)) + 1
 DELTAS = {"raw": "raw", "centered": "centered", "normalised": "grpo", "max": "top"}
 """What multiplies the gradient, by the name of `algorithm.advantage`."""
-LOSSES = ("naive", "unclipped", "clipped")
+LOSSES = {
+    "naive": "reinforce",
+    "unclipped": "importance_weighted",
+    "clipped": "ppo_clip",
+    "inverted": f"{__file__}:inverted",
+}
+"""... by the name of `algorithm.objective`; the last is a function of this file."""
 
 
 # ---------------------------------------------------------------- the model
@@ -162,11 +167,11 @@ class SortThree:
 # ---------------------------------------------------------------- a ratio upside down
 
 
-def inverted(logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, _mask: Tensor, _cfg: GRPOConfig) -> Tensor:
+def inverted(tokens: Tokens, _cfg: GRPOConfig) -> Tensor:
     """What `log_probs / old_log_probs`, taken for the ratio, maximises. Both are negative, so as the probability of an
     answer rises this falls: it unlearns what was rewarded.
     """
-    return advantages * logprobs / old_logprobs.clamp(max=-1e-6)
+    return tokens.advantages * tokens.logprobs / tokens.old_logprobs.clamp(max=-1e-6)
 
 
 # ---------------------------------------------------------------- training
@@ -175,12 +180,13 @@ def inverted(logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, _mask: 
 def settings(options: argparse.Namespace, deltas: str, loss: str) -> GRPOConfig:
     """`naive` has no ratio, so it takes fresh answers for each of its inner steps."""
     inner = 1 if loss == "naive" else options.inner
-    cfg = GRPOConfig(
+    return GRPOConfig(
         steps=options.epochs * options.inner // inner,
         prompts_per_step=len(PROMPTS),
         group_size=options.responses,
         epochs=inner,
-        advantage=DELTAS[deltas],  # pyright: ignore[reportArgumentType]
+        advantage=DELTAS[deltas],
+        objective=LOSSES[loss],
         clip_low=options.clip,
         clip_high=options.clip,
         kl="k3",
@@ -189,7 +195,6 @@ def settings(options: argparse.Namespace, deltas: str, loss: str) -> GRPOConfig:
         reference_every=options.reference if options.kl else 0,
         seed=options.seed,
     )
-    return replace(cfg, objective=loss)  # pyright: ignore[reportArgumentType] - `inverted` is only here
 
 
 def train(options: argparse.Namespace, deltas: str, loss: str) -> tuple[Places, list[grpo.StepResult]]:
@@ -198,8 +203,7 @@ def train(options: argparse.Namespace, deltas: str, loss: str) -> tuple[Places, 
     reference = Places(copy.deepcopy(policy.module).requires_grad_(False)) if options.kl else None
     optimizer = AdamWConfig(lr=options.lr, max_grad_norm=0.0)
     runtime = Runtime(policy, optimizer, total=cfg.steps * cfg.inner_steps)
-    with patch.dict(OBJECTIVES, inverted=inverted):  # nowhere but here
-        return policy, list(grpo.train(SortThree(options.reward), Draws(), policy, runtime, cfg, reference))
+    return policy, list(grpo.train(SortThree(options.reward), Draws(), policy, runtime, cfg, reference))
 
 
 @torch.no_grad()
@@ -219,7 +223,7 @@ def sampled(steps: Sequence[grpo.StepResult]) -> float:
 
 
 def table(options: argparse.Namespace) -> None:
-    losses = [*LOSSES, "inverted"]
+    losses = list(LOSSES)
     print(f"Reward by {options.reward} of answers drawn at the end | of the likeliest answers; 1 is sorted.\n")
     print(f"{'deltas':12}" + "".join(f"{loss:>18}" for loss in losses))
     for deltas in DELTAS:
@@ -264,7 +268,7 @@ def draw(steps: Sequence[grpo.StepResult], path: Path) -> None:
 def parsed(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--deltas", choices=DELTAS)
-    parser.add_argument("--loss", choices=[*LOSSES, "inverted"])
+    parser.add_argument("--loss", choices=list(LOSSES))
     parser.add_argument("--reward", choices=REWARDS, default="position")
     parser.add_argument("--epochs", type=int, default=100, help="times that answers are drawn")
     parser.add_argument("--inner", type=int, default=10, help="optimizer steps on the same answers")

@@ -144,4 +144,4 @@ def expected_gradient(theta, cfg, rewards, ref=None, old=None):
 
 
 def without_kl(cfg):
-    return replace(cfg, kl_coef=0.0, objective="clipped")
+    return replace(cfg, kl_coef=0.0, objective="ppo_clip")

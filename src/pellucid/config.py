@@ -17,6 +17,7 @@ import tyro
 from pydantic import BaseModel, ConfigDict, Field
 
 from pellucid.algorithm.settings import AdamWConfig, GRPOConfig, RewardConfig
+from pellucid.renames import renamed, renamed_flags
 from pellucid.tasks import task_class
 from pellucid.tasks.wrappers import seeded, wraps
 from pellucid.types import UserError
@@ -177,7 +178,9 @@ def load(recipe: Path | None, overrides: Sequence[str] = (), prog: str = "pelluc
         default = schema.model_validate(values)
     except pydantic.ValidationError as error:
         raise UserError(f"{source}: {_explain(error, schema)}") from error
-    typed = tyro.cli(schema, default=default, args=list(overrides), config=(tyro.conf.AvoidSubcommands,), prog=prog)
+    typed = tyro.cli(
+        schema, default=default, args=renamed_flags(overrides), config=(tyro.conf.AvoidSubcommands,), prog=prog
+    )
     for key, value in _floats({name: getattr(typed, name) for name in schema.model_fields}):
         if not math.isfinite(value):
             raise UserError(f"{key.removeprefix('.')} = {value} must be a finite number")
@@ -216,8 +219,8 @@ def read(path: Path) -> dict[str, Any]:
     try:
         text = path.read_text(encoding="utf-8")
         if path.suffix == ".json":
-            return {key: value for key, value in json.loads(text).items() if key in Config.model_fields}
-        return tomllib.loads(text)
+            return renamed({key: value for key, value in json.loads(text).items() if key in Config.model_fields}, "")
+        return renamed(tomllib.loads(text), str(path))
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"{path}: cannot be read ({getattr(error, 'strerror', None) or error})") from error
     except (tomllib.TOMLDecodeError, json.JSONDecodeError, KeyError) as error:

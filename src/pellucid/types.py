@@ -109,16 +109,16 @@ class Group:
     """The end-of-sequence token that belongs behind a prefix which is a whole answer."""
 
 
-def equal_rewards(group: Group, min_spread: float = 0.0) -> list[Reward]:
+def equal_rewards(group: Group, min_reward_range: float = 0.0) -> list[Reward]:
     """The grades of a dead group; of a live one, or where every reward failed, none."""
     graded = [reward for reward in group.rewards if not reward.failed]
     values = [reward.value for reward in graded]
-    return graded if graded and alike(min(values), max(values), min_spread) else []
+    return graded if graded and alike(min(values), max(values), min_reward_range) else []
 
 
-def alike(low: float, high: float, min_spread: float = 0.0) -> bool:
-    """Whether rewards from `low` to `high` count as equal: up to min_spread, and to rounding (0.1 + 0.2 is 0.3)."""
-    return high - low <= min_spread + 1e-9 * max(abs(low), abs(high))
+def alike(low: float, high: float, min_reward_range: float = 0.0) -> bool:
+    """Whether rewards from `low` to `high` count as equal: up to min_reward_range, and to rounding (0.1 + 0.2 is 0.3)."""
+    return high - low <= min_reward_range + 1e-9 * max(abs(low), abs(high))
 
 
 @dataclass(frozen=True, slots=True)

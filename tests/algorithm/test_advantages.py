@@ -118,10 +118,10 @@ def test_a_factor_on_all_rewards_is_felt_or_not(name):
 
 
 @pytest.mark.parametrize("name", ADVANTAGES)
-def test_a_group_below_min_spread_is_dead_for_the_others_too(name):
+def test_a_group_below_min_reward_range_is_dead_for_the_others_too(name):
     """Members that look across groups must not weigh, or be scaled by, what is no signal."""
     live, noise = [1.0, 0.0, 0.0, 1.0], [0.8, 0.804, 0.798, 0.798]
-    cfg = GRPOConfig(advantage=name, min_spread=0.01, group_size=4)
+    cfg = GRPOConfig(advantage=name, min_reward_range=0.01, group_size=4)
     noisy, equal = grades([live, noise]), grades([live, [0.8] * 4])
     measured = advantages_of(noisy, noisy.rewards, cfg)
     same(measured[0], ADVANTAGES[name](equal, cfg)[0])
@@ -130,10 +130,10 @@ def test_a_group_below_min_spread_is_dead_for_the_others_too(name):
 
 
 def test_what_shaping_adds_makes_no_dead_group_live():
-    """min_spread is about the rewards of the task."""
+    """min_reward_range is about the rewards of the task."""
     task = grades([[1.0, 0.0, 0.0, 1.0], [0.8, 0.804, 0.798, 0.798]])
     shaped = task.rewards - torch.tensor([0.0, 0.5, 0.0, 0.0], dtype=F64)
-    measured = advantages_of(task, shaped, GRPOConfig(min_spread=0.01, group_size=4))
+    measured = advantages_of(task, shaped, GRPOConfig(min_reward_range=0.01, group_size=4))
     same(measured[0], advantages("grpo", [[1.0, -0.5, 0.0, 1.0]])[0])
     assert measured[1].abs().max() == 0.0
 
@@ -216,10 +216,10 @@ def test_rounding_is_measured_by_the_rewards_themselves(size):
 
 
 @pytest.mark.parametrize("sign", [1.0, -1.0])
-def test_a_spread_of_just_min_spread_is_dead_rounding_or_not(sign):
+def test_a_spread_of_just_min_reward_range_is_dead_rounding_or_not(sign):
     """0.1 + 0.2 is above 0.3, above nought or below."""
     group = grades(torch.tensor([[0.0, sign * (0.1 + 0.2)]], dtype=F64))
-    measured = advantages_of(group, group.rewards, GRPOConfig(min_spread=0.3, group_size=2))
+    measured = advantages_of(group, group.rewards, GRPOConfig(min_reward_range=0.3, group_size=2))
     assert measured.abs().max() == 0.0
 
 

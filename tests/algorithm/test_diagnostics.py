@@ -9,7 +9,7 @@ from conftest import OneProcessRuntime
 from pellucid.algorithm import diagnostics, grpo
 from pellucid.algorithm.advantages import Grades, advantages_of
 from pellucid.algorithm.batch import collate
-from pellucid.algorithm.objectives import clip_by_difficulty, clip_metrics, clipped_by_row
+from pellucid.algorithm.objectives import Tokens, clip_high_by_difficulty, clip_metrics, dcpo, ppo_clip
 from pellucid.algorithm.settings import GRPOConfig
 from pellucid.types import Completion, Group, Prompt, Reward
 
@@ -43,7 +43,7 @@ def test_what_another_setting_silences_is_not_booked_to_the_comparison():
     """The group's spread is .1: both comparisons give 0 where that counts as none."""
     rewards = [[1.0, 0.9, 1.0, 0.9]]
     assert on_advantages(rewards, rewards, advantage="rloo") == {"effect/advantage": 1.0}
-    assert on_advantages(rewards, rewards, advantage="rloo", min_spread=0.1) == {"effect/advantage": 0.0}
+    assert on_advantages(rewards, rewards, advantage="rloo", min_reward_range=0.1) == {"effect/advantage": 0.0}
 
 
 def test_length_groups_of_ties_count():
@@ -84,13 +84,14 @@ def test_kl_in_the_loss_counts_by_its_factor_in_the_gradient():
 
 
 def test_moving_bounds_count_where_they_decide_otherwise_than_fixed_ones():
-    """At q = .01 the dynamic bounds are .5 and 5, at q = 1 .8 and 1.17; the fixed ones are .84 and 1.2."""
-    cfg = GRPOConfig(objective="dynamic", clip_low=0.16, clip_high=0.2)
+    """At q = .01 the bounds of dcpo are .5 and 5, at q = 1 .8 and 1.17; the fixed ones are .84 and 1.2."""
+    cfg = GRPOConfig(objective="dcpo", clip_low=0.16, clip_high=0.2)
     old = torch.tensor([[0.01, 0.01, 1.0, 1.0, 0.01]], dtype=F64).log()
     ratio = torch.tensor([[3.0, 6.0, 1.1, 1.19, 0.6]], dtype=F64)
     mask = torch.ones(1, 5, dtype=torch.bool)
     for advantage, changed in ((1.0, [True, False, False, True, False]), (-1.0, [False, False, False, False, True])):
-        measured = clip_metrics(old + ratio.log(), old, torch.tensor([[advantage]], dtype=F64), mask, cfg)
+        tokens = Tokens(old + ratio.log(), old, torch.tensor([[advantage]], dtype=F64), mask)
+        measured = clip_metrics(dcpo(tokens, cfg), mask)
         assert measured["effect/clip"].tolist() == [changed]
 
 
@@ -101,9 +102,9 @@ def test_a_hard_group_may_move_further_and_an_easy_one_less():
     """Mean .5, k = 1: 0 of 4 right gives 1.5 times the bound, 4 of 4 half of it."""
     correct = torch.tensor([[0.0] * 4, [1.0] * 4, [1.0, 1.0, 0.0, 0.0]], dtype=F64)
     cfg = GRPOConfig(clip_high=0.2, clip_difficulty=1.0)
-    widths = clip_by_difficulty(correct, correct.mean(), cfg)
+    widths = clip_high_by_difficulty(correct, correct.mean(), cfg)
     assert widths.tolist() == [pytest.approx([x] * 4) for x in (0.3, 0.1, 0.2)]
-    steep = clip_by_difficulty(correct, correct.mean(), GRPOConfig(clip_high=0.2, clip_difficulty=10.0))
+    steep = clip_high_by_difficulty(correct, correct.mean(), GRPOConfig(clip_high=0.2, clip_difficulty=10.0))
     assert steep.tolist() == [pytest.approx([x] * 4) for x in (0.4, 0.1, 0.2)]
 
 
@@ -113,11 +114,12 @@ def test_each_row_is_clipped_at_its_own_bound():
     logprobs = torch.tensor([[1.25, 1.35], [1.25, 1.05]], dtype=F64).log().requires_grad_()
     width = torch.tensor([[0.3], [0.1]], dtype=F64)
     mask, advantages = torch.ones(2, 2, dtype=torch.bool), torch.ones(2, 1, dtype=F64)
-    value = clipped_by_row(width)(logprobs, old, advantages, mask, GRPOConfig())
+    outcome = ppo_clip(Tokens(logprobs, old, advantages, mask, width), GRPOConfig(clip_difficulty=1.0))
+    value = outcome.value
     assert value.detach().tolist() == [pytest.approx([1.25, 1.3]), pytest.approx([1.1, 1.05])]
     value.sum().backward()
     assert logprobs.grad.tolist() == [pytest.approx([1.25, 0.0]), pytest.approx([0.0, 1.05])]
-    measured = clip_metrics(logprobs.detach(), old, advantages, mask, GRPOConfig(clip_difficulty=1.0), width)
+    measured = clip_metrics(outcome, mask)
     assert measured["clip/high"].tolist() == [[False, True], [True, False]]
     # The fixed bound of 1.2 takes 1.25 and 1.35 from the first row, 1.25 from the second.
     assert measured["effect/clip"].tolist() == [[True, False], [False, False]]
@@ -165,7 +167,7 @@ def test_it_goes_with_the_clipped_objective_alone():
 @pytest.mark.parametrize(
     ("inert", "said", "mended"),
     [
-        ({"objective": "dynamic"}, "epochs", {"objective": "dynamic", "epochs": 2}),
+        ({"objective": "dcpo"}, "epochs", {"objective": "dcpo", "epochs": 2}),
         ({"clip_difficulty": 1.0}, "minibatches", {"clip_difficulty": 1.0, "minibatches": 2}),
         ({"kl_coef": 0.1, "kl": "k1", "kl_in": "loss"}, "k2", {"kl_coef": 0.1, "kl": "k2", "kl_in": "loss"}),
         ({"advantage": "difficulty", "prompts_per_step": 1}, "prompts_per_step", {"advantage": "difficulty"}),

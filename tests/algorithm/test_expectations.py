@@ -215,7 +215,7 @@ def test_the_exact_kl_in_the_reward_misses_the_choice_of_the_token_itself():
 
 def test_off_policy_k1_in_the_reward_is_a_reward_like_any_other():
     theta, ref, old = thetas(3)
-    cfg = GRPOConfig(kl_coef=0.3, advantage="rloo", group_size=2, objective="unclipped", **PER_ROW)
+    cfg = GRPOConfig(kl_coef=0.3, advantage="rloo", group_size=2, objective="importance_weighted", **PER_ROW)
     charge = (token_scores(old) - token_scores(ref)).sum(-1).tolist()
     as_reward = expected_gradient(theta, replace(cfg, kl_coef=0.0), [-0.3 * k for k in charge], ref, old)
     close(kl_part(theta, ref, cfg, old), as_reward)
@@ -266,7 +266,7 @@ def test_k1_in_a_loss_of_response_means_asks_for_length():
 def test_off_policy_k1_in_the_loss_makes_unlikely_what_was_drawn():
     """Whatever the reference is, it climbs KL(pi_old, pi)."""
     theta, ref, old = thetas(3)
-    cfg = GRPOConfig(kl="k1", kl_in="loss", kl_coef=1.0, group_size=2, objective="unclipped", **PER_ROW)
+    cfg = GRPOConfig(kl="k1", kl_in="loss", kl_coef=1.0, group_size=2, objective="importance_weighted", **PER_ROW)
     away = (chances(old.detach()) * (token_scores(old.detach()) - token_scores(theta)).sum(-1)).sum()
     close(kl_part(theta, ref, cfg, old), -gradient(away, theta))
 
@@ -274,14 +274,14 @@ def test_off_policy_k1_in_the_loss_makes_unlikely_what_was_drawn():
 @pytest.mark.parametrize("kl", ["k3_weighted", "exact"])
 def test_off_policy_only_the_weighted_and_the_exact_keep_their_gradient(kl):
     theta, ref, old = thetas(3)
-    cfg = GRPOConfig(kl=kl, kl_in="loss", kl_coef=1.0, group_size=2, objective="unclipped", **PER_ROW)
+    cfg = GRPOConfig(kl=kl, kl_in="loss", kl_coef=1.0, group_size=2, objective="importance_weighted", **PER_ROW)
     close(kl_part(theta, ref, cfg, old), gradient(state_kl(theta, ref, False, old), theta))
 
 
 @pytest.mark.parametrize("kl", ["k2", "k3"])
 def test_off_policy_the_others_do_not(kl):
     theta, ref, old = thetas(3)
-    cfg = GRPOConfig(kl=kl, kl_in="loss", kl_coef=1.0, group_size=2, objective="unclipped", **PER_ROW)
+    cfg = GRPOConfig(kl=kl, kl_in="loss", kl_coef=1.0, group_size=2, objective="importance_weighted", **PER_ROW)
     exact = gradient(state_kl(theta, ref, kl == "k3", old), theta)
     assert (kl_part(theta, ref, cfg, old) - exact).abs().max() > 1e-2
 

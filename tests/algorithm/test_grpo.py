@@ -51,11 +51,11 @@ def distance(one, other):
 
 
 @pytest.mark.parametrize("objective", OBJECTIVES)
-def test_on_policy_every_objective_has_the_gradient_of_the_naive_one(objective):
+def test_on_policy_every_objective_has_the_gradient_of_reinforce(objective):
     """The ratio is exp of a difference, so its gradient points up where the advantage is positive (E4-1)."""
     policy = make_policy(dtype=F64)
     batch = rollouts(policy)
-    naive, _ = gradients_of(policy, batch, GRPOConfig(objective="naive"))
+    naive, _ = gradients_of(policy, batch, GRPOConfig(objective="reinforce"))
     this, metrics = gradients_of(policy, batch, GRPOConfig(objective=objective))
     assert distance(naive, this) < 1e-12
     assert metrics["grad_norm"] > 1e-3
@@ -416,7 +416,7 @@ def test_dead_groups_are_refilled_from_other_prompts_to_a_constant_batch():
     assert drawn == {"groups/drawn": 8, "groups/drawn_dead": 0.5}
 
 
-def test_a_group_within_min_spread_makes_room_too():
+def test_a_group_within_min_reward_range_makes_room_too():
     """Rewards that differ by some 1e-4, as a small term for brevity lets them."""
 
     class Brief(Coin):
@@ -424,7 +424,7 @@ def test_a_group_within_min_spread_makes_room_too():
             return Reward(sum(completion.token_ids) * (1e-6 if prompt.columns["dead"] else 1.0))
 
     half = Brief(lambda step, i: i % 2 == 0)
-    groups, drawn = run_rollout(half, max_rounds=5, steps=10, min_spread=0.01)
+    groups, drawn = run_rollout(half, max_rounds=5, steps=10, min_reward_range=0.01)
     assert [g.prompt.columns["dead"] for g in groups] == [False] * 4
     assert drawn["groups/drawn_dead"] == 0.5
     groups, drawn = run_rollout(half, max_rounds=5, steps=10)
@@ -472,7 +472,7 @@ def test_the_tries_are_bounded_and_the_batch_is_full_all_the_same():
     assert (drawn["groups/drawn"], drawn["groups/drawn_dead"]) == (8, 0.75)
 
 
-def test_differences_below_min_spread_are_no_signal():
+def test_differences_below_min_reward_range_are_no_signal():
     """A length term of .004 among answers that are all wrong would be standardised to full size (E2-3)."""
     policy = make_policy()
     nearly = [0.0, -0.004, -0.002, 0.0]
@@ -483,7 +483,7 @@ def test_differences_below_min_spread_are_no_signal():
     batch = collate(groups, policy.device)
     arguments = (groups, batch, policy, OneProcessRuntime())
     plain, _ = grpo.compare(*arguments, GRPOConfig(group_size=4))
-    floored, _ = grpo.compare(*arguments, GRPOConfig(group_size=4, min_spread=0.01))
+    floored, _ = grpo.compare(*arguments, GRPOConfig(group_size=4, min_reward_range=0.01))
     assert plain[0].abs().max() > 1.0
     assert floored[0].abs().max() == 0.0
     assert torch.equal(floored[1], plain[1])
@@ -764,8 +764,8 @@ def test_every_step_reports_what_the_design_promises():
     [
         ({"group_size": 1}, "at least 2"),
         ({"minibatches": 3}, "must divide"),
-        ({"objective": "naive", "epochs": 2}, "epochs, minibatches"),
-        ({"objective": "naive", "max_staleness": 2}, "max_staleness"),
+        ({"objective": "reinforce", "epochs": 2}, "epochs, minibatches"),
+        ({"objective": "reinforce", "max_staleness": 2}, "max_staleness"),
         ({"kl": "k3_weighted"}, 'kl_in = "loss"'),
         ({"kl_target": 0.1}, "kl_coef"),
         ({"kl_coef": 0.1, "reference_decay": 0.9}, "reference_every"),

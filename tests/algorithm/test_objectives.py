@@ -9,7 +9,13 @@ from typing import get_args
 import pytest
 import torch
 
-from pellucid.algorithm.objectives import AGGREGATES, BOUNDS, OBJECTIVES, clip_metrics
+from pellucid.algorithm.objectives import (
+    AGGREGATES,
+    OBJECTIVES,
+    Tokens,
+    clip_metrics,
+    probability_bounds,
+)
 from pellucid.algorithm.settings import DUAL_CLIP, GRPOConfig, Objective
 
 F64 = torch.float64
@@ -22,8 +28,13 @@ def value_and_gradient(objective, ratios, sign, mask=ALL, **settings):
     old = torch.full_like(ratios, math.log(0.5))
     logprobs = (old + ratios.log()).requires_grad_()
     advantages = torch.full((len(ratios), 1), sign, dtype=F64)
-    value = OBJECTIVES[objective](logprobs, old, advantages, mask, GRPOConfig(objective=objective, **settings))
+    cfg = GRPOConfig(objective=objective, **settings)
+    value = OBJECTIVES[objective](Tokens(logprobs, old, advantages, mask), cfg).value
     return value.detach(), torch.autograd.grad((value * mask).sum(), logprobs)[0]
+
+
+def measured_at(logprobs, old, advantages, mask, cfg):
+    return clip_metrics(OBJECTIVES[cfg.objective](Tokens(logprobs, old, advantages, mask), cfg), mask)
 
 
 def same(measured, expected):
@@ -36,24 +47,24 @@ def test_the_settings_name_them_all():
 
 def test_the_clip_takes_the_gradient_only_where_it_would_lead_further_out():
     for sign, moving in ((1.0, [0.7, 0.9, 1.25, 0]), (-1.0, [0, -0.9, -1.25, -1.4])):
-        value, gradient = value_and_gradient("clipped", RATIOS, sign, clip_low=0.2, clip_high=0.3)
+        value, gradient = value_and_gradient("ppo_clip", RATIOS, sign, clip_low=0.2, clip_high=0.3)
         same(gradient, [moving])
     same(value, [[-0.8, -0.9, -1.25, -1.4]])
 
 
 def test_dual_clip_bounds_the_loss_of_a_bad_token_far_out():
     ratios = torch.tensor([[2.9, 3.1, 40.0, 0.5]], dtype=F64)
-    value, gradient = value_and_gradient("clipped", ratios, -1.0, dual_clip=3.0)
+    value, gradient = value_and_gradient("ppo_clip", ratios, -1.0, dual_clip=3.0)
     same(value, [[-2.9, -3.0, -3.0, -0.8]])
     same(gradient, [[-2.9, 0.0, 0.0, 0.0]])
-    value, _ = value_and_gradient("clipped", ratios, 1.0, dual_clip=3.0)
+    value, _ = value_and_gradient("ppo_clip", ratios, 1.0, dual_clip=3.0)
     same(value, [[1.2, 1.2, 1.2, 0.5]])
 
 
 @pytest.mark.parametrize("q", [1.0, 0.9, 0.7, 0.5, 0.1, 0.01])
-def test_dynamic_bounds_solve_the_equation_that_defines_them(q):
-    cfg = GRPOConfig(objective="dynamic", clip_low=0.16, clip_high=0.2, clip_cap=100.0)
-    low, high = (float(x) for x in BOUNDS["dynamic"](torch.tensor(q, dtype=F64).log(), cfg))
+def test_dcpos_bounds_solve_the_equation_that_defines_them(q):
+    cfg = GRPOConfig(objective="dcpo", clip_low=0.16, clip_high=0.2, clip_cap=100.0)
+    low, high = (float(x) for x in probability_bounds(torch.tensor(q, dtype=F64).log(), cfg))
     assert (high - 1) * high * q == pytest.approx(0.2, abs=1e-12)
     if q > 4 * 0.16:
         assert (1 - low) * low * q == pytest.approx(0.16, abs=1e-12)
@@ -61,18 +72,18 @@ def test_dynamic_bounds_solve_the_equation_that_defines_them(q):
         assert low == 0.5
 
 
-def test_dynamic_bounds_are_those_of_the_paper_and_capped():
-    cfg = GRPOConfig(objective="dynamic", clip_low=0.16, clip_high=0.2)
-    low, high = BOUNDS["dynamic"](torch.tensor([1.0, 0.9, 0.5, 0.1, 0.01, 1e-6], dtype=F64).log(), cfg)
+def test_dcpos_bounds_are_those_of_the_paper_and_capped():
+    cfg = GRPOConfig(objective="dcpo", clip_low=0.16, clip_high=0.2)
+    low, high = probability_bounds(torch.tensor([1.0, 0.9, 0.5, 0.1, 0.01, 1e-6], dtype=F64).log(), cfg)
     assert [round(float(x), 2) for x in low] == [0.8, 0.77, 0.5, 0.5, 0.5, 0.5]
     assert [round(float(x), 2) for x in high] == [1.17, 1.19, 1.31, 2.0, 5.0, 10.0]
 
 
-def test_dynamic_lets_a_rare_token_go_where_the_fixed_clip_stops_it():
+def test_dcpo_lets_a_rare_token_go_where_the_fixed_clip_stops_it():
     old = torch.tensor([[0.9, 0.05]], dtype=F64).log()
     logprobs = (old + math.log(1.5)).requires_grad_()
-    cfg = GRPOConfig(objective="dynamic", clip_low=0.16, clip_high=0.2)
-    value = OBJECTIVES["dynamic"](logprobs, old, torch.ones(1, 1, dtype=F64), ALL[:, :2], cfg)
+    cfg = GRPOConfig(objective="dcpo", clip_low=0.16, clip_high=0.2)
+    value = OBJECTIVES["dcpo"](Tokens(logprobs, old, torch.ones(1, 1, dtype=F64), ALL[:, :2]), cfg).value
     assert torch.autograd.grad(value.sum(), logprobs)[0].tolist() == [[0.0, pytest.approx(1.5)]]
 
 
@@ -129,10 +140,10 @@ def test_far_apart_policies_stay_finite(objective):
     logprobs = torch.tensor([[-1.0, -900.0]]).requires_grad_()
     cfg = GRPOConfig(objective=objective)
     for sign in (-1.0, 1.0):
-        value = OBJECTIVES[objective](logprobs, old, torch.tensor([[sign]]), ALL[:, :2], cfg)
+        value = OBJECTIVES[objective](Tokens(logprobs, old, torch.tensor([[sign]]), ALL[:, :2]), cfg).value
         assert bool(value.isfinite().all())
         assert bool(torch.autograd.grad(value.sum(), logprobs)[0].isfinite().all())
-    metrics = clip_metrics(logprobs.detach(), old, torch.tensor([[1.0]]), ALL[:, :2], cfg)
+    metrics = measured_at(logprobs.detach(), old, torch.tensor([[1.0]]), ALL[:, :2], cfg)
     whole = objective.startswith("gspo")  # the mean of 899 and -899 is 0
     assert metrics["ratio/overflow"].tolist() == [[not whole, not whole]]
 
@@ -146,7 +157,7 @@ def test_the_clip_is_reported_where_a_gradient_is_gone(objective):
             ratios = torch.tensor([[ratio]], dtype=F64)
             _, gradient = value_and_gradient(objective, ratios, sign, ALL[:, :1], **settings)
             old = torch.full((1, 1), math.log(0.5), dtype=F64)
-            metrics = clip_metrics(
+            metrics = measured_at(
                 old + ratios.log(),
                 old,
                 torch.tensor([[sign]]),
@@ -168,10 +179,10 @@ def test_a_responses_ratio_is_measured_on_its_tokens_alone(objective, padding):
     mask = torch.tensor([[True, True, False]])
     cfg = GRPOConfig(objective=objective, clip_high=0.3)
     advantages = torch.ones(1, 1, dtype=F64)
-    measured = clip_metrics(log_ratio, torch.zeros_like(log_ratio), advantages, mask, cfg)
+    measured = measured_at(log_ratio, torch.zeros_like(log_ratio), advantages, mask, cfg)
     assert measured["ratio/mean"][mask].tolist() == pytest.approx([math.sqrt(1.8)] * 2)
     assert measured["clip/high"][mask].tolist() == [True, True]
-    wider = clip_metrics(log_ratio, torch.zeros_like(log_ratio), advantages, mask, replace(cfg, clip_high=0.35))
+    wider = measured_at(log_ratio, torch.zeros_like(log_ratio), advantages, mask, replace(cfg, clip_high=0.35))
     assert wider["clip/high"][mask].tolist() == [False, False]
 
 
@@ -203,10 +214,10 @@ def test_gspo_clamps_the_mean_of_a_response_not_its_tokens():
 
 
 def test_where_there_is_no_advantage_no_clip_takes_anything():
-    """At q = .01 dynamic's bounds are .5 and 5: ratios of 3 and .6 are within them and beyond the fixed ones."""
-    cfg = GRPOConfig(objective="dynamic", clip_low=0.16, clip_high=0.2)
+    """At q = .01 dcpo's bounds are .5 and 5: ratios of 3 and .6 are within them and beyond the fixed ones."""
+    cfg = GRPOConfig(objective="dcpo", clip_low=0.16, clip_high=0.2)
     old = torch.full((1, 2), 0.01, dtype=F64).log()
     ratio, mask = torch.tensor([[3.0, 0.6]], dtype=F64), ALL[:, :2]
     for advantage, changed in ((0.0, [False, False]), (1.0, [True, False]), (-1.0, [False, True])):
-        metrics = clip_metrics(old + ratio.log(), old, torch.tensor([[advantage]], dtype=F64), mask, cfg)
+        metrics = measured_at(old + ratio.log(), old, torch.tensor([[advantage]], dtype=F64), mask, cfg)
         assert metrics["effect/clip"].tolist() == [changed]

@@ -78,7 +78,7 @@ NO_OCCASION = {
     "gspo": ["clip_high"],  # no whole response gets so much likelier
     "gspo_token": ["clip_high"],
     "length_grouped": ["advantage"],  # groups of four fill no cell
-    "rloo": ["objective"],  # on-policy "naive" and "clipped" have one gradient
+    "rloo": ["objective"],  # on-policy "reinforce" and "ppo_clip" have one gradient
     "truncated_is": ["correction"],  # the sampler is exact
 }
 

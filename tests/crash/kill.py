@@ -71,7 +71,7 @@ CONFIGURATIONS = {
         "--algorithm.reference_every 2 --algorithm.reference_decay 0.5"
         " --algorithm.kl k2 --algorithm.kl_in loss --algorithm.kl_target 0.001"
     ),
-    "dynamic sampling": Configuration("--algorithm.max_rounds 3 --algorithm.min_spread 0.3"),
+    "dynamic sampling": Configuration("--algorithm.max_rounds 3 --algorithm.min_reward_range 0.3"),
     "offload": Configuration("--optimizer.offload --policy.dtype bfloat16"),
     "fp16": Configuration("--policy.dtype float16"),
     "two processes": Configuration(processes=2),

@@ -71,7 +71,7 @@ def test_a_dead_group_with_a_wrong_answer_in_it_is_not_all_right():
 def test_a_small_difference_is_life_a_rounding_or_a_failed_reward_is_none():
     assert describe([group(right(1.0), right(1.0 + 1e-6))])["groups/dead_all_right"] == 0
     assert describe([group(right(0.3), right(0.1 + 0.2))])["groups/dead_all_right"] == 1
-    assert describe([group(right(1.0), right(1.004))], min_spread=0.01)["groups/dead_all_right"] == 1
+    assert describe([group(right(1.0), right(1.004))], min_reward_range=0.01)["groups/dead_all_right"] == 1
     assert describe([group(right(1.0), right(1.0), Reward(nan))])["groups/dead_all_right"] == 1
 
 
@@ -99,8 +99,8 @@ def test_predicted_dead_share_by_hand():
     assert predicted_dead_share([[1, 0, 1, 0]], group_size=2) == pytest.approx(2 / 6)  # of six pairs, two are alike
     assert predicted_dead_share([[1, 0, 1, 0], [1, 1, 1, 1]], group_size=2) == pytest.approx((2 / 6 + 1) / 2)
     assert predicted_dead_share([[0.1, 0.2, 0.3, 0.4]], group_size=2) == 0.0  # all wrong, and yet not alike
-    assert predicted_dead_share([[0.1, 0.2, 0.3, 0.4]], 2, min_spread=0.11) == pytest.approx(3 / 6)  # neighbours
-    assert predicted_dead_share([[0.4, 0.1, 0.3, 0.2]], 3, min_spread=0.2) == pytest.approx(2 / 4)
+    assert predicted_dead_share([[0.1, 0.2, 0.3, 0.4]], 2, min_reward_range=0.11) == pytest.approx(3 / 6)  # neighbours
+    assert predicted_dead_share([[0.4, 0.1, 0.3, 0.2]], 3, min_reward_range=0.2) == pytest.approx(2 / 4)
 
 
 @pytest.mark.parametrize("p", [0.1, 0.5, 0.93])

@@ -269,11 +269,11 @@ def test_an_answer_that_could_not_be_graded_is_shown_without_a_reward():
 
 
 def test_the_terms_of_a_reward_are_compared_as_in_training():
-    """advantage = "gdpo": a term twice as heavy, by hand; and min_spread is that of training."""
+    """advantage = "gdpo": a term twice as heavy, by hand; and min_reward_range is that of training."""
     rewards = (Reward(2.0, {"a": 1.0}, weights={"a": 2.0}), Reward(0.0, {"a": 0.0}, weights={"a": 2.0}))
     answered = Group(Prompt("p", "q"), (1,), (Completion((1,), (0.0,), "", True),) * 2, rewards)
     assert group.advantages(GRPOConfig(advantage="gdpo", group_size=2), answered) == [1.0, -1.0]
-    assert group.advantages(GRPOConfig(group_size=2, min_spread=3.0), answered) == [0.0, 0.0]
+    assert group.advantages(GRPOConfig(group_size=2, min_reward_range=3.0), answered) == [0.0, 0.0]
 
 
 def test_a_group_of_a_question_without_an_answer_has_no_rewards(service):

@@ -5,7 +5,8 @@ import sys
 
 import pytest
 
-from pellucid.tasks import TASKS, load_object, task_class
+from pellucid.machine.plugins import load_object
+from pellucid.tasks import TASKS, task_class
 from pellucid.types import UserError
 
 

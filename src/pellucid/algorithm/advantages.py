@@ -7,12 +7,15 @@ compare nothing). There is no epsilon under any division: a group is dead or has
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import cache
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from pellucid.algorithm.settings import GRPOConfig
+from pellucid.machine.plugins import function_of
 from pellucid.types import UserError
 
 
@@ -203,7 +206,9 @@ def within_cells(rewards: Tensor, same: Tensor, share: Tensor) -> Tensor:
     return ((rewards - baseline) / scale.masked_fill(silent, 1.0)).masked_fill(silent, 0.0)
 
 
-ADVANTAGES = {
+Advantage = Callable[[Grades, GRPOConfig], Tensor]
+
+ADVANTAGES: dict[str, Advantage] = {
     "grpo": grpo,
     "grpo_sample_std": grpo_sample_std,
     "centered": centered,
@@ -221,10 +226,16 @@ ADVANTAGES = {
 }
 
 
+@cache
+def advantage_of(name: str) -> Advantage:
+    """One of ADVANTAGES, or the user's own; UserError where `file.py:function` leads to none."""
+    return ADVANTAGES[name] if name in ADVANTAGES else function_of(name)
+
+
 def advantages_of(grades: Grades, shaped: Tensor, cfg: GRPOConfig) -> Tensor:
     """[P, G], from the task's grades of a step and the rewards [P, G] that were made of them."""
-    if not cfg.min_spread:
-        return ADVANTAGES[cfg.advantage](grades._replace(rewards=shaped), cfg)
-    silent = dead(grades.rewards, cfg.min_spread)
+    if not cfg.min_reward_range:
+        return advantage_of(cfg.advantage)(grades._replace(rewards=shaped), cfg)
+    silent = dead(grades.rewards, cfg.min_reward_range)
     leveled_out = leveled(grades._replace(rewards=shaped), silent)
-    return ADVANTAGES[cfg.advantage](leveled_out, cfg).masked_fill(silent, 0.0)
+    return advantage_of(cfg.advantage)(leveled_out, cfg).masked_fill(silent, 0.0)

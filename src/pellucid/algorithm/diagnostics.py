@@ -69,7 +69,7 @@ def moved(difference: Tensor) -> float:
 def known_inert(cfg: GRPOConfig) -> list[str]:
     """A line for each switch that cannot do anything in this setting, with what would let it."""
     lines = []
-    if not cfg.off_policy and (cfg.objective == "dynamic" or cfg.clip_difficulty or cfg.dual_clip):
+    if not cfg.off_policy and (cfg.objective == "dcpo" or cfg.clip_difficulty or cfg.dual_clip):
         lines.append(
             "clipping is inert: with one optimizer step on each set of rollouts the ratio is 1;"
             " set algorithm.epochs or algorithm.minibatches above 1"

@@ -28,7 +28,7 @@ from pellucid.algorithm import diagnostics, kl, shaping
 from pellucid.algorithm.advantages import Grades, advantages_of, dead
 from pellucid.algorithm.batch import Batch, collate, concat, grades_of, prefix_rows, stacked, task_rewards
 from pellucid.algorithm.kl import KL
-from pellucid.algorithm.objectives import AGGREGATES, OBJECTIVES, clip_by_difficulty, clip_metrics, clipped_by_row
+from pellucid.algorithm.objectives import AGGREGATES, Tokens, clip_high_by_difficulty, clip_metrics, objective_of
 from pellucid.algorithm.settings import GRPOConfig
 from pellucid.algorithm.totals import Clock, Totals
 from pellucid.types import ROUND, Group, Sampler, Task, grade, observer
@@ -167,7 +167,7 @@ def rollout(
         if cfg.max_rounds == 1:
             return groups, observed(task, step, groups, runtime)
         for group in runtime.gather(groups):
-            (spare if bool(dead(task_rewards([group]), cfg.min_spread)) else live).append(group)
+            (spare if bool(dead(task_rewards([group]), cfg.min_reward_range)) else live).append(group)
         if len(live) >= cfg.prompts_per_step:
             break
     drawn = live + spare
@@ -214,7 +214,7 @@ def judged(batch: Batch, groups: Sequence[Group], advantages: Tensor, runtime: R
     if not cfg.clip_difficulty:
         return batch
     mean = grades_of(runtime.gather(groups)).correct.nanmean()
-    clip_high = clip_by_difficulty(grades_of(groups).correct, mean, cfg)
+    clip_high = clip_high_by_difficulty(grades_of(groups).correct, mean, cfg)
     return replace(batch, clip_high=clip_high.flatten().to(batch.sampler_logprobs))
 
 
@@ -284,10 +284,11 @@ def loss_terms(scores: Scores, batch: Batch, cfg: GRPOConfig) -> tuple[Tensor, d
     trust = shaping.sampler_weights(old_logprobs, batch.sampler_logprobs, batch.mask, cfg)
 
     clip_high = None if batch.clip_high is None else batch.clip_high[:, None]  # [B, 1]
-    objective = OBJECTIVES[cfg.objective] if clip_high is None else clipped_by_row(clip_high)
-    value = trust * objective(logprobs, old_logprobs, advantages, batch.mask, cfg)  # [B, T]
+    tokens = Tokens(logprobs, old_logprobs, advantages, batch.mask, clip_high)
+    outcome = objective_of(cfg.objective)(tokens, cfg)
+    value = trust * outcome.value  # [B, T]
     value = value if batch.gate is None else value * batch.gate
-    metrics = clip_metrics(now, old_logprobs, advantages, batch.mask, cfg, clip_high)
+    metrics = clip_metrics(outcome, batch.mask)
     metrics |= {"entropy": entropy.detach(), "sampler/gap_mean": (batch.sampler_logprobs - old_logprobs).abs()}
     metrics |= {"sampler/corrected": shaping.cut(trust, cfg)} if cfg.correction != "none" else {}
     if cfg.kl_coef:

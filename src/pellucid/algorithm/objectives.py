@@ -1,122 +1,145 @@
-"""What is maximised for each response token, [B, T]; how tokens add up; and where the clip acts.
+"""Objectives: what is maximised for each response token, and where its clip acts; and how tokens add up.
 
-An objective takes (logprobs, old_logprobs, advantages, mask, cfg): logprobs [B, T] with gradient, old_logprobs [B, T]
-of the policy that the rollouts came from, advantages [B, 1], mask [B, T] true on tokens. What it says off the mask is
-not read. A member whose ratio belongs to the whole response gives its value to each of its tokens: with
-aggregate = "sequence" every response then counts once.
+An objective is one function, `objective(tokens, cfg) -> Outcome`, that says all there is to say of it: the value, the
+ratio that it is made of, and the tokens whose gradient its clip takes. What it says off the mask is not read. One whose
+ratio belongs to the whole response gives its value to each token: with aggregate = "sequence" every response then
+counts once. `algorithm.objective = "file.py:function"` is one of the user's own; it may return the value alone.
+
+Shapes: B responses, T tokens.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from pellucid.algorithm.settings import GRPOConfig
-
-Objective = Callable[[Tensor, Tensor, Tensor, Tensor, GRPOConfig], Tensor]
+from pellucid.machine.plugins import function_of
 
 MAX_LOG_RATIO = 20.0
 """exp() of a larger log-ratio says nothing but overflow."""
 
 
-def clamped(log_ratio: Tensor) -> Tensor:
-    return log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+class Tokens(NamedTuple):
+    """What an objective is made from."""
+
+    logprobs: Tensor
+    """[B, T] under the policy, with gradient; nats."""
+    old_logprobs: Tensor
+    """[B, T] under the policy that the rollouts came from."""
+    advantages: Tensor
+    """[B, 1] or [B, T]"""
+    mask: Tensor
+    """[B, T] bool: true on tokens of the response."""
+    clip_high: Tensor | None = None
+    """[B, 1] of each row, where the difficulty of its prompt sets it."""
 
 
-def ratio_of(logprobs: Tensor, old_logprobs: Tensor) -> Tensor:
-    return clamped(logprobs - old_logprobs).exp()
+class Outcome(NamedTuple):
+    """What an objective comes to, [B, T] each, or [B, 1] where that is the same for a whole response."""
+
+    value: Tensor
+    """What is maximised, with gradient."""
+    log_ratio: Tensor
+    """log(pi / pi_old), of the token or of the response, whichever the objective goes by."""
+    below: Tensor | None = None
+    """bool: the gradient is gone because the ratio is too low; None where nothing is clipped."""
+    above: Tensor | None = None
+    """bool: ... because it is too high."""
+    moved: Tensor | None = None
+    """bool: bounds that are not the fixed ones decided otherwise than those would have."""
 
 
-def mean_over_response(x: Tensor, mask: Tensor) -> Tensor:
-    """[B, T] -> [B, 1]"""
-    return (x * mask).sum(-1, keepdim=True) / mask.sum(-1, keepdim=True).clamp(min=1)
+Objective = Callable[[Tokens, GRPOConfig], Outcome]
+Bounds = tuple[Tensor, Tensor]
+"""The lowest and the highest ratio of a trust region."""
 
 
 # ---------------------------------------------------------------- objectives
 
 
-def naive(logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, mask: Tensor, cfg: GRPOConfig) -> Tensor:
+def ppo_clip(tokens: Tokens, cfg: GRPOConfig) -> Outcome:
+    """min(A ratio, A clip(ratio)) (PPO, arXiv 1707.06347, equation 7): no gain beyond the trust region.
+
+    Where the rows have upper bounds of their own, those.
+    """
+    fixed, log_ratio = fixed_bounds(tokens, cfg), log_ratio_of(tokens)
+    if tokens.clip_high is None:
+        return surrogate(tokens, log_ratio, fixed, cfg)
+    own = fixed[0], 1 + tokens.clip_high.to(tokens.old_logprobs)
+    return surrogate(tokens, log_ratio, own, cfg, fixed)
+
+
+def importance_weighted(tokens: Tokens, cfg: GRPOConfig) -> Outcome:
+    """A pi / pi_old: no trust region."""
+    log_ratio = log_ratio_of(tokens)
+    return Outcome(tokens.advantages * clamped(log_ratio).exp(), log_ratio)
+
+
+def reinforce(tokens: Tokens, cfg: GRPOConfig) -> Outcome:
     """A log pi: REINFORCE with the group as baseline."""
-    return advantages * logprobs
+    return Outcome(tokens.advantages * tokens.logprobs, log_ratio_of(tokens))
 
 
-def unclipped(logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, mask: Tensor, cfg: GRPOConfig) -> Tensor:
-    """A pi / pi_old: importance-weighted, no trust region."""
-    return advantages * ratio_of(logprobs, old_logprobs)
+def dcpo(tokens: Tokens, cfg: GRPOConfig) -> Outcome:
+    """`ppo_clip` between bounds that the old probability of a token sets (DCPO, arXiv 2509.02333)."""
+    bounds = probability_bounds(tokens.old_logprobs, cfg)
+    return surrogate(tokens, log_ratio_of(tokens), bounds, cfg, fixed_bounds(tokens, cfg))
 
 
-def clipped(logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, mask: Tensor, cfg: GRPOConfig) -> Tensor:
-    """min(A ratio, A clip(ratio)) (PPO, arXiv 1707.06347, equation 7): no gain beyond the trust region."""
-    return surrogate(ratio_of(logprobs, old_logprobs), advantages, fixed_bounds(old_logprobs, cfg), cfg)
+def gspo(tokens: Tokens, cfg: GRPOConfig) -> Outcome:
+    """`ppo_clip` with one ratio a response, exp(mean of its log-ratios) (GSPO, arXiv 2507.18071, equations 5 to 7)."""
+    mean = mean_over_response(log_ratio_of(tokens), tokens.mask)
+    return surrogate(tokens, mean, fixed_bounds(tokens, cfg), cfg)
 
 
-def dynamic(logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, mask: Tensor, cfg: GRPOConfig) -> Tensor:
-    """`clipped` between bounds that the old probability of a token sets (DCPO, arXiv 2509.02333)."""
-    return surrogate(ratio_of(logprobs, old_logprobs), advantages, probability_bounds(old_logprobs, cfg), cfg)
-
-
-def gspo(logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, mask: Tensor, cfg: GRPOConfig) -> Tensor:
-    """`clipped` with one ratio a response, exp(mean of its log-ratios) (GSPO, arXiv 2507.18071, equations 5 to 7)."""
-    ratio = sequence_ratio(logprobs, old_logprobs, mask)
-    return surrogate(ratio, advantages, fixed_bounds(old_logprobs, cfg), cfg).expand(mask.shape)
-
-
-def gspo_token(logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, mask: Tensor, cfg: GRPOConfig) -> Tensor:
+def gspo_token(tokens: Tokens, cfg: GRPOConfig) -> Outcome:
     """`gspo`'s value and clip, each token with its own gradient: sg[s] pi / sg[pi] (arXiv 2507.18071, equation 14)."""
-    ratio = sequence_ratio(logprobs, old_logprobs, mask).detach() * (logprobs - logprobs.detach()).exp()
-    return surrogate(ratio, advantages, fixed_bounds(old_logprobs, cfg), cfg)
+    of_response = gspo(tokens, cfg)
+    ratio = clamped(of_response.log_ratio).exp().detach() * (tokens.logprobs - tokens.logprobs.detach()).exp()
+    return of_response._replace(value=clipped_value(ratio, tokens.advantages, fixed_bounds(tokens, cfg), cfg))
 
 
-def cispo(logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, mask: Tensor, cfg: GRPOConfig) -> Tensor:
-    """sg[min(ratio, 1 + clip_high)] A log pi (MiniMax-M1, arXiv 2506.13585): clips weights, never gradients."""
-    weight = ratio_of(logprobs, old_logprobs).clamp(max=1 + cfg.clip_high).detach()
-    return weight * advantages * logprobs
+def cispo(tokens: Tokens, cfg: GRPOConfig) -> Outcome:
+    """sg[min(ratio, 1 + clip_high)] A log pi (MiniMax-M1, arXiv 2506.13585): clips weights, never gradients.
+
+    `above` is where a weight was held, whatever the sign of A.
+    """
+    log_ratio, (_, high) = log_ratio_of(tokens), fixed_bounds(tokens, cfg)
+    ratio = clamped(log_ratio).exp().detach()
+    value = ratio.clamp(max=1 + cfg.clip_high) * tokens.advantages * tokens.logprobs
+    return Outcome(value, log_ratio, above=ratio > high)
 
 
-def sapo(logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, mask: Tensor, cfg: GRPOConfig) -> Tensor:
+def sapo(tokens: Tokens, cfg: GRPOConfig) -> Outcome:
     """A 4/t sigmoid(t (ratio - 1)) (SAPO, arXiv 2511.20347): a soft gate, t by the sign of A."""
-    positive, negative = (logprobs.new_tensor(t) for t in cfg.soft_temperature)
-    t = torch.where(advantages > 0, positive, negative)
-    return advantages * 4 / t * torch.sigmoid(t * (ratio_of(logprobs, old_logprobs) - 1))
+    positive, negative = (tokens.logprobs.new_tensor(t) for t in cfg.soft_temperature)
+    t, log_ratio = torch.where(tokens.advantages > 0, positive, negative), log_ratio_of(tokens)
+    return Outcome(tokens.advantages * 4 / t * torch.sigmoid(t * (clamped(log_ratio).exp() - 1)), log_ratio)
 
 
-def gmpo(logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, mask: Tensor, cfg: GRPOConfig) -> Tensor:
+def gmpo(tokens: Tokens, cfg: GRPOConfig) -> Outcome:
     """A exp(mean of clipped log-ratios) (GMPO, arXiv 2507.20673): the geometric mean mutes a token far out.
 
     Clipped in log-space, each token on the side where the sign of A would lead it further out; 0.4 is the paper's.
     """
-    log_ratio = clamped(logprobs - old_logprobs)
-    low, high = log_ratio.clamp(min=-cfg.clip_low), log_ratio.clamp(max=cfg.clip_high)
-    held = torch.where(advantages > 0, high, low)
-    return (advantages * mean_over_response(held, mask).exp()).expand(mask.shape)
+    log_ratio = log_ratio_of(tokens)
+    low, high = clamped(log_ratio).clamp(min=-cfg.clip_low), clamped(log_ratio).clamp(max=cfg.clip_high)
+    held = torch.where(tokens.advantages > 0, high, low)
+    value = (tokens.advantages * mean_over_response(held, tokens.mask).exp()).expand(tokens.mask.shape)
+    clip_low, clip_high = (log_ratio.new_tensor(bound).exp() for bound in (-cfg.clip_low, cfg.clip_high))
+    return Outcome(value, log_ratio, *clipped_at(clamped(log_ratio).exp(), tokens.advantages, (clip_low, clip_high)))
 
 
-def clipped_by_row(clip_high: Tensor) -> Objective:
-    """`clipped` with an upper bound of each row's own, clip_high [B, 1]."""
-
-    def objective(logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, mask: Tensor, cfg: GRPOConfig) -> Tensor:
-        bounds = row_bounds(clip_high, old_logprobs, cfg)
-        return surrogate(ratio_of(logprobs, old_logprobs), advantages, bounds, cfg)
-
-    return objective
-
-
-def clip_by_difficulty(correct: Tensor, mean: Tensor, cfg: GRPOConfig) -> Tensor:
-    """[P, G] shares of right answers -> [P, G] clip_high: wider where a group is right less often than `mean`.
-
-    A group of which nobody knows, all NaN, is as hard as the others.
-    """
-    harder = (mean - correct.mean(-1, keepdim=True)).nan_to_num(0.0)
-    return (cfg.clip_high * (1 + cfg.clip_difficulty * harder).clamp(0.5, 2.0)).expand(correct.shape)
-
-
-OBJECTIVES = {
-    "clipped": clipped,
-    "unclipped": unclipped,
-    "naive": naive,
-    "dynamic": dynamic,
+OBJECTIVES: dict[str, Objective] = {
+    "ppo_clip": ppo_clip,
+    "importance_weighted": importance_weighted,
+    "reinforce": reinforce,
+    "dcpo": dcpo,
     "gspo": gspo,
     "gspo_token": gspo_token,
     "cispo": cispo,
@@ -125,12 +148,62 @@ OBJECTIVES = {
 }
 
 
-# ---------------------------------------------------------------- ratios and their bounds
+@cache
+def objective_of(name: str) -> Objective:
+    """One of OBJECTIVES, or the user's own; UserError where `file.py:function` leads to none."""
+    return OBJECTIVES[name] if name in OBJECTIVES else own_objective(function_of(name))
 
-Bounds = tuple[Tensor, Tensor]
+
+def own_objective(function: Callable[[Tokens, GRPOConfig], Outcome | Tensor]) -> Objective:
+    """An objective whose function may return its value alone."""
+
+    def objective(tokens: Tokens, cfg: GRPOConfig) -> Outcome:
+        found = function(tokens, cfg)
+        return found if isinstance(found, Outcome) else Outcome(found, log_ratio_of(tokens))
+
+    return objective
 
 
-def surrogate(ratio: Tensor, advantages: Tensor, bounds: Bounds, cfg: GRPOConfig) -> Tensor:
+# ---------------------------------------------------------------- ratios, and the bounds that they are clipped to
+
+
+def clamped(log_ratio: Tensor) -> Tensor:
+    """To where its exponential is finite in every dtype."""
+    return log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+
+
+def log_ratio_of(tokens: Tokens) -> Tensor:
+    """log(pi / pi_old), [B, T]."""
+    return tokens.logprobs - tokens.old_logprobs
+
+
+def ratio_of(logprobs: Tensor, old_logprobs: Tensor) -> Tensor:
+    """pi / pi_old, [B, T]."""
+    return clamped(logprobs - old_logprobs).exp()
+
+
+def mean_over_response(x: Tensor, mask: Tensor) -> Tensor:
+    """[B, T] -> [B, 1]: the mean over the tokens of each response."""
+    return (x * mask).sum(-1, keepdim=True) / mask.sum(-1, keepdim=True).clamp(min=1)
+
+
+def surrogate(
+    tokens: Tokens, log_ratio: Tensor, bounds: Bounds, cfg: GRPOConfig, fixed: Bounds | None = None
+) -> Outcome:
+    """PPO's clipped surrogate for a log-ratio [B, T] or [B, 1]; `fixed` are the bounds that `bounds` stand for."""
+    ratio, advantages = clamped(log_ratio).exp(), tokens.advantages
+    value = clipped_value(ratio, advantages, bounds, cfg).expand(tokens.mask.shape)
+    below, above = clipped_at(ratio.detach(), advantages, bounds)
+    moved = None
+    if fixed is not None:
+        fixed_below, fixed_above = clipped_at(ratio.detach(), advantages, fixed)
+        moved = (below | above) != (fixed_below | fixed_above)
+    if cfg.dual_clip:
+        above = above | ((ratio.detach() > cfg.dual_clip) & (advantages < 0))
+    return Outcome(value, log_ratio, below, above, moved)
+
+
+def clipped_value(ratio: Tensor, advantages: Tensor, bounds: Bounds, cfg: GRPOConfig) -> Tensor:
     """min(A ratio, A clip(ratio)), with cfg.dual_clip at least dual_clip * A where A < 0 (arXiv 1912.09729, eq. 5)."""
     value = torch.minimum(advantages * ratio, advantages * ratio.clamp(*bounds))
     if not cfg.dual_clip:
@@ -138,17 +211,15 @@ def surrogate(ratio: Tensor, advantages: Tensor, bounds: Bounds, cfg: GRPOConfig
     return torch.where(advantages < 0, torch.maximum(value, cfg.dual_clip * advantages), value)
 
 
-def sequence_ratio(logprobs: Tensor, old_logprobs: Tensor, mask: Tensor) -> Tensor:
-    """[B, 1]: the geometric mean of the tokens' ratios."""
-    return clamped(mean_over_response(logprobs - old_logprobs, mask)).exp()
+def clipped_at(ratio: Tensor, advantages: Tensor, bounds: Bounds) -> tuple[Tensor, Tensor]:
+    """Where the clip takes the gradient: ratio below the bounds and A < 0; ratio above them and A > 0."""
+    low, high = bounds
+    return (ratio < low) & (advantages < 0), (ratio > high) & (advantages > 0)
 
 
-def fixed_bounds(old_logprobs: Tensor, cfg: GRPOConfig) -> Bounds:
-    return old_logprobs.new_tensor(1 - cfg.clip_low), old_logprobs.new_tensor(1 + cfg.clip_high)
-
-
-def row_bounds(clip_high: Tensor, old_logprobs: Tensor, cfg: GRPOConfig) -> Bounds:
-    return old_logprobs.new_tensor(1 - cfg.clip_low), 1 + clip_high.to(old_logprobs)
+def fixed_bounds(tokens: Tokens, cfg: GRPOConfig) -> Bounds:
+    """1 - clip_low and 1 + clip_high."""
+    return tokens.old_logprobs.new_tensor(1 - cfg.clip_low), tokens.old_logprobs.new_tensor(1 + cfg.clip_high)
 
 
 def probability_bounds(old_logprobs: Tensor, cfg: GRPOConfig) -> Bounds:
@@ -162,58 +233,30 @@ def probability_bounds(old_logprobs: Tensor, cfg: GRPOConfig) -> Bounds:
     return low, high.clamp(max=cfg.clip_cap)
 
 
-def log_bounds(old_logprobs: Tensor, cfg: GRPOConfig) -> Bounds:
-    return old_logprobs.new_tensor(-cfg.clip_low).exp(), old_logprobs.new_tensor(cfg.clip_high).exp()
+def clip_high_by_difficulty(correct: Tensor, mean: Tensor, cfg: GRPOConfig) -> Tensor:
+    """[P, G] shares of right answers -> [P, G] clip_high: wider where a group is right less often than `mean`.
 
-
-BOUNDS = {
-    "clipped": fixed_bounds,
-    "dynamic": probability_bounds,
-    "gspo": fixed_bounds,
-    "gspo_token": fixed_bounds,
-    "cispo": fixed_bounds,
-    "gmpo": log_bounds,
-}
-"""Lowest and highest ratio of the trust region; an objective that is not here has none."""
-
-
-def clip_metrics(
-    logprobs: Tensor,
-    old_logprobs: Tensor,
-    advantages: Tensor,
-    mask: Tensor,
-    cfg: GRPOConfig,
-    clip_high: Tensor | None = None,
-) -> dict[str, Tensor]:
-    """[B, T] each. Where the clip takes a gradient: the ratio below its bounds with A < 0, above them with A > 0.
-
-    cispo's clip takes no gradient, it bounds the weight of one, whatever the sign of A. effect/clip: where bounds that
-    move, with a token's probability or a row's clip_high [B, 1], decide otherwise than the fixed ones would.
+    A group of which nobody knows, all NaN, is as hard as the others.
     """
-    log_ratio = logprobs - old_logprobs
-    if cfg.objective in ("gspo", "gspo_token"):
-        log_ratio = mean_over_response(log_ratio, mask).expand(mask.shape)
-    ratio = clamped(log_ratio).exp()
-    metrics = {"ratio/mean": ratio, "ratio/overflow": log_ratio.abs() > MAX_LOG_RATIO}
-    if cfg.objective not in BOUNDS:
-        return metrics | dict.fromkeys(("clip/low", "clip/high"), torch.zeros_like(mask))
-    own = BOUNDS[cfg.objective](old_logprobs, cfg)
-    low, high = own if clip_high is None else row_bounds(clip_high, old_logprobs, cfg)
-    if cfg.objective == "cispo":
-        return metrics | {"clip/low": torch.zeros_like(mask), "clip/high": ratio > high}
-    if cfg.objective == "dynamic" or clip_high is not None:
-        fixed = beyond(ratio, advantages, *fixed_bounds(old_logprobs, cfg))
-        metrics["effect/clip"] = beyond(ratio, advantages, low, high) != fixed
-    far_out = (ratio > cfg.dual_clip) & (advantages < 0) if cfg.dual_clip else torch.zeros_like(mask)
-    return metrics | {
-        "clip/low": (ratio < low) & (advantages < 0),
-        "clip/high": ((ratio > high) & (advantages > 0)) | far_out,
+    harder = (mean - correct.mean(-1, keepdim=True)).nan_to_num(0.0)
+    return (cfg.clip_high * (1 + cfg.clip_difficulty * harder).clamp(0.5, 2.0)).expand(correct.shape)
+
+
+def clip_metrics(outcome: Outcome, mask: Tensor) -> dict[str, Tensor]:
+    """[B, T] each: the ratio, where its exponent had to be clamped, and where the clip acts.
+
+    effect/clip: where bounds that move with a token or a row decide otherwise than the fixed ones would.
+    """
+    log_ratio = outcome.log_ratio.detach()
+    none = torch.zeros_like(mask)
+    metrics = {
+        "ratio/mean": clamped(log_ratio).exp(),
+        "ratio/overflow": log_ratio.abs() > MAX_LOG_RATIO,
+        "clip/low": none if outcome.below is None else outcome.below,
+        "clip/high": none if outcome.above is None else outcome.above,
     }
-
-
-def beyond(ratio: Tensor, advantages: Tensor, low: Tensor, high: Tensor) -> Tensor:
-    """[B, T]: where the clip takes the gradient."""
-    return torch.where(advantages < 0, ratio < low, (ratio > high) & (advantages > 0))
+    metrics |= {} if outcome.moved is None else {"effect/clip": outcome.moved}
+    return {name: x.expand(mask.shape) for name, x in metrics.items()}
 
 
 # ---------------------------------------------------------------- aggregation: the weight of each token, [B, T]

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
+
+from pellucid.machine.plugins import did_you_mean
 
 Advantage = Literal[
     "grpo",
@@ -22,7 +25,9 @@ Advantage = Literal[
     "length_grouped_literal",
     "gdpo",
 ]
-Objective = Literal["clipped", "unclipped", "naive", "dynamic", "gspo", "gspo_token", "cispo", "sapo", "gmpo"]
+Objective = Literal[
+    "ppo_clip", "importance_weighted", "reinforce", "dcpo", "gspo", "gspo_token", "cispo", "sapo", "gmpo"
+]
 KLEstimator = Literal["k1", "k2", "k3", "k3_weighted", "exact"]
 
 NOT_NEGATIVE = (
@@ -40,11 +45,20 @@ NOT_NEGATIVE = (
     "entropy_coef",
     "prefix_coef",
     "length_shrinkage",
-    "min_spread",
+    "min_reward_range",
     "overlong_cache",
 )
-DUAL_CLIP = ("clipped", "dynamic", "gspo", "gspo_token")
+DUAL_CLIP = ("ppo_clip", "dcpo", "gspo", "gspo_token")
 AT_LEAST_1 = ("steps", "prompts_per_step", "epochs", "minibatches", "max_rounds", "max_staleness", "length_buckets")
+
+
+def refuse_unknown(key: str, name: str, known: Sequence[str]) -> None:
+    """ValueError for what is neither a known name nor a function of the user's own."""
+    if name not in known and ":" not in name:
+        raise ValueError(
+            f'{key} = "{name}" is unknown{did_you_mean(name, known)}; there are {", ".join(known)}, or your own as'
+            ' "path/to/file.py:function"'
+        )
 
 
 @dataclass(frozen=True)
@@ -61,7 +75,7 @@ class GRPOConfig:
     """G: completions of each prompt."""
     max_rounds: int = 1
     """Dynamic sampling: groups whose task rewards are equal make room for other prompts, in at most so many rounds.
-    A task that rewards brevity has no equal rewards: give min_spread."""
+    A task that rewards brevity has no equal rewards: give min_reward_range."""
     max_staleness: int = 1
     """Replay: rollouts are trained on in so many steps, with the log-probs of their own; 1 is on-policy."""
     epochs: int = 1
@@ -71,8 +85,9 @@ class GRPOConfig:
     micro_batch: int = 0
     """Rows in one forward pass, to bound memory; 0 means a whole minibatch. Never changes the gradient."""
 
-    advantage: Advantage = "grpo"
-    min_spread: float = 0.0
+    advantage: Advantage | str = "grpo"
+    """How a completion compares with its siblings; or your own, "path/to/file.py:function"."""
+    min_reward_range: float = 0.0
     """A group whose task rewards differ by no more is dead: a small length term must not become the whole signal."""
     length_buckets: int = 3
     """advantage = "length_grouped": quantile buckets of the lengths in a group."""
@@ -81,15 +96,16 @@ class GRPOConfig:
     length_shrinkage: float = 4.0
     """A bucket of n counts for n / (n + length_shrinkage), the whole group for the rest."""
 
-    objective: Objective = "clipped"
+    objective: Objective | str = "ppo_clip"
+    """What is maximised for each token; or your own, "path/to/file.py:function"."""
     clip_low: float = 0.2
     clip_high: float = 0.2
-    """The ratio is clipped to [1 - clip_low, 1 + clip_high]; in log-space for gmpo, by probability for dynamic, above
-    alone for cispo. naive, unclipped and sapo do not clip."""
+    """The ratio is clipped to [1 - clip_low, 1 + clip_high]; in log-space for gmpo, by probability for dcpo, above
+    alone for cispo. reinforce, importance_weighted and sapo do not clip."""
     clip_cap: float = 10.0
-    """objective = "dynamic": upper bound of every upper bound."""
+    """objective = "dcpo": upper bound of every upper bound."""
     clip_difficulty: float = 0.0
-    """objective = "clipped": clip_high of a prompt is multiplied by 1 + clip_difficulty * (share of right answers in
+    """objective = "ppo_clip": clip_high of a prompt is multiplied by 1 + clip_difficulty * (share of right answers in
     the step - in its group), held in [0.5, 2]: hard prompts may move further. No paper's: ours."""
     dual_clip: float = 0.0
     """Where A < 0, the objective is at least dual_clip * A (arXiv 1912.09729): 3 is usual, 0 is off."""
@@ -140,6 +156,8 @@ class GRPOConfig:
     """Of the samples; and of the task, unless task.seed says otherwise."""
 
     def __post_init__(self) -> None:
+        refuse_unknown("advantage", self.advantage, get_args(Advantage))
+        refuse_unknown("objective", self.objective, get_args(Objective))
         for name in AT_LEAST_1:
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} = {getattr(self, name)} must be at least 1")
@@ -172,12 +190,13 @@ class GRPOConfig:
             raise ValueError(f"dual_clip = {self.dual_clip} must be above 1 + clip_high = {1 + self.clip_high}, or 0")
 
     def _refuse_contradictions(self) -> None:
-        if self.objective == "naive" and self.off_policy:
+        if self.objective == "reinforce" and self.off_policy:
             raise ValueError(
-                'objective = "naive" has no ratio: set epochs, minibatches and max_staleness to 1, or another objective'
+                'objective = "reinforce" has no ratio: set epochs, minibatches and max_staleness to 1, or another'
+                " objective"
             )
-        if self.clip_difficulty and self.objective != "clipped":
-            raise ValueError(f'clip_difficulty has no use with objective = "{self.objective}": set "clipped", or 0')
+        if self.clip_difficulty and self.objective != "ppo_clip":
+            raise ValueError(f'clip_difficulty has no use with objective = "{self.objective}": set "ppo_clip", or 0')
         if self.kl == "k3_weighted" and self.kl_in != "loss":
             raise ValueError('kl = "k3_weighted" is weighed by the ratio, which only the loss has: set kl_in = "loss"')
         if (self.kl_target or self.reference_every) and not self.kl_coef:

@@ -14,7 +14,7 @@ from statistics import fmean, pstdev
 from pellucid.types import Completion, Group, Reward, alike, equal_rewards
 
 
-def describe(groups: Sequence[Group], min_spread: float = 0.0) -> dict[str, float]:
+def describe(groups: Sequence[Group], min_reward_range: float = 0.0) -> dict[str, float]:
     """The metrics of a step's groups, each with its rewards. Shares are in [0, 1]; the mean of no grades is NaN.
 
     A group is dead, and teaches nothing, when the rewards in it are equal: see `alike`.
@@ -22,7 +22,7 @@ def describe(groups: Sequence[Group], min_spread: float = 0.0) -> dict[str, floa
     pairs = [pair for group in groups for pair in zip(group.completions, group.rewards, strict=True)]
     graded = [(completion, reward) for completion, reward in pairs if not reward.failed]
     values = [reward.value for _, reward in graded]
-    dead = [rewards for group in groups if (rewards := equal_rewards(group, min_spread))]
+    dead = [rewards for group in groups if (rewards := equal_rewards(group, min_reward_range))]
     all_right = sum(all(reward.is_correct for reward in rewards) for rewards in dead)
     unmeant = sum(not reward.applies for _, reward in pairs)
     return {
@@ -72,7 +72,7 @@ def lengths_by_grade(graded: Sequence[tuple[Completion, Reward]]) -> dict[str, f
     return {name: mean_length(completions) for name, completions in lengths.items() if completions}
 
 
-def predicted_dead_share(rewards: Sequence[Sequence[float]], group_size: int, min_spread: float = 0.0) -> float:
+def predicted_dead_share(rewards: Sequence[Sequence[float]], group_size: int, min_reward_range: float = 0.0) -> float:
     """The share of groups of `group_size` that would be dead, from n >= `group_size` rewards of each prompt.
 
     Averages the chance that G of a prompt's n samples, drawn without replacement, were rewarded alike: for the sample
@@ -88,9 +88,9 @@ def predicted_dead_share(rewards: Sequence[Sequence[float]], group_size: int, mi
         raise ValueError(
             f"{samples} samples a prompt cannot predict groups of {group_size}: draw at least {group_size}"
         )
-    return fmean(_dead_chance(sorted(values), group_size, min_spread) for values in rewards)
+    return fmean(_dead_chance(sorted(values), group_size, min_reward_range) for values in rewards)
 
 
-def _dead_chance(ascending: Sequence[float], group_size: int, min_spread: float) -> float:
-    above = [sum(alike(low, high, min_spread) for high in ascending[i + 1 :]) for i, low in enumerate(ascending)]
+def _dead_chance(ascending: Sequence[float], group_size: int, min_reward_range: float) -> float:
+    above = [sum(alike(low, high, min_reward_range) for high in ascending[i + 1 :]) for i, low in enumerate(ascending)]
     return sum(comb(n, group_size - 1) for n in above) / comb(len(ascending), group_size)

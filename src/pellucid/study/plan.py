@@ -12,8 +12,9 @@ from typing import Any
 
 from pellucid import config
 from pellucid.config import Config
+from pellucid.machine.plugins import did_you_mean
 from pellucid.reporting.run_folder import Record
-from pellucid.tasks import did_you_mean, task_class
+from pellucid.tasks import task_class
 from pellucid.tasks.wrappers import with_split, wraps
 from pellucid.types import UserError
 

@@ -10,10 +10,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from pellucid.machine.plugins import did_you_mean
 from pellucid.reporting.report import at
 from pellucid.reporting.run_folder import Record, evaluations, finished, read_config, records
 from pellucid.study.plan import Cell
-from pellucid.tasks import did_you_mean
 from pellucid.types import UserError
 
 SEED_FOLDER = re.compile(r"seed-(-?\d+)")

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
-from pellucid.tasks import did_you_mean, load_object
+from pellucid.machine.plugins import did_you_mean, load_object
 from pellucid.tasks.answers import answered, last_number, only_number, tagged
 from pellucid.tasks.formulas import math_verify, states_formula
 from pellucid.types import Completion, Prompt, UserError

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from pellucid.machine.extras import extra
-from pellucid.tasks import did_you_mean, names_beside
+from pellucid.machine.plugins import did_you_mean, names_beside
 from pellucid.types import UserError
 
 Row = Mapping[str, Any]

@@ -10,6 +10,8 @@ import torch
 
 from pellucid import config
 from pellucid.algorithm import grpo
+from pellucid.algorithm.advantages import advantage_of
+from pellucid.algorithm.objectives import objective_of
 from pellucid.algorithm.settings import RewardConfig
 from pellucid.config import Config, EvaluateConfig, SamplerConfig
 from pellucid.machine import hardware
@@ -69,6 +71,8 @@ def compose(cfg: Config, log: Path | None = None) -> Parts:
     task = isolated(
         with_split(cfg.task, "train"), cfg.reward, log
     )  # first: its mistakes are found before a model is loaded
+    advantage_of(algorithm.advantage)  # these may be in files of the user's, too
+    objective_of(algorithm.objective)
     if dtype == torch.float16:
         check_float16(cfg, device)
     learner = policy.load(

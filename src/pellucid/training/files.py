@@ -12,6 +12,9 @@ from pellucid.config import Config, PolicyConfig, dump
 from pellucid.machine import disk
 from pellucid.reporting.run_folder import Record
 
+AXES = ("advantage", "objective")
+"""Of `[algorithm]`: settings that may name a function of the user's own."""
+
 
 def recorded(cfg: Config) -> dict[str, Any]:
     """Every key as JSON, as `config.dump` has it, with the absolute paths of all files that are there."""
@@ -19,7 +22,8 @@ def recorded(cfg: Config) -> dict[str, Any]:
     model = values["policy"]["model"]
     if model != PolicyConfig.model and os.path.exists(os.path.expanduser(model)):
         values["policy"]["model"] = absolute(model)
-    return {**values, "task": located(values["task"])}
+    own = {axis: located(values["algorithm"][axis]) for axis in AXES}
+    return {**values, "task": located(values["task"]), "algorithm": {**values["algorithm"], **own}}
 
 
 def located(value: Any) -> Any:
@@ -37,8 +41,10 @@ def located(value: Any) -> Any:
 
 
 def digests(settings: Record) -> dict[str, str]:
-    """By dotted key, the sha256 of each file that the task's settings name: code, prefixes, data."""
-    return {key: disk.digest(path) for key, path in named_files(settings["task"], "task")}
+    """By dotted key, the sha256 of each file that the settings of task and axes name: code, prefixes, data."""
+    axes = {axis: settings["algorithm"][axis] for axis in AXES}
+    named = [*named_files(settings["task"], "task"), *named_files(axes, "algorithm")]
+    return {key: disk.digest(path) for key, path in named}
 
 
 def named_files(value: Any, key: str) -> Iterator[tuple[str, Path]]:

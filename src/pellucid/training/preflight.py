@@ -121,13 +121,13 @@ def refuse_failing(groups: Sequence[Group]) -> None:
         raise NotBegunError(f"every reward of the first {n} samples failed, the first with {first_error(groups)}")
 
 
-def show_signal(groups: Sequence[Group], group_size: int, min_spread: float) -> None:
+def show_signal(groups: Sequence[Group], group_size: int, min_reward_range: float) -> None:
     """How many groups of `group_size` will be dead, estimated from at least as many samples of each prompt."""
     graded = [reward for group in groups for reward in group.rewards if not reward.failed]
     if not graded:
         print("! no sample could be graded: no reward is meant for any of their prompts", flush=True)
         return
-    dead = predicted_dead_share(task_rewards(groups).tolist(), group_size, min_spread)
+    dead = predicted_dead_share(task_rewards(groups).tolist(), group_size, min_reward_range)
     right = fmean(reward.is_correct for reward in graded)
     print(f"{right:.0%} of samples are right; {dead:.0%} of groups of {group_size} will be dead.", advice(dead, right))
 

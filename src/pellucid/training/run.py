@@ -95,7 +95,7 @@ def follow(cfg: Config, run_dir: Path, parts: Parts, log: Logger, requests: Stop
         return 0
     for step, measured, groups in steps:
         parts.seconds += measured["time/step"]
-        metrics = {**describe(groups, cfg.algorithm.min_spread), **measured, **memory_now(parts)}
+        metrics = {**describe(groups, cfg.algorithm.min_reward_range), **measured, **memory_now(parts)}
         if "reward/kl" in metrics:
             metrics["reward/after_kl"] = metrics["reward/mean"] + metrics["reward/kl"]
         log.log(step, metrics, groups)
@@ -192,7 +192,7 @@ def look_first(cfg: Config, parts: Parts) -> Evaluation | None:
     if parts.runtime.main:
         with loggers.only_shown("the first exchange"):
             preflight.show_exchange(parts.policy, groups[0])
-            preflight.show_signal(groups, size, cfg.algorithm.min_spread)
+            preflight.show_signal(groups, size, cfg.algorithm.min_reward_range)
     return evaluation
 
 

@@ -1,0 +1,80 @@
+"""How an object of the user's own is found: `module:Name` or `path/to/file.py:Name`."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import sys
+from collections.abc import Callable, Iterable
+from difflib import get_close_matches
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from pellucid.types import UserError
+
+
+def load_object(spec: str) -> Any:
+    """The object that `module:Name` or `path/to/file.py:Name` names. Raises UserError where there is none."""
+    source, _, name = spec.rpartition(":")
+    if not name or not (source.endswith(".py") or all(part.isidentifier() for part in source.split("."))):
+        raise UserError(f'"{spec}" names no object: write "path/to/file.py:Name" or "module:Name"')
+    module = import_source(source)
+    if not hasattr(module, name):
+        names = [known for known in vars(module) if not known.startswith("_")]
+        raise UserError(f'{source} has no "{name}"{did_you_mean(name, names)}')
+    return getattr(module, name)
+
+
+def function_of(spec: str) -> Callable[..., Any]:
+    """The function that `path/to/file.py:name` names. Raises UserError where there is none."""
+    found = load_object(spec)
+    if not callable(found):
+        raise UserError(f'"{spec}" is a {type(found).__name__}: name a function')
+    return found
+
+
+def import_source(source: str) -> ModuleType:
+    name = module_of_file(Path(source)) if source.endswith(".py") else source
+    try:
+        return importlib.import_module(name)
+    except SyntaxError as error:
+        raise UserError(f"{error.filename}, line {error.lineno}: {error.msg}") from error
+    except ImportError as error:
+        file = f"{source}.py"
+        hint = f'; a file is named with its ending, "{file}:Name"' if Path(file).is_file() else ""
+        raise UserError(f"{source} cannot be imported: {error}{hint}") from error
+
+
+def module_of_file(path: Path) -> str:
+    """The name that imports this file, in this process and in those spawned from it, which inherit its sys.path."""
+    path = path.expanduser().resolve()
+    if not path.is_file():
+        raise UserError(f"{path}: there is no such file{did_you_mean(path.name, names_beside(path))}")
+    if not path.stem.isidentifier():
+        raise UserError(f'{path}: "{path.stem}" is no module name; rename the file to letters, digits and _')
+    importlib.invalidate_caches()
+    other = origin(path.stem)
+    if other and Path(other).resolve() != path:
+        raise UserError(f'{path}: the module name "{path.stem}" is taken by {other}; rename the file')
+    if str(path.parent) not in sys.path:
+        sys.path.append(str(path.parent))
+    return path.stem
+
+
+def origin(module: str) -> str | None:
+    """The file behind a module that is imported or installed, `built-in` where there is none."""
+    if module in sys.modules:
+        return getattr(sys.modules[module], "__file__", None) or "built-in"
+    spec = importlib.util.find_spec(module)
+    return None if spec is None or spec.loader is None else spec.origin
+
+
+def names_beside(path: Path) -> list[str]:
+    return [file.name for file in path.parent.iterdir()] if path.parent.is_dir() else []
+
+
+def did_you_mean(name: str, names: Iterable[str]) -> str:
+    """Example: did_you_mean("numric", ["numeric", "exact"]) == '; did you mean "numeric"?'"""
+    close = get_close_matches(name, list(names), n=1)
+    return f'; did you mean "{close[0]}"?' if close else ""

@@ -1,0 +1,58 @@
+"""Names that settings used to have: they are read as the new ones, and whoever wrote them is told."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from pellucid import config
+from pellucid.renames import KEYS, VALUES
+
+OLD = '[algorithm]\nobjective = "dynamic"\nmin_spread = 0.25\n'
+
+
+def test_an_old_recipe_has_the_settings_of_the_new_one_and_is_told_their_names(tmp_path, capsys):
+    old, new = tmp_path / "old.toml", tmp_path / "new.toml"
+    old.write_text(OLD)
+    new.write_text('[algorithm]\nobjective = "dcpo"\nmin_reward_range = 0.25\n')
+    assert config.dump(config.load(old)) == config.dump(config.load(new))
+    assert capsys.readouterr().err.splitlines() == [
+        f'{old}: algorithm.objective = "dynamic" is now called objective = "dcpo"',
+        f'{old}: algorithm.min_spread = "0.25" is now called min_reward_range = "0.25"',
+    ]
+
+
+def test_an_old_run_is_read_without_a_word(tmp_path, capsys):
+    settings = config.dump(config.load(None))
+    settings["algorithm"] |= {"objective": "naive", "min_spread": settings["algorithm"].pop("min_reward_range")}
+    (tmp_path / "config.json").write_text(json.dumps(settings))
+    assert config.load(tmp_path / "config.json").algorithm.objective == "reinforce"
+    assert capsys.readouterr().err == ""
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        ["--algorithm.objective", "unclipped", "--algorithm.min-spread", "0.5"],
+        ["--algorithm.objective=unclipped", "--algorithm.min_spread=0.5"],
+    ],
+)
+def test_old_flags_are_the_new_ones(flags, capsys):
+    algorithm = config.load(None, [*flags, "--algorithm.kl", "k2"]).algorithm
+    assert (algorithm.objective, algorithm.min_reward_range, algorithm.kl) == ("importance_weighted", 0.5, "k2")
+    assert len(capsys.readouterr().err.splitlines()) == 2
+
+
+def test_a_value_that_is_spelt_like_an_old_name_elsewhere_stays(capsys):
+    assert config.load(None, ["--policy.model", "clipped", "--log.project=naive"]).policy.model == "clipped"
+    assert capsys.readouterr().err == ""
+
+
+def test_every_new_name_is_a_setting():
+    known = config.dump(config.load(None))
+    assert all(new in known[section] and old not in known[section] for (section, old), new in KEYS.items())
+    for (section, key), names in VALUES.items():
+        for old, new in names.items():
+            assert config.load(None, [f"--{section}.{key}", new])
+            assert old not in names.values()
