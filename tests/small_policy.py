@@ -136,7 +136,7 @@ def expected_gradient(theta, cfg, rewards, ref=None, old=None):
         # As the package measures it: under the policy that drew the rollouts.
         sampled = Scores(rows(old_logprobs), scores.entropy, None if scores.kl is None else scores.kl.detach())
         charged = replace(batch, kl=grpo.estimated_kl(sampled, batch.ref_logprobs, rows(old_logprobs), cfg))
-        advantages, _ = grpo.compare(records(members, rewards), charged, None, OneProcessRuntime(), cfg)
+        advantages, _ = grpo.compute_advantages(records(members, rewards), charged, None, OneProcessRuntime(), cfg)
     weights = weights_of(without_kl(cfg)) * chance[:, None, None]
     batch = replace(batch, advantages=advantages.flatten(), weights=weights.flatten(0, 1))
     loss, _ = loss_terms(scores, batch, cfg)

@@ -199,7 +199,7 @@ def _floats(value: Any, key: str = "") -> Iterator[tuple[str, float]]:
         yield from _floats(item, f"{key}.{name}")
 
 
-def settled(config: Config) -> Config:
+def resolved(config: Config) -> Config:
     """What depends on another section, written out. A run settles its dtype as well, by its machine."""
     algorithm = config.algorithm
     length = algorithm.max_length or config.sampler.max_tokens

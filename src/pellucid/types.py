@@ -117,7 +117,7 @@ def equal_rewards(group: Group, min_reward_range: float = 0.0) -> list[Reward]:
 
 
 def alike(low: float, high: float, min_reward_range: float = 0.0) -> bool:
-    """Whether rewards from `low` to `high` count as equal: up to min_reward_range, and to rounding (0.1 + 0.2 is 0.3)."""
+    """Whether rewards from `low` to `high` are equal: up to min_reward_range, and to rounding (0.1 + 0.2 is 0.3)."""
     return high - low <= min_reward_range + 1e-9 * max(abs(low), abs(high))
 
 
@@ -163,7 +163,7 @@ class Task(Protocol):
         ...
 
     def sample(self, step: int, n: int) -> Sequence[Prompt]:
-        """The n prompts of a step: a pure function of (seed, split, step), and of what an Observer has observed.
+        """The n prompts of a step: a pure function of (seed, split, step), and of what an StatefulTask has observed.
 
         Later rounds of dynamic sampling ask for step + r * ROUND.
         """
@@ -189,7 +189,7 @@ class Grader(Protocol):
         ...
 
 
-class Observer(Protocol):
+class StatefulTask(Protocol):
     """A task that learns from what it sees: what it has learnt is part of a checkpoint."""
 
     def observe(self, step: int, groups: Sequence[Group]) -> Mapping[str, float]:
@@ -203,7 +203,7 @@ class Observer(Protocol):
     def load_state(self, state: Mapping[str, Any]) -> None: ...
 
 
-def observer(task: Task) -> Observer | None:
+def stateful_task(task: Task) -> StatefulTask | None:
     """The task, where it is one. Looked up by name: a task in a sandbox passes on what it does not know itself.
 
     UserError for one that observes and keeps what it saw from checkpoints.
@@ -212,7 +212,7 @@ def observer(task: Task) -> Observer | None:
         return None
     if not hasattr(task, "state") or not hasattr(task, "load_state"):
         raise UserError("a task that has observe() must have state() and load_state(): a resumed run needs what it saw")
-    return cast(Observer, task)
+    return cast(StatefulTask, task)
 
 
 class Sampler(Protocol):

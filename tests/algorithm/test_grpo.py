@@ -117,7 +117,7 @@ def test_in_bf16_too_the_ratio_is_one_where_nothing_has_changed():
     """
     policy = make_policy(dtype=torch.bfloat16)
     cfg = GRPOConfig(epochs=2, micro_batch=16)
-    batch = grpo.score_fixed(rollouts(policy), policy, None, OneProcessRuntime(), cfg)
+    batch = grpo.add_old_and_reference_logprobs(rollouts(policy), policy, None, OneProcessRuntime(), cfg)
     now = torch.cat([policy.score(part).logprobs[part.mask] for part in batch.chunks(8)])
     ratio = (now.detach() - batch.old_logprobs[batch.mask]).exp()
     assert (ratio - 1).abs().max() < 1e-3
@@ -267,7 +267,7 @@ def test_only_tokens_of_high_entropy_get_the_objectives_gradient():
     policy = make_policy(dtype=F64)
     cfg = GRPOConfig(entropy_share=0.2, micro_batch=5)
     batch = rollouts(policy)
-    fixed = grpo.score_fixed(batch, policy, None, OneProcessRuntime(), cfg)
+    fixed = grpo.add_old_and_reference_logprobs(batch, policy, None, OneProcessRuntime(), cfg)
     entropy = policy.score(batch).entropy.detach()
     chosen = fixed.gate & batch.mask
     assert int(chosen.sum()) == round(0.2 * int(batch.mask.sum()))
@@ -315,7 +315,7 @@ def test_off_policy_steps_read_the_old_policy():
     """Not the reference, which is far away: then every token would be clipped at once."""
     policy, reference = make_policy(dtype=F64), make_policy(dtype=F64, seed=3)
     cfg = GRPOConfig(epochs=3, clip_low=0.01, clip_high=0.01, kl="k3", kl_in="loss", kl_coef=1e-6)
-    batch = grpo.score_fixed(rollouts(policy), policy, reference, OneProcessRuntime(), cfg)
+    batch = grpo.add_old_and_reference_logprobs(rollouts(policy), policy, reference, OneProcessRuntime(), cfg)
     still = update(policy, batch, OneProcessRuntime(policy), replace(cfg, epochs=1))
     assert still["ratio/mean"] == 1.0
     assert still["kl"] > 0.1
@@ -331,7 +331,7 @@ def test_minibatches_are_whole_groups_and_each_takes_a_step():
     runtime = OneProcessRuntime(policy, lr=0.1)
     seen = []
     runtime.accumulate = lambda micro_batches: seen.append([len(m) for m in micro_batches]) or iter(micro_batches)
-    update(policy, grpo.score_fixed(batch, policy, None, OneProcessRuntime(), cfg), runtime, cfg)
+    update(policy, grpo.add_old_and_reference_logprobs(batch, policy, None, OneProcessRuntime(), cfg), runtime, cfg)
     assert seen == [[12], [12]]
 
 
@@ -482,8 +482,8 @@ def test_differences_below_min_reward_range_are_no_signal():
     ]
     batch = collate(groups, policy.device)
     arguments = (groups, batch, policy, OneProcessRuntime())
-    plain, _ = grpo.compare(*arguments, GRPOConfig(group_size=4))
-    floored, _ = grpo.compare(*arguments, GRPOConfig(group_size=4, min_reward_range=0.01))
+    plain, _ = grpo.compute_advantages(*arguments, GRPOConfig(group_size=4))
+    floored, _ = grpo.compute_advantages(*arguments, GRPOConfig(group_size=4, min_reward_range=0.01))
     assert plain[0].abs().max() > 1.0
     assert floored[0].abs().max() == 0.0
     assert torch.equal(floored[1], plain[1])

@@ -81,7 +81,9 @@ def test_what_stands_in_the_padding_is_never_looked_at():
     policy = make_policy(dtype=torch.float64)
     batch = rollouts(policy)
     cfg = GRPOConfig(kl="k2", kl_in="loss", kl_coef=0.1, entropy_coef=0.1, objective="gspo_token", epochs=2)
-    batch = grpo.score_fixed(batch, policy, make_policy(dtype=torch.float64, seed=3), OneProcessRuntime(), cfg)
+    batch = grpo.add_old_and_reference_logprobs(
+        batch, policy, make_policy(dtype=torch.float64, seed=3), OneProcessRuntime(), cfg
+    )
     batch = replace(batch, weights=grpo.weights_of(batch, OneProcessRuntime(), cfg))
     scores = policy.score(batch)
 
@@ -106,7 +108,7 @@ def test_dead_groups_are_held_by_the_kl_in_the_loss(kl):
     cfg = GRPOConfig(kl=kl, kl_in="loss", kl_coef=0.1)
     batch = rollouts(policy)
     batch = replace(batch, advantages=torch.zeros(len(batch), dtype=torch.float64))
-    batch = grpo.score_fixed(batch, policy, reference, OneProcessRuntime(), cfg)
+    batch = grpo.add_old_and_reference_logprobs(batch, policy, reference, OneProcessRuntime(), cfg)
     measured, _ = gradients_of(policy, batch, cfg)
     gap = (batch.ref_logprobs - policy.score(batch).logprobs)[batch.mask]
     loss = 0.1 * (gap.square() / 2 if kl == "k2" else gap.exp() - 1 - gap).mean()

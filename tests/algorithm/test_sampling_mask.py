@@ -10,7 +10,7 @@ from transformers import LogitsProcessorList, MinPLogitsWarper, TopKLogitsWarper
 
 from conftest import VOCAB, CountDigits, OneProcessRuntime, make_policy
 from pellucid.algorithm.batch import collate, concat
-from pellucid.algorithm.grpo import loss_terms, score_fixed, weights_of
+from pellucid.algorithm.grpo import add_old_and_reference_logprobs, loss_terms, weights_of
 from pellucid.algorithm.sampling_mask import SamplingMask, bit_words, collated, masks_of
 from pellucid.algorithm.settings import GRPOConfig
 from pellucid.models.drawing import Truncation, draw_among, truncated
@@ -223,7 +223,7 @@ def test_ratio_1_and_kl_0_at_equal_weights(reference, kl):
     cfg = GRPOConfig(group_size=4, kl=kl, kl_in="loss", kl_coef=0.1, epochs=2)
     runtime = OneProcessRuntime(policy)
     batch = collate(drawn(policy, temperature=0.8), policy.device)
-    batch = score_fixed(batch, policy, other, runtime, cfg)
+    batch = add_old_and_reference_logprobs(batch, policy, other, runtime, cfg)
     batch = replace(batch, advantages=torch.randn(len(batch)), weights=weights_of(batch, runtime, cfg))
     _, metrics = loss_terms(policy.score(batch), batch, cfg)
     for name in ("kl", "sampler/gap_mean"):

@@ -31,8 +31,8 @@ from pellucid.algorithm.batch import collate
 from pellucid.models import attention, packed
 from pellucid.models import decoder as decoders
 from pellucid.models.attention import attend
-from pellucid.models.decoder import Decoder, after_attention, linear, refusal, sliding_layers
-from pellucid.models.decoding import Flight
+from pellucid.models.decoder import Decoder, after_attention, fallback_reason, linear, sliding_layers
+from pellucid.models.decoding import DecodeBatch
 from pellucid.models.elementwise import gated, norm, rotated
 from pellucid.models.masters import Matrix, embedded
 from pellucid.models.packed import hidden_states
@@ -314,7 +314,7 @@ class Check:
 @pytest.mark.parametrize("name", ["llama", "qwen3", "mistral, a window", "qwen3, biases, a window above"])
 def test_rows_may_join_and_leave_at_any_time(name):
     model = model_of(name)
-    flight, check, random = Flight(decoder_of(model), 12), Check(model), torch.Generator().manual_seed(0)
+    flight, check, random = DecodeBatch(decoder_of(model), 12), Check(model), torch.Generator().manual_seed(0)
 
     def ids(n):
         return torch.randint(VOCAB, (n,), generator=random)
@@ -359,7 +359,7 @@ def test_rows_may_join_and_leave_at_any_time(name):
 def test_rows_may_speak_for_longer_than_there_was_room_at_first(name):
     """100 tokens each, the second prompt's rows 40 behind; the cache grows twice."""
     model = model_of(name)
-    flight, check, random = Flight(decoder_of(model), 4), Check(model), torch.Generator().manual_seed(0)
+    flight, check, random = DecodeBatch(decoder_of(model), 4), Check(model), torch.Generator().manual_seed(0)
     check.histories = [[1, 2, 3]] * 2
     flight.admit([[1, 2, 3]], 2)
     rooms = set()
@@ -461,7 +461,7 @@ REFUSED = {
 
 @pytest.mark.parametrize("reason", REFUSED)
 def test_what_would_be_computed_wrongly_is_refused(reason):
-    assert refusal(REFUSED[reason]()) == reason
+    assert fallback_reason(REFUSED[reason]()) == reason
 
 
 def test_a_window_is_that_of_the_layers_that_have_one():
@@ -476,7 +476,7 @@ def test_a_window_is_that_of_the_layers_that_have_one():
     for expected, configs in layers.items():
         for config in configs:
             assert sliding_layers(config) == expected
-            assert refusal(config) == ""
+            assert fallback_reason(config) == ""
 
 
 @pytest.mark.parametrize("name", ["mistral, a window", "qwen2, a window above", "qwen3, biases, a window above"])
@@ -592,7 +592,7 @@ LAYERS = "other layers than attention"
     ],
 )
 def test_a_part_that_would_be_computed_wrongly_is_enough(config, reason):
-    assert refusal(config()) == reason
+    assert fallback_reason(config()) == reason
 
 
 @pytest.mark.parametrize("rows", [8, 16])
@@ -621,7 +621,7 @@ def test_the_eps_of_the_norms_is_the_checkpoints():
     decoder, batch = decoder_of(model), batch_of()
     hidden, head = hidden_states(decoder, batch)
     torch.testing.assert_close(hidden @ head.tensor.T, plain_logits(model, batch), rtol=0, atol=2e-5)
-    flight, check = Flight(decoder, 4), Check(model)
+    flight, check = DecodeBatch(decoder, 4), Check(model)
     check.histories = [[1, 2, 3]] * 2
     check.compare(flight.admit([[1, 2, 3]], 2))
     check.histories = [[1, 2, 3, 4], [1, 2, 3, 5]]

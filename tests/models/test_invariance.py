@@ -54,8 +54,10 @@ def test_a_product_that_knows_its_neighbours_is_seen(products_of_rows, monkeypat
 
 
 def test_attention_that_knows_how_many_share_a_prompt_is_seen(products_of_rows, monkeypatch):
-    by_prompt = decoding.Flight._by_prompt
-    monkeypatch.setattr(decoding.Flight, "_by_prompt", lambda self, x: by_prompt(self, x) * (1 + self.seats.shape[1]))
+    by_prompt = decoding.DecodeBatch._by_prompt
+    monkeypatch.setattr(
+        decoding.DecodeBatch, "_by_prompt", lambda self, x: by_prompt(self, x) * (1 + self.seats.shape[1])
+    )
     assert not invariance.batch_invariant(bf16_policy(), ROWS)
 
 

@@ -123,7 +123,7 @@ def one_way(monkeypatch):
 
     monkeypatch.setattr(attention.FewProducts, "apply", attend)
     monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: False)
-    monkeypatch.setattr(compose, "isolated", lambda task, *_: task)
+    monkeypatch.setattr(compose, "sandboxed", lambda task, *_: task)
     save = PreTrainedModel.save_pretrained
 
     def saved(model, folder, **settings):  # it asks where in memory a tensor lies

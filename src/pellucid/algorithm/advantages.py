@@ -34,7 +34,7 @@ class Grades(NamedTuple):
     """[P, K] of the terms."""
 
 
-def dead(rewards: Tensor, spread: float = 0.0) -> Tensor:
+def zero_variance(rewards: Tensor, spread: float = 0.0) -> Tensor:
     """[..., 1]: groups without signal, max - min <= spread, up to float64 rounding: 0.1 + 0.2 is the reward 0.3."""
     low, high = rewards.aminmax(dim=-1, keepdim=True)
     return high - low <= spread + 1e-9 * torch.maximum(low.abs(), high.abs())
@@ -49,12 +49,12 @@ def leveled(grades: Grades, silent: Tensor) -> Grades:
 
 
 def less_mean(rewards: Tensor) -> Tensor:
-    return (rewards - rewards.mean(-1, keepdim=True)).masked_fill(dead(rewards), 0.0)
+    return (rewards - rewards.mean(-1, keepdim=True)).masked_fill(zero_variance(rewards), 0.0)
 
 
 def standardized(rewards: Tensor, correction: int = 0) -> Tensor:
     std = rewards.std(-1, correction=correction, keepdim=True)
-    return less_mean(rewards) / std.masked_fill(dead(rewards), 1.0)
+    return less_mean(rewards) / std.masked_fill(zero_variance(rewards), 1.0)
 
 
 def leave_one_out(rewards: Tensor) -> Tensor:
@@ -93,7 +93,7 @@ def maxrl(grades: Grades, cfg: GRPOConfig) -> Tensor:
     if bool((grades.rewards < 0).any()):
         raise UserError('advantage = "maxrl" divides by the mean reward: give no negative rewards, or use "grpo"')
     mean = grades.rewards.mean(-1, keepdim=True)
-    return less_mean(grades.rewards) / mean.masked_fill(dead(grades.rewards), 1.0)
+    return less_mean(grades.rewards) / mean.masked_fill(zero_variance(grades.rewards), 1.0)
 
 
 def raw(grades: Grades, cfg: GRPOConfig) -> Tensor:
@@ -125,7 +125,7 @@ def gdpo(grades: Grades, cfg: GRPOConfig) -> Tensor:
 def batch(grades: Grades, cfg: GRPOConfig) -> Tensor:
     """(r - mean of the group) / std of all rewards of the step: no group is blown up for being nearly dead."""
     everything = grades.rewards.flatten()
-    std = everything.std(correction=0).masked_fill(dead(everything)[0], 1.0)
+    std = everything.std(correction=0).masked_fill(zero_variance(everything)[0], 1.0)
     return less_mean(grades.rewards) / std
 
 
@@ -154,7 +154,7 @@ def dgpo(grades: Grades, cfg: GRPOConfig) -> Tensor:
 
     sum |A| of a group is then G whatever its accuracy, but for the weights, whose mean over live groups is 1.
     """
-    live = ~dead(grades.rewards)
+    live = ~zero_variance(grades.rewards)
     deviations = less_mean(grades.rewards)
     size = deviations.abs().mean(-1, keepdim=True).masked_fill(~live, 1.0)
     hardness = (-grades.rewards.mean(-1, keepdim=True) / 2.0).masked_fill(~live, -torch.inf)
@@ -197,12 +197,12 @@ def within_cells(rewards: Tensor, same: Tensor, share: Tensor) -> Tensor:
     size = same.sum(-1)
     mean = (own * same).sum(-1) / size
     std = (((own - mean[:, :, None]) ** 2 * same).sum(-1) / size).sqrt()
-    equal = dead(torch.where(same, own, rewards[:, :, None]))[:, :, 0]
+    equal = zero_variance(torch.where(same, own, rewards[:, :, None]))[:, :, 0]
     std = std.masked_fill(equal, 0.0)
     group_mean, group_std = rewards.mean(-1, keepdim=True), rewards.std(-1, correction=0, keepdim=True)
     baseline = share * mean + (1 - share) * group_mean
     scale = share * std + (1 - share) * group_std
-    silent = dead(rewards) | (equal & (share == 1))
+    silent = zero_variance(rewards) | (equal & (share == 1))
     return ((rewards - baseline) / scale.masked_fill(silent, 1.0)).masked_fill(silent, 0.0)
 
 
@@ -236,6 +236,6 @@ def advantages_of(grades: Grades, shaped: Tensor, cfg: GRPOConfig) -> Tensor:
     """[P, G], from the task's grades of a step and the rewards [P, G] that were made of them."""
     if not cfg.min_reward_range:
         return advantage_of(cfg.advantage)(grades._replace(rewards=shaped), cfg)
-    silent = dead(grades.rewards, cfg.min_reward_range)
+    silent = zero_variance(grades.rewards, cfg.min_reward_range)
     leveled_out = leveled(grades._replace(rewards=shaped), silent)
     return advantage_of(cfg.advantage)(leveled_out, cfg).masked_fill(silent, 0.0)

@@ -50,7 +50,7 @@ class Batch:
     """[B, T] under the reference."""
     kl: Tensor | None = None
     """[B, T] KL from the reference when the rollouts were drawn, where the reward is charged with it."""
-    gate: Tensor | None = None
+    entropy_mask: Tensor | None = None
     """[B, T] bool: tokens that get the objective's gradient; None means all."""
     advantages: Tensor | None = None
     """[B]"""

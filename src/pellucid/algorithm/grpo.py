@@ -25,13 +25,13 @@ import torch
 from torch import Tensor
 
 from pellucid.algorithm import diagnostics, kl, shaping
-from pellucid.algorithm.advantages import Grades, advantages_of, dead
+from pellucid.algorithm.advantages import Grades, advantages_of, zero_variance
 from pellucid.algorithm.batch import Batch, collate, concat, grades_of, prefix_rows, stacked, task_rewards
 from pellucid.algorithm.kl import KL
 from pellucid.algorithm.objectives import AGGREGATES, Tokens, clip_high_by_difficulty, clip_metrics, objective_of
 from pellucid.algorithm.settings import GRPOConfig
 from pellucid.algorithm.totals import Clock, Totals
-from pellucid.types import ROUND, Group, Sampler, Task, grade, observer
+from pellucid.types import ROUND, Group, Sampler, Task, grade, stateful_task
 
 T = TypeVar("T")
 
@@ -132,15 +132,15 @@ def train(
         # 1. Generate: G completions of each prompt, from the current policy. 2. Reward: the task grades every one.
         groups, drawn = rollout(task, sampler, runtime, step, cfg, clock)
         # 3. Advantage: how much better each completion did than its siblings.
-        fresh = score_fixed(collate(groups, policy.device), policy, reference, runtime, cfg)
-        advantages, changed = compare(groups, fresh, policy, runtime, cfg)  # [P, G]
-        batch = replay(state, step, judged(fresh, groups, advantages, runtime, cfg), cfg)
+        fresh = add_old_and_reference_logprobs(collate(groups, policy.device), policy, reference, runtime, cfg)
+        advantages, changed = compute_advantages(groups, fresh, policy, runtime, cfg)  # [P, G]
+        batch = replay(state, step, attach_advantages(fresh, groups, advantages, runtime, cfg), cfg)
         clock.lap("score")
         # 4. Update: make the better ones more likely, without leaving the trust region.
         metrics = update(policy, batch, runtime, cfg)
         sampler.sync(policy)
         clock.lap("update")
-        advance(state, step, reference, policy, metrics, cfg)
+        finish_step(state, step, reference, policy, metrics, cfg)
         metrics |= drawn | changed | kl.cost(fresh.kl, fresh.mask, cfg, runtime.gather) | clock.times()
         yield StepResult(state.step, metrics, runtime.gather(with_advantages(groups, advantages)))
 
@@ -167,7 +167,7 @@ def rollout(
         if cfg.max_rounds == 1:
             return groups, observed(task, step, groups, runtime)
         for group in runtime.gather(groups):
-            (spare if bool(dead(task_rewards([group]), cfg.min_reward_range)) else live).append(group)
+            (spare if bool(zero_variance(task_rewards([group]), cfg.min_reward_range)) else live).append(group)
         if len(live) >= cfg.prompts_per_step:
             break
     drawn = live + spare
@@ -183,7 +183,7 @@ def cost_of(drawn: Sequence[Group], dead: int) -> dict[str, float]:
 
 def observed(task: Task, step: int, groups: Sequence[Group], runtime: Runtime) -> dict[str, float]:
     """A task that learns from what it sees does so in every process, from the groups of all."""
-    watching = observer(task)
+    watching = stateful_task(task)
     return dict(watching.observe(step, runtime.gather(groups))) if watching else {}
 
 
@@ -194,7 +194,7 @@ def prompts_wanted(live: int, spare: int, processes: int, cfg: GRPOConfig) -> in
     return min(cfg.prompts_per_step, math.ceil(expected / processes) * processes)
 
 
-def compare(
+def compute_advantages(
     groups: Sequence[Group], batch: Batch, policy: Policy, runtime: Runtime, cfg: GRPOConfig
 ) -> tuple[Tensor, dict[str, float]]:
     """[P, G] advantages of this process's groups, compared with those of all; and how many each technique changed."""
@@ -208,7 +208,9 @@ def compare(
     return torch.stack(list(runtime.shard(list(advantages)))) - penalty, changed
 
 
-def judged(batch: Batch, groups: Sequence[Group], advantages: Tensor, runtime: Runtime, cfg: GRPOConfig) -> Batch:
+def attach_advantages(
+    batch: Batch, groups: Sequence[Group], advantages: Tensor, runtime: Runtime, cfg: GRPOConfig
+) -> Batch:
     """With what the grades of its groups make of it."""
     batch = replace(batch, advantages=advantages.flatten().to(batch.sampler_logprobs))
     if not cfg.clip_difficulty:
@@ -281,16 +283,16 @@ def loss_terms(scores: Scores, batch: Batch, cfg: GRPOConfig) -> tuple[Tensor, d
     now = logprobs.detach()
     old_logprobs = now if batch.old_logprobs is None else batch.old_logprobs
     advantages = batch.advantages.to(logprobs)[:, None]  # [B, 1]
-    trust = shaping.sampler_weights(old_logprobs, batch.sampler_logprobs, batch.mask, cfg)
+    importance_weights = shaping.sampler_weights(old_logprobs, batch.sampler_logprobs, batch.mask, cfg)
 
     clip_high = None if batch.clip_high is None else batch.clip_high[:, None]  # [B, 1]
     tokens = Tokens(logprobs, old_logprobs, advantages, batch.mask, clip_high)
     outcome = objective_of(cfg.objective)(tokens, cfg)
-    value = trust * outcome.value  # [B, T]
-    value = value if batch.gate is None else value * batch.gate
+    value = importance_weights * outcome.value  # [B, T]
+    value = value if batch.entropy_mask is None else value * batch.entropy_mask
     metrics = clip_metrics(outcome, batch.mask)
     metrics |= {"entropy": entropy.detach(), "sampler/gap_mean": (batch.sampler_logprobs - old_logprobs).abs()}
-    metrics |= {"sampler/corrected": shaping.cut(trust, cfg)} if cfg.correction != "none" else {}
+    metrics |= {"sampler/corrected": shaping.cut(importance_weights, cfg)} if cfg.correction != "none" else {}
     if cfg.kl_coef:
         estimate = estimated_kl(scores, batch.ref_logprobs, old_logprobs, cfg)
         metrics |= kl.metrics(now, batch.ref_logprobs) if exact_kl is None else {"kl": exact_kl.detach()}
@@ -330,7 +332,9 @@ def with_advantages(groups: Sequence[Group], advantages: Tensor) -> list[Group]:
     return [replace(g, advantages=tuple(row)) for g, row in zip(groups, advantages.tolist(), strict=True)]
 
 
-def score_fixed(batch: Batch, policy: Policy, reference: Reference | None, runtime: Runtime, cfg: GRPOConfig) -> Batch:
+def add_old_and_reference_logprobs(
+    batch: Batch, policy: Policy, reference: Reference | None, runtime: Runtime, cfg: GRPOConfig
+) -> Batch:
     """Adds what stays fixed during the update, each only where something reads it."""
     charged = bool(cfg.kl_coef) and cfg.kl_in != "loss"
     if reference is not None and cfg.kl_coef and cfg.kl != "exact":
@@ -343,7 +347,9 @@ def score_fixed(batch: Batch, policy: Policy, reference: Reference | None, runti
         batch = replace(batch, kl=estimated_kl(scores, batch.ref_logprobs, scores.logprobs, cfg))
     if cfg.entropy_share < 1:
         entropies = torch.cat(runtime.gather([scores.entropy[batch.mask].cpu()]))
-        batch = replace(batch, gate=scores.entropy >= shaping.highest(entropies, cfg.entropy_share).to(scores.entropy))
+        batch = replace(
+            batch, entropy_mask=scores.entropy >= shaping.highest(entropies, cfg.entropy_share).to(scores.entropy)
+        )
     return batch
 
 
@@ -369,7 +375,7 @@ def replay(state: State, step: int, batch: Batch, cfg: GRPOConfig) -> Batch:
     return concat([batch, *(kept for _, kept in fresh)])
 
 
-def advance(
+def finish_step(
     state: State, step: int, reference: Reference | None, policy: Policy, metrics: dict[str, float], cfg: GRPOConfig
 ) -> None:
     state.step = step + 1

@@ -110,9 +110,9 @@ def cispo(tokens: Tokens, cfg: GRPOConfig) -> Outcome:
     `above` is where a weight was held, whatever the sign of A.
     """
     log_ratio, (_, high) = log_ratio_of(tokens), fixed_bounds(tokens, cfg)
-    ratio = clamped(log_ratio).exp().detach()
-    value = ratio.clamp(max=1 + cfg.clip_high) * tokens.advantages * tokens.logprobs
-    return Outcome(value, log_ratio, above=ratio > high)
+    ratio = clamped(log_ratio).exp()
+    weight = ratio.clamp(max=1 + cfg.clip_high).detach()
+    return Outcome(weight * tokens.advantages * tokens.logprobs, log_ratio, above=ratio > high)
 
 
 def sapo(tokens: Tokens, cfg: GRPOConfig) -> Outcome:

@@ -8,7 +8,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from pellucid.config import Config
-from pellucid.models.decoder import refusal
+from pellucid.models.decoder import fallback_reason
 from pellucid.policy.logprobs import MANY
 from pellucid.policy.pretrained import locate
 from pellucid.types import UserError
@@ -87,7 +87,7 @@ def own_state(model: Model, cfg: Config) -> dict[str, float]:
 
 
 def computed_by_us(config: Any, cfg: Config) -> bool:
-    return not refusal(config) and not cfg.policy.lora and cfg.policy.engine != "transformers"
+    return not fallback_reason(config) and not cfg.policy.lora and cfg.policy.engine != "transformers"
 
 
 def joined(config: Any) -> float:

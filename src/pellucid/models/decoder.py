@@ -3,8 +3,8 @@
 One set of layers with two faces: decoding.py continues groups of rows from a KV cache, packed.py scores rollouts with
 gradient. Both compute in `dtype` with the residual stream in fp32, so that what was sampled is what is scored.
 
-Left out on purpose: dropout, biases in the MLP, rotary scalings that depend on the length. `refusal` says so, and
-such a model goes through transformers instead.
+Left out on purpose: dropout, biases in the MLP, rotary scalings that depend on the length. `fallback_reason` says so,
+and such a model goes through transformers instead.
 
 Shapes: N tokens, D hidden size, H query heads, K key heads, d head size, I intermediate size, V vocabulary.
 """
@@ -24,7 +24,7 @@ from torch import Tensor
 from transformers import AutoConfig
 
 from pellucid.models.elementwise import gated, norm, rotated
-from pellucid.models.masters import Copy, Matrix
+from pellucid.models.masters import CastWeights, Matrix
 
 FAMILY = ("llama", "mistral", "qwen2", "qwen3")
 ROTARY = ("default", "linear", "llama3")
@@ -113,25 +113,25 @@ class Decoder:
             and torch.ops.mkldnn._is_mkldnn_bf16_supported()
         )
         self.frequencies = rotary_frequencies(config, head_size).to(self.device)
-        self.embedding = Copy([masters["model.embed_tokens.weight"]], dtype)
-        self.head = self.embedding if self.shape.tied else Copy([masters["lm_head.weight"]], dtype)
+        self.embedding = CastWeights([masters["model.embed_tokens.weight"]], dtype)
+        self.head = self.embedding if self.shape.tied else CastWeights([masters["lm_head.weight"]], dtype)
         self.norm = masters["model.norm.weight"]
         self.layers = [self._layer(masters, f"model.layers.{i}.") for i in range(self.shape.layers)]
 
-    def _layer(self, masters: Mapping[str, Tensor], prefix: str) -> dict[str, Copy | Tensor]:
+    def _layer(self, masters: Mapping[str, Tensor], prefix: str) -> dict[str, CastWeights | Tensor]:
         """Norms are used as they are: the residual stream is not in the compute dtype."""
         parts = {
             name: [masters[prefix + source] for source in sources]
             for name, sources in PARTS.items()
             if prefix + sources[0] in masters
         }
-        return {name: x[0] if name.endswith("norm") else Copy(x, self.dtype) for name, x in parts.items()}
+        return {name: x[0] if name.endswith("norm") else CastWeights(x, self.dtype) for name, x in parts.items()}
 
     def weights(self) -> Weights:
         """As the masters are now; with gradient where that is enabled."""
 
-        def current(part: Copy | Tensor) -> Tensor:
-            return part.current() if isinstance(part, Copy) else part
+        def current(part: CastWeights | Tensor) -> Tensor:
+            return part.current() if isinstance(part, CastWeights) else part
 
         layers = [Layer(**{name: current(part) for name, part in layer.items()}) for layer in self.layers]
         embedding, head = (Matrix(part.tensor_now(), part.masters[0]) for part in (self.embedding, self.head))
@@ -171,7 +171,7 @@ def after_attention(layer: Layer, hidden: Tensor, attended: Tensor, shape: Shape
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """F.linear, also for weights that `packed` has laid out anew. Never of one row alone, which oneDNN adds up in
+    """F.linear, also for weights that `prepacked` has laid out anew. Never of one row alone, which oneDNN adds up in
     another order than among others.
     """
     if len(x) == 1:
@@ -181,7 +181,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     return F.linear(x, weight, bias)
 
 
-def packed(weights: Weights, rows: int) -> Weights:
+def prepacked(weights: Weights, rows: int) -> Weights:
     """Matrices in oneDNN's own layout for products of so many rows; without gradient, on the CPU, in bf16."""
 
     def pack(weight: Tensor) -> Tensor:
@@ -216,7 +216,7 @@ def _stretched(frequencies: Tensor, rope: Mapping[str, float]) -> Tensor:
 # ---------------------------------------------------------------- which checkpoints
 
 
-def refusal(config: Any) -> str:
+def fallback_reason(config: Any) -> str:
     """Why this decoder does not compute what such a checkpoint means; empty where it does."""
     if config.model_type not in FAMILY:
         return f"architecture {config.model_type}"
@@ -248,9 +248,9 @@ def sliding_layers(config: Any) -> tuple[bool, ...]:
 
 
 def load(folder: Path, dtype: torch.dtype = torch.float32) -> Decoder:
-    """A checkpoint folder on the CPU, without transformers' model. ValueError where `refusal` has a reason."""
+    """A checkpoint folder on the CPU, without transformers' model. ValueError where there is a reason to fall back."""
     config = AutoConfig.from_pretrained(folder)
-    if reason := refusal(config):
+    if reason := fallback_reason(config):
         raise ValueError(f"{folder}: {reason}: not computed by this decoder")
     index = folder / "model.safetensors.index.json"
     files = (

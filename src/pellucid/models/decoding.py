@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from pellucid.models.attention import attend, softmax
-from pellucid.models.decoder import Decoder, after_attention, heads_of, linear, packed
+from pellucid.models.decoder import Decoder, after_attention, heads_of, linear, prepacked
 from pellucid.models.elementwise import norm
 from pellucid.models.masters import Matrix
 from pellucid.models.packed import LANES, bias_of, in_line, in_rows, nearby, prompt_rows, roomy
@@ -35,7 +35,7 @@ class Cache:
     values: Tensor
 
 
-class Flight:
+class DecodeBatch:
     """Rows in flight: `admit` prompts, `step` with a token for every row, `keep` some rows; in any order."""
 
     def __init__(self, decoder: Decoder, rows: int) -> None:
@@ -83,7 +83,7 @@ class Flight:
     def step(self, tokens: Tensor) -> Tensor:
         """[n, V] logits behind one more token [n] of each row."""
         if self.weights is self.plain and self.decoder.may_pack:
-            self.weights = packed(self.plain, len(tokens))
+            self.weights = prepacked(self.plain, len(tokens))
         if int(self.said.max()) == self.caches[0].keys.shape[2]:
             self._grow()
         shape, place, biases = self.decoder.shape, self._place(), self._biases()

@@ -1,4 +1,4 @@
-"""Any other architecture, decoded through transformers: the same calls as `decoding.Flight`, one crew at a time."""
+"""Any other architecture, decoded through transformers: the calls of `DecodeBatch`, one set of rows at a time."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
 
-class Chartered:
+class FallbackDecodeBatch:
     """Rows are admitted only where none are in flight; each has a copy of its prompt's keys and values."""
 
     def __init__(self, model: PreTrainedModel, rows: int) -> None:

@@ -22,7 +22,7 @@ class Matrix(NamedTuple):
     """The parameter."""
 
 
-class Copy:
+class CastWeights:
     """Masters joined in the compute dtype, brought up to date whenever they may have changed."""
 
     def __init__(self, masters: Sequence[Tensor], dtype: torch.dtype) -> None:
@@ -34,7 +34,7 @@ class Copy:
 
     def current(self) -> Tensor:
         """With the gradient of the masters."""
-        return StandIn.apply(self.tensor_now(), *self.masters)  # pyright: ignore[reportReturnType]
+        return Cast.apply(self.tensor_now(), *self.masters)  # pyright: ignore[reportReturnType]
 
     def tensor_now(self) -> Tensor:
         # Not by versions alone: torch's fused optimizers change parameters without counting it.
@@ -49,7 +49,7 @@ class Copy:
         return [m._version for m in self.masters]
 
 
-class StandIn(torch.autograd.Function):
+class Cast(torch.autograd.Function):
     """The value of a copy with the gradient of its masters: casting once an optimizer step, not once a forward pass."""
 
     @staticmethod

@@ -16,9 +16,9 @@ from pellucid.algorithm.batch import Batch
 from pellucid.algorithm.grpo import Scores
 from pellucid.machine.extras import extra
 from pellucid.models import packed
-from pellucid.models.decoder import Decoder, refusal
-from pellucid.models.decoding import Flight
-from pellucid.models.fallback import Chartered
+from pellucid.models.decoder import Decoder, fallback_reason
+from pellucid.models.decoding import DecodeBatch
+from pellucid.models.fallback import FallbackDecodeBatch
 from pellucid.models.masters import on_cpu
 from pellucid.policy import pretrained
 from pellucid.policy.logprobs import Head
@@ -45,7 +45,7 @@ class Policy:
     ) -> None:
         self.model, self.tokenizer, self.dtype, self.adapter = silence_dropout(model), tokenizer, dtype, adapter
         self.engine, self._masters = engine, masters or {}
-        self.decoder = None if self.detour() else Decoder(model.config, self.weights(), dtype)
+        self.decoder = None if self.fallback_reason() else Decoder(model.config, self.weights(), dtype)
         pieces = packed.compiled() if engine == "compiled" else packed.PLAIN
         self.scorer = Scorer(model, self.decoder, dtype, temperature, entropy_grad, gradient_checkpointing, pieces)
         self.module: nn.Module = self.scorer
@@ -81,15 +81,15 @@ class Policy:
         """[N, D]: where each response token is predicted from, row by row; and what makes logits of it."""
         return self.scorer.hidden(batch)
 
-    def detour(self) -> str:
+    def fallback_reason(self) -> str:
         """Why this model is computed by transformers, not by our decoder; empty where it is not."""
         if self.engine == "transformers":
             return "policy.engine"
-        return "an adapter" if self.adapter is not None else refusal(self.model.config)
+        return "an adapter" if self.adapter is not None else fallback_reason(self.model.config)
 
-    def flight(self, rows: int) -> Flight | Chartered:
+    def decode_batch(self, rows: int) -> DecodeBatch | FallbackDecodeBatch:
         """Room to decode `rows` rows, by the weights as they are now."""
-        return Flight(self.decoder, rows) if self.decoder else Chartered(self.inference_model(), rows)
+        return DecodeBatch(self.decoder, rows) if self.decoder else FallbackDecodeBatch(self.inference_model(), rows)
 
     def encode(self, prompt: Prompt) -> tuple[int, ...]:
         """Token ids up to where the model goes on, the prompt's prefix included."""

@@ -49,7 +49,7 @@ class Native:
         self, prompt_ids: Sequence[Sequence[int]], group_size: int, uniforms: Tensor
     ) -> tuple[list[list[int]], list[list[float]], list[list[Tensor]]]:
         """Tokens, their log-probs and sampling masks for each of the len(prompt_ids) * group_size rows."""
-        flight = self.policy.flight(max(self.rows, group_size))
+        flight = self.policy.decode_batch(max(self.rows, group_size))
         ends = torch.tensor(self.policy.eos_ids, device=self.policy.device)
         tokens: list[list[int]] = [[] for _ in uniforms]
         logprobs: list[list[float]] = [[] for _ in uniforms]

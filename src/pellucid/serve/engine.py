@@ -61,7 +61,7 @@ class Engine:
         self.changed = threading.Condition()
         """Guards the two above."""
         self.flying: list[Row] = []
-        self.flight = policy.flight(rows)
+        self.flight = policy.decode_batch(rows)
         self.logits = torch.zeros(0)
         self.place = hardware.place_of_sums(policy.device)
         self.meter, self.errors, self.last_error = Meter(), 0, ""
@@ -228,7 +228,7 @@ class Engine:
         """Those in flight are lost: what half a step left behind is not read again."""
         lost, self.flying = self._flown(), []
         self._fail(lost, error)
-        self.flight, self.logits = self.policy.flight(self.rows), torch.zeros(0)
+        self.flight, self.logits = self.policy.decode_batch(self.rows), torch.zeros(0)
 
     def _note(self, error: Exception) -> None:
         self.errors += 1

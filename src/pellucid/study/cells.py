@@ -36,7 +36,7 @@ def check(cell: Cell, recipe: Config) -> None:
 def wanted_of(cell: Cell, recipe: Config) -> Record:
     """The settings of the cell as its run writes them down, but for a dtype that is left to the machine."""
     seeded = recipe.model_copy(update={"algorithm": replace(recipe.algorithm, seed=cell.seed)})
-    return files.recorded(config.settled(seeded))
+    return files.recorded(config.resolved(seeded))
 
 
 def resuming(cell: Cell) -> list[str]:

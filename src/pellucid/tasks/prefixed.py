@@ -13,7 +13,7 @@ from random import Random
 from typing import Any, Literal
 
 from pellucid.tasks.wrappers import innermost, layers, with_split
-from pellucid.types import ROUND, Completion, Group, Prompt, Reward, UserError, observer
+from pellucid.types import ROUND, Completion, Group, Prompt, Reward, UserError, stateful_task
 
 SOURCES = ("teacher", "student")
 _UNSPACED = r"\u3040-\u30ff\u3400-\u9fff"
@@ -93,16 +93,16 @@ class Prefixed:
         return self.task.solution(prompt)
 
     def observe(self, step: int, groups: Sequence[Group]) -> Mapping[str, float]:
-        watching = observer(self.task)
+        watching = stateful_task(self.task)
         seen = watching.observe(step, groups) if watching else {}
         return {"prefix/share": sum(group.prefix_length > 0 for group in groups) / len(groups), **seen}
 
     def state(self) -> dict[str, Any]:
-        watching = observer(self.task)
+        watching = stateful_task(self.task)
         return watching.state() if watching else {}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        if watching := observer(self.task):
+        if watching := stateful_task(self.task):
             watching.load_state(state)
 
     def share(self, step: int) -> float:

@@ -165,11 +165,12 @@ def unpack_replay(tensors: State, facts: Sequence[Sequence[Mapping[str, Any]]], 
 
 
 def unpacked(fact: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Batch:
+    """A batch of the replay; an older version called `entropy_mask` gate."""
     return Batch(
         prompt_ids=tuple(map(tuple, fact["prompt_ids"])),
         prefix_lengths=tuple(fact.get("prefix_lengths") or [0] * len(fact["prompt_ids"])),
         prefix_ends=tuple(fact.get("prefix_ends") or [None] * len(fact["prompt_ids"])),
-        **tensors,
+        **{"entropy_mask" if name == "gate" else name: x for name, x in tensors.items()},
     )
 
 

@@ -95,7 +95,7 @@ def check_free(run_dir: Path) -> None:
 def check_begun(run_dir: Path, cfg: Config) -> None:
     """UserError where a run of other settings has left steps there, though no checkpoint."""
     if any(records(run_dir / "metrics.jsonl")):
-        for key in changes.matter(run_dir, files.recorded(config.settled(cfg))):
+        for key in changes.matter(run_dir, files.recorded(config.resolved(cfg))):
             raise UserError(
                 f"{run_dir} holds steps of a run with another {key}: begin again with --resume {run_dir}, or choose"
                 " another folder with --run"

@@ -33,7 +33,7 @@ HARMLESS = (Arithmetic, Curriculum, Prefixed)
 
 
 @dataclass
-class Parts:
+class Components:
     """What a Config describes, alive."""
 
     task: Task
@@ -57,18 +57,18 @@ class Parts:
             self.task.close()
 
 
-def settled(cfg: Config) -> Config:
+def resolved(cfg: Config) -> Config:
     """What depends on this machine or on another section, written out: a resumed run must not decide anew."""
     device = hardware.pick_device(cfg.policy.device)
     dtype = decided(lambda: str(hardware.pick_dtype(cfg.policy.dtype, device)).removeprefix("torch."), device)
-    return config.settled(cfg).model_copy(update={"policy": replace(cfg.policy, dtype=dtype)})
+    return config.resolved(cfg).model_copy(update={"policy": replace(cfg.policy, dtype=dtype)})
 
 
-def compose(cfg: Config, log: Path | None = None) -> Parts:
+def compose(cfg: Config, log: Path | None = None) -> Components:
     """log: the file that takes what rewards print."""
     device = hardware.pick_device(cfg.policy.device)
     algorithm, dtype = cfg.algorithm, hardware.pick_dtype(cfg.policy.dtype, device)
-    task = isolated(
+    task = sandboxed(
         with_split(cfg.task, "train"), cfg.reward, log
     )  # first: its mistakes are found before a model is loaded
     advantage_of(algorithm.advantage)  # these may be in files of the user's, too
@@ -96,7 +96,7 @@ def compose(cfg: Config, log: Path | None = None) -> Parts:
             f" = {runtime.world * algorithm.minibatches}: groups are not split"
         )
     test_task = with_split(task, "test")
-    return Parts(
+    return Components(
         task=task,
         test_task=test_task,
         test_prompts=held_out(test_task, cfg.evaluate.n) if cfg.evaluate.every else [],
@@ -119,7 +119,7 @@ def check_float16(cfg: Config, device: torch.device) -> None:
     hardware.check_float16(device)
 
 
-def isolated(task: Task, cfg: RewardConfig, log: Path | None = None) -> Task:
+def sandboxed(task: Task, cfg: RewardConfig, log: Path | None = None) -> Task:
     """Rewards that may raise, hang or die run in processes of their own; sums need none."""
     return task if all(type(layer) in HARMLESS for layer in layers(task)) else Sandboxed(task, cfg, log)
 

@@ -12,7 +12,7 @@ from pellucid.policy import policy
 from pellucid.reporting.console import accuracy_table, verdict
 from pellucid.tasks.wrappers import with_split
 from pellucid.training import preflight
-from pellucid.training.compose import isolated, pick_sampler, truncation_of
+from pellucid.training.compose import pick_sampler, sandboxed, truncation_of
 from pellucid.training.evaluate import OneProcess, evaluate, held_out
 
 
@@ -22,7 +22,7 @@ def examine(cfg: Config, model: str, show: int) -> int:
     device = hardware.pick_device(cfg.policy.device)
     dtype = hardware.pick_dtype(cfg.policy.dtype, device)
     frozen = policy.load_frozen(model, device, dtype, cfg.sampler.temperature, cfg.policy.engine)
-    task = isolated(with_split(cfg.task, "test"), cfg.reward)
+    task = sandboxed(with_split(cfg.task, "test"), cfg.reward)
     sampler, greedy = pick_sampler(cfg, truncation_of(cfg.evaluate)), replace(pick_sampler(cfg), temperature=0.0)
     sampler.sync(frozen)
     greedy.sync(frozen)

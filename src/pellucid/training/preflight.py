@@ -87,7 +87,7 @@ def show_numbers(cfg: Config, policy: Policy, world: int) -> None:
     for name, value in {
         "model": f"{cfg.policy.model}: {parameters / 1e6:.1f} M parameters, {trained / 1e6:.1f} M trained",
         "computes": f"in {cfg.policy.dtype} on {policy.device}, {world} process{'es' if world > 1 else ''}, by"
-        + (" our decoder" if policy.decoder else f" transformers ({policy.detour()})"),
+        + (" our decoder" if policy.decoder else f" transformers ({policy.fallback_reason()})"),
         "a step": f"{a.prompts_per_step} prompts x {a.group_size} completions = {completions}, up to"
         f" {cfg.sampler.max_tokens} tokens each, {a.inner_steps} optimizer step{'s' if a.inner_steps > 1 else ''}",
         "the run": f"{a.steps} steps = {a.steps * completions} completions"

@@ -27,7 +27,7 @@ from pellucid.runtimes.accelerate import needing_others
 from pellucid.tasks.sandbox import Sandboxed
 from pellucid.training import changes, claim, files, preflight, provenance
 from pellucid.training.changes import Changes
-from pellucid.training.compose import Parts, compose, settled, truncation_of
+from pellucid.training.compose import Components, compose, resolved, truncation_of
 from pellucid.training.evaluate import evaluate, graded
 from pellucid.training.snapshot import restore, save
 from pellucid.types import Evaluation, Group, Logger, UserError
@@ -44,7 +44,7 @@ def train(cfg: Config, run_dir: Path, resumed: Changes | None = None, profile: b
     hardware.keep_freed_memory()
     if cfg.policy.deterministic:
         hardware.make_deterministic()
-    cfg = settled(cfg)
+    cfg = resolved(cfg)
     with stop_requests() as requests, ExitStack() as until_the_end:
         with requests.raised():
             preflight.check(cfg, run_dir)
@@ -69,7 +69,7 @@ def train(cfg: Config, run_dir: Path, resumed: Changes | None = None, profile: b
     return INTERRUPTED if stopped else 0
 
 
-def begin(cfg: Config, run_dir: Path, parts: Parts, resumed: Changes | None) -> Evaluation | None:
+def begin(cfg: Config, run_dir: Path, parts: Components, resumed: Changes | None) -> Evaluation | None:
     """The folder and all parts as they are before the next step; the evaluation before step 1."""
     notes = restore(run_dir, parts) if resumed is not None and checkpoints(run_dir) else []
     if parts.runtime.main:
@@ -81,10 +81,18 @@ def begin(cfg: Config, run_dir: Path, parts: Parts, resumed: Changes | None) -> 
     return look_first(cfg, parts) if parts.state.step == 0 else None
 
 
-def follow(cfg: Config, run_dir: Path, parts: Parts, log: Logger, requests: StopRequests, profile: bool = False) -> int:
+def follow(
+    cfg: Config, run_dir: Path, parts: Components, log: Logger, requests: StopRequests, profile: bool = False
+) -> int:
     """Walks through the steps, logging, saving and evaluating; the step that a stop request ended, or 0."""
     steps = grpo.train(
-        parts.task, parts.sampler, parts.policy, parts.runtime, cfg.algorithm, parts.reference, parts.state
+        parts.task,
+        parts.sampler,
+        parts.policy,
+        parts.runtime,
+        cfg.algorithm,
+        parts.reference,
+        parts.state,
     )
     if profile and parts.runtime.main:
         steps = profiled(steps, run_dir / "profile.txt", parts.policy.dtype)
@@ -120,21 +128,21 @@ def follow(cfg: Config, run_dir: Path, parts: Parts, log: Logger, requests: Stop
     return 0
 
 
-def memory_now(parts: Parts) -> dict[str, float]:
+def memory_now(parts: Components) -> dict[str, float]:
     """Of this process: the peak, on the GPU where there is one, and what is resident after the step."""
     return {"memory/peak_gb": parts.runtime.peak_gb(), "memory/resident_gb": hardware.resident_gb()}
 
 
-def hopeless(cfg: Config, parts: Parts) -> bool:
+def hopeless(cfg: Config, parts: Components) -> bool:
     """Whether so many steps in a row had no reward that the run is over. The same for all processes."""
     return 0 < cfg.reward.patience <= len(parts.failures)
 
 
-def is_last(cfg: Config, parts: Parts) -> bool:
+def is_last(cfg: Config, parts: Components) -> bool:
     return parts.state.step == cfg.algorithm.steps or out_of_time(cfg, parts)
 
 
-def out_of_time(cfg: Config, parts: Parts) -> bool:
+def out_of_time(cfg: Config, parts: Components) -> bool:
     """The same for all processes."""
     return parts.runtime.any(0 < cfg.algorithm.minutes * 60 <= parts.seconds)
 
@@ -142,19 +150,19 @@ def out_of_time(cfg: Config, parts: Parts) -> bool:
 # ---------------------------------------------------------------- evaluation
 
 
-def is_due(cfg: Config, parts: Parts) -> bool:
+def is_due(cfg: Config, parts: Components) -> bool:
     """Whether the policy is evaluated after this step."""
     every = cfg.evaluate.every
     return every > 0 and (parts.state.step % every == 0 or is_last(cfg, parts))
 
 
-def missed(cfg: Config, run_dir: Path, parts: Parts) -> bool:
+def missed(cfg: Config, run_dir: Path, parts: Components) -> bool:
     """Whether a stop or a kill came between the last step and its evaluation."""
     there = parts.runtime.main and parts.state.step in loggers.read_evaluations(run_dir)
     return is_due(cfg, parts) and not parts.runtime.any(there)
 
 
-def evaluated(cfg: Config, parts: Parts, log: Logger, requests: StopRequests) -> bool:
+def evaluated(cfg: Config, parts: Components, log: Logger, requests: StopRequests) -> bool:
     """False where a request to stop came: an evaluation that it cuts short is made when the run is resumed.
 
     Several processes wait for one another: they end it first.
@@ -168,18 +176,25 @@ def evaluated(cfg: Config, parts: Parts, log: Logger, requests: StopRequests) ->
     return not parts.runtime.any(bool(requests))
 
 
-def evaluate_policy(cfg: Config, parts: Parts) -> tuple[Evaluation, list[Group]]:
+def evaluate_policy(cfg: Config, parts: Components) -> tuple[Evaluation, list[Group]]:
     """And the graded samples."""
     parts.greedy.sync(parts.policy)
     parts.test_sampler.sync(parts.policy)
     k, samples = cfg.evaluate.k, cfg.evaluate.samples or cfg.evaluate.k
     evaluation, groups, _ = evaluate(
-        cfg.task_name, parts.test_task, parts.test_prompts, parts.greedy, parts.test_sampler, k, samples, parts.runtime
+        cfg.task_name,
+        parts.test_task,
+        parts.test_prompts,
+        parts.greedy,
+        parts.test_sampler,
+        k,
+        samples,
+        parts.runtime,
     )
     return evaluation, groups
 
 
-def look_first(cfg: Config, parts: Parts) -> Evaluation | None:
+def look_first(cfg: Config, parts: Components) -> Evaluation | None:
     """Before step 1: held-out accuracy, one real exchange, and how many groups are going to teach anything."""
     try_rewards(cfg, parts)
     evaluation, groups = evaluate_policy(cfg, parts) if cfg.evaluate.every else (None, [])
@@ -196,7 +211,7 @@ def look_first(cfg: Config, parts: Parts) -> Evaluation | None:
     return evaluation
 
 
-def try_rewards(cfg: Config, parts: Parts) -> None:
+def try_rewards(cfg: Config, parts: Components) -> None:
     """NotBegunError where a few greedy answers have no reward: where all hang, the whole first look takes hours."""
     if isinstance(parts.task, Sandboxed):
         prompts = parts.test_prompts or parts.task.sample(0, cfg.algorithm.prompts_per_step)

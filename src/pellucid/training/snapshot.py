@@ -8,13 +8,13 @@ from pellucid.config import Config
 from pellucid.policy.policy import Policy
 from pellucid.reporting import loggers
 from pellucid.training import checkpoint
-from pellucid.training.compose import Parts
-from pellucid.types import UserError, observer
+from pellucid.training.compose import Components
+from pellucid.types import UserError, stateful_task
 
 OPTIMIZER = "optimizer."
 
 
-def save(run_dir: Path, cfg: Config, parts: Parts) -> None:
+def save(run_dir: Path, cfg: Config, parts: Components) -> None:
     runtime, state, reference = parts.runtime, parts.state, parts.reference
     generators = runtime.gather([checkpoint.random_state()])
     replay, replay_facts = checkpoint.pack_replay(runtime.gather([state.experiences]))
@@ -30,13 +30,13 @@ def save(run_dir: Path, cfg: Config, parts: Parts) -> None:
     facts |= {"micro_batch": runtime.micro_batch} if runtime.micro_batch else {}
     facts |= {"scaler": runtime.scaler.state_dict()} if runtime.scaler.is_enabled() else {}
     facts |= {"kl_coef": state.kl_coef} if cfg.algorithm.kl_target else {}
-    watching = observer(parts.task)
+    watching = stateful_task(parts.task)
     facts |= {"task": watching.state()} if watching else {}
     loggers.sync(run_dir)  # a checkpoint counts when what led to it is on disk
     checkpoint.save(run_dir, state.step, tensors, facts, cfg.checkpoint.keep_last)
 
 
-def restore(run_dir: Path, parts: Parts) -> list[str]:
+def restore(run_dir: Path, parts: Components) -> list[str]:
     """Puts everything back to the newest whole checkpoint and cuts the logs to it. Lines that say what is amiss."""
     tensors, facts, notes = checkpoint.newest(run_dir)
     runtime, state = parts.runtime, parts.state
@@ -55,7 +55,7 @@ def restore(run_dir: Path, parts: Parts) -> list[str]:
     checkpoint.restore_random_state(facts["random"][runtime.rank])
     parts.seconds = facts["seconds"]
     state.step, state.kl_coef = facts["step"], facts.get("kl_coef", state.kl_coef)
-    if watching := observer(parts.task):
+    if watching := stateful_task(parts.task):
         watching.load_state(facts["task"])
     kept = checkpoint.unpack_replay(tensors, facts["replay"], runtime.rank)
     state.experiences = [(step, batch.to(parts.policy.device)) for step, batch in kept]
