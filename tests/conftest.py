@@ -40,7 +40,7 @@ def character_tokenizer() -> PreTrainedTokenizerFast:
     """One token a character, and pad == eos as many checkpoints ship it."""
     vocab = {c: i for i, c in enumerate(CHARACTERS)} | {"<eos>": EOS}
     tokenizer = Tokenizer(models.WordLevel(vocab, unk_token="<eos>"))
-    tokenizer.pre_tokenizer = pre_tokenizers.Split("", "sandboxed")
+    tokenizer.pre_tokenizer = pre_tokenizers.Split("", "isolated")
     tokenizer.decoder = decoders.Fuse()
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<eos>", pad_token="<eos>")
 

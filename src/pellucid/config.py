@@ -178,9 +178,8 @@ def load(recipe: Path | None, overrides: Sequence[str] = (), prog: str = "pelluc
         default = schema.model_validate(values)
     except pydantic.ValidationError as error:
         raise UserError(f"{source}: {_explain(error, schema)}") from error
-    typed = tyro.cli(
-        schema, default=default, args=renamed_flags(overrides), config=(tyro.conf.AvoidSubcommands,), prog=prog
-    )
+    arguments, flat = renamed_flags(overrides), (tyro.conf.AvoidSubcommands,)
+    typed = tyro.cli(schema, default=default, args=arguments, config=flat, prog=prog)
     for key, value in _floats({name: getattr(typed, name) for name in schema.model_fields}):
         if not math.isfinite(value):
             raise UserError(f"{key.removeprefix('.')} = {value} must be a finite number")

@@ -26,7 +26,7 @@ def test_joined_rollouts_lose_no_token_whichever_is_widest(order):
     """Replay puts the newest first: older responses may be longer."""
     batches = [collate([group(*lengths)], CPU) for lengths in ((1, 1), (2, 5), (3, 1))]
     batches = [
-        replace(b, old_logprobs=b.sampler_logprobs - 1, advantages=torch.tensor([1.0, -1.0]), gate=b.mask)
+        replace(b, old_logprobs=b.sampler_logprobs - 1, advantages=torch.tensor([1.0, -1.0]), entropy_mask=b.mask)
         for b in batches
     ]
     chosen = [batches[i] for i in order]

@@ -269,7 +269,7 @@ def test_only_tokens_of_high_entropy_get_the_objectives_gradient():
     batch = rollouts(policy)
     fixed = grpo.add_old_and_reference_logprobs(batch, policy, None, OneProcessRuntime(), cfg)
     entropy = policy.score(batch).entropy.detach()
-    chosen = fixed.gate & batch.mask
+    chosen = fixed.entropy_mask & batch.mask
     assert int(chosen.sum()) == round(0.2 * int(batch.mask.sum()))
     assert entropy[chosen].min() >= entropy[batch.mask & ~chosen].max()
     leaf = policy.score(batch).logprobs.detach().requires_grad_()
