@@ -60,6 +60,15 @@ def test_the_table_of_variants_is_the_folder_of_recipes():
     assert rows == keys
 
 
+def test_every_file_and_room_of_the_plan_exists():
+    text = Path("docs/architecture.md").read_text()
+    for named in re.findall(r"`([\w/]+(?:\.py|\.html|/))`", text):
+        assert (Path("src/pellucid") / named).exists(), named
+    drawn = text.partition("```")[2].partition("```")[0]
+    rooms = {path.parent.name for path in Path("src/pellucid").glob("*/__init__.py")}
+    assert {word for word in re.findall(r"\w+", drawn) if word in rooms} == rooms
+
+
 def test_every_item_of_the_systems_has_its_row_and_what_shows_it():
     rows = [row for row in table("systems") if len(row) == 4 and row[0][0].isdigit()]
     assert [int(n) for row in rows for n in row[0].split(", ")] == list(range(1, 79))
