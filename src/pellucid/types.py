@@ -18,7 +18,7 @@ have their largest seed."""
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """One question.
+    """One question to the policy.
 
     Example: Prompt("train/0/3", ({"role": "user", "content": "What is 3 + 4?"},), answer="7")
     """
@@ -38,12 +38,12 @@ class Prompt:
 
     @property
     def question(self) -> str:
-        """What a person reads: the last message, or the whole string."""
+        """The part that a person reads: the last message, or the whole string."""
         return self.text if isinstance(self.text, str) else self.text[-1]["content"]
 
     @property
     def key(self) -> str:
-        """What tells it from others: the string, or all that is said in the conversation but by the system."""
+        """The text that tells this question from others: the string, or all messages but those of the system."""
         if isinstance(self.text, str):
             return self.text
         return "\n\n".join(message["content"] for message in self.text if message["role"] != "system")
@@ -51,22 +51,22 @@ class Prompt:
 
 @dataclass(frozen=True, slots=True)
 class Completion:
-    """What the policy answered: tokens as sampled, the end-of-sequence token included where it was sampled."""
+    """One answer of the policy: its tokens as sampled, with the end-of-sequence token where that was sampled."""
 
     token_ids: tuple[int, ...]
     logprobs: tuple[float, ...]
-    """Of each token under the distribution that it was drawn from, as the sampler computed it; nats."""
+    """The log-prob of each token under the distribution that it was drawn from, as the sampler computed it; nats."""
     text: str
     """Decoded without special tokens."""
     finished: bool
-    """Ended with an end-of-sequence token, not at the length limit."""
+    """Whether it ended with an end-of-sequence token, not at the length limit."""
     sampling_mask: Sequence[Any] = field(default=(), compare=False, repr=False)
-    """Of each token, where the sampler truncates: see sampling_mask.py. Empty: it was drawn from the whole."""
+    """The sampling mask of each token (sampling_mask.py) where the sampler truncates; empty where it does not."""
 
 
 @dataclass(frozen=True, slots=True)
 class Reward:
-    """A grade.
+    """The grade of one completion.
 
     Example: Reward(0.9, parts={"numeric": 1.0, "length": -0.1}, correct=True)
     """
@@ -78,15 +78,15 @@ class Reward:
     correct: bool | None = None
     """Whether the answer counts as right in evaluation; where None, value >= 1 does."""
     error: str = ""
-    """Why it could not be computed: it has then failed, whatever `value` says."""
+    """Why the reward could not be computed. One with an error has failed, whatever `value` says."""
     weights: Mapping[str, float] = field(default_factory=dict)
-    """Of the terms; 1 where none is named."""
+    """The weight of each term by name; 1 where none is given."""
     applies: bool = True
-    """False where no term is meant for this prompt: it has no grade, on purpose, and nothing has failed."""
+    """False where no term is meant for this prompt: it has no grade on purpose, and nothing has failed."""
 
     @property
     def failed(self) -> bool:
-        """No grade: neither right nor wrong. It counts as its siblings' mean; shares of right answers leave it out."""
+        """Whether there is no grade. It then counts as the mean of its siblings, and as neither right nor wrong."""
         return bool(self.error) or not math.isfinite(self.value)
 
     @property
@@ -104,13 +104,13 @@ class Group:
     rewards: tuple[Reward, ...] = ()
     advantages: tuple[float, ...] = ()
     prefix_length: int = 0
-    """So many tokens at the end of prompt_ids are the prompt's prefix."""
+    """How many tokens at the end of prompt_ids are the prompt's prefix."""
     prefix_end: int | None = None
     """The end-of-sequence token that belongs behind a prefix which is a whole answer."""
 
 
 def equal_rewards(group: Group, min_reward_range: float = 0.0) -> list[Reward]:
-    """The grades of a dead group; of a live one, or where every reward failed, none."""
+    """The rewards of a group in which all are equal; an empty list where they differ, or where all failed."""
     graded = [reward for reward in group.rewards if not reward.failed]
     values = [reward.value for reward in graded]
     return graded if graded and alike(min(values), max(values), min_reward_range) else []
@@ -204,7 +204,7 @@ class StatefulTask(Protocol):
 
 
 def stateful_task(task: Task) -> StatefulTask | None:
-    """The task, where it is one. Looked up by name: a task in a sandbox passes on what it does not know itself.
+    """The task as a StatefulTask, or None where it keeps no state. Found by attribute, as a sandbox passes them on.
 
     UserError for one that observes and keeps what it saw from checkpoints.
     """
@@ -221,7 +221,7 @@ class Sampler(Protocol):
         ...
 
     def sync(self, policy: Any) -> None:
-        """Sample from these weights from now on."""
+        """Use the weights of this policy from now on."""
 
 
 class Logger(Protocol):
@@ -233,12 +233,12 @@ class Logger(Protocol):
 
 
 class UserError(Exception):
-    """Something that the user can mend: one line that says what is wrong, where, and what would be right (exit 2)."""
+    """A mistake that the user can mend: one line that says what is wrong, where, and what is right (exit status 2)."""
 
 
 class NotBegunError(UserError):
-    """... before a run has taken its first step: nothing of it is worth keeping."""
+    """A UserError before a run has taken its first step: nothing of the run is worth keeping."""
 
 
 class StrandedError(Exception):
-    """A process that has lost the others of its run: nobody's mistake here, so one line and exit status 1."""
+    """A process has lost the other processes of its run: nobody's mistake, so one line and exit status 1."""

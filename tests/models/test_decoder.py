@@ -144,6 +144,22 @@ def test_the_compute_copy_follows_its_masters():
     assert (after - before).abs().max() > 0.1
 
 
+def test_weights_are_cast_once_an_optimizer_step_however_many_micro_batches_there_are():
+    model = model_of("llama")
+    model.model.embed_tokens.weight.requires_grad_(False)
+    policy = Policy(model, character_tokenizer(), torch.bfloat16)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, fused=True)
+    cast, of_frozen = (weights.tensor for weights in (policy.decoder.layers[0]["down"], policy.decoder.embedding))
+    counts = []
+    for _ in range(3):
+        before, frozen_before = cast._version, of_frozen._version
+        for micro_batch in batch_of().chunks(2):
+            policy.score(micro_batch).logprobs.sum().backward()
+        optimizer.step()
+        counts.append((cast._version - before, of_frozen._version - frozen_before))
+    assert counts == [(0, 0), (1, 0), (1, 0)]
+
+
 def test_a_layer_computes_in_bf16_about_what_it_computes_in_fp32():
     model, batch = model_of("llama"), batch_of()
     exact, rounded = (

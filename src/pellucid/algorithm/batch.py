@@ -1,4 +1,4 @@
-"""Rollouts as tensors: from records to what is trained on, and to what advantages are made from."""
+"""Rollouts as tensors: records become a Batch to train on, and Grades that advantages are made from."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ class Batch:
     """
 
     prompt_ids: tuple[tuple[int, ...], ...]
-    """Once per group."""
+    """The prompts of the batch, one for each group."""
     prefix_lengths: tuple[int, ...]
-    """Of each prompt: so many tokens at its end were given as the beginning of the answer."""
+    """Of each prompt, how many tokens at its end were given as the beginning of the answer."""
     prefix_ends: tuple[int | None, ...]
-    """The token that belongs behind each, where it is a whole answer."""
+    """Of each prompt, the end-of-sequence token that belongs behind its prefix, where that is a whole answer."""
     prompt_of: Tensor
-    """[B] index of each row's prompt."""
+    """[B] the index of each row's prompt in prompt_ids."""
     response_ids: Tensor
     """[B, T] padded on the right; what the padding holds is never looked at."""
     mask: Tensor
@@ -39,23 +39,23 @@ class Batch:
     finished: Tensor
     """[B] bool: ended with an end-of-sequence token."""
     sampler_logprobs: Tensor
-    """[B, T] as the sampler reported them."""
+    """[B, T] log-probs as the sampler reported them."""
     mask_words: Tensor | None = None
     """[M]: sampling masks, end to end, where the sampler truncates."""
     mask_spans: Tensor | None = None
     """[B, T, 2]: where in them that of each token begins and ends."""
     old_logprobs: Tensor | None = None
-    """[B, T] under the policy at the start of the update; None where that is the policy being updated."""
+    """[B, T] log-probs under the policy at the start of the update; None where that is the one being updated."""
     ref_logprobs: Tensor | None = None
-    """[B, T] under the reference."""
+    """[B, T] log-probs under the reference."""
     kl: Tensor | None = None
-    """[B, T] KL from the reference when the rollouts were drawn, where the reward is charged with it."""
+    """[B, T] KL to the reference when the rollouts were drawn, where the reward is charged with it."""
     entropy_mask: Tensor | None = None
     """[B, T] bool: tokens that get the objective's gradient; None means all."""
     advantages: Tensor | None = None
     """[B]"""
     clip_high: Tensor | None = None
-    """[B] of each row, where the prompt's difficulty sets it."""
+    """[B] the upper clip of each row, where the difficulty of its prompt sets it."""
     weights: Tensor | None = None
     """[B, T] share of each token in the loss."""
 
@@ -67,7 +67,7 @@ class Batch:
         return len(self.prompt_of)
 
     def rows(self, index: slice | Tensor) -> Batch:
-        """Some rows, no wider than their longest response."""
+        """A batch of some rows, cut to the length of their longest response."""
         width = int(self.mask[index].sum(-1).max())
         chosen = {name: x[index] for name, x in self.tensors().items() if name != "mask_words"}
         return replace(self, **{name: x[:, :width] if x.dim() > 1 else x for name, x in chosen.items()})
@@ -76,7 +76,7 @@ class Batch:
         return {f.name: x for f in fields(self) if isinstance(x := getattr(self, f.name), Tensor)}
 
     def sampling_mask(self, device: torch.device) -> SamplingMask | None:
-        """Of the tokens of all responses, in their order."""
+        """The sampling mask of all response tokens, row by row; None where the sampler does not truncate."""
         if self.mask_words is None or self.mask_spans is None:
             return None
         return SamplingMask(self.mask_words.to(device), self.mask_spans[self.mask].to(device))
@@ -109,7 +109,7 @@ def collate(groups: Sequence[Group], device: torch.device) -> Batch:
 
 
 def prefix_rows(batch: Batch) -> Batch | None:
-    """The prefixes that the prompts of a batch were given, a row each, as responses to what stands before them."""
+    """A batch whose rows are the prefixes of the prompts, as responses to what stands before them; None without any."""
     prompts = [p for p in batch.prompt_of.unique().tolist() if batch.prefix_lengths[p]]
     if not prompts:
         return None
@@ -157,7 +157,7 @@ def concat(batches: Sequence[Batch]) -> Batch:
 
 
 def moved(places: Sequence[Tensor], sizes: Sequence[int]) -> list[Tensor]:
-    """Places in lists of these sizes -> places in all of them, end to end."""
+    """Shift indices into lists of these sizes to indices into their concatenation."""
     return [x + sum(sizes[:i]) for i, x in enumerate(places)]
 
 
@@ -173,13 +173,13 @@ def task_rewards(groups: Sequence[Group]) -> Tensor:
 
 
 def like_siblings(known: Tensor) -> Tensor:
-    """[P, G, ...]: what is not finite becomes the mean of the rest of its group, NaN where nothing is left."""
+    """Replace values [P, G, ...] that are not finite by the mean of their group's others; NaN where there is none."""
     known = known.masked_fill(~known.isfinite(), torch.nan)
     return torch.where(known.isnan(), known.nanmean(1, keepdim=True), known)
 
 
 def grades_of(groups: Sequence[Group]) -> Grades:
-    """Of one step's groups. A term that failed or does not apply in a composite reward counts as its siblings' mean."""
+    """The Grades of one step's groups. A reward term that failed or does not apply counts as its siblings' mean."""
 
     def each(value: Callable[[Completion, Reward], Any]) -> Tensor:
         rows = [[value(*pair) for pair in zip(g.completions, g.rewards, strict=True)] for g in groups]

@@ -1,4 +1,4 @@
-"""Did a technique do anything? The share of advantages, tokens or groups that it changed, and where that must be none.
+"""Whether a technique did anything: the share of advantages, tokens or groups that it changed.
 
 A switch that is on and changes nothing teaches a study nothing: `effect/*` of metrics.jsonl, and `known_inert` before
 training, say so.

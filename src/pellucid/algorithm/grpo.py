@@ -37,11 +37,11 @@ T = TypeVar("T")
 
 
 class Scores(NamedTuple):
-    """Of each response token, in nats, [B, T]."""
+    """What a policy says of each response token, [B, T], in nats."""
 
     logprobs: Tensor
     entropy: Tensor
-    """Of the distribution that the token was drawn from."""
+    """The entropy of the distribution that the token was drawn from."""
     kl: Tensor | None = None
     """KL(pi, reference) of that distribution, summed over the vocabulary; where kl = "exact"."""
 
@@ -51,7 +51,7 @@ class Policy(Protocol):
     def device(self) -> torch.device: ...
     def score(self, batch: Batch) -> Scores: ...
     def embed(self, batch: Batch, layer: int) -> Tensor:
-        """[B, D]: the output of a layer, averaged over the response."""
+        """[B, D]: the output of a layer, averaged over the response tokens."""
         ...
 
     def weights(self) -> Mapping[str, Tensor]: ...
@@ -60,12 +60,12 @@ class Policy(Protocol):
 class Reference(Protocol):
     def score(self, batch: Batch) -> Scores: ...
     def follow(self, weights: Mapping[str, Tensor], decay: float) -> None:
-        """Becomes decay * itself + (1 - decay) * weights."""
+        """Set the weights to decay * themselves + (1 - decay) * weights."""
         ...
 
 
 class Runtime(Protocol):
-    """Processes and their common optimizer.
+    """The processes of a run, and the optimizer that they share.
 
     `shard` takes this process's share of a global list, `gather` is its inverse, `sum` adds a tensor up over processes.
     `accumulate` yields the micro-batches of one optimizer step, at the last of which the gradients of `backward` meet;
@@ -78,7 +78,7 @@ class Runtime(Protocol):
 
     @property
     def world(self) -> int:
-        """Processes."""
+        """The number of processes."""
         ...
 
     def shard(self, items: Sequence[Any]) -> Sequence[Any]: ...
@@ -95,18 +95,18 @@ class Runtime(Protocol):
 
 @dataclass
 class State:
-    """What one step leaves to the next, beside weights and optimizer."""
+    """What one step leaves to the next, besides weights and optimizer state. A checkpoint saves it."""
 
     step: int = 0
-    """Finished steps."""
+    """The number of finished steps."""
     kl_coef: float | None = None
-    """Of the next step, as it follows cfg.kl_target; None before the first one: as the settings have it."""
+    """The kl_coef of the next step, which follows cfg.kl_target. None before the first step: cfg.kl_coef."""
     experiences: list[tuple[int, Batch]] = field(default_factory=list)
-    """Replay: rollouts and the step they were drawn in, newest first."""
+    """Replay buffer: (step that drew it, batch) pairs, newest first."""
 
 
 class StepResult(NamedTuple):
-    """`step` counts finished steps; `groups` are of all processes, graded."""
+    """One finished step: how many there are now, its metrics, and the graded groups of all processes."""
 
     step: int
     metrics: dict[str, float]
@@ -122,7 +122,7 @@ def train(
     reference: Reference | None = None,
     state: State | None = None,
 ) -> Iterator[StepResult]:
-    """Yields after each step, when the policy may be evaluated, saved or left; `state` is then as it must be saved."""
+    """Train, and yield after each step. The caller may then evaluate, save `policy` and `state`, or stop."""
     state = state or State()
     state.kl_coef = cfg.kl_coef if state.kl_coef is None else state.kl_coef
     sampler.sync(policy)
@@ -176,19 +176,19 @@ def rollout(
 
 
 def cost_of(drawn: Sequence[Group], dead: int) -> dict[str, float]:
-    """Of all groups, those that are not trained on included."""
+    """Metrics of how many groups were drawn to fill the batch, and of their tokens."""
     tokens = sum(len(completion.token_ids) for group in drawn for completion in group.completions)
     return {"groups/drawn": len(drawn), "groups/drawn_dead": dead / len(drawn), "tokens": float(tokens)}
 
 
 def observed(task: Task, step: int, groups: Sequence[Group], runtime: Runtime) -> dict[str, float]:
-    """A task that learns from what it sees does so in every process, from the groups of all."""
+    """Show the groups of all processes to a stateful task, in every process alike; return its metrics."""
     watching = stateful_task(task)
     return dict(watching.observe(step, runtime.gather(groups))) if watching else {}
 
 
 def prompts_wanted(live: int, spare: int, processes: int, cfg: GRPOConfig) -> int:
-    """As many as should bring the live groups that are missing, by the share seen so far; the same for each process."""
+    """How many prompts to draw next: enough for the missing live groups, by the share of live ones seen so far."""
     missing = cfg.prompts_per_step - live
     expected = math.ceil(missing * (live + spare) / max(live, 1)) if live + spare else missing
     return min(cfg.prompts_per_step, math.ceil(expected / processes) * processes)
@@ -197,7 +197,7 @@ def prompts_wanted(live: int, spare: int, processes: int, cfg: GRPOConfig) -> in
 def compute_advantages(
     groups: Sequence[Group], batch: Batch, policy: Policy, runtime: Runtime, cfg: GRPOConfig
 ) -> tuple[Tensor, dict[str, float]]:
-    """[P, G] advantages of this process's groups, compared with those of all; and how many each technique changed."""
+    """Advantages [P, G] of this process's groups, compared with those of all processes, and `effect/*` metrics."""
     grades = grades_of(runtime.gather(groups))
     shaped = torch.stack(runtime.gather(list(shape(grades_of(groups), batch, policy, cfg))))
     advantages = advantages_of(grades, shaped, cfg)
@@ -211,7 +211,7 @@ def compute_advantages(
 def attach_advantages(
     batch: Batch, groups: Sequence[Group], advantages: Tensor, runtime: Runtime, cfg: GRPOConfig
 ) -> Batch:
-    """With what the grades of its groups make of it."""
+    """Batch with advantages [B] and, where set, clip_high [B]."""
     batch = replace(batch, advantages=advantages.flatten().to(batch.sampler_logprobs))
     if not cfg.clip_difficulty:
         return batch
@@ -221,7 +221,7 @@ def attach_advantages(
 
 
 def update(policy: Policy, batch: Batch, runtime: Runtime, cfg: GRPOConfig) -> dict[str, float]:
-    """Takes cfg.inner_steps optimizer steps on the rollouts; the mean of each metric over the tokens trained on."""
+    """Take cfg.inner_steps optimizer steps on the rollouts. Return the mean of each metric over trained tokens."""
     totals = Totals()
     for _ in range(cfg.epochs):
         for minibatch in batch.chunks(len(batch) // cfg.minibatches):
@@ -236,7 +236,7 @@ def update(policy: Policy, batch: Batch, runtime: Runtime, cfg: GRPOConfig) -> d
 def gradients(
     policy: Policy, parts: Sequence[Batch], totals: Totals, runtime: Runtime, cfg: GRPOConfig, rows: int
 ) -> Totals:
-    """Adds up the gradients of one optimizer step, over micro-batches of so many rows; `totals`, and what these add."""
+    """Add up the gradients of one optimizer step over micro-batches of `rows` rows. Return the grown totals."""
     totals = deepcopy(totals)
     for micro_batch in runtime.accumulate([micro_batch for part in parts for micro_batch in part.chunks(rows)]):
         loss, metrics = loss_terms(policy.score(micro_batch), micro_batch, cfg)
@@ -246,14 +246,14 @@ def gradients(
 
 
 def weights_of(batch: Batch, runtime: Runtime, cfg: GRPOConfig) -> Tensor:
-    """[B, T] share of each token in the loss, from counts over all processes; 0 where a response is filtered out."""
+    """Weight [B, T] of each token in the loss, from counts over all processes; 0 where a response is filtered out."""
     mask = batch.mask & batch.finished[:, None] if cfg.overlong_filter else batch.mask
     rows, tokens = runtime.sum(mask.any(-1).sum()), runtime.sum(mask.sum())
     return AGGREGATES[cfg.aggregate](mask, rows.clamp(min=1), tokens.clamp(min=1), cfg)
 
 
 def with_gradient(batch: Batch, cfg: GRPOConfig) -> Batch:
-    """Leaves out rows that add 0, as those of dead groups; one stays, since every process takes part in a step."""
+    """Drop rows that add nothing to the gradient, such as those of dead groups; keep one, as all processes step."""
     assert batch.advantages is not None and batch.weights is not None
     live = batch.weights.any(-1)
     if not (cfg.entropy_coef or (cfg.kl_coef and cfg.kl_in == "loss")):
@@ -262,7 +262,7 @@ def with_gradient(batch: Batch, cfg: GRPOConfig) -> Batch:
 
 
 def prefixes_of(batch: Batch, runtime: Runtime, cfg: GRPOConfig) -> list[Batch]:
-    """The prefixes of a minibatch, where it has any; their tokens share cfg.prefix_coef over all processes."""
+    """The prefixes of a minibatch as a batch of their own, weighted by cfg.prefix_coef; an empty list without any."""
     if not cfg.prefix_coef:
         return []
     rows = prefix_rows(batch)
@@ -271,7 +271,7 @@ def prefixes_of(batch: Batch, runtime: Runtime, cfg: GRPOConfig) -> list[Batch]:
 
 
 def loss_terms(scores: Scores, batch: Batch, cfg: GRPOConfig) -> tuple[Tensor, dict[str, Tensor]]:
-    """-sum of weights * (objective - kl_coef * KL + entropy_coef * entropy), and the [B, T] values worth a look.
+    """The loss, -sum of weights * (objective - kl_coef * KL + entropy_coef * entropy), and metrics [B, T].
 
     Rows without advantages are prefixes: nobody sampled them, and they are made likelier.
     """
@@ -317,7 +317,7 @@ def estimated_kl(scores: Scores, ref_logprobs: Tensor | None, old_logprobs: Tens
 
 
 def shape(grades: Grades, batch: Batch, policy: Policy, cfg: GRPOConfig) -> Tensor:
-    """[P, G]: the rewards that are compared."""
+    """Rewards [P, G] after shaping, as they are compared."""
     rewards = grades.rewards
     if cfg.similarity != "none":
         states = [
@@ -335,7 +335,7 @@ def with_advantages(groups: Sequence[Group], advantages: Tensor) -> list[Group]:
 def add_old_and_reference_logprobs(
     batch: Batch, policy: Policy, reference: Reference | None, runtime: Runtime, cfg: GRPOConfig
 ) -> Batch:
-    """Adds what stays fixed during the update, each only where something reads it."""
+    """Batch with old_logprobs, ref_logprobs, kl and entropy_mask, each only where the settings need it."""
     charged = bool(cfg.kl_coef) and cfg.kl_in != "loss"
     if reference is not None and cfg.kl_coef and cfg.kl != "exact":
         batch = replace(batch, ref_logprobs=score_detached(batch, reference, runtime, cfg).logprobs)
@@ -355,7 +355,7 @@ def add_old_and_reference_logprobs(
 
 @torch.no_grad()
 def score_detached(batch: Batch, policy: Policy | Reference, runtime: Runtime, cfg: GRPOConfig) -> Scores:
-    """Without gradient, a micro-batch at a time."""
+    """Scores of a batch without gradient, computed a micro-batch at a time."""
 
     def scored(rows: int) -> list[Scores]:
         return [policy.score(micro_batch) for micro_batch in batch.chunks(rows)]
@@ -369,7 +369,7 @@ def score_detached(batch: Batch, policy: Policy | Reference, runtime: Runtime, c
 
 
 def replay(state: State, step: int, batch: Batch, cfg: GRPOConfig) -> Batch:
-    """The rollouts of this step and those of earlier ones that are not yet cfg.max_staleness steps old."""
+    """This step's batch joined with those of earlier steps that are less than cfg.max_staleness steps old."""
     fresh = [(then, kept) for then, kept in state.experiences if step - then < cfg.max_staleness]
     state.experiences = [(step, batch), *fresh] if cfg.max_staleness > 1 else []
     return concat([batch, *(kept for _, kept in fresh)])

@@ -42,14 +42,14 @@ KL = {"k1": k1, "k2": k2, "k3": k3, "k3_weighted": k3_weighted}
 
 
 def metrics(logprobs: Tensor, ref_logprobs: Tensor | None) -> dict[str, Tensor]:
-    """[B, T] each: k3, whatever is optimised, and where its exponent had to be clamped."""
+    """Metrics [B, T]: k3, whatever estimator is optimised, and where its exponent had to be clamped."""
     assert ref_logprobs is not None
     overflow = (ref_logprobs - logprobs).abs() > MAX_LOG_RATIO
     return {"kl": k3(logprobs, ref_logprobs, logprobs), "kl/overflow": overflow}
 
 
 def per_response(kl: Tensor, mask: Tensor, cfg: GRPOConfig) -> Tensor:
-    """[P, G]: the sum over each response; float64 on the CPU, as rewards are."""
+    """The KL of each response, [P, G], summed over its tokens; float64 on the CPU, as rewards are."""
     return (kl * mask).cpu().double().sum(-1).view(-1, cfg.group_size)
 
 

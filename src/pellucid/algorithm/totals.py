@@ -1,4 +1,4 @@
-"""What a step reports of itself: sums over tokens that become means over all processes, and where its time went."""
+"""The metrics of a step: sums over tokens that become means over all processes, and the time of each stage."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor
 
 LAST, COUNTED = ("lr", "loss_scale"), ("skipped", "skipped/overflow", "idle")
-"""What optimizer steps report, and how several become one."""
+"""Metrics of optimizer steps: of several, the last value is kept of the former, the sum of the latter."""
 
 
 class Totals:
@@ -23,7 +23,7 @@ class Totals:
         self.gap_max = 0.0
 
     def add_tokens(self, metrics: Mapping[str, Tensor], mask: Tensor) -> None:
-        """[B, T] each; `loss` holds shares of a sum."""
+        """Add metrics [B, T] where the mask is true. `loss` holds the share of each token in a sum."""
         for name, value in metrics.items():
             self.sums[name] += float(value[mask].sum())
             self.counts[name] += float(mask.sum())
@@ -31,7 +31,7 @@ class Totals:
             self.gap_max = max(self.gap_max, float(metrics["sampler/gap_mean"][mask].max()))
 
     def means(self, gather: Callable[[list[Any]], list[Any]]) -> dict[str, float]:
-        """`gather` joins the lists of processes."""
+        """The mean of each metric over all processes, whose lists `gather` joins."""
         sums, counts = added(gather([self.sums])), added(gather([self.counts]))
         loss, steps = sums.pop("loss"), len(self.steps)
         return {name: value / counts[name] for name, value in sums.items()} | {
@@ -44,7 +44,7 @@ class Totals:
 
 
 def added(shares: list[Mapping[str, float]]) -> dict[str, float]:
-    """A process without prefixes has no sum for them."""
+    """Add up the sums of all processes by name; a process without prefixes has none for them."""
     names = dict.fromkeys(name for share in shares for name in share)
     return {name: sum(share.get(name, 0.0) for share in shares) for name in names}
 

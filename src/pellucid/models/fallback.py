@@ -11,7 +11,7 @@ from transformers import DynamicCache, PreTrainedModel
 
 
 class FallbackDecodeBatch:
-    """Rows are admitted only where none are in flight; each has a copy of its prompt's keys and values."""
+    """Rows that are decoded together by transformers. New ones are admitted only when all before have ended."""
 
     def __init__(self, model: PreTrainedModel, rows: int) -> None:
         self.model, self.rows = model.eval(), rows  # in train mode gradient checkpointing would switch the cache off

@@ -11,10 +11,22 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+_optimizer_steps = 0
+"""Of every optimizer of this process: torch's fused ones change parameters without counting their versions."""
+
+
+def _count_step(*_: object) -> None:
+    global _optimizer_steps  # noqa: PLW0603 - a counter of the process, as the hook is
+    _optimizer_steps += 1
+
+
+register_optimizer_step_post_hook(_count_step)
 
 
 class Matrix(NamedTuple):
-    """One whose gradient is added up over many tokens: unrounded, it goes to the master itself."""
+    """A weight whose gradient is added up over many tokens: unrounded, it goes to the master itself."""
 
     tensor: Tensor
     """[V, D] to compute with."""
@@ -23,34 +35,35 @@ class Matrix(NamedTuple):
 
 
 class CastWeights:
-    """Masters joined in the compute dtype, brought up to date whenever they may have changed."""
+    """Master weights joined and cast to the compute dtype; cast again whenever they may have changed."""
 
     def __init__(self, masters: Sequence[Tensor], dtype: torch.dtype) -> None:
         self.masters = masters
         [first, *rest] = masters
         self.shared = not rest and first.dtype == dtype
         self.tensor = first.detach() if self.shared else torch.cat([m.detach() for m in masters]).to(dtype)
-        self.versions = self._versions()
+        self.state = self._state()
 
     def current(self) -> Tensor:
-        """With the gradient of the masters."""
+        """The cast weights, whose gradient goes to the masters."""
         return Cast.apply(self.tensor_now(), *self.masters)  # pyright: ignore[reportReturnType]
 
     def tensor_now(self) -> Tensor:
-        # Not by versions alone: torch's fused optimizers change parameters without counting it.
-        changed = any(m.requires_grad for m in self.masters) or self.versions != self._versions()
-        if changed and not self.shared:
+        """The cast weights without a gradient; cast anew only where the masters have changed."""
+        if not self.shared and self.state != (now := self._state()):
             for part, master in zip(self.tensor.split([len(m) for m in self.masters]), self.masters, strict=True):
                 part.copy_(master.detach())
-            self.versions = self._versions()
+            self.state = now
         return self.tensor
 
-    def _versions(self) -> list[int]:
-        return [m._version for m in self.masters]
+    def _state(self) -> tuple[int, ...]:
+        """What changes whenever the masters do: their versions, and where they are trained the optimizer steps."""
+        trained = any(m.requires_grad for m in self.masters)
+        return _optimizer_steps if trained else 0, *(m._version for m in self.masters)
 
 
 class Cast(torch.autograd.Function):
-    """The value of a copy with the gradient of its masters: casting once an optimizer step, not once a forward pass."""
+    """The value of the cast weights with the gradient of their masters, so that not every forward pass casts anew."""
 
     @staticmethod
     def forward(ctx: Any, copy: Tensor, *masters: Tensor) -> Tensor:

@@ -57,7 +57,7 @@ class Layout(NamedTuple):
 
 
 def prompt_rows(prompts: Sequence[Sequence[int]], dtype: torch.dtype, device: torch.device) -> tuple[Rows, Tensor]:
-    """And the lengths [P]."""
+    """The Rows of these prompts, and their lengths [P]."""
     lengths = torch.tensor([len(ids) for ids in prompts], device=device)
     steps = torch.arange(roomy(max(map(len, prompts))), device=device)
     real = steps < lengths[:, None]
@@ -112,7 +112,7 @@ def nearby(bias: Tensor, queries: Tensor, keys: Tensor, window: int) -> Tensor:
 
 
 def windowed(layout: Layout, window: int) -> Layout:
-    """What a layer with a sliding window reads."""
+    """The layout as a layer with a sliding window reads it."""
     prompts, responses = layout.prompts, layout.responses
     _, _, length, keys = responses.bias.shape
     steps = torch.arange(prompts.bias.shape[-1], device=layout.lengths.device)[None]
@@ -126,7 +126,7 @@ def windowed(layout: Layout, window: int) -> Layout:
 
 
 class Pieces(NamedTuple):
-    """What a layer does to single tokens, on either side of its attention."""
+    """The parts of a layer that work on single tokens, before and after its attention."""
 
     before: Callable[..., Heads]
     after: Callable[..., Tensor]
@@ -137,7 +137,7 @@ PLAIN = Pieces(heads_of, after_attention)
 
 @cache
 def compiled(backend: str = "inductor") -> Pieces:
-    """By torch.compile, which needs a C++ compiler, and most of a minute when they are first used."""
+    """Pieces compiled by torch.compile, which needs a C++ compiler, and most of a minute at first use."""
     options = {"dynamic": True, "backend": backend}
     return Pieces(torch.compile(heads_of, **options), torch.compile(after_attention, **options))
 

@@ -68,27 +68,27 @@ class Policy:
         return self.scorer.embed(batch, layer)
 
     def measure_kl(self, reference: Policy | AdapterOff) -> None:
-        """From now on `score` also gives the exact KL from this reference."""
+        """Let `score` also compute the exact KL to this reference from now on."""
         self.scorer.reference = reference
 
     @torch.no_grad()
     def follow(self, weights: Mapping[str, Tensor], decay: float) -> None:
-        """These weights become decay * themselves + (1 - decay) * `weights`."""
+        """Set these weights to decay * themselves + (1 - decay) * `weights`."""
         for name, p in self.weights().items():
             p.lerp_(weights[name].to(p), 1 - decay)
 
     def hidden(self, batch: Batch) -> tuple[Tensor, Head]:
-        """[N, D]: where each response token is predicted from, row by row; and what makes logits of it."""
+        """The states [N, D] that response tokens are predicted from, row by row, and the head that reads them."""
         return self.scorer.hidden(batch)
 
     def fallback_reason(self) -> str:
-        """Why this model is computed by transformers, not by our decoder; empty where it is not."""
+        """Why this model is computed by transformers and not by our decoder; empty where our decoder does."""
         if self.engine == "transformers":
             return "policy.engine"
         return "an adapter" if self.adapter is not None else fallback_reason(self.model.config)
 
     def decode_batch(self, rows: int) -> DecodeBatch | FallbackDecodeBatch:
-        """Room to decode `rows` rows, by the weights as they are now."""
+        """An empty DecodeBatch with room for `rows` rows, of the weights as they are now."""
         return DecodeBatch(self.decoder, rows) if self.decoder else FallbackDecodeBatch(self.inference_model(), rows)
 
     def encode(self, prompt: Prompt) -> tuple[int, ...]:
@@ -96,7 +96,7 @@ class Policy:
         return self.encode_question(prompt) + self.encode_prefix(prompt)
 
     def encode_question(self, prompt: Prompt) -> tuple[int, ...]:
-        """Up to where the answer begins. UserError where there is not one token from which to predict the next."""
+        """Token ids up to where the answer begins. UserError where there is no token to predict the next one from."""
         if not (ids := self._question_ids(prompt)):
             raise UserError(
                 f"prompt {prompt.id} is empty, and this tokenizer puts no token before a text: ask something"
@@ -113,7 +113,7 @@ class Policy:
         return tuple(self.tokenizer(text)["input_ids"])
 
     def encode_prefix(self, prompt: Prompt) -> tuple[int, ...]:
-        """Tokenized on its own, as the model would have said it: the question's last token keeps its shape."""
+        """Token ids of the prefix, tokenized on its own as if generated: the question's last token stays as it is."""
         return tuple(self.tokenizer(prompt.prefix, add_special_tokens=False)["input_ids"]) if prompt.prefix else ()
 
     def decode(self, token_ids: Sequence[int], special: bool = False) -> str:
@@ -141,12 +141,12 @@ class Policy:
         return {name: p for name, p in self.model.named_parameters() if p.requires_grad}
 
     def masters(self) -> dict[str, Tensor]:
-        """What `trainable` is rounded from, in fp32 on the CPU, where an optimizer keeps it there; else itself."""
+        """The fp32 masters that an offloading optimizer keeps on the CPU, by name; else the trainable weights."""
         return {name: self._masters.get(name, p) for name, p in self.trainable().items()}
 
     @torch.no_grad()
     def load_trainable(self, tensors: Mapping[str, Tensor]) -> None:
-        """The inverse of `masters`; UserError where the tensors are another model's."""
+        """Load what `masters` gave. UserError where the tensors are another model's."""
         masters = self.masters()
         if masters.keys() != tensors.keys():
             raise UserError("the checkpoint was made with another policy.model or policy.lora: resume with the same")
@@ -154,11 +154,11 @@ class Policy:
             p.copy_(masters[name].copy_(tensors[name]))
 
     def weights(self) -> dict[str, Tensor]:
-        """All of them, frozen or not."""
+        """All parameters by name, frozen or not."""
         return dict(self.model.named_parameters())
 
     def save(self, folder: Path) -> None:
-        """As transformers saves it: masters where there are any, an adapter merged into its base."""
+        """Save model and tokenizer as transformers does: from the masters, an adapter merged into its base."""
         with self._unrounded():
             model = self.model if self.adapter is None else copy.deepcopy(self.adapter).merge_and_unload()
             model.save_pretrained(folder)

@@ -17,7 +17,7 @@ from pellucid.types import UserError
 
 
 class Hidden(Protocol):
-    """A model to compare distributions with."""
+    """A model whose distributions can be compared with the policy's."""
 
     def hidden(self, batch: Batch) -> tuple[Tensor, Head]: ...
 
@@ -54,7 +54,7 @@ class Scorer(nn.Module):
         return Scores(*(scattered(x, mask) for x in flat))
 
     def hidden(self, batch: Batch) -> tuple[Tensor, Head]:
-        """[N, D] where the N response tokens of a batch are predicted from, and what makes logits of it."""
+        """The states [N, D] that the N response tokens of a batch are predicted from, and the head that reads them."""
         if self.decoder is None:
             return self.hidden_by_transformers(batch).to(self.dtype), head_of(self.model, self.dtype)
         hidden, head = hidden_states(self.decoder, batch, self.gradient_checkpointing, self.pieces)
@@ -98,7 +98,7 @@ class Scorer(nn.Module):
 
 
 def scattered(flat: Tensor, mask: Tensor) -> Tensor:
-    """[N] values of the true places of a mask [B, T] -> [B, T], 0 elsewhere."""
+    """Spread values [N] over the true places of a mask [B, T]; 0 elsewhere."""
     return flat.new_zeros(mask.shape).masked_scatter(mask.to(flat.device), flat).to(mask.device)
 
 

@@ -1,4 +1,4 @@
-"""The only file that knows how many processes there are: one, or as many as `torchrun` started (Accelerate)."""
+"""The runtime on Accelerate: one process, or as many as `torchrun` started. No other file knows how many."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ from pellucid.types import StrandedError, UserError
 
 T = TypeVar("T")
 MISSING = object()
-"""Where one process has an item less than another."""
+"""Stands for an item that one process has less than another."""
 PATIENCE = timedelta(minutes=10)
 """How long processes wait for one that does not answer: longer than the main one takes to save."""
 
 
 @contextmanager
 def needing_others(run_dir: Path) -> Iterator[None]:
-    """StrandedError where another process is gone, or has not answered for PATIENCE."""
+    """Raise StrandedError where another process is gone, or has not answered for PATIENCE."""
     try:
         yield
     except RuntimeError as error:
@@ -48,7 +48,7 @@ def needing_others(run_dir: Path) -> Iterator[None]:
 
 
 class Trainable(Protocol):
-    """What of a policy a runtime needs."""
+    """The part of a policy that a runtime needs."""
 
     module: nn.Module
     dtype: torch.dtype
@@ -68,7 +68,7 @@ def build(cfg: AdamWConfig, policy: Trainable) -> torch.optim.Optimizer:
 
 
 def joined(device: torch.device) -> PartialState:
-    """This process among those of the run. One that exits in an open group may be aborted by the group's threads."""
+    """Join the process group of the run. It is left at exit, since an open group may abort a process that ends."""
     state = PartialState(cpu=device.type == "cpu", timeout=PATIENCE)
     atexit.unregister(left)
     atexit.register(left)
@@ -76,14 +76,14 @@ def joined(device: torch.device) -> PartialState:
 
 
 def left() -> None:
-    """What still holds the group at its end would keep its threads, and they may abort an exit."""
+    """Leave the process group. Objects that still hold it are collected first: its threads may abort an exit."""
     if dist.is_available() and dist.is_initialized():
         gc.collect()
         dist.destroy_process_group()
 
 
 def decided(decide: Callable[[], str], device: torch.device) -> str:
-    """What the main process decides, in all of them: they measure each for itself, and measurements differ."""
+    """The decision of the main process, in every process: each measures for itself, and measurements differ."""
     state = joined(device)
     return broadcast_object_list([decide() if state.is_main_process else ""])[0]
 
@@ -105,15 +105,15 @@ class Runtime:
 
     @property
     def main(self) -> bool:
-        """Whether this process writes."""
+        """Whether this is the process that writes files."""
         return self.accelerator.is_main_process
 
     def shard(self, items: Sequence[Any]) -> Sequence[Any]:
-        """Every world-th item: a minibatch, a run of prompts, then holds the same prompts whatever the world."""
+        """Every world-th item, from this process's rank on. A minibatch then holds the same prompts in any world."""
         return items[self.rank :: self.world]
 
     def gather(self, items: Sequence[Any]) -> list[Any]:
-        """The inverse of `shard`, on every process."""
+        """The items of all processes in their global order, on every process: the inverse of `shard`."""
         if self.world == 1:
             return list(items)
         shards: list[list[Any]] = [[] for _ in range(self.world)]
@@ -128,11 +128,11 @@ class Runtime:
         return total
 
     def any(self, flag: bool) -> bool:
-        """Whether it is true on some process."""
+        """Whether the flag is true on at least one process."""
         return bool(self.sum(torch.tensor(float(flag), device=self.accelerator.device)))
 
     def fit(self, compute: Callable[[int], T], rows: int) -> T:
-        """compute(rows), with half as many rows as often as memory runs out: from then on, in this and later calls.
+        """Return compute(rows). Each time memory runs out, halve the rows, in this call and all later ones.
 
         UserError where it runs out with one row, or where other processes wait for the gradients of this one.
         """
@@ -162,7 +162,7 @@ class Runtime:
         return rows // 2
 
     def accumulate(self, micro_batches: Sequence[Batch]) -> Iterator[Batch]:
-        """Processes exchange gradients once, at the last micro-batch."""
+        """Yield the micro-batches; processes exchange gradients once, at the last one."""
         for i, micro_batch in enumerate(micro_batches):
             last = i == len(micro_batches) - 1
             with nullcontext() if last else self.accelerator.no_sync(self.module):
@@ -175,9 +175,9 @@ class Runtime:
         self.accelerator.backward(self.scaler.scale(loss * self.world))
 
     def step(self) -> dict[str, float]:
-        """Clips, steps and clears; a gradient that is not finite is thrown away, counted, and costs no weights.
+        """Clip the gradient, take a step, clear. A gradient that is not finite is thrown away and counted.
 
-        So does one that is 0, of dead groups: there is nothing to learn, and momentum alone would move the weights.
+        So is one that is 0, of dead groups: there is nothing to learn, and momentum alone would move the weights.
         """
         self.scaler.unscale_(self.optimizer)
         limit = self.cfg.max_grad_norm or math.inf
@@ -204,7 +204,7 @@ class Runtime:
         return {"skipped": float(not finite and not overflow), **about_scale}
 
     def optimizer_state(self) -> dict[str, dict[str, Tensor]]:
-        """moment -> parameter -> tensor."""
+        """The tensors of the optimizer by moment and parameter name."""
         moments: dict[str, dict[str, Tensor]] = {}
         for name, p in self.parameters.items():
             for moment, value in self.optimizer.state[p].items():
@@ -212,7 +212,7 @@ class Runtime:
         return moments
 
     def load_optimizer_state(self, moments: Mapping[str, Mapping[str, Tensor]], updates: int) -> None:
-        """The inverse, after `updates` optimizer steps."""
+        """Load what `optimizer_state` gave after `updates` optimizer steps."""
         self.updates = updates
         for moment, values in moments.items():
             for name, value in values.items():

@@ -26,7 +26,7 @@ class Native:
     temperature: float = 1.0
     max_tokens: int = 64
     rows: int = 256
-    """Completions in flight at once."""
+    """How many completions are decoded at once."""
     truncation: Truncation = WHOLE
     policy: Any = None
 
@@ -35,8 +35,8 @@ class Native:
 
     @torch.no_grad()
     def generate(self, prompts: Sequence[Prompt], group_size: int, seed: str) -> list[Group]:
-        """Each row draws with random numbers of its own. Whether its log-probs depend on the rows beside it, by a
-        rounding that may in time change a token, is for the products of the machine: see models/invariance.py.
+        """Sample a group for each prompt. Each row has random numbers of its own, so that its neighbours do not matter,
+        but for the rounding of matrix products: see models/invariance.py.
         """
         prompt_ids = [self.policy.encode(prompt) for prompt in prompts]
         check_lengths(prompt_ids, self.policy.context_length - self.max_tokens)
@@ -78,7 +78,7 @@ class Native:
         return tokens, logprobs, masks
 
     def _draw(self, logits: Tensor, uniforms: Tensor) -> tuple[Tensor, Tensor, list[Tensor]]:
-        """A token for each row, its log-prob, and its sampling mask where there is one."""
+        """Draw a token for each row. Return tokens, log-probs, and sampling masks where the sampler truncates."""
         if self.truncation == WHOLE or self.temperature == 0.0:
             return *draw(logits, uniforms, self.temperature), []
         token, logprob, kept = draw_among(logits, uniforms, self.temperature, self.truncation)

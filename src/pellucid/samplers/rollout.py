@@ -1,4 +1,4 @@
-"""What every sampler does around its decoding: seeds, padding, and tokens into groups."""
+"""What every sampler does around its decoding: seeds, padding, and groups made of tokens."""
 
 from __future__ import annotations
 
@@ -43,12 +43,13 @@ def completed_groups(
     logprobs: Sequence[Sequence[float]],
     masks: Sequence[Sequence[Tensor]],
 ) -> list[Group]:
-    """Rows p * G + g into groups. `tokens` end with the end-of-sequence token where one was sampled."""
+    """Groups made of rows in the order p * G + g. Rows end with the end-of-sequence token where one was sampled."""
     size = len(tokens) // len(prompts)
     prefixes = [policy.encode_prefix(prompt) for prompt in prompts]
+    texts = [generated_text(policy, prefixes[row // size], ids) for row, ids in enumerate(tokens)]
     completions = [
-        Completion(tuple(ids), tuple(lps), said(policy, prefixes[row // size], ids), ids[-1] in policy.eos_ids, mask)
-        for row, (ids, lps, mask) in enumerate(zip(tokens, logprobs, masks, strict=True))
+        Completion(tuple(ids), tuple(of_tokens), text, ids[-1] in policy.eos_ids, mask)
+        for ids, of_tokens, text, mask in zip(tokens, logprobs, texts, masks, strict=True)
     ]
     return [
         Group(
@@ -62,8 +63,8 @@ def completed_groups(
     ]
 
 
-def said(policy: Any, prefix: Sequence[int], ids: Sequence[int]) -> str:
-    """The text of a completion; behind its prefix, since some tokenizers drop the space before what stands first."""
+def generated_text(policy: Any, prefix: Sequence[int], ids: Sequence[int]) -> str:
+    """The text of a completion. It is decoded behind its prefix: some tokenizers drop the space of a first token."""
     if not prefix:
         return policy.decode(ids)
     return policy.decode([*prefix, *ids]).removeprefix(policy.decode(prefix))
