@@ -33,7 +33,7 @@ def products_of_rows(monkeypatch):
     """Every product of weights in fp64, which this machine's kernels cannot make depend on its neighbours."""
     monkeypatch.setattr(decoding, "linear", by_rows)
     monkeypatch.setattr("pellucid.models.decoder.linear", by_rows)
-    monkeypatch.setattr(decoding, "packed", lambda weights, rows: weights)
+    monkeypatch.setattr(decoding, "prepacked", lambda weights, rows: weights)
 
 
 def test_where_products_know_no_neighbours_all_of_it_is_invariant():

@@ -100,7 +100,7 @@ def test_rows_that_board_late_draw_what_they_would_have_drawn_at_once(engine):
     """Room for three of eight groups, and completions of many lengths: some board while others fly."""
     policy = make_policy(engine=engine)
     prompts, boarding = CountDigits().sample(0, 8), []
-    flight = policy.flight
+    flight = policy.decode_batch
 
     def watched(rows):
         craft = flight(rows)
@@ -110,7 +110,7 @@ def test_rows_that_board_late_draw_what_they_would_have_drawn_at_once(engine):
         return craft
 
     at_once = tokens(synced("native", policy, max_tokens=60), prompts)
-    policy.flight = watched
+    policy.decode_batch = watched
     assert tokens(synced("native", policy, max_tokens=60, rows=12), prompts) == at_once
     assert boarding[0] == 3
     assert sum(map(bool, boarding)) > 2, "they boarded in more than two goes"

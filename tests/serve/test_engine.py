@@ -179,7 +179,7 @@ def test_an_engine_that_cannot_go_on_tells_everybody_and_says_why():
     def broken(*_):
         raise RuntimeError("the device is lost")
 
-    engine.flight.admit = policy.flight = broken
+    engine.flight.admit = policy.decode_batch = broken
     with pytest.raises(RuntimeError, match="the device is lost"):
         engine.run()
     assert [type(news[-1]) for news in told] == [RuntimeError, RefusedError, RefusedError]
