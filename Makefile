@@ -1,8 +1,12 @@
 # Everything runs in .venv; `make train` and `make test` make it first. `make clean` forgets it.
 PYTHON ?= python3
 BIN := .venv/bin
+# A worker a core, and a thread a worker: two that compute at once would wait for each other.
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q --numprocesses logical --maxprocesses 8 --dist worksteal
+MATHEMATICS := tests/test_structure.py tests/test_docs.py $(patsubst %,tests/algorithm/test_%.py, \
+    advantages objectives kl shaping expectations diagnostics totals settings batch own)
 
-.PHONY: setup train test lint mutants seeds vllm deepspeed bench notebook systems clean
+.PHONY: setup train check test lint mutants seeds vllm deepspeed bench notebook systems clean
 
 setup: .venv/ready
 
@@ -16,8 +20,12 @@ setup: .venv/ready
 train: setup
 	$(BIN)/pellucid train recipes/arithmetic.toml $(ARGS)
 
+# Before a commit: what reads the code, and the mathematics.
+check: setup lint
+	$(PYTEST) $(MATHEMATICS) $(ARGS)
+
 test: setup lint
-	$(BIN)/python -m pytest -q $(ARGS)
+	$(PYTEST) $(ARGS)
 
 lint: setup
 	$(BIN)/ruff check .

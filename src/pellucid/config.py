@@ -199,7 +199,7 @@ def _floats(value: Any, key: str = "") -> Iterator[tuple[str, float]]:
 
 
 def resolved(config: Config) -> Config:
-    """What depends on another section, written out. A run settles its dtype as well, by its machine."""
+    """The settings with all that depends on another section written out."""
     algorithm = config.algorithm
     length = algorithm.max_length or config.sampler.max_tokens
     return config.model_copy(

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from conftest import records
-from pellucid import cli
+from pellucid import config
 from pellucid.reporting.run_folder import checkpoints
 from pellucid.samplers.native import Native
 from pellucid.training import changes, checkpoint, claim, preflight, run
@@ -290,7 +290,7 @@ def test_room_on_the_disk_is_checked_before_the_model_is_loaded(recipe, tmp_path
 def test_the_room_that_is_asked_for_is_what_is_written(recipe, tmp_path, settings):
     run_dir = tmp_path / "run"
     assert train(recipe, "--run", run_dir, "--evaluate.every", 0, *settings) == 0
-    cfg = run.resolved(cli.config.load(recipe, settings))
+    cfg = config.resolved(config.load(recipe, settings))
     model = preflight.memory.from_name(cfg.policy.model, cfg.policy.lora)
     written = sum(p.stat().st_size for p in checkpoints(run_dir)[-1].glob("*.safetensors"))
     headers = 8_000 * len(list(checkpoints(run_dir)[-1].glob("*.safetensors")))

@@ -8,7 +8,6 @@ from pathlib import Path
 
 import torch
 
-from pellucid import config
 from pellucid.algorithm import grpo
 from pellucid.algorithm.advantages import advantage_of
 from pellucid.algorithm.objectives import objective_of
@@ -57,11 +56,11 @@ class Components:
             self.task.close()
 
 
-def resolved(cfg: Config) -> Config:
-    """What depends on this machine or on another section, written out: a resumed run must not decide anew."""
+def with_dtype(cfg: Config) -> Config:
+    """The settings with the dtype of this machine written out, since a resumed run must not decide anew."""
     device = hardware.pick_device(cfg.policy.device)
     dtype = decided(lambda: str(hardware.pick_dtype(cfg.policy.dtype, device)).removeprefix("torch."), device)
-    return config.resolved(cfg).model_copy(update={"policy": replace(cfg.policy, dtype=dtype)})
+    return cfg.model_copy(update={"policy": replace(cfg.policy, dtype=dtype)})
 
 
 def compose(cfg: Config, log: Path | None = None) -> Components:

@@ -46,8 +46,8 @@ def evaluate(
     `name` is what the settings call the task. With k = 0 there are greedy answers only: mean@k and pass@k are NaN.
     """
     own = shards.shard(prompts)
-    best = shards.gather(graded(task, greedy, own, 1))
-    groups = shards.gather(graded(task, sampler, own, samples)) if k else []
+    best = shards.gather(sample_and_grade(task, greedy, own, 1))
+    groups = shards.gather(sample_and_grade(task, sampler, own, samples)) if k else []
     right, best_right = ([correct(group) for group in answered] for answered in (groups, best))
     in_order = sorted(zip((prompt.key for prompt in prompts), best_right, strict=True))
     evaluation = Evaluation(
@@ -70,7 +70,7 @@ def held_out(task: Task, n: int) -> list[Prompt]:
     return list({prompt.key: prompt for prompt in task.sample(0, n)}.values())
 
 
-def graded(task: Task, sampler: Sampler, prompts: Sequence[Prompt], size: int) -> list[Group]:
+def sample_and_grade(task: Task, sampler: Sampler, prompts: Sequence[Prompt], size: int) -> list[Group]:
     """The same random numbers at every call, so that two evaluations differ by the policy alone."""
     at_once = max(1, MAX_ROWS // size)
     groups = [

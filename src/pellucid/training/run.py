@@ -11,6 +11,7 @@ import rich
 from accelerate.utils import set_seed
 from safetensors import SafetensorError
 
+from pellucid import config
 from pellucid.algorithm import grpo
 from pellucid.algorithm.diagnostics import Watch
 from pellucid.config import Config, dump
@@ -27,8 +28,8 @@ from pellucid.runtimes.accelerate import needing_others
 from pellucid.tasks.sandbox import Sandboxed
 from pellucid.training import changes, claim, files, preflight, provenance
 from pellucid.training.changes import Changes
-from pellucid.training.compose import Components, compose, resolved, truncation_of
-from pellucid.training.evaluate import evaluate, graded
+from pellucid.training.compose import Components, compose, truncation_of, with_dtype
+from pellucid.training.evaluate import evaluate, sample_and_grade
 from pellucid.training.snapshot import restore, save
 from pellucid.types import Evaluation, Group, Logger, UserError
 
@@ -44,7 +45,7 @@ def train(cfg: Config, run_dir: Path, resumed: Changes | None = None, profile: b
     hardware.keep_freed_memory()
     if cfg.policy.deterministic:
         hardware.make_deterministic()
-    cfg = resolved(cfg)
+    cfg = with_dtype(config.resolved(cfg))
     with stop_requests() as requests, ExitStack() as until_the_end:
         with requests.raised():
             preflight.check(cfg, run_dir)
@@ -202,7 +203,7 @@ def look_first(cfg: Config, parts: Components) -> Evaluation | None:
     if not groups or len(groups[0].completions) < size or truncation_of(cfg.evaluate) != truncation_of(cfg.sampler):
         parts.sampler.sync(parts.policy)
         prompts = parts.runtime.shard(parts.task.sample(0, cfg.algorithm.prompts_per_step))
-        groups = parts.runtime.gather(graded(parts.task, parts.sampler, prompts, size))
+        groups = parts.runtime.gather(sample_and_grade(parts.task, parts.sampler, prompts, size))
     preflight.refuse_failing(groups)
     if parts.runtime.main:
         with loggers.only_shown("the first exchange"):
@@ -217,7 +218,7 @@ def try_rewards(cfg: Config, parts: Components) -> None:
         prompts = parts.test_prompts or parts.task.sample(0, cfg.algorithm.prompts_per_step)
         parts.greedy.sync(parts.policy)
         few = parts.runtime.shard(prompts[:FEW])
-        preflight.refuse_failing(parts.runtime.gather(graded(parts.task, parts.greedy, few, 1)))
+        preflight.refuse_failing(parts.runtime.gather(sample_and_grade(parts.task, parts.greedy, few, 1)))
 
 
 # ---------------------------------------------------------------- the run folder
