@@ -136,7 +136,8 @@ def test_the_plan_is_a_table(folder, tmp_path, capsys):
     assert printed.count("\n") > 17
 
 
-def test_a_plan_for_a_model_that_is_not_there_is_one_line(tmp_path, capsys):
+def test_a_plan_for_a_model_that_is_not_there_is_one_line(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)  # else it is asked again and again
     recipe = tmp_path / "r.toml"
     recipe.write_text('[policy]\nmodel = "nowhere/at-all"\n')
     with pytest.raises(SystemExit) as ended:
