@@ -1,4 +1,4 @@
-"""Where a run is shown besides: TensorBoard and Weights & Biases."""
+"""Boards that show a run: TensorBoard and Weights & Biases."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ FIELD_TAGS = {
 
 
 def tagged(metrics: Mapping[str, float]) -> dict[str, float]:
-    """With the field's names besides."""
+    """The metrics under our names, and under those of other trainers."""
     return {**metrics, **{tag: metrics[name] for name, tag in FIELD_TAGS.items() if name in metrics}}
 
 
@@ -50,7 +50,7 @@ class TensorBoard:
 
 
 def check_wandb(mode: str) -> None:
-    """UserError where it is not installed, or nobody is logged in to what is online."""
+    """Raise UserError where wandb is not installed, or where it is online and nobody is logged in."""
     wandb = extra("wandb", "wandb", "log.wandb")
     if mode == "online" and not wandb.login(prompt=False):
         raise UserError('log.wandb = "online": nobody is logged in: run wandb login; "offline" needs no account')

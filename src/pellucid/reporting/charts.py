@@ -20,9 +20,9 @@ LABEL_GAP = 16
 MOST_POINTS = 120
 MOST_DOTS = 60
 CONSTANT = 1e-9
-"""Of the size of values: differences that are none."""
+"""Differences smaller than this share of the values count as none."""
 TINIEST, LARGEST = 1e-280, 1e280
-"""Of what can be drawn: sizes, as of a metric that runs away."""
+"""The largest value that is drawn: a metric may run away."""
 INVISIBLE = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u2028\u2029\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
 
 
@@ -34,7 +34,7 @@ class Point:
     high: float = nan
     """The ends of the interval around y, where there is one."""
     base: float = 0.0
-    """What y stands on, in a stack."""
+    """The value that y stands on, in a stack."""
 
     @property
     def top(self) -> float:
@@ -49,7 +49,7 @@ class Series:
     style: str = "first"
     """CSS classes of charts.css: first, second, third, fourth, thin, layer; band: intervals are drawn as one area."""
     unit: str = "step"
-    """Of x."""
+    """The name of the x axis."""
 
 
 @dataclass(frozen=True, slots=True)

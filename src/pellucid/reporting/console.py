@@ -1,4 +1,4 @@
-"""What a person sees of a run: a live display in a terminal, plain lines elsewhere, a table at the end.
+"""A run on the screen: a live display in a terminal, plain lines elsewhere, a table at the end.
 
 The headline is reward, held-out accuracy and dead groups. `loss` is in the files and not on the screen: on-policy it is
 0 by construction, whatever is being learnt.
@@ -100,7 +100,7 @@ def first_error(groups: Sequence[Group]) -> str:
 
 
 def first_line(reward: Reward) -> str:
-    """Of its error."""
+    """The first line of its error, harmless to a terminal."""
     return harmless(reward.error.strip().partition("\n")[0])
 
 
@@ -149,7 +149,7 @@ class Console:
         self.live.stop()
 
     def picture(self) -> rich.console.RenderableType:
-        """Drawn by a thread of its own besides, where nobody else would catch what goes wrong."""
+        """Render the display. A thread of its own does so, too, and nobody would catch an error there."""
         try:
             return self.render()
         except DRAWING as error:

@@ -1,4 +1,4 @@
-"""Where a run is written down: JSON lines, and whatever else shows it.
+"""Loggers: a run as JSON lines, and whatever else shows it.
 
 `step` counts finished steps: the first step of a run is logged as 1, an evaluation before it as 0.
 """
@@ -25,7 +25,7 @@ of. Mistakes in names are ours, and not among them."""
 
 @contextmanager
 def only_shown(what: str) -> Iterator[None]:
-    """For what only shows a run: where it fails, that costs a line."""
+    """Guard what only shows a run: where it fails, that costs a line and not the run."""
     try:
         yield
     except DRAWING as error:
@@ -99,7 +99,7 @@ class Jsonl:
 
 
 def sync(run_dir: Path) -> None:
-    """What was logged so far is on disk."""
+    """Sync to disk what was logged so far."""
     for name in Jsonl.NAMES:
         disk.sync(run_dir / name)
 
@@ -130,7 +130,7 @@ def json_line(record: Mapping[str, Any]) -> str:
 
 
 def finite_or_null(value: Any) -> Any:
-    """JSON has no NaN and no infinity."""
+    """Replace NaN and infinities, which JSON does not have, by None."""
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, Mapping):
@@ -180,7 +180,7 @@ def cut(path: Path, step: int) -> tuple[set[int], int]:
 
 
 def step_of_line(line: bytes) -> int | None:
-    """None of a line that is half-written or no record."""
+    """The record of a line; None where it is half-written or no record."""
     try:
         record = json.loads(line) if line.endswith(b"}\n") else None
     except (ValueError, RecursionError):
@@ -190,7 +190,7 @@ def step_of_line(line: bytes) -> int | None:
 
 
 def measures(evaluation: Evaluation, k: str) -> list[tuple[str, Estimate]]:
-    """What was measured, by name; where k is 0, only the greedy answer was."""
+    """The estimates of an evaluation by name; without samples (k = 0), the greedy one alone."""
     named = {"greedy": evaluation.greedy, f"mean@{k}": evaluation.mean_at_k, f"pass@{k}": evaluation.pass_at_k}
     return [(name, estimate) for name, estimate in named.items() if math.isfinite(estimate.value)]
 

@@ -1,4 +1,4 @@
-"""What the graded groups of a step say, as numbers: pure functions, no torch.
+"""Metrics of the graded groups of a step: pure functions, no torch.
 
 `reward/*` and `*/correct` speak of the completions that got a grade: a reward that failed has no value to average, and
 is counted in `reward/failed` instead, or in `reward/no_term` where no term is meant for the prompt. Lengths are in
@@ -43,13 +43,13 @@ def describe(groups: Sequence[Group], min_reward_range: float = 0.0) -> dict[str
 
 
 def all_failed(groups: Sequence[Group]) -> bool:
-    """Whether every reward failed, of the prompts that any is meant for."""
+    """Whether every reward failed; prompts that no reward is meant for do not count."""
     meant = [reward for group in groups for reward in group.rewards if reward.applies]
     return bool(meant) and all(reward.failed for reward in meant)
 
 
 def prefix_lengths(groups: Sequence[Group]) -> dict[str, float]:
-    """In tokens, of those that were given."""
+    """The mean length of the prefixes that were given, in tokens."""
     lengths = [group.prefix_length for group in groups if group.prefix_length]
     return {"prefix/length_mean": fmean(lengths)} if lengths else {}
 

@@ -22,7 +22,7 @@ MEASURES = ("greedy", "mean@k", "pass@k")
 
 
 def write_report(run_dir: Path) -> Path:
-    """Writes report.html into a run folder, from whatever is there: a run may be empty, unfinished or killed."""
+    """Write report.html into a run folder from whatever is there: a run may be empty, unfinished or killed."""
     config = read_config(run_dir)
     metrics, evals = list(records(run_dir / "metrics.jsonl")), evaluations(run_dir)
     sections = [accuracy_section(evals), curves_section(metrics, evals)]
@@ -86,7 +86,7 @@ def are_apart(first: Record, last: Record) -> bool:
 
 
 def lede(metrics: Sequence[Record], evals: Mapping[tuple[str, str], Sequence[Record]]) -> str:
-    """What happened, in a sentence or two."""
+    """One or two sentences on what happened in the run."""
     measured = [row for row in next(iter(evals.values()), []) if row.get("greedy")]
     if len(measured) > 1:
         return accuracy_sentence(measured[0], measured[-1])
@@ -239,7 +239,7 @@ def card(rank: str, rollout: Record) -> str:
 
 
 def begun(rollout: Record) -> str:
-    """What was said for the policy, set apart from what it said."""
+    """The prefix that was given to the policy, set apart from the completion."""
     return f"<i>{clipped(rollout['prefix'])}</i>" if rollout.get("prefix") else ""
 
 

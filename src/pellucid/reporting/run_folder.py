@@ -23,7 +23,7 @@ def run_of(name: str) -> Path | None:
 
 
 def model_of(run_dir: Path) -> Path:
-    """What the run has made. UserError where it is not finished."""
+    """The folder of the trained model. UserError where the run is not finished."""
     if not (run_dir / "model").is_dir():
         raise UserError(f"{run_dir} has no model yet: finish it with pellucid train --resume {run_dir}")
     return run_dir / "model"
@@ -34,7 +34,7 @@ def read_config(run_dir: Path) -> Record:
 
 
 def checkpoints(run_dir: Path) -> list[Path]:
-    """Those that were written to their end, oldest first; something may have damaged them since."""
+    """The checkpoints that were written to their end, oldest first; they may have been damaged since."""
     steps = {path: CHECKPOINT.fullmatch(path.name) for path in (run_dir / "checkpoints").glob("step-*")}
     return sorted((path for path, step in steps.items() if step), key=step_of)
 
@@ -44,7 +44,7 @@ def step_of(checkpoint: Path) -> int:
 
 
 def at_end(run_dir: Path) -> bool:
-    """Whether the last step is taken, and evaluated."""
+    """Whether the last step was taken and evaluated."""
     settings, steps = read_config(run_dir), list(records(run_dir / "metrics.jsonl"))
     if not steps:
         return False

@@ -35,13 +35,13 @@ FREE = (
 samples and objective stay what they were; which rewards failed for want of time or memory stands there too."""
 
 WITHOUT_EFFECT = ("checkpoint.", "log.", "reward.workers", "reward.patience")
-"""On any number."""
+"""Settings that change no number of a run."""
 
 Changes = Mapping[str, Sequence[Any]]
 
 
 def of_resume(run_dir: Path, cfg: Config) -> Changes:
-    """By setting: what it was and what it is from now on. UserError, in one line, for one that must stay."""
+    """The settings that a resume changes: (old, new) by dotted key. UserError for one that must stay as it was."""
     changed = unlike(run_dir, files.recorded(cfg))
     for key, (was, is_) in changed.items():
         if not key.startswith(FREE):
@@ -72,7 +72,7 @@ def unlike(run_dir: Path, wanted: Record) -> Changes:
 
 
 def matter(run_dir: Path, wanted: Record) -> Changes:
-    """... but for what has no effect on any number, whose defaults may be others in a later version."""
+    """`unlike` without the settings that change no number, whose defaults may be others in a later version."""
     return {key: both for key, both in unlike(run_dir, wanted).items() if not key.startswith(WITHOUT_EFFECT)}
 
 
@@ -81,7 +81,7 @@ def short(digest: str) -> str:
 
 
 def history(run_dir: Path, step: int, changed: Changes, facts: Record) -> Record:
-    """Where a run came from, as it stood at its start, with its resumes, this one the last."""
+    """The facts of a run as of its start, with the list of its resumes; this one is the last."""
     before = read_config(run_dir)
     now = {"time": time.strftime("%Y-%m-%dT%H:%M:%S%z"), "step": step, "changed": dict(changed), **facts}
     started = {name: before.get(name, fact) for name, fact in facts.items()}
@@ -89,7 +89,7 @@ def history(run_dir: Path, step: int, changed: Changes, facts: Record) -> Record
 
 
 def shown(run_dir: Path, step: int, facts: Record) -> str:
-    """A line on the last resume: from which step, and what is no longer as it was before."""
+    """One line on the last resume: the step it goes on from, and what has changed since."""
     *earlier, now = [{**facts, "changed": {}}, *facts["resumes"]]
     changed = [f"{key} = {is_} (was {was})" for key, (was, is_) in now["changed"].items()]
     versions = earlier[-1]["versions"]

@@ -24,11 +24,11 @@ from pellucid.types import UserError
 State = Mapping[str, Mapping[str, Tensor]]
 REPLAY = "replay."
 SUMS = "SHA256SUMS"
-"""In each checkpoint, a line a file, as `sha256sum -c SHA256SUMS` reads it."""
+"""The file of checksums in each checkpoint, one line for each file, as `sha256sum -c SHA256SUMS` reads it."""
 
 
 class DamagedError(UserError):
-    """A checkpoint that is not what was saved."""
+    """A checkpoint is no longer what was saved."""
 
 
 def save(run_dir: Path, step: int, tensors: State, facts: Mapping[str, Any], keep_last: int) -> Path:
@@ -57,7 +57,7 @@ def save(run_dir: Path, step: int, tensors: State, facts: Mapping[str, Any], kee
 
 
 def _write(folder: Path, tensors: State, facts: Mapping[str, Any]) -> None:
-    """Checksums are taken, and files synced, while the next one is being written."""
+    """Write the files; each is synced and its checksum taken while the next one is being written."""
     with ThreadPoolExecutor() as pool:
         sums = {}
         for name, state in tensors.items():
@@ -75,18 +75,18 @@ def _write(folder: Path, tensors: State, facts: Mapping[str, Any]) -> None:
 
 
 def _to_disk(path: Path) -> str:
-    """Power may fail between the rename and the write-back: the files go first. The checksum."""
+    """Sync a file, as power may fail between the rename and the write-back. Return its checksum."""
     disk.sync(path)
     return disk.digest(path)
 
 
 def _drop(folder: Path) -> None:
-    """Whole or gone: what a kill leaves of it has the name of none."""
+    """Remove a checkpoint. It is renamed first, so that what a kill leaves of it is not taken for one."""
     shutil.rmtree(folder.rename(folder.with_suffix(".partial")))
 
 
 def clear_rests(run_dir: Path) -> None:
-    """Of checkpoints that a kill came upon when they were written or dropped."""
+    """Remove the rest of checkpoints that were being written or dropped when the process was killed."""
     for rest in (run_dir / "checkpoints").glob("*.partial"):
         shutil.rmtree(rest)
 
@@ -127,7 +127,7 @@ def load(folder: Path) -> tuple[dict[str, dict[str, Tensor]], dict[str, Any]]:
 
 
 def check_sums(folder: Path) -> None:
-    """ValueError where a file is not what it was, is missing, or has come."""
+    """Raise ValueError where a file has changed, is missing, or is not of the checkpoint."""
     *lines, end = (folder / SUMS).read_text().split("\n")
     if end:
         raise ValueError(f"{SUMS} is cut off")
@@ -141,7 +141,7 @@ def check_sums(folder: Path) -> None:
 
 
 def named(facts: Mapping[str, Any]) -> list[str]:
-    """The files of tensors that the facts of a checkpoint speak of."""
+    """The names of the tensor files that a checkpoint must have, by its facts."""
     replayed = facts.get("replay", [])
     return ["policy", *(f"{REPLAY}{r}.{i}" for r, kept in enumerate(replayed) for i in range(len(kept)))]
 
@@ -160,7 +160,7 @@ def of_prompts(batch: Batch) -> dict[str, Any]:
 
 
 def unpack_replay(tensors: State, facts: Sequence[Sequence[Mapping[str, Any]]], rank: int) -> list[tuple[int, Batch]]:
-    """Those of one process."""
+    """The rollouts of one process."""
     return [(fact["step"], unpacked(fact, tensors[f"{REPLAY}{rank}.{i}"])) for i, fact in enumerate(facts[rank])]
 
 
@@ -175,7 +175,7 @@ def unpacked(fact: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Batch:
 
 
 def random_state() -> dict[str, Any]:
-    """Every generator that a task may draw from, as JSON. Samplers are seeded by step and have none."""
+    """The state of every generator that a task may draw from, as JSON. Samplers are seeded by step and have none."""
     algorithm, keys, *rest = np.random.get_state()
     return {
         "python": random.getstate(),

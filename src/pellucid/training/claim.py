@@ -1,4 +1,4 @@
-"""Whose a run folder is: nobody's, a run's that came to nothing, one's that can go on, or another process's."""
+"""Who a run folder belongs to: nobody, a run that came to nothing, a run that can go on, or another process."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ from pellucid.types import NotBegunError, UserError
 
 LOCK = ".lock"
 RANKS = ("RANK", "PMI_RANK", "OMPI_COMM_WORLD_RANK", "MV2_COMM_WORLD_RANK")
-"""Where launchers say which process this is; as Accelerate reads them."""
+"""The environment variables in which launchers say which process this is, as Accelerate reads them."""
 
 
 def first_process() -> bool:
-    """Of those that train together: the one that writes. Known before torch is imported."""
+    """Whether this is the process that writes files, of those that train together. Known before torch is imported."""
     return next((os.environ[name] for name in RANKS if name in os.environ), "0") == "0"
 
 
 @contextmanager
 def held(run_dir: Path) -> Iterator[None]:
-    """The folder, made where it is not there, is this process's until it ends, however that comes about.
+    """Hold the lock of a run folder, which is made where it is missing, until this process ends in any way.
 
     One that was made for a run that could not begin, since the model is not there or its rewards fail, goes again.
     """
@@ -50,7 +50,7 @@ def held(run_dir: Path) -> Iterator[None]:
 
 
 def clear(run_dir: Path) -> None:
-    """Empties the folder but for its lock."""
+    """Remove all that is in the folder but its lock."""
     for path in [path for path in run_dir.iterdir() if path.name != LOCK]:
         if path.is_dir() and not path.is_symlink():
             shutil.rmtree(path)
@@ -59,7 +59,7 @@ def clear(run_dir: Path) -> None:
 
 
 def refuse_held(run_dir: Path) -> None:
-    """UserError, in one line, where another process trains in it."""
+    """Raise UserError where another process trains in the folder."""
     refuse_locked(run_dir / LOCK, trains_in(run_dir))
 
 
@@ -68,21 +68,21 @@ def trains_in(run_dir: Path) -> str:
 
 
 def foreign(run_dir: Path) -> list[str]:
-    """What lies in a folder without a config.json, and is no run's; names that begin with a dot are nobody's work."""
+    """Names in a folder without a config.json that are no part of a run; hidden files do not count."""
     if (run_dir / "config.json").is_file() or not run_dir.is_dir():
         return []
     return sorted(path.name for path in run_dir.iterdir() if path.name[0] != "." and path.name != "config.json.partial")
 
 
 def check_new(run_dir: Path) -> None:
-    """UserError where no run can begin there. Quick: nothing is loaded, and nothing is written."""
+    """Raise UserError where no run can begin in the folder. Nothing is loaded, and nothing is written."""
     check_writable(run_dir)
     refuse_held(run_dir)
     check_free(run_dir)
 
 
 def check_free(run_dir: Path) -> None:
-    """UserError where something lies there that a new run would destroy."""
+    """Raise UserError where a new run would destroy something in the folder."""
     names = foreign(run_dir)
     if not names and (run_dir / "config.json").is_file() and "algorithm" not in read_config(run_dir):
         names = ["config.json"]  # of a model, or damaged
@@ -93,7 +93,7 @@ def check_free(run_dir: Path) -> None:
 
 
 def check_begun(run_dir: Path, cfg: Config) -> None:
-    """UserError where a run of other settings has left steps there, though no checkpoint."""
+    """Raise UserError where a run of other settings has left steps in the folder, though no checkpoint."""
     if any(records(run_dir / "metrics.jsonl")):
         for key in changes.matter(run_dir, files.recorded(config.resolved(cfg))):
             raise UserError(
@@ -103,7 +103,7 @@ def check_begun(run_dir: Path, cfg: Config) -> None:
 
 
 def check_resumable(run_dir: Path) -> None:
-    """UserError where no run can go on there. Quick: nothing is loaded, and nothing is written."""
+    """Raise UserError where no run can be resumed in the folder. Nothing is loaded, and nothing is written."""
     path = run_dir / "config.json"
     if not path.is_file():
         raise UserError(f"--resume {run_dir}: there is no run in that folder (no config.json)")
@@ -116,7 +116,7 @@ def check_resumable(run_dir: Path) -> None:
 
 
 def check_writable(run_dir: Path) -> None:
-    """UserError where nothing can be written there, or it cannot be made. Nothing is left behind."""
+    """Raise UserError where the folder cannot be made or written to. Nothing is left behind."""
     place = next(path for path in (run_dir, *run_dir.absolute().parents) if os.path.lexists(path))
     try:
         with suppress(FileNotFoundError):  # but not a name that is too long
@@ -128,6 +128,6 @@ def check_writable(run_dir: Path) -> None:
 
 
 def begin_again(run_dir: Path) -> None:
-    """Forgets what a run that came to no checkpoint has logged."""
+    """Remove the logs of a run that came to no checkpoint."""
     loggers.truncate(run_dir, -1)
     shutil.rmtree(run_dir / "tensorboard", ignore_errors=True)

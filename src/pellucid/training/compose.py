@@ -1,4 +1,4 @@
-"""A Config brought to life: policy, reference, tasks, samplers and runtime, as the settings describe them."""
+"""The objects that a Config describes: policy, reference, tasks, samplers and runtime."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ HARMLESS = (Arithmetic, Curriculum, Prefixed)
 
 @dataclass
 class Components:
-    """What a Config describes, alive."""
+    """The objects built from a Config."""
 
     task: Task
     test_task: Task
@@ -46,12 +46,12 @@ class Components:
     runtime: Runtime
     state: grpo.State
     seconds: float = 0.0
-    """Spent in finished steps, by the clock of this process."""
+    """Seconds spent in finished steps, by the clock of this process."""
     failures: list[str] = field(default_factory=list)
-    """Of each of the last steps in which every reward failed: the first error."""
+    """The first error of each of the last steps in which every reward failed."""
 
     def close(self) -> None:
-        """Ends the processes of the rewards."""
+        """End the processes that compute rewards."""
         if isinstance(self.task, Sandboxed):
             self.task.close()
 
@@ -64,7 +64,7 @@ def with_dtype(cfg: Config) -> Config:
 
 
 def compose(cfg: Config, log: Path | None = None) -> Components:
-    """log: the file that takes what rewards print."""
+    """Build the objects of a Config. `log` is the file that takes what rewards print."""
     device = hardware.pick_device(cfg.policy.device)
     algorithm, dtype = cfg.algorithm, hardware.pick_dtype(cfg.policy.dtype, device)
     task = sandboxed(
@@ -119,7 +119,7 @@ def check_float16(cfg: Config, device: torch.device) -> None:
 
 
 def sandboxed(task: Task, cfg: RewardConfig, log: Path | None = None) -> Task:
-    """Rewards that may raise, hang or die run in processes of their own; sums need none."""
+    """The task in a sandbox, unless its rewards are among those that cannot raise, hang or die."""
     return task if all(type(layer) in HARMLESS for layer in layers(task)) else Sandboxed(task, cfg, log)
 
 

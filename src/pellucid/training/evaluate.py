@@ -1,4 +1,4 @@
-"""Held-out accuracy, with intervals: one greedy answer a prompt, and k samples. Any sampler, any task."""
+"""Held-out accuracy with intervals, from one greedy answer and k samples of each prompt."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any, Protocol
 from pellucid.types import Estimate, Evaluation, Group, Prompt, Sampler, Task, grade
 
 MAX_ROWS = 128
-"""Rows decoded together."""
+"""How many rows are decoded together."""
 
 
 class Shards(Protocol):
@@ -21,7 +21,7 @@ class Shards(Protocol):
 
 
 class OneProcess:
-    """`Shards` where there is nothing to share out."""
+    """`Shards` of a single process, which has nothing to share out."""
 
     def shard(self, items: Sequence[Any]) -> Sequence[Any]:
         return items
@@ -66,12 +66,12 @@ def evaluate(
 
 
 def held_out(task: Task, n: int) -> list[Prompt]:
-    """Up to n different prompts of the task's split; fewer where it has fewer."""
+    """Up to n different prompts of the task's split, fewer where it has fewer."""
     return list({prompt.key: prompt for prompt in task.sample(0, n)}.values())
 
 
 def sample_and_grade(task: Task, sampler: Sampler, prompts: Sequence[Prompt], size: int) -> list[Group]:
-    """The same random numbers at every call, so that two evaluations differ by the policy alone."""
+    """Graded groups of `size` samples each. Every call has the same random numbers: only the policy differs."""
     at_once = max(1, MAX_ROWS // size)
     groups = [
         group

@@ -17,7 +17,7 @@ from pellucid.training.evaluate import OneProcess, evaluate, held_out
 
 
 def examine(cfg: Config, model: str, show: int) -> int:
-    """Prints `show` greedy answers to the task's held-out questions, and the accuracy over all."""
+    """Print `show` greedy answers to the task's held-out questions, and the accuracy over all."""
     hardware.keep_freed_memory()
     device = hardware.pick_device(cfg.policy.device)
     dtype = hardware.pick_dtype(cfg.policy.dtype, device)

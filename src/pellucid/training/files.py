@@ -1,4 +1,4 @@
-"""The files that settings name: where they are, from whatever folder a run goes on, and what is in them."""
+"""The files that settings name: their absolute paths, since a run may go on from any folder, and their digests."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ AXES = ("advantage", "objective")
 
 
 def recorded(cfg: Config) -> dict[str, Any]:
-    """Every key as JSON, as `config.dump` has it, with the absolute paths of all files that are there."""
+    """All settings as JSON, as `config.dump` gives them, with the absolute paths of all files that exist."""
     values = dump(cfg)
     model = values["policy"]["model"]
     if model != PolicyConfig.model and os.path.exists(os.path.expanduser(model)):

@@ -30,7 +30,7 @@ from pellucid.types import Group, NotBegunError, UserError
 
 
 def check(cfg: Config, run_dir: Path) -> None:
-    """Whatever would fail after minutes, or at the end: extras, data, room on the disk. UserError says what to mend."""
+    """Check what would otherwise fail after minutes or at the end: extras, data, disk space. Raise UserError."""
     if cfg.log.tensorboard:
         extra("torch.utils.tensorboard", "tensorboard", "log.tensorboard")
     if cfg.log.wandb != "off":
@@ -44,7 +44,7 @@ def check(cfg: Config, run_dir: Path) -> None:
 
 
 def check_room(cfg: Config, run_dir: Path) -> None:
-    """UserError where the disk has no room for the model and its checkpoints, one more than are kept while it saves."""
+    """Raise UserError where the disk has no room for the model and its checkpoints, one more than are kept."""
     try:
         model = memory.from_name(cfg.policy.model, cfg.policy.lora)
     except UserError:  # loading it says more
@@ -66,13 +66,13 @@ def saved_bytes(model: memory.Model, cfg: Config) -> int:
 
 
 def checkpoint_bytes(model: memory.Model, cfg: Config) -> int:
-    """Weights, or their masters, and two moments in fp32."""
+    """Bytes of a checkpoint: weights, or their masters, and two moments in fp32."""
     moving = 4 * model.parameters if cfg.algorithm.reference_every else 0
     return 12 * model.trained + moving
 
 
 def used_bytes(run_dir: Path) -> int:
-    """Of what a resumed run will write anew."""
+    """Bytes on disk that a resumed run will replace."""
     old = [*run_dir.glob("checkpoints/*/*"), *run_dir.glob("model/*")]
     return sum(os.path.getsize(path) for path in old if path.is_file())
 
@@ -104,7 +104,7 @@ def show_numbers(cfg: Config, policy: Policy, world: int) -> None:
 
 
 def show_exchange(policy: Policy, group: Group) -> None:
-    """The exact strings, special tokens included; the bar is where the prompt's tokens end and sampling began."""
+    """Print the exact strings, special tokens included; a bar stands where the prompt ends and sampling began."""
     completion = group.completions[0]
     prompt, answer = (harmless(policy.decode(ids, special=True)) for ids in (group.prompt_ids, completion.token_ids))
     rich.print(f"\n[dim]{escape(prompt)}[/dim][bold cyan]|[/bold cyan]{escape(answer)}")
@@ -115,14 +115,14 @@ def show_exchange(policy: Policy, group: Group) -> None:
 
 
 def refuse_failing(groups: Sequence[Group]) -> None:
-    """NotBegunError where every reward of the first look failed: there is nothing to learn from."""
+    """Raise NotBegunError where every reward of the first look failed: there is nothing to learn from."""
     if all_failed(groups):
         n = sum(len(group.rewards) for group in groups)
         raise NotBegunError(f"every reward of the first {n} samples failed, the first with {first_error(groups)}")
 
 
 def show_signal(groups: Sequence[Group], group_size: int, min_reward_range: float) -> None:
-    """How many groups of `group_size` will be dead, estimated from at least as many samples of each prompt."""
+    """Print how many groups of `group_size` will be dead, estimated from at least as many samples of each prompt."""
     graded = [reward for group in groups for reward in group.rewards if not reward.failed]
     if not graded:
         print("! no sample could be graded: no reward is meant for any of their prompts", flush=True)
@@ -133,7 +133,7 @@ def show_signal(groups: Sequence[Group], group_size: int, min_reward_range: floa
 
 
 def advice(dead: float, right: float) -> str:
-    """A dead group, all right or all wrong, has no gradient."""
+    """What to do where many groups will be dead: all right or all wrong, they have no gradient."""
     if dead < 0.5:
         return "That is enough contrast to learn from."
     easier_or_harder = "easier prompts or a better-prompted start" if right < 0.5 else "harder prompts"

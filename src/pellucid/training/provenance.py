@@ -22,7 +22,7 @@ def versions() -> dict[str, str]:
 
 
 def git_revision() -> str:
-    """Of the working folder; empty outside a repository."""
+    """The git revision of the working folder; empty outside a repository."""
     git = shutil.which("git")
     command = [git, "describe", "--always", "--dirty", "--abbrev=40"]
     return subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip() if git else ""

@@ -34,11 +34,11 @@ from pellucid.training.snapshot import restore, save
 from pellucid.types import Evaluation, Group, Logger, UserError
 
 FEW = 8
-"""Answers to as many questions, graded before all others."""
+"""How many answers are graded before all others, to see that rewards work."""
 
 
 def train(cfg: Config, run_dir: Path, resumed: Changes | None = None, profile: bool = False) -> int:
-    """Trains to the end, or to the step in which a request to stop came; returns the exit status.
+    """Train to the end, or to the step in which a request to stop came. Return the exit status.
 
     resumed: the settings that a resume changes (`changes.of_resume`); None begins a new run.
     """
@@ -71,7 +71,7 @@ def train(cfg: Config, run_dir: Path, resumed: Changes | None = None, profile: b
 
 
 def begin(cfg: Config, run_dir: Path, parts: Components, resumed: Changes | None) -> Evaluation | None:
-    """The folder and all parts as they are before the next step; the evaluation before step 1."""
+    """Bring the folder and all parts to the state before the next step. Return the evaluation before step 1."""
     notes = restore(run_dir, parts) if resumed is not None and checkpoints(run_dir) else []
     if parts.runtime.main:
         start_folder(run_dir, cfg, parts.state.step, resumed)
@@ -85,7 +85,7 @@ def begin(cfg: Config, run_dir: Path, parts: Components, resumed: Changes | None
 def follow(
     cfg: Config, run_dir: Path, parts: Components, log: Logger, requests: StopRequests, profile: bool = False
 ) -> int:
-    """Walks through the steps, logging, saving and evaluating; the step that a stop request ended, or 0."""
+    """Take the steps; log, save and evaluate. Return the step that a stop request ended, or 0."""
     steps = grpo.train(
         parts.task,
         parts.sampler,
@@ -130,12 +130,12 @@ def follow(
 
 
 def memory_now(parts: Components) -> dict[str, float]:
-    """Of this process: the peak, on the GPU where there is one, and what is resident after the step."""
+    """Memory of this process in GB: the peak, on the GPU where there is one, and the resident size."""
     return {"memory/peak_gb": parts.runtime.peak_gb(), "memory/resident_gb": hardware.resident_gb()}
 
 
 def hopeless(cfg: Config, parts: Components) -> bool:
-    """Whether so many steps in a row had no reward that the run is over. The same for all processes."""
+    """Whether the run must end as too many steps in a row had no reward. The same for all processes."""
     return 0 < cfg.reward.patience <= len(parts.failures)
 
 
@@ -144,7 +144,7 @@ def is_last(cfg: Config, parts: Components) -> bool:
 
 
 def out_of_time(cfg: Config, parts: Components) -> bool:
-    """The same for all processes."""
+    """Whether algorithm.minutes are used up. The same for all processes."""
     return parts.runtime.any(0 < cfg.algorithm.minutes * 60 <= parts.seconds)
 
 
@@ -158,13 +158,13 @@ def is_due(cfg: Config, parts: Components) -> bool:
 
 
 def missed(cfg: Config, run_dir: Path, parts: Components) -> bool:
-    """Whether a stop or a kill came between the last step and its evaluation."""
+    """Whether the evaluation of the last step is missing, as after a stop or a kill between the two."""
     there = parts.runtime.main and parts.state.step in loggers.read_evaluations(run_dir)
     return is_due(cfg, parts) and not parts.runtime.any(there)
 
 
 def evaluated(cfg: Config, parts: Components, log: Logger, requests: StopRequests) -> bool:
-    """False where a request to stop came: an evaluation that it cuts short is made when the run is resumed.
+    """Evaluate the policy. False where a request to stop came: the resumed run then makes the evaluation.
 
     Several processes wait for one another: they end it first.
     """
@@ -178,7 +178,7 @@ def evaluated(cfg: Config, parts: Components, log: Logger, requests: StopRequest
 
 
 def evaluate_policy(cfg: Config, parts: Components) -> tuple[Evaluation, list[Group]]:
-    """And the graded samples."""
+    """The evaluation of the policy, and the graded samples."""
     parts.greedy.sync(parts.policy)
     parts.test_sampler.sync(parts.policy)
     k, samples = cfg.evaluate.k, cfg.evaluate.samples or cfg.evaluate.k
@@ -213,7 +213,7 @@ def look_first(cfg: Config, parts: Components) -> Evaluation | None:
 
 
 def try_rewards(cfg: Config, parts: Components) -> None:
-    """NotBegunError where a few greedy answers have no reward: where all hang, the whole first look takes hours."""
+    """Raise NotBegunError where a few greedy answers have no reward. If all hung, a whole look would take hours."""
     if isinstance(parts.task, Sandboxed):
         prompts = parts.test_prompts or parts.task.sample(0, cfg.algorithm.prompts_per_step)
         parts.greedy.sync(parts.policy)
@@ -225,7 +225,7 @@ def try_rewards(cfg: Config, parts: Components) -> None:
 
 
 def start_folder(run_dir: Path, cfg: Config, step: int, resumed: Changes | None) -> None:
-    """Writes config.json, and forgets what a run has logged that came to no checkpoint.
+    """Write config.json, and remove the logs of a run that came to no checkpoint.
 
     UserError where the folder holds another run.
     """
@@ -256,7 +256,7 @@ def open_logs(cfg: Config, run_dir: Path, first_step: int) -> loggers.Loggers:
 
 
 def finish(run_dir: Path, learner: Policy, stopped: int) -> None:
-    """The result on disk; then what a person wants to know about it, which may fail and costs nothing."""
+    """Save the result, then show what a person wants to know about it, whose failure costs nothing."""
     if stopped:
         print(f"stopped after step {stopped}, nothing is lost; go on with: pellucid train --resume {run_dir}")
     else:
@@ -274,7 +274,7 @@ def finish(run_dir: Path, learner: Policy, stopped: int) -> None:
 
 
 def save_model(run_dir: Path, learner: Policy) -> None:
-    """On disk at return; UserError where it cannot be. The last step is in a checkpoint, which `--resume` takes up."""
+    """Save the model durably. UserError where that fails: the checkpoint is whole, and `--resume` saves again."""
     folder, partial = run_dir / "model", run_dir / "model.partial"
     shutil.rmtree(partial, ignore_errors=True)
     try:

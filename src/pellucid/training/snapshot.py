@@ -1,4 +1,4 @@
-"""What of a run goes into a checkpoint, and back."""
+"""A run into a checkpoint, and back."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def save(run_dir: Path, cfg: Config, parts: Components) -> None:
 
 
 def restore(run_dir: Path, parts: Components) -> list[str]:
-    """Puts everything back to the newest whole checkpoint and cuts the logs to it. Lines that say what is amiss."""
+    """Restore the newest whole checkpoint and cut the logs to it. Return lines that say what is damaged."""
     tensors, facts, notes = checkpoint.newest(run_dir)
     runtime, state = parts.runtime, parts.state
     if len(facts["random"]) != runtime.world:
