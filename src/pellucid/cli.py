@@ -174,12 +174,12 @@ def doctor(arguments: list[str]) -> int:
 
 
 def first_file(arguments: list[str]) -> Path | None:
-    """Takes the recipe off the arguments, where they begin with one."""
+    """Split the arguments into the recipe, where they begin with one, and the rest."""
     return Path(arguments.pop(0)) if arguments and not arguments[0].startswith("-") else None
 
 
 def quiet_libraries() -> None:
-    """Progress bars and advice of the libraries below, which know nothing of the display; errors stay."""
+    """Silence progress bars and advice of libraries, which know nothing of our display; errors stay."""
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     os.environ.setdefault("TQDM_DISABLE", "1")

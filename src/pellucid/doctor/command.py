@@ -65,7 +65,7 @@ def findings() -> Iterator[tuple[str, str]]:
 
 
 def plan(cfg: Config) -> int:
-    """Prints the GB that training by these settings takes on each device; no weights are loaded."""
+    """Print how many GB training with these settings takes on each device. No weights are loaded."""
     dtype = hardware.pick_dtype(cfg.policy.dtype, hardware.pick_device(cfg.policy.device))
     cfg = cfg.model_copy(update={"policy": replace(cfg.policy, dtype=str(dtype).removeprefix("torch."))})
     model = memory.from_name(cfg.policy.model, cfg.policy.lora)
@@ -88,7 +88,7 @@ def plan(cfg: Config) -> int:
 
 
 def line(cells: Sequence[str]) -> str:
-    """Of a Markdown table."""
+    """One row of a Markdown table."""
     return f"| {' | '.join(cells)} |"
 
 

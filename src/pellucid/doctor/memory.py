@@ -14,14 +14,14 @@ from pellucid.policy.pretrained import locate
 from pellucid.types import UserError
 
 PROMPT_TOKENS = 64
-"""What a prompt is taken to be long."""
+"""The length that a prompt is taken to have, in tokens."""
 LIBRARIES = 0.6
-"""GB of code."""
+"""GB that code and libraries take."""
 STAGES = (0, 1, 2, 3)
 
 
 class Model(NamedTuple):
-    """What of a model counts."""
+    """The facts of a model that its memory depends on."""
 
     config: Any
     parameters: int
@@ -29,7 +29,7 @@ class Model(NamedTuple):
 
 
 def from_name(name: str, lora: int) -> Model:
-    """A folder, which needs no more than its config.json, or a name that leads to one. Nothing is loaded."""
+    """The facts of a model by its name, or by its folder, where config.json is enough. No weights are loaded."""
     try:
         config = AutoConfig.from_pretrained(locate(name, weights=False))
     except (OSError, ValueError) as error:
@@ -62,13 +62,13 @@ def parts(model: Model, cfg: Config, processes: int = 1, zero: int = 0) -> dict[
 
 
 def tokens_of(cfg: Config, processes: int, shared: bool) -> float:
-    """That one backward pass goes through. A shared prompt counts once a group."""
+    """How many tokens one backward pass goes through. A shared prompt counts once a group."""
     rows = rows_of(cfg, processes)
     return rows * cfg.sampler.max_tokens + (rows / cfg.algorithm.group_size if shared else rows) * PROMPT_TOKENS
 
 
 def rows_of(cfg: Config, processes: int) -> int:
-    """Completions of one backward pass. Groups are not split."""
+    """How many completions are in one backward pass. Groups are not split."""
     a = cfg.algorithm
     return a.micro_batch or max(a.group_size, a.prompts_per_step * a.group_size // (a.minibatches * processes))
 
@@ -91,14 +91,14 @@ def computed_by_us(config: Any, cfg: Config) -> bool:
 
 
 def joined(config: Any) -> float:
-    """1e9 weights of projections that our decoder keeps joined, as a copy even where the masters have its dtype."""
+    """1e9 weights of projections that our decoder joins, in a copy even where the masters have its dtype."""
     heads, key_heads, size = heads_of(config)
     rows = (heads + 2 * key_heads) * size + 2 * config.intermediate_size
     return rows * config.hidden_size * config.num_hidden_layers / 1e9
 
 
 def heads_of(config: Any) -> tuple[int, int, int]:
-    """H, K and d."""
+    """Query heads, key heads and head size."""
     heads = config.num_attention_heads
     key_heads = getattr(config, "num_key_value_heads", None) or heads
     return heads, key_heads, getattr(config, "head_dim", None) or config.hidden_size // heads
@@ -124,8 +124,8 @@ def activations(config: Any, cfg: Config, ours: bool) -> float:
 
 
 def bytes_a_token(config: Any, wide: int) -> int:
-    """That one layer keeps of one token: the residual stream twice in fp32, and in `wide` bytes what its matrices and
-    its attention read. Prompt's keys and values stand once more beside those of each response.
+    """Bytes that one layer keeps of one token: the residual stream twice in fp32, and in `wide` bytes what its matrices
+    and its attention read. Prompt's keys and values stand once more beside those of each response.
     """
     heads, key_heads, size = heads_of(config)
     inner = getattr(config, "intermediate_size", None) or 4 * config.hidden_size

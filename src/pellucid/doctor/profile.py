@@ -20,7 +20,7 @@ from pellucid.algorithm.grpo import StepResult
 from pellucid.machine import hardware
 
 STEP = 3
-"""The one that is looked at: the first two fill caches."""
+"""The step that is profiled: the first two fill caches."""
 LEFT_OPERAND = {
     torch.ops.aten.mm: 0,
     torch.ops.aten.bmm: 0,
@@ -62,13 +62,13 @@ class Memory(NamedTuple):
 class Stage(NamedTuple):
     seconds: float
     by_kind: defaultdict[str, float]
-    """Seconds in operators; what is missing is Python and the way into them."""
+    """Seconds in operators by kind; the rest of a step is Python and the way into operators."""
     gb: list[float]
-    """Resident memory, now and then."""
+    """Samples of the resident memory."""
 
 
 def profiled(steps: Iterator[StepResult], path: Path, dtype: torch.dtype) -> Iterator[StepResult]:
-    """Passes the steps through, and writes what the third was made of."""
+    """Pass the steps through, and write down where the time of the third one went."""
     operations: dict[str, float] = {}
     for number in itertools.count(1):
         if number == STEP - 1:
@@ -135,7 +135,7 @@ class Operations(TorchDispatchMode):
 
 @contextmanager
 def watched() -> Iterator[list[Memory]]:
-    """Resident memory every 20 ms."""
+    """Sample the resident memory every 20 ms."""
     seen: list[Memory] = []
     over = threading.Event()
 
@@ -153,7 +153,7 @@ def watched() -> Iterator[list[Memory]]:
 
 
 def stages_by_time(metrics: Mapping[str, float]) -> Callable[[float], str]:
-    """Seconds since the start of a step -> its stage: they follow one another."""
+    """The stage of a step at a moment, in seconds since its start: stages follow one another."""
     ends = list(itertools.accumulate(metrics[f"time/{name}"] for name in STAGES))
     return lambda seconds: STAGES[min(bisect.bisect_right(ends, seconds), len(STAGES) - 1)]
 

@@ -1,4 +1,4 @@
-"""What "on disk" means: synced to the device, so that a power failure does not take it back; and digests of it."""
+"""Durable files: synced to the device, so that a power failure does not take them back; and digests."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 
 
 def sync(path: Path) -> None:
-    """A file's content, or the names in a folder: a rename is on disk with its folder."""
+    """Sync the content of a file, or the names in a folder: a rename is durable when its folder is."""
     if path.is_dir() and os.name == "nt":
         return  # Windows opens no folders, and has its names on disk by itself
     descriptor = os.open(path, os.O_RDONLY if path.is_dir() else os.O_RDWR)
@@ -19,14 +19,14 @@ def sync(path: Path) -> None:
 
 
 def sync_tree(folder: Path) -> None:
-    """Every file below, and every folder's names."""
+    """Sync every file and every folder below this one."""
     for path in folder.rglob("*"):
         sync(path)
     sync(folder)
 
 
 def write_whole(path: Path, text: str) -> None:
-    """The new content or the old one, whatever happens in between; on disk at return."""
+    """Replace the content of a file, which is the old or the new whatever happens; durable at return."""
     partial = path.with_name(f"{path.name}.partial")
     partial.write_text(text, encoding="utf-8")
     sync(partial)
@@ -35,6 +35,6 @@ def write_whole(path: Path, text: str) -> None:
 
 
 def digest(path: Path) -> str:
-    """sha256 in hexadecimals."""
+    """The sha256 of a file as hexadecimal digits."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()

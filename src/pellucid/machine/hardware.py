@@ -22,10 +22,10 @@ except ImportError:  # Windows
 
 
 WORKSPACE, REPEATABLE = "CUBLAS_WORKSPACE_CONFIG", (":4096:8", ":16:8")
-"""With any other, cuBLAS may add up in another order when a product is repeated."""
+"""The setting with which cuBLAS adds up in the same order when a product is repeated."""
 
 SPARE = 1.03
-"""What is resident, as a multiple of what a step needs, before all that is free is given back."""
+"""Free memory is given back when the resident size is this many times what a step needs."""
 CACHED_PRODUCTS = {"ONEDNN_PRIMITIVE_CACHE_CAPACITY": "64", "LRU_CACHE_CAPACITY": "64"}
 """Shapes of products for which oneDNN and torch's bridge to it keep code and buffers, 1024 each unless told otherwise.
 Every step has new shapes: what is kept for older ones is not used again, and keeps holes in the heap from closing."""
@@ -54,7 +54,7 @@ def pick_dtype(name: str, device: torch.device) -> torch.dtype:
 
 
 def without_bf16(device: torch.device) -> str:
-    """What computing in fp32 there should say; empty where a device has bf16, or nothing better than fp32."""
+    """A remark on why a device computes in fp32; empty where it has bf16, or nothing better than fp32."""
     if device.type != "cuda" or torch.cuda.is_bf16_supported(including_emulation=False):
         return ""
     return 'this GPU has no bf16: policy.dtype = "float16" may be several times as fast, where the model fits its range'
@@ -71,7 +71,7 @@ def slower_in_float16(device: torch.device) -> str:
 
 
 def check_float16(device: torch.device) -> None:
-    """UserError where torch cannot train in fp16: multiply in it, and scale the loss."""
+    """Raise UserError where torch cannot train in fp16: multiply in it, and scale the loss."""
     try:
         x, scaler = torch.ones(2, 2, device=device, requires_grad=True), GradScaler(device.type)
         scaler.scale((x.half() @ x.half()).float().sum()).backward()
@@ -123,13 +123,13 @@ def matmul_tflops(dtype: torch.dtype, size: int = 512, repeats: int = 10, thread
 
 
 def out_of_memory(error: Exception) -> bool:
-    """On a CUDA device it has a class of its own; on others it is told by its words."""
+    """Whether an error says that memory ran out: CUDA has a class for it, other devices only words."""
     words = ("DefaultCPUAllocator", "MPS backend out of memory")
     return isinstance(error, torch.OutOfMemoryError | MemoryError) or any(word in str(error) for word in words)
 
 
 def keep_freed_memory() -> bool:
-    """Tells glibc to keep freed memory for the next tensor instead of returning it page by page.
+    """Tell glibc to keep freed memory for the next tensor instead of returning it page by page.
 
     A training step frees and asks for the same gigabytes again and again; on CPUs the page faults cost a quarter of
     it. True where it took effect: glibc only.
@@ -145,7 +145,7 @@ def keep_freed_memory() -> bool:
 
 
 def forget_old_products() -> None:
-    """Bounds what is kept for shapes of products. Before torch's first product, or without effect."""
+    """Bound the caches for shapes of products. It has no effect after torch's first product."""
     for name, capacity in CACHED_PRODUCTS.items():
         os.environ.setdefault(name, capacity)
 
@@ -157,12 +157,12 @@ class Heap:
 
     def __init__(self) -> None:
         self.needed = 0.0
-        """GB resident after one step from nothing kept, the most of any."""
+        """The largest resident size in GB after a step that began with nothing kept."""
         self.is_fresh = False
-        """Nothing was kept when the last step began."""
+        """Whether nothing was kept when the last step began."""
 
     def after_step(self) -> None:
-        """Frees what is kept where it has outgrown what a step needs: pages are then faulted in once more."""
+        """Give free memory back where it has outgrown what a step needs; pages are then faulted in once more."""
         resident = resident_gb()
         self.needed = max(self.needed, resident) if self.is_fresh else self.needed
         self.is_fresh = resident > SPARE * self.needed
@@ -170,13 +170,13 @@ class Heap:
             self.give_back()
 
     def give_back(self) -> None:
-        """All that is free, to the system: tens of milliseconds a gigabyte."""
+        """Give all free memory back to the system, which takes tens of milliseconds a gigabyte."""
         if platform.libc_ver()[0] == "glibc":
             ctypes.CDLL(None).malloc_trim(0)
 
 
 def resident_gb() -> float:
-    """Of this process, now."""
+    """The resident size of this process in GB, now."""
     return psutil.Process().memory_info().rss / 1e9
 
 
@@ -193,7 +193,7 @@ def memory_gb() -> float:
 
 
 def peak_gb(device: torch.device) -> float:
-    """The most that this process has held: on its GPU, or resident."""
+    """The peak memory of this process in GB: on its GPU, or resident."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device) / 1e9
     if resource is None:

@@ -8,9 +8,9 @@ what stands there."""
 DIRECTIONS = (0x061C, 0x200E, 0x200F, *range(0x202A, 0x202F), *range(0x2066, 0x206A))
 """Marks and overrides of the direction of writing, by which text reads other than it is."""
 SEPARATORS = (0x2028, 0x2029)
-"""Newlines to some."""
+"""Characters that some programs take for newlines."""
 HALVES = range(0xD800, 0xE000)
-"""Of a character outside the basic plane: nothing that can be encoded."""
+"""Halves of a character outside the basic plane, which cannot be encoded alone."""
 
 NAMED = {
     code: f"\\x{code:02x}" if code < 0x100 else f"\\u{code:04x}"
