@@ -91,7 +91,7 @@ def our_step(options: argparse.Namespace) -> None:
     from pellucid.algorithm.settings import AdamWConfig, GRPOConfig  # noqa: PLC0415
     from pellucid.runtimes.accelerate import Runtime  # noqa: PLC0415
     from pellucid.samplers.native import Native  # noqa: PLC0415
-    from pellucid.types import Reward  # noqa: PLC0415
+    from pellucid.types import Reward, Sampling  # noqa: PLC0415
 
     class Task:
         seed, split = 0, "train"
@@ -108,7 +108,8 @@ def our_step(options: argparse.Namespace) -> None:
         max_length=options.tokens,
     )
     runtime = Runtime(learner, AdamWConfig(lr=1e-6), total=options.units)
-    steps = grpo.train(Task(), Native(max_tokens=options.tokens), learner, runtime, cfg)
+    sampling = Sampling(max_tokens=options.tokens)
+    steps = grpo.train(Task(), Native(), learner, runtime, cfg, sampling=sampling)
 
     def unit(_: int) -> dict[str, float]:
         metrics = next(steps).metrics
@@ -119,13 +120,14 @@ def our_step(options: argparse.Namespace) -> None:
 
 def our_sample(options: argparse.Namespace) -> None:
     from pellucid.samplers.native import Native  # noqa: PLC0415
+    from pellucid.types import Sampling  # noqa: PLC0415
 
     learner, task = our_policy(options), our_task()
-    sampler = Native(max_tokens=options.tokens)
-    sampler.sync(learner)
+    sampler = Native(policy=learner)
 
     def unit(i: int) -> dict[str, float]:
-        groups = sampler.generate(task.sample(i, options.prompts), options.group, str(i))
+        sampling = Sampling(options.group, max_tokens=options.tokens, seed=str(i))
+        groups = sampler.generate(task.sample(i, options.prompts), sampling)
         return {"tokens": float(sum(len(c.token_ids) for g in groups for c in g.completions))}
 
     take_turns(unit)

@@ -19,6 +19,7 @@ from pellucid.policy import policy
 from pellucid.policy.logprobs import Head, token_logprobs
 from pellucid.samplers.native import Native
 from pellucid.tasks.arithmetic import Arithmetic
+from pellucid.types import Sampling
 
 CPU = torch.device("cpu")
 
@@ -34,7 +35,8 @@ def main(options: Options) -> None:
     rounded, exact = (
         policy.load_frozen(options.model, CPU, dtype, temperature=1.0) for dtype in (torch.bfloat16, torch.float32)
     )
-    groups = Native(max_tokens=options.tokens, policy=rounded).generate(Arithmetic(digits=2).sample(0, 4), 8, "gap")
+    sampling = Sampling(8, max_tokens=options.tokens, seed="gap")
+    groups = Native(policy=rounded).generate(Arithmetic(digits=2).sample(0, 4), sampling)
     batch = collate(groups, CPU)
     sampled = batch.sampler_logprobs[batch.mask]
     scored, true = (p.score(batch).logprobs[batch.mask] for p in (rounded, exact))

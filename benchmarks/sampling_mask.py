@@ -18,11 +18,10 @@ import tyro
 
 from pellucid.algorithm.batch import Batch, collate
 from pellucid.machine import hardware
-from pellucid.models.drawing import WHOLE, Truncation
 from pellucid.policy import policy
 from pellucid.policy.policy import Policy
 from pellucid.samplers.native import Native
-from pellucid.types import Prompt
+from pellucid.types import Prompt, Sampling
 
 CPU = torch.device("cpu")
 QUESTIONS = (
@@ -46,16 +45,14 @@ def main(options: Options) -> None:
     learner = policy.load(options.model, CPU, hardware.pick_dtype("auto", CPU), temperature=1.0)
     learner.eos_ids = ()
     prompts = [Prompt(str(i), ({"role": "user", "content": text},)) for i, text in enumerate(QUESTIONS)]
-    samplers = [
-        Native(max_tokens=options.tokens, truncation=by, policy=learner)
-        for by in (WHOLE, Truncation(top_p=options.top_p))
-    ]
-    batch = collate(samplers[1].generate(prompts, 8, "mask"), CPU)
+    sampler = Native(policy=learner)
+    ways = [Sampling(8, max_tokens=options.tokens, top_p=top_p, seed="mask") for top_p in (1.0, options.top_p)]
+    batch = collate(sampler.generate(prompts, ways[1]), CPU)
     plain = replace(batch, mask_words=None, mask_spans=None)
     sampling, scoring = (
         turns(options.repeats, *works)
         for works in (
-            [lambda s=s: s.generate(prompts, 8, "mask") for s in samplers],
+            [lambda way=way: sampler.generate(prompts, way) for way in ways],
             [lambda b=b: score(learner, b) for b in (plain, batch)],
         )
     )

@@ -26,7 +26,7 @@ from pellucid.algorithm.grpo import Scores
 from pellucid.algorithm.objectives import Tokens
 from pellucid.algorithm.settings import AdamWConfig, GRPOConfig
 from pellucid.runtimes.accelerate import Runtime
-from pellucid.types import Completion, Group, Prompt, Reward
+from pellucid.types import Completion, Group, Prompt, Reward, Sampling
 
 PROMPTS = ((1, 0, 2), (3, 2, 4), (1, 2, 3))
 VOCAB = max(map(max, PROMPTS)) + 1
@@ -105,11 +105,11 @@ class Draws:
         self.policy = policy
 
     @torch.no_grad()
-    def generate(self, prompts: Sequence[Prompt], group_size: int, seed: str) -> list[Group]:
+    def generate(self, prompts: Sequence[Prompt], sampling: Sampling) -> list[Group]:
         numbers = [prompt.columns["numbers"] for prompt in prompts]
         log_probs = self.policy.module(torch.tensor(numbers))  # [P, T, V]
-        generator = torch.Generator().manual_seed(hash_of(seed))
-        drawn = [torch.multinomial(p.exp(), group_size, replacement=True, generator=generator).T for p in log_probs]
+        generator = torch.Generator().manual_seed(hash_of(sampling.seed))
+        drawn = [torch.multinomial(p.exp(), sampling.n, replacement=True, generator=generator).T for p in log_probs]
         return [
             Group(prompt, ids, tuple(completion(row, log_probs[i]) for row in drawn[i].tolist()))
             for i, (prompt, ids) in enumerate(zip(prompts, numbers, strict=True))

@@ -58,8 +58,8 @@ class Replay:
     def sample(self, step, n):
         return [Prompt(f"{step}/{i}", Digits.prompt) for i in range(n)]
 
-    def generate(self, prompts, group_size, seed):
-        rollout = self.rollouts[int(seed.split("/")[1])]
+    def generate(self, prompts, sampling):
+        rollout, group_size = self.rollouts[int(sampling.seed.split("/")[1])], sampling.n
         width = rollout.mask.shape[1]
         rows = []
         for ids, attention, mask in zip(rollout.ids, rollout.attention, rollout.mask, strict=True):

@@ -17,7 +17,7 @@ from pellucid.runtimes.accelerate import Runtime
 from pellucid.samplers.hf import HuggingFace
 from pellucid.samplers.native import Native
 from pellucid.serve import command
-from pellucid.types import Prompt, UserError
+from pellucid.types import Prompt, Sampling, UserError
 
 EVERYTHING = """
 import pkgutil, psutil, sys
@@ -58,7 +58,7 @@ def test_bf16_on_a_cpu_without_onednn_is_computed_by_torch_alone(monkeypatch):
     monkeypatch.setattr(torch.ops, "mkldnn", torch._ops._OpNamespace("absent"))
     monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: False)
     policy = make_policy(dtype=torch.bfloat16)
-    [group] = Native(max_tokens=4, policy=policy).generate([Prompt("p", "12?")], 2, "seed")
+    [group] = Native(policy=policy).generate([Prompt("p", "12?")], Sampling(2, max_tokens=4))
     assert len(group.completions) == 2
 
 
@@ -66,9 +66,9 @@ def test_generate_forks_the_generators_of_its_own_device_alone(monkeypatch):
     """Of all GPUs, torch warns; and a process of torchrun has one."""
     asked, fork = [], torch.random.fork_rng
     monkeypatch.setattr(torch.random, "fork_rng", lambda devices=None: asked.append(devices) or fork(devices))
-    sampler = HuggingFace(max_tokens=2)
+    sampler = HuggingFace()
     sampler.sync(make_policy())
-    sampler.generate([Prompt("p", "12?")], 2, "seed")
+    sampler.generate([Prompt("p", "12?")], Sampling(2, max_tokens=2))
     assert asked == [[]]
 
 

@@ -50,6 +50,34 @@ class Prompt:
 
 
 @dataclass(frozen=True, slots=True)
+class Sampling:
+    """How completions are drawn.
+
+    Example: Sampling(8, temperature=0.7, max_tokens=256, seed="0/12")
+    """
+
+    n: int = 1
+    """Completions of each prompt."""
+    temperature: float = 1.0
+    """Tokens are drawn from softmax(logits / temperature); 0 is greedy."""
+    max_tokens: int = 64
+    """The longest completion, in tokens."""
+    top_k: int = 0
+    """Only the k likeliest tokens are drawn; 0 is off."""
+    top_p: float = 1.0
+    """Only the likeliest tokens that together have this probability are drawn; 1 is off."""
+    min_p: float = 0.0
+    """Only tokens at least this many times as likely as the likeliest are drawn; 0 is off."""
+    seed: str = ""
+    """Of the random numbers. The same prompts, sampling and weights give the same completions."""
+
+    @property
+    def truncates(self) -> bool:
+        """Whether some tokens may not be drawn, so that completions carry sampling masks."""
+        return self.temperature > 0.0 and (self.top_k, self.top_p, self.min_p) != (0, 1.0, 0.0)
+
+
+@dataclass(frozen=True, slots=True)
 class Completion:
     """One answer of the policy: its tokens as sampled, with the end-of-sequence token where that was sampled."""
 
@@ -216,8 +244,8 @@ def stateful_task(task: Task) -> StatefulTask | None:
 
 
 class Sampler(Protocol):
-    def generate(self, prompts: Sequence[Prompt], group_size: int, seed: str) -> list[Group]:
-        """`group_size` completions of each prompt; the same arguments and weights give the same completions."""
+    def generate(self, prompts: Sequence[Prompt], sampling: Sampling) -> list[Group]:
+        """sampling.n completions of each prompt."""
         ...
 
     def sync(self, policy: Any) -> None:

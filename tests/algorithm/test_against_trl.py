@@ -17,6 +17,7 @@ from pellucid.algorithm.batch import collate
 from pellucid.algorithm.settings import GRPOConfig
 from pellucid.policy.policy import Policy
 from pellucid.samplers.native import Native
+from pellucid.types import Sampling
 
 TOKENS = 12
 CLIP = {"epsilon": 0.05, "epsilon_high": 0.08}
@@ -54,13 +55,10 @@ def rollouts():
     torch.manual_seed(0)
     now = make_policy()
     old, reference = moved(now, 1), moved(now, 2)
-    sampler = Native(temperature=1.0, max_tokens=TOKENS)
-    sampler.sync(old)
+    sampled = Native(policy=old).generate(CountDigits().sample(0, 2), Sampling(4, max_tokens=TOKENS, seed="0/0"))
     groups = [
         replace(g, completions=tuple(map(cut, g.completions, lengths)))
-        for g, lengths in zip(
-            sampler.generate(CountDigits().sample(0, 2), 4, seed="0/0"), ([12, 7, 1, 9], [3, 12, 5, 8]), strict=True
-        )
+        for g, lengths in zip(sampled, ([12, 7, 1, 9], [3, 12, 5, 8]), strict=True)
     ]
     batch = collate(groups, now.device)
     with torch.no_grad():

@@ -23,7 +23,7 @@ from pellucid.tasks.curriculum import Curriculum
 from pellucid.tasks.worker import LARGEST, NoRewardError, plain
 from pellucid.training.evaluate import OneProcess, evaluate
 from pellucid.training.preflight import show_signal
-from pellucid.types import Completion, Group, Prompt, Reward
+from pellucid.types import Completion, Group, Prompt, Reward, Sampling
 
 FAILED = {
     "no value": Reward(math.nan),
@@ -138,15 +138,15 @@ class Script:
     def reward(self, prompt, completion):
         return self.graded
 
-    def generate(self, prompts, group_size, seed):
-        return [replace(group(*[RIGHT] * group_size), prompt=prompt) for prompt in prompts]
+    def generate(self, prompts, sampling):
+        return [replace(group(*[RIGHT] * sampling.n), prompt=prompt) for prompt in prompts]
 
 
 def test_an_evaluation_counts_what_it_could_not_grade(failed, tmp_path, capsys):
     """It was not answered rightly as far as anyone knows; and it is said."""
     task = Script(failed)
     prompts = [Prompt(str(i), f"{i}?") for i in range(3)]
-    evaluation, _, _ = evaluate("script", task, prompts, task, task, 2, 4, OneProcess())
+    evaluation, _, _ = evaluate("script", task, prompts, task, Sampling(4), 2, OneProcess())
     assert (evaluation.greedy.value, evaluation.mean_at_k.value, evaluation.right) == (0.0, 0.0, (0, 0, 0))
     assert evaluation.failed == 3 + 12
     Plain(3).log_evaluation(1, evaluation)

@@ -20,7 +20,7 @@ from pellucid.algorithm.objectives import OBJECTIVES
 from pellucid.algorithm.settings import AdamWConfig, GRPOConfig
 from pellucid.runtimes.accelerate import Runtime
 from pellucid.samplers.native import Native
-from pellucid.types import ROUND, Completion, Group, Prompt, Reward, UserError
+from pellucid.types import ROUND, Completion, Group, Prompt, Reward, Sampling, UserError
 from small_policy import batch_of
 
 F64 = torch.float64
@@ -28,9 +28,8 @@ AXES = [{"aggregate": "token"}, {"aggregate": "sequence"}, {"aggregate": "consta
 
 
 def rollouts(policy, size=6, n=4, max_tokens=24):
-    sampler = Native(temperature=1.0, max_tokens=max_tokens)
-    sampler.sync(policy)
-    groups = grpo.grade(CountDigits(), sampler.generate(CountDigits().sample(0, n), size, seed="0/0"))
+    sampling = Sampling(size, max_tokens=max_tokens, seed="0/0")
+    groups = grpo.grade(CountDigits(), Native(policy=policy).generate(CountDigits().sample(0, n), sampling))
     batch = collate(groups, policy.device)
     assert not bool(batch.mask.all()), "completions must differ in length"
     return replace(batch, advantages=ADVANTAGES["grpo"](grades_of(groups), GRPOConfig()).flatten())
@@ -351,7 +350,15 @@ def test_rollouts_are_trained_on_again_with_their_own_log_probs_until_they_are_s
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(grpo, "update", spy)
         steps = list(
-            train(CountDigits(), Native(max_tokens=6), policy, OneProcessRuntime(policy, lr=0.5), cfg, state=state)
+            train(
+                CountDigits(),
+                Native(),
+                policy,
+                OneProcessRuntime(policy, lr=0.5),
+                cfg,
+                state=state,
+                sampling=Sampling(max_tokens=6),
+            )
         )
     assert [len(batch) for batch in seen] == [16, 32, 48, 48, 48]
     assert [then for then, _ in state.experiences] == [4, 3, 2]
@@ -401,11 +408,8 @@ class Coin:
 
 
 def run_rollout(task, **settings):
-    policy = make_policy()
-    sampler = Native(max_tokens=8)
-    sampler.sync(policy)
-    cfg = GRPOConfig(group_size=4, **settings)
-    return grpo.rollout(task, sampler, OneProcessRuntime(), 3, cfg, grpo.Clock())
+    cfg, sampling = GRPOConfig(group_size=4, **settings), Sampling(max_tokens=8)
+    return grpo.rollout(task, Native(policy=make_policy()), sampling, OneProcessRuntime(), 3, cfg, grpo.Clock())
 
 
 def test_dead_groups_are_refilled_from_other_prompts_to_a_constant_batch():
@@ -490,9 +494,8 @@ def test_differences_below_min_reward_range_are_no_signal():
 
 
 def four_groups(policy):
-    sampler = Native(max_tokens=8)
-    sampler.sync(policy)
-    return sampler.generate(CountDigits().sample(0, 4), 4, seed="0/0")
+    sampling = Sampling(4, max_tokens=8, seed="0/0")
+    return Native(policy=policy).generate(CountDigits().sample(0, 4), sampling)
 
 
 def test_no_round_of_a_step_is_another_step_however_many_steps_a_run_has():
@@ -508,12 +511,10 @@ def test_no_round_of_a_step_is_another_step_however_many_steps_a_run_has():
             return super().sample(step, n)
 
     task = Asked()
-    policy = make_policy()
-    sampler = Native(max_tokens=1)
-    sampler.sync(policy)
+    sampler, sampling = Native(policy=make_policy()), Sampling(max_tokens=1)
     for steps, finished in ((40, 0), (80, 40)):
         cfg = GRPOConfig(steps=steps, group_size=2, prompts_per_step=2, max_rounds=3)
-        grpo.rollout(task, sampler, OneProcessRuntime(), finished, cfg, grpo.Clock())
+        grpo.rollout(task, sampler, sampling, OneProcessRuntime(), finished, cfg, grpo.Clock())
     assert len(set(task.steps)) == len(task.steps) == 6
     assert task.steps[0] == 0
     assert task.steps[3] == 40
@@ -532,7 +533,9 @@ def kl_run(policy, reference, **settings):
     cfg = GRPOConfig(steps=4, group_size=4, kl="k2", kl_in="loss", kl_coef=0.1, **settings)
     state = State(kl_coef=cfg.kl_coef)
     runtime = OneProcessRuntime(policy, lr=0.5)
-    return list(train(CountDigits(), Native(max_tokens=6), policy, runtime, cfg, reference, state)), state
+    return list(
+        train(CountDigits(), Native(), policy, runtime, cfg, reference, state, sampling=Sampling(max_tokens=6))
+    ), state
 
 
 def test_the_reference_follows_every_n_steps():
@@ -588,7 +591,7 @@ def test_a_kl_that_is_not_finite_leaves_the_coefficient_as_it_was():
     policy = make_policy()
     cfg = GRPOConfig(steps=4, group_size=4, kl="k2", kl_in="loss", kl_coef=0.1, kl_target=1e-6)
     runtime = Runtime(policy, AdamWConfig(), total=4)
-    steps = list(train(CountDigits(), Native(max_tokens=6), policy, runtime, cfg, Broken()))
+    steps = list(train(CountDigits(), Native(), policy, runtime, cfg, Broken(), sampling=Sampling(max_tokens=6)))
     assert [math.isnan(step.metrics["kl"]) for step in steps] == [False, True, False, False], "it stays to be seen"
     assert [step.metrics["kl_coef"] for step in steps] == pytest.approx([0.1, 0.102, 0.102, 0.10404])
 
@@ -597,7 +600,7 @@ def test_a_state_without_a_coefficient_has_that_of_the_settings():
     policy, reference = make_policy(), make_policy(seed=3)
     cfg = GRPOConfig(steps=2, group_size=4, kl="k2", kl_in="loss", kl_coef=0.1, kl_target=1e-6)
     runtime, state = OneProcessRuntime(policy), State(step=1)
-    [step] = train(CountDigits(), Native(max_tokens=6), policy, runtime, cfg, reference, state)
+    [step] = train(CountDigits(), Native(), policy, runtime, cfg, reference, state, sampling=Sampling(max_tokens=6))
     assert step.metrics["kl"] > 0
     assert step.metrics["kl_coef"] == 0.1
     assert state.kl_coef == pytest.approx(0.102)
@@ -622,7 +625,8 @@ def test_the_exact_kl_trains():
     policy.measure_kl(reference)
     cfg = GRPOConfig(steps=12, group_size=4, kl="exact", kl_in="loss", kl_coef=5.0)
     runtime = OneProcessRuntime(policy, lr=0.05)
-    steps = list(train(CountDigits(), Native(max_tokens=6), policy, runtime, cfg, reference))
+    sampling = Sampling(max_tokens=6)
+    steps = list(train(CountDigits(), Native(), policy, runtime, cfg, reference, sampling=sampling))
     assert steps[-1].metrics["kl"] < 0.7 * steps[0].metrics["kl"]
 
 
@@ -631,7 +635,9 @@ def test_what_responses_pay_for_their_kl_is_reported_where_rewards_pay(kl_in):
     """Against the sampler's own log-probs, which are those of the policy, and the scores of the reference."""
     policy, reference = make_policy(), make_policy(seed=3)
     cfg = GRPOConfig(steps=1, group_size=4, kl="k1" if kl_in != "loss" else "k2", kl_in=kl_in, kl_coef=0.3)
-    [step] = train(CountDigits(), Native(max_tokens=6), policy, OneProcessRuntime(policy), cfg, reference)
+    [step] = train(
+        CountDigits(), Native(), policy, OneProcessRuntime(policy), cfg, reference, sampling=Sampling(max_tokens=6)
+    )
     assert ("reward/kl" in step.metrics) == (kl_in != "loss")
     if kl_in != "loss":
         batch = collate(step.groups, policy.device)
@@ -735,7 +741,7 @@ def test_the_loop_teaches_a_tiny_model():
     runtime = OneProcessRuntime(policy, lr=0.5)
     rewards = [
         sum(r.value for g in groups for r in g.rewards) / 32
-        for _, _, groups in train(CountDigits(), Native(max_tokens=12), policy, runtime, cfg)
+        for _, _, groups in train(CountDigits(), Native(), policy, runtime, cfg, sampling=Sampling(max_tokens=12))
     ]
     assert sum(rewards[-5:]) / 5 > sum(rewards[:5]) / 5 + 0.2
 
@@ -745,7 +751,7 @@ def test_every_step_reports_what_the_design_promises():
     reference = make_policy()
     cfg = GRPOConfig(steps=1, group_size=4, kl="k2", kl_in="loss", kl_coef=0.1)
     [(step, metrics, groups)] = train(
-        CountDigits(), Native(max_tokens=6), policy, OneProcessRuntime(policy), cfg, reference
+        CountDigits(), Native(), policy, OneProcessRuntime(policy), cfg, reference, sampling=Sampling(max_tokens=6)
     )
     assert step == 1
     promised = {"kl", "entropy", "clip/low", "clip/high", "ratio/mean", "sampler/gap_mean", "sampler/gap_max"}

@@ -17,7 +17,7 @@ from pellucid.algorithm.settings import AdamWConfig, GRPOConfig
 from pellucid.algorithm.shaping import smooth
 from pellucid.runtimes.accelerate import Runtime
 from pellucid.samplers.native import Native
-from pellucid.types import Completion, Group, Prompt, Reward
+from pellucid.types import Completion, Group, Prompt, Reward, Sampling
 
 
 def test_every_step_samples_with_the_weights_of_the_last_update():
@@ -28,14 +28,15 @@ def test_every_step_samples_with_the_weights_of_the_last_update():
             super().sync(policy)
             self.told = {name: p.detach().clone() for name, p in policy.weights().items()}
 
-        def generate(self, prompts, group_size, seed):
+        def generate(self, prompts, sampling):
             assert all(torch.equal(p, self.told[name]) for name, p in self.policy.weights().items())
-            return super().generate(prompts, group_size, seed)
+            return super().generate(prompts, sampling)
 
     policy = make_policy()
     before = {name: p.detach().clone() for name, p in policy.weights().items()}
     cfg = GRPOConfig(steps=3, group_size=4)
-    list(train(CountDigits(), Copied(max_tokens=6), policy, OneProcessRuntime(policy, lr=0.5), cfg))
+    runtime, sampling = OneProcessRuntime(policy, lr=0.5), Sampling(max_tokens=6)
+    list(train(CountDigits(), Copied(), policy, runtime, cfg, sampling=sampling))
     assert not all(torch.equal(p, before[name]) for name, p in policy.weights().items())
 
 
@@ -46,13 +47,11 @@ def test_every_seed_step_and_round_draws_samples_of_its_own():
         def sample(self, step, n):
             return [Prompt(str(i), "1+1?", columns={"dead": self.dead(step, i)}) for i in range(n)]
 
-    policy = make_policy()
-    sampler = Native(max_tokens=8)
-    sampler.sync(policy)
+    sampler, sampling = Native(policy=make_policy()), Sampling(max_tokens=8)
 
     def drawn(step, dead=lambda step, i: False, **settings):
         cfg = GRPOConfig(group_size=4, **settings)
-        groups, _ = grpo.rollout(Same(dead), sampler, OneProcessRuntime(), step, cfg, grpo.Clock())
+        groups, _ = grpo.rollout(Same(dead), sampler, sampling, OneProcessRuntime(), step, cfg, grpo.Clock())
         return [[c.token_ids for c in group.completions] for group in groups]
 
     assert drawn(0) == drawn(0)

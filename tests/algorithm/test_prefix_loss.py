@@ -17,6 +17,7 @@ from pellucid.algorithm.settings import GRPOConfig
 from pellucid.reporting.metrics import describe
 from pellucid.samplers.hf import HuggingFace
 from pellucid.samplers.native import Native
+from pellucid.types import Sampling
 
 F64 = torch.float64
 PREFIXES = ("12+3", "", "7", "")
@@ -32,10 +33,10 @@ class Begun(CountDigits):
 
 
 def groups_of(policy, sampler="native", task=None):
-    drawing = SAMPLERS[sampler](temperature=1.0, max_tokens=12)
+    drawing = SAMPLERS[sampler]()
     drawing.sync(policy)
     task = task or Begun()
-    return grpo.grade(task, drawing.generate(task.sample(0, 4), 3, seed="0/0"))
+    return grpo.grade(task, drawing.generate(task.sample(0, 4), Sampling(3, max_tokens=12, seed="0/0")))
 
 
 def batch_of(policy):
@@ -194,9 +195,9 @@ def test_a_prefix_that_is_made_likelier_is_soon_said():
             return replace(super().reward(prompt, completion), value=0.0)
 
     policy = make_policy()
-    sampler, runtime = Native(max_tokens=12), OneProcessRuntime(policy, lr=0.3)
+    runtime, sampling = OneProcessRuntime(policy, lr=0.3), Sampling(max_tokens=12)
     cfg = GRPOConfig(steps=12, group_size=3, prefix_coef=1.0, max_length=12)
-    steps = list(train(Same(), sampler, policy, runtime, cfg, state=State()))
+    steps = list(train(Same(), Native(), policy, runtime, cfg, state=State(), sampling=sampling))
     assert steps[-1].metrics["prefix/nll"] < 0.5 * steps[0].metrics["prefix/nll"]
 
 

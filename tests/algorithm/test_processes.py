@@ -18,7 +18,7 @@ from conftest import CountDigits, OneProcessRuntime, make_policy
 from pellucid.algorithm.grpo import State, train
 from pellucid.algorithm.settings import GRPOConfig
 from pellucid.samplers.native import Native
-from pellucid.types import Reward
+from pellucid.types import Reward, Sampling
 
 MISSING = object()
 
@@ -84,7 +84,7 @@ def run(settings, runtime, reference, task):
     policy = runtime.policy
     cfg = GRPOConfig(**{"steps": 3, "group_size": 4, "max_length": 10} | settings)
     state = State(kl_coef=cfg.kl_coef)
-    steps = list(train(task, Native(max_tokens=10), policy, runtime, cfg, reference, state))
+    steps = list(train(task, Native(), policy, runtime, cfg, reference, state, Sampling(max_tokens=10)))
     return steps, {name: p.detach() for name, p in policy.trainable().items()}, state
 
 

@@ -19,17 +19,17 @@ from pellucid.policy.logprobs import Head, token_logprobs
 from pellucid.policy.policy import AdapterOff, add_adapter
 from pellucid.samplers.hf import HuggingFace
 from pellucid.samplers.native import Native
-from pellucid.types import Completion, Group, Prompt
+from pellucid.types import Completion, Group, Prompt, Sampling
 from runs import same_run, train
 
 SAMPLERS = {"native": Native, "hf": HuggingFace}
-CUTS = {"top_k": Truncation(top_k=4), "top_p": Truncation(top_p=0.7), "all": Truncation(9, 0.9, 0.05)}
+CUTS = {"top_k": {"top_k": 4}, "top_p": {"top_p": 0.7}, "all": {"top_k": 9, "top_p": 0.9, "min_p": 0.05}}
 
 
 def drawn(policy, truncation=CUTS["top_p"], sampler=Native, temperature=1.0, prompts=3):
-    samples = sampler(temperature, 9, truncation=truncation)
+    samples = sampler()
     samples.sync(policy)
-    return samples.generate(CountDigits().sample(0, prompts), 4, seed="s")
+    return samples.generate(CountDigits().sample(0, prompts), Sampling(4, temperature, 9, seed="s", **truncation))
 
 
 # ---------------------------------------------------------------- masks
@@ -120,10 +120,10 @@ def test_scorer_and_sampler_agree_on_every_token_and_not_without_the_mask(sample
 
 @pytest.mark.parametrize("sampler", SAMPLERS)
 def test_the_whole_and_the_likeliest_are_drawn_without_a_mask(sampler):
-    for settings in ({}, {"temperature": 0.0, "truncation": CUTS["top_p"]}):
-        samples = SAMPLERS[sampler](max_tokens=3, **settings)
+    for settings in ({}, {"temperature": 0.0, **CUTS["top_p"]}):
+        samples = SAMPLERS[sampler]()
         samples.sync(make_policy())
-        groups = samples.generate(CountDigits().sample(0, 1), 2, seed="s")
+        groups = samples.generate(CountDigits().sample(0, 1), Sampling(2, max_tokens=3, **settings))
         assert collate(groups, torch.device("cpu")).sampling_mask(torch.device("cpu")) is None
 
 

@@ -15,7 +15,7 @@ from pellucid import config
 from pellucid.algorithm.grpo import State, train
 from pellucid.algorithm.settings import GRPOConfig
 from pellucid.samplers.native import Native
-from pellucid.types import Reward
+from pellucid.types import Reward, Sampling
 
 VARIANTS = sorted(Path("recipes/variants").glob("*.toml"))
 
@@ -38,12 +38,13 @@ def run(cfg):
     steps = list(
         train(
             TwoTerms(),
-            Native(max_tokens=24),
+            Native(),
             policy,
             runtime,
             cfg,
             reference if cfg.kl_coef else None,
             State(kl_coef=cfg.kl_coef),
+            Sampling(max_tokens=24),
         )
     )
     return steps, {name: p.detach() - before[name] for name, p in policy.weights().items()}

@@ -39,7 +39,7 @@ from pellucid.models.packed import hidden_states
 from pellucid.policy import logprobs
 from pellucid.policy.policy import Policy
 from pellucid.samplers.native import Native
-from pellucid.types import Completion, Group, Prompt
+from pellucid.types import Completion, Group, Prompt, Sampling
 
 
 def decoder_of(model, dtype=torch.float32):
@@ -396,14 +396,14 @@ def test_rows_may_speak_for_longer_than_there_was_room_at_first(name):
 def test_how_many_rows_fly_at_once_changes_no_completion(rows):
     policy = Policy(model_of("llama"), character_tokenizer())
     prompts = CountDigits().sample(0, 6)
-    few, many = (Native(max_tokens=16, rows=n, policy=policy).generate(prompts, 8, seed="s") for n in (rows, 10**4))
+    few, many = (Native(n, policy).generate(prompts, Sampling(8, max_tokens=16, seed="s")) for n in (rows, 10**4))
     assert [[c.token_ids for c in g.completions] for g in few] == [[c.token_ids for c in g.completions] for g in many]
     assert len({len(c.token_ids) for g in few for c in g.completions}) > 3
 
 
 def test_a_group_larger_than_the_room_flies_all_the_same():
     policy = Policy(model_of("llama"), character_tokenizer())
-    [group] = Native(max_tokens=4, rows=2, policy=policy).generate(CountDigits().sample(0, 1), 5, seed="s")
+    [group] = Native(2, policy).generate(CountDigits().sample(0, 1), Sampling(5, max_tokens=4, seed="s"))
     assert len(group.completions) == 5
 
 
@@ -411,8 +411,8 @@ def test_a_group_larger_than_the_room_flies_all_the_same():
 @pytest.mark.parametrize("name", FAMILY)
 def test_what_was_sampled_is_what_is_scored(name, temperature):
     policy = Policy(model_of(name), character_tokenizer(), temperature=temperature)
-    sampler = Native(temperature=temperature, max_tokens=24, rows=16, policy=policy)
-    batch = collate(sampler.generate(CountDigits().sample(0, 4), 8, seed="0/0"), policy.device)
+    sampling = Sampling(8, temperature, max_tokens=24, seed="0/0")
+    batch = collate(Native(16, policy).generate(CountDigits().sample(0, 4), sampling), policy.device)
     gap = (policy.score(batch).logprobs.detach() - batch.sampler_logprobs)[batch.mask].abs().max()
     assert gap < 1e-4
 
@@ -432,8 +432,7 @@ def test_in_bf16_the_scorer_has_the_very_bits_of_the_sampler(name):
     over the vocabulary differs.
     """
     policy = Policy(model_of(name), character_tokenizer(), torch.bfloat16)
-    sampler = Native(max_tokens=40, rows=16, policy=policy)
-    groups = sampler.generate(CountDigits().sample(0, 6), 8, seed="0/0")
+    groups = Native(16, policy).generate(CountDigits().sample(0, 6), Sampling(8, max_tokens=40, seed="0/0"))
     assert len({len(group.prompt_ids) for group in groups}) > 1
     for some in (groups, *([group] for group in groups)):
         batch = collate(some, policy.device)
@@ -517,7 +516,10 @@ def test_a_refused_model_goes_through_transformers_and_so_does_one_that_is_told_
     assert detour.decoder is None
     batch = batch_of()
     torch.testing.assert_close(detour.score(batch).logprobs, ours.score(batch).logprobs, rtol=0, atol=1e-5)
-    samples = [Native(max_tokens=12, policy=p).generate(CountDigits().sample(0, 3), 4, "s") for p in (detour, ours)]
+    samples = [
+        Native(policy=p).generate(CountDigits().sample(0, 3), Sampling(4, max_tokens=12, seed="s"))
+        for p in (detour, ours)
+    ]
     tokens = [[[c.token_ids for c in g.completions] for g in groups] for groups in samples]
     assert tokens[0] == tokens[1]
 
@@ -615,7 +617,7 @@ def test_a_part_that_would_be_computed_wrongly_is_enough(config, reason):
 def test_through_transformers_too_the_rows_in_flight_change_no_completion(rows):
     policy = Policy(model_of("llama"), character_tokenizer(), engine="transformers")
     prompts = CountDigits().sample(0, 4)
-    few, many = (Native(max_tokens=12, rows=n, policy=policy).generate(prompts, 4, seed="s") for n in (rows, 10**4))
+    few, many = (Native(n, policy).generate(prompts, Sampling(4, max_tokens=12, seed="s")) for n in (rows, 10**4))
     assert [[c.token_ids for c in g.completions] for g in few] == [[c.token_ids for c in g.completions] for g in many]
 
 
@@ -627,7 +629,9 @@ def test_a_model_that_recomputes_its_activations_decodes_as_another():
     )
     recomputing.score(batch_of()).logprobs.sum().backward()
     prompts = CountDigits().sample(0, 3)
-    one, other = (Native(max_tokens=12, policy=p).generate(prompts, 4, seed="s") for p in (plain, recomputing))
+    one, other = (
+        Native(policy=p).generate(prompts, Sampling(4, max_tokens=12, seed="s")) for p in (plain, recomputing)
+    )
     assert [[c.token_ids for c in g.completions] for g in one] == [[c.token_ids for c in g.completions] for g in other]
 
 

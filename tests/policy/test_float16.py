@@ -23,6 +23,7 @@ from pellucid.runtimes.accelerate import Runtime
 from pellucid.samplers.hf import HuggingFace
 from pellucid.samplers.native import Native
 from pellucid.training import run
+from pellucid.types import Sampling
 from runs import in_two_processes, same_run, train
 
 SMALL = 1e-7
@@ -181,9 +182,9 @@ def test_gradients_are_unscaled_before_they_are_clipped():
 def test_both_compute_in_fp16(name, sampler):
     """Their gap is that of fp16 products; the log-probs are not those of fp32."""
     policy = policy_of(name, torch.float16)
-    drawing = sampler(max_tokens=24)
+    drawing = sampler()
     drawing.sync(policy)
-    batch = collate(drawing.generate(CountDigits().sample(0, 4), 8, seed="0/0"), policy.device)
+    batch = collate(drawing.generate(CountDigits().sample(0, 4), Sampling(8, max_tokens=24, seed="0/0")), policy.device)
     scored = policy.score(batch).logprobs.detach()
     gap = (scored - batch.sampler_logprobs)[batch.mask].abs()
     exact = (scored - policy_of(name, torch.float32).score(batch).logprobs.detach())[batch.mask].abs()

@@ -28,13 +28,12 @@ from pellucid.policy import policy as policy_module
 from pellucid.policy.policy import AdapterOff, Policy, check_head, end_of_answer
 from pellucid.runtimes.accelerate import Runtime
 from pellucid.samplers.native import Native
-from pellucid.types import Completion, Group, Prompt, UserError
+from pellucid.types import Completion, Group, Prompt, Sampling, UserError
 
 
 def batch_of(policy, n=3, size=3, max_tokens=10):
-    sampler = Native(max_tokens=max_tokens)
-    sampler.sync(policy)
-    return collate(sampler.generate(CountDigits().sample(0, n), size, seed="0/0"), policy.device)
+    sampling = Sampling(size, max_tokens=max_tokens, seed="0/0")
+    return collate(Native(policy=policy).generate(CountDigits().sample(0, n), sampling), policy.device)
 
 
 def one_token_at_a_time(policy, batch):

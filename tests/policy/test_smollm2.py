@@ -11,15 +11,17 @@ from pellucid.policy import policy as policies
 from pellucid.samplers.hf import HuggingFace
 from pellucid.samplers.native import Native
 from pellucid.tasks.arithmetic import Arithmetic
+from pellucid.types import Sampling
 
 pytestmark = pytest.mark.model
 
 
 def gap(dtype, sampler, temperature):
     policy = policies.load_frozen("smollm2-135m", torch.device("cpu"), dtype, temperature)
-    sampler = sampler(temperature=temperature, max_tokens=16)
+    sampler = sampler()
     sampler.sync(policy)
-    batch = collate(sampler.generate(Arithmetic(digits=3).sample(0, 2), 4, seed="0/0"), policy.device)
+    sampling = Sampling(4, temperature, max_tokens=16, seed="0/0")
+    batch = collate(sampler.generate(Arithmetic(digits=3).sample(0, 2), sampling), policy.device)
     with torch.no_grad():
         return (policy.score(batch).logprobs - batch.sampler_logprobs)[batch.mask].abs()
 

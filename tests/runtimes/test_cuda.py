@@ -17,7 +17,7 @@ from pellucid.machine.hardware import pick_device
 from pellucid.policy.policy import move
 from pellucid.runtimes.accelerate import Runtime
 from pellucid.samplers.native import Native
-from pellucid.types import Prompt
+from pellucid.types import Prompt, Sampling
 
 pytestmark = [pytest.mark.cuda, pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU")]
 
@@ -106,7 +106,8 @@ def test_what_is_sampled_on_the_gpu_is_what_the_cpu_samples():
         policy = make_policy()
         move(policy.model, pick_device(device))
         policy = type(policy)(policy.model, policy.tokenizer)
-        sampler = Native(max_tokens=8, policy=policy)
-        groups = sampler.generate([Prompt("p", "a12?"), Prompt("q", "12")], 16, "seed")
+        sampler = Native(policy=policy)
+        prompts = [Prompt("p", "a12?"), Prompt("q", "12")]
+        groups = sampler.generate(prompts, Sampling(16, max_tokens=8, seed="seed"))
         said.append([c.token_ids for group in groups for c in group.completions])
     assert said[0] == said[1]

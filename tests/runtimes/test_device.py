@@ -168,10 +168,10 @@ def resumed(recipe, run_dir, settings, monkeypatch):
     """Three steps, killed in the third and resumed after the second."""
 
     def dying(generate):
-        def generated(self, prompts, group_size, seed):
-            if seed.split("/")[1] == "2":
+        def generated(self, prompts, sampling):
+            if sampling.seed.split("/")[1] == "2":
                 raise KeyboardInterrupt
-            return generate(self, prompts, group_size, seed)
+            return generate(self, prompts, sampling)
 
         return generated
 

@@ -12,17 +12,18 @@ from pellucid.policy.policy import Policy
 from pellucid.samplers.hf import HuggingFace
 from pellucid.samplers.native import Native, _uniforms
 from pellucid.samplers.rollout import completed_groups
-from pellucid.types import Prompt, UserError
+from pellucid.types import Prompt, Sampling, UserError
 
 SAMPLERS = {"native": Native, "hf": HuggingFace}
 
 
-def tokens(sampler, prompts, seed="s", size=4):
-    return [[c.token_ids for c in group.completions] for group in sampler.generate(prompts, size, seed)]
+def tokens(sampler, prompts, seed="s", size=4, max_tokens=12):
+    groups = sampler.generate(prompts, Sampling(size, max_tokens=max_tokens, seed=seed))
+    return [[c.token_ids for c in group.completions] for group in groups]
 
 
 def synced(name, policy, **settings):
-    sampler = SAMPLERS[name](**{"max_tokens": 12} | settings)
+    sampler = SAMPLERS[name](**settings)
     sampler.sync(policy)
     return sampler
 
@@ -63,17 +64,17 @@ def test_the_whole_vocabulary_is_drawn_from(name):
     torch.nn.init.zeros_(model.get_output_embeddings().weight)
     policy = Policy(model, character_tokenizer())
     policy.decode = lambda ids: ""
-    [drawn] = tokens(synced(name, policy, max_tokens=1), [Prompt("p", "1+1?")], size=2000)
+    [drawn] = tokens(synced(name, policy), [Prompt("p", "1+1?")], size=2000, max_tokens=1)
     assert len(set(drawn)) > 190
 
 
 @pytest.mark.parametrize("name", SAMPLERS)
 def test_a_prompt_may_fill_the_context_to_the_last_token(name):
     """128 positions, 100 of them for the completion; of several prompts the longest counts."""
-    sampler = synced(name, make_policy(), max_tokens=100)
-    assert sampler.generate([Prompt("p", "1" * 28)], 2, "s")
+    sampler, sampling = synced(name, make_policy()), Sampling(2, max_tokens=100)
+    assert sampler.generate([Prompt("p", "1" * 28)], sampling)
     with pytest.raises(UserError, match="a prompt of 29 tokens"):
-        sampler.generate([Prompt("p", "1" * 28), Prompt("q", "1" * 29), Prompt("r", "1")], 2, "s")
+        sampler.generate([Prompt("p", "1" * 28), Prompt("q", "1" * 29), Prompt("r", "1")], sampling)
 
 
 class Spaced:
@@ -109,9 +110,9 @@ def test_rows_that_board_late_draw_what_they_would_have_drawn_at_once(engine):
         craft.step = lambda tokens: boarding.append(0) or step(tokens)
         return craft
 
-    at_once = tokens(synced("native", policy, max_tokens=60), prompts)
+    at_once = tokens(synced("native", policy), prompts, max_tokens=60)
     policy.decode_batch = watched
-    assert tokens(synced("native", policy, max_tokens=60, rows=12), prompts) == at_once
+    assert tokens(synced("native", policy, rows=12), prompts, max_tokens=60) == at_once
     assert boarding[0] == 3
     assert sum(map(bool, boarding)) > 2, "they boarded in more than two goes"
 

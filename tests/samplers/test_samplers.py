@@ -14,15 +14,15 @@ from pellucid.algorithm.grpo import collate
 from pellucid.models.drawing import Truncation, draw, truncated
 from pellucid.samplers.hf import HuggingFace
 from pellucid.samplers.native import Native
-from pellucid.types import Prompt, UserError
+from pellucid.types import Prompt, Sampling, UserError
 
 SAMPLERS = {"native": Native, "hf": HuggingFace}
 
 
 def sampled(policy, name="native", temperature=1.0, n=3, size=8, max_tokens=24):
-    sampler = SAMPLERS[name](temperature=temperature, max_tokens=max_tokens)
+    sampler = SAMPLERS[name]()
     sampler.sync(policy)
-    return sampler.generate(CountDigits().sample(0, n), size, seed="0/0")
+    return sampler.generate(CountDigits().sample(0, n), Sampling(size, temperature, max_tokens, seed="0/0"))
 
 
 @pytest.mark.parametrize("temperature", [0.7, 1.0, 1.3])
@@ -61,27 +61,24 @@ def test_native_and_hf_agree_on_greedy_answers():
 
 def test_a_completion_does_not_depend_on_its_neighbours():
     policy = make_policy()
-    sampler = Native(max_tokens=24)
-    sampler.sync(policy)
+    sampler, sampling = Native(policy=policy), Sampling(8, max_tokens=24, seed="7/3")
     prompts = CountDigits().sample(0, 4)
-    together = sampler.generate(prompts, 8, seed="7/3")
-    alone = [sampler.generate([prompt], 8, seed="7/3")[0] for prompt in prompts]
-    fewer = sampler.generate(prompts, 3, seed="7/3")
+    together = sampler.generate(prompts, sampling)
+    alone = [sampler.generate([prompt], sampling)[0] for prompt in prompts]
+    fewer = sampler.generate(prompts, replace(sampling, n=3))
     tokens = [[c.token_ids for c in g.completions] for g in together]
     assert [[c.token_ids for c in g.completions] for g in alone] == tokens
     assert [[c.token_ids for c in g.completions] for g in fewer] == [row[:3] for row in tokens]
     assert len({ids for row in tokens for ids in row}) > 20, "different rows draw different samples"
-    other_step = sampler.generate(prompts, 8, seed="7/4")
+    other_step = sampler.generate(prompts, replace(sampling, seed="7/4"))
     assert [[c.token_ids for c in g.completions] for g in other_step] != tokens
 
 
 def test_samples_follow_the_exact_distribution_eos_included():
     """Chi-square of two-token completions against the product of exact conditionals."""
     policy = make_policy(seed=1)
-    sampler = Native(max_tokens=2)
-    sampler.sync(policy)
     n = 20_000
-    [group] = sampler.generate([Prompt("p", "a?")], n, seed="chi")
+    [group] = Native(policy=policy).generate([Prompt("p", "a?")], Sampling(n, max_tokens=2, seed="chi"))
     seen = Counter(c.token_ids for c in group.completions)
 
     def next_probs(ids):
@@ -160,12 +157,12 @@ def test_a_truncated_draw_keeps_to_what_is_left_and_scores_by_the_whole():
 def test_samplers_obey_a_truncation(name):
     """Only the likeliest token is left: greedy, at whatever temperature."""
     policy = make_policy("llama")
-    greedy, cut = ({"temperature": 0.0}, {"temperature": 1.5, "truncation": Truncation(top_p=1e-6)})
+    greedy, cut = ({"temperature": 0.0}, {"temperature": 1.5, "top_p": 1e-6})
     samples = []
     for settings in (greedy, cut):
-        sampler = SAMPLERS[name](max_tokens=8, **settings)
+        sampler = SAMPLERS[name]()
         sampler.sync(policy)
-        samples.append(sampler.generate(CountDigits().sample(0, 3), 2, seed="s"))
+        samples.append(sampler.generate(CountDigits().sample(0, 3), Sampling(2, max_tokens=8, **settings)))
     assert [[c.token_ids for c in g.completions] for g in samples[0]] == [
         [c.token_ids for c in g.completions] for g in samples[1]
     ]
@@ -189,17 +186,15 @@ def test_sampling_leaves_the_policy_as_it_was():
 
 def test_after_a_sync_the_sampler_speaks_with_the_new_weights():
     policy = make_policy(dtype=torch.bfloat16)
-    sampler = Native(max_tokens=4)
-    sampler.sync(policy)
+    sampler, sampling = Native(policy=policy), Sampling(4, max_tokens=4, seed="s")
     prompts = CountDigits().sample(0, 2)
-    before = sampler.generate(prompts, 4, seed="s")
+    before = sampler.generate(prompts, sampling)
     with torch.no_grad():
         for p in policy.trainable().values():
             p.mul_(1.5)
     sampler.sync(policy)
-    fresh = Native(max_tokens=4)
-    fresh.sync(replace_policy(policy))
-    assert sampler.generate(prompts, 4, seed="s") == fresh.generate(prompts, 4, seed="s") != before
+    fresh = Native(policy=replace_policy(policy))
+    assert sampler.generate(prompts, sampling) == fresh.generate(prompts, sampling) != before
 
 
 def replace_policy(policy):
@@ -216,13 +211,19 @@ def test_rotary_frequencies_keep_their_precision_in_the_sampling_copy():
 
 
 def test_a_prompt_too_long_for_the_context_is_one_clear_line():
-    policy = make_policy()
-    sampler = Native(max_tokens=100)
-    sampler.sync(policy)
     with pytest.raises(UserError, match="shorten the prompts"):
-        sampler.generate([Prompt("p", "1" * 60)], 2, seed="s")
+        Native(policy=make_policy()).generate([Prompt("p", "1" * 60)], Sampling(2, max_tokens=100))
 
 
-def test_greedy_is_a_copy_with_another_temperature():
-    sampler = Native(temperature=0.9, max_tokens=5)
-    assert replace(sampler, temperature=0.0).max_tokens == 5
+@pytest.mark.parametrize(
+    ("cut", "masked"), [({}, False), ({"top_k": 2}, True), ({"top_p": 0.5}, True), ({"min_p": 0.1}, True)]
+)
+def test_one_sampler_draws_in_every_way(cut, masked):
+    """Greedy, whole and truncated, one after the other: what it was asked before does not matter."""
+    sampler, prompts = Native(policy=make_policy()), CountDigits().sample(0, 2)
+    sampling = Sampling(3, 0.9, 6, seed="s", **cut)
+    first = sampler.generate(prompts, sampling)
+    [[greedy], _] = (group.completions for group in sampler.generate(prompts, Sampling(temperature=0.0, max_tokens=6)))
+    assert sampler.generate(prompts, sampling) == first
+    assert bool(first[0].completions[0].sampling_mask) == masked == sampling.truncates
+    assert not greedy.sampling_mask

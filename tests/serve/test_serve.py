@@ -16,7 +16,7 @@ from pellucid.algorithm.settings import GRPOConfig
 from pellucid.samplers.native import Native
 from pellucid.serve import group
 from pellucid.serve.rows import Request, Row
-from pellucid.types import Completion, Group, Prompt, Reward
+from pellucid.types import Completion, Group, Prompt, Reward, Sampling
 from serving import chat, post, running, wait_until
 
 
@@ -36,9 +36,10 @@ def client(service):
 
 def test_greedy_answers_are_those_of_the_sampler(service, client):
     served, _ = service
-    sampler = Native(temperature=0.0, max_tokens=24, policy=served.policy)
+    sampler = Native(policy=served.policy)
     for text in ("2+3=", "7*8=?", "a"):
-        [group] = sampler.generate([Prompt("p", ({"role": "user", "content": text},))], 1, "s")
+        prompt = Prompt("p", ({"role": "user", "content": text},))
+        [group] = sampler.generate([prompt], Sampling(temperature=0.0, max_tokens=24))
         [expected] = group.completions
         answer = client.chat.completions.create(**chat(text, model="tiny", temperature=0))
         assert answer.choices[0].message.content == expected.text

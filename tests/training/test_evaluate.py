@@ -11,7 +11,7 @@ from conftest import CountDigits, make_policy
 from pellucid.samplers.native import Native
 from pellucid.training import evaluate as evaluation_module
 from pellucid.training.evaluate import OneProcess, estimate, evaluate, held_out, pass_at
-from pellucid.types import Prompt
+from pellucid.types import Prompt, Sampling
 
 
 @pytest.mark.parametrize(("samples", "correct", "k"), [(5, 2, 3), (6, 0, 2), (6, 6, 2), (4, 1, 4), (8, 3, 1)])
@@ -41,11 +41,8 @@ def test_nothing_measured_is_nan():
 
 def evaluated(k, samples):
     policy = make_policy()
-    samplers = [Native(temperature, 12) for temperature in (0.0, 1.0)]
-    for sampler in samplers:
-        sampler.sync(policy)
-    task = CountDigits(split="test")
-    return evaluate("digits", task, held_out(task, 10), *samplers, k, samples, OneProcess())[:2]
+    task, sampling = CountDigits(split="test"), Sampling(samples, max_tokens=12)
+    return evaluate("digits", task, held_out(task, 10), Native(policy=policy), sampling, k, OneProcess())[:2]
 
 
 def test_an_evaluation_counts_right_answers():
@@ -78,11 +75,9 @@ def test_answers_stand_in_the_order_of_their_questions():
         def sample(self, step, n):
             return super().sample(step, n)[::-1]
 
-    policy = make_policy()
-    greedy = Native(0.0, 12)
-    greedy.sync(policy)
+    sampler, sampling = Native(policy=make_policy()), Sampling(max_tokens=12)
     one, other = (
-        evaluate("digits", task, held_out(task, 10), greedy, greedy, 0, 0, OneProcess())
+        evaluate("digits", task, held_out(task, 10), sampler, sampling, 0, OneProcess())
         for task in (CountDigits(split="test"), Backwards(split="test"))
     )
     assert [group.prompt for group in one[2]] == [group.prompt for group in other[2]][::-1]
@@ -91,14 +86,11 @@ def test_answers_stand_in_the_order_of_their_questions():
 
 
 def test_other_processes_answer_the_rest():
-    policy = make_policy()
-    greedy, sampler = Native(0.0, 12), Native(1.0, 12)
-    for each in (greedy, sampler):
-        each.sync(policy)
+    sampler, sampling = Native(policy=make_policy()), Sampling(4, max_tokens=12)
     task = CountDigits(split="test")
 
     def evaluated_by(shards):
-        return evaluate("digits", task, held_out(task, 10), greedy, sampler, 2, 4, shards)
+        return evaluate("digits", task, held_out(task, 10), sampler, sampling, 2, shards)
 
     whole, groups, best = evaluated_by(OneProcess())
 

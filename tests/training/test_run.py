@@ -11,6 +11,7 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 
 import pytest
 import torch
@@ -23,6 +24,7 @@ from pellucid.reporting.run_folder import checkpoints
 from pellucid.samplers.native import Native
 from pellucid.serve import command, host
 from pellucid.training import compose, run
+from pellucid.training.evaluate import greedy
 from runs import same_run, train, untimed, weights
 
 
@@ -332,16 +334,17 @@ def test_an_evaluated_run_repeats_its_last_evaluation(recipe, tmp_path, capsys):
 
 def test_answers_may_be_truncated_and_what_is_trained_on_is_not(recipe):
     """Samples of an evaluation from the likeliest token only are greedy answers."""
-    parts = compose.compose(config.load(recipe, ["--evaluate.top-p", "1e-6"]))
+    cfg = config.load(recipe, ["--evaluate.top-p", "1e-6"])
+    parts = compose.compose(cfg)
     parts.sampler.sync(parts.policy)
-    parts.test_sampler.sync(parts.policy)
-    parts.greedy.sync(parts.policy)
     prompts = parts.task.sample(0, 2)
 
-    def drawn(sampler):
-        return [[c.token_ids for c in g.completions] for g in sampler.generate(prompts, 4, seed="s")]
+    def drawn(sampling):
+        groups = parts.sampler.generate(prompts, replace(sampling, n=4, seed="s"))
+        return [[c.token_ids for c in g.completions] for g in groups]
 
-    assert drawn(parts.test_sampler) == drawn(parts.greedy) != drawn(parts.sampler)
+    of_training, of_evaluation = compose.training_sampling(cfg), compose.evaluation_sampling(cfg)
+    assert drawn(of_evaluation) == drawn(greedy(of_training)) != drawn(of_training)
 
 
 def test_an_adapter_is_held_by_the_exact_kl_to_its_base(recipe, tmp_path):

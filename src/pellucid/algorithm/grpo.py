@@ -31,7 +31,7 @@ from pellucid.algorithm.kl import KL
 from pellucid.algorithm.objectives import AGGREGATES, Tokens, clip_high_by_difficulty, clip_metrics, objective_of
 from pellucid.algorithm.settings import GRPOConfig
 from pellucid.algorithm.totals import Clock, Totals
-from pellucid.types import ROUND, Group, Sampler, Task, grade, stateful_task
+from pellucid.types import ROUND, Group, Sampler, Sampling, Task, grade, stateful_task
 
 T = TypeVar("T")
 
@@ -121,6 +121,7 @@ def train(
     cfg: GRPOConfig,
     reference: Reference | None = None,
     state: State | None = None,
+    sampling: Sampling = Sampling(),  # noqa: B008 - frozen
 ) -> Iterator[StepResult]:
     """Train, and yield after each step. The caller may then evaluate, save `policy` and `state`, or stop."""
     state = state or State()
@@ -130,7 +131,7 @@ def train(
         clock = Clock()
         cfg = replace(cfg, kl_coef=state.kl_coef)
         # 1. Generate: G completions of each prompt, from the current policy. 2. Reward: the task grades every one.
-        groups, drawn = rollout(task, sampler, runtime, step, cfg, clock)
+        groups, drawn = rollout(task, sampler, sampling, runtime, step, cfg, clock)
         # 3. Advantage: how much better each completion did than its siblings.
         fresh = add_old_and_reference_logprobs(collate(groups, policy.device), policy, reference, runtime, cfg)
         advantages, changed = compute_advantages(groups, fresh, policy, runtime, cfg)  # [P, G]
@@ -146,7 +147,7 @@ def train(
 
 
 def rollout(
-    task: Task, sampler: Sampler, runtime: Runtime, step: int, cfg: GRPOConfig, clock: Clock
+    task: Task, sampler: Sampler, sampling: Sampling, runtime: Runtime, step: int, cfg: GRPOConfig, clock: Clock
 ) -> tuple[Sequence[Group], dict[str, float]]:
     """Graded groups of the step's prompts, this process's share, and metrics of how they were come by.
 
@@ -160,7 +161,7 @@ def rollout(
         prompts = task.sample(step + number * ROUND, cfg.prompts_per_step)
         prompts = prompts[: prompts_wanted(len(live), len(spare), runtime.world, cfg)]
         seed = f"{cfg.seed}/{step}/{number}" if number else f"{cfg.seed}/{step}"
-        groups = sampler.generate(runtime.shard(prompts), cfg.group_size, seed)
+        groups = sampler.generate(runtime.shard(prompts), replace(sampling, n=cfg.group_size, seed=seed))
         clock.lap("generate")
         groups = grade(task, groups)
         clock.lap("reward")

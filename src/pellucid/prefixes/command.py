@@ -24,7 +24,7 @@ from pellucid.prefixes.journal import SOURCES, Journal
 from pellucid.prefixes.teacher import Endpoint, Teacher, UnansweredError, checked, messages_of
 from pellucid.tasks.wrappers import innermost, seeded, with_split
 from pellucid.training.evaluate import held_out
-from pellucid.types import Prompt, UserError
+from pellucid.types import Prompt, Sampling, UserError
 
 ROWS = 64
 """Of a student, decoded between two visits to the journal."""
@@ -203,7 +203,7 @@ def ask_teacher(
 def load_student(cfg: Config, options: argparse.Namespace) -> Any:
     from pellucid.prefixes import student  # noqa: PLC0415 - as in reader
 
-    return student.load(cfg, options.student, options.temperature, options.max_tokens)
+    return student.load(cfg, options.student)
 
 
 def ask_student(
@@ -216,7 +216,8 @@ def ask_student(
 ) -> list[str]:
     """Random numbers belong to a question and the batches are the same in every run: so are the prefixes."""
     size = options.per_question
-    prompts, complaints = fitting(student, prompts, size)
+    sampling = Sampling(size, options.temperature, options.max_tokens)
+    prompts, complaints = fitting(student, prompts, sampling)
     at_once = max(1, ROWS // size)
     for start in range(0, len(prompts), at_once):
         batch = prompts[start : start + at_once]
@@ -225,7 +226,8 @@ def ask_student(
             missing = set(journal.missing(batch, ["student"], size))
             if not missing:
                 break
-            for prompt, group in zip(batch, student.generate(asked, size, f"prefixes/{attempt}"), strict=True):
+            groups = student.generate(asked, replace(sampling, seed=f"prefixes/{attempt}"))
+            for prompt, group in zip(batch, groups, strict=True):
                 for index, completion in enumerate(group.completions):
                     slot, text = (prompt.key, "student", index), read(completion.text)
                     if text and slot in missing:
@@ -235,13 +237,13 @@ def ask_student(
     return complaints
 
 
-def fitting(student: Any, prompts: Sequence[Prompt], size: int) -> tuple[list[Prompt], list[str]]:
+def fitting(student: Any, prompts: Sequence[Prompt], sampling: Sampling) -> tuple[list[Prompt], list[str]]:
     """The questions that leave the student room for an answer, and a complaint for each prefix of the others."""
-    longest = student.policy.context_length - student.max_tokens
+    longest = student.policy.context_length - sampling.max_tokens
     lengths = [len(student.policy.encode(replace(prompt, text=messages_of(prompt)))) for prompt in prompts]
     fits = [prompt for prompt, length in zip(prompts, lengths, strict=True) if length <= longest]
     said = f"a question of {max(lengths)} tokens is too long for the student: lower --max-tokens, or name another"
-    return fits, [said] * (len(prompts) - len(fits)) * size
+    return fits, [said] * (len(prompts) - len(fits)) * sampling.n
 
 
 @contextmanager

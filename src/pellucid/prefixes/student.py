@@ -8,9 +8,9 @@ from pellucid.policy import policy
 from pellucid.samplers.native import Native
 
 
-def load(cfg: Config, name: str, temperature: float, max_tokens: int) -> Native:
+def load(cfg: Config, name: str) -> Native:
     hardware.keep_freed_memory()
     device = hardware.pick_device(cfg.policy.device)
     dtype = hardware.pick_dtype(cfg.policy.dtype, device)
     frozen = policy.load_frozen(name, device, dtype, cfg.sampler.temperature, cfg.policy.engine)
-    return Native(temperature, max_tokens, cfg.sampler.rows, policy=frozen)
+    return Native(cfg.sampler.rows, policy=frozen)

@@ -11,44 +11,39 @@ from torch import Tensor
 
 from pellucid.algorithm.sampling_mask import masks_of
 from pellucid.machine import hardware
-from pellucid.models.drawing import WHOLE, Truncation, draw, draw_among
+from pellucid.models.drawing import Truncation, draw, draw_among
 from pellucid.samplers.rollout import check_lengths, completed_groups, row_seed
-from pellucid.types import Group, Prompt
+from pellucid.types import Group, Prompt, Sampling
 
 
 @dataclass
 class Native:
-    """Samples from softmax(logits / temperature), the whole of it unless truncated: then with sampling masks.
+    """Decodes by our own decoder, or for other architectures by transformers a token at a time."""
 
-    Temperature 0 is greedy.
-    """
-
-    temperature: float = 1.0
-    max_tokens: int = 64
     rows: int = 256
     """How many completions are decoded at once."""
-    truncation: Truncation = WHOLE
     policy: Any = None
 
     def sync(self, policy: Any) -> None:
         self.policy = policy
 
     @torch.no_grad()
-    def generate(self, prompts: Sequence[Prompt], group_size: int, seed: str) -> list[Group]:
+    def generate(self, prompts: Sequence[Prompt], sampling: Sampling) -> list[Group]:
         """Sample a group for each prompt. Each row has random numbers of its own, so that its neighbours do not matter,
         but for the rounding of matrix products: see models/invariance.py.
         """
         prompt_ids = [self.policy.encode(prompt) for prompt in prompts]
-        check_lengths(prompt_ids, self.policy.context_length - self.max_tokens)
-        seeds = [row_seed(seed, prompt, g) for prompt in prompts for g in range(group_size)]
+        check_lengths(prompt_ids, self.policy.context_length - sampling.max_tokens)
+        seeds = [row_seed(sampling.seed, prompt, g) for prompt in prompts for g in range(sampling.n)]
         place = hardware.place_of_sums(self.policy.device)
-        uniforms = torch.stack([_uniforms(s, self.max_tokens) for s in seeds]).to(place)
-        return completed_groups(self.policy, prompts, prompt_ids, *self._decode(prompt_ids, group_size, uniforms))
+        uniforms = torch.stack([_uniforms(s, sampling.max_tokens) for s in seeds]).to(place)
+        return completed_groups(self.policy, prompts, prompt_ids, *self._decode(prompt_ids, sampling, uniforms))
 
     def _decode(
-        self, prompt_ids: Sequence[Sequence[int]], group_size: int, uniforms: Tensor
+        self, prompt_ids: Sequence[Sequence[int]], sampling: Sampling, uniforms: Tensor
     ) -> tuple[list[list[int]], list[list[float]], list[list[Tensor]]]:
-        """Tokens, their log-probs and sampling masks for each of the len(prompt_ids) * group_size rows."""
+        """Tokens, their log-probs and sampling masks for each of the len(prompt_ids) * sampling.n rows."""
+        group_size = sampling.n
         flight = self.policy.decode_batch(max(self.rows, group_size))
         ends = torch.tensor(self.policy.eos_ids, device=self.policy.device)
         tokens: list[list[int]] = [[] for _ in uniforms]
@@ -63,13 +58,13 @@ class Native:
                 newcomers = flight.admit([prompt_ids[p] for p in boarding], group_size)
                 logits = torch.cat([logits, newcomers]) if len(logits) else newcomers
             said = [len(tokens[row]) for row in flying]
-            token, logprob, mask = self._draw(logits, uniforms[flying, said])
+            token, logprob, mask = _drawn(logits, uniforms[flying, said], sampling)
             for row, kept in zip(flying, mask, strict=False):
                 masks[row].append(kept)
             for row, x, y in zip(flying, token.tolist(), logprob.tolist(), strict=True):
                 tokens[row].append(x)
                 logprobs[row].append(y)
-            full = torch.tensor(said, device=token.device) == self.max_tokens - 1
+            full = torch.tensor(said, device=token.device) == sampling.max_tokens - 1
             stays = (~torch.isin(token, ends) & ~full).nonzero()[:, 0]
             if len(stays) < len(flying):
                 flight.keep(stays)
@@ -77,12 +72,14 @@ class Native:
             logits = flight.step(token[stays]) if flying else logits[:0]
         return tokens, logprobs, masks
 
-    def _draw(self, logits: Tensor, uniforms: Tensor) -> tuple[Tensor, Tensor, list[Tensor]]:
-        """Draw a token for each row. Return tokens, log-probs, and sampling masks where the sampler truncates."""
-        if self.truncation == WHOLE or self.temperature == 0.0:
-            return *draw(logits, uniforms, self.temperature), []
-        token, logprob, kept = draw_among(logits, uniforms, self.temperature, self.truncation)
-        return token, logprob, masks_of(kept)
+
+def _drawn(logits: Tensor, uniforms: Tensor, sampling: Sampling) -> tuple[Tensor, Tensor, list[Tensor]]:
+    """A token for each row, its log-prob, and its sampling mask where the sampler truncates."""
+    if not sampling.truncates:
+        return *draw(logits, uniforms, sampling.temperature), []
+    truncation = Truncation(sampling.top_k, sampling.top_p, sampling.min_p)
+    token, logprob, kept = draw_among(logits, uniforms, sampling.temperature, truncation)
+    return token, logprob, masks_of(kept)
 
 
 def _uniforms(seed: int, n: int) -> Tensor:

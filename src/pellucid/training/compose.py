@@ -12,9 +12,8 @@ from pellucid.algorithm import grpo
 from pellucid.algorithm.advantages import advantage_of
 from pellucid.algorithm.objectives import objective_of
 from pellucid.algorithm.settings import RewardConfig
-from pellucid.config import Config, EvaluateConfig, SamplerConfig
+from pellucid.config import Config
 from pellucid.machine import hardware
-from pellucid.models.drawing import WHOLE, Truncation
 from pellucid.policy import policy
 from pellucid.policy.policy import AdapterOff, Policy
 from pellucid.runtimes.accelerate import Runtime, decided
@@ -26,7 +25,7 @@ from pellucid.tasks.prefixed import Prefixed
 from pellucid.tasks.sandbox import Sandboxed
 from pellucid.tasks.wrappers import layers, with_split
 from pellucid.training.evaluate import held_out
-from pellucid.types import Prompt, Sampler, Task, UserError
+from pellucid.types import Prompt, Sampler, Sampling, Task, UserError
 
 HARMLESS = (Arithmetic, Curriculum, Prefixed)
 
@@ -39,8 +38,6 @@ class Components:
     test_task: Task
     test_prompts: Sequence[Prompt]
     sampler: Sampler
-    test_sampler: Sampler
-    greedy: Sampler
     policy: Policy
     reference: Policy | AdapterOff | None
     runtime: Runtime
@@ -99,9 +96,7 @@ def compose(cfg: Config, log: Path | None = None) -> Components:
         task=task,
         test_task=test_task,
         test_prompts=held_out(test_task, cfg.evaluate.n) if cfg.evaluate.every else [],
-        sampler=pick_sampler(cfg, truncation_of(cfg.sampler)),
-        test_sampler=pick_sampler(cfg, truncation_of(cfg.evaluate)),
-        greedy=replace(pick_sampler(cfg), temperature=0.0),
+        sampler=pick_sampler(cfg),
         policy=learner,
         reference=reference,
         runtime=runtime,
@@ -132,12 +127,17 @@ def load_reference(cfg: Config, learner: Policy) -> Policy | AdapterOff:
     return policy.load_frozen(cfg.policy.model, device, learner.dtype, cfg.sampler.temperature, cfg.policy.engine)
 
 
-def pick_sampler(cfg: Config, truncation: Truncation = WHOLE) -> Native | HuggingFace:
+def pick_sampler(cfg: Config) -> Native | HuggingFace:
+    return HuggingFace() if cfg.sampler.name == "hf" else Native(cfg.sampler.rows)
+
+
+def training_sampling(cfg: Config) -> Sampling:
+    """How the completions that are trained on are drawn."""
     s = cfg.sampler
-    if s.name == "hf":
-        return HuggingFace(s.temperature, s.max_tokens, truncation)
-    return Native(s.temperature, s.max_tokens, s.rows, truncation)
+    return Sampling(cfg.algorithm.group_size, s.temperature, s.max_tokens, s.top_k, s.top_p, s.min_p)
 
 
-def truncation_of(cfg: SamplerConfig | EvaluateConfig) -> Truncation:
-    return Truncation(cfg.top_k, cfg.top_p, cfg.min_p)
+def evaluation_sampling(cfg: Config) -> Sampling:
+    """How the samples of an evaluation are drawn."""
+    s, e = cfg.sampler, cfg.evaluate
+    return Sampling(e.samples or e.k, s.temperature, s.max_tokens, e.top_k, e.top_p, e.min_p)

@@ -6,10 +6,11 @@ import hashlib
 import json
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from statistics import NormalDist, fmean
 from typing import Any, Protocol
 
-from pellucid.types import Estimate, Evaluation, Group, Prompt, Sampler, Task, grade
+from pellucid.types import Estimate, Evaluation, Group, Prompt, Sampler, Sampling, Task, grade
 
 MAX_ROWS = 128
 """How many rows are decoded together."""
@@ -34,20 +35,19 @@ def evaluate(
     name: str,
     task: Task,
     prompts: Sequence[Prompt],
-    greedy: Sampler,
     sampler: Sampler,
+    sampling: Sampling,
     k: int,
-    samples: int,
     shards: Shards,
 ) -> tuple[Evaluation, list[Group], list[Group]]:
-    """The evaluation; the graded groups of `samples` >= k each, from which mean@k and pass@k are estimated; and the
-    graded greedy answers.
+    """The evaluation; the graded groups of sampling.n >= k samples each, from which mean@k and pass@k are estimated;
+    and the graded greedy answers.
 
     `name` is what the settings call the task. With k = 0 there are greedy answers only: mean@k and pass@k are NaN.
     """
     own = shards.shard(prompts)
-    best = shards.gather(sample_and_grade(task, greedy, own, 1))
-    groups = shards.gather(sample_and_grade(task, sampler, own, samples)) if k else []
+    best = shards.gather(sample_and_grade(task, sampler, own, greedy(sampling)))
+    groups = shards.gather(sample_and_grade(task, sampler, own, sampling)) if k else []
     right, best_right = ([correct(group) for group in answered] for answered in (groups, best))
     in_order = sorted(zip((prompt.key for prompt in prompts), best_right, strict=True))
     evaluation = Evaluation(
@@ -56,8 +56,8 @@ def evaluate(
         n=len(prompts),
         k=k,
         greedy=estimate(best_right),
-        mean_at_k=estimate([c / samples for c in right]),
-        pass_at_k=estimate([pass_at(k, samples, c) for c in right]),
+        mean_at_k=estimate([c / sampling.n for c in right]),
+        pass_at_k=estimate([pass_at(k, sampling.n, c) for c in right]),
         right=tuple(right for _, right in in_order),
         questions=digest([question for question, _ in in_order]),
         failed=sum(reward.failed for group in (*best, *groups) for reward in group.rewards),
@@ -70,13 +70,19 @@ def held_out(task: Task, n: int) -> list[Prompt]:
     return list({prompt.key: prompt for prompt in task.sample(0, n)}.values())
 
 
-def sample_and_grade(task: Task, sampler: Sampler, prompts: Sequence[Prompt], size: int) -> list[Group]:
-    """Graded groups of `size` samples each. Every call has the same random numbers: only the policy differs."""
-    at_once = max(1, MAX_ROWS // size)
+def greedy(sampling: Sampling) -> Sampling:
+    """One answer of the likeliest tokens, as long as samples may be."""
+    return Sampling(temperature=0.0, max_tokens=sampling.max_tokens)
+
+
+def sample_and_grade(task: Task, sampler: Sampler, prompts: Sequence[Prompt], sampling: Sampling) -> list[Group]:
+    """Graded groups of sampling.n samples each. Every call has the same random numbers: only the policy differs."""
+    at_once = max(1, MAX_ROWS // sampling.n)
+    seeded = replace(sampling, seed=f"evaluate/{task.seed}")
     groups = [
         group
         for start in range(0, len(prompts), at_once)
-        for group in sampler.generate(prompts[start : start + at_once], size, seed=f"evaluate/{task.seed}")
+        for group in sampler.generate(prompts[start : start + at_once], seeded)
     ]
     return grade(task, groups)
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import rich
 
 from pellucid.config import Config
@@ -12,7 +10,7 @@ from pellucid.policy import policy
 from pellucid.reporting.console import accuracy_table, verdict
 from pellucid.tasks.wrappers import with_split
 from pellucid.training import preflight
-from pellucid.training.compose import pick_sampler, sandboxed, truncation_of
+from pellucid.training.compose import evaluation_sampling, pick_sampler, sandboxed
 from pellucid.training.evaluate import OneProcess, evaluate, held_out
 
 
@@ -23,12 +21,9 @@ def examine(cfg: Config, model: str, show: int) -> int:
     dtype = hardware.pick_dtype(cfg.policy.dtype, device)
     frozen = policy.load_frozen(model, device, dtype, cfg.sampler.temperature, cfg.policy.engine)
     task = sandboxed(with_split(cfg.task, "test"), cfg.reward)
-    sampler, greedy = pick_sampler(cfg, truncation_of(cfg.evaluate)), replace(pick_sampler(cfg), temperature=0.0)
+    sampler, sampling, prompts = pick_sampler(cfg), evaluation_sampling(cfg), held_out(task, cfg.evaluate.n)
     sampler.sync(frozen)
-    greedy.sync(frozen)
-    k, samples = cfg.evaluate.k, cfg.evaluate.samples or cfg.evaluate.k
-    prompts = held_out(task, cfg.evaluate.n)
-    evaluation, groups, best = evaluate(cfg.task_name, task, prompts, greedy, sampler, k, samples, OneProcess())
+    evaluation, groups, best = evaluate(cfg.task_name, task, prompts, sampler, sampling, cfg.evaluate.k, OneProcess())
     for group in best[:show]:
         rich.print(verdict(group))
     preflight.refuse_failing([*best, *groups])

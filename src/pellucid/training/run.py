@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from contextlib import ExitStack, closing, nullcontext
+from dataclasses import replace
 from pathlib import Path
 
 import rich
@@ -28,8 +29,8 @@ from pellucid.runtimes.accelerate import needing_others
 from pellucid.tasks.sandbox import Sandboxed
 from pellucid.training import changes, claim, files, preflight, provenance
 from pellucid.training.changes import Changes
-from pellucid.training.compose import Components, compose, truncation_of, with_dtype
-from pellucid.training.evaluate import evaluate, sample_and_grade
+from pellucid.training.compose import Components, compose, evaluation_sampling, training_sampling, with_dtype
+from pellucid.training.evaluate import evaluate, greedy, sample_and_grade
 from pellucid.training.snapshot import restore, save
 from pellucid.types import Evaluation, Group, Logger, UserError
 
@@ -94,6 +95,7 @@ def follow(
         cfg.algorithm,
         parts.reference,
         parts.state,
+        training_sampling(cfg),
     )
     if profile and parts.runtime.main:
         steps = profiled(steps, run_dir / "profile.txt", parts.policy.dtype)
@@ -179,18 +181,10 @@ def evaluated(cfg: Config, parts: Components, log: Logger, requests: StopRequest
 
 def evaluate_policy(cfg: Config, parts: Components) -> tuple[Evaluation, list[Group]]:
     """The evaluation of the policy, and the graded samples."""
-    parts.greedy.sync(parts.policy)
-    parts.test_sampler.sync(parts.policy)
-    k, samples = cfg.evaluate.k, cfg.evaluate.samples or cfg.evaluate.k
+    parts.sampler.sync(parts.policy)
+    task, prompts, sampling = parts.test_task, parts.test_prompts, evaluation_sampling(cfg)
     evaluation, groups, _ = evaluate(
-        cfg.task_name,
-        parts.test_task,
-        parts.test_prompts,
-        parts.greedy,
-        parts.test_sampler,
-        k,
-        samples,
-        parts.runtime,
+        cfg.task_name, task, prompts, parts.sampler, sampling, cfg.evaluate.k, parts.runtime
     )
     return evaluation, groups
 
@@ -199,16 +193,17 @@ def look_first(cfg: Config, parts: Components) -> Evaluation | None:
     """Before step 1: held-out accuracy, one real exchange, and how many groups are going to teach anything."""
     try_rewards(cfg, parts)
     evaluation, groups = evaluate_policy(cfg, parts) if cfg.evaluate.every else (None, [])
-    size = cfg.algorithm.group_size
-    if not groups or len(groups[0].completions) < size or truncation_of(cfg.evaluate) != truncation_of(cfg.sampler):
+    sampling = training_sampling(cfg)
+    as_trained = replace(evaluation_sampling(cfg), n=sampling.n) == sampling
+    if not groups or len(groups[0].completions) < sampling.n or not as_trained:
         parts.sampler.sync(parts.policy)
         prompts = parts.runtime.shard(parts.task.sample(0, cfg.algorithm.prompts_per_step))
-        groups = parts.runtime.gather(sample_and_grade(parts.task, parts.sampler, prompts, size))
+        groups = parts.runtime.gather(sample_and_grade(parts.task, parts.sampler, prompts, sampling))
     preflight.refuse_failing(groups)
     if parts.runtime.main:
         with loggers.only_shown("the first exchange"):
             preflight.show_exchange(parts.policy, groups[0])
-            preflight.show_signal(groups, size, cfg.algorithm.min_reward_range)
+            preflight.show_signal(groups, sampling.n, cfg.algorithm.min_reward_range)
     return evaluation
 
 
@@ -216,9 +211,10 @@ def try_rewards(cfg: Config, parts: Components) -> None:
     """Raise NotBegunError where a few greedy answers have no reward. If all hung, a whole look would take hours."""
     if isinstance(parts.task, Sandboxed):
         prompts = parts.test_prompts or parts.task.sample(0, cfg.algorithm.prompts_per_step)
-        parts.greedy.sync(parts.policy)
+        parts.sampler.sync(parts.policy)
         few = parts.runtime.shard(prompts[:FEW])
-        preflight.refuse_failing(parts.runtime.gather(sample_and_grade(parts.task, parts.greedy, few, 1)))
+        answers = sample_and_grade(parts.task, parts.sampler, few, greedy(training_sampling(cfg)))
+        preflight.refuse_failing(parts.runtime.gather(answers))
 
 
 # ---------------------------------------------------------------- the run folder
