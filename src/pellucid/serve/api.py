@@ -30,7 +30,7 @@ PAGE = Path(__file__).with_name("page.html")
 
 
 async def until_answered() -> AsyncIterator[ExitStack]:
-    """What is to be done when the answer is sent, or nobody waits for it any more."""
+    """The clean-up to be done when the answer is sent, or when nobody waits for it any more."""
     with ExitStack() as leaving:
         yield leaving
 

@@ -13,7 +13,7 @@ from pellucid.types import UserError
 
 IN_THE_BACKGROUND = {"stop": daemon.stop, "status": daemon.status, "restart": daemon.restart}
 BACKLOG = 1024
-"""Connections that wait to be accepted."""
+"""How many connections may wait to be accepted."""
 USAGE = """pellucid serve MODEL_OR_RUN [options]        until Ctrl-C
        pellucid serve start MODEL_OR_RUN [options]  in the background
        pellucid serve stop | status | restart [--folder DIR]"""
@@ -71,7 +71,7 @@ def serve(options: argparse.Namespace) -> int:
 
 
 def listening(host: str, port: int) -> socket.socket:
-    """Taken before the model is loaded, which takes seconds; who comes meanwhile waits."""
+    """The listening socket, taken before the model is loaded: whoever connects meanwhile waits."""
     taken = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
     taken.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
@@ -85,7 +85,7 @@ def listening(host: str, port: int) -> socket.socket:
 
 
 def url_of(host: str, port: int) -> str:
-    """Where a client of this machine finds it. Example: url_of("::1", 8000) == "http://[::1]:8000" """
+    """The address for a client on this machine. Example: url_of("::1", 8000) == "http://[::1]:8000" """
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 

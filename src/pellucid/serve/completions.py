@@ -46,7 +46,7 @@ async def complete(
 
 
 async def streamed(decoding: Decoding, head: dict[str, Any], chat: bool, with_usage: bool) -> AsyncIterator[str]:
-    """Server-sent events. What goes wrong after the first byte is an event of its own."""
+    """The answer as server-sent events. An error after the first byte is an event of its own."""
     head |= {"object": "chat.completion.chunk" if chat else "text_completion"}
     tokens = 0
     if chat:

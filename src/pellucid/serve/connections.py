@@ -18,13 +18,13 @@ import uvicorn
 from starlette.types import ASGIApp
 
 GRACE = 10.0
-"""Seconds that requests have to end in when the service is stopped."""
+"""How many seconds requests have to end when the service is stopped."""
 PATIENCE = 10.0
-"""Seconds for the headers of a request, counted from the connection or from the last answer."""
+"""How many seconds a client has to send headers, counted from its connection or from the last answer."""
 
 
 def server(app: ASGIApp, patience: float = PATIENCE, grace: float = GRACE) -> uvicorn.Server:
-    """To be run with a socket that listens."""
+    """The HTTP server, to be run with a listening socket."""
     settings = uvicorn.Config(app, http="h11", log_level="warning", timeout_notify=0)
     # The engine tells what is left that the service is ending; what does not hear of it is cancelled soon after.
     settings.timeout_graceful_shutdown = round(grace) + 2
@@ -34,7 +34,7 @@ def server(app: ASGIApp, patience: float = PATIENCE, grace: float = GRACE) -> uv
 
 
 def stopper(made: uvicorn.Server, close: Callable[[], None], grace: float = GRACE) -> Callable[[int, Any], None]:
-    """For a signal: no new connections; what is in flight may end, and is told after `grace` seconds that it must."""
+    """A signal handler: no new connections; requests that are being answered have `grace` seconds to end."""
 
     def stop(number: int, frame: FrameType | None) -> None:
         made.handle_exit(number, frame)
@@ -47,12 +47,12 @@ def stopper(made: uvicorn.Server, close: Callable[[], None], grace: float = GRAC
 
 @dataclass
 class Watch:
-    """Looks at the connections of a server once a second."""
+    """Check the connections of a server once a second, and close those that are late."""
 
     server: uvicorn.Server
     patience: float
     since: dict[Any, tuple[Any, float]] = field(default_factory=dict)
-    """Of connections that keep us waiting: behind which request, and since when."""
+    """The connections that are late, with the request that they are behind and since when."""
 
     async def look(self) -> None:
         now = time.monotonic()
@@ -68,7 +68,7 @@ class Watch:
 
 
 def is_waited_for(connection: Any) -> bool:
-    """Headers are to come, or the rest of a body that nobody reads, or the client is to take what was said last."""
+    """Whether it is the client's turn: to send headers or the rest of a body, or to take the last answer."""
     http, unread = connection.conn, (h11.DONE, h11.MUST_CLOSE)
     return (
         connection.transport.is_closing()

@@ -25,29 +25,29 @@ from pellucid.machine.locks import locked
 from pellucid.types import UserError
 
 GRACE = 30.0
-"""Seconds that a service has to answer after its start, or to end after it was asked to."""
+"""How many seconds a service has to answer after its start, or to end after it was asked to."""
 INSTANCE = "PELLUCID_INSTANCE"
-"""In the environment of a service: what its /health is to say, so that no other on its port is taken for it."""
+"""The environment variable with the number that a service reports at /health, to be told from others on its port."""
 SAME_SECONDS = 2.0
-"""Two times of start that differ by less are the same: they are counted from the boot, known to a second or so."""
+"""Start times that differ by less count as equal: they are counted from the boot, known to about a second."""
 DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-"""A proxy of the environment would answer for what it cannot reach."""
+"""An opener without proxies: one of the environment would answer for what it cannot reach."""
 
 
 @dataclass(frozen=True)
 class Daemon:
-    """As its pid file has it."""
+    """A service as its pid file describes it."""
 
     pid: Annotated[int, Field(gt=0, lt=2**31)]
     started: float
-    """Seconds since 1970, as the system has it: pids are used again."""
+    """When the process started, in seconds since 1970: pids are used again."""
     url: str
     instance: str
     arguments: list[str]
-    """Of `pellucid serve`, to start it again."""
+    """The arguments of `pellucid serve`, to start it again."""
 
     def alive(self) -> bool:
-        """Whether the process is there, and the one that was started."""
+        """Whether the process runs, and is the one that was started."""
         try:
             process = psutil.Process(self.pid)
             same = abs(process.create_time() - self.started) < SAME_SECONDS
@@ -61,7 +61,7 @@ class Daemon:
 
 
 def health(url: str) -> dict[str, object]:
-    """What a service says of itself; empty where none does."""
+    """The health report of the service at an address; empty where none answers."""
     try:
         with DIRECT.open(f"{url}/health", timeout=2) as response:
             facts = json.loads(response.read(100_000))
@@ -71,7 +71,7 @@ def health(url: str) -> dict[str, object]:
 
 
 def recorded(folder: Path) -> Daemon | None:
-    """What was started last, whether it runs or not."""
+    """The service that was started last, whether it runs or not."""
     path = folder / "serve.pid"
     if not path.exists():
         return None
@@ -83,7 +83,7 @@ def recorded(folder: Path) -> Daemon | None:
 
 
 def read(folder: Path) -> Daemon | None:
-    """What runs; None where nothing does, whatever a dead service left behind."""
+    """The service that runs; None where none does, whatever a dead one left behind."""
     found = recorded(folder)
     return found if found and found.alive() else None
 
@@ -112,7 +112,7 @@ def start(folder: Path, url: str, arguments: Sequence[str]) -> int:
 
 
 def launched(folder: Path, url: str, arguments: Sequence[str]) -> tuple[subprocess.Popen[bytes], Daemon]:
-    """A process, and its pid file from the first moment on."""
+    """Start the process; its pid file is there from the first moment on."""
     command = [sys.executable, "-P", "-m", "pellucid", "serve", *arguments]
     instance = secrets.token_hex(8)
     with (folder / "serve.log").open("a") as log:
@@ -130,7 +130,7 @@ def launched(folder: Path, url: str, arguments: Sequence[str]) -> tuple[subproce
 
 
 def write(path: Path, text: str) -> None:
-    """Whole or not at all, and for its owner alone: a token may be among the arguments."""
+    """Write the pid file whole, readable by its owner alone: a token may be among the arguments."""
     partial = path.with_suffix(".partial")
     with open(os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w", encoding="utf-8") as file:
         file.write(text)
@@ -138,7 +138,7 @@ def write(path: Path, text: str) -> None:
 
 
 def wait_for_answer(process: subprocess.Popen[bytes], service: Daemon, log: Path) -> None:
-    """UserError where it ends, or none comes."""
+    """Wait until the service answers. UserError where it ends, or does not answer in time."""
     deadline = time.monotonic() + 10 * GRACE
     while time.monotonic() < deadline:
         if process.poll() is not None:
@@ -179,7 +179,7 @@ def stop(folder: Path) -> int:
 
 
 def status(folder: Path) -> int:
-    """Exit status 0 where it answers, 1 where it runs and does not, 3 where nothing runs (as init scripts have it)."""
+    """Print the state. Exit status 0 where the service answers, 1 where it runs and does not, 3 where none runs."""
     running = read(folder)
     if running is None:
         print("nothing runs")
@@ -190,7 +190,7 @@ def status(folder: Path) -> int:
 
 
 def restart(folder: Path) -> int:
-    """With the arguments of the last start, whether it still runs or not."""
+    """Start again with the arguments of the last start, whether that service still runs or not."""
     last = recorded(folder)
     if last is None:
         raise UserError(f"{folder / 'serve.pid'}: nothing was started here")

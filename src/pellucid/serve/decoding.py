@@ -1,4 +1,4 @@
-"""What is served, and a request on its way through the engine."""
+"""The served model with its bounds, and a request on its way through the engine."""
 
 from __future__ import annotations
 
@@ -31,32 +31,32 @@ def one_thread() -> ThreadPoolExecutor:
 
 @dataclass(frozen=True)
 class Served:
-    """What is served, and within which bounds."""
+    """The served model and its bounds."""
 
     name: str
-    """As clients call the model."""
+    """The name by which clients call the model."""
     policy: Any
     engine: Engine
     task: Task | None = None
-    """That the model was taught by: `/group` asks its held-out questions and grades by it."""
+    """The task that taught the model: `/group` asks its held-out questions and grades by it."""
     algorithm: GRPOConfig = field(default_factory=GRPOConfig)
-    """Compares the answers of a group."""
+    """The settings that say how the answers of a group are compared."""
     system: str = ""
-    """Of `/solve_question`."""
+    """The system message of `/solve_question`."""
     max_tokens: int = 512
-    """Of a completion, where a request does not say."""
+    """The longest completion in tokens, where a request does not say."""
     timeout: float = 120.0
-    """Seconds, from a whole request to the end of its answer."""
+    """How many seconds an answer may take, from the whole request to its end."""
     body_bytes: int = 1_000_000
     body_seconds: float = 30.0
     send_seconds: float = 30.0
-    """For a client to take a piece of its answer."""
+    """How many seconds a client has to take a piece of its answer."""
     hosts: Sequence[str] = LOOPBACK
-    """Names that it is reached by; addresses in digits always are."""
+    """Host names that the service may be reached by; addresses in digits are always let in."""
     token: str = ""
-    """That clients must show; empty: none."""
+    """The token that clients must show; empty for none."""
     instance: str = ""
-    """What `serve start` knows its own service by."""
+    """The number by which `serve start` knows its own service."""
     tokenizing: ThreadPoolExecutor = field(default_factory=one_thread)
     grading: ThreadPoolExecutor = field(default_factory=one_thread)
     """One group at a time: rewards of several threads would wait for one worker anyway."""
@@ -84,7 +84,7 @@ class Decoding:
     def __init__(
         self, served: Served, prompt_ids: tuple[int, ...], settings: Sampling, tokens: int, until: float
     ) -> None:
-        """RequestError where it is turned away. `until`, of the loop's clock, it must be done."""
+        """Submit a request, to be answered at `until` of the loop's clock. RequestError where it is turned away."""
         self.served, self.prompt_ids, self.until = served, prompt_ids, until
         self.news: asyncio.Queue[Piece | Exception | None] = asyncio.Queue()
         loop = asyncio.get_running_loop()
@@ -129,12 +129,12 @@ class Decoding:
         return done
 
     def leave(self) -> None:
-        """Nobody waits any more: the rows are free after the token that is being decoded."""
+        """Cancel the request: its rows are free after the token that is being decoded."""
         self.request.cancelled = True
 
 
 async def begun(served: Served, prompt: Prompt, settings: Sampling, max_tokens: int | None) -> Decoding:
-    """RequestError where the model cannot do what is asked, or there is no room to wait."""
+    """Check and submit a request. RequestError where the model cannot do what is asked, or the queue is full."""
     until = asyncio.get_running_loop().time() + served.timeout
     if settings.n > served.engine.rows:
         raise RequestError(400, f"n = {settings.n} must be at most {served.engine.rows}")
@@ -153,7 +153,7 @@ async def begun(served: Served, prompt: Prompt, settings: Sampling, max_tokens: 
 
 
 async def encoded(served: Served, prompt: Prompt) -> tuple[int, ...]:
-    """Token ids that the model knows. A megabyte takes a second, in which others are heard."""
+    """The token ids of a prompt. A megabyte takes a second, in which other requests go on."""
     texts = [prompt.text] if isinstance(prompt.text, str) else [message["content"] for message in prompt.text]
     try:
         if sum(map(len, texts)) + SHORT // 100 * len(texts) <= SHORT:

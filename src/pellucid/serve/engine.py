@@ -1,4 +1,4 @@
-"""Decodes for all requests at once: rows join a flight when they arrive and leave when they end."""
+"""The engine decodes all requests together: rows join the decode batch when there is room, and leave at their end."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ from pellucid.models.drawing import draw
 from pellucid.serve.rows import Piece, Request, Row
 
 PROMPT_TOKENS = 65_536
-"""Prompts in flight times the longest of them: each has the room of the longest."""
+"""The most prompts times the length of the longest: in the cache each has the room of the longest."""
 SCORES = 2**24
-"""Of a head of attention, in prompts that are read at once, each as the longest: 64 of 512 tokens, or one of 4096."""
+"""The most attention scores of a head in prompts that are read together: 64 of 512 tokens, or one of 4096."""
 NOBODY = -1
-"""In place of a token, where none could be drawn."""
+"""Stands for a token where none could be drawn."""
 
 
 class RefusedError(Exception):
-    """The engine takes no request: it is full, or ending."""
+    """The engine takes no more requests: it is full, or ending."""
 
 
 class Meter:
-    """Counts by the second, of the last ten."""
+    """Counts of the last ten seconds."""
 
     def __init__(self) -> None:
         self.counts: deque[tuple[int, int]] = deque(maxlen=11)
@@ -42,7 +42,7 @@ class Meter:
             self.counts.append((int(now), count))
 
     def rate(self, now: float) -> float:
-        """A second, over the last ten whole ones."""
+        """The mean count per second over the last ten whole seconds."""
         return sum(count for second, count in tuple(self.counts) if int(now) - 10 <= second < int(now)) / 10
 
 
@@ -54,7 +54,7 @@ class Engine:
     """
 
     def __init__(self, policy: Any, rows: int = 64, waiting: int = 256) -> None:
-        """Decodes at most `rows` at once; at most `waiting` requests wait for room."""
+        """An engine that decodes at most `rows` rows at once and lets at most `waiting` requests wait."""
         self.policy, self.rows, self.most_waiting = policy, rows, waiting
         self.waiting: list[Request] = []
         self.closed = False
@@ -68,7 +68,7 @@ class Engine:
         self.heap = hardware.Heap()
 
     def submit(self, request: Request) -> None:
-        """RefusedError where too many wait. A request of more rows than the engine has is the caller's mistake."""
+        """Queue a request. RefusedError where too many wait; ValueError for more rows than the engine has."""
         if request.n > self.rows:
             raise ValueError(f"n = {request.n} is more than the {self.rows} rows that are decoded at once")
         with self.changed:
@@ -81,13 +81,13 @@ class Engine:
             self.changed.notify()
 
     def close(self) -> None:
-        """Ends `run`; those whose answers are not finished are told so."""
+        """End `run`. Requests whose answers are not finished are told so."""
         with self.changed:
             self.closed = True
             self.changed.notify()
 
     def run(self) -> None:
-        """Until it is closed."""
+        """Decode until the engine is closed."""
         try:
             while self._called_for():
                 try:
@@ -102,7 +102,7 @@ class Engine:
             self._tell_all([*self._flown(), *self.waiting], RefusedError("the service is ending"))
 
     def state(self) -> dict[str, Any]:
-        """For whoever watches over the service."""
+        """The state of the engine, for `/health`."""
         return {
             "rows": len(self.flying),
             "rows_at_most": self.rows,
@@ -114,7 +114,7 @@ class Engine:
         }
 
     def _called_for(self) -> bool:
-        """Waits for the next only where there is nothing to do. False when it is closed."""
+        """Wait for a request where there is nothing to do. False when the engine is closed."""
         if not self.flying and not self.waiting:
             self.heap.give_back()  # caches of prompts that have left
         with self.changed:
@@ -154,7 +154,7 @@ class Engine:
             return aboard
 
     def _advance(self) -> None:
-        """One token for each row."""
+        """Decode one token for each row."""
         drawn = self._drawn()
         self.meter.add(len(drawn), time.monotonic())
         stays = [place for place, row in enumerate(self.flying) if self._goes_on(row, *drawn[place])]
@@ -166,7 +166,7 @@ class Engine:
         self.logits = self.flight.step(last) if self.flying else self.logits[:0]
 
     def _drawn(self) -> list[tuple[int, float]]:
-        """(token, log-prob) of every row; rows of the same settings are drawn together."""
+        """The (token, log-prob) of every row; rows of the same settings are drawn together."""
         drawn: list[tuple[int, float]] = []
         for _, run in groupby(self.flying, lambda row: (row.request.temperature, row.request.truncation)):
             rows = list(run)
@@ -176,7 +176,7 @@ class Engine:
         return drawn
 
     def _draw(self, rows: Sequence[Row], logits: Tensor, uniforms: Tensor) -> list[tuple[int, float]]:
-        """Where it fails for one of several requests, the others have their tokens all the same."""
+        """Draw for some rows. Where that fails for one of several requests, the others are drawn all the same."""
         request = rows[0].request
         try:
             tokens, logprobs = draw(logits, uniforms, request.temperature, request.truncation)
@@ -205,7 +205,7 @@ class Engine:
         return piece is None or not piece.reason
 
     def _tell(self, request: Request, news: Piece | Exception | None) -> None:
-        """A listener that cannot be told anything is one that has left."""
+        """Pass news on. A listener that raises is taken for one that has left."""
         try:
             request.tell(news)
         except Exception as error:  # noqa: BLE001 - as in `run`
@@ -218,14 +218,14 @@ class Engine:
                 self._tell(request, news)
 
     def _fail(self, requests: Iterable[Request], error: Exception) -> None:
-        """Those whom it concerns are told, and their rows are free at the end of the step."""
+        """Tell the requests of an error; their rows are free at the end of the step."""
         self._note(error)
         self._tell_all(requests, error)
         for request in requests:
             request.cancelled = True
 
     def _abandon(self, error: Exception) -> None:
-        """Those in flight are lost: what half a step left behind is not read again."""
+        """Fail all requests that are being decoded, since half a step may have been taken, and start a new batch."""
         lost, self.flying = self._flown(), []
         self._fail(lost, error)
         self.flight, self.logits = self.policy.decode_batch(self.rows), torch.zeros(0)
@@ -236,7 +236,7 @@ class Engine:
 
 
 def taken(lengths: Sequence[int]) -> int:
-    """Tokens of room, where each has that of the longest."""
+    """The room that prompts take in the cache, in tokens: each has that of the longest."""
     return len(lengths) * max(lengths)
 
 

@@ -10,7 +10,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from pellucid.serve.errors import ENDING, RequestError, refused
 
 PATIENCE = 100
-"""Times the limit that a body is read for: beyond, the connection is closed."""
+"""A body is read up to this many times its limit; beyond that the connection is closed."""
 
 
 class GoneError(Exception):
@@ -21,7 +21,7 @@ class Exchanges:
     """ASGI middleware."""
 
     def __init__(self, app: ASGIApp, body_bytes: int, body_seconds: float, send_seconds: float) -> None:
-        """A body has so many bytes and so many seconds; a client has so many to take a piece of its answer."""
+        """Bounds: bytes and seconds for a body, and seconds for a client to take a piece of its answer."""
         self.app, self.body_bytes, self.body_seconds = app, body_bytes, body_seconds
         self.send_seconds, self.begun = send_seconds, 0
 
@@ -49,7 +49,7 @@ class Exchanges:
 
 
 class Exchange:
-    """One of them, when its body is there."""
+    """One exchange, whose body has arrived."""
 
     def __init__(
         self, app: ASGIApp, scope: Scope, receive: Receive, send: Send, body: bytes, send_seconds: float
@@ -57,7 +57,7 @@ class Exchange:
         self.app, self.scope, self.receive, self.send, self.send_seconds = app, scope, receive, send, send_seconds
         self.messages: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
         self.over = asyncio.Event()
-        """All is answered, or the client has hung up, or it takes nothing more."""
+        """Run the application until all is answered, or the client has hung up or takes nothing more."""
         self.started = False
 
     async def run(self) -> None:
@@ -84,7 +84,7 @@ class Exchange:
         self.over.set()
 
     async def _next(self) -> Message:
-        """For the application: the body, and then that nobody is there, once that is so."""
+        """What the application receives: the body, and later that the client has gone."""
         if self.messages:
             return self.messages.pop()
         await self.over.wait()
@@ -118,7 +118,7 @@ async def whole_body(receive: Receive, limit: int) -> bytes:
 
 
 async def left(task: asyncio.Task[None]) -> None:
-    """Cancelled, and waited for."""
+    """Cancel a task and wait for its end."""
     task.cancel()
     with suppress(asyncio.CancelledError):
         await task

@@ -23,7 +23,7 @@ LOOPBACK = ("localhost", "127.0.0.1", "::1")
 OPEN = ("/", "/health")
 """Paths without a secret: the page asks for the token itself, and whoever watches over the service needs none."""
 TOKEN = "PELLUCID_TOKEN"
-"""In the environment: a command line can be read by every user of the machine."""
+"""The environment variable of the token: a command line can be read by every user of the machine."""
 
 
 class Gate:
@@ -44,7 +44,7 @@ class Gate:
             await self.app(scope, receive, send)
 
     def check(self, path: str, headers: Headers) -> None:
-        """RequestError for who is not let in."""
+        """Raise RequestError for a request that is not let in."""
         host, origin = headers.get("host", ""), headers.get("origin")
         if not trusted(name := name_of(host), self.hosts):
             raise RequestError(
@@ -58,7 +58,7 @@ class Gate:
             raise RequestError(401, "this service needs its token, as: Authorization: Bearer TOKEN", "invalid_api_key")
 
     def knows(self, authorization: str) -> bool:
-        """Takes as long for a token that is nearly right as for any other of its length."""
+        """Whether the token is right, in a time that does not tell how nearly."""
         scheme, _, token = authorization.partition(" ")
         return scheme.lower() == "bearer" and secrets.compare_digest(token.strip().encode(), self.token.encode())
 
@@ -93,7 +93,7 @@ def is_loopback(host: str) -> bool:
 
 
 def token_of(option: str) -> str:
-    """The option, or the environment's; empty for none. UserError where it cannot be sent in a header."""
+    """The token of the options or of the environment; empty for none. UserError where no header can hold it."""
     token = option or os.environ.get(TOKEN, "")
     if not (token.isascii() and token.isprintable()) or " " in token:
         raise UserError("the token must be letters, digits and signs of ASCII, without spaces")
@@ -101,7 +101,7 @@ def token_of(option: str) -> str:
 
 
 def warning(host: str, port: int, token: str) -> str:
-    """Empty where only this machine gets in, or only who has the token."""
+    """A warning that everybody gets in; empty where only this machine does, or only who has the token."""
     if token or is_loopback(host):
         return ""
     return f"{host}:{port} is open to everyone who can reach it: set {TOKEN}, or give --token"

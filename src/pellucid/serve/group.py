@@ -51,7 +51,7 @@ def gradable(served: Served, request: GroupRequest) -> bool:
 
 
 async def graded(served: Served, prompt: Prompt, completions: Sequence[Completion]) -> list[Reward]:
-    """Whoever leaves ends it with the reward that is being computed."""
+    """Grade completions. Where the client leaves, this ends after the reward that is being computed."""
     assert served.task is not None
     left = threading.Event()
     grading = asyncio.get_running_loop().run_in_executor(

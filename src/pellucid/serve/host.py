@@ -27,7 +27,7 @@ from pellucid.tasks.wrappers import with_split
 
 
 def host(options: argparse.Namespace, listening: socket.socket) -> None:
-    """Options as `command.parsed` has them."""
+    """Serve until told to stop, by the options of `command.parsed`."""
     served = load(options)
     print(f"{served.name} on {url_of(*listening.getsockname()[:2])}, Ctrl-C ends it", flush=True)
     server = connections.server(application(served))

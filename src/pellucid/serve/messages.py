@@ -65,12 +65,12 @@ class StreamOptions(BaseModel):
 
 
 class Sampling(BaseModel):
-    """What both kinds of completion share."""
+    """The fields that both kinds of completion share."""
 
     model_config = ConfigDict(extra="forbid")
 
     model: Name = ""
-    """Empty: the one that is served."""
+    """The name of the model; empty for the one that is served."""
     max_tokens: Tokens | None = None
     temperature: Temperature = 1.0
     top_p: float = Field(default=1.0, ge=SMALLEST, le=1.0)
@@ -82,7 +82,7 @@ class Sampling(BaseModel):
     stream: bool = False
     stream_options: StreamOptions | None = None
     user: Name = ""
-    """Whose request it is; not looked at."""
+    """Whose request it is; ignored."""
 
 
 class ChatRequest(Sampling):
@@ -109,7 +109,7 @@ class GroupRequest(BaseModel):
     answer: Text = ""
     """The gold answer to a question of one's own; without it there are no rewards."""
     number: int = Field(default=0, ge=0, le=LARGEST)
-    """Which of the task's prompts."""
+    """The index of the task's held-out prompt."""
     group_size: int = Field(default=8, ge=2, le=64)
     temperature: Temperature = Field(default=1.0, gt=0.0)
     max_tokens: Tokens | None = None

@@ -17,12 +17,12 @@ LONGEST_CHARACTER = 16
 
 
 class Piece(NamedTuple):
-    """News of one row."""
+    """A piece of the answer of one row."""
 
     row: int
-    """Of the request, from 0."""
+    """The index of the row in its request, from 0."""
     text: str
-    """What has been added."""
+    """The text that has been added."""
     token_ids: tuple[int, ...]
     logprobs: tuple[float, ...]
     reason: str = ""
@@ -44,9 +44,9 @@ class Request:
     stop: Sequence[str] = ()
     seed: int = 0
     cancelled: bool = False
-    """Set by whoever no longer waits."""
+    """Set by a client that no longer waits."""
     beginnings: tuple[str, ...] = field(init=False)
-    """Of stop strings, the longest first: text that ends in one may be about to stop."""
+    """Beginnings of stop strings, the longest first: text that ends in one may be about to stop."""
 
     def __post_init__(self) -> None:
         parts = {stop[:n] for stop in self.stop for n in range(1, len(stop))}
@@ -63,11 +63,11 @@ class Row:
     untold: str = ""
     """Text of tokens that is not told yet: a stop string may begin here, and in nothing that was told before."""
     decoded: tuple[int, int] = (0, 0)
-    """Where the last tokens that were decoded begin and end."""
+    """The range of the tokens that were decoded last."""
     told_tokens: int = 0
 
     def add(self, token: int, logprob: float, policy: Any) -> Piece | None:
-        """What there is to tell with one more token, if there is anything; the last piece has a reason."""
+        """Add a token. Return the piece that can now be told, if any; the last piece has a reason."""
         self.token_ids.append(token)
         self.logprobs.append(logprob)
         full = len(self.token_ids) >= self.request.max_tokens
@@ -92,7 +92,7 @@ class Row:
         return True
 
     def _held_back(self) -> int:
-        """Characters at the end that may begin a stop string."""
+        """How many characters at the end may begin a stop string."""
         return next((len(part) for part in self.request.beginnings if self.untold.endswith(part)), 0)
 
     def _piece(self, characters: int, reason: str) -> Piece:

@@ -1,4 +1,4 @@
-"""What is there of a run of a study: finished, to go on with, or nothing yet."""
+"""The runs of a study on disk: finished, to go on with, or not begun."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from pellucid.types import UserError
 
 
 def check(cell: Cell, recipe: Config) -> None:
-    """UserError where the folder of the cell holds something else than this cell as its recipe is now."""
+    """Raise UserError where the folder holds something else than this cell, as its recipe is now."""
     run_dir = cell.run_dir
     if not run_dir.exists():
         return
@@ -53,7 +53,7 @@ def clear(run_dir: Path) -> None:
 
 
 def tidy(run_dir: Path, keep_model: bool) -> None:
-    """Removes what only a run in progress needs, some hundred megabytes; the model last, which says that it is done."""
+    """Remove what only a run in progress needs, some hundred megabytes; the model last, which marks it as done."""
     for name in ("checkpoints",) if keep_model else ("checkpoints", "model"):
         if (run_dir / name).exists():
             shutil.rmtree(run_dir / name)

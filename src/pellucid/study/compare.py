@@ -21,10 +21,10 @@ from pellucid.study.runs import Run, Runs
 from pellucid.types import Estimate
 
 MANY_SEEDS = 10
-"""From so many on, an interval needs no warning."""
+"""With this many seeds an interval needs no warning."""
 DEAD = ("groups/dead_all_right", "groups/dead_all_wrong")
 OWN_METRICS = ("effect/", "curriculum/", "prefix/", "groups/drawn")
-"""How the metrics begin that tell whether a variant did anything at all."""
+"""Prefixes of metrics that tell whether a variant did anything at all."""
 
 
 @dataclass(frozen=True)
@@ -34,21 +34,21 @@ class Summary:
     variant: str
     seeds: tuple[int, ...]
     greedy: Estimate | None = None
-    """Over seeds and questions; with one seed, over questions."""
+    """Accuracy with its interval over seeds and questions; with one seed, over questions."""
     k: int = 0
     mean_at_k: float | None = None
     difference: Estimate | None = None
-    """From the baseline, over the pairs."""
+    """The difference from the baseline over paired questions, with its interval."""
     pairs: Mapping[int, float] = field(default_factory=dict)
     """The difference of each seed in which the baseline answered the same questions."""
     unpaired: tuple[str, ...] = ()
-    """Why not, seed by seed."""
+    """Why seeds are not paired with the baseline, seed by seed."""
     conclusion: str = ""
     """above, below or cannot tell; empty for the baseline and where nothing is paired."""
     tokens: Mapping[int, float] = field(default_factory=dict)
-    """Sampled, by seed."""
+    """Sampled tokens, by seed."""
     seconds: Mapping[int, float] = field(default_factory=dict)
-    """In steps, by seed."""
+    """Seconds spent in steps, by seed."""
     dead: float | None = None
     """The share of dead groups among those drawn, the mean over the steps of all runs."""
     own: Mapping[str, float] | None = None
@@ -56,7 +56,7 @@ class Summary:
 
 
 def summaries(runs: Runs) -> list[Summary]:
-    """The baseline first."""
+    """The summaries of all variants, the baseline first."""
     baseline = runs.finished[runs.baseline]
     return [
         summary(variant, of_seed, {} if variant == runs.baseline else baseline)
@@ -131,7 +131,7 @@ def own_metrics(rows: Sequence[Record]) -> dict[str, float]:
 
 
 def numbers(runs: Runs, rows: Sequence[Summary]) -> dict[str, Any]:
-    """All that the page says, for other programs."""
+    """Write all numbers of the page as JSON, for other programs."""
     return {
         "baseline": runs.baseline,
         "comparisons": sum(bool(row.difference) for row in rows),
@@ -148,7 +148,7 @@ def write_numbers(path: Path, runs: Runs, rows: Sequence[Summary]) -> None:
 
 
 def caveats(rows: Sequence[Summary]) -> list[str]:
-    """What the fewest pairs that a conclusion rests on do not carry."""
+    """A caveat on the smallest number of pairs that a conclusion rests on."""
     pairs = min((len(row.pairs) for row in rows if row.pairs), default=MANY_SEEDS)
     if pairs == 1:
         return ["One seed to a comparison: the interval is over questions alone, and says nothing of another run."]
@@ -196,7 +196,7 @@ def cells(row: Summary) -> list[str]:
 
 
 def points(estimate: Estimate | None, sign: str = "") -> str:
-    """In percentage points."""
+    """A share as percentage points."""
     if estimate is None:
         return "-"
     value, low, high = (100 * x for x in (estimate.value, estimate.low, estimate.high))
@@ -204,5 +204,5 @@ def points(estimate: Estimate | None, sign: str = "") -> str:
 
 
 def times(values: Mapping[int, float], baseline: Mapping[int, float]) -> str:
-    """The mean over seeds as a multiple of the baseline's."""
+    """The mean over seeds as a multiple of that of the baseline."""
     return f"{fmean(values.values()) / fmean(baseline.values()):.2f}x" if any(baseline.values()) else "-"

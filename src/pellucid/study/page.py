@@ -15,11 +15,11 @@ from pellucid.study.runs import Run, Runs, gather
 from pellucid.types import Estimate, UserError
 
 MARKS = {"above": "above", "below": "below", "cannot tell": "unsure", "": "unsure"}
-"""CSS classes of the conclusions."""
+"""The CSS class of each conclusion."""
 
 
 def compare(folders: Sequence[Path], baseline: str, output: Path) -> int:
-    """`pellucid compare`: prints the table, writes the page and its numbers beside it; returns the exit status."""
+    """`pellucid compare`: print the table, write the page and its numbers. Return the exit status."""
     if output.suffix == ".json" or output.stem == "study":
         raise UserError(f"--output {output} is the name of something else: name a page such as compare.html")
     runs = gather(folders, baseline)
@@ -53,7 +53,7 @@ def page(runs: Runs, rows: Sequence[Summary]) -> str:
 
 
 def lede(rows: Sequence[Summary]) -> str:
-    """What the intervals allow to say, in a sentence or two."""
+    """One or two sentences on what the intervals allow to say."""
     baseline, *others = rows
     if not others:
         return f"There is only {shown(baseline.variant)}: nothing to compare it with."
@@ -152,7 +152,7 @@ def span(difference: Estimate, reach: float, mark: str) -> str:
 
 
 def notes(runs: Runs, rows: Sequence[Summary]) -> str:
-    """What the table rests on, and what it cannot carry."""
+    """Sentences on what the table rests on, and what it does not show."""
     comparisons = sum(bool(row.difference) for row in rows)
     said = [
         f"A difference is taken question by question between runs of the same seed. Its interval comes from "

@@ -32,7 +32,7 @@ def interval(table: Table, shared: bool = False, seed: int = 0) -> Estimate:
 
 
 def exact(mean: float) -> float:
-    """Without what adding rounded off: an interval that ends at 0 leaves 0 in."""
+    """Round away what adding rounded: an interval that ends at 0 contains 0."""
     return round(mean, 12) + 0.0  # -0.0 becomes 0.0
 
 
@@ -56,7 +56,7 @@ def resampled_together(table: Table, rng: np.random.Generator) -> np.ndarray:
 
 
 def resampled(table: Table, rng: np.random.Generator) -> np.ndarray:
-    """The means of RESAMPLES tables drawn from this one."""
+    """The means of RESAMPLES tables that are drawn from this one."""
     seeds = rng.integers(len(table), size=(RESAMPLES, len(table)))
     means = np.empty(seeds.shape)
     for i, row in enumerate(table):
@@ -71,10 +71,10 @@ def resampled_means(row: Sequence[float], times: int, rng: np.random.Generator) 
 
 
 def differences(ours: Sequence[int], theirs: Sequence[int]) -> list[float]:
-    """Question by question: 1 where only we are right, -1 where only they are."""
+    """Differences question by question: 1 where only we are right, -1 where only they are."""
     return [float(mine - other) for mine, other in zip(ours, theirs, strict=True)]
 
 
 def conclusion(difference: Estimate) -> str:
-    """What the interval allows to say."""
+    """The conclusion that an interval allows."""
     return "above" if difference.low > 0 else "below" if difference.high < 0 else "cannot tell"

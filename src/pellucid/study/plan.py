@@ -40,12 +40,12 @@ class Cell:
 
     @property
     def log(self) -> Path:
-        """What the run printed."""
+        """The file with what the run printed."""
         return self.run_dir.with_suffix(".log")
 
     @property
     def arguments(self) -> list[str]:
-        """Of `pellucid`, to make this run from nothing."""
+        """The arguments of `pellucid` that make this run from nothing."""
         return ["train", str(self.recipe), "--algorithm.seed", str(self.seed), "--run", str(self.run_dir)]
 
 
@@ -54,10 +54,10 @@ class Study:
     path: Path
     seeds: tuple[int, ...]
     variants: Mapping[str, Record]
-    """The settings of each, as a recipe has them; the first is the baseline."""
+    """The settings of each variant, as a recipe has them; the first is the baseline."""
 
     def cells(self, study_dir: Path, only: Sequence[str] = ()) -> list[Cell]:
-        """Every variant's first seed before any second one, so that a study cut short compares them all."""
+        """All runs: every variant's first seed before any second one, so that a study cut short compares them all."""
         for name in only:
             if name not in self.variants:
                 raise UserError(f'{self.path} has no variant "{name}"{did_you_mean(name, self.variants)}')

@@ -54,14 +54,14 @@ class Expected:
     split: Literal["train", "test"] = "train"
     """`train`, or `test`: the same four in other words."""
     language: Literal["zh", "en"] = "zh"
-    """Of the questions: as described, or in English, where a translation is a repetition."""
+    """The language of the questions: as described, or in English, where a translation is a repetition."""
     matching: Literal["whole", "literal"] = "whole"
     """literal: the expected text need only occur in the answer ("14" then contains 4), full-width punctuation counts,
     and the penalty for length has no end."""
     hit_reward: float = 1.0
     miss_reward: float = -1.0
     length_penalty: float = 0.002
-    """For each character of the answer as it is compared."""
+    """The penalty for each character of the answer as it is compared."""
     system: str = "You are a helpful assistant."
     """The system message; empty for none."""
 

@@ -50,7 +50,7 @@ class Prefixed:
     schedule: Literal["constant", "cosine"] = "constant"
     """cosine: `length` falls to 0 over schedule_steps, and stays there."""
     schedule_steps: int = 0
-    """Of schedule = "cosine"."""
+    """Over how many steps schedule = "cosine" falls."""
 
     def __post_init__(self) -> None:
         for name in ("dropout", "teacher_share", "length", "shortest"):

@@ -39,11 +39,11 @@ class RewardTerm:
     name: str
     """exact, numeric, math, tagged, regex, length, or "path/to/file.py:function"."""
     weight: float = 1.0
-    """What the term is multiplied with in the sum; at 0 it is only logged."""
+    """The weight of the term in the sum; at 0 it is only logged."""
     pattern: str = ""
-    """Of `regex`: the reward is 1 where it is found in the completion."""
+    """The pattern of `regex`: the reward is 1 where it is found in the completion."""
     limit: int = 0
-    """Of `length`: tokens at which the reward reaches -1."""
+    """The limit of `length`: how many tokens make the reward -1."""
 
     def __post_init__(self) -> None:
         if ":" in self.name:

@@ -13,7 +13,7 @@ from typing import Any
 
 
 def wraps(task: Any) -> bool:
-    """Of a task or of its class. A field `task` of another type, as a name, is a setting like any other."""
+    """Whether a task, or its class, wraps another. A field `task` that is a name is a setting like any other."""
     if not dataclasses.is_dataclass(task):
         return False
     kinds = [field.type for field in dataclasses.fields(task) if field.name == "task"]
@@ -21,17 +21,17 @@ def wraps(task: Any) -> bool:
 
 
 def layers(task: Any) -> list[Any]:
-    """From the outside in."""
+    """The task and those that it wraps, from the outside in."""
     return [task, *layers(task.task)] if wraps(task) else [task]
 
 
 def innermost(task: Any) -> Any:
-    """The task that writes the questions."""
+    """The innermost task, which writes the questions."""
     return layers(task)[-1]
 
 
 def seeded(task: Any, seed: int) -> Any:
-    """With this seed, where the innermost has none of its own."""
+    """The task with this seed, where the innermost has none of its own."""
     if wraps(task):
         return dataclasses.replace(task, task=seeded(task.task, seed))
     return dataclasses.replace(task, seed=task.seed or seed)
