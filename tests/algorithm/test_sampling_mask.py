@@ -94,14 +94,14 @@ def test_a_nucleus_of_equals_is_all_of_them():
 
 @pytest.mark.parametrize("cut", CUTS)
 def test_what_is_drawn_carries_its_log_prob_among_what_was_kept(cut):
-    logits = 3 * torch.randn(200, 70)
-    warpers = LogitsProcessorList([TopPLogitsWarper(CUTS[cut].top_p)])
-    if CUTS[cut].top_k:
-        warpers.insert(0, TopKLogitsWarper(CUTS[cut].top_k))
-    if CUTS[cut].min_p:
-        warpers.append(MinPLogitsWarper(CUTS[cut].min_p))
+    logits, by = 3 * torch.randn(200, 70), Truncation(**CUTS[cut])
+    warpers = LogitsProcessorList([TopPLogitsWarper(by.top_p)])
+    if by.top_k:
+        warpers.insert(0, TopKLogitsWarper(by.top_k))
+    if by.min_p:
+        warpers.append(MinPLogitsWarper(by.min_p))
     expected = warpers(torch.zeros(200, 0, dtype=torch.long), logits / 0.7).log_softmax(-1)
-    tokens, found, kept = draw_among(logits, torch.rand(200, dtype=torch.float64), 0.7, CUTS[cut])
+    tokens, found, kept = draw_among(logits, torch.rand(200, dtype=torch.float64), 0.7, by)
     torch.testing.assert_close(found, expected.gather(-1, tokens[:, None])[:, 0])
     assert torch.equal(kept, expected.isfinite())
 

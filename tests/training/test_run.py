@@ -117,10 +117,10 @@ def test_what_a_curriculum_has_seen_is_in_the_checkpoint(recipe, tmp_path, monke
     assert train(recipe, "--run", whole, *settings) == 0
     generate = Native.generate
 
-    def dying(self, prompts, group_size, seed):
-        if seed == f"0/{dies_in_step}":
+    def dying(self, prompts, sampling):
+        if sampling.seed == f"0/{dies_in_step}":
             raise KeyboardInterrupt
-        return generate(self, prompts, group_size, seed)
+        return generate(self, prompts, sampling)
 
     with monkeypatch.context() as patched:
         patched.setattr(Native, "generate", dying)
@@ -140,11 +140,11 @@ def test_a_run_killed_anywhere_resumes_to_the_same_bits(recipe, tmp_path, monkey
 
     generate, calls = Native.generate, []
 
-    def dying(self, prompts, group_size, seed):
-        calls.append(seed)
-        if seed == f"0/{dies_in_step - 1}":
+    def dying(self, prompts, sampling):
+        calls.append(sampling.seed)
+        if sampling.seed == f"0/{dies_in_step - 1}":
             raise KeyboardInterrupt
-        return generate(self, prompts, group_size, seed)
+        return generate(self, prompts, sampling)
 
     with monkeypatch.context() as patched:
         patched.setattr(Native, "generate", dying)

@@ -44,10 +44,10 @@ def short(recipe, run_dir, *settings):
 def dying_in(monkeypatch, step):
     generate = Native.generate
 
-    def dying(self, prompts, group_size, seed):
-        if seed == f"0/{step - 1}":
+    def dying(self, prompts, sampling):
+        if sampling.seed == f"0/{step - 1}":
             raise KeyboardInterrupt
-        return generate(self, prompts, group_size, seed)
+        return generate(self, prompts, sampling)
 
     monkeypatch.setattr(Native, "generate", dying)
 
