@@ -95,11 +95,11 @@ def batch_of(mask, **tensors):
     rows = len(mask)
     return Batch(
         prompt_ids=((0,),),
-        prefix_lengths=(0,),
-        prefix_ends=(None,),
+        demonstrations=((),),
         prompt_of=torch.zeros(rows, dtype=torch.long),
         response_ids=torch.zeros(mask.shape, dtype=torch.long),
         mask=mask,
+        sampled=mask,
         finished=torch.ones(rows, dtype=torch.bool),
         sampler_logprobs=torch.zeros(mask.shape, dtype=F64),
         **tensors,
@@ -138,7 +138,7 @@ def expected_gradient(theta, cfg, rewards, ref=None, old=None):
         charged = replace(batch, kl=grpo.estimated_kl(sampled, batch.ref_logprobs, rows(old_logprobs), cfg))
         advantages, _ = grpo.compute_advantages(records(members, rewards), charged, None, OneProcessRuntime(), cfg)
     weights = weights_of(without_kl(cfg)) * chance[:, None, None]
-    batch = replace(batch, advantages=advantages.flatten(), weights=weights.flatten(0, 1))
+    batch = replace(batch, advantages=batch.along_responses(advantages.flatten()), weights=weights.flatten(0, 1))
     loss, _ = loss_terms(scores, batch, cfg)
     return torch.autograd.grad(loss, theta)[0]
 

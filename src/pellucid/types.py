@@ -79,17 +79,26 @@ class Sampling:
 
 @dataclass(frozen=True, slots=True)
 class Completion:
-    """One answer of the policy: its tokens as sampled, with the end-of-sequence token where that was sampled."""
+    """One answer of the policy: a sequence of tokens, each sampled by the policy or given to it."""
 
     token_ids: tuple[int, ...]
+    """With the end-of-sequence token where that was sampled."""
     logprobs: tuple[float, ...]
-    """The log-prob of each token under the distribution that it was drawn from, as the sampler computed it; nats."""
+    """The log-prob of each token under the distribution that it was drawn from, as the sampler computed it; nats. 0 for
+    tokens that were given."""
     text: str
-    """Decoded without special tokens."""
+    """The sampled tokens, decoded without special tokens."""
     finished: bool
     """Whether it ended with an end-of-sequence token, not at the length limit."""
     sampling_mask: Sequence[Any] = field(default=(), compare=False, repr=False)
     """The sampling mask of each token (sampling_mask.py) where the sampler truncates; empty where it does not."""
+    given: tuple[tuple[int, int], ...] = ()
+    """The stretches [start, end) of token_ids that were given, in ascending order: the prompt's prefix."""
+
+    @property
+    def length(self) -> int:
+        """How many tokens were sampled."""
+        return len(self.token_ids) - sum(end - start for start, end in self.given)
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,10 +140,9 @@ class Group:
     completions: tuple[Completion, ...]
     rewards: tuple[Reward, ...] = ()
     advantages: tuple[float, ...] = ()
-    prefix_length: int = 0
-    """How many tokens at the end of prompt_ids are the prompt's prefix."""
-    prefix_end: int | None = None
-    """The end-of-sequence token that belongs behind a prefix which is a whole answer."""
+    demonstration: tuple[int, ...] = ()
+    """A response that nobody sampled and that may be made likelier: the prefix, and where that is a whole answer the
+    end-of-sequence token behind it."""
 
 
 def equal_rewards(group: Group, min_reward_range: float = 0.0) -> list[Reward]:

@@ -66,7 +66,9 @@ def rollouts():
             batch,
             old_logprobs=old.score(batch).logprobs,
             ref_logprobs=reference.score(batch).logprobs,
-            advantages=torch.tensor([1.2, -0.7, 0.1, -0.6, -1.0, 1.0, 1.0, -1.0], dtype=torch.float64),
+            advantages=batch.along_responses(
+                torch.tensor([1.2, -0.7, 0.1, -0.6, -1.0, 1.0, 1.0, -1.0], dtype=torch.float64)
+            ),
         )
     return now, batch
 
@@ -85,7 +87,7 @@ def trl_inputs(batch, extra):
         "prompt_mask": (torch.arange(longest) >= longest - lengths[:, None]).long(),
         "completion_ids": batch.response_ids,
         "completion_mask": batch.mask.long(),
-        "advantages": batch.advantages.float(),
+        "advantages": batch.advantages[:, 0].float(),
         "old_per_token_logps": batch.old_logprobs,
         "ref_per_token_logps": batch.ref_logprobs,
         "num_items_in_batch": batch.mask.sum(),

@@ -16,9 +16,9 @@ from pellucid.types import Completion, Group, Prompt, Reward
 CPU = torch.device("cpu")
 
 
-def group(*lengths, rewards=(), prefix=0, end=None):
+def group(*lengths, rewards=(), shown=()):
     completions = tuple(Completion(tuple(range(1, n + 1)), (-0.5,) * n, "", True) for n in lengths)
-    return Group(Prompt("p", "?"), (7, 8, 9), completions, rewards, prefix_length=prefix, prefix_end=end)
+    return Group(Prompt("p", "?"), (7, 8, 9), completions, rewards, demonstration=shown)
 
 
 @pytest.mark.parametrize("order", [(0, 1, 2), (2, 1, 0), (1, 2, 0)])
@@ -26,7 +26,12 @@ def test_joined_rollouts_lose_no_token_whichever_is_widest(order):
     """Replay puts the newest first: older responses may be longer."""
     batches = [collate([group(*lengths)], CPU) for lengths in ((1, 1), (2, 5), (3, 1))]
     batches = [
-        replace(b, old_logprobs=b.sampler_logprobs - 1, advantages=torch.tensor([1.0, -1.0]), entropy_mask=b.mask)
+        replace(
+            b,
+            old_logprobs=b.sampler_logprobs - 1,
+            advantages=b.along_responses(torch.tensor([1.0, -1.0])),
+            acts=b.mask,
+        )
         for b in batches
     ]
     chosen = [batches[i] for i in order]
@@ -42,11 +47,10 @@ def test_joined_rollouts_lose_no_token_whichever_is_widest(order):
 
 
 def test_joined_rollouts_keep_what_is_known_of_their_prompts():
-    one = collate([group(1, 2, prefix=2, end=5), group(1, 1)], CPU)
-    two = collate([group(3, 1, prefix=1)], CPU)
+    one = collate([group(1, 2, shown=(8, 9, 5)), group(1, 1)], CPU)
+    two = collate([group(3, 1, shown=(9,))], CPU)
     joined = concat([two, one])
-    assert joined.prefix_lengths == (1, 2, 0)
-    assert joined.prefix_ends == (None, 5, None)
+    assert joined.demonstrations == ((9,), (8, 9, 5), ())
     assert joined.prompt_ids == ((7, 8, 9),) * 3
 
 

@@ -32,7 +32,9 @@ def rollouts(policy, size=6, n=4, max_tokens=24):
     groups = grpo.grade(CountDigits(), Native(policy=policy).generate(CountDigits().sample(0, n), sampling))
     batch = collate(groups, policy.device)
     assert not bool(batch.mask.all()), "completions must differ in length"
-    return replace(batch, advantages=ADVANTAGES["grpo"](grades_of(groups), GRPOConfig()).flatten())
+    return replace(
+        batch, advantages=batch.along_responses(ADVANTAGES["grpo"](grades_of(groups), GRPOConfig()).flatten())
+    )
 
 
 def gradients_of(policy, batch, cfg):
@@ -131,7 +133,8 @@ def test_a_response_that_stops_at_once_is_graded_and_trained():
         (1, 2, 3),
         tuple(Completion(ids, (-1.0,) * len(ids), "", True) for ids in ((EOS,), (1, EOS))),
     )
-    batch = replace(collate([group], policy.device), advantages=torch.tensor([1.0, 0.0], dtype=F64))
+    batch = collate([group], policy.device)
+    batch = replace(batch, advantages=batch.along_responses(torch.tensor([1.0, 0.0], dtype=F64)))
     before = policy.score(batch).logprobs[0, 0].item()
     update(policy, batch, OneProcessRuntime(policy, lr=0.1), GRPOConfig(group_size=2))
     assert policy.score(batch).logprobs[0, 0].item() > before + 1e-3
@@ -153,7 +156,7 @@ def test_the_loss_is_zero_on_policy_while_the_gradient_is_not():
 def test_the_entropy_bonus_raises_entropy():
     policy = make_policy(dtype=F64, entropy_grad=True)
     batch = rollouts(policy)
-    batch = replace(batch, advantages=torch.zeros(len(batch), dtype=F64))
+    batch = replace(batch, advantages=torch.zeros_like(batch.advantages))
     before = update(policy, batch, OneProcessRuntime(policy, lr=0.05), GRPOConfig(entropy_coef=1.0))["entropy"]
     after = update(policy, batch, OneProcessRuntime(policy), GRPOConfig(entropy_coef=1.0))["entropy"]
     assert after > before + 1e-4
@@ -168,7 +171,7 @@ def test_rows_without_advantage_are_left_out_and_change_nothing(axis):
     batch = replace(batch, advantages=advantages)
     cfg = GRPOConfig(**axis, constant_length=24)
     weighted = replace(batch, weights=grpo.weights_of(batch, OneProcessRuntime(), cfg))
-    assert len(grpo.with_gradient(weighted, cfg)) == int((advantages != 0).sum()) < len(batch)
+    assert len(grpo.with_gradient(weighted, cfg)) == int((advantages != 0).any(-1).sum()) < len(batch)
     skipped, _ = gradients_of(policy, batch, cfg)
     # With a bonus of next to nothing every row is computed.
     computed, _ = gradients_of(policy, batch, replace(cfg, entropy_coef=1e-300))
@@ -178,7 +181,7 @@ def test_rows_without_advantage_are_left_out_and_change_nothing(axis):
 def test_where_all_are_dead_a_step_is_taken_all_the_same():
     policy = make_policy(dtype=F64)
     batch = rollouts(policy)
-    _, metrics = gradients_of(policy, replace(batch, advantages=torch.zeros(len(batch), dtype=F64)), GRPOConfig())
+    _, metrics = gradients_of(policy, replace(batch, advantages=torch.zeros_like(batch.advantages)), GRPOConfig())
     assert metrics["grad_norm"] == 0.0
     assert math.isfinite(metrics["entropy"])
 
@@ -268,14 +271,14 @@ def test_only_tokens_of_high_entropy_get_the_objectives_gradient():
     batch = rollouts(policy)
     fixed = grpo.add_old_and_reference_logprobs(batch, policy, None, OneProcessRuntime(), cfg)
     entropy = policy.score(batch).entropy.detach()
-    chosen = fixed.entropy_mask & batch.mask
+    chosen = fixed.acts
     assert int(chosen.sum()) == round(0.2 * int(batch.mask.sum()))
     assert entropy[chosen].min() >= entropy[batch.mask & ~chosen].max()
     leaf = policy.score(batch).logprobs.detach().requires_grad_()
     weighted = replace(fixed, weights=grpo.weights_of(batch, OneProcessRuntime(), cfg))
     loss, _ = loss_terms(Scores(leaf, entropy), weighted, cfg)
     moving = torch.autograd.grad(loss, leaf)[0] != 0
-    assert torch.equal(moving, chosen & (batch.advantages != 0)[:, None])
+    assert torch.equal(moving, chosen & (batch.advantages != 0))
     assert float(weighted.weights.sum()) == pytest.approx(1.0), "the other tokens still count in the denominator"
 
 
@@ -296,7 +299,7 @@ def test_what_is_measured_is_measured_between_the_right_two():
     cfg = GRPOConfig(epochs=2, kl="k2", kl_in="loss", kl_coef=0.1)
     ones = torch.ones(1, 1, dtype=F64)
     batch = replace(
-        batch_of(ones.bool(), old_logprobs=old, ref_logprobs=ref, advantages=ones[0], weights=ones),
+        batch_of(ones.bool(), old_logprobs=old, ref_logprobs=ref, advantages=ones, weights=ones),
         sampler_logprobs=sampler,
     )
     _, metrics = loss_terms(Scores(pi, torch.zeros_like(pi)), batch, cfg)

@@ -106,7 +106,7 @@ def test_dead_groups_are_held_by_the_kl_in_the_loss(kl):
     policy, reference = make_policy(dtype=torch.float64), make_policy(dtype=torch.float64, seed=3)
     cfg = GRPOConfig(kl=kl, kl_in="loss", kl_coef=0.1)
     batch = rollouts(policy)
-    batch = replace(batch, advantages=torch.zeros(len(batch), dtype=torch.float64))
+    batch = replace(batch, advantages=torch.zeros_like(batch.sampler_logprobs, dtype=torch.float64))
     batch = grpo.add_old_and_reference_logprobs(batch, policy, reference, OneProcessRuntime(), cfg)
     measured, _ = gradients_of(policy, batch, cfg)
     gap = (batch.ref_logprobs - policy.score(batch).logprobs)[batch.mask]
@@ -123,13 +123,13 @@ def test_rows_are_trained_within_their_own_bounds():
     batch = replace(
         collate([Group(Prompt("p", "?"), (0,), (answer, answer))], torch.device("cpu")),
         old_logprobs=torch.zeros(2, 1),
-        advantages=torch.ones(2),
+        advantages=torch.ones(2, 1),
         weights=torch.full((2, 1), 0.5),
         clip_high=torch.tensor([0.3, 0.1]),
     )
     loss, metrics = grpo.loss_terms(Scores(logprobs, torch.zeros(2, 1)), batch, GRPOConfig(clip_difficulty=1.0))
     assert torch.autograd.grad(loss, logprobs)[0].tolist() == [[pytest.approx(-0.625)], [0.0]]
-    assert metrics["clip/high"].tolist() == [[False], [True]]
+    assert metrics["clip/high"].tolist() == [False, True]
 
 
 def test_a_reference_that_moves_keeps_its_share_of_itself():

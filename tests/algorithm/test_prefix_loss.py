@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 
 import pytest
@@ -11,13 +12,14 @@ from test_grpo import distance, gradients_of
 from conftest import EOS, CountDigits, OneProcessRuntime, make_policy
 from pellucid.algorithm import grpo
 from pellucid.algorithm.advantages import ADVANTAGES
-from pellucid.algorithm.batch import collate, concat, grades_of, prefix_rows
+from pellucid.algorithm.batch import collate, concat, grades_of, with_demonstrations
 from pellucid.algorithm.grpo import State, train
 from pellucid.algorithm.settings import GRPOConfig
+from pellucid.models import packed
 from pellucid.reporting.metrics import describe
 from pellucid.samplers.hf import HuggingFace
 from pellucid.samplers.native import Native
-from pellucid.types import Sampling
+from pellucid.types import Completion, Group, Prompt, Sampling
 
 F64 = torch.float64
 PREFIXES = ("12+3", "", "7", "")
@@ -42,20 +44,19 @@ def groups_of(policy, sampler="native", task=None):
 def batch_of(policy):
     groups = groups_of(policy)
     batch = collate(groups, policy.device)
-    return replace(batch, advantages=ADVANTAGES["grpo"](grades_of(groups), GRPOConfig()).flatten())
+    return replace(
+        batch, advantages=batch.along_responses(ADVANTAGES["grpo"](grades_of(groups), GRPOConfig()).flatten())
+    )
 
 
 def likelihood(policy, groups):
     """The mean of -log pi over all prefix tokens, one prompt at a time, by transformers' own model."""
     total, count = torch.zeros((), dtype=F64), 0
     for group in groups:
-        n = group.prefix_length
-        if n:
-            logits = policy.model(torch.tensor([group.prompt_ids])).logits[0]
-            log_softmax = logits.double().log_softmax(-1)
-            start = len(group.prompt_ids) - n
-            total = total - sum(log_softmax[t - 1, group.prompt_ids[t]] for t in range(start, start + n))
-            count += n
+        ids, start = (*group.prompt_ids, *group.demonstration), len(group.prompt_ids)
+        log_softmax = policy.model(torch.tensor([ids])).logits[0].double().log_softmax(-1)
+        total = total - sum(log_softmax[t - 1, ids[t]] for t in range(start, len(ids)))
+        count += len(group.demonstration)
     return total / count
 
 
@@ -64,14 +65,18 @@ def test_a_completion_goes_on_from_its_prefix(sampler):
     """Its log-probs are those of the continuation, given question and prefix."""
     policy = make_policy()
     for group, prefix in zip(groups_of(policy, sampler), PREFIXES, strict=True):
-        assert group.prefix_length == len(prefix)
-        assert policy.decode(group.prompt_ids) == group.prompt.text + prefix
+        n = len(prefix)
+        assert policy.decode(group.prompt_ids) == group.prompt.text
+        assert policy.decode(group.demonstration) == prefix
         for completion in group.completions:
+            assert completion.given == (((0, n),) if n else ())
+            assert completion.token_ids[:n] == group.demonstration
+            assert completion.logprobs[:n] == (0.0,) * n
             ids = (*group.prompt_ids, *completion.token_ids)
             logprobs = policy.model(torch.tensor([ids])).logits[0].detach().log_softmax(-1)
-            start = len(group.prompt_ids)
-            own = [float(logprobs[start - 1 + t, ids[start + t]]) for t in range(len(completion.token_ids))]
-            assert own == pytest.approx(completion.logprobs, abs=1e-4)
+            own = [float(logprobs[t - 1, ids[t]]) for t in range(len(ids) - completion.length, len(ids))]
+            assert own == pytest.approx(completion.logprobs[n:], abs=1e-4)
+            assert completion.text == policy.decode(completion.token_ids[n:])
 
 
 def test_the_prefix_loss_has_the_gradient_of_the_likelihood_and_nothing_else_changes():
@@ -90,16 +95,15 @@ def test_a_whole_answer_is_learnt_with_its_end():
     """The likelihood of the end-of-sequence token behind it counts as one more of its tokens."""
     policy = make_policy(dtype=F64)
     [group] = groups_of(policy)[:1]
-    whole = replace(group, prefix_end=EOS)
-    batch = replace(collate([whole], policy.device), advantages=torch.zeros(3))
-    rows = prefix_rows(batch)
-    assert rows.response_ids.tolist() == [[*group.prompt_ids[-4:], EOS]]
-    assert rows.prompt_ids == (group.prompt_ids[:-4],)
-    logits = policy.model(torch.tensor([[*group.prompt_ids, EOS]])).logits[0].detach().double().log_softmax(-1)
-    ids = [*group.prompt_ids[-4:], EOS]
-    expected = -sum(float(logits[len(group.prompt_ids) - 5 + t, ids[t]]) for t in range(5)) / 5
-    _, metrics = gradients_of(policy, batch, GRPOConfig(prefix_coef=1.0))
-    assert metrics["prefix/nll"] == pytest.approx(expected, rel=1e-6)
+    whole = replace(group, demonstration=(*group.demonstration, EOS))
+    batch = collate([whole], policy.device)
+    batch = replace(batch, advantages=torch.zeros_like(batch.sampler_logprobs))
+    found, metrics = gradients_of(policy, batch, GRPOConfig(prefix_coef=1.0))
+    loss = likelihood(policy, [whole])
+    assert float((loss - likelihood(policy, [group])).abs().detach()) > 1e-3
+    assert metrics["prefix/nll"] == pytest.approx(float(loss.detach()), rel=1e-6)
+    expected = torch.autograd.grad(loss, list(policy.trainable().values()))
+    assert distance(found, dict(zip(policy.trainable(), expected, strict=True))) < 1e-6
 
 
 def test_the_sampler_says_where_a_whole_answer_ends():
@@ -108,18 +112,76 @@ def test_the_sampler_says_where_a_whole_answer_ends():
         def sample(self, step, n):
             return [replace(prompt, prefix_whole=bool(prompt.prefix)) for prompt in super().sample(step, n)]
 
-    assert [g.prefix_end for g in groups_of(make_policy(), task=Whole())] == [EOS, None, EOS, None]
-    assert [g.prefix_end for g in groups_of(make_policy())] == [None] * 4
+    policy = make_policy()
+    given = [
+        group.completions[0].token_ids[: len(prefix)] for group, prefix in zip(groups_of(policy), PREFIXES, strict=True)
+    ]
+    assert [g.demonstration for g in groups_of(policy)] == given
+    assert [g.demonstration for g in groups_of(policy, task=Whole())] == [ids and (*ids, EOS) for ids in given]
 
 
 def test_without_a_coefficient_prefixes_get_no_gradient():
     """The same completions as continuations of a longer prompt: prefix or prompt, the gradient is one."""
     policy = make_policy(dtype=F64)
     batch = batch_of(policy)
-    as_prompt = replace(batch, prefix_lengths=(0, 0, 0, 0))
+    as_prompt = collate([with_prefix_in_prompt(group) for group in groups_of(policy)], policy.device)
+    as_prompt = replace(
+        as_prompt, advantages=as_prompt.along_responses(batch.advantages.sum(-1) / batch.sampled.sum(-1))
+    )
     one, other = (gradients_of(policy, b, GRPOConfig()) for b in (batch, as_prompt))
     assert distance(one[0], other[0]) < 1e-12
-    assert one[1] == other[1]
+    assert one[1] == pytest.approx(other[1], rel=1e-12)
+
+
+def with_prefix_in_prompt(group):
+    n = len(group.demonstration)
+    completions = [replace(c, token_ids=c.token_ids[n:], logprobs=c.logprobs[n:], given=()) for c in group.completions]
+    return replace(group, prompt_ids=group.prompt_ids + group.demonstration, completions=tuple(completions))
+
+
+def test_what_a_group_was_given_is_computed_once():
+    """Behind its question, not in each of its rows; a demonstration costs nothing."""
+    policy = make_policy(dtype=F64)
+    batch = batch_of(policy)
+    layout = packed.layout_of(batch, F64, policy.device)
+    assert len(layout.prompts.ids) == sum(len(ids) for ids in batch.prompt_ids) + 4 + 1
+    assert len(layout.responses.ids) == int(batch.sampled.sum()) - len(batch), "the last token predicts nothing"
+    with_one = packed.layout_of(with_demonstrations(batch, torch.arange(4)), F64, policy.device)
+    assert [len(rows.ids) for rows in with_one[:2]] == [len(layout.prompts.ids), len(layout.responses.ids)]
+
+
+@pytest.mark.parametrize("engine", ["auto", "transformers"])
+def test_tokens_may_be_given_anywhere(engine):
+    """Scores of sampled tokens, and of given ones that have a likelihood weight, are transformers' own."""
+    policy = make_policy(dtype=F64, engine=engine)
+    given = [((0, 2), (3, 5)), ((0, 2),), ((0, 1),), ((0, 4),)]  # of the last, everything
+    answers = [
+        Completion(ids, (0.0,) * len(ids), "", True, given=stretches)
+        for ids, stretches in zip(((1, 2, 3, 4, 5, 6), (1, 2, 7), (1, 3, 2), (1, 2, 3, 4)), given, strict=True)
+    ]
+    batch = collate([Group(Prompt("p", "?"), (7, 8, 9), tuple(answers))], policy.device)
+    assert batch.sampled.sum(-1).tolist() == [2, 1, 2, 0]
+    wanted = torch.zeros_like(batch.sampler_logprobs)
+    wanted[0, 3], wanted[1, 0], wanted[3, :4] = 1.0, 1.0, 1.0
+    batch = replace(batch, likelihood_weights=wanted)
+    assert int(batch.scored.sum()) == 5 + 2 + 4
+    scores = policy.score(batch).logprobs.detach()
+    for row, answer in enumerate(answers):
+        ids = (7, 8, 9, *answer.token_ids)
+        log_softmax = policy.model(torch.tensor([ids])).logits[0].detach().log_softmax(-1)
+        for t, token in enumerate(answer.token_ids):
+            expected = float(log_softmax[2 + t, token]) if batch.scored[row, t] else 0.0
+            assert float(scores[row, t]) == pytest.approx(expected, abs=1e-6)
+
+
+def test_the_likelihood_is_over_the_vocabulary_where_the_sampler_truncates():
+    policy = make_policy(dtype=F64)
+    cut = Native(policy=policy).generate(Begun().sample(0, 4), Sampling(3, max_tokens=12, top_k=3, seed="0/0"))
+    batch = collate(cut, policy.device)
+    batch = replace(batch, advantages=torch.zeros_like(batch.sampler_logprobs))
+    _, metrics = gradients_of(policy, batch, GRPOConfig(prefix_coef=1.0))
+    assert metrics["prefix/nll"] == pytest.approx(float(likelihood(policy, cut).detach()), rel=1e-6)
+    assert metrics["entropy"] < math.log(3)
 
 
 @pytest.mark.parametrize("micro_batch", [1, 2, 5])
@@ -156,7 +218,7 @@ def test_two_processes_add_up_to_one_though_one_has_fewer_prefixes_or_none(order
     halves = [shared.rows(slice(0, 6)), shared.rows(slice(6, 12))]
     gradients = []
     for mine, other, tokens in (*zip(halves, halves[::-1], prefixes[::-1], strict=True),):
-        runtime = Half(policy, [torch.tensor(6), other.mask.sum(), torch.tensor(tokens)])
+        runtime = Half(policy, [torch.tensor(6), other.sampled.sum(), torch.tensor(tokens)])
         grpo.update(policy, mine, runtime, cfg)
         gradients.append(runtime.gradients)
     assert distance(whole, {name: gradients[0][name] + gradients[1][name] for name in whole}) < 1e-7
@@ -170,20 +232,27 @@ def test_a_minibatch_learns_its_own_prefixes_alone():
     assert distance(second, last) < 1e-7
 
 
-def test_each_minibatch_has_the_prefixes_of_its_own_groups():
+def test_demonstrations_are_rows_of_given_tokens_behind_the_others():
     policy = make_policy()
     batch = batch_of(policy)
-    first, second = (prefix_rows(chunk) for chunk in batch.chunks(6))
-    assert [policy.decode(ids[:n]) for ids, n in zip(first.response_ids, first.mask.sum(-1), strict=True)] == ["12+3"]
-    assert [policy.decode(ids[:n]) for ids, n in zip(second.response_ids, second.mask.sum(-1), strict=True)] == ["7"]
-    assert prefix_rows(batch.rows(slice(3, 6))) is None
+    grown = with_demonstrations(batch.rows(slice(0, 6)), torch.arange(2))
+    for name, x in batch.rows(slice(0, 6)).tensors().items():
+        mine = grown.rows(slice(0, 6)).tensors()[name]
+        assert torch.equal(mine, x), name
+    [last] = grown.chunks(6)[1:]
+    assert policy.decode(last.response_ids[0].tolist()) == "12+3"
+    assert last.likelihood_weights.tolist() == [[1.0] * 4]
+    assert not last.sampled.any()
+    assert not last.advantages.any()
+    assert len(with_demonstrations(batch.rows(slice(3, 6)), torch.tensor([1]))) == 3, "this prompt has none"
 
 
 def test_replayed_groups_keep_their_prefixes():
     policy = make_policy()
     batch = batch_of(policy)
-    assert concat([batch, batch]).prefix_lengths == (4, 0, 1, 0, 4, 0, 1, 0)
-    assert len(prefix_rows(concat([batch, batch]))) == 4
+    twice = concat([batch, batch])
+    assert [len(ids) for ids in twice.demonstrations] == [4, 0, 1, 0] * 2
+    assert len(with_demonstrations(twice, torch.arange(8))) == 24 + 4
 
 
 def test_a_prefix_that_is_made_likelier_is_soon_said():

@@ -8,24 +8,19 @@ import torch
 from pellucid.algorithm import totals
 from pellucid.algorithm.totals import Clock, Totals
 
-MASK = torch.tensor([[True, True, False], [True, False, False]])
-
 
 def totals_of(*micro_batches, steps=({"grad_norm": 1.0, "lr": 0.1, "skipped": 0.0, "idle": 0.0},)):
-    """Each micro-batch: the gap and the loss of its six places, three of which are tokens."""
+    """Each micro-batch: the gap and the loss of its three tokens."""
     measured = Totals()
     for gap, loss in micro_batches:
-        metrics = {"sampler/gap_mean": torch.tensor(gap).view(2, 3), "loss": torch.tensor(loss).view(2, 3)}
-        measured.add_tokens(metrics, MASK)
+        measured.add_tokens({"sampler/gap_mean": torch.tensor(gap), "loss": torch.tensor(loss)})
     measured.steps = list(steps)
     return measured
 
 
 def test_means_are_over_tokens_of_all_micro_batches_and_the_largest_gap_is_one_of_a_token():
-    """What padding holds is 9."""
-    first = ([0.1, 0.8, 9.0, 0.3, 9.0, 9.0], [1.0, 2.0, 9.0, 3.0, 9.0, 9.0])
-    second = ([0.2, 0.2, 9.0, 0.2, 9.0, 9.0], [0.0, 0.0, 9.0, -2.0, 9.0, 9.0])
-    means = totals_of(first, second).means(list)
+    """In the third nothing was sampled."""
+    means = totals_of(([0.1, 0.8, 0.3], [1.0, 2.0, 3.0]), ([0.2] * 3, [0.0, 0.0, -2.0]), ([], [])).means(list)
     assert means["sampler/gap_mean"] == pytest.approx(1.8 / 6)
     assert means["sampler/gap_max"] == pytest.approx(0.8)
     assert means["loss"] == pytest.approx(4.0), "shares of a sum: they add up"
@@ -34,7 +29,7 @@ def test_means_are_over_tokens_of_all_micro_batches_and_the_largest_gap_is_one_o
 def test_of_several_optimizer_steps_norms_and_losses_are_means_skips_are_counted_and_the_rate_is_the_last():
     names = ("grad_norm", "lr", "skipped", "idle")
     steps = [dict(zip(names, step, strict=True)) for step in ((0, 0.4, 0, 1), (2, 0.3, 1, 0), (4, 0.2, 0, 0))]
-    means = totals_of(([0.0] * 6, [1.0] * 6), ([0.0] * 6, [2.0] * 6), steps=steps).means(list)
+    means = totals_of(([0.0] * 3, [1.0] * 3), ([0.0] * 3, [2.0] * 3), steps=steps).means(list)
     assert means["loss"] == pytest.approx(9.0 / 3)
     assert [means[name] for name in names] == [2.0, 0.2, 1, 1]
     assert not means.keys() & {"loss_scale", "skipped/overflow"}
@@ -43,7 +38,7 @@ def test_of_several_optimizer_steps_norms_and_losses_are_means_skips_are_counted
 def test_in_fp16_overflows_are_counted_and_the_scale_is_that_of_the_last_step():
     names = ("grad_norm", "lr", "skipped", "skipped/overflow", "loss_scale", "idle")
     steps = [dict(zip(names, step, strict=True)) for step in ((0, 0.4, 0, 1, 8.0, 0), (2, 0.3, 1, 1, 4.0, 0))]
-    means = totals_of(([0.0] * 6, [1.0] * 6), steps=steps).means(list)
+    means = totals_of(([0.0] * 3, [1.0] * 3), steps=steps).means(list)
     assert [means[name] for name in names] == [1.0, 0.3, 1, 2, 4.0, 0]
 
 
@@ -57,9 +52,9 @@ def test_means_and_the_largest_gap_are_of_all_processes():
         def __call__(self, items):
             return [*items, self.shares.pop(0)]
 
-    mine = totals_of(([0.1] * 6, [1.0] * 6))
-    other = totals_of(([0.4] * 6, [1.0] * 6), ([0.4] * 6, [2.0] * 6))
-    other.add_tokens({"prefix/nll": torch.full((2, 3), 5.0)}, MASK)
+    mine = totals_of(([0.1] * 3, [1.0] * 3))
+    other = totals_of(([0.4] * 3, [1.0] * 3), ([0.4] * 3, [2.0] * 3))
+    other.add_tokens({"prefix/nll": torch.full((2,), 5.0), "sampler/gap_mean": torch.zeros(0)})
     means = mine.means(Other(other))
     assert means["sampler/gap_mean"] == pytest.approx((3 * 0.1 + 6 * 0.4) / 9)
     assert means["sampler/gap_max"] == pytest.approx(0.4)

@@ -21,7 +21,7 @@ from conftest import (
     tiny_gpt2,
     tiny_llama,
 )
-from pellucid.algorithm.batch import collate, prefix_rows
+from pellucid.algorithm.batch import collate
 from pellucid.algorithm.grpo import update
 from pellucid.algorithm.settings import AdamWConfig, GRPOConfig
 from pellucid.policy import policy as policy_module
@@ -280,9 +280,6 @@ def test_a_prompt_of_no_token_is_refused_wherever_it_comes_from():
     groups = [Group(Prompt("a", "a"), (1, 2, 3), answers), Group(Prompt("b", ""), (), answers)]
     with pytest.raises(ValueError, match="a prompt without a token"):
         collate(groups, policy.device)
-    all_prefix = Group(Prompt("b", "", prefix="a"), (4,), answers, prefix_length=1)
-    with pytest.raises(ValueError, match="a prompt without a token"):
-        prefix_rows(collate([groups[0], all_prefix], policy.device))
 
 
 def test_a_tokenizer_that_begins_every_text_makes_an_empty_prompt_whole():
@@ -341,7 +338,7 @@ def test_lora_without_its_library_names_the_extra(monkeypatch):
 def test_the_base_of_a_lora_policy_does_not_move(lora):
     before = {name: p.clone() for name, p in lora.model.named_parameters()}
     batch = batch_of(lora)
-    batch = replace(batch, advantages=torch.randn(len(batch), dtype=torch.float64))
+    batch = replace(batch, advantages=batch.along_responses(torch.randn(len(batch), dtype=torch.float64)))
     update(lora, batch, OneProcessRuntime(lora, lr=1.0), GRPOConfig())
     moved = {name for name, p in lora.model.named_parameters() if not torch.equal(p, before[name])}
     assert moved

@@ -204,7 +204,7 @@ def test_a_state_of_a_larger_pool_is_cut():
 
 def test_described_measures_a_question_when_it_is_first_answered_without_a_prefix():
     task = Curriculum(Numbered(), pool=2, order="described")
-    task.observe(0, answered(task.sample(0, 2), prefix_length=3))
+    task.observe(0, answered(task.sample(0, 2), demonstration=(1, 2, 3)))
     walk(task, 1, 2, right=lambda q: q, first=1)
     walk(task, 1, 2, right=lambda q: 4, first=2)
     assert task.state()["accuracy"] == {0: 0.0, 1: 0.25}
@@ -221,7 +221,7 @@ def test_the_state_goes_through_json_and_goes_on_as_if_nothing_had_been():
 
 def test_a_group_that_was_given_a_prefix_is_asked_but_not_measured():
     task = Curriculum(Numbered(), pool=4)
-    metrics = task.observe(0, answered(task.sample(0, 2), prefix_length=3))
+    metrics = task.observe(0, answered(task.sample(0, 2), demonstration=(1, 2, 3)))
     assert task.state()["accuracy"] == {}
     assert len(task.state()["left"]) == 2
     assert metrics.pop("curriculum/measured") == 0.0

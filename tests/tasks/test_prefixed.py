@@ -130,7 +130,7 @@ def test_prefix_and_completion_are_graded_as_one_answer(tmp_path):
 def test_a_step_without_prefixes_says_so():
     """The mean over the steps of a run would otherwise be that of the steps that had some."""
     one, other = TASK.sample(0, 2)
-    groups = [Group(one, (), (), prefix_length=3), Group(other, (), ())]
+    groups = [Group(one, (), (), demonstration=(1, 2, 3)), Group(other, (), ())]
     task = Prefixed(TASK)
     assert task.observe(0, groups)["prefix/share"] == 0.5
     assert task.observe(1, groups[1:])["prefix/share"] == 0.0

@@ -70,14 +70,15 @@ def test_a_damaged_checkpoint_is_one_clear_line(tmp_path, file):
 def test_replayed_rollouts_come_back_as_they_were(tmp_path):
     """Of every process its own, with all that is known of prompts and prefixes."""
 
-    def rollouts(*tokens, **of_prefix):
+    def rollouts(*tokens, shown=()):
         completions = tuple(Completion((t,) * n, (-0.5,) * n, "", True) for n, t in enumerate(tokens, 1))
-        batch = collate([Group(Prompt("p", "?"), (7, 8), completions, **of_prefix)], torch.device("cpu"))
-        return replace(batch, old_logprobs=batch.sampler_logprobs - 1, advantages=torch.arange(float(len(tokens))))
+        batch = collate([Group(Prompt("p", "?"), (7, 8), completions, demonstration=shown)], torch.device("cpu"))
+        advantages = batch.along_responses(torch.arange(float(len(tokens))))
+        return replace(batch, old_logprobs=batch.sampler_logprobs - 1, advantages=advantages)
 
     ranks = [
-        [(4, rollouts(1, 2, prefix_length=1, prefix_end=5)), (3, rollouts(3, 4))],
-        [(4, rollouts(6, 7, 8, prefix_length=2))],
+        [(4, rollouts(1, 2, shown=(1, 5))), (3, rollouts(3, 4))],
+        [(4, rollouts(6, 7, 8, shown=(1, 2)))],
     ]
     tensors, facts = checkpoint.pack_replay(ranks)
     saved, kept = checkpoint.load(checkpoint.save(tmp_path, 5, TENSORS | tensors, {"replay": facts}, 1))
@@ -85,11 +86,7 @@ def test_replayed_rollouts_come_back_as_they_were(tmp_path):
         found = checkpoint.unpack_replay(saved, kept["replay"], rank)
         assert [step for step, _ in found] == [step for step, _ in expected]
         for (_, mine), (_, theirs) in zip(found, expected, strict=True):
-            assert checkpoint.of_prompts(mine) == {
-                "prompt_ids": theirs.prompt_ids,
-                "prefix_lengths": theirs.prefix_lengths,
-                "prefix_ends": theirs.prefix_ends,
-            }
+            assert (mine.prompt_ids, mine.demonstrations) == (theirs.prompt_ids, theirs.demonstrations)
             assert mine.tensors().keys() == theirs.tensors().keys()
             assert all(torch.equal(mine.tensors()[name], x) for name, x in theirs.tensors().items())
 

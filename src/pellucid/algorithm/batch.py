@@ -1,4 +1,9 @@
-"""Rollouts as tensors: records become a Batch to train on, and Grades that advantages are made from."""
+"""Rollouts as tensors: records become a Batch to train on, and Grades that advantages are made from.
+
+A response is a sequence of tokens. Each was sampled by the policy or given to it, and the fields [B, T] of a Batch say
+what is done with each: whether there is one (`mask`), who chose it (`sampled`), whether the policy gradient acts on it
+(`acts`), its advantage, its weight in the loss, and the weight of its likelihood. The loss knows nothing else.
+"""
 
 from __future__ import annotations
 
@@ -26,38 +31,40 @@ class Batch:
 
     prompt_ids: tuple[tuple[int, ...], ...]
     """The prompts of the batch, one for each group."""
-    prefix_lengths: tuple[int, ...]
-    """Of each prompt, how many tokens at its end were given as the beginning of the answer."""
-    prefix_ends: tuple[int | None, ...]
-    """Of each prompt, the end-of-sequence token that belongs behind its prefix, where that is a whole answer."""
+    demonstrations: tuple[tuple[int, ...], ...]
+    """Of each prompt, the response that may be made likelier; empty where there is none."""
     prompt_of: Tensor
     """[B] the index of each row's prompt in prompt_ids."""
     response_ids: Tensor
     """[B, T] padded on the right; what the padding holds is never looked at."""
     mask: Tensor
-    """[B, T] bool: true on the tokens of the response. Made from lengths, since pad may equal EOS."""
+    """[B, T] bool: there is a token. Made from lengths, since pad may equal EOS."""
+    sampled: Tensor
+    """[B, T] bool: the policy drew this token; the others were given to it."""
     finished: Tensor
     """[B] bool: ended with an end-of-sequence token."""
     sampler_logprobs: Tensor
-    """[B, T] log-probs as the sampler reported them."""
+    """[B, T] log-probs as the sampler reported them; 0 where a token was given."""
     mask_words: Tensor | None = None
     """[M]: sampling masks, end to end, where the sampler truncates."""
     mask_spans: Tensor | None = None
-    """[B, T, 2]: where in them that of each token begins and ends."""
+    """[B, T, 2]: where in them that of each token begins and ends; empty where every token was in the running."""
     old_logprobs: Tensor | None = None
     """[B, T] log-probs under the policy at the start of the update; None where that is the one being updated."""
     ref_logprobs: Tensor | None = None
     """[B, T] log-probs under the reference."""
     kl: Tensor | None = None
     """[B, T] KL to the reference when the rollouts were drawn, where the reward is charged with it."""
-    entropy_mask: Tensor | None = None
-    """[B, T] bool: tokens that get the objective's gradient; None means all."""
+    acts: Tensor | None = None
+    """[B, T] bool: the policy gradient acts on this token; None means on all that were sampled."""
     advantages: Tensor | None = None
-    """[B]"""
+    """[B, T]; 0 where a token was given. Equal along a response, as a completion has one grade."""
     clip_high: Tensor | None = None
     """[B] the upper clip of each row, where the difficulty of its prompt sets it."""
     weights: Tensor | None = None
-    """[B, T] share of each token in the loss."""
+    """[B, T] share of each sampled token in the loss; 0 where a token was given."""
+    likelihood_weights: Tensor | None = None
+    """[B, T] weight of each token's negative log-likelihood in the loss; None means none."""
 
     def __post_init__(self) -> None:
         if not all(self.prompt_ids):
@@ -75,11 +82,20 @@ class Batch:
     def tensors(self) -> dict[str, Tensor]:
         return {f.name: x for f in fields(self) if isinstance(x := getattr(self, f.name), Tensor)}
 
+    @property
+    def scored(self) -> Tensor:
+        """[B, T] bool: tokens whose log-probs are needed. Given ones are, where they are made likelier."""
+        return self.sampled if self.likelihood_weights is None else self.sampled | (self.likelihood_weights != 0)
+
     def sampling_mask(self, device: torch.device) -> SamplingMask | None:
-        """The sampling mask of all response tokens, row by row; None where the sampler does not truncate."""
+        """The sampling mask of all scored tokens, row by row; None where the sampler does not truncate."""
         if self.mask_words is None or self.mask_spans is None:
             return None
-        return SamplingMask(self.mask_words.to(device), self.mask_spans[self.mask].to(device))
+        return SamplingMask(self.mask_words.to(device), self.mask_spans[self.scored].to(device))
+
+    def along_responses(self, x: Tensor) -> Tensor:
+        """[B] -> [B, T]: the value of each row at its sampled tokens, 0 elsewhere."""
+        return torch.where(self.sampled, x[:, None], 0.0)
 
     def to(self, device: torch.device) -> Batch:
         return replace(self, **{name: x.to(device) for name, x in self.tensors().items()})
@@ -94,13 +110,14 @@ def collate(groups: Sequence[Group], device: torch.device) -> Batch:
     words, spans = (None, None)
     if completions[0].sampling_mask:
         words, spans = (x.to(device) for x in collated([c.sampling_mask for c in completions]))
+    mask = mask_of([len(c.token_ids) for c in completions])
     return Batch(
         prompt_ids=tuple(g.prompt_ids for g in groups),
-        prefix_lengths=tuple(g.prefix_length for g in groups),
-        prefix_ends=tuple(g.prefix_end for g in groups),
+        demonstrations=tuple(g.demonstration for g in groups),
         prompt_of=torch.tensor([p for p, g in enumerate(groups) for _ in g.completions], device=device),
         response_ids=padded([c.token_ids for c in completions], torch.long).to(device),
-        mask=mask_of([len(c.token_ids) for c in completions]).to(device),
+        mask=mask.to(device),
+        sampled=(mask & ~given_of(completions, mask.shape[1])).to(device),
         finished=torch.tensor([c.finished for c in completions], device=device),
         sampler_logprobs=padded([c.logprobs for c in completions], torch.float32).to(device),
         mask_words=words,
@@ -108,24 +125,35 @@ def collate(groups: Sequence[Group], device: torch.device) -> Batch:
     )
 
 
-def prefix_rows(batch: Batch) -> Batch | None:
-    """A batch whose rows are the prefixes of the prompts, as responses to what stands before them; None without any."""
-    prompts = [p for p in batch.prompt_of.unique().tolist() if batch.prefix_lengths[p]]
-    if not prompts:
-        return None
-    cuts = [(batch.prompt_ids[p], -batch.prefix_lengths[p], batch.prefix_ends[p]) for p in prompts]
-    responses = [ids[cut:] if end is None else (*ids[cut:], end) for ids, cut, end in cuts]
-    device, mask = batch.mask.device, mask_of([len(ids) for ids in responses])
-    return Batch(
-        prompt_ids=tuple(ids[:cut] for ids, cut, _ in cuts),
-        prefix_lengths=(0,) * len(prompts),
-        prefix_ends=(None,) * len(prompts),
-        prompt_of=torch.arange(len(prompts), device=device),
-        response_ids=padded(responses, torch.long).to(device),
-        mask=mask.to(device),
-        finished=torch.tensor([end is not None for _, _, end in cuts], device=device),
-        sampler_logprobs=torch.zeros(mask.shape, device=device),
-    )
+def given_of(completions: Sequence[Completion], width: int) -> Tensor:
+    """[B, width] bool: tokens that were given."""
+    given = torch.zeros(len(completions), width, dtype=torch.bool)
+    for row, completion in zip(given, completions, strict=True):
+        for start, end in completion.given:
+            row[start:end] = True
+    return given
+
+
+def with_demonstrations(batch: Batch, prompts: Tensor) -> Batch:
+    """The batch, and behind it a row of given tokens for each of these prompts [n] that has a demonstration.
+
+    Their tokens have likelihood weight 1; everything else is 0 in the new rows.
+    """
+    batch = replace(batch, likelihood_weights=torch.zeros_like(batch.sampler_logprobs))
+    shown = [p for p in prompts.tolist() if batch.demonstrations[p]]
+    if not shown:
+        return batch
+    responses, device = [batch.demonstrations[p] for p in shown], batch.mask.device
+    mask = mask_of([len(ids) for ids in responses]).to(device)
+    new = {
+        "prompt_of": torch.tensor(shown, device=device),
+        "response_ids": padded(responses, torch.long).to(device),
+        "mask": mask,
+        "likelihood_weights": mask.to(batch.sampler_logprobs),
+    }
+    old = {name: x for name, x in batch.tensors().items() if name != "mask_words"}
+    nothing = {name: x.new_zeros(len(shown), *x.shape[1:]) for name, x in old.items()}
+    return replace(batch, **{name: joined(x, (nothing | new)[name]) for name, x in old.items()})
 
 
 def padded(rows: Sequence[Sequence[Any]], dtype: torch.dtype) -> Tensor:
@@ -150,10 +178,14 @@ def concat(batches: Sequence[Batch]) -> Batch:
     return replace(
         first,
         prompt_ids=tuple(ids for b in batches for ids in b.prompt_ids),
-        prefix_lengths=tuple(n for b in batches for n in b.prefix_lengths),
-        prefix_ends=tuple(end for b in batches for end in b.prefix_ends),
+        demonstrations=tuple(ids for b in batches for ids in b.demonstrations),
         **tensors,
     )
+
+
+def joined(one: Tensor, other: Tensor) -> Tensor:
+    """Rows [b, ...] of both, those of tokens [b, t, ...] as wide as the wider."""
+    return torch.cat([one, other]) if one.dim() == 1 else stacked([one, other], max(one.shape[1], other.shape[1]))
 
 
 def moved(places: Sequence[Tensor], sizes: Sequence[int]) -> list[Tensor]:
@@ -193,7 +225,7 @@ def grades_of(groups: Sequence[Group]) -> Grades:
     return Grades(
         rewards=rewards,
         correct=like_siblings(each(lambda _, r: math.nan if r.failed else r.is_correct)),
-        lengths=each(lambda c, _: len(c.token_ids)),
+        lengths=each(lambda c, _: c.length),
         parts=like_siblings(terms).nan_to_num(0.0) if names else rewards[..., None],
         weights=torch.tensor(weights, dtype=torch.float64),
     )

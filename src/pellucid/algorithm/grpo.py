@@ -26,7 +26,7 @@ from torch import Tensor
 
 from pellucid.algorithm import diagnostics, kl, shaping
 from pellucid.algorithm.advantages import Grades, advantages_of, zero_variance
-from pellucid.algorithm.batch import Batch, collate, concat, grades_of, prefix_rows, stacked, task_rewards
+from pellucid.algorithm.batch import Batch, collate, concat, grades_of, stacked, task_rewards, with_demonstrations
 from pellucid.algorithm.kl import KL
 from pellucid.algorithm.objectives import AGGREGATES, Tokens, clip_high_by_difficulty, clip_metrics, objective_of
 from pellucid.algorithm.settings import GRPOConfig
@@ -142,7 +142,7 @@ def train(
         sampler.sync(policy)
         clock.lap("update")
         finish_step(state, step, reference, policy, metrics, cfg)
-        metrics |= drawn | changed | kl.cost(fresh.kl, fresh.mask, cfg, runtime.gather) | clock.times()
+        metrics |= drawn | changed | kl.cost(fresh.kl, fresh.sampled, cfg, runtime.gather) | clock.times()
         yield StepResult(state.step, metrics, runtime.gather(with_advantages(groups, advantages)))
 
 
@@ -178,7 +178,7 @@ def rollout(
 
 def cost_of(drawn: Sequence[Group], dead: int) -> dict[str, float]:
     """Metrics of how many groups were drawn to fill the batch, and of their tokens."""
-    tokens = sum(len(completion.token_ids) for group in drawn for completion in group.completions)
+    tokens = sum(completion.length for group in drawn for completion in group.completions)
     return {"groups/drawn": len(drawn), "groups/drawn_dead": dead / len(drawn), "tokens": float(tokens)}
 
 
@@ -202,7 +202,7 @@ def compute_advantages(
     grades = grades_of(runtime.gather(groups))
     shaped = torch.stack(runtime.gather(list(shape(grades_of(groups), batch, policy, cfg))))
     advantages = advantages_of(grades, shaped, cfg)
-    penalty = kl.penalty(batch.kl, batch.mask, cfg)
+    penalty = kl.penalty(batch.kl, batch.sampled, cfg)
     changed = diagnostics.on_advantages(grades, shaped, advantages, cfg) | diagnostics.of_penalty(
         penalty, runtime.gather
     )
@@ -212,8 +212,8 @@ def compute_advantages(
 def attach_advantages(
     batch: Batch, groups: Sequence[Group], advantages: Tensor, runtime: Runtime, cfg: GRPOConfig
 ) -> Batch:
-    """Batch with advantages [B] and, where set, clip_high [B]."""
-    batch = replace(batch, advantages=advantages.flatten().to(batch.sampler_logprobs))
+    """Batch with advantages [B, T] and, where set, clip_high [B]."""
+    batch = replace(batch, advantages=batch.along_responses(advantages.flatten().to(batch.sampler_logprobs)))
     if not cfg.clip_difficulty:
         return batch
     mean = grades_of(runtime.gather(groups)).correct.nanmean()
@@ -226,29 +226,39 @@ def update(policy: Policy, batch: Batch, runtime: Runtime, cfg: GRPOConfig) -> d
     totals = Totals()
     for _ in range(cfg.epochs):
         for minibatch in batch.chunks(len(batch) // cfg.minibatches):
-            weighted = replace(minibatch, weights=weights_of(minibatch, runtime, cfg))
-            parts = [with_gradient(weighted, cfg), *prefixes_of(minibatch, runtime, cfg)]
-            accumulate = partial(gradients, policy, parts, totals, runtime, cfg)
+            weighted = with_weights(minibatch, runtime, cfg)
+            accumulate = partial(gradients, policy, weighted, totals, runtime, cfg)
             totals = runtime.fit(accumulate, cfg.micro_batch or len(minibatch))
             totals.steps.append(runtime.step())
     return totals.means(runtime.gather)
 
 
-def gradients(
-    policy: Policy, parts: Sequence[Batch], totals: Totals, runtime: Runtime, cfg: GRPOConfig, rows: int
-) -> Totals:
+def gradients(policy: Policy, batch: Batch, totals: Totals, runtime: Runtime, cfg: GRPOConfig, rows: int) -> Totals:
     """Add up the gradients of one optimizer step over micro-batches of `rows` rows. Return the grown totals."""
     totals = deepcopy(totals)
-    for micro_batch in runtime.accumulate([micro_batch for part in parts for micro_batch in part.chunks(rows)]):
+    for micro_batch in runtime.accumulate(batch.chunks(rows)):
         loss, metrics = loss_terms(policy.score(micro_batch), micro_batch, cfg)
         runtime.backward(loss)
-        totals.add_tokens(metrics, micro_batch.mask)
+        totals.add_tokens(metrics)
     return totals
+
+
+def with_weights(batch: Batch, runtime: Runtime, cfg: GRPOConfig) -> Batch:
+    """Batch with weights and, where cfg.prefix_coef asks for them, demonstrations with likelihood_weights.
+
+    Rows that add nothing to the gradient, such as those of dead groups, are dropped.
+    """
+    weighted = with_gradient(replace(batch, weights=weights_of(batch, runtime, cfg)), cfg)
+    if not cfg.prefix_coef:
+        return weighted
+    weighted = with_demonstrations(weighted, batch.prompt_of.unique())
+    tokens = runtime.sum(weighted.likelihood_weights.sum())
+    return replace(weighted, likelihood_weights=cfg.prefix_coef * weighted.likelihood_weights / tokens.clamp(min=1))
 
 
 def weights_of(batch: Batch, runtime: Runtime, cfg: GRPOConfig) -> Tensor:
     """Weight [B, T] of each token in the loss, from counts over all processes; 0 where a response is filtered out."""
-    mask = batch.mask & batch.finished[:, None] if cfg.overlong_filter else batch.mask
+    mask = batch.sampled & batch.finished[:, None] if cfg.overlong_filter else batch.sampled
     rows, tokens = runtime.sum(mask.any(-1).sum()), runtime.sum(mask.sum())
     return AGGREGATES[cfg.aggregate](mask, rows.clamp(min=1), tokens.clamp(min=1), cfg)
 
@@ -258,40 +268,27 @@ def with_gradient(batch: Batch, cfg: GRPOConfig) -> Batch:
     assert batch.advantages is not None and batch.weights is not None
     live = batch.weights.any(-1)
     if not (cfg.entropy_coef or (cfg.kl_coef and cfg.kl_in == "loss")):
-        live = live & (batch.advantages != 0)
+        live = live & (batch.advantages != 0).any(-1)
     return batch if bool(live.all()) else batch.rows(live if bool(live.any()) else slice(1))
 
 
-def prefixes_of(batch: Batch, runtime: Runtime, cfg: GRPOConfig) -> list[Batch]:
-    """The prefixes of a minibatch as a batch of their own, weighted by cfg.prefix_coef; an empty list without any."""
-    if not cfg.prefix_coef:
-        return []
-    rows = prefix_rows(batch)
-    tokens = runtime.sum(batch.mask.new_zeros((), dtype=torch.long) if rows is None else rows.mask.sum())
-    return [] if rows is None else [replace(rows, weights=cfg.prefix_coef * rows.mask / tokens)]
-
-
 def loss_terms(scores: Scores, batch: Batch, cfg: GRPOConfig) -> tuple[Tensor, dict[str, Tensor]]:
-    """The loss, -sum of weights * (objective - kl_coef * KL + entropy_coef * entropy), and metrics [B, T].
+    """The loss, a sum over tokens, and metrics: each [N] of the N tokens that it speaks of.
 
-    Rows without advantages are prefixes: nobody sampled them, and they are made likelier.
+    The loss is -sum of weights * (objective - kl_coef * KL + entropy_coef * entropy) + likelihood_weights * log pi.
     """
-    assert batch.weights is not None
-    if batch.advantages is None:
-        losses = -batch.weights * scores.logprobs.masked_fill(~batch.mask, 0.0)
-        return losses.sum(), {"prefix/nll": -scores.logprobs.detach(), "loss": losses.detach()}
+    assert batch.advantages is not None and batch.weights is not None
     logprobs, entropy, exact_kl = scores
     now = logprobs.detach()
     old_logprobs = now if batch.old_logprobs is None else batch.old_logprobs
-    advantages = batch.advantages.to(logprobs)[:, None]  # [B, 1]
-    importance_weights = shaping.sampler_weights(old_logprobs, batch.sampler_logprobs, batch.mask, cfg)
+    importance_weights = shaping.sampler_weights(old_logprobs, batch.sampler_logprobs, batch.sampled, cfg)
 
     clip_high = None if batch.clip_high is None else batch.clip_high[:, None]  # [B, 1]
-    tokens = Tokens(logprobs, old_logprobs, advantages, batch.mask, clip_high)
+    tokens = Tokens(logprobs, old_logprobs, batch.advantages.to(logprobs), batch.sampled, clip_high)
     outcome = objective_of(cfg.objective)(tokens, cfg)
     value = importance_weights * outcome.value  # [B, T]
-    value = value if batch.entropy_mask is None else value * batch.entropy_mask
-    metrics = clip_metrics(outcome, batch.mask)
+    value = value if batch.acts is None else value * batch.acts
+    metrics = clip_metrics(outcome, batch.sampled)
     metrics |= {"entropy": entropy.detach(), "sampler/gap_mean": (batch.sampler_logprobs - old_logprobs).abs()}
     metrics |= {"sampler/corrected": shaping.cut(importance_weights, cfg)} if cfg.correction != "none" else {}
     if cfg.kl_coef:
@@ -301,9 +298,14 @@ def loss_terms(scores: Scores, batch: Batch, cfg: GRPOConfig) -> tuple[Tensor, d
         value = value - cfg.kl_coef * estimate if cfg.kl_in == "loss" else value
     if cfg.entropy_coef:
         value = value + cfg.entropy_coef * entropy
-    # Off the mask there may be anything, infinities included.
-    losses = -batch.weights * value.masked_fill(~batch.mask, 0.0)
-    return losses.sum(), metrics | {"loss": losses.detach()}
+    # Where nothing was sampled there may be anything, infinities included.
+    losses = -batch.weights * value.masked_fill(~batch.sampled, 0.0)
+    metrics = {name: x[batch.sampled] for name, x in metrics.items()}
+    if batch.likelihood_weights is not None:
+        learnt = batch.likelihood_weights != 0
+        losses = losses - batch.likelihood_weights * logprobs.masked_fill(~learnt, 0.0)
+        metrics["prefix/nll"] = -now[learnt]
+    return losses.sum(), metrics | {"loss": losses.detach()[batch.mask]}
 
 
 def estimated_kl(scores: Scores, ref_logprobs: Tensor | None, old_logprobs: Tensor, cfg: GRPOConfig) -> Tensor:
@@ -326,7 +328,7 @@ def shape(grades: Grades, batch: Batch, policy: Policy, cfg: GRPOConfig) -> Tens
         ]
         rewards = shaping.SIMILARITY[cfg.similarity](rewards, torch.cat(states).view(*rewards.shape, -1), cfg)
     rewards = shaping.overlong(rewards, grades.lengths, cfg)
-    return kl.in_raw_reward(rewards, batch.kl, batch.mask, cfg)
+    return kl.in_raw_reward(rewards, batch.kl, batch.sampled, cfg)
 
 
 def with_advantages(groups: Sequence[Group], advantages: Tensor) -> list[Group]:
@@ -336,7 +338,7 @@ def with_advantages(groups: Sequence[Group], advantages: Tensor) -> list[Group]:
 def add_old_and_reference_logprobs(
     batch: Batch, policy: Policy, reference: Reference | None, runtime: Runtime, cfg: GRPOConfig
 ) -> Batch:
-    """Batch with old_logprobs, ref_logprobs, kl and entropy_mask, each only where the settings need it."""
+    """Batch with old_logprobs, ref_logprobs, kl and acts, each only where the settings need it."""
     charged = bool(cfg.kl_coef) and cfg.kl_in != "loss"
     if reference is not None and cfg.kl_coef and cfg.kl != "exact":
         batch = replace(batch, ref_logprobs=score_detached(batch, reference, runtime, cfg).logprobs)
@@ -347,10 +349,9 @@ def add_old_and_reference_logprobs(
     if charged:
         batch = replace(batch, kl=estimated_kl(scores, batch.ref_logprobs, scores.logprobs, cfg))
     if cfg.entropy_share < 1:
-        entropies = torch.cat(runtime.gather([scores.entropy[batch.mask].cpu()]))
-        batch = replace(
-            batch, entropy_mask=scores.entropy >= shaping.highest(entropies, cfg.entropy_share).to(scores.entropy)
-        )
+        entropies = torch.cat(runtime.gather([scores.entropy[batch.sampled].cpu()]))
+        least = shaping.highest(entropies, cfg.entropy_share).to(scores.entropy)
+        batch = replace(batch, acts=batch.sampled & (scores.entropy >= least))
     return batch
 
 

@@ -32,9 +32,9 @@ class Tokens(NamedTuple):
     old_logprobs: Tensor
     """[B, T] under the policy that the rollouts came from."""
     advantages: Tensor
-    """[B, 1] or [B, T]"""
+    """[B, T]"""
     mask: Tensor
-    """[B, T] bool: true on tokens of the response."""
+    """[B, T] bool: tokens that the policy sampled."""
     clip_high: Tensor | None = None
     """[B, 1] of each row, where the difficulty of its prompt sets it."""
 
@@ -94,7 +94,7 @@ def dcpo(tokens: Tokens, cfg: GRPOConfig) -> Outcome:
 def gspo(tokens: Tokens, cfg: GRPOConfig) -> Outcome:
     """`ppo_clip` with one ratio a response, exp(mean of its log-ratios) (GSPO, arXiv 2507.18071, equations 5 to 7)."""
     mean = mean_over_response(log_ratio_of(tokens), tokens.mask)
-    return surrogate(tokens, mean, fixed_bounds(tokens, cfg), cfg)
+    return surrogate(of_responses(tokens), mean, fixed_bounds(tokens, cfg), cfg)
 
 
 def gspo_token(tokens: Tokens, cfg: GRPOConfig) -> Outcome:
@@ -127,12 +127,12 @@ def gmpo(tokens: Tokens, cfg: GRPOConfig) -> Outcome:
 
     Clipped in log-space, each token on the side where the sign of A would lead it further out; 0.4 is the paper's.
     """
-    log_ratio = log_ratio_of(tokens)
+    log_ratio, advantages = log_ratio_of(tokens), of_responses(tokens).advantages
     low, high = clamped(log_ratio).clamp(min=-cfg.clip_low), clamped(log_ratio).clamp(max=cfg.clip_high)
-    held = torch.where(tokens.advantages > 0, high, low)
-    value = (tokens.advantages * mean_over_response(held, tokens.mask).exp()).expand(tokens.mask.shape)
+    held = torch.where(advantages > 0, high, low)
+    value = (advantages * mean_over_response(held, tokens.mask).exp()).expand(tokens.mask.shape)
     clip_low, clip_high = (log_ratio.new_tensor(bound).exp() for bound in (-cfg.clip_low, cfg.clip_high))
-    return Outcome(value, log_ratio, *clipped_at(clamped(log_ratio).exp(), tokens.advantages, (clip_low, clip_high)))
+    return Outcome(value, log_ratio, *clipped_at(clamped(log_ratio).exp(), advantages, (clip_low, clip_high)))
 
 
 OBJECTIVES: dict[str, Objective] = {
@@ -185,6 +185,12 @@ def ratio_of(logprobs: Tensor, old_logprobs: Tensor) -> Tensor:
 def mean_over_response(x: Tensor, mask: Tensor) -> Tensor:
     """[B, T] -> [B, 1]: the mean over the tokens of each response."""
     return (x * mask).sum(-1, keepdim=True) / mask.sum(-1, keepdim=True).clamp(min=1)
+
+
+def of_responses(tokens: Tokens) -> Tokens:
+    """With one advantage a response, [B, 1]: their mean, in float64, where the mean of equal fp32 numbers is exact."""
+    mean = mean_over_response(tokens.advantages.double(), tokens.mask)
+    return tokens._replace(advantages=mean.to(tokens.advantages))
 
 
 def surrogate(

@@ -6,8 +6,8 @@ nobody sampled from (DeepSeek-V3.2, arXiv 2512.02556, section 3.1, keeps such ma
 off would be shorter to keep, but it cuts the logits of the weights that sampled, which the first optimizer step moves.
 
 The mask of a token is a run of int32 words: its ids in ascending order, or where that would be no shorter, a bit for
-every token of the vocabulary. All runs of a batch lie end to end, `words` [M]; `spans` [..., 2] says where each begins
-and ends.
+every token of the vocabulary; none where all were in the running. All runs of a batch lie end to end, `words` [M];
+`spans` [..., 2] says where each begins and ends.
 """
 
 from __future__ import annotations
@@ -38,8 +38,10 @@ class SamplingMask(NamedTuple):
     def ids(self, vocabulary: int) -> tuple[Tensor, Tensor]:
         """[N, K] ids of the tokens, ascending, behind them 0; and [N, K] bool, which of them are there."""
         words, (start, end) = self.words, self.spans.unbind(-1)
-        as_bits = end - start == bit_words(vocabulary)
-        bits = unpacked(words[start[as_bits, None] + places(bit_words(vocabulary), words)])[:, :vocabulary]
+        width, whole = bit_words(vocabulary), end == start
+        as_bits = whole | (end - start == width)
+        runs = words[(start[as_bits, None] + places(width, words)).clamp(max=len(words) - 1)]
+        bits = unpacked(runs)[:, :vocabulary] | whole[as_bits, None]
         counts = (end - start).masked_scatter(as_bits, bits.sum(-1))
         place = places(int(counts.max()) if len(counts) else 1, words)
         there = place < counts[:, None]

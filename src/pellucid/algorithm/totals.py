@@ -14,7 +14,7 @@ LAST, COUNTED = ("lr", "loss_scale"), ("skipped", "skipped/overflow", "idle")
 
 
 class Totals:
-    """Sums over response tokens and over optimizer steps, until they become means over all processes."""
+    """Sums over tokens and over optimizer steps, until they become means over all processes."""
 
     def __init__(self) -> None:
         self.sums: defaultdict[str, float] = defaultdict(float)
@@ -22,13 +22,14 @@ class Totals:
         self.steps: list[dict[str, float]] = []
         self.gap_max = 0.0
 
-    def add_tokens(self, metrics: Mapping[str, Tensor], mask: Tensor) -> None:
-        """Add metrics [B, T] where the mask is true. `loss` holds the share of each token in a sum."""
-        for name, value in metrics.items():
-            self.sums[name] += float(value[mask].sum())
-            self.counts[name] += float(mask.sum())
-        if "sampler/gap_mean" in metrics:
-            self.gap_max = max(self.gap_max, float(metrics["sampler/gap_mean"][mask].max()))
+    def add_tokens(self, metrics: Mapping[str, Tensor]) -> None:
+        """Add metrics, each [N] of the N tokens that it speaks of. `loss` holds the share of each token in a sum."""
+        there = {name: value for name, value in metrics.items() if len(value)}
+        for name, value in there.items():
+            self.sums[name] += float(value.sum())
+            self.counts[name] += len(value)
+        if "sampler/gap_mean" in there:
+            self.gap_max = max(self.gap_max, float(there["sampler/gap_mean"].max()))
 
     def means(self, gather: Callable[[list[Any]], list[Any]]) -> dict[str, float]:
         """The mean of each metric over all processes, whose lists `gather` joins."""

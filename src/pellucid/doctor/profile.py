@@ -116,7 +116,7 @@ def observed(
 
 
 def tokens_of(result: StepResult) -> int:
-    return sum(len(c.token_ids) for group in result.groups for c in group.completions)
+    return sum(c.length for group in result.groups for c in group.completions)
 
 
 class Operations(TorchDispatchMode):

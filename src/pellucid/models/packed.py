@@ -1,6 +1,7 @@
-"""The scoring face: hidden states of rollouts with gradient, each prompt computed once a group, no padding computed.
+"""The scoring face: hidden states of rollouts with gradient, what a group shares computed once, no padding computed.
 
-All prompts stand first, then all responses, token after token in one dimension; only attention sees rows. The last
+A group shares its prompt, and the tokens that all its responses were given to begin with. All that is shared stands
+first, then what each response has of its own, token after token in one dimension; only attention sees rows. The last
 token of a response predicts nothing and is left out.
 
 Shapes: N tokens in all, P prompts with room for S tokens, B rows with room for T of which they read one less than they
@@ -46,14 +47,15 @@ class Layout(NamedTuple):
     """Where each token of a batch stands."""
 
     prompts: Rows
+    """What is shared included."""
     responses: Rows
-    """Their keys are those of their prompt, then their own."""
+    """What is not shared. Their keys are those of their prompt, then their own."""
     prompt_of: Tensor
     """[B]"""
     lengths: Tensor
     """[P] of the prompts."""
     sources: Tensor
-    """The token that predicts each response token, in the order of batch.mask."""
+    """The token that predicts each scored token, in the order of batch.scored."""
 
 
 def prompt_rows(prompts: Sequence[Sequence[int]], dtype: torch.dtype, device: torch.device) -> tuple[Rows, Tensor]:
@@ -67,9 +69,13 @@ def prompt_rows(prompts: Sequence[Sequence[int]], dtype: torch.dtype, device: to
 
 
 def layout_of(batch: Batch, dtype: torch.dtype, device: torch.device) -> Layout:
-    used, prompt_of = (x.to(device) for x in batch.prompt_of.unique(return_inverse=True))
-    prompts, lengths = prompt_rows([batch.prompt_ids[p] for p in used.tolist()], dtype, device)
-    mask = batch.mask.to(device)
+    batch = batch.to(device)
+    used, prompt_of = batch.prompt_of.unique(return_inverse=True)
+    shared = shared_beginnings(batch, prompt_of, len(used))
+    contexts = [(*batch.prompt_ids[p], *ids) for p, ids in zip(used.tolist(), shared, strict=True)]
+    prompts, lengths = prompt_rows(contexts, dtype, device)
+    begun = torch.tensor([len(ids) for ids in shared], device=device)[prompt_of, None]  # [B, 1]
+    mask, own_ids = shifted(batch.mask, begun), shifted(batch.response_ids, begun)
     read = mask[:, 1:]  # token t is read where there is a token t + 1
     own = torch.arange(roomy(read.shape[1]), device=device)
     steps = own[: read.shape[1]]
@@ -82,15 +88,37 @@ def layout_of(batch: Batch, dtype: torch.dtype, device: torch.device) -> Layout:
         -1,
     )
     responses = Rows(
-        ids=batch.response_ids[:, :-1].to(device)[read],
+        ids=own_ids[:, :-1][read],
         positions=(lengths[prompt_of, None] + steps)[read],
         places=read.flatten().nonzero()[:, 0],
         bias=bias_of(seen, dtype),
     )
-    order = torch.zeros(read.shape, dtype=torch.long, device=device)
-    order[read] = len(prompts.ids) + torch.arange(len(responses.ids), device=device)
-    last_of_prompt = (lengths.cumsum(0) - 1)[prompt_of, None]
-    return Layout(prompts, responses, prompt_of, lengths, torch.cat([last_of_prompt, order], 1)[mask])
+    ends = (lengths.cumsum(0) - 1)[prompt_of, None]
+    starts = len(prompts.ids) + (read.sum(-1).cumsum(0) - read.sum(-1))[:, None]
+    further = torch.arange(batch.mask.shape[1], device=device) - begun  # tokens of a row's own before this one
+    sources = torch.where(further <= 0, ends + further, starts + further - 1)
+    return Layout(prompts, responses, prompt_of, lengths, sources[batch.scored])
+
+
+def shared_beginnings(batch: Batch, prompt_of: Tensor, prompts: int) -> list[list[int]]:
+    """Of each prompt the tokens that all its rows were given to begin with."""
+    first = lowest(torch.arange(len(batch), device=prompt_of.device), prompt_of, prompts)
+    given, ids = batch.mask & ~batch.sampled, batch.response_ids
+    alike = given & given[first][prompt_of] & (ids == ids[first][prompt_of])
+    lengths = lowest(alike.long().cumprod(-1).sum(-1), prompt_of, prompts)
+    return [ids[row, :length].tolist() for row, length in zip(first.tolist(), lengths.tolist(), strict=True)]
+
+
+def lowest(x: Tensor, prompt_of: Tensor, prompts: int) -> Tensor:
+    """[B] -> [P]: the lowest value among the rows of each prompt."""
+    return x.new_zeros(prompts).scatter_reduce(0, prompt_of, x, "amin", include_self=False)
+
+
+def shifted(x: Tensor, by: Tensor) -> Tensor:
+    """[B, T] -> [B, T']: each row from its token by [B, 1] on, 0 behind its end; T' is the width that this leaves."""
+    places = torch.arange(x.shape[1] - int(by.min()), device=x.device) + by
+    there = places < x.shape[1]
+    return x.gather(1, places.clamp(max=x.shape[1] - 1)).masked_fill(~there, 0)
 
 
 def roomy(length: int, step: int = LANES) -> int:
@@ -145,7 +173,7 @@ def compiled(backend: str = "inductor") -> Pieces:
 def hidden_states(
     decoder: Decoder, batch: Batch, recompute: bool = False, pieces: Pieces = PLAIN
 ) -> tuple[Tensor, Matrix]:
-    """[N, D] states that predict the N response tokens of a batch, row by row, and the head [V, D] that reads them.
+    """[N, D] states that predict the N scored tokens of a batch, row by row, and the head [V, D] that reads them.
 
     recompute: keep only the residual stream of each layer for the backward pass.
     """

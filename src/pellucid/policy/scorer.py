@@ -47,14 +47,14 @@ class Scorer(nn.Module):
             enable({"use_reentrant": False})
 
     def forward(self, batch: Batch) -> Scores:
-        mask, reference = batch.mask, self.reference_hidden(batch)
-        (hidden, head), tokens = self.hidden(batch), batch.response_ids[mask].to(self.model.device)
+        scored, reference = batch.scored, self.reference_hidden(batch)
+        (hidden, head), tokens = self.hidden(batch), batch.response_ids[scored].to(self.model.device)
         among = batch.sampling_mask(self.model.device)
         flat = token_logprobs(hidden, head, tokens, self.temperature, self.entropy_grad, reference, among)
-        return Scores(*(scattered(x, mask) for x in flat))
+        return Scores(*(scattered(x, scored) for x in flat))
 
     def hidden(self, batch: Batch) -> tuple[Tensor, Head]:
-        """The states [N, D] that the N response tokens of a batch are predicted from, and the head that reads them."""
+        """The states [N, D] that the N scored tokens of a batch are predicted from, and the head that reads them."""
         if self.decoder is None:
             return self.hidden_by_transformers(batch).to(self.dtype), head_of(self.model, self.dtype)
         hidden, head = hidden_states(self.decoder, batch, self.gradient_checkpointing, self.pieces)
@@ -67,7 +67,7 @@ class Scorer(nn.Module):
         with self.autocast():
             # Padding is on the right, where a causal model never looks: no attention mask, default positions.
             hidden = self.model.base_model(input_ids=input_ids.to(self.model.device), use_cache=False).last_hidden_state
-        row, t = batch.mask.nonzero(as_tuple=True)
+        row, t = batch.scored.nonzero(as_tuple=True)
         # The one shift in this project: token t of a response is predicted from the position before it.
         return hidden[row.to(hidden.device), (starts[row] + t - 1).to(hidden.device)]
 
@@ -81,17 +81,17 @@ class Scorer(nn.Module):
         return hidden.to(device), head._replace(weight=head.weight.to(device), bias=bias)
 
     def embed(self, batch: Batch, layer: int) -> Tensor:
-        """[B, D]: the output of a layer at the response tokens, averaged."""
+        """[B, D]: the output of a layer at the sampled tokens, averaged."""
         input_ids, starts = whole_sequences(batch)
         self.model.eval()
         with self.autocast():
             output = self.model.base_model(
                 input_ids=input_ids.to(self.model.device), use_cache=False, output_hidden_states=True
             )
-        row, t = batch.mask.nonzero(as_tuple=True)
+        row, t = batch.sampled.nonzero(as_tuple=True)
         states = output.hidden_states[layer].to(batch.mask.device)[row, starts[row] + t].float()  # [N, D]
         sums = states.new_zeros(len(batch), states.shape[-1]).index_add_(0, row, states)
-        return sums / batch.mask.sum(-1, keepdim=True)
+        return sums / batch.sampled.sum(-1, keepdim=True)
 
     def autocast(self) -> torch.autocast:
         return torch.autocast(self.model.device.type, self.dtype, enabled=self.dtype in (torch.bfloat16, torch.float16))

@@ -119,6 +119,7 @@ def rollouts(group: Group) -> list[dict[str, Any]]:
             "advantage": advantage,
             **({"error": reward.error} if reward.error else {}),
             "tokens": list(completion.token_ids),
+            **({"given": [list(stretch) for stretch in completion.given]} if completion.given else {}),
             "logprobs": [float(f"{logprob:.6g}") for logprob in completion.logprobs],
         }
         for completion, reward, advantage in zip(group.completions, group.rewards, group.advantages, strict=True)

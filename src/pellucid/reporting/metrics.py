@@ -38,7 +38,7 @@ def describe(groups: Sequence[Group], min_reward_range: float = 0.0) -> dict[str
         "completion/finished": fmean(completion.finished for completion, _ in pairs),
         "completion/length_mean": mean_length([completion for completion, _ in pairs]),
         **lengths_by_grade(graded),
-        "tokens": float(sum(len(completion.token_ids) for completion, _ in pairs)),
+        "tokens": float(sum(completion.length for completion, _ in pairs)),
     }
 
 
@@ -50,7 +50,7 @@ def all_failed(groups: Sequence[Group]) -> bool:
 
 def prefix_lengths(groups: Sequence[Group]) -> dict[str, float]:
     """The mean length of the prefixes that were given, in tokens."""
-    lengths = [group.prefix_length for group in groups if group.prefix_length]
+    lengths = [len(c.token_ids) - c.length for group in groups if group.demonstration for c in group.completions[:1]]
     return {"prefix/length_mean": fmean(lengths)} if lengths else {}
 
 
@@ -62,7 +62,7 @@ def part_means(rewards: Sequence[Reward]) -> dict[str, float]:
 
 
 def mean_length(completions: Sequence[Completion]) -> float:
-    return fmean(len(completion.token_ids) for completion in completions)
+    return fmean(completion.length for completion in completions)
 
 
 def lengths_by_grade(graded: Sequence[tuple[Completion, Reward]]) -> dict[str, float]:

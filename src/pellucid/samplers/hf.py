@@ -24,8 +24,8 @@ class HuggingFace:
     @torch.no_grad()
     def generate(self, prompts: Sequence[Prompt], sampling: Sampling) -> list[Group]:
         self.model.eval()
-        prompt_ids = [self.policy.encode(prompt) for prompt in prompts]
-        rows = [ids for ids in prompt_ids for _ in range(sampling.n)]
+        contexts = [self.policy.encode(prompt) for prompt in prompts]
+        rows = [ids for ids in contexts for _ in range(sampling.n)]
         check_lengths(rows, self.policy.context_length - sampling.max_tokens)
         ids, mask = (x.to(self.model.device) for x in left_padded(rows))
         # What the call leaves open is filled in from the checkpoint (top_k, repetition penalty): leave it nothing.
@@ -42,7 +42,7 @@ class HuggingFace:
         return completed_groups(
             self.policy,
             prompts,
-            prompt_ids,
+            contexts,
             [row[:n] for row, n in zip(sampled.tolist(), lengths, strict=True)],
             [row[:n] for row, n in zip(logprobs.tolist(), lengths, strict=True)],
             [

@@ -32,12 +32,12 @@ class Native:
         """Sample a group for each prompt. Each row has random numbers of its own, so that its neighbours do not matter,
         but for the rounding of matrix products: see models/invariance.py.
         """
-        prompt_ids = [self.policy.encode(prompt) for prompt in prompts]
-        check_lengths(prompt_ids, self.policy.context_length - sampling.max_tokens)
+        contexts = [self.policy.encode(prompt) for prompt in prompts]
+        check_lengths(contexts, self.policy.context_length - sampling.max_tokens)
         seeds = [row_seed(sampling.seed, prompt, g) for prompt in prompts for g in range(sampling.n)]
         place = hardware.place_of_sums(self.policy.device)
         uniforms = torch.stack([_uniforms(s, sampling.max_tokens) for s in seeds]).to(place)
-        return completed_groups(self.policy, prompts, prompt_ids, *self._decode(prompt_ids, sampling, uniforms))
+        return completed_groups(self.policy, prompts, contexts, *self._decode(contexts, sampling, uniforms))
 
     def _decode(
         self, prompt_ids: Sequence[Sequence[int]], sampling: Sampling, uniforms: Tensor

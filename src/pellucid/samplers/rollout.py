@@ -38,29 +38,45 @@ def left_padded(prompt_ids: Sequence[Sequence[int]]) -> tuple[Tensor, Tensor]:
 def completed_groups(
     policy: Any,
     prompts: Sequence[Prompt],
-    prompt_ids: Sequence[tuple[int, ...]],
+    contexts: Sequence[tuple[int, ...]],
     tokens: Sequence[Sequence[int]],
     logprobs: Sequence[Sequence[float]],
     masks: Sequence[Sequence[Tensor]],
 ) -> list[Group]:
-    """Groups made of rows in the order p * G + g. Rows end with the end-of-sequence token where one was sampled."""
+    """Groups made of what was sampled, in rows in the order p * G + g, behind these contexts: prompts with prefixes.
+
+    Rows end with the end-of-sequence token where one was sampled.
+    """
     size = len(tokens) // len(prompts)
     prefixes = [policy.encode_prefix(prompt) for prompt in prompts]
-    texts = [generated_text(policy, prefixes[row // size], ids) for row, ids in enumerate(tokens)]
     completions = [
-        Completion(tuple(ids), tuple(of_tokens), text, ids[-1] in policy.eos_ids, mask)
-        for ids, of_tokens, text, mask in zip(tokens, logprobs, texts, masks, strict=True)
+        completed(policy, prefixes[row // size], *sampled)
+        for row, sampled in enumerate(zip(tokens, logprobs, masks, strict=True))
     ]
     return [
         Group(
             prompt,
-            ids,
+            context[: len(context) - len(prefix)],
             tuple(completions[p * size : (p + 1) * size]),
-            prefix_length=len(prefixes[p]),
-            prefix_end=policy.end_id if prompt.prefix_whole else None,
+            demonstration=(*prefix, policy.end_id) if prompt.prefix_whole else prefix,
         )
-        for p, (prompt, ids) in enumerate(zip(prompts, prompt_ids, strict=True))
+        for p, (prompt, context, prefix) in enumerate(zip(prompts, contexts, prefixes, strict=True))
     ]
+
+
+def completed(
+    policy: Any, prefix: tuple[int, ...], ids: Sequence[int], logprobs: Sequence[float], mask: Sequence[Tensor]
+) -> Completion:
+    """The completion that was given a prefix and of which the rest was sampled."""
+    n = len(prefix)
+    return Completion(
+        (*prefix, *ids),
+        (*(0.0,) * n, *logprobs),
+        generated_text(policy, prefix, ids),
+        ids[-1] in policy.eos_ids,
+        given=((0, n),) if n else (),
+        sampling_mask=[*([torch.empty(0, dtype=torch.int32)] * n), *mask] if mask else (),
+    )
 
 
 def generated_text(policy: Any, prefix: Sequence[int], ids: Sequence[int]) -> str:

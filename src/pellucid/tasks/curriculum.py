@@ -125,7 +125,7 @@ class Curriculum:
         left = memory.left or self._ordered()
         asked = {number[group.prompt.id]: group for group in groups}
         for q, group in asked.items():
-            if not group.prefix_length:
+            if not group.demonstration:
                 self._measure(q, group, step)
         memory.left = [q for q in left if q not in asked]
         memory.step = step + 1

@@ -95,7 +95,7 @@ class Prefixed:
     def observe(self, step: int, groups: Sequence[Group]) -> Mapping[str, float]:
         watching = stateful_task(self.task)
         seen = watching.observe(step, groups) if watching else {}
-        return {"prefix/share": sum(group.prefix_length > 0 for group in groups) / len(groups), **seen}
+        return {"prefix/share": sum(bool(group.demonstration) for group in groups) / len(groups), **seen}
 
     def state(self) -> dict[str, Any]:
         watching = stateful_task(self.task)

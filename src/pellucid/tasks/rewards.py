@@ -75,7 +75,7 @@ TERMS: dict[str, Callable[[RewardTerm, Prompt, Completion], float | None]] = {
     "math": lambda _, prompt, completion: math(completion.text, prompt.answer),
     "tagged": lambda _term, _prompt, completion: float(tagged(completion.text) is not None),
     "regex": lambda term, _, completion: regex(completion.text, term.pattern),
-    "length": lambda term, _, completion: length(len(completion.token_ids), term.limit),
+    "length": lambda term, _, completion: length(completion.length, term.limit),
 }
 COMPARE_WITH_GOLD = ("exact", "numeric", "math")
 

@@ -7,6 +7,7 @@ import random
 import shutil
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -156,7 +157,7 @@ def pack_replay(of_ranks: Sequence[Experiences]) -> tuple[dict[str, dict[str, Te
 
 
 def of_prompts(batch: Batch) -> dict[str, Any]:
-    return {name: getattr(batch, name) for name in ("prompt_ids", "prefix_lengths", "prefix_ends")}
+    return {name: getattr(batch, name) for name in ("prompt_ids", "demonstrations")}
 
 
 def unpack_replay(tensors: State, facts: Sequence[Sequence[Mapping[str, Any]]], rank: int) -> list[tuple[int, Batch]]:
@@ -165,13 +166,16 @@ def unpack_replay(tensors: State, facts: Sequence[Sequence[Mapping[str, Any]]], 
 
 
 def unpacked(fact: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Batch:
-    """A batch of the replay; an older version called `entropy_mask` gate."""
-    return Batch(
+    """A batch of the replay. Older ones know no given tokens (a prefix belonged to the prompt) and one advantage a
+    response; they call `acts` gate or entropy_mask.
+    """
+    named = {"acts" if name in ("gate", "entropy_mask") else name: x for name, x in tensors.items()}
+    batch = Batch(
         prompt_ids=tuple(map(tuple, fact["prompt_ids"])),
-        prefix_lengths=tuple(fact.get("prefix_lengths") or [0] * len(fact["prompt_ids"])),
-        prefix_ends=tuple(fact.get("prefix_ends") or [None] * len(fact["prompt_ids"])),
-        **{"entropy_mask" if name == "gate" else name: x for name, x in tensors.items()},
+        demonstrations=tuple(map(tuple, fact.get("demonstrations") or [()] * len(fact["prompt_ids"]))),
+        **{"sampled": named["mask"], **named},
     )
+    return replace(batch, advantages=batch.along_responses(x)) if (x := named["advantages"]).dim() == 1 else batch
 
 
 def random_state() -> dict[str, Any]:

@@ -111,7 +111,7 @@ def show_exchange(policy: Policy, group: Group) -> None:
     reward = group.rewards[0]
     graded = f"not graded: {first_line(reward)}" if reward.failed else f"reward {reward.value:g}"
     verdict = graded + (f", gold answer {harmless(group.prompt.answer)}" if group.prompt.answer else "")
-    rich.print(f"[dim]{len(group.prompt_ids)} prompt tokens | {len(completion.token_ids)} sampled; {escape(verdict)}\n")
+    rich.print(f"[dim]{len(group.prompt_ids)} prompt tokens | {completion.length} sampled; {escape(verdict)}\n")
 
 
 def refuse_failing(groups: Sequence[Group]) -> None:
