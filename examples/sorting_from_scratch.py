@@ -101,8 +101,8 @@ class Places:
 class Draws:
     """A sampler: it draws every place by itself."""
 
-    def sync(self, policy: Places) -> None:
-        self.policy = policy
+    def sync(self, policy: Places, version: int) -> None:
+        self.policy, self.version = policy, version
 
     @torch.no_grad()
     def generate(self, prompts: Sequence[Prompt], sampling: Sampling) -> list[Group]:
@@ -111,14 +111,14 @@ class Draws:
         generator = torch.Generator().manual_seed(hash_of(sampling.seed))
         drawn = [torch.multinomial(p.exp(), sampling.n, replacement=True, generator=generator).T for p in log_probs]
         return [
-            Group(prompt, ids, tuple(completion(row, log_probs[i]) for row in drawn[i].tolist()))
+            Group(prompt, ids, tuple(completion(row, log_probs[i], self.version) for row in drawn[i].tolist()))
             for i, (prompt, ids) in enumerate(zip(prompts, numbers, strict=True))
         ]
 
 
-def completion(tokens: list[int], log_probs: Tensor) -> Completion:
+def completion(tokens: list[int], log_probs: Tensor, version: int) -> Completion:
     logprobs = log_probs.gather(-1, torch.tensor(tokens)[:, None])[:, 0]
-    return Completion(tuple(tokens), tuple(logprobs.tolist()), " ".join(map(str, tokens)), finished=True)
+    return Completion(tuple(tokens), tuple(logprobs.tolist()), " ".join(map(str, tokens)), True, version=version)
 
 
 def hash_of(seed: str) -> int:

@@ -52,7 +52,7 @@ class Replay:
     seed: int = 0
     split: str = "train"
 
-    def sync(self, policy):
+    def sync(self, policy, version):
         pass
 
     def sample(self, step, n):

@@ -30,7 +30,7 @@ def test_no_merge_has_left_its_marks():
 
 def test_the_loop_in_the_readme_is_the_loop_in_the_source():
     source = Path("src/pellucid/algorithm/grpo.py").read_text()
-    start = source.index("    sampler.sync(policy)\n    for step in range")
+    start = source.index("    sampler.sync(policy, state.step)\n    for step in range")
     loop = source[start : source.index("\n\n\ndef rollout")]
     shown = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
     dedented = "\n".join(line.removeprefix("    ") for line in loop.splitlines()) + "\n"

@@ -94,6 +94,8 @@ class Completion:
     """The sampling mask of each token (sampling_mask.py) where the sampler truncates; empty where it does not."""
     given: tuple[tuple[int, int], ...] = ()
     """The stretches [start, end) of token_ids that were given, in ascending order: the prompt's prefix."""
+    version: int = 0
+    """The number of finished steps that made the weights which drew it."""
 
     @property
     def length(self) -> int:
@@ -256,8 +258,8 @@ class Sampler(Protocol):
         """sampling.n completions of each prompt."""
         ...
 
-    def sync(self, policy: Any) -> None:
-        """Use the weights of this policy from now on."""
+    def sync(self, policy: Any, version: int) -> None:
+        """Use the weights of this policy from now on. Completions carry their version: the steps that made them."""
 
 
 class Logger(Protocol):

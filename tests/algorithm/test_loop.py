@@ -12,7 +12,7 @@ from test_grpo import Coin, distance, four_groups, gradients_of, kl_run, rollout
 from conftest import CountDigits, OneProcessRuntime, make_policy
 from pellucid.algorithm import grpo
 from pellucid.algorithm.batch import collate, grades_of, task_rewards
-from pellucid.algorithm.grpo import Scores, train
+from pellucid.algorithm.grpo import Scores, State, train
 from pellucid.algorithm.settings import AdamWConfig, GRPOConfig
 from pellucid.algorithm.shaping import smooth
 from pellucid.runtimes.accelerate import Runtime
@@ -23,20 +23,26 @@ from pellucid.types import Completion, Group, Prompt, Reward, Sampling
 def test_every_step_samples_with_the_weights_of_the_last_update():
     """As an engine with a copy of its own would: it knows what it was last told."""
 
+    versions = []
+
     class Copied(Native):
-        def sync(self, policy):
-            super().sync(policy)
+        def sync(self, policy, version):
+            super().sync(policy, version)
             self.told = {name: p.detach().clone() for name, p in policy.weights().items()}
 
         def generate(self, prompts, sampling):
             assert all(torch.equal(p, self.told[name]) for name, p in self.policy.weights().items())
+            versions.append(self.version)
             return super().generate(prompts, sampling)
 
     policy = make_policy()
     before = {name: p.detach().clone() for name, p in policy.weights().items()}
     cfg = GRPOConfig(steps=3, group_size=4)
     runtime, sampling = OneProcessRuntime(policy, lr=0.5), Sampling(max_tokens=6)
-    list(train(CountDigits(), Copied(), policy, runtime, cfg, sampling=sampling))
+    sampler, state = Copied(), State(step=1)
+    results = list(train(CountDigits(), sampler, policy, runtime, cfg, state=state, sampling=sampling))
+    assert versions == [1, 2], "the steps that there were before"
+    assert [{c.version for g in result.groups for c in g.completions} for result in results] == [{1}, {2}]
     assert not all(torch.equal(p, before[name]) for name, p in policy.weights().items())
 
 

@@ -91,13 +91,16 @@ class Spaced:
 
 def test_a_completion_is_read_behind_its_own_prefix():
     prompts = [Prompt("p", "?", prefix="a b"), Prompt("q", "?")]
-    groups = completed_groups(Spaced(), prompts, [(1, 0, 1), (1,)], [[5], [6, 7], [5], [6, 7]], [[0.0]] * 4, [()] * 4)
+    groups = completed_groups(
+        Spaced(), 3, prompts, [(1, 0, 1), (1,)], [[5], [6, 7], [5], [6, 7]], [[0.0]] * 4, [()] * 4
+    )
     assert [[c.text for c in group.completions] for group in groups] == [[" f", " g h"], ["f", "g h"]]
     assert [group.prompt_ids for group in groups] == [(1,), (1,)]
     assert [group.completions[0].token_ids for group in groups] == [(0, 1, 5), (5,)]
     assert [group.completions[0].logprobs for group in groups] == [(0.0, 0.0, 0.0), (0.0,)]
     assert [group.completions[0].given for group in groups] == [((0, 2),), ()]
     assert [group.demonstration for group in groups] == [(0, 1), ()]
+    assert {completion.version for group in groups for completion in group.completions} == {3}
 
 
 @pytest.mark.parametrize("engine", ["auto", "transformers"])

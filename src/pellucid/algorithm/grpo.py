@@ -126,7 +126,7 @@ def train(
     """Train, and yield after each step. The caller may then evaluate, save `policy` and `state`, or stop."""
     state = state or State()
     state.kl_coef = cfg.kl_coef if state.kl_coef is None else state.kl_coef
-    sampler.sync(policy)
+    sampler.sync(policy, state.step)
     for step in range(state.step, cfg.steps):
         clock = Clock()
         cfg = replace(cfg, kl_coef=state.kl_coef)
@@ -139,7 +139,7 @@ def train(
         clock.lap("score")
         # 4. Update: make the better ones more likely, without leaving the trust region.
         metrics = update(policy, batch, runtime, cfg)
-        sampler.sync(policy)
+        sampler.sync(policy, step + 1)
         clock.lap("update")
         finish_step(state, step, reference, policy, metrics, cfg)
         metrics |= drawn | changed | kl.cost(fresh.kl, fresh.sampled, cfg, runtime.gather) | clock.times()

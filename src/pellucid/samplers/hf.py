@@ -17,9 +17,10 @@ from pellucid.types import Group, Prompt, Sampling
 @dataclass
 class HuggingFace:
     policy: Any = None
+    version: int = 0
 
-    def sync(self, policy: Any) -> None:
-        self.policy, self.model = policy, policy.inference_model()
+    def sync(self, policy: Any, version: int = 0) -> None:
+        self.policy, self.version, self.model = policy, version, policy.inference_model()
 
     @torch.no_grad()
     def generate(self, prompts: Sequence[Prompt], sampling: Sampling) -> list[Group]:
@@ -41,6 +42,7 @@ class HuggingFace:
         lengths = [self._length(row) for row in sampled.tolist()]
         return completed_groups(
             self.policy,
+            self.version,
             prompts,
             contexts,
             [row[:n] for row, n in zip(sampled.tolist(), lengths, strict=True)],

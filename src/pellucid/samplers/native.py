@@ -23,9 +23,10 @@ class Native:
     rows: int = 256
     """How many completions are decoded at once."""
     policy: Any = None
+    version: int = 0
 
-    def sync(self, policy: Any) -> None:
-        self.policy = policy
+    def sync(self, policy: Any, version: int = 0) -> None:
+        self.policy, self.version = policy, version
 
     @torch.no_grad()
     def generate(self, prompts: Sequence[Prompt], sampling: Sampling) -> list[Group]:
@@ -37,7 +38,9 @@ class Native:
         seeds = [row_seed(sampling.seed, prompt, g) for prompt in prompts for g in range(sampling.n)]
         place = hardware.place_of_sums(self.policy.device)
         uniforms = torch.stack([_uniforms(s, sampling.max_tokens) for s in seeds]).to(place)
-        return completed_groups(self.policy, prompts, contexts, *self._decode(contexts, sampling, uniforms))
+        return completed_groups(
+            self.policy, self.version, prompts, contexts, *self._decode(contexts, sampling, uniforms)
+        )
 
     def _decode(
         self, prompt_ids: Sequence[Sequence[int]], sampling: Sampling, uniforms: Tensor

@@ -37,6 +37,7 @@ def left_padded(prompt_ids: Sequence[Sequence[int]]) -> tuple[Tensor, Tensor]:
 
 def completed_groups(
     policy: Any,
+    version: int,
     prompts: Sequence[Prompt],
     contexts: Sequence[tuple[int, ...]],
     tokens: Sequence[Sequence[int]],
@@ -50,7 +51,7 @@ def completed_groups(
     size = len(tokens) // len(prompts)
     prefixes = [policy.encode_prefix(prompt) for prompt in prompts]
     completions = [
-        completed(policy, prefixes[row // size], *sampled)
+        completed(policy, version, prefixes[row // size], *sampled)
         for row, sampled in enumerate(zip(tokens, logprobs, masks, strict=True))
     ]
     return [
@@ -65,7 +66,12 @@ def completed_groups(
 
 
 def completed(
-    policy: Any, prefix: tuple[int, ...], ids: Sequence[int], logprobs: Sequence[float], mask: Sequence[Tensor]
+    policy: Any,
+    version: int,
+    prefix: tuple[int, ...],
+    ids: Sequence[int],
+    logprobs: Sequence[float],
+    mask: Sequence[Tensor],
 ) -> Completion:
     """The completion that was given a prefix and of which the rest was sampled."""
     n = len(prefix)
@@ -75,6 +81,7 @@ def completed(
         generated_text(policy, prefix, ids),
         ids[-1] in policy.eos_ids,
         given=((0, n),) if n else (),
+        version=version,
         sampling_mask=[*([torch.empty(0, dtype=torch.int32)] * n), *mask] if mask else (),
     )
 

@@ -181,7 +181,7 @@ def evaluated(cfg: Config, parts: Components, log: Logger, requests: StopRequest
 
 def evaluate_policy(cfg: Config, parts: Components) -> tuple[Evaluation, list[Group]]:
     """The evaluation of the policy, and the graded samples."""
-    parts.sampler.sync(parts.policy)
+    parts.sampler.sync(parts.policy, parts.state.step)
     task, prompts, sampling = parts.test_task, parts.test_prompts, evaluation_sampling(cfg)
     evaluation, groups, _ = evaluate(
         cfg.task_name, task, prompts, parts.sampler, sampling, cfg.evaluate.k, parts.runtime
@@ -196,7 +196,7 @@ def look_first(cfg: Config, parts: Components) -> Evaluation | None:
     sampling = training_sampling(cfg)
     as_trained = replace(evaluation_sampling(cfg), n=sampling.n) == sampling
     if not groups or len(groups[0].completions) < sampling.n or not as_trained:
-        parts.sampler.sync(parts.policy)
+        parts.sampler.sync(parts.policy, parts.state.step)
         prompts = parts.runtime.shard(parts.task.sample(0, cfg.algorithm.prompts_per_step))
         groups = parts.runtime.gather(sample_and_grade(parts.task, parts.sampler, prompts, sampling))
     preflight.refuse_failing(groups)
@@ -211,7 +211,7 @@ def try_rewards(cfg: Config, parts: Components) -> None:
     """Raise NotBegunError where a few greedy answers have no reward. If all hung, a whole look would take hours."""
     if isinstance(parts.task, Sandboxed):
         prompts = parts.test_prompts or parts.task.sample(0, cfg.algorithm.prompts_per_step)
-        parts.sampler.sync(parts.policy)
+        parts.sampler.sync(parts.policy, parts.state.step)
         few = parts.runtime.shard(prompts[:FEW])
         answers = sample_and_grade(parts.task, parts.sampler, few, greedy(training_sampling(cfg)))
         preflight.refuse_failing(parts.runtime.gather(answers))
