@@ -188,8 +188,8 @@ def served(run_dir, device):
     service = host.load(command.parsed([str(run_dir), "--dtype", "float32", "--device", device], model=True))
     told, engine = [], service.engine
     engine.submit(Request([1, 2, 3], told.append, n=2, max_tokens=8, seed=7))
-    engine._board()
-    while engine.flying:
+    engine._admit()
+    while engine.running.rows:
         engine._advance()
     return told
 

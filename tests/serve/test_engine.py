@@ -46,10 +46,10 @@ def asked(engine, **settings):
 
 def flown(engine):
     """Until nobody is left."""
-    engine._board()
-    while engine.flying:
+    engine._admit()
+    while engine.running.rows:
         engine._advance()
-        engine._board()
+        engine._admit()
 
 
 def said(told):
@@ -96,8 +96,8 @@ def test_of_rows_that_are_drawn_together_the_broken_one_fails_alone(engine, monk
 
     monkeypatch.setattr(engines, "draw", refuses_nan)
     asked_for = [asked(engine, seed=seed, n=2)[1] for seed in (1, 2, 3)]
-    engine._board()
-    engine.logits[2] = math.nan
+    engine._admit()
+    engine.running.logits[2] = math.nan
     flown(engine)
     assert str(asked_for[1][-1]) == "index out of range"
     for seed, told in ((1, asked_for[0]), (3, asked_for[2])):
@@ -108,7 +108,7 @@ def test_a_row_whose_text_cannot_be_read_fails_alone(engine):
     decode, first = engine.policy.decode, []
 
     def unreadable(ids, **settings):
-        if engine.flying and engine.flying[0].token_ids[-len(ids) :] == ids and len(first) < 1 and ids:
+        if engine.running.rows and engine.running.rows[0].token_ids[-len(ids) :] == ids and len(first) < 1 and ids:
             first.append(ids)
             raise KeyError("no such token")
         return decode(ids, **settings)
@@ -131,11 +131,11 @@ def test_a_listener_that_is_gone_is_one_that_left(engine):
     deaf = Request((1, 2, 3), tell, max_tokens=100)
     engine.submit(deaf)
     _, good = asked(engine, seed=2)
-    engine._board()
+    engine._admit()
     engine._advance()
-    assert [row.request is deaf for row in engine.flying] == [True, False]
+    assert [row.request is deaf for row in engine.running.rows] == [True, False]
     engine._advance()
-    assert len(engine.flying) == 1, "its row is free at the next token"
+    assert len(engine.running.rows) == 1, "its row is free at the next token"
     flown(engine)
     assert said(good) == alone(seed=2)
 
@@ -145,7 +145,7 @@ def test_whatever_goes_wrong_in_a_step_is_told_and_the_engine_goes_on(error):
     policy = make_policy("llama")
     policy.eos_ids = (-1,)
     engine = Engine(policy, rows=8)
-    broken, over = engine.flight, threading.Event()
+    broken, over = engine.running, threading.Event()
 
     def step(_):
         raise error
@@ -156,7 +156,7 @@ def test_whatever_goes_wrong_in_a_step_is_told_and_the_engine_goes_on(error):
     engine.submit(Request((1, 2, 3), lambda news: (lost.append(news), over.set()), max_tokens=6))
     thread.start()
     assert over.wait(60)
-    wait_until(lambda: engine.flight is not broken)
+    wait_until(lambda: engine.running is not broken)
     ended = threading.Event()
     engine.submit(
         Request((1, 2, 3), lambda news: (told.append(news), news is None and ended.set()), max_tokens=6, seed=1)
@@ -179,7 +179,7 @@ def test_an_engine_that_cannot_go_on_tells_everybody_and_says_why():
     def broken(*_):
         raise RuntimeError("the device is lost")
 
-    engine.flight.admit = policy.decode_batch = broken
+    engine.running.batch.admit = policy.decode_batch = broken
     with pytest.raises(RuntimeError, match="the device is lost"):
         engine.run()
     assert [type(news[-1]) for news in told] == [RuntimeError, RefusedError, RefusedError]
@@ -194,11 +194,11 @@ def test_as_many_wait_as_may_and_no_more_wherever_they_wait(engine):
     """Room for eight rows and four who wait: those whom the engine has seen count as those whom it has not."""
     for seed in range(8):
         asked(engine, seed=seed, n=1, max_tokens=100)
-        engine._board()
-    assert len(engine.flying) == 8
+        engine._admit()
+    assert len(engine.running.rows) == 8
     for _ in range(4):
         asked(engine)
-        engine._board()
+        engine._admit()
     with pytest.raises(RefusedError, match="too many requests are waiting"):
         asked(engine)
     assert engine.state()["waiting"] == 4
@@ -210,25 +210,27 @@ def test_as_many_wait_as_may_and_no_more_wherever_they_wait(engine):
 
 def test_prompts_are_read_together_while_their_scores_have_room(engine, monkeypatch):
     monkeypatch.setattr(engines, "SCORES", 2 * 20**2)
-    read, admit = [], engine.flight.admit
-    engine.flight.admit = lambda prompts, n: read.append([len(prompt) for prompt in prompts]) or admit(prompts, n)
+    read, admit = [], engine.running.batch.admit
+    engine.running.batch.admit = lambda prompts, n: (
+        read.append([len(prompt) for prompt in prompts]) or admit(prompts, n)
+    )
     for length in (5, 6, 7, 20):
         engine.submit(Request([1] * length, print, max_tokens=2))
-    engine._board()
+    engine._admit()
     assert read == [[5, 6, 7], [20]]
 
 
-def test_a_long_prompt_waits_until_those_in_flight_leave_it_room(engine, monkeypatch):
-    """Each prompt in flight has the room of the longest. One alone flies, however long."""
+def test_a_long_prompt_waits_until_others_leave_it_room(engine, monkeypatch):
+    """Each prompt in flight has the room of the longest. One alone is served, however long."""
     monkeypatch.setattr(engines, "PROMPT_TOKENS", 60)
     for length in (10, 10, 20, 100):
         engine.submit(Request([1] * length, lambda _: None, max_tokens=3))
-    engine._board()
-    assert [len(row.request.prompt_ids) for row in engine.flying] == [10, 10, 20]
-    while engine.flying:
+    engine._admit()
+    assert [len(row.request.prompt_ids) for row in engine.running.rows] == [10, 10, 20]
+    while engine.running.rows:
         engine._advance()
-    engine._board()
-    assert [len(row.request.prompt_ids) for row in engine.flying] == [100]
+    engine._admit()
+    assert [len(row.request.prompt_ids) for row in engine.running.rows] == [100]
 
 
 def test_memory_follows_what_is_in_flight_and_goes_back_when_nobody_is(engine):

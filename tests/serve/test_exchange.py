@@ -57,15 +57,15 @@ def sent(url, path, body):
 def test_whoever_hangs_up_frees_the_rows_at_once(path, body):
     """The engine stands still until they have gone, so that no answer can be over before."""
     with running(max_tokens=100) as (served, url):
-        go_on, step = threading.Event(), endless(served).engine.flight.step
-        served.engine.flight.step = lambda tokens: go_on.wait(60) and step(tokens)
+        go_on, step = threading.Event(), endless(served).engine.running.batch.step
+        served.engine.running.batch.step = lambda tokens: go_on.wait(60) and step(tokens)
         client = sent(url, path, body)
-        wait_until(lambda: served.engine.flying)
-        [asked] = {row.request for row in served.engine.flying}
+        wait_until(lambda: served.engine.running.rows)
+        [asked] = {row.request for row in served.engine.running.rows}
         client.close()
         wait_until(lambda: asked.cancelled)
         go_on.set()
-        wait_until(lambda: not served.engine.flying)
+        wait_until(lambda: not served.engine.running.rows)
         assert asked.max_tokens > 90
         assert len(served.engine.meter.counts) < 90, "nobody was decoded for"
         assert request(f"{url}/health")[1]["rows"] == 0
@@ -78,25 +78,25 @@ def test_a_stream_that_never_began_frees_its_rows_as_well():
         with ExitStack() as leaving:
             asked = ChatRequest(**chat(stream=True))
             await complete(served, asked, Prompt("p", "2+3="), chat=True, limit=100, leaving=leaving)
-            while not served.engine.flying:
+            while not served.engine.running.rows:
                 await asyncio.sleep(0.01)
-            [request] = {row.request for row in served.engine.flying}
+            [request] = {row.request for row in served.engine.running.rows}
             assert not request.cancelled
         assert request.cancelled
 
     with running() as (served, _):
-        go_on, step = threading.Event(), endless(served).engine.flight.step
-        served.engine.flight.step = lambda tokens: go_on.wait(60) and step(tokens)
+        go_on, step = threading.Event(), endless(served).engine.running.batch.step
+        served.engine.running.batch.step = lambda tokens: go_on.wait(60) and step(tokens)
         asyncio.run(left_at_once())
         go_on.set()
 
 
 def test_whoever_hangs_up_no_longer_waits_in_line():
     with running(rows=1, waiting=1) as (served, url):
-        go_on, step = threading.Event(), endless(served).engine.flight.step
-        served.engine.flight.step = lambda tokens: go_on.wait(60) and step(tokens)
+        go_on, step = threading.Event(), endless(served).engine.running.batch.step
+        served.engine.running.batch.step = lambda tokens: go_on.wait(60) and step(tokens)
         first = sent(url, CHAT, chat(max_tokens=100))
-        wait_until(lambda: served.engine.flying)
+        wait_until(lambda: served.engine.running.rows)
         second = sent(url, CHAT, chat(max_tokens=1))
         wait_until(lambda: served.engine.waiting)
         assert post(url + CHAT, chat())[0] == 503
@@ -111,10 +111,10 @@ def test_whoever_hangs_up_no_longer_waits_in_line():
 
 def test_health_shows_rows_the_queue_and_errors():
     with running(rows=2, waiting=7) as (served, url):
-        go_on, step = threading.Event(), endless(served).engine.flight.step
-        served.engine.flight.step = lambda tokens: go_on.wait(60) and step(tokens)
+        go_on, step = threading.Event(), endless(served).engine.running.batch.step
+        served.engine.running.batch.step = lambda tokens: go_on.wait(60) and step(tokens)
         clients = [sent(url, CHAT, chat(n=2, max_tokens=3)) for _ in range(3)]
-        wait_until(lambda: served.engine.flying and len(served.engine.waiting) == 2)
+        wait_until(lambda: served.engine.running.rows and len(served.engine.waiting) == 2)
         facts = request(f"{url}/health")[1]
         assert {key: facts[key] for key in ("rows", "rows_at_most", "waiting", "waiting_at_most", "errors")} == {
             "rows": 2, "rows_at_most": 2, "waiting": 2, "waiting_at_most": 7, "errors": 0,
@@ -123,7 +123,7 @@ def test_health_shows_rows_the_queue_and_errors():
         for client in clients:
             with client:
                 assert b"200 OK" in client.recv(1000)
-        served.engine.flight.step = lambda _: {}["broken"]
+        served.engine.running.batch.step = lambda _: {}["broken"]
         assert post(url + CHAT, chat())[0] == 500
         facts = request(f"{url}/health")[1]
         assert (facts["rows"], facts["errors"], facts["last_error"]) == (0, 1, "KeyError: 'broken'")
@@ -188,10 +188,10 @@ def test_a_client_that_reads_nothing_is_left(monkeypatch):
         decode = endless(served).policy.decode
         monkeypatch.setattr(served.policy, "decode", lambda ids, **settings: 100_000 * decode(ids, **settings))
         client = sent(url, CHAT, chat(n=8, max_tokens=100, stream=True))
-        wait_until(lambda: served.engine.flying)
-        [asked] = {row.request for row in served.engine.flying}
+        wait_until(lambda: served.engine.running.rows)
+        [asked] = {row.request for row in served.engine.running.rows}
         wait_until(lambda: asked.cancelled)
-        wait_until(lambda: not served.engine.flying)
+        wait_until(lambda: not served.engine.running.rows)
         ends(client)
         assert request(f"{url}/health")[0] == 200
 
@@ -327,7 +327,7 @@ def test_requests_in_flight_end_when_the_service_does():
         endless(served)
         with ThreadPoolExecutor(12) as pool:
             answers = [pool.submit(post, url + CHAT, chat(max_tokens=100)) for _ in range(12)]
-            wait_until(lambda: served.engine.flying)
+            wait_until(lambda: served.engine.running.rows)
             served.stop()
             found = [answer.result() for answer in answers]
         assert {status for status, _ in found} == {200}
@@ -336,10 +336,10 @@ def test_requests_in_flight_end_when_the_service_does():
 @pytest.mark.parametrize("stream", [False, True])
 def test_what_does_not_end_in_time_is_told_in_the_form_of_the_api(stream):
     with running(grace=0.5, rows=4) as (served, url):
-        step = endless(served).engine.flight.step
-        served.engine.flight.step = lambda tokens: time.sleep(0.2) or step(tokens)
+        step = endless(served).engine.running.batch.step
+        served.engine.running.batch.step = lambda tokens: time.sleep(0.2) or step(tokens)
         clients = [sent(url, CHAT, chat(max_tokens=100, stream=stream)) for _ in range(12)]
-        wait_until(lambda: len(served.engine.flying) == 4 and len(served.engine.waiting) == 8)
+        wait_until(lambda: len(served.engine.running.rows) == 4 and len(served.engine.waiting) == 8)
         served.stop()
         for client in clients:
             head, _, body = ends(client).partition(b"\r\n\r\n")

@@ -127,8 +127,8 @@ def test_requests_that_arrive_together_are_decoded_together_and_do_not_change_ea
     with running(rows=16) as (served, url):
         bodies = [chat(f"{i}+{i}=", seed=i, max_tokens=12, n=1 + i % 2) for i in range(8)]
         alone = [post(f"{url}/v1/chat/completions", body)[1]["choices"] for body in bodies]
-        steps, step = [], served.engine.flight.step
-        served.engine.flight.step = lambda tokens: steps.append(len(tokens)) or step(tokens)
+        steps, step = [], served.engine.running.batch.step
+        served.engine.running.batch.step = lambda tokens: steps.append(len(tokens)) or step(tokens)
         with ThreadPoolExecutor(8) as pool:
             together = list(pool.map(lambda body: post(f"{url}/v1/chat/completions", body)[1]["choices"], bodies))
         assert together == alone
@@ -150,20 +150,22 @@ def test_whoever_leaves_early_frees_the_rows():
         stream = client.chat.completions.create(**chat(model="tiny", n=8), stream=True)
         next(stream)
         stream.close()
-        wait_until(lambda: not served.engine.flying)
+        wait_until(lambda: not served.engine.running.rows)
 
 
 def test_a_failure_of_the_decoder_is_told_and_survived(monkeypatch):
     with running() as (served, url):
-        before, broken = post(f"{url}/v1/chat/completions", chat(seed=1)), served.engine.flight
-        monkeypatch.setattr(served.engine.flight, "step", lambda _: (_ for _ in ()).throw(RuntimeError("no memory")))
+        before, broken = post(f"{url}/v1/chat/completions", chat(seed=1)), served.engine.running
+        monkeypatch.setattr(
+            served.engine.running.batch, "step", lambda _: (_ for _ in ()).throw(RuntimeError("no memory"))
+        )
         status, answer = post(f"{url}/v1/chat/completions", chat())
         assert status == 500
         assert "no memory" in answer["error"]["message"]
         after = post(f"{url}/v1/chat/completions", chat(seed=1))
         assert (after[0], after[1]["choices"]) == (200, before[1]["choices"])
-        assert served.engine.flight is not broken, "what half a step left behind is not read again"
-        assert len(served.engine.flying) == 0
+        assert served.engine.running is not broken, "what half a step left behind is not read again"
+        assert len(served.engine.running.rows) == 0
 
 
 # ---------------------------------------------------------------- what is refused
@@ -212,7 +214,7 @@ def test_a_body_of_10_mb_is_a_413(service):
 def test_a_request_that_takes_too_long_is_a_504():
     with running(timeout=0.001) as (served, url):
         assert post(f"{url}/v1/chat/completions", chat(max_tokens=100))[0] == 504
-        wait_until(lambda: not served.engine.flying)
+        wait_until(lambda: not served.engine.running.rows)
 
 
 # ---------------------------------------------------------------- the other forms

@@ -188,9 +188,12 @@ def mean_over_response(x: Tensor, mask: Tensor) -> Tensor:
 
 
 def of_responses(tokens: Tokens) -> Tokens:
-    """With one advantage a response, [B, 1]: their mean, in float64, where the mean of equal fp32 numbers is exact."""
-    mean = mean_over_response(tokens.advantages.double(), tokens.mask)
-    return tokens._replace(advantages=mean.to(tokens.advantages))
+    """With one advantage a response, [B, 1]: their mean, by way of what they are from the first, so that equal ones are
+    their mean to the bit.
+    """
+    advantages = tokens.advantages.expand(tokens.mask.shape)
+    first = advantages.gather(-1, tokens.mask.byte().argmax(-1, keepdim=True))
+    return tokens._replace(advantages=first + mean_over_response(advantages - first, tokens.mask))
 
 
 def surrogate(

@@ -59,7 +59,7 @@ def batch_invariant(policy: Any, rows: int) -> bool:
 def logits_of(policy: Any, prompts: list[list[int]], copies: int) -> Tensor:
     """[STEPS + 1, len(prompts) * copies, V], behind each prompt and behind each token; the tokens are those of all."""
     rows = len(prompts) * copies
-    flight = policy.decode_batch(rows)
-    behind_prompts = flight.admit(prompts, copies)
+    batch = policy.decode_batch(rows)
+    behind_prompts = batch.admit(prompts, copies)
     tokens = (torch.full((rows,), token, device=policy.device) for token in range(STEPS))
-    return torch.stack([behind_prompts, *(flight.step(token) for token in tokens)])
+    return torch.stack([behind_prompts, *(batch.step(token) for token in tokens)])

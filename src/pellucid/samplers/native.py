@@ -12,6 +12,7 @@ from torch import Tensor
 from pellucid.algorithm.sampling_mask import masks_of
 from pellucid.machine import hardware
 from pellucid.models.drawing import Truncation, draw, draw_among
+from pellucid.models.running import Running
 from pellucid.samplers.rollout import check_lengths, completed_groups, row_seed
 from pellucid.types import Group, Prompt, Sampling
 
@@ -43,36 +44,31 @@ class Native:
         )
 
     def _decode(
-        self, prompt_ids: Sequence[Sequence[int]], sampling: Sampling, uniforms: Tensor
+        self, contexts: Sequence[Sequence[int]], sampling: Sampling, uniforms: Tensor
     ) -> tuple[list[list[int]], list[list[float]], list[list[Tensor]]]:
-        """Tokens, their log-probs and sampling masks for each of the len(prompt_ids) * sampling.n rows."""
-        group_size = sampling.n
-        flight = self.policy.decode_batch(max(self.rows, group_size))
+        """Tokens, their log-probs and sampling masks for each of the len(contexts) * sampling.n rows."""
+        size = sampling.n
+        running: Running[int] = Running(self.policy.decode_batch(max(self.rows, size)))
         ends = torch.tensor(self.policy.eos_ids, device=self.policy.device)
         tokens: list[list[int]] = [[] for _ in uniforms]
         logprobs: list[list[float]] = [[] for _ in uniforms]
         masks: list[list[Tensor]] = [[] for _ in uniforms]
-        waiting, flying = list(range(len(prompt_ids))), []  # prompts; the row that each line of a step belongs to
-        logits = torch.zeros(0)
-        while waiting or flying:
-            if boarding := waiting[: flight.room() // group_size]:
-                waiting = waiting[len(boarding) :]
-                flying += [p * group_size + g for p in boarding for g in range(group_size)]
-                newcomers = flight.admit([prompt_ids[p] for p in boarding], group_size)
-                logits = torch.cat([logits, newcomers]) if len(logits) else newcomers
-            said = [len(tokens[row]) for row in flying]
-            token, logprob, mask = _drawn(logits, uniforms[flying, said], sampling)
-            for row, kept in zip(flying, mask, strict=False):
+        waiting = list(range(len(contexts)))
+        while waiting or running.rows:
+            if joining := waiting[: running.room() // size]:
+                waiting = waiting[len(joining) :]
+                running.admit([contexts[p] for p in joining], [p * size + g for p in joining for g in range(size)])
+            counts = [len(tokens[row]) for row in running.rows]
+            token, logprob, mask = _drawn(running.logits, uniforms[running.rows, counts], sampling)
+            for row, kept in zip(running.rows, mask, strict=False):
                 masks[row].append(kept)
-            for row, x, y in zip(flying, token.tolist(), logprob.tolist(), strict=True):
+            for row, x, y in zip(running.rows, token.tolist(), logprob.tolist(), strict=True):
                 tokens[row].append(x)
                 logprobs[row].append(y)
-            full = torch.tensor(said, device=token.device) == sampling.max_tokens - 1
+            full = torch.tensor(counts, device=token.device) == sampling.max_tokens - 1
             stays = (~torch.isin(token, ends) & ~full).nonzero()[:, 0]
-            if len(stays) < len(flying):
-                flight.keep(stays)
-                flying = [flying[i] for i in stays.tolist()]
-            logits = flight.step(token[stays]) if flying else logits[:0]
+            running.keep(stays)
+            running.step(token[stays])
         return tokens, logprobs, masks
 
 

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from pellucid.machine import hardware
 from pellucid.models.drawing import draw
+from pellucid.models.running import Running
 from pellucid.serve.rows import Piece, Request, Row
 
 PROMPT_TOKENS = 65_536
@@ -60,9 +61,7 @@ class Engine:
         self.closed = False
         self.changed = threading.Condition()
         """Guards the two above."""
-        self.flying: list[Row] = []
-        self.flight = policy.decode_batch(rows)
-        self.logits = torch.zeros(0)
+        self.running: Running[Row] = Running(policy.decode_batch(rows))
         self.place = hardware.place_of_sums(policy.device)
         self.meter, self.errors, self.last_error = Meter(), 0, ""
         self.heap = hardware.Heap()
@@ -91,20 +90,20 @@ class Engine:
         try:
             while self._called_for():
                 try:
-                    self._board()
-                    if self.flying:
+                    self._admit()
+                    if self.running.rows:
                         self._advance()
                         self.heap.after_step()
                 except Exception as error:  # noqa: BLE001 - whatever it was, it must not end what others use
                     self._abandon(error)
         finally:
             self.close()
-            self._tell_all([*self._flown(), *self.waiting], RefusedError("the service is ending"))
+            self._tell_all([*self._served(), *self.waiting], RefusedError("the service is ending"))
 
     def state(self) -> dict[str, Any]:
         """The state of the engine, for `/health`."""
         return {
-            "rows": len(self.flying),
+            "rows": len(self.running.rows),
             "rows_at_most": self.rows,
             "waiting": len(self.waiting),
             "waiting_at_most": self.most_waiting,
@@ -115,62 +114,61 @@ class Engine:
 
     def _called_for(self) -> bool:
         """Wait for a request where there is nothing to do. False when the engine is closed."""
-        if not self.flying and not self.waiting:
+        if not self.running.rows and not self.waiting:
             self.heap.give_back()  # caches of prompts that have left
         with self.changed:
-            self.changed.wait_for(lambda: self.closed or self.flying or self.waiting)
+            self.changed.wait_for(lambda: self.closed or self.running.rows or self.waiting)
             return not self.closed
 
     def _forget_cancelled(self) -> None:
         self.waiting = [request for request in self.waiting if not request.cancelled]
 
-    def _flown(self) -> set[Request]:
-        return {row.request for row in self.flying}
+    def _served(self) -> set[Request]:
+        """The requests that are being decoded."""
+        return {row.request for row in self.running.rows}
 
-    def _board(self) -> None:
+    def _admit(self) -> None:
         """In the order of arrival: a large request is not overtaken for ever by small ones. Those of the same size are
         read together: four prompts take two and a half times as long as one.
         """
-        while aboard := self._next_aboard():
-            self.flying += [Row(r, i, generator_of(r.seed, i)) for r in aboard for i in range(r.n)]
-            logits = self.flight.admit([list(request.prompt_ids) for request in aboard], aboard[0].n)
-            self.logits = torch.cat([self.logits, logits]) if len(self.logits) else logits
+        while joining := self._next_to_join():
+            rows = [Row(request, i, generator_of(request.seed, i)) for request in joining for i in range(request.n)]
+            self.running.admit([list(request.prompt_ids) for request in joining], rows)
 
-    def _next_aboard(self) -> list[Request]:
+    def _next_to_join(self) -> list[Request]:
+        """The first requests that wait, as many as are read together and have room; they wait no more."""
         with self.changed:
             self._forget_cancelled()
-            flown = [len(request.prompt_ids) for request in self._flown()]
-            aboard: list[Request] = []
+            served = [len(request.prompt_ids) for request in self._served()]
+            joining: list[Request] = []
             for request in self.waiting:
-                lengths = [len(one.prompt_ids) for one in (*aboard, request)]
-                if aboard and (request.n != aboard[0].n or taken(lengths) * max(lengths) > SCORES):
+                lengths = [len(one.prompt_ids) for one in (*joining, request)]
+                if joining and (request.n != joining[0].n or taken(lengths) * max(lengths) > SCORES):
                     break
-                if (flown or aboard) and taken(flown + lengths) > PROMPT_TOKENS:
+                if (served or joining) and taken(served + lengths) > PROMPT_TOKENS:
                     break
-                if request.n * len(lengths) > self.flight.room():
+                if request.n * len(lengths) > self.running.room():
                     break
-                aboard.append(request)
-            del self.waiting[: len(aboard)]
-            return aboard
+                joining.append(request)
+            del self.waiting[: len(joining)]
+            return joining
 
     def _advance(self) -> None:
         """Decode one token for each row."""
         drawn = self._drawn()
         self.meter.add(len(drawn), time.monotonic())
-        stays = [place for place, row in enumerate(self.flying) if self._goes_on(row, *drawn[place])]
-        if len(stays) < len(self.flying):
-            before, self.flying = self._flown(), [self.flying[i] for i in stays]
-            self._tell_all(before - self._flown(), None)
-            self.flight.keep(torch.tensor(stays, dtype=torch.long, device=self.policy.device))
-        last = torch.tensor([row.token_ids[-1] for row in self.flying], device=self.policy.device)
-        self.logits = self.flight.step(last) if self.flying else self.logits[:0]
+        stays = [place for place, row in enumerate(self.running.rows) if self._goes_on(row, *drawn[place])]
+        before, device = self._served(), self.policy.device
+        self.running.keep(torch.tensor(stays, dtype=torch.long, device=device))
+        self._tell_all(before - self._served(), None)
+        self.running.step(torch.tensor([row.token_ids[-1] for row in self.running.rows], device=device))
 
     def _drawn(self) -> list[tuple[int, float]]:
         """The (token, log-prob) of every row; rows of the same settings are drawn together."""
         drawn: list[tuple[int, float]] = []
-        for _, run in groupby(self.flying, lambda row: (row.request.temperature, row.request.truncation)):
+        for _, run in groupby(self.running.rows, lambda row: (row.request.temperature, row.request.truncation)):
             rows = list(run)
-            logits = self.logits[len(drawn) : len(drawn) + len(rows)]
+            logits = self.running.logits[len(drawn) : len(drawn) + len(rows)]
             uniforms = torch.cat([torch.rand(1, dtype=torch.float64, generator=row.random) for row in rows])
             drawn += self._draw(rows, logits, uniforms.to(self.place))
         return drawn
@@ -226,9 +224,8 @@ class Engine:
 
     def _abandon(self, error: Exception) -> None:
         """Fail all requests that are being decoded, since half a step may have been taken, and start a new batch."""
-        lost, self.flying = self._flown(), []
-        self._fail(lost, error)
-        self.flight, self.logits = self.policy.decode_batch(self.rows), torch.zeros(0)
+        self._fail(self._served(), error)
+        self.running = Running(self.policy.decode_batch(self.rows))
 
     def _note(self, error: Exception) -> None:
         self.errors += 1

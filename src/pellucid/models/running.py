@@ -1,0 +1,47 @@
+"""The rows that are being decoded: what the samplers and the service do with a decode batch, a token at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Generic, TypeVar
+
+import torch
+from torch import Tensor
+
+from pellucid.models.decoding import DecodeBatch
+from pellucid.models.fallback import FallbackDecodeBatch
+
+Row = TypeVar("Row")
+
+
+class Running(Generic[Row]):
+    """Rows of a decode batch, each with a record of its owner's, and the logits that its next token is drawn from.
+
+    `admit` where there is room, draw a token from each row's logits, `keep` the rows that go on, `step`; again.
+    """
+
+    def __init__(self, batch: DecodeBatch | FallbackDecodeBatch) -> None:
+        self.batch = batch
+        self.rows: list[Row] = []
+        self.logits = torch.zeros(0)
+        """[n, V]"""
+
+    def room(self) -> int:
+        """How many more rows may be admitted."""
+        return self.batch.room()
+
+    def admit(self, prompts: Sequence[Sequence[int]], rows: Sequence[Row]) -> None:
+        """Add rows, as many for each prompt, in the order of the prompts."""
+        self.rows += rows  # first: where reading the prompts fails, their owners are told
+        logits = self.batch.admit(prompts, len(rows) // len(prompts))
+        self.logits = torch.cat([self.logits, logits]) if len(self.logits) else logits
+
+    def keep(self, places: Tensor) -> None:
+        """Drop all rows but those at these places [<= n], ascending."""
+        if len(places) < len(self.rows):
+            self.batch.keep(places)
+            self.rows = [self.rows[place] for place in places.tolist()]
+
+    def step(self, tokens: Tensor) -> None:
+        """Append one token [n] to each row."""
+        self.logits = self.batch.step(tokens) if self.rows else self.logits[:0]
