@@ -135,7 +135,7 @@ def bytes_a_token(config: Any, wide: int) -> int:
 
 
 def cache(config: Any, cfg: Config, processes: int) -> float:
-    """GB of keys and values of the rows that are decoded together while they are sampled, each prompt once. The update needs more."""
+    """GB of keys and values of the rows while they are sampled, each prompt once. The update needs more."""
     a, s = cfg.algorithm, cfg.sampler
     rows = min(s.rows, max(a.group_size, a.prompts_per_step * a.group_size // processes))
     tokens = rows * s.max_tokens + rows / a.group_size * PROMPT_TOKENS
