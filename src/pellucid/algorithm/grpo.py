@@ -251,9 +251,10 @@ def with_weights(batch: Batch, runtime: Runtime, cfg: GRPOConfig) -> Batch:
     weighted = with_gradient(replace(batch, weights=weights_of(batch, runtime, cfg)), cfg)
     if not cfg.prefix_coef:
         return weighted
-    weighted = with_demonstrations(weighted, batch.prompt_of.unique())
-    tokens = runtime.sum(weighted.likelihood_weights.sum())
-    return replace(weighted, likelihood_weights=cfg.prefix_coef * weighted.likelihood_weights / tokens.clamp(min=1))
+    shown = with_demonstrations(weighted, batch.prompt_of.unique())
+    assert shown.likelihood_weights is not None
+    tokens = runtime.sum(shown.likelihood_weights.sum())
+    return replace(shown, likelihood_weights=cfg.prefix_coef * shown.likelihood_weights / tokens.clamp(min=1))
 
 
 def weights_of(batch: Batch, runtime: Runtime, cfg: GRPOConfig) -> Tensor:
