@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -28,22 +29,24 @@ from conftest import (
     tiny_gpt2,
 )
 from pellucid.algorithm.batch import collate
-from pellucid.models import attention, packed
+from pellucid.models import attention
 from pellucid.models import decoder as decoders
 from pellucid.models.attention import attend
-from pellucid.models.decoder import Decoder, after_attention, fallback_reason, linear, sliding_layers
+from pellucid.models.decoder import Decoder, after_attention, linear
 from pellucid.models.decoding import DecodeBatch
 from pellucid.models.elementwise import gated, norm, rotated
+from pellucid.models.family import fallback_reason, sliding_layers
 from pellucid.models.masters import Matrix, embedded
 from pellucid.models.packed import hidden_states
 from pellucid.policy import logprobs
 from pellucid.policy.policy import Policy
 from pellucid.samplers.native import Native
 from pellucid.types import Completion, Group, Prompt, Sampling
+from runs import in_two_processes
 
 
 def decoder_of(model, dtype=torch.float32):
-    return Decoder(model.config, dict(model.named_parameters()), dtype)
+    return Decoder(model.config, model, dtype)
 
 
 @torch.no_grad()
@@ -67,7 +70,7 @@ def test_half_precision_is_no_further_off_than_transformers(name, dtype):
     """From fp32, in the mean: the residual stream here stays in fp32."""
     batch, model = batch_of(), model_of(name)
     exact = plain_logits(model, batch)
-    hidden, head = hidden_states(Decoder(model.config, dict(model.named_parameters()), dtype), batch)
+    hidden, head = hidden_states(Decoder(model.config, model, dtype), batch)
     ours = (hidden.float() @ head.tensor.float().T - exact).abs().mean()
     theirs = (plain_logits(model.to(dtype), batch).float() - exact).abs().mean()
     assert 0 < ours < 1.1 * theirs
@@ -96,8 +99,8 @@ def test_gradients_are_those_of_plain_autograd(name, recompute):
 
 def test_recomputing_keeps_only_the_residual_stream_of_a_layer(monkeypatch):
     calls = []
-    counted = packed.PLAIN._replace(after=lambda *a: calls.append(1) or after_attention(*a))
-    monkeypatch.setattr(packed, "PLAIN", counted)
+    counted = decoders.PLAIN._replace(after=lambda *a: calls.append(1) or after_attention(*a))
+    monkeypatch.setattr("pellucid.policy.policy.PLAIN", counted)
     policy = Policy(model_of("llama"), character_tokenizer(), gradient_checkpointing=True)
     policy.score(batch_of()).logprobs.sum().backward()
     assert len(calls) == 2 * 2
@@ -107,8 +110,8 @@ def test_recomputing_keeps_only_the_residual_stream_of_a_layer(monkeypatch):
 def test_pieces_may_be_compiled(monkeypatch):
     """Traced forward and backward; that C++ made of it is right is torch's to show, and takes a minute."""
     model, batch = model_of("qwen2"), batch_of()
-    traced, gradients = packed.compiled("aot_eager"), []
-    monkeypatch.setattr(packed, "compiled", lambda: traced)
+    traced, gradients = decoders.compiled("aot_eager"), []
+    monkeypatch.setattr("pellucid.policy.policy.compiled", lambda: traced)
     for engine in ("auto", "compiled"):
         policy = Policy(model, character_tokenizer(), engine=engine)
         policy.score(batch).logprobs.sum().backward()
@@ -149,7 +152,8 @@ def test_weights_are_cast_once_an_optimizer_step_however_many_micro_batches_ther
     model.model.embed_tokens.weight.requires_grad_(False)
     policy = Policy(model, character_tokenizer(), torch.bfloat16)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, fused=True)
-    cast, of_frozen = (weights.tensor for weights in (policy.decoder.layers[0]["down"], policy.decoder.embedding))
+    weights = policy.decoder.layers[0].cast["down"], policy.decoder.embedding
+    cast, of_frozen = (part.tensor_now() for part in weights)
     counts = []
     for _ in range(3):
         before, frozen_before = cast._version, of_frozen._version
@@ -536,6 +540,51 @@ def test_the_saved_model_is_the_trained_one(tmp_path):
     )
 
 
+# ---------------------------------------------------------------- layers that an engine shards
+
+SHARDED = """
+import sys
+
+import torch
+import torch.distributed as dist
+from torch.distributed.fsdp import fully_shard
+
+sys.path.insert(0, sys.argv[1])
+from architectures import batch_of, model_of
+from conftest import character_tokenizer
+from pellucid.policy.policy import Policy
+
+dist.init_process_group("gloo")
+mesh = dist.init_device_mesh("cpu", (2,))
+for recompute in (False, True):
+    whole, parted = (
+        Policy(model_of(sys.argv[2]), character_tokenizer(), gradient_checkpointing=recompute) for _ in range(2)
+    )
+    parted.decoder.read_in_place()
+    for layer in parted.decoder.layers:
+        fully_shard(layer, mesh=mesh)
+    scores = [policy.score(batch_of()) for policy in (whole, parted)]
+    torch.testing.assert_close(scores[1].logprobs, scores[0].logprobs, rtol=0, atol=1e-6)
+    for each in scores:
+        each.logprobs.square().sum().backward()
+    sharded = 0
+    for name, p in parted.model.named_parameters():
+        expected = whole.model.get_parameter(name).grad
+        grad = p.grad.full_tensor() if ".layers." in name else p.grad
+        sharded += p.numel() > p._local_tensor.numel() if ".layers." in name else 0
+        torch.testing.assert_close(grad, expected, rtol=0, atol=2e-5 * float(expected.norm()))
+    assert sharded == sum(".layers." in name for name, _ in whole.model.named_parameters())
+dist.destroy_process_group()
+"""
+
+
+@pytest.mark.parametrize("name", ["qwen2", "qwen3"])
+def test_a_layer_whose_parameters_lie_in_two_processes_computes_the_same(tmp_path, name):
+    """FSDP2 gathers them around a layer's forward: log-probs and gradients are those of a whole model."""
+    (tmp_path / "two.py").write_text(SHARDED)
+    in_two_processes(tmp_path / "two.py", Path(__file__).parents[1], name)
+
+
 # ---------------------------------------------------------------- precision
 
 
@@ -544,14 +593,14 @@ def test_the_residual_stream_is_in_fp32_whatever_is_computed_in():
 
     def before(layer, hidden, rotary, shape):
         seen.add(hidden.dtype)
-        return packed.PLAIN.before(layer, hidden, rotary, shape)
+        return decoders.PLAIN.before(layer, hidden, rotary, shape)
 
     def after(layer, hidden, attended, shape):
         seen.add(hidden.dtype)
-        return packed.PLAIN.after(layer, hidden, attended, shape)
+        return decoders.PLAIN.after(layer, hidden, attended, shape)
 
     decoder = decoder_of(model_of("llama"), torch.bfloat16)
-    hidden_states(decoder, batch_of(), pieces=packed.Pieces(before, after))
+    hidden_states(decoder, batch_of(), pieces=decoders.Pieces(before, after))
     assert seen == {torch.float32}
 
 

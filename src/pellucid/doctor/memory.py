@@ -8,7 +8,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from pellucid.config import Config
-from pellucid.models.decoder import fallback_reason
+from pellucid.models.family import fallback_reason
 from pellucid.policy.logprobs import MANY
 from pellucid.policy.pretrained import locate
 from pellucid.types import UserError

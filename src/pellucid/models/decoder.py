@@ -3,8 +3,8 @@
 One set of layers with two faces: decoding.py continues groups of rows from a KV cache, packed.py scores rollouts with
 gradient. Both compute in `dtype` with the residual stream in fp32, so that what was sampled is what is scored.
 
-Left out on purpose: dropout, biases in the MLP, rotary scalings that depend on the length. `fallback_reason` says so,
-and such a model goes through transformers instead.
+Left out on purpose: dropout, biases in the MLP, rotary scalings that depend on the length. `fallback_reason` in
+family.py says so, and such a model goes through transformers instead.
 
 Shapes: N tokens, D hidden size, H query heads, K key heads, d head size, I intermediate size, V vocabulary.
 """
@@ -12,37 +12,24 @@ Shapes: N tokens, D hidden size, H query heads, K key heads, d head size, I inte
 from __future__ import annotations
 
 import json
-import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
+from functools import cache
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file
-from torch import Tensor
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 from transformers import AutoConfig
 
 from pellucid.models.elementwise import gated, norm, rotated
+from pellucid.models.family import Shape, fallback_reason, rotary_frequencies, shape_of
 from pellucid.models.masters import CastWeights, Matrix
 
-FAMILY = ("llama", "mistral", "qwen2", "qwen3")
-ROTARY = ("default", "linear", "llama3")
 
-
-class Shape(NamedTuple):
-    layers: int
-    heads: int
-    key_heads: int
-    head_size: int
-    eps: float
-    tied: bool
-    slides: tuple[bool, ...]
-    """Of each layer, whether a token reads no more than the last `window`, itself included."""
-    window: int
-
-
-class Layer(NamedTuple):
+class LayerWeights(NamedTuple):
     """Weights as `F.linear` takes them; projections that read the same input are one matrix."""
 
     attention_norm: Tensor
@@ -69,7 +56,7 @@ class Layer(NamedTuple):
 
 class Weights(NamedTuple):
     embedding: Matrix
-    layers: list[Layer]
+    layers: list[LayerWeights]
     norm: Tensor
     """[D]"""
     head: Matrix
@@ -87,55 +74,105 @@ PARTS = {
     "query_norm": ("self_attn.q_norm.weight",),
     "key_norm": ("self_attn.k_norm.weight",),
 }
-"""Which parameters of a Hugging Face checkpoint make up which matrix of a layer."""
+"""Which parameters of a Hugging Face checkpoint make up which weight of a layer."""
 
 
-class Decoder:
-    """Computes with copies of `masters`, parameters under their Hugging Face names; gradients go to the masters."""
+def places_of(block: nn.Module, sources: Sequence[str]) -> list[tuple[nn.Module, str]]:
+    """The modules in which these parameters stand, and their names there."""
+    return [(block.get_submodule(path), leaf) for path, _, leaf in (source.rpartition(".") for source in sources)]
 
-    def __init__(self, config: Any, masters: Mapping[str, Tensor], dtype: torch.dtype) -> None:
-        head_size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-        self.shape = Shape(
-            layers=config.num_hidden_layers,
-            heads=config.num_attention_heads,
-            key_heads=config.num_key_value_heads,
-            head_size=head_size,
-            eps=config.rms_norm_eps,
-            tied=config.tie_word_embeddings,
-            slides=sliding_layers(config),
-            window=getattr(config, "sliding_window", None) or 0,
+
+Heads = tuple[Tensor, Tensor, Tensor]
+"""Queries [N, H, d], keys and values [N, K, d] of N tokens."""
+
+
+class Pieces(NamedTuple):
+    """The parts of a layer that work on single tokens, before and after its attention."""
+
+    before: Callable[..., Heads]
+    after: Callable[..., Tensor]
+
+
+class DecoderLayer(nn.Module):
+    """A layer. It computes with the parameters of `block`, as they stand there in each call."""
+
+    def __init__(self, block: nn.Module, shape: Shape, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.block, self.shape = block, shape
+        known = dict(block.named_parameters())
+        parts = {name: places_of(block, sources) for name, sources in PARTS.items() if sources[0] in known}
+        # Norms are used as they are: the residual stream is not in the compute dtype.
+        self.norms = {name: places[0][0] for name, places in parts.items() if name.endswith("norm")}
+        self.cast = {name: CastWeights(places, dtype) for name, places in parts.items() if name not in self.norms}
+
+    def weights(self) -> LayerWeights:
+        """As the parameters are now; with gradient where that is enabled."""
+        norms: Any = {name: module.weight for name, module in self.norms.items()}
+        return LayerWeights(**norms, **{name: part.current() for name, part in self.cast.items()})
+
+    def forward(
+        self,
+        hidden: Tensor,
+        rotary: tuple[Tensor, Tensor],
+        attention: Callable[[Heads], Tensor],
+        pieces: Pieces,
+        recompute: bool,
+    ) -> Tensor:
+        """Hidden states [N, D] -> those behind this layer. `attention` is [N, H d] of what the heads read.
+
+        recompute: keep only the residual stream for the backward pass.
+        """
+        if recompute:
+            return checkpoint(self._through, hidden, rotary, attention, pieces, use_reentrant=False)
+        return self._through(hidden, rotary, attention, pieces)
+
+    def _through(
+        self, hidden: Tensor, rotary: tuple[Tensor, Tensor], attention: Callable[[Heads], Tensor], pieces: Pieces
+    ) -> Tensor:
+        weights = self.weights()
+        attended = attention(pieces.before(weights, hidden, rotary, self.shape))
+        return pieces.after(weights, hidden, attended, self.shape)
+
+
+class Decoder(nn.Module):
+    """Computes with the parameters of `model`, transformers' or `module_of`, as they stand there in each call."""
+
+    def __init__(self, config: Any, model: nn.Module, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.shape, self.dtype = shape_of(config), dtype
+        body = model.get_submodule("model")
+        self.embed_tokens, self.final_norm = body.get_submodule("embed_tokens"), body.get_submodule("norm")
+        self.lm_head = self.embed_tokens if self.shape.tied else model.get_submodule("lm_head")
+        blocks = [body.get_submodule(f"layers.{i}") for i in range(self.shape.layers)]
+        self.layers: Sequence[DecoderLayer] = cast(
+            Any, nn.ModuleList(DecoderLayer(block, self.shape, dtype) for block in blocks)
         )
-        self.dtype, self.device = dtype, masters["model.norm.weight"].device
+        self.embedding = CastWeights([(self.embed_tokens, "weight")], dtype)
+        self.head = self.embedding if self.shape.tied else CastWeights([(self.lm_head, "weight")], dtype)
+        self.device = self.final_norm.get_parameter("weight").device
+        self.frequencies = rotary_frequencies(config, self.shape.head_size).to(self.device)
         self.may_pack = (
             self.device.type == "cpu"
             and dtype == torch.bfloat16
             and torch.backends.mkldnn.is_available()
             and torch.ops.mkldnn._is_mkldnn_bf16_supported()
         )
-        self.frequencies = rotary_frequencies(config, head_size).to(self.device)
-        self.embedding = CastWeights([masters["model.embed_tokens.weight"]], dtype)
-        self.head = self.embedding if self.shape.tied else CastWeights([masters["lm_head.weight"]], dtype)
-        self.norm = masters["model.norm.weight"]
-        self.layers = [self._layer(masters, f"model.layers.{i}.") for i in range(self.shape.layers)]
 
-    def _layer(self, masters: Mapping[str, Tensor], prefix: str) -> dict[str, CastWeights | Tensor]:
-        """Norms are used as they are: the residual stream is not in the compute dtype."""
-        parts = {
-            name: [masters[prefix + source] for source in sources]
-            for name, sources in PARTS.items()
-            if prefix + sources[0] in masters
-        }
-        return {name: x[0] if name.endswith("norm") else CastWeights(x, self.dtype) for name, x in parts.items()}
+    def read_in_place(self) -> None:
+        """Keep no cast weights of layers from now on: an engine gathers their parameters around each call."""
+        for layer in self.layers:
+            for part in layer.cast.values():
+                part.in_place = True
+
+    def around(self) -> tuple[Matrix, Tensor, Matrix]:
+        """Embedding, last norm [D] and head, as they are now."""
+        embedding, head = (Matrix(part.tensor_now(), part.masters()[0]) for part in (self.embedding, self.head))
+        return embedding, self.final_norm.get_parameter("weight"), head
 
     def weights(self) -> Weights:
-        """As the masters are now; with gradient where that is enabled."""
-
-        def current(part: CastWeights | Tensor) -> Tensor:
-            return part.current() if isinstance(part, CastWeights) else part
-
-        layers = [Layer(**{name: current(part) for name, part in layer.items()}) for layer in self.layers]
-        embedding, head = (Matrix(part.tensor_now(), part.masters[0]) for part in (self.embedding, self.head))
-        return Weights(embedding, layers, self.norm, head)
+        """All weights as they are now; with gradient where that is enabled."""
+        embedding, norm, head = self.around()
+        return Weights(embedding, [layer.weights() for layer in self.layers], norm, head)
 
     def rotary(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         """cos and sin, [N, 1, d] each, for positions [N]; the first half of the sines negative."""
@@ -147,11 +184,7 @@ class Decoder:
 # ---------------------------------------------------------------- what a layer computes
 
 
-Heads = tuple[Tensor, Tensor, Tensor]
-"""Queries [N, H, d], keys and values [N, K, d] of N tokens."""
-
-
-def heads_of(layer: Layer, hidden: Tensor, rotary: tuple[Tensor, Tensor], shape: Shape) -> Heads:
+def heads_of(layer: LayerWeights, hidden: Tensor, rotary: tuple[Tensor, Tensor], shape: Shape) -> Heads:
     x = norm(hidden, layer.attention_norm, shape.eps, layer.qkv.dtype)
     heads = linear(x, layer.qkv, layer.qkv_bias).unflatten(-1, (-1, shape.head_size))
     turning, value = heads.split([shape.heads + shape.key_heads, shape.key_heads], -2)
@@ -163,11 +196,21 @@ def heads_of(layer: Layer, hidden: Tensor, rotary: tuple[Tensor, Tensor], shape:
     return query, key, value
 
 
-def after_attention(layer: Layer, hidden: Tensor, attended: Tensor, shape: Shape) -> Tensor:
+def after_attention(layer: LayerWeights, hidden: Tensor, attended: Tensor, shape: Shape) -> Tensor:
     """[N, D] of the next layer, from what the heads of this one have read, [N, H d]."""
     hidden = hidden + linear(attended, layer.attention_out, layer.attention_out_bias)
     x = norm(hidden, layer.mlp_norm, shape.eps, layer.gate_up.dtype)
     return hidden + linear(gated(linear(x, layer.gate_up)), layer.down)
+
+
+PLAIN = Pieces(heads_of, after_attention)
+
+
+@cache
+def compiled(backend: str = "inductor") -> Pieces:
+    """Pieces compiled by torch.compile, which needs a C++ compiler, and most of a minute at first use."""
+    options = {"dynamic": True, "backend": backend}
+    return Pieces(torch.compile(heads_of, **options), torch.compile(after_attention, **options))
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -194,57 +237,7 @@ def prepacked(weights: Weights, rows: int) -> Weights:
     return weights._replace(layers=layers, head=weights.head._replace(tensor=pack(weights.head.tensor)))
 
 
-def rotary_frequencies(config: Any, head_size: int) -> Tensor:
-    """[d / 2] radians per position, scaled as the checkpoint says."""
-    rope = config.rope_parameters
-    frequencies = rope["rope_theta"] ** -(torch.arange(0, head_size, 2) / head_size)
-    if rope["rope_type"] == "linear":
-        return frequencies / rope["factor"]
-    if rope["rope_type"] == "llama3":
-        return _stretched(frequencies, rope)
-    return frequencies
-
-
-def _stretched(frequencies: Tensor, rope: Mapping[str, float]) -> Tensor:
-    """Llama 3.1: waves longer than the original context are slowed down, short ones not; between, a blend."""
-    turns = rope["original_max_position_embeddings"] * frequencies / (2 * math.pi)
-    low, high = rope["low_freq_factor"], rope["high_freq_factor"]
-    keep = ((turns - low) / (high - low)).clamp(0, 1)
-    return frequencies * (keep + (1 - keep) / rope["factor"])
-
-
-# ---------------------------------------------------------------- which checkpoints
-
-
-def fallback_reason(config: Any) -> str:
-    """Why this decoder does not compute what such a checkpoint means; empty where it does."""
-    if config.model_type not in FAMILY:
-        return f"architecture {config.model_type}"
-    rope = getattr(config, "rope_parameters", None) or {"rope_type": "default"}
-    reasons = {
-        f"activation {config.hidden_act}": config.hidden_act != "silu",
-        f"rotary scaling {rope.get('rope_type')}": rope.get("rope_type") not in ROTARY or "rope_theta" not in rope,
-        "partial rotary": rope.get("partial_rotary_factor", 1.0) != 1.0,
-        "other layers than attention": not _attends(config),
-        "biases in the MLP": getattr(config, "mlp_bias", False),
-        "quantised weights": getattr(config, "quantization_config", None) is not None,
-    }
-    return ", ".join(reason for reason, applies in reasons.items() if applies)
-
-
-def _attends(config: Any) -> bool:
-    """Whether each layer is one of attention: to all tokens, or where a checkpoint has a window, to the last ones."""
-    window = config.model_type != "llama" and getattr(config, "sliding_window", None)
-    known = {"full_attention", "sliding_attention"} if window else {"full_attention"}
-    return set(getattr(config, "layer_types", None) or known) <= known
-
-
-def sliding_layers(config: Any) -> tuple[bool, ...]:
-    """Mistral's window is that of every layer, whatever else is said of them."""
-    if config.model_type == "mistral":
-        return (config.sliding_window is not None,) * config.num_hidden_layers
-    kinds = getattr(config, "layer_types", None) or ["full_attention"] * config.num_hidden_layers
-    return tuple(kind == "sliding_attention" for kind in kinds)
+# ---------------------------------------------------------------- from a checkpoint
 
 
 def load(folder: Path, dtype: torch.dtype = torch.float32) -> Decoder:
@@ -257,4 +250,18 @@ def load(folder: Path, dtype: torch.dtype = torch.float32) -> Decoder:
         sorted(set(json.loads(index.read_text())["weight_map"].values())) if index.exists() else ["model.safetensors"]
     )
     weights = {name: tensor for file in files for name, tensor in load_file(folder / file).items()}
-    return Decoder(config, weights, dtype)
+    return Decoder(config, module_of(weights), dtype)
+
+
+def module_of(weights: Mapping[str, Tensor]) -> nn.Module:
+    """Modules in which these weights stand under their names, frozen."""
+    root = nn.Module()
+    for name, weight in weights.items():
+        *path, leaf = name.split(".")
+        module = root
+        for child in path:
+            if child not in module._modules:
+                module.add_module(child, nn.Module())
+            module = module.get_submodule(child)
+        module.register_parameter(leaf, nn.Parameter(weight, requires_grad=False))
+    return root

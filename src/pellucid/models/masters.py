@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 _optimizer_steps = 0
@@ -35,31 +35,51 @@ class Matrix(NamedTuple):
 
 
 class CastWeights:
-    """Master weights joined and cast to the compute dtype; cast again whenever they may have changed."""
+    """Parameters joined and cast to the compute dtype; cast again whenever they may have changed.
 
-    def __init__(self, masters: Sequence[Tensor], dtype: torch.dtype) -> None:
-        self.masters = masters
-        [first, *rest] = masters
-        self.shared = not rest and first.dtype == dtype
-        self.tensor = first.detach() if self.shared else torch.cat([m.detach() for m in masters]).to(dtype)
-        self.state = self._state()
+    They are read where they stand, in their modules: an engine that shards parameters puts whole ones there while a
+    layer computes. Those, `in_place`, are gone behind the layer: nothing is kept of them.
+    """
+
+    def __init__(self, places: Sequence[tuple[nn.Module, str]], dtype: torch.dtype) -> None:
+        """places: modules and the names of their parameters."""
+        self.places, self.dtype = places, dtype
+        self.in_place = False
+        self.tensor: Tensor | None = None
+        self.state: tuple[int, ...] = ()
+
+    def masters(self) -> list[Tensor]:
+        return [getattr(module, name) for module, name in self.places]
 
     def current(self) -> Tensor:
         """The cast weights, whose gradient goes to the masters."""
-        return Cast.apply(self.tensor_now(), *self.masters)  # pyright: ignore[reportReturnType]
+        masters = self.masters()
+        if self.in_place:
+            return joined(masters).to(self.dtype)
+        return Cast.apply(self.tensor_now(), *masters)  # pyright: ignore[reportReturnType]
 
     def tensor_now(self) -> Tensor:
         """The cast weights without a gradient; cast anew only where the masters have changed."""
-        if not self.shared and self.state != (now := self._state()):
-            for part, master in zip(self.tensor.split([len(m) for m in self.masters]), self.masters, strict=True):
+        masters = self.masters()
+        if self.in_place or (len(masters) == 1 and masters[0].dtype == self.dtype):
+            return joined(masters).detach().to(self.dtype)
+        if self.tensor is None:
+            self.tensor = masters[0].new_empty(sum(map(len, masters)), *masters[0].shape[1:], dtype=self.dtype)
+        if self.state != (now := state_of(masters)):
+            for part, master in zip(self.tensor.split([len(m) for m in masters]), masters, strict=True):
                 part.copy_(master.detach())
             self.state = now
         return self.tensor
 
-    def _state(self) -> tuple[int, ...]:
-        """What changes whenever the masters do: their versions, and where they are trained the optimizer steps."""
-        trained = any(m.requires_grad for m in self.masters)
-        return _optimizer_steps if trained else 0, *(m._version for m in self.masters)
+
+def joined(masters: Sequence[Tensor]) -> Tensor:
+    return masters[0] if len(masters) == 1 else torch.cat(list(masters))
+
+
+def state_of(masters: Sequence[Tensor]) -> tuple[int, ...]:
+    """What changes whenever the masters do: their versions, and where they are trained the optimizer steps."""
+    trained = any(m.requires_grad for m in masters)
+    return _optimizer_steps if trained else 0, *(m._version for m in masters)
 
 
 class Cast(torch.autograd.Function):

@@ -10,17 +10,16 @@ have, D hidden size.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from functools import cache
+from collections.abc import Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils.checkpoint import checkpoint
 
 from pellucid.algorithm.batch import Batch
 from pellucid.models.attention import attend
-from pellucid.models.decoder import Decoder, Heads, Layer, Shape, after_attention, heads_of
+from pellucid.models.decoder import PLAIN, Decoder, Heads, Pieces
 from pellucid.models.elementwise import norm
 from pellucid.models.masters import Matrix, embedded
 
@@ -153,23 +152,6 @@ def windowed(layout: Layout, window: int) -> Layout:
     )
 
 
-class Pieces(NamedTuple):
-    """The parts of a layer that work on single tokens, before and after its attention."""
-
-    before: Callable[..., Heads]
-    after: Callable[..., Tensor]
-
-
-PLAIN = Pieces(heads_of, after_attention)
-
-
-@cache
-def compiled(backend: str = "inductor") -> Pieces:
-    """Pieces compiled by torch.compile, which needs a C++ compiler, and most of a minute at first use."""
-    options = {"dynamic": True, "backend": backend}
-    return Pieces(torch.compile(heads_of, **options), torch.compile(after_attention, **options))
-
-
 def hidden_states(
     decoder: Decoder, batch: Batch, recompute: bool = False, pieces: Pieces = PLAIN
 ) -> tuple[Tensor, Matrix]:
@@ -179,22 +161,15 @@ def hidden_states(
     """
     layout, shape = layout_of(batch, decoder.dtype, decoder.device), decoder.shape
     near = windowed(layout, shape.window) if any(shape.slides) else layout
-    weights = decoder.weights()
+    embedding, last, head = decoder.around()
     rotary = decoder.rotary(torch.cat([layout.prompts.positions, layout.responses.positions]))
     ids = torch.cat([layout.prompts.ids, layout.responses.ids])
-    hidden = embedded(ids, weights.embedding).to(weights.norm.dtype)
-    for layer, slides in zip(weights.layers, shape.slides, strict=True):
-        arguments = (layer, hidden, rotary, near if slides else layout, shape, pieces)
-        hidden = checkpoint(through_layer, *arguments, use_reentrant=False) if recompute else through_layer(*arguments)
+    hidden = embedded(ids, embedding).to(last.dtype)
+    for layer, slides in zip(decoder.layers, shape.slides, strict=True):
+        attention = partial(group_attention, layout=near if slides else layout)
+        hidden = layer(hidden, rotary, attention, pieces, recompute)
     hidden = hidden.index_select(0, layout.sources)
-    return norm(hidden, weights.norm, shape.eps, decoder.dtype), weights.head
-
-
-def through_layer(
-    layer: Layer, hidden: Tensor, rotary: tuple[Tensor, Tensor], layout: Layout, shape: Shape, pieces: Pieces
-) -> Tensor:
-    attended = group_attention(pieces.before(layer, hidden, rotary, shape), layout)
-    return pieces.after(layer, hidden, attended, shape)
+    return norm(hidden, last, shape.eps, decoder.dtype), head
 
 
 def group_attention(heads: Heads, layout: Layout) -> Tensor:

@@ -15,10 +15,10 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from pellucid.algorithm.batch import Batch
 from pellucid.algorithm.grpo import Scores
 from pellucid.machine.extras import extra
-from pellucid.models import packed
-from pellucid.models.decoder import Decoder, fallback_reason
+from pellucid.models.decoder import PLAIN, Decoder, compiled
 from pellucid.models.decoding import DecodeBatch
 from pellucid.models.fallback import FallbackDecodeBatch
+from pellucid.models.family import fallback_reason
 from pellucid.models.masters import on_cpu
 from pellucid.policy import pretrained
 from pellucid.policy.logprobs import Head
@@ -45,8 +45,8 @@ class Policy:
     ) -> None:
         self.model, self.tokenizer, self.dtype, self.adapter = silence_dropout(model), tokenizer, dtype, adapter
         self.engine, self._masters = engine, masters or {}
-        self.decoder = None if self.fallback_reason() else Decoder(model.config, self.weights(), dtype)
-        pieces = packed.compiled() if engine == "compiled" else packed.PLAIN
+        self.decoder = None if self.fallback_reason() else Decoder(model.config, model, dtype)
+        pieces = compiled() if engine == "compiled" else PLAIN
         self.scorer = Scorer(model, self.decoder, dtype, temperature, entropy_grad, gradient_checkpointing, pieces)
         self.module: nn.Module = self.scorer
         self.eos_ids = eos_ids(model, tokenizer)

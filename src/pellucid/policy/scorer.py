@@ -10,8 +10,8 @@ from transformers import PreTrainedModel
 
 from pellucid.algorithm.batch import Batch
 from pellucid.algorithm.grpo import Scores
-from pellucid.models.decoder import Decoder
-from pellucid.models.packed import Pieces, hidden_states
+from pellucid.models.decoder import Decoder, Pieces
+from pellucid.models.packed import hidden_states
 from pellucid.policy.logprobs import Head, token_logprobs
 from pellucid.types import UserError
 

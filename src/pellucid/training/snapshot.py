@@ -18,14 +18,14 @@ def save(run_dir: Path, cfg: Config, parts: Components) -> None:
     runtime, state, reference = parts.runtime, parts.state, parts.reference
     generators = runtime.gather([checkpoint.random_state()])
     replay, replay_facts = checkpoint.pack_replay(runtime.gather([state.experiences]))
-    if not runtime.main:
-        return
     # A file for each moment: safetensors holds a whole file in memory while it writes.
     moments = {f"{OPTIMIZER}{moment}": tensors for moment, tensors in runtime.optimizer_state().items()}
     moving = (
         {"reference": reference.weights()} if cfg.algorithm.reference_every and isinstance(reference, Policy) else {}
     )
     tensors = {"policy": parts.policy.masters(), **moments, **moving, **replay}
+    if not runtime.main:  # only here: what lies in several processes is gathered by all of them
+        return
     facts = {"updates": runtime.updates, "seconds": parts.seconds, "random": generators, "replay": replay_facts}
     facts |= {"micro_batch": runtime.micro_batch} if runtime.micro_batch else {}
     facts |= {"scaler": runtime.scaler.state_dict()} if runtime.scaler.is_enabled() else {}
