@@ -27,7 +27,8 @@ def untimed(record):
 
 
 def weights(run_dir):
-    return load_file(run_dir / "model" / "model.safetensors")
+    [file] = (run_dir / "model").glob("*.safetensors")
+    return load_file(file)
 
 
 def same_run(one, two):
@@ -38,12 +39,17 @@ def same_run(one, two):
 
 
 def in_two_processes(*command):
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
+    in_processes(2, *command)
+
+
+def in_processes(count, *command, fails=False):
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(count)]
     finished = subprocess.run(
-        [*torchrun, *command],
+        [*torchrun, *map(str, command)],
         env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)},
         capture_output=True,
         text=True,
         check=False,
     )
-    assert finished.returncode == 0, finished.stderr
+    assert (finished.returncode != 0) == fails, finished.stderr
+    return finished

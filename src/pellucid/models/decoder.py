@@ -24,9 +24,10 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from transformers import AutoConfig
 
+from pellucid.models.attention import unrounded
 from pellucid.models.elementwise import gated, norm, rotated
 from pellucid.models.family import Shape, fallback_reason, rotary_frequencies, shape_of
-from pellucid.models.masters import CastWeights, Matrix
+from pellucid.models.masters import CastWeights, JoinedLinear, Matrix, Parts
 
 
 class LayerWeights(NamedTuple):
@@ -34,13 +35,13 @@ class LayerWeights(NamedTuple):
 
     attention_norm: Tensor
     """[D]"""
-    qkv: Tensor
+    qkv: Tensor | Parts
     """[(H + 2K) d, D]"""
     attention_out: Tensor
     """[D, H d]"""
     mlp_norm: Tensor
     """[D]"""
-    gate_up: Tensor
+    gate_up: Tensor | Parts
     """[2I, D]"""
     down: Tensor
     """[D, I]"""
@@ -107,8 +108,9 @@ class DecoderLayer(nn.Module):
 
     def weights(self) -> LayerWeights:
         """As the parameters are now; with gradient where that is enabled."""
-        norms: Any = {name: module.weight for name, module in self.norms.items()}
-        return LayerWeights(**norms, **{name: part.current() for name, part in self.cast.items()})
+        weights: dict[str, Any] = {name: part.current() for name, part in self.cast.items()}
+        norms = {name: unrounded(module.get_parameter("weight")) for name, module in self.norms.items()}
+        return LayerWeights(**weights, **norms)
 
     def forward(
         self,
@@ -142,7 +144,10 @@ class Decoder(nn.Module):
         self.shape, self.dtype = shape_of(config), dtype
         body = model.get_submodule("model")
         self.embed_tokens, self.final_norm = body.get_submodule("embed_tokens"), body.get_submodule("norm")
-        self.lm_head = self.embed_tokens if self.shape.tied else model.get_submodule("lm_head")
+        # A tied head is not read: it stands here for engines, which must find the one parameter in both of its places.
+        self.lm_head = (
+            getattr(model, "lm_head", self.embed_tokens) if self.shape.tied else model.get_submodule("lm_head")
+        )
         blocks = [body.get_submodule(f"layers.{i}") for i in range(self.shape.layers)]
         self.layers: Sequence[DecoderLayer] = cast(
             Any, nn.ModuleList(DecoderLayer(block, self.shape, dtype) for block in blocks)
@@ -159,15 +164,15 @@ class Decoder(nn.Module):
         )
 
     def read_in_place(self) -> None:
-        """Keep no cast weights of layers from now on: an engine gathers their parameters around each call."""
-        for layer in self.layers:
-            for part in layer.cast.values():
-                part.in_place = True
+        """Keep no cast weights from now on: an engine gathers parameters around each call."""
+        of_layers = [part for layer in self.layers for part in layer.cast.values()]
+        for part in [self.embedding, self.head, *of_layers]:
+            part.in_place = True
 
     def around(self) -> tuple[Matrix, Tensor, Matrix]:
         """Embedding, last norm [D] and head, as they are now."""
         embedding, head = (Matrix(part.tensor_now(), part.masters()[0]) for part in (self.embedding, self.head))
-        return embedding, self.final_norm.get_parameter("weight"), head
+        return embedding, unrounded(self.final_norm.get_parameter("weight")), head
 
     def weights(self) -> Weights:
         """All weights as they are now; with gradient where that is enabled."""
@@ -185,7 +190,7 @@ class Decoder(nn.Module):
 
 
 def heads_of(layer: LayerWeights, hidden: Tensor, rotary: tuple[Tensor, Tensor], shape: Shape) -> Heads:
-    x = norm(hidden, layer.attention_norm, shape.eps, layer.qkv.dtype)
+    x = norm(hidden, layer.attention_norm, shape.eps, layer.attention_out.dtype)
     heads = linear(x, layer.qkv, layer.qkv_bias).unflatten(-1, (-1, shape.head_size))
     turning, value = heads.split([shape.heads + shape.key_heads, shape.key_heads], -2)
     if layer.query_norm is not None and layer.key_norm is not None:
@@ -199,7 +204,7 @@ def heads_of(layer: LayerWeights, hidden: Tensor, rotary: tuple[Tensor, Tensor],
 def after_attention(layer: LayerWeights, hidden: Tensor, attended: Tensor, shape: Shape) -> Tensor:
     """[N, D] of the next layer, from what the heads of this one have read, [N, H d]."""
     hidden = hidden + linear(attended, layer.attention_out, layer.attention_out_bias)
-    x = norm(hidden, layer.mlp_norm, shape.eps, layer.gate_up.dtype)
+    x = norm(hidden, layer.mlp_norm, shape.eps, layer.down.dtype)
     return hidden + linear(gated(linear(x, layer.gate_up)), layer.down)
 
 
@@ -213,12 +218,14 @@ def compiled(backend: str = "inductor") -> Pieces:
     return Pieces(torch.compile(heads_of, **options), torch.compile(after_attention, **options))
 
 
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+def linear(x: Tensor, weight: Tensor | Parts, bias: Tensor | None = None) -> Tensor:
     """F.linear, also for weights that `prepacked` has laid out anew. Never of one row alone, which oneDNN adds up in
     another order than among others.
     """
     if len(x) == 1:
         return linear(x.expand(2, -1), weight, bias)[:1]
+    if isinstance(weight, Parts):
+        return JoinedLinear.apply(x, bias, *weight.parts)  # pyright: ignore[reportReturnType]
     if weight.is_mkldnn:
         return torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
     return F.linear(x, weight, bias)

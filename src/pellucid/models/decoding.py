@@ -41,7 +41,8 @@ class DecodeBatch:
     def __init__(self, decoder: Decoder, rows: int) -> None:
         """An empty batch with room for `rows` rows."""
         self.decoder, self.rows = decoder, rows
-        self.weights = self.plain = decoder.weights()
+        with torch.no_grad():
+            self.weights = self.plain = decoder.weights()
         shape, device = decoder.shape, decoder.device
         none = torch.empty(shape.key_heads, 0, 0, shape.head_size, dtype=decoder.dtype, device=device)
         self.caches = [Cache(none, none, none, none) for _ in self.weights.layers]

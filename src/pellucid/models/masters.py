@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 _optimizer_steps = 0
@@ -34,6 +35,12 @@ class Matrix(NamedTuple):
     """The parameter."""
 
 
+class Parts(NamedTuple):
+    """The parts of a matrix. Autograd keeps these, which an engine can free and gather, not what they are joined to."""
+
+    parts: tuple[Tensor, ...]
+
+
 class CastWeights:
     """Parameters joined and cast to the compute dtype; cast again whenever they may have changed.
 
@@ -51,11 +58,13 @@ class CastWeights:
     def masters(self) -> list[Tensor]:
         return [getattr(module, name) for module, name in self.places]
 
-    def current(self) -> Tensor:
+    def current(self) -> Tensor | Parts:
         """The cast weights, whose gradient goes to the masters."""
         masters = self.masters()
         if self.in_place:
-            return joined(masters).to(self.dtype)
+            cast = [m.to(self.dtype) for m in masters]
+            matrices = len(cast) > 1 and cast[0].ndim > 1 and torch.is_grad_enabled()
+            return Parts(tuple(cast)) if matrices else joined(cast)
         return Cast.apply(self.tensor_now(), *masters)  # pyright: ignore[reportReturnType]
 
     def tensor_now(self) -> Tensor:
@@ -70,6 +79,21 @@ class CastWeights:
                 part.copy_(master.detach())
             self.state = now
         return self.tensor
+
+
+class JoinedLinear(torch.autograd.Function):
+    """F.linear by matrices as if they were one, which is joined anew in the backward pass."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, bias: Tensor | None, *parts: Tensor) -> Tensor:
+        ctx.save_for_backward(x, *parts)
+        return F.linear(x, torch.cat(parts), bias)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        x, *parts = ctx.saved_tensors
+        of_bias = grad.sum(0) if ctx.needs_input_grad[1] else None
+        return grad @ torch.cat(parts), of_bias, *(grad.mT @ x).split([len(part) for part in parts])
 
 
 def joined(masters: Sequence[Tensor]) -> Tensor:
@@ -116,6 +140,11 @@ class Lookup(torch.autograd.Function):
         shape, wide, narrow = ctx.like
         of_master = torch.zeros(shape, dtype=wide, device=grad.device).index_add_(0, ids, grad.to(wide))
         return None, None, of_master.to(narrow)
+
+
+def whole(x: Tensor) -> Tensor:
+    """All of a tensor that lies in several processes, in each of them; they ask together."""
+    return x.full_tensor() if isinstance(x, DTensor) else x
 
 
 def on_cpu(x: Tensor, device: torch.device | None = None) -> Tensor:

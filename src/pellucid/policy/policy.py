@@ -6,22 +6,23 @@ import copy
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from pellucid.algorithm.batch import Batch
 from pellucid.algorithm.grpo import Scores
-from pellucid.machine.extras import extra
 from pellucid.models.decoder import PLAIN, Decoder, compiled
 from pellucid.models.decoding import DecodeBatch
 from pellucid.models.fallback import FallbackDecodeBatch
 from pellucid.models.family import fallback_reason
-from pellucid.models.masters import on_cpu
+from pellucid.models.masters import whole
 from pellucid.policy import pretrained
 from pellucid.policy.logprobs import Head
+from pellucid.policy.model import add_adapter, end_of_answer, eos_ids, move, narrowed, silence_dropout
 from pellucid.policy.scorer import Scorer, check_head
 from pellucid.types import Prompt, UserError
 
@@ -49,6 +50,8 @@ class Policy:
         pieces = compiled() if engine == "compiled" else PLAIN
         self.scorer = Scorer(model, self.decoder, dtype, temperature, entropy_grad, gradient_checkpointing, pieces)
         self.module: nn.Module = self.scorer
+        self.sharded: Sequence[FSDPModule] = ()
+        """The modules whose parameters an engine has sharded."""
         self.eos_ids = eos_ids(model, tokenizer)
         self.end_id = end_of_answer(tokenizer, self.eos_ids)
         self.context_length: int = getattr(model.config, "max_position_embeddings", None) or 2**31
@@ -60,12 +63,14 @@ class Policy:
 
     def score(self, batch: Batch) -> Scores:
         """Log-probs and entropy of the response tokens under the policy as it is now, [B, T], with gradient."""
-        return self.module(batch)
+        return self.module(self.scorer.score, batch)
 
     @torch.no_grad()
     def embed(self, batch: Batch, layer: int) -> Tensor:
         """[B, D]: the output of a layer averaged over the response; 0 is the embedding, -1 the last layer."""
-        return self.scorer.embed(batch, layer)
+        if self.decoder:
+            self.gather()  # it is not our decoder that computes this
+        return self.module(self.scorer.embed, batch, layer)
 
     def measure_kl(self, reference: Policy | AdapterOff) -> None:
         """Let `score` also compute the exact KL to this reference from now on."""
@@ -79,7 +84,7 @@ class Policy:
 
     def hidden(self, batch: Batch) -> tuple[Tensor, Head]:
         """The states [N, D] that response tokens are predicted from, row by row, and the head that reads them."""
-        return self.scorer.hidden(batch)
+        return self.module(self.scorer.hidden, batch)
 
     def fallback_reason(self) -> str:
         """Why this model is computed by transformers and not by our decoder; empty where our decoder does."""
@@ -89,7 +94,11 @@ class Policy:
 
     def decode_batch(self, rows: int) -> DecodeBatch | FallbackDecodeBatch:
         """An empty DecodeBatch with room for `rows` rows, of the weights as they are now."""
-        return DecodeBatch(self.decoder, rows) if self.decoder else FallbackDecodeBatch(self.inference_model(), rows)
+        if self.decoder:
+            self.gather()
+            return DecodeBatch(self.decoder, rows)
+        twin = self._copy if self.sharded else None  # `gather` has brought it up to date
+        return FallbackDecodeBatch(twin or self.inference_model(), rows)
 
     def encode(self, prompt: Prompt) -> tuple[int, ...]:
         """Token ids up to where the model goes on, the prompt's prefix included."""
@@ -119,29 +128,68 @@ class Policy:
     def decode(self, token_ids: Sequence[int], special: bool = False) -> str:
         return str(self.tokenizer.decode(list(token_ids), skip_special_tokens=not special))
 
+    def blocks(self) -> list[nn.Module]:
+        """The layers, for an engine that gathers the parameters of one at a time and makes this policy `sharded`."""
+        if self.decoder:
+            self.decoder.read_in_place()
+            return list(self.decoder.layers)
+        self._copy = self._copied()
+        kinds = set(self.model._no_split_modules or ())
+        return [module for module in self.model.modules() if type(module).__name__ in kinds]
+
+    @property
+    def gathered_dtype(self) -> torch.dtype | None:
+        """The dtype in which layers are gathered; None is that of the parameters, which transformers casts itself."""
+        return self.dtype if self.decoder else None
+
+    @torch.no_grad()
+    def gather(self) -> None:
+        """Bring up to date what samplers read. Processes that share the parameters call this together.
+
+        Where they are sharded, whole weights in the compute dtype stay until the layers compute for themselves again.
+        """
+        if not self.decoder and self.sharded:
+            self.inference_model()
+            return
+        for module in self.sharded:
+            module.unshard()
+
+    def scatter(self) -> None:
+        """Drop what `gather` gathered: the parameters are to be read or changed as they are."""
+        for module in self.sharded:
+            module.reshard()
+
     @torch.no_grad()
     def inference_model(self) -> PreTrainedModel:
         """The weights as they are now in the compute dtype: the model itself, or a copy brought up to date."""
-        if all(p.dtype == self.dtype for p in self.model.parameters()):
+        if self.sharded and self.decoder:
+            self.gather()
+            return self.model
+        if not self.sharded and all(p.dtype == self.dtype for p in self.model.parameters()):
             return self.model
         if self._copy is None:
-            # Frozen weights in the right dtype are shared, not copied.
-            shared = {id(p): p for p in self.model.parameters() if not p.requires_grad and p.dtype == self.dtype}
-            self._copy = copy.deepcopy(self.model, memo=dict(shared))
-            for p in self._copy.parameters():
-                p.requires_grad_(False)
-                # Buffers keep their dtype: rotary frequencies in bf16 would move every position.
-                p.data = p.data.to(self.dtype)
+            self._copy = self._copied()
         for mine, master in zip(self._copy.parameters(), self.model.parameters(), strict=True):
-            if mine is not master:
-                mine.copy_(master)
+            if mine is not master and (master.requires_grad or not self.sharded):
+                mine.copy_(whole(master))
         return self._copy
+
+    def _copied(self) -> PreTrainedModel:
+        """Frozen weights in the compute dtype are shared, not copied."""
+        shared = {id(p): p for p in self.model.parameters() if not p.requires_grad and p.dtype == self.dtype}
+        twin = copy.deepcopy(self.model, memo=dict(shared))
+        for p in twin.parameters():
+            p.requires_grad_(False)
+            # Buffers keep their dtype: rotary frequencies in bf16 would move every position.
+            p.data = p.data.to(self.dtype)
+        return twin
 
     def trainable(self) -> dict[str, Tensor]:
         return {name: p for name, p in self.model.named_parameters() if p.requires_grad}
 
     def masters(self) -> dict[str, Tensor]:
         """The fp32 masters that an offloading optimizer keeps on the CPU, by name; else the trainable weights."""
+        self.scatter()
         return {name: self._masters.get(name, p) for name, p in self.trainable().items()}
 
     @torch.no_grad()
@@ -154,15 +202,38 @@ class Policy:
             p.copy_(masters[name].copy_(tensors[name]))
 
     def weights(self) -> dict[str, Tensor]:
-        """All parameters by name, frozen or not."""
+        """All parameters by name, frozen or not; of sharded ones this process's part."""
+        self.scatter()
         return dict(self.model.named_parameters())
 
-    def save(self, folder: Path) -> None:
+    def describe(self, folder: Path) -> None:
+        """Save what transformers needs besides the weights: configuration and tokenizer."""
+        self.model.config.save_pretrained(folder)
+        if self.model.generation_config:
+            self.model.generation_config.save_pretrained(folder)
+        self.tokenizer.save_pretrained(folder)
+
+    def save(self, folder: Path, merged: PreTrainedModel | None = None) -> None:
         """Save model and tokenizer as transformers does: from the masters, an adapter merged into its base."""
         with self._unrounded():
-            model = self.model if self.adapter is None else copy.deepcopy(self.adapter).merge_and_unload()
+            model = merged or (self.merged() if self.adapter else self.model)
             model.save_pretrained(folder)
         self.tokenizer.save_pretrained(folder)
+
+    def merged(self) -> PreTrainedModel:
+        """A copy with the adapter merged into its base. Processes that share the parameters call this together."""
+        if not self.sharded:
+            return copy.deepcopy(self.adapter).merge_and_unload()
+        twin = copy.deepcopy(self.inference_model())
+        for mine, master in zip(twin.parameters(), self.model.parameters(), strict=True):
+            if master.requires_grad:
+                mine.data = whole(master.detach())
+        for path, module in list(twin.named_modules()):
+            if hasattr(module, "lora_A"):
+                cast(Any, module).merge()
+                parent, _, name = path.rpartition(".")
+                setattr(twin.get_submodule(parent), name, cast(Any, module).get_base_layer())
+        return twin
 
     @contextmanager
     def _unrounded(self) -> Iterator[None]:
@@ -192,36 +263,7 @@ class AdapterOff:
 
     def hidden(self, batch: Batch) -> tuple[Tensor, Head]:
         with self.policy.adapter.disable_adapter():
-            return self.policy.hidden(batch)
-
-
-def silence_dropout(model: PreTrainedModel) -> PreTrainedModel:
-    """Off for good: with dropout the ratio of a policy to itself is not 1."""
-    for module in model.modules():
-        if isinstance(module, nn.Dropout):
-            module.p = 0.0
-        for name, value in vars(module).items():
-            if "dropout" in name and isinstance(value, float):
-                setattr(module, name, 0.0)
-    return model
-
-
-def eos_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
-    """Every end-of-sequence id that the checkpoint names, wherever it names it."""
-    named = [getattr(model.generation_config, "eos_token_id", None), model.config.eos_token_id, tokenizer.eos_token_id]
-    ids = {i for entry in named if entry is not None for i in (entry if isinstance(entry, list) else [entry])}
-    if not ids:
-        raise UserError("policy.model names no end-of-sequence token: no completion could ever end")
-    return tuple(sorted(ids))
-
-
-def end_of_answer(tokenizer: PreTrainedTokenizerBase, eos_ids: Sequence[int]) -> int:
-    """Of several end-of-sequence tokens the one that the chat template puts behind an answer; else the tokenizer's."""
-    exchange = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "!"}]
-    encoded: Any = tokenizer.apply_chat_template(exchange, return_dict=True) if tokenizer.chat_template else {}
-    said = [token for token in encoded.get("input_ids", []) if token in eos_ids]
-    own = [token for token in eos_ids if token == tokenizer.eos_token_id]
-    return [*said[::-1], *own, *eos_ids][0]
+            return self.policy.scorer.hidden(batch)  # asked from within the policy's own forward pass
 
 
 def load(
@@ -247,15 +289,6 @@ def load(
     return Policy(model, tokenizer, dtype, temperature, entropy_grad, gradient_checkpointing, adapter, engine, masters)
 
 
-@torch.no_grad()
-def narrowed(model: nn.Module, dtype: torch.dtype, device: torch.device) -> dict[str, Tensor]:
-    """Rounds the matrices of a model but those of an adapter; what is trained as it was, for steps on `device`."""
-    masters = {name: on_cpu(p, device) for name, p in model.named_parameters() if p.requires_grad}
-    for name, p in model.named_parameters():
-        p.data = p.data.to(torch.float32 if p.ndim < 2 or "lora_" in name else dtype)
-    return masters
-
-
 def load_frozen(
     name: str, device: torch.device, dtype: torch.dtype, temperature: float, engine: str = "auto"
 ) -> Policy:
@@ -263,13 +296,3 @@ def load_frozen(
     model, tokenizer = pretrained.load(name, torch.float32)
     move(model, device).requires_grad_(False)
     return Policy(model, tokenizer, dtype, temperature, engine=engine)
-
-
-def move(model: nn.Module, device: torch.device) -> nn.Module:
-    """transformers types its own `to` for quantised models only."""
-    return model.to(device)
-
-
-def add_adapter(model: PreTrainedModel, rank: int) -> Any:
-    peft = extra("peft", "lora", "policy.lora")
-    return peft.get_peft_model(model, peft.LoraConfig(r=rank, lora_alpha=2 * rank, target_modules="all-linear"))

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any, Protocol, cast
+from collections.abc import Callable
+from typing import Any, Protocol, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -15,6 +16,8 @@ from pellucid.models.packed import hidden_states
 from pellucid.policy.logprobs import Head, token_logprobs
 from pellucid.types import UserError
 
+T = TypeVar("T")
+
 
 class Hidden(Protocol):
     """A model whose distributions can be compared with the policy's."""
@@ -23,7 +26,12 @@ class Hidden(Protocol):
 
 
 class Scorer(nn.Module):
-    """The forward pass as a module: DDP and FSDP wrap a module's forward, and everything must happen in it."""
+    """The forward pass as a module: DDP and FSDP act around a module's forward, and everything must happen in it.
+
+    forward(scorer.score, batch) is scorer.score(batch), and so with `hidden` and `embed`.
+    """
+
+    model: PreTrainedModel
 
     def __init__(
         self,
@@ -36,7 +44,11 @@ class Scorer(nn.Module):
         pieces: Pieces,
     ) -> None:
         super().__init__()
-        self.model, self.decoder, self.dtype = model, decoder, dtype
+        self.decoder, self.dtype = decoder, dtype
+        # The decoder has the modules of the model: an engine must find each parameter once.
+        self.__dict__["model"] = model
+        if decoder is None:
+            self.body = model
         self.temperature, self.entropy_grad = temperature, entropy_grad
         self.gradient_checkpointing = gradient_checkpointing
         self.pieces = pieces
@@ -46,7 +58,11 @@ class Scorer(nn.Module):
             enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
             enable({"use_reentrant": False})
 
-    def forward(self, batch: Batch) -> Scores:
+    def forward(self, method: Callable[..., T], *arguments: Any) -> T:
+        return method(*arguments)
+
+    def score(self, batch: Batch) -> Scores:
+        """Log-probs and entropy of the response tokens, [B, T], with gradient."""
         scored, reference = batch.scored, self.reference_hidden(batch)
         (hidden, head), tokens = self.hidden(batch), batch.response_ids[scored].to(self.model.device)
         among = batch.sampling_mask(self.model.device)

@@ -16,25 +16,27 @@ import torch
 import torch.distributed as dist
 from accelerate import Accelerator, PartialState
 from accelerate.utils import broadcast_object_list
-from torch import Tensor, nn
+from torch import Tensor
 from torch.amp.grad_scaler import GradScaler
 
-from pellucid.algorithm.grpo import Batch
+from pellucid.algorithm.grpo import Batch, Scores
 from pellucid.algorithm.settings import AdamWConfig
 from pellucid.machine import hardware
+from pellucid.models.masters import whole
+from pellucid.runtimes import fsdp2
+from pellucid.runtimes.fsdp2 import Shardable
 from pellucid.runtimes.optimizer import OffloadedAdamW
+from pellucid.runtimes.settings import RuntimeConfig
 from pellucid.types import StrandedError, UserError
 
 T = TypeVar("T")
 MISSING = object()
 """Stands for an item that one process has less than another."""
-PATIENCE = timedelta(minutes=10)
-"""How long processes wait for one that does not answer: longer than the main one takes to save."""
 
 
 @contextmanager
 def needing_others(run_dir: Path) -> Iterator[None]:
-    """Raise StrandedError where another process is gone, or has not answered for PATIENCE."""
+    """Raise StrandedError where another process is gone, or has not answered for runtime.timeout."""
     try:
         yield
     except RuntimeError as error:
@@ -47,14 +49,12 @@ def needing_others(run_dir: Path) -> Iterator[None]:
         ) from error
 
 
-class Trainable(Protocol):
+class Trainable(Shardable, Protocol):
     """The part of a policy that a runtime needs."""
 
-    module: nn.Module
     dtype: torch.dtype
 
-    @property
-    def device(self) -> torch.device: ...
+    def score(self, batch: Batch) -> Scores: ...
     def trainable(self) -> dict[str, Tensor]: ...
     def masters(self) -> dict[str, Tensor]: ...
 
@@ -62,14 +62,17 @@ class Trainable(Protocol):
 def build(cfg: AdamWConfig, policy: Trainable) -> torch.optim.Optimizer:
     parameters = policy.trainable().values()
     facts = {"lr": cfg.lr, "betas": cfg.betas, "eps": cfg.eps, "weight_decay": cfg.weight_decay}
-    if cfg.offload:
+    if cfg.offload and not policy.sharded:
         return OffloadedAdamW(parameters, **facts, masters=list(policy.masters().values()))
     return torch.optim.AdamW(parameters, **facts, fused=policy.device.type != "mps")
 
 
-def joined(device: torch.device) -> PartialState:
-    """Join the process group of the run. It is left at exit, since an open group may abort a process that ends."""
-    state = PartialState(cpu=device.type == "cpu", timeout=PATIENCE)
+def joined(device: torch.device, timeout: float) -> PartialState:
+    """Join the process group of the run, in which each waits `timeout` minutes for the others.
+
+    It is left at exit, since an open group may abort a process that ends.
+    """
+    state = PartialState(cpu=device.type == "cpu", timeout=timedelta(minutes=timeout))
     atexit.unregister(left)
     atexit.register(left)
     return state
@@ -82,26 +85,42 @@ def left() -> None:
         dist.destroy_process_group()
 
 
-def decided(decide: Callable[[], str], device: torch.device) -> str:
+def decided(decide: Callable[[], str], device: torch.device, timeout: float) -> str:
     """The decision of the main process, in every process: each measures for itself, and measurements differ."""
-    state = joined(device)
+    state = joined(device, timeout)
     return broadcast_object_list([decide() if state.is_main_process else ""])[0]
 
 
 class Runtime:
     """Optimizer steps on the gradient of a global sum. `total` is the number of optimizer steps of the whole run."""
 
-    def __init__(self, policy: Trainable, optimizer: AdamWConfig, total: int) -> None:
+    def __init__(
+        self,
+        policy: Trainable,
+        optimizer: AdamWConfig,
+        total: int,
+        cfg: RuntimeConfig = RuntimeConfig(),  # noqa: B008
+    ) -> None:
         self.cfg, self.total, self.updates = optimizer, total, 0
         self.micro_batch = 0  # the most rows at once since memory ran out; 0 where it never has
-        self.parameters, self.device = policy.trainable(), policy.device
-        joined(policy.device)
+        self.policy, self.device = policy, policy.device
+        joined(policy.device, cfg.timeout)
         self.accelerator = Accelerator(cpu=policy.device.type == "cpu", device_placement=False)
         self.rank, self.world = self.accelerator.process_index, self.accelerator.num_processes
+        self.mesh = fsdp2.mesh_of(self.device, self.world, cfg.shards) if cfg.engine == "fsdp2" else None
+        if self.mesh:
+            fsdp2.shard(policy, self.mesh, optimizer.offload)
+        else:
+            policy.module = self.accelerator.prepare_model(policy.module)
+        self.module, self.parameters = policy.module, policy.trainable()
         self.optimizer = build(optimizer, policy)
         self.scaler = GradScaler(self.device.type, enabled=policy.dtype == torch.float16)
         self.lost = False  # whether a loss of the next optimizer step, in this process, was not finite
-        self.module = policy.module = self.accelerator.prepare_model(policy.module)
+
+    def share(self, reference: Shardable) -> None:
+        """Shard a frozen policy on the same device, where the trained one is sharded."""
+        if self.mesh and reference.device == self.device:
+            fsdp2.shard(reference, self.mesh, offload=False)
 
     @property
     def main(self) -> bool:
@@ -162,7 +181,16 @@ class Runtime:
         return rows // 2
 
     def accumulate(self, micro_batches: Sequence[Batch]) -> Iterator[Batch]:
-        """Yield the micro-batches; processes exchange gradients once, at the last one."""
+        """Yield the micro-batches. Processes exchange gradients once, at the last one, and sharded ones at each.
+
+        There, all gather parameters together: one that has fewer micro-batches takes part in the others' with its last.
+        """
+        if self.mesh:
+            most = max(self.gather([len(micro_batches)]))
+            yield from micro_batches
+            for _ in range(most - len(micro_batches)):
+                (0 * self.policy.score(micro_batches[-1].rows(slice(1))).logprobs.sum()).backward()
+            return
         for i, micro_batch in enumerate(micro_batches):
             last = i == len(micro_batches) - 1
             with nullcontext() if last else self.accelerator.no_sync(self.module):
@@ -181,7 +209,7 @@ class Runtime:
         """
         self.scaler.unscale_(self.optimizer)
         limit = self.cfg.max_grad_norm or math.inf
-        norm = float(torch.nn.utils.clip_grad_norm_(self.parameters.values(), limit))
+        norm = float(whole(torch.nn.utils.clip_grad_norm_(self.parameters.values(), limit)))
         self.updates += 1
         lr = self.cfg.lr_at(self.updates, self.total)
         self.optimizer.param_groups[0]["lr"] = lr

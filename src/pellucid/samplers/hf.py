@@ -24,6 +24,8 @@ class HuggingFace:
 
     @torch.no_grad()
     def generate(self, prompts: Sequence[Prompt], sampling: Sampling) -> list[Group]:
+        if self.policy.decoder:
+            self.policy.gather()  # the model is the policy's own
         self.model.eval()
         contexts = [self.policy.encode(prompt) for prompt in prompts]
         rows = [ids for ids in contexts for _ in range(sampling.n)]

@@ -28,6 +28,7 @@ class Native:
 
     def sync(self, policy: Any, version: int = 0) -> None:
         self.policy, self.version = policy, version
+        policy.gather()
 
     @torch.no_grad()
     def generate(self, prompts: Sequence[Prompt], sampling: Sampling) -> list[Group]:

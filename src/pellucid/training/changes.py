@@ -28,13 +28,14 @@ FREE = (
     "evaluate.every",
     "reward.",
     "optimizer.",
+    "runtime.",
     "checkpoint.",
     "log.",
 )
 """How far, on what machine and how fast: the learning rate of each step stands in metrics.jsonl. Questions, rewards,
 samples and objective stay what they were; which rewards failed for want of time or memory stands there too."""
 
-WITHOUT_EFFECT = ("checkpoint.", "log.", "reward.workers", "reward.patience")
+WITHOUT_EFFECT = ("checkpoint.", "log.", "runtime.timeout", "reward.workers", "reward.patience")
 """Settings that change no number of a run."""
 
 Changes = Mapping[str, Sequence[Any]]

@@ -5,11 +5,11 @@ from __future__ import annotations
 import json
 import random
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -20,6 +20,7 @@ from torch import Tensor
 from pellucid.algorithm.batch import Batch
 from pellucid.machine import disk
 from pellucid.reporting.run_folder import checkpoints, step_of
+from pellucid.runtimes import shards
 from pellucid.types import UserError
 
 State = Mapping[str, Mapping[str, Tensor]]
@@ -32,45 +33,101 @@ class DamagedError(UserError):
     """A checkpoint is no longer what was saved."""
 
 
-def save(run_dir: Path, step: int, tensors: State, facts: Mapping[str, Any], keep_last: int) -> Path:
-    """Writes `checkpoints/step-NNNNNN` beside its final name, then renames it; drops all but the last `keep_last`.
+class Processes(Protocol):
+    """Those that save together what lies in all of them."""
 
-    `tensors` becomes a safetensors file per name, `facts` state.json. On disk at return. UserError where it is full.
+    @property
+    def main(self) -> bool: ...
+    def gather(self, items: Sequence[Any]) -> list[Any]: ...
+
+
+class Alone:
+    """One process."""
+
+    main = True
+
+    def gather(self, items: Sequence[Any]) -> list[Any]:
+        return list(items)
+
+
+ALONE = Alone()
+
+
+def save(
+    run_dir: Path, step: int, tensors: State, facts: Mapping[str, Any], keep_last: int, processes: Processes = ALONE
+) -> Path:
+    """Write `checkpoints/step-NNNNNN` beside its final name, then rename it; drop all but the last `keep_last`.
+
+    `tensors` becomes a safetensors file per name, or where they are sharded a folder with a file of each process;
+    `facts` state.json. On disk at return. UserError, in all processes, where the disk is full.
     """
     folder = run_dir / "checkpoints" / f"step-{step:06d}"
     partial = folder.with_suffix(".partial")
-    clear_rests(run_dir)
-    try:
+    parts = {name: state for name, state in tensors.items() if shards.sharded(state)}
+    rest = {name: state for name, state in tensors.items() if name not in parts}
+    facts = {"step": step, "checksums": True, **facts, **({"sharded": sorted(parts)} if parts else {})}
+    sums: dict[str, str] = {}
+
+    def begin() -> None:
+        clear_rests(run_dir)
         partial.mkdir(parents=True)
-        _write(partial, tensors, {"step": step, "checksums": True, **facts})
-    except (OSError, SafetensorError) as error:
-        shutil.rmtree(partial, ignore_errors=True)
+
+    def end() -> None:
+        _write(partial, rest, facts, sums)
+        shutil.rmtree(folder, ignore_errors=True)  # a damaged one: the run was resumed from one before it
+        partial.rename(folder)
+        disk.sync(folder.parent)
+        disk.sync(run_dir)
+        for old in checkpoints(run_dir)[:-keep_last]:
+            _drop(old)
+
+    def own() -> None:
+        for name, state in parts.items():
+            sums.update({f"{name}/{path.name}": _to_disk(path) for path in shards.write(partial / name, state)})
+            disk.sync(partial / name)
+
+    try:
+        together(begin if processes.main else None, processes)
+        together(own, processes)
+        sums = dict(processes.gather(list(sums.items())))
+        together(end if processes.main else None, processes)
+    except OSError as error:
+        if processes.main:
+            shutil.rmtree(partial, ignore_errors=True)
         raise UserError(
             f"step {step} could not be saved in {folder.parent} ({error}); earlier checkpoints are whole"
         ) from error
-    shutil.rmtree(folder, ignore_errors=True)  # a damaged one: the run was resumed from one before it
-    partial.rename(folder)
-    disk.sync(folder.parent)
-    disk.sync(run_dir)
-    for old in checkpoints(run_dir)[:-keep_last]:
-        _drop(old)
     return folder
 
 
-def _write(folder: Path, tensors: State, facts: Mapping[str, Any]) -> None:
-    """Write the files; each is synced and its checksum taken while the next one is being written."""
+def together(act: Callable[[], None] | None, processes: Processes) -> None:
+    """Act in each process that has something to do. OSError in all where one of them fails."""
+    try:
+        if act:
+            act()
+        failed = []
+    except (OSError, SafetensorError) as error:
+        failed = [str(error)]
+    if failures := processes.gather(failed):
+        raise OSError(failures[0])
+
+
+def _write(folder: Path, tensors: State, facts: Mapping[str, Any], sums: Mapping[str, str]) -> None:
+    """Write the files; each is synced and its checksum taken while the next one is being written. `sums` are those of
+    files that are there already.
+    """
     with ThreadPoolExecutor() as pool:
-        sums = {}
+        taken = {}
         for name, state in tensors.items():
             path = folder / f"{name}.safetensors"
             # safetensors refuses tensors that share memory, and reads what it is given as it lies there.
             save_file({key: value.detach().cpu().contiguous() for key, value in state.items()}, path)
-            sums[path.name] = pool.submit(_to_disk, path)
+            taken[path.name] = pool.submit(_to_disk, path)
         path = folder / "state.json"
         path.write_text(json.dumps(facts))
-        sums[path.name] = pool.submit(_to_disk, path)
-        listing = "".join(f"{of_file.result()}  {name}\n" for name, of_file in sums.items())
-    (folder / SUMS).write_text(listing)
+        taken[path.name] = pool.submit(_to_disk, path)
+        all_sums = {**sums, **{name: of_file.result() for name, of_file in taken.items()}}
+    (folder / SUMS).write_text("".join(f"{digest}  {name}\n" for name, digest in all_sums.items()))
     _to_disk(folder / SUMS)
     disk.sync(folder)
 
@@ -92,35 +149,52 @@ def clear_rests(run_dir: Path) -> None:
         shutil.rmtree(rest)
 
 
-def newest(run_dir: Path) -> tuple[dict[str, dict[str, Tensor]], dict[str, Any], list[str]]:
+def newest(
+    run_dir: Path, processes: Processes = ALONE
+) -> tuple[dict[str, dict[str, Tensor]], dict[str, Any], list[str]]:
     """The newest whole checkpoint, as `load` has it, and lines that name those that are broken, or without checksums.
 
-    UserError where none is whole.
+    The main process looks for it. UserError, in all, where none is whole.
     """
+    loaded, found = None, []
+    if processes.main:
+        folder, notes, loaded = _newest(run_dir)
+        found = [(folder, notes)]
+    [(folder, notes)] = processes.gather(found)
+    if folder is None:
+        raise UserError(notes[0])
+    return *(loaded or load(folder, checked=True)), notes
+
+
+def _newest(run_dir: Path) -> tuple[Path | None, list[str], tuple[dict[str, dict[str, Tensor]], dict[str, Any]] | None]:
+    """The folder of the newest whole checkpoint, notes, and what is in it; without a folder the note says why."""
     broken: list[str] = []
     for folder in reversed(checkpoints(run_dir)):
         try:
-            tensors, facts = load(folder)
+            loaded = load(folder)
         except DamagedError as error:
             broken.append(str(error))
             continue
         old = [] if (folder / SUMS).exists() else [f"{folder} has no checksums, as of older versions: taken as it is"]
-        return tensors, facts, [*(f"{line}: {folder.name} is taken" for line in broken), *old]
-    raise UserError(
-        f"{'; '.join(broken) or run_dir}: no checkpoint is whole: bring one back from a copy, or start again elsewhere"
-    )
+        return folder, [*(f"{line}: {folder.name} is taken" for line in broken), *old], loaded
+    what = "; ".join(broken) or str(run_dir)
+    return None, [f"{what}: no checkpoint is whole: bring one back from a copy, or start again elsewhere"], None
 
 
-def load(folder: Path) -> tuple[dict[str, dict[str, Tensor]], dict[str, Any]]:
-    """What `save` was given: tensors and facts, the step among them. DamagedError, in one line, where a file is."""
+def load(folder: Path, checked: bool = False) -> tuple[dict[str, dict[str, Tensor]], dict[str, Any]]:
+    """What `save` was given, but for what is sharded: tensors and facts, the step among them.
+
+    DamagedError, in one line, where a file is. checked: the checksums are known to be right.
+    """
     try:
         facts = json.loads((folder / "state.json").read_text())
         if not isinstance(facts, dict) or facts.get("step") != step_of(folder):
             raise ValueError("state.json is not that of this step")
-        if facts.pop("checksums", False) or (folder / SUMS).exists():
+        if (facts.pop("checksums", False) or (folder / SUMS).exists()) and not checked:
             check_sums(folder)
         tensors = {path.stem: load_file(path) for path in sorted(folder.glob("*.safetensors"))}
-        if missing := [name for name in named(facts) if name not in tensors]:
+        there = {*tensors, *facts.get("sharded", ())}
+        if missing := [name for name in named(facts) if name not in there]:
             raise ValueError(f"{missing[0]}.safetensors is missing")
     except (OSError, ValueError, SafetensorError) as error:
         raise DamagedError(f"{folder} is damaged ({error})") from error
@@ -133,7 +207,7 @@ def check_sums(folder: Path) -> None:
     if end:
         raise ValueError(f"{SUMS} is cut off")
     sums = {name: digest for digest, _, name in (line.partition("  ") for line in lines)}
-    there = {path.name for path in (folder / "state.json", *folder.glob("*.safetensors"))}
+    there = {str(path.relative_to(folder)) for path in (folder / "state.json", *folder.rglob("*.safetensors"))}
     if odd := sorted(there ^ sums.keys()):
         raise ValueError(f"{odd[0]} is {'not listed in ' + SUMS if odd[0] in there else 'missing'}")
     for name, digest in sums.items():

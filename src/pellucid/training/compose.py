@@ -55,8 +55,8 @@ class Components:
 
 def with_dtype(cfg: Config) -> Config:
     """The settings with the dtype of this machine written out, since a resumed run must not decide anew."""
-    device = hardware.pick_device(cfg.policy.device)
-    dtype = decided(lambda: str(hardware.pick_dtype(cfg.policy.dtype, device)).removeprefix("torch."), device)
+    device, timeout = hardware.pick_device(cfg.policy.device), cfg.runtime.timeout
+    dtype = decided(lambda: str(hardware.pick_dtype(cfg.policy.dtype, device)).removeprefix("torch."), device, timeout)
     return cfg.model_copy(update={"policy": replace(cfg.policy, dtype=dtype)})
 
 
@@ -80,12 +80,15 @@ def compose(cfg: Config, log: Path | None = None) -> Components:
         gradient_checkpointing=cfg.policy.gradient_checkpointing,
         lora=cfg.policy.lora,
         engine=cfg.policy.engine,
-        narrow=cfg.optimizer.offload,
+        narrow=cfg.optimizer.offload and cfg.runtime.engine != "fsdp2",
     )
     reference = load_reference(cfg, learner) if algorithm.kl_coef else None
     if reference is not None and algorithm.kl == "exact":
         learner.measure_kl(reference)
-    runtime = Runtime(learner, cfg.optimizer, total=algorithm.steps * algorithm.inner_steps)
+    total = algorithm.steps * algorithm.inner_steps
+    runtime = Runtime(learner, cfg.optimizer, total, cfg.runtime)
+    if isinstance(reference, Policy):
+        runtime.share(reference)
     if algorithm.prompts_per_step % (runtime.world * algorithm.minibatches):
         raise UserError(
             f"algorithm.prompts_per_step = {algorithm.prompts_per_step} must be a multiple of processes * minibatches"

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import json
-import shutil
 from contextlib import ExitStack, closing, nullcontext
 from dataclasses import replace
 from pathlib import Path
 
 import rich
 from accelerate.utils import set_seed
-from safetensors import SafetensorError
 
 from pellucid import config
 from pellucid.algorithm import grpo
@@ -19,7 +17,6 @@ from pellucid.config import Config, dump
 from pellucid.doctor.profile import profiled
 from pellucid.machine import disk, hardware
 from pellucid.machine.interrupts import INTERRUPTED, StopRequests, stop_requests
-from pellucid.policy.policy import Policy
 from pellucid.reporting import boards, loggers
 from pellucid.reporting.console import before_after, first_error, terminal
 from pellucid.reporting.metrics import all_failed, describe
@@ -31,7 +28,7 @@ from pellucid.training import changes, claim, files, preflight, provenance
 from pellucid.training.changes import Changes
 from pellucid.training.compose import Components, compose, evaluation_sampling, training_sampling, with_dtype
 from pellucid.training.evaluate import evaluate, greedy, sample_and_grade
-from pellucid.training.snapshot import restore, save
+from pellucid.training.snapshot import restore, save, save_model
 from pellucid.types import Evaluation, Group, Logger, UserError
 
 FEW = 8
@@ -61,8 +58,10 @@ def train(cfg: Config, run_dir: Path, resumed: Changes | None = None, profile: b
             if evaluation:
                 log.log_evaluation(0, evaluation)
             stopped = follow(cfg, run_dir, parts, log, requests, profile)
+            if not stopped:
+                save_model(run_dir, parts)
         if parts.runtime.main:
-            finish(run_dir, parts.policy, stopped)
+            finish(run_dir, stopped)
     if hopeless(cfg, parts):
         raise UserError(
             f"every reward of the last {len(parts.failures)} steps failed, the last with {parts.failures[-1]}; nothing"
@@ -251,12 +250,10 @@ def open_logs(cfg: Config, run_dir: Path, first_step: int) -> loggers.Loggers:
     return loggers.Loggers([loggers.Jsonl(run_dir, cfg.log.rollouts)], [*shown, screen])
 
 
-def finish(run_dir: Path, learner: Policy, stopped: int) -> None:
-    """Save the result, then show what a person wants to know about it, whose failure costs nothing."""
+def finish(run_dir: Path, stopped: int) -> None:
+    """Show what a person wants to know about the result, whose failure costs nothing."""
     if stopped:
         print(f"stopped after step {stopped}, nothing is lost; go on with: pellucid train --resume {run_dir}")
-    else:
-        save_model(run_dir, learner)
     with loggers.only_shown("report.html"):
         write_report(run_dir)
     if stopped:
@@ -267,20 +264,3 @@ def finish(run_dir: Path, learner: Policy, stopped: int) -> None:
             rich.print(before_after(evaluations[0], evaluations[-1]))
     for what, name in {"model": "model", "report": "report.html", "metrics": "metrics.jsonl"}.items():
         print(f"{what:8} {run_dir / name}")
-
-
-def save_model(run_dir: Path, learner: Policy) -> None:
-    """Save the model durably. UserError where that fails: the checkpoint is whole, and `--resume` saves again."""
-    folder, partial = run_dir / "model", run_dir / "model.partial"
-    shutil.rmtree(partial, ignore_errors=True)
-    try:
-        learner.save(partial)
-        disk.sync_tree(partial)
-    except (OSError, SafetensorError) as error:
-        shutil.rmtree(partial, ignore_errors=True)
-        raise UserError(
-            f"{folder} could not be saved ({error}); the checkpoint is whole: make room, then --resume {run_dir}"
-        ) from error
-    shutil.rmtree(folder, ignore_errors=True)
-    partial.rename(folder)
-    disk.sync(run_dir)

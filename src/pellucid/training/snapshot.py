@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import shutil
+from collections.abc import Mapping
 from pathlib import Path
 
+from torch import Tensor
+
 from pellucid.config import Config
+from pellucid.machine import disk
 from pellucid.policy.policy import Policy
 from pellucid.reporting import loggers
+from pellucid.runtimes import shards
 from pellucid.training import checkpoint
 from pellucid.training.compose import Components
 from pellucid.types import UserError, stateful_task
@@ -24,7 +30,8 @@ def save(run_dir: Path, cfg: Config, parts: Components) -> None:
         {"reference": reference.weights()} if cfg.algorithm.reference_every and isinstance(reference, Policy) else {}
     )
     tensors = {"policy": parts.policy.masters(), **moments, **moving, **replay}
-    if not runtime.main:  # only here: what lies in several processes is gathered by all of them
+    processes = runtime if any(map(shards.sharded, tensors.values())) else checkpoint.ALONE
+    if processes is not runtime and not runtime.main:
         return
     facts = {"updates": runtime.updates, "seconds": parts.seconds, "random": generators, "replay": replay_facts}
     facts |= {"micro_batch": runtime.micro_batch} if runtime.micro_batch else {}
@@ -33,33 +40,83 @@ def save(run_dir: Path, cfg: Config, parts: Components) -> None:
     watching = stateful_task(parts.task)
     facts |= {"task": watching.state()} if watching else {}
     loggers.sync(run_dir)  # a checkpoint counts when what led to it is on disk
-    checkpoint.save(run_dir, state.step, tensors, facts, cfg.checkpoint.keep_last)
+    checkpoint.save(run_dir, state.step, tensors, facts, cfg.checkpoint.keep_last, processes)
 
 
 def restore(run_dir: Path, parts: Components) -> list[str]:
     """Restore the newest whole checkpoint and cut the logs to it. Return lines that say what is damaged."""
-    tensors, facts, notes = checkpoint.newest(run_dir)
-    runtime, state = parts.runtime, parts.state
-    if len(facts["random"]) != runtime.world:
-        raise UserError(f"{run_dir} was trained by {len(facts['random'])} processes: resume it with as many")
-    if "reference" in tensors and isinstance(parts.reference, Policy):
-        parts.reference.follow(tensors["reference"], decay=0.0)
-    moments = {name.removeprefix(OPTIMIZER): value for name, value in tensors.items() if name.startswith(OPTIMIZER)}
-    parts.policy.load_trainable({**tensors["policy"], **moments.pop("master", {})})  # where versions up to 0.1 had them
+    runtime, state, learner = parts.runtime, parts.state, parts.policy
+    tensors, facts, notes = checkpoint.newest(run_dir, runtime)
+    folder = run_dir / "checkpoints" / f"step-{facts['step']:06d}"
+    apart = facts.get("sharded", [])
+
+    def saved(name: str, like: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """A state as this run has it, however many processes kept it then and now."""
+        if name in apart:
+            return shards.read(folder / name, like)
+        return {key: shards.part_of(x, like.get(key, x)) for key, x in tensors[name].items()}
+
+    if "reference" in (*tensors, *apart) and isinstance(parts.reference, Policy):
+        parts.reference.follow(saved("reference", parts.reference.weights()), decay=0.0)
+    masters = learner.masters()
+    moments = {
+        name.removeprefix(OPTIMIZER): saved(name, {} if name.endswith(".step") else masters)
+        for name in (*tensors, *apart)
+        if name.startswith(OPTIMIZER)
+    }
+    # Versions up to 0.1 had masters among the moments.
+    learner.load_trainable({**saved("policy", masters), **moments.pop("master", {})})
     runtime.load_optimizer_state(moments, facts["updates"])
     if "scaler" in facts:
         runtime.scaler.load_state_dict(facts["scaler"])
     if rows := facts.get("micro_batch", 0):
         runtime.micro_batch = rows
         notes = [*notes, f"memory ran out before: {rows} rows in a forward pass at most"]
-    checkpoint.restore_random_state(facts["random"][runtime.rank])
+    then = len(facts["random"])
+    if then != runtime.world:
+        if any(facts["replay"]):
+            raise UserError(f"{run_dir} has a replay buffer in each of {then} processes: resume it with as many")
+        notes = [*notes, f"saved by {then} processes, resumed by {runtime.world}: the same weights, rounded otherwise"]
+    checkpoint.restore_random_state(facts["random"][runtime.rank % then])
     parts.seconds = facts["seconds"]
     state.step, state.kl_coef = facts["step"], facts.get("kl_coef", state.kl_coef)
     if watching := stateful_task(parts.task):
         watching.load_state(facts["task"])
-    kept = checkpoint.unpack_replay(tensors, facts["replay"], runtime.rank)
+    kept = checkpoint.unpack_replay(tensors, facts["replay"], runtime.rank) if any(facts["replay"]) else []
     state.experiences = [(step, batch.to(parts.policy.device)) for step, batch in kept]
     if not runtime.main:
         return []
     checkpoint.clear_rests(run_dir)
     return [*notes, *loggers.truncate(run_dir, state.step)]
+
+
+def save_model(run_dir: Path, parts: Components) -> None:
+    """Save the model durably. UserError where that fails: the checkpoint is whole, and `--resume` saves again."""
+    learner, runtime = parts.policy, parts.runtime
+    processes = runtime if learner.sharded else checkpoint.ALONE
+    if processes is not runtime and not runtime.main:
+        return
+    folder, partial = run_dir / "model", run_dir / "model.partial"
+    merged = learner.merged() if learner.adapter else None
+    parted = learner.sharded and not merged
+
+    def begin() -> None:
+        shutil.rmtree(partial, ignore_errors=True)
+
+    def end() -> None:
+        learner.describe(partial) if parted else learner.save(partial, merged)
+        disk.sync_tree(partial)
+        shutil.rmtree(folder, ignore_errors=True)
+        partial.rename(folder)
+        disk.sync(run_dir)
+
+    try:
+        checkpoint.together(begin if processes.main else None, processes)
+        checkpoint.together((lambda: shards.write_model(partial, learner.weights())) if parted else None, processes)
+        checkpoint.together(end if processes.main else None, processes)
+    except OSError as error:
+        if processes.main:
+            shutil.rmtree(partial, ignore_errors=True)
+        raise UserError(
+            f"{folder} could not be saved ({error}); the checkpoint is whole: make room, then --resume {run_dir}"
+        ) from error

