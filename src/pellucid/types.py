@@ -69,7 +69,7 @@ class Sampling:
     min_p: float = 0.0
     """Only tokens at least this many times as likely as the likeliest are drawn; 0 is off."""
     seed: str = ""
-    """Of the random numbers. The same prompts, sampling and weights give the same completions."""
+    """The seed of the random numbers. The same prompts, sampling and weights give the same completions."""
 
     @property
     def truncates(self) -> bool:
@@ -82,7 +82,7 @@ class Completion:
     """One answer of the policy: a sequence of tokens, each sampled by the policy or given to it."""
 
     token_ids: tuple[int, ...]
-    """With the end-of-sequence token where that was sampled."""
+    """All tokens, with the end-of-sequence token where that was sampled."""
     logprobs: tuple[float, ...]
     """The log-prob of each token under the distribution that it was drawn from, as the sampler computed it; nats. 0 for
     tokens that were given."""
@@ -223,7 +223,7 @@ class Grader(Protocol):
     """A task that grades many completions in less time than one after the other."""
 
     def reward_all(self, pairs: Sequence[tuple[Prompt, Completion]], /) -> list[Reward]:
-        """In their order."""
+        """Return a reward for each completion, in their order."""
         ...
 
 
@@ -235,7 +235,7 @@ class StatefulTask(Protocol):
         ...
 
     def state(self) -> dict[str, Any]:
-        """As JSON."""
+        """Return what is to be saved, as JSON."""
         ...
 
     def load_state(self, state: Mapping[str, Any]) -> None: ...

@@ -1,4 +1,4 @@
-"""What a model wrote, down to its first sentences or tokens of thinking. Mathematics stays as it is."""
+"""Shorten what a model wrote to its first sentences or tokens of thinking. Mathematics stays as it is."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`pellucid prefixes`: the command line, what is missing, and who is asked for it."""
+"""`pellucid prefixes`: find which prefixes are missing, and ask a teacher or a student for them."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ from pellucid.training.evaluate import held_out
 from pellucid.types import Prompt, Sampling, UserError
 
 ROWS = 64
-"""Of a student, decoded between two visits to the journal."""
+"""How many prefixes a student decodes between two writes to the journal."""
 EVERY = 10
-"""Seconds between two lines of progress where no terminal is."""
+"""Seconds between two lines of progress where there is no terminal."""
 LEAST = {
     "n": 1,
     "per_question": 1,
@@ -120,7 +120,7 @@ def collect(cfg: Config, options: argparse.Namespace) -> int:
 def ask_all(
     cfg: Config, options: argparse.Namespace, prompts: Sequence[Prompt], journal: Journal, missing: int
 ) -> list[str]:
-    """Asks for all that is missing; why some of it still is."""
+    """Ask for all missing prefixes. Return why some are still missing."""
     read = reader(cfg, options)
     # Both are looked for before one is asked: what is found wrong later has cost its time.
     teacher = Teacher(endpoint_of(options), read) if options.teacher else None
@@ -133,12 +133,12 @@ def ask_all(
 
 
 def questions(task: Any, n: int) -> list[Prompt]:
-    """Up to n different ones of the train split, of the task itself where others are wrapped around it."""
+    """Return up to n different questions of the train split, asked of the innermost task."""
     return held_out(with_split(innermost(task), "train"), n)
 
 
 def settings_of(cfg: Config, options: argparse.Namespace) -> dict[str, Any]:
-    """All that decides what a prefix is. Their number and the endpoint's address may change between two runs."""
+    """Return the settings that decide what a prefix is. Number and address may change between two runs."""
     names = ["teacher", "student", "temperature", "max_tokens", "truncate_tokens"]
     names += [] if options.truncate_tokens else ["sentences"]
     settings = {name: getattr(options, name) for name in names}
@@ -160,7 +160,7 @@ def endpoint_of(options: argparse.Namespace) -> Endpoint:
 
 
 def reader(cfg: Config, options: argparse.Namespace) -> Read:
-    """From what a model wrote to a prefix, empty where there is none."""
+    """Return the function that makes a prefix of what a model wrote; empty where there is none."""
     if not options.truncate_tokens:
         return lambda text: first_sentences(clean(thinking(text)), options.sentences)
     from pellucid.policy import pretrained  # noqa: PLC0415 - torch takes seconds to import: not every run needs it
@@ -214,7 +214,7 @@ def ask_student(
     read: Read,
     advance: Callable[[], None],
 ) -> list[str]:
-    """Random numbers belong to a question and the batches are the same in every run: so are the prefixes."""
+    """Ask a local model. Random numbers belong to a question and batches are the same in every run: so are prefixes."""
     size = options.per_question
     sampling = Sampling(size, options.temperature, options.max_tokens)
     prompts, complaints = fitting(student, prompts, sampling)
@@ -238,7 +238,7 @@ def ask_student(
 
 
 def fitting(student: Any, prompts: Sequence[Prompt], sampling: Sampling) -> tuple[list[Prompt], list[str]]:
-    """The questions that leave the student room for an answer, and a complaint for each prefix of the others."""
+    """Return the questions that leave the student room for an answer, and a complaint for each prefix of the others."""
     longest = student.policy.context_length - sampling.max_tokens
     lengths = [len(student.policy.encode(replace(prompt, text=messages_of(prompt)))) for prompt in prompts]
     fits = [prompt for prompt, length in zip(prompts, lengths, strict=True) if length <= longest]
@@ -248,7 +248,7 @@ def fitting(student: Any, prompts: Sequence[Prompt], sampling: Sampling) -> tupl
 
 @contextmanager
 def progress(total: int) -> Iterator[Callable[[], None]]:
-    """A bar where a person watches, a line now and then where a file does."""
+    """Show progress: a bar on a terminal, a line now and then in a file."""
     if sys.stdout.isatty():
         with Progress() as bar:
             task = bar.add_task("prefixes", total=total)

@@ -1,4 +1,4 @@
-"""Prefixes as they come in: a line each, beside the file that they are for. Killed anywhere, a run goes on from it."""
+"""A journal of prefixes as they arrive, a line each, beside the output. A killed run goes on from it."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from pellucid.types import Prompt, UserError
 
 SOURCES = ("teacher", "student")
 Slot = tuple[str, str, int]
-"""A question, a source, and which of its prefixes."""
+"""The question, the source, and the number of a prefix."""
 
 
 class Journal:
-    """The first line holds the settings; while the file is there, it holds every prefix, and the output need not."""
+    """The first line holds the settings. While the file exists it holds every prefix; the output may lack some."""
 
     def __init__(self, output: Path, settings: Mapping[str, Any]) -> None:
         self.output, self.path = output, output.with_name(f"{output.name}.partial.jsonl")
@@ -81,7 +81,7 @@ class Journal:
         return [slot for slot in wanted if slot not in self.texts]
 
     def open(self) -> TextIO:
-        """For `add`. What an earlier output held goes in first, all of it or nothing."""
+        """Open the file for `add`. All that an earlier output held is written first, or none of it."""
         self.path.parent.mkdir(parents=True, exist_ok=True)
         if not self.begun:
             lines = [{"settings": self.settings}, *(self.entry(slot) for slot in self.texts)]
@@ -102,7 +102,7 @@ class Journal:
         return {"question": question, "source": source, "index": index, "answer": answer, "text": text}
 
     def write(self, prompts: Sequence[Prompt]) -> None:
-        """The output: these questions in their order, then those that an earlier run asked besides."""
+        """Write the output: these questions in their order, then others that an earlier run asked."""
         answers = {prompt.key: prompt.answer for prompt in prompts}
         rows: dict[str, dict[str, Any]] = {
             question: {"question": question, "answer": answer, **{source: [] for source in SOURCES}}

@@ -20,9 +20,9 @@ INSTRUCTION = (
     " answer, and write no labels and no headings."
 )
 CLIENT_WAITS = 120
-"""Seconds: above, the official client gives up instead of waiting."""
+"""The most seconds that the official client waits; it gives up where an endpoint asks for more."""
 LONGEST_WAIT = 600
-"""Seconds: an endpoint that asks for more is not waited for."""
+"""The most seconds that we wait for an endpoint."""
 
 
 class UnansweredError(Exception):
@@ -47,7 +47,7 @@ class Endpoint:
         return urlsplit(self.base_url).hostname in ("localhost", "127.0.0.1", "::1")
 
     def key(self) -> str:
-        """UserError where there is none, except that the loopback needs none."""
+        """Return the key. UserError where there is none, except on the loopback, which needs none."""
         key = os.environ.get(self.key_env, "").strip()
         if not key and not self.loopback:
             raise UserError(f"{self.base_url} needs a key: put it into the environment variable {self.key_env}")
@@ -71,14 +71,14 @@ def checked(base_url: str) -> str:
 
 
 def messages_of(prompt: Prompt) -> tuple[Message, ...]:
-    """The task's own, with the instruction behind the question."""
+    """Return the messages of a prompt, with the instruction behind the question."""
     whole = prompt.text if not isinstance(prompt.text, str) else ({"role": "user", "content": prompt.text},)
     *before, last = whole
     return (*before, {**last, "content": f"{last['content']}\n\n{INSTRUCTION}"})
 
 
 class Teacher:
-    """For many threads at once. `read` makes a prefix of an answer: where it finds none, the model is asked again."""
+    """A teacher for many threads. `read` makes a prefix of an answer; where it finds none, the model is asked again."""
 
     def __init__(self, endpoint: Endpoint, read: Callable[[str], str]) -> None:
         self.endpoint, self.read, self.key = endpoint, read, endpoint.key()
@@ -95,7 +95,7 @@ class Teacher:
         )
 
     def ask(self, prompt: Prompt) -> str:
-        """Never empty. UnansweredError where this request failed for good, UserError where every request would."""
+        """Return a prefix. UnansweredError where this request failed for good, UserError where every request would."""
         messages, complaint = messages_of(prompt), ""
         for _ in range(self.endpoint.retries + 1):
             try:
@@ -128,7 +128,7 @@ class Teacher:
         return "".join(text for text in texts if isinstance(text, str))
 
     def refusal(self, error: Any) -> str:
-        """In words that never hold the key: endpoints quote it. UserError where every request would end so."""
+        """Return why a request failed, without the key, which endpoints quote. UserError where all would fail so."""
         e = self.endpoint
         if error.status_code in (401, 403):
             raise UserError(
@@ -148,7 +148,7 @@ class Teacher:
         return f"HTTP {error.status_code} {self.redacted(str(said))}".strip()
 
     def redacted(self, text: str) -> str:
-        """Without whatever begins as the key does."""
+        """Remove every word that begins as the key does."""
         return " ".join(re.sub(rf"{re.escape(self.key[:4])}\S*", "[key]", text).split())[:200]
 
     def unconnected(self, error: Exception) -> Exception:
@@ -160,13 +160,13 @@ class Teacher:
         return UnansweredError("the connection was dropped")
 
     def close(self) -> None:
-        """Requests under way are given up."""
+        """Give up the requests that are under way."""
         self.pace.stopped.set()
         self.client.close()
 
 
 class Pace:
-    """Starts of requests, evenly spaced; once stopped, none starts and none waits."""
+    """Space the starts of requests evenly. Once stopped, none starts and none waits."""
 
     def __init__(self, per_minute: float) -> None:
         self.gap = 60 / per_minute if per_minute else 0.0
@@ -185,7 +185,7 @@ class Pace:
 
 
 def long_wait(error: Any, complaint: str) -> float:
-    """Seconds, where the endpoint asks for a wait that its client refuses; else UnansweredError."""
+    """Return the seconds of a wait that the official client refuses. UnansweredError where none is asked for."""
     try:
         seconds = float(error.response.headers.get("retry-after", "0"))
     except ValueError:  # a date
@@ -196,7 +196,7 @@ def long_wait(error: Any, complaint: str) -> float:
 
 
 def reach(base_url: str) -> None:
-    """Says at once that no service is there, which the client would say after all its retries."""
+    """Raise UserError at once where no service answers; the client would notice only after all its retries."""
     parts = urlsplit(base_url)
     port = parts.port or (443 if parts.scheme == "https" else 80)
     try:

@@ -39,13 +39,13 @@ class Job:
 
 @dataclass
 class Progress:
-    """Of the runs that were not there at the start."""
+    """How far the runs are that did not exist at the start."""
 
     total: int
     ended: int = 0
     started: float = field(default_factory=time.monotonic)
     failures: dict[Cell, int] = field(default_factory=dict)
-    """With their exit statuses."""
+    """Runs that failed, with their exit statuses."""
 
     def left(self) -> str:
         seconds = (time.monotonic() - self.started) / self.ended * (self.total - self.ended)
@@ -53,7 +53,7 @@ class Progress:
 
 
 def run(study: Study, study_dir: Path, jobs: int = 1, only: Sequence[str] = (), keep_models: bool = False) -> int:
-    """Brings the study to its end, or to where Ctrl-C came; returns the exit status. Starting again goes on."""
+    """Run the study to its end, or until Ctrl-C. Return the exit status. Starting again goes on."""
     if jobs < 1:
         raise UserError(f"--jobs {jobs} must be at least 1")
     cells, recipes = study.cells(study_dir, only), plan.checked(study)
@@ -87,7 +87,7 @@ def work(
     requests: Sequence[int],
     progress: Progress,
 ) -> None:
-    """Until all runs have ended, or those in progress have after a request to stop."""
+    """Work until all runs have ended, or after a request to stop those in progress have."""
     waiting, running, asked = deque(cells), list[Job](), False
     try:
         while running or (waiting and not requests):
@@ -149,7 +149,7 @@ def end(job: Job, keep_models: bool, progress: Progress, stopping: bool) -> None
 
 
 def verdict(failures: dict[Cell, int]) -> int:
-    """Names what failed. Exit status: 0, 2 where all failures are for the user to mend, else 1."""
+    """Print what failed. Return the exit status: 0, or 2 where all failures are the user's to mend, else 1."""
     for cell, status in failures.items():
         lines = cell.log.read_text(encoding="utf-8", errors="replace").strip().splitlines() or ["it printed nothing"]
         say(f"failed (exit {status}): {named(cell)}: {harmless(lines[-1])}")

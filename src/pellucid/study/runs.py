@@ -1,4 +1,4 @@
-"""The runs that are compared: found in folders, put together by variant and seed."""
+"""Find the runs that are compared in their folders, and order them by variant and seed."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Run:
     finished: bool
     metrics: Sequence[Record]
     evals: Sequence[Record]
-    """Of its own held-out questions."""
+    """The evaluations on its own held-out questions."""
 
     @property
     def name(self) -> str:
@@ -39,12 +39,12 @@ class Run:
 
     @property
     def last(self) -> Record:
-        """The evaluation at its end."""
+        """Return the evaluation at the end of the run."""
         return self.evals[-1]
 
     @property
     def command(self) -> str:
-        """What makes this run again, or a copy of it where the recipe of its study is not there."""
+        """Return the command that makes this run again, or a copy of it where the recipe of its study is missing."""
         cell = Cell(self.folder.parent.parent, self.variant, self.seed)
         if cell.run_dir == self.folder and cell.recipe.is_file():
             return shown_command(cell.arguments)
@@ -54,14 +54,14 @@ class Run:
 
 @dataclass(frozen=True)
 class Runs:
-    """Those that are compared, and those that cannot be."""
+    """The runs that are compared, and those that cannot be."""
 
     baseline: str
     finished: Mapping[str, Mapping[int, Run]]
-    """By variant, the baseline first, and seed; a variant may have none yet."""
+    """Runs by variant, the baseline first, and by seed; a variant may have none yet."""
     unfinished: Sequence[Run]
     missing: Sequence[tuple[str, int]]
-    """Variants and seeds that other variants, or the study, have."""
+    """Variants and seeds that are missing although other variants, or the study, have them."""
 
     @property
     def all(self) -> list[Run]:
@@ -69,7 +69,7 @@ class Runs:
 
 
 def gather(folders: Sequence[Path], baseline: str = "") -> Runs:
-    """The runs of these folders, each a run or a study. UserError, one line, where they cannot be compared."""
+    """Return the runs in these folders, each a run or a study. UserError where they cannot be compared."""
     runs = [read_run(run_dir) for folder in folders for run_dir in run_folders(folder)]
     by_name: dict[tuple[str, int], Run] = {}
     for run in runs:
@@ -106,7 +106,7 @@ def check(runs: Sequence[Run], variants: Sequence[str], baseline: str) -> None:
 
 
 def run_folders(folder: Path) -> list[Path]:
-    """The folder itself where it is a run, else the runs of the study, or of the variant of one, that it is."""
+    """Return the folder itself where it is a run, else the runs of the study, or of a variant of one."""
     if not folder.is_dir():
         raise UserError(f"{folder}: there is no such folder")
     if (folder / "config.json").is_file():
@@ -132,12 +132,12 @@ def read_run(run_dir: Path) -> Run:
 
 
 def place_of(run_dir: Path) -> Path:
-    """However it was named: "." is a folder with a name as well. A link goes by its own."""
+    """Return the name of a folder, however it was given: "." has a name, too, and a link goes by its own."""
     return Path(os.path.normpath(run_dir.absolute()))
 
 
 def read_plan(study_dir: Path) -> Record:
-    """What the study is to hold, as `pellucid study` noted it; empty for a copy without it."""
+    """Return what the study is to hold, as `pellucid study` noted it; empty for a copy without that note."""
     return next(records(study_dir / "study.json", whole=True), {})
 
 

@@ -10,7 +10,7 @@ from fractions import Fraction
 from itertools import islice
 
 LONGEST_NUMBER = 4000
-"""Characters, or places that an exponent moves the point by: Python converts at most 4300 digits. More is no answer."""
+"""The most characters of a number, and the most places of its exponent: Python converts at most 4300 digits."""
 
 _TAGGED = re.compile(r"\s*<think>.*</think>\s*<answer>(.*)</answer>\s*", re.DOTALL)
 _TAGS = ("<think>", "</think>", "<answer>", "</answer>")
@@ -25,7 +25,7 @@ _VULGAR = {
     for c in map(chr, [*range(0xBC, 0xBF), *range(0x2150, 0x215F)])
 }
 ASCII_FORMS = _FULL_WIDTH | _DASHES | _SPACES | _VULGAR | {0x2019: "'", 0x2044: "/"}
-"""For `str.translate`: full-width signs, the dashes that are a minus, spaces that hold digits together, and \u00bd."""
+"""A table for `str.translate`: full-width signs, dashes that mean a minus, spaces that group digits, and \u00bd."""
 _FULL_WIDTH_COMMA = re.compile("(?<=[\uff10-\uff19])\uff0c(?=[\uff10-\uff19])")
 
 _GROUPS = "|".join(rf"(?:{separator}\d{{3}})+" for separator in (",", "'", "_", "[ ]", r"\\,", r"\{,\}"))
@@ -62,7 +62,7 @@ UNITS_OF_ONE_LETTER = "mgshlLNJWVACFK"
 
 
 def answered(text: str) -> str:
-    """What a text gives for its answer: where it is marked, what is marked, otherwise all that follows `</think>`.
+    """Return the answer that a text gives: what is marked as the answer, else all that follows `</think>`.
 
     Example: answered("It is 8. No: \\\\boxed{\\\\frac{7}{2}}") == "\\\\frac{7}{2}"
     """
@@ -71,7 +71,7 @@ def answered(text: str) -> str:
 
 
 def marked_answer(text: str) -> str | None:
-    """The `<answer>` that ends the text, and in it, or else in what follows `</think>`, the last box; None without any.
+    """Return the last box of the final `<answer>`, the whole of it, or the last box behind `</think>`; or None.
 
     Example: marked_answer("<answer>So \\\\boxed{7}.</answer>") == "7"; marked_answer("It is 7.") is None
     """
@@ -143,12 +143,12 @@ def numbers(plain: str) -> Iterator[re.Match[str]]:
 
 
 def without_names(beside: str) -> str:
-    """Without powers of units, LaTeX that only dresses, and escaped signs."""
+    """Remove powers of units, LaTeX that only changes the looks, and the backslash of escaped signs."""
     return _DRESS.sub(" ", _NUMBER.sub(lambda match: match[0] if match["top"] or match["over"] else " ", beside))
 
 
 def value_of(number: re.Match[str], plain: str) -> Fraction | None:
-    """None where the number is part of something that is not read, absurdly long, or divided by 0."""
+    """Return the value of a match; None where it is part of something unreadable, far too long, or divided by 0."""
     if number["more"] or len(number[0]) > LONGEST_NUMBER:
         return None
     if _PART_OF_MORE.search(plain[max(0, number.start() - 20) : number.start()]):
@@ -205,7 +205,7 @@ def answer_tag(text: str) -> str | None:
 
 
 def reasoning_and_answer(text: str) -> tuple[str, str]:
-    """What stands in `<think>` and in the `<answer>` behind it; a text without both is all answer.
+    """Return the content of `<think>` and of the `<answer>` behind it; a text without both is all answer.
 
     Example: reasoning_and_answer("<think>3 + 4</think> <answer>7</answer>") == ("3 + 4", "7")
     """

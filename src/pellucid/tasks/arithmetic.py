@@ -64,7 +64,7 @@ class Arithmetic:
             raise ValueError(f"test_share = {self.test_share} leaves one split without problems: bring it near 0.25")
 
     def sample(self, step: int, n: int) -> list[Prompt]:
-        """n problems, all distinct until the split is used up within the step; then it starts again."""
+        """Return n problems, all different until the split is used up within the step; then problems repeat."""
         rng = Random(f"arithmetic/{self.seed}/{self.split}/{step}")
         problems = self._draw(rng, n)
         return [self._prompt(f"{self.split}/{step}/{i}", problem) for i, problem in enumerate(problems)]
@@ -76,7 +76,7 @@ class Arithmetic:
         return prompt.answer
 
     def working(self, prompt: Prompt) -> str:
-        """How a person gets to the result, by tens and ones."""
+        """Return the steps by which a person gets to the result: tens first, then ones."""
         a, operator, b = prompt.columns["problem"]
         return working(a, operator, b)
 
@@ -132,7 +132,7 @@ def operand_range(digits: int) -> tuple[int, int]:
 
 
 def split_of(a: int, b: int, test_share: float) -> Split:
-    """By a hash of the unordered pair."""
+    """Return the split of an unordered pair of operands, by its hash."""
     low, high = min(a, b), max(a, b)
     digest = hashlib.sha256(f"{low},{high}".encode()).digest()
     return "test" if int.from_bytes(digest[:8]) < test_share * 2**64 else "train"

@@ -1,18 +1,18 @@
-"""What may be computed of a formula that a model wrote, told from its text: 9^{9^{9^9}} never ends."""
+"""Tell from the text of a formula that a model wrote whether computing it takes bounded time: 9^{9^{9^9}} does not."""
 
 from __future__ import annotations
 
 import re
 
 LONGEST = 60
-"""Signs of a formula, a command or a number being one; a longer one is no answer."""
+"""The most signs of a formula, where a command or a number counts as one; a longer formula is no answer."""
 DEEPEST = 4
-"""Brackets within brackets: parsing takes longer with each."""
+"""The deepest nesting of brackets: parsing takes longer with each level."""
 MOST_IN_A_CHAIN = 4
-"""Of each sign that may be read in several ways: 1/2/1/2 is parsed in a time that every further one multiplies."""
+"""The most of each ambiguous sign: every further one in 1/2/1/2 multiplies the time of parsing."""
 LARGEST_EXPONENT = 10_000
 LARGEST_POLYNOMIAL = 12
-"""Exponent of a bracket with letters in it."""
+"""The largest exponent of a bracket that has letters in it."""
 
 _CHAINED = [re.compile(sign) for sign in ("/", ":", r"\|", "%", r"[A-Za-z]\(")]
 _UNBOUNDED = re.compile(r"\\(?:sum|prod|int|iint|iiint|oint|lim)(?![A-Za-z])")
@@ -22,7 +22,7 @@ _COMMAND = re.compile(r"\\[A-Za-z]+")
 
 
 def computable(body: str, allowed: str) -> bool:
-    """Whether comparing a formula takes a bounded time. What the gold answer has, `allowed`, another may have too.
+    """Whether comparing a formula takes bounded time. Whatever the gold answer, `allowed`, has in it is accepted.
 
     Example: computable("2^{10}", "7"); not computable("9^{9^{9^9}}", "7"); not computable("999999!!!", "7")
     """
@@ -84,7 +84,7 @@ def computable_powers(body: str, largest_polynomial: int) -> bool:
 
 
 def operand(body: str, start: int) -> str:
-    """What an exponent holds: a group in brackets, or the run up to the next sign."""
+    """Return what an exponent holds: a group in brackets, or all up to the next sign."""
     rest = body[start:].lstrip()
     if not rest.startswith(("{", "(")):
         run = re.match(r"[-+]?(?:\\[A-Za-z]+|[\w.]+)(?:\s*\^.*)?", rest)

@@ -18,9 +18,9 @@ from pellucid.types import Completion, Prompt, Reward
 
 SYSTEM = "Solve the problem step by step, and put the final answer in \\boxed{}."
 WEIGHTS = {"points": 0.1, "right equation": 0.15, "a": 0.15, "left equation": 0.15, "b": 0.15, "sum": 0.3}
-"""Without the sum they make 0.7: nothing replaces the answer."""
+"""The weight of each part. Without the sum they add up to 0.7: nothing replaces the answer."""
 LITERAL_WEIGHTS = {"points": 0.2, "right equation": 0.25, "a": 0.15, "left equation": 0.25, "b": 0.15, "sum": 0.2}
-"""1.2 together, capped at 1: the sum is not needed."""
+"""The weights of literal grading. They add up to 1.2, capped at 1: the sum is not needed."""
 
 _BULLET = re.compile(r"^[ \t]*(?:[-+*\u2022]|\d+[.)])[ \t]+", re.MULTILINE)
 _REMARK = re.compile(r"\(([^()]*=[^()]*)\)")
@@ -28,7 +28,7 @@ _OPENED = r"(?<![A-Za-z])\(|(?<=[^A-Za-z][abx])\("
 _PIECE = re.compile(rf"\d+(?:\.\d+)?|(?<![A-Za-z])[abx](?![A-Za-z])|[-+*/=)]|{_OPENED}|[ \t]+")
 _LITERAL_ANSWER = re.compile(r"(?:answer is|a\+b=|boxed\{)([^\n]*)", re.IGNORECASE)
 LONGEST = 20_000
-"""Characters of a completion that are read for statements; the final answer is read wherever it is."""
+"""How many characters of a completion are searched for statements; the final answer is found wherever it is."""
 
 
 class Pieces(NamedTuple):
@@ -148,7 +148,7 @@ def split_of(pieces: Pieces, test_share: float) -> str:
 
 
 def parts_of(text: str, pieces: Pieces) -> dict[str, float]:
-    """1 or 0 for each: both joins named, both equations stated, both unknowns solved, the sum right."""
+    """Return 1 or 0 for each part: both joins named, both equations stated, both unknowns solved, the sum right."""
     said = statements(text[:LONGEST])
     equations = [difference(one, other) for one, other in said]
     a, b = pieces.a, pieces.b
@@ -167,7 +167,7 @@ def parts_of(text: str, pieces: Pieces) -> dict[str, float]:
 
 
 def statements(text: str) -> list[tuple[Linear, Linear]]:
-    """Both sides of every equation in a text, in order: "2a + 3 = 2 - 5 = -3" holds two."""
+    """Return both sides of every equation in a text, in order: "2a + 3 = 2 - 5 = -3" holds two equations."""
     found = []
     for run in runs(text):
         first, *sides = run.split("=")
@@ -180,7 +180,7 @@ def statements(text: str) -> list[tuple[Linear, Linear]]:
 
 
 def runs(text: str) -> Iterator[str]:
-    """Stretches of numbers, unknowns, signs and brackets; whatever else stands in a text ends one."""
+    """Return the stretches of a text that consist of numbers, unknowns, signs and brackets alone."""
     text = " " + _REMARK.sub(r"\n\1\n", plain(_BULLET.sub("", text.replace("**", " "))))
     start = end = 0
     for piece in _PIECE.finditer(text):
@@ -192,32 +192,32 @@ def runs(text: str) -> Iterator[str]:
 
 
 def outermost(side: str, opened: str, closed: str) -> str:
-    """Without a bracket around the whole equation, of which one end stands on each outer side."""
+    """Remove from one side the bracket that stands around the whole equation."""
     if side.count("(") == side.count(")"):
         return side
     return side.removeprefix(opened) if opened else side.removesuffix(closed)
 
 
 def difference(one: Linear, other: Linear) -> Linear | None:
-    """one - other with 1 as the factor of its first unknown: equivalent equations give the same. None without one."""
+    """Return one - other, divided by the factor of its first unknown, so that equivalent equations agree; or None."""
     moved = total(one, scaled(other, Fraction(-1)))
     return scaled(moved, 1 / moved.of[min(moved.of)]) if moved.of else None
 
 
 def solution(said: Sequence[tuple[Linear, Linear]], *unknowns: str) -> Fraction | None:
-    """The number that the last statement "unknown = number" gives; of several unknowns, of their sum."""
+    """Return the number in the last statement "unknown = number"; of several unknowns, that of their sum."""
     wanted = Linear(Fraction(0), dict.fromkeys(unknowns, Fraction(1)))
     return next((other.constant for one, other in reversed(said) if one == wanted and not other.of), None)
 
 
 def final_answer(text: str, said: Sequence[tuple[Linear, Linear]]) -> Fraction | None:
-    """The number that is marked as the answer, else what the last "a + b = " says; None where there is neither."""
+    """Return the number that is marked as the answer, else the one behind the last "a + b = "; None without either."""
     marked = marked_answer(text)
     return solution(said, "a", "b") if marked is None else only_number(marked.rpartition("=")[2])
 
 
 def literal_parts(text: str) -> dict[str, float]:
-    """Of the one problem, by strings: "a=-3" is in "a=-39"."""
+    """Grade the one problem by looking for strings: "a=-3" is found in "a=-39"."""
     plain = re.sub(r"\s", "", text)
     answers = _LITERAL_ANSWER.findall(text.replace(" ", " ")) or _LITERAL_ANSWER.findall(plain)
     found = {

@@ -40,7 +40,7 @@ class Countdown:
     largest: int = 20
     """The largest of them."""
     format_reward: float = 0.1
-    """For the right numbers and a wrong value, from 0 to below 1."""
+    """The reward for the right numbers and a wrong value, from 0 to below 1."""
     test_share: float = 0.1
     """The share of number sets that is held out for the test split."""
     template: str = (
@@ -90,13 +90,13 @@ class Countdown:
 
 
 def split_of(numbers: list[int], test_share: float) -> Literal["train", "test"]:
-    """By a hash of the numbers, whatever their order."""
+    """Return the split of a set of numbers, by its hash, whatever their order."""
     digest = hashlib.sha256(",".join(map(str, sorted(numbers))).encode()).digest()
     return "test" if int.from_bytes(digest[:8]) < test_share * 2**64 else "train"
 
 
 def combination(numbers: list[int], rng: Random) -> tuple[str, Fraction]:
-    """A random expression of these numbers, and its value."""
+    """Return a random expression of these numbers, and its value."""
     parts = [(str(n), Fraction(n)) for n in numbers]
     while len(parts) > 1:
         (one, x), (other, y) = (parts.pop(rng.randrange(len(parts))) for _ in range(2))
@@ -116,7 +116,7 @@ def expression_of(text: str) -> str:
 
 
 def without_emphasis(written: str) -> str:
-    """Without the Markdown around it and the point that ends it: there is no power in `**3 * 5**.`"""
+    """Remove the Markdown around a line and the point that ends it: there is no power in `**3 * 5**.`"""
     bare = written.strip().rstrip(".\u3002")
     marks = len(bare) - len(bare.lstrip("*_`"))
     return bare[marks : len(bare) - marks] if marks and bare.endswith(bare[:marks][::-1]) else bare

@@ -1,4 +1,4 @@
-"""Questions in the order of their difficulty, which is measured on the way."""
+"""A curriculum: questions in the order of their difficulty, which is measured during training."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from pellucid.types import Completion, Group, Prompt, Reward, UserError, equal_r
 
 @dataclass
 class Memory:
-    """What a curriculum has seen; JSON in checkpoints. Questions are numbers in the pool."""
+    """What a curriculum has seen, as JSON in checkpoints. A question is its number in the pool."""
 
     step: int = 0
-    """The step that comes next."""
+    """The number of the next step."""
     epoch: int = 0
     left: list[int] = field(default_factory=list)
-    """Of this epoch, in its order."""
+    """The questions of this epoch that are still to be asked, in its order."""
     accuracy: dict[int, float] = field(default_factory=dict)
-    """Running estimates."""
+    """For each question, the running estimate of how often it is answered rightly."""
     dead_since: dict[int, int] = field(default_factory=dict)
     """The step in which a question's group was last dead, all rewards equal; forgotten when it is live."""
 
@@ -79,7 +79,7 @@ class Curriculum:
 
     @cached_property
     def handed_out(self) -> dict[tuple[int, int], list[int]]:
-        """Since the last `observe`, by what was asked for."""
+        """The prompts that were given out since the last `observe`, by the arguments of `sample`."""
         return {}
 
     @property
@@ -91,7 +91,7 @@ class Curriculum:
         return self.task.split
 
     def with_split(self, split: str) -> Any:
-        """Held-out questions come in no order: the task itself."""
+        """Return the task inside on another split: held-out questions have no curriculum."""
         inside = with_split(self.task, split)
         return inside if split == "test" else replace(self, task=inside)
 
@@ -119,7 +119,7 @@ class Curriculum:
         return self.task.working(prompt)
 
     def observe(self, step: int, groups: Sequence[Group]) -> dict[str, float]:
-        """Measures; a group that was given a prefix says little of its question, which then only counts as asked."""
+        """Update the estimates. After a group that was given a prefix its question only counts as asked."""
         memory = self.memory
         number = {prompt.id: q for q, prompt in enumerate(self.questions)}
         left = memory.left or self._ordered()
@@ -164,7 +164,7 @@ class Curriculum:
             memory.dead_since[q] = step
 
     def _ordered(self) -> list[int]:
-        """A whole epoch: as the pool stands while nothing is measured, then from easy to hard."""
+        """Return the order of a whole epoch: that of the pool while nothing is measured, then from easy to hard."""
         everything, known = range(len(self.questions)), self.memory.accuracy
         awake = [q for q in everything if not self._rests(q)] or list(everything)
         return sorted(awake, key=lambda q: -known.get(q, 0.5)) if self.memory.epoch else awake
@@ -175,7 +175,7 @@ class Curriculum:
         return not self.rest or self.memory.step - self.memory.dead_since[q] < self.rest
 
     def _chosen(self, step: int, n: int) -> list[int]:
-        """Not what another round of the step asks, while there is anything else."""
+        """Choose n questions; those that another round of the step asks only when there are no others."""
         rounds = [chosen for (other, _), chosen in self.handed_out.items() if other != step]
         taken = {q for chosen in rounds for q in chosen}
         left = [q for q in self.memory.left or self._ordered() if q not in taken]

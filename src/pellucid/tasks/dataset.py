@@ -106,7 +106,7 @@ class Dataset:
         return [replace(prompt, id=f"{self.split}/{step}/{i}") for i, prompt in enumerate(chosen)]
 
     def reward(self, prompt: Prompt, completion: Completion) -> Reward:
-        """Parts hold each term before its weight; value is NaN where no term applies to the row."""
+        """Grade a completion. Parts hold terms before their weights; the value is NaN where no term applies."""
         names = labels(self.rewards)
         values = [grade(term, prompt, completion) for term in self.rewards]
         parts = {name: value for name, value in zip(names, values, strict=True) if value is not None}
@@ -122,7 +122,7 @@ class Dataset:
         )
 
     def solution(self, prompt: Prompt) -> str:
-        """What a right completion looks like, with the worked answer where the data has one."""
+        """Return a right completion, with the worked answer where the data has one."""
         worked = str(prompt.columns.get(self.answer, prompt.answer))
         if any(term.name == "tagged" for term in self.rewards):
             return f"<think>{worked}</think> <answer>{prompt.answer}</answer>"
@@ -132,7 +132,7 @@ class Dataset:
 
 
 class Prompts(Sequence[Prompt]):
-    """Of some rows, each made when it is asked for: the data may be larger than memory."""
+    """The prompts of some rows, each made when it is asked for: the data may be larger than memory."""
 
     def __init__(self, task: Dataset, rows: Rows, places: Sequence[int]) -> None:
         self._task, self._rows, self._places = task, rows, places
@@ -161,19 +161,19 @@ def split_prompts(task: Dataset) -> Prompts:
 
 
 def held_out_source(task: Dataset) -> tuple[str, str]:
-    """A file, or a split of the Hub data set."""
+    """Return where the held-out rows come from: a file, or a split of the Hub data set."""
     on_hub = not is_file_name(task.data) and not is_file_name(task.test_data)
     return (task.data, task.test_data) if on_hub else (task.test_data, "train")
 
 
 def fingerprint(prompt: Prompt) -> bytes:
-    """Of what the model is asked, so that equal questions fall into the same split."""
+    """Return a hash of what the model is asked, so that equal questions fall into the same split."""
     text = prompt.text if isinstance(prompt.text, str) else [dict(message) for message in prompt.text]
     return hashlib.sha256(json.dumps(text, sort_keys=True).encode()).digest()
 
 
 def lowest_share(fingerprints: Iterable[bytes], share: float) -> set[bytes]:
-    """This share of the distinct fingerprints, leaving at least one on each side where there are two."""
+    """Return this share of the different fingerprints, the lowest; at least one, and not all, where there are two."""
     distinct = sorted(set(fingerprints))
     return set(distinct[: min(max(1, round(share * len(distinct))), len(distinct) - 1)])
 
@@ -189,7 +189,7 @@ def prompts_of(task: Dataset, source: str, hub_split: str) -> Prompts:
 
 
 def make_prompt(task: Dataset, where: str, row: Row) -> Prompt:
-    """`where` names the row in error messages."""
+    """Make the prompt of a row; `where` names the row in error messages."""
     text = messages_of(task, where, row) if task.messages else rendered(task, where, row)
     return Prompt("", text, gold_answer(task, where, row), row)
 
@@ -237,7 +237,7 @@ def is_message(value: Any) -> bool:
 
 
 def gold_answer(task: Dataset, where: str, row: Row) -> str:
-    """Empty where the data has none and no term needs one."""
+    """Return the gold answer of a row; empty where the data has none and no term needs one."""
     if task.answer not in row and not task.compares:
         return ""
     text = column_text(row, task.answer, where).strip()
@@ -257,6 +257,6 @@ def gold_answer(task: Dataset, where: str, row: Row) -> str:
 
 
 def shortened(text: str) -> str:
-    """On one line, by its end, where an answer tends to be."""
+    """Shorten a text to one line, keeping its end, where an answer tends to be."""
     line = " ".join(text.split())
     return f'"{line}"' if len(line) <= 60 else f'"...{line[-57:]}"'

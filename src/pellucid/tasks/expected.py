@@ -33,7 +33,7 @@ QUESTIONS = {
 """By language and answer, the question of the train split and that of the test split, which asks in other words. The
 description's are the Chinese ones; the English ones are for models that speak no Chinese."""
 LONGEST_RUN = 30
-"""Of marks, by the Stream-Safe Text Format (Unicode Standard Annex 15)."""
+"""The most marks on a letter, by the Stream-Safe Text Format (Unicode Standard Annex 15)."""
 LITERALLY_IGNORED = " \n\t。，,.!?：:\"'"
 
 
@@ -72,7 +72,7 @@ class Expected:
             raise ValueError(f"length_penalty = {self.length_penalty} must not be negative")
 
     def sample(self, step: int, n: int) -> list[Prompt]:
-        """Walks through the questions, shuffled anew each time round."""
+        """Return the next n questions of a walk that is shuffled anew in each round."""
         rows = [(asked[self.split == "test"], answer) for answer, asked in QUESTIONS[self.language].items()]
         prompts: list[Prompt] = []
         for i in range(step * n, (step + 1) * n):
@@ -123,7 +123,7 @@ def stream_safe(text: str) -> str:
 
 @lru_cache(maxsize=4096)
 def is_mark(c: str) -> bool:
-    """Whether it is sorted among its neighbours, itself or what it is taken apart into."""
+    """Whether normalisation sorts this character, or what it decomposes into, among its neighbours."""
     return unicodedata.combining(unicodedata.normalize("NFKD", c)[0]) > 0
 
 

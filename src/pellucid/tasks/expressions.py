@@ -12,7 +12,7 @@ from typing import NamedTuple
 from pellucid.tasks.answers import ASCII_FORMS
 
 LONGEST = 200
-"""Characters of an expression; a longer one is none."""
+"""The most characters of an expression; a longer text is not read."""
 
 _SIGNS = ASCII_FORMS | dict.fromkeys(map(ord, "\u00d7\u22c5\u00b7\u2217"), "*") | {0xF7: "/"}
 _FRACTION = re.compile(r"\\[dtc]?frac\s*\{([^{}]*)\}\s*\{([^{}]*)\}")
@@ -34,11 +34,11 @@ class Linear(NamedTuple):
 
     constant: Fraction
     of: dict[str, Fraction]
-    """Factors other than 0."""
+    """The factor of each unknown, where it is not 0."""
 
 
 class Tree(NamedTuple):
-    """An expression as Python reads it, and the text that its places refer to."""
+    """An expression as Python parses it, and its text."""
 
     root: ast.expr
     text: str
@@ -83,7 +83,7 @@ def numbers_in(text: str) -> list[int] | None:
 
 
 def constants(tree: Tree) -> Iterator[str]:
-    """Every constant as it is written: Python's own value of 1_0 or 0x10 is not what the text shows."""
+    """Return every constant as it is written: Python's value of 1_0 or 0x10 is not what the text shows."""
     nodes = (node for node in ast.walk(tree.root) if isinstance(node, ast.Constant))
     return (tree.text[node.col_offset : node.end_col_offset] for node in nodes)
 
@@ -102,7 +102,7 @@ def tree_of(text: str) -> Tree | None:
 
 
 def evaluated(tree: Tree, node: ast.expr, unknowns: str) -> Linear:
-    """ValueError for anything but linear arithmetic, ZeroDivisionError for a division by 0."""
+    """Evaluate a parsed expression. ValueError where it is not linear, ZeroDivisionError for a division by 0."""
     match node:
         case ast.Constant():
             # As it is written, not as Python rounds it.

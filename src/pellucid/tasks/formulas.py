@@ -22,9 +22,9 @@ from pellucid.tasks.latex import Written, bare_words, is_words, undressed, writt
 SAME_PLACES = 6
 """Decimal places from which on a decimal stands for the ratio that it rounds: 0.333333 for 1/3."""
 LONGEST_PROSE = 20_000
-"""Characters at the end of a completion that are searched where no answer is marked."""
+"""How many characters at the end of a completion are searched where no answer is marked."""
 LONGEST = 1000
-"""Characters of what is found there, or marked: more is no answer."""
+"""The most characters of an answer."""
 
 _WORDS_OF_FORMULAS = r"sin|cos|tan|cot|sec|csc|log|ln|exp|sqrt|pi|infinity|mod|or|and"
 _SHOWN = re.compile(
@@ -59,7 +59,7 @@ def states_formula(text: str, gold: str) -> bool | None:
 
 
 def equal(found: Written, expected: Written) -> bool:
-    """A unit may be left out, and words may be added; a percent sign changes the value, a degree sign the meaning."""
+    """Whether two formulas are equal. Units may be left out and words added; % and degrees count."""
     if not found.body:
         return False
     if found.unit == expected.unit or (found.unit not in ("%", "degrees") and "" in (found.unit, expected.unit)):
@@ -88,7 +88,7 @@ def same(found: str, expected: str) -> bool:
 
 
 def same_kind(found: str, expected: str) -> bool:
-    """What math-verify drops or joins: another relation than equality, and numbers without a sign between them."""
+    """Whether both have the same relations and no numbers side by side, which math-verify drops or joins."""
     alike = bool(_RELATION.search(found)) == bool(_RELATION.search(expected))
     return alike and not re.search(r"\d\s+\.?\d", found)
 
@@ -101,7 +101,7 @@ def stands_for(decimal: str, value: Fraction, ratio: str, exact: Fraction) -> bo
 
 
 def plain_number(body: str) -> Fraction | None:
-    """Without letters, brackets and signs that make it more than a number."""
+    """Return the value of a formula that is a number alone; None where letters, brackets or signs make it more."""
     letters = re.sub(r"\\(?:[dtc]?frac|times|cdot)(?![A-Za-z])", "", body)
     return None if re.search(r"[A-Za-z()\[\]|]", letters) else only_number(body)
 
@@ -116,7 +116,7 @@ def hundredth(body: str) -> str:
 
 
 def states_words(text: str, marked: str | None, gold: str) -> bool:
-    """By what is marked; where nothing is, by the last line or what it says something to be."""
+    """Whether a completion states these words: as its marked answer, else as its last line or what that ends in."""
     expected = bare_words(gold).casefold()
     if marked is not None:
         named = re.sub(r"^(?:option|choice|answer)\s+", "", bare_words(marked[:LONGEST]), flags=re.IGNORECASE)
@@ -127,7 +127,7 @@ def states_words(text: str, marked: str | None, gold: str) -> bool:
 
 
 def conclusion(text: str) -> str:
-    """The last formula of a text in which none is marked: between $ and $, or else what stands between words.
+    """Return the last formula of a text without a marked answer: between $ and $, else between words.
 
     Example: conclusion("She makes 18 dollars") == "18"; conclusion("It is x^2 + 1.") == "x^2 + 1"
     """
@@ -141,7 +141,7 @@ def conclusion(text: str) -> str:
 
 
 def last_shown(text: str) -> tuple[int, int, str]:
-    """Where the last formula between delimiters begins and ends, and it: "$1$ and $2$" is one, "1, 2"."""
+    """Return start, end and text of the last formula between delimiters; "$1$ and $2$" is one, "1, 2"."""
     start, end, formulas = 0, 0, list[str]()
     for match in _SHOWN.finditer(text):
         if " ".join(text[end : match.start()].split()) not in _CONNECTIONS:
@@ -152,7 +152,7 @@ def last_shown(text: str) -> tuple[int, int, str]:
 
 
 def last_span(text: str, begin: int) -> tuple[int, int] | None:
-    """Of what stands between words, the last with a digit in it, else the last with a letter."""
+    """Return the last stretch between words that has a digit in it, else the last with a letter."""
     spans, start = [], begin
     for word in _WORD.finditer(text, begin):
         spans.append((start, word.start()))
@@ -166,7 +166,7 @@ def last_span(text: str, begin: int) -> tuple[int, int] | None:
 
 
 def comparable(found: list[Any], expected: list[Any]) -> bool:
-    """Not where they are expressions of different unknowns: simplifying what cannot be equal has no bound."""
+    """Whether comparing is safe: expressions of different unknowns are not equal, and simplifying them may not end."""
     expression = extra("sympy", "data", 'reward "math"').Expr
     pair = (found[:1], expected[:1])
     if not all(formula and isinstance(formula[0], expression) for formula in pair):
@@ -183,7 +183,7 @@ def parsed(body: str) -> list[Any]:
 
 @cache
 def math_verify() -> tuple[Callable[[str], list[Any]], Callable[..., bool]]:
-    """math-verify's parse, which leaves units to latex.py (it takes the ab of 2ab for one), and verify."""
+    """Return math-verify's parse and verify. Units are left to latex.py: math-verify takes the ab of 2ab for one."""
     library = extra("math_verify", "data", 'reward "math"')
     normalization = replace(library.LatexExtractionConfig().normalization_config, units=False)
     reading = [library.LatexExtractionConfig(normalization_config=normalization), library.ExprExtractionConfig()]

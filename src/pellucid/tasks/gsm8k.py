@@ -63,7 +63,7 @@ class Gsm8k:
         self._rows()
 
     def sample(self, step: int, n: int) -> list[Prompt]:
-        """The gold answer without commas: "#### 1,080" is 1080."""
+        """Return the next n questions. Gold answers have no commas: "#### 1,080" becomes 1080."""
         return [replace(prompt, answer=prompt.answer.replace(",", "")) for prompt in self._rows().sample(step, n)]
 
     def reward(self, prompt: Prompt, completion: Completion) -> Reward:

@@ -1,4 +1,4 @@
-"""How formulas are written, in LaTeX and out of it: numbers, units, signs, and words that are no formula."""
+"""Read how formulas are written, in LaTeX and outside of it: numbers, units, signs, and words that are no formula."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def written(text: str) -> Written:
 
 
 def undressed(text: str) -> str:
-    """Without delimiters, emphasis, and the point that ends a sentence."""
+    """Remove delimiters, emphasis, and the point that ends a sentence."""
     while True:
         text = text.strip().rstrip(".,;:" + _FULL_STOP).strip().lstrip("#:").strip()
         match = _DELIMITED.fullmatch(text)
@@ -116,7 +116,7 @@ def is_words(gold: str) -> bool:
 
 
 def is_product(word: str) -> bool:
-    """Whether letters are rather factors, as in xyz and ab, than a word. Units are words."""
+    """Whether letters are a product, as xyz and ab are, and not a word. Units are words."""
     letters = set(word)
     ordered = letters <= set("wxyz") or list(word) == sorted(letters)
     return (

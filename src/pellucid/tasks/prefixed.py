@@ -106,7 +106,7 @@ class Prefixed:
             watching.load_state(state)
 
     def share(self, step: int) -> float:
-        """Of a prefix that is given at most in this step."""
+        """Return the largest share of a prefix that is given in this step."""
         if self.schedule == "constant":
             return self.length
         return self.length * 0.5 * (1 + math.cos(math.pi * min(1.0, step / self.schedule_steps)))
@@ -143,7 +143,7 @@ def words(text: str, share: float) -> str:
 
 @cache
 def prefixes_of(file: str) -> dict[str, Mapping[str, Sequence[str]]]:
-    """By question. UserError where the file is none of `pellucid prefixes`."""
+    """Return the prefixes of each question. UserError where `pellucid prefixes` has not written the file."""
     try:
         entries = json.loads(Path(file).read_text(encoding="utf-8"))["questions"]
         return {entry["question"]: {source: listed(entry.get(source, [])) for source in SOURCES} for entry in entries}

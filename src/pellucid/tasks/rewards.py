@@ -148,7 +148,7 @@ def trl_arguments(prompt: Prompt, completion: Completion) -> dict[str, Any]:
 
 
 def drop(name: str, value: Any) -> None:
-    """Stands where TRL passes its loggers."""
+    """Do nothing: passed where TRL passes its loggers."""
 
 
 def labels(terms: Sequence[RewardTerm]) -> list[str]:

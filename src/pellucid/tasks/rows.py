@@ -25,19 +25,19 @@ from pellucid.types import UserError
 
 Row = Mapping[str, Any]
 Rows = Sequence[tuple[str, Row]]
-"""Each with the words that say where it stands."""
+"""Rows, each with the words that say where it stands."""
 
 LARGE = 8 * 2**20
-"""Bytes of a file whose rows are left where they are."""
+"""From this many bytes on, the rows of a file are not kept in memory."""
 DEEPEST = 100
-"""Lists and objects within one another, in JSON: no data is like that, and some libraries end with the stack."""
+"""The deepest nesting of JSON: no data is deeper, and some libraries overflow the stack."""
 HALF = re.compile(r"\\u[dD][89a-fA-F]")
-"""Escape sequences of which two are one character."""
+"""Escape sequences of surrogates: two of them are one character."""
 
 
 @lru_cache(maxsize=4)
 def rows_of(source: str, subset: str, hub_split: str) -> Rows:
-    """The rows of a file or of a Hub split. UserError where one is none, with its place."""
+    """Return the rows of a file or of a Hub split. UserError, with its place, where something is no row."""
     rows = read_file(Path(source).expanduser()) if is_file_name(source) else read_hub(source, subset, hub_split)
     if not rows:
         raise UserError(f"{source}: there are no rows")
@@ -95,7 +95,7 @@ class OnDisk(Sequence[tuple[str, Row]]):
         return where, self._parse(os.read(self._file, end - start).decode(), where)
 
     def _stamped(self) -> tuple[int, int]:
-        """Of the file that was opened: one that takes its name is another."""
+        """Return size and time of the opened file, by which a change is seen."""
         status = os.fstat(self._file)
         return status.st_size, status.st_mtime_ns
 
@@ -120,14 +120,14 @@ class InArrow(Sequence[tuple[str, Row]]):
 
 
 def kept(path: Path, records: Iterator[Record], parse: Callable[[str, str], Row]) -> Rows:
-    """The rows of a small file in memory, those of a large one on the disk."""
+    """Return the rows of a file: of a small one in memory, of a large one on the disk."""
     if path.stat().st_size >= LARGE:
         return OnDisk(path, records, parse)
     return [(f"{path}, line {record.line}", record.row) for record in records]
 
 
 def lines_of(path: Path) -> Iterator[tuple[int, int, str]]:
-    """Each line of a UTF-8 file, from which byte to which it goes. \\n, \\r and \\r\\n end a line, and belong to it."""
+    """Return each line of a UTF-8 file, from which byte to which. \\n, \\r and \\r\\n end a line and belong to it."""
     start, number = 0, 0
     with path.open("rb") as file:
         for lines in file:
@@ -168,7 +168,7 @@ def json_object(line: str, where: str) -> Row:
 
 
 def depth(value: Any) -> int:
-    """Of lists and objects in one another."""
+    """Return how deep lists and objects are nested."""
     levels, inside = 0, [value]
     while inside := [each for each in inside if isinstance(each, dict | list)]:
         levels += 1
@@ -177,7 +177,7 @@ def depth(value: Any) -> int:
 
 
 def refuse_halves(column: str, value: Any, where: str) -> None:
-    """UserError where a text holds half a character, which no tokenizer takes: an emoji that was cut, as a rule."""
+    """Raise UserError where a text holds half a character, mostly a cut emoji, which no tokenizer takes."""
     try:
         json.dumps({column: value}, ensure_ascii=False).encode()
     except UnicodeEncodeError as error:
@@ -191,7 +191,7 @@ def read_csv(path: Path) -> Rows:
 
 
 def csv_records(path: Path, fields: list[str]) -> Iterator[Record]:
-    """`fields` takes up the header."""
+    """Return the records of a CSV file; its header is added to `fields`."""
     end = 0
 
     def lines() -> Iterator[str]:

@@ -35,11 +35,11 @@ from pellucid.types import Completion, Prompt, Reward, Task, UserError
 SPAWN = multiprocessing.get_context("spawn")
 SAFE_PATH = "PYTHONSAFEPATH"
 START_SECONDS = 120.0
-"""For a worker process to import what the task needs."""
+"""Seconds that a worker process has to import what the task needs."""
 AT_ONCE = 2**16
-"""Bytes that a pipe takes from a message to a process that does not read."""
+"""How many bytes a pipe takes of a message to a process that does not read."""
 MOST = 2 * worker.LONGEST_ANSWER
-"""Bytes of an answer: a message of more is none of ours."""
+"""The most bytes of an answer: a longer message is not from our worker."""
 SECRET = re.compile(r".*_(KEY|TOKEN|SECRET|PASSWORD)", re.IGNORECASE)
 
 Pair = tuple[Prompt, Completion]
@@ -66,7 +66,7 @@ class Sandboxed:
         return self._workers.rewards([(prompt, completion)])[0]
 
     def reward_all(self, pairs: Sequence[Pair]) -> list[Reward]:
-        """In their order, computed by as many workers as there are."""
+        """Return the rewards in the order of the completions, computed by all workers."""
         return self._workers.rewards(pairs)
 
     def with_split(self, split: str) -> Sandboxed:
@@ -79,7 +79,7 @@ class Sandboxed:
         self._workers.close()
 
     def __getattr__(self, name: str) -> Any:
-        """What else the task offers: its name and settings, solution, observe."""
+        """Return any other attribute of the task: its name and settings, solution, observe."""
         if name == "task" or name.startswith("_"):
             raise AttributeError(name)
         return getattr(self.task, name)
@@ -97,7 +97,7 @@ class Workers:
         Finalize(self, end_all, [self._workers], exitpriority=0)
 
     def rewards(self, pairs: Sequence[Pair]) -> list[Reward]:
-        """Of each prompt and completion, in their order."""
+        """Return the reward of each prompt and completion, in their order."""
         with self._turn:
             try:
                 return self._computed(pairs)
@@ -106,7 +106,7 @@ class Workers:
                 raise
 
     def close(self) -> None:
-        """Ends the processes, whatever they are doing; the next reward starts others."""
+        """End the processes, whatever they are doing; the next reward starts new ones."""
         end_all(self._workers)
 
     def _computed(self, pairs: Sequence[Pair]) -> list[Reward]:
@@ -125,7 +125,7 @@ class Workers:
         return [computed[i] for i in range(len(pairs))]
 
     def _idle(self, wanted: int) -> list[Worker]:
-        """As many without work as are wanted and may be; new ones in place of those that have ended."""
+        """Return idle workers, as many as are wanted and allowed, with new ones in place of those that have ended."""
         for each in [each for each in self._workers if not each.alive]:
             each.end()
             self._workers.remove(each)
@@ -167,11 +167,11 @@ class Worker:
 
     @property
     def ends(self) -> tuple[Any, int]:
-        """What to wait for: an answer, or the end of the process."""
+        """Return what to wait for: an answer, or the end of the process."""
         return self._connection, self._process.sentinel
 
     def load(self, kind: str) -> None:
-        """Waits until it has loaded the task. UserError where it does not."""
+        """Wait until the worker has loaded the task. UserError where it fails to."""
         deadline = time.monotonic() + START_SECONDS
         for ended in (
             'the reward process cannot start; a script that trains needs `if __name__ == "__main__":` around it',
@@ -199,7 +199,7 @@ class Worker:
                 watch.cancel()
 
     def answered(self, timeout: float) -> Reward:
-        """What it has computed. One that has ended, or is late, is no more."""
+        """Return the computed reward, or an error. A worker that has ended or is late is killed."""
         answer, late = self._received(), time.monotonic() >= self.deadline
         self.deadline = math.inf
         if answer is not None:
@@ -214,7 +214,7 @@ class Worker:
         self._connection.close()
 
     def _status(self) -> str:
-        """How it has ended."""
+        """Return how the process has ended, in words."""
         self._process.join(1.0)
         code = self._process.exitcode
         if code is None:
@@ -223,14 +223,14 @@ class Worker:
         return f"exit status {code}" if code >= 0 else names.get(-code, f"signal {-code}")
 
     def _kill(self) -> None:
-        """With all that rewards have started in it."""
+        """Kill the process with all that rewards have started in it."""
         if hasattr(os, "killpg") and self._process.pid:
             with suppress(ProcessLookupError, PermissionError):  # it has not come to have a group of its own
                 os.killpg(self._process.pid, signal.SIGKILL)
         self._process.kill()
 
     def _received(self) -> dict[str, Any] | None:
-        """The answer that is there; None where the process has ended, or what it wrote is none."""
+        """Return the answer that has arrived; None where the process has ended, or wrote something else."""
         try:
             answer = json.loads(self._connection.recv_bytes(MOST)) if self._connection.poll() else None
         except (EOFError, OSError, ValueError, RecursionError):
@@ -245,7 +245,7 @@ def end_all(workers: list[Worker]) -> None:
 
 @contextmanager
 def safe_path() -> Iterator[None]:
-    """Python starts without the working directory on its path, where a file of ours may be called pickle.py."""
+    """Keep the working directory off the path of new processes: a file in it may be called pickle.py."""
     before = os.environ.get(SAFE_PATH)
     os.environ[SAFE_PATH] = "1"
     try:
@@ -258,12 +258,12 @@ def safe_path() -> Iterator[None]:
 
 
 def environment(secrets: Sequence[str]) -> dict[str, str]:
-    """Of a reward process: without what looks like a secret, but for those that are named."""
+    """Return the environment of a reward process, without secrets but for those that are named."""
     return {name: value for name, value in os.environ.items() if name in secrets or not SECRET.fullmatch(name)}
 
 
 def pickled(record: Any) -> bytes | str:
-    """For the process; as a text, why it cannot be."""
+    """Return the pickled task for the process, or as a text the reason why it cannot be pickled."""
     try:
         return pickle.dumps(record)
     except (pickle.PicklingError, AttributeError, TypeError, ValueError, RecursionError) as error:

@@ -16,7 +16,7 @@ from pellucid.types import Completion, Prompt, Reward
 
 _NUMBERS = re.compile(r"(?:(?<![\d)])[-\u2212])?\d+")
 NO_NUMBER = -1
-"""Stands for one below 0 or absurdly long: no right answer holds it."""
+"""Stands for a number below 0 or far too long: no right answer holds it."""
 Grading = Literal["positions", "distance", "inclusion_ordering", "exact"]
 
 
@@ -79,7 +79,7 @@ class Sorting:
 
 
 def split_of(numbers: Sequence[int], test_share: float) -> Literal["train", "test"]:
-    """By a hash of the numbers, whatever their order."""
+    """Return the split of a set of numbers, by its hash, whatever their order."""
     digest = hashlib.sha256(",".join(map(str, sorted(numbers))).encode()).digest()
     return "test" if int.from_bytes(digest[:8]) < test_share * 2**64 else "train"
 

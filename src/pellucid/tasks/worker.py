@@ -28,38 +28,38 @@ except ImportError:  # Windows
     resource = None
 
 LARGEST = 3.4028234663852886e38
-"""What float32 holds: sums and squares of such numbers stay finite in the float64 that rewards are compared in."""
+"""The largest reward, which float32 still holds: sums and squares of such numbers stay finite in float64."""
 LONGEST_ERROR = 300
-"""Characters."""
+"""The most characters of an error."""
 LONGEST_ANSWER = 16_000
-"""Bytes: the pipe takes so much at once, so that no answer is ever half there."""
+"""The most bytes of an answer: the pipe takes so many at once, so that no answer is ever half there."""
 TOLD = 100
-"""Tracebacks in the log, one of each kind."""
+"""The most tracebacks in the log, one of each kind."""
 NOTED: set[str] = set()
-"""By this process."""
+"""The kinds of error that this process has logged."""
 
 
 class NoRewardError(Exception):
-    """What a task returned is no reward; in one line."""
+    """What a task returned is no reward, in one line."""
 
 
 @dataclass(frozen=True)
 class Place:
-    """Where a worker finds itself."""
+    """The surroundings that a worker is started in."""
 
     timeout: float
-    """Seconds."""
+    """The limit of a reward in seconds."""
     memory_gb: float
-    """0 is no limit."""
+    """The limit of memory in GB; 0 is no limit."""
     log: str
-    """The file that takes what is printed."""
+    """The file to which everything that is printed is appended."""
     environment: Mapping[str, str]
 
 
 def work(connection: Connection, task: bytes, place: Place) -> None:
-    """Loads the task, then answers each prompt and completion, until the parent closes its end.
+    """Load the task, then answer each prompt and completion, until the parent closes its end.
 
-    Says so before and after the task is loaded.
+    Tell the parent before and after the task is loaded.
     """
     settle(place)
     connection.send_bytes(b"{}")
@@ -82,7 +82,7 @@ def work(connection: Connection, task: bytes, place: Place) -> None:
 
 
 def settle(place: Place) -> None:
-    """A session of its own, where what a reward starts can be ended with it; its own output; limits."""
+    """Begin a session, so that what a reward starts can be ended with it; redirect output; set limits."""
     # Ctrl-C reaches every process of the terminal, a supervisor's SIGTERM every one of the service; the parent decides
     # what it means, and finishes a step for which it needs this one.
     for name in ("SIGINT", "SIGTERM", "SIGHUP"):
@@ -127,7 +127,7 @@ def leave_with_parent() -> None:
 
 
 def leave() -> NoReturn:
-    """At once, with all that rewards have started."""
+    """End this process at once, with all that rewards have started."""
     if hasattr(os, "killpg") and os.getpgrp() == os.getpid():
         os.killpg(os.getpid(), signal.SIGKILL)
     os._exit(1)
@@ -137,7 +137,7 @@ def leave() -> NoReturn:
 
 
 def answer(compute: Callable[[], dict[str, Any]]) -> bytes:
-    """What it comes to as JSON, or the error that it ends with."""
+    """Return the reward as JSON, or the error that computing it ended with."""
     try:
         sent = json.dumps(compute()).encode()
         return sent if len(sent) <= LONGEST_ANSWER else failure(f"its parts take more than {LONGEST_ANSWER} bytes")
@@ -158,21 +158,21 @@ def one_line(text: str) -> str:
 
 
 def described(error: BaseException) -> str:
-    """In one line, with the place where it was raised. Its `__str__` may raise as well."""
+    """Describe an error in one line, with the place where it was raised. Its `__str__` may raise as well."""
     told = traceback.TracebackException.from_exception(error, limit=-1)
     where = f" ({Path(told.stack[-1].filename).name}, line {told.stack[-1].lineno})" if told.stack else ""
     return f"{type(error).__name__}: {one_line(str(told))}{where}"
 
 
 def note(told: str, error: BaseException) -> None:
-    """The whole traceback goes into the log, the first time."""
+    """Write the whole traceback of an error into the log, the first time that it occurs."""
     if told not in NOTED and len(NOTED) < TOLD:
         NOTED.add(told)
         traceback.print_exception(error)
 
 
 def plain(reward: Any) -> dict[str, Any]:
-    """The fields of a reward as numbers, texts and truth values of Python's own."""
+    """Return the fields of a reward as Python's own numbers, strings and booleans."""
     if not isinstance(reward, Reward):
         raise NoRewardError(f"the task returned a {type(reward).__name__}, where a Reward is needed")
     error = reward.error if reward.error is not None else ""
@@ -197,7 +197,7 @@ def plain(reward: Any) -> dict[str, Any]:
 
 
 def number(value: Any, what: str, needed: str = "a number") -> float:
-    """As a float of Python's; numpy's and torch's scalars too. NaN and infinities are numbers here."""
+    """Return a number, also a scalar of numpy or torch, as a Python float. NaN and infinities are numbers here."""
     numeric = any(hasattr(type(value), name) for name in ("__float__", "__index__"))
     if not numeric or getattr(value, "ndim", 0):
         raise NoRewardError(f"{what} is {shown(value)}, where {needed} is needed")
