@@ -15,6 +15,7 @@ from pellucid.algorithm.batch import collate
 from pellucid.algorithm.settings import AdamWConfig, GRPOConfig
 from pellucid.config import Config, PolicyConfig, SamplerConfig
 from pellucid.doctor import memory
+from pellucid.runtimes.settings import RuntimeConfig
 from pellucid.types import Completion, Group, Prompt
 
 GIB = 2**30 / 1e9
@@ -107,6 +108,19 @@ def test_recomputed_activations_are_the_residual_stream():
     planned = memory.activations(policy.model.config, cfg, ours=True)
     layer = memory.bytes_a_token(policy.model.config, 4)
     assert kept_by_autograd(policy, batch) / (8 + 8 * 40) == pytest.approx(planned - layer, rel=0.25)
+
+
+def test_shards_share_what_is_kept_and_sample_from_whole_weights(folder):
+    """fp32, of P bytes over 4: among four processes a quarter of 4 P, and 4 P to sample from; in bf16 2 P."""
+    model = memory.from_name(str(folder), lora=0)
+    cfg = configured(kl_coef=0.1).model_copy(update={"runtime": RuntimeConfig("fsdp2")})
+    p = model.parameters / 1e9
+    expected = {"weights": 5 * p, "gradients": p, "optimizer": 2 * p, "reference": p}
+    assert memory.own_state(model, cfg, 4) == pytest.approx(expected)
+    half = cfg.model_copy(update={"policy": replace(cfg.policy, dtype="bfloat16")})
+    assert memory.own_state(model, half, 4) == pytest.approx(expected | {"weights": 3 * p})
+    hybrid = cfg.model_copy(update={"runtime": RuntimeConfig("fsdp2", shards=2)})
+    assert memory.own_state(model, hybrid, 4)["gradients"] == pytest.approx(2 * p)
 
 
 def test_smaller_pieces_need_less(folder):

@@ -365,8 +365,8 @@ def test_ctrl_c_leaves_no_orphan(service, started, tmp_path, monkeypatch, when):
     if when == "while it waits":
         monkeypatch.setattr(daemon.Daemon, "answers", lambda _: os.kill(os.getpid(), signal.SIGINT))
     else:
-        write = daemon.write
-        monkeypatch.setattr(daemon, "write", lambda *told: os.kill(os.getpid(), signal.SIGINT) or write(*told))
+        write = daemon.write_whole
+        monkeypatch.setattr(daemon, "write_whole", lambda *told: os.kill(os.getpid(), signal.SIGINT) or write(*told))
     assert serve("start", *service("mute")) == 130
     assert started[0].poll() == -signal.SIGTERM
     assert not (tmp_path / "here" / "serve.pid").exists()

@@ -74,15 +74,18 @@ def plan(cfg: Config) -> int:
         f" in {cfg.policy.dtype}; GB on each device at the peak\n"
     )
     names = list(memory.parts(model, cfg))
-    print(line(["devices", "ZeRO", *names, "together"]), line(["---"] * (len(names) + 3)), sep="\n")
-    for zero in memory.STAGES:
+    print(line(["devices", "engine", *names, "together"]), line(["---"] * (len(names) + 3)), sep="\n")
+    sharded = cfg.model_copy(update={"runtime": replace(cfg.runtime, engine="fsdp2")})
+    engines = {"ddp": (cfg, 0), "fsdp2": (sharded, 0), **{f"ZeRO-{n}": (cfg, n) for n in memory.STAGES}}
+    for engine, (settings, zero) in engines.items():
         for devices in DEVICES:
-            parts = memory.parts(model, cfg, devices, zero)
+            parts = memory.parts(model, settings, devices, zero)
             cells = [f"{parts[name]:.1f}" for name in names]
-            print(line([str(devices), str(zero) if zero else "no", *cells, f"{sum(parts.values()):.1f}"]))
+            print(line([str(devices), engine, *cells, f"{sum(parts.values()):.1f}"]))
     print(
         f"\nSampling keeps {memory.cache(model.config, cfg, 1):.1f} GB of keys and values on one device, and neither"
-        " gradients nor activations.\nZeRO is DeepSpeed's, as examples/transparent_grpo.py uses it."
+        " gradients nor activations.\nfsdp2 is runtime.engine, whose whole weights are those that it samples from;"
+        " ZeRO is DeepSpeed's, as examples/transparent_grpo.py uses it."
     )
     return 0
 

@@ -17,7 +17,7 @@ PROMPT_TOKENS = 64
 """The length that a prompt is taken to have, in tokens."""
 LIBRARIES = 0.6
 """GB that code and libraries take."""
-STAGES = (0, 1, 2, 3)
+STAGES = (1, 2, 3)
 
 
 class Model(NamedTuple):
@@ -46,13 +46,14 @@ def from_name(name: str, lora: int) -> Model:
 def parts(model: Model, cfg: Config, processes: int = 1, zero: int = 0) -> dict[str, float]:
     """GB on each of `processes` devices at the peak, in the update. Weights, gradients and optimizer are exact.
 
-    zero 0 is Pellucid's own: fp32 masters and a copy in the compute dtype, all on every process. 1 to 3 are the stages
+    zero 0 is Pellucid's own: fp32 masters and a copy in the compute dtype, on every process or, as
+    runtime.engine says, sharded. 1 to 3 are the stages
     of DeepSpeed's ZeRO (arXiv 1910.02054, figure 1) in bf16: of 2 bytes of weights, 2 of gradients and 12 of fp32 state
     a parameter, 1 shards the state, 2 the gradients too, 3 the weights too.
     """
     ours = not zero and computed_by_us(model.config, cfg)
     tokens, sampled = tokens_of(cfg, processes, shared=ours), rows_of(cfg, processes) * cfg.sampler.max_tokens
-    return (zero_state(model, cfg, processes, zero) if zero else own_state(model, cfg)) | {
+    return (zero_state(model, cfg, processes, zero) if zero else own_state(model, cfg, processes)) | {
         "activations": tokens * activations(model.config, cfg, ours) / 1e9,
         # ours in chunks; the one-file example makes logits of what was sampled, their log-softmax and its gradient,
         # all in fp32
@@ -73,17 +74,29 @@ def rows_of(cfg: Config, processes: int) -> int:
     return a.micro_batch or max(a.group_size, a.prompts_per_step * a.group_size // (a.minibatches * processes))
 
 
-def own_state(model: Model, cfg: Config) -> dict[str, float]:
+def own_state(model: Model, cfg: Config, processes: int = 1) -> dict[str, float]:
     p, t = model.parameters / 1e9, model.trained / 1e9
     half = cfg.policy.dtype != "float32"
+    reference = bool(cfg.algorithm.kl_coef and not cfg.policy.lora and cfg.policy.reference == "auto")
+    if cfg.runtime.engine == "fsdp2":
+        return sharded_state(p, t, cfg, half, reference, cfg.runtime.shards or processes)
     if cfg.optimizer.offload:
         copied = joined(model.config) if half and computed_by_us(model.config, cfg) else p * half
         state = {"weights": (4 - 2 * half) * p + 2 * copied, "gradients": (4 - 2 * half) * t, "optimizer": 0.0}
     else:
         base = 4 * t + (4 - 2 * half) * (p - t) if cfg.policy.lora else 4 * p
         state = {"weights": base + 2 * p * half, "gradients": 4 * t, "optimizer": 8 * t}
-    reference = bool(cfg.algorithm.kl_coef and not cfg.policy.lora and cfg.policy.reference == "auto")
     return state | {"reference": (4 + 2 * half) * p * reference}
+
+
+def sharded_state(p: float, t: float, cfg: Config, half: bool, reference: bool, processes: int) -> dict[str, float]:
+    """With FSDP2, of p parameters and t trained ones in 1e9: what is kept is shared, what samples is whole."""
+    base = 4 * t + (4 - 2 * half) * (p - t) if cfg.policy.lora else 4 * p
+    away = cfg.optimizer.offload and cfg.policy.device != "cpu"
+    kept = {"weights": base, "gradients": 4 * t, "optimizer": 8 * t}
+    state = {name: 0.0 if away else size / processes for name, size in kept.items()}
+    state["weights"] += (4 - 2 * half) * p
+    return state | {"reference": 4 * p * reference / processes}
 
 
 def computed_by_us(config: Any, cfg: Config) -> bool:

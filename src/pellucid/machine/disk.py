@@ -25,10 +25,15 @@ def sync_tree(folder: Path) -> None:
     sync(folder)
 
 
-def write_whole(path: Path, text: str) -> None:
-    """Replace the content of a file, which is the old or the new whatever happens; durable at return."""
+def write_whole(path: Path, text: str, mode: int = 0o666) -> None:
+    """Replace the content of a file, which is the old or the new whatever happens; durable at return.
+
+    mode: who may read and write it, less what the user's umask takes away.
+    """
     partial = path.with_name(f"{path.name}.partial")
-    partial.write_text(text, encoding="utf-8")
+    partial.unlink(missing_ok=True)
+    with open(os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode), "w", encoding="utf-8") as file:
+        file.write(text)
     sync(partial)
     partial.replace(path)
     sync(path.parent)

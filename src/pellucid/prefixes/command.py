@@ -20,8 +20,9 @@ from pellucid.config import Config
 from pellucid.machine.interrupts import INTERRUPTED
 from pellucid.machine.locks import locked
 from pellucid.prefixes.cleaning import clean, first_sentences, first_tokens, thinking
-from pellucid.prefixes.journal import SOURCES, Journal
+from pellucid.prefixes.journal import Journal
 from pellucid.prefixes.teacher import Endpoint, Teacher, UnansweredError, checked, messages_of
+from pellucid.tasks.prefixed import SOURCES
 from pellucid.tasks.wrappers import innermost, seeded, with_split
 from pellucid.training.evaluate import held_out
 from pellucid.types import Prompt, Sampling, UserError

@@ -9,9 +9,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TextIO
 
+from pellucid.machine.disk import write_whole
+from pellucid.tasks.prefixed import SOURCES
 from pellucid.types import Prompt, UserError
 
-SOURCES = ("teacher", "student")
 Slot = tuple[str, str, int]
 """The question, the source, and the number of a prefix."""
 
@@ -85,7 +86,7 @@ class Journal:
         self.path.parent.mkdir(parents=True, exist_ok=True)
         if not self.begun:
             lines = [{"settings": self.settings}, *(self.entry(slot) for slot in self.texts)]
-            replace_with(self.path, "".join(map(as_line, lines)))
+            write_whole(self.path, "".join(map(as_line, lines)))
         self.file = self.path.open("a", encoding="utf-8")
         return self.file
 
@@ -111,14 +112,8 @@ class Journal:
         for (question, source, _), text in sorted(self.texts.items(), key=lambda entry: entry[0][2]):
             rows[question][source].append(text)
         held = {"recipe": self.settings["recipe"], "questions": list(rows.values())}
-        replace_with(self.output, json.dumps(held, ensure_ascii=False, indent=1) + "\n")
+        write_whole(self.output, json.dumps(held, ensure_ascii=False, indent=1) + "\n")
 
 
 def as_line(entry: Mapping[str, Any]) -> str:
     return json.dumps(entry, ensure_ascii=False) + "\n"
-
-
-def replace_with(path: Path, text: str) -> None:
-    temporary = path.with_name(f"{path.name}.tmp")
-    temporary.write_text(text, encoding="utf-8")
-    os.replace(temporary, path)

@@ -71,16 +71,17 @@ def application(served: Served) -> ASGIApp:
         }
         return JSONResponse(facts | served.engine.state(), 503 if ending else 200)
 
+    card = {"id": served.name, "object": "model", "created": int(started), "owned_by": "pellucid"}
+
     @app.get("/v1/models")
     async def models() -> dict[str, Any]:
-        card = {"id": served.name, "object": "model", "created": int(started), "owned_by": "pellucid"}
         return {"object": "list", "data": [card]}
 
     @app.get("/v1/models/{name:path}")
     async def model(name: str) -> dict[str, Any]:
         if name != served.name:
             raise not_served(served, name)
-        return {"id": served.name, "object": "model", "created": int(started), "owned_by": "pellucid"}
+        return card
 
     @app.post("/v1/chat/completions")
     async def chat(request: ChatRequest, leaving: Leaving) -> Response:

@@ -20,6 +20,7 @@ from typing import Annotated
 import psutil
 from pydantic import Field, TypeAdapter, ValidationError
 
+from pellucid.machine.disk import write_whole
 from pellucid.machine.interrupts import handled
 from pellucid.machine.locks import locked
 from pellucid.types import UserError
@@ -125,16 +126,9 @@ def launched(folder: Path, url: str, arguments: Sequence[str]) -> tuple[subproce
             env=os.environ | {INSTANCE: instance},
         )
     service = Daemon(process.pid, psutil.Process(process.pid).create_time(), url, instance, list(arguments))
-    write(folder / "serve.pid", json.dumps(asdict(service)) + "\n")
+    # For its owner alone: a token may be among the arguments.
+    write_whole(folder / "serve.pid", json.dumps(asdict(service)) + "\n", 0o600)
     return process, service
-
-
-def write(path: Path, text: str) -> None:
-    """Write the pid file whole, readable by its owner alone: a token may be among the arguments."""
-    partial = path.with_suffix(".partial")
-    with open(os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w", encoding="utf-8") as file:
-        file.write(text)
-    partial.replace(path)
 
 
 def wait_for_answer(process: subprocess.Popen[bytes], service: Daemon, log: Path) -> None:

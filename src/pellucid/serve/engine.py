@@ -224,8 +224,9 @@ class Engine:
 
     def _abandon(self, error: Exception) -> None:
         """Fail all requests that are being decoded, since half a step may have been taken, and start a new batch."""
-        self._fail(self._served(), error)
-        self.running = Running(self.policy.decode_batch(self.rows))
+        requests = self._served()
+        self.running = Running(self.policy.decode_batch(self.rows))  # first: whoever is told may look at the state
+        self._fail(requests, error)
 
     def _note(self, error: Exception) -> None:
         self.errors += 1

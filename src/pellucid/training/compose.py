@@ -67,6 +67,8 @@ def compose(cfg: Config, log: Path | None = None) -> Components:
     task = sandboxed(
         with_split(cfg.task, "train"), cfg.reward, log
     )  # first: its mistakes are found before a model is loaded
+    if cfg.runtime.engine == "fsdp2":
+        check_sharding(cfg, dtype)
     advantage_of(algorithm.advantage)  # these may be in files of the user's, too
     objective_of(algorithm.objective)
     if dtype == torch.float16:
@@ -114,6 +116,15 @@ def check_float16(cfg: Config, device: torch.device) -> None:
             ' policy.dtype = "bfloat16", policy.lora, or leave offload out'
         )
     hardware.check_float16(device)
+
+
+def check_sharding(cfg: Config, dtype: torch.dtype) -> None:
+    for setting, value in {
+        "policy.dtype": str(dtype).removeprefix("torch."),
+        "policy.engine": cfg.policy.engine,
+    }.items():
+        if value in ("float16", "compiled"):
+            raise UserError(f'{setting} = "{value}" is for runtime.engine = "ddp": choose another, or that engine')
 
 
 def sandboxed(task: Task, cfg: RewardConfig, log: Path | None = None) -> Task:
