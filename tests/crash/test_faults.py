@@ -300,7 +300,7 @@ def test_what_a_kill_left_of_an_old_checkpoint_goes_at_the_resume(recipe, tmp_pa
 # ---------------------------------------------------------------- several processes
 
 
-def ranks(tmp_path, arguments, program=PELLUCID):
+def ranks(tmp_path, arguments):
     """Two processes as torchrun starts them, each with an error stream of its own."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
@@ -309,24 +309,18 @@ def ranks(tmp_path, arguments, program=PELLUCID):
     for rank in (0, 1):
         env = {**os.environ, **where, "RANK": str(rank), "LOCAL_RANK": str(rank)}
         with (tmp_path / f"errors-{rank}").open("w") as errors:
-            processes.append(subprocess.Popen([*program, *map(str, arguments)], env=env, stderr=errors))
+            processes.append(subprocess.Popen([*PELLUCID, *map(str, arguments)], env=env, stderr=errors))
     return processes
 
 
-IMPATIENT = """
-from datetime import timedelta
-from pellucid import cli
-from pellucid.runtimes import accelerate
-accelerate.PATIENCE = timedelta(seconds=3)
-cli.main()
-"""
-
-
-@pytest.mark.parametrize(("victim", "fault"), [(0, signal.SIGKILL), (1, signal.SIGKILL), (1, signal.SIGSTOP)])
-def test_when_a_process_dies_or_hangs_the_others_end_with_one_line(recipe, tmp_path, victim, fault):
-    run_dir, program = tmp_path / "run", PELLUCID if fault == signal.SIGKILL else [sys.executable, "-c", IMPATIENT]
+@pytest.mark.parametrize(
+    ("engine", "victim", "fault"),
+    [("ddp", 0, signal.SIGKILL), ("ddp", 1, signal.SIGSTOP), ("fsdp2", 1, signal.SIGKILL)],
+)
+def test_when_a_process_dies_or_hangs_the_others_end_with_one_line(recipe, tmp_path, engine, victim, fault):
+    run_dir, patience = tmp_path / "run", 10.0 if fault == signal.SIGKILL else 0.05
     arguments = ["train", recipe, "--run", run_dir, "--algorithm.steps", 2000, "--checkpoint.every", 1]
-    both = ranks(tmp_path, arguments, program)
+    both = ranks(tmp_path, [*arguments, "--runtime.engine", engine, "--runtime.timeout", patience])
     try:
         until(lambda: steps_of(run_dir) >= 3, *both)
         both[victim].send_signal(fault)

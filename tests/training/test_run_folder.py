@@ -17,6 +17,7 @@ import pytest
 
 from conftest import records
 from pellucid import config
+from pellucid.policy.policy import Policy
 from pellucid.reporting.run_folder import checkpoints
 from pellucid.samplers.native import Native
 from pellucid.training import changes, checkpoint, claim, preflight, run
@@ -343,7 +344,7 @@ def test_a_model_that_cannot_be_saved_leaves_the_former_one_and_is_said_in_one_l
     assert short(recipe, run_dir) == 0
     before = (run_dir / "model" / "model.safetensors").read_bytes()
     with monkeypatch.context() as patched:
-        patched.setattr(run.Policy, "save", lambda *_: (_ for _ in ()).throw(OSError(28, "No space left on device")))
+        patched.setattr(Policy, "save", lambda *_: (_ for _ in ()).throw(OSError(28, "No space left on device")))
         assert train("--resume", run_dir, "--algorithm.steps", 3) == 2
     assert f"make room, then --resume {run_dir}" in capsys.readouterr().err
     assert (run_dir / "model" / "model.safetensors").read_bytes() == before
