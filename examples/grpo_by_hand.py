@@ -150,7 +150,7 @@ def logprobs_of(model, prompt_ids, responses):
     """-> log-prob of each response token [G, T], and of all tokens that could have stood there [G, T, V]."""
     length = responses.shape[1]
     ids = torch.cat([torch.tensor([prompt_ids] * len(responses)), responses], 1)
-    logits = model(ids).logits[:, -length - 1 : -1].float()
+    logits = model(ids, logits_to_keep=length + 1).logits[:, :-1].float()
     log_probs = logits.log_softmax(-1)
     return log_probs.gather(-1, responses[..., None])[..., 0], log_probs
 
@@ -256,17 +256,15 @@ assert torch.allclose(shown["k2 in the loss"], exact) and torch.allclose(shown["
 
 
 # %%
-def update(optimizer, prompt_ids, responses, mask, advantages, clip_eps=0.2, ent_coef=0.0, grpo_epochs=2, max_norm=1.0):
-    """grpo_epochs steps on the same answers; returns the share of tokens that the clip held back in the last."""
-    with torch.no_grad():
-        logpi_old, _ = logprobs_of(policy, prompt_ids, responses)
-    for _ in range(grpo_epochs):
+def update(optimizer, prompt_ids, responses, mask, logpi_old, advantages, clip_eps=0.2, ent_coef=0.0, epochs=2):
+    """`epochs` steps on the same answers; returns the share of tokens that the clip held back in the last."""
+    for _ in range(epochs):
         logpi, log_probs = logprobs_of(policy, prompt_ids, responses)
         objective = clipped_objective(logpi, logpi_old, advantages.float(), clip_eps)
         entropy = -(log_probs.exp() * log_probs).sum(-1)
         loss = -mean_over_tokens(objective + ent_coef * entropy, mask)
         loss.backward()
-        torch.nn.utils.clip_grad_norm_(policy.parameters(), max_norm)
+        torch.nn.utils.clip_grad_norm_(policy.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
     held = (torch.exp(logpi.detach() - logpi_old) - 1).abs() > clip_eps
@@ -282,11 +280,12 @@ def train(prompts, steps, group_size, max_new_tokens, lr, kl_coef):
         texts = texts_of(responses, mask)
         rewards = rewards_of(prompt, texts)
         with torch.no_grad():
-            log_ratio = logprobs_of(policy, prompt_ids, responses)[0] - logprobs_of(reference, prompt_ids, responses)[0]
-        kl = (log_ratio * mask).sum(1).double()
+            logpi_old, _ = logprobs_of(policy, prompt_ids, responses)
+            logpi_ref, _ = logprobs_of(reference, prompt_ids, responses)
+        kl = ((logpi_old - logpi_ref) * mask).sum(1).double()
         others = (kl.sum() - kl) / (group_size - 1)
         advantages = standardised(rewards) - kl_coef * (kl - others)
-        clip_frac = update(optimizer, prompt_ids, responses, mask, advantages)
+        clip_frac = update(optimizer, prompt_ids, responses, mask, logpi_old, advantages)
         best = int(rewards.argmax())
         print(
             f"step {step:2d}  reward {rewards.mean():+.3f} std {rewards.std(correction=0):.3f}  "
