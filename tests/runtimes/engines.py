@@ -1,4 +1,4 @@
-"""Three steps on engines: python engines.py FOLDER NAME=ENGINE/SHARDS ..., in as many processes as torchrun starts."""
+"""Three steps on engines: python engines.py FOLDER CASE;CASE NAME=ENGINE/SHARDS ..., by torchrun."""
 
 from __future__ import annotations
 
@@ -96,12 +96,12 @@ def tensors_of(policy, metrics):
     return tensors | {"gap": gaps, "grad_norm": norms, "kept": torch.tensor(sum(p.numel() for p in kept))}
 
 
-def main(folder, *engines):
+def main(folder, cases, *engines):
     for named in engines:
         label, _, engine = named.partition("=")
         engine, _, shards = engine.partition("/")
-        for name, facts in CASES.items():
-            tensors = tensors_of(*trained(RuntimeConfig(engine, int(shards or 0)), **facts))
+        for name in cases.split(";"):
+            tensors = tensors_of(*trained(RuntimeConfig(engine, int(shards or 0)), **CASES[name]))
             if torch.distributed.get_rank() == 0:
                 save_file(tensors, Path(folder) / f"{label}-{name}.safetensors")
 
