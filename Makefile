@@ -6,7 +6,7 @@ PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q --numprocesses logical --
 MATHEMATICS := tests/test_structure.py tests/test_docs.py $(patsubst %,tests/algorithm/test_%.py, \
     advantages objectives kl shaping expectations diagnostics totals settings batch own)
 
-.PHONY: setup train check test lint mutants seeds vllm deepspeed bench notebook systems clean
+.PHONY: setup train check mathematics test lint mutants seeds vllm deepspeed bench notebook systems clean
 
 setup: .venv/ready
 
@@ -20,8 +20,11 @@ setup: .venv/ready
 train: setup
 	$(BIN)/pellucid train recipes/arithmetic.toml $(ARGS)
 
-# Before a commit: what reads the code, and the mathematics.
-check: setup lint
+# Before a commit: what reads the code, and beside it the mathematics.
+check: setup
+	$(MAKE) --no-print-directory --jobs 2 --output-sync=target lint mathematics
+
+mathematics: setup
 	$(PYTEST) $(MATHEMATICS) $(ARGS)
 
 test: setup lint
