@@ -300,7 +300,7 @@ def test_what_a_kill_left_of_an_old_checkpoint_goes_at_the_resume(recipe, tmp_pa
 # ---------------------------------------------------------------- several processes
 
 
-def ranks(tmp_path, arguments):
+def ranks(tmp_path, arguments, program=PELLUCID):
     """Two processes as torchrun starts them, each with an error stream of its own."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
@@ -309,7 +309,7 @@ def ranks(tmp_path, arguments):
     for rank in (0, 1):
         env = {**os.environ, **where, "RANK": str(rank), "LOCAL_RANK": str(rank)}
         with (tmp_path / f"errors-{rank}").open("w") as errors:
-            processes.append(subprocess.Popen([*PELLUCID, *map(str, arguments)], env=env, stderr=errors))
+            processes.append(subprocess.Popen([*program, *map(str, arguments)], env=env, stderr=errors))
     return processes
 
 
@@ -330,7 +330,7 @@ def test_when_a_process_dies_or_hangs_the_others_end_with_one_line(recipe, tmp_p
             process.kill()
             process.wait()
     line = complaint((tmp_path / f"errors-{1 - victim}").read_text())
-    assert "another process of this run has ended or does not answer" in line
+    assert f"another process of this run has ended or does not answer (rank {victim})" in line
     assert f"--resume {run_dir}" in line
     _, facts = checkpoint.load(checkpoints(run_dir)[-1])
     assert len(facts["random"]) == 2

@@ -2,20 +2,15 @@
 
 from __future__ import annotations
 
-import atexit
-import gc
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
-from datetime import timedelta
+from contextlib import nullcontext
 from itertools import zip_longest
-from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
-from accelerate import Accelerator, PartialState
-from accelerate.utils import broadcast_object_list
+from accelerate import Accelerator
 from torch import Tensor
 from torch.amp.grad_scaler import GradScaler
 
@@ -26,27 +21,13 @@ from pellucid.models.masters import whole
 from pellucid.runtimes import fsdp2
 from pellucid.runtimes.fsdp2 import Shardable
 from pellucid.runtimes.optimizer import OffloadedAdamW
+from pellucid.runtimes.processes import joined
 from pellucid.runtimes.settings import RuntimeConfig
-from pellucid.types import StrandedError, UserError
+from pellucid.types import UserError
 
 T = TypeVar("T")
 MISSING = object()
 """Stands for an item that one process has less than another."""
-
-
-@contextmanager
-def needing_others(run_dir: Path) -> Iterator[None]:
-    """Raise StrandedError where another process is gone, or has not answered for runtime.timeout."""
-    try:
-        yield
-    except RuntimeError as error:
-        # gloo has no class for it, but says where it was.
-        if not (isinstance(error, dist.DistError) or "/gloo/" in str(error)):
-            raise
-        raise StrandedError(
-            "another process of this run has ended or does not answer; what was saved is whole: go on with as many "
-            f"processes and --resume {run_dir}"
-        ) from error
 
 
 class Trainable(Shardable, Protocol):
@@ -65,30 +46,6 @@ def build(cfg: AdamWConfig, policy: Trainable) -> torch.optim.Optimizer:
     if cfg.offload and not policy.sharded:
         return OffloadedAdamW(parameters, **facts, masters=list(policy.masters().values()))
     return torch.optim.AdamW(parameters, **facts, fused=policy.device.type != "mps")
-
-
-def joined(device: torch.device, timeout: float) -> PartialState:
-    """Join the process group of the run, in which each waits `timeout` minutes for the others.
-
-    It is left at exit, since an open group may abort a process that ends.
-    """
-    state = PartialState(cpu=device.type == "cpu", timeout=timedelta(minutes=timeout))
-    atexit.unregister(left)
-    atexit.register(left)
-    return state
-
-
-def left() -> None:
-    """Leave the process group. Objects that still hold it are collected first: its threads may abort an exit."""
-    if dist.is_available() and dist.is_initialized():
-        gc.collect()
-        dist.destroy_process_group()
-
-
-def decided(decide: Callable[[], str], device: torch.device, timeout: float) -> str:
-    """The decision of the main process, in every process: each measures for itself, and measurements differ."""
-    state = joined(device, timeout)
-    return broadcast_object_list([decide() if state.is_main_process else ""])[0]
 
 
 class Runtime:

@@ -16,7 +16,8 @@ from pellucid.config import Config
 from pellucid.machine import hardware
 from pellucid.policy import policy
 from pellucid.policy.policy import AdapterOff, Policy
-from pellucid.runtimes.accelerate import Runtime, decided
+from pellucid.runtimes.accelerate import Runtime
+from pellucid.runtimes.processes import decided
 from pellucid.samplers.hf import HuggingFace
 from pellucid.samplers.native import Native
 from pellucid.tasks.arithmetic import Arithmetic

@@ -22,7 +22,7 @@ from pellucid.reporting.console import before_after, first_error, terminal
 from pellucid.reporting.metrics import all_failed, describe
 from pellucid.reporting.report import write_report
 from pellucid.reporting.run_folder import checkpoints
-from pellucid.runtimes.accelerate import needing_others
+from pellucid.runtimes.processes import needing_others
 from pellucid.tasks.sandbox import Sandboxed
 from pellucid.training import changes, claim, files, preflight, provenance
 from pellucid.training.changes import Changes

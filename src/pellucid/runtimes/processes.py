@@ -1,0 +1,75 @@
+"""The group of processes of a run: how it is joined and left, and what is said where one of them is gone."""
+
+from __future__ import annotations
+
+import atexit
+import gc
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from accelerate import PartialState
+from accelerate.utils import broadcast_object_list
+
+from pellucid.types import StrandedError
+
+ROLL_CALL = 5.0
+"""Seconds in which those that are left say so, before the others are named."""
+
+
+def joined(device: torch.device, timeout: float) -> PartialState:
+    """Join the process group of the run, in which each waits `timeout` minutes for the others.
+
+    It is left at exit, since an open group may abort a process that ends.
+    """
+    state = PartialState(cpu=device.type == "cpu", timeout=timedelta(minutes=timeout))
+    atexit.unregister(left)
+    atexit.register(left)
+    return state
+
+
+def left() -> None:
+    """Leave the process group. Objects that still hold it are collected first: its threads may abort an exit."""
+    if dist.is_available() and dist.is_initialized():
+        gc.collect()
+        dist.destroy_process_group()
+
+
+def decided(decide: Callable[[], str], device: torch.device, timeout: float) -> str:
+    """The decision of the main process, in every process: each measures for itself, and measurements differ."""
+    state = joined(device, timeout)
+    return broadcast_object_list([decide() if state.is_main_process else ""])[0]
+
+
+@contextmanager
+def needing_others(run_dir: Path) -> Iterator[None]:
+    """Raise StrandedError where another process is gone, or has not answered for runtime.timeout."""
+    try:
+        yield
+    except RuntimeError as error:
+        # gloo has no class for it, but says where it was.
+        if not (isinstance(error, dist.DistError) or "/gloo/" in str(error)):
+            raise
+        silent = ", ".join(map(str, missing())) or "unknown: the connection broke"
+        raise StrandedError(
+            f"another process of this run has ended or does not answer (rank {silent}); what was saved is whole: go on"
+            f" with as many processes and --resume {run_dir}"
+        ) from error
+
+
+def missing() -> list[int]:
+    """The ranks that do not answer a roll call, which is held over the store that started the group."""
+    store, rank = dist.distributed_c10d._get_default_store(), dist.get_rank()
+    others, end = set(range(dist.get_world_size())) - {rank}, time.monotonic() + ROLL_CALL
+    try:
+        store.set(f"pellucid/left/{rank}", "")
+        while others and time.monotonic() < end:
+            others = {other for other in others if not store.check([f"pellucid/left/{other}"])}
+            time.sleep(0.1)
+    except (RuntimeError, dist.DistError):
+        return [0]  # it keeps the store
+    return sorted(others)
