@@ -1,8 +1,8 @@
 """Tasks: where prompts come from, and how completions are graded.
 
-Each file is a task that a recipe can name, or one thing that tasks are made of: rows of data, rewards, the readers of
-answers. wrappers.py, curriculum.py and prefixed.py go around another task; sandbox.py grades in processes of its own.
-The room runs without torch, since rewards are computed in processes that must start fast.
+Each file holds a task that a recipe can name, or a part that tasks share: reading data rows, extracting answers,
+computing rewards. curriculum.py and prefixed.py wrap another task (wrappers.py); sandbox.py computes rewards in
+separate processes. Nothing here needs torch, so that these processes start fast.
 """
 
 from __future__ import annotations
@@ -24,7 +24,9 @@ TASKS = {
 
 
 def task_class(name: str) -> type:
-    """The class behind `[task] name`: one of TASKS, or the user's own.
+    """Return the class that `[task] name` stands for: one of TASKS, or the user's own as "path/to/file.py:Class".
+
+    UserError where the name is unknown or is not that of a class.
 
     Example: task_class("arithmetic"); task_class("my_task.py:Riddles")
     """

@@ -1,4 +1,4 @@
-"""Reading answers out of what a model wrote. Linear in the length of the text, whatever the text."""
+"""Extract the answer from a completion, in time linear in its length, whatever the text."""
 
 from __future__ import annotations
 
@@ -81,12 +81,15 @@ def marked_answer(text: str) -> str | None:
 
 
 def after_thinking(text: str) -> str:
-    """Example: after_thinking("<think>Is it 3?</think> No, 4.") == " No, 4." """
+    """Return what follows the last `</think>`, or the whole text where there is none.
+
+    Example: after_thinking("<think>Is it 3?</think> No, 4.") == " No, 4."
+    """
     return text.rpartition("</think>")[2]
 
 
 def last_box(text: str) -> str | None:
-    """What the last `\\boxed{}` holds, whatever braces are in it; None where there is none or it does not close.
+    """Return the content of the last `\\boxed{}`, nested braces included; None where there is none or it does not close.
 
     Example: last_box("\\\\boxed{1}, no: \\\\boxed{x^{2}}") == "x^{2}"
     """
@@ -100,15 +103,15 @@ def last_box(text: str) -> str | None:
 
 
 def last_number(text: str) -> Fraction | None:
-    """The last number in the text, exactly; None where there is none, or where more stands there than is read.
+    """Return the last number in the text, exactly; None where there is none, or where it cannot be read.
 
-    Read are 1,080 (also with ' or a space), .5, 1/2, 1 / 2, 1 1/2, \\frac{1}{2}, 1.5e3, 3 \\times 10^4 and 5k, with
-    signs of currency, in full width too. Not read are 12:30, 2^{10}, 1/2/3 and \\sqrt{2}: there is no last number where
-    one of these comes last. The powers of a name are passed over: 8 m^2 is 8. Commas group thousands only where they
-    are well placed, otherwise they separate: "1,08" and "1, 8" are two numbers.
+    These can be read: 1,080 (also with ' or a space), .5, 1/2, 1 / 2, 1 1/2, \\frac{1}{2}, 1.5e3, 3 \\times 10^4 and 5k,
+    with currency signs and in full width too. These cannot: 12:30, 2^{10}, 1/2/3 and \\sqrt{2}. Powers of a unit or
+    variable are skipped: 8 m^2 is 8. Commas group thousands only where they are well placed, otherwise they separate:
+    "1,08" and "1, 8" are two numbers each.
 
-    A minus belongs to the number that it touches, unless it follows a letter, a digit or a closing bracket: "7-3" ends
-    in 3. With a space between them, after a word, it is a dash ("Total - 7"), but for "is - 7" and the like.
+    A minus that touches a number is its sign, unless it follows a letter, a digit or a closing bracket: "7-3" ends in
+    3. A minus with a space behind it is a dash after a word or number ("Total - 7"), except after "is" and the like.
 
     Example: last_number("so $1,080.50.") == Fraction(2161, 2)
     """
@@ -118,7 +121,7 @@ def last_number(text: str) -> Fraction | None:
 
 
 def only_number(text: str) -> Fraction | None:
-    """The number that a text is, with a currency, a unit or other words beside it; None where there is more to it.
+    """Return the number of a text that holds just one, and else only a currency, a unit or words; otherwise None.
 
     Example: only_number("18 dollars") == 18; only_number("3 or 5") is None; only_number("3x") is None
     """
@@ -166,6 +169,7 @@ def value_of(number: re.Match[str], plain: str) -> Fraction | None:
 
 
 def scale_of(written: str) -> int:
+    """Return the power of ten that a scale stands for: 3 for k, 6 for M, -2 for e-2."""
     if written in ("k", "K", "M"):
         return 6 if written == "M" else 3
     digits = re.search(r"-?\d+\s*\}?$", written)
@@ -173,6 +177,7 @@ def scale_of(written: str) -> int:
 
 
 def is_sign(number: re.Match[str], plain: str) -> bool:
+    """Whether the minus in front of a number is its sign, not a subtraction or a dash (see `last_number`)."""
     touches = plain[number.end("minus")] not in " \t"
     before = plain[: number.start()] if touches else plain[: number.start()].rstrip(" \t")
     if touches or not before[-1:].isalnum():
@@ -185,17 +190,17 @@ def fraction(digits: str) -> Fraction:
 
 
 def tagged(text: str) -> str | None:
-    """The answer of a text that is `<think>...</think> <answer>...</answer>` and nothing else, each tag once.
+    """Return the answer of a text that is only `<think>...</think> <answer>...</answer>`, each tag once; else None.
 
     Example: tagged("<think>3 + 4</think> <answer> 7 </answer>") == "7"
     """
-    # With every tag there once, the pattern has one way to match: no hostile text can make it search.
+    # If every tag is there once, the pattern has one way to match: no hostile text can make it backtrack.
     match = _TAGGED.fullmatch(text) if all(text.count(tag) == 1 for tag in _TAGS) else None
     return match[1].strip() if match else None
 
 
 def answer_tag(text: str) -> str | None:
-    """The content of an `<answer>` that is there once and ends the text; None where there is no such tag.
+    """Return the content of the `<answer>` tag that ends the text and is the only one; None without such a tag.
 
     Example: answer_tag("Let me see. <answer>7</answer>") == "7"
     """

@@ -18,14 +18,17 @@ Problem = tuple[int, Operator, int]
 
 OPERATIONS = {"+": add, "-": sub, "*": mul}
 LISTED_DIGITS = 2
-"""Up to this many digits, all problems are listed (at most 24,300); above, they are drawn until one fits the split."""
+"""Up to this many digits, all problems of a split are listed (at most 24,300).
+
+With more digits, problems are drawn at random, and those of the other split are rejected.
+"""
 MAX_DIGITS = 1000
-"""Products have twice as many digits, and answers.py reads numbers of up to 4000 characters."""
+"""The most digits of an operand: products have twice as many, and answers.py reads up to 4000 characters."""
 
 
 @dataclass(frozen=True)
 class Arithmetic:
-    """Two operands, one operator; the reward is 1 if the last number of what was answered is the result, else 0.
+    """Questions with two operands and one operator; the reward is 1 if the answer's last number is right, else 0.
 
     The splits share no pair of operands, in either order: where 3 and 4 are held out, so are 3 + 4, 4 + 3 and 3 * 4.
     Which pairs are held out does not depend on the seed: all seeds are tested on the same problems.
@@ -36,7 +39,7 @@ class Arithmetic:
     name: Literal["arithmetic"] = "arithmetic"
     """This task."""
     seed: int = 0
-    """Draws the problems of each step."""
+    """The seed by which the problems of each step are drawn."""
     split: Split = "train"
     """`train` or `test`."""
     digits: int = 1
@@ -89,7 +92,7 @@ class Arithmetic:
     def _draw(self, rng: Random, n: int) -> list[Problem]:
         low, high = operand_range(self.digits)
         share = self.test_share if self.split == "test" else 1 - self.test_share
-        # Drawing until n problems differ is slow near the size of the split, and endless above it.
+        # Drawing n distinct problems takes long where n is near the size of the split, and never ends above it.
         if self.digits <= LISTED_DIGITS or 2 * n / share > (high - low + 1) ** 2 * len(self.operators):
             return cycle_shuffled(self._listed(self.split), rng, n)
         drawn: dict[Problem, None] = {}
@@ -104,7 +107,9 @@ class Arithmetic:
 
 
 def working(a: int, operator: Operator, b: int) -> str:
-    """Tens, ones, and the two together: the result is the last number. A product is said at once.
+    """Return a worked solution: tens, ones, then both together, so that the result is the last number.
+
+    For products and for one-digit operands, it is a single equation.
 
     Example: working(34, "+", 58) == "34 + 50 = 84, 4 + 8 = 12, 80 + 12 = 92"
     """
@@ -115,7 +120,7 @@ def working(a: int, operator: Operator, b: int) -> str:
         begun = equation(a, "+", tens)
         return f"{begun}, {equation(a % 10, '+', b % 10)}, {equation(a + tens - a % 10, '+', a % 10 + b % 10)}"
     begun, left = equation(a, "-", tens), a - tens
-    # A ten is always borrowed: whether it must be is what a small model cannot see ahead.
+    # Always borrow a ten, since a small model cannot see in advance whether it must.
     borrowed = left % 10 + 10
     return f"{begun}, {left} = {left - borrowed} + {borrowed}, {equation(borrowed, '-', b % 10)}, " + equation(
         left - borrowed, "+", borrowed - b % 10
@@ -127,7 +132,7 @@ def equation(a: int, operator: Operator, b: int) -> str:
 
 
 def operand_range(digits: int) -> tuple[int, int]:
-    """The smallest and the largest operand."""
+    """Return the smallest and the largest operand with this many digits."""
     return (0 if digits == 1 else 10 ** (digits - 1)), 10**digits - 1
 
 

@@ -35,7 +35,7 @@ def computable(body: str, allowed: str) -> bool:
     if (_UNBOUNDED.search(body) and not _UNBOUNDED.search(allowed)) or _BINOMIAL.search(body):
         return False
     largest_polynomial = max([LARGEST_POLYNOMIAL, *(int(n) for n in re.findall(r"(?<!\d)\d{1,4}(?!\d)", allowed))])
-    # Whatever is left of the exclamation marks after the small ones stands behind something large.
+    # An exclamation mark that is left after removing small factorials belongs to a large one.
     small = "!" not in _FACTORIAL.sub("", body.replace("!=", ""))
     return small and computable_powers(body.replace("**", "^"), largest_polynomial)
 
@@ -53,7 +53,7 @@ def depth(body: str) -> int:
 
 
 def balanced(body: str) -> bool:
-    """Whether all brackets close, of whatever kind: [0, 1) is an interval. `\\right.` closes one without a sign."""
+    """Whether every bracket is closed by one of any kind, as in [0, 1). `\\left.` and `\\right.` count as brackets."""
     level = 0
     for c in body.replace(r"\left.", "(").replace(r"\right.", ")"):
         level += (c in "([{") - (c in ")]}")
@@ -63,11 +63,12 @@ def balanced(body: str) -> bool:
 
 
 def computable_powers(body: str, largest_polynomial: int) -> bool:
+    """Whether each exponent, and the product of those above 9, is small enough to compute."""
     product = 1
     for place in (i for i, c in enumerate(body) if c == "^"):
         exponent = operand(body, place + 1)
         digits = re.findall(r"\d+", exponent)
-        # The power of a letter is not computed, and so may stand in another: e^{-x^2}.
+        # An exponent may hold the power of a letter, which is not computed: e^{-x^2}.
         tower = re.search(r"(?<![A-Za-z])\s*\^", exponent) or (not re.search("[A-Za-z]", exponent) and "^" in exponent)
         if tower or "!" in exponent or len("".join(digits)) > len(str(LARGEST_EXPONENT)):
             return False

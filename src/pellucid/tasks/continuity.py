@@ -1,4 +1,4 @@
-"""Make a function of three pieces continuous: two equations, two unknowns, credit for each part of the way."""
+"""Find the two unknowns that make a function of three pieces continuous, with partial credit for each step."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ LONGEST = 20_000
 
 
 class Pieces(NamedTuple):
-    """f = a x + p above `right`, m x + q between, k x - b below `left`; a and b are unknown."""
+    """The function f(x) = a x + p for x > `right`, m x + q in between, k x - b for x < `left`; a and b are unknown."""
 
     right: int
     left: int
@@ -67,17 +67,19 @@ class Pieces(NamedTuple):
 
 
 SOURCE = Pieces(right=2, left=-2, p=3, m=1, q=-5, k=2)
-"""a = -3, b = 3, a + b = 0."""
+"""The problem of problems = "one": a = -3, b = 3, a + b = 0."""
 
 
 @dataclass(frozen=True)
 class Continuity:
-    """Statements are read as equations: 2a + 6 = 0 states the same as 2a + 3 = -3, and b = 30 is not b = 3. They may
-    stand in LaTeX and in Markdown; "- a = -3" at the beginning of a line is an item of a list. The sum is the number in
-    a final `<answer>` tag or in the last `\\boxed{}`, else what the last "a + b = " says.
+    """Find a + b such that a function of three pieces is continuous; the reward is the sum of the WEIGHTS earned.
 
-    Grading `literal` looks for strings, as first described: "a = -39" then contains a = -3, and a wrong sum can reach
-    1.
+    Grading `parsed` reads statements as equations, in LaTeX and Markdown too: 2a + 6 = 0 is the same as 2a + 3 = -3,
+    and b = 30 is not b = 3. At the beginning of a line, "- a = -3" is a list item and states a = -3. The sum is the
+    number in a final `<answer>` tag or in the last `\\boxed{}`, else that behind the last "a + b = ".
+
+    Grading `literal` searches for strings, as first described: "a = -39" then contains a = -3, and the reward can reach
+    1 with a wrong sum.
 
     Example: Continuity(problems="family").sample(step=0, n=8)
     """
@@ -85,13 +87,13 @@ class Continuity:
     name: Literal["continuity"] = "continuity"
     """This task."""
     seed: int = 0
-    """Draws the problems of each step."""
+    """The seed by which the problems of each step are drawn."""
     split: Literal["train", "test"] = "train"
     """`train` or `test`."""
     problems: Literal["one", "family"] = "one"
-    """one: always the same problem, for both splits: has training any effect? family: other joins and coefficients."""
+    """one: always the same problem, in both splits, to see whether training has any effect. family: many problems."""
     grading: Literal["parsed", "literal"] = "parsed"
-    """How completions are read."""
+    """parsed: equations are read and compared. literal: strings are searched for (problems = "one" only)."""
     test_share: float = 0.2
     """The share of the family that is held out for the test split."""
     system: str = SYSTEM
@@ -128,7 +130,7 @@ class Continuity:
 
 @cache
 def family_of(split: str, test_share: float) -> tuple[Pieces, ...]:
-    """All problems of a split: a and b are whole numbers from -9 to 9."""
+    """Return all problems of a split. a and b are whole numbers from -9 to 9."""
     every = (
         Pieces(right, left, m * right + q - a * right, m, q, k)
         for right in range(1, 5)
@@ -172,7 +174,7 @@ def statements(text: str) -> list[tuple[Linear, Linear]]:
     for run in runs(text):
         first, *sides = run.split("=")
         if sides:
-            # What leans on an equation from outside: emphasis, and a bracket of a remark or around the whole.
+            # Emphasis and brackets at the outer ends belong to the text around the equation.
             first, last = first.lstrip(" \t*)"), sides[-1].rstrip(" \t*(")
             sides = [outermost(first, "(", ""), *sides[:-1], outermost(last, "", ")")]
             found += pairwise([linear(side, "abx") for side in sides])
@@ -180,7 +182,7 @@ def statements(text: str) -> list[tuple[Linear, Linear]]:
 
 
 def runs(text: str) -> Iterator[str]:
-    """Return the stretches of a text that consist of numbers, unknowns, signs and brackets alone."""
+    """Yield the stretches of a text that consist of numbers, unknowns, signs and brackets alone."""
     text = " " + _REMARK.sub(r"\n\1\n", plain(_BULLET.sub("", text.replace("**", " "))))
     start = end = 0
     for piece in _PIECE.finditer(text):
@@ -192,20 +194,23 @@ def runs(text: str) -> Iterator[str]:
 
 
 def outermost(side: str, opened: str, closed: str) -> str:
-    """Remove from one side the bracket that stands around the whole equation."""
+    """Remove from a side with unbalanced brackets the one that stands around the whole equation."""
     if side.count("(") == side.count(")"):
         return side
     return side.removeprefix(opened) if opened else side.removesuffix(closed)
 
 
 def difference(one: Linear, other: Linear) -> Linear | None:
-    """Return one - other, divided by the factor of its first unknown, so that equivalent equations agree; or None."""
+    """Return one - other, scaled so that equivalent equations agree; None where no unknown is left.
+
+    The coefficient of the first unknown in alphabetical order becomes 1.
+    """
     moved = total(one, scaled(other, Fraction(-1)))
     return scaled(moved, 1 / moved.of[min(moved.of)]) if moved.of else None
 
 
 def solution(said: Sequence[tuple[Linear, Linear]], *unknowns: str) -> Fraction | None:
-    """Return the number in the last statement "unknown = number"; of several unknowns, that of their sum."""
+    """Return the number of the last "unknown = number", or for several unknowns of the last "a + b = number"; or None."""
     wanted = Linear(Fraction(0), dict.fromkeys(unknowns, Fraction(1)))
     return next((other.constant for one, other in reversed(said) if one == wanted and not other.of), None)
 
@@ -217,7 +222,7 @@ def final_answer(text: str, said: Sequence[tuple[Linear, Linear]]) -> Fraction |
 
 
 def literal_parts(text: str) -> dict[str, float]:
-    """Grade the one problem by looking for strings: "a=-3" is found in "a=-39"."""
+    """Return the parts of SOURCE that a text states, found as strings: "a=-3" is found in "a=-39" too."""
     plain = re.sub(r"\s", "", text)
     answers = _LITERAL_ANSWER.findall(text.replace(" ", " ")) or _LITERAL_ANSWER.findall(plain)
     found = {

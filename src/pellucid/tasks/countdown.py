@@ -20,11 +20,11 @@ TRIES = 10_000
 class Countdown:
     """The reward is 1 for an expression that has the target's exact value and uses every number exactly once.
 
-    The expression is what stands in a final `<answer>` tag or in the last `\\boxed{}`, otherwise on the last line, in
-    LaTeX and Markdown too. Of an equation it is the first side that is more than a number: `3 * 5 - 2 = 13` and
-    `13 = 3 * 5 - 2` are the same, and what follows does not count. Every number in it counts, and is written in digits:
-    no decimal point, no power, no other sign than + - * / and brackets. An expression that uses the right numbers and
-    misses the target earns `format_reward`. The splits share no set of numbers.
+    The expression is read from a final `<answer>` tag or the last `\\boxed{}`, otherwise from the last line, in LaTeX
+    and Markdown too. Of an equation, only the first side that is more than a number is graded: `3 * 5 - 2 = 13` and
+    `13 = 3 * 5 - 2` are the same. Numbers are written in digits, without decimal point or power, and the only signs
+    are + - * / and brackets. An expression that uses the right numbers but misses the target earns `format_reward`. The
+    splits share no set of numbers.
 
     Example: Countdown(numbers=3, largest=20).sample(step=0, n=8)
     """
@@ -32,13 +32,13 @@ class Countdown:
     name: Literal["countdown"] = "countdown"
     """This task."""
     seed: int = 0
-    """Draws the problems of each step."""
+    """The seed by which the problems of each step are drawn."""
     split: Literal["train", "test"] = "train"
     """`train` or `test`."""
     numbers: int = 3
     """How many numbers there are, from 2 to 6."""
     largest: int = 20
-    """The largest of them."""
+    """The largest number."""
     format_reward: float = 0.1
     """The reward for the right numbers and a wrong value, from 0 to below 1."""
     test_share: float = 0.1
@@ -90,13 +90,13 @@ class Countdown:
 
 
 def split_of(numbers: list[int], test_share: float) -> Literal["train", "test"]:
-    """Return the split of a set of numbers, by its hash, whatever their order."""
+    """Return the split of a set of numbers, by a hash that does not depend on their order."""
     digest = hashlib.sha256(",".join(map(str, sorted(numbers))).encode()).digest()
     return "test" if int.from_bytes(digest[:8]) < test_share * 2**64 else "train"
 
 
 def combination(numbers: list[int], rng: Random) -> tuple[str, Fraction]:
-    """Return a random expression of these numbers, and its value."""
+    """Return a random expression that uses each of these numbers once, and its value."""
     parts = [(str(n), Fraction(n)) for n in numbers]
     while len(parts) > 1:
         (one, x), (other, y) = (parts.pop(rng.randrange(len(parts))) for _ in range(2))
@@ -108,7 +108,10 @@ def combination(numbers: list[int], rng: Random) -> tuple[str, Fraction]:
 
 
 def expression_of(text: str) -> str:
-    """Example: expression_of("So:\\n**143 = 11 \\\\times (14 - 1)**") == "11  *  (14 - 1)" """
+    """Return the expression that a completion is graded by, in plain text (see Countdown).
+
+    Example: expression_of("So:\\n**143 = 11 \\\\times (14 - 1)**") == "11  *  (14 - 1)"
+    """
     marked = marked_answer(text)
     written = "".join(after_thinking(text).strip().splitlines()[-1:]) if marked is None else marked
     sides = [side.strip() for side in plain(without_emphasis(written)).split("=")]
@@ -116,7 +119,7 @@ def expression_of(text: str) -> str:
 
 
 def without_emphasis(written: str) -> str:
-    """Remove the Markdown around a line and the point that ends it: there is no power in `**3 * 5**.`"""
+    """Remove Markdown emphasis and a final full stop: the stars around `**3 * 5**.` are no powers."""
     bare = written.strip().rstrip(".\u3002")
     marks = len(bare) - len(bare.lstrip("*_`"))
     return bare[marks : len(bare) - marks] if marks and bare.endswith(bare[:marks][::-1]) else bare

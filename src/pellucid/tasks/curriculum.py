@@ -1,4 +1,4 @@
-"""A curriculum: questions in the order of their difficulty, which is measured during training."""
+"""A curriculum: questions ordered by difficulty, which is measured during training."""
 
 from __future__ import annotations
 
@@ -16,28 +16,29 @@ from pellucid.types import Completion, Group, Prompt, Reward, UserError, equal_r
 
 @dataclass
 class Memory:
-    """What a curriculum has seen, as JSON in checkpoints. A question is its number in the pool."""
+    """The state of a curriculum, saved in checkpoints as JSON. Questions are given by their index in the pool."""
 
     step: int = 0
     """The number of the next step."""
     epoch: int = 0
     left: list[int] = field(default_factory=list)
-    """The questions of this epoch that are still to be asked, in its order."""
+    """The questions that are still to be asked in this epoch, in order."""
     accuracy: dict[int, float] = field(default_factory=dict)
     """For each question, the running estimate of how often it is answered rightly."""
     dead_since: dict[int, int] = field(default_factory=dict)
-    """The step in which a question's group was last dead, all rewards equal; forgotten when it is live."""
+    """For each question whose latest group was dead (all rewards equal), the step of that group."""
 
 
 @dataclass(frozen=True)
 class Curriculum:
-    """A pool of questions of another task: the first epoch measures how often each is answered rightly, the later ones
+    """A pool of another task's questions. The first epoch measures how often each is answered rightly, and later epochs
     go from easy to hard.
 
-    order = "running" (ours): estimates go on being measured; the order is shuffled within windows, since neighbours in
-    difficulty are alike; questions whose group was dead when last asked rest, since they teach nothing.
-    order = "described": as the study bench describes it: sorted once by the first epoch's accuracy, then always the
-    same order, dead questions included.
+    order = "running" (ours): estimates are updated whenever a question is asked; prompts are drawn from a window of the
+    order, since neighbours in difficulty are alike; questions whose group was dead (all rewards equal) when last asked
+    rest for some steps, since they teach nothing.
+    order = "described": as the study bench describes it: questions are sorted once by the first epoch's accuracy and
+    keep that order, dead questions included.
 
     Example: Curriculum(Arithmetic(digits=2), pool=480)
     """
@@ -47,16 +48,16 @@ class Curriculum:
     name: Literal["curriculum"] = "curriculum"
     """This task."""
     pool: int = 480
-    """Questions at most: the different ones that the task gives for its first step."""
+    """The most questions: the pool is the distinct ones among so many that the task gives for its first step."""
     order: Literal["running", "described"] = "running"
-    """running: estimates, windows, rest. described: measured once, sorted once."""
+    """running: estimates are updated, with windows and rest. described: measured once, sorted once."""
     window: int = 64
-    """order = "running": prompts are drawn from the next so many of the order."""
+    """order = "running": prompts are drawn at random from this many next questions of the order."""
     decay: float = 0.5
-    """order = "running": the share of itself that an estimate keeps when a question is asked again."""
+    """order = "running": the weight of the old estimate in the average when a question is measured again."""
     rest: int = 20
-    """order = "running": steps for which a question without signal is left out; 0 means for good. It then fills up the
-    last step of an epoch at most."""
+    """order = "running": the steps for which a question with a dead group is left out; 0 means for good. Meanwhile it is
+    only used to fill up the last step of an epoch."""
 
     def __post_init__(self) -> None:
         if any(isinstance(layer, Prefixed | Curriculum) for layer in layers(self.task)):
@@ -79,7 +80,7 @@ class Curriculum:
 
     @cached_property
     def handed_out(self) -> dict[tuple[int, int], list[int]]:
-        """The prompts that were given out since the last `observe`, by the arguments of `sample`."""
+        """The questions that were given out since the last `observe`, by the arguments (step, n) of `sample`."""
         return {}
 
     @property
@@ -91,14 +92,15 @@ class Curriculum:
         return self.task.split
 
     def with_split(self, split: str) -> Any:
-        """Return the task inside on another split: held-out questions have no curriculum."""
+        """Return the curriculum on another split; for `test` the task inside, since held-out questions need no order."""
         inside = with_split(self.task, split)
         return inside if split == "test" else replace(self, task=inside)
 
     def sample(self, step: int, n: int) -> list[Prompt]:
-        """The next n of the order; for another round of a step, which goes by another number, others of those behind.
+        """Return the next n questions of the order. The same arguments give the same questions until `observe`.
 
-        UserError where the pool is smaller than a step.
+        Another round of a step, which has another step number, is given other questions as far as there are any.
+        UserError where the pool is smaller than n.
         """
         if n > len(self.questions):
             raise UserError(
@@ -119,7 +121,7 @@ class Curriculum:
         return self.task.working(prompt)
 
     def observe(self, step: int, groups: Sequence[Group]) -> dict[str, float]:
-        """Update the estimates. After a group that was given a prefix its question only counts as asked."""
+        """Update the estimates and return metrics. A group that was given a prefix is not measured, only counted as asked."""
         memory = self.memory
         number = {prompt.id: q for q, prompt in enumerate(self.questions)}
         left = memory.left or self._ordered()
@@ -144,7 +146,7 @@ class Curriculum:
         return asdict(self.memory)
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        """Questions that a smaller pool no longer has are forgotten."""
+        """Restore the state, without questions that a smaller pool no longer has."""
         size, memory = len(self.questions), self.memory
         memory.step, memory.epoch = state["step"], state["epoch"]
         memory.left = [q for q in state["left"] if q < size]
@@ -164,7 +166,7 @@ class Curriculum:
             memory.dead_since[q] = step
 
     def _ordered(self) -> list[int]:
-        """Return the order of a whole epoch: that of the pool while nothing is measured, then from easy to hard."""
+        """Return an epoch's questions without resting ones: in the pool's order in epoch 0, then from easy to hard."""
         everything, known = range(len(self.questions)), self.memory.accuracy
         awake = [q for q in everything if not self._rests(q)] or list(everything)
         return sorted(awake, key=lambda q: -known.get(q, 0.5)) if self.memory.epoch else awake
@@ -175,7 +177,7 @@ class Curriculum:
         return not self.rest or self.memory.step - self.memory.dead_since[q] < self.rest
 
     def _chosen(self, step: int, n: int) -> list[int]:
-        """Choose n questions; those that another round of the step asks only when there are no others."""
+        """Choose n questions; those of another round of the step, or at rest, only where there are not enough others."""
         rounds = [chosen for (other, _), chosen in self.handed_out.items() if other != step]
         taken = {q for chosen in rounds for q in chosen}
         left = [q for q in self.memory.left or self._ordered() if q not in taken]
@@ -184,5 +186,5 @@ class Curriculum:
         chosen = window if self.order == "described" else rng.sample(window, min(n, len(window)))
         others = [q for q in range(len(self.questions)) if q not in set(chosen)]
         rng.shuffle(others)
-        others.sort(key=lambda q: (q in taken, self._rests(q)))  # the end of an epoch is filled up
+        others.sort(key=lambda q: (q in taken, self._rests(q)))  # to fill up at the end of an epoch
         return chosen + others[: n - len(chosen)]
