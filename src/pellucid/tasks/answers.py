@@ -89,7 +89,7 @@ def after_thinking(text: str) -> str:
 
 
 def last_box(text: str) -> str | None:
-    """Return the content of the last `\\boxed{}`, nested braces included; None where there is none or it does not close.
+    """Return the content of the last `\\boxed{}`, nested braces included; None where there is none or it stays open.
 
     Example: last_box("\\\\boxed{1}, no: \\\\boxed{x^{2}}") == "x^{2}"
     """
@@ -105,10 +105,10 @@ def last_box(text: str) -> str | None:
 def last_number(text: str) -> Fraction | None:
     """Return the last number in the text, exactly; None where there is none, or where it cannot be read.
 
-    These can be read: 1,080 (also with ' or a space), .5, 1/2, 1 / 2, 1 1/2, \\frac{1}{2}, 1.5e3, 3 \\times 10^4 and 5k,
-    with currency signs and in full width too. These cannot: 12:30, 2^{10}, 1/2/3 and \\sqrt{2}. Powers of a unit or
-    variable are skipped: 8 m^2 is 8. Commas group thousands only where they are well placed, otherwise they separate:
-    "1,08" and "1, 8" are two numbers each.
+    These can be read: 1,080 (also with ' or a space), .5, 1/2, 1 / 2, 1 1/2, \\frac{1}{2}, 1.5e3, 3 \\times 10^4 and
+    5k, with currency signs and in full width too. These cannot: 12:30, 2^{10}, 1/2/3 and \\sqrt{2}. Powers of a unit
+    or variable are skipped: 8 m^2 is 8. Commas group thousands only where they are well placed, otherwise they
+    separate: "1,08" and "1, 8" are two numbers each.
 
     A minus that touches a number is its sign, unless it follows a letter, a digit or a closing bracket: "7-3" ends in
     3. A minus with a space behind it is a dash after a word or number ("Total - 7"), except after "is" and the like.

@@ -210,7 +210,7 @@ def difference(one: Linear, other: Linear) -> Linear | None:
 
 
 def solution(said: Sequence[tuple[Linear, Linear]], *unknowns: str) -> Fraction | None:
-    """Return the number of the last "unknown = number", or for several unknowns of the last "a + b = number"; or None."""
+    """Return the number in the last "a = number", or for several unknowns in the last "a + b = number"; or None."""
     wanted = Linear(Fraction(0), dict.fromkeys(unknowns, Fraction(1)))
     return next((other.constant for one, other in reversed(said) if one == wanted and not other.of), None)
 

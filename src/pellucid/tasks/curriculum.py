@@ -56,8 +56,8 @@ class Curriculum:
     decay: float = 0.5
     """order = "running": the weight of the old estimate in the average when a question is measured again."""
     rest: int = 20
-    """order = "running": the steps for which a question with a dead group is left out; 0 means for good. Meanwhile it is
-    only used to fill up the last step of an epoch."""
+    """order = "running": the steps for which a question with a dead group is left out; 0 means for good. Until then it
+    only fills up the last step of an epoch."""
 
     def __post_init__(self) -> None:
         if any(isinstance(layer, Prefixed | Curriculum) for layer in layers(self.task)):
@@ -92,7 +92,7 @@ class Curriculum:
         return self.task.split
 
     def with_split(self, split: str) -> Any:
-        """Return the curriculum on another split; for `test` the task inside, since held-out questions need no order."""
+        """Return the curriculum on another split; for `test` the task inside: held-out questions need no order."""
         inside = with_split(self.task, split)
         return inside if split == "test" else replace(self, task=inside)
 
@@ -121,7 +121,7 @@ class Curriculum:
         return self.task.working(prompt)
 
     def observe(self, step: int, groups: Sequence[Group]) -> dict[str, float]:
-        """Update the estimates and return metrics. A group that was given a prefix is not measured, only counted as asked."""
+        """Update the estimates and return metrics. A group with a prefix counts as asked, but is not measured."""
         memory = self.memory
         number = {prompt.id: q for q, prompt in enumerate(self.questions)}
         left = memory.left or self._ordered()
@@ -177,7 +177,7 @@ class Curriculum:
         return not self.rest or self.memory.step - self.memory.dead_since[q] < self.rest
 
     def _chosen(self, step: int, n: int) -> list[int]:
-        """Choose n questions; those of another round of the step, or at rest, only where there are not enough others."""
+        """Choose n questions; those at rest or of another round of the step only where there are too few others."""
         rounds = [chosen for (other, _), chosen in self.handed_out.items() if other != step]
         taken = {q for chosen in rounds for q in chosen}
         left = [q for q in self.memory.left or self._ordered() if q not in taken]
