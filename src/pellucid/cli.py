@@ -1,4 +1,4 @@
-"""The commands, as USAGE lists them. Exit status: 0 done, 2 for what the user must mend, 130 after Ctrl-C."""
+"""The commands, as USAGE lists them. Exit status: 0 when done, 2 for what the user must mend, 130 after Ctrl-C."""
 
 from __future__ import annotations
 
@@ -174,12 +174,12 @@ def doctor(arguments: list[str]) -> int:
 
 
 def first_file(arguments: list[str]) -> Path | None:
-    """Split the arguments into the recipe, where they begin with one, and the rest."""
+    """Remove and return the recipe that the arguments begin with; None where they begin with an option."""
     return Path(arguments.pop(0)) if arguments and not arguments[0].startswith("-") else None
 
 
 def quiet_libraries() -> None:
-    """Silence progress bars and advice of libraries, which know nothing of our display; errors stay."""
+    """Silence the progress bars and advice of libraries, which would mix with our output; their errors stay."""
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     os.environ.setdefault("TQDM_DISABLE", "1")

@@ -1,4 +1,7 @@
-"""A run's settings: defaults < recipe.toml < command line. Each section is a dataclass; a task is its own section."""
+"""The settings of a run: the command line overrides recipe.toml, which overrides the defaults.
+
+Each section is a dataclass; a task's class is the section `[task]`.
+"""
 
 from __future__ import annotations
 
@@ -45,14 +48,15 @@ class Config(BaseModel):
 
     @property
     def task_name(self) -> str:
-        """The name of the innermost task, whose questions are asked."""
+        """Return the name of the innermost task, whose questions are asked."""
         return self.task_names[-1]
 
 
 def load(recipe: Path | None, overrides: Sequence[str] = (), prog: str = "pellucid train") -> Config:
-    """The settings of a recipe (or of a run's config.json) with `--section.key VALUE` overrides.
+    """Return the settings of a recipe (or of a run's config.json) with `--section.key VALUE` overrides.
 
-    UserError, one line, for what a file gets wrong; for what the command line gets wrong tyro says it and exits with 2.
+    UserError, one line, for a mistake in the file or a number that is not finite. Other mistakes on the command line
+    are printed by tyro, which exits with status 2.
     """
     source = str(recipe or "the default recipe")
     values = read(recipe) if recipe else {}
@@ -76,7 +80,7 @@ def load(recipe: Path | None, overrides: Sequence[str] = (), prog: str = "pelluc
 
 
 def _floats(value: Any, key: str = "") -> Iterator[tuple[str, float]]:
-    """All settings that are floats, however deep, by dotted key."""
+    """Yield every setting that is a float, however deep, with its dotted key."""
     if isinstance(value, float):
         yield key, value
     elif dataclasses.is_dataclass(value):
@@ -88,7 +92,7 @@ def _floats(value: Any, key: str = "") -> Iterator[tuple[str, float]]:
 
 
 def resolved(config: Config) -> Config:
-    """The settings with all that depends on another section written out."""
+    """Return the settings with the values filled in that follow from another section: the longest length, the seed."""
     algorithm = config.algorithm
     length = algorithm.max_length or config.sampler.max_tokens
     return config.model_copy(
@@ -97,13 +101,13 @@ def resolved(config: Config) -> Config:
 
 
 def dump(config: Config) -> dict[str, Any]:
-    """All settings as JSON, which `load` reads back."""
+    """Return all settings as JSON values that `load` reads back."""
     values = config.model_dump(mode="json")
     return {**values, "task": _named(values["task"], config.task_names)}
 
 
 def read(path: Path) -> dict[str, Any]:
-    """The settings in a TOML file or in a run's config.json, as they stand there. UserError without any."""
+    """Return the settings in a TOML file or in a run's config.json, without defaults. UserError for an unreadable file."""
     try:
         text = path.read_text(encoding="utf-8")
         if path.suffix == ".json":
@@ -116,7 +120,7 @@ def read(path: Path) -> dict[str, Any]:
 
 
 def _schema(task: Any, source: str) -> type[Config]:
-    """A Config whose `task` is typed by the class that `task.name` leads to."""
+    """Return a Config class whose field `task` has the class that `task.name` stands for."""
     cls, names = _typed_task(task, source, "task")
     schema = pydantic.create_model("Config", __base__=Config, task=(cls, Field(default_factory=cls)))
     schema.task_names = names
@@ -124,7 +128,10 @@ def _schema(task: Any, source: str) -> type[Config]:
 
 
 def _typed_task(section: Any, source: str, path: str) -> tuple[type, tuple[str, ...]]:
-    """The class and the names of a task section. In a wrapper the field `task` has the class of the task inside."""
+    """Return the class of a task section, and the names of its tasks from the outside in. UserError for a bad section.
+
+    In the class of a wrapper the field `task` has the class of the task inside.
+    """
     if not isinstance(section, Mapping):
         raise UserError(f"{source}: {path} must be a table: [{path}] with name = ...")
     name = section.get("name", Config.task_names[0])
@@ -139,7 +146,7 @@ def _typed_task(section: Any, source: str, path: str) -> tuple[type, tuple[str, 
 
 
 def _untyped(task: Any, names: Sequence[str]) -> Any:
-    """Wrappers as their own classes: the typed ones, made here, cannot be sent to another process."""
+    """Return the task with wrappers of their own classes: those made by `_typed_task` cannot be pickled."""
     if not wraps(task):
         return task
     values = {field.name: getattr(task, field.name) for field in dataclasses.fields(task)}
@@ -147,7 +154,7 @@ def _untyped(task: Any, names: Sequence[str]) -> Any:
 
 
 def _nameless(section: Mapping[str, Any], cls: Any) -> dict[str, Any]:
-    """The section without `name` where the class of the task has no such field."""
+    """Return the section without `name` where the class of the task has no such field."""
     known = {field.name: field.type for field in dataclasses.fields(cls)}
     kept = {key: value for key, value in section.items() if key != "name" or "name" in known}
     if wraps(cls) and "task" in kept:
@@ -161,7 +168,7 @@ def _named(section: Mapping[str, Any], names: Sequence[str]) -> dict[str, Any]:
 
 
 def _explain(error: pydantic.ValidationError, schema: type[Config]) -> str:
-    """The first error as one line, with the key that was probably meant."""
+    """Return the first error as one line, with the key that was probably meant."""
     first = error.errors()[0]
     *section, key = [str(part) for part in first["loc"]]
     path = ".".join([*section, key])
@@ -180,7 +187,7 @@ def _keys(schema: type[Config], section: Sequence[str]) -> list[str]:
 
 
 def _type_of(schema: type[Config], *section: str) -> Any:
-    """The type of a section such as task, task.task or algorithm; None where there is no such section."""
+    """Return the type of a section such as task, task.task or algorithm; None where there is no such section."""
     if not section:
         return schema
     cls: Any = schema.model_fields[section[0]].annotation

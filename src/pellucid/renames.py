@@ -1,4 +1,4 @@
-"""Settings that had another name: old recipes, runs and command lines keep working, and are told the new one."""
+"""Accept the former names of settings in recipes, runs and command lines, and print the new ones."""
 
 from __future__ import annotations
 
@@ -18,7 +18,10 @@ VALUES = {
 
 
 def renamed(values: Mapping[str, Any], source: str) -> dict[str, Any]:
-    """The sections of a recipe by their new names; a line for each old one, if `source` says where it stands."""
+    """Return the sections of a recipe with keys and values by their new names.
+
+    Print a line for each old name, unless `source`, which says where it stands, is empty.
+    """
     return {section: _section(section, keys, source) for section, keys in values.items()}
 
 
@@ -40,7 +43,7 @@ def new_names(section: str, key: str, value: Any) -> tuple[str, Any]:
 
 
 def renamed_flags(arguments: Sequence[str]) -> list[str]:
-    """`--section.key VALUE` and `--section.key=VALUE` by their new names; a line for each old one."""
+    """Return arguments like `--section.key VALUE` or `--section.key=VALUE` by their new names. Print each old one."""
     return list(_flags(arguments))
 
 

@@ -1,4 +1,4 @@
-"""The records that pass between the stages of a step, and the seams between the parts. No torch here."""
+"""The records that pass between the stages of a training step, and the protocols of its parts. No torch here."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from typing import Any, Protocol, cast, runtime_checkable
 Message = Mapping[str, str]
 
 ROUND = 10**8 + 7
-"""Round r of dynamic sampling asks a task for step + r * ROUND: no other step of a run, however long it gets. A prime,
-so that a task which walks round and round its rows comes to others; 42 rounds stay below 2**32, where some generators
-have their largest seed."""
+"""Round r of dynamic sampling asks a task for the prompts of step + r * ROUND, a number that no real step reaches. It is
+a prime, so that a task which cycles through its rows comes to others in each round; 42 rounds stay below 2**32, the
+limit of some generators' seeds."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,20 +30,20 @@ class Prompt:
     answer: str = ""
     """The gold answer, where there is one."""
     columns: Mapping[str, Any] = field(default_factory=dict)
-    """What else the data row holds, for reward functions."""
+    """The other columns of the data row, for reward functions."""
     prefix: str = ""
-    """How the answer begins: given, not sampled. The completion goes on from here; the reward sees both."""
+    """The beginning of the answer, given and not sampled. The completion goes on from it; the reward sees both."""
     prefix_whole: bool = False
-    """The prefix is a whole answer: to say it is to stop after it."""
+    """Whether the prefix is a whole answer, after which the model should stop."""
 
     @property
     def question(self) -> str:
-        """The part that a person reads: the last message, or the whole string."""
+        """Return the part that a person reads: the last message, or the whole string."""
         return self.text if isinstance(self.text, str) else self.text[-1]["content"]
 
     @property
     def key(self) -> str:
-        """The text that tells this question from others: the string, or all messages but those of the system."""
+        """Return the text that identifies this question: the string, or all messages except those of the system."""
         if isinstance(self.text, str):
             return self.text
         return "\n\n".join(message["content"] for message in self.text if message["role"] != "system")
@@ -57,7 +57,7 @@ class Sampling:
     """
 
     n: int = 1
-    """Completions of each prompt."""
+    """How many completions each prompt gets."""
     temperature: float = 1.0
     """Tokens are drawn from softmax(logits / temperature); 0 is greedy."""
     max_tokens: int = 64
@@ -73,7 +73,7 @@ class Sampling:
 
     @property
     def truncates(self) -> bool:
-        """Whether some tokens may not be drawn, so that completions carry sampling masks."""
+        """Return whether some tokens may not be drawn, so that completions carry sampling masks."""
         return self.temperature > 0.0 and (self.top_k, self.top_p, self.min_p) != (0, 1.0, 0.0)
 
 
@@ -84,8 +84,8 @@ class Completion:
     token_ids: tuple[int, ...]
     """All tokens, with the end-of-sequence token where that was sampled."""
     logprobs: tuple[float, ...]
-    """The log-prob of each token under the distribution that it was drawn from, as the sampler computed it; nats. 0 for
-    tokens that were given."""
+    """The log-prob of each token in nats, as the sampler computed it, under the distribution that the token was drawn
+    from; 0 for given tokens."""
     text: str
     """The sampled tokens, decoded without special tokens."""
     finished: bool
@@ -93,13 +93,13 @@ class Completion:
     sampling_mask: Sequence[Any] = field(default=(), compare=False, repr=False)
     """The sampling mask of each token (sampling_mask.py) where the sampler truncates; empty where it does not."""
     given: tuple[tuple[int, int], ...] = ()
-    """The stretches [start, end) of token_ids that were given, in ascending order: the prompt's prefix."""
+    """The ranges [start, end) of token_ids that were given and not sampled, in ascending order: the prompt's prefix."""
     version: int = 0
-    """The number of finished steps that made the weights which drew it."""
+    """How many training steps had made the weights that sampled it."""
 
     @property
     def length(self) -> int:
-        """How many tokens were sampled."""
+        """Return how many tokens were sampled; given tokens do not count."""
         return len(self.token_ids) - sum(end - start for start, end in self.given)
 
 
@@ -115,17 +115,17 @@ class Reward:
     parts: Mapping[str, float] = field(default_factory=dict)
     """The terms of a composite reward, before their weights."""
     correct: bool | None = None
-    """Whether the answer counts as right in evaluation; where None, value >= 1 does."""
+    """Whether the answer counts as right in evaluation; None: it does where value >= 1."""
     error: str = ""
-    """Why the reward could not be computed. One with an error has failed, whatever `value` says."""
+    """Why the reward could not be computed; else empty. A reward with an error has failed, whatever its `value` is."""
     weights: Mapping[str, float] = field(default_factory=dict)
     """The weight of each term by name; 1 where none is given."""
     applies: bool = True
-    """False where no term is meant for this prompt: it has no grade on purpose, and nothing has failed."""
+    """False where no term of the reward is meant for this prompt: the grade is missing on purpose, not by a fault."""
 
     @property
     def failed(self) -> bool:
-        """Whether there is no grade. It then counts as the mean of its siblings, and as neither right nor wrong."""
+        """Return whether there is no grade. It counts as the mean of its group's other rewards, neither right nor wrong."""
         return bool(self.error) or not math.isfinite(self.value)
 
     @property
@@ -143,19 +143,22 @@ class Group:
     rewards: tuple[Reward, ...] = ()
     advantages: tuple[float, ...] = ()
     demonstration: tuple[int, ...] = ()
-    """A response that nobody sampled and that may be made likelier: the prefix, and where that is a whole answer the
-    end-of-sequence token behind it."""
+    """The tokens of the prompt's prefix, which algorithm.prefix_coef can make likelier. Where the prefix is a whole
+    answer, the end-of-sequence token follows it."""
 
 
 def equal_rewards(group: Group, min_reward_range: float = 0.0) -> list[Reward]:
-    """The rewards of a group in which all are equal; an empty list where they differ, or where all failed."""
+    """Return the rewards of a group in which all are equal, without failed ones; empty where they differ or all failed."""
     graded = [reward for reward in group.rewards if not reward.failed]
     values = [reward.value for reward in graded]
     return graded if graded and alike(min(values), max(values), min_reward_range) else []
 
 
 def alike(low: float, high: float, min_reward_range: float = 0.0) -> bool:
-    """Whether rewards from `low` to `high` are equal: up to min_reward_range, and to rounding (0.1 + 0.2 is 0.3)."""
+    """Return whether rewards from `low` to `high` count as equal: their range is min_reward_range at most.
+
+    Rounding does not count: 0.1 + 0.2 equals 0.3.
+    """
     return high - low <= min_reward_range + 1e-9 * max(abs(low), abs(high))
 
 
@@ -178,19 +181,19 @@ class Evaluation:
     k: int
     greedy: Estimate
     mean_at_k: Estimate
-    """The mean accuracy of a sample."""
+    """The mean accuracy of a single sample."""
     pass_at_k: Estimate
     """The share of prompts that at least one of k samples gets right."""
     right: tuple[int, ...] = ()
-    """1 where the greedy answer to a prompt is right, else 0, in the order of the questions as strings."""
+    """1 for each prompt whose greedy answer is right, else 0, sorted by the text of the questions."""
     questions: str = ""
     """A digest of the questions: evaluations with the same one can be compared question by question."""
     failed: int = 0
-    """Answers, samples too, without a grade: none of them counts as right."""
+    """How many answers, greedy and sampled, have no grade; none of them counts as right."""
 
 
 class Task(Protocol):
-    """Where prompts come from and how completions are graded; a dataclass that is its own `[task]` section."""
+    """The source of prompts and the grader of completions: a dataclass whose fields are the keys of `[task]`."""
 
     @property
     def seed(self) -> int: ...
@@ -201,9 +204,9 @@ class Task(Protocol):
         ...
 
     def sample(self, step: int, n: int) -> Sequence[Prompt]:
-        """The n prompts of a step: a pure function of (seed, split, step), and of what an StatefulTask has observed.
+        """Return the n prompts of a step: a pure function of (seed, split, step) and of a StatefulTask's state.
 
-        Later rounds of dynamic sampling ask for step + r * ROUND.
+        Round r of dynamic sampling passes step + r * ROUND.
         """
         ...
 
@@ -211,7 +214,8 @@ class Task(Protocol):
 
 
 def grade(task: Task, groups: Sequence[Group]) -> list[Group]:
-    """The groups with their rewards, in the same order. A task in a sandbox is given all completions at once."""
+    """Return the groups with their rewards, in the same order. A Grader, as the sandbox is, gets all completions at once.
+    """
     pairs = [(group.prompt, completion) for group in groups for completion in group.completions]
     grades = task.reward_all(pairs) if isinstance(task, Grader) else [task.reward(*pair) for pair in pairs]
     rewards = iter(grades)
@@ -220,31 +224,32 @@ def grade(task: Task, groups: Sequence[Group]) -> list[Group]:
 
 @runtime_checkable
 class Grader(Protocol):
-    """A task that grades many completions in less time than one after the other."""
+    """A task that grades many completions together in less time than one after the other."""
 
     def reward_all(self, pairs: Sequence[tuple[Prompt, Completion]], /) -> list[Reward]:
-        """Return a reward for each completion, in their order."""
+        """Return a reward for each pair, in the same order."""
         ...
 
 
 class StatefulTask(Protocol):
-    """A task that learns from what it sees: what it has learnt is part of a checkpoint."""
+    """A task that adapts to the groups it observes, as a curriculum does. Its state is part of a checkpoint."""
 
     def observe(self, step: int, groups: Sequence[Group]) -> Mapping[str, float]:
-        """The graded groups of a step, of all processes and rounds; returns metrics. `step` is then over."""
+        """Learn from the graded groups of a step, of all processes and rounds, after its last round. Return metrics."""
         ...
 
     def state(self) -> dict[str, Any]:
-        """Return what is to be saved, as JSON."""
+        """Return the state to be saved, as JSON values."""
         ...
 
     def load_state(self, state: Mapping[str, Any]) -> None: ...
 
 
 def stateful_task(task: Task) -> StatefulTask | None:
-    """The task as a StatefulTask, or None where it keeps no state. Found by attribute, as a sandbox passes them on.
+    """Return the task as a StatefulTask, or None where it has no `observe`.
 
-    UserError for one that observes and keeps what it saw from checkpoints.
+    It is recognized by its attributes, which a sandbox passes on. UserError for a task with `observe` and without
+    `state` or `load_state`: checkpoints would lose what it has learnt.
     """
     if not hasattr(task, "observe"):
         return None
@@ -255,11 +260,11 @@ def stateful_task(task: Task) -> StatefulTask | None:
 
 class Sampler(Protocol):
     def generate(self, prompts: Sequence[Prompt], sampling: Sampling) -> list[Group]:
-        """sampling.n completions of each prompt."""
+        """Return a group of sampling.n completions for each prompt, in their order."""
         ...
 
     def sync(self, policy: Any, version: int) -> None:
-        """Use the weights of this policy from now on. Completions carry their version: the steps that made them."""
+        """Use the weights of this policy from now on. `version`, which completions carry, counts the steps behind them."""
 
 
 class Logger(Protocol):
@@ -275,8 +280,8 @@ class UserError(Exception):
 
 
 class NotBegunError(UserError):
-    """A UserError before a run has taken its first step: nothing of the run is worth keeping."""
+    """A UserError before a run has taken its first step: its folder holds nothing worth keeping."""
 
 
 class StrandedError(Exception):
-    """A process has lost the other processes of its run: nobody's mistake, so one line and exit status 1."""
+    """A process has lost the other processes of its run: no mistake of the user, so one line and exit status 1."""

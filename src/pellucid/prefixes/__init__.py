@@ -1,6 +1,6 @@
-"""`pellucid prefixes`: how a teacher or a student begins to think about the questions of a task.
+"""`pellucid prefixes`: the first sentences of thinking about a task's questions, by a teacher or a student model.
 
-command.py asks for what is missing, teacher.py an OpenAI-compatible endpoint, student.py a local model; cleaning.py
-makes a prefix of what they wrote, and journal.py keeps it. The room knows tasks and settings; only its student knows a
-model, so that asking a teacher starts without torch.
+command.py finds which prefixes are missing and asks for them: teacher.py asks an OpenAI-compatible endpoint, student.py
+a local model. cleaning.py makes a prefix of what they wrote, and journal.py keeps it. The room knows tasks and
+settings; only its student knows policies and samplers, so that asking a teacher starts without torch.
 """

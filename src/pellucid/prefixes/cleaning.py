@@ -16,7 +16,7 @@ _LABEL = re.compile(
     re.IGNORECASE | re.MULTILINE,
 )
 _CLOSING = "\"'”’)\\]」』）》"
-# "5! = 120" and "5! + 1" are no two sentences: behind a boundary stands no operator.
+# No operator may follow a boundary: "5! = 120" and "5! + 1" are one sentence each.
 _BOUNDARY = re.compile(rf"[.!?]+[{_CLOSING}]*(?=\s+[^\s=+*/<>^-]|\s*$)|[。！？]+[{_CLOSING}]*")
 _ABBREVIATION = re.compile(r"(?<![^\s(])(?:e\.g|i\.e|vs|cf|approx|Mr|Mrs|Ms|Dr|St|Fig|Eq)\.$")
 _LONGEST_ABBREVIATION = 7
@@ -24,9 +24,9 @@ _NUMBER_OF_A_LIST = re.compile(r"\s*\d+\.")
 
 
 def thinking(text: str) -> str:
-    """What stands before the answer, where tags tell the two apart: a prefix must not give the answer away.
+    """Return the thinking before the answer, where tags separate them: a prefix must not give the answer away.
 
-    Where nothing was thought, the text behind it is all there is.
+    Where the thinking is empty, return the text behind it.
 
     Example: thinking("<think>3 and 4.</think><answer>7</answer>") == "<think>3 and 4."
     """
@@ -35,17 +35,19 @@ def thinking(text: str) -> str:
 
 
 def clean(text: str) -> str:
-    """One line without tags, special tokens, code fences and labels.
+    """Return the text as one line without tags, special tokens, code fences and labels.
 
     Example: clean("**Thinking:** <think>First,\\n 3 < 4.</think>") == "First, 3 < 4."
     """
-    writable = text.encode(errors="ignore").decode()  # half a surrogate pair can stand in JSON, not in a file
+    writable = text.encode(errors="ignore").decode()  # JSON can hold a lone surrogate, a file cannot
     unfenced = _TAG.sub(" ", _FENCE.sub(" ", _SPECIAL_TOKEN.sub(" ", writable)))
     return " ".join(_LABEL.sub("", unfenced).split())
 
 
 def first_sentences(text: str, n: int) -> str:
-    """The whole text where it has no more. Points in numbers, abbreviations and the numbers of a list end nothing.
+    """Return the first n sentences, or the whole text where it has no more.
+
+    Points in numbers, abbreviations and the numbers of a list end no sentence.
 
     Example: first_sentences("Pi is 3.14. Square it. Done.", 2) == "Pi is 3.14. Square it."
     """
@@ -66,4 +68,4 @@ def first_tokens(text: str, n: int, tokenizer: Any) -> str:
     if len(ids) <= n:
         return text
     kept = tokenizer.decode(ids[:n], skip_special_tokens=True, clean_up_tokenization_spaces=False)
-    return kept.rstrip("\ufffd").strip()  # half a character
+    return kept.rstrip("\ufffd").strip()  # a character that was cut in two

@@ -56,7 +56,7 @@ def main(arguments: list[str]) -> int:
             return collect(cfg, options)
     except KeyboardInterrupt:
         print(f"stopped; nothing is lost: the same command goes on with {options.output}", flush=True)
-        os._exit(INTERRUPTED)  # Python would wait for every request under way
+        os._exit(INTERRUPTED)  # a normal exit would wait for every request under way
 
 
 def parsed(arguments: list[str]) -> tuple[argparse.Namespace, list[str]]:
@@ -123,7 +123,7 @@ def ask_all(
 ) -> list[str]:
     """Ask for all missing prefixes. Return why some are still missing."""
     read = reader(cfg, options)
-    # Both are looked for before one is asked: what is found wrong later has cost its time.
+    # Both are made ready before either is asked: an error found later would cost the time of the first.
     teacher = Teacher(endpoint_of(options), read) if options.teacher else None
     student = load_student(cfg, options) if options.student else None
     print(f"asks for {missing} prefixes of {len(prompts)} questions, {len(journal.texts)} are there", flush=True)
@@ -134,12 +134,15 @@ def ask_all(
 
 
 def questions(task: Any, n: int) -> list[Prompt]:
-    """Return up to n different questions of the train split, asked of the innermost task."""
+    """Return up to n different questions from the train split of the innermost task."""
     return held_out(with_split(innermost(task), "train"), n)
 
 
 def settings_of(cfg: Config, options: argparse.Namespace) -> dict[str, Any]:
-    """Return the settings that decide what a prefix is. Number and address may change between two runs."""
+    """Return the settings that decide what a prefix is.
+
+    How many prefixes are wanted and the endpoint's address may change between two runs with the same output.
+    """
     names = ["teacher", "student", "temperature", "max_tokens", "truncate_tokens"]
     names += [] if options.truncate_tokens else ["sentences"]
     settings = {name: getattr(options, name) for name in names}
@@ -161,7 +164,7 @@ def endpoint_of(options: argparse.Namespace) -> Endpoint:
 
 
 def reader(cfg: Config, options: argparse.Namespace) -> Read:
-    """Return the function that makes a prefix of what a model wrote; empty where there is none."""
+    """Return the function that makes a prefix of what a model wrote; its result is empty where there is none."""
     if not options.truncate_tokens:
         return lambda text: first_sentences(clean(thinking(text)), options.sentences)
     from pellucid.policy import pretrained  # noqa: PLC0415 - torch takes seconds to import: not every run needs it
@@ -215,7 +218,10 @@ def ask_student(
     read: Read,
     advance: Callable[[], None],
 ) -> list[str]:
-    """Ask a local model. Random numbers belong to a question and batches are the same in every run: so are prefixes."""
+    """Ask the student for its missing prefixes. Return why some are still missing.
+
+    A question has its own random numbers and the batches are the same in every run, so the prefixes are, too.
+    """
     size = options.per_question
     sampling = Sampling(size, options.temperature, options.max_tokens)
     prompts, complaints = fitting(student, prompts, sampling)
@@ -249,7 +255,7 @@ def fitting(student: Any, prompts: Sequence[Prompt], sampling: Sampling) -> tupl
 
 @contextmanager
 def progress(total: int) -> Iterator[Callable[[], None]]:
-    """Show progress: a bar on a terminal, a line now and then in a file."""
+    """Show progress, a bar on a terminal, a line now and then in a file. Yield the function that counts one prefix."""
     if sys.stdout.isatty():
         with Progress() as bar:
             task = bar.add_task("prefixes", total=total)

@@ -1,4 +1,4 @@
-"""A journal of prefixes as they arrive, a line each, beside the output. A killed run goes on from it."""
+"""The journal beside the output: a file with a line for each prefix as it arrives. A killed run goes on from it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,10 @@ Slot = tuple[str, str, int]
 
 
 class Journal:
-    """The first line holds the settings. While the file exists it holds every prefix; the output may lack some."""
+    """All prefixes so far, in memory and in a file of JSON lines, whose first line holds the settings.
+
+    While that file exists it holds every prefix; the output may lack some.
+    """
 
     def __init__(self, output: Path, settings: Mapping[str, Any]) -> None:
         self.output, self.path = output, output.with_name(f"{output.name}.partial.jsonl")
@@ -82,7 +85,7 @@ class Journal:
         return [slot for slot in wanted if slot not in self.texts]
 
     def open(self) -> TextIO:
-        """Open the file for `add`. All that an earlier output held is written first, or none of it."""
+        """Open the file for `add`. A new file begins with all prefixes of an earlier output, written as a whole."""
         self.path.parent.mkdir(parents=True, exist_ok=True)
         if not self.begun:
             lines = [{"settings": self.settings}, *(self.entry(slot) for slot in self.texts)]
@@ -103,7 +106,7 @@ class Journal:
         return {"question": question, "source": source, "index": index, "answer": answer, "text": text}
 
     def write(self, prompts: Sequence[Prompt]) -> None:
-        """Write the output: these questions in their order, then others that an earlier run asked."""
+        """Write the output: first these questions in their order, then others that an earlier run asked."""
         answers = {prompt.key: prompt.answer for prompt in prompts}
         rows: dict[str, dict[str, Any]] = {
             question: {"question": question, "answer": answer, **{source: [] for source in SOURCES}}

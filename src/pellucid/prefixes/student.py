@@ -1,4 +1,4 @@
-"""A local model that is asked as a teacher is."""
+"""The student: a local model that is asked for prefixes with the same messages as a teacher."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A teacher behind an OpenAI-compatible endpoint. Back-off, jitter and Retry-After are those of the official client."""
+"""A teacher behind an OpenAI-compatible endpoint. The official client does back-off, jitter and short Retry-After."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ INSTRUCTION = (
 CLIENT_WAITS = 120
 """The most seconds that the official client waits; it gives up where an endpoint asks for more."""
 LONGEST_WAIT = 600
-"""The most seconds that we wait for an endpoint."""
+"""The most seconds that we wait where an endpoint asks for it with Retry-After."""
 
 
 class UnansweredError(Exception):
@@ -40,7 +40,7 @@ class Endpoint:
     timeout: float
     retries: int
     per_minute: float
-    """Most requests started a minute, those of the retries included; 0 is no limit."""
+    """The most requests started a minute, retries included; 0 is no limit."""
 
     @property
     def loopback(self) -> bool:
@@ -63,7 +63,7 @@ def checked(base_url: str) -> str:
     except ValueError:
         parts, whole = None, False
     if parts is None or not whole:
-        said = "" if "@" in base_url else f" {base_url!r}"  # it may hold a password
+        said = "" if "@" in base_url else f" {base_url!r}"  # with "@" it may hold a password
         raise UserError(f"--base-url{said} is no address: write http://HOST:PORT/v1 or https://HOST/v1")
     if parts.username or parts.password or parts.query:
         raise UserError("--base-url must hold no secret: put the key into the variable that --key-env names")
@@ -121,14 +121,14 @@ class Teacher:
         )
         try:
             content = answer.choices[0].message.content
-        except (AttributeError, IndexError, KeyError, TypeError):  # the client passes on what is no completion
+        except (AttributeError, IndexError, KeyError, TypeError):  # the client returns whatever JSON it received
             return ""
         parts = content if isinstance(content, list) else [{"text": content}]
         texts = [part.get("text") for part in parts if isinstance(part, dict)]
         return "".join(text for text in texts if isinstance(text, str))
 
     def refusal(self, error: Any) -> str:
-        """Return why a request failed, without the key, which endpoints quote. UserError where all would fail so."""
+        """Return why a request failed, without the key, which endpoints quote. UserError where every request would."""
         e = self.endpoint
         if error.status_code in (401, 403):
             raise UserError(
@@ -148,7 +148,7 @@ class Teacher:
         return f"HTTP {error.status_code} {self.redacted(str(said))}".strip()
 
     def redacted(self, text: str) -> str:
-        """Remove every word that begins as the key does."""
+        """Return at most 200 characters of a text, in which [key] replaces all that begins as the key does."""
         return " ".join(re.sub(rf"{re.escape(self.key[:4])}\S*", "[key]", text).split())[:200]
 
     def unconnected(self, error: Exception) -> Exception:
@@ -185,10 +185,10 @@ class Pace:
 
 
 def long_wait(error: Any, complaint: str) -> float:
-    """Return the seconds of a wait that the official client refuses. UnansweredError where none is asked for."""
+    """Return the seconds of a Retry-After that is too long for the official client. UnansweredError for any other."""
     try:
         seconds = float(error.response.headers.get("retry-after", "0"))
-    except ValueError:  # a date
+    except ValueError:  # Retry-After can be a date
         seconds = 0.0
     if not CLIENT_WAITS < seconds <= LONGEST_WAIT:
         raise UnansweredError(complaint)

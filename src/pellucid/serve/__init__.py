@@ -1,6 +1,7 @@
 """`pellucid serve`: the trained model over HTTP. Requests that arrive together are decoded together.
 
-engine.py decodes, with rows.py and group.py as its requests; api.py, completions.py and messages.py are what is asked
-and answered; exchange.py, connections.py and gate.py hold clients to their bounds; daemon.py runs it all in the
-background. The room knows policies, samplers' decoding and tasks; it knows nothing of training.
+engine.py decodes the rows of all requests (rows.py), and decoding.py passes a request to it. api.py, completions.py and
+group.py answer the endpoints, whose bodies are in messages.py; gate.py, exchange.py and connections.py hold clients to
+their bounds. command.py reads the options, host.py loads the model, and daemon.py runs it all in the background. The
+room knows settings, policies, our decoders, tasks and how advantages are computed; it knows nothing of training.
 """

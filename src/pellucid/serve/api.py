@@ -1,4 +1,4 @@
-"""The service: OpenAI's completions, `/solve_question`, and a group of answers with its advantages."""
+"""The HTTP application: OpenAI's completions, `/solve_question`, and `/group`, completions with their advantages."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ PAGE = Path(__file__).with_name("page.html")
 
 
 async def until_answered() -> AsyncIterator[ExitStack]:
-    """The clean-up to be done when the answer is sent, or when nobody waits for it any more."""
+    """Yield a stack of clean-ups, which run when the answer is sent or its client has left."""
     with ExitStack() as leaving:
         yield leaving
 
@@ -109,14 +109,19 @@ def application(served: Served) -> ASGIApp:
 
 
 def said(error: dict[str, Any]) -> str:
-    """Example: "messages.0.role: Input should be 'system', 'user' or 'assistant'" """
+    """Return a validation error as one line.
+
+    Example: "messages.0.role: Input should be 'system', 'user' or 'assistant'"
+    """
     place = ".".join(str(part) for part in error["loc"] if part != "body")
     return f"{place}: {error['msg']}" if place else str(error["msg"])
 
 
 async def solve(served: Served, question: str) -> dict[str, Any]:
-    """Greedy: no random numbers. The same question has the same answer whoever else is answered, with
-    `serve --batch-invariant`, or where the processor computes so of itself.
+    """Answer a question by greedy decoding, without random numbers.
+
+    The answer does not depend on the other requests with `serve --batch-invariant`, or where the processor computes
+    that way by itself.
     """
     start = time.perf_counter()
     system = ({"role": "system", "content": served.system},) if served.system else ()

@@ -30,7 +30,7 @@ def main(arguments: list[str]) -> int:
         return IN_THE_BACKGROUND[action](options.folder)
     for library in ("fastapi", "uvicorn"):
         extra(library, "serve", "pellucid serve")
-    from pellucid.serve import gate  # noqa: PLC0415 - of an extra
+    from pellucid.serve import gate  # noqa: PLC0415 - it imports the libraries checked above
 
     options.token = gate.token_of(options.token)
     if warning := gate.warning(options.host, options.port, options.token):
@@ -71,7 +71,10 @@ def serve(options: argparse.Namespace) -> int:
 
 
 def listening(host: str, port: int) -> socket.socket:
-    """The listening socket, taken before the model is loaded: whoever connects meanwhile waits."""
+    """Return a listening socket. UserError where the address cannot be used.
+
+    It is taken before the model is loaded, so that clients which connect meanwhile wait.
+    """
     taken = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
     taken.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
@@ -85,7 +88,7 @@ def listening(host: str, port: int) -> socket.socket:
 
 
 def url_of(host: str, port: int) -> str:
-    """The address for a client on this machine. Example: url_of("::1", 8000) == "http://[::1]:8000" """
+    """Return the address for a client on this machine. Example: url_of("::1", 8000) == "http://[::1]:8000" """
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 

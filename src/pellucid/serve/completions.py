@@ -24,7 +24,10 @@ def not_served(served: Served, name: str) -> RequestError:
 async def complete(
     served: Served, request: Sampling, prompt: Prompt, chat: bool, limit: int | None, leaving: ExitStack
 ) -> Response:
-    """`leaving` is unwound when the answer is sent, or nobody waits for it: a stream may not even have begun then."""
+    """Return the completions of a prompt, at most `limit` tokens each. RequestError where they cannot be made.
+
+    `leaving` cancels the decoding when the answer is sent or the client has left, even where a stream has not begun.
+    """
     if request.model not in ("", served.name):
         raise not_served(served, request.model)
     decoding = await begun(served, prompt, request, limit)
@@ -46,7 +49,7 @@ async def complete(
 
 
 async def streamed(decoding: Decoding, head: dict[str, Any], chat: bool, with_usage: bool) -> AsyncIterator[str]:
-    """The answer as server-sent events. An error after the first byte is an event of its own."""
+    """Yield the answer as server-sent events. An error is an event, too, since the status has been sent by then."""
     head |= {"object": "chat.completion.chunk" if chat else "text_completion"}
     tokens = 0
     if chat:

@@ -1,7 +1,7 @@
-"""The HTTP server, and connections that would keep it waiting.
+"""The HTTP server, which closes the connections of clients that keep it waiting.
 
-uvicorn closes a connection that is silent behind an answer. One that never finishes the headers of a request, or the
-body of one that has been answered, or that leaves its last answer unread, it keeps for as long as the client likes.
+uvicorn itself closes a connection that stays silent after an answer. It would keep for ever a connection whose client
+never finishes the headers of a request, or the body of one that has been answered, or never reads its last answer.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ PATIENCE = 10.0
 
 
 def server(app: ASGIApp, patience: float = PATIENCE, grace: float = GRACE) -> uvicorn.Server:
-    """The HTTP server, to be run with a listening socket."""
+    """Return the HTTP server, to be run with a listening socket."""
     settings = uvicorn.Config(app, http="h11", log_level="warning", timeout_notify=0)
-    # The engine tells what is left that the service is ending; what does not hear of it is cancelled soon after.
+    # After `grace` seconds the engine refuses all requests that are left; uvicorn cancels what remains 2 seconds later.
     settings.timeout_graceful_shutdown = round(grace) + 2
     made = uvicorn.Server(settings)
     settings.callback_notify = Watch(made, patience).look
@@ -34,7 +34,10 @@ def server(app: ASGIApp, patience: float = PATIENCE, grace: float = GRACE) -> uv
 
 
 def stopper(made: uvicorn.Server, close: Callable[[], None], grace: float = GRACE) -> Callable[[int, Any], None]:
-    """A signal handler: no new connections; requests that are being answered have `grace` seconds to end."""
+    """Return a signal handler that lets no more connections in, and calls `close` after `grace` seconds.
+
+    Requests that are being answered have that time to end.
+    """
 
     def stop(number: int, frame: FrameType | None) -> None:
         made.handle_exit(number, frame)
@@ -47,12 +50,12 @@ def stopper(made: uvicorn.Server, close: Callable[[], None], grace: float = GRAC
 
 @dataclass
 class Watch:
-    """Check the connections of a server once a second, and close those that are late."""
+    """Check the connections of a server once a second, and close those whose client has kept it waiting too long."""
 
     server: uvicorn.Server
     patience: float
     since: dict[Any, tuple[Any, float]] = field(default_factory=dict)
-    """The connections that are late, with the request that they are behind and since when."""
+    """The connections that wait for their client, each with its latest request and when it was first seen waiting."""
 
     async def look(self) -> None:
         now = time.monotonic()
@@ -68,7 +71,7 @@ class Watch:
 
 
 def is_waited_for(connection: Any) -> bool:
-    """Whether it is the client's turn: to send headers or the rest of a body, or to take the last answer."""
+    """Return whether it is the client's turn: to send headers or the rest of a body, or to take the last answer."""
     http, unread = connection.conn, (h11.DONE, h11.MUST_CLOSE)
     return (
         connection.transport.is_closing()

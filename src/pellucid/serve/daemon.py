@@ -26,13 +26,13 @@ from pellucid.machine.locks import locked
 from pellucid.types import UserError
 
 GRACE = 30.0
-"""How many seconds a service has to answer after its start, or to end after it was asked to."""
+"""How many seconds a service has to end after it was asked to; it has ten times as many to answer after its start."""
 INSTANCE = "PELLUCID_INSTANCE"
-"""The environment variable with the number that a service reports at /health, to be told from others on its port."""
+"""The environment variable with the random number by which a service, at /health, is told from others on its port."""
 SAME_SECONDS = 2.0
-"""Start times that differ by less count as equal: they are counted from the boot, known to about a second."""
+"""Start times that differ by less count as equal: they are counted from the boot, whose time is known to a second."""
 DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-"""An opener without proxies: one of the environment would answer for what it cannot reach."""
+"""An opener without the proxies of the environment: a proxy would answer in place of a service that is not there."""
 
 
 @dataclass(frozen=True)
@@ -41,14 +41,14 @@ class Daemon:
 
     pid: Annotated[int, Field(gt=0, lt=2**31)]
     started: float
-    """When the process started, in seconds since 1970: pids are used again."""
+    """When the process started, in seconds since 1970: another process can have the same pid later."""
     url: str
     instance: str
     arguments: list[str]
     """The arguments of `pellucid serve`, to start it again."""
 
     def alive(self) -> bool:
-        """Whether the process runs, and is the one that was started."""
+        """Return whether the process runs, and is the one that was started."""
         try:
             process = psutil.Process(self.pid)
             same = abs(process.create_time() - self.started) < SAME_SECONDS
@@ -57,12 +57,12 @@ class Daemon:
             return False
 
     def answers(self) -> bool:
-        """Whether it is this service that answers at its address."""
+        """Return whether it is this service that answers at its address."""
         return health(self.url).get("instance") == self.instance
 
 
 def health(url: str) -> dict[str, object]:
-    """The health report of the service at an address; empty where none answers."""
+    """Return the health report of the service at an address; empty where none answers."""
     try:
         with DIRECT.open(f"{url}/health", timeout=2) as response:
             facts = json.loads(response.read(100_000))
@@ -72,7 +72,7 @@ def health(url: str) -> dict[str, object]:
 
 
 def recorded(folder: Path) -> Daemon | None:
-    """The service that was started last, whether it runs or not."""
+    """Return the service that was started last, whether it runs or not. UserError for a damaged pid file."""
     path = folder / "serve.pid"
     if not path.exists():
         return None
@@ -84,7 +84,7 @@ def recorded(folder: Path) -> Daemon | None:
 
 
 def read(folder: Path) -> Daemon | None:
-    """The service that runs; None where none does, whatever a dead one left behind."""
+    """Return the service that runs; None where none does, even if a pid file is left."""
     found = recorded(folder)
     return found if found and found.alive() else None
 
@@ -98,7 +98,7 @@ def start(folder: Path, url: str, arguments: Sequence[str]) -> int:
                 f"a service runs already: {running.url}, pid {running.pid}; stop it, or name another --folder"
             )
         asked_to_stop: list[int] = []
-        with handled(lambda number, _: asked_to_stop.append(number)):  # who could end what has no pid file yet?
+        with handled(lambda number, _: asked_to_stop.append(number)):  # without a pid file nobody could end it
             process, service = launched(folder, url, arguments)
         try:
             if asked_to_stop:
@@ -113,7 +113,7 @@ def start(folder: Path, url: str, arguments: Sequence[str]) -> int:
 
 
 def launched(folder: Path, url: str, arguments: Sequence[str]) -> tuple[subprocess.Popen[bytes], Daemon]:
-    """Start the process; its pid file is there from the first moment on."""
+    """Start the process, write its pid file at once, and return both."""
     command = [sys.executable, "-P", "-m", "pellucid", "serve", *arguments]
     instance = secrets.token_hex(8)
     with (folder / "serve.log").open("a") as log:
@@ -173,7 +173,7 @@ def stop(folder: Path) -> int:
 
 
 def status(folder: Path) -> int:
-    """Print the state. Exit status 0 where the service answers, 1 where it runs and does not, 3 where none runs."""
+    """Print the state. Return 0 where the service answers, 1 where it runs and does not answer, 3 where none runs."""
     running = read(folder)
     if running is None:
         print("nothing runs")

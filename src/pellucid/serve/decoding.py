@@ -1,4 +1,4 @@
-"""The served model with its bounds, and a request on its way through the engine."""
+"""The served model with its limits, and the way of a request into the engine and of its completions back."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from pellucid.serve.rows import Piece, Request
 from pellucid.types import Prompt, Task, UserError
 
 SHORT = 10_000
-"""Characters that become tokens in milliseconds; longer texts do so one after the other, beside what else goes on."""
+"""Prompts of up to this many characters are tokenized at once, which takes milliseconds; longer ones in a thread."""
 
 
 def one_thread() -> ThreadPoolExecutor:
@@ -31,7 +31,7 @@ def one_thread() -> ThreadPoolExecutor:
 
 @dataclass(frozen=True)
 class Served:
-    """The served model and its bounds."""
+    """The served model and the limits of its service."""
 
     name: str
     """The name by which clients call the model."""
@@ -40,13 +40,13 @@ class Served:
     task: Task | None = None
     """The task that taught the model: `/group` asks its held-out questions and grades by it."""
     algorithm: GRPOConfig = field(default_factory=GRPOConfig)
-    """The settings that say how the answers of a group are compared."""
+    """The settings by which `/group` computes advantages."""
     system: str = ""
     """The system message of `/solve_question`."""
     max_tokens: int = 512
     """The longest completion in tokens, where a request does not say."""
     timeout: float = 120.0
-    """How many seconds an answer may take, from the whole request to its end."""
+    """How many seconds an answer may take, from the arrival of the whole request to its end."""
     body_bytes: int = 1_000_000
     body_seconds: float = 30.0
     send_seconds: float = 30.0
@@ -56,15 +56,15 @@ class Served:
     token: str = ""
     """The token that clients must show; empty for none."""
     instance: str = ""
-    """The number by which `serve start` knows its own service."""
+    """The number by which `serve start` recognizes its own service."""
     tokenizing: ThreadPoolExecutor = field(default_factory=one_thread)
     grading: ThreadPoolExecutor = field(default_factory=one_thread)
-    """One group at a time: rewards of several threads would wait for one worker anyway."""
+    """Grades one group at a time: in the sandbox, the rewards of several threads would wait for one another anyway."""
 
 
 @dataclass
 class Answer:
-    """A row as it grows."""
+    """One completion of a request, put together from its pieces."""
 
     text: str = ""
     token_ids: tuple[int, ...] = ()
@@ -79,12 +79,12 @@ class Answer:
 
 
 class Decoding:
-    """A request on its way: an async iterator of its pieces. Leaving it early frees its rows."""
+    """A submitted request: an async iterator over the pieces of its completions. Leaving it early frees its rows."""
 
     def __init__(
         self, served: Served, prompt_ids: tuple[int, ...], settings: Sampling, tokens: int, until: float
     ) -> None:
-        """Submit a request, to be answered at `until` of the loop's clock. RequestError where it is turned away."""
+        """Submit a request, to be answered by `until` on the event loop's clock. RequestError where it is refused."""
         self.served, self.prompt_ids, self.until = served, prompt_ids, until
         self.news: asyncio.Queue[Piece | Exception | None] = asyncio.Queue()
         loop = asyncio.get_running_loop()
@@ -153,7 +153,10 @@ async def begun(served: Served, prompt: Prompt, settings: Sampling, max_tokens: 
 
 
 async def encoded(served: Served, prompt: Prompt) -> tuple[int, ...]:
-    """The token ids of a prompt. A megabyte takes a second, in which other requests go on."""
+    """Return the token ids of a prompt. RequestError where it cannot be encoded.
+
+    A megabyte takes a second: long texts are tokenized in a thread, so that other requests go on.
+    """
     texts = [prompt.text] if isinstance(prompt.text, str) else [message["content"] for message in prompt.text]
     try:
         if sum(map(len, texts)) + SHORT // 100 * len(texts) <= SHORT:

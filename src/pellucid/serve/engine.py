@@ -18,11 +18,11 @@ from pellucid.models.running import Running
 from pellucid.serve.rows import Piece, Request, Row
 
 PROMPT_TOKENS = 65_536
-"""The most prompts times the length of the longest: in the cache each has the room of the longest."""
+"""The most tokens of prompts in the cache: their number times the length of the longest, since each takes its room."""
 SCORES = 2**24
-"""The most attention scores of a head in prompts that are read together: 64 of 512 tokens, or one of 4096."""
+"""The most attention scores of a head in one prefill, prompts * length^2: 64 prompts of 512 tokens, or one of 4096."""
 NOBODY = -1
-"""Stands for a token where none could be drawn."""
+"""The token id of a row for which none could be drawn."""
 
 
 class RefusedError(Exception):
@@ -30,7 +30,7 @@ class RefusedError(Exception):
 
 
 class Meter:
-    """Counts of the last ten seconds."""
+    """Counts by the second, for the rate of the last ten."""
 
     def __init__(self) -> None:
         self.counts: deque[tuple[int, int]] = deque(maxlen=11)
@@ -48,10 +48,10 @@ class Meter:
 
 
 class Engine:
-    """`submit` from any thread; answers come through `Request.tell`.
+    """Decodes the requests that any thread may `submit`; their answers come through `Request.tell`.
 
-    `run` belongs into the thread that loaded the model: OpenMP keeps a pool of workers for each thread that has
-    computed, and with two pools on two cores a token takes twice as long.
+    Call `run` in the thread that loaded the model: OpenMP keeps a pool of workers for each thread that has computed,
+    and with two pools on two cores a token takes twice as long.
     """
 
     def __init__(self, policy: Any, rows: int = 64, waiting: int = 256) -> None:
@@ -60,7 +60,7 @@ class Engine:
         self.waiting: list[Request] = []
         self.closed = False
         self.changed = threading.Condition()
-        """Guards the two above."""
+        """Guards `waiting` and `closed`, and wakes `run` when they change."""
         self.running: Running[Row] = Running(policy.decode_batch(rows))
         self.place = hardware.place_of_sums(policy.device)
         self.meter, self.errors, self.last_error = Meter(), 0, ""
@@ -80,7 +80,7 @@ class Engine:
             self.changed.notify()
 
     def close(self) -> None:
-        """End `run`. Requests whose answers are not finished are told so."""
+        """End `run`, which sends RefusedError to all unfinished requests."""
         with self.changed:
             self.closed = True
             self.changed.notify()
@@ -94,14 +94,14 @@ class Engine:
                     if self.running.rows:
                         self._advance()
                         self.heap.after_step()
-                except Exception as error:  # noqa: BLE001 - whatever it was, it must not end what others use
+                except Exception as error:  # noqa: BLE001 - no error may end the service for the others
                     self._abandon(error)
         finally:
             self.close()
             self._tell_all([*self._served(), *self.waiting], RefusedError("the service is ending"))
 
     def state(self) -> dict[str, Any]:
-        """The state of the engine, for `/health`."""
+        """Return the state of the engine, for `/health`."""
         return {
             "rows": len(self.running.rows),
             "rows_at_most": self.rows,
@@ -113,9 +113,9 @@ class Engine:
         }
 
     def _called_for(self) -> bool:
-        """Wait for a request where there is nothing to do. False when the engine is closed."""
+        """Wait until there is something to do. Return False when the engine is closed."""
         if not self.running.rows and not self.waiting:
-            self.heap.give_back()  # caches of prompts that have left
+            self.heap.give_back()  # the memory of finished prompts' caches
         with self.changed:
             self.changed.wait_for(lambda: self.closed or self.running.rows or self.waiting)
             return not self.closed
@@ -124,19 +124,20 @@ class Engine:
         self.waiting = [request for request in self.waiting if not request.cancelled]
 
     def _served(self) -> set[Request]:
-        """The requests that are being decoded."""
+        """Return the requests that are being decoded."""
         return {row.request for row in self.running.rows}
 
     def _admit(self) -> None:
-        """In the order of arrival: a large request is not overtaken for ever by small ones. Those of the same size are
-        read together: four prompts take two and a half times as long as one.
+        """Prefill waiting requests while there is room, in order of arrival: small ones never overtake a large one.
+
+        Requests with the same n are prefilled together: four prompts take two and a half times as long as one.
         """
         while joining := self._next_to_join():
             rows = [Row(request, i, generator_of(request.seed, i)) for request in joining for i in range(request.n)]
             self.running.admit([list(request.prompt_ids) for request in joining], rows)
 
     def _next_to_join(self) -> list[Request]:
-        """The first requests that wait, as many as are read together and have room; they wait no more."""
+        """Take from the queue and return its first requests, as many as fit into one prefill and into the free rows."""
         with self.changed:
             self._forget_cancelled()
             served = [len(request.prompt_ids) for request in self._served()]
@@ -164,7 +165,7 @@ class Engine:
         self.running.step(torch.tensor([row.token_ids[-1] for row in self.running.rows], device=device))
 
     def _drawn(self) -> list[tuple[int, float]]:
-        """The (token, log-prob) of every row; rows of the same settings are drawn together."""
+        """Return the (token, log-prob) of every row; adjacent rows of the same settings are drawn together."""
         drawn: list[tuple[int, float]] = []
         for _, run in groupby(self.running.rows, lambda row: (row.request.temperature, row.request.truncation)):
             rows = list(run)
@@ -174,7 +175,7 @@ class Engine:
         return drawn
 
     def _draw(self, rows: Sequence[Row], logits: Tensor, uniforms: Tensor) -> list[tuple[int, float]]:
-        """Draw for some rows. Where that fails for one of several requests, the others are drawn all the same."""
+        """Return the (token, log-prob) of rows of the same settings. An error fails only the requests that cause it."""
         request = rows[0].request
         try:
             tokens, logprobs = draw(logits, uniforms, request.temperature, request.truncation)
@@ -203,7 +204,7 @@ class Engine:
         return piece is None or not piece.reason
 
     def _tell(self, request: Request, news: Piece | Exception | None) -> None:
-        """Pass news on. A listener that raises is taken for one that has left."""
+        """Call `tell` of a request. Where that raises, the request is cancelled."""
         try:
             request.tell(news)
         except Exception as error:  # noqa: BLE001 - as in `run`
@@ -216,7 +217,7 @@ class Engine:
                 self._tell(request, news)
 
     def _fail(self, requests: Iterable[Request], error: Exception) -> None:
-        """Tell the requests of an error; their rows are free at the end of the step."""
+        """Send the error to the requests and cancel them; their rows are free at the end of the step."""
         self._note(error)
         self._tell_all(requests, error)
         for request in requests:
@@ -225,7 +226,7 @@ class Engine:
     def _abandon(self, error: Exception) -> None:
         """Fail all requests that are being decoded, since half a step may have been taken, and start a new batch."""
         requests = self._served()
-        self.running = Running(self.policy.decode_batch(self.rows))  # first: whoever is told may look at the state
+        self.running = Running(self.policy.decode_batch(self.rows))  # first, since `tell` may look at the state
         self._fail(requests, error)
 
     def _note(self, error: Exception) -> None:
@@ -234,7 +235,7 @@ class Engine:
 
 
 def taken(lengths: Sequence[int]) -> int:
-    """The room that prompts take in the cache, in tokens: each has that of the longest."""
+    """Return the room that prompts take in the cache, in tokens: each takes that of the longest."""
     return len(lengths) * max(lengths)
 
 

@@ -24,6 +24,6 @@ ENDING = RequestError(503, "the service is ending", "ending")
 
 def refused(refusal: RequestError) -> JSONResponse:
     kind = "invalid_request_error" if refusal.status < 500 else "server_error"
-    message = str(refusal).encode(errors="backslashreplace").decode()  # half a character cannot be sent
+    message = str(refusal).encode(errors="backslashreplace").decode()  # a lone surrogate cannot be sent
     body = {"error": {"message": message, "type": kind, "code": refusal.code, "param": None}}
     return JSONResponse(body, refusal.status, HEADERS.get(refusal.status))

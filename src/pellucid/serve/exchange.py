@@ -1,4 +1,6 @@
-"""An exchange with a client: its body in bounds and in time, no work for who has gone, an answer for who has not."""
+"""ASGI middleware around every request: it bounds the size and the time of the body, ends the work for a client that
+has hung up, and answers every client that has not.
+"""
 
 from __future__ import annotations
 
@@ -18,10 +20,10 @@ class GoneError(Exception):
 
 
 class Exchanges:
-    """ASGI middleware."""
+    """ASGI middleware that reads the whole body of a request before the application is called."""
 
     def __init__(self, app: ASGIApp, body_bytes: int, body_seconds: float, send_seconds: float) -> None:
-        """Bounds: bytes and seconds for a body, and seconds for a client to take a piece of its answer."""
+        """Set the bounds: bytes and seconds for a body, and seconds for a client to take a piece of its answer."""
         self.app, self.body_bytes, self.body_seconds = app, body_bytes, body_seconds
         self.send_seconds, self.begun = send_seconds, 0
 
@@ -49,7 +51,7 @@ class Exchanges:
 
 
 class Exchange:
-    """One exchange, whose body has arrived."""
+    """One request whose body has arrived, and its answer."""
 
     def __init__(
         self, app: ASGIApp, scope: Scope, receive: Receive, send: Send, body: bytes, send_seconds: float
@@ -57,7 +59,7 @@ class Exchange:
         self.app, self.scope, self.receive, self.send, self.send_seconds = app, scope, receive, send, send_seconds
         self.messages: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
         self.over = asyncio.Event()
-        """Run the application until all is answered, or the client has hung up or takes nothing more."""
+        """Set when the application has answered, or the client has hung up or takes nothing more."""
         self.started = False
 
     async def run(self) -> None:
@@ -65,7 +67,7 @@ class Exchange:
         try:
             await self.over.wait()
             await (answering if answering.done() else left(answering))
-        except asyncio.CancelledError:  # by the server, which ends and waits no longer
+        except asyncio.CancelledError:  # by the server, which is ending and waits no longer
             await left(answering)
             if not self.started:
                 await refused(ENDING)(self.scope, self.receive, self.send)
@@ -84,7 +86,7 @@ class Exchange:
         self.over.set()
 
     async def _next(self) -> Message:
-        """What the application receives: the body, and later that the client has gone."""
+        """Return what the application receives: first the body, then that the client has gone, once it has."""
         if self.messages:
             return self.messages.pop()
         await self.over.wait()
@@ -101,7 +103,10 @@ class Exchange:
 
 
 async def whole_body(receive: Receive, limit: int) -> bytes:
-    """RequestError above the limit: nothing above it is kept, but read it is, or its sender would hear no answer."""
+    """Return the body. RequestError where it is above the limit, GoneError where the client hangs up.
+
+    What is above the limit is read and not kept: a client that cannot finish sending would not read the answer.
+    """
     body, size = bytearray(), 0
     more = True
     while more and size <= PATIENCE * limit:

@@ -1,8 +1,8 @@
-"""Who is let in: by the host that is asked for, by the page that asks, by a token.
+"""Which requests are let in: by their Host and Origin headers, and by a token.
 
-A service on the loopback is reached by every page that its user's browser shows. A page of another site may post to
-it (its answer is hidden from that page, its work is done), and one whose name is made to lead to 127.0.0.1 would be of
-the same site. The first is told by its Origin, the second by the Host that it asks for.
+Every page in the user's browser can reach a service on the loopback. A page of another site may post to it: the browser
+hides the answer from that page, but the work is done. A page whose host name is made to resolve to 127.0.0.1 (DNS
+rebinding) even counts as the same site. The first is recognized by its Origin, the second by its Host.
 """
 
 from __future__ import annotations
@@ -21,14 +21,16 @@ from pellucid.types import UserError
 
 LOOPBACK = ("localhost", "127.0.0.1", "::1")
 OPEN = ("/", "/health")
-"""Paths without a secret: the page asks for the token itself, and whoever watches over the service needs none."""
+"""Paths that need no token: the page asks the user for it, and whoever watches over the service needs none."""
 TOKEN = "PELLUCID_TOKEN"
 """The environment variable of the token: a command line can be read by every user of the machine."""
 
 
 class Gate:
-    """ASGI middleware. starlette's TrustedHostMiddleware would do for names: it has no word for those who are turned
-    away, and does not know that an address in digits, unlike a name, leads where it says.
+    """ASGI middleware that refuses the requests for which `check` raises.
+
+    starlette's TrustedHostMiddleware would not tell clients why they are refused, and would refuse IP addresses,
+    which, unlike a name, nobody can make to lead elsewhere.
     """
 
     def __init__(self, app: ASGIApp, hosts: Sequence[str] = LOOPBACK, token: str = "") -> None:
@@ -58,13 +60,13 @@ class Gate:
             raise RequestError(401, "this service needs its token, as: Authorization: Bearer TOKEN", "invalid_api_key")
 
     def knows(self, authorization: str) -> bool:
-        """Whether the token is right, in a time that does not tell how nearly."""
+        """Return whether the token is right, in a time that does not depend on how much of it is."""
         scheme, _, token = authorization.partition(" ")
         return scheme.lower() == "bearer" and secrets.compare_digest(token.strip().encode(), self.token.encode())
 
 
 def name_of(host: str) -> str:
-    """Example: name_of("[::1]:8000") == "::1"; empty where there is none"""
+    """Return the name in a Host header, empty where there is none. Example: name_of("[::1]:8000") == "::1" """
     try:
         return urlsplit(f"//{host}").hostname or ""
     except ValueError:
@@ -72,7 +74,10 @@ def name_of(host: str) -> str:
 
 
 def trusted(name: str, hosts: Sequence[str]) -> bool:
-    """Example: trusted("a.example.org", ["*.example.org"]); trusted("10.0.0.7", [])"""
+    """Return whether a name is an IP address or matches one of the hosts.
+
+    Example: trusted("a.example.org", ["*.example.org"]); trusted("10.0.0.7", [])
+    """
     return bool(name) and (is_address(name) or any(matches(name, host.lower()) for host in hosts))
 
 
@@ -93,7 +98,7 @@ def is_loopback(host: str) -> bool:
 
 
 def token_of(option: str) -> str:
-    """The token of the options or of the environment; empty for none. UserError where no header can hold it."""
+    """Return the token of the options or of the environment; empty for none. UserError where no header can hold it."""
     token = option or os.environ.get(TOKEN, "")
     if not (token.isascii() and token.isprintable()) or " " in token:
         raise UserError("the token must be letters, digits and signs of ASCII, without spaces")
@@ -101,7 +106,7 @@ def token_of(option: str) -> str:
 
 
 def warning(host: str, port: int, token: str) -> str:
-    """A warning that everybody gets in; empty where only this machine does, or only who has the token."""
+    """Return a warning that everybody gets in; empty where only this machine does, or only those with the token."""
     if token or is_loopback(host):
         return ""
     return f"{host}:{port} is open to everyone who can reach it: set {TOKEN}, or give --token"

@@ -1,4 +1,4 @@
-"""A group as training would see it: G answers to one prompt, side by side, with their rewards and advantages."""
+"""`/group`: a group as training would see it, G completions of one prompt with their rewards and advantages."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from pellucid.types import Completion, Group, Prompt, Reward, Task
 
 
 async def group(served: Served, request: GroupRequest) -> dict[str, Any]:
-    """G answers to one prompt as training would see them: rewards and advantages where they can be graded."""
+    """Return G completions of one prompt, with rewards and advantages where they can be graded."""
     prompt = group_prompt(served, request)
     settings = Sampling(n=request.group_size, temperature=request.temperature, seed=request.seed)
     decoding = await begun(served, prompt, settings, request.max_tokens)
@@ -51,7 +51,7 @@ def gradable(served: Served, request: GroupRequest) -> bool:
 
 
 async def graded(served: Served, prompt: Prompt, completions: Sequence[Completion]) -> list[Reward]:
-    """Grade completions. Where the client leaves, this ends after the reward that is being computed."""
+    """Return the rewards of completions. Where the client leaves, grading ends after the reward in progress."""
     assert served.task is not None
     left = threading.Event()
     grading = asyncio.get_running_loop().run_in_executor(

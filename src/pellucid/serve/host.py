@@ -1,4 +1,4 @@
-"""From a model or a run to a service that answers until it is told to stop."""
+"""Load a model, or that of a run, and serve it until told to stop."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def host(options: argparse.Namespace, listening: socket.socket) -> None:
 
 
 def load(options: argparse.Namespace) -> Served:
-    """The policy; from a run also the task that taught it, and how that run compares answers."""
+    """Return the policy to be served; from a run also its task, on held-out questions, and its algorithm's settings."""
     hardware.keep_freed_memory()
     if options.batch_invariant:
         invariance.leave_amx()

@@ -1,6 +1,6 @@
-"""What goes over the wire: the part of OpenAI's API that a small model can honour; the rest is refused by name.
+"""The bodies of requests: the part of OpenAI's API that a small model can honour. Other fields are refused by name.
 
-Every field has its bounds, so that no value can do harm further in.
+Every field is bounded, so that no value can do harm in the code behind.
 """
 
 from __future__ import annotations
@@ -10,16 +10,16 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
 
 SMALLEST = 1e-6
-"""Of a temperature, or of a share of probability. 1 / temperature and the share times a sum must be numbers of float32:
-both are from 1e-38 on. Long before, neither changes anything: logits differ by more than this where they differ at all,
-and no vocabulary has a million tokens, so that the likeliest alone has a greater share.
+"""The smallest temperature above 0, and the smallest top_p. 1 / temperature and top_p times a sum must be numbers of
+float32, as they are from 1e-38 on. Values below 1e-6 would change nothing anyway: logits differ by more where they
+differ at all, and where a vocabulary has less than a million tokens, the likeliest alone has a greater probability.
 """
 STOPS, STOP_CHARACTERS = 4, 256
 LARGEST = 2**31 - 1
 
 
 def whole(value: Any) -> Any:
-    """ValueError for text with half of a surrogate pair, which JSON can spell and no file, screen or answer can."""
+    """Return the value. ValueError for text with a lone surrogate, which JSON can spell and no file or answer can."""
     if isinstance(value, str):
         try:
             value.encode()
@@ -31,7 +31,7 @@ def whole(value: Any) -> Any:
 
 
 def listed(value: Any) -> Any:
-    """One string or several, or none."""
+    """Return one string, several or none as a list."""
     return [value] if isinstance(value, str) else [] if value is None else value
 
 
@@ -101,7 +101,7 @@ class Question(BaseModel):
 
 
 class GroupRequest(BaseModel):
-    """One prompt, `group_size` answers side by side. Without a question, the task's next held-out one."""
+    """A request for `group_size` completions of one prompt: of `question`, or without it of a held-out one."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -109,7 +109,7 @@ class GroupRequest(BaseModel):
     answer: Text = ""
     """The gold answer to a question of one's own; without it there are no rewards."""
     number: int = Field(default=0, ge=0, le=LARGEST)
-    """The index of the task's held-out prompt."""
+    """The number of the task's held-out prompt, where there is no question."""
     group_size: int = Field(default=8, ge=2, le=64)
     temperature: Temperature = Field(default=1.0, gt=0.0)
     max_tokens: Tokens | None = None

@@ -1,4 +1,4 @@
-"""A request and its rows as they grow: tokens become text, and text ends at a stop string."""
+"""A request and its rows: as tokens are drawn they become text, which ends at a stop string."""
 
 from __future__ import annotations
 
@@ -11,9 +11,10 @@ import torch
 from pellucid.models.drawing import WHOLE, Truncation
 
 REPLACEMENT = "\ufffd"
-"""What an incomplete character decodes to: its last token is yet to come."""
+"""What the tokens of a character decode to before the last of them has come."""
 LONGEST_CHARACTER = 16
-"""Tokens. A character has four bytes at most: what is not whole after these never will be, and is told as it is."""
+"""How many tokens to wait for the end of a character. It has four bytes at most: one that is not complete after these
+tokens never will be, and is sent as it is."""
 
 
 class Piece(NamedTuple):
@@ -31,8 +32,9 @@ class Piece(NamedTuple):
 
 @dataclass(eq=False)
 class Request:
-    """n answers to a prompt. `tell` is called in the engine's thread, with None when all rows have ended, or with what
-    went wrong.
+    """A request for n completions of a prompt, each of which is a row.
+
+    The engine calls `tell` in its own thread: with each piece, with None when all rows have ended, or with an error.
     """
 
     prompt_ids: Sequence[int]
@@ -44,9 +46,9 @@ class Request:
     stop: Sequence[str] = ()
     seed: int = 0
     cancelled: bool = False
-    """Set by a client that no longer waits."""
+    """Set where the client no longer waits, or after an error."""
     beginnings: tuple[str, ...] = field(init=False)
-    """Beginnings of stop strings, the longest first: text that ends in one may be about to stop."""
+    """All beginnings of stop strings, the longest first: text that ends in one may be about to stop."""
 
     def __post_init__(self) -> None:
         parts = {stop[:n] for stop in self.stop for n in range(1, len(stop))}
@@ -61,13 +63,13 @@ class Row:
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     untold: str = ""
-    """Text of tokens that is not told yet: a stop string may begin here, and in nothing that was told before."""
+    """Text that is decoded and not yet sent, since a stop string may begin in it. None begins in what was sent."""
     decoded: tuple[int, int] = (0, 0)
     """The range of the tokens that were decoded last."""
     told_tokens: int = 0
 
     def add(self, token: int, logprob: float, policy: Any) -> Piece | None:
-        """Add a token. Return the piece that can now be told, if any; the last piece has a reason."""
+        """Add a token. Return the piece that can now be sent, if any; the last piece has a reason."""
         self.token_ids.append(token)
         self.logprobs.append(logprob)
         full = len(self.token_ids) >= self.request.max_tokens
@@ -80,8 +82,9 @@ class Row:
         return self._piece(told, reason) if told or reason else None
 
     def decode(self, policy: Any, ended: bool) -> bool:
-        """Adds the text of new tokens, read behind the last ones: the first of a text may decode without its space.
-        False where a character is not whole, and more may come.
+        """Add the text of new tokens. Return False where a character is incomplete and more tokens may come.
+
+        They are decoded together with the tokens before them: the first token of a text may lose its space.
         """
         first, end = self.decoded
         before, now = policy.decode(self.token_ids[first:end]), policy.decode(self.token_ids[first:])
@@ -92,7 +95,7 @@ class Row:
         return True
 
     def _held_back(self) -> int:
-        """How many characters at the end may begin a stop string."""
+        """Return how many characters at the end may begin a stop string."""
         return next((len(part) for part in self.request.beginnings if self.untold.endswith(part)), 0)
 
     def _piece(self, characters: int, reason: str) -> Piece:

@@ -28,7 +28,7 @@ _OPENED = r"(?<![A-Za-z])\(|(?<=[^A-Za-z][abx])\("
 _PIECE = re.compile(rf"\d+(?:\.\d+)?|(?<![A-Za-z])[abx](?![A-Za-z])|[-+*/=)]|{_OPENED}|[ \t]+")
 _LITERAL_ANSWER = re.compile(r"(?:answer is|a\+b=|boxed\{)([^\n]*)", re.IGNORECASE)
 LONGEST = 20_000
-"""How many characters of a completion are searched for statements; the final answer is found wherever it is."""
+"""How many characters of a completion are searched for statements; a marked answer is read wherever it is."""
 
 
 class Pieces(NamedTuple):

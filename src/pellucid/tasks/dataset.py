@@ -1,4 +1,4 @@
-"""Questions of your own: a file or a Hugging Face data set, which columns to use, and how answers are rewarded."""
+"""Your own questions, from a file or a Hugging Face data set, with the columns and reward terms that you choose."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _FIELD = re.compile(r"\{\{([^{}]*)\}\}|\{([^{}]+)\}")
 
 @dataclass(frozen=True)
 class Dataset:
-    """Prompts from rows, rewards from terms: the reward is the weighted sum of the terms that apply to the row.
+    """Prompts made from data rows; the reward is the weighted sum of the reward terms that apply to the row.
 
     Example: Dataset(data="openai/gsm8k", subset="main", test_data="test", answer_pattern="#### (.+)")
     """
@@ -31,7 +31,7 @@ class Dataset:
     name: Literal["dataset"] = "dataset"
     """This task."""
     seed: int = 0
-    """Orders the rows."""
+    """The seed of the order of the rows."""
     split: Literal["train", "test"] = "train"
     """`train` or `test`."""
     data: str = ""
@@ -41,7 +41,7 @@ class Dataset:
     test_data: str = ""
     """The held-out rows, which are not trained on: a file, or a split of the Hub data set. Empty: a share of `data`."""
     test_share: float = 0.1
-    """The share of questions that is held out where there is no `test_data`; which ones depends on no seed."""
+    """The share of questions that is held out where there is no `test_data`, whatever the seed."""
     question: str = "question"
     """The column that {question} stands for in the template."""
     messages: str = ""
@@ -49,7 +49,7 @@ class Dataset:
     system: str = ""
     """The system message, if any."""
     template: str = "{question}"
-    """The user's message. {column} is filled in, for any column; {{...}} stands for literal braces around something."""
+    """The user's message: {column} is replaced by the text of that column, and {{...}} by {...}."""
     chat: bool = True
     """False: the filled-in template reaches the model as it stands, without a chat template."""
     answer: str = "answer"
@@ -59,7 +59,7 @@ class Dataset:
     rewards: tuple[RewardTerm, ...] = (RewardTerm("numeric"),)
     """The terms of the reward."""
     correct: str = ""
-    """The reward term that decides, at 1, what evaluation counts as correct. Empty: the first."""
+    """The reward term by which evaluation counts an answer as correct: where it is 1. Empty: the first."""
 
     def __post_init__(self) -> None:
         if not self.data:
@@ -83,30 +83,30 @@ class Dataset:
 
     @property
     def deciding(self) -> RewardTerm:
-        """The term that decides what is correct."""
+        """The reward term that decides which answers are correct."""
         names = labels(self.rewards)
         return self.rewards[names.index(self.correct or names[0])]
 
     @property
     def compares(self) -> bool:
-        """Whether any term needs a gold answer."""
+        """Whether any reward term needs a gold answer."""
         return any(term.name in COMPARE_WITH_GOLD for term in self.rewards)
 
     def sample(self, step: int, n: int) -> list[Prompt]:
-        """The next n rows of an endless walk that shuffles anew each epoch and misses no row.
+        """Return the prompts of the next n rows. Each epoch is a new shuffle of all rows.
 
-        Another round of the step goes on elsewhere in the same epoch, so as to meet none of its rows again.
+        Another round of the step starts elsewhere in the same epoch, so as not to repeat its rows.
         """
         rows = split_prompts(self)
         number, walked = divmod(step, ROUND)
-        jump = number * round(0.618 * len(rows))  # by the golden ratio: however many rounds, they keep apart
+        jump = number * round(0.618 * len(rows))  # multiples of the golden ratio: any number of rounds stay apart
         places = (divmod(walked * n + i, len(rows)) for i in range(n))
         orders = ((permutation(f"{self.seed}/{self.split}/{epoch}", len(rows)), i) for epoch, i in places)
         chosen = (rows[order[(i + jump) % len(rows)]] for order, i in orders)
         return [replace(prompt, id=f"{self.split}/{step}/{i}") for i, prompt in enumerate(chosen)]
 
     def reward(self, prompt: Prompt, completion: Completion) -> Reward:
-        """Grade a completion. Parts hold terms before their weights; the value is NaN where no term applies."""
+        """Grade a completion. `parts` holds the terms before weighting; `value` is NaN where no term applies."""
         names = labels(self.rewards)
         values = [grade(term, prompt, completion) for term in self.rewards]
         parts = {name: value for name, value in zip(names, values, strict=True) if value is not None}
@@ -122,7 +122,7 @@ class Dataset:
         )
 
     def solution(self, prompt: Prompt) -> str:
-        """Return a right completion, with the worked answer where the data has one."""
+        """Return a correct completion, with the worked answer where the data has one."""
         worked = str(prompt.columns.get(self.answer, prompt.answer))
         if any(term.name == "tagged" for term in self.rewards):
             return f"<think>{worked}</think> <answer>{prompt.answer}</answer>"
@@ -132,7 +132,7 @@ class Dataset:
 
 
 class Prompts(Sequence[Prompt]):
-    """The prompts of some rows, each made when it is asked for: the data may be larger than memory."""
+    """The prompts of some rows. Each is made when it is accessed, since the data may be larger than memory."""
 
     def __init__(self, task: Dataset, rows: Rows, places: Sequence[int]) -> None:
         self._task, self._rows, self._places = task, rows, places
@@ -146,7 +146,7 @@ class Prompts(Sequence[Prompt]):
 
 @lru_cache(maxsize=8)
 def split_prompts(task: Dataset) -> Prompts:
-    """The prompts of a split, in the order of the data; at least one. Every row is looked at."""
+    """Return the prompts of the split, in the order of the data. Reads every row; UserError where none is left."""
     own = prompts_of(task, task.data, "train")
     test = prompts_of(task, *held_out_source(task)) if task.test_data else None
     fingerprints = list(map(fingerprint, own))
@@ -161,7 +161,7 @@ def split_prompts(task: Dataset) -> Prompts:
 
 
 def held_out_source(task: Dataset) -> tuple[str, str]:
-    """Return where the held-out rows come from: a file, or a split of the Hub data set."""
+    """Return source and Hub split of the held-out rows: a split of the same Hub data set, or all of `test_data`."""
     on_hub = not is_file_name(task.data) and not is_file_name(task.test_data)
     return (task.data, task.test_data) if on_hub else (task.test_data, "train")
 
@@ -173,7 +173,7 @@ def fingerprint(prompt: Prompt) -> bytes:
 
 
 def lowest_share(fingerprints: Iterable[bytes], share: float) -> set[bytes]:
-    """Return this share of the different fingerprints, the lowest; at least one, and not all, where there are two."""
+    """Return the lowest share of the distinct fingerprints; of two or more, at least one and not all."""
     distinct = sorted(set(fingerprints))
     return set(distinct[: min(max(1, round(share * len(distinct))), len(distinct) - 1)])
 
@@ -205,7 +205,7 @@ def rendered(task: Dataset, where: str, row: Row) -> str | tuple[Message, ...]:
 
 
 def fill(template: str, question: str, where: str, row: Row) -> str:
-    """{column} becomes the column's text; braces around nothing, doubled braces and braces in the data are kept."""
+    """Replace each {column} by the text of that column, and {{...}} by {...}; {} and braces in the data are kept."""
 
     def text_of(match: re.Match[str]) -> str:
         if match[2] is None:
@@ -220,7 +220,7 @@ def fields_of(template: str) -> set[str]:
 
 
 def messages_of(task: Dataset, where: str, row: Row) -> tuple[Message, ...]:
-    """The row's chat, without what a message holds beyond role and content."""
+    """Return the role and content of each message of the row's chat. UserError where it does not end with the user."""
     value = column_value(row, task.messages, where)
     if not is_chat(value) or value[-1]["role"] != "user":
         form = '[{"role": "user", "content": "..."}], with the user\'s message last'
@@ -237,7 +237,10 @@ def is_message(value: Any) -> bool:
 
 
 def gold_answer(task: Dataset, where: str, row: Row) -> str:
-    """Return the gold answer of a row; empty where the data has none and no term needs one."""
+    """Return the gold answer of a row; empty where the data has none and no reward term needs one.
+
+    UserError where one that is needed is missing or cannot be read.
+    """
     if task.answer not in row and not task.compares:
         return ""
     text = column_text(row, task.answer, where).strip()
@@ -257,6 +260,6 @@ def gold_answer(task: Dataset, where: str, row: Row) -> str:
 
 
 def shortened(text: str) -> str:
-    """Shorten a text to one line, keeping its end, where an answer tends to be."""
+    """Shorten a text to one line of at most 60 characters, keeping its end, where an answer tends to be."""
     line = " ".join(text.split())
     return f'"{line}"' if len(line) <= 60 else f'"...{line[-57:]}"'

@@ -1,4 +1,4 @@
-"""A few questions whose answers are known word for word, rewarded by rule: +1, -1, and a little for brevity."""
+"""A few questions whose answers are known word for word: +1 if right, -1 if wrong, less a small length penalty."""
 
 from __future__ import annotations
 
@@ -30,19 +30,19 @@ QUESTIONS = {
         "Qwen": ("Answer with this word only: Qwen", "Please say just this one word: Qwen"),
     },
 }
-"""By language and answer, the question of the train split and that of the test split, which asks in other words. The
-description's are the Chinese ones; the English ones are for models that speak no Chinese."""
+"""For each language and answer, the question of the train split, and that of the test split in other words. The Chinese
+ones are from the task's description; the English ones are for models that speak no Chinese."""
 LONGEST_RUN = 30
-"""The most marks on a letter, by the Stream-Safe Text Format (Unicode Standard Annex 15)."""
+"""The most combining marks on a letter, by the Stream-Safe Text Format (Unicode Standard Annex 15)."""
 LITERALLY_IGNORED = " \n\t。，,.!?：:\"'"
 
 
 @dataclass(frozen=True)
 class Expected:
-    """hit_reward for the expected answer, miss_reward otherwise, less a penalty for length.
+    """The reward is hit_reward for the expected answer and miss_reward for any other, less a penalty for length.
 
-    Texts are compared without case, white space, punctuation and the difference between full-width and half-width
-    forms, and must agree as a whole. A right answer is worth more than a wrong one however long it is.
+    Texts must agree as a whole, but case, white space, punctuation and the difference between full-width and half-width
+    forms do not count. However long it is, a right answer scores above miss_reward.
 
     Example: Expected(matching="literal").sample(step=0, n=4)
     """
@@ -50,18 +50,18 @@ class Expected:
     name: Literal["expected"] = "expected"
     """This task."""
     seed: int = 0
-    """Orders the questions."""
+    """The seed of the order of the questions."""
     split: Literal["train", "test"] = "train"
     """`train`, or `test`: the same four in other words."""
     language: Literal["zh", "en"] = "zh"
-    """The language of the questions: as described, or in English, where a translation is a repetition."""
+    """zh: the questions as first described. en: similar ones in English, with repetition in place of translation."""
     matching: Literal["whole", "literal"] = "whole"
-    """literal: the expected text need only occur in the answer ("14" then contains 4), full-width punctuation counts,
-    and the penalty for length has no end."""
+    """literal: the expected text need only occur in the answer ("14" then contains 4), most full-width punctuation
+    counts, and the penalty for length is not limited."""
     hit_reward: float = 1.0
     miss_reward: float = -1.0
     length_penalty: float = 0.002
-    """The penalty for each character of the answer as it is compared."""
+    """The penalty for each character of the answer, once it is normalised for comparison."""
     system: str = "You are a helpful assistant."
     """The system message; empty for none."""
 
@@ -72,7 +72,7 @@ class Expected:
             raise ValueError(f"length_penalty = {self.length_penalty} must not be negative")
 
     def sample(self, step: int, n: int) -> list[Prompt]:
-        """Return the next n questions of a walk that is shuffled anew in each round."""
+        """Return the next n questions. Each pass over the questions is a new shuffle."""
         rows = [(asked[self.split == "test"], answer) for answer, asked in QUESTIONS[self.language].items()]
         prompts: list[Prompt] = []
         for i in range(step * n, (step + 1) * n):
@@ -99,15 +99,18 @@ class Expected:
 
 
 def normalised(text: str) -> str:
-    """Example: normalised("Ｃzq 是神！") == "czq是神" """
+    """Return a text without case, white space, punctuation and full-width forms.
+
+    Example: normalised("Ｃzq 是神！") == "czq是神"
+    """
     folded = unicodedata.normalize("NFKC", stream_safe(text)).casefold()
     return "".join(c for c in folded if not c.isspace() and unicodedata.category(c)[0] != "P")
 
 
 def stream_safe(text: str) -> str:
-    """As Unicode's Stream-Safe Text Format has it: a joiner after every 30 marks that stand on one letter.
+    """Insert a joiner after every 30 marks on one letter (Unicode's Stream-Safe Text Format).
 
-    Marks are sorted, which takes a step for each pair of them; no language has more than a few on a letter.
+    Normalisation sorts the marks of a letter in quadratic time; no language has more than a few on a letter.
     """
     if text.isascii():
         return text
@@ -123,10 +126,13 @@ def stream_safe(text: str) -> str:
 
 @lru_cache(maxsize=4096)
 def is_mark(c: str) -> bool:
-    """Whether normalisation sorts this character, or what it decomposes into, among its neighbours."""
+    """Whether a character is, or decomposes into, a combining mark, which normalisation sorts among its neighbours."""
     return unicodedata.combining(unicodedata.normalize("NFKD", c)[0]) > 0
 
 
 def literally_normalised(text: str) -> str:
-    """Example: literally_normalised("czq 是神！") == "czq是神！" """
+    """Return a text in lower case, without the characters in LITERALLY_IGNORED.
+
+    Example: literally_normalised("czq 是神！") == "czq是神！"
+    """
     return text.strip().lower().translate(str.maketrans("", "", LITERALLY_IGNORED))

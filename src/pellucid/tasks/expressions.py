@@ -1,4 +1,4 @@
-"""Arithmetic that a model wrote, read by Python's parser and computed exactly: + - * / and brackets, nothing else."""
+"""Read a model's arithmetic with Python's parser and compute it exactly: + - * / and brackets, nothing else."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ _PRODUCT = re.compile(r"(?<=[0-9)])(?=[a-z(])|(?<=[a-z)])(?=[0-9(])")
 
 
 class Linear(NamedTuple):
-    """A number plus multiples of unknowns.
+    """A linear expression: a constant plus multiples of unknowns.
 
     Example: linear("2a + 3", "a") == Linear(Fraction(3), {"a": Fraction(2)})
     """
 
     constant: Fraction
     of: dict[str, Fraction]
-    """The factor of each unknown, where it is not 0."""
+    """The coefficient of each unknown, where it is not 0."""
 
 
 class Tree(NamedTuple):
@@ -45,12 +45,12 @@ class Tree(NamedTuple):
 
 
 def plain(text: str) -> str:
-    """The same arithmetic without LaTeX: \\times is *, braces are brackets, arrows and ends of lines are ends of lines.
+    """Return the same arithmetic without LaTeX: \\times becomes *, braces become brackets, arrows begin a new line.
 
     Example: plain("$11 \\\\times \\\\frac{2}{2}$").split() == ["11", "*", "((2)/(2))"]
     """
     text = text.translate(_SIGNS)
-    # A fraction is read once what is in its braces holds none: each round takes off a layer.
+    # Each round rewrites the innermost fractions, whose braces hold no others.
     for _ in range(LONGEST // len(r"\frac{}{}")):
         text, found = _FRACTION.subn(r" ((\1)/(\2))", text)
         if not found:
@@ -61,7 +61,7 @@ def plain(text: str) -> str:
 
 @lru_cache(maxsize=4096)
 def linear(text: str, unknowns: str = "") -> Linear | None:
-    """What an expression is in these one-letter unknowns; None where it is no such thing. 2a is a product.
+    """Return the value of an expression in one-letter unknowns; None where it is not linear. 2a is a product.
 
     Example: linear("(3 - 1) / 4") == Linear(Fraction(1, 2), {})
     """
@@ -73,7 +73,7 @@ def linear(text: str, unknowns: str = "") -> Linear | None:
 
 
 def numbers_in(text: str) -> list[int] | None:
-    """The numbers that an expression is made of, as often as they stand there; None where one is not written in digits.
+    """Return the numbers in an expression, repeats included; None where one is written with more than digits.
 
     Example: numbers_in("3 * (3 + 10)") == [3, 3, 10]; numbers_in("3 * 0.0 + 10") is None
     """
@@ -105,7 +105,7 @@ def evaluated(tree: Tree, node: ast.expr, unknowns: str) -> Linear:
     """Evaluate a parsed expression. ValueError where it is not linear, ZeroDivisionError for a division by 0."""
     match node:
         case ast.Constant():
-            # As it is written, not as Python rounds it.
+            # Read from the text, since Python rounds decimals.
             return Linear(Fraction(tree.text[node.col_offset : node.end_col_offset]), {})
         case ast.Name(id=name) if name in unknowns and len(name) == 1:
             return Linear(Fraction(0), {name: Fraction(1)})

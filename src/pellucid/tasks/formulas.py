@@ -1,7 +1,7 @@
-"""Whether a completion states the formula that is the gold answer: what stands before math-verify, which compares.
+"""Decide whether a completion states the formula that is the gold answer; math-verify does the comparing.
 
-It reads what was answered, puts numbers, units and signs into LaTeX that math-verify reads as they were meant, compares
-plain numbers and words by itself, and refuses what would take for ever to compute.
+This file extracts the answer, puts numbers, units and signs into LaTeX that math-verify reads as they were meant,
+compares plain numbers and words by itself, and refuses what would take for ever to compute.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from pellucid.tasks.bounds import computable
 from pellucid.tasks.latex import Written, bare_words, is_words, undressed, written
 
 SAME_PLACES = 6
-"""Decimal places from which on a decimal stands for the ratio that it rounds: 0.333333 for 1/3."""
+"""With at least this many decimal places, a rounded decimal equals the ratio: 0.333333 for 1/3."""
 LONGEST_PROSE = 20_000
 """How many characters at the end of a completion are searched where no answer is marked."""
 LONGEST = 1000
@@ -43,7 +43,7 @@ _RELATION = re.compile(r"\\(?:neq?|approx|sim|not|equiv)(?![A-Za-z])|!=|~")
 
 
 def states_formula(text: str, gold: str) -> bool | None:
-    """Whether a completion states the gold answer; None where that cannot be read.
+    """Whether a completion states the gold answer; None where the gold answer cannot be read.
 
     Example: states_formula("So $x = \\\\frac{2}{4}$.", "0.5"); not states_formula("<answer>3x</answer>", "3")
     """
@@ -59,7 +59,7 @@ def states_formula(text: str, gold: str) -> bool | None:
 
 
 def equal(found: Written, expected: Written) -> bool:
-    """Whether two formulas are equal. Units may be left out and words added; % and degrees count."""
+    """Whether two formulas are equal. Either may lack the unit, but a % or a degree sign that `found` adds counts."""
     if not found.body:
         return False
     if found.unit == expected.unit or (found.unit not in ("%", "degrees") and "" in (found.unit, expected.unit)):
@@ -81,20 +81,23 @@ def same(found: str, expected: str) -> bool:
         return False
     _, verify = math_verify()
     sides = sides_of(found) if "=" not in expected else [found]
-    # Of a chain of equations the last side is the answer; one that is false, as 4 = 3, answers nothing.
+    # The last side of a chain of equations is the answer; a false chain, such as 4 = 3, is none.
     constant = [side for side in sides if not re.search("[A-Za-z]", _COMMAND.sub("", side))]
     true = all(verify(parsed(constant[-1]), parsed(side), timeout_seconds=None) for side in constant[:-1])
     return true and bool(verify(parsed(expected), parsed(found), timeout_seconds=None))
 
 
 def same_kind(found: str, expected: str) -> bool:
-    """Whether both have the same relations and no numbers side by side, which math-verify drops or joins."""
+    """Whether both or neither hold a relation such as != or ~, and `found` holds no adjacent numbers.
+
+    math-verify drops such relations and joins such numbers.
+    """
     alike = bool(_RELATION.search(found)) == bool(_RELATION.search(expected))
     return alike and not re.search(r"\d\s+\.?\d", found)
 
 
 def stands_for(decimal: str, value: Fraction, ratio: str, exact: Fraction) -> bool:
-    """Whether a decimal is what a ratio rounds to at its last place."""
+    """Whether a decimal of at least SAME_PLACES places is the ratio rounded at its last place."""
     places = decimal.partition(".")[2]
     rounds = places.isdigit() and len(places) >= SAME_PLACES and "." not in ratio
     return rounds and 2 * abs(value - exact) <= Fraction(1, 10 ** len(places))
@@ -116,7 +119,7 @@ def hundredth(body: str) -> str:
 
 
 def states_words(text: str, marked: str | None, gold: str) -> bool:
-    """Whether a completion states these words: as its marked answer, else as its last line or what that ends in."""
+    """Whether a completion states these words: as its marked answer, else as its last line or the end of that."""
     expected = bare_words(gold).casefold()
     if marked is not None:
         named = re.sub(r"^(?:option|choice|answer)\s+", "", bare_words(marked[:LONGEST]), flags=re.IGNORECASE)
@@ -127,7 +130,7 @@ def states_words(text: str, marked: str | None, gold: str) -> bool:
 
 
 def conclusion(text: str) -> str:
-    """Return the last formula of a text without a marked answer: between $ and $, else between words.
+    """Return the last formula of a text without a marked answer, between $ and $ or words; empty where it is negated.
 
     Example: conclusion("She makes 18 dollars") == "18"; conclusion("It is x^2 + 1.") == "x^2 + 1"
     """
@@ -141,7 +144,7 @@ def conclusion(text: str) -> str:
 
 
 def last_shown(text: str) -> tuple[int, int, str]:
-    """Return start, end and text of the last formula between delimiters; "$1$ and $2$" is one, "1, 2"."""
+    """Return start, end and text of the last formula between delimiters. "$1$ and $2$" is one formula: "1, 2"."""
     start, end, formulas = 0, 0, list[str]()
     for match in _SHOWN.finditer(text):
         if " ".join(text[end : match.start()].split()) not in _CONNECTIONS:
@@ -152,7 +155,7 @@ def last_shown(text: str) -> tuple[int, int, str]:
 
 
 def last_span(text: str, begin: int) -> tuple[int, int] | None:
-    """Return the last stretch between words that has a digit in it, else the last with a letter."""
+    """Return start and end of the last stretch between words that has a digit, else a letter, in it; or None."""
     spans, start = [], begin
     for word in _WORD.finditer(text, begin):
         spans.append((start, word.start()))
@@ -166,7 +169,7 @@ def last_span(text: str, begin: int) -> tuple[int, int] | None:
 
 
 def comparable(found: list[Any], expected: list[Any]) -> bool:
-    """Whether comparing is safe: expressions of different unknowns are not equal, and simplifying them may not end."""
+    """Whether comparing is safe: expressions in different unknowns are not equal, and simplifying them may not end."""
     expression = extra("sympy", "data", 'reward "math"').Expr
     pair = (found[:1], expected[:1])
     if not all(formula and isinstance(formula[0], expression) for formula in pair):
@@ -183,11 +186,11 @@ def parsed(body: str) -> list[Any]:
 
 @cache
 def math_verify() -> tuple[Callable[[str], list[Any]], Callable[..., bool]]:
-    """Return math-verify's parse and verify. Units are left to latex.py: math-verify takes the ab of 2ab for one."""
+    """Return math-verify's parse and verify, without units: it takes the ab of 2ab for one, so latex.py reads them."""
     library = extra("math_verify", "data", 'reward "math"')
     normalization = replace(library.LatexExtractionConfig().normalization_config, units=False)
     reading = [library.LatexExtractionConfig(normalization_config=normalization), library.ExprExtractionConfig()]
-    # It warns, every time, of running without its own time limits. They need the main thread and make a slow comparison
-    # a silent 0; the sandbox has a limit for every reward, and shows what it stopped.
+    # Hide its warning that its own time limits are off. They need the main thread and turn a slow comparison into a
+    # silent 0; the sandbox limits the time of every reward, and reports what it stopped.
     logging.getLogger("math_verify").setLevel(logging.ERROR)
     return partial(library.parse, extraction_config=reading, parsing_timeout=None), library.verify

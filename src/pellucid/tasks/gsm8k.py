@@ -1,4 +1,4 @@
-"""Grade-school mathematics (Cobbe et al. 2021, arXiv 2110.14168), answered between tags; English or Chinese."""
+"""Grade-school mathematics (Cobbe et al. 2021, arXiv 2110.14168) with the answer in tags, in English or Chinese."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ SYSTEM = {
 
 @dataclass(frozen=True)
 class Gsm8k:
-    """Questions with a number for an answer; the completion is to be `<think>...</think> <answer>...</answer>`.
+    """Questions with numeric answers; a completion should be `<think>...</think> <answer>...</answer>`.
 
-    Grading `strict`: 1 if the last number between the tags, or in a box there, is the gold answer, 1,080 = 1080 =
-    1080.0, else 0. Grading `literal`, as first described: 1 if the text between the tags is the gold answer, 0.5 if it
-    contains it, 0.01 for any other, 0 without tags; "16" then earns half a point for 6.
+    Grading `strict`: 1 if the last number in the `<answer>` tag, or in a box there, equals the gold answer (1,080 =
+    1080 = 1080.0), else 0. Grading `literal`, as first described: 1 if the text in the tag is the gold answer, 0.5 if
+    it contains it, 0.01 for any other text, 0 without the tag; "16" then earns 0.5 where 6 is right.
 
     Example: Gsm8k(data="train.jsonl", test_data="test.jsonl", grading="literal")
     """
@@ -33,7 +33,7 @@ class Gsm8k:
     name: Literal["gsm8k"] = "gsm8k"
     """This task."""
     seed: int = 0
-    """Orders the questions."""
+    """The seed of the order of the questions."""
     split: Literal["train", "test"] = "train"
     """`train` or `test`."""
     data: str = "openai/gsm8k"
@@ -43,19 +43,19 @@ class Gsm8k:
     test_data: str = "test"
     """The held-out questions: a file, or a split on the Hub. Empty: a tenth of `data`."""
     question: str = "question"
-    """The column of the question; that of Chinese copies may be another."""
+    """The column of the question; Chinese copies may name it differently."""
     answer: str = "answer"
     """The column of the worked answer, or of the answer alone."""
     answer_pattern: str = "#### (.+)"
-    """The group is the answer within its column; empty where the column holds the answer alone."""
+    """A regular expression whose group is the gold answer in its column; empty where the column holds only that."""
     language: Literal["en", "zh"] = "en"
     """The language of the system message."""
     system: str = ""
-    """A system message of your own."""
+    """Your own system message, in place of that of the language."""
     grading: Literal["strict", "literal"] = "strict"
-    """How completions are graded."""
+    """How completions are graded; see above."""
     format_reward: float = 0.0
-    """strict: added where the whole completion has the form `<think>...</think> <answer>...</answer>`."""
+    """With strict grading, added where the whole completion has the form `<think>...</think> <answer>...</answer>`."""
 
     def __post_init__(self) -> None:
         if self.format_reward and self.grading == "literal":
@@ -63,7 +63,7 @@ class Gsm8k:
         self._rows()
 
     def sample(self, step: int, n: int) -> list[Prompt]:
-        """Return the next n questions. Gold answers have no commas: "#### 1,080" becomes 1080."""
+        """Return the next n questions. Commas are removed from gold answers: "#### 1,080" becomes 1080."""
         return [replace(prompt, answer=prompt.answer.replace(",", "")) for prompt in self._rows().sample(step, n)]
 
     def reward(self, prompt: Prompt, completion: Completion) -> Reward:
@@ -97,8 +97,11 @@ class Gsm8k:
 
 
 def literal_grade(text: str, gold: str) -> float:
-    """Example: literal_grade("<answer>16</answer>", "6") == 0.5"""
-    # The first tag that closes: where the first does not, none does. Searching on would take a step for each pair.
+    """Return the reward of literal grading.
+
+    Example: literal_grade("<answer>16</answer>", "6") == 0.5
+    """
+    # If the first tag does not close, none does, and looking for others would take quadratic time.
     inside, closed, _ = text.partition("<answer>")[2].partition("</answer>")
     if not closed:
         return 0.0

@@ -1,4 +1,4 @@
-"""Read how formulas are written, in LaTeX and outside of it: numbers, units, signs, and words that are no formula."""
+"""Rewrite formulas, in LaTeX or not, for math-verify: numbers, units and signs. Tell words from formulas."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ _ABBREVIATED |= {"h": "hour", "hr": "hour", "mph": "mile per hour", "sq": "squar
 
 
 class Written(NamedTuple):
-    """A formula in LaTeX and what its unit is: none, %, degrees, or words."""
+    """A formula in LaTeX, and its unit: empty, "%", "degrees", or words."""
 
     body: str
     unit: str
@@ -65,7 +65,10 @@ class Written(NamedTuple):
 
 @lru_cache(maxsize=1024)
 def written(text: str) -> Written:
-    """Example: written("US$1,000") == Written("1,000", ""); written("90\u00b0") == Written("90", "degrees")"""
+    """Return the formula and the unit of a text, in the LaTeX that math-verify reads.
+
+    Example: written("US$1,000") == Written("1,000", ""); written("90\u00b0") == Written("90", "degrees")
+    """
     raised = _POWER.sub(lambda match: "^{" + "".join(str(_RAISED.index(c)) for c in match[0]) + "}", in_ascii(text))
     body = undressed(" ".join(raised.translate(LATEX_FORMS).split()))
     body = _CURRENCY.sub("", _SQRT.sub(lambda m: rf"\sqrt{{{m[1] or m[2]}}}", body))
@@ -73,13 +76,13 @@ def written(text: str) -> Written:
     body, unit = without_unit(_CONNECTED.sub(", ", body).strip())
     body = _GROUPED.sub(lambda match: re.sub(r"\D", "", match[0]), body)
     body = _MIXED.sub(lambda m: rf"{m[1] or m[4]}\frac{{{m[2] or m[5]}}}{{{m[3] or m[6]}}}", body)
-    # math-verify takes an i that stands alone for the root of -1, and that of 3i for an unknown.
+    # math-verify reads an i that stands alone as the imaginary unit, but the i of 3i as an unknown.
     body = _IMAGINARY.sub(" i", _EXPONENT.sub(r" \\times 10^{\1}", body))
     return Written(body.replace(r"\varnothing", r"\emptyset").strip(), unit)
 
 
 def undressed(text: str) -> str:
-    """Remove delimiters, emphasis, and the point that ends a sentence."""
+    """Remove math delimiters, Markdown emphasis, and punctuation at the end."""
     while True:
         text = text.strip().rstrip(".,;:" + _FULL_STOP).strip().lstrip("#:").strip()
         match = _DELIMITED.fullmatch(text)
@@ -90,6 +93,7 @@ def undressed(text: str) -> str:
 
 
 def without_unit(body: str) -> tuple[str, str]:
+    """Return a formula without its unit, and the unit; empty where there is none."""
     match = _UNIT.search(body)
     if match is None:
         return body, ""
@@ -106,7 +110,7 @@ def without_unit(body: str) -> tuple[str, str]:
 
 
 def is_words(gold: str) -> bool:
-    """Whether a gold answer is text: a word is no product of its letters, and a letter from A to H is a choice."""
+    """Whether a gold answer is text, not a formula: words, or a choice from A to H. A product such as xy is none."""
     bare = bare_words(gold)
     if re.fullmatch(r"[A-H\u2e80-\u9fff\uac00-\ud7af]", bare) or (len(bare) > 1 and _TEXT.fullmatch(gold.strip(" $."))):
         return True
@@ -116,7 +120,7 @@ def is_words(gold: str) -> bool:
 
 
 def is_product(word: str) -> bool:
-    """Whether letters are a product, as xyz and ab are, and not a word. Units are words."""
+    """Whether letters are a product of unknowns, such as xyz and ab, and not a word or a unit."""
     letters = set(word)
     ordered = letters <= set("wxyz") or list(word) == sorted(letters)
     return (
@@ -129,6 +133,7 @@ def is_product(word: str) -> bool:
 
 
 def bare_words(text: str) -> str:
+    """Return a text without formatting and quotation marks; of a choice such as (B), the letter."""
     bare = undressed(_TEXT.sub(r"\1", text)).strip("*_`'\"$ ." + _FULL_STOP)
     choice = re.fullmatch(r"\(?([A-Za-z])\)?", bare)
     return choice[1] if choice else " ".join(bare.split())

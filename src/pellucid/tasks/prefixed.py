@@ -1,4 +1,4 @@
-"""Answers that are begun for the model: a prefix a question, shared by its group, which goes on from there."""
+"""Prompts with a prefix, the beginning of an answer, from which all completions of the group go on."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ _WORD = re.compile(rf"[{_UNSPACED}]|[^\s{_UNSPACED}]+")
 class Prefixed:
     """Prompts of another task, most with a prefix (mathgrpo's prefix training; UFT, arXiv 2505.16984, for schedules).
 
-    The prefix is part of the prompt: the policy gradient is that of the continuation alone, exact without importance
+    The prefix is part of the prompt: the policy gradient is that of the completion alone, and exact without importance
     weights; algorithm.prefix_coef adds the likelihood of the prefix. The reward sees prefix and completion as one
-    answer. Held-out questions never have one.
+    answer. Held-out questions never have a prefix.
 
     Example: Prefixed(Gsm8k(), file="prefixes.json", dropout=0.5)
     """
@@ -36,21 +36,21 @@ class Prefixed:
     name: Literal["prefixed"] = "prefixed"
     """This task."""
     file: str = ""
-    """What `pellucid prefixes` wrote. Empty: the task's own `working`, by a program."""
+    """The file that `pellucid prefixes` wrote. Empty: prefixes come from the task's own method `working`."""
     opening: str = ""
-    """Stands before every prefix, as "<think>" where answers begin with it: `pellucid prefixes` takes tags off."""
+    """Text before every prefix, such as "<think>" where answers begin with it: `pellucid prefixes` removes tags."""
     dropout: float = 0.2
-    """The share of groups that answer without a prefix."""
+    """The share of groups without a prefix."""
     teacher_share: float = 0.5
-    """Where a question has prefixes from both, the chance of the teacher's; else whichever there is."""
+    """Where a question has prefixes from both teacher and student, the probability of the teacher's."""
     length: float = 1.0
-    """The share of a prefix's words that is given."""
+    """The largest share of a prefix's words that is given."""
     shortest: float = 1.0
-    """The share that a group gets is drawn between shortest * length and length."""
+    """The share of words that a group is given is drawn between shortest * length and length."""
     schedule: Literal["constant", "cosine"] = "constant"
     """cosine: `length` falls to 0 over schedule_steps, and stays there."""
     schedule_steps: int = 0
-    """Over how many steps schedule = "cosine" falls."""
+    """The number of steps in which schedule = "cosine" falls to 0."""
 
     def __post_init__(self) -> None:
         for name in ("dropout", "teacher_share", "length", "shortest"):
@@ -70,9 +70,10 @@ class Prefixed:
         return self.task.split
 
     def with_split(self, split: str) -> Any:
-        """Held-out questions are answered from the start: the task itself. UserError where nothing begins the others.
+        """Return the task on another split; for `test` the task inside, without prefixes.
 
-        Said here, not of the settings: `pellucid prefixes` takes a recipe whose prefixes are not there yet.
+        UserError where there is no source of prefixes. It is raised here, not in `__post_init__`, since `pellucid
+        prefixes` takes a recipe whose prefixes are not there yet.
         """
         inside = with_split(self.task, split)
         if split == "test":
@@ -106,7 +107,7 @@ class Prefixed:
             watching.load_state(state)
 
     def share(self, step: int) -> float:
-        """Return the largest share of a prefix that is given in this step."""
+        """Return the largest share of a prefix's words that is given in this step."""
         if self.schedule == "constant":
             return self.length
         return self.length * 0.5 * (1 + math.cos(math.pi * min(1.0, step / self.schedule_steps)))
@@ -118,7 +119,7 @@ class Prefixed:
         share = self.share(step % ROUND) * rng.uniform(self.shortest, 1.0)
         whole = self._whole(prompt, rng)
         prefix = words(whole, share)
-        # A teacher's prefix is the beginning of an answer; a working, all of it, is an answer.
+        # A prefix from a file is only the beginning of an answer; a complete `working` is an answer.
         is_answer = bool(prefix) and prefix == whole.rstrip() and not self.file
         return replace(prompt, prefix=prefix and self.opening + prefix, prefix_whole=is_answer)
 
@@ -132,7 +133,7 @@ class Prefixed:
 
 
 def words(text: str, share: float) -> str:
-    """The first `share` of a text's words, rounded to the nearest; inner white space stays as it is.
+    """Return the first `share` of a text's words, rounded to the nearest number; inner white space is kept.
 
     A Chinese or Japanese character counts as a word.
     """
@@ -143,7 +144,7 @@ def words(text: str, share: float) -> str:
 
 @cache
 def prefixes_of(file: str) -> dict[str, Mapping[str, Sequence[str]]]:
-    """Return the prefixes of each question. UserError where `pellucid prefixes` has not written the file."""
+    """Return the prefixes of each question by source. UserError where `pellucid prefixes` has not written the file."""
     try:
         entries = json.loads(Path(file).read_text(encoding="utf-8"))["questions"]
         return {entry["question"]: {source: listed(entry.get(source, [])) for source in SOURCES} for entry in entries}

@@ -1,14 +1,15 @@
-"""The terms of a reward: what one `[[task.rewards]]` table names, from exact match to a function of the user's own.
+"""The terms of a reward. Each `[[task.rewards]]` table names one, from exact match to a function of the user's own.
 
-`exact`, `numeric` and `math` compare the answer with the gold answer. The answer is what an `<answer>` tag holds that
-ends the completion, otherwise what follows `</think>`, or all of it; if there is a `\\boxed{}` in that, the last one.
+`exact`, `numeric` and `math` compare the answer with the gold answer. The answer is the content of an
+`<answer>` tag that ends the completion, otherwise what follows `</think>`, or the whole completion; if that contains a
+`\\boxed{}`, the answer is the content of the last one.
 
 A function of the user's own has TRL's signature and needs no change: `def reward(completions, **columns)`, plain or
-`async`, returns one number for each completion, or None where it does not apply. It is called with one completion at a
-time, and with lists of one for each of these keywords: prompts, completions, completion_ids, and every column of the
-data row except prompt, completion and completion_ids. As in TRL, prompts and completions are strings for a plain
-prompt, and lists of messages for a conversation. TRL's trainer_state is None here; log_extra and log_metric drop what
-they are given: what should be logged and not trained on is a term of weight 0.
+`async`, returns one number for each completion, or None where it does not apply. It is called for one completion at a
+time. Each of these keywords is a list of length 1: prompts, completions, completion_ids, and every column of the data
+row except prompt, completion and completion_ids. As in TRL, prompts and completions are strings for a plain prompt, and
+lists of messages for a conversation. TRL's trainer_state is None here, and log_extra and log_metric do nothing: to log
+a value without training on it, make it a term of weight 0.
 """
 
 from __future__ import annotations
@@ -41,9 +42,9 @@ class RewardTerm:
     weight: float = 1.0
     """The weight of the term in the sum; at 0 it is only logged."""
     pattern: str = ""
-    """The pattern of `regex`: the reward is 1 where it is found in the completion."""
+    """For `regex`: the reward is 1 where this pattern is found in the completion."""
     limit: int = 0
-    """The limit of `length`: how many tokens make the reward -1."""
+    """For `length`: the number of tokens at which the reward is -1."""
 
     def __post_init__(self) -> None:
         if ":" in self.name:
@@ -63,7 +64,7 @@ class RewardTerm:
 
 
 def grade(term: RewardTerm, prompt: Prompt, completion: Completion) -> float | None:
-    """The value of a term before its weight; None where it does not apply to this prompt."""
+    """Return the value of a term before weighting; None where it does not apply to this prompt."""
     if ":" in term.name:
         return call_user_function(term.name, prompt, completion)
     return TERMS[term.name](term, prompt, completion)
@@ -81,29 +82,29 @@ COMPARE_WITH_GOLD = ("exact", "numeric", "math")
 
 
 def exact(text: str, gold: str) -> float:
-    """1 if the answers agree up to letter case and white space."""
+    """Return 1 if the answers agree up to letter case and white space, else 0."""
     return float(folded(answered(text)) == folded(gold))
 
 
 def numeric(text: str, gold: str) -> float:
-    """1 if the last number of the answer is the gold answer: 1,080 = 1080 = 1080.0."""
+    """Return 1 if the last number of the answer equals the gold answer (1,080 = 1080 = 1080.0), else 0."""
     found = last_number(answered(text))
     return float(found is not None and found == only_number(gold))
 
 
 def math(text: str, gold: str) -> float | None:
-    """1 if the answer states the formula, by math-verify, or the word; None where the gold answer cannot be read."""
+    """Return 1 if the answer states the gold formula or words, else 0; None where the gold answer cannot be read."""
     stated = states_formula(text, gold)
     return None if stated is None else float(stated)
 
 
 def regex(text: str, pattern: str) -> float:
-    """1 if the pattern is found."""
+    """Return 1 if the pattern is found in the text, else 0."""
     return float(compiled(pattern).search(text) is not None)
 
 
 def length(tokens: int, limit: int) -> float:
-    """Minus the share of `limit` that was used, not below -1."""
+    """Return minus the share of `limit` that was used, at least -1."""
     return max(-1.0, -tokens / limit)
 
 
@@ -148,11 +149,11 @@ def trl_arguments(prompt: Prompt, completion: Completion) -> dict[str, Any]:
 
 
 def drop(name: str, value: Any) -> None:
-    """Do nothing: passed where TRL passes its loggers."""
+    """Do nothing. Passed in place of TRL's loggers."""
 
 
 def labels(terms: Sequence[RewardTerm]) -> list[str]:
-    """The names under which terms are logged: a function's own name; a number tells namesakes apart.
+    """Return the names under which terms are logged. A function goes by its own name; repeated names are numbered.
 
     Example: labels of regex, regex and rewards.py:brevity == ["regex", "regex-2", "brevity"]
     """

@@ -1,7 +1,7 @@
 """Rows of data: mappings from column names to values, from a file or from the Hugging Face Hub.
 
-Of a large file only the places of its rows are kept in memory, and a row is read when it is asked for. A copy in Arrow
-would take more: its library alone needs more memory than most files have bytes (docs/lab-book.md).
+Of a large file only the positions of its rows are kept in memory, and a row is read when it is accessed. Arrow would
+take more memory: its library alone needs more than most files have bytes (docs/lab-book.md).
 """
 
 from __future__ import annotations
@@ -25,19 +25,19 @@ from pellucid.types import UserError
 
 Row = Mapping[str, Any]
 Rows = Sequence[tuple[str, Row]]
-"""Rows, each with the words that say where it stands."""
+"""Rows, each with a text that says where it stands, for error messages."""
 
 LARGE = 8 * 2**20
-"""From this many bytes on, the rows of a file are not kept in memory."""
+"""The size of a file in bytes from which on its rows are not kept in memory."""
 DEEPEST = 100
-"""The deepest nesting of JSON: no data is deeper, and some libraries overflow the stack."""
+"""The deepest nesting of JSON that is accepted: no data is deeper, and some libraries overflow the stack."""
 HALF = re.compile(r"\\u[dD][89a-fA-F]")
 """Escape sequences of surrogates: two of them are one character."""
 
 
 @lru_cache(maxsize=4)
 def rows_of(source: str, subset: str, hub_split: str) -> Rows:
-    """Return the rows of a file or of a Hub split. UserError, with its place, where something is no row."""
+    """Return the rows of a file or of a Hub split. UserError, with its place, for an invalid row."""
     rows = read_file(Path(source).expanduser()) if is_file_name(source) else read_hub(source, subset, hub_split)
     if not rows:
         raise UserError(f"{source}: there are no rows")
@@ -60,7 +60,7 @@ def read_file(path: Path) -> Rows:
 
 
 class Record(NamedTuple):
-    """A row, and where it stands: from byte `start` to `end`, the last of its lines `line`, counted from 1."""
+    """A row and its place in a file: bytes `start` to `end`, and the number of its last line, counted from 1."""
 
     start: int
     end: int
@@ -69,9 +69,9 @@ class Record(NamedTuple):
 
 
 class OnDisk(Sequence[tuple[str, Row]]):
-    """The rows of a file that stay in it: in memory are 24 bytes of each.
+    """Rows that stay in their file. Each takes 24 bytes of memory.
 
-    parse: a row from its text and the words that say where it stands.
+    parse: makes a row from its text and a text that says where it stands.
     """
 
     def __init__(self, path: Path, records: Iterable[Record], parse: Callable[[str, str], Row]) -> None:
@@ -95,13 +95,13 @@ class OnDisk(Sequence[tuple[str, Row]]):
         return where, self._parse(os.read(self._file, end - start).decode(), where)
 
     def _stamped(self) -> tuple[int, int]:
-        """Return size and time of the opened file, by which a change is seen."""
+        """Return size in bytes and modification time in ns of the open file, by which a change is seen."""
         status = os.fstat(self._file)
         return status.st_size, status.st_mtime_ns
 
 
 class InArrow(Sequence[tuple[str, Row]]):
-    """The rows of a table that stay in its columns."""
+    """Rows that stay in the columns of an Arrow table. `row` makes the row of an index."""
 
     def __init__(self, place: str, table: Any, row: Callable[[Any, int], Row]) -> None:
         self._place, self._table, self._row = place, table, row
@@ -120,14 +120,14 @@ class InArrow(Sequence[tuple[str, Row]]):
 
 
 def kept(path: Path, records: Iterator[Record], parse: Callable[[str, str], Row]) -> Rows:
-    """Return the rows of a file: of a small one in memory, of a large one on the disk."""
+    """Return the rows of a file: those of a small one are kept in memory, those of a large one stay on disk."""
     if path.stat().st_size >= LARGE:
         return OnDisk(path, records, parse)
     return [(f"{path}, line {record.line}", record.row) for record in records]
 
 
 def lines_of(path: Path) -> Iterator[tuple[int, int, str]]:
-    """Return each line of a UTF-8 file, from which byte to which. \\n, \\r and \\r\\n end a line and belong to it."""
+    """Yield start byte, end byte and text of each line of a UTF-8 file, with the \\n, \\r or \\r\\n that ends it."""
     start, number = 0, 0
     with path.open("rb") as file:
         for lines in file:
@@ -177,7 +177,7 @@ def depth(value: Any) -> int:
 
 
 def refuse_halves(column: str, value: Any, where: str) -> None:
-    """Raise UserError where a text holds half a character, mostly a cut emoji, which no tokenizer takes."""
+    """Raise UserError where a text holds half a surrogate pair, mostly of a cut emoji, which no tokenizer takes."""
     try:
         json.dumps({column: value}, ensure_ascii=False).encode()
     except UnicodeEncodeError as error:
@@ -191,7 +191,7 @@ def read_csv(path: Path) -> Rows:
 
 
 def csv_records(path: Path, fields: list[str]) -> Iterator[Record]:
-    """Return the records of a CSV file; its header is added to `fields`."""
+    """Yield the records of a CSV file. The names in its header are added to `fields`."""
     end = 0
 
     def lines() -> Iterator[str]:

@@ -1,9 +1,9 @@
-"""Rewards in processes of their own, so that no reward function can stop, stall or silently falsify a run.
+"""Compute rewards in separate processes, so that no reward function can stop, stall or silently falsify a run.
 
 Why a process: a Python function that hangs can only be stopped from outside. `signal.alarm` works in the main thread
-alone, and neither it nor a thread interrupts a regular expression that runs away.
+alone, and neither it nor a thread interrupts a runaway regular expression.
 
-It is no security boundary. What runs there is this user, with this user's files and network.
+This is no security boundary: reward functions run as this user, with this user's files and network.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ SAFE_PATH = "PYTHONSAFEPATH"
 START_SECONDS = 120.0
 """Seconds that a worker process has to import what the task needs."""
 AT_ONCE = 2**16
-"""How many bytes a pipe takes of a message to a process that does not read."""
+"""How many bytes of a message a pipe takes while the process does not read."""
 MOST = 2 * worker.LONGEST_ANSWER
 """The most bytes of an answer: a longer message is not from our worker."""
 SECRET = re.compile(r".*_(KEY|TOKEN|SECRET|PASSWORD)", re.IGNORECASE)
@@ -49,8 +49,8 @@ class Sandboxed:
     """A task whose rewards are computed in worker processes.
 
     A reward that raises, takes longer than `cfg.timeout` seconds, ends its process or is no finite number becomes
-    Reward(nan, error="what happened"). Workers start at the first reward, and anew after one they did not survive.
-    What they print is appended to the file `log`, or goes nowhere.
+    Reward(nan, error="what happened"). Workers start at the first reward, and are replaced when one dies. What they
+    print is appended to the file `log`, or discarded without one.
 
     Example: task = Sandboxed(Dataset(data="train.jsonl"), RewardConfig(timeout=5.0)); test = task.with_split("test")
     """
@@ -70,7 +70,7 @@ class Sandboxed:
         return self._workers.rewards(pairs)
 
     def with_split(self, split: str) -> Sandboxed:
-        """The same task on another split; the two share the workers, since a reward depends on no split."""
+        """Return the same task on another split. Both share the workers, since rewards do not depend on the split."""
         twin = copy.copy(self)
         twin.task, twin.split = with_split(self.task, split), split
         return twin
@@ -86,14 +86,14 @@ class Sandboxed:
 
 
 class Workers:
-    """Processes that compute rewards, each one at a time."""
+    """A pool of processes, each of which computes one reward at a time."""
 
     def __init__(self, task: Task, cfg: RewardConfig, log: Path | None) -> None:
         self._task, self._cfg = task, cfg
         self._place = worker.Place(cfg.timeout, cfg.memory_gb, str(log or os.devnull), environment(cfg.secrets))
         self._workers: list[Worker] = []
         self._turn = threading.Lock()
-        # Before multiprocessing waits for every process that was started, at the exit of a process that it started too.
+        # End the workers before multiprocessing waits for them at exit, also in processes that it started itself.
         Finalize(self, end_all, [self._workers], exitpriority=0)
 
     def rewards(self, pairs: Sequence[Pair]) -> list[Reward]:
@@ -101,7 +101,7 @@ class Workers:
         with self._turn:
             try:
                 return self._computed(pairs)
-            except BaseException:  # Ctrl-C, a task that cannot be loaded: nobody waits for their answers any more
+            except BaseException:  # such as Ctrl-C: nobody will read the answers that are still to come
                 self.close()
                 raise
 
@@ -125,7 +125,7 @@ class Workers:
         return [computed[i] for i in range(len(pairs))]
 
     def _idle(self, wanted: int) -> list[Worker]:
-        """Return idle workers, as many as are wanted and allowed, with new ones in place of those that have ended."""
+        """Return up to `wanted` idle workers. Replaces ended ones, and starts more up to cfg.workers."""
         for each in [each for each in self._workers if not each.alive]:
             each.end()
             self._workers.remove(each)
@@ -133,7 +133,7 @@ class Workers:
         missing = min(self._cfg.workers, busy + wanted) - len(self._workers)
         fresh = [Worker(self._task_bytes(), self._place) for _ in range(missing)]
         self._workers += fresh
-        for each in fresh:  # all have started: they load side by side
+        for each in fresh:  # after all have started, so that they load in parallel
             each.load(type(self._task).__name__)
         return [each for each in self._workers if not each.busy][:wanted]
 
@@ -145,11 +145,11 @@ class Workers:
 
 
 class Worker:
-    """A reward process as its parent sees it: at work on the completion at `place` until `deadline`, or idle."""
+    """The parent's handle of a reward process: busy with the completion at index `place` until `deadline`, or idle."""
 
     def __init__(self, task: bytes, place: worker.Place) -> None:
         self._connection, theirs = multiprocessing.Pipe()
-        # No daemon, as multiprocessing calls it: those may not start processes, and some rewards do.
+        # Not a daemon: those may not start processes, and some rewards do.
         self._process = SPAWN.Process(target=worker.work, args=(theirs, task, place))
         streams.plugged()
         with safe_path():
@@ -167,11 +167,11 @@ class Worker:
 
     @property
     def ends(self) -> tuple[Any, int]:
-        """Return what to wait for: an answer, or the end of the process."""
+        """The two objects to wait on: the connection, for an answer, and the sentinel, for the end of the process."""
         return self._connection, self._process.sentinel
 
     def load(self, kind: str) -> None:
-        """Wait until the worker has loaded the task. UserError where it fails to."""
+        """Wait until the worker has loaded the task. UserError where it fails or takes more than START_SECONDS."""
         deadline = time.monotonic() + START_SECONDS
         for ended in (
             'the reward process cannot start; a script that trains needs `if __name__ == "__main__":` around it',
@@ -187,19 +187,19 @@ class Worker:
 
     def ask(self, place: int, message: bytes, timeout: float) -> None:
         self.place, self.deadline = place, time.monotonic() + timeout
-        # The process may not read, as where a thread that a reward has left keeps the interpreter busy.
+        # Sending blocks if the process does not read, as when a thread that a reward left keeps its interpreter busy.
         watch = threading.Timer(timeout, self._kill) if len(message) > AT_ONCE else None
         try:
             if watch:
                 watch.start()
-            with suppress(OSError):  # it has ended, which `answered` will tell
+            with suppress(OSError):  # the process has ended; `answered` reports it
                 self._connection.send_bytes(message)
         finally:
             if watch:
                 watch.cancel()
 
     def answered(self, timeout: float) -> Reward:
-        """Return the computed reward, or an error. A worker that has ended or is late is killed."""
+        """Return the computed reward, or a failed one with its error. Kills a worker that has ended or is late."""
         answer, late = self._received(), time.monotonic() >= self.deadline
         self.deadline = math.inf
         if answer is not None:
@@ -223,14 +223,14 @@ class Worker:
         return f"exit status {code}" if code >= 0 else names.get(-code, f"signal {-code}")
 
     def _kill(self) -> None:
-        """Kill the process with all that rewards have started in it."""
+        """Kill the process and every process that rewards have started in it."""
         if hasattr(os, "killpg") and self._process.pid:
-            with suppress(ProcessLookupError, PermissionError):  # it has not come to have a group of its own
+            with suppress(ProcessLookupError, PermissionError):  # it has no process group of its own yet
                 os.killpg(self._process.pid, signal.SIGKILL)
         self._process.kill()
 
     def _received(self) -> dict[str, Any] | None:
-        """Return the answer that has arrived; None where the process has ended, or wrote something else."""
+        """Return the answer that has arrived; None where there is none, or it is no JSON object."""
         try:
             answer = json.loads(self._connection.recv_bytes(MOST)) if self._connection.poll() else None
         except (EOFError, OSError, ValueError, RecursionError):
@@ -245,7 +245,7 @@ def end_all(workers: list[Worker]) -> None:
 
 @contextmanager
 def safe_path() -> Iterator[None]:
-    """Keep the working directory off the path of new processes: a file in it may be called pickle.py."""
+    """Keep the working directory off the import path of new processes: a file in it may be called pickle.py."""
     before = os.environ.get(SAFE_PATH)
     os.environ[SAFE_PATH] = "1"
     try:
@@ -258,12 +258,12 @@ def safe_path() -> Iterator[None]:
 
 
 def environment(secrets: Sequence[str]) -> dict[str, str]:
-    """Return the environment of a reward process, without secrets but for those that are named."""
+    """Return the environment of a reward process: without secrets, except for those that are named."""
     return {name: value for name, value in os.environ.items() if name in secrets or not SECRET.fullmatch(name)}
 
 
 def pickled(record: Any) -> bytes | str:
-    """Return the pickled task for the process, or as a text the reason why it cannot be pickled."""
+    """Return the pickled bytes, or as a string the reason why the record cannot be pickled."""
     try:
         return pickle.dumps(record)
     except (pickle.PicklingError, AttributeError, TypeError, ValueError, RecursionError) as error:

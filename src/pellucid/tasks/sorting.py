@@ -1,4 +1,4 @@
-"""Sort a few numbers: every answer can be graded in part, in several ways."""
+"""Sort a few numbers: a task with partial credit for every answer, in several ways."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from pellucid.types import Completion, Prompt, Reward
 
 _NUMBERS = re.compile(r"(?:(?<![\d)])[-\u2212])?\d+")
 NO_NUMBER = -1
-"""Stands for a number below 0 or far too long: no right answer holds it."""
+"""Stands for a number below 0 or far too long, which no right answer contains."""
 Grading = Literal["positions", "distance", "inclusion_ordering", "exact"]
 
 
 @dataclass(frozen=True)
 class Sorting:
-    """Numbers in random order; the reward, from 0 to 1, is 1 for exactly the sorted list.
+    """Numbers in random order, to be sorted; the reward is from 0 to 1, and 1 only for exactly the sorted list.
 
     The splits share no set of numbers.
 
@@ -32,13 +32,13 @@ class Sorting:
     name: Literal["sorting"] = "sorting"
     """This task."""
     seed: int = 0
-    """Draws the problems of each step."""
+    """The seed by which the problems of each step are drawn."""
     split: Literal["train", "test"] = "train"
     """`train` or `test`."""
     length: int = 4
     """How many numbers there are."""
     largest: int = 9
-    """They are from 0 to this."""
+    """The largest number; the smallest is 0."""
     grading: Grading = "positions"
     """positions: the share of places that hold the right number; distance: how far the numbers are from the right ones;
     inclusion_ordering: which numbers are there, and which neighbours ascend; exact: all or nothing."""
@@ -79,13 +79,13 @@ class Sorting:
 
 
 def split_of(numbers: Sequence[int], test_share: float) -> Literal["train", "test"]:
-    """Return the split of a set of numbers, by its hash, whatever their order."""
+    """Return the split of a set of numbers, by a hash that does not depend on their order."""
     digest = hashlib.sha256(",".join(map(str, sorted(numbers))).encode()).digest()
     return "test" if int.from_bytes(digest[:8]) < test_share * 2**64 else "train"
 
 
 def positions(answer: Sequence[int], right: Sequence[int]) -> float:
-    """The share of places that hold the right number.
+    """Return the share of places that hold the right number.
 
     Example: positions([1, 3, 2], [1, 2, 3]) == 1 / 3
     """
@@ -93,7 +93,7 @@ def positions(answer: Sequence[int], right: Sequence[int]) -> float:
 
 
 def distance(answer: Sequence[int], right: Sequence[int]) -> float:
-    """1 minus how far each number is from the right one, as a share of the range; a missing or extra one is all off.
+    """Return 1 minus the mean distance to the right numbers, as a share of their range; missing or extra ones count 1.
 
     Example: distance([1, 3, 2], [1, 2, 3]) == 1 - (0 + 1/2 + 1/2) / 3
     """
@@ -103,8 +103,8 @@ def distance(answer: Sequence[int], right: Sequence[int]) -> float:
 
 
 def inclusion_ordering(answer: Sequence[int], right: Sequence[int]) -> float:
-    """Numbers of the prompt that are there, each counted as often as it was given, and neighbours that ascend: points
-    won of points to be had.
+    """Return the share of points earned: one for each number of the prompt that is there, each counted at most as often
+    as it was given, and one for each ascending pair of neighbours.
 
     Example: inclusion_ordering([1, 3, 2], [1, 2, 3]) == (3 + 1) / (3 + 2)
     """

@@ -1,4 +1,4 @@
-"""What runs in a reward process: other people's code. Its answers are plain data, as JSON, whatever it returns."""
+"""The code of a reward process, which runs other people's functions and answers with plain data, as JSON."""
 
 from __future__ import annotations
 
@@ -28,29 +28,29 @@ except ImportError:  # Windows
     resource = None
 
 LARGEST = 3.4028234663852886e38
-"""The largest reward, which float32 still holds: sums and squares of such numbers stay finite in float64."""
+"""The largest reward, that of float32: sums and squares of such numbers stay finite in float64."""
 LONGEST_ERROR = 300
 """The most characters of an error."""
 LONGEST_ANSWER = 16_000
-"""The most bytes of an answer: the pipe takes so many at once, so that no answer is ever half there."""
+"""The most bytes of an answer: a pipe takes so many at once, so that no answer arrives in parts."""
 TOLD = 100
-"""The most tracebacks in the log, one of each kind."""
+"""The most tracebacks in the log, one for each kind of error."""
 NOTED: set[str] = set()
 """The kinds of error that this process has logged."""
 
 
 class NoRewardError(Exception):
-    """What a task returned is no reward, in one line."""
+    """A task returned something that is no valid reward; the message is one line."""
 
 
 @dataclass(frozen=True)
 class Place:
-    """The surroundings that a worker is started in."""
+    """The limits, log and environment of a worker process."""
 
     timeout: float
-    """The limit of a reward in seconds."""
+    """The time limit of a reward, in seconds."""
     memory_gb: float
-    """The limit of memory in GB; 0 is no limit."""
+    """The memory limit in GB; 0 is no limit."""
     log: str
     """The file to which everything that is printed is appended."""
     environment: Mapping[str, str]
@@ -59,7 +59,7 @@ class Place:
 def work(connection: Connection, task: bytes, place: Place) -> None:
     """Load the task, then answer each prompt and completion, until the parent closes its end.
 
-    Tell the parent before and after the task is loaded.
+    Sends one message before the task is loaded, one after, and then one for each reward.
     """
     settle(place)
     connection.send_bytes(b"{}")
@@ -70,8 +70,8 @@ def work(connection: Connection, task: bytes, place: Place) -> None:
             message = connection.recv_bytes()
         except (EOFError, OSError):
             leave()
-        # The parent stops a reward that hangs. Should the parent be gone, this does: it needs no interpreter lock,
-        # which a regular expression that runs away never yields.
+        # The parent stops a reward that hangs; if the parent is gone, this does. It needs no interpreter lock, which
+        # a runaway regular expression never releases.
         faulthandler.dump_traceback_later(2 * place.timeout, exit=True)
         sent = answer(lambda data=message: plain(loaded[0].reward(*pickle.loads(data))))
         faulthandler.cancel_dump_traceback_later()
@@ -82,9 +82,9 @@ def work(connection: Connection, task: bytes, place: Place) -> None:
 
 
 def settle(place: Place) -> None:
-    """Begin a session, so that what a reward starts can be ended with it; redirect output; set limits."""
-    # Ctrl-C reaches every process of the terminal, a supervisor's SIGTERM every one of the service; the parent decides
-    # what it means, and finishes a step for which it needs this one.
+    """Ignore signals, redirect output, set limits, and begin a session, so that a reward's children end with it."""
+    # Ctrl-C reaches every process of the terminal, and a supervisor's SIGTERM every one of the service. The parent
+    # decides what they mean, and may need this process to finish its step.
     for name in ("SIGINT", "SIGTERM", "SIGHUP"):
         if hasattr(signal, name):
             signal.signal(getattr(signal, name), signal.SIG_IGN)
@@ -95,7 +95,7 @@ def settle(place: Place) -> None:
     redirect(place.log)
     faulthandler.enable()
     if place.memory_gb and resource is not None and sys.platform == "linux":
-        # Of what may be written to: RLIMIT_AS would count address space, of which CUDA takes many times what it uses.
+        # Limit writable memory: RLIMIT_AS would count address space, of which CUDA takes many times what it uses.
         limit = int(place.memory_gb * 1e9)
         hard = resource.getrlimit(resource.RLIMIT_DATA)[1]
         resource.setrlimit(resource.RLIMIT_DATA, (limit if hard < 0 else min(limit, hard), hard))
@@ -103,8 +103,9 @@ def settle(place: Place) -> None:
 
 
 def redirect(log: str) -> None:
-    """What this process and those that it starts print goes into the log, or nowhere where there can be none; they read
-    nothing.
+    """Append the output of this process and its children to the log, or discard it where the log cannot be opened.
+
+    Their standard input is empty.
     """
     flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND
     try:
@@ -120,6 +121,7 @@ def redirect(log: str) -> None:
 
 
 def leave_with_parent() -> None:
+    """Wait for the parent to end, then end this process."""
     parent = multiprocessing.parent_process()
     if parent is not None:
         parent.join()
@@ -127,7 +129,7 @@ def leave_with_parent() -> None:
 
 
 def leave() -> NoReturn:
-    """End this process at once, with all that rewards have started."""
+    """End this process at once, with every process that rewards have started."""
     if hasattr(os, "killpg") and os.getpgrp() == os.getpid():
         os.killpg(os.getpid(), signal.SIGKILL)
     os._exit(1)
@@ -137,7 +139,7 @@ def leave() -> NoReturn:
 
 
 def answer(compute: Callable[[], dict[str, Any]]) -> bytes:
-    """Return the reward as JSON, or the error that computing it ended with."""
+    """Return what `compute` returns as JSON, or the error that it raised."""
     try:
         sent = json.dumps(compute()).encode()
         return sent if len(sent) <= LONGEST_ANSWER else failure(f"its parts take more than {LONGEST_ANSWER} bytes")
@@ -158,21 +160,21 @@ def one_line(text: str) -> str:
 
 
 def described(error: BaseException) -> str:
-    """Describe an error in one line, with the place where it was raised. Its `__str__` may raise as well."""
+    """Describe an error in one line, with the place where it was raised, even if its `__str__` raises."""
     told = traceback.TracebackException.from_exception(error, limit=-1)
     where = f" ({Path(told.stack[-1].filename).name}, line {told.stack[-1].lineno})" if told.stack else ""
     return f"{type(error).__name__}: {one_line(str(told))}{where}"
 
 
 def note(told: str, error: BaseException) -> None:
-    """Write the whole traceback of an error into the log, the first time that it occurs."""
+    """Write the full traceback of an error to the log, the first time that it occurs."""
     if told not in NOTED and len(NOTED) < TOLD:
         NOTED.add(told)
         traceback.print_exception(error)
 
 
 def plain(reward: Any) -> dict[str, Any]:
-    """Return the fields of a reward as Python's own numbers, strings and booleans."""
+    """Return the fields of a reward as plain Python numbers, strings and booleans. NoRewardError for an invalid one."""
     if not isinstance(reward, Reward):
         raise NoRewardError(f"the task returned a {type(reward).__name__}, where a Reward is needed")
     error = reward.error if reward.error is not None else ""
@@ -197,7 +199,7 @@ def plain(reward: Any) -> dict[str, Any]:
 
 
 def number(value: Any, what: str, needed: str = "a number") -> float:
-    """Return a number, also a scalar of numpy or torch, as a Python float. NaN and infinities are numbers here."""
+    """Return a number, or a scalar of numpy or torch, as a float; NaN and infinities pass. NoRewardError for others."""
     numeric = any(hasattr(type(value), name) for name in ("__float__", "__index__"))
     if not numeric or getattr(value, "ndim", 0):
         raise NoRewardError(f"{what} is {shown(value)}, where {needed} is needed")

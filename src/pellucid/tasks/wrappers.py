@@ -1,4 +1,4 @@
-"""Tasks around tasks: a wrapper is a dataclass with a field `task: Any`, and its section holds that of the task inside.
+"""Tasks that wrap tasks: dataclasses with a field `task: Any`, whose section contains that of the task inside.
 
 [task]
 name = "prefixed"
@@ -13,7 +13,7 @@ from typing import Any
 
 
 def wraps(task: Any) -> bool:
-    """Whether a task, or its class, wraps another. A field `task` that is a name is a setting like any other."""
+    """Whether a task, or its class, wraps another. A field `task` of another type, such as str, is a plain setting."""
     if not dataclasses.is_dataclass(task):
         return False
     kinds = [field.type for field in dataclasses.fields(task) if field.name == "task"]
@@ -21,22 +21,22 @@ def wraps(task: Any) -> bool:
 
 
 def layers(task: Any) -> list[Any]:
-    """The task and those that it wraps, from the outside in."""
+    """Return the task and those that it wraps, from the outside in."""
     return [task, *layers(task.task)] if wraps(task) else [task]
 
 
 def innermost(task: Any) -> Any:
-    """The innermost task, which writes the questions."""
+    """Return the innermost task, which writes the questions."""
     return layers(task)[-1]
 
 
 def seeded(task: Any, seed: int) -> Any:
-    """The task with this seed, where the innermost has none of its own."""
+    """Return the task with this seed, unless the innermost task has a seed of its own, other than 0."""
     if wraps(task):
         return dataclasses.replace(task, task=seeded(task.task, seed))
     return dataclasses.replace(task, seed=task.seed or seed)
 
 
 def with_split(task: Any, split: str) -> Any:
-    """The task on another split: by its own `with_split` where it has one, otherwise as a dataclass with that field."""
+    """Return the task on another split: by its own `with_split` if it has one, otherwise by replacing its field."""
     return task.with_split(split) if hasattr(task, "with_split") else dataclasses.replace(task, split=split)
