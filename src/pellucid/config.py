@@ -92,7 +92,7 @@ def _floats(value: Any, key: str = "") -> Iterator[tuple[str, float]]:
 
 
 def resolved(config: Config) -> Config:
-    """Return the settings with the values filled in that follow from another section: the longest length, the seed."""
+    """Return the settings with max_length and the task's seed filled in, which follow from other sections."""
     algorithm = config.algorithm
     length = algorithm.max_length or config.sampler.max_tokens
     return config.model_copy(
@@ -107,7 +107,7 @@ def dump(config: Config) -> dict[str, Any]:
 
 
 def read(path: Path) -> dict[str, Any]:
-    """Return the settings in a TOML file or in a run's config.json, without defaults. UserError for an unreadable file."""
+    """Return the settings that stand in a TOML file or in a run's config.json. UserError for an unreadable file."""
     try:
         text = path.read_text(encoding="utf-8")
         if path.suffix == ".json":

@@ -11,8 +11,8 @@ from typing import Any, Protocol, cast, runtime_checkable
 Message = Mapping[str, str]
 
 ROUND = 10**8 + 7
-"""Round r of dynamic sampling asks a task for the prompts of step + r * ROUND, a number that no real step reaches. It is
-a prime, so that a task which cycles through its rows comes to others in each round; 42 rounds stay below 2**32, the
+"""Round r of dynamic sampling asks a task for the prompts of step + r * ROUND, a number that no real step reaches. It
+is a prime, so that a task which cycles through its rows comes to others in each round; 42 rounds stay below 2**32, the
 limit of some generators' seeds."""
 
 
@@ -95,7 +95,7 @@ class Completion:
     given: tuple[tuple[int, int], ...] = ()
     """The ranges [start, end) of token_ids that were given and not sampled, in ascending order: the prompt's prefix."""
     version: int = 0
-    """How many training steps had made the weights that sampled it."""
+    """How many training steps the weights that sampled it had taken."""
 
     @property
     def length(self) -> int:
@@ -125,7 +125,7 @@ class Reward:
 
     @property
     def failed(self) -> bool:
-        """Return whether there is no grade. It counts as the mean of its group's other rewards, neither right nor wrong."""
+        """Return whether there is no grade: neither right nor wrong, and the mean of the group counts in its place."""
         return bool(self.error) or not math.isfinite(self.value)
 
     @property
@@ -148,7 +148,7 @@ class Group:
 
 
 def equal_rewards(group: Group, min_reward_range: float = 0.0) -> list[Reward]:
-    """Return the rewards of a group in which all are equal, without failed ones; empty where they differ or all failed."""
+    """Return the rewards that have not failed, where all of them are equal; empty where they differ or all failed."""
     graded = [reward for reward in group.rewards if not reward.failed]
     values = [reward.value for reward in graded]
     return graded if graded and alike(min(values), max(values), min_reward_range) else []
@@ -214,8 +214,7 @@ class Task(Protocol):
 
 
 def grade(task: Task, groups: Sequence[Group]) -> list[Group]:
-    """Return the groups with their rewards, in the same order. A Grader, as the sandbox is, gets all completions at once.
-    """
+    """Return the groups with their rewards, in the same order. A Grader, like a sandbox, gets all pairs at once."""
     pairs = [(group.prompt, completion) for group in groups for completion in group.completions]
     grades = task.reward_all(pairs) if isinstance(task, Grader) else [task.reward(*pair) for pair in pairs]
     rewards = iter(grades)
@@ -264,7 +263,7 @@ class Sampler(Protocol):
         ...
 
     def sync(self, policy: Any, version: int) -> None:
-        """Use the weights of this policy from now on. `version`, which completions carry, counts the steps behind them."""
+        """Use the weights of this policy from now on. Completions carry `version`, the number of steps behind them."""
 
 
 class Logger(Protocol):

@@ -94,7 +94,7 @@ class Engine:
                     if self.running.rows:
                         self._advance()
                         self.heap.after_step()
-                except Exception as error:  # noqa: BLE001 - no error may end the service for the others
+                except Exception as error:  # noqa: BLE001 - whatever it was, the service goes on for others
                     self._abandon(error)
         finally:
             self.close()

@@ -1,4 +1,4 @@
-"""The runs of a study on disk: finished, to go on with, or not begun."""
+"""The runs of a study on disk: whether they can be resumed or must begin anew, and what remains of finished ones."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from pellucid.types import UserError
 
 
 def check(cell: Cell, recipe: Config) -> None:
-    """Raise UserError where the folder holds something else than this cell, as its recipe is now."""
+    """Raise UserError where the run folder holds anything but a run of this cell with the settings it has now."""
     run_dir = cell.run_dir
     if not run_dir.exists():
         return
@@ -25,7 +25,7 @@ def check(cell: Cell, recipe: Config) -> None:
     if not read_config(run_dir):
         if checkpoints(run_dir) or any(records(run_dir / "metrics.jsonl")):
             raise UserError(f"{run_dir}/config.json cannot be read: mend it, or delete that run")
-        return  # a crash in its first moment
+        return  # the run crashed in its first moment
     for key, (theirs, ours) in changes.matter(run_dir, wanted_of(cell, recipe)).items():
         raise UserError(
             f"{run_dir} was made with {key} = {theirs!r}, the study says {ours!r}: "
@@ -34,26 +34,31 @@ def check(cell: Cell, recipe: Config) -> None:
 
 
 def wanted_of(cell: Cell, recipe: Config) -> Record:
-    """The settings of the cell as its run writes them down, but for a dtype that is left to the machine."""
+    """Return the settings of the cell as its run records them, except a dtype that is left to the machine."""
     seeded = recipe.model_copy(update={"algorithm": replace(recipe.algorithm, seed=cell.seed)})
     return files.recorded(config.resolved(seeded))
 
 
 def resuming(cell: Cell) -> list[str]:
-    """The arguments that go on from the cell's last checkpoint; none where there is no checkpoint."""
+    """Return the arguments that resume the cell's run from its last checkpoint; empty where there is no checkpoint."""
     return ["train", "--resume", str(cell.run_dir)] if checkpoints(cell.run_dir) else []
 
 
 def clear(run_dir: Path) -> None:
-    """Empties the folder of a run that came to no checkpoint; `check` has seen that it is one. UserError where that
-    run is at work."""
+    """Empty the folder of a run without a checkpoint; `check` has made sure that it is a run.
+
+    UserError where that run is in progress.
+    """
     claim.refuse_held(run_dir)
     if run_dir.exists():
         claim.clear(run_dir)
 
 
 def tidy(run_dir: Path, keep_model: bool) -> None:
-    """Remove what only a run in progress needs, some hundred megabytes; the model last, which marks it as done."""
+    """Remove the checkpoints of a finished run, hundreds of megabytes, and its model unless it is to be kept.
+
+    The model goes last: a run with checkpoints and without a model counts as unfinished.
+    """
     for name in ("checkpoints",) if keep_model else ("checkpoints", "model"):
         if (run_dir / name).exists():
             shutil.rmtree(run_dir / name)

@@ -1,4 +1,4 @@
-"""`pellucid compare`: what the runs of several variants allow to say, as a table, a page and its numbers."""
+"""`pellucid compare`: summarize the runs of each variant and pair them with the baseline's, as a table and as JSON."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ MANY_SEEDS = 10
 """With this many seeds an interval needs no warning."""
 DEAD = ("groups/dead_all_right", "groups/dead_all_wrong")
 OWN_METRICS = ("effect/", "curriculum/", "prefix/", "groups/drawn")
-"""Prefixes of metrics that tell whether a variant did anything at all."""
+"""Beginnings of the names of metrics that tell whether a variant did anything at all."""
 
 
 @dataclass(frozen=True)
@@ -52,11 +52,11 @@ class Summary:
     dead: float | None = None
     """The share of dead groups among those drawn, the mean over the steps of all runs."""
     own: Mapping[str, float] | None = None
-    """Its OWN_METRICS, each the mean over the steps of all runs."""
+    """Its metrics that OWN_METRICS names, each the mean over the steps of all runs."""
 
 
 def summaries(runs: Runs) -> list[Summary]:
-    """The summaries of all variants, the baseline first."""
+    """Return the summaries of all variants, the baseline first."""
     baseline = runs.finished[runs.baseline]
     return [
         summary(variant, of_seed, {} if variant == runs.baseline else baseline)
@@ -96,7 +96,7 @@ def summary(variant: str, runs: Mapping[int, Run], baseline: Mapping[int, Run]) 
 
 
 def unpaired(run: Run, baseline: Run | None) -> str:
-    """Why two runs cannot be compared question by question; empty where they can."""
+    """Return why two runs cannot be compared question by question; empty where they can."""
     if not baseline:
         return "the baseline has no finished run"
     if not run.last.get("right") or not baseline.last.get("right"):
@@ -106,7 +106,10 @@ def unpaired(run: Run, baseline: Run | None) -> str:
 
 
 def accuracy(lasts: Sequence[Record]) -> Estimate | None:
-    """Where an evaluation kept no answers there is no interval over several seeds, and a mean alone would mislead."""
+    """Return the greedy accuracy with its interval.
+
+    None where one of several runs has not kept which answers were right: a mean without an interval would mislead.
+    """
     if len(lasts) == 1:
         return Estimate(**lasts[0]["greedy"])
     rights = [last.get("right") for last in lasts]
@@ -118,7 +121,10 @@ def same_questions(lasts: Sequence[Record]) -> bool:
 
 
 def dead_share(step: Record) -> float | None:
-    """Of the groups that were drawn: dynamic sampling trains on what is left of them. None where nothing says so."""
+    """Return the share of dead groups among all that were drawn, with those that dynamic sampling left out.
+
+    None where the step has no such metric.
+    """
     if not all(name in step for name in DEAD):
         return None
     return step.get("groups/drawn_dead", sum(step[name] for name in DEAD))
@@ -131,7 +137,7 @@ def own_metrics(rows: Sequence[Record]) -> dict[str, float]:
 
 
 def numbers(runs: Runs, rows: Sequence[Summary]) -> dict[str, Any]:
-    """Write all numbers of the page as JSON, for other programs."""
+    """Return all numbers of the page as JSON values, for other programs."""
     return {
         "baseline": runs.baseline,
         "comparisons": sum(bool(row.difference) for row in rows),
@@ -148,7 +154,7 @@ def write_numbers(path: Path, runs: Runs, rows: Sequence[Summary]) -> None:
 
 
 def caveats(rows: Sequence[Summary]) -> list[str]:
-    """A caveat on the smallest number of pairs that a conclusion rests on."""
+    """Return a caveat where a conclusion rests on few pairs of runs."""
     pairs = min((len(row.pairs) for row in rows if row.pairs), default=MANY_SEEDS)
     if pairs == 1:
         return ["One seed to a comparison: the interval is over questions alone, and says nothing of another run."]
@@ -196,7 +202,7 @@ def cells(row: Summary) -> list[str]:
 
 
 def points(estimate: Estimate | None, sign: str = "") -> str:
-    """A share as percentage points."""
+    """Return an estimate in percent, as "VALUE [LOW, HIGH]"."""
     if estimate is None:
         return "-"
     value, low, high = (100 * x for x in (estimate.value, estimate.low, estimate.high))
@@ -204,5 +210,5 @@ def points(estimate: Estimate | None, sign: str = "") -> str:
 
 
 def times(values: Mapping[int, float], baseline: Mapping[int, float]) -> str:
-    """The mean over seeds as a multiple of that of the baseline."""
+    """Return the mean over seeds as a multiple of the baseline's."""
     return f"{fmean(values.values()) / fmean(baseline.values()):.2f}x" if any(baseline.values()) else "-"

@@ -1,4 +1,4 @@
-"""The page of a comparison: one HTML file without script and network. Every string of a run passes through `shown`."""
+"""The page of a comparison: one HTML file without script and network. `shown` escapes every string of a run."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def page(runs: Runs, rows: Sequence[Summary]) -> str:
 
 
 def lede(rows: Sequence[Summary]) -> str:
-    """One or two sentences on what the intervals allow to say."""
+    """Return a few sentences on what the intervals allow to say."""
     baseline, *others = rows
     if not others:
         return f"There is only {shown(baseline.variant)}: nothing to compare it with."
@@ -75,7 +75,7 @@ def unclear(variants: int, baseline: str, alone: bool) -> str:
 
 
 def listed(names: Sequence[str]) -> str:
-    """Example: listed(["a", "b", "c"]) == "a, b and c are"."""
+    """Return names as the subject of a sentence. Example: listed(["a", "b", "c"]) == "a, b and c are"."""
     *first, last = names
     return f"{', '.join(first)} and {last} are" if first else f"{last} is"
 
@@ -97,7 +97,7 @@ def facts(runs: Runs, rows: Sequence[Summary]) -> str:
 
 
 def table(kind: str, caption: str, heads: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """The cells are HTML; the first of a row is its heading."""
+    """Return an HTML table. Its cells are HTML; the first of a row is its heading."""
     head = "".join(f"<th scope=col>{name}</th>" for name in heads)
     body = "\n".join(
         f"<tr><th scope=row>{first}</th>{''.join(f'<td>{cell}</td>' for cell in cells)}</tr>" for first, *cells in rows
@@ -142,7 +142,7 @@ def ends(estimate: Estimate) -> tuple[float, float]:
 
 
 def span(difference: Estimate, reach: float, mark: str) -> str:
-    """The interval of a difference as a bar, with 0 in the middle; all variants on one scale."""
+    """Return the interval of a difference as an SVG bar with 0 in the middle, on the scale that all variants share."""
     low, value, high = (100 + 94 * x / reach for x in (difference.low, difference.value, difference.high))
     return (
         f'<svg class="span {mark}" viewBox="0 0 200 16" role="img" aria-label="{points(difference, "+")}">'
@@ -152,7 +152,7 @@ def span(difference: Estimate, reach: float, mark: str) -> str:
 
 
 def notes(runs: Runs, rows: Sequence[Summary]) -> str:
-    """Sentences on what the table rests on, and what it does not show."""
+    """Return a list in HTML: what the table rests on, and what it does not show."""
     comparisons = sum(bool(row.difference) for row in rows)
     said = [
         f"A difference is taken question by question between runs of the same seed. Its interval comes from "
@@ -208,7 +208,7 @@ def commands(runs: Runs) -> str:
 
 
 def curves_of(variant: str, runs: Runs) -> str:
-    """A row of charts: the variant before the baseline, on scales that all rows share."""
+    """Return a row of charts, each of the variant in front of the baseline, on scales that all rows share."""
     seeds = len(runs.finished[variant])
     around = f"mean of {counted(seeds, 'seed')}, band from lowest to highest" if seeds > 1 else "one seed"
     charts = [

@@ -1,6 +1,7 @@
-"""Two policies on the same questions: how far they are apart, and how sure that is. Resampling, no assumption of shape.
+"""How far two policies are apart on the same questions, and how sure that is: by resampling, for any distribution.
 
-A table holds a row of numbers for each seed, one number a question: 1 or 0, or the difference of two such.
+A table has a row for each seed and in it a number for each question: 1 or 0 for right or wrong, or the difference of
+two such numbers.
 """
 
 from __future__ import annotations
@@ -16,14 +17,14 @@ Table = Sequence[Sequence[float]]
 
 
 def interval(table: Table, shared: bool = False, seed: int = 0) -> Estimate:
-    """The mean over seeds of the mean over questions, with its 95% bootstrap interval.
+    """Return the mean over seeds of the mean over questions, with its 95% bootstrap interval.
 
-    Seeds are drawn with replacement, then within each drawn seed its questions: a run differs from the next one more
-    than its questions would have it. `shared`: all seeds asked the same questions, column by column. A second seed then
-    tells nothing of another question, so that one draw of questions goes for all drawn seeds (Owen 2007, the pigeonhole
-    bootstrap, doi 10.1214/07-AOAS122; somewhat too wide). With one seed the questions are all that varies.
+    Seeds are drawn with replacement, then questions within each drawn seed, since runs of two seeds differ by more than
+    their questions account for. `shared`: all seeds asked the same questions, column by column. A second seed then adds
+    no questions, so that one draw of questions serves all drawn seeds (Owen 2007, the pigeonhole bootstrap, doi
+    10.1214/07-AOAS122; somewhat too wide). With one seed, only the questions vary.
 
-    Few seeds are little to draw from: see `wrong_at_worst`.
+    With few seeds the interval can be too narrow: see `wrong_at_worst`.
     """
     rng = np.random.default_rng(seed)
     means = resampled_together(table, rng) if shared else resampled(table, rng)
@@ -32,23 +33,25 @@ def interval(table: Table, shared: bool = False, seed: int = 0) -> Estimate:
 
 
 def exact(mean: float) -> float:
-    """Round away what adding rounded: an interval that ends at 0 contains 0."""
+    """Return a mean without the rounding errors of its sum: an interval that ends at 0 contains 0."""
     return round(mean, 12) + 0.0  # -0.0 becomes 0.0
 
 
 def wrong_at_worst(seeds: int) -> int:
-    """Of so many comparisons between equals one looks apart, where runs of different seeds differ by far more than
-    their questions account for.
+    """Return N where one of N comparisons between equal variants looks apart, at worst.
 
-    With two or three seeds the interval then ends at the lowest and the highest of them: one side of 0 in
-    2 * (1/2)^seeds of all cases. For more it is about this, as tests/study/test_paired.py simulates.
+    The worst case is that runs of different seeds differ by far more than their questions account for. With two or
+    three seeds the interval then ends at the lowest and the highest of them: it lies on one side of 0 in
+    2 * (1/2)^seeds of all cases. With more seeds N is about this, as tests/study/test_paired.py simulates.
     """
     return 2 if seeds == 2 else seeds + 1
 
 
 def resampled_together(table: Table, rng: np.random.Generator) -> np.ndarray:
-    """As `resampled`, with one draw of questions for all seeds; questions that went alike in every seed are drawn as
-    one, as often as any of them."""
+    """Return means [RESAMPLES] as `resampled` does, but with one draw of questions for all seeds.
+
+    Questions with the same numbers in every seed are drawn as one, as often as any of them.
+    """
     patterns, counts = np.unique(np.asarray(table, dtype=float), axis=1, return_counts=True)
     seeds = rng.multinomial(len(table), np.full(len(table), 1 / len(table)), size=RESAMPLES) / len(table)
     questions = rng.multinomial(counts.sum(), counts / counts.sum(), size=RESAMPLES) / counts.sum()
@@ -56,7 +59,7 @@ def resampled_together(table: Table, rng: np.random.Generator) -> np.ndarray:
 
 
 def resampled(table: Table, rng: np.random.Generator) -> np.ndarray:
-    """The means of RESAMPLES tables that are drawn from this one."""
+    """Return the means [RESAMPLES] of tables that are drawn from this one: seeds, then questions within each seed."""
     seeds = rng.integers(len(table), size=(RESAMPLES, len(table)))
     means = np.empty(seeds.shape)
     for i, row in enumerate(table):
@@ -65,16 +68,19 @@ def resampled(table: Table, rng: np.random.Generator) -> np.ndarray:
 
 
 def resampled_means(row: Sequence[float], times: int, rng: np.random.Generator) -> np.ndarray:
-    """Means of as many questions drawn from a row as it has; they depend on how often each value is drawn alone."""
+    """Return the means [times] of draws of as many questions as the row has.
+
+    Only how often each value is drawn matters, so that one multinomial draw is enough.
+    """
     values, counts = np.unique(np.asarray(row, dtype=float), return_counts=True)
     return rng.multinomial(len(row), counts / len(row), size=times) @ values / len(row)
 
 
 def differences(ours: Sequence[int], theirs: Sequence[int]) -> list[float]:
-    """Differences question by question: 1 where only we are right, -1 where only they are."""
+    """Return the differences question by question: 1 where only we are right, -1 where only they are."""
     return [float(mine - other) for mine, other in zip(ours, theirs, strict=True)]
 
 
 def conclusion(difference: Estimate) -> str:
-    """The conclusion that an interval allows."""
+    """Return the conclusion that an interval allows."""
     return "above" if difference.low > 0 else "below" if difference.high < 0 else "cannot tell"

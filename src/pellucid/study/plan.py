@@ -1,4 +1,4 @@
-"""A study: variants of a base recipe, each with several seeds. From its TOML file to the runs that it asks for."""
+"""A study, variants of a base recipe with several seeds each: read its TOML file and list the runs that it asks for."""
 
 from __future__ import annotations
 
@@ -40,12 +40,12 @@ class Cell:
 
     @property
     def log(self) -> Path:
-        """The file with what the run printed."""
+        """Return the file that holds what the run printed."""
         return self.run_dir.with_suffix(".log")
 
     @property
     def arguments(self) -> list[str]:
-        """The arguments of `pellucid` that make this run from nothing."""
+        """Return the arguments of `pellucid` that make this run from the start."""
         return ["train", str(self.recipe), "--algorithm.seed", str(self.seed), "--run", str(self.run_dir)]
 
 
@@ -57,7 +57,10 @@ class Study:
     """The settings of each variant, as a recipe has them; the first is the baseline."""
 
     def cells(self, study_dir: Path, only: Sequence[str] = ()) -> list[Cell]:
-        """All runs: every variant's first seed before any second one, so that a study cut short compares them all."""
+        """Return all runs, or those of the variants in `only`. UserError for a name that is no variant.
+
+        The first seed of every variant comes before any second one, so that a study cut short compares all variants.
+        """
         for name in only:
             if name not in self.variants:
                 raise UserError(f'{self.path} has no variant "{name}"{did_you_mean(name, self.variants)}')
@@ -67,7 +70,7 @@ class Study:
 
 
 def read(path: Path) -> Study:
-    """The study of a TOML file. UserError, one line, for what it gets wrong outside the settings of its variants."""
+    """Return the study in a TOML file. UserError, one line, for mistakes outside the settings of its variants."""
     values = config.read(path)
     for key in values:
         if key not in KEYS:
@@ -88,7 +91,7 @@ def read(path: Path) -> Study:
 
 
 def base_recipe(path: Path) -> Record:
-    config.load(path)  # a mistake in it is not one of the first variant
+    config.load(path)  # else a mistake in it would be told as one of the first variant
     recipe = config.read(path)
     return {**recipe, "task": {"name": config.Config.task_names[0], **recipe.get("task", {})}}
 
@@ -120,7 +123,7 @@ def settings_of(path: Path, name: str, recipe: Record, tables: Sequence[Record])
 
 
 def merged(base: Record, over: Record) -> dict[str, Any]:
-    """`over` laid upon `base`, table by table."""
+    """Return `base` with the values of `over` in place of its own, table by table."""
     return {**base, **{key: laid(key, base.get(key, {}), value) for key, value in over.items()}}
 
 
@@ -131,30 +134,33 @@ def laid(key: str, base: Any, over: Any) -> Any:
 
 
 def merged_task(base: Record, over: Record) -> Any:
-    """Another task than the base's replaces it, and takes none of its settings; a wrapper goes around it."""
+    """Return the task section of `base`, changed by `over`.
+
+    A task of another name replaces that of the base and takes none of its settings; a wrapper goes around it.
+    """
     base_name = base.get("name", config.Config.task_names[0])
     name = over.get("name", base_name)
     if name == base_name:
         return merged(base, over)
-    wrapper = isinstance(name, str) and wraps(task_class(name))  # another kind of name is refused with its section
+    wrapper = isinstance(name, str) and wraps(task_class(name))  # `loaded` refuses other names
     return {**over, "task": laid("task", base, over.get("task", {}))} if wrapper else over
 
 
 def checked(study: Study) -> dict[str, Config]:
-    """The whole settings of each variant, as a run has them. UserError names the variant that is wrong."""
+    """Return the whole settings of each variant, as a run has them. UserError names the variant that is wrong."""
     with TemporaryDirectory() as folder:
         return {name: loaded(study, name, Path(folder) / "recipe.json") for name in study.variants}
 
 
 def loaded(study: Study, name: str, path: Path) -> Config:
     for key in study.variants[name]:
-        if key not in config.Config.model_fields:  # a run's config.json holds more than settings, and may
+        if key not in config.Config.model_fields:  # config.load would ignore it in a JSON file
             close = did_you_mean(key, config.Config.model_fields)
             raise UserError(f"{study.path}: variants.{name}: {key}: no such section{close}")
     write_recipe(path, study.variants[name])
     try:
         cfg = config.load(path)
-        with_split(cfg.task, "train")  # a file of prefixes that is not there is found before hours of other runs
+        with_split(cfg.task, "train")  # finds a missing file of prefixes before hours of other runs
         return cfg
     except UserError as error:
         complaint = str(error).removeprefix(f"{path}: ")

@@ -1,4 +1,4 @@
-"""`pellucid study`: every run of a study that is not there yet, some of them at once, each a process of its own."""
+"""`pellucid study`: make the missing runs of a study, each in a process of its own, up to --jobs of them at once."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Job:
 
 @dataclass
 class Progress:
-    """How far the runs are that did not exist at the start."""
+    """How many of the runs that were unfinished at the start have ended."""
 
     total: int
     ended: int = 0
@@ -53,7 +53,7 @@ class Progress:
 
 
 def run(study: Study, study_dir: Path, jobs: int = 1, only: Sequence[str] = (), keep_models: bool = False) -> int:
-    """Run the study to its end, or until Ctrl-C. Return the exit status. Starting again goes on."""
+    """Run the study to its end, or until Ctrl-C. Return the exit status. A second call goes on where it stopped."""
     if jobs < 1:
         raise UserError(f"--jobs {jobs} must be at least 1")
     cells, recipes = study.cells(study_dir, only), plan.checked(study)
@@ -68,7 +68,7 @@ def run(study: Study, study_dir: Path, jobs: int = 1, only: Sequence[str] = (), 
         waiting = [cell for cell in cells if not finished(cell.run_dir)]
         for cell in cells:
             if cell not in waiting:
-                tidy(cell.run_dir, keep_model=True)  # it may have been kept on purpose
+                tidy(cell.run_dir, keep_model=True)  # the user may have kept it on purpose
         say(f"{counted(len(cells), 'run')} in {study_dir}: {len(cells) - len(waiting)} done, {len(waiting)} to go")
         progress = Progress(len(waiting))
         work(waiting, jobs, keep_models, lock, requests, progress)
@@ -87,7 +87,7 @@ def work(
     requests: Sequence[int],
     progress: Progress,
 ) -> None:
-    """Work until all runs have ended, or after a request to stop those in progress have."""
+    """Run the cells, up to `jobs` at once. After a request to stop, start no others and wait for those in progress."""
     waiting, running, asked = deque(cells), list[Job](), False
     try:
         while running or (waiting and not requests):
@@ -100,7 +100,7 @@ def work(
                 running.remove(job)
                 end(job, keep_models, progress, stopping=bool(requests))
             time.sleep(PAUSE)
-    finally:  # after a second Ctrl-C too, none is left behind
+    finally:  # no run is left behind, not even after a second Ctrl-C
         ask_to_stop(running)
         for job in running:
             job.process.wait()
@@ -120,7 +120,7 @@ def start(cell: Cell, jobs: int, lock: TextIOWrapper) -> Job:
             stderr=subprocess.STDOUT,
             env={**threads, **os.environ},
             pass_fds=[lock.fileno()],
-            start_new_session=True,  # a terminal's Ctrl-C would reach it besides ours: two stop at once
+            start_new_session=True,  # else Ctrl-C would reach it as well as our SIGINT, and two end it at once
         )
     note_holder(lock, process.pid)
     say(f"{named(cell)}: {'goes on' if resumed else 'started'}, log {cell.log}")

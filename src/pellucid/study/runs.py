@@ -1,4 +1,4 @@
-"""Find the runs that are compared in their folders, and order them by variant and seed."""
+"""Find the runs to be compared in their folders, and order them by variant and seed."""
 
 from __future__ import annotations
 
@@ -132,12 +132,12 @@ def read_run(run_dir: Path) -> Run:
 
 
 def place_of(run_dir: Path) -> Path:
-    """Return the name of a folder, however it was given: "." has a name, too, and a link goes by its own."""
+    """Return the absolute path of a run folder, so that "." has a name, too. A link keeps its own name."""
     return Path(os.path.normpath(run_dir.absolute()))
 
 
 def read_plan(study_dir: Path) -> Record:
-    """Return what the study is to hold, as `pellucid study` noted it; empty for a copy without that note."""
+    """Return the variants and seeds of a study, as `pellucid study` noted them; empty for a copy without that note."""
     return next(records(study_dir / "study.json", whole=True), {})
 
 
