@@ -226,8 +226,10 @@ class Engine:
     def _abandon(self, error: Exception) -> None:
         """Fail all requests that are being decoded, since half a step may have been taken, and start a new batch."""
         requests = self._served()
-        self.running = Running(self.policy.decode_batch(self.rows))  # first, since `tell` may look at the state
-        self._fail(requests, error)
+        try:
+            self.running = Running(self.policy.decode_batch(self.rows))  # first, since `tell` may look at the state
+        finally:
+            self._fail(requests, error)
 
     def _note(self, error: Exception) -> None:
         self.errors += 1
