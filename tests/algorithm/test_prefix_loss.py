@@ -247,6 +247,24 @@ def test_demonstrations_are_rows_of_given_tokens_behind_the_others():
     assert len(with_demonstrations(batch.rows(slice(3, 6)), torch.tensor([1]))) == 3, "this prompt has none"
 
 
+@pytest.mark.parametrize("dead", [True, False])
+def test_a_prefix_may_be_longer_than_every_response_that_is_left(dead):
+    """One short response stays, or all of them are short: the prefix is then the widest row of the batch."""
+    policy = make_policy(dtype=F64)
+    groups = groups_of(policy)
+    short = [Completion((4, EOS), (-1.0, -1.0), "1", True), Completion((EOS,), (-1.0,), "", True)]
+    groups[0] = replace(groups[0], completions=tuple(short), rewards=groups[0].rewards[:2])
+    batch = collate(groups[:1], policy.device)
+    advantages = [0.0, 0.0] if dead else [1.0, -1.0]
+    batch = replace(batch, advantages=batch.along_responses(torch.tensor(advantages)))
+    plain, _ = gradients_of(policy, batch, GRPOConfig())
+    both, metrics = gradients_of(policy, batch, GRPOConfig(prefix_coef=0.3))
+    loss = likelihood(policy, groups[:1])
+    alone = dict(zip(policy.trainable(), torch.autograd.grad(loss, list(policy.trainable().values())), strict=True))
+    assert distance({n: both[n] - plain[n] for n in both}, {n: 0.3 * alone[n] for n in both}) < 1e-6
+    assert metrics["prefix/nll"] == pytest.approx(float(loss.detach()), rel=1e-6)
+
+
 def test_replayed_groups_keep_their_prefixes():
     policy = make_policy()
     batch = batch_of(policy)

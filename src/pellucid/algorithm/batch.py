@@ -153,7 +153,8 @@ def with_demonstrations(batch: Batch, prompts: Tensor) -> Batch:
     }
     old = {name: x for name, x in batch.tensors().items() if name != "mask_words"}
     nothing = {name: x.new_zeros(len(shown), *x.shape[1:]) for name, x in old.items()}
-    return replace(batch, **{name: joined(x, (nothing | new)[name]) for name, x in old.items()})
+    width = max(batch.mask.shape[1], mask.shape[1])
+    return replace(batch, **{name: joined([x, (nothing | new)[name]], width) for name, x in old.items()})
 
 
 def padded(rows: Sequence[Sequence[Any]], dtype: torch.dtype) -> Tensor:
@@ -170,7 +171,7 @@ def concat(batches: Sequence[Batch]) -> Batch:
         return first
     width = max(b.mask.shape[1] for b in batches)
     columns = {name: [b.tensors()[name] for b in batches] for name in first.tensors()}
-    tensors = {name: stacked(x, width) if x[0].dim() > 1 else torch.cat(x) for name, x in columns.items()}
+    tensors = {name: joined(x, width) for name, x in columns.items()}
     tensors["prompt_of"] = torch.cat(moved(columns["prompt_of"], [len(b.prompt_ids) for b in batches]))
     if "mask_words" in columns:
         moved_spans = moved(columns["mask_spans"], [len(words) for words in columns["mask_words"]])
@@ -183,9 +184,9 @@ def concat(batches: Sequence[Batch]) -> Batch:
     )
 
 
-def joined(one: Tensor, other: Tensor) -> Tensor:
-    """Rows [b, ...] of both, those of tokens [b, t, ...] as wide as the wider."""
-    return torch.cat([one, other]) if one.dim() == 1 else stacked([one, other], max(one.shape[1], other.shape[1]))
+def joined(tensors: Sequence[Tensor], width: int) -> Tensor:
+    """Rows [b, ...] end to end, those of tokens [b, t, ...] padded on the right to [B, width, ...]."""
+    return torch.cat(list(tensors)) if tensors[0].dim() == 1 else stacked(tensors, width)
 
 
 def moved(places: Sequence[Tensor], sizes: Sequence[int]) -> list[Tensor]:
