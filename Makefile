@@ -6,7 +6,7 @@ PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q --numprocesses logical --
 MATHEMATICS := tests/test_structure.py tests/test_docs.py $(patsubst %,tests/algorithm/test_%.py, \
     advantages objectives kl shaping expectations diagnostics totals settings batch own)
 
-.PHONY: setup train check mathematics test lint mutants seeds vllm deepspeed bench notebook systems clean
+.PHONY: setup train check mathematics test network lint mutants seeds vllm deepspeed bench notebook systems clean
 
 setup: .venv/ready
 
@@ -29,6 +29,10 @@ mathematics: setup
 
 test: setup lint
 	$(PYTEST) $(ARGS)
+
+# Two hosts with a cable between them, which is cut. Needs root: it adds network interfaces, and takes them away.
+network: setup
+	PELLUCID_NETWORK=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q tests/crash/test_network.py $(ARGS)
 
 lint: setup
 	$(BIN)/ruff check .

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+from threading import Event
 
 import torch
 from safetensors.torch import load_file
 
 from conftest import records
+from pellucid.runtimes import processes
 from runs import in_two_processes
 
 TASK = '''
@@ -63,6 +65,20 @@ def test_a_sum_leaves_its_terms_alone_and_what_is_shared_out_comes_together_agai
     for rank in (0, 1):
         found = json.loads((tmp_path / str(rank)).read_text())
         assert found == {"sum": [3.0], "own": [1.0 + rank], "all": list("abcde")}
+
+
+def test_a_store_that_never_answers_is_the_silent_one(monkeypatch):
+    """As behind a cut cable, where not even a refusal comes."""
+
+    class Gone:
+        def set(self, key, value):
+            Event().wait()
+
+    monkeypatch.setattr(processes, "ROLL_CALL", -0.9)
+    monkeypatch.setattr(torch.distributed.distributed_c10d, "_get_default_store", Gone)
+    monkeypatch.setattr(torch.distributed, "get_rank", lambda: 1)
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 3)
+    assert processes.missing() == [0]
 
 
 def test_two_processes_resume_to_the_same_bits_each_with_its_own_replay_and_generators(recipe, tmp_path):

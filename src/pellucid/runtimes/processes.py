@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
+from threading import Thread
 
 import torch
 import torch.distributed as dist
@@ -19,6 +20,8 @@ from pellucid.types import StrandedError
 
 ROLL_CALL = 5.0
 """Seconds in which those that are left say so, before the others are named."""
+KEEPER = 0
+"""The rank that keeps the store."""
 
 
 def joined(device: torch.device, timeout: float) -> PartialState:
@@ -63,6 +66,15 @@ def needing_others(run_dir: Path) -> Iterator[None]:
 
 def missing() -> list[int]:
     """The ranks that do not answer a roll call, which is held over the store that started the group."""
+    found: list[list[int]] = []
+    # A store behind a cut cable does not even refuse: its calls never return.
+    call = Thread(target=lambda: found.append(unanswered()), daemon=True)
+    call.start()
+    call.join(ROLL_CALL + 1)
+    return found[0] if found else [KEEPER]
+
+
+def unanswered() -> list[int]:
     store, rank = dist.distributed_c10d._get_default_store(), dist.get_rank()
     others, end = set(range(dist.get_world_size())) - {rank}, time.monotonic() + ROLL_CALL
     try:
@@ -71,5 +83,5 @@ def missing() -> list[int]:
             others = {other for other in others if not store.check([f"pellucid/left/{other}"])}
             time.sleep(0.1)
     except (RuntimeError, dist.DistError):
-        return [0]  # it keeps the store
+        return [KEEPER]
     return sorted(others)

@@ -1,0 +1,118 @@
+"""Two hosts with a cable between them, as network namespaces: `make network`, as root, since it adds interfaces."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from contextlib import contextmanager
+
+import pytest
+from test_faults import complaint, steps_of, until
+
+from pellucid.reporting.run_folder import checkpoints
+from runs import same_run
+
+pytestmark = pytest.mark.skipif(
+    "PELLUCID_NETWORK" not in os.environ or os.geteuid() != 0 or not shutil.which("ip"),
+    reason="adds network interfaces: make network, as root",
+)
+HOSTS = {"pellucid-0": "10.213.7.1", "pellucid-1": "10.213.7.2"}
+ENGINES = ["ddp", "fsdp2"]
+PATIENCE = 0.5
+"""Minutes of runtime.timeout: longer than a cut of ten seconds and the pause after which TCP tries again."""
+
+
+def ip(*arguments):
+    subprocess.run(["ip", *arguments], check=True, capture_output=True)
+
+
+@pytest.fixture
+def hosts():
+    for name in HOSTS:
+        ip("netns", "add", name)
+    try:
+        ends = ["type", "veth", "peer", "name", "cable", "netns", "pellucid-1"]
+        ip("-n", "pellucid-0", "link", "add", "cable", *ends)
+        for name, address in HOSTS.items():
+            ip("-n", name, "address", "add", f"{address}/24", "dev", "cable")
+            ip("-n", name, "link", "set", "lo", "up")
+            ip("-n", name, "link", "set", "cable", "up")
+        yield
+    finally:
+        for name in HOSTS:
+            ip("netns", "del", name)
+
+
+def cable(state):
+    ip("-n", "pellucid-0", "link", "set", "cable", state)
+
+
+@contextmanager
+def on_both(folder, *arguments):
+    """A process on each host, as two launchers of torchrun start them, each with an error stream of its own."""
+    where = {"WORLD_SIZE": "2", "MASTER_ADDR": HOSTS["pellucid-0"], "MASTER_PORT": "29500", "OMP_NUM_THREADS": "1"}
+    processes = []
+    for rank, name in enumerate(HOSTS):
+        env = {**os.environ, **where, "RANK": str(rank), "LOCAL_RANK": "0", "GLOO_SOCKET_IFNAME": "cable"}
+        command = ["ip", "netns", "exec", name, sys.executable, "-m", "pellucid", *map(str, arguments)]
+        with (folder / f"errors-{rank}").open("w") as errors:
+            processes.append(subprocess.Popen(command, env=env, stderr=errors))
+    try:
+        yield processes
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+
+
+def errors_of(folder, rank):
+    return complaint((folder / f"errors-{rank}").read_text())
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("engine", ENGINES)
+def test_a_cable_cut_for_ten_seconds_costs_time_alone_and_what_is_cut_for_good_goes_on_to_the_same_bits(
+    engine, recipe, hosts, tmp_path
+):
+    settings = ["--algorithm.steps", 60, "--checkpoint.every", 1, "--evaluate.every", 0]
+    settings += ["--runtime.engine", engine, "--runtime.timeout", PATIENCE]
+    whole, run_dir = tmp_path / "whole", tmp_path / "run"
+    with on_both(tmp_path, "train", recipe, "--run", whole, *settings) as both:
+        assert [process.wait(timeout=200) for process in both] == [0, 0]
+
+    with on_both(tmp_path, "train", recipe, "--run", run_dir, *settings) as both:
+        until(lambda: steps_of(run_dir) >= 3, *both)
+        cable("down")
+        time.sleep(1)
+        cut = steps_of(run_dir)
+        time.sleep(9)
+        assert steps_of(run_dir) == cut
+        cable("up")
+        until(lambda: steps_of(run_dir) >= cut + 3, *both)
+
+        cable("down")
+        start = time.monotonic()
+        assert [process.wait(timeout=200) for process in both] == [1, 1]
+        print(f"{engine}: both ended {time.monotonic() - start:.0f} s after the cable was cut")
+    assert "does not answer (rank 1)" in errors_of(tmp_path, 0)
+    assert "does not answer (rank 0)" in errors_of(tmp_path, 1)
+
+    cable("up")
+    with on_both(tmp_path, "train", "--resume", run_dir) as both:
+        done = steps_of(run_dir)
+        until(lambda: steps_of(run_dir) >= done + 3, *both)
+        both[1].send_signal(signal.SIGKILL)
+        start = time.monotonic()
+        assert both[0].wait(timeout=60) == 1
+        print(f"{engine}: the other ended {time.monotonic() - start:.0f} s after one was killed")
+    assert "(rank 1)" in errors_of(tmp_path, 0)
+
+    with on_both(tmp_path, "train", "--resume", run_dir) as both:
+        assert [process.wait(timeout=200) for process in both] == [0, 0]
+    assert steps_of(run_dir) == 60
+    assert checkpoints(run_dir)
+    same_run(whole, run_dir)

@@ -1,0 +1,80 @@
+"""The lines of recipes/launch, run as they stand: on one host where they are for several."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from runs import weights
+
+LAUNCH = Path("recipes/launch").resolve()
+SHORT = ["--algorithm.steps", "2", "--evaluate.every", "0"]
+TOOLS = {"torchrun": "-m torch.distributed.run", "pellucid": "-m pellucid"}
+SLURM = {
+    "scontrol": "echo localhost; echo other",
+    # What srun does, of this job: the command, once a node.
+    "srun": 'SLURM_NODEID=0 "$@" & SLURM_NODEID=1 "$@" && wait $!',
+}
+
+
+@pytest.fixture(scope="module")
+def tools(tmp_path_factory):
+    """The commands that the lines name."""
+    folder = tmp_path_factory.mktemp("bin")
+    lines = {name: f'exec "{sys.executable}" {module} "$@"' for name, module in TOOLS.items()} | SLURM
+    for name, line in lines.items():
+        (folder / name).write_text(f"#!/usr/bin/env bash\n{line}\n")
+        (folder / name).chmod(0o755)
+    return folder
+
+
+def started(tools, script, *arguments, **environment):
+    return subprocess.Popen(
+        [LAUNCH / script, *map(str, arguments)],
+        env={
+            **os.environ,
+            "PATH": f"{tools}{os.pathsep}{os.environ['PATH']}",
+            "PYTHONPATH": os.pathsep.join(sys.path),
+            "OMP_NUM_THREADS": "1",
+            "PROCESSES": "1",
+            **environment,
+        },
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def ended(process):
+    _, errors = process.communicate(timeout=240)
+    return process.returncode, errors
+
+
+def test_each_line_trains_the_model_of_one_process(tools, recipe, tmp_path):
+    """Slurm's starts that of two machines on each node."""
+    runs = {name: tmp_path / name for name in ("one_gpu", "eight_gpus", "slurm")}
+    train = {name: [recipe, "--run", run_dir, *SHORT] for name, run_dir in runs.items()}
+    job = {"SLURM_JOB_NODELIST": "localhost,other", "SLURM_JOB_NUM_NODES": "2", "SLURM_GPUS_ON_NODE": "1"}
+    launches = [
+        lambda: [started(tools, "one_gpu.sh", *train["one_gpu"])],
+        lambda: [started(tools, "eight_gpus.sh", *train["eight_gpus"], PROCESSES="2")],
+        lambda: [started(tools, "slurm.sh", *train["slurm"], SLURM_JOB_ID=str(os.getpid()), **job)],
+    ]
+    for launch in launches:
+        for status, errors in map(ended, launch()):
+            assert status == 0, errors
+    alone = weights(runs["one_gpu"])
+    for name, run_dir in runs.items():
+        for parameter, tensor in weights(run_dir).items():
+            torch.testing.assert_close(tensor, alone[parameter], rtol=0, atol=1e-4, msg=f"{name}: {parameter}")
+
+
+@pytest.mark.parametrize(("environment", "complaint"), [({}, "HEAD="), ({"HEAD": "127.0.0.1"}, "NODE=")])
+def test_a_node_that_does_not_know_where_it_stands_is_told(tools, environment, complaint):
+    status, errors = ended(started(tools, "two_nodes.sh", "recipes/arithmetic.toml", **environment))
+    assert status != 0
+    assert complaint in errors
