@@ -21,8 +21,10 @@ METRICS = {"time/generate": 2.0, "time/reward": 0.5, "time/score": 0.0, "time/up
 
 
 def event(name, start, seconds):
-    """As torch.profiler gives them, in microseconds."""
-    return SimpleNamespace(name=name, time_range=SimpleNamespace(start=start * 1e6), self_cpu_time_total=seconds * 1e6)
+    """As torch.profiler gives them, in microseconds. A collective takes no time of the thread that began it."""
+    own = 0.0 if name.startswith(profile.COLLECTIVES) else seconds
+    lasting = SimpleNamespace(start=start * 1e6, end=(start + seconds) * 1e6)
+    return SimpleNamespace(name=name, time_range=lasting, self_cpu_time_total=own * 1e6)
 
 
 def test_an_operator_belongs_to_the_stage_in_which_it_began():
@@ -41,6 +43,32 @@ def test_an_operator_belongs_to_the_stage_in_which_it_began():
     assert stages["score"].by_kind == {}
     assert stages["update"].by_kind == pytest.approx({"matrix products": 0.45})
     assert [stage.gb for stage in stages.values()] == [[1.0, 3.0], [], [], [2.5, 2.0]]
+
+
+def test_what_goes_between_processes_at_once_is_counted_once():
+    events = [
+        event("aten::mm", 0.0, 0.1),
+        event("gloo:all_gather", 1.0, 0.25),
+        event("gloo:all_reduce", 3.0, 0.5),
+        event("gloo:all_reduce", 3.125, 0.125),
+        event("nccl:reduce_scatter", 3.25, 0.5),
+    ]
+    stages = stages_of(events, [], start=0.0, metrics=METRICS)
+    text = table(stages, dict.fromkeys(stages, 0.0), 0.5, "bfloat16")
+    [shown] = [line[26:].split() for line in text.splitlines() if line.startswith("between processes")]
+    assert shown == ["0.25", "0.00", "0.00", "0.75", "1.00"]
+    assert stages["update"].by_kind["the rest"] == 0.0
+
+
+def test_collectives_are_named_as_torch_names_them():
+    dist = torch.distributed
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        with torch.profiler.profile(activities=[ProfilerActivity.CPU]) as profiler:
+            dist.all_reduce(torch.ones(2))
+    finally:
+        dist.destroy_process_group()
+    assert any(e.name.startswith(profile.COLLECTIVES) for e in profiler.events())
 
 
 def test_operations_are_those_that_torch_counts():
@@ -69,8 +97,8 @@ def test_operations_with_packed_weights_are_counted_too():
 
 def test_the_table_is_in_seconds_of_this_machine():
     stages = {
-        "generate": Stage(4.0, Counter({"matrix products": 1.0, "attention": 2.0}), [1.0, 2.0]),
-        "update": Stage(6.0, Counter({"matrix products": 5.0}), [3.0]),
+        "generate": Stage(4.0, Counter({"matrix products": 1.0, "attention": 2.0}), [1.0, 2.0], []),
+        "update": Stage(6.0, Counter({"matrix products": 5.0}), [3.0], []),
     }
     text = table(stages, {"generate": 0.5, "update": 2.0}, 0.5, "bfloat16")
     rows = {line[:26].strip(): line[26:].split() for line in text.splitlines()}
@@ -79,6 +107,7 @@ def test_the_table_is_in_seconds_of_this_machine():
     assert rows["Python and dispatch"] == ["1.00", "1.00", "2.00"]
     assert rows["at this machine's speed"] == ["1.00", "4.00", "5.00"]
     assert rows["share of that speed"] == ["25%", "67%", "50%"]
+    assert "between processes" not in rows
     assert rows["peak memory, GB"] == ["2.00", "3.00", "3.00"]
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import bisect
 import itertools
+import math
 import threading
 import time
 from collections import defaultdict
@@ -30,6 +31,8 @@ LEFT_OPERAND = {
 """Operators that are matrix products, and which of their arguments is the left one."""
 if torch.backends.mkldnn.is_available():
     LEFT_OPERAND[torch.ops.mkldnn._linear_pointwise] = 0
+COLLECTIVES = ("gloo:", "nccl:")
+"""Beginnings of the names of what goes between processes, waits for slower ones included."""
 STAGES: tuple[str, ...] = ("generate", "reward", "score", "update")
 KINDS = {
     "matrix products": ("mm", "bmm", "addmm", "baddbmm", "_linear_pointwise", "linear", "matmul"),
@@ -65,6 +68,8 @@ class Stage(NamedTuple):
     """Seconds in operators by kind; the rest of a step is Python and the way into operators."""
     gb: list[float]
     """Samples of the resident memory."""
+    exchanging: list[tuple[float, float]]
+    """From when to when something went between processes, in seconds; what is computed meanwhile counts in by_kind."""
 
 
 def profiled(steps: Iterator[StepResult], path: Path, dtype: torch.dtype) -> Iterator[StepResult]:
@@ -164,13 +169,25 @@ def stages_of(
     """An operator belongs to the stage in which it began."""
     stage_at = stages_by_time(metrics)
     origin = min((event.time_range.start for event in events), default=0.0)
-    stages = {name: Stage(metrics[f"time/{name}"], defaultdict(float), []) for name in STAGES}
+    stages = {name: Stage(metrics[f"time/{name}"], defaultdict(float), [], []) for name in STAGES}
     for event in events:
-        stage = stages[stage_at((event.time_range.start - origin) / 1e6)]
+        began, ended = ((moment - origin) / 1e6 for moment in (event.time_range.start, event.time_range.end))
+        stage = stages[stage_at(began)]
         stage.by_kind[kind_of(event.name)] += event.self_cpu_time_total / 1e6
+        if event.name.startswith(COLLECTIVES):
+            stage.exchanging.append((began, ended))
     for moment in memory:
         stages[stage_at(moment.seconds - start)].gb.append(moment.gb)
     return stages
+
+
+def covered(intervals: Sequence[tuple[float, float]]) -> float:
+    """How long at least one of them lasts."""
+    total, until = 0.0, -math.inf
+    for start, end in sorted(intervals):
+        total += max(0.0, end - max(start, until))
+        until = max(until, end)
+    return total
 
 
 def kind_of(operator: str) -> str:
@@ -192,6 +209,8 @@ def table(stages: Mapping[str, Stage], tflop: Mapping[str, float], speed: float,
     for kind in KINDS:
         row(f"  {kind}", [s.by_kind[kind] for s in each], ".2f")
     row("  Python and dispatch", [max(0.0, s.seconds - sum(s.by_kind.values())) for s in each], ".2f")
+    if any(s.exchanging for s in each):
+        row("between processes", [covered(s.exchanging) for s in each], ".2f")
     row("matrix products, TFLOP", products, ".3f")
     row("  at this machine's speed", [x / speed for x in products], ".2f")
     shares = [x / speed / s.seconds if s.seconds else 0.0 for x, s in zip(products, each, strict=True)]
