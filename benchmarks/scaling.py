@@ -51,7 +51,8 @@ def measured(recipe: str, processes: int, engine: str) -> dict[str, float]:
         subprocess.run(command, check=True, env={**os.environ, "OMP_NUM_THREADS": "1"}, stdout=subprocess.DEVNULL)
         rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
         steady = [row for row in rows if row["step"] not in (1, PROFILED - 1, PROFILED)]
-        profile = {line[:26].strip(): line.split()[-1] for line in (run_dir / "profile.txt").read_text().splitlines()}
+        lines = (run_dir / "profile.txt").read_text().splitlines()
+        profile = {line[:26].strip(): line.split()[-1] for line in lines if line}
     between = float(profile.get("between processes", 0)) / float(profile["seconds"])
     return {stage: median(row[f"time/{stage}"] for row in steady) for stage in STAGES} | {"between": between}
 

@@ -125,6 +125,18 @@ def batch_of(lengths=((7, 1, 12), (1, 1, 1), (3, 12, 5)), prompts=(5, 9, 2)) -> 
     return collate(groups, torch.device("cpu"))
 
 
+VANISHING = 1e-7
+"""Of a loss whose gradients fp16 rounds to 0."""
+
+
+def weighted(policy, size):
+    """A loss with a gradient of that size."""
+    torch.manual_seed(2)
+    batch = batch_of()
+    weights = size * torch.randn(batch.mask.shape) * batch.mask
+    return (policy.score(batch).logprobs * weights).sum()
+
+
 def sequences(batch):
     """Whole token sequences, and where the response starts."""
     rows = zip(batch.prompt_of.tolist(), batch.response_ids, batch.mask.sum(-1).tolist(), strict=True)

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch.amp.grad_scaler import GradScaler
 
-from architectures import FAMILY, adapted, batch_of, model_of
+from architectures import FAMILY, VANISHING, adapted, model_of, weighted
 from conftest import CountDigits, character_tokenizer, make_policy, records
 from pellucid.algorithm.batch import collate
 from pellucid.algorithm.settings import AdamWConfig
@@ -26,20 +26,9 @@ from pellucid.training import run
 from pellucid.types import Sampling
 from runs import in_two_processes, same_run, train
 
-SMALL = 1e-7
-"""Of a loss whose gradients fp16 rounds to 0."""
-
 
 def policy_of(name, dtype, **settings):
     return Policy(model_of(name), character_tokenizer(), dtype, **settings)
-
-
-def weighted(policy, size):
-    """A loss with a gradient of that size."""
-    torch.manual_seed(2)
-    batch = batch_of()
-    weights = size * torch.randn(batch.mask.shape) * batch.mask
-    return (policy.score(batch).logprobs * weights).sum()
 
 
 def gradient(policy, size, unscale=True):
@@ -68,11 +57,11 @@ WAYS = {
 @pytest.mark.parametrize("way", WAYS)
 def test_scaled_gradients_are_those_of_fp32_and_others_vanish(way):
     """Nearer than those of bf16, whose rounding is eight times as coarse."""
-    exact = gradient(WAYS[way](torch.float32), SMALL)
-    scaled = off(gradient(WAYS[way](torch.float16), SMALL), exact)
+    exact = gradient(WAYS[way](torch.float32), VANISHING)
+    scaled = off(gradient(WAYS[way](torch.float16), VANISHING), exact)
     assert scaled < 0.02
-    assert scaled < off(gradient(WAYS[way](torch.bfloat16), SMALL, unscale=False), exact)
-    assert off(gradient(WAYS[way](torch.float16), SMALL, unscale=False), exact) > 0.5
+    assert scaled < off(gradient(WAYS[way](torch.bfloat16), VANISHING, unscale=False), exact)
+    assert off(gradient(WAYS[way](torch.float16), VANISHING, unscale=False), exact) > 0.5
 
 
 def starting_at(scale, interval=2000):
@@ -95,7 +84,7 @@ def test_a_gradient_that_overflows_lowers_the_scale_and_is_tried_no_other_way(mo
     monkeypatch.setattr(runtime, "GradScaler", starting_at(2.0**16))
     policy = adapted("llama", torch.float16)
     learner = Runtime(policy, AdamWConfig(lr=1e-2, offload=offload), total=9)
-    first = step(learner, policy, SMALL)
+    first = step(learner, policy, VANISHING)
     assert (first["skipped"], first["skipped/overflow"], first["loss_scale"]) == (0, 0, 2.0**16)
     before = state_of(learner)
     seen = step(learner, policy, 1e5)
@@ -103,7 +92,7 @@ def test_a_gradient_that_overflows_lowers_the_scale_and_is_tried_no_other_way(mo
     assert (seen["skipped"], seen["skipped/overflow"], seen["idle"], seen["loss_scale"]) == (0, 1, 0, 2.0**16)
     assert all(torch.equal(now, then) for now, then in zip(state_of(learner), before, strict=True))
     assert all(p.grad is None for p in policy.trainable().values())
-    after = step(learner, policy, SMALL)
+    after = step(learner, policy, VANISHING)
     assert (after["skipped"], after["skipped/overflow"], after["loss_scale"]) == (0, 0, 2.0**15)
     assert learner.updates == 3, "the schedule goes on"
     assert not any(torch.equal(now, then) for now, then in zip(state_of(learner), before, strict=True))
@@ -127,11 +116,11 @@ def test_the_scale_is_found_from_above_and_raised_again(monkeypatch):
 def test_a_loss_that_is_not_finite_is_no_fault_of_the_scale():
     policy = make_policy(dtype=torch.float16)
     learner = Runtime(policy, AdamWConfig(lr=1e-2), total=3)
-    step(learner, policy, SMALL)
+    step(learner, policy, VANISHING)
     before = state_of(learner)
-    learner.backward(weighted(policy, SMALL))
-    learner.backward(weighted(policy, SMALL) * math.nan)
-    learner.backward(weighted(policy, SMALL))
+    learner.backward(weighted(policy, VANISHING))
+    learner.backward(weighted(policy, VANISHING) * math.nan)
+    learner.backward(weighted(policy, VANISHING))
     seen = learner.step()
     assert (seen["skipped"], seen["skipped/overflow"]) == (1, 0)
     assert all(torch.equal(now, then) for now, then in zip(state_of(learner), before, strict=True))
@@ -243,7 +232,7 @@ import torch
 from conftest import make_policy
 from pellucid.runtimes.accelerate import Runtime
 from pellucid.algorithm.settings import AdamWConfig
-from test_float16 import SMALL, weighted
+from architectures import VANISHING as SMALL, weighted
 
 policy = make_policy(dtype=torch.float16)
 learner = Runtime(policy, AdamWConfig(), total=9)

@@ -9,8 +9,8 @@ import sys
 import pytest
 import torch
 from safetensors.torch import load_file
-from test_float16 import SMALL, weighted
 
+from architectures import VANISHING, weighted
 from conftest import make_policy, records
 from pellucid.algorithm.settings import AdamWConfig
 from pellucid.machine.hardware import pick_device
@@ -88,9 +88,9 @@ def test_in_fp16_the_scaled_gradients_of_the_gpu_are_those_of_fp32_on_the_cpu():
         move(policy.model, pick_device(device))
         policy = type(policy)(policy.model, policy.tokenizer, dtype)
         runtime = Runtime(policy, AdamWConfig(), total=2)
-        runtime.backward(weighted(policy, SMALL))
+        runtime.backward(weighted(policy, VANISHING))
         runtime.scaler.unscale_(runtime.optimizer)
-        gradients.append(torch.cat([p.grad.cpu().flatten() for p in policy.trainable().values()]) / SMALL)
+        gradients.append(torch.cat([p.grad.cpu().flatten() for p in policy.trainable().values()]) / VANISHING)
     exact, measured = gradients
     assert (measured - exact).norm() < 0.01 * exact.norm()
     runtime.scaler.update()

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 from study_data import write_run
-from test_report import ALLOWED, HOSTILE, Page
 
+from pages import ALLOWED, HOSTILE, Page
 from pellucid import cli
 from pellucid.study.compare import summaries
 from pellucid.study.runs import gather, write_plan
