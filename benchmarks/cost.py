@@ -1,10 +1,14 @@
 """A step on many GPUs, on paper: what is computed, read and moved, and how long it takes. `python benchmarks/cost.py`.
 
-Nothing is measured here. `docs/scale.md` says what the figures mean and where they end.
+Nothing is measured here but what a token costs that every process gathers. `docs/scale.md` says what the figures mean and where they end.
 """
 
 from __future__ import annotations
 
+import pickle
+import random
+import time
+import tracemalloc
 from typing import NamedTuple
 
 GROUP, TOKENS, PROMPT = 16, 2048, 256
@@ -84,6 +88,24 @@ def row(model: Model, gpus: int, prompts: int, shards: int, tensor: int, micro_b
     return "| " + " | ".join(map(str, [*cells, f"{rate / 1e3:,.0f}k"])) + " |"
 
 
+def gathered() -> str:
+    """What a token takes that comes from another process: pickled, read, and kept."""
+    rng, n = random.Random(0), GROUP * TOKENS
+    ids, logprobs = (tuple(draw() for _ in range(TOKENS)) for draw in (lambda: rng.randrange(150_000), rng.random))
+    group = [(tuple(ids), tuple(logprobs)) for _ in range(GROUP)]
+    pickled = b"".join(pickle.dumps(row) for row in group)
+    size, start = len(pickled) // GROUP, time.perf_counter()
+    rows = [pickle.loads(pickled[i * size : (i + 1) * size]) for i in range(GROUP)]
+    seconds = time.perf_counter() - start
+    del rows
+    tracemalloc.start()
+    rows = [pickle.loads(pickled[i * size : (i + 1) * size]) for i in range(GROUP)]
+    kept, _ = tracemalloc.get_traced_memory()
+    return (
+        f"a gathered token: {len(pickled) / n:.0f} bytes, {seconds / n * 1e9:.0f} ns to read, {kept / n:.0f} bytes kept"
+    )
+
+
 def main() -> None:
     names = "model, GPUs, prompts, shards, GPUs a sampler, GB kept, sample s, reference s, update s, shards s, push s"
     heads = [*names.split(", "), "step s", "tok/s"]
@@ -96,6 +118,7 @@ def main() -> None:
     least = 8 / 6 * FLOPS
     print(f"\ntokens of a micro-batch below which shards wait: {least / NVLINK:,.0f} over NVLink,", end=" ")
     print(f"{least / NETWORK:,.0f} over the network")
+    print(gathered())
 
 
 if __name__ == "__main__":

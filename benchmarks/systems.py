@@ -151,8 +151,8 @@ def train(name: str, seed: int, folder: Path) -> None:
     command = [sys.executable, "-m", "pellucid", "train", f"recipes/{recipe}.toml", "--run", str(made)]
     flags = [flag(*pair) for pair in (settings | data | LEFT_OUT | {"algorithm.seed": seed}).items()]
     subprocess.run(command + flags, check=True)
-    for file in ("config.json", "metrics.jsonl"):
-        shutil.copy(made / file, folder)
+    shutil.copy(made / "metrics.jsonl", folder)
+    (folder / "config.json").write_text((made / "config.json").read_text().replace(f"{Path.cwd()}/", ""))
 
 
 def flag(name: str, value: object) -> str:

@@ -102,3 +102,8 @@ def test_the_chinese_readme_keeps_step_with_the_english_one():
 
     english, chinese = map(outline, READMES)
     assert chinese == english
+
+
+@pytest.mark.parametrize("path", sorted(Path("docs").rglob("config.json")), ids=str)
+def test_no_record_names_a_folder_of_the_machine_it_was_made_on(path):
+    assert '"/' not in path.read_text()

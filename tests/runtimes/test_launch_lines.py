@@ -70,7 +70,7 @@ def test_each_line_trains_the_model_of_one_process(tools, recipe, tmp_path):
     alone = weights(runs["one_gpu"])
     for name, run_dir in runs.items():
         for parameter, tensor in weights(run_dir).items():
-            torch.testing.assert_close(tensor, alone[parameter], rtol=0, atol=1e-4, msg=f"{name}: {parameter}")
+            torch.testing.assert_close(tensor, alone[parameter], rtol=0, atol=1e-6, msg=f"{name}: {parameter}")
 
 
 @pytest.mark.parametrize(("environment", "complaint"), [({}, "HEAD="), ({"HEAD": "127.0.0.1"}, "NODE=")])

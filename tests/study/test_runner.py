@@ -14,9 +14,11 @@ import pytest
 
 from conftest import records, tiny_recipe
 from pellucid import cli
+from pellucid.machine.locks import refuse_locked
 from pellucid.reporting.run_folder import finished
 from pellucid.study import runner
 from pellucid.study.plan import Cell
+from pellucid.types import UserError
 
 STEPS = 20
 TIMED = ("time/", "memory/")
@@ -129,7 +131,7 @@ def test_a_study_interrupted_and_killed_comes_to_the_same_runs(study_file, whole
     assert study(study_file, "--into", into) == 2
     assert f"process {orphan} is at work" in capfd.readouterr().err
     os.kill(orphan, signal.SIGKILL)
-    until_dead(orphan)
+    until_unlocked(into / ".lock")
 
     assert study(study_file, "--into", into) == 0
     assert f"4 runs in {into}: 3 done, 1 to go\ngrpo seed 1: goes on" in capfd.readouterr().out
@@ -149,15 +151,15 @@ def copied(run_dir, into):
     return copy / "metrics.jsonl"
 
 
-def until_dead(pid):
-    """An orphan is reaped by the system, in a moment of its own; till then its lock is held."""
+def until_unlocked(path):
+    """The lock of an orphan that was killed is held until the last of its threads is gone, its main thread before."""
     deadline = time.monotonic() + 30
-    while time.monotonic() < deadline:
-        state = Path(f"/proc/{pid}/stat")
-        if not state.exists() or state.read_text().split()[2] == "Z":
-            return
-        time.sleep(0.02)
-    raise AssertionError
+    while True:
+        try:
+            return refuse_locked(path, "is at work")
+        except UserError:
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
 
 
 @pytest.fixture

@@ -56,7 +56,7 @@ class Runtime:
         policy: Trainable,
         optimizer: AdamWConfig,
         total: int,
-        cfg: RuntimeConfig = RuntimeConfig(),  # noqa: B008
+        cfg: RuntimeConfig = RuntimeConfig(),  # noqa: B008 - frozen
     ) -> None:
         self.cfg, self.total, self.updates = optimizer, total, 0
         self.micro_batch = 0  # the most rows at once since memory ran out; 0 where it never has
