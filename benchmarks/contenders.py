@@ -89,7 +89,7 @@ def our_task():
 def our_step(options: argparse.Namespace) -> None:
     from pellucid.algorithm import grpo  # noqa: PLC0415
     from pellucid.algorithm.settings import AdamWConfig, GRPOConfig  # noqa: PLC0415
-    from pellucid.runtimes.accelerate import Runtime  # noqa: PLC0415
+    from pellucid.runtimes.runtime import Runtime  # noqa: PLC0415
     from pellucid.samplers.native import Native  # noqa: PLC0415
     from pellucid.types import Reward, Sampling  # noqa: PLC0415
 

@@ -25,7 +25,7 @@ from pellucid.algorithm.batch import Batch
 from pellucid.algorithm.grpo import Scores
 from pellucid.algorithm.objectives import Tokens
 from pellucid.algorithm.settings import AdamWConfig, GRPOConfig
-from pellucid.runtimes.accelerate import Runtime
+from pellucid.runtimes.runtime import Runtime
 from pellucid.types import Completion, Group, Prompt, Reward, Sampling
 
 PROMPTS = ((1, 0, 2), (3, 2, 4), (1, 2, 3))

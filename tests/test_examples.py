@@ -16,7 +16,7 @@ from conftest import character_tokenizer, tiny_llama
 from pellucid.algorithm import grpo
 from pellucid.algorithm.settings import AdamWConfig, GRPOConfig
 from pellucid.policy.policy import Policy
-from pellucid.runtimes.accelerate import Runtime
+from pellucid.runtimes.runtime import Runtime
 from pellucid.types import Completion, Group, Prompt, Reward
 
 

@@ -13,7 +13,7 @@ import torch
 from conftest import make_policy
 from pellucid.algorithm.settings import AdamWConfig
 from pellucid.machine import hardware, locks
-from pellucid.runtimes.accelerate import Runtime
+from pellucid.runtimes.runtime import Runtime
 from pellucid.samplers.hf import HuggingFace
 from pellucid.samplers.native import Native
 from pellucid.serve import command

@@ -18,7 +18,7 @@ from pellucid.algorithm.batch import collate, concat, grades_of, task_rewards
 from pellucid.algorithm.grpo import Scores, State, loss_terms, train, update
 from pellucid.algorithm.objectives import OBJECTIVES
 from pellucid.algorithm.settings import AdamWConfig, GRPOConfig
-from pellucid.runtimes.accelerate import Runtime
+from pellucid.runtimes.runtime import Runtime
 from pellucid.samplers.native import Native
 from pellucid.types import ROUND, Completion, Group, Prompt, Reward, Sampling, UserError
 from small_policy import batch_of

@@ -15,7 +15,7 @@ from pellucid.algorithm.batch import collate, grades_of, task_rewards
 from pellucid.algorithm.grpo import Scores, State, train
 from pellucid.algorithm.settings import AdamWConfig, GRPOConfig
 from pellucid.algorithm.shaping import smooth
-from pellucid.runtimes.accelerate import Runtime
+from pellucid.runtimes.runtime import Runtime
 from pellucid.samplers.native import Native
 from pellucid.types import Completion, Group, Prompt, Reward, Sampling
 

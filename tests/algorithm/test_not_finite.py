@@ -18,7 +18,7 @@ from conftest import make_policy, records
 from pellucid.algorithm import grpo
 from pellucid.algorithm.settings import AdamWConfig, GRPOConfig
 from pellucid.policy.policy import load
-from pellucid.runtimes.accelerate import Runtime
+from pellucid.runtimes.runtime import Runtime
 from runs import train
 
 SETTINGS = GRPOConfig(minibatches=2, prompts_per_step=4)
@@ -38,7 +38,7 @@ def learner_of(way, model_dir):
 
 
 def state_of(policy, learner):
-    moments = learner.optimizer_state()
+    moments = learner.engine.moments()
     held = [*policy.trainable().values(), *policy.masters().values()]
     return [x.detach().clone() for x in (*held, *(x for state in moments.values() for x in state.values()))]
 

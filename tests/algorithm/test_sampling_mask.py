@@ -15,8 +15,9 @@ from pellucid.algorithm.sampling_mask import SamplingMask, bit_words, collated, 
 from pellucid.algorithm.settings import GRPOConfig
 from pellucid.models.drawing import Truncation, draw_among, truncated
 from pellucid.policy import logprobs
+from pellucid.policy.adapter import AdapterOff
 from pellucid.policy.logprobs import Head, token_logprobs
-from pellucid.policy.policy import AdapterOff, add_adapter
+from pellucid.policy.policy import add_adapter
 from pellucid.samplers.hf import HuggingFace
 from pellucid.samplers.native import Native
 from pellucid.types import Completion, Group, Prompt, Sampling

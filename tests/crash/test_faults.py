@@ -21,7 +21,7 @@ from pellucid.algorithm.settings import AdamWConfig
 from pellucid.policy.policy import Policy
 from pellucid.reporting import boards, loggers
 from pellucid.reporting.run_folder import checkpoints, step_of
-from pellucid.runtimes.accelerate import Runtime
+from pellucid.runtimes.runtime import Runtime
 from pellucid.training import checkpoint, run
 from runs import same_run, train
 

@@ -18,8 +18,8 @@ from pellucid.algorithm.settings import AdamWConfig
 from pellucid.doctor import command as doctor
 from pellucid.machine import hardware
 from pellucid.policy.policy import Policy
-from pellucid.runtimes import accelerate as runtime
-from pellucid.runtimes.accelerate import Runtime
+from pellucid.runtimes import runtime
+from pellucid.runtimes.runtime import Runtime
 from pellucid.samplers.hf import HuggingFace
 from pellucid.samplers.native import Native
 from pellucid.training import run
@@ -36,7 +36,7 @@ def gradient(policy, size, unscale=True):
     learner = Runtime(policy, AdamWConfig(), total=1)
     if unscale:
         learner.backward(weighted(policy, size))
-        learner.scaler.unscale_(learner.optimizer)
+        learner.engine.scaler.unscale_(learner.engine.optimizer)
     else:
         weighted(policy, size).backward()
     return torch.cat([p.grad.flatten() for p in policy.trainable().values()]) / size
@@ -70,7 +70,7 @@ def starting_at(scale, interval=2000):
 
 def state_of(learner):
     tensors = [p.detach().clone() for p in learner.parameters.values()]
-    return tensors + [x.clone() for state in learner.optimizer_state().values() for x in state.values()]
+    return tensors + [x.clone() for state in learner.engine.moments().values() for x in state.values()]
 
 
 def step(learner, policy, size):
@@ -230,7 +230,7 @@ import json, math, sys
 from pathlib import Path
 import torch
 from conftest import make_policy
-from pellucid.runtimes.accelerate import Runtime
+from pellucid.runtimes.runtime import Runtime
 from pellucid.algorithm.settings import AdamWConfig
 from architectures import VANISHING as SMALL, weighted
 

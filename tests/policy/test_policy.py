@@ -25,8 +25,9 @@ from pellucid.algorithm.batch import collate
 from pellucid.algorithm.grpo import update
 from pellucid.algorithm.settings import AdamWConfig, GRPOConfig
 from pellucid.policy import policy as policy_module
-from pellucid.policy.policy import AdapterOff, Policy, check_head, end_of_answer
-from pellucid.runtimes.accelerate import Runtime
+from pellucid.policy.adapter import AdapterOff
+from pellucid.policy.policy import Policy, check_head, end_of_answer
+from pellucid.runtimes.runtime import Runtime
 from pellucid.samplers.native import Native
 from pellucid.types import Completion, Group, Prompt, Sampling, UserError
 

@@ -15,8 +15,10 @@ from conftest import ARCHITECTURES, CountDigits, character_tokenizer
 from pellucid.algorithm import grpo
 from pellucid.algorithm.settings import AdamWConfig, GRPOConfig
 from pellucid.models.masters import whole
-from pellucid.policy.policy import AdapterOff, Policy, add_adapter
-from pellucid.runtimes.accelerate import Runtime
+from pellucid.policy.adapter import AdapterOff
+from pellucid.policy.policy import Policy, add_adapter
+from pellucid.runtimes import deepspeed
+from pellucid.runtimes.runtime import Runtime
 from pellucid.runtimes.settings import RuntimeConfig
 from pellucid.samplers.hf import HuggingFace
 from pellucid.samplers.native import Native
@@ -56,7 +58,7 @@ def policy_of(architecture="llama", lora=0, engine="auto", gradient_checkpointin
 
 
 def trained(runtime_config, kl=None, similarity="none", sampler=None, **facts):
-    """The policy after three steps, and their metrics."""
+    """The runtime after three steps, and their metrics."""
     policy = policy_of(**facts)
     cfg = GRPOConfig(
         steps=3,
@@ -80,28 +82,30 @@ def trained(runtime_config, kl=None, similarity="none", sampler=None, **facts):
             policy.measure_kl(reference)
     runtime = Runtime(policy, AdamWConfig(lr=1e-3, eps=1e-4), 3, runtime_config)
     if isinstance(reference, Policy):
-        runtime.share(reference)
+        runtime.engine.share(reference)
     steps = grpo.train(
         CountDigits(), sampler or Native(), policy, runtime, cfg, reference, sampling=Sampling(4, max_tokens=12)
     )
     metrics = [result.metrics for result in steps]
-    return policy, metrics
+    return runtime, metrics
 
 
-def tensors_of(policy, metrics):
+def tensors_of(runtime, metrics):
     """What is trained, whole; norms of gradients; the gap of sampled to scored log-probs; how many numbers are kept."""
-    tensors = {name: whole(p.detach()).clone() for name, p in policy.masters().items()}
-    kept = [p.to_local() if isinstance(p, DTensor) else p for p in policy.weights().values()]
+    tensors = {name: whole(p.detach()).clone() for name, p in runtime.engine.masters().items()}
+    kept = [p.to_local() if isinstance(p, DTensor) else p for p in runtime.policy.weights().values()]
     gaps, norms = (torch.tensor([m[name] for m in metrics]) for name in ("sampler/gap_mean", "grad_norm"))
     return tensors | {"gap": gaps, "grad_norm": norms, "kept": torch.tensor(sum(p.numel() for p in kept))}
 
 
 def main(folder, cases, *engines):
+    deepspeed.PERSISTENT = 0  # every parameter of these models would be small enough to stay whole
     for named in engines:
         label, _, engine = named.partition("=")
-        engine, _, shards = engine.partition("/")
+        engine, _, number = engine.partition("/")
+        config = RuntimeConfig(engine, **{"zero_stage" if engine == "deepspeed" else "shards": int(number or 0)})
         for name in cases.split(";"):
-            tensors = tensors_of(*trained(RuntimeConfig(engine, int(shards or 0)), **CASES[name]))
+            tensors = tensors_of(*trained(config, **CASES[name]))
             if torch.distributed.get_rank() == 0:
                 save_file(tensors, Path(folder) / f"{label}-{name}.safetensors")
 

@@ -15,7 +15,7 @@ from conftest import make_policy, records
 from pellucid.algorithm.settings import AdamWConfig
 from pellucid.machine.hardware import pick_device
 from pellucid.policy.policy import move
-from pellucid.runtimes.accelerate import Runtime
+from pellucid.runtimes.runtime import Runtime
 from pellucid.samplers.native import Native
 from pellucid.types import Prompt, Sampling
 
@@ -65,19 +65,20 @@ def test_fused_adamw_finds_its_state_on_the_gpu_after_a_resume():
     first, second = (Runtime(policy, AdamWConfig(lr=0.1), total=3) for policy in policies)
 
     def step(runtime):
-        for p in runtime.parameters.values():
+        for p in runtime.engine.parameters.values():
             p.grad = torch.ones_like(p)
         runtime.step()
 
     step(first)
-    saved = {m: {name: x.cpu() for name, x in state.items()} for m, state in first.optimizer_state().items()}
+    saved = {m: {name: x.cpu() for name, x in state.items()} for m, state in first.engine.moments().items()}
     policies[1].load_trainable(policies[0].trainable())
-    second.load_optimizer_state(saved, updates=1)
-    places = {x.device for state in second.optimizer_state().values() for x in state.values()}
+    second.engine.load_moments(saved)
+    second.updates = 1
+    places = {x.device for state in second.engine.moments().values() for x in state.values()}
     assert places == {device}
     step(first)
     step(second)
-    assert all(torch.equal(p, second.parameters[name]) for name, p in first.parameters.items())
+    assert all(torch.equal(p, second.engine.parameters[name]) for name, p in first.engine.parameters.items())
 
 
 def test_in_fp16_the_scaled_gradients_of_the_gpu_are_those_of_fp32_on_the_cpu():
@@ -89,14 +90,14 @@ def test_in_fp16_the_scaled_gradients_of_the_gpu_are_those_of_fp32_on_the_cpu():
         policy = type(policy)(policy.model, policy.tokenizer, dtype)
         runtime = Runtime(policy, AdamWConfig(), total=2)
         runtime.backward(weighted(policy, VANISHING))
-        runtime.scaler.unscale_(runtime.optimizer)
+        runtime.engine.scaler.unscale_(runtime.engine.optimizer)
         gradients.append(torch.cat([p.grad.cpu().flatten() for p in policy.trainable().values()]) / VANISHING)
     exact, measured = gradients
     assert (measured - exact).norm() < 0.01 * exact.norm()
-    runtime.scaler.update()
+    runtime.engine.scaler.update()
     runtime.backward(weighted(policy, 1e5))
     assert runtime.step()["skipped/overflow"] == 1
-    assert runtime.scaler.get_scale() == 2.0**15
+    assert runtime.engine.scaler.get_scale() == 2.0**15
 
 
 def test_what_is_sampled_on_the_gpu_is_what_the_cpu_samples():

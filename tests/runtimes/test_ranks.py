@@ -40,7 +40,7 @@ from pathlib import Path
 import torch
 
 from conftest import make_policy
-from pellucid.runtimes.accelerate import Runtime
+from pellucid.runtimes.runtime import Runtime
 from pellucid.algorithm.settings import AdamWConfig
 
 

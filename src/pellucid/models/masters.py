@@ -6,7 +6,7 @@ Shapes: N tokens, V vocabulary, D hidden size.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol, cast
 
 import torch
 import torch.nn.functional as F
@@ -24,6 +24,13 @@ def _count_step(*_: object) -> None:
 
 
 register_optimizer_step_post_hook(_count_step)
+
+
+class Gatherable(Protocol):
+    """Parameters of which a process keeps a part, whole from `unshard` to `reshard`. Processes call these together."""
+
+    def unshard(self) -> Any: ...
+    def reshard(self) -> Any: ...
 
 
 class Matrix(NamedTuple):
@@ -144,7 +151,15 @@ class Lookup(torch.autograd.Function):
 
 def whole(x: Tensor) -> Tensor:
     """All of a tensor that lies in several processes, in each of them; they ask together."""
-    return x.full_tensor() if isinstance(x, DTensor) else x
+    if isinstance(x, DTensor):
+        return x.full_tensor()
+    if getattr(x, "ds_id", None) is None:
+        return x
+    parameter = cast(Any, x)  # of DeepSpeed's ZeRO-3
+    parameter.all_gather([x])
+    gathered = x.detach().clone()
+    parameter.partition([x])
+    return gathered
 
 
 def on_cpu(x: Tensor, device: torch.device | None = None) -> Tensor:

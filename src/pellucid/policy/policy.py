@@ -10,7 +10,6 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from pellucid.algorithm.batch import Batch
@@ -19,14 +18,12 @@ from pellucid.models.decoder import PLAIN, Decoder, compiled
 from pellucid.models.decoding import DecodeBatch
 from pellucid.models.fallback import FallbackDecodeBatch
 from pellucid.models.family import fallback_reason
-from pellucid.models.masters import whole
+from pellucid.models.masters import Gatherable, whole
 from pellucid.policy import pretrained
 from pellucid.policy.logprobs import Head
 from pellucid.policy.model import add_adapter, end_of_answer, eos_ids, move, narrowed, silence_dropout
-from pellucid.policy.scorer import Scorer, check_head
+from pellucid.policy.scorer import Hidden, Scorer, check_head
 from pellucid.types import Prompt, UserError
-
-BASE_STAYS = "algorithm.reference_every: the reference of a LoRA policy is its base, which stays as it is: set 0"
 
 
 class Policy:
@@ -50,8 +47,8 @@ class Policy:
         pieces = compiled() if engine == "compiled" else PLAIN
         self.scorer = Scorer(model, self.decoder, dtype, temperature, entropy_grad, gradient_checkpointing, pieces)
         self.module: nn.Module = self.scorer
-        self.sharded: Sequence[FSDPModule] = ()
-        """The modules whose parameters an engine has sharded."""
+        self.sharded: Sequence[Gatherable] = ()
+        """What an engine has sharded: all parameters."""
         self.eos_ids = eos_ids(model, tokenizer)
         self.end_id = end_of_answer(tokenizer, self.eos_ids)
         self.context_length: int = getattr(model.config, "max_position_embeddings", None) or 2**31
@@ -69,10 +66,11 @@ class Policy:
     def embed(self, batch: Batch, layer: int) -> Tensor:
         """[B, D]: the output of a layer averaged over the response; 0 is the embedding, -1 the last layer."""
         if self.decoder:
-            self.gather()  # it is not our decoder that computes this
+            self.gather()  # it is not our decoder that computes this, and no engine gathers for transformers' modules
+            return self.scorer.embed(batch, layer)
         return self.module(self.scorer.embed, batch, layer)
 
-    def measure_kl(self, reference: Policy | AdapterOff) -> None:
+    def measure_kl(self, reference: Hidden) -> None:
         """Let `score` also compute the exact KL to this reference from now on."""
         self.scorer.reference = reference
 
@@ -137,6 +135,15 @@ class Policy:
         kinds = set(self.model._no_split_modules or ())
         return [module for module in self.model.modules() if type(module).__name__ in kinds]
 
+    def reads(self) -> list[tuple[nn.Module, list[nn.Parameter]]]:
+        """Modules, and parameters that they compute with and that stand in others, for an engine which asks."""
+        if self.decoder:
+            layers = [(layer, list(layer.parameters())) for layer in self.blocks()]
+            of_layers = {id(p) for _, parameters in layers for p in parameters}
+            return [(self.scorer, [p for p in self.model.parameters() if id(p) not in of_layers]), *layers]
+        self._copy = self._copied(share=False)  # what is there is emptied in place
+        return [(self.scorer, list(cast(nn.Module, self.model.get_output_embeddings()).parameters()))]
+
     @property
     def gathered_dtype(self) -> torch.dtype | None:
         """The dtype in which layers are gathered; None is that of the parameters, which transformers casts itself."""
@@ -174,15 +181,17 @@ class Policy:
                 mine.copy_(whole(master))
         return self._copy
 
-    def _copied(self) -> PreTrainedModel:
-        """Frozen weights in the compute dtype are shared, not copied."""
-        shared = {id(p): p for p in self.model.parameters() if not p.requires_grad and p.dtype == self.dtype}
-        twin = copy.deepcopy(self.model, memo=dict(shared))
-        for p in twin.parameters():
-            p.requires_grad_(False)
-            # Buffers keep their dtype: rotary frequencies in bf16 would move every position.
-            p.data = p.data.to(self.dtype)
-        return twin
+    def _copied(self, share: bool = True) -> PreTrainedModel:
+        """The model with parameters in the compute dtype; `share` takes frozen ones that have it as they are.
+
+        Buffers keep their dtype: rotary frequencies in bf16 would move every position.
+        """
+        twins: dict[int, Any] = {}
+        for p in self.model.parameters():
+            same = share and not p.requires_grad and p.dtype == self.dtype
+            copied = p if same else nn.Parameter(p.detach().to(self.dtype, copy=True), requires_grad=False)
+            twins[id(p)] = copied
+        return copy.deepcopy(self.model, memo=twins)
 
     def trainable(self) -> dict[str, Tensor]:
         return {name: p for name, p in self.model.named_parameters() if p.requires_grad}
@@ -216,18 +225,16 @@ class Policy:
     def save(self, folder: Path, merged: PreTrainedModel | None = None) -> None:
         """Save model and tokenizer as transformers does: from the masters, an adapter merged into its base."""
         with self._unrounded():
-            model = merged or (self.merged() if self.adapter else self.model)
+            model = merged or (self.merged(self.masters()) if self.adapter else self.model)
             model.save_pretrained(folder)
         self.tokenizer.save_pretrained(folder)
 
-    def merged(self) -> PreTrainedModel:
-        """A copy with the adapter merged into its base. Processes that share the parameters call this together."""
-        if not self.sharded:
-            return copy.deepcopy(self.adapter).merge_and_unload()
-        twin = copy.deepcopy(self.inference_model())
-        for mine, master in zip(twin.parameters(), self.model.parameters(), strict=True):
-            if master.requires_grad:
-                mine.data = whole(master.detach())
+    def merged(self, masters: Mapping[str, Tensor]) -> PreTrainedModel:
+        """A copy with the adapter, of these weights, merged into its base. Processes that share them call together."""
+        twin = copy.deepcopy(self.inference_model()) if self.sharded else self._copied(share=False)
+        for name, p in twin.named_parameters():
+            if name in masters:
+                p.data = whole(masters[name].detach()).to(p.device)
         for path, module in list(twin.named_modules()):
             if hasattr(module, "lora_A"):
                 cast(Any, module).merge()
@@ -246,24 +253,6 @@ class Policy:
         finally:
             for name, p in self.trainable().items():
                 p.data = rounded[name]
-
-
-class AdapterOff:
-    """The reference of a LoRA policy: the same model without its adapter, frozen by nature."""
-
-    def __init__(self, policy: Policy) -> None:
-        self.policy, self.device = policy, policy.device
-
-    def score(self, batch: Batch) -> Scores:
-        with self.policy.adapter.disable_adapter():
-            return self.policy.score(batch)
-
-    def follow(self, weights: Mapping[str, Tensor], decay: float) -> None:
-        raise UserError(BASE_STAYS)
-
-    def hidden(self, batch: Batch) -> tuple[Tensor, Head]:
-        with self.policy.adapter.disable_adapter():
-            return self.policy.scorer.hidden(batch)  # asked from within the policy's own forward pass
 
 
 def load(

@@ -9,14 +9,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
+from pellucid.models.masters import Gatherable
 from pellucid.types import UserError
 
 
@@ -24,13 +25,14 @@ class Shardable(Protocol):
     """The part of a policy that is sharded."""
 
     module: nn.Module
-    sharded: Sequence[FSDPModule]
+    sharded: Sequence[Gatherable]
 
     @property
     def device(self) -> torch.device: ...
     @property
     def gathered_dtype(self) -> torch.dtype | None: ...
     def blocks(self) -> list[nn.Module]: ...
+    def reads(self) -> list[tuple[nn.Module, list[Any]]]: ...
 
 
 def mesh_of(device: torch.device, world: int, shards: int) -> DeviceMesh:

@@ -8,9 +8,11 @@ from typing import Literal
 
 @dataclass(frozen=True)
 class RuntimeConfig:
-    engine: Literal["auto", "ddp", "fsdp2"] = "auto"
+    engine: Literal["auto", "ddp", "fsdp2", "deepspeed"] = "auto"
     """ddp: every process holds the whole model. fsdp2: each holds a part of every parameter, gradient and moment, and
-    gathers a layer while it computes. auto: ddp."""
+    gathers a layer while it computes. deepspeed: ZeRO, by `zero_stage`. auto: ddp."""
+    zero_stage: Literal[2, 3] = 2
+    """With deepspeed. 2: gradients and optimizer state are sharded among all processes. 3: weights, too."""
     shards: int = 0
     """With fsdp2, among how many processes the parameters are sharded, such as those of one machine; across such groups
     they are replicated. 0: among all."""

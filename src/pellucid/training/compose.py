@@ -15,9 +15,10 @@ from pellucid.algorithm.settings import RewardConfig
 from pellucid.config import Config
 from pellucid.machine import hardware
 from pellucid.policy import policy
-from pellucid.policy.policy import AdapterOff, Policy
-from pellucid.runtimes.accelerate import Runtime
+from pellucid.policy.adapter import BASE_STAYS, AdapterOff
+from pellucid.policy.policy import Policy
 from pellucid.runtimes.processes import decided
+from pellucid.runtimes.runtime import Runtime
 from pellucid.samplers.hf import HuggingFace
 from pellucid.samplers.native import Native
 from pellucid.tasks.arithmetic import Arithmetic
@@ -68,7 +69,7 @@ def compose(cfg: Config, log: Path | None = None) -> Components:
     task = sandboxed(
         with_split(cfg.task, "train"), cfg.reward, log
     )  # first: its mistakes are found before a model is loaded
-    if cfg.runtime.engine == "fsdp2":
+    if cfg.runtime.engine in ("fsdp2", "deepspeed"):
         check_sharding(cfg, dtype)
     advantage_of(algorithm.advantage)  # these may be in files of the user's, too
     objective_of(algorithm.objective)
@@ -83,7 +84,7 @@ def compose(cfg: Config, log: Path | None = None) -> Components:
         gradient_checkpointing=cfg.policy.gradient_checkpointing,
         lora=cfg.policy.lora,
         engine=cfg.policy.engine,
-        narrow=cfg.optimizer.offload and cfg.runtime.engine != "fsdp2",
+        narrow=cfg.optimizer.offload and cfg.runtime.engine in ("auto", "ddp"),
     )
     reference = load_reference(cfg, learner) if algorithm.kl_coef else None
     if reference is not None and algorithm.kl == "exact":
@@ -91,7 +92,7 @@ def compose(cfg: Config, log: Path | None = None) -> Components:
     total = algorithm.steps * algorithm.inner_steps
     runtime = Runtime(learner, cfg.optimizer, total, cfg.runtime)
     if isinstance(reference, Policy):
-        runtime.share(reference)
+        runtime.engine.share(reference)
     if algorithm.prompts_per_step % (runtime.world * algorithm.minibatches):
         raise UserError(
             f"algorithm.prompts_per_step = {algorithm.prompts_per_step} must be a multiple of processes * minibatches"
@@ -126,6 +127,8 @@ def check_sharding(cfg: Config, dtype: torch.dtype) -> None:
     }.items():
         if value in ("float16", "compiled"):
             raise UserError(f'{setting} = "{value}" is for runtime.engine = "ddp": choose another, or that engine')
+    if cfg.runtime.engine == "deepspeed" and cfg.algorithm.reference_every:
+        raise UserError('algorithm.reference_every is not for runtime.engine = "deepspeed": use "fsdp2", or set 0')
 
 
 def sandboxed(task: Task, cfg: RewardConfig, log: Path | None = None) -> Task:
@@ -136,7 +139,7 @@ def sandboxed(task: Task, cfg: RewardConfig, log: Path | None = None) -> Task:
 def load_reference(cfg: Config, learner: Policy) -> Policy | AdapterOff:
     if cfg.policy.lora:
         if cfg.algorithm.reference_every:
-            raise UserError(policy.BASE_STAYS)
+            raise UserError(BASE_STAYS)
         return AdapterOff(learner)
     device = learner.device if cfg.policy.reference == "auto" else hardware.pick_device(cfg.policy.reference)
     return policy.load_frozen(cfg.policy.model, device, learner.dtype, cfg.sampler.temperature, cfg.policy.engine)

@@ -25,17 +25,17 @@ def save(run_dir: Path, cfg: Config, parts: Components) -> None:
     generators = runtime.gather([checkpoint.random_state()])
     replay, replay_facts = checkpoint.pack_replay(runtime.gather([state.experiences]))
     # A file for each moment: safetensors holds a whole file in memory while it writes.
-    moments = {f"{OPTIMIZER}{moment}": tensors for moment, tensors in runtime.optimizer_state().items()}
+    moments = {f"{OPTIMIZER}{moment}": tensors for moment, tensors in runtime.engine.moments().items()}
     moving = (
         {"reference": reference.weights()} if cfg.algorithm.reference_every and isinstance(reference, Policy) else {}
     )
-    tensors = {"policy": parts.policy.masters(), **moments, **moving, **replay}
+    tensors = {"policy": runtime.engine.masters(), **moments, **moving, **replay}
     processes = runtime if any(map(shards.sharded, tensors.values())) else checkpoint.ALONE
     if processes is not runtime and not runtime.main:
         return
     facts = {"updates": runtime.updates, "seconds": parts.seconds, "random": generators, "replay": replay_facts}
     facts |= {"micro_batch": runtime.micro_batch} if runtime.micro_batch else {}
-    facts |= {"scaler": runtime.scaler.state_dict()} if runtime.scaler.is_enabled() else {}
+    facts |= runtime.engine.state()
     facts |= {"kl_coef": state.kl_coef} if cfg.algorithm.kl_target else {}
     watching = stateful_task(parts.task)
     facts |= {"task": watching.state()} if watching else {}
@@ -45,7 +45,7 @@ def save(run_dir: Path, cfg: Config, parts: Components) -> None:
 
 def restore(run_dir: Path, parts: Components) -> list[str]:
     """Restore the newest whole checkpoint and cut the logs to it. Return lines that say what is damaged."""
-    runtime, state, learner = parts.runtime, parts.state, parts.policy
+    runtime, state = parts.runtime, parts.state
     tensors, facts, notes = checkpoint.newest(run_dir, runtime)
     folder = run_dir / "checkpoints" / f"step-{facts['step']:06d}"
     apart = facts.get("sharded", [])
@@ -58,17 +58,17 @@ def restore(run_dir: Path, parts: Components) -> list[str]:
 
     if "reference" in (*tensors, *apart) and isinstance(parts.reference, Policy):
         parts.reference.follow(saved("reference", parts.reference.weights()), decay=0.0)
-    masters = learner.masters()
+    masters = runtime.engine.masters()
     moments = {
         name.removeprefix(OPTIMIZER): saved(name, {} if name.endswith(".step") else masters)
         for name in (*tensors, *apart)
         if name.startswith(OPTIMIZER)
     }
     # Versions up to 0.1 had masters among the moments.
-    learner.load_trainable({**saved("policy", masters), **moments.pop("master", {})})
-    runtime.load_optimizer_state(moments, facts["updates"])
-    if "scaler" in facts:
-        runtime.scaler.load_state_dict(facts["scaler"])
+    runtime.engine.load_masters({**saved("policy", masters), **moments.pop("master", {})})
+    runtime.engine.load_moments(moments)
+    runtime.engine.load_state(facts)
+    runtime.updates = facts["updates"]
     if rows := facts.get("micro_batch", 0):
         runtime.micro_batch = rows
         notes = [*notes, f"memory ran out before: {rows} rows in a forward pass at most"]
@@ -93,15 +93,18 @@ def restore(run_dir: Path, parts: Components) -> list[str]:
 def save_model(run_dir: Path, parts: Components) -> None:
     """Save the model durably. UserError where that fails: the checkpoint is whole, and `--resume` saves again."""
     learner, runtime = parts.policy, parts.runtime
-    processes = runtime if learner.sharded else checkpoint.ALONE
+    processes = runtime if runtime.engine.in_step else checkpoint.ALONE
     if processes is not runtime and not runtime.main:
         return
     folder, partial = run_dir / "model", run_dir / "model.partial"
-    merged = learner.merged() if learner.adapter else None
-    parted = learner.sharded and not merged
+    merged = learner.merged(runtime.engine.masters()) if learner.adapter else None
+    parted = runtime.engine.in_step and not merged
 
     def begin() -> None:
         shutil.rmtree(partial, ignore_errors=True)
+
+    def own() -> None:
+        shards.write_model(partial, runtime.engine.weights())
 
     def end() -> None:
         learner.describe(partial) if parted else learner.save(partial, merged)
@@ -112,7 +115,7 @@ def save_model(run_dir: Path, parts: Components) -> None:
 
     try:
         checkpoint.together(begin if processes.main else None, processes)
-        checkpoint.together((lambda: shards.write_model(partial, learner.weights())) if parted else None, processes)
+        checkpoint.together(own if parted else None, processes)
         checkpoint.together(end if processes.main else None, processes)
     except OSError as error:
         if processes.main:

@@ -13,7 +13,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from conftest import make_policy
 from pellucid import cli
 from pellucid.algorithm.settings import AdamWConfig
-from pellucid.runtimes.accelerate import Runtime
+from pellucid.runtimes.runtime import Runtime
 
 
 def step(runtime, policy, gradient=1.0):
@@ -23,7 +23,7 @@ def step(runtime, policy, gradient=1.0):
 
 
 def copies(runtime):
-    return {m: {name: x.clone() for name, x in state.items()} for m, state in runtime.optimizer_state().items()}
+    return {m: {name: x.clone() for name, x in state.items()} for m, state in runtime.engine.moments().items()}
 
 
 def test_steps_equal_those_of_torch():
@@ -156,7 +156,8 @@ def test_the_optimizer_state_comes_back():
     other = make_policy(seed=3)
     other.load_trainable(weights)
     resumed = Runtime(other, AdamWConfig(lr=0.1, warmup=5), total=10)
-    resumed.load_optimizer_state(saved, updates=1)
+    resumed.engine.load_moments(saved)
+    resumed.updates = 1
     assert step(resumed, other) == expected[0]
     assert all(torch.equal(p, expected[1][name]) for name, p in other.trainable().items())
 

@@ -1,0 +1,228 @@
+"""DeepSpeed's ZeRO (arXiv 1910.02054): stage 2 shards gradients and optimizer state, stage 3 the weights as well.
+
+DeepSpeed holds the fp32 masters and their moments; the model's parameters are in the compute dtype, as in any program
+of its users, and gradients are added up in fp32. `deepspeed.initialize` is called here, not Accelerate's plug-in,
+whose backward pass takes the optimizer step with it: clipping, rate and micro-batches are the loop's.
+
+What is saved is laid out as FSDP2 lays it out, tensor by tensor, so that any engine goes on with it.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+import warnings
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Shard, distribute_tensor
+
+from pellucid.algorithm.settings import AdamWConfig
+from pellucid.machine.extras import extra
+from pellucid.models.masters import on_cpu, whole
+from pellucid.runtimes import fsdp2
+from pellucid.runtimes.fsdp2 import Shardable
+from pellucid.runtimes.plain import Moments, Trainable
+
+PERSISTENT = 10_000
+"""Parameters of fewer elements, such as norms, stay whole in stage 3."""
+MOMENTS = ("exp_avg", "exp_avg_sq")
+
+
+class RestingAdamW(torch.optim.AdamW):
+    """AdamW that does nothing where the whole gradient is 0: momentum alone would move the weights."""
+
+    norm: Callable[[], float]
+
+    def step(self, closure: Any = None) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
+        if self.norm() > 0:
+            super().step(closure)
+
+
+class Gathered:
+    """Parameters that stage 3 has sharded, whole from `unshard` to `reshard`."""
+
+    def __init__(self, parameters: Iterable[Any]) -> None:
+        self.parameters = list(parameters)
+
+    def unshard(self) -> None:
+        if missing := [p for p in self.parameters if p.ds_status.name == "NOT_AVAILABLE"]:
+            missing[0].all_gather(missing)
+
+    def reshard(self) -> None:
+        if whole := [p for p in self.parameters if p.ds_status.name == "AVAILABLE" and not p.ds_persist]:
+            whole[0].partition(whole)
+
+
+class Zero:
+    """A policy whose optimizer steps DeepSpeed takes."""
+
+    in_step = True
+
+    def __init__(self, policy: Trainable, cfg: AdamWConfig, stage: int, world: int) -> None:
+        self.policy, self.stage, self.world = policy, stage, world
+        self.mesh: DeviceMesh = fsdp2.mesh_of(policy.device, world, 0)
+        self.library = library(policy.device)
+        exact = {name: on_cpu(p) for name, p in policy.trainable().items() if policy.dtype != p.dtype}
+        reads = policy.reads() if stage == 3 else []
+        self.settings = settings(policy.dtype, cfg, stage)
+        facts = {"lr": cfg.lr, "betas": cfg.betas, "eps": cfg.eps, "weight_decay": cfg.weight_decay}
+        self.inner = RestingAdamW(list(policy.trainable().values()), **facts, fused=True)
+        self.inner.norm = self.norm
+        self.zero: Any = None
+        self.module = self.sharded(policy, reads, self.inner)
+        self.zero = self.module.optimizer
+        self.parameters = policy.trainable()
+        self.begin_state()
+        self.load_masters(exact)
+
+    def sharded(
+        self, policy: Shardable, reads: Sequence[tuple[torch.nn.Module, list[Any]]], optimizer: Any = None
+    ) -> Any:
+        """DeepSpeed's engine around the module of a policy, which takes its place."""
+        module = policy.module
+        policy.module, *_ = self.library.initialize(model=module, optimizer=optimizer, config=self.settings)
+        for reader, parameters in reads:
+            for p in parameters:
+                self.library.zero.register_external_parameter(reader, p)
+        if self.stage == 3:
+            policy.sharded = [Gathered(module.parameters())]
+            # What was gathered to sample from is dropped before the layers gather for themselves.
+            policy.module.register_forward_pre_hook(lambda *_: policy.sharded[0].reshard())
+        return policy.module
+
+    def share(self, reference: Shardable) -> None:
+        """Shard a frozen policy on the same device, where weights are sharded."""
+        if self.stage == 3 and reference.device == self.policy.device:
+            self.sharded(reference, reference.reads())
+
+    def accumulating(self, last: bool) -> AbstractContextManager[Any]:
+        self.module.set_gradient_accumulation_boundary(last)
+        return nullcontext()
+
+    def backward(self, loss: Tensor) -> None:
+        self.module.backward(loss * self.world)  # DeepSpeed averages over processes; the loss is a sum over them
+
+    def clear(self) -> None:
+        self.zero.zero_grad(set_to_none=True)
+
+    def norm(self) -> float:
+        """Of the gradient before it was clipped; DeepSpeed knows it before it asks for the step."""
+        return float(self.zero._global_grad_norm)
+
+    def step(self, lr: float) -> dict[str, float]:
+        """Clip the gradient, take a step where there is one to take, clear. Return the norm and what was skipped."""
+        self.inner.param_groups[0]["lr"] = lr
+        self.module.step()
+        norm = math.inf if self.zero.overflow else self.norm()
+        return {"grad_norm": norm, "skipped": float(not math.isfinite(norm))}
+
+    # ------------------------------------------------------------ what is saved, tensor by tensor
+
+    def begin_state(self) -> None:
+        """Moments of 0, as AdamW begins with, so that they can be read and loaded before the first step."""
+        for flat in self.flats():
+            self.inner.state[flat] = {"step": torch.zeros((), device=flat.device)} | {
+                moment: torch.zeros_like(flat) for moment in MOMENTS
+            }
+        if self.stage == 2:
+            self.zero._lazy_init_hp_params_optimizer_state()
+
+    def flats(self) -> list[Tensor]:
+        """This process's part of the masters, flat, a tensor a group."""
+        return self.zero.fp32_partitioned_groups_flat if self.stage == 3 else self.zero.single_partition_of_fp32_groups
+
+    def parted(self, value: Tensor) -> Tensor:
+        """This process's part of a whole tensor, as FSDP2 would lay it out."""
+        return distribute_tensor(value, self.mesh, [Shard(0)], src_data_rank=None)
+
+    def masters(self) -> dict[str, Tensor]:
+        read = self.library.utils.safe_get_full_fp32_param
+        return {name: self.parted(read(p)) for name, p in self.parameters.items()}
+
+    def moments(self) -> dict[str, dict[str, Tensor]]:
+        read, steps = self.library.utils.safe_get_full_optimizer_state, self.inner.state[self.flats()[0]]["step"]
+        found = {m: {name: self.parted(read(p, m)) for name, p in self.parameters.items()} for m in MOMENTS}
+        return {"step": {name: steps.clone() for name in self.parameters}, **found}
+
+    def weights(self) -> dict[str, Tensor]:
+        """All parameters by name, trained ones unrounded; this process's part of each."""
+        frozen = {name: p for name, p in self.policy.weights().items() if name not in self.parameters}
+        return {**{name: self.parted(whole(p)) for name, p in frozen.items()}, **self.masters()}
+
+    def load_masters(self, masters: Mapping[str, Tensor]) -> None:
+        for name, value in masters.items():
+            self.write(self.parameters[name], whole(value))
+        if self.stage == 2:
+            self.zero.update_lp_params()
+            for p in self.parameters.values():
+                torch.autograd.graph.increment_version(p)
+
+    def load_moments(self, moments: Moments) -> None:
+        for flat in self.flats():
+            self.inner.state[flat]["step"].copy_(next(iter(moments["step"].values())))
+        for moment in MOMENTS:
+            for name, value in moments[moment].items():
+                self.write(self.parameters[name], whole(value), moment)
+
+    def write(self, p: Any, value: Tensor, moment: str | None = None) -> None:
+        """Set this process's part of a master, or of one of its moments, from the whole tensor."""
+        tools, value = self.library.utils, value.to(p.device, torch.float32)
+        if self.stage == 2:
+            if moment:
+                tools.safe_set_full_optimizer_state(p, value, moment)
+            else:
+                tools.safe_set_full_fp32_param(p, value)
+            return
+        size = p.ds_tensor.numel()
+        part = F.pad(value.flatten(), (0, size * self.world - value.numel())).split(size)[self.rank]
+        if moment:
+            tools.safe_set_local_optimizer_state(p, part, moment)
+        else:
+            tools.safe_set_local_fp32_param(p, part)
+            p.ds_tensor.copy_(part)
+
+    @property
+    def rank(self) -> int:
+        return self.mesh.get_rank()
+
+    def state(self) -> dict[str, Any]:
+        return {}
+
+    def load_state(self, facts: Mapping[str, Any]) -> None:
+        pass
+
+
+def library(device: torch.device) -> Any:
+    """DeepSpeed, which picks its accelerator when it is imported and says much while it works."""
+    if device.type == "cpu":
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")
+    warnings.filterwarnings("ignore", r"`torch\.distributed\.\w+` is deprecated", FutureWarning)
+    found = extra("deepspeed", "deepspeed", 'runtime.engine = "deepspeed"')
+    logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
+    return found
+
+
+def settings(dtype: torch.dtype, cfg: AdamWConfig, stage: int) -> dict[str, Any]:
+    """DeepSpeed's own configuration. Every micro-batch is summed as it is: the loop knows how many there are."""
+    return {
+        "train_micro_batch_size_per_gpu": 1,
+        "gradient_accumulation_steps": 1,
+        "gradient_clipping": cfg.max_grad_norm,
+        "bf16": {"enabled": dtype == torch.bfloat16},
+        "data_types": {"grad_accum_dtype": "fp32"},
+        "communication_data_type": "fp32",
+        "zero_optimization": {
+            "stage": stage,
+            "stage3_param_persistence_threshold": PERSISTENT,
+            "offload_optimizer": {"device": "cpu" if cfg.offload else "none"},
+        },
+        "zero_allow_untested_optimizer": True,
+        "zero_force_ds_cpu_optimizer": False,
+    }

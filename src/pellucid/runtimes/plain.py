@@ -1,0 +1,151 @@
+"""Optimizer steps by torch: on parameters that stand in every process, or on FSDP2's parts of them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, Protocol
+
+import torch
+from accelerate import Accelerator
+from torch import Tensor
+from torch.amp.grad_scaler import GradScaler
+
+from pellucid.algorithm.grpo import Batch, Scores
+from pellucid.algorithm.settings import AdamWConfig
+from pellucid.models.masters import whole
+from pellucid.runtimes import fsdp2
+from pellucid.runtimes.fsdp2 import Shardable
+from pellucid.runtimes.optimizer import OffloadedAdamW
+from pellucid.runtimes.settings import RuntimeConfig
+
+Moments = Mapping[str, Mapping[str, Tensor]]
+"""The tensors of an optimizer by moment and parameter name."""
+
+
+class Trainable(Shardable, Protocol):
+    """The part of a policy that a runtime needs."""
+
+    dtype: torch.dtype
+
+    def score(self, batch: Batch) -> Scores: ...
+    def trainable(self) -> dict[str, Tensor]: ...
+    def masters(self) -> dict[str, Tensor]: ...
+    def load_trainable(self, tensors: Mapping[str, Tensor]) -> None: ...
+    def weights(self) -> dict[str, Tensor]: ...
+
+
+def build(cfg: AdamWConfig, policy: Trainable) -> torch.optim.Optimizer:
+    parameters = policy.trainable().values()
+    facts = {"lr": cfg.lr, "betas": cfg.betas, "eps": cfg.eps, "weight_decay": cfg.weight_decay}
+    if cfg.offload and not policy.sharded:
+        return OffloadedAdamW(parameters, **facts, masters=list(policy.masters().values()))
+    return torch.optim.AdamW(parameters, **facts, fused=policy.device.type != "mps")
+
+
+class Plain:
+    """`ddp`, where every process holds the whole model, and `fsdp2`, where each holds a part of every parameter.
+
+    anywhere: whether something is true in at least one process.
+    """
+
+    def __init__(
+        self,
+        policy: Trainable,
+        cfg: AdamWConfig,
+        runtime: RuntimeConfig,
+        accelerator: Accelerator,
+        anywhere: Callable[[bool], bool],
+    ) -> None:
+        self.policy, self.cfg, self.accelerator, self.anywhere = policy, cfg, accelerator, anywhere
+        world = accelerator.num_processes
+        self.mesh = fsdp2.mesh_of(policy.device, world, runtime.shards) if runtime.engine == "fsdp2" else None
+        if self.mesh:
+            fsdp2.shard(policy, self.mesh, cfg.offload)
+        else:
+            policy.module = accelerator.prepare_model(policy.module)
+        self.module, self.parameters = policy.module, policy.trainable()
+        self.optimizer = build(cfg, policy)
+        self.scaler = GradScaler(policy.device.type, enabled=policy.dtype == torch.float16)
+        self.lost = False  # whether a loss of the next optimizer step, in this process, was not finite
+
+    @property
+    def in_step(self) -> bool:
+        """Whether processes make as many forward and backward passes as one another."""
+        return self.mesh is not None
+
+    def share(self, reference: Shardable) -> None:
+        """Shard a frozen policy on the same device, where the trained one is sharded."""
+        if self.mesh and reference.device == self.policy.device:
+            fsdp2.shard(reference, self.mesh, offload=False)
+
+    def accumulating(self, last: bool) -> AbstractContextManager[Any]:
+        """Around the passes of a micro-batch. Whole gradients meet at the last one of an optimizer step."""
+        return nullcontext() if last or self.mesh else self.accelerator.no_sync(self.module)
+
+    def backward(self, loss: Tensor) -> None:
+        if self.scaler.is_enabled():
+            self.lost |= not bool(loss.detach().isfinite())
+        # Data parallelism averages gradients over processes; the loss is a sum over them.
+        self.accelerator.backward(self.scaler.scale(loss * self.accelerator.num_processes))
+
+    def clear(self) -> None:
+        self.optimizer.zero_grad(set_to_none=True)
+
+    def step(self, lr: float) -> dict[str, float]:
+        """Clip the gradient, take a step where there is one to take, clear. Return the norm and what was skipped."""
+        self.scaler.unscale_(self.optimizer)
+        limit = self.cfg.max_grad_norm or math.inf
+        norm = float(whole(torch.nn.utils.clip_grad_norm_(self.parameters.values(), limit)))
+        self.optimizer.param_groups[0]["lr"] = lr
+        if math.isfinite(norm) and norm > 0:
+            self.optimizer.step()
+        self.clear()
+        return {"grad_norm": norm, **self.rescaled(norm)}
+
+    def rescaled(self, norm: float) -> dict[str, float]:
+        """In fp16: a gradient that overflowed halves the scale of the loss, 2000 in a row that did not double it.
+
+        Not so where a loss was not finite, or the scale is 1: what does not fit then is the model's own, and is skipped
+        as in any dtype. arXiv 1710.03740, section 3.2.
+        """
+        finite, scale = math.isfinite(norm), self.scaler.get_scale()
+        overflow = not finite and scale > 1 and not self.anywhere(self.lost)
+        self.scaler.update(None if finite or overflow else scale)
+        self.lost = False
+        about_scale = {"skipped/overflow": float(overflow), "loss_scale": scale} if self.scaler.is_enabled() else {}
+        return {"skipped": float(not finite and not overflow), **about_scale}
+
+    def weights(self) -> dict[str, Tensor]:
+        """All parameters by name, trained or not, unrounded; of sharded ones this process's part."""
+        return {**self.policy.weights(), **self.policy.masters()}
+
+    def masters(self) -> dict[str, Tensor]:
+        return self.policy.masters()
+
+    def load_masters(self, masters: Mapping[str, Tensor]) -> None:
+        self.policy.load_trainable(masters)
+
+    def moments(self) -> dict[str, dict[str, Tensor]]:
+        moments: dict[str, dict[str, Tensor]] = {}
+        for name, p in self.parameters.items():
+            for moment, value in self.optimizer.state[p].items():
+                moments.setdefault(moment, {})[name] = value
+        return moments
+
+    def load_moments(self, moments: Moments) -> None:
+        for moment, values in moments.items():
+            for name, value in values.items():
+                p = self.parameters[name]
+                # Fused AdamW keeps its step count beside the weights, any other on the CPU.
+                on_cpu = self.cfg.offload or (moment == "step" and not self.optimizer.defaults.get("fused"))
+                self.optimizer.state[p][moment] = value if on_cpu else value.to(p.device)
+
+    def state(self) -> dict[str, Any]:
+        """Facts of a checkpoint besides tensors."""
+        return {"scaler": self.scaler.state_dict()} if self.scaler.is_enabled() else {}
+
+    def load_state(self, facts: Mapping[str, Any]) -> None:
+        if "scaler" in facts:
+            self.scaler.load_state_dict(facts["scaler"])
