@@ -57,13 +57,13 @@ vllm: .venv-vllm/ready
 	touch $@
 
 deepspeed: .venv-deepspeed/ready
-	.venv-deepspeed/bin/python -m pytest -q tests/runtimes/test_launching.py tests/runtimes/test_deepspeed.py $(ARGS)
+	.venv-deepspeed/bin/python -m pytest -q tests/runtimes/test_launching.py tests/runtimes/test_deepspeed.py tests/crash/test_faults.py -k "deepspeed or test_launching" $(ARGS)
 
 .venv-deepspeed/ready: pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv-deepspeed
 	.venv-deepspeed/bin/pip install --quiet --disable-pip-version-check --constraint constraints.txt torch wheel setuptools
 	.venv-deepspeed/bin/pip install --quiet --disable-pip-version-check --constraint constraints.txt --no-build-isolation deepspeed
-	.venv-deepspeed/bin/pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[deepspeed,lora,dev]'
+	.venv-deepspeed/bin/pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[deepspeed,lora,tensorboard,dev]'
 	touch $@
 
 bench: setup vllm

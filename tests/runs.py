@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import subprocess
 import sys
@@ -14,6 +15,7 @@ from conftest import records
 from pellucid import cli
 
 TIMED = ("time/", "memory/")
+DEEPSPEED = pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="needs deepspeed: make deepspeed")
 
 
 def train(*arguments):

@@ -23,7 +23,7 @@ from pellucid.reporting import boards, loggers
 from pellucid.reporting.run_folder import checkpoints, step_of
 from pellucid.runtimes.runtime import Runtime
 from pellucid.training import checkpoint, run
-from runs import same_run, train
+from runs import DEEPSPEED, same_run, train
 
 PELLUCID = [sys.executable, "-m", "pellucid"]
 SETTINGS = ["--checkpoint.every", 2, "--evaluate.every", 3]
@@ -315,7 +315,12 @@ def ranks(tmp_path, arguments, program=PELLUCID):
 
 @pytest.mark.parametrize(
     ("engine", "victim", "fault"),
-    [("ddp", 0, signal.SIGKILL), ("ddp", 1, signal.SIGSTOP), ("fsdp2", 1, signal.SIGKILL)],
+    [
+        ("ddp", 0, signal.SIGKILL),
+        ("ddp", 1, signal.SIGSTOP),
+        ("fsdp2", 1, signal.SIGKILL),
+        pytest.param("deepspeed", 1, signal.SIGKILL, marks=DEEPSPEED),
+    ],
 )
 def test_when_a_process_dies_or_hangs_the_others_end_with_one_line(recipe, tmp_path, engine, victim, fault):
     run_dir, patience = tmp_path / "run", 10.0 if fault == signal.SIGKILL else 0.05

@@ -18,7 +18,7 @@ from pellucid.algorithm.settings import AdamWConfig
 from pellucid.doctor import command as doctor
 from pellucid.machine import hardware
 from pellucid.policy.policy import Policy
-from pellucid.runtimes import runtime
+from pellucid.runtimes import plain
 from pellucid.runtimes.runtime import Runtime
 from pellucid.samplers.hf import HuggingFace
 from pellucid.samplers.native import Native
@@ -69,7 +69,7 @@ def starting_at(scale, interval=2000):
 
 
 def state_of(learner):
-    tensors = [p.detach().clone() for p in learner.parameters.values()]
+    tensors = [p.detach().clone() for p in learner.engine.parameters.values()]
     return tensors + [x.clone() for state in learner.engine.moments().values() for x in state.values()]
 
 
@@ -81,7 +81,7 @@ def step(learner, policy, size):
 @pytest.mark.parametrize("offload", [False, True])
 def test_a_gradient_that_overflows_lowers_the_scale_and_is_tried_no_other_way(monkeypatch, offload):
     """It costs no weights, moments or step count of Adam, and is not counted among those that no scale could save."""
-    monkeypatch.setattr(runtime, "GradScaler", starting_at(2.0**16))
+    monkeypatch.setattr(plain, "GradScaler", starting_at(2.0**16))
     policy = adapted("llama", torch.float16)
     learner = Runtime(policy, AdamWConfig(lr=1e-2, offload=offload), total=9)
     first = step(learner, policy, VANISHING)
@@ -99,7 +99,7 @@ def test_a_gradient_that_overflows_lowers_the_scale_and_is_tried_no_other_way(mo
 
 
 def test_the_scale_is_found_from_above_and_raised_again(monkeypatch):
-    monkeypatch.setattr(runtime, "GradScaler", starting_at(2.0**40, interval=2))
+    monkeypatch.setattr(plain, "GradScaler", starting_at(2.0**40, interval=2))
     policy = make_policy(dtype=torch.float16)
     learner = Runtime(policy, AdamWConfig(lr=1e-5), total=40)
     seen = [step(learner, policy, 1e-3) for _ in range(40)]
@@ -130,7 +130,7 @@ def test_a_loss_that_is_not_finite_is_no_fault_of_the_scale():
 
 def test_where_nothing_is_scaled_there_is_nothing_to_lower(monkeypatch):
     """Else the scale would fall until every gradient was 0, and the run would look idle."""
-    monkeypatch.setattr(runtime, "GradScaler", starting_at(1.0))
+    monkeypatch.setattr(plain, "GradScaler", starting_at(1.0))
     policy = make_policy(dtype=torch.float16)
     learner = Runtime(policy, AdamWConfig(), total=3)
     for _ in range(2):
@@ -141,10 +141,10 @@ def test_where_nothing_is_scaled_there_is_nothing_to_lower(monkeypatch):
 def test_a_gradient_of_zero_is_idle_in_fp16_too():
     policy = make_policy(dtype=torch.float16)
     learner = Runtime(policy, AdamWConfig(weight_decay=0.1), total=3)
-    before = [p.detach().clone() for p in learner.parameters.values()]
+    before = [p.detach().clone() for p in learner.engine.parameters.values()]
     seen = step(learner, policy, 0.0)
     assert (seen["skipped"], seen["skipped/overflow"], seen["idle"]) == (0, 0, 1)
-    assert all(torch.equal(p, then) for p, then in zip(learner.parameters.values(), before, strict=True))
+    assert all(torch.equal(p, then) for p, then in zip(learner.engine.parameters.values(), before, strict=True))
 
 
 def test_gradients_are_unscaled_before_they_are_clipped():
@@ -187,7 +187,7 @@ def test_both_compute_in_fp16(name, sampler):
 @pytest.mark.parametrize("more", [[], ["--policy.lora", 2, "--optimizer.offload"]], ids=["whole", "an adapter"])
 def test_the_scale_and_what_was_counted_towards_the_next_are_in_the_checkpoint(recipe, tmp_path, monkeypatch, more):
     """Found in the first steps, raised in the last: a run that is killed in between has the same metrics and bits."""
-    monkeypatch.setattr(runtime, "GradScaler", starting_at(2.0**36, interval=3))
+    monkeypatch.setattr(plain, "GradScaler", starting_at(2.0**36, interval=3))
     whole, killed = tmp_path / "whole", tmp_path / "killed"
     settings = ["--policy.dtype", "float16", "--checkpoint.every", 1, "--evaluate.every", 3, *more]
     settings += ["--algorithm.steps", 8]
@@ -240,7 +240,7 @@ seen = []
 for sizes in ((SMALL, SMALL), (SMALL, 1e5), (SMALL, SMALL), (SMALL * math.nan, SMALL), (SMALL, SMALL)):
     learner.backward(weighted(policy, sizes[learner.rank]))
     seen.append({name: x for name, x in learner.step().items() if name != "lr"})
-sums = [float(p.detach().double().sum()) for p in learner.parameters.values()]
+sums = [float(p.detach().double().sum()) for p in learner.engine.parameters.values()]
 Path(sys.argv[1], str(learner.rank)).write_text(json.dumps([seen, sums], allow_nan=True))
 """
 

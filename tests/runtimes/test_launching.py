@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
 import subprocess
@@ -15,6 +14,7 @@ from accelerate.utils import DistributedType
 from safetensors.torch import load_file
 
 from conftest import character_tokenizer, tiny_llama
+from runs import DEEPSPEED
 
 EXAMPLE = Path("examples/transparent_grpo.py").resolve()
 sys.path.append(str(EXAMPLE.parent))
@@ -23,7 +23,6 @@ import transparent_grpo  # noqa: E402 - an example, not a part of the package
 
 TORCHRUN = ("torch.distributed.run", "--standalone", "--nproc_per_node", "2")
 ACCELERATE = ("accelerate.commands.launch",)
-DEEPSPEED = pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="needs deepspeed: make deepspeed")
 STEPS, GROUP = 3, 4
 
 DRIVER = f"""

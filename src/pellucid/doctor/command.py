@@ -33,6 +33,12 @@ EXTRAS = {
     "deepspeed": ["deepspeed"],
 }
 DEVICES = (1, 2, 4, 8)
+ENGINES = {
+    "ddp": {"engine": "ddp"},
+    "fsdp2": {"engine": "fsdp2"},
+    "ZeRO-2": {"engine": "deepspeed", "zero_stage": 2},
+    "ZeRO-3": {"engine": "deepspeed", "zero_stage": 3},
+}
 
 
 def report() -> int:
@@ -74,18 +80,21 @@ def plan(cfg: Config) -> int:
         f" in {cfg.policy.dtype}; GB on each device at the peak\n"
     )
     names = list(memory.parts(model, cfg))
-    print(line(["devices", "engine", *names, "together"]), line(["---"] * (len(names) + 3)), sep="\n")
-    sharded = cfg.model_copy(update={"runtime": replace(cfg.runtime, engine="fsdp2")})
-    engines = {"ddp": (cfg, 0), "fsdp2": (sharded, 0), **{f"ZeRO-{n}": (cfg, n) for n in memory.STAGES}}
-    for engine, (settings, zero) in engines.items():
+    heads = ["devices", "engine", *names, "together", "with offload"]
+    print(line(heads), line(["---"] * len(heads)), sep="\n")
+    for name, changed in ENGINES.items():
+        by_engine = cfg.model_copy(update={"runtime": replace(cfg.runtime, **changed)})
+        away = by_engine.model_copy(update={"optimizer": replace(cfg.optimizer, offload=True)})
         for devices in DEVICES:
-            parts = memory.parts(model, settings, devices, zero)
-            cells = [f"{parts[name]:.1f}" for name in names]
-            print(line([str(devices), engine, *cells, f"{sum(parts.values()):.1f}"]))
+            parts, offloaded = (memory.parts(model, settings, devices) for settings in (by_engine, away))
+            sums = [sum(parts.values()), sum(offloaded.values())]
+            print(line([str(devices), name, *(f"{gb:.1f}" for gb in [*parts.values(), *sums])]))
+    wide = 4 if cfg.policy.dtype == "float32" else 2
     print(
-        f"\nSampling keeps {memory.cache(model.config, cfg, 1):.1f} GB of keys and values on one device, and neither"
-        " gradients nor activations.\nfsdp2 is runtime.engine, whose whole weights are those that it samples from;"
-        " ZeRO is DeepSpeed's, as examples/transparent_grpo.py uses it."
+        f"\nEngines are those of runtime.engine, ZeRO that of deepspeed with its runtime.zero_stage; offload is"
+        f" optimizer.offload.\nSampling keeps {memory.cache(model.config, cfg, 1):.1f} GB of keys and values on one"
+        " device, and neither gradients nor activations. An engine of its own on the same device, such as vLLM, keeps"
+        f" {wide * model.parameters / 1e9:.1f} GB of weights besides."
     )
     return 0
 

@@ -11,13 +11,13 @@ from pellucid.config import Config
 from pellucid.models.family import fallback_reason
 from pellucid.policy.logprobs import MANY
 from pellucid.policy.pretrained import locate
+from pellucid.runtimes.settings import BUCKET
 from pellucid.types import UserError
 
 PROMPT_TOKENS = 64
 """The length that a prompt is taken to have, in tokens."""
 LIBRARIES = 0.6
 """GB that code and libraries take."""
-STAGES = (1, 2, 3)
 
 
 class Model(NamedTuple):
@@ -43,21 +43,16 @@ def from_name(name: str, lora: int) -> Model:
     return Model(config, parameters, sum(lora * (m.in_features + m.out_features) for m in inner))
 
 
-def parts(model: Model, cfg: Config, processes: int = 1, zero: int = 0) -> dict[str, float]:
+def parts(model: Model, cfg: Config, processes: int = 1) -> dict[str, float]:
     """GB on each of `processes` devices at the peak, in the update. Weights, gradients and optimizer are exact.
 
-    zero 0 is Pellucid's own: fp32 masters and a copy in the compute dtype, on every process or, as
-    runtime.engine says, sharded. 1 to 3 are the stages
-    of DeepSpeed's ZeRO (arXiv 1910.02054, figure 1) in bf16: of 2 bytes of weights, 2 of gradients and 12 of fp32 state
-    a parameter, 1 shards the state, 2 the gradients too, 3 the weights too.
+    With ddp fp32 masters and a copy in the compute dtype in every process; with fsdp2 and deepspeed shared out.
     """
-    ours = not zero and computed_by_us(model.config, cfg)
-    tokens, sampled = tokens_of(cfg, processes, shared=ours), rows_of(cfg, processes) * cfg.sampler.max_tokens
-    return (zero_state(model, cfg, processes, zero) if zero else own_state(model, cfg, processes)) | {
+    ours = computed_by_us(model.config, cfg)
+    tokens = tokens_of(cfg, processes, shared=ours)
+    return state(model, cfg, processes) | {
         "activations": tokens * activations(model.config, cfg, ours) / 1e9,
-        # ours in chunks; the one-file example makes logits of what was sampled, their log-softmax and its gradient,
-        # all in fp32
-        "logits": (12 * sampled * model.config.vocab_size if zero else 4 * MANY) / 1e9,
+        "logits": 4 * MANY / 1e9,
         "libraries": LIBRARIES,
     }
 
@@ -74,29 +69,56 @@ def rows_of(cfg: Config, processes: int) -> int:
     return a.micro_batch or max(a.group_size, a.prompts_per_step * a.group_size // (a.minibatches * processes))
 
 
-def own_state(model: Model, cfg: Config, processes: int = 1) -> dict[str, float]:
+def state(model: Model, cfg: Config, processes: int = 1) -> dict[str, float]:
+    """GB of weights, gradients, optimizer and reference."""
+    by_engine = {"fsdp2": fsdp2_state, "deepspeed": zero_state}
+    return by_engine.get(cfg.runtime.engine, ddp_state)(model, cfg, processes)
+
+
+def has_reference(cfg: Config) -> bool:
+    return bool(cfg.algorithm.kl_coef and not cfg.policy.lora and cfg.policy.reference == "auto")
+
+
+def ddp_state(model: Model, cfg: Config, _: int) -> dict[str, float]:
     p, t = model.parameters / 1e9, model.trained / 1e9
     half = cfg.policy.dtype != "float32"
-    reference = bool(cfg.algorithm.kl_coef and not cfg.policy.lora and cfg.policy.reference == "auto")
-    if cfg.runtime.engine == "fsdp2":
-        return sharded_state(p, t, cfg, half, reference, cfg.runtime.shards or processes)
     if cfg.optimizer.offload:
         copied = joined(model.config) if half and computed_by_us(model.config, cfg) else p * half
-        state = {"weights": (4 - 2 * half) * p + 2 * copied, "gradients": (4 - 2 * half) * t, "optimizer": 0.0}
+        kept = {"weights": (4 - 2 * half) * p + 2 * copied, "gradients": (4 - 2 * half) * t, "optimizer": 0.0}
     else:
         base = 4 * t + (4 - 2 * half) * (p - t) if cfg.policy.lora else 4 * p
-        state = {"weights": base + 2 * p * half, "gradients": 4 * t, "optimizer": 8 * t}
-    return state | {"reference": (4 + 2 * half) * p * reference}
+        kept = {"weights": base + 2 * p * half, "gradients": 4 * t, "optimizer": 8 * t}
+    return kept | {"reference": (4 + 2 * half) * p * has_reference(cfg)}
 
 
-def sharded_state(p: float, t: float, cfg: Config, half: bool, reference: bool, processes: int) -> dict[str, float]:
-    """With FSDP2, of p parameters and t trained ones in 1e9: what is kept is shared, what samples is whole."""
+def fsdp2_state(model: Model, cfg: Config, processes: int) -> dict[str, float]:
+    """What is kept is shared out, among `runtime.shards`; what samples is whole."""
+    p, t, shards = model.parameters / 1e9, model.trained / 1e9, cfg.runtime.shards or processes
+    half = cfg.policy.dtype != "float32"
     base = 4 * t + (4 - 2 * half) * (p - t) if cfg.policy.lora else 4 * p
     away = cfg.optimizer.offload and cfg.policy.device != "cpu"
     kept = {"weights": base, "gradients": 4 * t, "optimizer": 8 * t}
-    state = {name: 0.0 if away else size / processes for name, size in kept.items()}
-    state["weights"] += (4 - 2 * half) * p
-    return state | {"reference": 4 * p * reference / processes}
+    each = {name: 0.0 if away else size / shards for name, size in kept.items()}
+    each["weights"] += (4 - 2 * half) * p
+    return each | {"reference": 4 * p * has_reference(cfg) / shards}
+
+
+def zero_state(model: Model, cfg: Config, processes: int) -> dict[str, float]:
+    """DeepSpeed's ZeRO (arXiv 1910.02054, figure 1), with gradients added up in fp32: of 2 bytes of weights in bf16, 4
+    of gradients and 12 of optimizer state a parameter, stage 2 shares out all but the weights, 3 the weights, too. What
+    samples is whole.
+    """
+    p, t = model.parameters / 1e9, model.trained / 1e9
+    half, sharded = cfg.policy.dtype != "float32", cfg.runtime.zero_stage == 3
+    wide, away = 4 - 2 * half, cfg.optimizer.offload and cfg.policy.device != "cpu"
+    copied = 2 * joined(model.config) if half and not sharded and computed_by_us(model.config, cfg) else 0.0
+    own_masters = half or not sharded or cfg.optimizer.offload  # else the weights are the masters
+    return {
+        "weights": wide * p * (1 + 1 / processes if sharded else 1) + copied,
+        "gradients": 4 * (BUCKET / 1e9 + (0.0 if away else t / processes)),
+        "optimizer": 0.0 if away else (8 + 4 * own_masters) * t / processes,
+        "reference": has_reference(cfg) * (wide * p / processes if sharded else (4 + 2 * half) * p),
+    }
 
 
 def computed_by_us(config: Any, cfg: Config) -> bool:
@@ -115,16 +137,6 @@ def heads_of(config: Any) -> tuple[int, int, int]:
     heads = config.num_attention_heads
     key_heads = getattr(config, "num_key_value_heads", None) or heads
     return heads, key_heads, getattr(config, "head_dim", None) or config.hidden_size // heads
-
-
-def zero_state(model: Model, cfg: Config, processes: int, zero: int) -> dict[str, float]:
-    p, t = model.parameters / 1e9, model.trained / 1e9
-    return {
-        "weights": 2 * p / (processes if zero == 3 else 1),
-        "gradients": 2 * t / (processes if zero >= 2 else 1),
-        "optimizer": 12 * t / processes,
-        "reference": 2 * p * bool(cfg.algorithm.kl_coef) / (processes if zero == 3 else 1),
-    }
 
 
 def activations(config: Any, cfg: Config, ours: bool) -> float:

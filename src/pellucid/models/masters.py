@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
+OTHER_POLICY = "the checkpoint was made with another policy.model or policy.lora: resume with the same"
 _optimizer_steps = 0
 """Of every optimizer of this process: torch's fused ones change parameters without counting their versions."""
 

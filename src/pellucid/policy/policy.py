@@ -18,7 +18,7 @@ from pellucid.models.decoder import PLAIN, Decoder, compiled
 from pellucid.models.decoding import DecodeBatch
 from pellucid.models.fallback import FallbackDecodeBatch
 from pellucid.models.family import fallback_reason
-from pellucid.models.masters import Gatherable, whole
+from pellucid.models.masters import OTHER_POLICY, Gatherable, whole
 from pellucid.policy import pretrained
 from pellucid.policy.logprobs import Head
 from pellucid.policy.model import add_adapter, end_of_answer, eos_ids, move, narrowed, silence_dropout
@@ -206,7 +206,7 @@ class Policy:
         """Load what `masters` gave. UserError where the tensors are another model's."""
         masters = self.masters()
         if masters.keys() != tensors.keys():
-            raise UserError("the checkpoint was made with another policy.model or policy.lora: resume with the same")
+            raise UserError(OTHER_POLICY)
         for name, p in self.trainable().items():
             p.copy_(masters[name].copy_(tensors[name]))
 

@@ -25,10 +25,12 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 from pellucid.algorithm.settings import AdamWConfig
 from pellucid.machine.extras import extra
-from pellucid.models.masters import on_cpu, whole
+from pellucid.models.masters import OTHER_POLICY, on_cpu, whole
 from pellucid.runtimes import fsdp2
 from pellucid.runtimes.fsdp2 import Shardable
 from pellucid.runtimes.plain import Moments, Trainable
+from pellucid.runtimes.settings import BUCKET
+from pellucid.types import UserError
 
 PERSISTENT = 10_000
 """Parameters of fewer elements, such as norms, stay whole in stage 3."""
@@ -69,18 +71,20 @@ class Zero:
         self.policy, self.stage, self.world = policy, stage, world
         self.mesh: DeviceMesh = fsdp2.mesh_of(policy.device, world, 0)
         self.library = library(policy.device)
-        exact = {name: on_cpu(p) for name, p in policy.trainable().items() if policy.dtype != p.dtype}
+        rounded = any(p.dtype != policy.dtype for p in policy.trainable().values())
+        exact = {name: on_cpu(p) for name, p in policy.trainable().items()} if rounded else {}
         reads = policy.reads() if stage == 3 else []
         self.settings = settings(policy.dtype, cfg, stage)
         facts = {"lr": cfg.lr, "betas": cfg.betas, "eps": cfg.eps, "weight_decay": cfg.weight_decay}
-        self.inner = RestingAdamW(list(policy.trainable().values()), **facts, fused=True)
-        self.inner.norm = self.norm
+        self.optimizer = RestingAdamW(list(policy.trainable().values()), **facts, fused=True)
+        self.optimizer.norm = self.norm
         self.zero: Any = None
-        self.module = self.sharded(policy, reads, self.inner)
+        self.module = self.sharded(policy, reads, self.optimizer)
         self.zero = self.module.optimizer
         self.parameters = policy.trainable()
         self.begin_state()
-        self.load_masters(exact)
+        if exact:
+            self.load_masters(exact)
 
     def sharded(
         self, policy: Shardable, reads: Sequence[tuple[torch.nn.Module, list[Any]]], optimizer: Any = None
@@ -118,7 +122,7 @@ class Zero:
 
     def step(self, lr: float) -> dict[str, float]:
         """Clip the gradient, take a step where there is one to take, clear. Return the norm and what was skipped."""
-        self.inner.param_groups[0]["lr"] = lr
+        self.optimizer.param_groups[0]["lr"] = lr
         self.module.step()
         norm = math.inf if self.zero.overflow else self.norm()
         return {"grad_norm": norm, "skipped": float(not math.isfinite(norm))}
@@ -128,7 +132,7 @@ class Zero:
     def begin_state(self) -> None:
         """Moments of 0, as AdamW begins with, so that they can be read and loaded before the first step."""
         for flat in self.flats():
-            self.inner.state[flat] = {"step": torch.zeros((), device=flat.device)} | {
+            self.optimizer.state[flat] = {"step": torch.zeros((), device=flat.device)} | {
                 moment: torch.zeros_like(flat) for moment in MOMENTS
             }
         if self.stage == 2:
@@ -147,7 +151,7 @@ class Zero:
         return {name: self.parted(read(p)) for name, p in self.parameters.items()}
 
     def moments(self) -> dict[str, dict[str, Tensor]]:
-        read, steps = self.library.utils.safe_get_full_optimizer_state, self.inner.state[self.flats()[0]]["step"]
+        read, steps = self.library.utils.safe_get_full_optimizer_state, self.optimizer.state[self.flats()[0]]["step"]
         found = {m: {name: self.parted(read(p, m)) for name, p in self.parameters.items()} for m in MOMENTS}
         return {"step": {name: steps.clone() for name in self.parameters}, **found}
 
@@ -157,8 +161,10 @@ class Zero:
         return {**{name: self.parted(whole(p)) for name, p in frozen.items()}, **self.masters()}
 
     def load_masters(self, masters: Mapping[str, Tensor]) -> None:
-        for name, value in masters.items():
-            self.write(self.parameters[name], whole(value))
+        if masters.keys() != self.parameters.keys():
+            raise UserError(OTHER_POLICY)
+        for name, p in self.parameters.items():  # in one order in all processes
+            self.write(p, whole(masters[name]))
         if self.stage == 2:
             self.zero.update_lp_params()
             for p in self.parameters.values():
@@ -166,10 +172,10 @@ class Zero:
 
     def load_moments(self, moments: Moments) -> None:
         for flat in self.flats():
-            self.inner.state[flat]["step"].copy_(next(iter(moments["step"].values())))
+            self.optimizer.state[flat]["step"].copy_(next(iter(moments["step"].values())))
         for moment in MOMENTS:
-            for name, value in moments[moment].items():
-                self.write(self.parameters[name], whole(value), moment)
+            for name, p in self.parameters.items():
+                self.write(p, whole(moments[moment][name]), moment)
 
     def write(self, p: Any, value: Tensor, moment: str | None = None) -> None:
         """Set this process's part of a master, or of one of its moments, from the whole tensor."""
@@ -201,6 +207,7 @@ class Zero:
 
 def library(device: torch.device) -> Any:
     """DeepSpeed, which picks its accelerator when it is imported and says much while it works."""
+    os.environ.setdefault("LOCAL_RANK", "0")  # one process that was started by itself
     if device.type == "cpu":
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
     warnings.filterwarnings("ignore", r"`torch\.distributed\.\w+` is deprecated", FutureWarning)
@@ -220,6 +227,7 @@ def settings(dtype: torch.dtype, cfg: AdamWConfig, stage: int) -> dict[str, Any]
         "communication_data_type": "fp32",
         "zero_optimization": {
             "stage": stage,
+            "reduce_bucket_size": BUCKET,
             "stage3_param_persistence_threshold": PERSISTENT,
             "offload_optimizer": {"device": "cpu" if cfg.offload else "none"},
         },

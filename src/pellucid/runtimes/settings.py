@@ -5,6 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+BUCKET = 50_000_000
+"""Elements of gradients that DeepSpeed reduces at once."""
+
 
 @dataclass(frozen=True)
 class RuntimeConfig:

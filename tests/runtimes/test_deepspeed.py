@@ -1,0 +1,124 @@
+"""DeepSpeed's ZeRO behind the runtime: what two processes train is what one process trains. `make deepspeed`."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from engines import CASES, same_steps, tensors_of, trained
+from safetensors.torch import load_file
+
+from pellucid.runtimes.settings import RuntimeConfig
+from runs import DEEPSPEED, in_processes, same_run, train, weights
+
+STAGES = (2, 3)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _on_cpus(tmp_path_factory):
+    """DeepSpeed compiles what its processes exchange by, and waits forever for a compilation that was killed half-way:
+    here for no other than its own."""
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setenv("DS_ACCELERATOR", "cpu")
+        patched.setenv("DS_IGNORE_CUDA_DETECTION", "1")
+        patched.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path_factory.mktemp("extensions")))
+        yield
+
+
+def launch(processes, *arguments):
+    in_processes(processes, "-m", "--", "pellucid", "train", *arguments)
+
+
+def same_weights(found, expected, atol):
+    assert found.keys() == expected.keys()
+    for name, tensor in expected.items():
+        torch.testing.assert_close(found[name], tensor, rtol=0, atol=atol, msg=lambda m, name=name: f"{name}: {m}")
+
+
+@DEEPSPEED
+def test_three_steps_are_those_of_one_process(tmp_path):
+    named = [f"zero{stage}=deepspeed/{stage}" for stage in STAGES]
+    in_processes(2, Path(__file__).with_name("engines.py"), tmp_path, ";".join(CASES), *named)
+    for case, facts in CASES.items():
+        alone = tensors_of(*trained(RuntimeConfig(), **facts))
+        for stage, shares in {2: (1, 2), 3: (2, 2)}.items():
+            found = load_file(tmp_path / f"zero{stage}-{case}.safetensors")
+            same_steps(found, alone, shares, (f"zero{stage}", case))
+
+
+@DEEPSPEED
+@pytest.mark.parametrize("stage", STAGES)
+def test_two_processes_resume_to_the_same_bits_and_other_numbers_or_engines_to_the_same_weights(
+    recipe, tmp_path, stage
+):
+    runs = {name: tmp_path / name for name in ("whole", "two", "one", "four", "ddp", "fsdp2")}
+    settings = ["--runtime.engine", "deepspeed", "--runtime.zero-stage", stage, "--evaluate.every", 0]
+    settings += ["--algorithm.prompts_per_step", 8, "--optimizer.schedule", "constant"]
+    launch(2, recipe, "--run", runs["whole"], *settings, "--algorithm.steps", 4)
+    launch(2, recipe, "--run", runs["two"], *settings, "--algorithm.steps", 2)
+    for name in ("one", "four", "ddp", "fsdp2"):
+        shutil.copytree(runs["two"], runs[name])
+    for name, processes in {"two": 2, "four": 4, "one": 1, "fsdp2": 2}.items():
+        engine = ["--runtime.engine", "fsdp2"] if name == "fsdp2" else []
+        launch(processes, "--resume", runs[name], "--algorithm.steps", 4, *engine)
+    assert train("--resume", runs["ddp"], "--algorithm.steps", 4, "--runtime.engine", "ddp") == 0
+    same_run(runs["whole"], runs["two"])
+    for name in ("one", "four", "ddp", "fsdp2"):
+        same_weights(weights(runs[name]), weights(runs["whole"]), 1e-5)
+    assert not list(runs["whole"].rglob("*.pt"))
+
+
+@DEEPSPEED
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("more", [["--policy.lora", 2], ["--optimizer.offload"]], ids=["adapter", "offload"])
+def test_the_model_that_is_saved_is_that_of_one_process(recipe, tmp_path, stage, more):
+    """An adapter merged into its base; moments that lie on the CPU."""
+    settings, engine = [*more, "--evaluate.every", 0, "--algorithm.steps", 2], ["--runtime.engine", "deepspeed"]
+    launch(2, recipe, "--run", tmp_path / "two", *settings, *engine, "--runtime.zero-stage", stage)
+    assert train(recipe, "--run", tmp_path / "one", *settings) == 0
+    same_weights(weights(tmp_path / "two"), weights(tmp_path / "one"), 1e-6)
+
+
+@DEEPSPEED
+def test_the_masters_of_bf16_weights_are_not_rounded(recipe, tmp_path, model_dir):
+    """Without a step to speak of they are those of the checkpoint, and one too small for bf16 moves them."""
+    settings = ["--runtime.engine", "deepspeed", "--policy.dtype", "bfloat16", "--evaluate.every", 0]
+    settings += ["--algorithm.steps", 1, "--optimizer.warmup", 0, "--optimizer.lr"]
+    launch(2, recipe, "--run", tmp_path / "still", *settings, 1e-30)
+    launch(2, recipe, "--run", tmp_path / "moved", *settings, 1e-6)
+    still, moved = weights(tmp_path / "still"), weights(tmp_path / "moved")
+    for name, tensor in load_file(model_dir / "model.safetensors").items():
+        assert (still[name] - tensor).abs().max() < 1e-29, name
+        assert 0 < (moved[name] - tensor).abs().max() < 1e-5, name
+
+
+@DEEPSPEED
+def test_one_process_that_was_started_by_itself_may_use_it(recipe, tmp_path):
+    settings = ["--algorithm.steps", 1, "--evaluate.every", 0, "--runtime.engine", "deepspeed"]
+    command = [sys.executable, "-m", "pellucid", "train", recipe, "--run", tmp_path / "run", *settings]
+    done = subprocess.run(list(map(str, command)), capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "run" / "checkpoints" / "step-000001" / "policy").is_dir()
+
+
+def test_where_deepspeed_is_missing_one_line_names_the_extra(recipe, tmp_path, monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "deepspeed", None)
+    assert train(recipe, "--run", tmp_path / "run", "--runtime.engine", "deepspeed") == 2
+    assert 'needs deepspeed: pip install "pellucid[deepspeed]"' in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("settings", "complaint"),
+    [
+        (("--policy.dtype", "float16"), 'policy.dtype = "float16" is for runtime.engine = "ddp"'),
+        (("--policy.engine", "compiled"), 'policy.engine = "compiled" is for runtime.engine = "ddp"'),
+        (("--algorithm.reference-every", 2), "algorithm.reference_every is not for runtime.engine"),
+    ],
+)
+def test_what_it_cannot_do_is_one_line(settings, complaint, recipe, tmp_path, capsys):
+    assert train(recipe, "--run", tmp_path / "run", "--runtime.engine", "deepspeed", *settings) == 2
+    assert complaint in capsys.readouterr().err
