@@ -37,7 +37,7 @@ WARM_UP = 2
 class Duel(NamedTuple):
     work: str
     peer: str
-    settings: dict[str, int]
+    settings: dict[str, int | str]
     goal: float | None
     """Ratio that is aimed for: how many times faster than the peer."""
 
@@ -62,7 +62,7 @@ TABLES = {
 class Contender:
     """A process that does one unit of work for every line it is sent."""
 
-    def __init__(self, work: str, name: str, settings: dict[str, int], folder: Path) -> None:
+    def __init__(self, work: str, name: str, settings: dict[str, int | str], folder: Path) -> None:
         self.name = name
         arguments = [f"--{key}={value}" for key, value in settings.items()]
         command = [sys.executable, HERE / "contenders.py", work, name, *arguments]
@@ -76,15 +76,18 @@ class Contender:
             command = [VLLM, HERE / "contender_vllm.py", work, name, "--model", locate("smollm2-135m"), *own]
             command += ["--chats", chats]
         self.log = (folder / f"{name}.log").open("w+")
-        self.process = subprocess.Popen(
-            [str(part) for part in command],
+        self.process = self.started([str(part) for part in command])
+        self._answer()
+
+    def started(self, command: list[str]) -> subprocess.Popen[str]:
+        return subprocess.Popen(
+            command,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self.log,
             text=True,
             env=os.environ | ALLOCATOR,
         )
-        self._answer()
 
     def turn(self) -> dict[str, float]:
         assert self.process.stdin is not None
@@ -114,11 +117,11 @@ class Contender:
         self.process.kill()
 
 
-def fight(duel: Duel, repeats: int) -> dict[str, Any]:
+def fight(duel: Duel, repeats: int, contender: type[Contender] = Contender) -> dict[str, Any]:
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        ours = stack.enter_context(Contender(duel.work, "pellucid", duel.settings, folder))
-        theirs = stack.enter_context(Contender(duel.work, duel.peer, duel.settings, folder))
+        ours = stack.enter_context(contender(duel.work, "pellucid", duel.settings, folder))
+        theirs = stack.enter_context(contender(duel.work, duel.peer, duel.settings, folder))
         turns = [(ours.turn(), theirs.turn()) for _ in range(WARM_UP + repeats)][WARM_UP:]
         peaks = ours.close()["peak_gb"], theirs.close()["peak_gb"]
     return {"peer": duel.peer, "goal": duel.goal, **duel.settings, "turns": turns, "peaks": peaks}
@@ -168,12 +171,18 @@ def main() -> None:
             record(name, result)
 
 
+def commit() -> str:
+    told = subprocess.run(
+        ["git", "-C", str(HERE), "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False
+    )
+    return told.stdout.strip()
+
+
 def record(table: str, result: dict[str, Any]) -> None:
     path = HERE / "results.jsonl"
-    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)
     facts = {
         "table": table,
-        "commit": commit.stdout.strip(),
+        "commit": commit(),
         "date": datetime.date.today().isoformat(),
         "cpu": hardware.cpu_name(),
         "python": platform.python_version(),

@@ -11,7 +11,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import resource
 import sys
 import time
 from collections.abc import Callable
@@ -33,10 +32,13 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=64)
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--units", type=int, default=100)
+    parser.add_argument("--model", default="smollm2-135m")
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--pieces", type=int, default=0, help="of TRL's update; 0: a piece for 64 tokens")
     options = parser.parse_args()
-    torch.set_num_threads(len(os.sched_getaffinity(0)))
+    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS") or len(os.sched_getaffinity(0))))
     CONTENDERS[options.work, options.contender](options)
-    answer(peak_gb=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e9)
+    answer(peak_gb=hardware.peak_gb(torch.device(options.device)))
 
 
 def answer(**facts: float) -> None:
@@ -49,15 +51,22 @@ def wait() -> None:
         raise EOFError
 
 
+def clock() -> float:
+    """Seconds, read when a GPU has done all that it was given."""
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+    return time.perf_counter()
+
+
 def take_turns(unit: Callable[[int], dict[str, float]]) -> None:
     answer(ready=1)
     i = 0
     try:
         while True:
             wait()
-            start = time.perf_counter()
+            start = clock()
             facts = unit(i)
-            answer(seconds=time.perf_counter() - start, **facts)
+            answer(seconds=clock() - start, **facts)
             i += 1
     except EOFError:
         return
@@ -75,7 +84,7 @@ def our_policy(options: argparse.Namespace):
     from pellucid.policy import policy  # noqa: PLC0415
 
     hardware.keep_freed_memory()
-    learner = policy.load("smollm2-135m", torch.device("cpu"), getattr(torch, options.dtype), temperature=1.0)
+    learner = policy.load(options.model, torch.device(options.device), getattr(torch, options.dtype), temperature=1.0)
     learner.eos_ids = (-1,)  # no token ends a completion
     return learner
 
@@ -141,9 +150,9 @@ def generate(options: argparse.Namespace) -> None:
 
     from pellucid.policy.pretrained import locate  # noqa: PLC0415
 
-    folder, task = locate("smollm2-135m"), our_task()
+    folder, task = locate(options.model), our_task()
     tokenizer = AutoTokenizer.from_pretrained(folder, padding_side="left")
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, options.dtype)).eval()
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, options.dtype)).to(options.device).eval()
 
     @torch.no_grad()
     def unit(i: int) -> dict[str, float]:
@@ -152,7 +161,7 @@ def generate(options: argparse.Namespace) -> None:
             chats, add_generation_prompt=True, return_dict=True, return_tensors="pt", padding=True
         )
         output = model.generate(
-            **inputs,
+            **inputs.to(options.device),
             do_sample=True,
             top_k=0,
             top_p=1.0,
@@ -172,7 +181,8 @@ def generate(options: argparse.Namespace) -> None:
 def trl_step(options: argparse.Namespace, weights: str, autocast: bool) -> None:
     """GRPOTrainer as its documentation sets it up; without KL, one update for each set of rollouts.
 
-    In as many pieces as keep its logits near those of 32 rows of 64 tokens: whole, 256 tokens do not fit into 24 GB.
+    Unless told otherwise in as many pieces as keep its logits near those of 32 rows of 64 tokens: whole, 256 tokens do
+    not fit into 24 GB.
     """
     import datasets  # noqa: PLC0415
     from transformers import TrainerCallback  # noqa: PLC0415
@@ -180,7 +190,7 @@ def trl_step(options: argparse.Namespace, weights: str, autocast: bool) -> None:
 
     from pellucid.policy.pretrained import locate  # noqa: PLC0415
 
-    pieces = max(1, options.tokens // 64)
+    pieces = options.pieces or max(1, options.tokens // 64)
     prompts = [p for i in range(options.units) for p in our_task().sample(i, options.prompts)]
     rows = [{"prompt": list(map(dict, p.text))} for p in prompts]
     laps: dict[str, float] = {}
@@ -190,15 +200,15 @@ def trl_step(options: argparse.Namespace, weights: str, autocast: bool) -> None:
             answer(ready=1)
 
         def on_step_end(self, *_, **__):
-            seconds = time.perf_counter() - laps["turn"]
+            seconds = clock() - laps["turn"]
             answer(seconds=seconds, generate=laps["generate"], update=seconds - laps["generate"])
 
     trainer = GRPOTrainer(
-        model=locate("smollm2-135m"),
+        model=locate(options.model),
         reward_funcs=lambda completions, **_: [reward_of(c[0]["content"]) for c in completions],
         args=GRPOConfig(
             output_dir="runs/bench-trl",
-            use_cpu=True,
+            use_cpu=options.device == "cpu",
             bf16=autocast,
             model_init_kwargs={"dtype": weights},
             per_device_train_batch_size=options.prompts * options.group // pieces,
@@ -224,9 +234,9 @@ def trl_step(options: argparse.Namespace, weights: str, autocast: bool) -> None:
 
     def timed(inputs):
         wait()
-        laps["turn"] = time.perf_counter()
+        laps["turn"] = clock()
         outputs = inner(inputs)
-        laps["generate"] = time.perf_counter() - laps["turn"]
+        laps["generate"] = clock() - laps["turn"]
         return outputs
 
     trainer._generate_and_score_completions = timed

@@ -1,6 +1,7 @@
 """A step on many GPUs, on paper: what is computed, read and moved, and how long it takes. `python benchmarks/cost.py`.
 
-Nothing is measured here but what a token costs that every process gathers. `docs/scale.md` says what the figures mean and where they end.
+Nothing is measured here but what a token costs that every process gathers. `docs/scale.md` says what the figures mean,
+and where they end.
 """
 
 from __future__ import annotations
@@ -91,16 +92,16 @@ def row(model: Model, gpus: int, prompts: int, shards: int, tensor: int, micro_b
 def gathered() -> str:
     """What a token takes that comes from another process: pickled, read, and kept."""
     rng, n = random.Random(0), GROUP * TOKENS
-    ids, logprobs = (tuple(draw() for _ in range(TOKENS)) for draw in (lambda: rng.randrange(150_000), rng.random))
-    group = [(tuple(ids), tuple(logprobs)) for _ in range(GROUP)]
-    pickled = b"".join(pickle.dumps(row) for row in group)
-    size, start = len(pickled) // GROUP, time.perf_counter()
-    rows = [pickle.loads(pickled[i * size : (i + 1) * size]) for i in range(GROUP)]
+    draws = (lambda: rng.randrange(150_000), rng.random)
+    group = [tuple(tuple(draw() for _ in range(TOKENS)) for draw in draws) for _ in range(GROUP)]
+    pickled = pickle.dumps(group)
+    start = time.perf_counter()
+    pickle.loads(pickled)
     seconds = time.perf_counter() - start
-    del rows
     tracemalloc.start()
-    rows = [pickle.loads(pickled[i * size : (i + 1) * size]) for i in range(GROUP)]
+    kept_group = pickle.loads(pickled)
     kept, _ = tracemalloc.get_traced_memory()
+    assert kept_group == group
     return (
         f"a gathered token: {len(pickled) / n:.0f} bytes, {seconds / n * 1e9:.0f} ns to read, {kept / n:.0f} bytes kept"
     )

@@ -36,9 +36,10 @@ EOS = len(CHARACTERS)
 VOCAB = EOS + 1
 
 
-def character_tokenizer() -> PreTrainedTokenizerFast:
-    """One token a character, and pad == eos as many checkpoints ship it."""
-    vocab = {c: i for i, c in enumerate(CHARACTERS)} | {"<eos>": EOS}
+def character_tokenizer(characters: str = CHARACTERS, size: int = 0) -> PreTrainedTokenizerFast:
+    """One token a character, and pad == eos as many checkpoints ship it; further words where `size` tokens are more."""
+    known = [*characters, "<eos>"]
+    vocab = {token: i for i, token in enumerate([*known, *(f" word{i}" for i in range(len(known), size))])}
     tokenizer = Tokenizer(models.WordLevel(vocab, unk_token="<eos>"))
     tokenizer.pre_tokenizer = pre_tokenizers.Split("", "isolated")
     tokenizer.decoder = decoders.Fuse()

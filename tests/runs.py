@@ -10,9 +10,12 @@ import sys
 import pytest
 import torch
 from safetensors.torch import load_file
+from transformers import PreTrainedModel
 
 from conftest import records
 from pellucid import cli
+from pellucid.policy import policy
+from pellucid.training import compose
 
 TIMED = ("time/", "memory/")
 DEEPSPEED = pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="needs deepspeed: make deepspeed")
@@ -22,6 +25,27 @@ def train(*arguments):
     with pytest.raises(SystemExit) as exit_:
         cli.main(["train", *map(str, arguments)])
     return exit_.value.code
+
+
+def at_home(monkeypatch):
+    """From now on runs find on a simulated device what a real one has; rewards stay in this process."""
+    save = PreTrainedModel.save_pretrained
+
+    def saved(model, folder, **settings):  # it asks where in memory a tensor lies
+        save(
+            model,
+            folder,
+            **settings,
+            state_dict={name: getattr(x, "near", x) for name, x in model.state_dict().items()},
+        )
+
+    def moved(model, device):  # a real device keeps one tensor for what is one weight
+        model.to(device).tie_weights()
+        return model
+
+    monkeypatch.setattr(PreTrainedModel, "save_pretrained", saved)
+    monkeypatch.setattr(policy, "move", moved)
+    monkeypatch.setattr(compose, "sandboxed", lambda task, *_: task)
 
 
 def untimed(record):

@@ -1,4 +1,7 @@
-"""Three steps on engines: python engines.py FOLDER CASE;CASE NAME=ENGINE/SHARDS ..., by torchrun."""
+"""Three steps on engines: python engines.py FOLDER CASE;CASE NAME=ENGINE/SHARDS ..., by torchrun.
+
+What was said between the processes, "gloo" or "nccl", is printed.
+"""
 
 from __future__ import annotations
 
@@ -14,9 +17,10 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from conftest import ARCHITECTURES, CountDigits, character_tokenizer
 from pellucid.algorithm import grpo
 from pellucid.algorithm.settings import AdamWConfig, GRPOConfig
+from pellucid.machine.hardware import pick_device
 from pellucid.models.masters import whole
 from pellucid.policy.adapter import AdapterOff
-from pellucid.policy.policy import Policy, add_adapter
+from pellucid.policy.policy import Policy, add_adapter, move
 from pellucid.runtimes import deepspeed
 from pellucid.runtimes.runtime import Runtime
 from pellucid.runtimes.settings import RuntimeConfig
@@ -38,15 +42,18 @@ CASES = {
     "llama, generate()": {"sampler": HuggingFace()},
     "llama, bf16": {"dtype": torch.bfloat16},
 }
+ON_A_GPU = {"llama, cuda": {"device": "cuda"}}
 
 
 APART = ("llama, bf16", "llama, generate()")
 """Norms are rounded in a layer of the first; draws of the second depend on the rows beside them."""
 
 
-def policy_of(architecture="llama", lora=0, engine="auto", gradient_checkpointing=False, dtype=torch.float32):
+def policy_of(
+    architecture="llama", lora=0, engine="auto", gradient_checkpointing=False, dtype=torch.float32, device="cpu"
+):
     torch.manual_seed(3)
-    model = ARCHITECTURES[architecture]()
+    model = move(ARCHITECTURES[architecture](), pick_device(device))
     adapter = add_adapter(model, lora) if lora else None
     for name, p in model.named_parameters():
         if "lora_B" in name:
@@ -131,9 +138,11 @@ def main(folder, cases, *engines):
         engine, _, number = engine.partition("/")
         config = RuntimeConfig(engine, **{"zero_stage" if engine == "deepspeed" else "shards": int(number or 0)})
         for name in cases.split(";"):
-            tensors = tensors_of(*trained(config, **CASES[name]))
+            tensors = tensors_of(*trained(config, **(CASES | ON_A_GPU)[name]))
             if torch.distributed.get_rank() == 0:
                 save_file(tensors, Path(folder) / f"{label}-{name}.safetensors")
+    if torch.distributed.get_rank() == 0:
+        print(torch.distributed.get_backend())
 
 
 if __name__ == "__main__":

@@ -1,10 +1,11 @@
-"""On a GPU: placement, and a resumed run to the bit. Everything else about devices is in test_device.py."""
+"""On a GPU: placement, a resumed run to the bit, and NCCL. Everything else about devices is in test_device.py."""
 
 from __future__ import annotations
 
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -18,6 +19,7 @@ from pellucid.policy.policy import move
 from pellucid.runtimes.runtime import Runtime
 from pellucid.samplers.native import Native
 from pellucid.types import Prompt, Sampling
+from runs import in_processes, same_run
 
 pytestmark = [pytest.mark.cuda, pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU")]
 
@@ -35,6 +37,7 @@ def untimed(path):
     return [{key: x for key, x in row.items() if not key.startswith(("time/", "memory/"))} for row in rows]
 
 
+TRAIN = ("-m", "--", "pellucid", "train")
 MORE = {
     "fp32": (),
     "bf16 lora": ("--policy.dtype", "bfloat16", "--policy.lora", 2),
@@ -112,3 +115,26 @@ def test_what_is_sampled_on_the_gpu_is_what_the_cpu_samples():
         groups = sampler.generate(prompts, Sampling(16, max_tokens=8, seed="seed"))
         said.append([c.token_ids for group in groups for c in group.completions])
     assert said[0] == said[1]
+
+
+def test_one_rank_over_nccl_trains_with_fsdp2_what_it_trains_with_ddp(tmp_path):
+    """fp32, every parameter and norm of three steps."""
+    case, engines = "llama, cuda", ("replicated=ddp", "sharded=fsdp2")
+    done = in_processes(1, Path(__file__).with_name("engines.py"), tmp_path, case, *engines)
+    assert "nccl" in done.stdout.split()
+    replicated, sharded = (load_file(tmp_path / f"{name.partition('=')[0]}-{case}.safetensors") for name in engines)
+    assert replicated["grad_norm"].min() > 1e-3
+    for name in replicated:
+        torch.testing.assert_close(
+            sharded[name], replicated[name], rtol=0, atol=1e-6, msg=lambda m, at=name: f"{at}: {m}"
+        )
+
+
+def test_what_fsdp2_saves_over_nccl_it_resumes_to_the_same_bits(recipe, tmp_path):
+    whole, parted = tmp_path / "whole", tmp_path / "parted"
+    settings = ("--policy.device", "cuda", "--policy.deterministic", "--runtime.engine", "fsdp2")
+    settings += ("--optimizer.schedule", "constant", "--evaluate.every", 0, "--checkpoint.every", 1)
+    for run, steps in ((whole, 3), (parted, 2)):
+        in_processes(1, *TRAIN, recipe, "--run", run, *settings, "--algorithm.steps", steps)
+    in_processes(1, *TRAIN, "--resume", parted, "--algorithm.steps", 3)
+    same_run(whole, parted)

@@ -18,19 +18,18 @@ from safetensors.torch import load_file
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torchgen.gen import parse_native_yaml
 from torchgen.model import DispatchKey
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from conftest import EOS, VOCAB, character_tokenizer, records
 from pellucid import cli
 from pellucid.machine import hardware
 from pellucid.models import attention
 from pellucid.models.packed import prompt_rows
-from pellucid.policy import policy
 from pellucid.samplers.hf import HuggingFace
 from pellucid.samplers.native import Native
 from pellucid.serve import command, host
 from pellucid.serve.rows import Request
-from pellucid.training import compose
+from runs import at_home
 from simulated_device import A_REAL_ONE, RAISE, WHERE, WITHOUT_DETERMINISTIC_KERNEL, Decomposed, Device
 
 pytestmark = pytest.mark.skipif(A_REAL_ONE, reason="there is a real one")
@@ -123,23 +122,7 @@ def one_way(monkeypatch):
 
     monkeypatch.setattr(attention.FewProducts, "apply", attend)
     monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: False)
-    monkeypatch.setattr(compose, "sandboxed", lambda task, *_: task)
-    save = PreTrainedModel.save_pretrained
-
-    def saved(model, folder, **settings):  # it asks where in memory a tensor lies
-        save(
-            model,
-            folder,
-            **settings,
-            state_dict={name: getattr(x, "near", x) for name, x in model.state_dict().items()},
-        )
-
-    def moved(model, device):  # a real device keeps one tensor for what is one weight
-        model.to(device).tie_weights()
-        return model
-
-    monkeypatch.setattr(PreTrainedModel, "save_pretrained", saved)
-    monkeypatch.setattr(policy, "move", moved)
+    at_home(monkeypatch)
     monkeypatch.setenv(hardware.WORKSPACE, hardware.REPEATABLE[0])
     with sdpa_kernel(SDPBackend.MATH):
         yield
