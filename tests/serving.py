@@ -13,7 +13,8 @@ from dataclasses import replace
 from conftest import make_policy
 from pellucid.serve import connections
 from pellucid.serve.api import application
-from pellucid.serve.command import listening, url_of
+from pellucid.serve.command import listening
+from pellucid.serve.daemon import url_of
 from pellucid.serve.decoding import Served
 from pellucid.serve.engine import Engine
 

@@ -419,7 +419,7 @@ def test_modules_of_the_working_directory_are_not_imported_and_tasks_beside_it_a
     ("host", "port", "url"), [("127.0.0.1", 1, "http://127.0.0.1:1"), ("::1", 2, "http://[::1]:2")]
 )
 def test_an_address_as_a_url(host, port, url):
-    assert command.url_of(host, port) == url
+    assert daemon.url_of(host, port) == url
 
 
 @pytest.mark.parametrize("port", ["70000", "-1"])

@@ -36,7 +36,7 @@ def main(arguments: list[str]) -> int:
     if warning := gate.warning(options.host, options.port, options.token):
         print(f"! {warning}", file=sys.stderr, flush=True)
     if action == "start":
-        return daemon.start(options.folder, url_of(options.host, options.port), rest)
+        return daemon.start(options.folder, daemon.url_of(options.host, options.port), rest)
     return serve(options)
 
 
@@ -85,11 +85,6 @@ def listening(host: str, port: int) -> socket.socket:
         reason = error.strerror if isinstance(error, OSError) else error
         raise UserError(f"{host}:{port} cannot be listened on ({reason}): name another --port or --host") from error
     return taken
-
-
-def url_of(host: str, port: int) -> str:
-    """Return the address for a client on this machine. Example: url_of("::1", 8000) == "http://[::1]:8000" """
-    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
 def names(listed: str) -> list[str]:

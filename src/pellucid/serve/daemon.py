@@ -89,6 +89,11 @@ def read(folder: Path) -> Daemon | None:
     return found if found and found.alive() else None
 
 
+def url_of(host: str, port: int) -> str:
+    """Return the address for a client on this machine. Example: url_of("::1", 8000) == "http://[::1]:8000" """
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
 def start(folder: Path, url: str, arguments: Sequence[str]) -> int:
     folder.mkdir(parents=True, exist_ok=True)
     with locked(folder / "serve.lock", "starts a service in this folder"):

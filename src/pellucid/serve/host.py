@@ -16,8 +16,7 @@ from pellucid.policy import policy
 from pellucid.reporting import run_folder
 from pellucid.serve import connections
 from pellucid.serve.api import application
-from pellucid.serve.command import url_of
-from pellucid.serve.daemon import INSTANCE
+from pellucid.serve.daemon import INSTANCE, url_of
 from pellucid.serve.decoding import Served
 from pellucid.serve.engine import Engine
 from pellucid.serve.gate import LOOPBACK
