@@ -1,6 +1,9 @@
-"""Weak scaling: one process against two with twice the prompts, a thread each, and what goes between them.
+"""Weak scaling: one process against two with twice the prompts, a thread each: time, what goes between, and memory.
 
-python benchmarks/scaling.py
+    python benchmarks/scaling.py
+    .venv-deepspeed/bin/python benchmarks/scaling.py --engines ZeRO-2 ZeRO-3      after `make deepspeed`
+
+Memory is the resident size of a process at its peak, beside what `pellucid doctor --plan` says of it.
 """
 
 from __future__ import annotations
@@ -14,10 +17,22 @@ import tempfile
 from pathlib import Path
 from statistics import median
 
+from pellucid.config import load
+from pellucid.doctor import memory
+
+Pair = tuple[dict[str, float], dict[str, float]]
+
 PROMPTS, PROFILED, STEPS = 2, 3, 6
 """Prompts of each process, the step that the profiler slows down, and how many there are."""
 STAGES = ("step", "generate", "update")
+ENGINES = {
+    "ddp": {"runtime.engine": "ddp"},
+    "fsdp2": {"runtime.engine": "fsdp2"},
+    "ZeRO-2": {"runtime.engine": "deepspeed", "runtime.zero-stage": 2},
+    "ZeRO-3": {"runtime.engine": "deepspeed", "runtime.zero-stage": 3},
+}
 FIXED = {
+    "policy.dtype": "bfloat16",
     "algorithm.steps": STEPS,
     "algorithm.group-size": 8,
     "algorithm.entropy-coef": 1e-6,  # no row is dropped from the update, whatever its reward
@@ -31,8 +46,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--recipe", default="recipes/arithmetic.toml")
     parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--engines", nargs="+", choices=ENGINES, default=["ddp", "fsdp2"])
     options = parser.parse_args()
-    pairs = {"ddp": [], "fsdp2": []}
+    pairs: dict[str, list[Pair]] = {engine: [] for engine in options.engines}
     for _ in range(options.repeats):
         alone = measured(options.recipe, 1, "ddp")
         for engine, turns in pairs.items():
@@ -40,31 +56,41 @@ def main() -> None:
     print(table(pairs))
 
 
+def flags(processes: int, engine: str) -> list[str]:
+    settings = FIXED | {"algorithm.prompts-per-step": PROMPTS * processes} | ENGINES[engine]
+    return [word for name, value in settings.items() for word in (f"--{name}", str(value))]
+
+
 def measured(recipe: str, processes: int, engine: str) -> dict[str, float]:
-    """Median seconds of each stage, and the share of the profiled step in which something went between processes."""
+    """Median seconds of each stage, the share of the profiled step in which something went between processes, GB."""
+    cfg = load(Path(recipe), flags(processes, engine))
+    planned = sum(memory.parts(memory.from_name(cfg.policy.model, 0), cfg, processes).values())
     with tempfile.TemporaryDirectory() as folder:
         run_dir = Path(folder) / "run"
-        settings = FIXED | {"algorithm.prompts-per-step": PROMPTS * processes, "runtime.engine": engine}
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
         command += ["-m", "--", "pellucid", "train", recipe, "--run", str(run_dir), "--profile"]
-        command += [word for name, value in settings.items() for word in (f"--{name}", str(value))]
+        command += flags(processes, engine)
         subprocess.run(command, check=True, env={**os.environ, "OMP_NUM_THREADS": "1"}, stdout=subprocess.DEVNULL)
         rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
         steady = [row for row in rows if row["step"] not in (1, PROFILED - 1, PROFILED)]
         lines = (run_dir / "profile.txt").read_text().splitlines()
         profile = {line[:26].strip(): line.split()[-1] for line in lines if line}
     between = float(profile.get("between processes", 0)) / float(profile["seconds"])
-    return {stage: median(row[f"time/{stage}"] for row in steady) for stage in STAGES} | {"between": between}
+    seconds = {stage: median(row[f"time/{stage}"] for row in steady) for stage in STAGES}
+    peak = max(row["memory/peak_gb"] for row in rows if row["step"] < PROFILED - 1)
+    return seconds | {"between": between, "peak": peak, "planned": planned}
 
 
-def table(pairs: dict[str, list[tuple[dict[str, float], dict[str, float]]]]) -> str:
-    heads = ["engine", "one, s", "two, s", "two / one", "sampling", "update", "between processes"]
+def table(pairs: dict[str, list[Pair]]) -> str:
+    heads = ["engine", "one, s", "two, s", "two / one", "sampling", "update", "between processes", "GB", "planned"]
     lines = ["| " + " | ".join(heads) + " |", "|" + "---|" * len(heads)]
     for engine, turns in pairs.items():
         one, two = (median(turn[i]["step"] for turn in turns) for i in (0, 1))
         ratios = [f"{median(b[stage] / a[stage] for a, b in turns):.2f}" for stage in STAGES]
         between = median(b["between"] for _, b in turns)
-        lines.append(f"| {engine} | {one:.2f} | {two:.2f} | {' | '.join(ratios)} | {between:.0%} |")
+        peak, planned = (median(b[name] for _, b in turns) for name in ("peak", "planned"))
+        cells = [f"{one:.2f}", f"{two:.2f}", *ratios, f"{between:.0%}", f"{peak:.1f}", f"{planned:.1f}"]
+        lines.append(f"| {engine} | {' | '.join(cells)} |")
     return "\n".join(lines)
 
 

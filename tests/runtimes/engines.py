@@ -118,7 +118,10 @@ def numbers(tensors):
 
 
 def same_steps(found, expected, shares, where):
-    """fp32, every parameter; and each process keeps its share of weights and moments, but for the last few rows."""
+    """fp32, every parameter; and each process keeps its share of weights and moments, but for the last few rows.
+
+    The matrices of an adapter have too few rows for that.
+    """
     assert found.keys() == expected.keys()
     assert expected["grad_norm"].min() > 1e-3
     assert found["gap"].max() <= 1.5 * expected["gap"].max() + 1e-6, where
@@ -127,8 +130,9 @@ def same_steps(found, expected, shares, where):
             torch.testing.assert_close(
                 found[name], expected[name], rtol=0, atol=1e-6, msg=lambda m, name=name: f"{where}, {name}: {m}"
             )
-    for kept, whole_, share in zip(found["kept"], expected["kept"], shares, strict=True):
-        assert whole_ / share <= kept < 1.1 * whole_ / share, where
+    of_weights, of_moments = found["kept"] * torch.tensor(shares) / expected["kept"]
+    assert 1 <= of_weights < 1.1, where
+    assert "lora" in where[1] or 1 <= of_moments < 1.1, where
 
 
 def main(folder, cases, *engines):
