@@ -155,7 +155,7 @@ BEHAVIOURS = {
     "grudge": lambda: Reward(Grudge()),
     "raise grudge": lambda: fail(ValueError(Grudge())),
     "recurse": recurse,
-    "memory": lambda: Reward(float(len(bytearray(3 * 10**9)))),
+    "memory": lambda: Reward(float(len(bytearray(8 * 10**8)))),
     "prints half an emoji": lambda: print("\ud83d") or Reward(1.0),
     "prints": lambda: said("hello"),
     "leaves a program": lambda: leave_a_program(hangs=False),
@@ -323,7 +323,7 @@ def test_where_no_term_applies_no_reward_has_failed(sandbox):
 def logged(tmp_path):
     """A sandbox with its log."""
     log = tmp_path / "rewards.log"
-    sandboxed = Sandboxed(Probe(), RewardConfig(timeout=2.0, memory_gb=2.0), log)
+    sandboxed = Sandboxed(Probe(), RewardConfig(timeout=2.0, memory_gb=0.5), log)
     yield sandboxed, log
     sandboxed.close()
 
@@ -385,7 +385,7 @@ def test_memory_is_limited(logged):
     sandboxed, _ = logged
     assert graded(sandboxed, "memory").error.startswith("MemoryError")
     unlimited = Sandboxed(Probe(), RewardConfig(memory_gb=0.0))
-    assert graded(unlimited, "memory").value == 3e9
+    assert graded(unlimited, "memory").value == 8e8
     unlimited.close()
 
 
