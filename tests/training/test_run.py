@@ -197,7 +197,8 @@ def test_a_request_to_stop_saves_and_says_how_to_go_on(recipe, tmp_path, monkeyp
 def test_a_run_killed_by_the_system_resumes(recipe, tmp_path):
     """SIGKILL at a moment of its own, from outside."""
     whole, killed = tmp_path / "whole", tmp_path / "killed"
-    longer = ["--algorithm.steps", "40", "--checkpoint.every", "3"]
+    longer = ["--algorithm.steps", "40", "--checkpoint.every", "3", "--evaluate.every", "10"]
+    longer += ["--algorithm.epochs", "1", "--algorithm.minibatches", "1", "--algorithm.micro_batch", "0"]
     assert train(recipe, "--run", whole, *longer) == 0
     process = subprocess.Popen([sys.executable, "-m", "pellucid", "train", recipe, "--run", killed, *longer])
     while not list((killed / "checkpoints").glob("step-*[0-9]")):
