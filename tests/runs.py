@@ -5,9 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-import tempfile
-import time
-from contextlib import ExitStack
+from pathlib import Path
 
 import pytest
 import torch
@@ -17,6 +15,7 @@ from conftest import records
 from pellucid import cli
 
 TIMED = ("time/", "memory/")
+FORKED = Path(__file__).with_name("forked.py")
 
 
 def train(*arguments):
@@ -45,27 +44,11 @@ def in_two_processes(*command):
     return in_processes(2, *command)
 
 
-IMPORTED = """
-import runpy
-import sys
-
-from pellucid.machine.imports import uncollected
-
-with uncollected():
-    import pellucid.training.run
-del sys.argv[0]
-runpy.run_path(sys.argv[0], run_name="__main__")
-"""
-"""A script in a process that has imported what takes long."""
-
-
 def in_processes(count, *command, fails=False):
-    """A script, or `-m -- MODULE`, in so many processes as torchrun starts them; the store of their group is here.
+    """A script, or `-m -- MODULE`, in so many processes; the store of their group is here.
 
-    torchrun itself, which takes two seconds to import, is tested in test_launching.py.
+    torchrun, which imports for two seconds before its processes do, is tested in test_launching.py.
     """
-    command = [part for part in command if part != "--"]
-    start = command if command[0] == "-m" else ["-c", IMPORTED, *command]
     store = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     where = {
         "WORLD_SIZE": str(count),
@@ -76,27 +59,12 @@ def in_processes(count, *command, fails=False):
         "OMP_NUM_THREADS": "1",
         "PYTHONPATH": os.pathsep.join(sys.path),
     }
-    with ExitStack() as files:
-        said, processes = [files.enter_context(tempfile.TemporaryFile("w+")) for _ in range(2)], []
-        for rank in map(str, range(count)):
-            env = {**os.environ, **where, "RANK": rank, "LOCAL_RANK": rank}
-            arguments = [sys.executable, *map(str, start)]
-            processes.append(subprocess.Popen(arguments, env=env, stdout=said[0], stderr=said[1]))
-        status = ended_together(processes)
-        out, errors = (file.seek(0) or file.read() for file in said)
-    assert (status != 0) == fails, errors
-    return subprocess.CompletedProcess(start, status, out, errors)
-
-
-def ended_together(processes):
-    """The first status that is not 0, else 0. Whoever is left behind one that has failed is asked to end."""
-    running, status = list(processes), 0
-    while running:
-        running = [process for process in running if process.poll() is None]
-        failed = [process.returncode for process in processes if process.returncode]
-        if failed and not status:
-            status = failed[0]
-            for process in running:
-                process.terminate()
-        time.sleep(0.02)
-    return status
+    finished = subprocess.run(
+        [sys.executable, FORKED, str(count), *(str(part) for part in command if part != "--")],
+        env={**os.environ, **where},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert (finished.returncode != 0) == fails, finished.stderr
+    return finished
