@@ -27,14 +27,16 @@ DEEPSPEED = pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, re
 STEPS, GROUP = 3, 4
 
 DRIVER = f"""
-import importlib.util, json, os, sys
+import gc, importlib.util, json, os, sys
 from pathlib import Path
 
+gc.disable()
 import torch
 
 spec = importlib.util.spec_from_file_location("transparent_grpo", {str(EXAMPLE)!r})
 sys.modules["transparent_grpo"] = example = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(example)
+gc.enable(), gc.freeze()  # as pellucid.machine.imports does
 step = 0
 
 
