@@ -308,7 +308,7 @@ for prompt in questions:
     print(prompt.question, "->", repr(chat(prompt)))
 
 # %%
-train(questions[1:], steps=6, group_size=8, max_new_tokens=12, lr=1e-5, kl_coef=0.01)
+train(questions[1:], steps=4, group_size=8, max_new_tokens=12, lr=1e-5, kl_coef=0.01)
 
 # %%
 for prompt in questions:

@@ -24,6 +24,7 @@ from transformers import (
 )
 
 import simulated_device
+from pellucid import cli
 from pellucid.policy.policy import Policy
 from pellucid.types import Completion, Prompt, Reward
 
@@ -224,8 +225,26 @@ def recipe(tmp_path, model_dir):
     return tiny_recipe(tmp_path / "tiny.toml", model_dir)
 
 
+@pytest.fixture(scope="session")
+def undisturbed(tmp_path_factory):
+    """The folder of a whole run of a recipe with these settings, made once: to be compared with, or copied."""
+    made = {}
+
+    def run(recipe, *settings):
+        key = (recipe.read_text(), *map(str, settings))
+        if key not in made:
+            folder = tmp_path_factory.mktemp("undisturbed") / "run"
+            with pytest.raises(SystemExit) as ended:
+                cli.main(["train", str(recipe), "--run", str(folder), *key[1:]])
+            assert ended.value.code == 0
+            made[key] = folder
+        return made[key]
+
+    return run
+
+
 def tiny_recipe(path, model_dir):
-    """Six steps of a tiny model: seconds."""
+    """Six steps of a tiny model: a second or two. Micro-batches are not all of one size."""
     path.write_text(
         f"""
         [policy]
@@ -241,7 +260,7 @@ def tiny_recipe(path, model_dir):
         group_size = 4
         epochs = 2
         minibatches = 2
-        micro_batch = 3
+        micro_batch = 5
         kl_coef = 0.01
         [optimizer]
         lr = 1e-2

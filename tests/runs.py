@@ -6,6 +6,7 @@ import importlib.util
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -19,6 +20,7 @@ from pellucid.training import compose
 
 TIMED = ("time/", "memory/")
 DEEPSPEED = pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="needs deepspeed: make deepspeed")
+FORKED = Path(__file__).with_name("forked.py")
 
 
 def train(*arguments):
@@ -65,14 +67,27 @@ def same_run(one, two):
 
 
 def in_two_processes(*command):
-    in_processes(2, *command)
+    return in_processes(2, *command)
 
 
 def in_processes(count, *command, fails=False):
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(count)]
+    """A script, or `-m MODULE`, in so many processes; the store of their group is here.
+
+    torchrun, which imports for two seconds before its processes do, is tested in test_launching.py.
+    """
+    store = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    where = {
+        "WORLD_SIZE": str(count),
+        "LOCAL_WORLD_SIZE": str(count),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(store.port),
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+        "OMP_NUM_THREADS": "1",
+        "PYTHONPATH": os.pathsep.join(sys.path),
+    }
     finished = subprocess.run(
-        [*torchrun, *map(str, command)],
-        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)},
+        [sys.executable, FORKED, str(count), *map(str, command)],
+        env={**os.environ, **where},
         capture_output=True,
         text=True,
         check=False,

@@ -206,7 +206,15 @@ WITHOUT_DETERMINISTIC_KERNEL: dict[str, dict[str, Callable[..., bool]]] = {
 RAISE = {name: when for operators in WITHOUT_DETERMINISTIC_KERNEL.values() for name, when in operators.items()}
 
 
-class Device(TorchDispatchMode):
+class Uncompiled(TorchDispatchMode):
+    """Nothing is compiled in it: to hide its operations from dynamo would take a tenth of their time."""
+
+    @classmethod
+    def _should_skip_dynamo(cls):
+        return False
+
+
+class Device(Uncompiled):
     """Entered, it is there. `waits` and `copies` count by the line of the package that asked for them."""
 
     def __init__(self, float64: bool = True) -> None:
@@ -307,7 +315,7 @@ def line():
     return f"{Path(frame.f_code.co_filename).relative_to(PACKAGE)}:{frame.f_lineno}"
 
 
-class Decomposed(TorchDispatchMode):
+class Decomposed(Uncompiled):
     """The CPU itself, with composite operations taken apart as they are for a Device: the same steps, the same bits."""
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):

@@ -161,10 +161,11 @@ def options(*arguments):
     return sorting.parsed([str(argument) for argument in arguments])
 
 
-@pytest.mark.parametrize("loss", ["naive", "unclipped", "clipped"])
+@pytest.mark.parametrize(("loss", "epochs"), [("naive", 40), ("unclipped", 40), ("clipped", 100)])
 @pytest.mark.parametrize("deltas", ["centered", "normalised", "max"])
-def test_every_right_combination_learns_to_sort(deltas, loss):
-    _, steps = sorting.train(options(), deltas, loss)
+def test_every_right_combination_learns_to_sort(deltas, loss, epochs):
+    """The clip, of a hundredth, learns most slowly."""
+    _, steps = sorting.train(options("--epochs", epochs), deltas, loss)
     assert sorting.sampled(steps[:3]) < 0.4
     assert sorting.sampled(steps) > 0.8
 

@@ -22,7 +22,10 @@ from pellucid.types import Prompt, Sampling, UserError
 EVERYTHING = """
 import pkgutil, psutil, sys
 sys.modules.update(fcntl=None, resource=None)
-import torch
+from pellucid.machine.imports import uncollected
+with uncollected():
+    import torch
+    import pellucid.training.run
 torch.ops.mkldnn, torch.backends.mkldnn.is_available = torch._ops._OpNamespace("absent"), lambda: False
 import pellucid
 for module in pkgutil.walk_packages(pellucid.__path__, "pellucid."):

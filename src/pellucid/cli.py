@@ -12,6 +12,7 @@ from pathlib import Path
 
 from pellucid import config
 from pellucid.machine.harmless import harmless
+from pellucid.machine.imports import uncollected
 from pellucid.machine.interrupts import INTERRUPTED, end_at_once, handled, interrupt
 from pellucid.prefixes import command as prefixes_command
 from pellucid.reporting import run_folder
@@ -101,7 +102,7 @@ def train(arguments: list[str]) -> int:
     if not options.resume and claim.first_process():
         claim.check_begun(run_dir, cfg)
     quiet_libraries()
-    with handled(end_at_once):
+    with handled(end_at_once), uncollected():
         from pellucid.training import run  # noqa: PLC0415 - torch takes seconds to import: settings are checked before
 
     try:
@@ -123,7 +124,7 @@ def evaluate(arguments: list[str]) -> int:
     cfg = config.load(options.task or (run_dir and run_dir / "config.json"), overrides, prog="pellucid eval")
     model = str(run_folder.model_of(run_dir)) if run_dir else options.model
     quiet_libraries()
-    with handled(end_at_once):
+    with handled(end_at_once), uncollected():
         from pellucid.training import exam  # noqa: PLC0415 - as in train
 
     return exam.examine(cfg, model, options.show)
@@ -168,7 +169,8 @@ def doctor(arguments: list[str]) -> int:
         raise UserError(f"doctor takes --plan RECIPE.toml, got {' '.join(overrides)}")
     cfg = config.load(options.plan, overrides, prog="pellucid doctor --plan RECIPE.toml") if options.plan else None
     quiet_libraries()
-    from pellucid.doctor import command as doctor  # noqa: PLC0415 - as in train
+    with uncollected():
+        from pellucid.doctor import command as doctor  # noqa: PLC0415 - as in train
 
     return doctor.plan(cfg) if cfg else doctor.report()
 

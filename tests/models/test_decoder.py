@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
@@ -543,22 +542,23 @@ def test_the_saved_model_is_the_trained_one(tmp_path):
 # ---------------------------------------------------------------- layers that an engine shards
 
 SHARDED = """
+import itertools
 import sys
 
 import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import fully_shard
 
-sys.path.insert(0, sys.argv[1])
 from architectures import batch_of, model_of
 from conftest import character_tokenizer
 from pellucid.policy.policy import Policy
 
 dist.init_process_group("gloo")
 mesh = dist.init_device_mesh("cpu", (2,))
-for recompute in (False, True):
+for name, recompute in itertools.product(sys.argv[1:], (False, True)):
+    print(name, recompute)
     whole, parted = (
-        Policy(model_of(sys.argv[2]), character_tokenizer(), gradient_checkpointing=recompute) for _ in range(2)
+        Policy(model_of(name), character_tokenizer(), gradient_checkpointing=recompute) for _ in range(2)
     )
     parted.decoder.read_in_place()
     for layer in parted.decoder.layers:
@@ -578,11 +578,11 @@ dist.destroy_process_group()
 """
 
 
-@pytest.mark.parametrize("name", ["qwen2", "qwen3"])
-def test_a_layer_whose_parameters_lie_in_two_processes_computes_the_same(tmp_path, name):
+def test_a_layer_whose_parameters_lie_in_two_processes_computes_the_same(tmp_path):
     """FSDP2 gathers them around a layer's forward: log-probs and gradients are those of a whole model."""
     (tmp_path / "two.py").write_text(SHARDED)
-    in_two_processes(tmp_path / "two.py", Path(__file__).parents[1], name)
+    done = in_two_processes(tmp_path / "two.py", "qwen2", "qwen3")
+    assert [done.stdout.count(name) for name in ("qwen2", "qwen3")] == [4, 4]
 
 
 # ---------------------------------------------------------------- precision

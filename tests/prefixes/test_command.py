@@ -190,7 +190,7 @@ def served(wide_dir):
         yield f"{said.split()[2].rstrip(',')}/v1"
     finally:
         process.terminate()
-        process.communicate(timeout=30)
+        process.communicate()
 
 
 def test_asked_the_same_a_served_teacher_says_what_the_same_model_says_as_a_student(served, recipe, wide_dir, tmp_path):
@@ -439,7 +439,7 @@ def test_stopped_in_the_middle_it_goes_on_with_what_is_missing_alone(how, servic
         process = start(arguments)
         wait_for_entries(process, output, 7)
         process.send_signal(how)
-        out, err = process.communicate(timeout=10)
+        out, err = process.communicate()
         assert process.returncode == (130 if how == signal.SIGINT else -signal.SIGKILL)
         assert err == ""
         assert ("nothing is lost" in out) == (how == signal.SIGINT)
@@ -465,7 +465,7 @@ def test_two_at_once_do_not_write_one_output(service, recipe, tmp_path, capsys):
         wait_for_entries(process, output, 1)
         assert status(arguments) == 2
         assert f"process {process.pid} writes {output}: wait for it" in capsys.readouterr().err
-        assert process.communicate(timeout=30)[1] == ""
+        assert process.communicate()[1] == ""
         assert len(proxy.seen) == 18
     check_whole(output, recipe, teacher=3)
 
@@ -519,7 +519,7 @@ def test_killed_while_it_adds_to_an_output_it_keeps_what_that_held(service, reci
         process = start(arguments)
         wait_for_entries(process, output, 9)
         process.kill()
-        process.communicate(timeout=10)
+        process.communicate()
         kept, asked = entries(output), len(proxy.seen)
         proxy.delay = 0
         assert status(arguments) == 0

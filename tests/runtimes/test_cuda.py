@@ -37,7 +37,7 @@ def untimed(path):
     return [{key: x for key, x in row.items() if not key.startswith(("time/", "memory/"))} for row in rows]
 
 
-TRAIN = ("-m", "--", "pellucid", "train")
+TRAIN = ("-m", "pellucid", "train")
 MORE = {
     "fp32": (),
     "bf16 lora": ("--policy.dtype", "bfloat16", "--policy.lora", 2),

@@ -30,7 +30,7 @@ def _on_cpus(tmp_path_factory):
 
 
 def launch(processes, *arguments):
-    in_processes(processes, "-m", "--", "pellucid", "train", *arguments)
+    in_processes(processes, "-m", "pellucid", "train", *arguments)
 
 
 def same_weights(found, expected, atol):

@@ -70,7 +70,7 @@ def test_three_steps_are_those_of_one_process(processes, tmp_path):
 
 
 def launch(processes, *arguments):
-    in_processes(processes, "-m", "--", "pellucid", "train", *arguments)
+    in_processes(processes, "-m", "pellucid", "train", *arguments)
 
 
 def test_two_processes_resume_to_the_same_bits_and_one_or_four_to_the_same_weights(recipe, tmp_path):
@@ -114,9 +114,7 @@ def test_a_full_disk_ends_all_processes_with_one_line(recipe, tmp_path):
     """A shard that cannot be written, in one of them."""
     (tmp_path / "full.py").write_text(FULL)
     settings = ["--runtime.engine", "fsdp2", "--evaluate.every", 0, "--checkpoint.every", 1]
-    done = in_processes(
-        2, "--", tmp_path / "full.py", "train", recipe, "--run", tmp_path / "run", *settings, fails=True
-    )
+    done = in_processes(2, tmp_path / "full.py", "train", recipe, "--run", tmp_path / "run", *settings, fails=True)
     [line] = {line for line in done.stderr.splitlines() if line.startswith("pellucid:")}
     assert "step 1 could not be saved" in line
     assert "No space left on device" in line

@@ -13,7 +13,7 @@ import torch
 from runs import weights
 
 LAUNCH = Path("recipes/launch").resolve()
-SHORT = ["--algorithm.steps", "2", "--evaluate.every", "0"]
+SHORT = ["--algorithm.steps", "2", "--evaluate.every", "0", "--algorithm.micro_batch", "3"]
 TOOLS = {"torchrun": "-m torch.distributed.run", "pellucid": "-m pellucid"}
 SLURM = {
     "scontrol": "echo localhost; echo other",

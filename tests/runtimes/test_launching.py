@@ -26,14 +26,16 @@ ACCELERATE = ("accelerate.commands.launch",)
 STEPS, GROUP = 3, 4
 
 DRIVER = f"""
-import importlib.util, json, os, sys
+import gc, importlib.util, json, os, sys
 from pathlib import Path
 
+gc.disable()
 import torch
 
 spec = importlib.util.spec_from_file_location("transparent_grpo", {str(EXAMPLE)!r})
 sys.modules["transparent_grpo"] = example = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(example)
+gc.enable(), gc.freeze()  # as pellucid.machine.imports does
 step = 0
 
 

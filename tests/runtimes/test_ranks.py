@@ -56,7 +56,7 @@ main()
 
 
 def launch(*arguments):
-    in_two_processes("-m", "--", "pellucid", "train", *map(str, arguments))
+    in_two_processes("-m", "pellucid", "train", *map(str, arguments))
 
 
 def test_a_sum_leaves_its_terms_alone_and_what_is_shared_out_comes_together_again(tmp_path):

@@ -131,7 +131,7 @@ def coverage(seeds, questions, spread, of_questions=0.0, shared=False, trials=10
         effects = 0.1 + rng.normal(0, spread, size=(seeds, 1)) + rng.normal(0, of_questions, size=questions)
         uniform, above = rng.random((seeds, questions)), 0.3 + effects / 2
         table = np.where(uniform < above, 1.0, np.where(uniform < above + 0.4, 0.0, -1.0))
-        measured = interval(table.tolist(), shared)
+        measured = interval(table, shared)
         held += measured.low <= 0.1 <= measured.high
     return held / trials
 

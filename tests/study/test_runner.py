@@ -26,6 +26,11 @@ base = "tiny.toml"
 seeds = [0, 1]
 [common.algorithm]
 steps = 20
+epochs = 1
+minibatches = 1
+micro_batch = 0
+[common.evaluate]
+every = 10
 [common.log]
 tensorboard = false
 [variants.grpo]
@@ -71,10 +76,9 @@ def untimed(path):
 
 
 def until(condition, process):
-    deadline = time.monotonic() + 120
+    """A condition that never holds is for the suite's own time limit to tell."""
     while not condition():
         assert process.poll() is None
-        assert time.monotonic() < deadline
         time.sleep(0.02)
 
 
@@ -115,7 +119,7 @@ def test_a_study_interrupted_and_killed_comes_to_the_same_runs(study_file, whole
     process = started(study_file, into)
     until(has_steps(first.run_dir), process)
     process.send_signal(signal.SIGINT)
-    assert "the same command goes on" in process.communicate(timeout=60)[0]
+    assert "the same command goes on" in process.communicate()[0]
     assert process.returncode == 130
     assert "--resume" in first.log.read_text(), "the run saved itself"
     assert not second.run_dir.exists()
@@ -152,12 +156,10 @@ def copied(run_dir, into):
 
 def until_unlocked(path):
     """The lock of an orphan that was killed is held until the last of its threads is gone, its main thread before."""
-    deadline = time.monotonic() + 30
     while True:
         try:
             return refuse_locked(path, "is at work")
         except UserError:
-            assert time.monotonic() < deadline
             time.sleep(0.02)
 
 

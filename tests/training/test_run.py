@@ -25,7 +25,7 @@ from pellucid.samplers.native import Native
 from pellucid.serve import command, host
 from pellucid.training import compose, run
 from pellucid.training.evaluate import greedy
-from runs import same_run, train, untimed, weights
+from runs import in_two_processes, same_run, train, untimed, weights
 
 
 def test_a_run_is_a_folder_with_all_that_the_design_promises(recipe, tmp_path, capsys):
@@ -84,10 +84,9 @@ LEFT_BEHIND = {
 
 
 @pytest.mark.parametrize("left", LEFT_BEHIND)
-def test_what_a_step_leaves_to_the_next_is_in_the_checkpoint(recipe, tmp_path, monkeypatch, left):
-    whole, killed = tmp_path / "whole", tmp_path / "killed"
+def test_what_a_step_leaves_to_the_next_is_in_the_checkpoint(recipe, tmp_path, monkeypatch, undisturbed, left):
     settings = ["--checkpoint.every", 1, "--evaluate.every", 3, *STATEFUL, *LEFT_BEHIND[left]]
-    assert train(recipe, "--run", whole, *settings) == 0
+    whole, killed = undisturbed(recipe, *settings), tmp_path / "killed"
     steps = records(whole / "metrics.jsonl")
     assert len({step["kl_coef"] for step in steps}) > 3
     assert steps[3]["kl"] > 0
@@ -108,13 +107,12 @@ def test_what_a_step_leaves_to_the_next_is_in_the_checkpoint(recipe, tmp_path, m
 
 
 @pytest.mark.parametrize("dies_in_step", [2, 5])
-def test_what_a_curriculum_has_seen_is_in_the_checkpoint(recipe, tmp_path, monkeypatch, dies_in_step):
+def test_what_a_curriculum_has_seen_is_in_the_checkpoint(recipe, tmp_path, monkeypatch, undisturbed, dies_in_step):
     text = recipe.read_text()
     inside = text.replace("[task]", '[task]\nname = "curriculum"\npool = 10\nwindow = 3\nrest = 1\n[task.task]')
     recipe.write_text(inside)
-    whole, killed = tmp_path / "whole", tmp_path / "killed"
     settings = ["--checkpoint.every", 1, "--evaluate.every", 3, "--algorithm.max_rounds", 2]
-    assert train(recipe, "--run", whole, *settings) == 0
+    whole, killed = undisturbed(recipe, *settings), tmp_path / "killed"
     generate = Native.generate
 
     def dying(self, prompts, sampling):
@@ -134,10 +132,9 @@ def test_what_a_curriculum_has_seen_is_in_the_checkpoint(recipe, tmp_path, monke
 
 
 @pytest.mark.parametrize("dies_in_step", [1, 3, 6])
-def test_a_run_killed_anywhere_resumes_to_the_same_bits(recipe, tmp_path, monkeypatch, dies_in_step):
-    whole, killed = tmp_path / "whole", tmp_path / "killed"
-    assert train(recipe, "--run", whole, "--checkpoint.every", 1, "--evaluate.every", 3) == 0
-
+def test_a_run_killed_anywhere_resumes_to_the_same_bits(recipe, tmp_path, monkeypatch, undisturbed, dies_in_step):
+    settings = ["--checkpoint.every", 1, "--evaluate.every", 3]
+    whole, killed = undisturbed(recipe, *settings), tmp_path / "killed"
     generate, calls = Native.generate, []
 
     def dying(self, prompts, sampling):
@@ -148,7 +145,7 @@ def test_a_run_killed_anywhere_resumes_to_the_same_bits(recipe, tmp_path, monkey
 
     with monkeypatch.context() as patched:
         patched.setattr(Native, "generate", dying)
-        assert train(recipe, "--run", killed, "--checkpoint.every", 1, "--evaluate.every", 3) == 130
+        assert train(recipe, "--run", killed, *settings) == 130
     with (killed / "rollouts.jsonl").open("a") as file:
         file.write('{"step": 99, "half a li')  # what a crash may leave
     assert train("--resume", killed) == 0
@@ -180,9 +177,8 @@ def test_the_minutes_of_a_run_are_those_of_its_steps_before_and_after_a_resume(r
     assert records(run_dir / "metrics.jsonl")[-1]["step"] == 4
 
 
-def test_a_request_to_stop_saves_and_says_how_to_go_on(recipe, tmp_path, monkeypatch, capsys):
-    whole, stopped = tmp_path / "whole", tmp_path / "stopped"
-    assert train(recipe, "--run", whole) == 0
+def test_a_request_to_stop_saves_and_says_how_to_go_on(recipe, tmp_path, monkeypatch, capsys, undisturbed):
+    whole, stopped = undisturbed(recipe), tmp_path / "stopped"
     update = run.grpo.update
 
     def signalled(*arguments):
@@ -201,7 +197,8 @@ def test_a_request_to_stop_saves_and_says_how_to_go_on(recipe, tmp_path, monkeyp
 def test_a_run_killed_by_the_system_resumes(recipe, tmp_path):
     """SIGKILL at a moment of its own, from outside."""
     whole, killed = tmp_path / "whole", tmp_path / "killed"
-    longer = ["--algorithm.steps", "40", "--checkpoint.every", "3"]
+    longer = ["--algorithm.steps", "40", "--checkpoint.every", "3", "--evaluate.every", "10"]
+    longer += ["--algorithm.epochs", "1", "--algorithm.minibatches", "1", "--algorithm.micro_batch", "0"]
     assert train(recipe, "--run", whole, *longer) == 0
     process = subprocess.Popen([sys.executable, "-m", "pellucid", "train", recipe, "--run", killed, *longer])
     while not list((killed / "checkpoints").glob("step-*[0-9]")):
@@ -223,16 +220,9 @@ def test_two_processes_take_the_same_steps_as_one(recipe, tmp_path, settings):
     one, two = tmp_path / "one", tmp_path / "two"
     # A gentle rate: Adam turns the rounding of a gradient near 0 into a whole step of either sign.
     steps = ["--algorithm.steps", "3", "--evaluate.every", "3", "--optimizer.lr", "1e-3", *settings]
+    steps += ["--algorithm.micro_batch", "3"]  # a share of four rows takes two, too
     assert train(recipe, "--run", one, *steps) == 0
-    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
-    finished = subprocess.run(
-        [*launch, "-m", "--", "pellucid", "train", recipe, "--run", two, *steps],
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert finished.returncode == 0, finished.stderr
+    in_two_processes("-m", "pellucid", "train", recipe, "--run", two, *steps)
     for name, tensor in weights(one).items():
         torch.testing.assert_close(weights(two)[name], tensor, rtol=0, atol=1e-6)
     for mine, theirs in zip(records(one / "rollouts.jsonl"), records(two / "rollouts.jsonl"), strict=True):
@@ -265,10 +255,7 @@ def test_two_processes_compute_in_the_dtype_that_the_first_finds_faster(recipe, 
     """Measured by each, on machines that others use too, bf16 would be faster on one of them."""
     script = tmp_path / "timings.py"
     script.write_text(TIMINGS)
-    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    process = subprocess.run([*launch, script, recipe, tmp_path], env=environment, capture_output=True, check=False)
-    assert process.returncode == 0, process.stderr.decode()
+    in_two_processes(script, recipe, tmp_path)
     first, second = (json.loads((tmp_path / f"rank-{rank}.json").read_text()) for rank in (0, 1))
     assert first == [["torch.bfloat16", "bfloat16"], ["torch.float32", "float32"]]
     assert second == [["torch.float32", "bfloat16"], ["torch.bfloat16", "float32"]]

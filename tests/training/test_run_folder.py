@@ -38,8 +38,17 @@ def until(there, process):
         time.sleep(0.02)
 
 
+SHORT = ("--algorithm.steps", 2, "--evaluate.every", 0)
+
+
 def short(recipe, run_dir, *settings):
-    return train(recipe, "--run", run_dir, "--algorithm.steps", 2, "--evaluate.every", 0, *settings)
+    return train(recipe, "--run", run_dir, *SHORT, *settings)
+
+
+@pytest.fixture
+def short_run(recipe, tmp_path, undisturbed):
+    """A finished run of two steps, this test's own."""
+    return shutil.copytree(undisturbed(recipe, *SHORT), tmp_path / "run")
 
 
 def dying_in(monkeypatch, step):
@@ -103,10 +112,8 @@ def test_a_lock_is_asked_for_by_the_process_that_writes_alone(monkeypatch):
 # ---------------------------------------------------------------- what may change at a resume
 
 
-def test_what_a_resume_may_change_is_said_and_kept(recipe, tmp_path, capsys):
-    run_dir = tmp_path / "run"
-    assert short(recipe, run_dir) == 0
-    capsys.readouterr()
+def test_what_a_resume_may_change_is_said_and_kept(short_run, capsys):
+    run_dir = short_run
     assert train("--resume", run_dir, "--algorithm.steps", 4, "--optimizer.lr", "1e-3") == 0
     [said] = [line for line in capsys.readouterr().out.splitlines() if "goes on after step 2" in line]
     assert "algorithm.steps = 4 (was 2)" in said
@@ -131,11 +138,9 @@ def test_what_a_resume_may_change_is_said_and_kept(recipe, tmp_path, capsys):
         ("algorithm.epochs", "1"),
     ],
 )
-def test_what_would_make_the_log_a_lie_is_refused_with_the_mend(recipe, tmp_path, capsys, key, value):
-    run_dir = tmp_path / "run"
-    assert short(recipe, run_dir) == 0
+def test_what_would_make_the_log_a_lie_is_refused_with_the_mend(short_run, capsys, key, value):
+    run_dir = short_run
     before = (run_dir / "config.json").read_bytes()
-    capsys.readouterr()
     assert train("--resume", run_dir, f"--{key}", value) == 2
     [line] = capsys.readouterr().err.splitlines()
     assert f"was trained with {key.replace('-', '_')} = " in line
@@ -185,10 +190,9 @@ def test_an_edited_task_or_data_file_is_refused(recipe, tmp_path, monkeypatch, c
     assert train("--resume", tmp_path / "run", "--algorithm.steps", 3) == 0
 
 
-def test_a_run_of_an_older_version_resumes(recipe, tmp_path):
+def test_a_run_of_an_older_version_resumes(short_run):
     """No digests, no history, no checksums, and the settings that there were."""
-    run_dir = tmp_path / "run"
-    assert short(recipe, run_dir) == 0
+    run_dir = short_run
     settings = json.loads((run_dir / "config.json").read_text())
     del settings["digests"], settings["log"]["rollouts"]
     (run_dir / "config.json").write_text(json.dumps(settings))
@@ -210,9 +214,8 @@ def test_every_setting_is_either_free_at_a_resume_or_not():
 
 
 @pytest.mark.parametrize("again", ["train", "resume"])
-def test_a_run_that_died_before_its_first_checkpoint_begins_again(recipe, tmp_path, monkeypatch, again):
-    whole, died = tmp_path / "whole", tmp_path / "died"
-    assert train(recipe, "--run", whole) == 0
+def test_a_run_that_died_before_its_first_checkpoint_begins_again(recipe, tmp_path, monkeypatch, undisturbed, again):
+    whole, died = undisturbed(recipe), tmp_path / "died"
     with monkeypatch.context() as patched:
         dying_in(patched, 2)
         assert train(recipe, "--run", died) == 130
@@ -254,10 +257,9 @@ def test_someone_s_files_are_left_alone(recipe, tmp_path, capsys, file):
     assert (folder / file).read_text() == '{"step": 7, "architectures": []}\n'
 
 
-def test_a_finished_run_without_checkpoints_is_not_begun_again(recipe, tmp_path, capsys):
+def test_a_finished_run_without_checkpoints_is_not_begun_again(recipe, short_run, capsys):
     """As `study` leaves it, and as it is kept as data."""
-    run_dir = tmp_path / "run"
-    assert short(recipe, run_dir) == 0
+    run_dir = short_run
     shutil.rmtree(run_dir / "checkpoints")
     before = (run_dir / "metrics.jsonl").read_bytes()
     for arguments in (["--resume", run_dir], [recipe, "--run", run_dir]):
@@ -337,11 +339,8 @@ def test_the_model_is_saved_whatever_the_report_does(recipe, tmp_path, monkeypat
     assert "! report.html could not be shown (ZeroDivisionError: division by zero)" in capsys.readouterr().out
 
 
-def test_a_model_that_cannot_be_saved_leaves_the_former_one_and_is_said_in_one_line(
-    recipe, tmp_path, monkeypatch, capsys
-):
-    run_dir = tmp_path / "run"
-    assert short(recipe, run_dir) == 0
+def test_a_model_that_cannot_be_saved_leaves_the_former_one_and_is_said_in_one_line(short_run, monkeypatch, capsys):
+    run_dir = short_run
     before = (run_dir / "model" / "model.safetensors").read_bytes()
     with monkeypatch.context() as patched:
         patched.setattr(Policy, "save", lambda *_: (_ for _ in ()).throw(OSError(28, "No space left on device")))
@@ -374,10 +373,9 @@ def test_no_output_at_all_ends_no_run(recipe, tmp_path, closed):
 # ---------------------------------------------------------------- requests to stop
 
 
-def test_a_request_saves_before_any_evaluation_which_is_made_at_the_resume(recipe, tmp_path, monkeypatch):
-    whole, stopped = tmp_path / "whole", tmp_path / "stopped"
+def test_a_request_saves_before_any_evaluation_which_is_made_at_the_resume(recipe, tmp_path, monkeypatch, undisturbed):
     settings = ["--evaluate.every", 1, "--checkpoint.every", 4]
-    assert train(recipe, "--run", whole, *settings) == 0
+    whole, stopped = undisturbed(recipe, *settings), tmp_path / "stopped"
     update = run.grpo.update
 
     def signalled(*arguments):
@@ -394,11 +392,10 @@ def test_a_request_saves_before_any_evaluation_which_is_made_at_the_resume(recip
 
 
 @pytest.mark.parametrize("step", [1, 4, 6])
-def test_a_request_during_an_evaluation_does_not_wait_for_its_end(recipe, tmp_path, monkeypatch, step):
+def test_a_request_during_an_evaluation_does_not_wait_for_its_end(recipe, tmp_path, monkeypatch, undisturbed, step):
     """Whether the step was to be saved, or was the last."""
-    whole, stopped = tmp_path / "whole", tmp_path / "stopped"
     settings = ["--evaluate.every", 1, "--checkpoint.every", 4]
-    assert train(recipe, "--run", whole, *settings) == 0
+    whole, stopped = undisturbed(recipe, *settings), tmp_path / "stopped"
     evaluate, calls = run.evaluate, []
 
     def signalled(*arguments):
@@ -418,9 +415,8 @@ def test_a_request_during_an_evaluation_does_not_wait_for_its_end(recipe, tmp_pa
     same_run(whole, stopped)
 
 
-def test_a_second_request_during_a_save_leaves_what_was_there(recipe, tmp_path, monkeypatch, capsys):
-    whole, stopped = tmp_path / "whole", tmp_path / "stopped"
-    assert train(recipe, "--run", whole) == 0
+def test_a_second_request_during_a_save_leaves_what_was_there(recipe, tmp_path, monkeypatch, capsys, undisturbed):
+    whole, stopped = undisturbed(recipe), tmp_path / "stopped"
     save_file, calls = checkpoint.save_file, []
 
     def signalled(tensors, path):
@@ -483,9 +479,8 @@ def test_a_request_while_importing_ends_the_process_in_one_line(recipe, tmp_path
 
 
 @pytest.mark.parametrize("arguments", ["--run {run}", "--resume {empty}", "--resume {run} --algorithm.group-size 7"])
-def test_what_a_folder_is_is_said_before_torch_is_imported(recipe, tmp_path, arguments):
-    assert short(recipe, tmp_path / "run") == 0
-    named = arguments.format(run=tmp_path / "run", empty=tmp_path).split()
+def test_what_a_folder_is_is_said_before_torch_is_imported(short_run, tmp_path, arguments):
+    named = arguments.format(run=short_run, empty=tmp_path).split()
     code = (
         "import sys; from pellucid import cli\n"
         "try: cli.main(sys.argv[1:])\n"

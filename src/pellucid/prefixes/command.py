@@ -17,6 +17,7 @@ from rich.progress import Progress
 
 from pellucid import config
 from pellucid.config import Config
+from pellucid.machine.imports import uncollected
 from pellucid.machine.interrupts import INTERRUPTED
 from pellucid.machine.locks import locked
 from pellucid.prefixes.cleaning import clean, first_sentences, first_tokens, thinking
@@ -167,7 +168,8 @@ def reader(cfg: Config, options: argparse.Namespace) -> Read:
     """Return the function that makes a prefix of what a model wrote; its result is empty where there is none."""
     if not options.truncate_tokens:
         return lambda text: first_sentences(clean(thinking(text)), options.sentences)
-    from pellucid.policy import pretrained  # noqa: PLC0415 - torch takes seconds to import: not every run needs it
+    with uncollected():
+        from pellucid.policy import pretrained  # noqa: PLC0415 - torch takes seconds: not every run needs it
 
     tokenizer = pretrained.tokenizer(options.student or cfg.policy.model)
     return lambda text: first_tokens(clean(thinking(text)), options.truncate_tokens, tokenizer)
@@ -205,7 +207,8 @@ def ask_teacher(
 
 
 def load_student(cfg: Config, options: argparse.Namespace) -> Any:
-    from pellucid.prefixes import student  # noqa: PLC0415 - as in reader
+    with uncollected():
+        from pellucid.prefixes import student  # noqa: PLC0415 - as in reader
 
     return student.load(cfg, options.student)
 

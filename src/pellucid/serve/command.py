@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 from pellucid.machine.extras import extra
+from pellucid.machine.imports import uncollected
 from pellucid.serve import daemon
 from pellucid.types import UserError
 
@@ -64,7 +65,8 @@ def parsed(arguments: list[str], model: bool) -> argparse.Namespace:
 
 def serve(options: argparse.Namespace) -> int:
     with listening(options.host, options.port) as free:
-        from pellucid.serve.host import host  # noqa: PLC0415 - torch takes seconds to import, and the port may be taken
+        with uncollected():
+            from pellucid.serve.host import host  # noqa: PLC0415 - torch takes seconds, and the port may be taken
 
         host(options, free)
     return 0

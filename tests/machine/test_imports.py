@@ -1,0 +1,54 @@
+"""The garbage collector rests while torch is imported, and only then."""
+
+from __future__ import annotations
+
+import gc
+import sys
+
+import pytest
+
+from pellucid.machine.imports import uncollected
+
+
+@pytest.fixture
+def without_torch(monkeypatch):
+    """As a process begins; what is frozen here is of other tests, and is given back."""
+    monkeypatch.delitem(sys.modules, "torch")
+    yield
+    gc.unfreeze()
+
+
+@pytest.mark.usefixtures("without_torch")
+def test_nothing_is_looked_for_in_the_first_import_nor_in_what_it_brought_later_on():
+    with uncollected():
+        assert not gc.isenabled()
+        brought: list[object] = []
+        assert any(each is brought for each in gc.get_objects())
+    assert gc.isenabled()
+    assert gc.get_freeze_count() > 0
+    assert not any(each is brought for each in gc.get_objects())
+
+
+@pytest.mark.usefixtures("without_torch")
+def test_an_import_that_fails_leaves_the_collector_at_work():
+    with pytest.raises(ImportError), uncollected():
+        raise ImportError
+    assert gc.isenabled()
+
+
+@pytest.mark.usefixtures("without_torch")
+def test_a_collector_that_is_switched_off_stays_so():
+    gc.disable()
+    try:
+        with uncollected():
+            pass
+        assert not gc.isenabled()
+    finally:
+        gc.enable()
+
+
+def test_the_heap_of_a_program_that_has_torch_is_its_own():
+    before = gc.get_freeze_count()
+    with uncollected():
+        assert gc.isenabled()
+    assert gc.get_freeze_count() == before
