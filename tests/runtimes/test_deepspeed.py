@@ -16,6 +16,8 @@ from pellucid.runtimes.settings import RuntimeConfig
 from runs import DEEPSPEED, in_processes, same_run, train, weights
 
 STAGES = (2, 3)
+EPS = ["--optimizer.eps", 1e-4]
+"""It keeps AdamW from making whole steps of gradients that are rounding alone."""
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -57,7 +59,7 @@ def test_two_processes_resume_to_the_same_bits_and_other_numbers_or_engines_to_t
 ):
     runs = {name: tmp_path / name for name in ("whole", "two", "one", "four", "ddp", "fsdp2")}
     settings = ["--runtime.engine", "deepspeed", "--runtime.zero-stage", stage, "--evaluate.every", 0]
-    settings += ["--algorithm.prompts_per_step", 8, "--optimizer.schedule", "constant"]
+    settings += ["--algorithm.prompts_per_step", 8, "--optimizer.schedule", "constant", *EPS]
     launch(2, recipe, "--run", runs["whole"], *settings, "--algorithm.steps", 4)
     launch(2, recipe, "--run", runs["two"], *settings, "--algorithm.steps", 2)
     for name in ("one", "four", "ddp", "fsdp2"):
@@ -77,7 +79,7 @@ def test_two_processes_resume_to_the_same_bits_and_other_numbers_or_engines_to_t
 @pytest.mark.parametrize("more", [["--policy.lora", 2], ["--optimizer.offload"]], ids=["adapter", "offload"])
 def test_the_model_that_is_saved_is_that_of_one_process(recipe, tmp_path, stage, more):
     """An adapter merged into its base; moments that lie on the CPU."""
-    settings, engine = [*more, "--evaluate.every", 0, "--algorithm.steps", 2], ["--runtime.engine", "deepspeed"]
+    settings, engine = [*more, *EPS, "--evaluate.every", 0, "--algorithm.steps", 2], ["--runtime.engine", "deepspeed"]
     launch(2, recipe, "--run", tmp_path / "two", *settings, *engine, "--runtime.zero-stage", stage)
     assert train(recipe, "--run", tmp_path / "one", *settings) == 0
     same_weights(weights(tmp_path / "two"), weights(tmp_path / "one"), 1e-6)

@@ -22,7 +22,8 @@ sys.path.append(str(EXAMPLE.parent))
 import transparent_grpo  # noqa: E402 - an example, not a part of the package
 
 TORCHRUN = ("torch.distributed.run", "--standalone", "--nproc_per_node", "2")
-ACCELERATE = ("accelerate.commands.launch",)
+# Any free port: workers of the suite launch at once.
+ACCELERATE = ("accelerate.commands.launch", "--main_process_port", "0")
 STEPS, GROUP = 3, 4
 
 DRIVER = f"""
@@ -234,7 +235,7 @@ def test_deepspeed_clips_the_gradient_where_it_is_asked_to(model, no_gpu, tmp_pa
 
 @DEEPSPEED
 def test_under_deepspeed_in_bf16_the_kl_of_equal_weights_is_0(model, no_gpu, tmp_path):
-    how = (*ACCELERATE, "--mixed_precision", "bf16", *ZERO[1:], "2")
+    how = (*ZERO[:-1], "--mixed_precision", "bf16", ZERO[-1], "2")
     moved = curve(launched(how, model, tmp_path, 2, environment=no_gpu), tmp_path)[:, 4]
     assert float(moved[0]) == 0.0
     assert bool((moved[1:] != 0).all())
