@@ -16,6 +16,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from conftest import ARCHITECTURES, CountDigits, character_tokenizer
 from pellucid.algorithm import grpo
+from pellucid.algorithm.batch import collate
 from pellucid.algorithm.settings import AdamWConfig, GRPOConfig
 from pellucid.machine.hardware import pick_device
 from pellucid.models.masters import whole
@@ -26,7 +27,7 @@ from pellucid.runtimes.runtime import Runtime
 from pellucid.runtimes.settings import RuntimeConfig
 from pellucid.samplers.hf import HuggingFace
 from pellucid.samplers.native import Native
-from pellucid.types import Sampling
+from pellucid.types import Completion, Group, Prompt, Sampling
 
 CASES = {
     "llama": {},
@@ -99,6 +100,22 @@ def trained(runtime_config, kl=None, similarity="none", sampler=None, **facts):
     )
     metrics = [result.metrics for result in steps]
     return runtime, metrics
+
+
+def rough_steps(config, world):
+    """What is trained after a step, one whose gradient is 0, one whose gradient is no number, and another step; and
+    what they said. In each of `world` processes the same batch."""
+    policy = policy_of()
+    runtime = Runtime(policy, AdamWConfig(lr=1e-2, eps=1e-4), 8, config)
+    completions = tuple(Completion((1 + g, 2, 3 + g), (-1.0,) * 3, "", True) for g in range(2))
+    batch = collate([Group(Prompt("p", "?"), (4, 5, 6), completions)], policy.device)
+    told = []
+    for factor in (1.0, 0.0, float("nan"), 1.0):
+        for micro_batch in runtime.accumulate([batch]):
+            runtime.backward(policy.score(micro_batch).logprobs.sum() * factor / world)
+        told.append(runtime.step())
+    said = {name: torch.tensor([step[name] for step in told]) for name in ("idle", "skipped")}
+    return said | {name: whole(p.detach()).clone() for name, p in runtime.engine.masters().items()}
 
 
 def tensors_of(runtime, metrics):

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from engines import CASES, same_steps, tensors_of, trained
+from engines import CASES, rough_steps, same_steps, tensors_of, trained
 from safetensors.torch import load_file
 
 from pellucid.runtimes.settings import RuntimeConfig
@@ -31,6 +31,19 @@ def _on_cpus(tmp_path_factory):
         yield
 
 
+ROUGH = f"""
+import sys
+sys.path[:0] = {[str(Path(__file__).parent), str(Path(__file__).parents[1])]!r}
+import torch
+from safetensors.torch import save_file
+from engines import rough_steps
+from pellucid.runtimes.settings import RuntimeConfig
+tensors = rough_steps(RuntimeConfig("deepspeed", zero_stage=int(sys.argv[2])), 2)
+if torch.distributed.get_rank() == 0:
+    save_file(tensors, sys.argv[1])
+"""
+
+
 def launch(processes, *arguments):
     in_processes(processes, "-m", "pellucid", "train", *arguments)
 
@@ -50,6 +63,18 @@ def test_three_steps_are_those_of_one_process(tmp_path):
         for stage, shares in {2: (1, 2), 3: (2, 2)}.items():
             found = load_file(tmp_path / f"zero{stage}-{case}.safetensors")
             same_steps(found, alone, shares, (f"zero{stage}", case))
+
+
+@DEEPSPEED
+@pytest.mark.parametrize("stage", STAGES)
+def test_gradients_of_nothing_and_of_no_number_cost_their_own_step_alone(stage, tmp_path):
+    """As with torch's own optimizer: momentum moves nothing meanwhile, and the next step is what it would have been."""
+    (tmp_path / "rough.py").write_text(ROUGH)
+    in_processes(2, tmp_path / "rough.py", tmp_path / "found.safetensors", stage)
+    found, expected = load_file(tmp_path / "found.safetensors"), rough_steps(RuntimeConfig(), 1)
+    assert found["idle"].tolist() == [0, 1, 0, 0]
+    assert found["skipped"].tolist() == [0, 0, 1, 0]
+    same_weights(found, expected, 1e-6)
 
 
 @DEEPSPEED

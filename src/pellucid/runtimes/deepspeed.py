@@ -57,9 +57,11 @@ class Gathered:
         if missing := [p for p in self.parameters if p.ds_status.name == "NOT_AVAILABLE"]:
             missing[0].all_gather(missing)
 
-    def reshard(self) -> None:
-        if whole := [p for p in self.parameters if p.ds_status.name == "AVAILABLE" and not p.ds_persist]:
-            whole[0].partition(whole)
+    def reshard(self, persistent: bool = False) -> None:
+        """Keep only this process's parts; of those that stay whole, too, where `persistent` says so."""
+        kept = [p for p in self.parameters if p.ds_status.name == "AVAILABLE" and (persistent or not p.ds_persist)]
+        if kept:
+            kept[0].partition(kept)
 
 
 class Zero:
@@ -114,7 +116,10 @@ class Zero:
         self.module.backward(loss * self.world)  # DeepSpeed averages over processes; the loss is a sum over them
 
     def clear(self) -> None:
-        self.zero.zero_grad(set_to_none=True)
+        raise UserError(
+            "memory ran out, and DeepSpeed cannot make half a step again: go on with --resume and a smaller"
+            " --algorithm.micro_batch"
+        )
 
     def norm(self) -> float:
         """Of the gradient before it was clipped; DeepSpeed knows it before it asks for the step."""
@@ -163,6 +168,8 @@ class Zero:
     def load_masters(self, masters: Mapping[str, Tensor]) -> None:
         if masters.keys() != self.parameters.keys():
             raise UserError(OTHER_POLICY)
+        if self.stage == 3:
+            Gathered(self.parameters.values()).reshard(persistent=True)  # what is whole would stay as it was
         for name, p in self.parameters.items():  # in one order in all processes
             self.write(p, whole(masters[name]))
         if self.stage == 2:

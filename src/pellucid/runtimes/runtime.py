@@ -109,8 +109,8 @@ class Runtime:
                 if not hardware.out_of_memory(error):
                     raise
             # Only here, when the error is forgotten, are the tensors of its frames, too.
-            self.micro_batch = self.halved(rows)
             self.engine.clear()
+            self.micro_batch = self.halved(rows)
             if torch.cuda.is_available():
                 torch.cuda.empty_cache()
 
