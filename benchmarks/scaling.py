@@ -19,18 +19,13 @@ from statistics import median
 
 from pellucid.config import load
 from pellucid.doctor import memory
+from pellucid.doctor.command import ENGINES
 
 Pair = tuple[dict[str, float], dict[str, float]]
 
 PROMPTS, PROFILED, STEPS = 2, 3, 6
 """Prompts of each process, the step that the profiler slows down, and how many there are."""
 STAGES = ("step", "generate", "update")
-ENGINES = {
-    "ddp": {"runtime.engine": "ddp"},
-    "fsdp2": {"runtime.engine": "fsdp2"},
-    "ZeRO-2": {"runtime.engine": "deepspeed", "runtime.zero-stage": 2},
-    "ZeRO-3": {"runtime.engine": "deepspeed", "runtime.zero-stage": 3},
-}
 FIXED = {
     "policy.dtype": "bfloat16",
     "algorithm.steps": STEPS,
@@ -57,14 +52,15 @@ def main() -> None:
 
 
 def flags(processes: int, engine: str) -> list[str]:
-    settings = FIXED | {"algorithm.prompts-per-step": PROMPTS * processes} | ENGINES[engine]
+    settings = FIXED | {"algorithm.prompts-per-step": PROMPTS * processes}
+    settings |= {f"runtime.{name}": value for name, value in ENGINES[engine].items()}
     return [word for name, value in settings.items() for word in (f"--{name}", str(value))]
 
 
 def measured(recipe: str, processes: int, engine: str) -> dict[str, float]:
     """Median seconds of each stage, the share of the profiled step in which something went between processes, GB."""
     cfg = load(Path(recipe), flags(processes, engine))
-    planned = sum(memory.parts(memory.from_name(cfg.policy.model, 0), cfg, processes).values())
+    planned = memory.peak(memory.from_name(cfg.policy.model, 0), cfg, processes)
     with tempfile.TemporaryDirectory() as folder:
         run_dir = Path(folder) / "run"
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]

@@ -66,6 +66,17 @@ def same_run(one, two):
         assert [untimed(r) for r in records(one / name)] == [untimed(r) for r in records(two / name)], name
 
 
+def same_weights(found, expected, atol):
+    assert found.keys() == expected.keys()
+    for name, tensor in expected.items():
+        torch.testing.assert_close(found[name], tensor, rtol=0, atol=atol, msg=lambda m, name=name: f"{name}: {m}")
+
+
+def launch(processes, *arguments):
+    """`pellucid train` in so many processes."""
+    in_processes(processes, "-m", "pellucid", "train", *arguments)
+
+
 def in_two_processes(*command):
     return in_processes(2, *command)
 

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
-import torch
 from engines import CASES, rough_steps, same_steps, tensors_of, trained
 from safetensors.torch import load_file
 
 from pellucid.runtimes.settings import RuntimeConfig
-from runs import DEEPSPEED, in_processes, same_run, train, weights
+from runs import DEEPSPEED, in_processes, launch, same_run, same_weights, train, weights
 
 STAGES = (2, 3)
 EPS = ["--optimizer.eps", 1e-4]
@@ -42,16 +42,6 @@ tensors = rough_steps(RuntimeConfig("deepspeed", zero_stage=int(sys.argv[2])), 2
 if torch.distributed.get_rank() == 0:
     save_file(tensors, sys.argv[1])
 """
-
-
-def launch(processes, *arguments):
-    in_processes(processes, "-m", "pellucid", "train", *arguments)
-
-
-def same_weights(found, expected, atol):
-    assert found.keys() == expected.keys()
-    for name, tensor in expected.items():
-        torch.testing.assert_close(found[name], tensor, rtol=0, atol=atol, msg=lambda m, name=name: f"{name}: {m}")
 
 
 @DEEPSPEED
@@ -101,6 +91,18 @@ def test_two_processes_resume_to_the_same_bits_and_other_numbers_or_engines_to_t
 
 @DEEPSPEED
 @pytest.mark.parametrize("stage", STAGES)
+def test_in_bf16_too_two_processes_resume_to_the_same_bits(recipe, tmp_path, stage):
+    """What is loaded are masters, from which rounded weights are made."""
+    settings = ["--runtime.engine", "deepspeed", "--runtime.zero-stage", stage, "--policy.dtype", "bfloat16"]
+    settings += ["--evaluate.every", 0, "--optimizer.schedule", "constant", "--algorithm.steps"]
+    launch(2, recipe, "--run", tmp_path / "whole", *settings, 3)
+    launch(2, recipe, "--run", tmp_path / "parted", *settings, 2)
+    launch(2, "--resume", tmp_path / "parted", "--algorithm.steps", 3)
+    same_run(tmp_path / "whole", tmp_path / "parted")
+
+
+@DEEPSPEED
+@pytest.mark.parametrize("stage", STAGES)
 @pytest.mark.parametrize("more", [["--policy.lora", 2], ["--optimizer.offload"]], ids=["adapter", "offload"])
 def test_the_model_that_is_saved_is_that_of_one_process(recipe, tmp_path, stage, more):
     """An adapter merged into its base; moments that lie on the CPU."""
@@ -136,6 +138,7 @@ def test_where_deepspeed_is_missing_one_line_names_the_extra(recipe, tmp_path, m
     monkeypatch.setitem(sys.modules, "deepspeed", None)
     assert train(recipe, "--run", tmp_path / "run", "--runtime.engine", "deepspeed") == 2
     assert 'needs deepspeed: pip install "pellucid[deepspeed]"' in capsys.readouterr().err
+    assert "LOCAL_RANK" not in os.environ, "what is started from here is of no group"
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,7 @@ from conftest import VOCAB
 from pellucid.runtimes.fsdp2 import mesh_of
 from pellucid.runtimes.settings import RuntimeConfig
 from pellucid.types import UserError
-from runs import in_processes, same_run, train, weights
+from runs import in_processes, launch, same_run, same_weights, train, weights
 
 FULL = """
 import errno
@@ -69,10 +69,6 @@ def test_three_steps_are_those_of_one_process(processes, tmp_path):
             same_steps(found, alone(case), (share, share), (engine, case))
 
 
-def launch(processes, *arguments):
-    in_processes(processes, "-m", "pellucid", "train", *arguments)
-
-
 def test_two_processes_resume_to_the_same_bits_and_one_or_four_to_the_same_weights(recipe, tmp_path):
     """What two saved, one and four read: also one that holds all of it."""
     runs = {name: tmp_path / name for name in ("whole", "two", "one", "four", "ddp")}
@@ -87,12 +83,8 @@ def test_two_processes_resume_to_the_same_bits_and_one_or_four_to_the_same_weigh
     launch(1, "--resume", runs["one"], "--algorithm.steps", 4)
     assert train("--resume", runs["ddp"], "--algorithm.steps", 4, "--runtime.engine", "ddp") == 0
     same_run(runs["whole"], runs["two"])
-    expected = weights(runs["whole"])
     for name in ("one", "four", "ddp"):
-        found = weights(runs[name])
-        assert found.keys() == expected.keys()
-        for key, tensor in expected.items():
-            torch.testing.assert_close(found[key], tensor, rtol=0, atol=1e-5)
+        same_weights(weights(runs[name]), weights(runs["whole"]), 1e-5)
     folder = runs["whole"] / "checkpoints" / "step-000004"
     listed = {line.split("  ")[1] for line in (folder / "SHA256SUMS").read_text().splitlines()}
     assert {f"policy/shard-0000{n}-model-00001-of-00001.safetensors" for n in (1, 2)} <= listed
@@ -104,10 +96,7 @@ def test_a_sharded_adapter_is_saved_merged_into_its_base(recipe, tmp_path):
     settings = ["--policy.lora", 2, "--evaluate.every", 0, "--algorithm.steps", 2]
     launch(2, recipe, "--run", tmp_path / "two", *settings, "--runtime.engine", "fsdp2")
     assert train(recipe, "--run", tmp_path / "one", *settings) == 0
-    found, expected = weights(tmp_path / "two"), weights(tmp_path / "one")
-    assert found.keys() == expected.keys()
-    for key, tensor in expected.items():
-        torch.testing.assert_close(found[key], tensor, rtol=0, atol=1e-6)
+    same_weights(weights(tmp_path / "two"), weights(tmp_path / "one"), 1e-6)
 
 
 def test_a_full_disk_ends_all_processes_with_one_line(recipe, tmp_path):
@@ -134,3 +123,60 @@ def test_shards_that_do_not_divide_the_processes_are_refused(monkeypatch):
     monkeypatch.setattr("torch.distributed.is_initialized", lambda: True)
     with pytest.raises(UserError, match=r"runtime.shards = 3 must divide the number of processes, which is 4"):
         mesh_of(torch.device("cpu"), 4, 3)
+
+
+ONCE = """
+import sys
+sys.path[:0] = {paths!r}
+import torch
+from engines import policy_of
+from pellucid.algorithm.settings import AdamWConfig
+from pellucid.runtimes.runtime import Runtime
+from pellucid.runtimes.settings import RuntimeConfig
+from pellucid.types import UserError
+
+class Full(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        raise torch.OutOfMemoryError("memory")
+
+runtime = Runtime(policy_of(), AdamWConfig(), 3, RuntimeConfig("fsdp2"))
+weight = next(iter(runtime.engine.parameters.values()))
+try:
+    runtime.fit(lambda rows: Full.apply(weight.sum()).backward(), 4)
+except UserError as error:
+    print(error)
+"""
+
+
+def test_where_memory_runs_out_with_fsdp2_the_run_ends_and_can_go_on(tmp_path):
+    """A backward pass that was broken off leaves it without gradients ever after."""
+    program = ONCE.format(paths=[str(Path(__file__).parent), str(Path(__file__).parents[1])])
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert "go on with --resume and --algorithm.micro_batch 2" in done.stdout, done.stderr
+
+
+def test_every_group_of_an_engine_waits_as_long_as_the_run_says(tmp_path):
+    """Torch gives those of a mesh its own half an hour."""
+    (tmp_path / "groups.py").write_text(GROUPS)
+    in_processes(2, tmp_path / "groups.py")
+
+
+GROUPS = f"""
+import sys
+sys.path[:0] = {[str(Path(__file__).parent), str(Path(__file__).parents[1])]!r}
+import torch.distributed as dist
+from engines import policy_of
+from pellucid.algorithm.settings import AdamWConfig
+from pellucid.runtimes.runtime import Runtime
+from pellucid.runtimes.settings import RuntimeConfig
+Runtime(policy_of(), AdamWConfig(), 3, RuntimeConfig("fsdp2", shards=1, timeout=0.7))
+world = dist.distributed_c10d._world
+assert len(world.pg_map) > 1
+for group in world.pg_map:
+    assert group._get_backend(__import__("torch").device("cpu")).options._timeout.total_seconds() == 42, group
+"""

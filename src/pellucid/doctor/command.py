@@ -80,20 +80,21 @@ def plan(cfg: Config) -> int:
         f" in {cfg.policy.dtype}; GB on each device at the peak\n"
     )
     names = list(memory.parts(model, cfg))
-    heads = ["devices", "engine", *names, "together", "with offload"]
+    heads = ["devices", "engine", *names, "peak", "with offload"]
     print(line(heads), line(["---"] * len(heads)), sep="\n")
     for name, changed in ENGINES.items():
         by_engine = cfg.model_copy(update={"runtime": replace(cfg.runtime, **changed)})
         away = by_engine.model_copy(update={"optimizer": replace(cfg.optimizer, offload=True)})
         for devices in DEVICES:
-            parts, offloaded = (memory.parts(model, settings, devices) for settings in (by_engine, away))
-            sums = [sum(parts.values()), sum(offloaded.values())]
-            print(line([str(devices), name, *(f"{gb:.1f}" for gb in [*parts.values(), *sums])]))
+            parts = memory.parts(model, by_engine, devices).values()
+            peaks = [memory.peak(model, settings, devices) for settings in (by_engine, away)]
+            print(line([str(devices), name, *(f"{gb:.1f}" for gb in [*parts, *peaks])]))
     wide = 4 if cfg.policy.dtype == "float32" else 2
     print(
         f"\nEngines are those of runtime.engine, ZeRO that of deepspeed with its runtime.zero_stage; offload is"
         f" optimizer.offload.\nSampling keeps {memory.cache(model.config, cfg, 1):.1f} GB of keys and values on one"
-        " device, and neither gradients nor activations. An engine of its own on the same device, such as vLLM, keeps"
+        " device, and neither gradients nor activations. Before it is sharded, a model is whole in fp32: the peak is at"
+        " least that. An engine of its own on the same device, such as vLLM, keeps"
         f" {wide * model.parameters / 1e9:.1f} GB of weights besides."
     )
     return 0

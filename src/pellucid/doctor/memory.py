@@ -57,6 +57,14 @@ def parts(model: Model, cfg: Config, processes: int = 1) -> dict[str, float]:
     }
 
 
+def peak(model: Model, cfg: Config, processes: int = 1) -> float:
+    """GB on each device where most is needed: in the update, or where the last whole model is loaded to be sharded."""
+    p = model.parameters / 1e9
+    sharded = cfg.runtime.engine in ("fsdp2", "deepspeed")
+    start = 4 * p * (1 + has_reference(cfg) / processes) + LIBRARIES if sharded else 0.0
+    return max(sum(parts(model, cfg, processes).values()), start)
+
+
 def tokens_of(cfg: Config, processes: int, shared: bool) -> float:
     """How many tokens one backward pass goes through. A shared prompt counts once a group."""
     rows = rows_of(cfg, processes)

@@ -43,6 +43,8 @@ class Policy:
     ) -> None:
         self.model, self.tokenizer, self.dtype, self.adapter = silence_dropout(model), tokenizer, dtype, adapter
         self.engine, self._masters = engine, masters or {}
+        self.device = model.device
+        """Where it computes; an engine may keep its parameters elsewhere meanwhile."""
         self.decoder = None if self.fallback_reason() else Decoder(model.config, model, dtype)
         pieces = compiled() if engine == "compiled" else PLAIN
         self.scorer = Scorer(model, self.decoder, dtype, temperature, entropy_grad, gradient_checkpointing, pieces)
@@ -53,10 +55,6 @@ class Policy:
         self.end_id = end_of_answer(tokenizer, self.eos_ids)
         self.context_length: int = getattr(model.config, "max_position_embeddings", None) or 2**31
         self._copy: PreTrainedModel | None = None
-
-    @property
-    def device(self) -> torch.device:
-        return self.model.device
 
     def score(self, batch: Batch) -> Scores:
         """Log-probs and entropy of the response tokens under the policy as it is now, [B, T], with gradient."""
@@ -230,11 +228,14 @@ class Policy:
         self.tokenizer.save_pretrained(folder)
 
     def merged(self, masters: Mapping[str, Tensor]) -> PreTrainedModel:
-        """A copy with the adapter, of these weights, merged into its base. Processes that share them call together."""
-        twin = copy.deepcopy(self.inference_model()) if self.sharded else self._copied(share=False)
+        """A copy with the adapter, of these whole weights, merged into its base.
+
+        Where processes share the parameters, `gather` has been called in all of them, and this in one.
+        """
+        twin = copy.deepcopy(self._copy or self.model) if self.sharded else self._copied(share=False)
         for name, p in twin.named_parameters():
             if name in masters:
-                p.data = whole(masters[name].detach()).to(p.device)
+                p.data = masters[name].detach().to(p.device)
         for path, module in list(twin.named_modules()):
             if hasattr(module, "lora_A"):
                 cast(Any, module).merge()

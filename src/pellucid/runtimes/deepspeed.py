@@ -103,7 +103,7 @@ class Zero:
             policy.module.register_forward_pre_hook(lambda *_: policy.sharded[0].reshard())
         return policy.module
 
-    def share(self, reference: Shardable) -> None:
+    def shard_reference(self, reference: Shardable) -> None:
         """Shard a frozen policy on the same device, where weights are sharded."""
         if self.stage == 3 and reference.device == self.policy.device:
             self.sharded(reference, reference.reads())
@@ -115,11 +115,9 @@ class Zero:
     def backward(self, loss: Tensor) -> None:
         self.module.backward(loss * self.world)  # DeepSpeed averages over processes; the loss is a sum over them
 
-    def clear(self) -> None:
-        raise UserError(
-            "memory ran out, and DeepSpeed cannot make half a step again: go on with --resume and a smaller"
-            " --algorithm.micro_batch"
-        )
+    def again(self) -> bool:
+        """DeepSpeed makes no part of a step again."""
+        return False
 
     def norm(self) -> float:
         """Of the gradient before it was clipped; DeepSpeed knows it before it asks for the step."""
@@ -178,6 +176,8 @@ class Zero:
                 torch.autograd.graph.increment_version(p)
 
     def load_moments(self, moments: Moments) -> None:
+        if not moments:  # no step had been taken
+            return
         for flat in self.flats():
             self.optimizer.state[flat]["step"].copy_(next(iter(moments["step"].values())))
         for moment in MOMENTS:
@@ -214,12 +214,12 @@ class Zero:
 
 def library(device: torch.device) -> Any:
     """DeepSpeed, which picks its accelerator when it is imported and says much while it works."""
-    os.environ.setdefault("LOCAL_RANK", "0")  # one process that was started by itself
     if device.type == "cpu":
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
     warnings.filterwarnings("ignore", r"`torch\.distributed\.\w+` is deprecated", FutureWarning)
     found = extra("deepspeed", "deepspeed", 'runtime.engine = "deepspeed"')
     logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
+    os.environ.setdefault("LOCAL_RANK", "0")  # one process that was started by itself
     return found
 
 

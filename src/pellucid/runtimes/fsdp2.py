@@ -27,8 +27,8 @@ class Shardable(Protocol):
     module: nn.Module
     sharded: Sequence[Gatherable]
 
-    @property
-    def device(self) -> torch.device: ...
+    device: torch.device
+
     @property
     def gathered_dtype(self) -> torch.dtype | None: ...
     def blocks(self) -> list[nn.Module]: ...

@@ -75,7 +75,7 @@ class Plain:
         """Whether processes make as many forward and backward passes as one another."""
         return self.mesh is not None
 
-    def share(self, reference: Shardable) -> None:
+    def shard_reference(self, reference: Shardable) -> None:
         """Shard a frozen policy on the same device, where the trained one is sharded."""
         if self.mesh and reference.device == self.policy.device:
             fsdp2.shard(reference, self.mesh, offload=False)
@@ -90,8 +90,12 @@ class Plain:
         # Data parallelism averages gradients over processes; the loss is a sum over them.
         self.accelerator.backward(self.scaler.scale(loss * self.accelerator.num_processes))
 
-    def clear(self) -> None:
+    def again(self) -> bool:
+        """Drop the gradients of a step that is to be made again. Whether it can be: FSDP2 goes on waiting for the end
+        of a backward pass that was broken off, and hands out no gradient any more.
+        """
         self.optimizer.zero_grad(set_to_none=True)
+        return self.mesh is None
 
     def step(self, lr: float) -> dict[str, float]:
         """Clip the gradient, take a step where there is one to take, clear. Return the norm and what was skipped."""
@@ -101,7 +105,7 @@ class Plain:
         self.optimizer.param_groups[0]["lr"] = lr
         if math.isfinite(norm) and norm > 0:
             self.optimizer.step()
-        self.clear()
+        self.optimizer.zero_grad(set_to_none=True)
         return {"grad_norm": norm, **self.rescaled(norm)}
 
     def rescaled(self, norm: float) -> dict[str, float]:

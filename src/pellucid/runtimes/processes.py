@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import gc
+import os
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -27,12 +28,23 @@ KEEPER = 0
 def joined(device: torch.device, timeout: float) -> PartialState:
     """Join the process group of the run, in which each waits `timeout` minutes for the others.
 
-    It is left at exit, since an open group may abort a process that ends.
+    It is left at exit, since an open group may abort a process that ends. On GPUs it has gloo besides, for what an
+    engine keeps in the memory of the host.
     """
+    if device.type == "cuda" and "WORLD_SIZE" in os.environ and not dist.is_initialized():
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+        dist.init_process_group("cpu:gloo,cuda:nccl", timeout=timedelta(minutes=timeout))  # pyright: ignore[reportPrivateImportUsage]
     state = PartialState(cpu=device.type == "cpu", timeout=timedelta(minutes=timeout))
     atexit.unregister(left)
     atexit.register(left)
     return state
+
+
+def wait_at_most(minutes: float) -> None:
+    """In every group that there is, also in those that an engine made, whose timeouts are torch's own."""
+    if dist.is_available() and dist.is_initialized():
+        for group in list(dist.distributed_c10d._world.pg_map):
+            dist.distributed_c10d._set_pg_timeout(timedelta(minutes=minutes), group)
 
 
 def left() -> None:

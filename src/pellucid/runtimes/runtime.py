@@ -18,7 +18,7 @@ from pellucid.machine import hardware
 from pellucid.runtimes.deepspeed import Zero
 from pellucid.runtimes.fsdp2 import Shardable
 from pellucid.runtimes.plain import Moments, Plain, Trainable
-from pellucid.runtimes.processes import joined
+from pellucid.runtimes.processes import joined, wait_at_most
 from pellucid.runtimes.settings import RuntimeConfig
 from pellucid.types import UserError
 
@@ -32,10 +32,10 @@ class Engine(Protocol):
 
     @property
     def in_step(self) -> bool: ...
-    def share(self, reference: Shardable) -> None: ...
+    def shard_reference(self, reference: Shardable) -> None: ...
     def accumulating(self, last: bool) -> AbstractContextManager[Any]: ...
     def backward(self, loss: Tensor) -> None: ...
-    def clear(self) -> None: ...
+    def again(self) -> bool: ...
     def step(self, lr: float) -> dict[str, float]: ...
     def weights(self) -> dict[str, Tensor]: ...
     def masters(self) -> dict[str, Tensor]: ...
@@ -67,6 +67,7 @@ class Runtime:
             self.engine = Zero(policy, optimizer, cfg.zero_stage, self.world)
         else:
             self.engine = Plain(policy, optimizer, cfg, accelerator, self.any)
+        wait_at_most(cfg.timeout)
 
     @property
     def main(self) -> bool:
@@ -99,7 +100,8 @@ class Runtime:
     def fit(self, compute: Callable[[int], T], rows: int) -> T:
         """Return compute(rows). Each time memory runs out, halve the rows, in this call and all later ones.
 
-        UserError where it runs out with one row, or where other processes wait for the gradients of this one.
+        UserError where it runs out with one row, where other processes wait for the gradients of this one, or where the
+        engine cannot make part of a step again.
         """
         while True:
             rows = min(rows, self.micro_batch or rows)
@@ -109,7 +111,6 @@ class Runtime:
                 if not hardware.out_of_memory(error):
                     raise
             # Only here, when the error is forgotten, are the tensors of its frames, too.
-            self.engine.clear()
             self.micro_batch = self.halved(rows)
             if torch.cuda.is_available():
                 torch.cuda.empty_cache()
@@ -121,7 +122,7 @@ class Runtime:
                 "memory ran out with one row in a forward pass: "
                 "set policy.gradient_checkpointing, or a lower sampler.max_tokens"
             )
-        if self.world > 1:
+        if self.world > 1 or not self.engine.again():
             raise UserError(f"{ran_out}: go on with --resume and --algorithm.micro_batch {rows // 2}")
         print(f"! {ran_out}: {rows // 2} from now on, as of algorithm.micro_batch = {rows // 2}", flush=True)
         return rows // 2

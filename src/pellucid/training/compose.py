@@ -86,13 +86,14 @@ def compose(cfg: Config, log: Path | None = None) -> Components:
         engine=cfg.policy.engine,
         narrow=cfg.optimizer.offload and cfg.runtime.engine in ("auto", "ddp"),
     )
+    total = algorithm.steps * algorithm.inner_steps
+    runtime = Runtime(learner, cfg.optimizer, total, cfg.runtime)
+    # When the policy has been sharded: there is never more than one whole model beside what is kept.
     reference = load_reference(cfg, learner) if algorithm.kl_coef else None
     if reference is not None and algorithm.kl == "exact":
         learner.measure_kl(reference)
-    total = algorithm.steps * algorithm.inner_steps
-    runtime = Runtime(learner, cfg.optimizer, total, cfg.runtime)
     if isinstance(reference, Policy):
-        runtime.engine.share(reference)
+        runtime.engine.shard_reference(reference)
     if algorithm.prompts_per_step % (runtime.world * algorithm.minibatches):
         raise UserError(
             f"algorithm.prompts_per_step = {algorithm.prompts_per_step} must be a multiple of processes * minibatches"

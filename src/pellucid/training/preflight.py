@@ -82,7 +82,7 @@ def show_numbers(cfg: Config, policy: Policy, world: int) -> None:
     completions = a.prompts_per_step * a.group_size
     parameters, trained = count(policy)
     model = memory.Model(policy.model.config, parameters, trained)
-    expected = sum(memory.parts(model, cfg, world).values())
+    expected = memory.peak(model, cfg, world)
     table = Table.grid(padding=(0, 2))
     for name, value in {
         "model": f"{cfg.policy.model}: {parameters / 1e6:.1f} M parameters, {trained / 1e6:.1f} M trained",

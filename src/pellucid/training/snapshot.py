@@ -10,6 +10,7 @@ from torch import Tensor
 
 from pellucid.config import Config
 from pellucid.machine import disk
+from pellucid.models.masters import whole
 from pellucid.policy.policy import Policy
 from pellucid.reporting import loggers
 from pellucid.runtimes import shards
@@ -97,8 +98,11 @@ def save_model(run_dir: Path, parts: Components) -> None:
     if processes is not runtime and not runtime.main:
         return
     folder, partial = run_dir / "model", run_dir / "model.partial"
-    merged = learner.merged(runtime.engine.masters()) if learner.adapter else None
-    parted = runtime.engine.in_step and not merged
+    parted, merged = runtime.engine.in_step and not learner.adapter, None
+    if learner.adapter:
+        trained = {name: whole(p.detach()) for name, p in runtime.engine.masters().items()}
+        learner.gather()
+        merged = learner.merged(trained) if runtime.main else None
 
     def begin() -> None:
         shutil.rmtree(partial, ignore_errors=True)
