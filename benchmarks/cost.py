@@ -45,6 +45,7 @@ class Step(NamedTuple):
     push: float
     """Weights to the sampler."""
     kept: float
+    """Or what it takes to begin, where that is more."""
 
 
 MODELS = (Model("0.5B", 0.49e9, 24, 128), Model("7B", 7.6e9, 28, 512), Model("32B", 32.8e9, 64, 1024))
@@ -75,7 +76,8 @@ def step(model: Model, gpus: int, prompts: int, shards: int, tensor: int, micro_
         update=6 * p * tokens / FLOPS,
         sharded=gathered + reduced,
         push=2 * p * (1 - 1 / shards) / inside,
-        kept=16 * p / shards + 4 * p / shards + 2 * p / tensor,  # a reference in fp32 is sharded alike
+        # A reference in fp32 is sharded alike; it is loaded whole beside what there is of the policy.
+        kept=max(16 * p / shards + 4 * p / shards + 2 * p / tensor, 4 * p + 4 * p / shards),
     )
 
 

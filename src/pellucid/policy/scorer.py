@@ -44,7 +44,7 @@ class Scorer(nn.Module):
         pieces: Pieces,
     ) -> None:
         super().__init__()
-        self.decoder, self.dtype = decoder, dtype
+        self.decoder, self.dtype, self.device = decoder, dtype, model.device
         # The decoder has the modules of the model: an engine must find each parameter once.
         self.__dict__["model"] = model
         if decoder is None:
@@ -64,8 +64,8 @@ class Scorer(nn.Module):
     def score(self, batch: Batch) -> Scores:
         """Log-probs and entropy of the response tokens, [B, T], with gradient."""
         scored, reference = batch.scored, self.reference_hidden(batch)
-        (hidden, head), tokens = self.hidden(batch), batch.response_ids[scored].to(self.model.device)
-        among = batch.sampling_mask(self.model.device)
+        (hidden, head), tokens = self.hidden(batch), batch.response_ids[scored].to(self.device)
+        among = batch.sampling_mask(self.device)
         flat = token_logprobs(hidden, head, tokens, self.temperature, self.entropy_grad, reference, among)
         return Scores(*(scattered(x, scored) for x in flat))
 
@@ -82,7 +82,7 @@ class Scorer(nn.Module):
         self.model.train(self.gradient_checkpointing)
         with self.autocast():
             # Padding is on the right, where a causal model never looks: no attention mask, default positions.
-            hidden = self.model.base_model(input_ids=input_ids.to(self.model.device), use_cache=False).last_hidden_state
+            hidden = self.model.base_model(input_ids=input_ids.to(self.device), use_cache=False).last_hidden_state
         row, t = batch.scored.nonzero(as_tuple=True)
         # The one shift in this project: token t of a response is predicted from the position before it.
         return hidden[row.to(hidden.device), (starts[row] + t - 1).to(hidden.device)]
@@ -92,7 +92,7 @@ class Scorer(nn.Module):
         if self.reference is None:
             return None
         hidden, head = self.reference.hidden(batch)
-        device = self.model.device  # the reference may lie elsewhere
+        device = self.device  # the reference may lie elsewhere
         bias = None if head.bias is None else head.bias.to(device)
         return hidden.to(device), head._replace(weight=head.weight.to(device), bias=bias)
 
@@ -102,7 +102,7 @@ class Scorer(nn.Module):
         self.model.eval()
         with self.autocast():
             output = self.model.base_model(
-                input_ids=input_ids.to(self.model.device), use_cache=False, output_hidden_states=True
+                input_ids=input_ids.to(self.device), use_cache=False, output_hidden_states=True
             )
         row, t = batch.sampled.nonzero(as_tuple=True)
         states = output.hidden_states[layer].to(batch.mask.device)[row, starts[row] + t].float()  # [N, D]
@@ -110,7 +110,7 @@ class Scorer(nn.Module):
         return sums / batch.sampled.sum(-1, keepdim=True)
 
     def autocast(self) -> torch.autocast:
-        return torch.autocast(self.model.device.type, self.dtype, enabled=self.dtype in (torch.bfloat16, torch.float16))
+        return torch.autocast(self.device.type, self.dtype, enabled=self.dtype in (torch.bfloat16, torch.float16))
 
 
 def scattered(flat: Tensor, mask: Tensor) -> Tensor:
