@@ -103,3 +103,30 @@ def test_two_processes_resume_to_the_same_bits_each_with_its_own_replay_and_gene
         assert {key: one[key] for key in same} == {key: other[key] for key in same}
     model, resumed = (load_file(run / "model" / "model.safetensors") for run in (whole, halves))
     assert all(torch.equal(resumed[name], tensor) for name, tensor in model.items())
+
+
+LATE = """
+import time
+from pellucid import cli
+from pellucid.training import claim
+
+free = claim.check_free
+
+
+def late(run_dir):
+    time.sleep(3)
+    free(run_dir)
+
+
+claim.check_free = late
+if __name__ == "__main__":
+    cli.main()
+"""
+
+
+def test_no_process_writes_into_a_folder_that_another_has_not_looked_at_yet(recipe, tmp_path):
+    """Rewards have a log there."""
+    (tmp_path / "late.py").write_text(LATE)
+    settings = ["--algorithm.steps", 1, "--evaluate.every", 0]
+    in_two_processes(tmp_path / "late.py", "train", recipe, "--run", tmp_path / "run", *settings)
+    assert (tmp_path / "run" / "rewards.log").exists()

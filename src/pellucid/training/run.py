@@ -79,6 +79,7 @@ def begin(cfg: Config, run_dir: Path, parts: Components, resumed: Changes | None
             print(f"! {note}", flush=True)
         with loggers.only_shown("the settings"):
             preflight.show_numbers(cfg, parts.policy, parts.runtime.world)
+    parts.runtime.any(False)  # no process writes there, as rewards do, before it is known to be free
     return look_first(cfg, parts) if parts.state.step == 0 else None
 
 
