@@ -59,7 +59,8 @@ class Dataset:
     rewards: tuple[RewardTerm, ...] = (RewardTerm("numeric"),)
     """The terms of the reward."""
     correct: str = ""
-    """The reward term by which evaluation counts an answer as correct: where it is 1. Empty: the first."""
+    """The reward term by which evaluation counts an answer as correct: where it is 1. Empty: the first; where that is a
+    function of your own which gives other numbers than 0 and 1, evaluation speaks of the mean reward instead."""
 
     def __post_init__(self) -> None:
         if not self.data:
@@ -114,11 +115,13 @@ class Dataset:
             return Reward(math.nan, error="no reward applies to this row: every term returned None", applies=False)
         weights = {name: term.weight for name, term in zip(names, self.rewards, strict=True)}
         decided = parts.get(self.correct or names[0])
+        is_degree = not self.correct and ":" in self.deciding.name and decided not in (None, 0.0, 1.0)
         return Reward(
             sum(weights[name] * value for name, value in parts.items()),
             parts,
             correct=None if decided is None else decided >= 1.0,
             weights=weights,
+            degree=is_degree,
         )
 
     def solution(self, prompt: Prompt) -> str:
