@@ -28,6 +28,7 @@ USAGE = """usage: pellucid COMMAND
   train --resume RUN [--section.key VALUE ...]                go on from the last whole checkpoint
   eval MODEL_OR_RUN [--task RECIPE.toml] [--section.key VALUE ...]   held-out accuracy, with intervals
         --show N                                              questions, answers and verdicts printed (3)
+        --output FILE.jsonl                                   all of them, with their rewards, a line an answer
   prefixes RECIPE.toml --output FILE.json [...]               first sentences of thinking, of a teacher or a student
   study STUDY.toml [--into DIR] [--jobs 1]                    train the variants of a recipe, each with every seed
         --only VARIANT ...  --keep-models                     some of them; leave the models in the run folders
@@ -119,7 +120,10 @@ def evaluate(arguments: list[str]) -> int:
     parser.add_argument("model")
     parser.add_argument("--task", type=Path)
     parser.add_argument("--show", type=int, default=3)
+    parser.add_argument("--output", type=Path)
     options, overrides = parser.parse_known_args(arguments)
+    if options.output:
+        check_output(options.output)
     run_dir = run_folder.run_of(options.model)
     cfg = config.load(options.task or (run_dir and run_dir / "config.json"), overrides, prog="pellucid eval")
     model = str(run_folder.model_of(run_dir)) if run_dir else options.model
@@ -127,7 +131,16 @@ def evaluate(arguments: list[str]) -> int:
     with handled(end_at_once), uncollected():
         from pellucid.training import exam  # noqa: PLC0415 - as in train
 
-    return exam.examine(cfg, model, options.show)
+    return exam.examine(cfg, model, options.show, options.output)
+
+
+def check_output(path: Path) -> None:
+    """Raise UserError where the answers of an evaluation cannot be written, before they are waited for."""
+    if path.suffix != ".jsonl":
+        raise UserError(f"--output {path} must end in .jsonl: it gets a line of JSON for each answer")
+    if path.exists():
+        raise UserError(f"--output {path} is there already: name another file, or remove it")
+    claim.check_writable(path.parent)
 
 
 def prefixes(arguments: list[str]) -> int:

@@ -11,9 +11,8 @@ from typing import Any, Protocol, cast, runtime_checkable
 Message = Mapping[str, str]
 
 ROUND = 10**8 + 7
-"""Round r of dynamic sampling asks a task for the prompts of step + r * ROUND, a number that no real step reaches. It
-is a prime, so that a task which cycles through its rows comes to others in each round; 42 rounds stay below 2**32, the
-limit of some generators' seeds."""
+"""Round r of dynamic sampling asks a task for the prompts of step + r * ROUND, which no real step reaches. A prime, so
+that a task which cycles through its rows finds others in each round; 42 rounds stay below 2**32, a limit of seeds."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,6 +121,8 @@ class Reward:
     """The weight of each term by name; 1 where none is given."""
     applies: bool = True
     """False where no term of the reward is meant for this prompt: the grade is missing on purpose, not by a fault."""
+    degree: bool = False
+    """True where the reward is a matter of degree, and `correct` no verdict: evaluation then speaks of its mean."""
 
     @property
     def failed(self) -> bool:
@@ -131,6 +132,11 @@ class Reward:
     @property
     def is_correct(self) -> bool:
         return not self.failed and bool(self.value >= 1.0 if self.correct is None else self.correct)
+
+    @property
+    def is_verdict(self) -> bool:
+        """Return whether it says right or wrong: by `correct`, or by a value that is 0 or 1."""
+        return not self.degree and (self.correct is not None or self.value in (0.0, 1.0))
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,16 +170,16 @@ def alike(low: float, high: float, min_reward_range: float = 0.0) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Estimate:
-    """A measured share with its 95% interval."""
+    """A measured mean with its 95% interval; NaN where nothing was measured."""
 
-    value: float
-    low: float
-    high: float
+    value: float = math.nan
+    low: float = math.nan
+    high: float = math.nan
 
 
 @dataclass(frozen=True, slots=True)
 class Evaluation:
-    """Accuracy on n held-out prompts: one greedy answer each, and k samples each."""
+    """Accuracy and reward on n held-out prompts: one greedy answer each, and k samples each."""
 
     task: str
     split: str
@@ -190,6 +196,14 @@ class Evaluation:
     """A digest of the questions: evaluations with the same one can be compared question by question."""
     failed: int = 0
     """How many answers, greedy and sampled, have no grade; none of them counts as right."""
+    reward: Estimate = field(default_factory=Estimate)
+    """The mean reward of the greedy answers that have one."""
+    reward_at_k: Estimate = field(default_factory=Estimate)
+    """The mean reward of a single sample."""
+    rewards: tuple[float, ...] = ()
+    """The reward of each greedy answer in the order of `right`; NaN where it failed."""
+    verdicts: bool = True
+    """Whether every reward says right or wrong; where one does not, the reward is what there is to speak of."""
 
 
 class Task(Protocol):

@@ -16,9 +16,11 @@ from pellucid.algorithm import grpo
 from pellucid.algorithm.advantages import ADVANTAGES
 from pellucid.algorithm.batch import collate, grades_of, task_rewards
 from pellucid.algorithm.settings import GRPOConfig
+from pellucid.config import Config
 from pellucid.reporting.console import Plain, accuracy_table, before_after, evaluation_rows, verdict
 from pellucid.reporting.loggers import Jsonl
 from pellucid.reporting.metrics import describe
+from pellucid.tasks.arithmetic import Arithmetic
 from pellucid.tasks.curriculum import Curriculum
 from pellucid.tasks.worker import LARGEST, NoRewardError, plain
 from pellucid.training.evaluate import OneProcess, evaluate
@@ -179,9 +181,11 @@ def test_a_verdict_is_not_that_it_is_wrong(failed):
 
 
 def test_the_signal_before_training_is_that_of_graded_answers(failed, capsys):
-    show_signal([group(RIGHT, RIGHT, RIGHT, failed)], 4, 0.0)
-    assert "100% of samples are right; 100% of groups of 4 will be dead." in capsys.readouterr().out
-    show_signal([group(*[failed] * 4)], 4, 0.0)
+    cfg = Config(algorithm=GRPOConfig(group_size=4), task=Arithmetic())
+    show_signal([group(RIGHT, RIGHT, RIGHT, failed)], cfg)
+    said = capsys.readouterr().out
+    assert "100% of 3 samples of 1 prompt are right; 100% of groups of 4 will be dead." in said
+    show_signal([group(*[failed] * 4)], cfg)
     assert "no sample could be graded" in capsys.readouterr().out
 
 

@@ -147,6 +147,8 @@ def test_an_evaluation_holds_its_intervals(tmp_path: Path):
         "questions",
         "right",
         "failed",
+        "rewards",
+        "verdicts",
     ]
     assert row["greedy"] == {"value": 0.25, "low": 0.16, "high": 0.37}
 

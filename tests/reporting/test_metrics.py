@@ -1,3 +1,4 @@
+import itertools
 from math import comb, isnan, nan
 
 import pytest
@@ -101,6 +102,16 @@ def test_predicted_dead_share_by_hand():
     assert predicted_dead_share([[0.1, 0.2, 0.3, 0.4]], group_size=2) == 0.0  # all wrong, and yet not alike
     assert predicted_dead_share([[0.1, 0.2, 0.3, 0.4]], 2, min_reward_range=0.11) == pytest.approx(3 / 6)  # neighbours
     assert predicted_dead_share([[0.4, 0.1, 0.3, 0.2]], 3, min_reward_range=0.2) == pytest.approx(2 / 4)
+
+
+def test_a_reward_that_failed_is_no_contrast():
+    """Each chance counted out over all groups that could be drawn: dead where the graded in them are alike."""
+    samples = [1.0, 0.0, nan, 1.0, nan]
+    for size in range(1, 6):
+        groups = list(itertools.combinations(samples, size))
+        dead = sum(len({reward for reward in group if not isnan(reward)}) < 2 for group in groups)
+        assert predicted_dead_share([samples], size) == pytest.approx(dead / len(groups)), size
+    assert predicted_dead_share([[nan] * 4, [1.0, nan, 1.0, 1.0]], 4) == 1.0
 
 
 @pytest.mark.parametrize("p", [0.1, 0.5, 0.93])

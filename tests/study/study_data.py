@@ -32,5 +32,18 @@ def evaluation(step, right, questions):
     return {**about, "greedy": measure, "mean@k": measure, "questions": questions, "right": right}
 
 
+def with_rewards(run_dir, rewards, verdicts=False):
+    """The same run of a task whose rewards are degrees: `rewards` of the greedy answers at its end, 0 at its start."""
+    path = run_dir / "evals.jsonl"
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    for row, values in zip(rows, ([0.0] * len(rewards), rewards), strict=True):
+        graded = [value for value in values if value is not None]
+        mean = sum(graded) / len(graded)
+        measure = {"value": mean, "low": mean - 0.2, "high": mean + 0.2}
+        row |= {"reward": measure, "rewards": values, "verdicts": verdicts}
+    write_lines(path, rows)
+    return run_dir
+
+
 def write_lines(path, rows):
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))

@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
-from study_data import write_run
+from study_data import with_rewards, write_run
 
 from pages import ALLOWED, HOSTILE, Page
 from pellucid import cli
@@ -215,6 +215,52 @@ def test_curves_stand_before_the_baseline_with_the_range_over_seeds(study_dir, t
     assert "better, step 4: 0.75 [0.75, 0.75]" in page
     assert "grpo, step 4: 0.375 [0.25, 0.5]" in page
     assert "mean of 2 seeds, band from lowest to highest" in page
+
+
+def test_degrees_are_compared_by_the_reward_of_each_answer(tmp_path, capsys):
+    """By hand: (2.5 - 0 - 0.5) / 4 over four questions, of which the second run graded but three."""
+    graded = {"grpo": [0.0, 1.0, 2.0, -1.0], "tone": [2.5, 1.0, 1.5, -1.0], "part": [0.5, None, 2.0, -1.0]}
+    for variant, rewards in graded.items():
+        with_rewards(write_run(tmp_path / "study" / variant / "seed-0", [0] * 4), rewards)
+    write_plan(tmp_path / "study", list(graded), [0])
+    rows = {row.variant: row for row in summaries(gather([tmp_path / "study"]))}
+    assert {row.measure for row in rows.values()} == {"reward"}
+    assert rows["tone"].pairs == {0: 0.5}
+    assert rows["part"].pairs == {0: pytest.approx(0.5 / 3)}
+    turned = {row.variant: row for row in summaries(gather([tmp_path / "study"], "part"))}
+    assert turned["grpo"].pairs == {0: pytest.approx(-0.5 / 3)}
+    assert compare(tmp_path / "study", "--output", tmp_path / "page.html") == 0
+    said = " ".join(capsys.readouterr().out.split())
+    assert "held-out reward of greedy answers and its difference from grpo" in said
+    assert "1.000 [0.800, 1.200]" in said
+    page = Page((tmp_path / "page.html").read_text())
+    for text in ("Held-out reward after training", "+0.500", "to be above or below grpo", "step 4: 1 [0.8, 1.2]"):
+        assert text in page, text
+    assert "ccuracy" not in "".join(page.text)
+    assert json.loads((tmp_path / "page.json").read_text())["measure"] == "reward"
+
+
+def test_over_seeds_too_and_a_reward_beside_accuracy_where_it_says_more(tmp_path):
+    for variant, by_seed in {"grpo": ([0.0, 0.5], [0.5, 1.0]), "up": ([1.0, 1.5], [None, 3.0])}.items():
+        for seed, rewards in enumerate(by_seed):
+            for study, verdicts in (("degrees", False), ("judged", True)):
+                folder = write_run(tmp_path / study / variant / f"seed-{seed}", [0, 1], seed=seed)
+                with_rewards(folder, rewards, verdicts)
+    row = summary(tmp_path / "degrees", "up")
+    assert row.pairs == {0: 1.0, 1: 2.0}
+    assert (row.reward.value, row.greedy.value) == (pytest.approx((1.25 + 3) / 2), 0.5)
+    assert summary(tmp_path / "judged", "up").pairs == {0: 0.0, 1: 0.0}
+    assert compare(tmp_path / "judged", "--output", tmp_path / "page.html") == 0
+    page = Page((tmp_path / "page.html").read_text())
+    assert "Held-out accuracy after training in percent" in page
+    assert "2.125" in page
+
+
+def test_a_run_without_rewards_answer_by_answer_is_not_paired_with_degrees(tmp_path):
+    with_rewards(write_run(tmp_path / "study" / "grpo" / "seed-0", [0, 0]), [0.5, 0.25])
+    write_run(tmp_path / "study" / "old" / "seed-0", [0, 0])
+    [reason] = summary(tmp_path / "study", "old").unpaired
+    assert reason == "seed 0: evals.jsonl does not say the reward of each answer"
 
 
 def test_a_hostile_run_is_text(tmp_path):

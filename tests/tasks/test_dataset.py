@@ -6,9 +6,12 @@ import sys
 from collections import Counter
 from dataclasses import replace
 
+import pyarrow as pa
 import pytest
+from pyarrow import parquet
 from pydantic import ValidationError, create_model
 
+from pellucid import config
 from pellucid.algorithm.settings import RewardConfig
 from pellucid.tasks.dataset import Dataset
 from pellucid.tasks.rewards import RewardTerm
@@ -20,6 +23,9 @@ GSM8K = [
     ("Three ducks lay 16 eggs each. Eggs?", "3 * 16 = <<3*16=48>>48 eggs.\n#### 48"),
     ("It was 3 degrees and fell by 5. Now?", "3 - 5 = -2\n#### -2"),
 ]
+
+
+NUMERIC = (RewardTerm("numeric"),)
 
 
 def completion(text, tokens=4):
@@ -230,6 +236,96 @@ def test_a_column_of_messages_is_the_prompt(write):
 def test_what_is_no_chat_that_ends_with_the_user_is_refused(write, chat):
     with pytest.raises(UserError, match=r'^[^\n]*line 1: column "chat" must look like [^\n]*$'):
         Dataset(data=write([{"chat": chat, "answer": "4"}]), messages="chat").sample(0, 1)
+
+
+VERL = {
+    "data_source": "openai/gsm8k",
+    "prompt": [{"role": "user", "content": "What is 2 + 2?"}],
+    "reward_model": {"style": "rule", "ground_truth": "4"},
+    "extra_info": {"index": 0, "question": "2 + 2?", "steps": ["2 + 2", "4"]},
+}
+"""A row as verl's scripts write it into parquet."""
+
+
+@pytest.mark.parametrize("suffix", [".parquet", ".jsonl", ".json"])
+def test_a_file_of_verl_is_read_as_it_is(tmp_path, suffix):
+    rows = [{**VERL, "prompt": [{"role": "user", "content": f"What is {n} + 2?"}]} for n in range(3)]
+    path = tmp_path / f"train{suffix}"
+    if suffix == ".parquet":
+        parquet.write_table(pa.Table.from_pylist(rows), path)
+    else:
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows) if suffix == ".jsonl" else json.dumps(rows))
+    task = Dataset(data=str(path), messages="prompt", answer="reward_model.ground_truth")
+    (prompt,) = task.sample(0, 1)
+    assert prompt.text[0]["content"].startswith("What is ")
+    assert prompt.answer == "4"
+    assert prompt.columns["reward_model"] == VERL["reward_model"], "rewards are given whole columns"
+    assert task.solution(prompt) == "4"
+    assert task.reward(prompt, completion("It is 4")).is_correct
+
+
+def test_any_column_may_be_nested_and_one_with_a_dot_in_its_name_comes_first(write):
+    row = {"a": {"b": "inside", "c": ["zero", {"d": "deep"}]}, "a.b": "outside", "answer": 4}
+    task = Dataset(data=write([row, {**row, "a.b": "other"}]), template="{a.b} {a.c.0} {a.c.1.d}", rewards=NUMERIC)
+    assert questions(task, 1)[0].split()[1:] == ["zero", "deep"]
+    assert {questions(replace(task, split=split), 1)[0].split()[0] for split in ("train", "test")} == {
+        "outside",
+        "other",
+    }
+
+
+@pytest.mark.parametrize("column", ["reward_model.ground_truht", "reward_model", "reward_model.ground_truth.x"])
+def test_a_nested_column_that_is_missing_is_told_with_those_there_are(write, column):
+    row = {**VERL, "reward_model": {"ground_truth": "4"}} if "." in column else {"question": "2 + 2?", "rewards": {}}
+    with pytest.raises(UserError) as caught:
+        Dataset(data=write([row]), answer=column, template="2 + 2?").sample(0, 1)
+    message = str(caught.value)
+    assert f'line 1: no column "{column}"' in message
+    if "." in column:
+        assert 'did you mean "reward_model.ground_truth"?' in message
+        assert "extra_info.index, extra_info.question" in message
+
+
+def test_a_content_may_be_a_list_of_texts(write):
+    parts = [{"type": "text", "text": "What is "}, {"type": "text", "text": "2 + 2?"}]
+    as_parts = {"chat": [{"role": "user", "content": parts}], "answer": "4"}
+    as_text = {"chat": [{"role": "user", "content": "What is 2 + 2?"}], "answer": "4"}
+    other = {"chat": [{"role": "user", "content": [{"text": "3 + 3?"}]}], "answer": "6"}
+    task = Dataset(data=write([as_parts, as_text, other]), messages="chat")
+    prompts = [p for split in ("train", "test") for p in replace(task, split=split).sample(0, 3)]
+    assert {prompt.question for prompt in prompts} == {"What is 2 + 2?", "3 + 3?"}
+    holders = [split for split in ("train", "test") if "What is 2 + 2?" in questions(replace(task, split=split), 3)]
+    assert len(holders) == 1, "the same question is in one split"
+
+
+def test_a_picture_is_told(write):
+    content = [{"type": "image", "image": "a.png"}, {"type": "text", "text": "What is it?"}]
+    task = Dataset(data=write([{"chat": [{"role": "user", "content": content}], "answer": "4"}]), messages="chat")
+    with pytest.raises(UserError, match=r'line 1: column "chat" holds a part of type "image": only text can be read$'):
+        task.sample(0, 1)
+
+
+def test_several_files_are_one_data_set_and_others_may_be_held_out(write, tmp_path):
+    write(sums(3), "a.jsonl")
+    write([{"question": f"What is {i} + 1?", "answer": i + 1} for i in range(3, 6)], "b.jsonl")
+    write(sums(1), "held.jsonl")
+    several = (str(tmp_path / "a.jsonl"), str(tmp_path / "b*.jsonl"))
+    task = Dataset(data=several, test_data=(str(tmp_path / "h*.jsonl"),))
+    assert sorted(questions(task, 5)) == [f"What is {i} + 1?" for i in range(1, 6)], "without the one held out"
+    assert questions(replace(task, split="test"), 1) == ["What is 0 + 1?"]
+
+
+def test_several_files_are_named_in_a_recipe_and_on_the_command_line(write, tmp_path):
+    write(sums(3), "a.jsonl")
+    recipe = tmp_path / "own.toml"
+    for data, is_ in (('"a.jsonl"', "a.jsonl"), ('["a.jsonl", "b/*.jsonl"]', ("a.jsonl", "b/*.jsonl"))):
+        recipe.write_text(f'[task]\nname = "dataset"\ndata = {data}\n')
+        cfg = config.load(recipe)
+        assert cfg.task.data == is_
+        (tmp_path / "config.json").write_text(json.dumps(config.dump(cfg)))
+        assert config.load(tmp_path / "config.json").task.data == is_
+    assert config.load(recipe, ["--task.data", "c.csv"]).task.data in ("c.csv", ("c.csv",))
+    assert config.load(recipe, ["--task.data", "c.csv", "d.tsv"]).task.data == ("c.csv", "d.tsv")
 
 
 def test_the_gold_answer_may_be_missing_where_no_term_needs_it(write):

@@ -14,7 +14,7 @@ from pyarrow import parquet
 
 from pellucid.tasks import rows
 from pellucid.tasks.dataset import Dataset
-from pellucid.tasks.rows import rows_of
+from pellucid.tasks.sources import rows_of
 from pellucid.types import UserError
 
 ROWS = [{"question": 'Say "hi",\nplease: 7', "answer": "7"}, {"question": "2 + 2? \u2028 é", "answer": "4"}]
@@ -35,7 +35,19 @@ def write_parquet(path):
     parquet.write_table(pa.Table.from_pylist(ROWS), path)
 
 
-WRITERS = {".jsonl": write_jsonl, ".csv": write_csv, ".parquet": write_parquet, ".JSONL": write_jsonl}
+def write_tsv(path):
+    with path.open("w", newline="", encoding="utf-8") as file:
+        writer = csv.DictWriter(file, ["question", "answer"], dialect="excel-tab")
+        writer.writeheader()
+        writer.writerows(ROWS)
+
+
+def write_json(path):
+    path.write_text(json.dumps(ROWS, indent=1, ensure_ascii=False), encoding="utf-8")
+
+
+WRITERS = {".jsonl": write_jsonl, ".json": write_json, ".csv": write_csv, ".tsv": write_tsv}
+WRITERS |= {".parquet": write_parquet, ".JSONL": write_jsonl}
 
 
 @pytest.mark.parametrize("suffix", WRITERS)
@@ -54,7 +66,7 @@ def test_each_row_knows_where_it_stands(tmp_path, suffix, place):
 
 def error_of(source, subset="", split="train"):
     with pytest.raises(UserError) as caught:
-        rows_of(str(source), subset, split)
+        rows_of(source if isinstance(source, tuple) else str(source), subset, split)
     assert "\n" not in str(caught.value)
     return str(caught.value)
 
@@ -78,8 +90,23 @@ def error_of(source, subset="", split="train"):
         ("d.csv", b"a,b\n1\n", "d.csv, line 2: not as many fields"),
         ("e.csv", b'a,b\n"1"x,2\n', "e.csv, after line 1: not CSV"),
         ("f.csv", b"a,b\n" + b"x" * 200_000 + b",2\n", "f.csv, after line 1: not CSV: field larger"),
+        ("g.csv", b"a\tb\n1\t2\n", "g.csv, line 1: the header has tabs and no commas: name the file .tsv"),
+        ("a.tsv", b"a\tb\n1\n", "a.tsv, line 2: not as many fields as the 2 of the header"),
+        ("b.tsv", b'a\tb\n"1"x\t2\n', "b.tsv, after line 1: not TSV"),
+        ("a.json", b'{"a": 1}\n{"a": 2}', "a.json: an object, where a list [{"),
+        ("b.json", b"", "b.json: no list, where a list [{"),
+        ("c.json", b"[]", "c.json: there are no rows"),
+        ("d.json", b'[{"a": 1},\n\n {"a": }]', "d.json, line 3: not JSON in the row that begins here: Expecting value"),
+        ("e.json", b'[{"a": 1},\n {"a": 2}\n {"a": 3}]', "e.json, line 2: a comma or ] must follow this row"),
+        ("f.json", b'[{"a": 1},\n 2]', "f.json, line 2: a int, where an object"),
+        ("g.json", b'[{"a": 1}] []', "g.json: the list must end with ], and the file with it"),
+        ("h.json", b'[{"a": 1},', "h.json: the list must end with ]"),
+        ("i.json", b'[\n{"a": "\xff"}]', "i.json, line 2: not UTF-8 text: invalid start byte"),
+        ("j.json", b'[\n{"a": "\\ud83d"}]', 'j.json, line 2: column "a" holds'),
+        ("k.json", b'[{"a": ' + b"[" * 5000 + b"]" * 5000 + b"}]", "k.json, line 1: lists or objects more"),
+        ("l.json", b'[{"a": ' + b"9" * 5000 + b"}]", "l.json, line 1: not JSON"),
         ("a.parquet", b"not parquet", "a.parquet: not Parquet"),
-        ("a.txt", b"hello", "a.txt: unknown format; .jsonl, .csv, .parquet can be read"),
+        ("a.txt", b"hello", "a.txt: unknown format; .jsonl, .json, .csv, .tsv, .parquet can be read"),
     ],
 )
 def test_broken_files_are_told_where_and_why(tmp_path, name, content, says):
@@ -100,6 +127,8 @@ AWKWARD = {
     "a.jsonl": b'\xef\xbb\xbf{"q": "\xc3\xa9"}\r\n\n  \r{"q": "\xe2\x80\xa8", "n": [1.5, {}]}\r{"q": 3}\n{"q": 4}',
     "a.csv": b'\xef\xbb\xbfq,n\r\n\r\n"two\r\nlines, ""quoted""",1\r\n\xc3\xa9,2\n\n\xef\xbb\xbfx,3\r4,"\n"',
     "b.csv": b"q,n\n1,2",
+    "a.tsv": b'q\tn\r\n"two\r\nlines,\tand a tab"\t1\r\n\xc3\xa9\t2',
+    "a.json": b'\xef\xbb\xbf [ {"q": "\xc3\xa9"},\r\n\n{"q": "\xe2\x80\xa8", "n": [1, {"a": "]"}]}\r,\n\n{"q": 3} ]\n',
 }
 
 
@@ -160,9 +189,80 @@ def test_the_rows_of_a_large_file_take_no_memory(tmp_path):
 
 def test_a_missing_file_is_told_its_nearest_neighbour(tmp_path):
     (tmp_path / "train.jsonl").write_text("{}")
+    (tmp_path / "trian.toml").write_text("")
     message = error_of(tmp_path / "trian.jsonl")
     assert "trian.jsonl: there is no such file" in message
-    assert 'did you mean "train.jsonl"?' in message
+    assert f'did you mean "{tmp_path}/train.jsonl"?' in message
+
+
+def test_data_files_that_lie_near_are_proposed_and_no_recipes(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "data").mkdir()
+    (tmp_path / "questions.toml").write_text("")
+    assert error_of("questions.jsonl") == "questions.jsonl: there is no such file"
+    for name in ("a.csv", "b.tsv", "c.json", "d.jsonl"):
+        (tmp_path / "data" / name).write_text("")
+    assert error_of("questions.jsonl").endswith("; data files near it: data/a.csv, data/b.tsv, data/c.json")
+    assert error_of("nowhere/questions.jsonl").endswith("near it: data/a.csv, data/b.tsv, data/c.json")
+    (tmp_path / "data" / "questions.jsonl").write_text("")
+    assert error_of("questions.jsonl").endswith('; did you mean "data/questions.jsonl"?')
+    assert error_of("parts/*.csv").startswith("parts/*.csv: no file matches; data files near it")
+
+
+# ---------------------------------------------------------------- several files
+
+
+@pytest.fixture
+def parts(tmp_path):
+    (tmp_path / "more").mkdir()
+    for name, first in {"a.jsonl": 0, "more/b.jsonl": 2, "more/c.jsonl": 4}.items():
+        (tmp_path / name).write_text("".join(f'{{"n": {n}}}\n' for n in (first, first + 1)))
+    (tmp_path / "d.tsv").write_text("n\n6\n")
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("source", "numbers"),
+    [
+        (("a.jsonl", "more/*.jsonl"), [0, 1, 2, 3, 4, 5]),
+        (("more/c.jsonl", "d.tsv"), [4, 5, "6"]),
+        (("more/*.jsonl", "more/b.jsonl", "./more/../more/c.jsonl"), [2, 3, 4, 5]),
+        ("**/*.jsonl", [0, 1, 2, 3, 4, 5]),
+        ("more/[c]*.jsonl", [4, 5]),
+    ],
+)
+def test_several_files_are_read_one_after_the_other_each_once(parts, monkeypatch, source, numbers):
+    monkeypatch.chdir(parts)
+    rows = rows_of(source, "", "train")
+    assert [row["n"] for _, row in rows] == numbers
+    assert [rows[i][1]["n"] for i in reversed(range(len(rows)))] == numbers[::-1]
+    assert rows[len(rows) - 1][0].endswith(("line 2",))
+    with pytest.raises(IndexError):
+        rows[len(rows)]
+
+
+def test_a_file_whose_name_looks_like_a_pattern_is_that_file(tmp_path):
+    (tmp_path / "a[1].jsonl").write_text('{"n": 1}')
+    (tmp_path / "a1.jsonl").write_text('{"n": 2}')
+    assert [row for _, row in rows_of(str(tmp_path / "a[1].jsonl"), "", "train")] == [{"n": 1}]
+
+
+def test_a_mistake_in_one_of_several_is_told_with_its_file_and_line(parts):
+    (parts / "more" / "c.jsonl").write_text('{"n": 1}\n{"n"\n')
+    assert f"{parts}/more/c.jsonl, line 2: not JSON" in error_of(f"{parts}/**/*.jsonl")
+    assert "there is no such file" in error_of((f"{parts}/a.jsonl", f"{parts}/z.jsonl"))
+    assert "unknown format" in error_of((f"{parts}/a.jsonl", "owner/name"))
+
+
+def test_a_json_array_may_be_written_in_any_way(tmp_path):
+    """Python's own reader of whole files is the second implementation."""
+    path = tmp_path / "a.json"
+    for i, indent in enumerate((None, 0, 3)):
+        text = "\ufeff\n " + json.dumps(ROWS, indent=indent, ensure_ascii=False) + "\r\n"
+        path = tmp_path / f"{i}.json"
+        path.write_bytes(text.encode())
+        assert [row for _, row in rows_of(str(path), "", "train")] == json.loads(text.strip("\ufeff"))
+    assert [where for where, _ in rows_of(str(path), "", "train")] == [f"{path}, line {n}" for n in (3, 7)]
 
 
 def test_a_folder_is_no_file(tmp_path):
@@ -210,7 +310,7 @@ def test_a_local_file_can_be_held_out_from_a_hub_data_set(hub, tmp_path):
 
 def test_an_unreachable_hub_is_one_line_that_names_the_local_formats(hub):
     message = error_of("owner/away")
-    assert 'data = "owner/away" is no local file (.jsonl, .csv, .parquet)' in message
+    assert 'data = "owner/away" is no local file (.jsonl, .json, .csv, .tsv, .parquet)' in message
     assert "the Hugging Face Hub cannot be reached" in message
 
 
@@ -249,7 +349,7 @@ def test_whatever_json_lines_hold_comes_back(numbered, rows):
     assert [row for _, row in rows_of(str(path), "", "train")] == rows
 
 
-@pytest.mark.parametrize("suffix", [".jsonl", ".csv"])
+@pytest.mark.parametrize("suffix", [".jsonl", ".json", ".csv", ".tsv"])
 @given(content=st.binary(max_size=40) | st.text(alphabet='{}[]":,a1\n\r \\\0\ufeff', max_size=40).map(str.encode))
 def test_whatever_a_file_holds_it_is_rows_or_one_line(numbered, suffix, content):
     path = numbered(suffix)

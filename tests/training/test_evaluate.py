@@ -4,14 +4,23 @@ from __future__ import annotations
 
 import itertools
 import math
+import random
 
 import pytest
 
 from conftest import CountDigits, make_policy
 from pellucid.samplers.native import Native
 from pellucid.training import evaluate as evaluation_module
-from pellucid.training.evaluate import OneProcess, estimate, evaluate, held_out, pass_at
-from pellucid.types import Prompt, Sampling
+from pellucid.training.evaluate import (
+    OneProcess,
+    estimate,
+    estimate_mean,
+    evaluate,
+    held_out,
+    pass_at,
+    student_quantile,
+)
+from pellucid.types import Prompt, Reward, Sampling
 
 
 @pytest.mark.parametrize(("samples", "correct", "k"), [(5, 2, 3), (6, 0, 2), (6, 6, 2), (4, 1, 4), (8, 3, 1)])
@@ -35,8 +44,36 @@ def test_the_bounds_are_where_the_mean_is_196_standard_errors_away():
         assert abs(0.3 - bound) == pytest.approx(1.959964 * math.sqrt(bound * (1 - bound) / 100), rel=1e-6)
 
 
+@pytest.mark.parametrize(
+    ("freedom", "t"),
+    [(1, 12.706), (2, 4.303), (3, 3.182), (4, 2.776), (9, 2.262), (10, 2.228), (29, 2.045), (30, 2.042), (120, 1.980)],
+)
+def test_quantiles_are_those_of_the_printed_tables(freedom, t):
+    """Student's distribution, two-sided 5%, in any textbook."""
+    assert round(student_quantile(freedom), 3) == t
+
+
+def test_the_interval_of_a_mean_by_hand():
+    """Mean 3, standard deviation sqrt(10 / 4), five values: 2.776 * sqrt(2.5 / 5) = 1.963."""
+    measured = estimate_mean([1.0, 2.0, 3.0, 4.0, 5.0])
+    assert (measured.value, round(measured.low, 3), round(measured.high, 3)) == (3.0, 1.037, 4.963)
+    same = estimate_mean([-0.5] * 7)
+    assert (same.value, same.low, same.high) == (-0.5, -0.5, -0.5)
+    one = estimate_mean([2.0])
+    assert (one.value, one.low, one.high) == (2.0, -math.inf, math.inf)
+
+
+def test_the_interval_of_a_mean_holds_it_as_often_as_it_says():
+    """Simulated: of 4,000 samples of seven values, 95% of the intervals hold the mean they were drawn around."""
+    rng = random.Random(0)
+    samples = (estimate_mean([rng.gauss(0.3, 2.0) for _ in range(7)]) for _ in range(4000))
+    held = sum(interval.low <= 0.3 <= interval.high for interval in samples)
+    assert abs(held / 4000 - 0.95) < 4 * math.sqrt(0.95 * 0.05 / 4000)
+
+
 def test_nothing_measured_is_nan():
     assert math.isnan(estimate([]).value)
+    assert math.isnan(estimate_mean([]).value)
 
 
 def evaluated(k, samples):
@@ -54,6 +91,33 @@ def test_an_evaluation_counts_right_answers():
     assert evaluation.pass_at_k.value == pytest.approx(sum(pass_at(3, 6, c) for c in right) / 10)
     assert evaluation.greedy.value in {i / 10 for i in range(11)}
     assert evaluated(k=3, samples=6)[0] == evaluation, "the same policy, the same numbers"
+    rewards = [reward.value for group in groups for reward in group.rewards]
+    assert evaluation.reward_at_k.value == pytest.approx(sum(rewards) / 60)
+    assert evaluation.reward.value == pytest.approx(sum(evaluation.rewards) / 10)
+    assert evaluation.verdicts, "the task says which answers are right"
+
+
+class Graded(CountDigits):
+    """Gives degrees, and no verdict; nothing for questions that begin with `ab?`."""
+
+    def reward(self, prompt, completion):
+        value = super().reward(prompt, completion).value
+        return Reward(math.nan, error="no") if prompt.text.startswith("ab") else Reward(value)
+
+
+def test_rewards_that_failed_are_left_out_of_the_mean_and_degrees_are_no_verdicts():
+    task, sampling = Graded(split="test"), Sampling(4, max_tokens=12)
+    sampler = Native(policy=make_policy())
+    evaluation, groups, best = evaluate("digits", task, held_out(task, 9), sampler, sampling, 2, OneProcess())
+    of_graded = [group for group in groups if not group.prompt.text.startswith("ab")]
+    assert 0 < len(of_graded) < len(groups)
+    means = [sum(reward.value for reward in group.rewards) / 4 for group in of_graded]
+    assert evaluation.reward_at_k.value == pytest.approx(sum(means) / len(means))
+    assert not evaluation.verdicts
+    in_order = [group for _, group in sorted((group.prompt.key, group) for group in best)]
+    for reward, group in zip(evaluation.rewards, in_order, strict=True):
+        assert math.isnan(reward) == group.prompt.text.startswith("ab")
+        assert math.isnan(reward) or reward == group.rewards[0].value
 
 
 @pytest.mark.parametrize("rows", [1, 7, 30])

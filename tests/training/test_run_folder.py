@@ -190,6 +190,28 @@ def test_an_edited_task_or_data_file_is_refused(recipe, tmp_path, monkeypatch, c
     assert train("--resume", tmp_path / "run", "--algorithm.steps", 3) == 0
 
 
+def test_a_pattern_is_all_of_its_files_and_one_more_is_another_experiment(recipe, tmp_path, monkeypatch, capsys):
+    home, run_dir = tmp_path / "home", tmp_path / "run"
+    (home / "parts").mkdir(parents=True)
+    for name, first in (("a", 0), ("b", 10)):
+        rows = [{"question": str(first + n), "answer": str(first + n)} for n in range(9)]
+        (home / "parts" / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    section = 'name = "dataset"\nchat = false\ndata = ["parts/*.jsonl"]\n'
+    recipe.write_text(recipe.read_text().replace(f'name = "{TASK}:Digits"', section))
+    monkeypatch.chdir(home)
+    assert short(recipe, run_dir) == 0
+    monkeypatch.chdir("/")
+    assert json.loads((run_dir / "config.json").read_text())["task"]["data"] == [f"{home}/parts/*.jsonl"]
+    assert train("--resume", run_dir, "--algorithm.steps", 3) == 0
+    (home / "parts" / "c.jsonl").write_text('{"question": "77", "answer": "77"}\n')
+    capsys.readouterr()
+    assert train("--resume", run_dir, "--algorithm.steps", 4) == 2
+    [line] = capsys.readouterr().err.splitlines()
+    assert "was trained with task.data.0 = a file of sha256 " in line
+    (home / "parts" / "c.jsonl").unlink()
+    assert train("--resume", run_dir, "--algorithm.steps", 4) == 0
+
+
 def test_a_run_of_an_older_version_resumes(short_run):
     """No digests, no history, no checksums, and the settings that there were."""
     run_dir = short_run

@@ -8,7 +8,7 @@ from typing import Any
 from uuid import NAMESPACE_URL, uuid5
 
 from pellucid.machine.extras import extra
-from pellucid.reporting.loggers import measures
+from pellucid.reporting.measures import measures
 from pellucid.types import Evaluation, Group, UserError
 
 FIELD_TAGS = {
@@ -42,7 +42,7 @@ class TensorBoard:
         self.writer.flush()
 
     def log_evaluation(self, step: int, evaluation: Evaluation) -> None:
-        for name, estimate in measures(evaluation, "k"):
+        for name, estimate in measures(evaluation).items():
             self.writer.add_scalar(f"heldout/{name.replace('@', '_at_')}", estimate.value, step)
 
     def close(self) -> None:
@@ -86,7 +86,7 @@ class WandB:
         self._send({"step": step, **tagged(metrics)})
 
     def log_evaluation(self, step: int, evaluation: Evaluation) -> None:
-        self._send({"step": step, **{f"heldout/{name}": e.value for name, e in measures(evaluation, "k")}})
+        self._send({"step": step, **{f"heldout/{name}": e.value for name, e in measures(evaluation).items()}})
 
     def _send(self, record: Mapping[str, float]) -> None:
         try:

@@ -1,7 +1,7 @@
 """A run on the screen: a live display in a terminal, plain lines elsewhere, a table at the end.
 
-The headline is reward, held-out accuracy and dead groups. `loss` is in the files and not on the screen: on-policy it is
-0 by construction, whatever is being learnt.
+The headline is reward, held-out accuracy (reward, where no answer is right or wrong) and dead groups. `loss` is in the
+files and not on the screen: on-policy it is 0 by construction, whatever is being learnt.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ from rich.table import Table
 from rich.text import Text
 
 from pellucid.machine.harmless import harmless
-from pellucid.reporting.loggers import DRAWING, measures
+from pellucid.reporting.loggers import DRAWING
+from pellucid.reporting.measures import REWARDS, are_apart, have_verdicts, labelled, measures, worth_showing
 from pellucid.tasks.answers import reasoning_and_answer
 from pellucid.types import Estimate, Evaluation, Group, Reward
 
@@ -58,7 +59,7 @@ class Plain:
             print(f"! the first failed reward says {error}", flush=True)
 
     def log_evaluation(self, step: int, evaluation: Evaluation) -> None:
-        shown = (f"{name} {estimate.value:.2f} {interval(estimate)}" for name, estimate in named(evaluation))
+        shown = (f"{name} {estimate.value:.2f} {interval(estimate)}" for name, estimate in named(evaluation).items())
         failed = [f"! failed rewards: {evaluation.failed}"] if evaluation.failed else []
         print("  ".join([f"eval step {step}", *shown, *failed]), flush=True)
 
@@ -104,8 +105,11 @@ def first_line(reward: Reward) -> str:
     return harmless(reward.error.strip().partition("\n")[0])
 
 
-def named(evaluation: Evaluation) -> list[tuple[str, Estimate]]:
-    return measures(evaluation, str(evaluation.k))
+def named(evaluation: Evaluation, *others: Evaluation) -> dict[str, Estimate]:
+    """The measures of an evaluation that are worth showing beside those of others, by their labels."""
+    measured = measures(evaluation)
+    names = [name for name in worth_showing([evaluation, *others]) if name in measured]
+    return {labelled(name, evaluation.k): measured[name] for name in names}
 
 
 def interval(estimate: Estimate) -> str:
@@ -217,11 +221,12 @@ def evaluation_rows(evaluations: Mapping[int, Evaluation]) -> Iterator[tuple[str
     """The last evaluation, and what it has gained on the first."""
     if evaluations:
         step, evaluation = list(evaluations.items())[-1]
-        first = dict(named(next(iter(evaluations.values()))))
+        before = next(iter(evaluations.values()))
+        first = named(before, evaluation)
         yield "held out", "", Text(f"{asked(evaluation)}, after step {step}", "dim")
-        for name, estimate in named(evaluation):
+        for i, (name, estimate) in enumerate(named(evaluation, before).items()):
             gain = f"  {estimate.value - first[name].value:+.2f}" if len(evaluations) > 1 and name in first else ""
-            value = Text(f"{estimate.value:.2f}", "bold" if name == "greedy" else "")
+            value = Text(f"{estimate.value:.2f}", "" if i else "bold")
             yield f"  {name}", value, Text.assemble(interval(estimate), (gain, "dim"))
 
 
@@ -245,20 +250,21 @@ def before_after(first: Evaluation, last: Evaluation) -> Table:
     """The first and the last evaluation side by side; where the intervals overlap, the gain may be chance."""
     title = f"{last.task}, {last.split}: {asked(last)}, 95% intervals"
     table = titled(title, "", "before", "after", "gain", "intervals")
-    after = dict(named(last))
-    for name, old in named(first):
-        if new := after.get(name):
+    before = named(first, last)
+    for name, new in named(last, first).items():
+        if old := before.get(name):
             cells = (f"{estimate.value:.3f} {interval(estimate)}" for estimate in (old, new))
-            apart = new.low > old.high or old.low > new.high
-            table.add_row(name, *cells, f"{new.value - old.value:+.3f}", "apart" if apart else "overlap")
+            apart = "apart" if are_apart(old, new) else "overlap"
+            table.add_row(name, *cells, f"{new.value - old.value:+.3f}", apart)
     return table
 
 
 def accuracy_table(model: str, evaluation: Evaluation) -> Table:
     """One evaluation, for `pellucid eval`."""
     title = f"{model} on {evaluation.task}, {evaluation.split}: {asked(evaluation)}, 95% intervals"
-    table = titled(title, "", "accuracy", "interval")
-    for name, estimate in named(evaluation):
+    rewards = not have_verdicts([evaluation]) or any(name in REWARDS for name in worth_showing([evaluation]))
+    table = titled(title, "", "mean" if rewards else "accuracy", "interval")
+    for name, estimate in named(evaluation).items():
         table.add_row(name, f"{estimate.value:.3f}", interval(estimate))
     return table
 
@@ -270,7 +276,8 @@ def verdict(group: Group) -> Table:
     reasoning, answer = reasoning_and_answer(completion.text)
     right = f", right is {group.prompt.answer}" if group.prompt.answer and not reward.is_correct else ""
     cut = "" if completion.finished else ", cut off at the limit"
-    graded = f"{'right' if reward.is_correct else 'wrong'}, reward {reward.value:.2f}"
+    judged = f"{'right' if reward.is_correct else 'wrong'}, " if reward.is_verdict else ""
+    graded = f"{judged}reward {reward.value:.2f}"
     graded = f"not graded: {first_line(reward) or 'the reward failed'}" if reward.failed else graded
     for name, text in {
         "question": group.prompt.question,

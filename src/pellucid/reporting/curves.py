@@ -7,6 +7,7 @@ from dataclasses import replace
 from math import nan
 
 from pellucid.reporting.charts import CSS, HEIGHT, WIDTH, Point, Series, chart, drawable, mean_of, stack
+from pellucid.reporting.measures import estimate_of, evaluation_of, labelled, worth_showing
 from pellucid.reporting.run_folder import Record
 
 STYLES = ("first", "second", "third", "fourth")
@@ -21,7 +22,7 @@ NOT_TERMS = {"reward/mean", "reward/std", "reward/failed", "reward/no_term", "re
 def curves(metrics: Sequence[Record], evals: Mapping[tuple[str, str], Sequence[Record]]) -> list[str]:
     """The charts that the records of a run suffice for."""
     charts = [
-        *(accuracy(*key, rows) for key, rows in evals.items()),
+        *(drawn for key, rows in evals.items() for drawn in held_out(*key, rows)),
         chart("Reward", "mean of a step", lines(metrics, {"reward/mean": "reward"})),
         chart(
             "Dead groups", "share of groups with equal rewards: no signal", stack(lines(metrics, DEAD)), include=(0, 1)
@@ -36,13 +37,22 @@ def curves(metrics: Sequence[Record], evals: Mapping[tuple[str, str], Sequence[R
     return [drawn for drawn in charts if drawn]
 
 
-def accuracy(task: str, split: str, rows: Sequence[Record]) -> str:
-    measured = {f"mean@{rows[-1]['k']}": estimates(rows, "mean@k"), "greedy": estimates(rows, "greedy")}
-    series = [
-        Series(label, points, style)
-        for (label, points), style in zip(measured.items(), ("second", "first"), strict=True)
+def held_out(task: str, split: str, rows: Sequence[Record]) -> list[str]:
+    """Charts of the evaluations, those of accuracy and of reward that are worth showing."""
+    names, k = worth_showing([evaluation_of(row) for row in rows]), rows[-1]["k"]
+    about, charts = f"{task}, {split}, with 95% intervals", []
+    if "greedy" in names:
+        charts.append(chart("Held-out accuracy", about, sampled_and_greedy(rows, "mean@k", "greedy", k), (0, 1)))
+    if "reward" in names:
+        charts.append(chart("Held-out reward", about, sampled_and_greedy(rows, "reward@k", "reward", k)))
+    return charts if "reward" not in names[:1] else charts[::-1]
+
+
+def sampled_and_greedy(rows: Sequence[Record], sampled: str, best: str, k: int) -> list[Series]:
+    return [
+        Series(labelled(sampled, k), estimates(rows, sampled), "second"),
+        Series(best, estimates(rows, best), "first"),
     ]
-    return chart("Held-out accuracy", f"{task}, {split}, with 95% intervals", series, include=(0, 1))
 
 
 def accuracy_picture(runs: Sequence[tuple[Sequence[Record], Sequence[Record]]]) -> str:
@@ -97,6 +107,5 @@ def line(rows: Sequence[Record], name: str) -> list[Point]:
 
 def estimates(rows: Sequence[Record], name: str) -> list[Point]:
     """A measure of the evaluations, with its intervals."""
-    return [
-        Point(row["step"], row[name]["value"], row[name]["low"], row[name]["high"]) for row in rows if row.get(name)
-    ]
+    found = [(row["step"], estimate_of(row.get(name))) for row in rows if row.get(name)]
+    return [Point(step, estimate.value, estimate.low, estimate.high) for step, estimate in found]

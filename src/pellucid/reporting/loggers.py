@@ -15,8 +15,9 @@ from typing import Any
 
 from pellucid.machine import disk
 from pellucid.machine.harmless import harmless
+from pellucid.reporting.measures import evaluation_of, record_of
 from pellucid.reporting.run_folder import records
-from pellucid.types import Estimate, Evaluation, Group, Logger
+from pellucid.types import Evaluation, Group, Logger
 
 DRAWING = (OSError, ValueError, ArithmeticError, LookupError, TypeError)
 """What may go wrong with a display, a chart or a board: no place to write to, or numbers and records as no one thought
@@ -84,13 +85,7 @@ class Jsonl:
         self.metrics.flush()
 
     def log_evaluation(self, step: int, evaluation: Evaluation) -> None:
-        about = {"task": evaluation.task, "split": evaluation.split, "n": evaluation.n, "k": evaluation.k}
-        measured = {
-            name: {"value": estimate.value, "low": estimate.low, "high": estimate.high}
-            for name, estimate in measures(evaluation, "k")
-        }
-        answers = {"questions": evaluation.questions, "right": list(evaluation.right), "failed": evaluation.failed}
-        self.evals.write(json_line({"step": step, **about, **measured, **answers}))
+        self.evals.write(json_line({"step": step, **record_of(evaluation)}))
         self.evals.flush()
 
     def close(self) -> None:
@@ -190,23 +185,6 @@ def step_of_line(line: bytes) -> int | None:
     return step if isinstance(step, int) else None
 
 
-def measures(evaluation: Evaluation, k: str) -> list[tuple[str, Estimate]]:
-    """The estimates of an evaluation by name; without samples (k = 0), the greedy one alone."""
-    named = {"greedy": evaluation.greedy, f"mean@{k}": evaluation.mean_at_k, f"pass@{k}": evaluation.pass_at_k}
-    return [(name, estimate) for name, estimate in named.items() if math.isfinite(estimate.value)]
-
-
 def read_evaluations(run_dir: Path) -> dict[int, Evaluation]:
     """What `Jsonl` wrote into evals.jsonl, by step; empty where there is none."""
-    unmeasured = {"value": math.nan, "low": math.nan, "high": math.nan}
-    return {
-        record["step"]: Evaluation(
-            **{name: record[name] for name in ("task", "split", "n", "k")},
-            greedy=Estimate(**record["greedy"]),
-            mean_at_k=Estimate(**record.get("mean@k", unmeasured)),
-            pass_at_k=Estimate(**record.get("pass@k", unmeasured)),
-            right=tuple(record.get("right", ())),
-            questions=record.get("questions", ""),
-        )
-        for record in records(run_dir / "evals.jsonl")
-    }
+    return {record["step"]: evaluation_of(record) for record in records(run_dir / "evals.jsonl")}

@@ -77,7 +77,7 @@ def predicted_dead_share(rewards: Sequence[Sequence[float]], group_size: int, mi
 
     Averages the chance that G of a prompt's n samples, drawn without replacement, were rewarded alike: for the sample
     that is the lowest of the G, the others are among those above that are like it. With two values that is
-    sum of C(n_v, G) / C(n, G), unbiased for p^G + (1 - p)^G.
+    sum of C(n_v, G) / C(n, G), unbiased for p^G + (1 - p)^G. NaN, a reward that failed, is like any other.
     Plugging in p = n_v / n would exaggerate: 8 samples of a prompt with p = 0.1 are all wrong 43% of the time, and
     p = 0 calls it dead at every G.
 
@@ -88,9 +88,12 @@ def predicted_dead_share(rewards: Sequence[Sequence[float]], group_size: int, mi
         raise ValueError(
             f"{samples} samples a prompt cannot predict groups of {group_size}: draw at least {group_size}"
         )
-    return fmean(_dead_chance(sorted(values), group_size, min_reward_range) for values in rewards)
+    return fmean(_dead_chance(values, group_size, min_reward_range) for values in rewards)
 
 
-def _dead_chance(ascending: Sequence[float], group_size: int, min_reward_range: float) -> float:
+def _dead_chance(values: Sequence[float], group_size: int, min_reward_range: float) -> float:
+    ascending = sorted(value for value in values if isfinite(value))
+    failed = len(values) - len(ascending)
     above = [sum(alike(low, high, min_reward_range) for high in ascending[i + 1 :]) for i, low in enumerate(ascending)]
-    return sum(comb(n, group_size - 1) for n in above) / comb(len(ascending), group_size)
+    dead = comb(failed, group_size) + sum(comb(n + failed, group_size - 1) for n in above)
+    return dead / comb(len(values), group_size)

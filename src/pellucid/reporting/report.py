@@ -13,12 +13,13 @@ from typing import Any
 
 from pellucid.reporting.charts import CSS, shown
 from pellucid.reporting.curves import accuracy_picture, curves, line
+from pellucid.reporting.measures import NAMES, are_apart, evaluation_of, headline, labelled, measures, worth_showing
 from pellucid.reporting.run_folder import Record, end_rollouts, evaluations, read_config, records
+from pellucid.types import Estimate, Evaluation
 
 MOST_CHARACTERS = 2000
 MOST_TOKENS = 400
 PICKS = 2
-MEASURES = ("greedy", "mean@k", "pass@k")
 
 
 def write_report(run_dir: Path) -> Path:
@@ -76,20 +77,19 @@ def task_of(config: Record) -> str:
     return " ".join(names)
 
 
-def percent(estimate: Record) -> str:
-    value, low, high = (100 * estimate[key] for key in ("value", "low", "high"))
+def with_interval(name: str, estimate: Estimate) -> str:
+    """An accuracy in percent, or a reward, with its interval."""
+    if name.startswith("reward"):
+        return f"{estimate.value:.3f} <small>[{estimate.low:.3f}, {estimate.high:.3f}]</small>"
+    value, low, high = (100 * x for x in (estimate.value, estimate.low, estimate.high))
     return f"{value:.1f}% <small>[{low:.1f}, {high:.1f}]</small>"
-
-
-def are_apart(first: Record, last: Record) -> bool:
-    return last["low"] > first["high"] or first["low"] > last["high"]
 
 
 def lede(metrics: Sequence[Record], evals: Mapping[tuple[str, str], Sequence[Record]]) -> str:
     """One or two sentences on what happened in the run."""
     measured = [row for row in next(iter(evals.values()), []) if row.get("greedy")]
     if len(measured) > 1:
-        return accuracy_sentence(measured[0], measured[-1])
+        return gain_sentence(measured[0], measured[-1])
     rewards = line(metrics, "reward/mean")
     if not rewards:
         return "No step was finished."
@@ -102,15 +102,17 @@ def counted(n: int, thing: str) -> str:
     return f"{n:,} {thing}{'' if n == 1 else 's'}"
 
 
-def accuracy_sentence(first: Record, last: Record) -> str:
-    gain = last["greedy"]["value"] - first["greedy"]["value"]
-    steps = counted(last["step"] - first["step"], "step")
+def gain_sentence(before: Record, after: Record) -> str:
+    """What training did to the headline: greedy accuracy, or the mean reward where no answer is right or wrong."""
+    first, last = evaluation_of(before), evaluation_of(after)
+    name = headline([first, last])
+    old, new = measures(first)[name], measures(last)[name]
+    gain, steps = new.value - old.value, counted(after["step"] - before["step"], "step")
     went = "rose" if gain > 0 else "fell" if gain < 0 else "went"
-    apart = are_apart(first["greedy"], last["greedy"])
-    chance = "the intervals are apart" if apart else "the intervals overlap, so it may be chance"
+    chance = "the intervals are apart" if are_apart(old, new) else "the intervals overlap, so it may be chance"
     return (
-        f"In {steps}, greedy accuracy on {last['n']} held-out prompts {went} from "
-        f"{percent(first['greedy'])} to {percent(last['greedy'])}; {chance}."
+        f"In {steps}, {NAMES[name]} on {last.n} held-out prompts {went} from "
+        f"{with_interval(name, old)} to {with_interval(name, new)}; {chance}."
     )
 
 
@@ -161,24 +163,27 @@ def accuracy_section(evals: Mapping[tuple[str, str], Sequence[Record]]) -> str:
 
 
 def before_after(task: str, split: str, rows: Sequence[Record]) -> str:
-    first, last = rows[0], rows[-1]
-    caption = f"{shown(task)}, {shown(split)}: {last['n']} prompts, {last['k']} samples of each; 95% intervals"
-    heads = ("", f"Step {first['step']:,}", f"Step {last['step']:,}", "Gain, intervals")
+    first, last = evaluation_of(rows[0]), evaluation_of(rows[-1])
+    caption = f"{shown(task)}, {shown(split)}: {last.n} prompts, {last.k} samples of each; 95% intervals"
+    heads = ("", f"Step {rows[0]['step']:,}", f"Step {rows[-1]['step']:,}", "Gain, intervals")
+    cells = "".join(measure_row(name, first, last) for name in worth_showing([first, last]))
     return (
         f'<div class="wide"><table><caption>{caption}</caption>\n'
         f"<thead><tr>{''.join(f'<th scope=col>{head}</th>' for head in heads)}</tr></thead>\n"
-        f"<tbody>{''.join(measure_row(name, first, last) for name in MEASURES)}</tbody></table></div>"
+        f"<tbody>{cells}</tbody></table></div>"
     )
 
 
-def measure_row(name: str, first: Record, last: Record) -> str:
-    before, after = first.get(name), last.get(name)
+def measure_row(name: str, first: Evaluation, last: Evaluation) -> str:
+    before, after = (measures(evaluation).get(name) for evaluation in (first, last))
     if not before or not after:
         return ""
+    gain = after.value - before.value
+    change = f"{gain:+.3f}" if name.startswith("reward") else f"{100 * gain:+.1f}"
     intervals = "apart" if are_apart(before, after) else "overlapping"
-    gain = f"{100 * (after['value'] - before['value']):+.1f} <small>{intervals}</small>"
-    label = name.replace("@k", f"@{last['k']}")
-    return f"<tr><th scope=row>{label}</th><td>{percent(before)}</td><td>{percent(after)}</td><td>{gain}</td></tr>\n"
+    cells = (with_interval(name, before), with_interval(name, after), f"{change} <small>{intervals}</small>")
+    label = labelled(name, last.k)
+    return f"<tr><th scope=row>{label}</th>{''.join(f'<td>{cell}</td>' for cell in cells)}</tr>\n"
 
 
 def curves_section(metrics: Sequence[Record], evals: Mapping[tuple[str, str], Sequence[Record]]) -> str:

@@ -14,6 +14,7 @@ import rich.box
 from rich.markup import escape
 from rich.table import Table
 
+from pellucid.reporting.measures import NAMES, estimate_of
 from pellucid.reporting.report import total
 from pellucid.reporting.run_folder import Record
 from pellucid.study.paired import RESAMPLES, conclusion, differences, interval, wrong_at_worst
@@ -23,6 +24,8 @@ from pellucid.types import Estimate
 MANY_SEEDS = 10
 """With this many seeds an interval needs no warning."""
 DEAD = ("groups/dead_all_right", "groups/dead_all_wrong")
+ANSWERS = {"greedy": "right", "reward": "rewards"}
+"""By measure, under which name an evaluation keeps it answer by answer."""
 OWN_METRICS = ("effect/", "curriculum/", "prefix/", "groups/drawn")
 """Beginnings of the names of metrics that tell whether a variant did anything at all."""
 
@@ -35,6 +38,10 @@ class Summary:
     seeds: tuple[int, ...]
     greedy: Estimate | None = None
     """Accuracy with its interval over seeds and questions; with one seed, over questions."""
+    reward: Estimate | None = None
+    """The mean reward of greedy answers, likewise."""
+    measure: str = "greedy"
+    """What is compared with the baseline: `greedy` or `reward`."""
     k: int = 0
     mean_at_k: float | None = None
     difference: Estimate | None = None
@@ -54,34 +61,40 @@ class Summary:
     own: Mapping[str, float] | None = None
     """Its metrics that OWN_METRICS names, each the mean over the steps of all runs."""
 
+    @property
+    def compared(self) -> Estimate | None:
+        """Return the measure that is compared."""
+        return self.greedy if self.measure == "greedy" else self.reward
+
 
 def summaries(runs: Runs) -> list[Summary]:
     """Return the summaries of all variants, the baseline first."""
     baseline = runs.finished[runs.baseline]
     return [
-        summary(variant, of_seed, {} if variant == runs.baseline else baseline)
+        summary(variant, of_seed, {} if variant == runs.baseline else baseline, runs.measure)
         for variant, of_seed in runs.finished.items()
     ]
 
 
-def summary(variant: str, runs: Mapping[int, Run], baseline: Mapping[int, Run]) -> Summary:
+def summary(variant: str, runs: Mapping[int, Run], baseline: Mapping[int, Run], measure: str = "greedy") -> Summary:
     if not runs:
         return Summary(variant, ())
-    reasons = {seed: unpaired(run, baseline.get(seed)) for seed, run in runs.items()}
+    reasons = {seed: unpaired(run, baseline.get(seed), measure) for seed, run in runs.items()}
     pairs = {
-        seed: differences(runs[seed].last["right"], baseline[seed].last["right"])
+        seed: paired(runs[seed].last[ANSWERS[measure]], baseline[seed].last[ANSWERS[measure]])
         for seed, reason in reasons.items()
         if baseline and not reason
     }
-    shared = same_questions([runs[seed].last for seed in pairs])
-    difference = interval(list(pairs.values()), shared) if pairs else None
+    difference = over_seeds(list(pairs.values()), [runs[seed].last for seed in pairs]) if pairs else None
     lasts, steps = [run.last for run in runs.values()], [row for run in runs.values() for row in run.metrics]
     dead = [share for row in steps if (share := dead_share(row)) is not None]
     means = [last["mean@k"]["value"] for last in lasts if last.get("mean@k")]
     return Summary(
         variant,
         tuple(runs),
-        greedy=accuracy(lasts),
+        greedy=measured(lasts, "greedy"),
+        reward=measured(lasts, "reward"),
+        measure=measure,
         k=lasts[0]["k"],
         mean_at_k=fmean(means) if len(means) == len(lasts) else None,
         difference=difference,
@@ -95,25 +108,42 @@ def summary(variant: str, runs: Mapping[int, Run], baseline: Mapping[int, Run]) 
     )
 
 
-def unpaired(run: Run, baseline: Run | None) -> str:
+def paired(ours: Sequence[float | None], theirs: Sequence[float | None]) -> list[float]:
+    """Return the differences question by question, where neither reward failed."""
+    graded = [(a, b) for a, b in zip(ours, theirs, strict=True) if a is not None and b is not None]
+    return differences([a for a, _ in graded], [b for _, b in graded])
+
+
+def unpaired(run: Run, baseline: Run | None, measure: str = "greedy") -> str:
     """Return why two runs cannot be compared question by question; empty where they can."""
     if not baseline:
         return "the baseline has no finished run"
-    if not run.last.get("right") or not baseline.last.get("right"):
-        return "evals.jsonl does not say which answers were right"
-    same = run.last["questions"] == baseline.last["questions"]
-    return "" if same else "its held-out questions are not the baseline's"
+    if not run.last.get(ANSWERS[measure]) or not baseline.last.get(ANSWERS[measure]):
+        what = "which answers were right" if measure == "greedy" else "the reward of each answer"
+        return f"evals.jsonl does not say {what}"
+    if run.last["questions"] != baseline.last["questions"]:
+        return "its held-out questions are not the baseline's"
+    graded = paired(run.last[ANSWERS[measure]], baseline.last[ANSWERS[measure]])
+    return "" if graded else "no question was graded in both"
 
 
-def accuracy(lasts: Sequence[Record]) -> Estimate | None:
-    """Return the greedy accuracy with its interval.
+def measured(lasts: Sequence[Record], name: str) -> Estimate | None:
+    """Return greedy accuracy, or the reward of greedy answers, with its interval.
 
-    None where one of several runs has not kept which answers were right: a mean without an interval would mislead.
+    None where one of several runs has not kept it answer by answer: a mean without an interval would mislead.
     """
     if len(lasts) == 1:
-        return Estimate(**lasts[0]["greedy"])
-    rights = [last.get("right") for last in lasts]
-    return interval([right for right in rights if right], same_questions(lasts)) if all(rights) else None
+        return estimate_of(lasts[0][name]) if lasts[0].get(name) else None
+    tables = [[x for x in last.get(ANSWERS[name]) or () if x is not None] for last in lasts]
+    return over_seeds(tables, lasts) if all(tables) else None
+
+
+def over_seeds(table: Sequence[Sequence[float]], lasts: Sequence[Record]) -> Estimate:
+    """Return the mean of a table with a row for each seed, with its interval. Where rewards failed, rows are shorter,
+    and columns no longer those of the same questions.
+    """
+    whole = all(len(row) == len(last.get("right") or row) for row, last in zip(table, lasts, strict=True))
+    return interval(table, whole and same_questions(lasts))
 
 
 def same_questions(lasts: Sequence[Record]) -> bool:
@@ -140,6 +170,7 @@ def numbers(runs: Runs, rows: Sequence[Summary]) -> dict[str, Any]:
     """Return all numbers of the page as JSON values, for other programs."""
     return {
         "baseline": runs.baseline,
+        "measure": runs.measure,
         "comparisons": sum(bool(row.difference) for row in rows),
         "resamples": RESAMPLES,
         "variants": {row.variant: asdict(row) for row in rows},
@@ -170,10 +201,11 @@ def caveats(rows: Sequence[Summary]) -> list[str]:
 
 
 def print_table(runs: Runs, rows: Sequence[Summary]) -> None:
-    title = f"held-out greedy accuracy and its difference from {escape(runs.baseline)}, with 95% intervals"
+    what = NAMES[runs.measure]
+    title = f"held-out {what} and its difference from {escape(runs.baseline)}, with 95% intervals"
     table = Table(box=rich.box.SIMPLE_HEAD, title=title, title_justify="left")
     table.add_column("variant", overflow="fold")
-    for name in ("runs", "accuracy", "difference", "conclusion"):
+    for name in ("runs", "accuracy" if runs.measure == "greedy" else "reward", "difference", "conclusion"):
         table.add_column(name, justify="left" if name == "conclusion" else "right", no_wrap=True)
     for row in rows:
         table.add_row(*(escape(cell) for cell in cells(row)))
@@ -195,16 +227,18 @@ def cells(row: Summary) -> list[str]:
     return [
         row.variant,
         str(len(row.seeds)),
-        points(row.greedy),
-        points(row.difference, sign="+"),
+        points(row.compared, measure=row.measure),
+        points(row.difference, "+", row.measure),
         row.conclusion,
     ]
 
 
-def points(estimate: Estimate | None, sign: str = "") -> str:
-    """Return an estimate in percent, as "VALUE [LOW, HIGH]"."""
+def points(estimate: Estimate | None, sign: str = "", measure: str = "greedy") -> str:
+    """Return an accuracy in percent, or a reward, as "VALUE [LOW, HIGH]"."""
     if estimate is None:
         return "-"
+    if measure == "reward":
+        return f"{estimate.value:{sign}.3f} [{estimate.low:{sign}.3f}, {estimate.high:{sign}.3f}]"
     value, low, high = (100 * x for x in (estimate.value, estimate.low, estimate.high))
     return f"{value:{sign}.1f} [{low:{sign}.1f}, {high:{sign}.1f}]"
 

@@ -8,6 +8,7 @@ from string import Template
 
 from pellucid.reporting.charts import CSS, Point, Series, chart, range_of, shown
 from pellucid.reporting.curves import estimates, line
+from pellucid.reporting.measures import NAMES
 from pellucid.reporting.report import beside, counted, duration, fact_list, section
 from pellucid.study.compare import Summary, caveats, dead_share, points, print_table, summaries, times, write_numbers
 from pellucid.study.paired import RESAMPLES
@@ -59,7 +60,7 @@ def lede(rows: Sequence[Summary]) -> str:
         return f"There is only {shown(baseline.variant)}: nothing to compare it with."
     found = {name: [shown(row.variant) for row in others if row.conclusion == name] for name in MARKS}
     said = [f"{listed(found[name])} {name}" for name in ("above", "below") if found[name]]
-    apart = f"{'; '.join(said)} {shown(baseline.variant)} in held-out greedy accuracy." if said else ""
+    apart = f"{'; '.join(said)} {shown(baseline.variant)} in held-out {NAMES[baseline.measure]}." if said else ""
     unsure = unclear(len(found["cannot tell"]), shown(baseline.variant), alone=not said)
     unmeasured = f"{counted(len(found['']), 'variant')} could not be paired with it." if found[""] else ""
     return " ".join(part for part in (apart, unsure, unmeasured) if part)
@@ -109,31 +110,42 @@ def table(kind: str, caption: str, heads: Sequence[str], rows: Iterable[Sequence
 
 
 def results(rows: Sequence[Summary]) -> str:
-    ks = sorted({row.k for row in rows if row.k})
-    caption = "Held-out accuracy after training in percent, and its difference from the baseline on the same questions"
-    mean_at_k = shown(f"mean@{' or '.join(map(str, ks))}") if ks else ""
-    heads = ("Variant", "Conclusion", "Difference", "", "By seed", "Greedy", mean_at_k, "Runs")
+    ks, is_reward = sorted({row.k for row in rows if row.k}), rows[0].measure == "reward"
+    what = "reward after training" if is_reward else "accuracy after training in percent"
+    caption = f"Held-out {what}, and its difference from the baseline on the same questions"
+    mean_at_k = shown(f"mean@{' or '.join(map(str, ks))}") if ks and not is_reward else ""
+    heads = ["Variant", "Conclusion", "Difference", "", "By seed", "Greedy", mean_at_k, "Runs"]
+    if is_reward or rewards_differ(rows):
+        heads[5:7] = ["Reward", ""] if is_reward else ["Greedy", mean_at_k, "Reward"]
     reach = max((abs(end) for row in rows if row.difference for end in ends(row.difference)), default=0) or 1.0
-    return table("results", caption, heads, [result_cells(row, reach) for row in rows])
+    return table("results", caption, heads, [result_cells(row, reach, "Reward" in heads) for row in rows])
 
 
-def result_cells(row: Summary, reach: float) -> list[str]:
-    mean_at_k = "" if row.mean_at_k is None else f"{100 * row.mean_at_k:.1f}"
-    by_seed = ", ".join(f"{100 * difference:+.1f}" for difference in row.pairs.values())
+def rewards_differ(rows: Sequence[Summary]) -> bool:
+    """Return whether rewards say anything else than accuracies do."""
+    return any(row.greedy and row.reward and abs(row.reward.value - row.greedy.value) > 1e-9 for row in rows)
+
+
+def result_cells(row: Summary, reach: float, with_reward: bool = False) -> list[str]:
+    is_reward = row.measure == "reward"
+    mean_at_k = "" if row.mean_at_k is None or is_reward else f"{100 * row.mean_at_k:.1f}"
+    by_seed = ", ".join(f"{x:+.3f}" if is_reward else f"{100 * x:+.1f}" for x in row.pairs.values())
+    reward = [with_interval(row.reward, measure="reward")] if with_reward and not is_reward else []
     return [
         shown(row.variant),
         f'<span class="{MARKS[row.conclusion]}">{row.conclusion}</span>',
-        with_interval(row.difference, sign="+"),
-        span(row.difference, reach, MARKS[row.conclusion]) if row.difference else "",
+        with_interval(row.difference, "+", row.measure),
+        span(row, reach) if row.difference else "",
         by_seed,
-        with_interval(row.greedy),
+        with_interval(row.compared, measure=row.measure),
         mean_at_k,
+        *reward,
         str(len(row.seeds)),
     ]
 
 
-def with_interval(estimate: Estimate | None, sign: str = "") -> str:
-    value, _, bounds = points(estimate, sign).partition(" ")
+def with_interval(estimate: Estimate | None, sign: str = "", measure: str = "greedy") -> str:
+    value, _, bounds = points(estimate, sign, measure).partition(" ")
     return f"{value} <small>{bounds}</small>" if estimate else ""
 
 
@@ -141,11 +153,13 @@ def ends(estimate: Estimate) -> tuple[float, float]:
     return estimate.low, estimate.high
 
 
-def span(difference: Estimate, reach: float, mark: str) -> str:
+def span(row: Summary, reach: float) -> str:
     """Return the interval of a difference as an SVG bar with 0 in the middle, on the scale that all variants share."""
+    difference = row.difference or Estimate()
     low, value, high = (100 + 94 * x / reach for x in (difference.low, difference.value, difference.high))
+    about = points(difference, "+", row.measure)
     return (
-        f'<svg class="span {mark}" viewBox="0 0 200 16" role="img" aria-label="{points(difference, "+")}">'
+        f'<svg class="span {MARKS[row.conclusion]}" viewBox="0 0 200 16" role="img" aria-label="{about}">'
         f'<path class="zero" d="M100 0V16"/><path d="M{low:.1f} 8H{high:.1f}"/>'
         f'<circle cx="{value:.1f}" cy="8" r="4"/></svg>'
     )
@@ -212,7 +226,7 @@ def curves_of(variant: str, runs: Runs) -> str:
     seeds = len(runs.finished[variant])
     around = f"mean of {counted(seeds, 'seed')}, band from lowest to highest" if seeds > 1 else "one seed"
     charts = [
-        compared("Held-out greedy accuracy", around, variant, runs, accuracy_line, (0, 1)),
+        compared(f"Held-out {NAMES[runs.measure]}", around, variant, runs, *held_out(runs.measure)),
         compared("Training reward", f"of what is trained on; {around}", variant, runs, reward_line, reward_range(runs)),
         compared("Dead groups", f"share of those drawn; {around}", variant, runs, dead_line, (0, 1)),
     ]
@@ -238,8 +252,9 @@ def over_seeds(label: str, runs: Mapping[int, Run], measure: Measure, style: str
     return Series(label, lines[0] if lines else [], style)
 
 
-def accuracy_line(run: Run) -> list[Point]:
-    return estimates(run.evals, "greedy")
+def held_out(measure: str) -> tuple[Measure, Sequence[float]]:
+    """Return the line of the measure that is compared, and what its axis must reach."""
+    return lambda run: estimates(run.evals, measure), (0, 1) if measure == "greedy" else ()
 
 
 def reward_line(run: Run) -> list[Point]:

@@ -76,7 +76,7 @@ def resampled_means(row: Sequence[float], times: int, rng: np.random.Generator) 
     return rng.multinomial(len(row), counts / len(row), size=times) @ values / len(row)
 
 
-def differences(ours: Sequence[int], theirs: Sequence[int]) -> list[float]:
+def differences(ours: Sequence[float], theirs: Sequence[float]) -> list[float]:
     """Return the differences question by question: 1 where only we are right, -1 where only they are."""
     return [float(mine - other) for mine, other in zip(ours, theirs, strict=True)]
 

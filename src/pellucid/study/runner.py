@@ -16,6 +16,7 @@ from pathlib import Path
 from pellucid.machine.harmless import harmless
 from pellucid.machine.interrupts import INTERRUPTED, stop_requests
 from pellucid.machine.locks import locked, note_holder
+from pellucid.reporting.measures import NAMES, evaluation_of, headline, measures
 from pellucid.reporting.report import counted
 from pellucid.reporting.run_folder import finished, records
 from pellucid.study import plan
@@ -160,8 +161,12 @@ def verdict(failures: dict[Cell, int]) -> int:
 
 
 def accuracies(run_dir: Path) -> str:
-    values = [row["greedy"]["value"] for row in records(run_dir / "evals.jsonl") if row.get("greedy")]
-    return f"greedy accuracy {values[0]:.3f} -> {values[-1]:.3f}" if values else "not evaluated"
+    found = [evaluation_of(row) for row in records(run_dir / "evals.jsonl") if row.get("greedy")]
+    if not found:
+        return "not evaluated"
+    name = headline(found)
+    first, last = (measures(evaluation)[name].value for evaluation in (found[0], found[-1]))
+    return f"{NAMES[name]} {first:.3f} -> {last:.3f}"
 
 
 def named(cell: Cell) -> str:

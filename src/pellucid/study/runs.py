@@ -64,6 +64,12 @@ class Runs:
     """Variants and seeds that are missing although other variants, or the study, have them."""
 
     @property
+    def measure(self) -> str:
+        """Return what is compared: greedy accuracy, or in a study with degrees of reward, that of greedy answers."""
+        rows = [row for run in self.all for row in run.evals]
+        return "greedy" if all(row.get("verdicts", True) for row in rows) else "reward"
+
+    @property
     def all(self) -> list[Run]:
         return [run for of_seed in self.finished.values() for run in of_seed.values()]
 

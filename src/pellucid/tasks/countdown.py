@@ -70,7 +70,8 @@ class Countdown:
         value = linear(written)
         fair = value is not None and Counter(numbers_in(written) or ()) == Counter(prompt.columns["numbers"])
         right = fair and value is not None and value.constant == int(prompt.answer)
-        return Reward(1.0 if right else self.format_reward * fair, {"right": float(right), "numbers": float(fair)})
+        parts = {"right": float(right), "numbers": float(fair)}
+        return Reward(1.0 if right else self.format_reward * fair, parts, correct=right)
 
     def solution(self, prompt: Prompt) -> str:
         return prompt.columns["solution"]

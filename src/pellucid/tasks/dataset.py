@@ -7,15 +7,17 @@ import json
 import math
 import re
 from array import array
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from random import Random
-from typing import Any, Literal
+from typing import Literal
 
 from pellucid.tasks.answers import only_number
+from pellucid.tasks.columns import chat, column_text, column_value, has_column
 from pellucid.tasks.rewards import COMPARE_WITH_GOLD, RewardTerm, compiled, grade, labels
-from pellucid.tasks.rows import Row, Rows, column_text, column_value, is_file_name, rows_of
+from pellucid.tasks.rows import READERS, Row, Rows
+from pellucid.tasks.sources import Source, is_file_name, rows_of, shown
 from pellucid.types import ROUND, Completion, Message, Prompt, Reward, UserError
 
 _FIELD = re.compile(r"\{\{([^{}]*)\}\}|\{([^{}]+)\}")
@@ -34,18 +36,20 @@ class Dataset:
     """The seed of the order of the rows."""
     split: Literal["train", "test"] = "train"
     """`train` or `test`."""
-    data: str = ""
-    """A .jsonl, .csv or .parquet file, or the id of a data set on the Hugging Face Hub, whose split `train` is used."""
+    data: Source = ""
+    """A .jsonl, .json, .csv, .tsv or .parquet file, several of them, or all that match a pattern ("parts/*.jsonl"); or
+    the id of a data set on the Hugging Face Hub, whose split `train` is used."""
     subset: str = ""
     """The configuration of the Hub data set, such as "main"."""
-    test_data: str = ""
-    """The held-out rows, which are not trained on: a file, or a split of the Hub data set. Empty: a share of `data`."""
+    test_data: Source = ""
+    """The held-out rows, which are not trained on: files, or a split of the Hub data set. Empty: a share of `data`."""
     test_share: float = 0.1
     """The share of questions that is held out where there is no `test_data`, whatever the seed."""
     question: str = "question"
-    """The column that {question} stands for in the template."""
+    """The column that {question} stands for in the template. Any column may be nested: "extra_info.question"."""
     messages: str = ""
-    """A column of chat messages ({"role": ..., "content": ...}), in place of question, system and template."""
+    """A column of chat messages ({"role": ..., "content": ...}), in place of question, system and template. A content
+    may be a list of texts, [{"type": "text", "text": ...}]."""
     system: str = ""
     """The system message, if any."""
     template: str = "{question}"
@@ -53,17 +57,18 @@ class Dataset:
     chat: bool = True
     """False: the filled-in template reaches the model as it stands, without a chat template."""
     answer: str = "answer"
-    """The column of the gold answer."""
+    """The column of the gold answer, such as "answer", or "reward_model.ground_truth" where it is nested."""
     answer_pattern: str = ""
     """A regular expression whose first group is the gold answer within its column, such as "#### (.+)"."""
     rewards: tuple[RewardTerm, ...] = (RewardTerm("numeric"),)
     """The terms of the reward."""
     correct: str = ""
-    """The reward term by which evaluation counts an answer as correct: where it is 1. Empty: the first."""
+    """The reward term by which evaluation counts an answer as correct: where it is 1. Empty: the first; where that is a
+    function of your own which gives other numbers than 0 and 1, evaluation speaks of the mean reward instead."""
 
     def __post_init__(self) -> None:
         if not self.data:
-            raise ValueError('data = "" must be a .jsonl, .csv or .parquet file or a Hugging Face Hub id')
+            raise ValueError(f'data = "" must be files ({", ".join(READERS)}) or a Hugging Face Hub id')
         if not 0 < self.test_share < 1:
             raise ValueError(f"test_share = {self.test_share} must be between 0 and 1")
         if self.messages and (self.system or self.template != "{question}" or not self.chat):
@@ -114,16 +119,19 @@ class Dataset:
             return Reward(math.nan, error="no reward applies to this row: every term returned None", applies=False)
         weights = {name: term.weight for name, term in zip(names, self.rewards, strict=True)}
         decided = parts.get(self.correct or names[0])
+        is_degree = not self.correct and ":" in self.deciding.name and decided not in (None, 0.0, 1.0)
         return Reward(
             sum(weights[name] * value for name, value in parts.items()),
             parts,
             correct=None if decided is None else decided >= 1.0,
             weights=weights,
+            degree=is_degree,
         )
 
     def solution(self, prompt: Prompt) -> str:
         """Return a correct completion, with the worked answer where the data has one."""
-        worked = str(prompt.columns.get(self.answer, prompt.answer))
+        known = has_column(prompt.columns, self.answer)
+        worked = column_text(prompt.columns, self.answer, prompt.id) if known else prompt.answer
         if any(term.name == "tagged" for term in self.rewards):
             return f"<think>{worked}</think> <answer>{prompt.answer}</answer>"
         if self.deciding.name == "math" and r"\boxed" not in worked:
@@ -156,14 +164,16 @@ def split_prompts(task: Dataset) -> Prompts:
     places = (i for i, known in enumerate(fingerprints) if (known in held_out) == (task.split == "test"))
     chosen = Prompts(task, rows_of(task.data, task.subset, "train"), array("q", places))
     if not chosen:
-        raise UserError(f"{task.data}: no row is left for the {task.split} split; add rows or name another test_data")
+        what = f"no row is left for the {task.split} split; add rows or name another test_data"
+        raise UserError(f"{shown(task.data)}: {what}")
     return chosen
 
 
-def held_out_source(task: Dataset) -> tuple[str, str]:
+def held_out_source(task: Dataset) -> tuple[Source, str]:
     """Return source and Hub split of the held-out rows: a split of the same Hub data set, or all of `test_data`."""
-    on_hub = not is_file_name(task.data) and not is_file_name(task.test_data)
-    return (task.data, task.test_data) if on_hub else (task.test_data, "train")
+    if isinstance(task.test_data, str) and not is_file_name(task.data) and not is_file_name(task.test_data):
+        return task.data, task.test_data
+    return task.test_data, "train"
 
 
 def fingerprint(prompt: Prompt) -> bytes:
@@ -183,14 +193,17 @@ def permutation(seed: str, n: int) -> Sequence[int]:
     return array("q", Random(f"dataset/{seed}").sample(range(n), n))
 
 
-def prompts_of(task: Dataset, source: str, hub_split: str) -> Prompts:
+def prompts_of(task: Dataset, source: Source, hub_split: str) -> Prompts:
     rows = rows_of(source, task.subset, hub_split)
     return Prompts(task, rows, range(len(rows)))
 
 
 def make_prompt(task: Dataset, where: str, row: Row) -> Prompt:
     """Make the prompt of a row; `where` names the row in error messages."""
-    text = messages_of(task, where, row) if task.messages else rendered(task, where, row)
+    if task.messages:
+        text = chat(column_value(row, task.messages, where), task.messages, where)
+    else:
+        text = rendered(task, where, row)
     return Prompt("", text, gold_answer(task, where, row), row)
 
 
@@ -219,29 +232,12 @@ def fields_of(template: str) -> set[str]:
     return {match[2] for match in _FIELD.finditer(template) if match[2] is not None}
 
 
-def messages_of(task: Dataset, where: str, row: Row) -> tuple[Message, ...]:
-    """Return the role and content of each message of the row's chat. UserError where it does not end with the user."""
-    value = column_value(row, task.messages, where)
-    if not is_chat(value) or value[-1]["role"] != "user":
-        form = '[{"role": "user", "content": "..."}], with the user\'s message last'
-        raise UserError(f'{where}: column "{task.messages}" must look like {form}')
-    return tuple({"role": message["role"], "content": message["content"]} for message in value)
-
-
-def is_chat(value: Any) -> bool:
-    return isinstance(value, list) and len(value) > 0 and all(map(is_message, value))
-
-
-def is_message(value: Any) -> bool:
-    return isinstance(value, Mapping) and all(isinstance(value.get(key), str) for key in ("role", "content"))
-
-
 def gold_answer(task: Dataset, where: str, row: Row) -> str:
     """Return the gold answer of a row; empty where the data has none and no reward term needs one.
 
     UserError where one that is needed is missing or cannot be read.
     """
-    if task.answer not in row and not task.compares:
+    if not has_column(row, task.answer) and not task.compares:
         return ""
     text = column_text(row, task.answer, where).strip()
     if task.answer_pattern:

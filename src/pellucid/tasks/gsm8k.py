@@ -70,7 +70,7 @@ class Gsm8k:
         whole = float(tagged(completion.text) is not None)
         if self.grading == "literal":
             value = literal_grade(completion.text, prompt.answer)
-            return Reward(value, {"answer": value, "format": whole}, weights={"format": 0.0})
+            return Reward(value, {"answer": value, "format": whole}, value >= 1.0, weights={"format": 0.0})
         found = None if answer_tag(completion.text) is None else last_number(answered(completion.text))
         right = float(found is not None and found == only_number(prompt.answer))
         value = right + self.format_reward * whole

@@ -1,4 +1,4 @@
-"""Rows of data: mappings from column names to values, from a file or from the Hugging Face Hub.
+"""Rows of data: mappings from column names to values, from a file of any of the formats in READERS.
 
 Of a large file only the positions of its rows are kept in memory, and a row is read when it is accessed. Arrow would
 take more memory: its library alone needs more than most files have bytes (docs/lab-book.md).
@@ -15,12 +15,10 @@ import re
 import weakref
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from pellucid.machine.extras import extra
-from pellucid.machine.plugins import did_you_mean, names_beside
 from pellucid.types import UserError
 
 Row = Mapping[str, Any]
@@ -33,30 +31,8 @@ DEEPEST = 100
 """The deepest nesting of JSON that is accepted: no data is deeper, and some libraries overflow the stack."""
 HALF = re.compile(r"\\u[dD][89a-fA-F]")
 """Escape sequences of surrogates: two of them are one character."""
-
-
-@lru_cache(maxsize=4)
-def rows_of(source: str, subset: str, hub_split: str) -> Rows:
-    """Return the rows of a file or of a Hub split. UserError, with its place, for an invalid row."""
-    rows = read_file(Path(source).expanduser()) if is_file_name(source) else read_hub(source, subset, hub_split)
-    if not rows:
-        raise UserError(f"{source}: there are no rows")
-    return rows
-
-
-def is_file_name(source: str) -> bool:
-    return Path(source).suffix.lower() in READERS or Path(source).expanduser().is_file()
-
-
-def read_file(path: Path) -> Rows:
-    if path.suffix.lower() not in READERS:
-        raise UserError(f"{path}: unknown format; {', '.join(READERS)} can be read")
-    if not path.is_file():
-        raise UserError(f"{path}: there is no such file{did_you_mean(path.name, names_beside(path))}")
-    try:
-        return READERS[path.suffix.lower()](path)
-    except OSError as error:
-        raise UserError(f"{path} cannot be read: {error.strerror}") from error
+SEPARATORS = {".csv": ",", ".tsv": "\t"}
+_WHITE = re.compile(r"[ \t\r\n]*")
 
 
 class Record(NamedTuple):
@@ -158,6 +134,11 @@ def json_object(line: str, where: str) -> Row:
         raise UserError(f"{where}: not JSON: {error}") from error
     except RecursionError as error:
         raise UserError(f"{where}: lists or objects more than {DEEPEST} deep in one another") from error
+    return checked(row, line, where)
+
+
+def checked(row: Any, line: str, where: str) -> Row:
+    """Return a value that was read from `line`. UserError where it is no row."""
     if not isinstance(row, dict):
         raise UserError(f'{where}: a {type(row).__name__}, where an object {{"column": value}} is needed')
     if line.count("[") + line.count("{") > DEEPEST and depth(row) > DEEPEST:
@@ -185,13 +166,63 @@ def refuse_halves(column: str, value: Any, where: str) -> None:
         raise UserError(f'{where}: column "{column}" holds {half}, half of a character') from error
 
 
+def read_json(path: Path) -> Rows:
+    return kept(path, json_records(path), json_object)
+
+
+def json_records(path: Path) -> Iterator[Record]:
+    """Yield the elements of a file that is one JSON array; its text is in memory as a whole until all are read."""
+    lines = list(lines_of(path))
+    text, byte = "".join(line for *_, line in lines), lines[0][0] if lines else 0
+    place, line, end = _WHITE.match(text, 0).end(), 1, 0  # pyright: ignore[reportOptionalMemberAccess]
+    if text[place : place + 1] != "[":
+        what = "an object" if text[place : place + 1] == "{" else "no list"
+        mend = "a file with an object a line is named .jsonl"
+        raise UserError(f'{path}: {what}, where a list [{{"column": value}}, ...] is needed; {mend}')
+    while (place := _after(text, place)) < len(text) and text[place] != "]":
+        byte, line = byte + place - end, line + text.count("\n", end, place)  # only signs of one byte
+        where = f"{path}, line {line}"
+        value, end = _element(text, place, where)
+        size = len(text[place:end].encode())
+        yield Record(byte, byte + size, line, checked(value, text[place:end], where))
+        byte, line = byte + size, line + text.count("\n", place, end)
+        place = _WHITE.match(text, end).end()  # pyright: ignore[reportOptionalMemberAccess]
+        if text[place : place + 1] not in (",", "]"):
+            raise UserError(f"{path}, line {line}: a comma or ] must follow this row")
+        if text[place] == "]":
+            break
+    if text[place : place + 1] != "]" or text[place + 1 :].strip():
+        raise UserError(f"{path}: the list must end with ], and the file with it")
+
+
+def _after(text: str, sign: int) -> int:
+    """Return the place of what follows a bracket or a comma."""
+    return _WHITE.match(text, sign + 1).end()  # pyright: ignore[reportOptionalMemberAccess]
+
+
+def _element(text: str, place: int, where: str) -> tuple[Any, int]:
+    try:
+        return json.JSONDecoder().raw_decode(text, place)
+    except json.JSONDecodeError as error:
+        raise UserError(f"{where}: not JSON in the row that begins here: {error.msg}") from error
+    except ValueError as error:  # a number with thousands of digits
+        raise UserError(f"{where}: not JSON: {one_line(error)}") from error
+    except RecursionError as error:
+        raise UserError(f"{where}: lists or objects more than {DEEPEST} deep in one another") from error
+
+
 def read_csv(path: Path) -> Rows:
     fields: list[str] = []
-    return kept(path, csv_records(path, fields), lambda text, _: next(csv.DictReader(io.StringIO(text, ""), fields)))
+    mark = SEPARATORS[path.suffix.lower()]
+
+    def parse(text: str, _: str) -> Row:
+        return next(csv.DictReader(io.StringIO(text, ""), fields, delimiter=mark))
+
+    return kept(path, csv_records(path, fields, mark), parse)
 
 
-def csv_records(path: Path, fields: list[str]) -> Iterator[Record]:
-    """Yield the records of a CSV file. The names in its header are added to `fields`."""
+def csv_records(path: Path, fields: list[str], mark: str) -> Iterator[Record]:
+    """Yield the records of a CSV or TSV file. The names in its header are added to `fields`."""
     end = 0
 
     def lines() -> Iterator[str]:
@@ -200,9 +231,11 @@ def csv_records(path: Path, fields: list[str]) -> Iterator[Record]:
             end = place
             yield line
 
-    reader = csv.DictReader(lines(), strict=True)
+    reader = csv.DictReader(lines(), strict=True, delimiter=mark)
     try:
         fields += reader.fieldnames or ()
+        if mark == "," and len(fields) == 1 and "\t" in fields[0]:
+            raise UserError(f"{path}, line 1: the header has tabs and no commas: name the file .tsv")
         start = end
         for row in reader:
             where = f"{path}, line {reader.line_num}"
@@ -211,7 +244,7 @@ def csv_records(path: Path, fields: list[str]) -> Iterator[Record]:
             yield Record(start, end, reader.line_num, row)
             start = end
     except csv.Error as error:
-        raise UserError(f"{path}, after line {reader.line_num}: not CSV: {error}") from error
+        raise UserError(f"{path}, after line {reader.line_num}: not {path.suffix[1:].upper()}: {error}") from error
 
 
 def read_parquet(path: Path) -> Rows:
@@ -223,31 +256,8 @@ def read_parquet(path: Path) -> Rows:
     return InArrow(f"{path},", table, lambda table, index: table.slice(index, 1).to_pylist()[0])
 
 
-READERS = {".jsonl": read_jsonl, ".csv": read_csv, ".parquet": read_parquet}
-
-
-def read_hub(source: str, subset: str, split: str) -> Rows:
-    datasets = extra("datasets", "data", f'data = "{source}" on the Hugging Face Hub')
-    no_file = f'data = "{source}" is no local file ({", ".join(READERS)})'
-    try:
-        rows = datasets.load_dataset(source, name=subset or None, split=split)
-    except ConnectionError as error:
-        raise UserError(f"{no_file}, and the Hugging Face Hub cannot be reached: {one_line(error)}") from error
-    except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
-        raise UserError(f"{no_file}, and the Hugging Face Hub says: {one_line(error)}") from error
-    return InArrow(f"{source}, {split}", rows, lambda rows, index: dict(rows[index]))
+READERS = {".jsonl": read_jsonl, ".json": read_json, ".csv": read_csv, ".tsv": read_csv, ".parquet": read_parquet}
 
 
 def one_line(error: BaseException) -> str:
     return " ".join(str(error).split())
-
-
-def column_text(row: Row, column: str, where: str) -> str:
-    value = column_value(row, column, where)
-    return "" if value is None else str(value)
-
-
-def column_value(row: Row, column: str, where: str) -> Any:
-    if column not in row:
-        raise UserError(f'{where}: no column "{column}"{did_you_mean(column, row)}; the columns are {", ".join(row)}')
-    return row[column]

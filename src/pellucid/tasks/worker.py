@@ -187,6 +187,7 @@ def plain(reward: Any) -> dict[str, Any]:
             "weights": numbers(reward.weights, "weight"),
             "correct": None if reward.correct is None else truth(reward.correct),
             "applies": bool(reward.applies),
+            "degree": bool(reward.degree),
         }
     except NoRewardError as fault:
         raise NoRewardError(one_line(error) or str(fault)) from fault

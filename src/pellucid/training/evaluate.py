@@ -1,4 +1,4 @@
-"""Held-out accuracy with intervals, from one greedy answer and k samples of each prompt."""
+"""Held-out accuracy and reward with intervals, from one greedy answer and k samples of each prompt."""
 
 from __future__ import annotations
 
@@ -7,7 +7,9 @@ import json
 import math
 from collections.abc import Sequence
 from dataclasses import replace
-from statistics import NormalDist, fmean
+from functools import cache
+from operator import itemgetter
+from statistics import NormalDist, fmean, stdev
 from typing import Any, Protocol
 
 from pellucid.types import Estimate, Evaluation, Group, Prompt, Sampler, Sampling, Task, grade
@@ -48,19 +50,24 @@ def evaluate(
     own = shards.shard(prompts)
     best = shards.gather(sample_and_grade(task, sampler, own, greedy(sampling)))
     groups = shards.gather(sample_and_grade(task, sampler, own, sampling)) if k else []
-    right, best_right = ([correct(group) for group in answered] for answered in (groups, best))
-    in_order = sorted(zip((prompt.key for prompt in prompts), best_right, strict=True))
+    right = [correct(group) for group in groups]
+    answers = sorted(((prompt.key, group) for prompt, group in zip(prompts, best, strict=True)), key=itemgetter(0))
+    graded = [reward for group in (*best, *groups) for reward in group.rewards if not reward.failed]
     evaluation = Evaluation(
         task=name,
         split=task.split,
         n=len(prompts),
         k=k,
-        greedy=estimate(best_right),
+        greedy=estimate([correct(group) for group in best]),
         mean_at_k=estimate([c / sampling.n for c in right]),
         pass_at_k=estimate([pass_at(k, sampling.n, c) for c in right]),
-        right=tuple(right for _, right in in_order),
-        questions=digest([question for question, _ in in_order]),
+        right=tuple(correct(group) for _, group in answers),
+        questions=digest([question for question, _ in answers]),
         failed=sum(reward.failed for group in (*best, *groups) for reward in group.rewards),
+        reward=mean_reward(best),
+        reward_at_k=mean_reward(groups),
+        rewards=tuple(mean_of(group) for _, group in answers),
+        verdicts=all(reward.is_verdict for reward in graded),
     )
     return evaluation, groups, best
 
@@ -91,6 +98,17 @@ def correct(group: Group) -> int:
     return sum(reward.is_correct for reward in group.rewards)
 
 
+def mean_of(group: Group) -> float:
+    """The mean of the rewards of a group that have not failed; NaN where all have."""
+    values = [float(reward.value) for reward in group.rewards if not reward.failed]
+    return fmean(values) if values else math.nan
+
+
+def mean_reward(groups: Sequence[Group]) -> Estimate:
+    """The mean reward of one answer to a prompt, over the prompts of which at least one answer was graded."""
+    return estimate_mean([mean for group in groups if not math.isnan(mean := mean_of(group))])
+
+
 def digest(questions: Sequence[str]) -> str:
     return hashlib.sha256(json.dumps(questions).encode()).hexdigest()[:16]
 
@@ -115,3 +133,40 @@ def estimate(values: Sequence[float]) -> Estimate:
     centre = (p + z * z / (2 * n)) / (1 + z * z / n)
     reach = z / (1 + z * z / n) * math.sqrt(p * (1 - p) / n + z * z / (4 * n * n))
     return Estimate(p, max(0.0, centre - reach), min(1.0, centre + reach))
+
+
+def estimate_mean(values: Sequence[float]) -> Estimate:
+    """The mean of one value of any size per prompt, with Student's 95% interval over the prompts.
+
+    It supposes values that are not too far from a bell curve, and shrinks to a point where they are all the same; one
+    value has an interval without end.
+    """
+    if not values:
+        return Estimate()
+    mean, n = fmean(values), len(values)
+    reach = student_quantile(n - 1) * stdev(values, mean) / math.sqrt(n) if n > 1 else math.inf
+    return Estimate(mean, mean - reach, mean + reach)
+
+
+@cache
+def student_quantile(freedom: int, within: float = 0.95) -> float:
+    """The t that Student's variable with these degrees of freedom stays within, -t to t, with this probability."""
+    low, high = 0.0, 1.0
+    while student_within(high, freedom) < within:
+        low, high = high, 2 * high
+    for _ in range(60):
+        middle = (low + high) / 2
+        low, high = (middle, high) if student_within(middle, freedom) < within else (low, middle)
+    return high
+
+
+def student_within(t: float, freedom: int) -> float:
+    """The probability of -t to t: Abramowitz and Stegun 26.7.3 and 26.7.4, finite sums for whole degrees of freedom."""
+    angle = math.atan2(t, math.sqrt(freedom))
+    sine, cosine = math.sin(angle), math.cos(angle)
+    odd = freedom % 2
+    total, term = 0.0, cosine if odd else 1.0
+    for power in range(1 + odd, freedom, 2):
+        total += term
+        term *= cosine * cosine * power / (power + 1)
+    return 2 / math.pi * (angle + sine * total) if odd else sine * total

@@ -2,20 +2,29 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
 import rich
 
 from pellucid.config import Config
-from pellucid.machine import hardware
+from pellucid.machine import disk, hardware
 from pellucid.policy import policy
 from pellucid.reporting.console import accuracy_table, verdict
+from pellucid.reporting.loggers import json_line
 from pellucid.tasks.wrappers import with_split
 from pellucid.training import preflight
 from pellucid.training.compose import evaluation_sampling, pick_sampler, sandboxed
 from pellucid.training.evaluate import OneProcess, evaluate, held_out
+from pellucid.types import Group
 
 
-def examine(cfg: Config, model: str, show: int) -> int:
-    """Print `show` greedy answers to the task's held-out questions, and the accuracy over all."""
+def examine(cfg: Config, model: str, show: int, output: Path | None = None) -> int:
+    """Print `show` greedy answers to the task's held-out questions, and the accuracy over all.
+
+    output: a file that gets every answer, greedy and sampled.
+    """
     hardware.keep_freed_memory()
     device = hardware.pick_device(cfg.policy.device)
     dtype = hardware.pick_dtype(cfg.policy.dtype, device)
@@ -26,6 +35,34 @@ def examine(cfg: Config, model: str, show: int) -> int:
     evaluation, groups, best = evaluate(cfg.task_name, task, prompts, sampler, sampling, cfg.evaluate.k, OneProcess())
     for group in best[:show]:
         rich.print(verdict(group))
+    if output:
+        output.parent.mkdir(parents=True, exist_ok=True)
+        answers = [*said(best, "greedy"), *said(groups, "sample")]
+        disk.write_whole(output, "".join(map(json_line, answers)))
+        print(f"answers {output}")
     preflight.refuse_failing([*best, *groups])
     rich.print(accuracy_table(model, evaluation))
     return 0
+
+
+def said(groups: Sequence[Group], drawn: str) -> Iterator[dict[str, Any]]:
+    """A record of each answer, group by group: what was asked and said, and how it was graded.
+
+    `correct` is null where the reward failed or is no verdict, and `reward` where it failed.
+    """
+    for group in groups:
+        prompt = group.prompt
+        for i, (completion, reward) in enumerate(zip(group.completions, group.rewards, strict=True)):
+            yield {
+                "drawn": drawn,
+                "sample": i,
+                "question": prompt.question,
+                "gold": prompt.answer,
+                "answer": completion.text,
+                "finished": completion.finished,
+                "tokens": completion.length,
+                "reward": None if reward.failed else float(reward.value),
+                "correct": reward.is_correct if reward.is_verdict and not reward.failed else None,
+                "parts": {name: float(value) for name, value in reward.parts.items()},
+                "error": reward.error,
+            }

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from pellucid.config import Config, PolicyConfig, dump
 from pellucid.machine import disk
 from pellucid.reporting.run_folder import Record
+from pellucid.tasks.sources import is_pattern, matching
 
 AXES = ("advantage", "objective")
 """Of `[algorithm]`: settings that may name a function of the user's own."""
@@ -32,6 +34,8 @@ def located(value: Any) -> Any:
         return {key: located(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
         return [located(item) for item in value]
+    if isinstance(value, str) and is_pattern(value):
+        return absolute(value)
     if not isinstance(value, str) or file_of(value) is None:
         return value
     source, colon, name = value.rpartition(":")
@@ -44,16 +48,25 @@ def digests(settings: Record) -> dict[str, str]:
     """By dotted key, the sha256 of each file that the settings of task and axes name: code, prefixes, data."""
     axes = {axis: settings["algorithm"][axis] for axis in AXES}
     named = [*named_files(settings["task"], "task"), *named_files(axes, "algorithm")]
-    return {key: disk.digest(path) for key, path in named}
+    return {key: disk.digest(path) if isinstance(path, Path) else digest_of_all(path) for key, path in named}
 
 
-def named_files(value: Any, key: str) -> Iterator[tuple[str, Path]]:
+def digest_of_all(paths: Sequence[Path]) -> str:
+    """The sha256 of what `sha256sum` prints of files, by their names: it tells one more, one less and one edited."""
+    lines = "".join(f"{disk.digest(path)}  {path.name}\n" for path in paths)
+    return hashlib.sha256(lines.encode()).hexdigest()
+
+
+def named_files(value: Any, key: str) -> Iterator[tuple[str, Path | list[Path]]]:
+    """The files behind settings, by dotted key: one, or all that match a pattern."""
     if isinstance(value, Mapping):
         for name, item in value.items():
             yield from named_files(item, f"{key}.{name}")
     elif isinstance(value, list | tuple):
         for i, item in enumerate(value):
             yield from named_files(item, f"{key}.{i}")
+    elif isinstance(value, str) and is_pattern(value):
+        yield key, matching(value)
     elif isinstance(value, str) and (path := file_of(value)):
         yield key, path
 

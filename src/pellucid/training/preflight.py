@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 from collections.abc import Sequence
+from math import nan
 from pathlib import Path
 from statistics import fmean
 
@@ -12,7 +13,6 @@ import rich
 from rich.markup import escape
 from rich.table import Table
 
-from pellucid.algorithm.batch import task_rewards
 from pellucid.algorithm.diagnostics import known_inert
 from pellucid.config import Config
 from pellucid.doctor import memory
@@ -24,9 +24,14 @@ from pellucid.policy.policy import Policy
 from pellucid.reporting import boards
 from pellucid.reporting.console import first_error, first_line
 from pellucid.reporting.metrics import all_failed, predicted_dead_share
-from pellucid.tasks.wrappers import with_split
+from pellucid.reporting.report import counted
+from pellucid.tasks.prefixed import Prefixed
+from pellucid.tasks.wrappers import innermost, layers, with_split
 from pellucid.training.evaluate import held_out
-from pellucid.types import Group, NotBegunError, UserError
+from pellucid.types import Completion, Group, NotBegunError, Reward, UserError
+
+MANY_CUT_OFF = 0.1
+"""From which share of the samples on a line says that they were cut off."""
 
 
 def check(cfg: Config, run_dir: Path) -> None:
@@ -121,25 +126,61 @@ def refuse_failing(groups: Sequence[Group]) -> None:
         raise NotBegunError(f"every reward of the first {n} samples failed, the first with {first_error(groups)}")
 
 
-def show_signal(groups: Sequence[Group], group_size: int, min_reward_range: float) -> None:
-    """Print how many groups of `group_size` will be dead, estimated from at least as many samples of each prompt."""
+def show_signal(groups: Sequence[Group], cfg: Config) -> None:
+    """Print how many groups will be dead, from at least as many samples of each prompt, and how much is cut off."""
     graded = [reward for group in groups for reward in group.rewards if not reward.failed]
     if not graded:
         print("! no sample could be graded: no reward is meant for any of their prompts", flush=True)
         return
-    dead = predicted_dead_share(task_rewards(groups).tolist(), group_size, min_reward_range)
-    right = fmean(reward.is_correct for reward in graded)
-    print(f"{right:.0%} of samples are right; {dead:.0%} of groups of {group_size} will be dead.", advice(dead, right))
+    size = cfg.algorithm.group_size
+    rewards = [[nan if reward.failed else float(reward.value) for reward in group.rewards] for group in groups]
+    dead = predicted_dead_share(rewards, size, cfg.algorithm.min_reward_range)
+    found = f"{dead:.0%} of groups of {size} will be dead."
+    print(f"{outcome(graded, len(groups))}; {found}", advice(dead, graded, can_begin(cfg)))
+    if warning := cut_off([completion for group in groups for completion in group.completions], cfg):
+        print(f"! {warning}", flush=True)
 
 
-def advice(dead: float, right: float) -> str:
-    """What to do where many groups will be dead: all right or all wrong, they have no gradient."""
+def outcome(graded: Sequence[Reward], prompts: int) -> str:
+    """How the samples did, and how many they are."""
+    n = f"{counted(len(graded), 'sample')} of {counted(prompts, 'prompt')}"
+    if all(reward.is_verdict for reward in graded):
+        return f"{fmean(reward.is_correct for reward in graded):.0%} of {n} are right"
+    return f"The mean reward of {n} is {fmean(reward.value for reward in graded):.3f}"
+
+
+def advice(dead: float, graded: Sequence[Reward], can_begin: bool = False) -> str:
+    """What to do where many groups will be dead: all alike, they have no gradient.
+
+    can_begin: the task can begin the answers, and does not do so yet.
+    """
     if dead < 0.5:
         return "That is enough contrast to learn from."
-    easier_or_harder = "easier prompts or a better-prompted start" if right < 0.5 else "harder prompts"
+    too_easy = fmean(reward.is_correct for reward in graded) >= 0.5
+    ways = [
+        "a larger algorithm.group_size",
+        "algorithm.max_rounds to draw dead groups anew",
+        "harder prompts" if too_easy else "easier prompts or a better-prompted start",
+    ]
+    if can_begin and not too_easy:
+        ways.append('prefixes, the beginnings of right answers: [task] name = "prefixed" around this task')
+    return f"Most sampling will teach nothing: use {', '.join(ways[:-1])}, or {ways[-1]}."
+
+
+def can_begin(cfg: Config) -> bool:
+    """Whether the task writes workings that could be prefixes, and nothing gives them yet."""
+    given = any(isinstance(layer, Prefixed) for layer in layers(cfg.task))
+    return not given and hasattr(innermost(cfg.task), "working")
+
+
+def cut_off(completions: Sequence[Completion], cfg: Config) -> str:
+    """A line on the samples that did not come to an end, where they are more than a few."""
+    n, cut = len(completions), sum(not completion.finished for completion in completions)
+    if cut < MANY_CUT_OFF * n:
+        return ""
     return (
-        "Most sampling will teach nothing: use a larger algorithm.group_size, algorithm.max_rounds to draw dead groups"
-        f" anew, or {easier_or_harder}."
+        f"{cut / n:.0%} of {counted(n, 'sample')} were cut off at sampler.max_tokens = {cfg.sampler.max_tokens}: raise"
+        " it, or ask for shorter answers, if what is cut off is the answer"
     )
 
 

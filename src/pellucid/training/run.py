@@ -203,7 +203,7 @@ def look_first(cfg: Config, parts: Components) -> Evaluation | None:
     if parts.runtime.main:
         with loggers.only_shown("the first exchange"):
             preflight.show_exchange(parts.policy, groups[0])
-            preflight.show_signal(groups, sampling.n, cfg.algorithm.min_reward_range)
+            preflight.show_signal(groups, cfg)
     return evaluation
 
 

@@ -1,0 +1,122 @@
+"""What is shown of an evaluation: accuracy where answers are right or wrong, the reward where it is a degree."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import replace
+
+import pytest
+
+from pellucid.reporting.console import Plain, accuracy_table, before_after, evaluation_rows, verdict
+from pellucid.reporting.loggers import Jsonl, json_line, read_evaluations
+from pellucid.reporting.measures import evaluation_of, record_of, worth_showing
+from pellucid.reporting.report import write_report
+from pellucid.types import Completion, Estimate, Evaluation, Group, Prompt, Reward
+
+NONE = Estimate(0.0, 0.0, 0.1)
+JUDGED = Evaluation(
+    *("sums", "test", 4, 2, Estimate(0.5, 0.2, 0.8), Estimate(0.25, 0.1, 0.5), Estimate(0.5, 0.2, 0.8)),
+    right=(0, 1, 0, 1),
+    questions="q",
+    reward=Estimate(0.5, -0.4, 1.4),
+    reward_at_k=Estimate(0.25, -0.1, 0.6),
+    rewards=(0.0, 1.0, 0.0, 1.0),
+)
+DEGREE = Evaluation(
+    *("tone", "test", 4, 2, NONE, NONE, NONE),
+    right=(0, 0, 0, 0),
+    questions="q",
+    reward=Estimate(-0.75, -0.9, -0.6),
+    reward_at_k=Estimate(-0.5, -0.8, -0.2),
+    rewards=(-0.75, -0.8, math.nan, -0.7),
+    verdicts=False,
+)
+HIGHER = replace(DEGREE, reward=Estimate(0.25, 0.125, 0.375))
+OLD = {
+    "step": 3,
+    "task": "sums",
+    "split": "test",
+    "n": 4,
+    "k": 2,
+    "greedy": {"value": 0.5, "low": 0.2, "high": 0.8},
+    "right": [0, 1, 0, 1],
+    "questions": "q",
+}
+"""A line of evals.jsonl as of 0.1."""
+
+
+@pytest.mark.parametrize(
+    ("evaluations", "names"),
+    [
+        ([JUDGED], ["greedy", "mean@k", "pass@k"]),
+        ([JUDGED, replace(JUDGED, reward=Estimate(0.6, 0, 1))], ["greedy", "mean@k", "pass@k", "reward", "reward@k"]),
+        ([DEGREE], ["reward", "reward@k"]),
+        ([DEGREE, replace(DEGREE, greedy=Estimate(0.1, 0, 1))], ["reward", "reward@k", "greedy", "mean@k", "pass@k"]),
+        ([JUDGED, DEGREE], ["reward", "reward@k", "greedy", "mean@k", "pass@k"]),
+        ([evaluation_of(OLD)], ["greedy"]),
+    ],
+)
+def test_what_goes_without_saying_is_not_said(evaluations, names):
+    assert worth_showing(evaluations) == names
+
+
+@pytest.mark.parametrize("evaluation", [JUDGED, DEGREE, replace(DEGREE, reward=Estimate(2.0, -math.inf, math.inf))])
+def test_an_evaluation_comes_back_from_its_file(tmp_path, evaluation):
+    log = Jsonl(tmp_path)
+    log.log_evaluation(3, evaluation)
+    log.close()
+    again = read_evaluations(tmp_path)[3]
+    assert record_of(again).items() >= {k: v for k, v in record_of(evaluation).items() if k != "rewards"}.items()
+    assert [x for x in again.rewards if not math.isnan(x)] == [x for x in evaluation.rewards if not math.isnan(x)]
+    assert list(map(math.isnan, again.rewards)) == list(map(math.isnan, evaluation.rewards))
+
+
+def test_files_of_older_versions_are_read(tmp_path):
+    (tmp_path / "evals.jsonl").write_text(json.dumps(OLD) + "\n")
+    evaluation = read_evaluations(tmp_path)[3]
+    assert (evaluation.greedy, evaluation.right, evaluation.verdicts) == (Estimate(0.5, 0.2, 0.8), (0, 1, 0, 1), True)
+    assert math.isnan(evaluation.reward.value)
+    assert write_report(tmp_path).read_text().count("<th scope=row>greedy</th>") == 1
+
+
+def cells(table):
+    return [list(column.cells) for column in table.columns]
+
+
+def test_the_headline_on_the_screen_is_the_reward_where_no_answer_is_right(capsys):
+    Plain(9).log_evaluation(3, HIGHER)
+    assert capsys.readouterr().out == "eval step 3  reward 0.25 [0.12, 0.38]  reward@2 -0.50 [-0.80, -0.20]\n"
+    names, before, after, gain, apart = cells(before_after(DEGREE, HIGHER))
+    assert (names[0], before[0], after[0]) == ("reward", "-0.750 [-0.90, -0.60]", "0.250 [0.12, 0.38]")
+    assert (gain[0], apart[0], names[1:]) == ("+1.000", "apart", ["reward@2"])
+    rows = [(name.strip(), str(value)) for name, value, _ in evaluation_rows({0: DEGREE, 3: HIGHER})]
+    assert rows == [("held out", ""), ("reward", "0.25"), ("reward@2", "-0.50")]
+    assert cells(accuracy_table("m", HIGHER))[0] == ["reward", "reward@2"]
+    assert [column.header for column in accuracy_table("m", HIGHER).columns] == ["", "mean", "interval"]
+    assert [column.header for column in accuracy_table("m", JUDGED).columns] == ["", "accuracy", "interval"]
+
+
+def test_the_report_begins_with_the_reward_where_no_answer_is_right(tmp_path):
+    lines = [json_line({"step": step, **record_of(e)}) for step, e in ((0, DEGREE), (8, HIGHER))]
+    (tmp_path / "evals.jsonl").write_text("".join(lines))
+    page = write_report(tmp_path).read_text()
+    assert "In 8 steps, reward of greedy answers on 4 held-out prompts rose from -0.750" in page
+    assert "to 0.250 <small>[0.125, 0.375]</small>; the intervals are apart." in page
+    assert "<td>+1.000 <small>apart</small></td>" in page
+    assert "Held-out reward" in page
+    for absent in ("accuracy", "%</", "greedy</th>"):
+        assert absent not in page.partition("</style>")[2], absent
+
+
+def test_a_verdict_is_given_where_there_is_one():
+    completion = Completion((1,), (0.0,), "7", True)
+    for said, reward in {
+        "right, reward 1.00": Reward(1.0),
+        "wrong, reward 0.00": Reward(0.0),
+        "wrong, reward 0.30": Reward(0.3, correct=False),
+        "reward 0.40": Reward(0.4),
+        "reward 0.50": Reward(0.5, correct=False, degree=True),
+    }.items():
+        shown = cells(verdict(Group(Prompt("p", "3 + 4"), (1,), (completion,), (reward,))))
+        assert str(shown[1][-2]) == said
