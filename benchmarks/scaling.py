@@ -64,7 +64,7 @@ def flags(processes: int, engine: str) -> list[str]:
 def measured(recipe: str, processes: int, engine: str) -> dict[str, float]:
     """Median seconds of each stage, the share of the profiled step in which something went between processes, GB."""
     cfg = load(Path(recipe), flags(processes, engine))
-    planned = sum(memory.parts(memory.from_name(cfg.policy.model, 0), cfg, processes).values())
+    planned = memory.together(memory.parts(memory.from_name(cfg.policy.model, 0), cfg, processes))
     with tempfile.TemporaryDirectory() as folder:
         run_dir = Path(folder) / "run"
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]

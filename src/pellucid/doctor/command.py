@@ -87,14 +87,16 @@ def plan(cfg: Config) -> int:
         away = by_engine.model_copy(update={"optimizer": replace(cfg.optimizer, offload=True)})
         for devices in DEVICES:
             parts, offloaded = (memory.parts(model, settings, devices) for settings in (by_engine, away))
-            sums = [sum(parts.values()), sum(offloaded.values())]
-            print(line([str(devices), name, *(f"{gb:.1f}" for gb in [*parts.values(), *sums])]))
+            sums = [memory.shown(counted) for counted in (parts, offloaded)]
+            print(line([str(devices), name, *map(memory.gb, parts.values()), *sums]))
     wide = 4 if cfg.policy.dtype == "float32" else 2
+    if reason := memory.unlike(model.config):
+        print(f"\nUnknown is what {model.config.model_type} needs that depends on its layers ({reason}).")
     print(
         f"\nEngines are those of runtime.engine, ZeRO that of deepspeed with its runtime.zero_stage; offload is"
-        f" optimizer.offload.\nSampling keeps {memory.cache(model.config, cfg, 1):.1f} GB of keys and values on one"
-        " device, and neither gradients nor activations. An engine of its own on the same device, such as vLLM, keeps"
-        f" {wide * model.parameters / 1e9:.1f} GB of weights besides."
+        f" optimizer.offload.\nSampling keeps {memory.gb(memory.cache(model.config, cfg, 1))} GB of keys and values on"
+        " one device, and neither gradients nor activations. An engine of its own on the same device, such as vLLM,"
+        f" keeps {wide * model.parameters / 1e9:.1f} GB of weights besides."
     )
     return 0
 

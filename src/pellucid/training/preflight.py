@@ -82,7 +82,8 @@ def show_numbers(cfg: Config, policy: Policy, world: int) -> None:
     completions = a.prompts_per_step * a.group_size
     parameters, trained = count(policy)
     model = memory.Model(policy.model.config, parameters, trained)
-    expected = sum(memory.parts(model, cfg, world).values())
+    parts, reason = memory.parts(model, cfg, world), memory.unlike(model.config)
+    expected = memory.together(parts)
     table = Table.grid(padding=(0, 2))
     for name, value in {
         "model": f"{cfg.policy.model}: {parameters / 1e6:.1f} M parameters, {trained / 1e6:.1f} M trained",
@@ -93,7 +94,9 @@ def show_numbers(cfg: Config, policy: Policy, world: int) -> None:
         "the run": f"{a.steps} steps = {a.steps * completions} completions"
         + (f", or {a.minutes:g} minutes" if a.minutes else "")
         + f", seed {a.seed}",
-        "memory": f"about {expected:.1f} GB expected"
+        "memory": ("at least" if reason else "about")
+        + f" {expected:.1f} GB expected"
+        + (f", activations unknown ({reason})" if reason else "")
         + (f" of {memory_gb():.0f} GB: lower algorithm.micro_batch" if expected > memory_gb() else ""),
     }.items():
         table.add_row(f"[dim]{name}", escape(value))
