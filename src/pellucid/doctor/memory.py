@@ -11,9 +11,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from pellucid.config import Config
 from pellucid.models.family import fallback_reason
 from pellucid.policy.logprobs import MANY
-from pellucid.policy.pretrained import locate
+from pellucid.policy.pretrained import explained, locate, refuse
 from pellucid.runtimes.settings import BUCKET
-from pellucid.types import UserError
 
 PROMPT_TOKENS = 64
 """The length that a prompt is taken to have, in tokens."""
@@ -31,15 +30,11 @@ class Model(NamedTuple):
 
 def from_name(name: str, lora: int) -> Model:
     """The facts of a model by its name, or by its folder, where config.json is enough. No weights are loaded."""
-    try:
+    with explained(name):
         config = AutoConfig.from_pretrained(locate(name, weights=False))
-    except (OSError, ValueError) as error:
-        raise UserError(f"policy.model = {name!r} has no readable config.json: {str(error).splitlines()[0]}") from error
-    try:
+        refuse(name, config)
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(config)
-    except ValueError as error:
-        raise UserError(f"policy.model = {name!r}: {str(error).splitlines()[0]}") from error
     parameters = sum(p.numel() for p in model.parameters())
     if not lora:
         return Model(config, parameters, parameters)

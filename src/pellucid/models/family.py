@@ -54,6 +54,19 @@ def fallback_reason(config: Any) -> str:
     return ", ".join(reason for reason, applies in reasons.items() if applies)
 
 
+def longest(config: Any) -> int:
+    """The most tokens that this model reads in one way, whatever stands beside them.
+
+    transformers gives all rows of a batch the rotary frequencies of its longest row, and keeps keys that were turned by
+    others: beyond the length that frequencies depend on, a token's log-prob would be that of its neighbours.
+    """
+    most = getattr(config, "max_position_embeddings", None) or 2**31
+    rope = getattr(config, "rope_parameters", None) or {}
+    kinds = [rope, *(kind for kind in rope.values() if isinstance(kind, Mapping))]
+    limits = [kind["original_max_position_embeddings"] for kind in kinds if kind.get("rope_type") == "longrope"]
+    return min([most, *limits])
+
+
 def _attends(config: Any) -> bool:
     """Whether each layer is one of attention: to all tokens, or where a checkpoint has a window, to the last ones."""
     window = config.model_type != "llama" and getattr(config, "sliding_window", None)

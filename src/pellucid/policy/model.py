@@ -27,7 +27,8 @@ def silence_dropout(model: PreTrainedModel) -> PreTrainedModel:
 
 def eos_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
     """Every end-of-sequence id that the checkpoint names, wherever it names it."""
-    named = [getattr(model.generation_config, "eos_token_id", None), model.config.eos_token_id, tokenizer.eos_token_id]
+    sources = (model.generation_config, model.config, model.config.get_text_config(), tokenizer)
+    named = [getattr(source, "eos_token_id", None) for source in sources]
     ids = {i for entry in named if entry is not None for i in (entry if isinstance(entry, list) else [entry])}
     if not ids:
         raise UserError("policy.model names no end-of-sequence token: no completion could ever end")

@@ -17,7 +17,7 @@ from pellucid.algorithm.grpo import Scores
 from pellucid.models.decoder import PLAIN, Decoder, compiled
 from pellucid.models.decoding import DecodeBatch
 from pellucid.models.fallback import FallbackDecodeBatch
-from pellucid.models.family import fallback_reason
+from pellucid.models.family import fallback_reason, longest
 from pellucid.models.masters import OTHER_POLICY, Gatherable, whole
 from pellucid.policy import pretrained
 from pellucid.policy.logprobs import Head
@@ -51,7 +51,7 @@ class Policy:
         """What an engine has sharded: all parameters."""
         self.eos_ids = eos_ids(model, tokenizer)
         self.end_id = end_of_answer(tokenizer, self.eos_ids)
-        self.context_length: int = getattr(model.config, "max_position_embeddings", None) or 2**31
+        self.context_length = longest(model.config.get_text_config())
         self._copy: PreTrainedModel | None = None
 
     @property
