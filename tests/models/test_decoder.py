@@ -468,7 +468,6 @@ REFUSED = {
     "architecture gemma3_text": lambda: tiny_gemma().config,
     "architecture gpt2": lambda: tiny_gpt2().config,
     "activation gelu": lambda: LlamaConfig(**SMALL, hidden_act="gelu"),
-    "biases in the MLP": lambda: LlamaConfig(**SMALL, mlp_bias=True),
     "other layers than attention": lambda: Qwen3Config(
         **SMALL, **WINDOW, layer_types=["sliding_attention", "chunked_attention"]
     ),

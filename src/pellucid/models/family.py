@@ -48,7 +48,6 @@ def fallback_reason(config: Any) -> str:
         f"rotary scaling {rope.get('rope_type')}": rope.get("rope_type") not in ROTARY or "rope_theta" not in rope,
         "partial rotary": rope.get("partial_rotary_factor", 1.0) != 1.0,
         "other layers than attention": not _attends(config),
-        "biases in the MLP": getattr(config, "mlp_bias", False),
         "quantised weights": getattr(config, "quantization_config", None) is not None,
     }
     return ", ".join(reason for reason, applies in reasons.items() if applies)
