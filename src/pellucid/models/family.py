@@ -82,9 +82,13 @@ def sliding_layers(config: Any) -> tuple[bool, ...]:
 
 
 def rotary_frequencies(config: Any, head_size: int) -> Tensor:
-    """[d / 2] radians per position, scaled as the checkpoint says."""
+    """[d / 2] radians per position, scaled as the checkpoint says.
+
+    To the last bit those that it was trained with: rounded otherwise, one turns position 2,000 by 1e-4 radians more or
+    less. Hence the order of operations is transformers', here and in `_stretched`.
+    """
     rope = config.rope_parameters
-    frequencies = rope["rope_theta"] ** -(torch.arange(0, head_size, 2) / head_size)
+    frequencies = 1 / rope["rope_theta"] ** (torch.arange(0, head_size, 2) / head_size)
     if rope["rope_type"] == "linear":
         return frequencies / rope["factor"]
     if rope["rope_type"] == "llama3":
@@ -94,7 +98,7 @@ def rotary_frequencies(config: Any, head_size: int) -> Tensor:
 
 def _stretched(frequencies: Tensor, rope: Mapping[str, float]) -> Tensor:
     """Llama 3.1: waves longer than the original context are slowed down, short ones not; between, a blend."""
-    turns = rope["original_max_position_embeddings"] * frequencies / (2 * math.pi)
+    turns = rope["original_max_position_embeddings"] / (2 * math.pi / frequencies)
     low, high = rope["low_freq_factor"], rope["high_freq_factor"]
     keep = ((turns - low) / (high - low)).clamp(0, 1)
-    return frequencies * (keep + (1 - keep) / rope["factor"])
+    return (1 - keep) * frequencies / rope["factor"] + keep * frequencies
