@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -11,6 +11,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from pellucid.machine.extras import extra
 from pellucid.models.masters import on_cpu
+from pellucid.models.trial import said
 from pellucid.types import UserError
 
 
@@ -59,5 +60,30 @@ def move(model: nn.Module, device: torch.device) -> nn.Module:
 
 
 def add_adapter(model: PreTrainedModel, rank: int) -> Any:
+    """An adapter on every linear layer but those whose weights a state-space layer's kernels read past their module."""
     peft = extra("peft", "lora", "policy.lora")
-    return peft.get_peft_model(model, peft.LoraConfig(r=rank, lora_alpha=2 * rank, target_modules="all-linear"))
+    beside = [
+        f"{name}.{past}"
+        for name, module in model.named_modules()
+        if hasattr(module, "A_log") and hasattr(module, "D")
+        for past in ("dt_proj", "out_proj")
+    ]
+    settings = peft.LoraConfig(r=rank, lora_alpha=2 * rank, target_modules="all-linear", exclude_modules=beside or None)
+    try:
+        return peft.get_peft_model(model, settings)
+    except (NotImplementedError, ValueError) as error:
+        raise UserError(f"policy.lora: peft has no adapter for {type(model).__name__}: {said(error)}") from error
+
+
+def merge_adapter(model: nn.Module) -> None:
+    """Adds an adapter to its base, and puts the layers of the base in their own places.
+
+    Fused experts have an adapter around an adapter, a parameter each: all are added before the outermost is replaced.
+    """
+    layers = [(path, module) for path, module in model.named_modules() if hasattr(module, "lora_A")]
+    for _, module in layers:
+        cast(Any, module).merge()
+    for path, module in layers:
+        parent, _, name = path.rpartition(".")
+        if name != "base_layer":
+            setattr(model.get_submodule(parent), name, cast(Any, module).get_base_layer())

@@ -21,7 +21,7 @@ from pellucid.models.family import fallback_reason, longest
 from pellucid.models.masters import OTHER_POLICY, Gatherable, whole
 from pellucid.policy import pretrained
 from pellucid.policy.logprobs import Head
-from pellucid.policy.model import add_adapter, end_of_answer, eos_ids, move, narrowed, silence_dropout
+from pellucid.policy.model import add_adapter, end_of_answer, eos_ids, merge_adapter, move, narrowed, silence_dropout
 from pellucid.policy.scorer import Hidden, Scorer, check_head
 from pellucid.types import Prompt, UserError
 
@@ -191,6 +191,9 @@ class Policy:
             same = share and not p.requires_grad and p.dtype == self.dtype
             copied = p if same else nn.Parameter(p.detach().to(self.dtype, copy=True), requires_grad=False)
             twins[id(p)] = copied
+        for module in self.model.modules():  # a state that a layer has kept of its last pass
+            kept = [x for x in vars(module).values() if isinstance(x, Tensor) and x.grad_fn is not None]
+            twins |= {id(x): x.detach() for x in kept}
         return copy.deepcopy(self.model, memo=twins)
 
     def trainable(self) -> dict[str, Tensor]:
@@ -235,11 +238,7 @@ class Policy:
         for name, p in twin.named_parameters():
             if name in masters:
                 p.data = whole(masters[name].detach()).to(p.device)
-        for path, module in list(twin.named_modules()):
-            if hasattr(module, "lora_A"):
-                cast(Any, module).merge()
-                parent, _, name = path.rpartition(".")
-                setattr(twin.get_submodule(parent), name, cast(Any, module).get_base_layer())
+        merge_adapter(twin)
         return twin
 
     @contextmanager

@@ -164,9 +164,9 @@ def head_fault(model: PreTrainedModel) -> str:
     begun = model.base_model(input_ids=ids[:, :2], use_cache=False).last_hidden_state[0]
     if apart(begun.float(), hidden[:2].float()) > APART.get(model.dtype, HALF):
         return "reads tokens that are still to come, and is no causal language model"
-    ours = head.logits(hidden)
+    ours = head.logits(hidden.to(model.dtype))
     product, output = head._replace(scale=1.0, softcap=0.0), cast(nn.Module, model.get_output_embeddings())
-    hook = output.register_forward_hook(lambda _, inputs, __: product.logits(inputs[0][0])[None])
+    hook = output.register_forward_hook(lambda _, inputs, __: product.logits(inputs[0][0].to(model.dtype))[None])
     theirs = model(input_ids=ids, use_cache=False).logits[0].float()
     hook.remove()
     return "" if torch.allclose(ours, theirs, rtol=1e-3, atol=1e-3) else "changes its logits behind the output layer"
