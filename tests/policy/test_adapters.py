@@ -6,7 +6,9 @@ import pytest
 import torch
 
 from conftest import CountDigits
+from pellucid import cli
 from pellucid.algorithm.batch import collate
+from pellucid.doctor import memory
 from pellucid.policy import policy
 from pellucid.policy.model import add_adapter
 from pellucid.samplers.choice import choose
@@ -51,3 +53,43 @@ def test_what_peft_has_no_adapter_for_is_one_line(monkeypatch):
     monkeypatch.setattr("peft.get_peft_model", refuse)
     with pytest.raises(UserError, match=r"policy\.lora: peft has no adapter for GPT2LMHeadModel: .* modules not found"):
         add_adapter(model_of("gpt2"), 2)
+
+
+def test_an_adapter_is_on_the_layers_that_are_named_and_weighed_as_told():
+    model = model_of("llama")
+    add_adapter(model, 2, alpha=3.0, targets=("q_proj", "v_proj"))
+    adapted = {path.rpartition(".")[2]: m for path, m in model.named_modules() if hasattr(m, "lora_A")}
+    assert adapted.keys() == {"q_proj", "v_proj"}
+    x, layer = torch.randn(3, 32), adapted["q_proj"]
+    with torch.no_grad():
+        layer.lora_B["default"].weight.normal_()
+        low = layer.lora_B["default"](layer.lora_A["default"](x))
+        torch.testing.assert_close(layer(x) - layer.base_layer(x), 3.0 / 2 * low)
+
+
+def test_the_plan_counts_the_adapter_of_the_layers_that_are_named(tmp_path):
+    checkpoint("llama", tmp_path)
+    adapted = policy.load(str(tmp_path), CPU, torch.float32, 1.0, lora=2, lora_targets=("q_proj", "down_proj"))
+    counted = memory.from_name(str(tmp_path), 2, ("q_proj", "down_proj")).trained
+    assert counted == sum(p.numel() for p in adapted.trainable().values())
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        (
+            ["--policy.lora", "2", "--policy.lora-targets", "q_prj"],
+            "no linear layer is called q_prj; there are down_proj",
+        ),
+        (["--policy.lora", "2", "--policy.lora-alpha", "-1"], "lora_alpha = -1.0 must not be negative"),
+        (["--policy.lora-alpha", "4"], "give lora, its rank, too"),
+    ],
+)
+def test_an_adapter_that_cannot_be_is_said(settings, said, tmp_path, capsys):
+    checkpoint("llama", tmp_path / "model")
+    recipe = tmp_path / "r.toml"
+    recipe.write_text(f'[policy]\nmodel = "{tmp_path}/model"\n')
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["train", str(recipe), "--run", str(tmp_path / "run"), *settings])
+    assert ended.value.code == 2
+    assert said in " ".join(capsys.readouterr().err.split())

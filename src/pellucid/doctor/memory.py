@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -28,7 +28,7 @@ class Model(NamedTuple):
     trained: int
 
 
-def from_name(name: str, lora: int) -> Model:
+def from_name(name: str, lora: int, targets: Sequence[str] = ()) -> Model:
     """The facts of a model by its name, or by its folder, where config.json is enough. No weights are loaded."""
     with explained(name):
         config = AutoConfig.from_pretrained(locate(name, weights=False))
@@ -38,7 +38,12 @@ def from_name(name: str, lora: int) -> Model:
     parameters = sum(p.numel() for p in model.parameters())
     if not lora:
         return Model(config, parameters, parameters)
-    inner = [m for name, m in model.named_modules() if isinstance(m, torch.nn.Linear) and not name.endswith("lm_head")]
+    linear = {name: m for name, m in model.named_modules() if isinstance(m, torch.nn.Linear)}
+    inner = [
+        m
+        for name, m in linear.items()
+        if (name.rpartition(".")[2] in targets if targets else not name.endswith("lm_head"))
+    ]
     return Model(config, parameters, sum(lora * (m.in_features + m.out_features) for m in inner))
 
 

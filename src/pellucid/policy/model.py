@@ -8,6 +8,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers.pytorch_utils import Conv1D
 
 from pellucid.machine.extras import extra
 from pellucid.models.masters import on_cpu
@@ -59,8 +60,10 @@ def move(model: nn.Module, device: torch.device) -> nn.Module:
     return model.to(device)
 
 
-def add_adapter(model: PreTrainedModel, rank: int) -> Any:
-    """An adapter on every linear layer but those whose weights a state-space layer's kernels read past their module."""
+def add_adapter(model: PreTrainedModel, rank: int, alpha: float = 0.0, targets: Sequence[str] = ()) -> Any:
+    """An adapter on the layers of these names, or on every linear one but those whose weights a state-space layer's
+    kernels read past their module. `alpha` 0 is twice the rank.
+    """
     peft = extra("peft", "lora", "policy.lora")
     beside = [
         f"{name}.{past}"
@@ -68,7 +71,19 @@ def add_adapter(model: PreTrainedModel, rank: int) -> Any:
         if hasattr(module, "A_log") and hasattr(module, "D")
         for past in ("dt_proj", "out_proj")
     ]
-    settings = peft.LoraConfig(r=rank, lora_alpha=2 * rank, target_modules="all-linear", exclude_modules=beside or None)
+    settings = peft.LoraConfig(
+        r=rank,
+        lora_alpha=alpha or 2 * rank,
+        target_modules=list(targets) or "all-linear",
+        exclude_modules=beside or None,
+    )
+    known = {
+        name.rpartition(".")[2] for name, module in model.named_modules() if isinstance(module, nn.Linear | Conv1D)
+    }
+    if unknown := sorted(set(targets) - known):
+        raise UserError(
+            f"policy.lora_targets: no linear layer is called {unknown[0]}; there are {', '.join(sorted(known))}"
+        )
     try:
         return peft.get_peft_model(model, settings)
     except (NotImplementedError, ValueError) as error:

@@ -264,14 +264,16 @@ def load(
     lora: int = 0,
     engine: str = "auto",
     narrow: bool = False,
+    lora_alpha: float = 0.0,
+    lora_targets: Sequence[str] = (),
 ) -> Policy:
-    """The policy to train. `lora` > 0 trains an adapter of that rank on every linear layer over a frozen base.
+    """The policy to train. `lora` > 0 trains an adapter of that rank, as `add_adapter` makes it, over a frozen base.
 
     narrow: the matrices in `dtype`, for an optimizer that keeps their masters on the CPU; vectors stay in fp32.
     """
     model, tokenizer = pretrained.load(name, dtype if lora else torch.float32)
     check_head(model)
-    adapter = add_adapter(model, lora) if lora else None
+    adapter = add_adapter(model, lora, lora_alpha, lora_targets) if lora else None
     masters = narrowed(model, dtype, device) if narrow else None
     move(model, device)
     return Policy(model, tokenizer, dtype, temperature, entropy_grad, gradient_checkpointing, adapter, engine, masters)

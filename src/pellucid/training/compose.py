@@ -85,6 +85,8 @@ def compose(cfg: Config, log: Path | None = None) -> Components:
         entropy_grad=algorithm.entropy_coef > 0,
         gradient_checkpointing=cfg.policy.gradient_checkpointing,
         lora=cfg.policy.lora,
+        lora_alpha=cfg.policy.lora_alpha,
+        lora_targets=cfg.policy.lora_targets,
         engine=cfg.policy.engine,
         narrow=cfg.optimizer.offload and cfg.runtime.engine in ("auto", "ddp"),
     )

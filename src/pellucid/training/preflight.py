@@ -46,7 +46,7 @@ def check(cfg: Config, run_dir: Path) -> None:
 def check_room(cfg: Config, run_dir: Path) -> None:
     """Raise UserError where the disk has no room for the model and its checkpoints, one more than are kept."""
     try:
-        model = memory.from_name(cfg.policy.model, cfg.policy.lora)
+        model = memory.from_name(cfg.policy.model, cfg.policy.lora, cfg.policy.lora_targets)
     except UserError:  # loading it says more
         return
     kept = cfg.checkpoint.keep_last + 1
