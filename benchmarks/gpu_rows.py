@@ -210,7 +210,7 @@ def planned(size: str, place: Place) -> Outcome:
     cfg = load(ARITHMETIC, [*words, "--policy.dtype", "bfloat16"])
     parts = memory.parts(memory.from_name(cfg.policy.model, 0), cfg)
     # What torch counts on a GPU is tensors; of a process on the CPU it is everything.
-    plan = sum(parts.values()) - (0 if place.simulated else parts["libraries"])
+    plan = memory.together(parts) - (0 if place.simulated else memory.LIBRARIES)
     with place.contender("step", "pellucid", settings, place.folder) as ours:
         for _ in range(WARM_UP):
             ours.turn()

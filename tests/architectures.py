@@ -53,6 +53,7 @@ FAMILY = {
     "mistral": lambda: MistralForCausalLM(MistralConfig(**SMALL, sliding_window=None)),
     "mistral, a window": lambda: MistralForCausalLM(MistralConfig(**SMALL, sliding_window=4)),
     "llama, biases": lambda: LlamaForCausalLM(LlamaConfig(**SMALL, attention_bias=True)),
+    "llama, biases everywhere": lambda: LlamaForCausalLM(LlamaConfig(**SMALL, attention_bias=True, mlp_bias=True)),
     "qwen2": lambda: Qwen2ForCausalLM(Qwen2Config(**SMALL, tie_word_embeddings=True)),
     "qwen3": lambda: Qwen3ForCausalLM(Qwen3Config(**SMALL, head_dim=16, tie_word_embeddings=False)),
     "qwen2.5 0.5b": lambda: qwen(14, 2, 4, tied=True, use_sliding_window=False, sliding_window=32768),

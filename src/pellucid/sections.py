@@ -18,6 +18,10 @@ class PolicyConfig:
     """On a GPU: the same run has the same bits, more slowly. A CPU repeats itself anyway."""
     lora: int = 0
     """Rank of a LoRA adapter to train instead of the whole model; 0 trains the whole model."""
+    lora_alpha: float = 0.0
+    """The adapter is weighed by lora_alpha / lora; 0 is twice the rank."""
+    lora_targets: tuple[str, ...] = ()
+    """Names of the linear layers that have an adapter, such as q_proj v_proj; none are all of them."""
     reference: str = "auto"
     """Device of the frozen reference (auto: that of the policy); it is loaded only where kl_coef > 0."""
     engine: Literal["auto", "compiled", "transformers"] = "auto"
@@ -27,8 +31,11 @@ class PolicyConfig:
     """Recompute activations in the backward pass: less memory, a third more time."""
 
     def __post_init__(self) -> None:
-        if self.lora < 0:
-            raise ValueError(f"lora = {self.lora} must not be negative")
+        for name in ("lora", "lora_alpha"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"{name} = {getattr(self, name)} must not be negative")
+        if not self.lora and (self.lora_alpha or self.lora_targets):
+            raise ValueError("lora_alpha and lora_targets are of an adapter: give lora, its rank, too")
 
 
 def refuse_truncation(top_k: int, top_p: float, min_p: float) -> None:

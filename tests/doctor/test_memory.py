@@ -8,8 +8,18 @@ from types import SimpleNamespace
 import peft
 import pytest
 import torch
+from transformers import (
+    Gemma3Config,
+    Gemma3TextConfig,
+    Lfm2Config,
+    Mamba2Config,
+    MambaConfig,
+    Qwen3MoeConfig,
+    T5Config,
+)
 
-from conftest import character_tokenizer, make_policy, tiny_llama
+from architectures import SMALL
+from conftest import VOCAB, character_tokenizer, make_policy, tiny_llama
 from pellucid import cli
 from pellucid.algorithm.batch import collate
 from pellucid.algorithm.settings import AdamWConfig, GRPOConfig
@@ -179,3 +189,62 @@ def test_a_plan_for_a_model_that_is_not_there_is_one_line(tmp_path, capsys, monk
         cli.main(["doctor", "--plan", str(recipe)])
     assert ended.value.code == 2
     assert "nowhere/at-all" in capsys.readouterr().err
+
+
+MAMBA = {"hidden_size": 32, "num_hidden_layers": 2, "state_size": 8, "vocab_size": VOCAB}
+SEEING = {**SMALL, "head_dim": 8}
+SEES = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 28}
+PARTLY_UNKNOWN = {
+    "mamba": (lambda: MambaConfig(**MAMBA), "layers without attention"),
+    "mamba2": (
+        lambda: Mamba2Config(**MAMBA, num_heads=8, head_dim=8, n_groups=1, chunk_size=8),
+        "layers without attention",
+    ),
+    "lfm2": (lambda: Lfm2Config(**SMALL, layer_types=["conv", "full_attention"]), "layers without attention"),
+    "qwen3_moe": (
+        lambda: Qwen3MoeConfig(**SMALL, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16),
+        "experts",
+    ),
+}
+
+
+def planned(config, tmp_path, capsys):
+    """What `doctor --plan` prints."""
+    config.save_pretrained(tmp_path)
+    recipe = tmp_path / "r.toml"
+    recipe.write_text(f'[policy]\nmodel = "{tmp_path}"\n')
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["doctor", "--plan", str(recipe)])
+    assert ended.value.code == 0
+    return capsys.readouterr().out
+
+
+@pytest.mark.parametrize("name", PARTLY_UNKNOWN)
+def test_what_cannot_be_estimated_is_said_to_be_unknown(name, tmp_path, capsys):
+    config, reason = PARTLY_UNKNOWN[name]
+    printed = planned(config(), tmp_path, capsys)
+    rows = [row.split(" | ") for row in printed.splitlines() if row.startswith("| ")]
+    activations = rows[0].index("activations")
+    assert {row[activations] for row in rows[2:]} == {"unknown"}
+    assert all("at least" in row[-1] for row in rows[2:])
+    assert f"what {name} needs that depends on its layers ({reason})" in printed
+    assert "Sampling keeps unknown GB" in printed
+
+
+def test_of_a_model_that_sees_the_part_that_reads_is_counted(tmp_path, capsys):
+    """Gemma 3 with an image encoder: its text model is one of attention."""
+    config = Gemma3Config(text_config=Gemma3TextConfig(**SEEING), vision_config=SEES, mm_tokens_per_image=4)
+    printed = planned(config, tmp_path, capsys)
+    assert "unknown" not in printed
+    text = memory.activations(Gemma3TextConfig(**SEEING), configured(), ours=False)
+    assert memory.activations(config, configured(), ours=False) == text > 0
+
+
+def test_a_model_that_is_no_causal_one_has_a_plan_of_one_line(tmp_path, capsys):
+    T5Config().save_pretrained(tmp_path)
+    recipe = tmp_path / "r.toml"
+    recipe.write_text(f'[policy]\nmodel = "{tmp_path}"\n')
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["doctor", "--plan", str(recipe)])
+    assert ended.value.code == 2
+    assert capsys.readouterr().err.count("\n") == 1

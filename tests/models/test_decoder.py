@@ -16,8 +16,9 @@ from transformers import (
     Qwen2Config,
     Qwen3Config,
 )
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-from architectures import FAMILY, SMALL, WINDOW, batch_of, model_of, plain_logprobs, sequences
+from architectures import FAMILY, LLAMA3, SMALL, WINDOW, batch_of, model_of, plain_logprobs, sequences
 from conftest import (
     EOS,
     VOCAB,
@@ -34,13 +35,13 @@ from pellucid.models.attention import attend
 from pellucid.models.decoder import Decoder, after_attention, linear
 from pellucid.models.decoding import DecodeBatch
 from pellucid.models.elementwise import gated, norm, rotated
-from pellucid.models.family import fallback_reason, sliding_layers
+from pellucid.models.family import fallback_reason, longest, rotary_frequencies, sliding_layers
 from pellucid.models.masters import Matrix, embedded
 from pellucid.models.packed import hidden_states
 from pellucid.policy import logprobs
 from pellucid.policy.policy import Policy
 from pellucid.samplers.native import Native
-from pellucid.types import Completion, Group, Prompt, Sampling
+from pellucid.types import Completion, Group, Prompt, Sampling, UserError
 from runs import in_two_processes
 
 
@@ -467,7 +468,6 @@ REFUSED = {
     "architecture gemma3_text": lambda: tiny_gemma().config,
     "architecture gpt2": lambda: tiny_gpt2().config,
     "activation gelu": lambda: LlamaConfig(**SMALL, hidden_act="gelu"),
-    "biases in the MLP": lambda: LlamaConfig(**SMALL, mlp_bias=True),
     "other layers than attention": lambda: Qwen3Config(
         **SMALL, **WINDOW, layer_types=["sliding_attention", "chunked_attention"]
     ),
@@ -625,6 +625,38 @@ def test_angles_are_exact_far_out():
             torch.testing.assert_close(measured.double(), expected, rtol=0, atol=2**-8)
 
 
+ROPES = [
+    *({"rope_type": "default", "rope_theta": theta} for theta in (1e4, 1e5, 5e5, 1e6)),
+    {"rope_type": "linear", "rope_theta": 500.0, "factor": 4.0},
+    LLAMA3,
+    {**LLAMA3, "rope_theta": 5e5, "factor": 32.0, "original_max_position_embeddings": 8192},
+]
+
+
+@pytest.mark.parametrize("size", [8, 16, 64, 128])
+@pytest.mark.parametrize("rope", ROPES, ids=lambda rope: f"{rope['rope_type']} {rope['rope_theta']:g}")
+def test_rotary_frequencies_have_the_bits_that_transformers_trained_with(rope, size):
+    config = LlamaConfig(**{**SMALL, "max_position_embeddings": 10_000}, head_dim=size, rope_parameters=rope)
+    assert torch.equal(rotary_frequencies(config, size), LlamaRotaryEmbedding(config).inv_freq)
+
+
+@pytest.mark.parametrize("rope", [ROPES[2], ROPES[-1]], ids=str)
+@torch.no_grad()
+def test_far_out_the_decoder_is_as_near_to_fp64_as_transformers(rope):
+    """At position 1,900 and behind. The model in fp64 has the frequencies that it was trained with, in fp32; others, as
+    near to the formula, would turn this into 1.4e-4.
+    """
+    shape = {**SMALL, "max_position_embeddings": 4096, "head_dim": 64, "rope_parameters": rope}
+    model, ids = LlamaForCausalLM(LlamaConfig(**shape)).eval(), torch.randint(VOCAB, (1, 2000))
+    completion = Completion(tuple(ids[0, 1900:].tolist()), (0.0,) * 100, "", True)
+    batch = collate([Group(Prompt("p", "?"), tuple(ids[0, :1900].tolist()), (completion,))], torch.device("cpu"))
+    hidden, head = hidden_states(decoder_of(model), batch)
+    ours, theirs = hidden @ head.tensor.T, model(ids).logits[0, 1899:-1]
+    exact = model.double()(ids).logits[0, 1899:-1]
+    assert (theirs - exact).abs().max() < 2e-5
+    assert (ours - exact).abs().max() < 2e-5
+
+
 def test_frozen_weights_that_follow_others_are_computed_with():
     """As a moving reference: no parameter of it wants a gradient."""
     reference, policy = (Policy(model_of("llama"), character_tokenizer(), torch.bfloat16) for _ in range(2))
@@ -695,3 +727,62 @@ def test_the_eps_of_the_norms_is_the_checkpoints():
     check.compare(flight.admit([[1, 2, 3]], 2))
     check.histories = [[1, 2, 3, 4], [1, 2, 3, 5]]
     check.compare(flight.step(torch.tensor([4, 5])))
+
+
+# ---------------------------------------------------------------- frequencies that depend on the length
+
+LONGROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 1e4,
+    "factor": 4.0,
+    "original_max_position_embeddings": 32,
+    "short_factor": [1.0] * 4,
+    "long_factor": [4.0] * 4,
+}
+BY_LENGTH = {"dynamic": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0}, "longrope": LONGROPE}
+
+
+@pytest.mark.parametrize(("kind", "most"), [("dynamic", 128), ("longrope", 32)])
+@torch.no_grad()
+def test_rotary_frequencies_that_depend_on_the_length_are_kept_to_where_they_do_not(kind, most):
+    """Beyond, a row's log-probs are those of the longest beside it: by nats. Up to there, nothing of the kind."""
+    policy = Policy(
+        LlamaForCausalLM(LlamaConfig(**SMALL, rope_parameters=BY_LENGTH[kind])).eval(), character_tokenizer()
+    )
+    assert policy.decoder is None
+    assert policy.context_length == most
+    prompts = CountDigits().sample(0, 4)
+    longest_prompt = max(len(policy.encode(prompt)) for prompt in prompts)
+    sampling = Sampling(4, max_tokens=most - longest_prompt, seed="0/0")
+    groups = Native(policy=policy).generate(prompts, sampling)
+    batch, alone = collate(groups, policy.device), collate(groups[:1], policy.device)
+    scored = policy.score(batch).logprobs
+    assert (scored - batch.sampler_logprobs)[batch.mask].abs().max() < 1e-4
+    rows, length = alone.mask.shape
+    assert (policy.score(alone).logprobs - scored[:rows, :length])[alone.mask].abs().max() < 1e-4
+    with pytest.raises(UserError, match=r"shorten the prompts or sampler\.max_tokens"):
+        Native(policy=policy).generate(prompts, replace(sampling, max_tokens=most - longest_prompt + 1))
+
+
+@pytest.mark.parametrize("kind", BY_LENGTH)
+def test_a_row_beyond_that_length_is_not_scored(kind):
+    policy = Policy(
+        LlamaForCausalLM(LlamaConfig(**SMALL, rope_parameters=BY_LENGTH[kind])).eval(), character_tokenizer()
+    )
+    most = policy.context_length
+    for response in (most - 3, most - 2):
+        completion = Completion((1,) * response, (0.0,) * response, "", True)
+        batch = collate([Group(Prompt("p", "?"), (1, 2, 3), (completion,))], policy.device)
+        if response + 3 <= most:
+            assert bool(policy.score(batch).logprobs.isfinite().all())
+        else:
+            with pytest.raises(UserError, match=f"a row of {most + 1} tokens is longer than .* {most}"):
+                policy.score(batch)
+
+
+def test_layers_with_rotary_frequencies_of_their_own_are_as_short_as_the_shortest():
+    config = LlamaConfig(**SMALL)
+    config.rope_parameters = {"full_attention": LONGROPE, "sliding_attention": {"rope_type": "default"}}
+    assert longest(config) == 32
+    config.rope_parameters = {"rope_type": "default", "rope_theta": 1e4}
+    assert longest(config) == SMALL["max_position_embeddings"]

@@ -74,7 +74,7 @@ def plan(cfg: Config) -> int:
     """Print how many GB training with these settings takes on each device. No weights are loaded."""
     dtype = hardware.pick_dtype(cfg.policy.dtype, hardware.pick_device(cfg.policy.device))
     cfg = cfg.model_copy(update={"policy": replace(cfg.policy, dtype=str(dtype).removeprefix("torch."))})
-    model = memory.from_name(cfg.policy.model, cfg.policy.lora)
+    model = memory.from_name(cfg.policy.model, cfg.policy.lora, cfg.policy.lora_targets)
     print(
         f"{cfg.policy.model}: {model.parameters / 1e6:.1f} M parameters, {model.trained / 1e6:.1f} M trained, computed"
         f" in {cfg.policy.dtype}; GB on each device at the peak\n"
@@ -87,14 +87,16 @@ def plan(cfg: Config) -> int:
         away = by_engine.model_copy(update={"optimizer": replace(cfg.optimizer, offload=True)})
         for devices in DEVICES:
             parts = memory.parts(model, by_engine, devices).values()
-            peaks = [memory.peak(model, settings, devices) for settings in (by_engine, away)]
-            print(line([str(devices), name, *(f"{gb:.1f}" for gb in [*parts, *peaks])]))
+            peaks = [memory.shown(model, settings, devices) for settings in (by_engine, away)]
+            print(line([str(devices), name, *map(memory.gb, parts), *peaks]))
     wide = 4 if cfg.policy.dtype == "float32" else 2
+    if reason := memory.unlike(model.config):
+        print(f"\nUnknown is what {model.config.model_type} needs that depends on its layers ({reason}).")
     print(
         f"\nEngines are those of runtime.engine, ZeRO that of deepspeed with its runtime.zero_stage; offload is"
-        f" optimizer.offload.\nSampling keeps {memory.cache(model.config, cfg, 1):.1f} GB of keys and values on one"
-        " device, and neither gradients nor activations. Before it is sharded, a model is whole in fp32: the peak is at"
-        " least that. An engine of its own on the same device, such as vLLM, keeps"
+        f" optimizer.offload.\nSampling keeps {memory.gb(memory.cache(model.config, cfg, 1))} GB of keys and values on"
+        " one device, and neither gradients nor activations. Before it is sharded, a model is whole in fp32: the peak"
+        " is at least that. An engine of its own on the same device, such as vLLM, keeps"
         f" {wide * model.parameters / 1e9:.1f} GB of weights besides."
     )
     return 0

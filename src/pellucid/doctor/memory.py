@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -10,9 +11,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from pellucid.config import Config
 from pellucid.models.family import fallback_reason
 from pellucid.policy.logprobs import MANY
-from pellucid.policy.pretrained import locate
+from pellucid.policy.pretrained import explained, locate, refuse
 from pellucid.runtimes.settings import BUCKET
-from pellucid.types import UserError
 
 PROMPT_TOKENS = 64
 """The length that a prompt is taken to have, in tokens."""
@@ -28,41 +28,87 @@ class Model(NamedTuple):
     trained: int
 
 
-def from_name(name: str, lora: int) -> Model:
+def from_name(name: str, lora: int, targets: Sequence[str] = ()) -> Model:
     """The facts of a model by its name, or by its folder, where config.json is enough. No weights are loaded."""
-    try:
+    with explained(name):
         config = AutoConfig.from_pretrained(locate(name, weights=False))
-    except (OSError, ValueError) as error:
-        raise UserError(f"policy.model = {name!r} has no readable config.json: {str(error).splitlines()[0]}") from error
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config)
+        refuse(name, config)
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(config)
     parameters = sum(p.numel() for p in model.parameters())
     if not lora:
         return Model(config, parameters, parameters)
-    inner = [m for name, m in model.named_modules() if isinstance(m, torch.nn.Linear) and not name.endswith("lm_head")]
+    linear = {name: m for name, m in model.named_modules() if isinstance(m, torch.nn.Linear)}
+    inner = [
+        m
+        for name, m in linear.items()
+        if (name.rpartition(".")[2] in targets if targets else not name.endswith("lm_head"))
+    ]
     return Model(config, parameters, sum(lora * (m.in_features + m.out_features) for m in inner))
 
 
-def parts(model: Model, cfg: Config, processes: int = 1) -> dict[str, float]:
-    """GB on each of `processes` devices at the peak, in the update. Weights, gradients and optimizer are exact.
+def parts(model: Model, cfg: Config, processes: int = 1) -> dict[str, float | None]:
+    """GB on each of `processes` devices at the peak, in the update; None where they are unknown. Weights, gradients and
+    optimizer are exact.
 
     With ddp fp32 masters and a copy in the compute dtype in every process; with fsdp2 and deepspeed shared out.
     """
     ours = computed_by_us(model.config, cfg)
     tokens = tokens_of(cfg, processes, shared=ours)
+    counted = not unlike(model.config)
     return state(model, cfg, processes) | {
-        "activations": tokens * activations(model.config, cfg, ours) / 1e9,
+        "activations": tokens * activations(model.config, cfg, ours) / 1e9 if counted else None,
         "logits": 4 * MANY / 1e9,
         "libraries": LIBRARIES,
     }
 
 
 def peak(model: Model, cfg: Config, processes: int = 1) -> float:
-    """GB on each device where most is needed: in the update, or where the last whole model is loaded to be sharded."""
+    """GB on each device where most is needed: in the update, or where the last whole model is loaded to be sharded.
+
+    What is unknown is not counted.
+    """
     p = model.parameters / 1e9
     sharded = cfg.runtime.engine in ("fsdp2", "deepspeed")
     start = 4 * p * (1 + has_reference(cfg) / processes) + LIBRARIES if sharded else 0.0
-    return max(sum(parts(model, cfg, processes).values()), start)
+    return max(together(parts(model, cfg, processes)), start)
+
+
+def together(counted: Mapping[str, float | None]) -> float:
+    """GB of all parts that are known."""
+    return sum(gb for gb in counted.values() if gb is not None)
+
+
+def gb(size: float | None) -> str:
+    """As it is printed."""
+    return "unknown" if size is None else f"{size:.1f}"
+
+
+def shown(model: Model, cfg: Config, processes: int) -> str:
+    """The peak as it is printed: at least so many GB where a part is unknown."""
+    unknown = None in parts(model, cfg, processes).values()
+    return ("at least " if unknown else "") + gb(peak(model, cfg, processes))
+
+
+def unlike(config: Any) -> str:
+    """What keeps the formulas for activations and cache from describing such a model; empty where they do.
+
+    They count layers of attention over keys and values with one MLP behind it.
+    """
+    text = config.get_text_config()
+    experts = ("num_experts", "num_local_experts", "n_routed_experts")
+    kinds = getattr(text, "layer_types", None) or getattr(text, "layers_block_type", None) or []
+    reasons = {
+        "layers without attention": not all(map(_reads_keys, kinds)) or not hasattr(text, "num_attention_heads"),
+        "experts": any(getattr(text, name, None) for name in experts),
+        "compressed keys and values": getattr(text, "kv_lora_rank", None) is not None,
+        "sizes of its own": not all(hasattr(text, name) for name in ("hidden_size", "num_hidden_layers")),
+    }
+    return ", ".join(reason for reason, applies in reasons.items() if applies)
+
+
+def _reads_keys(kind: str) -> bool:
+    return "attention" in kind and "linear" not in kind
 
 
 def tokens_of(cfg: Config, processes: int, shared: bool) -> float:
@@ -142,6 +188,7 @@ def joined(config: Any) -> float:
 
 def heads_of(config: Any) -> tuple[int, int, int]:
     """Query heads, key heads and head size."""
+    config = config.get_text_config()
     heads = config.num_attention_heads
     key_heads = getattr(config, "num_key_value_heads", None) or heads
     return heads, key_heads, getattr(config, "head_dim", None) or config.hidden_size // heads
@@ -151,6 +198,7 @@ def activations(config: Any, cfg: Config, ours: bool) -> float:
     """Bytes that the backward pass needs of one token: of all layers, or the residual stream and one layer where they
     are recomputed. Counted for our own decoder; through transformers half as much again, as a rule of thumb.
     """
+    config = config.get_text_config()
     layer, layers = bytes_a_token(config, 4 if cfg.policy.dtype == "float32" else 2), config.num_hidden_layers
     kept = 4 * config.hidden_size * (layers + 1) + layer if cfg.policy.gradient_checkpointing else layer * layers
     return kept if ours else 1.5 * kept
@@ -167,9 +215,13 @@ def bytes_a_token(config: Any, wide: int) -> int:
     return 8 * config.hidden_size + wide * (normed + attention + 3 * inner)
 
 
-def cache(config: Any, cfg: Config, processes: int) -> float:
-    """GB of keys and values of the rows while they are sampled, each prompt once. The update needs more."""
-    a, s = cfg.algorithm, cfg.sampler
+def cache(config: Any, cfg: Config, processes: int) -> float | None:
+    """GB of keys and values of the rows while they are sampled, each prompt once; None where they are unknown. The
+    update needs more.
+    """
+    if unlike(config):
+        return None
+    config, a, s = config.get_text_config(), cfg.algorithm, cfg.sampler
     rows = min(s.rows, max(a.group_size, a.prompts_per_step * a.group_size // processes))
     tokens = rows * s.max_tokens + rows / a.group_size * PROMPT_TOKENS
     _, key_heads, size = heads_of(config)

@@ -3,7 +3,7 @@
 One set of layers with two faces: decoding.py continues groups of rows from a KV cache, packed.py scores rollouts with
 gradient. Both compute in `dtype` with the residual stream in fp32, so that what was sampled is what is scored.
 
-Left out on purpose: dropout, biases in the MLP, rotary scalings that depend on the length. `fallback_reason` in
+Left out on purpose: dropout, rotary scalings that depend on the length. `fallback_reason` in
 family.py says so, and such a model goes through transformers instead.
 
 Shapes: N tokens, D hidden size, H query heads, K key heads, d head size, I intermediate size, V vocabulary.
@@ -49,6 +49,10 @@ class LayerWeights(NamedTuple):
     """[(H + 2K) d], Qwen2"""
     attention_out_bias: Tensor | None = None
     """[D], where the configuration says attention_bias"""
+    gate_up_bias: Tensor | None = None
+    """[2I], where it says mlp_bias"""
+    down_bias: Tensor | None = None
+    """[D], where it says mlp_bias"""
     query_norm: Tensor | None = None
     """[d], Qwen3"""
     key_norm: Tensor | None = None
@@ -72,6 +76,8 @@ PARTS = {
     "down": ("mlp.down_proj.weight",),
     "qkv_bias": ("self_attn.q_proj.bias", "self_attn.k_proj.bias", "self_attn.v_proj.bias"),
     "attention_out_bias": ("self_attn.o_proj.bias",),
+    "gate_up_bias": ("mlp.gate_proj.bias", "mlp.up_proj.bias"),
+    "down_bias": ("mlp.down_proj.bias",),
     "query_norm": ("self_attn.q_norm.weight",),
     "key_norm": ("self_attn.k_norm.weight",),
 }
@@ -205,7 +211,7 @@ def after_attention(layer: LayerWeights, hidden: Tensor, attended: Tensor, shape
     """[N, D] of the next layer, from what the heads of this one have read, [N, H d]."""
     hidden = hidden + linear(attended, layer.attention_out, layer.attention_out_bias)
     x = norm(hidden, layer.mlp_norm, shape.eps, layer.down.dtype)
-    return hidden + linear(gated(linear(x, layer.gate_up)), layer.down)
+    return hidden + linear(gated(linear(x, layer.gate_up, layer.gate_up_bias)), layer.down, layer.down_bias)
 
 
 PLAIN = Pieces(heads_of, after_attention)

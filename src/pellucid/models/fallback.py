@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -15,7 +17,9 @@ class FallbackDecodeBatch:
 
     def __init__(self, model: PreTrainedModel, rows: int) -> None:
         self.model, self.rows = model.eval(), rows  # in train mode gradient checkpointing would switch the cache off
-        self.cache = DynamicCache()
+        self.cache: Any = DynamicCache()
+        self.recurrent = "cache_params" in inspect.signature(model.forward).parameters
+        """Whether it is Mamba or of its kind, which call the cache so, and want no mask beside it."""
         self.mask = torch.zeros(0, 0, dtype=torch.long, device=model.device)
         """[n, tokens so far], prompts padded on the left."""
 
@@ -30,9 +34,11 @@ class FallbackDecodeBatch:
         self.mask = (torch.arange(width, device=lengths.device) >= width - lengths[:, None]).long()
         self.cache = DynamicCache(config=self.model.config)
         logits = self._forward(ids)
-        self.cache.batch_repeat_interleave(copies)
-        self.mask = self.mask.repeat_interleave(copies, 0)
-        return logits.repeat_interleave(copies, 0)
+        places = torch.arange(len(prompts), device=lengths.device).repeat_interleave(copies)
+        # All kinds of layers can be put in another order; repeated or selected from, only those of attention.
+        self.cache.reorder_cache(places)
+        self.mask = self.mask[places]
+        return logits[places]
 
     @torch.no_grad()
     def step(self, tokens: Tensor) -> Tensor:
@@ -42,10 +48,16 @@ class FallbackDecodeBatch:
     def keep(self, rows: Tensor) -> None:
         self.mask = self.mask[rows]
         if len(rows):
-            self.cache.batch_select_indices(rows)
+            self.cache.reorder_cache(rows)
 
     def _forward(self, ids: Tensor) -> Tensor:
         """[n, S] new tokens -> [n, V] logits behind the last of them. Positions count from the first real token."""
+        if self.recurrent:
+            first = ids.shape[1] == self.mask.shape[1]
+            mask = self.mask if first else None
+            return self.model(
+                input_ids=ids, attention_mask=mask, cache_params=self.cache, use_cache=True, logits_to_keep=1
+            ).logits[:, -1]
         positions = (self.mask.cumsum(-1) - 1).clamp(min=0)[:, -ids.shape[1] :]
         return self.model(
             input_ids=ids,

@@ -48,10 +48,22 @@ def fallback_reason(config: Any) -> str:
         f"rotary scaling {rope.get('rope_type')}": rope.get("rope_type") not in ROTARY or "rope_theta" not in rope,
         "partial rotary": rope.get("partial_rotary_factor", 1.0) != 1.0,
         "other layers than attention": not _attends(config),
-        "biases in the MLP": getattr(config, "mlp_bias", False),
         "quantised weights": getattr(config, "quantization_config", None) is not None,
     }
     return ", ".join(reason for reason, applies in reasons.items() if applies)
+
+
+def longest(config: Any) -> int:
+    """The most tokens that this model reads in one way, whatever stands beside them.
+
+    transformers gives all rows of a batch the rotary frequencies of its longest row, and keeps keys that were turned by
+    others: beyond the length that frequencies depend on, a token's log-prob would be that of its neighbours.
+    """
+    most = getattr(config, "max_position_embeddings", None) or 2**31
+    rope = getattr(config, "rope_parameters", None) or {}
+    kinds = [rope, *(kind for kind in rope.values() if isinstance(kind, Mapping))]
+    limits = [kind["original_max_position_embeddings"] for kind in kinds if kind.get("rope_type") == "longrope"]
+    return min([most, *limits])
 
 
 def _attends(config: Any) -> bool:
@@ -70,9 +82,13 @@ def sliding_layers(config: Any) -> tuple[bool, ...]:
 
 
 def rotary_frequencies(config: Any, head_size: int) -> Tensor:
-    """[d / 2] radians per position, scaled as the checkpoint says."""
+    """[d / 2] radians per position, scaled as the checkpoint says.
+
+    To the last bit those that it was trained with: rounded otherwise, one turns position 2,000 by 1e-4 radians more or
+    less. Hence the order of operations is transformers', here and in `_stretched`.
+    """
     rope = config.rope_parameters
-    frequencies = rope["rope_theta"] ** -(torch.arange(0, head_size, 2) / head_size)
+    frequencies = 1 / rope["rope_theta"] ** (torch.arange(0, head_size, 2) / head_size)
     if rope["rope_type"] == "linear":
         return frequencies / rope["factor"]
     if rope["rope_type"] == "llama3":
@@ -82,7 +98,7 @@ def rotary_frequencies(config: Any, head_size: int) -> Tensor:
 
 def _stretched(frequencies: Tensor, rope: Mapping[str, float]) -> Tensor:
     """Llama 3.1: waves longer than the original context are slowed down, short ones not; between, a blend."""
-    turns = rope["original_max_position_embeddings"] * frequencies / (2 * math.pi)
+    turns = rope["original_max_position_embeddings"] / (2 * math.pi / frequencies)
     low, high = rope["low_freq_factor"], rope["high_freq_factor"]
     keep = ((turns - low) / (high - low)).clamp(0, 1)
-    return frequencies * (keep + (1 - keep) / rope["factor"])
+    return (1 - keep) * frequencies / rope["factor"] + keep * frequencies

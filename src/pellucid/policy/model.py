@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers.pytorch_utils import Conv1D
 
 from pellucid.machine.extras import extra
 from pellucid.models.masters import on_cpu
+from pellucid.models.trial import said
 from pellucid.types import UserError
 
 
@@ -27,7 +29,8 @@ def silence_dropout(model: PreTrainedModel) -> PreTrainedModel:
 
 def eos_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
     """Every end-of-sequence id that the checkpoint names, wherever it names it."""
-    named = [getattr(model.generation_config, "eos_token_id", None), model.config.eos_token_id, tokenizer.eos_token_id]
+    sources = (model.generation_config, model.config, model.config.get_text_config(), tokenizer)
+    named = [getattr(source, "eos_token_id", None) for source in sources]
     ids = {i for entry in named if entry is not None for i in (entry if isinstance(entry, list) else [entry])}
     if not ids:
         raise UserError("policy.model names no end-of-sequence token: no completion could ever end")
@@ -57,6 +60,45 @@ def move(model: nn.Module, device: torch.device) -> nn.Module:
     return model.to(device)
 
 
-def add_adapter(model: PreTrainedModel, rank: int) -> Any:
+def add_adapter(model: PreTrainedModel, rank: int, alpha: float = 0.0, targets: Sequence[str] = ()) -> Any:
+    """An adapter on the layers of these names, or on every linear one but those whose weights a state-space layer's
+    kernels read past their module. `alpha` 0 is twice the rank.
+    """
     peft = extra("peft", "lora", "policy.lora")
-    return peft.get_peft_model(model, peft.LoraConfig(r=rank, lora_alpha=2 * rank, target_modules="all-linear"))
+    beside = [
+        f"{name}.{past}"
+        for name, module in model.named_modules()
+        if hasattr(module, "A_log") and hasattr(module, "D")
+        for past in ("dt_proj", "out_proj")
+    ]
+    settings = peft.LoraConfig(
+        r=rank,
+        lora_alpha=alpha or 2 * rank,
+        target_modules=list(targets) or "all-linear",
+        exclude_modules=beside or None,
+    )
+    known = {
+        name.rpartition(".")[2] for name, module in model.named_modules() if isinstance(module, nn.Linear | Conv1D)
+    }
+    if unknown := sorted(set(targets) - known):
+        raise UserError(
+            f"policy.lora_targets: no linear layer is called {unknown[0]}; there are {', '.join(sorted(known))}"
+        )
+    try:
+        return peft.get_peft_model(model, settings)
+    except (NotImplementedError, ValueError) as error:
+        raise UserError(f"policy.lora: peft has no adapter for {type(model).__name__}: {said(error)}") from error
+
+
+def merge_adapter(model: nn.Module) -> None:
+    """Adds an adapter to its base, and puts the layers of the base in their own places.
+
+    Fused experts have an adapter around an adapter, a parameter each: all are added before the outermost is replaced.
+    """
+    layers = [(path, module) for path, module in model.named_modules() if hasattr(module, "lora_A")]
+    for _, module in layers:
+        cast(Any, module).merge()
+    for path, module in layers:
+        parent, _, name = path.rpartition(".")
+        if name != "base_layer":
+            setattr(model.get_submodule(parent), name, cast(Any, module).get_base_layer())

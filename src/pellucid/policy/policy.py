@@ -17,11 +17,11 @@ from pellucid.algorithm.grpo import Scores
 from pellucid.models.decoder import PLAIN, Decoder, compiled
 from pellucid.models.decoding import DecodeBatch
 from pellucid.models.fallback import FallbackDecodeBatch
-from pellucid.models.family import fallback_reason
+from pellucid.models.family import fallback_reason, longest
 from pellucid.models.masters import OTHER_POLICY, Gatherable, whole
 from pellucid.policy import pretrained
 from pellucid.policy.logprobs import Head
-from pellucid.policy.model import add_adapter, end_of_answer, eos_ids, move, narrowed, silence_dropout
+from pellucid.policy.model import add_adapter, end_of_answer, eos_ids, merge_adapter, move, narrowed, silence_dropout
 from pellucid.policy.scorer import Hidden, Scorer, check_head
 from pellucid.types import Prompt, UserError
 
@@ -53,7 +53,7 @@ class Policy:
         """What an engine has sharded: all parameters."""
         self.eos_ids = eos_ids(model, tokenizer)
         self.end_id = end_of_answer(tokenizer, self.eos_ids)
-        self.context_length: int = getattr(model.config, "max_position_embeddings", None) or 2**31
+        self.context_length = longest(model.config.get_text_config())
         self._copy: PreTrainedModel | None = None
 
     def score(self, batch: Batch) -> Scores:
@@ -189,6 +189,9 @@ class Policy:
             same = share and not p.requires_grad and p.dtype == self.dtype
             copied = p if same else nn.Parameter(p.detach().to(self.dtype, copy=True), requires_grad=False)
             twins[id(p)] = copied
+        for module in self.model.modules():  # a state that a layer has kept of its last pass
+            kept = [x for x in vars(module).values() if isinstance(x, Tensor) and x.grad_fn is not None]
+            twins |= {id(x): x.detach() for x in kept}
         return copy.deepcopy(self.model, memo=twins)
 
     def trainable(self) -> dict[str, Tensor]:
@@ -236,11 +239,7 @@ class Policy:
         for name, p in twin.named_parameters():
             if name in masters:
                 p.data = masters[name].detach().to(p.device)
-        for path, module in list(twin.named_modules()):
-            if hasattr(module, "lora_A"):
-                cast(Any, module).merge()
-                parent, _, name = path.rpartition(".")
-                setattr(twin.get_submodule(parent), name, cast(Any, module).get_base_layer())
+        merge_adapter(twin)
         return twin
 
     @contextmanager
@@ -266,14 +265,16 @@ def load(
     lora: int = 0,
     engine: str = "auto",
     narrow: bool = False,
+    lora_alpha: float = 0.0,
+    lora_targets: Sequence[str] = (),
 ) -> Policy:
-    """The policy to train. `lora` > 0 trains an adapter of that rank on every linear layer over a frozen base.
+    """The policy to train. `lora` > 0 trains an adapter of that rank, as `add_adapter` makes it, over a frozen base.
 
     narrow: the matrices in `dtype`, for an optimizer that keeps their masters on the CPU; vectors stay in fp32.
     """
     model, tokenizer = pretrained.load(name, dtype if lora else torch.float32)
     check_head(model)
-    adapter = add_adapter(model, lora) if lora else None
+    adapter = add_adapter(model, lora, lora_alpha, lora_targets) if lora else None
     masters = narrowed(model, dtype, device) if narrow else None
     move(model, device)
     return Policy(model, tokenizer, dtype, temperature, entropy_grad, gradient_checkpointing, adapter, engine, masters)

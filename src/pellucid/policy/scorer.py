@@ -12,7 +12,9 @@ from transformers import PreTrainedModel
 from pellucid.algorithm.batch import Batch
 from pellucid.algorithm.grpo import Scores
 from pellucid.models.decoder import Decoder, Pieces
+from pellucid.models.family import longest
 from pellucid.models.packed import hidden_states
+from pellucid.models.trial import APART, FAULTS, HALF, apart, said
 from pellucid.policy.logprobs import Head, token_logprobs
 from pellucid.types import UserError
 
@@ -78,6 +80,8 @@ class Scorer(nn.Module):
 
     def hidden_by_transformers(self, batch: Batch) -> Tensor:
         input_ids, starts = whole_sequences(batch)
+        if input_ids.shape[1] > (most := longest(self.model.config.get_text_config())):
+            raise UserError(f"a row of {input_ids.shape[1]} tokens is longer than what this model reads, {most}")
         # transformers recomputes activations only in train mode; dropout is silenced in both.
         self.model.train(self.gradient_checkpointing)
         with self.autocast():
@@ -131,27 +135,38 @@ def whole_sequences(batch: Batch) -> tuple[Tensor, Tensor]:
 
 
 def head_of(model: PreTrainedModel, dtype: torch.dtype) -> Head:
-    config: Any = model.config
+    config: Any = model.config.get_text_config()
     output: Any = model.get_output_embeddings()
     scale = getattr(config, "logit_scale", None) or 1 / (getattr(config, "logits_scaling", None) or 1.0)
-    bias = None if output.bias is None else output.bias.to(dtype)
+    bias = None if getattr(output, "bias", None) is None else output.bias.to(dtype)
     softcap = getattr(config, "final_logit_softcapping", None) or 0.0
     return Head(output.weight.detach().to(dtype), output.weight, bias, scale, softcap)
 
 
-@torch.no_grad()
 def check_head(model: PreTrainedModel) -> None:
-    """UserError where the architecture does something to its logits that `head_of` does not know.
-
-    In fp32 behind the output layer, whatever the dtype of the weights: a soft-cap in bf16 is off by 1%.
+    """UserError where the architecture does something to its logits that `head_of` does not know, reads what is still
+    to come, or cannot be scored at all.
     """
+    kind = type(model).__name__
+    try:
+        fault = head_fault(model)
+    except FAULTS as error:
+        fault = f"cannot be scored here ({said(error)})"
+    if fault:
+        raise UserError(f"policy.model: {kind} {fault}: not supported")
+
+
+@torch.no_grad()
+def head_fault(model: PreTrainedModel) -> str:
+    """In fp32 behind the output layer, whatever the dtype of the weights: a soft-cap in bf16 is off by 1%."""
     ids, head = torch.arange(1, 5, device=model.device)[None], head_of(model, model.dtype)
-    ours = head.logits(model.base_model(input_ids=ids, use_cache=False).last_hidden_state[0])
+    hidden = model.base_model(input_ids=ids, use_cache=False).last_hidden_state[0]
+    begun = model.base_model(input_ids=ids[:, :2], use_cache=False).last_hidden_state[0]
+    if apart(begun.float(), hidden[:2].float()) > APART.get(model.dtype, HALF):
+        return "reads tokens that are still to come, and is no causal language model"
+    ours = head.logits(hidden.to(model.dtype))
     product, output = head._replace(scale=1.0, softcap=0.0), cast(nn.Module, model.get_output_embeddings())
-    hook = output.register_forward_hook(lambda _, inputs, __: product.logits(inputs[0][0])[None])
+    hook = output.register_forward_hook(lambda _, inputs, __: product.logits(inputs[0][0].to(model.dtype))[None])
     theirs = model(input_ids=ids, use_cache=False).logits[0].float()
     hook.remove()
-    if not torch.allclose(ours, theirs, rtol=1e-3, atol=1e-3):
-        raise UserError(
-            f"policy.model: {type(model).__name__} changes its logits behind the output layer: not supported"
-        )
+    return "" if torch.allclose(ours, theirs, rtol=1e-3, atol=1e-3) else "changes its logits behind the output layer"

@@ -5,12 +5,18 @@ from __future__ import annotations
 from pellucid.config import Config
 from pellucid.machine import hardware
 from pellucid.policy import policy
+from pellucid.samplers.choice import choose
+from pellucid.samplers.hf import HuggingFace
 from pellucid.samplers.native import Native
 
 
-def load(cfg: Config, name: str) -> Native:
+def load(cfg: Config, name: str) -> Native | HuggingFace:
     hardware.keep_freed_memory()
     device = hardware.pick_device(cfg.policy.device)
     dtype = hardware.pick_dtype(cfg.policy.dtype, device)
     frozen = policy.load_frozen(name, device, dtype, cfg.sampler.temperature, cfg.policy.engine)
-    return Native(cfg.sampler.rows, policy=frozen)
+    sampler, note = choose("native", cfg.sampler.rows, frozen)
+    if note:
+        print(f"! {note}", flush=True)
+    sampler.sync(frozen)
+    return sampler

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
 from transformers import GenerationConfig
 
 from pellucid.algorithm.sampling_mask import masks_of
@@ -18,28 +20,26 @@ from pellucid.types import Group, Prompt, Sampling
 class HuggingFace:
     policy: Any = None
     version: int = 0
+    one_by_one: bool = False
+    """Whether prompts are continued one after the other, since this model's state knows no padding."""
 
     def sync(self, policy: Any, version: int = 0) -> None:
         self.policy, self.version, self.model = policy, version, policy.inference_model()
 
-    @torch.no_grad()
     def generate(self, prompts: Sequence[Prompt], sampling: Sampling) -> list[Group]:
         if self.policy.decoder:
             self.policy.gather()  # the model is the policy's own
-        self.model.eval()
+        parts = [[prompt] for prompt in prompts] if self.one_by_one else [prompts]
+        return [group for part in parts for group in self._together(part, sampling)]
+
+    @torch.no_grad()
+    def _together(self, prompts: Sequence[Prompt], sampling: Sampling) -> list[Group]:
         contexts = [self.policy.encode(prompt) for prompt in prompts]
         rows = [ids for ids in contexts for _ in range(sampling.n)]
         check_lengths(rows, self.policy.context_length - sampling.max_tokens)
-        ids, mask = (x.to(self.model.device) for x in left_padded(rows))
-        # What the call leaves open is filled in from the checkpoint (top_k, repetition penalty): leave it nothing.
-        own, self.model.generation_config = self.model.generation_config, GenerationConfig()
-        device = self.model.device
-        with torch.random.fork_rng([device] if device.type == "cuda" else []):  # not of all GPUs: a process has one
-            torch.manual_seed(row_seed(sampling.seed, prompts[0], 0))
-            output = self.model.generate(ids, attention_mask=mask, generation_config=self._config(sampling))
-        self.model.generation_config = own
-        sampled = output.sequences[:, ids.shape[1] :]  # [B, T]
-        scores = torch.stack(output.scores, 1).float()  # [B, T, V] at the temperature, -inf where cut off
+        with forked(self.model.device, row_seed(sampling.seed, prompts[0], 0)):
+            sampled, scores = generated(self.model, rows, self._config(sampling))
+        # Scores are at the temperature, -inf where cut off.
         logprobs = scores.log_softmax(-1).gather(-1, sampled[..., None])[..., 0]
         lengths = [self._length(row) for row in sampled.tolist()]
         return completed_groups(
@@ -66,12 +66,31 @@ class HuggingFace:
             repetition_penalty=1.0,
             eos_token_id=list(self.policy.eos_ids),
             pad_token_id=self.policy.eos_ids[0],
-            use_cache=True,
-            return_dict_in_generate=True,
-            output_scores=True,
         )
 
     def _length(self, row: list[int]) -> int:
         """Up to and with the first end-of-sequence token; behind it `generate()` pads."""
         ends = [t for t, token in enumerate(row) if token in self.policy.eos_ids]
         return ends[0] + 1 if ends else len(row)
+
+
+def generated(model: Any, rows: Sequence[Sequence[int]], config: GenerationConfig) -> tuple[Tensor, Tensor]:
+    """What `generate()` says behind these rows: tokens [B, T], and the scores [B, T, V] that they were drawn by."""
+    model.eval()
+    ids, mask = (x.to(model.device) for x in left_padded(rows))
+    config.update(use_cache=True, return_dict_in_generate=True, output_scores=True)
+    # What the call leaves open is filled in from the checkpoint (top_k, repetition penalty): leave it nothing.
+    own, model.generation_config = model.generation_config, GenerationConfig()
+    try:
+        output = model.generate(ids, attention_mask=mask, generation_config=config)
+    finally:
+        model.generation_config = own
+    return output.sequences[:, ids.shape[1] :], torch.stack(output.scores, 1).float()
+
+
+@contextmanager
+def forked(device: torch.device, seed: int) -> Iterator[None]:
+    """Random numbers of this seed, whatever was drawn before, and none of them taken from those who come after."""
+    with torch.random.fork_rng([device] if device.type == "cuda" else []):  # not of all GPUs: a process has one
+        torch.manual_seed(seed)
+        yield

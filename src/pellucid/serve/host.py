@@ -14,6 +14,7 @@ from pellucid.machine import hardware
 from pellucid.models import invariance
 from pellucid.policy import policy
 from pellucid.reporting import run_folder
+from pellucid.samplers.choice import fault_of
 from pellucid.serve import connections
 from pellucid.serve.api import application
 from pellucid.serve.daemon import INSTANCE, url_of
@@ -23,6 +24,7 @@ from pellucid.serve.gate import LOOPBACK
 from pellucid.tasks.gsm8k import SYSTEM
 from pellucid.tasks.sandbox import Sandboxed
 from pellucid.tasks.wrappers import with_split
+from pellucid.types import UserError
 
 
 def host(options: argparse.Namespace, listening: socket.socket) -> None:
@@ -56,6 +58,9 @@ def load(options: argparse.Namespace) -> Served:
     model = str(run_folder.model_of(run)) if run else options.model
     device = hardware.pick_device(options.device)
     frozen = policy.load_frozen(model, device, hardware.pick_dtype(options.dtype, device), temperature=1.0)
+    if fault := fault_of(frozen):
+        kind = type(frozen.model).__name__
+        raise UserError(f"{options.model}: {kind} cannot be served, since rows come and go beside one another: {fault}")
     if options.batch_invariant:
         invariance.check(frozen, options.rows)
     return Served(

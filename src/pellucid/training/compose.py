@@ -19,6 +19,7 @@ from pellucid.policy.adapter import BASE_STAYS, AdapterOff
 from pellucid.policy.policy import Policy
 from pellucid.runtimes.processes import decided
 from pellucid.runtimes.runtime import Runtime
+from pellucid.samplers.choice import choose
 from pellucid.samplers.hf import HuggingFace
 from pellucid.samplers.native import Native
 from pellucid.tasks.arithmetic import Arithmetic
@@ -26,6 +27,7 @@ from pellucid.tasks.curriculum import Curriculum
 from pellucid.tasks.prefixed import Prefixed
 from pellucid.tasks.sandbox import Sandboxed
 from pellucid.tasks.wrappers import layers, with_split
+from pellucid.training.claim import first_process
 from pellucid.training.evaluate import held_out
 from pellucid.types import Prompt, Sampler, Sampling, Task, UserError
 
@@ -83,9 +85,12 @@ def compose(cfg: Config, log: Path | None = None) -> Components:
         entropy_grad=algorithm.entropy_coef > 0,
         gradient_checkpointing=cfg.policy.gradient_checkpointing,
         lora=cfg.policy.lora,
+        lora_alpha=cfg.policy.lora_alpha,
+        lora_targets=cfg.policy.lora_targets,
         engine=cfg.policy.engine,
         narrow=cfg.optimizer.offload and cfg.runtime.engine in ("auto", "ddp"),
     )
+    sampler = pick_sampler(cfg, learner)  # before an engine shards what is tried
     total = algorithm.steps * algorithm.inner_steps
     runtime = Runtime(learner, cfg.optimizer, total, cfg.runtime)
     # When the policy has been sharded: there is never more than one whole model beside what is kept.
@@ -104,7 +109,7 @@ def compose(cfg: Config, log: Path | None = None) -> Components:
         task=task,
         test_task=test_task,
         test_prompts=held_out(test_task, cfg.evaluate.n) if cfg.evaluate.every else [],
-        sampler=pick_sampler(cfg),
+        sampler=sampler,
         policy=learner,
         reference=reference,
         runtime=runtime,
@@ -146,8 +151,12 @@ def load_reference(cfg: Config, learner: Policy) -> Policy | AdapterOff:
     return policy.load_frozen(cfg.policy.model, device, learner.dtype, cfg.sampler.temperature, cfg.policy.engine)
 
 
-def pick_sampler(cfg: Config) -> Native | HuggingFace:
-    return HuggingFace() if cfg.sampler.name == "hf" else Native(cfg.sampler.rows)
+def pick_sampler(cfg: Config, learner: Policy) -> Native | HuggingFace:
+    """The sampler of the settings, or the other where that one cannot sample this model, which is said in a line."""
+    sampler, note = choose(cfg.sampler.name, cfg.sampler.rows, learner)
+    if note and first_process():
+        print(f"! {note}", flush=True)
+    return sampler
 
 
 def training_sampling(cfg: Config) -> Sampling:

@@ -30,7 +30,7 @@ def examine(cfg: Config, model: str, show: int, output: Path | None = None) -> i
     dtype = hardware.pick_dtype(cfg.policy.dtype, device)
     frozen = policy.load_frozen(model, device, dtype, cfg.sampler.temperature, cfg.policy.engine)
     task = sandboxed(with_split(cfg.task, "test"), cfg.reward)
-    sampler, sampling, prompts = pick_sampler(cfg), evaluation_sampling(cfg), held_out(task, cfg.evaluate.n)
+    sampler, sampling, prompts = pick_sampler(cfg, frozen), evaluation_sampling(cfg), held_out(task, cfg.evaluate.n)
     sampler.sync(frozen, 0)
     evaluation, groups, best = evaluate(cfg.task_name, task, prompts, sampler, sampling, cfg.evaluate.k, OneProcess())
     for group in best[:show]:

@@ -51,7 +51,7 @@ def check(cfg: Config, run_dir: Path) -> None:
 def check_room(cfg: Config, run_dir: Path) -> None:
     """Raise UserError where the disk has no room for the model and its checkpoints, one more than are kept."""
     try:
-        model = memory.from_name(cfg.policy.model, cfg.policy.lora)
+        model = memory.from_name(cfg.policy.model, cfg.policy.lora, cfg.policy.lora_targets)
     except UserError:  # loading it says more
         return
     kept = cfg.checkpoint.keep_last + 1
@@ -87,6 +87,7 @@ def show_numbers(cfg: Config, policy: Policy, world: int) -> None:
     completions = a.prompts_per_step * a.group_size
     parameters, trained = count(policy)
     model = memory.Model(policy.model.config, parameters, trained)
+    reason = memory.unlike(model.config)
     expected = memory.peak(model, cfg, world)
     table = Table.grid(padding=(0, 2))
     for name, value in {
@@ -98,7 +99,9 @@ def show_numbers(cfg: Config, policy: Policy, world: int) -> None:
         "the run": f"{a.steps} steps = {a.steps * completions} completions"
         + (f", or {a.minutes:g} minutes" if a.minutes else "")
         + f", seed {a.seed}",
-        "memory": f"about {expected:.1f} GB expected"
+        "memory": ("at least" if reason else "about")
+        + f" {expected:.1f} GB expected"
+        + (f", activations unknown ({reason})" if reason else "")
         + (f" of {memory_gb():.0f} GB: lower algorithm.micro_batch" if expected > memory_gb() else ""),
     }.items():
         table.add_row(f"[dim]{name}", escape(value))

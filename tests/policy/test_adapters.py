@@ -1,0 +1,95 @@
+"""Adapters on every family: what is trained is what is saved, merged into its base."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from conftest import CountDigits
+from pellucid import cli
+from pellucid.algorithm.batch import collate
+from pellucid.doctor import memory
+from pellucid.policy import policy
+from pellucid.policy.model import add_adapter
+from pellucid.samplers.choice import choose
+from pellucid.types import Sampling, UserError
+from tiny_families import checkpoint, model_of
+
+CPU = torch.device("cpu")
+
+
+@pytest.mark.filterwarnings("ignore:The following .*_pattern keys:RuntimeWarning")  # peft's own, of fused experts
+@pytest.mark.parametrize("name", ["llama", "qwen3_moe", "mamba", "falcon_h1", "recurrent_gemma"])
+def test_the_merged_model_has_the_log_probs_of_base_and_adapter(name, tmp_path):
+    """Fused experts have adapters in one another; a recurrent layer keeps a state of its last pass, with gradient."""
+    checkpoint(name, tmp_path / "base")
+    adapted = policy.load(str(tmp_path / "base"), CPU, torch.float32, 1.0, lora=2)
+    with torch.no_grad():
+        for p in adapted.trainable().values():
+            p.copy_(0.3 * torch.randn_like(p))
+    sampler, _ = choose("native", 8, adapted)
+    sampler.sync(adapted)
+    batch = collate(sampler.generate(CountDigits().sample(0, 3), Sampling(2, max_tokens=8)), CPU)
+    scored = adapted.score(batch).logprobs
+    scored.sum().backward()
+    adapted.save(tmp_path / "merged")
+    merged = policy.load_frozen(str(tmp_path / "merged"), CPU, torch.float32, 1.0)
+    torch.testing.assert_close(merged.score(batch).logprobs, scored.detach(), rtol=0, atol=2e-3)
+    base = policy.load_frozen(str(tmp_path / "base"), CPU, torch.float32, 1.0)
+    assert (base.score(batch).logprobs - scored.detach())[batch.mask].abs().max() > 0.05
+
+
+def test_a_model_in_half_precision_whose_stream_is_not_has_an_adapter(tmp_path):
+    """Mamba's residual stream is in fp32."""
+    checkpoint("mamba", tmp_path)
+    adapted = policy.load(str(tmp_path), CPU, torch.bfloat16, 1.0, lora=2)
+    assert choose("native", 8, adapted)[1] == ""
+
+
+def test_what_peft_has_no_adapter_for_is_one_line(monkeypatch):
+    def refuse(*_):
+        raise ValueError("Target modules\nnot found")
+
+    monkeypatch.setattr("peft.get_peft_model", refuse)
+    with pytest.raises(UserError, match=r"policy\.lora: peft has no adapter for GPT2LMHeadModel: .* modules not found"):
+        add_adapter(model_of("gpt2"), 2)
+
+
+def test_an_adapter_is_on_the_layers_that_are_named_and_weighed_as_told():
+    model = model_of("llama")
+    add_adapter(model, 2, alpha=3.0, targets=("q_proj", "v_proj"))
+    adapted = {path.rpartition(".")[2]: m for path, m in model.named_modules() if hasattr(m, "lora_A")}
+    assert adapted.keys() == {"q_proj", "v_proj"}
+    x, layer = torch.randn(3, 32), adapted["q_proj"]
+    with torch.no_grad():
+        layer.lora_B["default"].weight.normal_()
+        low = layer.lora_B["default"](layer.lora_A["default"](x))
+        torch.testing.assert_close(layer(x) - layer.base_layer(x), 3.0 / 2 * low)
+
+
+def test_the_plan_counts_the_adapter_of_the_layers_that_are_named(tmp_path):
+    checkpoint("llama", tmp_path)
+    adapted = policy.load(str(tmp_path), CPU, torch.float32, 1.0, lora=2, lora_targets=("q_proj", "down_proj"))
+    counted = memory.from_name(str(tmp_path), 2, ("q_proj", "down_proj")).trained
+    assert counted == sum(p.numel() for p in adapted.trainable().values())
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        (
+            ["--policy.lora", "2", "--policy.lora-targets", "q_prj"],
+            "no linear layer is called q_prj; there are down_proj",
+        ),
+        (["--policy.lora", "2", "--policy.lora-alpha", "-1"], "lora_alpha = -1.0 must not be negative"),
+        (["--policy.lora-alpha", "4"], "give lora, its rank, too"),
+    ],
+)
+def test_an_adapter_that_cannot_be_is_said(settings, said, tmp_path, capsys):
+    checkpoint("llama", tmp_path / "model")
+    recipe = tmp_path / "r.toml"
+    recipe.write_text(f'[policy]\nmodel = "{tmp_path}/model"\n')
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["train", str(recipe), "--run", str(tmp_path / "run"), *settings])
+    assert ended.value.code == 2
+    assert said in " ".join(capsys.readouterr().err.split())

@@ -1,0 +1,120 @@
+"""What transformers decodes otherwise than it reads is seen before anything is sampled, and goes another way."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from conftest import CountDigits, character_tokenizer, make_policy
+from pellucid import cli
+from pellucid.algorithm.batch import collate
+from pellucid.models import fallback
+from pellucid.models.trial import cache_fault
+from pellucid.policy import policy as policies
+from pellucid.policy.policy import Policy
+from pellucid.samplers.choice import choose
+from pellucid.samplers.hf import HuggingFace
+from pellucid.samplers.native import Native
+from pellucid.serve import command, host
+from pellucid.types import Sampling, UserError
+from tiny_families import checkpoint, model_of
+
+
+def policy_of(name, dtype=torch.float32):
+    return Policy(model_of(name).eval(), character_tokenizer(), dtype)
+
+
+def gap(policy, sampler):
+    """The largest distance between what was sampled and what is scored, prompts and completions ragged."""
+    sampler.sync(policy)
+    groups = sampler.generate(CountDigits().sample(0, 4), Sampling(4, max_tokens=16, seed="0/0"))
+    assert len({len(group.prompt_ids) for group in groups}) > 1
+    assert len({len(c.token_ids) for group in groups for c in group.completions}) > 1
+    batch = collate(groups, policy.device)
+    return float((policy.score(batch).logprobs.detach() - batch.sampler_logprobs)[batch.mask].abs().max())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("name", ["mamba", "mamba2", "lfm2", "falcon_h1", "gemma3"])
+def test_layers_with_a_state_are_decoded_by_rows_that_come_and_go(name, dtype):
+    sampler, note = choose("native", 8, policy_of(name, dtype))
+    assert isinstance(sampler, Native)
+    assert note == ""
+    assert gap(policy_of(name), sampler) < 1e-4
+
+
+def test_a_state_that_knows_no_padding_is_decoded_by_itself():
+    """RecurrentGemma: beside longer prompts its log-probs would be a tenth of a nat off."""
+    policy = policy_of("recurrent_gemma")
+    sampler, note = choose("native", 8, policy)
+    assert isinstance(sampler, HuggingFace)
+    assert sampler.one_by_one
+    assert note.count("\n") == 0
+    assert "hf instead of native" in note
+    assert gap(policy, sampler) < 5e-3
+    assert gap(policy, HuggingFace()) > 0.02
+
+
+def test_a_cache_of_its_own_goes_to_the_sampler_that_knows_it():
+    policy = policy_of("minimax")
+    sampler, note = choose("native", 8, policy)
+    assert isinstance(sampler, HuggingFace)
+    assert not sampler.one_by_one
+    assert "MiniMax uses cache of its own" in note
+    assert gap(policy, sampler) < 1e-4
+
+
+def test_what_no_sampler_draws_from_is_refused():
+    with pytest.raises(UserError, match=r"RwkvForCausalLM cannot be sampled from: by hf .* by native"):
+        choose("hf", 8, policy_of("rwkv"))
+
+
+@pytest.mark.parametrize("name", ["native", "hf"])
+@pytest.mark.parametrize("architecture", ["llama", "gpt2", "gemma"])
+def test_what_is_asked_for_is_taken_where_it_can_be(name, architecture):
+    sampler, note = choose(name, 8, make_policy(architecture))
+    assert isinstance(sampler, {"native": Native, "hf": HuggingFace}[name])
+    assert note == ""
+
+
+@pytest.mark.parametrize("fault", ["padding", "order", "rows"])
+def test_the_trial_sees_what_rows_beside_one_another_get_wrong(fault, monkeypatch):
+    model, batch = make_policy("gpt2").model, fallback.FallbackDecodeBatch
+    assert cache_fault(model) == ""
+    if fault == "padding":
+        forward = model.forward
+        monkeypatch.setattr(model, "forward", lambda attention_mask=None, **given: forward(**given))
+    elif fault == "order":
+        monkeypatch.setattr(batch, "keep", lambda self, rows: setattr(self, "mask", self.mask[rows]))
+    else:
+        keep = batch.keep
+        monkeypatch.setattr(batch, "keep", lambda self, rows: keep(self, rows.clamp(max=0)))
+    assert cache_fault(model)
+
+
+def test_a_fallback_is_said_in_one_line_before_step_1(tmp_path, capsys):
+    model = checkpoint("recurrent_gemma", tmp_path / "model")
+    recipe = tmp_path / "r.toml"
+    recipe.write_text(
+        f'[policy]\nmodel = "{model}"\n[sampler]\nmax_tokens = 4\n[algorithm]\nsteps = 1\nprompts_per_step = 2\n'
+        "group_size = 2\n[evaluate]\nevery = 0\n[checkpoint]\nevery = 0\n"
+    )
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["train", str(recipe), "--run", str(tmp_path / "run")])
+    assert ended.value.code == 0
+    printed = capsys.readouterr().out
+    [line] = [line for line in printed.splitlines() if line.startswith("! sampler.name")]
+    assert printed.index(line) < printed.index("step")
+    assert "activations unknown" in " ".join(printed.split())
+
+
+def test_rows_that_cannot_stand_beside_one_another_are_not_served(tmp_path):
+    model = checkpoint("recurrent_gemma", tmp_path)
+    with pytest.raises(UserError, match="RecurrentGemmaForCausalLM cannot be served"):
+        host.load(command.parsed([str(model), "--dtype", "float32"], model=True))
+
+
+def test_no_trial_is_made_of_our_own_decoder(monkeypatch):
+    monkeypatch.setattr("pellucid.samplers.choice.cache_fault", None)
+    sampler, _ = choose("native", 8, policies.Policy(model_of("llama"), character_tokenizer()))
+    assert isinstance(sampler, Native)
