@@ -102,9 +102,12 @@ class EvaluateConfig:
 @dataclass(frozen=True)
 class CheckpointConfig:
     every: int = 10
-    """Steps between checkpoints; 0 is none, except where Ctrl-C asks for one."""
+    """Steps between checkpoints, besides the one behind the last step; 0 is none, except where Ctrl-C asks for one."""
     keep_last: int = 2
     """Checkpoints that are kept: where something damages the newest, --resume takes the one before."""
+    keep_finished: Literal["newest", "all", "none"] = "newest"
+    """Which of them are left when the run is finished and its model saved. The newest, with the optimizer's state, is
+    what --resume with more steps goes on from; none leaves the model alone."""
 
     def __post_init__(self) -> None:
         if self.every < 0 or self.keep_last < 1:

@@ -101,6 +101,7 @@ def test_a_run_goes_on_and_says_so(recipe, tmp_path, capsys, monkeypatch):
     """All four optimizer steps of its third step: the checkpoint behind it holds what the one before held."""
     whole, run_dir = tmp_path / "whole", tmp_path / "run"
     settings = ["--checkpoint.every", 1, "--checkpoint.keep_last", 6, "--evaluate.every", 0]
+    settings += ["--checkpoint.keep_finished", "all"]
     assert train(recipe, "--run", whole, *settings) == 0
     update, calls = grpo.update, []
 

@@ -126,7 +126,7 @@ def test_the_rate_falls_over_all_steps_of_a_run_and_goes_on_where_a_resumed_one_
     rates = []
     hook = register_optimizer_step_pre_hook(lambda optimizer, *_: rates.append(optimizer.param_groups[0]["lr"]))
     fixed = ["--optimizer.lr", "0.006", "--optimizer.schedule", "linear", "--evaluate.every", "0"]
-    steps = ["--algorithm.steps", "2", "--checkpoint.every", "1", "--checkpoint.keep_last", "2"]
+    steps = ["--algorithm.steps", "2", "--checkpoint.every", "1", "--checkpoint.keep_finished", "all"]
     run_dir = tmp_path / "run"
     try:
         assert ended(["train", str(recipe), "--run", str(run_dir), *fixed, *steps]) == 0

@@ -20,7 +20,7 @@ from pellucid import config
 from pellucid.policy.policy import Policy
 from pellucid.reporting.run_folder import checkpoints
 from pellucid.samplers.native import Native
-from pellucid.training import changes, checkpoint, claim, preflight, run
+from pellucid.training import changes, checkpoint, claim, room, run
 from runs import same_run, train
 
 TASK = Path(__file__).parents[1] / "digits_task.py"
@@ -304,9 +304,117 @@ def refused_before_the_model(recipe, run_dir, monkeypatch, capsys, *settings):
 
 def test_room_on_the_disk_is_checked_before_the_model_is_loaded(recipe, tmp_path, monkeypatch, capsys):
     usage = namedtuple("usage", "free")(200_000)
-    monkeypatch.setattr(preflight.shutil, "disk_usage", lambda _: usage)
+    monkeypatch.setattr(room.shutil, "disk_usage", lambda _: usage)
     line = refused_before_the_model(recipe, tmp_path / "run", monkeypatch, capsys)
     assert "and 3 checkpoints, and 0.0 GB are free: make room" in line
+
+
+def sizes(run_dir):
+    """GB of a folder's checkpoints and model."""
+    files = [path for name in ("checkpoints", "model") for path in (run_dir / name).rglob("*.safetensors")]
+    return sum(path.stat().st_size for path in files) / 1e9
+
+
+LEFT = {
+    "the newest": ([], ["step-000006"]),
+    "all": (["--checkpoint.keep_finished", "all"], ["step-000004", "step-000006"]),
+    "none": (["--checkpoint.keep_finished", "none"], []),
+    "none were made": (["--checkpoint.every", "0"], []),
+    "one step of six": (["--checkpoint.every", "9", "--checkpoint.keep_finished", "all"], ["step-000006"]),
+}
+
+
+@pytest.mark.parametrize("what", LEFT)
+def test_what_is_left_of_a_finished_run_is_what_was_said(recipe, tmp_path, monkeypatch, what):
+    settings, names = LEFT[what]
+    run_dir, most, save = tmp_path / "run", [], checkpoint.save
+
+    def saved(*arguments):
+        most.append(arguments[1])
+        return save(*arguments)
+
+    monkeypatch.setattr(checkpoint, "save", saved)
+    cfg = config.resolved(config.load(recipe, settings))
+    said = room.of_run(cfg, room.memory.from_name(cfg.policy.model, cfg.policy.lora), run_dir)
+    assert train(recipe, "--run", run_dir, "--evaluate.every", 0, *settings) == 0
+    assert [path.name for path in checkpoints(run_dir)] == names
+    assert said.kept == len(names)
+    assert said.at_once == min(3, len(most))
+    assert 0 <= sizes(run_dir) - said.left < 50e-6, "headers apart"
+
+
+@pytest.mark.parametrize("settings", [["--checkpoint.every", 0], ["--checkpoint.keep_finished", "none"]])
+def test_a_finished_run_without_a_checkpoint_says_what_would_have_kept_it(recipe, tmp_path, capsys, settings):
+    run_dir = tmp_path / "run"
+    assert short(recipe, run_dir, *settings) == 0
+    before = {path: path.read_bytes() for path in run_dir.rglob("*") if path.is_file()}
+    capsys.readouterr()
+    assert train("--resume", run_dir, "--algorithm.steps", 4) == 2
+    [line] = capsys.readouterr().err.splitlines()
+    for told in ("checkpoint.every above 0", 'checkpoint.keep_finished = "newest"', f"--policy.model {run_dir}/model"):
+        assert told in line
+    assert {path: path.read_bytes() for path in run_dir.rglob("*") if path.is_file()} == before
+
+
+def test_a_finished_run_gives_its_room_back_later(recipe, tmp_path):
+    run_dir = tmp_path / "run"
+    assert short(recipe, run_dir) == 0
+    model = (run_dir / "model" / "model.safetensors").read_bytes()
+    assert train("--resume", run_dir, "--checkpoint.keep_finished", "none") == 0
+    assert not checkpoints(run_dir)
+    assert (run_dir / "model" / "model.safetensors").read_bytes() == model
+
+
+def test_what_a_stop_has_saved_goes_when_a_run_without_checkpoints_is_finished(recipe, tmp_path, monkeypatch):
+    """Otherwise the next resume would go back to where it was stopped, and cut the logs to it."""
+    whole, run_dir = tmp_path / "whole", tmp_path / "run"
+    assert train(recipe, "--run", whole, "--checkpoint.every", 0) == 0
+    update = run.grpo.update
+
+    def signalled(*arguments):
+        os.kill(os.getpid(), signal.SIGINT)
+        return update(*arguments)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(run.grpo, "update", signalled)
+        assert train(recipe, "--run", run_dir, "--checkpoint.every", 0) == 130
+    assert [path.name for path in checkpoints(run_dir)] == ["step-000001"]
+    assert train("--resume", run_dir) == 0
+    assert not checkpoints(run_dir)
+    same_run(whole, run_dir)
+
+
+def test_a_model_that_cannot_be_saved_is_lost_where_there_is_no_checkpoint_and_that_is_said(
+    recipe, tmp_path, monkeypatch, capsys
+):
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(Policy, "save", full)
+    for every, told in ((0, "has left no checkpoint of it"), (1, "the checkpoint is whole: make room, then --resume")):
+        assert short(recipe, tmp_path / str(every), "--checkpoint.every", every) == 2
+        assert told in capsys.readouterr().err
+
+
+def test_the_room_that_a_run_takes_is_said_before_its_first_step(recipe, tmp_path, monkeypatch, capsys):
+    usage = namedtuple("usage", "free")(7e9)
+    monkeypatch.setattr(room.shutil, "disk_usage", lambda _: usage)
+    assert short(recipe, tmp_path / "run") == 0
+    before = " ".join(capsys.readouterr().out.partition("step 1/2")[0].split())
+    assert "disk up to 0.0 GB of 7 GB free; left at the end: 0.0 GB, the model and the newest checkpoint" in before
+
+
+def test_rooms_by_hand():
+    """A model of 0.5 GB, 1.6 GB of a checkpoint."""
+    of_two = room.Room(model=0.5, checkpoint=1.6, at_once=1, kept=1, there=0.0, free=12.3)
+    told = "up to 2.1 GB of 12 GB free; left at the end: 2.1 GB, the model and the newest checkpoint"
+    assert of_two.described(True) == told
+    bare = room.Room(model=0.5, checkpoint=1.6, at_once=0, kept=0, there=0.0, free=12.3)
+    told = "up to 0.5 GB of 12 GB free, 1.6 more where it is stopped; left at the end: 0.5 GB, the model"
+    assert bare.described(False) == told
+    again = room.Room(model=1.0, checkpoint=3.0, at_once=3, kept=2, there=7.0, free=2.0)
+    assert again.needed == 3.0
+    assert again.described(True).endswith("left at the end: 7.0 GB, the model and 2 checkpoints")
 
 
 @pytest.mark.parametrize(
@@ -316,12 +424,12 @@ def test_the_room_that_is_asked_for_is_what_is_written(recipe, tmp_path, setting
     run_dir = tmp_path / "run"
     assert train(recipe, "--run", run_dir, "--evaluate.every", 0, *settings) == 0
     cfg = config.resolved(config.load(recipe, settings))
-    model = preflight.memory.from_name(cfg.policy.model, cfg.policy.lora)
+    model = room.memory.from_name(cfg.policy.model, cfg.policy.lora)
     written = sum(p.stat().st_size for p in checkpoints(run_dir)[-1].glob("*.safetensors"))
     headers = 8_000 * len(list(checkpoints(run_dir)[-1].glob("*.safetensors")))
-    assert 0 <= written - preflight.checkpoint_bytes(model, cfg) < headers
+    assert 0 <= written - room.checkpoint_bytes(model, cfg) < headers
     saved = (run_dir / "model" / "model.safetensors").stat().st_size
-    assert 0 <= saved - preflight.saved_bytes(model, cfg) < 8_000
+    assert 0 <= saved - room.saved_bytes(model, cfg) < 8_000
 
 
 @pytest.mark.parametrize(

@@ -21,6 +21,7 @@ from pellucid.algorithm.batch import Batch
 from pellucid.machine import disk
 from pellucid.reporting.run_folder import checkpoints, step_of
 from pellucid.runtimes import shards
+from pellucid.sections import CheckpointConfig
 from pellucid.types import UserError
 
 State = Mapping[str, Mapping[str, Tensor]]
@@ -141,6 +142,15 @@ def _to_disk(path: Path) -> str:
 def _drop(folder: Path) -> None:
     """Remove a checkpoint. It is renamed first, so that what a kill leaves of it is not taken for one."""
     shutil.rmtree(folder.rename(folder.with_suffix(".partial")))
+
+
+def tidy(run_dir: Path, settings: CheckpointConfig) -> None:
+    """Remove what is not to be kept of a run that is finished, its model saved. Without checkpoints on purpose, one
+    that a request to stop has left would lead back to the middle of the run.
+    """
+    keep = settings.keep_finished if settings.every else "none"
+    for old in checkpoints(run_dir)[: {"newest": -1, "all": -settings.keep_last, "none": None}[keep]]:
+        _drop(old)
 
 
 def clear_rests(run_dir: Path) -> None:

@@ -112,7 +112,11 @@ def check_resumable(run_dir: Path) -> None:
     check_writable(run_dir)
     refuse_held(run_dir)
     if finished(run_dir) and not checkpoints(run_dir):
-        raise UserError(f"{run_dir} is finished and has no checkpoint to go on from: start a new run with --run")
+        model = f" with --policy.model {run_dir / 'model'}" if (run_dir / "model").is_dir() else ""
+        raise UserError(
+            f"{run_dir} is finished and has no checkpoint to go on from, which checkpoint.every above 0 and"
+            f' checkpoint.keep_finished = "newest" would have left: start a new run{model}'
+        )
 
 
 def check_writable(run_dir: Path) -> None:

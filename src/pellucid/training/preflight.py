@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import shutil
 from collections.abc import Sequence
 from math import nan
 from pathlib import Path
@@ -27,6 +25,7 @@ from pellucid.reporting.metrics import all_failed, predicted_dead_share
 from pellucid.reporting.report import counted
 from pellucid.tasks.prefixed import Prefixed
 from pellucid.tasks.wrappers import innermost, layers, with_split
+from pellucid.training import room
 from pellucid.training.evaluate import held_out
 from pellucid.types import Completion, Group, NotBegunError, Reward, UserError
 
@@ -54,35 +53,16 @@ def check_room(cfg: Config, run_dir: Path) -> None:
         model = memory.from_name(cfg.policy.model, cfg.policy.lora, cfg.policy.lora_targets)
     except UserError:  # loading it says more
         return
-    kept = cfg.checkpoint.keep_last + 1
-    needed = (saved_bytes(model, cfg) + kept * checkpoint_bytes(model, cfg) - used_bytes(run_dir)) / 1e9
-    place = next(path for path in (run_dir, *run_dir.absolute().parents) if path.exists())
-    free = shutil.disk_usage(place).free / 1e9
-    if needed > free:
+    needs = room.of_run(cfg, model, run_dir)
+    if needs.needed > needs.free:
+        checkpoints = counted(needs.at_once, "checkpoint")
         raise UserError(
-            f"{run_dir} needs {needed:.1f} GB for the model and {kept} checkpoints, and {free:.1f} GB are free: make"
-            " room, lower checkpoint.keep_last, or choose another folder with --run"
+            f"{run_dir} needs {needs.needed:.1f} GB for the model and {checkpoints}, and {needs.free:.1f} GB are free:"
+            " make room, lower checkpoint.keep_last, or choose another folder with --run"
         )
 
 
-def saved_bytes(model: memory.Model, cfg: Config) -> int:
-    narrow = cfg.policy.dtype != "float32" and (cfg.policy.lora or cfg.optimizer.offload)
-    return model.parameters * (2 if narrow else 4)
-
-
-def checkpoint_bytes(model: memory.Model, cfg: Config) -> int:
-    """Bytes of a checkpoint: weights, or their masters, and two moments in fp32."""
-    moving = 4 * model.parameters if cfg.algorithm.reference_every else 0
-    return 12 * model.trained + moving
-
-
-def used_bytes(run_dir: Path) -> int:
-    """Bytes on disk that a resumed run will replace."""
-    old = [*run_dir.glob("checkpoints/*/*"), *run_dir.glob("model/*")]
-    return sum(os.path.getsize(path) for path in old if path.is_file())
-
-
-def show_numbers(cfg: Config, policy: Policy, world: int) -> None:
+def show_numbers(cfg: Config, policy: Policy, world: int, run_dir: Path) -> None:
     a = cfg.algorithm
     completions = a.prompts_per_step * a.group_size
     parameters, trained = count(policy)
@@ -103,6 +83,7 @@ def show_numbers(cfg: Config, policy: Policy, world: int) -> None:
         + f" {expected:.1f} GB expected"
         + (f", activations unknown ({reason})" if reason else "")
         + (f" of {memory_gb():.0f} GB: lower algorithm.micro_batch" if expected > memory_gb() else ""),
+        "disk": room.of_run(cfg, model, run_dir).described(cfg.checkpoint.every > 0),
     }.items():
         table.add_row(f"[dim]{name}", escape(value))
     rich.print(table)

@@ -24,7 +24,7 @@ from pellucid.reporting.report import write_report
 from pellucid.reporting.run_folder import checkpoints
 from pellucid.runtimes.processes import needing_others
 from pellucid.tasks.sandbox import Sandboxed
-from pellucid.training import changes, claim, files, preflight, provenance
+from pellucid.training import changes, checkpoint, claim, files, preflight, provenance
 from pellucid.training.changes import Changes
 from pellucid.training.compose import Components, compose, evaluation_sampling, training_sampling, with_dtype
 from pellucid.training.evaluate import evaluate, greedy, sample_and_grade
@@ -60,6 +60,8 @@ def train(cfg: Config, run_dir: Path, resumed: Changes | None = None, profile: b
             stopped = follow(cfg, run_dir, parts, log, requests, profile)
             if not stopped:
                 save_model(run_dir, parts)
+                if parts.runtime.main:
+                    checkpoint.tidy(run_dir, cfg.checkpoint)
         if parts.runtime.main:
             finish(run_dir, stopped)
     if hopeless(cfg, parts):
@@ -78,7 +80,7 @@ def begin(cfg: Config, run_dir: Path, parts: Components, resumed: Changes | None
         for note in notes:
             print(f"! {note}", flush=True)
         with loggers.only_shown("the settings"):
-            preflight.show_numbers(cfg, parts.policy, parts.runtime.world)
+            preflight.show_numbers(cfg, parts.policy, parts.runtime.world, run_dir)
     parts.runtime.any(False)  # no process writes there, as rewards do, before it is known to be free
     return look_first(cfg, parts) if parts.state.step == 0 else None
 
@@ -114,7 +116,7 @@ def follow(
         for note in watch.notes(metrics) if parts.runtime.main and fresh else []:
             print(f"! {note}", flush=True)
         last, due = is_last(cfg, parts), is_due(cfg, parts)
-        saving = last or (cfg.checkpoint.every > 0 and step % cfg.checkpoint.every == 0)
+        saving = cfg.checkpoint.every > 0 and (last or step % cfg.checkpoint.every == 0)
         # A supervisor waits seconds between its request and its kill: first what must not be lost.
         parts.failures = [*parts.failures, first_error(groups)] if all_failed(groups) else []
         stop = parts.runtime.any(bool(requests)) or hopeless(cfg, parts)

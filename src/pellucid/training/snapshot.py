@@ -13,6 +13,7 @@ from pellucid.machine import disk
 from pellucid.models.masters import whole
 from pellucid.policy.policy import Policy
 from pellucid.reporting import loggers
+from pellucid.reporting.run_folder import checkpoints, step_of
 from pellucid.runtimes import shards
 from pellucid.training import checkpoint
 from pellucid.training.compose import Components
@@ -124,6 +125,8 @@ def save_model(run_dir: Path, parts: Components) -> None:
     except OSError as error:
         if processes.main:
             shutil.rmtree(partial, ignore_errors=True)
-        raise UserError(
-            f"{folder} could not be saved ({error}); the checkpoint is whole: make room, then --resume {run_dir}"
-        ) from error
+        saved = checkpoints(run_dir)[-1:]
+        whole = bool(saved) and step_of(saved[0]) == parts.state.step
+        mend = f"the checkpoint is whole: make room, then --resume {run_dir}"
+        lost = "checkpoint.every = 0 has left no checkpoint of it: make room, then train it again"
+        raise UserError(f"{folder} could not be saved ({error}); {mend if whole else lost}") from error
