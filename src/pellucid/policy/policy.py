@@ -23,6 +23,7 @@ from pellucid.policy import pretrained
 from pellucid.policy.logprobs import Head
 from pellucid.policy.model import add_adapter, end_of_answer, eos_ids, merge_adapter, move, narrowed, silence_dropout
 from pellucid.policy.scorer import Hidden, Scorer, check_head
+from pellucid.policy.template import Template
 from pellucid.types import Prompt, UserError
 
 
@@ -267,12 +268,13 @@ def load(
     narrow: bool = False,
     lora_alpha: float = 0.0,
     lora_targets: Sequence[str] = (),
+    template: Template = pretrained.OWN,
 ) -> Policy:
     """The policy to train. `lora` > 0 trains an adapter of that rank, as `add_adapter` makes it, over a frozen base.
 
     narrow: the matrices in `dtype`, for an optimizer that keeps their masters on the CPU; vectors stay in fp32.
     """
-    model, tokenizer = pretrained.load(name, dtype if lora else torch.float32)
+    model, tokenizer = pretrained.load(name, dtype if lora else torch.float32, template)
     check_head(model)
     adapter = add_adapter(model, lora, lora_alpha, lora_targets) if lora else None
     masters = narrowed(model, dtype, device) if narrow else None
@@ -281,9 +283,14 @@ def load(
 
 
 def load_frozen(
-    name: str, device: torch.device, dtype: torch.dtype, temperature: float, engine: str = "auto"
+    name: str,
+    device: torch.device,
+    dtype: torch.dtype,
+    temperature: float,
+    engine: str = "auto",
+    template: Template = pretrained.OWN,
 ) -> Policy:
     """A reference or a model to evaluate: no gradient."""
-    model, tokenizer = pretrained.load(name, torch.float32)
+    model, tokenizer = pretrained.load(name, torch.float32, template)
     move(model, device).requires_grad_(False)
     return Policy(model, tokenizer, dtype, temperature, engine=engine)

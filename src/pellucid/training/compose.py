@@ -17,6 +17,7 @@ from pellucid.machine import hardware
 from pellucid.policy import policy
 from pellucid.policy.adapter import BASE_STAYS, AdapterOff
 from pellucid.policy.policy import Policy
+from pellucid.policy.template import Template
 from pellucid.runtimes.processes import decided
 from pellucid.runtimes.runtime import Runtime
 from pellucid.samplers.choice import choose
@@ -87,6 +88,7 @@ def compose(cfg: Config, log: Path | None = None) -> Components:
         lora=cfg.policy.lora,
         lora_alpha=cfg.policy.lora_alpha,
         lora_targets=cfg.policy.lora_targets,
+        template=template_of(cfg),
         engine=cfg.policy.engine,
         narrow=cfg.optimizer.offload and cfg.runtime.engine in ("auto", "ddp"),
     )
@@ -115,6 +117,10 @@ def compose(cfg: Config, log: Path | None = None) -> Components:
         runtime=runtime,
         state=grpo.State(kl_coef=algorithm.kl_coef),
     )
+
+
+def template_of(cfg: Config) -> Template:
+    return Template(cfg.policy.template, cfg.policy.template_kwargs)
 
 
 def check_float16(cfg: Config, device: torch.device) -> None:

@@ -15,7 +15,7 @@ from pellucid.reporting.console import accuracy_table, verdict
 from pellucid.reporting.loggers import json_line
 from pellucid.tasks.wrappers import with_split
 from pellucid.training import preflight
-from pellucid.training.compose import evaluation_sampling, pick_sampler, sandboxed
+from pellucid.training.compose import evaluation_sampling, pick_sampler, sandboxed, template_of
 from pellucid.training.evaluate import OneProcess, evaluate, held_out
 from pellucid.types import Group
 
@@ -28,7 +28,7 @@ def examine(cfg: Config, model: str, show: int, output: Path | None = None) -> i
     hardware.keep_freed_memory()
     device = hardware.pick_device(cfg.policy.device)
     dtype = hardware.pick_dtype(cfg.policy.dtype, device)
-    frozen = policy.load_frozen(model, device, dtype, cfg.sampler.temperature, cfg.policy.engine)
+    frozen = policy.load_frozen(model, device, dtype, cfg.sampler.temperature, cfg.policy.engine, template_of(cfg))
     task = sandboxed(with_split(cfg.task, "test"), cfg.reward)
     sampler, sampling, prompts = pick_sampler(cfg, frozen), evaluation_sampling(cfg), held_out(task, cfg.evaluate.n)
     sampler.sync(frozen, 0)

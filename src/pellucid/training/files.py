@@ -24,6 +24,7 @@ def recorded(cfg: Config) -> dict[str, Any]:
     model = values["policy"]["model"]
     if model != PolicyConfig.model and os.path.exists(os.path.expanduser(model)):
         values["policy"]["model"] = absolute(model)
+    values["policy"]["template"] = located(values["policy"]["template"])
     own = {axis: located(values["algorithm"][axis]) for axis in AXES}
     return {**values, "task": located(values["task"]), "algorithm": {**values["algorithm"], **own}}
 
@@ -45,9 +46,14 @@ def located(value: Any) -> Any:
 
 
 def digests(settings: Record) -> dict[str, str]:
-    """By dotted key, the sha256 of each file that the settings of task and axes name: code, prefixes, data."""
+    """By dotted key, the sha256 of each file that the settings of task, axes and policy name: code, prefixes, data."""
     axes = {axis: settings["algorithm"][axis] for axis in AXES}
-    named = [*named_files(settings["task"], "task"), *named_files(axes, "algorithm")]
+    template = {"template": settings["policy"].get("template", "")}
+    named = [
+        *named_files(settings["task"], "task"),
+        *named_files(axes, "algorithm"),
+        *named_files(template, "policy"),
+    ]
     return {key: disk.digest(path) if isinstance(path, Path) else digest_of_all(path) for key, path in named}
 
 

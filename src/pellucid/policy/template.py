@@ -1,0 +1,65 @@
+"""How messages become a prompt, where it is not as the checkpoint has it: another chat template, or values in it.
+
+Both are written into the tokenizer's template, which is saved with the model: whoever serves it asks as it was trained.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from jinja2 import TemplateError
+from transformers import PreTrainedTokenizerBase
+
+from pellucid.types import UserError
+
+Value = bool | int | float | str
+
+
+class Template(NamedTuple):
+    file: str = ""
+    """A chat template in Jinja; empty is the checkpoint's own."""
+    values: Mapping[str, Value] = {}
+    """Of variables that it reads, such as enable_thinking."""
+
+    def put_into(self, tokenizer: PreTrainedTokenizerBase) -> None:
+        """UserError where the file cannot be read or rendered, or a variable is not in it."""
+        if not self.file and not self.values:
+            return
+        text = read(self.file) if self.file else tokenizer.chat_template
+        if not isinstance(text, str):
+            raise UserError(
+                "policy.template_kwargs: this tokenizer has no chat template of its own: give policy.template"
+            )
+        for name in self.values:
+            if not re.search(rf"\b{re.escape(name)}\b", text):
+                raise UserError(f"policy.template_kwargs: the chat template reads no {name}")
+        # A variable that is set where the template begins is what the caller of the template would have given.
+        tokenizer.chat_template = "".join(f"{{% set {n} = {json.dumps(v)} %}}" for n, v in self.values.items()) + text
+        check(tokenizer, self.file or "the checkpoint's own")
+
+
+def read(file: str) -> str:
+    try:
+        return Path(file).expanduser().read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(
+            f"policy.template = {file!r} cannot be read ({getattr(error, 'strerror', None) or error})"
+        ) from error
+
+
+def check(tokenizer: PreTrainedTokenizerBase, file: str) -> None:
+    """UserError where one question is not rendered."""
+    question: Any = [{"role": "user", "content": "?"}]
+    try:
+        rendered = str(tokenizer.apply_chat_template(question, add_generation_prompt=True, tokenize=False))
+    except (TemplateError, TypeError, ValueError) as error:
+        line = getattr(error, "lineno", None)
+        raise UserError(
+            f"policy.template: {file}{f', line {line}' if line else ''}: {' '.join(str(error).split())}"
+        ) from error
+    if "?" not in rendered:
+        raise UserError(f"policy.template: {file} leaves the question out")

@@ -1,0 +1,93 @@
+"""A chat template of one's own, and values in it: asked in training, saved with the model, refused in one line."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from transformers import AutoTokenizer
+
+from conftest import character_tokenizer
+from pellucid import cli, config
+from pellucid.policy import pretrained
+from pellucid.policy.template import Template
+from pellucid.types import UserError
+
+THINKING = (
+    "{% if enable_thinking is defined and not enable_thinking %}=={% endif %}"
+    "{% for m in messages %}{{ m.content }}{% endfor %}"
+)
+OWN = "{% for m in messages %}a{{ m.content }}b{% endfor %}{% if add_generation_prompt %}c{% endif %}"
+
+
+def asked(tokenizer):
+    messages = [{"role": "user", "content": "1+1?"}]
+    return tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+
+
+def test_a_value_in_the_template_is_what_its_caller_would_have_given():
+    """transformers is the oracle: the same variable, given to `apply_chat_template` there."""
+    tokenizer, told = character_tokenizer(), character_tokenizer()
+    tokenizer.chat_template = told.chat_template = THINKING
+    for value in (False, True):
+        Template(values={"enable_thinking": value}).put_into(told)
+        messages = [{"role": "user", "content": "1+1?"}]
+        assert asked(told) == tokenizer.apply_chat_template(messages, enable_thinking=value, tokenize=False)
+        told.chat_template = THINKING
+    assert asked(tokenizer) == "1+1?"
+
+
+def test_a_template_of_ones_own_is_loaded_and_saved(model_dir, tmp_path):
+    (tmp_path / "own.jinja").write_text(OWN)
+    _, tokenizer = pretrained.load(str(model_dir), torch.float32, Template(str(tmp_path / "own.jinja")))
+    tokenizer.save_pretrained(tmp_path / "saved")
+    assert asked(AutoTokenizer.from_pretrained(tmp_path / "saved")) == asked(tokenizer) == "a1+1?bc"
+
+
+REFUSED = {
+    "cannot be read (No such file or directory)": ("", {}),
+    "line 1: Unexpected end of template": ("{% for m in messages %}", {}),
+    "leaves the question out": ("c", {}),
+    "the chat template reads no enable_thinkin": (THINKING, {"enable_thinkin": False}),
+}
+
+
+@pytest.mark.parametrize("said", REFUSED)
+def test_a_template_that_cannot_be_is_said_in_one_line(said, tmp_path):
+    text, values = REFUSED[said]
+    file = tmp_path / "own.jinja"
+    if text:
+        file.write_text(text)
+    with pytest.raises(UserError, match=r"policy\.template") as refused:
+        Template(str(file), values).put_into(character_tokenizer())
+    assert said in str(refused.value)
+    assert "\n" not in str(refused.value)
+
+
+def test_values_without_any_template_are_refused():
+    with pytest.raises(UserError, match="no chat template of its own"):
+        Template(values={"enable_thinking": False}).put_into(character_tokenizer())
+
+
+def test_a_run_asks_by_its_template_and_its_model_remembers_it(recipe, tmp_path):
+    (tmp_path / "own.jinja").write_text(THINKING)
+    words = ["--policy.template", str(tmp_path / "own.jinja"), "--policy.template-kwargs", "enable_thinking", "False"]
+    assert config.load(recipe, words).policy.template_kwargs == {"enable_thinking": False}
+    few = ["--algorithm.steps", "1", "--evaluate.every", "0"]
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["train", str(recipe), "--run", str(tmp_path / "run"), *words, *few])
+    assert ended.value.code == 0
+    assert asked(AutoTokenizer.from_pretrained(tmp_path / "run" / "model")) == "==1+1?"
+    assert config.load(tmp_path / "run" / "config.json").policy.template_kwargs == {"enable_thinking": False}
+
+
+def test_a_resume_refuses_a_template_that_has_changed(recipe, tmp_path, capsys):
+    file = tmp_path / "own.jinja"
+    file.write_text(OWN)
+    few = ["--algorithm.steps", "2", "--evaluate.every", "0", "--policy.template", str(file)]
+    with pytest.raises(SystemExit):
+        cli.main(["train", str(recipe), "--run", str(tmp_path / "run"), *few])
+    file.write_text(THINKING)
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["train", "--resume", str(tmp_path / "run"), "--algorithm.steps", "3"])
+    assert ended.value.code == 2
+    assert "was trained with policy.template = a file of sha256" in capsys.readouterr().err
