@@ -126,7 +126,7 @@ def save_model(run_dir: Path, parts: Components) -> None:
         if processes.main:
             shutil.rmtree(partial, ignore_errors=True)
         saved = checkpoints(run_dir)[-1:]
-        whole = bool(saved) and step_of(saved[0]) == parts.state.step
+        is_saved = bool(saved) and step_of(saved[0]) == parts.state.step
         mend = f"the checkpoint is whole: make room, then --resume {run_dir}"
         lost = "checkpoint.every = 0 has left no checkpoint of it: make room, then train it again"
-        raise UserError(f"{folder} could not be saved ({error}); {mend if whole else lost}") from error
+        raise UserError(f"{folder} could not be saved ({error}); {mend if is_saved else lost}") from error
