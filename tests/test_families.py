@@ -1,0 +1,51 @@
+"""`benchmarks/families.py` on a handful of families; the page that it writes is about those that it knows."""
+
+from __future__ import annotations
+
+import importlib
+from pathlib import Path
+
+import pytest
+
+from test_docs import table
+from tiny_families import FAMILIES, OTHERS
+
+HANDFUL = ("mistral", "lfm2", "recurrent_gemma", "gemma3", "rwkv", "t5")
+
+
+@pytest.fixture
+def families(monkeypatch):
+    monkeypatch.syspath_prepend(Path("benchmarks").absolute())
+    return importlib.import_module("families")
+
+
+def in_words(row):
+    """A row of the page without its numbers, which are those of a machine, and without what libraries say."""
+    family, computed, sampler, steps, gap, served = row
+    return family, computed, sampler.partition(" (")[0], steps.partition(":")[0], gap == "-", served.partition(":")[0]
+
+
+@pytest.mark.parametrize("name", HANDFUL)
+def test_what_the_page_says_of_a_family_is_what_becomes_of_it(name, families, tmp_path):
+    row = families.tried(name, tmp_path)
+    [written] = [each for each in table("models") if each[0] == name]
+    assert in_words(row) == in_words(written)
+    assert row.gap == "-" or float(row.gap) < 5e-3
+
+
+def test_the_page_has_a_row_for_each_family_that_the_script_knows():
+    rows = table("models")
+    assert [row[0] for row in rows] == [*FAMILIES, *OTHERS]
+    assert sum(row[3] == "trained" for row in rows) >= 50
+    for row in rows:
+        assert row[3] == "trained" or row[3].startswith("refused: "), row
+        assert "traceback" not in " ".join(row)
+
+
+def test_a_traceback_is_a_cell_and_the_next_family_is_tried(families, monkeypatch, tmp_path, capsys):
+    def broken(*_):
+        raise ZeroDivisionError("somewhere")
+
+    monkeypatch.setattr(families, "trained", broken)
+    assert families.tried("llama", tmp_path).steps == families.BROKEN
+    assert "ZeroDivisionError: somewhere" in capsys.readouterr().err
