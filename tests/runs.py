@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import signal
 import subprocess
 import sys
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -16,7 +18,7 @@ from transformers import PreTrainedModel
 from conftest import records
 from pellucid import cli
 from pellucid.policy import policy
-from pellucid.training import compose
+from pellucid.training import compose, run
 
 TIMED = ("time/", "memory/")
 DEEPSPEED = pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="needs deepspeed: make deepspeed")
@@ -27,6 +29,20 @@ def train(*arguments):
     with pytest.raises(SystemExit) as exit_:
         cli.main(["train", *map(str, arguments)])
     return exit_.value.code
+
+
+@contextmanager
+def asked_to_stop(monkeypatch, number=signal.SIGINT):
+    """In here a signal arrives at the begin of each update."""
+    update = run.grpo.update
+
+    def signalled(*arguments):
+        os.kill(os.getpid(), number)
+        return update(*arguments)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(run.grpo, "update", signalled)
+        yield
 
 
 def at_home(monkeypatch):

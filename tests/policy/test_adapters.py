@@ -8,10 +8,12 @@ import torch
 from conftest import CountDigits
 from pellucid import cli
 from pellucid.algorithm.batch import collate
+from pellucid.config import load
 from pellucid.doctor import memory
 from pellucid.policy import policy
 from pellucid.policy.model import add_adapter
 from pellucid.samplers.choice import choose
+from pellucid.training.compose import compose
 from pellucid.types import Sampling, UserError
 from tiny_families import checkpoint, model_of
 
@@ -65,6 +67,14 @@ def test_an_adapter_is_on_the_layers_that_are_named_and_weighed_as_told():
         layer.lora_B["default"].weight.normal_()
         low = layer.lora_B["default"](layer.lora_A["default"](x))
         torch.testing.assert_close(layer(x) - layer.base_layer(x), 3.0 / 2 * low)
+
+
+def test_a_recipe_says_how_its_adapter_is_weighed_and_which_layers_have_one(recipe):
+    settings = ["--policy.lora", "2", "--policy.lora-alpha", "3", "--policy.lora-targets", "q_proj"]
+    parts = compose(load(recipe, settings))
+    parts.close()
+    adapted = {path.rpartition(".")[2]: m for path, m in parts.policy.model.named_modules() if hasattr(m, "lora_A")}
+    assert {name: module.scaling["default"] for name, module in adapted.items()} == {"q_proj": 1.5}
 
 
 def test_the_plan_counts_the_adapter_of_the_layers_that_are_named(tmp_path):

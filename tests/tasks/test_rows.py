@@ -75,7 +75,7 @@ def error_of(source, subset="", split="train"):
     ("name", "content", "says"),
     [
         ("a.jsonl", b'{"a": 1}\n{"a": \n', "a.jsonl, line 2: not JSON: Expecting value"),
-        ("b.jsonl", b'{"a": 1}\n[1]\n', "b.jsonl, line 2: a list, where an object"),
+        ("b.jsonl", b'{"a": 1}\n[1]\n', "b.jsonl, line 2: of type list, where an object"),
         ("c.jsonl", b"\n\n", "c.jsonl: there are no rows"),
         ("d.jsonl", b'{"a": "\xff"}', "d.jsonl, line 1: not UTF-8 text: invalid start byte"),
         ("e.jsonl", b'{"a": ' + b"9" * 5000 + b"}", "e.jsonl, line 1: not JSON"),
@@ -98,7 +98,7 @@ def error_of(source, subset="", split="train"):
         ("c.json", b"[]", "c.json: there are no rows"),
         ("d.json", b'[{"a": 1},\n\n {"a": }]', "d.json, line 3: not JSON in the row that begins here: Expecting value"),
         ("e.json", b'[{"a": 1},\n {"a": 2}\n {"a": 3}]', "e.json, line 2: a comma or ] must follow this row"),
-        ("f.json", b'[{"a": 1},\n 2]', "f.json, line 2: a int, where an object"),
+        ("f.json", b'[{"a": 1},\n 2]', "f.json, line 2: of type int, where an object"),
         ("g.json", b'[{"a": 1}] []', "g.json: the list must end with ], and the file with it"),
         ("h.json", b'[{"a": 1},', "h.json: the list must end with ]"),
         ("i.json", b'[\n{"a": "\xff"}]', "i.json, line 2: not UTF-8 text: invalid start byte"),

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import random
 import shutil
-import signal
 import subprocess
 import sys
 import time
@@ -25,7 +23,7 @@ from pellucid.samplers.native import Native
 from pellucid.serve import command, host
 from pellucid.training import compose, run
 from pellucid.training.evaluate import greedy
-from runs import in_two_processes, same_run, train, untimed, weights
+from runs import asked_to_stop, in_two_processes, same_run, train, untimed, weights
 
 
 def test_a_run_is_a_folder_with_all_that_the_design_promises(recipe, tmp_path, capsys):
@@ -179,14 +177,7 @@ def test_the_minutes_of_a_run_are_those_of_its_steps_before_and_after_a_resume(r
 
 def test_a_request_to_stop_saves_and_says_how_to_go_on(recipe, tmp_path, monkeypatch, capsys, undisturbed):
     whole, stopped = undisturbed(recipe), tmp_path / "stopped"
-    update = run.grpo.update
-
-    def signalled(*arguments):
-        os.kill(os.getpid(), signal.SIGINT)
-        return update(*arguments)
-
-    with monkeypatch.context() as patched:
-        patched.setattr(run.grpo, "update", signalled)
+    with asked_to_stop(monkeypatch):
         assert train(recipe, "--run", stopped, "--checkpoint.every", 0) == 130
     assert f"pellucid train --resume {stopped}" in capsys.readouterr().out
     assert not (stopped / "model").exists()

@@ -21,7 +21,7 @@ from pellucid.policy.policy import Policy
 from pellucid.reporting.run_folder import checkpoints
 from pellucid.samplers.native import Native
 from pellucid.training import changes, checkpoint, claim, room, run
-from runs import same_run, train
+from runs import asked_to_stop, same_run, train
 
 TASK = Path(__file__).parents[1] / "digits_task.py"
 
@@ -369,14 +369,7 @@ def test_what_a_stop_has_saved_goes_when_a_run_without_checkpoints_is_finished(r
     """Otherwise the next resume would go back to where it was stopped, and cut the logs to it."""
     whole, run_dir = tmp_path / "whole", tmp_path / "run"
     assert train(recipe, "--run", whole, "--checkpoint.every", 0) == 0
-    update = run.grpo.update
-
-    def signalled(*arguments):
-        os.kill(os.getpid(), signal.SIGINT)
-        return update(*arguments)
-
-    with monkeypatch.context() as patched:
-        patched.setattr(run.grpo, "update", signalled)
+    with asked_to_stop(monkeypatch):
         assert train(recipe, "--run", run_dir, "--checkpoint.every", 0) == 130
     assert [path.name for path in checkpoints(run_dir)] == ["step-000001"]
     assert train("--resume", run_dir) == 0
@@ -506,14 +499,7 @@ def test_no_output_at_all_ends_no_run(recipe, tmp_path, closed):
 def test_a_request_saves_before_any_evaluation_which_is_made_at_the_resume(recipe, tmp_path, monkeypatch, undisturbed):
     settings = ["--evaluate.every", 1, "--checkpoint.every", 4]
     whole, stopped = undisturbed(recipe, *settings), tmp_path / "stopped"
-    update = run.grpo.update
-
-    def signalled(*arguments):
-        os.kill(os.getpid(), signal.SIGTERM)
-        return update(*arguments)
-
-    with monkeypatch.context() as patched:
-        patched.setattr(run.grpo, "update", signalled)
+    with asked_to_stop(monkeypatch, signal.SIGTERM):
         assert train(recipe, "--run", stopped, *settings) == 130
     assert [row["step"] for row in records(stopped / "evals.jsonl")] == [0]
     assert [path.name for path in checkpoints(stopped)] == ["step-000001"]

@@ -140,7 +140,7 @@ def json_object(line: str, where: str) -> Row:
 def checked(row: Any, line: str, where: str) -> Row:
     """Return a value that was read from `line`. UserError where it is no row."""
     if not isinstance(row, dict):
-        raise UserError(f'{where}: a {type(row).__name__}, where an object {{"column": value}} is needed')
+        raise UserError(f'{where}: of type {type(row).__name__}, where an object {{"column": value}} is needed')
     if line.count("[") + line.count("{") > DEEPEST and depth(row) > DEEPEST:
         raise UserError(f"{where}: lists or objects more than {DEEPEST} deep in one another")
     for column, value in row.items() if HALF.search(line) else ():
