@@ -58,21 +58,29 @@ def load(recipe: Path | None, overrides: Sequence[str] = (), prog: str = "pelluc
     UserError, one line, for a mistake in the file or a number that is not finite. Other mistakes on the command line
     are printed by tyro, which exits with status 2.
     """
-    source = str(recipe or "the default recipe")
-    values = read(recipe) if recipe else {}
+    typed, schema = _built(read(recipe) if recipe else {}, str(recipe or "the default recipe"))
+    if overrides:
+        flat = (tyro.conf.AvoidSubcommands,)
+        typed = tyro.cli(schema, default=typed, args=renamed_flags(overrides), config=flat, prog=prog)
+    return _checked(typed, schema)
+
+
+def build(values: Mapping[str, Any], source: str) -> Config:
+    """Return the settings of nested sections, as they stand in a recipe. UserError that names `source`, as in `load`."""
+    return _checked(*_built(values, source))
+
+
+def _built(values: Mapping[str, Any], source: str) -> tuple[Config, type[Config]]:
     schema = _schema(values.get("task", {}), source)
     if "task" in values:
         values = {**values, "task": _nameless(values["task"], _type_of(schema, "task"))}
     try:
-        default = schema.model_validate(values)
+        return schema.model_validate(values), schema
     except pydantic.ValidationError as error:
         raise UserError(f"{source}: {_explain(error, schema)}") from error
-    flat = (tyro.conf.AvoidSubcommands,)
-    typed = (
-        tyro.cli(schema, default=default, args=renamed_flags(overrides), config=flat, prog=prog)
-        if overrides
-        else default
-    )
+
+
+def _checked(typed: Config, schema: type[Config]) -> Config:
     for key, value in _floats({name: getattr(typed, name) for name in schema.model_fields}):
         if not math.isfinite(value):
             raise UserError(f"{key.removeprefix('.')} = {value} must be a finite number")
