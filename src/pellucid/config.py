@@ -66,7 +66,7 @@ def load(recipe: Path | None, overrides: Sequence[str] = (), prog: str = "pelluc
 
 
 def build(values: Mapping[str, Any], source: str) -> Config:
-    """Return the settings of nested sections, as they stand in a recipe. UserError that names `source`, as in `load`."""
+    """Return the settings of nested sections, as they stand in a recipe. UserError, naming `source`, as in `load`."""
     return _checked(*_built(values, source))
 
 
