@@ -12,11 +12,11 @@ import torch
 
 from conftest import make_policy
 from pellucid.algorithm.settings import AdamWConfig
+from pellucid.commands import line
 from pellucid.machine import hardware, locks
 from pellucid.runtimes.runtime import Runtime
 from pellucid.samplers.hf import HuggingFace
 from pellucid.samplers.native import Native
-from pellucid.serve import command
 from pellucid.types import Prompt, Sampling, UserError
 
 EVERYTHING = """
@@ -54,7 +54,7 @@ def test_without_file_locks_training_is_refused(tmp_path, monkeypatch):
 def test_a_service_in_the_background_is_refused_on_windows(action, monkeypatch):
     monkeypatch.setattr(sys, "platform", "win32")
     with pytest.raises(UserError, match=f"serve {action} needs Linux or macOS"):
-        command.main([action])
+        line.parsed(["serve", action])()
 
 
 def test_bf16_on_a_cpu_without_onednn_is_computed_by_torch_alone(monkeypatch):

@@ -1,50 +1,61 @@
 """The settings of a run: the command line overrides recipe.toml, which overrides the defaults.
 
-Each section is a dataclass; a task's class is the section `[task]`.
+Each section is a dataclass; that of `[task]` is the class of the task, inside which a wrapper has that of another task.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import json
 import math
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
+from functools import cache
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, get_type_hints
 
 import pydantic
-import tyro
-from pydantic import BaseModel, ConfigDict, Field
 
+from pellucid import flags
 from pellucid.algorithm.settings import AdamWConfig, GRPOConfig, RewardConfig
-from pellucid.renames import renamed, renamed_flags
+from pellucid.machine.plugins import did_you_mean
+from pellucid.renames import renamed
 from pellucid.runtimes.settings import RuntimeConfig
 from pellucid.sections import CheckpointConfig, EvaluateConfig, LogConfig, PolicyConfig, SamplerConfig
 from pellucid.tasks import task_class
 from pellucid.tasks.wrappers import seeded, wraps
 from pellucid.types import UserError
 
+Values = Mapping[str, Any]
+Place = Sequence[str]
+"""Where a setting stands: its section, then its key, and so on inwards."""
 
-class Config(BaseModel):
-    """The settings of a run, as recipe.toml and the command line name them. Besides: --run DIR, --resume RUN."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+class MistakeError(Exception):
+    """What is wrong with the setting or the section at a place, in one line."""
 
-    policy: PolicyConfig = PolicyConfig()
-    task_names: ClassVar[tuple[str, ...]] = ("arithmetic",)
-    """The names of the task and of those that it wraps, from the outside in."""
+    def __init__(self, place: Place, told: str) -> None:
+        super().__init__(told)
+        self.place = place
+
+
+@dataclass(frozen=True)
+class Config:
+    """The settings of a run, section by section, as recipe.toml and the command line name them."""
+
+    policy: PolicyConfig = field(default_factory=PolicyConfig)
     task: Any = None
-    reward: RewardConfig = RewardConfig()
-    sampler: SamplerConfig = SamplerConfig()
-    algorithm: GRPOConfig = GRPOConfig()
-    optimizer: AdamWConfig = AdamWConfig()
-    runtime: RuntimeConfig = RuntimeConfig()
-    evaluate: EvaluateConfig = EvaluateConfig()
-    checkpoint: CheckpointConfig = CheckpointConfig()
-    log: LogConfig = LogConfig()
+    reward: RewardConfig = field(default_factory=RewardConfig)
+    sampler: SamplerConfig = field(default_factory=SamplerConfig)
+    algorithm: GRPOConfig = field(default_factory=GRPOConfig)
+    optimizer: AdamWConfig = field(default_factory=AdamWConfig)
+    runtime: RuntimeConfig = field(default_factory=RuntimeConfig)
+    evaluate: EvaluateConfig = field(default_factory=EvaluateConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    log: LogConfig = field(default_factory=LogConfig)
+    task_names: tuple[str, ...] = ("arithmetic",)
+    """The names of the task and of those that it wraps, from the outside in; no section of a recipe."""
 
     @property
     def task_name(self) -> str:
@@ -52,39 +63,150 @@ class Config(BaseModel):
         return self.task_names[-1]
 
 
-def load(recipe: Path | None, overrides: Sequence[str] = (), prog: str = "pellucid train") -> Config:
+SECTIONS = {name: kind for name, kind in get_type_hints(Config).items() if name != "task_names"}
+"""The class of each section by its name; that of the task is not known before its name is."""
+
+
+def load(recipe: Path | None, overrides: Sequence[str] = ()) -> Config:
     """Return the settings of a recipe (or of a run's config.json) with `--section.key VALUE` overrides.
 
-    UserError, one line, for a mistake in the file or a number that is not finite. Other mistakes on the command line
-    are printed by tyro, which exits with status 2.
+    UserError, one line, for a mistake in either.
     """
-    typed, schema = _built(read(recipe) if recipe else {}, str(recipe or "the default recipe"))
-    if overrides:
-        flat = (tyro.conf.AvoidSubcommands,)
-        typed = tyro.cli(schema, default=typed, args=renamed_flags(overrides), config=flat, prog=prog)
-    return _checked(typed, schema)
+    over = renamed(flags.sections(overrides), flags.COMMAND_LINE)
+    return build(read(recipe) if recipe else {}, str(recipe or "the default recipe"), over)
 
 
-def build(values: Mapping[str, Any], source: str) -> Config:
-    """Return the settings of nested sections, as they stand in a recipe. UserError, naming `source`, as in `load`."""
-    return _checked(*_built(values, source))
+def build(values: Values, source: str, over: Values | None = None) -> Config:
+    """Return the settings of nested sections, as they stand in a recipe, with those of the command line over them.
 
-
-def _built(values: Mapping[str, Any], source: str) -> tuple[Config, type[Config]]:
-    schema = _schema(values.get("task", {}), source)
-    if "task" in values:
-        values = {**values, "task": _nameless(values["task"], _type_of(schema, "task"))}
+    UserError, one line, that names `source` or the command line, for a mistake.
+    """
+    over = over or {}
     try:
-        return schema.model_validate(values), schema
-    except pydantic.ValidationError as error:
-        raise UserError(f"{source}: {_explain(error, schema)}") from error
-
-
-def _checked(typed: Config, schema: type[Config]) -> Config:
-    for key, value in _floats({name: getattr(typed, name) for name in schema.model_fields}):
+        for name in [*values, *over]:
+            if name not in SECTIONS:
+                raise MistakeError([name], _unknown(name, list(SECTIONS)))
+        whole = merged(values, over)
+        task, names = _task(whole.get("task", {}), ["task"])
+        others = {name: cls for name, cls in SECTIONS.items() if name != "task"}
+        sections = {name: _section(cls, whole.get(name, {}), [name]) for name, cls in others.items()}
+    except MistakeError as mistake:
+        stated = flags.COMMAND_LINE if _states(over, mistake.place) else source
+        raise UserError(f"{stated}: {'.'.join(mistake.place)}: {mistake}") from mistake
+    for key, value in _floats({**sections, "task": task}):
         if not math.isfinite(value):
             raise UserError(f"{key.removeprefix('.')} = {value} must be a finite number")
-    return typed.model_copy(update={"task": _untyped(typed.task, schema.task_names)})
+    return Config(**sections, task=task, task_names=names)
+
+
+def resolved(config: Config) -> Config:
+    """Return the settings with max_length and the task's seed filled in, which follow from other sections."""
+    algorithm = config.algorithm
+    length = algorithm.max_length or config.sampler.max_tokens
+    return replace(config, algorithm=replace(algorithm, max_length=length), task=seeded(config.task, algorithm.seed))
+
+
+def dump(config: Config) -> dict[str, Any]:
+    """Return all settings as JSON values that `load` reads back."""
+    sections = {name: _plain(getattr(config, name)) for name in SECTIONS if name != "task"}
+    return {**sections, "task": _named(config.task, config.task_names)}
+
+
+def read(path: Path) -> dict[str, Any]:
+    """Return the settings that stand in a TOML file or in a run's config.json. UserError for an unreadable file."""
+    try:
+        text = path.read_text(encoding="utf-8")
+        if path.suffix == ".json":
+            return renamed({key: value for key, value in json.loads(text).items() if key in SECTIONS}, "")
+        return renamed(tomllib.loads(text), str(path))
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"{path}: cannot be read ({getattr(error, 'strerror', None) or error})") from error
+    except (tomllib.TOMLDecodeError, json.JSONDecodeError, KeyError) as error:
+        raise UserError(f"{path}: {error}") from error
+
+
+# ---------------------------------------------------------------- one over the other
+
+
+def merged(base: Values, over: Values) -> dict[str, Any]:
+    """Return `base` with the values of `over` in place of its own, table by table."""
+    return {**base, **{key: _laid(key, base.get(key, {}), value) for key, value in over.items()}}
+
+
+def _laid(key: str, base: Any, over: Any) -> Any:
+    if isinstance(base, list) and isinstance(over, Mapping) and all(place.isdecimal() for place in over):
+        return list(merged(dict(zip(map(str, range(len(base))), base, strict=True)), over).values())
+    if not isinstance(base, Mapping) or not isinstance(over, Mapping):
+        return over
+    return _merged_task(base, over) if key == "task" else merged(base, over)
+
+
+def _merged_task(base: Values, over: Values) -> Any:
+    """Return the task section of `base`, changed by `over`.
+
+    A task of another name replaces that of the base and takes none of its settings; a wrapper goes around it.
+    """
+    base_name = name_of(base)
+    name = name_of(over, base_name)
+    if name == base_name:
+        return merged(base, over)
+    wrapper = isinstance(name, str) and wraps(task_class(name))  # `build` refuses other names
+    return {**over, "task": _laid("task", base, over.get("task", {}))} if wrapper else over
+
+
+def name_of(section: Values, otherwise: Any = Config.task_names[0]) -> Any:
+    """Return the name of a task's section, which may still be a word of the command line."""
+    name = section.get("name", otherwise)
+    return " ".join(name) if isinstance(name, flags.Words) else name
+
+
+# ---------------------------------------------------------------- sections and values
+
+
+def _section(cls: Any, values: Any, place: Place) -> Any:
+    """Return the section as its class. MistakeError where it cannot be that."""
+    if not isinstance(values, Mapping):
+        raise MistakeError(place, f"must be a table: [{'.'.join(place)}]")
+    try:
+        return _adapter(cls).validate_python((flags.typed(values, cls, ".".join(place)),))[0]
+    except pydantic.ValidationError as error:
+        first = error.errors()[0]
+        inside = first["loc"][1:]
+        told = first["msg"].removeprefix("Value error, ")
+        if first["type"] == "unexpected_keyword_argument":
+            told = _unknown(str(inside[-1]), _keys(cls, inside[:-1]))
+        raise MistakeError([*place, *map(str, inside)], told) from error
+
+
+def _task(section: Any, place: Place) -> tuple[Any, tuple[str, ...]]:
+    """Return the task of a section, and the names of its tasks from the outside in. MistakeError where it is none."""
+    if not isinstance(section, Mapping):
+        raise MistakeError(place, f"must be a table: [{'.'.join(place)}] with name = ...")
+    name = name_of(section)
+    cls = task_class(name) if isinstance(name, str) else None
+    if not dataclasses.is_dataclass(cls):
+        raise MistakeError([*place, "name"], f"{name!r} is no dataclass: put @dataclass(frozen=True) above it")
+    own = {key: value for key, value in section.items() if key != "name" or key in flags.fields_of(cls)}
+    if not wraps(cls):
+        return _section(cls, own, place), (name,)
+    inside, names = _task(section.get("task", {}), [*place, "task"])
+    return _section(cls, {**own, "task": inside}, place), (name, *names)
+
+
+@cache
+def _adapter(cls: Any) -> pydantic.TypeAdapter[Any]:
+    """Return what reads and writes a section. In a tuple, since a dataclass by itself would overlook unknown keys."""
+    alone: Any = tuple.__class_getitem__(cls)
+    return pydantic.TypeAdapter(alone, config=pydantic.ConfigDict(extra="forbid"))
+
+
+def _plain(section: Any) -> dict[str, Any]:
+    return _adapter(type(section)).dump_python((section,), mode="json")[0]
+
+
+def _named(task: Any, names: Sequence[str]) -> dict[str, Any]:
+    inside = {"task": _named(task.task, names[1:])} if len(names) > 1 else {}
+    return {**_plain(task), **inside, "name": names[0]}
 
 
 def _floats(value: Any, key: str = "") -> Iterator[tuple[str, float]]:
@@ -99,106 +221,25 @@ def _floats(value: Any, key: str = "") -> Iterator[tuple[str, float]]:
         yield from _floats(item, f"{key}.{name}")
 
 
-def resolved(config: Config) -> Config:
-    """Return the settings with max_length and the task's seed filled in, which follow from other sections."""
-    algorithm = config.algorithm
-    length = algorithm.max_length or config.sampler.max_tokens
-    return config.model_copy(
-        update={"algorithm": replace(algorithm, max_length=length), "task": seeded(config.task, algorithm.seed)}
-    )
+# ---------------------------------------------------------------- mistakes
 
 
-def dump(config: Config) -> dict[str, Any]:
-    """Return all settings as JSON values that `load` reads back."""
-    values = config.model_dump(mode="json")
-    return {**values, "task": _named(values["task"], config.task_names)}
+def _unknown(key: str, known: Sequence[str]) -> str:
+    return f"no such key{did_you_mean(key, known) or '; there are ' + ', '.join(known)}"
 
 
-def read(path: Path) -> dict[str, Any]:
-    """Return the settings that stand in a TOML file or in a run's config.json. UserError for an unreadable file."""
-    try:
-        text = path.read_text(encoding="utf-8")
-        if path.suffix == ".json":
-            return renamed({key: value for key, value in json.loads(text).items() if key in Config.model_fields}, "")
-        return renamed(tomllib.loads(text), str(path))
-    except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"{path}: cannot be read ({getattr(error, 'strerror', None) or error})") from error
-    except (tomllib.TOMLDecodeError, json.JSONDecodeError, KeyError) as error:
-        raise UserError(f"{path}: {error}") from error
+def _keys(cls: Any, place: Sequence[int | str]) -> list[str]:
+    """Return the keys of the record at this place in a section."""
+    for part in place:
+        cls = flags.item_of(cls) if isinstance(part, int) else flags.fields_of(cls)[part]
+    return list(flags.fields_of(cls))
 
 
-def _schema(task: Any, source: str) -> type[Config]:
-    """Return a Config class whose field `task` has the class that `task.name` stands for."""
-    cls, names = _typed_task(task, source, "task")
-    schema = pydantic.create_model("Config", __base__=Config, task=(cls, Field(default_factory=cls)))
-    schema.task_names = names
-    return schema
-
-
-def _typed_task(section: Any, source: str, path: str) -> tuple[type, tuple[str, ...]]:
-    """Return the class of a task section, and the names of its tasks from the outside in. UserError for a bad section.
-
-    In the class of a wrapper the field `task` has the class of the task inside.
-    """
-    if not isinstance(section, Mapping):
-        raise UserError(f"{source}: {path} must be a table: [{path}] with name = ...")
-    name = section.get("name", Config.task_names[0])
-    cls = task_class(name) if isinstance(name, str) else None
-    if not dataclasses.is_dataclass(cls):
-        raise UserError(f"{source}: {path}.name = {name!r} is no dataclass: put @dataclass(frozen=True) above it")
-    if not wraps(cls):
-        return cls, (name,)
-    inside, names = _typed_task(section.get("task", {}), source, f"{path}.task")
-    own = [("task", inside, dataclasses.field(default_factory=inside))]
-    return dataclasses.make_dataclass(cls.__name__, own, bases=(cls,), frozen=True), (name, *names)
-
-
-def _untyped(task: Any, names: Sequence[str]) -> Any:
-    """Return the task with wrappers of their own classes: those made by `_typed_task` cannot be pickled."""
-    if not wraps(task):
-        return task
-    values = {field.name: getattr(task, field.name) for field in dataclasses.fields(task)}
-    return task_class(names[0])(**{**values, "task": _untyped(task.task, names[1:])})
-
-
-def _nameless(section: Mapping[str, Any], cls: Any) -> dict[str, Any]:
-    """Return the section without `name` where the class of the task has no such field."""
-    known = {field.name: field.type for field in dataclasses.fields(cls)}
-    kept = {key: value for key, value in section.items() if key != "name" or "name" in known}
-    if wraps(cls) and "task" in kept:
-        kept["task"] = _nameless(kept["task"], known["task"])
-    return kept
-
-
-def _named(section: Mapping[str, Any], names: Sequence[str]) -> dict[str, Any]:
-    inside = {"task": _named(section["task"], names[1:])} if len(names) > 1 else {}
-    return {**section, **inside, "name": names[0]}
-
-
-def _explain(error: pydantic.ValidationError, schema: type[Config]) -> str:
-    """Return the first error as one line, with the key that was probably meant."""
-    first = error.errors()[0]
-    *section, key = [str(part) for part in first["loc"]]
-    path = ".".join([*section, key])
-    if first["type"] in ("unexpected_keyword_argument", "extra_forbidden"):
-        known = _keys(schema, section)
-        close = difflib.get_close_matches(key, known, 1)
-        return f"{path}: no such key; " + (f"did you mean {close[0]}?" if close else f"there are {', '.join(known)}")
-    return f"{path}: {first['msg'].removeprefix('Value error, ')}"
-
-
-def _keys(schema: type[Config], section: Sequence[str]) -> list[str]:
-    cls = _type_of(schema, *section)
-    if cls is schema:
-        return list(schema.model_fields)
-    return [field.name for field in dataclasses.fields(cls)] if dataclasses.is_dataclass(cls) else []
-
-
-def _type_of(schema: type[Config], *section: str) -> Any:
-    """Return the type of a section such as task, task.task or algorithm; None where there is no such section."""
-    if not section:
-        return schema
-    cls: Any = schema.model_fields[section[0]].annotation
-    for name in section[1:]:
-        cls = {f.name: f.type for f in dataclasses.fields(cls)}.get(name) if dataclasses.is_dataclass(cls) else None
-    return cls
+def _states(over: Values, place: Place) -> bool:
+    """Return whether the command line states a setting at this place, or in the section that stands there."""
+    for part in place:
+        inside = over.get(part)
+        if not isinstance(inside, Mapping):
+            return inside is not None
+        over = inside
+    return bool(over)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 KEYS = {("algorithm", "min_spread"): "min_reward_range"}
@@ -32,35 +32,21 @@ def _section(section: str, keys: Any, source: str) -> Any:
     for key, value in keys.items():
         new_key, new_value = new_names(section, key, value)
         if source and (new_key, new_value) != (key, value):
-            tell(source, f'{section}.{key} = "{value}"', f'{new_key} = "{new_value}"')
+            tell(source, f'{section}.{key} = "{shown(value)}"', f'{new_key} = "{shown(new_value)}"')
         now[new_key] = new_value
     return now
 
 
 def new_names(section: str, key: str, value: Any) -> tuple[str, Any]:
+    """Return key and value by their new names. The value may be the words of a flag."""
     known = VALUES.get((section, key), {})
+    if isinstance(value, tuple):
+        value = type(value)(known.get(word, word) for word in value)
     return KEYS.get((section, key), key), known.get(value, value) if isinstance(value, str) else value
 
 
-def renamed_flags(arguments: Sequence[str]) -> list[str]:
-    """Return arguments like `--section.key VALUE` or `--section.key=VALUE` by their new names. Print each old one."""
-    return list(_flags(arguments))
-
-
-def _flags(arguments: Sequence[str]) -> Iterator[str]:
-    waiting = ""
-    for argument in arguments:
-        flag, equals, value = argument.partition("=") if argument.startswith("--") else (waiting, "", argument)
-        section, _, key = flag.removeprefix("--").replace("-", "_").partition(".")
-        new_key, new_value = new_names(section, key, value)
-        if argument.startswith("--"):
-            flag = flag if new_key == key else f"--{section}.{new_key}"
-            waiting, now = ("" if equals else flag), f"{flag}{equals}{new_value}"
-        else:
-            waiting, now = "", new_value
-        if now != argument:
-            tell("the command line", argument, now)
-        yield now
+def shown(value: Any) -> str:
+    return " ".join(value) if isinstance(value, tuple) else str(value)
 
 
 def tell(source: str, old: str, new: str) -> None:

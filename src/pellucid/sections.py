@@ -8,6 +8,8 @@ from typing import Literal
 
 @dataclass(frozen=True)
 class PolicyConfig:
+    """`[policy]`: the model that is trained, and how it computes."""
+
     model: str = "smollm2-135m"
     """A local folder, a .gguf file, a Hub id, modelscope:OWNER/NAME, or smollm2-135m (embedded in a wheel)."""
     template: str = ""
@@ -52,6 +54,8 @@ def refuse_truncation(top_k: int, top_p: float, min_p: float) -> None:
 
 @dataclass(frozen=True)
 class SamplerConfig:
+    """`[sampler]`: how completions are drawn."""
+
     name: Literal["native", "hf"] = "native"
     temperature: float = 1.0
     """Temperature of sampling and of the log-probs that are trained on. Evaluation adds greedy answers."""
@@ -77,6 +81,8 @@ class SamplerConfig:
 
 @dataclass(frozen=True)
 class EvaluateConfig:
+    """`[evaluate]`: how often and on how many held-out prompts the policy is evaluated."""
+
     every: int = 10
     """Steps between evaluations, besides those before and after training; 0 is none at all."""
     n: int = 100
@@ -105,6 +111,8 @@ class EvaluateConfig:
 
 @dataclass(frozen=True)
 class CheckpointConfig:
+    """`[checkpoint]`: which states of the run are kept."""
+
     every: int = 10
     """Steps between checkpoints, besides the one behind the last step; 0 is none, except where Ctrl-C asks for one."""
     keep_last: int = 2
@@ -120,6 +128,8 @@ class CheckpointConfig:
 
 @dataclass(frozen=True)
 class LogConfig:
+    """`[log]`: what is written besides metrics.jsonl and evals.jsonl."""
+
     tensorboard: bool = False
     """Also write TensorBoard events into the run folder."""
     wandb: Literal["off", "offline", "online"] = "off"

@@ -40,7 +40,7 @@ def configured(dtype="float32", engine="auto", **algorithm):
 
 
 def with_engine(cfg, runtime):
-    return cfg.model_copy(update={"runtime": runtime})
+    return replace(cfg, runtime=runtime)
 
 
 @pytest.fixture
@@ -121,7 +121,7 @@ def test_recomputed_activations_are_the_residual_stream():
     policy = make_policy(gradient_checkpointing=True)
     batch = batch_of(prompt=8, response=41, rows=8)
     cfg = configured()
-    cfg = cfg.model_copy(update={"policy": replace(cfg.policy, gradient_checkpointing=True)})
+    cfg = replace(cfg, policy=replace(cfg.policy, gradient_checkpointing=True))
     planned = memory.activations(policy.model.config, cfg, ours=True)
     layer = memory.bytes_a_token(policy.model.config, 4)
     assert kept_by_autograd(policy, batch) / (8 + 8 * 40) == pytest.approx(planned - layer, rel=0.25)
@@ -130,13 +130,13 @@ def test_recomputed_activations_are_the_residual_stream():
 def test_shards_share_what_is_kept_and_sample_from_whole_weights(folder):
     """fp32, of P bytes over 4: among four processes a quarter of 4 P, and 4 P to sample from; in bf16 2 P."""
     model = memory.from_name(str(folder), lora=0)
-    cfg = configured(kl_coef=0.1).model_copy(update={"runtime": RuntimeConfig("fsdp2")})
+    cfg = replace(configured(kl_coef=0.1), runtime=RuntimeConfig("fsdp2"))
     p = model.parameters / 1e9
     expected = {"weights": 5 * p, "gradients": p, "optimizer": 2 * p, "reference": p}
     assert memory.state(model, cfg, 4) == pytest.approx(expected)
-    half = cfg.model_copy(update={"policy": replace(cfg.policy, dtype="bfloat16")})
+    half = replace(cfg, policy=replace(cfg.policy, dtype="bfloat16"))
     assert memory.state(model, half, 4) == pytest.approx(expected | {"weights": 3 * p})
-    hybrid = cfg.model_copy(update={"runtime": RuntimeConfig("fsdp2", shards=2)})
+    hybrid = replace(cfg, runtime=RuntimeConfig("fsdp2", shards=2))
     assert memory.state(model, hybrid, 4)["gradients"] == pytest.approx(2 * p)
 
 
@@ -151,9 +151,7 @@ def test_stages_of_zero_share_out_more_and_more(folder):
     )
     assert two == pytest.approx({"weights": 4 * p, "gradients": p + bucket, "optimizer": 3 * p, "reference": 4 * p})
     assert three == pytest.approx({"weights": 5 * p, "gradients": p + bucket, "optimizer": 2 * p, "reference": p})
-    away = with_engine(configured(), RuntimeConfig("deepspeed")).model_copy(
-        update={"optimizer": AdamWConfig(offload=True)}
-    )
+    away = replace(with_engine(configured(), RuntimeConfig("deepspeed")), optimizer=AdamWConfig(offload=True))
     assert memory.state(model, away, 4) == pytest.approx(two | {"gradients": bucket, "optimizer": 0, "reference": 0})
 
 
@@ -165,7 +163,7 @@ def test_smaller_pieces_need_less(folder):
 
     assert whole(configured(micro_batch=2)) < whole(configured())
     assert whole(configured(), processes=2) < whole(configured())
-    offloaded = configured().model_copy(update={"optimizer": AdamWConfig(offload=True)})
+    offloaded = replace(configured(), optimizer=AdamWConfig(offload=True))
     assert memory.state(model, offloaded)["optimizer"] == 0
 
 

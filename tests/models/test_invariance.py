@@ -10,9 +10,10 @@ import pytest
 import torch
 
 from conftest import character_tokenizer, make_policy, products_know_no_neighbours, tiny_llama
+from pellucid.commands import line
 from pellucid.models import decoding, invariance
 from pellucid.policy.policy import Policy
-from pellucid.serve import command, host
+from pellucid.serve import host
 from pellucid.types import UserError
 
 ROWS = 16
@@ -78,12 +79,12 @@ def test_a_service_of_which_this_was_asked_starts_only_where_it_is_so(model_dir,
     monkeypatch.setattr(
         invariance, "batch_invariant", lambda policy, rows: policy.dtype == torch.bfloat16 and rows == 5
     )
-    options = [str(model_dir), "--rows", "5", "--batch-invariant", "--dtype"]
-    assert host.load(command.parsed([*options, "bfloat16"], model=True)).policy.dtype == torch.bfloat16
+    options = ["serve", str(model_dir), "--rows", "5", "--batch-invariant", "--dtype"]
+    assert host.load(line.parsed([*options, "bfloat16"])).policy.dtype == torch.bfloat16
     with pytest.raises(UserError, match="float32 depend on the rows beside it"):
-        host.load(command.parsed([*options, "float32"], model=True))
+        host.load(line.parsed([*options, "float32"]))
     monkeypatch.delenv("ONEDNN_MAX_CPU_ISA")
-    host.load(command.parsed([*options, "bfloat16"], model=True))
+    host.load(line.parsed([*options, "bfloat16"]))
     assert os.environ.pop("ONEDNN_MAX_CPU_ISA") == "AVX512_CORE_BF16"
 
 

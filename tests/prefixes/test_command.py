@@ -18,7 +18,7 @@ import pytest
 import torch
 
 from conftest import character_tokenizer, records, tiny_llama
-from pellucid import cli
+from pellucid import cli, config
 from pellucid.policy.policy import Policy
 from pellucid.prefixes import command as prefixes
 from pellucid.prefixes.journal import Journal
@@ -164,7 +164,7 @@ def check_whole(output, recipe, n=6, **sources):
     held = json.loads(output.read_text(encoding="utf-8"))
     assert list(held) == ["recipe", "questions"]
     assert held["recipe"] == str(recipe)
-    expected = [prompt.question for prompt in cli.config.load(recipe).task.sample(0, n)]
+    expected = [prompt.question for prompt in config.load(recipe).task.sample(0, n)]
     assert [row["question"] for row in held["questions"]] == expected
     assert {tuple(row) for row in held["questions"]} == {("question", "answer", "teacher", "student")}
     for source in ("teacher", "student"):
@@ -275,7 +275,7 @@ def test_the_messages_are_those_of_the_task_with_the_instruction_behind(service,
         [body] = proxy.bodies
     system, user = body["messages"]
     assert system == {"role": "system", "content": "Be brief."}
-    [prompt] = cli.config.load(recipe).task.sample(0, 1)
+    [prompt] = config.load(recipe).task.sample(0, 1)
     assert user == {"role": "user", "content": f"{prompt.question}\n\n{INSTRUCTION}"}
     assert (body["model"], body["temperature"], body["max_tokens"]) == ("tiny", 1.2, 12)
     written = (tmp_path / "p.json").read_text(encoding="utf-8")
@@ -313,7 +313,7 @@ def test_requests_start_no_faster_than_allowed(service, recipe, tmp_path):
 
 def test_what_fails_for_good_ends_nothing_else_and_is_asked_alone_the_next_time(service, recipe, tmp_path, capsys):
     output = tmp_path / "prefixes.json"
-    hopeless = cli.config.load(recipe).task.sample(0, 6)[1].question
+    hopeless = config.load(recipe).task.sample(0, 6)[1].question
 
     def fault(number, body):
         """Also the first of another question: what is there of it must keep its place."""
@@ -626,7 +626,7 @@ def test_a_recipe_that_will_use_the_prefixes_asks_for_them(service, tmp_path):
     recipe.write_text(f'[task]\nname = "prefixed"\nfile = "{output}"\n[task.task]\nname = "arithmetic"\n')
     with proxied(service) as proxy:
         assert status(command(recipe, output, proxy.url, n=2, per_question=1)) == 0
-    task = replace(with_split(cli.config.load(recipe).task, "train"), dropout=0.0)
+    task = replace(with_split(config.load(recipe).task, "train"), dropout=0.0)
     assert all(prompt.prefix for prompt in task.sample(0, 2))
 
 
@@ -648,9 +648,9 @@ def test_a_student_that_says_nothing_is_counted(recipe, wide_dir, tmp_path, caps
 
 
 def test_a_teacher_needs_no_torch(service, recipe, tmp_path):
-    code = "import sys; from pellucid.cli import prefixes; prefixes(sys.argv[1:]); sys.exit('torch' in sys.modules)"
+    code = "import sys; from pellucid.commands import line; line.parsed(sys.argv[1:])(); sys.exit('torch' in sys.modules)"
     with proxied(service) as proxy:
-        arguments = command(recipe, tmp_path / "p.json", proxy.url)[1:]
+        arguments = command(recipe, tmp_path / "p.json", proxy.url)
         done = subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True, text=True, check=False)
     assert (done.returncode, done.stderr) == (0, "")
     check_whole(tmp_path / "p.json", recipe, teacher=3)

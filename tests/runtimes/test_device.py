@@ -22,12 +22,13 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from conftest import EOS, VOCAB, character_tokenizer, records
 from pellucid import cli
+from pellucid.commands import line
 from pellucid.machine import hardware
 from pellucid.models import attention
 from pellucid.models.packed import prompt_rows
 from pellucid.samplers.hf import HuggingFace
 from pellucid.samplers.native import Native
-from pellucid.serve import command, host
+from pellucid.serve import host
 from pellucid.serve.rows import Request
 from runs import at_home
 from simulated_device import A_REAL_ONE, RAISE, WHERE, WITHOUT_DETERMINISTIC_KERNEL, Decomposed, Device
@@ -168,7 +169,7 @@ def resumed(recipe, run_dir, settings, monkeypatch):
 
 def served(run_dir, device):
     """What a service says of that run's model."""
-    service = host.load(command.parsed([str(run_dir), "--dtype", "float32", "--device", device], model=True))
+    service = host.load(line.parsed(["serve", str(run_dir), "--dtype", "float32", "--device", device]))
     told, engine = [], service.engine
     engine.submit(Request([1, 2, 3], told.append, n=2, max_tokens=8, seed=7))
     engine._admit()

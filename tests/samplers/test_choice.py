@@ -8,6 +8,7 @@ import torch
 from conftest import CountDigits, character_tokenizer, make_policy
 from pellucid import cli
 from pellucid.algorithm.batch import collate
+from pellucid.commands import line
 from pellucid.models import fallback
 from pellucid.models.trial import cache_fault
 from pellucid.policy import policy as policies
@@ -15,7 +16,7 @@ from pellucid.policy.policy import Policy
 from pellucid.samplers.choice import choose
 from pellucid.samplers.hf import HuggingFace
 from pellucid.samplers.native import Native
-from pellucid.serve import command, host
+from pellucid.serve import host
 from pellucid.types import Sampling, UserError
 from tiny_families import checkpoint, model_of
 
@@ -111,7 +112,7 @@ def test_a_fallback_is_said_in_one_line_before_step_1(tmp_path, capsys):
 def test_rows_that_cannot_stand_beside_one_another_are_not_served(tmp_path):
     model = checkpoint("recurrent_gemma", tmp_path)
     with pytest.raises(UserError, match="RecurrentGemmaForCausalLM cannot be served"):
-        host.load(command.parsed([str(model), "--dtype", "float32"], model=True))
+        host.load(line.parsed(["serve", str(model), "--dtype", "float32"]))
 
 
 def test_no_trial_is_made_of_our_own_decoder(monkeypatch):

@@ -21,7 +21,8 @@ import psutil
 import pytest
 
 from pellucid import cli
-from pellucid.serve import command, daemon
+from pellucid.commands import line
+from pellucid.serve import daemon
 from pellucid.types import UserError
 from serving import post, request
 
@@ -344,7 +345,7 @@ def test_the_pid_file_is_there_before_the_service_answers_and_for_its_owner_alon
     """A second start while the first still waits for its service is told so; status and stop know of it."""
     arguments, pid_file = service("mute"), tmp_path / "here" / "serve.pid"
     with ThreadPoolExecutor(1) as pool:
-        first = pool.submit(command.main, ["start", *arguments])
+        first = pool.submit(line.parsed(["serve", "start", *arguments]))
         while not pid_file.exists():
             time.sleep(0.01)
         found = held(tmp_path)

@@ -136,7 +136,7 @@ MISTAKES = {
     HEAD + "[common.algorithm]\nseed = 3\n[variants.a]": "common sets algorithm.seed",
     HEAD + "[variants.b]\n[variants.a.algorithm]\nstep = 3": "variants.a: algorithm.step: no such key; did you mean",
     HEAD + '[variants.a.task]\nname = "arithmetics"': 'variants.a: task "arithmetics" is unknown',
-    HEAD + "[variants.a]\ntask = 3": "variants.a: task must be a table",
+    HEAD + "[variants.a]\ntask = 3": "variants.a: task: must be a table",
 }
 
 

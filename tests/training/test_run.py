@@ -18,9 +18,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from conftest import records
 from pellucid import cli, config
+from pellucid.commands import line
 from pellucid.reporting.run_folder import checkpoints
 from pellucid.samplers.native import Native
-from pellucid.serve import command, host
+from pellucid.serve import host
 from pellucid.training import compose, run
 from pellucid.training.evaluate import greedy
 from runs import asked_to_stop, in_two_processes, same_run, train, untimed, weights
@@ -124,7 +125,7 @@ def test_what_a_curriculum_has_seen_is_in_the_checkpoint(recipe, tmp_path, monke
     assert train("--resume", killed) == 0
     same_run(whole, killed)
     assert records(whole / "metrics.jsonl")[-1]["curriculum/epoch"] > 1
-    served = host.load(command.parsed([str(whole)], model=True))
+    served = host.load(line.parsed(["serve", str(whole)]))
     assert served.task.split == "test"
     assert type(served.task.task).__name__ == "Digits", "questions of the service come in no order"
 

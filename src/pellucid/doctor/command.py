@@ -73,7 +73,7 @@ def findings() -> Iterator[tuple[str, str]]:
 def plan(cfg: Config) -> int:
     """Print how many GB training with these settings takes on each device. No weights are loaded."""
     dtype = hardware.pick_dtype(cfg.policy.dtype, hardware.pick_device(cfg.policy.device))
-    cfg = cfg.model_copy(update={"policy": replace(cfg.policy, dtype=str(dtype).removeprefix("torch."))})
+    cfg = replace(cfg, policy=replace(cfg.policy, dtype=str(dtype).removeprefix("torch.")))
     model = memory.from_name(cfg.policy.model, cfg.policy.lora, cfg.policy.lora_targets)
     print(
         f"{cfg.policy.model}: {model.parameters / 1e6:.1f} M parameters, {model.trained / 1e6:.1f} M trained, computed"
@@ -83,8 +83,8 @@ def plan(cfg: Config) -> int:
     heads = ["devices", "engine", *names, "peak", "with offload"]
     print(line(heads), line(["---"] * len(heads)), sep="\n")
     for name, changed in ENGINES.items():
-        by_engine = cfg.model_copy(update={"runtime": replace(cfg.runtime, **changed)})
-        away = by_engine.model_copy(update={"optimizer": replace(cfg.optimizer, offload=True)})
+        by_engine = replace(cfg, runtime=replace(cfg.runtime, **changed))
+        away = replace(by_engine, optimizer=replace(cfg.optimizer, offload=True))
         for devices in DEVICES:
             parts = memory.parts(model, by_engine, devices).values()
             peaks = [memory.shown(model, settings, devices) for settings in (by_engine, away)]

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-import argparse
 import os
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 from rich.progress import Progress
+from tyro.conf import Positional, Suppress, arg
 
 from pellucid import config
 from pellucid.config import Config
@@ -46,44 +46,58 @@ LEAST = {
 Read = Callable[[str], str]
 
 
-def main(arguments: list[str]) -> int:
-    options, overrides = parsed(arguments)
-    check(options)
-    cfg = config.load(options.recipe, overrides, prog="pellucid prefixes")
-    options.output.parent.mkdir(parents=True, exist_ok=True)
-    writing = locked(options.output.with_name(f".{options.output.name}.lock"), f"writes {options.output}")
-    try:
-        with writing:
-            return collect(cfg, options)
-    except KeyboardInterrupt:
-        print(f"stopped; nothing is lost: the same command goes on with {options.output}", flush=True)
-        os._exit(INTERRUPTED)  # a normal exit would wait for every request under way
+@dataclass(frozen=True)
+class Prefixes:
+    """Ask a teacher or a student for first sentences of thinking."""
+
+    recipe: Positional[Annotated[Path, arg(metavar="RECIPE")]]
+    """The recipe whose questions are asked."""
+    output: Annotated[Path, arg(metavar="FILE.json")] = Path("prefixes.json")
+    """The file of the prefixes; one that is there is filled up."""
+    n: int = 100
+    """Questions."""
+    per_question: int = 5
+    """Prefixes from each source."""
+    teacher: Annotated[str, arg(metavar="MODEL")] = ""
+    """The model's name at the endpoint."""
+    base_url: Annotated[str, arg(metavar="URL")] = "https://api.openai.com/v1"
+    """An OpenAI-compatible endpoint."""
+    key_env: Annotated[str, arg(metavar="NAME")] = "OPENAI_API_KEY"
+    """The environment variable that holds the key."""
+    student: Annotated[str, arg(metavar="MODEL")] = ""
+    """What --policy.model takes."""
+    workers: int = 10
+    """Requests at once."""
+    per_minute: float = 0
+    """The most requests started a minute; 0 is no limit."""
+    timeout: float = 60
+    """Seconds without a sign of the endpoint."""
+    retries: int = 6
+    """How often a request that failed is made again."""
+    temperature: float = 1.2
+    """The temperature of sampling."""
+    max_tokens: int = 200
+    """The longest answer."""
+    sentences: int = 2
+    """How many sentences of an answer are kept."""
+    truncate_tokens: int = 0
+    """How many tokens of an answer are kept, instead of sentences."""
+    settings: Suppress[tuple[str, ...]] = ()
+
+    def __call__(self) -> int:
+        check(self)
+        cfg = config.load(self.recipe, self.settings)
+        self.output.parent.mkdir(parents=True, exist_ok=True)
+        writing = locked(self.output.with_name(f".{self.output.name}.lock"), f"writes {self.output}")
+        try:
+            with writing:
+                return collect(cfg, self)
+        except KeyboardInterrupt:
+            print(f"stopped; nothing is lost: the same command goes on with {self.output}", flush=True)
+            os._exit(INTERRUPTED)  # a normal exit would wait for every request under way
 
 
-def parsed(arguments: list[str]) -> tuple[argparse.Namespace, list[str]]:
-    parser = argparse.ArgumentParser(
-        prog="pellucid prefixes", allow_abbrev=False, epilog="--section.key VALUE overrides the recipe, as in train"
-    )
-    parser.add_argument("recipe", type=Path, metavar="RECIPE.toml")
-    parser.add_argument("--output", type=Path, default=Path("prefixes.json"))
-    parser.add_argument("--n", type=int, default=100, help="questions")
-    parser.add_argument("--per-question", type=int, default=5, help="prefixes from each source")
-    parser.add_argument("--teacher", default="", help="the model's name at the endpoint")
-    parser.add_argument("--base-url", default="https://api.openai.com/v1", help="of an OpenAI-compatible endpoint")
-    parser.add_argument("--key-env", default="OPENAI_API_KEY", help="the environment variable that holds the key")
-    parser.add_argument("--student", default="", help="what --policy.model takes")
-    parser.add_argument("--workers", type=int, default=10, help="requests at once")
-    parser.add_argument("--per-minute", type=float, default=0, help="most requests started a minute; 0 is no limit")
-    parser.add_argument("--timeout", type=float, default=60, help="seconds without a sign of the endpoint")
-    parser.add_argument("--retries", type=int, default=6)
-    parser.add_argument("--temperature", type=float, default=1.2)
-    parser.add_argument("--max-tokens", type=int, default=200, help="of an answer")
-    parser.add_argument("--sentences", type=int, default=2, help="kept of an answer")
-    parser.add_argument("--truncate-tokens", type=int, default=0, help="kept of an answer, instead of sentences")
-    return parser.parse_known_args(arguments)
-
-
-def check(options: argparse.Namespace) -> None:
+def check(options: Prefixes) -> None:
     for name, least in LEAST.items():
         if not least <= getattr(options, name) < float("inf"):
             raise UserError(f"--{name.replace('_', '-')} {getattr(options, name)} must be at least {least}")
@@ -99,7 +113,7 @@ def check(options: argparse.Namespace) -> None:
 # ---------------------------------------------------------------- the whole
 
 
-def collect(cfg: Config, options: argparse.Namespace) -> int:
+def collect(cfg: Config, options: Prefixes) -> int:
     sources = [source for source in SOURCES if getattr(options, source)]
     prompts = questions(seeded(cfg.task, cfg.algorithm.seed), options.n)
     journal = Journal(options.output, settings_of(cfg, options))
@@ -119,9 +133,7 @@ def collect(cfg: Config, options: argparse.Namespace) -> int:
     return 0
 
 
-def ask_all(
-    cfg: Config, options: argparse.Namespace, prompts: Sequence[Prompt], journal: Journal, missing: int
-) -> list[str]:
+def ask_all(cfg: Config, options: Prefixes, prompts: Sequence[Prompt], journal: Journal, missing: int) -> list[str]:
     """Ask for all missing prefixes. Return why some are still missing."""
     read = reader(cfg, options)
     # Both are made ready before either is asked: an error found later would cost the time of the first.
@@ -139,7 +151,7 @@ def questions(task: Any, n: int) -> list[Prompt]:
     return held_out(with_split(innermost(task), "train"), n)
 
 
-def settings_of(cfg: Config, options: argparse.Namespace) -> dict[str, Any]:
+def settings_of(cfg: Config, options: Prefixes) -> dict[str, Any]:
     """Return the settings that decide what a prefix is.
 
     How many prefixes are wanted and the endpoint's address may change between two runs with the same output.
@@ -151,7 +163,7 @@ def settings_of(cfg: Config, options: argparse.Namespace) -> dict[str, Any]:
     return {"recipe": str(options.recipe), "task": config.dump(cfg)["task"], **settings, **tokenizer}
 
 
-def endpoint_of(options: argparse.Namespace) -> Endpoint:
+def endpoint_of(options: Prefixes) -> Endpoint:
     return Endpoint(
         base_url=options.base_url,
         model=options.teacher,
@@ -164,7 +176,7 @@ def endpoint_of(options: argparse.Namespace) -> Endpoint:
     )
 
 
-def reader(cfg: Config, options: argparse.Namespace) -> Read:
+def reader(cfg: Config, options: Prefixes) -> Read:
     """Return the function that makes a prefix of what a model wrote; its result is empty where there is none."""
     if not options.truncate_tokens:
         return lambda text: first_sentences(clean(thinking(text)), options.sentences)
@@ -180,7 +192,7 @@ def reader(cfg: Config, options: argparse.Namespace) -> Read:
 
 def ask_teacher(
     teacher: Teacher,
-    options: argparse.Namespace,
+    options: Prefixes,
     prompts: Sequence[Prompt],
     journal: Journal,
     advance: Callable[[], None],
@@ -206,7 +218,7 @@ def ask_teacher(
     return complaints
 
 
-def load_student(cfg: Config, options: argparse.Namespace) -> Any:
+def load_student(cfg: Config, options: Prefixes) -> Any:
     with uncollected():
         from pellucid.prefixes import student  # noqa: PLC0415 - as in reader
 
@@ -215,7 +227,7 @@ def load_student(cfg: Config, options: argparse.Namespace) -> Any:
 
 def ask_student(
     student: Any,
-    options: argparse.Namespace,
+    options: Prefixes,
     prompts: Sequence[Prompt],
     journal: Journal,
     read: Read,

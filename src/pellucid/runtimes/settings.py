@@ -1,4 +1,4 @@
-"""`[runtime]`: how the processes of a run share the work."""
+"""The settings of the processes of a run. No torch."""
 
 from __future__ import annotations
 
@@ -11,6 +11,8 @@ BUCKET = 50_000_000
 
 @dataclass(frozen=True)
 class RuntimeConfig:
+    """`[runtime]`: how the processes of a run share the work."""
+
     engine: Literal["auto", "ddp", "fsdp2", "deepspeed"] = "auto"
     """ddp: every process holds the whole model. fsdp2: each holds a part of every parameter, gradient and moment, and
     gathers a layer while it computes. deepspeed: ZeRO, by `zero_stage`. auto: ddp."""

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-import argparse
 import socket
 import sys
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
+from typing import Annotated, Literal
+
+from tyro.conf import Positional, arg
 
 from pellucid.machine.extras import extra
 from pellucid.machine.imports import uncollected
@@ -15,55 +18,80 @@ from pellucid.types import UserError
 IN_THE_BACKGROUND = {"stop": daemon.stop, "status": daemon.status, "restart": daemon.restart}
 BACKLOG = 1024
 """How many connections may wait to be accepted."""
-USAGE = """pellucid serve MODEL_OR_RUN [options]        until Ctrl-C
-       pellucid serve start MODEL_OR_RUN [options]  in the background
-       pellucid serve stop | status | restart [--folder DIR]"""
+WORDS = "[start] MODEL_OR_RUN | stop | status | restart"
 
 
-def main(arguments: list[str]) -> int:
-    action, rest = "", arguments
-    if arguments and arguments[0] in ("start", *IN_THE_BACKGROUND):
-        action, *rest = arguments
-    if action and sys.platform == "win32":
-        raise UserError(f"pellucid serve {action} needs Linux or macOS: leave a window to pellucid serve, or use WSL")
-    options = parsed(rest, model=action not in IN_THE_BACKGROUND)
-    if action in IN_THE_BACKGROUND:
-        return IN_THE_BACKGROUND[action](options.folder)
-    for library in ("fastapi", "uvicorn"):
-        extra(library, "serve", "pellucid serve")
-    from pellucid.serve import gate  # noqa: PLC0415 - it imports the libraries checked above
+@dataclass(frozen=True)
+class Serve:
+    """Answer over HTTP as OpenAI's API does: until Ctrl-C, or in the background with `start`."""
 
-    options.token = gate.token_of(options.token)
-    if warning := gate.warning(options.host, options.port, options.token):
-        print(f"! {warning}", file=sys.stderr, flush=True)
-    if action == "start":
-        return daemon.start(options.folder, daemon.url_of(options.host, options.port), rest)
-    return serve(options)
+    words: Positional[Annotated[tuple[str, ...], arg(metavar=WORDS)]]
+    """A run folder, or what --policy.model takes; with `start` in the background, which the other words are about."""
+    host: str = "127.0.0.1"
+    """0.0.0.0 for whoever reaches this machine: see --token."""
+    port: int = 8000
+    """Where it listens; 0 is any free port."""
+    token: str = ""
+    """What clients must show; better in the environment, as PELLUCID_TOKEN."""
+    allowed_hosts: Annotated[str, arg(metavar="NAME,...")] = ""
+    """Names that it is reached by."""
+    name: str = ""
+    """The name of the model, for clients."""
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    """The dtype of computing."""
+    device: str = "auto"
+    """The device of the model."""
+    rows: int = 64
+    """Answers decoded at once."""
+    batch_invariant: bool = False
+    """No answer depends on the others that are decoded beside it, or it does not start."""
+    max_tokens: int = 512
+    """The longest answer, where a request does not say."""
+    timeout: float = 120.0
+    """Seconds of a request."""
+    body_bytes: int = 1_000_000
+    """The largest request."""
+    folder: Path = Path("runs/serve")
+    """The folder of pid file and log."""
+
+    @property
+    def model(self) -> str:
+        return self.words[-1]
+
+    def __call__(self) -> int:
+        first = self.words[0] if self.words else ""
+        action = first if first in ("start", *IN_THE_BACKGROUND) else ""
+        if action and sys.platform == "win32":
+            raise UserError(
+                f"pellucid serve {action} needs Linux or macOS: leave a window to pellucid serve, or use WSL"
+            )
+        if len(self.words) != (2 if action == "start" else 1):
+            raise UserError(f"serve takes {WORDS}, got {' '.join(self.words) or 'nothing'}")
+        if action in IN_THE_BACKGROUND:
+            return IN_THE_BACKGROUND[action](self.folder)
+        for library in ("fastapi", "uvicorn"):
+            extra(library, "serve", "pellucid serve")
+        from pellucid.serve import gate  # noqa: PLC0415 - it imports the libraries checked above
+
+        guarded = replace(self, token=gate.token_of(self.token))
+        if warning := gate.warning(self.host, self.port, guarded.token):
+            print(f"! {warning}", file=sys.stderr, flush=True)
+        if action == "start":
+            return daemon.start(self.folder, daemon.url_of(self.host, self.port), self.arguments())
+        return serve(guarded)
+
+    def arguments(self) -> list[str]:
+        """Return the words of a command line that serves the same."""
+        words = [self.model]
+        for option in fields(self)[1:]:
+            value = getattr(self, option.name)
+            if value != option.default:
+                flag = f"--{option.name.replace('_', '-')}"
+                words += [flag] if value is True else [flag, str(value)]
+        return words
 
 
-def parsed(arguments: list[str], model: bool) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="pellucid serve", usage=USAGE, allow_abbrev=False)
-    if model:
-        parser.add_argument("model", help="a run folder, or what --policy.model takes")
-    parser.add_argument("--host", default="127.0.0.1", help="0.0.0.0 for whoever reaches this machine: see --token")
-    parser.add_argument("--port", type=int, default=8000)
-    parser.add_argument("--token", default="", help="that clients must show; better in the environment: PELLUCID_TOKEN")
-    parser.add_argument("--allowed-hosts", type=names, default=[], metavar="NAME,...", help="names it is reached by")
-    parser.add_argument("--name", default="", help="of the model, for clients")
-    parser.add_argument("--dtype", default="auto", choices=["auto", "float32", "bfloat16", "float16"])
-    parser.add_argument("--device", default="auto")
-    parser.add_argument("--rows", type=int, default=64, help="answers decoded at once")
-    parser.add_argument(
-        "--batch-invariant", action="store_true", help="no answer depends on the others, or it does not start"
-    )
-    parser.add_argument("--max-tokens", type=int, default=512, help="of an answer, where a request does not say")
-    parser.add_argument("--timeout", type=float, default=120.0, help="seconds of a request")
-    parser.add_argument("--body-bytes", type=int, default=1_000_000, help="of a request")
-    parser.add_argument("--folder", type=Path, default=Path("runs/serve"), help="of pid file and log")
-    return parser.parse_args(arguments)
-
-
-def serve(options: argparse.Namespace) -> int:
+def serve(options: Serve) -> int:
     with listening(options.host, options.port) as free:
         with uncollected():
             from pellucid.serve.host import host  # noqa: PLC0415 - torch takes seconds, and the port may be taken
@@ -87,7 +115,3 @@ def listening(host: str, port: int) -> socket.socket:
         reason = error.strerror if isinstance(error, OSError) else error
         raise UserError(f"{host}:{port} cannot be listened on ({reason}): name another --port or --host") from error
     return taken
-
-
-def names(listed: str) -> list[str]:
-    return [name.strip() for name in listed.split(",") if name.strip()]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import os
 import signal
 import socket
@@ -17,6 +16,7 @@ from pellucid.reporting import run_folder
 from pellucid.samplers.choice import fault_of
 from pellucid.serve import connections
 from pellucid.serve.api import application
+from pellucid.serve.command import Serve
 from pellucid.serve.daemon import INSTANCE, url_of
 from pellucid.serve.decoding import Served
 from pellucid.serve.engine import Engine
@@ -27,8 +27,8 @@ from pellucid.tasks.wrappers import with_split
 from pellucid.types import UserError
 
 
-def host(options: argparse.Namespace, listening: socket.socket) -> None:
-    """Serve until told to stop, by the options of `command.parsed`."""
+def host(options: Serve, listening: socket.socket) -> None:
+    """Serve until told to stop, by the options of the command."""
     served = load(options)
     print(f"{served.name} on {url_of(*listening.getsockname()[:2])}, Ctrl-C ends it", flush=True)
     server = connections.server(application(served))
@@ -48,7 +48,7 @@ def host(options: argparse.Namespace, listening: socket.socket) -> None:
         server.should_exit = True
 
 
-def load(options: argparse.Namespace) -> Served:
+def load(options: Serve) -> Served:
     """Return the policy to be served; from a run also its task, on held-out questions, and its algorithm's settings."""
     hardware.keep_freed_memory()
     if options.batch_invariant:
@@ -73,7 +73,11 @@ def load(options: argparse.Namespace) -> Served:
         max_tokens=options.max_tokens,
         timeout=options.timeout,
         body_bytes=options.body_bytes,
-        hosts=(*LOOPBACK, options.host, *options.allowed_hosts),
+        hosts=(*LOOPBACK, options.host, *names(options.allowed_hosts)),
         token=options.token,
         instance=os.environ.get(INSTANCE, ""),
     )
+
+
+def names(listed: str) -> list[str]:
+    return [name.strip() for name in listed.split(",") if name.strip()]

@@ -35,7 +35,7 @@ def check(cell: Cell, recipe: Config) -> None:
 
 def wanted_of(cell: Cell, recipe: Config) -> Record:
     """Return the settings of the cell as its run records them, except a dtype that is left to the machine."""
-    seeded = recipe.model_copy(update={"algorithm": replace(recipe.algorithm, seed=cell.seed)})
+    seeded = replace(recipe, algorithm=replace(recipe.algorithm, seed=cell.seed))
     return files.recorded(config.resolved(seeded))
 
 

@@ -14,8 +14,7 @@ from pellucid import config
 from pellucid.config import Config
 from pellucid.machine.plugins import did_you_mean
 from pellucid.reporting.run_folder import Record
-from pellucid.tasks import task_class
-from pellucid.tasks.wrappers import with_split, wraps
+from pellucid.tasks.wrappers import with_split
 from pellucid.types import UserError
 
 KEYS = ("base", "seeds", "common", "variants")
@@ -116,34 +115,10 @@ def check_table(path: Path, name: str, table: Any) -> None:
 def settings_of(path: Path, name: str, recipe: Record, tables: Sequence[Record]) -> Record:
     try:
         for table in tables:
-            recipe = merged(recipe, table)
+            recipe = config.merged(recipe, table)
     except UserError as error:
         raise UserError(f"{path}: variants.{name}: {error}") from error
     return recipe
-
-
-def merged(base: Record, over: Record) -> dict[str, Any]:
-    """Return `base` with the values of `over` in place of its own, table by table."""
-    return {**base, **{key: laid(key, base.get(key, {}), value) for key, value in over.items()}}
-
-
-def laid(key: str, base: Any, over: Any) -> Any:
-    if not isinstance(base, Mapping) or not isinstance(over, Mapping):
-        return over
-    return merged_task(base, over) if key == "task" else merged(base, over)
-
-
-def merged_task(base: Record, over: Record) -> Any:
-    """Return the task section of `base`, changed by `over`.
-
-    A task of another name replaces that of the base and takes none of its settings; a wrapper goes around it.
-    """
-    base_name = base.get("name", config.Config.task_names[0])
-    name = over.get("name", base_name)
-    if name == base_name:
-        return merged(base, over)
-    wrapper = isinstance(name, str) and wraps(task_class(name))  # `loaded` refuses other names
-    return {**over, "task": laid("task", base, over.get("task", {}))} if wrapper else over
 
 
 def checked(study: Study) -> dict[str, Config]:
@@ -154,8 +129,8 @@ def checked(study: Study) -> dict[str, Config]:
 
 def loaded(study: Study, name: str, path: Path) -> Config:
     for key in study.variants[name]:
-        if key not in config.Config.model_fields:  # config.load would ignore it in a JSON file
-            close = did_you_mean(key, config.Config.model_fields)
+        if key not in config.SECTIONS:  # config.load would ignore it in a JSON file
+            close = did_you_mean(key, config.SECTIONS)
             raise UserError(f"{study.path}: variants.{name}: {key}: no such section{close}")
     write_recipe(path, study.variants[name])
     try:

@@ -16,8 +16,7 @@ def wraps(task: Any) -> bool:
     """Whether a task, or its class, wraps another. A field `task` of another type, such as str, is a plain setting."""
     if not dataclasses.is_dataclass(task):
         return False
-    kinds = [field.type for field in dataclasses.fields(task) if field.name == "task"]
-    return bool(kinds) and (kinds[0] in ("Any", Any) or dataclasses.is_dataclass(kinds[0]))
+    return any(field.name == "task" and field.type in ("Any", Any) for field in dataclasses.fields(task))
 
 
 def layers(task: Any) -> list[Any]:

@@ -62,7 +62,7 @@ def with_dtype(cfg: Config) -> Config:
     """The settings with the dtype of this machine written out, since a resumed run must not decide anew."""
     device, timeout = hardware.pick_device(cfg.policy.device), cfg.runtime.timeout
     dtype = decided(lambda: str(hardware.pick_dtype(cfg.policy.dtype, device)).removeprefix("torch."), device, timeout)
-    return cfg.model_copy(update={"policy": replace(cfg.policy, dtype=dtype)})
+    return replace(cfg, policy=replace(cfg.policy, dtype=dtype))
 
 
 def compose(cfg: Config, log: Path | None = None) -> Components:

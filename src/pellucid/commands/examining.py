@@ -1,0 +1,31 @@
+"""`pellucid doctor`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+from tyro.conf import Suppress, arg
+
+from pellucid import config
+from pellucid.machine.imports import uncollected
+from pellucid.types import UserError
+
+
+@dataclass(frozen=True)
+class Doctor:
+    """Say what this machine has and does, what is missing, and how much memory a recipe takes."""
+
+    plan: Annotated[Path | None, arg(metavar="RECIPE")] = None
+    """A recipe: how much memory it takes on 1, 2, 4 and 8 devices."""
+    settings: Suppress[tuple[str, ...]] = ()
+
+    def __call__(self) -> int:
+        if self.settings and not self.plan:
+            raise UserError(f"doctor takes settings with --plan RECIPE, got {' '.join(self.settings)}")
+        cfg = config.load(self.plan, self.settings) if self.plan else None
+        with uncollected():
+            from pellucid.doctor import command  # noqa: PLC0415 - torch takes seconds: settings are checked before
+
+        return command.plan(cfg) if cfg else command.report()

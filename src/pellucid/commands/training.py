@@ -1,0 +1,96 @@
+"""`pellucid train` and `pellucid eval`."""
+
+from __future__ import annotations
+
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+from tyro.conf import Positional, Suppress, arg
+
+from pellucid import config
+from pellucid.machine.imports import uncollected
+from pellucid.machine.interrupts import INTERRUPTED, end_at_once, handled
+from pellucid.reporting import run_folder
+from pellucid.training import changes, claim
+from pellucid.types import UserError
+
+Recipe = Annotated[Path | None, arg(metavar="RECIPE")]
+Folder = Annotated[Path | None, arg(metavar="DIR")]
+Run = Annotated[Path | None, arg(metavar="RUN")]
+
+
+@dataclass(frozen=True)
+class Train:
+    """Teach a model with a reward function."""
+
+    recipe: Positional[Recipe] = None
+    """A recipe.toml, or the name of one that comes with Pellucid; none is the defaults."""
+    run: Folder = None
+    """The run folder; none is runs/RECIPE-TIME."""
+    resume: Run = None
+    """A run to go on with, from its last whole checkpoint."""
+    profile: bool = False
+    """Also write where the time and the memory of the third step go."""
+    settings: Suppress[tuple[str, ...]] = ()
+
+    def __call__(self) -> int:
+        if self.resume and (self.recipe or self.run):
+            raise UserError("--resume RUN goes on with the settings of that run: leave out the recipe and --run")
+        name = f"{self.recipe.stem if self.recipe else 'default'}-{time.strftime('%Y%m%d-%H%M%S')}"
+        run_dir = self.resume or self.run or Path("runs") / name
+        if claim.first_process():
+            (claim.check_resumable if self.resume else claim.check_new)(run_dir)
+        cfg = config.load(run_dir / "config.json" if self.resume else self.recipe, self.settings)
+        resumed = changes.of_resume(run_dir, cfg) if self.resume else None
+        if not self.resume and claim.first_process():
+            claim.check_begun(run_dir, cfg)
+        with handled(end_at_once), uncollected():
+            from pellucid.training import run  # noqa: PLC0415 - torch takes seconds: settings are checked before
+
+        try:
+            return run.train(cfg, run_dir, resumed, self.profile)
+        except KeyboardInterrupt:
+            begun = (run_dir / "config.json").is_file()
+            how = f"go on with: pellucid train --resume {run_dir}" if begun else "the same command starts again"
+            print(f"pellucid: stopped at once; nothing that was saved is lost, {how}", file=sys.stderr)
+            return INTERRUPTED
+
+
+@dataclass(frozen=True)
+class Eval:
+    """Ask a model held-out questions: accuracy or mean reward, with intervals."""
+
+    model: Positional[Annotated[str, arg(metavar="MODEL_OR_RUN")]]
+    """A run folder, or what --policy.model takes."""
+    task: Recipe = None
+    """The recipe whose task is asked; none is that of the run."""
+    show: int = 3
+    """How many questions are shown, with answers and verdicts."""
+    output: Annotated[Path | None, arg(metavar="FILE.jsonl")] = None
+    """A new file that gets every answer with its reward, a line each."""
+    settings: Suppress[tuple[str, ...]] = ()
+
+    def __call__(self) -> int:
+        if self.show < 0:
+            raise UserError(f"--show {self.show} must not be negative")
+        if self.output:
+            check_output(self.output)
+        run_dir = run_folder.run_of(self.model)
+        cfg = config.load(self.task or (run_dir and run_dir / "config.json"), self.settings)
+        model = str(run_folder.model_of(run_dir)) if run_dir else self.model
+        with handled(end_at_once), uncollected():
+            from pellucid.training import exam  # noqa: PLC0415 - as in Train
+
+        return exam.examine(cfg, model, self.show, self.output)
+
+
+def check_output(path: Path) -> None:
+    """Raise UserError where the answers of an evaluation cannot be written, before they are waited for."""
+    if path.suffix != ".jsonl":
+        raise UserError(f"--output {path} must end in .jsonl: it gets a line of JSON for each answer")
+    if path.exists():
+        raise UserError(f"--output {path} is there already: name another file, or remove it")
+    claim.check_writable(path.parent)
