@@ -648,7 +648,9 @@ def test_a_student_that_says_nothing_is_counted(recipe, wide_dir, tmp_path, caps
 
 
 def test_a_teacher_needs_no_torch(service, recipe, tmp_path):
-    code = "import sys; from pellucid.commands import line; line.parsed(sys.argv[1:])(); sys.exit('torch' in sys.modules)"
+    code = (
+        "import sys\nfrom pellucid.commands import line\nline.parsed(sys.argv[1:])()\nsys.exit('torch' in sys.modules)"
+    )
     with proxied(service) as proxy:
         arguments = command(recipe, tmp_path / "p.json", proxy.url)
         done = subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True, text=True, check=False)

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 import io
-import re
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import redirect_stderr
+from contextlib import redirect_stderr, suppress
+from dataclasses import dataclass
+from itertools import dropwhile, takewhile
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import tyro
+from tyro.conf import Positional
 
 from pellucid import flags
 from pellucid.commands import shown
@@ -23,6 +25,22 @@ from pellucid.prefixes.command import Prefixes
 from pellucid.serve.command import Serve
 from pellucid.types import UserError
 
+
+@dataclass(frozen=True)
+class Completion:
+    """Print what makes a shell complete these commands and their settings."""
+
+    shell: Positional[Literal["bash", "zsh", "fish", "tcsh"]]
+    """The shell; bash reads it by: source <(pellucid completion bash)."""
+
+    def __call__(self) -> int:
+        whole = {
+            name: shown.with_settings(cls, None, (), True) for name, cls in COMMANDS.items() if takes_settings(name)
+        }
+        told(["--tyro-write-completion", self.shell, "-"], {**COMMANDS, **whole})
+        return 0
+
+
 COMMANDS: Mapping[str, type[Any]] = {
     "train": Train,
     "eval": Eval,
@@ -31,24 +49,24 @@ COMMANDS: Mapping[str, type[Any]] = {
     "compare": Compare,
     "prefixes": Prefixes,
     "doctor": Doctor,
+    "completion": Completion,
 }
 ABOUT = """Group Relative Policy Optimization, clear enough to see through.
 
 Settings are given as --section.key VALUE. `pellucid COMMAND --help` shows those that people change, --help-all has all
 of them, with the values of a recipe or of a task that is named: pellucid train RECIPE --help-all."""
-RULE = re.compile("[│ ]*─{3,}")
-"""The line in a box of tyro's between what is wrong and its advice."""
+FRAME = "│|╭╮╰╯─-+ "
+"""What tyro draws a box of, with or without Unicode."""
 
 
 def parsed(words: Sequence[str]) -> Callable[[], int]:
     """Return the command that the words describe, to be called. UserError, one line, where they describe none."""
     command = named(words[0])
     own, settings = flags.split(words[1:])
-    takes = options(command)
     for word in own:
-        if word.startswith("--") and word.partition("=")[0].replace("_", "-") not in takes:
-            raise UserError(f"{command} has no option {word}{meant(word, takes)}")
-    if settings and "--settings" not in takes:
+        if word.startswith("--") and word.partition("=")[0].replace("_", "-") not in options(command):
+            raise UserError(f"{command} has no option {word}{meant(word, command)}")
+    if settings and not takes_settings(command):
         raise UserError(f"{command} takes no settings, got {' '.join(settings)}")
     given = {"settings": tuple(settings)} if settings else {}
     return dataclasses.replace(told([command, *own], COMMANDS), **given)
@@ -61,19 +79,24 @@ def named(word: str) -> str:
     return word
 
 
+def takes_settings(command: str) -> bool:
+    return any(field.name == "settings" for field in dataclasses.fields(COMMANDS[command]))
+
+
 def options(command: str) -> list[str]:
-    """Return the flags of a command, and that of what tyro brings."""
-    fields = [field.name.replace("_", "-") for field in dataclasses.fields(COMMANDS[command])]
-    return [flag for name in fields for flag in (f"--{name}", f"--no-{name}")]
+    """Return the flags of a command, those of what it is without among them."""
+    fields = [field for field in dataclasses.fields(COMMANDS[command]) if field.name != "settings"]
+    names = [field.name.replace("_", "-") for field in fields]
+    return [f"--{name}" for name in names] + [f"--no-{name}" for name in names]
 
 
-def meant(word: str, takes: Sequence[str]) -> str:
+def meant(word: str, command: str) -> str:
     """Return the setting of the same name, or else the option of a similar one."""
     key = word.removeprefix("--").partition("=")[0].replace("-", "_")
     settings = [f"--{name}.{key}" for name, cls in SECTIONS.items() if key in flags.fields_of(cls)]
-    if settings and "--settings" in takes:
+    if settings and takes_settings(command):
         return f"; did you mean {' or '.join(settings)}?"
-    known = [flag for flag in takes if not flag.startswith("--no-") and flag != "--settings"]
+    known = [flag for flag in options(command) if not flag.startswith("--no-")]
     return did_you_mean(word, known) or "; there are " + ", ".join(known)
 
 
@@ -90,13 +113,10 @@ def told(words: Sequence[str], commands: Mapping[str, type[Any]]) -> Any:
 
 
 def in_one_line(box: str) -> str:
-    """Return what is wrong, of a box that says it with a heading and with advice."""
-    said = []
-    for row in box.splitlines()[1:]:
-        if RULE.match(row) or not row.startswith("│"):
-            break
-        said.append(row.strip("│ "))
-    return " ".join(" ".join(said).split()).rstrip(".")
+    """Return what is wrong, of a box in which a heading stands above it and advice below, behind a rule."""
+    rows = [row.strip(FRAME) for row in box.splitlines()[1:]]
+    wrong = takewhile(bool, dropwhile(lambda row: not row, rows))
+    return " ".join(" ".join(wrong).split()).rstrip(".")
 
 
 # ---------------------------------------------------------------- help
@@ -109,10 +129,11 @@ def help_on(words: Sequence[str]) -> None:
     if rest:
         own, settings = flags.split(rest[1:])
         command = named(rest[0])
-        if "--settings" in options(command):
+        if takes_settings(command):
             recipe = recipe_in(own) if command in ("train", "prefixes") else None
             commands[command] = shown.with_settings(COMMANDS[command], recipe, settings, "--help-all" in words)
-    told([*rest[:1], "--help"], commands)
+    with suppress(SystemExit):
+        told([*rest[:1], "--help"], commands)
 
 
 def recipe_in(words: Sequence[str]) -> Path | None:

@@ -81,7 +81,7 @@ def fields_of(cls: type[Any], value: Any, shown: Sequence[str] = ()) -> list[tup
         kind, default = flags.fields_of(cls)[field.name], getattr(value, field.name, default_of(field))
         if "name" in flags.fields_of(flags.item_of(kind)):  # reward terms, which are given by their names
             kind, default = tuple[str, ...], tuple(item.name for item in default)
-        kind = kind if not shown or field.name in shown else Suppress[Any]
+        kind = kind if not shown or field.name in shown else Suppress[kind]
         fields.append((field.name, kind, made_by(partial(as_it_is, default))))
     return fields
 

@@ -11,6 +11,7 @@ from typing import Annotated
 from tyro.conf import Positional, Suppress, arg
 
 from pellucid import config
+from pellucid.config import Config
 from pellucid.machine.imports import uncollected
 from pellucid.machine.interrupts import INTERRUPTED, end_at_once, handled
 from pellucid.reporting import run_folder
@@ -34,6 +35,8 @@ class Train:
     """A run to go on with, from its last whole checkpoint."""
     profile: bool = False
     """Also write where the time and the memory of the third step go."""
+    dry_run: bool = False
+    """Only say what the run would be: all settings, the numbers that follow, and a prompt as the model reads it."""
     settings: Suppress[tuple[str, ...]] = ()
 
     def __call__(self) -> int:
@@ -47,6 +50,8 @@ class Train:
         resumed = changes.of_resume(run_dir, cfg) if self.resume else None
         if not self.resume and claim.first_process():
             claim.check_begun(run_dir, cfg)
+        if self.dry_run:
+            return rehearsed(cfg, run_dir)
         with handled(end_at_once), uncollected():
             from pellucid.training import run  # noqa: PLC0415 - torch takes seconds: settings are checked before
 
@@ -57,6 +62,13 @@ class Train:
             how = f"go on with: pellucid train --resume {run_dir}" if begun else "the same command starts again"
             print(f"pellucid: stopped at once; nothing that was saved is lost, {how}", file=sys.stderr)
             return INTERRUPTED
+
+
+def rehearsed(cfg: Config, run_dir: Path) -> int:
+    with uncollected():
+        from pellucid.commands import rehearsal  # noqa: PLC0415 - as in Train
+
+    return rehearsal.show(cfg, run_dir)
 
 
 @dataclass(frozen=True)

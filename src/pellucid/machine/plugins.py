@@ -70,6 +70,12 @@ def origin(module: str) -> str | None:
     return None if spec is None or spec.loader is None else spec.origin
 
 
+def near(path: Path) -> str:
+    """Hint at what there is of a similar name beside a path where there is nothing."""
+    close = get_close_matches(path.name, names_beside(path), n=1)
+    return f'; did you mean "{path.parent / close[0]}"?' if close else ""
+
+
 def names_beside(path: Path) -> list[str]:
     return [file.name for file in path.parent.iterdir()] if path.parent.is_dir() else []
 

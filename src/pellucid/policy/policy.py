@@ -23,7 +23,7 @@ from pellucid.policy import pretrained
 from pellucid.policy.logprobs import Head
 from pellucid.policy.model import add_adapter, end_of_answer, eos_ids, merge_adapter, move, narrowed, silence_dropout
 from pellucid.policy.scorer import Hidden, Scorer, check_head
-from pellucid.policy.template import Template
+from pellucid.policy.template import Template, prefix_ids, question_ids
 from pellucid.types import Prompt, UserError
 
 
@@ -103,24 +103,15 @@ class Policy:
 
     def encode_question(self, prompt: Prompt) -> tuple[int, ...]:
         """Token ids up to where the answer begins. UserError where there is no token to predict the next one from."""
-        if not (ids := self._question_ids(prompt)):
+        if not (ids := question_ids(self.tokenizer, prompt)):
             raise UserError(
                 f"prompt {prompt.id} is empty, and this tokenizer puts no token before a text: ask something"
             )
         return ids
 
-    def _question_ids(self, prompt: Prompt) -> tuple[int, ...]:
-        """Messages without a chat template are their contents, a line each."""
-        if not isinstance(prompt.text, str) and self.tokenizer.chat_template:
-            messages = [dict(message) for message in prompt.text]
-            encoded: Any = self.tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True)
-            return tuple(encoded["input_ids"])
-        text = prompt.text if isinstance(prompt.text, str) else "".join(m["content"] + "\n" for m in prompt.text)
-        return tuple(self.tokenizer(text)["input_ids"])
-
     def encode_prefix(self, prompt: Prompt) -> tuple[int, ...]:
-        """Token ids of the prefix, tokenized on its own as if generated: the question's last token stays as it is."""
-        return tuple(self.tokenizer(prompt.prefix, add_special_tokens=False)["input_ids"]) if prompt.prefix else ()
+        """Token ids of the prefix; none where there is none."""
+        return prefix_ids(self.tokenizer, prompt)
 
     def decode(self, token_ids: Sequence[int], special: bool = False) -> str:
         return str(self.tokenizer.decode(list(token_ids), skip_special_tokens=not special))

@@ -25,6 +25,7 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
+from pellucid.machine.plugins import did_you_mean, near
 from pellucid.models.trial import FAULTS
 from pellucid.policy import modelscope
 from pellucid.policy.template import Template
@@ -81,11 +82,12 @@ def explained(name: str) -> Iterator[None]:
         yield
     except (OSError, ImportError, SafetensorError, StrictDataclassError, *FAULTS) as error:
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-        raise UserError(
-            f"policy.model = {name!r} cannot be loaded ({reason}); give a folder with config.json and safetensors,"
-            f" a .gguf file, a Hub id that is cached or reachable, {modelscope.PREFIX}OWNER/NAME,"
-            f" or {', '.join(EMBEDDED)}"
-        ) from error
+        known = (
+            f"; give a folder with config.json and safetensors, a .gguf file, a Hub id that is cached or reachable,"
+            f" {modelscope.PREFIX}OWNER/NAME, or {', '.join(EMBEDDED)}"
+        )
+        close = did_you_mean(name, EMBEDDED) or near(Path(name)) or known
+        raise UserError(f"policy.model = {name!r} cannot be loaded ({reason}){close}") from error
 
 
 def locate(name: str, weights: bool = True) -> str:
@@ -105,7 +107,7 @@ def locate(name: str, weights: bool = True) -> str:
     if path.is_dir():
         return str(path)
     if path.suffix == ".gguf" or path.is_absolute() or name.startswith((".", "~")) or name.count("/") > 1:
-        raise UserError(f"policy.model = {name!r}: there is no such file or folder")
+        raise UserError(f"policy.model = {name!r}: there is no such file or folder{near(path)}")
     return name
 
 

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
-from pellucid.types import UserError
+from pellucid.types import Prompt, UserError
 
 Value = bool | int | float | str
 
@@ -63,3 +63,18 @@ def check(tokenizer: PreTrainedTokenizerBase, file: str) -> None:
         ) from error
     if "?" not in rendered:
         raise UserError(f"policy.template: {file} leaves the question out")
+
+
+def question_ids(tokenizer: PreTrainedTokenizerBase, prompt: Prompt) -> tuple[int, ...]:
+    """Token ids up to where the answer begins. Messages without a chat template are their contents, a line each."""
+    if not isinstance(prompt.text, str) and tokenizer.chat_template:
+        messages = [dict(message) for message in prompt.text]
+        encoded: Any = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True)
+        return tuple(encoded["input_ids"])
+    text = prompt.text if isinstance(prompt.text, str) else "".join(m["content"] + "\n" for m in prompt.text)
+    return tuple(tokenizer(text)["input_ids"])
+
+
+def prefix_ids(tokenizer: PreTrainedTokenizerBase, prompt: Prompt) -> tuple[int, ...]:
+    """Token ids of the prefix, tokenized on its own as if generated: the question's last token stays as it is."""
+    return tuple(tokenizer(prompt.prefix, add_special_tokens=False)["input_ids"]) if prompt.prefix else ()

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from pellucid.machine.plugins import did_you_mean
+from pellucid.machine.plugins import did_you_mean, near
 from pellucid.reporting.report import at
 from pellucid.reporting.run_folder import Record, evaluations, finished, read_config, records
 from pellucid.study.plan import Cell
@@ -114,7 +114,7 @@ def check(runs: Sequence[Run], variants: Sequence[str], baseline: str) -> None:
 def run_folders(folder: Path) -> list[Path]:
     """Return the folder itself where it is a run, else the runs of the study, or of a variant of one."""
     if not folder.is_dir():
-        raise UserError(f"{folder}: there is no such folder")
+        raise UserError(f"{folder}: there is no such folder{near(folder)}")
     if (folder / "config.json").is_file():
         return [folder]
     paths = [path for level in ("seed-*", "*/seed-*") for path in sorted(folder.glob(f"{level}/config.json"))]

@@ -10,7 +10,7 @@ from typing import Any
 from pellucid import config
 from pellucid.config import Config
 from pellucid.reporting.report import flat
-from pellucid.reporting.run_folder import Record, read_config
+from pellucid.reporting.run_folder import Record, checkpoints, read_config, step_of
 from pellucid.training import files
 from pellucid.types import UserError
 
@@ -43,7 +43,10 @@ Changes = Mapping[str, Sequence[Any]]
 
 def of_resume(run_dir: Path, cfg: Config) -> Changes:
     """The settings that a resume changes: (old, new) by dotted key. UserError for one that must stay as it was."""
-    changed = unlike(run_dir, files.recorded(cfg))
+    changed, steps = unlike(run_dir, files.recorded(cfg)), cfg.algorithm.steps
+    done = max(map(step_of, checkpoints(run_dir)), default=0)
+    if steps < done:
+        raise UserError(f"{run_dir} has taken {done} steps already: algorithm.steps = {steps} must be at least {done}")
     for key, (was, is_) in changed.items():
         if not key.startswith(FREE):
             ready = "" if (run_dir / "model").is_dir() else "when it is finished, "

@@ -12,6 +12,7 @@ from pathlib import Path
 from pellucid import config
 from pellucid.config import Config
 from pellucid.machine.locks import locked, refuse_locked
+from pellucid.machine.plugins import near
 from pellucid.reporting import loggers
 from pellucid.reporting.run_folder import checkpoints, finished, read_config, records
 from pellucid.training import changes, files
@@ -106,7 +107,7 @@ def check_resumable(run_dir: Path) -> None:
     """Raise UserError where no run can be resumed in the folder. Nothing is loaded, and nothing is written."""
     path = run_dir / "config.json"
     if not path.is_file():
-        raise UserError(f"--resume {run_dir}: there is no run in that folder (no config.json)")
+        raise UserError(f"--resume {run_dir}: there is no run in that folder (no config.json){near(run_dir)}")
     if "algorithm" not in read_config(run_dir):
         raise UserError(f"{path} is no run's, or damaged: bring it back from a copy, or start in another folder")
     check_writable(run_dir)

@@ -63,17 +63,20 @@ def check_room(cfg: Config, run_dir: Path) -> None:
 
 
 def show_numbers(cfg: Config, policy: Policy, world: int, run_dir: Path) -> None:
-    a = cfg.algorithm
+    show_plan(cfg, memory.Model(policy.model.config, *count(policy)), policy.fallback_reason(), world, run_dir)
+
+
+def show_plan(cfg: Config, model: memory.Model, fallback: str, world: int, run_dir: Path) -> None:
+    """Print the numbers that follow from the settings. `fallback` is why our decoder does not compute, or empty."""
+    a, device = cfg.algorithm, hardware.pick_device(cfg.policy.device)
     completions = a.prompts_per_step * a.group_size
-    parameters, trained = count(policy)
-    model = memory.Model(policy.model.config, parameters, trained)
     reason = memory.unlike(model.config)
     expected = memory.peak(model, cfg, world)
     table = Table.grid(padding=(0, 2))
     for name, value in {
-        "model": f"{cfg.policy.model}: {parameters / 1e6:.1f} M parameters, {trained / 1e6:.1f} M trained",
-        "computes": f"in {cfg.policy.dtype} on {policy.device}, {world} process{'es' if world > 1 else ''}, by"
-        + (" our decoder" if policy.decoder else f" transformers ({policy.fallback_reason()})"),
+        "model": f"{cfg.policy.model}: {model.parameters / 1e6:.1f} M parameters, {model.trained / 1e6:.1f} M trained",
+        "computes": f"in {cfg.policy.dtype} on {device}, {world} process{'es' if world > 1 else ''}, by"
+        + (f" transformers ({fallback})" if fallback else " our decoder"),
         "a step": f"{a.prompts_per_step} prompts x {a.group_size} completions = {completions}, up to"
         f" {cfg.sampler.max_tokens} tokens each, {a.inner_steps} optimizer step{'s' if a.inner_steps > 1 else ''}",
         "the run": f"{a.steps} steps = {a.steps * completions} completions"
@@ -88,7 +91,7 @@ def show_numbers(cfg: Config, policy: Policy, world: int, run_dir: Path) -> None
         table.add_row(f"[dim]{name}", escape(value))
     rich.print(table)
     slow = {"float32": hardware.without_bf16, "float16": hardware.slower_in_float16}.get(cfg.policy.dtype)
-    for line in filter(None, (slow(policy.device) if slow else "", *known_inert(a))):
+    for line in filter(None, (slow(device) if slow else "", *known_inert(a))):
         print(f"! {line}", flush=True)
 
 

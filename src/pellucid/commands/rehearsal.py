@@ -1,0 +1,50 @@
+"""`pellucid train --dry-run`: what a run would be. No weights are loaded, and nothing is written."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import rich
+from rich.markup import escape
+
+from pellucid import config
+from pellucid.algorithm.advantages import advantage_of
+from pellucid.algorithm.objectives import objective_of
+from pellucid.commands.rerun import toml
+from pellucid.config import Config
+from pellucid.doctor import memory
+from pellucid.machine.harmless import harmless
+from pellucid.models.family import fallback_reason
+from pellucid.policy import pretrained
+from pellucid.policy.template import prefix_ids, question_ids
+from pellucid.tasks.wrappers import with_split
+from pellucid.training import preflight
+from pellucid.training.compose import template_of, with_dtype
+
+
+def show(cfg: Config, run_dir: Path) -> int:
+    """Print the recipe with all of its settings, the numbers that follow from it, and the first prompt as it is read.
+
+    UserError for what a run would refuse before it loads the model.
+    """
+    cfg = with_dtype(config.resolved(cfg))
+    preflight.check(cfg, run_dir)
+    advantage_of(cfg.algorithm.advantage)
+    objective_of(cfg.algorithm.objective)
+    model = memory.from_name(cfg.policy.model, cfg.policy.lora, cfg.policy.lora_targets)
+    words = pretrained.tokenizer(cfg.policy.model)
+    template_of(cfg).put_into(words)
+    [prompt] = with_split(cfg.task, "train").sample(0, 1)
+    print(toml(config.dump(cfg)), flush=True)
+    preflight.show_plan(cfg, model, why_not_ours(cfg, model), int(os.environ.get("WORLD_SIZE", "1")), run_dir)
+    asked = harmless(str(words.decode([*question_ids(words, prompt), *prefix_ids(words, prompt)])))
+    rich.print(f"\n[dim]{escape(asked)}[/dim][bold cyan]|[/bold cyan]")
+    return 0
+
+
+def why_not_ours(cfg: Config, model: memory.Model) -> str:
+    """Why transformers will compute, and not our decoder; empty where ours will."""
+    if cfg.policy.engine == "transformers":
+        return "policy.engine"
+    return "an adapter" if cfg.policy.lora else fallback_reason(model.config)

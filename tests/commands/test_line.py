@@ -1,0 +1,178 @@
+"""The command line: every command says what it takes, and a mistake is one line that names the mend."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+import subprocess
+import sys
+
+import pytest
+
+from pellucid import __version__, cli, flags
+from pellucid.commands import line, shown
+from pellucid.config import SECTIONS
+from pellucid.tasks.dataset import Dataset
+
+SETTING = re.compile(r"--([a-z]+\.[a-z-]+)")
+OWN_TASK = """
+from dataclasses import dataclass
+
+@dataclass
+class Shout:
+    word: str
+    seed: int = 0
+    split: str = "train"
+    loud: bool = True
+
+    def sample(self, step, n): ...
+    def reward(self, prompt, completion): ...
+"""
+
+
+@pytest.fixture
+def said(capsys, monkeypatch):
+    """Return status, output and errors of a command line."""
+    monkeypatch.setenv("COLUMNS", "100")
+
+    def run(*words):
+        with pytest.raises(SystemExit) as ended:
+            cli.main(list(map(str, words)))
+        told = capsys.readouterr()
+        return ended.value.code or 0, told.out, told.err
+
+    return run
+
+
+def settings_in(text):
+    named = {name.replace("-", "_") for name in SETTING.findall(text)}
+    return {name for name in named if not name.split(".")[1].startswith("no_")}
+
+
+@pytest.mark.parametrize("command", line.COMMANDS)
+@pytest.mark.parametrize("flag", ["--help", "-h", "--help-all"])
+def test_every_command_says_what_it_takes(command, flag, said):
+    status, out, err = said(command, flag)
+    assert (status, err) == (0, "")
+    assert out.startswith(f"usage: pellucid {command} ")
+    described = " ".join(re.sub("[│ ]+", " ", out).split())
+    for field in dataclasses.fields(line.COMMANDS[command]):
+        assert field.name == "settings" or field.name.replace("_", "-") in described.lower() or "ARG" not in described
+    assert line.COMMANDS[command].__doc__ in described
+
+
+def test_help_of_train_begins_with_what_people_change(said):
+    _, out, _ = said("train", "--help")
+    everyday = {f"{section}.{key}" for section, keys in shown.EVERYDAY.items() for key in keys}
+    assert len(everyday) == 20
+    assert settings_in(out) - everyday == {name for name in settings_in(out) if name.startswith("task.")} != set()
+    assert everyday <= settings_in(out)
+    places = [out.index(word) for word in ("RECIPE", "--run", "--resume", "--policy.model")]
+    assert places == sorted(places)
+
+
+def test_help_all_has_every_setting(said):
+    _, out, _ = said("train", "--help-all")
+    known = {f"{section}.{key}" for section, cls in SECTIONS.items() for key in flags.fields_of(cls)}
+    assert {name for name in settings_in(out) if not name.startswith("task.")} == known
+
+
+def test_help_shows_the_values_of_a_recipe_and_of_the_words(said, tmp_path):
+    recipe = tmp_path / "mine.toml"
+    recipe.write_text("[algorithm]\nsteps = 17\n[task]\nname = 'curriculum'\n[task.task]\nname = 'countdown'\n")
+    _, out, _ = said("train", recipe, "--algorithm.group-size", "5", "--help")
+    rows = " ".join(re.sub("[│ ]+", " ", out).split())
+    assert "Generate-update cycles. (default: 17)" in rows
+    assert "G: completions of each prompt. (default: 5)" in rows
+    assert {"task.pool", "task.task.numbers"} <= set(re.findall(r"--(task(?:\.[a-z]+)+)", out))
+
+
+def test_the_settings_of_a_task_that_cannot_be_made_yet_are_found(said):
+    _, out, _ = said("train", "--task.name", "dataset", "--help")
+    assert {f"task.{field.name}" for field in dataclasses.fields(Dataset)} <= settings_in(out)
+
+
+def test_so_are_those_of_a_task_of_the_user_s_own(said, tmp_path):
+    (tmp_path / "shouting.py").write_text(OWN_TASK)
+    status, out, _ = said("train", "--task.name", f"{tmp_path}/shouting.py:Shout", "--help")
+    assert status == 0
+    assert {"task.name", "task.word", "task.loud"} <= settings_in(out)
+    assert "required" in out[out.index("--task.word") :].splitlines()[1]
+
+
+def test_without_a_command_there_is_help_and_something_to_mend(said):
+    status, out, _ = said()
+    assert status == 2
+    assert all(re.search(rf"^\W+{name}\b", out, re.MULTILINE) for name in line.COMMANDS)
+
+
+def test_the_version_is_told_wherever_it_is_asked(said):
+    for words in (["--version"], ["train", "--version"]):
+        assert said(*words) == (0, f"pellucid {__version__}\n", "")
+
+
+MISTAKES = {
+    "trian": 'no such command: trian; did you mean "train"?',
+    "xyz": "no such command: xyz; there are train, eval, ",
+    "train --ruin here": 'train has no option --ruin; did you mean "--run"?',
+    "train --steps 3": "train has no option --steps; did you mean --algorithm.steps?",
+    "train --every 3": "did you mean --evaluate.every or --checkpoint.every?",
+    "train --algorithm.stpes 3": 'the command line: algorithm.stpes: no such key; did you mean "steps"?',
+    "train one.toml two.toml": "Unrecognized options: two.toml; see pellucid train --help",
+    "train --run": "Missing value for argument '--run'. Expected 1 values; see pellucid train --help",
+    "train --resume a b.toml": "--resume RUN goes on with the settings of that run",
+    "train --resume nowhere": "--resume nowhere: there is no run in that folder",
+    "eval": "MODEL_OR_RUN",
+    "eval x --show many": "Error parsing --show: invalid literal for int() with base 10: 'many'",
+    "eval x --show -1": "--show -1 must not be negative",
+    "eval x --output answers.txt": "--output answers.txt must end in .jsonl",
+    "serve": "serve takes [start] MODEL_OR_RUN | stop | status | restart, got nothing",
+    "serve start": "got start",
+    "serve a b": "got a b",
+    "serve x --port http": "Error parsing --port",
+    "serve x --dtype float8": "invalid choice 'float8' for argument '--dtype'",
+    "serve x --algorithm.steps 3": "serve takes no settings, got --algorithm.steps 3",
+    "compare": "compare needs a RUN, several, or the folder of a study",
+    "compare nowhere": "nowhere: there is no such folder",
+    "study nowhere.toml": "nowhere.toml: cannot be read",
+    "study x.toml --jobs two": "Error parsing --jobs",
+    "prefixes": "RECIPE",
+    "doctor --algorithm.steps 3": "doctor takes settings with --plan RECIPE",
+    "doctor --paln x": 'doctor has no option --paln; did you mean "--plan"?',
+    "completion nosh": "invalid choice 'nosh'",
+}
+
+
+@pytest.mark.parametrize("words", MISTAKES)
+def test_a_mistake_is_one_line(words, said, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    status, out, err = said(*words.split())
+    assert (status, out) == (2, "")
+    assert re.fullmatch(r"pellucid: [^\n]+\n", err)
+    assert MISTAKES[words] in err
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+def test_a_shell_completes_commands_and_settings(shell, said):
+    status, out, _ = said("completion", shell)
+    assert status == 0
+    assert all(
+        name in out for name in (*line.COMMANDS, "algorithm.group-size", "policy.template-kwargs", "task.digits")
+    )
+
+
+def test_bash_completes_what_was_begun(tmp_path):
+    script = tmp_path / "completion"
+    words = [sys.executable, "-m", "pellucid", "completion", "bash"]
+    script.write_text(subprocess.run(words, capture_output=True, text=True, check=True).stdout)
+    begun = "COMP_WORDS=(pellucid train --algorithm.gr); COMP_CWORD=2"
+    asked = f'source {script}; {begun}; _tyro_pellucid; echo "$COMPREPLY"'
+    done = subprocess.run(["bash", "-c", asked], capture_output=True, text=True, check=True)
+    assert done.stdout == "--algorithm.group-size\n"
+
+
+def test_a_closed_pipe_is_silent():
+    piped = f"{sys.executable} -m pellucid train --help-all | true; echo ${{PIPESTATUS[0]}}"
+    done = subprocess.run(["bash", "-c", piped], capture_output=True, text=True, check=True)
+    assert (done.stdout, done.stderr) == ("0\n", "")
