@@ -284,7 +284,7 @@ def test_a_run_that_cannot_begin_leaves_no_folder(recipe, tmp_path):
         (["train", "recipes/arithmetic.toml", "--resume", "nowhere"], "leave out the recipe"),
         (["eval", "./nowhere", "--task", "recipes/arithmetic.toml"], "there is no such file or folder"),
         (["fly"], "no such command: fly"),
-        (["doctor", "now"], "doctor takes --plan RECIPE.toml, got now"),
+        (["doctor", "now"], "Unrecognized options: now; see pellucid doctor --help"),
     ],
 )
 def test_a_mistake_is_one_line_and_exit_2(arguments, complaint, capsys, tmp_path, monkeypatch):
@@ -295,6 +295,18 @@ def test_a_mistake_is_one_line_and_exit_2(arguments, complaint, capsys, tmp_path
     complaints = capsys.readouterr().err
     assert complaint in complaints
     assert complaints.count("\n") == 1
+
+
+@pytest.mark.parametrize("layer", [3, -4])
+def test_a_layer_that_the_model_does_not_have_is_one_line(layer, recipe, tmp_path, capsys):
+    similar = ["--algorithm.similarity", "smooth", "--algorithm.steps", 1, "--evaluate.every", 0]
+    for there in (2, -3):
+        settings = [*similar, "--algorithm.similarity-layer", there]
+        assert train(recipe, "--run", tmp_path / str(there), *settings) == 0
+    capsys.readouterr()
+    assert train(recipe, "--run", tmp_path / "run", *similar, "--algorithm.similarity-layer", layer) == 2
+    said = capsys.readouterr().err
+    assert said == f"pellucid: algorithm.similarity_layer = {layer}: this model has 0, the embedding, to 2\n"
 
 
 def test_an_evaluated_run_repeats_its_last_evaluation(recipe, tmp_path, capsys):

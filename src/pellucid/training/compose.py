@@ -92,6 +92,8 @@ def compose(cfg: Config, log: Path | None = None) -> Components:
         engine=cfg.policy.engine,
         narrow=cfg.optimizer.offload and cfg.runtime.engine in ("auto", "ddp"),
     )
+    if algorithm.similarity != "none":
+        check_layer(algorithm.similarity_layer, learner)
     sampler = pick_sampler(cfg, learner)  # before an engine shards what is tried
     total = algorithm.steps * algorithm.inner_steps
     runtime = Runtime(learner, cfg.optimizer, total, cfg.runtime)
@@ -130,6 +132,12 @@ def check_float16(cfg: Config, device: torch.device) -> None:
             ' policy.dtype = "bfloat16", policy.lora, or leave offload out'
         )
     hardware.check_float16(device)
+
+
+def check_layer(layer: int, learner: Policy) -> None:
+    layers = learner.model.config.get_text_config().num_hidden_layers
+    if not -layers <= layer + 1 <= layers + 1:
+        raise UserError(f"algorithm.similarity_layer = {layer}: this model has 0, the embedding, to {layers}")
 
 
 def check_sharding(cfg: Config, dtype: torch.dtype) -> None:
