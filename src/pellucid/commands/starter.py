@@ -36,7 +36,7 @@ def write(folder: Path) -> int:
         raise
     width = max(len(str(path)) for path in written)
     for path in written:
-        print(f"{str(path):{width}}  {FILES[path.name]}")
+        print(f"{path!s:{width}}  {FILES[path.name]}")
     there = "" if folder.resolve() == Path.cwd() else f"cd {folder} && "
     print(f"next: {there}pellucid train recipe.toml")
     return 0
