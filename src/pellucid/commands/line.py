@@ -16,6 +16,7 @@ from tyro.conf import Positional
 
 from pellucid import flags
 from pellucid.commands import shown
+from pellucid.commands.around import Init, List, Push
 from pellucid.commands.examining import Doctor
 from pellucid.commands.studying import Compare, Study
 from pellucid.commands.training import Eval, Train
@@ -42,12 +43,15 @@ class Completion:
 
 
 COMMANDS: Mapping[str, type[Any]] = {
+    "init": Init,
     "train": Train,
     "eval": Eval,
     "serve": Serve,
+    "push": Push,
     "study": Study,
     "compare": Compare,
     "prefixes": Prefixes,
+    "list": List,
     "doctor": Doctor,
     "completion": Completion,
 }

@@ -74,7 +74,7 @@ TERMS: dict[str, Callable[[RewardTerm, Prompt, Completion], float | None]] = {
     "exact": lambda _, prompt, completion: exact(completion.text, prompt.answer),
     "numeric": lambda _, prompt, completion: numeric(completion.text, prompt.answer),
     "math": lambda _, prompt, completion: math(completion.text, prompt.answer),
-    "tagged": lambda _term, _prompt, completion: float(tagged(completion.text) is not None),
+    "tagged": lambda _term, _prompt, completion: has_tags(completion.text),
     "regex": lambda term, _, completion: regex(completion.text, term.pattern),
     "length": lambda term, _, completion: length(completion.length, term.limit),
 }
@@ -96,6 +96,11 @@ def math(text: str, gold: str) -> float | None:
     """Return 1 if the answer states the gold formula or words, else 0; None where the gold answer cannot be read."""
     stated = states_formula(text, gold)
     return None if stated is None else float(stated)
+
+
+def has_tags(text: str) -> float:
+    """Return 1 if the text is only `<think>...</think> <answer>...</answer>`, each tag once, else 0."""
+    return float(tagged(text) is not None)
 
 
 def regex(text: str, pattern: str) -> float:

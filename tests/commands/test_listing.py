@@ -1,0 +1,92 @@
+"""The lists say what there is, all of it, in lines that fit; without torch, which takes seconds."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from types import ModuleType
+from typing import get_args
+
+import pytest
+
+from pellucid.algorithm import advantages, objectives
+from pellucid.algorithm.settings import Advantage, KLEstimator, Objective
+from pellucid.commands import listing
+from pellucid.machine.docstrings import first_sentence
+from pellucid.tasks import TASKS
+from pellucid.tasks.rewards import TERMS
+from pellucid.types import UserError
+
+THERE = {
+    "tasks": list(TASKS),
+    "rewards": list(TERMS),
+    "advantages": list(get_args(Advantage)),
+    "objectives": list(get_args(Objective)),
+    "aggregates": list(objectives.AGGREGATES),
+    "kl": list(get_args(KLEstimator)),
+    "samplers": ["native", "hf"],
+}
+
+
+@pytest.fixture(autouse=True)
+def _recipes(monkeypatch):
+    """A library of recipes of our own."""
+    library = ModuleType("pellucid.recipes")
+    library.__dict__["listed"] = lambda: {"sums": "One-digit sums.", "variants/dapo": "DAPO, " + "and so on " * 20}
+    monkeypatch.setitem(sys.modules, "pellucid.recipes", library)
+
+
+def lines(kind, capsys):
+    assert listing.show(kind) == 0
+    return capsys.readouterr().out.splitlines()
+
+
+@pytest.mark.parametrize("kind", THERE)
+def test_every_name_has_its_line_and_something_is_said_of_it(kind, capsys):
+    shown = [line.split(maxsplit=1) for line in lines(kind, capsys)]
+    assert [name for name, _ in shown] == THERE[kind]
+    assert all(len(text) > 10 for _, text in shown)
+
+
+@pytest.mark.parametrize("kind", listing.KINDS)
+def test_lines_fit_and_stand_in_columns(kind, capsys):
+    found = lines(kind, capsys)
+    assert max(map(len, found)) <= listing.WIDTH
+    assert len({line.index(line.split(maxsplit=1)[1]) for line in found}) == 1
+    assert all(line.isprintable() for line in found)
+
+
+def test_what_is_said_is_what_the_docstring_says_first(capsys):
+    said = dict(line.split(maxsplit=1) for line in lines("advantages", capsys))
+    assert said["centered"] == "r - mean (Dr. GRPO, arXiv 2503.20783)."
+    assert (advantages.raw.__doc__ or "").startswith(said["raw"])
+    assert dict(line.split(maxsplit=1) for line in lines("recipes", capsys))["sums"] == "One-digit sums."
+
+
+def test_a_kind_that_there_is_not_and_the_one_that_was_meant():
+    with pytest.raises(UserError, match='no list of "reward"; did you mean "rewards"'):
+        listing.show("reward")
+
+
+def test_no_torch_is_imported():
+    kinds = ", ".join(repr(kind) for kind in THERE)
+    code = f"import sys; from pellucid.commands import listing\nfor kind in ({kinds}): listing.show(kind)"
+    subprocess.run(
+        [sys.executable, "-c", f"{code}\nassert 'torch' not in sys.modules"], check=True, capture_output=True
+    )
+
+
+@pytest.mark.parametrize(
+    ("docstring", "sentence"),
+    [
+        ("One. Two.", "One."),
+        ("No end", "No end"),
+        ("By Dr. Who (cf. Dr. No). Two.", "By Dr."),
+        ("r - mean (Dr. GRPO). Two.", "r - mean (Dr. GRPO)."),
+        ("0.5 of\nall. Two", "0.5 of all."),
+        ("A head\n\nA body. And more.", "A head"),
+        ("", ""),
+    ],
+)
+def test_a_first_sentence(docstring, sentence):
+    assert first_sentence(docstring) == sentence

@@ -1,0 +1,127 @@
+"""The recipe of a run: TOML that tomllib reads as what was meant, and that makes the same settings again."""
+
+from __future__ import annotations
+
+import json
+import tomllib
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pellucid import config
+from pellucid.commands.rerun import recipe_of, toml
+from pellucid.reporting.shareable import short
+from pellucid.training import files
+
+TEXT = st.text(st.characters(exclude_categories=["Cs"]), max_size=8)
+PLAIN = st.one_of(
+    st.booleans(), st.integers(-(2**63), 2**63 - 1), st.floats(allow_nan=False, allow_infinity=False), TEXT
+)
+VALUES = st.recursive(PLAIN, lambda inside: st.lists(inside, max_size=3) | st.dictionaries(TEXT, inside, max_size=3))
+
+
+@given(st.dictionaries(TEXT, VALUES, max_size=4))
+def test_tomllib_reads_what_was_written(values):
+    assert tomllib.loads(toml(values)) == values
+
+
+def recorded(tmp_path, recipe, *overrides):
+    """The folder of a run of this recipe, as far as its settings go."""
+    path = tmp_path / "recipe.toml"
+    path.write_text(recipe)
+    settings = files.recorded(config.resolved(config.load(path, overrides)))
+    (tmp_path / "run").mkdir()
+    known = {**settings, "digests": files.digests(settings)}
+    (tmp_path / "run" / "config.json").write_text(json.dumps(known))
+    return tmp_path / "run"
+
+
+RECIPES = [path for path in sorted(Path("recipes").rglob("*.toml")) if path.parent.name != "study"]
+
+
+@pytest.mark.parametrize("path", RECIPES, ids=str)
+def test_every_recipe_comes_back_with_all_its_settings(path, tmp_path):
+    recipe = recipe_of(recorded(tmp_path, path.read_text(), "--algorithm.seed", "3"))
+    (tmp_path / "again.toml").write_text(recipe)
+    again = config.resolved(config.load(tmp_path / "again.toml"))
+    assert config.dump(again) == config.dump(config.resolved(config.load(path, ["--algorithm.seed", "3"])))
+
+
+def test_only_what_is_no_default_is_said(tmp_path):
+    recipe = '[task]\nname = "arithmetic"\ndigits = 2\n[algorithm]\nsteps = 30\ngroup_size = 4\nseed = 7\n'
+    assert tomllib.loads(recipe_of(recorded(tmp_path, recipe))) == {
+        "policy": {"model": "smollm2-135m"},
+        "algorithm": {"group_size": 4, "seed": 7},
+        "task": {"name": "arithmetic", "digits": 2},
+    }
+
+
+def test_own_files_go_by_their_names_and_run_from_where_they_lie(tmp_path, monkeypatch):
+    home = tmp_path / "my folder"
+    home.mkdir()
+    (home / "mine.py").write_text("def brief(completions, **columns):\n    return [0.0] * len(completions)\n")
+    (home / "rows.jsonl").write_text('{"question": "1 + 1?", "answer": "2"}\n')
+    monkeypatch.chdir(home)
+    recipe = """
+        [task]
+        name = "dataset"
+        data = "rows.jsonl"
+        template = "/no_think {question}"
+        [[task.rewards]]
+        name = "numeric"
+        [[task.rewards]]
+        name = "mine.py:brief"
+        weight = 0.5
+        """
+    found = recipe_of(recorded(tmp_path, recipe))
+    assert str(tmp_path) not in found and "my folder" not in found
+    task = tomllib.loads(found)["task"]
+    assert task["data"] == "rows.jsonl" and task["template"] == "/no_think {question}"
+    assert task["rewards"] == [{"name": "numeric"}, {"name": "mine.py:brief", "weight": 0.5}]
+    Path("again.toml").write_text(found)
+    assert config.load(Path("again.toml")).task.rewards[1].weight == 0.5
+
+
+def test_a_task_of_ones_own_is_told_whole_without_its_code_and_without_its_secrets(tmp_path):
+    (tmp_path / "judged.py").write_text(
+        "from dataclasses import dataclass\n"
+        "@dataclass(frozen=True)\n"
+        "class Judged:\n"
+        "    seed: int = 0\n"
+        "    split: str = 'train'\n"
+        "    api_key: str = ''\n"
+        "    folder: str = ''\n"
+    )
+    task = f'[task]\nname = "{tmp_path}/judged.py:Judged"\napi_key = "sk-123"\nfolder = "{tmp_path}/judges"\n'
+    run_dir = recorded(tmp_path, task)
+    (tmp_path / "judged.py").unlink()
+    found = tomllib.loads(recipe_of(run_dir))["task"]
+    assert found == {"name": "judged.py:Judged", "split": "train", "api_key": "...", "folder": "judges"}
+
+
+@pytest.mark.parametrize(
+    ("value", "name"),
+    [
+        ("/home/me/runs/first/model", "first/model"),
+        ("/home/me/parts/*.jsonl", "*.jsonl"),
+        ("~/models/small.gguf", "small.gguf"),
+        (r"C:\Users\me\rewards.py:brief", "rewards.py:brief"),
+        ("openai/gsm8k", "openai/gsm8k"),
+        ("modelscope:me/model", "modelscope:me/model"),
+        ("/no_think", "/no_think"),
+        ("/think/ {question}", "/think/ {question}"),
+        ("https://hub/me/it", "https://hub/me/it"),
+    ],
+)
+def test_a_path_is_its_name_and_other_texts_stay(value, name):
+    assert short(value) == name
+
+
+def test_a_path_with_spaces_is_known_where_it_leads_somewhere(tmp_path):
+    folder = tmp_path / "my judges"
+    assert short(str(folder)) == str(folder)
+    folder.mkdir()
+    assert short(str(folder)) == "my judges"
+    assert short(str(folder) + " that are not there", is_file=True) == "my judges that are not there"

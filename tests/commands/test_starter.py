@@ -1,0 +1,87 @@
+"""What `pellucid init` writes is a recipe that loads, a reward that says what it says, and data that split."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from conftest import records
+from pellucid import config
+from pellucid.commands import starter
+from pellucid.tasks.wrappers import with_split
+from pellucid.types import Completion, UserError
+from runs import train
+
+
+@pytest.fixture(scope="module")
+def begun(tmp_path_factory):
+    """A fresh folder, in which the command was run and which is the working directory."""
+    folder = tmp_path_factory.mktemp("begun") / "first"
+    assert starter.write(folder) == 0
+    with pytest.MonkeyPatch.context() as patched:
+        patched.chdir(folder)
+        patched.setattr(sys, "path", [*sys.path])
+        yield config.load(Path("recipe.toml"))
+        del sys.modules["rewards"]  # other tests have others of this name
+
+
+def answer(text):
+    return Completion((1,), (0.0,), text, True)
+
+
+def test_the_splits_share_no_question_and_three_of_ten_are_held_out(begun):
+    tasks = [with_split(begun.task, split) for split in ("train", "test")]
+    asked = [{prompt.question for prompt in task.sample(0, 10)} for task in tasks]
+    assert list(map(len, asked)) == [7, 3] and not asked[0] & asked[1]
+
+
+@pytest.mark.parametrize(
+    ("text", "reward"),
+    [("{}", 1.0), ("2 + 2 = {}", 0.8), ("It is {}.", 0.9), ("", 0.0), ("7 8 9 10 11", 0.0), ("{}0", 0.0)],
+)
+def test_the_reward_is_for_what_is_right_and_short(begun, text, reward):
+    [prompt] = begun.task.sample(0, 1)
+    graded = begun.task.reward(prompt, answer(text.format(prompt.answer)))
+    assert graded.value == pytest.approx(reward)
+
+
+def test_its_training_goes_on_from_the_first_look_to_the_model(begun, model_dir, capsys):
+    assert train("recipe.toml", "--policy.model", model_dir, "--algorithm.steps", 1, "--run", "runs/first") == 0
+    assert len(records(Path("runs/first/evals.jsonl"))) == 2
+    assert Path("runs/first/model/config.json").is_file() and "failed" not in capsys.readouterr().out
+
+
+def test_it_says_what_it_wrote_and_what_comes_next(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    starter.write(Path("first"))
+    *files, following = capsys.readouterr().out.splitlines()
+    assert [line.split()[0] for line in files] == ["first/recipe.toml", "first/rewards.py", "first/data.jsonl"]
+    assert following == "next: cd first && pellucid train recipe.toml"
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir("here")
+    starter.write(Path())
+    assert capsys.readouterr().out.splitlines()[-1] == "next: pellucid train recipe.toml"
+
+
+@pytest.mark.parametrize("name", starter.FILES)
+def test_nothing_is_overwritten_and_nothing_half_written(name, tmp_path):
+    (tmp_path / name).write_text("mine")
+    with pytest.raises(UserError, match=f"^{tmp_path / name} is there already, and nothing was written"):
+        starter.write(tmp_path)
+    assert {path.name: path.read_text() for path in tmp_path.iterdir()} == {name: "mine"}
+
+
+def test_a_disk_that_is_full_half_way_leaves_nothing(tmp_path, monkeypatch):
+    read = Path.read_bytes
+
+    def unless_last(path):
+        if path.name == "data.jsonl":
+            raise OSError(28, "No space left on device")
+        return read(path)
+
+    monkeypatch.setattr(Path, "read_bytes", unless_last)
+    with pytest.raises(OSError, match="No space left"):
+        starter.write(tmp_path)
+    assert not list(tmp_path.iterdir())
