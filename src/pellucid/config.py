@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import reprlib
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -172,7 +173,9 @@ def _section(cls: Any, values: Any, place: Place) -> Any:
     except pydantic.ValidationError as error:
         first = error.errors()[0]
         inside = first["loc"][1:]
-        told = first["msg"].removeprefix("Value error, ")
+        told = f"{first['msg']} (got {reprlib.repr(first['input'])})"
+        if first["type"] == "value_error":
+            told = first["msg"].removeprefix("Value error, ")
         if first["type"] == "unexpected_keyword_argument":
             told = _unknown(str(inside[-1]), _keys(cls, inside[:-1]))
         raise MistakeError([*place, *map(str, inside)], told) from error

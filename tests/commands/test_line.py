@@ -113,7 +113,7 @@ def test_the_version_is_told_wherever_it_is_asked(said):
 
 MISTAKES = {
     "trian": 'no such command: trian; did you mean "train"?',
-    "xyz": "no such command: xyz; there are train, eval, ",
+    "xyz": "no such command: xyz; there are init, train, eval, ",
     "train --ruin here": 'train has no option --ruin; did you mean "--run"?',
     "train --steps 3": "train has no option --steps; did you mean --algorithm.steps?",
     "train --every 3": "did you mean --evaluate.every or --checkpoint.every?",

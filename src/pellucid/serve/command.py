@@ -12,6 +12,7 @@ from tyro.conf import Positional, arg
 
 from pellucid.machine.extras import extra
 from pellucid.machine.imports import uncollected
+from pellucid.machine.plugins import did_you_mean
 from pellucid.serve import daemon
 from pellucid.types import UserError
 
@@ -67,6 +68,8 @@ class Serve:
             )
         if len(self.words) != (2 if action == "start" else 1):
             raise UserError(f"serve takes {WORDS}, got {' '.join(self.words) or 'nothing'}")
+        if not action and (close := did_you_mean(first, ("start", *IN_THE_BACKGROUND))) and not Path(first).exists():
+            raise UserError(f"serve takes {WORDS}, got {first}{close}")
         if action in IN_THE_BACKGROUND:
             return IN_THE_BACKGROUND[action](self.folder)
         for library in ("fastapi", "uvicorn"):
