@@ -270,8 +270,12 @@ def test_a_folder_that_holds_a_run_is_not_overwritten(recipe, tmp_path, capsys):
 
 
 def test_a_run_that_cannot_begin_leaves_no_folder(recipe, tmp_path):
+    there = list(tmp_path.iterdir())
     assert train(recipe, "--run", tmp_path / "runs" / "one", "--policy.model", "./nowhere") == 2
-    assert list((tmp_path / "runs").iterdir()) == []
+    assert list(tmp_path.iterdir()) == there
+    (tmp_path / "runs" / "other").mkdir(parents=True)
+    assert train(recipe, "--run", tmp_path / "runs" / "one", "--policy.model", "./nowhere") == 2
+    assert [path.name for path in (tmp_path / "runs").iterdir()] == ["other"]
 
 
 @pytest.mark.parametrize(

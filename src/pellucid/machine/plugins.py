@@ -48,9 +48,9 @@ def import_source(source: str) -> ModuleType:
 
 def module_of_file(path: Path) -> str:
     """The name that imports this file, in this process and in those spawned from it, which inherit its sys.path."""
+    if not path.expanduser().is_file():
+        raise UserError(f"{path}: there is no such file{near(path)}")
     path = path.expanduser().resolve()
-    if not path.is_file():
-        raise UserError(f"{path}: there is no such file{did_you_mean(path.name, names_beside(path))}")
     if not path.stem.isidentifier():
         raise UserError(f'{path}: "{path.stem}" is no module name; rename the file to letters, digits and _')
     importlib.invalidate_caches()

@@ -34,20 +34,21 @@ def held(run_dir: Path) -> Iterator[None]:
 
     One that was made for a run that could not begin, since the model is not there or its rewards fail, goes again.
     """
-    is_new = not run_dir.exists()
+    made = [folder for folder in (run_dir, *run_dir.parents) if not folder.exists()]
     run_dir.mkdir(parents=True, exist_ok=True)
     with locked(run_dir / LOCK, trains_in(run_dir)):
         try:
             yield
         except NotBegunError:
-            if is_new:
+            if made:
                 clear(run_dir)
             raise
         finally:
-            if is_new and os.listdir(run_dir) == [LOCK]:
-                with suppress(OSError):  # Windows keeps a file that is open
+            if made and os.listdir(run_dir) == [LOCK]:
+                with suppress(OSError):  # Windows keeps a file that is open, and others may be in the folders above
                     (run_dir / LOCK).unlink()
-                    run_dir.rmdir()
+                    for folder in made:
+                        folder.rmdir()
 
 
 def clear(run_dir: Path) -> None:
