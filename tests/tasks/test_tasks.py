@@ -69,7 +69,7 @@ def test_a_missing_file_is_named_with_its_nearest_neighbour(tmp_path):
     (tmp_path / "my_rewards.py").write_text("")
     message = error_of(f"{tmp_path}/my_reward.py:f")
     assert f"{tmp_path}/my_reward.py" in message
-    assert 'did you mean "my_rewards.py"?' in message
+    assert f'did you mean "{tmp_path}/my_rewards.py"?' in message
 
 
 def test_a_missing_module_is_named():
