@@ -10,8 +10,9 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from pellucid.config import Config
 from pellucid.models.family import fallback_reason
+from pellucid.policy.access import USUAL, Access
 from pellucid.policy.logprobs import MANY
-from pellucid.policy.pretrained import explained, locate, refuse
+from pellucid.policy.pretrained import by, explained, locate, refuse
 from pellucid.runtimes.settings import BUCKET
 
 PROMPT_TOKENS = 64
@@ -28,13 +29,13 @@ class Model(NamedTuple):
     trained: int
 
 
-def from_name(name: str, lora: int, targets: Sequence[str] = ()) -> Model:
+def from_name(name: str, lora: int, targets: Sequence[str] = (), access: Access = USUAL) -> Model:
     """The facts of a model by its name, or by its folder, where config.json is enough. No weights are loaded."""
-    with explained(name):
-        config = AutoConfig.from_pretrained(locate(name, weights=False))
+    with explained(name, access):
+        config = AutoConfig.from_pretrained(locate(name, weights=False, revision=access.revision), **by(access))
         refuse(name, config)
         with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(config)
+            model = AutoModelForCausalLM.from_config(config, trust_remote_code=access.trust_remote_code)
     parameters = sum(p.numel() for p in model.parameters())
     if not lora:
         return Model(config, parameters, parameters)

@@ -20,8 +20,20 @@ from pellucid.models.fallback import FallbackDecodeBatch
 from pellucid.models.family import fallback_reason, longest
 from pellucid.models.masters import OTHER_POLICY, Gatherable, whole
 from pellucid.policy import pretrained
+from pellucid.policy.access import USUAL, Access
 from pellucid.policy.logprobs import Head
-from pellucid.policy.model import add_adapter, end_of_answer, eos_ids, merge_adapter, move, narrowed, silence_dropout
+from pellucid.policy.model import (
+    add_adapter,
+    copied,
+    describe,
+    end_of_answer,
+    eos_ids,
+    has_own_code,
+    merge_adapter,
+    move,
+    narrowed,
+    silence_dropout,
+)
 from pellucid.policy.scorer import Hidden, Scorer, check_head
 from pellucid.policy.template import Template
 from pellucid.types import Prompt, UserError
@@ -87,6 +99,8 @@ class Policy:
         """Why this model is computed by transformers and not by our decoder; empty where our decoder does."""
         if self.engine == "transformers":
             return "policy.engine"
+        if has_own_code(self.model):
+            return "code of its own"
         return "an adapter" if self.adapter is not None else fallback_reason(self.model.config)
 
     def decode_batch(self, rows: int) -> DecodeBatch | FallbackDecodeBatch:
@@ -130,7 +144,7 @@ class Policy:
         if self.decoder:
             self.decoder.read_in_place()
             return list(self.decoder.layers)
-        self._copy = self._copied()
+        self._copy = copied(self.model, self.dtype)
         kinds = set(self.model._no_split_modules or ())
         return [module for module in self.model.modules() if type(module).__name__ in kinds]
 
@@ -140,7 +154,7 @@ class Policy:
             layers = [(layer, list(layer.parameters())) for layer in self.blocks()]
             of_layers = {id(p) for _, parameters in layers for p in parameters}
             return [(self.scorer, [p for p in self.model.parameters() if id(p) not in of_layers]), *layers]
-        self._copy = self._copied(share=False)  # what is there is emptied in place
+        self._copy = copied(self.model, self.dtype, share=False)  # what is there is emptied in place
         return [(self.scorer, list(cast(nn.Module, self.model.get_output_embeddings()).parameters()))]
 
     @property
@@ -174,26 +188,11 @@ class Policy:
         if not self.sharded and all(p.dtype == self.dtype for p in self.model.parameters()):
             return self.model
         if self._copy is None:
-            self._copy = self._copied()
+            self._copy = copied(self.model, self.dtype)
         for mine, master in zip(self._copy.parameters(), self.model.parameters(), strict=True):
             if mine is not master and (master.requires_grad or not self.sharded):
                 mine.copy_(whole(master))
         return self._copy
-
-    def _copied(self, share: bool = True) -> PreTrainedModel:
-        """The model with parameters in the compute dtype; `share` takes frozen ones that have it as they are.
-
-        Buffers keep their dtype: rotary frequencies in bf16 would move every position.
-        """
-        twins: dict[int, Any] = {}
-        for p in self.model.parameters():
-            same = share and not p.requires_grad and p.dtype == self.dtype
-            copied = p if same else nn.Parameter(p.detach().to(self.dtype, copy=True), requires_grad=False)
-            twins[id(p)] = copied
-        for module in self.model.modules():  # a state that a layer has kept of its last pass
-            kept = [x for x in vars(module).values() if isinstance(x, Tensor) and x.grad_fn is not None]
-            twins |= {id(x): x.detach() for x in kept}
-        return copy.deepcopy(self.model, memo=twins)
 
     def trainable(self) -> dict[str, Tensor]:
         return {name: p for name, p in self.model.named_parameters() if p.requires_grad}
@@ -219,9 +218,7 @@ class Policy:
 
     def describe(self, folder: Path) -> None:
         """Save what transformers needs besides the weights: configuration and tokenizer."""
-        self.model.config.save_pretrained(folder)
-        if self.model.generation_config:
-            self.model.generation_config.save_pretrained(folder)
+        describe(self.model, folder)
         self.tokenizer.save_pretrained(folder)
 
     def save(self, folder: Path, merged: PreTrainedModel | None = None) -> None:
@@ -236,7 +233,7 @@ class Policy:
 
         Where processes share the parameters, `gather` has been called in all of them, and this in one.
         """
-        twin = copy.deepcopy(self._copy or self.model) if self.sharded else self._copied(share=False)
+        twin = copy.deepcopy(self._copy or self.model) if self.sharded else copied(self.model, self.dtype, share=False)
         for name, p in twin.named_parameters():
             if name in masters:
                 p.data = masters[name].detach().to(p.device)
@@ -269,12 +266,13 @@ def load(
     lora_alpha: float = 0.0,
     lora_targets: Sequence[str] = (),
     template: Template = pretrained.OWN,
+    access: Access = USUAL,
 ) -> Policy:
     """The policy to train. `lora` > 0 trains an adapter of that rank, as `add_adapter` makes it, over a frozen base.
 
     narrow: the matrices in `dtype`, for an optimizer that keeps their masters on the CPU; vectors stay in fp32.
     """
-    model, tokenizer = pretrained.load(name, dtype if lora else torch.float32, template)
+    model, tokenizer = pretrained.load(name, dtype if lora else torch.float32, template, access)
     check_head(model)
     adapter = add_adapter(model, lora, lora_alpha, lora_targets) if lora else None
     masters = narrowed(model, dtype, device) if narrow else None
@@ -289,8 +287,9 @@ def load_frozen(
     temperature: float,
     engine: str = "auto",
     template: Template = pretrained.OWN,
+    access: Access = USUAL,
 ) -> Policy:
     """A reference or a model to evaluate: no gradient."""
-    model, tokenizer = pretrained.load(name, torch.float32, template)
+    model, tokenizer = pretrained.load(name, torch.float32, template, access)
     move(model, device).requires_grad_(False)
     return Policy(model, tokenizer, dtype, temperature, engine=engine)

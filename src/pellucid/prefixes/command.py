@@ -171,7 +171,10 @@ def reader(cfg: Config, options: argparse.Namespace) -> Read:
     with uncollected():
         from pellucid.policy import pretrained  # noqa: PLC0415 - torch takes seconds: not every run needs it
 
-    tokenizer = pretrained.tokenizer(options.student or cfg.policy.model)
+    name = options.student or cfg.policy.model
+    if note := cfg.policy.access_to(name).note(name):
+        print(f"! {note}", flush=True)
+    tokenizer = pretrained.tokenizer(name, cfg.policy.access_to(name))
     return lambda text: first_tokens(clean(thinking(text)), options.truncate_tokens, tokenizer)
 
 

@@ -45,6 +45,10 @@ def parsed(arguments: list[str], model: bool) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="pellucid serve", usage=USAGE, allow_abbrev=False)
     if model:
         parser.add_argument("model", help="a run folder, or what --policy.model takes")
+        parser.add_argument("--revision", default="", help="of a Hub id: a branch, a tag or a commit")
+        parser.add_argument(
+            "--trust-remote-code", action="store_true", help="run the Python code of the model's folder, as you"
+        )
     parser.add_argument("--host", default="127.0.0.1", help="0.0.0.0 for whoever reaches this machine: see --token")
     parser.add_argument("--port", type=int, default=8000)
     parser.add_argument("--token", default="", help="that clients must show; better in the environment: PELLUCID_TOKEN")

@@ -14,7 +14,7 @@ from pellucid.algorithm.objectives import objective_of
 from pellucid.algorithm.settings import RewardConfig
 from pellucid.config import Config
 from pellucid.machine import hardware
-from pellucid.policy import policy
+from pellucid.policy import policy, pretrained
 from pellucid.policy.adapter import BASE_STAYS, AdapterOff
 from pellucid.policy.policy import Policy
 from pellucid.policy.template import Template
@@ -58,11 +58,22 @@ class Components:
             self.task.close()
 
 
-def with_dtype(cfg: Config) -> Config:
-    """The settings with the dtype of this machine written out, since a resumed run must not decide anew."""
+def settled(cfg: Config) -> Config:
+    """The settings with what this machine and a hub decide written out, dtype and commit, since a resumed run must not
+    decide anew.
+    """
     device, timeout = hardware.pick_device(cfg.policy.device), cfg.runtime.timeout
     dtype = decided(lambda: str(hardware.pick_dtype(cfg.policy.dtype, device)).removeprefix("torch."), device, timeout)
-    return cfg.model_copy(update={"policy": replace(cfg.policy, dtype=dtype)})
+    revision = decided(lambda: commit_of(cfg) or cfg.policy.revision, device, timeout)
+    return cfg.model_copy(update={"policy": replace(cfg.policy, dtype=dtype, revision=revision)})
+
+
+def commit_of(cfg: Config) -> str:
+    """The commit of the policy's model; empty where nobody says it."""
+    try:
+        return pretrained.commit(cfg.policy.model, cfg.policy.access)
+    except UserError:  # loading it says more
+        return ""
 
 
 def compose(cfg: Config, log: Path | None = None) -> Components:
@@ -89,6 +100,7 @@ def compose(cfg: Config, log: Path | None = None) -> Components:
         lora_alpha=cfg.policy.lora_alpha,
         lora_targets=cfg.policy.lora_targets,
         template=template_of(cfg),
+        access=cfg.policy.access,
         engine=cfg.policy.engine,
         narrow=cfg.optimizer.offload and cfg.runtime.engine in ("auto", "ddp"),
     )
@@ -154,7 +166,9 @@ def load_reference(cfg: Config, learner: Policy) -> Policy | AdapterOff:
             raise UserError(BASE_STAYS)
         return AdapterOff(learner)
     device = learner.device if cfg.policy.reference == "auto" else hardware.pick_device(cfg.policy.reference)
-    return policy.load_frozen(cfg.policy.model, device, learner.dtype, cfg.sampler.temperature, cfg.policy.engine)
+    return policy.load_frozen(
+        cfg.policy.model, device, learner.dtype, cfg.sampler.temperature, cfg.policy.engine, access=cfg.policy.access
+    )
 
 
 def pick_sampler(cfg: Config, learner: Policy) -> Native | HuggingFace:

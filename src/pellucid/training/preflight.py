@@ -26,6 +26,7 @@ from pellucid.reporting.report import counted
 from pellucid.tasks.prefixed import Prefixed
 from pellucid.tasks.wrappers import innermost, layers, with_split
 from pellucid.training import room
+from pellucid.training.claim import first_process
 from pellucid.training.evaluate import held_out
 from pellucid.types import Completion, Group, NotBegunError, Reward, UserError
 
@@ -35,6 +36,8 @@ MANY_CUT_OFF = 0.1
 
 def check(cfg: Config, run_dir: Path) -> None:
     """Check what would otherwise fail after minutes or at the end: extras, data, disk space. Raise UserError."""
+    if first_process() and (note := cfg.policy.access.note(cfg.policy.model)):
+        print(f"! {note}", flush=True)
     if cfg.log.tensorboard:
         extra("torch.utils.tensorboard", "tensorboard", "log.tensorboard")
     if cfg.log.wandb != "off":
@@ -50,7 +53,7 @@ def check(cfg: Config, run_dir: Path) -> None:
 def check_room(cfg: Config, run_dir: Path) -> None:
     """Raise UserError where the disk has no room for the model and its checkpoints, one more than are kept."""
     try:
-        model = memory.from_name(cfg.policy.model, cfg.policy.lora, cfg.policy.lora_targets)
+        model = memory.from_name(cfg.policy.model, cfg.policy.lora, cfg.policy.lora_targets, cfg.policy.access)
     except UserError:  # loading it says more
         return
     needs = room.of_run(cfg, model, run_dir)
