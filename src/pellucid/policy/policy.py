@@ -22,6 +22,7 @@ from pellucid.models.masters import OTHER_POLICY, Gatherable, whole
 from pellucid.policy import pretrained
 from pellucid.policy.access import USUAL, Access
 from pellucid.policy.logprobs import Head
+from pellucid.policy.lora import name_base
 from pellucid.policy.model import (
     add_adapter,
     copied,
@@ -275,6 +276,8 @@ def load(
     model, tokenizer = pretrained.load(name, dtype if lora else torch.float32, template, access)
     check_head(model)
     adapter = add_adapter(model, lora, lora_alpha, lora_targets) if lora else None
+    if adapter:
+        name_base(adapter, name, access.revision)
     masters = narrowed(model, dtype, device) if narrow else None
     move(model, device)
     return Policy(model, tokenizer, dtype, temperature, entropy_grad, gradient_checkpointing, adapter, engine, masters)
