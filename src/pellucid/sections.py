@@ -35,6 +35,8 @@ class PolicyConfig:
     """Names of the linear layers that have an adapter, such as q_proj v_proj; none are all of them."""
     lora_dropout: float = 0.0
     """0 alone: with dropout, the policy that is updated would not be the one that has sampled."""
+    load_in_4bit: bool = False
+    """Keep the frozen base of an adapter in 4-bit numbers, NF4 by bitsandbytes, without runtime.engine or offload."""
     reference: str = "auto"
     """Device of the frozen reference (auto: that of the policy); it is loaded only where kl_coef > 0."""
     engine: Literal["auto", "compiled", "transformers"] = "auto"
@@ -49,6 +51,8 @@ class PolicyConfig:
                 raise ValueError(f"{name} = {getattr(self, name)} must not be negative")
         if not self.lora and (self.lora_alpha or self.lora_targets):
             raise ValueError("lora_alpha and lora_targets are of an adapter: give lora, its rank, too")
+        if self.load_in_4bit and not self.lora:
+            raise ValueError("load_in_4bit is for the frozen base of an adapter: give lora, its rank, too")
         if self.lora_dropout:
             raise ValueError(
                 f"lora_dropout = {self.lora_dropout}: with dropout another policy is updated than has sampled, and"

@@ -1,4 +1,4 @@
-"""An adapter by itself, as peft saves it: for `PeftModel.from_pretrained(base, folder)`."""
+"""What becomes of an adapter: merged into its base, or by itself, for `PeftModel.from_pretrained(base, folder)`."""
 
 from __future__ import annotations
 
@@ -8,7 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from torch import Tensor
+from transformers import PreTrainedModel
 
+from pellucid.machine.extras import extra
+from pellucid.policy.model import merge_adapter
 from pellucid.policy.pretrained import EMBEDDED
 
 
@@ -18,6 +21,20 @@ def name_base(adapter: Any, name: str, revision: str) -> None:
     lies_here = name not in EMBEDDED and os.path.exists(path)
     settings.base_model_name_or_path = os.path.abspath(path) if lies_here else name
     settings.revision = revision or None
+
+
+def put_on(base: PreTrainedModel, adapter: Any) -> PreTrainedModel:
+    """Give another copy of its base a new adapter like this one."""
+    return extra("peft", "lora", "policy.lora").inject_adapter_in_model(adapter.peft_config["default"], base)
+
+
+def merged(model: PreTrainedModel, weights: Mapping[str, Tensor]) -> PreTrainedModel:
+    """Give the adapter of a model these weights, by their names in it, and merge it into its base."""
+    for name, p in model.named_parameters():
+        if name in weights:
+            p.data = weights[name].detach().to(p.device)
+    merge_adapter(model)
+    return model
 
 
 def save(adapter: Any, weights: Mapping[str, Tensor], folder: Path) -> None:

@@ -17,6 +17,7 @@ from transformers.utils.hub import TRANSFORMERS_DYNAMIC_MODULE_NAME
 from pellucid.machine.extras import extra
 from pellucid.models.masters import on_cpu
 from pellucid.models.trial import said
+from pellucid.policy.quantized import is_quantized
 from pellucid.types import UserError
 
 
@@ -71,7 +72,7 @@ def copied(model: PreTrainedModel, dtype: torch.dtype, share: bool = True) -> Pr
     """
     twins: dict[int, Any] = {}
     for p in model.parameters():
-        same = share and not p.requires_grad and p.dtype == dtype
+        same = is_quantized(p) or (share and not p.requires_grad and p.dtype == dtype)
         twins[id(p)] = p if same else nn.Parameter(p.detach().to(dtype, copy=True), requires_grad=False)
     for module in model.modules():  # a state that a layer has kept of its last pass
         kept = [x for x in vars(module).values() if isinstance(x, Tensor) and x.grad_fn is not None]

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -22,7 +23,7 @@ from pellucid.models.masters import OTHER_POLICY, Gatherable, whole
 from pellucid.policy import pretrained
 from pellucid.policy.access import USUAL, Access
 from pellucid.policy.logprobs import Head
-from pellucid.policy.lora import name_base
+from pellucid.policy.lora import merged, name_base, put_on
 from pellucid.policy.model import (
     add_adapter,
     copied,
@@ -30,13 +31,13 @@ from pellucid.policy.model import (
     end_of_answer,
     eos_ids,
     has_own_code,
-    merge_adapter,
     move,
     narrowed,
     silence_dropout,
 )
+from pellucid.policy.quantized import is_quantized
 from pellucid.policy.scorer import Hidden, Scorer, check_head
-from pellucid.policy.template import Template
+from pellucid.policy.template import Template, question_ids
 from pellucid.types import Prompt, UserError
 
 
@@ -54,9 +55,11 @@ class Policy:
         adapter: Any = None,
         engine: str = "auto",
         masters: Mapping[str, Tensor] | None = None,
+        read_base: Callable[[], tuple[PreTrainedModel, PreTrainedTokenizerBase]] | None = None,
     ) -> None:
+        """read_base: reads what the base of an adapter was before it became 4-bit numbers."""
         self.model, self.tokenizer, self.dtype, self.adapter = silence_dropout(model), tokenizer, dtype, adapter
-        self.engine, self._masters = engine, masters or {}
+        self.engine, self._masters, self._read_base = engine, masters or {}, read_base
         self.device = model.device
         """Where it computes; an engine may keep its parameters elsewhere meanwhile."""
         self.decoder = None if self.fallback_reason() else Decoder(model.config, model, dtype)
@@ -102,7 +105,9 @@ class Policy:
             return "policy.engine"
         if has_own_code(self.model):
             return "code of its own"
-        return "an adapter" if self.adapter is not None else fallback_reason(self.model.config)
+        if self.adapter is not None:
+            return "an adapter on a 4-bit base" if self._read_base else "an adapter"
+        return fallback_reason(self.model.config)
 
     def decode_batch(self, rows: int) -> DecodeBatch | FallbackDecodeBatch:
         """An empty DecodeBatch with room for `rows` rows, of the weights as they are now."""
@@ -118,20 +123,11 @@ class Policy:
 
     def encode_question(self, prompt: Prompt) -> tuple[int, ...]:
         """Token ids up to where the answer begins. UserError where there is no token to predict the next one from."""
-        if not (ids := self._question_ids(prompt)):
+        if not (ids := question_ids(self.tokenizer, prompt)):
             raise UserError(
                 f"prompt {prompt.id} is empty, and this tokenizer puts no token before a text: ask something"
             )
         return ids
-
-    def _question_ids(self, prompt: Prompt) -> tuple[int, ...]:
-        """Messages without a chat template are their contents, a line each."""
-        if not isinstance(prompt.text, str) and self.tokenizer.chat_template:
-            messages = [dict(message) for message in prompt.text]
-            encoded: Any = self.tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True)
-            return tuple(encoded["input_ids"])
-        text = prompt.text if isinstance(prompt.text, str) else "".join(m["content"] + "\n" for m in prompt.text)
-        return tuple(self.tokenizer(text)["input_ids"])
 
     def encode_prefix(self, prompt: Prompt) -> tuple[int, ...]:
         """Token ids of the prefix, tokenized on its own as if generated: the question's last token stays as it is."""
@@ -186,7 +182,7 @@ class Policy:
         if self.sharded and self.decoder:
             self.gather()
             return self.model
-        if not self.sharded and all(p.dtype == self.dtype for p in self.model.parameters()):
+        if not self.sharded and all(p.dtype == self.dtype for p in self.model.parameters() if not is_quantized(p)):
             return self.model
         if self._copy is None:
             self._copy = copied(self.model, self.dtype)
@@ -230,16 +226,14 @@ class Policy:
         self.tokenizer.save_pretrained(folder)
 
     def merged(self, masters: Mapping[str, Tensor]) -> PreTrainedModel:
-        """A copy with the adapter, of these whole weights, merged into its base.
+        """A copy with the adapter, of these whole weights, merged into its base, which is never that in 4 bits.
 
         Where processes share the parameters, `gather` has been called in all of them, and this in one.
         """
-        twin = copy.deepcopy(self._copy or self.model) if self.sharded else copied(self.model, self.dtype, share=False)
-        for name, p in twin.named_parameters():
-            if name in masters:
-                p.data = masters[name].detach().to(p.device)
-        merge_adapter(twin)
-        return twin
+        if self._read_base:
+            return merged(put_on(self._read_base()[0], self.adapter), masters)
+        sharded = copy.deepcopy(self._copy or self.model) if self.sharded else None
+        return merged(sharded or copied(self.model, self.dtype, share=False), masters)
 
     @contextmanager
     def _unrounded(self) -> Iterator[None]:
@@ -268,19 +262,23 @@ def load(
     lora_targets: Sequence[str] = (),
     template: Template = pretrained.OWN,
     access: Access = USUAL,
+    in_4bit: bool = False,
 ) -> Policy:
     """The policy to train. `lora` > 0 trains an adapter of that rank, as `add_adapter` makes it, over a frozen base.
 
     narrow: the matrices in `dtype`, for an optimizer that keeps their masters on the CPU; vectors stay in fp32.
+    in_4bit: the matrices of the base as 4-bit numbers.
     """
-    model, tokenizer = pretrained.load(name, dtype if lora else torch.float32, template, access)
+    read = partial(pretrained.load, name, dtype if lora else torch.float32, template, access)
+    model, tokenizer = read(device if in_4bit else None)
     check_head(model)
     adapter = add_adapter(model, lora, lora_alpha, lora_targets) if lora else None
     if adapter:
         name_base(adapter, name, access.revision)
     masters = narrowed(model, dtype, device) if narrow else None
     move(model, device)
-    return Policy(model, tokenizer, dtype, temperature, entropy_grad, gradient_checkpointing, adapter, engine, masters)
+    facts = (entropy_grad, gradient_checkpointing, adapter, engine, masters, read if in_4bit else None)
+    return Policy(model, tokenizer, dtype, temperature, *facts)
 
 
 def load_frozen(

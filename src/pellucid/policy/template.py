@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
-from pellucid.types import UserError
+from pellucid.types import Prompt, UserError
 
 Value = bool | int | float | str
 
@@ -40,6 +40,16 @@ class Template(NamedTuple):
         # A variable that is set where the template begins is what the caller of the template would have given.
         tokenizer.chat_template = "".join(f"{{% set {n} = {json.dumps(v)} %}}" for n, v in self.values.items()) + text
         check(tokenizer, self.file or "the checkpoint's own")
+
+
+def question_ids(tokenizer: PreTrainedTokenizerBase, prompt: Prompt) -> tuple[int, ...]:
+    """Token ids up to where the answer begins. Messages without a chat template are their contents, a line each."""
+    if not isinstance(prompt.text, str) and tokenizer.chat_template:
+        messages = [dict(message) for message in prompt.text]
+        encoded: Any = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True)
+        return tuple(encoded["input_ids"])
+    text = prompt.text if isinstance(prompt.text, str) else "".join(m["content"] + "\n" for m in prompt.text)
+    return tuple(tokenizer(text)["input_ids"])
 
 
 def read(file: str) -> str:

@@ -85,6 +85,8 @@ def compose(cfg: Config, log: Path | None = None) -> Components:
     )  # first: its mistakes are found before a model is loaded
     if cfg.runtime.engine in ("fsdp2", "deepspeed"):
         check_sharding(cfg, dtype)
+    if cfg.policy.load_in_4bit:
+        check_4bit(cfg)
     advantage_of(algorithm.advantage)  # these may be in files of the user's, too
     objective_of(algorithm.objective)
     if dtype == torch.float16:
@@ -101,6 +103,7 @@ def compose(cfg: Config, log: Path | None = None) -> Components:
         lora_targets=cfg.policy.lora_targets,
         template=template_of(cfg),
         access=cfg.policy.access,
+        in_4bit=cfg.policy.load_in_4bit,
         engine=cfg.policy.engine,
         narrow=cfg.optimizer.offload and cfg.runtime.engine in ("auto", "ddp"),
     )
@@ -142,6 +145,15 @@ def check_float16(cfg: Config, device: torch.device) -> None:
             ' policy.dtype = "bfloat16", policy.lora, or leave offload out'
         )
     hardware.check_float16(device)
+
+
+def check_4bit(cfg: Config) -> None:
+    if cfg.runtime.engine in ("fsdp2", "deepspeed"):
+        raise UserError(
+            f'policy.load_in_4bit: runtime.engine = "{cfg.runtime.engine}" cannot share out 4-bit numbers: use "ddp"'
+        )
+    if cfg.optimizer.offload:
+        raise UserError("policy.load_in_4bit: optimizer.offload would gain nothing, an adapter is small: leave it out")
 
 
 def check_sharding(cfg: Config, dtype: torch.dtype) -> None:

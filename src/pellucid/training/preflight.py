@@ -18,7 +18,9 @@ from pellucid.machine import hardware
 from pellucid.machine.extras import extra
 from pellucid.machine.hardware import memory_gb
 from pellucid.machine.harmless import harmless
+from pellucid.policy import quantized
 from pellucid.policy.policy import Policy
+from pellucid.policy.quantized import numbers
 from pellucid.reporting import boards
 from pellucid.reporting.console import first_error, first_line
 from pellucid.reporting.metrics import all_failed, predicted_dead_share
@@ -44,6 +46,8 @@ def check(cfg: Config, run_dir: Path) -> None:
         boards.check_wandb(cfg.log.wandb)
     if cfg.policy.lora:
         extra("peft", "lora", "policy.lora")
+    if cfg.policy.load_in_4bit:
+        quantized.check_library()
     with_split(cfg.task, "train").sample(0, cfg.algorithm.prompts_per_step)
     if cfg.evaluate.every:
         held_out(with_split(cfg.task, "test"), cfg.evaluate.n)
@@ -53,7 +57,7 @@ def check(cfg: Config, run_dir: Path) -> None:
 def check_room(cfg: Config, run_dir: Path) -> None:
     """Raise UserError where the disk has no room for the model and its checkpoints, one more than are kept."""
     try:
-        model = memory.from_name(cfg.policy.model, cfg.policy.lora, cfg.policy.lora_targets, cfg.policy.access)
+        model = memory.of_policy(cfg.policy)
     except UserError:  # loading it says more
         return
     needs = room.of_run(cfg, model, run_dir)
@@ -68,8 +72,8 @@ def check_room(cfg: Config, run_dir: Path) -> None:
 def show_numbers(cfg: Config, policy: Policy, world: int, run_dir: Path) -> None:
     a = cfg.algorithm
     completions = a.prompts_per_step * a.group_size
-    parameters, trained = count(policy)
-    model = memory.Model(policy.model.config, parameters, trained)
+    model = count(policy)
+    parameters, trained = model.parameters, model.trained
     reason = memory.unlike(model.config)
     expected = memory.peak(model, cfg, world)
     table = Table.grid(padding=(0, 2))
@@ -171,5 +175,12 @@ def cut_off(completions: Sequence[Completion], cfg: Config) -> str:
     )
 
 
-def count(policy: Policy) -> tuple[int, int]:
-    return sum(p.numel() for p in policy.model.parameters()), sum(p.numel() for p in policy.trainable().values())
+def count(policy: Policy) -> memory.Model:
+    """The facts of a model as it is loaded."""
+    sizes = [(numbers(p), p) for p in policy.model.parameters()]
+    return memory.Model(
+        policy.model.config,
+        parameters=sum(n for n, _ in sizes),
+        trained=sum(n for n, p in sizes if p.requires_grad),
+        quantized=sum(n for n, p in sizes if quantized.is_quantized(p)),
+    )
