@@ -23,15 +23,15 @@ Printed by `python benchmarks/transcript.py`; a test compares this page with wha
 Settings are given as `--section.key VALUE`, with hyphens or underscores: `--algorithm.group-size 16`. A truth value may
 stand alone (`--policy.deterministic`, `--policy.no-deterministic`) or with `True` or `False`; a list is words
 (`--task.operators + -`), rewards are their names (`--task.rewards numeric rewards.py:brevity`), and what stands inside
-is reached by dots (`--task.rewards.0.weight 0.5`, `--policy.template-kwargs.enable_thinking False`). `--task.name` chooses
-the task. The command line wins over the recipe, the recipe over the defaults, and all of it is checked in one place: a
-mistake is one line, says whose it is, and nothing has been written.
+is reached by dots (`--task.rewards.0.weight 0.5`, `--policy.template-kwargs.enable_thinking False`). `--task.name`
+chooses the task. The command line wins over the recipe, the recipe over the defaults, and all of it is checked in one
+place: a mistake is one line, says whose it is, and nothing has been written.
 
-`pellucid COMMAND --help` shows the options and the settings that people change, `--help-all` has every setting; both with
-the values of the recipe and the settings that stand before it: `pellucid train gsm8k --help-all`. `pellucid train RECIPE
---dry-run` prints all settings as a recipe, the numbers that follow from them, and a prompt as the model reads it.
-`pellucid completion bash` (zsh, fish, tcsh) prints what makes a shell complete all this: `source <(pellucid completion
-bash)`.
+`pellucid COMMAND --help` shows the options and the settings that people change, `--help-all` has every setting; both
+with the values of the recipe and the settings that stand before it: `pellucid train gsm8k --help-all`.
+`pellucid train RECIPE --dry-run` prints all settings as a recipe, the numbers that follow from them, and a prompt as the
+model reads it. `pellucid completion bash` (zsh, fish, tcsh) prints what makes a shell complete all this:
+`source <(pellucid completion bash)`.
 """
 MISTAKES = """
 trian recipe.toml

@@ -70,8 +70,8 @@ def untimed(record):
     return {key: value for key, value in record.items() if not key.startswith(TIMED)}
 
 
-def weights(run_dir):
-    [file] = (run_dir / "model").glob("*.safetensors")
+def weights(run_dir, name="model"):
+    [file] = (run_dir / name).glob("*.safetensors")
     return load_file(file)
 
 

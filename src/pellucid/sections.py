@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
+from pellucid.policy.access import USUAL, Access
+
 
 @dataclass(frozen=True)
 class PolicyConfig:
@@ -12,6 +14,11 @@ class PolicyConfig:
 
     model: str = "smollm2-135m"
     """A local folder, a .gguf file, a Hub id, modelscope:OWNER/NAME, or smollm2-135m (embedded in a wheel)."""
+    revision: str = ""
+    """Branch, tag or commit of a model of the Hub or of ModelScope; empty is its default branch. A run records which
+    commit of the Hub it was."""
+    trust_remote_code: bool = False
+    """Run the Python code that lies in the model's own folder, as you, with all that you may do: read it before."""
     template: str = ""
     """A file with a chat template in Jinja, instead of the checkpoint's; it is saved with the model."""
     template_kwargs: dict[str, bool | int | float | str] = field(default_factory=dict)
@@ -28,6 +35,10 @@ class PolicyConfig:
     """The adapter is weighed by lora_alpha / lora; 0 is twice the rank."""
     lora_targets: tuple[str, ...] = ()
     """Names of the linear layers that have an adapter, such as q_proj v_proj; none are all of them."""
+    lora_dropout: float = 0.0
+    """0 alone: with dropout, the policy that is updated would not be the one that has sampled."""
+    load_in_4bit: bool = False
+    """Keep the frozen base of an adapter in 4-bit numbers, NF4 by bitsandbytes, without runtime.engine or offload."""
     reference: str = "auto"
     """Device of the frozen reference (auto: that of the policy); it is loaded only where kl_coef > 0."""
     engine: Literal["auto", "compiled", "transformers"] = "auto"
@@ -42,6 +53,22 @@ class PolicyConfig:
                 raise ValueError(f"{name} = {getattr(self, name)} must not be negative")
         if not self.lora and (self.lora_alpha or self.lora_targets):
             raise ValueError("lora_alpha and lora_targets are of an adapter: give lora, its rank, too")
+        if self.load_in_4bit and not self.lora:
+            raise ValueError("load_in_4bit is for the frozen base of an adapter: give lora, its rank, too")
+        if self.lora_dropout:
+            raise ValueError(
+                f"lora_dropout = {self.lora_dropout}: with dropout another policy is updated than has sampled, and"
+                " their ratio is not 1 even before the first step: leave it at 0"
+            )
+
+    @property
+    def access(self) -> Access:
+        """How the files of the model may be read."""
+        return Access(self.revision, self.trust_remote_code)
+
+    def access_to(self, name: str) -> Access:
+        """The same where `name` is the model; another has not been trusted."""
+        return self.access if name == self.model else USUAL
 
 
 def refuse_truncation(top_k: int, top_p: float, min_p: float) -> None:

@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import json
+
+import peft
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 
 from conftest import CountDigits
 from pellucid import cli
 from pellucid.algorithm.batch import collate
 from pellucid.config import load
 from pellucid.doctor import memory
-from pellucid.policy import policy
+from pellucid.policy import lora, policy
 from pellucid.policy.model import add_adapter
 from pellucid.samplers.choice import choose
 from pellucid.training.compose import compose
 from pellucid.types import Sampling, UserError
+from runs import train
 from tiny_families import checkpoint, model_of
 
 CPU = torch.device("cpu")
@@ -39,6 +44,46 @@ def test_the_merged_model_has_the_log_probs_of_base_and_adapter(name, tmp_path):
     torch.testing.assert_close(merged.score(batch).logprobs, scored.detach(), rtol=0, atol=2e-3)
     base = policy.load_frozen(str(tmp_path / "base"), CPU, torch.float32, 1.0)
     assert (base.score(batch).logprobs - scored.detach())[batch.mask].abs().max() > 0.05
+
+
+@pytest.mark.filterwarnings("ignore:The following .*_pattern keys:RuntimeWarning")  # peft's own, of fused experts
+@pytest.mark.parametrize("name", ["llama", "qwen3_moe", "mamba"])
+def test_a_run_leaves_the_adapter_as_peft_loads_it_beside_the_merged_model(name, tmp_path, recipe):
+    base, run_dir = tmp_path / "base", tmp_path / "run"
+    checkpoint(name, base)
+    settings = ["--policy.model", base, "--policy.lora", 2, "--policy.lora-alpha", 8, "--algorithm.steps", 1]
+    assert train(recipe, "--run", run_dir, *settings, "--evaluate.every", 0) == 0
+    whole = AutoModelForCausalLM.from_pretrained(run_dir / "model").eval()
+    plain = AutoModelForCausalLM.from_pretrained(base).eval()
+    ids = torch.arange(1, 9)[None]
+    with torch.no_grad():
+        before = plain(ids).logits
+        adapted = peft.PeftModel.from_pretrained(plain, run_dir / "adapter").eval()
+        torch.testing.assert_close(adapted(ids).logits, whole(ids).logits, rtol=0, atol=2e-4)
+    assert (whole(ids).logits - before).abs().max() > 0.01
+    assert not [path for path in run_dir.iterdir() if path.suffix == ".partial"]
+
+
+@pytest.mark.parametrize(
+    ("name", "revision", "named"),
+    [
+        ("o/n", "v1", "o/n"),
+        ("smollm2-135m", "", "smollm2-135m"),
+        ("a/m", "", "{here}/a/m"),
+        ("~/m", "", "{here}/m"),
+    ],
+)
+def test_the_adapters_configuration_names_its_base_as_the_user_does(name, revision, named, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    for folder in ("a/m", "m", "smollm2-135m"):
+        (tmp_path / folder).mkdir(parents=True)
+    adapter = add_adapter(model_of("llama"), 2)
+    lora.name_base(adapter, name, revision)
+    lora.save(adapter, dict(adapter.base_model.model.named_parameters()), tmp_path / "adapter")
+    written = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())
+    assert written["base_model_name_or_path"] == named.format(here=tmp_path)
+    assert (written["revision"], written["r"]) == (revision or None, 2)
 
 
 def test_a_model_in_half_precision_whose_stream_is_not_has_an_adapter(tmp_path):
@@ -93,6 +138,7 @@ def test_the_plan_counts_the_adapter_of_the_layers_that_are_named(tmp_path):
         ),
         (["--policy.lora", "2", "--policy.lora-alpha", "-1"], "lora_alpha = -1.0 must not be negative"),
         (["--policy.lora-alpha", "4"], "give lora, its rank, too"),
+        (["--policy.lora", "2", "--policy.lora-dropout", "0.1"], "their ratio is not 1 even before the first step"),
     ],
 )
 def test_an_adapter_that_cannot_be_is_said(settings, said, tmp_path, capsys):

@@ -16,6 +16,7 @@ from conftest import records
 from pellucid import cli
 from pellucid.doctor import memory
 from pellucid.policy import modelscope, pretrained
+from pellucid.policy.access import Access
 from pellucid.types import UserError
 
 NAME = "modelscope:Some.One/Tiny-0.5B"
@@ -58,11 +59,11 @@ def package(cache, model_dir, monkeypatch):
     """The two modules of it that are used; what was asked of it."""
     asked = []
 
-    def snapshot_download(repository, ignore_patterns=None):
-        asked.append((repository, ignore_patterns))
+    def snapshot_download(repository, revision=None, ignore_patterns=None):
+        asked.append((repository, *([revision] if revision else []), ignore_patterns))
         if repository == "No/Body":
             raise DownloadError("HTTP 404\nnobody has it")
-        folder = cache / PLACES["1.38 and later"]
+        folder = cache / "models/Some.One--Tiny-0.5B/snapshots" / (revision or "master")
         ignored = shutil.ignore_patterns(*(ignore_patterns or ()))
         return str(shutil.copytree(model_dir, folder, ignore=ignored, dirs_exist_ok=True))
 
@@ -134,6 +135,17 @@ def test_what_is_not_there_is_downloaded_by_the_package_once(package, cache, mod
     assert package == [("Some.One/Tiny-0.5B", None)]
     expected = AutoModelForCausalLM.from_pretrained(model_dir)
     assert all(torch.equal(a, b) for a, b in zip(model.parameters(), expected.parameters(), strict=True))
+
+
+def test_a_revision_is_looked_for_where_it_can_be_and_downloaded_as_it_is_called(package, cache, model_dir):
+    kept(model_dir, cache / PLACES["1.38 and later"])
+    kept(model_dir, cache / PLACES["1.22 to 1.37"])
+    v2 = Access("v2")
+    assert pretrained.locate(NAME, revision="v2") == str(cache / "models/Some.One--Tiny-0.5B/snapshots/v2")
+    pretrained.load(NAME, torch.float32, access=v2)
+    pretrained.tokenizer(NAME, v2)
+    assert package == [("Some.One/Tiny-0.5B", "v2", None)]
+    assert pretrained.commit(NAME, v2) == "", "its folder has no commit's name"
 
 
 def test_for_a_plan_or_a_tokenizer_no_weights_are_downloaded(package, cache):

@@ -382,8 +382,9 @@ def test_a_missing_wandb_names_the_extra(tmp_path: Path, monkeypatch: pytest.Mon
 
 
 def test_a_missing_tensorboard_names_the_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
-    with pytest.raises(UserError, match=r"pellucid\[tensorboard\]"):
+    monkeypatch.delitem(sys.modules, "torch.utils.tensorboard", raising=False)
+    monkeypatch.setitem(sys.modules, "tensorboard", None)
+    with pytest.raises(UserError, match=r'^log.tensorboard needs tensorboard: pip install "pellucid\[tensorboard\]"$'):
         TensorBoard(tmp_path)
 
 

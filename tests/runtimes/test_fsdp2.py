@@ -92,11 +92,12 @@ def test_two_processes_resume_to_the_same_bits_and_one_or_four_to_the_same_weigh
     assert AutoModelForCausalLM.from_pretrained(runs["whole"] / "model").config.vocab_size == VOCAB
 
 
-def test_a_sharded_adapter_is_saved_merged_into_its_base(recipe, tmp_path):
+def test_a_sharded_adapter_is_saved_merged_into_its_base_and_beside_it(recipe, tmp_path):
     settings = ["--policy.lora", 2, "--evaluate.every", 0, "--algorithm.steps", 2]
     launch(2, recipe, "--run", tmp_path / "two", *settings, "--runtime.engine", "fsdp2")
     assert train(recipe, "--run", tmp_path / "one", *settings) == 0
-    same_weights(weights(tmp_path / "two"), weights(tmp_path / "one"), 1e-6)
+    for saved in ("model", "adapter"):
+        same_weights(weights(tmp_path / "two", saved), weights(tmp_path / "one", saved), 1e-6)
 
 
 def test_a_full_disk_ends_all_processes_with_one_line(recipe, tmp_path):

@@ -120,7 +120,7 @@ def test_a_recipe_reads_back_as_the_settings(study_file, tmp_path):
 HEAD = 'base = "base.toml"\nseeds = [0, 1]\n'
 MISTAKES = {
     "seeds = [0]\n[variants.a]": "base must name the recipe",
-    'base = "nowhere.toml"\nseeds = [0]\n[variants.a]': "nowhere.toml: cannot be read",
+    'base = "nowhere.toml"\nseeds = [0]\n[variants.a]': "nowhere.toml: there is no such file, and no recipe of",
     'base = "base.toml"\n[variants.a]': "seeds must be a list of different whole numbers",
     'base = "base.toml"\nseeds = [0, 0]\n[variants.a]': "seeds must be a list of different whole numbers",
     'base = "base.toml"\nseeds = [true]\n[variants.a]': "seeds must be a list of different whole numbers",

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Annotated
 
 from tyro.conf import Suppress, arg
 
-from pellucid import config
+from pellucid import config, recipes
 from pellucid.machine.imports import uncollected
 from pellucid.types import UserError
 
@@ -17,14 +16,14 @@ from pellucid.types import UserError
 class Doctor:
     """Say what this machine has and does, what is missing, and how much memory a recipe takes."""
 
-    plan: Annotated[Path | None, arg(metavar="RECIPE")] = None
+    plan: Annotated[str, arg(metavar="RECIPE")] = ""
     """A recipe: how much memory it takes on 1, 2, 4 and 8 devices."""
     settings: Suppress[tuple[str, ...]] = ()
 
     def __call__(self) -> int:
         if self.settings and not self.plan:
             raise UserError(f"doctor takes settings with --plan RECIPE, got {' '.join(self.settings)}")
-        cfg = config.load(self.plan, self.settings) if self.plan else None
+        cfg = config.load(recipes.find(self.plan), self.settings) if self.plan else None
         with uncollected():
             from pellucid.doctor import command  # noqa: PLC0415 - torch takes seconds: settings are checked before
 

@@ -8,13 +8,12 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import redirect_stderr, suppress
 from dataclasses import dataclass
 from itertools import dropwhile, takewhile
-from pathlib import Path
 from typing import Any, Literal
 
 import tyro
 from tyro.conf import Positional
 
-from pellucid import flags
+from pellucid import flags, recipes
 from pellucid.commands import shown
 from pellucid.commands.around import Init, List, Push
 from pellucid.commands.examining import Doctor
@@ -134,12 +133,8 @@ def help_on(words: Sequence[str]) -> None:
         own, settings = flags.split(rest[1:])
         command = named(rest[0])
         if takes_settings(command):
-            recipe = recipe_in(own) if command in ("train", "prefixes") else None
+            named_recipe = own[0] if command in ("train", "prefixes") and own and not own[0].startswith("-") else ""
+            recipe = recipes.find(named_recipe) if named_recipe else None
             commands[command] = shown.with_settings(COMMANDS[command], recipe, settings, "--help-all" in words)
     with suppress(SystemExit):
         told([*rest[:1], "--help"], commands)
-
-
-def recipe_in(words: Sequence[str]) -> Path | None:
-    """Return the recipe that a command line begins with, if it does."""
-    return Path(words[0]) if words and not words[0].startswith("-") else None

@@ -20,7 +20,7 @@ from pellucid.policy import pretrained
 from pellucid.policy.template import prefix_ids, question_ids
 from pellucid.tasks.wrappers import with_split
 from pellucid.training import preflight
-from pellucid.training.compose import template_of, with_dtype
+from pellucid.training.compose import settled, template_of
 
 
 def show(cfg: Config, run_dir: Path) -> int:
@@ -28,12 +28,12 @@ def show(cfg: Config, run_dir: Path) -> int:
 
     UserError for what a run would refuse before it loads the model.
     """
-    cfg = with_dtype(config.resolved(cfg))
+    cfg = settled(config.resolved(cfg))
     preflight.check(cfg, run_dir)
     advantage_of(cfg.algorithm.advantage)
     objective_of(cfg.algorithm.objective)
-    model = memory.from_name(cfg.policy.model, cfg.policy.lora, cfg.policy.lora_targets)
-    words = pretrained.tokenizer(cfg.policy.model)
+    model = memory.of_policy(cfg.policy)
+    words = pretrained.tokenizer(cfg.policy.model, cfg.policy.access)
     template_of(cfg).put_into(words)
     [prompt] = with_split(cfg.task, "train").sample(0, 1)
     print(toml(config.dump(cfg)), flush=True)

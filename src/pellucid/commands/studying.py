@@ -8,6 +8,7 @@ from typing import Annotated
 
 from tyro.conf import Positional, arg
 
+from pellucid import recipes
 from pellucid.study import page, plan, runner
 from pellucid.types import UserError
 
@@ -16,7 +17,7 @@ from pellucid.types import UserError
 class Study:
     """Train the variants of a recipe, each with every seed."""
 
-    study: Positional[Annotated[Path, arg(metavar="STUDY")]]
+    study: Positional[Annotated[str, arg(metavar="STUDY")]]
     """A study.toml, or the name of one that comes with Pellucid."""
     into: Annotated[Path | None, arg(metavar="DIR")] = None
     """The folder of its runs; none is runs/STUDY."""
@@ -28,8 +29,9 @@ class Study:
     """Leave the models in the run folders."""
 
     def __call__(self) -> int:
-        study_dir = self.into or Path("runs") / self.study.stem
-        return runner.run(plan.read(self.study), study_dir, self.jobs, self.only, self.keep_models)
+        study = recipes.find(self.study)
+        study_dir = self.into or Path("runs") / study.stem
+        return runner.run(plan.read(study), study_dir, self.jobs, self.only, self.keep_models)
 
 
 @dataclass(frozen=True)

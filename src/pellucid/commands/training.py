@@ -10,7 +10,7 @@ from typing import Annotated
 
 from tyro.conf import Positional, Suppress, arg
 
-from pellucid import config
+from pellucid import config, recipes
 from pellucid.config import Config
 from pellucid.machine.imports import uncollected
 from pellucid.machine.interrupts import INTERRUPTED, end_at_once, handled
@@ -18,7 +18,7 @@ from pellucid.reporting import run_folder
 from pellucid.training import changes, claim
 from pellucid.types import UserError
 
-Recipe = Annotated[Path | None, arg(metavar="RECIPE")]
+Recipe = Annotated[str, arg(metavar="RECIPE")]
 Folder = Annotated[Path | None, arg(metavar="DIR")]
 Run = Annotated[Path | None, arg(metavar="RUN")]
 
@@ -27,7 +27,7 @@ Run = Annotated[Path | None, arg(metavar="RUN")]
 class Train:
     """Teach a model with a reward function."""
 
-    recipe: Positional[Recipe] = None
+    recipe: Positional[Recipe] = ""
     """A recipe.toml, or the name of one that comes with Pellucid; none is the defaults."""
     run: Folder = None
     """The run folder; none is runs/RECIPE-TIME."""
@@ -42,11 +42,12 @@ class Train:
     def __call__(self) -> int:
         if self.resume and (self.recipe or self.run):
             raise UserError("--resume RUN goes on with the settings of that run: leave out the recipe and --run")
-        name = f"{self.recipe.stem if self.recipe else 'default'}-{time.strftime('%Y%m%d-%H%M%S')}"
+        recipe = recipes.find(self.recipe) if self.recipe else None
+        name = f"{recipe.stem if recipe else 'default'}-{time.strftime('%Y%m%d-%H%M%S')}"
         run_dir = self.resume or self.run or Path("runs") / name
         if claim.first_process():
             (claim.check_resumable if self.resume else claim.check_new)(run_dir)
-        cfg = config.load(run_dir / "config.json" if self.resume else self.recipe, self.settings)
+        cfg = config.load(run_dir / "config.json" if self.resume else recipe, self.settings)
         resumed = changes.of_resume(run_dir, cfg) if self.resume else None
         if not self.resume and claim.first_process():
             claim.check_begun(run_dir, cfg)
@@ -77,7 +78,7 @@ class Eval:
 
     model: Positional[Annotated[str, arg(metavar="MODEL_OR_RUN")]]
     """A run folder, or what --policy.model takes."""
-    task: Recipe = None
+    task: Recipe = ""
     """The recipe whose task is asked; none is that of the run."""
     show: int = 3
     """How many questions are shown, with answers and verdicts."""
@@ -91,7 +92,8 @@ class Eval:
         if self.output:
             check_output(self.output)
         run_dir = run_folder.run_of(self.model)
-        cfg = config.load(self.task or (run_dir and run_dir / "config.json"), self.settings)
+        recipe = recipes.find(self.task) if self.task else None
+        cfg = config.load(recipe or (run_dir and run_dir / "config.json"), self.settings)
         model = str(run_folder.model_of(run_dir)) if run_dir else self.model
         with handled(end_at_once), uncollected():
             from pellucid.training import exam  # noqa: PLC0415 - as in Train

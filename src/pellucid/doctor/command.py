@@ -31,6 +31,7 @@ EXTRAS = {
     "teacher": ["openai"],
     "modelscope": ["modelscope"],
     "deepspeed": ["deepspeed"],
+    "quantized": ["bitsandbytes"],
 }
 DEVICES = (1, 2, 4, 8)
 ENGINES = {
@@ -74,7 +75,9 @@ def plan(cfg: Config) -> int:
     """Print how many GB training with these settings takes on each device. No weights are loaded."""
     dtype = hardware.pick_dtype(cfg.policy.dtype, hardware.pick_device(cfg.policy.device))
     cfg = replace(cfg, policy=replace(cfg.policy, dtype=str(dtype).removeprefix("torch.")))
-    model = memory.from_name(cfg.policy.model, cfg.policy.lora, cfg.policy.lora_targets)
+    if note := cfg.policy.access.note(cfg.policy.model):
+        print(f"! {note}", flush=True)
+    model = memory.of_policy(cfg.policy)
     print(
         f"{cfg.policy.model}: {model.parameters / 1e6:.1f} M parameters, {model.trained / 1e6:.1f} M trained, computed"
         f" in {cfg.policy.dtype}; GB on each device at the peak\n"

@@ -10,12 +10,16 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from pellucid.config import Config
 from pellucid.models.family import fallback_reason
+from pellucid.policy.access import USUAL, Access
 from pellucid.policy.logprobs import MANY
-from pellucid.policy.pretrained import explained, locate, refuse
+from pellucid.policy.pretrained import by, explained, locate, refuse
 from pellucid.runtimes.settings import BUCKET
+from pellucid.sections import PolicyConfig
 
 PROMPT_TOKENS = 64
 """The length that a prompt is taken to have, in tokens."""
+FOUR_BITS = 0.5 + 1 / 64 + 4 / (64 * 256)
+"""Bytes of a 4-bit number, with its share of a block's scale and of the scale of 256 such."""
 LIBRARIES = 0.6
 """GB that code and libraries take."""
 
@@ -26,15 +30,24 @@ class Model(NamedTuple):
     config: Any
     parameters: int
     trained: int
+    quantized: int = 0
+    """Of the parameters, those that are 4-bit numbers."""
 
 
-def from_name(name: str, lora: int, targets: Sequence[str] = ()) -> Model:
+def of_policy(policy: PolicyConfig) -> Model:
+    """The facts of the model that these settings name."""
+    return from_name(policy.model, policy.lora, policy.lora_targets, policy.access, policy.load_in_4bit)
+
+
+def from_name(
+    name: str, lora: int, targets: Sequence[str] = (), access: Access = USUAL, in_4bit: bool = False
+) -> Model:
     """The facts of a model by its name, or by its folder, where config.json is enough. No weights are loaded."""
-    with explained(name):
-        config = AutoConfig.from_pretrained(locate(name, weights=False))
+    with explained(name, access):
+        config = AutoConfig.from_pretrained(locate(name, weights=False, revision=access.revision), **by(access))
         refuse(name, config)
         with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(config)
+            model = AutoModelForCausalLM.from_config(config, trust_remote_code=access.trust_remote_code)
     parameters = sum(p.numel() for p in model.parameters())
     if not lora:
         return Model(config, parameters, parameters)
@@ -44,7 +57,8 @@ def from_name(name: str, lora: int, targets: Sequence[str] = ()) -> Model:
         for name, m in linear.items()
         if (name.rpartition(".")[2] in targets if targets else not name.endswith("lm_head"))
     ]
-    return Model(config, parameters, sum(lora * (m.in_features + m.out_features) for m in inner))
+    narrow = [m.weight.numel() for m in linear.values() if in_4bit and m is not model.get_output_embeddings()]
+    return Model(config, parameters, sum(lora * (m.in_features + m.out_features) for m in inner), sum(narrow))
 
 
 def parts(model: Model, cfg: Config, processes: int = 1) -> dict[str, float | None]:
@@ -134,13 +148,15 @@ def has_reference(cfg: Config) -> bool:
 
 
 def ddp_state(model: Model, cfg: Config, _: int) -> dict[str, float]:
-    p, t = model.parameters / 1e9, model.trained / 1e9
+    p, t, q = model.parameters / 1e9, model.trained / 1e9, model.quantized / 1e9
     half = cfg.policy.dtype != "float32"
     if cfg.optimizer.offload:
         copied = joined(model.config) if half and computed_by_us(model.config, cfg) else p * half
         kept = {"weights": (4 - 2 * half) * p + 2 * copied, "gradients": (4 - 2 * half) * t, "optimizer": 0.0}
     else:
         base = 4 * t + (4 - 2 * half) * (p - t) if cfg.policy.lora else 4 * p
+        if model.quantized:
+            base += (FOUR_BITS - 4 + 2 * half) * q - 2 * half * (p - t)  # what is frozen has no second copy
         kept = {"weights": base + 2 * p * half, "gradients": 4 * t, "optimizer": 8 * t}
     return kept | {"reference": (4 + 2 * half) * p * has_reference(cfg)}
 

@@ -13,4 +13,5 @@ def extra(module: str, of: str, what: str) -> Any:
     try:
         return importlib.import_module(module)
     except ImportError as error:
-        raise UserError(f'{what} needs {module.split(".", maxsplit=1)[0]}: pip install "pellucid[{of}]"') from error
+        missing = (error.name or module).partition(".")[0]  # torch.utils.tensorboard is there, and lacks tensorboard
+        raise UserError(f'{what} needs {missing}: pip install "pellucid[{of}]"') from error

@@ -1,6 +1,6 @@
 """The policy: a causal language model that is scored, saved and followed by its reference.
 
-Here a model's name becomes a model (pretrained.py, modelscope.py), a batch becomes log-probs with gradients (scorer.py,
-logprobs.py), and weights are kept, cast and saved (policy.py). The room knows transformers, our decoders in models/ and
-the records of the algorithm; it does not know how tokens are sampled or how many processes there are.
+Here a model's name becomes a model (pretrained.py, modelscope.py, access.py), a batch becomes log-probs with gradients
+(scorer.py, logprobs.py), and weights are kept, cast and saved (policy.py). The room knows transformers, our decoders in
+models/ and the records of the algorithm; it does not know how tokens are sampled or how many processes there are.
 """

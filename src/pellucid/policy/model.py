@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers.dynamic_module_utils import custom_object_save
 from transformers.pytorch_utils import Conv1D
+from transformers.utils.hub import TRANSFORMERS_DYNAMIC_MODULE_NAME
 
 from pellucid.machine.extras import extra
 from pellucid.models.masters import on_cpu
 from pellucid.models.trial import said
+from pellucid.policy.quantized import is_quantized
 from pellucid.types import UserError
 
 
@@ -25,6 +30,11 @@ def silence_dropout(model: PreTrainedModel) -> PreTrainedModel:
             if "dropout" in name and isinstance(value, float):
                 setattr(module, name, 0.0)
     return model
+
+
+def has_own_code(model: PreTrainedModel) -> bool:
+    """Whether its class is of the checkpoint's folder, not of transformers."""
+    return type(model).__module__.startswith(f"{TRANSFORMERS_DYNAMIC_MODULE_NAME}.")
 
 
 def eos_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
@@ -53,6 +63,30 @@ def narrowed(model: nn.Module, dtype: torch.dtype, device: torch.device) -> dict
     for name, p in model.named_parameters():
         p.data = p.data.to(torch.float32 if p.ndim < 2 or "lora_" in name else dtype)
     return masters
+
+
+def copied(model: PreTrainedModel, dtype: torch.dtype, share: bool = True) -> PreTrainedModel:
+    """The model with parameters in this dtype; `share` takes frozen ones that have it as they are.
+
+    Buffers keep their dtype: rotary frequencies in bf16 would move every position.
+    """
+    twins: dict[int, Any] = {}
+    for p in model.parameters():
+        same = is_quantized(p) or (share and not p.requires_grad and p.dtype == dtype)
+        twins[id(p)] = p if same else nn.Parameter(p.detach().to(dtype, copy=True), requires_grad=False)
+    for module in model.modules():  # a state that a layer has kept of its last pass
+        kept = [x for x in vars(module).values() if isinstance(x, Tensor) and x.grad_fn is not None]
+        twins |= {id(x): x.detach() for x in kept}
+    return copy.deepcopy(model, memo=twins)
+
+
+def describe(model: PreTrainedModel, folder: Path) -> None:
+    """Save what is needed besides the weights to load a model: configuration, and code of its own."""
+    if has_own_code(model):
+        custom_object_save(model, folder, config=cast(Any, model.config))
+    model.config.save_pretrained(folder)
+    if model.generation_config:
+        model.generation_config.save_pretrained(folder)
 
 
 def move(model: nn.Module, device: torch.device) -> nn.Module:

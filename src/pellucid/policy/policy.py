@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -20,8 +21,21 @@ from pellucid.models.fallback import FallbackDecodeBatch
 from pellucid.models.family import fallback_reason, longest
 from pellucid.models.masters import OTHER_POLICY, Gatherable, whole
 from pellucid.policy import pretrained
+from pellucid.policy.access import USUAL, Access
 from pellucid.policy.logprobs import Head
-from pellucid.policy.model import add_adapter, end_of_answer, eos_ids, merge_adapter, move, narrowed, silence_dropout
+from pellucid.policy.lora import merged, name_base, put_on
+from pellucid.policy.model import (
+    add_adapter,
+    copied,
+    describe,
+    end_of_answer,
+    eos_ids,
+    has_own_code,
+    move,
+    narrowed,
+    silence_dropout,
+)
+from pellucid.policy.quantized import is_quantized
 from pellucid.policy.scorer import Hidden, Scorer, check_head
 from pellucid.policy.template import Template, prefix_ids, question_ids
 from pellucid.types import Prompt, UserError
@@ -41,9 +55,11 @@ class Policy:
         adapter: Any = None,
         engine: str = "auto",
         masters: Mapping[str, Tensor] | None = None,
+        read_base: Callable[[], tuple[PreTrainedModel, PreTrainedTokenizerBase]] | None = None,
     ) -> None:
+        """read_base: reads what the base of an adapter was before it became 4-bit numbers."""
         self.model, self.tokenizer, self.dtype, self.adapter = silence_dropout(model), tokenizer, dtype, adapter
-        self.engine, self._masters = engine, masters or {}
+        self.engine, self._masters, self._read_base = engine, masters or {}, read_base
         self.device = model.device
         """Where it computes; an engine may keep its parameters elsewhere meanwhile."""
         self.decoder = None if self.fallback_reason() else Decoder(model.config, model, dtype)
@@ -87,7 +103,11 @@ class Policy:
         """Why this model is computed by transformers and not by our decoder; empty where our decoder does."""
         if self.engine == "transformers":
             return "policy.engine"
-        return "an adapter" if self.adapter is not None else fallback_reason(self.model.config)
+        if has_own_code(self.model):
+            return "code of its own"
+        if self.adapter is not None:
+            return "an adapter on a 4-bit base" if self._read_base else "an adapter"
+        return fallback_reason(self.model.config)
 
     def decode_batch(self, rows: int) -> DecodeBatch | FallbackDecodeBatch:
         """An empty DecodeBatch with room for `rows` rows, of the weights as they are now."""
@@ -121,7 +141,7 @@ class Policy:
         if self.decoder:
             self.decoder.read_in_place()
             return list(self.decoder.layers)
-        self._copy = self._copied()
+        self._copy = copied(self.model, self.dtype)
         kinds = set(self.model._no_split_modules or ())
         return [module for module in self.model.modules() if type(module).__name__ in kinds]
 
@@ -131,7 +151,7 @@ class Policy:
             layers = [(layer, list(layer.parameters())) for layer in self.blocks()]
             of_layers = {id(p) for _, parameters in layers for p in parameters}
             return [(self.scorer, [p for p in self.model.parameters() if id(p) not in of_layers]), *layers]
-        self._copy = self._copied(share=False)  # what is there is emptied in place
+        self._copy = copied(self.model, self.dtype, share=False)  # what is there is emptied in place
         return [(self.scorer, list(cast(nn.Module, self.model.get_output_embeddings()).parameters()))]
 
     @property
@@ -162,29 +182,14 @@ class Policy:
         if self.sharded and self.decoder:
             self.gather()
             return self.model
-        if not self.sharded and all(p.dtype == self.dtype for p in self.model.parameters()):
+        if not self.sharded and all(p.dtype == self.dtype for p in self.model.parameters() if not is_quantized(p)):
             return self.model
         if self._copy is None:
-            self._copy = self._copied()
+            self._copy = copied(self.model, self.dtype)
         for mine, master in zip(self._copy.parameters(), self.model.parameters(), strict=True):
             if mine is not master and (master.requires_grad or not self.sharded):
                 mine.copy_(whole(master))
         return self._copy
-
-    def _copied(self, share: bool = True) -> PreTrainedModel:
-        """The model with parameters in the compute dtype; `share` takes frozen ones that have it as they are.
-
-        Buffers keep their dtype: rotary frequencies in bf16 would move every position.
-        """
-        twins: dict[int, Any] = {}
-        for p in self.model.parameters():
-            same = share and not p.requires_grad and p.dtype == self.dtype
-            copied = p if same else nn.Parameter(p.detach().to(self.dtype, copy=True), requires_grad=False)
-            twins[id(p)] = copied
-        for module in self.model.modules():  # a state that a layer has kept of its last pass
-            kept = [x for x in vars(module).values() if isinstance(x, Tensor) and x.grad_fn is not None]
-            twins |= {id(x): x.detach() for x in kept}
-        return copy.deepcopy(self.model, memo=twins)
 
     def trainable(self) -> dict[str, Tensor]:
         return {name: p for name, p in self.model.named_parameters() if p.requires_grad}
@@ -210,9 +215,7 @@ class Policy:
 
     def describe(self, folder: Path) -> None:
         """Save what transformers needs besides the weights: configuration and tokenizer."""
-        self.model.config.save_pretrained(folder)
-        if self.model.generation_config:
-            self.model.generation_config.save_pretrained(folder)
+        describe(self.model, folder)
         self.tokenizer.save_pretrained(folder)
 
     def save(self, folder: Path, merged: PreTrainedModel | None = None) -> None:
@@ -223,16 +226,14 @@ class Policy:
         self.tokenizer.save_pretrained(folder)
 
     def merged(self, masters: Mapping[str, Tensor]) -> PreTrainedModel:
-        """A copy with the adapter, of these whole weights, merged into its base.
+        """A copy with the adapter, of these whole weights, merged into its base, which is never that in 4 bits.
 
         Where processes share the parameters, `gather` has been called in all of them, and this in one.
         """
-        twin = copy.deepcopy(self._copy or self.model) if self.sharded else self._copied(share=False)
-        for name, p in twin.named_parameters():
-            if name in masters:
-                p.data = masters[name].detach().to(p.device)
-        merge_adapter(twin)
-        return twin
+        if self._read_base:
+            return merged(put_on(self._read_base()[0], self.adapter), masters)
+        sharded = copy.deepcopy(self._copy or self.model) if self.sharded else None
+        return merged(sharded or copied(self.model, self.dtype, share=False), masters)
 
     @contextmanager
     def _unrounded(self) -> Iterator[None]:
@@ -260,17 +261,24 @@ def load(
     lora_alpha: float = 0.0,
     lora_targets: Sequence[str] = (),
     template: Template = pretrained.OWN,
+    access: Access = USUAL,
+    in_4bit: bool = False,
 ) -> Policy:
     """The policy to train. `lora` > 0 trains an adapter of that rank, as `add_adapter` makes it, over a frozen base.
 
     narrow: the matrices in `dtype`, for an optimizer that keeps their masters on the CPU; vectors stay in fp32.
+    in_4bit: the matrices of the base as 4-bit numbers.
     """
-    model, tokenizer = pretrained.load(name, dtype if lora else torch.float32, template)
+    read = partial(pretrained.load, name, dtype if lora else torch.float32, template, access)
+    model, tokenizer = read(device if in_4bit else None)
     check_head(model)
     adapter = add_adapter(model, lora, lora_alpha, lora_targets) if lora else None
+    if adapter:
+        name_base(adapter, name, access.revision)
     masters = narrowed(model, dtype, device) if narrow else None
     move(model, device)
-    return Policy(model, tokenizer, dtype, temperature, entropy_grad, gradient_checkpointing, adapter, engine, masters)
+    facts = (entropy_grad, gradient_checkpointing, adapter, engine, masters, read if in_4bit else None)
+    return Policy(model, tokenizer, dtype, temperature, *facts)
 
 
 def load_frozen(
@@ -280,8 +288,9 @@ def load_frozen(
     temperature: float,
     engine: str = "auto",
     template: Template = pretrained.OWN,
+    access: Access = USUAL,
 ) -> Policy:
     """A reference or a model to evaluate: no gradient."""
-    model, tokenizer = pretrained.load(name, torch.float32, template)
+    model, tokenizer = pretrained.load(name, torch.float32, template, access)
     move(model, device).requires_grad_(False)
     return Policy(model, tokenizer, dtype, temperature, engine=engine)

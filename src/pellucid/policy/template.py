@@ -42,6 +42,16 @@ class Template(NamedTuple):
         check(tokenizer, self.file or "the checkpoint's own")
 
 
+def question_ids(tokenizer: PreTrainedTokenizerBase, prompt: Prompt) -> tuple[int, ...]:
+    """Token ids up to where the answer begins. Messages without a chat template are their contents, a line each."""
+    if not isinstance(prompt.text, str) and tokenizer.chat_template:
+        messages = [dict(message) for message in prompt.text]
+        encoded: Any = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True)
+        return tuple(encoded["input_ids"])
+    text = prompt.text if isinstance(prompt.text, str) else "".join(m["content"] + "\n" for m in prompt.text)
+    return tuple(tokenizer(text)["input_ids"])
+
+
 def read(file: str) -> str:
     try:
         return Path(file).expanduser().read_text(encoding="utf-8")
@@ -63,16 +73,6 @@ def check(tokenizer: PreTrainedTokenizerBase, file: str) -> None:
         ) from error
     if "?" not in rendered:
         raise UserError(f"policy.template: {file} leaves the question out")
-
-
-def question_ids(tokenizer: PreTrainedTokenizerBase, prompt: Prompt) -> tuple[int, ...]:
-    """Token ids up to where the answer begins. Messages without a chat template are their contents, a line each."""
-    if not isinstance(prompt.text, str) and tokenizer.chat_template:
-        messages = [dict(message) for message in prompt.text]
-        encoded: Any = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True)
-        return tuple(encoded["input_ids"])
-    text = prompt.text if isinstance(prompt.text, str) else "".join(m["content"] + "\n" for m in prompt.text)
-    return tuple(tokenizer(text)["input_ids"])
 
 
 def prefix_ids(tokenizer: PreTrainedTokenizerBase, prompt: Prompt) -> tuple[int, ...]:

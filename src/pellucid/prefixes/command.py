@@ -15,7 +15,7 @@ from typing import Annotated, Any
 from rich.progress import Progress
 from tyro.conf import Positional, Suppress, arg
 
-from pellucid import config
+from pellucid import config, recipes
 from pellucid.config import Config
 from pellucid.machine.imports import uncollected
 from pellucid.machine.interrupts import INTERRUPTED
@@ -50,7 +50,7 @@ Read = Callable[[str], str]
 class Prefixes:
     """Ask a teacher or a student for first sentences of thinking."""
 
-    recipe: Positional[Annotated[Path, arg(metavar="RECIPE")]]
+    recipe: Positional[Annotated[str, arg(metavar="RECIPE")]]
     """The recipe whose questions are asked."""
     output: Annotated[Path, arg(metavar="FILE.json")] = Path("prefixes.json")
     """The file of the prefixes; one that is there is filled up."""
@@ -86,7 +86,7 @@ class Prefixes:
 
     def __call__(self) -> int:
         check(self)
-        cfg = config.load(self.recipe, self.settings)
+        cfg = config.load(recipes.find(self.recipe), self.settings)
         self.output.parent.mkdir(parents=True, exist_ok=True)
         writing = locked(self.output.with_name(f".{self.output.name}.lock"), f"writes {self.output}")
         try:
@@ -183,7 +183,10 @@ def reader(cfg: Config, options: Prefixes) -> Read:
     with uncollected():
         from pellucid.policy import pretrained  # noqa: PLC0415 - torch takes seconds: not every run needs it
 
-    tokenizer = pretrained.tokenizer(options.student or cfg.policy.model)
+    name = options.student or cfg.policy.model
+    if note := cfg.policy.access_to(name).note(name):
+        print(f"! {note}", flush=True)
+    tokenizer = pretrained.tokenizer(name, cfg.policy.access_to(name))
     return lambda text: first_tokens(clean(thinking(text)), options.truncate_tokens, tokenizer)
 
 

@@ -14,7 +14,10 @@ def load(cfg: Config, name: str) -> Native | HuggingFace:
     hardware.keep_freed_memory()
     device = hardware.pick_device(cfg.policy.device)
     dtype = hardware.pick_dtype(cfg.policy.dtype, device)
-    frozen = policy.load_frozen(name, device, dtype, cfg.sampler.temperature, cfg.policy.engine)
+    access = cfg.policy.access_to(name)
+    if note := access.note(name):
+        print(f"! {note}", flush=True)
+    frozen = policy.load_frozen(name, device, dtype, cfg.sampler.temperature, cfg.policy.engine, access=access)
     sampler, note = choose("native", cfg.sampler.rows, frozen)
     if note:
         print(f"! {note}", flush=True)

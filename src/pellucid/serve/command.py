@@ -28,6 +28,10 @@ class Serve:
 
     words: Positional[Annotated[tuple[str, ...], arg(metavar=WORDS)]]
     """A run folder, or what --policy.model takes; with `start` in the background, which the other words are about."""
+    revision: str = ""
+    """Of a Hub id: a branch, a tag or a commit."""
+    trust_remote_code: bool = False
+    """Run the Python code in the model's folder, as you."""
     host: str = "127.0.0.1"
     """0.0.0.0 for whoever reaches this machine: see --token."""
     port: int = 8000

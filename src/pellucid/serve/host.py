@@ -12,6 +12,7 @@ from pellucid.algorithm.settings import GRPOConfig
 from pellucid.machine import hardware
 from pellucid.models import invariance
 from pellucid.policy import policy
+from pellucid.policy.access import Access
 from pellucid.reporting import run_folder
 from pellucid.samplers.choice import fault_of
 from pellucid.serve import connections
@@ -57,7 +58,12 @@ def load(options: Serve) -> Served:
     settings = config.load(run / "config.json") if run else None
     model = str(run_folder.model_of(run)) if run else options.model
     device = hardware.pick_device(options.device)
-    frozen = policy.load_frozen(model, device, hardware.pick_dtype(options.dtype, device), temperature=1.0)
+    trusted = options.trust_remote_code or (settings is not None and settings.policy.trust_remote_code)
+    access = Access(options.revision, trusted)
+    if note := access.note(options.model):
+        print(f"! {note}", flush=True)
+    dtype = hardware.pick_dtype(options.dtype, device)
+    frozen = policy.load_frozen(model, device, dtype, temperature=1.0, access=access)
     if fault := fault_of(frozen):
         kind = type(frozen.model).__name__
         raise UserError(f"{options.model}: {kind} cannot be served, since rows come and go beside one another: {fault}")

@@ -59,6 +59,6 @@ def tidy(run_dir: Path, keep_model: bool) -> None:
 
     The model goes last: a run with checkpoints and without a model counts as unfinished.
     """
-    for name in ("checkpoints",) if keep_model else ("checkpoints", "model"):
+    for name in ("checkpoints",) if keep_model else ("checkpoints", "adapter", "model"):
         if (run_dir / name).exists():
             shutil.rmtree(run_dir / name)

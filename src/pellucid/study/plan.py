@@ -10,7 +10,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from pellucid import config
+from pellucid import config, recipes
 from pellucid.config import Config
 from pellucid.machine.plugins import did_you_mean
 from pellucid.reporting.run_folder import Record
@@ -84,7 +84,7 @@ def read(path: Path) -> Study:
         check_table(path, f"variants.{name}", table)
         if not FOLDER_NAME.fullmatch(name):
             raise UserError(f"{path}: variants.{name!r} names a folder: use letters, digits and _ . + = -")
-    recipe = base_recipe(path.parent / base)
+    recipe = base_recipe(recipes.find(base, path.parent))
     settings = {name: settings_of(path, name, recipe, [common, table]) for name, table in variants.items()}
     return Study(path, seeds_of(path, values.get("seeds")), settings)
 

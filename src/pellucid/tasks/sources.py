@@ -5,20 +5,17 @@ from __future__ import annotations
 import glob
 import os
 from bisect import bisect_right
-from collections.abc import Iterator, Sequence
-from contextlib import suppress
-from difflib import get_close_matches
+from collections.abc import Sequence
 from functools import lru_cache
-from itertools import accumulate, islice
+from itertools import accumulate
 from pathlib import Path
 
 from pellucid.machine.extras import extra
+from pellucid.machine.nearby import meant, nearby
 from pellucid.tasks.rows import READERS, InArrow, Row, Rows, one_line
 from pellucid.types import UserError
 
 Source = str | tuple[str, ...]
-MOST_LOOKED_AT = 1000
-"""How many files of a folder are looked at for one that may have been meant."""
 
 
 @lru_cache(maxsize=4)
@@ -61,7 +58,7 @@ def files_of(source: Source) -> list[Path]:
     for name in (source,) if isinstance(source, str) else source:
         paths = matching(name) if is_pattern(name) else [Path(name).expanduser()]
         if not paths:
-            raise UserError(f"{name}: no file matches{some(nearby(Path(name).expanduser()))}")
+            raise UserError(f"{name}: no file matches{some(nearby(Path(name).expanduser(), READERS))}")
         for path in paths:
             found.setdefault(path.resolve(), path)
     return list(found.values())
@@ -96,7 +93,8 @@ class Joined(Sequence[tuple[str, Row]]):
 
 def read_hub(source: str, subset: str, split: str) -> Rows:
     datasets = extra("datasets", "data", f'data = "{source}" on the Hugging Face Hub')
-    no_file = f'data = "{source}" is no local file ({", ".join(READERS)}){meant(Path(source), nearby(Path(source)))}'
+    close = meant(Path(source), nearby(Path(source), READERS))
+    no_file = f'data = "{source}" is no local file ({", ".join(READERS)}){close}'
     try:
         rows = datasets.load_dataset(source, name=subset or None, split=split)
     except ConnectionError as error:
@@ -111,29 +109,9 @@ def read_hub(source: str, subset: str, split: str) -> Rows:
 
 def near(path: Path) -> str:
     """Return a hint at data files near a place where there is none: the one that is meant, or some that there are."""
-    found = nearby(path)
+    found = nearby(path, READERS)
     return meant(path, found) or some(found)
 
 
 def some(found: Sequence[Path]) -> str:
     return f"; data files near it: {', '.join(map(str, found[:3]))}" if found else ""
-
-
-def meant(path: Path, found: Sequence[Path]) -> str:
-    """Return the file of the same name elsewhere, or else of a similar one."""
-    same = [each for each in found if each.name == path.name]
-    similar = get_close_matches(path.name, [each.name for each in found], n=1)
-    close = same or [each for each in found if each.name in similar]
-    return f'; did you mean "{close[0]}"?' if close else ""
-
-
-def nearby(path: Path) -> list[Path]:
-    """Return the data files in the folder of a path, or in the nearest that exists above it, and one level below."""
-    folder = next((above for above in path.parents if above.is_dir()), Path())
-    below = [each for each in listed(folder) if each.is_dir() and not each.name.startswith(".")]
-    return [each for place in (folder, *below) for each in listed(place) if each.suffix.lower() in READERS]
-
-
-def listed(folder: Path) -> Iterator[Path]:
-    with suppress(OSError):
-        yield from sorted(islice(folder.iterdir(), MOST_LOOKED_AT))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -38,6 +39,8 @@ samples and objective stay what they were; which rewards failed for want of time
 WITHOUT_EFFECT = ("checkpoint.", "log.", "runtime.timeout", "reward.workers", "reward.patience")
 """Settings that change no number of a run."""
 
+COMMIT = re.compile(r"[0-9a-f]{40}")
+
 Changes = Mapping[str, Sequence[Any]]
 
 
@@ -60,12 +63,15 @@ def of_resume(run_dir: Path, cfg: Config) -> Changes:
 def unlike(run_dir: Path, wanted: Record) -> Changes:
     """By dotted key, in what a run and settings as `files.recorded` has them differ: a setting or a file's content.
 
-    A dtype that is left to the machine is the run's, and the same file in another place is the same.
+    A dtype that is left to the machine is the run's, and so is a commit that a branch or a tag leads to as far as is
+    known here. The same file in another place is the same.
     """
     theirs, ours = (dict(flat(of)) for of in (files.recorded(config.load(run_dir / "config.json")), wanted))
     then, now = read_config(run_dir).get("digests") or {}, files.digests(wanted)  # an older version noted none
     if ours["policy.dtype"] == "auto":
         ours["policy.dtype"] = theirs["policy.dtype"]
+    if known := commit_in_cache(ours["policy.model"], ours["policy.revision"], theirs["policy.revision"]):
+        ours["policy.revision"] = known
     changed = {
         key: (theirs.get(key), ours.get(key))
         for key in {**ours, **theirs}
@@ -73,6 +79,19 @@ def unlike(run_dir: Path, wanted: Record) -> Changes:
     }
     edited = {key: (short(then[key]), short(now.get(key, "none"))) for key in then if then[key] != now.get(key)}
     return {**edited, **changed}
+
+
+def commit_in_cache(model: str, revision: str, recorded: str) -> str:
+    """The commit that a revision leads to by the Hub's cache; the recorded one where that does not know it."""
+    if revision == recorded or not COMMIT.fullmatch(recorded) or COMMIT.fullmatch(revision):
+        return revision
+    from huggingface_hub import try_to_load_from_cache  # noqa: PLC0415 - most models have no revision
+
+    try:
+        file = try_to_load_from_cache(model, "config.json", revision=revision or None)
+    except ValueError:  # a name that only ModelScope knows
+        file = None
+    return Path(file).parent.name if isinstance(file, str) else recorded
 
 
 def matter(run_dir: Path, wanted: Record) -> Changes:

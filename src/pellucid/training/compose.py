@@ -14,7 +14,7 @@ from pellucid.algorithm.objectives import objective_of
 from pellucid.algorithm.settings import RewardConfig
 from pellucid.config import Config
 from pellucid.machine import hardware
-from pellucid.policy import policy
+from pellucid.policy import policy, pretrained
 from pellucid.policy.adapter import BASE_STAYS, AdapterOff
 from pellucid.policy.policy import Policy
 from pellucid.policy.template import Template
@@ -58,11 +58,22 @@ class Components:
             self.task.close()
 
 
-def with_dtype(cfg: Config) -> Config:
-    """The settings with the dtype of this machine written out, since a resumed run must not decide anew."""
+def settled(cfg: Config) -> Config:
+    """The settings with what this machine and a hub decide written out, dtype and commit, since a resumed run must not
+    decide anew.
+    """
     device, timeout = hardware.pick_device(cfg.policy.device), cfg.runtime.timeout
     dtype = decided(lambda: str(hardware.pick_dtype(cfg.policy.dtype, device)).removeprefix("torch."), device, timeout)
-    return replace(cfg, policy=replace(cfg.policy, dtype=dtype))
+    revision = decided(lambda: commit_of(cfg) or cfg.policy.revision, device, timeout)
+    return replace(cfg, policy=replace(cfg.policy, dtype=dtype, revision=revision))
+
+
+def commit_of(cfg: Config) -> str:
+    """The commit of the policy's model; empty where nobody says it."""
+    try:
+        return pretrained.commit(cfg.policy.model, cfg.policy.access)
+    except UserError:  # loading it says more
+        return ""
 
 
 def compose(cfg: Config, log: Path | None = None) -> Components:
@@ -74,6 +85,8 @@ def compose(cfg: Config, log: Path | None = None) -> Components:
     )  # first: its mistakes are found before a model is loaded
     if cfg.runtime.engine in ("fsdp2", "deepspeed"):
         check_sharding(cfg, dtype)
+    if cfg.policy.load_in_4bit:
+        check_4bit(cfg)
     advantage_of(algorithm.advantage)  # these may be in files of the user's, too
     objective_of(algorithm.objective)
     if dtype == torch.float16:
@@ -89,6 +102,8 @@ def compose(cfg: Config, log: Path | None = None) -> Components:
         lora_alpha=cfg.policy.lora_alpha,
         lora_targets=cfg.policy.lora_targets,
         template=template_of(cfg),
+        access=cfg.policy.access,
+        in_4bit=cfg.policy.load_in_4bit,
         engine=cfg.policy.engine,
         narrow=cfg.optimizer.offload and cfg.runtime.engine in ("auto", "ddp"),
     )
@@ -140,6 +155,15 @@ def check_layer(layer: int, learner: Policy) -> None:
         raise UserError(f"algorithm.similarity_layer = {layer}: this model has 0, the embedding, to {layers}")
 
 
+def check_4bit(cfg: Config) -> None:
+    if cfg.runtime.engine in ("fsdp2", "deepspeed"):
+        raise UserError(
+            f'policy.load_in_4bit: runtime.engine = "{cfg.runtime.engine}" cannot share out 4-bit numbers: use "ddp"'
+        )
+    if cfg.optimizer.offload:
+        raise UserError("policy.load_in_4bit: optimizer.offload would gain nothing, an adapter is small: leave it out")
+
+
 def check_sharding(cfg: Config, dtype: torch.dtype) -> None:
     for setting, value in {
         "policy.dtype": str(dtype).removeprefix("torch."),
@@ -162,7 +186,9 @@ def load_reference(cfg: Config, learner: Policy) -> Policy | AdapterOff:
             raise UserError(BASE_STAYS)
         return AdapterOff(learner)
     device = learner.device if cfg.policy.reference == "auto" else hardware.pick_device(cfg.policy.reference)
-    return policy.load_frozen(cfg.policy.model, device, learner.dtype, cfg.sampler.temperature, cfg.policy.engine)
+    return policy.load_frozen(
+        cfg.policy.model, device, learner.dtype, cfg.sampler.temperature, cfg.policy.engine, access=cfg.policy.access
+    )
 
 
 def pick_sampler(cfg: Config, learner: Policy) -> Native | HuggingFace:

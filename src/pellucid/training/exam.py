@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -28,7 +29,14 @@ def examine(cfg: Config, model: str, show: int, output: Path | None = None) -> i
     hardware.keep_freed_memory()
     device = hardware.pick_device(cfg.policy.device)
     dtype = hardware.pick_dtype(cfg.policy.dtype, device)
-    frozen = policy.load_frozen(model, device, dtype, cfg.sampler.temperature, cfg.policy.engine, template_of(cfg))
+    access = cfg.policy.access
+    if os.path.isdir(model):
+        access = access._replace(revision="")  # it is that of the base which the folder's model was trained from
+    if note := access.note(model):
+        print(f"! {note}", flush=True)
+    frozen = policy.load_frozen(
+        model, device, dtype, cfg.sampler.temperature, cfg.policy.engine, template_of(cfg), access
+    )
     task = sandboxed(with_split(cfg.task, "test"), cfg.reward)
     sampler, sampling, prompts = pick_sampler(cfg, frozen), evaluation_sampling(cfg), held_out(task, cfg.evaluate.n)
     sampler.sync(frozen, 0)

@@ -18,7 +18,9 @@ from pellucid.machine import hardware
 from pellucid.machine.extras import extra
 from pellucid.machine.hardware import memory_gb
 from pellucid.machine.harmless import harmless
+from pellucid.policy import quantized
 from pellucid.policy.policy import Policy
+from pellucid.policy.quantized import numbers
 from pellucid.reporting import boards
 from pellucid.reporting.console import first_error, first_line
 from pellucid.reporting.metrics import all_failed, predicted_dead_share
@@ -26,6 +28,7 @@ from pellucid.reporting.report import counted
 from pellucid.tasks.prefixed import Prefixed
 from pellucid.tasks.wrappers import innermost, layers, with_split
 from pellucid.training import room
+from pellucid.training.claim import first_process
 from pellucid.training.evaluate import held_out
 from pellucid.types import Completion, Group, NotBegunError, Reward, UserError
 
@@ -35,12 +38,16 @@ MANY_CUT_OFF = 0.1
 
 def check(cfg: Config, run_dir: Path) -> None:
     """Check what would otherwise fail after minutes or at the end: extras, data, disk space. Raise UserError."""
+    if first_process() and (note := cfg.policy.access.note(cfg.policy.model)):
+        print(f"! {note}", flush=True)
     if cfg.log.tensorboard:
         extra("torch.utils.tensorboard", "tensorboard", "log.tensorboard")
     if cfg.log.wandb != "off":
         boards.check_wandb(cfg.log.wandb)
     if cfg.policy.lora:
         extra("peft", "lora", "policy.lora")
+    if cfg.policy.load_in_4bit:
+        quantized.check_library()
     with_split(cfg.task, "train").sample(0, cfg.algorithm.prompts_per_step)
     if cfg.evaluate.every:
         held_out(with_split(cfg.task, "test"), cfg.evaluate.n)
@@ -50,7 +57,7 @@ def check(cfg: Config, run_dir: Path) -> None:
 def check_room(cfg: Config, run_dir: Path) -> None:
     """Raise UserError where the disk has no room for the model and its checkpoints, one more than are kept."""
     try:
-        model = memory.from_name(cfg.policy.model, cfg.policy.lora, cfg.policy.lora_targets)
+        model = memory.of_policy(cfg.policy)
     except UserError:  # loading it says more
         return
     needs = room.of_run(cfg, model, run_dir)
@@ -63,7 +70,7 @@ def check_room(cfg: Config, run_dir: Path) -> None:
 
 
 def show_numbers(cfg: Config, policy: Policy, world: int, run_dir: Path) -> None:
-    show_plan(cfg, memory.Model(policy.model.config, *count(policy)), policy.fallback_reason(), world, run_dir)
+    show_plan(cfg, count(policy), policy.fallback_reason(), world, run_dir)
 
 
 def show_plan(cfg: Config, model: memory.Model, fallback: str, world: int, run_dir: Path) -> None:
@@ -171,5 +178,12 @@ def cut_off(completions: Sequence[Completion], cfg: Config) -> str:
     )
 
 
-def count(policy: Policy) -> tuple[int, int]:
-    return sum(p.numel() for p in policy.model.parameters()), sum(p.numel() for p in policy.trainable().values())
+def count(policy: Policy) -> memory.Model:
+    """The facts of a model as it is loaded."""
+    sizes = [(numbers(p), p) for p in policy.model.parameters()]
+    return memory.Model(
+        policy.model.config,
+        parameters=sum(n for n, _ in sizes),
+        trained=sum(n for n, p in sizes if p.requires_grad),
+        quantized=sum(n for n, p in sizes if quantized.is_quantized(p)),
+    )

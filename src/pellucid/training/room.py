@@ -66,7 +66,7 @@ def of_run(cfg: Config, model: memory.Model, run_dir: Path) -> Room:
 
 def saved_bytes(model: memory.Model, cfg: Config) -> int:
     narrow = cfg.policy.dtype != "float32" and (cfg.policy.lora or cfg.optimizer.offload)
-    return model.parameters * (2 if narrow else 4)
+    return model.parameters * (2 if narrow else 4) + (4 * model.trained if cfg.policy.lora else 0)
 
 
 def checkpoint_bytes(model: memory.Model, cfg: Config) -> int:
@@ -77,5 +77,5 @@ def checkpoint_bytes(model: memory.Model, cfg: Config) -> int:
 
 def used_bytes(run_dir: Path) -> int:
     """Bytes on disk that a resumed run will replace."""
-    old = [*run_dir.glob("checkpoints/*/*"), *run_dir.glob("model/*")]
+    old = [*run_dir.glob("checkpoints/*/*"), *run_dir.glob("model/*"), *run_dir.glob("adapter/*")]
     return sum(os.path.getsize(path) for path in old if path.is_file())

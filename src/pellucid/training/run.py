@@ -26,7 +26,7 @@ from pellucid.runtimes.processes import needing_others
 from pellucid.tasks.sandbox import Sandboxed
 from pellucid.training import changes, checkpoint, claim, files, preflight, provenance
 from pellucid.training.changes import Changes
-from pellucid.training.compose import Components, compose, evaluation_sampling, training_sampling, with_dtype
+from pellucid.training.compose import Components, compose, evaluation_sampling, settled, training_sampling
 from pellucid.training.evaluate import evaluate, greedy, sample_and_grade
 from pellucid.training.snapshot import restore, save, save_model
 from pellucid.types import Evaluation, Group, Logger, UserError
@@ -43,7 +43,7 @@ def train(cfg: Config, run_dir: Path, resumed: Changes | None = None, profile: b
     hardware.keep_freed_memory()
     if cfg.policy.deterministic:
         hardware.make_deterministic()
-    cfg = with_dtype(config.resolved(cfg))
+    cfg = settled(config.resolved(cfg))
     with stop_requests() as requests, ExitStack() as until_the_end:
         with requests.raised():
             preflight.check(cfg, run_dir)

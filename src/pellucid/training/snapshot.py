@@ -11,6 +11,7 @@ from torch import Tensor
 from pellucid.config import Config
 from pellucid.machine import disk
 from pellucid.models.masters import whole
+from pellucid.policy import lora
 from pellucid.policy.policy import Policy
 from pellucid.reporting import loggers
 from pellucid.reporting.run_folder import checkpoints, step_of
@@ -98,8 +99,8 @@ def save_model(run_dir: Path, parts: Components) -> None:
     processes = runtime if runtime.engine.in_step else checkpoint.ALONE
     if processes is not runtime and not runtime.main:
         return
-    folder, partial = run_dir / "model", run_dir / "model.partial"
-    parted, merged = runtime.engine.in_step and not learner.adapter, None
+    folder, partial, adapter = run_dir / "model", run_dir / "model.partial", run_dir / "adapter.partial"
+    parted, merged, trained = runtime.engine.in_step and not learner.adapter, None, {}
     if learner.adapter:
         trained = {name: whole(p.detach()) for name, p in runtime.engine.masters().items()}
         learner.gather()
@@ -113,10 +114,11 @@ def save_model(run_dir: Path, parts: Components) -> None:
 
     def end() -> None:
         learner.describe(partial) if parted else learner.save(partial, merged)
-        disk.sync_tree(partial)
-        shutil.rmtree(folder, ignore_errors=True)
-        partial.rename(folder)
-        disk.sync(run_dir)
+        if learner.adapter:
+            shutil.rmtree(adapter, ignore_errors=True)
+            lora.save(learner.adapter, trained, adapter)
+            put_in_place(adapter)
+        put_in_place(partial)  # last: with it the run is finished
 
     try:
         checkpoint.together(begin if processes.main else None, processes)
@@ -125,8 +127,18 @@ def save_model(run_dir: Path, parts: Components) -> None:
     except OSError as error:
         if processes.main:
             shutil.rmtree(partial, ignore_errors=True)
+            shutil.rmtree(adapter, ignore_errors=True)
         saved = checkpoints(run_dir)[-1:]
         is_saved = bool(saved) and step_of(saved[0]) == parts.state.step
         mend = f"the checkpoint is whole: make room, then --resume {run_dir}"
         lost = "checkpoint.every = 0 has left no checkpoint of it: make room, then train it again"
         raise UserError(f"{folder} could not be saved ({error}); {mend if is_saved else lost}") from error
+
+
+def put_in_place(partial: Path) -> None:
+    """Rename a folder that is written to its end to its own name, durably; what was there goes."""
+    folder = partial.with_suffix("")
+    disk.sync_tree(partial)
+    shutil.rmtree(folder, ignore_errors=True)
+    partial.rename(folder)
+    disk.sync(folder.parent)

@@ -1,0 +1,34 @@
+"""Files that may have been meant where a path leads to none."""
+
+from __future__ import annotations
+
+from collections.abc import Container, Iterator, Sequence
+from contextlib import suppress
+from difflib import get_close_matches
+from itertools import islice
+from pathlib import Path
+
+MOST_LOOKED_AT = 1000
+"""How many files of a folder are looked at."""
+
+
+def meant(path: Path, found: Sequence[Path]) -> str:
+    """Return a hint at the file of the same name elsewhere, or else at one of a similar name; empty for neither."""
+    same = [each for each in found if each.name == path.name]
+    similar = get_close_matches(path.name, [each.name for each in found], n=1)
+    close = same or [each for each in found if each.name in similar]
+    return f'; did you mean "{close[0]}"?' if close else ""
+
+
+def nearby(path: Path, endings: Container[str]) -> list[Path]:
+    """Return files with one of these endings, such as ".toml": those in the folder of a path, or in the nearest that
+    exists above it, and one level below.
+    """
+    folder = next((above for above in path.parents if above.is_dir()), Path())
+    below = [each for each in listed(folder) if each.is_dir() and not each.name.startswith(".")]
+    return [each for place in (folder, *below) for each in listed(place) if each.suffix.lower() in endings]
+
+
+def listed(folder: Path) -> Iterator[Path]:
+    with suppress(OSError):
+        yield from sorted(islice(folder.iterdir(), MOST_LOOKED_AT))

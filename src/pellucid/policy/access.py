@@ -1,0 +1,19 @@
+"""How the files of a checkpoint may be read."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+
+class Access(NamedTuple):
+    revision: str = ""
+    """A branch, tag or commit of a hub; empty is its default branch."""
+    trust_remote_code: bool = False
+    """Whether the Python code that lies beside the weights may run."""
+
+    def note(self, name: str) -> str:
+        """Return the line that must be shown before a checkpoint of this name is read; empty where it runs nothing."""
+        return f"policy.trust_remote_code: Python code of {name} runs as you" if self.trust_remote_code else ""
+
+
+USUAL = Access()

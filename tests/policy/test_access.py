@@ -1,0 +1,237 @@
+"""Revisions of a hub, from its cache laid out by hand; checkpoints that are Python code of their own; no network."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from huggingface_hub import constants
+from transformers import AutoModelForCausalLM
+
+from conftest import character_tokenizer, tiny_llama
+from pellucid import cli
+from pellucid.doctor import memory
+from pellucid.policy import policy, pretrained
+from pellucid.policy.access import Access
+from pellucid.serve import command, host
+from pellucid.types import UserError
+from runs import train, weights
+
+NAME = "some/tiny"
+COMMITS = {"main": "a" * 40, "v1": "b" * 40}
+FEW = ["--algorithm.steps", 1, "--evaluate.every", 0, "--checkpoint.every", 1]
+
+
+def run(*arguments):
+    with pytest.raises(SystemExit) as ended:
+        cli.main([*map(str, arguments)])
+    return ended.value.code
+
+
+@pytest.fixture
+def hub(tmp_path, monkeypatch):
+    """The cache of a model with two revisions of different weights; the Hub itself cannot be reached."""
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    folder = tmp_path / "hub" / "models--some--tiny"
+    (folder / "refs").mkdir(parents=True)
+    for seed, (revision, commit) in enumerate(COMMITS.items()):
+        torch.manual_seed(seed)
+        tiny_llama().save_pretrained(folder / "snapshots" / commit)
+        character_tokenizer().save_pretrained(folder / "snapshots" / commit)
+        (folder / "refs" / revision).write_text(commit)
+    return folder
+
+
+def weights_of(hub, revision):
+    return AutoModelForCausalLM.from_pretrained(hub / "snapshots" / COMMITS[revision]).state_dict()
+
+
+def same(one, two):
+    return all(torch.equal(x, two[name]) for name, x in one.items())
+
+
+# ---------------------------------------------------------------- a revision
+
+
+@pytest.mark.parametrize(
+    ("asked", "revision"),
+    [("", "main"), ("main", "main"), ("v1", "v1"), (COMMITS["v1"], "v1"), (COMMITS["main"], "main")],
+)
+def test_a_branch_a_tag_or_a_commit_is_what_is_loaded(hub, asked, revision):
+    model, _ = pretrained.load(NAME, torch.float32, access=Access(asked))
+    assert same(weights_of(hub, revision), model.state_dict())
+    assert pretrained.commit(NAME, Access(asked)) == COMMITS[revision]
+
+
+def test_configuration_and_tokenizer_are_of_the_same_revision(hub):
+    snapshot = hub / "snapshots" / COMMITS["v1"]
+    character_tokenizer("ab").save_pretrained(snapshot)
+    config = json.loads((snapshot / "config.json").read_text())
+    (snapshot / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 1}))
+    assert len(pretrained.tokenizer(NAME, Access("v1"))) == 3 < len(pretrained.tokenizer(NAME))
+    assert memory.from_name(NAME, 0, access=Access("v1")).parameters < memory.from_name(NAME, 0).parameters
+    model, words = pretrained.load(NAME, torch.float32, access=Access("v1"))
+    assert (model.config.num_hidden_layers, len(words)) == (1, 3)
+
+
+def test_a_run_records_the_commit_and_goes_on_from_it_though_the_branch_has_moved(hub, recipe, tmp_path):
+    """Its adapter would otherwise be on another base from one step to the next."""
+    settings = ["--policy.model", NAME, "--policy.lora", 2, *FEW, "--optimizer.schedule", "constant"]
+    assert train(recipe, "--run", tmp_path / "run", *settings) == 0
+    assert json.loads((tmp_path / "run" / "config.json").read_text())["policy"]["revision"] == COMMITS["main"]
+    assert train(recipe, "--run", tmp_path / "long", *settings, "--algorithm.steps", 2) == 0
+    (hub / "refs" / "main").write_text(COMMITS["v1"])
+    assert train("--resume", tmp_path / "run", "--algorithm.steps", 2) == 0
+    assert same(weights(tmp_path / "long"), weights(tmp_path / "run"))
+
+
+def test_a_name_for_the_recorded_commit_is_no_change_and_one_for_another_is(hub, recipe, tmp_path, capsys):
+    settings = ["--policy.model", NAME, "--policy.revision", "v1", *FEW]
+    assert train(recipe, "--run", tmp_path / "run", *settings) == 0
+    again = ["--resume", tmp_path / "run", "--algorithm.steps", 2]
+    assert train(*again, "--policy.revision", "main") == 2
+    assert f"policy.revision = {COMMITS['v1']}, now {COMMITS['main']}" in capsys.readouterr().err
+    assert train(*again, "--policy.revision", "v1") == 0
+
+
+def test_the_reference_is_of_the_revision_too(hub, recipe, tmp_path):
+    """Its KL to the policy is 0 before the first step."""
+    settings = ["--policy.model", NAME, "--policy.revision", "v1", "--algorithm.kl-coef", 0.1]
+    once = ["--algorithm.epochs", 1, "--algorithm.minibatches", 1]
+    assert train(recipe, "--run", tmp_path / "run", *settings, *once, *FEW) == 0
+    [step] = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert step["kl"] == pytest.approx(0, abs=1e-6)
+
+
+def test_what_was_trained_from_a_revision_is_evaluated(hub, recipe, tmp_path, capsys):
+    settings = ["--policy.model", NAME, "--policy.revision", "v1", *FEW]
+    assert train(recipe, "--run", tmp_path / "run", *settings) == 0
+    assert run("eval", tmp_path / "run", "--show", 1) == 0
+    assert run("eval", NAME, "--task", recipe, "--policy.revision", "v1", "--show", 1) == 0
+    assert run("eval", NAME, "--task", recipe, "--policy.revision", "v7") == 2
+    assert f"policy.model = '{NAME}', revision 'v7', cannot be loaded" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("kind", ["folder", "gguf", "embedded"])
+def test_what_lies_on_this_machine_has_no_revision(kind, model_dir, tmp_path, recipe, capsys, monkeypatch):
+    monkeypatch.setattr(pretrained, "dequantized", lambda _: Path(model_dir))
+    monkeypatch.setattr(pretrained, "_embedded_file", Path)
+    (tmp_path / "m.gguf").write_bytes(b"")
+    name = {"folder": str(model_dir), "gguf": str(tmp_path / "m.gguf"), "embedded": "smollm2-135m"}[kind]
+    assert train(recipe, "--run", tmp_path / "run", "--policy.model", name, "--policy.revision", "v1") == 2
+    [line] = capsys.readouterr().err.splitlines()
+    assert line == f"pellucid: policy.revision = 'v1' is for models of a hub, and {name} is not there: omit it"
+
+
+# ---------------------------------------------------------------- code of its own
+
+CODE = """
+from pathlib import Path
+
+from transformers import LlamaConfig, LlamaForCausalLM
+
+Path({ran!r}).touch()
+
+
+class OwnConfig(LlamaConfig):
+    model_type = {kind!r}
+
+
+class OwnForCausalLM(LlamaForCausalLM):
+    config_class = OwnConfig
+
+    def forward(self, *arguments, **settings):
+        output = super().forward(*arguments, **settings)
+        output.logits = output.logits * 1.0
+        return output
+"""
+
+
+@pytest.fixture(params=["own", "llama"])
+def own(request, tmp_path, model_dir, monkeypatch):
+    """A checkpoint whose folder holds its code, of an architecture of its own or under the name of a known one."""
+    monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules"))
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    folder, ran = Path(shutil.copytree(model_dir, tmp_path / f"own_{request.param}")), tmp_path / "ran"
+    (folder / "modeling_own.py").write_text(CODE.format(ran=str(ran), kind=request.param))
+    config = json.loads((folder / "config.json").read_text())
+    classes = {"AutoConfig": "modeling_own.OwnConfig", "AutoModelForCausalLM": "modeling_own.OwnForCausalLM"}
+    own = {"model_type": request.param, "architectures": ["OwnForCausalLM"], "auto_map": classes}
+    (folder / "config.json").write_text(json.dumps(config | own))
+    return folder
+
+
+def ran(own):
+    return (own.parent / "ran").exists()
+
+
+def test_code_that_is_not_trusted_is_said_in_one_line_and_does_not_run(own, recipe, tmp_path, capsys):
+    """Nobody is asked on the terminal. A name that transformers knows is computed by transformers."""
+    status = train(recipe, "--run", tmp_path / "run", "--policy.model", own, *FEW)
+    assert not ran(own)
+    if own.name == "own_llama":
+        assert status == 0
+        return
+    assert status == 2
+    [line] = capsys.readouterr().err.splitlines()
+    assert line == (
+        f"pellucid: policy.model = '{own}' is computed by Python code in its own folder, which would run as you, with"
+        " all that you may do: read it, then set policy.trust_remote_code"
+    )
+    for arguments in (["eval", own, "--task", recipe], ["doctor", "--plan", recipe, "--policy.model", own]):
+        assert run(*arguments) == 2
+        assert "would run as you" in capsys.readouterr().err
+    assert not ran(own)
+
+
+@pytest.mark.parametrize("lora", [0, 2])
+def test_code_that_is_trusted_is_said_aloud_and_trained_and_saved_with_the_model(own, recipe, tmp_path, capsys, lora):
+    settings = ["--policy.model", own, "--policy.trust-remote-code", "--policy.lora", lora, *FEW]
+    assert train(recipe, "--run", tmp_path / "run", *settings) == 0
+    printed = capsys.readouterr().out
+    assert printed.startswith(f"! policy.trust_remote_code: Python code of {own} runs as you\n")
+    assert "transformers (code of its own)" in " ".join(printed.split())
+    assert ran(own)
+    shutil.rmtree(own)
+    assert (tmp_path / "run" / "model" / "modeling_own.py").is_file()
+    assert run("eval", tmp_path / "run", "--show", 1) == 0
+    assert f"! policy.trust_remote_code: Python code of {tmp_path}/run/model runs as you" in capsys.readouterr().out
+    with pytest.raises(UserError, match="would run as you") if own.name == "own_own" else torch.no_grad():
+        policy.load_frozen(str(tmp_path / "run" / "model"), torch.device("cpu"), torch.float32, 1.0)
+
+
+def test_what_is_saved_without_weights_has_the_code_too(own, tmp_path):
+    """As processes that share the weights save a model."""
+    trusted = policy.load_frozen(str(own), torch.device("cpu"), torch.float32, 1.0, access=Access("", True))
+    (tmp_path / "saved").mkdir()
+    trusted.describe(tmp_path / "saved")
+    assert memory.from_name(str(tmp_path / "saved"), 0, access=Access("", True)).parameters > 0
+
+
+def test_trusted_code_is_served(own, capsys):
+    if own.name == "own_own":
+        with pytest.raises(UserError, match="would run as you"):
+            host.load(command.parsed([str(own)], model=True))
+    served = host.load(command.parsed([str(own), "--trust-remote-code"], model=True))
+    assert served.policy.fallback_reason() == "code of its own"
+    assert capsys.readouterr().out == f"! policy.trust_remote_code: Python code of {own} runs as you\n"
+
+
+def test_a_plan_of_trusted_code_is_that_of_what_it_computes(own, recipe, capsys):
+    assert run("doctor", "--plan", recipe, "--policy.model", own, "--policy.trust-remote-code") == 0
+    assert capsys.readouterr().out.startswith("! policy.trust_remote_code: Python code of")
+
+
+def test_another_model_than_the_policys_is_not_trusted_with_it(own, recipe, tmp_path, capsys):
+    """The student's questions are too long for it, which is found when it has been loaded."""
+    command = ["prefixes", recipe, "--student", own, "--output", tmp_path / "p.json", "--n", 2]
+    assert run(*command, "--policy.trust-remote-code") == 2
+    assert not ran(own)
+    assert run(*command, "--policy.model", own, "--policy.trust-remote-code") == 2
+    assert f"! policy.trust_remote_code: Python code of {own} runs as you" in capsys.readouterr().out
+    assert ran(own)

@@ -1,0 +1,151 @@
+"""Adapters on a base in 4-bit numbers, where bitsandbytes is installed."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+
+import peft
+import pytest
+import torch
+from torch.nn import functional as F
+from transformers import AutoModelForCausalLM
+
+from conftest import CountDigits, records
+from pellucid import cli
+from pellucid.algorithm.batch import collate
+from pellucid.config import load
+from pellucid.doctor import memory
+from pellucid.policy import policy, quantized
+from pellucid.samplers.choice import choose
+from pellucid.training import preflight
+from pellucid.types import Sampling
+from runs import same_run, train, weights
+from tiny_families import checkpoint
+
+CPU = torch.device("cpu")
+IN_4BIT = ["--policy.lora", "2", "--policy.load-in-4bit"]
+FEW = ["--evaluate.every", "0", "--checkpoint.every", "1", "--optimizer.schedule", "constant"]
+BITSANDBYTES = pytest.mark.skipif(importlib.util.find_spec("bitsandbytes") is None, reason="needs bitsandbytes")
+MATRICES = {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}
+
+
+def adapted(folder, dtype=torch.float32, in_4bit=True):
+    torch.manual_seed(0)
+    learner = policy.load(str(folder), CPU, dtype, 1.0, lora=2, in_4bit=in_4bit)
+    with torch.no_grad():
+        for p in learner.trainable().values():
+            p.copy_(0.1 * torch.randn_like(p))
+    return learner
+
+
+def rollouts(learner):
+    sampler, note = choose("native", 8, learner)
+    assert note == ""
+    sampler.sync(learner)
+    return collate(sampler.generate(CountDigits().sample(0, 3), Sampling(2, max_tokens=8)), CPU)
+
+
+def dequantized(learner, folder):
+    """The same policy with the values that the 4-bit numbers stand for, in fp32."""
+    from bitsandbytes.functional import dequantize_4bit  # noqa: PLC0415 - not everywhere
+
+    plain = adapted(folder, in_4bit=False)
+    values = dict(plain.model.named_parameters())
+    with torch.no_grad():
+        for name, p in learner.model.named_parameters():
+            values[name].copy_(dequantize_4bit(p.data, p.quant_state) if quantized.is_quantized(p) else p)
+    return plain
+
+
+@BITSANDBYTES
+@pytest.mark.parametrize("name", ["llama", "qwen3", "gemma2"])
+def test_log_probs_and_gradients_are_those_of_the_values_that_the_numbers_stand_for(name, tmp_path):
+    """Also behind passes without gradient, in which the library would pack its layers anew."""
+    checkpoint(name, tmp_path)
+    learner = adapted(tmp_path)
+    batch, plain = rollouts(learner), dequantized(learner, tmp_path)
+    scored, expected = learner.score(batch).logprobs, plain.score(batch).logprobs
+    torch.testing.assert_close(scored, expected, rtol=0, atol=1e-4)
+    scored.sum().backward()
+    expected.sum().backward()
+    for parameter, p in learner.trainable().items():
+        torch.testing.assert_close(p.grad, plain.trainable()[parameter].grad, rtol=1e-3, atol=1e-3, msg=parameter)
+    assert learner.fallback_reason() == "an adapter on a 4-bit base"
+
+
+@BITSANDBYTES
+def test_the_numbers_have_four_bits_and_are_near_the_weights(tmp_path):
+    checkpoint("llama", tmp_path)
+    learner, whole = adapted(tmp_path), AutoModelForCausalLM.from_pretrained(tmp_path)
+    values = dict(dequantized(learner, tmp_path).model.named_parameters())
+    narrow = {name: p for name, p in learner.model.named_parameters() if quantized.is_quantized(p)}
+    assert {name.split(".")[-3] for name in narrow} == MATRICES
+    for name, p in narrow.items():
+        weight = whole.get_parameter(name.replace(".base_layer", ""))
+        assert 2 * p.numel() == weight.numel() == quantized.numbers(p)
+        assert 0.9 < F.cosine_similarity(values[name].flatten(), weight.flatten(), dim=0) < 0.9999
+
+
+@BITSANDBYTES
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_run_goes_on_to_the_same_bits_and_saves_a_whole_model_and_an_adapter(recipe, tmp_path, dtype, capsys):
+    """The model is the base as it is on disk, not its 4-bit numbers, with the adapter added."""
+    settings = [*IN_4BIT, *FEW, "--policy.dtype", dtype]
+    assert train(recipe, "--run", tmp_path / "whole", *settings, "--algorithm.steps", 2) == 0
+    assert "by transformers (an adapter on a 4-bit base)" in " ".join(capsys.readouterr().out.split())
+    assert train(recipe, "--run", tmp_path / "parted", *settings, "--algorithm.steps", 1) == 0
+    assert train("--resume", tmp_path / "parted", "--algorithm.steps", 2) == 0
+    same_run(tmp_path / "whole", tmp_path / "parted")
+    gap = records(tmp_path / "whole" / "metrics.jsonl")[0]["sampler/gap_max"]
+    assert gap < {"float32": 1e-4, "bfloat16": 0.2}[dtype]
+
+    base = AutoModelForCausalLM.from_pretrained(load(recipe).policy.model, dtype=getattr(torch, dtype))
+    before = base.state_dict()["model.layers.0.mlp.up_proj.weight"].clone()
+    added = peft.PeftModel.from_pretrained(base, tmp_path / "whole" / "adapter").merge_and_unload().state_dict()
+    saved = weights(tmp_path / "whole")
+    for name, tensor in saved.items():
+        torch.testing.assert_close(tensor, added[name], rtol=0, atol=1e-6 if dtype == "float32" else 2e-3)
+    assert not torch.equal(saved["model.layers.0.mlp.up_proj.weight"], before)
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["eval", str(tmp_path / "whole"), "--show", "1"])
+    assert ended.value.code == 0
+
+
+@BITSANDBYTES
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_the_plan_counts_the_bytes_that_are_there(tmp_path, recipe, dtype):
+    """What it takes for the adapter's share of the base is the adapter's size, as without 4-bit numbers."""
+    checkpoint("llama", tmp_path / "base")
+    settings = ["--policy.model", str(tmp_path / "base"), *IN_4BIT, "--policy.dtype", dtype]
+    cfg, learner = load(recipe, settings), adapted(tmp_path / "base", getattr(torch, dtype))
+    model, loaded = memory.of_policy(cfg.policy), preflight.count(learner)
+    assert (model.trained, model.quantized) == (loaded.trained, loaded.quantized)
+    assert model.parameters + model.trained == loaded.parameters
+    plain = [p for p in learner.model.parameters() if not quantized.is_quantized(p)]
+    held = sum(p.numel() * p.element_size() for p in plain) + memory.FOUR_BITS * model.quantized
+    copied = 2 * model.trained if dtype == "bfloat16" else 0
+    assert memory.state(loaded, cfg)["weights"] * 1e9 == pytest.approx(held + copied, rel=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        (["--policy.load-in-4bit"], "load_in_4bit is for the frozen base of an adapter: give lora, its rank, too"),
+        ([*IN_4BIT, "--runtime.engine", "fsdp2"], 'runtime.engine = "fsdp2" cannot share out 4-bit numbers: use "ddp"'),
+        ([*IN_4BIT, "--runtime.engine", "deepspeed"], 'runtime.engine = "deepspeed" cannot share out 4-bit numbers'),
+        ([*IN_4BIT, "--optimizer.offload"], "optimizer.offload would gain nothing, an adapter is small: leave it out"),
+    ],
+    ids=["whole", "fsdp2", "deepspeed", "offload"],
+)
+def test_what_cannot_be_is_refused_in_one_line(recipe, tmp_path, settings, said, capsys, monkeypatch):
+    monkeypatch.setattr(quantized, "check_library", lambda: None)
+    assert train(recipe, "--run", tmp_path / "run", *settings) == 2
+    assert said in " ".join(capsys.readouterr().err.replace("│", " ").split())
+
+
+def test_without_the_library_the_extra_is_named(recipe, tmp_path, capsys, monkeypatch):
+    monkeypatch.setitem(sys.modules, "bitsandbytes", None)
+    assert train(recipe, "--run", tmp_path / "run", *IN_4BIT) == 2
+    [line] = capsys.readouterr().err.splitlines()
+    assert line == 'pellucid: policy.load_in_4bit needs bitsandbytes: pip install "pellucid[quantized]"'

@@ -1,0 +1,153 @@
+"""The built wheel, unpacked outside of the clone: it is whole, and works where nothing else of this repository is."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+
+from pellucid import recipes
+from serving import chat, post
+
+BESIDE = Path(__file__).parent
+SMALL = [
+    *("--algorithm.steps", "1", "--algorithm.prompts-per-step", "2", "--algorithm.group-size", "2"),
+    *("--evaluate.n", "2", "--evaluate.k", "0", "--policy.dtype", "float32"),
+]
+COMMANDS = """
+import sys
+
+import pellucid
+from pellucid import cli, recipes
+
+def run(*arguments):
+    try:
+        cli.main(arguments)
+    except SystemExit as ended:
+        return ended.code
+
+assert pellucid.__file__.startswith(sys.argv[1]), pellucid.__file__
+"""
+WITHOUT = """
+from importlib.machinery import PathFinder
+
+find = PathFinder.find_spec
+PathFinder.find_spec = staticmethod(lambda name, *of: None if name.partition(".")[0] in EXTRAS else find(name, *of))
+"""
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory):
+    pytest.importorskip("hatchling")
+    folder = tmp_path_factory.mktemp("wheel")
+    pip("wheel", "--no-build-isolation", "--wheel-dir", folder, BESIDE.parent)
+    [file] = folder.glob("*.whl")
+    return file
+
+
+@pytest.fixture(scope="module")
+def installed(wheel, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("installed")
+    pip("install", "--target", folder, wheel)
+    return folder
+
+
+def pip(action, *arguments):
+    command = [sys.executable, "-m", "pip", "--quiet", "--disable-pip-version-check", action, "--no-deps"]
+    subprocess.run([*command, *map(str, arguments)], check=True)
+
+
+def outside(installed, tmp_path, script, *arguments):
+    """What a script prints where the wheel is installed."""
+    command = [sys.executable, "-P", "-c", script, str(installed), *map(str, arguments)]
+    finished = subprocess.run(command, cwd=tmp_path, env=only(installed), capture_output=True, text=True, check=False)
+    assert finished.returncode == 0, finished.stderr
+    return finished
+
+
+def only(installed):
+    return {**os.environ, "PYTHONPATH": str(installed), "OMP_NUM_THREADS": "1"}
+
+
+def test_it_has_all_that_is_read_at_run_time_and_no_more(wheel):
+    names = set(zipfile.ZipFile(wheel).namelist())
+    sources = {path for path in Path("src").rglob("*") if path.is_file() and "__pycache__" not in path.parts}
+    own = {path.relative_to("src").as_posix() for path in sources}
+    assert {"pellucid/py.typed", "pellucid/serve/page.html", "pellucid/reporting/report.html"} <= own
+    shipped = {f"pellucid/_recipes/{name}.toml" for name in recipes.listed()}
+    shapes = {f"pellucid/_{path.as_posix()}" for path in Path("recipes/shapes").rglob("*.json")}
+    about = {name for name in names if name.startswith("pellucid-")}
+    assert names == own | shipped | shapes | about
+    assert {name.partition(".dist-info/")[2] for name in about} >= {"licenses/LICENSE", "entry_points.txt"}
+
+
+def test_it_trains_is_evaluated_and_draws_its_report(installed, tmp_path, model_dir):
+    """A recipe and the base of a study are found by name."""
+    script = f"""{COMMANDS}
+from pellucid.study import plan
+settings = ["--policy.model", sys.argv[2], *sys.argv[3:]]
+assert run("train", str(recipes.find("arithmetic")), "--run", "run", *settings) == 0
+assert run("eval", "run", "--show", "1") == 0
+print(list(plan.checked(plan.read(recipes.find("techniques"))))[0])
+print(recipes.find("dapo"))
+"""
+    printed = outside(installed, tmp_path, script, model_dir, *SMALL).stdout
+    assert printed.splitlines()[-2:] == ["grpo", f"{installed}/pellucid/_recipes/variants/dapo.toml"]
+    assert "report   run/report.html" in printed
+    [step] = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert step["step"] == 1
+    assert "<svg" in (tmp_path / "run" / "report.html").read_text()
+
+
+def test_it_answers_over_http(installed, tmp_path, model_dir):
+    command = [sys.executable, "-P", "-m", "pellucid", "serve", str(model_dir), "--port", "0", "--max-tokens", "4"]
+    with subprocess.Popen(command, cwd=tmp_path, env=only(installed), stdout=subprocess.PIPE, text=True) as service:
+        try:
+            assert service.stdout
+            url = re.search(r"http://\S+(?=,)", service.stdout.readline())[0]
+            status, answer = post(f"{url}/v1/chat/completions", chat())
+            assert (status, answer["usage"]["completion_tokens"]) == (200, 4)
+        finally:
+            service.send_signal(signal.SIGTERM)
+
+
+def test_a_missing_extra_is_one_line(installed, tmp_path, model_dir):
+    (tmp_path / "questions.parquet").write_bytes(b"PAR1")
+    settings = ["--run", "run", "--policy.model", str(model_dir)]
+    task = '[task]\nname = "dataset"\nanswer = "a"\ntemplate = "{q}"\n'
+    (tmp_path / "rows.toml").write_text(f'{task}data = "questions.parquet"\n')
+    (tmp_path / "hub.toml").write_text(f'{task}data = "openai/gsm8k"\n')
+    (tmp_path / "some.toml").write_text("")
+    train = ["train", "some.toml", *settings]
+    needing = {
+        "peft": ("lora", [*train, "--policy.lora", "2"]),
+        "pyarrow": ("data", ["train", "rows.toml", *settings]),
+        "datasets": ("data", ["train", "hub.toml", *settings]),
+        "tensorboard": ("tensorboard", [*train, "--log.tensorboard"]),
+        "wandb": ("wandb", [*train, "--log.wandb", "offline"]),
+        "fastapi": ("serve", ["serve", str(model_dir)]),
+        "openai": (
+            "teacher",
+            ["prefixes", "some.toml", "--teacher", "any", "--base-url", "http://127.0.0.1:1", "--output", "p.json"],
+        ),
+        "modelscope": ("modelscope", ["eval", "modelscope:some/one"]),
+        "deepspeed": ("deepspeed", [*train, "--runtime.engine", "deepspeed"]),
+    }
+    script = f"""{COMMANDS}
+EXTRAS = {list(needing)}
+{WITHOUT}
+for arguments in {[arguments for _, arguments in needing.values()]}:
+    assert run(*arguments) == 2, arguments
+"""
+    told = outside(installed, tmp_path, script).stderr.splitlines()
+    assert len(told) == len(needing), told
+    for line, (library, (extra, _)) in zip(told, needing.items(), strict=True):
+        assert line.startswith("pellucid: ")
+        assert line.endswith(f'needs {library}: pip install "pellucid[{extra}]"'), line
