@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 import re
+import subprocess
+import sys
 import tomllib
 from pathlib import Path
 
@@ -107,3 +110,11 @@ def test_the_chinese_readme_keeps_step_with_the_english_one():
 @pytest.mark.parametrize("path", sorted(Path("docs").rglob("config.json")), ids=str)
 def test_no_record_names_a_folder_of_the_machine_it_was_made_on(path):
     assert '"/' not in path.read_text()
+
+
+def test_the_page_of_the_command_line_is_what_the_commands_say():
+    """By benchmarks/transcript.py, in a process of its own: help follows the width of a terminal."""
+    command = [sys.executable, "benchmarks/transcript.py"]
+    environment = {**os.environ, "PYTHONIOENCODING": "utf-8"}
+    said = subprocess.run(command, capture_output=True, text=True, check=True, encoding="utf-8", env=environment).stdout
+    assert said == Path("docs/command-line.md").read_text(encoding="utf-8")

@@ -31,7 +31,8 @@ def find(name: str, folder: Path = Path()) -> Path:
     if close:
         named = " and ".join(each for each, file in known.items() if file in close)
         raise UserError(f"{path} may be {named}: write one of them")
-    raise UserError(f"{path}: there is no such file, and no recipe of this name{hints(path, wanted, known)}")
+    what = "is a folder, and no" if path.is_dir() else "there is no such file, and no"
+    raise UserError(f"{path}: {what} recipe of this name{hints(path, wanted, known)}")
 
 
 def listed() -> dict[str, str]:

@@ -14,7 +14,7 @@ from pellucid.commands import line, shown
 from pellucid.config import SECTIONS
 from pellucid.tasks.dataset import Dataset
 
-SETTING = re.compile(r"--([a-z]+\.[a-z-]+)")
+SETTING = re.compile(r"--([a-z]+\.[a-z0-9-]+)")
 OWN_TASK = """
 from dataclasses import dataclass
 
@@ -134,7 +134,7 @@ MISTAKES = {
     "serve x --algorithm.steps 3": "serve takes no settings, got --algorithm.steps 3",
     "compare": "compare needs a RUN, several, or the folder of a study",
     "compare nowhere": "nowhere: there is no such folder",
-    "study nowhere.toml": "nowhere.toml: cannot be read",
+    "study nowhere.toml": "nowhere.toml: there is no such file",
     "study x.toml --jobs two": "Error parsing --jobs",
     "prefixes": "RECIPE",
     "doctor --algorithm.steps 3": "doctor takes settings with --plan RECIPE",
