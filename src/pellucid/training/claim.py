@@ -18,6 +18,8 @@ from pellucid.training import changes, files
 from pellucid.types import NotBegunError, UserError
 
 LOCK = ".lock"
+DATA = "data.jsonl"
+"""The rows that `pellucid.train` was given in memory."""
 RANKS = ("RANK", "PMI_RANK", "OMPI_COMM_WORLD_RANK", "MV2_COMM_WORLD_RANK")
 """The environment variables in which launchers say which process this is, as Accelerate reads them."""
 
@@ -43,8 +45,9 @@ def held(run_dir: Path) -> Iterator[None]:
                 clear(run_dir)
             raise
         finally:
-            if is_new and os.listdir(run_dir) == [LOCK]:
+            if is_new and set(os.listdir(run_dir)) <= {LOCK, DATA}:
                 with suppress(OSError):  # Windows keeps a file that is open
+                    (run_dir / DATA).unlink(missing_ok=True)
                     (run_dir / LOCK).unlink()
                     run_dir.rmdir()
 
@@ -71,7 +74,8 @@ def foreign(run_dir: Path) -> list[str]:
     """Names in a folder without a config.json that are no part of a run; hidden files do not count."""
     if (run_dir / "config.json").is_file() or not run_dir.is_dir():
         return []
-    return sorted(path.name for path in run_dir.iterdir() if path.name[0] != "." and path.name != "config.json.partial")
+    ours = ("config.json.partial", DATA)
+    return sorted(path.name for path in run_dir.iterdir() if path.name[0] != "." and path.name not in ours)
 
 
 def check_new(run_dir: Path) -> None:
