@@ -5,10 +5,10 @@
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
-
+TYPE_CHECKING = False  # as typing has it: `python -m pellucid` comes here before __main__ has seen to the import path
 if TYPE_CHECKING:
+    from typing import Any
+
     from pellucid import algorithm
     from pellucid.algorithm.grpo import StepResult
     from pellucid.library.run import Run
@@ -45,6 +45,8 @@ HOMES = {
 def __getattr__(name: str) -> Any:
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    import importlib  # noqa: PLC0415 - as above
+
     if name == "algorithm":
         return importlib.import_module("pellucid.algorithm")
     return getattr(importlib.import_module(HOMES.get(name, "pellucid.types")), name)

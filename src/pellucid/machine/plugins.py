@@ -20,6 +20,10 @@ HERE = "here:"
 _given: ContextVar[Mapping[str, Any]] = ContextVar("given")
 
 
+class NotHereError(UserError):
+    """What was given to `pellucid.train` as an object is asked for in another process."""
+
+
 @contextmanager
 def given(objects: Mapping[str, Any]) -> Iterator[None]:
     """In here each of these names, "here:NAME", stands for its object."""
@@ -36,7 +40,7 @@ def load_object(spec: str) -> Any:
     if spec.startswith(HERE):
         objects = _given.get({})
         if spec not in objects:
-            raise UserError(
+            raise NotHereError(
                 f'"{spec}" is an object that was given to pellucid.train: give it again there, or put it into a file'
                 f' and name "path/to/file.py:{name}"'
             )

@@ -7,10 +7,13 @@ import os
 import signal
 import socket
 import threading
+from pathlib import Path
 
 from pellucid import config
 from pellucid.algorithm.settings import GRPOConfig
+from pellucid.config import Config
 from pellucid.machine import hardware
+from pellucid.machine.plugins import NotHereError
 from pellucid.models import invariance
 from pellucid.policy import policy
 from pellucid.reporting import run_folder
@@ -54,7 +57,7 @@ def load(options: argparse.Namespace) -> Served:
     if options.batch_invariant:
         invariance.leave_amx()
     run = run_folder.run_of(options.model)
-    settings = config.load(run / "config.json") if run else None
+    settings = settings_of(run) if run else None
     model = str(run_folder.model_of(run)) if run else options.model
     device = hardware.pick_device(options.device)
     frozen = policy.load_frozen(model, device, hardware.pick_dtype(options.dtype, device), temperature=1.0)
@@ -77,3 +80,12 @@ def load(options: argparse.Namespace) -> Served:
         token=options.token,
         instance=os.environ.get(INSTANCE, ""),
     )
+
+
+def settings_of(run: Path) -> Config | None:
+    """Return the settings of a run; None, and a line, where its rewards were functions of another process."""
+    try:
+        return config.load(run / "config.json")
+    except NotHereError as error:
+        print(f"! {error}; the model is served without its rewards", flush=True)
+        return None

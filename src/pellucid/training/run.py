@@ -26,9 +26,9 @@ from pellucid.runtimes.processes import decided, needing_others
 from pellucid.tasks.sandbox import Sandboxed
 from pellucid.training import checkpoint, claim, preflight
 from pellucid.training.changes import Changes
+from pellucid.training.chronicle import finish, open_logs, start_folder
 from pellucid.training.compose import Components, compose, evaluation_sampling, training_sampling, with_dtype
 from pellucid.training.evaluate import evaluate, greedy, sample_and_grade
-from pellucid.training.folder import finish, open_logs, start_folder
 from pellucid.training.snapshot import restore, save, save_model
 from pellucid.types import Evaluation, Group, Logger, UserError
 
