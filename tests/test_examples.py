@@ -166,7 +166,7 @@ def test_a_loop_of_somebody_else_has_our_gradients(monkeypatch):
     torch.manual_seed(0)
     theirs, ours = tiny_llama().eval(), tiny_llama().eval()
     ours.load_state_dict(theirs.state_dict())
-    rollout = own_loop.generate(theirs, tokenizer, ["1+2=", "12+34="], 4, most=9)
+    rollout = own_loop.generate(theirs, tokenizer, ["1+2=", "12+34="], 4, most=40)
     rewards = torch.tensor([[0.0, 1.0, 0.5, 0.0], [1.0, 1.0, 0.0, 0.2]])
     assert len(set(rollout.mask.sum(1).tolist())) > 1, "answers must be of different lengths"
     gradients = {}
