@@ -90,8 +90,9 @@ def as_image(svg: str, about: str) -> str:
 
 def show_page(path: Path) -> None:
     """Show a page in a frame of its own, in which no script runs."""
-    from IPython.display import HTML, display  # noqa: PLC0415 - as above
+    from IPython.display import display  # noqa: PLC0415 - as above
 
     page = escape(path.read_text(encoding="utf-8"))
     style = "width:100%;height:640px;border:1px solid #8884"
-    display(HTML(f'<iframe sandbox title="{shown(path.parent.name)}" style="{style}" srcdoc="{page}"></iframe>'))
+    frame = f'<iframe sandbox title="{shown(path.parent.name)}" style="{style}" srcdoc="{page}"></iframe>'
+    display({"text/html": frame, "text/plain": str(path)}, raw=True)
