@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import threading
+import types
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -258,6 +259,9 @@ def test_a_function_stays_here(small, capsys):
     with pytest.raises(UserError) as told:
         pellucid.train(resume=folder, reward=brevity)
     assert str(told.value) == line
+    edited = types.FunctionType(brevity.__code__, globals(), "digits")
+    with pytest.raises(UserError, match=r'was trained with task\.rewards\.0\.name = .*, or .* with model=".*model"'):
+        pellucid.train(resume=folder, reward=edited)
     assert len(pellucid.train(resume=folder, reward=digits).finish().metrics) == 3
 
 
@@ -358,12 +362,15 @@ class Split(Plain):
 
 
 def test_a_task_of_a_file_goes_by_its_file(small, tmp_path):
-    mine = pellucid.train(task=Curriculum(task=digits_task.Digits(), pool=8), **small).finish()
+    task = Curriculum(task=digits_task.Digits(), pool=8)
+    mine = pellucid.train(task=task, seed=7, **small).finish()
     settings = json.loads((mine.folder / "config.json").read_text())
     assert settings["task"]["name"] == "curriculum"
     assert settings["task"]["pool"] == 8
     assert settings["task"]["task"]["name"] == f"{digits_task.__file__}:Digits"
+    assert settings["task"]["task"]["seed"] == 7
     assert train("--resume", mine.folder, "--algorithm.steps", 4) == 0
+    assert len(pellucid.train(task=task, resume=mine.folder, steps=5).finish().metrics) == 5
 
 
 @pytest.mark.parametrize("evaluate_every", [0, 2])

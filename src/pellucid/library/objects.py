@@ -78,6 +78,8 @@ def section_of(task: Any, objects: Objects) -> dict[str, Any]:
     if not wraps(task) and not ({"seed", "split"} <= fields and is_plain(task)):
         return {"name": objects.named(class_around(task), type(task).__name__)}
     values = {name: getattr(task, name) for name in fields if name != "name"}
+    if values.get("seed") == 0:  # which is that of the run
+        del values["seed"]
     if wraps(task):
         values["task"] = section_of(values["task"], objects)
     return {**values, "name": class_name(type(task), objects)}

@@ -176,5 +176,7 @@ def told_in_python() -> Iterator[None]:
     try:
         yield
     except UserError as error:
-        told = re.sub(r"--resume ([^\s,:;]+)", r'resume="\1"', str(error)).replace("with --run", "with run=")
+        told = str(error).replace("with --run", "with run=")
+        for option, keyword in {"--resume": "resume", "--policy.model": "model"}.items():
+            told = re.sub(rf"{option} ([^\s,:;]+)", rf'{keyword}="\1"', told)
         raise type(error)(told) from error

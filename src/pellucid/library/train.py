@@ -92,8 +92,7 @@ def task_section(
     """Return the section of the task that keywords ask for, over that of a recipe; empty where nobody says anything."""
     section: dict[str, Any] = dict(before or {})
     if task is not None:
-        asked = section_of(task, objects)
-        section = {**section, **asked} if section.get("name") == asked["name"] else asked
+        section = over(section, section_of(task, objects))
     if (data is not None or reward is not None) and section.get("name") != "dataset":
         if task is not None or data is None:
             what = "data" if data is not None else "reward"
@@ -104,6 +103,14 @@ def task_section(
     if reward is not None:
         section["rewards"] = terms_of(reward, objects)
     return section
+
+
+def over(before: Mapping[str, Any], asked: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the section of a task, of which a recipe may have said more."""
+    if before.get("name") != asked["name"]:
+        return dict(asked)
+    inside = {"task": over(before["task"], asked["task"])} if "task" in before and "task" in asked else {}
+    return {**before, **asked, **inside}
 
 
 def columns(lines: Lines, section: Mapping[str, Any], reward: Any) -> dict[str, Any]:

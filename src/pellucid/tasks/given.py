@@ -42,4 +42,5 @@ def class_around(task: Any) -> type:
             return getattr(task, name)
 
     Given.__name__ = kind
+    Given.original = type(task)  # pyright: ignore[reportAttributeAccessIssue] - whose source is that of the task
     return Given
