@@ -49,19 +49,11 @@ def test_it_runs_and_learns():
 
 # ---------------------------------------------------------------- a notebook of the user's own
 
-ROWS_AND_REWARD = """
-rows = [{"question": f"{a}+{b}=", "answer": str(a + b)} for a in range(6) for b in range(6)]
-
+TINY = 'model="tiny", data=rows, reward=my_reward, steps=4, group_size=4, max_tokens=8, evaluate_every=2'
+"""In place of the embedded model, and of thirty steps."""
+REWARD = """
 async def my_reward(completions, answer, **columns):
     return [sum(c.isdigit() for c in chat[0]["content"]) / 8 for chat in completions]
-"""
-TEN_LINES = """
-import pellucid
-
-run = pellucid.train(model="tiny", data=rows, reward=my_reward, steps=4, group_size=4, max_tokens=8, evaluate_every=2)
-for step in run:                      # every step is yours: metrics, groups, rewards; break when you like
-    print(step.metrics["reward/mean"])
-run.model.save_pretrained("sums"); run.report()
 """
 LEFT_AND_GONE_ON_WITH = """
 for step in run:
@@ -77,17 +69,26 @@ for step in again:
 
 @pytest.fixture(scope="module")
 def executed(tmp_path_factory):
-    """The folder and the cells of a notebook with these three, after they ran in a kernel of their own."""
+    """The folder and the cells of a notebook with these two, after they ran in a kernel of their own."""
     folder = tmp_path_factory.mktemp("notebook")
     torch.manual_seed(0)
     tiny_llama().save_pretrained(folder / "tiny")
     character_tokenizer().save_pretrained(folder / "tiny")
-    cells = [nbformat.v4.new_code_cell(code) for code in (ROWS_AND_REWARD, TEN_LINES, LEFT_AND_GONE_ON_WITH)]
+    cells = [nbformat.v4.new_code_cell(code) for code in (ten_lines(), LEFT_AND_GONE_ON_WITH)]
     notebook = nbformat.v4.new_notebook(cells=cells)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of the kernel's own libraries
         NotebookClient(notebook, timeout=280, resources={"metadata": {"path": str(folder)}}).execute()
     return folder, notebook.cells
+
+
+def ten_lines() -> str:
+    """Those of the README, of a tiny model, which says a digit here and there and never a number that is right."""
+    [code] = re.findall(r"```python\n(import re\nimport pellucid.*?)```", Path("README.md").read_text(), re.DOTALL)
+    shown = 'model="smollm2-135m", data=rows, reward=my_reward, steps=30, group_size=16'
+    assert shown in code
+    assert code in Path("docs/library.md").read_text()
+    return code.replace(shown, TINY).replace("run = ", f"{REWARD}\nrun = ")
 
 
 def charts(cell) -> list[str]:
@@ -102,7 +103,7 @@ def stdout(cell) -> str:
 
 
 def test_ten_lines_in_a_notebook_train_a_model(executed):
-    folder, (_, cell, _) = executed
+    folder, (cell, _) = executed
     [run_dir] = [
         path.parent for path in (folder / "runs").glob("*/model") if len(records(path.parent / "metrics.jsonl")) == 4
     ]
@@ -114,13 +115,16 @@ def test_ten_lines_in_a_notebook_train_a_model(executed):
     saved = AutoModelForCausalLM.from_pretrained(run_dir / "model")
     for mine, theirs in zip(model.parameters(), saved.parameters(), strict=True):
         assert torch.equal(mine, theirs)
-    assert records(run_dir / "data.jsonl")[0] == {"question": "0+0=", "answer": "0"}
+    assert records(run_dir / "data.jsonl")[0] == {
+        "question": "What is 0 + 0? Answer with the number only.",
+        "answer": "0",
+    }
     [frame] = [o for o in cell.outputs if "<iframe sandbox" in str(o.get("data", {}).get("text/html"))]
     assert "Content-Security-Policy" in html.unescape(frame.data["text/html"])
 
 
 def test_the_chart_of_a_notebook_grows_in_its_place(executed):
-    _, cell, _ = executed[1]
+    cell, _ = executed[1]
     [chart] = charts(cell)
     assert "Reward" in chart and "Held-out reward" in chart
     assert all(f"reward, step {step}: " in chart for step in (1, 2, 3, 4))
@@ -131,7 +135,7 @@ def test_the_chart_of_a_notebook_grows_in_its_place(executed):
 
 
 def test_a_run_that_is_gone_on_with_in_a_notebook_has_one_chart_of_all_its_steps(executed):
-    *_, cell = executed[1]
+    _, cell = executed[1]
     lines = stdout(cell).splitlines()
     assert [line for line in lines if line.startswith(("never", "again"))] == ["again 2", "again 3"]
     assert any(line.startswith("stopped after step 1, nothing is lost") for line in lines)

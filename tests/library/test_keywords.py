@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
+import re
+from pathlib import Path
 
 import pytest
 
 from pellucid import config
+from pellucid.algorithm import group_advantages, policy_loss
 from pellucid.config import Config
 from pellucid.library.settings import OF_EVERY_TASK, keys_of, place_of, sections_of
+from pellucid.library.train import train
 from pellucid.tasks import TASKS, task_class
 from pellucid.tasks.dataset import Dataset
 from pellucid.types import UserError
@@ -83,3 +88,19 @@ def test_keywords_become_a_recipe():
     sections = sections_of({"steps": 3, "lr": 1e-3, "evaluate_every": 5, "betas": [0.8, 0.9]}, None)
     cfg = config.build(sections, "here")
     assert (cfg.algorithm.steps, cfg.optimizer.lr, cfg.evaluate.every, cfg.optimizer.betas) == (3, 1e-3, 5, (0.8, 0.9))
+
+
+def test_every_keyword_of_the_document_is_one():
+    """`name=` in it is a parameter of train or of the algorithm alone, or leads to a setting."""
+    text = re.sub(r"^```.*?^```", "", Path("docs/library.md").read_text(), flags=re.MULTILINE | re.DOTALL)
+    theirs = re.compile(r"^\| [^|]*`[^|]*\|", re.MULTILINE)
+    table = text.partition("## Coming from TRL")[2]
+    ours = text.replace(table, theirs.sub("|", table))
+    named = set(re.findall(r"\b([a-z_]+)=", " ".join(re.findall(r"`[^`]*`", ours))))
+    functions = (train, group_advantages, policy_loss)
+    parameters = {name for function in functions for name in inspect.signature(function).parameters}
+    refused = {"every", "group_sise"}
+    assert len(named) > 50
+    assert refused <= named
+    for name in named - parameters - refused - {"limit"}:
+        assert place_of(name, keys_of(Dataset))
