@@ -395,6 +395,53 @@ def test_a_task_of_this_function_is_graded_in_this_process(small):
     assert pellucid.train(task=Local(), **{**small, "run": small["run"] / "two", "evaluate_every": 1}).finish().finished
 
 
+# ---------------------------------------------------------------- other objects
+
+
+def test_an_objective_may_be_a_function(small):
+    """Of the same name as another before it."""
+    mine = []
+    for sign in (1.0, -1.0):
+
+        def objective(tokens, cfg):
+            return sign * tokens.advantages * tokens.logprobs  # noqa: B023 - each has its own
+
+        def advantage(grades, cfg):
+            return grades.rewards - grades.rewards.mean(-1, keepdim=True)
+
+        settings = {**small, "run": small["run"] / str(sign), "steps": 1, "lr": 1e-2}
+        run = pellucid.train(data=ROWS, reward=digits, objective=objective, advantage=advantage, **settings).finish()
+        mine.append(weights(run.folder))
+        reference = {**settings, "objective": "reinforce", "advantage": "centered", "run": small["run"] / f"as {sign}"}
+        theirs = weights(pellucid.train(data=ROWS, reward=digits, **reference).finish().folder)
+        assert all(torch.equal(mine[-1][name], theirs[name]) for name in theirs) == (sign > 0)
+    assert not all(torch.equal(mine[0][name], mine[1][name]) for name in mine[0])
+
+
+SCRIPT = """
+import pellucid
+
+rows = [{{"question": f"{{a}}+1=", "answer": str(a + 1)}} for a in range(9)]
+{guard}
+    pellucid.train(model={model!r}, data=rows, steps=1, group_size=2, max_tokens=2, evaluate_every=0).finish()
+"""
+
+
+@pytest.mark.parametrize("guard", ['if __name__ == "__main__":', "if True:"])
+def test_a_script_whose_rewards_need_processes_needs_a_guard(guard, model_dir, tmp_path):
+    (tmp_path / "script.py").write_text(SCRIPT.format(model=str(model_dir), guard=guard))
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(map(os.path.abspath, sys.path))}
+    done = subprocess.run(
+        [sys.executable, "script.py"], cwd=tmp_path, capture_output=True, text=True, check=False, env=environment
+    )
+    if "__main__" in guard:
+        assert done.returncode == 0, done.stderr
+    else:
+        assert 'a reward process imports this script: put `if __name__ == "__main__":` around' in done.stderr
+        assert 'a script that trains needs `if __name__ == "__main__":` around it' in done.stderr
+        assert len(list((tmp_path / "runs").iterdir())) == 1, "none of the reward process"
+
+
 # ---------------------------------------------------------------- mistakes
 
 

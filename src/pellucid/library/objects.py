@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from sys import modules
 from typing import Any
@@ -14,8 +14,12 @@ from pellucid.tasks.given import class_around
 from pellucid.tasks.guarded import is_local
 from pellucid.tasks.rewards import RewardTerm
 from pellucid.tasks.wrappers import wraps
+from pellucid.training.files import AXES
 from pellucid.types import UserError
 
+Term = str | Callable[..., Any] | RewardTerm | Mapping[str, Any]
+Terms = Term | tuple[Term, float] | Sequence[Term | tuple[Term, float]]
+"""What `reward=` takes: a term, one with its weight, or a list of them."""
 FORMS = 'give a function, the name of a term, "file.py:function", (one of these, weight), or a list of them'
 SHIPPED = {spec: name for name, spec in TASKS.items()}
 
@@ -53,6 +57,13 @@ def name_of(reward: Any, objects: Objects) -> str:
     if not callable(reward):
         raise UserError(f"reward is of type {type(reward).__name__}: {FORMS}")
     return objects.named(reward, called(reward))
+
+
+def axes_named(sections: Mapping[str, Mapping[str, Any]], objects: Objects) -> dict[str, Any]:
+    """Return the sections with names for an advantage or an objective that is a function."""
+    keys = dict(sections.get("algorithm", {}))
+    keys |= {axis: objects.named(keys[axis], called(keys[axis])) for axis in AXES if callable(keys.get(axis))}
+    return {**sections, **({"algorithm": keys} if keys else {})}
 
 
 def called(function: Callable[..., Any]) -> str:

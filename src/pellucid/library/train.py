@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import itertools
+import multiprocessing
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from pellucid import config
 from pellucid.config import Config
 from pellucid.library import data as of_data
 from pellucid.library.data import Lines
-from pellucid.library.objects import Objects, section_of, terms_of
+from pellucid.library.objects import Objects, Terms, axes_named, section_of, terms_of
 from pellucid.library.run import Run, told_in_python
 from pellucid.library.settings import sections_of
 from pellucid.machine import disk
@@ -25,8 +26,6 @@ from pellucid.training import changes, claim
 from pellucid.types import UserError
 
 SOURCE = "pellucid.train"
-Reward = str | Callable[..., Any] | tuple[Any, float] | Mapping[str, Any]
-"""One term of a reward; pellucid.RewardTerm says the rest of it."""
 NUMBERS = itertools.count(1)
 """Runs of this process whose folders are named by the second in which they were asked for."""
 
@@ -35,7 +34,7 @@ def train(
     *,
     model: str | Path | None = None,
     data: Any = None,
-    reward: Reward | Sequence[Any] | Any = None,
+    reward: Terms | None = None,
     task: Any = None,
     recipe: str | Path | None = None,
     run: str | Path | None = None,
@@ -52,12 +51,14 @@ def train(
     recipe: a .toml file, whose settings hold where no keyword says otherwise.
     run: the folder of the run; None makes one under runs/. resume: that of a run to go on with.
     settings: every setting of a recipe by its name, or where several sections have that name by section_name:
-        steps=30, evaluate_every=5.
+        steps=30, evaluate_every=5. An advantage or an objective may be a function.
 
     UserError, one line that names the mend, for what is wrong. docs/library.md has all of it.
 
     Example: for step in pellucid.train(data=rows, reward=my_reward, steps=30): print(step.metrics["reward/mean"])
     """
+    if getattr(multiprocessing.current_process(), "_inheriting", False):
+        raise UserError('a reward process imports this script: put `if __name__ == "__main__":` around pellucid.train')
     if resume and (recipe or run):
         raise UserError("resume= goes on with the settings of that run: leave out recipe= and run=")
     folder = Path(resume or run or new_folder(recipe)).expanduser()
@@ -68,7 +69,7 @@ def train(
         source = folder / "config.json" if resume else Path(recipe) if recipe else None
         values = config.read(source) if source else {}
         section = task_section(values.get("task"), task, data, reward, lines, folder, objects)
-        own = sections_of(settings, task_class(section["name"]) if section else None)
+        own = axes_named(sections_of(settings, task_class(section.get("name", Config.task_names[0]))), objects)
         section = {**section, **own.pop("task", {})}
         if lines:
             section |= columns(lines, section, reward)

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from difflib import get_close_matches
+from functools import cache
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -55,7 +56,19 @@ def load_object(spec: str) -> Any:
 
 
 def function_of(spec: str) -> Callable[..., Any]:
-    """The function that `path/to/file.py:name` names. Raises UserError where there is none."""
+    """The function that `path/to/file.py:name` names. Raises UserError where there is none.
+
+    One in a file is looked for once; what was given may be another of the same name the next time.
+    """
+    return checked_function(spec) if spec.startswith(HERE) else found_function(spec)
+
+
+@cache
+def found_function(spec: str) -> Callable[..., Any]:
+    return checked_function(spec)
+
+
+def checked_function(spec: str) -> Callable[..., Any]:
     found = load_object(spec)
     if not callable(found):
         raise UserError(f'"{spec}" is a {type(found).__name__}: name a function')
