@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -12,12 +12,13 @@ import pytest
 import torch
 from accelerate import Accelerator
 
-from conftest import character_tokenizer, tiny_llama
+from conftest import OneProcessRuntime, character_tokenizer, tiny_llama
 from pellucid.algorithm import grpo
+from pellucid.algorithm.batch import collate
 from pellucid.algorithm.settings import AdamWConfig, GRPOConfig
 from pellucid.policy.policy import Policy
 from pellucid.runtimes.runtime import Runtime
-from pellucid.types import Completion, Group, Prompt, Reward
+from pellucid.types import Completion, Group, Prompt, Reward, Sampling
 
 
 def example(name):
@@ -150,6 +151,54 @@ def test_the_one_file_is_short_and_stands_alone():
 )
 def test_the_toy_environment_grades_whole_statements(text, reward):
     assert transparent.THREE_PIECES.reward(text) == pytest.approx(reward)
+
+
+# ---------------------------------------------------------------- own_loop.py
+
+own_loop = example("own_loop")
+
+
+def test_a_loop_of_somebody_else_has_our_gradients(monkeypatch):
+    """Their model, sampling and log-probs, our advantages and loss: the step of our own loop on the same tokens."""
+    tokenizer = character_tokenizer()
+    tokenizer.chat_template = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
+    tokenizer.padding_side = "left"
+    torch.manual_seed(0)
+    theirs, ours = tiny_llama().eval(), tiny_llama().eval()
+    ours.load_state_dict(theirs.state_dict())
+    rollout = own_loop.generate(theirs, tokenizer, ["1+2=", "12+34="], 4, most=40)
+    rewards = torch.tensor([[0.0, 1.0, 0.5, 0.0], [1.0, 1.0, 0.0, 0.2]])
+    assert len(set(rollout.mask.sum(1).tolist())) > 1, "answers must be of different lengths"
+    gradients = {}
+    optimizer = torch.optim.SGD(theirs.parameters(), lr=0.0)
+    monkeypatch.setattr(torch.nn.utils, "clip_grad_norm_", lambda *_: None)
+    monkeypatch.setattr(
+        optimizer, "step", lambda: gradients.update({name: p.grad.clone() for name, p in theirs.named_parameters()})
+    )
+    own_loop.step(theirs, optimizer, rollout, rewards)
+
+    policy = Policy(ours, tokenizer)
+    [groups] = [Replay([rollout], [], 4).generate([Prompt(str(i), "") for i in range(2)], Sampling(4, seed="0/0"))]
+    graded = [
+        replace(group, rewards=tuple(Reward(float(r)) for r in row)) for group, row in zip(groups, rewards, strict=True)
+    ]
+    cfg = GRPOConfig(prompts_per_step=2, group_size=4)
+    runtime = OneProcessRuntime(policy)
+    batch = collate(graded, policy.device)
+    advantages, _ = grpo.compute_advantages(graded, batch, policy, runtime, cfg)
+    grpo.update(policy, grpo.attach_advantages(batch, graded, advantages, runtime, cfg), runtime, cfg)
+    for name, gradient in runtime.gradients.items():
+        torch.testing.assert_close(gradients[name], gradient, rtol=1e-4, atol=1e-5)
+    assert max(float(g.abs().max()) for g in gradients.values()) > 1e-2
+
+
+def test_that_loop_runs(tmp_path, capsys):
+    tokenizer = character_tokenizer()
+    tokenizer.chat_template = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
+    tokenizer.save_pretrained(tmp_path)
+    tiny_llama(positions=512).save_pretrained(tmp_path)
+    assert len(own_loop.main(str(tmp_path), steps=2, prompts=2, group_size=4, most=6)) == 2
+    assert capsys.readouterr().out.count("reward") == 2
 
 
 # ---------------------------------------------------------------- sorting_from_scratch.py

@@ -1,3 +1,56 @@
-"""Pellucid: Group Relative Policy Optimization, clear enough to see through."""
+"""Pellucid: Group Relative Policy Optimization, clear enough to see through.
+
+`import pellucid` is light: what it exports is imported when it is used, and torch when a first step is taken.
+"""
+
+from __future__ import annotations
+
+TYPE_CHECKING = False  # as typing has it: `python -m pellucid` comes here before __main__ has seen to the import path
+if TYPE_CHECKING:
+    from typing import Any
+
+    from pellucid import algorithm
+    from pellucid.algorithm.grpo import StepResult
+    from pellucid.library.run import Run
+    from pellucid.library.train import train
+    from pellucid.tasks.rewards import RewardTerm
+    from pellucid.types import Completion, Estimate, Evaluation, Group, Prompt, Reward, Sampling, Task, UserError
 
 __version__ = "0.1.0"
+__all__ = [
+    "Completion",
+    "Estimate",
+    "Evaluation",
+    "Group",
+    "Prompt",
+    "Reward",
+    "RewardTerm",
+    "Run",
+    "Sampling",
+    "StepResult",
+    "Task",
+    "UserError",
+    "__version__",
+    "algorithm",
+    "train",
+]
+HOMES = {
+    "Run": "pellucid.library.run",
+    "StepResult": "pellucid.algorithm.grpo",
+    "RewardTerm": "pellucid.tasks.rewards",
+    "train": "pellucid.library.train",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    import importlib  # noqa: PLC0415 - as above
+
+    if name == "algorithm":
+        return importlib.import_module("pellucid.algorithm")
+    return getattr(importlib.import_module(HOMES.get(name, "pellucid.types")), name)
+
+
+def __dir__() -> list[str]:
+    return __all__

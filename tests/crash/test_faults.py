@@ -22,7 +22,7 @@ from pellucid.policy.policy import Policy
 from pellucid.reporting import boards, loggers
 from pellucid.reporting.run_folder import checkpoints, step_of
 from pellucid.runtimes.runtime import Runtime
-from pellucid.training import checkpoint, run
+from pellucid.training import checkpoint, chronicle, run
 from runs import DEEPSPEED, same_run, train
 
 PELLUCID = [sys.executable, "-m", "pellucid"]
@@ -99,7 +99,7 @@ WRITES = {
 }
 SHOWN = {
     "tensorboard": (boards.TensorBoard, "log", 4, no_room),
-    "report.html": (run, "write_report", 1, no_room),
+    "report.html": (chronicle, "write_report", 1, no_room),
 }
 
 

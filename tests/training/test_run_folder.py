@@ -20,7 +20,7 @@ from pellucid import config
 from pellucid.policy.policy import Policy
 from pellucid.reporting.run_folder import checkpoints
 from pellucid.samplers.native import Native
-from pellucid.training import changes, checkpoint, claim, room, run
+from pellucid.training import changes, checkpoint, chronicle, claim, room, run
 from runs import asked_to_stop, same_run, train
 
 TASK = Path(__file__).parents[1] / "digits_task.py"
@@ -456,7 +456,7 @@ def test_the_model_is_saved_whatever_the_report_does(recipe, tmp_path, monkeypat
     def failing(_):
         raise ZeroDivisionError("division by zero")
 
-    monkeypatch.setattr(run, "write_report", failing)
+    monkeypatch.setattr(chronicle, "write_report", failing)
     assert short(recipe, tmp_path / "run") == 0
     assert (tmp_path / "run" / "model" / "model.safetensors").is_file()
     assert "! report.html could not be shown (ZeroDivisionError: division by zero)" in capsys.readouterr().out

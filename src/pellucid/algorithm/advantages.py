@@ -8,7 +8,6 @@ compare nothing). There is no epsilon under any division: a group is dead or has
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cache
 from typing import NamedTuple
 
 import torch
@@ -226,7 +225,6 @@ ADVANTAGES: dict[str, Advantage] = {
 }
 
 
-@cache
 def advantage_of(name: str) -> Advantage:
     """One of ADVANTAGES, or the user's own; UserError where `file.py:function` leads to none."""
     return ADVANTAGES[name] if name in ADVANTAGES else function_of(name)

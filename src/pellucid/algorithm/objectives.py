@@ -11,7 +11,6 @@ Shapes: B responses, T tokens.
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cache
 from typing import NamedTuple
 
 import torch
@@ -148,7 +147,6 @@ OBJECTIVES: dict[str, Objective] = {
 }
 
 
-@cache
 def objective_of(name: str) -> Objective:
     """One of OBJECTIVES, or the user's own; UserError where `file.py:function` leads to none."""
     return OBJECTIVES[name] if name in OBJECTIVES else own_objective(function_of(name))

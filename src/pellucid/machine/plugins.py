@@ -1,22 +1,51 @@
-"""How an object of the user's own is found: `module:Name` or `path/to/file.py:Name`."""
+"""How an object of the user's own is found: `module:Name`, `path/to/file.py:Name`, or `here:Name` in this process."""
 
 from __future__ import annotations
 
 import importlib
 import importlib.util
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
 from difflib import get_close_matches
+from functools import cache
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 from pellucid.types import UserError
 
+HERE = "here:"
+"""What the name of an object begins with that was given to `pellucid.train`, and that no other process can find."""
+_given: ContextVar[Mapping[str, Any]] = ContextVar("given")
+
+
+class NotHereError(UserError):
+    """What was given to `pellucid.train` as an object is asked for in another process."""
+
+
+@contextmanager
+def given(objects: Mapping[str, Any]) -> Iterator[None]:
+    """In here each of these names, "here:NAME", stands for its object."""
+    token = _given.set(objects)
+    try:
+        yield
+    finally:
+        _given.reset(token)
+
 
 def load_object(spec: str) -> Any:
-    """The object that `module:Name` or `path/to/file.py:Name` names. Raises UserError where there is none."""
+    """The object that `module:Name`, `path/to/file.py:Name` or `here:Name` names. UserError where there is none."""
     source, _, name = spec.rpartition(":")
+    if spec.startswith(HERE):
+        objects = _given.get({})
+        if spec not in objects:
+            raise NotHereError(
+                f'"{spec}" is an object that was given to pellucid.train: give it again there, or put it into a file'
+                f' and name "path/to/file.py:{name}"'
+            )
+        return objects[spec]
     if not name or not (source.endswith(".py") or all(part.isidentifier() for part in source.split("."))):
         raise UserError(f'"{spec}" names no object: write "path/to/file.py:Name" or "module:Name"')
     module = import_source(source)
@@ -27,7 +56,19 @@ def load_object(spec: str) -> Any:
 
 
 def function_of(spec: str) -> Callable[..., Any]:
-    """The function that `path/to/file.py:name` names. Raises UserError where there is none."""
+    """The function that `path/to/file.py:name` names. Raises UserError where there is none.
+
+    One in a file is looked for once; what was given may be another of the same name the next time.
+    """
+    return checked_function(spec) if spec.startswith(HERE) else found_function(spec)
+
+
+@cache
+def found_function(spec: str) -> Callable[..., Any]:
+    return checked_function(spec)
+
+
+def checked_function(spec: str) -> Callable[..., Any]:
     found = load_object(spec)
     if not callable(found):
         raise UserError(f'"{spec}" is a {type(found).__name__}: name a function')

@@ -6,10 +6,13 @@ import os
 import signal
 import socket
 import threading
+from pathlib import Path
 
 from pellucid import config
 from pellucid.algorithm.settings import GRPOConfig
+from pellucid.config import Config
 from pellucid.machine import hardware
+from pellucid.machine.plugins import NotHereError
 from pellucid.models import invariance
 from pellucid.policy import policy
 from pellucid.policy.access import Access
@@ -55,7 +58,7 @@ def load(options: Serve) -> Served:
     if options.batch_invariant:
         invariance.leave_amx()
     run = run_folder.run_of(options.model)
-    settings = config.load(run / "config.json") if run else None
+    settings = settings_of(run) if run else None
     model = str(run_folder.model_of(run)) if run else options.model
     device = hardware.pick_device(options.device)
     trusted = options.trust_remote_code or (settings is not None and settings.policy.trust_remote_code)
@@ -87,3 +90,12 @@ def load(options: Serve) -> Served:
 
 def names(listed: str) -> list[str]:
     return [name.strip() for name in listed.split(",") if name.strip()]
+
+
+def settings_of(run: Path) -> Config | None:
+    """Return the settings of a run; None, and a line, where its rewards were functions of another process."""
+    try:
+        return config.load(run / "config.json")
+    except NotHereError as error:
+        print(f"! {error}; the model is served without its rewards", flush=True)
+        return None

@@ -17,12 +17,13 @@ from __future__ import annotations
 import asyncio
 import inspect
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
-from pellucid.machine.plugins import did_you_mean, load_object
+from pellucid.machine.plugins import HERE, did_you_mean, load_object
 from pellucid.tasks.answers import answered, last_number, only_number, tagged
 from pellucid.tasks.formulas import math_verify, states_formula
 from pellucid.types import Completion, Prompt, UserError
@@ -125,8 +126,17 @@ def compiled(pattern: str) -> re.Pattern[str]:
         raise ValueError(f'pattern = "{pattern}" is no regular expression: {error}') from error
 
 
-@cache
 def user_function(spec: str) -> Callable[..., Any]:
+    """A function of the user's own. One in a file is looked for once; a notebook may define one anew."""
+    return checked_function(spec) if spec.startswith(HERE) else found_function(spec)
+
+
+@cache
+def found_function(spec: str) -> Callable[..., Any]:
+    return checked_function(spec)
+
+
+def checked_function(spec: str) -> Callable[..., Any]:
     function = load_object(spec)
     if not callable(function):
         raise UserError(f'reward "{spec}" is a {type(function).__name__}: name a function(completions, **columns)')
@@ -137,10 +147,20 @@ def call_user_function(spec: str, prompt: Prompt, completion: Completion) -> flo
     columns = {name: [value] for name, value in prompt.columns.items() if name not in NOT_COLUMNS}
     rewards = user_function(spec)(**(columns | trl_arguments(prompt, completion)))
     if inspect.iscoroutine(rewards):
-        rewards = asyncio.run(rewards)
+        rewards = awaited(rewards)
     if len(rewards) != 1:
         raise ValueError(f"{spec} returned {len(rewards)} rewards for 1 completion")
     return None if rewards[0] is None else float(rewards[0])
+
+
+def awaited(coroutine: Coroutine[Any, Any, Any]) -> Any:
+    """Return its result. The thread of a notebook has a running event loop: there another thread waits for it."""
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return asyncio.run(coroutine)
+    with ThreadPoolExecutor(1) as beside:
+        return beside.submit(asyncio.run, coroutine).result()
 
 
 def trl_arguments(prompt: Prompt, completion: Completion) -> dict[str, Any]:

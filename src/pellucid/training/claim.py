@@ -19,6 +19,8 @@ from pellucid.training import changes, files
 from pellucid.types import NotBegunError, UserError
 
 LOCK = ".lock"
+DATA = "data.jsonl"
+"""The rows that `pellucid.train` was given in memory."""
 RANKS = ("RANK", "PMI_RANK", "OMPI_COMM_WORLD_RANK", "MV2_COMM_WORLD_RANK")
 """The environment variables in which launchers say which process this is, as Accelerate reads them."""
 
@@ -44,8 +46,9 @@ def held(run_dir: Path) -> Iterator[None]:
                 clear(run_dir)
             raise
         finally:
-            if made and os.listdir(run_dir) == [LOCK]:
+            if made and set(os.listdir(run_dir)) <= {LOCK, DATA}:
                 with suppress(OSError):  # Windows keeps a file that is open, and others may be in the folders above
+                    (run_dir / DATA).unlink(missing_ok=True)
                     (run_dir / LOCK).unlink()
                     for folder in made:
                         folder.rmdir()
@@ -73,7 +76,8 @@ def foreign(run_dir: Path) -> list[str]:
     """Names in a folder without a config.json that are no part of a run; hidden files do not count."""
     if (run_dir / "config.json").is_file() or not run_dir.is_dir():
         return []
-    return sorted(path.name for path in run_dir.iterdir() if path.name[0] != "." and path.name != "config.json.partial")
+    ours = ("config.json.partial", DATA)
+    return sorted(path.name for path in run_dir.iterdir() if path.name[0] != "." and path.name not in ours)
 
 
 def check_new(run_dir: Path) -> None:

@@ -25,6 +25,7 @@ from pellucid.samplers.hf import HuggingFace
 from pellucid.samplers.native import Native
 from pellucid.tasks.arithmetic import Arithmetic
 from pellucid.tasks.curriculum import Curriculum
+from pellucid.tasks.guarded import Guarded, only_here
 from pellucid.tasks.prefixed import Prefixed
 from pellucid.tasks.sandbox import Sandboxed
 from pellucid.tasks.wrappers import layers, with_split
@@ -176,8 +177,10 @@ def check_sharding(cfg: Config, dtype: torch.dtype) -> None:
 
 
 def sandboxed(task: Task, cfg: RewardConfig, log: Path | None = None) -> Task:
-    """The task in a sandbox, unless its rewards are among those that cannot raise, hang or die."""
-    return task if all(type(layer) in HARMLESS for layer in layers(task)) else Sandboxed(task, cfg, log)
+    """The task in a sandbox, unless its rewards are among those that cannot raise, hang or die, or can go nowhere."""
+    if all(type(layer) in HARMLESS for layer in layers(task)):
+        return task
+    return Guarded(task, log) if only_here(task) else Sandboxed(task, cfg, log)
 
 
 def load_reference(cfg: Config, learner: Policy) -> Policy | AdapterOff:

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import hashlib
+import inspect
 import os
 import sys
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from pellucid.config import Config, PolicyConfig, dump
 from pellucid.machine import disk
+from pellucid.machine.plugins import HERE, load_object
 from pellucid.reporting.run_folder import Record
 from pellucid.tasks.sources import is_pattern, matching
 
@@ -46,7 +49,10 @@ def located(value: Any) -> Any:
 
 
 def digests(settings: Record) -> dict[str, str]:
-    """By dotted key, the sha256 of each file that the settings of task, axes and policy name: code, prefixes, data."""
+    """By dotted key, the sha256 of each file that the settings of task, axes and policy name: code, prefixes, data.
+
+    Of what was given to `pellucid.train` it is that of its source.
+    """
     axes = {axis: settings["algorithm"][axis] for axis in AXES}
     template = {"template": settings["policy"].get("template", "")}
     named = [
@@ -54,7 +60,14 @@ def digests(settings: Record) -> dict[str, str]:
         *named_files(axes, "algorithm"),
         *named_files(template, "policy"),
     ]
-    return {key: disk.digest(path) if isinstance(path, Path) else digest_of_all(path) for key, path in named}
+    return {key: digest_of(what) for key, what in named}
+
+
+def digest_of(what: Path | Sequence[Path] | str) -> str:
+    """The sha256 of a file, of several, or of a source."""
+    if isinstance(what, str):
+        return hashlib.sha256(what.encode()).hexdigest()
+    return disk.digest(what) if isinstance(what, Path) else digest_of_all(what)
 
 
 def digest_of_all(paths: Sequence[Path]) -> str:
@@ -63,8 +76,8 @@ def digest_of_all(paths: Sequence[Path]) -> str:
     return hashlib.sha256(lines.encode()).hexdigest()
 
 
-def named_files(value: Any, key: str) -> Iterator[tuple[str, Path | list[Path]]]:
-    """The files behind settings, by dotted key: one, or all that match a pattern."""
+def named_files(value: Any, key: str) -> Iterator[tuple[str, Path | list[Path] | str]]:
+    """What is behind settings, by dotted key: a file, all that match a pattern, or the source of what has no file."""
     if isinstance(value, Mapping):
         for name, item in value.items():
             yield from named_files(item, f"{key}.{name}")
@@ -73,6 +86,8 @@ def named_files(value: Any, key: str) -> Iterator[tuple[str, Path | list[Path]]]
             yield from named_files(item, f"{key}.{i}")
     elif isinstance(value, str) and is_pattern(value):
         yield key, matching(value)
+    elif isinstance(value, str) and value.startswith(HERE):
+        yield from ((key, source) for source in [source_of(load_object(value))] if source)
     elif isinstance(value, str) and (path := file_of(value)):
         yield key, path
 
@@ -85,6 +100,15 @@ def file_of(value: str) -> Path | None:
         return Path(origin) if origin else None
     path = Path(os.path.expanduser(source if source.endswith(".py") else value))
     return path if path.suffix and os.path.isfile(path) else None
+
+
+def source_of(thing: Any) -> str:
+    """The source of a function or a class; empty where it has none of its own, as a lambda in the middle of a line."""
+    if getattr(thing, "__name__", "<lambda>") == "<lambda>":
+        return ""
+    with suppress(OSError, TypeError):
+        return inspect.getsource(getattr(thing, "original", thing))
+    return ""
 
 
 def absolute(path: str) -> str:

@@ -2,30 +2,31 @@
 
 from __future__ import annotations
 
-import json
+from collections.abc import Callable, Generator, Iterator
 from contextlib import ExitStack, closing, nullcontext
 from dataclasses import replace
 from pathlib import Path
 
-import rich
 from accelerate.utils import set_seed
 
 from pellucid import config
 from pellucid.algorithm import grpo
 from pellucid.algorithm.diagnostics import Watch
-from pellucid.config import Config, dump
+from pellucid.algorithm.grpo import StepResult
+from pellucid.config import Config
 from pellucid.doctor.profile import profiled
-from pellucid.machine import disk, hardware
+from pellucid.machine import hardware
 from pellucid.machine.interrupts import INTERRUPTED, StopRequests, stop_requests
-from pellucid.reporting import boards, loggers
-from pellucid.reporting.console import before_after, first_error, terminal
+from pellucid.policy.policy import Policy
+from pellucid.reporting import loggers
+from pellucid.reporting.console import first_error
 from pellucid.reporting.metrics import all_failed, describe
-from pellucid.reporting.report import write_report
 from pellucid.reporting.run_folder import checkpoints
-from pellucid.runtimes.processes import needing_others
+from pellucid.runtimes.processes import decided, needing_others
 from pellucid.tasks.sandbox import Sandboxed
-from pellucid.training import changes, checkpoint, claim, files, preflight, provenance
+from pellucid.training import checkpoint, claim, preflight
 from pellucid.training.changes import Changes
+from pellucid.training.chronicle import finish, open_logs, start_folder
 from pellucid.training.compose import Components, compose, evaluation_sampling, settled, training_sampling
 from pellucid.training.evaluate import evaluate, greedy, sample_and_grade
 from pellucid.training.snapshot import restore, save, save_model
@@ -40,36 +41,152 @@ def train(cfg: Config, run_dir: Path, resumed: Changes | None = None, profile: b
 
     resumed: the settings that a resume changes (`changes.of_resume`); None begins a new run.
     """
-    hardware.keep_freed_memory()
-    if cfg.policy.deterministic:
-        hardware.make_deterministic()
-    cfg = settled(config.resolved(cfg))
-    with stop_requests() as requests, ExitStack() as until_the_end:
-        with requests.raised():
-            preflight.check(cfg, run_dir)
-            if claim.first_process():
-                until_the_end.enter_context(claim.held(run_dir))
-            set_seed(cfg.algorithm.seed)  # adapters start at random
-            parts = compose(cfg, run_dir / "rewards.log")
-            until_the_end.callback(parts.close)
-            evaluation = begin(cfg, run_dir, parts, resumed)
-        log = open_logs(cfg, run_dir, parts.state.step) if parts.runtime.main else loggers.Loggers([])
-        with closing(log), needing_others(run_dir):
-            if evaluation:
-                log.log_evaluation(0, evaluation)
-            stopped = follow(cfg, run_dir, parts, log, requests, profile)
-            if not stopped:
-                save_model(run_dir, parts)
-                if parts.runtime.main:
-                    checkpoint.tidy(run_dir, cfg.checkpoint)
-        if parts.runtime.main:
-            finish(run_dir, stopped)
-    if hopeless(cfg, parts):
-        raise UserError(
-            f"every reward of the last {len(parts.failures)} steps failed, the last with {parts.failures[-1]}; nothing"
-            " is lost, and reward.patience is how many such steps a run bears with"
+    with stop_requests() as requests:
+        course = Course(cfg, run_dir, resumed, requests, profile=profile)
+        for _ in course:
+            pass
+    return INTERRUPTED if course.stopped else 0
+
+
+class Course:
+    """The steps of one run: to iterate over it is to take them. The command does nothing else, nor does the library.
+
+    Each step is yielded when it has been logged, saved and evaluated. Who leaves the iteration before its end, by break
+    or by an exception, ends the run as a request to stop does: saved, with its report, its folder free. Iterated over
+    again, the run goes on from there, as it does in another process.
+
+    requests: where the caller notes requests to stop. again: how to go on, as the user would type it. prepare: writes
+    what settings name and is not there yet, in the folder that is then held.
+    """
+
+    def __init__(
+        self,
+        cfg: Config,
+        run_dir: Path,
+        resumed: Changes | None,
+        requests: StopRequests,
+        again: str = "",
+        prepare: Callable[[], None] | None = None,
+        profile: bool = False,
+    ) -> None:
+        self.cfg, self.run_dir, self.resumed, self.requests = cfg, run_dir, resumed, requests
+        self.again, self.prepare, self.profile = again or f"pellucid train --resume {run_dir}", prepare, profile
+        self.policy: Policy | None = None
+        """The model that is trained, also when the run has ended; None before its begin."""
+        self.stopped = 0
+        """The step that a request to stop ended, or after which the caller left; 0 where there is none."""
+        self._saved = 0
+
+    def __iter__(self) -> Generator[StepResult]:
+        self.stopped = 0
+        with ExitStack() as until_the_end:
+            with self.requests.raised():
+                parts = self._composed(until_the_end)
+                evaluation = begin(self.cfg, self.run_dir, parts, self.resumed)
+            self.resumed, self.prepare = self.resumed or {}, None
+            log = open_logs(self.cfg, self.run_dir, parts.state.step) if parts.runtime.main else loggers.Loggers([])
+            with closing(log), needing_others(self.run_dir):
+                if evaluation:
+                    log.log_evaluation(0, evaluation)
+                for result in self._steps(parts, log):
+                    try:
+                        yield result
+                    except GeneratorExit:
+                        self._leave(parts)
+                        break
+                if not self.stopped:
+                    save_model(self.run_dir, parts)
+                    if parts.runtime.main:
+                        checkpoint.tidy(self.run_dir, self.cfg.checkpoint)
+            if parts.runtime.main:
+                finish(self.run_dir, self.stopped, self.again)
+        if hopeless(self.cfg, parts):
+            raise UserError(
+                f"every reward of the last {len(parts.failures)} steps failed, the last with {parts.failures[-1]};"
+                " nothing is lost, and reward.patience is how many such steps a run bears with"
+            )
+
+    def _composed(self, until_the_end: ExitStack) -> Components:
+        """The folder is held and what the settings describe is built, until the end."""
+        hardware.keep_freed_memory()
+        if self.cfg.policy.deterministic:
+            hardware.make_deterministic()
+        self.policy = None  # that of an earlier iteration: two would not fit everywhere
+        self.cfg = settled(config.resolved(self.cfg))
+        if self.prepare is None:
+            preflight.check(self.cfg, self.run_dir)
+        if claim.first_process():
+            until_the_end.enter_context(claim.held(self.run_dir))
+        if self.prepare is not None:
+            first_alone(self.prepare, self.cfg)
+            preflight.check(self.cfg, self.run_dir)
+        set_seed(self.cfg.algorithm.seed)  # adapters start at random
+        parts = compose(self.cfg, self.run_dir / "rewards.log")
+        until_the_end.callback(parts.close)
+        self.policy = parts.policy
+        return parts
+
+    def _steps(self, parts: Components, log: Logger) -> Iterator[StepResult]:
+        """Take the steps; log, save and evaluate. Notes in `stopped` the step that a request to stop ended."""
+        cfg = self.cfg
+        watch, heap, fresh = Watch(cfg.algorithm), hardware.Heap(), parts.state.step == 0
+        if not fresh and missed(cfg, self.run_dir, parts) and not evaluated(cfg, parts, log, self.requests):
+            self.stopped = parts.state.step
+            return
+        if out_of_time(cfg, parts):  # stopped or killed when all was saved but the model
+            return
+        for step, measured, groups in self._taken(parts):
+            parts.seconds += measured["time/step"]
+            metrics = {**describe(groups, cfg.algorithm.min_reward_range), **measured, **memory_now(parts)}
+            if "reward/kl" in metrics:
+                metrics["reward/after_kl"] = metrics["reward/mean"] + metrics["reward/kl"]
+            log.log(step, metrics, groups)
+            heap.after_step()
+            for note in watch.notes(metrics) if parts.runtime.main and fresh else []:
+                print(f"! {note}", flush=True)
+            last, due = is_last(cfg, parts), is_due(cfg, parts)
+            saving = cfg.checkpoint.every > 0 and (last or step % cfg.checkpoint.every == 0)
+            # A supervisor waits seconds between its request and its kill: first what must not be lost.
+            parts.failures = [*parts.failures, first_error(groups)] if all_failed(groups) else []
+            stop = parts.runtime.any(bool(self.requests)) or hopeless(cfg, parts)
+            if saving or stop:
+                self._save(parts)
+            if due and not stop and not evaluated(cfg, parts, log, self.requests):
+                stop = True
+                if not saving:
+                    self._save(parts)
+            ends = stop and (due or not last)
+            self.stopped = step if ends else 0
+            yield StepResult(step, metrics, groups)
+            if ends or last:
+                return
+
+    def _taken(self, parts: Components) -> Iterator[StepResult]:
+        cfg = self.cfg
+        steps = grpo.train(
+            parts.task,
+            parts.sampler,
+            parts.policy,
+            parts.runtime,
+            cfg.algorithm,
+            parts.reference,
+            parts.state,
+            training_sampling(cfg),
         )
-    return INTERRUPTED if stopped else 0
+        if not (self.profile and parts.runtime.main):
+            return steps
+        return profiled(steps, self.run_dir / "profile.txt", parts.policy.dtype)
+
+    def _leave(self, parts: Components) -> None:
+        """The caller takes no more steps. After the last one the run is as finished as if they had asked for more."""
+        if not is_last(self.cfg, parts):
+            self.stopped = parts.state.step
+            if self._saved != self.stopped:
+                self._save(parts)
+
+    def _save(self, parts: Components) -> None:
+        save(self.run_dir, self.cfg, parts)
+        self._saved = parts.state.step
 
 
 def begin(cfg: Config, run_dir: Path, parts: Components, resumed: Changes | None) -> Evaluation | None:
@@ -85,52 +202,14 @@ def begin(cfg: Config, run_dir: Path, parts: Components, resumed: Changes | None
     return look_first(cfg, parts) if parts.state.step == 0 else None
 
 
-def follow(
-    cfg: Config, run_dir: Path, parts: Components, log: Logger, requests: StopRequests, profile: bool = False
-) -> int:
-    """Take the steps; log, save and evaluate. Return the step that a stop request ended, or 0."""
-    steps = grpo.train(
-        parts.task,
-        parts.sampler,
-        parts.policy,
-        parts.runtime,
-        cfg.algorithm,
-        parts.reference,
-        parts.state,
-        training_sampling(cfg),
-    )
-    if profile and parts.runtime.main:
-        steps = profiled(steps, run_dir / "profile.txt", parts.policy.dtype)
-    watch, heap, fresh = Watch(cfg.algorithm), hardware.Heap(), parts.state.step == 0
-    if not fresh and missed(cfg, run_dir, parts) and not evaluated(cfg, parts, log, requests):
-        return parts.state.step
-    if out_of_time(cfg, parts):  # stopped or killed when all was saved but the model
-        return 0
-    for step, measured, groups in steps:
-        parts.seconds += measured["time/step"]
-        metrics = {**describe(groups, cfg.algorithm.min_reward_range), **measured, **memory_now(parts)}
-        if "reward/kl" in metrics:
-            metrics["reward/after_kl"] = metrics["reward/mean"] + metrics["reward/kl"]
-        log.log(step, metrics, groups)
-        heap.after_step()
-        for note in watch.notes(metrics) if parts.runtime.main and fresh else []:
-            print(f"! {note}", flush=True)
-        last, due = is_last(cfg, parts), is_due(cfg, parts)
-        saving = cfg.checkpoint.every > 0 and (last or step % cfg.checkpoint.every == 0)
-        # A supervisor waits seconds between its request and its kill: first what must not be lost.
-        parts.failures = [*parts.failures, first_error(groups)] if all_failed(groups) else []
-        stop = parts.runtime.any(bool(requests)) or hopeless(cfg, parts)
-        if saving or stop:
-            save(run_dir, cfg, parts)
-        if due and not stop and not evaluated(cfg, parts, log, requests):
-            stop = True
-            if not saving:
-                save(run_dir, cfg, parts)
-        if stop and (due or not last):
-            return step
-        if last:
-            return 0
-    return 0
+def first_alone(act: Callable[[], None], cfg: Config) -> None:
+    """Act in the first process, while the others wait."""
+
+    def acted() -> str:
+        act()
+        return ""
+
+    decided(acted, hardware.pick_device(cfg.policy.device), cfg.runtime.timeout)
 
 
 def memory_now(parts: Components) -> dict[str, float]:
@@ -217,53 +296,3 @@ def try_rewards(cfg: Config, parts: Components) -> None:
         few = parts.runtime.shard(prompts[:FEW])
         answers = sample_and_grade(parts.task, parts.sampler, few, greedy(training_sampling(cfg)))
         preflight.refuse_failing(parts.runtime.gather(answers))
-
-
-# ---------------------------------------------------------------- the run folder
-
-
-def start_folder(run_dir: Path, cfg: Config, step: int, resumed: Changes | None) -> None:
-    """Write config.json, and remove the logs of a run that came to no checkpoint.
-
-    UserError where the folder holds another run.
-    """
-    if resumed is None:
-        claim.check_free(run_dir)
-    if step == 0:
-        claim.begin_again(run_dir)
-    settings, facts = files.recorded(cfg), provenance.facts()
-    if resumed is not None:
-        facts = changes.history(run_dir, step, resumed, facts)
-        print(changes.shown(run_dir, step, facts), flush=True)
-    disk.write_whole(
-        run_dir / "config.json",
-        json.dumps({**settings, **facts, "digests": files.digests(settings)}, indent=2) + "\n",
-    )
-
-
-def open_logs(cfg: Config, run_dir: Path, first_step: int) -> loggers.Loggers:
-    screen = terminal(cfg.algorithm.steps, first_step)
-    for step, evaluation in loggers.read_evaluations(run_dir).items():
-        screen.log_evaluation(step, evaluation)
-    shown: list[Logger] = []
-    if cfg.log.tensorboard:
-        shown.append(boards.TensorBoard(run_dir / "tensorboard", first_step))
-    if cfg.log.wandb != "off":
-        shown.append(boards.WandB(run_dir, cfg.log.project, cfg.log.wandb, dump(cfg)))
-    return loggers.Loggers([loggers.Jsonl(run_dir, cfg.log.rollouts)], [*shown, screen])
-
-
-def finish(run_dir: Path, stopped: int) -> None:
-    """Show what a person wants to know about the result, whose failure costs nothing."""
-    if stopped:
-        print(f"stopped after step {stopped}, nothing is lost; go on with: pellucid train --resume {run_dir}")
-    with loggers.only_shown("report.html"):
-        write_report(run_dir)
-    if stopped:
-        return
-    with loggers.only_shown("the table"):
-        evaluations = list(loggers.read_evaluations(run_dir).values())
-        if evaluations:
-            rich.print(before_after(evaluations[0], evaluations[-1]))
-    for what, name in {"model": "model", "report": "report.html", "metrics": "metrics.jsonl"}.items():
-        print(f"{what:8} {run_dir / name}")

@@ -1,0 +1,182 @@
+"""A run in the hands of a notebook or a program: its steps one by one, and what came of them."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Generator, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Self
+
+from pellucid.config import Config
+from pellucid.library.data import forget
+from pellucid.machine.interrupts import StopRequests, handled
+from pellucid.machine.plugins import given
+from pellucid.reporting import loggers, notebook
+from pellucid.reporting.report import write_report
+from pellucid.reporting.run_folder import records
+from pellucid.training.changes import Changes
+from pellucid.types import Evaluation, UserError
+
+if TYPE_CHECKING:  # these import torch
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+    from pellucid.algorithm.grpo import StepResult
+    from pellucid.policy.policy import Policy
+    from pellucid.training.run import Course
+
+
+class Run:
+    """A run of `pellucid.train`. To iterate over it is to train: each step is yielded when it is logged and saved.
+
+    A loop may be left at any time, by break or by an exception: the run is then saved, with its report, and its folder
+    free. Another loop over it goes on after the last step, to the numbers of a run that was never left; when all steps
+    are taken, it has none. An interrupt, as by Ctrl-C, ends it after the step that it is in, with a KeyboardInterrupt
+    when all is saved; a second one at once.
+    """
+
+    def __init__(
+        self,
+        cfg: Config,
+        folder: Path,
+        resumed: Changes | None,
+        objects: dict[str, Any],
+        prepare: Callable[[], None] | None,
+    ) -> None:
+        self.folder = folder
+        """Where the run is written: model/, report.html, metrics.jsonl, checkpoints/ and the rest."""
+        self.finished = False
+        """Whether all steps have been taken, and the model saved."""
+        self._cfg, self._resumed, self._objects, self._prepare = cfg, resumed, objects, prepare
+        self._course: Course | None = None
+
+    def __repr__(self) -> str:
+        return f"<Run {self.folder}: {len(self.metrics)} of {self._cfg.algorithm.steps} steps>"
+
+    def __iter__(self) -> Iterator[StepResult]:
+        if self.finished:
+            return
+        requests = StopRequests()
+        steps = iter(self._begun(requests))
+        try:
+            while (result := self._next(steps, requests)) is not None:
+                yield result
+        except GeneratorExit:
+            self._leave(steps, requests)
+
+    def finish(self) -> Self:
+        """Take all steps that are left. Return the run."""
+        for _ in self:
+            pass
+        return self
+
+    @property
+    def model(self) -> PreTrainedModel:
+        """The model as it is now, as transformers has it: to generate with, or for `save_pretrained`.
+
+        It is the very one that is trained; with LoRA, or with weights offloaded, a copy of it with all in its weights,
+        made at each access. UserError before the first step, and where several processes share the parameters.
+        """
+        policy = self._policy()
+        if policy.sharded:
+            raise UserError(f"the parameters lie in several processes: the model will be in {self.folder / 'model'}")
+        masters = policy.masters()
+        whole = all(masters[name] is weight for name, weight in policy.trainable().items())
+        return policy.model if whole and not policy.adapter else policy.merged(masters)
+
+    @property
+    def tokenizer(self) -> PreTrainedTokenizerBase:
+        """The tokenizer, with the chat template that the model is trained with. UserError before the first step."""
+        return self._policy().tokenizer
+
+    def save(self, folder: str | Path) -> Path:
+        """Save model and tokenizer as they are now, for anything that loads transformers' models. Return the folder."""
+        self.model.save_pretrained(folder)
+        self.tokenizer.save_pretrained(folder)
+        return Path(folder)
+
+    @property
+    def metrics(self) -> list[dict[str, Any]]:
+        """The metrics of each step so far, with its number as `step`; None where there was no number."""
+        return [dict(row) for row in records(self.folder / "metrics.jsonl")]
+
+    @property
+    def evaluations(self) -> dict[int, Evaluation]:
+        """The evaluations so far, each by the step that it followed; 0 is before the first."""
+        return loggers.read_evaluations(self.folder)
+
+    def report(self) -> Path:
+        """Write report.html of what there is so far, and show it in a notebook. Return its path."""
+        if not (self.folder / "config.json").is_file():
+            raise UserError("there is nothing to report yet: take a step first")
+        path = write_report(self.folder)
+        if notebook.is_running():
+            notebook.show_page(path)
+        return path
+
+    def _begun(self, requests: StopRequests) -> Course:
+        """What takes the steps, from where the run is."""
+        from pellucid.training.run import Course  # noqa: PLC0415 - it imports torch
+
+        if self._course is None:
+            self._course = Course(self._cfg, self.folder, self._resumed, requests, self._again, self._prepare)
+        self._course.requests = requests
+        forget()
+        return self._course
+
+    def _next(self, steps: Iterator[StepResult], requests: StopRequests) -> StepResult | None:
+        """Take a step; None after the last. KeyboardInterrupt where an interrupt has ended the run."""
+        with self._at_work(requests):
+            result = next(steps, None)
+        if result is None:
+            self._note_end()
+            if requests:
+                raise KeyboardInterrupt
+        return result
+
+    def _leave(self, steps: Generator[StepResult], requests: StopRequests) -> None:
+        """The loop was left, maybe by an error of the caller's, which one of ours must not hide."""
+        try:
+            with self._at_work(requests):
+                steps.close()
+        except UserError as error:
+            print(f"! {error}", flush=True)
+        else:
+            self._note_end()
+
+    def _note_end(self) -> None:
+        assert self._course is not None
+        self.finished = not self._course.stopped
+
+    @contextmanager
+    def _at_work(self, requests: StopRequests) -> Iterator[None]:
+        """In here signals ask for a stop, and names stand for what was given. Between steps neither is so."""
+        with told_in_python(), handled(requests.handle), given(self._objects):
+            try:
+                yield
+            except KeyboardInterrupt:
+                print(f"stopped at once; nothing that was saved is lost, go on with: {self._again}", flush=True)
+                raise
+
+    @property
+    def _again(self) -> str:
+        """How to go on in another process."""
+        given_too = ", with the functions and tasks that were given to it" if self._objects else ""
+        return f'pellucid.train(resume="{self.folder}"){given_too}'
+
+    def _policy(self) -> Policy:
+        if self._course is None or self._course.policy is None:
+            raise UserError("the run has not begun: take a step first, or load the model with transformers")
+        return self._course.policy
+
+
+@contextmanager
+def told_in_python() -> Iterator[None]:
+    """Tell as keywords the mends that the command line has as options."""
+    try:
+        yield
+    except UserError as error:
+        told = str(error).replace("with --run", "with run=")
+        for option, keyword in {"--resume": "resume", "--policy.model": "model"}.items():
+            told = re.sub(rf"{option} ([^\s,:;]+)", rf'{keyword}="\1"', told)
+        raise type(error)(told) from error

@@ -1,0 +1,107 @@
+"""Rows in memory: of what kind they may be, and that a file of them says the same."""
+
+from __future__ import annotations
+
+import datetime
+import hashlib
+import json
+import subprocess
+import sys
+
+import datasets
+import numpy as np
+import pandas as pd
+import pytest
+
+from pellucid.library.data import columns_of, in_memory, line_of
+from pellucid.tasks.rows import read_jsonl
+from pellucid.types import UserError
+
+ROWS = [{"question": "1+1?", "answer": "2"}, {"question": "¿2*2?\u2028", "answer": "4"}]
+KINDS = {
+    "list": list,
+    "tuple": tuple,
+    "datasets": datasets.Dataset.from_list,
+    "pandas": pd.DataFrame,
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_rows_of_every_kind_are_the_same_file(kind, tmp_path):
+    lines, path = in_memory(KINDS[kind](ROWS)), tmp_path / "data.jsonl"
+    lines.write(path)
+    assert [row for _, row in read_jsonl(path)] == ROWS
+    assert lines.digest == hashlib.sha256(path.read_bytes()).hexdigest()
+
+
+@pytest.mark.parametrize("name", ["rows.jsonl", "parts/*.csv", "openai/gsm8k", ["a.jsonl", "b.jsonl"]])
+def test_a_name_stays_a_name(name):
+    assert in_memory(name) is None
+
+
+def test_values_are_kept_as_json_has_them():
+    row = {
+        "number": np.float32(0.5),
+        "count": np.int64(3),
+        "array": np.arange(3),
+        "nothing": float("nan"),
+        "day": datetime.date(2026, 1, 31),
+        "nested": {"chat": ({"role": "user", "content": "hi"},)},
+        "yes": np.bool_(True),
+    }
+    assert json.loads(line_of(1, row)) == {
+        "number": 0.5,
+        "count": 3,
+        "array": [0, 1, 2],
+        "nothing": None,
+        "day": "2026-01-31",
+        "nested": {"chat": [{"role": "user", "content": "hi"}]},
+        "yes": True,
+    }
+
+
+MISTAKES = {
+    "data is of type set: give a list of dicts": {1},
+    "data is of type function: give": lambda: None,
+    "data is empty: give": [],
+    'data holds the splits train, test: give one, data["train"]': datasets.DatasetDict(
+        train=datasets.Dataset.from_list(ROWS), test=datasets.Dataset.from_list(ROWS)
+    ),
+    "data, row 2, is of type str, where a dict of columns is needed": [{"question": "?"}, "?"],
+    'data, row 1: column "picture" cannot be kept as JSON: Object of type object': [{"picture": object()}],
+    'data, row 1: column "half" cannot be kept as JSON: ': [{"half": "\ud83d"}],
+}
+
+
+@pytest.mark.parametrize("told", MISTAKES)
+def test_what_is_no_data_is_told(told):
+    with pytest.raises(UserError) as error:
+        in_memory(MISTAKES[told])
+    assert told in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+CHAT = [{"role": "user", "content": "hi"}]
+
+
+@pytest.mark.parametrize(
+    ("row", "section", "found"),
+    [
+        ({"question": "?", "answer": "1"}, {}, {}),
+        ({"prompt": "?", "answer": "1"}, {}, {"question": "prompt", "chat": False}),
+        ({"prompt": "?", "answer": "1"}, {"chat": True}, {"question": "prompt", "chat": True}),
+        ({"prompt": CHAT, "solution": "1"}, {}, {"messages": "prompt", "answer": "solution"}),
+        ({"prompt": "?", "question": "?"}, {}, {}),
+        ({"prompt": CHAT, "solution": "1"}, {"template": "{text}", "answer": "text"}, {}),
+        ({"question": "?", "answer": "1", "solution": "one"}, {}, {}),
+    ],
+)
+def test_columns_as_trl_has_them_are_found(row, section, found):
+    assert columns_of(row, section) == found
+
+
+def test_neither_pandas_nor_datasets_is_imported():
+    code = "import sys; from pellucid.library import data; data.in_memory([{'question': '?'}]);"
+    seen = "print({'pandas', 'datasets', 'torch', 'numpy'} & set(sys.modules))"
+    done = subprocess.run([sys.executable, "-c", code + seen], capture_output=True, text=True, check=True)
+    assert done.stdout == "set()\n"

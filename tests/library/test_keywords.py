@@ -1,0 +1,106 @@
+"""Settings as keywords: each goes where its name leads, and a name that leads nowhere, or to two places, is told."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import re
+from pathlib import Path
+
+import pytest
+
+from pellucid import config
+from pellucid.algorithm import group_advantages, policy_loss
+from pellucid.config import SECTIONS
+from pellucid.library.settings import OF_EVERY_TASK, keys_of, place_of, sections_of
+from pellucid.library.train import train
+from pellucid.tasks import TASKS, task_class
+from pellucid.tasks.dataset import Dataset
+from pellucid.types import UserError
+
+
+@pytest.mark.parametrize(
+    ("name", "place"),
+    {
+        "steps": ("algorithm", "steps"),
+        "group_size": ("algorithm", "group_size"),
+        "seed": ("algorithm", "seed"),
+        "max_tokens": ("sampler", "max_tokens"),
+        "lr": ("optimizer", "lr"),
+        "lora": ("policy", "lora"),
+        "n": ("evaluate", "n"),
+        "k": ("evaluate", "k"),
+        "evaluate_every": ("evaluate", "every"),
+        "checkpoint_every": ("checkpoint", "every"),
+        "sampler_name": ("sampler", "name"),
+        "runtime_engine": ("runtime", "engine"),
+        "algorithm_steps": ("algorithm", "steps"),
+        "question": ("task", "question"),
+        "task_template": ("task", "template"),
+        "policy_template": ("policy", "template"),
+    }.items(),
+)
+def test_a_name_leads_to_its_setting(name, place):
+    assert place_of(name, keys_of(Dataset)) == place
+
+
+@pytest.mark.parametrize("task", [None, *TASKS])
+def test_every_setting_has_a_name_of_its_own(task):
+    """Its own where no other section has it; with its section always, and never that of another."""
+    cls = task_class(task) if task else None
+    known = keys_of(cls)
+    bare = [key for keys in known.values() for key in keys]
+    for section, keys in known.items():
+        for key in keys:
+            assert place_of(f"{section}_{key}", known) == (section, key)
+            assert f"{section}_{key}" not in bare
+            if bare.count(key) == 1:
+                assert place_of(key, known) == (section, key)
+    fields = {section: cls for section, cls in SECTIONS.items() if section != "task"}
+    assert {s: {f.name for f in dataclasses.fields(c)} for s, c in fields.items()} == {
+        section: set(keys) for section, keys in known.items() if section != "task"
+    }
+    if cls:
+        assert {f.name for f in dataclasses.fields(cls)} - set(known["task"]) <= set(OF_EVERY_TASK)
+
+
+MISTAKES = {
+    "every": "every is a setting of evaluate and checkpoint: say evaluate_every or checkpoint_every",
+    "top_k": "top_k is a setting of sampler and evaluate: say sampler_top_k or evaluate_top_k",
+    "engine": "engine is a setting of policy and runtime: say policy_engine or runtime_engine",
+    "template": "template is a setting of policy and task: say policy_template or task_template",
+    "evaluate": "evaluate is a section: say evaluate_every=... for its setting every",
+    "group_sise": "pellucid.train has no setting group_sise; did you mean group_size?",
+    "evaluate_evry": "pellucid.train has no setting evaluate_evry; did you mean evaluate_every?",
+    "questoin": "pellucid.train has no setting questoin; did you mean question?",
+    "zzz": "pellucid.train has no setting zzz; docs/library.md says how settings are named",
+}
+
+
+@pytest.mark.parametrize("name", MISTAKES)
+def test_a_name_that_leads_nowhere_is_told(name):
+    with pytest.raises(UserError) as told:
+        sections_of({name: 1}, Dataset)
+    assert str(told.value) == MISTAKES[name]
+
+
+def test_keywords_become_a_recipe():
+    sections = sections_of({"steps": 3, "lr": 1e-3, "evaluate_every": 5, "betas": [0.8, 0.9]}, None)
+    cfg = config.build(sections, "here")
+    assert (cfg.algorithm.steps, cfg.optimizer.lr, cfg.evaluate.every, cfg.optimizer.betas) == (3, 1e-3, 5, (0.8, 0.9))
+
+
+def test_every_keyword_of_the_document_is_one():
+    """`name=` in it is a parameter of train or of the algorithm alone, or leads to a setting."""
+    text = re.sub(r"^```.*?^```", "", Path("docs/library.md").read_text(), flags=re.MULTILINE | re.DOTALL)
+    theirs = re.compile(r"^\| [^|]*`[^|]*\|", re.MULTILINE)
+    table = text.partition("## Coming from TRL")[2]
+    ours = text.replace(table, theirs.sub("|", table))
+    named = set(re.findall(r"\b([a-z_]+)=", " ".join(re.findall(r"`[^`]*`", ours))))
+    functions = (train, group_advantages, policy_loss)
+    parameters = {name for function in functions for name in inspect.signature(function).parameters}
+    refused = {"every", "group_sise"}
+    assert len(named) > 50
+    assert refused <= named
+    for name in named - parameters - refused - {"limit"}:
+        assert place_of(name, keys_of(Dataset))

@@ -1,0 +1,526 @@
+"""`pellucid.train`: the run of the command, step by step; left, gone on with, and told in one line what is wrong."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import signal
+import subprocess
+import sys
+import threading
+import types
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+import digits_task
+import pellucid
+from conftest import CountDigits, records
+from pellucid.reporting.run_folder import checkpoints
+from pellucid.tasks.curriculum import Curriculum
+from pellucid.training import claim, run
+from pellucid.types import NotBegunError, Prompt, Reward, UserError
+from runs import asked_to_stop, same_run, train, weights
+
+ROWS = [{"question": f"{a}+{b}=", "answer": str(a + b)} for a in range(6) for b in range(6)]
+
+
+def digits(completions, **columns):
+    texts = [completion[0]["content"] for completion in completions]
+    return [sum(c.isdigit() for c in text) / max(1, len(text)) for text in texts]
+
+
+def brevity(completions, **columns):
+    return [-len(completion[0]["content"]) / 10 for completion in completions]
+
+
+def each(run, act):
+    for step in run:
+        act(step)
+
+
+@pytest.fixture
+def small(model_dir, tmp_path):
+    """Settings of three steps of a tiny model, in a fraction of a second."""
+    return {
+        "model": model_dir,
+        "run": tmp_path / "run",
+        "dtype": "float32",
+        "steps": 3,
+        "prompts_per_step": 2,
+        "group_size": 4,
+        "max_tokens": 8,
+        "evaluate_every": 0,
+    }
+
+
+def test_the_import_is_light_and_brings_all_that_is_exported():
+    heavy = "import sys; heavy = {'torch', 'transformers', 'datasets', 'pandas', 'numpy'}"
+    names = "assert dir(pellucid) == pellucid.__all__ and not heavy & set(sys.modules)"
+    begun = "pellucid.train(data=[{'question': '1+1=', 'answer': '2'}]); assert not heavy & set(sys.modules)"
+    used = "[getattr(pellucid, name) for name in pellucid.__all__]; pellucid.algorithm.policy_loss"
+    code = f"{heavy}; import pellucid; {names}; {begun}; {used}"
+    subprocess.run([sys.executable, "-c", code], check=True)
+    assert (Path(pellucid.__file__).parent / "py.typed").is_file()
+    with pytest.raises(AttributeError, match="has no attribute 'trian'"):
+        _ = pellucid.trian
+
+
+# ---------------------------------------------------------------- the run of the command
+
+
+def test_the_steps_are_those_of_the_command(recipe, tmp_path, undisturbed):
+    whole, mine = undisturbed(recipe, "--algorithm.steps", 4), tmp_path / "mine"
+    steps = list(pellucid.train(recipe=recipe, run=mine, steps=4))
+    same_run(whole, mine)
+    assert [step.step for step in steps] == [1, 2, 3, 4]
+    for step, logged in zip(steps, records(mine / "metrics.jsonl"), strict=True):
+        assert step.metrics["reward/mean"] == logged["reward/mean"]
+        assert len(step.groups) == 4 and len(step.groups[0].rewards) == 4
+    settings = [json.loads((folder / "config.json").read_text()) for folder in (whole, mine)]
+    assert settings[0] == settings[1]
+
+
+def test_a_loop_may_be_left_and_gone_on_with(recipe, tmp_path, capsys, undisturbed):
+    whole, folder = undisturbed(recipe), tmp_path / "left"
+    mine = pellucid.train(recipe=recipe, run=folder, checkpoint_every=4)
+    for step in mine:
+        if step.step == 3:
+            break
+    assert [path.name for path in checkpoints(folder)] == ["step-000003"]
+    assert (folder / "report.html").is_file()
+    assert not multiprocessing.active_children()
+    claim.refuse_held(folder)
+    told = f'stopped after step 3, nothing is lost; go on with: pellucid.train(resume="{folder}")\n'
+    assert told in capsys.readouterr().out
+    assert not mine.finished
+    assert repr(mine) == f"<Run {folder}: 3 of 6 steps>"
+
+    with pytest.raises(ZeroDivisionError):
+        each(mine, lambda step: 1 / (4 - step.step))
+    assert [path.name for path in checkpoints(folder)] == ["step-000003", "step-000004"]
+    assert mine.finish() is mine
+    assert mine.finished
+    same_run(whole, folder)
+    assert list(mine) == []
+    assert "resume" not in capsys.readouterr().out.splitlines()[-1]
+
+
+def test_whoever_leaves_after_the_last_step_has_finished(recipe, tmp_path, undisturbed):
+    mine = pellucid.train(recipe=recipe, run=tmp_path / "run")
+    for step in mine:
+        if step.step == 6:
+            break
+    assert mine.finished
+    same_run(undisturbed(recipe), tmp_path / "run")
+
+
+def test_another_process_goes_on_with_it_and_this_one_with_the_command_s(recipe, tmp_path, undisturbed):
+    for folder, first, second in (
+        ("one", lambda run: next(iter(pellucid.train(recipe=recipe, run=run))), lambda run: train("--resume", run)),
+        (
+            "two",
+            lambda run: train(recipe, "--run", run, "--algorithm.steps", 3, "--optimizer.schedule", "constant"),
+            lambda run: pellucid.train(resume=run, steps=6, schedule="cosine").finish(),
+        ),
+    ):
+        first(tmp_path / folder)
+        second(tmp_path / folder)
+    same_run(undisturbed(recipe), tmp_path / "one")
+    assert len(records(tmp_path / "two" / "metrics.jsonl")) == 6
+
+
+# ---------------------------------------------------------------- interrupts
+
+
+def test_an_interrupt_ends_the_step_saves_and_is_raised(recipe, tmp_path, monkeypatch, capsys, undisturbed):
+    mine, seen = pellucid.train(recipe=recipe, run=tmp_path / "run", checkpoint_every=0), []
+    with asked_to_stop(monkeypatch), pytest.raises(KeyboardInterrupt):
+        each(mine, lambda step: seen.append(step.step))
+    assert seen == [1]
+    assert [path.name for path in checkpoints(tmp_path / "run")] == ["step-000001"]
+    assert "stopped after step 1, nothing is lost" in capsys.readouterr().out
+    pellucid.train(resume=tmp_path / "run", checkpoint_every=2).finish()
+    same_run(undisturbed(recipe), tmp_path / "run")
+
+
+def test_between_steps_an_interrupt_is_the_caller_s(recipe, tmp_path):
+    def interrupted(_):
+        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+        os.kill(os.getpid(), signal.SIGINT)
+
+    with pytest.raises(KeyboardInterrupt):
+        each(pellucid.train(recipe=recipe, run=tmp_path / "run"), interrupted)
+    assert [path.name for path in checkpoints(tmp_path / "run")] == ["step-000001"]
+
+
+def test_a_second_interrupt_ends_it_at_once(recipe, tmp_path, monkeypatch, capsys):
+    def twice(*_):
+        os.kill(os.getpid(), signal.SIGINT)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    monkeypatch.setattr(run.grpo, "update", twice)
+    with pytest.raises(KeyboardInterrupt):
+        pellucid.train(recipe=recipe, run=tmp_path / "run").finish()
+    assert "stopped at once; nothing that was saved is lost, go on with: pellucid.train(" in capsys.readouterr().out
+    claim.refuse_held(tmp_path / "run")
+
+
+def test_it_trains_in_a_thread(small):
+    done = []
+    small |= {"data": ROWS, "reward": digits}
+    thread = threading.Thread(target=lambda: done.append(pellucid.train(**small).finish()))
+    thread.start()
+    thread.join()
+    assert done[0].finished
+
+
+# ---------------------------------------------------------------- the model
+
+
+@pytest.mark.parametrize(
+    "settings", [{}, {"lora": 2}, {"offload": True, "dtype": "bfloat16"}], ids=["whole", "adapter", "offloaded"]
+)
+def test_the_model_is_the_one_that_is_saved(small, tmp_path, settings):
+    mine = pellucid.train(data=ROWS, reward=digits, **{**small, **settings})
+    with pytest.raises(UserError, match="take a step first"):
+        _ = mine.model
+    for step in mine:
+        if step.step == 2:
+            mine.model.save_pretrained(tmp_path / "between")
+    mine.model.save_pretrained(tmp_path / "alone")
+    assert mine.save(tmp_path / "both") == tmp_path / "both"
+    expected = weights(mine.folder)
+    for name in ("alone", "both"):
+        found = load_file(tmp_path / name / "model.safetensors")
+        assert found.keys() == expected.keys()
+        assert all(torch.equal(found[key], expected[key]) for key in expected)
+    between = load_file(tmp_path / "between" / "model.safetensors")
+    assert not all(torch.equal(between[key], expected[key]) for key in expected)
+    AutoModelForCausalLM.from_pretrained(tmp_path / "both")
+    assert AutoTokenizer.from_pretrained(tmp_path / "both").get_vocab() == mine.tokenizer.get_vocab()
+
+
+def test_what_came_of_a_run_is_at_hand(small):
+    mine = pellucid.train(data=ROWS, reward=digits, **{**small, "evaluate_every": 2, "n": 2, "k": 0})
+    assert (mine.metrics, mine.evaluations) == ([], {})
+    with pytest.raises(UserError, match="nothing to report yet"):
+        mine.report()
+    mine.finish()
+    assert [row["step"] for row in mine.metrics] == [1, 2, 3]
+    assert list(mine.evaluations) == [0, 2, 3]
+    assert mine.evaluations[0].task == "dataset"
+    assert "<svg" in mine.report().read_text()
+
+
+# ---------------------------------------------------------------- data and rewards
+
+
+def test_rows_in_memory_are_a_file_of_the_run(small, capsys):
+    mine = pellucid.train(data=ROWS, reward="numeric", **small)
+    assert not mine.folder.exists()
+    for _ in mine:
+        break
+    settings = json.loads((mine.folder / "config.json").read_text())
+    assert settings["task"]["data"] == str(mine.folder / "data.jsonl")
+    assert len(settings["digests"]["task.data"]) == 64
+    assert records(mine.folder / "data.jsonl") == ROWS
+    with pytest.raises(UserError, match=r"data is not what .*run was trained with, its data.jsonl: leave data= out"):
+        pellucid.train(resume=mine.folder, data=ROWS[1:], reward="numeric")
+    assert pellucid.train(resume=mine.folder, data=ROWS, reward="numeric").finish().finished
+    assert train("--resume", mine.folder, "--algorithm.steps", 4) == 0
+
+
+def test_a_function_stays_here(small, capsys):
+    """The command and others are told so; who has it goes on."""
+    for _ in pellucid.train(data=ROWS, reward=digits, **small):
+        break
+    folder = small["run"]
+    said = capsys.readouterr()
+    assert f'pellucid.train(resume="{folder}"), with the functions and tasks that were given to it' in said.out
+    line = (
+        '"here:digits" is an object that was given to pellucid.train: give it again there, or put it into a file and'
+        ' name "path/to/file.py:digits"'
+    )
+    assert train("--resume", folder) == 2
+    assert capsys.readouterr().err == f"pellucid: {line}\n"
+    with pytest.raises(SystemExit) as ended:
+        pellucid_cli("eval", folder)
+    assert ended.value.code == 2
+    assert line in capsys.readouterr().err
+    with pytest.raises(UserError) as told:
+        pellucid.train(resume=folder)
+    assert str(told.value) == line
+    with pytest.raises(UserError) as told:
+        pellucid.train(resume=folder, reward=brevity)
+    assert str(told.value) == line
+    edited = types.FunctionType(brevity.__code__, globals(), "digits")
+    with pytest.raises(UserError, match=r'was trained with task\.rewards\.0\.name = .*, or .* with model=".*model"'):
+        pellucid.train(resume=folder, reward=edited)
+    assert len(pellucid.train(resume=folder, reward=digits).finish().metrics) == 3
+
+
+def pellucid_cli(*arguments):
+    from pellucid import cli  # noqa: PLC0415 - the library is tried without it
+
+    cli.main(list(map(str, arguments)))
+
+
+def test_several_rewards_have_weights_and_names(small):
+    def digits(completions, **columns):
+        return [0.25] * len(completions)
+
+    here = globals()["digits"]
+    [step] = pellucid.train(data=ROWS, reward=[here, (digits, 2), (brevity, 0.0), "tagged"], **{**small, "steps": 1})
+    reward = step.groups[0].rewards[0]
+    assert list(reward.parts) == ["digits", "digits-2", "brevity", "tagged"]
+    assert dict(reward.weights) == {"digits": 1.0, "digits-2": 2.0, "brevity": 0.0, "tagged": 1.0}
+    assert reward.value == pytest.approx(reward.parts["digits"] + 0.5)
+    assert reward.parts["brevity"] < 0
+
+
+def test_a_reward_that_fails_costs_itself(small):
+    """At the first completion of each step that asks for more than one number."""
+    calls = []
+
+    def careless(completions, **columns):
+        calls.append(completions)
+        return digits(completions) if len(calls) % 3 else [1.0, 2.0]
+
+    mine = pellucid.train(data=ROWS, reward=careless, **small).finish()
+    assert sum(row["reward/failed"] for row in mine.metrics) >= 6
+    assert "careless returned 2 rewards for 1 completion" in (mine.folder / "rewards.log").read_text()
+
+
+def test_where_every_reward_fails_nothing_is_left(small):
+    with pytest.raises(NotBegunError, match="every reward of the first 8 samples failed, the first with KeyError"):
+        pellucid.train(data=ROWS, reward=lambda completions, **_: {}[0], **small).finish()
+    assert not small["run"].exists()
+    better = [{"question": "1=", "answer": "1"}, {"question": "2=", "answer": "2"}]
+    [step] = pellucid.train(data=better, reward=digits, **{**small, "steps": 1})
+    assert {group.prompt.answer for group in step.groups} <= {"1", "2"}, "the rows of the first attempt"
+
+
+def test_a_run_that_cannot_begin_leaves_no_folder(small):
+    with pytest.raises(UserError, match="cannot be loaded"):
+        pellucid.train(data=ROWS, reward=digits, **{**small, "model": "no/such-model"}).finish()
+    assert not small["run"].exists()
+
+
+def test_prompts_as_trl_has_them(small):
+    """A string is the text itself, and its completions are strings; messages are a chat."""
+    seen = []
+
+    def reward(prompts, completions, solution, **columns):
+        seen.append((prompts[0], completions[0], solution[0]))
+        return [0.5]
+
+    for form in (str, lambda text: [{"role": "user", "content": text}]):
+        rows = [{"prompt": form(text), "solution": text[0]} for text in ("1+1=", "2+2=", "3+3=")]
+        for _ in pellucid.train(data=rows, reward=reward, **{**small, "run": small["run"] / str(len(seen))}):
+            break
+    texts, chats = ([each for each in seen if isinstance(each[0], kind)] for kind in (str, list))
+    assert texts and all(isinstance(completion, str) for _, completion, _ in texts)
+    assert chats and all(completion[0]["role"] == "assistant" for _, completion, _ in chats)
+    assert {solution for *_, solution in seen} <= {"1", "2", "3"}
+
+
+# ---------------------------------------------------------------- tasks
+
+
+class Plain:
+    """No dataclass."""
+
+    def sample(self, step, n):
+        return [Prompt(f"{step}/{i}", f"{step + i}+1=") for i in range(n)]
+
+    def reward(self, prompt, completion):
+        return Reward(sum(c.isdigit() for c in completion.text) / 8)
+
+
+class Split(Plain):
+    def __init__(self, split="train"):
+        self.split, self.seen = split, 0
+
+    def with_split(self, split):
+        return Split(split)
+
+    def observe(self, step, groups):
+        self.seen += len(groups)
+        return {"seen": self.seen}
+
+    def state(self):
+        return {"seen": self.seen}
+
+    def load_state(self, state):
+        self.seen = state["seen"]
+
+
+def test_a_task_of_a_file_goes_by_its_file(small, tmp_path):
+    task = Curriculum(task=digits_task.Digits(), pool=8)
+    mine = pellucid.train(task=task, seed=7, **small).finish()
+    settings = json.loads((mine.folder / "config.json").read_text())
+    assert settings["task"]["name"] == "curriculum"
+    assert settings["task"]["pool"] == 8
+    assert settings["task"]["task"]["name"] == f"{digits_task.__file__}:Digits"
+    assert settings["task"]["task"]["seed"] == 7
+    assert train("--resume", mine.folder, "--algorithm.steps", 4) == 0
+    assert len(pellucid.train(task=task, resume=mine.folder, steps=5).finish().metrics) == 5
+
+
+@pytest.mark.parametrize("evaluate_every", [0, 2])
+def test_a_task_may_be_any_object(small, evaluate_every):
+    task = Split()
+    settings = {**small, "evaluate_every": evaluate_every, "n": 2, "k": 0}
+    for _ in pellucid.train(task=task, **settings):
+        break
+    assert (task.seen, small["run"].joinpath("rewards.log").exists()) == (2, False)
+    anew = Split()
+    mine = pellucid.train(resume=small["run"], task=anew).finish()
+    assert [row["seen"] for row in mine.metrics] == [2, 4, 6]
+    assert list(mine.evaluations) == ([0, 2, 3] if evaluate_every else [])
+
+
+def test_a_task_of_this_function_is_graded_in_this_process(small):
+    @dataclass(frozen=True)
+    class Local(CountDigits):
+        model: object = None
+
+    assert pellucid.train(task=Local(model=torch.nn.Linear(1, 1)), **{**small, "steps": 1}).finish().finished
+    assert pellucid.train(task=Local(), **{**small, "run": small["run"] / "two", "evaluate_every": 1}).finish().finished
+
+
+# ---------------------------------------------------------------- other objects
+
+
+def test_an_objective_may_be_a_function(small):
+    """Of the same name as another before it."""
+    mine = []
+    for sign in (1.0, -1.0):
+
+        def objective(tokens, cfg):
+            return sign * tokens.advantages * tokens.logprobs  # noqa: B023 - each has its own
+
+        def advantage(grades, cfg):
+            return grades.rewards - grades.rewards.mean(-1, keepdim=True)
+
+        settings = {**small, "run": small["run"] / str(sign), "steps": 1, "lr": 1e-2}
+        run = pellucid.train(data=ROWS, reward=digits, objective=objective, advantage=advantage, **settings).finish()
+        mine.append(weights(run.folder))
+        reference = {**settings, "objective": "reinforce", "advantage": "centered", "run": small["run"] / f"as {sign}"}
+        theirs = weights(pellucid.train(data=ROWS, reward=digits, **reference).finish().folder)
+        assert all(torch.equal(mine[-1][name], theirs[name]) for name in theirs) == (sign > 0)
+    assert not all(torch.equal(mine[0][name], mine[1][name]) for name in mine[0])
+
+
+SCRIPT = """
+import pellucid
+
+rows = [{{"question": f"{{a}}+1=", "answer": str(a + 1)}} for a in range(9)]
+{guard}
+    pellucid.train(model={model!r}, data=rows, steps=1, group_size=2, max_tokens=2, evaluate_every=0).finish()
+"""
+
+
+@pytest.mark.parametrize("guard", ['if __name__ == "__main__":', "if True:"])
+def test_a_script_whose_rewards_need_processes_needs_a_guard(guard, model_dir, tmp_path):
+    (tmp_path / "script.py").write_text(SCRIPT.format(model=str(model_dir), guard=guard))
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(map(os.path.abspath, sys.path))}
+    done = subprocess.run(
+        [sys.executable, "script.py"], cwd=tmp_path, capture_output=True, text=True, check=False, env=environment
+    )
+    if "__main__" in guard:
+        assert done.returncode == 0, done.stderr
+    else:
+        assert 'a reward process imports this script: put `if __name__ == "__main__":` around' in done.stderr
+        assert 'a script that trains needs `if __name__ == "__main__":` around it' in done.stderr
+        assert len(list((tmp_path / "runs").iterdir())) == 1, "none of the reward process"
+
+
+# ---------------------------------------------------------------- mistakes
+
+
+def mistakes():
+    data = {"data": ROWS, "reward": digits}
+    return {
+        "pellucid.train has no setting group_sise; did you mean group_size?": {**data, "group_sise": 4},
+        "every is a setting of evaluate and checkpoint: say evaluate_every or checkpoint_every": {**data, "every": 4},
+        "algorithm.group_size: Input should be a valid integer": {**data, "group_size": "many"},
+        "pellucid.train: algorithm: group_size = 1 must be at least 2": {**data, "group_size": 1},
+        "data is of type int: give a list of dicts": {"data": 7},
+        "data is empty: give a list of dicts": {"data": []},
+        "data, row 2, is of type int": {"data": [{"question": "?"}, 3], "reward": digits},
+        "nothing says what is right: give reward=": {"data": [{"question": "1"}, {"question": "2"}]},
+        'data, row 1: no column "answer"': {"data": [{"question": "1"}, {"question": "2"}], "reward": "numeric"},
+        'data, row 2: the answer "two" holds no number': {
+            "data": [{"question": "1", "answer": "1"}, {"question": "2", "answer": "two"}]
+        },
+        'data, row 1: no column "question"; the columns are text, answer': {"data": [{"text": "?", "answer": "1"}] * 2},
+        "reward is of type int: give a function": {"data": ROWS, "reward": 3},
+        "reward has a tuple that is no pair of a term and its weight": {"data": ROWS, "reward": (digits, brevity)},
+        "reward is an empty list": {"data": ROWS, "reward": []},
+        'reward "numric" is unknown; did you mean "numeric"?': {"data": ROWS, "reward": "numric"},
+        'reward= is for the task "dataset", which data= brings': {"reward": digits},
+        'data= is for the task "dataset", which data= brings': {"data": ROWS, "task": "gsm8k"},
+        'task "gsm9k" is unknown; did you mean "gsm8k"?': {"task": "gsm9k"},
+        "task is of type object, which has no sample and no reward": {"task": object()},
+        "model is a dict: give its folder or Hub id": {**data, "model": {}},
+        "resume= goes on with the settings of that run: leave out recipe= and run=": {"resume": "a", "run": "b"},
+        'resume="nowhere": there is no run in that folder': {"resume": "nowhere"},
+    }
+
+
+@pytest.mark.parametrize("told", mistakes())
+def test_a_mistake_is_told_at_the_call(told, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UserError) as error:
+        pellucid.train(**mistakes()[told])
+    assert told in str(error.value)
+    assert "\n" not in str(error.value)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_task_without_questions_to_hold_out_is_told(small):
+    with pytest.raises(UserError, match="task Plain has no held-out questions: give it with_split"):
+        pellucid.train(task=Plain(), **{**small, "evaluate_every": 2}).finish()
+    assert pellucid.train(task=Plain(), **small).finish().finished
+
+
+def test_a_folder_that_is_used_is_left_alone(small, tmp_path):
+    mine = pellucid.train(data=ROWS, reward=digits, **small)
+    for _ in mine:
+        break
+    with pytest.raises(UserError, match=r'holds a run: go on with resume=".*run", or choose another folder with run='):
+        pellucid.train(data=ROWS, reward=digits, **small)
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "data.jsonl").write_text("mine")
+    with pytest.raises(UserError, match=r"holds data\.jsonl, which is no run's"):
+        pellucid.train(data=ROWS, reward=digits, **{**small, "run": tmp_path / "mine"})
+    held = iter(mine)
+    next(held)
+    with pytest.raises(UserError, match=f"process {os.getpid()} trains in"):
+        next(iter(mine))
+    held.close()
+
+
+def test_runs_have_folders_of_their_own(tmp_path, monkeypatch, small):
+    monkeypatch.chdir(tmp_path)
+    settings = {name: value for name, value in small.items() if name != "run"}
+    folders = {pellucid.train(data=ROWS, reward=digits, **settings).folder for _ in range(3)}
+    assert len(folders) == 3
+    assert {folder.parent for folder in folders} == {Path("runs")}
+    assert not (tmp_path / "runs").exists()
+
+
+def test_a_run_whose_rewards_are_not_here_is_served_without_them(small, capsys):
+    from pellucid.serve import command, host  # noqa: PLC0415 - the library is tried without it
+
+    mine = pellucid.train(data=ROWS, reward=digits, **small).finish()
+    served = host.load(command.Serve((str(mine.folder),)))
+    assert served.task is None
+    assert '! "here:digits" is an object' in capsys.readouterr().out

@@ -1,0 +1,122 @@
+"""Rewards in this process: as in a process of their own, whatever they do but hang or end it."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from dataclasses import dataclass
+
+import pytest
+
+from pellucid.machine.plugins import given
+from pellucid.tasks.dataset import Dataset
+from pellucid.tasks.gsm8k import Gsm8k
+from pellucid.tasks.guarded import Guarded, only_here
+from pellucid.tasks.rewards import RewardTerm
+from pellucid.tasks.sandbox import Sandboxed
+from pellucid.types import Completion, Prompt, Reward, UserError
+
+PROMPT, ANSWER = Prompt("0", "1+1?", "2", {"answer": "2"}), Completion((1,), (0.0,), "2", True)
+
+
+@dataclass(frozen=True)
+class Broken:
+    """In a file, so that a process of its own can load it, too."""
+
+    how: str = ""
+    seed: int = 0
+    split: str = "train"
+
+    def sample(self, step, n):
+        return [PROMPT] * n
+
+    def reward(self, prompt, completion):
+        if self.how == "raises":
+            raise KeyError("no such\nkey")
+        if self.how == "exits":
+            raise SystemExit(3)
+        return {
+            "none": None,
+            "nan": Reward(math.nan),
+            "huge": Reward(1e300),
+            "text": Reward("a lot"),
+            "good": Reward(1, parts={"numeric": 1}, correct=1),
+        }[self.how]
+
+
+@pytest.mark.parametrize("how", ["raises", "exits", "none", "nan", "huge", "text", "good"])
+def test_a_reward_is_what_it_is_in_a_process_of_its_own(how, tmp_path):
+    here, there = Guarded(Broken(how), tmp_path / "log"), Sandboxed(Broken(how))
+    try:
+        expected = there.reward(PROMPT, ANSWER)
+    finally:
+        there.close()
+    found = here.reward(PROMPT, ANSWER)
+    assert repr(found) == repr(expected)
+    assert found.failed == (how != "good")
+
+
+def test_an_interrupt_is_no_failed_reward():
+    class Interrupted(Broken):
+        def reward(self, prompt, completion):
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        Guarded(Interrupted()).reward(PROMPT, ANSWER)
+
+
+def test_the_traceback_of_each_kind_of_error_is_in_the_log_once(tmp_path):
+    task = Guarded(Broken("raises"), tmp_path / "log")
+    for each in (task, task, task.with_split("test")):
+        assert each.reward(PROMPT, ANSWER).failed
+    assert (tmp_path / "log").read_text().count("Traceback") == 1
+    assert task.with_split("test").task.split == "test"
+    assert task.how == "raises"
+
+
+def rows(tmp_path, *terms):
+    (tmp_path / "rows.jsonl").write_text('{"question": "1+1?", "answer": "2"}\n{"question": "2+2?", "answer": "4"}\n')
+    return Dataset(data=str(tmp_path / "rows.jsonl"), rewards=tuple(map(RewardTerm, terms)))
+
+
+def twice(completions, answer, **columns):
+    return [2.0 * (c[0]["content"] == a) for c, a in zip(completions, answer, strict=True)]
+
+
+async def later(completions, **columns):
+    await asyncio.sleep(0)
+    return [0.5] * len(completions)
+
+
+def test_what_was_given_grades_where_it_was_given_and_nowhere_else(tmp_path):
+    with given({"here:twice": twice, "here:later": later}):
+        task = rows(tmp_path, "here:twice", "here:later", "numeric")
+        prompt = task.sample(0, 1)[0]
+        right = Completion((1,), (0.0,), prompt.answer, True)
+        assert task.reward(prompt, right).parts == {"twice": 2.0, "later": 0.5, "numeric": 1.0}
+
+        async def in_a_notebook():
+            return task.reward(prompt, right)
+
+        assert asyncio.run(in_a_notebook()).parts["later"] == 0.5
+        with given({"here:twice": lambda **_: [7.0], "here:later": later}):
+            assert task.reward(prompt, right).parts["twice"] == 7.0, "defined anew"
+        assert only_here(task)
+    message = (
+        '"here:twice" is an object that was given to pellucid.train: give it again there, or put it into a file'
+        ' and name "path/to/file.py:twice"'
+    )
+    with pytest.raises(UserError) as told:
+        rows(tmp_path, "here:twice")
+    assert str(told.value) == message
+
+
+def test_what_has_a_file_goes_to_a_process_of_its_own(tmp_path):
+    @dataclass(frozen=True)
+    class Local(Broken):
+        pass
+
+    assert not only_here(Gsm8k())
+    assert not only_here(rows(tmp_path, "numeric"))
+    assert not only_here(Broken())
+    assert only_here(Local())
