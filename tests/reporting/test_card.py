@@ -27,7 +27,7 @@ def evaluation(accuracy, reward, verdicts=True):
 
 @pytest.fixture
 def written(tmp_path):
-    """Make the card of a run with this recipe and these evaluations, two steps of 30 and of 60 seconds."""
+    """Make the card of a run with this recipe and these evaluations, two steps of 30 and of 300 seconds."""
 
     def write(recipe, *evaluations, **facts):
         (tmp_path / "recipe.toml").write_text(recipe)
@@ -36,7 +36,7 @@ def written(tmp_path):
         (run_dir / "model").mkdir(parents=True, exist_ok=True)
         known = {**settings, **FACTS, "digests": files.digests(settings), **facts}
         (run_dir / "config.json").write_text(json.dumps(known))
-        steps = [{"step": 1, "time/step": 30.0}, {"step": 2, "time/step": 60.0}]
+        steps = [{"step": 1, "time/step": 30.0}, {"step": 2, "time/step": 300.0}]
         (run_dir / "metrics.jsonl").write_text("".join(map(json_line, steps)))
         lines = [{"step": step, **record} for step, record in enumerate(evaluations)]
         (run_dir / "evals.jsonl").write_text("".join(map(json_line, lines)))
@@ -75,7 +75,7 @@ def test_what_was_trained_for_how_long_and_what_was_rewarded(written):
     text = written(SUMS, evaluation(0.5, 0.5)).text
     assert 'Task: `arithmetic`. Questions such as "What is 3 + 4?"' in text
     assert "Reward: Questions with two operands and one operator; the reward is 1 if" in text
-    assert "2 steps of 4 prompts x 8 completions, 1.5 minutes, seed 5" in text
+    assert "2 steps of 4 prompts x 8 completions, 5.5 minutes, seed 5" in text
     assert text.startswith("\n# sums\n\nHuggingFaceTB/SmolLM2-135M-Instruct, trained with GRPO")
     assert "```toml\n# recipe.toml\nsteps = 2\n```" in text and "| cpu | A \\| B |" in text
     assert "gpus" not in text and "git revision" not in text and "sha256" not in text
