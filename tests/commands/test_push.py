@@ -7,7 +7,7 @@ import shutil
 from pathlib import Path
 
 import pytest
-from huggingface_hub import ModelCard, close_session
+from huggingface_hub import ModelCard
 
 import hub
 from conftest import records, tiny_recipe
@@ -35,6 +35,7 @@ def online(monkeypatch):
     with hub.serving() as standin:
         monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", standin.url)
         monkeypatch.setattr("huggingface_hub.constants.HF_HUB_DISABLE_XET", True)  # it takes plain LFS
+        monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
         monkeypatch.setenv("HF_TOKEN", hub.TOKEN)
         yield standin
 
@@ -210,7 +211,5 @@ def test_the_hub_cannot_be_reached(trained, online, monkeypatch):
 
 def test_the_network_is_forbidden(trained, online, monkeypatch):
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    close_session()  # which was made when it was allowed
     with pytest.raises(UserError, match="HF_HUB_OFFLINE is set"):
         push(trained, "me/tiny")
-    close_session()

@@ -58,6 +58,24 @@ def test_only_what_is_no_default_is_said(tmp_path):
     }
 
 
+def test_of_tasks_in_one_another_each_is_told_without_its_defaults(tmp_path):
+    recipe = (
+        '[task]\nname = "curriculum"\npool = 32\n[task.task]\nname = "sorting"\nlength = 3\n[algorithm]\nseed = 7\n'
+    )
+    inside = {"name": "sorting", "length": 3}
+    found = tomllib.loads(recipe_of(recorded(tmp_path, recipe)))
+    assert found["task"] == {"name": "curriculum", "pool": 32, "task": inside}
+
+
+def test_the_settings_of_an_old_run_have_the_names_of_today(tmp_path):
+    run_dir = recorded(tmp_path, '[task]\nname = "arithmetic"\n')
+    settings = json.loads((run_dir / "config.json").read_text())
+    settings["algorithm"] = {**settings["algorithm"], "objective": "naive", "min_spread": 0.5}
+    del settings["algorithm"]["min_reward_range"]
+    (run_dir / "config.json").write_text(json.dumps(settings))
+    assert tomllib.loads(recipe_of(run_dir))["algorithm"] == {"objective": "reinforce", "min_reward_range": 0.5}
+
+
 def test_own_files_go_by_their_names_and_run_from_where_they_lie(tmp_path, monkeypatch):
     home = tmp_path / "my folder"
     home.mkdir()
@@ -93,12 +111,13 @@ def test_a_task_of_ones_own_is_told_whole_without_its_code_and_without_its_secre
         "    split: str = 'train'\n"
         "    api_key: str = ''\n"
         "    folder: str = ''\n"
+        "    task: str = 'sums'\n"
     )
     task = f'[task]\nname = "{tmp_path}/judged.py:Judged"\napi_key = "sk-123"\nfolder = "{tmp_path}/judges"\n'
     run_dir = recorded(tmp_path, task)
     (tmp_path / "judged.py").unlink()
     found = tomllib.loads(recipe_of(run_dir))["task"]
-    assert found == {"name": "judged.py:Judged", "split": "train", "api_key": "...", "folder": "judges"}
+    assert found == {"name": "judged.py:Judged", "split": "train", "api_key": "...", "folder": "judges", "task": "sums"}
 
 
 @pytest.mark.parametrize(

@@ -39,7 +39,7 @@ def test_the_splits_share_no_question_and_three_of_ten_are_held_out(begun):
 
 @pytest.mark.parametrize(
     ("text", "reward"),
-    [("{}", 1.0), ("2 + 2 = {}", 0.8), ("It is {}.", 0.9), ("", 0.0), ("7 8 9 10 11", 0.0), ("{}0", 0.0)],
+    [("{}", 1.0), ("2 + 2 = {}", 0.8), ("It is {}.", 0.9), ("", 0.0), ("{} or 99", 0.0), ("{}0", 0.0)],
 )
 def test_the_reward_is_for_what_is_right_and_short(begun, text, reward):
     [prompt] = begun.task.sample(0, 1)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 from pathlib import Path
 
 from pellucid.types import UserError
@@ -37,6 +38,6 @@ def write(folder: Path) -> int:
     width = max(len(str(path)) for path in written)
     for path in written:
         print(f"{path!s:{width}}  {FILES[path.name]}")
-    there = "" if folder.resolve() == Path.cwd() else f"cd {folder} && "
+    there = "" if folder.resolve() == Path.cwd() else f"cd {shlex.quote(str(folder))} && "
     print(f"next: {there}pellucid train recipe.toml")
     return 0

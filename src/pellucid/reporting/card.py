@@ -94,7 +94,7 @@ def measured(evaluation: Evaluation, data: str | None) -> Iterator[EvalResult]:
             dataset_type=data or short(evaluation.task),
             dataset_name=short(evaluation.task),
             dataset_split=evaluation.split,
-            metric_type="accuracy" if name in ACCURACY else name.partition("@")[0],
+            metric_type="accuracy" if name in ACCURACY else labelled(name, evaluation.k),
             metric_name=worded(name, evaluation.k),
             metric_value=estimate.value,
             metric_args={"interval": 0.95, **ends} if all(map(math.isfinite, ends.values())) else None,

@@ -1,0 +1,141 @@
+"""What the card of a model says, from run folders that are written here: no training."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from huggingface_hub import ModelCard
+
+from pellucid import config
+from pellucid.reporting.card import base_model, card
+from pellucid.reporting.loggers import json_line
+from pellucid.reporting.measures import record_of
+from pellucid.training import files
+from pellucid.types import Estimate, Evaluation
+
+SUMS = '[task]\nname = "arithmetic"\n[algorithm]\nseed = 5\n'
+FACTS = {"versions": {"pellucid": "0.1"}, "git": "", "hardware": {"cpu": "A | B", "gpus": ""}}
+
+
+def evaluation(accuracy, reward, verdicts=True):
+    right = Estimate(accuracy, accuracy - 0.125, accuracy + 0.125)
+    worth = Estimate(reward, reward - 0.25, reward + 0.25)
+    questions = Evaluation("arithmetic", "test", 16, 4, right, right, right, reward=worth, reward_at_k=worth)
+    return record_of(questions) | {"verdicts": verdicts}
+
+
+@pytest.fixture
+def written(tmp_path):
+    """Make the card of a run with this recipe and these evaluations, two steps of 30 and of 300 seconds."""
+
+    def write(recipe, *evaluations, **facts):
+        (tmp_path / "recipe.toml").write_text(recipe)
+        settings = files.recorded(config.resolved(config.load(tmp_path / "recipe.toml")))
+        run_dir = tmp_path / "run"
+        (run_dir / "model").mkdir(parents=True, exist_ok=True)
+        known = {**settings, **FACTS, "digests": files.digests(settings), **facts}
+        (run_dir / "config.json").write_text(json.dumps(known))
+        steps = [{"step": 1, "time/step": 30.0}, {"step": 2, "time/step": 300.0}]
+        (run_dir / "metrics.jsonl").write_text("".join(map(json_line, steps)))
+        lines = [{"step": step, **record} for step, record in enumerate(evaluations)]
+        (run_dir / "evals.jsonl").write_text("".join(map(json_line, lines)))
+        return ModelCard(card(run_dir, "me/sums", "steps = 2\n"))
+
+    return write
+
+
+def test_accuracies_are_told_where_answers_are_right_or_wrong(written):
+    made = written(SUMS, evaluation(0.25, 0.25), evaluation(0.75, 0.75))
+    measured = {result.metric_name: result for result in made.data.eval_results}
+    assert {name: result.metric_type for name, result in measured.items()} == {
+        "greedy accuracy": "accuracy",
+        "mean@4": "accuracy",
+        "pass@4": "pass@4",
+    }
+    assert "| greedy accuracy | 0.250 [0.12, 0.38] | 0.750 [0.62, 0.88] | apart |" in made.text
+    assert "`arithmetic`: 16 prompts, 95% intervals" in made.text
+
+
+def test_the_mean_reward_is_told_where_they_are_neither(written):
+    made = written(SUMS, evaluation(0.0, -0.5, verdicts=False), evaluation(0.0, -0.25, verdicts=False))
+    [greedy, sampled] = made.data.eval_results
+    assert (greedy.metric_type, greedy.metric_value, greedy.metric_args["low"]) == ("reward", -0.25, -0.5)
+    assert sampled.metric_name == "reward@4"
+    assert "| reward of greedy answers | -0.500 [-0.75, -0.25] | -0.250 [-0.50, 0.00] | overlap |" in made.text
+    assert "accuracy" not in made.text
+
+
+def test_a_run_that_was_never_evaluated_has_no_results(written):
+    made = written(SUMS)
+    assert made.data.eval_results is None and "Results" not in made.text
+
+
+def test_what_was_trained_for_how_long_and_what_was_rewarded(written):
+    text = written(SUMS, evaluation(0.5, 0.5)).text
+    assert 'Task: `arithmetic`. Questions such as "What is 3 + 4?"' in text
+    assert "Reward: Questions with two operands and one operator; the reward is 1 if" in text
+    assert "2 steps of 4 prompts x 8 completions, 5.5 minutes, seed 5" in text
+    assert text.startswith("\n# sums\n\nHuggingFaceTB/SmolLM2-135M-Instruct, trained with GRPO")
+    assert "```toml\n# recipe.toml\nsteps = 2\n```" in text and "| cpu | A \\| B |" in text
+    assert "gpus" not in text and "git revision" not in text and "sha256" not in text
+
+
+def test_data_of_the_hub_terms_with_weights_an_adapter_and_resumes(written):
+    terms = '[[task.rewards]]\nname = "numeric"\n[[task.rewards]]\nname = "length"\nweight = 0.1\nlimit = 9\n'
+    recipe = f'[policy]\nlora = 8\n[task]\nname = "dataset"\ndata = "openai/gsm8k"\nsubset = "main"\n{terms}'
+    made = written(recipe, evaluation(0.5, 0.4), resumes=[{"step": 7, "time": "2026-01-02"}])
+    assert made.data.datasets == ["openai/gsm8k"] and "lora" in made.data.tags
+    assert {result.dataset_type for result in made.data.eval_results} == {"openai/gsm8k"}
+    assert "Reward: 1.0 x `numeric` + 0.1 x `length`" in made.text and "adapter of rank 8" in made.text
+    assert "| resumed after step 7 | 2026-01-02 |" in made.text
+
+
+def test_data_of_a_file_is_no_data_set_of_the_hub(written, tmp_path):
+    (tmp_path / "rows.jsonl").write_text('{"question": "1 + 1?", "answer": "2"}\n')
+    made = written(f'[task]\nname = "dataset"\ndata = "{tmp_path}/rows.jsonl"\n', evaluation(0.5, 0.5))
+    assert made.data.datasets is None and "Data: `rows.jsonl`" in made.text
+    assert "| `task.data` | `rows.jsonl` | `" in made.text and str(tmp_path) not in made.content
+
+
+def test_around_a_task_are_others_and_the_questions_are_the_inner_ones(written):
+    text = written('[task]\nname = "curriculum"\n[task.task]\nname = "sorting"\n', evaluation(0.5, 0.5)).text
+    assert "Task: `sorting`. Sort a few numbers" in text
+
+
+def test_it_is_used_as_a_chat_where_there_is_a_template_for_one(written, tmp_path):
+    assert "messages" not in written(SUMS).text
+    (tmp_path / "run" / "model" / "chat_template.jinja").write_text("{{ messages }}")
+    assert 'messages = [{"role": "user"' in written(SUMS).text
+
+
+def test_the_python_of_the_card_is_python(written):
+    code = written(SUMS).text.partition("```python\n")[2].partition("```")[0]
+    assert compile(code, "card", "exec") and 'model="me/sums"' in code
+
+
+def test_a_model_in_a_folder_with_spaces_goes_by_its_name(written, tmp_path):
+    folder = tmp_path / "my models" / "first one"
+    folder.mkdir(parents=True)
+    made = written(f'[policy]\nmodel = "{folder}"\n{SUMS}')
+    assert made.text.startswith("\n# sums\n\nfirst one, trained")
+    folder.rmdir()
+    assert made.content == written(f'[policy]\nmodel = "{folder}"\n{SUMS}').content
+
+
+@pytest.mark.parametrize(
+    ("model", "known"),
+    [
+        ("smollm2-135m", "HuggingFaceTB/SmolLM2-135M-Instruct"),
+        ("Qwen/Qwen2.5-0.5B", "Qwen/Qwen2.5-0.5B"),
+        ("gpt2", "gpt2"),
+        ("/home/me/model", None),
+        ("./model", None),
+        ("~/model", None),
+        ("a/b/c", None),
+        ("small.gguf", None),
+        ("modelscope:Qwen/Qwen2.5-0.5B", None),
+    ],
+)
+def test_the_base_model_is_named_where_the_hub_has_it(model, known):
+    assert base_model(model) == known
