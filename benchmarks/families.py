@@ -65,6 +65,7 @@ and the one that it is scored by, in fp32.
 Whatever transformers computes is tried before it is sampled from: rows beside one another are compared with a whole
 reading of each (`models/trial.py`). Where `sampler.name` cannot draw from a model, the other sampler does, and a line
 says so. What cannot be trained is refused in one line, and where the configuration shows it before weights are loaded.
+Code of a checkpoint's own runs where `policy.trust_remote_code` is set, and is computed by transformers.
 
 | family | computed by | sampler | three steps | gap | served |
 |---|---|---|---|--:|---|

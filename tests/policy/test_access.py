@@ -130,25 +130,25 @@ def test_what_lies_on_this_machine_has_no_revision(kind, model_dir, tmp_path, re
 
 # ---------------------------------------------------------------- code of its own
 
-CODE = """
+CONFIGURATION = """
 from pathlib import Path
 
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaConfig
 
 Path({ran!r}).touch()
 
 
 class OwnConfig(LlamaConfig):
     model_type = {kind!r}
+"""
+MODEL = """
+from transformers import LlamaForCausalLM
+
+from .configuration_own import OwnConfig
 
 
 class OwnForCausalLM(LlamaForCausalLM):
     config_class = OwnConfig
-
-    def forward(self, *arguments, **settings):
-        output = super().forward(*arguments, **settings)
-        output.logits = output.logits * 1.0
-        return output
 """
 
 
@@ -157,10 +157,13 @@ def own(request, tmp_path, model_dir, monkeypatch):
     """A checkpoint whose folder holds its code, of an architecture of its own or under the name of a known one."""
     monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules"))
     monkeypatch.setattr(sys, "path", list(sys.path))
+    for module in [module for module in sys.modules if module.startswith("transformers_modules")]:
+        monkeypatch.delitem(sys.modules, module)  # of another test's cache
     folder, ran = Path(shutil.copytree(model_dir, tmp_path / f"own_{request.param}")), tmp_path / "ran"
-    (folder / "modeling_own.py").write_text(CODE.format(ran=str(ran), kind=request.param))
+    (folder / "configuration_own.py").write_text(CONFIGURATION.format(ran=str(ran), kind=request.param))
+    (folder / "modeling_own.py").write_text(MODEL)
     config = json.loads((folder / "config.json").read_text())
-    classes = {"AutoConfig": "modeling_own.OwnConfig", "AutoModelForCausalLM": "modeling_own.OwnForCausalLM"}
+    classes = {"AutoConfig": "configuration_own.OwnConfig", "AutoModelForCausalLM": "modeling_own.OwnForCausalLM"}
     own = {"model_type": request.param, "architectures": ["OwnForCausalLM"], "auto_map": classes}
     (folder / "config.json").write_text(json.dumps(config | own))
     return folder

@@ -128,6 +128,20 @@ def test_the_plan_counts_the_bytes_that_are_there(tmp_path, recipe, dtype):
     assert memory.state(loaded, cfg)["weights"] * 1e9 == pytest.approx(held + copied, rel=1e-6)
 
 
+def test_the_plan_is_of_what_can_be(tmp_path, recipe, capsys):
+    """On paper, without the library: a base of a tenth of the bytes, and no engine that would share it out."""
+    for settings in (IN_4BIT, IN_4BIT[:2]):
+        with pytest.raises(SystemExit) as ended:
+            cli.main(["doctor", "--plan", str(recipe), "--policy.model", "recipes/shapes/qwen2.5-3b", *settings])
+        assert ended.value.code == 0
+    narrow, whole = (part.splitlines() for part in capsys.readouterr().out.split("GB on each device at the peak\n")[1:])
+    heads, *rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in narrow if line.startswith("| ")]
+    assert [row[:2] for row in rows if row[0].isdigit()] == [[n, "ddp"] for n in "1248"]
+    assert "with offload" not in heads
+    weights = [float(next(line for line in part if line.startswith("| 1 ")).split("|")[3]) for part in (narrow, whole)]
+    assert weights[0] < 0.3 * weights[1]
+
+
 @pytest.mark.parametrize(
     ("settings", "said"),
     [

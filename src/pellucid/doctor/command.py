@@ -83,14 +83,16 @@ def plan(cfg: Config) -> int:
         f" in {cfg.policy.dtype}; GB on each device at the peak\n"
     )
     names = list(memory.parts(model, cfg))
-    heads = ["devices", "engine", *names, "peak", "with offload"]
+    in_4bit = cfg.policy.load_in_4bit
+    heads = ["devices", "engine", *names, "peak", *([] if in_4bit else ["with offload"])]
     print(line(heads), line(["---"] * len(heads)), sep="\n")
-    for name, changed in ENGINES.items():
+    for name, changed in list(ENGINES.items())[: 1 if in_4bit else None]:  # others cannot share out 4-bit numbers
         by_engine = replace(cfg, runtime=replace(cfg.runtime, **changed))
         away = replace(by_engine, optimizer=replace(cfg.optimizer, offload=True))
         for devices in DEVICES:
             parts = memory.parts(model, by_engine, devices).values()
-            peaks = [memory.shown(model, settings, devices) for settings in (by_engine, away)]
+            ways = [by_engine] if in_4bit else [by_engine, away]
+            peaks = [memory.shown(model, settings, devices) for settings in ways]
             print(line([str(devices), name, *map(memory.gb, parts), *peaks]))
     wide = 4 if cfg.policy.dtype == "float32" else 2
     if reason := memory.unlike(model.config):
