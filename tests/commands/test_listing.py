@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import subprocess
-import sys
-from types import ModuleType
+from pathlib import Path
 from typing import get_args
 
 import pytest
 
+from pellucid import recipes
 from pellucid.algorithm import advantages, objectives
 from pellucid.algorithm.settings import Advantage, KLEstimator, Objective
 from pellucid.commands import listing
@@ -25,15 +25,8 @@ THERE = {
     "aggregates": list(objectives.AGGREGATES),
     "kl": list(get_args(KLEstimator)),
     "samplers": ["native", "hf"],
+    "recipes": list(recipes.listed()),
 }
-
-
-@pytest.fixture(autouse=True)
-def _recipes(monkeypatch):
-    """A library of recipes of our own."""
-    library = ModuleType("pellucid.recipes")
-    library.__dict__["listed"] = lambda: {"sums": "One-digit sums.", "variants/dapo": "DAPO, " + "and so on " * 20}
-    monkeypatch.setitem(sys.modules, "pellucid.recipes", library)
 
 
 def lines(kind, capsys):
@@ -60,7 +53,8 @@ def test_what_is_said_is_what_the_docstring_says_first(capsys):
     said = dict(line.split(maxsplit=1) for line in lines("advantages", capsys))
     assert said["centered"] == "r - mean (Dr. GRPO, arXiv 2503.20783)."
     assert (advantages.raw.__doc__ or "").startswith(said["raw"])
-    assert dict(line.split(maxsplit=1) for line in lines("recipes", capsys))["sums"] == "One-digit sums."
+    recipe = dict(line.split(maxsplit=1) for line in lines("recipes", capsys))["variants/sapo"]
+    assert f"# {recipe}" == Path("recipes/variants/sapo.toml").read_text().splitlines()[0]
 
 
 def test_a_kind_that_there_is_not_and_the_one_that_was_meant():

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import importlib
 import textwrap
 from collections.abc import Callable, Mapping
 from typing import get_args, get_type_hints
 
+from pellucid import recipes
 from pellucid.algorithm.settings import KLEstimator
 from pellucid.machine import docstrings
 from pellucid.machine.plugins import did_you_mean
@@ -33,12 +33,8 @@ def samplers() -> dict[str, str]:
     return {name: docstrings.of_module(f"pellucid.samplers.{name}") for name in names}
 
 
-def recipes() -> Mapping[str, str]:
-    return importlib.import_module("pellucid.recipes").listed()
-
-
 KINDS: dict[str, Callable[[], Mapping[str, str]]] = {
-    "recipes": recipes,
+    "recipes": recipes.listed,
     "tasks": tasks,
     "rewards": lambda: docstrings.of_dict("pellucid.tasks.rewards", "TERMS"),
     "advantages": lambda: docstrings.of_dict("pellucid.algorithm.advantages", "ADVANTAGES"),
