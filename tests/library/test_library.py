@@ -307,8 +307,8 @@ def test_where_every_reward_fails_nothing_is_left(small):
 
 
 def test_a_run_that_cannot_begin_leaves_no_folder(small):
-    with pytest.raises(UserError, match="cannot be loaded"):
-        pellucid.train(data=ROWS, reward=digits, **{**small, "model": "no/such-model"}).finish()
+    with pytest.raises(UserError, match="there is no such file or folder"):
+        pellucid.train(data=ROWS, reward=digits, **{**small, "model": "./no-such-model"}).finish()
     assert not small["run"].exists()
 
 

@@ -219,8 +219,8 @@ def test_what_is_saved_without_weights_has_the_code_too(own, tmp_path):
 def test_trusted_code_is_served(own, capsys):
     if own.name == "own_own":
         with pytest.raises(UserError, match="would run as you"):
-            host.load(command.parsed([str(own)], model=True))
-    served = host.load(command.parsed([str(own), "--trust-remote-code"], model=True))
+            host.load(command.Serve((str(own),)))
+    served = host.load(command.Serve((str(own),), trust_remote_code=True))
     assert served.policy.fallback_reason() == "code of its own"
     assert capsys.readouterr().out == f"! policy.trust_remote_code: Python code of {own} runs as you\n"
 
