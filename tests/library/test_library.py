@@ -282,6 +282,8 @@ def test_several_rewards_have_weights_and_names(small):
     assert dict(reward.weights) == {"digits": 1.0, "digits-2": 2.0, "brevity": 0.0, "tagged": 1.0}
     assert reward.value == pytest.approx(reward.parts["digits"] + 0.5)
     assert reward.parts["brevity"] < 0
+    assert {r.parts["digits-2"] for group in step.groups for r in group.rewards} == {0.25}
+    assert {r.parts["digits"] for group in step.groups for r in group.rewards} != {0.25}
 
 
 def test_a_reward_that_fails_costs_itself(small):
@@ -344,11 +346,15 @@ class Plain:
 
 
 class Split(Plain):
-    def __init__(self, split="train"):
-        self.split, self.seen = split, 0
+    def __init__(self, split="train", asked=None):
+        self.split, self.seen, self.asked = split, 0, [] if asked is None else asked
 
     def with_split(self, split):
-        return Split(split)
+        return Split(split, self.asked)
+
+    def sample(self, step, n):
+        self.asked.append(self.split)
+        return super().sample(step, n)
 
     def observe(self, step, groups):
         self.seen += len(groups)
@@ -384,6 +390,7 @@ def test_a_task_may_be_any_object(small, evaluate_every):
     mine = pellucid.train(resume=small["run"], task=anew).finish()
     assert [row["seen"] for row in mine.metrics] == [2, 4, 6]
     assert list(mine.evaluations) == ([0, 2, 3] if evaluate_every else [])
+    assert ("test" in task.asked) == bool(evaluate_every)
 
 
 def test_a_task_of_this_function_is_graded_in_this_process(small):
@@ -403,8 +410,8 @@ def test_an_objective_may_be_a_function(small):
     mine = []
     for sign in (1.0, -1.0):
 
-        def objective(tokens, cfg):
-            return sign * tokens.advantages * tokens.logprobs  # noqa: B023 - each has its own
+        def objective(tokens, cfg, sign=sign):
+            return sign * tokens.advantages * tokens.logprobs
 
         def advantage(grades, cfg):
             return grades.rewards - grades.rewards.mean(-1, keepdim=True)
