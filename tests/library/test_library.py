@@ -25,7 +25,7 @@ from pellucid.reporting.run_folder import checkpoints
 from pellucid.tasks.curriculum import Curriculum
 from pellucid.training import claim, run
 from pellucid.types import NotBegunError, Prompt, Reward, UserError
-from runs import asked_to_stop, same_run, train, weights
+from runs import asked_to_stop, in_processes, same_run, train, weights
 
 ROWS = [{"question": f"{a}+{b}=", "answer": str(a + b)} for a in range(6) for b in range(6)]
 
@@ -447,6 +447,33 @@ def test_a_script_whose_rewards_need_processes_needs_a_guard(guard, model_dir, t
         assert 'a reward process imports this script: put `if __name__ == "__main__":` around' in done.stderr
         assert 'a script that trains needs `if __name__ == "__main__":` around it' in done.stderr
         assert len(list((tmp_path / "runs").iterdir())) == 1, "none of the reward process"
+
+
+TWO = """
+import sys
+import pellucid
+sys.path.append({tests!r})
+from library.test_library import ROWS, digits
+
+run = pellucid.train(
+    model=sys.argv[1], run=sys.argv[2], data=ROWS, reward=digits, steps=3, prompts_per_step=2, group_size=4,
+    max_tokens=8, evaluate_every=0, dtype="float32", lr=1e-3,
+)
+for step in run:
+    if step.step == 2:
+        break
+assert not run.finished
+assert run.finish().finished
+"""
+
+
+def test_two_processes_share_the_rows_and_leave_together(model_dir, tmp_path):
+    (tmp_path / "two.py").write_text(TWO.format(tests=str(Path(__file__).parents[1])))
+    for processes in (1, 2):
+        in_processes(processes, tmp_path / "two.py", model_dir, tmp_path / str(processes))
+    one, two = (weights(tmp_path / name) for name in "12")
+    for name, tensor in one.items():
+        torch.testing.assert_close(two[name], tensor, rtol=0, atol=1e-5)
 
 
 # ---------------------------------------------------------------- mistakes
