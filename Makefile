@@ -4,7 +4,7 @@ BIN := .venv/bin
 # A worker a core, and a thread a worker: two that compute at once would wait for each other.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q --numprocesses logical --maxprocesses 8 --dist worksteal
 MATHEMATICS := tests/test_structure.py tests/test_docs.py $(patsubst %,tests/algorithm/test_%.py, \
-    advantages objectives kl shaping expectations diagnostics totals settings batch own)
+    advantages objectives kl shaping expectations diagnostics totals settings batch own alone)
 
 .PHONY: setup train check mathematics test network lint mutants seeds vllm deepspeed bench notebook systems clean
 

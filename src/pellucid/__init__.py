@@ -7,8 +7,6 @@ from __future__ import annotations
 
 TYPE_CHECKING = False  # as typing has it: `python -m pellucid` comes here before __main__ has seen to the import path
 if TYPE_CHECKING:
-    from typing import Any
-
     from pellucid import algorithm
     from pellucid.algorithm.grpo import StepResult
     from pellucid.library.run import Run
@@ -42,15 +40,16 @@ HOMES = {
 }
 
 
-def __getattr__(name: str) -> Any:
-    if name not in __all__:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    import importlib  # noqa: PLC0415 - as above
+if not TYPE_CHECKING:  # who would take any name for one that is exported
 
-    if name == "algorithm":
-        return importlib.import_module("pellucid.algorithm")
-    return getattr(importlib.import_module(HOMES.get(name, "pellucid.types")), name)
+    def __getattr__(name: str) -> object:
+        if name not in __all__:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        import importlib  # noqa: PLC0415 - as above
 
+        if name == "algorithm":
+            return importlib.import_module("pellucid.algorithm")
+        return getattr(importlib.import_module(HOMES.get(name, "pellucid.types")), name)
 
-def __dir__() -> list[str]:
-    return __all__
+    def __dir__() -> list[str]:
+        return __all__

@@ -12,7 +12,7 @@ from trl import GRPOConfig as TRLConfig
 from trl import GRPOTrainer
 
 from conftest import CountDigits, OneProcessRuntime, character_tokenizer, make_policy
-from pellucid.algorithm import grpo
+from pellucid.algorithm import grpo, policy_loss
 from pellucid.algorithm.batch import collate
 from pellucid.algorithm.settings import GRPOConfig
 from pellucid.policy.policy import Policy
@@ -139,3 +139,11 @@ def test_loss_and_gradients_are_those_of_trl(case, kl_coef, left_padding, rollou
     for name, gradient in runtime.gradients.items():
         torch.testing.assert_close(gradient, expected[name], rtol=0, atol=1e-5)
     assert max(float(g.abs().max()) for g in expected.values()) > 1e-2
+
+    known = {"old_logprobs": batch.old_logprobs, "ref_logprobs": batch.ref_logprobs}
+    logprobs, advantages = policy.score(batch).logprobs, batch.advantages[:, 0]
+    alone = policy_loss(logprobs, advantages, batch.mask, **known, **{"kl": "k3", **ours}, kl_coef=kl_coef)
+    assert float(alone.detach()) == pytest.approx(float(loss.detach()), abs=1e-5)
+    trained = policy.trainable()
+    for name, gradient in zip(trained, torch.autograd.grad(alone, list(trained.values())), strict=True):
+        torch.testing.assert_close(gradient, expected[name], rtol=0, atol=1e-5)

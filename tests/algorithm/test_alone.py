@@ -28,13 +28,23 @@ def drawn():
     torch.manual_seed(0)
     now, old, reference = (make_policy(seed=seed, entropy_grad=True) for seed in range(3))
     prompts = CountDigits().sample(0, 2)
-    groups = grade(CountDigits(), Native(policy=old).generate(prompts, Sampling(G, max_tokens=9, seed="0/0")))
+    sampled = Native(policy=old).generate(prompts, Sampling(G, max_tokens=9, seed="0/0"))
+    ragged = [
+        replace(g, completions=tuple(map(cut, g.completions, lengths)))
+        for g, lengths in zip(sampled, ([9, 4, 7, 2], [3, 9, 5, 8]), strict=True)
+    ]
+    groups = grade(CountDigits(), ragged)
     groups = [replace(g, rewards=tuple(composite(r, i) for i, r in enumerate(g.rewards))) for g in groups]
     groups[0] = replace(groups[0], rewards=(Reward(float("nan"), error="broken"), *groups[0].rewards[1:]))
     batch = collate(groups, now.device)
     with torch.no_grad():
         old_logprobs, ref_logprobs = old.score(batch).logprobs, reference.score(batch).logprobs
     return now, groups, replace(batch, old_logprobs=old_logprobs, ref_logprobs=ref_logprobs)
+
+
+def cut(completion, length):
+    tokens, logprobs = completion.token_ids[:length], completion.logprobs[:length]
+    return replace(completion, token_ids=tokens, logprobs=logprobs, text=completion.text[:length])
 
 
 def composite(reward, i):
@@ -130,6 +140,23 @@ def test_a_first_step_needs_no_old_logprobs(drawn):
     along = advantages.flatten()[:, None] * batch.mask
     torch.testing.assert_close(found, -along / batch.mask.sum())
     assert float(loss.detach()) == pytest.approx(-float(along.sum() / batch.mask.sum()), abs=1e-6)
+
+
+@pytest.mark.parametrize("case", LOSSES)
+def test_what_stands_in_the_padding_has_no_gradient(case, drawn):
+    """Not even an infinity, of which there is none that is a number."""
+    _, _, batch = drawn
+    unknown = torch.where(batch.mask, 0.0, -torch.inf)
+    logprobs = (batch.sampler_logprobs - 0.1 + unknown).requires_grad_()
+    known = {"ref_logprobs": batch.ref_logprobs, "sampler_logprobs": batch.sampler_logprobs, "entropy": logprobs.exp()}
+    advantages = torch.tensor([1.0, -1.0, 0.5, -0.5, 2.0, 0.5, 0.5, -3.0])
+    loss = policy_loss(logprobs, advantages, batch.mask, old_logprobs=batch.sampler_logprobs, **known, **LOSSES[case])
+    loss.backward()
+    assert loss.isfinite()
+    assert logprobs.grad.isfinite().all()
+    assert not logprobs.grad[~batch.mask].any()
+    assert (logprobs.grad[batch.mask] != 0).any()
+    assert not batch.mask.all()
 
 
 ONES = torch.ones(4, 3)

@@ -25,7 +25,7 @@ from pellucid.reporting.run_folder import checkpoints
 from pellucid.tasks.curriculum import Curriculum
 from pellucid.training import claim, run
 from pellucid.types import NotBegunError, Prompt, Reward, UserError
-from runs import asked_to_stop, same_run, train, weights
+from runs import asked_to_stop, in_processes, same_run, train, weights
 
 ROWS = [{"question": f"{a}+{b}=", "answer": str(a + b)} for a in range(6) for b in range(6)]
 
@@ -282,6 +282,8 @@ def test_several_rewards_have_weights_and_names(small):
     assert dict(reward.weights) == {"digits": 1.0, "digits-2": 2.0, "brevity": 0.0, "tagged": 1.0}
     assert reward.value == pytest.approx(reward.parts["digits"] + 0.5)
     assert reward.parts["brevity"] < 0
+    assert {r.parts["digits-2"] for group in step.groups for r in group.rewards} == {0.25}
+    assert {r.parts["digits"] for group in step.groups for r in group.rewards} != {0.25}
 
 
 def test_a_reward_that_fails_costs_itself(small):
@@ -344,11 +346,15 @@ class Plain:
 
 
 class Split(Plain):
-    def __init__(self, split="train"):
-        self.split, self.seen = split, 0
+    def __init__(self, split="train", asked=None):
+        self.split, self.seen, self.asked = split, 0, [] if asked is None else asked
 
     def with_split(self, split):
-        return Split(split)
+        return Split(split, self.asked)
+
+    def sample(self, step, n):
+        self.asked.append(self.split)
+        return super().sample(step, n)
 
     def observe(self, step, groups):
         self.seen += len(groups)
@@ -384,6 +390,7 @@ def test_a_task_may_be_any_object(small, evaluate_every):
     mine = pellucid.train(resume=small["run"], task=anew).finish()
     assert [row["seen"] for row in mine.metrics] == [2, 4, 6]
     assert list(mine.evaluations) == ([0, 2, 3] if evaluate_every else [])
+    assert ("test" in task.asked) == bool(evaluate_every)
 
 
 def test_a_task_of_this_function_is_graded_in_this_process(small):
@@ -403,8 +410,8 @@ def test_an_objective_may_be_a_function(small):
     mine = []
     for sign in (1.0, -1.0):
 
-        def objective(tokens, cfg):
-            return sign * tokens.advantages * tokens.logprobs  # noqa: B023 - each has its own
+        def objective(tokens, cfg, sign=sign):
+            return sign * tokens.advantages * tokens.logprobs
 
         def advantage(grades, cfg):
             return grades.rewards - grades.rewards.mean(-1, keepdim=True)
@@ -440,6 +447,33 @@ def test_a_script_whose_rewards_need_processes_needs_a_guard(guard, model_dir, t
         assert 'a reward process imports this script: put `if __name__ == "__main__":` around' in done.stderr
         assert 'a script that trains needs `if __name__ == "__main__":` around it' in done.stderr
         assert len(list((tmp_path / "runs").iterdir())) == 1, "none of the reward process"
+
+
+TWO = """
+import sys
+import pellucid
+sys.path.append({tests!r})
+from library.test_library import ROWS, digits
+
+run = pellucid.train(
+    model=sys.argv[1], run=sys.argv[2], data=ROWS, reward=digits, steps=3, prompts_per_step=2, group_size=4,
+    max_tokens=8, evaluate_every=0, dtype="float32", lr=1e-3,
+)
+for step in run:
+    if step.step == 2:
+        break
+assert not run.finished
+assert run.finish().finished
+"""
+
+
+def test_two_processes_share_the_rows_and_leave_together(model_dir, tmp_path):
+    (tmp_path / "two.py").write_text(TWO.format(tests=str(Path(__file__).parents[1])))
+    for processes in (1, 2):
+        in_processes(processes, tmp_path / "two.py", model_dir, tmp_path / str(processes))
+    one, two = (weights(tmp_path / name) for name in "12")
+    for name, tensor in one.items():
+        torch.testing.assert_close(two[name], tensor, rtol=0, atol=1e-5)
 
 
 # ---------------------------------------------------------------- mistakes

@@ -11,7 +11,7 @@ grpo.py and types.py.
 from __future__ import annotations
 
 import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from pellucid.algorithm.alone import group_advantages, policy_loss
@@ -19,7 +19,9 @@ if TYPE_CHECKING:
 __all__ = ["group_advantages", "policy_loss"]
 
 
-def __getattr__(name: str) -> Any:
-    if name not in __all__:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module("pellucid.algorithm.alone"), name)  # it imports torch
+if not TYPE_CHECKING:
+
+    def __getattr__(name: str) -> object:
+        if name not in __all__:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        return getattr(importlib.import_module("pellucid.algorithm.alone"), name)  # it imports torch

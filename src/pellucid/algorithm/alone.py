@@ -103,7 +103,7 @@ def policy_loss(
 ) -> Tensor:
     """Return the loss of completions, whose `backward()` is the step of GRPO.
 
-    logprobs: [B, T] of each response token under the policy, in nats, with gradient; those of padding do not matter.
+    logprobs: [B, T] of each response token under the policy, in nats, with gradient; the padding is not read.
     advantages: [B], [P, G] with B = P * G in the same order, or [B, T]. mask: [B, T], where the policy drew a token.
     old_logprobs: [B, T] under the policy that drew them; None where that is the one that is trained, as it is at first.
     sampler_logprobs: [B, T] as the sampler computed them, for `correction`. ref_logprobs: [B, T], for `kl_coef`, with
@@ -117,17 +117,21 @@ def policy_loss(
     """
     cfg = chosen(settings, OF_THE_LOSS, "policy_loss")
     refuse_missing(settings, {"ref_logprobs": ref_logprobs, "entropy": entropy, "sampler_logprobs": sampler_logprobs})
-    logprobs = logprobs.masked_fill(~mask.bool(), 0.0)  # an infinity there would have a gradient that is no number
-    batch = batch_of(mask.bool(), logprobs.detach() if old_logprobs is None else old_logprobs)
+
+    def known(x: Tensor) -> Tensor:
+        """An infinity in the padding would have a gradient, and a mean over its row, that is no number."""
+        return x.masked_fill(~mask.bool(), 0.0)
+
+    logprobs = known(logprobs)
+    batch = batch_of(mask.bool(), logprobs.detach() if sampler_logprobs is None else known(sampler_logprobs))
     counted = batch.mask.any(-1).sum() if rows is None else torch.as_tensor(rows, device=mask.device)
     drawn = batch.mask.sum() if tokens is None else torch.as_tensor(tokens, device=mask.device)
     batch = replace(
         batch,
         advantages=along(advantages, batch).to(logprobs),
         weights=AGGREGATES[cfg.aggregate](batch.mask, counted.clamp(min=1), drawn.clamp(min=1), cfg),
-        old_logprobs=old_logprobs,
-        ref_logprobs=ref_logprobs,
-        sampler_logprobs=batch.sampler_logprobs if sampler_logprobs is None else sampler_logprobs,
+        old_logprobs=None if old_logprobs is None else known(old_logprobs),
+        ref_logprobs=None if ref_logprobs is None else known(ref_logprobs),
     )
     scores = Scores(logprobs, torch.zeros_like(logprobs) if entropy is None else entropy)
     return loss_terms(scores, batch, cfg)[0]
