@@ -25,6 +25,7 @@ from pellucid.tasks.dataset import Dataset
 from pellucid.training import changes, claim
 from pellucid.types import UserError
 
+Settings = Mapping[str, Any]
 SOURCE = "pellucid.train"
 NUMBERS = itertools.count(1)
 """Runs of this process whose folders are named by the second in which they were asked for."""
@@ -69,14 +70,9 @@ def train(
         source = folder / "config.json" if resume else Path(recipe) if recipe else None
         values = config.read(source) if source else {}
         section = task_section(values.get("task"), task, data, reward, lines, folder, objects)
-        own = axes_named(sections_of(settings, task_class(section.get("name", Config.task_names[0]))), objects)
-        section = {**section, **own.pop("task", {})}
-        if lines:
-            section |= columns(lines, section, reward)
-        named = {"policy": {"model": model_name(model)}} if model is not None else {}
-        cfg = config.build(merged(values, {**merged(own, named), **({"task": section} if section else {})}), SOURCE)
-        if lines and isinstance(cfg.task, Dataset):
-            lines.check(cfg.task)
+        if model is not None:
+            settings["policy_model"] = model_name(model)
+        cfg = configured(values, section, settings, lines, objects)
         resumed = None
         if resume:
             refuse_other_rows(lines, folder)
@@ -85,6 +81,20 @@ def train(
             check_begun(folder, cfg, lines)
     prepare = (lambda: lines.write(folder / claim.DATA)) if lines and not resume else None
     return Run(cfg, folder, resumed, objects, prepare)
+
+
+def configured(
+    values: Settings, section: Settings, settings: Settings, lines: Lines | None, objects: Objects
+) -> Config:
+    """Return the settings of a recipe with keywords over them. `section` is that of the task."""
+    own = axes_named(sections_of(settings, task_class(section.get("name", Config.task_names[0]))), objects)
+    section = {**section, **own.pop("task", {})}
+    if lines:
+        section |= columns(lines, section)
+    cfg = config.build({**merged(values, own), **({"task": section} if section else {})}, SOURCE)
+    if lines and isinstance(cfg.task, Dataset):
+        lines.check(cfg.task)
+    return cfg
 
 
 def task_section(
@@ -106,7 +116,7 @@ def task_section(
     return section
 
 
-def over(before: Mapping[str, Any], asked: Mapping[str, Any]) -> dict[str, Any]:
+def over(before: Settings, asked: Settings) -> dict[str, Any]:
     """Return the section of a task, of which a recipe may have said more."""
     if before.get("name") != asked["name"]:
         return dict(asked)
@@ -114,10 +124,10 @@ def over(before: Mapping[str, Any], asked: Mapping[str, Any]) -> dict[str, Any]:
     return {**before, **asked, **inside}
 
 
-def columns(lines: Lines, section: Mapping[str, Any], reward: Any) -> dict[str, Any]:
+def columns(lines: Lines, section: Settings) -> dict[str, Any]:
     """Return which columns of rows hold what. UserError where nothing says what is right."""
     found = of_data.columns_of(lines.first, section)
-    if reward is None and "rewards" not in section and not of_data.has_answers(lines.first, {**section, **found}):
+    if "rewards" not in section and not of_data.has_answers(lines.first, {**section, **found}):
         raise UserError(
             'nothing says what is right: give reward=, or rows with a column "answer"; answer="name" names another'
         )
@@ -131,10 +141,9 @@ def model_name(model: str | Path) -> str:
     raise UserError(f"model is a {kind}: give its folder or Hub id; model.save_pretrained(folder) makes one of it")
 
 
-def merged(values: Mapping[str, Any], over: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
-    """Return sections with the keys of others over their own; the task is the other's as a whole."""
-    joined = {name: keys if name == "task" else {**values.get(name, {}), **keys} for name, keys in over.items()}
-    return {**values, **joined}
+def merged(values: Settings, others: Mapping[str, Settings]) -> dict[str, Any]:
+    """Return sections with the keys of others over their own."""
+    return {**values, **{name: {**values.get(name, {}), **keys} for name, keys in others.items()}}
 
 
 def refuse_other_rows(lines: Lines | None, folder: Path) -> None:

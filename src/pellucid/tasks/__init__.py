@@ -2,7 +2,8 @@
 
 Each file holds a task that a recipe can name, or a part that tasks share: reading data rows, extracting answers,
 computing rewards. curriculum.py and prefixed.py wrap another task (wrappers.py); sandbox.py computes rewards in
-separate processes. Nothing here needs torch, so that these processes start fast.
+separate processes, guarded.py those that have no file in this one. Nothing here needs torch, so that these processes
+start fast.
 """
 
 from __future__ import annotations
