@@ -68,10 +68,11 @@ def test_a_checkpoint_without_a_model_is_to_be_gone_on_from(tmp_path, cell):
 def test_a_finished_run_stays_finished_when_it_is_tidied(tmp_path, keep):
     run_dir = write_run(tmp_path / "run", [1, 0])
     checkpoint(run_dir)
-    (run_dir / "model").mkdir()
+    for saved in ("model", "adapter"):
+        (run_dir / saved).mkdir()
     tidy(run_dir, keep)
     assert not (run_dir / "checkpoints").exists()
-    assert (run_dir / "model").exists() == keep
+    assert (run_dir / "model").exists() == (run_dir / "adapter").exists() == keep
     assert finished(run_dir)
 
 

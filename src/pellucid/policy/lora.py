@@ -39,6 +39,6 @@ def merged(model: PreTrainedModel, weights: Mapping[str, Tensor]) -> PreTrainedM
 
 def save(adapter: Any, weights: Mapping[str, Tensor], folder: Path) -> None:
     """Save these weights, whole and unrounded, by their names in the model."""
-    named = {f"base_model.model.{name}": p.contiguous() for name, p in weights.items()}
+    named = {f"base_model.model.{name}": p.detach().cpu().contiguous() for name, p in weights.items()}
     # Left open, peft asks the Hub whether the base has other embeddings than the model.
     adapter.save_pretrained(str(folder), state_dict=named, save_embedding_layers=False)

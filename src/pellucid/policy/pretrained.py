@@ -99,11 +99,11 @@ def by(access: Access) -> dict[str, Any]:
 
 def commit(name: str, access: Access) -> str:
     """The commit of the Hub that a name and its revision lead to; empty for what lies elsewhere."""
+    if name.startswith(modelscope.PREFIX) or name in EMBEDDED or Path(name).expanduser().exists():
+        return ""
     with explained(name, access):
-        source = locate(name, weights=False, revision=access.revision)
-        if os.path.exists(source):
-            return ""
-        return extract_commit_hash(cached_file(source, "config.json", revision=access.revision or None), None) or ""
+        file = cached_file(locate(name), "config.json", revision=access.revision or None)
+        return extract_commit_hash(file, None) or ""
 
 
 @contextmanager
