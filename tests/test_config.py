@@ -83,6 +83,9 @@ def test_settings_survive_json(tmp_path):
         ("[task]\nname = 'arithmetic'\ndigit = 2\n", 'task.digit: no such key; did you mean "digits"'),
         ("[task]\nname = 'dataset'\ndata = 'x.jsonl'\nrewards = [{name = 'exact', wait = 1}]\n", "wait"),
         ("task = 'arithmetic'\n", "task: must be a table"),
+        ("[task]\nname = 3\n", "task.name: must be a text (got 3)"),
+        ("[task]\nname = ['a']\n", "task.name: must be a text (got ['a'])"),
+        ("[task]\nname = 'curriculum'\n[task.task]\nname = 3\n", "task.task.name: must be a text"),
         ("[policy\n", "recipe.toml"),
     ],
 )
@@ -143,6 +146,12 @@ def test_no_float_of_a_task_either(tmp_path, text, said):
 def test_settings_of_the_optimizer_are_in_their_ranges(tmp_path, text):
     with pytest.raises(UserError, match=f"optimizer: {text.split(' ')[0]}"):
         config.load(recipe(tmp_path, f"[optimizer]\n{text}\n"))
+
+
+def test_a_list_is_no_settings(tmp_path):
+    (tmp_path / "list.json").write_text("[1]")
+    with pytest.raises(UserError, match=r"list.json: no object of settings"):
+        config.load(tmp_path / "list.json")
 
 
 def test_on_the_command_line_too():
@@ -238,6 +247,8 @@ def test_rewards_are_named_on_the_command_line(tmp_path):
     assert [(term.name, term.weight) for term in terms] == [("exact", 1.0), ("tagged", 1.0)]
     [term] = config.load(path, ["--task.rewards.0.weight", "0.5"]).task.rewards
     assert (term.name, term.weight) == ("math", 0.5)
+    with pytest.raises(UserError, match=r"the command line: rewards.1: the last there is is rewards.0"):
+        config.load(path, ["--task.rewards.1.name", "exact"])
 
 
 OWN_TASK = """
@@ -371,3 +382,38 @@ def test_whatever_a_recipe_holds_it_is_settings_or_one_line(tmp_path_factory, te
     except UserError as error:
         refusal = str(error)
     assert len(refusal.splitlines()) <= 1
+
+
+ODD_TASK = """
+from dataclasses import dataclass, field
+
+@dataclass
+class Left:
+    a: int = 1
+
+@dataclass
+class Right:
+    b: int = 2
+
+@dataclass
+class Odd:
+    either: Left | Right = field(default_factory=Left)
+    seed: int = 0
+    split: str = "train"
+    hidden: int = field(init=False, default=3)
+"""
+
+
+def test_settings_inside_one_of_two_records(tmp_path):
+    (tmp_path / "odd_task.py").write_text(ODD_TASK)
+    path = recipe(tmp_path, f"[task]\nname = '{tmp_path}/odd_task.py:Odd'\n")
+    assert config.load(path, ["--task.either.b", "5"]).task.either.b == 5
+    with pytest.raises(UserError, match=r"task.either.*c: no such key"):
+        config.load(path, ["--task.either.c", "5"])
+
+
+def test_a_type_that_is_not_there_is_one_line(tmp_path):
+    text = "from dataclasses import dataclass\n@dataclass\nclass Lost:\n    x: 'Nope' = 1\n"
+    (tmp_path / "lost_task.py").write_text(text)
+    with pytest.raises(UserError, match="the types of the fields of Lost cannot be read: name 'Nope'"):
+        config.load(recipe(tmp_path, f"[task]\nname = '{tmp_path}/lost_task.py:Lost'\n"))

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import dataclasses
+import inspect
 import json
+import re
 
 import pytest
 
-from pellucid import config
-from pellucid.renames import KEYS, VALUES
+from pellucid import cli, config
+from pellucid.flags import fields_of
+from pellucid.renames import KEYS, TRL, VALUES, of_trl
 
 OLD = '[algorithm]\nobjective = "dynamic"\nmin_spread = 0.25\n'
 
@@ -56,3 +60,28 @@ def test_every_new_name_is_a_setting():
         for old, new in names.items():
             assert config.load(None, [f"--{section}.{key}", new])
             assert old not in names.values()
+
+
+def test_names_of_trl_are_trl_s_and_what_they_are_here_is_a_setting():
+    trl = pytest.importorskip("trl")
+    theirs = {field.name for field in dataclasses.fields(trl.GRPOConfig)}
+    theirs |= set(inspect.signature(trl.GRPOTrainer.__init__).parameters) | {
+        "resume_from_checkpoint",
+        "max_prompt_length",
+    }
+    assert set(TRL) <= theirs
+    sections = {name: list(fields_of(cls)) for name, cls in config.SECTIONS.items()}
+    ours = {"data", "test_data", "reward", "run", "resume"} | {key for keys in sections.values() for key in keys}
+    ours |= {f"{section}.{key}" for section, keys in sections.items() for key in keys}
+    for here in TRL.values():
+        if not here.startswith(("nothing: ", "each setting", "a weight")):
+            named = re.split(r", which|, a |, in |, groups| = ", here)[0]
+            assert set(re.split(", | and | or ", named)) <= ours, here
+
+
+def test_a_name_of_trl_is_told_ours(capsys):
+    with pytest.raises(SystemExit):
+        cli.main(["train", "--num-generations", "4"])
+    said = "train has no option --num-generations; TRL's num_generations is group_size here (docs/library.md)"
+    assert said in capsys.readouterr().err
+    assert of_trl("group_size") == ""

@@ -24,7 +24,7 @@ from pellucid.machine.plugins import did_you_mean
 from pellucid.renames import renamed
 from pellucid.runtimes.settings import RuntimeConfig
 from pellucid.sections import CheckpointConfig, EvaluateConfig, LogConfig, PolicyConfig, SamplerConfig
-from pellucid.tasks import task_class
+from pellucid.tasks import TASKS, task_class
 from pellucid.tasks.wrappers import seeded, wraps
 from pellucid.types import UserError
 
@@ -118,11 +118,14 @@ def read(path: Path) -> dict[str, Any]:
     try:
         text = path.read_text(encoding="utf-8")
         if path.suffix == ".json":
-            return renamed({key: value for key, value in json.loads(text).items() if key in SECTIONS}, "")
+            record = json.loads(text)
+            if not isinstance(record, dict):
+                raise UserError(f"{path}: no object of settings, as in the config.json of a run")
+            return renamed({key: value for key, value in record.items() if key in SECTIONS}, "")
         return renamed(tomllib.loads(text), str(path))
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"{path}: cannot be read ({getattr(error, 'strerror', None) or error})") from error
-    except (tomllib.TOMLDecodeError, json.JSONDecodeError, KeyError) as error:
+    except (tomllib.TOMLDecodeError, json.JSONDecodeError) as error:
         raise UserError(f"{path}: {error}") from error
 
 
@@ -136,6 +139,8 @@ def merged(base: Values, over: Values) -> dict[str, Any]:
 
 def _laid(key: str, base: Any, over: Any) -> Any:
     if isinstance(base, list) and isinstance(over, Mapping) and all(place.isdecimal() for place in over):
+        if beyond := [place for place in over if int(place) >= len(base)]:
+            raise UserError(f"{flags.COMMAND_LINE}: {key}.{beyond[0]}: the last there is is {key}.{len(base) - 1}")
         return list(merged(dict(zip(map(str, range(len(base))), base, strict=True)), over).values())
     if not isinstance(base, Mapping) or not isinstance(over, Mapping):
         return over
@@ -147,15 +152,15 @@ def _merged_task(base: Values, over: Values) -> Any:
 
     A task of another name replaces that of the base and takes none of its settings; a wrapper goes around it.
     """
-    base_name = name_of(base)
-    name = name_of(over, base_name)
+    base_name = _name(base)
+    name = _name(over, base_name)
     if name == base_name:
         return merged(base, over)
-    wrapper = isinstance(name, str) and wraps(task_class(name))  # `build` refuses other names
+    wrapper = isinstance(name, str) and wraps(task_class(name))  # `named_task` refuses other names
     return {**over, "task": _laid("task", base, over.get("task", {}))} if wrapper else over
 
 
-def name_of(section: Values, otherwise: Any = Config.task_names[0]) -> Any:
+def _name(section: Values, otherwise: Any = Config.task_names[0]) -> Any:
     """Return the name of a task's section, which may still be a word of the command line."""
     name = section.get("name", otherwise)
     return " ".join(name) if isinstance(name, flags.Words) else name
@@ -178,17 +183,27 @@ def _section(cls: Any, values: Any, place: Place) -> Any:
             told = first["msg"].removeprefix("Value error, ")
         if first["type"] == "unexpected_keyword_argument":
             told = _unknown(str(inside[-1]), _keys(cls, inside[:-1]))
+            if place[0] == "task" and len(inside) == 1 and (others := _tasks_with(str(inside[-1]))):
+                told = f"no such key in this task; {' and '.join(others)} has it: name the task with task.name"
         raise MistakeError([*place, *map(str, inside)], told) from error
+
+
+def named_task(section: Any, place: Place) -> tuple[str, type[Any]]:
+    """Return the name in the section of a task, and the class that it stands for. MistakeError where there is none."""
+    if not isinstance(section, Mapping):
+        raise MistakeError(place, f"must be a table: [{'.'.join(place)}] with name = ...")
+    name = _name(section)
+    if not isinstance(name, str):
+        raise MistakeError([*place, "name"], f"must be a text (got {name!r})")
+    cls = task_class(name)
+    if not dataclasses.is_dataclass(cls):
+        raise MistakeError([*place, "name"], f"{name!r} is no dataclass: put @dataclass(frozen=True) above it")
+    return name, cls
 
 
 def _task(section: Any, place: Place) -> tuple[Any, tuple[str, ...]]:
     """Return the task of a section, and the names of its tasks from the outside in. MistakeError where it is none."""
-    if not isinstance(section, Mapping):
-        raise MistakeError(place, f"must be a table: [{'.'.join(place)}] with name = ...")
-    name = name_of(section)
-    cls = task_class(name) if isinstance(name, str) else None
-    if not dataclasses.is_dataclass(cls):
-        raise MistakeError([*place, "name"], f"{name!r} is no dataclass: put @dataclass(frozen=True) above it")
+    name, cls = named_task(section, place)
     own = {key: value for key, value in section.items() if key != "name" or key in flags.fields_of(cls)}
     if not wraps(cls):
         return _section(cls, own, place), (name,)
@@ -228,14 +243,20 @@ def _floats(value: Any, key: str = "") -> Iterator[tuple[str, float]]:
 
 
 def _unknown(key: str, known: Sequence[str]) -> str:
-    return f"no such key{did_you_mean(key, known) or '; there are ' + ', '.join(known)}"
+    there = f"; there are {', '.join(known)}" if known else ""
+    return f"no such key{did_you_mean(key, known) or there}"
 
 
 def _keys(cls: Any, place: Sequence[int | str]) -> list[str]:
     """Return the keys of the record at this place in a section."""
     for part in place:
-        cls = flags.item_of(cls) if isinstance(part, int) else flags.fields_of(cls)[part]
+        cls = flags.item_of(cls) if isinstance(part, int) else flags.fields_of(cls).get(str(part))
     return list(flags.fields_of(cls))
+
+
+def _tasks_with(key: str) -> list[str]:
+    """Return the tasks that have a setting of this name."""
+    return [name for name in TASKS if key in flags.fields_of(task_class(name))]
 
 
 def _states(over: Values, place: Place) -> bool:

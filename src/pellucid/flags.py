@@ -33,6 +33,8 @@ def split(words: Sequence[str]) -> tuple[list[str], list[str]]:
         if word.startswith("--"):
             into = settings if is_setting(word) else own
         into.append(word)
+        if "=" in word and is_setting(word):  # it has its value
+            into = own
     return own, settings
 
 
@@ -137,10 +139,15 @@ def truth(word: str) -> bool:
 
 @cache
 def fields_of(kind: Any) -> Mapping[str, Any]:
-    """Return the fields of a dataclass with their types; none for another type."""
+    """Return the fields of a dataclass with their types, or of all in a union of them; none for another type."""
+    if origin(kind) in (Union, types.UnionType):
+        return {name: found for each in kinds_of(kind) for name, found in fields_of(each).items()}
     if not (isinstance(kind, type) and dataclasses.is_dataclass(kind)):
         return {}
-    hints = typing.get_type_hints(kind, include_extras=False)
+    try:
+        hints = typing.get_type_hints(kind)
+    except (NameError, TypeError, SyntaxError) as error:
+        raise UserError(f"the types of the fields of {kind.__name__} cannot be read: {error}") from error
     return {field.name: hints[field.name] for field in dataclasses.fields(kind) if field.init}
 
 

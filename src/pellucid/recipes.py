@@ -13,6 +13,7 @@ PACKAGE = Path(__file__).resolve().parent
 FOLDER = PACKAGE / "_recipes"
 """Where they are in what a wheel has installed. In a clone they are in its own folder."""
 ENDING = ".toml"
+DATA = (".jsonl", ".csv", ".tsv", ".parquet")
 
 
 def find(name: str, folder: Path = Path()) -> Path:
@@ -22,6 +23,8 @@ def find(name: str, folder: Path = Path()) -> Path:
     it may begin with recipes/, as in the documents. UserError where there is neither file nor name.
     """
     path = folder / Path(name).expanduser()
+    if path.is_file() and path.suffix.lower() in DATA:
+        raise UserError(f"{path} is data, and no recipe: --task.name dataset --task.data {name}")
     if path.exists() and not path.is_dir():
         return path
     wanted, known = name.removeprefix("recipes/").removesuffix(ENDING), shipped()

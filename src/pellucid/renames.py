@@ -16,6 +16,54 @@ VALUES = {
     },
 }
 
+TRL = {
+    "args": "each setting by its own name",
+    "beta": "kl_coef",
+    "bf16": 'dtype = "bfloat16"',
+    "delta": "dual_clip",
+    "epsilon": "clip_low and clip_high",
+    "epsilon_high": "clip_high",
+    "eval_dataset": "test_data, a file",
+    "eval_steps": "evaluate.every",
+    "fp16": 'dtype = "float16"',
+    "gradient_accumulation_steps": "micro_batch, which bounds memory alone",
+    "importance_sampling_level": 'objective = "gspo"',
+    "learning_rate": "lr",
+    "logging_steps": "nothing: every step is logged",
+    "loss_type": "aggregate and objective",
+    "lr_scheduler_type": "schedule",
+    "mask_truncated_completions": "overlong_filter",
+    "max_completion_length": "max_tokens",
+    "max_prompt_length": "nothing: prompts are never cut",
+    "max_steps": "steps",
+    "num_generations": "group_size",
+    "num_iterations": "epochs",
+    "num_train_epochs": "steps",
+    "output_dir": "run",
+    "peft_config": "lora, lora_alpha and lora_targets",
+    "per_device_train_batch_size": "prompts_per_step, groups a step in all",
+    "processing_class": "nothing: the tokenizer is the model's",
+    "report_to": "tensorboard or wandb",
+    "resume_from_checkpoint": "resume",
+    "reward_funcs": "reward",
+    "reward_weights": "a weight beside each reward",
+    "save_steps": "checkpoint.every",
+    "save_total_limit": "keep_last",
+    "scale_rewards": "advantage",
+    "sync_ref_model": "reference_every",
+    "top_entropy_quantile": "entropy_share",
+    "train_dataset": "data",
+    "use_vllm": "nothing: groups are sampled here",
+    "warmup_steps": "warmup",
+}
+"""The names that TRL has for settings, and what does the same here."""
+
+
+def of_trl(name: str) -> str:
+    """Return a hint where a name is one of TRL's; empty where it is not. Example: of_trl("learning_rate")"""
+    here = TRL.get(name.replace("-", "_"))
+    return f"; TRL's {name} is {here} here (docs/library.md)" if here else ""
+
 
 def renamed(values: Mapping[str, Any], source: str) -> dict[str, Any]:
     """Return the sections of a recipe with keys and values by their new names.

@@ -29,6 +29,18 @@ class Shout:
     def reward(self, prompt, completion): ...
 """
 
+ODD = """
+from dataclasses import dataclass, field
+from pellucid.tasks.rewards import RewardTerm
+
+@dataclass
+class Odd:
+    rewards: tuple[RewardTerm, ...]
+    seed: int = 0
+    split: str = "train"
+    hidden: int = field(init=False, default=3)
+"""
+
 
 @pytest.fixture
 def said(capsys, monkeypatch):
@@ -56,8 +68,7 @@ def test_every_command_says_what_it_takes(command, flag, said):
     assert (status, err) == (0, "")
     assert out.startswith(f"usage: pellucid {command} ")
     described = " ".join(re.sub("[│ ]+", " ", out).split())
-    for field in dataclasses.fields(line.COMMANDS[command]):
-        assert field.name == "settings" or field.name.replace("_", "-") in described.lower() or "ARG" not in described
+    assert all(f"{option} " in out or f"{option}," in out for option in line.options(command))
     assert line.COMMANDS[command].__doc__ in described
 
 
@@ -100,6 +111,31 @@ def test_so_are_those_of_a_task_of_the_user_s_own(said, tmp_path):
     assert "required" in out[out.index("--task.word") :].splitlines()[1]
 
 
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("task = 'gsm8k'", "task: must be a table"),
+        ("[task]\nname = ['a']", "task.name: must be a text"),
+        ("[algorithm]\nsteps = 0", ""),
+    ],
+)
+def test_help_with_a_recipe_that_is_wrong_is_help_or_one_line(text, told, said, tmp_path):
+    recipe = tmp_path / "wrong.toml"
+    recipe.write_text(text)
+    status, out, err = said("train", recipe, "--help")
+    assert (status, bool(out), told in err) == ((2, False, True) if told else (0, True, True))
+    assert err.count("\n") <= 1
+
+
+def test_a_task_with_fields_that_are_no_settings_is_shown_without_them(said, tmp_path):
+    odd = ODD.replace("class Odd", "class OddOne")
+    (tmp_path / "odd_one.py").write_text(odd)
+    status, out, _ = said("train", "--task.name", f"{tmp_path}/odd_one.py:OddOne", "--help")
+    assert status == 0
+    assert "--task.rewards" in out
+    assert "--task.hidden" not in out
+
+
 def test_without_a_command_there_is_help_and_something_to_mend(said):
     status, out, _ = said()
     assert status == 2
@@ -132,6 +168,10 @@ MISTAKES = {
     "serve x --port http": "Error parsing --port",
     "serve x --dtype float8": "invalid choice 'float8' for argument '--dtype'",
     "serve x --algorithm.steps 3": "serve takes no settings, got --algorithm.steps 3",
+    "train --recipe x": 'train has no option --recipe; did you mean "--resume"?',
+    "train --dry-run=true": "--dry-run takes no value, got true",
+    "train --algorithm.steps=3 nowhere": "nowhere: there is no such file, and no recipe of this name",
+    "train --task.name=3": 'task "3" is unknown',
     "compare": "compare needs a RUN, several, or the folder of a study",
     "compare nowhere": "nowhere: there is no such folder",
     "study nowhere.toml": "nowhere.toml: there is no such file",

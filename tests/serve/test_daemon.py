@@ -31,7 +31,8 @@ SERVICE = """#!{python}
 import json, os, signal, sys, time
 from http.server import BaseHTTPRequestHandler, HTTPServer
 
-port, how = sys.argv[sys.argv.index("--port") + 1], sys.argv[sys.argv.index("serve") + 1]
+words = " ".join(sys.argv).replace("--port=", "--port ").split()
+port, how = words[words.index("--port") + 1], words[words.index("serve") + 1]
 
 class Health(BaseHTTPRequestHandler):
     def do_GET(self):
@@ -154,7 +155,8 @@ def test_a_restart_is_another_process_with_the_same_arguments(service, tmp_path)
     log = (tmp_path / "here" / "serve.log").read_text().splitlines()
     assert len(log) == 2
     assert log[0] == log[1], "both were started alike, and the log goes on"
-    assert str(arguments) in log[0].replace("'-P', '-m', 'pellucid', 'serve', ", "")
+    words = [arguments[0], *("=".join(pair) for pair in zip(arguments[1::2], arguments[2::2], strict=True))]
+    assert str(words) in log[0].replace("'-P', '-m', 'pellucid', 'serve', ", "")
 
 
 def test_what_was_killed_is_restarted_from_what_it_left_behind(service, tmp_path, capsys):

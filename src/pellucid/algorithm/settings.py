@@ -115,7 +115,8 @@ class GRPOConfig:
     constant_length: int = 0
     """The divisor of aggregate = "constant", in tokens; 0 means max_length."""
     max_length: int = 0
-    """The longest response, in tokens; 0 means sampler.max_tokens."""
+    """The length of a response that overlong_cache and aggregate = "constant" reckon with, in tokens; 0 means
+    sampler.max_tokens, which is the one that bounds sampling."""
 
     kl: KLEstimator = "k1"
     kl_in: Literal["reward", "raw_reward", "loss"] = "reward"

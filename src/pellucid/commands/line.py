@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import redirect_stderr, suppress
 from dataclasses import dataclass
 from itertools import dropwhile, takewhile
-from typing import Any, Literal
+from typing import Any, Literal, get_args, get_type_hints
 
 import tyro
 from tyro.conf import Positional
@@ -22,6 +22,7 @@ from pellucid.commands.training import Eval, Train
 from pellucid.config import SECTIONS
 from pellucid.machine.plugins import did_you_mean
 from pellucid.prefixes.command import Prefixes
+from pellucid.renames import of_trl
 from pellucid.serve.command import Serve
 from pellucid.types import UserError
 
@@ -67,8 +68,12 @@ def parsed(words: Sequence[str]) -> Callable[[], int]:
     command = named(words[0])
     own, settings = flags.split(words[1:])
     for word in own:
-        if word.startswith("--") and word.partition("=")[0].replace("_", "-") not in options(command):
-            raise UserError(f"{command} has no option {word}{meant(word, command)}")
+        flag, equals, value = word.partition("=")
+        takes = options(command)
+        if word.startswith("--") and flag.replace("_", "-") not in takes:
+            raise UserError(f"{command} has no option {flag}{meant(flag, command)}")
+        if equals and takes.get(flag.replace("_", "-")) is bool:
+            raise UserError(f"{flag} takes no value, got {value}")
     if settings and not takes_settings(command):
         raise UserError(f"{command} takes no settings, got {' '.join(settings)}")
     given = {"settings": tuple(settings)} if settings else {}
@@ -86,17 +91,21 @@ def takes_settings(command: str) -> bool:
     return any(field.name == "settings" for field in dataclasses.fields(COMMANDS[command]))
 
 
-def options(command: str) -> list[str]:
-    """Return the flags of a command, those of what it is without among them."""
-    fields = [field for field in dataclasses.fields(COMMANDS[command]) if field.name != "settings"]
-    names = [field.name.replace("_", "-") for field in fields]
-    return [f"--{name}" for name in names] + [f"--no-{name}" for name in names]
+def options(command: str) -> dict[str, Any]:
+    """Return the flags of a command with their types, those of what it is without among them."""
+    kinds = get_type_hints(COMMANDS[command], include_extras=True)
+    named = {name.replace("_", "-"): kind for name, kind in kinds.items() if name != "settings"}
+    flagged = {name: kind for name, kind in named.items() if Positional not in get_args(kind)}
+    without = {f"--no-{name}": kind for name, kind in flagged.items() if kind is bool}
+    return {f"--{name}": kind for name, kind in flagged.items()} | without
 
 
 def meant(word: str, command: str) -> str:
     """Return the setting of the same name, or else the option of a similar one."""
-    key = word.removeprefix("--").partition("=")[0].replace("-", "_")
+    key = word.removeprefix("--").replace("-", "_")
     settings = [f"--{name}.{key}" for name, cls in SECTIONS.items() if key in flags.fields_of(cls)]
+    if hint := of_trl(key):
+        return f"{hint}; see pellucid {command} --help-all"
     if settings and takes_settings(command):
         return f"; did you mean {' or '.join(settings)}?"
     known = [flag for flag in options(command) if not flag.startswith("--no-")]

@@ -15,12 +15,12 @@ from pellucid.commands.rerun import toml
 from pellucid.config import Config
 from pellucid.doctor import memory
 from pellucid.machine.harmless import harmless
-from pellucid.models.family import fallback_reason
 from pellucid.policy import pretrained
 from pellucid.policy.template import prefix_ids, question_ids
 from pellucid.tasks.wrappers import with_split
 from pellucid.training import preflight
 from pellucid.training.compose import settled, template_of
+from pellucid.types import UserError
 
 
 def show(cfg: Config, run_dir: Path) -> int:
@@ -35,16 +35,11 @@ def show(cfg: Config, run_dir: Path) -> int:
     model = memory.of_policy(cfg.policy)
     words = pretrained.tokenizer(cfg.policy.model, cfg.policy.access)
     template_of(cfg).put_into(words)
-    [prompt] = with_split(cfg.task, "train").sample(0, 1)
+    prompt = next(iter(with_split(cfg.task, "train").sample(0, 1)), None)
+    if prompt is None:
+        raise UserError("the task has no prompt for step 0: its sample(step, n) must return n of them")
     print(toml(config.dump(cfg)), flush=True)
-    preflight.show_plan(cfg, model, why_not_ours(cfg, model), int(os.environ.get("WORLD_SIZE", "1")), run_dir)
+    preflight.show_plan(cfg, model, memory.why_not_ours(model, cfg), int(os.environ.get("WORLD_SIZE", "1")), run_dir)
     asked = harmless(str(words.decode([*question_ids(words, prompt), *prefix_ids(words, prompt)])))
     rich.print(f"\n[dim]{escape(asked)}[/dim][bold cyan]|[/bold cyan]")
     return 0
-
-
-def why_not_ours(cfg: Config, model: memory.Model) -> str:
-    """Why transformers will compute, and not our decoder; empty where ours will."""
-    if cfg.policy.engine == "transformers":
-        return "policy.engine"
-    return "an adapter" if cfg.policy.lora else fallback_reason(model.config)

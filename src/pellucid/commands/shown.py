@@ -13,7 +13,6 @@ from tyro.conf import Suppress, arg
 
 from pellucid import config, flags
 from pellucid.config import SECTIONS
-from pellucid.tasks import task_class
 from pellucid.tasks.wrappers import wraps
 from pellucid.types import UserError
 
@@ -45,28 +44,31 @@ def with_settings(command: type[Any], recipe: Path | None, words: Sequence[str],
     Unless `everything` is wanted, the settings are those of EVERYDAY and of the task.
     """
     values = config.merged(config.read(recipe) if recipe else {}, flags.sections(words))
+    cfg, task = None, {}
     try:
         cfg = config.load(recipe, words)
-    except UserError:  # such as a task that cannot be made yet, as nothing names its data
-        cfg = None
+        task = of_task(values.get("task", {}), cfg.task)
+    except UserError as refused:  # such as a task that cannot be made yet, as nothing names its data
+        try:
+            task = of_task(values.get("task", {}), None)
+        except config.MistakeError:
+            raise refused from None
     shown = {}
     for name, cls in SECTIONS.items():
-        value = getattr(cfg, name, None)
         if name == "task":
-            shown[name] = of_task(values.get("task", {}), value)
+            shown[name] = task
         elif everything or name in EVERYDAY:
-            shown[name] = derived(cls, fields_of(cls, value, () if everything else EVERYDAY[name]))
+            shown[name] = derived(cls, fields_of(cls, getattr(cfg, name, None), () if everything else EVERYDAY[name]))
     settings = dataclasses.make_dataclass("Settings", [(name, cls, made_by(cls)) for name, cls in shown.items()])
     return derived(command, [("settings", Annotated[settings, arg(name="")], made_by(settings))])
 
 
-def of_task(values: Any, task: Any) -> type[Any]:
+def of_task(section: Any, task: Any) -> type[Any]:
     """Return the class of the task that a section names; in that of a wrapper stands that of the task inside."""
-    name = config.name_of(values)
-    cls = task_class(name)
+    name, cls = config.named_task(section, ["task"])
     fields = [field for field in fields_of(cls, task) if field[0] not in ("name", "task")]
     if wraps(cls):
-        inside = of_task(values.get("task", {}), task and task.task)
+        inside = of_task(section.get("task", {}), task and task.task)
         fields.append(("task", inside, made_by(inside)))
     return derived(cls, [("name", NAME, dataclasses.field(default=name)), *fields])
 
@@ -76,13 +78,15 @@ def fields_of(cls: type[Any], value: Any, shown: Sequence[str] = ()) -> list[tup
 
     Fields that are not among `shown` are hidden, where it is not empty.
     """
-    fields = []
+    fields, kinds = [], flags.fields_of(cls)
     for field in dataclasses.fields(cls):
-        kind, default = flags.fields_of(cls)[field.name], getattr(value, field.name, default_of(field))
-        if "name" in flags.fields_of(flags.item_of(kind)):  # reward terms, which are given by their names
-            kind, default = tuple[str, ...], tuple(item.name for item in default)
-        kind = kind if not shown or field.name in shown else Suppress[kind]
-        fields.append((field.name, kind, made_by(partial(as_it_is, default))))
+        kind, default = kinds.get(field.name, Any), getattr(value, field.name, default_of(field))
+        by_name = "name" in flags.fields_of(flags.item_of(kind))  # as reward terms are
+        if by_name and isinstance(default, list | tuple):
+            default = tuple(item.name for item in default)
+        told: Any = tuple[str, ...] if by_name else kind
+        hidden = not field.init or (shown and field.name not in shown)
+        fields.append((field.name, Suppress[told] if hidden else told, made_by(partial(as_it_is, default))))
     return fields
 
 

@@ -94,6 +94,8 @@ class Eval:
         run_dir = run_folder.run_of(self.model)
         recipe = recipes.find(self.task) if self.task else None
         cfg = config.load(recipe or (run_dir and run_dir / "config.json"), self.settings)
+        if not recipe and not run_dir and not any(word.startswith("--task.") for word in self.settings):
+            print(f"! asks the default task, {cfg.task_name}: name another with --task RECIPE", flush=True)
         model = str(run_folder.model_of(run_dir)) if run_dir else self.model
         with handled(end_at_once), uncollected():
             from pellucid.training import exam  # noqa: PLC0415 - as in Train

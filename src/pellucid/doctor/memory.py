@@ -12,6 +12,7 @@ from pellucid.config import Config
 from pellucid.models.family import fallback_reason
 from pellucid.policy.access import USUAL, Access
 from pellucid.policy.logprobs import MANY
+from pellucid.policy.model import has_own_code
 from pellucid.policy.pretrained import by, explained, locate, refuse
 from pellucid.runtimes.settings import BUCKET
 from pellucid.sections import PolicyConfig
@@ -32,6 +33,8 @@ class Model(NamedTuple):
     trained: int
     quantized: int = 0
     """Of the parameters, those that are 4-bit numbers."""
+    own_code: bool = False
+    """Whether it is computed by Python code of the checkpoint's."""
 
 
 def of_policy(policy: PolicyConfig) -> Model:
@@ -50,7 +53,7 @@ def from_name(
             model = AutoModelForCausalLM.from_config(config, trust_remote_code=access.trust_remote_code)
     parameters = sum(p.numel() for p in model.parameters())
     if not lora:
-        return Model(config, parameters, parameters)
+        return Model(config, parameters, parameters, own_code=has_own_code(model))
     linear = {name: m for name, m in model.named_modules() if isinstance(m, torch.nn.Linear)}
     inner = [
         m
@@ -58,7 +61,8 @@ def from_name(
         if (name.rpartition(".")[2] in targets if targets else not name.endswith("lm_head"))
     ]
     narrow = [m.weight.numel() for m in linear.values() if in_4bit and m is not model.get_output_embeddings()]
-    return Model(config, parameters, sum(lora * (m.in_features + m.out_features) for m in inner), sum(narrow))
+    trained = sum(lora * (m.in_features + m.out_features) for m in inner)
+    return Model(config, parameters, trained, sum(narrow), has_own_code(model))
 
 
 def parts(model: Model, cfg: Config, processes: int = 1) -> dict[str, float | None]:
@@ -67,7 +71,7 @@ def parts(model: Model, cfg: Config, processes: int = 1) -> dict[str, float | No
 
     With ddp fp32 masters and a copy in the compute dtype in every process; with fsdp2 and deepspeed shared out.
     """
-    ours = computed_by_us(model.config, cfg)
+    ours = computed_by_us(model, cfg)
     tokens = tokens_of(cfg, processes, shared=ours)
     counted = not unlike(model.config)
     return state(model, cfg, processes) | {
@@ -151,7 +155,7 @@ def ddp_state(model: Model, cfg: Config, _: int) -> dict[str, float]:
     p, t, q = model.parameters / 1e9, model.trained / 1e9, model.quantized / 1e9
     half = cfg.policy.dtype != "float32"
     if cfg.optimizer.offload:
-        copied = joined(model.config) if half and computed_by_us(model.config, cfg) else p * half
+        copied = joined(model.config) if half and computed_by_us(model, cfg) else p * half
         kept = {"weights": (4 - 2 * half) * p + 2 * copied, "gradients": (4 - 2 * half) * t, "optimizer": 0.0}
     else:
         base = 4 * t + (4 - 2 * half) * (p - t) if cfg.policy.lora else 4 * p
@@ -181,7 +185,7 @@ def zero_state(model: Model, cfg: Config, processes: int) -> dict[str, float]:
     p, t = model.parameters / 1e9, model.trained / 1e9
     half, sharded = cfg.policy.dtype != "float32", cfg.runtime.zero_stage == 3
     wide, away = 4 - 2 * half, cfg.optimizer.offload and cfg.policy.device != "cpu"
-    copied = 2 * joined(model.config) if half and not sharded and computed_by_us(model.config, cfg) else 0.0
+    copied = 2 * joined(model.config) if half and not sharded and computed_by_us(model, cfg) else 0.0
     own_masters = half or not sharded or cfg.optimizer.offload  # else the weights are the masters
     return {
         "weights": wide * p * (1 + 1 / processes if sharded else 1) + copied,
@@ -191,8 +195,19 @@ def zero_state(model: Model, cfg: Config, processes: int) -> dict[str, float]:
     }
 
 
-def computed_by_us(config: Any, cfg: Config) -> bool:
-    return not fallback_reason(config) and not cfg.policy.lora and cfg.policy.engine != "transformers"
+def computed_by_us(model: Model, cfg: Config) -> bool:
+    return not why_not_ours(model, cfg)
+
+
+def why_not_ours(model: Model, cfg: Config) -> str:
+    """Why transformers will compute and not our decoder, as `Policy.fallback_reason` says once it is loaded."""
+    if cfg.policy.engine == "transformers":
+        return "policy.engine"
+    if model.own_code:
+        return "code of its own"
+    if cfg.policy.lora:
+        return "an adapter on a 4-bit base" if cfg.policy.load_in_4bit else "an adapter"
+    return fallback_reason(model.config)
 
 
 def joined(config: Any) -> float:

@@ -8,6 +8,7 @@ from typing import Any
 
 from pellucid.config import SECTIONS
 from pellucid.machine.plugins import did_you_mean
+from pellucid.renames import of_trl
 from pellucid.types import UserError
 
 OF_EVERY_TASK = ("name", "seed", "split", "task")
@@ -51,7 +52,7 @@ def place_of(name: str, known: Mapping[str, list[str]]) -> tuple[str, str]:
     if known.get(name):
         raise UserError(f"{name} is a section: say {name}_{known[name][0]}=... for its setting {known[name][0]}")
     names = [*(key for keys in known.values() for key in keys), *whole]
-    hint = did_you_mean(name, names).replace('"', "") or "; docs/library.md says how settings are named"
+    hint = of_trl(name) or did_you_mean(name, names).replace('"', "") or "; docs/library.md says how settings are named"
     raise UserError(f"pellucid.train has no setting {name}{hint}")
 
 

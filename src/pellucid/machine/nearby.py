@@ -15,8 +15,8 @@ MOST_LOOKED_AT = 1000
 def meant(path: Path, found: Sequence[Path]) -> str:
     """Return a hint at the file of the same name elsewhere, or else at one of a similar name; empty for neither."""
     same = [each for each in found if each.name == path.name]
-    similar = get_close_matches(path.name, [each.name for each in found], n=1)
-    close = same or [each for each in found if each.name in similar]
+    similar = get_close_matches(path.stem, [each.stem for each in found], n=1)
+    close = same or [each for each in found if each.stem in similar]
     return f'; did you mean "{close[0]}"?' if close else ""
 
 

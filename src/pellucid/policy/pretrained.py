@@ -122,7 +122,8 @@ def explained(name: str, access: Access = USUAL) -> Iterator[None]:
             f"; give a folder with config.json and safetensors, a .gguf file, a Hub id that is cached or reachable,"
             f" {modelscope.PREFIX}OWNER/NAME, or {', '.join(EMBEDDED)}"
         )
-        close = did_you_mean(name, EMBEDDED) or near(Path(name)) or known
+        path = Path(name)
+        close = did_you_mean(name, EMBEDDED) or (near(path) if not path.exists() else "") or known
         raise UserError(f"policy.model = {name!r}{wanted} cannot be loaded ({reason}){close}") from error
 
 

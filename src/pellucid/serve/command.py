@@ -94,7 +94,7 @@ class Serve:
             value = getattr(self, option.name)
             if value != option.default:
                 flag = f"--{option.name.replace('_', '-')}"
-                words += [flag] if value is True else [flag, str(value)]
+                words.append(flag if value is True else f"{flag}={value}")
         return words
 
 

@@ -22,6 +22,9 @@ def column_value(row: Row, column: str, where: str) -> Any:
     value = _within(row, column)
     if value is _MISSING:
         hint = did_you_mean(column, _names(row))
+        if column == "question" and "prompt" in row:
+            setting = "question" if isinstance(row["prompt"], str) else "messages"
+            hint = f'; give {setting} = "prompt"'
         raise UserError(f'{where}: no column "{column}"{hint}; the columns are {", ".join(_names(row))}')
     return value
 

@@ -61,7 +61,7 @@ class Dataset:
     answer_pattern: str = ""
     """A regular expression whose first group is the gold answer within its column, such as "#### (.+)"."""
     rewards: tuple[RewardTerm, ...] = (RewardTerm("numeric"),)
-    """The terms of the reward."""
+    """The terms of the reward; on the command line their names, with --task.rewards.0.weight 0.5 for a weight."""
     correct: str = ""
     """The reward term by which evaluation counts an answer as correct: where it is 1. Empty: the first; where that is a
     function of your own which gives other numbers than 0 and 1, evaluation speaks of the mean reward instead."""

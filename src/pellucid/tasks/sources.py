@@ -93,14 +93,15 @@ class Joined(Sequence[tuple[str, Row]]):
 
 def read_hub(source: str, subset: str, split: str) -> Rows:
     datasets = extra("datasets", "data", f'data = "{source}" on the Hugging Face Hub')
-    close = meant(Path(source), nearby(Path(source), READERS))
-    no_file = f'data = "{source}" is no local file ({", ".join(READERS)}){close}'
     try:
         rows = datasets.load_dataset(source, name=subset or None, split=split)
-    except ConnectionError as error:
-        raise UserError(f"{no_file}, and the Hugging Face Hub cannot be reached: {one_line(error)}") from error
     except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
-        raise UserError(f"{no_file}, and the Hugging Face Hub says: {one_line(error)}") from error
+        close = meant(Path(source), nearby(Path(source), READERS))
+        what = "cannot be reached" if isinstance(error, ConnectionError) else "says"
+        raise UserError(
+            f'data = "{source}" is no local file ({", ".join(READERS)}){close}, and the Hugging Face Hub {what}:'
+            f" {one_line(error)}"
+        ) from error
     return InArrow(f"{source}, {split}", rows, lambda rows, index: dict(rows[index]))
 
 

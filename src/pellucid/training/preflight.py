@@ -19,6 +19,7 @@ from pellucid.machine.extras import extra
 from pellucid.machine.hardware import memory_gb
 from pellucid.machine.harmless import harmless
 from pellucid.policy import quantized
+from pellucid.policy.model import has_own_code
 from pellucid.policy.policy import Policy
 from pellucid.policy.quantized import numbers
 from pellucid.reporting import boards
@@ -186,4 +187,5 @@ def count(policy: Policy) -> memory.Model:
         parameters=sum(n for n, _ in sizes),
         trained=sum(n for n, p in sizes if p.requires_grad),
         quantized=sum(n for n, p in sizes if quantized.is_quantized(p)),
+        own_code=has_own_code(policy.model),
     )
