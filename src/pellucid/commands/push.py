@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -18,9 +19,11 @@ from huggingface_hub.utils import validate_repo_id
 from pellucid.commands.rerun import recipe_of
 from pellucid.machine.plugins import did_you_mean, names_beside
 from pellucid.reporting import run_folder
-from pellucid.reporting.card import card
+from pellucid.reporting.card import ON_THE_HUB, card
+from pellucid.reporting.shareable import short
 from pellucid.types import UserError
 
+ADAPTER_SETTINGS = "adapter/adapter_config.json"
 LOG_IN = "hf auth login, or set HF_TOKEN to a token with write access"
 
 
@@ -41,7 +44,7 @@ def push(run_dir: Path, repo_id: str, private: bool = False, dry_run: bool = Fal
         raise UserError(f"push needs to be logged in at the Hugging Face Hub: {LOG_IN}")
     print(f"uploads {size}", flush=True)
     with explained(repo_id):
-        upload(repo_id, {"README.md": readme.encode(), **files}, private)
+        upload(repo_id, {"README.md": readme.encode(), **files, **adapter_settings(files)}, private)
     return 0
 
 
@@ -70,7 +73,17 @@ def files_of(run_dir: Path) -> dict[str, Path]:
         for path in sorted(folder.rglob("*"))
         if path.is_file()
     }
-    return {name: path for name, path in found.items() if name != "README.md"}
+    return {name: path for name, path in found.items() if path.name != "README.md"}
+
+
+def adapter_settings(files: dict[str, Path]) -> dict[str, bytes]:
+    """The configuration of an adapter, if there is one, with its base named as in the card, without its folder here."""
+    if not (path := files.get(ADAPTER_SETTINGS)):
+        return {}
+    settings = json.loads(path.read_text(encoding="utf-8"))
+    base = settings["base_model_name_or_path"]
+    settings["base_model_name_or_path"] = ON_THE_HUB.get(base) or short(base, is_file=True)
+    return {ADAPTER_SETTINGS: json.dumps(settings, indent=2).encode()}
 
 
 def upload(repo_id: str, files: dict[str, Path | bytes], private: bool) -> None:
