@@ -98,6 +98,14 @@ def test_data_of_a_file_is_no_data_set_of_the_hub(written, tmp_path):
     assert "| `task.data` | `rows.jsonl` | `" in made.text and str(tmp_path) not in made.content
 
 
+def test_a_file_behind_a_secret_is_not_named(written):
+    facts = {
+        "task": {"name": "judged.py:Judged", "api_key": {"main": "/home/me/key.txt"}, "judge_token": "/home/me/it.txt"}
+    }
+    text = written(SUMS, **facts, digests={"task.api_key.main": "1f", "task.judge_token": "2f"}).text
+    assert "| `task.api_key.main` | `...` | `1f` |" in text and "| `task.judge_token` | `...` | `2f` |" in text
+
+
 def test_around_a_task_are_others_and_the_questions_are_the_inner_ones(written):
     text = written('[task]\nname = "curriculum"\n[task.task]\nname = "sorting"\n', evaluation(0.5, 0.5)).text
     assert "Task: `sorting`. Sort a few numbers" in text

@@ -15,7 +15,7 @@ from pellucid.reporting.console import asked, interval
 from pellucid.reporting.loggers import read_evaluations
 from pellucid.reporting.measures import NAMES, are_apart, labelled, measures, worth_showing
 from pellucid.reporting.run_folder import Record, read_config, records
-from pellucid.reporting.shareable import shareable, short
+from pellucid.reporting.shareable import HIDDEN, shareable, short
 from pellucid.tasks import TASKS, task_class
 from pellucid.tasks.sources import is_file_name
 from pellucid.types import Estimate, Evaluation
@@ -184,8 +184,10 @@ def files(settings: Record) -> Iterator[str]:
 
 
 def looked_up(settings: Any, key: str) -> Any:
-    """The setting of a dotted key, such as task.rewards.0.name."""
+    """The setting of a dotted key, such as task.rewards.0.name; of one inside a secret, what stands in its place."""
     for name in key.split("."):
+        if settings == HIDDEN:
+            break
         settings = settings[int(name)] if isinstance(settings, list) else settings[name]
     return settings
 
