@@ -12,6 +12,7 @@ import torch
 from huggingface_hub import constants
 from transformers import AutoModelForCausalLM
 
+import pellucid
 from conftest import character_tokenizer, tiny_llama
 from pellucid import cli
 from pellucid.doctor import memory
@@ -269,11 +270,25 @@ def test_what_is_saved_without_weights_has_the_code_too(own, tmp_path):
 
 def test_trusted_code_is_served(own, capsys):
     if own.name == "own_own":
-        with pytest.raises(UserError, match="would run as you"):
+        with pytest.raises(UserError, match=r"would run as you, .*: read it, then give --trust-remote-code$"):
             host.load(command.Serve((str(own),)))
     served = host.load(command.Serve((str(own),), trust_remote_code=True))
     assert served.policy.fallback_reason() == "code of its own"
     assert capsys.readouterr().out == f"! policy.trust_remote_code: Python code of {own} runs as you\n"
+
+
+def test_a_run_whose_rewards_are_not_here_is_served_with_the_code_that_it_trusted(own, tmp_path, capsys):
+    def nothing(completions, **columns):
+        return [0.0] * len(completions)
+
+    rows = [{"question": f"{a}+1=", "answer": str(a + 1)} for a in range(9)]
+    few = {"steps": 1, "prompts_per_step": 2, "group_size": 2, "max_tokens": 8, "evaluate_every": 0}
+    trusted = {"model": own, "trust_remote_code": True, "dtype": "float32", "run": tmp_path / "run"}
+    pellucid.train(data=rows, reward=nothing, **trusted, **few).finish()
+    capsys.readouterr()
+    served = host.load(command.Serve((str(tmp_path / "run"),)))
+    assert served.task is None and served.policy.fallback_reason() == "code of its own"
+    assert f"! policy.trust_remote_code: Python code of {tmp_path}/run runs as you" in capsys.readouterr().out
 
 
 def test_a_plan_of_trusted_code_is_that_of_what_it_computes(own, recipe, capsys):

@@ -22,6 +22,8 @@ from pellucid.types import UserError
 Recipe = Annotated[str, arg(metavar="RECIPE")]
 Folder = Annotated[Path | None, arg(metavar="DIR")]
 Run = Annotated[Path | None, arg(metavar="RUN")]
+ACCESS = ("revision", "trust_remote_code")
+"""The keys of `[policy]` that say how the files of a model may be read."""
 
 
 @dataclass(frozen=True)
@@ -106,7 +108,7 @@ class Eval:
         if self.model == cfg.policy.model or (run_dir and not self.task):
             return cfg.policy.access
         stated = flags.sections(self.settings).get("policy", {})
-        stated = {key: words for key, words in stated.items() if key.removeprefix("no_") in Access._fields}
+        stated = {key: words for key, words in stated.items() if key.removeprefix("no_") in ACCESS}
         recorded = {"trust_remote_code": run_dir is not None and run_folder.trusts_code(run_dir)}
         return config.build({"policy": recorded}, str(run_dir), {"policy": stated}).policy.access
 
