@@ -100,6 +100,25 @@ def test_a_card_of_peft_is_neither_kept_nor_uploaded(adapted, online, tmp_path):
     assert "me/tiny/adapter/README.md" not in online.files
 
 
+def test_a_second_push_leaves_nothing_of_the_model_before(trained, adapted, online):
+    """What is no part of a model stays, and so does what is of this one, though it be unchanged."""
+    push(adapted, "me/tiny")
+    shards = {f"me/tiny/model-0000{i}-of-00002.safetensors": b"old" for i in (1, 2)}
+    index, mine = {"me/tiny/model.safetensors.index.json": b"{}"}, {"me/tiny/LICENSE": b"MIT", "me/tiny/model.png": b""}
+    online.files |= shards | index | mine
+    push(trained, "me/tiny")
+    assert online.files.keys() == {
+        "me/tiny/README.md",
+        *mine,
+        *(f"me/tiny/{path.name}" for path in (trained / "model").iterdir()),
+    }
+    assert len(online.commits) == 2
+    before = set(online.files)
+    push(adapted, "me/tiny")
+    push(adapted, "me/tiny")
+    assert online.files.keys() == before | {f"me/tiny/adapter/{path.name}" for path in (adapted / "adapter").iterdir()}
+
+
 def test_private_is_private_and_what_is_there_already_is_added_to(trained, online):
     push(trained, "me/tiny", private=True)
     assert online.private == {"me/tiny": True}

@@ -117,6 +117,18 @@ def test_it_is_used_as_a_chat_where_there_is_a_template_for_one(written, tmp_pat
     assert 'messages = [{"role": "user"' in written(SUMS).text
 
 
+def test_code_of_the_models_own_must_be_trusted_by_who_uses_it(written, tmp_path):
+    assert (
+        "trust_remote_code" not in written(f"[policy]\ntrust_remote_code = true\n{SUMS}").text.partition("## Train")[0]
+    )
+    (tmp_path / "run" / "model" / "modeling_own.py").write_text("")
+    text = written(f"[policy]\ntrust_remote_code = true\n{SUMS}").text
+    assert 'pipeline("text-generation", model="me/sums", trust_remote_code=True)' in text
+    (tmp_path / "run" / "model" / "chat_template.jinja").write_text("{{ messages }}")
+    code = written(SUMS).text.partition("```python\n")[2].partition("```")[0]
+    assert 'model="me/sums", trust_remote_code=True)' in code and compile(code, "card", "exec")
+
+
 def test_the_python_of_the_card_is_python(written):
     code = written(SUMS).text.partition("```python\n")[2].partition("```")[0]
     assert compile(code, "card", "exec") and 'model="me/sums"' in code

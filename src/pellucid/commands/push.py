@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from huggingface_hub import CommitOperationAdd, HfApi, get_token
+from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi, get_token
 from huggingface_hub.errors import (
     HfHubHTTPError,
     HFValidationError,
@@ -24,6 +25,8 @@ from pellucid.reporting.shareable import short
 from pellucid.types import UserError
 
 ADAPTER_SETTINGS = "adapter/adapter_config.json"
+OF_A_MODEL = re.compile(r"adapter/.*|model[^/]*\.safetensors[^/]*")
+"""What `from_pretrained` would take for a part of the model beside it."""
 LOG_IN = "hf auth login, or set HF_TOKEN to a token with write access"
 
 
@@ -87,11 +90,16 @@ def adapter_settings(files: dict[str, Path]) -> dict[str, bytes]:
 
 
 def upload(repo_id: str, files: dict[str, Path | bytes], private: bool) -> None:
+    """Commit these files, and that weights and adapters of a model before are gone."""
     api = HfApi(library_name="pellucid")
     api.create_repo(repo_id, private=private or None, exist_ok=True)  # None: public, or as an organization has it
     if private and not api.model_info(repo_id).private:
         raise UserError(f"{repo_id} is there already, and public: name another, or make it private in its settings")
-    operations = [CommitOperationAdd(name, content) for name, content in files.items()]
+    there = [name for name in api.list_repo_files(repo_id) if OF_A_MODEL.fullmatch(name) and name not in files]
+    operations = [
+        *(CommitOperationAdd(name, content) for name, content in files.items()),
+        *(CommitOperationDelete(name, is_folder=False) for name in there),
+    ]
     made = api.create_commit(repo_id, operations, commit_message="Model trained by Pellucid, with its card")
     print(f"{made.repo_url} at {made.oid[:12]}")
 

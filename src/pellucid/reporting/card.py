@@ -25,12 +25,12 @@ ON_THE_HUB = {"smollm2-135m": "HuggingFaceTB/SmolLM2-135M-Instruct"}
 ACCURACY = ("greedy", "mean@k")
 CHAT = """from transformers import pipeline
 
-generate = pipeline("text-generation", model="{repo_id}")
+generate = pipeline("text-generation", model="{repo_id}"{trust})
 messages = [{{"role": "user", "content": "..."}}]
 print(generate(messages, max_new_tokens={tokens})[0]["generated_text"][-1]["content"])"""
 PLAIN = """from transformers import pipeline
 
-generate = pipeline("text-generation", model="{repo_id}")
+generate = pipeline("text-generation", model="{repo_id}"{trust})
 print(generate("...", max_new_tokens={tokens}, return_full_text=False)[0]["generated_text"])"""
 
 
@@ -173,7 +173,9 @@ def said(before: Estimate | None, after: Estimate) -> str:
 
 def usage(settings: Record, run_dir: Path, repo_id: str) -> str:
     is_chat = (run_dir / "model" / "chat_template.jinja").is_file()
-    return (CHAT if is_chat else PLAIN).format(repo_id=repo_id, tokens=settings["sampler"]["max_tokens"])
+    has_own_code = any((run_dir / "model").glob("*.py"))
+    trust = ", trust_remote_code=True" if has_own_code else ""
+    return (CHAT if is_chat else PLAIN).format(repo_id=repo_id, trust=trust, tokens=settings["sampler"]["max_tokens"])
 
 
 def files(settings: Record) -> Iterator[str]:
