@@ -98,6 +98,23 @@ def test_data_of_a_file_is_no_data_set_of_the_hub(written, tmp_path):
     assert "| `task.data` | `rows.jsonl` | `" in made.text and str(tmp_path) not in made.content
 
 
+def test_what_was_given_as_an_object_is_no_file_and_is_said_not_to_be_included(written):
+    again = "With the files below in the working directory: `pellucid train recipe.toml`"
+    assert f"## Train it again\n\n{again}" in written(SUMS).text
+    terms = [{"name": "here:brief", "weight": 1.0}, {"name": "mine.py:long", "weight": 1.0}, {"name": "here:near-2"}]
+    task = {"name": "dataset", "data": "here: a text", "rewards": [{"weight": 1.0, **term} for term in terms]}
+    known = {"task.rewards.0.name": "1f", "task.rewards.1.name": "2f"}
+    text = written(SUMS, task=task, digests=known).text
+    said = (
+        "`here:brief`, `here:near-2`: given to `pellucid.train` as Python objects, which are not included: put your own"
+        " into files, and name them in the recipe as `path/to/file.py:name`."
+    )
+    assert f"## Train it again\n\n{said} {again}" in text
+    assert "| `task.rewards.1.name` | `mine.py:long` | `2f` |" in text and "task.rewards.0.name" not in text
+    only = written(SUMS, task={**task, "rewards": task["rewards"][:1]}, digests={"task.rewards.0.name": "1f"}).text
+    assert "| setting | file | sha256 |" not in only
+
+
 def test_a_file_behind_a_secret_is_not_named(written):
     facts = {
         "task": {"name": "judged.py:Judged", "api_key": {"main": "/home/me/key.txt"}, "judge_token": "/home/me/it.txt"}
