@@ -66,7 +66,7 @@ class Handler(BaseHTTPRequestHandler):
         self.end_headers()
         self.wfile.write(content)
 
-    def answer(self, path: str, body: bytes) -> tuple[int, dict]:
+    def answer(self, path: str, body: bytes) -> tuple[int, dict | list]:
         if status := next((status for begin, status in self.hub.fails.items() if path.startswith(begin)), 0):
             return status, {"error": "as the test asks for"}
         if path.startswith("/lfs/"):  # where the address is the permission
@@ -79,11 +79,11 @@ class Handler(BaseHTTPRequestHandler):
             return self.of_repository(f"{user}/{name}", action[0] if action else "", body)
         return {"/api/repos/create": self.create, "/api/validate-yaml": lambda _: (200, {})}.get(path, self.batch)(body)
 
-    def of_repository(self, repository: str, action: str, body: bytes) -> tuple[int, dict]:
+    def of_repository(self, repository: str, action: str, body: bytes) -> tuple[int, dict | list]:
         if repository not in self.hub.private:
             return 404, {"error": "Repository not found"}
         about = {"id": repository, "private": self.hub.private[repository], "tags": [], "downloads": 0}
-        actions = {"preupload": self.preupload, "commit": self.commit}
+        actions = {"preupload": self.preupload, "commit": self.commit, "tree": self.tree}
         return 200, actions[action](repository, body) if action else about
 
     def create(self, body: bytes) -> tuple[int, dict]:
@@ -102,6 +102,11 @@ class Handler(BaseHTTPRequestHandler):
         ]
         return {"files": modes}
 
+    def tree(self, repository: str, _: bytes) -> list[dict]:
+        """What lies in a repository, as if the whole of it had been asked for."""
+        of_it = {name.removeprefix(f"{repository}/"): content for name, content in self.hub.files.items()}
+        return [{"type": "file", "path": path, "size": len(content), "oid": ""} for path, content in of_it.items()]
+
     def batch(self, body: bytes) -> tuple[int, dict]:
         """How large files are uploaded: the address of each."""
         asked = json.loads(body)["objects"]
@@ -115,6 +120,8 @@ class Handler(BaseHTTPRequestHandler):
                 self.hub.commits.append(value)
             elif line["key"] == "file":
                 self.hub.files[f"{repository}/{value['path']}"] = base64.b64decode(value["content"])
+            elif line["key"] == "deletedFile":
+                del self.hub.files[f"{repository}/{value['path']}"]
             else:
                 self.hub.files[f"{repository}/{value['path']}"] = self.hub.stored[value["oid"]]
         oid = f"{len(self.hub.commits):040x}"

@@ -29,6 +29,16 @@ def trained(tmp_path_factory, model_dir):
     return folder / "run"
 
 
+@pytest.fixture(scope="module")
+def adapted(tmp_path_factory, model_dir):
+    """A finished run of an adapter on that model."""
+    folder = tmp_path_factory.mktemp("adapted")
+    recipe = tiny_recipe(folder / "tiny.toml", model_dir)
+    few = ["--algorithm.steps", "1", "--evaluate.every", "0", "--log.no-tensorboard"]
+    assert train(recipe, "--run", folder / "run", "--policy.lora", "2", *few) == 0
+    return folder / "run"
+
+
 @pytest.fixture
 def online(monkeypatch):
     """The stand-in, to which huggingface_hub now speaks, logged in."""
@@ -62,12 +72,51 @@ def test_every_file_of_the_model_arrives_as_it_is_in_one_commit(trained, online,
     assert f"{online.url}/me/tiny" in capsys.readouterr().out
 
 
-def test_an_adapter_has_a_folder_of_its_own(trained, online, tmp_path):
-    run_dir = shutil.copytree(trained, tmp_path / "run")
-    (run_dir / "adapter").mkdir()
-    (run_dir / "adapter" / "adapter_config.json").write_text("{}")
+def test_an_adapter_has_a_folder_of_its_own_and_names_its_base_as_the_card_does(adapted, model_dir, online):
+    push(adapted, "me/tiny")
+    sent = json.loads(online.files["me/tiny/adapter/adapter_config.json"])
+    kept = json.loads((adapted / "adapter" / "adapter_config.json").read_text())
+    assert kept["base_model_name_or_path"] == str(model_dir)
+    assert sent == {**kept, "base_model_name_or_path": model_dir.name}
+    weights = adapted / "adapter" / "adapter_model.safetensors"
+    assert online.files["me/tiny/adapter/adapter_model.safetensors"] == weights.read_bytes()
+    assert f"\n{model_dir.name}, trained" in card_of(online).text
+
+
+@pytest.mark.parametrize(("base", "told"), [*ON_THE_HUB.items(), ("me/base", "me/base")])
+def test_the_base_of_an_adapter_has_its_id_on_the_hub(base, told, adapted, online, tmp_path):
+    run_dir = shutil.copytree(adapted, tmp_path / "run")
+    settings = run_dir / "adapter" / "adapter_config.json"
+    settings.write_text(json.dumps(json.loads(settings.read_text()) | {"base_model_name_or_path": base}))
     push(run_dir, "me/tiny")
-    assert online.files["me/tiny/adapter/adapter_config.json"] == b"{}"
+    assert json.loads(online.files["me/tiny/adapter/adapter_config.json"])["base_model_name_or_path"] == told
+
+
+def test_a_card_of_peft_is_neither_kept_nor_uploaded(adapted, online, tmp_path):
+    run_dir = shutil.copytree(adapted, tmp_path / "run")
+    assert not list(run_dir.rglob("README.md"))
+    (run_dir / "adapter" / "README.md").write_text("of a run of an earlier version")
+    push(run_dir, "me/tiny")
+    assert "me/tiny/adapter/README.md" not in online.files
+
+
+def test_a_second_push_leaves_nothing_of_the_model_before(trained, adapted, online):
+    """What is no part of a model stays, and so does what is of this one, though it be unchanged."""
+    push(adapted, "me/tiny")
+    shards = {f"me/tiny/model-0000{i}-of-00002.safetensors": b"old" for i in (1, 2)}
+    index, mine = {"me/tiny/model.safetensors.index.json": b"{}"}, {"me/tiny/LICENSE": b"MIT", "me/tiny/model.png": b""}
+    online.files |= shards | index | mine
+    push(trained, "me/tiny")
+    assert online.files.keys() == {
+        "me/tiny/README.md",
+        *mine,
+        *(f"me/tiny/{path.name}" for path in (trained / "model").iterdir()),
+    }
+    assert len(online.commits) == 2
+    before = set(online.files)
+    push(adapted, "me/tiny")
+    push(adapted, "me/tiny")
+    assert online.files.keys() == before | {f"me/tiny/adapter/{path.name}" for path in (adapted / "adapter").iterdir()}
 
 
 def test_private_is_private_and_what_is_there_already_is_added_to(trained, online):
@@ -129,13 +178,15 @@ def test_the_card_says_which_versions_and_files_it_was(trained, online):
     assert known["git"] in text and "2 steps of 4 prompts x 4 completions" in text and "seed 0" in text
 
 
-def test_no_folder_of_this_machine_is_told(trained, online):
-    push(trained, "me/tiny")
-    card = online.files["me/tiny/README.md"].decode()
-    recorded = (trained / "config.json").read_text()
-    for place in (str(trained.parent), str(Path(hub.__file__).parent)):
-        assert place not in card
-    assert str(Path(hub.__file__).parent) in recorded
+@pytest.mark.parametrize("run", ["trained", "adapted"])
+def test_no_folder_of_this_machine_is_told(run, model_dir, online, request):
+    run_dir = request.getfixturevalue(run)
+    push(run_dir, "me/tiny")
+    texts = {name: content.decode() for name, content in online.files.items() if not name.endswith(".safetensors")}
+    assert {"README.md", "config.json"} <= {Path(name).name for name in texts}
+    for place in (str(run_dir.parent), str(model_dir.parent), str(Path(hub.__file__).parent)):
+        assert not [name for name, text in texts.items() if place in text]
+    assert str(Path(hub.__file__).parent) in (run_dir / "config.json").read_text()
 
 
 def test_a_model_of_a_wheel_has_its_id_on_the_hub():

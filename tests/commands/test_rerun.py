@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from pellucid import config
 from pellucid.commands.rerun import recipe_of, toml
-from pellucid.reporting.shareable import short
+from pellucid.reporting.shareable import short, shown
 from pellucid.training import files
 
 TEXT = st.text(st.characters(exclude_categories=["Cs"]), max_size=8)
@@ -118,6 +118,13 @@ def test_a_task_of_ones_own_is_told_whole_without_its_code_and_without_its_secre
     (tmp_path / "judged.py").unlink()
     found = tomllib.loads(recipe_of(run_dir))["task"]
     assert found == {"name": "judged.py:Judged", "split": "train", "api_key": "...", "folder": "judges", "task": "sums"}
+
+
+@pytest.mark.parametrize("secret", ["sk-1", ["sk-1", "sk-2"], {"main": "hf_1"}, [{"of": ["hf_1"]}], 1234])
+def test_all_that_is_under_the_name_of_a_secret_is_hidden(secret):
+    settings = {"name": "judged", "judges": [{"api_key": secret, "max_tokens": 9, "token": ""}], "hf_token": secret}
+    hidden = {"name": "judged", "judges": [{"api_key": "...", "max_tokens": 9, "token": ""}], "hf_token": "..."}
+    assert shown(settings, set(), "task") == hidden
 
 
 @pytest.mark.parametrize(

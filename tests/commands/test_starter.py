@@ -59,6 +59,8 @@ def test_it_says_what_it_wrote_and_what_comes_next(tmp_path, monkeypatch, capsys
     *files, following = capsys.readouterr().out.splitlines()
     assert [line.split()[0] for line in files] == ["first/recipe.toml", "first/rewards.py", "first/data.jsonl"]
     assert following == "next: cd first && pellucid train recipe.toml"
+    starter.write(Path("my run"))
+    assert capsys.readouterr().out.splitlines()[-1] == "next: cd 'my run' && pellucid train recipe.toml"
     (tmp_path / "here").mkdir()
     monkeypatch.chdir("here")
     starter.write(Path())

@@ -12,6 +12,7 @@ import torch
 from huggingface_hub import constants
 from transformers import AutoModelForCausalLM
 
+import pellucid
 from conftest import character_tokenizer, tiny_llama
 from pellucid import cli
 from pellucid.doctor import memory
@@ -117,6 +118,20 @@ def test_what_was_trained_from_a_revision_is_evaluated(hub, recipe, tmp_path, ca
     assert f"policy.model = '{NAME}', revision 'v7', cannot be loaded" in capsys.readouterr().err
 
 
+def test_the_revision_of_a_recipe_is_asked_of_its_model_alone(hub, recipe, model_dir, capsys):
+    text = recipe.read_text()
+    other = hub.parent / "models--some--other"
+    shutil.copytree(hub, other)
+    shutil.rmtree(other / "snapshots" / COMMITS["v1"])
+    (other / "refs" / "v1").unlink()
+    recipe.write_text(text.replace(str(model_dir), NAME).replace("[policy]", '[policy]\nrevision = "v1"'))
+    assert run("eval", "some/other", "--task", recipe, "--show", 1) == 0
+    assert run("eval", "some/other", "--task", recipe, "--policy.revision", "v1") == 2
+    assert "policy.model = 'some/other', revision 'v1', cannot be loaded" in capsys.readouterr().err
+    shutil.rmtree(hub / "snapshots" / COMMITS["main"])
+    assert run("eval", NAME, "--task", recipe, "--show", 1) == 0
+
+
 @pytest.mark.parametrize("kind", ["folder", "gguf", "embedded"])
 def test_what_lies_on_this_machine_has_no_revision(kind, model_dir, tmp_path, recipe, capsys, monkeypatch):
     monkeypatch.setattr(pretrained, "dequantized", lambda _: Path(model_dir))
@@ -208,6 +223,43 @@ def test_code_that_is_trusted_is_said_aloud_and_trained_and_saved_with_the_model
         policy.load_frozen(str(tmp_path / "run" / "model"), torch.device("cpu"), torch.float32, 1.0)
 
 
+def trusting(recipe, model_dir, model, name):
+    """A recipe like this one, which trusts the code of its model."""
+    text = (
+        recipe.read_text().replace(str(model_dir), str(model)).replace("[policy]", "[policy]\ntrust_remote_code = true")
+    )
+    (recipe.parent / name).write_text(text)
+    return recipe.parent / name
+
+
+def test_a_recipe_that_trusts_its_model_trusts_no_other(own, recipe, model_dir, capsys):
+    """Who asks another, and trusts it, says so on the command line."""
+    other, itself = trusting(recipe, model_dir, model_dir, "a.toml"), trusting(recipe, model_dir, own, "b.toml")
+    status = 2 if own.name == "own_own" else 0
+    assert run("eval", own, "--task", other, "--show", 1) == status
+    assert run("eval", own, "--task", itself, "--policy.no-trust-remote-code", "--show", 1) == status
+    assert not ran(own) and "runs as you" not in capsys.readouterr().out
+    assert run("eval", own, "--task", other, "--policy.trust-remote-code", "--show", 1) == 0
+    assert ran(own)
+    (own.parent / "ran").unlink()
+    capsys.readouterr()
+    assert run("eval", own, "--task", itself, "--show", 1) == 0
+    assert f"! policy.trust_remote_code: Python code of {own} runs as you" in capsys.readouterr().out
+
+
+def test_a_run_is_trusted_as_it_was_recorded_whatever_a_recipe_trusts(own, recipe, model_dir, tmp_path, capsys):
+    settings = ["--policy.model", own, "--policy.trust-remote-code", *FEW]
+    assert train(recipe, "--run", tmp_path / "run", *settings) == 0
+    assert run("eval", tmp_path / "run", "--task", recipe, "--show", 1) == 0
+    record = json.loads((tmp_path / "run" / "config.json").read_text())
+    record["policy"]["trust_remote_code"] = False
+    (tmp_path / "run" / "config.json").write_text(json.dumps(record))
+    capsys.readouterr()
+    other = trusting(recipe, model_dir, model_dir, "a.toml")
+    assert run("eval", tmp_path / "run", "--task", other, "--show", 1) == (2 if own.name == "own_own" else 0)
+    assert "runs as you" not in capsys.readouterr().out
+
+
 def test_what_is_saved_without_weights_has_the_code_too(own, tmp_path):
     """As processes that share the weights save a model."""
     trusted = policy.load_frozen(str(own), torch.device("cpu"), torch.float32, 1.0, access=Access("", True))
@@ -218,11 +270,25 @@ def test_what_is_saved_without_weights_has_the_code_too(own, tmp_path):
 
 def test_trusted_code_is_served(own, capsys):
     if own.name == "own_own":
-        with pytest.raises(UserError, match="would run as you"):
+        with pytest.raises(UserError, match=r"would run as you, .*: read it, then give --trust-remote-code$"):
             host.load(command.Serve((str(own),)))
     served = host.load(command.Serve((str(own),), trust_remote_code=True))
     assert served.policy.fallback_reason() == "code of its own"
     assert capsys.readouterr().out == f"! policy.trust_remote_code: Python code of {own} runs as you\n"
+
+
+def test_a_run_whose_rewards_are_not_here_is_served_with_the_code_that_it_trusted(own, tmp_path, capsys):
+    def nothing(completions, **columns):
+        return [0.0] * len(completions)
+
+    rows = [{"question": f"{a}+1=", "answer": str(a + 1)} for a in range(9)]
+    few = {"steps": 1, "prompts_per_step": 2, "group_size": 2, "max_tokens": 8, "evaluate_every": 0}
+    trusted = {"model": own, "trust_remote_code": True, "dtype": "float32", "run": tmp_path / "run"}
+    pellucid.train(data=rows, reward=nothing, **trusted, **few).finish()
+    capsys.readouterr()
+    served = host.load(command.Serve((str(tmp_path / "run"),)))
+    assert served.task is None and served.policy.fallback_reason() == "code of its own"
+    assert f"! policy.trust_remote_code: Python code of {tmp_path}/run runs as you" in capsys.readouterr().out
 
 
 def test_a_plan_of_trusted_code_is_that_of_what_it_computes(own, recipe, capsys):

@@ -98,6 +98,31 @@ def test_data_of_a_file_is_no_data_set_of_the_hub(written, tmp_path):
     assert "| `task.data` | `rows.jsonl` | `" in made.text and str(tmp_path) not in made.content
 
 
+def test_what_was_given_as_an_object_is_no_file_and_is_said_not_to_be_included(written):
+    again = "With the files below in the working directory: `pellucid train recipe.toml`"
+    assert f"## Train it again\n\n{again}" in written(SUMS).text
+    terms = [{"name": "here:brief", "weight": 1.0}, {"name": "mine.py:long", "weight": 1.0}, {"name": "here:near-2"}]
+    task = {"name": "dataset", "data": "here: a text", "rewards": [{"weight": 1.0, **term} for term in terms]}
+    known = {"task.rewards.0.name": "1f", "task.rewards.1.name": "2f"}
+    text = written(SUMS, task=task, digests=known).text
+    said = (
+        "`here:brief`, `here:near-2`: given to `pellucid.train` as Python objects, which are not included: put your own"
+        " into files, and name them in the recipe as `path/to/file.py:name`."
+    )
+    assert f"## Train it again\n\n{said} {again}" in text
+    assert "| `task.rewards.1.name` | `mine.py:long` | `2f` |" in text and "task.rewards.0.name" not in text
+    only = written(SUMS, task={**task, "rewards": task["rewards"][:1]}, digests={"task.rewards.0.name": "1f"}).text
+    assert "| setting | file | sha256 |" not in only
+
+
+def test_a_file_behind_a_secret_is_not_named(written):
+    facts = {
+        "task": {"name": "judged.py:Judged", "api_key": {"main": "/home/me/key.txt"}, "judge_token": "/home/me/it.txt"}
+    }
+    text = written(SUMS, **facts, digests={"task.api_key.main": "1f", "task.judge_token": "2f"}).text
+    assert "| `task.api_key.main` | `...` | `1f` |" in text and "| `task.judge_token` | `...` | `2f` |" in text
+
+
 def test_around_a_task_are_others_and_the_questions_are_the_inner_ones(written):
     text = written('[task]\nname = "curriculum"\n[task.task]\nname = "sorting"\n', evaluation(0.5, 0.5)).text
     assert "Task: `sorting`. Sort a few numbers" in text
@@ -107,6 +132,18 @@ def test_it_is_used_as_a_chat_where_there_is_a_template_for_one(written, tmp_pat
     assert "messages" not in written(SUMS).text
     (tmp_path / "run" / "model" / "chat_template.jinja").write_text("{{ messages }}")
     assert 'messages = [{"role": "user"' in written(SUMS).text
+
+
+def test_code_of_the_models_own_must_be_trusted_by_who_uses_it(written, tmp_path):
+    assert (
+        "trust_remote_code" not in written(f"[policy]\ntrust_remote_code = true\n{SUMS}").text.partition("## Train")[0]
+    )
+    (tmp_path / "run" / "model" / "modeling_own.py").write_text("")
+    text = written(f"[policy]\ntrust_remote_code = true\n{SUMS}").text
+    assert 'pipeline("text-generation", model="me/sums", trust_remote_code=True)' in text
+    (tmp_path / "run" / "model" / "chat_template.jinja").write_text("{{ messages }}")
+    code = written(SUMS).text.partition("```python\n")[2].partition("```")[0]
+    assert 'model="me/sums", trust_remote_code=True)' in code and compile(code, "card", "exec")
 
 
 def test_the_python_of_the_card_is_python(written):

@@ -46,6 +46,20 @@ shards.write = full
 if __name__ == "__main__":
     cli.main()
 """
+GONE = """
+from pellucid import cli
+from pellucid.policy.policy import Policy
+from pellucid.types import UserError
+
+
+def gone(*_):
+    raise UserError("the base is gone")
+
+
+Policy.merged = gone
+if __name__ == "__main__":
+    cli.main()
+"""
 ENGINES = {
     2: {"replicated": "ddp", "sharded": "fsdp2"},
     4: {"sharded": "fsdp2", "hybrid": "fsdp2/2"},
@@ -109,6 +123,14 @@ def test_a_full_disk_ends_all_processes_with_one_line(recipe, tmp_path):
     assert "step 1 could not be saved" in line
     assert "No space left on device" in line
     assert not list((tmp_path / "run" / "checkpoints").glob("*"))
+
+
+def test_an_adapter_that_cannot_be_merged_ends_all_processes_with_one_line(recipe, tmp_path):
+    (tmp_path / "gone.py").write_text(GONE)
+    settings = ["--policy.lora", 2, "--runtime.engine", "fsdp2", "--evaluate.every", 0, "--algorithm.steps", 1]
+    done = in_processes(2, tmp_path / "gone.py", "train", recipe, "--run", tmp_path / "run", *settings, fails=True)
+    [line] = {line for line in done.stderr.splitlines() if line.startswith("pellucid:")}
+    assert "model could not be saved (the base is gone); the checkpoint is whole: mend that, then --resume" in line
 
 
 def test_one_process_that_was_started_by_itself_may_shard(recipe, tmp_path):

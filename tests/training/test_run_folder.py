@@ -21,6 +21,7 @@ from pellucid.policy.policy import Policy
 from pellucid.reporting.run_folder import checkpoints
 from pellucid.samplers.native import Native
 from pellucid.training import changes, checkpoint, chronicle, claim, room, run
+from pellucid.types import UserError
 from runs import asked_to_stop, same_run, train
 
 TASK = Path(__file__).parents[1] / "digits_task.py"
@@ -387,6 +388,29 @@ def test_a_model_that_cannot_be_saved_is_lost_where_there_is_no_checkpoint_and_t
     for every, told in ((0, "has left no checkpoint of it"), (1, "the checkpoint is whole: make room, then --resume")):
         assert short(recipe, tmp_path / str(every), "--checkpoint.every", every) == 2
         assert told in capsys.readouterr().err
+
+
+def test_a_base_that_is_gone_when_the_adapter_is_merged_into_it_leaves_a_run_to_go_on_with(
+    recipe, tmp_path, monkeypatch, capsys
+):
+    """That of 4-bit numbers is read anew."""
+    gone = "policy.model = 'base' cannot be loaded (no such file)"
+
+    def unreadable(*_):
+        raise UserError(gone)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Policy, "merged", unreadable)
+        for every, told in ((0, "checkpoint.every = 0 has left no checkpoint of it"), (1, "the checkpoint is whole")):
+            run_dir = tmp_path / str(every)
+            assert short(recipe, run_dir, "--policy.lora", 2, "--checkpoint.every", every) == 2
+            [line] = [line for line in capsys.readouterr().err.splitlines() if line.startswith("pellucid:")]
+            assert line.startswith(
+                f"pellucid: {run_dir / 'model'} could not be saved ({gone}); {told}: mend that, then"
+            )
+            assert not list(run_dir.glob("*.partial"))
+    assert train("--resume", tmp_path / "1") == 0
+    assert (tmp_path / "1" / "adapter" / "adapter_model.safetensors").is_file()
 
 
 def test_the_room_that_a_run_takes_is_said_before_its_first_step(recipe, tmp_path, monkeypatch, capsys):

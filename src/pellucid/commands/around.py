@@ -27,7 +27,7 @@ class List:
     """List what a recipe may name, a line each."""
 
     kind: Positional[Annotated[str, arg(metavar="|".join(listing.KINDS))]]
-    """Of what."""
+    """What is listed."""
 
     def __call__(self) -> int:
         return listing.show(self.kind)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from huggingface_hub import CommitOperationAdd, HfApi, get_token
+from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi, get_token
 from huggingface_hub.errors import (
     HfHubHTTPError,
     HFValidationError,
@@ -18,9 +20,13 @@ from huggingface_hub.utils import validate_repo_id
 from pellucid.commands.rerun import recipe_of
 from pellucid.machine.plugins import did_you_mean, names_beside
 from pellucid.reporting import run_folder
-from pellucid.reporting.card import card
+from pellucid.reporting.card import ON_THE_HUB, card
+from pellucid.reporting.shareable import short
 from pellucid.types import UserError
 
+ADAPTER_SETTINGS = "adapter/adapter_config.json"
+OF_A_MODEL = re.compile(r"adapter/.*|model[^/]*\.safetensors[^/]*")
+"""What `from_pretrained` would take for a part of the model beside it."""
 LOG_IN = "hf auth login, or set HF_TOKEN to a token with write access"
 
 
@@ -41,7 +47,7 @@ def push(run_dir: Path, repo_id: str, private: bool = False, dry_run: bool = Fal
         raise UserError(f"push needs to be logged in at the Hugging Face Hub: {LOG_IN}")
     print(f"uploads {size}", flush=True)
     with explained(repo_id):
-        upload(repo_id, {"README.md": readme.encode(), **files}, private)
+        upload(repo_id, {"README.md": readme.encode(), **files, **adapter_settings(files)}, private)
     return 0
 
 
@@ -70,15 +76,30 @@ def files_of(run_dir: Path) -> dict[str, Path]:
         for path in sorted(folder.rglob("*"))
         if path.is_file()
     }
-    return {name: path for name, path in found.items() if name != "README.md"}
+    return {name: path for name, path in found.items() if path.name != "README.md"}
+
+
+def adapter_settings(files: dict[str, Path]) -> dict[str, bytes]:
+    """The configuration of an adapter, if there is one, with its base named as in the card, without its folder here."""
+    if not (path := files.get(ADAPTER_SETTINGS)):
+        return {}
+    settings = json.loads(path.read_text(encoding="utf-8"))
+    base = settings["base_model_name_or_path"]
+    settings["base_model_name_or_path"] = ON_THE_HUB.get(base) or short(base, is_file=True)
+    return {ADAPTER_SETTINGS: json.dumps(settings, indent=2).encode()}
 
 
 def upload(repo_id: str, files: dict[str, Path | bytes], private: bool) -> None:
+    """Commit these files, and that weights and adapters of a model before are gone."""
     api = HfApi(library_name="pellucid")
     api.create_repo(repo_id, private=private or None, exist_ok=True)  # None: public, or as an organization has it
     if private and not api.model_info(repo_id).private:
         raise UserError(f"{repo_id} is there already, and public: name another, or make it private in its settings")
-    operations = [CommitOperationAdd(name, content) for name, content in files.items()]
+    there = [name for name in api.list_repo_files(repo_id) if OF_A_MODEL.fullmatch(name) and name not in files]
+    operations = [
+        *(CommitOperationAdd(name, content) for name, content in files.items()),
+        *(CommitOperationDelete(name, is_folder=False) for name in there),
+    ]
     made = api.create_commit(repo_id, operations, commit_message="Model trained by Pellucid, with its card")
     print(f"{made.repo_url} at {made.oid[:12]}")
 

@@ -10,10 +10,11 @@ from typing import Annotated
 
 from tyro.conf import Positional, Suppress, arg
 
-from pellucid import config, recipes
+from pellucid import config, flags, recipes
 from pellucid.config import Config
 from pellucid.machine.imports import uncollected
 from pellucid.machine.interrupts import INTERRUPTED, end_at_once, handled
+from pellucid.policy.access import Access
 from pellucid.reporting import run_folder
 from pellucid.training import changes, claim
 from pellucid.types import UserError
@@ -21,6 +22,8 @@ from pellucid.types import UserError
 Recipe = Annotated[str, arg(metavar="RECIPE")]
 Folder = Annotated[Path | None, arg(metavar="DIR")]
 Run = Annotated[Path | None, arg(metavar="RUN")]
+ACCESS = ("revision", "trust_remote_code")
+"""The keys of `[policy]` that say how the files of a model may be read."""
 
 
 @dataclass(frozen=True)
@@ -100,7 +103,16 @@ class Eval:
         with handled(end_at_once), uncollected():
             from pellucid.training import exam  # noqa: PLC0415 - as in Train
 
-        return exam.examine(cfg, model, self.show, self.output)
+        return exam.examine(cfg, model, self.access(cfg, run_dir), self.show, self.output)
+
+    def access(self, cfg: Config, run_dir: Path | None) -> Access:
+        """How the model may be read: as its run or a recipe of this very model says; else as the command line does."""
+        if self.model == cfg.policy.model or (run_dir and not self.task):
+            return cfg.policy.access
+        stated = flags.sections(self.settings).get("policy", {})
+        stated = {key: words for key, words in stated.items() if key.removeprefix("no_") in ACCESS}
+        recorded = {"trust_remote_code": run_dir is not None and run_folder.trusts_code(run_dir)}
+        return config.build({"policy": recorded}, str(run_dir), {"policy": stated}).policy.access
 
 
 def check_output(path: Path) -> None:

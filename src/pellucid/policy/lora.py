@@ -42,3 +42,4 @@ def save(adapter: Any, weights: Mapping[str, Tensor], folder: Path) -> None:
     named = {f"base_model.model.{name}": p.detach().cpu().contiguous() for name, p in weights.items()}
     # Left open, peft asks the Hub whether the base has other embeddings than the model.
     adapter.save_pretrained(str(folder), state_dict=named, save_embedding_layers=False)
+    (folder / "README.md").unlink(missing_ok=True)  # a form of peft's that names a folder of this machine

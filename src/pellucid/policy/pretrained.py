@@ -115,7 +115,7 @@ def explained(name: str, access: Access = USUAL) -> Iterator[None]:
         if not access.trust_remote_code and "trust_remote_code" in str(error):
             raise UserError(
                 f"policy.model = {name!r} is computed by Python code in its own folder, which would run as you, with"
-                " all that you may do: read it, then set policy.trust_remote_code"
+                f" all that you may do: read it, then {access.trusted_by}"
             ) from error
         wanted = f", revision {access.revision!r}," if access.revision else ""
         known = (

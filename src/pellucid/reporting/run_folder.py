@@ -33,6 +33,11 @@ def read_config(run_dir: Path) -> Record:
     return next(records(run_dir / "config.json", whole=True), {})
 
 
+def trusts_code(run_dir: Path) -> bool:
+    """Whether the run was made with `policy.trust_remote_code`: its model may have code of its own, which then runs."""
+    return bool((read_config(run_dir).get("policy") or {}).get("trust_remote_code"))
+
+
 def checkpoints(run_dir: Path) -> list[Path]:
     """The checkpoints that were written to their end, oldest first; they may have been damaged since."""
     steps = {path: CHECKPOINT.fullmatch(path.name) for path in (run_dir / "checkpoints").glob("step-*")}

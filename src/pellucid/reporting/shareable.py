@@ -12,7 +12,7 @@ from pellucid.reporting.run_folder import Record, read_config
 from pellucid.tasks.sandbox import SECRET
 
 HIDDEN = "..."
-"""What stands in place of a text whose setting is called like a secret."""
+"""What stands in place of whatever a setting holds that is called like a secret."""
 ONE_WORD = re.compile(r"[^\s{}()<>]+")
 
 
@@ -25,14 +25,14 @@ def shareable(run_dir: Path) -> Record:
 
 def shown(value: Any, files: set[str], key: str) -> Any:
     """files: the dotted keys of settings whose absolute paths are known to be paths."""
+    if value and SECRET.fullmatch("_" + key.rpartition(".")[2]):
+        return HIDDEN
     if isinstance(value, Mapping):
         return {name: shown(item, files, f"{key}.{name}") for name, item in value.items()}
     if isinstance(value, list):
         return [shown(item, files, f"{key}.{i}") for i, item in enumerate(value)]
     if not isinstance(value, str):
         return value
-    if value and SECRET.fullmatch("_" + key.rpartition(".")[2]):
-        return HIDDEN
     return short(value, key in files)
 
 

@@ -61,8 +61,8 @@ def load(options: Serve) -> Served:
     settings = settings_of(run) if run else None
     model = str(run_folder.model_of(run)) if run else options.model
     device = hardware.pick_device(options.device)
-    trusted = options.trust_remote_code or (settings is not None and settings.policy.trust_remote_code)
-    access = Access(options.revision, trusted)
+    trusted = options.trust_remote_code or (run is not None and run_folder.trusts_code(run))
+    access = Access(options.revision, trusted, "give --trust-remote-code")
     if note := access.note(options.model):
         print(f"! {note}", flush=True)
     dtype = hardware.pick_dtype(options.dtype, device)

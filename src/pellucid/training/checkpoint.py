@@ -102,15 +102,17 @@ def save(
 
 
 def together(act: Callable[[], None] | None, processes: Processes) -> None:
-    """Act in each process that has something to do. OSError in all where one of them fails."""
+    """Act in each process that has something to do. OSError or UserError in all where one of them raises it."""
     try:
         if act:
             act()
         failed = []
     except (OSError, SafetensorError) as error:
-        failed = [str(error)]
+        failed = [OSError(str(error))]
+    except UserError as error:
+        failed = [error]
     if failures := processes.gather(failed):
-        raise OSError(failures[0])
+        raise failures[0]
 
 
 def _write(folder: Path, tensors: State, facts: Mapping[str, Any], sums: Mapping[str, str]) -> None:

@@ -12,6 +12,7 @@ import rich
 from pellucid.config import Config
 from pellucid.machine import disk, hardware
 from pellucid.policy import policy
+from pellucid.policy.access import Access
 from pellucid.reporting.console import accuracy_table, verdict
 from pellucid.reporting.loggers import json_line
 from pellucid.tasks.wrappers import with_split
@@ -21,7 +22,7 @@ from pellucid.training.evaluate import OneProcess, evaluate, held_out
 from pellucid.types import Group
 
 
-def examine(cfg: Config, model: str, show: int, output: Path | None = None) -> int:
+def examine(cfg: Config, model: str, access: Access, show: int, output: Path | None = None) -> int:
     """Print `show` greedy answers to the task's held-out questions, and the accuracy over all.
 
     output: a file that gets every answer, greedy and sampled.
@@ -29,7 +30,6 @@ def examine(cfg: Config, model: str, show: int, output: Path | None = None) -> i
     hardware.keep_freed_memory()
     device = hardware.pick_device(cfg.policy.device)
     dtype = hardware.pick_dtype(cfg.policy.dtype, device)
-    access = cfg.policy.access
     if os.path.isdir(model):
         access = access._replace(revision="")  # it is that of the base which the folder's model was trained from
     if note := access.note(model):

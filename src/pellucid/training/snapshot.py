@@ -100,11 +100,10 @@ def save_model(run_dir: Path, parts: Components) -> None:
     if processes is not runtime and not runtime.main:
         return
     folder, partial, adapter = run_dir / "model", run_dir / "model.partial", run_dir / "adapter.partial"
-    parted, merged, trained = runtime.engine.in_step and not learner.adapter, None, {}
+    parted, trained = runtime.engine.in_step and not learner.adapter, {}
     if learner.adapter:
         trained = {name: whole(p.detach()) for name, p in runtime.engine.masters().items()}
         learner.gather()
-        merged = learner.merged(trained) if runtime.main else None
 
     def begin() -> None:
         shutil.rmtree(partial, ignore_errors=True)
@@ -113,6 +112,7 @@ def save_model(run_dir: Path, parts: Components) -> None:
         shards.write_model(partial, runtime.engine.weights())
 
     def end() -> None:
+        merged = learner.merged(trained) if learner.adapter else None
         learner.describe(partial) if parted else learner.save(partial, merged)
         if learner.adapter:
             shutil.rmtree(adapter, ignore_errors=True)
@@ -124,14 +124,15 @@ def save_model(run_dir: Path, parts: Components) -> None:
         checkpoint.together(begin if processes.main else None, processes)
         checkpoint.together(own if parted else None, processes)
         checkpoint.together(end if processes.main else None, processes)
-    except OSError as error:
+    except (OSError, UserError) as error:
         if processes.main:
             shutil.rmtree(partial, ignore_errors=True)
             shutil.rmtree(adapter, ignore_errors=True)
         saved = checkpoints(run_dir)[-1:]
         is_saved = bool(saved) and step_of(saved[0]) == parts.state.step
-        mend = f"the checkpoint is whole: make room, then --resume {run_dir}"
-        lost = "checkpoint.every = 0 has left no checkpoint of it: make room, then train it again"
+        first = "make room" if isinstance(error, OSError) else "mend that"
+        mend = f"the checkpoint is whole: {first}, then --resume {run_dir}"
+        lost = f"checkpoint.every = 0 has left no checkpoint of it: {first}, then train it again"
         raise UserError(f"{folder} could not be saved ({error}); {mend if is_saved else lost}") from error
 
 
