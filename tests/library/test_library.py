@@ -314,6 +314,25 @@ def test_a_run_that_cannot_begin_leaves_no_folder(small):
     assert not small["run"].exists()
 
 
+def test_a_folder_that_was_there_is_as_free_as_before_a_run_that_could_not_begin(small):
+    small["run"].mkdir()
+    with pytest.raises(UserError, match="there is no such file or folder"):
+        pellucid.train(data=ROWS, reward=digits, **{**small, "model": "./no-such-model"}).finish()
+    assert not (small["run"] / "data.jsonl").exists()
+    assert pellucid.train(data=ROWS, reward=digits, **small).finish().finished
+
+
+def test_a_run_that_another_was_faster_than_leaves_its_rows(small):
+    """Both were asked for while the folder was free."""
+    mine, other = (pellucid.train(data=rows, reward=digits, **small) for rows in (ROWS, ROWS[:20]))
+    for _ in mine:
+        break
+    with pytest.raises(UserError, match=r'holds a run: go on with resume="'):
+        next(iter(other))
+    assert records(small["run"] / "data.jsonl") == ROWS
+    assert pellucid.train(resume=small["run"], reward=digits).finish().finished
+
+
 def test_prompts_as_trl_has_them(small):
     """A string is the text itself, and its completions are strings; messages are a chat."""
     seen = []

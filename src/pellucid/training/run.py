@@ -117,6 +117,8 @@ class Course:
             preflight.check(self.cfg, self.run_dir)
         if claim.first_process():
             until_the_end.enter_context(claim.held(self.run_dir))
+            if self.resumed is None:
+                claim.check_free(self.run_dir)  # before rows are written over those of another run
         if self.prepare is not None:
             first_alone(self.prepare, self.cfg)
             preflight.check(self.cfg, self.run_dir)
