@@ -120,6 +120,60 @@ def test_whoever_leaves_after_the_last_step_has_finished(recipe, tmp_path, undis
     same_run(undisturbed(recipe), tmp_path / "run")
 
 
+def test_another_loop_leaves_one_that_is_open(recipe, tmp_path, undisturbed):
+    """A cell of a notebook that is run again finds the iterator of the first time, by its name."""
+    mine = pellucid.train(recipe=recipe, run=tmp_path / "run")
+    first = iter(mine)
+    with pytest.raises(ZeroDivisionError):
+        each(first, lambda step: 1 / (2 - step.step))
+    second = iter(mine)
+    assert next(second).step == 3
+    assert list(first) == []
+    assert mine.save(tmp_path / "between").is_dir()
+    assert mine.finish().finished
+    assert list(second) == []
+    same_run(undisturbed(recipe), tmp_path / "run")
+
+
+def test_a_step_has_no_other_inside(small):
+    """As of a reward that asks for more of the run it is for."""
+
+    def impatient(completions, **columns):
+        try:
+            mine.finish()
+        except UserError as error:
+            told.append(str(error))
+        return digits(completions)
+
+    told = []
+    mine = pellucid.train(data=ROWS, reward=impatient, **small)
+    assert mine.finish().finished
+    assert set(told) == {f"the run in {mine.folder} is taking a step: wait for it"}
+
+
+UNFINISHED = """
+import sys
+import pellucid
+sys.path.append({tests!r})
+from library.test_library import ROWS, digits
+
+run = pellucid.train(
+    model=sys.argv[1], run=sys.argv[2], data=ROWS, reward=digits, steps=3, prompts_per_step=2, group_size=4,
+    max_tokens=8, evaluate_every=0, dtype="float32", lr=1e-3,
+)
+sys.kept = iter(run)
+next(sys.kept)
+"""
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_a_script_that_ends_with_a_loop_open_leaves_it(processes, model_dir, tmp_path):
+    (tmp_path / "script.py").write_text(UNFINISHED.format(tests=str(Path(__file__).parents[1])))
+    done = in_processes(processes, tmp_path / "script.py", model_dir, tmp_path / "run")
+    assert "Exception ignored" not in done.stderr + done.stdout
+    assert [path.name for path in checkpoints(tmp_path / "run")] == ["step-000001"]
+
+
 def test_another_process_goes_on_with_it_and_this_one_with_the_command_s(recipe, tmp_path, undisturbed):
     for folder, first, second in (
         ("one", lambda run: next(iter(pellucid.train(recipe=recipe, run=run))), lambda run: train("--resume", run)),
@@ -169,6 +223,14 @@ def test_a_second_interrupt_ends_it_at_once(recipe, tmp_path, monkeypatch, capsy
         pellucid.train(recipe=recipe, run=tmp_path / "run").finish()
     assert "stopped at once; nothing that was saved is lost, go on with: pellucid.train(" in capsys.readouterr().out
     claim.refuse_held(tmp_path / "run")
+
+
+def test_an_interrupt_before_there_is_a_run_does_not_say_how_to_go_on_with_it(recipe, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(run, "compose", lambda *_: os.kill(os.getpid(), signal.SIGINT))
+    with pytest.raises(KeyboardInterrupt):
+        pellucid.train(recipe=recipe, run=tmp_path / "run").finish()
+    assert "nothing that was saved is lost, the same call starts again\n" in capsys.readouterr().out
+    assert not (tmp_path / "run").exists()
 
 
 def test_it_trains_in_a_thread(small):
@@ -554,11 +616,18 @@ def test_a_folder_that_is_used_is_left_alone(small, tmp_path):
     (tmp_path / "mine" / "data.jsonl").write_text("mine")
     with pytest.raises(UserError, match=r"holds data\.jsonl, which is no run's"):
         pellucid.train(data=ROWS, reward=digits, **{**small, "run": tmp_path / "mine"})
+
+
+def test_a_loop_goes_on_around_another_run_that_its_folder_refuses(recipe, tmp_path, undisturbed):
+    for _ in (mine := pellucid.train(recipe=recipe, run=tmp_path / "run")):
+        break
+    other = pellucid.train(resume=mine.folder)
     held = iter(mine)
-    next(held)
+    assert next(held).step == 2
     with pytest.raises(UserError, match=f"process {os.getpid()} trains in"):
-        next(iter(mine))
-    held.close()
+        next(iter(other))
+    assert [step.step for step in held] == [3, 4, 5, 6]
+    same_run(undisturbed(recipe), mine.folder)
 
 
 def test_runs_have_folders_of_their_own(tmp_path, monkeypatch, small):

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import atexit
+import inspect
 import re
+import weakref
 from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -31,8 +34,9 @@ class Run:
 
     A loop may be left at any time, by break or by an exception: the run is then saved, with its report, and its folder
     free. Another loop over it goes on after the last step, to the numbers of a run that was never left; when all steps
-    are taken, it has none. An interrupt, as by Ctrl-C, ends it after the step that it is in, with a KeyboardInterrupt
-    when all is saved; a second one at once.
+    are taken, it has none. One that is still open then, since its iterator has a name, is left first, and so it is when
+    the process ends. An interrupt, as by Ctrl-C, ends it after the step that it is in, with a KeyboardInterrupt when
+    all is saved; a second one at once.
     """
 
     def __init__(
@@ -49,20 +53,16 @@ class Run:
         """Whether all steps have been taken, and the model saved."""
         self._cfg, self._resumed, self._objects, self._prepare = cfg, resumed, objects, prepare
         self._course: Course | None = None
+        self._loop: Callable[[], Generator[StepResult] | None] = lambda: None
 
     def __repr__(self) -> str:
         return f"<Run {self.folder}: {len(self.metrics)} of {self._cfg.algorithm.steps} steps>"
 
     def __iter__(self) -> Iterator[StepResult]:
-        if self.finished:
-            return
-        requests = StopRequests()
-        steps = iter(self._begun(requests))
-        try:
-            while (result := self._next(steps, requests)) is not None:
-                yield result
-        except GeneratorExit:
-            self._leave(steps, requests)
+        self._close()
+        loop = self._steps()
+        self._loop = weakref.ref(loop)  # a loop that is left has no other owner, and ends at once
+        return loop
 
     def finish(self) -> Self:
         """Take all steps that are left. Return the run."""
@@ -114,6 +114,26 @@ class Run:
             notebook.show_page(path)
         return path
 
+    def _steps(self) -> Generator[StepResult]:
+        if self.finished:
+            return
+        requests = StopRequests()
+        steps = iter(self._begun(requests))
+        try:
+            while (result := self._next(steps, requests)) is not None:
+                with at_exit(self._close):
+                    yield result
+        except GeneratorExit:
+            self._leave(steps, requests)
+
+    def _close(self) -> None:
+        """Leave the loop that is open, if one is. UserError where it is taking a step, as in another thread."""
+        loop = self._loop()
+        if loop is not None and inspect.getgeneratorstate(loop) == inspect.GEN_RUNNING:
+            raise UserError(f"the run in {self.folder} is taking a step: wait for it")
+        if loop is not None:
+            loop.close()
+
     def _begun(self, requests: StopRequests) -> Course:
         """What takes the steps, from where the run is."""
         from pellucid.training.run import Course  # noqa: PLC0415 - it imports torch
@@ -155,7 +175,9 @@ class Run:
             try:
                 yield
             except KeyboardInterrupt:
-                print(f"stopped at once; nothing that was saved is lost, go on with: {self._again}", flush=True)
+                begun = (self.folder / "config.json").is_file()
+                how = f"go on with: {self._again}" if begun else "the same call starts again"
+                print(f"stopped at once; nothing that was saved is lost, {how}", flush=True)
                 raise
 
     @property
@@ -168,6 +190,16 @@ class Run:
         if self._course is None or self._course.policy is None:
             raise UserError("the run has not begun: take a step first, or load the model with transformers")
         return self._course.policy
+
+
+@contextmanager
+def at_exit(act: Callable[[], None]) -> Iterator[None]:
+    """A process that ends in here acts before it does what was registered earlier, as to leave a group of processes."""
+    atexit.register(act)
+    try:
+        yield
+    finally:
+        atexit.unregister(act)
 
 
 @contextmanager
