@@ -506,6 +506,65 @@ def test_an_objective_may_be_a_function(small):
     assert not all(torch.equal(mine[0][name], mine[1][name]) for name in mine[0])
 
 
+OWN = """
+from dataclasses import dataclass
+from pellucid.types import Prompt, Reward
+
+def objective(tokens, cfg):
+    return {sign}1.0 * tokens.advantages * tokens.logprobs
+
+def reward(completions, **columns):
+    return [{sign}1.0 * len(completions[0])]
+
+@dataclass(frozen=True)
+class Task:
+    seed: int = 0
+    split: str = "train"
+    def sample(self, step, n):
+        return [Prompt(str(i), "{sign}1=") for i in range(n)]
+    def reward(self, prompt, completion):
+        return Reward(len(set(completion.text)) / 8)
+"""
+
+
+def written(path, sign):
+    path.write_text(OWN.format(sign=sign))
+    return path
+
+
+def test_an_edited_file_is_another_objective_in_the_same_session(small, tmp_path):
+    """Of the same size, in the same second."""
+    mine = []
+    for sign in "+-":
+        file = written(tmp_path / "edited_objective.py", sign)
+        settings = {**small, "run": small["run"] / sign, "steps": 1, "objective": f"{file}:objective"}
+        mine.append(weights(pellucid.train(data=ROWS, reward=digits, **settings).finish().folder))
+    assert not all(torch.equal(mine[0][name], mine[1][name]) for name in mine[0])
+
+
+def test_an_edited_file_is_another_task_and_another_reward_in_the_same_session(small, tmp_path):
+    seen = []
+    for sign in "+-":
+        file = written(tmp_path / "edited_task.py", sign)
+        settings = {**small, "steps": 1}
+        [asked] = pellucid.train(task=f"{file}:Task", **{**settings, "run": small["run"] / f"{sign}-task"})
+        [graded] = pellucid.train(data=ROWS, reward=f"{file}:reward", **{**settings, "run": small["run"] / sign})
+        seen.append((asked.groups[0].prompt.text, graded.groups[0].rewards[0].value))
+    assert seen == [("+1=", 1.0), ("-1=", -1.0)]
+
+
+def test_a_run_does_not_go_on_with_other_code_than_it_was_asked_for(small, tmp_path):
+    file = written(tmp_path / "edited_between.py", "+")
+    mine = pellucid.train(data=ROWS, reward=digits, objective=f"{file}:objective", **small)
+    for _ in mine:
+        break
+    written(file, "-")
+    with pytest.raises(UserError, match="the file of objective was edited since this run was asked for"):
+        mine.finish()
+    written(file, "+")
+    assert mine.finish().finished
+
+
 SCRIPT = """
 import pellucid
 

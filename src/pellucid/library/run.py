@@ -18,6 +18,7 @@ from pellucid.machine.plugins import given
 from pellucid.reporting import loggers, notebook
 from pellucid.reporting.report import write_report
 from pellucid.reporting.run_folder import records
+from pellucid.training import files
 from pellucid.training.changes import Changes
 from pellucid.types import Evaluation, UserError
 
@@ -52,6 +53,7 @@ class Run:
         self.finished = False
         """Whether all steps have been taken, and the model saved."""
         self._cfg, self._resumed, self._objects, self._prepare = cfg, resumed, objects, prepare
+        self._code = self._code_now()
         self._course: Course | None = None
         self._loop: Callable[[], Generator[StepResult] | None] = lambda: None
 
@@ -135,14 +137,23 @@ class Run:
             loop.close()
 
     def _begun(self, requests: StopRequests) -> Course:
-        """What takes the steps, from where the run is."""
+        """What takes the steps, from where the run is. UserError where its code is no longer what was asked for."""
         from pellucid.training.run import Course  # noqa: PLC0415 - it imports torch
 
+        now = self._code_now()
+        for key, digest in self._code.items():
+            if now.get(key) != digest:
+                raise UserError(f"the file of {key} was edited since this run was asked for: call pellucid.train again")
         if self._course is None:
             self._course = Course(self._cfg, self.folder, self._resumed, requests, self._again, self._prepare)
         self._course.requests = requests
         forget()
         return self._course
+
+    def _code_now(self) -> dict[str, str]:
+        """The digests of the user's files that the settings name."""
+        with given(self._objects):
+            return files.of_code(files.recorded(self._cfg))
 
     def _next(self, steps: Iterator[StepResult], requests: StopRequests) -> StepResult | None:
         """Take a step; None after the last. KeyboardInterrupt where an interrupt has ended the run."""

@@ -17,7 +17,7 @@ from pellucid.library.data import Lines
 from pellucid.library.objects import Objects, Terms, axes_named, section_of, terms_of
 from pellucid.library.run import Run, told_in_python
 from pellucid.library.settings import sections_of
-from pellucid.machine import disk
+from pellucid.machine import disk, plugins
 from pellucid.machine.plugins import given
 from pellucid.reporting.run_folder import records
 from pellucid.tasks import task_class
@@ -61,6 +61,7 @@ def train(
         raise UserError('a reward process imports this script: put `if __name__ == "__main__":` around pellucid.train')
     if resume and (recipe or run):
         raise UserError("resume= goes on with the settings of that run: leave out recipe= and run=")
+    plugins.forget()
     folder = Path(resume or run or new_folder(recipe)).expanduser()
     objects, lines = Objects(), None if data is None else of_data.in_memory(data)
     with told_in_python(), given(objects):
