@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import multiprocessing
 import os
@@ -483,6 +484,61 @@ def test_a_task_of_this_function_is_graded_in_this_process(small):
     assert pellucid.train(task=Local(), **{**small, "run": small["run"] / "two", "evaluate_every": 1}).finish().finished
 
 
+def test_rows_are_asked_by_the_innermost_task_of_a_recipe(small, tmp_path):
+    file = tmp_path / "wrapped.toml"
+    file.write_text('[task]\nname = "curriculum"\npool = 8\n[task.task]\nname = "dataset"\ndata = "none.jsonl"\n')
+    rows = [{"question": f"{a}+1=", "solution": str(a + 1)} for a in range(9)]
+    mine = pellucid.train(recipe=file, data=rows, reward=digits, **small)
+    for step in mine:
+        assert {group.prompt.answer for group in step.groups} <= {row["solution"] for row in rows}
+        break
+    section = json.loads((mine.folder / "config.json").read_text())["task"]
+    assert (section["name"], section["pool"], section["task"]["name"]) == ("curriculum", 8, "dataset")
+    assert section["task"]["data"] == str(mine.folder / "data.jsonl")
+    assert section["task"]["rewards"][0]["name"] == "here:digits"
+
+
+def test_a_recipe_may_be_one_that_ships():
+    mine = pellucid.train(recipe="variants/dapo")
+    assert "dapo-" in mine.folder.name
+    assert repr(mine) == repr(pellucid.train(recipe="dapo", run=mine.folder))
+
+
+NESTED = """
+from dataclasses import dataclass, field
+import digits_task
+
+@dataclass(frozen=True)
+class Odd(digits_task.Digits):
+    rewards: float = 1.0
+    hidden: int = field(default=3, init=False)
+
+@dataclass(frozen=True)
+class Named(digits_task.Digits):
+    name: str = "yours"
+    def sample(self, step, n):
+        assert self.name == "mine"
+        return super().sample(step, n)
+
+class Outer:
+    @dataclass(frozen=True)
+    class Inner(digits_task.Digits):
+        pass
+"""
+
+
+@pytest.mark.parametrize("make", ["Odd()", "Outer.Inner()", "Named(name='mine')"])
+def test_a_task_of_unusual_fields_or_places(small, tmp_path, monkeypatch, make):
+    (tmp_path / "nested_tasks.py").write_text(NESTED)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "nested_tasks", raising=False)
+    task = eval(make, vars(importlib.import_module("nested_tasks")))
+    [step] = pellucid.train(task=task, **{**small, "steps": 1})
+    assert all(reward.error == "" for group in step.groups for reward in group.rewards)
+    name = json.loads((small["run"] / "config.json").read_text())["task"]["name"]
+    assert name.startswith(str(tmp_path) if make == "Odd()" else "here:")
+
+
 # ---------------------------------------------------------------- other objects
 
 
@@ -635,6 +691,9 @@ def mistakes():
             "data": [{"question": "1", "answer": "1"}, {"question": "2", "answer": "two"}]
         },
         'data, row 1: no column "question"; the columns are text, answer': {"data": [{"text": "?", "answer": "1"}] * 2},
+        "data, row 1, has a column 0: the names of columns must be strings": {"data": [{0: "?"}], "reward": digits},
+        "nowhere.toml: there is no such file, and no recipe of this name": {"recipe": "nowhere.toml"},
+        'resume="no where": there is no run in that folder': {"resume": "no where"},
         "reward is of type int: give a function": {"data": ROWS, "reward": 3},
         "reward has a tuple that is no pair of a term and its weight": {"data": ROWS, "reward": (digits, brevity)},
         "reward is an empty list": {"data": ROWS, "reward": []},

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import atexit
 import inspect
-import re
 import weakref
 from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager
@@ -182,7 +181,7 @@ class Run:
     @contextmanager
     def _at_work(self, requests: StopRequests) -> Iterator[None]:
         """In here signals ask for a stop, and names stand for what was given. Between steps neither is so."""
-        with told_in_python(), handled(requests.handle), given(self._objects):
+        with told_in_python(self.folder), handled(requests.handle), given(self._objects):
             try:
                 yield
             except KeyboardInterrupt:
@@ -214,12 +213,12 @@ def at_exit(act: Callable[[], None]) -> Iterator[None]:
 
 
 @contextmanager
-def told_in_python() -> Iterator[None]:
-    """Tell as keywords the mends that the command line has as options."""
+def told_in_python(folder: Path) -> Iterator[None]:
+    """Tell as keywords the mends that the command line has as options, of the run in this folder."""
     try:
         yield
     except UserError as error:
         told = str(error).replace("with --run", "with run=")
-        for option, keyword in {"--resume": "resume", "--policy.model": "model"}.items():
-            told = re.sub(rf"{option} ([^\s,:;]+)", rf'{keyword}="\1"', told)
+        told = told.replace(f"--policy.model {folder / 'model'}", f'model="{folder / "model"}"')
+        told = told.replace(f"--resume {folder}", f'resume="{folder}"')
         raise type(error)(told) from error
