@@ -243,6 +243,13 @@ def test_it_trains_in_a_thread(small):
     assert done[0].finished
 
 
+def test_what_is_deterministic_in_a_loop_is_not_so_after_it(small):
+    for _ in pellucid.train(data=ROWS, reward=digits, deterministic=True, **small):
+        assert torch.are_deterministic_algorithms_enabled()
+        break
+    assert not torch.are_deterministic_algorithms_enabled()
+
+
 # ---------------------------------------------------------------- the model
 
 

@@ -110,7 +110,7 @@ class Course:
         """The folder is held and what the settings describe is built, until the end."""
         hardware.keep_freed_memory()
         if self.cfg.policy.deterministic:
-            hardware.make_deterministic()
+            until_the_end.enter_context(hardware.deterministic())
         self.policy = None  # that of an earlier iteration: two would not fit everywhere
         self.cfg = settled(config.resolved(self.cfg))
         if self.prepare is None:
