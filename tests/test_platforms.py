@@ -140,21 +140,18 @@ def test_a_gpu_that_only_emulates_bf16_computes_in_fp32(monkeypatch):
     assert hardware.pick_dtype("auto", torch.device("cuda")) == torch.bfloat16
 
 
-@pytest.fixture
-def _as_it_was(monkeypatch):
-    monkeypatch.delenv(hardware.WORKSPACE, raising=False)
-    yield
-    torch.use_deterministic_algorithms(False)
-
-
-@pytest.mark.usefixtures("_as_it_was")
 def test_deterministic_mode_is_torchs_with_a_workspace_that_repeats(monkeypatch):
     monkeypatch.setenv(hardware.WORKSPACE, ":0:0")
-    with pytest.raises(UserError, match="unset it"):
-        hardware.make_deterministic()
+    with pytest.raises(UserError, match="unset it"), hardware.deterministic():
+        pass
     assert not torch.are_deterministic_algorithms_enabled()
     monkeypatch.delenv(hardware.WORKSPACE)
-    hardware.make_deterministic()
-    assert torch.are_deterministic_algorithms_enabled()
-    assert not torch.is_deterministic_algorithms_warn_only_enabled()
-    assert hardware.os.environ[hardware.WORKSPACE] == ":4096:8"
+    monkeypatch.setattr(torch.backends.cudnn, "benchmark", True)
+    with hardware.deterministic():
+        assert torch.are_deterministic_algorithms_enabled()
+        assert not torch.is_deterministic_algorithms_warn_only_enabled()
+        assert hardware.os.environ[hardware.WORKSPACE] == ":4096:8"
+        assert not torch.backends.cudnn.benchmark
+    assert not torch.are_deterministic_algorithms_enabled()
+    assert hardware.WORKSPACE not in hardware.os.environ
+    assert torch.backends.cudnn.benchmark

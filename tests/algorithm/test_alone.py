@@ -159,10 +159,39 @@ def test_what_stands_in_the_padding_has_no_gradient(case, drawn):
     assert not batch.mask.all()
 
 
+@pytest.mark.parametrize("case", LOSSES)
+def test_what_stands_in_the_padding_is_not_read(case, drawn):
+    _, _, batch = drawn
+    advantages = torch.tensor([1.0, -1.0, 0.5, -0.5, 2.0, 0.5, 0.5, -3.0])[:, None].expand_as(batch.sampler_logprobs)
+    losses = []
+    for padding in (0.0, torch.nan):
+        x = batch.sampler_logprobs.masked_fill(~batch.mask, padding)
+        others = {"old_logprobs": x - 0.2, "ref_logprobs": x + 0.1, "sampler_logprobs": x - 0.1, "entropy": x.exp()}
+        within = advantages.masked_fill(~batch.mask, padding)
+        losses.append(policy_loss(x, within, batch.mask, **others, **LOSSES[case]))
+    assert losses[0].isfinite()
+    assert torch.equal(*losses)
+
+
+def test_functions_are_taken_as_they_are():
+    rewards = [[0.0, 1.0, 1.0, 0.0]]
+    mine = group_advantages(rewards, lambda grades, cfg: 2 * grades.rewards)
+    assert torch.equal(mine, 2 * torch.tensor(rewards).double())
+    loss = policy_loss(ONES, 3 * ONES[:, 0], ONES > 0, objective=lambda tokens, cfg: tokens.advantages)
+    assert float(loss) == -3.0
+
+
 ONES = torch.ones(4, 3)
 MISTAKES = {
     "has no setting clip_hihg; did you mean": lambda: policy_loss(ONES, ONES[:, 0], ONES > 0, clip_hihg=0.3),
     "has no setting group_size; its settings are": lambda: policy_loss(ONES, ONES[:, 0], ONES > 0, group_size=4),
+    "clip_low = 'low' must be a number": lambda: policy_loss(ONES, ONES[:, 0], ONES > 0, clip_low="low"),
+    "aggregate = 'tokens' is unknown": lambda: policy_loss(ONES, ONES[:, 0], ONES > 0, aggregate="tokens"),
+    "objective = 3 must be a name": lambda: policy_loss(ONES, ONES[:, 0], ONES > 0, objective=3),
+    "soft_temperature = 1.0 must be two numbers": lambda: policy_loss(
+        ONES, ONES[:, 0], ONES > 0, objective="sapo", soft_temperature=1.0
+    ),
+    "length_buckets = 2.5 must be a whole": lambda: group_advantages([[0.0, 1.0]], length_buckets=2.5),
     "clip_low = -1 must not be negative": lambda: policy_loss(ONES, ONES[:, 0], ONES > 0, clip_low=-1),
     "kl_coef = 0.1 needs ref_logprobs=": lambda: policy_loss(ONES, ONES[:, 0], ONES > 0, kl_coef=0.1, kl="k3"),
     "kl_coef in a loss needs kl=": lambda: policy_loss(ONES, ONES[:, 0], ONES > 0, kl_coef=0.1, ref_logprobs=ONES),

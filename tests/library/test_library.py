@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import multiprocessing
 import os
@@ -120,6 +121,60 @@ def test_whoever_leaves_after_the_last_step_has_finished(recipe, tmp_path, undis
     same_run(undisturbed(recipe), tmp_path / "run")
 
 
+def test_another_loop_leaves_one_that_is_open(recipe, tmp_path, undisturbed):
+    """A cell of a notebook that is run again finds the iterator of the first time, by its name."""
+    mine = pellucid.train(recipe=recipe, run=tmp_path / "run")
+    first = iter(mine)
+    with pytest.raises(ZeroDivisionError):
+        each(first, lambda step: 1 / (2 - step.step))
+    second = iter(mine)
+    assert next(second).step == 3
+    assert list(first) == []
+    assert mine.save(tmp_path / "between").is_dir()
+    assert mine.finish().finished
+    assert list(second) == []
+    same_run(undisturbed(recipe), tmp_path / "run")
+
+
+def test_a_step_has_no_other_inside(small):
+    """As of a reward that asks for more of the run it is for."""
+
+    def impatient(completions, **columns):
+        try:
+            mine.finish()
+        except UserError as error:
+            told.append(str(error))
+        return digits(completions)
+
+    told = []
+    mine = pellucid.train(data=ROWS, reward=impatient, **small)
+    assert mine.finish().finished
+    assert set(told) == {f"the run in {mine.folder} is taking a step: wait for it"}
+
+
+UNFINISHED = """
+import sys
+import pellucid
+sys.path.append({tests!r})
+from library.test_library import ROWS, digits
+
+run = pellucid.train(
+    model=sys.argv[1], run=sys.argv[2], data=ROWS, reward=digits, steps=3, prompts_per_step=2, group_size=4,
+    max_tokens=8, evaluate_every=0, dtype="float32", lr=1e-3,
+)
+sys.kept = iter(run)
+next(sys.kept)
+"""
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_a_script_that_ends_with_a_loop_open_leaves_it(processes, model_dir, tmp_path):
+    (tmp_path / "script.py").write_text(UNFINISHED.format(tests=str(Path(__file__).parents[1])))
+    done = in_processes(processes, tmp_path / "script.py", model_dir, tmp_path / "run")
+    assert "Exception ignored" not in done.stderr + done.stdout
+    assert [path.name for path in checkpoints(tmp_path / "run")] == ["step-000001"]
+
+
 def test_another_process_goes_on_with_it_and_this_one_with_the_command_s(recipe, tmp_path, undisturbed):
     for folder, first, second in (
         ("one", lambda run: next(iter(pellucid.train(recipe=recipe, run=run))), lambda run: train("--resume", run)),
@@ -171,6 +226,14 @@ def test_a_second_interrupt_ends_it_at_once(recipe, tmp_path, monkeypatch, capsy
     claim.refuse_held(tmp_path / "run")
 
 
+def test_an_interrupt_before_there_is_a_run_does_not_say_how_to_go_on_with_it(recipe, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(run, "compose", lambda *_: os.kill(os.getpid(), signal.SIGINT))
+    with pytest.raises(KeyboardInterrupt):
+        pellucid.train(recipe=recipe, run=tmp_path / "run").finish()
+    assert "nothing that was saved is lost, the same call starts again\n" in capsys.readouterr().out
+    assert not (tmp_path / "run").exists()
+
+
 def test_it_trains_in_a_thread(small):
     done = []
     small |= {"data": ROWS, "reward": digits}
@@ -178,6 +241,13 @@ def test_it_trains_in_a_thread(small):
     thread.start()
     thread.join()
     assert done[0].finished
+
+
+def test_what_is_deterministic_in_a_loop_is_not_so_after_it(small):
+    for _ in pellucid.train(data=ROWS, reward=digits, deterministic=True, **small):
+        assert torch.are_deterministic_algorithms_enabled()
+        break
+    assert not torch.are_deterministic_algorithms_enabled()
 
 
 # ---------------------------------------------------------------- the model
@@ -314,6 +384,25 @@ def test_a_run_that_cannot_begin_leaves_no_folder(small):
     assert not small["run"].exists()
 
 
+def test_a_folder_that_was_there_is_as_free_as_before_a_run_that_could_not_begin(small):
+    small["run"].mkdir()
+    with pytest.raises(UserError, match="there is no such file or folder"):
+        pellucid.train(data=ROWS, reward=digits, **{**small, "model": "./no-such-model"}).finish()
+    assert not (small["run"] / "data.jsonl").exists()
+    assert pellucid.train(data=ROWS, reward=digits, **small).finish().finished
+
+
+def test_a_run_that_another_was_faster_than_leaves_its_rows(small):
+    """Both were asked for while the folder was free."""
+    mine, other = (pellucid.train(data=rows, reward=digits, **small) for rows in (ROWS, ROWS[:20]))
+    for _ in mine:
+        break
+    with pytest.raises(UserError, match=r'holds a run: go on with resume="'):
+        next(iter(other))
+    assert records(small["run"] / "data.jsonl") == ROWS
+    assert pellucid.train(resume=small["run"], reward=digits).finish().finished
+
+
 def test_prompts_as_trl_has_them(small):
     """A string is the text itself, and its completions are strings; messages are a chat."""
     seen = []
@@ -402,6 +491,61 @@ def test_a_task_of_this_function_is_graded_in_this_process(small):
     assert pellucid.train(task=Local(), **{**small, "run": small["run"] / "two", "evaluate_every": 1}).finish().finished
 
 
+def test_rows_are_asked_by_the_innermost_task_of_a_recipe(small, tmp_path):
+    file = tmp_path / "wrapped.toml"
+    file.write_text('[task]\nname = "curriculum"\npool = 8\n[task.task]\nname = "dataset"\ndata = "none.jsonl"\n')
+    rows = [{"question": f"{a}+1=", "solution": str(a + 1)} for a in range(9)]
+    mine = pellucid.train(recipe=file, data=rows, reward=digits, **small)
+    for step in mine:
+        assert {group.prompt.answer for group in step.groups} <= {row["solution"] for row in rows}
+        break
+    section = json.loads((mine.folder / "config.json").read_text())["task"]
+    assert (section["name"], section["pool"], section["task"]["name"]) == ("curriculum", 8, "dataset")
+    assert section["task"]["data"] == str(mine.folder / "data.jsonl")
+    assert section["task"]["rewards"][0]["name"] == "here:digits"
+
+
+def test_a_recipe_may_be_one_that_ships():
+    mine = pellucid.train(recipe="variants/dapo")
+    assert "dapo-" in mine.folder.name
+    assert repr(mine) == repr(pellucid.train(recipe="dapo", run=mine.folder))
+
+
+NESTED = """
+from dataclasses import dataclass, field
+import digits_task
+
+@dataclass(frozen=True)
+class Odd(digits_task.Digits):
+    rewards: float = 1.0
+    hidden: int = field(default=3, init=False)
+
+@dataclass(frozen=True)
+class Named(digits_task.Digits):
+    name: str = "yours"
+    def sample(self, step, n):
+        assert self.name == "mine"
+        return super().sample(step, n)
+
+class Outer:
+    @dataclass(frozen=True)
+    class Inner(digits_task.Digits):
+        pass
+"""
+
+
+@pytest.mark.parametrize("make", ["Odd()", "Outer.Inner()", "Named(name='mine')"])
+def test_a_task_of_unusual_fields_or_places(small, tmp_path, monkeypatch, make):
+    (tmp_path / "nested_tasks.py").write_text(NESTED)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "nested_tasks", raising=False)
+    task = eval(make, vars(importlib.import_module("nested_tasks")))
+    [step] = pellucid.train(task=task, **{**small, "steps": 1})
+    assert all(reward.error == "" for group in step.groups for reward in group.rewards)
+    name = json.loads((small["run"] / "config.json").read_text())["task"]["name"]
+    assert name.startswith(str(tmp_path) if make == "Odd()" else "here:")
+
+
 # ---------------------------------------------------------------- other objects
 
 
@@ -423,6 +567,65 @@ def test_an_objective_may_be_a_function(small):
         theirs = weights(pellucid.train(data=ROWS, reward=digits, **reference).finish().folder)
         assert all(torch.equal(mine[-1][name], theirs[name]) for name in theirs) == (sign > 0)
     assert not all(torch.equal(mine[0][name], mine[1][name]) for name in mine[0])
+
+
+OWN = """
+from dataclasses import dataclass
+from pellucid.types import Prompt, Reward
+
+def objective(tokens, cfg):
+    return {sign}1.0 * tokens.advantages * tokens.logprobs
+
+def reward(completions, **columns):
+    return [{sign}1.0 * len(completions[0])]
+
+@dataclass(frozen=True)
+class Task:
+    seed: int = 0
+    split: str = "train"
+    def sample(self, step, n):
+        return [Prompt(str(i), "{sign}1=") for i in range(n)]
+    def reward(self, prompt, completion):
+        return Reward(len(set(completion.text)) / 8)
+"""
+
+
+def written(path, sign):
+    path.write_text(OWN.format(sign=sign))
+    return path
+
+
+def test_an_edited_file_is_another_objective_in_the_same_session(small, tmp_path):
+    """Of the same size, in the same second."""
+    mine = []
+    for sign in "+-":
+        file = written(tmp_path / "edited_objective.py", sign)
+        settings = {**small, "run": small["run"] / sign, "steps": 1, "objective": f"{file}:objective"}
+        mine.append(weights(pellucid.train(data=ROWS, reward=digits, **settings).finish().folder))
+    assert not all(torch.equal(mine[0][name], mine[1][name]) for name in mine[0])
+
+
+def test_an_edited_file_is_another_task_and_another_reward_in_the_same_session(small, tmp_path):
+    seen = []
+    for sign in "+-":
+        file = written(tmp_path / "edited_task.py", sign)
+        settings = {**small, "steps": 1}
+        [asked] = pellucid.train(task=f"{file}:Task", **{**settings, "run": small["run"] / f"{sign}-task"})
+        [graded] = pellucid.train(data=ROWS, reward=f"{file}:reward", **{**settings, "run": small["run"] / sign})
+        seen.append((asked.groups[0].prompt.text, graded.groups[0].rewards[0].value))
+    assert seen == [("+1=", 1.0), ("-1=", -1.0)]
+
+
+def test_a_run_does_not_go_on_with_other_code_than_it_was_asked_for(small, tmp_path):
+    file = written(tmp_path / "edited_between.py", "+")
+    mine = pellucid.train(data=ROWS, reward=digits, objective=f"{file}:objective", **small)
+    for _ in mine:
+        break
+    written(file, "-")
+    with pytest.raises(UserError, match="the file of objective was edited since this run was asked for"):
+        mine.finish()
+    written(file, "+")
+    assert mine.finish().finished
 
 
 SCRIPT = """
@@ -495,6 +698,9 @@ def mistakes():
             "data": [{"question": "1", "answer": "1"}, {"question": "2", "answer": "two"}]
         },
         'data, row 1: no column "question"; the columns are text, answer': {"data": [{"text": "?", "answer": "1"}] * 2},
+        "data, row 1, has a column 0: the names of columns must be strings": {"data": [{0: "?"}], "reward": digits},
+        "nowhere.toml: there is no such file, and no recipe of this name": {"recipe": "nowhere.toml"},
+        'resume="no where": there is no run in that folder': {"resume": "no where"},
         "reward is of type int: give a function": {"data": ROWS, "reward": 3},
         "reward has a tuple that is no pair of a term and its weight": {"data": ROWS, "reward": (digits, brevity)},
         "reward is an empty list": {"data": ROWS, "reward": []},
@@ -535,11 +741,18 @@ def test_a_folder_that_is_used_is_left_alone(small, tmp_path):
     (tmp_path / "mine" / "data.jsonl").write_text("mine")
     with pytest.raises(UserError, match=r"holds data\.jsonl, which is no run's"):
         pellucid.train(data=ROWS, reward=digits, **{**small, "run": tmp_path / "mine"})
+
+
+def test_a_loop_goes_on_around_another_run_that_its_folder_refuses(recipe, tmp_path, undisturbed):
+    for _ in (mine := pellucid.train(recipe=recipe, run=tmp_path / "run")):
+        break
+    other = pellucid.train(resume=mine.folder)
     held = iter(mine)
-    next(held)
+    assert next(held).step == 2
     with pytest.raises(UserError, match=f"process {os.getpid()} trains in"):
-        next(iter(mine))
-    held.close()
+        next(iter(other))
+    assert [step.step for step in held] == [3, 4, 5, 6]
+    same_run(undisturbed(recipe), mine.folder)
 
 
 def test_runs_have_folders_of_their_own(tmp_path, monkeypatch, small):

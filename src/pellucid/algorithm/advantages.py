@@ -227,7 +227,7 @@ ADVANTAGES: dict[str, Advantage] = {
 
 def advantage_of(name: str) -> Advantage:
     """One of ADVANTAGES, or the user's own; UserError where `file.py:function` leads to none."""
-    return ADVANTAGES[name] if name in ADVANTAGES else function_of(name)
+    return ADVANTAGES[name] if name in ADVANTAGES else function_of(name, "advantage")
 
 
 def advantages_of(grades: Grades, shaped: Tensor, cfg: GRPOConfig) -> Tensor:

@@ -5,9 +5,10 @@ Every setting is one of `[algorithm]`; those that speak of other stages of a ste
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from numbers import Integral, Real
+from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 import torch
 from torch import Tensor
@@ -17,7 +18,7 @@ from pellucid.algorithm.batch import Batch, like_siblings
 from pellucid.algorithm.grpo import Scores, loss_terms
 from pellucid.algorithm.objectives import AGGREGATES
 from pellucid.algorithm.settings import GRPOConfig
-from pellucid.machine.plugins import did_you_mean
+from pellucid.machine.plugins import HERE, did_you_mean, given
 from pellucid.types import UserError
 
 OF_ADVANTAGES = (
@@ -49,7 +50,7 @@ KL_OF_A_LOSS = ("k2", "k3", "k3_weighted")
 
 def group_advantages(
     rewards: Any,
-    advantage: str = "grpo",
+    advantage: str | Callable[..., Tensor] = "grpo",
     *,
     lengths: Any = None,
     correct: Any = None,
@@ -61,7 +62,7 @@ def group_advantages(
 
     rewards: [P, G], G completions of each of P prompts, as a tensor, an array or lists; NaN where there is none, which
         counts as the mean of its siblings.
-    advantage: a name of ADVANTAGES, or "file.py:function".
+    advantage: a name of ADVANTAGES, "file.py:function", or a function.
     lengths: [P, G] tokens, for the variants that compare like lengths. correct: [P, G], for "lead"; else rewards of at
         least 1 are right. parts, weights: [P, G, K] and [K], the terms of the reward and their weights, for "gdpo".
 
@@ -69,12 +70,13 @@ def group_advantages(
 
     Example: group_advantages([[0.0, 1.0, 1.0, 0.0]], "rloo")
     """
-    cfg = chosen({"advantage": advantage, **settings}, OF_ADVANTAGES, "group_advantages")
+    settings, functions = named({"advantage": advantage, **settings})
+    cfg = chosen(settings, OF_ADVANTAGES, "group_advantages")
     known = like_siblings(shaped("rewards", rewards, 2)).nan_to_num(0.0)
     device = rewards.device if isinstance(rewards, Tensor) else known.device
-    if advantage.startswith("length_grouped") and lengths is None:
-        raise UserError(f'advantage = "{advantage}" compares completions of like length: give lengths=')
-    if advantage == "gdpo" and parts is None:
+    if cfg.advantage.startswith("length_grouped") and lengths is None:
+        raise UserError(f'advantage = "{cfg.advantage}" compares completions of like length: give lengths=')
+    if cfg.advantage == "gdpo" and parts is None:
         raise UserError('advantage = "gdpo" compares the terms of a reward: give parts=')
     terms = known[..., None] if parts is None else like_siblings(shaped("parts", parts, 3)).nan_to_num(0.0)
     each = torch.ones(terms.shape[-1]).double() if weights is None else shaped("weights", weights, 1)
@@ -85,7 +87,8 @@ def group_advantages(
         parts=terms,
         weights=each.expand(len(known), -1),
     )
-    return advantages_of(grades, known, cfg).to(device)
+    with given(functions):
+        return advantages_of(grades, known, cfg).to(device)
 
 
 def policy_loss(
@@ -103,7 +106,8 @@ def policy_loss(
 ) -> Tensor:
     """Return the loss of completions, whose `backward()` is the step of GRPO.
 
-    logprobs: [B, T] of each response token under the policy, in nats, with gradient; the padding is not read.
+    logprobs: [B, T] of each response token under the policy, in nats, with gradient. The padding is not read, nor is
+        that of any other tensor.
     advantages: [B], [P, G] with B = P * G in the same order, or [B, T]. mask: [B, T], where the policy drew a token.
     old_logprobs: [B, T] under the policy that drew them; None where that is the one that is trained, as it is at first.
     sampler_logprobs: [B, T] as the sampler computed them, for `correction`. ref_logprobs: [B, T], for `kl_coef`, with
@@ -111,10 +115,13 @@ def policy_loss(
     rows, tokens: how many responses and response tokens one optimizer step has in all, where this is a part of them, as
         in gradient accumulation; None means those of `mask`. The losses of the parts then add up to that of the whole.
 
+    settings: an objective may be a function, or "file.py:function".
+
     UserError for what is missing, and for a setting that does not exist.
 
     Example: policy_loss(logprobs, group_advantages(rewards), mask, objective="gspo", aggregate="sequence").backward()
     """
+    settings, functions = named(settings)
     cfg = chosen(settings, OF_THE_LOSS, "policy_loss")
     refuse_missing(settings, {"ref_logprobs": ref_logprobs, "entropy": entropy, "sampler_logprobs": sampler_logprobs})
 
@@ -128,13 +135,20 @@ def policy_loss(
     drawn = batch.mask.sum() if tokens is None else torch.as_tensor(tokens, device=mask.device)
     batch = replace(
         batch,
-        advantages=along(advantages, batch).to(logprobs),
+        advantages=known(along(advantages, batch).to(logprobs)),
         weights=AGGREGATES[cfg.aggregate](batch.mask, counted.clamp(min=1), drawn.clamp(min=1), cfg),
         old_logprobs=None if old_logprobs is None else known(old_logprobs),
         ref_logprobs=None if ref_logprobs is None else known(ref_logprobs),
     )
-    scores = Scores(logprobs, torch.zeros_like(logprobs) if entropy is None else entropy)
-    return loss_terms(scores, batch, cfg)[0]
+    scores = Scores(logprobs, torch.zeros_like(logprobs) if entropy is None else known(entropy))
+    with given(functions):
+        return loss_terms(scores, batch, cfg)[0]
+
+
+def named(settings: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Callable[..., Any]]]:
+    """Return settings with names for those that are functions, and the functions by these names."""
+    names = {key: f"{HERE}{key}" for key, value in settings.items() if callable(value)}
+    return {**settings, **names}, {name: settings[key] for key, name in names.items()}
 
 
 def chosen(settings: Mapping[str, Any], names: Sequence[str], function: str) -> GRPOConfig:
@@ -143,10 +157,28 @@ def chosen(settings: Mapping[str, Any], names: Sequence[str], function: str) -> 
         if name not in names:
             hint = did_you_mean(name, names) or f"; its settings are {', '.join(names)}"
             raise UserError(f"{function} has no setting {name}{hint}")
+        refuse_wrong(name, settings[name])
     try:
         return GRPOConfig(kl_in="loss", **settings)
     except ValueError as error:
         raise UserError(str(error)) from error
+
+
+def refuse_wrong(name: str, value: Any) -> None:
+    """Raise UserError for a value that is not of the type of its setting, where nothing else reads it as one."""
+    kind = get_type_hints(GRPOConfig)[name]
+    choices = get_args(kind) if get_origin(kind) is Literal else ()
+    if choices and value not in choices:
+        raise UserError(f"{name} = {value!r} is unknown; there are {', '.join(choices)}")
+    pair = isinstance(value, list | tuple) and len(value) == 2 and all(isinstance(each, Real) for each in value)
+    number = isinstance(value, Real) and not isinstance(value, bool)
+    fits, what = {
+        int: (number and isinstance(value, Integral), "a whole number"),
+        float: (number, "a number"),
+        tuple[float, float]: (pair, "two numbers"),
+    }.get(kind, (isinstance(value, str), "a name or a function"))
+    if not fits:
+        raise UserError(f"{name} = {value!r} must be {what}")
 
 
 def refuse_missing(settings: Mapping[str, Any], given: Mapping[str, Tensor | None]) -> None:

@@ -149,7 +149,7 @@ OBJECTIVES: dict[str, Objective] = {
 
 def objective_of(name: str) -> Objective:
     """One of OBJECTIVES, or the user's own; UserError where `file.py:function` leads to none."""
-    return OBJECTIVES[name] if name in OBJECTIVES else own_objective(function_of(name))
+    return OBJECTIVES[name] if name in OBJECTIVES else own_objective(function_of(name, "objective"))
 
 
 def own_objective(function: Callable[[Tokens, GRPOConfig], Outcome | Tensor]) -> Objective:

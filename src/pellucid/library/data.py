@@ -60,8 +60,11 @@ def in_memory(data: Any) -> Lines | None:
     if not len(rows):
         raise UserError(f"data is empty: {FORMS}")
     for number, row in enumerate(rows, start=1):
-        if not isinstance(row, Mapping) or not all(isinstance(name, str) for name in row):
+        if not isinstance(row, Mapping):
             raise UserError(f"data, row {number}, is of type {type(row).__name__}, where a dict of columns is needed")
+        for name in row:
+            if not isinstance(name, str):
+                raise UserError(f"data, row {number}, has a column {name!r}: the names of columns must be strings")
     return Lines(rows)
 
 

@@ -76,7 +76,8 @@ def section_of(task: Any, objects: Objects) -> dict[str, Any]:
     """Return the section of a recipe for a task: its name and, of a dataclass, its fields. UserError for what is none.
 
     A class of a file goes by the name of the file, so that other processes find it; so do all that it wraps. What a
-    recipe could not hold, be it no dataclass or one with a model among its fields, stays as the object that it is.
+    recipe could not hold, be it no dataclass or one with a model among its fields, stays as the object that it is; so
+    does one with a `name` of its own, for which a recipe has no place.
     """
     if isinstance(task, str):
         return {"name": task}
@@ -85,8 +86,10 @@ def section_of(task: Any, objects: Objects) -> dict[str, Any]:
     missing = [name for name in ("sample", "reward") if not callable(getattr(task, name, None))]
     if missing:
         raise UserError(f"task is of type {type(task).__name__}, which has no {' and no '.join(missing)}")
-    fields = {field.name for field in dataclasses.fields(task)} if dataclasses.is_dataclass(task) else set[str]()
-    if not wraps(task) and not ({"seed", "split"} <= fields and is_plain(task)):
+    known = dataclasses.fields(task) if dataclasses.is_dataclass(task) else ()
+    fields = {field.name for field in known if field.init}
+    named_itself = "name" in fields and f"{type(task).__module__}:{type(task).__qualname__}" not in SHIPPED
+    if not wraps(task) and (named_itself or not {"seed", "split"} <= fields or not is_plain(task)):
         return {"name": objects.named(class_around(task), type(task).__name__)}
     values = {name: getattr(task, name) for name in fields if name != "name"}
     if values.get("seed") == 0:  # which is that of the run
@@ -98,7 +101,7 @@ def section_of(task: Any, objects: Objects) -> dict[str, Any]:
 
 def class_name(cls: type, objects: Objects) -> str:
     """Return the name under which a recipe finds a class."""
-    if is_local(cls):
+    if is_local(cls) or "." in cls.__qualname__:
         return objects.named(cls, cls.__qualname__.rpartition(".")[2])
     spec = f"{cls.__module__}:{cls.__qualname__}"
     file = getattr(modules.get(cls.__module__), "__file__", None)

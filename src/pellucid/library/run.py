@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-import re
+import atexit
+import inspect
+import weakref
 from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -15,6 +17,7 @@ from pellucid.machine.plugins import given
 from pellucid.reporting import loggers, notebook
 from pellucid.reporting.report import write_report
 from pellucid.reporting.run_folder import records
+from pellucid.training import files
 from pellucid.training.changes import Changes
 from pellucid.types import Evaluation, UserError
 
@@ -31,8 +34,9 @@ class Run:
 
     A loop may be left at any time, by break or by an exception: the run is then saved, with its report, and its folder
     free. Another loop over it goes on after the last step, to the numbers of a run that was never left; when all steps
-    are taken, it has none. An interrupt, as by Ctrl-C, ends it after the step that it is in, with a KeyboardInterrupt
-    when all is saved; a second one at once.
+    are taken, it has none. One that is still open then, since its iterator has a name, is left first, and so it is when
+    the process ends. An interrupt, as by Ctrl-C, ends it after the step that it is in, with a KeyboardInterrupt when
+    all is saved; a second one at once.
     """
 
     def __init__(
@@ -48,21 +52,18 @@ class Run:
         self.finished = False
         """Whether all steps have been taken, and the model saved."""
         self._cfg, self._resumed, self._objects, self._prepare = cfg, resumed, objects, prepare
+        self._code = self._code_now()
         self._course: Course | None = None
+        self._loop: Callable[[], Generator[StepResult] | None] = lambda: None
 
     def __repr__(self) -> str:
         return f"<Run {self.folder}: {len(self.metrics)} of {self._cfg.algorithm.steps} steps>"
 
     def __iter__(self) -> Iterator[StepResult]:
-        if self.finished:
-            return
-        requests = StopRequests()
-        steps = iter(self._begun(requests))
-        try:
-            while (result := self._next(steps, requests)) is not None:
-                yield result
-        except GeneratorExit:
-            self._leave(steps, requests)
+        self._close()
+        loop = self._steps()
+        self._loop = weakref.ref(loop)  # a loop that is left has no other owner, and ends at once
+        return loop
 
     def finish(self) -> Self:
         """Take all steps that are left. Return the run."""
@@ -114,15 +115,44 @@ class Run:
             notebook.show_page(path)
         return path
 
+    def _steps(self) -> Generator[StepResult]:
+        if self.finished:
+            return
+        requests = StopRequests()
+        steps = iter(self._begun(requests))
+        try:
+            while (result := self._next(steps, requests)) is not None:
+                with at_exit(self._close):
+                    yield result
+        except GeneratorExit:
+            self._leave(steps, requests)
+
+    def _close(self) -> None:
+        """Leave the loop that is open, if one is. UserError where it is taking a step, as in another thread."""
+        loop = self._loop()
+        if loop is not None and inspect.getgeneratorstate(loop) == inspect.GEN_RUNNING:
+            raise UserError(f"the run in {self.folder} is taking a step: wait for it")
+        if loop is not None:
+            loop.close()
+
     def _begun(self, requests: StopRequests) -> Course:
-        """What takes the steps, from where the run is."""
+        """What takes the steps, from where the run is. UserError where its code is no longer what was asked for."""
         from pellucid.training.run import Course  # noqa: PLC0415 - it imports torch
 
+        now = self._code_now()
+        for key, digest in self._code.items():
+            if now.get(key) != digest:
+                raise UserError(f"the file of {key} was edited since this run was asked for: call pellucid.train again")
         if self._course is None:
             self._course = Course(self._cfg, self.folder, self._resumed, requests, self._again, self._prepare)
         self._course.requests = requests
         forget()
         return self._course
+
+    def _code_now(self) -> dict[str, str]:
+        """The digests of the user's files that the settings name."""
+        with given(self._objects):
+            return files.of_code(files.recorded(self._cfg))
 
     def _next(self, steps: Iterator[StepResult], requests: StopRequests) -> StepResult | None:
         """Take a step; None after the last. KeyboardInterrupt where an interrupt has ended the run."""
@@ -151,11 +181,13 @@ class Run:
     @contextmanager
     def _at_work(self, requests: StopRequests) -> Iterator[None]:
         """In here signals ask for a stop, and names stand for what was given. Between steps neither is so."""
-        with told_in_python(), handled(requests.handle), given(self._objects):
+        with told_in_python(self.folder), handled(requests.handle), given(self._objects):
             try:
                 yield
             except KeyboardInterrupt:
-                print(f"stopped at once; nothing that was saved is lost, go on with: {self._again}", flush=True)
+                begun = (self.folder / "config.json").is_file()
+                how = f"go on with: {self._again}" if begun else "the same call starts again"
+                print(f"stopped at once; nothing that was saved is lost, {how}", flush=True)
                 raise
 
     @property
@@ -171,12 +203,22 @@ class Run:
 
 
 @contextmanager
-def told_in_python() -> Iterator[None]:
-    """Tell as keywords the mends that the command line has as options."""
+def at_exit(act: Callable[[], None]) -> Iterator[None]:
+    """A process that ends in here acts before it does what was registered earlier, as to leave a group of processes."""
+    atexit.register(act)
+    try:
+        yield
+    finally:
+        atexit.unregister(act)
+
+
+@contextmanager
+def told_in_python(folder: Path) -> Iterator[None]:
+    """Tell as keywords the mends that the command line has as options, of the run in this folder."""
     try:
         yield
     except UserError as error:
         told = str(error).replace("with --run", "with run=")
-        for option, keyword in {"--resume": "resume", "--policy.model": "model"}.items():
-            told = re.sub(rf"{option} ([^\s,:;]+)", rf'{keyword}="\1"', told)
+        told = told.replace(f"--policy.model {folder / 'model'}", f'model="{folder / "model"}"')
+        told = told.replace(f"--resume {folder}", f'resume="{folder}"')
         raise type(error)(told) from error

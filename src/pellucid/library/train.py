@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 import multiprocessing
 import os
@@ -10,18 +11,19 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from pellucid import config
+from pellucid import config, recipes
 from pellucid.config import Config
 from pellucid.library import data as of_data
 from pellucid.library.data import Lines
 from pellucid.library.objects import Objects, Terms, axes_named, section_of, terms_of
 from pellucid.library.run import Run, told_in_python
 from pellucid.library.settings import sections_of
-from pellucid.machine import disk
+from pellucid.machine import disk, plugins
 from pellucid.machine.plugins import given
 from pellucid.reporting.run_folder import records
 from pellucid.tasks import task_class
 from pellucid.tasks.dataset import Dataset
+from pellucid.tasks.wrappers import innermost, wraps
 from pellucid.training import changes, claim
 from pellucid.types import UserError
 
@@ -49,7 +51,7 @@ def train(
     reward: a function as TRL has them, a term by its name, "file.py:function", one of these with its weight, as in
         (brevity, 0.2), a RewardTerm, or a list of them. None with data that has answers: their numbers are compared.
     task: one of one's own, as an object; or by its name, as a recipe has it.
-    recipe: a .toml file, whose settings hold where no keyword says otherwise.
+    recipe: a .toml file, or the name of one that ships, whose settings hold where no keyword says otherwise.
     run: the folder of the run; None makes one under runs/. resume: that of a run to go on with.
     settings: every setting of a recipe by its name, or where several sections have that name by section_name:
         steps=30, evaluate_every=5. An advantage or an objective may be a function.
@@ -62,12 +64,14 @@ def train(
         raise UserError('a reward process imports this script: put `if __name__ == "__main__":` around pellucid.train')
     if resume and (recipe or run):
         raise UserError("resume= goes on with the settings of that run: leave out recipe= and run=")
-    folder = Path(resume or run or new_folder(recipe)).expanduser()
+    plugins.forget()
+    file = recipes.find(str(recipe)) if recipe else None
+    folder = Path(resume or run or new_folder(file)).expanduser()
     objects, lines = Objects(), None if data is None else of_data.in_memory(data)
-    with told_in_python(), given(objects):
+    with told_in_python(folder), given(objects):
         if claim.first_process():
             (claim.check_resumable if resume else check_new)(folder)
-        source = folder / "config.json" if resume else Path(recipe) if recipe else None
+        source = folder / "config.json" if resume else file
         values = config.read(source) if source else {}
         section = task_section(values.get("task"), task, data, reward, lines, folder, objects)
         if model is not None:
@@ -90,37 +94,51 @@ def configured(
     own = axes_named(sections_of(settings, task_class(section.get("name", Config.task_names[0]))), objects)
     section = {**section, **own.pop("task", {})}
     if lines:
-        section |= columns(lines, section)
-    cfg = config.build({**merged(values, own), **({"task": section} if section else {})}, SOURCE)
-    if lines and isinstance(cfg.task, Dataset):
-        lines.check(cfg.task)
+        innermost_of(section).update(columns(lines, innermost_of(section)))
+    asked = {**own, **({"task": section} if section else {})}
+    cfg = config.build(sections_over(values, asked), SOURCE)
+    if lines and isinstance(asks := innermost(cfg.task), Dataset):
+        lines.check(asks)
     return cfg
 
 
 def task_section(
     before: Any, task: Any, data: Any, reward: Any, lines: Lines | None, folder: Path, objects: Objects
 ) -> dict[str, Any]:
-    """Return the section of the task that keywords ask for, over that of a recipe; empty where nobody says anything."""
-    section: dict[str, Any] = dict(before or {})
+    """Return the section of the task that keywords ask for, over that of a recipe; empty where nobody says anything.
+
+    Data and rewards are those of the innermost task, whatever a recipe has around it.
+    """
+    section: dict[str, Any] = copy.deepcopy(before or {})
     if task is not None:
-        section = over(section, section_of(task, objects))
-    if (data is not None or reward is not None) and section.get("name") != "dataset":
+        section = task_over(section, section_of(task, objects))
+    if data is None and reward is None:
+        return section
+    asks = innermost_of(section)
+    if asks.get("name") != "dataset":
         if task is not None or data is None:
             what = "data" if data is not None else "reward"
             raise UserError(f'{what}= is for the task "dataset", which data= brings: leave it out, or task=')
-        section = {"name": "dataset"}
+        asks.clear()
+        asks["name"] = "dataset"
     if data is not None:
-        section["data"] = of_data.named(data) if lines is None else os.path.abspath(folder / claim.DATA)
+        asks["data"] = of_data.named(data) if lines is None else os.path.abspath(folder / claim.DATA)
     if reward is not None:
-        section["rewards"] = terms_of(reward, objects)
+        asks["rewards"] = terms_of(reward, objects)
     return section
 
 
-def over(before: Settings, asked: Settings) -> dict[str, Any]:
+def innermost_of(section: dict[str, Any]) -> dict[str, Any]:
+    """Return the section of the task that is wrapped in all others."""
+    around = wraps(config.named_task(section, ["task"])[1])
+    return innermost_of(section.setdefault("task", {})) if around else section
+
+
+def task_over(before: Mapping[str, Any], asked: Mapping[str, Any]) -> dict[str, Any]:
     """Return the section of a task, of which a recipe may have said more."""
     if before.get("name") != asked["name"]:
         return dict(asked)
-    inside = {"task": over(before["task"], asked["task"])} if "task" in before and "task" in asked else {}
+    inside = {"task": task_over(before["task"], asked["task"])} if "task" in before and "task" in asked else {}
     return {**before, **asked, **inside}
 
 
@@ -141,9 +159,10 @@ def model_name(model: str | Path) -> str:
     raise UserError(f"model is a {kind}: give its folder or Hub id; model.save_pretrained(folder) makes one of it")
 
 
-def merged(values: Settings, others: Mapping[str, Settings]) -> dict[str, Any]:
-    """Return sections with the keys of others over their own."""
-    return {**values, **{name: {**values.get(name, {}), **keys} for name, keys in others.items()}}
+def sections_over(values: Mapping[str, Any], asked: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+    """Return sections with the keys of others over their own; the task is the other's as a whole."""
+    joined = {name: keys if name == "task" else {**values.get(name, {}), **keys} for name, keys in asked.items()}
+    return {**values, **joined}
 
 
 def refuse_other_rows(lines: Lines | None, folder: Path) -> None:
@@ -167,10 +186,10 @@ def check_begun(folder: Path, cfg: Config, lines: Lines | None) -> None:
         refuse_other_rows(lines, folder)
 
 
-def new_folder(recipe: str | Path | None) -> Path:
+def new_folder(recipe: Path | None) -> Path:
     """Return a name of its own for each run, as the command gives them; of the first in a process, the very same."""
     if os.environ.get("WORLD_SIZE", "1") != "1":
         raise UserError("several processes share one folder: name it, run=")
-    name = f"{Path(recipe).stem if recipe else 'default'}-{time.strftime('%Y%m%d-%H%M%S')}"
+    name = f"{recipe.stem if recipe else 'default'}-{time.strftime('%Y%m%d-%H%M%S')}"
     number = next(NUMBERS)
     return Path("runs") / (name if number == 1 else f"{name}-{number}")

@@ -7,6 +7,8 @@ import os
 import platform
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import psutil
@@ -95,15 +97,29 @@ def place_of_sums(device: torch.device) -> torch.device:
         return torch.device("cpu")
 
 
-def make_deterministic() -> None:
-    """From now on a GPU repeats itself to the bit, or torch refuses the operation; before anything runs on one.
+@contextmanager
+def deterministic() -> Iterator[None]:
+    """In here a GPU repeats itself to the bit, or torch refuses the operation; before anything runs on one.
 
     UserError where the environment asks cuBLAS for something else.
     """
-    if os.environ.setdefault(WORKSPACE, REPEATABLE[0]) not in REPEATABLE:
+    workspace, mode, benchmark = (
+        os.environ.get(WORKSPACE),
+        torch.get_deterministic_debug_mode(),
+        torch.backends.cudnn.benchmark,
+    )
+    if workspace not in (None, *REPEATABLE):
         raise UserError(f"policy.deterministic needs {WORKSPACE} to be {' or '.join(REPEATABLE)}: unset it")
+    os.environ[WORKSPACE] = workspace or REPEATABLE[0]
     torch.use_deterministic_algorithms(True)
     torch.backends.cudnn.benchmark = False
+    try:
+        yield
+    finally:
+        torch.set_deterministic_debug_mode(mode)
+        torch.backends.cudnn.benchmark = benchmark
+        if workspace is None:
+            del os.environ[WORKSPACE]
 
 
 def matmul_tflops(dtype: torch.dtype, size: int = 512, repeats: int = 10, threads: int = 1) -> float:

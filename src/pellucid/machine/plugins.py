@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import hashlib
 import importlib
 import importlib.util
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from difflib import get_close_matches
 from functools import cache
@@ -18,7 +19,10 @@ from pellucid.types import UserError
 
 HERE = "here:"
 """What the name of an object begins with that was given to `pellucid.train`, and that no other process can find."""
+OURS = "pellucid."
 _given: ContextVar[Mapping[str, Any]] = ContextVar("given")
+_imported: dict[str, str] = {}
+"""The digests of the user's files when they were first asked for here, by the names of their modules."""
 
 
 class NotHereError(UserError):
@@ -55,36 +59,56 @@ def load_object(spec: str) -> Any:
     return getattr(module, name)
 
 
-def function_of(spec: str) -> Callable[..., Any]:
-    """The function that `path/to/file.py:name` names. Raises UserError where there is none.
+def function_of(spec: str, what: str) -> Callable[..., Any]:
+    """The function that `path/to/file.py:name` names, to be a reward or `what` it is. UserError where there is none.
 
     One in a file is looked for once; what was given may be another of the same name the next time.
     """
-    return checked_function(spec) if spec.startswith(HERE) else found_function(spec)
+    found = load_object(spec) if spec.startswith(HERE) else found_once(spec)
+    if not callable(found):
+        raise UserError(f'{what} "{spec}" is a {type(found).__name__}: name a function')
+    return found
 
 
 @cache
-def found_function(spec: str) -> Callable[..., Any]:
-    return checked_function(spec)
-
-
-def checked_function(spec: str) -> Callable[..., Any]:
-    found = load_object(spec)
-    if not callable(found):
-        raise UserError(f'"{spec}" is a {type(found).__name__}: name a function')
-    return found
+def found_once(spec: str) -> Any:
+    return load_object(spec)
 
 
 def import_source(source: str) -> ModuleType:
     name = module_of_file(Path(source)) if source.endswith(".py") else source
     try:
-        return importlib.import_module(name)
+        module = importlib.import_module(name)
     except SyntaxError as error:
         raise UserError(f"{error.filename}, line {error.lineno}: {error.msg}") from error
     except ImportError as error:
         file = f"{source}.py"
         hint = f'; a file is named with its ending, "{file}:Name"' if Path(file).is_file() else ""
         raise UserError(f"{source} cannot be imported: {error}{hint}") from error
+    if not name.startswith(OURS) and name not in _imported:
+        _imported[name] = digest_of(module)
+    return module
+
+
+def forget() -> None:
+    """From now on files of the user's count as they are: the next to ask for one that was edited has it imported anew.
+
+    What an older version of it has defined lives on where it is in use.
+    """
+    found_once.cache_clear()
+    for name in [name for name, digest in _imported.items() if digest_of(sys.modules.get(name)) != digest]:
+        del _imported[name]
+        module = sys.modules.pop(name, None)
+        with suppress(OSError):  # what Python compiled is kept for another file of its second and its size
+            Path(getattr(module, "__cached__", None) or "").unlink()
+
+
+def digest_of(module: ModuleType | None) -> str:
+    """The sha256 of the file of a module as it is now; empty where there is none."""
+    try:
+        return hashlib.sha256(Path(getattr(module, "__file__", None) or "").read_bytes()).hexdigest()
+    except OSError:
+        return ""
 
 
 def module_of_file(path: Path) -> str:

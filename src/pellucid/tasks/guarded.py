@@ -25,7 +25,9 @@ def is_local(cls: type) -> bool:
 
 
 def has_given_rewards(task: Any) -> bool:
-    return any(getattr(term, "name", "").startswith(HERE) for term in getattr(task, "rewards", ()))
+    terms = getattr(task, "rewards", ())  # of a task of the user's own it may be anything
+    names = [getattr(term, "name", "") for term in terms] if isinstance(terms, list | tuple) else []
+    return any(isinstance(name, str) and name.startswith(HERE) for name in names)
 
 
 class Guarded:

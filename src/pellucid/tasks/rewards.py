@@ -23,10 +23,10 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
-from pellucid.machine.plugins import HERE, did_you_mean, load_object
+from pellucid.machine.plugins import did_you_mean, function_of
 from pellucid.tasks.answers import answered, last_number, only_number, tagged
 from pellucid.tasks.formulas import math_verify, states_formula
-from pellucid.types import Completion, Prompt, UserError
+from pellucid.types import Completion, Prompt
 
 NOT_COLUMNS = ("prompt", "completion", "completion_ids")
 
@@ -49,7 +49,7 @@ class RewardTerm:
 
     def __post_init__(self) -> None:
         if ":" in self.name:
-            user_function(self.name)
+            function_of(self.name, "reward")
         elif self.name not in TERMS:
             known = f'{", ".join(TERMS)}, or your own as "path/to/file.py:function"'
             raise ValueError(f'reward "{self.name}" is unknown{did_you_mean(self.name, TERMS)}; there are {known}')
@@ -126,26 +126,9 @@ def compiled(pattern: str) -> re.Pattern[str]:
         raise ValueError(f'pattern = "{pattern}" is no regular expression: {error}') from error
 
 
-def user_function(spec: str) -> Callable[..., Any]:
-    """A function of the user's own. One in a file is looked for once; a notebook may define one anew."""
-    return checked_function(spec) if spec.startswith(HERE) else found_function(spec)
-
-
-@cache
-def found_function(spec: str) -> Callable[..., Any]:
-    return checked_function(spec)
-
-
-def checked_function(spec: str) -> Callable[..., Any]:
-    function = load_object(spec)
-    if not callable(function):
-        raise UserError(f'reward "{spec}" is a {type(function).__name__}: name a function(completions, **columns)')
-    return function
-
-
 def call_user_function(spec: str, prompt: Prompt, completion: Completion) -> float | None:
     columns = {name: [value] for name, value in prompt.columns.items() if name not in NOT_COLUMNS}
-    rewards = user_function(spec)(**(columns | trl_arguments(prompt, completion)))
+    rewards = function_of(spec, "reward")(**(columns | trl_arguments(prompt, completion)))
     if inspect.iscoroutine(rewards):
         rewards = awaited(rewards)
     if len(rewards) != 1:

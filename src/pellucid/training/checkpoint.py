@@ -6,7 +6,7 @@ import json
 import random
 import shutil
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol
@@ -125,14 +125,24 @@ def _write(folder: Path, tensors: State, facts: Mapping[str, Any], sums: Mapping
             path = folder / f"{name}.safetensors"
             # safetensors refuses tensors that share memory, and reads what it is given as it lies there.
             save_file({key: value.detach().cpu().contiguous() for key, value in state.items()}, path)
-            taken[path.name] = pool.submit(_to_disk, path)
+            taken[path.name] = _taken(pool, path)
         path = folder / "state.json"
         path.write_text(json.dumps(facts))
-        taken[path.name] = pool.submit(_to_disk, path)
+        taken[path.name] = _taken(pool, path)
         all_sums = {**sums, **{name: of_file.result() for name, of_file in taken.items()}}
     (folder / SUMS).write_text("".join(f"{digest}  {name}\n" for name, digest in all_sums.items()))
     _to_disk(folder / SUMS)
     disk.sync(folder)
+
+
+def _taken(pool: ThreadPoolExecutor, path: Path) -> Future[str]:
+    """Sync a file and take its checksum in a thread; at once in a process at its end, which begins no threads."""
+    try:
+        return pool.submit(_to_disk, path)
+    except RuntimeError:
+        done: Future[str] = Future()
+        done.set_result(_to_disk(path))
+        return done
 
 
 def _to_disk(path: Path) -> str:

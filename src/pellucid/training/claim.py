@@ -34,11 +34,13 @@ def first_process() -> bool:
 def held(run_dir: Path) -> Iterator[None]:
     """Hold the lock of a run folder, which is made where it is missing, until this process ends in any way.
 
-    One that was made for a run that could not begin, since the model is not there or its rewards fail, goes again.
+    One that was made for a run that could not begin, since the model is not there or its rewards fail, goes again; from
+    one that was there its rows do.
     """
     made = [folder for folder in (run_dir, *run_dir.parents) if not folder.exists()]
     run_dir.mkdir(parents=True, exist_ok=True)
     with locked(run_dir / LOCK, trains_in(run_dir)):
+        rows_before = (run_dir / DATA).exists()
         try:
             yield
         except NotBegunError:
@@ -46,9 +48,10 @@ def held(run_dir: Path) -> Iterator[None]:
                 clear(run_dir)
             raise
         finally:
-            if made and set(os.listdir(run_dir)) <= {LOCK, DATA}:
+            if not rows_before and not (run_dir / "config.json").exists():
+                (run_dir / DATA).unlink(missing_ok=True)
+            if made and set(os.listdir(run_dir)) <= {LOCK}:
                 with suppress(OSError):  # Windows keeps a file that is open, and others may be in the folders above
-                    (run_dir / DATA).unlink(missing_ok=True)
                     (run_dir / LOCK).unlink()
                     for folder in made:
                         folder.rmdir()

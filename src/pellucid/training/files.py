@@ -63,6 +63,13 @@ def digests(settings: Record) -> dict[str, str]:
     return {key: digest_of(what) for key, what in named}
 
 
+def of_code(settings: Record) -> dict[str, str]:
+    """By dotted key, the sha256 of each file of code that the settings of task and axes name."""
+    named = {**settings["task"], **{axis: settings["algorithm"][axis] for axis in AXES}}
+    found = [(key, path) for key, path in named_files(named, "") if isinstance(path, Path) and path.suffix == ".py"]
+    return {key.removeprefix("."): digest_of(path) for key, path in found}
+
+
 def digest_of(what: Path | Sequence[Path] | str) -> str:
     """The sha256 of a file, of several, or of a source."""
     if isinstance(what, str):

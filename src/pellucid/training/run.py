@@ -110,13 +110,15 @@ class Course:
         """The folder is held and what the settings describe is built, until the end."""
         hardware.keep_freed_memory()
         if self.cfg.policy.deterministic:
-            hardware.make_deterministic()
+            until_the_end.enter_context(hardware.deterministic())
         self.policy = None  # that of an earlier iteration: two would not fit everywhere
         self.cfg = settled(config.resolved(self.cfg))
         if self.prepare is None:
             preflight.check(self.cfg, self.run_dir)
         if claim.first_process():
             until_the_end.enter_context(claim.held(self.run_dir))
+            if self.resumed is None:
+                claim.check_free(self.run_dir)  # before rows are written over those of another run
         if self.prepare is not None:
             first_alone(self.prepare, self.cfg)
             preflight.check(self.cfg, self.run_dir)
