@@ -11,6 +11,7 @@ import rich
 
 from conftest import make_policy
 from pellucid import cli
+from pellucid.commands.training import Train
 from pellucid.machine.harmless import harmless
 from pellucid.reporting.console import Console, Plain, first_error, verdict
 from pellucid.training.preflight import show_exchange
@@ -96,10 +97,10 @@ def test_the_error_of_a_reward_obeys_nothing(hostile, capsys):
 
 
 def test_a_mistake_that_quotes_data_obeys_nothing(hostile, capsys, monkeypatch):
-    def fail(_):
+    def fail(*_):
         raise UserError(f'line 1: the answer "{hostile}"')
 
-    monkeypatch.setattr(cli, "train", fail)
+    monkeypatch.setattr(Train, "__call__", fail)
     with pytest.raises(SystemExit):
         cli.main(["train"])
     said = capsys.readouterr().err

@@ -203,7 +203,7 @@ def test_no_file_of_the_working_directory_is_taken_for_a_module_of_python(tmp_pa
     cell = Cell(tmp_path, "grpo", 0)
     with (tmp_path / "lock").open("w") as lock:
         assert runner.start(cell, 1, lock).process.wait() == 2
-    assert "recipe.json: cannot be read" in cell.log.read_text()
+    assert "recipe.json: there is no such file" in cell.log.read_text()
 
 
 STAND_IN = """#!/bin/sh

@@ -281,7 +281,7 @@ def test_a_run_that_cannot_begin_leaves_no_folder(recipe, tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "complaint"),
     [
-        (["train", "nowhere.toml"], "nowhere.toml: cannot be read"),
+        (["train", "nowhere.toml"], "nowhere.toml: there is no such file"),
         (["train", "--resume", "nowhere"], "there is no run in that folder"),
         (["train", "recipes/arithmetic.toml", "--policy.model", "./nowhere"], "there is no such file or folder"),
         (["train", "recipes/arithmetic.toml", "--policy.device", "gpu"], 'policy.device = "gpu"'),

@@ -97,13 +97,14 @@ class Eval:
         run_dir = run_folder.run_of(self.model)
         recipe = recipes.find(self.task) if self.task else None
         cfg = config.load(recipe or (run_dir and run_dir / "config.json"), self.settings)
-        if not recipe and not run_dir and not any(word.startswith("--task.") for word in self.settings):
-            print(f"! asks the default task, {cfg.task_name}: name another with --task RECIPE", flush=True)
         model = str(run_folder.model_of(run_dir)) if run_dir else self.model
         with handled(end_at_once), uncollected():
             from pellucid.training import exam  # noqa: PLC0415 - as in Train
 
-        return exam.examine(cfg, model, self.access(cfg, run_dir), self.show, self.output)
+        status = exam.examine(cfg, model, self.access(cfg, run_dir), self.show, self.output)
+        if not recipe and not run_dir and not any(word.startswith("--task.") for word in self.settings):
+            print(f"asked the default task, {cfg.task_name}: name another with --task RECIPE")
+        return status
 
     def access(self, cfg: Config, run_dir: Path | None) -> Access:
         """How the model may be read: as its run or a recipe of this very model says; else as the command line does."""
