@@ -25,10 +25,15 @@ DEEPSPEED = pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, re
 FORKED = Path(__file__).with_name("forked.py")
 
 
-def train(*arguments):
+def answered(*words):
+    """Return the exit status of a command line."""
     with pytest.raises(SystemExit) as exit_:
-        cli.main(["train", *map(str, arguments)])
+        cli.main([*map(str, words)])
     return exit_.value.code
+
+
+def train(*arguments):
+    return answered("train", *arguments)
 
 
 @contextmanager

@@ -14,23 +14,16 @@ from transformers import AutoModelForCausalLM
 
 import pellucid
 from conftest import character_tokenizer, tiny_llama
-from pellucid import cli
 from pellucid.doctor import memory
 from pellucid.policy import policy, pretrained
 from pellucid.policy.access import Access
 from pellucid.serve import command, host
 from pellucid.types import UserError
-from runs import train, weights
+from runs import answered, train, weights
 
 NAME = "some/tiny"
 COMMITS = {"main": "a" * 40, "v1": "b" * 40}
 FEW = ["--algorithm.steps", 1, "--evaluate.every", 0, "--checkpoint.every", 1]
-
-
-def run(*arguments):
-    with pytest.raises(SystemExit) as ended:
-        cli.main([*map(str, arguments)])
-    return ended.value.code
 
 
 @pytest.fixture
@@ -112,9 +105,9 @@ def test_the_reference_is_of_the_revision_too(hub, recipe, tmp_path):
 def test_what_was_trained_from_a_revision_is_evaluated(hub, recipe, tmp_path, capsys):
     settings = ["--policy.model", NAME, "--policy.revision", "v1", *FEW]
     assert train(recipe, "--run", tmp_path / "run", *settings) == 0
-    assert run("eval", tmp_path / "run", "--show", 1) == 0
-    assert run("eval", NAME, "--task", recipe, "--policy.revision", "v1", "--show", 1) == 0
-    assert run("eval", NAME, "--task", recipe, "--policy.revision", "v7") == 2
+    assert answered("eval", tmp_path / "run", "--show", 1) == 0
+    assert answered("eval", NAME, "--task", recipe, "--policy.revision", "v1", "--show", 1) == 0
+    assert answered("eval", NAME, "--task", recipe, "--policy.revision", "v7") == 2
     assert f"policy.model = '{NAME}', revision 'v7', cannot be loaded" in capsys.readouterr().err
 
 
@@ -125,11 +118,11 @@ def test_the_revision_of_a_recipe_is_asked_of_its_model_alone(hub, recipe, model
     shutil.rmtree(other / "snapshots" / COMMITS["v1"])
     (other / "refs" / "v1").unlink()
     recipe.write_text(text.replace(str(model_dir), NAME).replace("[policy]", '[policy]\nrevision = "v1"'))
-    assert run("eval", "some/other", "--task", recipe, "--show", 1) == 0
-    assert run("eval", "some/other", "--task", recipe, "--policy.revision", "v1") == 2
+    assert answered("eval", "some/other", "--task", recipe, "--show", 1) == 0
+    assert answered("eval", "some/other", "--task", recipe, "--policy.revision", "v1") == 2
     assert "policy.model = 'some/other', revision 'v1', cannot be loaded" in capsys.readouterr().err
     shutil.rmtree(hub / "snapshots" / COMMITS["main"])
-    assert run("eval", NAME, "--task", recipe, "--show", 1) == 0
+    assert answered("eval", NAME, "--task", recipe, "--show", 1) == 0
 
 
 @pytest.mark.parametrize("kind", ["folder", "gguf", "embedded"])
@@ -202,7 +195,7 @@ def test_code_that_is_not_trusted_is_said_in_one_line_and_does_not_run(own, reci
         " all that you may do: read it, then set policy.trust_remote_code"
     )
     for arguments in (["eval", own, "--task", recipe], ["doctor", "--plan", recipe, "--policy.model", own]):
-        assert run(*arguments) == 2
+        assert answered(*arguments) == 2
         assert "would run as you" in capsys.readouterr().err
     assert not ran(own)
 
@@ -217,7 +210,7 @@ def test_code_that_is_trusted_is_said_aloud_and_trained_and_saved_with_the_model
     assert ran(own)
     shutil.rmtree(own)
     assert (tmp_path / "run" / "model" / "modeling_own.py").is_file()
-    assert run("eval", tmp_path / "run", "--show", 1) == 0
+    assert answered("eval", tmp_path / "run", "--show", 1) == 0
     assert f"! policy.trust_remote_code: Python code of {tmp_path}/run/model runs as you" in capsys.readouterr().out
     with pytest.raises(UserError, match="would run as you") if own.name == "own_own" else torch.no_grad():
         policy.load_frozen(str(tmp_path / "run" / "model"), torch.device("cpu"), torch.float32, 1.0)
@@ -236,27 +229,27 @@ def test_a_recipe_that_trusts_its_model_trusts_no_other(own, recipe, model_dir, 
     """Who asks another, and trusts it, says so on the command line."""
     other, itself = trusting(recipe, model_dir, model_dir, "a.toml"), trusting(recipe, model_dir, own, "b.toml")
     status = 2 if own.name == "own_own" else 0
-    assert run("eval", own, "--task", other, "--show", 1) == status
-    assert run("eval", own, "--task", itself, "--policy.no-trust-remote-code", "--show", 1) == status
+    assert answered("eval", own, "--task", other, "--show", 1) == status
+    assert answered("eval", own, "--task", itself, "--policy.no-trust-remote-code", "--show", 1) == status
     assert not ran(own) and "runs as you" not in capsys.readouterr().out
-    assert run("eval", own, "--task", other, "--policy.trust-remote-code", "--show", 1) == 0
+    assert answered("eval", own, "--task", other, "--policy.trust-remote-code", "--show", 1) == 0
     assert ran(own)
     (own.parent / "ran").unlink()
     capsys.readouterr()
-    assert run("eval", own, "--task", itself, "--show", 1) == 0
+    assert answered("eval", own, "--task", itself, "--show", 1) == 0
     assert f"! policy.trust_remote_code: Python code of {own} runs as you" in capsys.readouterr().out
 
 
 def test_a_run_is_trusted_as_it_was_recorded_whatever_a_recipe_trusts(own, recipe, model_dir, tmp_path, capsys):
     settings = ["--policy.model", own, "--policy.trust-remote-code", *FEW]
     assert train(recipe, "--run", tmp_path / "run", *settings) == 0
-    assert run("eval", tmp_path / "run", "--task", recipe, "--show", 1) == 0
+    assert answered("eval", tmp_path / "run", "--task", recipe, "--show", 1) == 0
     record = json.loads((tmp_path / "run" / "config.json").read_text())
     record["policy"]["trust_remote_code"] = False
     (tmp_path / "run" / "config.json").write_text(json.dumps(record))
     capsys.readouterr()
     other = trusting(recipe, model_dir, model_dir, "a.toml")
-    assert run("eval", tmp_path / "run", "--task", other, "--show", 1) == (2 if own.name == "own_own" else 0)
+    assert answered("eval", tmp_path / "run", "--task", other, "--show", 1) == (2 if own.name == "own_own" else 0)
     assert "runs as you" not in capsys.readouterr().out
 
 
@@ -292,15 +285,15 @@ def test_a_run_whose_rewards_are_not_here_is_served_with_the_code_that_it_truste
 
 
 def test_a_plan_of_trusted_code_is_that_of_what_it_computes(own, recipe, capsys):
-    assert run("doctor", "--plan", recipe, "--policy.model", own, "--policy.trust-remote-code") == 0
+    assert answered("doctor", "--plan", recipe, "--policy.model", own, "--policy.trust-remote-code") == 0
     assert capsys.readouterr().out.startswith("! policy.trust_remote_code: Python code of")
 
 
 def test_another_model_than_the_policys_is_not_trusted_with_it(own, recipe, tmp_path, capsys):
     """The student's questions are too long for it, which is found when it has been loaded."""
     command = ["prefixes", recipe, "--student", own, "--output", tmp_path / "p.json", "--n", 2]
-    assert run(*command, "--policy.trust-remote-code") == 2
+    assert answered(*command, "--policy.trust-remote-code") == 2
     assert not ran(own)
-    assert run(*command, "--policy.model", own, "--policy.trust-remote-code") == 2
+    assert answered(*command, "--policy.model", own, "--policy.trust-remote-code") == 2
     assert f"! policy.trust_remote_code: Python code of {own} runs as you" in capsys.readouterr().out
     assert ran(own)

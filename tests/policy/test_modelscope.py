@@ -13,11 +13,11 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from conftest import records
-from pellucid import cli
 from pellucid.doctor import memory
 from pellucid.policy import modelscope, pretrained
 from pellucid.policy.access import Access
 from pellucid.types import UserError
+from runs import answered
 
 NAME = "modelscope:Some.One/Tiny-0.5B"
 HIDDEN = "modelscope.hub.snapshot_download"
@@ -30,12 +30,6 @@ PLACES = {
     "up to 1.21, MODELSCOPE_CACHE": "Some.One/Tiny-0___5B",
     "up to 1.21": "hub/Some.One/Tiny-0___5B",
 }
-
-
-def run(*arguments):
-    with pytest.raises(SystemExit) as ended:
-        cli.main([*map(str, arguments)])
-    return ended.value.code
 
 
 @pytest.fixture
@@ -192,7 +186,7 @@ def commands(recipe, tmp_path):
 
 @pytest.mark.parametrize("command", commands("", Path()))
 def test_without_the_package_each_command_says_in_one_line_what_to_install(cache, recipe, tmp_path, capsys, command):
-    assert run(*commands(recipe, tmp_path)[command]) == 2
+    assert answered(*commands(recipe, tmp_path)[command]) == 2
     [line] = [line for line in capsys.readouterr().err.splitlines() if line.startswith("pellucid: ")]
     assert line == (
         f"pellucid: policy.model = '{NAME}' is not in {cache}: downloading it needs modelscope:"
@@ -204,10 +198,10 @@ def test_a_run_trains_resumes_and_is_evaluated_from_the_cache_alone(cache, recip
     kept(model_dir, cache / PLACES["1.38 and later"])
     run_dir = tmp_path / "run"
     settings = ["--policy.model", NAME, "--evaluate.every", 0, "--checkpoint.every", 1]
-    assert run("train", recipe, "--run", run_dir, *settings, "--algorithm.steps", 1) == 0
-    assert run("train", "--resume", run_dir, "--algorithm.steps", 2) == 0
+    assert answered("train", recipe, "--run", run_dir, *settings, "--algorithm.steps", 1) == 0
+    assert answered("train", "--resume", run_dir, "--algorithm.steps", 2) == 0
     assert len(records(run_dir / "metrics.jsonl")) == 2
     assert json.loads((run_dir / "config.json").read_text())["policy"]["model"] == NAME, "as given"
-    assert run("eval", NAME, "--task", recipe, "--show", 1) == 0
-    assert run("doctor", "--plan", recipe, "--policy.model", NAME) == 0
+    assert answered("eval", NAME, "--task", recipe, "--show", 1) == 0
+    assert answered("doctor", "--plan", recipe, "--policy.model", NAME) == 0
     assert f"{NAME}: 0.0 M parameters" in capsys.readouterr().out

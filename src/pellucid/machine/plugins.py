@@ -142,7 +142,11 @@ def near(path: Path) -> str:
 
 
 def names_beside(path: Path) -> list[str]:
-    return [file.name for file in path.parent.iterdir()] if path.parent.is_dir() else []
+    """The names in the folder of a path; none where it cannot be read, which is no reason to hide what is wrong."""
+    try:
+        return [file.name for file in path.parent.iterdir()]
+    except OSError:
+        return []
 
 
 def did_you_mean(name: str, names: Iterable[str]) -> str:
