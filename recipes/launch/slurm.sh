@@ -11,6 +11,7 @@
 #SBATCH --signal=TERM@300
 #SBATCH --output=%x-%j.log
 set -euo pipefail
-HEAD="$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)"
-export HEAD NODES="$SLURM_JOB_NUM_NODES" PROCESSES="${SLURM_GPUS_ON_NODE:-8}" PORT="$((20000 + SLURM_JOB_ID % 10000))"
+hosts="$(scontrol show hostnames "$SLURM_JOB_NODELIST")" # A pipe into head might end scontrol, and with it the job.
+export HEAD="${hosts%%$'\n'*}"
+export NODES="$SLURM_JOB_NUM_NODES" PROCESSES="${SLURM_GPUS_ON_NODE:-8}" PORT="$((20000 + SLURM_JOB_ID % 10000))"
 srun bash -c 'NODE="$SLURM_NODEID" exec recipes/launch/two_nodes.sh "$@"' two_nodes "$@"

@@ -17,7 +17,8 @@ SHORT = ["--algorithm.steps", "2", "--evaluate.every", "0", "--algorithm.micro_b
 """Such an eps keeps AdamW from making whole steps of gradients that are rounding alone."""
 TOOLS = {"torchrun": "-m torch.distributed.run", "pellucid": "-m pellucid"}
 SLURM = {
-    "scontrol": "echo localhost; echo other",
+    # So slow that a reader of the first line alone would be gone at the second.
+    "scontrol": "echo localhost; sleep 0.3; echo other",
     # What srun does, of this job: the command, once a node.
     "srun": 'SLURM_NODEID=0 "$@" & SLURM_NODEID=1 "$@" && wait $!',
 }
