@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from pellucid.algorithm.grpo import StepResult
     from pellucid.library.run import Run
     from pellucid.library.train import train
-    from pellucid.tasks.rewards import RewardTerm
+    from pellucid.rewards.terms import RewardTerm
     from pellucid.types import Completion, Estimate, Evaluation, Group, Prompt, Reward, Sampling, Task, UserError
 
 __version__ = "0.1.0"
@@ -35,7 +35,7 @@ __all__ = [
 HOMES = {
     "Run": "pellucid.library.run",
     "StepResult": "pellucid.algorithm.grpo",
-    "RewardTerm": "pellucid.tasks.rewards",
+    "RewardTerm": "pellucid.rewards.terms",
     "train": "pellucid.library.train",
 }
 

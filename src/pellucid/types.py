@@ -227,6 +227,11 @@ class Task(Protocol):
     def reward(self, prompt: Prompt, completion: Completion) -> Reward: ...
 
 
+def with_split(task: Any, split: str) -> Any:
+    """Return the task on another split: by its own `with_split` if it has one, otherwise by replacing its field."""
+    return task.with_split(split) if hasattr(task, "with_split") else replace(task, split=split)
+
+
 def grade(task: Task, groups: Sequence[Group]) -> list[Group]:
     """Return the groups with their rewards, in the same order. A Grader, like a sandbox, gets all pairs at once."""
     pairs = [(group.prompt, completion) for group in groups for completion in group.completions]

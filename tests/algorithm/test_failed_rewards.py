@@ -20,9 +20,9 @@ from pellucid.config import Config
 from pellucid.reporting.console import Plain, accuracy_table, before_after, evaluation_rows, verdict
 from pellucid.reporting.loggers import Jsonl
 from pellucid.reporting.metrics import describe
+from pellucid.rewards.worker import LARGEST, NoRewardError, plain
 from pellucid.tasks.arithmetic import Arithmetic
 from pellucid.tasks.curriculum import Curriculum
-from pellucid.tasks.worker import LARGEST, NoRewardError, plain
 from pellucid.training.evaluate import OneProcess, evaluate
 from pellucid.training.preflight import show_signal
 from pellucid.types import Completion, Group, Prompt, Reward, Sampling

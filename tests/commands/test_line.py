@@ -31,7 +31,7 @@ class Shout:
 
 ODD = """
 from dataclasses import dataclass, field
-from pellucid.tasks.rewards import RewardTerm
+from pellucid.rewards.terms import RewardTerm
 
 @dataclass
 class Odd:

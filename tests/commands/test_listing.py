@@ -14,8 +14,8 @@ from pellucid.algorithm import advantages, objectives
 from pellucid.algorithm.settings import Advantage, KLEstimator, Objective
 from pellucid.commands import listing
 from pellucid.machine.docstrings import first_sentence
+from pellucid.rewards.terms import TERMS
 from pellucid.tasks import TASKS
-from pellucid.tasks.rewards import TERMS
 from pellucid.types import UserError
 
 THERE = {

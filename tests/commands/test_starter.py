@@ -10,8 +10,7 @@ import pytest
 from conftest import records
 from pellucid import config
 from pellucid.commands import starter
-from pellucid.tasks.wrappers import with_split
-from pellucid.types import Completion, UserError
+from pellucid.types import Completion, UserError, with_split
 from runs import train
 
 

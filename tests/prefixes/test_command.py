@@ -24,8 +24,7 @@ from pellucid.prefixes import command as prefixes
 from pellucid.prefixes.journal import Journal
 from pellucid.prefixes.teacher import INSTRUCTION, Endpoint, Teacher, UnansweredError
 from pellucid.tasks.curriculum import Curriculum
-from pellucid.tasks.wrappers import with_split
-from pellucid.types import Prompt, UserError
+from pellucid.types import Prompt, UserError, with_split
 from serving import running
 
 KEY = "sk-proj-verysecret0123456789"

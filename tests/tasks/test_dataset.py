@@ -13,9 +13,9 @@ from pydantic import ValidationError, create_model
 
 from pellucid import config
 from pellucid.algorithm.settings import RewardConfig
+from pellucid.rewards.sandbox import Sandboxed
+from pellucid.rewards.terms import RewardTerm
 from pellucid.tasks.dataset import Dataset
-from pellucid.tasks.rewards import RewardTerm
-from pellucid.tasks.sandbox import Sandboxed
 from pellucid.types import ROUND, Completion, UserError
 
 GSM8K = [

@@ -9,7 +9,8 @@ import pytest
 from pellucid.tasks.arithmetic import Arithmetic
 from pellucid.tasks.curriculum import Curriculum
 from pellucid.tasks.prefixed import Prefixed
-from pellucid.tasks.wrappers import innermost, seeded, with_split, wraps
+from pellucid.tasks.wrappers import innermost, seeded, wraps
+from pellucid.types import with_split
 
 INSIDE = Arithmetic(digits=2, seed=5)
 

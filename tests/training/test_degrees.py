@@ -10,8 +10,8 @@ import pytest
 from conftest import records
 from pages import Page
 from pellucid import cli
+from pellucid.rewards.terms import RewardTerm
 from pellucid.tasks.dataset import Dataset
-from pellucid.tasks.rewards import RewardTerm
 from pellucid.types import Completion, Prompt
 from runs import train
 

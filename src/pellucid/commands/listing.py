@@ -36,7 +36,7 @@ def samplers() -> dict[str, str]:
 KINDS: dict[str, Callable[[], Mapping[str, str]]] = {
     "recipes": recipes.listed,
     "tasks": tasks,
-    "rewards": lambda: docstrings.of_dict("pellucid.tasks.rewards", "TERMS"),
+    "rewards": lambda: docstrings.of_dict("pellucid.rewards.terms", "TERMS"),
     "advantages": lambda: docstrings.of_dict("pellucid.algorithm.advantages", "ADVANTAGES"),
     "objectives": lambda: docstrings.of_dict("pellucid.algorithm.objectives", "OBJECTIVES"),
     "aggregates": lambda: docstrings.of_dict("pellucid.algorithm.objectives", "AGGREGATES"),

@@ -9,11 +9,10 @@ from sys import modules
 from typing import Any
 
 from pellucid.machine.plugins import HERE
+from pellucid.rewards.terms import RewardTerm
 from pellucid.tasks import TASKS
 from pellucid.tasks.given import class_around
-from pellucid.tasks.guarded import is_local
-from pellucid.tasks.rewards import RewardTerm
-from pellucid.tasks.wrappers import wraps
+from pellucid.tasks.wrappers import is_local, wraps
 from pellucid.training.files import AXES
 from pellucid.types import UserError
 

@@ -24,9 +24,9 @@ from pellucid.prefixes.cleaning import clean, first_sentences, first_tokens, thi
 from pellucid.prefixes.journal import Journal
 from pellucid.prefixes.teacher import Endpoint, Teacher, UnansweredError, checked, messages_of
 from pellucid.tasks.prefixed import SOURCES
-from pellucid.tasks.wrappers import innermost, seeded, with_split
+from pellucid.tasks.wrappers import innermost, seeded
 from pellucid.training.evaluate import held_out
-from pellucid.types import Prompt, Sampling, UserError
+from pellucid.types import Prompt, Sampling, UserError, with_split
 
 ROWS = 64
 """How many prefixes a student decodes between two writes to the journal."""

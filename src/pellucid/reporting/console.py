@@ -22,7 +22,7 @@ from rich.text import Text
 from pellucid.machine.harmless import harmless
 from pellucid.reporting.loggers import DRAWING
 from pellucid.reporting.measures import REWARDS, are_apart, have_verdicts, labelled, measures, worth_showing
-from pellucid.tasks.answers import reasoning_and_answer
+from pellucid.rewards.answers import reasoning_and_answer
 from pellucid.types import Estimate, Evaluation, Group, Reward
 
 STAGES = {"generate": "cyan", "reward": "magenta", "score": "blue", "update": "green", "other": "bright_black"}

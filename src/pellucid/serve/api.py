@@ -16,6 +16,7 @@ from fastapi.responses import HTMLResponse, JSONResponse, Response
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp
 
+from pellucid.rewards.answers import reasoning_and_answer
 from pellucid.serve.completions import complete, not_served
 from pellucid.serve.decoding import Served, begun
 from pellucid.serve.errors import RequestError, refused
@@ -23,7 +24,6 @@ from pellucid.serve.exchange import Exchanges
 from pellucid.serve.gate import Gate
 from pellucid.serve.group import group
 from pellucid.serve.messages import ChatRequest, CompletionRequest, GroupRequest, Question, Sampling
-from pellucid.tasks.answers import reasoning_and_answer
 from pellucid.types import Prompt
 
 PAGE = Path(__file__).with_name("page.html")

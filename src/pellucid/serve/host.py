@@ -17,6 +17,7 @@ from pellucid.models import invariance
 from pellucid.policy import policy
 from pellucid.policy.access import Access
 from pellucid.reporting import run_folder
+from pellucid.rewards.sandbox import Sandboxed
 from pellucid.samplers.choice import fault_of
 from pellucid.serve import connections
 from pellucid.serve.api import application
@@ -26,9 +27,7 @@ from pellucid.serve.decoding import Served
 from pellucid.serve.engine import Engine
 from pellucid.serve.gate import LOOPBACK
 from pellucid.tasks.gsm8k import SYSTEM
-from pellucid.tasks.sandbox import Sandboxed
-from pellucid.tasks.wrappers import with_split
-from pellucid.types import UserError
+from pellucid.types import UserError, with_split
 
 
 def host(options: Serve, listening: socket.socket) -> None:

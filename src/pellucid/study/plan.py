@@ -14,8 +14,7 @@ from pellucid import config, recipes
 from pellucid.config import Config
 from pellucid.machine.plugins import did_you_mean
 from pellucid.reporting.run_folder import Record
-from pellucid.tasks.wrappers import with_split
-from pellucid.types import UserError
+from pellucid.types import UserError, with_split
 
 KEYS = ("base", "seeds", "common", "variants")
 FOLDER_NAME = re.compile(r"\w[\w.+=-]*")

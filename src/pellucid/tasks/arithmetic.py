@@ -9,7 +9,7 @@ from operator import add, mul, sub
 from random import Random
 from typing import Literal
 
-from pellucid.tasks.answers import answered, last_number
+from pellucid.rewards.answers import answered, last_number
 from pellucid.types import Completion, Prompt, Reward
 
 Operator = Literal["+", "-", "*"]

@@ -12,7 +12,7 @@ from itertools import pairwise
 from random import Random
 from typing import Literal, NamedTuple
 
-from pellucid.tasks.answers import marked_answer, only_number
+from pellucid.rewards.answers import marked_answer, only_number
 from pellucid.tasks.expressions import Linear, linear, plain, scaled, total
 from pellucid.types import Completion, Prompt, Reward
 

@@ -9,7 +9,7 @@ from fractions import Fraction
 from random import Random
 from typing import Literal
 
-from pellucid.tasks.answers import after_thinking, marked_answer
+from pellucid.rewards.answers import after_thinking, marked_answer
 from pellucid.tasks.expressions import linear, numbers_in, plain
 from pellucid.types import Completion, Prompt, Reward
 

@@ -10,8 +10,8 @@ from statistics import fmean
 from typing import Any, Literal
 
 from pellucid.tasks.prefixed import Prefixed
-from pellucid.tasks.wrappers import layers, with_split
-from pellucid.types import Completion, Group, Prompt, Reward, UserError, equal_rewards
+from pellucid.tasks.wrappers import layers
+from pellucid.types import Completion, Group, Prompt, Reward, UserError, equal_rewards, with_split
 
 
 @dataclass

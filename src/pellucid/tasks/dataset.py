@@ -13,9 +13,9 @@ from functools import lru_cache
 from random import Random
 from typing import Literal
 
-from pellucid.tasks.answers import only_number
+from pellucid.rewards.answers import only_number
+from pellucid.rewards.terms import COMPARE_WITH_GOLD, RewardTerm, compiled, grade, labels
 from pellucid.tasks.columns import chat, column_text, column_value, has_column
-from pellucid.tasks.rewards import COMPARE_WITH_GOLD, RewardTerm, compiled, grade, labels
 from pellucid.tasks.rows import READERS, Row, Rows
 from pellucid.tasks.sources import Source, is_file_name, rows_of, shown
 from pellucid.types import ROUND, Completion, Message, Prompt, Reward, UserError

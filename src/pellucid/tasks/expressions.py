@@ -9,7 +9,7 @@ from fractions import Fraction
 from functools import lru_cache
 from typing import NamedTuple
 
-from pellucid.tasks.answers import ASCII_FORMS
+from pellucid.rewards.answers import ASCII_FORMS
 
 LONGEST = 200
 """The most characters of an expression; a longer text is not read."""

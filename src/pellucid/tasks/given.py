@@ -6,8 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from pellucid.tasks.wrappers import with_split
-from pellucid.types import Completion, Prompt, Reward, UserError
+from pellucid.types import Completion, Prompt, Reward, UserError, with_split
 
 
 def class_around(task: Any) -> type:

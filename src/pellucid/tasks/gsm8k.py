@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from pellucid.tasks.answers import answer_tag, answered, last_number, only_number, tagged
+from pellucid.rewards.answers import answer_tag, answered, last_number, only_number, tagged
+from pellucid.rewards.terms import RewardTerm
 from pellucid.tasks.dataset import Dataset
-from pellucid.tasks.rewards import RewardTerm
 from pellucid.types import Completion, Prompt, Reward
 
 SYSTEM = {

@@ -11,7 +11,7 @@ from itertools import pairwise
 from random import Random
 from typing import Literal
 
-from pellucid.tasks.answers import answered
+from pellucid.rewards.answers import answered
 from pellucid.types import Completion, Prompt, Reward
 
 _NUMBERS = re.compile(r"(?:(?<![\d)])[-\u2212])?\d+")

@@ -11,6 +11,9 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
+from pellucid.machine.plugins import HERE
+from pellucid.types import Task
+
 
 def wraps(task: Any) -> bool:
     """Whether a task, or its class, wraps another. A field `task` of another type, such as str, is a plain setting."""
@@ -36,6 +39,16 @@ def seeded(task: Any, seed: int) -> Any:
     return dataclasses.replace(task, seed=task.seed or seed)
 
 
-def with_split(task: Any, split: str) -> Any:
-    """Return the task on another split: by its own `with_split` if it has one, otherwise by replacing its field."""
-    return task.with_split(split) if hasattr(task, "with_split") else dataclasses.replace(task, split=split)
+def only_here(task: Task) -> bool:
+    """Return whether no other process could load the task: its class or a reward of it has no file."""
+    return any(is_local(type(layer)) or has_given_rewards(layer) for layer in layers(task))
+
+
+def is_local(cls: type) -> bool:
+    return cls.__module__ == "__main__" or "<locals>" in cls.__qualname__
+
+
+def has_given_rewards(task: Any) -> bool:
+    terms = getattr(task, "rewards", ())  # of a task of the user's own it may be anything
+    names = [getattr(term, "name", "") for term in terms] if isinstance(terms, list | tuple) else []
+    return any(isinstance(name, str) and name.startswith(HERE) for name in names)

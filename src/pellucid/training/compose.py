@@ -18,6 +18,8 @@ from pellucid.policy import policy, pretrained
 from pellucid.policy.adapter import BASE_STAYS, AdapterOff
 from pellucid.policy.policy import Policy
 from pellucid.policy.template import Template
+from pellucid.rewards.guarded import Guarded
+from pellucid.rewards.sandbox import Sandboxed
 from pellucid.runtimes.processes import decided
 from pellucid.runtimes.runtime import Runtime
 from pellucid.samplers.choice import choose
@@ -25,13 +27,11 @@ from pellucid.samplers.hf import HuggingFace
 from pellucid.samplers.native import Native
 from pellucid.tasks.arithmetic import Arithmetic
 from pellucid.tasks.curriculum import Curriculum
-from pellucid.tasks.guarded import Guarded, only_here
 from pellucid.tasks.prefixed import Prefixed
-from pellucid.tasks.sandbox import Sandboxed
-from pellucid.tasks.wrappers import layers, with_split
+from pellucid.tasks.wrappers import layers, only_here
 from pellucid.training.claim import first_process
 from pellucid.training.evaluate import held_out
-from pellucid.types import Prompt, Sampler, Sampling, Task, UserError
+from pellucid.types import Prompt, Sampler, Sampling, Task, UserError, with_split
 
 HARMLESS = (Arithmetic, Curriculum, Prefixed)
 

@@ -15,11 +15,10 @@ from pellucid.policy import policy
 from pellucid.policy.access import Access
 from pellucid.reporting.console import accuracy_table, verdict
 from pellucid.reporting.loggers import json_line
-from pellucid.tasks.wrappers import with_split
 from pellucid.training import preflight
 from pellucid.training.compose import evaluation_sampling, pick_sampler, sandboxed, template_of
 from pellucid.training.evaluate import OneProcess, evaluate, held_out
-from pellucid.types import Group
+from pellucid.types import Group, with_split
 
 
 def examine(cfg: Config, model: str, access: Access, show: int, output: Path | None = None) -> int:

@@ -27,11 +27,11 @@ from pellucid.reporting.console import first_error, first_line
 from pellucid.reporting.metrics import all_failed, predicted_dead_share
 from pellucid.reporting.report import counted
 from pellucid.tasks.prefixed import Prefixed
-from pellucid.tasks.wrappers import innermost, layers, with_split
+from pellucid.tasks.wrappers import innermost, layers
 from pellucid.training import room
 from pellucid.training.claim import first_process
 from pellucid.training.evaluate import held_out
-from pellucid.types import Completion, Group, NotBegunError, Reward, UserError
+from pellucid.types import Completion, Group, NotBegunError, Reward, UserError, with_split
 
 MANY_CUT_OFF = 0.1
 """From which share of the samples on a line says that they were cut off."""

@@ -22,8 +22,8 @@ from pellucid.reporting import loggers
 from pellucid.reporting.console import first_error
 from pellucid.reporting.metrics import all_failed, describe
 from pellucid.reporting.run_folder import checkpoints
+from pellucid.rewards.sandbox import Sandboxed
 from pellucid.runtimes.processes import decided, needing_others
-from pellucid.tasks.sandbox import Sandboxed
 from pellucid.training import checkpoint, claim, preflight
 from pellucid.training.changes import Changes
 from pellucid.training.chronicle import finish, open_logs, start_folder

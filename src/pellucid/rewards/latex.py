@@ -6,7 +6,7 @@ import re
 from functools import lru_cache
 from typing import NamedTuple
 
-from pellucid.tasks.answers import in_ascii
+from pellucid.rewards.answers import in_ascii
 
 _SIGNS = {"\u03c0": r"\pi ", "\u221e": r"\infty ", "\u00d7": r"\times ", "\u00f7": r"\div ", "\u00b7": r"\cdot "}
 _SIGNS |= {"\u22c5": r"\cdot ", "\u2264": r"\le ", "\u2265": r"\ge ", "\u2260": r"\ne ", "\u00b0": r"^\circ "}

@@ -19,11 +19,11 @@ import numpy as np
 import pytest
 
 from pellucid.algorithm.settings import RewardConfig
+from pellucid.rewards.sandbox import Sandboxed
+from pellucid.rewards.worker import LARGEST
 from pellucid.tasks import sandbox as sandbox_module
 from pellucid.tasks.arithmetic import Arithmetic
-from pellucid.tasks.sandbox import Sandboxed, with_split
-from pellucid.tasks.worker import LARGEST
-from pellucid.types import Completion, Prompt, Reward, UserError
+from pellucid.types import Completion, Prompt, Reward, UserError, with_split
 
 PROMPT = Prompt("train/0/0", "Behave as told.", "7")
 FOREVER = 100_000.0
@@ -517,7 +517,7 @@ PARENT = """
     import os, signal, sys, threading, time
     from test_sandbox import PROMPT, Probe
     from pellucid.algorithm.settings import RewardConfig
-    from pellucid.tasks.sandbox import Sandboxed
+    from pellucid.rewards.sandbox import Sandboxed
     from pellucid.types import Completion
 
     def graded(text):
@@ -564,7 +564,7 @@ def test_the_worker_does_not_outlive_its_parent(tmp_path, ending, timeout):
 NESTED = """
     import multiprocessing
     from test_sandbox import Probe, graded
-    from pellucid.tasks.sandbox import Sandboxed
+    from pellucid.rewards.sandbox import Sandboxed
 
     def grade():
         global sandboxed

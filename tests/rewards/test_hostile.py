@@ -1,4 +1,4 @@
-"""Hostile texts in a short form; `python tests/tasks/hostile.py 10000` is the long one, with times."""
+"""Hostile texts in a short form; `python tests/rewards/hostile.py 10000` is the long one, with times."""
 
 from __future__ import annotations
 

@@ -28,9 +28,8 @@ from typing import Any
 
 from pellucid.algorithm.settings import RewardConfig
 from pellucid.machine import streams
-from pellucid.tasks import worker
-from pellucid.tasks.wrappers import with_split
-from pellucid.types import Completion, Prompt, Reward, Task, UserError
+from pellucid.rewards import worker
+from pellucid.types import Completion, Prompt, Reward, Task, UserError, with_split
 
 SPAWN = multiprocessing.get_context("spawn")
 SAFE_PATH = "PYTHONSAFEPATH"

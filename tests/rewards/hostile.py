@@ -1,6 +1,6 @@
 """Texts that mean harm, through every grader: none raises, none is slow, none is credited for what it does not say.
 
-python tests/tasks/hostile.py 10000         # texts; prints counts, and the slowest of every grader
+python tests/rewards/hostile.py 10000         # texts; prints counts, and the slowest of every grader
 """
 
 from __future__ import annotations
@@ -11,12 +11,12 @@ import time
 from collections.abc import Callable, Iterator
 from random import Random
 
+from pellucid.rewards.terms import RewardTerm, grade
 from pellucid.tasks.arithmetic import Arithmetic
 from pellucid.tasks.continuity import Continuity
 from pellucid.tasks.countdown import Countdown
 from pellucid.tasks.expected import Expected
 from pellucid.tasks.gsm8k import Gsm8k
-from pellucid.tasks.rewards import RewardTerm, grade
 from pellucid.tasks.sorting import Sorting
 from pellucid.types import Completion, Prompt
 

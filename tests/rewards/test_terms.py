@@ -3,8 +3,8 @@ import sys
 
 import pytest
 
+from pellucid.rewards.terms import RewardTerm, grade, labels
 from pellucid.tasks import rewards
-from pellucid.tasks.rewards import RewardTerm, grade, labels
 from pellucid.types import Completion, Prompt, UserError
 
 # The first four are the examples of TRL's documentation ("Using a custom reward function"), the fifth is from its

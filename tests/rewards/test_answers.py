@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pellucid.tasks.answers import (
+from pellucid.rewards.answers import (
     answer_tag,
     answered,
     last_box,

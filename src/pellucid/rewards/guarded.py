@@ -8,26 +8,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from pellucid.machine.plugins import HERE
-from pellucid.tasks import worker
-from pellucid.tasks.sandbox import failed
-from pellucid.tasks.wrappers import layers, with_split
-from pellucid.types import Completion, Prompt, Reward, Task
-
-
-def only_here(task: Task) -> bool:
-    """Return whether no other process could load the task: its class or a reward of it has no file."""
-    return any(is_local(type(layer)) or has_given_rewards(layer) for layer in layers(task))
-
-
-def is_local(cls: type) -> bool:
-    return cls.__module__ == "__main__" or "<locals>" in cls.__qualname__
-
-
-def has_given_rewards(task: Any) -> bool:
-    terms = getattr(task, "rewards", ())  # of a task of the user's own it may be anything
-    names = [getattr(term, "name", "") for term in terms] if isinstance(terms, list | tuple) else []
-    return any(isinstance(name, str) and name.startswith(HERE) for name in names)
+from pellucid.rewards import worker
+from pellucid.rewards.sandbox import failed
+from pellucid.types import Completion, Prompt, Reward, Task, with_split
 
 
 class Guarded:

@@ -1,6 +1,6 @@
 """The table of what the reward `math` must credit, and how much of it the package that is imported judges rightly.
 
-python tests/tasks/math_pairs.py            # counts by kind, and every row that is judged wrongly
+python tests/rewards/math_pairs.py            # counts by kind, and every row that is judged wrongly
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import tomllib
 from pathlib import Path
 from typing import NamedTuple
 
-from pellucid.tasks.rewards import math
+from pellucid.rewards.terms import math
 
 LIMIT = 10
 """Seconds of a comparison, as the sandbox has it: what takes longer is judged wrongly."""

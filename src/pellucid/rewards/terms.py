@@ -24,8 +24,9 @@ from functools import cache
 from typing import Any
 
 from pellucid.machine.plugins import did_you_mean, function_of
-from pellucid.tasks.answers import answered, last_number, only_number, tagged
-from pellucid.tasks.formulas import math_verify, states_formula
+from pellucid.rewards.answers import answered, last_number, only_number, tagged
+from pellucid.rewards.formulas import math_verify, states_formula
+from pellucid.rewards.settings import JudgeSettings, RewardModelSettings
 from pellucid.types import Completion, Prompt
 
 NOT_COLUMNS = ("prompt", "completion", "completion_ids")
@@ -46,6 +47,10 @@ class RewardTerm:
     """For `regex`: the reward is 1 where this pattern is found in the completion."""
     limit: int = 0
     """For `length`: the number of tokens at which the reward is -1."""
+    judge: JudgeSettings | None = None
+    """For `judge`: its table, `[task.rewards.judge]`."""
+    reward_model: RewardModelSettings | None = None
+    """For `model:FOLDER_OR_HUB_ID`: its table, `[task.rewards.reward_model]`; without one, its defaults."""
 
     def __post_init__(self) -> None:
         if ":" in self.name:

@@ -9,11 +9,12 @@ from dataclasses import dataclass
 import pytest
 
 from pellucid.machine.plugins import given
+from pellucid.rewards.guarded import Guarded
+from pellucid.rewards.sandbox import Sandboxed
+from pellucid.rewards.terms import RewardTerm
 from pellucid.tasks.dataset import Dataset
 from pellucid.tasks.gsm8k import Gsm8k
-from pellucid.tasks.guarded import Guarded, only_here
-from pellucid.tasks.rewards import RewardTerm
-from pellucid.tasks.sandbox import Sandboxed
+from pellucid.tasks.wrappers import only_here
 from pellucid.types import Completion, Prompt, Reward, UserError
 
 PROMPT, ANSWER = Prompt("0", "1+1?", "2", {"answer": "2"}), Completion((1,), (0.0,), "2", True)

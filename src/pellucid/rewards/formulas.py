@@ -15,9 +15,9 @@ from functools import cache, lru_cache, partial
 from typing import Any
 
 from pellucid.machine.extras import extra
-from pellucid.tasks.answers import after_thinking, marked_answer, only_number
-from pellucid.tasks.bounds import computable
-from pellucid.tasks.latex import Written, bare_words, is_words, undressed, written
+from pellucid.rewards.answers import after_thinking, marked_answer, only_number
+from pellucid.rewards.bounds import computable
+from pellucid.rewards.latex import Written, bare_words, is_words, undressed, written
 
 SAME_PLACES = 6
 """With at least this many decimal places, a rounded decimal equals the ratio: 0.333333 for 1/3."""
