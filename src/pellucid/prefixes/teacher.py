@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import os
-import re
 import socket
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
-from urllib.parse import urlsplit
 
+from pellucid.machine import endpoint as endpoints
+from pellucid.machine.endpoint import Names, first_cause, unreachable
 from pellucid.machine.extras import extra
 from pellucid.types import Message, Prompt, UserError
 
@@ -19,6 +18,7 @@ INSTRUCTION = (
     "Write only the first one or two sentences of your thinking about this question. Do not solve it, do not give the"
     " answer, and write no labels and no headings."
 )
+NAMES = Names("--base-url", "--teacher", "--key-env")
 CLIENT_WAITS = 120
 """The most seconds that the official client waits; it gives up where an endpoint asks for more."""
 LONGEST_WAIT = 600
@@ -44,29 +44,16 @@ class Endpoint:
 
     @property
     def loopback(self) -> bool:
-        return urlsplit(self.base_url).hostname in ("localhost", "127.0.0.1", "::1")
+        return endpoints.is_loopback(self.base_url)
 
     def key(self) -> str:
         """Return the key. UserError where there is none, except on the loopback, which needs none."""
-        key = os.environ.get(self.key_env, "").strip()
-        if not key and not self.loopback:
-            raise UserError(f"{self.base_url} needs a key: put it into the environment variable {self.key_env}")
-        if not (key.isascii() and key.isprintable()):
-            raise UserError(f"the environment variable {self.key_env} holds no key: keys are ASCII, in one line")
-        return key or "none"
+        return endpoints.key_of(self.base_url, self.key_env)
 
 
 def checked(base_url: str) -> str:
-    try:
-        parts = urlsplit(base_url)
-        whole = parts.scheme in ("http", "https") and parts.hostname and (parts.port or True)
-    except ValueError:
-        parts, whole = None, False
-    if parts is None or not whole:
-        said = "" if "@" in base_url else f" {base_url!r}"  # with "@" it may hold a password
-        raise UserError(f"--base-url{said} is no address: write http://HOST:PORT/v1 or https://HOST/v1")
-    if parts.username or parts.password or parts.query:
-        raise UserError("--base-url must hold no secret: put the key into the variable that --key-env names")
+    if mistake := endpoints.mistake_in(base_url, NAMES):
+        raise UserError(mistake)
     return base_url
 
 
@@ -85,7 +72,7 @@ class Teacher:
         self.openai = extra("openai", "teacher", "--teacher")
         self.pace = Pace(endpoint.per_minute)
         if endpoint.loopback:
-            reach(endpoint.base_url)
+            endpoints.reach(endpoint.base_url, NAMES)
         self.client = self.openai.OpenAI(
             api_key=self.key,
             base_url=endpoint.base_url,
@@ -130,33 +117,16 @@ class Teacher:
     def refusal(self, error: Any) -> str:
         """Return why a request failed, without the key, which endpoints quote. UserError where every request would."""
         e = self.endpoint
-        if error.status_code in (401, 403):
-            raise UserError(
-                f"{e.base_url} does not take the key (HTTP {error.status_code}): put one that it takes into the"
-                f" environment variable {e.key_env}"
-            )
-        if error.status_code == 404:
-            raise UserError(
-                f"{e.base_url} knows no model {e.model!r} (HTTP 404): name another with --teacher, or mend --base-url,"
-                " which often ends in /v1"
-            )
-        if error.status_code == 402 or error.code == "insufficient_quota":
-            raise UserError(
-                f"{e.base_url} says that the quota of {e.key_env} is used up: add to it, then run this again"
-            )
-        said = error.body.get("message", "") if isinstance(error.body, Mapping) else ""
-        return f"HTTP {error.status_code} {self.redacted(str(said))}".strip()
-
-    def redacted(self, text: str) -> str:
-        """Return at most 200 characters of a text, in which [key] replaces all that begins as the key does."""
-        return " ".join(re.sub(rf"{re.escape(self.key[:4])}\S*", "[key]", text).split())[:200]
+        if refusal := endpoints.refusal_of_all(error, e.base_url, e.model, e.key_env, NAMES):
+            raise UserError(refusal)
+        return endpoints.complaint_of(error, self.key)
 
     def unconnected(self, error: Exception) -> Exception:
         if isinstance(error, self.openai.APITimeoutError):
             return UnansweredError(f"no answer within {self.endpoint.timeout:g} s")
         cause = first_cause(error)
         if isinstance(cause, ConnectionRefusedError | socket.gaierror):
-            return unreachable(self.endpoint.base_url, cause)
+            return UserError(unreachable(self.endpoint.base_url, cause, NAMES))
         return UnansweredError("the connection was dropped")
 
     def close(self) -> None:
@@ -193,23 +163,3 @@ def long_wait(error: Any, complaint: str) -> float:
     if not CLIENT_WAITS < seconds <= LONGEST_WAIT:
         raise UnansweredError(complaint)
     return seconds
-
-
-def reach(base_url: str) -> None:
-    """Raise UserError at once where no service answers; the client would notice only after all its retries."""
-    parts = urlsplit(base_url)
-    port = parts.port or (443 if parts.scheme == "https" else 80)
-    try:
-        socket.create_connection((parts.hostname or "", port), timeout=5).close()
-    except OSError as error:
-        raise unreachable(base_url, error) from None
-
-
-def unreachable(base_url: str, error: OSError) -> UserError:
-    return UserError(f"{base_url} cannot be reached ({error.strerror}): start the service, or mend --base-url")
-
-
-def first_cause(error: BaseException) -> BaseException:
-    while error.__cause__ or error.__context__:
-        error = error.__cause__ or error.__context__ or error
-    return error

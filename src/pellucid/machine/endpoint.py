@@ -1,0 +1,108 @@
+"""An OpenAI-compatible endpoint of somebody else's: its address, its key, which stays in the environment, its refusals.
+
+What is said of an endpoint names the settings as the caller calls them, and never holds the key.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import socket
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+from urllib.parse import urlsplit
+
+from pellucid.types import UserError
+
+LOOPBACK = ("localhost", "127.0.0.1", "::1")
+
+
+@dataclass(frozen=True)
+class Names:
+    """What the settings of an endpoint are called where the user writes them.
+
+    Example: Names("--base-url", "--teacher", "--key-env")
+    """
+
+    base_url: str
+    model: str
+    key: str
+
+
+def mistake_in(base_url: str, names: Names) -> str:
+    """Return what is wrong with an address, in one line that holds no password; empty where it is right."""
+    try:
+        parts = urlsplit(base_url)
+        whole = parts.scheme in ("http", "https") and parts.hostname and (parts.port or True)
+    except ValueError:
+        parts, whole = None, False
+    if parts is None or not whole:
+        said = "" if "@" in base_url else f" {base_url!r}"  # with "@" it may hold a password
+        return f"{names.base_url}{said} is no address: write http://HOST:PORT/v1 or https://HOST/v1"
+    if parts.username or parts.password or parts.query:
+        return f"{names.base_url} must hold no secret: put the key into the variable that {names.key} names"
+    return ""
+
+
+def is_loopback(base_url: str) -> bool:
+    return urlsplit(base_url).hostname in LOOPBACK
+
+
+def key_of(base_url: str, variable: str) -> str:
+    """Return the key in the environment variable. UserError where there is none, except on the loopback: "none"."""
+    key = os.environ.get(variable, "").strip()
+    if not key and not is_loopback(base_url):
+        raise UserError(f"{base_url} needs a key: put it into the environment variable {variable}")
+    if not (key.isascii() and key.isprintable()):
+        raise UserError(f"the environment variable {variable} holds no key: keys are ASCII, in one line")
+    return key or "none"
+
+
+def redacted(text: str, key: str) -> str:
+    """Return at most 200 characters of a text, in which [key] replaces all that begins as the key does."""
+    return " ".join(re.sub(rf"{re.escape(key[:4])}\S*", "[key]", text).split())[:200]
+
+
+def complaint_of(error: Any, key: str) -> str:
+    """Return the status of an answer that is an error of the client, and what the endpoint says, without the key."""
+    said = error.body.get("message", "") if isinstance(error.body, Mapping) else ""
+    return f"HTTP {error.status_code} {redacted(str(said), key)}".strip()
+
+
+def refusal_of_all(error: Any, base_url: str, model: str, variable: str, names: Names) -> str:
+    """Return why every request would be refused as this one was, and the mend; empty where others may succeed."""
+    if error.status_code in (401, 403):
+        return (
+            f"{base_url} does not take the key (HTTP {error.status_code}): put one that it takes into the"
+            f" environment variable {variable}"
+        )
+    if error.status_code == 404:
+        return (
+            f"{base_url} knows no model {model!r} (HTTP 404): name another with {names.model}, or mend"
+            f" {names.base_url}, which often ends in /v1"
+        )
+    if error.status_code == 402 or error.code == "insufficient_quota":
+        return f"{base_url} says that the quota of {variable} is used up: add to it, then run this again"
+    return ""
+
+
+def reach(base_url: str, names: Names) -> None:
+    """Raise UserError at once where no service answers; a client would notice only after all its retries."""
+    parts = urlsplit(base_url)
+    port = parts.port or (443 if parts.scheme == "https" else 80)
+    try:
+        socket.create_connection((parts.hostname or "", port), timeout=5).close()
+    except OSError as error:
+        raise UserError(unreachable(base_url, error, names)) from None
+
+
+def unreachable(base_url: str, error: OSError, names: Names) -> str:
+    reason = error.strerror or "no answer"
+    return f"{base_url} cannot be reached ({reason}): start the service, or mend {names.base_url}"
+
+
+def first_cause(error: BaseException) -> BaseException:
+    while error.__cause__ or error.__context__:
+        error = error.__cause__ or error.__context__ or error
+    return error
