@@ -215,7 +215,7 @@ def _task(section: Any, place: Place) -> tuple[Any, tuple[str, ...]]:
 def _adapter(cls: Any) -> pydantic.TypeAdapter[Any]:
     """Return what reads and writes a section. In a tuple, since a dataclass by itself would overlook unknown keys."""
     alone: Any = tuple.__class_getitem__(cls)
-    return pydantic.TypeAdapter(alone, config=pydantic.ConfigDict(extra="forbid"))
+    return pydantic.TypeAdapter(alone, config=pydantic.ConfigDict(extra="forbid", hide_input_in_errors=True))
 
 
 def _plain(section: Any) -> dict[str, Any]:

@@ -7,12 +7,8 @@ import json
 import signal
 import subprocess
 import sys
-import threading
 import time
-import urllib.request
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 import torch
@@ -25,81 +21,11 @@ from pellucid.prefixes.journal import Journal
 from pellucid.prefixes.teacher import INSTRUCTION, Endpoint, Teacher, UnansweredError
 from pellucid.tasks.curriculum import Curriculum
 from pellucid.types import Prompt, UserError, with_split
+from proxies import KEY, proxied
 from serving import running
 
-KEY = "sk-proj-verysecret0123456789"
 POSITIONS = 512
 """The instruction alone has 170 characters, which are tokens here."""
-
-
-class Proxy(ThreadingHTTPServer):
-    """Passes requests on, except for what `fault(number, body)` says; keeps when each came and what became of it."""
-
-    daemon_threads = True
-    request_queue_size = 64
-
-    def __init__(self, upstream: str, fault=lambda number, body: "", delay=0.0):
-        super().__init__(("127.0.0.1", 0), Handler)
-        self.upstream, self.fault, self.delay, self.lock = upstream, fault, delay, threading.Lock()
-        self.seen, self.keys, self.bodies = [], [], []
-        self.closing = threading.Event()
-
-    @property
-    def url(self):
-        return f"http://127.0.0.1:{self.server_address[1]}/v1"
-
-    def count(self, what):
-        return sum(became == what for _, became in self.seen)
-
-    def handle_error(self, request, client_address):
-        """A client that was killed hung up."""
-
-
-class Handler(BaseHTTPRequestHandler):
-    protocol_version = "HTTP/1.1"
-
-    def do_POST(self):
-        server = self.server
-        raw = self.rfile.read(int(self.headers["Content-Length"]))
-        body = json.loads(raw)
-        with server.lock:
-            fault = server.fault(len(server.seen), body)
-            server.seen.append((time.monotonic(), fault))
-            server.keys.append(self.headers["Authorization"])
-            server.bodies.append(body)
-        time.sleep(server.delay)
-        if fault == "drop":
-            self.close_connection = True
-        elif fault == "stall":
-            server.closing.wait()
-            self.close_connection = True
-        elif fault == "empty":
-            self.reply(200, {"choices": [{"index": 0, "message": {"role": "assistant", "content": " <think> "}}]})
-        elif fault.startswith("{"):
-            self.reply(200, fault)
-        elif fault == "garbage":
-            self.reply(200, "{half", "application/json")
-        elif fault:
-            status, _, wait = fault.partition(" ")
-            said = {"message": f"Wrong: {KEY} and {KEY[:9]}***89", "code": None}
-            self.reply(int(status), {"error": said}, retry_after=wait)
-        else:
-            request = urllib.request.Request(server.upstream + self.path, raw, {"Content-Type": "application/json"})
-            with urllib.request.urlopen(request, timeout=20) as response:
-                self.reply(response.status, response.read().decode())
-
-    def reply(self, status, body, kind="application/json", retry_after=""):
-        raw = (body if isinstance(body, str) else json.dumps(body)).encode()
-        self.send_response(status)
-        self.send_header("Content-Type", kind)
-        self.send_header("Content-Length", str(len(raw)))
-        if retry_after:
-            self.send_header("Retry-After", retry_after)
-        self.end_headers()
-        self.wfile.write(raw)
-
-    def log_message(self, *_):
-        pass
 
 
 @pytest.fixture(scope="module")
@@ -119,20 +45,6 @@ def service():
     policy.eos_ids = (-1,)
     with running(policy=policy) as (_, url):
         yield url
-
-
-@contextmanager
-def proxied(service, fault=lambda number, body: "", delay=0.0):
-    proxy = Proxy(service, fault, delay)
-    thread = threading.Thread(target=proxy.serve_forever, kwargs={"poll_interval": 0.05})
-    thread.start()
-    try:
-        yield proxy
-    finally:
-        proxy.closing.set()
-        proxy.shutdown()
-        thread.join()
-        proxy.server_close()
 
 
 def command(recipe, output, url="", n=6, per_question=3, **options):

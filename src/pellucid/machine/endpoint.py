@@ -16,6 +16,8 @@ from urllib.parse import urlsplit
 from pellucid.types import UserError
 
 LOOPBACK = ("localhost", "127.0.0.1", "::1")
+NO_KEY = "none"
+"""What stands for a key where none is needed."""
 
 
 @dataclass(frozen=True)
@@ -50,18 +52,25 @@ def is_loopback(base_url: str) -> bool:
 
 
 def key_of(base_url: str, variable: str) -> str:
-    """Return the key in the environment variable. UserError where there is none, except on the loopback: "none"."""
+    """Return the key in the environment variable. UserError where there is none, except on the loopback: NO_KEY."""
     key = os.environ.get(variable, "").strip()
     if not key and not is_loopback(base_url):
         raise UserError(f"{base_url} needs a key: put it into the environment variable {variable}")
     if not (key.isascii() and key.isprintable()):
         raise UserError(f"the environment variable {variable} holds no key: keys are ASCII, in one line")
-    return key or "none"
+    return key or NO_KEY
 
 
 def redacted(text: str, key: str) -> str:
     """Return at most 200 characters of a text, in which [key] replaces all that begins as the key does."""
     return " ".join(re.sub(rf"{re.escape(key[:4])}\S*", "[key]", text).split())[:200]
+
+
+def text_of(content: Any) -> str:
+    """Return the text of a message, which may be a list of parts, or nothing."""
+    parts = content if isinstance(content, list) else [{"text": content}]
+    texts = [part.get("text") for part in parts if isinstance(part, dict)]
+    return "".join(text for text in texts if isinstance(text, str))
 
 
 def complaint_of(error: Any, key: str) -> str:

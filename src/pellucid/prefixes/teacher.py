@@ -107,12 +107,9 @@ class Teacher:
             max_tokens=endpoint.max_tokens,
         )
         try:
-            content = answer.choices[0].message.content
+            return endpoints.text_of(answer.choices[0].message.content)
         except (AttributeError, IndexError, KeyError, TypeError):  # the client returns whatever JSON it received
             return ""
-        parts = content if isinstance(content, list) else [{"text": content}]
-        texts = [part.get("text") for part in parts if isinstance(part, dict)]
-        return "".join(text for text in texts if isinstance(text, str))
 
     def refusal(self, error: Any) -> str:
         """Return why a request failed, without the key, which endpoints quote. UserError where every request would."""

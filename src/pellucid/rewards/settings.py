@@ -2,15 +2,120 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import json
+import math
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from pellucid.machine.endpoint import Names, mistake_in
+from pellucid.rewards.rubric import placeholders
+
+NAMES = Names("base_url", "model", "key")
+_VARIABLE = re.compile("[A-Z_][A-Z0-9_]*")
+_NO_COLUMN = re.compile("[\"':\n]")
 
 
 @dataclass(frozen=True)
 class JudgeSettings:
-    """`[task.rewards.judge]`: the endpoint that judges, and what it is asked."""
+    """`[task.rewards.judge]`: the endpoint that judges, what it is asked, and how its answer is read.
 
+    Example: JudgeSettings("http://127.0.0.1:8100/v1", "judge", rubric="Rate it from 0 to 10. Write the number alone.")
+    """
+
+    base_url: str = ""
+    """An OpenAI-compatible endpoint, such as http://127.0.0.1:8100/v1."""
     model: str = ""
     """The name by which the endpoint knows the model that judges."""
+    rubric: str = ""
+    """What makes an answer good, and in what form the judge shall say it: {rubric} in the template."""
+    template: str = "Question:\n{prompt}\n\nAnswer:\n{completion}\n\n{rubric}"
+    """The message to the judge, with {prompt}, {completion}, {answer} (the gold answer), {rubric}, and {column} for any
+    column of the row; {{...}} is {...}. A conversation is put in as text, each message behind its role."""
+    system: str = ""
+    """The system message to the judge, if any, with the same placeholders."""
+    range: tuple[float, float] = (0.0, 10.0)
+    """The lowest and the highest grade, which become the rewards 0 and 1; another number is no grade."""
+    pattern: str = ""
+    """A regular expression whose first group is the grade; its last match counts. Empty: the whole answer is."""
+    json_field: str = ""
+    """Where the judge answers with a JSON object: the field of it that is the grade, a number."""
+    body: dict[str, Any] = field(default_factory=dict, hash=False)
+    """Further fields of the request as the endpoint has them, such as response_format or seed. Fields of ours, such as
+    temperature, which is 0, are replaced; with max_completion_tokens, max_tokens is not sent."""
+    max_tokens: int = 512
+    """The longest answer of the judge, in tokens."""
+    concurrency: int = 16
+    """How many requests are under way at once."""
+    timeout: float = 60.0
+    """Seconds that one request may take."""
+    retries: int = 6
+    """How often a request that failed is made again: after 429, 5xx, a time-out or a dropped connection."""
+    step_timeout: float = 600.0
+    """Seconds that judging the completions of a step may take, waits included; what has no grade by then has failed."""
+    key: str = "OPENAI_API_KEY"
+    """The name of the environment variable that holds the key; on the loopback none is needed."""
+    cache: bool = True
+    """Keep the answers in the run folder, so that nothing is asked twice."""
+
+    def __post_init__(self) -> None:
+        if mistake := next(mistakes_of(self), ""):
+            raise ValueError(mistake)
+
+
+def mistakes_of(judge: JudgeSettings) -> Iterator[str]:
+    """Yield what is wrong with the settings of a judge, in one line each; no line holds a key."""
+    if mistake := mistake_in(judge.base_url, NAMES):
+        yield mistake
+    if not judge.model:
+        yield 'model = "" must name the model that judges, as the endpoint knows it'
+    if not _VARIABLE.fullmatch(judge.key):  # what stands there may be the key itself, and is not told
+        yield "key must name an environment variable, in capitals, such as OPENAI_API_KEY: the key itself stays there"
+    yield from mistakes_of_template(judge)
+    yield from mistakes_of_reading(judge)
+    yield from mistakes_of_body(judge)
+    for name, least in {"max_tokens": 1, "concurrency": 1, "retries": 0}.items():
+        if getattr(judge, name) < least:
+            yield f"{name} = {getattr(judge, name)} must be at least {least}"
+    for name in ("timeout", "step_timeout"):
+        if not 0 < getattr(judge, name) < math.inf:
+            yield f"{name} = {getattr(judge, name)} must be a positive number of seconds"
+
+
+def mistakes_of_body(judge: JudgeSettings) -> Iterator[str]:
+    if ours := [name for name in ("model", "messages", "stream") if name in judge.body]:
+        yield f"body has {ours[0]}, which is not its to say: leave it out"
+    try:
+        json.dumps(judge.body)
+    except TypeError as error:
+        yield f"body must be what JSON can say: {error}"
+
+
+def mistakes_of_template(judge: JudgeSettings) -> Iterator[str]:
+    shown = placeholders(judge.template) | placeholders(judge.system)
+    for name in sorted(shown):
+        if _NO_COLUMN.search(name):
+            yield f"template has {{{name}}}, which is no placeholder: write {{{{...}}}} where braces are meant"
+    if "completion" not in placeholders(judge.template):
+        yield "template must have {completion}, which the judge is to grade"
+    if bool(judge.rubric) != ("rubric" in shown):
+        yield f'rubric = "{judge.rubric}": give one where the template has {{rubric}}, and nowhere else'
+
+
+def mistakes_of_reading(judge: JudgeSettings) -> Iterator[str]:
+    low, high = judge.range
+    if not -math.inf < low < high < math.inf:
+        yield f"range = [{low:g}, {high:g}] must be two numbers, the lowest grade and the highest"
+    if judge.pattern and judge.json_field:
+        yield "pattern and json_field are two ways to read an answer: leave out one"
+    try:
+        groups = re.compile(judge.pattern).groups if judge.pattern else 1
+    except re.error as error:
+        yield f'pattern = "{judge.pattern}" is no regular expression: {error}'
+    else:
+        if not groups:
+            yield f'pattern = "{judge.pattern}" needs a group around the grade: "Grade: ([0-9]+)"'
 
 
 @dataclass(frozen=True)

@@ -29,6 +29,8 @@ from pellucid.rewards.formulas import math_verify, states_formula
 from pellucid.rewards.settings import JudgeSettings, RewardModelSettings
 from pellucid.types import Completion, Prompt
 
+JUDGE = "judge"
+"""The term that a Judge computes, in the process of the run."""
 NOT_COLUMNS = ("prompt", "completion", "completion_ids")
 
 
@@ -40,7 +42,7 @@ class RewardTerm:
     """
 
     name: str
-    """exact, numeric, math, tagged, regex, length, or "path/to/file.py:function"."""
+    """exact, numeric, math, tagged, regex, length, judge, or "path/to/file.py:function"."""
     weight: float = 1.0
     """The weight of the term in the sum; at 0 it is only logged."""
     pattern: str = ""
@@ -55,8 +57,8 @@ class RewardTerm:
     def __post_init__(self) -> None:
         if ":" in self.name:
             function_of(self.name, "reward")
-        elif self.name not in TERMS:
-            known = f'{", ".join(TERMS)}, or your own as "path/to/file.py:function"'
+        elif self.name not in (*TERMS, JUDGE):
+            known = f'{", ".join([*TERMS, JUDGE])}, or your own as "path/to/file.py:function"'
             raise ValueError(f'reward "{self.name}" is unknown{did_you_mean(self.name, TERMS)}; there are {known}')
         if bool(self.pattern) != (self.name == "regex"):
             raise ValueError(f'reward "{self.name}" has pattern = "{self.pattern}": regex needs one, no other has one')
@@ -64,6 +66,8 @@ class RewardTerm:
             raise ValueError(
                 f'reward "{self.name}" has limit = {self.limit}: length needs one above 0, no other has one'
             )
+        if (self.judge is not None) != (self.name == JUDGE):
+            raise ValueError(f'reward "{self.name}": {JUDGE} needs a table [task.rewards.judge], no other has one')
         compiled(self.pattern)
         if self.name == "math":
             math_verify()

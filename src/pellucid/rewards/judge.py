@@ -1,0 +1,163 @@
+"""A reward by a judge: a language model behind an OpenAI-compatible endpoint, which grades completions by a rubric."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from pellucid.machine.endpoint import is_loopback, key_of, reach
+from pellucid.machine.extras import extra
+from pellucid.rewards import rubric
+from pellucid.rewards.asking import Asking, UnansweredError
+from pellucid.rewards.judgements import Answer, Claims, Judgements, digest_of
+from pellucid.rewards.parts import Pair, Part
+from pellucid.rewards.settings import NAMES, JudgeSettings
+from pellucid.types import Completion, Prompt
+
+SHOWN = 500
+"""The most characters of an answer in rollouts.jsonl."""
+POLL = 0.02
+"""Seconds between two looks whether another process has an answer."""
+
+
+@dataclass
+class Asked:
+    """A request of a step, and what has become of it."""
+
+    body: Mapping[str, Any]
+    digest: str
+    answer: Answer | None = None
+    error: str = ""
+    faults: list[str] = field(default_factory=list)
+    """What failed before it was answered, or given up."""
+    seconds: float = 0.0
+    cached: bool = False
+
+
+class Judge:
+    """The judge of one term, for all completions of a step at once.
+
+    The key is read from the environment when it is used, and kept nowhere. UserError where it is missing, or where
+    nobody listens on the loopback. `cache` is the folder of the answers; None keeps them for a step.
+    """
+
+    def __init__(self, settings: JudgeSettings, cache: Path | None) -> None:
+        self.settings = settings
+        self._openai = extra("openai", "teacher", 'the reward "judge"')
+        self._judgements = Judgements(cache) if cache is not None and settings.cache else None
+        key_of(settings.base_url, settings.key)
+        if is_loopback(settings.base_url):
+            reach(settings.base_url, NAMES)
+
+    def parts(self, pairs: Sequence[Pair]) -> list[Part]:
+        """Return the grade of each completion, from 0 to 1, in their order; a Part with an error where there is none.
+
+        `extra` has what the judge said; `logged` has tokens, seconds, repetitions, and whether the answer was there
+        already. Equal requests are made once.
+        """
+        # In a thread of its own: that of the caller may have an event loop, as in a notebook.
+        with ThreadPoolExecutor(1, "judge") as beside:
+            return beside.submit(asyncio.run, self._parts(pairs)).result()
+
+    async def _parts(self, pairs: Sequence[Pair]) -> list[Part]:
+        requests = [self._request(*pair) for pair in pairs]
+        first: dict[str, Asked] = {}
+        for each in requests:
+            if isinstance(each, Asked):
+                first.setdefault(each.digest, each)
+        claims = self._judgements.claims() if self._judgements else nullcontext(Claims(None))
+        async with self._client() as client:
+            asking = Asking(self.settings, self._openai, client)
+            with claims as held:
+                await asyncio.gather(*(self._settle(each, asking, held) for each in first.values()))
+        return [each if isinstance(each, Part) else self._part(each, first[each.digest]) for each in requests]
+
+    def _client(self) -> Any:
+        s = self.settings
+        # A proxy of the environment is not asked for what is on this machine. Time limits are those of `Asking`.
+        http = self._openai.DefaultAsyncHttpxClient(trust_env=not is_loopback(s.base_url))
+        key = key_of(s.base_url, s.key)
+        return self._openai.AsyncOpenAI(api_key=key, base_url=s.base_url, max_retries=0, timeout=None, http_client=http)
+
+    def _request(self, prompt: Prompt, completion: Completion) -> Asked | Part:
+        """Return what is asked about a completion, or the Part that says why it cannot be asked."""
+        s = self.settings
+        known = {
+            "prompt": rubric.asked_text(prompt),
+            "completion": completion.text,
+            "answer": prompt.answer,
+            "rubric": s.rubric,
+        }
+        try:
+            system, user = (rubric.filled(text, known, prompt.columns) for text in (s.system, s.template))
+        except rubric.UnfilledError as error:
+            return Part(error=f"judge: {error}")
+        messages = [{"role": "system", "content": system}] if system else []
+        messages.append({"role": "user", "content": user})
+        limit = {} if "max_completion_tokens" in s.body else {"max_tokens": s.max_tokens}
+        body = {"model": s.model, "messages": messages, "temperature": 0.0, **limit, **s.body}
+        return Asked(body, digest_of(s.base_url, body))
+
+    async def _settle(self, asked: Asked, asking: Asking, claims: Claims) -> None:
+        """Find the answer to a request, or ask for it, or note why there is none."""
+        start = time.monotonic()
+        while not claims.take(asked.digest) and asking.left > 0:
+            await asyncio.sleep(POLL)
+        try:
+            asked.answer = self._judgements.find(asked.digest) if self._judgements else None
+            asked.cached = asked.answer is not None
+            if asked.answer is None:
+                asked.answer = await asking.answer(asked.body, asked.faults)
+                if self._judgements and self.grade_in(asked.answer) is not None:
+                    self._judgements.keep(asked.digest, asked.answer)
+        except UnansweredError as error:
+            asked.error = str(error)
+        finally:
+            claims.release(asked.digest)
+            asked.seconds = time.monotonic() - start
+
+    def _part(self, own: Asked, first: Asked) -> Part:
+        """Return the part of a completion whose request was `own`, and was made as `first`."""
+        answer, repeated = first.answer, own is not first
+        cached = float(repeated or first.cached)
+        logged = {
+            "judge/tokens": float(answer.tokens) if answer and not cached else 0.0,
+            "judge/seconds": 0.0 if repeated else first.seconds,
+            "judge/cached": cached,
+            "judge/retries": 0.0 if repeated else float(min(len(first.faults), self.settings.retries)),
+        }
+        if answer is None:
+            return Part(error=f"judge: {first.error}", extra=told(first), logged=logged)
+        grade = self.grade_in(answer)
+        if grade is None:
+            return Part(error=f"judge: {self._unreadable(answer)}", extra=told(first), logged=logged)
+        low, high = self.settings.range
+        return Part((grade - low) / (high - low), extra=told(first), logged=logged)
+
+    def grade_in(self, answer: Answer) -> float | None:
+        """Return the number that an answer states, if it is in range; None where it states none."""
+        s = self.settings
+        if s.json_field:
+            grade = rubric.number_of(answer.text, s.json_field)
+        else:
+            grade = rubric.number_in(answer.text, s.pattern or rubric.WHOLE, answer.cut)
+        return grade if grade is not None and s.range[0] <= grade <= s.range[1] else None
+
+    def _unreadable(self, answer: Answer) -> str:
+        low, high = self.settings.range
+        line = " ".join(answer.text.split())
+        said = line if len(line) <= 60 else f"{line[:57]}..."
+        cut = f", cut at max_tokens = {self.settings.max_tokens}" if answer.cut else ""
+        return f'no number from {low:g} to {high:g} in "{said}"{cut}'
+
+
+def told(asked: Asked) -> dict[str, Any]:
+    """Return what rollouts.jsonl has of a request: what the judge said, and what failed before."""
+    said = {"judge": asked.answer.text[:SHOWN]} if asked.answer else {}
+    return said | ({"judge_failures": asked.faults} if asked.faults else {})

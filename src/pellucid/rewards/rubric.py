@@ -1,0 +1,94 @@
+"""What a judge is asked, and how its answer becomes a number: strictly, or not at all."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from pellucid.machine.plugins import did_you_mean
+from pellucid.rewards.answers import after_thinking
+from pellucid.types import Prompt
+
+FIELD = re.compile(r"\{\{([^{}]*)\}\}|\{([^{}]+)\}")
+WHOLE = r"\s*([^\s]+)\s*"
+"""The pattern of an answer that is a number and nothing else."""
+_NUMBER = re.compile(r"[+-]?[0-9]{1,15}(?:\.[0-9]{0,15})?")
+
+
+class UnfilledError(Exception):
+    """A template names what the prompt does not have."""
+
+
+def placeholders(template: str) -> set[str]:
+    """Return the names in braces. {{...}} is text in braces, and no placeholder.
+
+    Example: placeholders('{completion} {{"score": 7}}') == {"completion"}
+    """
+    return {match[2] for match in FIELD.finditer(template) if match[2] is not None}
+
+
+def filled(template: str, known: Mapping[str, str], columns: Mapping[str, Any]) -> str:
+    """Replace each {name} by its text in `known` or in the columns of the row, and {{...}} by {...}.
+
+    Braces in what is put in are text. UnfilledError for a name that is in neither.
+    """
+
+    def text_of(match: re.Match[str]) -> str:
+        name = match[2]
+        if name is None:
+            return f"{{{match[1]}}}"
+        if name in known:
+            return known[name]
+        if name in columns:
+            return as_text(columns[name])
+        hint = did_you_mean(name, [*known, *columns])
+        raise UnfilledError(f"the template has {{{name}}}, and the row has no such column{hint}")
+
+    # Half a surrogate pair, which JSON can spell, is in no text that can be sent.
+    return FIELD.sub(text_of, template).encode(errors="replace").decode()
+
+
+def as_text(value: Any) -> str:
+    """Return the text of a column: nothing for None, JSON for lists and objects."""
+    if isinstance(value, list | Mapping):
+        return json.dumps(value, ensure_ascii=False, default=str)
+    return "" if value is None else str(value)
+
+
+def asked_text(prompt: Prompt) -> str:
+    """Return what the policy was asked: the one message, or each message of a conversation behind its role."""
+    if isinstance(prompt.text, str) or len(prompt.text) == 1:
+        return prompt.question
+    return "\n\n".join(f"{message['role']}: {message['content']}" for message in prompt.text)
+
+
+def number_in(answer: str, pattern: str, cut: bool) -> float | None:
+    """Return the number in the last match of a pattern, in its first group; None where there is none.
+
+    Thinking does not count, nor does a number at the end of an answer that was cut: more digits may have followed.
+
+    Example: number_in("<think>7?</think> 8", WHOLE, False) == 8.0; number_in("8 of 10", WHOLE, False) is None
+    """
+    text = after_thinking(answer)
+    if "<think>" in text:  # which never ends
+        return None
+    matches = [re.fullmatch(pattern, text)] if pattern == WHOLE else list(re.finditer(pattern, text))
+    last = matches[-1] if matches else None
+    if last is None or last[1] is None or (cut and last.end(1) == len(text)):
+        return None
+    return float(last[1]) if _NUMBER.fullmatch(last[1]) else None
+
+
+def number_of(answer: str, name: str) -> float | None:
+    """Return the number that a JSON object has under this name; None where the answer is no such object.
+
+    Example: number_of('{"why": "polite", "score": 7}', "score") == 7.0; number_of('{"score": "7"}', "score") is None
+    """
+    try:
+        found = json.loads(after_thinking(answer))
+        value = found.get(name) if isinstance(found, dict) else None
+        return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else None
+    except (ValueError, RecursionError, OverflowError):
+        return None

@@ -1,0 +1,555 @@
+"""A judge: a served model, alone and behind a proxy that misbehaves; its answers on disk, for several processes."""
+
+from __future__ import annotations
+
+import asyncio
+import email.utils
+import json
+import logging
+import re
+import subprocess
+import sys
+import threading
+import time
+import traceback
+
+import pytest
+import torch
+
+from conftest import character_tokenizer, tiny_llama
+from pellucid import config
+from pellucid.policy.policy import Policy
+from pellucid.rewards import asking, rubric
+from pellucid.rewards.asking import Asking, PassingError, seconds_of
+from pellucid.rewards.judge import Judge
+from pellucid.rewards.judgements import Answer, Judgements
+from pellucid.rewards.settings import JudgeSettings
+from pellucid.rewards.terms import RewardTerm
+from pellucid.types import Completion, Prompt, UserError
+from proxies import KEY, proxied
+from serving import chat, post, running
+
+RUBRIC = "2+2=?"
+TEXTS = ["abc", "bad", "cab 7", "-3", "", "9 9 9", "fig", "jig"]
+
+
+@pytest.fixture(scope="module")
+def service():
+    """Its model, of random weights, never ends at once."""
+    torch.manual_seed(0)
+    policy = Policy(tiny_llama(positions=256), character_tokenizer())
+    policy.eos_ids = (-1,)
+    with running(policy=policy) as (_, url):
+        yield url
+
+
+@pytest.fixture(autouse=True)
+def impatient(monkeypatch):
+    monkeypatch.setattr(asking, "FIRST_WAIT", 0.01)
+
+
+def settings(url, **changes):
+    usual = {"rubric": RUBRIC, "template": "{prompt}{completion}{rubric}", "max_tokens": 12}
+    return JudgeSettings(url, "tiny", **{**usual, **changes})
+
+
+def judged(url, texts=TEXTS, cache=None, prompt=None, **changes):
+    return Judge(settings(url, **changes), cache).parts(pairs(texts, prompt))
+
+
+def pairs(texts, prompt=None):
+    return [(prompt or Prompt("p", "1+1=? "), Completion((1,), (0.0,), text, True)) for text in texts]
+
+
+def says(text, reason="stop", tokens=5):
+    """The answer of an endpoint, whole."""
+    choice = {"index": 0, "finish_reason": reason, "message": {"role": "assistant", "content": text}}
+    return json.dumps({"choices": [choice], "usage": {"total_tokens": tokens}})
+
+
+def asked_of(body):
+    """The completion in a request of `settings`."""
+    return body["messages"][-1]["content"].removeprefix("1+1=? ").removesuffix(RUBRIC)
+
+
+def errors(parts):
+    return [part.error for part in parts]
+
+
+# ---------------------------------------------------------------- pellucid serve as the judge
+
+
+def test_a_served_model_gives_each_completion_the_grade_that_it_says(service):
+    parts = judged(f"{service}/v1", pattern="([0-9]).", max_tokens=20)
+    assert len(parts) == len(TEXTS) and set(errors(parts)) == {""}
+    for text, part in zip(TEXTS, parts, strict=True):
+        body = chat(f"1+1=? {text}{RUBRIC}", model="tiny", temperature=0, max_tokens=20)
+        _, answer = post(f"{service}/v1/chat/completions", body)
+        said = answer["choices"][0]["message"]["content"]
+        assert part.extra == {"judge": said}
+        assert part.value == int(re.findall("[0-9]", said[:-1])[-1]) / 10
+        assert part.logged["judge/tokens"] == answer["usage"]["total_tokens"]
+        assert (part.logged["judge/cached"], part.logged["judge/retries"]) == (0, 0)
+        assert part.logged["judge/seconds"] > 0
+    assert len({part.value for part in parts}) > 2
+
+
+def test_where_an_event_loop_runs_the_judge_has_one_of_its_own(service):
+    async def notebook():
+        return judged(f"{service}/v1", TEXTS[:2], pattern="([0-9]).", max_tokens=20)
+
+    assert asyncio.run(notebook()) and errors(asyncio.run(notebook())) == ["", ""]
+
+
+def test_no_more_requests_are_under_way_than_allowed(service):
+    now, most, lock = [0], [0], threading.Lock()
+
+    def fault(number, body):
+        with lock:
+            now[0] += 1
+            most[0] = max(most[0], now[0])
+        threading.Timer(0.1, lambda: now.__setitem__(0, now[0] - 1)).start()
+        return says("7")
+
+    with proxied(service, fault, delay=0.11) as proxy:
+        judged(proxy.url, concurrency=3)
+    assert most == [3]
+
+
+# ---------------------------------------------------------------- what is asked
+
+
+@pytest.mark.parametrize(
+    ("template", "expected"),
+    [
+        ("{prompt}|{completion}|{answer}|{rubric}", "Why?|Be{answer}cause|42|R"),
+        ("{{completion}} {completion}", "{completion} Be{answer}cause"),
+        ('{{"score": 7}} {} {completion}', '{"score": 7} {} Be{answer}cause'),
+        ("{topic} {tags} {none}", 'sums ["a", "é"] '),
+    ],
+)
+def test_a_template_is_filled_once(template, expected):
+    known = {"prompt": "Why?", "completion": "Be{answer}cause", "answer": "42", "rubric": "R"}
+    assert rubric.filled(template, known, {"topic": "sums", "tags": ["a", "é"], "none": None}) == expected
+
+
+def test_a_conversation_is_put_in_as_text():
+    turns = ("user", "Hi"), ("assistant", "Yes?"), ("user", "2+2?")
+    messages = tuple({"role": role, "content": content} for role, content in turns)
+    assert rubric.asked_text(Prompt("p", messages)) == "user: Hi\n\nassistant: Yes?\n\nuser: 2+2?"
+    assert rubric.asked_text(Prompt("p", messages[-1:])) == rubric.asked_text(Prompt("p", "2+2?")) == "2+2?"
+
+
+def test_the_request_is_what_the_settings_say(service):
+    body = {"seed": 3, "temperature": 0.5, "max_completion_tokens": 40, "chat_template_kwargs": {"thinking": False}}
+    prompt = Prompt("p", "Q", "gold", {"topic": "sums"})
+    with proxied(service, lambda *_: says("7")) as proxy:
+        template = "{topic} {answer} {completion}"
+        [part] = judged(proxy.url, ["A\ud800"], prompt=prompt, template=template, system="{rubric}!", body=body)
+        assert part.value == 0.7
+        messages = [{"role": "system", "content": "2+2=?!"}, {"role": "user", "content": "sums gold A?"}]
+        assert proxy.bodies == [{"model": "tiny", "messages": messages, **body}]
+
+
+def test_a_column_that_is_not_there_is_named_before_anything_is_asked(service):
+    with proxied(service) as proxy:
+        prompt = Prompt("p", "Q", columns={"topic": "sums"})
+        [part] = judged(proxy.url, ["A"], prompt=prompt, template="{completion}{tropic}{rubric}")
+        assert (part.error, proxy.seen) == (
+            'judge: the template has {tropic}, and the row has no such column; did you mean "topic"?',
+            [],
+        )
+
+
+# ---------------------------------------------------------------- what is read
+
+
+@pytest.mark.parametrize(
+    ("answer", "pattern", "cut", "number"),
+    [
+        (" 7\n", "", False, 7.0),
+        ("7.5", "", False, 7.5),
+        ("7.", "", False, 7.0),
+        ("-1", "", False, -1.0),
+        ("<think>3 or 4?</think>\n8", "", False, 8.0),
+        ("<think>8", r"([0-9]+)", False, None),
+        ("7/10", "", False, None),
+        ("7 of 10", "", False, None),
+        ("Grade: 7", "", False, None),
+        ("seven", "", False, None),
+        ("\u0667", "", False, None),
+        ("1e1", "", False, None),
+        ("", "", False, None),
+        ("1", "", True, None),
+        ("1\n", "", True, 1.0),
+        ("3, no: Grade: 7!", r"Grade: ([0-9]+)", False, 7.0),
+        ("Grade: 3. Grade: 7.", r"Grade: ([0-9]+)", False, 7.0),
+        ("Grade: 1", r"Grade: ([0-9]+)", True, None),
+        ("Grade: 10. Wh", r"Grade: ([0-9]+)", True, 10.0),
+        ("Grade: good", r"Grade: (\w+)", False, None),
+    ],
+)
+def test_a_number_is_read_strictly(answer, pattern, cut, number):
+    assert rubric.number_in(answer, pattern or rubric.WHOLE, cut) == number
+
+
+@pytest.mark.parametrize(
+    ("answer", "number"),
+    [
+        ('{"why": "polite", "score": 7}', 7.0),
+        ('<think>{"score": 1}</think> {"score": 7.5}', 7.5),
+        ('{"score": "7"}', None),
+        ('{"score": true}', None),
+        ('{"grade": 7}', None),
+        ('So {"score": 7}', None),
+        ('{"score": 7', None),
+        ("[7]", None),
+        ("7", None),
+        ('{"score": 1' + "0" * 400 + "}", None),
+        ("[" * 100_000, None),
+    ],
+)
+def test_a_number_of_an_object_is_read_strictly(answer, number):
+    assert rubric.number_of(answer, "score") == number
+
+
+@pytest.mark.parametrize(
+    ("said", "changes", "value"),
+    [
+        ("7", {}, 0.7),
+        ("0", {}, 0.0),
+        ("10", {}, 1.0),
+        ("2", {"range": (1, 5)}, 0.25),
+        ("-1", {"range": (-1, 1)}, 0.0),
+        ('{"score": 4}', {"json_field": "score", "range": (1, 5)}, 0.75),
+    ],
+)
+def test_the_range_becomes_0_to_1(said, changes, value, service):
+    with proxied(service, lambda *_: says(said)) as proxy:
+        [part] = judged(proxy.url, ["A"], **changes)
+    assert (part.value, part.error) == (value, "")
+
+
+@pytest.mark.parametrize(
+    ("said", "changes", "error"),
+    [
+        (says("11"), {}, 'judge: no number from 0 to 10 in "11"'),
+        (says("-0.5"), {}, 'judge: no number from 0 to 10 in "-0.5"'),
+        (says("I am\nsure. " * 20), {}, 'judge: no number from 0 to 10 in "I am sure. I am sure. I am sure. I'),
+        (says("7", "length"), {}, 'judge: no number from 0 to 10 in "7", cut at max_tokens = 12'),
+        (says(None, "length"), {}, 'judge: no number from 0 to 10 in "", cut at max_tokens = 12'),
+        (says('{"score": NaN}'), {"json_field": "score"}, "judge: no number from 0 to 10 in"),
+    ],
+)
+def test_nonsense_has_no_value_is_named_and_asked_once(said, changes, error, service, tmp_path):
+    with proxied(service, lambda _, body: said if asked_of(body) == "bad" else says("7")) as proxy:
+        parts = judged(proxy.url, ["good", "bad", "fine"], tmp_path / "judge", **changes)
+        assert len(proxy.seen) == 3
+        if not changes:
+            assert [part.value for part in parts] == [0.7, None, 0.7]
+        assert parts[1].value is None and parts[1].error.startswith(error)
+        judged(proxy.url, ["bad"], tmp_path / "judge", **changes)
+        assert len(proxy.seen) == 4, "what could not be read is not kept"
+
+
+# ---------------------------------------------------------------- an endpoint that misbehaves
+
+
+FAULTS = {
+    "429 0.2": "HTTP 429 Wrong: [key] and [key]",
+    "500": "HTTP 500 Wrong: [key] and [key]",
+    "503": "HTTP 503 Wrong: [key] and [key]",
+    "drop": "the connection was dropped",
+    "stall": "no answer within 0.5 s",
+    "late": "no answer within 0.5 s",
+    "garbage": "the answer is no JSON",
+    "twice": "the answer is no JSON",
+    '{"error": "overloaded"}': "the answer holds no completion",
+    '{"choices": [null]}': "the answer holds no completion",
+    "{}": "the answer holds no completion",
+}
+
+
+def test_whatever_fails_once_is_asked_again_counted_and_named(service, monkeypatch, tmp_path):
+    monkeypatch.setenv("OPENAI_API_KEY", KEY)
+    texts, lock, failed = [f"{n}a" for n in range(len(FAULTS))], threading.Lock(), set()
+    faults = dict(zip(texts, FAULTS, strict=True))
+
+    def fault(_, body):
+        text = asked_of(body)
+        with lock:
+            again, _ = text in failed, failed.add(text)
+        return says("7") if again else faults[text]
+
+    with proxied(service, fault) as proxy:
+        parts = judged(proxy.url, texts, tmp_path / "judge", timeout=0.5)
+        assert len(proxy.seen) == 2 * len(texts)
+        when = [at for (at, _), body in zip(proxy.seen, proxy.bodies, strict=True) if asked_of(body) == texts[0]]
+    assert errors(parts) == [""] * len(texts)
+    assert [part.value for part in parts] == [0.7] * len(texts)
+    assert [part.extra["judge_failures"] for part in parts] == [[said] for said in FAULTS.values()]
+    assert {part.logged["judge/retries"] for part in parts} == {1}
+    assert when[1] - when[0] >= 0.2, "Retry-After"
+
+
+@pytest.mark.parametrize(
+    ("fault", "error"),
+    [
+        ("500", "judge: HTTP 500 Wrong: [key] and [key], after 3 requests"),
+        ("stall", "judge: no answer within 0.2 s, after 3 requests"),
+        ("400", "judge: HTTP 400 Wrong: [key] and [key]"),
+    ],
+)
+def test_what_always_fails_costs_one_completion_its_grade(fault, error, service, monkeypatch):
+    monkeypatch.setenv("OPENAI_API_KEY", KEY)
+    with proxied(service, lambda _, body: fault if asked_of(body) == "bad" else says("7")) as proxy:
+        parts = judged(proxy.url, ["good", "bad", "fine"], timeout=0.2, retries=2)
+        assert len(proxy.seen) == 2 + (1 if fault == "400" else 3)
+    assert errors(parts) == ["", error, ""]
+    assert parts[1].logged["judge/retries"] == (0 if fault == "400" else 2)
+
+
+@pytest.mark.parametrize(
+    ("fault", "mend"),
+    [
+        ("401", "put one that it takes into the environment variable OPENAI_API_KEY"),
+        ("403", "put one that it takes into the environment variable OPENAI_API_KEY"),
+        ("404", "knows no model 'tiny' (HTTP 404): name another with model, or mend base_url, which often ends in /v1"),
+        ("402", "the quota of OPENAI_API_KEY is used up"),
+    ],
+)
+def test_what_is_refused_to_all_is_told_at_once_with_the_mend(fault, mend, service):
+    with proxied(service, lambda *_: fault, delay=0.05) as proxy:
+        parts = judged(proxy.url, concurrency=2)
+        assert len(proxy.seen) == 2, "the others are not asked"
+    assert all(mend in error for error in errors(parts)) and len(set(errors(parts))) == 1
+
+
+def test_a_judge_that_never_answers_costs_no_more_than_the_time_of_a_step(service):
+    start = time.monotonic()
+    with proxied(service, lambda _, body: says("7") if asked_of(body) == TEXTS[0] else "stall") as proxy:
+        parts = judged(proxy.url, step_timeout=0.5, concurrency=2)
+    assert time.monotonic() - start < 3
+    assert errors(parts) == ["", *["judge: no answer within step_timeout = 0.5 s"] * (len(TEXTS) - 1)]
+
+
+def test_a_judge_that_goes_away_is_named(service):
+    with proxied(service) as proxy:
+        judge = Judge(settings(proxy.url, retries=1), None)
+    [part] = judge.parts(pairs(["A"]))
+    assert re.fullmatch(r"judge: http://\S+ cannot be reached \(.+\): start .+, after 2 requests", part.error)
+    with pytest.raises(UserError, match=r"\(Connection refused\): start the service, or mend base_url$"):
+        Judge(settings(proxy.url), None)
+
+
+def test_waits_double_up_to_a_limit_and_differ():
+    waits = Asking.wait_after
+    plain, told, long = PassingError("500"), PassingError("429", 3.0), PassingError("429", 3600.0)
+    for n, least in ((1, 0.01), (3, 0.04), (30, asking.LONGEST_WAIT)):
+        assert least <= waits(None, plain, n) <= 1.25 * least
+    assert 3.0 <= waits(None, told, 1) <= 3.75
+    assert waits(None, long, 1) <= 1.25 * asking.LONGEST_ASKED
+    assert len({waits(None, plain, 1) for _ in range(5)}) == 5
+
+
+def test_retry_after_may_be_a_date():
+    soon = email.utils.formatdate(time.time() + 30, usegmt=True)
+    assert 25 < seconds_of(soon) <= 30
+    assert [seconds_of(said) for said in ("2", "0.5", "", "soon", "-3", "nan", "inf")] == [2.0, 0.5, *[None] * 5]
+
+
+# ---------------------------------------------------------------- what was judged once
+
+
+def test_equal_completions_are_judged_once(service, tmp_path):
+    with proxied(service, lambda *_: says("7")) as proxy:
+        parts = judged(proxy.url, ["A", "B", "A", "A"])
+        assert len(proxy.seen) == 2
+    assert [part.value for part in parts] == [0.7] * 4
+    assert [part.logged["judge/cached"] for part in parts] == [0, 0, 1, 1]
+    assert [part.logged["judge/tokens"] for part in parts] == [5, 5, 0, 0]
+
+
+def test_answers_are_found_on_disk_and_those_to_other_requests_are_not(service, tmp_path):
+    with proxied(service, lambda *_: says("7")) as proxy:
+        for repeated in range(2):
+            parts = judged(proxy.url, ["A", "B"], tmp_path)
+            assert [part.logged["judge/cached"] for part in parts] == [repeated] * 2
+            assert [part.value for part in parts] == [0.7] * 2
+        assert len(proxy.seen) == 2
+        judged(proxy.url, ["A", "B"], tmp_path, range=(0, 7), concurrency=1)
+        assert len(proxy.seen) == 2, "read otherwise, asked the same"
+        changes = [{"rubric": "Other"}, {"max_tokens": 13}, {"system": "S"}, {"body": {"seed": 1}}, {"cache": False}]
+        for n, change in enumerate(changes, 1):
+            Judge(settings(proxy.url, **change), tmp_path).parts(pairs(["A", "B"]))
+            assert len(proxy.seen) == 2 + 2 * n, change
+
+
+def test_torn_and_damaged_lines_are_asked_again(tmp_path):
+    Judgements(tmp_path).keep("a" * 64, Answer("7", False, 5))
+    [path] = tmp_path.glob("*.jsonl")
+    whole = path.read_bytes()
+    (tmp_path / "1-other.jsonl").write_bytes(b"\0\0\0\n{}\n[]\n" + whole.replace(b"a" * 64, b"b" * 64) + whole[:-5])
+    found = Judgements(tmp_path)
+    assert found.find("a" * 64) == found.find("b" * 64) == Answer("7", False, 5)
+    path.write_bytes(whole[:-5])
+    (tmp_path / "1-other.jsonl").unlink()
+    found = Judgements(tmp_path)
+    assert found.find("a" * 64) is None
+    path.write_bytes(whole)
+    assert found.find("a" * 64) == Answer("7", False, 5), "when its end has come"
+
+
+def test_a_full_disk_is_said_once_and_the_judge_goes_on(service, tmp_path, capfd):
+    (tmp_path / "judge").write_text("a file where a folder should be")
+    with proxied(service, lambda *_: says("7")) as proxy:
+        parts = judged(proxy.url, ["A", "B"], tmp_path / "judge")
+    assert errors(parts) == ["", ""]
+    [line] = capfd.readouterr().out.splitlines()
+    assert re.fullmatch(r"! .*\.jsonl cannot be written \(.+\): the judge goes on without it", line)
+
+
+TWIN = """
+import sys
+from pathlib import Path
+from pellucid.rewards.judge import Judge
+from pellucid.rewards.settings import JudgeSettings
+from pellucid.types import Completion, Prompt
+
+url, folder, *texts = sys.argv[1:]
+judge = Judge(JudgeSettings(url, "tiny", template="{completion}", timeout=20), Path(folder))
+print([part.value for part in judge.parts([(Prompt("p", ""), Completion((), (), text, True)) for text in texts])])
+"""
+
+
+def twin(url, folder, *texts):
+    command = [sys.executable, "-c", TWIN, url, str(folder), *texts]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+def test_of_two_processes_one_asks_and_both_see_the_same(service, tmp_path):
+    """Who answers never says the same twice."""
+    with proxied(service, lambda number, _: says(str(number % 11)), delay=0.5) as proxy:
+        both = [twin(proxy.url, tmp_path, *TEXTS) for _ in range(2)]
+        said = [process.communicate() for process in both]
+        assert len(proxy.seen) == len(TEXTS)
+    assert [process.returncode for process in both] == [0, 0], said
+    assert said[0] == said[1] and len(set(json.loads(said[0][0]))) == len(TEXTS)
+
+
+def test_what_a_killed_process_was_asking_is_asked_by_the_next(service, tmp_path):
+    with proxied(service, lambda number, _: "stall" if number == 0 else says("7")) as proxy:
+        process = twin(proxy.url, tmp_path, "A")
+        while not proxy.seen:
+            assert process.poll() is None, process.communicate()
+            time.sleep(0.01)
+        process.kill()
+        process.communicate()
+        start = time.monotonic()
+        [part] = judged(proxy.url, ["A"], tmp_path, template="{completion}", rubric="", max_tokens=512)
+        assert (part.value, len(proxy.seen)) == (0.7, 2)
+    assert time.monotonic() - start < 5
+
+
+# ---------------------------------------------------------------- no key anywhere
+
+
+def test_the_key_is_in_the_request_and_nowhere_else(service, monkeypatch, tmp_path, caplog, capfd):
+    monkeypatch.setenv("JUDGE_KEY", KEY)
+    caplog.set_level(logging.DEBUG)
+    faults = {"A": "401", "B": "400", "C": says(f"7 {KEY}"), "D": "429"}
+    written = ""
+    for text, fault in faults.items():
+        with proxied(service, lambda *_, fault=fault: fault) as proxy:
+            judge = Judge(settings(proxy.url, key="JUDGE_KEY", retries=1, pattern="^([0-9]+) "), tmp_path)
+            written += f"{judge.parts(pairs([text]))} {judge!r} {vars(judge)}"
+            assert proxy.keys[0] == f"Bearer {KEY}"
+    monkeypatch.setattr(asking, "answer_in", lambda completion: 1 / 0)
+    with proxied(service, lambda *_: says("7")) as proxy, pytest.raises(ZeroDivisionError) as raised:
+        Judge(settings(proxy.url, key="JUDGE_KEY"), tmp_path).parts(pairs(["E"]))
+    frames = traceback.TracebackException.from_exception(raised.value, capture_locals=True).stack[1:]
+    assert any(frame.locals and "self" in frame.locals for frame in frames)
+    written += "".join(str(frame.locals) for frame in frames)
+    written += caplog.text + "".join(capfd.readouterr())
+    kept = [path.read_text() for path in tmp_path.rglob("*") if path.is_file()]
+    assert any("7 [key]" in text for text in kept) and "HTTP 400" in written
+    assert KEY[:9] not in written + "".join(kept)
+
+
+def test_a_key_in_a_recipe_is_refused_and_not_told(tmp_path):
+    for key in (KEY, "hf_abcdefghijklmnop", "0123456789ABCDEF"):
+        recipe = tmp_path / "judge.toml"
+        recipe.write_text(
+            f'[task]\nname = "dataset"\ndata = "q.jsonl"\n[[task.rewards]]\nname = "judge"\n[task.rewards.judge]\n'
+            f'base_url = "http://127.0.0.1:1/v1"\nmodel = "m"\nrubric = "R"\nkey = "{key}"\n'
+        )
+        with pytest.raises(UserError, match="key must name an environment variable, in capitals") as told:
+            config.load(recipe)
+        lines = "".join(traceback.format_exception(told.value))
+        assert key not in lines
+
+
+def test_without_a_key_where_one_is_needed_nothing_begins(monkeypatch):
+    monkeypatch.delenv("NO_SUCH_KEY", raising=False)
+    with pytest.raises(UserError, match="needs a key: put it into the environment variable NO_SUCH_KEY"):
+        Judge(settings("https://judge.example/v1", key="NO_SUCH_KEY"), None)
+
+
+# ---------------------------------------------------------------- settings
+
+
+@pytest.mark.parametrize(
+    ("changes", "told"),
+    [
+        ({"base_url": "127.0.0.1:8100"}, "base_url '127.0.0.1:8100' is no address: write http://HOST:PORT/v1"),
+        ({"base_url": "https://me:secret@judge.example/v1"}, "base_url must hold no secret"),
+        ({"model": ""}, 'model = "" must name the model that judges'),
+        ({"key": "my key"}, "key must name an environment variable"),
+        ({"template": "{prompt} {rubric}"}, "template must have {completion}"),
+        ({"template": '{completion} {"score": 7} {rubric}'}, "which is no placeholder: write {{...}}"),
+        ({"rubric": ""}, 'rubric = "": give one where the template has {rubric}, and nowhere else'),
+        ({"template": "{completion}"}, 'rubric = "R": give one where'),
+        ({"range": (5, 5)}, "range = [5, 5] must be two numbers, the lowest grade and the highest"),
+        ({"range": (0, float("nan"))}, "must be two numbers"),
+        ({"pattern": "("}, "is no regular expression"),
+        ({"pattern": "[0-9]"}, "needs a group around the grade"),
+        ({"pattern": "([0-9])", "json_field": "score"}, "leave out one"),
+        ({"body": {"model": "other"}}, "body has model, which is not its to say: leave it out"),
+        ({"body": {"since": object()}}, "body must be what JSON can say"),
+        ({"max_tokens": 0}, "max_tokens = 0 must be at least 1"),
+        ({"concurrency": 0}, "concurrency = 0 must be at least 1"),
+        ({"retries": -1}, "retries = -1 must be at least 0"),
+        ({"timeout": 0.0}, "timeout = 0.0 must be a positive number of seconds"),
+        ({"step_timeout": float("inf")}, "step_timeout = inf must be a positive number of seconds"),
+    ],
+)
+def test_mistakes_are_told_in_one_line(changes, told):
+    with pytest.raises(ValueError, match=r"^[^\n]+$") as caught:
+        JudgeSettings(**{"base_url": "http://127.0.0.1:1/v1", "model": "m", "rubric": "R", **changes})
+    assert told in str(caught.value)
+    assert "secret@" not in str(caught.value)
+
+
+def test_judge_alone_has_a_table():
+    judge = JudgeSettings("http://127.0.0.1:1/v1", "m", rubric="R")
+    assert RewardTerm("judge", judge=judge).judge is judge
+    for term in ({"name": "judge"}, {"name": "exact", "judge": judge}):
+        with pytest.raises(ValueError, match=r"judge needs a table \[task.rewards.judge\], no other has one"):
+            RewardTerm(**term)
+
+
+def test_the_settings_of_a_recipe_are_read_and_written(tmp_path):
+    recipe = tmp_path / "judge.toml"
+    recipe.write_text(
+        '[task]\nname = "dataset"\ndata = "q.jsonl"\n[[task.rewards]]\nname = "judge"\nweight = 2.0\n'
+        '[task.rewards.judge]\nbase_url = "http://127.0.0.1:1/v1"\nmodel = "m"\nrubric = "R"\nrange = [1, 5]\n'
+        '[task.rewards.judge.body]\nresponse_format = { type = "json_object" }\n[[task.rewards]]\nname = "exact"\n'
+    )
+    cfg = config.load(recipe, ["--task.rewards.0.judge.model", "other"])
+    [term, _] = cfg.task.rewards
+    body = {"response_format": {"type": "json_object"}}
+    expected = JudgeSettings("http://127.0.0.1:1/v1", "other", rubric="R", range=(1.0, 5.0), body=body)
+    assert (term.judge, term.weight) == (expected, 2.0)
+    again = config.build(json.loads(json.dumps(config.dump(cfg))), "config.json")
+    assert again == cfg
+    assert hash(again.task) == hash(cfg.task), "as the rows of a task are found by it"
