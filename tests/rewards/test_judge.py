@@ -156,7 +156,7 @@ def test_a_column_that_is_not_there_is_named_before_anything_is_asked(service):
         prompt = Prompt("p", "Q", columns={"topic": "sums"})
         [part] = judged(proxy.url, ["A"], prompt=prompt, template="{completion}{tropic}{rubric}")
         assert (part.error, proxy.seen) == (
-            'judge: the template has {tropic}, and the row has no such column; did you mean "topic"?',
+            'the template has {tropic}, and the row has no such column; did you mean "topic"?',
             [],
         )
 
@@ -233,12 +233,12 @@ def test_the_range_becomes_0_to_1(said, changes, value, service):
 @pytest.mark.parametrize(
     ("said", "changes", "error"),
     [
-        (says("11"), {}, 'judge: no number from 0 to 10 in "11"'),
-        (says("-0.5"), {}, 'judge: no number from 0 to 10 in "-0.5"'),
-        (says("I am\nsure. " * 20), {}, 'judge: no number from 0 to 10 in "I am sure. I am sure. I am sure. I'),
-        (says("7", "length"), {}, 'judge: no number from 0 to 10 in "7", cut at max_tokens = 12'),
-        (says(None, "length"), {}, 'judge: no number from 0 to 10 in "", cut at max_tokens = 12'),
-        (says('{"score": NaN}'), {"json_field": "score"}, "judge: no number from 0 to 10 in"),
+        (says("11"), {}, 'no number from 0 to 10 in "11"'),
+        (says("-0.5"), {}, 'no number from 0 to 10 in "-0.5"'),
+        (says("I am\nsure. " * 20), {}, 'no number from 0 to 10 in "I am sure. I am sure. I am sure. I'),
+        (says("7", "length"), {}, 'no number from 0 to 10 in "7", cut at max_tokens = 12'),
+        (says(None, "length"), {}, 'no number from 0 to 10 in "", cut at max_tokens = 12'),
+        (says('{"score": NaN}'), {"json_field": "score"}, "no number from 0 to 10 in"),
     ],
 )
 def test_nonsense_has_no_value_is_named_and_asked_once(said, changes, error, service, tmp_path):
@@ -295,9 +295,9 @@ def test_whatever_fails_once_is_asked_again_counted_and_named(service, monkeypat
 @pytest.mark.parametrize(
     ("fault", "error"),
     [
-        ("500", "judge: HTTP 500 Wrong: [key] and [key], after 3 requests"),
-        ("stall", "judge: no answer within 0.2 s, after 3 requests"),
-        ("400", "judge: HTTP 400 Wrong: [key] and [key]"),
+        ("500", "HTTP 500 Wrong: [key] and [key], after 3 requests"),
+        ("stall", "no answer within 0.2 s, after 3 requests"),
+        ("400", "HTTP 400 Wrong: [key] and [key]"),
     ],
 )
 def test_what_always_fails_costs_one_completion_its_grade(fault, error, service, monkeypatch):
@@ -330,14 +330,14 @@ def test_a_judge_that_never_answers_costs_no_more_than_the_time_of_a_step(servic
     with proxied(service, lambda _, body: says("7") if asked_of(body) == TEXTS[0] else "stall") as proxy:
         parts = judged(proxy.url, step_timeout=0.5, concurrency=2)
     assert time.monotonic() - start < 3
-    assert errors(parts) == ["", *["judge: no answer within step_timeout = 0.5 s"] * (len(TEXTS) - 1)]
+    assert errors(parts) == ["", *["no answer within step_timeout = 0.5 s"] * (len(TEXTS) - 1)]
 
 
 def test_a_judge_that_goes_away_is_named(service):
     with proxied(service) as proxy:
         judge = Judge(settings(proxy.url, retries=1), None)
     [part] = judge.parts(pairs(["A"]))
-    assert re.fullmatch(r"judge: http://\S+ cannot be reached \(.+\): start .+, after 2 requests", part.error)
+    assert re.fullmatch(r"http://\S+ cannot be reached \(.+\): start .+, after 2 requests", part.error)
     with pytest.raises(UserError, match=r"\(Connection refused\): start the service, or mend base_url$"):
         Judge(settings(proxy.url), None)
 

@@ -97,7 +97,7 @@ class Judge:
         try:
             system, user = (rubric.filled(text, known, prompt.columns) for text in (s.system, s.template))
         except rubric.UnfilledError as error:
-            return Part(error=f"judge: {error}")
+            return Part(error=str(error))
         messages = [{"role": "system", "content": system}] if system else []
         messages.append({"role": "user", "content": user})
         limit = {} if "max_completion_tokens" in s.body else {"max_tokens": s.max_tokens}
@@ -133,10 +133,10 @@ class Judge:
             "judge/retries": 0.0 if repeated else float(min(len(first.faults), self.settings.retries)),
         }
         if answer is None:
-            return Part(error=f"judge: {first.error}", extra=told(first), logged=logged)
+            return Part(error=first.error, extra=told(first), logged=logged)
         grade = self.grade_in(answer)
         if grade is None:
-            return Part(error=f"judge: {self._unreadable(answer)}", extra=told(first), logged=logged)
+            return Part(error=self._unreadable(answer), extra=told(first), logged=logged)
         low, high = self.settings.range
         return Part((grade - low) / (high - low), extra=told(first), logged=logged)
 
