@@ -180,6 +180,7 @@ def test_a_column_that_is_not_there_is_named_before_anything_is_asked(service):
         ("\u0667", "", False, None),
         ("1e1", "", False, None),
         ("", "", False, None),
+        ("1\n2", "", False, None),
         ("1", "", True, None),
         ("1\n", "", True, 1.0),
         ("3, no: Grade: 7!", r"Grade: ([0-9]+)", False, 7.0),
@@ -190,7 +191,7 @@ def test_a_column_that_is_not_there_is_named_before_anything_is_asked(service):
     ],
 )
 def test_a_number_is_read_strictly(answer, pattern, cut, number):
-    assert rubric.number_in(answer, pattern or rubric.WHOLE, cut) == number
+    assert rubric.number_in(rubric.stated_in(answer, pattern, cut) or "") == number
 
 
 @pytest.mark.parametrize(
@@ -222,6 +223,8 @@ def test_a_number_of_an_object_is_read_strictly(answer, number):
         ("2", {"range": (1, 5)}, 0.25),
         ("-1", {"range": (-1, 1)}, 0.0),
         ('{"score": 4}', {"json_field": "score", "range": (1, 5)}, 0.75),
+        ("Yes.", {"words": {"yes": 1, "no": -1}}, 1.0),
+        ("It is negative", {"words": {"positive": 1, "negative": 0.25}, "pattern": "(negative|positive)"}, 0.25),
     ],
 )
 def test_the_range_becomes_0_to_1(said, changes, value, service):
@@ -238,6 +241,7 @@ def test_the_range_becomes_0_to_1(said, changes, value, service):
         (says("I am\nsure. " * 20), {}, 'no number from 0 to 10 in "I am sure. I am sure. I am sure. I'),
         (says("7", "length"), {}, 'no number from 0 to 10 in "7", cut at max_tokens = 12'),
         (says(None, "length"), {}, 'no number from 0 to 10 in "", cut at max_tokens = 12'),
+        (says("Yes and no"), {"words": {"yes": 1, "no": 0}}, 'none of yes, no in "Yes and no"'),
         (says('{"score": NaN}'), {"json_field": "score"}, "no number from 0 to 10 in"),
     ],
 )
@@ -514,6 +518,8 @@ def test_without_a_key_where_one_is_needed_nothing_begins(monkeypatch):
         ({"pattern": "("}, "is no regular expression"),
         ({"pattern": "[0-9]"}, "needs a group around the grade"),
         ({"pattern": "([0-9])", "json_field": "score"}, "leave out one"),
+        ({"words": {"yes": 1}, "json_field": "score"}, "leave out one"),
+        ({"words": {"yes": float("nan")}}, "words must have finite numbers"),
         ({"body": {"model": "other"}}, "body has model, which is not its to say: leave it out"),
         ({"body": {"since": object()}}, "body must be what JSON can say"),
         ({"max_tokens": 0}, "max_tokens = 0 must be at least 1"),

@@ -56,7 +56,7 @@ class Judge:
             reach(settings.base_url, NAMES)
 
     def parts(self, pairs: Sequence[Pair]) -> list[Part]:
-        """Return the grade of each completion, from 0 to 1, in their order; a Part with an error where there is none.
+        """Return the grade of each completion as a reward, in their order; a Part with an error where there is none.
 
         `extra` has what the judge said; `logged` has tokens, seconds, repetitions, and whether the answer was there
         already. Equal requests are made once.
@@ -114,7 +114,7 @@ class Judge:
             asked.cached = asked.answer is not None
             if asked.answer is None:
                 asked.answer = await asking.answer(asked.body, asked.faults)
-                if self._judgements and self.grade_in(asked.answer) is not None:
+                if self._judgements and self.value_of(asked.answer) is not None:
                     self._judgements.keep(asked.digest, asked.answer)
         except UnansweredError as error:
             asked.error = str(error)
@@ -134,27 +134,30 @@ class Judge:
         }
         if answer is None:
             return Part(error=first.error, extra=told(first), logged=logged)
-        grade = self.grade_in(answer)
-        if grade is None:
-            return Part(error=self._unreadable(answer), extra=told(first), logged=logged)
-        low, high = self.settings.range
-        return Part((grade - low) / (high - low), extra=told(first), logged=logged)
+        value = self.value_of(answer)
+        return Part(value, self._unreadable(answer) if value is None else "", told(first), logged)
 
-    def grade_in(self, answer: Answer) -> float | None:
-        """Return the number that an answer states, if it is in range; None where it states none."""
+    def value_of(self, answer: Answer) -> float | None:
+        """Return the reward that an answer states; None where it states none."""
         s = self.settings
         if s.json_field:
             grade = rubric.number_of(answer.text, s.json_field)
         else:
-            grade = rubric.number_in(answer.text, s.pattern or rubric.WHOLE, answer.cut)
-        return grade if grade is not None and s.range[0] <= grade <= s.range[1] else None
+            said = rubric.stated_in(answer.text, s.pattern, answer.cut) or ""
+            if s.words:
+                rewards = {word.casefold(): reward for word, reward in s.words.items()}
+                return rewards.get(said.removesuffix(".").casefold())
+            grade = rubric.number_in(said)
+        low, high = s.range
+        return (grade - low) / (high - low) if grade is not None and low <= grade <= high else None
 
     def _unreadable(self, answer: Answer) -> str:
-        low, high = self.settings.range
+        s = self.settings
+        wanted = f"none of {', '.join(s.words)}" if s.words else f"no number from {s.range[0]:g} to {s.range[1]:g}"
         line = " ".join(answer.text.split())
         said = line if len(line) <= 60 else f"{line[:57]}..."
-        cut = f", cut at max_tokens = {self.settings.max_tokens}" if answer.cut else ""
-        return f'no number from {low:g} to {high:g} in "{said}"{cut}'
+        cut = f", cut at max_tokens = {s.max_tokens}" if answer.cut else ""
+        return f'{wanted} in "{said}"{cut}'
 
 
 def told(asked: Asked) -> dict[str, Any]:

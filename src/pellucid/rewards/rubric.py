@@ -12,8 +12,7 @@ from pellucid.rewards.answers import after_thinking
 from pellucid.types import Prompt
 
 FIELD = re.compile(r"\{\{([^{}]*)\}\}|\{([^{}]+)\}")
-WHOLE = r"\s*([^\s]+)\s*"
-"""The pattern of an answer that is a number and nothing else."""
+_WHOLE = re.compile(r"\s*(.*?)\s*", re.DOTALL)
 _NUMBER = re.compile(r"[+-]?[0-9]{1,15}(?:\.[0-9]{0,15})?")
 
 
@@ -64,21 +63,24 @@ def asked_text(prompt: Prompt) -> str:
     return "\n\n".join(f"{message['role']}: {message['content']}" for message in prompt.text)
 
 
-def number_in(answer: str, pattern: str, cut: bool) -> float | None:
-    """Return the number in the last match of a pattern, in its first group; None where there is none.
+def stated_in(answer: str, pattern: str, cut: bool) -> str | None:
+    """Return the first group of the last match of a pattern, or for "" the whole answer; None where there is none.
 
-    Thinking does not count, nor does a number at the end of an answer that was cut: more digits may have followed.
+    Thinking does not count, nor does the end of an answer that was cut: more digits may have followed.
 
-    Example: number_in("<think>7?</think> 8", WHOLE, False) == 8.0; number_in("8 of 10", WHOLE, False) is None
+    Example: stated_in("3, no: Grade: 8.", "Grade: ([0-9]+)", False) == "8"; stated_in("<think>3?</think> 8", "", False)
     """
     text = after_thinking(answer)
     if "<think>" in text:  # which never ends
         return None
-    matches = [re.fullmatch(pattern, text)] if pattern == WHOLE else list(re.finditer(pattern, text))
+    matches = list(re.finditer(pattern, text)) if pattern else [_WHOLE.fullmatch(text)]
     last = matches[-1] if matches else None
-    if last is None or last[1] is None or (cut and last.end(1) == len(text)):
-        return None
-    return float(last[1]) if _NUMBER.fullmatch(last[1]) else None
+    return None if last is None or (cut and last.end(1) == len(text)) else last[1]
+
+
+def number_in(text: str) -> float | None:
+    """Return the number that a text is, in digits; None where it is anything else, such as 7/10."""
+    return float(text) if _NUMBER.fullmatch(text) else None
 
 
 def number_of(answer: str, name: str) -> float | None:

@@ -66,6 +66,8 @@ class JudgeSettings:
     """The lowest and the highest grade, which become the rewards 0 and 1; another number is no grade."""
     pattern: str = ""
     """A regular expression whose first group is the grade; its last match counts. Empty: the whole answer is."""
+    words: dict[str, float] = field(default_factory=dict, hash=False)
+    """Where the grade is a word: the reward of each, such as { yes = 1.0, no = 0.0 }. The range is not looked at."""
     json_field: str = ""
     """Where the judge answers with a JSON object: the field of it that is the grade, a number."""
     body: dict[str, Any] = field(default_factory=dict, hash=False)
@@ -134,8 +136,10 @@ def mistakes_of_reading(judge: JudgeSettings) -> Iterator[str]:
     low, high = judge.range
     if not -math.inf < low < high < math.inf:
         yield f"range = [{low:g}, {high:g}] must be two numbers, the lowest grade and the highest"
-    if judge.pattern and judge.json_field:
-        yield "pattern and json_field are two ways to read an answer: leave out one"
+    if judge.json_field and (judge.pattern or judge.words):
+        yield "json_field and pattern or words are two ways to read an answer: leave out one"
+    if not all(map(math.isfinite, judge.words.values())):
+        yield "words must have finite numbers, the rewards"
     try:
         groups = re.compile(judge.pattern).groups if judge.pattern else 1
     except re.error as error:
