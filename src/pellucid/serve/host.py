@@ -18,6 +18,7 @@ from pellucid.policy import policy
 from pellucid.policy.access import Access
 from pellucid.reporting import run_folder
 from pellucid.rewards.graded import Graded
+from pellucid.rewards.graders import graders_of
 from pellucid.samplers.choice import fault_of
 from pellucid.serve import connections
 from pellucid.serve.api import application
@@ -75,7 +76,7 @@ def load(options: Serve) -> Served:
         name=options.name or options.model.rstrip("/").rpartition("/")[2],
         policy=frozen,
         engine=Engine(frozen, options.rows),
-        task=Graded(with_split(settings.task, "test"), settings.reward) if settings else None,
+        task=held_out_task(settings) if settings else None,
         algorithm=settings.algorithm if settings else GRPOConfig(),
         system=SYSTEM["en"],
         max_tokens=options.max_tokens,
@@ -85,6 +86,10 @@ def load(options: Serve) -> Served:
         token=options.token,
         instance=os.environ.get(INSTANCE, ""),
     )
+
+
+def held_out_task(settings: Config) -> Graded:
+    return Graded(with_split(settings.task, "test"), settings.reward, graders=graders_of(settings.task, None))
 
 
 def names(listed: str) -> list[str]:
