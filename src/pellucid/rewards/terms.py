@@ -21,6 +21,7 @@ from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 from pellucid.machine.plugins import did_you_mean, function_of
@@ -29,6 +30,8 @@ from pellucid.rewards.formulas import math_verify, states_formula
 from pellucid.rewards.settings import JudgeSettings, RewardModelSettings
 from pellucid.types import Completion, Prompt
 
+MODEL = "model:"
+"""What the name of a term begins with that is a reward model: a folder or an id of the Hub follows."""
 NOT_COLUMNS = ("prompt", "completion", "completion_ids")
 
 
@@ -40,7 +43,7 @@ class RewardTerm:
     """
 
     name: str
-    """exact, numeric, math, tagged, regex, length, or "path/to/file.py:function"."""
+    """exact, numeric, math, tagged, regex, length, "path/to/file.py:function", or "model:FOLDER_OR_HUB_ID"."""
     weight: float = 1.0
     """The weight of the term in the sum; at 0 it is only logged."""
     pattern: str = ""
@@ -53,10 +56,13 @@ class RewardTerm:
     """For `model:FOLDER_OR_HUB_ID`: its table, `[task.rewards.reward_model]`; without one, its defaults."""
 
     def __post_init__(self) -> None:
-        if ":" in self.name:
+        if self.name == MODEL:
+            raise ValueError(f'reward "{MODEL}" names no model: write "{MODEL}FOLDER_OR_HUB_ID"')
+        is_model = self.name.startswith(MODEL)
+        if ":" in self.name and not is_model:
             function_of(self.name, "reward")
-        elif self.name not in TERMS:
-            known = f'{", ".join(TERMS)}, or your own as "path/to/file.py:function"'
+        elif not is_model and self.name not in TERMS:
+            known = f'{", ".join(TERMS)}, your own as "path/to/file.py:function", or a "{MODEL}FOLDER_OR_HUB_ID"'
             raise ValueError(f'reward "{self.name}" is unknown{did_you_mean(self.name, TERMS)}; there are {known}')
         if bool(self.pattern) != (self.name == "regex"):
             raise ValueError(f'reward "{self.name}" has pattern = "{self.pattern}": regex needs one, no other has one')
@@ -64,6 +70,8 @@ class RewardTerm:
             raise ValueError(
                 f'reward "{self.name}" has limit = {self.limit}: length needs one above 0, no other has one'
             )
+        if self.reward_model and not is_model:
+            raise ValueError(f'reward "{self.name}" has a table reward_model: only "{MODEL}FOLDER_OR_HUB_ID" has one')
         compiled(self.pattern)
         if self.name == "math":
             math_verify()
@@ -166,10 +174,11 @@ def drop(name: str, value: Any) -> None:
 
 
 def labels(terms: Sequence[RewardTerm]) -> list[str]:
-    """Return the names under which terms are logged. A function goes by its own name; repeated names are numbered.
+    """Return the names under which terms are logged. A function and a model go by their own name, without a folder;
+    repeated names are numbered.
 
     Example: labels of regex, regex and rewards.py:brevity == ["regex", "regex-2", "brevity"]
     """
-    names = [term.name.rpartition(":")[2] for term in terms]
+    names = [Path(term.name.rpartition(":")[2]).name for term in terms]
     counts = [names[: i + 1].count(name) for i, name in enumerate(names)]
     return [name if count == 1 else f"{name}-{count}" for name, count in zip(names, counts, strict=True)]
