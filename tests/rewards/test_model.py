@@ -14,7 +14,8 @@ from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTok
 
 from conftest import CHARACTERS, VOCAB, character_tokenizer, tiny_llama
 from pellucid.config import load
-from pellucid.rewards.model import RewardModel, gigabytes
+from pellucid.rewards.model import RewardModel, gigabytes, part_of
+from pellucid.rewards.parts import Part
 from pellucid.rewards.settings import RewardModelSettings
 from pellucid.rewards.terms import RewardTerm, labels
 from pellucid.types import Completion, Prompt, UserError
@@ -108,7 +109,10 @@ def test_whatever_pads_the_value_is_that_of_the_last_token(kind, pad, tmp_path):
     config = json.loads((tmp_path / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps(config | {"pad_token_id": pad}))
     pairs = plain(["2" * n + end for n in range(4) for end in "0123!"])
-    close(values(graded(folder, pairs, batch=20)), alone(folder, pairs)[:, 0])
+    read, calls = RewardModel(folder, RewardModelSettings(device="cpu", batch=20)), []
+    read._model.register_forward_hook(lambda *_: calls.append(1))
+    close(values(read.parts(pairs)), alone(folder, pairs)[:, 0])
+    assert len(calls) == 1, "they are read together"
 
 
 def test_a_plain_text_has_the_special_tokens_of_the_tokenizer_and_a_conversation_those_of_its_template(tmp_path):
@@ -181,6 +185,12 @@ def test_a_value_that_is_not_finite_is_its_completions_alone(tmp_path):
     good, bad, other = graded(folder, plain(["7", "k", "12"]))
     assert (bad.value, bad.error) == (None, "reward model: its logit is nan")
     close(values([good, other]), alone(folder, plain(["7", "12"]))[:, 0])
+
+
+@pytest.mark.parametrize("logit", [torch.inf, -torch.inf, torch.nan])
+def test_a_logit_that_is_no_number_is_no_value(logit):
+    assert part_of(logit) == Part(error=f"reward model: its logit is {logit}")
+    assert part_of(-2.5) == Part(-2.5)
 
 
 class Cramped(SimpleNamespace):
