@@ -19,9 +19,10 @@ from typing import Any, get_type_hints
 import pydantic
 
 from pellucid import flags
-from pellucid.algorithm.settings import AdamWConfig, GRPOConfig, RewardConfig
+from pellucid.algorithm.settings import AdamWConfig, GRPOConfig
 from pellucid.machine.plugins import did_you_mean
 from pellucid.renames import renamed
+from pellucid.rewards.settings import RewardConfig
 from pellucid.runtimes.settings import RuntimeConfig
 from pellucid.sections import CheckpointConfig, EvaluateConfig, LogConfig, PolicyConfig, SamplerConfig
 from pellucid.tasks import TASKS, task_class

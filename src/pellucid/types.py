@@ -123,6 +123,12 @@ class Reward:
     """False where no term of the reward is meant for this prompt: the grade is missing on purpose, not by a fault."""
     degree: bool = False
     """True where the reward is a matter of degree, and `correct` no verdict: evaluation then speaks of its mean."""
+    failures: Sequence[str] = ()
+    """The names of the terms that could not be computed."""
+    extra: Mapping[str, Any] = field(default_factory=dict)
+    """Columns for rollouts.jsonl and the report: JSON values by name."""
+    logged: Mapping[str, float] = field(default_factory=dict)
+    """Numbers by the names of metrics. A metric of a step is their mean over the completions that have one."""
 
     @property
     def failed(self) -> bool:
@@ -137,6 +143,16 @@ class Reward:
     def is_verdict(self) -> bool:
         """Return whether it says right or wrong: by `correct`, or by a value that is 0 or 1."""
         return not self.degree and (self.correct is not None or self.value in (0.0, 1.0))
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """How far a run is, by the names that TRL's `trainer_state` has for it."""
+
+    global_step: int = 0
+    """The number of finished steps."""
+    max_steps: int = 1
+    """The number of all steps."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -232,19 +248,27 @@ def with_split(task: Any, split: str) -> Any:
     return task.with_split(split) if hasattr(task, "with_split") else replace(task, split=split)
 
 
-def grade(task: Task, groups: Sequence[Group]) -> list[Group]:
-    """Return the groups with their rewards, in the same order. A Grader, like a sandbox, gets all pairs at once."""
+def grade(task: Task, groups: Sequence[Group], progress: Progress = Progress()) -> list[Group]:
+    """Return the groups with their rewards, in the same order. A Grader gets all pairs at once."""
     pairs = [(group.prompt, completion) for group in groups for completion in group.completions]
-    grades = task.reward_all(pairs) if isinstance(task, Grader) else [task.reward(*pair) for pair in pairs]
+    grades = task.reward_all(pairs, progress) if isinstance(task, Grader) else [task.reward(*pair) for pair in pairs]
     rewards = iter(grades)
     return [replace(group, rewards=tuple(islice(rewards, len(group.completions)))) for group in groups]
 
 
+def grades_together(task: Any) -> bool:
+    """Return whether a task has the method rewards(prompts, completions), which grades all completions of a step.
+
+    It stands in place of `reward`, and returns a Reward for each completion, in their order.
+    """
+    return callable(getattr(type(task), "rewards", None))
+
+
 @runtime_checkable
 class Grader(Protocol):
-    """A task that grades many completions together in less time than one after the other."""
+    """A task that grades many completions together, as in a sandbox."""
 
-    def reward_all(self, pairs: Sequence[tuple[Prompt, Completion]], /) -> list[Reward]:
+    def reward_all(self, pairs: Sequence[tuple[Prompt, Completion]], progress: Progress, /) -> list[Reward]:
         """Return a reward for each pair, in the same order."""
         ...
 

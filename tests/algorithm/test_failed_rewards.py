@@ -20,7 +20,7 @@ from pellucid.config import Config
 from pellucid.reporting.console import Plain, accuracy_table, before_after, evaluation_rows, verdict
 from pellucid.reporting.loggers import Jsonl
 from pellucid.reporting.metrics import describe
-from pellucid.rewards.worker import LARGEST, NoRewardError, plain
+from pellucid.rewards.plain import LARGEST, NoRewardError, of_reward
 from pellucid.tasks.arithmetic import Arithmetic
 from pellucid.tasks.curriculum import Curriculum
 from pellucid.training.evaluate import OneProcess, evaluate
@@ -203,6 +203,6 @@ def test_the_largest_rewards_can_be_added_and_squared():
 
 def test_torch_s_scalars_are_numbers():
     reward = Reward(torch.tensor(0.5), {"a": torch.tensor(0.25).bfloat16()}, correct=torch.tensor(True))
-    assert plain(reward) == asdict(Reward(0.5, {"a": 0.25}, correct=True))
+    assert of_reward(reward) == asdict(Reward(0.5, {"a": 0.25}, correct=True))
     with pytest.raises(NoRewardError, match="where a number is needed"):
-        plain(Reward(torch.tensor([0.5])))
+        of_reward(Reward(torch.tensor([0.5])))

@@ -183,13 +183,13 @@ def test_a_value_that_is_not_finite_is_its_completions_alone(tmp_path):
     weights["model.embed_tokens.weight"][character_tokenizer().convert_tokens_to_ids("k")] = torch.nan
     save_file(weights, tmp_path / "model.safetensors", {"format": "pt"})
     good, bad, other = graded(folder, plain(["7", "k", "12"]))
-    assert (bad.value, bad.error) == (None, "reward model: its logit is nan")
+    assert (bad.value, bad.error) == (None, "its logit is nan")
     close(values([good, other]), alone(folder, plain(["7", "12"]))[:, 0])
 
 
 @pytest.mark.parametrize("logit", [torch.inf, -torch.inf, torch.nan])
 def test_a_logit_that_is_no_number_is_no_value(logit):
-    assert part_of(logit) == Part(error=f"reward model: its logit is {logit}")
+    assert part_of(logit) == Part(error=f"its logit is {logit}")
     assert part_of(-2.5) == Part(-2.5)
 
 
@@ -213,8 +213,8 @@ def test_where_memory_runs_out_or_a_row_raises_the_others_are_read(tmp_path):
     texts = [*("1" * n for n in range(1, 9)), "9", "1" * 31, "2"]
     parts = read.parts([(Prompt("p", ""), completion(text)) for text in texts])
     nines, large = parts.pop(8), parts.pop(8)
-    assert nines.error == "reward model: ValueError: no nines"
-    assert large.error == "reward model: OutOfMemoryError: CUDA out of memory. Tried to allocate 2 GiB"
+    assert nines.error == "ValueError: no nines"
+    assert large.error == "OutOfMemoryError: CUDA out of memory. Tried to allocate 2 GiB"
     fine = [(Prompt("p", ""), completion(text)) for text in [*texts[:8], "2"]]
     close(values(parts), alone(folder, fine)[:, 0])
     assert max(read._model.read) == (11, 31), "all at once at first"
@@ -223,7 +223,7 @@ def test_where_memory_runs_out_or_a_row_raises_the_others_are_read(tmp_path):
 def test_a_sequence_that_is_too_long_is_named_and_the_longest_is_read(tmp_path):
     folder = classifier("gpt2", tmp_path)
     fits, beyond = graded(folder, plain(["1" * 122, "1" * 123]))
-    assert (fits.error, beyond.error) == ("", "reward model: 129 tokens are more than the 128 that it reads")
+    assert (fits.error, beyond.error) == ("", "129 tokens are more than the 128 that it reads")
     assert [bool(part.error) for part in graded(folder, plain(["11", "111"]), max_tokens=8)] == [False, True]
 
 
@@ -231,8 +231,8 @@ def test_a_text_of_no_token_and_a_token_without_weights_are_named(tmp_path):
     folder = classifier("llama", tmp_path, tokenizer=character_tokenizer(CHARACTERS + "n"))
     pairs = [(Prompt("p", ""), completion(text)) for text in ("", "!", "7n")]
     nothing, beyond, read = graded(folder, pairs)
-    assert nothing.error == "reward model: there is nothing to read"
-    assert beyond.error == f"reward model: its tokenizer has a token {VOCAB}, and its weights have {VOCAB}"
+    assert nothing.error == "there is nothing to read"
+    assert beyond.error == f"its tokenizer has a token {VOCAB}, and its weights have {VOCAB}"
     close(values([read]), alone(folder, pairs[2:])[:, 0])
 
 
@@ -241,7 +241,7 @@ def test_a_conversation_that_the_template_refuses_is_named(tmp_path):
     folder = classifier("llama", tmp_path, template=strict)
     user = Prompt("p", ({"role": "user", "content": "1"},))
     refused, read = graded(folder, [*conversation(["7"]), (user, completion("7"))])
-    assert refused.error == "reward model: TemplateError: no system here"
+    assert refused.error == "TemplateError: no system here"
     assert not read.error
 
 
@@ -321,7 +321,7 @@ def test_a_term_of_a_recipe_is_a_model_with_its_table(tmp_path):
 @pytest.mark.parametrize(
     ("term", "told"),
     [
-        ({"name": "model:"}, "names no model"),
+        ({"name": "model:"}, 'reward "model:" is unknown'),
         ({"name": "exact", "reward_model": RewardModelSettings()}, 'only "model:FOLDER_OR_HUB_ID" has one'),
         ({"name": "model:rm", "pattern": "x"}, "regex needs one, no other has one"),
     ],

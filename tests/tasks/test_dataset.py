@@ -12,8 +12,8 @@ from pyarrow import parquet
 from pydantic import ValidationError, create_model
 
 from pellucid import config
-from pellucid.algorithm.settings import RewardConfig
-from pellucid.rewards.sandbox import Sandboxed
+from pellucid.rewards.graded import Graded
+from pellucid.rewards.settings import RewardConfig
 from pellucid.rewards.terms import RewardTerm
 from pellucid.tasks.dataset import Dataset
 from pellucid.types import ROUND, Completion, UserError
@@ -360,13 +360,13 @@ def test_a_function_from_a_file_that_hangs_runs_in_the_sandbox(write, tmp_path):
         "    return [float(a in c[0]['content']) for c, a in zip(completions, answer)]\n"
     )
     rewards = (RewardTerm("math"), RewardTerm(f"{tmp_path}/sandboxed_reward.py:boxed"))
-    task = Sandboxed(Dataset(data=write(sums(10)), rewards=rewards), RewardConfig(timeout=3.0))
+    task = Graded(Dataset(data=write(sums(10)), rewards=rewards), RewardConfig(step_timeout=2.0))
     (prompt,) = task.sample(0, 1)
     assert task.reward(prompt, completion(rf"$\boxed{{{prompt.answer}}}$")).parts == {"math": 1.0, "boxed": 1.0}
     hung = task.reward(prompt, completion("hang"))
     task.close()
     assert math.isnan(hung.value)
-    assert hung.error == "no reward within 3 s"
+    assert hung.error == "boxed: no reward within 2 s"
 
 
 def test_it_is_its_own_config_section(write):

@@ -31,7 +31,7 @@ from pellucid.algorithm.kl import KL
 from pellucid.algorithm.objectives import AGGREGATES, Tokens, clip_high_by_difficulty, clip_metrics, objective_of
 from pellucid.algorithm.settings import GRPOConfig
 from pellucid.algorithm.totals import Clock, Totals
-from pellucid.types import ROUND, Group, Sampler, Sampling, Task, grade, stateful_task
+from pellucid.types import ROUND, Group, Progress, Sampler, Sampling, Task, grade, stateful_task
 
 T = TypeVar("T")
 
@@ -163,7 +163,7 @@ def rollout(
         seed = f"{cfg.seed}/{step}/{number}" if number else f"{cfg.seed}/{step}"
         groups = sampler.generate(runtime.shard(prompts), replace(sampling, n=cfg.group_size, seed=seed))
         clock.lap("generate")
-        groups = grade(task, groups)
+        groups = grade(task, groups, Progress(step, cfg.steps))
         clock.lap("reward")
         if cfg.max_rounds == 1:
             return groups, observed(task, step, groups, runtime)

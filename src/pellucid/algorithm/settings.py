@@ -274,27 +274,3 @@ class AdamWConfig:
         return (
             self.lr * {"constant": 1.0, "linear": left, "cosine": 0.5 - 0.5 * math.cos(math.pi * left)}[self.schedule]
         )
-
-
-@dataclass(frozen=True)
-class RewardConfig:
-    """`[reward]`: the processes that compute rewards, what they may take, and how long failures are borne with."""
-
-    timeout: float = 10.0
-    """Seconds that one reward may take. One that takes longer has failed, and its process is ended."""
-    workers: int = 1
-    """Processes that grade completions side by side. Rewards do not depend on it."""
-    memory_gb: float = 8.0
-    """Memory that each of them may ask for, on Linux; 0 is no limit. A judge of 3 B parameters in bf16 takes 6."""
-    patience: int = 3
-    """Steps in a row, each with all of its rewards failed, after which the run is saved and stops; 0 never stops it."""
-    secrets: tuple[str, ...] = ()
-    """Environment variables that rewards may read although they are called *_KEY, *_TOKEN, *_SECRET or *_PASSWORD."""
-
-    def __post_init__(self) -> None:
-        if not 0 < self.timeout < math.inf:
-            raise ValueError(f"timeout = {self.timeout} must be a positive number of seconds")
-        if self.workers < 1:
-            raise ValueError(f"workers = {self.workers} must be at least 1")
-        if not 0 <= self.memory_gb < math.inf or self.patience < 0:
-            raise ValueError("memory_gb and patience must not be negative")

@@ -9,7 +9,7 @@ from pathlib import Path, PurePath, PurePosixPath, PureWindowsPath
 from typing import Any
 
 from pellucid.reporting.run_folder import Record, read_config
-from pellucid.rewards.sandbox import SECRET
+from pellucid.rewards.pool import SECRET
 
 HIDDEN = "..."
 """What stands in place of whatever a setting holds that is called like a secret."""

@@ -79,13 +79,13 @@ class RewardModel:
             text = self._text(prompt, completion)
             ids = tuple[int, ...](self._tokenizer(text, add_special_tokens=isinstance(prompt.text, str))["input_ids"])
         except (TemplateError, *FAULTS) as error:
-            return failed(said(error))
+            return Part(error=said(error))
         if not ids:
-            return failed("there is nothing to read")
+            return Part(error="there is nothing to read")
         if len(ids) > self._longest:
-            return failed(f"{len(ids)} tokens are more than the {self._longest} that it reads")
+            return Part(error=f"{len(ids)} tokens are more than the {self._longest} that it reads")
         if max(ids) >= self._known:  # on a GPU that would end the run
-            return failed(f"its tokenizer has a token {max(ids)}, and its weights have {self._known}")
+            return Part(error=f"its tokenizer has a token {max(ids)}, and its weights have {self._known}")
         return ids
 
     def _text(self, prompt: Prompt, completion: Completion) -> str:
@@ -110,7 +110,7 @@ class RewardModel:
             told = said(error)
         # Behind the handler: the error holds on to the tensors of the whole batch.
         half = len(rows) // 2
-        return self._graded(rows[:half]) + self._graded(rows[half:]) if half else [failed(told)]
+        return self._graded(rows[:half]) + self._graded(rows[half:]) if half else [Part(error=told)]
 
     @torch.inference_mode()
     def _logits(self, rows: Sequence[Row]) -> list[float]:
@@ -131,11 +131,7 @@ class RewardModel:
 
 
 def part_of(logit: float) -> Part:
-    return Part(logit) if math.isfinite(logit) else failed(f"its logit is {logit}")
-
-
-def failed(reason: str) -> Part:
-    return Part(error=f"reward model: {reason}")
+    return Part(logit) if math.isfinite(logit) else Part(error=f"its logit is {logit}")
 
 
 # ---------------------------------------------------------------- what a name leads to

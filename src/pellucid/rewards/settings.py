@@ -1,9 +1,37 @@
-"""The settings of a judge and of a reward model: tables within `[[task.rewards]]`."""
+"""The settings of rewards: `[reward]`, and the tables of a judge and of a reward model in `[[task.rewards]]`."""
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Literal
+
+
+@dataclass(frozen=True)
+class RewardConfig:
+    """`[reward]`: the processes that compute rewards, what they may take, and how long failures are borne with."""
+
+    timeout: float = 10.0
+    """Seconds that one completion's reward may take. One that takes longer has failed, and its process is ended."""
+    step_timeout: float = 120.0
+    """Seconds that a function may take which is asked about all completions of a step at once."""
+    workers: int = 1
+    """Processes that grade completions side by side. Rewards do not depend on it."""
+    memory_gb: float = 8.0
+    """Memory that each of them may ask for, on Linux; 0 is no limit. A judge of 3 B parameters in bf16 takes 6."""
+    patience: int = 3
+    """Steps in a row, each with all of its rewards failed, after which the run is saved and stops; 0 never stops it."""
+    secrets: tuple[str, ...] = ()
+    """Environment variables that rewards may read although they are called *_KEY, *_TOKEN, *_SECRET or *_PASSWORD."""
+
+    def __post_init__(self) -> None:
+        for name in ("timeout", "step_timeout"):
+            if not 0 < getattr(self, name) < math.inf:
+                raise ValueError(f"{name} = {getattr(self, name)} must be a positive number of seconds")
+        if self.workers < 1:
+            raise ValueError(f"workers = {self.workers} must be at least 1")
+        if not 0 <= self.memory_gb < math.inf or self.patience < 0:
+            raise ValueError("memory_gb and patience must not be negative")
 
 
 @dataclass(frozen=True)

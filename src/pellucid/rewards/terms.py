@@ -2,37 +2,29 @@
 
 `exact`, `numeric` and `math` compare the answer with the gold answer. The answer is the content of an
 `<answer>` tag that ends the completion, otherwise what follows `</think>`, or the whole completion; if that contains a
-`\\boxed{}`, the answer is the content of the last one.
-
-A function of the user's own has TRL's signature and needs no change: `def reward(completions, **columns)`, plain or
-`async`, returns one number for each completion, or None where it does not apply. It is called for one completion at a
-time. Each of these keywords is a list of length 1: prompts, completions, completion_ids, and every column of the data
-row except prompt, completion and completion_ids. As in TRL, prompts and completions are strings for a plain prompt, and
-lists of messages for a conversation. TRL's trainer_state is None here, and log_extra and log_metric do nothing: to log
-a value without training on it, make it a term of weight 0.
+`\\boxed{}`, the answer is the content of the last one. Functions of the user's own are called in functions.py; a judge
+is in judge.py, a reward model in model.py.
 """
 
 from __future__ import annotations
 
-import asyncio
-import inspect
 import re
-from collections.abc import Callable, Coroutine, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
+from math import inf
 from pathlib import Path
-from typing import Any
 
 from pellucid.machine.plugins import did_you_mean, function_of
+from pellucid.rewards import functions
 from pellucid.rewards.answers import answered, last_number, only_number, tagged
 from pellucid.rewards.formulas import math_verify, states_formula
+from pellucid.rewards.parts import Pair, Part
 from pellucid.rewards.settings import JudgeSettings, RewardModelSettings
-from pellucid.types import Completion, Prompt
+from pellucid.types import Completion, Progress, Prompt
 
 MODEL = "model:"
-"""What the name of a term begins with that is a reward model: a folder or an id of the Hub follows."""
-NOT_COLUMNS = ("prompt", "completion", "completion_ids")
+"""What the name of a reward model begins with."""
 
 
 @dataclass(frozen=True)
@@ -50,19 +42,19 @@ class RewardTerm:
     """For `regex`: the reward is 1 where this pattern is found in the completion."""
     limit: int = 0
     """For `length`: the number of tokens at which the reward is -1."""
+    timeout: float = 0.0
+    """For a function: seconds that it may take for all completions of a step; 0 is reward.step_timeout."""
     judge: JudgeSettings | None = None
     """For `judge`: its table, `[task.rewards.judge]`."""
     reward_model: RewardModelSettings | None = None
     """For `model:FOLDER_OR_HUB_ID`: its table, `[task.rewards.reward_model]`; without one, its defaults."""
 
     def __post_init__(self) -> None:
-        if self.name == MODEL:
-            raise ValueError(f'reward "{MODEL}" names no model: write "{MODEL}FOLDER_OR_HUB_ID"')
         is_model = self.name.startswith(MODEL)
-        if ":" in self.name and not is_model:
+        if is_function(self.name):
             function_of(self.name, "reward")
-        elif not is_model and self.name not in TERMS:
-            known = f'{", ".join(TERMS)}, your own as "path/to/file.py:function", or a "{MODEL}FOLDER_OR_HUB_ID"'
+        elif self.name == MODEL or (self.name not in TERMS and not is_model):
+            known = f'{", ".join(TERMS)}, "{MODEL}FOLDER_OR_HUB_ID", or your own as "path/to/file.py:function"'
             raise ValueError(f'reward "{self.name}" is unknown{did_you_mean(self.name, TERMS)}; there are {known}')
         if bool(self.pattern) != (self.name == "regex"):
             raise ValueError(f'reward "{self.name}" has pattern = "{self.pattern}": regex needs one, no other has one')
@@ -70,6 +62,8 @@ class RewardTerm:
             raise ValueError(
                 f'reward "{self.name}" has limit = {self.limit}: length needs one above 0, no other has one'
             )
+        if not 0 <= self.timeout < inf or (self.timeout and not is_function(self.name)):
+            raise ValueError(f'reward "{self.name}" has timeout = {self.timeout}: a function may have one above 0')
         if self.reward_model and not is_model:
             raise ValueError(f'reward "{self.name}" has a table reward_model: only "{MODEL}FOLDER_OR_HUB_ID" has one')
         compiled(self.pattern)
@@ -77,11 +71,21 @@ class RewardTerm:
             math_verify()
 
 
-def grade(term: RewardTerm, prompt: Prompt, completion: Completion) -> float | None:
-    """Return the value of a term before weighting; None where it does not apply to this prompt."""
-    if ":" in term.name:
-        return call_user_function(term.name, prompt, completion)
-    return TERMS[term.name](term, prompt, completion)
+def part_of(term: RewardTerm, pairs: Sequence[Pair], progress: Progress) -> list[Part]:
+    """Return what a term says of each completion. Raises what the user's function raises."""
+    if is_function(term.name):
+        return functions.parts_of(term.name, pairs, progress)
+    return [Part(TERMS[term.name](term, prompt, completion)) for prompt, completion in pairs]
+
+
+def is_function(name: str) -> bool:
+    """Return whether a term is a function of the user's own, by its name."""
+    return ":" in name and not name.startswith(MODEL)
+
+
+def in_batches(name: str) -> bool:
+    """Return whether a term is asked about all completions of a step at once, which it may compare."""
+    return name not in TERMS
 
 
 TERMS: dict[str, Callable[[RewardTerm, Prompt, Completion], float | None]] = {
@@ -139,42 +143,8 @@ def compiled(pattern: str) -> re.Pattern[str]:
         raise ValueError(f'pattern = "{pattern}" is no regular expression: {error}') from error
 
 
-def call_user_function(spec: str, prompt: Prompt, completion: Completion) -> float | None:
-    columns = {name: [value] for name, value in prompt.columns.items() if name not in NOT_COLUMNS}
-    rewards = function_of(spec, "reward")(**(columns | trl_arguments(prompt, completion)))
-    if inspect.iscoroutine(rewards):
-        rewards = awaited(rewards)
-    if len(rewards) != 1:
-        raise ValueError(f"{spec} returned {len(rewards)} rewards for 1 completion")
-    return None if rewards[0] is None else float(rewards[0])
-
-
-def awaited(coroutine: Coroutine[Any, Any, Any]) -> Any:
-    """Return its result. The thread of a notebook has a running event loop: there another thread waits for it."""
-    try:
-        asyncio.get_running_loop()
-    except RuntimeError:
-        return asyncio.run(coroutine)
-    with ThreadPoolExecutor(1) as beside:
-        return beside.submit(asyncio.run, coroutine).result()
-
-
-def trl_arguments(prompt: Prompt, completion: Completion) -> dict[str, Any]:
-    if isinstance(prompt.text, str):
-        texts = {"prompts": [prompt.text], "completions": [completion.text]}
-    else:
-        messages = [dict(message) for message in prompt.text]
-        texts = {"prompts": [messages], "completions": [[{"role": "assistant", "content": completion.text}]]}
-    others = {"trainer_state": None, "log_extra": drop, "log_metric": drop}
-    return texts | {"completion_ids": [list(completion.token_ids)]} | others
-
-
-def drop(name: str, value: Any) -> None:
-    """Do nothing. Passed in place of TRL's loggers."""
-
-
 def labels(terms: Sequence[RewardTerm]) -> list[str]:
-    """Return the names under which terms are logged. A function and a model go by their own name, without a folder;
+    """Return the names under which terms are logged. Functions and models go by their own names, without a folder;
     repeated names are numbered.
 
     Example: labels of regex, regex and rewards.py:brevity == ["regex", "regex-2", "brevity"]

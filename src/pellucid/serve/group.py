@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import threading
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 from pellucid.algorithm.advantages import advantages_of
@@ -13,7 +13,7 @@ from pellucid.algorithm.settings import GRPOConfig
 from pellucid.serve.decoding import Served, begun, in_time
 from pellucid.serve.errors import RequestError
 from pellucid.serve.messages import GroupRequest, Sampling
-from pellucid.types import Completion, Group, Prompt, Reward, Task
+from pellucid.types import Completion, Group, Progress, Prompt, Reward, grade
 
 
 async def group(served: Served, request: GroupRequest) -> dict[str, Any]:
@@ -50,21 +50,12 @@ def gradable(served: Served, request: GroupRequest) -> bool:
     return served.task is not None and bool(request.answer or not request.question)
 
 
-async def graded(served: Served, prompt: Prompt, completions: Sequence[Completion]) -> list[Reward]:
-    """Return the rewards of completions. Where the client leaves, grading ends after the reward in progress."""
+async def graded(served: Served, prompt: Prompt, completions: Sequence[Completion]) -> Sequence[Reward]:
+    """Return the rewards of completions, which are graded together, as siblings."""
     assert served.task is not None
-    left = threading.Event()
-    grading = asyncio.get_running_loop().run_in_executor(
-        served.grading, rewards_of, served.task, prompt, completions, left
-    )
-    try:
-        return await grading
-    finally:
-        left.set()
-
-
-def rewards_of(task: Task, prompt: Prompt, completions: Sequence[Completion], left: threading.Event) -> list[Reward]:
-    return [task.reward(prompt, completion) for completion in completions if not left.is_set()]
+    group, steps = Group(prompt, (), tuple(completions)), served.algorithm.steps
+    grading = partial(grade, served.task, [group], Progress(steps, steps))
+    return (await asyncio.get_running_loop().run_in_executor(served.grading, grading))[0].rewards
 
 
 def group_prompt(served: Served, request: GroupRequest) -> Prompt:

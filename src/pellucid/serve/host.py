@@ -17,7 +17,7 @@ from pellucid.models import invariance
 from pellucid.policy import policy
 from pellucid.policy.access import Access
 from pellucid.reporting import run_folder
-from pellucid.rewards.sandbox import Sandboxed
+from pellucid.rewards.graded import Graded
 from pellucid.samplers.choice import fault_of
 from pellucid.serve import connections
 from pellucid.serve.api import application
@@ -75,7 +75,7 @@ def load(options: Serve) -> Served:
         name=options.name or options.model.rstrip("/").rpartition("/")[2],
         policy=frozen,
         engine=Engine(frozen, options.rows),
-        task=Sandboxed(with_split(settings.task, "test"), settings.reward) if settings else None,
+        task=Graded(with_split(settings.task, "test"), settings.reward) if settings else None,
         algorithm=settings.algorithm if settings else GRPOConfig(),
         system=SYSTEM["en"],
         max_tokens=options.max_tokens,

@@ -114,6 +114,10 @@ class Curriculum:
     def reward(self, prompt: Prompt, completion: Completion) -> Reward:
         return self.task.reward(prompt, completion)
 
+    def seen(self, prompt: Prompt, completion: Completion) -> Completion:  # noqa: ARG002
+        """Return the completion as the task inside sees it."""
+        return completion
+
     def solution(self, prompt: Prompt) -> str:
         return self.task.solution(prompt)
 

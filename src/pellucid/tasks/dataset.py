@@ -14,11 +14,12 @@ from random import Random
 from typing import Literal
 
 from pellucid.rewards.answers import only_number
-from pellucid.rewards.terms import COMPARE_WITH_GOLD, RewardTerm, compiled, grade, labels
+from pellucid.rewards.parts import Part
+from pellucid.rewards.terms import COMPARE_WITH_GOLD, RewardTerm, compiled, in_batches, labels, part_of
 from pellucid.tasks.columns import chat, column_text, column_value, has_column
 from pellucid.tasks.rows import READERS, Row, Rows
 from pellucid.tasks.sources import Source, is_file_name, rows_of, shown
-from pellucid.types import ROUND, Completion, Message, Prompt, Reward, UserError
+from pellucid.types import ROUND, Completion, Message, Progress, Prompt, Reward, UserError
 
 _FIELD = re.compile(r"\{\{([^{}]*)\}\}|\{([^{}]+)\}")
 
@@ -111,21 +112,34 @@ class Dataset:
         return [replace(prompt, id=f"{self.split}/{step}/{i}") for i, prompt in enumerate(chosen)]
 
     def reward(self, prompt: Prompt, completion: Completion) -> Reward:
-        """Grade a completion. `parts` holds the terms before weighting; `value` is NaN where no term applies."""
+        """Grade a completion alone, in this process."""
+        return self.total([part_of(term, [(prompt, completion)], Progress())[0] for term in self.rewards])
+
+    def total(self, parts: Sequence[Part]) -> Reward:
+        """Add up what each term says of a completion. A term that failed fails the reward: the rest is no grade.
+
+        `parts` of the reward holds the values before weighting; `value` is NaN where no term applies.
+        """
         names = labels(self.rewards)
-        values = [grade(term, prompt, completion) for term in self.rewards]
-        parts = {name: value for name, value in zip(names, values, strict=True) if value is not None}
-        if not parts:
-            return Reward(math.nan, error="no reward applies to this row: every term returned None", applies=False)
+        values = {name: part.value for name, part in zip(names, parts, strict=True) if part.value is not None}
+        failed = {name: part.error for name, part in zip(names, parts, strict=True) if part.error}
         weights = {name: term.weight for name, term in zip(names, self.rewards, strict=True)}
-        decided = parts.get(self.correct or names[0])
-        is_degree = not self.correct and ":" in self.deciding.name and decided not in (None, 0.0, 1.0)
+        decided = values.get(self.correct or names[0])
+        is_degree = not self.correct and in_batches(self.deciding.name) and decided not in (None, 0.0, 1.0)
+        error = "; ".join(f"{name}: {error}" for name, error in failed.items())
+        if not values and not failed:
+            error = "no reward applies to this row: every term returned None"
         return Reward(
-            sum(weights[name] * value for name, value in parts.items()),
-            parts,
+            math.nan if error else sum(weights[name] * value for name, value in values.items()),
+            values,
             correct=None if decided is None else decided >= 1.0,
+            error=error,
             weights=weights,
+            applies=bool(values or failed),
             degree=is_degree,
+            failures=tuple(failed),
+            extra={column: value for part in parts for column, value in part.extra.items()},
+            logged={metric: value for part in parts for metric, value in part.logged.items()},
         )
 
     def solution(self, prompt: Prompt) -> str:

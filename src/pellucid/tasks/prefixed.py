@@ -88,7 +88,11 @@ class Prefixed:
         return [self._begun(step, prompt) for prompt in self.task.sample(step, n)]
 
     def reward(self, prompt: Prompt, completion: Completion) -> Reward:
-        return self.task.reward(prompt, replace(completion, text=prompt.prefix + completion.text))
+        return self.task.reward(prompt, self.seen(prompt, completion))
+
+    def seen(self, prompt: Prompt, completion: Completion) -> Completion:
+        """Return the completion as the task inside sees it: the prefix is a part of the answer."""
+        return replace(completion, text=prompt.prefix + completion.text)
 
     def solution(self, prompt: Prompt) -> str:
         return self.task.solution(prompt)

@@ -11,15 +11,14 @@ import torch
 from pellucid.algorithm import grpo
 from pellucid.algorithm.advantages import advantage_of
 from pellucid.algorithm.objectives import objective_of
-from pellucid.algorithm.settings import RewardConfig
 from pellucid.config import Config
 from pellucid.machine import hardware
 from pellucid.policy import policy, pretrained
 from pellucid.policy.adapter import BASE_STAYS, AdapterOff
 from pellucid.policy.policy import Policy
 from pellucid.policy.template import Template
-from pellucid.rewards.guarded import Guarded
-from pellucid.rewards.sandbox import Sandboxed
+from pellucid.rewards.graded import Graded
+from pellucid.rewards.settings import RewardConfig
 from pellucid.runtimes.processes import decided
 from pellucid.runtimes.runtime import Runtime
 from pellucid.samplers.choice import choose
@@ -55,7 +54,7 @@ class Components:
 
     def close(self) -> None:
         """End the processes that compute rewards."""
-        if isinstance(self.task, Sandboxed):
+        if isinstance(self.task, Graded):
             self.task.close()
 
 
@@ -81,7 +80,7 @@ def compose(cfg: Config, log: Path | None = None) -> Components:
     """Build the objects of a Config. `log` is the file that takes what rewards print."""
     device = hardware.pick_device(cfg.policy.device)
     algorithm, dtype = cfg.algorithm, hardware.pick_dtype(cfg.policy.dtype, device)
-    task = sandboxed(
+    task = graded(
         with_split(cfg.task, "train"), cfg.reward, log
     )  # first: its mistakes are found before a model is loaded
     if cfg.runtime.engine in ("fsdp2", "deepspeed"):
@@ -176,11 +175,11 @@ def check_sharding(cfg: Config, dtype: torch.dtype) -> None:
         raise UserError('algorithm.reference_every is not for runtime.engine = "deepspeed": use "fsdp2", or set 0')
 
 
-def sandboxed(task: Task, cfg: RewardConfig, log: Path | None = None) -> Task:
-    """The task in a sandbox, unless its rewards are among those that cannot raise, hang or die, or can go nowhere."""
+def graded(task: Task, cfg: RewardConfig, log: Path | None = None) -> Task:
+    """The task with its rewards computed apart, unless they are among those that cannot raise, hang or die."""
     if all(type(layer) in HARMLESS for layer in layers(task)):
         return task
-    return Guarded(task, log) if only_here(task) else Sandboxed(task, cfg, log)
+    return Graded(task, cfg, log, here=only_here(task))
 
 
 def load_reference(cfg: Config, learner: Policy) -> Policy | AdapterOff:

@@ -12,7 +12,7 @@ from operator import itemgetter
 from statistics import NormalDist, fmean, stdev
 from typing import Any, Protocol
 
-from pellucid.types import Estimate, Evaluation, Group, Prompt, Sampler, Sampling, Task, grade
+from pellucid.types import Estimate, Evaluation, Group, Progress, Prompt, Sampler, Sampling, Task, grade
 
 MAX_ROWS = 128
 """How many rows are decoded together."""
@@ -41,6 +41,7 @@ def evaluate(
     sampling: Sampling,
     k: int,
     shards: Shards,
+    progress: Progress = Progress(),  # noqa: B008 - frozen
 ) -> tuple[Evaluation, list[Group], list[Group]]:
     """The evaluation; the graded groups of sampling.n >= k samples each, from which mean@k and pass@k are estimated;
     and the graded greedy answers.
@@ -48,8 +49,8 @@ def evaluate(
     `name` is what the settings call the task. With k = 0 there are greedy answers only: mean@k and pass@k are NaN.
     """
     own = shards.shard(prompts)
-    best = shards.gather(sample_and_grade(task, sampler, own, greedy(sampling)))
-    groups = shards.gather(sample_and_grade(task, sampler, own, sampling)) if k else []
+    best = shards.gather(sample_and_grade(task, sampler, own, greedy(sampling), progress))
+    groups = shards.gather(sample_and_grade(task, sampler, own, sampling, progress)) if k else []
     right = [correct(group) for group in groups]
     answers = sorted(((prompt.key, group) for prompt, group in zip(prompts, best, strict=True)), key=itemgetter(0))
     graded = [reward for group in (*best, *groups) for reward in group.rewards if not reward.failed]
@@ -82,7 +83,13 @@ def greedy(sampling: Sampling) -> Sampling:
     return Sampling(temperature=0.0, max_tokens=sampling.max_tokens)
 
 
-def sample_and_grade(task: Task, sampler: Sampler, prompts: Sequence[Prompt], sampling: Sampling) -> list[Group]:
+def sample_and_grade(
+    task: Task,
+    sampler: Sampler,
+    prompts: Sequence[Prompt],
+    sampling: Sampling,
+    progress: Progress = Progress(),  # noqa: B008 - frozen
+) -> list[Group]:
     """Graded groups of sampling.n samples each. Every call has the same random numbers: only the policy differs."""
     at_once = max(1, MAX_ROWS // sampling.n)
     seeded = replace(sampling, seed=f"evaluate/{task.seed}")
@@ -91,7 +98,7 @@ def sample_and_grade(task: Task, sampler: Sampler, prompts: Sequence[Prompt], sa
         for start in range(0, len(prompts), at_once)
         for group in sampler.generate(prompts[start : start + at_once], seeded)
     ]
-    return grade(task, groups)
+    return grade(task, groups, progress)
 
 
 def correct(group: Group) -> int:

@@ -16,9 +16,9 @@ from pellucid.policy.access import Access
 from pellucid.reporting.console import accuracy_table, verdict
 from pellucid.reporting.loggers import json_line
 from pellucid.training import preflight
-from pellucid.training.compose import evaluation_sampling, pick_sampler, sandboxed, template_of
+from pellucid.training.compose import evaluation_sampling, graded, pick_sampler, template_of
 from pellucid.training.evaluate import OneProcess, evaluate, held_out
-from pellucid.types import Group, with_split
+from pellucid.types import Group, Progress, with_split
 
 
 def examine(cfg: Config, model: str, access: Access, show: int, output: Path | None = None) -> int:
@@ -36,10 +36,13 @@ def examine(cfg: Config, model: str, access: Access, show: int, output: Path | N
     frozen = policy.load_frozen(
         model, device, dtype, cfg.sampler.temperature, cfg.policy.engine, template_of(cfg), access
     )
-    task = sandboxed(with_split(cfg.task, "test"), cfg.reward)
+    task = graded(with_split(cfg.task, "test"), cfg.reward)
     sampler, sampling, prompts = pick_sampler(cfg, frozen), evaluation_sampling(cfg), held_out(task, cfg.evaluate.n)
     sampler.sync(frozen, 0)
-    evaluation, groups, best = evaluate(cfg.task_name, task, prompts, sampler, sampling, cfg.evaluate.k, OneProcess())
+    trained = Progress(cfg.algorithm.steps, cfg.algorithm.steps)
+    evaluation, groups, best = evaluate(
+        cfg.task_name, task, prompts, sampler, sampling, cfg.evaluate.k, OneProcess(), trained
+    )
     for group in best[:show]:
         rich.print(verdict(group))
     if output:

@@ -22,7 +22,7 @@ from pellucid.reporting import loggers
 from pellucid.reporting.console import first_error
 from pellucid.reporting.metrics import all_failed, describe
 from pellucid.reporting.run_folder import checkpoints
-from pellucid.rewards.sandbox import Sandboxed
+from pellucid.rewards.graded import Graded
 from pellucid.runtimes.processes import decided, needing_others
 from pellucid.training import checkpoint, claim, preflight
 from pellucid.training.changes import Changes
@@ -30,7 +30,7 @@ from pellucid.training.chronicle import finish, open_logs, start_folder
 from pellucid.training.compose import Components, compose, evaluation_sampling, settled, training_sampling
 from pellucid.training.evaluate import evaluate, greedy, sample_and_grade
 from pellucid.training.snapshot import restore, save, save_model
-from pellucid.types import Evaluation, Group, Logger, UserError
+from pellucid.types import Evaluation, Group, Logger, Progress, UserError
 
 FEW = 8
 """How many answers are graded before all others, to see that rewards work."""
@@ -266,9 +266,8 @@ def evaluate_policy(cfg: Config, parts: Components) -> tuple[Evaluation, list[Gr
     """The evaluation of the policy, and the graded samples."""
     parts.sampler.sync(parts.policy, parts.state.step)
     task, prompts, sampling = parts.test_task, parts.test_prompts, evaluation_sampling(cfg)
-    evaluation, groups, _ = evaluate(
-        cfg.task_name, task, prompts, parts.sampler, sampling, cfg.evaluate.k, parts.runtime
-    )
+    k, progress = cfg.evaluate.k, Progress(parts.state.step, cfg.algorithm.steps)
+    evaluation, groups, _ = evaluate(cfg.task_name, task, prompts, parts.sampler, sampling, k, parts.runtime, progress)
     return evaluation, groups
 
 
@@ -276,12 +275,12 @@ def look_first(cfg: Config, parts: Components) -> Evaluation | None:
     """Before step 1: held-out accuracy, one real exchange, and how many groups are going to teach anything."""
     try_rewards(cfg, parts)
     evaluation, groups = evaluate_policy(cfg, parts) if cfg.evaluate.every else (None, [])
-    sampling = training_sampling(cfg)
+    sampling, progress = training_sampling(cfg), Progress(0, cfg.algorithm.steps)
     as_trained = replace(evaluation_sampling(cfg), n=sampling.n) == sampling
     if not groups or len(groups[0].completions) < sampling.n or not as_trained:
         parts.sampler.sync(parts.policy, parts.state.step)
         prompts = parts.runtime.shard(parts.task.sample(0, cfg.algorithm.prompts_per_step))
-        groups = parts.runtime.gather(sample_and_grade(parts.task, parts.sampler, prompts, sampling))
+        groups = parts.runtime.gather(sample_and_grade(parts.task, parts.sampler, prompts, sampling, progress))
     preflight.refuse_failing(groups)
     if parts.runtime.main:
         with loggers.only_shown("the first exchange"):
@@ -292,9 +291,10 @@ def look_first(cfg: Config, parts: Components) -> Evaluation | None:
 
 def try_rewards(cfg: Config, parts: Components) -> None:
     """Raise NotBegunError where a few greedy answers have no reward. If all hung, a whole look would take hours."""
-    if isinstance(parts.task, Sandboxed):
+    if isinstance(parts.task, Graded):
         prompts = parts.test_prompts or parts.task.sample(0, cfg.algorithm.prompts_per_step)
         parts.sampler.sync(parts.policy, parts.state.step)
         few = parts.runtime.shard(prompts[:FEW])
-        answers = sample_and_grade(parts.task, parts.sampler, few, greedy(training_sampling(cfg)))
+        sampling, progress = greedy(training_sampling(cfg)), Progress(0, cfg.algorithm.steps)
+        answers = sample_and_grade(parts.task, parts.sampler, few, sampling, progress)
         preflight.refuse_failing(parts.runtime.gather(answers))

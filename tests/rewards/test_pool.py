@@ -18,10 +18,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from pellucid.algorithm.settings import RewardConfig
-from pellucid.rewards.sandbox import Sandboxed
-from pellucid.rewards.worker import LARGEST
-from pellucid.tasks import sandbox as sandbox_module
+from pellucid.rewards import pool
+from pellucid.rewards.graded import Graded
+from pellucid.rewards.plain import LARGEST
+from pellucid.rewards.settings import RewardConfig
 from pellucid.tasks.arithmetic import Arithmetic
 from pellucid.types import Completion, Prompt, Reward, UserError, with_split
 
@@ -191,7 +191,7 @@ class Probe:
 
 @pytest.fixture(scope="module")
 def sandbox():
-    sandboxed = Sandboxed(Probe(), RewardConfig(timeout=2.0))
+    sandboxed = Graded(Probe(), RewardConfig(timeout=2.0))
     yield sandboxed
     sandboxed.close()
 
@@ -233,11 +233,11 @@ def test_rewards_are_computed_in_one_other_process(sandbox):
 @pytest.mark.parametrize(
     ("text", "error"),
     [
-        ("raise", r"ZeroDivisionError: two lines \(test_sandbox.py, line \d+\)"),
-        ("raise unpicklable", r"UnpicklableError: 1 \(test_sandbox.py, line \d+\)"),
+        ("raise", r"ZeroDivisionError: two lines \(test_pool.py, line \d+\)"),
+        ("raise unpicklable", r"UnpicklableError: 1 \(test_pool.py, line \d+\)"),
         ("raise SystemExit", r"SystemExit: 3 .*"),
         ("raise TimeoutError", r"TimeoutError: of its own .*"),
-        ("raise mute", r"MuteError: <exception str\(\) failed> \(test_sandbox.py, line \d+\)"),
+        ("raise mute", r"MuteError: <exception str\(\) failed> \(test_pool.py, line \d+\)"),
         ("raise long", r"ValueError: x{300} .*"),
         ("raise deep", r"RecursionError: deep .*"),
         ("raise grudge", r"ValueError: <.*Grudge.*> .*"),
@@ -264,7 +264,7 @@ def test_rewards_are_computed_in_one_other_process(sandbox):
         ("parts list", r"the parts are \[1\.0\], where names with their numbers are needed"),
         ("part none", r'the part "a" is None, where a number is needed'),
         ("part without a name", r"the parts are \{1: 1\.0\}, where names with their numbers are needed"),
-        ("parts without end", r"its parts take more than 16000 bytes"),
+        ("parts without end", r"there are 3000 parts; 50 are the most"),
         ("correct text", r"correct is 'no', where True, False or None is needed"),
         ("correct array", r"correct is array\(.*\), where True, False or None is needed"),
         ("correct half", r"correct is 0\.5, where True, False or None is needed"),
@@ -323,7 +323,7 @@ def test_where_no_term_applies_no_reward_has_failed(sandbox):
 def logged(tmp_path):
     """A sandbox with its log."""
     log = tmp_path / "rewards.log"
-    sandboxed = Sandboxed(Probe(), RewardConfig(timeout=2.0, memory_gb=0.5), log)
+    sandboxed = Graded(Probe(), RewardConfig(timeout=2.0, memory_gb=0.5), log)
     yield sandboxed, log
     sandboxed.close()
 
@@ -341,7 +341,7 @@ def test_what_rewards_print_goes_into_the_log(logged, capfd):
 
 
 def test_where_there_is_no_log_it_goes_nowhere(sandbox, capfd, tmp_path):
-    nowhere = Sandboxed(Probe(), log=tmp_path / "no folder" / "rewards.log")
+    nowhere = Graded(Probe(), log=tmp_path / "no folder" / "rewards.log")
     for each in (sandbox, nowhere):
         assert graded(each, "prints").value == 1.0
     nowhere.close()
@@ -349,7 +349,7 @@ def test_where_there_is_no_log_it_goes_nowhere(sandbox, capfd, tmp_path):
 
 
 def test_where_nothing_can_be_written_a_reward_may_print_all_the_same():
-    sandboxed = Sandboxed(Probe(), log=Path("/dev/full"))
+    sandboxed = Graded(Probe(), log=Path("/dev/full"))
     assert graded(sandboxed, "prints half an emoji").value == 1.0
     sandboxed.close()
 
@@ -376,7 +376,7 @@ def test_what_rewards_have_started_ends_at_close(logged):
 
 
 def test_a_reward_may_start_processes():
-    sandboxed = Sandboxed(Probe(), RewardConfig(timeout=60.0))
+    sandboxed = Graded(Probe(), RewardConfig(timeout=60.0))
     assert graded(sandboxed, "starts processes").value == 3.0
     sandboxed.close()
 
@@ -384,7 +384,7 @@ def test_a_reward_may_start_processes():
 def test_memory_is_limited(logged):
     sandboxed, _ = logged
     assert graded(sandboxed, "memory").error.startswith("MemoryError")
-    unlimited = Sandboxed(Probe(), RewardConfig(memory_gb=0.0))
+    unlimited = Graded(Probe(), RewardConfig(memory_gb=0.0))
     assert graded(unlimited, "memory").value == 8e8
     unlimited.close()
 
@@ -392,7 +392,7 @@ def test_memory_is_limited(logged):
 def test_names_that_look_like_secrets_are_not_in_its_environment(monkeypatch):
     for name in SECRETS | OTHERS:
         monkeypatch.setenv(name, "x")
-    sandboxed = Sandboxed(Probe(), RewardConfig(secrets=("PROBE_API_KEY",)))
+    sandboxed = Graded(Probe(), RewardConfig(secrets=("PROBE_API_KEY",)))
     reward = graded(sandboxed, "names")
     sandboxed.close()
     assert reward.parts == dict.fromkeys(OTHERS | {"PROBE_API_KEY"}, 1.0)
@@ -403,14 +403,14 @@ def test_no_file_beside_the_run_is_taken_for_a_module_of_python(tmp_path, monkey
     for name in ("pickle", "socket", "tomllib"):
         (tmp_path / f"{name}.py").write_text("raise SystemExit('not this one')")
     monkeypatch.chdir(tmp_path)
-    sandboxed = Sandboxed(Probe())
+    sandboxed = Graded(Probe())
     assert graded(sandboxed, "fine").value == 0.5
     assert "PYTHONSAFEPATH" not in os.environ
     sandboxed.close()
 
 
 def test_a_long_prompt_is_not_waited_for_where_nobody_reads_it():
-    sandboxed = Sandboxed(Probe(), RewardConfig(timeout=2.0))
+    sandboxed = Graded(Probe(), RewardConfig(timeout=2.0))
     assert graded(sandboxed, "keeps busy").value == 1.0
     time.sleep(1.0)
     long = Prompt("train/0/1", "x" * 10**7)
@@ -434,7 +434,7 @@ def test_a_prompt_that_cannot_be_sent_is_a_failed_reward(sandbox):
 
 @pytest.mark.parametrize("workers", [1, 3])
 def test_rewards_come_in_order_however_many_workers_compute_them(workers):
-    sandboxed = Sandboxed(Probe(), RewardConfig(timeout=1.0, workers=workers))
+    sandboxed = Graded(Probe(), RewardConfig(timeout=1.0, workers=workers))
     texts = ["after 0.2 0", "after 0 1", "hang", "after 0.1 3", "exit", "raise", "after 0 6", "after 0 7"]
     rewards = sandboxed.reward_all([(PROMPT, said_by(text)) for text in texts])
     sandboxed.close()
@@ -448,7 +448,7 @@ def test_rewards_come_in_order_however_many_workers_compute_them(workers):
 
 def test_as_many_work_at_once_as_are_asked_for():
     """Each waits until all three are at it."""
-    sandboxed = Sandboxed(Probe(), RewardConfig(workers=3))
+    sandboxed = Graded(Probe(), RewardConfig(workers=3))
     rewards = sandboxed.reward_all([(PROMPT, said_by(f"after 0.5 {i}")) for i in range(3)])
     assert len({reward.parts["pid"] for reward in rewards}) == 3
     pids = [int(reward.parts["pid"]) for reward in rewards]
@@ -470,7 +470,7 @@ def test_only_a_lost_worker_is_replaced(sandbox):
 def test_a_worker_that_died_between_rewards_is_replaced(sandbox):
     pid = int(graded(sandbox, "pid").value)
     os.kill(pid, signal.SIGKILL)
-    wait_until(lambda: not sandbox._workers._workers[0].alive)  # a reward on its way would be lost with the worker
+    wait_until(lambda: not sandbox._place._processes[0].alive)  # a reward on its way would be lost with the worker
     assert graded(sandbox, "fine").value == 0.5
     assert graded(sandbox, "pid").value != pid
 
@@ -485,15 +485,16 @@ def test_a_request_to_stop_is_the_parent_s_to_serve(sandbox, number):
 
 def test_ctrl_c_while_a_reward_hangs_stops_the_worker(monkeypatch):
     """Long before its own time is up."""
-    sandboxed = Sandboxed(Probe(), RewardConfig(timeout=FOREVER))
+    sandboxed = Graded(Probe(), RewardConfig(timeout=FOREVER))
     pid = int(graded(sandboxed, "pid").value)
-    wait = sandbox_module.wait
+    wait = pool.wait
 
     def interrupted(*arguments):
+        monkeypatch.setattr(pool, "wait", wait)
         threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGINT)).start()
         return wait(*arguments)
 
-    monkeypatch.setattr(sandbox_module, "wait", interrupted)
+    monkeypatch.setattr(pool, "wait", interrupted)
     before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
     try:
         with pytest.raises(KeyboardInterrupt):
@@ -504,7 +505,7 @@ def test_ctrl_c_while_a_reward_hangs_stops_the_worker(monkeypatch):
 
 
 def test_close_ends_the_worker_and_a_later_reward_starts_another():
-    sandboxed = Sandboxed(Probe())
+    sandboxed = Graded(Probe())
     sandboxed.close()
     pid = int(graded(sandboxed, "pid").value)
     sandboxed.close()
@@ -515,16 +516,16 @@ def test_close_ends_the_worker_and_a_later_reward_starts_another():
 
 PARENT = """
     import os, signal, sys, threading, time
-    from test_sandbox import PROMPT, Probe
-    from pellucid.algorithm.settings import RewardConfig
-    from pellucid.rewards.sandbox import Sandboxed
+    from test_pool import PROMPT, Probe
+    from pellucid.rewards.settings import RewardConfig
+    from pellucid.rewards.graded import Graded
     from pellucid.types import Completion
 
     def graded(text):
         return sandboxed.reward(PROMPT, Completion((1,), (-0.5,), text, True)).value
 
     if __name__ == "__main__":
-        sandboxed = Sandboxed(Probe(), RewardConfig(timeout={timeout}))
+        sandboxed = Graded(Probe(), RewardConfig(timeout={timeout}))
         print(int(graded("pid")), flush=True)
         {ending}
 """
@@ -563,12 +564,12 @@ def test_the_worker_does_not_outlive_its_parent(tmp_path, ending, timeout):
 
 NESTED = """
     import multiprocessing
-    from test_sandbox import Probe, graded
-    from pellucid.rewards.sandbox import Sandboxed
+    from test_pool import Probe, graded
+    from pellucid.rewards.graded import Graded
 
     def grade():
         global sandboxed
-        sandboxed = Sandboxed(Probe())
+        sandboxed = Graded(Probe())
         print(int(graded(sandboxed, "pid").value), flush=True)
 
     if __name__ == "__main__":
@@ -590,7 +591,7 @@ def test_a_process_of_multiprocessing_that_has_graded_comes_to_its_end(tmp_path,
 
 
 def test_a_sandbox_that_nobody_has_any_more_ends_its_worker():
-    sandboxed = Sandboxed(Probe())
+    sandboxed = Graded(Probe())
     pid = int(graded(sandboxed, "pid").value)
     del sandboxed
     gc.collect()
@@ -605,7 +606,7 @@ class Unloadable(Probe):
 
 def test_a_task_that_the_worker_cannot_load_is_one_clear_line():
     with pytest.raises(UserError, match=r"^[^\n]*cannot load task Unloadable: ModuleNotFoundError[^\n]*$"):
-        graded(Sandboxed(Unloadable()), "fine")
+        graded(Graded(Unloadable()), "fine")
 
 
 def test_a_task_that_cannot_be_sent_is_one_clear_line():
@@ -614,7 +615,7 @@ def test_a_task_that_cannot_be_sent_is_one_clear_line():
         pass
 
     with pytest.raises(UserError, match=r"^task Local cannot be sent to the reward process: [^\n]*$"):
-        graded(Sandboxed(Local()), "fine")
+        graded(Graded(Local()), "fine")
 
 
 def test_a_script_without_a_main_guard_is_told_so(tmp_path):
@@ -632,7 +633,7 @@ def test_a_timeout_must_be_a_number_of_seconds(timeout):
 
 
 def test_the_rest_of_the_task_passes_through():
-    sandboxed = Sandboxed(Probe())
+    sandboxed = Graded(Probe())
     assert (sandboxed.seed, sandboxed.split, sandboxed.name) == (3, "train", "probe")
     assert sandboxed.sample(1, 2) == Probe().sample(1, 2)
     assert sandboxed.solution(PROMPT) == "7"

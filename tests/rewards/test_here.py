@@ -9,8 +9,7 @@ from dataclasses import dataclass
 import pytest
 
 from pellucid.machine.plugins import given
-from pellucid.rewards.guarded import Guarded
-from pellucid.rewards.sandbox import Sandboxed
+from pellucid.rewards.graded import Graded
 from pellucid.rewards.terms import RewardTerm
 from pellucid.tasks.dataset import Dataset
 from pellucid.tasks.gsm8k import Gsm8k
@@ -47,7 +46,7 @@ class Broken:
 
 @pytest.mark.parametrize("how", ["raises", "exits", "none", "nan", "huge", "text", "good"])
 def test_a_reward_is_what_it_is_in_a_process_of_its_own(how, tmp_path):
-    here, there = Guarded(Broken(how), tmp_path / "log"), Sandboxed(Broken(how))
+    here, there = Graded(Broken(how), log=tmp_path / "log", here=True), Graded(Broken(how))
     try:
         expected = there.reward(PROMPT, ANSWER)
     finally:
@@ -63,11 +62,11 @@ def test_an_interrupt_is_no_failed_reward():
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        Guarded(Interrupted()).reward(PROMPT, ANSWER)
+        Graded(Interrupted(), here=True).reward(PROMPT, ANSWER)
 
 
 def test_the_traceback_of_each_kind_of_error_is_in_the_log_once(tmp_path):
-    task = Guarded(Broken("raises"), tmp_path / "log")
+    task = Graded(Broken("raises"), log=tmp_path / "log", here=True)
     for each in (task, task, task.with_split("test")):
         assert each.reward(PROMPT, ANSWER).failed
     assert (tmp_path / "log").read_text().count("Traceback") == 1

@@ -1,0 +1,139 @@
+"""Reward functions of the user's own, called as TRL calls them: once, with all completions of a step.
+
+A function has TRL's signature and needs no change: `def reward(completions, **kwargs)`, plain or `async`, returns one
+number for each completion, or None where it does not apply. Its keywords are lists with an item for each completion:
+prompts, completions, completion_ids, and every column of the data rows except prompt, completion and completion_ids.
+As in TRL, prompts and completions are strings for plain prompts, and lists of messages for conversations.
+`trainer_state` is a Progress; `log_extra(column, values)` adds a column to rollouts.jsonl, `log_metric(name, value)` a
+metric. (TRL 1.16, GRPOTrainer._calculate_rewards.)
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import threading
+from collections.abc import Callable, Coroutine, Iterable, Sequence
+from concurrent.futures import Future
+from functools import cache
+from typing import Any
+
+from pellucid.machine.plugins import function_of
+from pellucid.rewards.parts import Pair, Part
+from pellucid.rewards.plain import NoRewardError, number, shown
+from pellucid.types import Completion, Progress, Prompt
+
+NOT_COLUMNS = ("prompt", "completion", "completion_ids")
+ALWAYS_GIVEN = ("prompts", "completions", "completion_ids", "trainer_state", "log_extra", "log_metric")
+
+
+class Log:
+    """What a call of a function logs, about n completions."""
+
+    def __init__(self, n: int) -> None:
+        self.n = n
+        self.columns: dict[str, list[Any]] = {}
+        self.metrics: dict[str, list[float]] = {}
+
+    def log_extra(self, column: str, values: Sequence[Any]) -> None:
+        """Add a column with a value for each completion. NoRewardError for another number of them."""
+        values = list(values)
+        if len(values) != self.n:
+            raise NoRewardError(f'log_extra("{column}") has {len(values)} values for {self.n} completions')
+        self.columns[str(column)] = values
+
+    def log_metric(self, name: str, value: float) -> None:
+        """Add a number to a metric, which is the mean of what was added."""
+        self.metrics.setdefault(str(name), []).append(number(value, f'the metric "{name}"'))
+
+    def parts(self, name: str, rewards: Iterable[Any]) -> list[Part]:
+        """Return the parts of a function's rewards with what it logged. NoRewardError for a wrong number of them."""
+        if not isinstance(rewards, Iterable):
+            raise NoRewardError(f"{name} returned {shown(rewards)}, where a list with a number for each is needed")
+        values = list(rewards)
+        if len(values) != self.n:
+            raise NoRewardError(
+                f"{name} returned {len(values)} rewards for {self.n} completions: it must return one for each"
+            )
+        logged = {name: sum(values) / len(values) for name, values in self.metrics.items()}
+        rows = [{column: given[i] for column, given in self.columns.items()} for i in range(self.n)]
+        return [Part(value, extra=row, logged=logged) for value, row in zip(values, rows, strict=True)]
+
+
+def is_async(spec: str) -> bool:
+    """Return whether the function that `spec` names is asynchronous."""
+    function = function_of(spec, "reward")
+    return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(getattr(function, "__call__", None))  # noqa: B004 - of an object
+
+
+def parts_of(spec: str, pairs: Sequence[Pair], progress: Progress) -> list[Part]:
+    """Return what a function says of each completion. Raises what it raises; NoRewardError for what is no answer."""
+    log = Log(len(pairs))
+    output = bound(spec, pairs, progress, log)()
+    return log.parts(named(spec), on_loop(output).result() if inspect.iscoroutine(output) else output)
+
+
+def awaitable_parts_of(spec: str, pairs: Sequence[Pair], progress: Progress) -> Coroutine[Any, Any, list[Part]]:
+    """Return the same of an asynchronous function, still to be awaited."""
+    log = Log(len(pairs))
+    call = bound(spec, pairs, progress, log)
+
+    async def parts() -> list[Part]:
+        return log.parts(named(spec), await call())
+
+    return parts()
+
+
+def bound(spec: str, pairs: Sequence[Pair], progress: Progress, log: Log) -> Callable[[], Any]:
+    """Return the function with its arguments. NoRewardError where it does not take them."""
+    function = function_of(spec, "reward")
+    arguments = columns_of(pairs) | texts_of(pairs)
+    arguments |= {"completion_ids": [list(completion.token_ids) for _, completion in pairs]}
+    arguments |= {"trainer_state": progress, "log_extra": log.log_extra, "log_metric": log.log_metric}
+    try:
+        inspect.signature(function).bind(**arguments)
+    except TypeError as error:
+        given = ", ".join(dict.fromkeys((*ALWAYS_GIVEN, *arguments)))
+        raise NoRewardError(f"{named(spec)} {error}: end its arguments with **kwargs; it is given {given}") from error
+    except ValueError:  # one of those written in C, which have no signature
+        pass
+    return lambda: function(**arguments)
+
+
+def named(spec: str) -> str:
+    return spec.rpartition(":")[2]
+
+
+def columns_of(pairs: Sequence[Pair]) -> dict[str, list[Any]]:
+    """Return each column with a value for each completion; None where a row lacks it."""
+    names = {name: None for prompt, _ in pairs for name in prompt.columns if name not in NOT_COLUMNS}
+    return {name: [prompt.columns.get(name) for prompt, _ in pairs] for name in names}
+
+
+def texts_of(pairs: Sequence[Pair]) -> dict[str, list[Any]]:
+    return {
+        "prompts": [asked(prompt) for prompt, _ in pairs],
+        "completions": [answered(prompt, completion) for prompt, completion in pairs],
+    }
+
+
+def asked(prompt: Prompt) -> str | list[dict[str, str]]:
+    return prompt.text if isinstance(prompt.text, str) else [dict(message) for message in prompt.text]
+
+
+def answered(prompt: Prompt, completion: Completion) -> str | list[dict[str, str]]:
+    if isinstance(prompt.text, str):
+        return completion.text
+    return [{"role": "assistant", "content": completion.text}]
+
+
+@cache
+def loop() -> asyncio.AbstractEventLoop:
+    """Return the event loop of this process's rewards: one for all steps, since what they open in it lives on."""
+    created = asyncio.new_event_loop()
+    threading.Thread(target=created.run_forever, name="rewards", daemon=True).start()
+    return created
+
+
+def on_loop(coroutine: Coroutine[Any, Any, Any]) -> Future[Any]:
+    return asyncio.run_coroutine_threadsafe(coroutine, loop())

@@ -1,0 +1,149 @@
+"""A task whose rewards are computed where they can do no harm, all those of a step at once."""
+
+from __future__ import annotations
+
+import copy
+import math
+import traceback
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, Protocol
+
+from pellucid.rewards import worker
+from pellucid.rewards.calls import OWN, Answer, Call, run
+from pellucid.rewards.parts import Grader, Pair, Part
+from pellucid.rewards.pool import Pool
+from pellucid.rewards.settings import RewardConfig
+from pellucid.rewards.terms import RewardTerm, in_batches
+from pellucid.types import Completion, Progress, Prompt, Reward, Task, grades_together, with_split
+
+
+class Place(Protocol):
+    """Where calls are computed: in other processes, or in this one."""
+
+    def compute(self, calls: Sequence[Call]) -> list[dict[int, list[Answer]]]:
+        """Return for each call the answers of its terms, one for each of its pairs."""
+        ...
+
+    def close(self) -> None: ...
+
+
+class Graded:
+    """A task whose rewards are computed in other processes, or with `here` in this one.
+
+    A reward that raises, takes longer than `cfg.timeout` seconds, ends its process or is no finite number becomes
+    Reward(nan, error="what happened"). Where functions are terms of the reward, or the task has a method
+    `rewards(prompts, completions)`, they are called once for all completions of a step, within `cfg.step_timeout`
+    seconds; where one raises, once for each group. A judge and a reward model, `graders` by their places in
+    `task.rewards`, work in threads of this process meanwhile. What rewards print in other processes is appended to the
+    file `log`, and so are tracebacks, one for each kind of error.
+
+    here: for rewards that exist in this process alone, as in a notebook. There is no time limit then: what hangs, hangs
+    the run, and what ends the process, ends it.
+
+    Example: task = Graded(Dataset(data="train.jsonl"), RewardConfig(timeout=5.0)); test = task.with_split("test")
+    """
+
+    def __init__(
+        self,
+        task: Task,
+        cfg: RewardConfig | None = None,
+        log: Path | None = None,
+        graders: Mapping[int, Grader] | None = None,
+        here: bool = False,
+    ) -> None:
+        self.task, self.seed, self.split = task, task.seed, task.split
+        self._cfg, self._graders = cfg or RewardConfig(), graders or {}
+        self._grades = grading(task)
+        self._place: Place = Here(self._grades, log) if here else Pool(self._grades, self._cfg, log)
+
+    def sample(self, step: int, n: int) -> Sequence[Prompt]:
+        return self.task.sample(step, n)
+
+    def reward(self, prompt: Prompt, completion: Completion) -> Reward:
+        return self.reward_all([(prompt, completion)])[0]
+
+    def reward_all(self, pairs: Sequence[Pair], progress: Progress = Progress()) -> list[Reward]:  # noqa: B008 - frozen
+        """Return the rewards of completions in their order, group by group."""
+        seen = [(prompt, as_seen(self.task, prompt, completion)) for prompt, completion in pairs]
+        if not has_terms(self._grades):
+            return [Reward(**{"value": math.nan, **answer}) for answer in self._own(seen, progress)]
+        with ThreadPoolExecutor(len(self._graders) or 1, "grader") as beside:
+            waiting = {term: beside.submit(grader.parts, seen) for term, grader in self._graders.items()}
+            parts = self._terms(seen, progress)
+            parts |= {term: future.result() for term, future in waiting.items()}
+        return [self._grades.total([parts[term][i] for term in sorted(parts)]) for i in range(len(pairs))]
+
+    def with_split(self, split: str) -> Graded:
+        """Return the same task on another split. Both share the processes: rewards do not depend on the split."""
+        twin = copy.copy(self)
+        twin.task, twin.split = with_split(self.task, split), split
+        return twin
+
+    def close(self) -> None:
+        """End the processes."""
+        self._place.close()
+
+    def _own(self, pairs: Sequence[Pair], progress: Progress) -> list[Answer]:
+        """Return the fields of the rewards that the task gives by itself."""
+        if grades_together(self._grades):
+            return self._place.compute([Call((OWN,), pairs, progress, (self._cfg.step_timeout,))])[0][OWN]
+        calls = [Call((OWN,), [pair], progress, (self._cfg.timeout,), together=False) for pair in pairs]
+        return [answers[OWN][0] for answers in self._place.compute(calls)]
+
+    def _terms(self, pairs: Sequence[Pair], progress: Progress) -> dict[int, list[Part]]:
+        """Return the parts of all terms but those of graders: each completion's own, and what functions say of all."""
+        terms: Sequence[RewardTerm] = self._grades.rewards
+        here = [i for i in range(len(terms)) if i not in self._graders]
+        each = tuple(i for i in here if not in_batches(terms[i].name))
+        batch = tuple(i for i in here if in_batches(terms[i].name))
+        limits = tuple(terms[i].timeout or self._cfg.step_timeout for i in batch)
+        alone = [Call(each, [pair], progress, (self._cfg.timeout,) * len(each), together=False) for pair in pairs]
+        calls = [*(alone if each else []), *([Call(batch, pairs, progress, limits)] if batch else [])]
+        answers = self._place.compute(calls)
+        found = {i: [Part(**answer[i][0]) for answer in answers[: len(pairs)]] for i in each}
+        return found | {i: [Part(**answer) for answer in answers[-1][i]] for i in batch}
+
+    def __getattr__(self, name: str) -> Any:
+        """Return any other attribute of the task: its name and settings, solution, observe."""
+        if name == "task" or name.startswith("_"):
+            raise AttributeError(name)
+        return getattr(self.task, name)
+
+
+class Here:
+    """Computes calls in this process."""
+
+    def __init__(self, task: Any, log: Path | None) -> None:
+        self._task, self._log, self._noted = task, log, set[str]()
+
+    def compute(self, calls: Sequence[Call]) -> list[dict[int, list[Answer]]]:
+        """Return for each call the answers of its terms, one for each of its pairs."""
+        events = [list(run(self._task, call, self._note)) for call in calls]
+        return [{e.terms[0]: e.answers for e in of_call if e.answers is not None} for of_call in events]
+
+    def close(self) -> None:
+        """Nothing is to be ended."""
+
+    def _note(self, told: str, error: BaseException) -> None:
+        """Write the traceback of an error to the log, the first time that it occurs."""
+        if self._log and told not in self._noted and len(self._noted) < worker.TOLD:
+            self._noted.add(told)
+            with self._log.open("a", encoding="utf-8") as log:
+                traceback.print_exception(error, file=log)
+
+
+def grading(task: Any) -> Any:
+    """Return the task that grades: a wrapper with a method `seen` leaves that to the task inside."""
+    return grading(task.task) if hasattr(type(task), "seen") else task
+
+
+def as_seen(task: Any, prompt: Prompt, completion: Completion) -> Completion:
+    """Return a completion as the task that grades sees it."""
+    return as_seen(task.task, prompt, task.seen(prompt, completion)) if hasattr(type(task), "seen") else completion
+
+
+def has_terms(task: Any) -> bool:
+    """Return whether the reward of a task is a sum of terms, `rewards`, that its method `total` adds up."""
+    return hasattr(type(task), "total")

@@ -1,0 +1,166 @@
+"""Reward processes, side by side, so that no reward can stop, stall or silently falsify a run.
+
+Why processes: a Python function that hangs can only be stopped from outside. `signal.alarm` works in the main thread
+alone, and neither it nor a thread interrupts a runaway regular expression.
+
+This is no security boundary: rewards run as this user, with this user's files and network.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import re
+import threading
+import time
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from multiprocessing.connection import wait
+from multiprocessing.util import Finalize
+from pathlib import Path
+from typing import Any
+
+from pellucid.rewards.calls import Answer, Call, Event
+from pellucid.rewards.plain import one_line
+from pellucid.rewards.process import LostError, Process
+from pellucid.rewards.settings import RewardConfig
+from pellucid.rewards.worker import Message, Place
+from pellucid.types import UserError
+
+SECRET = re.compile(r".*_(KEY|TOKEN|SECRET|PASSWORD)", re.IGNORECASE)
+
+
+class Job:
+    """A call on its way: what is sent of it, and the answers that have come."""
+
+    def __init__(self, call: Call) -> None:
+        sent = [pickled(pair) for pair in call.pairs]
+        pairs = tuple(pair for pair in sent if isinstance(pair, bytes))
+        self.together = call.together
+        self._message = Message(call.terms, pairs, call.progress, call.limits)
+        self._unsent = {place: error for place, error in enumerate(sent) if isinstance(error, str)}
+        self._answers: dict[int, list[Answer]] = {} if pairs else {term: [] for term in call.terms}
+
+    @property
+    def rest(self) -> Message | None:
+        """What is still to be computed; None where all has its answers."""
+        places = [place for place, term in enumerate(self._message.terms) if term not in self._answers]
+        terms, limits = (tuple(of[i] for i in places) for of in (self._message.terms, self._message.limits))
+        return replace(self._message, terms=terms, limits=limits) if terms else None
+
+    def take(self, event: Event) -> None:
+        if event.answers is not None:
+            self._answers[event.terms[0]] = event.answers
+
+    def fail(self, terms: Sequence[int], error: str) -> None:
+        self._answers |= {term: [{"error": error}] * len(self._message.pairs) for term in terms}
+
+    @property
+    def answers(self) -> dict[int, list[Answer]]:
+        """The answers of each term, one for each pair of the call."""
+        return {term: self._whole(answers) for term, answers in self._answers.items()}
+
+    def _whole(self, answers: Sequence[Answer]) -> list[Answer]:
+        sent = iter(answers)
+        n = len(self._message.pairs) + len(self._unsent)
+        return [{"error": self._unsent[i]} if i in self._unsent else next(sent) for i in range(n)]
+
+
+class Pool:
+    """Processes that compute calls: cfg.workers for those about one completion, one more for those about many.
+
+    A process that ends or is late is replaced; what it has left is computed by another.
+    """
+
+    def __init__(self, task: Any, cfg: RewardConfig, log: Path | None) -> None:
+        self._task, self._cfg = task, cfg
+        self._place = Place(cfg.memory_gb, str(log or os.devnull), environment(cfg.secrets))
+        self._processes: list[Process] = []
+        self._turn = threading.Lock()
+        # End the processes before multiprocessing waits for them at exit, also in those that it started itself.
+        Finalize(self, end_all, [self._processes], exitpriority=0)
+
+    def compute(self, calls: Sequence[Call]) -> list[dict[int, list[Answer]]]:
+        """Return for each call the answers of its terms, one for each of its pairs."""
+        with self._turn:
+            try:
+                return [job.answers for job in self._computed(list(map(Job, calls)))]
+            except BaseException:  # such as Ctrl-C: nobody will read the answers that are still to come
+                self.close()
+                raise
+
+    def close(self) -> None:
+        """End the processes, whatever they are doing; the next call starts new ones."""
+        end_all(self._processes)
+
+    def _computed(self, jobs: Sequence[Job]) -> Sequence[Job]:
+        waiting = {lane: deque(job for job in jobs if job.together == lane and job.rest) for lane in (False, True)}
+        busy: dict[Process, Job] = {}
+        while busy or any(waiting.values()):
+            for lane, queue in waiting.items():
+                for idle in self._idle(lane, len(queue)):
+                    busy[idle] = queue.popleft()
+                    if message := busy[idle].rest:
+                        idle.ask(message)
+            ends = [end for each in busy for end in each.ends]
+            wait(ends, max(0.0, min(each.deadline for each in busy) - time.monotonic()))
+            for each in list(busy):
+                self._listen(each, busy, waiting)
+        return jobs
+
+    def _listen(self, each: Process, busy: dict[Process, Job], waiting: Mapping[bool, deque[Job]]) -> None:
+        """Take the answers of a process. Where it is lost, what it was at has failed; another computes the rest."""
+        job = busy[each]
+        try:
+            for event in each.heard():
+                job.take(event)
+        except LostError as error:
+            job.fail(each.running, str(error))
+            each.end()
+            self._processes.remove(each)
+            del busy[each]
+            if job.rest:
+                waiting[job.together].appendleft(job)
+        else:
+            if not job.rest:
+                each.rest()
+                del busy[each]
+
+    def _idle(self, together: bool, wanted: int) -> list[Process]:
+        """Return up to `wanted` idle processes. Replaces ended ones, and starts more as far as they may be."""
+        for each in [each for each in self._processes if not each.alive and not each.message]:
+            each.end()
+            self._processes.remove(each)
+        mine = [each for each in self._processes if each.together == together]
+        most = 1 if together else self._cfg.workers
+        missing = min(most, sum(each.message is not None for each in mine) + wanted) - len(mine)
+        fresh = [Process(self._task_bytes(), self._place, together) for _ in range(missing)]
+        self._processes += fresh
+        for each in fresh:  # after all have started, so that they load in parallel
+            each.load(type(self._task).__name__)
+        return [each for each in (*mine, *fresh) if not each.message][:wanted]
+
+    def _task_bytes(self) -> bytes:
+        message = pickled(self._task)
+        if isinstance(message, str):
+            raise UserError(f"task {type(self._task).__name__} {message}")
+        return message
+
+
+def end_all(processes: list[Process]) -> None:
+    while processes:
+        processes.pop().end()
+
+
+def environment(secrets: Sequence[str]) -> dict[str, str]:
+    """Return the environment of a reward process: without secrets, except for those that are named."""
+    return {name: value for name, value in os.environ.items() if name in secrets or not SECRET.fullmatch(name)}
+
+
+def pickled(record: Any) -> bytes | str:
+    """Return the pickled bytes, or as a string the reason why the record cannot be pickled."""
+    try:
+        return pickle.dumps(record)
+    except (pickle.PicklingError, AttributeError, TypeError, ValueError, RecursionError) as error:
+        return f"cannot be sent to the reward process: {one_line(str(error))}"

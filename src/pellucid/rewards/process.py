@@ -1,0 +1,172 @@
+"""A reward process as its parent holds it."""
+
+from __future__ import annotations
+
+import json
+import math
+import multiprocessing
+import os
+import pickle
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from multiprocessing.connection import wait
+from typing import Any
+
+from pellucid.machine import streams
+from pellucid.rewards import worker
+from pellucid.rewards.calls import Event
+from pellucid.rewards.worker import Message, Place
+from pellucid.types import UserError
+
+SPAWN = multiprocessing.get_context("spawn")
+SAFE_PATH = "PYTHONSAFEPATH"
+START_SECONDS = 120.0
+"""Seconds that a worker process has to import what the task needs."""
+AT_ONCE = 2**16
+"""How many bytes of a message a pipe takes while the process does not read."""
+MOST = 2**28
+"""The most bytes of an answer: a longer message is not from our worker."""
+GRACE = 1.0
+"""Seconds beyond its time limit that a call has to say itself what took too long, as asynchronous functions do."""
+
+
+class LostError(Exception):
+    """A process has ended or is late; the message says so in words."""
+
+
+class Process:
+    """A reward process: busy with a call, of which `running` are the terms that it computes until `deadline`, or idle.
+
+    together: whether it is asked about all completions of a step at once.
+    """
+
+    def __init__(self, task: bytes, place: Place, together: bool) -> None:
+        self._connection, theirs = multiprocessing.Pipe()
+        # Not a daemon: those may not start processes, and some rewards do.
+        self._process = SPAWN.Process(target=worker.work, args=(theirs, task, place))
+        streams.plugged()
+        with safe_path():
+            self._process.start()
+        theirs.close()
+        self.together = together
+        self.message: Message | None = None
+        self.running: list[int] = []
+        self.deadline = math.inf
+
+    @property
+    def alive(self) -> bool:
+        return self._process.is_alive()
+
+    @property
+    def ends(self) -> tuple[Any, int]:
+        """The two objects to wait on: the connection, for an answer, and the sentinel, for the end of the process."""
+        return self._connection, self._process.sentinel
+
+    def load(self, kind: str) -> None:
+        """Wait until the process has loaded the task. UserError where it fails or takes more than START_SECONDS."""
+        deadline = time.monotonic() + START_SECONDS
+        for ended in (
+            'the reward process cannot start; a script that trains needs `if __name__ == "__main__":` around it',
+            f"the reward process ended while it loaded task {kind}",
+        ):
+            if not wait(self.ends, max(0.0, deadline - time.monotonic())):
+                raise UserError(f"the reward process has not loaded task {kind} within {START_SECONDS:g} s")
+            answer = self._received()
+            if not isinstance(answer, dict):
+                raise UserError(ended)
+            if error := answer.get("error"):
+                raise UserError(f"the reward process cannot load task {kind}: {error}")
+
+    def ask(self, message: Message) -> None:
+        self.message = message
+        self._begin(list(message.terms[:1]))
+        sent = pickle.dumps(message)
+        # Sending blocks if the process does not read, as when a thread that a reward left keeps its interpreter busy.
+        with self._watched(len(sent) > AT_ONCE), suppress(OSError):  # it has ended; `heard` reports it
+            self._connection.send_bytes(sent)
+
+    def heard(self) -> Iterator[Event]:
+        """Yield the events that have arrived. LostError where the process has ended, or is late."""
+        while self.message and self._connection.poll():
+            with self._watched(self.together):
+                received = self._received()
+            if not isinstance(received, list):
+                raise self._lost()
+            event = Event(*received)
+            if event.answers is None:
+                self._begin(event.terms)
+            yield event
+        if self.message and (time.monotonic() >= self.deadline or not self.alive):
+            raise self._lost()
+
+    def rest(self) -> None:
+        """Note that the call is answered."""
+        self.message, self.running, self.deadline = None, [], math.inf
+
+    def end(self) -> None:
+        self._kill()
+        self._process.join()
+        self._connection.close()
+
+    def _begin(self, terms: list[int]) -> None:
+        assert self.message
+        limits = dict(zip(self.message.terms, self.message.limits, strict=True))
+        self.running, self._limit = terms, max(limits[term] for term in terms)
+        self.deadline = time.monotonic() + self._limit + (GRACE if self.together else 0.0)
+
+    @contextmanager
+    def _watched(self, watching: bool) -> Iterator[None]:
+        """Kill the process if this takes longer than the call may."""
+        watch = threading.Timer(max(0.0, self.deadline - time.monotonic()), self._kill) if watching else None
+        try:
+            if watch:
+                watch.start()
+            yield
+        finally:
+            if watch:
+                watch.cancel()
+
+    def _lost(self) -> LostError:
+        if time.monotonic() >= self.deadline:
+            return LostError(f"no reward within {self._limit:g} s")
+        return LostError(f"the reward ended its process ({self._status()})")
+
+    def _status(self) -> str:
+        """Return how the process has ended, in words."""
+        self._process.join(1.0)
+        code = self._process.exitcode
+        if code is None:
+            return "it answers no more"
+        names = {each.value: each.name for each in signal.Signals}
+        return f"exit status {code}" if code >= 0 else names.get(-code, f"signal {-code}")
+
+    def _kill(self) -> None:
+        """Kill the process and every process that rewards have started in it."""
+        if hasattr(os, "killpg") and self._process.pid:
+            with suppress(ProcessLookupError, PermissionError):  # it has no process group of its own yet
+                os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.kill()
+
+    def _received(self) -> Any:
+        """Return the JSON value that has arrived; None where there is none."""
+        try:
+            return json.loads(self._connection.recv_bytes(MOST)) if self._connection.poll() else None
+        except (EOFError, OSError, ValueError, RecursionError):
+            return None
+
+
+@contextmanager
+def safe_path() -> Iterator[None]:
+    """Keep the working directory off the import path of new processes: a file in it may be called pickle.py."""
+    before = os.environ.get(SAFE_PATH)
+    os.environ[SAFE_PATH] = "1"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[SAFE_PATH]
+        else:
+            os.environ[SAFE_PATH] = before
