@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -12,13 +13,16 @@ from safetensors.torch import load_file, save_file
 from tokenizers.processors import TemplateProcessing
 from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTokenizer
 
-from conftest import CHARACTERS, VOCAB, character_tokenizer, tiny_llama
-from pellucid.config import load
+from conftest import CHARACTERS, VOCAB, character_tokenizer, records, tiny_llama
+from pellucid.config import Config, PolicyConfig, load
+from pellucid.doctor import memory
 from pellucid.rewards.model import RewardModel, gigabytes, part_of
 from pellucid.rewards.parts import Part
 from pellucid.rewards.settings import RewardModelSettings
 from pellucid.rewards.terms import RewardTerm, labels
+from pellucid.tasks.dataset import Dataset
 from pellucid.types import Completion, Prompt, UserError
+from runs import train
 from tiny_families import FAMILIES, SMALL, checkpoint
 
 CHAT = "{% for m in messages %}{{ '=' + m['content'] + ('*' if m['role'] == 'assistant' else '+') }}{% endfor %}"
@@ -316,6 +320,65 @@ def test_a_term_of_a_recipe_is_a_model_with_its_table(tmp_path):
     terms = load(recipe).task.rewards
     assert [term.reward_model for term in terms] == [RewardModelSettings(batch=4), None]
     assert labels(terms) == ["rm", "rm-2"]
+
+
+def test_a_run_has_the_values_of_transformers_and_goes_on_from_another_folder(tmp_path, model_dir, monkeypatch):
+    """The reward is that of a model, twice, and of a term that is computed elsewhere."""
+    classifier("llama", tmp_path / "here" / "rm")
+    rows = "".join(f'{{"question": "{n} + 1?"}}\n' for n in range(20))
+    (tmp_path / "here" / "data.jsonl").write_text(rows)
+    recipe = tmp_path / "here" / "r.toml"
+    recipe.write_text(
+        f"""
+        [policy]
+        model = "{model_dir}"
+        dtype = "float32"
+        [sampler]
+        max_tokens = 6
+        [algorithm]
+        steps = 2
+        prompts_per_step = 2
+        group_size = 4
+        [evaluate]
+        every = 0
+        [checkpoint]
+        every = 1
+        [task]
+        name = "dataset"
+        data = "data.jsonl"
+        chat = false
+        [[task.rewards]]
+        name = "model:rm"
+        weight = 2.0
+        reward_model = {{ batch = 3, device = "cpu" }}
+        [[task.rewards]]
+        name = "length"
+        limit = 6
+        """
+    )
+    monkeypatch.chdir(tmp_path / "here")
+    assert train(recipe, "--run", tmp_path / "run") == 0
+    monkeypatch.chdir(tmp_path)
+    assert train("--resume", tmp_path / "run", "--algorithm.steps", 3) == 0
+    rollouts = records(tmp_path / "run" / "rollouts.jsonl")
+    assert {row["step"] for row in rollouts} == {1, 2, 3}
+    for row in rollouts:
+        for answer in row["completions"]:
+            pair = (Prompt("p", row["prompt"]), completion(answer["text"]))
+            close(torch.tensor(answer["parts"]["rm"]), alone(tmp_path / "here" / "rm", [pair])[0, 0])
+            assert answer["reward"] == pytest.approx(2 * answer["parts"]["rm"] + answer["parts"]["length"])
+    assert all("reward/rm" in row for row in records(tmp_path / "run" / "metrics.jsonl"))
+
+
+def test_the_memory_of_a_run_counts_its_reward_models_on_the_same_device(tmp_path):
+    folder = classifier("llama", tmp_path)
+    size = sum(w.numel() * 4 for w in load_file(tmp_path / "model.safetensors").values()) / 1e9
+    here, there = (RewardTerm(f"model:{folder}", reward_model=RewardModelSettings(device=d)) for d in ("cpu", "meta"))
+    for terms, expected in (((here, there), size), ((here, here), 2 * size)):
+        cfg = Config(policy=PolicyConfig(device="cpu"), task=Dataset(data="d.jsonl", rewards=terms))
+        assert memory.reward_models(cfg) == {"reward model": pytest.approx(expected)}
+    cfg = replace(cfg, task=Dataset(data="d.jsonl", rewards=(there,)))
+    assert memory.reward_models(cfg) == {}
 
 
 @pytest.mark.parametrize(

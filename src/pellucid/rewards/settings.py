@@ -68,3 +68,7 @@ class RewardModelSettings:
         for name in ("max_tokens", "label"):
             if getattr(self, name) < 0:
                 raise ValueError(f"{name} = {getattr(self, name)} must not be negative")
+
+    def note(self, source: str) -> str:
+        """Return the line that must be shown before this model is read; empty where it runs nothing."""
+        return f"reward_model.trust_remote_code: Python code of {source} runs as you" if self.trust_remote_code else ""
