@@ -16,13 +16,16 @@ from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTok
 from conftest import CHARACTERS, VOCAB, character_tokenizer, records, tiny_llama
 from pellucid.config import Config, PolicyConfig, load
 from pellucid.doctor import memory
+from pellucid.rewards.graders import notes_on
 from pellucid.rewards.model import RewardModel, gigabytes, part_of
 from pellucid.rewards.parts import Part
 from pellucid.rewards.settings import RewardModelSettings
 from pellucid.rewards.terms import RewardTerm, labels
+from pellucid.tasks.arithmetic import Arithmetic
+from pellucid.tasks.curriculum import Curriculum
 from pellucid.tasks.dataset import Dataset
 from pellucid.types import Completion, Prompt, UserError
-from runs import train
+from runs import answered, train
 from tiny_families import FAMILIES, SMALL, checkpoint
 
 CHAT = "{% for m in messages %}{{ '=' + m['content'] + ('*' if m['role'] == 'assistant' else '+') }}{% endfor %}"
@@ -323,7 +326,7 @@ def test_a_term_of_a_recipe_is_a_model_with_its_table(tmp_path):
 
 
 def test_a_run_has_the_values_of_transformers_and_goes_on_from_another_folder(tmp_path, model_dir, monkeypatch):
-    """The reward is that of a model, twice, and of a term that is computed elsewhere."""
+    """The reward is twice that of a model, and a term that is computed in another process."""
     classifier("llama", tmp_path / "here" / "rm")
     rows = "".join(f'{{"question": "{n} + 1?"}}\n' for n in range(20))
     (tmp_path / "here" / "data.jsonl").write_text(rows)
@@ -360,14 +363,27 @@ def test_a_run_has_the_values_of_transformers_and_goes_on_from_another_folder(tm
     assert train(recipe, "--run", tmp_path / "run") == 0
     monkeypatch.chdir(tmp_path)
     assert train("--resume", tmp_path / "run", "--algorithm.steps", 3) == 0
-    rollouts = records(tmp_path / "run" / "rollouts.jsonl")
-    assert {row["step"] for row in rollouts} == {1, 2, 3}
-    for row in rollouts:
-        for answer in row["completions"]:
-            pair = (Prompt("p", row["prompt"]), completion(answer["text"]))
-            close(torch.tensor(answer["parts"]["rm"]), alone(tmp_path / "here" / "rm", [pair])[0, 0])
-            assert answer["reward"] == pytest.approx(2 * answer["parts"]["rm"] + answer["parts"]["length"])
+    rows = records(tmp_path / "run" / "rollouts.jsonl")
+    assert [row["step"] for row in rows] == [1] * 8 + [2] * 8 + [3] * 8
+    pairs = [(Prompt("p", row["prompt"]), completion(row["completion"])) for row in rows]
+    found = torch.tensor([row["parts"]["rm"] for row in rows])
+    close(found, alone(tmp_path / "here" / "rm", pairs)[:, 0])
+    lengths = torch.tensor([row["parts"]["length"] for row in rows])
+    close(torch.tensor([row["reward"] for row in rows]), 2 * found + lengths)
     assert all("reward/rm" in row for row in records(tmp_path / "run" / "metrics.jsonl"))
+    assert answered("eval", tmp_path / "run", "--evaluate.n", 2, "--output", tmp_path / "answers.jsonl") == 0
+    answers = records(tmp_path / "answers.jsonl")
+    pairs = [(Prompt("p", row["question"]), completion(row["answer"])) for row in answers]
+    close(torch.tensor([row["parts"]["rm"] for row in answers]), alone(tmp_path / "here" / "rm", pairs)[:, 0])
+
+
+def test_code_that_would_run_is_said_aloud_before_it_is_read():
+    trusted = RewardModelSettings(trust_remote_code=True)
+    task = Dataset(data="d.jsonl", rewards=(RewardTerm("exact"), RewardTerm("model:some/rm", reward_model=trusted)))
+    assert notes_on(task) == ["reward_model.trust_remote_code: Python code of some/rm runs as you"]
+    assert notes_on(Curriculum(task=task)) == notes_on(task)
+    assert notes_on(Dataset(data="d.jsonl", rewards=(RewardTerm("model:some/rm"),))) == []
+    assert notes_on(Arithmetic()) == []
 
 
 def test_the_memory_of_a_run_counts_its_reward_models_on_the_same_device(tmp_path):
