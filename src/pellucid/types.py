@@ -123,8 +123,8 @@ class Reward:
     """False where no term of the reward is meant for this prompt: the grade is missing on purpose, not by a fault."""
     degree: bool = False
     """True where the reward is a matter of degree, and `correct` no verdict: evaluation then speaks of its mean."""
-    failures: Sequence[str] = ()
-    """The names of the terms that could not be computed."""
+    failures: Mapping[str, str] = field(default_factory=dict)
+    """Why each term that failed could not be computed, by its name."""
     extra: Mapping[str, Any] = field(default_factory=dict)
     """Columns for rollouts.jsonl and the report: JSON values by name."""
     logged: Mapping[str, float] = field(default_factory=dict)

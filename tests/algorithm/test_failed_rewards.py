@@ -185,6 +185,8 @@ def test_the_signal_before_training_is_that_of_graded_answers(failed, capsys):
     show_signal([group(RIGHT, RIGHT, RIGHT, failed)], cfg)
     said = capsys.readouterr().out
     assert "100% of 3 samples of 1 prompt are right; 100% of groups of 4 will be dead." in said
+    assert ("25% of rewards failed, the first with " in said) == failed.applies
+    assert ("harder prompts" in said) != failed.applies
     show_signal([group(*[failed] * 4)], cfg)
     assert "no sample could be graded" in capsys.readouterr().out
 

@@ -46,6 +46,20 @@ def test_failed_rewards_are_counted_and_kept_out_of_the_means():
     assert metrics["tokens"] == 5
 
 
+def test_terms_that_failed_are_shown_by_name_and_share():
+    lost = Reward(nan, {"exact": 1.0}, error="judge: no", failures={"judge": "no"})
+    metrics = describe([group(right(1.0), lost), group(lost, Reward(nan, failures={"judge": "no", "exact": "late"}))])
+    assert (metrics["failed/judge"], metrics["failed/exact"]) == (0.75, 0.25)
+    assert "failed/judge" not in describe([group(right(1.0))])
+
+
+def test_what_rewards_logged_is_averaged_over_those_that_did():
+    logged = (Reward(1.0, logged={"tokens": 4.0, "cached": 1.0}), Reward(nan, error="no", logged={"tokens": 2.0}))
+    metrics = describe([group(right(1.0), *logged)])
+    assert (metrics["logged/tokens"], metrics["logged/cached"]) == (3.0, 1.0)
+    assert describe([group(Reward(0.0, logged={"x": 1.0}), Reward(0.0, logged={"x": 0.0}))])["logged/x"] == 0.5
+
+
 def test_where_every_reward_failed_there_is_no_mean_and_no_dead_group():
     metrics = describe([group(Reward(nan), Reward(nan))])
     assert isnan(metrics["reward/mean"])

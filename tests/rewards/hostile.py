@@ -11,14 +11,14 @@ import time
 from collections.abc import Callable, Iterator
 from random import Random
 
-from pellucid.rewards.terms import RewardTerm, grade
+from pellucid.rewards.terms import RewardTerm, part_of
 from pellucid.tasks.arithmetic import Arithmetic
 from pellucid.tasks.continuity import Continuity
 from pellucid.tasks.countdown import Countdown
 from pellucid.tasks.expected import Expected
 from pellucid.tasks.gsm8k import Gsm8k
 from pellucid.tasks.sorting import Sorting
-from pellucid.types import Completion, Prompt
+from pellucid.types import Completion, Progress, Prompt
 
 SLOW = 0.1
 """Seconds of computing, whatever else the machine does. Most completions are shorter than these texts by far."""
@@ -160,7 +160,9 @@ def of_task(task: object, prompt: Prompt) -> Callable[[str], bool]:
 
 
 def of_term(name: str, gold: str) -> Callable[[str], bool]:
-    return lambda text: grade(RewardTerm(name), Prompt("p", "?", gold), completion(text)) == 1.0
+    return lambda text: (
+        part_of(RewardTerm(name), [(Prompt("p", "?", gold), completion(text))], Progress())[0].value == 1.0
+    )
 
 
 def graders() -> dict[str, Callable[[str], bool]]:

@@ -7,10 +7,10 @@ from fractions import Fraction
 import pytest
 from math_pairs import is_right, rows
 
+from pellucid.rewards import formulas
 from pellucid.rewards.bounds import DEEPEST, LONGEST, computable, depth, signs
 from pellucid.rewards.formulas import conclusion, plain_number, states_formula
 from pellucid.rewards.latex import Written, is_words, written
-from pellucid.tasks import formulas
 
 TABLE = rows()
 

@@ -1,96 +1,18 @@
 import math
 import sys
+from pathlib import Path
 
 import pytest
 
-from pellucid.rewards.terms import RewardTerm, grade, labels
-from pellucid.tasks import rewards
-from pellucid.types import Completion, Prompt, UserError
+from pellucid.rewards import terms as rewards
+from pellucid.rewards.terms import RewardTerm, labels, part_of
+from pellucid.types import Completion, Progress, Prompt, UserError
 
-# The first four are the examples of TRL's documentation ("Using a custom reward function"), the fifth is from its
-# trl.rewards; word for word, but for their names.
-TRL_FUNCTIONS = r'''
-import asyncio
-import re
+FUNCTIONS = Path(__file__).with_name("trl_functions.py")
 
 
-def longer_reward(completion_ids, **kwargs):
-    """Reward function that assigns higher scores to longer completions (in terms of token count)."""
-    return [float(len(ids)) for ids in completion_ids]
-
-
-def unique_chars(completions, **kwargs):
-    """Reward function that rewards completions with more unique characters."""
-    return [float(len(set(c))) for c in completions]
-
-
-def format_reward_func(completions, **kwargs):
-    """Reward function that checks if the completion has a specific format."""
-    pattern = r"^<think>.*?</think><answer>.*?</answer>$"
-    completion_contents = [completion[0]["content"] for completion in completions]
-    matches = [re.match(pattern, content) for content in completion_contents]
-    return [1.0 if match else 0.0 for match in matches]
-
-
-def boxed_reward(completions, ground_truth, **kwargs):
-    # Regular expression to capture content inside \boxed{}
-    matches = [re.search(r"\\boxed\{(.*?)\}", completion) for completion in completions]
-    contents = [match.group(1) if match else "" for match in matches]
-    # Reward 1 if the content is the same as the ground truth, 0 otherwise
-    return [1.0 if c == gt else 0.0 for c, gt in zip(contents, ground_truth)]
-
-
-def think_format_reward(completions: list[list[dict[str, str]]], **kwargs) -> list[float]:
-    pattern = r"^<think>(?!.*<think>)(.*?)</think>.*$"
-    completion_contents = [completion[0]["content"] for completion in completions]
-    matches = [re.match(pattern, content, re.DOTALL | re.MULTILINE) for content in completion_contents]
-    return [1.0 if match else 0.0 for match in matches]
-
-
-def math_reward_func(prompts, completions, task, **kwargs):
-    rewards = []
-    for prompt, completion, t in zip(prompts, completions, task):
-        if t == "math":
-            rewards.append(1.0 if "4" in completion else -1.0)
-        else:
-            # Return None for non-math tasks
-            rewards.append(None)
-    return rewards
-
-
-async def async_reward_func(prompts, completions, **kwargs):
-    # Simulate an I/O-bound call (e.g., HTTP request, database lookup)
-    await asyncio.sleep(0.01)
-    # Simple toy reward: 1.0 if the completion is non-empty, else 0.0
-    return [1.0 if completion else 0.0 for completion in completions]
-
-
-def logging_reward(prompts, completions, log_extra, log_metric, trainer_state, **kwargs):
-    log_extra("text", completions)
-    log_metric("one", 1.0)
-    assert trainer_state is None
-    return [0.5]
-
-
-def all_columns(**columns):
-    seen.append(columns)
-    return [0.0]
-
-
-def two_rewards(completions, **kwargs):
-    return [1.0, 2.0]
-
-
-seen = []
-not_a_function = 3
-'''
-
-
-@pytest.fixture(scope="module")
-def functions(tmp_path_factory):
-    path = tmp_path_factory.mktemp("functions") / "functions_of_trl.py"
-    path.write_text(TRL_FUNCTIONS)
-    return path
+def grade(term, prompt, completion):
+    return part_of(term, [(prompt, completion)], Progress())[0].value
 
 
 def plain(text="What is 2 + 2?", answer="", **columns):
@@ -211,53 +133,6 @@ def test_length_is_minus_the_share_of_the_limit(tokens, expected):
     assert math.copysign(1, found or 0.0) == (1 if tokens == 0 else -1)
 
 
-def by(functions, name, prompt, text):
-    return grade(RewardTerm(f"{functions}:{name}"), prompt, completion(text))
-
-
-def test_functions_of_trls_documentation_run_unchanged_on_plain_prompts(functions):
-    assert by(functions, "longer_reward", plain(), "four") == 3.0
-    assert by(functions, "unique_chars", plain(), "abca") == 3.0
-    assert by(functions, "boxed_reward", plain(ground_truth="4"), r" The solution is \boxed{4}.") == 1.0
-    assert by(functions, "boxed_reward", plain(ground_truth="5"), r" The solution is \boxed{4}.") == 0.0
-    assert by(functions, "math_reward_func", plain(task="math"), "4") == 1.0
-    assert by(functions, "math_reward_func", plain(task="code"), "4") is None
-    assert by(functions, "async_reward_func", plain(), "four") == 1.0
-    assert by(functions, "async_reward_func", plain(), "") == 0.0
-    assert by(functions, "logging_reward", plain(), "4") == 0.5
-
-
-def test_functions_of_trls_documentation_run_unchanged_on_conversations(functions):
-    assert by(functions, "format_reward_func", chat(), "<think>2 + 2</think><answer>4</answer>") == 1.0
-    assert by(functions, "format_reward_func", chat(), "4") == 0.0
-    assert by(functions, "think_format_reward", chat(), "<think>\n2 + 2\n</think>\n4") == 1.0
-    assert by(functions, "think_format_reward", chat(), "<think>2 + 2") == 0.0
-
-
-def test_a_function_sees_every_column_of_its_row_as_a_list_of_one(functions):
-    row = {"topic": "sums", "difficulty": 3, "prompt": "hidden", "completions": "hidden"}
-    for prompt in (plain(**row), chat(**row)):
-        by(functions, "all_columns", prompt, "4")
-    of_plain, of_chat = sys.modules["functions_of_trl"].seen
-    for columns in (of_plain, of_chat):
-        of_trl = {"prompts", "completions", "completion_ids", "trainer_state", "log_extra", "log_metric"}
-        assert set(columns) == {"topic", "difficulty"} | of_trl
-        assert (columns["topic"], columns["difficulty"], columns["completion_ids"]) == (["sums"], [3], [[5, 5, 5]])
-    assert (of_plain["prompts"], of_plain["completions"]) == (["What is 2 + 2?"], ["4"])
-    assert of_chat["prompts"] == [list(chat().text)]
-    assert of_chat["completions"] == [[{"role": "assistant", "content": "4"}]]
-
-
-def test_a_function_must_return_one_reward_for_one_completion(functions):
-    with pytest.raises(ValueError, match="two_rewards returned 2 rewards for 1 completion"):
-        by(functions, "two_rewards", plain(), "4")
-
-
-def test_what_is_no_function_is_refused(functions):
-    with pytest.raises(UserError, match=r"is a int: name a function"):
-        RewardTerm(f"{functions}:not_a_function")
-
-
 @pytest.mark.parametrize(
     ("settings", "says"),
     [
@@ -276,16 +151,11 @@ def test_bad_terms_are_refused_in_one_line(settings, says):
     assert says in str(caught.value)
 
 
-def test_a_missing_function_is_refused_when_the_term_is_made(functions):
-    with pytest.raises(UserError, match='did you mean "unique_chars"'):
-        RewardTerm(f"{functions}:unique_char")
-
-
-def test_labels_tell_namesakes_apart(functions):
+def test_labels_tell_namesakes_apart():
     terms = [
         RewardTerm("regex", pattern="a"),
         RewardTerm("regex", pattern="b"),
-        RewardTerm(f"{functions}:unique_chars"),
+        RewardTerm(f"{FUNCTIONS}:unique_chars"),
         RewardTerm("regex", pattern="c"),
     ]
     assert labels(terms) == ["regex", "regex-2", "unique_chars", "regex-3"]

@@ -53,6 +53,7 @@ class Plain:
         width = len(str(self.total_steps))
         cells = [f"step {step:{width}}/{self.total_steps}", *plain_cells(metrics, len(groups))]
         cells += [f"! {what}: {metrics[name]:.0f}" for name, what in WARNINGS.items() if metrics.get(name)]
+        cells += [f"! failed of {failing(metrics)}"] if failing(metrics) else []
         print("  ".join(cells), flush=True)
         if not self.error and (error := first_error(groups)):
             self.error = error
@@ -86,6 +87,12 @@ def plain_cells(metrics: Mapping[str, float], groups: int) -> list[str]:
     }
     values = {**metrics, **counts, **speed(metrics)}
     return [form.format(values[name]) for name, form in formats.items() if name in values]
+
+
+def failing(metrics: Mapping[str, float]) -> str:
+    """The terms of a reward that failed, with the share of completions."""
+    shares = {name.removeprefix("failed/"): share for name, share in metrics.items() if name.startswith("failed/")}
+    return ", ".join(f"{harmless(name)} {share:.0%}" for name, share in shares.items())
 
 
 def speed(metrics: Mapping[str, float]) -> dict[str, float]:
@@ -194,6 +201,8 @@ class Console:
             if count:
                 said = f", the first with {self.error}" if name == "reward/failed" and self.error else ""
                 yield Text(f"! {WARNINGS[name]}: {count}{said}", "bold yellow", no_wrap=True, overflow="ellipsis")
+        if failed := failing(self.metrics):
+            yield Text(f"! failed in the last step: {failed}", "bold yellow", no_wrap=True, overflow="ellipsis")
 
 
 def trend_line(values: Sequence[float]) -> Text:

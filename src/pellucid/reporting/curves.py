@@ -16,6 +16,8 @@ LENGTHS = {"completion/length_mean": "mean", "completion/length_right": "right",
 DEAD = {"groups/dead_all_right": "all right", "groups/dead_all_wrong": "all wrong"}
 GAPS = {"sampler/gap_mean": "mean", "sampler/gap_max": "max"}
 STAGES = {f"time/{stage}": stage for stage in ("generate", "reward", "score", "update")}
+MOST_LOGGED = 8
+"""How many of the metrics that rewards log have a chart on the report; all of them are in metrics.jsonl."""
 NOT_TERMS = {"reward/mean", "reward/std", "reward/failed", "reward/no_term", "reward/after_kl"}
 
 
@@ -29,6 +31,10 @@ def curves(metrics: Sequence[Record], evals: Mapping[tuple[str, str], Sequence[R
         ),
         chart("Length", "tokens of a completion", lines(metrics, LENGTHS), include=(0,)),
         chart("Terms of the reward", "means, before their weights", lines(metrics, terms(metrics))),
+        *(
+            chart(name.removeprefix("logged/"), "logged by rewards, mean of a step", lines(metrics, {name: ""}))
+            for name in logged(metrics)
+        ),
         chart("Entropy", "nats a token", lines(metrics, {"entropy": "entropy"}), include=(0,)),
         chart("KL", "from the reference, nats a token", lines(metrics, {"kl": "kl"}), include=(0,)),
         chart("Sampler gap", "between sampler and scorer, nats a token", lines(metrics, GAPS), include=(0,)),
@@ -99,6 +105,11 @@ def terms(metrics: Sequence[Record]) -> dict[str, str]:
     """The terms of a composite reward; a single one would be the reward again."""
     names = [name for name in (metrics[-1] if metrics else {}) if name.startswith("reward/") and name not in NOT_TERMS]
     return {name: name.removeprefix("reward/") for name in names} if len(names) > 1 else {}
+
+
+def logged(metrics: Sequence[Record]) -> list[str]:
+    """The first metrics that rewards logged."""
+    return list({name: None for row in metrics for name in row if name.startswith("logged/")})[:MOST_LOGGED]
 
 
 def line(rows: Sequence[Record], name: str) -> list[Point]:

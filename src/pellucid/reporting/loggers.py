@@ -113,6 +113,7 @@ def rollouts(group: Group) -> list[dict[str, Any]]:
             "parts": {name: float(value) for name, value in reward.parts.items()},
             "advantage": advantage,
             **({"error": reward.error} if reward.error else {}),
+            **({"extra": dict(reward.extra)} if reward.extra else {}),
             "tokens": list(completion.token_ids),
             **({"given": [list(stretch) for stretch in completion.given]} if completion.given else {}),
             "logprobs": [float(f"{logprob:.6g}") for logprob in completion.logprobs],

@@ -1,12 +1,14 @@
 """Metrics of the graded groups of a step: pure functions, no torch.
 
 `reward/*` and `*/correct` speak of the completions that got a grade: a reward that failed has no value to average, and
-is counted in `reward/failed` instead, or in `reward/no_term` where no term is meant for the prompt. Lengths are in
-sampled tokens, the end-of-sequence token included.
+is counted in `reward/failed` instead, or in `reward/no_term` where no term is meant for the prompt. `failed/NAME` is
+the share of completions for which that term failed, `logged/NAME` the mean of what rewards logged by that name. Lengths
+are in sampled tokens, the end-of-sequence token included.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from math import comb, isfinite, nan
 from statistics import fmean, pstdev
@@ -26,12 +28,14 @@ def describe(groups: Sequence[Group], min_reward_range: float = 0.0) -> dict[str
     all_right = sum(all(reward.is_correct for reward in rewards) for rewards in dead)
     unmeant = sum(not reward.applies for _, reward in pairs)
     return {
+        **logged_means([reward for _, reward in pairs]),
         **prefix_lengths(groups),
         **part_means([reward for _, reward in graded]),
         "reward/mean": fmean(values) if values else nan,
         "reward/std": pstdev(values) if values else nan,
         "reward/failed": float(sum(reward.failed and reward.applies for _, reward in pairs)),
         **({"reward/no_term": float(unmeant)} if unmeant else {}),
+        **failed_shares([reward for _, reward in pairs]),
         "groups/dead_all_right": all_right / len(groups),
         "groups/dead_all_wrong": (len(dead) - all_right) / len(groups),
         "completion/correct": fmean(reward.is_correct for _, reward in graded) if graded else nan,
@@ -59,6 +63,19 @@ def part_means(rewards: Sequence[Reward]) -> dict[str, float]:
     names = {name: None for reward in rewards for name in reward.parts}
     known = {name: [x for reward in rewards if isfinite(x := reward.parts.get(name, nan))] for name in names}
     return {f"reward/{name}": fmean(values) if values else nan for name, values in known.items()}
+
+
+def failed_shares(rewards: Sequence[Reward]) -> dict[str, float]:
+    """The share of completions for which each term failed, of the terms that did."""
+    names = Counter(name for reward in rewards for name in reward.failures)
+    return {f"failed/{name}": count / len(rewards) for name, count in names.items()}
+
+
+def logged_means(rewards: Sequence[Reward]) -> dict[str, float]:
+    """The mean of each number that rewards logged, over the completions that have one."""
+    names = {name: None for reward in rewards for name in reward.logged}
+    known = {name: [reward.logged[name] for reward in rewards if name in reward.logged] for name in names}
+    return {f"logged/{name}": fmean(values) for name, values in known.items()}
 
 
 def mean_length(completions: Sequence[Completion]) -> float:

@@ -126,6 +126,7 @@ def facts(config: Record, metrics: Sequence[Record]) -> str:
         "Time in steps": (duration(total(metrics, "time/step")), False),
         "Tokens sampled": (f"{total(metrics, 'tokens'):,.0f}", False),
         "Failed rewards": (f"{failed:,}", failed > 0),
+        **{f"Failed, {shown(name)}": (f"{share:.1%}", True) for name, share in failed_shares(metrics).items()},
         "Skipped updates": (f"{skipped:,}", skipped > 0),
         "Updates without a gradient": (f"{idle:,}", idle > 0),
     }
@@ -133,6 +134,12 @@ def facts(config: Record, metrics: Sequence[Record]) -> str:
         overflowed = int(total(metrics, "skipped/overflow"))
         rows["Updates too large for fp16"] = (f"{overflowed:,}", overflowed > 0)
     return fact_list(rows)
+
+
+def failed_shares(metrics: Sequence[Record]) -> dict[str, float]:
+    """The share of all completions for which each term failed, of the terms that did."""
+    names = {name: None for row in metrics for name in row if name.startswith("failed/")}
+    return {name.removeprefix("failed/"): total(metrics, name) / len(metrics) for name in names}
 
 
 def fact_list(rows: Mapping[str, tuple[str, bool]]) -> str:
@@ -239,8 +246,14 @@ def card(rank: str, rollout: Record) -> str:
         f'<article class="{rank}"><p><b>{rank}</b>, {", ".join(said)}</p>{error}\n'
         f'<pre class="prompt" dir="auto" tabindex="0">{clipped(rollout["prompt"])}</pre>\n'
         f'<pre dir="auto" tabindex="0">{begun(rollout)}{clipped(rollout["completion"])}</pre>'
-        f"{strip(rollout['logprobs'])}</article>"
+        f"{extras(rollout.get('extra', {}))}{strip(rollout['logprobs'])}</article>"
     )
+
+
+def extras(columns: Record) -> str:
+    """What rewards logged beside the completion."""
+    rows = (f"<b>{clipped(name)}</b> {clipped(str(value))}" for name, value in columns.items())
+    return "".join(f"\n<p>{row}</p>" for row in rows)
 
 
 def begun(rollout: Record) -> str:

@@ -57,7 +57,7 @@ def of_reward(reward: Any) -> dict[str, Any]:
             "correct": None if reward.correct is None else truth(reward.correct),
             "applies": bool(reward.applies),
             "degree": bool(reward.degree),
-            "failures": tuple(map(str, reward.failures)),
+            "failures": {str(name): one_line(str(error)) for name, error in reward.failures.items()},
             "extra": extras(reward.extra),
             "logged": numbers(reward.logged, "metric"),
         }

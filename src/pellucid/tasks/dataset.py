@@ -137,7 +137,7 @@ class Dataset:
             weights=weights,
             applies=bool(values or failed),
             degree=is_degree,
-            failures=tuple(failed),
+            failures=failed,
             extra={column: value for part in parts for column, value in part.extra.items()},
             logged={metric: value for part in parts for metric, value in part.logged.items()},
         )

@@ -76,4 +76,5 @@ def said(groups: Sequence[Group], drawn: str) -> Iterator[dict[str, Any]]:
                 "correct": reward.is_correct if reward.is_verdict and not reward.failed else None,
                 "parts": {name: float(value) for name, value in reward.parts.items()},
                 "error": reward.error,
+                **({"extra": dict(reward.extra)} if reward.extra else {}),
             }

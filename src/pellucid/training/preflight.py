@@ -23,8 +23,8 @@ from pellucid.policy.model import has_own_code
 from pellucid.policy.policy import Policy
 from pellucid.policy.quantized import numbers
 from pellucid.reporting import boards
-from pellucid.reporting.console import first_error, first_line
-from pellucid.reporting.metrics import all_failed, predicted_dead_share
+from pellucid.reporting.console import failing, first_error, first_line
+from pellucid.reporting.metrics import all_failed, failed_shares, predicted_dead_share
 from pellucid.reporting.report import counted
 from pellucid.rewards.graders import notes_on
 from pellucid.tasks.prefixed import Prefixed
@@ -36,6 +36,8 @@ from pellucid.types import Completion, Group, NotBegunError, Reward, UserError, 
 
 MANY_CUT_OFF = 0.1
 """From which share of the samples on a line says that they were cut off."""
+MANY_FAILED = 0.1
+"""From which share of the rewards on the advice is to mend them."""
 
 
 def check(cfg: Config, run_dir: Path) -> None:
@@ -133,9 +135,21 @@ def show_signal(groups: Sequence[Group], cfg: Config) -> None:
     rewards = [[nan if reward.failed else float(reward.value) for reward in group.rewards] for group in groups]
     dead = predicted_dead_share(rewards, size, cfg.algorithm.min_reward_range)
     found = f"{dead:.0%} of groups of {size} will be dead."
-    print(f"{outcome(graded, len(groups))}; {found}", advice(dead, graded, can_begin(cfg)))
+    failures = unreliable(groups)
+    print(f"{outcome(graded, len(groups))}; {found}", failures or advice(dead, graded, can_begin(cfg)))
     if warning := cut_off([completion for group in groups for completion in group.completions], cfg):
         print(f"! {warning}", flush=True)
+
+
+def unreliable(groups: Sequence[Group]) -> str:
+    """What to do where more than a few rewards failed: nothing that is said of the others would help."""
+    rewards = [reward for group in groups for reward in group.rewards if reward.applies]
+    share = fmean(reward.failed for reward in rewards)
+    if share < MANY_FAILED:
+        return ""
+    terms = failing(failed_shares(rewards))
+    whose = f" ({terms})" if terms else ""
+    return f"{share:.0%} of rewards failed{whose}, the first with {first_error(groups)}: mend them first."
 
 
 def outcome(graded: Sequence[Reward], prompts: int) -> str:

@@ -1,0 +1,259 @@
+"""Reward functions of the user's own: called as TRL calls them, with what TRL gives them, to TRL's values."""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from pathlib import Path
+
+import datasets
+import pytest
+import torch
+import trl_functions
+from trl import GRPOConfig as TRLConfig
+from trl import GRPOTrainer
+
+from conftest import character_tokenizer, make_policy
+from pellucid.rewards.graded import Graded
+from pellucid.rewards.settings import RewardConfig
+from pellucid.rewards.terms import RewardTerm
+from pellucid.tasks.dataset import Dataset
+from pellucid.types import Completion, Progress, Prompt, UserError
+
+FILE = Path(__file__).with_name("trl_functions.py")
+ROWS = [{"question": f"{n} + {n}?", "answer": str(2 * n), "task": "math" if n % 2 else "code"} for n in range(8)]
+TEXTS = [
+    r"\boxed{2}",
+    "4",
+    "<think>4</think><answer>4</answer>",
+    "",
+    "a longer answer",
+    "4",
+    "44",
+    "<think>\n</think> x",
+]
+NOW = Progress(3, 12)
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    path = tmp_path_factory.mktemp("data") / "rows.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in ROWS))
+    return path
+
+
+@pytest.fixture
+def task(data):
+    """Make a task whose reward is these functions; its processes end with the test."""
+    made = []
+
+    def make(*names, chat=False, cfg=None, **settings):
+        terms = tuple(RewardTerm(f"{FILE}:{name}", **settings) for name in names)
+        made.append(Graded(Dataset(data=str(data), rewards=terms, chat=chat), cfg))
+        return made[-1]
+
+    yield make
+    for each in made:
+        each.close()
+
+
+def groups(task, texts=TEXTS):
+    """Two prompts, with half of the texts each."""
+    prompts = task.sample(0, 2)
+    half = len(texts) // 2
+    completions = [Completion((7,) * len(text), (-1.0,) * len(text), text, True) for text in texts]
+    return [(prompts[i // half], completion) for i, completion in enumerate(completions)]
+
+
+def values(task, name, pairs, progress=NOW):
+    return [reward.parts.get(name) for reward in task.reward_all(pairs, progress)]
+
+
+# ---------------------------------------------------------------- TRL
+
+
+@pytest.fixture(scope="module")
+def by_trl(tmp_path_factory):
+    """Return what TRL's trainer computes: a row of values for each completion, NaN for None."""
+    folder = str(tmp_path_factory.mktemp("trl"))
+    make_policy().model.save_pretrained(folder)
+
+    def compute(functions, pairs, progress=NOW):
+        model = make_policy().model
+        model.config._name_or_path = folder
+        trainer = GRPOTrainer(
+            model=model,
+            reward_funcs=functions,
+            args=TRLConfig(
+                output_dir=folder,
+                use_cpu=True,
+                bf16=False,
+                report_to=[],
+                per_device_train_batch_size=8,
+                num_generations=4,
+                gradient_checkpointing=False,
+            ),
+            train_dataset=datasets.Dataset.from_list([{"prompt": "1+1?"}] * 8),
+            processing_class=character_tokenizer(),
+        )
+        trainer.state.global_step, trainer.state.max_steps = progress.global_step, progress.max_steps
+        chat = not isinstance(pairs[0][0].text, str)
+        prompts = [[dict(m) for m in prompt.text] if chat else prompt.text for prompt, _ in pairs]
+        texts = [[{"role": "assistant", "content": c.text}] if chat else c.text for _, c in pairs]
+        rows = [{"prompt": text, **prompt.columns} for (prompt, _), text in zip(pairs, prompts, strict=True)]
+        rewards = trainer._calculate_rewards(rows, prompts, texts, [list(c.token_ids) for _, c in pairs])
+        return rewards.tolist(), trainer
+
+    return compute
+
+
+PLAIN = [
+    "longer_reward",
+    "unique_chars",
+    "math_reward_func",
+    "async_reward_func",
+    "ranked",
+    "unlike_the_others",
+    "judge",
+    "partly",
+    "growing",
+    "logging_reward",
+]
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(("names", "chat"), [(PLAIN, False), (["format_reward_func", "think_format_reward"], True)])
+def test_the_values_are_those_of_trl(names, chat, task, by_trl):
+    ours = task(*names, chat=chat)
+    pairs = groups(ours)
+    found = [[reward.parts.get(name, math.nan) for name in names] for reward in ours.reward_all(pairs, NOW)]
+    expected, trainer = by_trl([getattr(trl_functions, name) for name in names], pairs)
+    torch.testing.assert_close(torch.tensor(found), torch.tensor(expected), rtol=0, atol=0, equal_nan=True)
+    assert len({tuple(row) for row in found}) > 1
+    if not chat:
+        rewards = ours.reward_all(pairs)
+        assert [reward.extra["letters"] for reward in rewards] == trainer._pending_extra_logs["letters"]
+        assert rewards[0].logged == {"longest": sum(trainer._pending_metrics["longest"]) / 2}
+
+
+def test_a_function_sees_what_trl_gives_it(task):
+    ours = task("columns_seen", chat=True)
+    rewards = ours.reward_all(groups(ours))
+    first, last = (rewards[i].extra["seen"] for i in (0, -1))
+    assert first["question"] != last["question"]
+    assert {"question": last["question"], "answer": last["answer"], "task": last["task"]} in ROWS
+    assert last["prompts"] == [{"role": "user", "content": last["question"]}]
+    assert last["completion_ids"] == [7] * len(TEXTS[-1])
+    of_trl = {"prompts", "completion_ids", "trainer_state", "log_extra", "log_metric"}
+    assert set(rewards[0].extra["keywords"]) == of_trl | set(ROWS[0])
+
+
+def test_a_column_that_a_row_lacks_is_none(task):
+    ours = task("columns_seen")
+    [(first, said), *_, (second, _)] = groups(ours)
+    lacking = Prompt("other", "?", columns={"question": "?"})
+    rewards = ours.reward_all([(first, said), (second, said), (lacking, said)])
+    assert [reward.extra["seen"]["task"] for reward in rewards] == [first.columns["task"], second.columns["task"], None]
+
+
+# ---------------------------------------------------------------- at once
+
+
+def test_delays_of_a_second_are_waited_for_once(task):
+    """Two judges of a second each, 64 completions: TRL takes a second, one after the other 128."""
+    ours = task("slow_judge", "another_slow_judge", "ranked")
+    pairs = groups(ours, TEXTS * 8)
+    ours.reward(*pairs[0])  # the process has started
+    begun = time.monotonic()
+    rewards = ours.reward_all(pairs)
+    assert time.monotonic() - begun < 3.0
+    assert [r.parts["slow_judge"] for r in rewards] == [float(len(c.text)) for _, c in pairs]
+    assert [r.parts["another_slow_judge"] for r in rewards] == [-float(len(c.text)) for _, c in pairs]
+
+
+def test_what_an_asynchronous_function_has_opened_lives_on(task):
+    ours = task("judge")
+    for _ in range(2):
+        assert values(ours, "judge", groups(ours)) == [0.5] * 8
+
+
+# ---------------------------------------------------------------- what goes wrong
+
+
+@pytest.mark.parametrize("name", ["fragile", "fragile_judge"])
+def test_an_error_costs_the_group_that_it_is_of(name, task):
+    """The empty answer is in the first group. Values of the second are those of a call of its own."""
+    ours = task(name)
+    rewards = ours.reward_all(groups(ours))
+    assert [reward.failed for reward in rewards] == [True] * 4 + [False] * 4
+    assert [reward.value for reward in rewards[4:]] == [1 / len(text) for text in TEXTS[4:]]
+    line = next(n for n, text in enumerate(FILE.read_text().splitlines(), 1) if f"def {name}(" in text)
+    error = f"ZeroDivisionError: division by zero (trl_functions.py, line {line + 1 + (name != 'fragile')})"
+    assert rewards[0].error == f"{name}: {error}"
+    assert rewards[0].failures == {name: error}
+
+
+@pytest.mark.parametrize(
+    ("name", "error"),
+    [
+        ("one_too_many", "one_too_many returned 9 rewards for 8 completions: it must return one for each"),
+        ("no_list", "no_list returned 1.0, where a list with a number for each is needed"),
+        ("takes_less", "takes_less got an unexpected keyword argument '"),
+        ("wrong_extra", 'log_extra("short") has 1 values for 8 completions'),
+    ],
+)
+def test_a_wrong_answer_is_an_error_of_all_by_the_name_of_the_function(name, error, task):
+    ours = task("ranked", name)
+    rewards = ours.reward_all(groups(ours))
+    assert all(reward.failed and reward.error.startswith(f"{name}: {error}") for reward in rewards)
+    assert all(set(reward.parts) == {"ranked"} for reward in rewards)
+
+
+def test_what_is_no_number_is_an_error_of_its_completion(task):
+    ours = task("one_is_no_number")
+    rewards = ours.reward_all(groups(ours))
+    assert [reward.error for reward in rewards[:2]] == [
+        "one_is_no_number: the reward is nan",
+        "one_is_no_number: the reward is 'a lot', where a number is needed",
+    ]
+    assert [reward.value for reward in rewards[2:]] == [0.0] * 6
+
+
+def test_numbers_of_any_kind_are_numbers_and_none_does_not_apply(task):
+    ours = task("numbers_of_any_kind")
+    rewards = ours.reward_all(groups(ours, ["a", "b", "c", "d"]))
+    assert [reward.parts.get("numbers_of_any_kind") for reward in rewards] == [1.0, 2.0, 0.5, None]
+    assert [reward.applies for reward in rewards] == [True, True, True, False]
+
+
+@pytest.mark.parametrize(
+    ("name", "error"),
+    [
+        ("hangs", "no reward within 1 s"),
+        ("hangs_together", "no reward within 1 s"),
+        ("ends_its_process", "the reward ended its process (exit status 3)"),
+    ],
+)
+def test_who_hangs_or_dies_costs_nobody_else_a_value(name, error, task):
+    ours = task("ranked", name, "longer_reward", "slow_judge", cfg=RewardConfig(step_timeout=5.0))
+    terms = [RewardTerm(term.name, timeout=1.0 * (term.name.endswith(name))) for term in ours.rewards]
+    ours.close()
+    ours = Graded(Dataset(data=ours.data, rewards=tuple(terms), chat=False), RewardConfig(step_timeout=5.0))
+    pairs = groups(ours)
+    rewards = ours.reward_all(pairs)
+    ours.close()
+    assert {reward.error for reward in rewards} == {f"{name}: {error}"}
+    assert [r.parts["longer_reward"] for r in rewards] == [float(len(c.token_ids)) for _, c in pairs]
+    assert [r.parts["slow_judge"] for r in rewards] == [float(len(c.text)) for _, c in pairs]
+    assert all("ranked" in r.parts for r in rewards)
+
+
+def test_what_is_no_function_is_refused():
+    with pytest.raises(UserError, match=r"is a int: name a function"):
+        RewardTerm(f"{FILE}:not_a_function")
+
+
+def test_a_missing_function_is_refused_when_the_term_is_made():
+    with pytest.raises(UserError, match='did you mean "unique_chars"'):
+        RewardTerm(f"{FILE}:unique_char")

@@ -1,0 +1,174 @@
+"""Reward functions as people have them: those of TRL's documentation, and others that its trainer takes.
+
+The first six are the examples of TRL's documentation ("Using a custom reward function") and of its trl.rewards, word
+for word but for their names.
+"""
+# ruff: noqa: B007, B905
+
+import asyncio
+import functools
+import os
+import re
+import time
+
+
+def longer_reward(completion_ids, **kwargs):
+    """Reward function that assigns higher scores to longer completions (in terms of token count)."""
+    return [float(len(ids)) for ids in completion_ids]
+
+
+def unique_chars(completions, **kwargs):
+    """Reward function that rewards completions with more unique characters."""
+    return [float(len(set(c))) for c in completions]
+
+
+def format_reward_func(completions, **kwargs):
+    """Reward function that checks if the completion has a specific format."""
+    pattern = r"^<think>.*?</think><answer>.*?</answer>$"
+    completion_contents = [completion[0]["content"] for completion in completions]
+    matches = [re.match(pattern, content) for content in completion_contents]
+    return [1.0 if match else 0.0 for match in matches]
+
+
+def boxed_reward(completions, ground_truth, **kwargs):
+    # Regular expression to capture content inside \boxed{}
+    matches = [re.search(r"\\boxed\{(.*?)\}", completion) for completion in completions]
+    contents = [match.group(1) if match else "" for match in matches]
+    # Reward 1 if the content is the same as the ground truth, 0 otherwise
+    return [1.0 if c == gt else 0.0 for c, gt in zip(contents, ground_truth)]
+
+
+def think_format_reward(completions: list[list[dict[str, str]]], **kwargs) -> list[float]:
+    pattern = r"^<think>(?!.*<think>)(.*?)</think>.*$"
+    completion_contents = [completion[0]["content"] for completion in completions]
+    matches = [re.match(pattern, content, re.DOTALL | re.MULTILINE) for content in completion_contents]
+    return [1.0 if match else 0.0 for match in matches]
+
+
+def math_reward_func(prompts, completions, task, **kwargs):
+    rewards = []
+    for prompt, completion, t in zip(prompts, completions, task):
+        if t == "math":
+            rewards.append(1.0 if "4" in completion else -1.0)
+        else:
+            # Return None for non-math tasks
+            rewards.append(None)
+    return rewards
+
+
+async def async_reward_func(prompts, completions, **kwargs):
+    # Simulate an I/O-bound call (e.g., HTTP request, database lookup)
+    await asyncio.sleep(0.01)
+    # Simple toy reward: 1.0 if the completion is non-empty, else 0.0
+    return [1.0 if completion else 0.0 for completion in completions]
+
+
+def ranked(prompts, completions, **kwargs):
+    """Compares siblings: the longest answer to a question gets 1, the shortest 0."""
+    siblings = {prompt: sorted({len(c) for p, c in zip(prompts, completions) if p == prompt}) for prompt in prompts}
+    return [
+        siblings[prompt].index(len(completion)) / max(1, len(siblings[prompt]) - 1)
+        for prompt, completion in zip(prompts, completions)
+    ]
+
+
+def unlike_the_others(completions, **kwargs):
+    """Compares all completions of the step."""
+    return [1.0 / completions.count(completion) for completion in completions]
+
+
+async def slow_judge(completions, **kwargs):
+    await asyncio.sleep(1.0)
+    return [float(len(completion)) for completion in completions]
+
+
+async def another_slow_judge(completions, **kwargs):
+    await asyncio.sleep(1.0)
+    return [-float(len(completion)) for completion in completions]
+
+
+class Judge:
+    """A callable object, asynchronous, that keeps something open between its calls, as clients do."""
+
+    def __init__(self):
+        self.lock = None
+
+    async def __call__(self, completions, **kwargs):
+        self.lock = self.lock or asyncio.Lock()
+        async with self.lock:
+            await asyncio.sleep(0)
+        return [0.5] * len(completions)
+
+
+judge = Judge()
+partly = functools.partial(judge, verbose=True)
+
+
+def growing(completions, trainer_state, **kwargs):
+    """A reward that becomes stricter during training."""
+    share = trainer_state.global_step / trainer_state.max_steps
+    return [share * len(completion) for completion in completions]
+
+
+def logging_reward(completions, log_extra, log_metric, **kwargs):
+    log_extra("letters", [len(completion) for completion in completions])
+    log_metric("longest", max(map(len, completions)))
+    log_metric("longest", 0.0)
+    return [0.5 for _ in completions]
+
+
+def columns_seen(completions, **kwargs):
+    """Every keyword and its value, as a column of the log."""
+    known = {name: value for name, value in kwargs.items() if isinstance(value, list)}
+    kwargs["log_extra"]("seen", [{name: values[i] for name, values in known.items()} for i in range(len(completions))])
+    kwargs["log_extra"]("keywords", [sorted(kwargs) for _ in completions])
+    return [0.0] * len(completions)
+
+
+def numbers_of_any_kind(completions, **kwargs):
+    return iter([True, 2, 0.5, None][: len(completions)])
+
+
+def fragile(completions, **kwargs):
+    return [1 / len(completion) for completion in completions]
+
+
+async def fragile_judge(completions, **kwargs):
+    await asyncio.sleep(0)
+    return [1 / len(completion) for completion in completions]
+
+
+def one_too_many(completions, **kwargs):
+    return [0.0] * (len(completions) + 1)
+
+
+def one_is_no_number(completions, **kwargs):
+    return [float("nan"), "a lot", *(0.0 for _ in completions[2:])]
+
+
+def no_list(completions, **kwargs):
+    return 1.0
+
+
+def takes_less(completions):
+    return [0.0] * len(completions)
+
+
+def wrong_extra(completions, log_extra, **kwargs):
+    log_extra("short", [1])
+    return [0.0] * len(completions)
+
+
+def hangs(completions, **kwargs):
+    time.sleep(1000)
+
+
+async def hangs_together(completions, **kwargs):
+    await asyncio.sleep(1000)
+
+
+def ends_its_process(completions, **kwargs):
+    os._exit(3)
+
+
+not_a_function = 3
