@@ -18,6 +18,7 @@ from pellucid.policy.adapter import BASE_STAYS, AdapterOff
 from pellucid.policy.policy import Policy
 from pellucid.policy.template import Template
 from pellucid.rewards.graded import Graded
+from pellucid.rewards.graders import graders_of
 from pellucid.rewards.settings import RewardConfig
 from pellucid.runtimes.processes import decided
 from pellucid.runtimes.runtime import Runtime
@@ -179,7 +180,7 @@ def graded(task: Task, cfg: RewardConfig, log: Path | None = None) -> Task:
     """The task with its rewards computed apart, unless they are among those that cannot raise, hang or die."""
     if all(type(layer) in HARMLESS for layer in layers(task)):
         return task
-    return Graded(task, cfg, log, here=only_here(task))
+    return Graded(task, cfg, log, graders_of(task), here=only_here(task))
 
 
 def load_reference(cfg: Config, learner: Policy) -> Policy | AdapterOff:

@@ -1,0 +1,32 @@
+"""The terms of a reward that are computed in the process of the run, beside the processes of all others."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pellucid.rewards.graded import grading, has_terms
+from pellucid.rewards.model import RewardModel
+from pellucid.rewards.parts import Grader
+from pellucid.rewards.settings import RewardModelSettings
+from pellucid.rewards.terms import MODEL
+
+
+def graders_of(task: Any) -> dict[int, Grader]:
+    """Return the graders of a task by their places in its `rewards`. Models are loaded: UserError as they have it."""
+    return {place: RewardModel(source, settings) for place, (source, settings) in models_of(task).items()}
+
+
+def notes_on(task: Any) -> list[str]:
+    """Return the lines that must be shown before the graders of a task are loaded."""
+    return [note for source, settings in models_of(task).values() if (note := settings.note(source))]
+
+
+def models_of(task: Any) -> dict[int, tuple[str, RewardModelSettings]]:
+    """Return name and settings of each reward model of a task, by its place in `rewards`."""
+    grades = grading(task)
+    terms = grades.rewards if has_terms(grades) else ()
+    return {
+        place: (term.name.removeprefix(MODEL), term.reward_model or RewardModelSettings())
+        for place, term in enumerate(terms)
+        if term.name.startswith(MODEL)
+    }
