@@ -136,6 +136,8 @@ def test_all_that_is_under_the_name_of_a_secret_is_hidden(secret):
         (r"C:\Users\me\rewards.py:brief", "rewards.py:brief"),
         ("openai/gsm8k", "openai/gsm8k"),
         ("modelscope:me/model", "modelscope:me/model"),
+        ("model:/home/me/judges/small", "model:small"),
+        ("model:me/small", "model:me/small"),
         ("/no_think", "/no_think"),
         ("/think/ {question}", "/think/ {question}"),
         ("https://hub/me/it", "https://hub/me/it"),

@@ -361,20 +361,23 @@ def test_several_rewards_have_weights_and_names(small):
 
 
 def test_a_reward_that_fails_costs_itself(small):
-    """At the first completion of each step that asks for more than one number."""
-    calls = []
+    """It raises at some of the questions; their siblings go with them, and nobody else."""
+    odd = {row["question"] for row in ROWS[::2]}
 
-    def careless(completions, **columns):
-        calls.append(completions)
-        return digits(completions) if len(calls) % 3 else [1.0, 2.0]
+    def careless(completions, question, **columns):
+        return {}["no such key"] if odd & set(question) else digits(completions)
 
     mine = pellucid.train(data=ROWS, reward=careless, **small).finish()
-    assert sum(row["reward/failed"] for row in mine.metrics) >= 6
-    assert "careless returned 2 rewards for 1 completion" in (mine.folder / "rewards.log").read_text()
+    groups = [row["reward/failed"] / small["group_size"] for row in mine.metrics]
+    assert 0 < sum(groups) < small["steps"] * small["prompts_per_step"]
+    assert all(number == int(number) for number in groups)
+    assert (mine.folder / "rewards.log").read_text().count("KeyError: 'no such key'") == 1
 
 
 def test_where_every_reward_fails_nothing_is_left(small):
-    with pytest.raises(NotBegunError, match="every reward of the first 8 samples failed, the first with KeyError"):
+    with pytest.raises(
+        NotBegunError, match="every reward of the first 2 samples failed, the first with lambda: KeyError"
+    ):
         pellucid.train(data=ROWS, reward=lambda completions, **_: {}[0], **small).finish()
     assert not small["run"].exists()
     better = [{"question": "1=", "answer": "1"}, {"question": "2=", "answer": "2"}]
@@ -413,7 +416,7 @@ def test_prompts_as_trl_has_them(small):
 
     def reward(prompts, completions, solution, **columns):
         seen.append((prompts[0], completions[0], solution[0]))
-        return [0.5]
+        return [0.5 for _ in completions]
 
     for form in (str, lambda text: [{"role": "user", "content": text}]):
         rows = [{"prompt": form(text), "solution": text[0]} for text in ("1+1=", "2+2=", "3+3=")]
@@ -581,7 +584,7 @@ def objective(tokens, cfg):
     return {sign}1.0 * tokens.advantages * tokens.logprobs
 
 def reward(completions, **columns):
-    return [{sign}1.0 * len(completions[0])]
+    return [{sign}1.0 * len(completion) for completion in completions]
 
 @dataclass(frozen=True)
 class Task:

@@ -9,11 +9,14 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from pellucid.config import Config
+from pellucid.machine.hardware import pick_device
 from pellucid.models.family import fallback_reason
 from pellucid.policy.access import USUAL, Access
 from pellucid.policy.logprobs import MANY
 from pellucid.policy.model import has_own_code
 from pellucid.policy.pretrained import by, explained, locate, refuse
+from pellucid.rewards.graders import models_of
+from pellucid.rewards.model import gigabytes
 from pellucid.runtimes.settings import BUCKET
 from pellucid.sections import PolicyConfig
 
@@ -74,11 +77,15 @@ def parts(model: Model, cfg: Config, processes: int = 1) -> dict[str, float | No
     ours = computed_by_us(model, cfg)
     tokens = tokens_of(cfg, processes, shared=ours)
     counted = not unlike(model.config)
-    return state(model, cfg, processes) | {
-        "activations": tokens * activations(model.config, cfg, ours) / 1e9 if counted else None,
-        "logits": 4 * MANY / 1e9,
-        "libraries": LIBRARIES,
-    }
+    return (
+        state(model, cfg, processes)
+        | reward_models(cfg)
+        | {
+            "activations": tokens * activations(model.config, cfg, ours) / 1e9 if counted else None,
+            "logits": 4 * MANY / 1e9,
+            "libraries": LIBRARIES,
+        }
+    )
 
 
 def peak(model: Model, cfg: Config, processes: int = 1) -> float:
@@ -89,6 +96,7 @@ def peak(model: Model, cfg: Config, processes: int = 1) -> float:
     p = model.parameters / 1e9
     sharded = cfg.runtime.engine in ("fsdp2", "deepspeed")
     start = 4 * p * (1 + has_reference(cfg) / processes) + LIBRARIES if sharded else 0.0
+    start += sum(reward_models(cfg).values())
     return max(together(parts(model, cfg, processes)), start)
 
 
@@ -145,6 +153,17 @@ def state(model: Model, cfg: Config, processes: int = 1) -> dict[str, float]:
     """GB of weights, gradients, optimizer and reference."""
     by_engine = {"fsdp2": fsdp2_state, "deepspeed": zero_state}
     return by_engine.get(cfg.runtime.engine, ddp_state)(model, cfg, processes)
+
+
+def reward_models(cfg: Config) -> dict[str, float]:
+    """GB of the reward models on the policy's device, each of which is whole in every process; empty without any."""
+    device = pick_device(cfg.policy.device)
+    sizes = [
+        gigabytes(source, settings)
+        for source, settings in models_of(cfg.task).values()
+        if pick_device(settings.device, "reward_model.device") == device
+    ]
+    return {"reward model": sum(sizes)} if sizes else {}
 
 
 def has_reference(cfg: Config) -> bool:

@@ -14,7 +14,7 @@ from pellucid.tasks import TASKS
 from pellucid.tasks.given import class_around
 from pellucid.tasks.wrappers import is_local, wraps
 from pellucid.training.files import AXES
-from pellucid.types import UserError
+from pellucid.types import UserError, grades_together
 
 Term = str | Callable[..., Any] | RewardTerm | Mapping[str, Any]
 Terms = Term | tuple[Term, float] | Sequence[Term | tuple[Term, float]]
@@ -83,6 +83,8 @@ def section_of(task: Any, objects: Objects) -> dict[str, Any]:
     if isinstance(task, type):
         return {"name": class_name(task, objects)}
     missing = [name for name in ("sample", "reward") if not callable(getattr(task, name, None))]
+    if grades_together(task):
+        missing = [name for name in missing if name != "reward"]
     if missing:
         raise UserError(f"task is of type {type(task).__name__}, which has no {' and no '.join(missing)}")
     known = dataclasses.fields(task) if dataclasses.is_dataclass(task) else ()

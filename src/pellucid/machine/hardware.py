@@ -33,8 +33,11 @@ CACHED_PRODUCTS = {"ONEDNN_PRIMITIVE_CACHE_CAPACITY": "64", "LRU_CACHE_CAPACITY"
 Every step has new shapes: what is kept for older ones is not used again, and keeps holes in the heap from closing."""
 
 
-def pick_device(name: str) -> torch.device:
-    """`auto` is this process's GPU, as is `cuda`, else Apple's, else the CPU. UserError where there is no such one."""
+def pick_device(name: str, setting: str = "policy.device") -> torch.device:
+    """`auto` is this process's GPU, as is `cuda`, else Apple's, else the CPU. UserError where there is no such one.
+
+    setting: what the user calls it, for the error.
+    """
     if name in ("auto", "cuda") and torch.cuda.is_available():
         name = f"cuda:{os.environ.get('LOCAL_RANK', '0')}"
     elif name == "auto":
@@ -42,7 +45,7 @@ def pick_device(name: str) -> torch.device:
     try:
         return torch.empty(0, device=name).device
     except (RuntimeError, AssertionError) as error:
-        raise UserError(f'policy.device = "{name}": {str(error).splitlines()[0]}; "cpu" always works') from error
+        raise UserError(f'{setting} = "{name}": {str(error).splitlines()[0]}; "cpu" always works') from error
 
 
 def pick_dtype(name: str, device: torch.device) -> torch.dtype:

@@ -10,6 +10,7 @@ from typing import Any
 
 from pellucid.reporting.run_folder import Record, read_config
 from pellucid.rewards.pool import SECRET
+from pellucid.rewards.terms import MODEL
 
 HIDDEN = "..."
 """What stands in place of whatever a setting holds that is called like a secret."""
@@ -44,6 +45,8 @@ def short(value: str, is_file: bool = False) -> str:
 
     Example: short("/home/me/rewards.py:brevity") == "rewards.py:brevity"; short("/no_think") == "/no_think"
     """
+    if value.startswith(MODEL):
+        return MODEL + short(value.removeprefix(MODEL), is_file=True)
     path: PurePath = PureWindowsPath(value) if PureWindowsPath(value).drive else PurePosixPath(value)
     is_path = is_file or (len(path.parts) > 2 and (ONE_WORD.fullmatch(value) or os.path.lexists(value)))
     if not is_path or not (path.is_absolute() or value.startswith("~")):

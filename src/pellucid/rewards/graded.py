@@ -75,6 +75,13 @@ class Graded:
             parts |= {term: future.result() for term, future in waiting.items()}
         return [self._grades.total([parts[term][i] for term in sorted(parts)]) for i in range(len(pairs))]
 
+    @property
+    def together(self) -> bool:
+        """Whether completions are graded together, as what compares them needs it."""
+        if not has_terms(self._grades):
+            return grades_together(self._grades)
+        return any(in_batches(term.name) for term in self._grades.rewards)
+
     def with_split(self, split: str) -> Graded:
         """Return the same task on another split. Both share the processes: rewards do not depend on the split."""
         twin = copy.copy(self)

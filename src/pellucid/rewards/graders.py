@@ -1,19 +1,43 @@
-"""The graders of a task: what computes those terms of its reward that have a model of their own."""
+"""The terms of a reward that are computed in the process of the run, beside the processes of all others."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from pellucid.rewards.graded import grading
+from pellucid.rewards.graded import grading, has_terms
 from pellucid.rewards.judge import Judge
+from pellucid.rewards.model import RewardModel
 from pellucid.rewards.parts import Grader
+from pellucid.rewards.settings import RewardModelSettings
+from pellucid.rewards.terms import MODEL, RewardTerm
 
 
-def graders_of(task: Any, cache: Path | None) -> dict[int, Grader]:
-    """Return the graders by the places of their terms. UserError where one cannot work: no key, nobody who listens.
+def graders_of(task: Any, answers: Path | None = None) -> dict[int, Grader]:
+    """Return the graders of a task by their places in its `rewards`. Models are loaded: UserError as they have it.
 
-    cache: the folder in which judges keep their answers; None where nothing is kept.
+    answers: the folder in which judges keep their answers; without one they keep none.
     """
-    terms = getattr(grading(task), "rewards", ())
-    return {place: Judge(term.judge, cache) for place, term in enumerate(terms) if getattr(term, "judge", None)}
+    judged = {place: term.judge for place, term in enumerate(terms_of(task)) if term.judge}
+    graders: dict[int, Grader] = {place: Judge(settings, answers) for place, settings in judged.items()}
+    return graders | {place: RewardModel(source, settings) for place, (source, settings) in models_of(task).items()}
+
+
+def notes_on(task: Any) -> list[str]:
+    """Return the lines that must be shown before the graders of a task are loaded."""
+    return [note for source, settings in models_of(task).values() if (note := settings.note(source))]
+
+
+def models_of(task: Any) -> dict[int, tuple[str, RewardModelSettings]]:
+    """Return name and settings of each reward model of a task, by its place in `rewards`."""
+    return {
+        place: (term.name.removeprefix(MODEL), term.reward_model or RewardModelSettings())
+        for place, term in enumerate(terms_of(task))
+        if term.name.startswith(MODEL)
+    }
+
+
+def terms_of(task: Any) -> Sequence[RewardTerm]:
+    grades = grading(task)
+    return grades.rewards if has_terms(grades) else ()

@@ -7,7 +7,7 @@ import math
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 from pellucid.machine.endpoint import Names, mistake_in
 from pellucid.rewards.rubric import placeholders
@@ -154,4 +154,28 @@ class RewardModelSettings:
     """`[task.rewards.reward_model]`: how a reward model is run."""
 
     device: str = "auto"
-    """The device that it runs on: auto, cpu, cuda, cuda:1."""
+    """The device that it runs on: auto, cpu, cuda, cuda:1. auto is that of the policy, where that is auto."""
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    """The dtype of its weights and of computing. auto is that in which it was saved, as in transformers."""
+    batch: int = 16
+    """Sequences that it reads at once. Where they do not fit into memory, half of them and then the others."""
+    max_tokens: int = 0
+    """The longest sequence in tokens, with its prompt; 0 is the longest that the model can read. A longer one has no
+    reward, which counts as failed: without its beginning or its end it is not what was answered."""
+    label: int = 0
+    """The column of its logits that is the reward, where it has several labels. 0 is what TRL takes."""
+    revision: str = ""
+    """Branch, tag or commit of a model of the Hub; empty is its default branch."""
+    trust_remote_code: bool = False
+    """Run the Python code that lies in the model's own folder, as you, with all that you may do: read it before."""
+
+    def __post_init__(self) -> None:
+        if self.batch < 1:
+            raise ValueError(f"batch = {self.batch} must be at least 1")
+        for name in ("max_tokens", "label"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"{name} = {getattr(self, name)} must not be negative")
+
+    def note(self, source: str) -> str:
+        """Return the line that must be shown before this model is read; empty where it runs nothing."""
+        return f"reward_model.trust_remote_code: Python code of {source} runs as you" if self.trust_remote_code else ""

@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from math import inf
+from pathlib import Path
 
 from pellucid.machine.plugins import did_you_mean, function_of
 from pellucid.rewards import functions
@@ -36,7 +37,7 @@ class RewardTerm:
     """
 
     name: str
-    """exact, numeric, math, tagged, regex, length, judge, or "path/to/file.py:function"."""
+    """exact, numeric, math, tagged, regex, length, judge, "path/to/file.py:function", or "model:FOLDER_OR_HUB_ID"."""
     weight: float = 1.0
     """The weight of the term in the sum; at 0 it is only logged."""
     pattern: str = ""
@@ -51,11 +52,12 @@ class RewardTerm:
     """For `model:FOLDER_OR_HUB_ID`: its table, `[task.rewards.reward_model]`; without one, its defaults."""
 
     def __post_init__(self) -> None:
+        named, is_model = (*TERMS, JUDGE), self.name.startswith(MODEL)
         if is_function(self.name):
             function_of(self.name, "reward")
-        elif self.name not in (*TERMS, JUDGE):
-            known = f'{", ".join([*TERMS, JUDGE])}, or your own as "path/to/file.py:function"'
-            raise ValueError(f'reward "{self.name}" is unknown{did_you_mean(self.name, TERMS)}; there are {known}')
+        elif self.name == MODEL or not (self.name in named or is_model):
+            known = f'{", ".join(named)}, "{MODEL}FOLDER_OR_HUB_ID", or your own as "path/to/file.py:function"'
+            raise ValueError(f'reward "{self.name}" is unknown{did_you_mean(self.name, named)}; there are {known}')
         if bool(self.pattern) != (self.name == "regex"):
             raise ValueError(f'reward "{self.name}" has pattern = "{self.pattern}": regex needs one, no other has one')
         if (self.limit > 0) != (self.name == "length") or self.limit < 0:
@@ -66,6 +68,8 @@ class RewardTerm:
             raise ValueError(f'reward "{self.name}": {JUDGE} needs a table [task.rewards.judge], no other has one')
         if not 0 <= self.timeout < inf or (self.timeout and not is_function(self.name)):
             raise ValueError(f'reward "{self.name}" has timeout = {self.timeout}: a function may have one above 0')
+        if self.reward_model and not is_model:
+            raise ValueError(f'reward "{self.name}" has a table reward_model: only "{MODEL}FOLDER_OR_HUB_ID" has one')
         compiled(self.pattern)
         if self.name == "math":
             math_verify()
@@ -144,10 +148,11 @@ def compiled(pattern: str) -> re.Pattern[str]:
 
 
 def labels(terms: Sequence[RewardTerm]) -> list[str]:
-    """Return the names under which terms are logged. A function goes by its own name; repeated names are numbered.
+    """Return the names under which terms are logged. Functions and models go by their own names, without a folder;
+    repeated names are numbered.
 
     Example: labels of regex, regex and rewards.py:brevity == ["regex", "regex-2", "brevity"]
     """
-    names = [term.name.rpartition(":")[2] for term in terms]
+    names = [Path(term.name.rpartition(":")[2]).name for term in terms]
     counts = [names[: i + 1].count(name) for i, name in enumerate(names)]
     return [name if count == 1 else f"{name}-{count}" for name, count in zip(names, counts, strict=True)]

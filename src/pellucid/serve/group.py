@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import Sequence
 from functools import partial
 from typing import Any
@@ -10,10 +11,11 @@ from typing import Any
 from pellucid.algorithm.advantages import advantages_of
 from pellucid.algorithm.batch import grades_of
 from pellucid.algorithm.settings import GRPOConfig
+from pellucid.rewards.graded import Graded
 from pellucid.serve.decoding import Served, begun, in_time
 from pellucid.serve.errors import RequestError
 from pellucid.serve.messages import GroupRequest, Sampling
-from pellucid.types import Completion, Group, Progress, Prompt, Reward, grade
+from pellucid.types import Completion, Group, Progress, Prompt, Reward, Task, grade
 
 
 async def group(served: Served, request: GroupRequest) -> dict[str, Any]:
@@ -51,11 +53,21 @@ def gradable(served: Served, request: GroupRequest) -> bool:
 
 
 async def graded(served: Served, prompt: Prompt, completions: Sequence[Completion]) -> Sequence[Reward]:
-    """Return the rewards of completions, which are graded together, as siblings."""
+    """Return the rewards of siblings. Where the client leaves, grading ends after the reward in progress."""
     assert served.task is not None
-    group, steps = Group(prompt, (), tuple(completions)), served.algorithm.steps
-    grading = partial(grade, served.task, [group], Progress(steps, steps))
-    return (await asyncio.get_running_loop().run_in_executor(served.grading, grading))[0].rewards
+    left, steps = threading.Event(), served.algorithm.steps
+    group = Group(prompt, (), tuple(completions))
+    grading = partial(rewards_of, served.task, group, Progress(steps, steps), left)
+    try:
+        return await asyncio.get_running_loop().run_in_executor(served.grading, grading)
+    finally:
+        left.set()
+
+
+def rewards_of(task: Task, group: Group, progress: Progress, left: threading.Event) -> Sequence[Reward]:
+    if isinstance(task, Graded) and task.together:
+        return grade(task, [group], progress)[0].rewards
+    return [task.reward(group.prompt, completion) for completion in group.completions if not left.is_set()]
 
 
 def group_prompt(served: Served, request: GroupRequest) -> Prompt:

@@ -18,7 +18,7 @@ from pellucid.policy import policy
 from pellucid.policy.access import Access
 from pellucid.reporting import run_folder
 from pellucid.rewards.graded import Graded
-from pellucid.rewards.graders import graders_of
+from pellucid.rewards.graders import graders_of, notes_on
 from pellucid.samplers.choice import fault_of
 from pellucid.serve import connections
 from pellucid.serve.api import application
@@ -63,7 +63,7 @@ def load(options: Serve) -> Served:
     device = hardware.pick_device(options.device)
     trusted = options.trust_remote_code or (run is not None and run_folder.trusts_code(run))
     access = Access(options.revision, trusted, "give --trust-remote-code")
-    if note := access.note(options.model):
+    for note in filter(None, (access.note(options.model), *(notes_on(settings.task) if settings else ()))):
         print(f"! {note}", flush=True)
     dtype = hardware.pick_dtype(options.dtype, device)
     frozen = policy.load_frozen(model, device, dtype, temperature=1.0, access=access)
@@ -76,7 +76,7 @@ def load(options: Serve) -> Served:
         name=options.name or options.model.rstrip("/").rpartition("/")[2],
         policy=frozen,
         engine=Engine(frozen, options.rows),
-        task=held_out_task(settings) if settings else None,
+        task=graded(settings) if settings else None,
         algorithm=settings.algorithm if settings else GRPOConfig(),
         system=SYSTEM["en"],
         max_tokens=options.max_tokens,
@@ -88,8 +88,9 @@ def load(options: Serve) -> Served:
     )
 
 
-def held_out_task(settings: Config) -> Graded:
-    return Graded(with_split(settings.task, "test"), settings.reward, graders=graders_of(settings.task, None))
+def graded(settings: Config) -> Graded:
+    """Return the held-out task of a run, with its rewards."""
+    return Graded(with_split(settings.task, "test"), settings.reward, graders=graders_of(settings.task))
 
 
 def names(listed: str) -> list[str]:

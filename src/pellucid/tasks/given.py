@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from pellucid.types import Completion, Prompt, Reward, UserError, with_split
+from pellucid.types import Completion, Prompt, Reward, UserError, grades_together, with_split
 
 
 def class_around(task: Any) -> type:
@@ -34,6 +34,11 @@ def class_around(task: Any) -> type:
 
         def reward(self, prompt: Prompt, completion: Completion) -> Reward:
             return task.reward(prompt, completion)
+
+        if grades_together(task):
+
+            def rewards(self, prompts: Sequence[Prompt], completions: Sequence[Completion]) -> Sequence[Reward]:
+                return task.rewards(prompts, completions)
 
         def __getattr__(self, name: str) -> Any:
             if name.startswith("_") or name == "with_split":

@@ -180,7 +180,8 @@ def graded(task: Task, cfg: RewardConfig, log: Path | None = None) -> Task:
     """The task with its rewards computed apart, unless they are among those that cannot raise, hang or die."""
     if all(type(layer) in HARMLESS for layer in layers(task)):
         return task
-    return Graded(task, cfg, log, graders_of(task, log.with_name("judge") if log else None), only_here(task))
+    answers = log.with_name("judge") if log else None
+    return Graded(task, cfg, log, graders_of(task, answers), here=only_here(task))
 
 
 def load_reference(cfg: Config, learner: Policy) -> Policy | AdapterOff:

@@ -15,6 +15,7 @@ from pellucid.policy import policy
 from pellucid.policy.access import Access
 from pellucid.reporting.console import accuracy_table, verdict
 from pellucid.reporting.loggers import json_line
+from pellucid.rewards.graders import notes_on
 from pellucid.training import preflight
 from pellucid.training.compose import evaluation_sampling, graded, pick_sampler, template_of
 from pellucid.training.evaluate import OneProcess, evaluate, held_out
@@ -31,7 +32,7 @@ def examine(cfg: Config, model: str, access: Access, show: int, output: Path | N
     dtype = hardware.pick_dtype(cfg.policy.dtype, device)
     if os.path.isdir(model):
         access = access._replace(revision="")  # it is that of the base which the folder's model was trained from
-    if note := access.note(model):
+    for note in filter(None, (access.note(model), *notes_on(cfg.task))):
         print(f"! {note}", flush=True)
     frozen = policy.load_frozen(
         model, device, dtype, cfg.sampler.temperature, cfg.policy.engine, template_of(cfg), access

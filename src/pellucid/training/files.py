@@ -15,6 +15,7 @@ from pellucid.config import Config, PolicyConfig, dump
 from pellucid.machine import disk
 from pellucid.machine.plugins import HERE, load_object
 from pellucid.reporting.run_folder import Record
+from pellucid.rewards.terms import MODEL
 from pellucid.tasks.sources import is_pattern, matching
 
 AXES = ("advantage", "objective")
@@ -38,9 +39,17 @@ def located(value: Any) -> Any:
         return {key: located(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
         return [located(item) for item in value]
-    if isinstance(value, str) and is_pattern(value):
+    return with_path(value) if isinstance(value, str) else value
+
+
+def with_path(value: str) -> str:
+    """A text with the absolute path of the files or the reward model that it names; any other as it is."""
+    if is_pattern(value):
         return absolute(value)
-    if not isinstance(value, str) or file_of(value) is None:
+    if value.startswith(MODEL):
+        folder = value.removeprefix(MODEL)
+        return MODEL + absolute(folder) if os.path.isdir(os.path.expanduser(folder)) else value
+    if file_of(value) is None:
         return value
     source, colon, name = value.rpartition(":")
     if source.endswith(".py"):

@@ -26,6 +26,7 @@ from pellucid.reporting import boards
 from pellucid.reporting.console import failing, first_error, first_line
 from pellucid.reporting.metrics import all_failed, failed_shares, predicted_dead_share
 from pellucid.reporting.report import counted
+from pellucid.rewards.graders import notes_on
 from pellucid.tasks.prefixed import Prefixed
 from pellucid.tasks.wrappers import innermost, layers
 from pellucid.training import room
@@ -41,8 +42,9 @@ MANY_FAILED = 0.1
 
 def check(cfg: Config, run_dir: Path) -> None:
     """Check what would otherwise fail after minutes or at the end: extras, data, disk space. Raise UserError."""
-    if first_process() and (note := cfg.policy.access.note(cfg.policy.model)):
-        print(f"! {note}", flush=True)
+    for note in filter(None, (cfg.policy.access.note(cfg.policy.model), *notes_on(cfg.task))):
+        if first_process():
+            print(f"! {note}", flush=True)
     if cfg.log.tensorboard:
         extra("torch.utils.tensorboard", "tensorboard", "log.tensorboard")
     if cfg.log.wandb != "off":

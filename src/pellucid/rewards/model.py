@@ -1,0 +1,226 @@
+"""A reward model: a classifier of transformers reads a prompt with its completion, and its logit is the reward.
+
+It reads what its own tokenizer makes of them: a conversation through its own chat template, which writes all special
+tokens; a plain prompt and its completion as one text, with the special tokens that the tokenizer adds to any text. This
+is the only file of its room that needs torch.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import cache
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from huggingface_hub.errors import StrictDataclassError
+from jinja2 import TemplateError
+from safetensors import SafetensorError
+from torch.nn.utils.rnn import pad_sequence
+from transformers import (
+    MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING,
+    AutoConfig,
+    AutoModelForSequenceClassification,
+    AutoTokenizer,
+    PreTrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
+
+from pellucid.machine.hardware import pick_device
+from pellucid.machine.plugins import near
+from pellucid.models.trial import FAULTS, said
+from pellucid.rewards.parts import Pair, Part
+from pellucid.rewards.settings import RewardModelSettings
+from pellucid.rewards.terms import MODEL
+from pellucid.types import Completion, Prompt, UserError
+
+Row = tuple[int, ...]
+"""The token ids of a sequence."""
+
+
+class RewardModel:
+    """A Grader whose values are logits of a model, which is loaded when it is made.
+
+    UserError where `source` leads to no classifier of sequences, or the settings do not fit it.
+
+    Example: RewardModel("some/reward-model", RewardModelSettings(batch=8)).parts([(prompt, completion)])
+    """
+
+    def __init__(self, source: str, settings: RewardModelSettings) -> None:
+        self._called, self._settings = called(source), settings
+        device = pick_device(settings.device, "reward_model.device")
+        with explained(source, settings):
+            config, place, how = configuration(source, settings), found(source, settings), access(settings)
+            self._tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(place, **how)
+            self._longest = longest(source, settings, config, self._tokenizer)
+            self._model = load(source, settings).to(cast(Any, device)).eval()
+        self._known = cast(torch.nn.Embedding, self._model.get_input_embeddings()).num_embeddings
+        text_config = self._model.config.get_text_config()
+        text_config.use_cache = False  # nothing is read twice
+        self._pad = getattr(text_config, "pad_token_id", None)
+
+    def parts(self, pairs: Sequence[Pair]) -> list[Part]:
+        """Return one part for each completion, in their order. UserError for a conversation without a chat template."""
+        rows = [self._token_ids(*pair) for pair in pairs]
+        # Each is read once: in another batch equal texts would differ by rounding, and a dead group would seem alive.
+        distinct = sorted({row for row in rows if isinstance(row, tuple)}, key=lambda row: (len(row), row))
+        graded: dict[Row, Part] = {}
+        for start in range(0, len(distinct), self._settings.batch):
+            batch = distinct[start : start + self._settings.batch]
+            graded |= zip(batch, self._graded(batch), strict=True)
+        return [row if isinstance(row, Part) else graded[row] for row in rows]
+
+    def _token_ids(self, prompt: Prompt, completion: Completion) -> Row | Part:
+        """Return what the model reads of a completion; a part with an error where it cannot."""
+        try:
+            text = self._text(prompt, completion)
+            ids = tuple[int, ...](self._tokenizer(text, add_special_tokens=isinstance(prompt.text, str))["input_ids"])
+        except (TemplateError, *FAULTS) as error:
+            return Part(error=said(error))
+        if not ids:
+            return Part(error="there is nothing to read")
+        if len(ids) > self._longest:
+            return Part(error=f"{len(ids)} tokens are more than the {self._longest} that it reads")
+        if max(ids) >= self._known:  # on a GPU that would end the run
+            return Part(error=f"its tokenizer has a token {max(ids)}, and its weights have {self._known}")
+        return ids
+
+    def _text(self, prompt: Prompt, completion: Completion) -> str:
+        if isinstance(prompt.text, str):
+            return prompt.text + completion.text
+        if not self._tokenizer.chat_template:
+            raise UserError(
+                f"{self._called}: its tokenizer has no chat template, and the prompt is a conversation: set"
+                " chat = false, or put chat_template.jinja, as the model was trained with it, into its folder"
+            )
+        messages = [*map(dict, prompt.text), {"role": "assistant", "content": completion.text}]
+        return cast(str, self._tokenizer.apply_chat_template(messages, tokenize=False))
+
+    def _graded(self, rows: Sequence[Row]) -> list[Part]:
+        """Return a part for each row of token ids.
+
+        Where they fail together, as where memory runs out, each half is tried, down to the row that fails alone.
+        """
+        try:
+            return [part_of(logit) for logit in self._logits(rows)]
+        except (MemoryError, *FAULTS) as error:
+            told = said(error)
+        # Behind the handler: the error holds on to the tensors of the whole batch.
+        half = len(rows) // 2
+        return self._graded(rows[:half]) + self._graded(rows[half:]) if half else [Part(error=told)]
+
+    @torch.inference_mode()
+    def _logits(self, rows: Sequence[Row]) -> list[float]:
+        """Return the logit of each row of token ids.
+
+        Decoders have it at the last token that is no padding. Where nothing says what pads, any token may end a row,
+        and one that ends none of these pads them.
+        """
+        pad = self._pad
+        if pad is None or not 0 <= pad < self._known:
+            pad = min(set(range(len(rows) + 1)) - {row[-1] for row in rows})
+            self._model.config.get_text_config().pad_token_id = pad
+        ids = pad_sequence([torch.tensor(row) for row in rows], batch_first=True, padding_value=pad)
+        mask = pad_sequence([torch.ones(len(row), dtype=torch.long) for row in rows], batch_first=True)
+        device = self._model.device
+        logits = self._model(input_ids=ids.to(device), attention_mask=mask.to(device)).logits  # [rows, labels]
+        return logits[:, self._settings.label].tolist()
+
+
+def part_of(logit: float) -> Part:
+    return Part(logit) if math.isfinite(logit) else Part(error=f"its logit is {logit}")
+
+
+# ---------------------------------------------------------------- what a name leads to
+
+
+def load(source: str, settings: RewardModelSettings) -> PreTrainedModel:
+    """Return the model on the CPU. UserError where it has no weights for a classifier, which would then be random."""
+    how: Any = {"dtype": settings.dtype, "output_loading_info": True, **access(settings)}
+    loaded: Any = AutoModelForSequenceClassification.from_pretrained(found(source, settings), **how)
+    model, told = loaded
+    if missing := sorted(told["missing_keys"]):
+        raise UserError(
+            f"{called(source)} has no weights for {missing[0]}, which {type(model).__name__} needs: give a model that"
+            " was trained and saved as one; a language model has no rewards to give"
+        )
+    return model
+
+
+def configuration(source: str, settings: RewardModelSettings) -> PreTrainedConfig:
+    """Return the configuration. UserError where it is of no classifier, or of one without the label."""
+    config = AutoConfig.from_pretrained(found(source, settings), **access(settings))
+    is_own = "AutoModelForSequenceClassification" in (getattr(config, "auto_map", None) or {})
+    if type(config) not in MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING and not is_own:
+        raise UserError(f"{called(source)}: transformers has no classifier of the architecture {config.model_type}")
+    labels = config.id2label or {}
+    if settings.label >= len(labels):
+        known = ", ".join(f"{i} {name}" for i, name in sorted(labels.items()))
+        raise UserError(f"{called(source)}: reward_model.label = {settings.label}: its labels are {known}")
+    return config
+
+
+def longest(
+    source: str, settings: RewardModelSettings, config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase
+) -> int:
+    """Return how many tokens a sequence may have. UserError where the model cannot read as many as the settings say."""
+    positions = getattr(config.get_text_config(), "max_position_embeddings", None)
+    most = min(tokenizer.model_max_length, positions or tokenizer.model_max_length)
+    if settings.max_tokens > most:
+        raise UserError(f"{called(source)}: reward_model.max_tokens = {settings.max_tokens}: it reads {most} at most")
+    return settings.max_tokens or most
+
+
+@cache
+def gigabytes(source: str, settings: RewardModelSettings) -> float:
+    """Return the size of the weights in GB, for which the configuration is enough. UserError as when it is loaded."""
+    with explained(source, settings), torch.device("meta"):
+        config = configuration(source, settings)
+        chosen = {} if settings.dtype == "auto" else {"dtype": getattr(torch, settings.dtype)}
+        trusted = settings.trust_remote_code
+        model = AutoModelForSequenceClassification.from_config(config, trust_remote_code=trusted, **chosen)
+    return sum(p.numel() * p.element_size() for p in model.parameters()) / 1e9
+
+
+def called(source: str) -> str:
+    return f'reward "{MODEL}{source}"'
+
+
+def access(settings: RewardModelSettings) -> dict[str, Any]:
+    """Return arguments of each `from_pretrained`. Left open, it would ask on the terminal whether code may run."""
+    return {"revision": settings.revision or None, "trust_remote_code": settings.trust_remote_code}
+
+
+def found(source: str, settings: RewardModelSettings) -> str:
+    """Return the folder, or the name itself where it must be an id of the Hub. UserError for what can be neither."""
+    path = Path(source).expanduser()
+    if path.is_dir():
+        if not (path / "config.json").is_file():
+            raise UserError(f"{called(source)} is a folder without config.json: name that of a saved model")
+        if settings.revision:
+            raise UserError(
+                f"{called(source)}: reward_model.revision = {settings.revision!r} is for models of the Hub: omit it"
+            )
+        return str(path)
+    if path.is_absolute() or source.startswith((".", "~")) or source.count("/") > 1:
+        raise UserError(f"{called(source)}: there is no such folder{near(path)}")
+    return source
+
+
+@contextmanager
+def explained(source: str, settings: RewardModelSettings) -> Iterator[None]:
+    """Turn what loading raises into a UserError."""
+    try:
+        yield
+    except (OSError, ImportError, SafetensorError, StrictDataclassError, *FAULTS) as error:
+        if not settings.trust_remote_code and "trust_remote_code" in str(error):
+            raise UserError(
+                f"{called(source)} is computed by Python code in its own folder, which would run as you, with all that"
+                " you may do: read it, then set reward_model.trust_remote_code"
+            ) from error
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        mend = near(Path(source)) or "; give a folder with config.json and safetensors, or a Hub id that is reachable"
+        raise UserError(f"{called(source)} cannot be loaded ({reason}){mend}") from error

@@ -1,0 +1,230 @@
+"""Rewards of a step, computed at once: tasks that compare completions, tasks around tasks, several processes."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from pathlib import Path
+
+import pytest
+import sibling_task
+from sibling_task import Siblings
+
+from conftest import records
+from pellucid.library.objects import Objects, section_of
+from pellucid.machine.plugins import given
+from pellucid.rewards.graded import Graded
+from pellucid.rewards.parts import Part
+from pellucid.rewards.settings import RewardConfig
+from pellucid.rewards.terms import RewardTerm
+from pellucid.tasks.curriculum import Curriculum
+from pellucid.tasks.dataset import Dataset
+from pellucid.tasks.given import class_around
+from pellucid.tasks.prefixed import Prefixed
+from pellucid.types import Completion, Group, Progress, Prompt, UserError, grade
+from runs import in_two_processes, train
+
+RANKED = f"{Path(__file__).with_name('trl_functions.py')}:ranked"
+FIRST, SECOND = Prompt("p", "first?"), Prompt("q", "second?")
+
+
+def said(text):
+    return Completion((1,), (-0.5,), text, True)
+
+
+def pairs(*texts):
+    """Two groups, of as many completions each."""
+    return [(FIRST if i < len(texts) / 2 else SECOND, said(text)) for i, text in enumerate(texts)]
+
+
+@pytest.fixture(params=[False, True], ids=["there", "here"])
+def graded(request):
+    made = []
+
+    def make(task, cfg=None):
+        made.append(Graded(task, cfg, here=request.param))
+        return made[-1]
+
+    yield make
+    for each in made:
+        each.close()
+
+
+# ---------------------------------------------------------------- tasks that compare
+
+
+def test_a_task_may_grade_all_completions_of_a_step_by_one_call(graded):
+    rewards = graded(Siblings()).reward_all(pairs("a", "bbb", "cc", "dddd", "ee", "ffff"))
+    assert [reward.value for reward in rewards] == [0.0, 1.0, 0.0, 1.0, 0.0, 1.0]
+    assert {reward.extra["of"] for reward in rewards} == {6}
+
+
+def test_its_error_costs_a_group(graded):
+    rewards = graded(Siblings()).reward_all(pairs("a", "bad", "cc", "d"))
+    assert [reward.failed for reward in rewards] == [True, True, False, False]
+    assert rewards[0].error == f"KeyError: 'bad' ({Path(sibling_task.__file__).name}, line 23)"
+    assert [reward.value for reward in rewards[2:]] == [1.0, 0.0]
+
+
+def test_a_wrong_number_of_rewards_is_an_error(graded):
+    rewards = graded(Siblings(text="short")).reward_all(pairs("a", "b"))
+    assert {reward.error for reward in rewards} == {"the task returned 1 rewards for 2 completions: one for each"}
+
+
+def test_an_object_that_grades_so_needs_no_other_reward():
+    """Neither as a dataclass of a file nor as any object."""
+
+    class Plain:
+        sample = Siblings().sample
+
+        def rewards(self, prompts, completions):
+            return Siblings().rewards(prompts, completions)
+
+    assert section_of(Siblings(text="x"), Objects())["name"].endswith("sibling_task.py:Siblings")
+    around = class_around(Plain())()
+    assert [reward.value for reward in Graded(around, here=True).reward_all(pairs("a", "bb"))] == [1.0, 1.0]
+
+    class Nothing:
+        sample = Siblings().sample
+
+    with pytest.raises(UserError, match="no reward"):
+        section_of(Nothing(), Objects())
+
+
+# ---------------------------------------------------------------- tasks around tasks
+
+
+@pytest.fixture
+def rows(tmp_path):
+    path = tmp_path / "rows.jsonl"
+    path.write_text("".join(json.dumps({"question": f"{n}?", "answer": str(n)}) + "\n" for n in range(12)))
+    return str(path)
+
+
+@pytest.mark.parametrize("around", [lambda task: task, Curriculum, Prefixed, lambda t: Prefixed(Curriculum(t))])
+def test_a_task_around_another_leaves_siblings_together(around, rows, graded):
+    task = graded(around(Dataset(data=rows, rewards=(RewardTerm(RANKED),), chat=False)))
+    assert task.together
+    rewards = task.reward_all([(FIRST, said(text)) for text in ("", "aa", "aaaa")])
+    assert [reward.value for reward in rewards] == [0.0, 0.5, 1.0]
+
+
+def test_it_sees_the_prefix_as_a_part_of_the_answer(rows, graded):
+    task = graded(Prefixed(Dataset(data=rows, rewards=(RewardTerm("exact"),), chat=False)))
+    prompt = Prompt("p", "12?", "12", prefix="1")
+    assert task.reward(prompt, said("2")).value == 1.0
+    assert task.reward(prompt, said("12")).value == 0.0
+
+
+# ---------------------------------------------------------------- graders, and what a failure costs
+
+
+class Half:
+    """Grades every other completion."""
+
+    def parts(self, pairs):
+        return [Part(2.0, logged={"seen": 1.0}) if i % 2 else Part(error="no answer") for i in range(len(pairs))]
+
+
+def test_a_grader_s_parts_stand_in_their_place_and_their_failures_are_neutral(rows, graded):
+    terms = (RewardTerm("exact"), RewardTerm("regex", pattern="x", weight=0.5), RewardTerm(RANKED, weight=0.1))
+    task = Graded(Dataset(data=rows, rewards=terms, chat=False), graders={1: Half()})
+    prompt = Prompt("p", "1?", "a")
+    rewards = task.reward_all([(prompt, said(text)) for text in ("a", "a", "aa", "aa")])
+    task.close()
+    assert [reward.failures for reward in rewards] == [{"regex": "no answer"}, {}, {"regex": "no answer"}, {}]
+    assert [reward.value for reward in rewards if not reward.failed] == [1.0 + 0.5 * 2.0, 0.5 * 2.0 + 0.1]
+    assert rewards[0].error == "regex: no answer"
+    assert rewards[1].logged == {"seen": 1.0}
+    assert rewards[0].parts == {"exact": 1.0, "ranked": 0.0}
+
+
+# ---------------------------------------------------------------- runs
+
+
+COUNTING = '''
+import json, os
+from pathlib import Path
+
+
+def counted(prompts, completions, question, trainer_state, **kwargs):
+    """Longer than its siblings; a line in a file for each completion that is judged."""
+    step, calls = trainer_state.global_step, Path(__file__).with_name("judged.jsonl")
+    assert trainer_state.max_steps == 2
+    with calls.open("a") as file:
+        for asked, completion in zip(question, completions):
+            file.write(json.dumps([step, asked, completion, os.getpid()]) + "\\n")
+    kwargs["log_extra"]("siblings", [question.count(asked) for asked in question])
+    kwargs["log_metric"]("calls", 1.0)
+    mean = {q: sum(len(c) for o, c in zip(question, completions) if o == q) / question.count(q) for q in question}
+    return [float(len(completion) > mean[asked]) for asked, completion in zip(question, completions)]
+'''
+
+
+def run_counting(folder, model_dir, starts):
+    """A run whose reward compares siblings. Return what was judged in training, and its folder."""
+    folder.mkdir()
+    (folder / f"counting_{folder.name}.py").write_text(COUNTING)
+    (folder / "rows.jsonl").write_text("".join(json.dumps({"question": f"{n}?"}) + "\n" for n in range(12)))
+    (folder / "recipe.toml").write_text(
+        f"""
+        [policy]
+        model = "{model_dir}"
+        dtype = "float32"
+        [task]
+        name = "dataset"
+        data = "{folder}/rows.jsonl"
+        chat = false
+        rewards = [{{name = "{folder}/counting_{folder.name}.py:counted"}}]
+        [algorithm]
+        steps = 2
+        prompts_per_step = 4
+        group_size = 4
+        [sampler]
+        max_tokens = 6
+        [evaluate]
+        every = 0
+        """
+    )
+    starts(folder / "recipe.toml", "--run", folder / "run", "--optimizer.lr", "1e-4")
+    judged = [json.loads(line) for line in (folder / "judged.jsonl").read_text().splitlines()]
+    return judged, folder / "run"
+
+
+def test_two_processes_judge_each_completion_once_and_see_the_same_values(tmp_path, model_dir):
+    alone, one = run_counting(tmp_path / "one", model_dir, train)
+    shared, two = run_counting(
+        tmp_path / "two", model_dir, lambda *words: in_two_processes("-m", "pellucid", "train", *words)
+    )
+    assert len({pid for *_, pid in alone}) == 1
+    assert len({pid for *_, pid in shared}) == 2
+    assert Counter(map(tuple, (j[:3] for j in alone))) == Counter(map(tuple, (j[:3] for j in shared)))
+    for mine, theirs in zip(records(one / "rollouts.jsonl"), records(two / "rollouts.jsonl"), strict=True):
+        assert mine["reward"] == theirs["reward"]
+        assert mine["extra"] == theirs["extra"] == {"siblings": 4}
+    assert [r["logged/calls"] for r in records(one / "metrics.jsonl")] == [1.0, 1.0]
+    assert any(0 < r["reward/mean"] < 1 for r in records(one / "metrics.jsonl")), "siblings were compared"
+    of_steps = Counter(step for step, *_ in shared)
+    looked = len(shared) - 2 * 16
+    assert of_steps == {0: 16 + looked, 1: 16}
+
+
+def test_progress_reaches_the_task_that_is_graded(graded):
+    task, seen = Siblings(), []
+
+    class Watched(Graded):
+        def reward_all(self, pairs, progress):
+            seen.append(progress)
+            return super().reward_all(pairs, progress)
+
+    grade(Watched(task, here=True), [Group(FIRST, (1,), (said("a"),))], Progress(3, 9))
+    assert seen == [Progress(3, 9)]
+
+
+def test_what_was_given_is_found_by_asynchronous_functions_too(rows):
+    async def later(completions, **kwargs):
+        return [1.0 for _ in completions]
+
+    with given({"here:later": later}):
+        task = Graded(Dataset(data=rows, rewards=(RewardTerm("here:later"),), chat=False), RewardConfig(), here=True)
+        assert [reward.value for reward in task.reward_all(pairs("a", "b"))] == [1.0, 1.0]
