@@ -33,7 +33,19 @@ def test_every_line_beside_an_equation_stands_in_its_file():
 
 
 @pytest.mark.parametrize(
-    "name", ["sharp-edges", "kl", "algorithm", "variants", "platforms", "reliability", "serve", "one-file", "systems"]
+    "name",
+    [
+        "sharp-edges",
+        "kl",
+        "algorithm",
+        "variants",
+        "platforms",
+        "reliability",
+        "serve",
+        "one-file",
+        "systems",
+        "rewards",
+    ],
 )
 def test_every_test_that_is_named_exists(name):
     text = Path(f"docs/{name}.md").read_text()
