@@ -16,8 +16,8 @@ import traceback
 import pytest
 import torch
 
-from conftest import character_tokenizer, tiny_llama
-from pellucid import config
+from conftest import character_tokenizer, records, tiny_llama
+from pellucid import cli, config
 from pellucid.policy.policy import Policy
 from pellucid.rewards import asking, rubric
 from pellucid.rewards.asking import Asking, PassingError, seconds_of
@@ -453,6 +453,74 @@ def test_what_a_killed_process_was_asking_is_asked_by_the_next(service, tmp_path
         [part] = judged(proxy.url, ["A"], tmp_path, template="{completion}", rubric="", max_tokens=512)
         assert (part.value, len(proxy.seen)) == (0.7, 2)
     assert time.monotonic() - start < 5
+
+
+# ---------------------------------------------------------------- in a run
+
+
+JUDGED = """
+[policy]
+model = "{model}"
+dtype = "float32"
+[task]
+name = "dataset"
+data = "{data}"
+chat = false
+[[task.rewards]]
+name = "judge"
+[task.rewards.judge]
+base_url = "{url}"
+model = "tiny"
+key = "JUDGE_KEY"
+template = "{{completion}}"
+[sampler]
+max_tokens = 6
+[algorithm]
+steps = 2
+prompts_per_step = 2
+group_size = 4
+[evaluate]
+every = 2
+n = 2
+[checkpoint]
+every = 2
+"""
+
+
+def train(*words):
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["train", *map(str, words)])
+    assert ended.value.code == 0
+
+
+def different_signs(body):
+    """A judge that counts them, and grades nothing that begins with an a."""
+    text = body["messages"][0]["content"]
+    return says("Ah" if text.startswith("a") else str(len(set(text))))
+
+
+def test_a_run_is_graded_by_its_judge_and_its_resume_asks_for_what_is_new(service, model_dir, tmp_path, monkeypatch):
+    monkeypatch.setenv("JUDGE_KEY", KEY)
+    recipe, data, run = tmp_path / "judge.toml", tmp_path / "q.jsonl", tmp_path / "run"
+    data.write_text("".join(f'{{"question": "{n}?"}}\n' for n in range(9)))
+    with proxied(service, lambda _, body: different_signs(body)) as proxy:
+        recipe.write_text(JUDGED.format(model=model_dir, data=data, url=proxy.url))
+        train(recipe, "--run", run)
+        asked = len(proxy.bodies)
+        train("--resume", run, "--algorithm.steps", 4)
+        texts = [body["messages"][0]["content"] for body in proxy.bodies]
+    readable = [text for text in texts if not text.startswith("a")]
+    assert len(texts) > asked and len(readable) == len(set(readable))
+    lines, steps = records(run / "rollouts.jsonl"), records(run / "metrics.jsonl")
+    assert len(lines) == 32 and all(line["extra"]["judge"] for line in lines)
+    for line in lines:
+        text = line["completion"]
+        assert line["parts"] == ({} if text.startswith("a") else {"judge": len(set(text)) / 10})
+    assert 0 < sum(line["parts"] == {} for line in lines) == sum(step["reward/failed"] for step in steps)
+    for name in ("tokens", "seconds", "cached", "retries"):
+        assert all(f"logged/judge/{name}" in step for step in steps)
+    written = b"".join(path.read_bytes() for path in tmp_path.rglob("*") if path.is_file())
+    assert KEY.encode() not in written and list((run / "judge").glob("*.jsonl"))
 
 
 # ---------------------------------------------------------------- no key anywhere
