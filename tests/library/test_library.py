@@ -361,12 +361,11 @@ def test_several_rewards_have_weights_and_names(small):
 
 
 def test_a_reward_that_fails_costs_itself(small):
-    """Every third call raises, and so some of those for one group each."""
-    calls = []
+    """It raises at some of the questions; their siblings go with them, and nobody else."""
+    odd = {row["question"] for row in ROWS[::2]}
 
-    def careless(completions, **columns):
-        calls.append(completions)
-        return digits(completions) if len(calls) % 3 else {}["no such key"]
+    def careless(completions, question, **columns):
+        return {}["no such key"] if odd & set(question) else digits(completions)
 
     mine = pellucid.train(data=ROWS, reward=careless, **small).finish()
     groups = [row["reward/failed"] / small["group_size"] for row in mine.metrics]
@@ -376,7 +375,9 @@ def test_a_reward_that_fails_costs_itself(small):
 
 
 def test_where_every_reward_fails_nothing_is_left(small):
-    with pytest.raises(NotBegunError, match="every reward of the first 2 samples failed, the first with lambda: KeyError"):
+    with pytest.raises(
+        NotBegunError, match="every reward of the first 2 samples failed, the first with lambda: KeyError"
+    ):
         pellucid.train(data=ROWS, reward=lambda completions, **_: {}[0], **small).finish()
     assert not small["run"].exists()
     better = [{"question": "1=", "answer": "1"}, {"question": "2=", "answer": "2"}]
