@@ -78,10 +78,11 @@ def tried(task: Any, term: int, pairs: Sequence[Pair], progress: Progress, note:
     except KeyboardInterrupt:
         raise
     except BaseException as error:  # noqa: BLE001 - whatever code of the user's raises is an answer
-        groups = groups_of(pairs)
-        if len(groups) > 1 and not isinstance(error, NoRewardError):
-            return [answer for group in groups for answer in tried(task, term, group, progress, note)]
-        return failures(error, len(pairs), note)
+        raised = error
+    groups = worth_asking_again(pairs, raised)
+    if not groups:
+        return failures(raised, len(pairs), note)
+    return [answer for group in groups for answer in tried(task, term, group, progress, note)]
 
 
 async def tried_within(spec: str, pairs: Sequence[Pair], progress: Progress, limit: float, note: Note) -> list[Answer]:
@@ -93,13 +94,18 @@ async def tried_within(spec: str, pairs: Sequence[Pair], progress: Progress, lim
     except (KeyboardInterrupt, asyncio.CancelledError):
         raise
     except BaseException as error:  # noqa: BLE001 - as above
-        if clock.expired():
-            return [{"error": f"no reward within {limit:g} s"} for _ in pairs]
-        groups = groups_of(pairs)
-        if len(groups) > 1 and not isinstance(error, NoRewardError):
-            again = [tried_within(spec, group, progress, limit, note) for group in groups]
-            return [answer for answers in await asyncio.gather(*again) for answer in answers]
-        return failures(error, len(pairs), note)
+        raised = NoRewardError(f"no reward within {limit:g} s") if clock.expired() else error
+    groups = worth_asking_again(pairs, raised)
+    if not groups:
+        return failures(raised, len(pairs), note)
+    again = await asyncio.gather(*(tried_within(spec, group, progress, limit, note) for group in groups))
+    return [answer for answers in again for answer in answers]
+
+
+def worth_asking_again(pairs: Sequence[Pair], error: BaseException) -> list[list[Pair]]:
+    """Return the groups, where there are several and the error may be that of one of them alone; else nothing."""
+    groups = [list(group) for _, group in groupby(pairs, key=lambda pair: pair[0].id)]
+    return groups if len(groups) > 1 and not isinstance(error, NoRewardError) else []
 
 
 def answers_of(task: Any, term: int, pairs: Sequence[Pair], progress: Progress) -> list[Answer]:
@@ -127,11 +133,6 @@ def failures(error: BaseException, n: int, note: Note) -> list[Answer]:
     if not isinstance(error, NoRewardError):
         note(told, error)
     return [{"error": told} for _ in range(n)]
-
-
-def groups_of(pairs: Sequence[Pair]) -> list[list[Pair]]:
-    """Return the pairs of each prompt."""
-    return [list(group) for _, group in groupby(pairs, key=lambda pair: pair[0].id)]
 
 
 def is_async(task: Any, term: int) -> bool:
