@@ -21,6 +21,7 @@ from pellucid.rewards.model import RewardModel, gigabytes, part_of
 from pellucid.rewards.parts import Part
 from pellucid.rewards.settings import RewardModelSettings
 from pellucid.rewards.terms import RewardTerm, labels
+from pellucid.runtimes.settings import RuntimeConfig
 from pellucid.tasks.arithmetic import Arithmetic
 from pellucid.tasks.curriculum import Curriculum
 from pellucid.tasks.dataset import Dataset
@@ -393,8 +394,12 @@ def test_the_memory_of_a_run_counts_its_reward_models_on_the_same_device(tmp_pat
     for terms, expected in (((here, there), size), ((here, here), 2 * size)):
         cfg = Config(policy=PolicyConfig(device="cpu"), task=Dataset(data="d.jsonl", rewards=terms))
         assert memory.reward_models(cfg) == {"reward model": pytest.approx(expected)}
-    cfg = replace(cfg, task=Dataset(data="d.jsonl", rewards=(there,)))
-    assert memory.reward_models(cfg) == {}
+    without = replace(cfg, task=Dataset(data="d.jsonl", rewards=(there,)))
+    assert memory.reward_models(without) == {}
+    model = memory.Model(tiny_llama().config, 10**9, 10**9)
+    for engine in ("ddp", "fsdp2"):  # at the update, and where the model is sharded
+        peaks = [memory.peak(model, replace(each, runtime=RuntimeConfig(engine)), 64) for each in (cfg, without)]
+        assert peaks[0] - peaks[1] == pytest.approx(2 * size)
 
 
 @pytest.mark.parametrize(

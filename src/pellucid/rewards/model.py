@@ -57,7 +57,7 @@ class RewardModel:
             self._tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(place, **how)
             self._longest = longest(source, settings, config, self._tokenizer)
             self._model = load(source, settings).to(cast(Any, device)).eval()
-        self._known = cast(torch.nn.Embedding, self._model.get_input_embeddings()).num_embeddings
+            self._known = cast(torch.nn.Embedding, self._model.get_input_embeddings()).num_embeddings
         text_config = self._model.config.get_text_config()
         text_config.use_cache = False  # nothing is read twice
         self._pad = getattr(text_config, "pad_token_id", None)
