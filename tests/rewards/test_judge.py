@@ -101,19 +101,12 @@ def test_where_an_event_loop_runs_the_judge_has_one_of_its_own(service):
     assert asyncio.run(notebook()) and errors(asyncio.run(notebook())) == ["", ""]
 
 
-def test_no_more_requests_are_under_way_than_allowed(service):
-    now, most, lock = [0], [0], threading.Lock()
-
-    def fault(number, body):
-        with lock:
-            now[0] += 1
-            most[0] = max(most[0], now[0])
-        threading.Timer(0.1, lambda: now.__setitem__(0, now[0] - 1)).start()
-        return says("7")
-
-    with proxied(service, fault, delay=0.11) as proxy:
+def test_as_many_requests_are_under_way_as_allowed_and_no_more(service):
+    with proxied(service, lambda *_: says("7"), delay=0.2) as proxy:
         judged(proxy.url, concurrency=3)
-    assert most == [3]
+        times = [when for when, _ in proxy.seen]
+    assert all(later - earlier >= 0.2 for earlier, later in zip(times, times[3:], strict=False))
+    assert times[-1] - times[0] < 0.2 * (len(TEXTS) - 1), "as one after the other would take at least"
 
 
 # ---------------------------------------------------------------- what is asked
