@@ -11,7 +11,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 KEY = "sk-proj-verysecret0123456789"
 """What the proxy quotes where it refuses a request."""
-LATE = 1.0
+LATE = 2.0
 """The seconds that a late answer takes longer."""
 
 

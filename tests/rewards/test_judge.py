@@ -257,8 +257,8 @@ FAULTS = {
     "500": "HTTP 500 Wrong: [key] and [key]",
     "503": "HTTP 503 Wrong: [key] and [key]",
     "drop": "the connection was dropped",
-    "stall": "no answer within 0.5 s",
-    "late": "no answer within 0.5 s",
+    "stall": "no answer within 1 s",
+    "late": "no answer within 1 s",
     "garbage": "the answer is no JSON",
     "twice": "the answer is no JSON",
     '{"error": "overloaded"}': "the answer holds no completion",
@@ -279,7 +279,7 @@ def test_whatever_fails_once_is_asked_again_counted_and_named(service, monkeypat
         return says("7") if again else faults[text]
 
     with proxied(service, fault) as proxy:
-        parts = judged(proxy.url, texts, tmp_path / "judge", timeout=0.5)
+        parts = judged(proxy.url, texts, tmp_path / "judge", timeout=1.0)
         assert len(proxy.seen) == 2 * len(texts)
         when = [at for (at, _), body in zip(proxy.seen, proxy.bodies, strict=True) if asked_of(body) == texts[0]]
     assert errors(parts) == [""] * len(texts)
@@ -293,14 +293,14 @@ def test_whatever_fails_once_is_asked_again_counted_and_named(service, monkeypat
     ("fault", "error"),
     [
         ("500", "HTTP 500 Wrong: [key] and [key], after 3 requests"),
-        ("stall", "no answer within 0.2 s, after 3 requests"),
+        ("stall", "no answer within 0.5 s, after 3 requests"),
         ("400", "HTTP 400 Wrong: [key] and [key]"),
     ],
 )
 def test_what_always_fails_costs_one_completion_its_grade(fault, error, service, monkeypatch):
     monkeypatch.setenv("OPENAI_API_KEY", KEY)
     with proxied(service, lambda _, body: fault if asked_of(body) == "bad" else says("7")) as proxy:
-        parts = judged(proxy.url, ["good", "bad", "fine"], timeout=0.2, retries=2)
+        parts = judged(proxy.url, ["good", "bad", "fine"], timeout=0.5, retries=2)
         assert len(proxy.seen) == 2 + (1 if fault == "400" else 3)
     assert errors(parts) == ["", error, ""]
     assert parts[1].logged["judge/retries"] == (0 if fault == "400" else 2)
@@ -325,9 +325,9 @@ def test_what_is_refused_to_all_is_told_at_once_with_the_mend(fault, mend, servi
 def test_a_judge_that_never_answers_costs_no_more_than_the_time_of_a_step(service):
     start = time.monotonic()
     with proxied(service, lambda _, body: says("7") if asked_of(body) == TEXTS[0] else "stall") as proxy:
-        parts = judged(proxy.url, step_timeout=0.5, concurrency=2)
-    assert time.monotonic() - start < 3
-    assert errors(parts) == ["", *["no answer within step_timeout = 0.5 s"] * (len(TEXTS) - 1)]
+        parts = judged(proxy.url, step_timeout=1.0, concurrency=2)
+    assert time.monotonic() - start < 10
+    assert errors(parts) == ["", *["no answer within step_timeout = 1 s"] * (len(TEXTS) - 1)]
 
 
 def test_a_judge_that_goes_away_is_named(service):
