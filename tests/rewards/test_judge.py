@@ -123,10 +123,8 @@ def test_as_many_requests_are_under_way_as_allowed_and_no_more(service):
 )
 def test_a_template_is_filled_once(template, expected):
     known = {"prompt": "Why?", "completion": "Be{answer}cause", "answer": "42", "rubric": "R"}
-    assert (
-        rubric.filled(template, known, {"completion": "hidden", "topic": "sums", "tags": ["a", "é"], "none": None})
-        == expected
-    )
+    columns = {"completion": "hidden", "topic": "sums", "tags": ["a", "é"], "none": None}
+    assert rubric.filled(template, known, columns) == expected
 
 
 def test_a_conversation_is_put_in_as_text():

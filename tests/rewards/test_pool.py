@@ -18,12 +18,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from pellucid.protocols import with_split
 from pellucid.rewards import pool
 from pellucid.rewards.graded import Graded
 from pellucid.rewards.plain import LARGEST
 from pellucid.rewards.settings import RewardConfig
 from pellucid.tasks.arithmetic import Arithmetic
-from pellucid.types import Completion, Prompt, Reward, UserError, with_split
+from pellucid.types import Completion, Prompt, Reward, UserError
 
 PROMPT = Prompt("train/0/0", "Behave as told.", "7")
 FOREVER = 100_000.0

@@ -103,8 +103,7 @@ class Pool:
                     busy[idle] = queue.popleft()
                     if message := busy[idle].rest:
                         idle.ask(message)
-            ends = [end for each in busy for end in each.ends]
-            wait(ends, max(0.0, min(each.deadline for each in busy) - time.monotonic()))
+            wait([each.connection for each in busy], max(0.0, min(each.deadline for each in busy) - time.monotonic()))
             for each in list(busy):
                 self._listen(each, busy, waiting)
         return jobs

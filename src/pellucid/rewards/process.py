@@ -41,10 +41,11 @@ class Process:
     """A reward process: busy with a call, of which `running` are the terms that it computes until `deadline`, or idle.
 
     together: whether it is asked about all completions of a step at once.
+    connection: what to wait on. It brings an answer, or the end of the process.
     """
 
     def __init__(self, task: bytes, place: Place, together: bool) -> None:
-        self._connection, theirs = multiprocessing.Pipe()
+        self.connection, theirs = multiprocessing.Pipe()
         # Not a daemon: those may not start processes, and some rewards do.
         self._process = SPAWN.Process(target=worker.work, args=(theirs, task, place))
         streams.plugged()
@@ -60,11 +61,6 @@ class Process:
     def alive(self) -> bool:
         return self._process.is_alive()
 
-    @property
-    def ends(self) -> tuple[Any, int]:
-        """The two objects to wait on: the connection, for an answer, and the sentinel, for the end of the process."""
-        return self._connection, self._process.sentinel
-
     def load(self, kind: str) -> None:
         """Wait until the process has loaded the task. UserError where it fails or takes more than START_SECONDS."""
         deadline = time.monotonic() + START_SECONDS
@@ -72,7 +68,7 @@ class Process:
             'the reward process cannot start; a script that trains needs `if __name__ == "__main__":` around it',
             f"the reward process ended while it loaded task {kind}",
         ):
-            if not wait(self.ends, max(0.0, deadline - time.monotonic())):
+            if not wait([self.connection], max(0.0, deadline - time.monotonic())):
                 raise UserError(f"the reward process has not loaded task {kind} within {START_SECONDS:g} s")
             answer = self._received()
             if not isinstance(answer, dict):
@@ -86,11 +82,11 @@ class Process:
         sent = pickle.dumps(message)
         # Sending blocks if the process does not read, as when a thread that a reward left keeps its interpreter busy.
         with self._watched(len(sent) > AT_ONCE), suppress(OSError):  # it has ended; `heard` reports it
-            self._connection.send_bytes(sent)
+            self.connection.send_bytes(sent)
 
     def heard(self) -> Iterator[Event]:
         """Yield the events that have arrived. LostError where the process has ended, or is late."""
-        while self.message and self._connection.poll():
+        while self.message and self.connection.poll():
             with self._watched(self.together):
                 received = self._received()
             if not isinstance(received, list):
@@ -99,7 +95,7 @@ class Process:
             if event.answers is None:
                 self._begin(event.terms)
             yield event
-        if self.message and (time.monotonic() >= self.deadline or not self.alive):
+        if self.message and time.monotonic() >= self.deadline:
             raise self._lost()
 
     def rest(self) -> None:
@@ -109,7 +105,7 @@ class Process:
     def end(self) -> None:
         self._kill()
         self._process.join()
-        self._connection.close()
+        self.connection.close()
 
     def _begin(self, terms: list[int]) -> None:
         assert self.message
@@ -153,7 +149,7 @@ class Process:
     def _received(self) -> Any:
         """Return the JSON value that has arrived; None where there is none."""
         try:
-            return json.loads(self._connection.recv_bytes(MOST)) if self._connection.poll() else None
+            return json.loads(self.connection.recv_bytes(MOST)) if self.connection.poll() else None
         except (EOFError, OSError, ValueError, RecursionError):
             return None
 
