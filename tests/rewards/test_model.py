@@ -258,9 +258,9 @@ def test_a_conversation_that_the_template_refuses_is_named(tmp_path):
 
 def test_a_conversation_needs_a_template(tmp_path):
     folder = classifier("llama", tmp_path, template=None)
-    assert not graded(folder, plain())[0].error
-    with pytest.raises(UserError, match=r'reward "model:.*": its tokenizer has no chat template.*: set chat = false'):
-        graded(folder, conversation())
+    [read, refused] = graded(folder, [*plain(["7"]), *conversation(["7"])])
+    close(values([read]), alone(folder, plain(["7"]))[:, 0])
+    assert refused.error.startswith("its tokenizer has no chat template, and the prompt is a conversation: set chat =")
 
 
 @pytest.mark.parametrize("kind", ["llama", "llama, without its head"])
