@@ -11,8 +11,9 @@ if TYPE_CHECKING:
     from pellucid.algorithm.grpo import StepResult
     from pellucid.library.run import Run
     from pellucid.library.train import train
+    from pellucid.protocols import Task
     from pellucid.rewards.terms import RewardTerm
-    from pellucid.types import Completion, Estimate, Evaluation, Group, Prompt, Reward, Sampling, Task, UserError
+    from pellucid.types import Completion, Estimate, Evaluation, Group, Prompt, Reward, Sampling, UserError
 
 __version__ = "0.1.0"
 __all__ = [

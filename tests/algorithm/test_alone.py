@@ -16,8 +16,9 @@ from pellucid.algorithm.advantages import ADVANTAGES
 from pellucid.algorithm.batch import collate, grades_of
 from pellucid.algorithm.objectives import OBJECTIVES
 from pellucid.algorithm.settings import GRPOConfig
+from pellucid.protocols import grade
 from pellucid.samplers.native import Native
-from pellucid.types import Reward, Sampling, UserError, grade
+from pellucid.types import Reward, Sampling, UserError
 
 G = 4
 

@@ -10,7 +10,8 @@ import pytest
 from conftest import records
 from pellucid import config
 from pellucid.commands import starter
-from pellucid.types import Completion, UserError, with_split
+from pellucid.protocols import with_split
+from pellucid.types import Completion, UserError
 from runs import train
 
 

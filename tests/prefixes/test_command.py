@@ -23,8 +23,9 @@ from pellucid.policy.policy import Policy
 from pellucid.prefixes import command as prefixes
 from pellucid.prefixes.journal import Journal
 from pellucid.prefixes.teacher import INSTRUCTION, Endpoint, Teacher, UnansweredError
+from pellucid.protocols import with_split
 from pellucid.tasks.curriculum import Curriculum
-from pellucid.types import Prompt, UserError, with_split
+from pellucid.types import Prompt, UserError
 from serving import running
 
 KEY = "sk-proj-verysecret0123456789"

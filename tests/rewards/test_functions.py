@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import math
+import threading
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import datasets
@@ -153,8 +155,8 @@ def test_a_column_that_a_row_lacks_is_none(task):
     ours = task("columns_seen")
     [(first, said), *_, (second, _)] = groups(ours)
     lacking = Prompt("other", "?", columns={"question": "?"})
-    rewards = ours.reward_all([(first, said), (second, said), (lacking, said)])
-    assert [reward.extra["seen"]["task"] for reward in rewards] == [first.columns["task"], second.columns["task"], None]
+    rewards = ours.reward_all([(lacking, said), (first, said), (second, said)])
+    assert [reward.extra["seen"]["task"] for reward in rewards] == [None, first.columns["task"], second.columns["task"]]
 
 
 # ---------------------------------------------------------------- at once
@@ -192,6 +194,24 @@ def test_an_error_costs_the_group_that_it_is_of(name, task):
     error = f"ZeroDivisionError: division by zero (trl_functions.py, line {line + 1 + (name != 'fragile')})"
     assert rewards[0].error == f"{name}: {error}"
     assert rewards[0].failures == {name: error}
+
+
+def test_an_error_within_what_is_ours_is_of_the_line_that_led_to_it(task):
+    line = next(n for n, text in enumerate(FILE.read_text().splitlines(), 1) if "numeric(None" in text)
+    rewards = task("calls_what_is_ours").reward_all(groups(task("ranked"))[:1])
+    assert rewards[0].error.startswith("calls_what_is_ours: AttributeError: ")
+    assert rewards[0].error.endswith(f"(trl_functions.py, line {line})")
+
+
+def test_a_row_that_cannot_be_sent_costs_its_own_reward(task):
+    ours = task("longer_reward")
+    pairs = groups(ours)
+    pairs[2] = (replace(pairs[2][0], columns={"lock": threading.Lock()}), pairs[2][1])
+    rewards = ours.reward_all(pairs)
+    assert [i for i, reward in enumerate(rewards) if reward.failed] == [2]
+    assert "cannot be sent to the reward process" in rewards[2].error
+    values = [float(len(completion.token_ids)) for _, completion in pairs]
+    assert [reward.value for reward in rewards if not reward.failed] == [*values[:2], *values[3:]]
 
 
 @pytest.mark.parametrize(

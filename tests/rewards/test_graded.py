@@ -13,6 +13,7 @@ from sibling_task import Siblings
 from conftest import records
 from pellucid.library.objects import Objects, section_of
 from pellucid.machine.plugins import given
+from pellucid.protocols import grade
 from pellucid.rewards.graded import Graded
 from pellucid.rewards.parts import Part
 from pellucid.rewards.settings import RewardConfig
@@ -21,7 +22,7 @@ from pellucid.tasks.curriculum import Curriculum
 from pellucid.tasks.dataset import Dataset
 from pellucid.tasks.given import class_around
 from pellucid.tasks.prefixed import Prefixed
-from pellucid.types import Completion, Group, Progress, Prompt, UserError, grade
+from pellucid.types import Completion, Group, Progress, Prompt, UserError
 from runs import in_two_processes, train
 
 RANKED = f"{Path(__file__).with_name('trl_functions.py')}:ranked"

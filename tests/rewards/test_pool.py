@@ -18,12 +18,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from pellucid.protocols import with_split
 from pellucid.rewards import pool
 from pellucid.rewards.graded import Graded
 from pellucid.rewards.plain import LARGEST
 from pellucid.rewards.settings import RewardConfig
 from pellucid.tasks.arithmetic import Arithmetic
-from pellucid.types import Completion, Prompt, Reward, UserError, with_split
+from pellucid.types import Completion, Prompt, Reward, UserError
 
 PROMPT = Prompt("train/0/0", "Behave as told.", "7")
 FOREVER = 100_000.0
@@ -112,6 +113,7 @@ BEHAVIOURS = {
     "hang": hang,
     "hang in a pattern": lambda: re.match(r"(a+)+$", "a" * 60 + "b"),
     "exit": lambda: os._exit(0),
+    "exit beside a copy": lambda: os._exit(0) if os.fork() else hang(),
     "segfault": lambda: os.kill(os.getpid(), signal.SIGSEGV),
     "signal without a name": lambda: os.kill(os.getpid(), 40),
     "closes what is open": lambda: os.closerange(3, 1000) or Reward(1.0),
@@ -244,6 +246,7 @@ def test_rewards_are_computed_in_one_other_process(sandbox):
         ("recurse", r"RecursionError: maximum recursion depth exceeded.*"),
         ("hang", r"no reward within 2 s"),
         ("hang in a pattern", r"no reward within 2 s"),
+        ("exit beside a copy", r"the reward ended its process \(exit status 0\)"),
         ("exit", r"the reward ended its process \(exit status 0\)"),
         ("segfault", r"the reward ended its process \(SIGSEGV\)"),
         ("signal without a name", r"the reward ended its process \(signal 40\)"),

@@ -11,6 +11,8 @@ import os
 import re
 import time
 
+from pellucid.rewards.terms import numeric
+
 
 def longer_reward(completion_ids, **kwargs):
     """Reward function that assigns higher scores to longer completions (in terms of token count)."""
@@ -88,16 +90,15 @@ async def another_slow_judge(completions, **kwargs):
 
 
 class Judge:
-    """A callable object, asynchronous, that keeps something open between its calls, as clients do."""
+    """A callable object, asynchronous, that belongs to the event loop of its first call, as clients do."""
 
     def __init__(self):
-        self.lock = None
+        self.loop = None
 
     async def __call__(self, completions, **kwargs):
-        self.lock = self.lock or asyncio.Lock()
-        async with self.lock:
-            await asyncio.sleep(0)
-        return [0.5] * len(completions)
+        self.loop = self.loop or asyncio.get_running_loop()
+        await asyncio.sleep(0)
+        return [0.5 if self.loop is asyncio.get_running_loop() else 0.0] * len(completions)
 
 
 judge = Judge()
@@ -169,6 +170,10 @@ async def hangs_together(completions, **kwargs):
 
 def ends_its_process(completions, **kwargs):
     os._exit(3)
+
+
+def calls_what_is_ours(completions, **kwargs):
+    return [numeric(None, "7") for _ in completions]
 
 
 not_a_function = 3

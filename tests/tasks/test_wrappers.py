@@ -6,11 +6,11 @@ from dataclasses import dataclass
 
 import pytest
 
+from pellucid.protocols import with_split
 from pellucid.tasks.arithmetic import Arithmetic
 from pellucid.tasks.curriculum import Curriculum
 from pellucid.tasks.prefixed import Prefixed
 from pellucid.tasks.wrappers import innermost, seeded, wraps
-from pellucid.types import with_split
 
 INSIDE = Arithmetic(digits=2, seed=5)
 

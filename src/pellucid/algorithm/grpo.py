@@ -31,7 +31,8 @@ from pellucid.algorithm.kl import KL
 from pellucid.algorithm.objectives import AGGREGATES, Tokens, clip_high_by_difficulty, clip_metrics, objective_of
 from pellucid.algorithm.settings import GRPOConfig
 from pellucid.algorithm.totals import Clock, Totals
-from pellucid.types import ROUND, Group, Progress, Sampler, Sampling, Task, grade, stateful_task
+from pellucid.protocols import Sampler, Task, grade, stateful_task
+from pellucid.types import ROUND, Group, Progress, Sampling
 
 T = TypeVar("T")
 

@@ -17,9 +17,10 @@ from pellucid.doctor import memory
 from pellucid.machine.harmless import harmless
 from pellucid.policy import pretrained
 from pellucid.policy.template import prefix_ids, question_ids
+from pellucid.protocols import with_split
 from pellucid.training import preflight
 from pellucid.training.compose import settled, template_of
-from pellucid.types import UserError, with_split
+from pellucid.types import UserError
 
 
 def show(cfg: Config, run_dir: Path) -> int:

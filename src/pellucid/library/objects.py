@@ -9,12 +9,13 @@ from sys import modules
 from typing import Any
 
 from pellucid.machine.plugins import HERE
+from pellucid.protocols import grades_together
 from pellucid.rewards.terms import RewardTerm
 from pellucid.tasks import TASKS
 from pellucid.tasks.given import class_around
 from pellucid.tasks.wrappers import is_local, wraps
 from pellucid.training.files import AXES
-from pellucid.types import UserError, grades_together
+from pellucid.types import UserError
 
 Term = str | Callable[..., Any] | RewardTerm | Mapping[str, Any]
 Terms = Term | tuple[Term, float] | Sequence[Term | tuple[Term, float]]

@@ -23,10 +23,11 @@ from pellucid.machine.locks import locked
 from pellucid.prefixes.cleaning import clean, first_sentences, first_tokens, thinking
 from pellucid.prefixes.journal import Journal
 from pellucid.prefixes.teacher import Endpoint, Teacher, UnansweredError, checked, messages_of
+from pellucid.protocols import with_split
 from pellucid.tasks.prefixed import SOURCES
 from pellucid.tasks.wrappers import innermost, seeded
 from pellucid.training.evaluate import held_out
-from pellucid.types import Prompt, Sampling, UserError, with_split
+from pellucid.types import Prompt, Sampling, UserError
 
 ROWS = 64
 """How many prefixes a student decodes between two writes to the journal."""

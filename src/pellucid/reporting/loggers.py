@@ -15,9 +15,10 @@ from typing import Any
 
 from pellucid.machine import disk
 from pellucid.machine.harmless import harmless
+from pellucid.protocols import Logger
 from pellucid.reporting.measures import evaluation_of, record_of
 from pellucid.reporting.run_folder import records
-from pellucid.types import Evaluation, Group, Logger
+from pellucid.types import Evaluation, Group
 
 DRAWING = (OSError, ValueError, ArithmeticError, LookupError, TypeError)
 """What may go wrong with a display, a chart or a board: no place to write to, or numbers and records as no one thought

@@ -8,11 +8,12 @@ from concurrent.futures import as_completed
 from itertools import groupby
 from typing import Any, NamedTuple
 
+from pellucid.protocols import grades_together
 from pellucid.rewards import functions
 from pellucid.rewards.parts import Pair, Part
 from pellucid.rewards.plain import NoRewardError, described, of_part, of_reward
 from pellucid.rewards.terms import is_function, part_of
-from pellucid.types import Progress, grades_together
+from pellucid.types import Progress
 
 OWN = -1
 """Stands for the reward of a task that has no terms."""

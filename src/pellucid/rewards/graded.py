@@ -10,13 +10,14 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Protocol
 
+from pellucid.protocols import Task, grades_together, with_split
 from pellucid.rewards import worker
 from pellucid.rewards.calls import OWN, Answer, Call, run
 from pellucid.rewards.parts import Grader, Pair, Part
 from pellucid.rewards.pool import Pool
 from pellucid.rewards.settings import RewardConfig
 from pellucid.rewards.terms import RewardTerm, in_batches
-from pellucid.types import Completion, Progress, Prompt, Reward, Task, grades_together, with_split
+from pellucid.types import Completion, Progress, Prompt, Reward
 
 
 class Place(Protocol):

@@ -14,12 +14,13 @@ from jinja2 import TemplateError
 
 from pellucid.algorithm.settings import GRPOConfig
 from pellucid.models.drawing import Truncation
+from pellucid.protocols import Task
 from pellucid.serve.engine import Engine, RefusedError
 from pellucid.serve.errors import RequestError
 from pellucid.serve.gate import LOOPBACK
 from pellucid.serve.messages import Sampling
 from pellucid.serve.rows import Piece, Request
-from pellucid.types import Prompt, Task, UserError
+from pellucid.types import Prompt, UserError
 
 SHORT = 10_000
 """Prompts of up to this many characters are tokenized at once, which takes milliseconds; longer ones in a thread."""

@@ -11,11 +11,12 @@ from typing import Any
 from pellucid.algorithm.advantages import advantages_of
 from pellucid.algorithm.batch import grades_of
 from pellucid.algorithm.settings import GRPOConfig
+from pellucid.protocols import Task, grade
 from pellucid.rewards.graded import Graded
 from pellucid.serve.decoding import Served, begun, in_time
 from pellucid.serve.errors import RequestError
 from pellucid.serve.messages import GroupRequest, Sampling
-from pellucid.types import Completion, Group, Progress, Prompt, Reward, Task, grade
+from pellucid.types import Completion, Group, Progress, Prompt, Reward
 
 
 async def group(served: Served, request: GroupRequest) -> dict[str, Any]:

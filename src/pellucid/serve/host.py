@@ -16,6 +16,7 @@ from pellucid.machine.plugins import NotHereError
 from pellucid.models import invariance
 from pellucid.policy import policy
 from pellucid.policy.access import Access
+from pellucid.protocols import with_split
 from pellucid.reporting import run_folder
 from pellucid.rewards.graded import Graded
 from pellucid.rewards.graders import graders_of, notes_on
@@ -28,7 +29,7 @@ from pellucid.serve.decoding import Served
 from pellucid.serve.engine import Engine
 from pellucid.serve.gate import LOOPBACK
 from pellucid.tasks.gsm8k import SYSTEM
-from pellucid.types import UserError, with_split
+from pellucid.types import UserError
 
 
 def host(options: Serve, listening: socket.socket) -> None:

@@ -13,8 +13,9 @@ from typing import Any
 from pellucid import config, recipes
 from pellucid.config import Config
 from pellucid.machine.plugins import did_you_mean
+from pellucid.protocols import with_split
 from pellucid.reporting.run_folder import Record
-from pellucid.types import UserError, with_split
+from pellucid.types import UserError
 
 KEYS = ("base", "seeds", "common", "variants")
 FOLDER_NAME = re.compile(r"\w[\w.+=-]*")

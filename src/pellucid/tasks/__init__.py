@@ -1,9 +1,8 @@
 """Tasks: where prompts come from, and how completions are graded.
 
-Each file holds a task that a recipe can name, or a part that tasks share: reading data rows, extracting answers,
-computing rewards. curriculum.py and prefixed.py wrap another task (wrappers.py); sandbox.py computes rewards in
-separate processes, guarded.py those that have no file in this one. Nothing here needs torch, so that these processes
-start fast.
+Each file holds a task that a recipe can name, or a part that tasks share, such as reading data rows. curriculum.py and
+prefixed.py wrap another task (wrappers.py). What rewards are made of, and where they are computed, is in the room
+`rewards`. Nothing here needs torch, so that the processes of rewards start fast.
 """
 
 from __future__ import annotations

@@ -9,9 +9,10 @@ from random import Random
 from statistics import fmean
 from typing import Any, Literal
 
+from pellucid.protocols import with_split
 from pellucid.tasks.prefixed import Prefixed
 from pellucid.tasks.wrappers import layers
-from pellucid.types import Completion, Group, Prompt, Reward, UserError, equal_rewards, with_split
+from pellucid.types import Completion, Group, Prompt, Reward, UserError, equal_rewards
 
 
 @dataclass

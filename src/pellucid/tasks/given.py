@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from pellucid.types import Completion, Prompt, Reward, UserError, grades_together, with_split
+from pellucid.protocols import grades_together, with_split
+from pellucid.types import Completion, Prompt, Reward, UserError
 
 
 def class_around(task: Any) -> type:

@@ -12,8 +12,9 @@ from pathlib import Path
 from random import Random
 from typing import Any, Literal
 
+from pellucid.protocols import stateful_task, with_split
 from pellucid.tasks.wrappers import innermost, layers
-from pellucid.types import ROUND, Completion, Group, Prompt, Reward, UserError, stateful_task, with_split
+from pellucid.types import ROUND, Completion, Group, Prompt, Reward, UserError
 
 SOURCES = ("teacher", "student")
 _UNSPACED = r"\u3040-\u30ff\u3400-\u9fff"

@@ -12,7 +12,7 @@ import dataclasses
 from typing import Any
 
 from pellucid.machine.plugins import HERE
-from pellucid.types import Task
+from pellucid.protocols import Task
 
 
 def wraps(task: Any) -> bool:

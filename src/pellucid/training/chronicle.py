@@ -9,13 +9,13 @@ import rich
 
 from pellucid.config import Config, dump
 from pellucid.machine import disk
+from pellucid.protocols import Logger
 from pellucid.reporting import boards, loggers, notebook
 from pellucid.reporting.console import before_after, terminal
 from pellucid.reporting.report import write_report
 from pellucid.reporting.run_folder import records
 from pellucid.training import changes, claim, files, provenance
 from pellucid.training.changes import Changes
-from pellucid.types import Logger
 
 
 def start_folder(run_dir: Path, cfg: Config, step: int, resumed: Changes | None) -> None:

@@ -17,6 +17,7 @@ from pellucid.policy import policy, pretrained
 from pellucid.policy.adapter import BASE_STAYS, AdapterOff
 from pellucid.policy.policy import Policy
 from pellucid.policy.template import Template
+from pellucid.protocols import Sampler, Task, with_split
 from pellucid.rewards.graded import Graded
 from pellucid.rewards.graders import graders_of
 from pellucid.rewards.settings import RewardConfig
@@ -31,7 +32,7 @@ from pellucid.tasks.prefixed import Prefixed
 from pellucid.tasks.wrappers import layers, only_here
 from pellucid.training.claim import first_process
 from pellucid.training.evaluate import held_out
-from pellucid.types import Prompt, Sampler, Sampling, Task, UserError, with_split
+from pellucid.types import Prompt, Sampling, UserError
 
 HARMLESS = (Arithmetic, Curriculum, Prefixed)
 

@@ -12,7 +12,8 @@ from operator import itemgetter
 from statistics import NormalDist, fmean, stdev
 from typing import Any, Protocol
 
-from pellucid.types import Estimate, Evaluation, Group, Progress, Prompt, Sampler, Sampling, Task, grade
+from pellucid.protocols import Sampler, Task, grade
+from pellucid.types import Estimate, Evaluation, Group, Progress, Prompt, Sampling
 
 MAX_ROWS = 128
 """How many rows are decoded together."""

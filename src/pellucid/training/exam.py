@@ -13,13 +13,14 @@ from pellucid.config import Config
 from pellucid.machine import disk, hardware
 from pellucid.policy import policy
 from pellucid.policy.access import Access
+from pellucid.protocols import with_split
 from pellucid.reporting.console import accuracy_table, verdict
 from pellucid.reporting.loggers import json_line
 from pellucid.rewards.graders import notes_on
 from pellucid.training import preflight
 from pellucid.training.compose import evaluation_sampling, graded, pick_sampler, template_of
 from pellucid.training.evaluate import OneProcess, evaluate, held_out
-from pellucid.types import Group, Progress, with_split
+from pellucid.types import Group, Progress
 
 
 def examine(cfg: Config, model: str, access: Access, show: int, output: Path | None = None) -> int:

@@ -22,6 +22,7 @@ from pellucid.policy import quantized
 from pellucid.policy.model import has_own_code
 from pellucid.policy.policy import Policy
 from pellucid.policy.quantized import numbers
+from pellucid.protocols import with_split
 from pellucid.reporting import boards
 from pellucid.reporting.console import failing, first_error, first_line
 from pellucid.reporting.metrics import all_failed, failed_shares, predicted_dead_share
@@ -32,7 +33,7 @@ from pellucid.tasks.wrappers import innermost, layers
 from pellucid.training import room
 from pellucid.training.claim import first_process
 from pellucid.training.evaluate import held_out
-from pellucid.types import Completion, Group, NotBegunError, Reward, UserError, with_split
+from pellucid.types import Completion, Group, NotBegunError, Reward, UserError
 
 MANY_CUT_OFF = 0.1
 """From which share of the samples on a line says that they were cut off."""

@@ -18,6 +18,7 @@ from pellucid.doctor.profile import profiled
 from pellucid.machine import hardware
 from pellucid.machine.interrupts import INTERRUPTED, StopRequests, stop_requests
 from pellucid.policy.policy import Policy
+from pellucid.protocols import Logger
 from pellucid.reporting import loggers
 from pellucid.reporting.console import first_error
 from pellucid.reporting.metrics import all_failed, describe
@@ -30,7 +31,7 @@ from pellucid.training.chronicle import finish, open_logs, start_folder
 from pellucid.training.compose import Components, compose, evaluation_sampling, settled, training_sampling
 from pellucid.training.evaluate import evaluate, greedy, sample_and_grade
 from pellucid.training.snapshot import restore, save, save_model
-from pellucid.types import Evaluation, Group, Logger, Progress, UserError
+from pellucid.types import Evaluation, Group, Progress, UserError
 
 FEW = 8
 """How many answers are graded before all others, to see that rewards work."""

@@ -13,12 +13,13 @@ from pellucid.machine import disk
 from pellucid.models.masters import whole
 from pellucid.policy import lora
 from pellucid.policy.policy import Policy
+from pellucid.protocols import stateful_task
 from pellucid.reporting import loggers
 from pellucid.reporting.run_folder import checkpoints, step_of
 from pellucid.runtimes import shards
 from pellucid.training import checkpoint
 from pellucid.training.compose import Components
-from pellucid.types import UserError, stateful_task
+from pellucid.types import UserError
 
 OPTIMIZER = "optimizer."
 

@@ -1,0 +1,105 @@
+"""The seams between the parts: what a task, a sampler and a logger are, to whoever uses one. No torch here."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from itertools import islice
+from typing import Any, Protocol, cast, runtime_checkable
+
+from pellucid.types import Completion, Evaluation, Group, Progress, Prompt, Reward, Sampling, UserError
+
+
+class Task(Protocol):
+    """The source of prompts and the grader of completions: a dataclass whose fields are the keys of `[task]`."""
+
+    @property
+    def seed(self) -> int: ...
+
+    @property
+    def split(self) -> str:
+        """`train` or `test`; the splits are disjoint."""
+        ...
+
+    def sample(self, step: int, n: int) -> Sequence[Prompt]:
+        """Return the n prompts of a step: a pure function of (seed, split, step) and of a StatefulTask's state.
+
+        Round r of dynamic sampling passes step + r * ROUND.
+        """
+        ...
+
+    def reward(self, prompt: Prompt, completion: Completion) -> Reward: ...
+
+
+def with_split(task: Any, split: str) -> Any:
+    """Return the task on another split: by its own `with_split` if it has one, otherwise by replacing its field."""
+    return task.with_split(split) if hasattr(task, "with_split") else replace(task, split=split)
+
+
+def grade(task: Task, groups: Sequence[Group], progress: Progress = Progress()) -> list[Group]:  # noqa: B008 - frozen
+    """Return the groups with their rewards, in the same order. A Grader gets all pairs at once."""
+    pairs = [(group.prompt, completion) for group in groups for completion in group.completions]
+    grades = task.reward_all(pairs, progress) if isinstance(task, Grader) else [task.reward(*pair) for pair in pairs]
+    rewards = iter(grades)
+    return [replace(group, rewards=tuple(islice(rewards, len(group.completions)))) for group in groups]
+
+
+def grades_together(task: Any) -> bool:
+    """Return whether a task has the method rewards(prompts, completions), which grades all completions of a step.
+
+    It stands in place of `reward`, and returns a Reward for each completion, in their order.
+    """
+    return callable(getattr(type(task), "rewards", None))
+
+
+@runtime_checkable
+class Grader(Protocol):
+    """A task that grades many completions together, as in a sandbox."""
+
+    def reward_all(self, pairs: Sequence[tuple[Prompt, Completion]], progress: Progress, /) -> list[Reward]:
+        """Return a reward for each pair, in the same order."""
+        ...
+
+
+class StatefulTask(Protocol):
+    """A task that adapts to the groups it observes, as a curriculum does. Its state is part of a checkpoint."""
+
+    def observe(self, step: int, groups: Sequence[Group]) -> Mapping[str, float]:
+        """Learn from the graded groups of a step, of all processes and rounds, after its last round. Return metrics."""
+        ...
+
+    def state(self) -> dict[str, Any]:
+        """Return the state to be saved, as JSON values."""
+        ...
+
+    def load_state(self, state: Mapping[str, Any]) -> None: ...
+
+
+def stateful_task(task: Task) -> StatefulTask | None:
+    """Return the task as a StatefulTask, or None where it has no `observe`.
+
+    It is recognized by its attributes, which a sandbox passes on. UserError for a task with `observe` and without
+    `state` or `load_state`: checkpoints would lose what it has learnt.
+    """
+    if not hasattr(task, "observe"):
+        return None
+    if not hasattr(task, "state") or not hasattr(task, "load_state"):
+        raise UserError("a task that has observe() must have state() and load_state(): a resumed run needs what it saw")
+    return cast(StatefulTask, task)
+
+
+class Sampler(Protocol):
+    def generate(self, prompts: Sequence[Prompt], sampling: Sampling) -> list[Group]:
+        """Return a group of sampling.n completions for each prompt, in their order."""
+        ...
+
+    def sync(self, policy: Any, version: int) -> None:
+        """Use the weights of this policy from now on. Completions carry `version`, the number of steps behind them."""
+
+
+class Logger(Protocol):
+    def log(self, step: int, metrics: Mapping[str, float], groups: Sequence[Group], /) -> None: ...
+
+    def log_evaluation(self, step: int, evaluation: Evaluation) -> None: ...
+
+    def close(self) -> None: ...
