@@ -20,7 +20,7 @@ from pellucid.types import UserError
 
 THERE = {
     "tasks": list(TASKS),
-    "rewards": list(TERMS),
+    "rewards": [*TERMS, "model:FOLDER_OR_HUB_ID"],
     "advantages": list(get_args(Advantage)),
     "objectives": list(get_args(Objective)),
     "aggregates": list(objectives.AGGREGATES),

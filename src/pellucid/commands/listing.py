@@ -10,6 +10,7 @@ from pellucid import recipes
 from pellucid.algorithm.settings import KLEstimator
 from pellucid.machine import docstrings
 from pellucid.machine.plugins import did_you_mean
+from pellucid.rewards.terms import MODEL
 from pellucid.sections import SamplerConfig
 from pellucid.tasks import TASKS
 from pellucid.types import UserError
@@ -20,6 +21,11 @@ WIDTH = 100
 
 def tasks() -> dict[str, str]:
     return {name: docstrings.of_module(spec.partition(":")[0]) for name, spec in TASKS.items()}
+
+
+def rewards() -> dict[str, str]:
+    own = {f"{MODEL}FOLDER_OR_HUB_ID": docstrings.of_module("pellucid.rewards.model")}
+    return {**docstrings.of_dict("pellucid.rewards.terms", "TERMS"), **own}
 
 
 def kl() -> dict[str, str]:
@@ -36,7 +42,7 @@ def samplers() -> dict[str, str]:
 KINDS: dict[str, Callable[[], Mapping[str, str]]] = {
     "recipes": recipes.listed,
     "tasks": tasks,
-    "rewards": lambda: docstrings.of_dict("pellucid.rewards.terms", "TERMS"),
+    "rewards": rewards,
     "advantages": lambda: docstrings.of_dict("pellucid.algorithm.advantages", "ADVANTAGES"),
     "objectives": lambda: docstrings.of_dict("pellucid.algorithm.objectives", "OBJECTIVES"),
     "aggregates": lambda: docstrings.of_dict("pellucid.algorithm.objectives", "AGGREGATES"),

@@ -77,15 +77,12 @@ def parts(model: Model, cfg: Config, processes: int = 1) -> dict[str, float | No
     ours = computed_by_us(model, cfg)
     tokens = tokens_of(cfg, processes, shared=ours)
     counted = not unlike(model.config)
-    return (
-        state(model, cfg, processes)
-        | reward_models(cfg)
-        | {
-            "activations": tokens * activations(model.config, cfg, ours) / 1e9 if counted else None,
-            "logits": 4 * MANY / 1e9,
-            "libraries": LIBRARIES,
-        }
-    )
+    kept = state(model, cfg, processes) | reward_models(cfg)
+    return kept | {
+        "activations": tokens * activations(model.config, cfg, ours) / 1e9 if counted else None,
+        "logits": 4 * MANY / 1e9,
+        "libraries": LIBRARIES,
+    }
 
 
 def peak(model: Model, cfg: Config, processes: int = 1) -> float:

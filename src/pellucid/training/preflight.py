@@ -99,6 +99,7 @@ def show_plan(cfg: Config, model: memory.Model, fallback: str, world: int, run_d
         + f" {expected:.1f} GB expected"
         + (f", activations unknown ({reason})" if reason else "")
         + (f" of {memory_gb():.0f} GB: lower algorithm.micro_batch" if expected > memory_gb() else ""),
+        **{name: f"{gb:.1f} GB of it" for name, gb in memory.reward_models(cfg).items()},
         "disk": room.of_run(cfg, model, run_dir).described(cfg.checkpoint.every > 0),
     }.items():
         table.add_row(f"[dim]{name}", escape(value))
