@@ -22,6 +22,7 @@ from pellucid.rewards.parts import Part
 from pellucid.rewards.settings import RewardModelSettings
 from pellucid.rewards.terms import RewardTerm, labels
 from pellucid.runtimes.settings import RuntimeConfig
+from pellucid.serve import host
 from pellucid.tasks.arithmetic import Arithmetic
 from pellucid.tasks.curriculum import Curriculum
 from pellucid.tasks.dataset import Dataset
@@ -258,9 +259,9 @@ def test_a_conversation_that_the_template_refuses_is_named(tmp_path):
 
 def test_a_conversation_needs_a_template(tmp_path):
     folder = classifier("llama", tmp_path, template=None)
-    assert not graded(folder, plain())[0].error
-    with pytest.raises(UserError, match=r'reward "model:.*": its tokenizer has no chat template.*: set chat = false'):
-        graded(folder, conversation())
+    [read, refused] = graded(folder, [*plain(["7"]), *conversation(["7"])])
+    close(values([read]), alone(folder, plain(["7"]))[:, 0])
+    assert refused.error.startswith("its tokenizer has no chat template, and the prompt is a conversation: set chat =")
 
 
 @pytest.mark.parametrize("kind", ["llama", "llama, without its head"])
@@ -376,6 +377,15 @@ def test_a_run_has_the_values_of_transformers_and_goes_on_from_another_folder(tm
     answers = records(tmp_path / "answers.jsonl")
     pairs = [(Prompt("p", row["question"]), completion(row["answer"])) for row in answers]
     close(torch.tensor([row["parts"]["rm"] for row in answers]), alone(tmp_path / "here" / "rm", pairs)[:, 0])
+
+
+def test_the_service_of_a_run_grades_with_its_reward_model(tmp_path):
+    folder = classifier("llama", tmp_path)
+    (tmp_path / "data.jsonl").write_text('{"question": "1?"}\n{"question": "2?"}\n')
+    term = RewardTerm(f"model:{folder}", weight=3.0, reward_model=RewardModelSettings(device="cpu"))
+    task = host.graded(Config(task=Dataset(data=str(tmp_path / "data.jsonl"), rewards=(term,))))
+    found = torch.tensor([reward.value for reward in task.reward_all(plain())])
+    close(found / 3, alone(folder, plain())[:, 0])
 
 
 def test_code_that_would_run_is_said_aloud_before_it_is_read():

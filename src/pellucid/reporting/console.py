@@ -53,7 +53,7 @@ class Plain:
         width = len(str(self.total_steps))
         cells = [f"step {step:{width}}/{self.total_steps}", *plain_cells(metrics, len(groups))]
         cells += [f"! {what}: {metrics[name]:.0f}" for name, what in WARNINGS.items() if metrics.get(name)]
-        cells += [f"! failed of {failing(metrics)}"] if failing(metrics) else []
+        cells += [f"({failing(metrics)})"] if failing(metrics) else []
         print("  ".join(cells), flush=True)
         if not self.error and (error := first_error(groups)):
             self.error = error

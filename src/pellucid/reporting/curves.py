@@ -32,7 +32,7 @@ def curves(metrics: Sequence[Record], evals: Mapping[tuple[str, str], Sequence[R
         chart("Length", "tokens of a completion", lines(metrics, LENGTHS), include=(0,)),
         chart("Terms of the reward", "means, before their weights", lines(metrics, terms(metrics))),
         *(
-            chart(name.removeprefix("logged/"), "logged by rewards, mean of a step", lines(metrics, {name: ""}))
+            chart(name.removeprefix("logged/"), "logged by rewards, mean of a step", lines(metrics, {name: "mean"}))
             for name in logged(metrics)
         ),
         chart("Entropy", "nats a token", lines(metrics, {"entropy": "entropy"}), include=(0,)),

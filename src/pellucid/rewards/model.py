@@ -39,6 +39,10 @@ from pellucid.types import Completion, Prompt, UserError
 
 Row = tuple[int, ...]
 """The token ids of a sequence."""
+NO_TEMPLATE = (
+    "its tokenizer has no chat template, and the prompt is a conversation: set chat = false, or put"
+    " chat_template.jinja, as the model was trained with it, into its folder"
+)
 
 
 class RewardModel:
@@ -50,7 +54,7 @@ class RewardModel:
     """
 
     def __init__(self, source: str, settings: RewardModelSettings) -> None:
-        self._called, self._settings = called(source), settings
+        self._settings = settings
         device = pick_device(settings.device, "reward_model.device")
         with explained(source, settings):
             config, place, how = configuration(source, settings), found(source, settings), access(settings)
@@ -63,7 +67,7 @@ class RewardModel:
         self._pad = getattr(text_config, "pad_token_id", None)
 
     def parts(self, pairs: Sequence[Pair]) -> list[Part]:
-        """Return one part for each completion, in their order. UserError for a conversation without a chat template."""
+        """Return one part for each completion, in their order."""
         rows = [self._token_ids(*pair) for pair in pairs]
         # Each is read once: in another batch equal texts would differ by rounding, and a dead group would seem alive.
         distinct = sorted({row for row in rows if isinstance(row, tuple)}, key=lambda row: (len(row), row))
@@ -75,6 +79,8 @@ class RewardModel:
 
     def _token_ids(self, prompt: Prompt, completion: Completion) -> Row | Part:
         """Return what the model reads of a completion; a part with an error where it cannot."""
+        if not isinstance(prompt.text, str) and not self._tokenizer.chat_template:
+            return Part(error=NO_TEMPLATE)
         try:
             text = self._text(prompt, completion)
             ids = tuple[int, ...](self._tokenizer(text, add_special_tokens=isinstance(prompt.text, str))["input_ids"])
@@ -91,11 +97,6 @@ class RewardModel:
     def _text(self, prompt: Prompt, completion: Completion) -> str:
         if isinstance(prompt.text, str):
             return prompt.text + completion.text
-        if not self._tokenizer.chat_template:
-            raise UserError(
-                f"{self._called}: its tokenizer has no chat template, and the prompt is a conversation: set"
-                " chat = false, or put chat_template.jinja, as the model was trained with it, into its folder"
-            )
         messages = [*map(dict, prompt.text), {"role": "assistant", "content": completion.text}]
         return cast(str, self._tokenizer.apply_chat_template(messages, tokenize=False))
 

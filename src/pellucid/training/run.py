@@ -274,12 +274,12 @@ def evaluate_policy(cfg: Config, parts: Components) -> tuple[Evaluation, list[Gr
 
 def look_first(cfg: Config, parts: Components) -> Evaluation | None:
     """Before step 1: held-out accuracy, one real exchange, and how many groups are going to teach anything."""
+    parts.sampler.sync(parts.policy, parts.state.step)
     try_rewards(cfg, parts)
     evaluation, groups = evaluate_policy(cfg, parts) if cfg.evaluate.every else (None, [])
     sampling, progress = training_sampling(cfg), Progress(0, cfg.algorithm.steps)
     as_trained = replace(evaluation_sampling(cfg), n=sampling.n) == sampling
     if not groups or len(groups[0].completions) < sampling.n or not as_trained:
-        parts.sampler.sync(parts.policy, parts.state.step)
         prompts = parts.runtime.shard(parts.task.sample(0, cfg.algorithm.prompts_per_step))
         groups = parts.runtime.gather(sample_and_grade(parts.task, parts.sampler, prompts, sampling, progress))
     preflight.refuse_failing(groups)
@@ -294,7 +294,6 @@ def try_rewards(cfg: Config, parts: Components) -> None:
     """Raise NotBegunError where a few greedy answers have no reward. If all hung, a whole look would take hours."""
     if isinstance(parts.task, Graded):
         prompts = parts.test_prompts or parts.task.sample(0, cfg.algorithm.prompts_per_step)
-        parts.sampler.sync(parts.policy, parts.state.step)
         few = parts.runtime.shard(prompts[:FEW])
         sampling, progress = greedy(training_sampling(cfg)), Progress(0, cfg.algorithm.steps)
         answers = sample_and_grade(parts.task, parts.sampler, few, sampling, progress)
