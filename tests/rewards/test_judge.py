@@ -7,6 +7,7 @@ import email.utils
 import json
 import logging
 import re
+import signal
 import subprocess
 import sys
 import threading
@@ -21,10 +22,12 @@ from pellucid import cli, config
 from pellucid.policy.policy import Policy
 from pellucid.rewards import asking, rubric
 from pellucid.rewards.asking import Asking, PassingError, seconds_of
+from pellucid.rewards.graded import Graded
 from pellucid.rewards.judge import Judge
 from pellucid.rewards.judgements import Answer, Judgements
 from pellucid.rewards.settings import JudgeSettings
 from pellucid.rewards.terms import RewardTerm
+from pellucid.tasks.dataset import Dataset
 from pellucid.types import Completion, Prompt, UserError
 from proxies import KEY, proxied
 from serving import chat, post, running
@@ -354,6 +357,26 @@ def test_retry_after_may_be_a_date():
     soon = email.utils.formatdate(time.time() + 30, usegmt=True)
     assert 25 < seconds_of(soon) <= 30
     assert [seconds_of(said) for said in ("2", "0.5", "", "soon", "-3", "nan", "inf")] == [2.0, 0.5, *[None] * 5]
+
+
+@pytest.mark.parametrize("alone", [True, False])
+def test_ctrl_c_waits_for_no_answer(alone, service, tmp_path):
+    (tmp_path / "q.jsonl").write_text('{"question": "Q"}\n')
+    with proxied(service, lambda *_: "stall") as proxy:
+        judge = Judge(settings(proxy.url, step_timeout=12.0), tmp_path)
+        term = RewardTerm("judge", judge=judge.settings)
+        task = Graded(Dataset(data=str(tmp_path / "q.jsonl"), rewards=(term,)), graders={0: judge}, here=True)
+
+        def interrupt():
+            while not proxy.seen:
+                time.sleep(0.01)
+            signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
+
+        threading.Thread(target=interrupt).start()
+        start = time.monotonic()
+        with pytest.raises(KeyboardInterrupt):
+            judge.parts(pairs(["A"])) if alone else task.reward_all(pairs(["A"]))
+        assert time.monotonic() - start < 9
 
 
 # ---------------------------------------------------------------- what was judged once

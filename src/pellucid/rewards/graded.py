@@ -72,8 +72,13 @@ class Graded:
             return [Reward(**{"value": math.nan, **answer}) for answer in self._own(seen, progress)]
         with ThreadPoolExecutor(len(self._graders) or 1, "grader") as beside:
             waiting = {term: beside.submit(grader.parts, seen) for term, grader in self._graders.items()}
-            parts = self._terms(seen, progress)
-            parts |= {term: future.result() for term, future in waiting.items()}
+            try:
+                parts = self._terms(seen, progress)
+                parts |= {term: future.result() for term, future in waiting.items()}
+            except BaseException:  # such as Ctrl-C: nobody will read what graders are still to say
+                for grader in self._graders.values():
+                    grader.stop()
+                raise
         return [self._grades.total([parts[term][i] for term in sorted(parts)]) for i in range(len(pairs))]
 
     @property

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -49,6 +49,8 @@ class Judge:
 
     def __init__(self, settings: JudgeSettings, cache: Path | None) -> None:
         self.settings = settings
+        self._give_up: Callable[[], Any] = lambda: None
+        """Ends what is under way, from another thread."""
         self._openai = extra("openai", "teacher", 'the reward "judge"')
         self._judgements = Judgements(cache) if cache is not None and settings.cache else None
         key_of(settings.base_url, settings.key)
@@ -63,9 +65,22 @@ class Judge:
         """
         # In a thread of its own: that of the caller may have an event loop, as in a notebook.
         with ThreadPoolExecutor(1, "judge") as beside:
-            return beside.submit(asyncio.run, self._parts(pairs)).result()
+            running = beside.submit(asyncio.run, self._parts(pairs))
+            try:
+                return running.result()
+            except BaseException:  # such as Ctrl-C
+                self.stop()
+                raise
+
+    def stop(self) -> None:
+        """Give up what is under way in another thread: `parts` raises there."""
+        with suppress(RuntimeError):  # it has ended by itself
+            self._give_up()
 
     async def _parts(self, pairs: Sequence[Pair]) -> list[Part]:
+        task = asyncio.current_task()
+        assert task is not None
+        self._give_up = lambda: task.get_loop().call_soon_threadsafe(task.cancel)
         requests = [self._request(*pair) for pair in pairs]
         first: dict[str, Asked] = {}
         for each in requests:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
+from concurrent.futures import CancelledError
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
@@ -65,6 +66,7 @@ class RewardModel:
         text_config = self._model.config.get_text_config()
         text_config.use_cache = False  # nothing is read twice
         self._pad = getattr(text_config, "pad_token_id", None)
+        self._stopped = False
 
     def parts(self, pairs: Sequence[Pair]) -> list[Part]:
         """Return one part for each completion, in their order."""
@@ -72,10 +74,17 @@ class RewardModel:
         # Each is read once: in another batch equal texts would differ by rounding, and a dead group would seem alive.
         distinct = sorted({row for row in rows if isinstance(row, tuple)}, key=lambda row: (len(row), row))
         graded: dict[Row, Part] = {}
+        self._stopped = False
         for start in range(0, len(distinct), self._settings.batch):
+            if self._stopped:
+                raise CancelledError
             batch = distinct[start : start + self._settings.batch]
             graded |= zip(batch, self._graded(batch), strict=True)
         return [row if isinstance(row, Part) else graded[row] for row in rows]
+
+    def stop(self) -> None:
+        """Give up the batches that have not begun in another thread: `parts` raises there."""
+        self._stopped = True
 
     def _token_ids(self, prompt: Prompt, completion: Completion) -> Row | Part:
         """Return what the model reads of a completion; a part with an error where it cannot."""

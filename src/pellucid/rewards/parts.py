@@ -34,3 +34,7 @@ class Grader(Protocol):
     def parts(self, pairs: Sequence[Pair]) -> list[Part]:
         """Return one part for each completion, in their order."""
         ...
+
+    def stop(self) -> None:
+        """Give up what is under way in another thread, as at Ctrl-C: nobody will read it. `parts` may raise there."""
+        ...
