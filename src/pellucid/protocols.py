@@ -37,23 +37,26 @@ def with_split(task: Any, split: str) -> Any:
 
 
 def grade(task: Task, groups: Sequence[Group], progress: Progress = Progress()) -> list[Group]:  # noqa: B008 - frozen
-    """Return the groups with their rewards, in the same order. A Grader gets all pairs at once."""
+    """Return the groups with their rewards, in the same order. A StepGrader gets all pairs at once."""
     pairs = [(group.prompt, completion) for group in groups for completion in group.completions]
-    grades = task.reward_all(pairs, progress) if isinstance(task, Grader) else [task.reward(*pair) for pair in pairs]
+    grades = (
+        task.reward_all(pairs, progress) if isinstance(task, StepGrader) else [task.reward(*pair) for pair in pairs]
+    )
     rewards = iter(grades)
     return [replace(group, rewards=tuple(islice(rewards, len(group.completions)))) for group in groups]
 
 
 def grades_together(task: Any) -> bool:
-    """Return whether a task has the method rewards(prompts, completions), which grades all completions of a step.
+    """Return whether a task has, in place of `reward`, the method rewards(prompts, completions).
 
-    It stands in place of `reward`, and returns a Reward for each completion, in their order.
+    It grades all completions of a step, and returns a Reward for each, in their order.
     """
-    return callable(getattr(type(task), "rewards", None))
+    own = type(task)
+    return callable(getattr(own, "rewards", None)) and not callable(getattr(own, "reward", None))
 
 
 @runtime_checkable
-class Grader(Protocol):
+class StepGrader(Protocol):
     """A task that grades many completions together, as in a sandbox."""
 
     def reward_all(self, pairs: Sequence[tuple[Prompt, Completion]], progress: Progress, /) -> list[Reward]:

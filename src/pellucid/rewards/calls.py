@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import as_completed
 from itertools import groupby
 from typing import Any, NamedTuple
@@ -30,83 +30,117 @@ class Call(NamedTuple):
     """Their places in task.rewards, or OWN."""
     pairs: Sequence[Pair]
     progress: Progress
-    limits: tuple[float, ...]
-    """The time limit of each term in seconds."""
+    limits: tuple[float | None, ...]
+    """The time limit of each term in seconds; None is no limit."""
     together: bool = True
     """Whether it is about many completions, which terms may compare."""
 
 
-class Event(NamedTuple):
-    """What happens to a call: these terms begin; or, with answers, this term has one for each completion."""
+class Began(NamedTuple):
+    """These terms are computed from now on."""
 
     terms: list[int]
-    answers: list[Answer] | None = None
+
+
+class Answered(NamedTuple):
+    """A term has an answer for each completion of the call."""
+
+    term: int
+    answers: list[Answer]
+
+
+Event = Began | Answered
 
 
 def run(task: Any, call: Call, note: Note) -> Iterator[Event]:
-    """Compute a call and yield its events. One term follows the other, then the asynchronous ones run together."""
+    """Compute a call and yield its events. One term follows the other, then the asynchronous ones run together.
+
+    A term that raises begins anew for each group, so that the others have their answers; siblings stay together, since
+    a function may compare them.
+    """
+    if not call.pairs:
+        yield from (Answered(term, []) for term in call.terms)
+        return
     later = [term for term in call.terms if term != OWN and is_async(task, term)]
     for term in call.terms:
         if term not in later:
-            yield Event([term])
-            yield Event([term], tried(task, term, call.pairs, call.progress, note))
+            yield Began([term])
+            answers = tried(task, term, call.pairs, call.progress, note, again=True)
+            if isinstance(answers, list):
+                yield Answered(term, answers)
+                continue
+            found: list[Answer] = []
+            for group in groups_of(call.pairs):
+                yield Began([term])
+                found += tried(task, term, group, call.progress, note) or []
+            yield Answered(term, found)
     if later:
-        yield Event(later)
+        yield Began(later)
         yield from awaited(task, later, call, note)
 
 
 def awaited(task: Any, terms: Sequence[int], call: Call, note: Note) -> Iterator[Event]:
     limits = dict(zip(call.terms, call.limits, strict=True))
     running = {
-        functions.on_loop(tried_within(task.rewards[term].name, call.pairs, call.progress, limits[term], note)): term
-        for term in terms
+        functions.on_loop(tried_within(task.rewards[term].name, call, limits[term], note)): term for term in terms
     }
     try:
         for future in as_completed(running):
-            yield Event([running[future]], future.result())
+            yield Answered(running[future], future.result())
     finally:
         for future in running:  # those that an interrupt has left
             future.cancel()
 
 
-def tried(task: Any, term: int, pairs: Sequence[Pair], progress: Progress, note: Note) -> list[Answer]:
-    """Return the answers of a term. Where it raises, it is asked again for each group, so that the others have theirs.
-
-    Siblings stay together, since a function may compare them.
-    """
+def tried(
+    task: Any, term: int, pairs: Sequence[Pair], progress: Progress, note: Note, again: bool = False
+) -> list[Answer] | None:
+    """Return the answers of a term; with `again` None, where it raised and each group is to be tried alone."""
     try:
         return answers_of(task, term, pairs, progress)
     except KeyboardInterrupt:
         raise
     except BaseException as error:  # noqa: BLE001 - whatever code of the user's raises is an answer
-        raised = error
-    groups = worth_asking_again(pairs, raised)
-    if not groups:
-        return failures(raised, len(pairs), note)
-    return [answer for group in groups for answer in tried(task, term, group, progress, note)]
+        return None if again and may_be_one_group_s(error, pairs) else failures(error, len(pairs), note)
 
 
-async def tried_within(spec: str, pairs: Sequence[Pair], progress: Progress, limit: float, note: Note) -> list[Answer]:
-    """Return the answers of an asynchronous function as `tried` does, within `limit` seconds."""
-    clock = asyncio.timeout(limit)
-    try:
-        async with clock:
-            return [valid(part) for part in await functions.awaitable_parts_of(spec, pairs, progress)]
-    except (KeyboardInterrupt, asyncio.CancelledError):
-        raise
-    except BaseException as error:  # noqa: BLE001 - as above
-        raised = NoRewardError(f"no reward within {limit:g} s") if clock.expired() else error
-    groups = worth_asking_again(pairs, raised)
-    if not groups:
-        return failures(raised, len(pairs), note)
-    again = await asyncio.gather(*(tried_within(spec, group, progress, limit, note) for group in groups))
-    return [answer for answers in again for answer in answers]
+async def tried_within(spec: str, call: Call, limit: float | None, note: Note) -> list[Answer]:
+    """Return the answers of an asynchronous function as `run` does, all of it within `limit` seconds."""
+    end = None if limit is None else asyncio.get_running_loop().time() + limit
+
+    async def attempt(pairs: Sequence[Pair], again: bool = False) -> list[Answer]:
+        clock = asyncio.timeout_at(end)
+        try:
+            async with clock:
+                return [valid(part) for part in await functions.awaitable_parts_of(spec, pairs, call.progress)]
+        except KeyboardInterrupt:
+            raise
+        except BaseException as error:
+            own = asyncio.current_task()
+            if isinstance(error, asyncio.CancelledError) and own and own.cancelling():
+                raise
+            raised = NoRewardError(f"no reward within {limit:g} s") if clock.expired() else error
+        if not (again and may_be_one_group_s(raised, pairs)):
+            return failures(raised, len(pairs), note)
+        return [answer for part in await asyncio.gather(*map(attempt, groups_of(pairs))) for answer in part]
+
+    return await attempt(call.pairs, again=True)
 
 
-def worth_asking_again(pairs: Sequence[Pair], error: BaseException) -> list[list[Pair]]:
-    """Return the groups, where there are several and the error may be that of one of them alone; else nothing."""
-    groups = [list(group) for _, group in groupby(pairs, key=lambda pair: pair[0].id)]
-    return groups if len(groups) > 1 and not isinstance(error, NoRewardError) else []
+def with_errors(answers: Sequence[Answer], errors: Mapping[int, str]) -> list[Answer]:
+    """Return the answers with those errors in between, at their places in the whole."""
+    others = iter(answers)
+    n = len(answers) + len(errors)
+    return [{"error": errors[place]} if place in errors else next(others) for place in range(n)]
+
+
+def groups_of(pairs: Sequence[Pair]) -> list[list[Pair]]:
+    return [list(group) for _, group in groupby(pairs, key=lambda pair: pair[0].id)]
+
+
+def may_be_one_group_s(error: BaseException, pairs: Sequence[Pair]) -> bool:
+    """Return whether an error may be due to one of several groups. A wrong number of answers is not."""
+    return len(groups_of(pairs)) > 1 and not isinstance(error, NoRewardError)
 
 
 def answers_of(task: Any, term: int, pairs: Sequence[Pair], progress: Progress) -> list[Answer]:

@@ -12,10 +12,12 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import math
 import threading
 from collections.abc import Callable, Coroutine, Iterable, Sequence
 from concurrent.futures import Future
-from functools import cache
+from contextlib import suppress
+from functools import cache, partial
 from typing import Any
 
 from pellucid.machine.plugins import function_of
@@ -24,7 +26,6 @@ from pellucid.rewards.plain import NoRewardError, number, shown
 from pellucid.types import Completion, Progress, Prompt
 
 NOT_COLUMNS = ("prompt", "completion", "completion_ids")
-ALWAYS_GIVEN = ("prompts", "completions", "completion_ids", "trainer_state", "log_extra", "log_metric")
 
 
 class Log:
@@ -36,26 +37,29 @@ class Log:
         self.metrics: dict[str, list[float]] = {}
 
     def log_extra(self, column: str, values: Sequence[Any]) -> None:
-        """Add a column with a value for each completion. NoRewardError for another number of them."""
-        values = list(values)
-        if len(values) != self.n:
-            raise NoRewardError(f'log_extra("{column}") has {len(values)} values for {self.n} completions')
-        self.columns[str(column)] = values
+        """Add values to a column, which has one for each completion in the end."""
+        self.columns.setdefault(str(column), []).extend(values)
 
     def log_metric(self, name: str, value: float) -> None:
-        """Add a number to a metric, which is the mean of what was added."""
-        self.metrics.setdefault(str(name), []).append(number(value, f'the metric "{name}"'))
+        """Add a number to a metric, which is the mean of what was added. NoRewardError for what is no finite number."""
+        found = number(value, f'the metric "{name}"')
+        if not math.isfinite(found):
+            raise NoRewardError(f'the metric "{name}" is {found}')
+        self.metrics.setdefault(str(name), []).append(found)
 
     def parts(self, name: str, rewards: Iterable[Any]) -> list[Part]:
         """Return the parts of a function's rewards with what it logged. NoRewardError for a wrong number of them."""
         if not isinstance(rewards, Iterable):
             raise NoRewardError(f"{name} returned {shown(rewards)}, where a list with a number for each is needed")
-        values = list(rewards)
+        values = [scalar(reward) for reward in rewards]
         if len(values) != self.n:
             raise NoRewardError(
                 f"{name} returned {len(values)} rewards for {self.n} completions: it must return one for each"
             )
-        logged = {name: sum(values) / len(values) for name, values in self.metrics.items()}
+        for column, given in self.columns.items():
+            if len(given) != self.n:
+                raise NoRewardError(f'log_extra("{column}") has {len(given)} values for {self.n} completions')
+        logged = {metric: sum(added) / len(added) for metric, added in self.metrics.items()}
         rows = [{column: given[i] for column, given in self.columns.items()} for i in range(self.n)]
         return [Part(value, extra=row, logged=logged) for value, row in zip(values, rows, strict=True)]
 
@@ -63,6 +67,8 @@ class Log:
 def is_async(spec: str) -> bool:
     """Return whether the function that `spec` names is asynchronous."""
     function = function_of(spec, "reward")
+    while isinstance(function, partial):
+        function = function.func
     return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(getattr(function, "__call__", None))  # noqa: B004 - of an object
 
 
@@ -70,7 +76,7 @@ def parts_of(spec: str, pairs: Sequence[Pair], progress: Progress) -> list[Part]
     """Return what a function says of each completion. Raises what it raises; NoRewardError for what is no answer."""
     log = Log(len(pairs))
     output = bound(spec, pairs, progress, log)()
-    return log.parts(named(spec), on_loop(output).result() if inspect.iscoroutine(output) else output)
+    return log.parts(named(spec), result_of(output) if inspect.iscoroutine(output) else output)
 
 
 def awaitable_parts_of(spec: str, pairs: Sequence[Pair], progress: Progress) -> Coroutine[Any, Any, list[Part]]:
@@ -91,13 +97,18 @@ def bound(spec: str, pairs: Sequence[Pair], progress: Progress, log: Log) -> Cal
     arguments |= {"completion_ids": [list(completion.token_ids) for _, completion in pairs]}
     arguments |= {"trainer_state": progress, "log_extra": log.log_extra, "log_metric": log.log_metric}
     try:
-        inspect.signature(function).bind(**arguments)
+        inspect.signature(function, follow_wrapped=False).bind(**arguments)
     except TypeError as error:
-        given = ", ".join(dict.fromkeys((*ALWAYS_GIVEN, *arguments)))
+        given = ", ".join(arguments)
         raise NoRewardError(f"{named(spec)} {error}: end its arguments with **kwargs; it is given {given}") from error
     except ValueError:  # one of those written in C, which have no signature
         pass
     return lambda: function(**arguments)
+
+
+def scalar(reward: Any) -> Any:
+    """Return the number in a tensor of one element, which TRL takes; anything else as it is."""
+    return reward.item() if hasattr(reward, "numel") and reward.numel() == 1 else reward
 
 
 def named(spec: str) -> str:
@@ -106,22 +117,27 @@ def named(spec: str) -> str:
 
 def columns_of(pairs: Sequence[Pair]) -> dict[str, list[Any]]:
     """Return each column with a value for each completion; None where a row lacks it."""
-    names = {name: None for prompt, _ in pairs for name in prompt.columns if name not in NOT_COLUMNS}
+    names = {
+        name: None
+        for prompt, _ in pairs
+        for name in prompt.columns
+        if isinstance(name, str) and name not in NOT_COLUMNS
+    }
     return {name: [prompt.columns.get(name) for prompt, _ in pairs] for name in names}
 
 
 def texts_of(pairs: Sequence[Pair]) -> dict[str, list[Any]]:
     return {
-        "prompts": [asked(prompt) for prompt, _ in pairs],
-        "completions": [answered(prompt, completion) for prompt, completion in pairs],
+        "prompts": [prompt_of(prompt) for prompt, _ in pairs],
+        "completions": [answer_of(prompt, completion) for prompt, completion in pairs],
     }
 
 
-def asked(prompt: Prompt) -> str | list[dict[str, str]]:
+def prompt_of(prompt: Prompt) -> str | list[dict[str, str]]:
     return prompt.text if isinstance(prompt.text, str) else [dict(message) for message in prompt.text]
 
 
-def answered(prompt: Prompt, completion: Completion) -> str | list[dict[str, str]]:
+def answer_of(prompt: Prompt, completion: Completion) -> str | list[dict[str, str]]:
     if isinstance(prompt.text, str):
         return completion.text
     return [{"role": "assistant", "content": completion.text}]
@@ -131,8 +147,23 @@ def answered(prompt: Prompt, completion: Completion) -> str | list[dict[str, str
 def loop() -> asyncio.AbstractEventLoop:
     """Return the event loop of this process's rewards: one for all steps, since what they open in it lives on."""
     created = asyncio.new_event_loop()
-    threading.Thread(target=created.run_forever, name="rewards", daemon=True).start()
+    threading.Thread(target=run_on, args=(created,), name="rewards", daemon=True).start()
     return created
+
+
+def run_on(events: asyncio.AbstractEventLoop) -> None:
+    """Run an event loop for ever. SystemExit of a task comes out of it, and ends that task alone."""
+    while True:
+        with suppress(SystemExit, KeyboardInterrupt):
+            events.run_forever()
+
+
+def result_of(coroutine: Coroutine[Any, Any, Any]) -> Any:
+    running = on_loop(coroutine)
+    try:
+        return running.result()
+    finally:
+        running.cancel()  # an interrupt has left it
 
 
 def on_loop(coroutine: Coroutine[Any, Any, Any]) -> Future[Any]:

@@ -7,16 +7,18 @@ import math
 import traceback
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol
 
 from pellucid.protocols import Task, grades_together, with_split
 from pellucid.rewards import worker
-from pellucid.rewards.calls import OWN, Answer, Call, run
+from pellucid.rewards.calls import OWN, Answer, Answered, Call, run
 from pellucid.rewards.parts import Grader, Pair, Part
+from pellucid.rewards.plain import NoRewardError, of_reward
 from pellucid.rewards.pool import Pool
 from pellucid.rewards.settings import RewardConfig
-from pellucid.rewards.terms import RewardTerm, in_batches
+from pellucid.rewards.terms import in_batches, terms_of
 from pellucid.types import Completion, Progress, Prompt, Reward
 
 
@@ -57,6 +59,7 @@ class Graded:
         self.task, self.seed, self.split = task, task.seed, task.split
         self._cfg, self._graders = cfg or RewardConfig(), graders or {}
         self._grades = grading(task)
+        self._terms = terms_of(self._grades)
         self._place: Place = Here(self._grades, log) if here else Pool(self._grades, self._cfg, log)
 
     def sample(self, step: int, n: int) -> Sequence[Prompt]:
@@ -67,26 +70,27 @@ class Graded:
 
     def reward_all(self, pairs: Sequence[Pair], progress: Progress = Progress()) -> list[Reward]:  # noqa: B008 - frozen
         """Return the rewards of completions in their order, group by group."""
+        if not pairs:
+            return []
         seen = [(prompt, as_seen(self.task, prompt, completion)) for prompt, completion in pairs]
-        if not has_terms(self._grades):
+        if not self._terms:
             return [Reward(**{"value": math.nan, **answer}) for answer in self._own(seen, progress)]
         with ThreadPoolExecutor(len(self._graders) or 1, "grader") as beside:
             waiting = {term: beside.submit(grader.parts, seen) for term, grader in self._graders.items()}
             try:
-                parts = self._terms(seen, progress)
+                parts = self._of_terms(seen, progress)
                 parts |= {term: future.result() for term, future in waiting.items()}
             except BaseException:  # such as Ctrl-C: nobody will read what graders are still to say
                 for grader in self._graders.values():
                     grader.stop()
                 raise
-        return [self._grades.total([parts[term][i] for term in sorted(parts)]) for i in range(len(pairs))]
+        columns = [parts[term] for term in sorted(parts)]
+        return [checked(self._grades.total(of_one)) for of_one in zip(*columns, strict=True)]
 
     @property
     def together(self) -> bool:
         """Whether completions are graded together, as what compares them needs it."""
-        if not has_terms(self._grades):
-            return grades_together(self._grades)
-        return any(in_batches(term.name) for term in self._grades.rewards)
+        return grades_together(self._grades) or any(in_batches(term.name) for term in self._terms)
 
     def with_split(self, split: str) -> Graded:
         """Return the same task on another split. Both share the processes: rewards do not depend on the split."""
@@ -105,9 +109,9 @@ class Graded:
         calls = [Call((OWN,), [pair], progress, (self._cfg.timeout,), together=False) for pair in pairs]
         return [answers[OWN][0] for answers in self._place.compute(calls)]
 
-    def _terms(self, pairs: Sequence[Pair], progress: Progress) -> dict[int, list[Part]]:
+    def _of_terms(self, pairs: Sequence[Pair], progress: Progress) -> dict[int, list[Part]]:
         """Return the parts of all terms but those of graders: each completion's own, and what functions say of all."""
-        terms: Sequence[RewardTerm] = self._grades.rewards
+        terms = self._terms
         here = [i for i in range(len(terms)) if i not in self._graders]
         each = tuple(i for i in here if not in_batches(terms[i].name))
         batch = tuple(i for i in here if in_batches(terms[i].name))
@@ -133,8 +137,9 @@ class Here:
 
     def compute(self, calls: Sequence[Call]) -> list[dict[int, list[Answer]]]:
         """Return for each call the answers of its terms, one for each of its pairs."""
-        events = [list(run(self._task, call, self._note)) for call in calls]
-        return [{e.terms[0]: e.answers for e in of_call if e.answers is not None} for of_call in events]
+        endless = [call._replace(limits=(None,) * len(call.terms)) for call in calls]
+        events = [list(run(self._task, call, self._note)) for call in endless]
+        return [{e.term: e.answers for e in of_call if isinstance(e, Answered)} for of_call in events]
 
     def close(self) -> None:
         """Nothing is to be ended."""
@@ -149,14 +154,23 @@ class Here:
 
 def grading(task: Any) -> Any:
     """Return the task that grades: a wrapper with a method `seen` leaves that to the task inside."""
-    return grading(task.task) if hasattr(type(task), "seen") else task
+    return grading(task.task) if has_inside(task) else task
 
 
 def as_seen(task: Any, prompt: Prompt, completion: Completion) -> Completion:
-    """Return a completion as the task that grades sees it."""
-    return as_seen(task.task, prompt, task.seen(prompt, completion)) if hasattr(type(task), "seen") else completion
+    """Return a completion as the task that grades sees it, without what only the algorithm needs and is large."""
+    if has_inside(task):
+        return as_seen(task.task, prompt, task.seen(prompt, completion))
+    return replace(completion, sampling_mask=())
 
 
-def has_terms(task: Any) -> bool:
-    """Return whether the reward of a task is a sum of terms, `rewards`, that its method `total` adds up."""
-    return hasattr(type(task), "total")
+def has_inside(task: Any) -> bool:
+    return callable(getattr(type(task), "seen", None)) and hasattr(task, "task")
+
+
+def checked(reward: Reward) -> Reward:
+    """Return a reward whose value is finite, or that has failed."""
+    try:
+        return Reward(**of_reward(reward))
+    except NoRewardError as error:
+        return replace(reward, value=math.nan, error=str(error))

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from pellucid.rewards.graded import grading, has_terms
+from pellucid.rewards.graded import grading
 from pellucid.rewards.judge import Judge
 from pellucid.rewards.model import RewardModel
 from pellucid.rewards.parts import Grader
 from pellucid.rewards.settings import RewardModelSettings
-from pellucid.rewards.terms import MODEL, RewardTerm
+from pellucid.rewards.terms import MODEL, terms_of
 
 
 def graders_of(task: Any, answers: Path | None = None) -> dict[int, Grader]:
@@ -19,7 +18,7 @@ def graders_of(task: Any, answers: Path | None = None) -> dict[int, Grader]:
 
     answers: the folder in which judges keep their answers; without one they keep none.
     """
-    judged = {place: term.judge for place, term in enumerate(terms_of(task)) if term.judge}
+    judged = {place: term.judge for place, term in enumerate(terms_of(grading(task))) if term.judge}
     graders: dict[int, Grader] = {place: Judge(settings, answers) for place, settings in judged.items()}
     return graders | {place: RewardModel(source, settings) for place, (source, settings) in models_of(task).items()}
 
@@ -33,11 +32,6 @@ def models_of(task: Any) -> dict[int, tuple[str, RewardModelSettings]]:
     """Return name and settings of each reward model of a task, by its place in `rewards`."""
     return {
         place: (term.name.removeprefix(MODEL), term.reward_model or RewardModelSettings())
-        for place, term in enumerate(terms_of(task))
+        for place, term in enumerate(terms_of(grading(task)))
         if term.name.startswith(MODEL)
     }
-
-
-def terms_of(task: Any) -> Sequence[RewardTerm]:
-    grades = grading(task)
-    return grades.rewards if has_terms(grades) else ()

@@ -8,6 +8,7 @@ import reprlib
 import traceback
 from collections.abc import Mapping
 from pathlib import Path
+from sysconfig import get_paths
 from typing import Any
 
 from pellucid.rewards.parts import Part
@@ -19,9 +20,11 @@ LONGEST_ERROR = 300
 """The most characters of an error."""
 LONGEST_EXTRA = 2_000
 """The most characters of a value that a reward logs beside a completion."""
-MOST_EXTRAS = 50
+MOST_EXTRAS = 500
 """The most columns that a reward logs, and the most metrics."""
 OURS = str(Path(__file__).parents[1])
+NOT_THEIRS = (OURS, "<frozen", *(get_paths()[name] for name in ("stdlib", "purelib", "platlib")))
+"""What the path of a file begins with that is not the user's own."""
 
 
 class NoRewardError(Exception):
@@ -37,7 +40,8 @@ def described(error: BaseException) -> str:
     if isinstance(error, NoRewardError):
         return str(error)
     told = traceback.TracebackException.from_exception(error)
-    theirs = [frame for frame in told.stack if not frame.filename.startswith(OURS)]
+    others = [frame for frame in told.stack if not frame.filename.startswith(OURS)]
+    theirs = [frame for frame in others if not frame.filename.startswith(NOT_THEIRS)] or others
     where = f" ({Path(theirs[-1].filename).name}, line {theirs[-1].lineno})" if theirs else ""
     return f"{type(error).__name__}: {one_line(str(told))}{where}"
 
@@ -123,11 +127,15 @@ def extras(columns: Any) -> dict[str, Any]:
 def jsonable(value: Any) -> Any:
     """Return a value as JSON has it, or its `repr` where that is none, or is too long."""
     try:
-        text = json.dumps(value, allow_nan=False)
+        value = value.item() if hasattr(value, "item") else value
+        text = json.dumps(value, allow_nan=False, ensure_ascii=False)
     except (TypeError, ValueError, RecursionError):
-        text = value = reprlib.repr(value)
+        text = value = shown(value)
     return value if len(text) <= LONGEST_EXTRA else f"{str(value)[:LONGEST_EXTRA]}…"
 
 
 def shown(value: Any) -> str:
-    return one_line(reprlib.repr(value))
+    try:
+        return one_line(reprlib.repr(value))
+    except ValueError:  # an integer of thousands of digits
+        return f"a {type(value).__name__}"

@@ -21,50 +21,58 @@ from multiprocessing.util import Finalize
 from pathlib import Path
 from typing import Any
 
-from pellucid.rewards.calls import Answer, Call, Event
+from pellucid.rewards.calls import Answer, Answered, Call, Event, groups_of, with_errors
 from pellucid.rewards.plain import one_line
 from pellucid.rewards.process import LostError, Process
 from pellucid.rewards.settings import RewardConfig
-from pellucid.rewards.worker import Message, Place
+from pellucid.rewards.worker import Confines, Message
 from pellucid.types import UserError
 
 SECRET = re.compile(r".*_(KEY|TOKEN|SECRET|PASSWORD)", re.IGNORECASE)
+
+
+class ClosedError(Exception):
+    """The pool was closed in another thread while it computed."""
 
 
 class Job:
     """A call on its way: what is sent of it, and the answers that have come."""
 
     def __init__(self, call: Call) -> None:
-        sent = [pickled(pair) for pair in call.pairs]
-        pairs = tuple(pair for pair in sent if isinstance(pair, bytes))
+        groups = groups_of(call.pairs)
+        sent = [pickled((group[0][0], [completion for _, completion in group])) for group in groups]
         self.together = call.together
-        self._message = Message(call.terms, pairs, call.progress, call.limits)
-        self._unsent = {place: error for place, error in enumerate(sent) if isinstance(error, str)}
-        self._answers: dict[int, list[Answer]] = {} if pairs else {term: [] for term in call.terms}
+        ready = [(data, len(group)) for data, group in zip(sent, groups, strict=True) if isinstance(data, bytes)]
+        self._message = Message(call.terms, tuple(ready), call.progress, call.limits)
+        errors = [
+            error if isinstance(error, str) else "" for group, error in zip(groups, sent, strict=True) for _ in group
+        ]
+        self._unsent = {place: error for place, error in enumerate(errors) if error}
+        self._n = len(call.pairs) - len(self._unsent)
+        self._answers: dict[int, list[Answer]] = {} if self._n else {term: [] for term in call.terms}
 
     @property
-    def rest(self) -> Message | None:
-        """What is still to be computed; None where all has its answers."""
+    def done(self) -> bool:
+        return self._answers.keys() >= set(self._message.terms)
+
+    @property
+    def rest(self) -> Message:
+        """What is still to be computed."""
         places = [place for place, term in enumerate(self._message.terms) if term not in self._answers]
         terms, limits = (tuple(of[i] for i in places) for of in (self._message.terms, self._message.limits))
-        return replace(self._message, terms=terms, limits=limits) if terms else None
+        return replace(self._message, terms=terms, limits=limits)
 
     def take(self, event: Event) -> None:
-        if event.answers is not None:
-            self._answers[event.terms[0]] = event.answers
+        if isinstance(event, Answered):
+            self._answers[event.term] = event.answers
 
     def fail(self, terms: Sequence[int], error: str) -> None:
-        self._answers |= {term: [{"error": error}] * len(self._message.pairs) for term in terms}
+        self._answers |= {term: [{"error": error}] * self._n for term in terms}
 
     @property
     def answers(self) -> dict[int, list[Answer]]:
         """The answers of each term, one for each pair of the call."""
-        return {term: self._whole(answers) for term, answers in self._answers.items()}
-
-    def _whole(self, answers: Sequence[Answer]) -> list[Answer]:
-        sent = iter(answers)
-        n = len(self._message.pairs) + len(self._unsent)
-        return [{"error": self._unsent[i]} if i in self._unsent else next(sent) for i in range(n)]
+        return {term: with_errors(answers, self._unsent) for term, answers in self._answers.items()}
 
 
 class Pool:
@@ -75,7 +83,7 @@ class Pool:
 
     def __init__(self, task: Any, cfg: RewardConfig, log: Path | None) -> None:
         self._task, self._cfg = task, cfg
-        self._place = Place(cfg.memory_gb, str(log or os.devnull), environment(cfg.secrets))
+        self._confines = Confines(cfg.memory_gb, str(log or os.devnull), environment(cfg.secrets))
         self._processes: list[Process] = []
         self._turn = threading.Lock()
         # End the processes before multiprocessing waits for them at exit, also in those that it started itself.
@@ -95,14 +103,13 @@ class Pool:
         end_all(self._processes)
 
     def _computed(self, jobs: Sequence[Job]) -> Sequence[Job]:
-        waiting = {lane: deque(job for job in jobs if job.together == lane and job.rest) for lane in (False, True)}
+        waiting = {lane: deque(job for job in jobs if job.together == lane and not job.done) for lane in (False, True)}
         busy: dict[Process, Job] = {}
         while busy or any(waiting.values()):
             for lane, queue in waiting.items():
                 for idle in self._idle(lane, len(queue)):
                     busy[idle] = queue.popleft()
-                    if message := busy[idle].rest:
-                        idle.ask(message)
+                    idle.ask(busy[idle].rest)
             wait([each.connection for each in busy], max(0.0, min(each.deadline for each in busy) - time.monotonic()))
             for each in list(busy):
                 self._listen(each, busy, waiting)
@@ -116,13 +123,15 @@ class Pool:
                 job.take(event)
         except LostError as error:
             job.fail(each.running, str(error))
+            if each not in self._processes:
+                raise ClosedError("rewards were still being computed when their processes were closed") from None
             each.end()
             self._processes.remove(each)
             del busy[each]
-            if job.rest:
+            if not job.done:
                 waiting[job.together].appendleft(job)
         else:
-            if not job.rest:
+            if job.done:
                 each.rest()
                 del busy[each]
 
@@ -134,7 +143,7 @@ class Pool:
         mine = [each for each in self._processes if each.together == together]
         most = 1 if together else self._cfg.workers
         missing = min(most, sum(each.message is not None for each in mine) + wanted) - len(mine)
-        fresh = [Process(self._task_bytes(), self._place, together) for _ in range(missing)]
+        fresh = [Process(self._task_bytes(), self._confines, together) for _ in range(missing)]
         self._processes += fresh
         for each in fresh:  # after all have started, so that they load in parallel
             each.load(type(self._task).__name__)

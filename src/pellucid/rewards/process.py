@@ -17,8 +17,8 @@ from typing import Any
 
 from pellucid.machine import streams
 from pellucid.rewards import worker
-from pellucid.rewards.calls import Event
-from pellucid.rewards.worker import Message, Place
+from pellucid.rewards.calls import Answered, Began, Event
+from pellucid.rewards.worker import Confines, Message
 from pellucid.types import UserError
 
 SPAWN = multiprocessing.get_context("spawn")
@@ -44,10 +44,10 @@ class Process:
     connection: what to wait on. It brings an answer, or the end of the process.
     """
 
-    def __init__(self, task: bytes, place: Place, together: bool) -> None:
+    def __init__(self, task: bytes, confines: Confines, together: bool) -> None:
         self.connection, theirs = multiprocessing.Pipe()
         # Not a daemon: those may not start processes, and some rewards do.
-        self._process = SPAWN.Process(target=worker.work, args=(theirs, task, place))
+        self._process = SPAWN.Process(target=worker.work, args=(theirs, task, confines))
         streams.plugged()
         with safe_path():
             self._process.start()
@@ -77,7 +77,7 @@ class Process:
                 raise UserError(f"the reward process cannot load task {kind}: {error}")
 
     def ask(self, message: Message) -> None:
-        self.message = message
+        self.message, self._left = message, set(message.terms)
         self._begin(list(message.terms[:1]))
         sent = pickle.dumps(message)
         # Sending blocks if the process does not read, as when a thread that a reward left keeps its interpreter busy.
@@ -91,12 +91,20 @@ class Process:
                 received = self._received()
             if not isinstance(received, list):
                 raise self._lost()
-            event = Event(*received)
-            if event.answers is None:
-                self._begin(event.terms)
-            yield event
+            yield self._noted(received)
+            if not self._left:  # what has arrived counts, however late it is looked at
+                return
         if self.message and time.monotonic() >= self.deadline:
             raise self._lost()
+
+    def _noted(self, received: list[Any]) -> Event:
+        if len(received) == 1:
+            self._begin(received[0])
+            return Began(*received)
+        event = Answered(*received)
+        self.running = [term for term in self.running if term != event.term]
+        self._left.discard(event.term)
+        return event
 
     def rest(self) -> None:
         """Note that the call is answered."""
@@ -110,7 +118,7 @@ class Process:
     def _begin(self, terms: list[int]) -> None:
         assert self.message
         limits = dict(zip(self.message.terms, self.message.limits, strict=True))
-        self.running, self._limit = terms, max(limits[term] for term in terms)
+        self.running, self._limit = terms, max(limits[term] or math.inf for term in terms)
         self.deadline = time.monotonic() + self._limit + (GRACE if self.together else 0.0)
 
     @contextmanager

@@ -13,6 +13,8 @@ from pellucid.machine.endpoint import Names, mistake_in
 from pellucid.rewards.rubric import placeholders
 
 NAMES = Names("base_url", "model", "key")
+LONGEST = 1e6
+"""The longest time limit in seconds, eleven days: clocks of processes take no more."""
 _VARIABLE = re.compile("[A-Z_][A-Z0-9_]*")
 _NO_COLUMN = re.compile("[\"':\n]")
 
@@ -36,8 +38,8 @@ class RewardConfig:
 
     def __post_init__(self) -> None:
         for name in ("timeout", "step_timeout"):
-            if not 0 < getattr(self, name) < math.inf:
-                raise ValueError(f"{name} = {getattr(self, name)} must be a positive number of seconds")
+            if not 0 < getattr(self, name) <= LONGEST:
+                raise ValueError(f"{name} = {getattr(self, name)} must be a number of seconds from 0 to {LONGEST:.0f}")
         if self.workers < 1:
             raise ValueError(f"workers = {self.workers} must be at least 1")
         if not 0 <= self.memory_gb < math.inf or self.patience < 0:

@@ -12,8 +12,9 @@ import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
-from math import inf
+from math import inf, isfinite
 from pathlib import Path
+from typing import Any
 
 from pellucid.machine.plugins import did_you_mean, function_of
 from pellucid.rewards import functions
@@ -64,6 +65,8 @@ class RewardTerm:
             raise ValueError(
                 f'reward "{self.name}" has limit = {self.limit}: length needs one above 0, no other has one'
             )
+        if not isfinite(self.weight):
+            raise ValueError(f'reward "{self.name}" has weight = {self.weight}: it must be a number')
         if (self.judge is not None) != (self.name == JUDGE):
             raise ValueError(f'reward "{self.name}": {JUDGE} needs a table [task.rewards.judge], no other has one')
         if not 0 <= self.timeout < inf or (self.timeout and not is_function(self.name)):
@@ -80,6 +83,18 @@ def part_of(term: RewardTerm, pairs: Sequence[Pair], progress: Progress) -> list
     if is_function(term.name):
         return functions.parts_of(term.name, pairs, progress)
     return [Part(TERMS[term.name](term, prompt, completion)) for prompt, completion in pairs]
+
+
+def terms_of(task: Any) -> Sequence[RewardTerm]:
+    """Return the terms whose sum is the reward of a task, by its method `total`; nothing where it grades by itself.
+
+    A class that has a `reward` of its own below that of the class with `total` grades by itself.
+    """
+    owner = next((cls for cls in type(task).__mro__ if callable(vars(cls).get("total"))), None)
+    terms = getattr(task, "rewards", None)
+    if owner is None or not isinstance(terms, tuple) or getattr(type(task), "reward", None) is not owner.reward:
+        return ()
+    return terms if all(isinstance(term, RewardTerm) for term in terms) else ()
 
 
 def is_function(name: str) -> bool:

@@ -11,14 +11,18 @@ import signal
 import sys
 import threading
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from typing import Any, NoReturn
 
 from pellucid.machine import streams
-from pellucid.rewards.calls import Call, run
+from pellucid.machine.plugins import function_of
+from pellucid.rewards.calls import Answered, Began, Call, Event, run, with_errors
+from pellucid.rewards.parts import Pair
 from pellucid.rewards.plain import described
+from pellucid.rewards.terms import is_function, terms_of
 from pellucid.types import Progress
 
 try:
@@ -28,12 +32,14 @@ except ImportError:  # Windows
 
 TOLD = 100
 """The most tracebacks in the log, one for each kind of error."""
+MARGIN = 10.0
+"""Seconds that a call has beyond twice its time limit, before its process ends itself."""
 NOTED: set[str] = set()
 """The kinds of error that this process has logged."""
 
 
 @dataclass(frozen=True)
-class Place:
+class Confines:
     """The limits, log and environment of a worker process."""
 
     memory_gb: float
@@ -45,58 +51,97 @@ class Place:
 
 @dataclass(frozen=True)
 class Message:
-    """A Call on its way to a process. Each pair is pickled by itself, since one of them may have no place there."""
+    """A Call on its way to a process. Each group is pickled by itself, since one of them may have no place there."""
 
     terms: tuple[int, ...]
-    pairs: tuple[bytes, ...]
+    groups: tuple[tuple[bytes, int], ...]
+    """A prompt with its completions, and how many these are."""
     progress: Progress
-    limits: tuple[float, ...]
-
-    @property
-    def call(self) -> Call:
-        return Call(self.terms, [pickle.loads(pair) for pair in self.pairs], self.progress, self.limits)
+    limits: tuple[float | None, ...]
 
 
-def work(connection: Connection, task: bytes, place: Place) -> None:
+def work(connection: Connection, task: bytes, confines: Confines) -> None:
     """Load the task, then answer each call, until the parent closes its end.
 
     Sends one message before the task is loaded, one after, and then the events of each call.
     """
-    settle(place)
+    settle(confines)
     connection.send_bytes(b"{}")
     loaded: list[Any] = []
-    connection.send_bytes(attempt(lambda: loaded.append(pickle.loads(task))))
+    connection.send_bytes(attempt(lambda: loaded.append(load(task))))
+    mine = os.getpid()
     while True:
         try:
             message: Message = pickle.loads(connection.recv_bytes())
         except (EOFError, OSError):
             leave()
-        # The parent stops a reward that hangs; if the parent is gone, this does. It needs no interpreter lock, which
-        # a runaway regular expression never releases.
-        faulthandler.dump_traceback_later(2 * sum(message.limits), exit=True)
-        for event in run(loaded[0], message.call, note):
-            connection.send_bytes(json.dumps(event).encode())
+        call, unread = unpacked(message)
+        for event in run(loaded[0], call, note):
+            if os.getpid() != mine:  # a copy that a reward has forked came back here
+                os._exit(0)
+            if isinstance(event, Began):
+                watch(message.limits)
+            connection.send_bytes(json.dumps(with_unread(event, unread)).encode())
         faulthandler.cancel_dump_traceback_later()
 
 
-def attempt(load: Callable[[], None]) -> bytes:
-    """Return an empty JSON object, or one with the error that loading raised."""
+def load(task: bytes) -> Any:
+    """Return the task, with the files of its functions imported: that takes no time of their calls."""
+    loaded = pickle.loads(task)
+    for term in terms_of(loaded):
+        if is_function(term.name):
+            function_of(term.name, "reward")
+    return loaded
+
+
+def attempt(act: Callable[[], None]) -> bytes:
+    """Return an empty JSON object, or one with the error that was raised."""
     try:
-        load()
+        act()
     except BaseException as error:  # noqa: BLE001 - whatever code of the user's raises is an answer
         note(described(error), error)
         return json.dumps({"error": described(error)}).encode()
     return b"{}"
 
 
+def unpacked(message: Message) -> tuple[Call, dict[int, str]]:
+    """Return the call of a message, and the errors of completions that cannot be read here, by their places."""
+    pairs: list[Pair] = []
+    errors: dict[int, str] = {}
+    for data, n in message.groups:
+        try:
+            prompt, completions = pickle.loads(data)
+        except BaseException as error:  # noqa: BLE001 - as above
+            place = len(pairs) + len(errors)
+            errors |= dict.fromkeys(
+                range(place, place + n), f"it cannot be read in another process: {described(error)}"
+            )
+        else:
+            pairs += [(prompt, completion) for completion in completions]
+    return Call(message.terms, pairs, message.progress, message.limits), errors
+
+
+def with_unread(event: Event, errors: Mapping[int, str]) -> Event:
+    return event._replace(answers=with_errors(event.answers, errors)) if isinstance(event, Answered) else event
+
+
+def watch(limits: Sequence[float | None]) -> None:
+    """End this process when its parent should have done so long ago: it is gone.
+
+    This needs no interpreter lock, which a runaway regular expression never releases.
+    """
+    faulthandler.dump_traceback_later(2 * max(limit or 0.0 for limit in limits) + MARGIN, exit=True)
+
+
 def note(told: str, error: BaseException) -> None:
     """Write the full traceback of an error to the log, the first time that it occurs."""
     if told not in NOTED and len(NOTED) < TOLD:
         NOTED.add(told)
-        traceback.print_exception(error)
+        with suppress(OSError, ValueError):  # a reward has closed it
+            traceback.print_exception(error)
 
 
-def settle(place: Place) -> None:
+def settle(confines: Confines) -> None:
     """Ignore signals, redirect output, set limits, and begin a session, so that a reward's children end with it."""
     # Ctrl-C reaches every process of the terminal, and a supervisor's SIGTERM every one of the service. The parent
     # decides what they mean, and may need this process to finish its step.
@@ -106,12 +151,12 @@ def settle(place: Place) -> None:
     if hasattr(os, "setsid"):
         os.setsid()
     os.environ.clear()
-    os.environ.update(place.environment)
-    redirect(place.log)
+    os.environ.update(confines.environment)
+    redirect(confines.log)
     faulthandler.enable()
-    if place.memory_gb and resource is not None and sys.platform == "linux":
+    if confines.memory_gb and resource is not None and sys.platform == "linux":
         # Limit writable memory: RLIMIT_AS would count address space, of which CUDA takes many times what it uses.
-        limit = int(place.memory_gb * 1e9)
+        limit = int(confines.memory_gb * 1e9)
         hard = resource.getrlimit(resource.RLIMIT_DATA)[1]
         resource.setrlimit(resource.RLIMIT_DATA, (limit if hard < 0 else min(limit, hard), hard))
     threading.Thread(target=leave_with_parent, daemon=True).start()

@@ -7,10 +7,11 @@ import json
 import math
 import re
 from array import array
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from random import Random
+from statistics import fmean
 from typing import Literal
 
 from pellucid.rewards.answers import only_number
@@ -118,6 +119,7 @@ class Dataset:
     def total(self, parts: Sequence[Part]) -> Reward:
         """Add up what each term says of a completion. A term that failed fails the reward: the rest is no grade.
 
+        One of weight 0, which is only logged, does not, unless it decides what is correct.
         `parts` of the reward holds the values before weighting; `value` is NaN where no term applies.
         """
         names = labels(self.rewards)
@@ -126,7 +128,8 @@ class Dataset:
         weights = {name: term.weight for name, term in zip(names, self.rewards, strict=True)}
         decided = values.get(self.correct or names[0])
         is_degree = not self.correct and in_batches(self.deciding.name) and decided not in (None, 0.0, 1.0)
-        error = "; ".join(f"{name}: {error}" for name, error in failed.items())
+        fatal = {name: error for name, error in failed.items() if weights[name] or name == (self.correct or names[0])}
+        error = "; ".join(f"{name}: {error}" for name, error in fatal.items())
         if not values and not failed:
             error = "no reward applies to this row: every term returned None"
         return Reward(
@@ -139,7 +142,7 @@ class Dataset:
             degree=is_degree,
             failures=failed,
             extra={column: value for part in parts for column, value in part.extra.items()},
-            logged={metric: value for part in parts for metric, value in part.logged.items()},
+            logged=means([part.logged for part in parts]),
         )
 
     def solution(self, prompt: Prompt) -> str:
@@ -151,6 +154,12 @@ class Dataset:
         if self.deciding.name == "math" and r"\boxed" not in worked:
             return f"{worked}\n\\boxed{{{prompt.answer}}}"
         return prompt.answer if self.deciding.name == "exact" else worked
+
+
+def means(logged: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """Return the mean of each number over those that have one of its name."""
+    names = {name: None for numbers in logged for name in numbers}
+    return {name: fmean(numbers[name] for numbers in logged if name in numbers) for name in names}
 
 
 class Prompts(Sequence[Prompt]):

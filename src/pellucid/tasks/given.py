@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from pellucid.protocols import grades_together, with_split
+from pellucid.protocols import with_split
 from pellucid.types import Completion, Prompt, Reward, UserError
 
 
@@ -36,10 +36,9 @@ def class_around(task: Any) -> type:
         def reward(self, prompt: Prompt, completion: Completion) -> Reward:
             return task.reward(prompt, completion)
 
-        if grades_together(task):
-
-            def rewards(self, prompts: Sequence[Prompt], completions: Sequence[Completion]) -> Sequence[Reward]:
-                return task.rewards(prompts, completions)
+        def seen(self, prompt: Prompt, completion: Completion) -> Completion:  # noqa: ARG002 - as wrappers have it
+            """Return the completion as it is: the object grades it."""
+            return completion
 
         def __getattr__(self, name: str) -> Any:
             if name.startswith("_") or name == "with_split":
@@ -47,5 +46,6 @@ def class_around(task: Any) -> type:
             return getattr(task, name)
 
     Given.__name__ = kind
+    Given.task = task  # pyright: ignore[reportAttributeAccessIssue] - who grades
     Given.original = type(task)  # pyright: ignore[reportAttributeAccessIssue] - whose source is that of the task
     return Given

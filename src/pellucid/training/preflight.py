@@ -146,7 +146,7 @@ def show_signal(groups: Sequence[Group], cfg: Config) -> None:
 def unreliable(groups: Sequence[Group]) -> str:
     """What to do where more than a few rewards failed: nothing that is said of the others would help."""
     rewards = [reward for group in groups for reward in group.rewards if reward.applies]
-    share = fmean(reward.failed for reward in rewards)
+    share = fmean(reward.failed for reward in rewards) if rewards else 0.0
     if share < MANY_FAILED:
         return ""
     terms = failing(failed_shares(rewards))
