@@ -83,8 +83,9 @@ class JudgeSettings:
     """Seconds that one request may take."""
     retries: int = 6
     """How often a request that failed is made again: after 429, 5xx, a time-out or a dropped connection."""
-    step_timeout: float = 600.0
-    """Seconds that judging the completions of a step may take, waits included; what has no grade by then has failed."""
+    step_timeout: float = 300.0
+    """Seconds that judging the completions of a step may take, waits included; what has no grade by then has failed.
+    Less than runtime.timeout, since other processes wait for this one."""
     key: str = "OPENAI_API_KEY"
     """The name of the environment variable that holds the key; on the loopback none is needed."""
     cache: bool = True
