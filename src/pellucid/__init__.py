@@ -37,6 +37,7 @@ HOMES = {
     "Run": "pellucid.library.run",
     "StepResult": "pellucid.algorithm.grpo",
     "RewardTerm": "pellucid.rewards.terms",
+    "Task": "pellucid.protocols",
     "train": "pellucid.library.train",
 }
 

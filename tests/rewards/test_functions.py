@@ -17,6 +17,7 @@ from trl import GRPOConfig as TRLConfig
 from trl import GRPOTrainer
 
 from conftest import character_tokenizer, make_policy
+from pellucid.rewards import pool
 from pellucid.rewards.graded import Graded
 from pellucid.rewards.settings import RewardConfig
 from pellucid.rewards.terms import RewardTerm
@@ -58,6 +59,13 @@ def task(data):
     yield make
     for each in made:
         each.close()
+
+
+class Grudge(Exception):  # noqa: N818
+    """It is pickled, and cannot be read again."""
+
+    def __init__(self, one, two):
+        super().__init__(one)
 
 
 def groups(task, texts=TEXTS):
@@ -206,7 +214,7 @@ def test_an_error_within_what_is_ours_is_of_the_line_that_led_to_it(task):
 def test_a_row_that_cannot_be_sent_costs_its_own_reward(task):
     ours = task("longer_reward")
     pairs = groups(ours)
-    pairs[2] = (replace(pairs[2][0], columns={"lock": threading.Lock()}), pairs[2][1])
+    pairs[2] = (replace(pairs[2][0], id="locked", columns={"lock": threading.Lock()}), pairs[2][1])
     rewards = ours.reward_all(pairs)
     assert [i for i, reward in enumerate(rewards) if reward.failed] == [2]
     assert "cannot be sent to the reward process" in rewards[2].error
@@ -267,6 +275,100 @@ def test_who_hangs_or_dies_costs_nobody_else_a_value(name, error, task):
     assert [r.parts["longer_reward"] for r in rewards] == [float(len(c.token_ids)) for _, c in pairs]
     assert [r.parts["slow_judge"] for r in rewards] == [float(len(c.text)) for _, c in pairs]
     assert all("ranked" in r.parts for r in rewards)
+
+
+def test_what_one_asynchronous_function_has_said_counts_when_another_blocks_them_all(task):
+    ours = task("judge", "blocks_the_loop", timeout=1.0)
+    rewards = ours.reward_all(groups(ours))
+    assert [reward.parts for reward in rewards] == [{"judge": 0.5}] * 8
+    assert {reward.error for reward in rewards} == {"blocks_the_loop: no reward within 1 s"}
+
+
+@pytest.mark.parametrize("name", ["cancels_itself", "exits_in_a_task"])
+def test_an_asynchronous_function_may_end_as_it_likes(name, task):
+    """Neither the process nor its event loop goes with it, nor the function after it."""
+    ours = task("judge", name, "another_slow_judge")
+    for _ in range(2):
+        rewards = ours.reward_all(groups(ours))
+        assert all(set(reward.parts) == {"judge", "another_slow_judge"} for reward in rewards)
+        assert all(reward.failures[name].startswith(("CancelledError", "SystemExit")) for reward in rewards)
+
+
+def test_each_group_that_is_asked_again_has_the_time_of_a_step(task):
+    ours = task("slow_and_fragile", timeout=1.0)
+    [first] = ours.sample(0, 1)
+    texts = ["a", "", "aaa", "aaaa"]
+    prompts = [replace(first, id=str(i)) for i in range(4)]
+    said = [Completion((1,), (-1.0,), text, True) for text in texts]
+    rewards = ours.reward_all(list(zip(prompts, said, strict=True)))
+    assert [reward.parts.get("slow_and_fragile") for reward in rewards] == [1.0, None, 1 / 3, 1 / 4]
+
+
+def test_an_answer_that_was_there_in_time_counts_however_late_it_is_looked_at(task, monkeypatch):
+    """As after a Ctrl-Z of the run, which its processes do not take part in."""
+    ours = task("slow_judge", "longer_reward", timeout=2.0)
+    ours.reward_all(groups(ours)[:1])
+    wait = pool.wait
+    monkeypatch.setattr(pool, "wait", lambda ends, seconds: time.sleep(4.0) or wait(ends, seconds))
+    assert not any(reward.failed for reward in ours.reward_all(groups(ours)))
+
+
+def test_the_import_of_a_file_takes_no_time_of_its_function(data, tmp_path):
+    (tmp_path / "slow_to_import.py").write_text(
+        "import multiprocessing, time\nif multiprocessing.parent_process(): time.sleep(2.5)\n"
+        "def one(completions, **kwargs): return [1.0 for _ in completions]\n"
+    )
+    terms = (RewardTerm(f"{tmp_path}/slow_to_import.py:one", timeout=1.0),)
+    ours = Graded(Dataset(data=str(data), rewards=terms, chat=False))
+    assert [reward.value for reward in ours.reward_all(groups(ours))] == [1.0] * 8
+    ours.close()
+
+
+def test_what_cannot_be_read_in_the_process_costs_its_group(task):
+    ours = task("longer_reward", "exact_length")
+    pairs = groups(ours)
+    pairs = [
+        (replace(prompt, columns={"grudge": Grudge(1, 2)}) if prompt is pairs[0][0] else prompt, c)
+        for prompt, c in pairs
+    ]
+    rewards = ours.reward_all(pairs)
+    assert [reward.failed for reward in rewards] == [True] * 4 + [False] * 4
+    assert "it cannot be read in another process: TypeError" in rewards[0].error
+    assert [r.parts["longer_reward"] for r in rewards[4:]] == [float(len(c.token_ids)) for _, c in pairs[4:]]
+
+
+def test_a_copy_of_the_process_that_comes_back_says_nothing(task):
+    ours = task("forks")
+    for texts in (["a", "b"], ["aa", "bbb"]):
+        pairs = groups(ours, texts)
+        assert [reward.parts["forks"] for reward in ours.reward_all(pairs)] == [float(len(text)) for text in texts]
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_forms_that_trl_takes(task, by_trl):
+    names = ["decorated", "logs_in_pieces", "tensors_of_one"]
+    ours = task(*names)
+    pairs = groups(ours)
+    rewards = ours.reward_all(pairs)
+    expected, trainer = by_trl([getattr(trl_functions, name) for name in names], pairs)
+    assert [[reward.parts[name] for name in names] for reward in rewards] == expected
+    assert [reward.extra["piece"] for reward in rewards] == trainer._pending_extra_logs["piece"]
+    both = trainer._pending_metrics["shared"]
+    assert rewards[0].logged == {"shared": sum(both) / len(both)}
+
+
+def test_a_metric_that_is_not_finite_is_an_error(task):
+    rewards = task("logs_infinity").reward_all(groups(task("ranked")))
+    assert {reward.error for reward in rewards} == {'logs_infinity: the metric "huge" is inf'}
+
+
+def test_a_term_that_is_only_logged_fails_alone(data):
+    terms = (RewardTerm("exact"), RewardTerm(f"{FILE}:one_too_many", weight=0.0))
+    ours = Graded(Dataset(data=str(data), rewards=terms, chat=False))
+    rewards = ours.reward_all(groups(ours))
+    ours.close()
+    assert not any(reward.failed for reward in rewards)
+    assert all(set(reward.failures) == {"one_too_many"} for reward in rewards)
 
 
 def test_what_is_no_function_is_refused():

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+import math
+import time
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
@@ -16,13 +21,14 @@ from pellucid.machine.plugins import given
 from pellucid.protocols import grade
 from pellucid.rewards.graded import Graded
 from pellucid.rewards.parts import Part
+from pellucid.rewards.pool import ClosedError
 from pellucid.rewards.settings import RewardConfig
 from pellucid.rewards.terms import RewardTerm
 from pellucid.tasks.curriculum import Curriculum
 from pellucid.tasks.dataset import Dataset
 from pellucid.tasks.given import class_around
 from pellucid.tasks.prefixed import Prefixed
-from pellucid.types import Completion, Group, Progress, Prompt, UserError
+from pellucid.types import Completion, Group, Progress, Prompt, Reward, UserError
 from runs import in_two_processes, train
 
 RANKED = f"{Path(__file__).with_name('trl_functions.py')}:ranked"
@@ -90,6 +96,64 @@ def test_an_object_that_grades_so_needs_no_other_reward():
 
     with pytest.raises(UserError, match="no reward"):
         section_of(Nothing(), Objects())
+
+
+@dataclass(frozen=True)
+class Named:
+    """Its fields and helpers have names that mean something to us."""
+
+    seed: int = 0
+    split: str = "train"
+    total: int = 100
+    seen: int = 0
+
+    def sample(self, step, n):
+        return [FIRST] * n
+
+    def rewards(self, text):
+        return float(len(text))
+
+    def reward(self, prompt, completion):
+        assert completion.sampling_mask == ()
+        return Reward(self.rewards(completion.text))
+
+
+def test_names_of_the_user_s_own_are_no_protocol(graded):
+    said_so = [(FIRST, replace(said(text), sampling_mask=[[1]])) for text in ("a", "bb")]
+    assert [reward.value for reward in graded(Named()).reward_all(said_so)] == [1.0, 2.0]
+
+
+@dataclass(frozen=True)
+class Mine(Dataset):
+    def reward(self, prompt, completion):
+        return Reward(7.0)
+
+
+def test_a_dataset_with_a_reward_of_its_own_has_that_reward(rows, graded):
+    assert [reward.value for reward in graded(Mine(data=rows)).reward_all(pairs("a", "b"))] == [7.0, 7.0]
+
+
+@dataclass(frozen=True)
+class Renamed(Dataset):
+    """A dataset in all but its name."""
+
+
+def test_a_dataset_that_is_given_as_an_object_compares_siblings(rows):
+    task = Graded(class_around(Renamed(data=rows, rewards=(RewardTerm(RANKED),), chat=False))(), here=True)
+    assert [r.value for r in task.reward_all([(FIRST, said(text)) for text in ("", "aa", "aaaa")])] == [0.0, 0.5, 1.0]
+
+
+def test_a_sum_that_is_not_finite_has_failed(rows, graded):
+    terms = (RewardTerm("exact", weight=1e300), RewardTerm("exact", weight=1e39))
+    reward = graded(Dataset(data=rows, rewards=terms)).reward(Prompt("p", "?", "a"), said("a"))
+    assert reward.failed
+    assert reward.error.startswith("the reward is beyond 3.4e+38")
+    reward = graded(Dataset(data=rows, rewards=(RewardTerm("exact", weight=math.nan),))).reward(FIRST, said("a"))
+    assert reward.error.startswith("the reward is nan")
+
+
+def test_nothing_to_grade_is_no_call(graded):
+    assert graded(Siblings()).reward_all([]) == []
 
 
 # ---------------------------------------------------------------- tasks around tasks
@@ -220,6 +284,27 @@ def test_progress_reaches_the_task_that_is_graded(graded):
 
     grade(Watched(task, here=True), [Group(FIRST, (1,), (said("a"),))], Progress(3, 9))
     assert seen == [Progress(3, 9)]
+
+
+def test_here_there_is_no_time_limit(rows):
+    async def later(completions, **kwargs):
+        await asyncio.sleep(0.5)
+        return [1.0 for _ in completions]
+
+    with given({"here:later": later}):
+        task = Dataset(data=rows, rewards=(RewardTerm("here:later"),), chat=False)
+        assert Graded(task, RewardConfig(step_timeout=0.1), here=True).reward_all(pairs("a", "b"))[0].value == 1.0
+
+
+def test_a_pool_that_is_closed_in_the_middle_says_so(rows):
+    task = Graded(Dataset(data=rows, rewards=(RewardTerm(RANKED.replace("ranked", "hangs")),), chat=False))
+    with ThreadPoolExecutor(1) as beside:
+        computing = beside.submit(task.reward_all, pairs("a", "b"))
+        while not task._place._processes or not task._place._processes[0].running:
+            time.sleep(0.01)
+        task.close()
+        with pytest.raises(ClosedError, match="still being computed when their processes were closed"):
+            computing.result()
 
 
 def test_what_was_given_is_found_by_asynchronous_functions_too(rows):

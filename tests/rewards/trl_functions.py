@@ -9,7 +9,10 @@ import asyncio
 import functools
 import os
 import re
+import sys
 import time
+
+import torch
 
 from pellucid.rewards.terms import numeric
 
@@ -174,6 +177,66 @@ def ends_its_process(completions, **kwargs):
 
 def calls_what_is_ours(completions, **kwargs):
     return [numeric(None, "7") for _ in completions]
+
+
+async def blocks_the_loop(completions, **kwargs):
+    await asyncio.sleep(0.3)
+    time.sleep(1000)
+
+
+async def cancels_itself(completions, **kwargs):
+    raise asyncio.CancelledError
+
+
+async def exits_in_a_task(completions, **kwargs):
+    async def inner():
+        sys.exit(1)
+
+    await asyncio.gather(inner())
+
+
+def slow_and_fragile(completions, **kwargs):
+    time.sleep(0.6)
+    return [1 / len(completion) for completion in completions]
+
+
+def exact_length(completions, **kwargs):
+    return [float(len(completion)) for completion in completions]
+
+
+def forks(completions, **kwargs):
+    os.fork()
+    return [float(len(completion)) for completion in completions]
+
+
+def of_text(function):
+    @functools.wraps(function)
+    def wrapper(completions, **kwargs):
+        return [function(completion) for completion in completions]
+
+    return wrapper
+
+
+@of_text
+def decorated(text):
+    return float("a" in text)
+
+
+def logs_in_pieces(completions, log_extra, log_metric, **kwargs):
+    for completion in completions:
+        log_extra("piece", [completion[:1]])
+    log_metric("shared", 1.0)
+    return [0.0] * len(completions)
+
+
+def tensors_of_one(completions, log_metric, **kwargs):
+    log_metric("shared", 3.0)
+    return [torch.tensor([float(len(completion))]) for completion in completions]
+
+
+def logs_infinity(completions, log_metric, **kwargs):
+    log_metric("huge", float("inf"))
+    return [0.0] * len(completions)
 
 
 not_a_function = 3

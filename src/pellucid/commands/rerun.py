@@ -48,14 +48,17 @@ def task_of(section: Record, algorithm: Record) -> dict[str, Any]:
 
 
 def unlike(values: Record, cls: type) -> dict[str, Any]:
-    """The settings of a dataclass that are not its defaults; in a list of dataclasses, those of each."""
+    """The settings of a dataclass that are not its defaults, and of those within it, which may be in a list."""
     kinds, kept = get_type_hints(cls), {}
     for field in dataclasses.fields(cls):
         if field.name in values and not is_default(values[field.name], field):
             value, inner = values[field.name], get_args(kinds[field.name])
-            several = bool(inner) and isinstance(inner[0], type) and dataclasses.is_dataclass(inner[0])
-            kept[field.name] = [unlike(item, inner[0]) for item in value] if several else value
+            kept[field.name] = within(value, inner[0]) if inner and dataclasses.is_dataclass(inner[0]) else value
     return kept
+
+
+def within(value: Any, cls: Any) -> Any:
+    return [unlike(item, cls) for item in value] if isinstance(value, list) else unlike(value, cls)
 
 
 def is_default(value: Any, field: dataclasses.Field[Any]) -> bool:

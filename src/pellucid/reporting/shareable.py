@@ -14,6 +14,8 @@ from pellucid.rewards.terms import MODEL
 
 HIDDEN = "..."
 """What stands in place of whatever a setting holds that is called like a secret."""
+NO_SECRET = ".judge.key"
+"""The setting of a judge that is called like a secret and is none: its settings see to it that it names a variable."""
 ONE_WORD = re.compile(r"[^\s{}()<>]+")
 
 
@@ -26,7 +28,7 @@ def shareable(run_dir: Path) -> Record:
 
 def shown(value: Any, files: set[str], key: str) -> Any:
     """files: the dotted keys of settings whose absolute paths are known to be paths."""
-    if value and SECRET.fullmatch("_" + key.rpartition(".")[2]):
+    if value and SECRET.fullmatch("_" + key.rpartition(".")[2]) and not key.endswith(NO_SECRET):
         return HIDDEN
     if isinstance(value, Mapping):
         return {name: shown(item, files, f"{key}.{name}") for name, item in value.items()}

@@ -12,7 +12,7 @@ import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
-from math import inf, isfinite
+from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -65,8 +65,6 @@ class RewardTerm:
             raise ValueError(
                 f'reward "{self.name}" has limit = {self.limit}: length needs one above 0, no other has one'
             )
-        if not isfinite(self.weight):
-            raise ValueError(f'reward "{self.name}" has weight = {self.weight}: it must be a number')
         if (self.judge is not None) != (self.name == JUDGE):
             raise ValueError(f'reward "{self.name}": {JUDGE} needs a table [task.rewards.judge], no other has one')
         if not 0 <= self.timeout < inf or (self.timeout and not is_function(self.name)):
@@ -79,9 +77,14 @@ class RewardTerm:
 
 
 def part_of(term: RewardTerm, pairs: Sequence[Pair], progress: Progress) -> list[Part]:
-    """Return what a term says of each completion. Raises what the user's function raises."""
+    """Return what a term says of each completion. Raises what the user's function raises.
+
+    A judge and a reward model say nothing here: they are with the processes of a run, see Graded.
+    """
     if is_function(term.name):
         return functions.parts_of(term.name, pairs, progress)
+    if term.name not in TERMS:
+        return [Part(error="it grades within a run, as Graded has it") for _ in pairs]
     return [Part(TERMS[term.name](term, prompt, completion)) for prompt, completion in pairs]
 
 

@@ -16,7 +16,7 @@ from pellucid.protocols import Sampler, Task, grade
 from pellucid.types import Estimate, Evaluation, Group, Progress, Prompt, Sampling
 
 MAX_ROWS = 128
-"""How many rows are decoded together."""
+"""How many rows are decoded together, and graded together."""
 
 
 class Shards(Protocol):
@@ -94,12 +94,8 @@ def sample_and_grade(
     """Graded groups of sampling.n samples each. Every call has the same random numbers: only the policy differs."""
     at_once = max(1, MAX_ROWS // sampling.n)
     seeded = replace(sampling, seed=f"evaluate/{task.seed}")
-    groups = [
-        group
-        for start in range(0, len(prompts), at_once)
-        for group in sampler.generate(prompts[start : start + at_once], seeded)
-    ]
-    return grade(task, groups, progress)
+    parts = (prompts[start : start + at_once] for start in range(0, len(prompts), at_once))
+    return [group for part in parts for group in grade(task, sampler.generate(part, seeded), progress)]
 
 
 def correct(group: Group) -> int:
