@@ -12,8 +12,6 @@ import re
 import sys
 import time
 
-import torch
-
 from pellucid.rewards.terms import numeric
 
 
@@ -230,6 +228,8 @@ def logs_in_pieces(completions, log_extra, log_metric, **kwargs):
 
 
 def tensors_of_one(completions, log_metric, **kwargs):
+    import torch  # noqa: PLC0415 - the other functions do without
+
     log_metric("shared", 3.0)
     return [torch.tensor([float(len(completion))]) for completion in completions]
 

@@ -117,13 +117,8 @@ def named(spec: str) -> str:
 
 def columns_of(pairs: Sequence[Pair]) -> dict[str, list[Any]]:
     """Return each column with a value for each completion; None where a row lacks it."""
-    names = {
-        name: None
-        for prompt, _ in pairs
-        for name in prompt.columns
-        if isinstance(name, str) and name not in NOT_COLUMNS
-    }
-    return {name: [prompt.columns.get(name) for prompt, _ in pairs] for name in names}
+    names = {name: None for prompt, _ in pairs for name in prompt.columns if name not in NOT_COLUMNS}
+    return {name: [prompt.columns.get(name) for prompt, _ in pairs] for name in names if isinstance(name, str)}
 
 
 def texts_of(pairs: Sequence[Pair]) -> dict[str, list[Any]]:
