@@ -542,6 +542,23 @@ def test_a_run_is_graded_by_its_judge_and_its_resume_asks_for_what_is_new(servic
     assert KEY.encode() not in written and list((run / "judge").glob("*.jsonl"))
 
 
+def test_a_resume_may_find_its_judge_elsewhere_but_no_other_judge(service, model_dir, tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("JUDGE_KEY", KEY)
+    recipe, data, run = tmp_path / "judge.toml", tmp_path / "q.jsonl", tmp_path / "run"
+    data.write_text("".join(f'{{"question": "{n}?"}}\n' for n in range(9)))
+    with proxied(service, lambda *_: says("7")) as proxy:
+        recipe.write_text(JUDGED.format(model=model_dir, data=data, url=proxy.url))
+        train(recipe, "--run", run, "--algorithm.steps", 1)
+    with proxied(service, lambda *_: says("8")) as proxy:
+        there = ["--resume", run, "--task.rewards.0.judge.base-url", proxy.url, "--task.rewards.0.judge.retries", 0]
+        with pytest.raises(SystemExit, match="2"):
+            cli.main([*map(str, ["train", *there, "--task.rewards.0.judge.model", "other"])])
+        assert "was trained with task.rewards = " in capsys.readouterr().err
+        train(*there, "--algorithm.steps", 2)
+        assert proxy.bodies
+    assert {row["extra"]["judge"] for row in records(run / "rollouts.jsonl") if row["step"] == 2} == {"8"}
+
+
 # ---------------------------------------------------------------- no key anywhere
 
 

@@ -39,6 +39,12 @@ samples and objective stay what they were; which rewards failed for want of time
 WITHOUT_EFFECT = ("checkpoint.", "log.", "runtime.timeout", "reward.workers", "reward.patience")
 """Settings that change no number of a run."""
 
+HOW = {
+    "judge": ("base_url", "key", "concurrency", "timeout", "retries", "step_timeout", "cache"),
+    "reward_model": ("device", "batch"),
+}
+"""By the table of a term of the reward, what may change of it: where and how fast it is computed."""
+
 COMMIT = re.compile(r"[0-9a-f]{40}")
 
 Changes = Mapping[str, Sequence[Any]]
@@ -51,13 +57,27 @@ def of_resume(run_dir: Path, cfg: Config) -> Changes:
     if steps < done:
         raise UserError(f"{run_dir} has taken {done} steps already: algorithm.steps = {steps} must be at least {done}")
     for key, (was, is_) in changed.items():
-        if not key.startswith(FREE):
+        if not key.startswith(FREE) and not (key.endswith(".rewards") and graded_alike(was, is_)):
             ready = "" if (run_dir / "model").is_dir() else "when it is finished, "
             raise UserError(
                 f"{run_dir} was trained with {key} = {was}, now {is_}: resume it with what it was, or {ready}start"
                 f" a new run from its model with --policy.model {run_dir / 'model'}"
             )
     return changed
+
+
+def graded_alike(was: Any, is_: Any) -> bool:
+    """Whether two lists of terms of a reward differ only in how they are computed."""
+    return isinstance(was, list) and isinstance(is_, list) and list(map(essence, was)) == list(map(essence, is_))
+
+
+def essence(term: Any) -> Any:
+    """What a term of the reward says, wherever and however fast it is computed."""
+    if not isinstance(term, Mapping):
+        return term
+    tables = {name: term[name] for name in HOW if isinstance(term.get(name), Mapping)}
+    cut = {name: {key: table[key] for key in table if key not in HOW[name]} for name, table in tables.items()}
+    return {**term, **cut, "timeout": None}
 
 
 def unlike(run_dir: Path, wanted: Record) -> Changes:
