@@ -359,7 +359,16 @@ def test_retry_after_may_be_a_date():
     assert [seconds_of(said) for said in ("2", "0.5", "", "soon", "-3", "nan", "inf")] == [2.0, 0.5, *[None] * 5]
 
 
+@pytest.fixture
+def ctrl_c():
+    """It raises, also where a shell began this in the background."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
 @pytest.mark.parametrize("alone", [True, False])
+@pytest.mark.usefixtures("ctrl_c")
 def test_ctrl_c_waits_for_no_answer(alone, service, tmp_path):
     (tmp_path / "q.jsonl").write_text('{"question": "Q"}\n')
     with proxied(service, lambda *_: "stall") as proxy:

@@ -39,7 +39,8 @@ class RewardConfig:
     def __post_init__(self) -> None:
         for name in ("timeout", "step_timeout"):
             if not 0 < getattr(self, name) <= LONGEST:
-                raise ValueError(f"{name} = {getattr(self, name)} must be a number of seconds from 0 to {LONGEST:.0f}")
+                seconds = f"a positive number of seconds, at most {LONGEST:.0f}"
+                raise ValueError(f"{name} = {getattr(self, name)} must be {seconds}")
         if self.workers < 1:
             raise ValueError(f"workers = {self.workers} must be at least 1")
         if not 0 <= self.memory_gb < math.inf or self.patience < 0:
