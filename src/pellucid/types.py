@@ -146,12 +146,14 @@ class Reward:
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """How far a run is, by the names that TRL's `trainer_state` has for it."""
+    """How far a run is."""
 
     global_step: int = 0
     """The number of finished steps."""
     max_steps: int = 1
     """The number of all steps."""
+    prompts_per_step: int = 1
+    """The number of prompts of a step."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from random import Random
 
 from pellucid.rewards.terms import RewardTerm, part_of
+from pellucid.rewards.trainer_state import state_of
 from pellucid.tasks.arithmetic import Arithmetic
 from pellucid.tasks.continuity import Continuity
 from pellucid.tasks.countdown import Countdown
@@ -161,7 +162,8 @@ def of_task(task: object, prompt: Prompt) -> Callable[[str], bool]:
 
 def of_term(name: str, gold: str) -> Callable[[str], bool]:
     return lambda text: (
-        part_of(RewardTerm(name), [(Prompt("p", "?", gold), completion(text))], Progress())[0].value == 1.0
+        part_of(RewardTerm(name), [(Prompt("p", "?", gold), completion(text))], state_of(Progress(), None))[0].value
+        == 1.0
     )
 
 

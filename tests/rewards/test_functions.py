@@ -21,6 +21,7 @@ from pellucid.rewards import pool
 from pellucid.rewards.graded import Graded
 from pellucid.rewards.settings import RewardConfig
 from pellucid.rewards.terms import RewardTerm
+from pellucid.rewards.trainer_state import state_of
 from pellucid.tasks.dataset import Dataset
 from pellucid.types import Completion, Progress, Prompt, UserError
 
@@ -157,6 +158,23 @@ def test_a_function_sees_what_trl_gives_it(task):
     assert last["completion_ids"] == [7] * len(TEXTS[-1])
     of_trl = {"prompts", "completion_ids", "trainer_state", "log_extra", "log_metric"}
     assert set(rewards[0].extra["keywords"]) == of_trl | set(ROWS[0])
+
+
+def test_the_state_is_that_of_the_run(task, data, tmp_path):
+    """8 rows, one of them held out: steps of two prompts ask all others in three and a half."""
+    terms = (RewardTerm(f"{FILE}:state_seen"),)
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "reward/mean": 0.5, "lr": 1e-5}\n')
+    ours = Graded(Dataset(data=str(data), rewards=terms, chat=False), log=tmp_path / "rewards.log")
+    [seen] = {str(reward.extra["state"]) for reward in ours.reward_all(groups(ours), Progress(7, 12, 2))}
+    ours.close()
+    history = [{"step": 1, "reward/mean": 0.5, "lr": 1e-5, "reward": 0.5, "learning_rate": 1e-5}]
+    expected = {"global_step": 7, "max_steps": 12, "epoch": 2.0, "num_train_epochs": 4, "log_history": history}
+    assert seen == str({**expected, "is_world_process_zero": True})
+
+
+def test_a_task_that_makes_up_its_questions_has_one_epoch_the_run():
+    state = state_of(Progress(3, 12, 4), None)
+    assert (state.epoch, state.num_train_epochs, state.log_history) == (0.25, 1, [])
 
 
 def test_a_column_that_a_row_lacks_is_none(task):

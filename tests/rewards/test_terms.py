@@ -6,13 +6,14 @@ import pytest
 
 from pellucid.rewards import terms as rewards
 from pellucid.rewards.terms import RewardTerm, labels, part_of
+from pellucid.rewards.trainer_state import state_of
 from pellucid.types import Completion, Progress, Prompt, UserError
 
 FUNCTIONS = Path(__file__).with_name("trl_functions.py")
 
 
 def grade(term, prompt, completion):
-    return part_of(term, [(prompt, completion)], Progress())[0].value
+    return part_of(term, [(prompt, completion)], state_of(Progress(), None))[0].value
 
 
 def plain(text="What is 2 + 2?", answer="", **columns):

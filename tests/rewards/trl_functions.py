@@ -112,6 +112,12 @@ def growing(completions, trainer_state, **kwargs):
     return [share * len(completion) for completion in completions]
 
 
+def state_seen(completions, trainer_state, log_extra, **kwargs):
+    names = ("global_step", "max_steps", "epoch", "num_train_epochs", "log_history", "is_world_process_zero")
+    log_extra("state", [{name: getattr(trainer_state, name) for name in names} for _ in completions])
+    return [0.0] * len(completions)
+
+
 def logging_reward(completions, log_extra, log_metric, **kwargs):
     log_extra("letters", [len(completion) for completion in completions])
     log_metric("longest", max(map(len, completions)))

@@ -164,7 +164,7 @@ def rollout(
         seed = f"{cfg.seed}/{step}/{number}" if number else f"{cfg.seed}/{step}"
         groups = sampler.generate(runtime.shard(prompts), replace(sampling, n=cfg.group_size, seed=seed))
         clock.lap("generate")
-        groups = grade(task, groups, Progress(step, cfg.steps))
+        groups = grade(task, groups, Progress(step, cfg.steps, cfg.prompts_per_step))
         clock.lap("reward")
         if cfg.max_rounds == 1:
             return groups, observed(task, step, groups, runtime)

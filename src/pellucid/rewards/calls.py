@@ -13,7 +13,7 @@ from pellucid.rewards import functions
 from pellucid.rewards.parts import Pair, Part
 from pellucid.rewards.plain import NoRewardError, described, of_part, of_reward
 from pellucid.rewards.terms import is_function, part_of
-from pellucid.types import Progress
+from pellucid.rewards.trainer_state import TrainerState
 
 OWN = -1
 """Stands for the reward of a task that has no terms."""
@@ -29,7 +29,7 @@ class Call(NamedTuple):
     terms: tuple[int, ...]
     """Their places in task.rewards, or OWN."""
     pairs: Sequence[Pair]
-    progress: Progress
+    state: TrainerState
     limits: tuple[float | None, ...]
     """The time limit of each term in seconds; None is no limit."""
     together: bool = True
@@ -65,14 +65,14 @@ def run(task: Any, call: Call, note: Note) -> Iterator[Event]:
     for term in call.terms:
         if term not in later:
             yield Began([term])
-            answers = tried(task, term, call.pairs, call.progress, note, again=True)
+            answers = tried(task, term, call.pairs, call.state, note, again=True)
             if isinstance(answers, list):
                 yield Answered(term, answers)
                 continue
             found: list[Answer] = []
             for group in groups_of(call.pairs):
                 yield Began([term])
-                found += tried(task, term, group, call.progress, note) or []
+                found += tried(task, term, group, call.state, note) or []
             yield Answered(term, found)
     if later:
         yield Began(later)
@@ -93,11 +93,11 @@ def awaited(task: Any, terms: Sequence[int], call: Call, note: Note) -> Iterator
 
 
 def tried(
-    task: Any, term: int, pairs: Sequence[Pair], progress: Progress, note: Note, again: bool = False
+    task: Any, term: int, pairs: Sequence[Pair], state: TrainerState, note: Note, again: bool = False
 ) -> list[Answer] | None:
     """Return the answers of a term; with `again` None, where it raised and each group is to be tried alone."""
     try:
-        return answers_of(task, term, pairs, progress)
+        return answers_of(task, term, pairs, state)
     except KeyboardInterrupt:
         raise
     except BaseException as error:  # noqa: BLE001 - whatever code of the user's raises is an answer
@@ -112,7 +112,7 @@ async def tried_within(spec: str, call: Call, limit: float | None, note: Note) -
         clock = asyncio.timeout_at(end)
         try:
             async with clock:
-                return [valid(part) for part in await functions.awaitable_parts_of(spec, pairs, call.progress)]
+                return [valid(part) for part in await functions.awaitable_parts_of(spec, pairs, call.state)]
         except KeyboardInterrupt:
             raise
         except BaseException as error:
@@ -143,9 +143,9 @@ def may_be_one_group_s(error: BaseException, pairs: Sequence[Pair]) -> bool:
     return len(groups_of(pairs)) > 1 and not isinstance(error, NoRewardError)
 
 
-def answers_of(task: Any, term: int, pairs: Sequence[Pair], progress: Progress) -> list[Answer]:
+def answers_of(task: Any, term: int, pairs: Sequence[Pair], state: TrainerState) -> list[Answer]:
     if term != OWN:
-        return [valid(part) for part in part_of(task.rewards[term], pairs, progress)]
+        return [valid(part) for part in part_of(task.rewards[term], pairs, state)]
     if not grades_together(task):
         return [valid(task.reward(prompt, completion)) for prompt, completion in pairs]
     prompts, completions = zip(*pairs, strict=True)

@@ -4,8 +4,8 @@ A function has TRL's signature and needs no change: `def reward(completions, **k
 number for each completion, or None where it does not apply. Its keywords are lists with an item for each completion:
 prompts, completions, completion_ids, and every column of the data rows except prompt, completion and completion_ids.
 As in TRL, prompts and completions are strings for plain prompts, and lists of messages for conversations.
-`trainer_state` is a Progress; `log_extra(column, values)` adds a column to rollouts.jsonl, `log_metric(name, value)` a
-metric. (TRL 1.16, GRPOTrainer._calculate_rewards.)
+`trainer_state` is a TrainerState; `log_extra(column, values)` adds a column to rollouts.jsonl, `log_metric(name,
+value)` a metric. (TRL 1.16, GRPOTrainer._calculate_rewards.)
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ from typing import Any
 from pellucid.machine.plugins import function_of
 from pellucid.rewards.parts import Pair, Part
 from pellucid.rewards.plain import NoRewardError, number, shown
-from pellucid.types import Completion, Progress, Prompt
+from pellucid.rewards.trainer_state import TrainerState
+from pellucid.types import Completion, Prompt
 
 NOT_COLUMNS = ("prompt", "completion", "completion_ids")
 
@@ -72,17 +73,17 @@ def is_async(spec: str) -> bool:
     return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(getattr(function, "__call__", None))  # noqa: B004 - of an object
 
 
-def parts_of(spec: str, pairs: Sequence[Pair], progress: Progress) -> list[Part]:
+def parts_of(spec: str, pairs: Sequence[Pair], state: TrainerState) -> list[Part]:
     """Return what a function says of each completion. Raises what it raises; NoRewardError for what is no answer."""
     log = Log(len(pairs))
-    output = bound(spec, pairs, progress, log)()
+    output = bound(spec, pairs, state, log)()
     return log.parts(named(spec), result_of(output) if inspect.iscoroutine(output) else output)
 
 
-def awaitable_parts_of(spec: str, pairs: Sequence[Pair], progress: Progress) -> Coroutine[Any, Any, list[Part]]:
+def awaitable_parts_of(spec: str, pairs: Sequence[Pair], state: TrainerState) -> Coroutine[Any, Any, list[Part]]:
     """Return the same of an asynchronous function, still to be awaited."""
     log = Log(len(pairs))
-    call = bound(spec, pairs, progress, log)
+    call = bound(spec, pairs, state, log)
 
     async def parts() -> list[Part]:
         return log.parts(named(spec), await call())
@@ -90,12 +91,12 @@ def awaitable_parts_of(spec: str, pairs: Sequence[Pair], progress: Progress) -> 
     return parts()
 
 
-def bound(spec: str, pairs: Sequence[Pair], progress: Progress, log: Log) -> Callable[[], Any]:
+def bound(spec: str, pairs: Sequence[Pair], state: TrainerState, log: Log) -> Callable[[], Any]:
     """Return the function with its arguments. NoRewardError where it does not take them."""
     function = function_of(spec, "reward")
     arguments = columns_of(pairs) | texts_of(pairs)
     arguments |= {"completion_ids": [list(completion.token_ids) for _, completion in pairs]}
-    arguments |= {"trainer_state": progress, "log_extra": log.log_extra, "log_metric": log.log_metric}
+    arguments |= {"trainer_state": state, "log_extra": log.log_extra, "log_metric": log.log_metric}
     try:
         inspect.signature(function, follow_wrapped=False).bind(**arguments)
     except TypeError as error:

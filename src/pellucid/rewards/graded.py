@@ -19,6 +19,7 @@ from pellucid.rewards.plain import NoRewardError, of_reward
 from pellucid.rewards.pool import Pool
 from pellucid.rewards.settings import RewardConfig
 from pellucid.rewards.terms import in_batches, terms_of
+from pellucid.rewards.trainer_state import TrainerState, state_of
 from pellucid.types import Completion, Progress, Prompt, Reward
 
 
@@ -58,6 +59,7 @@ class Graded:
     ) -> None:
         self.task, self.seed, self.split = task, task.seed, task.split
         self._cfg, self._graders = cfg or RewardConfig(), graders or {}
+        self._metrics = str(log.with_name("metrics.jsonl")) if log else ""
         self._grades = grading(task)
         self._terms = terms_of(self._grades)
         self._place: Place = Here(self._grades, log) if here else Pool(self._grades, self._cfg, log)
@@ -72,13 +74,14 @@ class Graded:
         """Return the rewards of completions in their order, group by group."""
         if not pairs:
             return []
+        state = state_of(progress, getattr(self._grades, "questions_in_all", None), self._metrics)
         seen = [(prompt, as_seen(self.task, prompt, completion)) for prompt, completion in pairs]
         if not self._terms:
-            return [Reward(**{"value": math.nan, **answer}) for answer in self._own(seen, progress)]
+            return [Reward(**{"value": math.nan, **answer}) for answer in self._own(seen, state)]
         with ThreadPoolExecutor(len(self._graders) or 1, "grader") as beside:
             waiting = {term: beside.submit(grader.parts, seen) for term, grader in self._graders.items()}
             try:
-                parts = self._of_terms(seen, progress)
+                parts = self._of_terms(seen, state)
                 parts |= {term: future.result() for term, future in waiting.items()}
             except BaseException:  # such as Ctrl-C: nobody will read what graders are still to say
                 for grader in self._graders.values():
@@ -102,22 +105,22 @@ class Graded:
         """End the processes."""
         self._place.close()
 
-    def _own(self, pairs: Sequence[Pair], progress: Progress) -> list[Answer]:
+    def _own(self, pairs: Sequence[Pair], state: TrainerState) -> list[Answer]:
         """Return the fields of the rewards that the task gives by itself."""
         if grades_together(self._grades):
-            return self._place.compute([Call((OWN,), pairs, progress, (self._cfg.step_timeout,))])[0][OWN]
-        calls = [Call((OWN,), [pair], progress, (self._cfg.timeout,), together=False) for pair in pairs]
+            return self._place.compute([Call((OWN,), pairs, state, (self._cfg.step_timeout,))])[0][OWN]
+        calls = [Call((OWN,), [pair], state, (self._cfg.timeout,), together=False) for pair in pairs]
         return [answers[OWN][0] for answers in self._place.compute(calls)]
 
-    def _of_terms(self, pairs: Sequence[Pair], progress: Progress) -> dict[int, list[Part]]:
+    def _of_terms(self, pairs: Sequence[Pair], state: TrainerState) -> dict[int, list[Part]]:
         """Return the parts of all terms but those of graders: each completion's own, and what functions say of all."""
         terms = self._terms
         here = [i for i in range(len(terms)) if i not in self._graders]
         each = tuple(i for i in here if not in_batches(terms[i].name))
         batch = tuple(i for i in here if in_batches(terms[i].name))
         limits = tuple(terms[i].timeout or self._cfg.step_timeout for i in batch)
-        alone = [Call(each, [pair], progress, (self._cfg.timeout,) * len(each), together=False) for pair in pairs]
-        calls = [*(alone if each else []), *([Call(batch, pairs, progress, limits)] if batch else [])]
+        alone = [Call(each, [pair], state, (self._cfg.timeout,) * len(each), together=False) for pair in pairs]
+        calls = [*(alone if each else []), *([Call(batch, pairs, state, limits)] if batch else [])]
         answers = self._place.compute(calls)
         found = {i: [Part(**answer[i][0]) for answer in answers[: len(pairs)]] for i in each}
         return found | {i: [Part(**answer) for answer in answers[-1][i]] for i in batch}

@@ -43,7 +43,7 @@ class Job:
         sent = [pickled((group[0][0], [completion for _, completion in group])) for group in groups]
         self.together = call.together
         ready = [(data, len(group)) for data, group in zip(sent, groups, strict=True) if isinstance(data, bytes)]
-        self._message = Message(call.terms, tuple(ready), call.progress, call.limits)
+        self._message = Message(call.terms, tuple(ready), call.state, call.limits)
         errors = [
             error if isinstance(error, str) else "" for group, error in zip(groups, sent, strict=True) for _ in group
         ]

@@ -22,7 +22,8 @@ from pellucid.rewards.answers import answered, last_number, only_number, tagged
 from pellucid.rewards.formulas import math_verify, states_formula
 from pellucid.rewards.parts import Pair, Part
 from pellucid.rewards.settings import JudgeSettings, RewardModelSettings
-from pellucid.types import Completion, Progress, Prompt
+from pellucid.rewards.trainer_state import TrainerState
+from pellucid.types import Completion, Prompt
 
 JUDGE = "judge"
 """The term that a Judge computes."""
@@ -76,13 +77,13 @@ class RewardTerm:
             math_verify()
 
 
-def part_of(term: RewardTerm, pairs: Sequence[Pair], progress: Progress) -> list[Part]:
+def part_of(term: RewardTerm, pairs: Sequence[Pair], state: TrainerState) -> list[Part]:
     """Return what a term says of each completion. Raises what the user's function raises.
 
     A judge and a reward model say nothing here: they are with the processes of a run, see Graded.
     """
     if is_function(term.name):
-        return functions.parts_of(term.name, pairs, progress)
+        return functions.parts_of(term.name, pairs, state)
     if term.name not in TERMS:
         return [Part(error="it grades within a run, as Graded has it") for _ in pairs]
     return [Part(TERMS[term.name](term, prompt, completion)) for prompt, completion in pairs]

@@ -23,7 +23,7 @@ from pellucid.rewards.calls import Answered, Began, Call, Event, run, with_error
 from pellucid.rewards.parts import Pair
 from pellucid.rewards.plain import described
 from pellucid.rewards.terms import is_function, terms_of
-from pellucid.types import Progress
+from pellucid.rewards.trainer_state import TrainerState
 
 try:
     import resource
@@ -56,7 +56,7 @@ class Message:
     terms: tuple[int, ...]
     groups: tuple[tuple[bytes, int], ...]
     """A prompt with its completions, and how many these are."""
-    progress: Progress
+    state: TrainerState
     limits: tuple[float | None, ...]
 
 
@@ -118,7 +118,7 @@ def unpacked(message: Message) -> tuple[Call, dict[int, str]]:
             )
         else:
             pairs += [(prompt, completion) for completion in completions]
-    return Call(message.terms, pairs, message.progress, message.limits), errors
+    return Call(message.terms, pairs, message.state, message.limits), errors
 
 
 def with_unread(event: Event, errors: Mapping[int, str]) -> Event:

@@ -58,7 +58,7 @@ async def graded(served: Served, prompt: Prompt, completions: Sequence[Completio
     assert served.task is not None
     left, steps = threading.Event(), served.algorithm.steps
     group = Group(prompt, (), tuple(completions))
-    grading = partial(rewards_of, served.task, group, Progress(steps, steps), left)
+    grading = partial(rewards_of, served.task, group, Progress(steps, steps, served.algorithm.prompts_per_step), left)
     try:
         return await asyncio.get_running_loop().run_in_executor(served.grading, grading)
     finally:

@@ -17,6 +17,7 @@ from typing import Literal
 from pellucid.rewards.answers import only_number
 from pellucid.rewards.parts import Part
 from pellucid.rewards.terms import COMPARE_WITH_GOLD, RewardTerm, compiled, in_batches, labels, part_of
+from pellucid.rewards.trainer_state import state_of
 from pellucid.tasks.columns import chat, column_text, column_value, has_column
 from pellucid.tasks.rows import READERS, Row, Rows
 from pellucid.tasks.sources import Source, is_file_name, rows_of, shown
@@ -99,6 +100,11 @@ class Dataset:
         """Whether any reward term needs a gold answer."""
         return any(term.name in COMPARE_WITH_GOLD for term in self.rewards)
 
+    @property
+    def questions_in_all(self) -> int:
+        """The number of rows of the split."""
+        return len(split_prompts(self))
+
     def sample(self, step: int, n: int) -> list[Prompt]:
         """Return the prompts of the next n rows. Each epoch is a new shuffle of all rows.
 
@@ -114,7 +120,8 @@ class Dataset:
 
     def reward(self, prompt: Prompt, completion: Completion) -> Reward:
         """Grade a completion alone, in this process."""
-        return self.total([part_of(term, [(prompt, completion)], Progress())[0] for term in self.rewards])
+        alone = state_of(Progress(), None)
+        return self.total([part_of(term, [(prompt, completion)], alone)[0] for term in self.rewards])
 
     def total(self, parts: Sequence[Part]) -> Reward:
         """Add up what each term says of a completion. A term that failed fails the reward: the rest is no grade.

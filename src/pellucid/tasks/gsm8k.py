@@ -62,6 +62,11 @@ class Gsm8k:
             raise ValueError("format_reward has no use with grading = literal, which has its own: set 0")
         self._rows()
 
+    @property
+    def questions_in_all(self) -> int:
+        """The number of questions of the split."""
+        return self._rows().questions_in_all
+
     def sample(self, step: int, n: int) -> list[Prompt]:
         """Return the next n questions. Commas are removed from gold answers: "#### 1,080" becomes 1080."""
         return [replace(prompt, answer=prompt.answer.replace(",", "")) for prompt in self._rows().sample(step, n)]

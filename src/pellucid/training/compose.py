@@ -32,7 +32,7 @@ from pellucid.tasks.prefixed import Prefixed
 from pellucid.tasks.wrappers import layers, only_here
 from pellucid.training.claim import first_process
 from pellucid.training.evaluate import held_out
-from pellucid.types import Prompt, Sampling, UserError
+from pellucid.types import Progress, Prompt, Sampling, UserError
 
 HARMLESS = (Arithmetic, Curriculum, Prefixed)
 
@@ -136,6 +136,11 @@ def compose(cfg: Config, log: Path | None = None) -> Components:
         runtime=runtime,
         state=grpo.State(kl_coef=algorithm.kl_coef),
     )
+
+
+def progress_of(cfg: Config, step: int) -> Progress:
+    """How far a run is after so many steps."""
+    return Progress(step, cfg.algorithm.steps, cfg.algorithm.prompts_per_step)
 
 
 def template_of(cfg: Config) -> Template:

@@ -18,9 +18,9 @@ from pellucid.reporting.console import accuracy_table, verdict
 from pellucid.reporting.loggers import json_line
 from pellucid.rewards.graders import notes_on
 from pellucid.training import preflight
-from pellucid.training.compose import evaluation_sampling, graded, pick_sampler, template_of
+from pellucid.training.compose import evaluation_sampling, graded, pick_sampler, progress_of, template_of
 from pellucid.training.evaluate import OneProcess, evaluate, held_out
-from pellucid.types import Group, Progress
+from pellucid.types import Group
 
 
 def examine(cfg: Config, model: str, access: Access, show: int, output: Path | None = None) -> int:
@@ -41,7 +41,7 @@ def examine(cfg: Config, model: str, access: Access, show: int, output: Path | N
     task = graded(with_split(cfg.task, "test"), cfg.reward)
     sampler, sampling, prompts = pick_sampler(cfg, frozen), evaluation_sampling(cfg), held_out(task, cfg.evaluate.n)
     sampler.sync(frozen, 0)
-    trained = Progress(cfg.algorithm.steps, cfg.algorithm.steps)
+    trained = progress_of(cfg, cfg.algorithm.steps)
     evaluation, groups, best = evaluate(
         cfg.task_name, task, prompts, sampler, sampling, cfg.evaluate.k, OneProcess(), trained
     )

@@ -28,10 +28,10 @@ from pellucid.runtimes.processes import decided, needing_others
 from pellucid.training import checkpoint, claim, preflight
 from pellucid.training.changes import Changes
 from pellucid.training.chronicle import finish, open_logs, start_folder
-from pellucid.training.compose import Components, compose, evaluation_sampling, settled, training_sampling
+from pellucid.training.compose import Components, compose, evaluation_sampling, progress_of, settled, training_sampling
 from pellucid.training.evaluate import evaluate, greedy, sample_and_grade
 from pellucid.training.snapshot import restore, save, save_model
-from pellucid.types import Evaluation, Group, Progress, UserError
+from pellucid.types import Evaluation, Group, UserError
 
 FEW = 8
 """How many answers are graded before all others, to see that rewards work."""
@@ -267,7 +267,7 @@ def evaluate_policy(cfg: Config, parts: Components) -> tuple[Evaluation, list[Gr
     """The evaluation of the policy, and the graded samples."""
     parts.sampler.sync(parts.policy, parts.state.step)
     task, prompts, sampling = parts.test_task, parts.test_prompts, evaluation_sampling(cfg)
-    k, progress = cfg.evaluate.k, Progress(parts.state.step, cfg.algorithm.steps)
+    k, progress = cfg.evaluate.k, progress_of(cfg, parts.state.step)
     evaluation, groups, _ = evaluate(cfg.task_name, task, prompts, parts.sampler, sampling, k, parts.runtime, progress)
     return evaluation, groups
 
@@ -277,7 +277,7 @@ def look_first(cfg: Config, parts: Components) -> Evaluation | None:
     parts.sampler.sync(parts.policy, parts.state.step)
     try_rewards(cfg, parts)
     evaluation, groups = evaluate_policy(cfg, parts) if cfg.evaluate.every else (None, [])
-    sampling, progress = training_sampling(cfg), Progress(0, cfg.algorithm.steps)
+    sampling, progress = training_sampling(cfg), progress_of(cfg, 0)
     as_trained = replace(evaluation_sampling(cfg), n=sampling.n) == sampling
     if not groups or len(groups[0].completions) < sampling.n or not as_trained:
         prompts = parts.runtime.shard(parts.task.sample(0, cfg.algorithm.prompts_per_step))
@@ -295,6 +295,6 @@ def try_rewards(cfg: Config, parts: Components) -> None:
     if isinstance(parts.task, Graded):
         prompts = parts.test_prompts or parts.task.sample(0, cfg.algorithm.prompts_per_step)
         few = parts.runtime.shard(prompts[:FEW])
-        sampling, progress = greedy(training_sampling(cfg)), Progress(0, cfg.algorithm.steps)
+        sampling, progress = greedy(training_sampling(cfg)), progress_of(cfg, 0)
         answers = sample_and_grade(parts.task, parts.sampler, few, sampling, progress)
         preflight.refuse_failing(parts.runtime.gather(answers))
