@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import as_completed
 from itertools import groupby
@@ -64,19 +65,26 @@ def run(task: Any, call: Call, note: Note) -> Iterator[Event]:
     later = [term for term in call.terms if term != OWN and is_async(task, term)]
     for term in call.terms:
         if term not in later:
-            yield Began([term])
-            answers = tried(task, term, call.pairs, call.state, note, again=True)
-            if isinstance(answers, list):
-                yield Answered(term, answers)
-                continue
-            found: list[Answer] = []
-            for group in groups_of(call.pairs):
-                yield Began([term])
-                found += tried(task, term, group, call.state, note) or []
-            yield Answered(term, found)
+            yield from in_turn(task, term, call, note)
     if later:
         yield Began(later)
         yield from awaited(task, later, call, note)
+
+
+def in_turn(task: Any, term: int, call: Call, note: Note) -> Iterator[Event]:
+    found: list[Answer] = []
+    waiting = deque([call.pairs])
+    while waiting:
+        pairs = waiting.popleft()
+        yield Began([term])
+        outcome = attempted(task, term, pairs, call.state)
+        if not isinstance(outcome, BaseException):
+            found += outcome
+        elif may_be_one_group_s(outcome, pairs):
+            waiting += groups_of(pairs)
+        else:
+            found += failures(outcome, len(pairs), note)
+    yield Answered(term, found)
 
 
 def awaited(task: Any, terms: Sequence[int], call: Call, note: Note) -> Iterator[Event]:
@@ -92,16 +100,14 @@ def awaited(task: Any, terms: Sequence[int], call: Call, note: Note) -> Iterator
             future.cancel()
 
 
-def tried(
-    task: Any, term: int, pairs: Sequence[Pair], state: TrainerState, note: Note, again: bool = False
-) -> list[Answer] | None:
-    """Return the answers of a term; with `again` None, where it raised and each group is to be tried alone."""
+def attempted(task: Any, term: int, pairs: Sequence[Pair], state: TrainerState) -> list[Answer] | BaseException:
+    """Return the answers of a term, or what it raised."""
     try:
         return answers_of(task, term, pairs, state)
     except KeyboardInterrupt:
         raise
     except BaseException as error:  # noqa: BLE001 - whatever code of the user's raises is an answer
-        return None if again and may_be_one_group_s(error, pairs) else failures(error, len(pairs), note)
+        return error
 
 
 async def tried_within(spec: str, call: Call, limit: float | None, note: Note) -> list[Answer]:
@@ -112,7 +118,7 @@ async def tried_within(spec: str, call: Call, limit: float | None, note: Note) -
         clock = asyncio.timeout_at(end)
         try:
             async with clock:
-                return [valid(part) for part in await functions.awaitable_parts_of(spec, pairs, call.state)]
+                return [valid(part) for part in await functions.awaited_parts_of(spec, pairs, call.state)]
         except KeyboardInterrupt:
             raise
         except BaseException as error:

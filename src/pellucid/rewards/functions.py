@@ -80,15 +80,10 @@ def parts_of(spec: str, pairs: Sequence[Pair], state: TrainerState) -> list[Part
     return log.parts(named(spec), result_of(output) if inspect.iscoroutine(output) else output)
 
 
-def awaitable_parts_of(spec: str, pairs: Sequence[Pair], state: TrainerState) -> Coroutine[Any, Any, list[Part]]:
-    """Return the same of an asynchronous function, still to be awaited."""
+async def awaited_parts_of(spec: str, pairs: Sequence[Pair], state: TrainerState) -> list[Part]:
+    """Return the same of an asynchronous function."""
     log = Log(len(pairs))
-    call = bound(spec, pairs, state, log)
-
-    async def parts() -> list[Part]:
-        return log.parts(named(spec), await call())
-
-    return parts()
+    return log.parts(named(spec), await bound(spec, pairs, state, log)())
 
 
 def bound(spec: str, pairs: Sequence[Pair], state: TrainerState, log: Log) -> Callable[[], Any]:
