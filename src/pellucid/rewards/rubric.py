@@ -7,11 +7,11 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
+from pellucid.machine import braces
 from pellucid.machine.plugins import did_you_mean
 from pellucid.rewards.answers import after_thinking
 from pellucid.types import Prompt
 
-FIELD = re.compile(r"\{\{([^{}]*)\}\}|\{([^{}]+)\}")
 _WHOLE = re.compile(r"\s*(.*?)\s*", re.DOTALL)
 _NUMBER = re.compile(r"[+-]?[0-9]{1,15}(?:\.[0-9]{0,15})?")
 
@@ -20,24 +20,13 @@ class UnfilledError(Exception):
     """A template names what the prompt does not have."""
 
 
-def placeholders(template: str) -> set[str]:
-    """Return the names in braces. {{...}} is text in braces, and no placeholder.
-
-    Example: placeholders('{completion} {{"score": 7}}') == {"completion"}
-    """
-    return {match[2] for match in FIELD.finditer(template) if match[2] is not None}
-
-
 def filled(template: str, known: Mapping[str, str], columns: Mapping[str, Any]) -> str:
     """Replace each {name} by its text in `known` or in the columns of the row, and {{...}} by {...}.
 
     Braces in what is put in are text. UnfilledError for a name that is in neither.
     """
 
-    def text_of(match: re.Match[str]) -> str:
-        name = match[2]
-        if name is None:
-            return f"{{{match[1]}}}"
+    def text_of(name: str) -> str:
         if name in known:
             return known[name]
         if name in columns:
@@ -46,7 +35,7 @@ def filled(template: str, known: Mapping[str, str], columns: Mapping[str, Any]) 
         raise UnfilledError(f"the template has {{{name}}}, and the row has no such column{hint}")
 
     # Half a surrogate pair, which JSON can spell, is in no text that can be sent.
-    return FIELD.sub(text_of, template).encode(errors="replace").decode()
+    return braces.filled(template, text_of).encode(errors="replace").decode()
 
 
 def as_text(value: Any) -> str:

@@ -9,8 +9,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from pellucid.machine.braces import placeholders
 from pellucid.machine.endpoint import Names, mistake_in
-from pellucid.rewards.rubric import placeholders
 
 NAMES = Names("base_url", "model", "key")
 LONGEST = 1e6

@@ -14,6 +14,7 @@ from random import Random
 from statistics import fmean
 from typing import Literal
 
+from pellucid.machine.braces import filled, placeholders
 from pellucid.rewards.answers import only_number
 from pellucid.rewards.parts import Part
 from pellucid.rewards.terms import COMPARE_WITH_GOLD, RewardTerm, compiled, in_batches, labels, part_of
@@ -22,8 +23,6 @@ from pellucid.tasks.columns import chat, column_text, column_value, has_column
 from pellucid.tasks.rows import READERS, Row, Rows
 from pellucid.tasks.sources import Source, is_file_name, rows_of, shown
 from pellucid.types import ROUND, Completion, Message, Progress, Prompt, Reward, UserError
-
-_FIELD = re.compile(r"\{\{([^{}]*)\}\}|\{([^{}]+)\}")
 
 
 @dataclass(frozen=True)
@@ -78,7 +77,7 @@ class Dataset:
             raise ValueError(f'messages = "{self.messages}" is the whole chat: leave out system, template and chat')
         if self.system and not self.chat:
             raise ValueError("system needs chat = true: a plain prompt has no system message")
-        if self.answer != self.question and self.answer in fields_of(self.template):
+        if self.answer != self.question and self.answer in placeholders(self.template):
             raise ValueError(f"template shows {{{self.answer}}}, the gold answer; {{{{...}}}} keeps braces as braces")
         if self.answer_pattern and compiled(self.answer_pattern).groups < 1:
             raise ValueError(f'answer_pattern = "{self.answer_pattern}" needs a group around the answer: "#### (.+)"')
@@ -249,17 +248,7 @@ def rendered(task: Dataset, where: str, row: Row) -> str | tuple[Message, ...]:
 
 def fill(template: str, question: str, where: str, row: Row) -> str:
     """Replace each {column} by the text of that column, and {{...}} by {...}; {} and braces in the data are kept."""
-
-    def text_of(match: re.Match[str]) -> str:
-        if match[2] is None:
-            return f"{{{match[1]}}}"
-        return column_text(row, question if match[2] == "question" else match[2], where)
-
-    return _FIELD.sub(text_of, template)
-
-
-def fields_of(template: str) -> set[str]:
-    return {match[2] for match in _FIELD.finditer(template) if match[2] is not None}
+    return filled(template, lambda name: column_text(row, question if name == "question" else name, where))
 
 
 def gold_answer(task: Dataset, where: str, row: Row) -> str:
