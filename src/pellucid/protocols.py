@@ -5,9 +5,20 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import islice
-from typing import Any, Protocol, cast, runtime_checkable
+from typing import Any, NamedTuple, Protocol, cast, runtime_checkable
 
-from pellucid.types import Completion, Evaluation, Group, Progress, Prompt, Reward, Sampling, UserError
+from pellucid.types import (
+    Completion,
+    Evaluation,
+    Group,
+    Message,
+    Outcome,
+    Progress,
+    Prompt,
+    Reward,
+    Sampling,
+    UserError,
+)
 
 
 class Task(Protocol):
@@ -89,6 +100,46 @@ def stateful_task(task: Task) -> StatefulTask | None:
     if not hasattr(task, "state") or not hasattr(task, "load_state"):
         raise UserError("a task that has observe() must have state() and load_state(): a resumed run needs what it saw")
     return cast(StatefulTask, task)
+
+
+class Said(NamedTuple):
+    """What the policy has said in one turn, as it was read."""
+
+    message: Message
+    """Of the role assistant, with the calls that could be read."""
+    unreadable: tuple[str, ...] = ()
+    """Of each call that could not be read why not, in one line."""
+
+
+class Reply(NamedTuple):
+    """What the world answers in a conversation."""
+
+    messages: tuple[Message, ...] = ()
+    """What is said to the policy, which then speaks again; empty where the conversation is over."""
+    outcome: Outcome | None = None
+    """What it has left behind, where it is over."""
+
+
+class World(Protocol):
+    """Those whom the policy talks with: environments and tools. Nobody waits here for the answer of another."""
+
+    def begin(self, prompts: Sequence[Prompt], n: int) -> list[Prompt]:
+        """Begin n conversations about each prompt, which have the numbers p * n + i. Return the prompts to be asked."""
+        ...
+
+    def tell(self, number: int, said: Said) -> None:
+        """Tell what the policy has said in a conversation. Does not wait for the answer."""
+        ...
+
+    def end(self, number: int) -> None:
+        """Tell that the policy says nothing more. The reply is empty, and has the outcome."""
+        ...
+
+    def heard(self, seconds: float) -> list[tuple[int, Reply]]:
+        """Return the replies that have come, with the numbers of their conversations; wait so long for the first."""
+        ...
+
+    def close(self) -> None: ...
 
 
 class Sampler(Protocol):

@@ -7,7 +7,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-Message = Mapping[str, str]
+Message = Mapping[str, Any]
+"""`role` and `content`, both texts; where the policy has called tools, also `tool_calls`, as OpenAI has them but with
+their arguments as an object; where a tool answers, also the `name` of the tool."""
 
 ROUND = 10**8 + 7
 """Round r of dynamic sampling asks a task for the prompts of step + r * ROUND, which no real step reaches. A prime, so
@@ -33,6 +35,10 @@ class Prompt:
     """The beginning of the answer, given and not sampled. The completion goes on from it; the reward sees both."""
     prefix_whole: bool = False
     """Whether the prefix is a whole answer, after which the model should stop."""
+    tools: tuple[Mapping[str, Any], ...] = ()
+    """The tools that may be called, each by its JSON schema, as chat templates take them."""
+    literal: bool = False
+    """Whether special tokens that are written in its messages are plain text, since not only we wrote them."""
 
     @property
     def question(self) -> str:
@@ -41,10 +47,14 @@ class Prompt:
 
     @property
     def key(self) -> str:
-        """Return the text that identifies this question: the string, or all messages except those of the system."""
+        """Return the text that identifies this question: the string, or all messages except those of the system.
+
+        Where they are empty, as an environment still is to ask, it is the id.
+        """
         if isinstance(self.text, str):
             return self.text
-        return "\n\n".join(message["content"] for message in self.text if message["role"] != "system")
+        text = "\n\n".join(message["content"] for message in self.text if message["role"] != "system")
+        return text or self.id
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +69,7 @@ class Sampling:
     temperature: float = 1.0
     """Tokens are drawn from softmax(logits / temperature); 0 is greedy."""
     max_tokens: int = 64
-    """The longest completion, in tokens."""
+    """The longest completion, in tokens; of a conversation all that follows the question, whoever said it."""
     top_k: int = 0
     """Only the k likeliest tokens are drawn; 0 is off."""
     top_p: float = 1.0
@@ -68,6 +78,10 @@ class Sampling:
     """Only tokens at least this many times as likely as the likeliest are drawn; 0 is off."""
     seed: str = ""
     """The seed of the random numbers. The same prompts, sampling and weights give the same completions."""
+    turns: int = 8
+    """How many times the policy may speak in a conversation."""
+    turn_tokens: int = 0
+    """The most tokens that it samples at a time there; 0 means as many as max_tokens leaves."""
 
     @property
     def truncates(self) -> bool:
@@ -76,8 +90,26 @@ class Sampling:
 
 
 @dataclass(frozen=True, slots=True)
+class Outcome:
+    """What a conversation has left behind, in the world that the policy talked with."""
+
+    reward: float | None = None
+    """What the environment says that it was worth; None where it says nothing."""
+    error: str = ""
+    """Why it could not be held, or its worth not be told; else empty."""
+    events: Mapping[str, int] = field(default_factory=dict)
+    """How often tools were called (`calls`), and how often a call came to nothing, by its kind: `unreadable`,
+    `unknown`, `arguments`, `raised`, `timeout`."""
+    environment: bytes = field(default=b"", compare=False, repr=False)
+    """The environment as the conversation left it, pickled, for reward functions that ask for `environments`."""
+
+
+@dataclass(frozen=True, slots=True)
 class Completion:
-    """One answer of the policy: a sequence of tokens, each sampled by the policy or given to it."""
+    """One answer of the policy: a sequence of tokens, each sampled by the policy or given to it.
+
+    A conversation is one completion, too: what the policy said in its turns is sampled, what stands between is given.
+    """
 
     token_ids: tuple[int, ...]
     """All tokens, with the end-of-sequence token where that was sampled."""
@@ -85,15 +117,20 @@ class Completion:
     """The log-prob of each token in nats, as the sampler computed it, under the distribution that the token was drawn
     from; 0 for given tokens."""
     text: str
-    """The sampled tokens, decoded without special tokens."""
+    """The sampled tokens, decoded without special tokens; of a conversation those of its last turn."""
     finished: bool
     """Whether it ended with an end-of-sequence token, not at the length limit."""
     sampling_mask: Sequence[Any] = field(default=(), compare=False, repr=False)
     """The sampling mask of each token (sampling_mask.py) where the sampler truncates; empty where it does not."""
     given: tuple[tuple[int, int], ...] = ()
-    """The ranges [start, end) of token_ids that were given and not sampled, in ascending order: the prompt's prefix."""
+    """The ranges [start, end) of token_ids that were given and not sampled, in ascending order: the prompt's prefix,
+    and what was said to the policy between its turns."""
     version: int = 0
     """How many training steps the weights that sampled it had taken."""
+    messages: tuple[Message, ...] = ()
+    """Of a conversation what was said after the question, message by message; empty where there is only an answer."""
+    outcome: Outcome | None = None
+    """What a conversation has left behind; None where there was none."""
 
     @property
     def length(self) -> int:
