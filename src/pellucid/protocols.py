@@ -112,19 +112,25 @@ class Said(NamedTuple):
 
 
 class Reply(NamedTuple):
-    """What the world answers in a conversation."""
+    """What the world says in a conversation: one of three things."""
 
     messages: tuple[Message, ...] = ()
-    """What is said to the policy, which then speaks again; empty where the conversation is over."""
+    """Messages to the policy, which then speaks again."""
+    prompt: Prompt | None = None
+    """Or the question, as at the beginning. Later it is another history than the one so far: what follows is a sequence
+    of its own, and of the same conversation."""
     outcome: Outcome | None = None
-    """What it has left behind, where it is over."""
+    """Or nothing more: what the conversation has left behind."""
 
 
 class World(Protocol):
     """Those whom the policy talks with: environments and tools. Nobody waits here for the answer of another."""
 
-    def begin(self, prompts: Sequence[Prompt], n: int) -> list[Prompt]:
-        """Begin n conversations about each prompt, which have the numbers p * n + i. Return the prompts to be asked."""
+    def begin(self, prompts: Sequence[Prompt], n: int) -> None:
+        """Begin n conversations about each prompt, with the numbers p * n + i. The first reply of each is its question.
+
+        Does not wait for it.
+        """
         ...
 
     def tell(self, number: int, said: Said) -> None:
@@ -132,7 +138,7 @@ class World(Protocol):
         ...
 
     def end(self, number: int) -> None:
-        """Tell that the policy says nothing more. The reply is empty, and has the outcome."""
+        """Tell that the policy says nothing more in a conversation. The reply is its outcome."""
         ...
 
     def heard(self, seconds: float) -> list[tuple[int, Reply]]:

@@ -131,6 +131,8 @@ class Completion:
     """Of a conversation what was said after the question, message by message; empty where there is only an answer."""
     outcome: Outcome | None = None
     """What a conversation has left behind; None where there was none."""
+    branches: tuple[Completion, ...] = ()
+    """Other sequences of the same conversation, where its history was rewritten; they have its reward."""
 
     @property
     def length(self) -> int:
