@@ -126,10 +126,10 @@ class Reply(NamedTuple):
 class World(Protocol):
     """Those whom the policy talks with: environments and tools. Nobody waits here for the answer of another."""
 
-    def begin(self, prompts: Sequence[Prompt], n: int) -> None:
-        """Begin n conversations about each prompt, with the numbers p * n + i. The first reply of each is its question.
+    def begin(self, number: int, prompt: Prompt, sibling: int) -> None:
+        """Begin a conversation by a number of the caller's. Its first reply is the question, as the policy is asked it.
 
-        Does not wait for it.
+        sibling: which of those about this prompt it is. Does not wait.
         """
         ...
 

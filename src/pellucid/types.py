@@ -99,7 +99,7 @@ class Outcome:
     """Why it could not be held, or its worth not be told; else empty."""
     events: Mapping[str, int] = field(default_factory=dict)
     """How often tools were called (`calls`), and how often a call came to nothing, by its kind: `unreadable`,
-    `unknown`, `arguments`, `raised`, `timeout`."""
+    `unknown`, `arguments`, `raised`, `timeout`, and `lost` with its process."""
     environment: bytes = field(default=b"", compare=False, repr=False)
     """The environment as the conversation left it, pickled, for reward functions that ask for `environments`."""
 

@@ -66,6 +66,7 @@ def work(connection: Connection, task: bytes, confines: Confines) -> None:
     Sends one message before the task is loaded, one after, and then the events of each call.
     """
     settle(confines)
+    threading.Thread(target=leave_with_parent, daemon=True).start()
     connection.send_bytes(b"{}")
     loaded: list[Any] = []
     connection.send_bytes(attempt(lambda: loaded.append(load(task))))
@@ -159,7 +160,6 @@ def settle(confines: Confines) -> None:
         limit = int(confines.memory_gb * 1e9)
         hard = resource.getrlimit(resource.RLIMIT_DATA)[1]
         resource.setrlimit(resource.RLIMIT_DATA, (limit if hard < 0 else min(limit, hard), hard))
-    threading.Thread(target=leave_with_parent, daemon=True).start()
 
 
 def redirect(log: str) -> None:

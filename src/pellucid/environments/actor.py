@@ -1,0 +1,239 @@
+"""The world of one conversation after the other, in the process where it lives: it asks, answers, and says the reward.
+
+A class of the user's own is an environment as in TRL (1.16, GRPOTrainer): `reset(**row)` returns what is added to the
+question, or None; its public methods are tools; `get_reward()` says what a conversation was worth. In place of tools,
+or besides, `reply(messages)` returns what the world says next, or None where it says nothing more.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import pickle
+import random
+import signal
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from pellucid.environments.talk import COLUMN, Talk, is_reply, makers, tools_of
+from pellucid.machine.plugins import function_of, load_object
+from pellucid.protocols import Said
+from pellucid.rewards.plain import NoRewardError, described, number
+from pellucid.types import Message
+
+LONGEST = 20_000
+"""The most characters of an observation; what is beyond is left out."""
+NOTHING = b""
+
+
+@dataclass(frozen=True)
+class Begin:
+    """A conversation begins: the row of its question, and seeds, that of its siblings and its own."""
+
+    columns: Mapping[str, Any]
+    seeds: tuple[str, str]
+
+
+@dataclass(frozen=True)
+class Hear:
+    """The policy has spoken; `messages` are all so far, `last` says that it says nothing more."""
+
+    said: Said
+    messages: Sequence[Message]
+    last: bool = False
+
+
+@dataclass
+class Answer:
+    """What comes back, as JSON values."""
+
+    texts: list[tuple[str, str, str]]
+    """Role, name and content of each message."""
+    events: dict[str, int]
+    over: bool = False
+    reward: float | None = None
+    error: str = ""
+
+
+class TimeLimitError(BaseException):
+    """A call has taken too long. No Exception, which the user's code might catch."""
+
+
+class Actor:
+    """Answers requests. `note` takes what went wrong in the user's code, and the error."""
+
+    def __init__(self, talk: Talk, note: Callable[[str, BaseException], None], alarmed: bool = True) -> None:
+        self._talk, self._note, self._alarmed = talk, note, alarmed
+        self._tools = {spec.rpartition(":")[2]: function_of(spec, "tool") for spec in talk.tools}
+        self._makers = makers(talk)
+        found = load_object(talk.environment) if talk.environment else None
+        self._reply: Callable[..., Any] | None = found if is_reply(found) else None
+        self._made: dict[str, Any] = {}
+        self._environment: Any = None
+        self._loop: asyncio.AbstractEventLoop | None = None
+
+    def answer(self, request: Begin | Hear) -> tuple[Answer, bytes]:
+        """Return the answer, and where the conversation is over the environment as it then is."""
+        if isinstance(request, Begin):
+            return self._begun(request), NOTHING
+        answer = Answer([], {}) if request.last else self._heard(request)
+        if answer.over or request.last:
+            answer.over = True
+            self._ended(answer)
+            return answer, self._kept()
+        return answer, NOTHING
+
+    def _begun(self, request: Begin) -> Answer:
+        shared, own = request.seeds
+        seed_all(shared)
+        try:
+            observation = self._within(lambda: self._reset(request.columns))
+        except (KeyboardInterrupt, GeneratorExit):
+            raise
+        except BaseException as error:  # noqa: BLE001 - whatever code of the user's raises is an answer
+            return Answer([], {}, over=True, error=f"reset: {self._told(error)}")
+        finally:
+            seed_all(own)
+        return Answer([("user", "", shortened(observation))] if observation is not None else [], {})
+
+    def _reset(self, columns: Mapping[str, Any]) -> Any:
+        if not self._makers:
+            return None
+        name = "" if "" in self._makers else str(columns.get(COLUMN))
+        if name not in self._makers:
+            raise NoRewardError(f'the row has {COLUMN} = "{name}"; there are {", ".join(self._makers)}')
+        if name not in self._made:
+            self._made[name] = self._makers[name]()
+        self._environment = self._made[name]
+        row = columns if "" in self._makers else {key: x for key, x in columns.items() if key != COLUMN}
+        return self._environment.reset(**row)
+
+    def _heard(self, request: Hear) -> Answer:
+        calls = request.said.message.get("tool_calls") or ()
+        tools = self._tools | (tools_of(self._environment) if self._environment is not None else {})
+        texts: list[tuple[str, str, str]] = []
+        events: Counter[str] = Counter()
+        for reason in request.said.unreadable:
+            events["unreadable"] += 1
+            texts.append(("tool", "unknown", str({"error": f"The call cannot be read: {reason}"})))
+        for call in calls:
+            name = str(call["function"]["name"])
+            content, kind = self._called(tools, name, call["function"]["arguments"])
+            texts.append(("tool", name, content))
+            events[kind] += bool(kind)
+        events["calls"] += len(texts)
+        counts = {kind: count for kind, count in events.items() if count}
+        return Answer(texts, counts) if texts else self._replied(request.messages)
+
+    def _called(self, tools: Mapping[str, Callable[..., Any]], name: str, arguments: Any) -> tuple[str, str]:
+        """Return what a tool says, and by which kind of fault the call came to nothing, if it did."""
+        if name not in tools:
+            return str({"error": f"Tool {name} not found."}), "unknown"
+        try:
+            inspect.signature(tools[name]).bind(**arguments)
+        except TypeError as error:
+            return str({"error": str(error)}), "arguments"
+        try:
+            return shortened(self._within(lambda: tools[name](**arguments))), ""
+        except TimeLimitError:
+            return str({"error": f"no answer within {self._talk.timeout:g} s"}), "timeout"
+        except (KeyboardInterrupt, GeneratorExit):
+            raise
+        except BaseException as error:  # noqa: BLE001 - as above
+            self._told(error)
+            return shortened({"error": str(error)}), "raised"
+
+    def _replied(self, messages: Sequence[Message]) -> Answer:
+        own = getattr(self._environment, "reply", None)
+        reply = own if own is not None and is_reply(own) else self._reply
+        if reply is None:
+            return Answer([], {}, over=True)
+        try:
+            said = self._within(lambda: reply([dict(message) for message in messages]))
+        except (KeyboardInterrupt, GeneratorExit):
+            raise
+        except BaseException as error:  # noqa: BLE001 - as above
+            return Answer([], {}, over=True, error=f"reply: {self._told(error)}")
+        return Answer([], {}, over=True) if said is None else Answer([("user", "", shortened(said))], {})
+
+    def _ended(self, answer: Answer) -> None:
+        get_reward = getattr(self._environment, "get_reward", None)
+        if get_reward is None or answer.error:
+            return
+        try:
+            value = self._within(get_reward)
+            answer.reward = None if value is None else number(value, "get_reward()")
+        except (KeyboardInterrupt, GeneratorExit):
+            raise
+        except BaseException as error:  # noqa: BLE001 - as above
+            answer.error = f"get_reward: {self._told(error)}"
+
+    def _kept(self) -> bytes:
+        if not self._talk.keeps or self._environment is None:
+            return NOTHING
+        return kept(self._talk.environment, self._environment)
+
+    def _within(self, act: Callable[[], Any]) -> Any:
+        """Return what a call returns, awaited where it is asynchronous. TimeLimitError where it takes too long."""
+        with alarm(self._talk.timeout if self._alarmed else 0.0):
+            result = act()
+            if inspect.isawaitable(result):
+                self._loop = self._loop or asyncio.new_event_loop()
+                result = self._loop.run_until_complete(awaited(result))
+        return result
+
+    def _told(self, error: BaseException) -> str:
+        if isinstance(error, TimeLimitError):
+            return f"no answer within {self._talk.timeout:g} s"
+        told = described(error)
+        self._note(told, error)
+        return told
+
+
+async def awaited(result: Any) -> Any:
+    return await result
+
+
+@contextmanager
+def alarm(seconds: float) -> Iterator[None]:
+    """Raise TimeLimitError in here after so many seconds; 0 is never. What stays in C code does not hear it."""
+    if not seconds or not hasattr(signal, "setitimer"):
+        yield
+        return
+
+    def ring(*_: Any) -> None:
+        raise TimeLimitError
+
+    signal.signal(signal.SIGALRM, ring)
+    signal.setitimer(signal.ITIMER_REAL, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0.0)
+
+
+def seed_all(seed: str) -> None:
+    """Seed the random numbers that environments draw: those of Python, and of numpy where it is in use."""
+    random.seed(seed)
+    if numpy := sys.modules.get("numpy"):
+        numpy.random.seed(random.Random(seed).randrange(2**32))
+
+
+def shortened(said: Any) -> str:
+    text = str(said)
+    return text if len(text) <= LONGEST else f"{text[:LONGEST]}... ({len(text)} characters)"
+
+
+def kept(spec: str, environment: Any) -> bytes:
+    """Pickle the attributes of an environment, those that can be."""
+    attributes = {}
+    for name, value in vars(environment).items():
+        try:
+            attributes[name] = pickle.dumps(value)
+        except (pickle.PicklingError, AttributeError, TypeError, ValueError, RecursionError):
+            continue  # a socket, a lock: reward functions find it missing
+    return pickle.dumps((spec, pickle.dumps((type(environment), attributes))))

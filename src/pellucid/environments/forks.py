@@ -1,0 +1,173 @@
+"""Processes for conversations: each has one to itself, forked from a process that has imported the user's code.
+
+What hangs, ends or fills the memory of its process costs its own conversation. Where processes cannot be forked they
+are started one by one, which takes a second each.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import json
+import math
+import os
+import pickle
+import signal
+import sys
+import time
+from contextlib import suppress
+from dataclasses import asdict
+from multiprocessing import Pipe, reduction
+from multiprocessing.connection import Connection, wait
+from typing import Any
+
+from pellucid.environments.actor import Actor, Answer, Begin, Hear
+from pellucid.environments.talk import Talk
+from pellucid.machine import streams
+from pellucid.rewards import worker
+from pellucid.rewards.process import GRACE, MOST, SPAWN, START_SECONDS, safe_path
+from pellucid.rewards.worker import Confines
+from pellucid.types import UserError
+
+FORKS = sys.platform == "linux"
+
+
+class GoneError(Exception):
+    """The process of a conversation has ended or is late; the message says so in words."""
+
+
+class Player:
+    """The process of one conversation at a time, as its parent holds it.
+
+    connection: what to wait on. It brings an answer, or the end of the process.
+    """
+
+    def __init__(self, connection: Any) -> None:
+        self.connection, self.deadline, self._pid = connection, math.inf, 0
+
+    def ask(self, request: Begin | Hear, seconds: float) -> None:
+        """Send a request, to be answered within so many seconds. GoneError where the process has ended."""
+        self.deadline, self._limit = time.monotonic() + seconds + GRACE, seconds
+        try:
+            self.connection.send_bytes(pickle.dumps(request))
+        except (OSError, ValueError) as error:
+            raise GoneError("its process has ended") from error
+
+    def answer(self) -> tuple[Answer, bytes] | None:
+        """Return the answer, or None where there is none yet. GoneError where none will come."""
+        try:
+            if self.connection.poll():
+                told = json.loads(self.connection.recv_bytes(MOST))
+                if "pid" in told:
+                    self._pid = told["pid"]
+                    return self.answer()
+                self.deadline = math.inf
+                return Answer(**told), self.connection.recv_bytes(MOST)
+        except (EOFError, OSError, ValueError, TypeError) as error:
+            raise GoneError("its process has ended") from error
+        if time.monotonic() >= self.deadline:
+            raise GoneError(f"no answer within {self._limit:g} s")
+        return None
+
+    def end(self) -> None:
+        """End the process and all that it has started."""
+        if self._pid and hasattr(os, "killpg"):
+            with suppress(ProcessLookupError, PermissionError):
+                os.killpg(self._pid, signal.SIGKILL)
+        self.connection.close()  # one that is idle, or has not said its number yet, ends by itself
+
+
+class Troupe:
+    """Makes players."""
+
+    def __init__(self, talk: Talk, confines: Confines) -> None:
+        self._talk, self._confines = pickle.dumps(talk), confines
+        self._forker: Any = None
+        self._control: Any = None
+        self._others: list[Any] = []
+
+    def player(self) -> Player:
+        """Return a new player. UserError where the user's code cannot be loaded."""
+        mine, theirs = Pipe()
+        if FORKS:
+            if self._forker is None or not self._forker.is_alive():
+                self._forker = self._started()
+            reduction.send_handle(self._control, theirs.fileno(), self._forker.pid)
+        else:
+            with safe_path():
+                process = SPAWN.Process(target=play_alone, args=(theirs, self._talk, self._confines))
+                process.start()
+            self._others.append(process)
+        theirs.close()
+        return Player(mine)
+
+    def close(self) -> None:
+        """End the process that forks the others."""
+        if self._forker is not None:
+            self._control.close()
+            self._forker.kill()
+            self._forker.join()
+            self._forker = None
+        while self._others:
+            process = self._others.pop()
+            process.kill()
+            process.join()
+
+    def _started(self) -> Any:
+        """Return the process that forks, which has loaded the user's code. UserError where it cannot."""
+        self._control, theirs = Pipe()
+        forker = SPAWN.Process(target=fork_players, args=(theirs, self._talk, self._confines))
+        streams.plugged()
+        with safe_path():
+            forker.start()
+        theirs.close()
+        told: dict[str, str] = {"error": f"it is not loaded within {START_SECONDS:g} s"}
+        if wait([self._control], START_SECONDS):
+            try:
+                told = json.loads(self._control.recv_bytes())
+            except EOFError:
+                told = {"error": 'its process ended; a script needs `if __name__ == "__main__":` around what it does'}
+        if error := told.get("error"):
+            forker.kill()
+            raise UserError(f"the environment cannot be used: {error}")
+        return forker
+
+
+def fork_players(control: Connection, talk: bytes, confines: Confines) -> None:
+    """Load the user's code, then fork a process for each connection that comes, until the parent closes its end."""
+    worker.settle(confines)
+    loaded: Talk = pickle.loads(talk)
+    control.send_bytes(worker.attempt(lambda: Actor(loaded, worker.note) and None))
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody asks how they ended
+    while True:
+        try:
+            handle = reduction.recv_handle(control)
+        except (EOFError, OSError, RuntimeError):
+            worker.leave()
+        if os.fork() == 0:
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+            os.setsid()
+            control.close()
+            play(Connection(handle), loaded)
+        os.close(handle)
+
+
+def play_alone(connection: Connection, talk: bytes, confines: Confines) -> None:
+    """Settle as the one process of a conversation, and play."""
+    worker.settle(confines)
+    play(connection, pickle.loads(talk))
+
+
+def play(connection: Connection, talk: Talk) -> None:
+    """Answer requests until the parent closes its end."""
+    actor = Actor(talk, worker.note)
+    try:
+        connection.send_bytes(json.dumps({"pid": os.getpid()}).encode())
+        while True:
+            request: Begin | Hear = pickle.loads(connection.recv_bytes())
+            worker.watch([talk.timeout])
+            answer, environment = actor.answer(request)
+            faulthandler.cancel_dump_traceback_later()
+            connection.send_bytes(json.dumps(asdict(answer)).encode())
+            connection.send_bytes(environment)
+    except (EOFError, OSError):
+        worker.leave()

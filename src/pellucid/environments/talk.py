@@ -1,0 +1,66 @@
+"""What a task says of its conversations: the environment, the tools, and how long they may take."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from pellucid.machine.plugins import load_object
+from pellucid.types import UserError
+
+NOT_TOOLS = ("reset", "get_reward")
+COLUMN = "environment"
+"""The column that names the environment of a row, where there are several."""
+
+
+@dataclass(frozen=True)
+class Talk:
+    """The world of a task's conversations.
+
+    Example: Talk("games.py:Wordle", tools=("tools.py:search",), timeout=5.0)
+    """
+
+    environment: str = ""
+    """A class, a function that makes one, a mapping of names to such, or a function `reply(messages)`."""
+    tools: tuple[str, ...] = ()
+    """Functions that the policy may call."""
+    timeout: float = 10.0
+    """Seconds that a call may take."""
+    keeps: bool = False
+    """Whether what a conversation leaves of its environment is kept for reward functions."""
+
+    @property
+    def stateless(self) -> bool:
+        """Whether nothing is remembered between calls, so that another process may answer the next."""
+        return not self.environment or is_reply(load_object(self.environment))
+
+
+def is_reply(found: Any) -> bool:
+    """Return whether this is a function `reply(messages)`, or such a method: what the world says, and nothing more."""
+    if inspect.isclass(found) or not callable(found):
+        return False
+    return [name for name in inspect.signature(found).parameters if name != "self"] == ["messages"]
+
+
+def makers(talk: Talk) -> dict[str, Callable[[], Any]]:
+    """Return what makes an environment, by its name; "" where there is one alone. UserError for what makes none."""
+    found = load_object(talk.environment) if talk.environment else None
+    if found is None or is_reply(found):
+        return {}
+    made = dict(found) if isinstance(found, Mapping) else {"": found}
+    for name, maker in made.items():
+        if not callable(maker):
+            what = f'"{name}" in it' if name else "it"
+            raise UserError(f'environment = "{talk.environment}": {what} is a {type(maker).__name__}: name a class')
+    return made
+
+
+def tools_of(environment: Any) -> dict[str, Callable[..., Any]]:
+    """Return the public methods of an environment that the policy may call, by their names. (TRL 1.16, GRPOTrainer.)"""
+    methods = [name for name, _ in inspect.getmembers(type(environment), predicate=inspect.isfunction)]
+    tools = {name: getattr(environment, name) for name in methods if not name.startswith("_")}
+    return {
+        name: tool for name, tool in tools.items() if name not in NOT_TOOLS and not (name == "reply" and is_reply(tool))
+    }

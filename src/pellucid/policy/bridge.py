@@ -1,0 +1,119 @@
+"""What stands between two turns of a conversation, in tokens.
+
+What the policy has sampled is kept as token ids, and never tokenized again. Only what is between its turns is: the end
+of its turn as the chat template writes it, the messages that follow, and the beginning of its next turn. It is cut out
+of a short conversation of the same messages, so that a turn costs the same however long the conversation is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from jinja2 import TemplateError
+from transformers import PreTrainedTokenizerBase
+
+from pellucid.policy.literal import tokenized
+from pellucid.types import Message, UserError
+
+QUESTION = {"role": "user", "content": "?"}
+SAID = "a7c1"
+"""What the policy says in the short conversation."""
+HEARD = "b2d9"
+FAULTS = (TemplateError, TypeError, ValueError, KeyError, AttributeError)
+"""What templates raise for messages that they do not know."""
+
+
+class Bridge(NamedTuple):
+    """Token ids between two turns of the policy."""
+
+    end: tuple[int, ...]
+    """The end of a turn, which the policy has mostly sampled itself; empty where the template writes none."""
+    rest: tuple[int, ...]
+
+
+def bridge(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], ends: Sequence[int]) -> Bridge:
+    """Return what stands between two turns, given these messages. ends: the end-of-sequence tokens of the policy.
+
+    UserError where the chat template does not show what follows a turn.
+    """
+    if not tokenizer.chat_template:
+        text = "\n" + "".join(f"{message['content']}\n" for message in messages)
+        return Bridge((), tuple(tokenizer(text, add_special_tokens=False)["input_ids"]))
+    messages = as_rendered(tokenizer, messages)
+    before = beginning(messages)
+
+    def behind(marked: Sequence[Message]) -> str:
+        try:
+            return behind_turn(tokenizer, before, marked, ends)
+        except FAULTS as error:
+            raise UserError(f"policy.template: {' '.join(str(error).split())}") from error
+
+    ids = tuple(tokenized(tokenizer, behind, messages))
+    return Bridge(ids[:1], ids[1:]) if ids[0] in ends else Bridge((), ids)
+
+
+def behind_turn(
+    tokenizer: PreTrainedTokenizerBase, before: Sequence[Message], messages: Sequence[Message], ends: Sequence[int]
+) -> str:
+    """Return what the template writes behind the turn that ends `before`, from the end-of-sequence token on."""
+    text = rendered(tokenizer, [*before, *messages], True)
+    said = text.find(SAID)
+    marks = [str(tokenizer.decode([end])) for end in ends]
+    if found := [at for mark in marks if (at := text.find(mark, said)) >= 0]:
+        return text[min(found) :]
+    start = rendered(tokenizer, before, False)
+    if not text.startswith(start):
+        raise ValueError("the chat template writes no end of a turn, and writes it anew when something follows")
+    return text[len(start) :]
+
+
+def beginning(messages: Sequence[Message]) -> list[Message]:
+    """Return a short conversation that these messages can follow: before those of tools, tools were called."""
+    names = [message.get("name", "tool") for message in messages if message["role"] == "tool"]
+    calls = [{"id": "call_0", "type": "function", "function": {"name": name, "arguments": {}}} for name in names[:1]]
+    return [QUESTION, {"role": "assistant", "content": SAID, **({"tool_calls": calls} if calls else {})}]
+
+
+def rendered(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], goes_on: bool) -> str:
+    conversation: Any = [dict(message) for message in messages]
+    return str(tokenizer.apply_chat_template(conversation, add_generation_prompt=goes_on, tokenize=False))
+
+
+def as_rendered(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message]) -> list[Message]:
+    """Return the messages as this template knows them: where it does not show tools, what they say comes from the user.
+
+    The form of that is the one of Qwen's template.
+    """
+    said = [message for message in messages if message["role"] == "tool"]
+    if not said or shows(tokenizer, {"role": "tool", "name": "f", "content": HEARD}):
+        return list(messages)
+    text = "\n".join(f"<tool_response>\n{message['content']}\n</tool_response>" for message in said)
+    return [{"role": "user", "content": text}, *(message for message in messages if message["role"] != "tool")]
+
+
+def shows(tokenizer: PreTrainedTokenizerBase, message: Message) -> bool:
+    """Return whether the template shows such a message in a conversation."""
+    try:
+        return HEARD in rendered(tokenizer, [*beginning([message]), message], True)
+    except FAULTS:
+        return False
+
+
+def check(tokenizer: PreTrainedTokenizerBase, tools: bool, ends: Sequence[int]) -> str:
+    """Return in a line what the chat template does to earlier turns, if it changes them. UserError where none can be
+    held with it.
+    """
+    heard = {"role": "tool", "name": "f", "content": HEARD} if tools else {"role": "user", "content": HEARD}
+    bridge(tokenizer, [heard], ends)
+    if not tokenizer.chat_template:
+        return ""
+    before = [QUESTION, {"role": "assistant", "content": f"<think>\n{HEARD}\n</think>\n\n{SAID}"}]
+    start, text = (rendered(tokenizer, list, False) for list in (before, [*before, {**QUESTION, "content": HEARD}]))
+    end = start.find(SAID) + len(SAID)
+    if text.startswith(start[:end]):
+        return ""
+    return (
+        "policy.template: the chat template writes earlier turns anew when something follows, as without their"
+        " thoughts: it is trained on what was sampled; to serve it alike, give a template that keeps them"
+    )
