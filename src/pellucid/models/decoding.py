@@ -36,7 +36,13 @@ class Cache:
 
 
 class DecodeBatch:
-    """Rows that are decoded together: `admit` prompts, `step` all rows by one token, `keep` some rows; in any order."""
+    """Rows that are decoded together: `admit` prompts, `step` all rows by one token, `keep` some rows; in any order.
+
+    turns.py does what the rows of conversations need besides.
+    """
+
+    continues = True
+    """Whether rows can wait for a turn of others, and be continued behind it."""
 
     def __init__(self, decoder: Decoder, rows: int) -> None:
         """An empty batch with room for `rows` rows."""
@@ -48,6 +54,9 @@ class DecodeBatch:
         self.caches = [Cache(none, none, none, none) for _ in self.weights.layers]
         self.prompt_lengths = torch.zeros(0, dtype=torch.long, device=device)
         """[P]"""
+        self.prompt_names: list[int] = []
+        """[P], a number of its own for each prompt that was ever admitted."""
+        self.admitted = 0
         self.prompt_of = torch.zeros(0, dtype=torch.long, device=device)
         """[n]"""
         self.generated = torch.zeros(0, dtype=torch.long, device=device)
@@ -76,17 +85,22 @@ class DecodeBatch:
         newcomers = torch.arange(len(prompts), device=lengths.device) + len(self.prompt_lengths)
         self.prompt_of = torch.cat([self.prompt_of, newcomers.repeat_interleave(copies)])
         self.prompt_lengths = torch.cat([self.prompt_lengths, lengths])
+        self.prompt_names += range(self.admitted, self.admitted + len(prompts))
+        self.admitted += len(prompts)
         self.generated = torch.cat([self.generated, self.generated.new_zeros(len(prompts) * copies)])
-        self._seat()
-        return self._logits(hidden[lengths.cumsum(0) - 1], self.plain.head).repeat_interleave(copies, 0)
+        self.seat()
+        return self.logits(hidden[lengths.cumsum(0) - 1], self.plain.head).repeat_interleave(copies, 0)
 
     @torch.no_grad()
-    def step(self, tokens: Tensor) -> Tensor:
-        """Append one token [n] to each row. Return logits [n, V] of the next."""
+    def step(self, tokens: Tensor, speaks: Tensor | None = None) -> Tensor:
+        """Append one token [n] to each row. Return logits [n, V] of the next.
+
+        speaks: [n] bool, where not all rows do: the others stay as they were, and their logits mean nothing.
+        """
         if self.weights is self.plain and self.decoder.may_pack:
             self.weights = prepacked(self.plain, len(tokens))
         if int(self.generated.max()) == self.caches[0].keys.shape[2]:
-            self._grow()
+            self.grow()
         shape, place, biases = self.decoder.shape, self._place(), self._biases()
         rotary = self.decoder.rotary(self.prompt_lengths[self.prompt_of] + self.generated)
         hidden = F.embedding(tokens, self.weights.embedding.tensor).to(self.weights.norm.dtype)
@@ -94,12 +108,13 @@ class DecodeBatch:
             query, key, value = heads_of(layer, hidden, rotary, shape)
             cache.keys[place], cache.values[place] = key.transpose(0, 1), value.transpose(0, 1)
             hidden = after_attention(layer, hidden, self._read(query, cache, bias), shape)
-        self.generated += 1
-        return self._logits(hidden, self.weights.head)
+        self.generated += 1 if speaks is None else speaks  # what the others have written is written over
+        return self.logits(hidden, self.weights.head)
 
     def keep(self, rows: Tensor) -> None:
         """Drop all other rows than these, [<= n] ascending, and compact the cache; prompts without rows go, too."""
         used, self.prompt_of = self.prompt_of[rows].unique(return_inverse=True)
+        self.prompt_names = [self.prompt_names[p] for p in used.tolist()]
         self.generated, self.prompt_lengths = self.generated[rows], self.prompt_lengths[used]
         size = roomy(int(self.prompt_lengths.max())) if len(used) else 0
         room = roomy(int(self.generated.max()), GROWTH) if len(rows) else 0
@@ -108,9 +123,10 @@ class DecodeBatch:
             cache.prompt_keys, cache.prompt_values = (
                 x[:, :, :size].index_select(1, used) for x in (cache.prompt_keys, cache.prompt_values)
             )
-        self._seat()
+        self.seat()
 
-    def _grow(self) -> None:
+    def grow(self) -> None:
+        """Make room for GROWTH more tokens of each row."""
         for cache in self.caches:
             cache.keys, cache.values = (F.pad(x, (0, 0, 0, GROWTH)) for x in (cache.keys, cache.values))
 
@@ -132,7 +148,7 @@ class DecodeBatch:
             near = nearby(bias, starts + self.generated[:, None], keys, shape.window)
         return [(near if slides else bias)[:, 0] for slides in shape.slides]
 
-    def _seat(self) -> None:
+    def seat(self) -> None:
         """Compute which rows read which prompt: `seats` [P, m], filled up with the first row, and the inverse. Until a
         row has finished all stand in order, and nothing need be looked up.
         """
@@ -172,7 +188,7 @@ class DecodeBatch:
         rows = x.unflatten(2, (self.seats.shape[1], -1)).flatten(1, 2)
         return rows if self.in_order else rows.index_select(1, self.seat_of)
 
-    def _logits(self, hidden: Tensor, head: Matrix) -> Tensor:
+    def logits(self, hidden: Tensor, head: Matrix) -> Tensor:
         return linear(norm(hidden, self.plain.norm, self.decoder.shape.eps, self.decoder.dtype), head.tensor)
 
 

@@ -15,6 +15,9 @@ from transformers import DynamicCache, PreTrainedModel
 class FallbackDecodeBatch:
     """Rows that are decoded together by transformers. New ones are admitted only when all before have ended."""
 
+    continues = False
+    """Whether rows can wait for a turn of others, and be continued behind it: they leave, and are read anew."""
+
     def __init__(self, model: PreTrainedModel, rows: int) -> None:
         self.model, self.rows = model.eval(), rows  # in train mode gradient checkpointing would switch the cache off
         self.cache: Any = DynamicCache()

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from pellucid.models.decoding import DecodeBatch
 from pellucid.models.fallback import FallbackDecodeBatch
+from pellucid.models.turns import Aside, bring_back, extend, set_aside
 
 Row = TypeVar("Row")
 
@@ -45,3 +46,32 @@ class Running(Generic[Row]):
     def step(self, tokens: Tensor) -> None:
         """Append one token [n] to each row."""
         self.logits = self.batch.step(tokens) if self.rows else self.logits[:0]
+
+    def step_some(self, tokens: Tensor, speaks: Tensor) -> None:
+        """Append one token [n] to each row that speaks, [n] bool; the others stay as they are."""
+        assert isinstance(self.batch, DecodeBatch)
+        self.logits = self.batch.step(tokens, speaks)
+
+    def extend(self, places: Tensor, tokens: Sequence[Sequence[int]]) -> None:
+        """Append several tokens to each of the rows at these places."""
+        assert isinstance(self.batch, DecodeBatch)
+        self.logits[places] = extend(self.batch, places, tokens)
+
+    def set_aside(self, places: Tensor) -> list[Aside]:
+        """Drop the rows at these places, ascending. Return what brings them back."""
+        assert isinstance(self.batch, DecodeBatch)
+        gone = set_aside(self.batch, places.tolist())
+        stays = torch.ones(len(self.rows), dtype=torch.bool, device=places.device)
+        stays[places] = False
+        self.logits = self.logits[stays]
+        self.keep(stays.nonzero()[:, 0])
+        return gone
+
+    def bring_back(self, asides: Sequence[Aside], rows: Sequence[Row]) -> None:
+        """Add rows as they were set aside. Their logits are known when they are extended."""
+        assert isinstance(self.batch, DecodeBatch)
+        bring_back(self.batch, asides)
+        self.rows += rows
+        decoder = self.batch.decoder
+        unknown = torch.zeros(len(rows), len(self.batch.plain.head.tensor), dtype=decoder.dtype, device=decoder.device)
+        self.logits = torch.cat([self.logits, unknown]) if len(self.logits) else unknown

@@ -9,6 +9,7 @@ import torch
 from transformers import GenerationConfig
 
 from pellucid.models.trial import FAULTS, cache_fault, difference, prompts_of, said
+from pellucid.protocols import World
 from pellucid.samplers.hf import HuggingFace, generated
 from pellucid.samplers.native import Native
 from pellucid.types import UserError
@@ -17,18 +18,21 @@ STEPS = 3
 """Tokens that `generate()` is tried with."""
 
 
-def choose(name: str, rows: int, policy: Any) -> tuple[Native | HuggingFace, str]:
+def choose(name: str, rows: int, policy: Any, world: World | None = None) -> tuple[Native | HuggingFace, str]:
     """The sampler, and in a line why it is not quite the one that was asked for; empty where it is.
 
-    UserError where neither draws from the distributions that this policy is scored by.
+    world: those with whom it talks, if its answers are conversations.
+    UserError where neither sampler draws from the distributions that this policy is scored by.
     """
     if policy.decoder:
-        return (HuggingFace() if name == "hf" else Native(rows)), ""
+        return (HuggingFace(world=world) if name == "hf" else Native(rows, world=world)), ""
     sampler, note, fault = tried(name, rows, policy)
+    sampler.world = world
     if not fault:
         return sampler, note
     other = "hf" if name == "native" else "native"
     second, note, also = tried(other, rows, policy)
+    second.world = world
     if also:
         kind = type(policy.model).__name__
         raise UserError(f"policy.model: {kind} cannot be sampled from: by {name} {fault}, by {other} {also}")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -12,7 +12,9 @@ from torch import Tensor
 from transformers import GenerationConfig
 
 from pellucid.algorithm.sampling_mask import masks_of
+from pellucid.protocols import World
 from pellucid.samplers.rollout import check_lengths, completed_groups, left_padded, row_seed
+from pellucid.samplers.talks import PAUSE, Row, Talks
 from pellucid.types import Group, Prompt, Sampling
 
 
@@ -22,6 +24,8 @@ class HuggingFace:
     version: int = 0
     one_by_one: bool = False
     """Whether prompts are continued one after the other, since this model's state knows no padding."""
+    world: World | None = None
+    """Those whom the policy talks with, where its answers are conversations."""
 
     def sync(self, policy: Any, version: int = 0) -> None:
         self.policy, self.version, self.model = policy, version, policy.inference_model()
@@ -29,6 +33,8 @@ class HuggingFace:
     def generate(self, prompts: Sequence[Prompt], sampling: Sampling) -> list[Group]:
         if self.policy.decoder:
             self.policy.gather()  # the model is the policy's own
+        if self.world:
+            return self._conversations(Talks(self.policy, self.version, self.world, prompts, sampling))
         parts = [[prompt] for prompt in prompts] if self.one_by_one else [prompts]
         return [group for part in parts for group in self._together(part, sampling)]
 
@@ -54,6 +60,32 @@ class HuggingFace:
                 for row, n in zip(scores, lengths, strict=True)
             ],
         )
+
+    @torch.no_grad()
+    def _conversations(self, talks: Talks) -> list[Group]:
+        """All rows speak a turn, each whole conversation being read anew, then all that were answered the next."""
+        turn = 0
+        while not talks.over:
+            talks.begin(len(talks.rows))
+            talks.listen(PAUSE)
+            rows = [row for group in talks.next_groups(len(talks.rows)) for row in group] + talks.ready
+            talks.ready = []
+            for part in [[row] for row in rows] if self.one_by_one else [rows] if rows else []:
+                self._turn(talks, part, turn)
+                turn += 1
+        return talks.groups()
+
+    def _turn(self, talks: Talks, rows: Sequence[Row], turn: int) -> None:
+        sampling = replace(talks.sampling, max_tokens=max(map(talks.limit, rows)))
+        with forked(self.model.device, row_seed(f"{sampling.seed}/{turn}", talks.prompts[0], rows[0].number)):
+            sampled, scores = generated(self.model, [row.context for row in rows], self._config(sampling))
+        logprobs = scores.log_softmax(-1).gather(-1, sampled[..., None])[..., 0]
+        for row, tokens, of_tokens, allowed in zip(rows, sampled.tolist(), logprobs.tolist(), scores, strict=True):
+            masks = masks_of(allowed.isfinite()) if sampling.truncates else [None] * len(tokens)
+            spoken = zip(tokens, of_tokens, masks, strict=True)
+            while not talks.add(row, *next(spoken)):
+                pass
+            talks.spoken(row)
 
     def _config(self, sampling: Sampling) -> GenerationConfig:
         return GenerationConfig(

@@ -9,11 +9,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pellucid.algorithm.sampling_mask import masks_of
 from pellucid.machine import hardware
-from pellucid.models.drawing import Truncation, draw, draw_among
 from pellucid.models.running import Running
+from pellucid.protocols import World
+from pellucid.samplers.drawn import drawn
 from pellucid.samplers.rollout import check_lengths, completed_groups, row_seed
+from pellucid.samplers.talks import Talks
+from pellucid.samplers.turns import Hall
 from pellucid.types import Group, Prompt, Sampling
 
 
@@ -25,6 +27,8 @@ class Native:
     """How many completions are decoded at once."""
     policy: Any = None
     version: int = 0
+    world: World | None = None
+    """Those whom the policy talks with, where its answers are conversations."""
 
     def sync(self, policy: Any, version: int = 0) -> None:
         self.policy, self.version = policy, version
@@ -35,6 +39,8 @@ class Native:
         """Sample a group for each prompt. Each row has random numbers of its own, so that its neighbours do not matter,
         but for the rounding of matrix products: see models/invariance.py.
         """
+        if self.world:
+            return Hall(self.policy, Talks(self.policy, self.version, self.world, prompts, sampling), self.rows).hold()
         contexts = [self.policy.encode(prompt) for prompt in prompts]
         check_lengths(contexts, self.policy.context_length - sampling.max_tokens)
         seeds = [row_seed(sampling.seed, prompt, g) for prompt in prompts for g in range(sampling.n)]
@@ -60,7 +66,7 @@ class Native:
                 waiting = waiting[len(joining) :]
                 running.admit([contexts[p] for p in joining], [p * size + g for p in joining for g in range(size)])
             counts = [len(tokens[row]) for row in running.rows]
-            token, logprob, mask = _drawn(running.logits, uniforms[running.rows, counts], sampling)
+            token, logprob, mask = drawn(running.logits, uniforms[running.rows, counts], sampling)
             for row, kept in zip(running.rows, mask, strict=False):
                 masks[row].append(kept)
             for row, x, y in zip(running.rows, token.tolist(), logprob.tolist(), strict=True):
@@ -71,15 +77,6 @@ class Native:
             running.keep(stays)
             running.step(token[stays])
         return tokens, logprobs, masks
-
-
-def _drawn(logits: Tensor, uniforms: Tensor, sampling: Sampling) -> tuple[Tensor, Tensor, list[Tensor]]:
-    """A token for each row, its log-prob, and its sampling mask where the sampler truncates."""
-    if not sampling.truncates:
-        return *draw(logits, uniforms, sampling.temperature), []
-    truncation = Truncation(sampling.top_k, sampling.top_p, sampling.min_p)
-    token, logprob, kept = draw_among(logits, uniforms, sampling.temperature, truncation)
-    return token, logprob, masks_of(kept)
 
 
 def _uniforms(seed: int, n: int) -> Tensor:

@@ -1,0 +1,123 @@
+"""What the rows of conversations need in a decode batch: to be told something, and to make room while they wait.
+
+Shapes as in decoding.py; r rows that are told something, N tokens in all, L of the row that is told most.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from pellucid.models.attention import attend
+from pellucid.models.decoder import after_attention, heads_of
+from pellucid.models.decoding import GROWTH, DecodeBatch, joined
+from pellucid.models.packed import Rows, bias_of, in_line, in_rows, nearby, roomy
+
+Pair = tuple[Tensor, Tensor]
+"""Keys and values of one layer, [K, tokens, d]."""
+
+
+@torch.no_grad()
+def extend(batch: DecodeBatch, rows: Tensor, tokens: Sequence[Sequence[int]]) -> Tensor:
+    """Append several tokens to each of these rows [r]. Return logits [r, V] behind them."""
+    lengths = torch.tensor([len(ids) for ids in tokens], device=rows.device)
+    while int((batch.generated[rows] + lengths).max()) > batch.caches[0].keys.shape[2]:
+        batch.grow()
+    shape, (new, near, places) = batch.decoder.shape, appended(batch, rows, tokens, lengths)
+    rotary, size = batch.decoder.rotary(new.positions), batch.caches[0].prompt_keys.shape[2]
+    at, prompts = (slice(None), rows.repeat_interleave(lengths), places), batch.prompt_of[rows]
+    hidden = F.embedding(new.ids, batch.plain.embedding.tensor).to(batch.plain.norm.dtype)
+    for layer, cache, slides in zip(batch.plain.layers, batch.caches, shape.slides, strict=True):
+        query, key, value = heads_of(layer, hidden, rotary, shape)
+        cache.keys[at], cache.values[at] = key.transpose(0, 1), value.transpose(0, 1)
+        keys, values = (
+            torch.cat([of_prompt[:, prompts], own[:, rows]], 2).transpose(0, 1)
+            for of_prompt, own in ((cache.prompt_keys, cache.keys), (cache.prompt_values, cache.values))
+        )
+        read = attend(in_rows(query, new), keys, values, near if slides else new.bias, shared=size)
+        hidden = after_attention(layer, hidden, in_line(read, new), shape)
+    batch.generated[rows] += lengths
+    return batch.logits(hidden[lengths.cumsum(0) - 1], batch.plain.head)
+
+
+def appended(
+    batch: DecodeBatch, rows: Tensor, tokens: Sequence[Sequence[int]], lengths: Tensor
+) -> tuple[Rows, Tensor, Tensor]:
+    """The Rows of appended tokens, whose keys are their prompt's, then their own; their bias in layers with a sliding
+    window; and their places [N] among the tokens of their rows.
+    """
+    first, window = batch.caches[0], batch.decoder.shape.window
+    starts, generated = batch.prompt_lengths[batch.prompt_of[rows], None], batch.generated[rows, None]
+    of_prompt, own = (torch.arange(x.shape[2], device=x.device) for x in (first.prompt_keys, first.keys))
+    steps = torch.arange(roomy(int(lengths.max())), device=rows.device)
+    real, places = steps < lengths[:, None], generated + steps  # [r, L]
+    prompt_seen = (of_prompt < starts)[:, None].expand(-1, len(steps), -1)
+    bias = bias_of(torch.cat([prompt_seen, own <= places[..., None]], -1), first.keys.dtype)
+    keys = torch.cat([of_prompt.expand(len(rows), -1), starts + own], -1)
+    near = nearby(bias, starts + places, keys, window) if any(batch.decoder.shape.slides) else bias
+    ids = torch.tensor([token for row in tokens for token in row], device=rows.device)
+    return Rows(ids, (starts + places)[real], real.flatten().nonzero()[:, 0], bias), near, places[real]
+
+
+@dataclass
+class Aside:
+    """A row that has made room: the name of its prompt, and of each layer the prompt's keys and its own."""
+
+    prompt: int
+    of_prompt: list[Pair]
+    own: list[Pair]
+
+
+def set_aside(batch: DecodeBatch, rows: Sequence[int]) -> list[Aside]:
+    """Return what the batch holds of these rows, so that it need not keep them."""
+    prompts = batch.prompt_of.tolist()
+    of_prompts = {p: layers_of(batch, p, int(batch.prompt_lengths[p])) for p in {prompts[row] for row in rows}}
+    return [Aside(batch.prompt_names[prompts[row]], of_prompts[prompts[row]], own_layers(batch, row)) for row in rows]
+
+
+def layers_of(batch: DecodeBatch, prompt: int, length: int) -> list[Pair]:
+    return [
+        (cache.prompt_keys[:, prompt, :length].clone(), cache.prompt_values[:, prompt, :length].clone())
+        for cache in batch.caches
+    ]
+
+
+def own_layers(batch: DecodeBatch, row: int) -> list[Pair]:
+    length = int(batch.generated[row])
+    return [(cache.keys[:, row, :length].clone(), cache.values[:, row, :length].clone()) for cache in batch.caches]
+
+
+def bring_back(batch: DecodeBatch, rows: Sequence[Aside]) -> None:
+    """Add rows that were set aside, behind the others, as they were."""
+    for row in rows:
+        if row.prompt not in batch.prompt_names:
+            add_prompt(batch, row)
+    for i, cache in enumerate(batch.caches):
+        cache.keys = with_rows(cache.keys, [row.own[i][0] for row in rows])
+        cache.values = with_rows(cache.values, [row.own[i][1] for row in rows])
+    prompts = batch.prompt_of.new_tensor([batch.prompt_names.index(row.prompt) for row in rows])
+    lengths = batch.generated.new_tensor([row.own[0][0].shape[1] for row in rows])
+    batch.prompt_of = torch.cat([batch.prompt_of, prompts])
+    batch.generated = torch.cat([batch.generated, lengths])
+    batch.seat()
+
+
+def add_prompt(batch: DecodeBatch, row: Aside) -> None:
+    length = row.of_prompt[0][0].shape[1]
+    batch.prompt_names.append(row.prompt)
+    batch.prompt_lengths = torch.cat([batch.prompt_lengths, batch.prompt_lengths.new_tensor([length])])
+    for cache, (keys, values) in zip(batch.caches, row.of_prompt, strict=True):
+        wide = (0, 0, 0, roomy(length) - length)
+        cache.prompt_keys = joined(cache.prompt_keys, F.pad(keys[:, None], wide))
+        cache.prompt_values = joined(cache.prompt_values, F.pad(values[:, None], wide))
+
+
+def with_rows(cache: Tensor, rows: Sequence[Tensor]) -> Tensor:
+    """[K, n, T, d] and each [K, t, d] -> [K, n + len(rows), T', d], 0 behind what they hold."""
+    room = max(cache.shape[2], *(roomy(x.shape[1], GROWTH) for x in rows))
+    new = [F.pad(x, (0, 0, 0, room - x.shape[1]))[:, None] for x in rows]
+    return torch.cat([F.pad(cache, (0, 0, 0, room - cache.shape[2])), *new], 1)

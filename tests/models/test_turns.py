@@ -1,0 +1,97 @@
+"""Rows of conversations in a decode batch, against a whole reading of each row by transformers."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from architectures import FAMILY, model_of
+from pellucid.models.decoder import Decoder
+from pellucid.models.decoding import DecodeBatch
+from pellucid.models.turns import bring_back, extend, set_aside
+
+PROMPTS = [[3, 1, 4, 1, 5, 9, 2], [6, 5, 3]]
+
+
+@torch.no_grad()
+def whole(model, rows):
+    """[n, V] logits behind each row, read from its beginning."""
+    return torch.stack([model(torch.tensor([row])).logits[0, -1] for row in rows])
+
+
+def begun(name, copies=2):
+    model = model_of(name)
+    batch = DecodeBatch(Decoder(model.config, model, torch.float32), 8)
+    logits = batch.admit(PROMPTS, copies)
+    rows = [list(prompt) for prompt in PROMPTS for _ in range(copies)]
+    return model, batch, logits, rows
+
+
+def append(rows, tokens):
+    for row, ids in zip(rows, tokens, strict=True):
+        row += ids
+
+
+def close(logits, expected):
+    torch.testing.assert_close(logits, expected, rtol=0, atol=3e-5)
+
+
+@pytest.mark.parametrize("name", FAMILY)
+def test_rows_that_are_told_something_go_on_as_a_whole_reading_says(name):
+    """Some are told much, some little, some nothing; then they speak, each at its own place, and are told again."""
+    model, batch, logits, rows = begun(name)
+    close(logits, whole(model, rows))
+    told = [[7, 8, 2, 2, 1, 0, 4, 4, 3, 9, 9, 1, 2, 3, 4, 5, 6, 1, 2], [5]]
+    close(extend(batch, torch.tensor([2, 0]), told), whole(model, [rows[2] + told[0], rows[0] + told[1]]))
+    append([rows[2], rows[0]], told)
+    for token in (1, 2, 3):
+        append(rows, [[token], [token + 1], [token + 2], [token + 3]])
+        close(batch.step(torch.tensor([row[-1] for row in rows])), whole(model, rows))
+    more = [[4, 2], [1] * 40, [6, 6, 6]]
+    append([rows[1], rows[2], rows[3]], more)
+    close(extend(batch, torch.tensor([1, 2, 3]), more), whole(model, rows[1:]))
+
+
+@pytest.mark.parametrize("name", FAMILY)
+def test_rows_that_wait_are_afterwards_what_they_were(name):
+    model, batch, _, rows = begun(name)
+    speaks = torch.tensor([True, False, True, False])
+    for token in range(40):  # beyond the room that a cache begins with
+        append([rows[0], rows[2]], [[token % 9], [token % 7]])
+        logits = batch.step(torch.tensor([rows[0][-1], 5, rows[2][-1], 6]), speaks)
+        close(logits[speaks], whole(model, [rows[0], rows[2]]))
+    append([rows[1], rows[3]], [[8, 8], [2]])
+    close(extend(batch, torch.tensor([1, 3]), [[8, 8], [2]]), whole(model, [rows[1], rows[3]]))
+
+
+@pytest.mark.parametrize("name", FAMILY)
+def test_rows_make_room_and_come_back_with_what_they_had(name):
+    """Also where all rows of a prompt have left, and the prompt with them."""
+    model, batch, _, rows = begun(name)
+    append(rows, [[1, 2, 3], [4], [5, 6], [7]])
+    extend(batch, torch.arange(4), [[1, 2, 3], [4], [5, 6], [7]])
+    first, second, third = set_aside(batch, [1, 2, 3])
+    batch.keep(torch.tensor([0]))
+    assert batch.room() == 7
+    append(rows[:1], [[9]])
+    close(batch.step(torch.tensor([9])), whole(model, rows[:1]))
+    bring_back(batch, [third, first])
+    append([rows[3], rows[1]], [[3, 3], [2]])
+    close(extend(batch, torch.tensor([1, 2]), [[3, 3], [2]]), whole(model, [rows[3], rows[1]]))
+    bring_back(batch, [second])
+    order = [rows[0], rows[3], rows[1], rows[2]]
+    append(order, [[1], [2], [3], [4]])
+    close(batch.step(torch.tensor([1, 2, 3, 4])), whole(model, order))
+    assert len(batch.prompt_lengths) == 2
+
+
+def test_a_prompt_of_the_same_tokens_is_another_prompt():
+    """Names tell prompts apart, not what they say."""
+    model, batch, _, rows = begun("llama")
+    [aside] = set_aside(batch, [3])
+    batch.keep(torch.tensor([0, 1]))
+    batch.admit([[2, 2]], 1)
+    bring_back(batch, [aside])
+    order = [rows[0], rows[1], [2, 2], rows[3]]
+    append(order, [[1]] * 4)
+    close(batch.step(torch.tensor([1] * 4)), whole(model, order))
