@@ -47,6 +47,17 @@ def character_tokenizer(characters: str = CHARACTERS, size: int = 0) -> PreTrain
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<eos>", pad_token="<eos>")
 
 
+def byte_tokenizer() -> PreTrainedTokenizerFast:
+    """One token a byte, so that every text can be said, and a turn between two special tokens."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(models.BPE({byte: i for i, byte in enumerate(alphabet)}, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    made = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|im_end|>", pad_token="<|im_end|>")
+    made.add_special_tokens({"additional_special_tokens": ["<|im_start|>"]})
+    return made
+
+
 def tiny_llama(dropout: float = 0.0, positions: int = 128) -> PreTrainedModel:
     config = LlamaConfig(
         vocab_size=VOCAB,

@@ -7,16 +7,25 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
-from pellucid.types import Prompt, UserError
+from pellucid.policy.hermes import offer, preceded, spelled_out
+from pellucid.policy.literal import tokenized
+from pellucid.types import Message, Prompt, UserError
 
 Value = bool | int | float | str
+Tools = list[Any] | None
+"""As `apply_chat_template` takes them."""
+FAULTS = (TemplateError, TypeError, ValueError)
+"""What templates raise for what they do not know."""
+QUESTION = {"role": "user", "content": "?"}
+PROBE = "probed"
+PROBE_TOOL = {"name": PROBE, "description": "", "parameters": {"type": "object", "properties": {}}}
 
 
 class Template(NamedTuple):
@@ -43,13 +52,52 @@ class Template(NamedTuple):
 
 
 def question_ids(tokenizer: PreTrainedTokenizerBase, prompt: Prompt) -> tuple[int, ...]:
-    """Token ids up to where the answer begins. Messages without a chat template are their contents, a line each."""
-    if not isinstance(prompt.text, str) and tokenizer.chat_template:
-        messages = [dict(message) for message in prompt.text]
-        encoded: Any = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True)
-        return tuple(encoded["input_ids"])
-    text = prompt.text if isinstance(prompt.text, str) else "".join(m["content"] + "\n" for m in prompt.text)
-    return tuple(tokenizer(text)["input_ids"])
+    """Token ids up to where the answer begins. Messages without a chat template are their contents, a line each.
+
+    UserError for a string with tools, which stand in messages.
+    """
+    if isinstance(prompt.text, str):
+        if prompt.tools:
+            raise UserError(f"prompt {prompt.id} has tools, and its text is a string: give messages, or no tools")
+        return tuple(tokenizer(prompt.text)["input_ids"])
+    messages, tools = shown(tokenizer, prompt.text, prompt.tools)
+    if prompt.literal:
+        before = () if tokenizer.chat_template else tokenizer("")["input_ids"]
+        return (*before, *tokenized(tokenizer, lambda marked: rendered(tokenizer, marked, tools), messages))
+    if not tokenizer.chat_template:
+        return tuple(tokenizer(rendered(tokenizer, messages))["input_ids"])
+    encoded: Any = tokenizer.apply_chat_template(messages, tools=tools, add_generation_prompt=True, return_dict=True)
+    return tuple(encoded["input_ids"])
+
+
+def rendered(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], tools: Tools = None) -> str:
+    """The text of messages that `shown` has returned, up to where the answer begins."""
+    if not tokenizer.chat_template:
+        return "".join(message["content"] + "\n" for message in messages)
+    conversation: Any = messages
+    return str(tokenizer.apply_chat_template(conversation, tools=tools, add_generation_prompt=True, tokenize=False))
+
+
+def shown(
+    tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] = ()
+) -> tuple[list[dict[str, Any]], Tools]:
+    """Messages, and tools for the chat template, as it can show them: in Hermes' form where it knows of no tools."""
+    ours = [dict(message) for message in messages]
+    if not tools and not any(message["role"] == "tool" or message.get("tool_calls") for message in ours):
+        return ours, None
+    if shows(tokenizer, [QUESTION], [{"type": "function", "function": PROBE_TOOL}]):
+        return ours, [dict(tool) for tool in tools] or None
+    ours = spelled_out(ours)
+    by_system = not tokenizer.chat_template or shows(tokenizer, [{"role": "system", "content": PROBE}, QUESTION])
+    return preceded(ours, offer(tools), by_system) if tools else ours, None
+
+
+def shows(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], tools: Tools = None) -> bool:
+    """Whether the word PROBE, which is somewhere in them, comes through the chat template."""
+    try:
+        return PROBE in rendered(tokenizer, messages, tools)
+    except FAULTS:
+        return False
 
 
 def read(file: str) -> str:
@@ -63,15 +111,14 @@ def read(file: str) -> str:
 
 def check(tokenizer: PreTrainedTokenizerBase, file: str) -> None:
     """UserError where one question is not rendered."""
-    question: Any = [{"role": "user", "content": "?"}]
     try:
-        rendered = str(tokenizer.apply_chat_template(question, add_generation_prompt=True, tokenize=False))
-    except (TemplateError, TypeError, ValueError) as error:
+        text = rendered(tokenizer, [QUESTION])
+    except FAULTS as error:
         line = getattr(error, "lineno", None)
         raise UserError(
             f"policy.template: {file}{f', line {line}' if line else ''}: {' '.join(str(error).split())}"
         ) from error
-    if "?" not in rendered:
+    if "?" not in text:
         raise UserError(f"policy.template: {file} leaves the question out")
 
 

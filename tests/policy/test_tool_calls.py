@@ -1,0 +1,228 @@
+"""Calls of tools in what was sampled: every form by hand, what cannot be read, what is none, and TRL's reading."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from transformers import AddedToken
+from trl import chat_template_utils as trl
+
+from conftest import byte_tokenizer
+from pellucid.policy import pretrained
+from pellucid.policy.tool_calls import read
+
+TOOLS = tuple(
+    {"type": "function", "function": {"name": name, "parameters": {"type": "object", "properties": {}}}}
+    for name in ("add", "look_up", "web.search")
+)
+ADD, LOOK = '{"name": "add", "arguments": {"a": 1, "b": 2}}', '{"name": "look_up", "arguments": {"what": "é 猫 🐈"}}'
+SUM, CAT = ("add", {"a": 1, "b": 2}), ("look_up", {"what": "é 猫 🐈"})
+DEEP = '{"name": "add", "arguments": {"a": {"b": [{"c": "}"}], "text": "<tool_call>{</tool_call>"}}}'
+READ = {
+    f"<tool_call>{ADD}</tool_call>": ("", [SUM]),
+    f"<tool_call>\n{ADD}\n</tool_call>\n<tool_call>\n{LOOK}\n</tool_call>": ("", [SUM, CAT]),
+    f"Let me see.\n<tool_call>{LOOK}</tool_call> Done.": ("Let me see.\nDone.", [CAT]),
+    f"<tool_call>{DEEP}</tool_call>": (
+        "",
+        [("add", {"a": {"b": [{"c": "}"}], "text": "<tool_call>{</tool_call>"}})],
+    ),
+    f"<tool_call>{ADD}": ("", [SUM]),
+    f"<tool_call>[{ADD}, {LOOK}]</tool_call>": ("", [SUM, CAT]),
+    '<tool_call>{"name": "add"}</tool_call>': ("", [("add", {})]),
+    '<tool_call>{"name": "add", "arguments": "{\\"a\\": 1}"}</tool_call>': ("", [("add", {"a": 1})]),
+    f'<tool_call>{{"type": "function", "function": {ADD}}}</tool_call>': ("", [SUM]),
+    f"<think>I call <tool_call>{LOOK}</tool_call></think><tool_call>{ADD}</tool_call>": (
+        f"<think>I call <tool_call>{LOOK}</tool_call></think>",
+        [SUM],
+    ),
+    ADD: ("", [SUM]),
+    f" {ADD}\n": ("", [SUM]),
+    '{"name": "add", "parameters": {"a": 1}}': ("", [("add", {"a": 1})]),
+    '{"name": "unknown", "parameters": {}}': ("", [("unknown", {})]),
+    f"```json\n{ADD}\n```": ("", [SUM]),
+    f"[{ADD}, {LOOK}]": ("", [SUM, CAT]),
+    f"{ADD}; {LOOK}": ("", [SUM, CAT]),
+    f"<|python_tag|>{ADD}": ("", [SUM]),
+    '<|python_tag|>{"type": "function", "name": "add", "parameters": {}}; {"name": "look_up"}': (
+        "",
+        [("add", {}), ("look_up", {})],
+    ),
+    '[add(a=1, b="x"), web.search(q=[true, None], deep={"k": (-1.5, null)})]': (
+        "",
+        [("add", {"a": 1, "b": "x"}), ("web.search", {"q": [True, None], "deep": {"k": [-1.5, None]}})],
+    ),
+    "[unknown(a='\\d')]": ("", [("unknown", {"a": "\\d"})]),
+    f"[TOOL_CALLS][{ADD}, {LOOK}]": ("", [SUM, CAT]),
+    f"First. [TOOL_CALLS] [{ADD}]": ("First.", [SUM]),
+}
+PROSE = [
+    "",
+    "  The set {1, 2} holds [1].\n",
+    '{"name": "Ann"}',
+    '{"name": "Ann", "parameters": 3}',
+    '{"name": "add", "arguments": {}, "because": "it is data"}',
+    f"It would be {ADD}.",
+    f"{ADD} is what I would call.",
+    '{"answer": 3}',
+    "[1, 2]",
+    "[]",
+    "[sin(x)]",
+    "[f(**x)]",
+    "[x for x in add(1)]",
+    '{"name": "bob", "arguments": {',
+    "{not JSON}",
+    f"<think>I could call <tool_call>{ADD}</tool_call>",
+]
+UNREADABLE = {
+    "<tool_call>{bad}</tool_call>": ("", ["not JSON: Expecting property name"]),
+    "<tool_call>add</tool_call> So.": ("So.", ["not JSON: add"]),
+    "<tool_call>": ("", ["not JSON: nothing"]),
+    '<tool_call>{"name": "add", "arguments": {"a": 1': ("", ["not JSON: Expecting ',' delimiter"]),
+    f"<tool_call>{ADD}}}</tool_call>": ("", ["not JSON: behind it stands }"]),
+    '<tool_call>{"arguments": {}}</tool_call>': ("", ["no name"]),
+    '<tool_call>{"name": 3, "arguments": {}}</tool_call>': ("", ["no name"]),
+    "<tool_call>[3]</tool_call>": ("", ["no object: 3"]),
+    '<tool_call>{"name": "add", "arguments": [1]}</tool_call>': ("", ["add: arguments are no object: [1]"]),
+    '<tool_call>{"name": "add", "arguments": "a=1"}</tool_call>': (
+        "",
+        ["add: arguments are not JSON: Expecting value"],
+    ),
+    '<tool_call>{"name": "add", "arguments": {"a": NaN}}</tool_call>': (
+        "",
+        ["add: arguments are not JSON: Out of range"],
+    ),
+    '<tool_call>{"name": "add", "arguments": {"a": 1e999}}</tool_call>': ("", ["add: arguments are not JSON"]),
+    '<tool_call>{"name": "add", "arguments": {"a": "\\ud83d"}}</tool_call>': (
+        "",
+        ["add: arguments are not JSON: 'utf-8'"],
+    ),
+    '{"name": "add", "parameters": {"a": ': ("", ["not JSON: Expecting value"]),
+    "[add(1)]": ("", ["no calls: add(1) has arguments without names"]),
+    "[add(a=1, b=)]": ("", ["no calls: "]),
+    "[add(a=b)]": ("", ["no calls: malformed node"]),
+    "<|python_tag|>print(1)": ("", ["not JSON: print(1)"]),
+    "<tool_call>" + "[" * 100_000: ("", ["not JSON: maximum recursion depth"]),
+}
+
+
+def ids_of(tokenizer, text):
+    return [*tokenizer(text, add_special_tokens=False)["input_ids"], tokenizer.eos_token_id]
+
+
+@pytest.fixture(scope="module")
+def marks():
+    """Where they are words of the vocabulary, special or not, and where they are spelled."""
+    words = ["<tool_call>", "</tool_call>", "<|python_tag|>", "[TOOL_CALLS]"]
+    made = {"spelled": byte_tokenizer(), "special": byte_tokenizer(), "added": byte_tokenizer()}
+    made["special"].add_tokens([AddedToken(word, special=True, normalized=False) for word in words])
+    made["added"].add_tokens([AddedToken(word, normalized=False) for word in words])
+    return made
+
+
+def called(said):
+    calls = said.message.get("tool_calls", [])
+    assert [call["id"] for call in calls] == [f"call_{i}" for i in range(len(calls))]
+    assert all(call["type"] == "function" for call in calls)
+    return [(call["function"]["name"], call["function"]["arguments"]) for call in calls]
+
+
+@pytest.mark.parametrize("kind", ["spelled", "special", "added"])
+@pytest.mark.parametrize("text", READ)
+def test_calls_are_read_in_every_form(text, kind, marks):
+    said = read(marks[kind], ids_of(marks[kind], text), [], TOOLS)
+    content, calls = READ[text]
+    assert said.message["role"] == "assistant"
+    assert (said.message["content"], called(said), said.unreadable) == (content, calls, ())
+
+
+@pytest.mark.parametrize("text", PROSE)
+def test_prose_is_content_as_it_stands(text, marks):
+    said = read(marks["spelled"], ids_of(marks["spelled"], text), [], TOOLS)
+    assert said == ({"role": "assistant", "content": text}, ())
+
+
+@pytest.mark.parametrize("text", UNREADABLE)
+def test_what_cannot_be_read_is_said_in_a_line_and_never_raised(text, marks):
+    for tokenizer in marks.values():
+        said = read(tokenizer, ids_of(tokenizer, text), [], TOOLS)
+        content, reasons = UNREADABLE[text]
+        assert (said.message, len(said.unreadable)) == ({"role": "assistant", "content": content}, len(reasons))
+        for fault, reason in zip(said.unreadable, reasons, strict=True):
+            assert fault.startswith(reason)
+            assert "\n" not in fault
+
+
+def test_good_calls_stay_beside_bad_ones(marks):
+    text = f"<tool_call>{{bad <tool_call>{ADD}</tool_call><tool_call>[]x</tool_call><tool_call>{LOOK}</tool_call>"
+    said = read(marks["spelled"], ids_of(marks["spelled"], text), [], TOOLS)
+    assert called(said) == [SUM, CAT]
+    assert len(said.unreadable) == 2
+
+
+def test_without_tools_nothing_is_looked_for(marks):
+    for text in READ:
+        said = read(marks["added"], ids_of(marks["added"], text), [], ())
+        assert said == ({"role": "assistant", "content": text}, ())
+
+
+def test_a_thought_that_the_prompt_began_holds_no_call(marks):
+    tokenizer, thought = marks["added"], f"I could <tool_call>{LOOK}</tool_call>"
+    context = tokenizer("Think!\n<think>\n")["input_ids"]
+    said = read(tokenizer, ids_of(tokenizer, f"{thought}</think>\n{ADD}"), context, TOOLS)
+    assert (said.message["content"], called(said)) == (f"{thought}</think>", [SUM])
+    assert read(tokenizer, ids_of(tokenizer, thought), context, TOOLS).message["content"] == thought
+
+
+ASKED = [{"role": "user", "content": "?"}]
+QWEN = [
+    f"<tool_call>\n{ADD}\n</tool_call>",
+    f"<think>\nHm. {ADD}\n</think>\n\nI ask.\n<tool_call>\n{ADD}\n</tool_call>\n<tool_call>\n{LOOK}\n</tool_call>",
+    "Just text with {braces}.",
+    "<think>\nNever done.",
+]
+LLAMA = ['{"name": "add", "parameters": {"a": [{"b": 1}]}}', "It is 3."]
+
+
+@pytest.fixture(scope="module")
+def smollm2():
+    return pretrained.load("smollm2-135m", torch.float32)[1]
+
+
+@pytest.mark.model
+@pytest.mark.parametrize(("template", "texts"), [("qwen3", QWEN), ("llama3_1", LLAMA)])
+def test_where_the_tokenizer_says_how_calls_are_written_it_is_read_as_trl_does(template, texts, smollm2):
+    """TRL's `add_response_schema` and `parse_response` are the oracle."""
+    smollm2.chat_template = getattr(trl, f"{template}_chat_template")
+    end = "<|im_end|>" if template == "qwen3" else "<|eot_id|>"
+    tokenizer = trl.add_response_schema(smollm2)
+    context = tokenizer.apply_chat_template(ASKED, tools=list(TOOLS), add_generation_prompt=True)["input_ids"]
+    for text in texts:
+        ids = tokenizer(text + end)["input_ids"]
+        said = read(tokenizer, ids, context, TOOLS)
+        theirs = trl.parse_response(tokenizer, list(ids), list(context), list(TOOLS))
+        calls = [(call["function"]["name"], call["function"]["arguments"]) for call in theirs.pop("tool_calls", [])]
+        ours = {key: value for key, value in said.message.items() if key != "tool_calls"}
+        assert (ours, called(said), said.unreadable) == (theirs, calls, ())
+    assert any(
+        "tool_calls" in read(tokenizer, tokenizer(text + end)["input_ids"], context, TOOLS).message for text in texts
+    )
+
+
+@pytest.mark.model
+def test_what_transformers_cannot_read_is_read_here_or_said(smollm2):
+    smollm2.chat_template = trl.qwen3_chat_template
+    tokenizer = trl.add_response_schema(smollm2)
+    bad = tokenizer(f"<tool_call>{{bad}}</tool_call><tool_call>{ADD}</tool_call><|im_end|>")["input_ids"]
+    said = read(tokenizer, bad, [], TOOLS)
+    assert called(said) == [SUM]
+    assert said.unreadable[0].startswith("not JSON")
+    nameless = tokenizer('<tool_call>{"arguments": {}}</tool_call><|im_end|>')["input_ids"]
+    assert read(tokenizer, nameless, [], TOOLS).unreadable == ("no name",)
+
+
+def test_the_message_goes_through_json():
+    tokenizer = byte_tokenizer()
+    message = read(tokenizer, ids_of(tokenizer, "[add(a=(1, 2), b={3: 4})]"), [], TOOLS).message
+    assert json.loads(json.dumps(message)) == message
