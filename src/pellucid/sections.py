@@ -87,7 +87,11 @@ class SamplerConfig:
     temperature: float = 1.0
     """Temperature of sampling and of the log-probs that are trained on. Evaluation adds greedy answers."""
     max_tokens: int = 64
-    """Longest completion, in tokens."""
+    """Longest completion, in tokens; of a conversation all that follows the question, whoever said it."""
+    turns: int = 8
+    """How many times the policy may speak in a conversation."""
+    turn_tokens: int = 0
+    """The most tokens that it samples at a time there; 0 is as many as max_tokens leaves."""
     rows: int = 256
     """Completions that the native sampler decodes at once; as some finish, the next prompts take their place."""
     top_k: int = 0
@@ -100,9 +104,9 @@ class SamplerConfig:
     def __post_init__(self) -> None:
         if not self.temperature > 0:
             raise ValueError(f"temperature = {self.temperature} must be positive: greedy groups have no contrast")
-        for name in ("max_tokens", "rows"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} = {getattr(self, name)} must be at least 1")
+        for name, least in (("max_tokens", 1), ("rows", 1), ("turns", 1), ("turn_tokens", 0)):
+            if getattr(self, name) < least:
+                raise ValueError(f"{name} = {getattr(self, name)} must be at least {least}")
         refuse_truncation(self.top_k, self.top_p, self.min_p)
 
 

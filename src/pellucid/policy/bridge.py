@@ -10,18 +10,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
-from pellucid.policy.literal import tokenized
+from pellucid.policy.literal import ids_of, tokenized
+from pellucid.policy.template import FAULTS, QUESTION, shown
 from pellucid.types import Message, UserError
 
-QUESTION = {"role": "user", "content": "?"}
 SAID = "a7c1"
 """What the policy says in the short conversation."""
 HEARD = "b2d9"
-FAULTS = (TemplateError, TypeError, ValueError, KeyError, AttributeError)
-"""What templates raise for messages that they do not know."""
 
 
 class Bridge(NamedTuple):
@@ -39,8 +36,8 @@ def bridge(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], ends
     """
     if not tokenizer.chat_template:
         text = "\n" + "".join(f"{message['content']}\n" for message in messages)
-        return Bridge((), tuple(tokenizer(text, add_special_tokens=False)["input_ids"]))
-    messages = as_rendered(tokenizer, messages)
+        return Bridge((), tuple(ids_of(tokenizer, text, literal=True)))
+    messages, _ = shown(tokenizer, messages)
     before = beginning(messages)
 
     def behind(marked: Sequence[Message]) -> str:
@@ -80,38 +77,20 @@ def rendered(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], go
     return str(tokenizer.apply_chat_template(conversation, add_generation_prompt=goes_on, tokenize=False))
 
 
-def as_rendered(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message]) -> list[Message]:
-    """Return the messages as this template knows them: where it does not show tools, what they say comes from the user.
+def check(tokenizer: PreTrainedTokenizerBase, ends: Sequence[int]) -> str:
+    """Return in a line what the chat template does to earlier turns, if it changes them.
 
-    The form of that is the one of Qwen's template.
+    UserError where it shows nothing of what follows them.
     """
-    said = [message for message in messages if message["role"] == "tool"]
-    if not said or shows(tokenizer, {"role": "tool", "name": "f", "content": HEARD}):
-        return list(messages)
-    text = "\n".join(f"<tool_response>\n{message['content']}\n</tool_response>" for message in said)
-    return [{"role": "user", "content": text}, *(message for message in messages if message["role"] != "tool")]
-
-
-def shows(tokenizer: PreTrainedTokenizerBase, message: Message) -> bool:
-    """Return whether the template shows such a message in a conversation."""
-    try:
-        return HEARD in rendered(tokenizer, [*beginning([message]), message], True)
-    except FAULTS:
-        return False
-
-
-def check(tokenizer: PreTrainedTokenizerBase, tools: bool, ends: Sequence[int]) -> str:
-    """Return in a line what the chat template does to earlier turns, if it changes them. UserError where none can be
-    held with it.
-    """
-    heard = {"role": "tool", "name": "f", "content": HEARD} if tools else {"role": "user", "content": HEARD}
-    bridge(tokenizer, [heard], ends)
     if not tokenizer.chat_template:
         return ""
+    for heard in ({"role": "user", "content": HEARD}, {"role": "tool", "name": "f", "content": HEARD}):
+        between = bridge(tokenizer, [heard], ends)
+        if HEARD not in str(tokenizer.decode([*between.end, *between.rest])):
+            raise UserError(f"policy.template: the chat template leaves out what the role {heard['role']} says")
     before = [QUESTION, {"role": "assistant", "content": f"<think>\n{HEARD}\n</think>\n\n{SAID}"}]
     start, text = (rendered(tokenizer, list, False) for list in (before, [*before, {**QUESTION, "content": HEARD}]))
-    end = start.find(SAID) + len(SAID)
-    if text.startswith(start[:end]):
+    if text.startswith(start[: start.find(SAID) + len(SAID)]):
         return ""
     return (
         "policy.template: the chat template writes earlier turns anew when something follows, as without their"

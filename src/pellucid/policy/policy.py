@@ -39,6 +39,8 @@ from pellucid.policy.model import (
 from pellucid.policy.quantized import is_quantized
 from pellucid.policy.scorer import Hidden, Scorer, check_head
 from pellucid.policy.template import Template, prefix_ids, question_ids
+from pellucid.policy.tool_calls import read
+from pellucid.protocols import Said
 from pellucid.types import Message, Prompt, UserError
 
 
@@ -133,6 +135,10 @@ class Policy:
     def encode_prefix(self, prompt: Prompt) -> tuple[int, ...]:
         """Token ids of the prefix; none where there is none."""
         return prefix_ids(self.tokenizer, prompt)
+
+    def said(self, ids: Sequence[int], context: Sequence[int], tools: Sequence[Mapping[str, Any]]) -> Said:
+        """What it has said in a turn of these token ids behind that context, with the calls of tools in it."""
+        return read(self.tokenizer, ids, context, tools)
 
     def bridge(self, messages: Sequence[Message]) -> Bridge:
         """Token ids between two turns of a conversation, given what was said to the policy between them."""

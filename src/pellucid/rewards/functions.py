@@ -3,6 +3,7 @@
 A function has TRL's signature and needs no change: `def reward(completions, **kwargs)`, plain or `async`, returns one
 number for each completion, or None where it does not apply. Its keywords are lists with an item for each completion:
 prompts, completions, completion_ids, and every column of the data rows except prompt, completion and completion_ids.
+Of conversations with environments `environments` are these, as they were left.
 As in TRL, prompts and completions are strings for plain prompts, and lists of messages for conversations.
 `trainer_state` is a TrainerState; `log_extra(column, values)` adds a column to rollouts.jsonl, `log_metric(name,
 value)` a metric. (TRL 1.16, GRPOTrainer._calculate_rewards.)
@@ -13,6 +14,7 @@ from __future__ import annotations
 import asyncio
 import inspect
 import math
+import pickle
 import threading
 from collections.abc import Callable, Coroutine, Iterable, Sequence
 from concurrent.futures import Future
@@ -20,7 +22,7 @@ from contextlib import suppress
 from functools import cache, partial
 from typing import Any
 
-from pellucid.machine.plugins import function_of
+from pellucid.machine.plugins import function_of, load_object
 from pellucid.rewards.parts import Pair, Part
 from pellucid.rewards.plain import NoRewardError, number, shown
 from pellucid.rewards.trainer_state import TrainerState
@@ -91,6 +93,8 @@ def bound(spec: str, pairs: Sequence[Pair], state: TrainerState, log: Log) -> Ca
     function = function_of(spec, "reward")
     arguments = columns_of(pairs) | texts_of(pairs)
     arguments |= {"completion_ids": [list(completion.token_ids) for _, completion in pairs]}
+    if any(completion.outcome and completion.outcome.environment for _, completion in pairs):
+        arguments["environments"] = [environment_of(completion) for _, completion in pairs]
     arguments |= {"trainer_state": state, "log_extra": log.log_extra, "log_metric": log.log_metric}
     try:
         inspect.signature(function, follow_wrapped=False).bind(**arguments)
@@ -131,7 +135,19 @@ def prompt_of(prompt: Prompt) -> str | list[dict[str, str]]:
 def answer_of(prompt: Prompt, completion: Completion) -> str | list[dict[str, str]]:
     if isinstance(prompt.text, str):
         return completion.text
-    return [{"role": "assistant", "content": completion.text}]
+    return [dict(message) for message in completion.messages] or [{"role": "assistant", "content": completion.text}]
+
+
+def environment_of(completion: Completion) -> Any:
+    """Return the environment of a conversation as it was left; None where there was none, or its process was lost."""
+    if not completion.outcome or not completion.outcome.environment:
+        return None
+    spec, inner = pickle.loads(completion.outcome.environment)
+    load_object(spec)  # its module, by which it is found
+    kind, attributes = pickle.loads(inner)
+    environment = object.__new__(kind)
+    vars(environment).update({name: pickle.loads(value) for name, value in attributes.items()})
+    return environment
 
 
 @cache

@@ -25,6 +25,8 @@ from pellucid.rewards.settings import JudgeSettings, RewardModelSettings
 from pellucid.rewards.trainer_state import TrainerState
 from pellucid.types import Completion, Prompt
 
+ENVIRONMENT = "environment"
+"""The term that says what the environment of a conversation says that it was worth."""
 JUDGE = "judge"
 """The term that a Judge computes."""
 MODEL = "model:"
@@ -39,7 +41,8 @@ class RewardTerm:
     """
 
     name: str
-    """exact, numeric, math, tagged, regex, length, judge, "path/to/file.py:function", or "model:FOLDER_OR_HUB_ID"."""
+    """exact, numeric, math, tagged, regex, length, environment, judge, "path/to/file.py:function", or
+    "model:FOLDER_OR_HUB_ID"."""
     weight: float = 1.0
     """The weight of the term in the sum; at 0 it is only logged."""
     pattern: str = ""
@@ -86,7 +89,15 @@ def part_of(term: RewardTerm, pairs: Sequence[Pair], state: TrainerState) -> lis
         return functions.parts_of(term.name, pairs, state)
     if term.name not in TERMS:
         return [Part(error="it grades within a run, as Graded has it") for _ in pairs]
+    if term.name == ENVIRONMENT:
+        return [of_environment(completion) for _, completion in pairs]
     return [Part(TERMS[term.name](term, prompt, completion)) for prompt, completion in pairs]
+
+
+def of_environment(completion: Completion) -> Part:
+    """Return what the environment says that a conversation was worth; where none was held, no value."""
+    outcome = completion.outcome
+    return Part(outcome.reward, outcome.error) if outcome else Part()
 
 
 def terms_of(task: Any) -> Sequence[RewardTerm]:
@@ -106,6 +117,11 @@ def is_function(name: str) -> bool:
     return ":" in name and not name.startswith(MODEL)
 
 
+def gives_degrees(name: str) -> bool:
+    """Return whether a term may give numbers that say neither right nor wrong."""
+    return in_batches(name) or name == ENVIRONMENT
+
+
 def in_batches(name: str) -> bool:
     """Return whether a term is asked about all completions of a step at once, which it may compare."""
     return name not in TERMS
@@ -118,6 +134,7 @@ TERMS: dict[str, Callable[[RewardTerm, Prompt, Completion], float | None]] = {
     "tagged": lambda _term, _prompt, completion: has_tags(completion.text),
     "regex": lambda term, _, completion: regex(completion.text, term.pattern),
     "length": lambda term, _, completion: length(completion.length, term.limit),
+    ENVIRONMENT: lambda _term, _prompt, completion: of_environment(completion).value,
 }
 COMPARE_WITH_GOLD = ("exact", "numeric", "math")
 

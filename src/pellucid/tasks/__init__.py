@@ -12,12 +12,15 @@ from pellucid.types import UserError
 
 TASKS = {
     "arithmetic": "pellucid.tasks.arithmetic:Arithmetic",
+    "calculator": "pellucid.tasks.calculator:Calculator",
     "continuity": "pellucid.tasks.continuity:Continuity",
     "countdown": "pellucid.tasks.countdown:Countdown",
     "curriculum": "pellucid.tasks.curriculum:Curriculum",
     "dataset": "pellucid.tasks.dataset:Dataset",
+    "environment": "pellucid.tasks.environment:Environment",
     "expected": "pellucid.tasks.expected:Expected",
     "gsm8k": "pellucid.tasks.gsm8k:Gsm8k",
+    "guess": "pellucid.tasks.guess:Guess",
     "prefixed": "pellucid.tasks.prefixed:Prefixed",
     "sorting": "pellucid.tasks.sorting:Sorting",
 }

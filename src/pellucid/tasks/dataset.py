@@ -17,7 +17,7 @@ from typing import Literal
 from pellucid.machine.braces import filled, placeholders
 from pellucid.rewards.answers import only_number
 from pellucid.rewards.parts import Part
-from pellucid.rewards.terms import COMPARE_WITH_GOLD, RewardTerm, compiled, in_batches, labels, part_of
+from pellucid.rewards.terms import COMPARE_WITH_GOLD, RewardTerm, compiled, gives_degrees, labels, part_of
 from pellucid.rewards.trainer_state import state_of
 from pellucid.tasks.columns import chat, column_text, column_value, has_column
 from pellucid.tasks.rows import READERS, Row, Rows
@@ -133,7 +133,7 @@ class Dataset:
         failed = {name: part.error for name, part in zip(names, parts, strict=True) if part.error}
         weights = {name: term.weight for name, term in zip(names, self.rewards, strict=True)}
         decided = values.get(self.correct or names[0])
-        is_degree = not self.correct and in_batches(self.deciding.name) and decided not in (None, 0.0, 1.0)
+        is_degree = not self.correct and gives_degrees(self.deciding.name) and decided not in (None, 0.0, 1.0)
         fatal = {name: error for name, error in failed.items() if weights[name] or name == (self.correct or names[0])}
         error = "; ".join(f"{name}: {error}" for name, error in fatal.items())
         if not values and not failed:

@@ -12,12 +12,13 @@ from pellucid.algorithm import grpo
 from pellucid.algorithm.advantages import advantage_of
 from pellucid.algorithm.objectives import objective_of
 from pellucid.config import Config
+from pellucid.environments.worlds import world_of
 from pellucid.machine import hardware
-from pellucid.policy import policy, pretrained
+from pellucid.policy import bridge, policy, pretrained
 from pellucid.policy.adapter import BASE_STAYS, AdapterOff
 from pellucid.policy.policy import Policy
 from pellucid.policy.template import Template
-from pellucid.protocols import Sampler, Task, with_split
+from pellucid.protocols import Sampler, Task, World, with_split
 from pellucid.rewards.graded import Graded
 from pellucid.rewards.graders import graders_of
 from pellucid.rewards.settings import RewardConfig
@@ -29,7 +30,7 @@ from pellucid.samplers.native import Native
 from pellucid.tasks.arithmetic import Arithmetic
 from pellucid.tasks.curriculum import Curriculum
 from pellucid.tasks.prefixed import Prefixed
-from pellucid.tasks.wrappers import layers, only_here
+from pellucid.tasks.wrappers import innermost, layers, only_here
 from pellucid.training.claim import first_process
 from pellucid.training.evaluate import held_out
 from pellucid.types import Progress, Prompt, Sampling, UserError
@@ -49,13 +50,17 @@ class Components:
     reference: Policy | AdapterOff | None
     runtime: Runtime
     state: grpo.State
+    world: World | None = None
+    """Those whom the policy talks with, where its answers are conversations."""
     seconds: float = 0.0
     """Seconds spent in finished steps, by the clock of this process."""
     failures: list[str] = field(default_factory=list)
     """The first error of each of the last steps in which every reward failed."""
 
     def close(self) -> None:
-        """End the processes that compute rewards."""
+        """End the processes that compute rewards, and those of conversations."""
+        if self.world:
+            self.world.close()
         if isinstance(self.task, Graded):
             self.task.close()
 
@@ -111,7 +116,8 @@ def compose(cfg: Config, log: Path | None = None) -> Components:
     )
     if algorithm.similarity != "none":
         check_layer(algorithm.similarity_layer, learner)
-    sampler = pick_sampler(cfg, learner)  # before an engine shards what is tried
+    world = world_in(cfg, learner, log)
+    sampler = pick_sampler(cfg, learner, world)  # before an engine shards what is tried
     total = algorithm.steps * algorithm.inner_steps
     runtime = Runtime(learner, cfg.optimizer, total, cfg.runtime)
     # When the policy has been sharded: there is never more than one whole model beside what is kept.
@@ -135,6 +141,7 @@ def compose(cfg: Config, log: Path | None = None) -> Components:
         reference=reference,
         runtime=runtime,
         state=grpo.State(kl_coef=algorithm.kl_coef),
+        world=world,
     )
 
 
@@ -201,9 +208,18 @@ def load_reference(cfg: Config, learner: Policy) -> Policy | AdapterOff:
     )
 
 
-def pick_sampler(cfg: Config, learner: Policy) -> Native | HuggingFace:
+def world_in(cfg: Config, learner: Policy, log: Path | None = None) -> World | None:
+    """Those whom the policy talks with, where the task has conversations, and the chat template can hold them."""
+    task = innermost(cfg.task)
+    world = world_of(task, cfg.reward, log, here=only_here(task))
+    if world and (note := bridge.check(learner.tokenizer, learner.eos_ids)) and first_process():
+        print(f"! {note}", flush=True)
+    return world
+
+
+def pick_sampler(cfg: Config, learner: Policy, world: World | None) -> Native | HuggingFace:
     """The sampler of the settings, or the other where that one cannot sample this model, which is said in a line."""
-    sampler, note = choose(cfg.sampler.name, cfg.sampler.rows, learner)
+    sampler, note = choose(cfg.sampler.name, cfg.sampler.rows, learner, world)
     if note and first_process():
         print(f"! {note}", flush=True)
     return sampler
@@ -212,10 +228,20 @@ def pick_sampler(cfg: Config, learner: Policy) -> Native | HuggingFace:
 def training_sampling(cfg: Config) -> Sampling:
     """How the completions that are trained on are drawn."""
     s = cfg.sampler
-    return Sampling(cfg.algorithm.group_size, s.temperature, s.max_tokens, s.top_k, s.top_p, s.min_p)
+    return Sampling(
+        cfg.algorithm.group_size,
+        s.temperature,
+        s.max_tokens,
+        s.top_k,
+        s.top_p,
+        s.min_p,
+        turns=s.turns,
+        turn_tokens=s.turn_tokens,
+    )
 
 
 def evaluation_sampling(cfg: Config) -> Sampling:
     """How the samples of an evaluation are drawn."""
-    s, e = cfg.sampler, cfg.evaluate
-    return Sampling(e.samples or e.k, s.temperature, s.max_tokens, e.top_k, e.top_p, e.min_p)
+    e = cfg.evaluate
+    drawn = replace(training_sampling(cfg), n=e.samples or e.k)
+    return replace(drawn, top_k=e.top_k, top_p=e.top_p, min_p=e.min_p)

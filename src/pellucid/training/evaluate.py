@@ -75,13 +75,16 @@ def evaluate(
 
 
 def held_out(task: Task, n: int) -> list[Prompt]:
-    """Up to n different prompts of the task's split, fewer where it has fewer."""
-    return list({prompt.key: prompt for prompt in task.sample(0, n)}.values())
+    """Up to n different prompts of the task's split, fewer where it has fewer.
+
+    A question that is asked with several answers in mind, as in a game, is as many prompts.
+    """
+    return list({(prompt.key, prompt.answer): prompt for prompt in task.sample(0, n)}.values())
 
 
 def greedy(sampling: Sampling) -> Sampling:
     """One answer of the likeliest tokens, as long as samples may be."""
-    return Sampling(temperature=0.0, max_tokens=sampling.max_tokens)
+    return replace(sampling, n=1, temperature=0.0, top_k=0, top_p=1.0, min_p=0.0)
 
 
 def sample_and_grade(

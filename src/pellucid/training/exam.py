@@ -18,7 +18,7 @@ from pellucid.reporting.console import accuracy_table, verdict
 from pellucid.reporting.loggers import json_line
 from pellucid.rewards.graders import notes_on
 from pellucid.training import preflight
-from pellucid.training.compose import evaluation_sampling, graded, pick_sampler, progress_of, template_of
+from pellucid.training.compose import evaluation_sampling, graded, pick_sampler, progress_of, template_of, world_in
 from pellucid.training.evaluate import OneProcess, evaluate, held_out
 from pellucid.types import Group
 
@@ -39,12 +39,16 @@ def examine(cfg: Config, model: str, access: Access, show: int, output: Path | N
         model, device, dtype, cfg.sampler.temperature, cfg.policy.engine, template_of(cfg), access
     )
     task = graded(with_split(cfg.task, "test"), cfg.reward)
-    sampler, sampling, prompts = pick_sampler(cfg, frozen), evaluation_sampling(cfg), held_out(task, cfg.evaluate.n)
+    world = world_in(cfg, frozen)
+    sampler, sampling = pick_sampler(cfg, frozen, world), evaluation_sampling(cfg)
+    prompts = held_out(task, cfg.evaluate.n)
     sampler.sync(frozen, 0)
     trained = progress_of(cfg, cfg.algorithm.steps)
     evaluation, groups, best = evaluate(
         cfg.task_name, task, prompts, sampler, sampling, cfg.evaluate.k, OneProcess(), trained
     )
+    if world:
+        world.close()
     for group in best[:show]:
         rich.print(verdict(group))
     if output:

@@ -1,0 +1,79 @@
+"""Products of numbers that are too large to be known by heart, with a tool that multiplies."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from random import Random
+from typing import Literal
+
+from pellucid.environments.talk import Talk
+from pellucid.rewards.answers import last_number, only_number
+from pellucid.types import Completion, Prompt, Reward
+
+TOOL = "multiply"
+
+
+@dataclass(frozen=True)
+class Calculator:
+    """The reward is 1 for the right product, of which `credit` is for the right call of the tool.
+
+    The answer is the last number of the last turn. Numbers with an even sum are of the train split, others of the test
+    split.
+
+    Example: Calculator(digits=3, credit=0.3).sample(step=0, n=8)
+    """
+
+    name: Literal["calculator"] = "calculator"
+    """This task."""
+    seed: int = 0
+    """The seed by which the numbers of each step are drawn."""
+    split: Literal["train", "test"] = "train"
+    """`train` or `test`."""
+    digits: int = 3
+    """How many digits each number has."""
+    credit: float = 0.3
+    """The share of the reward for a call of the tool with the numbers of the question; the rest is for the answer."""
+    template: str = "What is {a} * {b}?"
+    """The question; {a} and {b} are filled in."""
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.digits <= 6:
+            raise ValueError(f"digits = {self.digits} must be from 1 to 6")
+        if not 0 <= self.credit < 1:
+            raise ValueError(f"credit = {self.credit} must be from 0 to below 1")
+
+    @property
+    def talk(self) -> Talk:
+        return Talk(tools=(f"pellucid.tasks.calculator:{TOOL}",))
+
+    def sample(self, step: int, n: int) -> list[Prompt]:
+        random = Random(f"calculator/{self.seed}/{self.split}/{step}")
+        return [self._prompt(f"{self.split}/{step}/{i}", random) for i in range(n)]
+
+    def reward(self, prompt: Prompt, completion: Completion) -> Reward:
+        """Grade the answer, and the use of the tool: whether the tool has said the product."""
+        answers = [message["content"] for message in completion.messages if message["role"] == "tool"]
+        called = prompt.answer in answers
+        found = last_number(completion.text)
+        right = found is not None and found == only_number(prompt.answer)
+        value = self.credit * called + (1 - self.credit) * right
+        by_tool = {"right_by_tool": float(right and called)}
+        return Reward(value, {"called": float(called), "right": float(right)}, correct=right, logged=by_tool)
+
+    def _prompt(self, id: str, random: Random) -> Prompt:
+        low, high = 10 ** (self.digits - 1), 10**self.digits - 1
+        a, b = random.randint(low, high), random.randint(low, high)
+        if (a + b) % 2 != (self.split == "test"):
+            b += 1 if b < high else -1
+        text = self.template.replace("{a}", str(a)).replace("{b}", str(b))
+        return Prompt(id, ({"role": "user", "content": text},), str(a * b))
+
+
+def multiply(a: int, b: int) -> int:
+    """Multiply two numbers.
+
+    Args:
+        a: The first number.
+        b: The second number.
+    """
+    return a * b

@@ -1,0 +1,126 @@
+"""Conversations with an environment and tools of your own, about questions of your own or of the environment's."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from pellucid.environments.talk import Talk, makers
+from pellucid.rewards.parts import Part
+from pellucid.rewards.terms import ENVIRONMENT, RewardTerm, is_function, part_of
+from pellucid.rewards.trainer_state import state_of
+from pellucid.tasks.dataset import Dataset
+from pellucid.tasks.sources import Source
+from pellucid.types import Completion, Progress, Prompt, Reward
+
+
+@dataclass(frozen=True)
+class Environment:
+    """The policy talks with an environment, and calls its methods and other functions as tools, until it is over.
+
+    The reward is what `get_reward()` of the environment returns, with reward terms beside it or in its place.
+
+    Example: Environment(environment="games.py:Wordle"); Environment(tools=("tools.py:search",), data="train.jsonl")
+    """
+
+    name: Literal["environment"] = "environment"
+    """This task."""
+    seed: int = 0
+    """The seed of the order of the rows, and of the random numbers of the environment."""
+    split: Literal["train", "test"] = "train"
+    """`train` or `test`."""
+    environment: str = ""
+    """"path/to/file.py:Class": a class with reset(**row), which may return what is added to the question, with public
+    methods as tools, and get_reward(). Or a function reply(messages), which returns what is said next, or None. Or a
+    mapping of names to classes, where the column `environment` says which."""
+    tools: tuple[str, ...] = ()
+    """Functions that may be called, "path/to/file.py:function": their types and docstrings say what they take."""
+    timeout: float = 10.0
+    """Seconds that one call of a tool or of the environment may take."""
+    data: Source = ""
+    """Files of questions, or the id of a data set on the Hub. Empty: the environment asks by itself."""
+    subset: str = ""
+    """The configuration of the Hub data set."""
+    test_data: Source = ""
+    """The held-out rows: files, or a split of the Hub data set. Empty: a share of `data`."""
+    test_share: float = 0.1
+    """The share of questions that is held out where there is no `test_data`."""
+    question: str = "question"
+    """The column that {question} stands for in the template."""
+    messages: str = ""
+    """A column of chat messages, in place of question, system and template."""
+    system: str = ""
+    """The system message, if any."""
+    template: str = "{question}"
+    """The user's message: {column} is replaced by the text of that column. Without data it is what stands before the
+    question of the environment; "{question}" then is nothing."""
+    answer: str = "answer"
+    """The column of the gold answer, for reward terms that compare with it."""
+    answer_pattern: str = ""
+    """A regular expression whose first group is the gold answer within its column."""
+    rewards: tuple[RewardTerm, ...] = ()
+    """The terms of the reward. Empty: `environment`, which is what get_reward() returns."""
+    correct: str = ""
+    """The reward term by which evaluation counts an answer as correct. Empty: the first."""
+
+    def __post_init__(self) -> None:
+        if not self.environment and not self.tools:
+            raise ValueError('environment = "" must be "path/to/file.py:Class", or tools must name functions')
+        if not 0 < self.timeout <= 1e6:
+            raise ValueError(f"timeout = {self.timeout} must be a positive number of seconds")
+        if not self.data and not self.environment:
+            raise ValueError('data = "" needs an environment, which asks by itself')
+        has_reward = any(hasattr(maker, "get_reward") for maker in makers(self.talk).values())
+        if not self.rewards and not has_reward:
+            raise ValueError("the environment has no get_reward(): give rewards")
+        if not self.rewards:
+            object.__setattr__(self, "rewards", (RewardTerm(ENVIRONMENT),))
+        self._rows()
+
+    @property
+    def talk(self) -> Talk:
+        """Those whom the policy talks with."""
+        keeps = any(is_function(term.name) for term in self.rewards)
+        return Talk(self.environment, self.tools, self.timeout, keeps)
+
+    @property
+    def questions_in_all(self) -> int | None:
+        """The number of rows of the split; None where the environment asks, as often as it is asked to."""
+        return self._rows().questions_in_all if self.data else None
+
+    def sample(self, step: int, n: int) -> list[Prompt]:
+        """Return the prompts of the next n rows, or n that the environment is still to ask."""
+        if self.data:
+            return self._rows().sample(step, n)
+        before = "" if self.template == "{question}" else self.template
+        system = ({"role": "system", "content": self.system},) if self.system else ()
+        text = (*system, {"role": "user", "content": before})
+        return [Prompt(f"{self.split}/{step}/{i}", text) for i in range(n)]
+
+    def reward(self, prompt: Prompt, completion: Completion) -> Reward:
+        """Grade a completion alone, in this process."""
+        alone = state_of(Progress(), None)
+        return self.total([part_of(term, [(prompt, completion)], alone)[0] for term in self.rewards])
+
+    def total(self, parts: Sequence[Part]) -> Reward:
+        """Add up what each term says of a completion, as Dataset does."""
+        return self._rows().total(parts)
+
+    def _rows(self) -> Dataset:
+        return Dataset(
+            seed=self.seed,
+            split=self.split,
+            data=self.data or "unasked.jsonl",
+            subset=self.subset,
+            test_data=self.test_data,
+            test_share=self.test_share,
+            question=self.question,
+            messages=self.messages,
+            system=self.system,
+            template=self.template if self.data else "{question}",
+            answer=self.answer,
+            answer_pattern=self.answer_pattern,
+            rewards=self.rewards,
+            correct=self.correct,
+        )

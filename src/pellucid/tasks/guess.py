@@ -1,0 +1,93 @@
+"""A hidden number is to be guessed in a few turns; what is said in between is "Higher." or "Lower."."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from random import Random
+from typing import Any, Literal
+
+from pellucid.environments.talk import Talk
+from pellucid.types import Completion, Message, Prompt, Reward
+
+_NUMBER = re.compile(r"\d+")
+
+
+@dataclass(frozen=True)
+class Guess:
+    """The reward is 1 where the number was found within `guesses` turns, else 0. The policy never sees the number.
+
+    A turn's guess is the last number in it. The splits have the same numbers, in other orders: nothing but the way of
+    guessing can be learnt.
+
+    Example: Guess(largest=20, guesses=5).sample(step=0, n=8)
+    """
+
+    name: Literal["guess"] = "guess"
+    """This task."""
+    seed: int = 0
+    """The seed by which the numbers of each step are drawn."""
+    split: Literal["train", "test"] = "train"
+    """`train` or `test`."""
+    largest: int = 20
+    """The largest number that may be hidden; the smallest is 1."""
+    guesses: int = 5
+    """How many guesses there are."""
+    template: str = (
+        "I have hidden a number from 1 to {largest}. Guess it. Answer with one number only, and I will say whether mine"
+        " is higher or lower."
+    )
+    """The question; {largest} is filled in."""
+
+    def __post_init__(self) -> None:
+        if self.largest < 2 or self.guesses < 1:
+            raise ValueError(f"largest = {self.largest} must be at least 2, and guesses = {self.guesses} at least 1")
+
+    @property
+    def talk(self) -> Talk:
+        return Talk("pellucid.tasks.guess:Game")
+
+    def sample(self, step: int, n: int) -> list[Prompt]:
+        """Return n numbers; in each stretch of `largest` of them every number is there once."""
+        text = ({"role": "user", "content": self.template.replace("{largest}", str(self.largest))},)
+        numbers = [self._number(step * n + i) for i in range(n)]
+        return [
+            Prompt(f"{self.split}/{step}/{i}", text, str(number), {"number": number, "guesses": self.guesses})
+            for i, number in enumerate(numbers)
+        ]
+
+    def reward(self, prompt: Prompt, completion: Completion) -> Reward:
+        guesses = guesses_in(completion.messages)[: self.guesses]
+        found = int(prompt.answer) in guesses
+        return Reward(float(found), correct=found, logged={"guesses": float(len(guesses))} if found else {})
+
+    def _number(self, place: int) -> int:
+        stretch, i = divmod(place, self.largest)
+        order = Random(f"guess/{self.seed}/{self.split}/{stretch}").sample(range(1, self.largest + 1), self.largest)
+        return order[i]
+
+
+class Game:
+    """The one who has hidden a number."""
+
+    def __init__(self) -> None:
+        self.number = self.left = 0
+
+    def reset(self, number: int, guesses: int) -> None:
+        self.number, self.left = number, guesses
+
+    def reply(self, messages: Sequence[dict[str, Any]]) -> str | None:
+        self.left -= 1
+        said = guesses_in(messages[-1:])
+        if self.left == 0 or said == [self.number]:
+            return None
+        if not said:
+            return "Say a number."
+        return "Higher." if said[0] < self.number else "Lower."
+
+
+def guesses_in(messages: Sequence[Message]) -> list[int]:
+    """Return the last number of each message of the policy that has one of up to nine digits."""
+    said = [_NUMBER.findall(message["content"]) for message in messages if message["role"] == "assistant"]
+    return [int(numbers[-1][:9]) for numbers in said if numbers]
