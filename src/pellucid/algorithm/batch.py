@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -55,6 +56,8 @@ class Batch:
     """[B, T] log-probs under the reference."""
     kl: Tensor | None = None
     """[B, T] KL to the reference when the rollouts were drawn, where the reward is charged with it."""
+    rollout_of: Tensor | None = None
+    """[B] the completion p * G + g whose sequence each row is; None where each row is a completion of its own."""
     acts: Tensor | None = None
     """[B, T] bool: the policy gradient acts on this token; None means on all that were sampled."""
     advantages: Tensor | None = None
@@ -104,9 +107,27 @@ class Batch:
         """Consecutive batches of at most `size` rows; 0 means one."""
         return [self.rows(slice(i, i + size)) for i in range(0, len(self), size)] if size else [self]
 
+    def parts(self, count: int) -> list[Batch]:
+        """Consecutive batches, so many, of as many rows each as can be."""
+        ends = [len(self) * i // count for i in range(count + 1)]
+        return [self.rows(slice(start, end)) for start, end in pairwise(ends)]
+
+    def by_rollout(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """[B, T] -> its sums over the sampled tokens of each completion [P * G, 1], and a mask of the same shape; where
+        each row is a completion, `x` as it is, and its mask.
+        """
+        if self.rollout_of is None:
+            return x, self.sampled
+        sums = (x.double() * self.sampled).sum(-1)
+        found = sums.new_zeros(int(self.rollout_of.max()) + 1).index_add(0, self.rollout_of, sums)[:, None]
+        return found, torch.ones_like(found, dtype=torch.bool)
+
 
 def collate(groups: Sequence[Group], device: torch.device) -> Batch:
-    completions = [c for g in groups for c in g.completions]
+    """The Batch of groups. Behind the completions, in their order, stand their branches."""
+    rollouts = [(p, c) for p, g in enumerate(groups) for c in g.completions]
+    branches = [(p, i, b) for i, (p, c) in enumerate(rollouts) for b in c.branches]
+    completions = [*(c for _, c in rollouts), *(b for _, _, b in branches)]
     words, spans = (None, None)
     if completions[0].sampling_mask:
         words, spans = (x.to(device) for x in collated([c.sampling_mask for c in completions]))
@@ -114,7 +135,7 @@ def collate(groups: Sequence[Group], device: torch.device) -> Batch:
     return Batch(
         prompt_ids=tuple(g.prompt_ids for g in groups),
         demonstrations=tuple(g.demonstration for g in groups),
-        prompt_of=torch.tensor([p for p, g in enumerate(groups) for _ in g.completions], device=device),
+        prompt_of=torch.tensor([*(p for p, _ in rollouts), *(p for p, _, _ in branches)], device=device),
         response_ids=padded([c.token_ids for c in completions], torch.long).to(device),
         mask=mask.to(device),
         sampled=(mask & ~given_of(completions, mask.shape[1])).to(device),
@@ -122,6 +143,9 @@ def collate(groups: Sequence[Group], device: torch.device) -> Batch:
         sampler_logprobs=padded([c.logprobs for c in completions], torch.float32).to(device),
         mask_words=words,
         mask_spans=spans,
+        rollout_of=torch.tensor([*range(len(rollouts)), *(i for _, i, _ in branches)], device=device)
+        if branches
+        else None,
     )
 
 

@@ -143,7 +143,7 @@ def train(
         sampler.sync(policy, step + 1)
         clock.lap("update")
         finish_step(state, step, reference, policy, metrics, cfg)
-        metrics |= drawn | changed | kl.cost(fresh.kl, fresh.sampled, cfg, runtime.gather) | clock.times()
+        metrics |= drawn | changed | kl.cost(*charged(fresh), cfg, runtime.gather) | clock.times()
         yield StepResult(state.step, metrics, runtime.gather(with_advantages(groups, advantages)))
 
 
@@ -203,30 +203,40 @@ def compute_advantages(
     grades = grades_of(runtime.gather(groups))
     shaped = torch.stack(runtime.gather(list(shape(grades_of(groups), batch, policy, cfg))))
     advantages = advantages_of(grades, shaped, cfg)
-    penalty = kl.penalty(batch.kl, batch.sampled, cfg)
+    penalty = kl.penalty(*charged(batch), cfg)
     changed = diagnostics.on_advantages(grades, shaped, advantages, cfg) | diagnostics.of_penalty(
         penalty, runtime.gather
     )
     return torch.stack(list(runtime.shard(list(advantages)))) - penalty, changed
 
 
+def charged(batch: Batch) -> tuple[Tensor | None, Tensor]:
+    """The KL that rewards are charged with, and what of it counts."""
+    return (None, batch.sampled) if batch.kl is None else batch.by_rollout(batch.kl)
+
+
 def attach_advantages(
     batch: Batch, groups: Sequence[Group], advantages: Tensor, runtime: Runtime, cfg: GRPOConfig
 ) -> Batch:
-    """Batch with advantages [B, T] and, where set, clip_high [B]."""
-    batch = replace(batch, advantages=batch.along_responses(advantages.flatten().to(batch.sampler_logprobs)))
-    if not cfg.clip_difficulty:
-        return batch
-    mean = grades_of(runtime.gather(groups)).correct.nanmean()
-    clip_high = clip_high_by_difficulty(grades_of(groups).correct, mean, cfg)
-    return replace(batch, clip_high=clip_high.flatten().to(batch.sampler_logprobs))
+    """Batch with advantages [B, T] and, where set, clip_high [B]. Branches stand beside their completions."""
+    clip_high = None
+    if cfg.clip_difficulty:
+        mean = grades_of(runtime.gather(groups)).correct.nanmean()
+        clip_high = clip_high_by_difficulty(grades_of(groups).correct, mean, cfg).flatten().to(batch.sampler_logprobs)
+    of_rows = advantages.flatten().to(batch.sampler_logprobs)
+    if batch.rollout_of is None:
+        return replace(batch, advantages=batch.along_responses(of_rows), clip_high=clip_high)
+    rollouts, beside = batch.rollout_of.sort(stable=True)
+    batch = replace(batch.rows(beside), rollout_of=None)
+    clip_high = None if clip_high is None else clip_high[rollouts]
+    return replace(batch, advantages=batch.along_responses(of_rows[rollouts]), clip_high=clip_high)
 
 
 def update(policy: Policy, batch: Batch, runtime: Runtime, cfg: GRPOConfig) -> dict[str, float]:
     """Take cfg.inner_steps optimizer steps on the rollouts. Return the mean of each metric over trained tokens."""
     totals = Totals()
     for _ in range(cfg.epochs):
-        for minibatch in batch.chunks(len(batch) // cfg.minibatches):
+        for minibatch in batch.parts(cfg.minibatches):
             weighted = with_weights(minibatch, runtime, cfg)
             accumulate = partial(gradients, policy, weighted, totals, runtime, cfg)
             totals = runtime.fit(accumulate, cfg.micro_batch or len(minibatch))
@@ -325,12 +335,12 @@ def shape(grades: Grades, batch: Batch, policy: Policy, cfg: GRPOConfig) -> Tens
     """Rewards [P, G] after shaping, as they are compared."""
     rewards = grades.rewards
     if cfg.similarity != "none":
-        states = [
-            policy.embed(micro_batch, cfg.similarity_layer).cpu() for micro_batch in batch.chunks(cfg.micro_batch)
-        ]
+        completions = batch if batch.rollout_of is None else batch.rows(slice(rewards.numel()))
+        chunks = completions.chunks(cfg.micro_batch)
+        states = [policy.embed(micro_batch, cfg.similarity_layer).cpu() for micro_batch in chunks]
         rewards = shaping.SIMILARITY[cfg.similarity](rewards, torch.cat(states).view(*rewards.shape, -1), cfg)
     rewards = shaping.overlong(rewards, grades.lengths, cfg)
-    return kl.in_raw_reward(rewards, batch.kl, batch.sampled, cfg)
+    return kl.in_raw_reward(rewards, *charged(batch), cfg)
 
 
 def with_advantages(groups: Sequence[Group], advantages: Tensor) -> list[Group]:

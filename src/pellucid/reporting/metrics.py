@@ -42,8 +42,22 @@ def describe(groups: Sequence[Group], min_reward_range: float = 0.0) -> dict[str
         "completion/finished": fmean(completion.finished for completion, _ in pairs),
         "completion/length_mean": mean_length([completion for completion, _ in pairs]),
         **lengths_by_grade(graded),
-        "tokens": float(sum(completion.length for completion, _ in pairs)),
+        **turns_and_calls([completion for completion, _ in pairs]),
+        "tokens": float(sum(each.length for completion, _ in pairs for each in (completion, *completion.branches))),
     }
+
+
+def turns_and_calls(completions: Sequence[Completion]) -> dict[str, float]:
+    """Of conversations the turns of the policy, the calls of tools, and how many of these came to nothing, and why."""
+    held = [completion for completion in completions if completion.messages]
+    if not held:
+        return {}
+    events = [completion.outcome.events for completion in held if completion.outcome]
+    total = sum((Counter(each) for each in events), Counter())
+    calls = total.pop("calls", 0)
+    faults = {f"tools/{kind}": count / calls for kind, count in total.items() if calls}
+    spoken = fmean(sum(message["role"] == "assistant" for message in completion.messages) for completion in held)
+    return {"turns/mean": spoken} | ({"tools/calls": calls / len(held)} if calls else {}) | faults
 
 
 def all_failed(groups: Sequence[Group]) -> bool:
