@@ -19,6 +19,7 @@ TASKS = {
     "expected": "pellucid.tasks.expected:Expected",
     "gsm8k": "pellucid.tasks.gsm8k:Gsm8k",
     "prefixed": "pellucid.tasks.prefixed:Prefixed",
+    "reasoning_gym": "pellucid.tasks.reasoning_gym:ReasoningGym",
     "sorting": "pellucid.tasks.sorting:Sorting",
 }
 
