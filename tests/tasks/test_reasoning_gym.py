@@ -155,7 +155,7 @@ def test_other_families_than_those_that_are_refused_ask_the_same_in_each_process
 def test_families_that_ask_otherwise_in_each_process_need_a_fixed_order(options, monkeypatch):
     task = {"family": "composite" if options else "ransom_note", "options": options}
     monkeypatch.delenv("PYTHONHASHSEED", raising=False)
-    with pytest.raises(ValueError, match='"ransom_note" .* set PYTHONHASHSEED=0'):
+    with pytest.raises(ValueError, match=r'"ransom_note" .* set PYTHONHASHSEED=0'):
         ReasoningGym(**task)
     monkeypatch.setenv("PYTHONHASHSEED", "0")
     assert ReasoningGym(**task).sample(0, 1)
