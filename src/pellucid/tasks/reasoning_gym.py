@@ -115,5 +115,5 @@ def data_set(family: str, options: Mapping[str, Any], seed: int) -> Any:
 
 @cache
 def grader_of(family: str, options: str) -> Any:
-    """Return a data set that grades; its options are JSON. Some take half a second to be made."""
+    """Return a data set that grades; its options are JSON. Some read long files."""
     return data_set(family, json.loads(options), 0)
