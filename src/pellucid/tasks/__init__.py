@@ -22,6 +22,7 @@ TASKS = {
     "gsm8k": "pellucid.tasks.gsm8k:Gsm8k",
     "guess": "pellucid.tasks.guess:Guess",
     "prefixed": "pellucid.tasks.prefixed:Prefixed",
+    "reasoning_gym": "pellucid.tasks.reasoning_gym:ReasoningGym",
     "sorting": "pellucid.tasks.sorting:Sorting",
 }
 

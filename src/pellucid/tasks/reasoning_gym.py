@@ -1,0 +1,119 @@
+"""A hundred families of puzzles and problems, made as they are asked and graded by the package `reasoning_gym`."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from functools import cache, partial
+from random import Random
+from typing import Any, Literal
+
+from pellucid.machine.extras import extra
+from pellucid.machine.plugins import did_you_mean
+from pellucid.rewards.answers import answered
+from pellucid.types import Completion, Prompt, Reward, UserError
+
+Options = dict[str, bool | int | float | str | list[int | float | str | dict[str, Any]]]
+
+TEST_SHARE = 0.25
+TRIES = 1000
+UNORDERED = "codeio isomorphic_strings knight_swap list_functions polynomial_multiplication ransom_note word_ladder"
+"""Families that walk through sets of texts, whose order is another one in each process."""
+UNREADABLE = (ArithmeticError, AttributeError, LookupError, SyntaxError, TypeError, ValueError)
+"""What graders raise at an answer that they cannot read."""
+
+
+@dataclass(frozen=True)
+class ReasoningGym:
+    """The reward is the score of the family's own grader, from 0 to 1; an answer is right at 1.
+
+    What the grader cannot read earns 0. The splits share no question: a quarter of them, by a hash, are held out.
+
+    Example: ReasoningGym(family="leg_counting", options={"max_animals": 4}).sample(step=0, n=8)
+    """
+
+    name: Literal["reasoning_gym"] = "reasoning_gym"
+    """This task."""
+    seed: int = 0
+    """The seed by which the questions of each step are drawn."""
+    split: Literal["train", "test"] = "train"
+    """`train` or `test`."""
+    family: str = "chain_sum"
+    """A data set of the package, such as mini_sudoku; composite mixes those in options.datasets."""
+    options: Options = field(default_factory=dict)
+    """The family's own settings, such as max_terms of chain_sum."""
+    system: str = "default"
+    """The system message: default, simple, direct, chain_of_draft or DeepSeekZero of the package, or your own text;
+    empty for none."""
+
+    def __post_init__(self) -> None:
+        families = package("factory").DATASETS
+        if self.family not in families:
+            there = did_you_mean(self.family, families) or f"; there are {', '.join(sorted(families))}"
+            raise ValueError(f'family "{self.family}" is unknown{there}')
+        try:
+            made = data_set(self.family, self.options, 0)
+        except (AssertionError, *UNREADABLE) as error:
+            known = [name for name in families[self.family][1].__dataclass_fields__ if name not in ("seed", "size")]
+            raise ValueError(f"options = {self.options}: {error}; {self.family} has {', '.join(known)}") from error
+        unordered = [name for name in getattr(made, "datasets", [self.family]) if name in UNORDERED.split()]
+        if unordered and os.environ.get("PYTHONHASHSEED", "random") == "random":
+            raise ValueError(f'family "{unordered[0]}" asks otherwise in each process: set PYTHONHASHSEED=0 outside')
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Be made anew in another process, so that the package is loaded there before a reward is timed."""
+        return partial(type(self), **{each.name: getattr(self, each.name) for each in fields(self)}), ()
+
+    def sample(self, step: int, n: int) -> list[Prompt]:
+        rng = Random(f"reasoning_gym/{self.seed}/{self.split}/{step}")
+        return [self._prompt(f"{self.split}/{step}/{i}", rng) for i in range(n)]
+
+    def reward(self, prompt: Prompt, completion: Completion) -> Reward:
+        grader = grader_of(self.family, json.dumps(self.options))
+        try:
+            score = float(grader.score_answer(answered(completion.text), prompt.columns["entry"]))
+        except UNREADABLE:
+            score = 0.0
+        return Reward(score, correct=score >= 1)
+
+    def solution(self, prompt: Prompt) -> str:
+        """Return the family's own answer in its tag; the tag is empty where it has none, as rush_hour."""
+        return f"<answer>{prompt.answer}</answer>"
+
+    def _prompt(self, id: str, rng: Random) -> Prompt:
+        for _ in range(TRIES):
+            entry = data_set(self.family, self.options, rng.getrandbits(31))[0]
+            if split_of(entry["question"]) == self.split:
+                system = package("utils").SYSTEM_PROMPTS.get(self.system, self.system).strip()
+                messages = ({"role": "system", "content": system},) if system else ()
+                asked = (*messages, {"role": "user", "content": entry["question"]})
+                return Prompt(id, asked, entry["answer"] or "", {"entry": entry})
+        raise UserError(
+            f"{self.family} has no {self.split} question in {TRIES}: give it options that make more of them"
+        )
+
+
+def split_of(question: str) -> Literal["train", "test"]:
+    """Return the split of a question, by a hash of its text."""
+    digest = hashlib.sha256(question.encode()).digest()
+    return "test" if int.from_bytes(digest[:8]) < TEST_SHARE * 2**64 else "train"
+
+
+def package(module: str) -> Any:
+    return extra(f"reasoning_gym.{module}", "gym", 'task "reasoning_gym"')
+
+
+def data_set(family: str, options: Mapping[str, Any], seed: int) -> Any:
+    """Return the family with one question, that of this seed."""
+    if family == "composite":
+        options = {"datasets": [package("composite").DatasetSpec(**each) for each in options.get("datasets", [])]}
+    return package("factory").create_dataset(family, **options, seed=seed, size=1)
+
+
+@cache
+def grader_of(family: str, options: str) -> Any:
+    """Return a data set that grades; its options are JSON. Some read long files."""
+    return data_set(family, json.loads(options), 0)
