@@ -29,7 +29,7 @@ def begun(name, copies=2):
 
 def append(rows, tokens):
     for row, ids in zip(rows, tokens, strict=True):
-        row += ids
+        row.extend(ids)
 
 
 def close(logits, expected):

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from pellucid.protocols import Reply, World
 from pellucid.samplers.rollout import check_lengths, generated_text
-from pellucid.types import Completion, Group, Message, Outcome, Prompt, Sampling
+from pellucid.types import Completion, Group, Message, Outcome, Prompt, Sampling, UserError
 
 PAUSE = 0.5
 """Seconds that are waited at a time where nobody speaks."""
@@ -48,6 +48,8 @@ class Row:
     """Whether the conversation ended as no token was left."""
     fed: int = 0
     """How many of `question` and `tokens` the cache holds, where it is kept."""
+    fault: str = ""
+    """Why it cannot be held, where that is no fault of the world's."""
     outcome: Outcome | None = None
     branches: list[tuple[tuple[int, ...], Completion]] = field(default_factory=list)
     """Earlier sequences, each with its question."""
@@ -150,7 +152,7 @@ class Talks:
         if reply.prompt:
             self._ask(row, reply.prompt)
         elif reply.outcome:
-            row.outcome = reply.outcome
+            row.outcome = replace(reply.outcome, error=reply.outcome.error or row.fault)
             if row.question:
                 self._open -= 1
             else:  # it could not begin: the answer to the question as it stands, so that there is one
@@ -163,10 +165,15 @@ class Talks:
         if row.question and not self._may_go_on(row, 0):
             self.world.end(row.number)
             return
+        question, prefix = self.policy.encode_question(prompt), self.policy.encode_prefix(prompt)
+        longest = self.policy.context_length - self.sampling.max_tokens
+        if len(question) + len(prefix) > longest and not row.outcome:
+            row.fault = f"a question of {len(question)} tokens, where the model's context has room for {longest}"
+            self.world.end(row.number)
+            return
+        check_lengths([(*question, *prefix)], longest)
         if row.tokens:
             row.branches.append((row.question, self._completion(row)))
-        question, prefix = self.policy.encode_question(prompt), self.policy.encode_prefix(prompt)
-        check_lengths([(*question, *prefix)], self.policy.context_length - self.sampling.max_tokens)
         row.prompt, row.question, row.prefix = prompt, question, len(prefix)
         row.tokens, row.logprobs, row.masks, row.given, row.messages = [], [], [], [], []
         row.turn, row.fed = 0, 0
@@ -218,6 +225,11 @@ class Talks:
         sequences = [(row.question, self._completion(row), row.branches) for row in rows]
         questions = [asked for question, _, others in sequences for asked in (question, *(q for q, _ in others))]
         common = questions[0][: shared(questions)]
+        if not common:
+            raise UserError(
+                f"the histories of prompt {prompt.id} have not even their first token in common: give a chat template"
+                " that begins all of them alike (policy.template)"
+            )
         completions = [
             replace(
                 begun(completion, question[len(common) :]),

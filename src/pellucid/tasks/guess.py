@@ -16,10 +16,11 @@ _NUMBER = re.compile(r"\d+")
 
 @dataclass(frozen=True)
 class Guess:
-    """The reward is 1 where the number was found within `guesses` turns, else 0. The policy never sees the number.
+    """The reward is 1 where the number was found within `guesses` turns, each a number alone. The policy never sees it.
 
-    A turn's guess is the last number in it. The splits have the same numbers, in other orders: nothing but the way of
-    guessing can be learnt.
+    A turn's guess is the last number in it. Of the reward `format_reward` is for the share of turns that are one number
+    and nothing else; the rest is for the number. The splits have the same numbers, in other orders: nothing but the way
+    of guessing can be learnt.
 
     Example: Guess(largest=20, guesses=5).sample(step=0, n=8)
     """
@@ -34,6 +35,8 @@ class Guess:
     """The largest number that may be hidden; the smallest is 1."""
     guesses: int = 5
     """How many guesses there are."""
+    format_reward: float = 0.2
+    """The share of the reward for turns that are a number alone, from 0 to below 1."""
     template: str = (
         "I have hidden a number from 1 to {largest}. Guess it. Answer with one number only, and I will say whether mine"
         " is higher or lower."
@@ -43,6 +46,8 @@ class Guess:
     def __post_init__(self) -> None:
         if self.largest < 2 or self.guesses < 1:
             raise ValueError(f"largest = {self.largest} must be at least 2, and guesses = {self.guesses} at least 1")
+        if not 0 <= self.format_reward < 1:
+            raise ValueError(f"format_reward = {self.format_reward} must be from 0 to below 1")
 
     @property
     def talk(self) -> Talk:
@@ -60,7 +65,11 @@ class Guess:
     def reward(self, prompt: Prompt, completion: Completion) -> Reward:
         guesses = guesses_in(completion.messages)[: self.guesses]
         found = int(prompt.answer) in guesses
-        return Reward(float(found), correct=found, logged={"guesses": float(len(guesses))} if found else {})
+        turns = [message["content"] for message in completion.messages if message["role"] == "assistant"]
+        alone = sum(turn.strip().isdecimal() for turn in turns) / max(1, len(turns))
+        value = (1 - self.format_reward) * found + self.format_reward * alone
+        logged = {"guesses": float(len(guesses))} if found else {}
+        return Reward(value, {"found": float(found), "alone": alone}, correct=found, logged=logged)
 
     def _number(self, place: int) -> int:
         stretch, i = divmod(place, self.largest)

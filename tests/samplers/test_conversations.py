@@ -1,0 +1,294 @@
+"""Conversations: what was sampled is kept token by token, what was said to the policy is given."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import pytest
+import torch
+
+from conftest import EOS, make_policy
+from pellucid.algorithm.batch import collate
+from pellucid.environments.here import Here
+from pellucid.environments.talk import Talk
+from pellucid.protocols import Reply, Said
+from pellucid.samplers.hf import HuggingFace
+from pellucid.samplers.native import Native
+from pellucid.types import Outcome, Prompt, Sampling
+from worlds import TEMPLATE, asked
+
+SAMPLING = Sampling(4, max_tokens=80, turns=5, turn_tokens=9, seed="0/0")
+
+
+def policy_of(architecture="llama", **settings):
+    policy = make_policy(architecture, **settings)
+    policy.tokenizer.chat_template = TEMPLATE
+    return policy
+
+
+def sampler_of(name, policy, world=None, rows=256):
+    world = world or Here(Talk("worlds:Parrot"))
+    sampler = Native(rows, world=world) if name == "native" else HuggingFace(world=world)
+    sampler.sync(policy, 7)
+    return sampler
+
+
+def held(name="native", architecture="llama", sampling=SAMPLING, world=None, rows=256, prompts=None):
+    policy = policy_of(architecture)
+    return policy, sampler_of(name, policy, world, rows).generate(prompts or asked(), sampling)
+
+
+def completions_of(groups):
+    return [completion for group in groups for completion in group.completions]
+
+
+def turns_of(completion):
+    """The ranges of what was sampled."""
+    edges = [0, *(edge for stretch in completion.given for edge in stretch), len(completion.token_ids)]
+    return [(start, end) for start, end in zip(edges[::2], edges[1::2], strict=True) if start < end]
+
+
+@pytest.mark.parametrize("architecture", ["llama", "gpt2", "gemma"])
+@pytest.mark.parametrize("name", ["native", "hf"])
+def test_the_logprobs_of_every_turn_are_the_scorers(name, architecture):
+    policy, groups = held(name, architecture)
+    batch = collate(groups, policy.device)
+    assert max(len(turns_of(c)) for c in completions_of(groups)) >= 3
+    with torch.no_grad():
+        gap = (policy.score(batch).logprobs - batch.sampler_logprobs)[batch.sampled].abs().max()
+    assert gap < 1e-4
+    assert (batch.sampler_logprobs[~batch.sampled] == 0).all()
+
+
+@pytest.mark.parametrize("name", ["native", "hf"])
+def test_what_was_said_is_what_stands_in_the_tokens(name):
+    """Turn by turn, the policy's and the others': the template around the messages is nowhere tokenized twice."""
+    policy, groups = held(name)
+    for group, completion in [(g, c) for g in groups for c in g.completions]:
+        text = policy.decode(group.prompt_ids) + policy.decode(completion.token_ids, special=True)
+        written = "k" + "".join(m["content"] + "=" for m in group.prompt.text)
+        shared = policy.decode(group.prompt_ids)
+        said = [message["content"] for message in completion.messages if message["role"] == "assistant"]
+        assert said == [policy.decode(completion.token_ids[start:end]) for start, end in turns_of(completion)]
+        heard = [message["content"] for message in completion.messages if message["role"] == "user"]
+        begins = int(completion.given[0][0] == 0)
+        given = [policy.decode(completion.token_ids[a:b], special=True) for a, b in completion.given[begins:]]
+        assert [part.removeprefix("<eos>") for part in given] == [f"{words}=" for words in heard]
+        assert text.startswith(shared)
+        assert written.startswith(shared)
+        assert completion.text == said[-1]
+        assert completion.outcome.reward == pytest.approx(len(said) + sum(map(len, said)) / 100)
+
+
+def test_siblings_are_asked_the_same_by_an_environment_that_draws():
+    """It adds a digit to each question, the same for every seed of the sampling."""
+    policy, groups = held(prompts=asked(8), sampling=replace(SAMPLING, seed="1/0"))
+    digits = [policy.decode(group.prompt_ids)[-3] for group in groups]
+    assert all(digit.isdigit() for digit in digits)
+    assert len(set(digits)) > 3, "the environment draws"
+    assert all(c.given[0][0] > 0 for c in completions_of(groups)), "siblings share a seed until they are asked"
+    assert [g.prompt.text for g in held(prompts=asked(8))[1]] == [g.prompt.text for g in groups]
+
+
+class Lead:
+    """Asks each sibling something else."""
+
+    def __init__(self):
+        self.inner = Here(Talk("worlds:Parrot"))
+        self.siblings = {}
+
+    def begin(self, number, prompt, sibling):
+        self.siblings[number] = sibling
+        self.inner.begin(number, prompt, sibling)
+
+    def heard(self, seconds):
+        return [(n, self._changed(n, reply)) for n, reply in self.inner.heard(seconds)]
+
+    def _changed(self, number, reply):
+        if not reply.prompt:
+            return reply
+        [question] = reply.prompt.text
+        words = question["content"] + "c" * self.siblings[number]
+        return Reply(prompt=replace(reply.prompt, text=({**question, "content": words},)))
+
+    def __getattr__(self, name):
+        return getattr(self.inner, name)
+
+
+def test_other_questions_of_siblings_are_given_behind_what_they_share():
+    policy, groups = held(world=Lead())
+    for group in groups:
+        whole = [(*group.prompt_ids, *c.token_ids) for c in group.completions]
+        beginnings = [policy.decode(ids).split("=")[0] for ids in whole]
+        assert [text.count("c") for text in beginnings] == [0, 1, 2, 3]
+        assert all(c.given[0][0] == 0 for c in group.completions[:3])
+    batch = collate(groups, policy.device)
+    with torch.no_grad():
+        gap = (policy.score(batch).logprobs - batch.sampler_logprobs)[batch.sampled].abs().max()
+    assert gap < 1e-4
+
+
+@pytest.mark.parametrize("architecture", ["llama", "gpt2"])
+def test_native_and_hf_hold_the_same_greedy_conversations(architecture):
+    greedy = replace(SAMPLING, n=1, temperature=0.0)
+    native, hf = (completions_of(held(name, architecture, greedy)[1]) for name in ("native", "hf"))
+    assert [c.token_ids for c in native] == [c.token_ids for c in hf]
+    assert [c.given for c in native] == [c.given for c in hf]
+    assert [c.messages for c in native] == [c.messages for c in hf]
+
+
+class Late:
+    """Lets some replies wait for many tokens of the others, each for another time."""
+
+    def __init__(self, most):
+        self.inner = Here(Talk("worlds:Parrot"))
+        self.most, self.kept, self.calls = most, [], 0
+
+    def heard(self, seconds):
+        self.calls += 1
+        fresh = [(self.calls + (7 * n + self.calls) % self.most, n, reply) for n, reply in self.inner.heard(seconds)]
+        self.kept += fresh
+        due = [each for each in self.kept if each[0] <= self.calls or seconds]
+        self.kept = [each for each in self.kept if each not in due]
+        return [(n, reply) for _, n, reply in due]
+
+    def __getattr__(self, name):
+        return getattr(self.inner, name)
+
+
+@pytest.mark.parametrize("architecture", ["llama", "gpt2"])
+@pytest.mark.parametrize(("rows", "most"), [(256, 3), (8, 30), (4, 30), (1, 17)])
+def test_a_conversation_does_not_depend_on_who_waits_and_who_makes_room(architecture, rows, most):
+    """Replies that come late, rows that are set aside and brought back, and room for few of them."""
+    prompts = asked(6)
+    expected = completions_of(held("native", architecture, prompts=prompts)[1])
+    late = completions_of(held("native", architecture, world=Late(most), rows=rows, prompts=prompts)[1])
+    assert [c.token_ids for c in late] == [c.token_ids for c in expected]
+    torch.testing.assert_close([c.logprobs for c in late], [c.logprobs for c in expected], rtol=0, atol=2e-5)
+
+
+def test_an_answer_that_nobody_replies_to_is_that_of_a_plain_prompt():
+    """The same random numbers draw the same tokens, conversation or not."""
+    policy = policy_of()
+    once = [replace(prompt, columns={"turns": 1}) for prompt in asked()]
+    talked = sampler_of("native", policy).generate(once, replace(SAMPLING, turn_tokens=0, max_tokens=20))
+    plain = Native(policy=policy)
+    alone = plain.generate([group.prompt for group in talked], replace(SAMPLING, max_tokens=20))
+    assert [c.token_ids for c in completions_of(talked)] == [c.token_ids for c in completions_of(alone)]
+    assert [c.text for c in completions_of(talked)] == [c.text for c in completions_of(alone)]
+    assert [c.finished for c in completions_of(talked)] == [c.finished for c in completions_of(alone)]
+
+
+@pytest.mark.parametrize("name", ["native", "hf"])
+@pytest.mark.parametrize("limits", [{"turns": 2}, {"turn_tokens": 3}, {"max_tokens": 17}, {"max_tokens": 5}])
+def test_limits_of_turns_and_tokens(name, limits):
+    sampling = replace(SAMPLING, **limits)
+    _, groups = held(name, sampling=sampling, prompts=asked(4))
+    for completion in completions_of(groups):
+        turns = turns_of(completion)
+        assert len(turns) <= sampling.turns
+        assert all(end - start <= sampling.turn_tokens for start, end in turns)
+        assert len(completion.token_ids) <= sampling.max_tokens
+        assert completion.outcome is not None
+        assert completion.outcome.reward >= len(turns), "the last turn is heard, too"
+        for start, end in turns:
+            assert not set(completion.token_ids[start : end - 1]) & {EOS}
+            ended = completion.token_ids[end - 1] == EOS
+            assert ended or end == len(completion.token_ids) or completion.token_ids[end] == EOS, "the end is given"
+        assert completion.length == sum(end - start for start, end in turns)
+    assert any(len(turns_of(c)) > 1 for c in completions_of(groups)) == (sampling.max_tokens > 5)
+
+
+def test_a_conversation_that_was_cut_is_not_finished():
+    whole, cut = (completions_of(held(sampling=replace(SAMPLING, max_tokens=n))[1]) for n in (100, 17))
+    assert any(c.finished for c in whole)
+    assert not any(c.finished for c in cut if len(turns_of(c)) > 1 and len(c.messages) % 2 == 0)
+    for short, long in zip(cut, whole, strict=True):
+        if len(short.token_ids) < len(long.token_ids):
+            assert not short.finished
+
+
+class Rewriting:
+    """Every other time it begins anew, with another history."""
+
+    def __init__(self):
+        self.turn = {}
+        self.replies: list[tuple[int, Reply]] = []
+
+    def begin(self, number: int, prompt: Prompt, sibling: int) -> None:
+        self.turn[number] = 0
+        self.replies.append((number, Reply(prompt=prompt)))
+
+    def tell(self, number: int, said: Said) -> None:
+        self.turn[number] += 1
+        turn = self.turn[number]
+        if turn == 4:
+            self.end(number)
+        elif turn % 2:
+            self.replies.append((number, Reply(({"role": "user", "content": "b?"},))))
+        else:
+            history = ({"role": "user", "content": "d+"}, {"role": "assistant", "content": said.message["content"][:2]})
+            self.replies.append(
+                (number, Reply(prompt=Prompt("again", (*history, {"role": "user", "content": f"{number}?"}))))
+            )
+
+    def end(self, number: int) -> None:
+        self.replies.append((number, Reply(outcome=Outcome(float(number)))))
+
+    def heard(self, seconds: float) -> Sequence[tuple[int, Reply]]:
+        replies, self.replies = self.replies, []
+        return replies
+
+    def close(self) -> None: ...
+
+
+@pytest.mark.parametrize("architecture", ["llama", "gpt2"])
+@pytest.mark.parametrize("name", ["native", "hf"])
+def test_a_rewritten_history_is_a_sequence_of_its_own(name, architecture):
+    policy, groups = held(name, architecture, world=Rewriting())
+    for completion in completions_of(groups):
+        [branch] = completion.branches
+        assert len(turns_of(branch)) == 2
+        assert len(turns_of(completion)) == 2
+        assert "d" in policy.decode(completion.token_ids)
+        assert "d" not in policy.decode(branch.token_ids[: branch.given[0][1]])
+    batch = collate(groups, policy.device)
+    assert len(batch) == 2 * len(completions_of(groups))
+    with torch.no_grad():
+        gap = (policy.score(batch).logprobs - batch.sampler_logprobs)[batch.sampled].abs().max()
+    assert gap < 1e-4
+
+
+@pytest.mark.parametrize("name", ["native", "hf"])
+def test_truncated_sampling_has_masks_for_what_was_sampled_alone(name):
+    policy, groups = held(name, sampling=replace(SAMPLING, top_k=5))
+    for completion in completions_of(groups):
+        given = {t for start, end in completion.given for t in range(start, end)}
+        assert all(len(mask) == 0 for t, mask in enumerate(completion.sampling_mask) if t in given)
+        assert all(len(mask) > 0 for t, mask in enumerate(completion.sampling_mask) if t not in given)
+    batch = collate(groups, policy.device)
+    with torch.no_grad():
+        gap = (policy.score(batch).logprobs - batch.sampler_logprobs)[batch.sampled].abs().max()
+    assert gap < 1e-4
+
+
+def test_a_question_too_long_for_the_model_costs_its_own_conversations():
+    class Talkative(Lead):
+        def _changed(self, number, reply):
+            if not reply.prompt or number >= 4:
+                return reply
+            return Reply(prompt=replace(reply.prompt, text=({"role": "user", "content": "a" * 100},)))
+
+    first, *others = held(world=Talkative())[1]
+    assert all("100" not in c.outcome.error and "102 tokens" in c.outcome.error for c in first.completions)
+    assert all(c.token_ids and not c.given for c in first.completions)
+    assert all(not c.outcome.error for c in completions_of(others))
+
+
+def test_a_conversation_that_cannot_begin_is_an_answer_without_a_grade():
+    _, groups = held(world=Here(Talk("worlds:Broken")), prompts=asked(2, fails=True))
+    for completion in completions_of(groups):
+        assert completion.outcome.error.startswith("reset: RuntimeError: no room")
+        assert completion.token_ids
+        assert completion.given == ()

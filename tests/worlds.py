@@ -1,0 +1,121 @@
+"""Those whom tests talk with, as users would write them."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+import time
+from contextlib import suppress
+
+from pellucid.types import Prompt
+
+TEMPLATE = (
+    "k{% for m in messages %}{% if m.role == 'assistant' %}{{ m.content }}<eos>{% else %}{{ m.content }}={% endif %}"
+    "{% endfor %}"
+)
+"""For the tests' tokenizer of characters: it begins with k; others end with =, the policy with <eos>."""
+
+
+class Parrot:
+    """Says something of another length each turn, and ends after some turns; the row says after how many."""
+
+    def reset(self, turns: int = 3, **_row: object) -> str:
+        self.left, self.heard = turns, list[str]()
+        return f"{random.randrange(10)}?"
+
+    def reply(self, messages: list[dict[str, str]]) -> str | None:
+        self.left -= 1
+        self.heard.append(messages[-1]["content"])
+        return f"{'ab' * (self.left % 4)}{len(self.heard)}?" if self.left else None
+
+    def get_reward(self) -> float:
+        return len(self.heard) + sum(map(len, self.heard)) / 100
+
+
+class Shop:
+    """Tools of an environment, one of each fault."""
+
+    def __init__(self) -> None:
+        self.sold = 0
+
+    def reset(self, **_row: object) -> None:
+        self.sold = 0
+
+    def sell(self, count: int) -> str:
+        """Sell something.
+
+        Args:
+            count: How many.
+        """
+        self.sold += count
+        return f"sold {count}"
+
+    async def wait(self, seconds: float) -> str:
+        """Wait.
+
+        Args:
+            seconds: How long.
+        """
+        await asyncio.sleep(seconds)
+        return "waited"
+
+    def refuse(self) -> str:
+        """Raise."""
+        raise ValueError("not today")
+
+    def die(self) -> str:
+        """End the process."""
+        os._exit(3)
+
+    def hang(self) -> str:
+        """Hang where no signal is heard, as what swallows whatever is raised."""
+        while True:
+            with suppress(BaseException):
+                time.sleep(1.0)
+
+    def shout(self, characters: int) -> str:
+        """Say much.
+
+        Args:
+            characters: How much.
+        """
+        return "a" * characters
+
+    def get_reward(self) -> float:
+        return float(self.sold)
+
+
+class Broken:
+    """Cannot be reset where the row says so."""
+
+    def reset(self, fails: bool = True, **_row: object) -> None:
+        if fails:
+            raise RuntimeError("no room")
+
+    def reply(self, messages: list[dict[str, str]]) -> str | None:
+        return None
+
+    def get_reward(self) -> float:
+        return 1.0
+
+
+def reply(messages: list[dict[str, str]]) -> str | None:
+    """Say a digit for each message so far, three times."""
+    return str(len(messages)) if len(messages) < 6 else None
+
+
+def multiply(a: int, b: int) -> int:
+    """Multiply two numbers.
+
+    Args:
+        a: The first number.
+        b: The second number.
+    """
+    return a * b
+
+
+def asked(count: int = 3, **columns: object) -> list[Prompt]:
+    """Questions of different lengths."""
+    rows = [{"turns": 2 + i, **columns} for i in range(count)]
+    return [Prompt(f"p{i}", ({"role": "user", "content": "ab" * i + "+"},), columns=row) for i, row in enumerate(rows)]
