@@ -119,3 +119,29 @@ def asked(count: int = 3, **columns: object) -> list[Prompt]:
     """Questions of different lengths."""
     rows = [{"turns": 2 + i, **columns} for i in range(count)]
     return [Prompt(f"p{i}", ({"role": "user", "content": "ab" * i + "+"},), columns=row) for i, row in enumerate(rows)]
+
+
+class Counter:
+    """An environment as TRL's documentation has them: what it is worth is how far it was counted."""
+
+    def __init__(self) -> None:
+        self.value = 0
+
+    def reset(self, start: int = 0, **_row: object) -> str:
+        self.value = start
+        return f" Begin at {start}."
+
+    def count(self, by: int) -> int:
+        """Count on.
+
+        Args:
+            by: How far.
+
+        Returns:
+            Where the counter stands.
+        """
+        self.value += by
+        return self.value
+
+    def get_reward(self) -> float:
+        return self.value / 10
