@@ -145,3 +145,7 @@ class Counter:
 
     def get_reward(self) -> float:
         return self.value / 10
+
+
+WORLDS = {"counter": Counter, "shop": Shop}
+"""Several environments, of which the row names one."""
