@@ -22,7 +22,8 @@ def service():
 
 @pytest.fixture
 def client(service):
-    return openai.OpenAI(base_url=f"{service[1]}/v1", api_key="none", max_retries=0)
+    with openai.OpenAI(base_url=f"{service[1]}/v1", api_key="none", max_retries=0) as client:
+        yield client
 
 
 @torch.no_grad()
