@@ -8,7 +8,9 @@ import openai
 import pytest
 import torch
 
-from conftest import EOS
+from conftest import EOS, make_policy
+from pellucid.serve.engine import Engine
+from pellucid.serve.rows import Piece, Request
 from serving import chat, post, running
 
 IDS = {"return_token_ids": True}
@@ -94,6 +96,26 @@ def test_streamed_texts_have_the_same(client):
         for name in ("tokens", "token_logprobs", "top_logprobs", "text_offset"):
             assert [x for piece in pieces for x in getattr(piece, name)] == getattr(choice.logprobs, name)
         assert [list(top) for top in choice.logprobs.top_logprobs] == [[token] for token in choice.logprobs.tokens]
+
+
+def test_each_is_told_as_many_as_it_asks_for():
+    """Rows of one temperature are drawn together, whatever their requests want to know."""
+    policy, told = make_policy(), {}
+    engine = Engine(policy, rows=4)
+
+    def listener(count):
+        def tell(news):
+            if isinstance(news, Piece):
+                told.setdefault(count, []).extend(len(drawn.likeliest) for drawn in news.tokens)
+            elif len(told) == 3:
+                engine.close()
+
+        return tell
+
+    for count in (0, 3, 1):
+        engine.submit(Request((1, 2, 3), listener(count), max_tokens=2, likeliest=count))
+    engine.run()
+    assert {count: set(lengths) for count, lengths in told.items()} == {0: {0}, 1: {1}, 3: {3}}
 
 
 def test_who_asks_for_none_is_told_none(client):
