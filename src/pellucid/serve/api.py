@@ -23,7 +23,7 @@ from pellucid.serve.errors import RequestError, refused
 from pellucid.serve.exchange import Exchanges
 from pellucid.serve.gate import Gate
 from pellucid.serve.group import group
-from pellucid.serve.messages import ChatRequest, CompletionRequest, GroupRequest, Question, Sampling
+from pellucid.serve.messages import KINDS, ChatRequest, CompletionRequest, GroupRequest, Question, Sampling
 from pellucid.types import Prompt
 
 PAGE = Path(__file__).with_name("page.html")
@@ -85,13 +85,13 @@ def application(served: Served) -> ASGIApp:
 
     @app.post("/v1/chat/completions")
     async def chat(request: ChatRequest, leaving: Leaving) -> Response:
-        prompt = Prompt("chat", tuple(message.model_dump() for message in request.messages))
         limit = request.max_completion_tokens or request.max_tokens
-        return await complete(served, request, prompt, True, limit, leaving)
+        return await complete(served, request, request.asked, True, limit, leaving)
 
     @app.post("/v1/completions")
     async def completions(request: CompletionRequest, leaving: Leaving) -> Response:
-        return await complete(served, request, Prompt("text", request.prompt), False, request.max_tokens, leaving)
+        prompt = Prompt("text", request.prompt) if isinstance(request.prompt, str) else request.prompt
+        return await complete(served, request, prompt, False, request.max_tokens, leaving)
 
     @app.post("/solve_question")
     async def solve_question(request: Question) -> dict[str, Any]:
@@ -113,7 +113,7 @@ def said(error: dict[str, Any]) -> str:
 
     Example: "messages.0.role: Input should be 'system', 'user' or 'assistant'"
     """
-    place = ".".join(str(part) for part in error["loc"] if part != "body")
+    place = ".".join(str(part) for part in error["loc"] if part not in ("body", *KINDS))
     return f"{place}: {error['msg']}" if place else str(error["msg"])
 
 
