@@ -52,9 +52,11 @@ def speaker(body, text):
 def saying(text, **settings):
     """A client of a service whose model says this in answer to `settings`, and these as a body."""
     body = chat("1 + 1?", temperature=0, max_tokens=200, model="tiny", **settings)
-    with running(policy=speaker(body, text)) as (_, url):
-        with openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client:
-            yield client, body
+    with (
+        running(policy=speaker(body, text)) as (_, url),
+        openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client,
+    ):
+        yield client, body
 
 
 def calls_of(message):
