@@ -15,6 +15,11 @@ TEMPLATE = (
     "{% endfor %}"
 )
 """For the tests' tokenizer of characters: it begins with k; others end with =, the policy with <eos>."""
+CHAT = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+"""For a tokenizer of bytes: the form that most templates have, without tools."""
 
 
 class Parrot:
@@ -149,3 +154,8 @@ class Counter:
 
 WORLDS = {"counter": Counter, "shop": Shop}
 """Several environments, of which the row names one."""
+
+
+def lengths_heard(environments: list[Parrot], **_columns: object) -> list[float]:
+    """A reward function as TRL's documentation has them, which looks at the environments."""
+    return [len(environment.heard) / 10 for environment in environments]

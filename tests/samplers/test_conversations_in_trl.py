@@ -8,9 +8,8 @@ import pytest
 import torch
 import trl
 from datasets import Dataset
-from transformers import LlamaConfig, LlamaForCausalLM
 
-from conftest import byte_tokenizer
+from conftest import byte_tokenizer, tiny_llama_of
 from pellucid.algorithm.batch import collate
 from pellucid.environments.here import Here
 from pellucid.environments.talk import Talk
@@ -42,18 +41,7 @@ def tokenizer_of(template):
 
 def model_for(tokenizer):
     torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=len(tokenizer),
-        hidden_size=16,
-        intermediate_size=16,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        max_position_embeddings=4096,
-        eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id,
-    )
-    return LlamaForCausalLM(config)
+    return tiny_llama_of(tokenizer)
 
 
 def ids_of(tokenizer, text):

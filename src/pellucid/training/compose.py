@@ -220,6 +220,8 @@ def world_in(cfg: Config, learner: Policy, log: Path | None = None) -> World | N
 def pick_sampler(cfg: Config, learner: Policy, world: World | None) -> Native | HuggingFace:
     """The sampler of the settings, or the other where that one cannot sample this model, which is said in a line."""
     sampler, note = choose(cfg.sampler.name, cfg.sampler.rows, learner, world)
+    if isinstance(sampler, Native):
+        sampler.patient = cfg.policy.deterministic
     if note and first_process():
         print(f"! {note}", flush=True)
     return sampler
