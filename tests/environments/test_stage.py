@@ -7,6 +7,7 @@ import pickle
 import signal
 import time
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -204,11 +205,11 @@ def test_requests_are_records_that_can_be_sent():
 
 
 def alive(pid):
+    """Whether a process is there, and is no zombie."""
     try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
+        return "Z" not in Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except (FileNotFoundError, ProcessLookupError):
         return False
-    return "Z" not in open(f"/proc/{pid}/stat").read().split(")")[1].split()[0]
 
 
 def test_a_process_that_is_killed_from_outside_costs_its_own_conversation(stage):
