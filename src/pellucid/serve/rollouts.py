@@ -198,8 +198,8 @@ class Agents:
 
     def _has_ended(self, number: int, answer: Answer) -> None:
         rollout = self._open[number]
-        error = answer.error or ("" if rollout.turns else SILENT)
-        outcome = Outcome(answer.reward, error, dict(+rollout.events))
+        error = answer.error or ("" if rollout.turns or rollout.speaking else SILENT)
+        outcome = Outcome(None if error else answer.reward, error, dict(+rollout.events))
         if rollout.speaking:
             rollout.outcome = outcome
         else:
