@@ -170,7 +170,7 @@ def test_requests_of_other_forms(policy, world_of, tmp_path):
         assert len(completion.token_ids) <= 3
     for completion in limited.completions:
         [few] = completion.branches
-        assert completion.outcome.reward == pytest.approx(len(few.token_ids) + completion.length / 100)
+        assert completion.outcome.reward == pytest.approx(few.length + completion.length / 100)
     assert any(c.length > 2 for c in limited.completions), "the limit was that of one turn"
     assert {c.outcome.reward for c in mistaken.completions} == {7.0}
     told = (tmp_path / "log").read_text()
