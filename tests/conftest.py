@@ -58,6 +58,22 @@ def byte_tokenizer() -> PreTrainedTokenizerFast:
     return made
 
 
+def tiny_llama_of(tokenizer: PreTrainedTokenizerFast, positions: int = 4096) -> PreTrainedModel:
+    """A model for this tokenizer."""
+    config = LlamaConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=16,
+        intermediate_size=16,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        max_position_embeddings=positions,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+    )
+    return LlamaForCausalLM(config)
+
+
 def tiny_llama(dropout: float = 0.0, positions: int = 128) -> PreTrainedModel:
     config = LlamaConfig(
         vocab_size=VOCAB,

@@ -25,7 +25,7 @@ TEMPLATE = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
 def running(patience=10.0, grace=10.0, **changes):
     """A service of a tiny random model, and its address; `served.stop` is what a signal does to it."""
     policy = changes.pop("policy", None) or make_policy("llama")
-    policy.tokenizer.chat_template = TEMPLATE
+    policy.tokenizer.chat_template = policy.tokenizer.chat_template or TEMPLATE
     rows, waiting = changes.pop("rows", 16), changes.pop("waiting", 64)
     served = replace(Served("tiny", policy, Engine(policy, rows, waiting), max_tokens=24), **changes)
     server, socket = connections.server(application(served), patience, grace), listening("127.0.0.1", 0)

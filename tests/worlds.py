@@ -15,6 +15,11 @@ TEMPLATE = (
     "{% endfor %}"
 )
 """For the tests' tokenizer of characters: it begins with k; others end with =, the policy with <eos>."""
+CHAT = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+"""For a tokenizer of bytes: the form that most templates have, without tools."""
 
 
 class Parrot:
@@ -119,3 +124,38 @@ def asked(count: int = 3, **columns: object) -> list[Prompt]:
     """Questions of different lengths."""
     rows = [{"turns": 2 + i, **columns} for i in range(count)]
     return [Prompt(f"p{i}", ({"role": "user", "content": "ab" * i + "+"},), columns=row) for i, row in enumerate(rows)]
+
+
+class Counter:
+    """An environment as TRL's documentation has them: what it is worth is how far it was counted."""
+
+    def __init__(self) -> None:
+        self.value = 0
+
+    def reset(self, start: int = 0, **_row: object) -> str:
+        self.value = start
+        return f" Begin at {start}."
+
+    def count(self, by: int) -> int:
+        """Count on.
+
+        Args:
+            by: How far.
+
+        Returns:
+            Where the counter stands.
+        """
+        self.value += by
+        return self.value
+
+    def get_reward(self) -> float:
+        return self.value / 10
+
+
+WORLDS = {"counter": Counter, "shop": Shop}
+"""Several environments, of which the row names one."""
+
+
+def lengths_heard(environments: list[Parrot], **_columns: object) -> list[float]:
+    """A reward function as TRL's documentation has them, which looks at the environments."""
+    return [len(environment.heard) / 10 for environment in environments]

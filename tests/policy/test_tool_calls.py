@@ -29,6 +29,11 @@ READ = {
         [("add", {"a": {"b": [{"c": "}"}], "text": "<tool_call>{</tool_call>"}})],
     ),
     f"<tool_call>{ADD}": ("", [SUM]),
+    f"<tool_call>{ADD}\nI wait.": ("I wait.", [SUM]),
+    '{"name": "add", "arguments": {"text": "<tool_call>x</tool_call>"}}': (
+        "",
+        [("add", {"text": "<tool_call>x</tool_call>"})],
+    ),
     f"<tool_call>[{ADD}, {LOOK}]</tool_call>": ("", [SUM, CAT]),
     '<tool_call>{"name": "add"}</tool_call>': ("", [("add", {})]),
     '<tool_call>{"name": "add", "arguments": "{\\"a\\": 1}"}</tool_call>': ("", [("add", {"a": 1})]),
@@ -83,6 +88,7 @@ UNREADABLE = {
     f"<tool_call>{ADD}}}</tool_call>": ("", ["not JSON: behind it stands }"]),
     '<tool_call>{"arguments": {}}</tool_call>': ("", ["no name"]),
     '<tool_call>{"name": 3, "arguments": {}}</tool_call>': ("", ["no name"]),
+    '<tool_call>{"name": "", "arguments": {}}</tool_call>': ("", ["no name"]),
     "<tool_call>[3]</tool_call>": ("", ["no object: 3"]),
     '<tool_call>{"name": "add", "arguments": [1]}</tool_call>': ("", ["add: arguments are no object: [1]"]),
     '<tool_call>{"name": "add", "arguments": "a=1"}</tool_call>': (
@@ -220,6 +226,22 @@ def test_what_transformers_cannot_read_is_read_here_or_said(smollm2):
     assert said.unreadable[0].startswith("not JSON")
     nameless = tokenizer('<tool_call>{"arguments": {}}</tool_call><|im_end|>')["input_ids"]
     assert read(tokenizer, nameless, [], TOOLS).unreadable == ("no name",)
+
+
+def test_its_response_template_is_told_what_stands_before_the_answer():
+    tokenizer = byte_tokenizer()
+    tokenizer.response_template = trl.qwen3_template
+    context = tokenizer("<|im_start|>assistant\n<think>\n")["input_ids"]
+    said = read(tokenizer, ids_of(tokenizer, "Hm.\n</think>\n\nYes."), context, TOOLS)
+    assert said.message == {"role": "assistant", "reasoning_content": "Hm.", "content": "Yes."}
+
+
+def test_the_end_is_no_content_where_a_response_template_forgets_it():
+    tokenizer = byte_tokenizer()
+    fields = {"content": {"content": "text"}}
+    tokenizer.response_template = {"defaults": {"role": "assistant"}, "start_anchor": "a", "fields": fields}
+    assert read(tokenizer, ids_of(tokenizer, "Yes."), [], TOOLS).message["content"] == "Yes."
+    assert read(tokenizer, ids_of(tokenizer, "Yes.")[:-1], [], TOOLS).message["content"] == "Yes."
 
 
 def test_the_message_goes_through_json():

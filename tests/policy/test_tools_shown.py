@@ -59,6 +59,7 @@ def test_another_is_given_them_in_the_system_message(literal):
     system, rest = text.split("\n[user]", 1)
     assert system.startswith("[system]You can call tools")
     assert [json.loads(line) for line in system.splitlines() if line.startswith('{"type"')] == [ADD, LOOK]
+    assert "Adds. é" in system
     assert '<tool_call>{"name": ' in system
     assert rest == (
         '1 + 1?\n[assistant]Well.\n<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>\n'
@@ -91,6 +92,13 @@ def test_what_is_shown_can_be_read_back():
     tokenizer = byte_tokenizer()
     spoken = text_of(CHATML, QUESTION, TURNS[0]).split("[assistant]")[1].rstrip("\n")
     assert read(tokenizer, tokenizer(spoken)["input_ids"], [], [ADD]).message == TURNS[0]
+
+
+def test_calls_of_tools_that_are_no_longer_there_are_shown_without_any():
+    template = "{% if tools is not none %}{{ tools }}{% endif %}" + CHATML
+    assert "[tool]2" in text_of(template, QUESTION, *TURNS, tools=())
+    assert "None" not in text_of(template, QUESTION, *TURNS, tools=())
+    assert "[]" not in text_of(template, QUESTION, *TURNS, tools=())
 
 
 def test_a_question_without_tools_is_as_it_was():

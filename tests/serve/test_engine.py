@@ -12,7 +12,7 @@ from conftest import make_policy
 from pellucid.models.drawing import Truncation
 from pellucid.serve import engine as engines
 from pellucid.serve.engine import Engine, Meter, RefusedError
-from pellucid.serve.rows import Request, Row
+from pellucid.serve.rows import Drawn, Request, Row
 from serving import wait_until
 
 
@@ -256,7 +256,7 @@ def test_only_new_text_is_searched_for_stops():
     policy, told = Texts("aaaa"), ""
     row = Row(Request((), print, max_tokens=10**6, stop=["a" * 40 + "b"]), 0, torch.Generator())
     for number in range(500):
-        piece = row.add(0, 0.0, policy)
+        piece = row.add(Drawn(0, 0.0), policy)
         told += piece.text if piece else ""
         assert len(row.untold) == min(40, 4 * (number + 1))
         assert told + row.untold == "aaaa" * (number + 1), "what cannot begin a stop is told at once"
@@ -266,7 +266,7 @@ def test_only_new_text_is_searched_for_stops():
 def test_what_may_begin_a_stop_is_held_back_and_no_more():
     texts = ["one E", "N", "D", "ED", " EN", "DING"]
     row = Row(Request((), print, max_tokens=100, stop=["ENDING", "never"]), 0, torch.Generator())
-    pieces = [row.add(i, 0.0, Texts(*texts)) for i in range(6)]
+    pieces = [row.add(Drawn(i, 0.0), Texts(*texts)) for i in range(6)]
     assert [piece and piece.text for piece in pieces] == ["one ", None, None, "ENDED", " ", ""]
     assert pieces[-1].reason == "stop"
     assert [token for piece in pieces if piece for token in piece.token_ids] == [0, 1, 2, 3, 4, 5]
@@ -274,7 +274,7 @@ def test_what_may_begin_a_stop_is_held_back_and_no_more():
 
 def test_the_first_of_several_stops_ends_a_text():
     row = Row(Request((), print, max_tokens=100, stop=["yz", "xyz", "q"]), 0, torch.Generator())
-    piece = row.add(0, 0.0, Texts("wxyzq"))
+    piece = row.add(Drawn(0, 0.0), Texts("wxyzq"))
     assert (piece.text, piece.reason) == ("w", "stop")
 
 
@@ -282,7 +282,7 @@ def test_a_character_that_never_becomes_whole_is_not_waited_for():
     """Tokens that are read again each time would be a square of them."""
     policy = Texts("\ufffd")
     row = Row(Request((), print, max_tokens=10**6), 0, torch.Generator())
-    told = [piece.text for _ in range(320) if (piece := row.add(0, 0.0, policy))]
+    told = [piece.text for _ in range(320) if (piece := row.add(Drawn(0, 0.0), policy))]
     assert "".join(told) == "\ufffd" * 320
     assert policy.read <= 320 * 3 * 16
 

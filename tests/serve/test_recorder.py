@@ -96,7 +96,7 @@ def test_turns_of_sixteen_agents_at_once_are_one_sequence_each_of_what_was_sampl
 
 
 def test_a_rewritten_history_is_a_branch_with_the_same_reward(policy, world_of):
-    groups, completions = held(policy, world_of(), rows("rewrites", "talks"))
+    groups = held(policy, world_of(), rows("rewrites", "talks"))[0]
     first = groups[0]
     for completion in first.completions:
         [branch] = completion.branches
@@ -206,9 +206,7 @@ def test_a_command_is_an_agent(policy, world_of):
             sum(len(m["content"]) for m in completion.messages if m["role"] == "assistant") + completion.length / 100
         )
     assert {c.outcome.error for c in broken.completions} == {f"{COMMAND}: exit status 3"}
-    assert {c.outcome.error for c in words.completions} == {
-        "the agent has said no reward, and the task has no rewards"
-    }
+    assert {c.outcome.error for c in words.completions} == {"the agent has said no reward, and the task has no rewards"}
 
 
 def driven(world, row, says, pause=0.0):

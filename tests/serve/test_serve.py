@@ -184,7 +184,7 @@ def test_a_failure_of_the_decoder_is_told_and_survived(monkeypatch):
         ("/v1/chat/completions", chat(max_tokens=0), 400, "max_tokens"),
         ("/v1/chat/completions", chat(max_tokens=1000), 400, "context of 128"),
         ("/v1/chat/completions", chat("1" * 200), 400, "context of 128"),
-        ("/v1/chat/completions", {"messages": [{"role": "tool", "content": "x"}]}, 400, "role"),
+        ("/v1/chat/completions", {"messages": [{"role": "function", "content": "x"}]}, 400, "role"),
         ("/v1/chat/completions", {"messages": [{"role": "user", "content": [{"type": "text"}]}]}, 400, "content"),
         ("/v1/completions", {"prompt": ["a", "b"]}, 400, "prompt"),
         ("/solve_question", {}, 400, "question"),

@@ -40,11 +40,11 @@ class GoneError(Exception):
 class Player:
     """The process of one conversation at a time, as its parent holds it.
 
-    connection: what to wait on. It brings an answer, or the end of the process.
+    connection: what to wait on. It brings an answer, or the end of the process. pid: 0 before it has said it.
     """
 
     def __init__(self, connection: Any) -> None:
-        self.connection, self.deadline, self._pid = connection, math.inf, 0
+        self.connection, self.deadline, self.pid = connection, math.inf, 0
 
     def ask(self, request: Begin | Hear | Solve, seconds: float) -> None:
         """Send a request, to be answered within so many seconds. GoneError where the process has ended."""
@@ -60,7 +60,7 @@ class Player:
             if self.connection.poll():
                 told = json.loads(self.connection.recv_bytes(MOST))
                 if "pid" in told:
-                    self._pid = told["pid"]
+                    self.pid = told["pid"]
                     return self.answer()
                 self.deadline = math.inf
                 return Answer(**told), self.connection.recv_bytes(MOST)
@@ -72,9 +72,9 @@ class Player:
 
     def end(self) -> None:
         """End the process and all that it has started."""
-        if self._pid and hasattr(os, "killpg"):
+        if self.pid and hasattr(os, "killpg"):
             with suppress(ProcessLookupError, PermissionError):
-                os.killpg(self._pid, signal.SIGKILL)
+                os.killpg(self.pid, signal.SIGKILL)
         self.connection.close()  # one that is idle, or has not said its number yet, ends by itself
 
 

@@ -60,12 +60,13 @@ class Stage:
         self._talk, self._seed = talk, seed
         confines = Confines(cfg.memory_gb, str(log or os.devnull), environment(cfg.secrets))
         self._troupe = Troupe(talk, confines)
-        self._idle: list[Player] = []
-        self._busy: dict[int, Player] = {}
+        self.idle: list[Player] = []
+        self.busy: dict[int, Player] = {}
+        """The processes of conversations under way, by their numbers."""
         self._open: dict[int, Conversation] = {}
         self._ready: deque[tuple[int, Reply]] = deque()
         self._tools: dict[str, tuple[Mapping[str, Any], ...]] = {}
-        Finalize(self, end_all, [self._idle, self._busy, self._troupe], exitpriority=0)
+        Finalize(self, end_all, [self.idle, self.busy, self._troupe], exitpriority=0)
 
     def begin(self, number: int, prompt: Prompt, sibling: int) -> None:
         """Begin a conversation; its first reply is the question as the environment asks it."""
@@ -90,16 +91,16 @@ class Stage:
         """Return the replies that have come, with the numbers of their conversations; wait so long for the first."""
         until = time.monotonic() + seconds
         while True:
-            found = [*self._taken(), *((number, reply) for number in list(self._busy) if (reply := self._of(number)))]
+            found = [*self._taken(), *((number, reply) for number in list(self.busy) if (reply := self._of(number)))]
             left = until - time.monotonic()
-            if found or left <= 0 or not self._busy:
+            if found or left <= 0 or not self.busy:
                 return found
-            first = min(player.deadline for player in self._busy.values()) - time.monotonic()
-            wait([player.connection for player in self._busy.values()], max(0.0, min(left, first)))
+            first = min(player.deadline for player in self.busy.values()) - time.monotonic()
+            wait([player.connection for player in self.busy.values()], max(0.0, min(left, first)))
 
     def close(self) -> None:
         """End the processes, whatever they are doing; the next conversation starts new ones."""
-        end_all(self._idle, self._busy, self._troupe)
+        end_all(self.idle, self.busy, self._troupe)
         self._open.clear()
         self._ready.clear()
 
@@ -109,10 +110,10 @@ class Stage:
         return taken
 
     def _ask(self, number: int, request: Begin | Hear, seconds: float) -> None:
-        player = self._busy.get(number)
+        player = self.busy.get(number)
         try:
             if player is None:
-                player = self._busy[number] = self._idle.pop() if self._idle else self._troupe.player()
+                player = self.busy[number] = self.idle.pop() if self.idle else self._troupe.player()
             player.ask(request, seconds)
         except GoneError as error:
             self._ready.append((number, self._lost(number, str(error))))
@@ -120,7 +121,7 @@ class Stage:
     def _of(self, number: int) -> Reply | None:
         """Return the reply of a conversation, if it has come."""
         try:
-            found = self._busy[number].answer()
+            found = self.busy[number].answer()
         except GoneError as error:
             return self._lost(number, str(error))
         if found is None:
@@ -132,7 +133,7 @@ class Stage:
         else:
             reply = conversation.reply(answer, environment)
         if reply.outcome:
-            self._idle.append(self._busy.pop(number))
+            self.idle.append(self.busy.pop(number))
             del self._open[number]
         return reply
 
@@ -141,7 +142,7 @@ class Stage:
 
         Where nothing was to be remembered, the calls were in vain, and the conversation goes on.
         """
-        self._busy.pop(number).end()
+        self.busy.pop(number).end()
         conversation = self._open[number]
         calls = conversation.messages[-1].get("tool_calls") if conversation.asked else None
         if self._talk.stateless and calls:
@@ -160,7 +161,7 @@ class Stage:
         """End a conversation of this number that was left, as by an interrupt."""
         if number in self._open:
             del self._open[number]
-            if player := self._busy.pop(number, None):
+            if player := self.busy.pop(number, None):
                 player.end()
 
 

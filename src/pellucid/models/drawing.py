@@ -55,6 +55,13 @@ def draw_among(
     return token, mass.log() - left.sum(-1).log(), left > 0
 
 
+def likeliest(logits: Tensor, temperature: float, k: int) -> tuple[Tensor, Tensor]:
+    """The k likeliest tokens of each row [B, k], the likeliest first, and their log-probs as `draw` has them."""
+    masses = masses_of(logits, temperature)
+    most = masses.topk(min(k, masses.shape[-1]))
+    return most.indices, most.values.log() - masses.sum(-1, keepdim=True).log()
+
+
 def masses_of(logits: Tensor, temperature: float) -> Tensor:
     """[B, V] fp32 probabilities, up to a factor, of softmax(logits / temperature), at 1 in place of 0."""
     below = logits - logits.amax(-1, keepdim=True).float()  # fp32, and never above 0

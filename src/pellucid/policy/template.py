@@ -88,7 +88,7 @@ def shown(
     if shows(tokenizer, [QUESTION], [{"type": "function", "function": PROBE_TOOL}]):
         return ours, [dict(tool) for tool in tools] or None
     ours = spelled_out(ours)
-    by_system = not tokenizer.chat_template or shows(tokenizer, [{"role": "system", "content": PROBE}, QUESTION])
+    by_system = shows(tokenizer, [{"role": "system", "content": PROBE}, QUESTION])
     return preceded(ours, offer(tools), by_system) if tools else ours, None
 
 

@@ -67,7 +67,8 @@ class HuggingFace:
         turn = 0
         while not talks.over:
             talks.begin(len(talks.rows))
-            talks.listen(PAUSE)
+            while talks.unheard:  # one stream of random numbers: who speaks when must not depend on the clock
+                talks.listen(PAUSE)
             rows = [row for group in talks.next_groups(len(talks.rows)) for row in group] + talks.ready
             talks.ready = []
             for part in [[row] for row in rows] if self.one_by_one else [rows] if rows else []:

@@ -29,6 +29,8 @@ class Native:
     version: int = 0
     world: World | None = None
     """Those whom the policy talks with, where its answers are conversations."""
+    patient: bool = False
+    """Whether all rows wait for every reply, so that the same seed gives the same bits."""
 
     def sync(self, policy: Any, version: int = 0) -> None:
         self.policy, self.version = policy, version
@@ -40,7 +42,8 @@ class Native:
         but for the rounding of matrix products: see models/invariance.py.
         """
         if self.world:
-            return Hall(self.policy, Talks(self.policy, self.version, self.world, prompts, sampling), self.rows).hold()
+            talks = Talks(self.policy, self.version, self.world, prompts, sampling)
+            return Hall(self.policy, talks, self.rows, self.patient).hold()
         contexts = [self.policy.encode(prompt) for prompt in prompts]
         check_lengths(contexts, self.policy.context_length - sampling.max_tokens)
         seeds = [row_seed(sampling.seed, prompt, g) for prompt in prompts for g in range(sampling.n)]

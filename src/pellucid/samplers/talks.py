@@ -76,6 +76,8 @@ class Talks:
         self.prompts = prompts
         self.asked: list[Row] = []
         self.ready: list[Row] = []
+        self.unheard = 0
+        """How many replies are still to come."""
         self._begun = 0
         self._open = 0
 
@@ -94,13 +96,22 @@ class Talks:
         while self.waiting and (not self._open or self._open + n <= most):
             for row in self.rows[self._begun : self._begun + n]:
                 self.world.begin(row.number, row.prompt, row.number % n)
+            self.unheard += n
             self._begun += n
             self._open += n
 
     def listen(self, seconds: float) -> None:
         """Take what the world has said; wait so long for the first of it."""
         for number, reply in self.world.heard(seconds):
+            self.unheard -= 1
             self._take(self.rows[number], reply)
+        self.asked.sort(key=lambda row: row.number)
+        self.ready.sort(key=lambda row: row.number)
+
+    def end(self, row: Row) -> None:
+        """Tell the world that a row says nothing more."""
+        self.unheard += 1
+        self.world.end(row.number)
 
     def next_groups(self, most: int) -> list[list[Row]]:
         """Return rows that are to read their questions, those of a group with the same one together; all of a group."""
@@ -144,6 +155,7 @@ class Talks:
         if row.outcome:  # nobody is there: the answer alone is graded
             self._open -= 1
             return
+        self.unheard += 1
         read = len(row.question) + row.turn
         self.world.tell(row.number, said._replace(tokens=(read, len(ids)), cut=not row.ended))
 
@@ -169,13 +181,13 @@ class Talks:
     def _ask(self, row: Row, prompt: Prompt) -> None:
         """A row begins a sequence with this question."""
         if row.question and not self._may_go_on(row, 0):
-            self.world.end(row.number)
+            self.end(row)
             return
         question, prefix = self.policy.encode_question(prompt), self.policy.encode_prefix(prompt)
         longest = self.policy.context_length - self.sampling.max_tokens
         if len(question) + len(prefix) > longest and not row.outcome:
             row.fault = f"a question of {len(question)} tokens, where the model's context has room for {longest}"
-            self.world.end(row.number)
+            self.end(row)
             return
         check_lengths([(*question, *prefix)], longest)
         if row.tokens:
@@ -193,7 +205,7 @@ class Talks:
         bridge = self.policy.bridge(messages)
         ids = bridge.rest if row.ended else (*bridge.end, *bridge.rest)
         if not self._may_go_on(row, len(ids)):
-            self.world.end(row.number)
+            self.end(row)
             return
         row.messages += messages
         self._give(row, ids)

@@ -29,7 +29,9 @@ TOGETHER = 4
 class Hall:
     """The rows of conversations in one decode batch. `hold` samples all of them to their ends."""
 
-    def __init__(self, policy: Any, talks: Talks, rows: int) -> None:
+    def __init__(self, policy: Any, talks: Talks, rows: int, patient: bool = False) -> None:
+        """patient: whether all wait for every reply, so that who is beside whom does not depend on the clock."""
+        self.patient = patient
         self.policy, self.talks, self.most = policy, talks, max(rows, talks.sampling.n)
         self.running: Running[Row] = Running(policy.decode_batch(self.most))
         self.continues = self.running.batch.continues
@@ -46,6 +48,8 @@ class Hall:
         while not self.talks.over:
             self.talks.begin(2 * self.most)
             self.talks.listen(0.0 if self.speaking else PAUSE)
+            while self.patient and self.talks.unheard:
+                self.talks.listen(PAUSE)
             self._drop([row for row in self.running.rows if self._is_elsewhere(row)])
             self._seat_newcomers()
             self._tell()

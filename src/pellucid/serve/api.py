@@ -69,13 +69,13 @@ def application(served: Served) -> ASGIApp:
 
     @app.post("/v1/chat/completions")
     async def chat(request: ChatRequest, leaving: Leaving) -> Response:
-        prompt = Prompt("chat", tuple(message.model_dump() for message in request.messages))
         limit = request.max_completion_tokens or request.max_tokens
-        return await complete(served, request, prompt, True, limit, leaving)
+        return await complete(served, request, request.asked, True, limit, leaving)
 
     @app.post("/v1/completions")
     async def completions(request: CompletionRequest, leaving: Leaving) -> Response:
-        return await complete(served, request, Prompt("text", request.prompt), False, request.max_tokens, leaving)
+        prompt = Prompt("text", request.prompt) if isinstance(request.prompt, str) else request.prompt
+        return await complete(served, request, prompt, False, request.max_tokens, leaving)
 
     @app.post("/solve_question")
     async def solve_question(request: Question) -> dict[str, Any]:

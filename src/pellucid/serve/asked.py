@@ -16,7 +16,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from pellucid.policy.tool_calls import function_of
 from pellucid.protocols import Said
-from pellucid.serve.completions import choice, event
+from pellucid.serve.completions import event
 from pellucid.serve.errors import RequestError
 from pellucid.serve.messages import Something, StreamOptions, Text, Tokens
 from pellucid.types import Message
@@ -101,7 +101,7 @@ def called(call: ToolCall, place: str) -> dict[str, Any]:
 def answer(request: AgentRequest, said: Said) -> dict[str, Any]:
     """Return what the policy has said as a chat completion."""
     body = {"object": "chat.completion", "usage": usage(said)}
-    return head(request) | body | {"choices": [choice(0, {"message": message_of(said)}, reason(said))]}
+    return head(request) | body | {"choices": [choice({"message": message_of(said)}, reason(said))]}
 
 
 def streamed(request: AgentRequest, said: Said) -> Iterator[str]:
@@ -110,10 +110,14 @@ def streamed(request: AgentRequest, said: Said) -> Iterator[str]:
     delta = message_of(said)
     if calls := delta.get("tool_calls"):
         delta["tool_calls"] = [{"index": i, **call} for i, call in enumerate(calls)]
-    yield event(first | {"choices": [choice(0, {"delta": delta}, reason(said))]})
+    yield event(first | {"choices": [choice({"delta": delta}, reason(said))]})
     if request.stream_options and request.stream_options.include_usage:
         yield event(first | {"choices": [], "usage": usage(said)})
     yield "data: [DONE]\n\n"
+
+
+def choice(body: dict[str, Any], reason: str) -> dict[str, Any]:
+    return {"index": 0, "finish_reason": reason, "logprobs": None} | body
 
 
 def head(request: AgentRequest) -> dict[str, Any]:

@@ -5,13 +5,15 @@ from __future__ import annotations
 import json
 import time
 import uuid
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import ExitStack
+from itertools import starmap
 from typing import Any
 
 from fastapi.responses import JSONResponse, Response, StreamingResponse
 
-from pellucid.serve.decoding import Decoding, Served, begun, usage
+from pellucid.serve.choices import Choices
+from pellucid.serve.decoding import Answer, Served, begun, usage
 from pellucid.serve.errors import RequestError
 from pellucid.serve.messages import Sampling
 from pellucid.types import Prompt
@@ -22,7 +24,7 @@ def not_served(served: Served, name: str) -> RequestError:
 
 
 async def complete(
-    served: Served, request: Sampling, prompt: Prompt, chat: bool, limit: int | None, leaving: ExitStack
+    served: Served, request: Sampling, prompt: Prompt | Sequence[int], chat: bool, limit: int | None, leaving: ExitStack
 ) -> Response:
     """Return the completions of a prompt, at most `limit` tokens each. RequestError where they cannot be made.
 
@@ -32,43 +34,43 @@ async def complete(
         raise not_served(served, request.model)
     decoding = await begun(served, prompt, request, limit)
     leaving.callback(decoding.leave)
+    tools = prompt.tools if isinstance(prompt, Prompt) else ()
+    choices = Choices(decoding, chat, tools, request.likeliest is not None, request.return_token_ids)
     id = f"{'chatcmpl' if chat else 'cmpl'}-{uuid.uuid4().hex}"
     head = {"id": id, "created": int(time.time()), "model": served.name}
     if request.stream:
         with_usage = request.stream_options is not None and request.stream_options.include_usage
-        return StreamingResponse(streamed(decoding, head, chat, with_usage), media_type="text/event-stream")
+        return StreamingResponse(streamed(choices, head, with_usage), media_type="text/event-stream")
     answers = await decoding.answers()
-    choices = [
-        {"index": i, "finish_reason": a.reason, "logprobs": None}
-        | ({"message": {"role": "assistant", "content": a.text}} if chat else {"text": a.text})
-        for i, a in enumerate(answers)
-    ]
-    used = usage(decoding.prompt_ids, sum(len(a.token_ids) for a in answers))
-    kind = "chat.completion" if chat else "text_completion"
-    return JSONResponse(head | {"object": kind, "choices": choices, "usage": used})
+    used = usage(decoding.prompt_ids, sum(len(a.tokens) for a in answers))
+    told = {"object": "chat.completion" if chat else "text_completion", "usage": used}
+    return JSONResponse(head | choices.head() | told | {"choices": list(starmap(choices.whole, enumerate(answers)))})
 
 
-async def streamed(decoding: Decoding, head: dict[str, Any], chat: bool, with_usage: bool) -> AsyncIterator[str]:
+async def streamed(choices: Choices, head: dict[str, Any], with_usage: bool) -> AsyncIterator[str]:
     """Yield the answer as server-sent events. An error is an event, too, since the status has been sent by then."""
-    head |= {"object": "chat.completion.chunk" if chat else "text_completion"}
-    tokens = 0
-    if chat:
+    decoding, once = choices.decoding, choices.head()
+    head |= {"object": "chat.completion.chunk" if choices.chat else "text_completion"}
+    answers, offsets = [Answer() for _ in range(decoding.request.n)], [0] * decoding.request.n
+    if choices.chat:
         for i in range(decoding.request.n):
-            yield event(head | {"choices": [choice(i, {"delta": {"role": "assistant", "content": ""}})]})
+            yield event(head | once | {"choices": [choices.opening(i)]})
+            once = {}
     try:
         async for piece in decoding:
-            tokens += len(piece.token_ids)
-            body = {"delta": {"content": piece.text} if piece.text else {}} if chat else {"text": piece.text}
-            yield event(head | {"choices": [choice(piece.row, body, piece.reason)]})
+            row = piece.row
+            answers[row].add(piece)
+            if choices.tools and not piece.reason:
+                continue
+            choice = choices.last(row, answers[row]) if choices.tools else choices.piece(piece, offsets[row])
+            offsets[row] += choices.width(piece.tokens)
+            yield event(head | once | {"choices": [choice]})
+            once = {}
     except RequestError as refusal:
         yield event({"error": {"message": str(refusal), "type": refusal.code, "code": refusal.code}})
     if with_usage:
-        yield event(head | {"choices": [], "usage": usage(decoding.prompt_ids, tokens)})
+        yield event(head | {"choices": [], "usage": usage(decoding.prompt_ids, sum(len(a.tokens) for a in answers))})
     yield "data: [DONE]\n\n"
-
-
-def choice(index: int, body: dict[str, Any], reason: str = "") -> dict[str, Any]:
-    return {"index": index, "finish_reason": reason or None, "logprobs": None} | body
 
 
 def event(data: dict[str, Any]) -> str:

@@ -19,7 +19,7 @@ from pellucid.serve.engine import Engine, RefusedError
 from pellucid.serve.errors import RequestError
 from pellucid.serve.gate import LOOPBACK
 from pellucid.serve.messages import Sampling
-from pellucid.serve.rows import Piece, Request
+from pellucid.serve.rows import Drawn, Piece, Request
 from pellucid.types import Prompt, UserError
 
 SHORT = 10_000
@@ -68,14 +68,20 @@ class Answer:
     """One completion of a request, put together from its pieces."""
 
     text: str = ""
-    token_ids: tuple[int, ...] = ()
-    logprobs: tuple[float, ...] = ()
+    tokens: tuple[Drawn, ...] = ()
     reason: str = ""
+
+    @property
+    def token_ids(self) -> tuple[int, ...]:
+        return tuple(drawn.token for drawn in self.tokens)
+
+    @property
+    def logprobs(self) -> tuple[float, ...]:
+        return tuple(drawn.logprob for drawn in self.tokens)
 
     def add(self, piece: Piece) -> None:
         self.text += piece.text
-        self.token_ids += piece.token_ids
-        self.logprobs += piece.logprobs
+        self.tokens += piece.tokens
         self.reason = piece.reason
 
 
@@ -102,6 +108,7 @@ class Decoding:
             truncation=Truncation(settings.top_k, settings.top_p, settings.min_p),
             stop=[stop for stop in settings.stop if stop],
             seed=SystemRandom().randrange(2**31) if settings.seed is None else settings.seed,
+            likeliest=settings.likeliest or 0,
         )
         try:
             served.engine.submit(self.request)
@@ -134,8 +141,11 @@ class Decoding:
         self.request.cancelled = True
 
 
-async def begun(served: Served, prompt: Prompt, settings: Sampling, max_tokens: int | None) -> Decoding:
-    """Check and submit a request. RequestError where the model cannot do what is asked, or the queue is full."""
+async def begun(served: Served, prompt: Prompt | Sequence[int], settings: Sampling, max_tokens: int | None) -> Decoding:
+    """Check and submit a request about a prompt, or the token ids of one.
+
+    RequestError where the model cannot do what is asked, or the queue is full.
+    """
     until = asyncio.get_running_loop().time() + served.timeout
     if settings.n > served.engine.rows:
         raise RequestError(400, f"n = {settings.n} must be at most {served.engine.rows}")
@@ -153,23 +163,23 @@ async def begun(served: Served, prompt: Prompt, settings: Sampling, max_tokens: 
     return Decoding(served, prompt_ids, settings, wanted, until)
 
 
-async def encoded(served: Served, prompt: Prompt) -> tuple[int, ...]:
-    """Return the token ids of a prompt. RequestError where it cannot be encoded.
-
-    A megabyte takes a second: long texts are tokenized in a thread, so that other requests go on.
-    """
-    texts = [prompt.text] if isinstance(prompt.text, str) else [message["content"] for message in prompt.text]
-    try:
-        if sum(map(len, texts)) + SHORT // 100 * len(texts) <= SHORT:
-            ids = served.policy.encode(prompt)
-        else:
-            loop = asyncio.get_running_loop()
-            ids = await loop.run_in_executor(served.tokenizing, served.policy.encode, prompt)
-    except (UserError, TemplateError) as error:
-        raise RequestError(400, str(error)) from error
+async def encoded(served: Served, prompt: Prompt | Sequence[int]) -> tuple[int, ...]:
+    """Return the token ids of a prompt. RequestError where it cannot be encoded, or the model does not know them."""
+    ids = await tokenized(served, prompt) if isinstance(prompt, Prompt) else tuple(prompt)
     if max(ids) >= (known := served.policy.model.get_input_embeddings().num_embeddings):
         raise RequestError(400, f"the prompt has a token that the model does not know: it has {known}")
     return ids
+
+
+async def tokenized(served: Served, prompt: Prompt) -> tuple[int, ...]:
+    """A megabyte takes a second: long texts are tokenized in a thread, so that other requests go on."""
+    texts = [prompt.text] if isinstance(prompt.text, str) else [str(part) for part in (*prompt.text, *prompt.tools)]
+    try:
+        if sum(map(len, texts)) + SHORT // 100 * len(texts) <= SHORT:
+            return served.policy.encode(prompt)
+        return await asyncio.get_running_loop().run_in_executor(served.tokenizing, served.policy.encode, prompt)
+    except (UserError, TemplateError, TypeError) as error:
+        raise RequestError(400, str(error)) from error
 
 
 @asynccontextmanager

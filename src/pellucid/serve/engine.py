@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from pellucid.machine import hardware
-from pellucid.models.drawing import draw
+from pellucid.models.drawing import draw, likeliest
 from pellucid.models.running import Running
-from pellucid.serve.rows import Piece, Request, Row
+from pellucid.serve.rows import Drawn, Piece, Request, Row
 
 PROMPT_TOKENS = 65_536
 """The most tokens of prompts in the cache: their number times the length of the longest, since each takes its room."""
@@ -158,15 +158,15 @@ class Engine:
         """Decode one token for each row."""
         drawn = self._drawn()
         self.meter.add(len(drawn), time.monotonic())
-        stays = [place for place, row in enumerate(self.running.rows) if self._goes_on(row, *drawn[place])]
+        stays = [place for place, row in enumerate(self.running.rows) if self._goes_on(row, drawn[place])]
         before, device = self._served(), self.policy.device
         self.running.keep(torch.tensor(stays, dtype=torch.long, device=device))
         self._tell_all(before - self._served(), None)
         self.running.step(torch.tensor([row.token_ids[-1] for row in self.running.rows], device=device))
 
-    def _drawn(self) -> list[tuple[int, float]]:
-        """Return the (token, log-prob) of every row; adjacent rows of the same settings are drawn together."""
-        drawn: list[tuple[int, float]] = []
+    def _drawn(self) -> list[Drawn]:
+        """Return the token of every row; adjacent rows of the same settings are drawn together."""
+        drawn: list[Drawn] = []
         for _, run in groupby(self.running.rows, lambda row: (row.request.temperature, row.request.truncation)):
             rows = list(run)
             logits = self.running.logits[len(drawn) : len(drawn) + len(rows)]
@@ -174,28 +174,29 @@ class Engine:
             drawn += self._draw(rows, logits, uniforms.to(self.place))
         return drawn
 
-    def _draw(self, rows: Sequence[Row], logits: Tensor, uniforms: Tensor) -> list[tuple[int, float]]:
-        """Return the (token, log-prob) of rows of the same settings. An error fails only the requests that cause it."""
+    def _draw(self, rows: Sequence[Row], logits: Tensor, uniforms: Tensor) -> list[Drawn]:
+        """Return the tokens of rows of the same settings. An error fails only the requests that cause it."""
         request = rows[0].request
         try:
             tokens, logprobs = draw(logits, uniforms, request.temperature, request.truncation)
-            return list(zip(tokens.tolist(), logprobs.tolist(), strict=True))
+            others = likeliest_of(rows, logits)
+            return list(map(Drawn, tokens.tolist(), logprobs.tolist(), others))
         except Exception as error:  # noqa: BLE001 - as in `run`
             if all(row.request is request for row in rows):
                 self._fail({request}, error)
-                return [(NOBODY, 0.0)] * len(rows)
-        drawn: list[tuple[int, float]] = []
+                return [Drawn(NOBODY, 0.0)] * len(rows)
+        drawn: list[Drawn] = []
         for _, run in groupby(rows, lambda row: row.request):
             own, start = list(run), len(drawn)
             of_own = slice(start, start + len(own))
             drawn += self._draw(own, logits[of_own], uniforms[of_own])
         return drawn
 
-    def _goes_on(self, row: Row, token: int, logprob: float) -> bool:
+    def _goes_on(self, row: Row, drawn: Drawn) -> bool:
         if row.request.cancelled:
             return False
         try:
-            piece = row.add(token, logprob, self.policy)
+            piece = row.add(drawn, self.policy)
         except Exception as error:  # noqa: BLE001 - as in `run`
             self._fail({row.request}, error)
             return False
@@ -234,6 +235,16 @@ class Engine:
     def _note(self, error: Exception) -> None:
         self.errors += 1
         self.last_error = " ".join(f"{type(error).__name__}: {error}".split())[:300]
+
+
+def likeliest_of(rows: Sequence[Row], logits: Tensor) -> list[tuple[tuple[int, float], ...]]:
+    """Return for each row as many of the likeliest tokens as its request asks for; the rows have one temperature."""
+    counts = [row.request.likeliest for row in rows]
+    if not any(counts):
+        return [()] * len(rows)
+    tokens, logprobs = likeliest(logits, rows[0].request.temperature, max(counts))
+    pairs = [list(zip(*both, strict=True)) for both in zip(tokens.tolist(), logprobs.tolist(), strict=True)]
+    return [tuple(row[:count]) for row, count in zip(pairs, counts, strict=True)]
 
 
 def taken(lengths: Sequence[int]) -> int:

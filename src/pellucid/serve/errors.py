@@ -9,6 +9,8 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
 
+from pellucid.serve.messages import KINDS
+
 HEADERS = {
     401: {"WWW-Authenticate": "Bearer"},
     408: {"Connection": "close"},
@@ -59,5 +61,5 @@ def said(error: dict[str, Any]) -> str:
 
     Example: "messages.0.role: Input should be 'system', 'user' or 'assistant'"
     """
-    place = ".".join(str(part) for part in error["loc"] if part != "body")
+    place = ".".join(str(part) for part in error["loc"] if part not in ("body", *KINDS))
     return f"{place}: {error['msg']}" if place else str(error["msg"])

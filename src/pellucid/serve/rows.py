@@ -17,6 +17,15 @@ LONGEST_CHARACTER = 16
 tokens never will be, and is sent as it is."""
 
 
+class Drawn(NamedTuple):
+    """A token as it was drawn."""
+
+    token: int
+    logprob: float
+    likeliest: tuple[tuple[int, float], ...] = ()
+    """The likeliest tokens in its place, with their log-probs, where the request asks for some."""
+
+
 class Piece(NamedTuple):
     """A piece of the answer of one row."""
 
@@ -24,10 +33,13 @@ class Piece(NamedTuple):
     """The index of the row in its request, from 0."""
     text: str
     """The text that has been added."""
-    token_ids: tuple[int, ...]
-    logprobs: tuple[float, ...]
+    tokens: tuple[Drawn, ...]
     reason: str = ""
     """`stop` or `length` in the last piece of a row."""
+
+    @property
+    def token_ids(self) -> tuple[int, ...]:
+        return tuple(drawn.token for drawn in self.tokens)
 
 
 @dataclass(eq=False)
@@ -45,6 +57,8 @@ class Request:
     truncation: Truncation = WHOLE
     stop: Sequence[str] = ()
     seed: int = 0
+    likeliest: int = 0
+    """How many of the likeliest tokens are told beside each that was drawn."""
     cancelled: bool = False
     """Set where the client no longer waits, or after an error."""
     beginnings: tuple[str, ...] = field(init=False)
@@ -61,19 +75,19 @@ class Row:
     index: int
     random: torch.Generator
     token_ids: list[int] = field(default_factory=list)
-    logprobs: list[float] = field(default_factory=list)
+    tokens: list[Drawn] = field(default_factory=list)
+    """Those that no piece has had yet."""
     untold: str = ""
     """Text that is decoded and not yet sent, since a stop string may begin in it. None begins in what was sent."""
     decoded: tuple[int, int] = (0, 0)
     """The range of the tokens that were decoded last."""
-    told_tokens: int = 0
 
-    def add(self, token: int, logprob: float, policy: Any) -> Piece | None:
+    def add(self, drawn: Drawn, policy: Any) -> Piece | None:
         """Add a token. Return the piece that can now be sent, if any; the last piece has a reason."""
-        self.token_ids.append(token)
-        self.logprobs.append(logprob)
+        self.token_ids.append(drawn.token)
+        self.tokens.append(drawn)
         full = len(self.token_ids) >= self.request.max_tokens
-        ended = token in policy.eos_ids
+        ended = drawn.token in policy.eos_ids
         if not self.decode(policy, ended or full):
             return None
         cut = min((at for stop in self.request.stop if (at := self.untold.find(stop)) >= 0), default=-1)
@@ -99,7 +113,6 @@ class Row:
         return next((len(part) for part in self.request.beginnings if self.untold.endswith(part)), 0)
 
     def _piece(self, characters: int, reason: str) -> Piece:
-        new = slice(self.told_tokens, None)
         text, self.untold = self.untold[:characters], self.untold[characters:]
-        self.told_tokens = len(self.token_ids)
-        return Piece(self.index, text, tuple(self.token_ids[new]), tuple(self.logprobs[new]), reason)
+        tokens, self.tokens = tuple(self.tokens), []
+        return Piece(self.index, text, tokens, reason)

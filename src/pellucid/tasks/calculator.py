@@ -8,7 +8,7 @@ from typing import Literal
 
 from pellucid.environments.talk import Talk
 from pellucid.rewards.answers import last_number, only_number
-from pellucid.types import Completion, Prompt, Reward
+from pellucid.types import Completion, Message, Prompt, Reward
 
 TOOL = "multiply"
 
@@ -33,6 +33,8 @@ class Calculator:
     """How many digits each number has."""
     credit: float = 0.3
     """The share of the reward for a call of the tool with the numbers of the question; the rest is for the answer."""
+    examples: int = 2
+    """How many worked questions stand before the one that is asked, for models that have never called a tool."""
     template: str = "What is {a} * {b}?"
     """The question; {a} and {b} are filled in."""
 
@@ -41,6 +43,8 @@ class Calculator:
             raise ValueError(f"digits = {self.digits} must be from 1 to 6")
         if not 0 <= self.credit < 1:
             raise ValueError(f"credit = {self.credit} must be from 0 to below 1")
+        if not 0 <= self.examples <= 8:
+            raise ValueError(f"examples = {self.examples} must be from 0 to 8")
 
     @property
     def talk(self) -> Talk:
@@ -61,12 +65,29 @@ class Calculator:
         return Reward(value, {"called": float(called), "right": float(right)}, correct=right, logged=by_tool)
 
     def _prompt(self, id: str, random: Random) -> Prompt:
+        worked = [message for _ in range(self.examples) for message in self._worked(*self._numbers(random, "train"))]
+        a, b = self._numbers(random, self.split)
+        return Prompt(id, (*worked, self._asked(a, b)), str(a * b))
+
+    def _numbers(self, random: Random, split: str) -> tuple[int, int]:
         low, high = 10 ** (self.digits - 1), 10**self.digits - 1
         a, b = random.randint(low, high), random.randint(low, high)
-        if (a + b) % 2 != (self.split == "test"):
+        if (a + b) % 2 != (split == "test"):
             b += 1 if b < high else -1
-        text = self.template.replace("{a}", str(a)).replace("{b}", str(b))
-        return Prompt(id, ({"role": "user", "content": text},), str(a * b))
+        return a, b
+
+    def _asked(self, a: int, b: int) -> Message:
+        return {"role": "user", "content": self.template.replace("{a}", str(a)).replace("{b}", str(b))}
+
+    def _worked(self, a: int, b: int) -> tuple[Message, ...]:
+        """A question with the call of the tool, what it says, and the answer."""
+        call = {"id": "call_0", "type": "function", "function": {"name": TOOL, "arguments": {"a": a, "b": b}}}
+        return (
+            self._asked(a, b),
+            {"role": "assistant", "content": "", "tool_calls": [call]},
+            {"role": "tool", "name": TOOL, "content": str(a * b)},
+            {"role": "assistant", "content": f"{a} * {b} = {a * b}"},
+        )
 
 
 def multiply(a: int, b: int) -> int:

@@ -71,11 +71,13 @@ class Environment:
             raise ValueError(f"timeout = {self.timeout} must be a positive number of seconds")
         if not self.data and not self.environment:
             raise ValueError('data = "" needs an environment, which asks by itself')
-        has_reward = any(hasattr(maker, "get_reward") for maker in makers(self.talk).values())
-        if not self.rewards and not has_reward:
-            raise ValueError("the environment has no get_reward(): give rewards")
         if not self.rewards:
             object.__setattr__(self, "rewards", (RewardTerm(ENVIRONMENT),))
+        may_say = any(
+            not isinstance(maker, type) or hasattr(maker, "get_reward") for maker in makers(self.talk).values()
+        )
+        if not may_say and any(term.name == ENVIRONMENT for term in self.rewards):
+            raise ValueError("the environment has no get_reward(): give rewards that grade without it")
         self._rows()
 
     @property

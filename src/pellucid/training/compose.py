@@ -234,6 +234,8 @@ def agents(talk: AgentTalk, learner: Policy, cfg: RewardConfig, log: Path | None
 def pick_sampler(cfg: Config, learner: Policy, world: World | None) -> Native | HuggingFace:
     """The sampler of the settings, or the other where that one cannot sample this model, which is said in a line."""
     sampler, note = choose(cfg.sampler.name, cfg.sampler.rows, learner, world)
+    if isinstance(sampler, Native):
+        sampler.patient = cfg.policy.deterministic
     if note and first_process():
         print(f"! {note}", flush=True)
     return sampler

@@ -1,0 +1,71 @@
+"""Sampling of conversations beside single turns of as many tokens: sampled tokens a second, and the ratio.
+
+    python benchmarks/conversations.py --turns 4 --tokens 64 --repeats 5
+
+The single turn samples turns * tokens tokens; the conversation the same in `turns` turns, with a short reply of an
+environment between them. Random answers: the end of a sequence is never drawn, so that all rows are of one length. Runs
+alternate; the ratio is the median of those of neighbours.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from statistics import median
+
+import torch
+
+from pellucid.environments.stage import Stage
+from pellucid.environments.talk import Talk
+from pellucid.machine import hardware
+from pellucid.policy import policy
+from pellucid.rewards.settings import RewardConfig
+from pellucid.samplers.native import Native
+from pellucid.types import Group, Prompt, Sampling
+
+
+def reply(messages: list[dict[str, str]]) -> str:  # noqa: ARG001 - as the policy's turns are of no meaning here
+    """Say something short to whatever was said."""
+    return "Higher."
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default="smollm2-135m")
+    parser.add_argument("--prompts", type=int, default=4)
+    parser.add_argument("--group", type=int, default=8)
+    parser.add_argument("--turns", type=int, default=4)
+    parser.add_argument("--tokens", type=int, default=64, help="sampled in each turn")
+    parser.add_argument("--repeats", type=int, default=5)
+    options = parser.parse_args()
+    hardware.keep_freed_memory()
+    device = hardware.pick_device("auto")
+    model = policy.load_frozen(options.model, device, hardware.pick_dtype("auto", device), 1.0)
+    model.eos_ids = (model.tokenizer.vocab_size - 1,)
+    prompts = [Prompt(f"p{i}", ({"role": "user", "content": f"Guess {i}."},)) for i in range(options.prompts)]
+    world = Stage(Talk(f"{__file__}:reply"), RewardConfig())
+    whole = options.turns * options.tokens
+    single = Sampling(options.group, max_tokens=whole)
+    several = Sampling(options.group, max_tokens=2 * whole, turns=options.turns, turn_tokens=options.tokens)
+    rates: list[tuple[float, float]] = []
+    for turn in range(options.repeats + 1):
+        pair = [rate(Native(policy=model, world=w), prompts, s) for w, s in ((None, single), (world, several))]
+        if turn:
+            rates.append((pair[0], pair[1]))
+            print(f"single turn {pair[0]:.0f}, conversations {pair[1]:.0f} tokens/s, ratio {pair[1] / pair[0]:.2f}")
+    world.close()
+    print(f"median ratio {median(b / a for a, b in rates):.2f} ({options.turns} turns of {options.tokens} tokens)")
+
+
+@torch.no_grad()
+def rate(sampler: Native, prompts: list[Prompt], sampling: Sampling) -> float:
+    """Sampled tokens a second."""
+    sampler.sync(sampler.policy)
+    start = time.perf_counter()
+    groups: list[Group] = sampler.generate(prompts, sampling)
+    tokens = sum(completion.length for group in groups for completion in group.completions)
+    return tokens / (time.perf_counter() - start)
+
+
+if __name__ == "__main__":
+    main()

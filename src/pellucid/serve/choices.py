@@ -1,0 +1,114 @@
+"""Choices in OpenAI's form: what was said, the calls of tools in it, its log-probs and its token ids."""
+
+from __future__ import annotations
+
+import json
+import uuid
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from pellucid.policy import tool_calls
+from pellucid.serve.decoding import Answer, Decoding
+from pellucid.serve.rows import Drawn, Piece
+
+LEAST = -9999.0
+"""Told in place of a smaller log-prob, as OpenAI does: JSON has no infinity."""
+
+
+@dataclass(frozen=True)
+class Choices:
+    """How the choices of a request are told."""
+
+    decoding: Decoding
+    chat: bool
+    tools: Sequence[Mapping[str, Any]] = ()
+    logprobs: bool = False
+    token_ids: bool = False
+
+    def head(self) -> dict[str, Any]:
+        """Return what an answer has once, or the first event of a stream."""
+        return {"prompt_token_ids": list(self.decoding.prompt_ids)} if self.token_ids else {}
+
+    def whole(self, index: int, answer: Answer) -> dict[str, Any]:
+        body, reason = self.said(answer)
+        # vLLM has the prompt in the answer to a chat, and in each choice of a text.
+        body = {"message": body} if self.chat else body | self.head()
+        return self.choice(index, body, reason, answer.tokens)
+
+    def opening(self, index: int) -> dict[str, Any]:
+        return self.choice(index, {"delta": {"role": "assistant", "content": ""}}, "", ())
+
+    def piece(self, piece: Piece, offset: int) -> dict[str, Any]:
+        """Return a piece of a choice. offset: the width of the tokens before it."""
+        body = {"delta": {"content": piece.text} if piece.text else {}} if self.chat else {"text": piece.text}
+        return self.choice(piece.row, body, piece.reason, piece.tokens, offset)
+
+    def last(self, index: int, answer: Answer) -> dict[str, Any]:
+        """Return a whole choice as the only piece of one: until the end nobody knows which text is a call."""
+        body, reason = self.said(answer)
+        calls = [{"index": i, **call} for i, call in enumerate(body.get("tool_calls", ()))]
+        delta = ({"content": body["content"]} if body["content"] else {}) | ({"tool_calls": calls} if calls else {})
+        return self.choice(index, {"delta": delta}, reason, answer.tokens)
+
+    def said(self, answer: Answer) -> tuple[dict[str, Any], str]:
+        """Return the message, or the text, and why it ended. A call that cannot be read remains text."""
+        if not self.chat:
+            return {"text": answer.text}, answer.reason
+        policy, prompt_ids = self.decoding.served.policy, self.decoding.prompt_ids
+        message = tool_calls.read(policy.tokenizer, answer.token_ids, prompt_ids, self.tools).message
+        if not (calls := message.get("tool_calls")):
+            return {"role": "assistant", "content": answer.text}, answer.reason
+        told = {"role": "assistant", "content": message["content"] or None, "tool_calls": list(map(told_call, calls))}
+        return told, "tool_calls" if answer.reason == "stop" else answer.reason
+
+    def choice(
+        self, index: int, body: dict[str, Any], reason: str, tokens: Sequence[Drawn], offset: int = 0
+    ) -> dict[str, Any]:
+        told = {"index": index, "finish_reason": reason or None, "logprobs": None} | body
+        if self.logprobs and tokens:
+            told["logprobs"] = self.of_chat(tokens) if self.chat else self.of_text(tokens, offset)
+        return told | ({"token_ids": [drawn.token for drawn in tokens]} if self.token_ids else {})
+
+    def of_chat(self, tokens: Sequence[Drawn]) -> dict[str, Any]:
+        content = [
+            self.entry(drawn.token, drawn.logprob)
+            | {"top_logprobs": [self.entry(token, logprob) for token, logprob in drawn.likeliest]}
+            for drawn in tokens
+        ]
+        return {"content": content, "refusal": None}
+
+    def entry(self, token: int, logprob: float) -> dict[str, Any]:
+        text = self.text(token)
+        return {"token": text, "logprob": max(logprob, LEAST), "bytes": list(text.encode())}
+
+    def of_text(self, tokens: Sequence[Drawn], offset: int) -> dict[str, Any]:
+        texts = [self.text(drawn.token) for drawn in tokens]
+        return {
+            "tokens": texts,
+            "token_logprobs": [max(drawn.logprob, LEAST) for drawn in tokens],
+            "top_logprobs": [
+                # Of tokens with the same text, such as parts of a character, the likeliest is told.
+                {self.text(token): max(logprob, LEAST) for token, logprob in (drawn[:2], *reversed(drawn.likeliest))}
+                for drawn in tokens
+            ],
+            "text_offset": [offset + sum(map(len, texts[:i])) for i in range(len(texts))],
+        }
+
+    def width(self, tokens: Sequence[Drawn]) -> int:
+        """Return the number of characters of tokens, where offsets in the text are told."""
+        return sum(len(self.text(drawn.token)) for drawn in tokens) if self.logprobs and not self.chat else 0
+
+    def text(self, token: int) -> str:
+        return self.decoding.served.policy.decode([token], special=True)
+
+
+def told_call(call: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a call as OpenAI has it: its arguments as text, and with an id that no other call has."""
+    function = call["function"]
+    arguments = json.dumps(function["arguments"], ensure_ascii=False)
+    return {
+        "id": f"call_{uuid.uuid4().hex}",
+        "type": "function",
+        "function": {"name": function["name"], "arguments": arguments},
+    }

@@ -1,0 +1,223 @@
+"""Environments and tools in processes of their own: what they do to their conversation, and to no other."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import signal
+import time
+from dataclasses import replace
+
+import pytest
+
+from pellucid.environments.here import Here
+from pellucid.environments.stage import Stage
+from pellucid.environments.talk import Talk
+from pellucid.protocols import Said
+from pellucid.rewards.functions import environment_of
+from pellucid.rewards.settings import RewardConfig
+from pellucid.types import Completion, Prompt, UserError
+from worlds import asked
+
+SHOP = Talk("worlds:Shop", timeout=1.0)
+
+
+@pytest.fixture
+def stage(request):
+    made = Stage(getattr(request, "param", SHOP), RewardConfig())
+    yield made
+    made.close()
+
+
+def replies(world, count, seconds=20.0):
+    found, until = {}, time.monotonic() + seconds
+    while len(found) < count and time.monotonic() < until:
+        found |= dict(world.heard(1.0))
+    assert len(found) == count
+    return found
+
+
+def begun(world, count=1, prompt=None):
+    for number in range(count):
+        world.begin(number, prompt or Prompt("p", ({"role": "user", "content": "Q"},)), number)
+    return replies(world, count)
+
+
+def call(name, **arguments):
+    made = {"id": "call_0", "type": "function", "function": {"name": name, "arguments": arguments}}
+    return Said({"role": "assistant", "content": "", "tool_calls": [made]})
+
+
+def over():
+    return Said({"role": "assistant", "content": "done"})
+
+
+FAULTS = {
+    "unknown": (call("steal"), "Tool steal not found."),
+    "arguments": (call("sell", many=3), "missing a required argument: 'count'"),
+    "raised": (call("refuse"), "not today"),
+    "timeout": (call("wait", seconds=60), "no answer within 1 s"),
+    "unreadable": (Said({"role": "assistant", "content": ""}, ("not JSON",)), "not JSON"),
+}
+
+
+@pytest.mark.parametrize("world", [Stage, Here])
+@pytest.mark.parametrize("fault", [name for name in FAULTS if name != "timeout"])
+def test_a_fault_is_an_observation_and_the_conversation_goes_on(world, fault):
+    said, told = FAULTS[fault]
+    made = world(SHOP, RewardConfig()) if world is Stage else world(SHOP)
+    begun(made)
+    made.tell(0, call("sell", count=2))
+    assert replies(made, 1)[0].messages[0]["content"] == "sold 2"
+    made.tell(0, said)
+    [message] = replies(made, 1)[0].messages
+    assert message["role"] == "tool"
+    assert told in message["content"]
+    made.tell(0, over())
+    outcome = replies(made, 1)[0].outcome
+    assert outcome.reward == 2.0
+    assert outcome.events == {"calls": 2, fault: 1}
+    made.close()
+
+
+def test_no_conversation_waits_for_another(stage):
+    """One hangs where nothing is heard, one ends its process, one raises, one says very much, one waits too long."""
+    begun(stage, 6)
+    start = time.monotonic()
+    said = [call("hang"), call("die"), call("refuse"), call("shout", characters=10**7), call("wait", seconds=60)]
+    for number, each in enumerate([*said, call("sell", count=1)]):
+        stage.tell(number, each)
+    first = replies(stage, 4, 5.0)
+    assert set(first) == {1, 2, 3, 5}
+    assert time.monotonic() - start < 1.0, "nobody waits for the time limit of another"
+    assert first[5].messages[0]["content"] == "sold 1"
+    assert first[1].outcome.error == "its process has ended"
+    assert first[3].messages[0]["content"].endswith("aaa... (10000000 characters)")
+    assert len(first[3].messages[0]["content"]) < 21_000
+    last = replies(stage, 2, 10.0)
+    assert "no answer within 1 s" in last[4].messages[0]["content"]
+    assert last[0].outcome.error == "no answer within 3 s"
+    assert last[0].outcome.events == {"lost": 1}
+
+
+@pytest.mark.parametrize("stage", [Talk(tools=("worlds:multiply", "failing_tools:hang"), timeout=0.5)], indirect=True)
+def test_tools_without_an_environment_are_called_on_after_one_has_hung(stage):
+    begun(stage)
+    stage.tell(0, call("hang"))
+    [message] = replies(stage, 1)[0].messages
+    assert "no answer within" in message["content"]
+    stage.tell(0, call("multiply", a=6, b=7))
+    assert replies(stage, 1)[0].messages[0]["content"] == "42"
+    stage.tell(0, over())
+    assert replies(stage, 1)[0].outcome.events == {"calls": 2, "lost": 1}
+
+
+@pytest.mark.parametrize("stage", [Talk("worlds:reply")], indirect=True)
+def test_a_function_replies_to_what_was_said(stage):
+    begun(stage)
+    stage.tell(0, over())
+    assert replies(stage, 1)[0].messages == ({"role": "user", "content": "2"},)
+    stage.tell(0, over())
+    stage_reply = replies(stage, 1)[0].messages
+    assert stage_reply == ({"role": "user", "content": "4"},)
+    stage.tell(0, over())
+    assert replies(stage, 1)[0].outcome.reward is None
+
+
+@pytest.mark.parametrize("stage", [Talk("worlds:Parrot")], indirect=True)
+def test_siblings_are_asked_the_same_and_others_something_else(stage):
+    prompts = [replace(prompt, id=f"other {i}") for i, prompt in enumerate(asked(1) * 8)]
+    for number in range(16):
+        stage.begin(number, prompts[number // 2], number % 2)
+    questions = [reply.prompt.text[0]["content"] for _, reply in sorted(replies(stage, 16).items())]
+    assert questions[::2] == questions[1::2]
+    assert len(set(questions)) > 3
+
+
+@pytest.mark.parametrize("stage", [Talk("worlds:Broken")], indirect=True)
+def test_what_raises_at_its_beginning_is_over(stage):
+    reply = begun(stage, prompt=asked(1, fails=True)[0])[0]
+    assert reply.outcome.error.startswith("reset: RuntimeError: no room (worlds.py, line")
+    assert begun(stage, prompt=asked(1, fails=False)[0])[0].prompt, "and the next may begin"
+
+
+@pytest.mark.parametrize("stage", [Talk("worlds:WORLDS")], indirect=True)
+def test_the_row_says_which_of_several_environments(stage):
+    prompt = Prompt("p", ({"role": "user", "content": "Q"},), columns={"environment": "counter", "start": 4})
+    asked_of = begun(stage, prompt=prompt)[0].prompt
+    assert asked_of.text[0]["content"] == "Q Begin at 4."
+    assert [tool["function"]["name"] for tool in asked_of.tools] == ["count"]
+    wrong = begun(stage, prompt=replace(prompt, columns={"environment": "moon"}))[0]
+    assert 'environment = "moon"; there are counter, shop' in wrong.outcome.error
+
+
+@pytest.mark.parametrize("stage", [replace(SHOP, keeps=True)], indirect=True)
+def test_reward_functions_see_the_environment_as_it_was_left(stage):
+    begun(stage)
+    stage.tell(0, call("sell", count=5))
+    replies(stage, 1)
+    stage.tell(0, over())
+    outcome = replies(stage, 1)[0].outcome
+    environment = environment_of(Completion((), (), "", True, outcome=outcome))
+    assert type(environment).__name__ == "Shop"
+    assert environment.sold == 5
+
+
+def test_processes_are_used_again_and_end_with_the_stage():
+    stage = Stage(SHOP, RewardConfig())
+    for _ in range(3):
+        begun(stage, 2)
+        for number in range(2):
+            stage.tell(number, over())
+        replies(stage, 2)
+    pids = [player.pid for player in stage.idle]
+    assert len(pids) == 2
+    stage.close()
+    for pid in pids:
+        until = time.monotonic() + 5
+        while alive(pid) and time.monotonic() < until:
+            time.sleep(0.02)
+        assert not alive(pid)
+
+
+def test_a_conversation_that_was_left_is_ended_by_the_next_of_its_number(stage):
+    begun(stage)
+    stage.tell(0, call("wait", seconds=60))
+    assert begun(stage)[0].prompt
+
+
+def test_what_cannot_be_loaded_is_one_line():
+    stage = Stage(Talk(tools=("failing_tools:missing",)), RewardConfig())
+    with pytest.raises(UserError, match='the environment cannot be used: UserError: failing_tools has no "missing"'):
+        stage.begin(0, Prompt("p", ({"role": "user", "content": "Q"},)), 0)
+    stage.close()
+
+
+def test_a_tool_that_does_not_say_what_it_takes_is_one_line():
+    stage = Stage(Talk(tools=("failing_tools:untold",)), RewardConfig())
+    stage.begin(0, Prompt("p", ({"role": "user", "content": "Q"},)), 0)
+    with pytest.raises(UserError, match=r"tool untold: .*: give its arguments types, and its docstring"):
+        stage.heard(10.0)
+    stage.close()
+
+
+def test_requests_are_records_that_can_be_sent():
+    assert pickle.loads(pickle.dumps(over())) == over()
+
+
+def alive(pid):
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return "Z" not in open(f"/proc/{pid}/stat").read().split(")")[1].split()[0]
+
+
+def test_a_process_that_is_killed_from_outside_costs_its_own_conversation(stage):
+    begun(stage, 2)
+    os.kill(stage.busy[0].pid, signal.SIGKILL)
+    stage.tell(0, call("sell", count=1))
+    stage.tell(1, call("sell", count=1))
+    found = replies(stage, 2)
+    assert found[0].outcome.error == "its process has ended"
+    assert found[1].messages[0]["content"] == "sold 1"

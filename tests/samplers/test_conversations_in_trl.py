@@ -1,0 +1,120 @@
+"""A second implementation: the same environment in TRL's own trainer, given the same turns."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+import trl
+from datasets import Dataset
+
+from conftest import byte_tokenizer, tiny_llama_of
+from pellucid.algorithm.batch import collate
+from pellucid.environments.here import Here
+from pellucid.environments.talk import Talk
+from pellucid.policy.policy import Policy
+from pellucid.samplers.talks import Talks
+from pellucid.types import Prompt, Sampling
+from worlds import Counter, multiply
+
+TEMPLATES = Path(trl.__file__).parent / "chat_templates"
+SAID = [
+    ['<tool_call>\n{"name": "count", "arguments": {"by": 3}}\n</tool_call>', "It is 3."],
+    [
+        '<tool_call>\n{"name": "count", "arguments": {"by": 1}}\n</tool_call>\n'
+        '<tool_call>\n{"name": "multiply", "arguments": {"a": 12, "b": 3}}\n</tool_call>',
+        'Again.\n<tool_call>\n{"name": "count", "arguments": {"by": 5}}\n</tool_call>',
+        "Done: 36",
+    ],
+    ["I count nothing."],
+    ['<tool_call>\n{"name": "what", "arguments": {"to": 1}}\n</tool_call>', "Oh."],
+]
+"""What the policy says, turn by turn, in four completions of one prompt."""
+
+
+def tokenizer_of(template):
+    tokenizer = byte_tokenizer()
+    tokenizer.chat_template = (TEMPLATES / f"{template}.jinja").read_text()
+    return tokenizer
+
+
+def model_for(tokenizer):
+    torch.manual_seed(0)
+    return tiny_llama_of(tokenizer)
+
+
+def ids_of(tokenizer, text):
+    return [*tokenizer(text)["input_ids"], tokenizer.eos_token_id]
+
+
+ROW = {"prompt": [{"role": "user", "content": "Count."}], "start": 2}
+
+
+def in_trl(tokenizer, folder, monkeypatch):
+    monkeypatch.setenv("TRL_EXPERIMENTAL_SILENCE", "1")
+    settings = trl.GRPOConfig(
+        output_dir=str(folder),
+        per_device_train_batch_size=4,
+        num_generations=4,
+        max_completion_length=2000,
+        report_to=[],
+        use_cpu=True,
+        gradient_checkpointing=None,
+    )
+    trainer = trl.GRPOTrainer(
+        model_for(tokenizer),
+        reward_funcs=[],
+        args=settings,
+        train_dataset=Dataset.from_list([ROW]),
+        processing_class=tokenizer,
+        tools=[multiply],
+        environment_factory=Counter,
+    )
+    turns = [[ids_of(tokenizer, text) for text in texts] for texts in SAID]
+    speaking = [list(range(4))]
+
+    def generate(prompt_ids, *_, **__):
+        """Whoever has called a tool speaks again, in the same order."""
+        rows = speaking[0]
+        said = [turns[row].pop(0) for row in rows]
+        speaking[0] = [row for row in rows if turns[row]]
+        assert len(prompt_ids) == len(said)
+        return said, None
+
+    monkeypatch.setattr(trainer, "_generate_single_turn", generate)
+    kept = {}
+    inner = trainer._calculate_rewards
+    monkeypatch.setattr(trainer, "_calculate_rewards", lambda *a: kept.setdefault("rewards", inner(*a)))
+    outputs = trainer._generate_and_score_completions([dict(ROW) for _ in range(4)])
+    return outputs, kept["rewards"]
+
+
+def with_us(tokenizer):
+    policy = Policy(model_for(tokenizer), tokenizer)
+    prompt = Prompt("p", tuple(ROW["prompt"]), columns=ROW)
+    world = Here(Talk("worlds:Counter", ("worlds:multiply",)))
+    talks = Talks(policy, 0, world, [prompt], Sampling(4, max_tokens=2000, turns=9))
+    while not talks.over:
+        talks.begin(4)
+        talks.listen(0.0)
+        speaking, talks.ready = [row for rows in talks.next_groups(4) for row in rows] + talks.ready, []
+        for row in speaking:
+            for token in ids_of(tokenizer, SAID[row.number][row.turns]):
+                talks.add(row, token, -1.0, None)
+            talks.spoken(row)
+    return collate(talks.groups(), policy.device), talks.groups()[0]
+
+
+@pytest.mark.parametrize("template", ["qwen2_5", "qwen3"])
+def test_ids_masks_and_rewards_are_those_of_trl(template, tmp_path, monkeypatch):
+    """TRL's prompts, completions, tool mask and rewards, token by token."""
+    theirs, rewards = in_trl(tokenizer_of(template), tmp_path, monkeypatch)
+    ours, group = with_us(tokenizer_of(template))
+    for row in range(4):
+        mask = theirs["completion_mask"][row].bool()
+        assert theirs["prompt_ids"][row][theirs["prompt_mask"][row].bool()].tolist() == list(ours.prompt_ids[0])
+        assert theirs["completion_ids"][row][mask].tolist() == ours.response_ids[row][ours.mask[row]].tolist()
+        assert theirs["tool_mask"][row][mask].bool().tolist() == ours.sampled[row][ours.mask[row]].tolist()
+    assert [c.outcome.reward for c in group.completions] == pytest.approx(rewards[:, 0].tolist())
+    assert [c.outcome.reward for c in group.completions] == pytest.approx([0.5, 0.8, 0.2, 0.2])

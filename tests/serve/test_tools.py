@@ -1,0 +1,176 @@
+"""Tools over HTTP, by the official client: a model that says what it is told to, and what becomes of its calls."""
+
+from __future__ import annotations
+
+import json
+from contextlib import contextmanager
+
+import openai
+import pytest
+import torch
+from transformers import GPT2Config, GPT2LMHeadModel
+
+from conftest import byte_tokenizer
+from pellucid.policy.policy import Policy
+from pellucid.serve.messages import ChatRequest
+from serving import chat, post, running
+
+TEMPLATE = (
+    "{% for t in tools or [] %}({{ t.function.name }}){% endfor %}{% for m in messages %}[{{ m.role }}]"
+    "{% if m.name %}{{ m.name }}={% endif %}{{ m.content }}"
+    "{% for c in m.tool_calls or [] %}{{ c.function.name }}:{{ c.function.arguments.a }}{% endfor %}{% endfor %}[!]"
+)
+TOOLS = [{"type": "function", "function": {"name": name, "parameters": {"type": "object"}}} for name in ("add", "look")]
+ADD, LOOK = '{"name": "add", "arguments": {"a": 1, "b": ["é"]}}', '{"name": "look", "arguments": {}}'
+BOTH = f"I see.\n<tool_call>{ADD}</tool_call><tool_call>{LOOK}</tool_call>"
+EXPECTED = [("add", {"a": 1, "b": ["é"]}), ("look", {})]
+PLACES = 512
+
+
+def speaker(body, text):
+    """A GPT-2 that says `text` in answer to this request, whatever was said: its output is read off the position."""
+    config = GPT2Config(
+        vocab_size=258, n_embd=PLACES, n_layer=1, n_head=1, n_positions=PLACES, tie_word_embeddings=False
+    )
+    model = GPT2LMHeadModel(config)
+    tokenizer = byte_tokenizer()
+    tokenizer.chat_template = TEMPLATE
+    with torch.no_grad():
+        for name, p in model.named_parameters():
+            p.copy_(torch.eye(PLACES) if "wpe" in name else torch.ones_like(p) if "ln_" in name else p * 0)
+            if "ln_" in name and "bias" in name:
+                p.zero_()
+    model.config.eos_token_id = model.generation_config.eos_token_id = tokenizer.eos_token_id
+    policy = Policy(model, tokenizer)
+    start = len(policy.encode(ChatRequest(**body).asked)) - 1
+    for i, token in enumerate([*tokenizer(text)["input_ids"], tokenizer.eos_token_id]):
+        model.lm_head.weight.data[token, start + i] = 10.0
+    return policy
+
+
+@contextmanager
+def saying(text, **settings):
+    """A client of a service whose model says this in answer to `settings`, and these as a body."""
+    body = chat("1 + 1?", temperature=0, max_tokens=200, model="tiny", **settings)
+    with (
+        running(policy=speaker(body, text)) as (_, url),
+        openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client,
+    ):
+        yield client, body
+
+
+def calls_of(message):
+    assert len({call.id for call in message.tool_calls}) == len(message.tool_calls)
+    assert all(call.type == "function" for call in message.tool_calls)
+    return [(call.function.name, json.loads(call.function.arguments)) for call in message.tool_calls]
+
+
+def test_calls_are_answered_as_openai_has_them():
+    with saying(BOTH, tools=TOOLS, tool_choice="auto") as (client, body):
+        [choice] = client.chat.completions.create(**body).choices
+        assert (choice.finish_reason, choice.message.content) == ("tool_calls", "I see.")
+        assert calls_of(choice.message) == EXPECTED
+        [other] = client.chat.completions.create(**body).choices
+        assert not {c.id for c in choice.message.tool_calls} & {c.id for c in other.message.tool_calls}
+
+
+def test_streamed_they_add_up_to_the_same():
+    """The client's own accumulation is the oracle."""
+    with saying(BOTH, tools=TOOLS, n=2) as (client, body):
+        with client.chat.completions.stream(**body) as stream:
+            choices = stream.get_final_completion().choices
+        for choice in choices:
+            assert (choice.finish_reason, choice.message.content) == ("tool_calls", "I see.")
+            assert calls_of(choice.message) == EXPECTED
+        chunks = list(client.chat.completions.create(**body, stream=True, stream_options={"include_usage": True}))
+        whole = client.chat.completions.create(**body)
+        assert chunks[-1].usage == whole.usage
+
+
+@pytest.mark.parametrize("text", ["Two, {really}.", " <tool_call>{bad}</tool_call>"])
+def test_an_answer_without_calls_is_text(text):
+    with saying(text, tools=TOOLS) as (client, body):
+        [choice] = client.chat.completions.create(**body).choices
+        assert (choice.finish_reason, choice.message.content, choice.message.tool_calls) == ("stop", text, None)
+        chunks = [chunk.choices[0] for chunk in client.chat.completions.create(**body, stream=True)]
+        assert "".join(chunk.delta.content or "" for chunk in chunks) == text
+        assert chunks[-1].finish_reason == "stop"
+
+
+def test_a_call_alone_has_no_content_and_one_that_met_the_limit_says_so():
+    with saying(ADD, tools=TOOLS) as (client, body):
+        [choice] = client.chat.completions.create(**body).choices
+        assert (choice.message.content, choice.finish_reason) == (None, "tool_calls")
+        cut = client.chat.completions.create(**body | {"max_tokens": len(ADD.encode())})
+        assert (calls_of(cut.choices[0].message), cut.choices[0].finish_reason) == (EXPECTED[:1], "length")
+
+
+def test_where_no_tool_may_be_called_none_is_shown_and_nothing_is_read():
+    with saying(BOTH, tools=TOOLS, tool_choice="none") as (client, body):
+        [choice] = client.chat.completions.create(**body).choices
+        assert (choice.finish_reason, choice.message.content, choice.message.tool_calls) == ("stop", BOTH, None)
+        told = client.chat.completions.create(**body, extra_body={"return_token_ids": True})
+        assert bytes_of(told.prompt_token_ids) == "[user]1 + 1?[!]"
+
+
+def bytes_of(ids):
+    return byte_tokenizer().decode(ids)
+
+
+def test_calls_and_their_answers_come_back_as_messages():
+    with saying(BOTH, tools=TOOLS) as (client, body):
+        message = client.chat.completions.create(**body).choices[0].message
+        answers = [
+            {"role": "tool", "tool_call_id": call.id, "content": f"<{i}>"} for i, call in enumerate(message.tool_calls)
+        ]
+        again = {**body, "messages": [*body["messages"], message, *answers]}
+        told = client.chat.completions.create(**again, extra_body={"return_token_ids": True})
+        assert bytes_of(told.prompt_token_ids) == (
+            "(add)(look)[user]1 + 1?[assistant]I see.add:1look:[tool]add=<0>[tool]look=<1>[!]"
+        )
+
+
+def call(**changes):
+    return {"id": "c", "type": "function", "function": {"name": "add", "arguments": "{}"} | changes}
+
+
+REFUSED = {
+    "tool_choice: Input should be 'auto' or 'none'": {"tools": TOOLS, "tool_choice": "required"},
+    "tool_choice: Input should be 'auto'": {"tool_choice": {"type": "function", "function": {"name": "add"}}},
+    "tools.0.function.name": {"tools": [{"type": "function", "function": {"name": "a b"}}]},
+    "tools.0.type": {"tools": [{"type": "code", "function": {"name": "a"}}]},
+    "half a character": {"tools": [{"type": "function", "function": {"name": "a", "parameters": {"t": "\ud800"}}}]},
+    "messages.0: Value error, content is missing": {"messages": [{"role": "user"}]},
+    "arguments: Value error, Expecting value": {
+        "messages": [{"role": "assistant", "tool_calls": [call(arguments="a=1")]}]
+    },
+    "arguments: Input should be a valid dictionary": {
+        "messages": [{"role": "assistant", "tool_calls": [call(arguments="[1]")]}]
+    },
+    "arguments: Value error, nested too deeply": {
+        "messages": [{"role": "assistant", "tool_calls": [call(arguments="[" * 50_000)]}]
+    },
+    "only a message of the role assistant has tool_calls": {
+        "messages": [{"role": "user", "content": "?", "tool_calls": [call()]}]
+    },
+    "only a message of the role tool has name and tool_call_id": {
+        "messages": [{"role": "user", "content": "?", "tool_call_id": "c"}]
+    },
+    "top_logprobs needs logprobs = true": {"top_logprobs": 2},
+    "top_logprobs: Input should be less than or equal to 20": {"logprobs": True, "top_logprobs": 21},
+    "parallel_tool_calls: Extra inputs are not permitted": {"parallel_tool_calls": True},
+}
+
+
+@pytest.fixture(scope="module")
+def service():
+    with running() as (served, url):
+        yield served, url
+
+
+@pytest.mark.parametrize("complaint", REFUSED)
+def test_what_cannot_be_asked_is_refused_in_a_line(complaint, service):
+    status, answer = post(f"{service[1]}/v1/chat/completions", chat() | REFUSED[complaint])
+    assert status == 400
+    assert complaint in answer["error"]["message"]
+    assert "\n" not in answer["error"]["message"]

@@ -1,0 +1,137 @@
+"""Runs whose answers are conversations, by the command: trained, stopped, gone on with, evaluated, refused."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from conftest import byte_tokenizer, records, tiny_llama_of
+from pellucid.environments.stage import Stage
+from runs import answered, same_run, train
+from worlds import CHAT
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    """A tiny model with a chat template that knows no tools."""
+    folder = tmp_path_factory.mktemp("model")
+    tokenizer = byte_tokenizer()
+    tokenizer.chat_template = CHAT
+    tiny_llama_of(tokenizer).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture
+def recipe(tmp_path, model):
+    """A run with an environment that asks by itself, and a reward function that looks at it."""
+    file = tmp_path / "recipe.toml"
+    file.write_text(f"""
+[policy]
+model = "{model}"
+[task]
+name = "environment"
+environment = "tests/worlds.py:Parrot"
+system = "Talk."
+rewards = [{{ name = "environment" }}, {{ name = "tests/worlds.py:lengths_heard", weight = 0.5 }}]
+[sampler]
+max_tokens = 90
+turns = 3
+turn_tokens = 6
+[algorithm]
+steps = 4
+prompts_per_step = 2
+group_size = 4
+[evaluate]
+every = 2
+n = 3
+k = 2
+[checkpoint]
+every = 1
+""")
+    return file
+
+
+def test_an_environment_is_trained_and_what_was_said_is_on_record(recipe, tmp_path):
+    run = tmp_path / "run"
+    assert train(recipe, "--run", run) == 0
+    for record in records(run / "rollouts.jsonl"):
+        turns = len(record["given"]) + 1
+        assert record["parts"]["lengths_heard"] == pytest.approx(turns / 10)
+        assert record["reward"] == pytest.approx(
+            record["parts"]["environment"] + 0.5 * record["parts"]["lengths_heard"]
+        )
+        assert int(record["parts"]["environment"]) == turns
+    metrics = records(run / "metrics.jsonl")
+    assert all(step["turns/mean"] > 1 for step in metrics)
+    assert [e["n"] for e in records(run / "evals.jsonl")] == [3, 3, 3]
+
+
+@pytest.mark.parametrize("sampler", ["native", "hf"])
+def test_a_run_killed_in_the_middle_of_a_conversation_resumes_to_the_same_bits(recipe, tmp_path, monkeypatch, sampler):
+    whole, killed = tmp_path / "whole", tmp_path / "killed"
+    settings = ["--sampler.name", sampler, "--policy.deterministic"]
+    assert train(recipe, "--run", whole, *settings) == 0
+    tell, told = Stage.tell, []
+
+    def dying(self, number, said):
+        told.append(number)
+        if len(told) == 70:
+            raise KeyboardInterrupt
+        tell(self, number, said)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Stage, "tell", dying)
+        assert train(recipe, "--run", killed, *settings) == 130
+    assert train("--resume", killed) == 0
+    same_run(whole, killed)
+
+
+def test_a_task_with_a_tool_is_trained_by_a_model_that_knows_no_tools(recipe, tmp_path, capsys):
+    run = tmp_path / "run"
+    words = ["--task.name", "calculator", "--sampler.max_tokens", 40, "--algorithm.steps", 1, "--evaluate.every", 0]
+    assert train(recipe, "--run", run, *words) == 0
+    assert "<tool_call>" in capsys.readouterr().out
+    assert records(run / "rollouts.jsonl")[0]["parts"] == {"called": 0.0, "right": 0.0}
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    {
+        "no file": (["--task.environment", "worls.py:Parrot"], "worls.py: there is no such file"),
+        "no class": (["--task.environment", "tests/worlds.py:Parot"], 'has no "Parot"; did you mean "Parrot"?'),
+        "no world": (["--task.environment", ""], 'environment = "" must be "path/to/file.py:Class", or tools'),
+        "nothing that is worth": (
+            ["--task.environment", "tests/worlds.py:reply", "--task.rewards", "environment"],
+            "the environment has no get_reward()",
+        ),
+        "no turn": (["--sampler.turns", 0], "turns = 0 must be at least 1"),
+        "no time": (["--task.timeout", 0], "timeout = 0.0 must be a positive number of seconds"),
+        "a text": (["--task.environment", "tests/worlds.py:CHAT"], "it is a str: name a class"),
+    }.values(),
+)
+def test_a_mistake_is_one_line(recipe, tmp_path, capsys, words, told):
+    run = tmp_path / "run"
+    assert train(recipe, "--run", run, *words) == 2
+    error = capsys.readouterr().err
+    assert told in error
+    assert error.count("\n") == 1
+    assert not (run / "metrics.jsonl").exists()
+
+
+def test_an_environment_that_always_fails_is_refused_before_step_1(recipe, tmp_path, capsys):
+    run = tmp_path / "run"
+    assert (
+        train(recipe, "--run", run, "--task.environment", "tests/worlds.py:Broken", "--task.rewards", "environment")
+        == 2
+    )
+    assert "reset: RuntimeError: no room (worlds.py, line" in capsys.readouterr().err
+
+
+def test_answers_of_an_evaluation_are_conversations(recipe, tmp_path, capsys):
+    run, answers = tmp_path / "run", tmp_path / "answers.jsonl"
+    assert train(recipe, "--run", run, "--algorithm.steps", 1, "--evaluate.every", 0) == 0
+    assert answered("eval", run, "--output", answers) == 0
+    assert "mean@2" in capsys.readouterr().out
+    assert len([json.loads(line) for line in answers.read_text().splitlines()]) == 3 * (1 + 2)
