@@ -109,6 +109,10 @@ class Said(NamedTuple):
     """Of the role assistant, with the calls that could be read."""
     unreadable: tuple[str, ...] = ()
     """Of each call that could not be read why not, in one line."""
+    tokens: tuple[int, int] = (0, 0)
+    """How many it has read, and how many it has sampled."""
+    cut: bool = False
+    """Whether a limit of tokens has ended the turn."""
 
 
 class Reply(NamedTuple):
@@ -121,6 +125,8 @@ class Reply(NamedTuple):
     of its own, and of the same conversation."""
     outcome: Outcome | None = None
     """Or nothing more: what the conversation has left behind."""
+    max_tokens: int = 0
+    """The most tokens of the turn that follows; 0 means as many as the settings allow."""
 
 
 class World(Protocol):

@@ -20,7 +20,9 @@ from multiprocessing import Pipe, reduction
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
+from pellucid.environments import agent
 from pellucid.environments.actor import Actor, Answer, Begin, Hear
+from pellucid.environments.agent import Agent, AgentTalk, Solve
 from pellucid.environments.talk import Talk
 from pellucid.machine import streams
 from pellucid.rewards import worker
@@ -44,7 +46,7 @@ class Player:
     def __init__(self, connection: Any) -> None:
         self.connection, self.deadline, self.pid = connection, math.inf, 0
 
-    def ask(self, request: Begin | Hear, seconds: float) -> None:
+    def ask(self, request: Begin | Hear | Solve, seconds: float) -> None:
         """Send a request, to be answered within so many seconds. GoneError where the process has ended."""
         self.deadline, self._limit = time.monotonic() + seconds + GRACE, seconds
         try:
@@ -79,8 +81,9 @@ class Player:
 class Troupe:
     """Makes players."""
 
-    def __init__(self, talk: Talk, confines: Confines) -> None:
+    def __init__(self, talk: Talk | AgentTalk, confines: Confines) -> None:
         self._talk, self._confines = pickle.dumps(talk), confines
+        self._what = "agent" if isinstance(talk, AgentTalk) else "environment"
         self._forker: Any = None
         self._control: Any = None
         self._others: list[Any] = []
@@ -128,15 +131,15 @@ class Troupe:
                 told = {"error": 'its process ended; a script needs `if __name__ == "__main__":` around what it does'}
         if error := told.get("error"):
             forker.kill()
-            raise UserError(f"the environment cannot be used: {error}")
+            raise UserError(f"the {self._what} cannot be used: {error}")
         return forker
 
 
 def fork_players(control: Connection, talk: bytes, confines: Confines) -> None:
     """Load the user's code, then fork a process for each connection that comes, until the parent closes its end."""
     worker.settle(confines)
-    loaded: Talk = pickle.loads(talk)
-    control.send_bytes(worker.attempt(lambda: Actor(loaded, worker.note) and None))
+    loaded: Talk | AgentTalk = pickle.loads(talk)
+    control.send_bytes(worker.attempt(lambda: load(loaded) and None))
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody asks how they ended
     while True:
         try:
@@ -157,8 +160,16 @@ def play_alone(connection: Connection, talk: bytes, confines: Confines) -> None:
     play(connection, pickle.loads(talk))
 
 
-def play(connection: Connection, talk: Talk) -> None:
-    """Answer requests until the parent closes its end."""
+def load(talk: Talk | AgentTalk) -> Actor | Agent:
+    """Return who answers requests, with the user's code imported."""
+    return Agent(talk, worker.note) if isinstance(talk, AgentTalk) else Actor(talk, worker.note)
+
+
+def play(connection: Connection, talk: Talk | AgentTalk) -> None:
+    """Answer requests until the parent closes its end; an agent answers one."""
+    if isinstance(talk, AgentTalk):
+        agent.play(connection, talk)
+        return
     actor = Actor(talk, worker.note)
     try:
         connection.send_bytes(json.dumps({"pid": os.getpid()}).encode())

@@ -31,6 +31,8 @@ class Row:
     number: int
     prompt: Prompt
     """As it is asked, once that is known."""
+    asked: Prompt | None = None
+    """As it was asked first; a history that was rewritten is another one."""
     question: tuple[int, ...] = ()
     """The token ids that `tokens` follow; prefixes are among those."""
     prefix: int = 0
@@ -44,6 +46,8 @@ class Row:
     turn: int = 0
     """Where in `tokens` its turn began."""
     turns: int = 0
+    most: int = 0
+    """The most tokens of its turn that the world wants; 0 means any number."""
     ended: bool = False
     """Whether its turn ended with an end-of-sequence token."""
     cut: bool = False
@@ -138,7 +142,7 @@ class Talks:
     def limit(self, row: Row) -> int:
         """How many tokens its turn may have."""
         left = self.sampling.max_tokens - (row.turn - row.prefix)
-        return min(left, self.sampling.turn_tokens or left)
+        return min(left, self.sampling.turn_tokens or left, row.most or left)
 
     def is_last(self, row: Row) -> bool:
         """Whether a row whose turn has ended says nothing more, whatever is said to it."""
@@ -155,7 +159,8 @@ class Talks:
             self._open -= 1
             return
         self.unheard += 1
-        self.world.tell(row.number, said)
+        read = len(row.question) + row.turn
+        self.world.tell(row.number, said._replace(tokens=(read, len(ids)), cut=not row.ended))
 
     def groups(self) -> list[Group]:
         n = self.sampling.n
@@ -164,6 +169,7 @@ class Talks:
     # ------------------------------------------------------------ what the world says
 
     def _take(self, row: Row, reply: Reply) -> None:
+        row.most = reply.max_tokens
         if reply.prompt:
             self._ask(row, reply.prompt)
         elif reply.outcome:
@@ -189,6 +195,7 @@ class Talks:
         check_lengths([(*question, *prefix)], longest)
         if row.tokens:
             row.branches.append((row.question, self._completion(row)))
+        row.asked = row.asked or prompt
         row.prompt, row.question, row.prefix = prompt, question, len(prefix)
         row.tokens, row.logprobs, row.masks, row.given, row.messages = [], [], [], [], []
         row.turn, row.fed = 0, 0
@@ -252,7 +259,7 @@ class Talks:
             )
             for question, completion, branches in sequences
         ]
-        asked = rows[0].prompt
+        asked = rows[0].asked or prompt
         demonstration = self.policy.encode_prefix(prompt)
         whole = (*demonstration, self.policy.end_id) if prompt.prefix_whole else demonstration
         return Group(asked, common, tuple(completions), demonstration=whole)

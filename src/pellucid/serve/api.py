@@ -10,20 +10,18 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Annotated, Any
 
-from fastapi import Depends, FastAPI, Request
-from fastapi.exceptions import RequestValidationError
+from fastapi import Depends, FastAPI
 from fastapi.responses import HTMLResponse, JSONResponse, Response
-from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp
 
 from pellucid.rewards.answers import reasoning_and_answer
 from pellucid.serve.completions import complete, not_served
 from pellucid.serve.decoding import Served, begun
-from pellucid.serve.errors import RequestError, refused
+from pellucid.serve.errors import refuse_in_form
 from pellucid.serve.exchange import Exchanges
 from pellucid.serve.gate import Gate
 from pellucid.serve.group import group
-from pellucid.serve.messages import KINDS, ChatRequest, CompletionRequest, GroupRequest, Question, Sampling
+from pellucid.serve.messages import ChatRequest, CompletionRequest, GroupRequest, Question, Sampling
 from pellucid.types import Prompt
 
 PAGE = Path(__file__).with_name("page.html")
@@ -43,21 +41,7 @@ def application(served: Served) -> ASGIApp:
     started = time.time()
     exchanges = Exchanges(app, served.body_bytes, served.body_seconds, served.send_seconds)
 
-    @app.exception_handler(RequestError)
-    async def refusal(_: Request, error: RequestError) -> JSONResponse:
-        return refused(error)
-
-    @app.exception_handler(RequestValidationError)
-    async def malformed(_: Request, error: RequestValidationError) -> JSONResponse:
-        return refused(RequestError(400, "; ".join(map(said, error.errors()))))
-
-    @app.exception_handler(HTTPException)
-    async def unknown(_: Request, error: HTTPException) -> JSONResponse:
-        return refused(RequestError(error.status_code, error.detail))
-
-    @app.exception_handler(Exception)
-    async def broken(_: Request, error: Exception) -> JSONResponse:
-        return refused(RequestError(500, f"{type(error).__name__}: {error}", "internal_error"))
+    refuse_in_form(app)
 
     @app.get("/health")
     async def health() -> JSONResponse:
@@ -106,15 +90,6 @@ def application(served: Served) -> ASGIApp:
         return HTMLResponse(PAGE.read_text().replace("{{model}}", html.escape(served.name)))
 
     return Gate(exchanges, served.hosts, served.token)
-
-
-def said(error: dict[str, Any]) -> str:
-    """Return a validation error as one line.
-
-    Example: "messages.0.role: Input should be 'system', 'user' or 'assistant'"
-    """
-    place = ".".join(str(part) for part in error["loc"] if part not in ("body", *KINDS))
-    return f"{place}: {error['msg']}" if place else str(error["msg"])
 
 
 async def solve(served: Served, question: str) -> dict[str, Any]:

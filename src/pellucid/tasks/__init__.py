@@ -11,6 +11,7 @@ from pellucid.machine.plugins import did_you_mean, load_object
 from pellucid.types import UserError
 
 TASKS = {
+    "agent": "pellucid.tasks.agent:Agent",
     "arithmetic": "pellucid.tasks.arithmetic:Arithmetic",
     "calculator": "pellucid.tasks.calculator:Calculator",
     "continuity": "pellucid.tasks.continuity:Continuity",

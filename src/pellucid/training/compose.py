@@ -12,8 +12,10 @@ from pellucid.algorithm import grpo
 from pellucid.algorithm.advantages import advantage_of
 from pellucid.algorithm.objectives import objective_of
 from pellucid.config import Config
+from pellucid.environments.agent import AgentTalk
 from pellucid.environments.worlds import world_of
 from pellucid.machine import hardware
+from pellucid.machine.extras import extra
 from pellucid.policy import bridge, policy, pretrained
 from pellucid.policy.adapter import BASE_STAYS, AdapterOff
 from pellucid.policy.policy import Policy
@@ -211,10 +213,22 @@ def load_reference(cfg: Config, learner: Policy) -> Policy | AdapterOff:
 def world_in(cfg: Config, learner: Policy, log: Path | None = None) -> World | None:
     """Those whom the policy talks with, where the task has conversations, and the chat template can hold them."""
     task = innermost(cfg.task)
-    world = world_of(task, cfg.reward, log, here=only_here(task))
+    talk = getattr(task, "talk", None)
+    if isinstance(talk, AgentTalk):
+        world = agents(talk, learner, cfg.reward, log, task.seed)
+    else:
+        world = world_of(task, cfg.reward, log, here=only_here(task))
     if world and (note := bridge.check(learner.tokenizer, learner.eos_ids)) and first_process():
         print(f"! {note}", flush=True)
     return world
+
+
+def agents(talk: AgentTalk, learner: Policy, cfg: RewardConfig, log: Path | None, seed: int) -> World:
+    for library in ("fastapi", "uvicorn"):
+        extra(library, "agents", f'run = "{talk.run}"')
+    from pellucid.serve.rollouts import Agents  # noqa: PLC0415 - it imports the libraries checked above
+
+    return Agents(talk, learner, cfg, log, seed)
 
 
 def pick_sampler(cfg: Config, learner: Policy, world: World | None) -> Native | HuggingFace:

@@ -1,0 +1,138 @@
+"""An agent of the user's own, in a process of its own: a function of a row and a client, or a command.
+
+It talks with the policy as with any OpenAI-compatible service, whose address is that of its rollout alone.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import json
+import os
+import pickle
+import re
+import shlex
+import subprocess
+import threading
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
+from multiprocessing.connection import Connection
+from typing import Any
+
+from pellucid.environments.actor import Answer, awaited, seed_all
+from pellucid.machine.extras import extra
+from pellucid.machine.plugins import function_of
+from pellucid.rewards import worker
+from pellucid.rewards.plain import NoRewardError, described, number
+
+KEY = "rollout"
+"""What clients show as their key, since they insist on one: the address is what lets them in."""
+HERE = "127.0.0.1"
+_FUNCTION = re.compile(r"\S+:[^\W\d]\w*")
+
+
+@dataclass(frozen=True)
+class AgentTalk:
+    """The agent of a task, and how long it may take.
+
+    Example: AgentTalk("my_agent.py:solve"); AgentTalk("python my_agent.py", timeout=60.0)
+    """
+
+    run: str
+    """A function `solve(row, client)`, as "path/to/file.py:name", or a command."""
+    timeout: float = 120.0
+    """Seconds that a rollout may take in the hands of the agent; while it waits for the policy no time is counted."""
+    graded: bool = False
+    """Whether others say what a conversation was worth where the agent does not."""
+
+    @property
+    def is_function(self) -> bool:
+        return bool(_FUNCTION.fullmatch(self.run))
+
+
+@dataclass(frozen=True)
+class Solve:
+    """What an agent is asked: the row, where the policy is to be found, and the seed of its random numbers."""
+
+    row: Mapping[str, Any]
+    base_url: str
+    seed: str
+
+
+class Agent:
+    """Runs once. `note` takes what went wrong in the user's code, and the error."""
+
+    def __init__(self, talk: AgentTalk, note: Callable[[str, BaseException], None]) -> None:
+        self._talk, self._note = talk, note
+        self._solve = function_of(talk.run, "agent") if talk.is_function else None
+        self._openai = extra("openai", "agents", f'run = "{talk.run}"') if self._solve else None
+
+    def answer(self, request: Solve) -> Answer:
+        """Return what the agent says that its rollout was worth, or why it came to nothing."""
+        seed_all(request.seed)
+        os.environ.update(OPENAI_BASE_URL=request.base_url, OPENAI_API_KEY=KEY)
+        for name in ("NO_PROXY", "no_proxy"):  # a proxy would not find this machine
+            os.environ[name] = ",".join(filter(None, (os.environ.get(name), HERE)))
+        try:
+            value = self._solved(request) if self._solve else commanded(self._talk.run, request.row)
+            if value is None and not self._talk.graded:
+                raise NoRewardError("the agent has said no reward, and the task has no rewards")
+            reward = None if value is None else number(value, "what the agent returned")
+        except (KeyboardInterrupt, GeneratorExit):
+            raise
+        except BaseException as error:  # noqa: BLE001 - whatever code of the user's raises is an answer
+            told = described(error)
+            self._note(told, error)
+            return Answer([], {}, over=True, error=told)
+        return Answer([], {}, over=True, reward=reward)
+
+    def _solved(self, request: Solve) -> Any:
+        assert self._solve and self._openai
+        settings: Any = {"base_url": request.base_url, "api_key": KEY, "max_retries": 0, "timeout": None}
+        if not inspect.iscoroutinefunction(self._solve):
+            return self._solve(dict(request.row), self._openai.OpenAI(**settings))
+        return asyncio.run(awaited(self._solve(dict(request.row), self._openai.AsyncOpenAI(**settings))))
+
+
+def commanded(command: str, row: Mapping[str, Any]) -> float | None:
+    """Run a command, with the row as JSON in its standard input. Return the number in the last line that it prints.
+
+    NoRewardError where it cannot be run, or ends with another status than 0.
+    """
+    text = json.dumps(row, ensure_ascii=False, default=str)
+    try:
+        ended = subprocess.run(
+            shlex.split(command), input=text, stdout=subprocess.PIPE, encoding="utf-8", errors="replace", check=False
+        )
+    except OSError as error:
+        raise NoRewardError(f"{command}: {error.strerror or error}") from error
+    print(ended.stdout, end="", flush=True)
+    if ended.returncode:
+        raise NoRewardError(f"{command}: exit status {ended.returncode}")
+    try:
+        return float(ended.stdout.split("\n")[-2 if ended.stdout.endswith("\n") else -1])
+    except (ValueError, IndexError):
+        return None
+
+
+def play(connection: Connection, talk: AgentTalk) -> None:
+    """Answer one request. The process ends with its parent's end of the connection, whatever the agent does."""
+    try:
+        connection.send_bytes(json.dumps({"pid": os.getpid()}).encode())
+        request: Solve = pickle.loads(connection.recv_bytes())
+        parent = threading.Thread(target=leave_with, args=(connection,), daemon=True)
+        parent.start()
+        answer = Agent(talk, worker.note).answer(request)
+        connection.send_bytes(json.dumps(asdict(answer)).encode())
+        connection.send_bytes(b"")
+        parent.join()
+    except (EOFError, OSError):
+        worker.leave()
+
+
+def leave_with(connection: Connection) -> None:
+    """Wait for the other end to close, then end this process."""
+    try:
+        connection.recv_bytes()
+    except (EOFError, OSError):
+        worker.leave()

@@ -1,0 +1,139 @@
+"""The endpoint of agents that are trained: each rollout has an address of its own, `/rollout/ID/v1`.
+
+It runs in a thread, takes what is asked, and waits for the answer; who answers is in rollouts.py.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import threading
+import time
+from collections import deque
+from collections.abc import Mapping
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from multiprocessing import Pipe
+from typing import Any
+
+import uvicorn
+from fastapi import FastAPI
+from fastapi.responses import JSONResponse, Response, StreamingResponse
+from starlette.types import ASGIApp
+
+from pellucid.environments.agent import HERE
+from pellucid.protocols import Said
+from pellucid.serve.asked import AgentRequest, answer, streamed
+from pellucid.serve.command import listening
+from pellucid.serve.errors import RequestError, refuse_in_form
+from pellucid.serve.exchange import Exchanges
+from pellucid.types import Message
+
+BODY_BYTES = 50_000_000
+SECONDS = 60.0
+"""How long a body may take to come, and a piece of an answer to be read."""
+MOST = 64
+"""How many requests of a rollout may wait at a time."""
+FOREVER = 10**8
+"""Seconds that a connection may be silent: it ends with the process of its agent."""
+
+
+@dataclass(eq=False)
+class Asked:
+    """A request on its way to the policy."""
+
+    rollout: str
+    messages: tuple[Message, ...]
+    tools: tuple[Mapping[str, Any], ...] = ()
+    max_tokens: int = 0
+    answer: Future[Said] = field(default_factory=Future)
+    at: float = field(default_factory=time.monotonic)
+    """When it came, by the monotonic clock."""
+
+
+class Recorder:
+    """The HTTP server. `rollouts` are the numbers of conversations by the names in their addresses.
+
+    bell: what to wait on; it can be read when something was asked.
+    """
+
+    def __init__(self) -> None:
+        self.rollouts: dict[str, int] = {}
+        self.bell, self._hammer = Pipe(duplex=False)
+        self._arrived: deque[Asked] = deque()
+        self._waiting: dict[str, int] = {}
+        taken = listening(HERE, 0)
+        self._port = int(taken.getsockname()[1])
+        settings = uvicorn.Config(
+            application(self), http="h11", log_level="warning", lifespan="off", timeout_keep_alive=FOREVER
+        )
+        settings.timeout_graceful_shutdown = 1
+        self._server = uvicorn.Server(settings)
+        run: dict[str, list[socket.socket]] = {"sockets": [taken]}
+        self._thread = threading.Thread(target=self._server.run, kwargs=run, name="rollouts", daemon=True)
+        self._thread.start()
+
+    def address(self, name: str) -> str:
+        """Return the base URL of a rollout."""
+        return f"http://{HERE}:{self._port}/rollout/{name}/v1"
+
+    def asked(self) -> list[Asked]:
+        """Return what was asked since the last time, of clients that are still there."""
+        while self.bell.poll():
+            self.bell.recv_bytes()
+        found: list[Asked] = []
+        while self._arrived:
+            asked = self._arrived.popleft()
+            if asked.answer.set_running_or_notify_cancel():
+                found.append(asked)
+        return found
+
+    async def said(self, asked: Asked) -> Said:
+        """Return what the policy says to a request. RequestError where it does not."""
+        name = asked.rollout
+        if name not in self.rollouts:
+            raise ended(name)
+        if self._waiting.get(name, 0) >= MOST:
+            raise RequestError(400, f"{MOST} requests of this rollout wait already", "too_many")
+        self._waiting[name] = self._waiting.get(name, 0) + 1
+        try:
+            self._arrived.append(asked)
+            self._hammer.send_bytes(b"")
+            return await asyncio.wrap_future(asked.answer)
+        finally:
+            self._waiting[name] -= 1
+            if not self._waiting[name]:
+                del self._waiting[name]
+
+    def close(self) -> None:
+        """Refuse what has not been answered, and stop the server."""
+        self.rollouts.clear()
+        for asked in self.asked():
+            asked.answer.set_exception(ended(asked.rollout))
+        self._server.should_exit = True
+        self._thread.join(5.0)
+
+
+def ended(name: str) -> RequestError:
+    return RequestError(404, f"there is no rollout {name}: it has ended, or has never been", "no_rollout")
+
+
+def application(recorder: Recorder) -> ASGIApp:
+    app = FastAPI(title="pellucid", docs_url=None, redoc_url=None, openapi_url=None)
+    refuse_in_form(app)
+
+    @app.get("/rollout/{name}/v1/models")
+    async def models(name: str) -> dict[str, Any]:
+        if name not in recorder.rollouts:
+            raise ended(name)
+        return {"object": "list", "data": [{"id": "policy", "object": "model", "created": 0, "owned_by": "pellucid"}]}
+
+    @app.post("/rollout/{name}/v1/chat/completions")
+    async def chat(name: str, request: AgentRequest) -> Response:
+        limit = request.max_completion_tokens or request.max_tokens or 0
+        said = await recorder.said(Asked(name, request.history(), request.schemas, limit))
+        if request.stream:
+            return StreamingResponse(streamed(request, said), media_type="text/event-stream")
+        return JSONResponse(answer(request, said))
+
+    return Exchanges(app, BODY_BYTES, SECONDS, SECONDS)

@@ -1,0 +1,110 @@
+"""Agents that somebody has written already, in whatever framework, about rows of your own."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from pellucid.environments.agent import AgentTalk
+from pellucid.machine.plugins import function_of
+from pellucid.rewards.parts import Part
+from pellucid.rewards.terms import ENVIRONMENT, RewardTerm, part_of
+from pellucid.rewards.trainer_state import state_of
+from pellucid.tasks.dataset import Dataset
+from pellucid.tasks.sources import Source
+from pellucid.types import Completion, Progress, Prompt, Reward
+
+
+@dataclass(frozen=True)
+class Agent:
+    """The policy is asked by an agent, as by a client of OpenAI's API whose address is that of one rollout.
+
+    The reward is what the agent returns, with reward terms beside it or in its place.
+
+    Example: Agent(run="my_agent.py:solve", data="train.jsonl"); Agent(run="python my_agent.py", data="train.jsonl")
+    """
+
+    name: Literal["agent"] = "agent"
+    """This task."""
+    seed: int = 0
+    """The seed of the order of the rows, and of the random numbers of the agent."""
+    split: Literal["train", "test"] = "train"
+    """`train` or `test`."""
+    run: str = ""
+    """"path/to/file.py:name": a function solve(row, client) that returns the reward, or None where `rewards` grade. Or
+    a command, which finds the row as JSON in its standard input and the address in OPENAI_BASE_URL; the number in its
+    last line is the reward."""
+    timeout: float = 120.0
+    """Seconds that the agent may take for a row; while it waits for the policy no time is counted."""
+    data: Source = ""
+    """Files of rows, or the id of a data set on the Hub."""
+    subset: str = ""
+    """The configuration of the Hub data set."""
+    test_data: Source = ""
+    """The held-out rows: files, or a split of the Hub data set. Empty: a share of `data`."""
+    test_share: float = 0.1
+    """The share of rows that is held out where there is no `test_data`."""
+    question: str = "question"
+    """The column by which rows are told apart and shown; the agent asks what it likes."""
+    messages: str = ""
+    """A column of chat messages in place of it."""
+    answer: str = "answer"
+    """The column of the gold answer, which the agent finds in row["answer"]."""
+    answer_pattern: str = ""
+    """A regular expression whose first group is the gold answer within its column."""
+    rewards: tuple[RewardTerm, ...] = ()
+    """The terms of the reward. One of them is `environment`, what the agent returns, whether it is named or not: where
+    the agent has failed there is no grade."""
+    correct: str = ""
+    """The reward term by which evaluation counts an answer as correct. Empty: the first."""
+
+    def __post_init__(self) -> None:
+        if not self.run.strip():
+            raise ValueError('run = "" must be "path/to/file.py:function", or a command')
+        if not 0 < self.timeout <= 1e6:
+            raise ValueError(f"timeout = {self.timeout} must be a positive number of seconds")
+        if self.talk.is_function:
+            function_of(self.run, "agent")
+        if ENVIRONMENT not in [term.name for term in self.rewards]:
+            object.__setattr__(self, "rewards", (*self.rewards, RewardTerm(ENVIRONMENT)))
+        self._rows()
+
+    @property
+    def talk(self) -> AgentTalk:
+        """Who asks the policy."""
+        return AgentTalk(self.run, self.timeout, graded=any(term.name != ENVIRONMENT for term in self.rewards))
+
+    @property
+    def questions_in_all(self) -> int:
+        """The number of rows of the split."""
+        return self._rows().questions_in_all
+
+    def sample(self, step: int, n: int) -> list[Prompt]:
+        """Return the prompts of the next n rows, as they are shown; what the policy is asked is the agent's affair."""
+        return self._rows().sample(step, n)
+
+    def reward(self, prompt: Prompt, completion: Completion) -> Reward:
+        """Grade a completion alone, in this process."""
+        alone = state_of(Progress(), None)
+        return self.total([part_of(term, [(prompt, completion)], alone)[0] for term in self.rewards])
+
+    def total(self, parts: Sequence[Part]) -> Reward:
+        """Add up what each term says of a completion, as Dataset does."""
+        return self._rows().total(parts)
+
+    def _rows(self) -> Dataset:
+        return Dataset(
+            seed=self.seed,
+            split=self.split,
+            data=self.data,
+            subset=self.subset,
+            test_data=self.test_data,
+            test_share=self.test_share,
+            question=self.question,
+            messages=self.messages,
+            answer=self.answer,
+            answer_pattern=self.answer_pattern,
+            rewards=self.rewards,
+            correct=self.correct,
+        )

@@ -1,0 +1,307 @@
+"""Agents, in processes of their own, that ask the policy over HTTP with the `openai` package as it is."""
+
+from __future__ import annotations
+
+import shlex
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+import agents
+from conftest import make_policy
+from pellucid.algorithm.batch import collate
+from pellucid.environments.agent import AgentTalk
+from pellucid.protocols import Said
+from pellucid.rewards.settings import RewardConfig
+from pellucid.samplers.hf import HuggingFace
+from pellucid.samplers.native import Native
+from pellucid.serve import rollouts
+from pellucid.serve.rollouts import Agents
+from pellucid.types import Outcome, Prompt, Sampling, UserError
+from worlds import TEMPLATE
+
+SAMPLING = Sampling(4, max_tokens=80, turns=5, turn_tokens=9, seed="0/0")
+FILE = Path(agents.__file__)
+COMMAND = shlex.join([sys.executable, str(FILE)])
+REFUSING = "{% if messages[0].content == 'refused' %}{{ raise_exception('not so') }}{% endif %}"
+
+
+@pytest.fixture(scope="module")
+def policy():
+    made = make_policy()
+    made.tokenizer.chat_template = REFUSING + TEMPLATE
+    return made
+
+
+@pytest.fixture
+def world_of(policy, tmp_path):
+    """A world of agents, which print into the file `log`."""
+    made = []
+
+    def world(name="solve", **settings):
+        talk = AgentTalk(f"{FILE}:{name}" if name.isidentifier() else name, **settings)
+        made.append(Agents(talk, policy, RewardConfig(), tmp_path / "log"))
+        return made[-1]
+
+    yield world
+    for each in made:
+        each.close()
+
+
+def rows(*does, **columns):
+    texts = ["ab" * i + "+" for i in range(len(does))]
+    return [
+        Prompt(f"p{i}", ({"role": "user", "content": text},), columns={"question": text, "does": done, **columns})
+        for i, (text, done) in enumerate(zip(texts, does, strict=True))
+    ]
+
+
+def held(policy, world, prompts, sampling=SAMPLING, name="native"):
+    sampler = Native(256, world=world) if name == "native" else HuggingFace(world=world)
+    sampler.sync(policy, 7)
+    groups = sampler.generate(prompts, sampling)
+    return groups, [completion for group in groups for completion in group.completions]
+
+
+def turns_of(completion):
+    edges = [0, *(edge for stretch in completion.given for edge in stretch), len(completion.token_ids)]
+    return [(start, end) for start, end in zip(edges[::2], edges[1::2], strict=True) if start < end]
+
+
+def gap_of(policy, groups):
+    batch = collate(groups, policy.device)
+    with torch.no_grad():
+        return batch, (policy.score(batch).logprobs - batch.sampler_logprobs)[batch.sampled].abs().max()
+
+
+@pytest.mark.parametrize("name", ["native", "hf"])
+def test_turns_of_sixteen_agents_at_once_are_one_sequence_each_of_what_was_sampled(policy, world_of, name):
+    groups, completions = held(policy, world_of(), rows(*["talks"] * 4), name=name)
+    assert len(completions) == 16
+    for group, completion in [(g, c) for g in groups for c in g.completions]:
+        turns = turns_of(completion)
+        assert len(turns) == 3
+        assert completion.branches == ()
+        said = [policy.decode(completion.token_ids[start:end]) for start, end in turns]
+        heard = sum(map(len, said)) + sum(end - start for start, end in turns) / 100
+        assert completion.outcome.reward == pytest.approx(heard), "the agent has heard what was sampled"
+        assert completion.outcome.error == ""
+        whole = policy.decode((*group.prompt_ids, *completion.token_ids))
+        assert whole == f"k{group.prompt.text[0]['content']}={said[0]}0?={said[1]}1?={said[2]}"
+    assert gap_of(policy, groups)[1] < 1e-4
+
+
+def test_a_rewritten_history_is_a_branch_with_the_same_reward(policy, world_of):
+    groups = held(policy, world_of(), rows("rewrites", "talks"))[0]
+    first = groups[0]
+    for completion in first.completions:
+        [branch] = completion.branches
+        assert len(turns_of(branch)) == len(turns_of(completion)) == 2
+        assert policy.decode((*first.prompt_ids, *branch.token_ids)).startswith("k+=")
+        assert policy.decode((*first.prompt_ids, *completion.token_ids)).startswith("kdd+=")
+    assert first.prompt.text == ({"role": "user", "content": "+"},), "as it was asked first"
+    batch, gap = gap_of(policy, groups)
+    assert len(batch) == 12
+    assert gap < 1e-4
+
+
+FAULTS = {
+    "raises": "ValueError: no idea (agents.py, line",
+    "hangs": "no answer within 1.5 s",
+    "dies": "its process has ended",
+    "is_silent": rollouts.SILENT,
+    "returns_words": "what the agent returned is 'good', where a number is needed",
+    "returns_none": "the agent has said no reward, and the task has no rewards",
+    "goes_on": f"BadRequestError: Error code: 400 - {rollouts.OVER}",
+    "never_gives_up": rollouts.UNENDED,
+}
+
+
+def test_what_an_agent_does_wrong_costs_its_own_rollout_and_is_told(policy, world_of, monkeypatch, tmp_path):
+    monkeypatch.setattr(rollouts, "GRACE", 0.5)
+    prompts = rows(*FAULTS, "talks")
+    groups, completions = held(policy, world_of(timeout=1.5), prompts, replace(SAMPLING, n=2))
+    assert all(completion.token_ids for completion in completions)
+    for expected, group in zip(FAULTS.values(), groups, strict=False):
+        for completion in group.completions:
+            assert completion.outcome.reward is None
+            assert completion.outcome.error.startswith(expected)
+    assert all(c.outcome.error == "" and c.outcome.reward > 0 for c in groups[-1].completions)
+    assert "in raises" in (tmp_path / "log").read_text(), "with its traceback"
+
+
+def test_where_others_grade_no_reward_is_none(policy, world_of):
+    _, completions = held(policy, world_of(graded=True), rows("returns_none"))
+    assert {(c.outcome.reward, c.outcome.error) for c in completions} == {(None, "")}
+
+
+@pytest.mark.parametrize("limits", [{"turns": 2}, {"max_tokens": 25}])
+def test_beyond_the_limits_the_policy_is_silent_once_and_then_refuses(policy, world_of, limits):
+    sampling = replace(SAMPLING, **limits)
+    _, completions = held(policy, world_of(), rows("goes_on_until_refused"), sampling)
+    for completion in completions:
+        assert len(completion.token_ids) <= sampling.max_tokens
+        turns = len(turns_of(completion))
+        assert turns == 2 or "turns" not in limits
+        assert completion.outcome.reward == pytest.approx(1.0 + (turns + 1) / 100)
+
+
+def test_a_flood_waits_in_line_and_has_the_turns_of_one_conversation(policy, world_of):
+    _, completions = held(policy, world_of(), rows("floods", "talks"), replace(SAMPLING, n=2))
+    for completion in completions[:2]:
+        assert completion.outcome.error == ""
+        assert completion.outcome.reward == SAMPLING.turns
+        assert len(completion.branches) == SAMPLING.turns - 1
+    assert all(c.outcome.reward > 1 for c in completions[2:])
+
+
+def test_requests_of_other_forms(policy, world_of, tmp_path):
+    """A stream, a limit, and mistakes."""
+    prompts = rows("streams", "is_limited", "is_mistaken")
+    groups, completions = held(policy, world_of(), prompts)
+    assert {c.outcome.error for c in completions} == {""}
+    streamed, limited, mistaken = groups
+    for completion in streamed.completions:
+        assert completion.outcome.reward == len(completion.text)
+        assert len(completion.token_ids) <= 3
+    for completion in limited.completions:
+        [few] = completion.branches
+        assert completion.outcome.reward == pytest.approx(few.length + completion.length / 100)
+    assert any(c.length > 2 for c in limited.completions), "the limit was that of one turn"
+    assert {c.outcome.reward for c in mistaken.completions} == {7.0}
+    told = (tmp_path / "log").read_text()
+    for line in (
+        "n: Input should be 1",
+        "logprobs: Input should be False",
+        "messages: List should have at least 1 item",
+        "messages.0.content",
+        "messages.0.tool_calls: f: arguments are not JSON",
+        "not so",
+        "there is no rollout x",
+    ):
+        assert told.count(f"\n{line}") >= 3, line
+
+
+def test_asynchronous_agents_and_clients_of_their_own(policy, world_of):
+    _, completions = held(policy, world_of("together"), rows("", ""))
+    assert {c.outcome.reward for c in completions} == {2.0}
+    assert {len(c.branches) for c in completions} == {1}, "the same question again is not said behind the first"
+
+
+def test_a_command_is_an_agent(policy, world_of):
+    prompts = rows("", "", "")
+    questions = ("ab+", "broken", "words")
+    prompts = [
+        replace(prompt, columns={**prompt.columns, "question": question})
+        for prompt, question in zip(prompts, questions, strict=True)
+    ]
+    talked, broken, words = held(policy, world_of(COMMAND), prompts, replace(SAMPLING, n=2))[0]
+    for completion in talked.completions:
+        assert completion.outcome.error == ""
+        assert completion.outcome.reward == pytest.approx(
+            sum(len(m["content"]) for m in completion.messages if m["role"] == "assistant") + completion.length / 100
+        )
+    assert {c.outcome.error for c in broken.completions} == {f"{COMMAND}: exit status 3"}
+    assert {c.outcome.error for c in words.completions} == {"the agent has said no reward, and the task has no rewards"}
+
+
+def driven(world, row, says, pause=0.0):
+    """All replies of a world in a conversation in which the policy says these, and says nothing after them."""
+    [prompt] = rows("", **row)
+    world.begin(0, prompt, 0)
+    found, says, until = [], list(says), time.monotonic() + 60
+    while time.monotonic() < until:
+        for _, reply in world.heard(0.5):
+            found.append(reply)
+            if reply.outcome:
+                return found
+            time.sleep(pause)
+            world.tell(0, says.pop(0)) if says else world.end(0)
+    raise AssertionError("no outcome")
+
+
+def calls(*arguments, content=""):
+    made = [
+        {"id": f"call_{i}", "type": "function", "function": {"name": "multiply", "arguments": {"a": a, "b": b}}}
+        for i, (a, b) in enumerate(arguments)
+    ]
+    return Said({"role": "assistant", "content": content, "tool_calls": made}, tokens=(5, 7))
+
+
+def words(text):
+    return Said({"role": "assistant", "content": text}, tokens=(5, 7))
+
+
+def test_tools_of_an_agent(world_of):
+    """Calls go out as OpenAI has them and come back as they were said; other tools are another history."""
+    says = [calls((2, 3), (4, 5)), words("6"), calls((2, 3), content="so"), words("none")]
+    first, heard, sure, other, last = driven(world_of("has_tools"), {}, says)
+    assert last.outcome.error == ""
+    assert last.outcome.events == {"calls": 3}
+    assert first.prompt.tools == tuple(agents.TOOLS)
+    assert first.prompt.literal
+    assert heard.prompt is None
+    assert [dict(m) for m in heard.messages] == [
+        {"role": "tool", "name": "multiply", "content": "6"},
+        {"role": "tool", "name": "multiply", "content": "20"},
+    ]
+    assert [dict(m) for m in sure.messages] == [{"role": "user", "content": "sure?"}]
+    assert other.prompt.tools == ()
+    called = other.prompt.text[1]["tool_calls"]
+    assert [call["function"]["arguments"] for call in called] == [{"a": 2, "b": 3}, {"a": 4, "b": 5}]
+
+
+def test_calls_in_a_stream(world_of):
+    says = [words("abc")._replace(tokens=(5, 3)), calls((2, 3))]
+    first, second, last = driven(world_of("streams"), {"tools": True}, says)
+    assert (first.max_tokens, second.max_tokens) == (3, 0)
+    assert last.outcome == Outcome(3.0, events={"calls": 1})
+
+
+def test_calls_that_could_not_be_read_are_counted(world_of):
+    says = [words("a")._replace(unreadable=("no name",)), words("b"), words("c")]
+    assert driven(world_of("talks"), {}, says)[-1].outcome.events == {"calls": 1, "unreadable": 1}
+
+
+def test_an_agent_that_is_gone_before_its_answer_comes_has_its_reward(world_of):
+    """The outcome waits until the policy has spoken: a conversation that it still speaks in is not over."""
+    first, last = driven(world_of("leaves_a_request"), {"seconds": 1.0}, [words("a")], pause=2.5)
+    assert first.prompt
+    assert last.outcome == Outcome(0.5)
+
+
+def test_the_time_of_the_policy_is_not_the_agent_s(world_of):
+    """Three turns of a second each; with the second of grace the agent had two."""
+    last = driven(world_of("talks", timeout=1.0), {}, [words("a")] * 3, pause=1.0)[-1]
+    assert last.outcome.error == ""
+
+
+def test_agents_draw_the_same_random_numbers_again(policy, world_of):
+    once, again = (held(policy, world_of("draws"), rows("", ""))[1] for _ in range(2))
+    assert [c.outcome.reward for c in once] == [c.outcome.reward for c in again]
+    assert len({c.outcome.reward for c in once}) == 8, "each its own"
+    assert [c.token_ids for c in once] == [c.token_ids for c in again]
+
+
+def test_a_world_that_was_closed_begins_anew(policy, world_of):
+    world = world_of()
+    for _ in range(2):
+        [prompt] = rows("hangs")
+        world.begin(0, prompt, 0)
+        assert world.heard(30.0)[0][1].prompt
+        world.begin(0, prompt, 0)  # left, as by an interrupt
+        [(number, reply)] = world.heard(30.0)
+        assert (number, reply.prompt.text) == (0, ({"role": "user", "content": "a"},))
+        world.close()
+        assert world.heard(0.0) == []
+
+
+def test_an_agent_that_cannot_be_loaded_is_one_line(policy, world_of, tmp_path):
+    (tmp_path / "lost_agent.py").write_text("raise OSError('nothing here')\ndef solve(row, client): ...\n")
+    world = world_of(f"{tmp_path}/lost_agent.py:solve")
+    with pytest.raises(UserError, match="the agent cannot be used: OSError: nothing here"):
+        world.begin(0, rows("")[0], 0)

@@ -1,0 +1,135 @@
+"""The task of agents, and runs in which one is trained, evaluated and resumed through the command line's own path."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+import sys
+from pathlib import Path
+
+import pytest
+
+import agents
+from conftest import records
+from pellucid import config
+from pellucid.rewards.terms import RewardTerm
+from pellucid.samplers.native import Native
+from pellucid.tasks.agent import Agent
+from pellucid.types import Completion, Outcome, Prompt
+from runs import answered, same_run, train
+from worlds import TEMPLATE
+
+FILE = Path(agents.__file__)
+SOLVE = f"{FILE}:solve"
+SAID = Completion((1,), (0.0,), "12x", True)
+
+
+def said(**outcome):
+    return Completion((1,), (0.0,), "12x", True, outcome=Outcome(**outcome))
+
+
+def test_what_the_agent_returns_is_the_reward():
+    task = Agent(run=SOLVE, data="a.jsonl")
+    reward = task.reward(Prompt("p", "say"), said(reward=0.25))
+    assert (reward.value, reward.degree, reward.error) == (0.25, True, "")
+    assert task.reward(Prompt("p", "say"), said(reward=1.0)).is_correct
+    assert not task.talk.graded
+
+
+def test_other_terms_stand_beside_it_or_in_its_place():
+    task = Agent(run=SOLVE, data="a.jsonl", rewards=(RewardTerm("exact", weight=0.5),))
+    assert task.talk.graded
+    prompt = Prompt("p", "say", "12x")
+    assert task.reward(prompt, said(reward=2.0)).value == 2.5
+    alone = task.reward(prompt, said(reward=None))
+    assert (alone.value, alone.correct) == (0.5, True)
+    weighed = Agent(run=SOLVE, data="a.jsonl", rewards=(RewardTerm("exact"), RewardTerm("environment", weight=0.1)))
+    assert weighed.reward(prompt, said(reward=2.0)).value == pytest.approx(1.2)
+
+
+def test_where_the_agent_has_failed_no_term_grades():
+    for terms in ((), (RewardTerm("exact"),)):
+        reward = Agent(run=SOLVE, data="a.jsonl", rewards=terms).reward(Prompt("p", "say", "12x"), said(error="lost"))
+        assert reward.failed
+        assert reward.error == "environment: lost"
+
+
+@pytest.mark.parametrize(
+    ("settings", "told"),
+    [
+        ({"run": " "}, 'run = "" must be "path/to/file.py:function", or a command'),
+        ({"timeout": 0.0}, "timeout = 0.0 must be a positive number of seconds"),
+        ({"data": ""}, 'data = "" must be files'),
+        ({"run": f"{FILE}:solves"}, 'has no "solves"; did you mean "solve"?'),
+        ({"run": f"{FILE}:TOOLS"}, "is a list: name a function"),
+    ],
+)
+def test_a_mistake_is_one_line(settings, told):
+    with pytest.raises(Exception, match=re.escape(told)):
+        Agent(**{"run": SOLVE, "data": "a.jsonl", **settings})
+
+
+def test_a_command_is_what_names_no_function():
+    functions = ("agent.py:solve", "package.agent:solve", f"{FILE}:solve")
+    commands = ("python agent.py", "./agent", "python agent.py --at 127.0.0.1:8000", "docker run agent:latest")
+    assert [Agent.talk.fget(Bare(run)).is_function for run in (*functions, *commands)] == [True] * 3 + [False] * 4
+
+
+class Bare:
+    timeout, rewards = 1.0, ()
+
+    def __init__(self, run):
+        self.run = run
+
+
+@pytest.fixture
+def trained(recipe, tmp_path):
+    """A recipe with agents of two kinds: some rewrite their history, others answer or fail as their rows say."""
+    kinds = ("talks", "rewrites", "draws", "raises")
+    rows = [{"question": f"{'ab'[n % 2]}{n}+", "does": kinds[n % 4], "turns": 2} for n in range(24)]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (tmp_path / "chat.jinja").write_text(TEMPLATE)
+    task = f'name = "agent"\nrun = "{SOLVE}"\ndata = "{tmp_path}/rows.jsonl"\ntest_share = 0.3\n'
+    text = re.sub(r"(?<=\[task\]\n)\s*name = .*\n", task, recipe.read_text())
+    text = text.replace("[policy]", f'[policy]\ntemplate = "{tmp_path}/chat.jinja"')
+    text = text.replace("max_tokens = 10", "max_tokens = 40\nturn_tokens = 6\nturns = 4")
+    recipe.write_text(text.replace("steps = 6", "steps = 3"))
+    return recipe
+
+
+def test_an_agent_is_trained_and_a_resumed_run_goes_on_to_the_same_bits(trained, tmp_path, monkeypatch, undisturbed):
+    settings = ["--checkpoint.every", 1, "--evaluate.every", 3, "--policy.deterministic"]
+    whole, killed = undisturbed(trained, *settings), tmp_path / "killed"
+    steps = records(whole / "metrics.jsonl")
+    assert len(steps) == 3
+    assert all(step["grad_norm"] > 0 for step in steps)
+    assert max(step["turns/mean"] for step in steps) > 1
+    failed = [r for r in records(whole / "rollouts.jsonl") if "error" in r]
+    assert failed
+    assert all("ValueError: no idea (agents.py, line" in r["error"] for r in failed)
+    [after] = [row for row in records(whole / "evals.jsonl") if row["step"] == 3]
+    assert after["n"] == 6
+    generate = Native.generate
+
+    def dying(self, prompts, sampling):
+        if sampling.seed == "0/1":
+            raise KeyboardInterrupt
+        return generate(self, prompts, sampling)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Native, "generate", dying)
+        assert train(trained, "--run", killed, *settings) == 130
+    assert train("--resume", killed) == 0
+    same_run(whole, killed)
+
+
+def test_a_model_is_evaluated_by_an_agent_that_is_a_command(trained, model_dir, tmp_path, capsys):
+    command = shlex.join([sys.executable, str(FILE)])
+    text = trained.read_text().replace(SOLVE, command)
+    trained.write_text(text)
+    assert config.load(trained).task.run == command
+    assert answered("eval", model_dir, "--task", trained, "--show", 0, "--output", tmp_path / "answers.jsonl") == 0
+    answers = records(tmp_path / "answers.jsonl")
+    assert {row["drawn"] for row in answers} == {"greedy", "sample"}
+    assert all(row["reward"] > 0 for row in answers)
