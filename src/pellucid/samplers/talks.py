@@ -159,8 +159,7 @@ class Talks:
             self._open -= 1
             return
         self.unheard += 1
-        read = len(row.question) + row.turn
-        self.world.tell(row.number, said._replace(tokens=(read, len(ids)), cut=not row.ended))
+        self.world.tell(row.number, said._replace(tokens=(len(context), len(ids)), cut=not row.ended))
 
     def groups(self) -> list[Group]:
         n = self.sampling.n
