@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shlex
 import sys
 import time
@@ -102,7 +103,9 @@ def test_a_rewritten_history_is_a_branch_with_the_same_reward(policy, world_of):
         [branch] = completion.branches
         assert len(turns_of(branch)) == len(turns_of(completion)) == 2
         assert policy.decode((*first.prompt_ids, *branch.token_ids)).startswith("k+=")
-        assert policy.decode((*first.prompt_ids, *completion.token_ids)).startswith("kdd+=")
+        said = [message["content"] for message in branch.messages if message["role"] == "assistant"]
+        written = f"kdd+={said[0]}<eos>0?={said[1]}<eos>1?="
+        assert policy.decode((*first.prompt_ids, *completion.token_ids), special=True).startswith(written)
     assert first.prompt.text == ({"role": "user", "content": "+"},), "as it was asked first"
     batch, gap = gap_of(policy, groups)
     assert len(batch) == 12
@@ -154,9 +157,14 @@ def test_a_flood_waits_in_line_and_has_the_turns_of_one_conversation(policy, wor
     _, completions = held(policy, world_of(), rows("floods", "talks"), replace(SAMPLING, n=2))
     for completion in completions[:2]:
         assert completion.outcome.error == ""
-        assert completion.outcome.reward == SAMPLING.turns
+        assert int(completion.outcome.reward) == SAMPLING.turns
         assert len(completion.branches) == SAMPLING.turns - 1
     assert all(c.outcome.reward > 1 for c in completions[2:])
+
+
+def test_a_flood_is_refused_where_the_line_is_long(world_of):
+    """While the policy speaks once, 64 of 100 requests wait or are with it."""
+    assert driven(world_of("floods"), {}, [words("a")], pause=4.0)[-1].outcome == Outcome(1.036)
 
 
 def test_requests_of_other_forms(policy, world_of, tmp_path):
@@ -219,7 +227,9 @@ def driven(world, row, says, pause=0.0):
             found.append(reply)
             if reply.outcome:
                 return found
-            time.sleep(pause)
+            spoken = time.monotonic() + pause
+            while time.monotonic() < spoken:
+                assert world.heard(0.05) == [], "nobody has been answered"
             world.tell(0, says.pop(0)) if says else world.end(0)
     raise AssertionError("no outcome")
 
@@ -250,9 +260,16 @@ def test_tools_of_an_agent(world_of):
         {"role": "tool", "name": "multiply", "content": "20"},
     ]
     assert [dict(m) for m in sure.messages] == [{"role": "user", "content": "sure?"}]
+    assert other.prompt.text[-1] == {"role": "tool", "name": "multiply", "content": "20"}
     assert other.prompt.tools == ()
     called = other.prompt.text[1]["tool_calls"]
     assert [call["function"]["arguments"] for call in called] == [{"a": 2, "b": 3}, {"a": 4, "b": 5}]
+
+
+def test_what_the_policy_has_not_said_is_not_heard_behind_what_it_has(world_of):
+    first, other, same, last = driven(world_of("puts_words_into_its_mouth"), {}, [words("a")] * 3)
+    assert last.outcome.reward == 1.0
+    assert [len(reply.prompt.text) for reply in (first, other, same)] == [1, 4, 5]
 
 
 def test_calls_in_a_stream(world_of):
@@ -275,8 +292,8 @@ def test_an_agent_that_is_gone_before_its_answer_comes_has_its_reward(world_of):
 
 
 def test_the_time_of_the_policy_is_not_the_agent_s(world_of):
-    """Three turns of a second each; with the second of grace the agent had two."""
-    last = driven(world_of("talks", timeout=1.0), {}, [words("a")] * 3, pause=1.0)[-1]
+    """Two turns of two and a half seconds each; with the second of grace the agent has two."""
+    last = driven(world_of("talks", timeout=1.0), {"turns": 2}, [words("a")] * 2, pause=2.5)[-1]
     assert last.outcome.error == ""
 
 
@@ -287,17 +304,34 @@ def test_agents_draw_the_same_random_numbers_again(policy, world_of):
     assert [c.token_ids for c in once] == [c.token_ids for c in again]
 
 
-def test_a_world_that_was_closed_begins_anew(policy, world_of):
-    world = world_of()
-    for _ in range(2):
-        [prompt] = rows("hangs")
-        world.begin(0, prompt, 0)
-        assert world.heard(30.0)[0][1].prompt
-        world.begin(0, prompt, 0)  # left, as by an interrupt
-        [(number, reply)] = world.heard(30.0)
-        assert (number, reply.prompt.text) == (0, ({"role": "user", "content": "a"},))
-        world.close()
-        assert world.heard(0.0) == []
+def test_a_conversation_that_is_left_ends_its_agent_and_a_closed_world_begins_anew(world_of):
+    world = world_of("says_who_it_is")
+    first, second = process_of_an_agent(world), process_of_an_agent(world)
+    assert is_gone(first)
+    world.close()
+    assert is_gone(second)
+    assert world.heard(0.0) == []
+    assert process_of_an_agent(world) not in (first, second)
+
+
+def process_of_an_agent(world):
+    world.begin(0, rows("")[0], 0)
+    [(number, reply)] = world.heard(30.0)
+    assert number == 0
+    process = int(reply.prompt.text[0]["content"])
+    os.kill(process, 0)
+    return process
+
+
+def is_gone(process):
+    until = time.monotonic() + 10.0
+    while time.monotonic() < until:
+        try:
+            os.kill(process, 0)
+        except ProcessLookupError:
+            return True
+        time.sleep(0.05)
+    return False
 
 
 def test_an_agent_that_cannot_be_loaded_is_one_line(policy, world_of, tmp_path):
