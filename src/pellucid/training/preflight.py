@@ -10,6 +10,7 @@ from statistics import fmean
 import rich
 from rich.markup import escape
 from rich.table import Table
+from rich.text import Text
 
 from pellucid.algorithm.diagnostics import known_inert
 from pellucid.config import Config
@@ -40,7 +41,7 @@ MANY_CUT_OFF = 0.1
 """From which share of the samples on a line says that they were cut off."""
 MOST_GIVEN = 4000
 """How many characters are shown at a time of what was not sampled."""
-BAR = "[bold cyan]|[/bold cyan]"
+MARK = "bold cyan"
 MANY_FAILED = 0.1
 """From which share of the rewards on the advice is to mend them."""
 
@@ -116,27 +117,26 @@ def show_plan(cfg: Config, model: memory.Model, fallback: str, world: int, run_d
 def show_exchange(policy: Policy, group: Group) -> None:
     """Print the exact strings, special tokens included; a bar stands where sampling began, and where it gave way."""
     completion, reward = group.completions[0], group.rewards[0]
-    shown = f"[dim]{exact(policy, group.prompt_ids)}[/dim]"
-    after_sampled = False
-    for ids, is_given in stretches(completion):
-        bar = "" if is_given and not after_sampled else BAR
-        shown += f"{bar}[dim]{exact(policy, ids)}[/dim]" if is_given else f"{bar}{exact(policy, ids, whole=True)}"
-        after_sampled = not is_given
-    rich.print(f"\n{shown}")
+    shown, after_sampled = exact(policy, group.prompt_ids, given=True), False
+    for ids, given in stretches(completion):
+        shown.append("" if given and not after_sampled else "|", MARK).append_text(exact(policy, ids, given))
+        after_sampled = not given
+    rich.print(Text("\n"), shown, sep="")
     graded = f"not graded: {first_line(reward)}" if reward.failed else f"reward {reward.value:g}"
     verdict = graded + (f", gold answer {harmless(group.prompt.answer)}" if group.prompt.answer else "")
     given = len(completion.token_ids) - completion.length
     lengths = f"{completion.length} sampled" + (f", {given} given" if given else "")
     held = f" in {', '.join(counts(turns_of(completion), events_of(completion)))}" if completion.messages else ""
-    rich.print(f"[dim]{len(group.prompt_ids)} prompt tokens | {lengths}{held}; {escape(verdict)}\n")
+    rich.print(f"[dim]{len(group.prompt_ids)} prompt tokens | {lengths}{escape(held)}; {escape(verdict)}\n")
 
 
-def exact(policy: Policy, ids: Sequence[int], whole: bool = False) -> str:
-    """The string of these tokens for the screen; of a very long one without its middle, unless it must be whole."""
+def exact(policy: Policy, ids: Sequence[int], given: bool) -> Text:
+    """The string of these tokens for the screen; of what was given dim, and without the middle of a very long one."""
     text = harmless(policy.decode(ids, special=True))
-    begin, left_out, end = without_middle(text, len(text) if whole else MOST_GIVEN)
-    between = f"[bold cyan]\\[{counted(left_out, 'character')} left out][/bold cyan]" if left_out else ""
-    return f"{escape(begin)}{between}{escape(end)}"
+    begin, left_out, end = without_middle(text, MOST_GIVEN if given else len(text))
+    between = f"[{counted(left_out, 'character')} left out]" if left_out else ""
+    style = "dim" if given else ""
+    return Text.assemble((begin, style), (between, MARK), (end, style))
 
 
 def stretches(completion: Completion) -> Iterator[tuple[tuple[int, ...], bool]]:
