@@ -14,7 +14,7 @@ import rich.console
 from pages import ALLOWED, HOSTILE, Page
 from pellucid.machine.harmless import CONTROLS, DIRECTIONS
 from pellucid.reporting.console import Console, Plain
-from pellucid.reporting.conversations import fault_shares, words, written
+from pellucid.reporting.conversations import LONGEST_NAME, fault_shares, speaker, words, written
 from pellucid.reporting.curves import tool_charts
 from pellucid.reporting.loggers import Jsonl
 from pellucid.reporting.metrics import describe
@@ -106,6 +106,13 @@ def test_calls_are_written_as_one_writes_them():
     assert written({"function": {"name": "now", "arguments": {}}}) == "now()"
     assert words(TALK[0]) == 'let me see\ncalls multiply(a=3, unit="<m>")'
     assert words({"role": "assistant", "content": " \n", "tool_calls": [CALL]}) == 'calls multiply(a=3, unit="<m>")'
+
+
+def test_the_name_of_a_tool_is_a_short_one():
+    """Of a tool that is not there the policy has made it up."""
+    assert speaker({"role": "tool", "name": "multiply", "content": ""}) == "tool multiply"
+    assert speaker({"role": "tool", "name": "x" * 5000, "content": ""}) == f"tool {'x' * LONGEST_NAME}…"
+    assert speaker({"role": "tool", "content": ""}) == "tool"
 
 
 def test_the_most_frequent_faults_have_their_names():

@@ -15,6 +15,8 @@ from pellucid.types import Completion, Message
 
 FAULT = "{'error': "
 """What a message of a tool begins with where the call came to nothing, as environments and TRL write it."""
+LONGEST_NAME = 40
+"""How many characters of the name of a tool are shown: the policy has made it up, where there is none of that name."""
 NAMED_FAULTS = 2
 """How many kinds of faults have their names in a line; the others are added up."""
 
@@ -68,7 +70,8 @@ def speaker(message: Message) -> str:
     """Who said it: "policy", "environment", "tool NAME"; the system, where it was that."""
     role = message.get("role")
     if role == "tool":
-        return f"tool {message.get('name') or ''}".rstrip()
+        name = str(message.get("name") or "")
+        return f"tool {name if len(name) <= LONGEST_NAME else f'{name[:LONGEST_NAME]}…'}".rstrip()
     return {"assistant": "policy", "user": "environment"}.get(str(role), str(role))
 
 
