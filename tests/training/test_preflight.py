@@ -129,3 +129,10 @@ def test_what_is_cut_off_names_the_setting_by_which_it_was(capsys):
     assert [line.split(" = ")[0] for line in cut_off(alone, cfg, (EOS,))] == [
         "100% of 1 sample were cut off at sampler.max_tokens"
     ]
+
+
+def test_the_exact_strings_are_not_markup(capsys, monkeypatch):
+    policy = make_policy()
+    monkeypatch.setattr(policy, "decode", lambda *_, **__: ":smile: [bold]3[/bold]")
+    shown = exchange(capsys, Completion((3,), (0.0,), "", True), policy=policy)[0]
+    assert shown == "|".join([":smile: [bold]3[/bold]"] * 2)
