@@ -14,7 +14,7 @@ import rich.console
 from pages import ALLOWED, HOSTILE, Page
 from pellucid.machine.harmless import CONTROLS, DIRECTIONS
 from pellucid.reporting.console import Console, Plain
-from pellucid.reporting.conversations import LONGEST_NAME, fault_shares, speaker, words, written
+from pellucid.reporting.conversations import LONGEST_NAME, fault_shares, is_fault, speaker, words, written
 from pellucid.reporting.curves import tool_charts
 from pellucid.reporting.loggers import Jsonl
 from pellucid.reporting.metrics import describe
@@ -115,6 +115,13 @@ def test_the_name_of_a_tool_is_a_short_one():
     assert speaker({"role": "tool", "content": ""}) == "tool"
 
 
+def test_what_a_tool_answers_is_a_fault_and_not_what_others_quote():
+    error = "{'error': 'no b'}"
+    assert is_fault({"role": "tool", "name": "multiply", "content": error})
+    assert not is_fault({"role": "tool", "name": "multiply", "content": f"it said {error}"})
+    assert not is_fault({"role": "user", "content": error})
+
+
 def test_the_most_frequent_faults_have_their_names():
     shares = {"tools/calls": 2.0, "tools/unknown": 0.02, "tools/raised": 0.03, "tools/timeout": 0.5, "turns/mean": 1.0}
     assert fault_shares(shares) == "50% timeout, 3% raised, 2% other"
@@ -178,7 +185,7 @@ def hostile_talk():
     said = {"role": "assistant", "content": HARD, "tool_calls": [call]}
     return (
         said,
-        {"role": "tool", "name": HARD, "content": f"{{'error': {HARD}"},
+        {"role": "tool", "name": f"\x1b]0;<b>{HARD}", "content": f"{{'error': {HARD}"},
         {"role": "user", "content": HARD},
         said,
     )

@@ -123,8 +123,8 @@ def without_middle(text: str, most: int) -> tuple[str, int, str]:
 
 
 def told(messages: Sequence[Message], most: int) -> Iterator[tuple[str, str]]:
-    """Who said it and what, message by message, each of about `most` characters at most, harmless to a terminal."""
+    """Who said it and what, message by message, each of about `most` characters at most."""
     for message in messages:
         begin, left_out, end = without_middle(words(message), most)
         between = f"\n[{counted(left_out, 'character')} left out]\n" if left_out else ""
-        yield harmless(speaker(message)), harmless(f"{begin}{between}{end}")
+        yield speaker(message), f"{begin}{between}{end}"

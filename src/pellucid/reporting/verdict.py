@@ -31,7 +31,7 @@ def verdict(group: Group) -> Table:
     ]
     for name, text in shown:
         if text:
-            table.add_row(Text(name, "dim"), Text(harmless(text), overflow="fold"))
+            table.add_row(Text(harmless(name), "dim"), Text(harmless(text), overflow="fold"))
     table.add_row()
     return table
 
