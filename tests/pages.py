@@ -9,7 +9,7 @@ HOSTILE = (
     "</pre></script><script>alert(1)</script><img src=https://evil.example/x onerror=alert(2)> \"'&lt; $name ${lede}"
     "\u202egnp.exe\u2066 \x00\x1b[31m \ud800 <!-- ]]> </svg></title></style>"
 )
-PAGE = "html head meta title style body header main footer section article div p h1 h2 h3 b small pre dl dt dd"
+PAGE = "html head meta title style body header main footer section article div p h1 h2 h3 b small pre dl dt dd ol li"
 TABLE = "table caption thead tbody tr th td details summary"
 ALLOWED = {*PAGE.split(), *TABLE.split(), "svg", "g", "path", "circle", "rect", "text", "tspan"}
 VOID = {"meta"}

@@ -17,9 +17,10 @@ from pellucid.algorithm.advantages import ADVANTAGES
 from pellucid.algorithm.batch import collate, grades_of, task_rewards
 from pellucid.algorithm.settings import GRPOConfig
 from pellucid.config import Config
-from pellucid.reporting.console import Plain, accuracy_table, before_after, evaluation_rows, verdict
+from pellucid.reporting.console import Plain, accuracy_table, before_after, evaluation_rows
 from pellucid.reporting.loggers import Jsonl
 from pellucid.reporting.metrics import describe
+from pellucid.reporting.verdict import verdict
 from pellucid.rewards.plain import LARGEST, NoRewardError, of_reward
 from pellucid.tasks.arithmetic import Arithmetic
 from pellucid.tasks.curriculum import Curriculum

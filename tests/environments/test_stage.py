@@ -162,6 +162,14 @@ def test_reward_functions_see_the_environment_as_it_was_left(stage):
     assert environment.sold == 5
 
 
+def test_a_reply_is_heard_when_it_comes(stage):
+    begun(stage)
+    start = time.monotonic()
+    stage.tell(0, call("wait", seconds=0.2))
+    assert stage.heard(60.0)
+    assert time.monotonic() - start < 6.0, "not at the time limit of the call"
+
+
 def test_processes_are_used_again_and_end_with_the_stage():
     stage = Stage(SHOP, RewardConfig())
     for _ in range(3):

@@ -13,7 +13,8 @@ from conftest import make_policy
 from pellucid import cli
 from pellucid.commands.training import Train
 from pellucid.machine.harmless import harmless
-from pellucid.reporting.console import Console, Plain, first_error, verdict
+from pellucid.reporting.console import Console, Plain, first_error
+from pellucid.reporting.verdict import verdict
 from pellucid.training.preflight import show_exchange
 from pellucid.types import Completion, Group, Prompt, Reward, UserError
 

@@ -8,10 +8,11 @@ from dataclasses import replace
 
 import pytest
 
-from pellucid.reporting.console import Plain, accuracy_table, before_after, evaluation_rows, verdict
+from pellucid.reporting.console import Plain, accuracy_table, before_after, evaluation_rows
 from pellucid.reporting.loggers import Jsonl, json_line, read_evaluations
 from pellucid.reporting.measures import evaluation_of, record_of, worth_showing
 from pellucid.reporting.report import write_report
+from pellucid.reporting.verdict import verdict
 from pellucid.types import Completion, Estimate, Evaluation, Group, Prompt, Reward
 
 NONE = Estimate(0.0, 0.0, 0.1)

@@ -11,8 +11,9 @@ import pytest
 from pages import ALLOWED, HOSTILE, Page
 from pellucid.reporting import charts
 from pellucid.reporting.charts import MOST_POINTS, Point, Series, chart, mean_of, number, stack, ticks
-from pellucid.reporting.report import MOST_CHARACTERS, accuracy_svg, strip, write_report
+from pellucid.reporting.report import accuracy_svg, write_report
 from pellucid.reporting.run_folder import end_rollouts, records
+from pellucid.reporting.said import MOST_CHARACTERS, strip
 
 
 def estimate(value: float) -> dict[str, float]:

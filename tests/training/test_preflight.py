@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import math
+import re
 
 import pytest
+import rich.console
 
+from conftest import EOS, make_policy
 from pellucid.algorithm.settings import GRPOConfig
 from pellucid.config import Config
 from pellucid.sections import SamplerConfig
 from pellucid.tasks.arithmetic import Arithmetic
 from pellucid.tasks.dataset import Dataset
 from pellucid.tasks.prefixed import Prefixed
-from pellucid.training.preflight import show_signal
-from pellucid.types import Completion, Group, Prompt, Reward
+from pellucid.training.preflight import MOST_GIVEN, cut_off, show_exchange, show_signal
+from pellucid.types import Completion, Group, Outcome, Prompt, Reward
 
 HINT = '[task] name = "prefixed"'
 
@@ -25,7 +28,7 @@ def group(*values, finished=True):
 
 def said(capsys, groups, task=None):
     cfg = Config(algorithm=GRPOConfig(group_size=2), sampler=SamplerConfig(max_tokens=5), task=task or Arithmetic())
-    show_signal(groups, cfg)
+    show_signal(groups, cfg, ends=(EOS,))
     return capsys.readouterr().out
 
 
@@ -55,3 +58,81 @@ def test_prefixes_are_thought_of_where_all_is_wrong_and_the_task_can_begin_the_a
     assert HINT not in said(capsys, wrong, Prefixed(Arithmetic())), "it has them"
     assert HINT not in said(capsys, wrong, Dataset(data=str(tmp_path / "a.jsonl"))), "it has none to give"
     assert HINT not in said(capsys, [group(0.0, 1.0)]), "contrast enough"
+
+
+def talk(tokens, given, finished=True, messages=({"role": "assistant", "content": "1"},), events=None):
+    logprobs = (0.0,) * len(tokens)
+    outcome = Outcome(events=events or {})
+    return Completion(tuple(tokens), logprobs, "1", finished, given=given, messages=messages, outcome=outcome)
+
+
+def exchange(capsys, completion, prompt_ids=(1, 2), policy=None):
+    show_exchange(policy or make_policy(), Group(Prompt("p", "?", "7"), prompt_ids, (completion,), (Reward(0.5),)))
+    return capsys.readouterr().out.strip().splitlines()
+
+
+def test_bars_stand_where_the_policy_begins_and_where_it_gives_way(capsys):
+    """Token i of the tests' tokenizer is the i-th of 0123456789+*-=? abcdefghijk."""
+    messages = tuple({"role": role, "content": "x"} for role in ("assistant", "user", "assistant"))
+    held = talk([3, 4, EOS, 5, 6, 7, EOS], ((3, 5),), messages=messages, events={"calls": 1, "raised": 1})
+    shown, *below = exchange(capsys, held)
+    assert shown == "12|34<eos>|56|7<eos>"
+    counts = "5 sampled, 2 given in 2 turns, 1 call of tools (1 raised)"
+    assert " ".join(" ".join(below).split()) == f"2 prompt tokens | {counts}; reward 0.5, gold answer 7"
+
+
+def test_a_prefix_belongs_to_what_was_given(capsys):
+    assert exchange(capsys, Completion((3, 4), (0.0, 0.0), "4", True, given=((0, 1),)))[0] == "123|4"
+    assert exchange(capsys, Completion((3, 4), (0.0, 0.0), "34", True)) == [
+        "12|34",
+        "2 prompt tokens | 2 sampled; reward 0.5, gold answer 7",
+    ]
+    assert exchange(capsys, Completion((3, 4), (0.0, 0.0), "", True, given=((0, 2),)))[0] == "1234"
+
+
+def test_given_tokens_are_dim_and_sampled_ones_are_not(capsys, monkeypatch):
+    monkeypatch.setattr("rich._console", rich.console.Console(force_terminal=True, color_system="standard", width=80))
+    shown = exchange(capsys, talk([3, 4, 5], ((1, 2),)))[0]
+    assert re.findall(r"\x1b\[2m([^\x1b]+)\x1b\[0m", shown) == ["12", "4"]
+    assert re.sub(r"\x1b\[[\d;]*m", "", shown) == "12|3|4|5"
+
+
+def test_a_long_observation_lacks_its_middle_and_a_long_answer_does_not(capsys):
+    n, half = 9000, MOST_GIVEN // 2
+    held = talk([3, *([4] * half), *([5] * (n - 2 * half)), *([6] * half), 7], ((1, n + 1),))
+    shown = "".join(exchange(capsys, held)[:-1])
+    assert shown == f"12|3|{'4' * half}[{n - 2 * half:,} characters left out]{'6' * half}|7"
+    assert "left out" not in "".join(exchange(capsys, Completion((5,) * n, (0.0,) * n, "", True)))
+
+
+def test_what_is_cut_off_names_the_setting_by_which_it_was(capsys):
+    """Turns of three tokens at most, in conversations of five at most; EOS ends a turn at three, too."""
+    by_turn = talk([1, 2, 3, 9, 1, EOS], ((3, 4),))
+    at_end = talk([1, EOS, 9, 1, 2, 3], ((2, 3),), finished=False)
+    by_length = talk([1, EOS, 9, 9, 9], ((2, 5),), finished=False)
+    whole = talk([1, 2, EOS, 9, 1, EOS], ((3, 4),))
+    cfg = Config(sampler=SamplerConfig(max_tokens=5, turn_tokens=3), task=Arithmetic())
+    turns = (
+        "{} of 4 samples have a turn that was cut off at sampler.turn_tokens = 3: raise it, or ask for shorter turns"
+    )
+    length = "{} of 4 samples were cut off at sampler.max_tokens = 5, which is for all that follows the question"
+    told = list(cut_off([by_turn, at_end, by_length, whole], cfg, (EOS,)))
+    assert told[0] == turns.format("50%")
+    assert told[1].startswith(length.format("25%"))
+    assert list(cut_off([whole] * 4, cfg, (EOS,))) == []
+    assert list(cut_off([at_end] * 4, cfg, (EOS,))) == [turns.format("100%")]
+    without = Config(sampler=SamplerConfig(max_tokens=5), task=Arithmetic())
+    assert [line.split(" = ")[0] for line in cut_off([by_turn, at_end, by_length, whole], without, (EOS,))] == [
+        "50% of 4 samples were cut off at sampler.max_tokens"
+    ]
+    alone = [Completion((1, 2, 3), (0.0,) * 3, "123", False)]
+    assert [line.split(" = ")[0] for line in cut_off(alone, cfg, (EOS,))] == [
+        "100% of 1 sample were cut off at sampler.max_tokens"
+    ]
+
+
+def test_the_exact_strings_are_not_markup(capsys, monkeypatch):
+    policy = make_policy()
+    monkeypatch.setattr(policy, "decode", lambda *_, **__: ":smile: [bold]3[/bold]")
+    shown = exchange(capsys, Completion((3,), (0.0,), "", True), policy=policy)[0]
+    assert shown == "|".join([":smile: [bold]3[/bold]"] * 2)

@@ -23,7 +23,7 @@ CONSTANT = 1e-9
 """Differences smaller than this share of the values count as none."""
 TINIEST, LARGEST = 1e-280, 1e280
 """The largest value that is drawn: a metric may run away."""
-INVISIBLE = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u2028\u2029\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
+INVISIBLE = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,6 +173,11 @@ def ticks(low: float, high: float, about: int = 5) -> list[float]:
 
 def number(value: float) -> str:
     return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}"
+
+
+def counted(n: int, thing: str) -> str:
+    """Example: "2 steps"."""
+    return f"{n:,} {thing}{'' if n == 1 else 's'}"
 
 
 def axis_y(tick: float, y: float) -> str:

@@ -20,9 +20,9 @@ from rich.table import Table
 from rich.text import Text
 
 from pellucid.machine.harmless import harmless
+from pellucid.reporting.conversations import fault_shares
 from pellucid.reporting.loggers import DRAWING
 from pellucid.reporting.measures import REWARDS, are_apart, have_verdicts, labelled, measures, worth_showing
-from pellucid.rewards.answers import reasoning_and_answer
 from pellucid.types import Estimate, Evaluation, Group, Reward
 
 STAGES = {"generate": "cyan", "reward": "magenta", "score": "blue", "update": "green", "other": "bright_black"}
@@ -72,6 +72,7 @@ def plain_cells(metrics: Mapping[str, float], groups: int) -> list[str]:
     """The cells of a line, for the metrics that are there; dead groups are counted."""
     counts = {name: value * groups for name, value in metrics.items() if name.startswith("groups/dead")}
     width = len(str(groups))
+    faults = fault_shares(metrics)
     formats = {
         "reward/mean": "reward {:6.3f}",
         "reward/after_kl": "after kl {:6.3f}",
@@ -80,6 +81,8 @@ def plain_cells(metrics: Mapping[str, float], groups: int) -> list[str]:
         "groups/drawn": "drawn {:3.0f}",
         "completion/length_mean": "len {:6.1f}",
         "completion/finished": "fin {:.2f}",
+        "turns/mean": "turns {:.1f}",
+        "tools/calls": "tools {:.1f}" + (f" ({faults})" if faults else ""),
         "sampler/gap_mean": "gap {:.4f}",
         "kl": "kl {:.4f}",
         "time/step": "{:5.1f} s",
@@ -185,6 +188,11 @@ class Console:
         if "completion/length_mean" in metrics:
             finished = f"tokens a completion, {metrics.get('completion/finished', math.nan):.0%} finished"
             yield "length", f"{metrics['completion/length_mean']:.1f}", finished
+        if "turns/mean" in metrics:
+            yield "turns", f"{metrics['turns/mean']:.1f}", "a conversation"
+        if "tools/calls" in metrics:
+            faults = fault_shares(metrics)
+            yield "tools", f"{metrics['tools/calls']:.1f}", "calls a conversation" + (f", {faults}" if faults else "")
         if "sampler/gap_mean" in metrics:
             yield (
                 "sampler gap",
@@ -275,26 +283,4 @@ def accuracy_table(model: str, evaluation: Evaluation) -> Table:
     table = titled(title, "", "mean" if rewards else "accuracy", "interval")
     for name, estimate in named(evaluation).items():
         table.add_row(name, f"{estimate.value:.3f}", interval(estimate))
-    return table
-
-
-def verdict(group: Group) -> Table:
-    """Question, reasoning, answer and grade of the first completion of a group."""
-    table = Table.grid(padding=(0, 2))
-    completion, reward = group.completions[0], group.rewards[0]
-    reasoning, answer = reasoning_and_answer(completion.text)
-    right = f", right is {group.prompt.answer}" if group.prompt.answer and not reward.is_correct else ""
-    cut = "" if completion.finished else ", cut off at the limit"
-    judged = f"{'right' if reward.is_correct else 'wrong'}, " if reward.is_verdict else ""
-    graded = f"{judged}reward {reward.value:.2f}"
-    graded = f"not graded: {first_line(reward) or 'the reward failed'}" if reward.failed else graded
-    for name, text in {
-        "question": group.prompt.question,
-        "reasoning": reasoning,
-        "answer": answer,
-        "verdict": f"{graded}{right}{cut}",
-    }.items():
-        if text:
-            table.add_row(Text(name, "dim"), Text(harmless(text)))
-    table.add_row()
     return table

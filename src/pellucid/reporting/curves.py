@@ -16,6 +16,7 @@ LENGTHS = {"completion/length_mean": "mean", "completion/length_right": "right",
 DEAD = {"groups/dead_all_right": "all right", "groups/dead_all_wrong": "all wrong"}
 GAPS = {"sampler/gap_mean": "mean", "sampler/gap_max": "max"}
 STAGES = {f"time/{stage}": stage for stage in ("generate", "reward", "score", "update")}
+CALLS = "tools/calls"
 MOST_LOGGED = 8
 """How many of the metrics that rewards log have a chart on the report; all of them are in metrics.jsonl."""
 NOT_TERMS = {"reward/mean", "reward/std", "reward/failed", "reward/no_term", "reward/after_kl"}
@@ -30,6 +31,7 @@ def curves(metrics: Sequence[Record], evals: Mapping[tuple[str, str], Sequence[R
             "Dead groups", "share of groups with equal rewards: no signal", stack(lines(metrics, DEAD)), include=(0, 1)
         ),
         chart("Length", "tokens of a completion", lines(metrics, LENGTHS), include=(0,)),
+        *tool_charts(metrics),
         chart("Terms of the reward", "means, before their weights", lines(metrics, terms(metrics))),
         *(
             chart(name.removeprefix("logged/"), "logged by rewards, mean of a step", lines(metrics, {name: "mean"}))
@@ -41,6 +43,20 @@ def curves(metrics: Sequence[Record], evals: Mapping[tuple[str, str], Sequence[R
         chart("Time", "seconds a step", stack(lines(metrics, STAGES)), include=(0,)),
     ]
     return [drawn for drawn in charts if drawn]
+
+
+def tool_charts(metrics: Sequence[Record]) -> list[str]:
+    """Turns and calls of tools, and which share of these came to nothing, where a run has conversations."""
+    held = [row for row in metrics if "turns/mean" in row]
+    called = [{**row, CALLS: row.get(CALLS, 0.0)} for row in held] if any(CALLS in row for row in held) else []
+    kinds = list({name: None for row in held for name in row if name.startswith("tools/") and name != CALLS})
+    faults = [{"step": row["step"], **{kind: row.get(kind, 0.0) for kind in kinds}} for row in called if row[CALLS]]
+    labels = {kind: kind.removeprefix("tools/") for kind in kinds}
+    return [
+        chart("Turns", "of the policy, mean of a conversation", lines(held, {"turns/mean": "turns"}), include=(0,)),
+        chart("Calls of tools", "mean of a conversation", lines(called, {CALLS: "calls"}), include=(0,)),
+        chart("Calls that came to nothing", "share of the calls of tools", lines(faults, labels), include=(0,)),
+    ]
 
 
 def held_out(task: str, split: str, rows: Sequence[Record]) -> list[str]:

@@ -16,6 +16,7 @@ from typing import Any
 from pellucid.machine import disk
 from pellucid.machine.harmless import harmless
 from pellucid.protocols import Logger
+from pellucid.reporting.conversations import branches_of, conversation_of, sequence_of
 from pellucid.reporting.measures import evaluation_of, record_of
 from pellucid.reporting.run_folder import records
 from pellucid.types import Evaluation, Group
@@ -108,6 +109,7 @@ def rollouts(group: Group) -> list[dict[str, Any]]:
             "prompt": group.prompt.question,
             **({"prefix": group.prompt.prefix} if group.prompt.prefix else {}),
             "completion": completion.text,
+            **conversation_of(completion),
             "finished": completion.finished,
             "correct": None if reward.failed else reward.is_correct,
             "reward": None if reward.failed else float(reward.value),
@@ -115,9 +117,8 @@ def rollouts(group: Group) -> list[dict[str, Any]]:
             "advantage": advantage,
             **({"error": reward.error} if reward.error else {}),
             **({"extra": dict(reward.extra)} if reward.extra else {}),
-            "tokens": list(completion.token_ids),
-            **({"given": [list(stretch) for stretch in completion.given]} if completion.given else {}),
-            "logprobs": [float(f"{logprob:.6g}") for logprob in completion.logprobs],
+            **sequence_of(completion),
+            **branches_of(completion),
         }
         for completion, reward, advantage in zip(group.completions, group.rewards, group.advantages, strict=True)
     ]

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from math import comb, isfinite, nan
 from statistics import fmean, pstdev
 
+from pellucid.reporting.conversations import turns_of
 from pellucid.types import Completion, Group, Reward, alike, equal_rewards
 
 
@@ -56,8 +57,7 @@ def turns_and_calls(completions: Sequence[Completion]) -> dict[str, float]:
     total = sum((Counter(each) for each in events), Counter())
     calls = total.pop("calls", 0)
     faults = {f"tools/{kind}": count / calls for kind, count in total.items() if calls}
-    spoken = fmean(sum(message["role"] == "assistant" for message in completion.messages) for completion in held)
-    return {"turns/mean": spoken} | ({"tools/calls": calls / len(held)} if calls else {}) | faults
+    return {"turns/mean": fmean(map(turns_of, held))} | ({"tools/calls": calls / len(held)} if calls else {}) | faults
 
 
 def all_failed(groups: Sequence[Group]) -> bool:

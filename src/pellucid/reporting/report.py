@@ -6,20 +6,16 @@ Completions are hostile text: every string of a run passes through `shown`. The 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from math import exp, inf
 from pathlib import Path
 from string import Template
 from typing import Any
 
-from pellucid.reporting.charts import CSS, shown
+from pellucid.reporting.charts import CSS, counted, shown
 from pellucid.reporting.curves import accuracy_picture, curves, line
 from pellucid.reporting.measures import NAMES, are_apart, evaluation_of, headline, labelled, measures, worth_showing
-from pellucid.reporting.run_folder import Record, end_rollouts, evaluations, read_config, records
+from pellucid.reporting.run_folder import Record, evaluations, read_config, records
+from pellucid.reporting.said import said_in
 from pellucid.types import Estimate, Evaluation
-
-MOST_CHARACTERS = 2000
-MOST_TOKENS = 400
-PICKS = 2
 
 
 def write_report(run_dir: Path) -> Path:
@@ -27,7 +23,8 @@ def write_report(run_dir: Path) -> Path:
     config = read_config(run_dir)
     metrics, evals = list(records(run_dir / "metrics.jsonl")), evaluations(run_dir)
     sections = [accuracy_section(evals), curves_section(metrics, evals)]
-    sections += [said_section(run_dir, at(config, "log.traces") == "by_length"), config_section(config)]
+    said = said_in(run_dir / "rollouts.jsonl", at(config, "log.traces") == "by_length")
+    sections += [section("What it said", said), config_section(config)]
     page = Template(beside("report.html")).substitute(
         name=shown(run_dir.resolve().name),
         about=shown(f"{at(config, 'policy.model', 'a model')} on {task_of(config)}"),
@@ -53,11 +50,6 @@ def accuracy_svg(run_dirs: Sequence[Path]) -> str:
 
 def beside(name: str) -> str:
     return Path(__file__).with_name(name).read_text(encoding="utf-8")
-
-
-def clipped(text: str) -> str:
-    rest = len(text) - MOST_CHARACTERS
-    return shown(text[:MOST_CHARACTERS]) + (f"\n[{rest:,} more characters in rollouts.jsonl]" if rest > 0 else "")
 
 
 def at(config: Record, key: str, missing: object = "") -> Any:
@@ -96,10 +88,6 @@ def lede(metrics: Sequence[Record], evals: Mapping[tuple[str, str], Sequence[Rec
     first, last = rewards[0], rewards[-1]
     reward = f"The mean reward went from {first.y:.3f} at step {first.x} to {last.y:.3f} at step {last.x}."
     return f"{reward} Held-out accuracy was not compared: that takes two evaluations."
-
-
-def counted(n: int, thing: str) -> str:
-    return f"{n:,} {thing}{'' if n == 1 else 's'}"
 
 
 def gain_sentence(before: Record, after: Record) -> str:
@@ -196,85 +184,6 @@ def measure_row(name: str, first: Evaluation, last: Evaluation) -> str:
 def curves_section(metrics: Sequence[Record], evals: Mapping[tuple[str, str], Sequence[Record]]) -> str:
     drawn = "\n".join(curves(metrics, evals))
     return section("Curves", f'<div class="charts">\n{drawn}\n</div>' if drawn else "")
-
-
-def said_section(run_dir: Path, by_length: bool = False) -> str:
-    steps = [rollouts for rollouts in end_rollouts(run_dir / "rollouts.jsonl") if rollouts]
-    of = "each third of a step's completions by length" if by_length else "a step"
-    note = (
-        f'<p class="soft">The best and the worst of {of}. Each cell of a strip is a token: the stronger '
-        "its colour, the less likely the policy was to say it.</p>"
-    )
-    said = "\n".join(f"<h3>Step {rollouts[0]['step']:,}</h3>\n{cards(rollouts, by_length)}" for rollouts in steps)
-    return section("What it said", f"{note}\n{said}" if said else "")
-
-
-def cards(rollouts: Sequence[Record], by_length: bool = False) -> str:
-    """The best and the worst completions, no two alike; a failed reward is the worst there is."""
-    distinct = list({(rollout["prompt"], rollout["completion"]): rollout for rollout in rollouts}.values())
-    if by_length:
-        picked = [pick for third in length_thirds(distinct) for pick in extremes(third, 1)]
-    else:
-        picked = extremes(distinct, PICKS)
-    articles = "\n".join(card(rank, rollout) for rank, rollout in picked)
-    return f'<div class="cards">\n{articles}\n</div>'
-
-
-def extremes(rollouts: Sequence[Record], count: int) -> list[tuple[str, Record]]:
-    ranked = sorted(rollouts, key=lambda rollout: -inf if rollout["reward"] is None else rollout["reward"])
-    worst, best = ranked[:-count][:count], ranked[-count:][::-1]
-    return [*(("best", rollout) for rollout in best), *(("worst", rollout) for rollout in worst)]
-
-
-def length_thirds(rollouts: Sequence[Record]) -> list[Sequence[Record]]:
-    """The short, the middling and the long; fewer where there are fewer than three."""
-    ordered, n = sorted(rollouts, key=lambda rollout: len(rollout["tokens"])), len(rollouts)
-    thirds = [ordered[i * n // 3 : (i + 1) * n // 3] for i in range(3)]
-    return [third for third in thirds if third]
-
-
-def card(rank: str, rollout: Record) -> str:
-    reward, advantage = rollout["reward"], rollout["advantage"]
-    said = [
-        "reward failed" if reward is None else f"reward {reward:.3f}",
-        "no advantage" if advantage is None else f"advantage {advantage:+.2f}",
-        counted(len(rollout["tokens"]), "token"),
-        "finished" if rollout["finished"] else "cut off",
-    ]
-    error = f'<p class="warn">{clipped(rollout["error"])}</p>' if rollout.get("error") else ""
-    return (
-        f'<article class="{rank}"><p><b>{rank}</b>, {", ".join(said)}</p>{error}\n'
-        f'<pre class="prompt" dir="auto" tabindex="0">{clipped(rollout["prompt"])}</pre>\n'
-        f'<pre dir="auto" tabindex="0">{begun(rollout)}{clipped(rollout["completion"])}</pre>'
-        f"{extras(rollout.get('extra', {}))}{strip(rollout['logprobs'])}</article>"
-    )
-
-
-def extras(columns: Record) -> str:
-    """What rewards logged beside the completion."""
-    rows = (f"<b>{clipped(name)}</b> {clipped(str(value))}" for name, value in columns.items())
-    return "".join(f"\n<p>{row}</p>" for row in rows)
-
-
-def begun(rollout: Record) -> str:
-    """The prefix that was given to the policy, set apart from the completion."""
-    return f"<i>{clipped(rollout['prefix'])}</i>" if rollout.get("prefix") else ""
-
-
-def strip(logprobs: Sequence[float | None]) -> str:
-    """The tokens of a completion as cells: without the tokenizer their chances can be shown, their text cannot."""
-    chances = [0.0 if logprob is None else exp(logprob) for logprob in logprobs[:MOST_TOKENS]]
-    if not chances:
-        return ""
-    cells = "".join(
-        f'<rect x="{i}" width="1" height="1" fill-opacity="{1 - p:.2f}"><title>token {i + 1}: {p:.1%}</title></rect>'
-        for i, p in enumerate(chances)
-    )
-    about = f"the chances of {counted(len(chances), 'token')}, the lowest {min(chances):.1%}"
-    return (
-        f'\n<svg class="strip" role="img" aria-label="{about}" viewBox="0 0 {len(chances)} 1" '
-        f'preserveAspectRatio="none" style="max-width:{len(chances)}rem">{cells}</svg>'
-    )
 
 
 def config_section(config: Record) -> str:

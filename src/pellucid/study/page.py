@@ -6,10 +6,10 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from string import Template
 
-from pellucid.reporting.charts import CSS, Point, Series, chart, range_of, shown
+from pellucid.reporting.charts import CSS, Point, Series, chart, counted, range_of, shown
 from pellucid.reporting.curves import estimates, line
 from pellucid.reporting.measures import NAMES
-from pellucid.reporting.report import beside, counted, duration, fact_list, section
+from pellucid.reporting.report import beside, duration, fact_list, section
 from pellucid.study.compare import Summary, caveats, dead_share, points, print_table, summaries, times, write_numbers
 from pellucid.study.paired import RESAMPLES
 from pellucid.study.runs import Run, Runs, gather

@@ -16,8 +16,8 @@ from pathlib import Path
 from pellucid.machine.harmless import harmless
 from pellucid.machine.interrupts import INTERRUPTED, stop_requests
 from pellucid.machine.locks import locked, note_holder
+from pellucid.reporting.charts import counted
 from pellucid.reporting.measures import NAMES, evaluation_of, headline, measures
-from pellucid.reporting.report import counted
 from pellucid.reporting.run_folder import finished, records
 from pellucid.study import plan
 from pellucid.study.cells import check, clear, resuming, tidy

@@ -14,8 +14,10 @@ from pellucid.machine import disk, hardware
 from pellucid.policy import policy
 from pellucid.policy.access import Access
 from pellucid.protocols import with_split
-from pellucid.reporting.console import accuracy_table, verdict
+from pellucid.reporting.console import accuracy_table
+from pellucid.reporting.conversations import conversation_of
 from pellucid.reporting.loggers import json_line
+from pellucid.reporting.verdict import verdict
 from pellucid.rewards.graders import notes_on
 from pellucid.training import preflight
 from pellucid.training.compose import evaluation_sampling, graded, pick_sampler, progress_of, template_of, world_in
@@ -64,6 +66,8 @@ def examine(cfg: Config, model: str, access: Access, show: int, output: Path | N
 def said(groups: Sequence[Group], drawn: str) -> Iterator[dict[str, Any]]:
     """A record of each answer, group by group: what was asked and said, and how it was graded.
 
+    Of a conversation all that was said is in it; `answer` is its last turn.
+
     `correct` is null where the reward failed or is no verdict, and `reward` where it failed.
     """
     for group in groups:
@@ -75,6 +79,7 @@ def said(groups: Sequence[Group], drawn: str) -> Iterator[dict[str, Any]]:
                 "question": prompt.question,
                 "gold": prompt.answer,
                 "answer": completion.text,
+                **conversation_of(completion),
                 "finished": completion.finished,
                 "tokens": completion.length,
                 "reward": None if reward.failed else float(reward.value),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Iterator, Sequence
 from math import nan
 from pathlib import Path
 from statistics import fmean
@@ -10,6 +10,7 @@ from statistics import fmean
 import rich
 from rich.markup import escape
 from rich.table import Table
+from rich.text import Text
 
 from pellucid.algorithm.diagnostics import known_inert
 from pellucid.config import Config
@@ -24,9 +25,10 @@ from pellucid.policy.policy import Policy
 from pellucid.policy.quantized import numbers
 from pellucid.protocols import with_split
 from pellucid.reporting import boards
+from pellucid.reporting.charts import counted
 from pellucid.reporting.console import failing, first_error, first_line
+from pellucid.reporting.conversations import counts, events_of, turns_of, without_middle
 from pellucid.reporting.metrics import all_failed, failed_shares, predicted_dead_share
-from pellucid.reporting.report import counted
 from pellucid.rewards.graders import notes_on
 from pellucid.tasks.prefixed import Prefixed
 from pellucid.tasks.wrappers import innermost, layers
@@ -37,6 +39,9 @@ from pellucid.types import Completion, Group, NotBegunError, Reward, UserError
 
 MANY_CUT_OFF = 0.1
 """From which share of the samples on a line says that they were cut off."""
+MOST_GIVEN = 4000
+"""How many characters are shown at a time of what was not sampled."""
+MARK = "bold cyan"
 MANY_FAILED = 0.1
 """From which share of the rewards on the advice is to mend them."""
 
@@ -110,14 +115,40 @@ def show_plan(cfg: Config, model: memory.Model, fallback: str, world: int, run_d
 
 
 def show_exchange(policy: Policy, group: Group) -> None:
-    """Print the exact strings, special tokens included; a bar stands where the prompt ends and sampling began."""
-    completion = group.completions[0]
-    prompt, answer = (harmless(policy.decode(ids, special=True)) for ids in (group.prompt_ids, completion.token_ids))
-    rich.print(f"\n[dim]{escape(prompt)}[/dim][bold cyan]|[/bold cyan]{escape(answer)}")
-    reward = group.rewards[0]
+    """Print the exact strings, special tokens included; a bar stands where sampling began, and where it gave way."""
+    completion, reward = group.completions[0], group.rewards[0]
+    shown, after_sampled = exact(policy, group.prompt_ids, given=True), False
+    for ids, given in stretches(completion):
+        shown.append("" if given and not after_sampled else "|", MARK).append_text(exact(policy, ids, given))
+        after_sampled = not given
+    rich.print(Text("\n"), shown, sep="")
     graded = f"not graded: {first_line(reward)}" if reward.failed else f"reward {reward.value:g}"
     verdict = graded + (f", gold answer {harmless(group.prompt.answer)}" if group.prompt.answer else "")
-    rich.print(f"[dim]{len(group.prompt_ids)} prompt tokens | {completion.length} sampled; {escape(verdict)}\n")
+    given = len(completion.token_ids) - completion.length
+    lengths = f"{completion.length} sampled" + (f", {given} given" if given else "")
+    held = f" in {', '.join(counts(turns_of(completion), events_of(completion)))}" if completion.messages else ""
+    rich.print(f"[dim]{len(group.prompt_ids)} prompt tokens | {lengths}{escape(held)}; {escape(verdict)}\n")
+
+
+def exact(policy: Policy, ids: Sequence[int], given: bool) -> Text:
+    """The string of these tokens for the screen; of what was given dim, and without the middle of a very long one."""
+    text = harmless(policy.decode(ids, special=True))
+    begin, left_out, end = without_middle(text, MOST_GIVEN if given else len(text))
+    between = f"[{counted(left_out, 'character')} left out]" if left_out else ""
+    style = "dim" if given else ""
+    return Text.assemble((begin, style), (between, MARK), (end, style))
+
+
+def stretches(completion: Completion) -> Iterator[tuple[tuple[int, ...], bool]]:
+    """The tokens of a completion, stretch by stretch, and whether each was given and not sampled."""
+    at = 0
+    for start, end in completion.given:
+        if start > at:
+            yield completion.token_ids[at:start], False
+        yield completion.token_ids[start:end], True
+        at = end
+    if rest := completion.token_ids[at:]:
+        yield rest, False
 
 
 def refuse_failing(groups: Sequence[Group]) -> None:
@@ -127,8 +158,11 @@ def refuse_failing(groups: Sequence[Group]) -> None:
         raise NotBegunError(f"every reward of the first {n} samples failed, the first with {first_error(groups)}")
 
 
-def show_signal(groups: Sequence[Group], cfg: Config) -> None:
-    """Print how many groups will be dead, from at least as many samples of each prompt, and how much is cut off."""
+def show_signal(groups: Sequence[Group], cfg: Config, ends: Collection[int]) -> None:
+    """Print how many groups will be dead, from at least as many samples of each prompt, and how much is cut off.
+
+    ends: the end-of-sequence tokens.
+    """
     graded = [reward for group in groups for reward in group.rewards if not reward.failed]
     if not graded:
         print("! no sample could be graded: no reward is meant for any of their prompts", flush=True)
@@ -139,7 +173,7 @@ def show_signal(groups: Sequence[Group], cfg: Config) -> None:
     found = f"{dead:.0%} of groups of {size} will be dead."
     failures = unreliable(groups)
     print(f"{outcome(graded, len(groups))}; {found}", failures or advice(dead, graded, can_begin(cfg)))
-    if warning := cut_off([completion for group in groups for completion in group.completions], cfg):
+    for warning in cut_off([completion for group in groups for completion in group.completions], cfg, ends):
         print(f"! {warning}", flush=True)
 
 
@@ -186,15 +220,33 @@ def can_begin(cfg: Config) -> bool:
     return not given and hasattr(innermost(cfg.task), "working")
 
 
-def cut_off(completions: Sequence[Completion], cfg: Config) -> str:
-    """A line on the samples that did not come to an end, where they are more than a few."""
-    n, cut = len(completions), sum(not completion.finished for completion in completions)
-    if cut < MANY_CUT_OFF * n:
-        return ""
-    return (
-        f"{cut / n:.0%} of {counted(n, 'sample')} were cut off at sampler.max_tokens = {cfg.sampler.max_tokens}: raise"
-        " it, or ask for shorter answers, if what is cut off is the answer"
-    )
+def cut_off(completions: Sequence[Completion], cfg: Config, ends: Collection[int]) -> Iterator[str]:
+    """Lines on the samples, and on the turns of conversations, that did not come to an end: for more than a few.
+
+    A conversation that ended with the last of sampler.turns is not cut off.
+    """
+    n, most, longest = len(completions), cfg.sampler.turn_tokens, cfg.sampler.max_tokens
+    of_turns = [cut_turns(completion, most, ends) for completion in completions]
+    turns = sum(any(cut) for cut in of_turns)
+    cut = sum(not c.finished and not (at and at[-1]) for c, at in zip(completions, of_turns, strict=True))
+    if turns and turns >= MANY_CUT_OFF * n:
+        yield (
+            f"{turns / n:.0%} of {counted(n, 'sample')} have a turn that was cut off at sampler.turn_tokens = {most}:"
+            " raise it, or ask for shorter turns"
+        )
+    if cut >= MANY_CUT_OFF * n:
+        held = any(completion.messages for completion in completions)
+        all_in_it = ", which is for all that follows the question, whoever says it" if held else ""
+        yield (
+            f"{cut / n:.0%} of {counted(n, 'sample')} were cut off at sampler.max_tokens = {longest}{all_in_it}: raise"
+            " it, or ask for shorter answers, if what is cut off is the answer"
+        )
+
+
+def cut_turns(completion: Completion, most: int, ends: Collection[int]) -> list[bool]:
+    """Whether each turn of a conversation was cut off at so many tokens; empty where a turn may have any number."""
+    turns = [ids for ids, is_given in stretches(completion) if not is_given] if most and completion.messages else []
+    return [len(ids) == most and ids[-1] not in ends for ids in turns]
 
 
 def count(policy: Policy) -> memory.Model:

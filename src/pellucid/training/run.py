@@ -286,7 +286,7 @@ def look_first(cfg: Config, parts: Components) -> Evaluation | None:
     if parts.runtime.main:
         with loggers.only_shown("the first exchange"):
             preflight.show_exchange(parts.policy, groups[0])
-            preflight.show_signal(groups, cfg)
+            preflight.show_signal(groups, cfg, parts.policy.eos_ids)
     return evaluation
 
 

@@ -1,0 +1,130 @@
+"""Conversations as they are written down and put into words: who said what, in how many turns, and how tools were used.
+
+A message is a mapping, of a completion as well as of a line of rollouts.jsonl.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from pellucid.machine.harmless import harmless
+from pellucid.reporting.charts import counted
+from pellucid.types import Completion, Message
+
+FAULT = "{'error': "
+"""What a message of a tool begins with where the call came to nothing, as environments and TRL write it."""
+LONGEST_NAME = 40
+"""How many characters of the name of a tool are shown: the policy has made it up, where there is none of that name."""
+NAMED_FAULTS = 2
+"""How many kinds of faults have their names in a line; the others are added up."""
+
+
+def turns_of(completion: Completion) -> int:
+    """How many times the policy spoke, in all sequences of a conversation."""
+    sequences = (completion, *completion.branches)
+    return sum(message["role"] == "assistant" for each in sequences for message in each.messages)
+
+
+def events_of(completion: Completion) -> Mapping[str, int]:
+    """How calls of tools went in a conversation; empty where none were made."""
+    return completion.outcome.events if completion.outcome else {}
+
+
+def conversation_of(completion: Completion) -> dict[str, Any]:
+    """What was said in a conversation, and what it has left behind, as columns; none where there was only an answer."""
+    if not completion.messages:
+        return {}
+    outcome = completion.outcome
+    columns: dict[str, Any] = {"messages": messages_of(completion), "turns": turns_of(completion)}
+    if outcome and outcome.events:
+        columns["events"] = dict(outcome.events)
+    if outcome and outcome.reward is not None:
+        columns["environment_reward"] = float(outcome.reward)
+    if outcome and outcome.error:
+        columns["environment_error"] = outcome.error
+    return columns
+
+
+def sequence_of(completion: Completion) -> dict[str, Any]:
+    """The tokens of a completion, which of them were given, and their log-probs, as columns."""
+    return {
+        "tokens": list(completion.token_ids),
+        **({"given": [list(stretch) for stretch in completion.given]} if completion.given else {}),
+        "logprobs": [float(f"{logprob:.6g}") for logprob in completion.logprobs],
+    }
+
+
+def branches_of(completion: Completion) -> dict[str, Any]:
+    """The earlier sequences of a conversation whose history was rewritten, as a column."""
+    branches = [{"messages": messages_of(each), **sequence_of(each)} for each in completion.branches]
+    return {"branches": branches} if branches else {}
+
+
+def messages_of(completion: Completion) -> list[dict[str, Any]]:
+    return [dict(message) for message in completion.messages]
+
+
+def speaker(message: Message) -> str:
+    """Who said it: "policy", "environment", "tool NAME"; the system, where it was that."""
+    role = message.get("role")
+    if role == "tool":
+        name = str(message.get("name") or "")
+        return f"tool {name if len(name) <= LONGEST_NAME else f'{name[:LONGEST_NAME]}…'}".rstrip()
+    return {"assistant": "policy", "user": "environment"}.get(str(role), str(role))
+
+
+def words(message: Message) -> str:
+    """Its text, and each call of a tool on a line of its own."""
+    text = str(message.get("content") or "")
+    calls = "\n".join(f"calls {written(call)}" for call in message.get("tool_calls") or ())
+    return "\n".join(filter(None, (text.strip() and text, calls)))
+
+
+def written(call: Mapping[str, Any]) -> str:
+    """A call as one writes it. Example: `multiply(a=3, b=4)`."""
+    function = call.get("function", call)
+    arguments = function.get("arguments") or {}
+    told = ", ".join(f"{name}={json.dumps(value, ensure_ascii=False)}" for name, value in arguments.items())
+    return f"{function.get('name')}({told})"
+
+
+def is_fault(message: Message) -> bool:
+    """Whether it says that a call of a tool came to nothing."""
+    return message.get("role") == "tool" and str(message.get("content")).startswith(FAULT)
+
+
+def counts(turns: int, events: Mapping[str, int]) -> Iterator[str]:
+    """The turns of a conversation, and how its calls of tools went, in words."""
+    yield counted(turns, "turn")
+    faults = [f"{count:,} {harmless(kind)}" for kind, count in events.items() if kind != "calls"]
+    if events:
+        calls = counted(events.get("calls", 0), "call") + " of tools"
+        yield f"{calls} ({', '.join(faults)})" if faults else calls
+
+
+def fault_shares(metrics: Mapping[str, float]) -> str:
+    """The kinds of faults of a step, the most frequent first, with the share of the calls."""
+    faults = {name.removeprefix("tools/"): share for name, share in metrics.items() if name.startswith("tools/")}
+    faults.pop("calls", None)
+    kinds = sorted(faults, key=lambda kind: -faults[kind])
+    told = [f"{faults[kind]:.0%} {harmless(kind)}" for kind in kinds[:NAMED_FAULTS]]
+    rest = sum(faults[kind] for kind in kinds[NAMED_FAULTS:])
+    return ", ".join([*told, *([f"{rest:.0%} other"] if rest else [])])
+
+
+def without_middle(text: str, most: int) -> tuple[str, int, str]:
+    """The beginning and the end of a text of more than `most` characters, and how many are left out between them."""
+    if len(text) <= most:
+        return text, 0, ""
+    half = most // 2
+    return text[:half], len(text) - 2 * half, text[-half:]
+
+
+def told(messages: Sequence[Message], most: int) -> Iterator[tuple[str, str]]:
+    """Who said it and what, message by message, each of about `most` characters at most."""
+    for message in messages:
+        begin, left_out, end = without_middle(words(message), most)
+        between = f"\n[{counted(left_out, 'character')} left out]\n" if left_out else ""
+        yield speaker(message), f"{begin}{between}{end}"

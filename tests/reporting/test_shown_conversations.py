@@ -1,0 +1,293 @@
+"""Conversations in rollouts.jsonl, on the screen and on the page: who said what, what was sampled, what went wrong."""
+
+from __future__ import annotations
+
+import io
+import json
+import re
+from dataclasses import replace
+from xml.etree import ElementTree
+
+import pytest
+import rich.console
+
+from pages import ALLOWED, HOSTILE, Page
+from pellucid.machine.harmless import CONTROLS, DIRECTIONS
+from pellucid.reporting.console import Console, Plain
+from pellucid.reporting.conversations import LONGEST_NAME, fault_shares, is_fault, speaker, words, written
+from pellucid.reporting.curves import tool_charts
+from pellucid.reporting.loggers import Jsonl
+from pellucid.reporting.metrics import describe
+from pellucid.reporting.report import write_report
+from pellucid.reporting.said import MOST_MESSAGES, strip
+from pellucid.reporting.verdict import MOST_CHARACTERS, verdict
+from pellucid.types import Completion, Group, Outcome, Prompt, Reward
+
+CALL = {"id": "call_0", "type": "function", "function": {"name": "multiply", "arguments": {"a": 3, "unit": "<m>"}}}
+TALK = (
+    {"role": "assistant", "content": "let me see", "tool_calls": [CALL]},
+    {"role": "tool", "name": "multiply", "content": "{'error': 'no b'}"},
+    {"role": "tool", "name": "unknown", "content": "{'error': 'The call cannot be read: no name'}"},
+    {"role": "assistant", "content": "it is 12"},
+    {"role": "user", "content": "Higher."},
+    {"role": "assistant", "content": "13"},
+)
+EVENTS = {"unreadable": 1, "arguments": 1, "calls": 2}
+
+
+def completion(messages=TALK, events=EVENTS, branches=()):
+    outcome = Outcome(reward=0.25, events=events)
+    tokens, logprobs = (1, 2, 3, 4, 5), (-0.5, 0.0, 0.0, -0.5, -0.5)
+    return Completion(
+        tokens, logprobs, "13", True, given=((1, 3),), messages=messages, outcome=outcome, branches=branches
+    )
+
+
+def group(*completions, reward=1.0):
+    prompt = Prompt("p", ({"role": "user", "content": "What is 3 * 4?"},), "12")
+    n = len(completions)
+    return Group(prompt, (9,), completions, (Reward(reward),) * n, (0.0,) * n)
+
+
+def logged(folder, *groups, step=1):
+    log = Jsonl(folder)
+    log.log(step, describe(groups), groups)
+    log.close()
+    (folder / "config.json").write_text("{}")
+    return [json.loads(line) for line in (folder / "rollouts.jsonl").read_text().splitlines()]
+
+
+def page_of(folder):
+    html = write_report(folder).read_text(encoding="utf-8")
+    for svg in re.findall(r"<svg.*?</svg>", html, re.DOTALL):
+        ElementTree.fromstring(svg)
+    return html, Page(html)
+
+
+def drawn(shown):
+    paper = rich.console.Console(file=io.StringIO(), width=100)
+    paper.print(shown)
+    return paper.file.getvalue()
+
+
+# ---------------------------------------------------------------- rollouts.jsonl
+
+
+def test_a_rollout_holds_all_that_was_said_and_how_it_went(tmp_path):
+    (row,) = logged(tmp_path, group(completion()))
+    assert row["messages"] == [dict(message) for message in TALK]
+    assert (row["turns"], row["events"], row["environment_reward"]) == (3, EVENTS, 0.25)
+    assert (row["completion"], row["given"]) == ("13", [[1, 3]])
+    assert "branches" not in row
+
+
+def test_earlier_sequences_have_their_tokens_and_count_as_turns(tmp_path):
+    earlier = Completion((7, 8), (-1.0, 0.0), "5", True, given=((1, 2),), messages=TALK[3:5])
+    (row,) = logged(tmp_path, group(completion(branches=(earlier,))))
+    assert row["branches"] == [
+        {"messages": [dict(m) for m in TALK[3:5]], "tokens": [7, 8], "given": [[1, 2]], "logprobs": [-1.0, 0.0]}
+    ]
+    assert row["turns"] == 4
+    assert json.loads((tmp_path / "metrics.jsonl").read_text())["turns/mean"] == 4
+
+
+def test_why_a_conversation_could_not_be_held_is_written_down(tmp_path):
+    (row,) = logged(tmp_path, group(replace(completion(), outcome=Outcome(error="reset: no room"))))
+    assert row["environment_error"] == "reset: no room"
+    assert "events" not in row
+    assert "environment_reward" not in row
+
+
+# ---------------------------------------------------------------- words
+
+
+def test_calls_are_written_as_one_writes_them():
+    assert written(CALL) == 'multiply(a=3, unit="<m>")'
+    assert written({"function": {"name": "now", "arguments": {}}}) == "now()"
+    assert words(TALK[0]) == 'let me see\ncalls multiply(a=3, unit="<m>")'
+    assert words({"role": "assistant", "content": " \n", "tool_calls": [CALL]}) == 'calls multiply(a=3, unit="<m>")'
+
+
+def test_the_name_of_a_tool_is_a_short_one():
+    """Of a tool that is not there the policy has made it up."""
+    assert speaker({"role": "tool", "name": "multiply", "content": ""}) == "tool multiply"
+    assert speaker({"role": "tool", "name": "x" * 5000, "content": ""}) == f"tool {'x' * LONGEST_NAME}…"
+    assert speaker({"role": "tool", "content": ""}) == "tool"
+
+
+def test_what_a_tool_answers_is_a_fault_and_not_what_others_quote():
+    error = "{'error': 'no b'}"
+    assert is_fault({"role": "tool", "name": "multiply", "content": error})
+    assert not is_fault({"role": "tool", "name": "multiply", "content": f"it said {error}"})
+    assert not is_fault({"role": "user", "content": error})
+
+
+def test_the_most_frequent_faults_have_their_names():
+    shares = {"tools/calls": 2.0, "tools/unknown": 0.02, "tools/raised": 0.03, "tools/timeout": 0.5, "turns/mean": 1.0}
+    assert fault_shares(shares) == "50% timeout, 3% raised, 2% other"
+    assert fault_shares({"tools/calls": 2.0, "tools/unknown": 0.12}) == "12% unknown"
+    assert fault_shares({"tools/calls": 2.0}) == ""
+
+
+# ---------------------------------------------------------------- the screen
+
+
+def test_a_line_shows_turns_and_faults_of_tools(capsys):
+    Plain(3).log(1, {"completion/finished": 1.0, "turns/mean": 2.4, "tools/calls": 1.1, "tools/unreadable": 0.12}, [])
+    assert capsys.readouterr().out == "step 1/3  fin 1.00  turns 2.4  tools 1.1 (12% unreadable)\n"
+    Plain(3).log(1, {"turns/mean": 2.4, "tools/calls": 1.1}, [])
+    assert capsys.readouterr().out == "step 1/3  turns 2.4  tools 1.1\n"
+    Plain(3).log(1, {"completion/finished": 1.0}, [])
+    assert capsys.readouterr().out == "step 1/3  fin 1.00\n"
+
+
+def test_the_live_display_shows_turns_and_faults_of_tools():
+    log = Console(3, screen=rich.console.Console(file=io.StringIO(), force_terminal=True))
+    log.log(1, {"turns/mean": 2.4, "tools/calls": 1.1, "tools/unreadable": 0.12}, [])
+    picture = drawn(log.render())
+    log.log(2, {"reward/mean": 0.5}, [])
+    log.close()
+    assert re.search(r"turns +2\.4 +a conversation", picture)
+    assert re.search(r"tools +1\.1 +calls a conversation, 12% unreadable", picture)
+    assert "turns" not in drawn(log.render())
+
+
+def test_an_answer_of_an_evaluation_is_shown_turn_by_turn():
+    lines = [" ".join(line.split()) for line in drawn(verdict(group(completion()))).splitlines()]
+    assert lines[:9] == [
+        "question What is 3 * 4?",
+        "policy let me see",
+        'calls multiply(a=3, unit="<m>")',
+        "tool multiply {'error': 'no b'}",
+        "tool unknown {'error': 'The call cannot be read: no name'}",
+        "policy it is 12",
+        "environment Higher.",
+        "policy 13",
+        "verdict right, reward 1.00; 3 turns, 2 calls of tools (1 unreadable, 1 arguments)",
+    ]
+
+
+def test_a_long_observation_lacks_its_middle_on_the_screen():
+    heard = {"role": "tool", "name": "shout", "content": "begin" + "a" * 20_000 + "end"}
+    shown = drawn(verdict(group(completion((TALK[0], heard, TALK[-1])))))
+    assert f"[{20_008 - MOST_CHARACTERS:,} characters left out]" in shown
+    unwrapped = re.sub(r"\s", "", shown)
+    assert "beginaaa" in unwrapped
+    assert "aaaend" in unwrapped
+    assert len(shown) < 2 * MOST_CHARACTERS
+
+
+HARD = f"{HOSTILE}\u061c🦜 [red]rich[/red] {'x' * 5000}"
+
+
+def hostile_talk():
+    call = {"function": {"name": HARD, "arguments": {HARD: HARD}}}
+    said = {"role": "assistant", "content": HARD, "tool_calls": [call]}
+    return (
+        said,
+        {"role": "tool", "name": f"\x1b]0;<b>{HARD}", "content": f"{{'error': {HARD}"},
+        {"role": "user", "content": HARD},
+        said,
+    )
+
+
+def test_hostile_observations_harm_no_screen():
+    shown = drawn(verdict(group(completion(hostile_talk(), {"calls": 1, HOSTILE: 1}))))
+    assert not {*map(chr, (*CONTROLS, *DIRECTIONS))} & set(shown)
+    unwrapped = re.sub(r"\s", "", shown)
+    assert "🦜[red]rich[/red]xxx" in unwrapped
+    assert "\\x1b[31m" in unwrapped
+
+
+# ---------------------------------------------------------------- the page
+
+
+def test_the_page_tells_message_by_message_who_said_it(tmp_path):
+    logged(tmp_path, group(completion()))
+    html, page = page_of(tmp_path)
+    items = re.findall(r'<li class="(\w+)"><p>(.*?)</p><pre[^>]*>(.*?)</pre></li>', html, re.DOTALL)
+    assert [(kind, re.sub("<.*?>", "", about)) for kind, about, _ in items] == [
+        ("sampled", "policy, sampled"),
+        ("given", "tool multiply, given, the call came to nothing"),
+        ("given", "tool unknown, given, the call came to nothing"),
+        ("sampled", "policy, sampled"),
+        ("given", "environment, given"),
+        ("sampled", "policy, sampled"),
+    ]
+    assert items[0][2] == "let me see\ncalls multiply(a=3, unit=&quot;&lt;m&gt;&quot;)"
+    assert items[-1][2] == "13"
+    figures = "reward 1.000, 0.250 from the environment, advantage +0.00, 3 turns, 2 calls of tools"
+    assert f"best, {figures} (1 unreadable, 1 arguments), 3 tokens sampled and 2 given, finished" in page
+
+
+def test_an_answer_alone_is_shown_as_ever(tmp_path):
+    logged(tmp_path, group(Completion((1, 2), (-0.5, -0.5), "12", True)))
+    html, page = page_of(tmp_path)
+    assert "<ol" not in html
+    assert "best, reward 1.000, advantage +0.00, 2 tokens, finished" in page
+    assert "given to it" not in page
+
+
+def test_conversations_with_the_same_last_turn_are_two(tmp_path):
+    logged(tmp_path, group(completion(), completion(TALK[3:]), completion()))
+    assert page_of(tmp_path)[0].count("<article") == 2
+
+
+def test_a_rewritten_history_is_shown_before_the_new_one(tmp_path):
+    earlier = Completion((7,), (-1.0,), "5", True, messages=({"role": "assistant", "content": "before"},))
+    logged(tmp_path, group(completion(branches=(earlier,))))
+    html, _ = page_of(tmp_path)
+    assert html.index("before</pre>") < html.index("the history was rewritten") < html.index("let me see")
+
+
+def test_of_very_many_messages_those_in_the_middle_are_left_out(tmp_path):
+    long = tuple({"role": "assistant", "content": f"turn {i}."} for i in range(100))
+    logged(tmp_path, group(completion(long)))
+    html, page = page_of(tmp_path)
+    assert f"{100 - MOST_MESSAGES} more messages in rollouts.jsonl" in page
+    shown = [int(i) for i in re.findall(r"turn (\d+)\.", html)]
+    assert shown == [*range(MOST_MESSAGES // 2), *range(100 - MOST_MESSAGES // 2, 100)]
+
+
+def test_hostile_observations_are_only_ever_text(tmp_path):
+    logged(tmp_path, group(completion(hostile_talk(), {"calls": 1, HOSTILE: 1})))
+    html, page = page_of(tmp_path)
+    assert page.tags <= ALLOWED
+    assert not [name for name, _ in page.attributes if name.startswith("on")]
+    assert "🦜 [red]rich[/red] xxx" in page
+    assert not re.search(r"[\x00-\x08\x0b-\x1f\x7f\u061c\u202a-\u202e\u2066-\u2069]", html)
+    assert len(html) < 80_000
+
+
+def test_given_tokens_are_a_thin_line_and_have_no_chance():
+    cells = ElementTree.fromstring(strip([0.0, 0.0, -0.6931471805599453, None], [[1, 2]]))
+    assert [(cell.get("class"), cell.get("height")) for cell in cells.iter("rect")] == [
+        (None, "1"), ("given", "0.2"), (None, "1"), (None, "1"),
+    ]  # fmt: skip
+    assert [tip.text for tip in cells.iter("title")][1:3] == ["token 2: given", "token 3: 50.0%"]
+    assert cells.get("aria-label") == "the chances of 3 tokens, the lowest 0.0%"
+    assert strip([0.0], [[0, 1]]) == ""
+
+
+def test_steps_without_calls_or_faults_are_drawn_as_such():
+    rows = [
+        {"step": 1, "turns/mean": 1.0},
+        {"step": 2, "turns/mean": 2.0, "tools/calls": 1.0, "tools/raised": 0.5},
+        {"step": 3, "turns/mean": 2.0, "tools/calls": 2.0},
+    ]
+    turns, calls, faults = (
+        [tip.text for tip in ElementTree.fromstring(svg).iter("title")] for svg in tool_charts(rows)
+    )
+    assert turns == ["turns, step 1: 1", "turns, step 2: 2", "turns, step 3: 2"]
+    assert calls == ["calls, step 1: 0", "calls, step 2: 1", "calls, step 3: 2"]
+    assert faults == ["raised, step 2: 0.5", "raised, step 3: 0"]
+    assert tool_charts([{"step": 1, "reward/mean": 1.0}]) == ["", "", ""]
+    assert tool_charts(rows[:1])[1:] == ["", ""]
+
+
+@pytest.mark.parametrize("kind", ["turns/mean", "tools/calls"])
+def test_the_page_has_the_charts_of_conversations(tmp_path, kind):
+    logged(tmp_path, group(completion()))
+    titles = {"turns/mean": ["Turns"], "tools/calls": ["Calls of tools", "Calls that came to nothing"]}
+    drawn_titles = re.findall(r'class="title"[^>]*>([^<]*)<', page_of(tmp_path)[0])
+    assert set(titles[kind]) <= set(drawn_titles)
