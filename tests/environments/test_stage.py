@@ -7,6 +7,7 @@ import pickle
 import signal
 import time
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -19,7 +20,7 @@ from pellucid.rewards.settings import RewardConfig
 from pellucid.types import Completion, Prompt, UserError
 from worlds import asked
 
-SHOP = Talk("worlds:Shop", timeout=1.0)
+SHOP = Talk("worlds:Shop", timeout=2.0)
 
 
 @pytest.fixture
@@ -56,7 +57,7 @@ FAULTS = {
     "unknown": (call("steal"), "Tool steal not found."),
     "arguments": (call("sell", many=3), "missing a required argument: 'count'"),
     "raised": (call("refuse"), "not today"),
-    "timeout": (call("wait", seconds=60), "no answer within 1 s"),
+    "timeout": (call("wait", seconds=60), "no answer within 2 s"),
     "unreadable": (Said({"role": "assistant", "content": ""}, ("not JSON",)), "not JSON"),
 }
 
@@ -83,20 +84,18 @@ def test_a_fault_is_an_observation_and_the_conversation_goes_on(world, fault):
 def test_no_conversation_waits_for_another(stage):
     """One hangs where nothing is heard, one ends its process, one raises, one says very much, one waits too long."""
     begun(stage, 6)
-    start = time.monotonic()
     said = [call("hang"), call("die"), call("refuse"), call("shout", characters=10**7), call("wait", seconds=60)]
     for number, each in enumerate([*said, call("sell", count=1)]):
         stage.tell(number, each)
-    first = replies(stage, 4, 5.0)
-    assert set(first) == {1, 2, 3, 5}
-    assert time.monotonic() - start < 1.0, "nobody waits for the time limit of another"
+    first = replies(stage, 4)
+    assert set(first) == {1, 2, 3, 5}, "nobody waits for the time limit of another"
     assert first[5].messages[0]["content"] == "sold 1"
     assert first[1].outcome.error == "its process has ended"
     assert first[3].messages[0]["content"].endswith("aaa... (10000000 characters)")
     assert len(first[3].messages[0]["content"]) < 21_000
-    last = replies(stage, 2, 10.0)
-    assert "no answer within 1 s" in last[4].messages[0]["content"]
-    assert last[0].outcome.error == "no answer within 3 s"
+    last = replies(stage, 2)
+    assert "no answer within 2 s" in last[4].messages[0]["content"]
+    assert last[0].outcome.error == "no answer within 6 s"
     assert last[0].outcome.events == {"lost": 1}
 
 
@@ -206,11 +205,11 @@ def test_requests_are_records_that_can_be_sent():
 
 
 def alive(pid):
+    """Whether a process is there, and is no zombie."""
     try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
+        return "Z" not in Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except (FileNotFoundError, ProcessLookupError):
         return False
-    return "Z" not in open(f"/proc/{pid}/stat").read().split(")")[1].split()[0]
 
 
 def test_a_process_that_is_killed_from_outside_costs_its_own_conversation(stage):

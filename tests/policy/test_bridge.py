@@ -20,7 +20,7 @@ ENDS = {
     "llama3_2": "<|eot_id|>",
     "gemma3": "<end_of_turn>",
     "gemma4_v2": "<turn|>",
-    "deepseekv3_training": "<｜end▁of▁sentence｜>",
+    "deepseekv3_training": "<\uff5cend\u2581of\u2581sentence\uff5c>",
     "muse_glimmer": "<|eot|>",
 }
 """With what they end a turn, where it is not <|im_end|>."""

@@ -224,12 +224,11 @@ def attach_advantages(
         mean = grades_of(runtime.gather(groups)).correct.nanmean()
         clip_high = clip_high_by_difficulty(grades_of(groups).correct, mean, cfg).flatten().to(batch.sampler_logprobs)
     of_rows = advantages.flatten().to(batch.sampler_logprobs)
-    if batch.rollout_of is None:
-        return replace(batch, advantages=batch.along_responses(of_rows), clip_high=clip_high)
-    rollouts, beside = batch.rollout_of.sort(stable=True)
-    batch = replace(batch.rows(beside), rollout_of=None)
-    clip_high = None if clip_high is None else clip_high[rollouts]
-    return replace(batch, advantages=batch.along_responses(of_rows[rollouts]), clip_high=clip_high)
+    if batch.rollout_of is not None:
+        rollouts, beside = batch.rollout_of.sort(stable=True)
+        batch, of_rows = replace(batch.rows(beside), rollout_of=None), of_rows[rollouts]
+        clip_high = None if clip_high is None else clip_high[rollouts]
+    return replace(batch, advantages=batch.along_responses(of_rows), clip_high=clip_high)
 
 
 def update(policy: Policy, batch: Batch, runtime: Runtime, cfg: GRPOConfig) -> dict[str, float]:

@@ -22,7 +22,6 @@ from pellucid.models.family import fallback_reason, longest
 from pellucid.models.masters import OTHER_POLICY, Gatherable, whole
 from pellucid.policy import pretrained
 from pellucid.policy.access import USUAL, Access
-from pellucid.policy.bridge import Bridge, bridge
 from pellucid.policy.logprobs import Head
 from pellucid.policy.lora import merged, name_base, put_on
 from pellucid.policy.model import (
@@ -39,9 +38,7 @@ from pellucid.policy.model import (
 from pellucid.policy.quantized import is_quantized
 from pellucid.policy.scorer import Hidden, Scorer, check_head
 from pellucid.policy.template import Template, prefix_ids, question_ids
-from pellucid.policy.tool_calls import read
-from pellucid.protocols import Said
-from pellucid.types import Message, Prompt, UserError
+from pellucid.types import Prompt, UserError
 
 
 class Policy:
@@ -135,14 +132,6 @@ class Policy:
     def encode_prefix(self, prompt: Prompt) -> tuple[int, ...]:
         """Token ids of the prefix; none where there is none."""
         return prefix_ids(self.tokenizer, prompt)
-
-    def said(self, ids: Sequence[int], context: Sequence[int], tools: Sequence[Mapping[str, Any]]) -> Said:
-        """What it has said in a turn of these token ids behind that context, with the calls of tools in it."""
-        return read(self.tokenizer, ids, context, tools)
-
-    def bridge(self, messages: Sequence[Message]) -> Bridge:
-        """Token ids between two turns of a conversation, given what was said to the policy between them."""
-        return bridge(self.tokenizer, messages, self.eos_ids)
 
     def decode(self, token_ids: Sequence[int], special: bool = False) -> str:
         return str(self.tokenizer.decode(list(token_ids), skip_special_tokens=not special))

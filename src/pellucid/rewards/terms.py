@@ -96,8 +96,7 @@ def part_of(term: RewardTerm, pairs: Sequence[Pair], state: TrainerState) -> lis
 
 def of_environment(completion: Completion) -> Part:
     """Return what the environment says that a conversation was worth; where none was held, no value."""
-    outcome = completion.outcome
-    return Part(outcome.reward, outcome.error) if outcome else Part()
+    return Part(worth(completion), completion.outcome.error if completion.outcome else "")
 
 
 def terms_of(task: Any) -> Sequence[RewardTerm]:
@@ -134,9 +133,14 @@ TERMS: dict[str, Callable[[RewardTerm, Prompt, Completion], float | None]] = {
     "tagged": lambda _term, _prompt, completion: has_tags(completion.text),
     "regex": lambda term, _, completion: regex(completion.text, term.pattern),
     "length": lambda term, _, completion: length(completion.length, term.limit),
-    ENVIRONMENT: lambda _term, _prompt, completion: of_environment(completion).value,
+    "environment": lambda _term, _prompt, completion: worth(completion),
 }
 COMPARE_WITH_GOLD = ("exact", "numeric", "math")
+
+
+def worth(completion: Completion) -> float | None:
+    """Return what the environment of a conversation says that it was worth, by get_reward(); else None."""
+    return completion.outcome.reward if completion.outcome else None
 
 
 def exact(text: str, gold: str) -> float:

@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from pellucid.policy.bridge import bridge
+from pellucid.policy.tool_calls import read
 from pellucid.protocols import Reply, World
 from pellucid.samplers.rollout import check_lengths, generated_text
 from pellucid.types import Completion, Group, Message, Outcome, Prompt, Sampling, UserError
@@ -149,15 +151,15 @@ class Talks:
     def spoken(self, row: Row) -> None:
         """Tell the world what a row has said in its turn."""
         ids = row.tokens[row.turn :]
-        said = self.policy.said(ids, (*row.question, *row.tokens[: row.turn]), row.prompt.tools)
+        context = (*row.question, *row.tokens[: row.turn])
+        said = read(self.policy.tokenizer, ids, context, row.prompt.tools)
         row.turns += 1
         row.messages.append(said.message)
         if row.outcome:  # nobody is there: the answer alone is graded
             self._open -= 1
             return
         self.unheard += 1
-        read = len(row.question) + row.turn
-        self.world.tell(row.number, said._replace(tokens=(read, len(ids)), cut=not row.ended))
+        self.world.tell(row.number, said._replace(tokens=(len(context), len(ids)), cut=not row.ended))
 
     def groups(self) -> list[Group]:
         n = self.sampling.n
@@ -202,8 +204,8 @@ class Talks:
 
     def _hear(self, row: Row, messages: Sequence[Message]) -> None:
         """A row was told something. Where it can say nothing to it, the conversation ends."""
-        bridge = self.policy.bridge(messages)
-        ids = bridge.rest if row.ended else (*bridge.end, *bridge.rest)
+        between = bridge(self.policy.tokenizer, messages, self.policy.eos_ids)
+        ids = between.rest if row.ended else (*between.end, *between.rest)
         if not self._may_go_on(row, len(ids)):
             self.end(row)
             return

@@ -19,6 +19,7 @@ from typing import Any
 from pellucid.environments.actor import Answer
 from pellucid.environments.agent import AgentTalk, Solve
 from pellucid.environments.forks import GoneError, Player, Troupe
+from pellucid.policy.bridge import bridge
 from pellucid.policy.template import FAULTS
 from pellucid.protocols import Reply, Said
 from pellucid.rewards.pool import environment
@@ -191,7 +192,7 @@ class Agents:
             if reply.prompt:
                 self._policy.encode_question(reply.prompt)
             else:
-                self._policy.bridge(reply.messages)
+                bridge(self._policy.tokenizer, reply.messages, self._policy.eos_ids)
         except (UserError, *FAULTS) as error:
             return " ".join(str(error).split())
         return ""
