@@ -203,7 +203,7 @@ def test_limits_of_turns_and_tokens(name, limits):
 def test_a_conversation_that_was_cut_is_not_finished():
     """Nor one whose last turn has ended, and to which there is no token left to reply."""
     many = replace(SAMPLING, n=32)
-    whole, cut = (completions_of(held(sampling=replace(many, max_tokens=n))[1]) for n in (100, 17))
+    whole, cut = (completions_of(held(sampling=replace(many, max_tokens=n))[1]) for n in (100, 11))
     shorter = [one for one, other in zip(cut, whole, strict=True) if len(one.token_ids) < len(other.token_ids)]
     assert any(c.token_ids[-1] == EOS for c in shorter)
     assert not any(c.finished for c in shorter)
