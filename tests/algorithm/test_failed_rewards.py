@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from conftest import CountDigits, OneProcessRuntime, make_policy
+from conftest import EOS, CountDigits, OneProcessRuntime, make_policy
 from pellucid.algorithm import grpo
 from pellucid.algorithm.advantages import ADVANTAGES
 from pellucid.algorithm.batch import collate, grades_of, task_rewards
@@ -183,12 +183,12 @@ def test_a_verdict_is_not_that_it_is_wrong(failed):
 
 def test_the_signal_before_training_is_that_of_graded_answers(failed, capsys):
     cfg = Config(algorithm=GRPOConfig(group_size=4), task=Arithmetic())
-    show_signal([group(RIGHT, RIGHT, RIGHT, failed)], cfg)
+    show_signal([group(RIGHT, RIGHT, RIGHT, failed)], cfg, (EOS,))
     said = capsys.readouterr().out
     assert "100% of 3 samples of 1 prompt are right; 100% of groups of 4 will be dead." in said
     assert ("25% of rewards failed, the first with " in said) == failed.applies
     assert ("harder prompts" in said) != failed.applies
-    show_signal([group(*[failed] * 4)], cfg)
+    show_signal([group(*[failed] * 4)], cfg, (EOS,))
     assert "no sample could be graded" in capsys.readouterr().out
 
 

@@ -12,6 +12,7 @@ from trl import chat_template_utils as trl
 from conftest import byte_tokenizer
 from pellucid.policy import pretrained
 from pellucid.policy.tool_calls import read
+from pellucid.protocols import Said
 
 TOOLS = tuple(
     {"type": "function", "function": {"name": name, "parameters": {"type": "object", "properties": {}}}}
@@ -146,7 +147,7 @@ def test_calls_are_read_in_every_form(text, kind, marks):
 @pytest.mark.parametrize("text", PROSE)
 def test_prose_is_content_as_it_stands(text, marks):
     said = read(marks["spelled"], ids_of(marks["spelled"], text), [], TOOLS)
-    assert said == ({"role": "assistant", "content": text}, ())
+    assert said == Said({"role": "assistant", "content": text})
 
 
 @pytest.mark.parametrize("text", UNREADABLE)
@@ -170,7 +171,7 @@ def test_good_calls_stay_beside_bad_ones(marks):
 def test_without_tools_nothing_is_looked_for(marks):
     for text in READ:
         said = read(marks["added"], ids_of(marks["added"], text), [], ())
-        assert said == ({"role": "assistant", "content": text}, ())
+        assert said == Said({"role": "assistant", "content": text})
 
 
 def test_a_thought_that_the_prompt_began_holds_no_call(marks):

@@ -60,6 +60,7 @@ def in_trl(tokenizer, folder, monkeypatch):
         max_completion_length=2000,
         report_to=[],
         use_cpu=True,
+        bf16=False,
         gradient_checkpointing=None,
     )
     trainer = trl.GRPOTrainer(

@@ -29,6 +29,8 @@ EXTRAS = {
     "serve": ["fastapi", "uvicorn"],
     "plots": ["matplotlib"],
     "teacher": ["openai"],
+    "agents": ["fastapi", "uvicorn", "openai"],
+    "gym": ["reasoning_gym"],
     "modelscope": ["modelscope"],
     "deepspeed": ["deepspeed"],
     "quantized": ["bitsandbytes"],

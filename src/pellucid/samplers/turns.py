@@ -110,8 +110,9 @@ class Hall:
         if rows:
             gone = set(rows)
             stays = [place for place, row in enumerate(self.running.rows) if row not in gone]
-            self.running.logits = self.running.logits[stays]
-            self.running.keep(torch.tensor(stays, dtype=torch.long, device=self.policy.device))
+            places = torch.tensor(stays, dtype=torch.long, device=self.policy.device)
+            self.running.logits = self.running.logits[places]
+            self.running.keep(places)
             for row in rows:
                 self.waited.pop(row, None)
 
