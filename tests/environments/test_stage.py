@@ -187,6 +187,18 @@ def test_processes_are_used_again_and_end_with_the_stage():
         assert not alive(pid)
 
 
+def test_a_process_that_ends_while_it_is_idle_costs_no_conversation(stage):
+    begun(stage)
+    stage.tell(0, over())
+    replies(stage, 1)
+    [idle] = stage.idle
+    os.kill(idle.pid, signal.SIGKILL)
+    while alive(idle.pid):
+        time.sleep(0.01)
+    assert begun(stage)[0].prompt
+    assert stage.busy[0] is not idle
+
+
 def test_a_conversation_that_was_left_is_ended_by_the_next_of_its_number(stage):
     begun(stage)
     stage.tell(0, call("wait", seconds=60))

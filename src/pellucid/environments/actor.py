@@ -90,14 +90,10 @@ class Actor:
     def _begun(self, request: Begin) -> Answer:
         shared, own = request.seeds
         seed_all(shared)
-        try:
-            observation = self._within(lambda: self._reset(request.columns))
-        except (KeyboardInterrupt, GeneratorExit):
-            raise
-        except BaseException as error:  # noqa: BLE001 - whatever code of the user's raises is an answer
+        observation, error = self._tried(lambda: self._reset(request.columns))
+        seed_all(own)
+        if error:
             return Answer([], {}, over=True, error=f"reset: {self._told(error)}")
-        finally:
-            seed_all(own)
         return Answer([("user", "", shortened(observation))] if observation is not None else [], {})
 
     def _reset(self, columns: Mapping[str, Any]) -> Any:
@@ -137,26 +133,21 @@ class Actor:
             inspect.signature(tools[name]).bind(**arguments)
         except TypeError as error:
             return str({"error": str(error)}), "arguments"
-        try:
-            return shortened(self._within(lambda: tools[name](**arguments))), ""
-        except TimeLimitError:
-            return str({"error": f"no answer within {self._talk.timeout:g} s"}), "timeout"
-        except (KeyboardInterrupt, GeneratorExit):
-            raise
-        except BaseException as error:  # noqa: BLE001 - as above
-            self._told(error)
-            return shortened({"error": str(error)}), "raised"
+        result, error = self._tried(lambda: tools[name](**arguments))
+        if error is None:
+            return shortened(result), ""
+        told = self._told(error)
+        if isinstance(error, TimeLimitError):
+            return str({"error": told}), "timeout"
+        return shortened({"error": str(error)}), "raised"
 
     def _replied(self, messages: Sequence[Message]) -> Answer:
         own = getattr(self._environment, "reply", None)
         reply = own if own is not None and is_reply(own) else self._reply
         if reply is None:
             return Answer([], {}, over=True)
-        try:
-            said = self._within(lambda: reply([dict(message) for message in messages]))
-        except (KeyboardInterrupt, GeneratorExit):
-            raise
-        except BaseException as error:  # noqa: BLE001 - as above
+        said, error = self._tried(lambda: reply([dict(message) for message in messages]))
+        if error:
             return Answer([], {}, over=True, error=f"reply: {self._told(error)}")
         return Answer([], {}, over=True) if said is None else Answer([("user", "", shortened(said))], {})
 
@@ -164,18 +155,25 @@ class Actor:
         get_reward = getattr(self._environment, "get_reward", None)
         if get_reward is None or answer.error:
             return
-        try:
-            value = self._within(get_reward)
-            answer.reward = None if value is None else number(value, "get_reward()")
-        except (KeyboardInterrupt, GeneratorExit):
-            raise
-        except BaseException as error:  # noqa: BLE001 - as above
+        value, error = self._tried(get_reward)
+        if error is None and value is not None:
+            answer.reward, error = self._tried(lambda: number(value, "get_reward()"))
+        if error:
             answer.error = f"get_reward: {self._told(error)}"
 
     def _kept(self) -> bytes:
         if not self._talk.keeps or self._environment is None:
             return NOTHING
         return kept(self._talk.environment, self._environment)
+
+    def _tried(self, act: Callable[[], Any]) -> tuple[Any, BaseException | None]:
+        """Return what a call of the user's code returns, and what it raises."""
+        try:
+            return self._within(act), None
+        except (KeyboardInterrupt, GeneratorExit):
+            raise
+        except BaseException as error:  # noqa: BLE001 - whatever code of the user's raises is an answer
+            return None, error
 
     def _within(self, act: Callable[[], Any]) -> Any:
         """Return what a call returns, awaited where it is asynchronous. TimeLimitError where it takes too long."""

@@ -46,6 +46,11 @@ class Player:
     def __init__(self, connection: Any) -> None:
         self.connection, self.deadline, self.pid = connection, math.inf, 0
 
+    @property
+    def has_ended(self) -> bool:
+        """Whether the process of an idle player is gone: it has nothing to say otherwise."""
+        return self.connection.poll()
+
     def ask(self, request: Begin | Hear | Solve, seconds: float) -> None:
         """Send a request, to be answered within so many seconds. GoneError where the process has ended."""
         self.deadline, self._limit = time.monotonic() + seconds + GRACE, seconds

@@ -113,10 +113,19 @@ class Stage:
         player = self.busy.get(number)
         try:
             if player is None:
-                player = self.busy[number] = self.idle.pop() if self.idle else self._troupe.player()
+                player = self.busy[number] = self._free()
             player.ask(request, seconds)
         except GoneError as error:
             self._ready.append((number, self._lost(number, str(error))))
+
+    def _free(self) -> Player:
+        """Return a player that is idle, or a new one. One that ended while it was idle costs nobody a conversation."""
+        while self.idle:
+            player = self.idle.pop()
+            if not player.has_ended:
+                return player
+            player.end()
+        return self._troupe.player()
 
     def _of(self, number: int) -> Reply | None:
         """Return the reply of a conversation, if it has come."""
