@@ -31,6 +31,7 @@ EXTRAS = {
     "teacher": ["openai"],
     "agents": ["fastapi", "uvicorn", "openai"],
     "gym": ["reasoning_gym"],
+    "verifiers": ["verifiers", "fastapi", "uvicorn"],
     "modelscope": ["modelscope"],
     "deepspeed": ["deepspeed"],
     "quantized": ["bitsandbytes"],

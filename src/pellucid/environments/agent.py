@@ -38,16 +38,18 @@ class AgentTalk:
     Example: AgentTalk("my_agent.py:solve"); AgentTalk("python my_agent.py", timeout=60.0)
     """
 
-    run: str
-    """A function `solve(row, client)`, as "path/to/file.py:name", or a command."""
+    run: str | Callable[..., Any]
+    """A function `solve(row, client)`, as "path/to/file.py:name" or one that can be pickled, or a command."""
     timeout: float = 120.0
     """Seconds that a rollout may take in the hands of the agent; while it waits for the policy no time is counted."""
     graded: bool = False
     """Whether others say what a conversation was worth where the agent does not."""
 
-    @property
-    def is_function(self) -> bool:
-        return bool(_FUNCTION.fullmatch(self.run))
+    def solver(self) -> Callable[..., Any] | None:
+        """Return the function; None for a command. UserError where the function is not found."""
+        if not isinstance(self.run, str):
+            return self.run
+        return function_of(self.run, "agent") if _FUNCTION.fullmatch(self.run) else None
 
 
 @dataclass(frozen=True)
@@ -64,7 +66,7 @@ class Agent:
 
     def __init__(self, talk: AgentTalk, note: Callable[[str, BaseException], None]) -> None:
         self._talk, self._note = talk, note
-        self._solve = function_of(talk.run, "agent") if talk.is_function else None
+        self._solve = talk.solver()
         self._openai = extra("openai", "agents", f'run = "{talk.run}"') if self._solve else None
 
     def answer(self, request: Solve) -> Answer:
@@ -74,7 +76,7 @@ class Agent:
         for name in ("NO_PROXY", "no_proxy"):  # a proxy would not find this machine
             os.environ[name] = ",".join(filter(None, (os.environ.get(name), HERE)))
         try:
-            value = self._solved(request) if self._solve else commanded(self._talk.run, request.row)
+            value = self._solved(request) if self._solve else commanded(str(self._talk.run), request.row)
             if value is None and not self._talk.graded:
                 raise NoRewardError("the agent has said no reward, and the task has no rewards")
             reward = None if value is None else number(value, "what the agent returned")

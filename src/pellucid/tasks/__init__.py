@@ -25,6 +25,7 @@ TASKS = {
     "prefixed": "pellucid.tasks.prefixed:Prefixed",
     "reasoning_gym": "pellucid.tasks.reasoning_gym:ReasoningGym",
     "sorting": "pellucid.tasks.sorting:Sorting",
+    "verifiers": "pellucid.tasks.verifiers:Verifiers",
 }
 
 

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from typing import Literal
 
 from pellucid.environments.agent import AgentTalk
-from pellucid.machine.plugins import function_of
 from pellucid.rewards.parts import Part
 from pellucid.rewards.terms import ENVIRONMENT, RewardTerm, part_of
 from pellucid.rewards.trainer_state import state_of
@@ -64,8 +63,7 @@ class Agent:
             raise ValueError('run = "" must be "path/to/file.py:function", or a command')
         if not 0 < self.timeout <= 1e6:
             raise ValueError(f"timeout = {self.timeout} must be a positive number of seconds")
-        if self.talk.is_function:
-            function_of(self.run, "agent")
+        self.talk.solver()
         if ENVIRONMENT not in [term.name for term in self.rewards]:
             object.__setattr__(self, "rewards", (*self.rewards, RewardTerm(ENVIRONMENT)))
         self._rows()

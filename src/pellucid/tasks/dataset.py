@@ -7,7 +7,7 @@ import json
 import math
 import re
 from array import array
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from random import Random
@@ -105,16 +105,9 @@ class Dataset:
         return len(split_prompts(self))
 
     def sample(self, step: int, n: int) -> list[Prompt]:
-        """Return the prompts of the next n rows. Each epoch is a new shuffle of all rows.
-
-        Another round of the step starts elsewhere in the same epoch, so as not to repeat its rows.
-        """
+        """Return the prompts of the next n rows, as `shuffled` has them."""
         rows = split_prompts(self)
-        number, walked = divmod(step, ROUND)
-        jump = number * round(0.618 * len(rows))  # multiples of the golden ratio: any number of rounds stay apart
-        places = (divmod(walked * n + i, len(rows)) for i in range(n))
-        orders = ((permutation(f"{self.seed}/{self.split}/{epoch}", len(rows)), i) for epoch, i in places)
-        chosen = (rows[order[(i + jump) % len(rows)]] for order, i in orders)
+        chosen = (rows[place] for place in shuffled(f"{self.seed}/{self.split}", step, n, len(rows)))
         return [replace(prompt, id=f"{self.split}/{step}/{i}") for i, prompt in enumerate(chosen)]
 
     def reward(self, prompt: Prompt, completion: Completion) -> Reward:
@@ -215,6 +208,18 @@ def lowest_share(fingerprints: Iterable[bytes], share: float) -> set[bytes]:
     """Return the lowest share of the distinct fingerprints; of two or more, at least one and not all."""
     distinct = sorted(set(fingerprints))
     return set(distinct[: min(max(1, round(share * len(distinct))), len(distinct) - 1)])
+
+
+def shuffled(seed: str, step: int, n: int, rows: int) -> Iterator[int]:
+    """Yield the n places that a step takes among so many rows. Each epoch is a new shuffle of all.
+
+    Another round of the step starts elsewhere in the same epoch, so as not to repeat its rows.
+    """
+    number, walked = divmod(step, ROUND)
+    jump = number * round(0.618 * rows)  # multiples of the golden ratio: any number of rounds stay apart
+    for i in range(walked * n, walked * n + n):
+        epoch, place = divmod(i, rows)
+        yield permutation(f"{seed}/{epoch}", rows)[(place + jump) % rows]
 
 
 @lru_cache(maxsize=4)

@@ -225,7 +225,7 @@ def world_in(cfg: Config, learner: Policy, log: Path | None = None) -> World | N
 
 def agents(talk: AgentTalk, learner: Policy, cfg: RewardConfig, log: Path | None, seed: int) -> World:
     for library in ("fastapi", "uvicorn"):
-        extra(library, "agents", f'run = "{talk.run}"')
+        extra(library, "agents", "an agent")
     from pellucid.serve.rollouts import Agents  # noqa: PLC0415 - it imports the libraries checked above
 
     return Agents(talk, learner, cfg, log, seed)
