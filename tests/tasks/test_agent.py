@@ -13,10 +13,11 @@ import pytest
 import agents
 from conftest import records
 from pellucid import config
+from pellucid.environments.agent import AgentTalk
 from pellucid.rewards.terms import RewardTerm
 from pellucid.samplers.native import Native
 from pellucid.tasks.agent import Agent
-from pellucid.types import Completion, Outcome, Prompt
+from pellucid.types import Completion, Outcome, Prompt, UserError
 from runs import answered, same_run, train
 from worlds import TEMPLATE
 
@@ -73,14 +74,11 @@ def test_a_mistake_is_one_line(settings, told):
 def test_a_command_is_what_names_no_function():
     functions = ("agent.py:solve", "package.agent:solve", f"{FILE}:solve")
     commands = ("python agent.py", "./agent", "python agent.py --at 127.0.0.1:8000", "docker run agent:latest")
-    assert [Agent.talk.fget(Bare(run)).is_function for run in (*functions, *commands)] == [True] * 3 + [False] * 4
-
-
-class Bare:
-    timeout, rewards = 1.0, ()
-
-    def __init__(self, run):
-        self.run = run
+    assert [AgentTalk(run).solver() for run in commands] == [None] * 4
+    assert AgentTalk(SOLVE).solver() is agents.solve is AgentTalk(agents.solve).solver()
+    for run in functions[:2]:
+        with pytest.raises(UserError):
+            AgentTalk(run).solver()
 
 
 @pytest.fixture

@@ -32,7 +32,7 @@ class Chat(vf.Harness[vf.HarnessConfig]):
         self,
         ctx: vf.ModelContext,
         trace: vf.Trace,
-        runtime: vf.Runtime,
+        runtime: vf.Runtime,  # noqa: ARG002 - there is none: it runs here
         endpoint: str,
         secret: str,
         mcp_urls: dict[str, str],
@@ -46,9 +46,14 @@ class Chat(vf.Harness[vf.HarnessConfig]):
         async with AsyncExitStack() as stack, openai.AsyncOpenAI(base_url=endpoint, api_key=secret) as client:
             tools: list[Any]
             tools, names, servers = await connect_mcp({"mcpServers": places}, stack)
-            while trace.stop_condition is None and (not messages or messages[-1]["role"] != "assistant"):
+            while not messages or messages[-1]["role"] != "assistant":
                 asked = client.chat.completions.create(model=ctx.model, messages=messages, tools=tools or openai.omit)
-                said = (await asked).choices[0].message
+                try:
+                    said = (await asked).choices[0].message
+                except openai.BadRequestError:
+                    if trace.stop_condition is None:
+                        raise
+                    break  # the environment has ended it
                 messages.append(said.model_dump(exclude_none=True))
                 for call in said.tool_calls or ():
                     name, arguments = call.function.name, json.loads(call.function.arguments)
@@ -79,6 +84,12 @@ class Episode:
         if not episode.ok:
             errors = [*episode.errors, *(error for trace in episode.traces for error in trace.errors)]
             raise RuntimeError(errors[0].message if errors else "the episode came to nothing")
+        for trace in episode.traces:
+            seat = trace.agent
+            if not seat.trainable and seat.config.client == policy.client:
+                raise ValueError(
+                    f"the seat {seat.name} is not trained: give it a client of its own in [task.env.{seat.name}]"
+                )
         return fmean(trace.reward for trace in episode.traces if trace.agent.trainable)
 
 
@@ -92,9 +103,10 @@ def loaded(block: str) -> Episode:
 def environment(block: str) -> vf.Env:
     """Return the environment of a table `[env]` in JSON. What no one says of a seat: it is here, and played by Chat."""
     asked = json.loads(block)
-    kind = vf.env_config_type(asked["taskset"]["id"], asked.get("id", ""))
+    taskset = asked.get("taskset", {}).get("id", "")
+    kind = vf.env_config_type(taskset, asked.get("id", ""))
     ours: dict[str, Any] = {"runtime": {"type": "subprocess"}}
-    if vf.default_harness_id(asked["taskset"]["id"]) == "bash":  # it brings none of its own
+    if vf.default_harness_id(taskset) == "bash":  # it brings none of its own
         ours["harness"] = {"id": CHAT}
     for name, seat in kind.model_fields.items():
         if isinstance(seat.default, vf.AgentConfig):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
 from itertools import islice
@@ -40,8 +39,11 @@ class Verifiers:
     """Seconds that an episode may take; while it waits for the policy no time is counted."""
 
     def __post_init__(self) -> None:
-        if not dict(self.env.get("taskset", {})).get("id"):
-            raise ValueError('env = {} must name a taskset: env = { taskset = { id = "my-taskset" } }')
+        try:
+            played().environment(json.dumps(self.env))
+        except (ImportError, AttributeError, LookupError, TypeError, ValueError) as error:
+            told = " ".join(str(error).split())
+            raise ValueError(f"env = {self.env}: {told}; [task.env] is what verifiers calls [env]") from error
 
     @property
     def talk(self) -> AgentTalk:
@@ -58,9 +60,10 @@ class Verifiers:
         places = shuffled(f"{self.seed}/{self.split}", step, n, len(prompts))
         return [replace(prompts[place], id=f"{self.split}/{step}/{i}") for i, place in enumerate(places)]
 
-    def reward(self, prompt: Prompt, completion: Completion) -> Reward:
+    def reward(self, prompt: Prompt, completion: Completion) -> Reward:  # noqa: ARG002 - as tasks have it
         outcome = completion.outcome or Outcome(error="no episode was played")
-        return Reward(math.nan if outcome.reward is None else outcome.reward, error=outcome.error, degree=True)
+        value = math.nan if outcome.reward is None else outcome.reward
+        return Reward(value, error=outcome.error, degree=value not in (0.0, 1.0))
 
 
 @cache
