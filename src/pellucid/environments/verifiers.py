@@ -56,6 +56,7 @@ class Chat(vf.Harness[vf.HarnessConfig]):
                     break  # the environment has ended it
                 messages.append(said.model_dump(exclude_none=True))
                 for call in said.tool_calls or ():
+                    assert call.type == "function"
                     name, arguments = call.function.name, json.loads(call.function.arguments)
                     told = await call_mcp(servers, names, name, arguments) if name in names else f"no tool {name}"
                     messages.append({"role": "tool", "tool_call_id": call.id, "content": told})
