@@ -6,6 +6,7 @@ that have one are told it together, a few at a time, since reading one token cos
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -24,6 +25,9 @@ PATIENCE = 8
 """How many tokens of others a row waits for its reply in its place."""
 TOGETHER = 4
 """Rows are told something when they are one of so many that speak, or nobody speaks."""
+GATHER = 0.05
+"""Seconds, about those of a token, that the first to be told something wait for others where nobody speaks: what a few
+begin alone costs as much as if all spoke."""
 
 
 class Hall:
@@ -48,14 +52,18 @@ class Hall:
         while not self.talks.over:
             self.talks.begin(2 * self.most)
             self.talks.listen(0.0 if self.speaking else PAUSE)
-            while self.patient and self.talks.unheard:
-                self.talks.listen(PAUSE)
+            self._gather()
             self._drop([row for row in self.running.rows if self._is_elsewhere(row)])
             self._seat_newcomers()
             self._tell()
             if self.speaking:
                 self._speak()
         return self.talks.groups()
+
+    def _gather(self) -> None:
+        until = time.monotonic() + (0.0 if self.speaking else GATHER)
+        while self.talks.unheard and (self.patient or time.monotonic() < until):
+            self.talks.listen(PAUSE if self.patient else max(0.0, until - time.monotonic()))
 
     def _each(self) -> list[tuple[Row, int]]:
         return [(row, row.number % self.talks.sampling.n) for row in self.talks.rows]
