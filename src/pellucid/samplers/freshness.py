@@ -122,7 +122,7 @@ def sums_of_columns(weight: Tensor) -> Tensor:
     for start in range(0, n, step):
         place = torch.arange(start, min(n, start + step), device=bits.device)
         # Odd, so that no change of one entry is lost, and far apart, so that those of several do not cancel out.
-        factors = (2 * place + 1) * 0x9E3779B97F4A7C1 | 1
+        factors = (2 * place + 1) * 0x9E3779B97F4A7C1
         total += (bits[start : start + step].long() * factors[:, None]).sum(0)
     return total.cpu()
 

@@ -23,6 +23,10 @@ TEXT = (
     ' wheel: 17 boards, 42 nails, and a rope of 9 yards. "Will it hold?" asked the miller. Nobody knew; it held.\n'
 )
 """Read by the engine and by the scorer at every push."""
+NO_MASKS = (
+    'sampler.name = "vllm" does not say which tokens top_k, top_p and min_p have left: set them to 0, 1 and 0, those of'
+    ' [evaluate] too, or sampler.name = "native"'
+)
 
 
 @dataclass
@@ -42,7 +46,8 @@ class VLLM:
 
     def sync(self, policy: Any, version: int = 0) -> None:
         """UserError where the engine does not compute with the weights that were pushed."""
-        self.engine = self.engine or Engine(policy, self.rows, self.cache_gb)
+        if self.engine is None or not self.engine.open:
+            self.engine, self.freshness = Engine(policy, self.rows, self.cache_gb), Freshness()
         ids = fixed_text(policy, self.engine)
         weights = weights_of(policy)
         with fixed_chance():
@@ -56,10 +61,7 @@ class VLLM:
         but for the rounding of matrix products.
         """
         if sampling.truncates:
-            raise UserError(
-                'sampler.name = "vllm" does not say which tokens top_k, top_p and min_p have left: set them to 0, 1 and'
-                ' 0, those of [evaluate] too, or sampler.name = "native"'
-            )
+            raise UserError(NO_MASKS)
         try:
             with fixed_chance():
                 if self.world:

@@ -2,7 +2,7 @@
 
 On a CPU the weights of linear layers are packed, and what multiplies by them is a closure that only the layer-wise
 reload makes anew; it leaves out a head that is tied to the embedding. The engine is not compiled there: compiled code
-would hold on to packed weights that are gone.
+would hold on to packed weights that are gone. What a process has of vLLM's groups is one engine's: a new one ends it.
 """
 
 from __future__ import annotations
@@ -12,9 +12,11 @@ import itertools
 import os
 import tempfile
 import warnings
+import weakref
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
+from weakref import WeakSet
 
 import torch
 from torch import Tensor
@@ -55,8 +57,11 @@ class Said(NamedTuple):
     """In nats, at the temperature."""
 
 
+ENGINES: WeakSet[Engine] = WeakSet()
+
+
 class Engine:
-    """A model of this policy's kind. `ask`, then `step` until nothing is `asked`."""
+    """A model of this policy's kind. `ask`, then `step` until nothing is `asked`. It ends the engine before it."""
 
     def __init__(self, policy: Any, rows: int, cache_gb: float) -> None:
         """rows: how many completions are decoded at once. cache_gb: memory of keys and values.
@@ -64,6 +69,8 @@ class Engine:
         UserError where vLLM does not run this model.
         """
         check_library()
+        for earlier in list(ENGINES):
+            earlier.close()
         for name, value in QUIET.items():
             os.environ.setdefault(name, value)
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # weights need not leave the process
@@ -79,6 +86,8 @@ class Engine:
                     f"policy.model: vLLM does not run this model ({' '.join(str(error).split())[:300]}): set"
                     ' sampler.name = "native", or sampler.cache_gb where it lacks memory'
                 ) from error
+        self.close = weakref.finalize(self, self.llm.llm_engine.engine_core.shutdown)
+        ENGINES.add(self)
         config = self.llm.llm_engine.vllm_config
         self.longest, self.block = config.model_config.max_model_len, config.cache_config.block_size
         models: list[Any] = []
@@ -96,6 +105,10 @@ class Engine:
         self.asked: dict[str, Any] = {}
         """The keys of requests by their ids."""
         self.numbers = itertools.count()
+
+    @property
+    def open(self) -> bool:
+        return self.close.alive
 
     def _settings(self, rows: int, cache_gb: float) -> dict[str, Any]:
         where: dict[str, Any] = {"enforce_eager": True, "block_size": BLOCK}
