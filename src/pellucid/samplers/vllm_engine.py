@@ -7,6 +7,7 @@ would hold on to packed weights that are gone. What a process has of vLLM's grou
 
 from __future__ import annotations
 
+import atexit
 import importlib.util
 import itertools
 import os
@@ -87,6 +88,7 @@ class Engine:
                     ' sampler.name = "native", or sampler.cache_gb where it lacks memory'
                 ) from error
         self.close = weakref.finalize(self, self.llm.llm_engine.engine_core.shutdown)
+        atexit.register(self.close)  # before the process group of the run is left, which vLLM's groups are parts of
         ENGINES.add(self)
         config = self.llm.llm_engine.vllm_config
         self.longest, self.block = config.model_config.max_model_len, config.cache_config.block_size
