@@ -22,14 +22,14 @@ pytest.importorskip("vllm")
 SAMPLING = Sampling(4, max_tokens=24, seed="0/0")
 
 
-def policy_of(dtype=torch.float32, temperature=1.0, tied=True, seed=0, heads=2):
+def policy_of(dtype=torch.float32, temperature=1.0, tied=True, seed=0):
     torch.manual_seed(seed)
     config = LlamaConfig(
         vocab_size=VOCAB,
         hidden_size=64,
         intermediate_size=96,
         num_hidden_layers=3,
-        num_attention_heads=heads,
+        num_attention_heads=2,
         num_key_value_heads=1,
         max_position_embeddings=512,
         eos_token_id=EOS,
