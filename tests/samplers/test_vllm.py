@@ -10,6 +10,7 @@ from conftest import EOS, VOCAB, CountDigits, character_tokenizer
 from pellucid.algorithm.batch import collate
 from pellucid.environments.here import Here
 from pellucid.environments.talk import Talk
+from pellucid.policy.model import add_adapter
 from pellucid.policy.policy import Policy
 from pellucid.samplers import vllm_engine
 from pellucid.samplers.native import Native
@@ -215,6 +216,19 @@ def test_a_push_changes_what_is_sampled(sampler):
     after = sampler.generate(prompts, SAMPLING)
     assert tokens_of(after) != tokens_of(before)
     assert gap_of(policy, after).max() < 1e-4
+
+
+def test_an_adapter_is_pushed_merged_into_its_base(sampler):
+    model = policy_of().model
+    policy = Policy(model, character_tokenizer(), adapter=add_adapter(model, 4))
+    sampler.sync(policy, 1)
+    with torch.no_grad():
+        for name, p in policy.trainable().items():
+            p.add_(0.1 if "lora_B" in name else 0.0)
+    before = sampler.generate(CountDigits().sample(0, 2), SAMPLING)
+    assert gap_of(policy, before).max() > 0.01
+    sampler.sync(policy, 2)
+    assert gap_of(policy, sampler.generate(CountDigits().sample(0, 2), SAMPLING)).max() < 1e-4
 
 
 def nothing(engine):
