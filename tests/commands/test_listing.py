@@ -25,7 +25,7 @@ THERE = {
     "objectives": list(get_args(Objective)),
     "aggregates": list(objectives.AGGREGATES),
     "kl": list(get_args(KLEstimator)),
-    "samplers": ["native", "hf"],
+    "samplers": ["native", "hf", "vllm"],
     "recipes": list(recipes.listed()),
 }
 

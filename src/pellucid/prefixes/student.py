@@ -5,12 +5,11 @@ from __future__ import annotations
 from pellucid.config import Config
 from pellucid.machine import hardware
 from pellucid.policy import policy
+from pellucid.protocols import Sampler
 from pellucid.samplers.choice import choose
-from pellucid.samplers.hf import HuggingFace
-from pellucid.samplers.native import Native
 
 
-def load(cfg: Config, name: str) -> Native | HuggingFace:
+def load(cfg: Config, name: str) -> Sampler:
     hardware.keep_freed_memory()
     device = hardware.pick_device(cfg.policy.device)
     dtype = hardware.pick_dtype(cfg.policy.dtype, device)
@@ -21,5 +20,5 @@ def load(cfg: Config, name: str) -> Native | HuggingFace:
     sampler, note = choose("native", cfg.sampler.rows, frozen)
     if note:
         print(f"! {note}", flush=True)
-    sampler.sync(frozen)
+    sampler.sync(frozen, 0)
     return sampler

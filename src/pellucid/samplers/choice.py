@@ -12,18 +12,24 @@ from pellucid.models.trial import FAULTS, cache_fault, difference, prompts_of, s
 from pellucid.protocols import World
 from pellucid.samplers.hf import HuggingFace, generated
 from pellucid.samplers.native import Native
+from pellucid.samplers.vllm import VLLM
 from pellucid.types import UserError
 
 STEPS = 3
 """Tokens that `generate()` is tried with."""
 
 
-def choose(name: str, rows: int, policy: Any, world: World | None = None) -> tuple[Native | HuggingFace, str]:
+def choose(
+    name: str, rows: int, policy: Any, world: World | None = None, cache_gb: float = 4.0
+) -> tuple[Native | HuggingFace | VLLM, str]:
     """The sampler, and in a line why it is not quite the one that was asked for; empty where it is.
 
-    world: those with whom it talks, if its answers are conversations.
+    world: those with whom it talks, if its answers are conversations. vLLM is not tried here: with every push of
+    weights it shows that it computes the same.
     UserError where neither sampler draws from the distributions that this policy is scored by.
     """
+    if name == "vllm":
+        return VLLM(rows, cache_gb, world=world), ""
     if policy.decoder:
         return (HuggingFace(world=world) if name == "hf" else Native(rows, world=world)), ""
     sampler, note, fault = tried(name, rows, policy)

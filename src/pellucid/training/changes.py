@@ -26,6 +26,7 @@ FREE = (
     "policy.gradient_checkpointing",
     "policy.reference",
     "sampler.rows",
+    "sampler.cache_gb",
     "evaluate.every",
     "reward.",
     "optimizer.",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -29,6 +30,7 @@ from pellucid.runtimes.runtime import Runtime
 from pellucid.samplers.choice import choose
 from pellucid.samplers.hf import HuggingFace
 from pellucid.samplers.native import Native
+from pellucid.samplers.vllm import NO_MASKS, VLLM
 from pellucid.tasks.arithmetic import Arithmetic
 from pellucid.tasks.curriculum import Curriculum
 from pellucid.tasks.prefixed import Prefixed
@@ -231,10 +233,22 @@ def agents(talk: AgentTalk, learner: Policy, cfg: RewardConfig, log: Path | None
     return Agents(talk, learner, cfg, log, seed)
 
 
-def pick_sampler(cfg: Config, learner: Policy, world: World | None) -> Native | HuggingFace:
+def check_vllm(cfg: Config) -> None:
+    s, e = cfg.sampler, cfg.evaluate
+    if cfg.runtime.engine in ("fsdp2", "deepspeed") or os.environ.get("WORLD_SIZE", "1") != "1":
+        raise UserError('sampler.name = "vllm" is for one process that has the whole model: set "native"')
+    if cfg.policy.load_in_4bit:
+        raise UserError('sampler.name = "vllm" takes no base in 4 bits: set "native", or leave out policy.load_in_4bit')
+    if any((of.top_k, of.top_p, of.min_p) != (0, 1.0, 0.0) for of in (s, e)):
+        raise UserError(NO_MASKS)
+
+
+def pick_sampler(cfg: Config, learner: Policy, world: World | None) -> Native | HuggingFace | VLLM:
     """The sampler of the settings, or the other where that one cannot sample this model, which is said in a line."""
-    sampler, note = choose(cfg.sampler.name, cfg.sampler.rows, learner, world)
-    if isinstance(sampler, Native):
+    if cfg.sampler.name == "vllm":
+        check_vllm(cfg)
+    sampler, note = choose(cfg.sampler.name, cfg.sampler.rows, learner, world, cfg.sampler.cache_gb)
+    if isinstance(sampler, Native | VLLM):
         sampler.patient = cfg.policy.deterministic
     if note and first_process():
         print(f"! {note}", flush=True)

@@ -30,6 +30,7 @@ from pellucid.reporting.console import failing, first_error, first_line
 from pellucid.reporting.conversations import counts, events_of, turns_of, without_middle
 from pellucid.reporting.metrics import all_failed, failed_shares, predicted_dead_share
 from pellucid.rewards.graders import notes_on
+from pellucid.samplers import vllm_engine
 from pellucid.tasks.prefixed import Prefixed
 from pellucid.tasks.wrappers import innermost, layers
 from pellucid.training import room
@@ -44,6 +45,9 @@ MOST_GIVEN = 4000
 MARK = "bold cyan"
 MANY_FAILED = 0.1
 """From which share of the rewards on the advice is to mend them."""
+OTHER_ARITHMETIC = (
+    'sampler.name = "vllm" computes in another arithmetic than the update, which algorithm.correction = "{}" answers'
+)
 
 
 def check(cfg: Config, run_dir: Path) -> None:
@@ -59,6 +63,8 @@ def check(cfg: Config, run_dir: Path) -> None:
         extra("peft", "lora", "policy.lora")
     if cfg.policy.load_in_4bit:
         quantized.check_library()
+    if cfg.sampler.name == "vllm":
+        vllm_engine.check_library()
     with_split(cfg.task, "train").sample(0, cfg.algorithm.prompts_per_step)
     if cfg.evaluate.every:
         held_out(with_split(cfg.task, "test"), cfg.evaluate.n)
@@ -110,7 +116,8 @@ def show_plan(cfg: Config, model: memory.Model, fallback: str, world: int, run_d
         table.add_row(f"[dim]{name}", escape(value))
     rich.print(table)
     slow = {"float32": hardware.without_bf16, "float16": hardware.slower_in_float16}.get(cfg.policy.dtype)
-    for line in filter(None, (slow(device) if slow else "", *known_inert(a))):
+    corrected = OTHER_ARITHMETIC.format(a.correction) if cfg.sampler.name == "vllm" else ""
+    for line in filter(None, (slow(device) if slow else "", corrected, *known_inert(a))):
         print(f"! {line}", flush=True)
 
 

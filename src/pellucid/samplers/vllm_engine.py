@@ -1,0 +1,228 @@
+"""vLLM's engine in this process: made without weights, which every push brings, and read back as it computes.
+
+On a CPU the weights of linear layers are packed, and what multiplies by them is a closure that only the layer-wise
+reload makes anew; it leaves out a head that is tied to the embedding. The engine is not compiled there: compiled code
+would hold on to packed weights that are gone. What a process has of vLLM's groups is one engine's: a new one ends it.
+"""
+
+from __future__ import annotations
+
+import atexit
+import importlib.util
+import itertools
+import os
+import tempfile
+import warnings
+import weakref
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+from weakref import WeakSet
+
+import torch
+from torch import Tensor
+
+from pellucid.machine.extras import extra
+from pellucid.types import UserError
+
+QUIET = {"VLLM_LOGGING_LEVEL": "ERROR", "VLLM_NO_USAGE_STATS": "1"}
+"""Unless it is said otherwise."""
+BLOCK = 32
+"""Tokens that are cached together on a CPU: its usual 128 are more than many a prompt has."""
+
+
+def check_library() -> None:
+    """UserError where vLLM is missing."""
+    if importlib.util.find_spec("vllm") is None:
+        raise UserError(
+            'sampler.name = "vllm" needs vllm: pip install "pellucid[vllm]" for a GPU, or without one "make vllm" and'
+            " .venv-vllm/bin/pellucid"
+        )
+
+
+class Place(NamedTuple):
+    """Where a weight is computed with: rows of an attribute of a module."""
+
+    module: Any
+    attribute: str
+    rows: slice
+
+
+class Said(NamedTuple):
+    """What the engine has sampled."""
+
+    key: Any
+    tokens: list[int]
+    """With the end-of-sequence token, where it ended with one."""
+    logprobs: list[float]
+    """In nats, at the temperature."""
+
+
+ENGINES: WeakSet[Engine] = WeakSet()
+
+
+class Engine:
+    """A model of this policy's kind. `ask`, then `step` until nothing is `asked`. It ends the engine before it."""
+
+    def __init__(self, policy: Any, rows: int, cache_gb: float) -> None:
+        """rows: how many completions are decoded at once. cache_gb: memory of keys and values.
+
+        UserError where vLLM does not run this model.
+        """
+        check_library()
+        for earlier in list(ENGINES):
+            earlier.close()
+        for name, value in QUIET.items():
+            os.environ.setdefault(name, value)
+        os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # weights need not leave the process
+        self.dtype, self.device, self.ends = policy.dtype, policy.device, list(policy.eos_ids)
+        with warnings.catch_warnings(), tempfile.TemporaryDirectory() as folder, fixed_chance():
+            warnings.simplefilter("ignore")
+            self.vllm = extra("vllm", "vllm", "sampler.name")
+            policy.describe(Path(folder))
+            try:
+                self.llm = self.vllm.LLM(model=folder, **self._settings(rows, cache_gb))
+            except (ValueError, RuntimeError, NotImplementedError) as error:
+                raise UserError(
+                    f"policy.model: vLLM does not run this model ({' '.join(str(error).split())[:300]}): set"
+                    ' sampler.name = "native", or sampler.cache_gb where it lacks memory'
+                ) from error
+        self.close = weakref.finalize(self, self.llm.llm_engine.engine_core.shutdown)
+        atexit.register(self.close)  # before the process group of the run is left, which vLLM's groups are parts of
+        ENGINES.add(self)
+        config = self.llm.llm_engine.vllm_config
+        self.longest, self.block = config.model_config.max_model_len, config.cache_config.block_size
+        models: list[Any] = []
+        self.llm.apply_model(models.append)
+        self.model = models[0]
+        self.packed = {
+            part: (whole, parts)
+            for whole, parts in getattr(self.model, "packed_modules_mapping", {}).items()
+            for part in parts
+        }
+        embedding = importlib.import_module("vllm.model_executor.layers.vocab_parallel_embedding")
+        self.tables = [m for m in self.model.modules() if isinstance(m, embedding.VocabParallelEmbedding)]
+        self.heads = [m for m in self.tables if isinstance(m, embedding.ParallelLMHead)]
+        self.shapes: dict[str, torch.Size] = {}
+        self.asked: dict[str, Any] = {}
+        """The keys of requests by their ids."""
+        self.numbers = itertools.count()
+
+    @property
+    def open(self) -> bool:
+        return self.close.alive
+
+    def _settings(self, rows: int, cache_gb: float) -> dict[str, Any]:
+        where: dict[str, Any] = {"enforce_eager": True, "block_size": BLOCK}
+        if self.device.type == "cuda":
+            free, total = torch.cuda.mem_get_info(self.device)
+            where = {"gpu_memory_utilization": 0.9 * free / total}  # of what the trainer leaves
+        return {
+            **where,
+            "dtype": str(self.dtype).removeprefix("torch."),
+            "load_format": "dummy",
+            "skip_tokenizer_init": True,
+            "generation_config": "vllm",
+            "logprobs_mode": "processed_logprobs",
+            "enable_prefix_caching": True,
+            "kv_cache_memory_bytes": int(cache_gb * 1e9),
+            "max_num_seqs": rows,
+            "max_model_len": -1,  # as long as the cache holds
+            "disable_log_stats": True,
+        }
+
+    # ------------------------------------------------------------ weights
+
+    @torch.no_grad()
+    def push(self, weights: Mapping[str, Tensor]) -> None:
+        """Take these weights, by their names in the checkpoint, and forget what was computed with others."""
+        self.shapes = {name: weight.shape for name, weight in weights.items()}
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": iter(weights.items())})
+        self.pack_tied_heads()
+        self.llm.reset_prefix_cache()
+
+    def pack_tied_heads(self) -> None:
+        for head in self.heads:
+            if any(head.weight is table.weight for table in self.tables if table is not head):
+                head.quant_method.process_weights_after_loading(head)
+
+    @torch.no_grad()
+    def columns(self, name: str, at: Sequence[int]) -> list[Tensor]:
+        """Columns [n, len(at)] of a weight, as each place that computes with it has them."""
+        return [self._columns(place, at, self.shapes[name][-1]) for place in self.places(name)]
+
+    def places(self, name: str) -> list[Place]:
+        """Where the weight of this name is computed with. UserError where the model has none of that name."""
+        path, _, attribute = name.rpartition(".")
+        parent, _, leaf = path.rpartition(".")
+        whole, parts = self.packed.get(leaf, (leaf, [leaf]))
+        sizes = [self.shapes.get(f"{parent}.{part}.{attribute}", torch.Size([0]))[0] for part in parts]
+        start = sum(sizes[: parts.index(leaf)])
+        rows = slice(start, start + self.shapes[name][0])
+        try:
+            module = self.model.get_submodule(f"{parent}.{whole}".removeprefix("."))
+            weight = getattr(module, attribute)
+        except AttributeError as error:
+            raise UserError(f'policy.model: vLLM has no {name}: set sampler.name = "native"') from error
+        tied = [Place(head, attribute, rows) for head in self.heads if head is not module and head.weight is weight]
+        return [Place(module, attribute, rows), *tied]
+
+    def _columns(self, place: Place, at: Sequence[int], width: int) -> Tensor:
+        """By a product with columns of the identity, where there is a product: what it computes with may be packed."""
+        module = place.module
+        multiplies = hasattr(module, "quant_method") and (module not in self.tables or module in self.heads)
+        if place.attribute != "weight" or not multiplies:
+            held = getattr(module, place.attribute)[place.rows]
+            return held[:, list(at)] if held.dim() > 1 else held[:, None]
+        ones = torch.zeros(len(at), width, dtype=self.dtype, device=self.device)
+        ones[range(len(at)), list(at)] = 1.0
+        return module.quant_method.apply(module, ones, None)[:, place.rows].T
+
+    # ------------------------------------------------------------ tokens
+
+    def read(self, ids: Sequence[int]) -> tuple[Tensor, int]:
+        """The log-probs of ids[1:] at temperature 1, and how many of these tokens came from the cache."""
+        sampling = self.vllm.SamplingParams(
+            temperature=0.0, max_tokens=1, prompt_logprobs=0, skip_reading_prefix_cache=False, detokenize=False
+        )
+        [output] = self.llm.generate([{"prompt_token_ids": list(ids)}], sampling, use_tqdm=False)
+        found = [(of or {}).get(token) for of, token in zip(output.prompt_logprobs[1:], ids[1:], strict=True)]
+        return torch.tensor([float("nan") if x is None else x.logprob for x in found]), output.num_cached_tokens
+
+    def ask(self, key: Any, ids: Sequence[int], most: int, temperature: float, seed: int) -> None:
+        """Ask for up to `most` tokens behind these."""
+        sampling = self.vllm.SamplingParams(
+            temperature=temperature,
+            seed=seed,
+            max_tokens=most,
+            logprobs=0,
+            stop_token_ids=self.ends,
+            ignore_eos=True,  # of vLLM's own reckoning: the ends are those above
+            detokenize=False,
+        )
+        number = str(next(self.numbers))
+        self.asked[number] = key
+        self.llm.llm_engine.add_request(number, {"prompt_token_ids": list(ids)}, sampling)
+
+    def step(self) -> list[Said]:
+        """Sample a token for each of those that are decoded. Return the answers that have ended with it."""
+        ended = [output for output in self.llm.llm_engine.step() if output.finished]
+        return [self._said(output) for output in ended]
+
+    def _said(self, output: Any) -> Said:
+        answer = output.outputs[0]
+        tokens = list(answer.token_ids)
+        logprobs = [of[token].logprob for of, token in zip(answer.logprobs, tokens, strict=True)]
+        return Said(self.asked.pop(output.request_id), tokens, logprobs)
+
+    def drop(self) -> None:
+        """Forget what was asked and has not been answered."""
+        self.llm.llm_engine.abort_request(list(self.asked))
+        self.asked.clear()
+
+
+def fixed_chance() -> Any:
+    """vLLM sets and draws from the random numbers of the process, which are none of its business."""
+    return torch.random.fork_rng(devices=[])

@@ -1,0 +1,176 @@
+"""An engine that computes with other weights than were pushed is found out, however little they differ."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from pellucid.samplers.freshness import COLUMNS, Freshness, sums_of_columns
+from pellucid.types import UserError
+
+IDS = (1, 2, 3)
+SCORED = torch.tensor([-1.0, -2.0])
+
+
+class Copies:
+    """An engine double: holds what it was given, a table in two places; its log-probs and cache are as they are set."""
+
+    def __init__(self):
+        self.weights, self.head = {}, None
+        self.logprobs, self.cached = SCORED, 0
+        self.asked = []
+
+    def push(self, weights, without=(), head=True):
+        self.weights |= {name: x.clone() for name, x in weights.items() if name not in without}
+        if head or self.head is None:
+            self.head = weights["table"].clone()
+
+    def columns(self, name, at):
+        self.asked.append((name, at))
+        held = [self.weights[name], *([self.head] if name == "table" else [])]
+        return [x[:, at] if x.dim() > 1 else x[:, None] for x in held]
+
+    def read(self, ids):
+        assert ids == IDS
+        return self.logprobs, self.cached
+
+
+def weights_of(dtype=torch.float32):
+    torch.manual_seed(0)
+    names = {"table": (40, 16), "first": (12, 16), "second": (12, 16), "norm": (16,)}
+    return {name: torch.randn(shape).to(dtype) for name, shape in names.items()}
+
+
+def moved(weights, places):
+    """The same with one entry of each of these weights moved by the least that its dtype can."""
+    new = {name: x.clone() for name, x in weights.items()}
+    for name in places:
+        flat = new[name].view(-1)
+        flat[7] = flat[7].nextafter(torch.tensor(9.0, dtype=flat.dtype))
+    return new
+
+
+def begun(dtype=torch.float32):
+    engine, freshness, weights = Copies(), Freshness(), weights_of(dtype)
+    engine.push(weights)
+    freshness.check(engine, weights, IDS, SCORED)
+    engine.asked.clear()
+    return engine, freshness, weights
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("name", ["table", "first", "second", "norm"])
+def test_one_entry_that_moved_by_one_bit_and_was_left_out_is_found(name, dtype):
+    engine, freshness, weights = begun(dtype)
+    new = moved(weights, weights)
+    engine.push(new, without=[name])
+    with pytest.raises(UserError, match=f"old weights: {name} "):
+        freshness.check(engine, new, IDS, SCORED)
+
+
+def test_a_tied_head_that_was_left_out_is_found():
+    engine, freshness, weights = begun()
+    new = moved(weights, ["table"])
+    engine.push(new, head=False)
+    with pytest.raises(UserError, match="old weights: table "):
+        freshness.check(engine, new, IDS, SCORED)
+
+
+def test_a_push_that_was_found_out_is_found_out_again():
+    """What was refused is not taken for what the engine has."""
+    engine, freshness, weights = begun()
+    new = moved(weights, ["first"])
+    for _ in range(2):
+        with pytest.raises(UserError, match="old weights: first "):
+            freshness.check(engine, new, IDS, SCORED)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_honest_pushes_are_believed_however_little_they_move(dtype):
+    engine, freshness, weights = begun(dtype)
+    for i in range(200):
+        weights = moved(weights, list(weights)[: i % 5])
+        engine.push(weights)
+        freshness.check(engine, weights, IDS, SCORED)
+
+
+def test_only_what_changed_is_read_and_no_more_than_a_few_columns():
+    engine, freshness, weights = begun()
+    new = moved(weights, ["first"])
+    engine.push(new)
+    freshness.check(engine, new, IDS, SCORED)
+    assert engine.asked == [("first", [7])]
+    new = {name: x + 1 for name, x in new.items()}
+    engine.push(new)
+    freshness.check(engine, new, IDS, SCORED)
+    assert {name: len(set(at)) for name, at in engine.asked[1:]} == dict.fromkeys(new, COLUMNS) | {"norm": 1}
+
+
+def test_a_text_that_comes_from_the_cache_is_found():
+    engine, freshness, weights = begun()
+    engine.cached = 64
+    with pytest.raises(UserError, match="prefix cache"):
+        freshness.check(engine, weights, IDS, SCORED)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "first", "then", "fires"),
+    [
+        (torch.float32, 1e-5, 9e-5, False),
+        (torch.float32, 1e-5, 1.1e-4, True),
+        (torch.float32, 0.0, 1.9e-5, False),
+        (torch.bfloat16, 1e-2, 9e-2, False),
+        (torch.bfloat16, 1e-2, 0.11, True),
+        (torch.bfloat16, 1e-1, 0.21, True),
+        (torch.float32, 1e-5, float("nan"), True),
+    ],
+)
+def test_the_gap_of_the_log_probs_may_grow_tenfold_and_no_further(dtype, first, then, fires):
+    engine, freshness, weights = Copies(), Freshness(), weights_of(dtype)
+    engine.push(weights)
+    engine.logprobs = SCORED + first
+    freshness.check(engine, weights, IDS, SCORED)
+    engine.logprobs = SCORED + then
+    if fires:
+        with pytest.raises(UserError, match="off the scorer's"):
+            freshness.check(engine, weights, IDS, SCORED)
+    else:
+        freshness.check(engine, weights, IDS, SCORED)
+
+
+def test_another_model_is_found_at_the_first_push():
+    engine, weights = Copies(), weights_of()
+    engine.push(weights)
+    engine.logprobs = SCORED + 3e-3
+    with pytest.raises(UserError, match="another model"):
+        Freshness().check(engine, weights, IDS, SCORED)
+
+
+def test_weights_that_are_no_longer_finite_are_said_to_be_so():
+    engine, freshness, weights = begun()
+    new = weights | {"first": weights["first"] * torch.nan}
+    engine.push(new)
+    with pytest.raises(UserError, match=r"no longer finite: lower optimizer\.lr"):
+        freshness.check(engine, new, IDS, SCORED)
+
+
+def test_subnormal_numbers_may_have_become_0():
+    engine, freshness, weights = begun()
+    new = weights | {"first": weights["first"].clone()}
+    new["first"][:, 3] = 1e-40
+    engine.push(new)
+    engine.weights["first"][:, 3] = 0.0
+    freshness.check(engine, new, IDS, SCORED)
+
+
+def test_sums_do_not_depend_on_how_many_rows_are_summed_at_once(monkeypatch):
+    x = torch.randn(100, 8)
+    whole = sums_of_columns(x)
+    monkeypatch.setattr("pellucid.samplers.freshness.ENTRIES", 24)
+    assert torch.equal(sums_of_columns(x), whole)
+    assert len(set(whole.tolist())) == 8
+
+
+def test_sums_notice_rows_that_change_places():
+    x = torch.randn(10, 4)
+    assert not (sums_of_columns(x) == sums_of_columns(x.flip(0))).any()

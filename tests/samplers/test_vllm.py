@@ -1,0 +1,334 @@
+"""vLLM in this process: what it samples is what is scored, and it samples from the weights that were pushed."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from conftest import EOS, VOCAB, CountDigits, character_tokenizer
+from pellucid.algorithm.batch import collate
+from pellucid.environments.here import Here
+from pellucid.environments.talk import Talk
+from pellucid.policy.model import add_adapter
+from pellucid.policy.policy import Policy
+from pellucid.samplers import vllm_engine
+from pellucid.samplers.native import Native
+from pellucid.samplers.vllm import VLLM
+from pellucid.types import Sampling, UserError
+from worlds import TEMPLATE, asked
+
+pytest.importorskip("vllm")
+
+SAMPLING = Sampling(4, max_tokens=24, seed="0/0")
+
+
+def policy_of(dtype=torch.float32, temperature=1.0, tied=True, seed=0):
+    torch.manual_seed(seed)
+    config = LlamaConfig(
+        vocab_size=VOCAB,
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=3,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        max_position_embeddings=512,
+        eos_token_id=EOS,
+        bos_token_id=None,
+        pad_token_id=EOS,
+        tie_word_embeddings=tied,
+        initializer_range=0.2,
+    )
+    tokenizer = character_tokenizer()
+    tokenizer.chat_template = TEMPLATE
+    return Policy(LlamaForCausalLM(config), tokenizer, dtype, temperature)
+
+
+def synced(policy, world=None):
+    sampler = VLLM(rows=16, cache_gb=0.1, world=world)
+    sampler.sync(policy, 3)
+    return sampler
+
+
+@pytest.fixture(scope="module")
+def sampler():
+    """Of a policy in fp32; whoever changes it or its weights syncs again."""
+    return synced(policy_of())
+
+
+@pytest.fixture(autouse=True)
+def _as_it_was(sampler):
+    sampler.sync(policy_of(), 3)
+
+
+def step(policy, by):
+    """Move every weight a little, to and fro, as an optimizer's first step does."""
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for p in policy.model.parameters():
+            p.add_(torch.randn(p.shape, generator=generator).sign(), alpha=by)
+
+
+def gap_of(policy, groups):
+    batch = collate(groups, policy.device)
+    with torch.no_grad():
+        return (policy.score(batch).logprobs - batch.sampler_logprobs)[batch.sampled].abs()
+
+
+def tokens_of(groups):
+    return [c.token_ids for group in groups for c in group.completions]
+
+
+@pytest.mark.parametrize(("dtype", "gap"), [(torch.float32, 1e-5), (torch.bfloat16, 0.05)], ids=str)
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_logprobs_are_the_scorers_but_for_the_arithmetic(sampler, dtype, gap, temperature):
+    policy = policy_of(dtype, temperature)
+    own = sampler if dtype == torch.float32 else synced(policy)
+    own.sync(policy, 5)
+    groups = own.generate(CountDigits().sample(0, 4), Sampling(4, temperature, max_tokens=24, seed="0/0"))
+    assert gap_of(policy, groups).mean() < gap
+    assert {c.version for group in groups for c in group.completions} == {5}
+
+
+def test_an_untied_head_is_pushed_and_read_back(sampler):
+    policy = policy_of(tied=False)
+    own = synced(policy)
+    step(policy, 1e-3)
+    own.sync(policy, 4)
+    assert gap_of(policy, own.generate(CountDigits().sample(0, 2), SAMPLING)).max() < 1e-4
+    assert {name: len(own.engine.places(name)) for name in ("model.embed_tokens.weight", "lm_head.weight")} == {
+        "model.embed_tokens.weight": 1,
+        "lm_head.weight": 1,
+    }
+    assert len(sampler.engine.places("model.embed_tokens.weight")) == 2
+
+
+def test_completions_end_with_the_end_of_sequence_token_or_at_the_limit(sampler):
+    groups = sampler.generate(CountDigits().sample(0, 6), Sampling(8, max_tokens=24, seed="0/0"))
+    completions = [c for group in groups for c in group.completions]
+    assert {c.finished for c in completions} == {True, False}
+    for c in completions:
+        assert c.finished == (c.token_ids[-1] == EOS)
+        assert EOS not in c.token_ids[:-1]
+        assert c.finished or len(c.token_ids) == 24
+
+
+def test_every_end_of_sequence_token_of_the_policy_ends(sampler):
+    sampler.engine.ends = [EOS, 3]
+    sampler.policy.eos_ids = (3, EOS)
+    completions = [c for g in sampler.generate(CountDigits().sample(0, 6), SAMPLING) for c in g.completions]
+    sampler.engine.ends = [EOS]
+    assert {c.token_ids[-1] for c in completions if c.finished} == {EOS, 3}
+    assert all(not {EOS, 3} & set(c.token_ids[:-1]) for c in completions)
+
+
+def test_greedy_answers_are_those_of_the_native_sampler(sampler):
+    native, policy = Native(16), sampler.policy
+    native.sync(policy)
+    greedy = Sampling(1, temperature=0.0, max_tokens=24)
+    prompts = CountDigits().sample(0, 8)
+    ours, theirs = native.generate(prompts, greedy), sampler.generate(prompts, greedy)
+    assert tokens_of(ours) == tokens_of(theirs)
+    assert [g.prompt_ids for g in ours] == [g.prompt_ids for g in theirs]
+    for a, b in zip(ours, theirs, strict=True):
+        assert a.completions[0].logprobs == pytest.approx(b.completions[0].logprobs, abs=1e-4)
+
+
+def test_the_same_seed_says_the_same_and_no_row_depends_on_its_neighbours(sampler):
+    prompts = CountDigits().sample(0, 6)
+    together = sampler.generate(prompts, SAMPLING)
+    assert tokens_of(sampler.generate(prompts, SAMPLING)) == tokens_of(together)
+    alone = [group for prompt in prompts for group in sampler.generate([prompt], SAMPLING)]
+    assert tokens_of(alone) == tokens_of(together)
+    other = sampler.generate(prompts, Sampling(4, max_tokens=24, seed="0/1"))
+    assert tokens_of(other) != tokens_of(together)
+    assert len(set(tokens_of(together))) > 20
+
+
+def test_samples_are_as_frequent_as_they_are_likely(sampler):
+    """Of the first token of one prompt, by a chi-square test against the scorer's own distribution."""
+    [prompt], n = CountDigits().sample(0, 1), 4000
+    groups = sampler.generate([prompt], Sampling(n, max_tokens=1, seed="0/0"))
+    completions = groups[0].completions
+    likely = torch.tensor([[c.token_ids[0], c.logprobs[0]] for c in completions]).unique(dim=0)
+    ids, chances = likely[:, 0].long(), likely[:, 1].exp().double()
+    counts = torch.tensor([c.token_ids[0] for c in completions]).bincount(minlength=VOCAB)[ids]
+    often = n * chances > 5
+    expected = torch.cat([n * chances[often], (n - n * chances[often].sum())[None]])
+    seen = torch.cat([counts[often], (n - counts[often].sum())[None]])
+    chi = ((seen - expected).square() / expected.clamp(min=1)).sum()
+    assert chi < len(expected) + 4 * (2 * len(expected)) ** 0.5
+
+
+def test_the_random_numbers_of_the_process_are_left_alone(sampler):
+    before = torch.get_rng_state()
+    sampler.sync(sampler.policy)
+    sampler.generate(CountDigits().sample(0, 2), SAMPLING)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_a_prefix_is_given_and_not_sampled(sampler):
+    prompts = [prompt.__class__(prompt.id, prompt.text, prefix="12+") for prompt in CountDigits().sample(0, 2)]
+    groups = sampler.generate(prompts, SAMPLING)
+    assert {c.given for group in groups for c in group.completions} == {((0, 3),)}
+    assert gap_of(sampler.policy, groups).max() < 1e-4
+
+
+def test_what_was_interrupted_is_forgotten(sampler, monkeypatch):
+    took, engine = sampler.engine.step, sampler.engine
+
+    def interrupted():
+        took()
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(engine, "step", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        sampler.generate(CountDigits().sample(0, 3), SAMPLING)
+    monkeypatch.undo()
+    assert len(tokens_of(sampler.generate(CountDigits().sample(1, 2), SAMPLING))) == 8
+
+
+def test_truncation_is_refused_since_its_masks_are_not_told(sampler):
+    with pytest.raises(UserError, match="top_k, top_p and min_p"):
+        sampler.generate(CountDigits().sample(0, 2), Sampling(4, top_k=5))
+
+
+def test_a_prompt_that_is_too_long_is_refused_in_a_line(sampler):
+    with pytest.raises(UserError, match="leaves no room"):
+        sampler.generate(CountDigits().sample(0, 2), Sampling(4, max_tokens=508))
+
+
+def test_without_the_library_a_line_says_how_it_is_installed(monkeypatch):
+    monkeypatch.setattr(vllm_engine.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(UserError, match=r"pellucid\[vllm\].*make vllm"):
+        vllm_engine.check_library()
+
+
+# ---------------------------------------------------------------- weights
+
+
+def test_a_push_changes_what_is_sampled(sampler):
+    policy, prompts = sampler.policy, CountDigits().sample(0, 4)
+    before = sampler.generate(prompts, SAMPLING)
+    step(policy, 0.05)
+    assert gap_of(policy, before).max() > 0.1
+    sampler.sync(policy, 4)
+    after = sampler.generate(prompts, SAMPLING)
+    assert tokens_of(after) != tokens_of(before)
+    assert gap_of(policy, after).max() < 1e-4
+
+
+def test_an_adapter_is_pushed_merged_into_its_base(sampler):
+    model = policy_of().model
+    policy = Policy(model, character_tokenizer(), adapter=add_adapter(model, 4))
+    sampler.sync(policy, 1)
+    with torch.no_grad():
+        for name, p in policy.trainable().items():
+            p.add_(0.1 if "lora_B" in name else 0.0)
+    before = sampler.generate(CountDigits().sample(0, 2), SAMPLING)
+    assert gap_of(policy, before).max() > 0.01
+    sampler.sync(policy, 2)
+    assert gap_of(policy, sampler.generate(CountDigits().sample(0, 2), SAMPLING)).max() < 1e-4
+
+
+def nothing(engine):
+    engine.push = lambda weights: engine.llm.reset_prefix_cache()
+    return "old weights: model.embed_tokens"
+
+
+def but_one_layer(engine):
+    whole = type(engine).push
+
+    def push(weights):
+        whole(engine, {name: x for name, x in weights.items() if ".layers.1." not in name})
+        engine.shapes = {name: x.shape for name, x in weights.items()}
+
+    engine.push = push
+    return r"old weights: model\.layers\.1\."
+
+
+def but_one_norm(engine):
+    whole = type(engine).push
+
+    def push(weights):
+        whole(engine, {name: x for name, x in weights.items() if name != "model.norm.weight"})
+        engine.shapes = {name: x.shape for name, x in weights.items()}
+
+    engine.push = push
+    return r"old weights: model\.norm\."
+
+
+def but_the_tied_head(engine):
+    engine.pack_tied_heads = lambda: None
+    return r"old weights: model\.embed_tokens"
+
+
+def but_the_cache(engine):
+    engine.llm.reset_prefix_cache()  # as if what was asked since had pushed the text out
+    engine.llm.reset_prefix_cache = lambda: True
+    return "prefix cache"
+
+
+@pytest.fixture
+def mended(sampler):
+    yield sampler
+    for name in ("push", "pack_tied_heads"):
+        vars(sampler.engine).pop(name, None)
+    vars(sampler.engine.llm).pop("reset_prefix_cache", None)
+
+
+@pytest.mark.parametrize("spoil", [nothing, but_one_layer, but_one_norm, but_the_tied_head, but_the_cache])
+def test_a_push_that_did_not_arrive_whole_is_found_out(mended, spoil):
+    """At a step so small that no log-prob shows it."""
+    policy = mended.policy
+    step(policy, 1e-7)
+    says = spoil(mended.engine)
+    with pytest.raises(UserError, match=says) as raised:
+        mended.sync(policy, 4)
+    assert "\n" not in str(raised.value)
+
+
+def test_honest_pushes_are_believed_however_small(sampler):
+    policy = sampler.policy
+    for i in range(20):
+        step(policy, [1e-9, 1e-7, 0.0, 1e-5][i % 4])
+        sampler.sync(policy, i)
+    assert gap_of(policy, sampler.generate(CountDigits().sample(0, 2), SAMPLING)).max() < 1e-4
+
+
+# ---------------------------------------------------------------- conversations
+
+
+def held(sampler, world="worlds:Parrot", patient=True):
+    sampler.world, sampler.patient = Here(Talk(world)), patient
+    try:
+        return sampler.generate(asked(), Sampling(4, max_tokens=80, turns=5, turn_tokens=9, seed="0/0"))
+    finally:
+        sampler.world = None
+
+
+@pytest.mark.parametrize("patient", [True, False])
+def test_the_logprobs_of_every_turn_are_the_scorers(sampler, patient):
+    groups = held(sampler, patient=patient)
+    completions = [c for group in groups for c in group.completions]
+    assert max(len(c.given) for c in completions) >= 2
+    batch = collate(groups, sampler.policy.device)
+    assert gap_of(sampler.policy, groups).max() < 1e-4
+    assert (batch.sampler_logprobs[~batch.sampled] == 0).all()
+
+
+def test_conversations_are_kept_as_by_the_native_sampler(sampler):
+    """Greedy, both say the same: then ids, what was given, messages and outcomes are equal, too."""
+    policy = sampler.policy
+    greedy = Sampling(1, temperature=0.0, max_tokens=80, turns=5, turn_tokens=9, seed="0/0")
+    native = Native(16, world=Here(Talk("worlds:Parrot")))
+    native.sync(policy, 3)
+    sampler.world = Here(Talk("worlds:Parrot"))
+    ours, theirs = native.generate(asked(), greedy), sampler.generate(asked(), greedy)
+    sampler.world = None
+    for a, b in zip(ours, theirs, strict=True):
+        assert (a.prompt, a.prompt_ids) == (b.prompt, b.prompt_ids)
+        [mine], [other] = a.completions, b.completions
+        assert (mine.token_ids, mine.given, mine.messages) == (other.token_ids, other.given, other.messages)
+        assert (mine.outcome, mine.finished, mine.version) == (other.outcome, other.finished, other.version)
+    assert max(len(g.completions[0].given) for g in ours) >= 2

@@ -1,0 +1,68 @@
+"""What the vLLM sampler cannot do is refused before anything is sampled, in a line that names the mend."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from pellucid import config
+from pellucid.samplers import vllm_engine
+from pellucid.samplers.native import Native
+from pellucid.samplers.vllm import VLLM
+from pellucid.training import preflight
+from pellucid.training.compose import pick_sampler
+from pellucid.types import UserError
+
+DECODED: Any = SimpleNamespace(decoder=object())
+
+
+def settings_of(*words):
+    return config.load(None, ["--sampler.name", "vllm", *words])
+
+
+def test_settings_reach_the_sampler():
+    sampler = pick_sampler(settings_of("--sampler.rows", "7", "--sampler.cache-gb", "1.5"), DECODED, None)
+    assert isinstance(sampler, VLLM)
+    assert (sampler.rows, sampler.cache_gb, sampler.patient) == (7, 1.5, False)
+    assert pick_sampler(settings_of("--policy.deterministic"), DECODED, None).patient
+    assert isinstance(pick_sampler(config.load(None), DECODED, None), Native)
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["--runtime.engine", "fsdp2"], "one process"),
+        (["--runtime.engine", "deepspeed"], "one process"),
+        (["--policy.load-in-4bit", "--policy.lora", "8"], "no base in 4 bits"),
+        (["--sampler.top-k", "5"], "top_k, top_p and min_p"),
+        (["--sampler.min-p", "0.1"], "top_k, top_p and min_p"),
+        (["--evaluate.top-p", "0.9"], "top_k, top_p and min_p"),
+    ],
+)
+def test_what_it_cannot_do_is_refused(words, says):
+    with pytest.raises(UserError, match=says) as raised:
+        pick_sampler(settings_of(*words), DECODED, None)
+    assert "\n" not in str(raised.value)
+    assert isinstance(
+        pick_sampler(replace(settings_of(*words), sampler=config.load(None).sampler), DECODED, None), Native
+    )
+
+
+def test_several_processes_are_refused(monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(UserError, match="one process"):
+        pick_sampler(settings_of(), DECODED, None)
+
+
+def test_a_missing_library_is_found_before_anything_is_loaded(monkeypatch, tmp_path):
+    monkeypatch.setattr(vllm_engine.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(UserError, match="make vllm"):
+        preflight.check(settings_of(), tmp_path)
+
+
+def test_a_cache_without_room_is_refused():
+    with pytest.raises(UserError, match=r"cache_gb = 0\.0 must be positive"):
+        settings_of("--sampler.cache-gb", "0")
