@@ -53,7 +53,7 @@ TRL = {
     "sync_ref_model": "reference_every",
     "top_entropy_quantile": "entropy_share",
     "train_dataset": "data",
-    "use_vllm": "nothing: groups are sampled here",
+    "use_vllm": "sampler.name",
     "warmup_steps": "warmup",
 }
 """The names that TRL has for settings, and what does the same here."""
