@@ -12,7 +12,9 @@ from conftest import EOS, make_policy
 from pellucid.algorithm.batch import collate
 from pellucid.environments.here import Here
 from pellucid.environments.talk import Talk
+from pellucid.models.running import Running
 from pellucid.protocols import Reply, Said
+from pellucid.samplers import turns
 from pellucid.samplers.hf import HuggingFace
 from pellucid.samplers.native import Native
 from pellucid.types import Outcome, Prompt, Sampling
@@ -166,6 +168,31 @@ def test_a_conversation_does_not_depend_on_who_waits_and_who_makes_room(architec
     late = completions_of(held("native", architecture, world=Late(most), rows=rows, prompts=prompts)[1])
     assert [c.token_ids for c in late] == [c.token_ids for c in expected]
     torch.testing.assert_close([c.logprobs for c in late], [c.logprobs for c in expected], rtol=0, atol=2e-5)
+
+
+class OneByOne(Here):
+    """Replies come one after the other, all of them soon."""
+
+    def __init__(self):
+        super().__init__(Talk("worlds:Parrot"))
+        self.come = []
+
+    def heard(self, seconds):
+        self.come += super().heard(0.0)
+        now, self.come = self.come[:1], self.come[1:]
+        return now
+
+
+def test_rows_that_fall_silent_together_are_told_together(monkeypatch):
+    monkeypatch.setattr(turns, "GATHER", 60.0)
+    told = []
+    extend = Running.extend
+    monkeypatch.setattr(Running, "extend", lambda self, rows, ids: told.append(len(rows)) or extend(self, rows, ids))
+    policy = policy_of()
+    policy.eos_ids = (10**6,)  # no turn ends before its limit
+    sampler_of("native", policy, OneByOne()).generate(asked(), SAMPLING)
+    assert told[0] == 4 * len(asked())
+    assert all(n % 4 == 0 for n in told)  # some conversations are shorter, those of a group alike
 
 
 def test_an_answer_that_nobody_replies_to_is_that_of_a_plain_prompt():
