@@ -31,7 +31,7 @@ class Chat(vf.Harness[vf.HarnessConfig]):
     async def launch(
         self,
         ctx: vf.ModelContext,
-        trace: vf.Trace,
+        trace: vf.Trace,  # noqa: ARG002
         runtime: vf.Runtime,  # noqa: ARG002 - there is none: it runs here
         endpoint: str,
         secret: str,
@@ -48,12 +48,7 @@ class Chat(vf.Harness[vf.HarnessConfig]):
             tools, names, servers = await connect_mcp({"mcpServers": places}, stack)
             while not messages or messages[-1]["role"] != "assistant":
                 asked = client.chat.completions.create(model=ctx.model, messages=messages, tools=tools or openai.omit)
-                try:
-                    said = (await asked).choices[0].message
-                except openai.BadRequestError:
-                    if trace.stop_condition is None:
-                        raise
-                    break  # the environment has ended it
+                said = (await asked).choices[0].message  # or an error, also where the environment has ended it
                 messages.append(said.model_dump(exclude_none=True))
                 for call in said.tool_calls or ():
                     assert call.type == "function"
