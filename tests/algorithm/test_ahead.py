@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import threading
+import time
 from copy import deepcopy
 from itertools import islice
 
@@ -99,6 +100,31 @@ def test_a_run_that_was_stopped_goes_on_to_the_same_weights():
     assert same_weights(whole, parted)
     assert state.ahead is not None
     assert again.ahead is None, "nothing is drawn behind the last step"
+
+
+def test_the_shares_in_which_either_side_waits():
+    """Drawing sleeps for 0.3 s, an update for 0.1: training waits for two thirds of a step, and sampling hardly."""
+
+    class Slow(Apart):
+        def generate(self, prompts, sampling):
+            time.sleep(0.3)
+            return super().generate(prompts, sampling)
+
+    class Slowly(OneProcessRuntime):
+        def step(self):
+            time.sleep(0.1)
+            return super().step()
+
+    policy = make_policy()
+    taken = list(ahead.train(CountDigits(), Slow(), policy, Slowly(policy, 0.5), CFG, sampling=SAMPLING))
+    for result in taken[1:3]:
+        m = result.metrics
+        assert m["time/step"] == pytest.approx(sum(m[f"time/{stage}"] for stage in ("generate", "score", "update")))
+        assert 0.3 < m["bubble/training"] < 0.8
+        assert m["bubble/sampling"] < 0.5
+        assert m["time/drawn"] > 0.3
+    assert taken[-1].metrics["bubble/sampling"] == 1.0, "nothing is drawn beside the last step"
+    assert taken[-1].metrics["bubble/training"] < 0.2
 
 
 def test_what_fails_beside_ends_the_run():

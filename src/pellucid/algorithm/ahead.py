@@ -39,7 +39,7 @@ def train(
             clock = Clock()
             cfg = replace(cfg, kl_coef=state.kl_coef)
             groups, drawn = state.ahead or draw(task, sampler, sampling, runtime, step, cfg)
-            clock.lap("first")
+            clock.lap("generate")
             more = step + 1 < cfg.steps
             later = beside.submit(draw, task, sampler, sampling, runtime, step + 1, cfg) if more else None
             fresh = grpo.add_old_and_reference_logprobs(collate(groups, policy.device), policy, reference, runtime, cfg)
@@ -50,18 +50,29 @@ def train(
             metrics = grpo.update(policy, batch, runtime, cfg)
             clock.lap("update")
             state.ahead = later.result() if later else None
-            clock.lap("wait")
+            clock.lap("generate")  # what training waits for it
             sampler.sync(policy, step + 1)
-            clock.lap("sync")
+            clock.lap("update")
             grpo.finish_step(state, step, reference, policy, metrics, cfg)
-            metrics |= drawn | changed | kl.cost(*grpo.charged(fresh), cfg, runtime.gather) | clock.times()
+            metrics |= drawn | changed | kl.cost(*grpo.charged(fresh), cfg, runtime.gather)
+            metrics |= times(clock, state.ahead[1]["time/drawn"] if state.ahead else 0.0)
             yield StepResult(state.step, metrics, grpo.with_advantages(groups, advantages))
 
 
 def draw(
     task: Task, sampler: Sampler, sampling: Sampling, runtime: Runtime, step: int, cfg: GRPOConfig
 ) -> tuple[Sequence[Group], dict[str, float]]:
-    """Return the graded groups of a step, and how long drawing and grading them took, among its metrics."""
+    """Return the graded groups of a step, and among its metrics the seconds that drawing and grading them took."""
     clock = Clock()
     groups, drawn = grpo.rollout(task, sampler, sampling, runtime, step, cfg, clock)
-    return groups, drawn | clock.laps
+    return groups, drawn | {"time/drawn": clock.times()["time/step"]}
+
+
+def times(clock: Clock, beside: float) -> dict[str, float]:
+    """Return the time of each stage, and of a step the shares in which training waits and in which nothing is drawn.
+
+    beside: how many seconds of the step the next one was drawn.
+    """
+    laps = {"time/reward": 0.0, **clock.times()}
+    waits = {"bubble/training": laps["time/generate"], "bubble/sampling": max(0.0, laps["time/step"] - beside)}
+    return laps | {name: seconds / laps["time/step"] for name, seconds in waits.items()}
