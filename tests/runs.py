@@ -20,7 +20,7 @@ from pellucid import cli
 from pellucid.policy import policy
 from pellucid.training import compose, run
 
-TIMED = ("time/", "memory/")
+TIMED = ("bubble/", "time/", "memory/")
 DEEPSPEED = pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="needs deepspeed: make deepspeed")
 FORKED = Path(__file__).with_name("forked.py")
 

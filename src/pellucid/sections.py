@@ -102,6 +102,8 @@ class SamplerConfig:
     """Draw from the likeliest tokens that together have this probability, and train on that; 1 is off."""
     min_p: float = 0.0
     """Draw from tokens at least this many times as likely as the likeliest, and train on that; 0 is off."""
+    ahead: Literal[0, 1] = 0
+    """With 1 and vllm, the next step is drawn while this one is trained, from weights one step old."""
     cache_gb: float = 4.0
     """Memory of the keys and values of vLLM, in GB."""
 

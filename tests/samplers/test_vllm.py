@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import shutil
+from pathlib import Path
+
 import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from conftest import EOS, VOCAB, CountDigits, character_tokenizer
+import digits_task
+from conftest import EOS, VOCAB, CountDigits, character_tokenizer, records
 from pellucid.algorithm.batch import collate
 from pellucid.environments.here import Here
 from pellucid.environments.talk import Talk
@@ -16,6 +20,7 @@ from pellucid.samplers import vllm_engine
 from pellucid.samplers.native import Native
 from pellucid.samplers.vllm import VLLM
 from pellucid.types import Sampling, UserError
+from runs import same_run, train
 from worlds import TEMPLATE, asked
 
 pytest.importorskip("vllm")
@@ -332,3 +337,40 @@ def test_conversations_are_kept_as_by_the_native_sampler(sampler):
         assert (mine.token_ids, mine.given, mine.messages) == (other.token_ids, other.given, other.messages)
         assert (mine.outcome, mine.finished, mine.version) == (other.outcome, other.finished, other.version)
     assert max(len(g.completions[0].given) for g in ours) >= 2
+
+
+def test_a_run_a_step_ahead_is_resumed_to_the_same_bits(tmp_path):
+    policy_of().save(tmp_path / "policy")
+    recipe = tmp_path / "recipe.toml"
+    recipe.write_text(f"""
+[policy]
+model = "{tmp_path / "policy"}"
+[task]
+name = "{Path(digits_task.__file__)}:Digits"
+[sampler]
+name = "vllm"
+max_tokens = 8
+ahead = 1
+cache_gb = 0.1
+[algorithm]
+steps = 4
+group_size = 4
+[optimizer]
+lr = 1e-2
+[evaluate]
+every = 2
+n = 2
+k = 2
+[checkpoint]
+every = 1
+keep_last = 4
+keep_finished = "all"
+""")
+    whole, parted = tmp_path / "whole", tmp_path / "parted"
+    assert train(recipe, "--run", whole) == 0
+    shutil.copytree(whole, parted)
+    for later in ("checkpoints/step-000003", "checkpoints/step-000004", "model"):
+        shutil.rmtree(parted / later)
+    assert train("--resume", parted) == 0
+    assert sorted({record["step"] for record in records(parted / "metrics.jsonl")}) == [1, 2, 3, 4]
+    same_run(whole, parted)

@@ -31,6 +31,17 @@ def test_settings_reach_the_sampler():
     assert isinstance(pick_sampler(config.load(None), DECODED, None), Native)
 
 
+def test_a_step_ahead_is_refused_where_it_cannot_be_right():
+    for words, says in (
+        (["--sampler.name", "native", "--sampler.ahead", "1"], 'weights of its own: set sampler.name = "vllm"'),
+        (["--sampler.ahead", "1", "--algorithm.correction", "none"], 'set algorithm.correction, such as "token"'),
+    ):
+        with pytest.raises(UserError, match=says):
+            pick_sampler(settings_of(*words), DECODED, None)
+    assert settings_of("--sampler.ahead", "1").algorithm.correction == "token"
+    assert isinstance(pick_sampler(settings_of("--sampler.ahead", "1"), DECODED, None), VLLM)
+
+
 @pytest.mark.parametrize(
     ("words", "says"),
     [

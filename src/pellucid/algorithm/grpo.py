@@ -104,6 +104,8 @@ class State:
     """The kl_coef of the next step, which follows cfg.kl_target. None before the first step: cfg.kl_coef."""
     experiences: list[tuple[int, Batch]] = field(default_factory=list)
     """Replay buffer: (step that drew it, batch) pairs, newest first."""
+    ahead: tuple[Sequence[Group], dict[str, float]] | None = None
+    """What ahead.py has drawn for the next step: graded groups, and metrics of drawing them."""
 
 
 class StepResult(NamedTuple):

@@ -243,10 +243,21 @@ def check_vllm(cfg: Config) -> None:
         raise UserError(NO_MASKS)
 
 
+def check_ahead(cfg: Config) -> None:
+    if cfg.sampler.name != "vllm":
+        raise UserError('sampler.ahead = 1 needs a sampler with weights of its own: set sampler.name = "vllm"')
+    if cfg.algorithm.correction == "none":
+        raise UserError(
+            'sampler.ahead = 1 trains on tokens of a policy one step old: set algorithm.correction, such as "token"'
+        )
+
+
 def pick_sampler(cfg: Config, learner: Policy, world: World | None) -> Native | HuggingFace | VLLM:
     """The sampler of the settings, or the other where that one cannot sample this model, which is said in a line."""
     if cfg.sampler.name == "vllm":
         check_vllm(cfg)
+    if cfg.sampler.ahead:
+        check_ahead(cfg)
     sampler, note = choose(cfg.sampler.name, cfg.sampler.rows, learner, world, cfg.sampler.cache_gb)
     if isinstance(sampler, Native | VLLM):
         sampler.patient = cfg.policy.deterministic

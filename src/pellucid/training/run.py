@@ -10,7 +10,7 @@ from pathlib import Path
 from accelerate.utils import set_seed
 
 from pellucid import config
-from pellucid.algorithm import grpo
+from pellucid.algorithm import ahead, grpo
 from pellucid.algorithm.diagnostics import Watch
 from pellucid.algorithm.grpo import StepResult
 from pellucid.config import Config
@@ -166,7 +166,8 @@ class Course:
 
     def _taken(self, parts: Components) -> Iterator[StepResult]:
         cfg = self.cfg
-        steps = grpo.train(
+        loop = ahead.train if cfg.sampler.ahead else grpo.train
+        steps = loop(
             parts.task,
             parts.sampler,
             parts.policy,

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from pydantic import ConfigDict, TypeAdapter
 from torch import Tensor
 
 from pellucid.config import Config
@@ -19,9 +20,13 @@ from pellucid.reporting.run_folder import checkpoints, step_of
 from pellucid.runtimes import shards
 from pellucid.training import checkpoint
 from pellucid.training.compose import Components
-from pellucid.types import UserError
+from pellucid.types import Group, UserError
 
 OPTIMIZER = "optimizer."
+AHEAD = TypeAdapter(
+    tuple[Sequence[Group], dict[str, float]], config=ConfigDict(ser_json_bytes="base64", val_json_bytes="base64")
+)
+"""What was drawn for the step after a checkpoint."""
 
 
 def save(run_dir: Path, cfg: Config, parts: Components) -> None:
@@ -43,6 +48,7 @@ def save(run_dir: Path, cfg: Config, parts: Components) -> None:
     facts |= {"kl_coef": state.kl_coef} if cfg.algorithm.kl_target else {}
     watching = stateful_task(parts.task)
     facts |= {"task": watching.state()} if watching else {}
+    facts |= {"ahead": AHEAD.dump_python(state.ahead, mode="json")} if state.ahead else {}
     loggers.sync(run_dir)  # a checkpoint counts when what led to it is on disk
     checkpoint.save(run_dir, state.step, tensors, facts, cfg.checkpoint.keep_last, processes)
 
@@ -87,6 +93,7 @@ def restore(run_dir: Path, parts: Components) -> list[str]:
     if watching := stateful_task(parts.task):
         watching.load_state(facts["task"])
     kept = checkpoint.unpack_replay(tensors, facts["replay"], runtime.rank) if any(facts["replay"]) else []
+    state.ahead = AHEAD.validate_python(facts["ahead"]) if "ahead" in facts else None
     state.experiences = [(step, batch.to(parts.policy.device)) for step, batch in kept]
     if not runtime.main:
         return []

@@ -1,0 +1,78 @@
+"""GRPO a step ahead: while one step is trained, the rollouts of the next are drawn, from the weights before it.
+
+The loop of grpo.py with the same parts; what is trained on is one step old. `algorithm.correction` weighs its tokens by
+pi / pi_sampler, of this step's policy and of the one that drew them (truncated importance sampling). It needs a sampler
+with weights of its own, which do not move while the policy's do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+
+from pellucid.algorithm import grpo, kl
+from pellucid.algorithm.batch import collate
+from pellucid.algorithm.grpo import Policy, Reference, Runtime, State, StepResult
+from pellucid.algorithm.settings import GRPOConfig
+from pellucid.algorithm.totals import Clock
+from pellucid.protocols import Sampler, Task
+from pellucid.types import Group, Sampling
+
+
+def train(
+    task: Task,
+    sampler: Sampler,
+    policy: Policy,
+    runtime: Runtime,
+    cfg: GRPOConfig,
+    reference: Reference | None = None,
+    state: State | None = None,
+    sampling: Sampling = Sampling(),  # noqa: B008 - frozen
+) -> Iterator[StepResult]:
+    """Train as grpo.train does, in one process. Between two steps `state.ahead` holds what was drawn for the next."""
+    state = state or State()
+    state.kl_coef = cfg.kl_coef if state.kl_coef is None else state.kl_coef
+    sampler.sync(policy, state.step)
+    with ThreadPoolExecutor(1) as beside:
+        for step in range(state.step, cfg.steps):
+            clock = Clock()
+            cfg = replace(cfg, kl_coef=state.kl_coef)
+            groups, drawn = state.ahead or draw(task, sampler, sampling, runtime, step, cfg)
+            clock.lap("generate")
+            more = step + 1 < cfg.steps
+            later = beside.submit(draw, task, sampler, sampling, runtime, step + 1, cfg) if more else None
+            fresh = grpo.add_old_and_reference_logprobs(collate(groups, policy.device), policy, reference, runtime, cfg)
+            advantages, changed = grpo.compute_advantages(groups, fresh, policy, runtime, cfg)
+            batch = grpo.attach_advantages(fresh, groups, advantages, runtime, cfg)
+            batch = grpo.replay(state, step, batch, cfg)
+            clock.lap("score")
+            metrics = grpo.update(policy, batch, runtime, cfg)
+            clock.lap("update")
+            state.ahead = later.result() if later else None
+            clock.lap("generate")  # what training waits for it
+            sampler.sync(policy, step + 1)
+            clock.lap("update")
+            grpo.finish_step(state, step, reference, policy, metrics, cfg)
+            metrics |= drawn | changed | kl.cost(*grpo.charged(fresh), cfg, runtime.gather)
+            metrics |= times(clock, state.ahead[1]["time/drawn"] if state.ahead else 0.0)
+            yield StepResult(state.step, metrics, grpo.with_advantages(groups, advantages))
+
+
+def draw(
+    task: Task, sampler: Sampler, sampling: Sampling, runtime: Runtime, step: int, cfg: GRPOConfig
+) -> tuple[Sequence[Group], dict[str, float]]:
+    """Return the graded groups of a step, and among its metrics the seconds that drawing and grading them took."""
+    clock = Clock()
+    groups, drawn = grpo.rollout(task, sampler, sampling, runtime, step, cfg, clock)
+    return groups, drawn | {"time/drawn": clock.times()["time/step"]}
+
+
+def times(clock: Clock, beside: float) -> dict[str, float]:
+    """Return the time of each stage, and of a step the shares in which training waits and in which nothing is drawn.
+
+    beside: how many seconds of the step the next one was drawn.
+    """
+    laps = {"time/reward": 0.0, **clock.times()}
+    waits = {"bubble/training": laps["time/generate"], "bubble/sampling": max(0.0, laps["time/step"] - beside)}
+    return laps | {name: seconds / laps["time/step"] for name, seconds in waits.items()}

@@ -1,0 +1,140 @@
+"""The loop that draws a step ahead, beside the one that does not."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from copy import deepcopy
+from itertools import islice
+
+import pytest
+import torch
+
+from conftest import CountDigits, OneProcessRuntime, make_policy
+from pellucid.algorithm import ahead, grpo
+from pellucid.algorithm.grpo import State
+from pellucid.algorithm.settings import GRPOConfig
+from pellucid.samplers.native import Native
+from pellucid.training.snapshot import AHEAD
+from pellucid.types import Sampling
+
+CFG = GRPOConfig(steps=4, group_size=4, correction="token")
+SAMPLING = Sampling(max_tokens=6)
+
+
+class Apart(Native):
+    """Has weights of its own, as an engine has."""
+
+    lag = 0
+
+    def sync(self, policy, version):
+        self.told = [*getattr(self, "told", []), (deepcopy(policy), version)]
+        super().sync(*self.told[max(0, len(self.told) - 1 - self.lag)])
+
+
+class Late(Apart):
+    """In a loop that draws within the step: goes on with the weights before the last."""
+
+    lag = 1
+
+
+def run(loop, sampler, policy, cfg=CFG, state=None, steps=None):
+    runtime = OneProcessRuntime(policy, lr=0.5)
+    steps_taken = loop(CountDigits(), sampler, policy, runtime, cfg, state=state, sampling=SAMPLING)
+    return list(islice(steps_taken, steps))
+
+
+def same_weights(one, other):
+    mine, theirs = one.weights(), other.weights()
+    return all(torch.equal(mine[name], theirs[name]) for name in theirs)
+
+
+@pytest.mark.parametrize("settings", [{}, {"max_staleness": 2}, {"epochs": 2}], ids=str)
+def test_it_trains_as_a_loop_whose_sampler_is_one_step_late(settings):
+    cfg = GRPOConfig(steps=4, group_size=4, correction="token", **settings)
+    here, there, without = make_policy(), make_policy(), make_policy()
+    early = run(ahead.train, Apart(), here, cfg)
+    late = run(grpo.train, Late(), there, cfg)
+    run(grpo.train, Apart(), without, cfg)
+    assert [{c.version for g in result.groups for c in g.completions} for result in early] == [{0}, {0}, {1}, {2}]
+    assert [result.groups for result in early] == [result.groups for result in late]
+    assert same_weights(here, there)
+    assert not same_weights(here, without)
+    shared = {"loss", "grad_norm", "entropy", "sampler/gap_mean", "sampler/corrected"}
+    for one, other in zip(early, late, strict=True):
+        assert {name: one.metrics[name] for name in shared} == {name: other.metrics[name] for name in shared}
+
+
+def test_the_next_step_is_drawn_while_this_one_is_trained():
+    trained, drawn = threading.Event(), []
+
+    class Watched(Apart):
+        def generate(self, prompts, sampling):
+            if drawn:
+                assert trained.wait(30), "nothing was trained meanwhile"
+                trained.clear()
+            drawn.append(sampling.seed)
+            return super().generate(prompts, sampling)
+
+    class Watching(OneProcessRuntime):
+        def step(self):
+            taken = super().step()
+            trained.set()
+            return taken
+
+    policy = make_policy()
+    list(ahead.train(CountDigits(), Watched(), policy, Watching(policy, 0.5), CFG, sampling=SAMPLING))
+    assert drawn == [f"0/{step}" for step in range(4)]
+
+
+def test_a_run_that_was_stopped_goes_on_to_the_same_weights():
+    whole, parted, state = make_policy(), make_policy(), State()
+    run(ahead.train, Apart(), whole)
+    run(ahead.train, Apart(), parted, state=state, steps=2)
+    kept = json.loads(json.dumps(AHEAD.dump_python(state.ahead, mode="json")))
+    again = State(step=2, kl_coef=state.kl_coef, ahead=AHEAD.validate_python(kept))
+    assert list(again.ahead[0]) == list(state.ahead[0])
+    rest = run(ahead.train, Apart(), parted, state=again)
+    assert [result.step for result in rest] == [3, 4]
+    assert same_weights(whole, parted)
+    assert state.ahead is not None
+    assert again.ahead is None, "nothing is drawn behind the last step"
+
+
+def test_the_shares_in_which_either_side_waits():
+    """Drawing sleeps for 0.3 s, an update for 0.1: training waits for two thirds of a step, and sampling hardly."""
+
+    class Slow(Apart):
+        def generate(self, prompts, sampling):
+            time.sleep(0.3)
+            return super().generate(prompts, sampling)
+
+    class Slowly(OneProcessRuntime):
+        def step(self):
+            time.sleep(0.1)
+            return super().step()
+
+    policy = make_policy()
+    taken = list(ahead.train(CountDigits(), Slow(), policy, Slowly(policy, 0.5), CFG, sampling=SAMPLING))
+    for result in taken[1:3]:
+        m = result.metrics
+        assert m["time/step"] == pytest.approx(sum(m[f"time/{stage}"] for stage in ("generate", "score", "update")))
+        assert 0.3 < m["bubble/training"] < 0.8
+        assert m["bubble/sampling"] < 0.5
+        assert m["time/drawn"] > 0.3
+    assert taken[-1].metrics["bubble/sampling"] == 1.0, "nothing is drawn beside the last step"
+    assert taken[-1].metrics["bubble/training"] < 0.2
+
+
+def test_what_fails_beside_ends_the_run():
+    class Fails(Apart):
+        def generate(self, prompts, sampling):
+            if sampling.seed == "0/2":
+                raise OSError("the engine is gone")
+            return super().generate(prompts, sampling)
+
+    policy, state = make_policy(), State()
+    with pytest.raises(OSError, match="the engine is gone"):
+        run(ahead.train, Fails(), policy, state=state)
+    assert state.step == 1, "the step in which it was drawn does not count"
