@@ -104,8 +104,7 @@ class State:
     """The kl_coef of the next step, which follows cfg.kl_target. None before the first step: cfg.kl_coef."""
     experiences: list[tuple[int, Batch]] = field(default_factory=list)
     """Replay buffer: (step that drew it, batch) pairs, newest first."""
-    ahead: tuple[Sequence[Group], dict[str, float]] | None = None
-    """What ahead.py has drawn for the next step: graded groups, and metrics of drawing them."""
+    ahead: tuple[Sequence[Group], dict[str, float]] | None = None  # what ahead.py has drawn for the next step
 
 
 class StepResult(NamedTuple):
@@ -340,8 +339,7 @@ def shape(grades: Grades, batch: Batch, policy: Policy, cfg: GRPOConfig) -> Tens
         chunks = completions.chunks(cfg.micro_batch)
         states = [policy.embed(micro_batch, cfg.similarity_layer).cpu() for micro_batch in chunks]
         rewards = shaping.SIMILARITY[cfg.similarity](rewards, torch.cat(states).view(*rewards.shape, -1), cfg)
-    rewards = shaping.overlong(rewards, grades.lengths, cfg)
-    return kl.in_raw_reward(rewards, *charged(batch), cfg)
+    return kl.in_raw_reward(shaping.overlong(rewards, grades.lengths, cfg), *charged(batch), cfg)
 
 
 def with_advantages(groups: Sequence[Group], advantages: Tensor) -> list[Group]:

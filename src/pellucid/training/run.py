@@ -166,8 +166,7 @@ class Course:
 
     def _taken(self, parts: Components) -> Iterator[StepResult]:
         cfg = self.cfg
-        loop = ahead.train if cfg.sampler.ahead else grpo.train
-        steps = loop(
+        steps = (ahead.train if cfg.sampler.ahead else grpo.train)(
             parts.task,
             parts.sampler,
             parts.policy,
