@@ -205,7 +205,8 @@ def token() -> str:
 
 def headers_of(version: str | None) -> dict[str, str]:
     secret = token()
-    return ({"Authorization": f"Bearer {secret}"} if secret else {}) | ({VERSION: version} if version else {})
+    known = {"Authorization": f"Bearer {secret}"} if secret else {}
+    return known | ({VERSION: version, "Content-Type": "application/json"} if version else {})
 
 
 def parted(weights: Mapping[str, Tensor]) -> Iterator[dict[str, Tensor]]:
