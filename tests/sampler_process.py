@@ -24,8 +24,8 @@ def tiny_policy():
     torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=VOCAB,
-        hidden_size=32,
-        intermediate_size=48,
+        hidden_size=64,
+        intermediate_size=96,
         num_hidden_layers=2,
         num_attention_heads=2,
         num_key_value_heads=1,

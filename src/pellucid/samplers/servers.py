@@ -156,7 +156,8 @@ class Fleet:
             self._deal(sorted(rows))
         if not server.reason:
             others = "go to the others" if any(other.up for other in self.servers) else "wait"
-            print(f"! {server.remote.url}: {reason}: its {len(rows)} rows {others}", flush=True)
+            lost = f": its {len(rows)} rows {others}" if rows else ""
+            print(f"! {server.remote.url}: {reason}{lost}", flush=True)
         server.reason = reason
 
     def _tell(self) -> None:

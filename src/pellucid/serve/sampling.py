@@ -8,11 +8,13 @@ weights than those that are here, is refused: every answer says with which it wa
 from __future__ import annotations
 
 import json
+import os
 import socket
 import sys
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple
@@ -34,6 +36,10 @@ from pellucid.serve.daemon import url_of
 from pellucid.serve.errors import RequestError, refuse_in_form
 from pellucid.serve.gate import LOOPBACK, Gate, is_loopback
 from pellucid.types import UserError
+
+
+GRACE = 10.0
+"""Seconds that the engine has to end with what it does."""
 
 
 class Model(BaseModel):
@@ -118,7 +124,8 @@ class Held:
         return self.do(version, self._said)
 
     def close(self) -> None:
-        self.work.submit(lambda: self.engine and self.engine.close()).result()
+        """End the engine. TimeoutError where it does not come to an end with what it does."""
+        self.work.submit(lambda: self.engine and self.engine.close()).result(GRACE)
         self.work.shutdown()
 
     # ------------------------------------------------------------ in the thread of the engine
@@ -135,7 +142,7 @@ class Held:
         weights: dict[str, Tensor] = {}
         while coming.parts:
             weights |= safetensors.torch.load(coming.parts.pop(0))
-        self.engine.push(weights)
+        self._whole(lambda: self.engine.push(weights))
         self.version = coming.version
 
     def _forget(self) -> None:
@@ -149,7 +156,21 @@ class Held:
     def _with(self, version: str, work: Callable[[], Any]) -> Any:
         if not version or version != self.version:
             raise RequestError(409, "these are other weights here")
-        return work()
+        return self._whole(work)
+
+    def _whole(self, work: Callable[[], Any]) -> Any:
+        """Where this fails, the engine is broken, and a new one is made for whoever asks."""
+        with ExitStack() as failing:
+            failing.callback(setattr, self, "model", "")
+            done = work()
+            failing.pop_all()
+        return done
+
+    def read(self, ids: Sequence[int]) -> tuple[Tensor, int]:
+        """Read a text; rows that somebody was not told of would be answered with it."""
+        self.engine.drop()
+        self.said = []
+        return self.engine.read(ids)
 
     def _ask(self, rows: Sequence[Row]) -> None:
         for row in rows:
@@ -158,7 +179,7 @@ class Held:
             self.turn = self.work.submit(self._step)
 
     def _step(self) -> None:
-        said = self.engine.step() if self.engine and self.engine.asked else []
+        said = self._whole(self.engine.step) if self.engine and self.engine.asked else []
         self.steps += 1
         with self.news:
             self.said += said
@@ -191,7 +212,7 @@ def application(held: Held, hosts: Sequence[str], secret: str) -> ASGIApp:
 
     @app.post("/read")
     def read(version: Version, ids: Annotated[list[int], Body(embed=True)]) -> Response:
-        logprobs, cached = held.do(version, lambda: held.engine.read(ids))
+        logprobs, cached = held.do(version, lambda: held.read(ids))
         return tensors(version, {"logprobs": logprobs, "cached": torch.tensor(cached)})
 
     @app.post("/columns")
@@ -230,4 +251,7 @@ def host(listening: socket.socket, rows: int, cache_gb: float, device: str, host
     try:
         connections.server(application(held, (*LOOPBACK, *hosts), secret)).run(sockets=[listening])
     finally:
-        held.close()
+        try:
+            held.close()
+        except TimeoutError:
+            os._exit(1)  # Python would wait for the thread of the engine
