@@ -31,8 +31,8 @@ def choose(
 ) -> tuple[Native | HuggingFace | VLLM, str]:
     """The sampler, and in a line why it is not quite the one that was asked for; empty where it is.
 
-    world: those with whom it talks, if its answers are conversations. urls: of servers that sample by vLLM, which is not
-    tried here: with every push of weights it shows that it computes the same.
+    world: those with whom it talks, if its answers are conversations. urls: of servers that sample by vLLM,
+    which is not tried here: with every push of weights it shows that it computes the same.
     UserError where neither sampler draws from the distributions that this policy is scored by.
     """
     if name == "vllm":

@@ -37,7 +37,6 @@ from pellucid.serve.errors import RequestError, refuse_in_form
 from pellucid.serve.gate import LOOPBACK, Gate, is_loopback
 from pellucid.types import UserError
 
-
 GRACE = 10.0
 """Seconds that the engine has to end with what it does."""
 
@@ -112,12 +111,12 @@ class Held:
             self.coming = Coming("", [])
             self.work.submit(self._push, coming).result()
 
-    def do(self, version: str, work: Callable[[], Any]) -> Any:
-        """Return what the engine answers with the weights of this version."""
+    def do(self, version: str, work: Callable[[], Any]) -> tuple[str, Any]:
+        """Return what the engine answers with the weights of this version, behind the version that it has."""
         return self.work.submit(self._with, version, work).result()
 
-    def step(self, version: str, rows: Sequence[Row]) -> dict[str, Any]:
-        """Ask for these rows, and return what is sampled; wait a moment for the first of it."""
+    def step(self, version: str, rows: Sequence[Row]) -> tuple[str, Any]:
+        """As `do`: ask for these rows, and return what is sampled; wait a moment for the first of it."""
         self.do(version, lambda: self._ask(rows))
         with self.news:
             self.news.wait_for(lambda: self.said, POLL)
@@ -153,10 +152,13 @@ class Held:
         if self.turn and self.turn.done():
             self.turn = None
 
-    def _with(self, version: str, work: Callable[[], Any]) -> Any:
+    def _with(self, version: str, work: Callable[[], Any]) -> tuple[str, Any]:
+        self.check(version)
+        return self.version, self._whole(work)
+
+    def check(self, version: str) -> None:
         if not version or version != self.version:
             raise RequestError(409, "these are other weights here")
-        return self._whole(work)
 
     def _whole(self, work: Callable[[], Any]) -> Any:
         """Where this fails, the engine is broken, and a new one is made for whoever asks."""
@@ -212,20 +214,21 @@ def application(held: Held, hosts: Sequence[str], secret: str) -> ASGIApp:
 
     @app.post("/read")
     def read(version: Version, ids: Annotated[list[int], Body(embed=True)]) -> Response:
-        logprobs, cached = held.do(version, lambda: held.read(ids))
-        return tensors(version, {"logprobs": logprobs, "cached": torch.tensor(cached)})
+        here, (logprobs, cached) = held.do(version, lambda: held.read(ids))
+        return tensors(here, {"logprobs": logprobs, "cached": torch.tensor(cached)})
 
     @app.post("/columns")
     def columns(version: Version, name: Annotated[str, Body()], at: Annotated[list[int], Body()]) -> Response:
         try:
-            found = held.do(version, lambda: held.engine.columns(name, at))
+            here, found = held.do(version, lambda: held.engine.columns(name, at))
         except UserError as error:
             raise RequestError(422, str(error)) from error
-        return tensors(version, {str(i): column for i, column in enumerate(found)})
+        return tensors(here, {str(i): column for i, column in enumerate(found)})
 
     @app.post("/step")
     def step(version: Version, rows: Annotated[list[Row], Body()]) -> Response:
-        return JSONResponse(held.step(version, rows), headers={VERSION: version})
+        here, answers = held.step(version, rows)
+        return JSONResponse(answers, headers={VERSION: here})
 
     return Gate(app, hosts, secret)
 
