@@ -174,6 +174,26 @@ def test_a_server_that_comes_back_with_other_weights_is_found_out_in_the_middle_
     assert not sampler.fleet.asked
 
 
+def test_an_engine_that_is_made_slowly_is_made_once_and_gets_weights_at_the_next_push(policy, urls, held):
+    sampler, prompts, made = synced(policy, urls), CountDigits().sample(0, 2), []
+    held[1].version = held[1].model = ""
+
+    def slowly(model):
+        made.append(model)
+        time.sleep(1.0)
+        return Plain(model)
+
+    held[1].make = slowly
+    for _ in range(5):  # each is over before the engine is made
+        sampler.generate(prompts, Sampling(4, max_tokens=1, seed="0/0"))
+    time.sleep(2.0)
+    sampler.generate(CountDigits().sample(0, 12), SAMPLING)
+    sampler.sync(policy, 4)
+    assert all(server.up for server in sampler.fleet.servers)
+    assert sampler.generate(prompts, SAMPLING) == alone(policy, prompts, version=4)
+    assert len(made) == 1
+
+
 class Skips(Plain):
     def push(self, weights):
         pass

@@ -71,6 +71,8 @@ class Remote:
         self.url, self.timeout = url.rstrip("/"), timeout
         self.version = ""
         self.longest = self.block = 0
+        self.ready = False
+        """Whether it had an engine for the model when it was asked last."""
         self.freshness = Freshness()
         self._connection: http.client.HTTPConnection | None = None
         self._ended = False
@@ -85,6 +87,7 @@ class Remote:
         if state["model"] != digest(model):
             state = self._json("PUT", "/model", model, timeout=max(LOADING, self.timeout))
         self.longest, self.block, self.version = state["longest"], state["block"], state["version"]
+        self.ready = True
 
     def push(self, weights: Mapping[str, Tensor]) -> None:
         """Give it these weights; it forgets what it was asked for before."""

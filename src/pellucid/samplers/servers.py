@@ -76,9 +76,9 @@ class Fleet:
         return min(server.remote.longest for server in self.servers if server.remote.longest)
 
     def renew(self) -> None:
-        """Bring the present weights to those who are up, or to all where none is. Wait until one has them."""
+        """Bring the present weights to those who answer, or to all where none does. Wait until one has them."""
         while True:
-            tried = [server for server in self.servers if server.up] or self.servers
+            tried = [server for server in self.servers if server.remote.ready] or self.servers
             for server in tried:
                 server.remote.begin()
             with ThreadPoolExecutor(len(tried)) as pool:
@@ -153,6 +153,7 @@ class Fleet:
         with self.news:
             rows = [*server.sent, *server.dealt]
             server.up, server.dealt, server.sent = False, [], set()
+            server.remote.ready = False
             self._deal(sorted(rows))
         if not server.reason:
             others = "go to the others" if any(other.up for other in self.servers) else "wait"

@@ -87,17 +87,17 @@ class Held:
         self.news = threading.Condition()
 
     def state(self) -> dict[str, Any]:
-        longest, block = (self.engine.longest, self.engine.block) if self.engine else (0, 0)
-        return {"model": self.model, "version": self.version, "longest": longest, "block": block}
+        if not (engine := self.engine):
+            return {"model": "", "version": "", "longest": 0, "block": 0}
+        return {"model": self.model, "version": self.version, "longest": engine.longest, "block": engine.block}
 
     def load(self, body: bytes) -> dict[str, Any]:
-        """Make an engine for this model; it has no weights yet."""
+        """Make an engine for this model, where there is none; it has no weights yet."""
         try:
             model = Model.model_validate_json(body)
-            self.work.submit(self._load, model, digest(body)).result()
+            return self.work.submit(self._load, model, digest(body)).result()
         except (ValidationError, UserError) as error:
             raise RequestError(422, str(error)) from error
-        return self.state()
 
     def take(self, version: str, i: int, of: int, part: bytes) -> None:
         """Take part i of the weights of this version; with the last of them the engine has these and no other."""
@@ -129,12 +129,15 @@ class Held:
 
     # ------------------------------------------------------------ in the thread of the engine
 
-    def _load(self, model: Model, name: str) -> None:
-        self._forget()
-        if self.engine:
-            self.engine.close()
-        self.engine, self.model = None, ""
-        self.engine, self.model = self.make(model), name
+    def _load(self, model: Model, name: str) -> dict[str, Any]:
+        if self.model != name:  # it may have been asked for again while it was made
+            self._forget()
+            if self.engine:
+                self.engine.close()
+            self.model, self.engine = "", None
+            self.engine = self.make(model)
+            self.model = name
+        return self.state()
 
     def _push(self, coming: Coming) -> None:
         self._forget()
@@ -200,7 +203,7 @@ def application(held: Held, hosts: Sequence[str], secret: str) -> ASGIApp:
     refuse_in_form(app)
 
     @app.get("/state")
-    def state() -> dict[str, Any]:
+    async def state() -> dict[str, Any]:
         return held.state()
 
     @app.put("/model")
