@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from typing import Literal
+from urllib.parse import urlsplit
 
 from pellucid.policy.access import USUAL, Access
 
@@ -79,13 +80,25 @@ def refuse_truncation(top_k: int, top_p: float, min_p: float) -> None:
         raise ValueError(f"top_p = {top_p} must be in (0, 1] and min_p = {min_p} in [0, 1]")
 
 
+def refuse_address(url: str) -> None:
+    """Raise ValueError for what is no address of a server."""
+    try:
+        parts = urlsplit(url)
+        whole = parts.scheme in ("http", "https") and parts.hostname and (parts.port or True)
+    except ValueError:
+        parts, whole = None, False
+    if parts is None or not whole or parts.query or parts.username or parts.password:
+        said = "" if "@" in url else f" {url!r}"  # with "@" it may hold a password
+        raise ValueError(f"urls:{said} is no address: write http://HOST:PORT, and a secret into PELLUCID_SAMPLER_TOKEN")
+
+
 @dataclass(frozen=True)
 class SamplerConfig:
     """`[sampler]`: how completions are drawn."""
 
     name: Literal["native", "hf", "vllm"] = "native"
-    """native: our decoder. hf: transformers, slow. vllm: vLLM in this process, in an arithmetic of its own, for which
-    algorithm.correction is "token" where nothing else is stated."""
+    """native: our decoder. hf: transformers, slow. vllm: vLLM in this process or, with urls, on other machines, in an
+    arithmetic of its own, for which algorithm.correction is "token" where nothing else is stated."""
     temperature: float = 1.0
     """Temperature of sampling and of the log-probs that are trained on. Evaluation adds greedy answers."""
     max_tokens: int = 64
@@ -106,10 +119,21 @@ class SamplerConfig:
     """With 1 and vllm, the next step is drawn while this one is trained, from weights one step old."""
     cache_gb: float = 4.0
     """Memory of the keys and values of vLLM, in GB."""
+    urls: tuple[str, ...] = ()
+    """Addresses of servers that sample by vLLM in place of this process; `pellucid sampler` starts one, with its own
+    rows and cache_gb. Example: http://gpu2:8001"""
+    timeout: float = 120.0
+    """Seconds without an answer after which a server hangs, and its rows go to the others."""
 
     def __post_init__(self) -> None:
         if not self.cache_gb > 0:
             raise ValueError(f"cache_gb = {self.cache_gb} must be positive")
+        for url in self.urls:
+            refuse_address(url)
+        if self.urls and self.name != "vllm":
+            raise ValueError(f'urls are for name = "vllm", not "{self.name}"')
+        if not self.timeout > 0:
+            raise ValueError(f"timeout = {self.timeout} must be positive")
         if not self.temperature > 0:
             raise ValueError(f"temperature = {self.temperature} must be positive: greedy groups have no contrast")
         for name, least in (("max_tokens", 1), ("rows", 1), ("turns", 1), ("turn_tokens", 0)):

@@ -17,6 +17,7 @@ from pellucid import flags, recipes
 from pellucid.commands import shown
 from pellucid.commands.around import Init, List, Push
 from pellucid.commands.examining import Doctor
+from pellucid.commands.sampler import Sampler
 from pellucid.commands.studying import Compare, Study
 from pellucid.commands.training import Eval, Train
 from pellucid.config import SECTIONS
@@ -47,6 +48,7 @@ COMMANDS: Mapping[str, type[Any]] = {
     "train": Train,
     "eval": Eval,
     "serve": Serve,
+    "sampler": Sampler,
     "push": Push,
     "study": Study,
     "compare": Compare,

@@ -12,6 +12,7 @@ from pellucid.models.trial import FAULTS, cache_fault, difference, prompts_of, s
 from pellucid.protocols import World
 from pellucid.samplers.hf import HuggingFace, generated
 from pellucid.samplers.native import Native
+from pellucid.samplers.servers import Servers
 from pellucid.samplers.vllm import VLLM
 from pellucid.types import UserError
 
@@ -20,16 +21,27 @@ STEPS = 3
 
 
 def choose(
-    name: str, rows: int, policy: Any, world: World | None = None, cache_gb: float = 4.0
+    name: str,
+    rows: int,
+    policy: Any,
+    world: World | None = None,
+    cache_gb: float = 4.0,
+    urls: Sequence[str] = (),
+    timeout: float = 120.0,
 ) -> tuple[Native | HuggingFace | VLLM, str]:
     """The sampler, and in a line why it is not quite the one that was asked for; empty where it is.
 
-    world: those with whom it talks, if its answers are conversations. vLLM is not tried here: with every push of
-    weights it shows that it computes the same.
+    world: those with whom it talks, if its answers are conversations. urls: of servers that sample by vLLM,
+    which is not tried here: with every push of weights it shows that it computes the same.
     UserError where neither sampler draws from the distributions that this policy is scored by.
     """
     if name == "vllm":
-        return VLLM(rows, cache_gb, world=world), ""
+        kept = (
+            Servers(rows, cache_gb, world=world, urls=urls, timeout=timeout)
+            if urls
+            else VLLM(rows, cache_gb, world=world)
+        )
+        return kept, ""
     if policy.decoder:
         return (HuggingFace(world=world) if name == "hf" else Native(rows, world=world)), ""
     sampler, note, fault = tried(name, rows, policy)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -27,6 +27,30 @@ NO_MASKS = (
     'sampler.name = "vllm" does not say which tokens top_k, top_p and min_p have left: set them to 0, 1 and 0, those of'
     ' [evaluate] too, or sampler.name = "native"'
 )
+
+
+class Limited(Protocol):
+    """Whoever reads a text."""
+
+    longest: int
+    """The most tokens of a text."""
+    block: int
+    """Tokens that are cached together."""
+
+
+class Answering(Protocol):
+    """Whoever samples rows: an engine, or those of servers."""
+
+    @property
+    def longest(self) -> int: ...
+
+    asked: dict[Any, Any]
+
+    def ask(self, key: Any, ids: Sequence[int], most: int, temperature: float, seed: int) -> None: ...
+
+    def step(self) -> list[Said]: ...
+
+    def drop(self) -> None: ...
 
 
 @dataclass
@@ -71,7 +95,7 @@ class VLLM:
             self._engine.drop()
 
     @property
-    def _engine(self) -> Engine:
+    def _engine(self) -> Answering:
         assert self.engine
         return self.engine
 
@@ -119,7 +143,7 @@ def weights_of(policy: Any) -> dict[str, Tensor]:
     return {name: p.detach().to(policy.dtype) for name, p in model.named_parameters()}
 
 
-def fixed_text(policy: Any, engine: Engine) -> list[int]:
+def fixed_text(policy: Any, engine: Limited) -> list[int]:
     """Token ids of more than two blocks of the cache, where the context has room for them."""
     ids = list(policy.tokenizer(TEXT)["input_ids"])
     length = min(2 * engine.block + 1, engine.longest - 1)

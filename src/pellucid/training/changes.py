@@ -27,6 +27,8 @@ FREE = (
     "policy.reference",
     "sampler.rows",
     "sampler.cache_gb",
+    "sampler.urls",
+    "sampler.timeout",
     "evaluate.every",
     "reward.",
     "optimizer.",

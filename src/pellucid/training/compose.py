@@ -256,9 +256,10 @@ def pick_sampler(cfg: Config, learner: Policy, world: World | None) -> Native | 
     """The sampler of the settings, or the other where that one cannot sample this model, which is said in a line."""
     if cfg.sampler.name == "vllm":
         check_vllm(cfg)
-    if cfg.sampler.ahead:
+    s = cfg.sampler
+    if s.ahead:
         check_ahead(cfg)
-    sampler, note = choose(cfg.sampler.name, cfg.sampler.rows, learner, world, cfg.sampler.cache_gb)
+    sampler, note = choose(s.name, s.rows, learner, world, s.cache_gb, s.urls, s.timeout)
     if isinstance(sampler, Native | VLLM):
         sampler.patient = cfg.policy.deterministic
     if note and first_process():

@@ -30,7 +30,7 @@ from pellucid.reporting.console import failing, first_error, first_line
 from pellucid.reporting.conversations import counts, events_of, turns_of, without_middle
 from pellucid.reporting.metrics import all_failed, failed_shares, predicted_dead_share
 from pellucid.rewards.graders import notes_on
-from pellucid.samplers import vllm_engine
+from pellucid.samplers import remote, vllm_engine
 from pellucid.tasks.prefixed import Prefixed
 from pellucid.tasks.wrappers import innermost, layers
 from pellucid.training import room
@@ -63,7 +63,9 @@ def check(cfg: Config, run_dir: Path) -> None:
         extra("peft", "lora", "policy.lora")
     if cfg.policy.load_in_4bit:
         quantized.check_library()
-    if cfg.sampler.name == "vllm":
+    if cfg.sampler.urls:
+        remote.reach(cfg.sampler.urls, cfg.sampler.timeout)
+    elif cfg.sampler.name == "vllm":
         vllm_engine.check_library()
     with_split(cfg.task, "train").sample(0, cfg.algorithm.prompts_per_step)
     if cfg.evaluate.every:

@@ -1,0 +1,263 @@
+"""The HTTP application of a sampler server: one engine, the weights that trainers push to it, and its rows.
+
+A trainer describes its model, pushes weights by a version of its own making, and reads them back; then it asks for
+rows, again and again, and each time takes what was sampled meanwhile. A push of others' weights, or a request for other
+weights than those that are here, is refused: every answer says with which it was computed.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import sys
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, Literal, NamedTuple
+
+import safetensors.torch
+import torch
+from fastapi import Body, FastAPI, Header, Request
+from fastapi.responses import JSONResponse, Response
+from pydantic import BaseModel, ValidationError
+from starlette.concurrency import run_in_threadpool
+from starlette.types import ASGIApp
+from torch import Tensor
+
+from pellucid.machine import hardware
+from pellucid.samplers.remote import POLL, TOKEN, VERSION, Row, digest, token
+from pellucid.samplers.vllm_engine import Engine, check_library
+from pellucid.serve import connections
+from pellucid.serve.daemon import url_of
+from pellucid.serve.errors import RequestError, refuse_in_form
+from pellucid.serve.gate import LOOPBACK, Gate, is_loopback
+from pellucid.types import UserError
+
+GRACE = 10.0
+"""Seconds that the engine has to end with what it does."""
+
+
+class Model(BaseModel):
+    """A model without its weights."""
+
+    config: dict[str, Any]
+    dtype: Literal["float32", "bfloat16", "float16"]
+    ends: list[int]
+
+
+Version = Annotated[str, Header(alias=VERSION)]
+
+
+@dataclass
+class Described:
+    """What an engine is made for: a policy without its weights."""
+
+    config: Mapping[str, Any]
+    dtype: torch.dtype
+    device: torch.device
+    eos_ids: Sequence[int]
+
+    def describe(self, folder: Path) -> None:
+        (folder / "config.json").write_text(json.dumps(self.config))
+
+
+class Coming(NamedTuple):
+    """Weights of which the rest is still to come."""
+
+    version: str
+    parts: list[bytes]
+
+
+class Held:
+    """One engine, which one thread works with: what is asked of it in others waits for its turn between two steps."""
+
+    def __init__(self, make: Callable[[Model], Any]) -> None:
+        self.make = make
+        self.work = ThreadPoolExecutor(1, "engine")
+        self.engine: Any = None
+        self.model = self.version = ""
+        self.coming = Coming("", [])
+        self.said: list[Any] = []
+        self.steps = 0
+        self.turn: Future[None] | None = None
+        self.news = threading.Condition()
+
+    def state(self) -> dict[str, Any]:
+        if not (engine := self.engine):
+            return {"model": "", "version": "", "longest": 0, "block": 0}
+        return {"model": self.model, "version": self.version, "longest": engine.longest, "block": engine.block}
+
+    def load(self, body: bytes) -> dict[str, Any]:
+        """Make an engine for this model, where there is none; it has no weights yet."""
+        try:
+            model = Model.model_validate_json(body)
+            return self.work.submit(self._load, model, digest(body)).result()
+        except (ValidationError, UserError) as error:
+            raise RequestError(422, str(error)) from error
+
+    def take(self, version: str, i: int, of: int, part: bytes) -> None:
+        """Take part i of the weights of this version; with the last of them the engine has these and no other."""
+        if i == 0:
+            self.coming = Coming(version, [])
+        coming = self.coming
+        if coming.version != version or len(coming.parts) != i or not self.engine:
+            raise RequestError(409, "other weights have come in between")
+        coming.parts.append(part)
+        if i + 1 == of:
+            self.coming = Coming("", [])
+            self.work.submit(self._push, coming).result()
+
+    def do(self, version: str, work: Callable[[], Any]) -> tuple[str, Any]:
+        """Return what the engine answers with the weights of this version, behind the version that it has."""
+        return self.work.submit(self._with, version, work).result()
+
+    def step(self, version: str, rows: Sequence[Row]) -> tuple[str, Any]:
+        """As `do`: ask for these rows, and return what is sampled; wait a moment for the first of it."""
+        self.do(version, lambda: self._ask(rows))
+        with self.news:
+            self.news.wait_for(lambda: self.said, POLL)
+        return self.do(version, self._said)
+
+    def close(self) -> None:
+        """End the engine. TimeoutError where it does not come to an end with what it does."""
+        self.work.submit(lambda: self.engine and self.engine.close()).result(GRACE)
+        self.work.shutdown()
+
+    # ------------------------------------------------------------ in the thread of the engine
+
+    def _load(self, model: Model, name: str) -> dict[str, Any]:
+        if self.model != name:  # it may have been asked for again while it was made
+            self._forget()
+            if self.engine:
+                self.engine.close()
+            self.model, self.engine = "", None
+            self.engine = self.make(model)
+            self.model = name
+        return self.state()
+
+    def _push(self, coming: Coming) -> None:
+        self._forget()
+        weights: dict[str, Tensor] = {}
+        while coming.parts:
+            weights |= safetensors.torch.load(coming.parts.pop(0))
+        self._whole(lambda: self.engine.push(weights))
+        self.version = coming.version
+
+    def _forget(self) -> None:
+        self.version = ""
+        self.said = []
+        if self.engine:
+            self.engine.drop()
+        if self.turn and self.turn.done():
+            self.turn = None
+
+    def _with(self, version: str, work: Callable[[], Any]) -> tuple[str, Any]:
+        self.check(version)
+        return self.version, self._whole(work)
+
+    def check(self, version: str) -> None:
+        if not version or version != self.version:
+            raise RequestError(409, "these are other weights here")
+
+    def _whole(self, work: Callable[[], Any]) -> Any:
+        """Where this fails, the engine is broken, and a new one is made for whoever asks."""
+        with ExitStack() as failing:
+            failing.callback(setattr, self, "model", "")
+            done = work()
+            failing.pop_all()
+        return done
+
+    def read(self, ids: Sequence[int]) -> tuple[Tensor, int]:
+        """Read a text; rows that somebody was not told of would be answered with it."""
+        self.engine.drop()
+        self.said = []
+        return self.engine.read(ids)
+
+    def _ask(self, rows: Sequence[Row]) -> None:
+        for row in rows:
+            self.engine.ask(row.number, row.ids, row.most, row.temperature, row.seed)
+        if rows and not self.turn:
+            self.turn = self.work.submit(self._step)
+
+    def _step(self) -> None:
+        said = self._whole(self.engine.step) if self.engine and self.engine.asked else []
+        self.steps += 1
+        with self.news:
+            self.said += said
+            self.news.notify_all()
+        self.turn = self.work.submit(self._step) if self.engine and self.engine.asked else None
+
+    def _said(self) -> dict[str, Any]:
+        if self.turn and self.turn.done():
+            self.turn.result()  # it has failed
+        said, self.said = self.said, []
+        return {"steps": self.steps, "said": [tuple(answer) for answer in said]}
+
+
+def application(held: Held, hosts: Sequence[str], secret: str) -> ASGIApp:
+    app = FastAPI(title="pellucid sampler", docs_url=None, redoc_url=None)
+    refuse_in_form(app)
+
+    @app.get("/state")
+    async def state() -> dict[str, Any]:
+        return held.state()
+
+    @app.put("/model")
+    async def model(request: Request) -> dict[str, Any]:
+        return await run_in_threadpool(held.load, await request.body())
+
+    @app.put("/weights/{version}/{i}/{of}")
+    async def weights(version: str, i: int, of: int, request: Request) -> dict[str, Any]:
+        await run_in_threadpool(held.take, version, i, of, await request.body())
+        return {}
+
+    @app.post("/read")
+    def read(version: Version, ids: Annotated[list[int], Body(embed=True)]) -> Response:
+        here, (logprobs, cached) = held.do(version, lambda: held.read(ids))
+        return tensors(here, {"logprobs": logprobs, "cached": torch.tensor(cached)})
+
+    @app.post("/columns")
+    def columns(version: Version, name: Annotated[str, Body()], at: Annotated[list[int], Body()]) -> Response:
+        try:
+            here, found = held.do(version, lambda: held.engine.columns(name, at))
+        except UserError as error:
+            raise RequestError(422, str(error)) from error
+        return tensors(here, {str(i): column for i, column in enumerate(found)})
+
+    @app.post("/step")
+    def step(version: Version, rows: Annotated[list[Row], Body()]) -> Response:
+        here, answers = held.step(version, rows)
+        return JSONResponse(answers, headers={VERSION: here})
+
+    return Gate(app, hosts, secret)
+
+
+def tensors(version: str, found: Mapping[str, Tensor]) -> Response:
+    body = safetensors.torch.save({name: x.detach().cpu().contiguous() for name, x in found.items()})
+    return Response(body, media_type="application/octet-stream", headers={VERSION: version})
+
+
+def host(listening: socket.socket, rows: int, cache_gb: float, device: str, hosts: Sequence[str]) -> None:
+    """Sample for whoever asks until told to stop. UserError where vLLM is missing."""
+    check_library()
+    secret, (address, port) = token(), listening.getsockname()[:2]
+    if not secret and not is_loopback(address):
+        print(f"! {address}:{port} is open to everyone who can reach it: set {TOKEN}", file=sys.stderr, flush=True)
+    place = hardware.pick_device(device)
+
+    def made(model: Model) -> Engine:
+        return Engine(Described(model.config, getattr(torch, model.dtype), place, model.ends), rows, cache_gb)
+
+    held = Held(made)
+    print(f"sampler on {url_of(address, port)}, Ctrl-C ends it", flush=True)
+    try:
+        connections.server(application(held, (*LOOPBACK, *hosts), secret)).run(sockets=[listening])
+    finally:
+        try:
+            held.close()
+        except TimeoutError:
+            os._exit(1)  # Python would wait for the thread of the engine

@@ -1,0 +1,120 @@
+"""A sampler server without vLLM, whose engine reads whole texts by transformers: `python sampler_process.py PORT`."""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+from contextlib import contextmanager
+
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from conftest import EOS, VOCAB, character_tokenizer
+from pellucid.policy.policy import Policy
+from pellucid.samplers.freshness import matrix
+from pellucid.samplers.vllm_engine import Said
+from pellucid.serve import connections
+from pellucid.serve.command import listening
+from pellucid.serve.sampling import Held, application
+from worlds import TEMPLATE
+
+
+def tiny_policy():
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=VOCAB,
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        max_position_embeddings=512,
+        eos_token_id=EOS,
+        bos_token_id=None,
+        pad_token_id=EOS,
+        tie_word_embeddings=True,
+        initializer_range=0.2,
+    )
+    tokenizer = character_tokenizer()
+    tokenizer.chat_template = TEMPLATE
+    return Policy(LlamaForCausalLM(config), tokenizer)
+
+
+class Plain:
+    """Samples a token of each row at a time, by the seed of the row."""
+
+    longest, block = 512, 8
+
+    def __init__(self, model, pause=0.0):
+        self.model = LlamaForCausalLM(LlamaConfig(**model.config)).to(getattr(torch, model.dtype)).eval()
+        self.ends, self.pause, self.asked, self.rows = model.ends, pause, {}, {}
+        self.pushed = 0
+        self.seen = []
+        """The first tokens of what was asked."""
+
+    def push(self, weights):
+        own = dict(self.model.named_parameters())
+        assert own.keys() == weights.keys()
+        with torch.no_grad():
+            for name, weight in weights.items():
+                own[name].copy_(weight)
+        self.pushed += 1
+
+    def columns(self, name, at):
+        return [matrix(dict(self.model.named_parameters())[name].detach())[:, at]]
+
+    @torch.no_grad()
+    def read(self, ids):
+        logprobs = self.model(torch.tensor([ids])).logits[0, :-1].float().log_softmax(-1)
+        return logprobs.gather(1, torch.tensor(ids[1:])[:, None])[:, 0], 0
+
+    def ask(self, key, ids, most, temperature, seed):
+        self.seen.append(tuple(ids))
+        self.asked[key] = key
+        self.rows[key] = (list(ids), most, temperature, torch.Generator().manual_seed(seed), [], [])
+
+    @torch.no_grad()
+    def step(self):
+        time.sleep(self.pause)
+        ended = []
+        for key in list(self.asked):
+            ids, most, temperature, chance, tokens, logprobs = self.rows[key]
+            logits = self.model(torch.tensor([ids + tokens])).logits[0, -1].float()
+            spread = (logits / (temperature or 1.0)).log_softmax(-1)
+            token = int(torch.multinomial(spread.exp(), 1, generator=chance)) if temperature else int(spread.argmax())
+            tokens.append(token)
+            logprobs.append(float(spread[token]))
+            if token in self.ends or len(tokens) == most:
+                del self.asked[key], self.rows[key]
+                ended.append(Said(key, tokens, logprobs))
+        return ended
+
+    def drop(self):
+        self.asked.clear()
+        self.rows.clear()
+
+    def close(self):
+        pass
+
+
+@contextmanager
+def served(held, secret="", port=0):
+    """The address of a server in this process."""
+    with listening("127.0.0.1", port) as free:
+        server = connections.server(application(held, ("localhost",), secret))
+        thread = threading.Thread(target=server.run, kwargs={"sockets": [free]})
+        thread.start()
+        try:
+            yield f"http://127.0.0.1:{free.getsockname()[1]}"
+        finally:
+            server.should_exit = True
+            thread.join()
+            held.close()
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    with listening("127.0.0.1", int(sys.argv[1])) as free:
+        held = Held(lambda model: Plain(model, pause=0.02))
+        connections.server(application(held, ("localhost",), "")).run(sockets=[free])

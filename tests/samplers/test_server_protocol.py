@@ -1,0 +1,341 @@
+"""Rows over sampler servers, whose engine here is a plain one: each once, from the present weights, whoever dies."""
+
+from __future__ import annotations
+
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+import sampler_process
+from conftest import CountDigits
+from pellucid.algorithm.batch import collate
+from pellucid.environments.here import Here
+from pellucid.environments.talk import Talk
+from pellucid.samplers import remote, servers
+from pellucid.samplers.remote import GoneError, Remote, Row, described
+from pellucid.samplers.servers import Servers
+from pellucid.samplers.vllm import VLLM, weights_of
+from pellucid.serve.sampling import Held, Model
+from pellucid.types import Sampling, UserError
+from sampler_process import Plain, served, tiny_policy
+from worlds import asked
+
+SAMPLING = Sampling(4, max_tokens=24, seed="0/0")
+
+
+@pytest.fixture
+def policy():
+    return tiny_policy()
+
+
+@pytest.fixture
+def held():
+    return [Held(Plain), Held(Plain)]
+
+
+@pytest.fixture
+def urls(held):
+    with served(held[0]) as first, served(held[1]) as second:
+        yield first, second
+
+
+@pytest.fixture(autouse=True)
+def _at_once(monkeypatch):
+    monkeypatch.setattr(servers, "AGAIN", 0.1)
+
+
+def synced(policy, urls, version=3, timeout=10.0, world=None):
+    sampler = Servers(urls=urls, timeout=timeout, world=world)
+    sampler.sync(policy, version)
+    return sampler
+
+
+def alone(policy, prompts, sampling=SAMPLING, version=3, world=None):
+    """The same by one engine, without a server."""
+    engine = Plain(Model.model_validate_json(described(policy)))
+    engine.push(weights_of(policy))
+    return VLLM(policy=policy, version=version, engine=engine, world=world).generate(prompts, sampling)
+
+
+def step(policy, by=0.05):
+    with torch.no_grad():
+        for p in policy.model.parameters():
+            p.add_(torch.randn(p.shape, generator=torch.Generator().manual_seed(1)).sign(), alpha=by)
+
+
+def gap_of(policy, groups):
+    batch = collate(groups, policy.device)
+    with torch.no_grad():
+        return (policy.score(batch).logprobs - batch.sampler_logprobs)[batch.sampled].abs().max()
+
+
+# ---------------------------------------------------------------- rows
+
+
+def test_servers_sample_what_one_engine_does_and_whole_groups_stay_together(policy, urls, held):
+    prompts = CountDigits().sample(0, 6)
+    sampler = synced(policy, urls)
+    groups = sampler.generate(prompts, SAMPLING)
+    assert groups == alone(policy, prompts)
+    assert gap_of(policy, groups) < 1e-4
+    of = [{policy.encode(prompt) for prompt in prompts} & set(one.engine.seen) for one in held]
+    assert [len(seen) for seen in of] == [3, 3]
+    assert not of[0] & of[1]
+    assert sampler.generate(prompts, SAMPLING) == groups
+    assert synced(policy, urls[:1]).generate(prompts, SAMPLING) == groups
+
+
+def test_every_push_reaches_every_server(policy, urls, held):
+    sampler, prompts = synced(policy, urls), CountDigits().sample(0, 4)
+    step(policy)
+    assert gap_of(policy, sampler.generate(prompts, SAMPLING)) > 0.1
+    sampler.sync(policy, 4)
+    groups = sampler.generate(prompts, SAMPLING)
+    assert gap_of(policy, groups) < 1e-4
+    assert {c.version for group in groups for c in group.completions} == {4}
+    assert [one.engine.pushed for one in held] == [2, 2]
+
+
+def test_weights_go_in_parts(policy, urls, monkeypatch):
+    monkeypatch.setattr(remote, "PART", 4000)
+    assert len(list(remote.parted(weights_of(policy)))) > 5
+    assert gap_of(policy, synced(policy, urls).generate(CountDigits().sample(0, 2), SAMPLING)) < 1e-4
+
+
+@pytest.mark.parametrize("patient", [True, False])
+def test_conversations_are_those_of_one_engine_and_stay_where_their_cache_is(policy, urls, held, patient):
+    sampling = Sampling(4, max_tokens=80, turns=5, turn_tokens=9, seed="0/0")
+    sampler = synced(policy, urls, world=Here(Talk("worlds:Parrot")))
+    sampler.patient = patient
+    groups = sampler.generate(asked(), sampling)
+    assert max(len(c.given) for group in groups for c in group.completions) >= 2
+    assert gap_of(policy, groups) < 1e-4
+    for one, other in (held, held[::-1]):  # whoever goes on with a conversation had all of it before
+        turns = [ids for ids in one.engine.seen if sum(ids[: len(seen)] == seen for seen in one.engine.seen) > 1]
+        assert turns
+        assert not {ids[:12] for ids in turns} & {ids[:12] for ids in other.engine.seen}
+
+
+# ---------------------------------------------------------------- versions
+
+
+def test_other_weights_than_asked_are_refused_by_server_and_trainer(policy, urls, held):
+    sampler = synced(policy, urls)
+    first = sampler.fleet.servers[0].remote
+    theirs = Remote(urls[0], 10.0)  # another trainer's
+    theirs.load(described(policy))
+    theirs.push(weights_of(policy))
+    for late in (lambda: first.step([Row(0, [1, 2], 3, 1.0, 0)]), lambda: first.read([1, 2])):
+        with pytest.raises(GoneError, match=r"409.*other weights"):
+            late()
+    held[0].check = lambda version: None
+    with pytest.raises(GoneError, match="computed with other weights"):
+        first.step([Row(0, [1, 2], 3, 1.0, 0)])
+
+
+def test_a_server_that_lost_its_weights_gets_them_before_it_gets_rows(policy, urls, held, capsys):
+    sampler, prompts = synced(policy, urls), CountDigits().sample(0, 4)
+    held[1].version = ""
+    assert sampler.generate(prompts, SAMPLING) == alone(policy, prompts)
+    said = capsys.readouterr().out.splitlines()
+    assert [urls[1] in line for line in said] == [True] * len(said)
+    assert held[1].engine.pushed == 2
+
+
+@pytest.mark.parametrize("what", ["push", "one layer"])
+def test_a_push_that_did_not_arrive_is_found_out(policy, urls, held, what):
+    sampler, whole = synced(policy, urls), held[1].engine.push
+    held[1].engine.push = lambda weights: (
+        what == "push"
+        or whole(
+            dict(held[1].engine.model.named_parameters()) | {n: w for n, w in weights.items() if ".layers.0." not in n}
+        )
+    )
+    step(policy, 1e-7)
+    with pytest.raises(UserError, match="old weights: model") as raised:
+        sampler.sync(policy, 4)
+    assert "\n" not in str(raised.value)
+
+
+def test_a_server_that_comes_back_with_other_weights_is_found_out_in_the_middle_of_a_rollout(policy, urls, held):
+    sampler = synced(policy, urls)
+    held[1].version = ""
+    held[1].make = Skips
+    held[1].model = ""
+    with pytest.raises(UserError, match="old weights"):
+        sampler.generate(CountDigits().sample(0, 40), SAMPLING)
+    assert not sampler.fleet.asked
+
+
+def test_an_engine_that_is_made_slowly_is_made_once_and_gets_weights_at_the_next_push(policy, urls, held):
+    sampler, prompts, made = synced(policy, urls), CountDigits().sample(0, 2), []
+    held[1].version = held[1].model = ""
+
+    def slowly(model):
+        made.append(model)
+        time.sleep(1.0)
+        return Plain(model)
+
+    held[1].make = slowly
+    for _ in range(5):  # each is over before the engine is made
+        sampler.generate(prompts, Sampling(4, max_tokens=1, seed="0/0"))
+    time.sleep(2.0)
+    sampler.generate(CountDigits().sample(0, 12), SAMPLING)
+    sampler.sync(policy, 4)
+    assert all(server.up for server in sampler.fleet.servers)
+    assert sampler.generate(prompts, SAMPLING) == alone(policy, prompts, version=4)
+    assert len(made) == 1
+
+
+class Skips(Plain):
+    def push(self, weights):
+        pass
+
+
+# ---------------------------------------------------------------- who may ask
+
+
+def test_without_the_secret_nothing_is_answered(policy, monkeypatch):
+    with served(Held(Plain), "open-sesame") as url:
+        with pytest.raises(UserError, match=r"401.*token"):
+            synced(policy, [url])
+        monkeypatch.setenv("PELLUCID_SAMPLER_TOKEN", "open-sesame")
+        assert len(synced(policy, [url]).generate(CountDigits().sample(0, 2), SAMPLING)) == 2
+        monkeypatch.setenv("PELLUCID_SAMPLER_TOKEN", "two words")
+        with pytest.raises(UserError, match="without spaces"):
+            synced(policy, [url])
+
+
+def test_a_model_that_no_engine_computes_ends_the_run(policy):
+    def refused(model):
+        raise UserError("vLLM does not run this model")
+
+    with served(Held(refused)) as url, pytest.raises(UserError, match=r"422.*does not run this model"):
+        synced(policy, [url])
+
+
+# ---------------------------------------------------------------- servers that go
+
+
+class Process:
+    """A server in a process of its own."""
+
+    def __init__(self):
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            self.port = free.getsockname()[1]
+        self.url = f"http://127.0.0.1:{self.port}"
+        self.start()
+
+    def start(self):
+        script = Path(sampler_process.__file__)
+        self.process = subprocess.Popen([sys.executable, str(script), str(self.port)])
+        for _ in range(600):
+            try:
+                return Remote(self.url, 5.0).state()
+            except GoneError:
+                time.sleep(0.1)
+        raise AssertionError
+
+    def kill(self):
+        self.process.send_signal(signal.SIGCONT)
+        self.process.kill()
+        self.process.wait()
+
+
+@pytest.fixture
+def pair():
+    both = [Process(), Process()]
+    yield both
+    for one in both:
+        one.kill()
+
+
+def later(sampler, what, behind=3):
+    """Do this in the middle of a rollout, as soon as so many answers have come."""
+    took, count = sampler.fleet.step, []
+
+    def step():
+        said = took()
+        count.extend(said)
+        if len(count) >= behind:
+            sampler.fleet.step = took
+            what()
+        return said
+
+    sampler.fleet.step = step
+
+
+def counted(sampler, groups, prompts):
+    """Every (prompt, g) is there once, and nothing is left of it."""
+    assert [group.prompt for group in groups] == list(prompts)
+    assert [len(group.completions) for group in groups] == [SAMPLING.n] * len(prompts)
+    assert not sampler.fleet.asked
+    assert not any(server.load for server in sampler.fleet.servers)
+
+
+def until_all_are_back(sampler, prompts, right):
+    for _ in range(30):
+        groups = sampler.generate(prompts, SAMPLING)
+        counted(sampler, groups, prompts)
+        assert groups == right
+        if all(server.up for server in sampler.fleet.servers):
+            return
+    raise AssertionError
+
+
+def test_a_server_that_is_killed_loses_nothing(policy, pair, capsys):
+    sampler, prompts = synced(policy, [one.url for one in pair]), CountDigits().sample(0, 10)
+    right = alone(policy, prompts)
+    later(sampler, pair[0].kill)
+    groups = sampler.generate(prompts, SAMPLING)
+    counted(sampler, groups, prompts)
+    assert groups == right
+    [said] = capsys.readouterr().out.splitlines()
+    assert f"{pair[0].url}: " in said
+    assert "rows go to the others" in said
+    step(policy)
+    sampler.sync(policy, 4)  # by the other alone
+    pair[0].start()  # knows no model and has no weights
+    until_all_are_back(sampler, prompts, alone(policy, prompts, version=4))
+    assert "is back, with the present weights" in capsys.readouterr().out
+
+
+def test_a_server_that_is_stopped_and_let_go_answers_nothing_twice(policy, pair, capsys):
+    sampler = synced(policy, [one.url for one in pair], timeout=1.0)
+    prompts, right = CountDigits().sample(0, 10), alone(policy, CountDigits().sample(0, 10))
+    later(sampler, lambda: pair[0].process.send_signal(signal.SIGSTOP))
+    groups = sampler.generate(prompts, SAMPLING)
+    counted(sampler, groups, prompts)
+    assert groups == right
+    assert "no answer in 1 s" in capsys.readouterr().out
+    step(policy)
+    sampler.sync(policy, 4)
+    pair[0].process.send_signal(signal.SIGCONT)  # with all that it was asked by then
+    until_all_are_back(sampler, prompts, alone(policy, prompts, version=4))
+
+
+def test_with_none_left_it_waits_and_says_so(policy, pair, capsys, monkeypatch):
+    monkeypatch.setattr(servers, "TOLD", 0.5)
+    sampler, prompts = synced(policy, [pair[0].url]), CountDigits().sample(0, 6)
+    restarted = threading.Timer(2.0, pair[0].start)
+
+    def killed():
+        pair[0].kill()
+        restarted.start()
+
+    later(sampler, killed)
+    groups = sampler.generate(prompts, SAMPLING)
+    restarted.join()
+    counted(sampler, groups, prompts)
+    assert groups == alone(policy, prompts)
+    waits = [line for line in capsys.readouterr().out.splitlines() if "no sampler server answers" in line]
+    assert len(waits) >= 2
+    assert "pellucid sampler --port" in waits[0]

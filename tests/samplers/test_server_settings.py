@@ -1,0 +1,102 @@
+"""`sampler.urls` and `pellucid sampler`: what is wrong with them is one line, before anything is loaded."""
+
+from __future__ import annotations
+
+import socket
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from pellucid import cli, config
+from pellucid.samplers import vllm_engine
+from pellucid.samplers.servers import Servers
+from pellucid.training import changes, preflight
+from pellucid.training.compose import pick_sampler
+from pellucid.types import UserError
+
+DECODED: Any = SimpleNamespace(decoder=object())
+
+
+def settings_of(*words):
+    return config.load(None, ["--sampler.name", "vllm", *words])
+
+
+def test_settings_reach_the_sampler():
+    words = ["--sampler.urls", "http://a:8001", "http://[::1]:8002", "--sampler.timeout", "7", "--sampler.rows", "9"]
+    sampler = pick_sampler(settings_of(*words, "--policy.deterministic"), DECODED, None)
+    assert isinstance(sampler, Servers)
+    assert sampler.urls == ("http://a:8001", "http://[::1]:8002")
+    assert (sampler.timeout, sampler.rows, sampler.patient) == (7.0, 9, True)
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["--sampler.urls", "gpu2:8001"], "'gpu2:8001' is no address: write http://HOST:PORT"),
+        (["--sampler.urls", "http://a:8001", "ftp://b"], "'ftp://b' is no address"),
+        (["--sampler.urls", "http://a:80x1"], "no address"),
+        (["--sampler.urls", "http://me:secret@a"], "PELLUCID_SAMPLER_TOKEN"),
+        (["--sampler.urls", "http://a", "--sampler.name", "native"], 'urls are for name = "vllm"'),
+        (["--sampler.timeout", "0"], "timeout = 0.0 must be positive"),
+    ],
+)
+def test_a_bad_address_is_refused(words, says):
+    with pytest.raises(UserError) as raised:
+        settings_of(*words)
+    assert says in str(raised.value)
+    assert "\n" not in str(raised.value)
+    assert "me:secret" not in str(raised.value)
+
+
+def test_a_server_that_is_not_there_ends_the_run_before_it_begins(capsys, tmp_path, monkeypatch):
+    monkeypatch.setattr(vllm_engine.importlib.util, "find_spec", lambda name: None)  # it is not needed here
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    url = f"http://127.0.0.1:{port}"
+    with pytest.raises(UserError, match=rf"{url} cannot be reached.*pellucid sampler --port {port}"):
+        preflight.check(settings_of("--sampler.urls", url), tmp_path)
+
+
+def test_a_service_that_is_no_sampler_is_told(monkeypatch, tmp_path):
+    from http.server import BaseHTTPRequestHandler, HTTPServer  # noqa: PLC0415
+    from threading import Thread  # noqa: PLC0415
+
+    class Page(BaseHTTPRequestHandler):
+        def do_GET(self):
+            self.send_response(200)
+            self.end_headers()
+            self.wfile.write(b"<html>")
+
+        def log_message(self, *_):
+            pass
+
+    with HTTPServer(("127.0.0.1", 0), Page) as server:
+        Thread(target=server.serve_forever, daemon=True).start()
+        with pytest.raises(UserError, match="is no sampler server"):
+            preflight.check(settings_of("--sampler.urls", f"http://127.0.0.1:{server.server_port}"), tmp_path)
+        server.shutdown()
+
+
+def test_addresses_may_change_at_a_resume():
+    assert all(key.startswith(changes.FREE) for key in ("sampler.urls", "sampler.timeout"))
+    assert not "sampler.name".startswith(changes.FREE)
+
+
+def test_without_vllm_no_server_starts(monkeypatch, capsys):
+    monkeypatch.setattr(vllm_engine.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["sampler", "--port", "0"])
+    assert ended.value.code == 2
+    assert "make vllm" in capsys.readouterr().err
+
+
+def test_a_port_that_is_taken_is_told(capsys):
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        with pytest.raises(SystemExit) as ended:
+            cli.main(["sampler", "--port", str(taken.getsockname()[1])])
+    assert ended.value.code == 2
+    assert "cannot be listened on" in capsys.readouterr().err

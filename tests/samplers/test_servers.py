@@ -1,0 +1,131 @@
+"""`pellucid sampler` with vLLM, in processes of their own: what two of them sample is what one engine samples."""
+
+from __future__ import annotations
+
+import signal
+import socket
+import subprocess
+import sys
+import time
+
+import pytest
+import torch
+
+from conftest import CountDigits
+from pellucid.algorithm.batch import collate
+from pellucid.environments.here import Here
+from pellucid.environments.talk import Talk
+from pellucid.samplers import servers
+from pellucid.samplers.remote import GoneError, Remote
+from pellucid.samplers.servers import Servers
+from pellucid.samplers.vllm import VLLM
+from pellucid.types import Sampling
+from sampler_process import tiny_policy
+from worlds import asked
+
+pytest.importorskip("vllm")
+
+SAMPLING = Sampling(4, max_tokens=24, seed="0/0")
+
+
+class Started:
+    def __init__(self):
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            self.port = free.getsockname()[1]
+        self.url = f"http://127.0.0.1:{self.port}"
+        self.start()
+
+    def start(self):
+        words = ["sampler", "--port", str(self.port), "--cache-gb", "0.1", "--rows", "16"]
+        self.process = subprocess.Popen([sys.executable, "-m", "pellucid", *words])
+        for _ in range(600):
+            try:
+                return Remote(self.url, 5.0).state()
+            except GoneError:
+                time.sleep(0.1)
+        raise AssertionError
+
+    def kill(self):
+        self.process.send_signal(signal.SIGCONT)
+        self.process.kill()
+        self.process.wait()
+
+
+@pytest.fixture(scope="module")
+def pair():
+    both = [Started(), Started()]
+    yield both
+    for one in both:
+        one.kill()
+
+
+def synced(policy, pair, timeout=120.0, world=None):
+    sampler = Servers(urls=[one.url for one in pair], timeout=timeout, world=world)
+    sampler.sync(policy, 3)
+    return sampler
+
+
+def gap_of(policy, groups):
+    batch = collate(groups, policy.device)
+    with torch.no_grad():
+        return (policy.score(batch).logprobs - batch.sampler_logprobs)[batch.sampled].abs().max()
+
+
+def tokens_of(groups):
+    return [c.token_ids for group in groups for c in group.completions]
+
+
+def step(policy, by):
+    with torch.no_grad():
+        for p in policy.model.parameters():
+            p.add_(torch.randn(p.shape, generator=torch.Generator().manual_seed(1)).sign(), alpha=by)
+
+
+def test_two_servers_sample_what_one_engine_samples_and_every_push_arrives(pair):
+    policy, prompts = tiny_policy(), CountDigits().sample(0, 6)
+    sampler, here = synced(policy, pair), VLLM(rows=16, cache_gb=0.1)
+    for version, by in enumerate([0.0, 1e-7, 0.05]):
+        step(policy, by)
+        here.sync(policy, version)
+        sampler.sync(policy, version)
+        groups = sampler.generate(prompts, SAMPLING)
+        assert tokens_of(groups) == tokens_of(here.generate(prompts, SAMPLING))
+        assert gap_of(policy, groups) < 1e-4
+    sampler = synced(policy, pair, world=Here(Talk("worlds:Parrot")))
+    held = sampler.generate(asked(), Sampling(4, max_tokens=80, turns=5, turn_tokens=9, seed="0/0"))
+    assert max(len(c.given) for group in held for c in group.completions) >= 2
+    assert gap_of(policy, held) < 1e-4
+
+
+def test_one_that_is_stopped_or_killed_gives_its_rows_to_the_other_and_comes_back(pair, monkeypatch, capsys):
+    monkeypatch.setattr(servers, "AGAIN", 0.1)
+    policy, prompts = tiny_policy(), CountDigits().sample(0, 12)
+    right = tokens_of(synced(policy, pair).generate(prompts, SAMPLING))
+    sampler = synced(policy, pair)
+    for what in (signal.SIGSTOP, signal.SIGKILL):
+        for server in sampler.fleet.servers:
+            server.remote.timeout = 5.0
+        took = sampler.fleet.step
+
+        def stopped(what=what, took=took):
+            if said := took():
+                sampler.fleet.step = took
+                pair[0].process.send_signal(what)
+            return said
+
+        sampler.fleet.step = stopped
+        assert tokens_of(sampler.generate(prompts, SAMPLING)) == right
+        if what == signal.SIGSTOP:
+            pair[0].process.send_signal(signal.SIGCONT)
+        else:
+            pair[0].kill()
+            pair[0].start()
+        for server in sampler.fleet.servers:
+            server.remote.timeout = 120.0
+        for _ in range(300):
+            assert tokens_of(sampler.generate(prompts, SAMPLING)) == right
+            if all(server.up for server in sampler.fleet.servers):
+                break
+        assert all(server.up for server in sampler.fleet.servers)
+    assert capsys.readouterr().out.count("is back, with the present weights") == 2
