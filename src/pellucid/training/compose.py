@@ -246,6 +246,8 @@ def check_vllm(cfg: Config) -> None:
 def check_ahead(cfg: Config) -> None:
     if cfg.sampler.name != "vllm":
         raise UserError('sampler.ahead = 1 needs a sampler with weights of its own: set sampler.name = "vllm"')
+    if cfg.sampler.urls:  # one that comes back would be given weights that are being changed
+        raise UserError("sampler.ahead = 1 is for vLLM in the process of the run: leave out sampler.urls")
     if cfg.algorithm.correction == "none":
         raise UserError(
             'sampler.ahead = 1 trains on tokens of a policy one step old: set algorithm.correction, such as "token"'
