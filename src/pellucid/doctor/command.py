@@ -32,6 +32,7 @@ EXTRAS = {
     "agents": ["fastapi", "uvicorn", "openai"],
     "gym": ["reasoning_gym"],
     "verifiers": ["verifiers", "fastapi", "uvicorn"],
+    "vllm": ["vllm"],
     "modelscope": ["modelscope"],
     "deepspeed": ["deepspeed"],
     "quantized": ["bitsandbytes"],
