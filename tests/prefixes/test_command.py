@@ -25,9 +25,6 @@ from pellucid.types import Prompt, UserError
 from proxies import KEY, proxied
 from serving import running
 
-# Requests that are given up as others fail leave their sockets to the garbage collector.
-pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
-
 POSITIONS = 512
 """The instruction alone has 170 characters, which are tokens here."""
 

@@ -119,7 +119,7 @@ FAULTS = {
     "is_silent": rollouts.SILENT,
     "returns_words": "what the agent returned is 'good', where a number is needed",
     "returns_none": "the agent has said no reward, and the task has no rewards",
-    "goes_on": rollouts.OVER,
+    "goes_on": f"BadRequestError: Error code: 400 - {{'error': {{'message': '{rollouts.OVER}'",
     "never_gives_up": rollouts.UNENDED,
 }
 
@@ -132,7 +132,7 @@ def test_what_an_agent_does_wrong_costs_its_own_rollout_and_is_told(policy, worl
     for expected, group in zip(FAULTS.values(), groups, strict=False):
         for completion in group.completions:
             assert completion.outcome.reward is None
-            assert expected in completion.outcome.error
+            assert completion.outcome.error.startswith(expected)
     assert all(c.outcome.error == "" and c.outcome.reward > 0 for c in groups[-1].completions)
     assert "in raises" in (tmp_path / "log").read_text(), "with its traceback"
 

@@ -186,6 +186,11 @@ def test_a_mistake_is_one_line(env, told):
     assert str(raised.value).endswith("[task.env] is what verifiers calls [env]")
 
 
+def test_an_episode_has_some_time():
+    with pytest.raises(ValueError, match=r"timeout = 0.0 must be a positive number of seconds"):
+        Verifiers(env=ECHOES, timeout=0.0)
+
+
 def test_five_steps_are_trained_by_the_command(tmp_path):
     tokenizer = byte_tokenizer()
     tokenizer.chat_template = CHAT

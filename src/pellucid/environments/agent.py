@@ -45,6 +45,10 @@ class AgentTalk:
     graded: bool = False
     """Whether others say what a conversation was worth where the agent does not."""
 
+    def __post_init__(self) -> None:
+        if not 0 < self.timeout <= 1e6:
+            raise ValueError(f"timeout = {self.timeout} must be a positive number of seconds")
+
     def solver(self) -> Callable[..., Any] | None:
         """Return the function; None for a command. UserError where the function is not found."""
         if not isinstance(self.run, str):

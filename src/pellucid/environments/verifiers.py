@@ -31,7 +31,7 @@ class Chat(vf.Harness[vf.HarnessConfig]):
     async def launch(
         self,
         ctx: vf.ModelContext,
-        trace: vf.Trace,  # noqa: ARG002
+        trace: vf.Trace,  # noqa: ARG002 - the interception records what is asked
         runtime: vf.Runtime,  # noqa: ARG002 - there is none: it runs here
         endpoint: str,
         secret: str,

@@ -61,8 +61,6 @@ class Agent:
     def __post_init__(self) -> None:
         if not self.run.strip():
             raise ValueError('run = "" must be "path/to/file.py:function", or a command')
-        if not 0 < self.timeout <= 1e6:
-            raise ValueError(f"timeout = {self.timeout} must be a positive number of seconds")
         self.talk.solver()
         if ENVIRONMENT not in [term.name for term in self.rewards]:
             object.__setattr__(self, "rewards", (*self.rewards, RewardTerm(ENVIRONMENT)))

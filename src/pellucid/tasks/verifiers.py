@@ -44,6 +44,7 @@ class Verifiers:
         except (ImportError, AttributeError, LookupError, TypeError, ValueError) as error:
             told = " ".join(str(error).split())
             raise ValueError(f"env = {self.env}: {told}; [task.env] is what verifiers calls [env]") from error
+        AgentTalk(played().Episode, self.timeout)  # whose time is checked
 
     @property
     def talk(self) -> AgentTalk:
