@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import signal
+import socket
+import subprocess
 import sys
 import threading
 import time
@@ -13,6 +16,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from conftest import EOS, VOCAB, character_tokenizer
 from pellucid.policy.policy import Policy
 from pellucid.samplers.freshness import matrix
+from pellucid.samplers.remote import GoneError, Remote
 from pellucid.samplers.vllm_engine import Said
 from pellucid.serve import connections
 from pellucid.serve.command import listening
@@ -20,25 +24,25 @@ from pellucid.serve.sampling import Held, application
 from worlds import TEMPLATE
 
 
-def tiny_policy():
-    torch.manual_seed(0)
+def tiny_policy(dtype=torch.float32, temperature=1.0, tied=True, seed=0, layers=2):
+    torch.manual_seed(seed)
     config = LlamaConfig(
         vocab_size=VOCAB,
         hidden_size=64,
         intermediate_size=96,
-        num_hidden_layers=2,
+        num_hidden_layers=layers,
         num_attention_heads=2,
         num_key_value_heads=1,
         max_position_embeddings=512,
         eos_token_id=EOS,
         bos_token_id=None,
         pad_token_id=EOS,
-        tie_word_embeddings=True,
+        tie_word_embeddings=tied,
         initializer_range=0.2,
     )
     tokenizer = character_tokenizer()
     tokenizer.chat_template = TEMPLATE
-    return Policy(LlamaForCausalLM(config), tokenizer)
+    return Policy(LlamaForCausalLM(config), tokenizer, dtype, temperature)
 
 
 class Plain:
@@ -96,6 +100,32 @@ class Plain:
 
     def close(self):
         pass
+
+
+class Process:
+    """A server in a process of its own, started by `python` with these words, of which PORT is its port."""
+
+    def __init__(self, *words):
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = str(free.getsockname()[1])
+        self.words = [port if word == "PORT" else word for word in words]
+        self.url = f"http://127.0.0.1:{port}"
+        self.start()
+
+    def start(self):
+        self.process = subprocess.Popen([sys.executable, *self.words])
+        for _ in range(600):
+            try:
+                return Remote(self.url, 5.0).state()
+            except GoneError:
+                time.sleep(0.1)
+        raise AssertionError
+
+    def kill(self):
+        self.process.send_signal(signal.SIGCONT)
+        self.process.kill()
+        self.process.wait()
 
 
 @contextmanager

@@ -3,12 +3,8 @@
 from __future__ import annotations
 
 import signal
-import socket
-import subprocess
-import sys
 import threading
 import time
-from pathlib import Path
 
 import pytest
 import torch
@@ -24,7 +20,7 @@ from pellucid.samplers.servers import Servers
 from pellucid.samplers.vllm import VLLM, weights_of
 from pellucid.serve.sampling import Held, Model
 from pellucid.types import Sampling, UserError
-from sampler_process import Plain, served, tiny_policy
+from sampler_process import Plain, Process, served, tiny_policy
 from worlds import asked
 
 SAMPLING = Sampling(4, max_tokens=24, seed="0/0")
@@ -224,35 +220,10 @@ def test_a_model_that_no_engine_computes_ends_the_run(policy):
 # ---------------------------------------------------------------- servers that go
 
 
-class Process:
-    """A server in a process of its own."""
-
-    def __init__(self):
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            self.port = free.getsockname()[1]
-        self.url = f"http://127.0.0.1:{self.port}"
-        self.start()
-
-    def start(self):
-        script = Path(sampler_process.__file__)
-        self.process = subprocess.Popen([sys.executable, str(script), str(self.port)])
-        for _ in range(600):
-            try:
-                return Remote(self.url, 5.0).state()
-            except GoneError:
-                time.sleep(0.1)
-        raise AssertionError
-
-    def kill(self):
-        self.process.send_signal(signal.SIGCONT)
-        self.process.kill()
-        self.process.wait()
-
-
 @pytest.fixture
 def pair():
-    both = [Process(), Process()]
+    words = sampler_process.__file__, "PORT"
+    both = [Process(*words), Process(*words)]
     yield both
     for one in both:
         one.kill()

@@ -3,10 +3,6 @@
 from __future__ import annotations
 
 import signal
-import socket
-import subprocess
-import sys
-import time
 
 import pytest
 import torch
@@ -16,45 +12,21 @@ from pellucid.algorithm.batch import collate
 from pellucid.environments.here import Here
 from pellucid.environments.talk import Talk
 from pellucid.samplers import servers
-from pellucid.samplers.remote import GoneError, Remote
 from pellucid.samplers.servers import Servers
 from pellucid.samplers.vllm import VLLM
 from pellucid.types import Sampling
-from sampler_process import tiny_policy
+from sampler_process import Process, tiny_policy
 from worlds import asked
 
 pytest.importorskip("vllm")
 
 SAMPLING = Sampling(4, max_tokens=24, seed="0/0")
-
-
-class Started:
-    def __init__(self):
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            self.port = free.getsockname()[1]
-        self.url = f"http://127.0.0.1:{self.port}"
-        self.start()
-
-    def start(self):
-        words = ["sampler", "--port", str(self.port), "--cache-gb", "0.1", "--rows", "16"]
-        self.process = subprocess.Popen([sys.executable, "-m", "pellucid", *words])
-        for _ in range(600):
-            try:
-                return Remote(self.url, 5.0).state()
-            except GoneError:
-                time.sleep(0.1)
-        raise AssertionError
-
-    def kill(self):
-        self.process.send_signal(signal.SIGCONT)
-        self.process.kill()
-        self.process.wait()
+WORDS = ["-m", "pellucid", "sampler", "--port", "PORT", "--cache-gb", "0.1", "--rows", "16"]
 
 
 @pytest.fixture(scope="module")
 def pair():
-    both = [Started(), Started()]
+    both = [Process(*WORDS), Process(*WORDS)]
     yield both
     for one in both:
         one.kill()

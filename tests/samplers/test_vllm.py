@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import shutil
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
 
 import digits_task
 from conftest import EOS, VOCAB, CountDigits, character_tokenizer, records
@@ -21,32 +21,15 @@ from pellucid.samplers.native import Native
 from pellucid.samplers.vllm import VLLM
 from pellucid.types import Sampling, UserError
 from runs import same_run, train
-from worlds import TEMPLATE, asked
+from sampler_process import tiny_policy
+from worlds import asked
 
 pytest.importorskip("vllm")
 
 SAMPLING = Sampling(4, max_tokens=24, seed="0/0")
 
 
-def policy_of(dtype=torch.float32, temperature=1.0, tied=True, seed=0):
-    torch.manual_seed(seed)
-    config = LlamaConfig(
-        vocab_size=VOCAB,
-        hidden_size=64,
-        intermediate_size=96,
-        num_hidden_layers=3,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        max_position_embeddings=512,
-        eos_token_id=EOS,
-        bos_token_id=None,
-        pad_token_id=EOS,
-        tie_word_embeddings=tied,
-        initializer_range=0.2,
-    )
-    tokenizer = character_tokenizer()
-    tokenizer.chat_template = TEMPLATE
-    return Policy(LlamaForCausalLM(config), tokenizer, dtype, temperature)
+policy_of = partial(tiny_policy, layers=3)
 
 
 def synced(policy, world=None):
