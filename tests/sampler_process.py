@@ -1,4 +1,4 @@
-"""A sampler server without vLLM, whose engine reads whole texts by transformers: `python sampler_process.py PORT`."""
+"""A sampler server without vLLM, whose engine reads whole texts by transformers: `python sampler_process.py PORT THREADS`."""
 
 from __future__ import annotations
 
@@ -144,7 +144,7 @@ def served(held, secret="", port=0):
 
 
 if __name__ == "__main__":
-    torch.set_num_threads(1)
+    torch.set_num_threads(int(sys.argv[2]))  # whose products are rounded as there
     with listening("127.0.0.1", int(sys.argv[1])) as free:
         held = Held(lambda model: Plain(model, pause=0.02))
         connections.server(application(held, ("localhost",), "")).run(sockets=[free])

@@ -222,7 +222,7 @@ def test_a_model_that_no_engine_computes_ends_the_run(policy):
 
 @pytest.fixture
 def pair():
-    words = sampler_process.__file__, "PORT"
+    words = sampler_process.__file__, "PORT", str(torch.get_num_threads())
     both = [Process(*words), Process(*words)]
     yield both
     for one in both:
