@@ -1,4 +1,4 @@
-"""A sampler server without vLLM, whose engine reads whole texts by transformers: `python sampler_process.py PORT THREADS`."""
+"""A sampler server without vLLM, whose engine is a model of transformers: `python sampler_process.py PORT THREADS`."""
 
 from __future__ import annotations
 
