@@ -102,6 +102,19 @@ class Plain:
         pass
 
 
+@contextmanager
+def two(*words):
+    """Two servers, which are started side by side."""
+    both = [Process(*words), Process(*words)]
+    try:
+        for one in both:
+            one.wait()
+        yield both
+    finally:
+        for one in both:
+            one.kill()
+
+
 class Process:
     """A server in a process of its own, started by `python` with these words, of which PORT is its port."""
 
@@ -111,10 +124,13 @@ class Process:
             port = str(free.getsockname()[1])
         self.words = [port if word == "PORT" else word for word in words]
         self.url = f"http://127.0.0.1:{port}"
-        self.start()
+        self.process = subprocess.Popen([sys.executable, *self.words])
 
     def start(self):
         self.process = subprocess.Popen([sys.executable, *self.words])
+        self.wait()
+
+    def wait(self):
         for _ in range(600):
             try:
                 return Remote(self.url, 5.0).state()

@@ -20,7 +20,8 @@ from pellucid.samplers.servers import Servers
 from pellucid.samplers.vllm import VLLM, weights_of
 from pellucid.serve.sampling import Held, Model
 from pellucid.types import Sampling, UserError
-from sampler_process import Plain, Process, served, tiny_policy
+from runs import same_run, train
+from sampler_process import Plain, served, tiny_policy, two
 from worlds import asked
 
 SAMPLING = Sampling(4, max_tokens=24, seed="0/0")
@@ -47,8 +48,8 @@ def _at_once(monkeypatch):
     monkeypatch.setattr(servers, "AGAIN", 0.1)
 
 
-def synced(policy, urls, version=3, timeout=10.0, world=None):
-    sampler = Servers(urls=urls, timeout=timeout, world=world)
+def synced(policy, urls, version=3, timeout=10.0, world=None, ahead=False):
+    sampler = Servers(urls=urls, timeout=timeout, world=world, ahead=ahead)
     sampler.sync(policy, version)
     return sampler
 
@@ -86,6 +87,12 @@ def test_servers_sample_what_one_engine_does_and_whole_groups_stay_together(poli
     assert not of[0] & of[1]
     assert sampler.generate(prompts, SAMPLING) == groups
     assert synced(policy, urls[:1]).generate(prompts, SAMPLING) == groups
+
+
+def test_whoever_takes_answers_late_gets_them_all(policy, urls):
+    sampler, prompts = synced(policy, urls), CountDigits().sample(0, 4)
+    later(sampler, lambda: time.sleep(1.0), behind=1)  # by then all are answered
+    assert sampler.generate(prompts, SAMPLING) == alone(policy, prompts)
 
 
 def test_every_push_reaches_every_server(policy, urls, held):
@@ -143,6 +150,18 @@ def test_a_server_that_lost_its_weights_gets_them_before_it_gets_rows(policy, ur
     said = capsys.readouterr().out.splitlines()
     assert [urls[1] in line for line in said] == [True] * len(said)
     assert held[1].engine.pushed == 2
+
+
+def test_one_that_comes_back_while_the_policy_is_trained_gets_the_weights_that_the_others_draw_by(policy, urls, held):
+    prompts = CountDigits().sample(0, 4)
+    sampler, right = synced(policy, urls, ahead=True), alone(policy, prompts)
+    for by in (0.05, 1e-7):
+        step(policy, by)
+        held[1].version = ""
+        assert sampler.generate(prompts, SAMPLING) == right
+    assert held[1].engine.pushed == 3
+    sampler.sync(policy, 4)
+    assert sampler.generate(prompts, SAMPLING) == alone(policy, prompts, version=4)
 
 
 @pytest.mark.parametrize("what", ["push", "one layer"])
@@ -223,10 +242,8 @@ def test_a_model_that_no_engine_computes_ends_the_run(policy):
 @pytest.fixture
 def pair():
     words = sampler_process.__file__, "PORT", str(torch.get_num_threads())
-    both = [Process(*words), Process(*words)]
-    yield both
-    for one in both:
-        one.kill()
+    with two(*words) as both:
+        yield both
 
 
 def later(sampler, what, behind=3):
@@ -310,3 +327,36 @@ def test_with_none_left_it_waits_and_says_so(policy, pair, capsys, monkeypatch):
     waits = [line for line in capsys.readouterr().out.splitlines() if "no sampler server answers" in line]
     assert len(waits) >= 2
     assert "pellucid sampler --port" in waits[0]
+
+
+@pytest.mark.parametrize("ahead", [0, 1])
+def test_a_run_whose_servers_die_hang_and_come_back_trains_as_one_that_nothing_disturbed(
+    ahead, pair, recipe, tmp_path, monkeypatch, capsys
+):
+    settings = ["--sampler.name", "vllm", "--sampler.ahead", ahead, "--sampler.timeout", 1, "--sampler.urls"]
+    whole, disturbed = tmp_path / "whole", tmp_path / "disturbed"
+    assert train(recipe, "--run", whole, *settings, pair[1].url) == 0
+
+    blows = {
+        2: pair[0].kill,
+        3: pair[0].start,
+        5: lambda: pair[1].process.send_signal(signal.SIGSTOP),
+        6: lambda: pair[1].process.send_signal(signal.SIGCONT),
+    }
+    generate = Servers.generate
+
+    def struck(sampler, prompts, sampling):
+        """A blow falls in the middle of each of the rollouts of these numbers."""
+        if sampling.n == 4 and (blow := blows.pop(int(sampling.seed.partition("/")[2] or 0) + 1, None)):
+            later(sampler, blow)
+        return generate(sampler, prompts, sampling)
+
+    monkeypatch.setattr(Servers, "generate", struck)
+    capsys.readouterr()
+    assert train(recipe, "--run", disturbed, *settings, *(one.url for one in pair)) == 0
+    assert not blows
+    said = capsys.readouterr().out
+    assert f"! {pair[0].url}: " in said
+    assert f"! {pair[1].url}: no answer in 1 s" in said
+    assert f"! {pair[0].url} is back" in said
+    same_run(whole, disturbed)

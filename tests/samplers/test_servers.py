@@ -15,7 +15,7 @@ from pellucid.samplers import servers
 from pellucid.samplers.servers import Servers
 from pellucid.samplers.vllm import VLLM
 from pellucid.types import Sampling
-from sampler_process import Process, tiny_policy
+from sampler_process import tiny_policy, two
 from worlds import asked
 
 pytest.importorskip("vllm")
@@ -26,10 +26,8 @@ WORDS = ["-m", "pellucid", "sampler", "--port", "PORT", "--cache-gb", "0.1", "--
 
 @pytest.fixture(scope="module")
 def pair():
-    both = [Process(*WORDS), Process(*WORDS)]
-    yield both
-    for one in both:
-        one.kill()
+    with two(*WORDS) as both:
+        yield both
 
 
 def synced(policy, pair, timeout=120.0, world=None):

@@ -35,7 +35,6 @@ def test_a_step_ahead_is_refused_where_it_cannot_be_right():
     for words, says in (
         (["--sampler.name", "native", "--sampler.ahead", "1"], 'weights of its own: set sampler.name = "vllm"'),
         (["--sampler.ahead", "1", "--algorithm.correction", "none"], 'set algorithm.correction, such as "token"'),
-        (["--sampler.ahead", "1", "--sampler.urls", "http://127.0.0.1:9"], "leave out sampler.urls"),
     ):
         with pytest.raises(UserError, match=says):
             pick_sampler(settings_of(*words), DECODED, None)

@@ -28,16 +28,18 @@ def choose(
     cache_gb: float = 4.0,
     urls: Sequence[str] = (),
     timeout: float = 120.0,
+    ahead: bool = False,
 ) -> tuple[Native | HuggingFace | VLLM, str]:
     """The sampler, and in a line why it is not quite the one that was asked for; empty where it is.
 
     world: those with whom it talks, if its answers are conversations. urls: of servers that sample by vLLM,
-    which is not tried here: with every push of weights it shows that it computes the same.
+    which is not tried here: with every push of weights it shows that it computes the same. ahead: whether it draws
+    while the policy is trained.
     UserError where neither sampler draws from the distributions that this policy is scored by.
     """
     if name == "vllm":
         kept = (
-            Servers(rows, cache_gb, world=world, urls=urls, timeout=timeout)
+            Servers(rows, cache_gb, world=world, urls=urls, timeout=timeout, ahead=ahead)
             if urls
             else VLLM(rows, cache_gb, world=world)
         )

@@ -1,7 +1,8 @@
 """vLLM on other machines: rows spread over servers, each push of weights proved for every one of them.
 
-Threads ask the servers only while there are rows or weights to bring, so that none reads weights that are being
-changed. What a server has not answered when it falls silent goes to the others; what it answers later is dropped.
+Threads ask the servers only while there are rows or weights to bring. A server that comes back is given what was pushed
+last: the policy's weights, or a copy where those change while rows are drawn (`ahead`). What a server has not answered
+when it falls silent goes to the others; what it answers later is dropped.
 """
 
 from __future__ import annotations
@@ -9,22 +10,25 @@ from __future__ import annotations
 import itertools
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from pellucid.samplers.freshness import Freshness
 from pellucid.samplers.remote import POLL, START, GoneError, Remote, Row, described
 from pellucid.samplers.talks import Row as TalkRow
-from pellucid.samplers.vllm import VLLM, fixed_text, scored, weights_of
+from pellucid.samplers.vllm import VLLM, fixed_text, length_of_text, scored, weights_of
 from pellucid.samplers.vllm_engine import Said
 from pellucid.types import Group, Prompt, Sampling
 
 AGAIN = 2.0
 """Seconds until a server that is gone is tried again."""
+READ = 256
+"""Tokens of the fixed text at most: a block of the cache and more, as large as blocks are."""
 TOLD = 30.0
 """Seconds until it is said again that nobody answers."""
 
@@ -57,7 +61,7 @@ class Fleet:
         self.bring = bring
         self.size = 1
         """Rows of a group, which stay together."""
-        self.asked: dict[int, tuple[Any, Row]] = {}
+        self.rows: dict[int, tuple[Any, Row]] = {}
         """Those that have not been answered, by number, with their keys."""
         self.homes: dict[int, Server] = {}
         """Who has the prompts of a group in its cache."""
@@ -88,11 +92,17 @@ class Fleet:
             self._tell()
             time.sleep(AGAIN)
 
+    @property
+    def asked(self) -> Collection[Any]:
+        """Rows that `step` has not returned yet."""
+        with self.news:
+            return [*self.rows, *self.said]
+
     def ask(self, key: Any, ids: Sequence[int], most: int, temperature: float, seed: int) -> None:
         """Ask for up to `most` tokens behind these. key: the number of the row, or the row of a conversation."""
         with self.news:
             number = next(self.numbers)
-            self.asked[number] = key, Row(number, list(ids), most, temperature, seed)
+            self.rows[number] = key, Row(number, list(ids), most, temperature, seed)
             self._deal([number])
         if not self.threads:
             self._start()
@@ -122,7 +132,7 @@ class Fleet:
             if server.sent:  # it goes on with them, until it gets weights
                 server.up = False
             server.dealt, server.sent = [], set()
-        self.asked, self.homes, self.said, self.pool, self.threads = {}, {}, [], None, []
+        self.rows, self.homes, self.said, self.pool, self.threads = {}, {}, [], None, []
 
     # ------------------------------------------------------------ who gets what
 
@@ -130,7 +140,7 @@ class Fleet:
         """Give rows to whoever has their group; a group that nobody has to whoever has least to do."""
         up = [server for server in self.servers if server.up]
         for number in numbers if up else ():
-            group = self._group(self.asked[number][0])
+            group = self._group(self.rows[number][0])
             home = self.homes.get(group)
             if home is None or not home.up:
                 home = self.homes[group] = min(up, key=lambda server: server.load)
@@ -144,7 +154,7 @@ class Fleet:
         with self.news:
             server.up = True
             given = {number for other in self.servers for number in (*other.dealt, *other.sent)}
-            self._deal([number for number in self.asked if number not in given])
+            self._deal([number for number in self.rows if number not in given])
         if server.reason:
             print(f"! {server.remote.url} is back, with the present weights", flush=True)
         server.reason = ""
@@ -164,7 +174,7 @@ class Fleet:
     def _tell(self) -> None:
         if time.monotonic() - self.told > TOLD:
             why = "; ".join(f"{server.remote.url}: {server.reason or 'not yet'}" for server in self.servers)
-            waiting = f"{len(self.asked)} rows wait" if self.asked else "the weights wait"
+            waiting = f"{len(self.rows)} rows wait" if self.rows else "the weights wait"
             print(f"! no sampler server answers, {waiting} ({why}): {START.format('PORT')} starts one", flush=True)
             self.told = time.monotonic()
 
@@ -204,7 +214,7 @@ class Fleet:
             self.news.wait_for(lambda: server.load or self.over.is_set())
             dealt, server.dealt = server.dealt, []
             server.sent.update(dealt)
-            rows = [self.asked[number][1] for number in dealt]
+            rows = [self.rows[number][1] for number in dealt]
         if self.over.is_set():
             return
         spoken = server.remote.step(rows)
@@ -212,7 +222,7 @@ class Fleet:
             for number, tokens, logprobs in spoken:
                 if number in server.sent:
                     server.sent.remove(number)
-                    self.said.append(Said(self.asked.pop(number)[0], tokens, logprobs))
+                    self.said.append(Said(self.rows.pop(number)[0], tokens, logprobs))
             self.news.notify_all()
 
 
@@ -223,23 +233,30 @@ class Servers(VLLM):
     urls: Sequence[str] = ()
     timeout: float = 120.0
     """Seconds without an answer after which a server hangs."""
+    ahead: bool = False
+    """Whether the policy changes while rows are drawn."""
     fleet: Fleet | None = None
 
     def __post_init__(self) -> None:
         self.alone = threading.Lock()
-        """One thread at a time computes with the policy."""
+        """One thread at a time reads the policy."""
         self.model = b""
         self.weights: dict[str, Tensor] | None = None
+        """What was pushed last, where it is kept."""
+        self.right = torch.empty(0)
+        """The scorer's log-probs of the fixed text, by what was pushed last."""
 
     def sync(self, policy: Any, version: int = 0) -> None:
         """UserError where a server does not compute with the weights that were pushed."""
         self.policy, self.version, self.model = policy, version, described(policy)
         self.fleet = self.fleet or Fleet(self.urls, self.timeout, self._bring)
-        self.weights = weights_of(policy)
+        self.weights = weights_of(policy, copy=self.ahead)
+        self.right = scored(policy, fixed_text(policy, min(READ, policy.context_length - 1)))
         try:
             self.fleet.renew()
         finally:
-            self.weights = None
+            if not self.ahead:
+                self.weights = None
 
     def generate(self, prompts: Sequence[Prompt], sampling: Sampling) -> list[Group]:
         self._engine.size = sampling.n
@@ -251,16 +268,15 @@ class Servers(VLLM):
         return self.fleet
 
     def _bring(self, remote: Remote) -> None:
-        """Give a server the weights as they are now, and prove that it computes with them."""
+        """Give a server what was pushed last, and prove that it computes with that."""
         held = remote.version
         remote.load(self.model)
         if not held or remote.version != held:  # another process, or somebody else's weights
             remote.freshness = Freshness()
         with self.alone:
             weights = self.weights or weights_of(self.policy)
-            ids = fixed_text(self.policy, remote)
-            right = scored(self.policy, ids)
+        ids = fixed_text(self.policy, min(READ, length_of_text(remote)))
         if remote.version:
             remote.read(ids)  # so that it would be in a cache which is not cleared
         remote.push(weights)
-        remote.freshness.check(remote, weights, ids, right)
+        remote.freshness.check(remote, weights, ids, self.right[: len(ids) - 1])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -44,7 +44,8 @@ class Answering(Protocol):
     @property
     def longest(self) -> int: ...
 
-    asked: dict[Any, Any]
+    @property
+    def asked(self) -> Collection[Any]: ...
 
     def ask(self, key: Any, ids: Sequence[int], most: int, temperature: float, seed: int) -> None: ...
 
@@ -72,7 +73,7 @@ class VLLM:
         """UserError where the engine does not compute with the weights that were pushed."""
         if self.engine is None or not self.engine.open:
             self.engine, self.freshness = Engine(policy, self.rows, self.cache_gb), Freshness()
-        ids = fixed_text(policy, self.engine)
+        ids = fixed_text(policy, length_of_text(self.engine))
         weights = weights_of(policy)
         with fixed_chance():
             self.engine.read(ids)  # so that it would be in a cache which is not cleared
@@ -137,16 +138,23 @@ class VLLM:
         self._engine.ask(row, row.context, most, sampling.temperature, seed)
 
 
-def weights_of(policy: Any) -> dict[str, Tensor]:
-    """The weights by their names in a checkpoint, in the dtype of computing, an adapter merged into its base."""
+def weights_of(policy: Any, copy: bool = False) -> dict[str, Tensor]:
+    """The weights by their names in a checkpoint, in the dtype of computing, an adapter merged into its base.
+
+    copy: whether they stay as they are when the policy's change.
+    """
     model = policy.merged(policy.masters()) if policy.adapter else policy.model
-    return {name: p.detach().to(policy.dtype) for name, p in model.named_parameters()}
+    return {name: p.detach().to(policy.dtype, copy=copy) for name, p in model.named_parameters()}
 
 
-def fixed_text(policy: Any, engine: Limited) -> list[int]:
-    """Token ids of more than two blocks of the cache, where the context has room for them."""
+def length_of_text(engine: Limited) -> int:
+    """So many tokens fill more than two blocks of the cache, where the context has room for them."""
+    return min(2 * engine.block + 1, engine.longest - 1)
+
+
+def fixed_text(policy: Any, length: int) -> list[int]:
+    """Token ids of a text that is always the same."""
     ids = list(policy.tokenizer(TEXT)["input_ids"])
-    length = min(2 * engine.block + 1, engine.longest - 1)
     return (ids * (1 + length // len(ids)))[:length]
 
 

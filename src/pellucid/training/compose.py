@@ -246,8 +246,6 @@ def check_vllm(cfg: Config) -> None:
 def check_ahead(cfg: Config) -> None:
     if cfg.sampler.name != "vllm":
         raise UserError('sampler.ahead = 1 needs a sampler with weights of its own: set sampler.name = "vllm"')
-    if cfg.sampler.urls:  # one that comes back would be given weights that are being changed
-        raise UserError("sampler.ahead = 1 is for vLLM in the process of the run: leave out sampler.urls")
     if cfg.algorithm.correction == "none":
         raise UserError(
             'sampler.ahead = 1 trains on tokens of a policy one step old: set algorithm.correction, such as "token"'
@@ -261,7 +259,7 @@ def pick_sampler(cfg: Config, learner: Policy, world: World | None) -> Native | 
     s = cfg.sampler
     if s.ahead:
         check_ahead(cfg)
-    sampler, note = choose(s.name, s.rows, learner, world, s.cache_gb, s.urls, s.timeout)
+    sampler, note = choose(s.name, s.rows, learner, world, s.cache_gb, s.urls, s.timeout, bool(s.ahead))
     if isinstance(sampler, Native | VLLM):
         sampler.patient = cfg.policy.deterministic
     if note and first_process():
