@@ -1,4 +1,6 @@
-"""A sampler server without vLLM, whose engine is a model of transformers: `python sampler_process.py PORT THREADS`."""
+"""A sampler server without vLLM, whose engine is a model of transformers:
+`python sampler_process.py PORT THREADS [HOST]`.
+"""
 
 from __future__ import annotations
 
@@ -161,6 +163,6 @@ def served(held, secret="", port=0):
 
 if __name__ == "__main__":
     torch.set_num_threads(int(sys.argv[2]))  # whose products are rounded as there
-    with listening("127.0.0.1", int(sys.argv[1])) as free:
+    with listening([*sys.argv, "127.0.0.1"][3], int(sys.argv[1])) as free:
         held = Held(lambda model: Plain(model, pause=0.02))
         connections.server(application(held, ("localhost",), "")).run(sockets=[free])

@@ -8,11 +8,12 @@ import signal
 import subprocess
 import sys
 import time
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 
 import pytest
 from test_faults import complaint, steps_of, until
 
+import sampler_process
 from runs import same_run
 
 pytestmark = pytest.mark.skipif(
@@ -70,6 +71,54 @@ def on_both(folder, *arguments):
 
 def errors_of(folder, rank):
     return complaint((folder / f"errors-{rank}").read_text())
+
+
+@contextmanager
+def in_host(name, *command, output=subprocess.DEVNULL):
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
+    process = subprocess.Popen(
+        ["ip", "netns", "exec", name, sys.executable, *map(str, command)], env=env, stdout=output
+    )
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.wait()
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("ahead", [0, 1])
+@pytest.mark.parametrize(
+    ("homes", "says"),
+    [
+        (("pellucid-1", "pellucid-1"), "no sampler server answers"),
+        (("pellucid-0", "pellucid-1"), "rows go to the others"),
+    ],
+)
+def test_servers_behind_a_cable_that_is_cut_in_the_middle_of_a_run_cost_time_alone(
+    homes, says, ahead, recipe, hosts, tmp_path
+):
+    servers = [(name, HOSTS[name], 8001 + i) for i, name in enumerate(homes)]
+    settings = ["--algorithm.steps", 30, "--evaluate.every", 0, "--sampler.name", "vllm", "--sampler.timeout", 2]
+    settings += ["--sampler.ahead", ahead, "--sampler.urls", *(f"http://{host}:{port}" for _, host, port in servers)]
+    whole, cut = tmp_path / "whole", tmp_path / "cut"
+    with ExitStack() as started, (tmp_path / "said").open("w") as said:
+        for name, host, port in servers:
+            started.enter_context(in_host(name, sampler_process.__file__, port, 1, host))
+        time.sleep(20)  # they import torch
+        with in_host("pellucid-0", "-m", "pellucid", "train", recipe, "--run", whole, *settings) as run:
+            assert run.wait(timeout=200) == 0
+        with in_host("pellucid-0", "-m", "pellucid", "train", recipe, "--run", cut, *settings, output=said) as run:
+            until(lambda: steps_of(cut) >= 3, run)
+            cable("down")
+            time.sleep(15)
+            cable("up")
+            assert run.wait(timeout=300) == 0
+    told = (tmp_path / "said").read_text()
+    print(*(line for line in told.splitlines() if line.startswith("! http") or "no sampler" in line), sep="\n")
+    assert says in told
+    assert "is back, with the present weights" in told
+    same_run(whole, cut)
 
 
 @pytest.mark.timeout(900)

@@ -179,6 +179,35 @@ def test_the_plan_is_a_table(folder, tmp_path, capsys):
     assert "ZeRO-3" in printed
 
 
+def test_vllm_beside_the_trainer_is_counted(folder, capsys):
+    """Its weights in the dtype of computing, and its cache; by servers nothing, but a copy where it draws ahead."""
+    model = memory.from_name(str(folder), lora=0)
+    size = sum(p.numel() for p in tiny_llama().parameters())
+    for dtype, wide in (("bfloat16", 2), ("float32", 4)):
+        alone = configured(dtype=dtype)
+        for settings, more in (
+            ({"cache_gb": 3.0}, {"vLLM": wide * size / 1e9 + 3.0}),
+            ({"urls": ("http://a",)}, {}),
+            ({"urls": ("http://a",), "ahead": 1}, {"pushed weights": wide * size / 1e9}),
+        ):
+            cfg = replace(alone, sampler=replace(alone.sampler, name="vllm", **settings))
+            found, without = memory.parts(model, cfg), memory.parts(model, alone)
+            assert found == pytest.approx(without | more)
+            assert memory.peak(model, cfg) == pytest.approx(memory.peak(model, alone) + sum(more.values()))
+    recipe = folder / "r.toml"
+    recipe.write_text(f'[policy]\nmodel = "{folder}"\n[sampler]\nname = "vllm"\ncache_gb = 2.5\n')
+    for words, says in (
+        ([], "2.5 GB of keys and values (sampler.cache_gb) beside the trainer"),
+        (["--sampler.urls", "http://a:1"], "by servers, each of which keeps 0.0 GB of weights and its own --cache-gb"),
+    ):
+        with pytest.raises(SystemExit):
+            cli.main(["doctor", "--plan", str(recipe), *words])
+        printed = capsys.readouterr().out
+        assert [row.split(" | ")[:2] for row in printed.splitlines() if row.startswith("| 1")] == [["| 1", "ddp"]]
+        assert not [row for row in printed.splitlines() if row.startswith("| 2")]
+        assert says in " ".join(printed.split())
+
+
 def test_a_plan_for_a_model_that_is_not_there_is_one_line(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)  # else it is asked again and again
     recipe = tmp_path / "r.toml"

@@ -14,7 +14,7 @@ from conftest import CountDigits
 from pellucid.algorithm.batch import collate
 from pellucid.environments.here import Here
 from pellucid.environments.talk import Talk
-from pellucid.samplers import remote, servers
+from pellucid.samplers import fleet, remote
 from pellucid.samplers.remote import GoneError, Remote, Row, described
 from pellucid.samplers.servers import Servers
 from pellucid.samplers.vllm import VLLM, weights_of
@@ -45,7 +45,7 @@ def urls(held):
 
 @pytest.fixture(autouse=True)
 def _at_once(monkeypatch):
-    monkeypatch.setattr(servers, "AGAIN", 0.1)
+    monkeypatch.setattr(fleet, "AGAIN", 0.1)
 
 
 def synced(policy, urls, version=3, timeout=10.0, world=None, ahead=False):
@@ -209,9 +209,50 @@ def test_an_engine_that_is_made_slowly_is_made_once_and_gets_weights_at_the_next
     assert len(made) == 1
 
 
+class Small(Plain):
+    longest = 30
+
+
 class Skips(Plain):
     def push(self, weights):
         pass
+
+
+@pytest.mark.parametrize("how", ["hangs", "forgets"])
+def test_an_engine_that_stands_still_gives_its_rows_to_the_other(policy, urls, held, how, capsys):
+    """The server still answers, and says the same for ever."""
+    sampler, prompts = synced(policy, urls, timeout=1.0), CountDigits().sample(0, 4)
+    right, let_go, engine = alone(policy, prompts), threading.Event(), held[1].engine
+    if how == "hangs":
+        engine.step = lambda: [] if let_go.wait() else None
+    else:
+        engine.ask = lambda *row: None
+    assert sampler.generate(prompts, SAMPLING) == right
+    says = {"hangs": "no answer in 1 s", "forgets": "its engine has stood still for 1 s"}[how]
+    assert f"! {urls[1]}: {says}: its 8 rows go to the others" in capsys.readouterr().out
+    let_go.set()
+    engine.__dict__.pop("step", None), engine.__dict__.pop("ask", None)
+    until_all_are_back(sampler, prompts, right)
+
+
+def test_one_that_comes_back_with_less_room_than_rows_need_is_left_out_and_told(policy, urls, held, capsys):
+    sampler, prompts = synced(policy, urls), CountDigits().sample(0, 4)
+    right = alone(policy, prompts)
+    assert sampler.generate(prompts, SAMPLING) == right
+    held[1].version = held[1].model = ""
+    held[1].make = Small
+    said = ""
+    while "it takes" not in said:
+        assert sampler.generate(prompts, SAMPLING) == right
+        said += capsys.readouterr().out
+    for _ in range(3):
+        sampler.sync(policy, 3)
+        assert sampler.generate(prompts, SAMPLING) == right
+    said += capsys.readouterr().out
+    assert said.count("it takes 30 tokens of a row that may have 34: start it with a larger --cache-gb") == 1
+    assert [server.up for server in sampler.fleet.servers] == [True, False]
+    with pytest.raises(UserError, match="holds prompts of 6"):
+        synced(policy, urls).generate(CountDigits().sample(0, 1), Sampling(4, max_tokens=24, seed="0/0"))
 
 
 # ---------------------------------------------------------------- who may ask
@@ -311,7 +352,7 @@ def test_a_server_that_is_stopped_and_let_go_answers_nothing_twice(policy, pair,
 
 
 def test_with_none_left_it_waits_and_says_so(policy, pair, capsys, monkeypatch):
-    monkeypatch.setattr(servers, "TOLD", 0.5)
+    monkeypatch.setattr(fleet, "TOLD", 0.5)
     sampler, prompts = synced(policy, [pair[0].url]), CountDigits().sample(0, 6)
     restarted = threading.Timer(2.0, pair[0].start)
 

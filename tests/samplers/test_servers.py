@@ -11,7 +11,7 @@ from conftest import CountDigits
 from pellucid.algorithm.batch import collate
 from pellucid.environments.here import Here
 from pellucid.environments.talk import Talk
-from pellucid.samplers import servers
+from pellucid.samplers import fleet
 from pellucid.samplers.servers import Servers
 from pellucid.samplers.vllm import VLLM
 from pellucid.types import Sampling
@@ -69,7 +69,7 @@ def test_two_servers_sample_what_one_engine_samples_and_every_push_arrives(pair)
 
 
 def test_one_that_is_stopped_or_killed_gives_its_rows_to_the_other_and_comes_back(pair, monkeypatch, capsys):
-    monkeypatch.setattr(servers, "AGAIN", 0.1)
+    monkeypatch.setattr(fleet, "AGAIN", 0.1)
     policy, prompts = tiny_policy(), CountDigits().sample(0, 12)
     right = tokens_of(synced(policy, pair).generate(prompts, SAMPLING))
     sampler = synced(policy, pair)

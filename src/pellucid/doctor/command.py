@@ -87,28 +87,40 @@ def plan(cfg: Config) -> int:
         f" in {cfg.policy.dtype}; GB on each device at the peak\n"
     )
     names = list(memory.parts(model, cfg))
-    in_4bit = cfg.policy.load_in_4bit
+    in_4bit, by_vllm = cfg.policy.load_in_4bit, cfg.sampler.name == "vllm"
     heads = ["devices", "engine", *names, "peak", *([] if in_4bit else ["with offload"])]
     print(line(heads), line(["---"] * len(heads)), sep="\n")
-    for name, changed in list(ENGINES.items())[: 1 if in_4bit else None]:  # others cannot share out 4-bit numbers
+    # Others cannot share out 4-bit numbers, and vLLM is for one process.
+    for name, changed in list(ENGINES.items())[: 1 if in_4bit or by_vllm else None]:
         by_engine = replace(cfg, runtime=replace(cfg.runtime, **changed))
         away = replace(by_engine, optimizer=replace(cfg.optimizer, offload=True))
-        for devices in DEVICES:
+        for devices in DEVICES[: 1 if by_vllm else None]:
             parts = memory.parts(model, by_engine, devices).values()
             ways = [by_engine] if in_4bit else [by_engine, away]
             peaks = [memory.shown(model, settings, devices) for settings in ways]
             print(line([str(devices), name, *map(memory.gb, parts), *peaks]))
-    wide = 4 if cfg.policy.dtype == "float32" else 2
     if reason := memory.unlike(model.config):
         print(f"\nUnknown is what {model.config.model_type} needs that depends on its layers ({reason}).")
     print(
         f"\nEngines are those of runtime.engine, ZeRO that of deepspeed with its runtime.zero_stage; offload is"
-        f" optimizer.offload.\nSampling keeps {memory.gb(memory.cache(model.config, cfg, 1))} GB of keys and values on"
-        " one device, and neither gradients nor activations. Before it is sharded, a model is whole in fp32: the peak"
-        " is at least that. An engine of its own on the same device, such as vLLM, keeps"
-        f" {wide * model.parameters / 1e9:.1f} GB of weights besides."
+        f" optimizer.offload.\nBefore it is sharded, a model is whole in fp32: the peak is at least that."
+        f" {sampling(model, cfg)}"
     )
     return 0
+
+
+def sampling(model: memory.Model, cfg: Config) -> str:
+    """What sampling keeps, in words."""
+    s, wide = cfg.sampler, 4 if cfg.policy.dtype == "float32" else 2
+    engine = f"{wide * model.parameters / 1e9:.1f} GB of weights and"
+    if s.name != "vllm":
+        return (
+            f"Sampling keeps {memory.gb(memory.cache(model.config, cfg, 1))} GB of keys and values on one device, and"
+            f' neither gradients nor activations; with sampler.name = "vllm" {engine} sampler.cache_gb besides.'
+        )
+    if s.urls:
+        return f"Sampling is by servers, each of which keeps {engine} its own --cache-gb."
+    return f"vLLM keeps {engine} {s.cache_gb:g} GB of keys and values (sampler.cache_gb) beside the trainer."
 
 
 def line(cells: Sequence[str]) -> str:

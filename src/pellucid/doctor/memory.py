@@ -77,7 +77,7 @@ def parts(model: Model, cfg: Config, processes: int = 1) -> dict[str, float | No
     ours = computed_by_us(model, cfg)
     tokens = tokens_of(cfg, processes, shared=ours)
     counted = not unlike(model.config)
-    kept = state(model, cfg, processes) | reward_models(cfg)
+    kept = state(model, cfg, processes) | reward_models(cfg) | sampling_engine(model, cfg)
     return kept | {
         "activations": tokens * activations(model.config, cfg, ours) / 1e9 if counted else None,
         "logits": 4 * MANY / 1e9,
@@ -161,6 +161,16 @@ def reward_models(cfg: Config) -> dict[str, float]:
         if pick_device(settings.device, "reward_model.device") == device
     ]
     return {"reward model": sum(sizes)} if sizes else {}
+
+
+def sampling_engine(model: Model, cfg: Config) -> dict[str, float]:
+    """GB of vLLM beside the trainer, or of what its servers were given, which a run a step ahead keeps for those that
+    come back; empty without either.
+    """
+    weights = (4 if cfg.policy.dtype == "float32" else 2) * model.parameters / 1e9
+    if cfg.sampler.name != "vllm" or (cfg.sampler.urls and not cfg.sampler.ahead):
+        return {}
+    return {"pushed weights": weights} if cfg.sampler.urls else {"vLLM": weights + cfg.sampler.cache_gb}
 
 
 def has_reference(cfg: Config) -> bool:
