@@ -6,7 +6,7 @@ H query heads, K key heads, d head size, V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -14,8 +14,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from pellucid.models.attention import attend, softmax
-from pellucid.models.decoder import Decoder, after_attention, heads_of, linear, prepacked
+from pellucid.models.decoder import Decoder, Weights, after_attention, heads_of, linear, prepacked
 from pellucid.models.elementwise import norm
+from pellucid.models.family import Shape
+from pellucid.models.fused import Fused, unfit
 from pellucid.models.masters import Matrix
 from pellucid.models.packed import LANES, bias_of, in_line, in_rows, nearby, prompt_rows, roomy
 
@@ -44,9 +46,10 @@ class DecodeBatch:
     continues = True
     """Whether rows can wait for a turn of others, and be continued behind it."""
 
-    def __init__(self, decoder: Decoder, rows: int) -> None:
-        """An empty batch with room for `rows` rows."""
-        self.decoder, self.rows = decoder, rows
+    def __init__(self, decoder: Decoder, rows: int, fuse: Callable[[Weights, Shape], Fused] | None = None) -> None:
+        """An empty batch with room for `rows` rows. fuse: what makes a step of one call, to the same bits."""
+        self.decoder, self.rows, self.fuse = decoder, rows, fuse
+        self.fused: Fused | None = None
         with torch.no_grad():
             self.weights = self.plain = decoder.weights()
         shape, device = decoder.shape, decoder.device
@@ -97,18 +100,36 @@ class DecodeBatch:
 
         speaks: [n] bool, where not all rows do: the others stay as they were, and their logits mean nothing.
         """
-        if self.weights is self.plain and self.decoder.may_pack:
-            self.weights = prepacked(self.plain, len(tokens))
+        self._lay_out(len(tokens))
         if int(self.generated.max()) == self.caches[0].keys.shape[2]:
             self.grow()
-        shape, place, biases = self.decoder.shape, self._place(), self._biases()
         rotary = self.decoder.rotary(self.prompt_lengths[self.prompt_of] + self.generated)
         hidden = F.embedding(tokens, self.weights.embedding.tensor).to(self.weights.norm.dtype)
+        if self.fused:
+            of = self.prompt_of, self.prompt_lengths, self.generated
+            caches = [(c.prompt_keys, c.prompt_values, c.keys, c.values) for c in self.caches]
+            logits = self.fused.step(hidden, rotary, *of, caches)
+        else:
+            logits = self._step(hidden, rotary)
+        self.generated += 1 if speaks is None else speaks  # what the others have written is written over
+        return logits
+
+    def _lay_out(self, rows: int) -> None:
+        """Lay out the weights as the products of a step read them, once."""
+        if self.fused or self.weights is not self.plain or not self.decoder.may_pack:
+            return
+        if self.fuse and not unfit(self.plain, self.decoder.shape):
+            self.fused = self.fuse(self.plain, self.decoder.shape)
+        else:
+            self.weights = prepacked(self.plain, rows)
+
+    def _step(self, hidden: Tensor, rotary: tuple[Tensor, Tensor]) -> Tensor:
+        """Logits [n, V] behind tokens of these embeddings [n, D], by torch's operators."""
+        shape, place, biases = self.decoder.shape, self._place(), self._biases()
         for layer, cache, bias in zip(self.weights.layers, self.caches, biases, strict=True):
             query, key, value = heads_of(layer, hidden, rotary, shape)
             cache.keys[place], cache.values[place] = key.transpose(0, 1), value.transpose(0, 1)
             hidden = after_attention(layer, hidden, self._read(query, cache, bias), shape)
-        self.generated += 1 if speaks is None else speaks  # what the others have written is written over
         return self.logits(hidden, self.weights.head)
 
     def keep(self, rows: Tensor) -> None:

@@ -15,6 +15,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from pellucid.algorithm.batch import Batch
 from pellucid.algorithm.grpo import Scores
+from pellucid.models import fusing
 from pellucid.models.decoder import PLAIN, Decoder, compiled
 from pellucid.models.decoding import DecodeBatch
 from pellucid.models.fallback import FallbackDecodeBatch
@@ -113,7 +114,7 @@ class Policy:
         """An empty DecodeBatch with room for `rows` rows, of the weights as they are now."""
         if self.decoder:
             self.gather()
-            return DecodeBatch(self.decoder, rows)
+            return DecodeBatch(self.decoder, rows, fusing.maker(self.decoder))
         twin = self._copy if self.sharded else None  # `gather` has brought it up to date
         return FallbackDecodeBatch(twin or self.inference_model(), rows)
 

@@ -1,0 +1,141 @@
+"""A decoded token by one call of fused.cpp in place of some thousand operators. fusing.py says where."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from pellucid.models.decoder import LayerWeights, Weights
+from pellucid.models.family import Shape
+
+BLOCK = 32
+"""Outputs of a matrix that lie together; widths are a multiple of it."""
+HEADS = range(64, 257, 64)
+"""Sizes of a head."""
+
+
+class Model(ctypes.Structure):
+    """As in fused.cpp."""
+
+    _fields_ = (
+        *((name, ctypes.c_int64) for name in ("layers", "width", "heads", "key_heads", "size", "inner", "vocabulary")),
+        ("eps", ctypes.c_float),
+    )
+
+
+class Rows(ctypes.Structure):
+    """As in fused.cpp."""
+
+    _fields_ = (
+        *((name, ctypes.c_int64) for name in ("n", "prompts", "prompt_room", "room")),
+        *((name, ctypes.c_void_p) for name in ("prompt_of", "prompt_lengths", "generated", "cos", "sin")),
+    )
+
+
+def unfit(weights: Weights, shape: Shape) -> str:
+    """Why fused.cpp does not compute such a model; empty where it does."""
+    width, inner = weights.layers[0].down.shape
+    if shape.head_size not in HEADS:
+        return f"heads of {shape.head_size}"
+    return f"width {width} or {inner}" if width % BLOCK or inner % BLOCK else ""
+
+
+class Fused:
+    """Weights in the layout of fused.cpp, and a step by them."""
+
+    def __init__(self, library: Any, weights: Weights, shape: Shape) -> None:
+        self.library, self.weights, self.threads = library, weights, torch.get_num_threads()
+        first, self.vocabulary = weights.layers[0], len(weights.head.tensor)
+        self.head = self._packed(F.pad(weights.head.tensor, (0, 0, 0, -self.vocabulary % 16)))
+        self.layers = [self._layer(layer) for layer in weights.layers]
+        windows = [shape.window if slides else 0 for slides in shape.slides]
+        self.table = torch.tensor(
+            [
+                [*(0 if x is None else x.data_ptr() for x in layer), window, 0, 0, 0, 0]
+                for layer, window in zip(self.layers, windows, strict=True)
+            ]
+        )
+        """[layers, 17], the rows `Layer` of fused.cpp."""
+        self.model = Model(
+            shape.layers,
+            first.down.shape[0],
+            shape.heads,
+            shape.key_heads,
+            shape.head_size,
+            first.down.shape[1],
+            self.vocabulary,
+            shape.eps,
+        )
+
+    def _layer(self, layer: LayerWeights) -> list[Tensor | None]:
+        """In the order of fused.cpp, so that what is made here lives as long as its address is used."""
+        bias = layer.gate_up_bias
+        return [
+            layer.attention_norm,
+            self._packed(whole(layer.qkv)),
+            layer.qkv_bias,
+            self._packed(layer.attention_out),
+            layer.attention_out_bias,
+            layer.mlp_norm,
+            self._packed(whole(layer.gate_up), joined=True),
+            None if bias is None else bias.view(2, -1, 16).transpose(0, 1).flatten(),
+            self._packed(layer.down),
+            layer.down_bias,
+            layer.query_norm,
+            layer.key_norm,
+        ]
+
+    def _packed(self, weight: Tensor, joined: bool = False) -> Tensor:
+        outputs, width = weight.shape
+        to = torch.empty(-(-outputs // BLOCK) * BLOCK, width, dtype=weight.dtype)
+        self.library.pack(at(weight.contiguous()), outputs, width, joined, at(to), self.threads)
+        return to
+
+    def step(
+        self,
+        hidden: Tensor,
+        rotary: tuple[Tensor, Tensor],
+        prompt_of: Tensor,
+        prompt_lengths: Tensor,
+        generated: Tensor,
+        caches: Sequence[tuple[Tensor, Tensor, Tensor, Tensor]],
+    ) -> Tensor:
+        """Return logits [n, V] behind tokens of these embeddings [n, D] fp32, which are written over.
+
+        caches: of each layer keys and values of the prompts, [K, P, S, d], and of the rows, [K, n, room, d], which get
+        those of the tokens at their places `generated`.
+        """
+        (prompt_keys, _, keys, _), (cos, sin) = caches[0], rotary
+        self.table[:, -4:] = torch.tensor([[x.data_ptr() for x in cache] for cache in caches])
+        rows = Rows(
+            len(hidden),
+            *prompt_keys.shape[1:3],
+            keys.shape[2],
+            *(x.data_ptr() for x in (prompt_of, prompt_lengths, generated, cos, sin)),
+        )
+        logits = torch.empty(len(hidden), self.vocabulary, dtype=cos.dtype)
+        self.library.step(
+            ctypes.byref(self.model),
+            at(self.table),
+            ctypes.byref(rows),
+            at(self.weights.norm),
+            at(self.head),
+            at(hidden),
+            at(logits),
+            self.threads,
+        )
+        return logits
+
+
+def at(x: Tensor) -> ctypes.c_void_p:
+    return ctypes.c_void_p(x.data_ptr())
+
+
+def whole(x: Any) -> Tensor:
+    assert isinstance(x, Tensor)  # without gradient matrices are joined
+    return x

@@ -1,0 +1,266 @@
+"""Fused decoding against torch's operators: not close to them, but the same bits."""
+
+from __future__ import annotations
+
+import shutil
+
+import pytest
+import torch
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
+
+from conftest import EOS, CountDigits, character_tokenizer
+from pellucid.models import fusing, turns
+from pellucid.models.decoder import Decoder
+from pellucid.models.decoding import DecodeBatch
+from pellucid.models.fused import unfit
+from pellucid.models.fusing import UnusableError
+from pellucid.policy.policy import Policy
+from pellucid.samplers.native import Native
+from pellucid.types import Sampling
+
+pytestmark = pytest.mark.skipif(
+    fusing.here()[0] is None, reason="needs g++ and a CPU whose bfloat16 products are AVX-512's"
+)
+SMALL = {
+    "vocab_size": 99,  # neither a multiple of a block nor of a vector
+    "hidden_size": 96,
+    "intermediate_size": 160,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+    "head_dim": 64,
+    "max_position_embeddings": 4096,
+    "pad_token_id": EOS,
+    "eos_token_id": EOS,
+    "bos_token_id": None,
+}
+WIDE = {"hidden_size": 576, "intermediate_size": 2080}
+"""More than oneDNN adds up together, once and twice over."""
+QWEN2 = {**SMALL, "num_attention_heads": 14, "num_key_value_heads": 2}
+MODELS = {
+    "llama": (LlamaForCausalLM, LlamaConfig(**SMALL)),
+    "llama, tied": (LlamaForCausalLM, LlamaConfig(**SMALL, tie_word_embeddings=True)),
+    "llama, wide": (LlamaForCausalLM, LlamaConfig(**SMALL | WIDE)),
+    "llama, biases": (LlamaForCausalLM, LlamaConfig(**SMALL, attention_bias=True, mlp_bias=True)),
+    "llama, a head of its own each": (LlamaForCausalLM, LlamaConfig(**SMALL | {"num_key_value_heads": 6})),
+    "llama, heads of 128": (LlamaForCausalLM, LlamaConfig(**SMALL | {"head_dim": 128})),
+    "mistral, a window": (MistralForCausalLM, MistralConfig(**SMALL, sliding_window=9)),
+    "qwen2, seven heads to a key": (Qwen2ForCausalLM, Qwen2Config(**QWEN2)),
+    "qwen3": (Qwen3ForCausalLM, Qwen3Config(**SMALL)),
+}
+
+
+def model_of(name):
+    kind, config = MODELS[name]
+    torch.manual_seed(0)
+    model = kind(config)
+    with torch.no_grad():
+        for weight in model.parameters():
+            weight.normal_(1.0 if weight.ndim == 1 else 0.0, weight.shape[-1] ** -0.5)
+    return model
+
+
+def pair(name="llama", rows=40):
+    """The same decoder twice: by operators, and fused."""
+    model = model_of(name)
+    decoder = Decoder(model.config, model, torch.bfloat16)
+    return DecodeBatch(decoder, rows), DecodeBatch(decoder, rows, fusing.maker(decoder))
+
+
+def both(batches, call):
+    plain, fused = (call(batch) for batch in batches)
+    assert fused.dtype == plain.dtype
+    assert torch.equal(fused, plain)
+
+
+def prompts(*lengths, start=0):
+    return [[(7 * i + length + start) % 98 for i in range(length)] for length in lengths]
+
+
+def run(batches, steps, seed=0):
+    chance = torch.Generator().manual_seed(seed)
+    for _ in range(steps):
+        tokens = torch.randint(98, (len(batches[0].generated),), generator=chance)
+        both(batches, lambda batch, tokens=tokens: batch.step(tokens))
+    assert batches[1].fused
+    assert not batches[0].fused
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_every_architecture_has_the_bits_of_the_operators(name):
+    batches = pair(name)
+    both(batches, lambda batch: batch.admit(prompts(3, 17, 40), 3))
+    run(batches, 20)
+
+
+@pytest.mark.parametrize("rows", [1, 2, 11, 12, 13, 25, 64])
+def test_however_many_rows(rows):
+    batches = pair("llama, wide", rows)
+    both(batches, lambda batch: batch.admit(prompts(5), rows))
+    run(batches, 3)
+
+
+@pytest.mark.parametrize("threads", [1, 2, 3])
+def test_however_many_threads(threads):
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(threads)
+        batches = pair()
+        both(batches, lambda batch: batch.admit(prompts(3, 9), 2))
+        run(batches, 4)
+        assert batches[1].fused.threads == threads
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_rows_that_come_go_wait_are_told_something_and_make_room():
+    batches = pair(rows=20)
+    both(batches, lambda batch: batch.admit(prompts(3, 18), 4))
+    run(batches, 5)
+    for batch in batches:
+        batch.keep(torch.tensor([0, 2, 3, 6]))
+    run(batches, 4)
+    both(batches, lambda batch: batch.admit(prompts(30, start=5), 3))
+    run(batches, 30)  # rows of several lengths, beyond a cache's first room
+    speaks = torch.tensor([True, False, True, True, False, True, False])
+    both(batches, lambda batch: batch.step(torch.arange(7), speaks)[speaks])
+    both(batches, lambda batch: turns.extend(batch, torch.tensor([1, 4]), [[5, 6, 7], [8]]))
+    run(batches, 3)
+    asides = [turns.set_aside(batch, [2, 5]) for batch in batches]
+    for batch in batches:
+        batch.keep(torch.tensor([0, 1, 3, 4, 6]))
+    run(batches, 2)
+    for batch, aside in zip(batches, asides, strict=True):
+        turns.bring_back(batch, aside)
+    run(batches, 3)
+
+
+@pytest.mark.parametrize(("length", "own"), [(600, 3), (1100, 2), (20, 540)])
+def test_texts_longer_than_what_is_added_up_together(length, own):
+    batches = pair(rows=2)
+    both(batches, lambda batch: batch.admit(prompts(length), 2))
+    if own > 3:
+        told = [[(3 * i) % 98 for i in range(own - 3)]] * 2
+        both(batches, lambda batch: turns.extend(batch, torch.tensor([0, 1]), told))
+    run(batches, 3)
+
+
+def test_a_policy_samples_the_same_tokens_and_log_probs(monkeypatch):
+    policy = Policy(model_of("llama"), character_tokenizer(), torch.bfloat16)
+    asked, sampling = CountDigits().sample(0, 5), Sampling(4, max_tokens=12, seed="0")
+
+    def sampled():
+        sampler = Native(rows=8)
+        sampler.sync(policy, 0)
+        return sampler.generate(asked, sampling)
+
+    fused, made = sampled(), []
+    monkeypatch.setattr(fusing, "maker", made.append)
+    assert sampled() == fused
+    assert made
+
+
+def test_new_weights_are_laid_out_for_the_next_batch():
+    model = model_of("llama")
+    policy = Policy(model, character_tokenizer(), torch.bfloat16)
+    batches = []
+    for by in (0.0, 0.5):
+        with torch.no_grad():
+            for weight in model.parameters():
+                weight.add_(by)
+        batch = policy.decode_batch(4)
+        batch.admit(prompts(3), 2)
+        batches.append(batch.step(torch.tensor([1, 2])))
+    assert not torch.equal(*batches)
+
+
+# ---------------------------------------------------------------- where it is not used
+
+
+def test_what_the_source_does_not_compute_goes_by_operators():
+    for changed, why in (
+        ({"head_dim": 32}, "heads of 32"),
+        ({"head_dim": 320}, "heads of 320"),
+        ({"hidden_size": 84}, "width 84 or 160"),
+        ({"intermediate_size": 168}, "width 96 or 168"),
+    ):
+        config = LlamaConfig(**SMALL | changed)
+        decoder = Decoder(config, LlamaForCausalLM(config), torch.bfloat16)
+        batch = DecodeBatch(decoder, 4, fusing.maker(decoder))
+        assert unfit(batch.plain, decoder.shape) == why
+        batch.admit(prompts(3), 2)
+        batch.step(torch.tensor([1, 2]))
+        assert not batch.fused
+    config = LlamaConfig(**SMALL)
+    assert fusing.maker(Decoder(config, LlamaForCausalLM(config), torch.float32)) is None
+
+
+@pytest.fixture
+def at_home(monkeypatch, tmp_path):
+    """A home without a library."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.delenv("CXX", raising=False)
+    return tmp_path
+
+
+def test_it_is_compiled_once_and_kept(at_home, monkeypatch):
+    fusing.try_bits(fusing.load())
+    [kept] = (at_home / "pellucid").iterdir()
+    monkeypatch.setattr(fusing.subprocess, "run", None)
+    fusing.try_bits(fusing.load())
+    assert kept.suffix == ".so"
+
+
+def test_without_a_compiler_or_with_one_that_fails_there_is_a_reason(at_home, monkeypatch):
+    for compiler, why in ((None, "no g\\+\\+"), ("/bin/false", "/bin/false fails")):
+        monkeypatch.setattr(fusing.shutil, "which", lambda name, compiler=compiler: compiler)
+        with pytest.raises(UnusableError, match=why):
+            fusing.load()
+    assert not list(at_home.rglob("*.so"))
+
+
+def test_a_home_that_cannot_be_written_to_or_a_library_that_is_broken_is_no_obstacle(at_home, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", "/dev/null")
+    fusing.try_bits(fusing.load())
+    monkeypatch.setenv("XDG_CACHE_HOME", str(at_home))
+    fusing.load()
+    [kept] = (at_home / "pellucid").iterdir()
+    kept.unlink()  # what is loaded must not change
+    kept.write_bytes(b"")
+    fusing.try_bits(fusing.load())
+
+
+class Off:
+    """The library, with something of it left out."""
+
+    def __init__(self, name, instead):
+        self.__dict__ |= {"pack": fusing.load().pack, "step": fusing.load().step, name: instead}
+
+
+@pytest.mark.parametrize("part", ["pack", "step"])
+def test_other_bits_are_found_out(part):
+    library = Off(part, lambda *_: None)
+    with pytest.raises(UnusableError, match="rounds otherwise"):
+        fusing.try_bits(library)
+
+
+def test_another_order_of_sums_is_found_out(at_home, monkeypatch):
+    """It moves only the last bits of some sums."""
+    assert shutil.which("g++")
+    source = fusing.SOURCE.read_text()
+    chunk = "all > 1024 ? 1024 : 512"
+    assert chunk in source
+    changed = at_home / "fused.cpp"
+    changed.write_text(source.replace(chunk, "all"))
+    monkeypatch.setattr(fusing, "SOURCE", changed)
+    with pytest.raises(UnusableError, match="rounds otherwise"):
+        fusing.try_bits(fusing.load())
