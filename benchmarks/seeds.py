@@ -2,7 +2,8 @@
 
     python benchmarks/seeds.py recipes/arithmetic.toml --seeds 0 1 2 --into runs/seeds
 
-A seed whose run is there already is not run again, so an interrupted table can be gone on with.
+A seed whose run is there already is not run again, so an interrupted table can be gone on with. `--metric NAME` adds a
+table of what metrics.jsonl has under that name, step by step.
 """
 
 import argparse
@@ -20,6 +21,7 @@ def main() -> None:
     parser.add_argument("recipe", type=Path)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--into", type=Path, default=Path("runs/seeds"))
+    parser.add_argument("--metric", help="also print this one, step by step")
     parser.add_argument("--picture", type=Path, help="also draw the curves, as SVG")
     options, overrides = parser.parse_known_args()
     runs = {seed: options.into / f"{options.recipe.stem}-{seed}" for seed in options.seeds}
@@ -28,6 +30,8 @@ def main() -> None:
             command = [sys.executable, "-m", "pellucid", "train", options.recipe, "--run", run]
             subprocess.run([*command, "--algorithm.seed", str(seed), *overrides], check=True)
     print(table(runs))
+    if options.metric:
+        print("", options.metric, "", by_step(runs, options.metric), sep="\n")
     if options.picture:
         options.picture.write_text(accuracy_svg(list(runs.values())))
 
@@ -46,6 +50,13 @@ def table(runs: dict[int, Path]) -> str:
         dead = mean(s["groups/dead_all_right"] + s["groups/dead_all_wrong"] for s in steps)
         cells += [str(len(steps)), f"{minutes:.1f}", f"{dead:.0%}"]
         rows.append(f"| {seed} | {' | '.join(cells)} |")
+    return "\n".join(rows)
+
+
+def by_step(runs: dict[int, Path], metric: str) -> str:
+    rows = [f"| step | {' | '.join(f'seed {seed}' for seed in runs)} |", "|---" * (1 + len(runs)) + "|"]
+    for steps in zip(*(records(run / "metrics.jsonl") for run in runs.values()), strict=True):
+        rows.append(f"| {steps[0]['step']} | {' | '.join(f'{step[metric]:.4f}' for step in steps)} |")
     return "\n".join(rows)
 
 

@@ -256,11 +256,11 @@ def test_other_bits_are_found_out(part):
 def test_another_order_of_sums_is_found_out(at_home, monkeypatch):
     """It moves only the last bits of some sums."""
     assert shutil.which("g++")
-    source = fusing.SOURCE.read_text()
+    shutil.copytree(fusing.SOURCES, at_home / "cpp")
+    products = at_home / "cpp" / "products.h"
     chunk = "all > 1024 ? 1024 : 512"
-    assert chunk in source
-    changed = at_home / "fused.cpp"
-    changed.write_text(source.replace(chunk, "all"))
-    monkeypatch.setattr(fusing, "SOURCE", changed)
+    assert chunk in products.read_text()
+    products.write_text(products.read_text().replace(chunk, "all"))
+    monkeypatch.setattr(fusing, "SOURCES", at_home / "cpp")
     with pytest.raises(UnusableError, match="rounds otherwise"):
         fusing.try_bits(fusing.load())

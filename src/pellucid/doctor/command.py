@@ -18,6 +18,7 @@ from pellucid import __version__
 from pellucid.config import Config
 from pellucid.doctor import memory
 from pellucid.machine import hardware
+from pellucid.models import fusing
 from pellucid.policy import pretrained
 from pellucid.types import UserError
 
@@ -65,6 +66,8 @@ def findings() -> Iterator[tuple[str, str]]:
     yield "matrix products", f"fp32 {fp32:.2f}, bf16 {bf16:.2f} TFLOP/s on one CPU thread"
     chosen = str(hardware.pick_dtype("auto", device)).removeprefix("torch.")
     yield "auto", "; ".join(filter(None, (f"device {device}, dtype {chosen}", hardware.without_bf16(device))))
+    _, reason = fusing.here()
+    yield "decoding", f"by torch's operators: {reason}" if reason else "fused, in bfloat16"
     kept = hardware.keep_freed_memory()
     yield "allocator", "keeps freed memory (glibc mallopt)" if kept else "not glibc: left as it is"
     yield "disk", f"{shutil.disk_usage(Path.cwd()).free / 1e9:.0f} GB free here"

@@ -26,6 +26,8 @@ FOUR_BITS = 0.5 + 1 / 64 + 4 / (64 * 256)
 """Bytes of a 4-bit number, with its share of a block's scale and of the scale of 256 such."""
 LIBRARIES = 0.6
 """GB that code and libraries take."""
+ENGINE = 1.0
+"""GB that vLLM takes besides weights and cache, for its code and what it computes; as it was on a CPU."""
 
 
 class Model(NamedTuple):
@@ -170,7 +172,7 @@ def sampling_engine(model: Model, cfg: Config) -> dict[str, float]:
     weights = (4 if cfg.policy.dtype == "float32" else 2) * model.parameters / 1e9
     if cfg.sampler.name != "vllm" or (cfg.sampler.urls and not cfg.sampler.ahead):
         return {}
-    return {"pushed weights": weights} if cfg.sampler.urls else {"vLLM": weights + cfg.sampler.cache_gb}
+    return {"pushed weights": weights} if cfg.sampler.urls else {"vLLM": weights + cfg.sampler.cache_gb + ENGINE}
 
 
 def has_reference(cfg: Config) -> bool:

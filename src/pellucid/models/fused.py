@@ -1,4 +1,4 @@
-"""A decoded token by one call of fused.cpp in place of some thousand operators. fusing.py says where."""
+"""A decoded token by one call of C++ (cpp/decode.cpp) in place of some thousand operators. fusing.py says where."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ HEADS = range(64, 257, 64)
 
 
 class Model(ctypes.Structure):
-    """As in fused.cpp."""
+    """As in cpp/attention.h."""
 
     _fields_ = (
         *((name, ctypes.c_int64) for name in ("layers", "width", "heads", "key_heads", "size", "inner", "vocabulary")),
@@ -29,7 +29,7 @@ class Model(ctypes.Structure):
 
 
 class Rows(ctypes.Structure):
-    """As in fused.cpp."""
+    """As in cpp/attention.h."""
 
     _fields_ = (
         *((name, ctypes.c_int64) for name in ("n", "prompts", "prompt_room", "room")),
@@ -38,7 +38,7 @@ class Rows(ctypes.Structure):
 
 
 def unfit(weights: Weights, shape: Shape) -> str:
-    """Why fused.cpp does not compute such a model; empty where it does."""
+    """Why the C++ does not compute such a model; empty where it does."""
     width, inner = weights.layers[0].down.shape
     if shape.head_size not in HEADS:
         return f"heads of {shape.head_size}"
@@ -46,7 +46,7 @@ def unfit(weights: Weights, shape: Shape) -> str:
 
 
 class Fused:
-    """Weights in the layout of fused.cpp, and a step by them."""
+    """Weights as the C++ reads them, and a step by them."""
 
     def __init__(self, library: Any, weights: Weights, shape: Shape) -> None:
         self.library, self.weights, self.threads = library, weights, torch.get_num_threads()
@@ -60,7 +60,7 @@ class Fused:
                 for layer, window in zip(self.layers, windows, strict=True)
             ]
         )
-        """[layers, 17], the rows `Layer` of fused.cpp."""
+        """[layers, 17], each a `Layer` of cpp/attention.h."""
         self.model = Model(
             shape.layers,
             first.down.shape[0],
@@ -73,7 +73,7 @@ class Fused:
         )
 
     def _layer(self, layer: LayerWeights) -> list[Tensor | None]:
-        """In the order of fused.cpp, so that what is made here lives as long as its address is used."""
+        """In the order of a `Layer`, so that what is made here lives as long as its address is used."""
         bias = layer.gate_up_bias
         return [
             layer.attention_norm,

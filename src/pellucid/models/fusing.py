@@ -1,6 +1,6 @@
 """Whether decoding is fused on this machine: where it is, a token is sampled in half the time, and to the same bits.
 
-fused.cpp is compiled once, in a second or two, and kept. Each process then tries it on a small model: it is used where
+cpp/decode.cpp is compiled once, in two seconds, and kept. Each process then tries it on a small model: it is used where
 its logits are those of torch's operators, bit for bit, and these go on where they are not, or where there is no
 compiler.
 """
@@ -27,7 +27,7 @@ from pellucid.models.decoding import DecodeBatch
 from pellucid.models.family import Shape
 from pellucid.models.fused import Fused
 
-SOURCE = Path(__file__).with_name("fused.cpp")
+SOURCES = Path(__file__).with_name("cpp")
 FLAGS = (
     *("-O3", "-std=c++17", "-shared", "-fPIC", "-fopenmp", "-mfma"),
     *("-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mavx512bf16"),
@@ -49,7 +49,7 @@ STEPS = 3
 
 
 class UnusableError(Exception):
-    """Why fused.cpp cannot be used."""
+    """Why the library cannot be used."""
 
 
 def maker(decoder: Decoder) -> Callable[[Weights, Shape], Fused] | None:
@@ -68,7 +68,7 @@ def here() -> tuple[Any, str]:
     try:
         library = load()
         try_bits(library)
-    except UnusableError as error:
+    except (UnusableError, OSError) as error:
         return None, str(error)
     return library, ""
 
@@ -83,9 +83,10 @@ def load() -> Any:
         raise UnusableError("no g++")
     libraries = Path(torch.__file__).parent / "lib"
     links = [libraries / "libtorch_cpu.so", *libraries.glob("libgomp*")]  # torch's threads, and none beside them
-    key = hashlib.sha256(repr((SOURCE.read_bytes(), FLAGS, compiler, torch.__version__, links)).encode()).hexdigest()
+    sources = [path.read_text() for path in sorted(SOURCES.iterdir())]
+    key = hashlib.sha256(repr((sources, FLAGS, compiler, torch.__version__, links)).encode()).hexdigest()
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    command = [*shlex.split(compiler), *FLAGS, str(SOURCE), *map(str, links)]
+    command = [*shlex.split(compiler), *FLAGS, str(SOURCES / "decode.cpp"), *map(str, links)]
     try:
         return opened(cache / "pellucid" / f"fused-{key[:16]}.so", command)
     except OSError:  # a home that cannot be written to, or from which nothing may be run

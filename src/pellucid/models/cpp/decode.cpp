@@ -1,0 +1,67 @@
+// A token of all rows through all layers, in bf16 on a CPU with AVX-512: what DecodeBatch computes by operators of torch,
+// to the bit, in one parallel region. fusing.py compiles it, and tries whether the bits are the same.
+//
+// They are the same because all rounds where models/decoding.py rounds, and adds up in the order in which oneDNN and
+// torch do. That order depends neither on the rows beside a row nor on the number of threads.
+
+#include <omp.h>
+
+#include "attention.h"
+
+// hidden [n, D] of the tokens is written over; logits [n, V] of the next ones.
+extern "C" void step(const Model *model, const Layer *layers, const Rows *of, const float *last_norm, const bf16 *head,
+                     float *hidden, bf16 *logits, int threads) {
+    const Model &m = *model;
+    const Rows &rows = *of;
+    const int64_t n = rows.n, projected = (m.heads + 2 * m.key_heads) * m.size, stride = rows.prompt_room + rows.room;
+    const Groups x(n, m.width), attended(n, m.heads * m.size), gated(n, m.inner);
+    const std::unique_ptr<bf16[]> heads(new bf16[n * projected]);
+    const std::unique_ptr<float[]> scores(new float[threads * QUERIES * stride]);
+    const auto onto_hidden = [&](const bf16 *bias) {
+        return [=, &m](int64_t row, int64_t at, const float *sums) {
+            for (int64_t i = 0; i < BLOCK; i += 16) {
+                float *to = hidden + row * m.width + at + i;
+                _mm512_storeu_ps(to, _mm512_add_ps(_mm512_loadu_ps(to), rounded(with_bias(sums + i, bias, at + i))));
+            }
+        };
+    };
+#pragma omp parallel num_threads(threads)
+    {
+        const int thread = omp_get_thread_num();
+        const Share mine(n, thread, threads);
+        for (int64_t l = 0; l < m.layers; l++) {
+            const Layer &layer = layers[l];
+            for (int64_t row = mine.from; row < mine.to; row++)
+                norm(hidden + row * m.width, layer.attention_norm, row, m.eps, x);
+#pragma omp barrier
+            multiply(x, layer.qkv, projected, n, thread, threads, [&](int64_t row, int64_t at, const float *sums) {
+                for (int64_t i = 0; i < BLOCK; i += 16)
+                    store(&heads[row * projected + at + i], with_bias(sums + i, layer.qkv_bias, at + i));
+            });
+#pragma omp barrier
+            for (int64_t row = mine.from; row < mine.to; row++)
+                attend(m, layer, rows, row, &heads[row * projected], &scores[thread * QUERIES * stride], stride, attended);
+#pragma omp barrier
+            multiply(attended, layer.attention_out, m.width, n, thread, threads, onto_hidden(layer.attention_out_bias));
+#pragma omp barrier
+            for (int64_t row = mine.from; row < mine.to; row++) norm(hidden + row * m.width, layer.mlp_norm, row, m.eps, x);
+#pragma omp barrier
+            multiply(x, layer.gate_up, 2 * m.inner, n, thread, threads, [&](int64_t row, int64_t at, const float *sums) {
+                const __m512 gate = rounded(with_bias(sums, layer.gate_up_bias, at));
+                const __m512 up = rounded(with_bias(sums + 16, layer.gate_up_bias, at + 16));
+                gated.put(row, at / 2, _mm512_mul_ps(rounded(silu(gate)), up));
+            });
+#pragma omp barrier
+            multiply(gated, layer.down, m.width, n, thread, threads, onto_hidden(layer.down_bias));
+#pragma omp barrier
+        }
+        for (int64_t row = mine.from; row < mine.to; row++) norm(hidden + row * m.width, last_norm, row, m.eps, x);
+#pragma omp barrier
+        multiply(x, head, m.vocabulary, n, thread, threads, [&](int64_t row, int64_t at, const float *sums) {
+            for (int64_t i = 0; i < BLOCK && at + i < m.vocabulary; i += 16) {
+                const __mmask16 there = m.vocabulary - at - i < 16 ? (1 << (m.vocabulary - at - i)) - 1 : 0xffff;
+                _mm256_mask_storeu_epi16(logits + row * m.vocabulary + at + i, there, narrow(_mm512_load_ps(sums + i)));
+            }
+        });
+    }
+}

@@ -1,0 +1,91 @@
+// Products of rows and weights.
+//
+// Matrices [N, K] lie in blocks of 32 outputs, two inputs together: [N / 32][K / 2][32][2], as vdpbf16ps multiplies them
+// (`pack`). Activations [n, K] lie in groups of R rows: [n / R][K / 2][R][2].
+
+#pragma once
+#include "vectors.h"
+
+constexpr int BLOCK = 32;  // outputs of a block
+constexpr int ROWS = 12;   // rows of a group at most: their sums and a vector of a block fill the registers
+
+// oneDNN adds up so many products of `all` by themselves.
+static int64_t chunk_of(int64_t all) { return all > 1024 ? 1024 : 512; }
+
+struct Groups {
+    int64_t rows, count, width;
+    std::unique_ptr<bf16[]> data;
+
+    Groups(int64_t n, int64_t width) : count((n + ROWS - 1) / ROWS), width(width) {
+        rows = (n + count - 1) / count;
+        data.reset(new bf16[count * rows * width]());
+    }
+    const bf16 *at(int64_t group, int64_t k) const { return data.get() + (group * width + k) * rows; }
+    void put(int64_t row, int64_t k, __m512 x) const {
+        alignas(32) uint32_t pairs[8];
+        _mm256_store_si256((__m256i *)pairs, narrow(x));
+        auto *to = (uint32_t *)at(row / rows, k) + row % rows;
+        for (int i = 0; i < 8; i++) to[i * rows] = pairs[i];
+    }
+};
+
+// sums [R, 32] += R rows times a block.
+template <int R> static void product(const bf16 *x, const bf16 *block, int64_t pairs, float *sums) {
+    __m512 y[R][2];
+    for (auto &row : y) row[0] = row[1] = _mm512_setzero_ps();
+    for (int64_t k = 0; k < pairs; k++) {
+        const auto one = (__m512bh)_mm512_loadu_si512(block + k * 64);
+        const auto two = (__m512bh)_mm512_loadu_si512(block + k * 64 + 32);
+        _mm_prefetch((const char *)(block + (k + pairs) * 64), _MM_HINT_T1);  // of the next block
+        _mm_prefetch((const char *)(block + (k + pairs) * 64 + 32), _MM_HINT_T1);
+#pragma GCC unroll 12
+        for (int r = 0; r < R; r++) {
+            const auto pair = (__m512bh)_mm512_set1_epi32(((const int32_t *)x)[k * R + r]);
+            y[r][0] = _mm512_dpbf16_ps(y[r][0], pair, one);
+            y[r][1] = _mm512_dpbf16_ps(y[r][1], pair, two);
+        }
+    }
+    for (int i = 0; i < 2 * R; i++)
+        _mm512_store_ps(sums + i * 16, _mm512_add_ps(_mm512_load_ps(sums + i * 16), y[i / 2][i % 2]));
+}
+
+constexpr decltype(&product<1>) PRODUCTS[] = {nullptr,    product<1>, product<2>, product<3>,  product<4>,  product<5>, product<6>,
+                                              product<7>, product<8>, product<9>, product<10>, product<11>, product<12>};
+
+// For each block of this thread's and each row: then(row, first output, sums [32]).
+template <class Then>
+static void multiply(const Groups &x, const bf16 *weight, int64_t outputs, int64_t n, int thread, int threads, Then then) {
+    alignas(64) float sums[ROWS * BLOCK];
+    const int64_t chunk = chunk_of(x.width);
+    const Share mine((outputs + BLOCK - 1) / BLOCK, thread, threads);
+    for (int64_t block = mine.from; block < mine.to; block++)
+        for (int64_t group = 0; group < x.count; group++) {
+            std::fill_n(sums, x.rows * BLOCK, 0.0f);
+            for (int64_t k = 0; k < x.width; k += chunk)
+                PRODUCTS[x.rows](x.at(group, k), weight + (block * x.width + k) * BLOCK, std::min(chunk, x.width - k) / 2, sums);
+            for (int64_t r = 0; r < std::min(x.rows, n - group * x.rows); r++)
+                then(group * x.rows + r, block * BLOCK, sums + r * BLOCK);
+        }
+}
+
+static inline __m512 with_bias(const float *sums, const bf16 *bias, int64_t at) {
+    return bias ? _mm512_add_ps(_mm512_load_ps(sums), wide(bias + at)) : _mm512_load_ps(sums);
+}
+
+// weight [outputs, width] -> blocks. joined: its halves are gates and what they let through, 16 and 16 to a block.
+extern "C" void pack(const bf16 *weight, int64_t outputs, int64_t width, int joined, bf16 *to, int threads) {
+    const int64_t blocks = (outputs + BLOCK - 1) / BLOCK;
+#pragma omp parallel for num_threads(threads)
+    for (int64_t i = 0; i < 2 * blocks; i++) {
+        const int64_t block = i / 2, half = i % 2, first = joined ? half * (outputs / 2) + block * 16 : block * BLOCK + half * 16;
+        __m512i pairs[16];
+        for (int64_t k = 0; k < width; k += 32) {
+            if (first >= outputs)
+                std::memset(pairs, 0, sizeof pairs);
+            else
+                transpose(weight + first * width + k, width, pairs);
+            for (int p = 0; p < 16; p++)
+                _mm512_storeu_si512(to + (block * width + k) * BLOCK + p * 2 * BLOCK + half * BLOCK, pairs[p]);
+        }
+    }
+}

@@ -1,0 +1,60 @@
+// Sixteen numbers at a time: bf16 and fp32, and what is done to each in both of the other files.
+
+#pragma once
+#include <immintrin.h>
+
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+#include <memory>
+
+extern "C" __m512 Sleef_expf16_u10(__m512);  // torch's exp, which libtorch_cpu has
+
+using bf16 = uint16_t;
+
+static inline __m512 wide(const bf16 *x) {
+    return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)x)), 16));
+}
+
+static inline __m256i narrow(__m512 x) { return (__m256i)_mm512_cvtneps_pbh(x); }
+
+static inline void store(bf16 *to, __m512 x) { _mm256_storeu_si256((__m256i *)to, narrow(x)); }
+
+static inline __m512 rounded(__m512 x) {
+    return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(narrow(x)), 16));
+}
+
+static inline __m512 silu(__m512 x) {
+    return _mm512_div_ps(x, _mm512_add_ps(_mm512_set1_ps(1), Sleef_expf16_u10(_mm512_sub_ps(_mm512_setzero_ps(), x))));
+}
+
+// [16][16] pairs, rows `stride` apart -> their transpose.
+static void transpose(const bf16 *from, int64_t stride, __m512i *to) {
+    __m512i x[16], y[16];
+    for (int i = 0; i < 16; i++) x[i] = _mm512_loadu_si512(from + i * stride);
+    for (int i = 0; i < 16; i += 2) {
+        y[i] = _mm512_unpacklo_epi32(x[i], x[i + 1]);
+        y[i + 1] = _mm512_unpackhi_epi32(x[i], x[i + 1]);
+    }
+    for (int i = 0; i < 16; i += 4)
+        for (int j = 0; j < 2; j++) {
+            x[i + 2 * j] = _mm512_unpacklo_epi64(y[i + j], y[i + j + 2]);
+            x[i + 2 * j + 1] = _mm512_unpackhi_epi64(y[i + j], y[i + j + 2]);
+        }
+    for (int i = 0; i < 16; i += 8)
+        for (int j = i; j < i + 4; j++) {
+            y[j] = _mm512_shuffle_i32x4(x[j], x[j + 4], 0x88);
+            y[j + 4] = _mm512_shuffle_i32x4(x[j], x[j + 4], 0xdd);
+        }
+    for (int i = 0; i < 8; i++) {
+        to[i] = _mm512_shuffle_i32x4(y[i], y[i + 8], 0x88);
+        to[i + 8] = _mm512_shuffle_i32x4(y[i], y[i + 8], 0xdd);
+    }
+}
+
+// A thread's share of so many.
+struct Share {
+    int64_t from, to;
+    Share(int64_t all, int thread, int threads) : from(all * thread / threads), to(all * (thread + 1) / threads) {}
+};
