@@ -6,7 +6,7 @@ PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q --numprocesses logical --
 MATHEMATICS := tests/test_structure.py tests/test_docs.py $(patsubst %,tests/algorithm/test_%.py, \
     advantages objectives kl shaping expectations diagnostics totals settings batch own alone)
 
-.PHONY: setup train check mathematics test network lint mutants seeds vllm deepspeed bench notebook systems clean
+.PHONY: setup train check mathematics test network lint mutants roofline seeds vllm deepspeed bench notebook systems clean
 
 setup: .venv/ready
 
@@ -44,6 +44,9 @@ lint: setup
 
 mutants: setup
 	$(BIN)/python tests/mutants/run.py $(ARGS)
+
+roofline: setup
+	$(BIN)/python benchmarks/roofline.py $(ARGS)
 
 seeds: setup
 	$(BIN)/python benchmarks/seeds.py recipes/arithmetic.toml $(ARGS)

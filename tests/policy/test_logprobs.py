@@ -91,6 +91,33 @@ def test_all_logits_are_never_held_at_once(monkeypatch, inputs):
     assert not any(29 in shape and shape != (29, 8) for shape in kept)
 
 
+@pytest.mark.parametrize("room", [0, 7, 16, 40], ids="room for {} tokens".format)
+def test_logits_that_were_kept_give_the_bits_of_those_that_are_made_again(monkeypatch, room):
+    """Some tokens weigh nothing, and the gradient is asked for twice."""
+    hidden, weight = torch.randn(30, 32).bfloat16(), torch.randn(64, 32).bfloat16()
+    tokens, of = torch.randint(64, (30,)), torch.randn(30)
+    of[torch.tensor([0, 3, 4, 15, 16, 29])] = 0.0
+
+    made = logprobs._room
+    monkeypatch.setattr(logprobs, "MANY", 40 * len(weight))
+    monkeypatch.setattr(logprobs, "FEW", 4 * len(weight))
+
+    def gradients(room):
+        monkeypatch.setattr(logprobs, "_room", lambda w, n: made(w, min(n, room)))
+        x, master = hidden.clone().requires_grad_(), weight.float().requires_grad_()
+        found = token_logprobs(x, Head(weight, master), tokens, temperature=0.7)[0]
+        both = [torch.autograd.grad(found, (x, master), of, retain_graph=True) for _ in range(2)]
+        return [found.detach(), *both[0], *both[1]]
+
+    products, one = [], Head.product
+    monkeypatch.setattr(Head, "product", lambda self, x: products.append(len(x)) or one(self, x))
+    kept = gradients(room)
+    assert sum(products) == 30 + 24 + 24 - sum(of[:room] != 0)
+    for found, expected in zip(kept, gradients(0), strict=True):
+        parted = found.shape == weight.shape and 0 < room < 30  # whose products of many tokens are rounded each
+        torch.testing.assert_close(found, expected, rtol=0, atol=0.05 if parted else 0)
+
+
 def test_logits_are_reduced_in_fp32():
     """In bf16 a log-softmax over 4096 equal logits would be off in the second digit."""
     hidden, weight = torch.ones(1, 4, dtype=torch.bfloat16), torch.ones(4096, 4, dtype=torch.bfloat16)

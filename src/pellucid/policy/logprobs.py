@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -32,10 +32,17 @@ class Head(NamedTuple):
     softcap: float = 0.0
     """Logits become softcap * tanh(logits / softcap) (Gemma 2); 0 is off."""
 
+    def product(self, hidden: Tensor) -> Tensor:
+        """[N, D] -> [N, V] in the dtype of the weight."""
+        return F.linear(hidden, self.weight, self.bias)
+
     def logits(self, hidden: Tensor) -> Tensor:
-        """[N, D] -> [N, V], reduced precision ends here: fp32 from now on."""
-        logits = F.linear(hidden, self.weight, self.bias)
-        logits = logits if logits.dtype == torch.float64 else logits.float()
+        """[N, D] -> [N, V]"""
+        return self.of(self.product(hidden))
+
+    def of(self, product: Tensor) -> Tensor:
+        """Logits [N, V] from the product; reduced precision ends here: fp32 from now on."""
+        logits = product if product.dtype == torch.float64 else product.float()
         logits = logits * self.scale if self.scale != 1.0 else logits
         return self.softcap * torch.tanh(logits / self.softcap) if self.softcap else logits
 
@@ -72,9 +79,9 @@ class Reading(NamedTuple):
         """Of these rows; None is the vocabulary."""
         return None if self.among is None else Candidates(*self.among.of(rows).ids(len(self.head.weight)))
 
-    def distribution(self, hidden: Tensor, among: Candidates | None) -> Tensor:
-        """[n, D] -> [n, V or K] logits at the temperature."""
-        logits = self.head.logits(hidden)
+    def distribution(self, product: Tensor, among: Candidates | None) -> Tensor:
+        """[n, V] of the head's matrix -> [n, V or K] logits at the temperature."""
+        logits = self.head.of(product)
         logits = logits.div_(self.temperature) if self.temperature != 1.0 else logits
         return logits if among is None else among.of(logits)
 
@@ -104,7 +111,8 @@ def token_logprobs(
     """Log-probability of `tokens` [N] and entropy of their distributions, both [N], in nats.
 
     The distribution is softmax(logits / temperature), the whole of it or among the tokens of a mask. `hidden` [N, D] is
-    where each token was predicted from. Logits are recomputed in the backward pass; the entropy has a gradient only if
+    where each token was predicted from. For the backward pass logits are kept, where they are in half precision and as
+    far as the room goes that their gradient takes there, and others made again; the entropy has a gradient only if
     asked for. With the hidden states and the head of a reference, a third: KL(distribution, reference's), the sum.
     """
     reading = Reading(head, temperature, entropy_grad, *(reference or (None, None)), among)
@@ -126,10 +134,17 @@ class TokenLogprobs(torch.autograd.Function):
     def forward(
         ctx: Any, hidden: Tensor, master: Tensor, bias: Tensor | None, tokens: Tensor, reading: Reading
     ) -> tuple[Tensor, Tensor, Tensor]:
-        weight, every = reading.head.weight, torch.arange(len(tokens), device=tokens.device)
-        parts = [_read(hidden[rows], tokens[rows], reading, rows) for rows in every.split(_rows(weight, FEW))]
+        head, every = reading.head, torch.arange(len(tokens), device=tokens.device)
+        kept = _room(head.weight, len(tokens) if any(ctx.needs_input_grad) else 0)
+        parts, at = [], 0
+        for rows in every.split(_rows(head.weight, FEW)):
+            product = head.product(hidden[rows])
+            kept[at : at + len(rows)] = product[: max(0, len(kept) - at)]
+            parts.append(_read(product, tokens[rows], reading, rows))
+            at += len(rows)
         logprobs, entropy, kl, log_normalizer = (torch.cat(column) for column in zip(*parts, strict=True))
-        ctx.save_for_backward(hidden, weight, bias, tokens, entropy, kl, log_normalizer)
+        ctx.save_for_backward(hidden, head.weight, bias, tokens, entropy, kl, log_normalizer)
+        ctx.kept = kept
         ctx.reading, ctx.master = reading, master.dtype
         if not reading.entropy_grad:
             ctx.mark_non_differentiable(entropy)
@@ -140,13 +155,14 @@ class TokenLogprobs(torch.autograd.Function):
         hidden, weight, bias, *about = ctx.saved_tensors
         reading = ctx.reading
         live = (torch.stack(grads) != 0).any(0).nonzero()[:, 0]  # a token that weighs nothing costs nothing
-        wide = about[-1].dtype
+        wide, kept = about[-1].dtype, ctx.kept
+        ctx.kept = kept[:0]  # gradients are written over it
         of_hidden, of_weight = torch.zeros_like(hidden), None
         of_bias = None if bias is None else torch.zeros_like(bias, dtype=wide)
-        for many in live.split(_rows(weight, MANY)):
-            of_logits = torch.empty(len(many), len(weight), dtype=weight.dtype, device=weight.device)
+        for many, of_logits, known in _parts(live, kept, weight):
             for few, into in zip(many.split(_rows(weight, FEW)), of_logits.split(_rows(weight, FEW)), strict=True):
-                _of_logits(into, hidden[few], few, reading, about, grads)
+                product = into if known else reading.head.product(hidden[few])
+                _of_logits(into, product, few, reading, about, grads)
             of_hidden[many] = of_logits @ weight
             added = (of_logits.mT @ hidden[many]).to(wide)
             of_weight = added if of_weight is None else of_weight.add_(added)
@@ -156,10 +172,26 @@ class TokenLogprobs(torch.autograd.Function):
         return of_hidden, of_weight.to(ctx.master), None if of_bias is None else of_bias.to(weight.dtype), None, None
 
 
-def _read(hidden: Tensor, tokens: Tensor, reading: Reading, rows: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def _room(weight: Tensor, tokens: int) -> Tensor:
+    """[n, V] for the products of the first n of so many tokens; none where they are as wide as what is done to each."""
+    n = min(tokens, _rows(weight, MANY)) if weight.dtype in (torch.bfloat16, torch.float16) else 0
+    return torch.empty(n, len(weight), dtype=weight.dtype, device=weight.device)
+
+
+def _parts(live: Tensor, kept: Tensor, weight: Tensor) -> Iterator[tuple[Tensor, Tensor, bool]]:
+    """Tokens, many at a time, room for their gradients [n, V], and whether their products stand there."""
+    ours = live[live < len(kept)]
+    if len(ours):
+        yield ours, kept if len(ours) == len(kept) else kept[ours], True
+    for many in live[len(ours) :].split(_rows(weight, MANY)):
+        if len(many) or not len(ours):
+            yield many, torch.empty(len(many), len(weight), dtype=weight.dtype, device=weight.device), False
+
+
+def _read(product: Tensor, tokens: Tensor, reading: Reading, rows: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Log-probs, entropy, KL and log-normaliser, [n] each."""
     among = reading.candidates(rows)
-    z, places = reading.distribution(hidden, among), tokens if among is None else among.places(tokens)
+    z, places = reading.distribution(product, among), tokens if among is None else among.places(tokens)
     highest = z.amax(-1, keepdim=True)
     masses = (z - highest).exp_()
     total = masses.sum(-1)
@@ -172,13 +204,13 @@ def _read(hidden: Tensor, tokens: Tensor, reading: Reading, rows: Tensor) -> tup
 
 
 def _of_logits(
-    into: Tensor, hidden: Tensor, rows: Tensor, reading: Reading, about: Sequence[Tensor], grads: Sequence[Tensor]
+    into: Tensor, product: Tensor, rows: Tensor, reading: Reading, about: Sequence[Tensor], grads: Sequence[Tensor]
 ) -> None:
-    """Puts the gradient of what the head's matrix gives for these rows into [n, V]."""
+    """Puts the gradient of the head's product for these rows into [n, V], which may be where it stands."""
     tokens, entropy, kl, log_normalizer = (x[rows] for x in about)
     of_logprob, of_entropy, of_kl = (g[rows, None] for g in grads)
     among = reading.candidates(rows)
-    z, other = reading.distribution(hidden, among), reading.reference(rows, among)
+    z, other = reading.distribution(product, among), reading.reference(rows, among)
     slope, log_probs = reading.slope(z), z.sub_(log_normalizer[:, None])
     weights = -of_logprob
     if reading.entropy_grad:
