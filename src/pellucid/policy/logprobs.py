@@ -144,7 +144,7 @@ class TokenLogprobs(torch.autograd.Function):
             at += len(rows)
         logprobs, entropy, kl, log_normalizer = (torch.cat(column) for column in zip(*parts, strict=True))
         ctx.save_for_backward(hidden, head.weight, bias, tokens, entropy, kl, log_normalizer)
-        ctx.kept = kept
+        ctx.kept = [kept]
         ctx.reading, ctx.master = reading, master.dtype
         if not reading.entropy_grad:
             ctx.mark_non_differentiable(entropy)
@@ -155,19 +155,19 @@ class TokenLogprobs(torch.autograd.Function):
         hidden, weight, bias, *about = ctx.saved_tensors
         reading = ctx.reading
         live = (torch.stack(grads) != 0).any(0).nonzero()[:, 0]  # a token that weighs nothing costs nothing
-        wide, kept = about[-1].dtype, ctx.kept
-        ctx.kept = kept[:0]  # gradients are written over it
+        wide = about[-1].dtype
         of_hidden, of_weight = torch.zeros_like(hidden), None
         of_bias = None if bias is None else torch.zeros_like(bias, dtype=wide)
-        for many, of_logits, known in _parts(live, kept, weight):
+        for many, of_logits, known in _parts(live, ctx.kept, weight):
             for few, into in zip(many.split(_rows(weight, FEW)), of_logits.split(_rows(weight, FEW)), strict=True):
-                product = into if known else reading.head.product(hidden[few])
-                _of_logits(into, product, few, reading, about, grads)
+                _of_logits(into, None if known else hidden[few], few, reading, about, grads)
+                del into
             of_hidden[many] = of_logits @ weight
             added = (of_logits.mT @ hidden[many]).to(wide)
             of_weight = added if of_weight is None else of_weight.add_(added)
             if of_bias is not None:
                 of_bias += of_logits.sum(0, dtype=wide)
+            del of_logits  # there is room for one such part, not for two
         assert of_weight is not None, "split gives at least one part"
         return of_hidden, of_weight.to(ctx.master), None if of_bias is None else of_bias.to(weight.dtype), None, None
 
@@ -178,11 +178,15 @@ def _room(weight: Tensor, tokens: int) -> Tensor:
     return torch.empty(n, len(weight), dtype=weight.dtype, device=weight.device)
 
 
-def _parts(live: Tensor, kept: Tensor, weight: Tensor) -> Iterator[tuple[Tensor, Tensor, bool]]:
-    """Tokens, many at a time, room for their gradients [n, V], and whether their products stand there."""
-    ours = live[live < len(kept)]
+def _parts(live: Tensor, kept: list[Tensor], weight: Tensor) -> Iterator[tuple[Tensor, Tensor, bool]]:
+    """Tokens, many at a time, room for their gradients [n, V], and whether their products stand there.
+
+    Products that were kept are given away: gradients are written over them, and nobody holds them any longer.
+    """
+    ours = live[live < len(kept[0])] if kept else live[:0]
     if len(ours):
-        yield ours, kept if len(ours) == len(kept) else kept[ours], True
+        whole = len(ours) == len(kept[0])
+        yield ours, kept.pop() if whole else kept.pop()[ours], True
     for many in live[len(ours) :].split(_rows(weight, MANY)):
         if len(many) or not len(ours):
             yield many, torch.empty(len(many), len(weight), dtype=weight.dtype, device=weight.device), False
@@ -204,9 +208,15 @@ def _read(product: Tensor, tokens: Tensor, reading: Reading, rows: Tensor) -> tu
 
 
 def _of_logits(
-    into: Tensor, product: Tensor, rows: Tensor, reading: Reading, about: Sequence[Tensor], grads: Sequence[Tensor]
+    into: Tensor,
+    hidden: Tensor | None,
+    rows: Tensor,
+    reading: Reading,
+    about: Sequence[Tensor],
+    grads: Sequence[Tensor],
 ) -> None:
-    """Puts the gradient of the head's product for these rows into [n, V], which may be where it stands."""
+    """Puts the gradient of the head's product for these rows into [n, V]; without hidden states the product is there."""
+    product = into if hidden is None else reading.head.product(hidden)
     tokens, entropy, kl, log_normalizer = (x[rows] for x in about)
     of_logprob, of_entropy, of_kl = (g[rows, None] for g in grads)
     among = reading.candidates(rows)
