@@ -10,6 +10,7 @@ medians.
 from __future__ import annotations
 
 import time
+from argparse import Namespace
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -41,8 +42,6 @@ class Options:
     group: int = 8
     repeats: int = 5
     model: str = "smollm2-135m"
-    device: str = "cpu"
-    dtype: str = "bfloat16"
 
 
 class Work(NamedTuple):
@@ -63,7 +62,7 @@ class Task:
 
 def main(options: Options) -> None:
     torch.manual_seed(0)
-    policy = our_policy(options)
+    policy = our_policy(Namespace(model=options.model, device="cpu", dtype="bfloat16"))
     runtime = Runtime(policy, AdamWConfig(lr=1e-6), total=100)
     cfg = GRPOConfig(steps=100, prompts_per_step=options.prompts, group_size=options.group, max_length=options.tokens)
     steps = grpo.train(Task(), Native(), policy, runtime, cfg, sampling=Sampling(max_tokens=options.tokens))
@@ -77,9 +76,10 @@ def main(options: Options) -> None:
     context = median(len(policy.encode(prompt)) for prompt in our_task().sample(0, options.prompts))
     threads = torch.get_num_threads()
     speed = hardware.matmul_tflops(torch.bfloat16, size=2048, repeats=10, threads=threads) * 1e3
-    print(f"{speed:.0f} GFLOP/s in one product, {bandwidth():.1f} GB/s in one read, {threads} threads;", end=" ")
+    width = bandwidth()
+    print(f"{speed:.0f} GFLOP/s in one product, {width:.1f} GB/s in one read, {threads} threads;", end=" ")
     print(f"{options.prompts} x {options.group} completions of {options.tokens} tokens, prompts of {context:.0f}\n")
-    print(table(work_of(policy, options, int(context)), seen, speed, bandwidth()))
+    print(table(work_of(policy, options, int(context)), seen, speed, width))
 
 
 @contextmanager
@@ -128,7 +128,9 @@ def bandwidth() -> float:
 
 
 def work_of(policy: Policy, options: Options, context: int) -> dict[str, Work]:
-    """Of each part, from the sizes of the model: two operations a weight and token, four a head's number and key."""
+    """Of each part, from the sizes of the model: two operations for each weight and token, and four for each dimension
+    of a head, token that reads and token that is read.
+    """
     decoder = policy.decoder
     assert decoder
     shape, (embedding, layers, _, _) = decoder.shape, decoder.weights()

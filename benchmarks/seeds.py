@@ -56,7 +56,9 @@ def table(runs: dict[int, Path]) -> str:
 def by_step(runs: dict[int, Path], metric: str) -> str:
     rows = [f"| step | {' | '.join(f'seed {seed}' for seed in runs)} |", "|---" * (1 + len(runs)) + "|"]
     for steps in zip(*(records(run / "metrics.jsonl") for run in runs.values()), strict=True):
-        rows.append(f"| {steps[0]['step']} | {' | '.join(f'{step[metric]:.4f}' for step in steps)} |")
+        rows.append(
+            f"| {steps[0]['step']} | {' | '.join(f'{step[metric]:.4f}' if metric in step else '' for step in steps)} |"
+        )
     return "\n".join(rows)
 
 

@@ -15,6 +15,9 @@ from conftest import character_tokenizer, make_policy, records
 from pellucid import cli
 from pellucid.doctor import profile
 from pellucid.doctor.profile import Memory, Operations, Stage, kind_of, stages_of, table
+from pellucid.models import fusing
+from pellucid.models.decoding import DecodeBatch
+from pellucid.models.fused import Fused
 from pellucid.policy.policy import Policy
 
 METRICS = {"time/generate": 2.0, "time/reward": 0.5, "time/score": 0.0, "time/update": 1.5}
@@ -95,6 +98,20 @@ def test_operations_with_packed_weights_are_counted_too():
     assert [n for _, n in operations.seen] == [2 * 3 * 5 * 7, 2 * 3 * 5 * 7]
 
 
+def test_fused_steps_are_counted_and_named():
+    if not fusing.here()[0]:
+        pytest.skip("decoding is not fused here")
+    decoder = fusing.small()
+    batch = DecodeBatch(decoder, 4, fusing.maker(decoder))
+    batch.admit([[1, 2, 3]], 4)
+    before = Fused.operations
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiler:
+        batch.step(torch.arange(4))
+    weights = 576 * (576 + 2 * 192) + 576 * 576 + 3 * 576 * 1088 + 112 * 576
+    assert Fused.operations - before == pytest.approx(2 * 4 * weights, rel=0.01)  # the head is filled up to blocks
+    assert "tokens, fused" in {kind_of(event.name) for event in profiler.events()}
+
+
 def test_the_table_is_in_seconds_of_this_machine():
     stages = {
         "generate": Stage(4.0, Counter({"matrix products": 1.0, "attention": 2.0}), [1.0, 2.0], []),
@@ -121,7 +138,7 @@ def test_no_operator_of_an_update_is_left_to_the_rest_by_a_misspelt_name():
         torch.cat([hidden, hidden]).to(torch.bfloat16).index_select(0, torch.tensor([0]))
         torch.optim.AdamW([hidden], fused=True).step()
     kinds = {kind_of(event.name) for event in profiler.events() if event.name.startswith("aten::")}
-    assert kinds == set(profile.KINDS) - {"embedding"}
+    assert kinds == set(profile.KINDS) - {"embedding", "tokens, fused"}
 
 
 def test_a_profiled_run_takes_the_same_steps_and_writes_one_file(recipe, tmp_path, capsys, undisturbed):

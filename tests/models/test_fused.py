@@ -202,6 +202,19 @@ def test_what_the_source_does_not_compute_goes_by_operators():
         assert not batch.fused
     config = LlamaConfig(**SMALL)
     assert fusing.maker(Decoder(config, LlamaForCausalLM(config), torch.float32)) is None
+    wide = Decoder(config, LlamaForCausalLM(config).double(), torch.bfloat16)
+    assert unfit(wide.weights(), wide.shape) == "norms in torch.float64"
+
+
+def test_weights_that_do_not_lie_in_a_row_are_read_as_they_are():
+    model = model_of("llama")
+    with torch.no_grad():
+        for weight in model.bfloat16().parameters():
+            weight.data = weight.data.T.contiguous().T if weight.ndim > 1 else weight.data.float()
+    decoder = Decoder(model.config, model, torch.bfloat16)
+    batches = DecodeBatch(decoder, 4), DecodeBatch(decoder, 4, fusing.maker(decoder))
+    both(batches, lambda batch: batch.admit(prompts(3), 2))
+    run(batches, 2)
 
 
 @pytest.fixture

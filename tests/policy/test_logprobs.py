@@ -118,6 +118,16 @@ def test_logits_that_were_kept_give_the_bits_of_those_that_are_made_again(monkey
         torch.testing.assert_close(found, expected, rtol=0, atol=0.05 if parted else 0)
 
 
+def test_without_a_backward_pass_nothing_is_kept(monkeypatch):
+    asked = []
+    made = logprobs._room
+    monkeypatch.setattr(logprobs, "_room", lambda weight, n: asked.append(n) or made(weight, n))
+    hidden, weight = torch.randn(30, 32).bfloat16().requires_grad_(), torch.randn(64, 32).bfloat16().requires_grad_()
+    with torch.no_grad():
+        token_logprobs(hidden, Head(weight.detach(), weight), torch.randint(64, (30,)))
+    assert asked == [0]
+
+
 def test_logits_are_reduced_in_fp32():
     """In bf16 a log-softmax over 4096 equal logits would be off in the second digit."""
     hidden, weight = torch.ones(1, 4, dtype=torch.bfloat16), torch.ones(4096, 4, dtype=torch.bfloat16)

@@ -249,7 +249,8 @@ def test_one_that_comes_back_with_less_room_than_rows_need_is_left_out_and_told(
         sampler.sync(policy, 3)
         assert sampler.generate(prompts, SAMPLING) == right
     said += capsys.readouterr().out
-    assert said.count("it takes 30 tokens of a row that may have 34: start it with a larger --cache-gb") == 1
+    assert said.count("it takes 30 tokens a row, and this run counts on 512: start it with a larger --cache-gb") == 1
+    assert held[1].engine.pushed == 0, "weights need not be brought to it"
     assert [server.up for server in sampler.fleet.servers] == [True, False]
     with pytest.raises(UserError, match="holds prompts of 6"):
         synced(policy, urls).generate(CountDigits().sample(0, 1), Sampling(4, max_tokens=24, seed="0/0"))

@@ -67,7 +67,7 @@ def findings() -> Iterator[tuple[str, str]]:
     chosen = str(hardware.pick_dtype("auto", device)).removeprefix("torch.")
     yield "auto", "; ".join(filter(None, (f"device {device}, dtype {chosen}", hardware.without_bf16(device))))
     _, reason = fusing.here()
-    yield "decoding", f"by torch's operators: {reason}" if reason else "fused, in bfloat16"
+    yield "decoding", f"by torch's operators: {reason}" if reason else "fused, in bfloat16 on the CPU"
     kept = hardware.keep_freed_memory()
     yield "allocator", "keeps freed memory (glibc mallopt)" if kept else "not glibc: left as it is"
     yield "disk", f"{shutil.disk_usage(Path.cwd()).free / 1e9:.0f} GB free here"

@@ -19,6 +19,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from pellucid.algorithm.grpo import StepResult
 from pellucid.machine import hardware
+from pellucid.models import fused
+from pellucid.models.fused import Fused
 
 STEP = 3
 """The step that is profiled: the first two fill caches."""
@@ -35,6 +37,7 @@ COLLECTIVES = ("gloo:", "nccl:")
 """Beginnings of the names of what goes between processes, waits for slower ones included."""
 STAGES: tuple[str, ...] = ("generate", "reward", "score", "update")
 KINDS = {
+    "tokens, fused": (fused.NAME,),
     "matrix products": ("mm", "bmm", "addmm", "baddbmm", "_linear_pointwise", "linear", "matmul"),
     "attention": ("_scaled_dot", "scaled_dot", "_flash", "_efficient"),
     "embedding": ("embedding",),
@@ -91,13 +94,14 @@ def counted(steps: Iterator[StepResult]) -> tuple[StepResult | None, dict[str, f
     """The next step, and floating-point operations a token of its rollouts, by stage. In a step of its own: counting
     slows operators down, and torch.profiler, when it counts, holds gigabytes.
     """
+    before = Fused.operations
     with Operations() as operations:
         start = time.perf_counter()
         result = next(steps, None)
     if result is None:
         return None, {}
     stage_at, tokens = stages_by_time(result.metrics), tokens_of(result)
-    flops = dict.fromkeys(STAGES, 0.0)
+    flops = dict.fromkeys(STAGES, 0.0) | {"generate": (Fused.operations - before) / max(1, tokens)}
     for seconds, n in operations.seen:
         flops[stage_at(seconds - start)] += n / tokens
     return result, flops

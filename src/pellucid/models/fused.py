@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.profiler import record_function
 
 from pellucid.models.decoder import LayerWeights, Weights
 from pellucid.models.family import Shape
 
 BLOCK = 32
 """Outputs of a matrix that lie together; widths are a multiple of it."""
+NAME = "fused_step"
+"""Of a step, in torch's profiler."""
 HEADS = range(64, 257, 64)
 """Sizes of a head."""
 
@@ -42,17 +45,24 @@ def unfit(weights: Weights, shape: Shape) -> str:
     width, inner = weights.layers[0].down.shape
     if shape.head_size not in HEADS:
         return f"heads of {shape.head_size}"
+    if weights.norm.dtype != torch.float32:
+        return f"norms in {weights.norm.dtype}"
     return f"width {width} or {inner}" if width % BLOCK or inner % BLOCK else ""
 
 
 class Fused:
     """Weights as the C++ reads them, and a step by them."""
 
+    operations: ClassVar[float] = 0.0
+    """Floating-point operations in products of weights, of all steps of this process."""
+
     def __init__(self, library: Any, weights: Weights, shape: Shape) -> None:
         self.library, self.weights, self.threads = library, weights, torch.get_num_threads()
         first, self.vocabulary = weights.layers[0], len(weights.head.tensor)
         self.head = self._packed(F.pad(weights.head.tensor, (0, 0, 0, -self.vocabulary % 16)))
         self.layers = [self._layer(layer) for layer in weights.layers]
+        matrices = [x for layer in self.layers for x in layer if x is not None and x.ndim > 1]
+        self.size = sum(x.numel() for x in [self.head, *matrices])
         windows = [shape.window if slides else 0 for slides in shape.slides]
         self.table = torch.tensor(
             [
@@ -75,7 +85,7 @@ class Fused:
     def _layer(self, layer: LayerWeights) -> list[Tensor | None]:
         """In the order of a `Layer`, so that what is made here lives as long as its address is used."""
         bias = layer.gate_up_bias
-        return [
+        kept = [
             layer.attention_norm,
             self._packed(whole(layer.qkv)),
             layer.qkv_bias,
@@ -89,11 +99,12 @@ class Fused:
             layer.query_norm,
             layer.key_norm,
         ]
+        return [None if x is None else x.contiguous() for x in kept]
 
     def _packed(self, weight: Tensor, joined: bool = False) -> Tensor:
-        outputs, width = weight.shape
+        (outputs, width), weight = weight.shape, weight.contiguous()
         to = torch.empty(-(-outputs // BLOCK) * BLOCK, width, dtype=weight.dtype)
-        self.library.pack(at(weight.contiguous()), outputs, width, joined, at(to), self.threads)
+        self.library.pack(at(weight), outputs, width, joined, at(to), self.threads)
         return to
 
     def step(
@@ -119,16 +130,18 @@ class Fused:
             *(x.data_ptr() for x in (prompt_of, prompt_lengths, generated, cos, sin)),
         )
         logits = torch.empty(len(hidden), self.vocabulary, dtype=cos.dtype)
-        self.library.step(
-            ctypes.byref(self.model),
-            at(self.table),
-            ctypes.byref(rows),
-            at(self.weights.norm),
-            at(self.head),
-            at(hidden),
-            at(logits),
-            self.threads,
-        )
+        with record_function(NAME):
+            self.library.step(
+                ctypes.byref(self.model),
+                at(self.table),
+                ctypes.byref(rows),
+                at(self.weights.norm),
+                at(self.head),
+                at(hidden),
+                at(logits),
+                self.threads,
+            )
+        Fused.operations += 2.0 * len(hidden) * self.size
         return logits
 
 

@@ -85,7 +85,7 @@ def load() -> Any:
     links = [libraries / "libtorch_cpu.so", *libraries.glob("libgomp*")]  # torch's threads, and none beside them
     sources = [path.read_text() for path in sorted(SOURCES.iterdir())]
     key = hashlib.sha256(repr((sources, FLAGS, compiler, torch.__version__, links)).encode()).hexdigest()
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"))
     command = [*shlex.split(compiler), *FLAGS, str(SOURCES / "decode.cpp"), *map(str, links)]
     try:
         return opened(cache / "pellucid" / f"fused-{key[:16]}.so", command)
@@ -131,8 +131,11 @@ def try_bits(library: Any) -> None:
         tokens = torch.arange(6) + token
         if not torch.equal(plain.step(tokens), fused.step(tokens)):
             raise UnusableError("this processor or this torch rounds otherwise")
+    if not fused.fused:
+        raise UnusableError("torch without bfloat16 for this CPU")
 
 
+@torch.no_grad()
 def small() -> Decoder:
     """A decoder of random weights."""
     with torch.random.fork_rng(devices=[]):

@@ -74,6 +74,8 @@ class Reading(NamedTuple):
     ref_head: Head | None
     among: SamplingMask | None = None
     """What each distribution is truncated to."""
+    gradients: bool = False
+    """Whether there may be a backward pass."""
 
     def candidates(self, rows: Tensor) -> Candidates | None:
         """Of these rows; None is the vocabulary."""
@@ -115,7 +117,7 @@ def token_logprobs(
     far as the room goes that their gradient takes there, and others made again; the entropy has a gradient only if
     asked for. With the hidden states and the head of a reference, a third: KL(distribution, reference's), the sum.
     """
-    reading = Reading(head, temperature, entropy_grad, *(reference or (None, None)), among)
+    reading = Reading(head, temperature, entropy_grad, *(reference or (None, None)), among, torch.is_grad_enabled())
     logprobs, entropy, kl = TokenLogprobs.apply(hidden, head.master, head.bias, tokens, reading)  # pyright: ignore
     return (logprobs, entropy) if reference is None else (logprobs, entropy, kl)
 
@@ -135,7 +137,7 @@ class TokenLogprobs(torch.autograd.Function):
         ctx: Any, hidden: Tensor, master: Tensor, bias: Tensor | None, tokens: Tensor, reading: Reading
     ) -> tuple[Tensor, Tensor, Tensor]:
         head, every = reading.head, torch.arange(len(tokens), device=tokens.device)
-        kept = _room(head.weight, len(tokens) if any(ctx.needs_input_grad) else 0)
+        kept = _room(head.weight, len(tokens) if reading.gradients else 0)
         parts, at = [], 0
         for rows in every.split(_rows(head.weight, FEW)):
             product = head.product(hidden[rows])
@@ -183,10 +185,15 @@ def _parts(live: Tensor, kept: list[Tensor], weight: Tensor) -> Iterator[tuple[T
 
     Products that were kept are given away: gradients are written over them, and nobody holds them any longer.
     """
-    ours = live[live < len(kept[0])] if kept else live[:0]
+    products = kept.pop() if kept else weight[:0]
+    ours = live[live < len(products)]
+    for few, start in zip(ours.split(64), range(0, len(ours), 64), strict=False):
+        if len(ours) < len(products):  # closes the gaps, in place: no token moves behind one that is still to move
+            products[start : start + len(few)] = products[few]
+    room = [products[: len(ours)]]
+    del products
     if len(ours):
-        whole = len(ours) == len(kept[0])
-        yield ours, kept.pop() if whole else kept.pop()[ours], True
+        yield ours, room.pop(), True
     for many in live[len(ours) :].split(_rows(weight, MANY)):
         if len(many) or not len(ours):
             yield many, torch.empty(len(many), len(weight), dtype=weight.dtype, device=weight.device), False
@@ -215,7 +222,7 @@ def _of_logits(
     about: Sequence[Tensor],
     grads: Sequence[Tensor],
 ) -> None:
-    """Puts the gradient of the head's product for these rows into [n, V]; without hidden states the product is there."""
+    """Puts the gradient of the head's product of these rows into [n, V]; without hidden states the product is there."""
     product = into if hidden is None else reading.head.product(hidden)
     tokens, entropy, kl, log_normalizer = (x[rows] for x in about)
     of_logprob, of_entropy, of_kl = (g[rows, None] for g in grads)

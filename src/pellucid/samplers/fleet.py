@@ -14,7 +14,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
 
-from pellucid.samplers.remote import POLL, START, GoneError, Remote, Row
+from pellucid.samplers.remote import POLL, START, GoneError, Remote, Row, SmallError
 from pellucid.samplers.talks import Row as TalkRow
 from pellucid.samplers.vllm_engine import Said
 
@@ -54,8 +54,8 @@ class Fleet:
         """Rows of a group, which stay together."""
         self.rows: dict[int, tuple[Any, Row]] = {}
         """Those that have not been answered, by number, with their keys."""
-        self.longest_row = 0
-        """The most tokens that a row may have come to, of all that were ever asked."""
+        self.longest = 0
+        """How many tokens prompt and answer may have: what all those take who were there first."""
         self.homes: dict[int, Server] = {}
         """Who has the prompts of a group in its cache."""
         self.said: list[Said] = []
@@ -67,12 +67,6 @@ class Fleet:
         self.told = -TOLD
         """When it was said that nobody answers."""
 
-    @property
-    def longest(self) -> int:
-        """How long prompt and answer may be, for all those who are up."""
-        known = [server for server in self.servers if server.remote.longest]
-        return min(server.remote.longest for server in ([s for s in known if s.up] or known))
-
     def renew(self) -> None:
         """Bring the present weights to those who answer, or to all where none does. Wait until one has them."""
         while True:
@@ -81,7 +75,8 @@ class Fleet:
                 server.remote.begin()
             with ThreadPoolExecutor(len(tried)) as pool:
                 list(pool.map(self._renewed, tried))
-            if any(server.up for server in self.servers):
+            if up := [server for server in self.servers if server.up]:
+                self.longest = self.longest or min(server.remote.longest for server in up)
                 return
             self._tell()
             time.sleep(AGAIN)
@@ -96,7 +91,6 @@ class Fleet:
         """Ask for up to `most` tokens behind these. key: the number of the row, or the row of a conversation."""
         with self.news:
             number = next(self.numbers)
-            self.longest_row = max(self.longest_row, len(ids) + most)
             self.rows[number] = key, Row(number, list(ids), most, temperature, seed)
             self._deal([number])
         if not self.threads:
@@ -145,16 +139,15 @@ class Fleet:
     def _group(self, key: Any) -> int:
         return (key.number if isinstance(key, TalkRow) else key) // self.size
 
-    def _rise(self, server: Server) -> None:
-        """A server has the present weights. GoneError where it has no room for the rows of this run."""
-        if server.remote.longest < self.longest_row:
-            lacks = (
-                f"it takes {server.remote.longest} tokens of a row that may have {self.longest_row}: start it with a"
-                " larger --cache-gb"
+    def check_room(self, remote: Remote) -> None:
+        """SmallError where a server takes shorter rows than those who were there first."""
+        if remote.longest < self.longest:
+            raise SmallError(
+                f"it takes {remote.longest} tokens a row, and this run counts on {self.longest}: start it with a larger"
+                " --cache-gb"
             )
-            if server.reason != lacks:  # that it was gone has been told, and this has not
-                server.reason = ""
-            raise GoneError(lacks)
+
+    def _rise(self, server: Server) -> None:
         with self.news:
             server.up = True
             given = {number for other in self.servers for number in (*other.dealt, *other.sent)}
@@ -163,13 +156,14 @@ class Fleet:
             print(f"! {server.remote.url} is back, with the present weights", flush=True)
         server.reason = ""
 
-    def _fall(self, server: Server, reason: str) -> None:
+    def _fall(self, server: Server, error: GoneError) -> None:
+        reason = str(error)
         with self.news:
             rows = [*server.sent, *server.dealt]
             server.up, server.dealt, server.sent = False, [], set()
             server.remote.ready = False
             self._deal(sorted(rows))
-        if not server.reason:
+        if not server.reason or (isinstance(error, SmallError) and server.reason != reason):
             others = "go to the others" if any(other.up for other in self.servers) else "wait"
             lost = f": its {len(rows)} rows {others}" if rows else ""
             print(f"! {server.remote.url}: {reason}{lost}", flush=True)
@@ -196,7 +190,7 @@ class Fleet:
             self.bring(server.remote)
             self._rise(server)
         except GoneError as error:
-            self._fall(server, str(error))
+            self._fall(server, error)
 
     def _serve(self, server: Server) -> None:
         while not self.over.is_set():
@@ -208,7 +202,7 @@ class Fleet:
                     self._exchange(server)
             except GoneError as error:
                 if not self.over.is_set():
-                    self._fall(server, str(error))
+                    self._fall(server, error)
                     self.over.wait(AGAIN)
 
     def _exchange(self, server: Server) -> None:

@@ -45,6 +45,10 @@ class GoneError(Exception):
     """A server that does not answer, or not with the weights that it was given last."""
 
 
+class SmallError(GoneError):
+    """A server with too little room."""
+
+
 class Row(NamedTuple):
     """What is asked for: up to `most` tokens behind these."""
 

@@ -20,8 +20,8 @@ from pellucid.samplers.remote import Remote, described
 from pellucid.samplers.vllm import VLLM, fixed_text, length_of_text, scored, weights_of
 from pellucid.types import Group, Prompt, Sampling
 
-READ = 256
-"""Tokens of the fixed text at most: a block of the cache and more, as large as blocks are."""
+READ = 513
+"""Tokens of the fixed text at most: more than a block of the cache, for blocks of up to 512."""
 
 
 @dataclass
@@ -41,15 +41,19 @@ class Servers(VLLM):
         self.model = b""
         self.weights: dict[str, Tensor] | None = None
         """What was pushed last, where it is kept."""
+        self.text: list[int] = []
+        """The fixed text, as long as any server reads it."""
         self.right = torch.empty(0)
-        """The scorer's log-probs of the fixed text, by what was pushed last."""
+        """The scorer's log-probs of it, by what was pushed last."""
 
     def sync(self, policy: Any, version: int = 0) -> None:
         """UserError where a server does not compute with the weights that were pushed."""
         self.policy, self.version, self.model = policy, version, described(policy)
         self.fleet = self.fleet or Fleet(self.urls, self.timeout, self._bring)
+        self.weights = None  # before there are others
         self.weights = weights_of(policy, copy=self.ahead)
-        self.right = scored(policy, fixed_text(policy, min(READ, policy.context_length - 1)))
+        self.text = fixed_text(policy, min(READ, policy.context_length - 1))
+        self.right = scored(policy, self.text)
         try:
             self.fleet.renew()
         finally:
@@ -69,11 +73,12 @@ class Servers(VLLM):
         """Give a server what was pushed last, and prove that it computes with that."""
         held = remote.version
         remote.load(self.model)
+        self._engine.check_room(remote)
         if not held or remote.version != held:  # another process, or somebody else's weights
             remote.freshness = Freshness()
         with self.alone:
             weights = self.weights or weights_of(self.policy)
-        ids = fixed_text(self.policy, min(READ, length_of_text(remote)))
+        ids = self.text[: length_of_text(remote)]
         if remote.version:
             remote.read(ids)  # so that it would be in a cache which is not cleared
         remote.push(weights)

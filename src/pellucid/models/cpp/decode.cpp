@@ -27,14 +27,14 @@ extern "C" void step(const Model *model, const Layer *layers, const Rows *of, co
     };
 #pragma omp parallel num_threads(threads)
     {
-        const int thread = omp_get_thread_num();
-        const Share mine(n, thread, threads);
+        const int thread = omp_get_thread_num(), team = omp_get_num_threads();  // it may be smaller than was asked for
+        const Share mine(n, thread, team);
         for (int64_t l = 0; l < m.layers; l++) {
             const Layer &layer = layers[l];
             for (int64_t row = mine.from; row < mine.to; row++)
                 norm(hidden + row * m.width, layer.attention_norm, row, m.eps, x);
 #pragma omp barrier
-            multiply(x, layer.qkv, projected, n, thread, threads, [&](int64_t row, int64_t at, const float *sums) {
+            multiply(x, layer.qkv, projected, n, thread, team, [&](int64_t row, int64_t at, const float *sums) {
                 for (int64_t i = 0; i < BLOCK; i += 16)
                     store(&heads[row * projected + at + i], with_bias(sums + i, layer.qkv_bias, at + i));
             });
@@ -42,22 +42,22 @@ extern "C" void step(const Model *model, const Layer *layers, const Rows *of, co
             for (int64_t row = mine.from; row < mine.to; row++)
                 attend(m, layer, rows, row, &heads[row * projected], &scores[thread * QUERIES * stride], stride, attended);
 #pragma omp barrier
-            multiply(attended, layer.attention_out, m.width, n, thread, threads, onto_hidden(layer.attention_out_bias));
+            multiply(attended, layer.attention_out, m.width, n, thread, team, onto_hidden(layer.attention_out_bias));
 #pragma omp barrier
             for (int64_t row = mine.from; row < mine.to; row++) norm(hidden + row * m.width, layer.mlp_norm, row, m.eps, x);
 #pragma omp barrier
-            multiply(x, layer.gate_up, 2 * m.inner, n, thread, threads, [&](int64_t row, int64_t at, const float *sums) {
+            multiply(x, layer.gate_up, 2 * m.inner, n, thread, team, [&](int64_t row, int64_t at, const float *sums) {
                 const __m512 gate = rounded(with_bias(sums, layer.gate_up_bias, at));
                 const __m512 up = rounded(with_bias(sums + 16, layer.gate_up_bias, at + 16));
                 gated.put(row, at / 2, _mm512_mul_ps(rounded(silu(gate)), up));
             });
 #pragma omp barrier
-            multiply(gated, layer.down, m.width, n, thread, threads, onto_hidden(layer.down_bias));
+            multiply(gated, layer.down, m.width, n, thread, team, onto_hidden(layer.down_bias));
 #pragma omp barrier
         }
         for (int64_t row = mine.from; row < mine.to; row++) norm(hidden + row * m.width, last_norm, row, m.eps, x);
 #pragma omp barrier
-        multiply(x, head, m.vocabulary, n, thread, threads, [&](int64_t row, int64_t at, const float *sums) {
+        multiply(x, head, m.vocabulary, n, thread, team, [&](int64_t row, int64_t at, const float *sums) {
             for (int64_t i = 0; i < BLOCK && at + i < m.vocabulary; i += 16) {
                 const __mmask16 there = m.vocabulary - at - i < 16 ? (1 << (m.vocabulary - at - i)) - 1 : 0xffff;
                 _mm256_mask_storeu_epi16(logits + row * m.vocabulary + at + i, there, narrow(_mm512_load_ps(sums + i)));

@@ -54,10 +54,10 @@ constexpr decltype(&product<1>) PRODUCTS[] = {nullptr,    product<1>, product<2>
 
 // For each block of this thread's and each row: then(row, first output, sums [32]).
 template <class Then>
-static void multiply(const Groups &x, const bf16 *weight, int64_t outputs, int64_t n, int thread, int threads, Then then) {
+static void multiply(const Groups &x, const bf16 *weight, int64_t outputs, int64_t n, int thread, int team, Then then) {
     alignas(64) float sums[ROWS * BLOCK];
     const int64_t chunk = chunk_of(x.width);
-    const Share mine((outputs + BLOCK - 1) / BLOCK, thread, threads);
+    const Share mine((outputs + BLOCK - 1) / BLOCK, thread, team);
     for (int64_t block = mine.from; block < mine.to; block++)
         for (int64_t group = 0; group < x.count; group++) {
             std::fill_n(sums, x.rows * BLOCK, 0.0f);

@@ -1,4 +1,4 @@
-// Sixteen numbers at a time: bf16 and fp32, and what is done to each in both of the other files.
+// Sixteen numbers at a time, in bf16 and fp32.
 
 #pragma once
 #include <immintrin.h>
@@ -56,5 +56,5 @@ static void transpose(const bf16 *from, int64_t stride, __m512i *to) {
 // A thread's share of so many.
 struct Share {
     int64_t from, to;
-    Share(int64_t all, int thread, int threads) : from(all * thread / threads), to(all * (thread + 1) / threads) {}
+    Share(int64_t all, int thread, int team) : from(all * thread / team), to(all * (thread + 1) / team) {}
 };
