@@ -95,12 +95,8 @@ def our_task():
     return Arithmetic(digits=2, operators=("+", "-"))
 
 
-def our_step(options: argparse.Namespace) -> None:
-    from pellucid.algorithm import grpo  # noqa: PLC0415
-    from pellucid.algorithm.settings import AdamWConfig, GRPOConfig  # noqa: PLC0415
-    from pellucid.runtimes.runtime import Runtime  # noqa: PLC0415
-    from pellucid.samplers.native import Native  # noqa: PLC0415
-    from pellucid.types import Reward, Sampling  # noqa: PLC0415
+def our_graded_task():
+    from pellucid.types import Reward  # noqa: PLC0415
 
     class Task:
         seed, split = 0, "train"
@@ -108,6 +104,16 @@ def our_step(options: argparse.Namespace) -> None:
 
         def reward(self, _prompt, completion):
             return Reward(reward_of(completion.text))
+
+    return Task()
+
+
+def our_step(options: argparse.Namespace) -> None:
+    from pellucid.algorithm import grpo  # noqa: PLC0415
+    from pellucid.algorithm.settings import AdamWConfig, GRPOConfig  # noqa: PLC0415
+    from pellucid.runtimes.runtime import Runtime  # noqa: PLC0415
+    from pellucid.samplers.native import Native  # noqa: PLC0415
+    from pellucid.types import Sampling  # noqa: PLC0415
 
     learner = our_policy(options)
     cfg = GRPOConfig(
@@ -118,7 +124,7 @@ def our_step(options: argparse.Namespace) -> None:
     )
     runtime = Runtime(learner, AdamWConfig(lr=1e-6), total=options.units)
     sampling = Sampling(max_tokens=options.tokens)
-    steps = grpo.train(Task(), Native(), learner, runtime, cfg, sampling=sampling)
+    steps = grpo.train(our_graded_task(), Native(), learner, runtime, cfg, sampling=sampling)
 
     def unit(_: int) -> dict[str, float]:
         metrics = next(steps).metrics

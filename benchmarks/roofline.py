@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 
 import torch
 import tyro
-from contenders import our_policy, our_task, reward_of
+from contenders import our_graded_task, our_policy
 
 from pellucid.algorithm import grpo
 from pellucid.algorithm.settings import AdamWConfig, GRPOConfig
@@ -30,7 +30,7 @@ from pellucid.policy.policy import Policy
 from pellucid.runtimes.runtime import Runtime
 from pellucid.samplers import native
 from pellucid.samplers.native import Native
-from pellucid.types import Reward, Sampling
+from pellucid.types import Sampling
 
 WARM_UP = 2
 
@@ -52,20 +52,12 @@ class Work(NamedTuple):
     """Read or written at least, however well caches are used."""
 
 
-class Task:
-    seed, split = 0, "train"
-    sample = staticmethod(our_task().sample)
-
-    def reward(self, _prompt: Any, completion: Any) -> Reward:
-        return Reward(reward_of(completion.text))
-
-
 def main(options: Options) -> None:
     torch.manual_seed(0)
     policy = our_policy(Namespace(model=options.model, device="cpu", dtype="bfloat16"))
     runtime = Runtime(policy, AdamWConfig(lr=1e-6), total=100)
     cfg = GRPOConfig(steps=100, prompts_per_step=options.prompts, group_size=options.group, max_length=options.tokens)
-    steps = grpo.train(Task(), Native(), policy, runtime, cfg, sampling=Sampling(max_tokens=options.tokens))
+    steps = grpo.train(our_graded_task(), Native(), policy, runtime, cfg, sampling=Sampling(max_tokens=options.tokens))
     seen: list[dict[str, float]] = []
     with measured(runtime) as laps:
         for i in range(WARM_UP + options.repeats):
@@ -73,7 +65,7 @@ def main(options: Options) -> None:
             result = next(steps)
             if i >= WARM_UP:
                 seen.append({**laps, **result.metrics})
-    context = median(len(policy.encode(prompt)) for prompt in our_task().sample(0, options.prompts))
+    context = median(len(policy.encode(prompt)) for prompt in our_graded_task().sample(0, options.prompts))
     threads = torch.get_num_threads()
     speed = hardware.matmul_tflops(torch.bfloat16, size=2048, repeats=10, threads=threads) * 1e3
     width = bandwidth()

@@ -187,9 +187,8 @@ def _parts(live: Tensor, kept: list[Tensor], weight: Tensor) -> Iterator[tuple[T
     """
     products = kept.pop() if kept else weight[:0]
     ours = live[live < len(products)]
-    for few, start in zip(ours.split(64), range(0, len(ours), 64), strict=False):
-        if len(ours) < len(products):  # closes the gaps, in place: no token moves behind one that is still to move
-            products[start : start + len(few)] = products[few]
+    if 0 < len(ours) < len(products):
+        _close_gaps(products, ours)
     room = [products[: len(ours)]]
     del products
     if len(ours):
@@ -197,6 +196,14 @@ def _parts(live: Tensor, kept: list[Tensor], weight: Tensor) -> Iterator[tuple[T
     for many in live[len(ours) :].split(_rows(weight, MANY)):
         if len(many) or not len(ours):
             yield many, torch.empty(len(many), len(weight), dtype=weight.dtype, device=weight.device), False
+
+
+def _close_gaps(products: Tensor, rows: Tensor) -> None:
+    """Moves these rows [n], ascending, to the front, in place: none moves to where another has yet to move from."""
+    at = 0
+    for few in rows.split(64):
+        products[at : at + len(few)] = products[few]
+        at += len(few)
 
 
 def _read(product: Tensor, tokens: Tensor, reading: Reading, rows: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
