@@ -37,7 +37,7 @@ def main(options: Options) -> None:
     )
     sampling = Sampling(8, max_tokens=options.tokens, seed="gap")
     groups = Native(policy=rounded).generate(Arithmetic(digits=2).sample(0, 4), sampling)
-    batch = collate(groups, CPU)
+    batch = collate(groups)
     sampled = batch.sampler_logprobs[batch.mask]
     scored, true = (p.score(batch).logprobs[batch.mask] for p in (rounded, exact))
     hidden, head = rounded.hidden(batch)

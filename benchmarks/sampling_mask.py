@@ -47,7 +47,7 @@ def main(options: Options) -> None:
     prompts = [Prompt(str(i), ({"role": "user", "content": text},)) for i, text in enumerate(QUESTIONS)]
     sampler = Native(policy=learner)
     ways = [Sampling(8, max_tokens=options.tokens, top_p=top_p, seed="mask") for top_p in (1.0, options.top_p)]
-    batch = collate(sampler.generate(prompts, ways[1]), CPU)
+    batch = collate(sampler.generate(prompts, ways[1]))
     plain = replace(batch, mask_words=None, mask_spans=None)
     sampling, scoring = (
         turns(options.repeats, *works)

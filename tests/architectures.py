@@ -123,7 +123,7 @@ def batch_of(lengths=((7, 1, 12), (1, 1, 1), (3, 12, 5)), prompts=(5, 9, 2)) -> 
         Group(Prompt(str(p), "?"), ids(length), tuple(Completion(ids(n), (0.0,) * n, "", True) for n in row))
         for p, (length, row) in enumerate(zip(prompts, lengths, strict=True))
     ]
-    return collate(groups, torch.device("cpu"))
+    return collate(groups)
 
 
 VANISHING = 1e-7

@@ -184,7 +184,7 @@ def test_a_loop_of_somebody_else_has_our_gradients(monkeypatch):
     ]
     cfg = GRPOConfig(prompts_per_step=2, group_size=4)
     runtime = OneProcessRuntime(policy)
-    batch = collate(graded, policy.device)
+    batch = collate(graded)
     advantages, _ = grpo.compute_advantages(graded, batch, policy, runtime, cfg)
     grpo.update(policy, grpo.attach_advantages(batch, graded, advantages, runtime, cfg), runtime, cfg)
     for name, gradient in runtime.gradients.items():

@@ -60,7 +60,7 @@ def rollouts():
         replace(g, completions=tuple(map(cut, g.completions, lengths)))
         for g, lengths in zip(sampled, ([12, 7, 1, 9], [3, 12, 5, 8]), strict=True)
     ]
-    batch = collate(groups, now.device)
+    batch = collate(groups)
     with torch.no_grad():
         batch = replace(
             batch,

@@ -37,7 +37,7 @@ def drawn():
     groups = grade(CountDigits(), ragged)
     groups = [replace(g, rewards=tuple(composite(r, i) for i, r in enumerate(g.rewards))) for g in groups]
     groups[0] = replace(groups[0], rewards=(Reward(float("nan"), error="broken"), *groups[0].rewards[1:]))
-    batch = collate(groups, now.device)
+    batch = collate(groups)
     with torch.no_grad():
         old_logprobs, ref_logprobs = old.score(batch).logprobs, reference.score(batch).logprobs
     return now, groups, replace(batch, old_logprobs=old_logprobs, ref_logprobs=ref_logprobs)

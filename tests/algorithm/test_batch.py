@@ -24,7 +24,7 @@ def group(*lengths, rewards=(), shown=()):
 @pytest.mark.parametrize("order", [(0, 1, 2), (2, 1, 0), (1, 2, 0)])
 def test_joined_rollouts_lose_no_token_whichever_is_widest(order):
     """Replay puts the newest first: older responses may be longer."""
-    batches = [collate([group(*lengths)], CPU) for lengths in ((1, 1), (2, 5), (3, 1))]
+    batches = [collate([group(*lengths)]) for lengths in ((1, 1), (2, 5), (3, 1))]
     batches = [
         replace(
             b,
@@ -47,8 +47,8 @@ def test_joined_rollouts_lose_no_token_whichever_is_widest(order):
 
 
 def test_joined_rollouts_keep_what_is_known_of_their_prompts():
-    one = collate([group(1, 2, shown=(8, 9, 5)), group(1, 1)], CPU)
-    two = collate([group(3, 1, shown=(9,))], CPU)
+    one = collate([group(1, 2, shown=(8, 9, 5)), group(1, 1)])
+    two = collate([group(3, 1, shown=(9,))])
     joined = concat([two, one])
     assert joined.demonstrations == ((9,), (8, 9, 5), ())
     assert joined.prompt_ids == ((7, 8, 9),) * 3
@@ -77,7 +77,7 @@ def test_a_term_that_failed_counts_as_its_siblings_mean():
 def test_one_prompt_without_a_token_is_one_too_many():
     """Its rows would be predicted from the last token of its neighbour."""
     with pytest.raises(ValueError, match="a prompt without a token"):
-        collate([group(1, 1), replace(group(1, 1), prompt_ids=())], CPU)
+        collate([group(1, 1), replace(group(1, 1), prompt_ids=())])
 
 
 @given(
@@ -96,7 +96,7 @@ def test_what_is_collated_can_be_taken_apart_again(responses, size):
         )
         for p, rows in enumerate(responses)
     ]
-    batch = collate(groups, CPU)
+    batch = collate(groups)
     rows = [
         (
             row.prompt_ids[int(row.prompt_of[i])],
@@ -112,7 +112,7 @@ def test_what_is_collated_can_be_taken_apart_again(responses, size):
         for group in groups
         for c in group.completions
     ]
-    joined = concat([collate([group], CPU) for group in groups])
+    joined = concat([collate([group]) for group in groups])
     assert joined.prompt_ids == batch.prompt_ids
     for name, x in batch.tensors().items():
         assert torch.equal(getattr(joined, name), x), name

@@ -130,7 +130,7 @@ def test_the_bound_is_wide_where_a_group_is_right_less_often_than_the_step():
     answer = Completion((1,), (0.0,), "", True)
     groups = [Group(Prompt(str(p), "?"), (0,), (answer, answer), (Reward(float(p)), Reward(0.0))) for p in (0, 1)]
     cfg = GRPOConfig(group_size=2, clip_difficulty=1.0)
-    batch = collate(groups, torch.device("cpu"))
+    batch = collate(groups)
     judged = grpo.attach_advantages(batch, groups, torch.zeros(2, 2), OneProcessRuntime(), cfg)
     assert judged.clip_high.tolist() == pytest.approx([0.25, 0.25, 0.15, 0.15])
     assert (
@@ -154,7 +154,7 @@ def test_a_group_is_compared_with_those_of_all_processes():
             return [*items, other]
 
     cfg = GRPOConfig(group_size=2, clip_difficulty=1.0)
-    batch = collate([mine], torch.device("cpu"))
+    batch = collate([mine])
     judged = grpo.attach_advantages(batch, [mine], torch.zeros(1, 2), OneOfTwo(), cfg)
     assert judged.clip_high.tolist() == pytest.approx([0.15, 0.15])
 

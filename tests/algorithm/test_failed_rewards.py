@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from conftest import EOS, CountDigits, OneProcessRuntime, make_policy
+from conftest import EOS, CountDigits, OneProcessRuntime
 from pellucid.algorithm import grpo
 from pellucid.algorithm.advantages import ADVANTAGES
 from pellucid.algorithm.batch import collate, grades_of, task_rewards
@@ -77,15 +77,12 @@ def test_the_share_of_right_answers_is_that_of_graded_ones(failed):
 
 def test_the_width_of_the_clip_goes_by_graded_answers(failed):
     """2 of 3 and 0 of 4 are right, 1/3 in the mean; a group that nobody could grade is as hard as the others."""
-    policy = make_policy()
     groups = [group(RIGHT, RIGHT, WRONG, failed), group(*[WRONG] * 4), group(*[failed] * 4)]
     cfg = GRPOConfig(group_size=4, clip_high=0.2, clip_difficulty=1.0)
     advantages = torch.zeros(3, 4, dtype=torch.float64)
-    batch = grpo.attach_advantages(collate(groups, policy.device), groups, advantages, OneProcessRuntime(), cfg)
+    batch = grpo.attach_advantages(collate(groups), groups, advantages, OneProcessRuntime(), cfg)
     assert batch.clip_high.tolist() == pytest.approx([0.2 * 2 / 3] * 4 + [0.2 * 4 / 3] * 4 + [0.2] * 4)
-    batch = grpo.attach_advantages(
-        collate(groups[2:], policy.device), groups[2:], advantages[2:], OneProcessRuntime(), cfg
-    )
+    batch = grpo.attach_advantages(collate(groups[2:]), groups[2:], advantages[2:], OneProcessRuntime(), cfg)
     assert batch.clip_high.tolist() == pytest.approx([0.2] * 4)
 
 

@@ -34,7 +34,7 @@ def graded(groups):
 
 def ready(policy, groups, cfg=CFG, advantages=ADVANTAGES):
     runtime = OneProcessRuntime(policy)
-    batch = grpo.attach_advantages(collate(groups, policy.device), graded(groups), advantages, runtime, cfg)
+    batch = grpo.attach_advantages(collate(groups), graded(groups), advantages, runtime, cfg)
     return grpo.with_weights(batch, runtime, cfg)
 
 
@@ -111,7 +111,7 @@ def test_branches_have_the_advantage_of_their_completion_and_stand_beside_it():
     groups = [replace(group, rewards=(Reward(1.0), Reward(0.0))) for group in branched()]
     advantages = torch.tensor([[1.0, -2.0], [3.0, -4.0]]).double()
     runtime = OneProcessRuntime(policy)
-    batch = grpo.attach_advantages(collate(groups, policy.device), groups, advantages, runtime, cfg)
+    batch = grpo.attach_advantages(collate(groups), groups, advantages, runtime, cfg)
     rows = [ids[mask].tolist() for ids, mask in zip(batch.response_ids, batch.mask, strict=True)]
     assert rows == [[1, 2, 3], [4, 4], [7], [2], [3, 3], [1, 2], [9, 9, 9, 9]]
     assert batch.advantages[:, 0].tolist() == [1.0, 1.0, 1.0, -2.0, 3.0, -4.0, -4.0]
@@ -120,8 +120,7 @@ def test_branches_have_the_advantage_of_their_completion_and_stand_beside_it():
 
 
 def test_a_kl_in_the_reward_charges_a_completion_for_its_branches():
-    policy = make_policy()
-    batch = collate(branched(), policy.device)
+    batch = collate(branched())
     kl = torch.arange(28.0).view(7, 4)
     summed, mask = grpo.charged(replace(batch, kl=kl))
     rows = {0: [0, 1, 2], 1: [4], 2: [8, 9], 3: [12, 13]}  # completions, then branches: of 0 rows 4 and 5, of 3 row 6

@@ -30,7 +30,7 @@ AXES = [{"aggregate": "token"}, {"aggregate": "sequence"}, {"aggregate": "consta
 def rollouts(policy, size=6, n=4, max_tokens=24):
     sampling = Sampling(size, max_tokens=max_tokens, seed="0/0")
     groups = grpo.grade(CountDigits(), Native(policy=policy).generate(CountDigits().sample(0, n), sampling))
-    batch = collate(groups, policy.device)
+    batch = collate(groups)
     assert not bool(batch.mask.all()), "completions must differ in length"
     return replace(
         batch, advantages=batch.along_responses(ADVANTAGES["grpo"](grades_of(groups), GRPOConfig()).flatten())
@@ -133,7 +133,7 @@ def test_a_response_that_stops_at_once_is_graded_and_trained():
         (1, 2, 3),
         tuple(Completion(ids, (-1.0,) * len(ids), "", True) for ids in ((EOS,), (1, EOS))),
     )
-    batch = collate([group], policy.device)
+    batch = collate([group])
     batch = replace(batch, advantages=batch.along_responses(torch.tensor([1.0, 0.0], dtype=F64)))
     before = policy.score(batch).logprobs[0, 0].item()
     update(policy, batch, OneProcessRuntime(policy, lr=0.1), GRPOConfig(group_size=2))
@@ -487,7 +487,7 @@ def test_differences_below_min_reward_range_are_no_signal():
         replace(g, rewards=tuple(map(Reward, v)))
         for g, v in zip(four_groups(policy)[:2], (nearly, [1.0, 0.0, 0.996, 0.0]), strict=True)
     ]
-    batch = collate(groups, policy.device)
+    batch = collate(groups)
     arguments = (groups, batch, policy, OneProcessRuntime())
     plain, _ = grpo.compute_advantages(*arguments, GRPOConfig(group_size=4))
     floored, _ = grpo.compute_advantages(*arguments, GRPOConfig(group_size=4, min_reward_range=0.01))
@@ -643,7 +643,7 @@ def test_what_responses_pay_for_their_kl_is_reported_where_rewards_pay(kl_in):
     )
     assert ("reward/kl" in step.metrics) == (kl_in != "loss")
     if kl_in != "loss":
-        batch = collate(step.groups, policy.device)
+        batch = collate(step.groups)
         gap = (batch.sampler_logprobs - reference.score(batch).logprobs.detach())[batch.mask].sum() / len(batch)
         assert step.metrics["reward/kl"] == pytest.approx(-0.3 * float(gap), abs=1e-4)
 
@@ -718,7 +718,7 @@ def test_the_terms_of_a_reward_are_found_wherever_one_has_them():
 
 def test_a_batch_is_made_from_lengths():
     short, long = Completion((EOS,), (-0.5,), "", True), Completion((4, EOS, 5), (-1.0, -2.0, -3.0), "x", False)
-    batch = collate([Group(Prompt("p", "q"), (1, 2), (short, long))], torch.device("cpu"))
+    batch = collate([Group(Prompt("p", "q"), (1, 2), (short, long))])
     assert batch.mask.tolist() == [[True, False, False], [True, True, True]]
     assert batch.prompt_of.tolist() == [0, 0]
     assert batch.finished.tolist() == [True, False]

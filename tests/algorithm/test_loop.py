@@ -127,7 +127,7 @@ def test_rows_are_trained_within_their_own_bounds():
     logprobs = torch.full((2, 1), math.log(1.25)).requires_grad_()
     answer = Completion((1,), (0.0,), "", True)
     batch = replace(
-        collate([Group(Prompt("p", "?"), (0,), (answer, answer))], torch.device("cpu")),
+        collate([Group(Prompt("p", "?"), (0,), (answer, answer))]),
         old_logprobs=torch.zeros(2, 1),
         advantages=torch.ones(2, 1),
         weights=torch.full((2, 1), 0.5),
@@ -150,7 +150,7 @@ def test_a_reference_that_moves_keeps_its_share_of_itself():
 def test_rewards_are_shared_by_the_layer_that_is_named(layer):
     policy = make_policy()
     groups = grpo.grade(CountDigits(), four_groups(policy))
-    batch, grades = collate(groups, policy.device), grades_of(groups)
+    batch, grades = collate(groups), grades_of(groups)
     cfg = GRPOConfig(group_size=4, similarity="smooth", similarity_layer=layer, micro_batch=3)
     shaped = grpo.shape(grades, batch, policy, cfg)
     states = policy.embed(batch, layer).view(4, 4, -1)
@@ -163,7 +163,7 @@ def test_rewards_are_less_by_what_is_overlong_and_by_the_kl():
     """Two of four tokens of the cache are used up: 1/2. The KL of the answers, 3 and 1, costs a tenth."""
     answers = tuple(Completion((1,) * n, (0.0,) * n, "", True) for n in (8, 4))
     groups = [Group(Prompt("p", "?"), (0,), answers, (Reward(1.0), Reward(1.0)))]
-    batch = collate(groups, torch.device("cpu"))
+    batch = collate(groups)
     kl = torch.zeros(2, 8)
     kl[0, :3], kl[1, 0] = 1.0, 1.0
     cfg = GRPOConfig(group_size=2, max_length=10, overlong_cache=4, kl_in="raw_reward", kl_coef=0.1)

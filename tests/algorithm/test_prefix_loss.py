@@ -43,7 +43,7 @@ def groups_of(policy, sampler="native", task=None):
 
 def batch_of(policy):
     groups = groups_of(policy)
-    batch = collate(groups, policy.device)
+    batch = collate(groups)
     return replace(
         batch, advantages=batch.along_responses(ADVANTAGES["grpo"](grades_of(groups), GRPOConfig()).flatten())
     )
@@ -96,7 +96,7 @@ def test_a_whole_answer_is_learnt_with_its_end():
     policy = make_policy(dtype=F64)
     [group] = groups_of(policy)[:1]
     whole = replace(group, demonstration=(*group.demonstration, EOS))
-    batch = collate([whole], policy.device)
+    batch = collate([whole])
     batch = replace(batch, advantages=torch.zeros_like(batch.sampler_logprobs))
     found, metrics = gradients_of(policy, batch, GRPOConfig(prefix_coef=1.0))
     loss = likelihood(policy, [whole])
@@ -124,7 +124,7 @@ def test_without_a_coefficient_prefixes_get_no_gradient():
     """The same completions as continuations of a longer prompt: prefix or prompt, the gradient is one."""
     policy = make_policy(dtype=F64)
     batch = batch_of(policy)
-    as_prompt = collate([with_prefix_in_prompt(group) for group in groups_of(policy)], policy.device)
+    as_prompt = collate([with_prefix_in_prompt(group) for group in groups_of(policy)])
     as_prompt = replace(
         as_prompt, advantages=as_prompt.along_responses(batch.advantages.sum(-1) / batch.sampled.sum(-1))
     )
@@ -159,7 +159,7 @@ def test_tokens_may_be_given_anywhere(engine):
         Completion(ids, (0.0,) * len(ids), "", True, given=stretches)
         for ids, stretches in zip(((1, 2, 3, 4, 5, 6), (1, 2, 7), (1, 3, 2), (1, 2, 3, 4)), given, strict=True)
     ]
-    batch = collate([Group(Prompt("p", "?"), (7, 8, 9), tuple(answers))], policy.device)
+    batch = collate([Group(Prompt("p", "?"), (7, 8, 9), tuple(answers))])
     assert batch.sampled.sum(-1).tolist() == [2, 1, 2, 0]
     wanted = torch.zeros_like(batch.sampler_logprobs)
     wanted[0, 3], wanted[1, 0], wanted[3, :4] = 1.0, 1.0, 1.0
@@ -177,7 +177,7 @@ def test_tokens_may_be_given_anywhere(engine):
 def test_the_likelihood_is_over_the_vocabulary_where_the_sampler_truncates():
     policy = make_policy(dtype=F64)
     cut = Native(policy=policy).generate(Begun().sample(0, 4), Sampling(3, max_tokens=12, top_k=3, seed="0/0"))
-    batch = collate(cut, policy.device)
+    batch = collate(cut)
     batch = replace(batch, advantages=torch.zeros_like(batch.sampler_logprobs))
     _, metrics = gradients_of(policy, batch, GRPOConfig(prefix_coef=1.0))
     assert metrics["prefix/nll"] == pytest.approx(float(likelihood(policy, cut).detach()), rel=1e-6)
@@ -254,7 +254,7 @@ def test_a_prefix_may_be_longer_than_every_response_that_is_left(dead):
     groups = groups_of(policy)
     short = [Completion((4, EOS), (-1.0, -1.0), "1", True), Completion((EOS,), (-1.0,), "", True)]
     groups[0] = replace(groups[0], completions=tuple(short), rewards=groups[0].rewards[:2])
-    batch = collate(groups[:1], policy.device)
+    batch = collate(groups[:1])
     advantages = [0.0, 0.0] if dead else [1.0, -1.0]
     batch = replace(batch, advantages=batch.along_responses(torch.tensor(advantages)))
     plain, _ = gradients_of(policy, batch, GRPOConfig())

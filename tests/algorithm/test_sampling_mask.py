@@ -112,7 +112,7 @@ def test_what_is_drawn_carries_its_log_prob_among_what_was_kept(cut):
 @pytest.mark.parametrize("sampler", SAMPLERS)
 def test_scorer_and_sampler_agree_on_every_token_and_not_without_the_mask(sampler, architecture, cut):
     policy = make_policy(architecture, temperature=1.3)
-    batch = collate(drawn(policy, CUTS[cut], SAMPLERS[sampler], 1.3), policy.device)
+    batch = collate(drawn(policy, CUTS[cut], SAMPLERS[sampler], 1.3))
     ours = policy.score(batch).logprobs.detach()
     torch.testing.assert_close(ours[batch.mask], batch.sampler_logprobs[batch.mask], rtol=0, atol=2e-5)
     whole = policy.score(replace(batch, mask_words=None, mask_spans=None)).logprobs.detach()
@@ -125,7 +125,7 @@ def test_the_whole_and_the_likeliest_are_drawn_without_a_mask(sampler):
         samples = SAMPLERS[sampler]()
         samples.sync(make_policy())
         groups = samples.generate(CountDigits().sample(0, 1), Sampling(2, max_tokens=3, **settings))
-        assert collate(groups, torch.device("cpu")).sampling_mask(torch.device("cpu")) is None
+        assert collate(groups).sampling_mask(torch.device("cpu")) is None
 
 
 # ---------------------------------------------------------------- scoring
@@ -195,7 +195,7 @@ def test_the_expected_gradient_is_that_of_the_truncated_policy():
     completions = [
         Completion((a,), (float(chances[i].log()),), "", True, masks_of(kept[None])) for i, a in enumerate(every)
     ]
-    batch = collate([Group(Prompt("p", "p"), prompt_ids, tuple(completions))], policy.device)
+    batch = collate([Group(Prompt("p", "p"), prompt_ids, tuple(completions))])
     cfg = GRPOConfig(group_size=len(every), aggregate="constant", constant_length=1)
     batch = replace(batch, advantages=batch.along_responses(rewards[every]), weights=chances[:, None] * batch.mask)
     loss, metrics = loss_terms(policy.score(batch), batch, cfg)
@@ -223,7 +223,7 @@ def test_ratio_1_and_kl_0_at_equal_weights(reference, kl):
         policy.measure_kl(other)
     cfg = GRPOConfig(group_size=4, kl=kl, kl_in="loss", kl_coef=0.1, epochs=2)
     runtime = OneProcessRuntime(policy)
-    batch = collate(drawn(policy, temperature=0.8), policy.device)
+    batch = collate(drawn(policy, temperature=0.8))
     batch = add_old_and_reference_logprobs(batch, policy, other, runtime, cfg)
     batch = replace(
         batch, advantages=batch.along_responses(torch.randn(len(batch))), weights=weights_of(batch, runtime, cfg)
@@ -244,8 +244,8 @@ def test_ratio_1_and_kl_0_at_equal_weights(reference, kl):
 def test_rows_of_a_batch_and_joined_batches_keep_their_masks():
     policy = make_policy()
     groups = drawn(policy, prompts=5)
-    whole, score = collate(groups, policy.device), lambda batch: policy.score(batch).logprobs.detach()[batch.mask]
-    parts = [collate(groups[:2], policy.device), collate(groups[2:], policy.device)]
+    whole, score = collate(groups), lambda batch: policy.score(batch).logprobs.detach()[batch.mask]
+    parts = [collate(groups[:2]), collate(groups[2:])]
     joined = concat(parts)
     assert torch.equal(score(joined), score(whole))
     chosen = torch.tensor([1, 6, 7, 19])

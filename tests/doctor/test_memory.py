@@ -106,7 +106,7 @@ def batch_of(prompt, response, rows):
     completions = tuple(
         Completion(tuple((i + g) % 20 for i in range(response)), (-1.0,) * response, "", True) for g in range(rows)
     )
-    return collate([Group(Prompt("p", "?"), tuple(range(prompt)), completions)], torch.device("cpu"))
+    return collate([Group(Prompt("p", "?"), tuple(range(prompt)), completions)])
 
 
 def test_activations_are_what_autograd_keeps():

@@ -181,7 +181,7 @@ def test_a_token_that_also_pads_is_trained_as_any_other():
         model.model.embed_tokens.padding_idx = EOS
         policy = Policy(model, character_tokenizer(), engine="auto" if ours else "transformers")
         prompt_ends = [Group(Prompt("p", "?"), (1, EOS), (Completion((2, 3), (0.0,) * 2, "", True),))]
-        policy.score(collate(prompt_ends, torch.device("cpu"))).logprobs.sum().backward()
+        policy.score(collate(prompt_ends)).logprobs.sum().backward()
         gradients.append(model.model.embed_tokens.weight.grad)
     assert gradients[0][EOS].norm() > 0
     assert gradients[1][EOS].norm() == 0
@@ -416,7 +416,7 @@ def test_a_group_larger_than_the_room_flies_all_the_same():
 def test_what_was_sampled_is_what_is_scored(name, temperature):
     policy = Policy(model_of(name), character_tokenizer(), temperature=temperature)
     sampling = Sampling(8, temperature, max_tokens=24, seed="0/0")
-    batch = collate(Native(16, policy).generate(CountDigits().sample(0, 4), sampling), policy.device)
+    batch = collate(Native(16, policy).generate(CountDigits().sample(0, 4), sampling))
     gap = (policy.score(batch).logprobs.detach() - batch.sampler_logprobs)[batch.mask].abs().max()
     assert gap < 1e-4
 
@@ -439,7 +439,7 @@ def test_in_bf16_the_scorer_has_the_very_bits_of_the_sampler(name):
     groups = Native(16, policy).generate(CountDigits().sample(0, 6), Sampling(8, max_tokens=40, seed="0/0"))
     assert len({len(group.prompt_ids) for group in groups}) > 1
     for some in (groups, *([group] for group in groups)):
-        batch = collate(some, policy.device)
+        batch = collate(some)
         gap = (policy.score(batch).logprobs.detach() - batch.sampler_logprobs)[batch.mask].abs()
         assert gap.mean() < 0.02
         if products_know_no_neighbours():
@@ -649,7 +649,7 @@ def test_far_out_the_decoder_is_as_near_to_fp64_as_transformers(rope):
     shape = {**SMALL, "max_position_embeddings": 4096, "head_dim": 64, "rope_parameters": rope}
     model, ids = LlamaForCausalLM(LlamaConfig(**shape)).eval(), torch.randint(VOCAB, (1, 2000))
     completion = Completion(tuple(ids[0, 1900:].tolist()), (0.0,) * 100, "", True)
-    batch = collate([Group(Prompt("p", "?"), tuple(ids[0, :1900].tolist()), (completion,))], torch.device("cpu"))
+    batch = collate([Group(Prompt("p", "?"), tuple(ids[0, :1900].tolist()), (completion,))])
     hidden, head = hidden_states(decoder_of(model), batch)
     ours, theirs = hidden @ head.tensor.T, model(ids).logits[0, 1899:-1]
     exact = model.double()(ids).logits[0, 1899:-1]
@@ -755,7 +755,7 @@ def test_rotary_frequencies_that_depend_on_the_length_are_kept_to_where_they_do_
     longest_prompt = max(len(policy.encode(prompt)) for prompt in prompts)
     sampling = Sampling(4, max_tokens=most - longest_prompt, seed="0/0")
     groups = Native(policy=policy).generate(prompts, sampling)
-    batch, alone = collate(groups, policy.device), collate(groups[:1], policy.device)
+    batch, alone = collate(groups), collate(groups[:1])
     scored = policy.score(batch).logprobs
     assert (scored - batch.sampler_logprobs)[batch.mask].abs().max() < 1e-4
     rows, length = alone.mask.shape
@@ -772,7 +772,7 @@ def test_a_row_beyond_that_length_is_not_scored(kind):
     most = policy.context_length
     for response in (most - 3, most - 2):
         completion = Completion((1,) * response, (0.0,) * response, "", True)
-        batch = collate([Group(Prompt("p", "?"), (1, 2, 3), (completion,))], policy.device)
+        batch = collate([Group(Prompt("p", "?"), (1, 2, 3), (completion,))])
         if response + 3 <= most:
             assert bool(policy.score(batch).logprobs.isfinite().all())
         else:

@@ -36,7 +36,7 @@ def test_the_merged_model_has_the_log_probs_of_base_and_adapter(name, tmp_path):
             p.copy_(0.3 * torch.randn_like(p))
     sampler, _ = choose("native", 8, adapted)
     sampler.sync(adapted)
-    batch = collate(sampler.generate(CountDigits().sample(0, 3), Sampling(2, max_tokens=8)), CPU)
+    batch = collate(sampler.generate(CountDigits().sample(0, 3), Sampling(2, max_tokens=8)))
     scored = adapted.score(batch).logprobs
     scored.sum().backward()
     adapted.save(tmp_path / "merged")

@@ -173,7 +173,7 @@ def test_both_compute_in_fp16(name, sampler):
     policy = policy_of(name, torch.float16)
     drawing = sampler()
     drawing.sync(policy)
-    batch = collate(drawing.generate(CountDigits().sample(0, 4), Sampling(8, max_tokens=24, seed="0/0")), policy.device)
+    batch = collate(drawing.generate(CountDigits().sample(0, 4), Sampling(8, max_tokens=24, seed="0/0")))
     scored = policy.score(batch).logprobs.detach()
     gap = (scored - batch.sampler_logprobs)[batch.mask].abs()
     exact = (scored - policy_of(name, torch.float32).score(batch).logprobs.detach())[batch.mask].abs()

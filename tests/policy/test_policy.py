@@ -34,7 +34,7 @@ from pellucid.types import Completion, Group, Prompt, Sampling, UserError
 
 def batch_of(policy, n=3, size=3, max_tokens=10):
     sampling = Sampling(size, max_tokens=max_tokens, seed="0/0")
-    return collate(Native(policy=policy).generate(CountDigits().sample(0, n), sampling), policy.device)
+    return collate(Native(policy=policy).generate(CountDigits().sample(0, n), sampling))
 
 
 def one_token_at_a_time(policy, batch):
@@ -192,9 +192,9 @@ def capped(tmp_path_factory):
 def test_a_soft_cap_is_known_in_every_dtype(capped, settings, dtype):
     policy = policy_module.load(str(capped), torch.device("cpu"), dtype, 1.0, **settings)
     group = Group(Prompt("p", "a"), (1, 2, 3), (Completion((4, EOS), (-1.0, -1.0), "", True),) * 2)
-    scored = policy.score(collate([group], policy.device)).logprobs.detach()
+    scored = policy.score(collate([group])).logprobs.detach()
     whole = policy_module.load(str(capped), torch.device("cpu"), torch.float32, 1.0)
-    torch.testing.assert_close(scored, whole.score(collate([group], whole.device)).logprobs.detach(), rtol=0, atol=0.3)
+    torch.testing.assert_close(scored, whole.score(collate([group])).logprobs.detach(), rtol=0, atol=0.3)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -280,7 +280,7 @@ def test_a_prompt_of_no_token_is_refused_wherever_it_comes_from():
     answers = (Completion((1, EOS), (-1.0, -1.0), "", True),) * 2
     groups = [Group(Prompt("a", "a"), (1, 2, 3), answers), Group(Prompt("b", ""), (), answers)]
     with pytest.raises(ValueError, match="a prompt without a token"):
-        collate(groups, policy.device)
+        collate(groups)
 
 
 def test_a_tokenizer_that_begins_every_text_makes_an_empty_prompt_whole():
@@ -361,7 +361,7 @@ def test_a_checkpoint_of_another_model_is_refused(lora):
 def test_a_response_may_be_a_single_token():
     policy = make_policy()
     group = Group(Prompt("p", "a"), (1, 2, 3), (Completion((EOS,), (-1.0,), "", True),) * 2)
-    assert policy.score(collate([group], policy.device)).logprobs.shape == (2, 1)
+    assert policy.score(collate([group])).logprobs.shape == (2, 1)
 
 
 def test_an_answer_ends_as_the_chat_template_ends_it():

@@ -43,7 +43,7 @@ def rollouts(learner):
     sampler, note = choose("native", 8, learner)
     assert note == ""
     sampler.sync(learner)
-    return collate(sampler.generate(CountDigits().sample(0, 3), Sampling(2, max_tokens=8)), CPU)
+    return collate(sampler.generate(CountDigits().sample(0, 3), Sampling(2, max_tokens=8)))
 
 
 def dequantized(learner, folder):

@@ -109,7 +109,7 @@ def rough_steps(config, world):
     policy = policy_of()
     runtime = Runtime(policy, AdamWConfig(lr=1e-2, eps=1e-4), 8, config)
     completions = tuple(Completion((1 + g, 2, 3 + g), (-1.0,) * 3, "", True) for g in range(2))
-    batch = collate([Group(Prompt("p", "?"), (4, 5, 6), completions)], policy.device)
+    batch = collate([Group(Prompt("p", "?"), (4, 5, 6), completions)])
     told = []
     for factor in (1.0, 0.0, float("nan"), 1.0):
         for micro_batch in runtime.accumulate([batch]):

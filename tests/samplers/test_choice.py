@@ -31,7 +31,7 @@ def gap(policy, sampler):
     groups = sampler.generate(CountDigits().sample(0, 4), Sampling(4, max_tokens=16, seed="0/0"))
     assert len({len(group.prompt_ids) for group in groups}) > 1
     assert len({len(c.token_ids) for group in groups for c in group.completions}) > 1
-    batch = collate(groups, policy.device)
+    batch = collate(groups)
     return float((policy.score(batch).logprobs.detach() - batch.sampler_logprobs)[batch.mask].abs().max())
 
 

@@ -55,7 +55,7 @@ def turns_of(completion):
 @pytest.mark.parametrize("name", ["native", "hf"])
 def test_the_logprobs_of_every_turn_are_the_scorers(name, architecture):
     policy, groups = held(name, architecture)
-    batch = collate(groups, policy.device)
+    batch = collate(groups)
     assert max(len(turns_of(c)) for c in completions_of(groups)) >= 3
     with torch.no_grad():
         gap = (policy.score(batch).logprobs - batch.sampler_logprobs)[batch.sampled].abs().max()
@@ -125,7 +125,7 @@ def test_other_questions_of_siblings_are_given_behind_what_they_share():
         beginnings = [policy.decode(ids).split("=")[0] for ids in whole]
         assert [text.count("c") for text in beginnings] == [0, 1, 2, 3]
         assert all(c.given[0][0] == 0 for c in group.completions[:3])
-    batch = collate(groups, policy.device)
+    batch = collate(groups)
     with torch.no_grad():
         gap = (policy.score(batch).logprobs - batch.sampler_logprobs)[batch.sampled].abs().max()
     assert gap < 1e-4
@@ -281,7 +281,7 @@ def test_a_rewritten_history_is_a_sequence_of_its_own(name, architecture):
         assert len(turns_of(completion)) == 2
         assert "d" in policy.decode(completion.token_ids)
         assert "d" not in policy.decode(branch.token_ids[: branch.given[0][1]])
-    batch = collate(groups, policy.device)
+    batch = collate(groups)
     assert len(batch) == 2 * len(completions_of(groups))
     with torch.no_grad():
         gap = (policy.score(batch).logprobs - batch.sampler_logprobs)[batch.sampled].abs().max()
@@ -295,7 +295,7 @@ def test_truncated_sampling_has_masks_for_what_was_sampled_alone(name):
         given = {t for start, end in completion.given for t in range(start, end)}
         assert all(len(mask) == 0 for t, mask in enumerate(completion.sampling_mask) if t in given)
         assert all(len(mask) > 0 for t, mask in enumerate(completion.sampling_mask) if t not in given)
-    batch = collate(groups, policy.device)
+    batch = collate(groups)
     with torch.no_grad():
         gap = (policy.score(batch).logprobs - batch.sampler_logprobs)[batch.sampled].abs().max()
     assert gap < 1e-4

@@ -104,7 +104,7 @@ def with_us(tokenizer):
             for token in ids_of(tokenizer, SAID[row.number][row.turns]):
                 talks.add(row, token, -1.0, None)
             talks.spoken(row)
-    return collate(talks.groups(), policy.device), talks.groups()[0]
+    return collate(talks.groups()), talks.groups()[0]
 
 
 @pytest.mark.parametrize("template", ["qwen2_5", "qwen3"])

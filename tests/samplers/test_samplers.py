@@ -33,7 +33,7 @@ def test_sampler_logprobs_equal_the_scorers(name, architecture, temperature):
     groups = sampled(policy, name, temperature)
     assert len({len(g.prompt_ids) for g in groups}) > 1, "prompts must need padding"
     assert len({len(c.token_ids) for g in groups for c in g.completions}) > 1, "completions must end at different times"
-    batch = collate(groups, policy.device)
+    batch = collate(groups)
     with torch.no_grad():
         gap = (policy.score(batch).logprobs - batch.sampler_logprobs)[batch.mask].abs().max()
     assert gap < 1e-4

@@ -68,7 +68,7 @@ def step(policy, by=0.05):
 
 
 def gap_of(policy, groups):
-    batch = collate(groups, policy.device)
+    batch = collate(groups)
     with torch.no_grad():
         return (policy.score(batch).logprobs - batch.sampler_logprobs)[batch.sampled].abs().max()
 

@@ -37,7 +37,7 @@ def synced(policy, pair, timeout=120.0, world=None):
 
 
 def gap_of(policy, groups):
-    batch = collate(groups, policy.device)
+    batch = collate(groups)
     with torch.no_grad():
         return (policy.score(batch).logprobs - batch.sampler_logprobs)[batch.sampled].abs().max()
 

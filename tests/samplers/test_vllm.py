@@ -58,7 +58,7 @@ def step(policy, by):
 
 
 def gap_of(policy, groups):
-    batch = collate(groups, policy.device)
+    batch = collate(groups)
     with torch.no_grad():
         return (policy.score(batch).logprobs - batch.sampler_logprobs)[batch.sampled].abs()
 
@@ -300,7 +300,7 @@ def test_the_logprobs_of_every_turn_are_the_scorers(sampler, patient):
     groups = held(sampler, patient=patient)
     completions = [c for group in groups for c in group.completions]
     assert max(len(c.given) for c in completions) >= 2
-    batch = collate(groups, sampler.policy.device)
+    batch = collate(groups)
     assert gap_of(sampler.policy, groups).max() < 1e-4
     assert (batch.sampler_logprobs[~batch.sampled] == 0).all()
 

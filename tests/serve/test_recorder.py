@@ -74,7 +74,7 @@ def turns_of(completion):
 
 
 def gap_of(policy, groups):
-    batch = collate(groups, policy.device)
+    batch = collate(groups)
     with torch.no_grad():
         return batch, (policy.score(batch).logprobs - batch.sampler_logprobs)[batch.sampled].abs().max()
 

@@ -72,7 +72,7 @@ def test_replayed_rollouts_come_back_as_they_were(tmp_path):
 
     def rollouts(*tokens, shown=()):
         completions = tuple(Completion((t,) * n, (-0.5,) * n, "", True) for n, t in enumerate(tokens, 1))
-        batch = collate([Group(Prompt("p", "?"), (7, 8), completions, demonstration=shown)], torch.device("cpu"))
+        batch = collate([Group(Prompt("p", "?"), (7, 8), completions, demonstration=shown)])
         advantages = batch.along_responses(torch.arange(float(len(tokens))))
         return replace(batch, old_logprobs=batch.sampler_logprobs - 1, advantages=advantages)
 

@@ -42,7 +42,7 @@ def train(
             clock.lap("generate")
             more = step + 1 < cfg.steps
             later = beside.submit(draw, task, sampler, sampling, runtime, step + 1, cfg) if more else None
-            fresh = grpo.add_old_and_reference_logprobs(collate(groups, policy.device), policy, reference, runtime, cfg)
+            fresh = grpo.add_old_and_reference_logprobs(collate(groups), policy, reference, runtime, cfg)
             advantages, changed = grpo.compute_advantages(groups, fresh, policy, runtime, cfg)
             batch = grpo.attach_advantages(fresh, groups, advantages, runtime, cfg)
             batch = grpo.replay(state, step, batch, cfg)

@@ -24,7 +24,7 @@ from pellucid.types import Completion, Group, Reward
 
 @dataclass(frozen=True)
 class Batch:
-    """Rollouts as tensors; each row is one completion.
+    """Rollouts as tensors, on the CPU; each row is one completion.
 
     Example: prompts of 5 and 6 tokens, G = 2 and completions of 2, 3, 1 and 3 tokens give P = 2, B = 4, T = 3 and
     mask = [[1, 1, 0], [1, 1, 1], [1, 0, 0], [1, 1, 1]]. The end-of-sequence token is a token like any other.
@@ -100,9 +100,6 @@ class Batch:
         """[B] -> [B, T]: the value of each row at its sampled tokens, 0 elsewhere."""
         return torch.where(self.sampled, x[:, None], 0.0)
 
-    def to(self, device: torch.device) -> Batch:
-        return replace(self, **{name: x.to(device) for name, x in self.tensors().items()})
-
     def chunks(self, size: int) -> list[Batch]:
         """Consecutive batches of at most `size` rows; 0 means one."""
         return [self.rows(slice(i, i + size)) for i in range(0, len(self), size)] if size else [self]
@@ -123,29 +120,27 @@ class Batch:
         return found, torch.ones_like(found, dtype=torch.bool)
 
 
-def collate(groups: Sequence[Group], device: torch.device) -> Batch:
+def collate(groups: Sequence[Group]) -> Batch:
     """The Batch of groups. Behind the completions, in their order, stand their branches."""
     rollouts = [(p, c) for p, g in enumerate(groups) for c in g.completions]
     branches = [(p, i, b) for i, (p, c) in enumerate(rollouts) for b in c.branches]
     completions = [*(c for _, c in rollouts), *(b for _, _, b in branches)]
     words, spans = (None, None)
     if completions[0].sampling_mask:
-        words, spans = (x.to(device) for x in collated([c.sampling_mask for c in completions]))
+        words, spans = collated([c.sampling_mask for c in completions])
     mask = mask_of([len(c.token_ids) for c in completions])
     return Batch(
         prompt_ids=tuple(g.prompt_ids for g in groups),
         demonstrations=tuple(g.demonstration for g in groups),
-        prompt_of=torch.tensor([*(p for p, _ in rollouts), *(p for p, _, _ in branches)], device=device),
-        response_ids=padded([c.token_ids for c in completions], torch.long).to(device),
-        mask=mask.to(device),
-        sampled=(mask & ~given_of(completions, mask.shape[1])).to(device),
-        finished=torch.tensor([c.finished for c in completions], device=device),
-        sampler_logprobs=padded([c.logprobs for c in completions], torch.float32).to(device),
+        prompt_of=torch.tensor([*(p for p, _ in rollouts), *(p for p, _, _ in branches)]),
+        response_ids=padded([c.token_ids for c in completions], torch.long),
+        mask=mask,
+        sampled=mask & ~given_of(completions, mask.shape[1]),
+        finished=torch.tensor([c.finished for c in completions]),
+        sampler_logprobs=padded([c.logprobs for c in completions], torch.float32),
         mask_words=words,
         mask_spans=spans,
-        rollout_of=torch.tensor([*range(len(rollouts)), *(i for _, i, _ in branches)], device=device)
-        if branches
-        else None,
+        rollout_of=torch.tensor([*range(len(rollouts)), *(i for _, i, _ in branches)]) if branches else None,
     )
 
 
@@ -167,11 +162,11 @@ def with_demonstrations(batch: Batch, prompts: Tensor) -> Batch:
     shown = [p for p in prompts.tolist() if batch.demonstrations[p]]
     if not shown:
         return batch
-    responses, device = [batch.demonstrations[p] for p in shown], batch.mask.device
-    mask = mask_of([len(ids) for ids in responses]).to(device)
+    responses = [batch.demonstrations[p] for p in shown]
+    mask = mask_of([len(ids) for ids in responses])
     new = {
-        "prompt_of": torch.tensor(shown, device=device),
-        "response_ids": padded(responses, torch.long).to(device),
+        "prompt_of": torch.tensor(shown),
+        "response_ids": padded(responses, torch.long),
         "mask": mask,
         "likelihood_weights": mask.to(batch.sampler_logprobs),
     }

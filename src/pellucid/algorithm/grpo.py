@@ -135,7 +135,7 @@ def train(
         # 1. Generate: G completions of each prompt, from the current policy. 2. Reward: the task grades every one.
         groups, drawn = rollout(task, sampler, sampling, runtime, step, cfg, clock)
         # 3. Advantage: how much better each completion did than its siblings.
-        fresh = add_old_and_reference_logprobs(collate(groups, policy.device), policy, reference, runtime, cfg)
+        fresh = add_old_and_reference_logprobs(collate(groups), policy, reference, runtime, cfg)
         advantages, changed = compute_advantages(groups, fresh, policy, runtime, cfg)  # [P, G]
         batch = replay(state, step, attach_advantages(fresh, groups, advantages, runtime, cfg), cfg)
         clock.lap("score")

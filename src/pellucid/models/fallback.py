@@ -49,6 +49,7 @@ class FallbackDecodeBatch:
         return self._forward(tokens[:, None])
 
     def keep(self, rows: Tensor) -> None:
+        rows = rows.to(self.mask.device)
         self.mask = self.mask[rows]
         if len(rows):
             self.cache.reorder_cache(rows)

@@ -2,7 +2,8 @@
 
 A group shares its prompt, and the tokens that all its responses were given to begin with. All that is shared stands
 first, then what each response has of its own, token after token in one dimension; only attention sees rows. The last
-token of a response predicts nothing and is left out.
+token of a response predicts nothing and is left out. Where tokens stand is worked out on the CPU, as sizes follow from
+it: no device is waited for.
 
 Shapes: N tokens in all, P prompts with room for S tokens, B rows with room for T of which they read one less than they
 have, D hidden size.
@@ -51,52 +52,57 @@ class Layout(NamedTuple):
     """What is not shared. Their keys are those of their prompt, then their own."""
     prompt_of: Tensor
     """[B]"""
-    lengths: Tensor
-    """[P] of the prompts."""
+    starts: Tensor
+    """[B] the lengths of their prompts."""
     sources: Tensor
     """The token that predicts each scored token, in the order of batch.scored."""
 
 
 def prompt_rows(prompts: Sequence[Sequence[int]], dtype: torch.dtype, device: torch.device) -> tuple[Rows, Tensor]:
-    """The Rows of these prompts, and their lengths [P]."""
-    lengths = torch.tensor([len(ids) for ids in prompts], device=device)
-    steps = torch.arange(roomy(max(map(len, prompts))), device=device)
+    """The Rows of these prompts, and on the CPU their lengths [P]."""
+    lengths = torch.tensor([len(ids) for ids in prompts])
+    steps = torch.arange(roomy(max(map(len, prompts))))
     real = steps < lengths[:, None]
-    ids = torch.tensor([token for row in prompts for token in row], device=device)
-    seen = (steps <= steps[:, None]).expand(len(prompts), -1, -1)
-    return Rows(ids, steps.expand_as(real)[real], real.flatten().nonzero()[:, 0], bias_of(seen, dtype)), lengths
+    ids = torch.tensor([token for row in prompts for token in row])
+    there = torch.arange(len(steps), device=device)
+    bias = bias_of((there <= there[:, None]).expand(len(prompts), -1, -1), dtype)
+    return rows_at(ids, steps.expand_as(real)[real], real, bias), lengths
+
+
+def rows_at(ids: Tensor, positions: Tensor, real: Tensor, bias: Tensor) -> Rows:
+    """The Rows of tokens [n] that stand where `real` [rows, T] is true, taken to where their bias is in one piece."""
+    places = real.flatten().nonzero()[:, 0]
+    ids, positions, places = torch.stack([ids, positions, places]).to(bias.device)
+    return Rows(ids, positions, places, bias)
 
 
 def layout_of(batch: Batch, dtype: torch.dtype, device: torch.device) -> Layout:
-    batch = batch.to(device)
     used, prompt_of = batch.prompt_of.unique(return_inverse=True)
     shared = shared_beginnings(batch, prompt_of, len(used))
     contexts = [(*batch.prompt_ids[p], *ids) for p, ids in zip(used.tolist(), shared, strict=True)]
     prompts, lengths = prompt_rows(contexts, dtype, device)
-    begun = torch.tensor([len(ids) for ids in shared], device=device)[prompt_of, None]  # [B, 1]
+    begun = torch.tensor([len(ids) for ids in shared])[prompt_of, None]  # [B, 1]
     mask, own_ids = shifted(batch.mask, begun), shifted(batch.response_ids, begun)
     read = mask[:, 1:]  # token t is read where there is a token t + 1
-    own = torch.arange(roomy(read.shape[1]), device=device)
-    steps = own[: read.shape[1]]
-    of_prompt = torch.arange(prompts.bias.shape[-1], device=device) < lengths[prompt_of, None]
-    seen = torch.cat(
-        [
-            of_prompt[:, None].expand(-1, len(steps), -1),
-            (own <= steps[:, None]).expand(len(mask), -1, -1),
-        ],
-        -1,
-    )
-    responses = Rows(
-        ids=own_ids[:, :-1][read],
-        positions=(lengths[prompt_of, None] + steps)[read],
-        places=read.flatten().nonzero()[:, 0],
-        bias=bias_of(seen, dtype),
-    )
+    starts = lengths[prompt_of]
+    bias = bias_behind(starts.to(device), prompts.bias.shape[-1], read.shape[1], dtype)
+    positions = (starts[:, None] + torch.arange(read.shape[1]))[read]
+    responses = rows_at(own_ids[:, :-1][read], positions, read, bias)
     ends = (lengths.cumsum(0) - 1)[prompt_of, None]
-    starts = len(prompts.ids) + (read.sum(-1).cumsum(0) - read.sum(-1))[:, None]
-    further = torch.arange(batch.mask.shape[1], device=device) - begun  # tokens of a row's own before this one
-    sources = torch.where(further <= 0, ends + further, starts + further - 1)
-    return Layout(prompts, responses, prompt_of, lengths, sources[batch.scored])
+    firsts = len(prompts.ids) + (read.sum(-1).cumsum(0) - read.sum(-1))[:, None]
+    further = torch.arange(batch.mask.shape[1]) - begun  # tokens of a row's own before this one
+    sources = torch.where(further <= 0, ends + further, firsts + further - 1)[batch.scored]
+    return Layout(prompts, responses, *(x.to(device) for x in (prompt_of, starts, sources)))
+
+
+def bias_behind(starts: Tensor, size: int, width: int, dtype: torch.dtype) -> Tensor:
+    """[B, 1, width, size + room]: rows read their prompts, of these lengths [B] and with room for `size` tokens, and
+    their own tokens up to each one.
+    """
+    own = torch.arange(roomy(width), device=starts.device)
+    of_prompt = torch.arange(size, device=starts.device) < starts[:, None]
+    read = [of_prompt[:, None].expand(-1, width, -1), (own <= own[:width, None]).expand(len(starts), -1, -1)]
+    return bias_of(torch.cat(read, -1), dtype)
 
 
 def shared_beginnings(batch: Batch, prompt_of: Tensor, prompts: int) -> list[list[int]]:
@@ -142,8 +148,8 @@ def windowed(layout: Layout, window: int) -> Layout:
     """The layout as a layer with a sliding window reads it."""
     prompts, responses = layout.prompts, layout.responses
     _, _, length, keys = responses.bias.shape
-    steps = torch.arange(prompts.bias.shape[-1], device=layout.lengths.device)[None]
-    starts = layout.lengths[layout.prompt_of, None]
+    steps = torch.arange(prompts.bias.shape[-1], device=layout.starts.device)[None]
+    starts = layout.starts[:, None]
     own = starts + torch.arange(keys - steps.shape[1], device=starts.device)  # [B, own keys]
     read = torch.cat([steps.expand(len(own), -1), own], 1)
     return layout._replace(

@@ -38,7 +38,7 @@ class Running(Generic[Row]):
         self.logits = torch.cat([self.logits, logits]) if len(self.logits) else logits
 
     def keep(self, places: Tensor) -> None:
-        """Drop all rows but those at these places [<= n], ascending."""
+        """Drop all rows but those at these places [<= n], ascending, on the CPU."""
         if len(places) < len(self.rows):
             self.batch.keep(places)
             self.rows = [self.rows[place] for place in places.tolist()]
@@ -48,24 +48,29 @@ class Running(Generic[Row]):
         self.logits = self.batch.step(tokens) if self.rows else self.logits[:0]
 
     def step_some(self, tokens: Tensor, speaks: Tensor) -> None:
-        """Append one token [n] to each row that speaks, [n] bool; the others stay as they are."""
+        """Append one token [n] to each row that speaks, [n] bool on the CPU; the others stay as they are."""
         assert isinstance(self.batch, DecodeBatch)
         self.logits = self.batch.step(tokens, speaks)
 
     def extend(self, places: Tensor, tokens: Sequence[Sequence[int]]) -> None:
-        """Append several tokens to each of the rows at these places."""
+        """Append several tokens to each of the rows at these places, on the CPU."""
         assert isinstance(self.batch, DecodeBatch)
-        self.logits[places] = extend(self.batch, places, tokens)
+        logits = extend(self.batch, places, tokens)
+        self.logits[places.to(logits.device)] = logits
 
     def set_aside(self, places: Tensor) -> list[Aside]:
-        """Drop the rows at these places, ascending. Return what brings them back."""
+        """Drop the rows at these places, ascending, on the CPU. Return what brings them back."""
         assert isinstance(self.batch, DecodeBatch)
         gone = set_aside(self.batch, places.tolist())
-        stays = torch.ones(len(self.rows), dtype=torch.bool, device=places.device)
+        stays = torch.ones(len(self.rows), dtype=torch.bool)
         stays[places] = False
-        self.logits = self.logits[stays]
-        self.keep(stays.nonzero()[:, 0])
+        self.drop_to(stays.nonzero()[:, 0])
         return gone
+
+    def drop_to(self, places: Tensor) -> None:
+        """Drop all rows but those at these places, as `keep` does, and their logits."""
+        self.logits = self.logits[places.to(self.logits.device)]
+        self.keep(places)
 
     def bring_back(self, asides: Sequence[Aside], rows: Sequence[Row]) -> None:
         """Add rows as they were set aside. Their logits are known when they are extended."""

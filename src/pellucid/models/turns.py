@@ -15,7 +15,7 @@ from torch import Tensor
 from pellucid.models.attention import attend
 from pellucid.models.decoder import after_attention, heads_of
 from pellucid.models.decoding import GROWTH, DecodeBatch, joined
-from pellucid.models.packed import Rows, bias_of, in_line, in_rows, nearby, roomy
+from pellucid.models.packed import Rows, bias_of, in_line, in_rows, nearby, roomy, rows_at
 
 Pair = tuple[Tensor, Tensor]
 """Keys and values of one layer, [K, tokens, d]."""
@@ -23,25 +23,27 @@ Pair = tuple[Tensor, Tensor]
 
 @torch.no_grad()
 def extend(batch: DecodeBatch, rows: Tensor, tokens: Sequence[Sequence[int]]) -> Tensor:
-    """Append several tokens to each of these rows [r]. Return logits [r, V] behind them."""
-    lengths = torch.tensor([len(ids) for ids in tokens], device=rows.device)
+    """Append several tokens to each of these rows [r], on the CPU. Return logits [r, V] behind them."""
+    lengths, device = torch.tensor([len(ids) for ids in tokens]), batch.decoder.device
     while int((batch.generated[rows] + lengths).max()) > batch.caches[0].keys.shape[2]:
         batch.grow()
     shape, (new, near, places) = batch.decoder.shape, appended(batch, rows, tokens, lengths)
     rotary, size = batch.decoder.rotary(new.positions), batch.caches[0].prompt_keys.shape[2]
-    at, prompts = (slice(None), rows.repeat_interleave(lengths), places), batch.prompt_of[rows]
+    at = slice(None), rows.repeat_interleave(lengths).to(device), places
+    these, prompts = rows.to(device), batch.prompt_of[rows].to(device)
     hidden = F.embedding(new.ids, batch.plain.embedding.tensor).to(batch.plain.norm.dtype)
     for layer, cache, slides in zip(batch.plain.layers, batch.caches, shape.slides, strict=True):
         query, key, value = heads_of(layer, hidden, rotary, shape)
         cache.keys[at], cache.values[at] = key.transpose(0, 1), value.transpose(0, 1)
         keys, values = (
-            torch.cat([of_prompt[:, prompts], own[:, rows]], 2).transpose(0, 1)
+            torch.cat([of_prompt[:, prompts], own[:, these]], 2).transpose(0, 1)
             for of_prompt, own in ((cache.prompt_keys, cache.keys), (cache.prompt_values, cache.values))
         )
         read = attend(in_rows(query, new), keys, values, near if slides else new.bias, shared=size)
         hidden = after_attention(layer, hidden, in_line(read, new), shape)
     batch.generated[rows] += lengths
-    return batch.logits(hidden[lengths.cumsum(0) - 1], batch.plain.head)
+    batch.take_lengths()
+    return batch.logits(hidden[(lengths.cumsum(0) - 1).to(device)], batch.plain.head)
 
 
 def appended(
@@ -50,17 +52,17 @@ def appended(
     """The Rows of appended tokens, whose keys are their prompt's, then their own; their bias in layers with a sliding
     window; and their places [N] among the tokens of their rows.
     """
-    first, window = batch.caches[0], batch.decoder.shape.window
-    starts, generated = batch.prompt_lengths[batch.prompt_of[rows], None], batch.generated[rows, None]
-    of_prompt, own = (torch.arange(x.shape[2], device=x.device) for x in (first.prompt_keys, first.keys))
-    steps = torch.arange(roomy(int(lengths.max())), device=rows.device)
-    real, places = steps < lengths[:, None], generated + steps  # [r, L]
-    prompt_seen = (of_prompt < starts)[:, None].expand(-1, len(steps), -1)
-    bias = bias_of(torch.cat([prompt_seen, own <= places[..., None]], -1), first.keys.dtype)
-    keys = torch.cat([of_prompt.expand(len(rows), -1), starts + own], -1)
-    near = nearby(bias, starts + places, keys, window) if any(batch.decoder.shape.slides) else bias
-    ids = torch.tensor([token for row in tokens for token in row], device=rows.device)
-    return Rows(ids, (starts + places)[real], real.flatten().nonzero()[:, 0], bias), near, places[real]
+    first, window, device = batch.caches[0], batch.decoder.shape.window, batch.decoder.device
+    starts, steps = batch.prompt_lengths[batch.prompt_of[rows], None], torch.arange(roomy(int(lengths.max())))
+    real, places = steps < lengths[:, None], batch.generated[rows, None] + steps  # [r, L]
+    ids, positions = torch.tensor([token for row in tokens for token in row]), (starts + places)[real]
+    begin, at = starts.to(device), places.to(device)
+    of_prompt, own = (torch.arange(x.shape[2], device=device) for x in (first.prompt_keys, first.keys))
+    prompt_seen = (of_prompt < begin)[:, None].expand(-1, len(steps), -1)
+    bias = bias_of(torch.cat([prompt_seen, own <= at[..., None]], -1), first.keys.dtype)
+    keys = torch.cat([of_prompt.expand(len(rows), -1), begin + own], -1)
+    near = nearby(bias, begin + at, keys, window) if any(batch.decoder.shape.slides) else bias
+    return rows_at(ids, positions, real, bias), near, places[real].to(device)
 
 
 @dataclass

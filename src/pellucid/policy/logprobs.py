@@ -156,7 +156,7 @@ class TokenLogprobs(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
         hidden, weight, bias, *about = ctx.saved_tensors
         reading = ctx.reading
-        live = (torch.stack(grads) != 0).any(0).nonzero()[:, 0]  # a token that weighs nothing costs nothing
+        live = (torch.stack(grads) != 0).any(0).cpu().nonzero()[:, 0]  # a token that weighs nothing costs nothing
         wide = about[-1].dtype
         of_hidden, of_weight = torch.zeros_like(hidden), None
         of_bias = None if bias is None else torch.zeros_like(bias, dtype=wide)
@@ -186,7 +186,8 @@ def _parts(live: Tensor, kept: list[Tensor], weight: Tensor) -> Iterator[tuple[T
     Products that were kept are given away: gradients are written over them, and nobody holds them any longer.
     """
     products = kept.pop() if kept else weight[:0]
-    ours = live[live < len(products)]
+    count = int((live < len(products)).sum())
+    live, ours = live.to(weight.device), live[:count].to(weight.device)
     if 0 < len(ours) < len(products):
         _close_gaps(products, ours)
     room = [products[: len(ours)]]

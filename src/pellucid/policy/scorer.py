@@ -64,12 +64,13 @@ class Scorer(nn.Module):
         return method(*arguments)
 
     def score(self, batch: Batch) -> Scores:
-        """Log-probs and entropy of the response tokens, [B, T], with gradient."""
+        """Log-probs and entropy of the response tokens, [B, T] on the CPU, with gradient."""
         scored, reference = batch.scored, self.reference_hidden(batch)
         (hidden, head), tokens = self.hidden(batch), batch.response_ids[scored].to(self.device)
         among = batch.sampling_mask(self.device)
         flat = token_logprobs(hidden, head, tokens, self.temperature, self.entropy_grad, reference, among)
-        return Scores(*(scattered(x, scored) for x in flat))
+        # Taken to the CPU in one piece: what is made of them there, to the last metric, waits for no device.
+        return Scores(*(scattered(x, scored) for x in torch.stack(flat).to(scored.device)))
 
     def hidden(self, batch: Batch) -> tuple[Tensor, Head]:
         """The states [N, D] that the N scored tokens of a batch are predicted from, and the head that reads them."""
@@ -119,7 +120,7 @@ class Scorer(nn.Module):
 
 def scattered(flat: Tensor, mask: Tensor) -> Tensor:
     """Spread values [N] over the true places of a mask [B, T]; 0 elsewhere."""
-    return flat.new_zeros(mask.shape).masked_scatter(mask.to(flat.device), flat).to(mask.device)
+    return flat.new_zeros(mask.shape).masked_scatter(mask, flat)
 
 
 def whole_sequences(batch: Batch) -> tuple[Tensor, Tensor]:

@@ -113,7 +113,8 @@ class Zero:
         return nullcontext()
 
     def backward(self, loss: Tensor) -> None:
-        self.module.backward(loss * self.world)  # DeepSpeed averages over processes; the loss is a sum over them
+        loss = loss * self.world  # DeepSpeed averages over processes; the loss is a sum over them
+        self.module.backward(loss.to(self.policy.device))
 
     def again(self) -> bool:
         """DeepSpeed makes no part of a step again."""

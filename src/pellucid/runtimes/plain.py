@@ -85,10 +85,11 @@ class Plain:
         return nullcontext() if last or self.mesh else self.accelerator.no_sync(self.module)
 
     def backward(self, loss: Tensor) -> None:
+        loss = loss * self.accelerator.num_processes  # data parallelism averages over processes; the loss is a sum
         if self.scaler.is_enabled():
             self.lost |= not bool(loss.detach().isfinite())
-        # Data parallelism averages gradients over processes; the loss is a sum over them.
-        self.accelerator.backward(self.scaler.scale(loss * self.accelerator.num_processes))
+            loss = self.scaler.scale(loss.to(self.policy.device))
+        self.accelerator.backward(loss)
 
     def again(self) -> bool:
         """Drop the gradients of a step that is to be made again. Whether it can be: FSDP2 goes on waiting for the end

@@ -88,10 +88,11 @@ class Runtime:
         return [item for rank_by_rank in ranks for item in rank_by_rank if item is not MISSING]
 
     def sum(self, x: Tensor) -> Tensor:
-        total = x.clone()
-        if self.world > 1:
-            dist.all_reduce(total)
-        return total
+        if self.world == 1:
+            return x.clone()
+        total = x.clone().to(self.device)  # where processes meet
+        dist.all_reduce(total)
+        return total.to(x.device)
 
     def any(self, flag: bool) -> bool:
         """Whether the flag is true on at least one process."""

@@ -18,6 +18,11 @@ from pellucid.samplers.talks import Talks
 from pellucid.samplers.turns import Hall
 from pellucid.types import Group, Prompt, Sampling
 
+BURST = 8
+"""Tokens that are drawn before a GPU is asked whose rows have ended: each time the host waits for it, and the other way
+round. Rows that have ended go on to the end of theirs, for nothing.
+"""
+
 
 @dataclass
 class Native:
@@ -47,8 +52,7 @@ class Native:
         contexts = [self.policy.encode(prompt) for prompt in prompts]
         check_lengths(contexts, self.policy.context_length - sampling.max_tokens)
         seeds = [row_seed(sampling.seed, prompt, g) for prompt in prompts for g in range(sampling.n)]
-        place = hardware.place_of_sums(self.policy.device)
-        uniforms = torch.stack([_uniforms(s, sampling.max_tokens) for s in seeds]).to(place)
+        uniforms = torch.stack([_uniforms(s, sampling.max_tokens) for s in seeds])
         return completed_groups(
             self.policy, self.version, prompts, contexts, *self._decode(contexts, sampling, uniforms)
         )
@@ -59,7 +63,6 @@ class Native:
         """Tokens, their log-probs and sampling masks for each of the len(contexts) * sampling.n rows."""
         size = sampling.n
         running: Running[int] = Running(self.policy.decode_batch(max(self.rows, size)))
-        ends = torch.tensor(self.policy.eos_ids, device=self.policy.device)
         tokens: list[list[int]] = [[] for _ in uniforms]
         logprobs: list[list[float]] = [[] for _ in uniforms]
         masks: list[list[Tensor]] = [[] for _ in uniforms]
@@ -68,18 +71,47 @@ class Native:
             if joining := waiting[: running.room() // size]:
                 waiting = waiting[len(joining) :]
                 running.admit([contexts[p] for p in joining], [p * size + g for p in joining for g in range(size)])
-            counts = [len(tokens[row]) for row in running.rows]
-            token, logprob, mask = drawn(running.logits, uniforms[running.rows, counts], sampling)
-            for row, kept in zip(running.rows, mask, strict=False):
-                masks[row].append(kept)
-            for row, x, y in zip(running.rows, token.tolist(), logprob.tolist(), strict=True):
-                tokens[row].append(x)
-                logprobs[row].append(y)
-            full = torch.tensor(counts, device=token.device) == sampling.max_tokens - 1
-            stays = (~torch.isin(token, ends) & ~full).nonzero()[:, 0]
-            running.keep(stays)
-            running.step(token[stays])
+            begun = [len(tokens[row]) for row in running.rows]
+            k = min(self._at_once(), sampling.max_tokens - max(begun))
+            chances = torch.stack([uniforms[row, n : n + k] for row, n in zip(running.rows, begun, strict=True)])
+            last, *drawn_by = self._draw(running, chances, sampling)
+            stays = []
+            for place, (row, ids, of_ids, kept) in enumerate(zip(running.rows, *drawn_by, strict=True)):
+                n = 1 + next((i for i, token in enumerate(ids) if token in self.policy.eos_ids), k)
+                tokens[row] += ids[:n]
+                logprobs[row] += of_ids[:n]
+                masks[row] += kept[:n]
+                if n > k and len(tokens[row]) < sampling.max_tokens:
+                    stays.append(place)
+            places = torch.tensor(stays, dtype=torch.long)
+            running.keep(places)
+            running.step(last[places.to(last.device)])
         return tokens, logprobs, masks
+
+    def _at_once(self) -> int:
+        """Of how many tokens it is seen together whether they end a row: on the CPU nobody waits for one."""
+        return 1 if self.policy.device.type == "cpu" else BURST
+
+    def _draw(
+        self, running: Running[int], chances: Tensor, sampling: Sampling
+    ) -> tuple[Tensor, list[list[int]], list[list[float]], list[list[Tensor]]]:
+        """As many tokens of each row as there are random numbers for it [n, k], its end passed over: the last of them
+        [n], not yet appended, and row by row all tokens, their log-probs and sampling masks.
+        """
+        tokens: list[Tensor] = []
+        logprobs, masks = [], [[] for _ in running.rows]
+        for column in chances.to(hardware.place_of_sums(self.policy.device)).unbind(1):
+            if tokens:
+                running.step(tokens[-1])
+            token, logprob, kept = drawn(running.logits, column, sampling)
+            tokens.append(token)
+            logprobs.append(logprob)
+            for of_row, mask in zip(masks, kept, strict=False):
+                of_row.append(mask)
+        of_tokens = torch.stack(logprobs, 1)
+        # In one piece, so that it is waited for once; floats hold the ids of any vocabulary exactly.
+        ids, values = torch.stack([torch.stack(tokens, 1).to(of_tokens), of_tokens]).cpu()
+        return tokens[-1], ids.long().tolist(), values.tolist(), masks
 
 
 def _uniforms(seed: int, n: int) -> Tensor:

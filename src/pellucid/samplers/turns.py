@@ -118,9 +118,7 @@ class Hall:
         if rows:
             gone = set(rows)
             stays = [place for place, row in enumerate(self.running.rows) if row not in gone]
-            places = torch.tensor(stays, dtype=torch.long, device=self.policy.device)
-            self.running.logits = self.running.logits[places]
-            self.running.keep(places)
+            self.running.drop_to(torch.tensor(stays, dtype=torch.long))
             for row in rows:
                 self.waited.pop(row, None)
 
@@ -139,7 +137,8 @@ class Hall:
     def _speak(self) -> None:
         rows = [row for row in self.running.rows if row in self.speaking]
         places = self._places(rows)
-        logits = self.running.logits if len(rows) == len(self.running.rows) else self.running.logits[places]
+        logits = self.running.logits
+        logits = logits if len(rows) == len(self.running.rows) else logits[places.to(logits.device)]
         uniforms = torch.stack([self._uniform(row) for row in rows]).to(self.place_of_sums)
         tokens, logprobs, masks = drawn(logits, uniforms, self.talks.sampling)
         kept = masks or [None] * len(rows)
@@ -160,18 +159,18 @@ class Hall:
         if self.speaking:
             every = [token_of.get(row, 0) for row in self.running.rows]
             speaks = [row in self.speaking for row in self.running.rows]
-            device = self.policy.device
+            tokens = torch.tensor(every, device=self.policy.device)
             if all(speaks):
-                self.running.step(torch.tensor(every, device=device))
+                self.running.step(tokens)
             else:
-                self.running.step_some(torch.tensor(every, device=device), torch.tensor(speaks, device=device))
+                self.running.step_some(tokens, torch.tensor(speaks))
             for row in self.speaking:
                 row.fed += 1
         self._make_room()
 
     def _places(self, rows: Sequence[Row]) -> Tensor:
         place = {row: i for i, row in enumerate(self.running.rows)}
-        return torch.tensor([place[row] for row in rows], dtype=torch.long, device=self.policy.device)
+        return torch.tensor([place[row] for row in rows], dtype=torch.long)
 
     def _uniform(self, row: Row) -> Tensor:
         if row.drawn == len(self.uniforms[row.number]):

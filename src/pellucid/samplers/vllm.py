@@ -163,6 +163,6 @@ def scored(policy: Any, ids: Sequence[int]) -> Tensor:
     """The scorer's log-probs of ids[1:], at temperature 1."""
     response = tuple(ids[1:])
     text = Completion(response, (0.0,) * len(response), "", False)
-    batch = collate([Group(Prompt("", ""), tuple(ids[:1]), (text,))], policy.device)
+    batch = collate([Group(Prompt("", ""), tuple(ids[:1]), (text,))])
     hidden, head = policy.hidden(batch)
     return token_logprobs(hidden, head, batch.response_ids[0].to(hidden.device))[0]

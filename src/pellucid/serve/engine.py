@@ -160,7 +160,7 @@ class Engine:
         self.meter.add(len(drawn), time.monotonic())
         stays = [place for place, row in enumerate(self.running.rows) if self._goes_on(row, drawn[place])]
         before, device = self._served(), self.policy.device
-        self.running.keep(torch.tensor(stays, dtype=torch.long, device=device))
+        self.running.keep(torch.tensor(stays, dtype=torch.long))
         self._tell_all(before - self._served(), None)
         self.running.step(torch.tensor([row.token_ids[-1] for row in self.running.rows], device=device))
 

@@ -92,9 +92,9 @@ def restore(run_dir: Path, parts: Components) -> list[str]:
     state.step, state.kl_coef = facts["step"], facts.get("kl_coef", state.kl_coef)
     if watching := stateful_task(parts.task):
         watching.load_state(facts["task"])
-    kept = checkpoint.unpack_replay(tensors, facts["replay"], runtime.rank) if any(facts["replay"]) else []
     state.ahead = AHEAD.validate_python(facts["ahead"]) if "ahead" in facts else None
-    state.experiences = [(step, batch.to(parts.policy.device)) for step, batch in kept]
+    rank, replay = runtime.rank, facts["replay"]
+    state.experiences = checkpoint.unpack_replay(tensors, replay, rank) if any(replay) else []
     if not runtime.main:
         return []
     checkpoint.clear_rests(run_dir)

@@ -1,0 +1,75 @@
+"""How often the host waits for a device in a step of training: counted on a simulated one."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+
+import pytest
+import torch
+
+from conftest import CountDigits, character_tokenizer, tiny_llama
+from pellucid.algorithm import grpo
+from pellucid.algorithm.settings import AdamWConfig, GRPOConfig
+from pellucid.policy.policy import Policy
+from pellucid.runtimes.runtime import Runtime
+from pellucid.samplers.native import BURST, Native
+from pellucid.types import Sampling
+from simulated_device import WHERE
+
+LENGTH, MICRO_BATCHES = 24, 4
+SETTINGS = {
+    "plain": {},
+    "entropy": {"entropy_coef": 0.01},
+    "charged with a KL": {"kl_coef": 0.1, "kl_in": "reward"},
+    "clipped": {"epochs": 2, "minibatches": 2, "correction": "token"},
+}
+
+
+class Counted:
+    """Counts the waits of each call of what it stands before."""
+
+    def __init__(self, monkeypatch, gpu, owner, name):
+        self.calls = []
+        act = getattr(owner, name)
+
+        def counted(*arguments):
+            before = Counter(gpu.waits)
+            result = act(*arguments)
+            self.calls.append(gpu.waits - before)
+            return result
+
+        monkeypatch.setattr(owner, name, counted)
+
+
+def policy_there(model):
+    torch.manual_seed(0)
+    return Policy(model().to(WHERE), character_tokenizer(), torch.float32)
+
+
+def steps(policy, count, **settings):
+    cfg = GRPOConfig(steps=count, prompts_per_step=4, group_size=6, micro_batch=24 // MICRO_BATCHES, **settings)
+    runtime = Runtime(policy, AdamWConfig(lr=1e-3), total=count)
+    reference, sampling = policy_there(tiny_llama) if cfg.kl_coef else None, Sampling(max_tokens=LENGTH)
+    return list(grpo.train(CountDigits(), Native(), policy, runtime, cfg, reference, sampling=sampling))
+
+
+@pytest.mark.parametrize("settings", SETTINGS.values(), ids=SETTINGS.keys())
+def test_a_micro_batch_waits_four_times_at_most(settings, gpu, monkeypatch):
+    """Two of them for what the loss is made of and for what of it has a gradient; and once a step for the norm."""
+    updates = Counted(monkeypatch, gpu, grpo, "update")
+    steps(policy_there(tiny_llama), 2, **settings)
+    cfg = GRPOConfig(**settings)
+    for waits in updates.calls:
+        micro_batches = MICRO_BATCHES * cfg.epochs
+        assert 0 < waits.total() <= 2 * micro_batches + cfg.epochs * cfg.minibatches, waits
+
+
+def test_sampling_waits_once_in_eight_tokens(gpu, monkeypatch):
+    sampled = Counted(monkeypatch, gpu, Native, "generate")
+    [step] = steps(policy_there(tiny_llama), 1)
+    lengths = [len(c.token_ids) for g in step.groups for c in g.completions]
+    assert max(lengths) == LENGTH
+    assert any(length % BURST for length in lengths), "some end between two looks"
+    [waits] = sampled.calls
+    assert 0 < waits.total() <= math.ceil(LENGTH / BURST), waits
