@@ -14,6 +14,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
 
+from pellucid.samplers.adapters import RefusedError
 from pellucid.samplers.remote import POLL, START, GoneError, Remote, Row, SmallError
 from pellucid.samplers.talks import Row as TalkRow
 from pellucid.samplers.vllm_engine import Said
@@ -156,7 +157,7 @@ class Fleet:
             print(f"! {server.remote.url} is back, with the present weights", flush=True)
         server.reason = ""
 
-    def _fall(self, server: Server, error: GoneError) -> None:
+    def _fall(self, server: Server, error: GoneError | RefusedError) -> None:
         reason = str(error)
         with self.news:
             rows = [*server.sent, *server.dealt]
@@ -200,7 +201,7 @@ class Fleet:
                     self._rise(server)
                 while not self.over.is_set():
                     self._exchange(server)
-            except GoneError as error:
+            except (GoneError, RefusedError) as error:
                 if not self.over.is_set():
                     self._fall(server, error)
                     self.over.wait(AGAIN)

@@ -259,7 +259,7 @@ def pick_sampler(cfg: Config, learner: Policy, world: World | None) -> Native | 
     s = cfg.sampler
     if s.ahead:
         check_ahead(cfg)
-    sampler, note = choose(s.name, s.rows, learner, world, s.cache_gb, s.urls, s.timeout, bool(s.ahead))
+    sampler, note = choose(s.name, s.rows, learner, world, s.cache_gb, s.urls, s.timeout, bool(s.ahead), s.adapter)
     if isinstance(sampler, Native | VLLM):
         sampler.patient = cfg.policy.deterministic
     if note and first_process():
