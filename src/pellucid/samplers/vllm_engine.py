@@ -205,39 +205,35 @@ class Engine:
     def places(self, name: str) -> list[Place]:
         """Where the weight of this name is computed with. UserError where the model has none of that name."""
         path, _, attribute = name.rpartition(".")
-        parent, leaf, whole, parts = self._joined(path)
-        sizes = [self.shapes.get(f"{parent}.{part}.{attribute}", torch.Size([0]))[0] for part in parts]
-        start = sum(sizes[: parts.index(leaf)])
+        found, parts = self._layer(path)
+        module = getattr(found, "base_layer", found)  # the layer itself, where it stands in one that adds an adapter
+        if (weight := getattr(module, attribute, None)) is None:
+            raise UserError(f'policy.model: vLLM has no {name}: set sampler.name = "native"')
+        sizes = [self.shapes.get(f"{part}.{attribute}", torch.Size([0]))[0] for part in parts]
+        start = sum(sizes[: parts.index(path)])
         rows = slice(start, start + self.shapes[name][0])
-        try:
-            found: Any = self.model.get_submodule(f"{parent}.{whole}".removeprefix("."))
-            module = getattr(found, "base_layer", found)  # which stands within one that adds an adapter
-            weight = getattr(module, attribute)
-        except AttributeError as error:
-            raise UserError(f'policy.model: vLLM has no {name}: set sampler.name = "native"') from error
         tied = [Place(head, attribute, rows) for head in self.heads if head is not module and head.weight is weight]
         return [Place(module, attribute, rows), *tied]
 
-    def _joined(self, path: str) -> tuple[str, str, str, list[str]]:
-        """Where a layer is and its name, the name of the one that it is a part of, and those of all parts."""
-        parent, _, leaf = path.rpartition(".")
+    def _layer(self, path: str) -> tuple[Any, list[str]]:
+        """A layer, and the paths of those that are joined in it, of which this is one. UserError where there is none."""
+        parent, dot, leaf = path.rpartition(".")
         whole, parts = self.packed.get(leaf, (leaf, [leaf]))
-        return parent, leaf, whole, parts
+        try:
+            return self.model.get_submodule(parent + dot + whole), [parent + dot + part for part in parts]
+        except AttributeError as error:
+            raise UserError(f'policy.model: vLLM has no {path}: set sampler.name = "native"') from error
 
     def _matrix(self, name: str) -> Tensor:
-        """A matrix of the adapter where vLLM multiplies the rows by it that are sampled with the present one."""
+        """A matrix of the adapter, where vLLM multiplies by it what it computes for the present one."""
         path, _, matrix = name.rpartition(".")
-        parent, leaf, whole, parts = self._joined(path)
-        try:
-            module: Any = self.model.get_submodule(f"{parent}.{whole}".removeprefix("."))
-            stacks = module.lora_a_stacked if matrix == A[1:] else module.lora_b_stacked
-        except AttributeError as error:
-            raise UserError(f"vLLM has no adapter on {path}") from error
-        held = self.model.lora_manager.lora_index_to_id
-        if len(stacks) != len(parts) or not self.adapter or self.adapter.lora_int_id not in held:
-            raise UserError(f"vLLM has no adapter of its own on {path}")
+        layer, parts = self._layer(path)
+        stacks = getattr(layer, "lora_a_stacked" if matrix == A[1:] else "lora_b_stacked", ())
+        slots = self.model.lora_manager.lora_index_to_id
+        if len(stacks) != len(parts) or not self.adapter or self.adapter.lora_int_id not in slots:
+            raise UserError(f"vLLM has no adapter on {path}")
         n, k = self.shapes[name]
-        return stacks[parts.index(leaf)][held.index(self.adapter.lora_int_id), 0, :n, :k]
+        return stacks[parts.index(path)][slots.index(self.adapter.lora_int_id), 0, :n, :k]
 
     def _columns(self, place: Place, at: Sequence[int], width: int) -> Tensor:
         """By a product with columns of the identity, where there is a product: what it computes with may be packed."""
