@@ -89,7 +89,7 @@ class Engine:
                 self.llm = self.vllm.LLM(model=folder, **self._settings(rows, cache_gb, form))
             except FAULTS as error:
                 if form:
-                    raise RefusedError(f"vLLM does not run this model with one ({in_a_line(error)})") from error
+                    raise RefusedError(f"vLLM: {in_a_line(error)}") from error
                 raise UserError(
                     f"policy.model: vLLM does not run this model ({in_a_line(error)}): set"
                     ' sampler.name = "native", or sampler.cache_gb where it lacks memory'
@@ -188,7 +188,7 @@ class Engine:
                 self.columns(name, [0])
         except (UserError, *FAULTS) as error:
             self.close()
-            raise RefusedError(f"vLLM does not take it ({in_a_line(error)})") from error
+            raise RefusedError(in_a_line(error)) from error
 
     def pack_tied_heads(self) -> None:
         for head in self.heads:
@@ -216,7 +216,7 @@ class Engine:
         return [Place(module, attribute, rows), *tied]
 
     def _layer(self, path: str) -> tuple[Any, list[str]]:
-        """A layer, and the paths of those that are joined in it, of which this is one. UserError where there is none."""
+        """A layer, and the paths of all that are joined in it, this one among them. UserError where there is none."""
         parent, dot, leaf = path.rpartition(".")
         whole, parts = self.packed.get(leaf, (leaf, [leaf]))
         try:

@@ -262,7 +262,9 @@ def host(listening: socket.socket, rows: int, cache_gb: float, device: str, host
     place = hardware.pick_device(device)
 
     def made(model: Model) -> Engine:
-        return Engine(Described(model.config, getattr(torch, model.dtype), place, model.ends), rows, cache_gb, model.adapter)
+        return Engine(
+            Described(model.config, getattr(torch, model.dtype), place, model.ends), rows, cache_gb, model.adapter
+        )
 
     held = Held(made)
     print(f"sampler on {url_of(address, port)}, Ctrl-C ends it", flush=True)
