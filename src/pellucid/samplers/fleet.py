@@ -164,7 +164,7 @@ class Fleet:
             server.up, server.dealt, server.sent = False, [], set()
             server.remote.ready = False
             self._deal(sorted(rows))
-        if not server.reason or (isinstance(error, SmallError) and server.reason != reason):
+        if not server.reason or (isinstance(error, SmallError | RefusedError) and server.reason != reason):
             others = "go to the others" if any(other.up for other in self.servers) else "wait"
             lost = f": its {len(rows)} rows {others}" if rows else ""
             print(f"! {server.remote.url}: {reason}{lost}", flush=True)
