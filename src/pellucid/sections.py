@@ -135,6 +135,8 @@ class SamplerConfig:
             refuse_address(url)
         if self.urls and self.name != "vllm":
             raise ValueError(f'urls are for name = "vllm", not "{self.name}"')
+        if self.adapter != "merged" and self.name != "vllm":
+            raise ValueError(f'adapter = "{self.adapter}" is for name = "vllm", not "{self.name}"')
         if not self.timeout > 0:
             raise ValueError(f"timeout = {self.timeout} must be positive")
         if not self.temperature > 0:
