@@ -138,6 +138,7 @@ def test_an_adapter_is_put_on_no_other_weights_than_those_that_it_is_for(policy,
     theirs = Remote(urls[0], 10.0)  # another trainer's
     theirs.load(described(policy, form_of(policy)))
     theirs.push(base_of(policy) | adapter_of(policy))
+    assert sampler.fleet
     with pytest.raises(GoneError, match=r"409.*other weights"):
         sampler.fleet.servers[0].remote.push(adapter_of(policy))
     step(policy)
@@ -182,5 +183,6 @@ def test_one_that_comes_back_and_no_longer_takes_it_is_left_out_and_told(policy,
         step(policy)
         sampler.sync(policy, version)
     assert f"! {urls[1]}: vLLM has no adapter on it" in capsys.readouterr().out
+    assert sampler.fleet
     assert [server.up for server in sampler.fleet.servers] == [True, False]
     assert sampler.adapter == "request"

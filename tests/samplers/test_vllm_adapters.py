@@ -7,7 +7,7 @@ import torch
 
 from conftest import CountDigits, character_tokenizer
 from pellucid.algorithm.batch import collate
-from pellucid.policy.model import add_adapter
+from pellucid.policy.model import add_adapter, copied
 from pellucid.policy.policy import Policy
 from pellucid.samplers.adapters import A, B, write
 from pellucid.samplers.vllm import VLLM, fixed_text
@@ -21,7 +21,7 @@ SAMPLING = Sampling(4, max_tokens=24, seed="0/0")
 
 def adapted(dtype=torch.float32, rank=3, alpha=7.0, targets=(), tied=True):
     """A policy whose scale, 7 / 3, no dtype holds exactly."""
-    model = tiny_policy(layers=3, tied=tied).model.to(dtype)
+    model = copied(tiny_policy(layers=3, tied=tied).model, dtype)
     policy = Policy(model, character_tokenizer(), dtype, adapter=add_adapter(model, rank, alpha, targets))
     for p in policy.trainable().values():
         p.data = p.data.float()
