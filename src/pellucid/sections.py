@@ -119,6 +119,9 @@ class SamplerConfig:
     """With 1 and vllm, the next step is drawn while this one is trained, from weights one step old."""
     cache_gb: float = 4.0
     """Memory of the keys and values of vLLM, in GB."""
+    adapter: Literal["merged", "request"] = "merged"
+    """How vLLM is given a LoRA adapter: merged into its base, as whole weights; request: the base once and then the
+    adapter alone, which it adds to each product. Where it does not take one so, it is merged."""
     urls: tuple[str, ...] = ()
     """Addresses of servers that sample by vLLM in place of this process; `pellucid sampler` starts one, with its own
     rows and cache_gb. Example: http://gpu2:8001"""
@@ -132,6 +135,8 @@ class SamplerConfig:
             refuse_address(url)
         if self.urls and self.name != "vllm":
             raise ValueError(f'urls are for name = "vllm", not "{self.name}"')
+        if self.adapter != "merged" and self.name != "vllm":
+            raise ValueError(f'adapter = "{self.adapter}" is for name = "vllm", not "{self.name}"')
         if not self.timeout > 0:
             raise ValueError(f"timeout = {self.timeout} must be positive")
         if not self.temperature > 0:

@@ -7,10 +7,12 @@ import signal
 import pytest
 import torch
 
-from conftest import CountDigits
+from conftest import CountDigits, character_tokenizer
 from pellucid.algorithm.batch import collate
 from pellucid.environments.here import Here
 from pellucid.environments.talk import Talk
+from pellucid.policy.model import add_adapter
+from pellucid.policy.policy import Policy
 from pellucid.samplers import fleet
 from pellucid.samplers.servers import Servers
 from pellucid.samplers.vllm import VLLM
@@ -66,6 +68,20 @@ def test_two_servers_sample_what_one_engine_samples_and_every_push_arrives(pair)
     held = sampler.generate(asked(), Sampling(4, max_tokens=80, turns=5, turn_tokens=9, seed="0/0"))
     assert max(len(c.given) for group in held for c in group.completions) >= 2
     assert gap_of(policy, held) < 1e-4
+
+
+def test_an_adapter_alone_arrives_at_both(pair):
+    model, prompts = tiny_policy().model, CountDigits().sample(0, 6)
+    policy = Policy(model, character_tokenizer(), adapter=add_adapter(model, 3, 7.0))
+    sampler = Servers(urls=[one.url for one in pair], adapter="request")
+    for version, by in enumerate([0.0, 1e-7, 0.05]):
+        with torch.no_grad():
+            for p in policy.trainable().values():
+                p.add_(torch.randn(p.shape, generator=torch.Generator().manual_seed(version)).sign(), alpha=by)
+        sampler.sync(policy, version)
+        assert gap_of(policy, sampler.generate(prompts, SAMPLING)) < 1e-4
+    assert sampler.adapter == "request"
+    assert all(server.up for server in sampler.fleet.servers)
 
 
 def test_one_that_is_stopped_or_killed_gives_its_rows_to_the_other_and_comes_back(pair, monkeypatch, capsys):

@@ -26,9 +26,19 @@ def settings_of(*words):
 def test_settings_reach_the_sampler():
     sampler = pick_sampler(settings_of("--sampler.rows", "7", "--sampler.cache-gb", "1.5"), DECODED, None)
     assert isinstance(sampler, VLLM)
-    assert (sampler.rows, sampler.cache_gb, sampler.patient) == (7, 1.5, False)
+    assert (sampler.rows, sampler.cache_gb, sampler.patient, sampler.adapter) == (7, 1.5, False, "merged")
+    for words in ([], ["--sampler.urls", "http://localhost:1"]):
+        settings = settings_of("--sampler.adapter", "request", "--policy.lora", "4", *words)
+        assert pick_sampler(settings, DECODED, None).adapter == "request"
     assert pick_sampler(settings_of("--policy.deterministic"), DECODED, None).patient
     assert isinstance(pick_sampler(config.load(None), DECODED, None), Native)
+
+
+def test_an_adapter_by_itself_is_refused_where_there_is_none():
+    with pytest.raises(UserError, match=r"give policy\.lora"):
+        pick_sampler(settings_of("--sampler.adapter", "request"), DECODED, None)
+    with pytest.raises(UserError, match='adapter = "request" is for name = "vllm", not "native"'):
+        config.load(None, ["--sampler.adapter", "request", "--policy.lora", "4"])
 
 
 def test_a_step_ahead_is_refused_where_it_cannot_be_right():

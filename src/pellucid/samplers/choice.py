@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from transformers import GenerationConfig
@@ -29,19 +29,20 @@ def choose(
     urls: Sequence[str] = (),
     timeout: float = 120.0,
     ahead: bool = False,
+    adapter: Literal["merged", "request"] = "merged",
 ) -> tuple[Native | HuggingFace | VLLM, str]:
     """The sampler, and in a line why it is not quite the one that was asked for; empty where it is.
 
     world: those with whom it talks, if its answers are conversations. urls: of servers that sample by vLLM,
     which is not tried here: with every push of weights it shows that it computes the same. ahead: whether it draws
-    while the policy is trained.
+    while the policy is trained. adapter: as in `VLLM`.
     UserError where neither sampler draws from the distributions that this policy is scored by.
     """
     if name == "vllm":
         kept = (
-            Servers(rows, cache_gb, world=world, urls=urls, timeout=timeout, ahead=ahead)
+            Servers(rows, cache_gb, world=world, adapter=adapter, urls=urls, timeout=timeout, ahead=ahead)
             if urls
-            else VLLM(rows, cache_gb, world=world)
+            else VLLM(rows, cache_gb, world=world, adapter=adapter)
         )
         return kept, ""
     if policy.decoder:

@@ -14,6 +14,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
 
+from pellucid.samplers.adapters import RefusedError
 from pellucid.samplers.remote import POLL, START, GoneError, Remote, Row, SmallError
 from pellucid.samplers.talks import Row as TalkRow
 from pellucid.samplers.vllm_engine import Said
@@ -156,14 +157,14 @@ class Fleet:
             print(f"! {server.remote.url} is back, with the present weights", flush=True)
         server.reason = ""
 
-    def _fall(self, server: Server, error: GoneError) -> None:
+    def _fall(self, server: Server, error: GoneError | RefusedError) -> None:
         reason = str(error)
         with self.news:
             rows = [*server.sent, *server.dealt]
             server.up, server.dealt, server.sent = False, [], set()
             server.remote.ready = False
             self._deal(sorted(rows))
-        if not server.reason or (isinstance(error, SmallError) and server.reason != reason):
+        if not server.reason or (isinstance(error, SmallError | RefusedError) and server.reason != reason):
             others = "go to the others" if any(other.up for other in self.servers) else "wait"
             lost = f": its {len(rows)} rows {others}" if rows else ""
             print(f"! {server.remote.url}: {reason}{lost}", flush=True)
@@ -200,7 +201,7 @@ class Fleet:
                     self._rise(server)
                 while not self.over.is_set():
                     self._exchange(server)
-            except GoneError as error:
+            except (GoneError, RefusedError) as error:
                 if not self.over.is_set():
                     self._fall(server, error)
                     self.over.wait(AGAIN)

@@ -79,7 +79,7 @@ class Freshness:
         for name, weight in pushed.items():
             self.compare(engine, name, weight, self.changed(name, sums[name]))
         self.bound((logprobs.double() - scored.double().cpu()).abs().mean().item(), next(iter(pushed.values())).dtype)
-        self.sums = sums
+        self.sums |= sums
 
     def changed(self, name: str, sums: Tensor) -> list[int]:
         """Return some of the columns of a weight that are not as they were at the last push; of a first one any."""

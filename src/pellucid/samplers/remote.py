@@ -23,6 +23,7 @@ import safetensors.torch
 from torch import Tensor
 
 from pellucid.policy.model import describe
+from pellucid.samplers.adapters import Form, RefusedError, is_of_adapter
 from pellucid.samplers.freshness import Freshness
 from pellucid.types import UserError
 
@@ -86,19 +87,25 @@ class Remote:
         return self._json("GET", "/state")
 
     def load(self, model: bytes) -> None:
-        """Have it make an engine for a model as `described`, where it has none of it."""
+        """Have it make an engine for a model as `described`, where it has none of it.
+
+        RefusedError where it makes none with such an adapter.
+        """
         state = self.state()
         if state["model"] != digest(model):
             state = self._json("PUT", "/model", model, timeout=max(LOADING, self.timeout))
+        if state["refusal"]:
+            raise RefusedError(state["refusal"])
         self.longest, self.block, self.version = state["longest"], state["block"], state["version"]
         self.ready = True
 
     def push(self, weights: Mapping[str, Tensor]) -> None:
-        """Give it these weights; it forgets what it was asked for before."""
+        """Give it these weights, or an adapter alone beside those that it has; it forgets what it was asked before."""
+        onto = f"?onto={self.version}" if all(map(is_of_adapter, weights)) else ""
         version, parts = secrets.token_hex(8), list(parted(weights))
         for i, part in enumerate(parts):
             body = safetensors.torch.save({name: weight.cpu().contiguous() for name, weight in part.items()})
-            self._answer("PUT", f"/weights/{version}/{i}/{len(parts)}", body)
+            self._answer("PUT", f"/weights/{version}/{i}/{len(parts)}{onto}", body)
         self.version = version
 
     def columns(self, name: str, at: Sequence[int]) -> list[Tensor]:
@@ -193,13 +200,16 @@ def reach(urls: Sequence[str], timeout: float) -> None:
             raise UserError(f"sampler.urls: {url} cannot be reached ({error}): start it there by {start}") from None
 
 
-def described(policy: Any) -> bytes:
-    """What a server must know of a policy to make an engine for it, besides the weights."""
+def described(policy: Any, form: Form | None = None) -> bytes:
+    """What a server must know of a policy to make an engine for it, besides the weights. form: of an adapter that is
+    pushed by itself.
+    """
     with tempfile.TemporaryDirectory() as folder:
         describe(policy.model, Path(folder))
         config = json.loads((Path(folder) / "config.json").read_text())
     dtype = str(policy.dtype).removeprefix("torch.")
-    return json.dumps({"config": config, "dtype": dtype, "ends": list(policy.eos_ids)}, sort_keys=True).encode()
+    known = {"config": config, "dtype": dtype, "ends": list(policy.eos_ids), "adapter": form}
+    return json.dumps(known, sort_keys=True).encode()
 
 
 def token() -> str:

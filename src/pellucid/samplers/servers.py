@@ -1,7 +1,7 @@
 """vLLM on other machines: rows spread over servers, each push of weights proved for every one of them.
 
 A server that comes back is given what was pushed last: the policy's weights, or a copy where those change while rows
-are drawn (`ahead`).
+are drawn (`ahead`); of an adapter that is pushed by itself the base before it.
 """
 
 from __future__ import annotations
@@ -14,10 +14,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from pellucid.samplers.adapters import RefusedError
 from pellucid.samplers.fleet import Fleet
 from pellucid.samplers.freshness import Freshness
 from pellucid.samplers.remote import Remote, described
-from pellucid.samplers.vllm import VLLM, fixed_text, length_of_text, scored, weights_of
+from pellucid.samplers.vllm import VLLM, fixed_text, length_of_text, scored
 from pellucid.types import Group, Prompt, Sampling
 
 READ = 513
@@ -48,10 +49,17 @@ class Servers(VLLM):
 
     def sync(self, policy: Any, version: int = 0) -> None:
         """UserError where a server does not compute with the weights that were pushed."""
-        self.policy, self.version, self.model = policy, version, described(policy)
+        try:
+            self._sync(policy, version)
+        except RefusedError as error:
+            self._merge(error)
+            self._sync(policy, version)
+
+    def _sync(self, policy: Any, version: int) -> None:
+        self.policy, self.version, self.model = policy, version, described(policy, self._form(policy))
         self.fleet = self.fleet or Fleet(self.urls, self.timeout, self._bring)
         self.weights = None  # before there are others
-        self.weights = weights_of(policy, copy=self.ahead)
+        self.weights = self._trained(policy, copy=self.ahead)
         self.text = fixed_text(policy, min(READ, policy.context_length - 1))
         self.right = scored(policy, self.text)
         try:
@@ -77,9 +85,10 @@ class Servers(VLLM):
         if not held or remote.version != held:  # another process, or somebody else's weights
             remote.freshness = Freshness()
         with self.alone:
-            weights = self.weights or weights_of(self.policy)
+            weights = self.weights or self._trained(self.policy)
+            base = self._base(self.policy, remote.freshness)
         ids = self.text[: length_of_text(remote)]
         if remote.version:
             remote.read(ids)  # so that it would be in a cache which is not cleared
-        remote.push(weights)
-        remote.freshness.check(remote, weights, ids, self.right[: len(ids) - 1])
+        remote.push(base | weights)
+        remote.freshness.check(remote, base | weights, ids, self.right[: len(ids) - 1])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import torch
 from torch import Tensor
@@ -12,6 +12,7 @@ from torch import Tensor
 from pellucid.algorithm.batch import collate
 from pellucid.policy.logprobs import token_logprobs
 from pellucid.protocols import World
+from pellucid.samplers.adapters import Form, RefusedError, adapter_of, base_of, form_of
 from pellucid.samplers.freshness import Freshness
 from pellucid.samplers.rollout import check_lengths, completed_groups, row_seed
 from pellucid.samplers.talks import PAUSE, Row, Talks
@@ -66,15 +67,17 @@ class VLLM:
     """Those whom the policy talks with, where its answers are conversations."""
     patient: bool = False
     """Whether all rows wait for every reply, so that the same seed gives the same bits."""
+    adapter: Literal["merged", "request"] = "merged"
+    """How an adapter comes to the engine: with its base, as whole weights, or by itself, where vLLM takes it."""
     engine: Engine | None = None
     freshness: Freshness = field(default_factory=Freshness)
 
     def sync(self, policy: Any, version: int = 0) -> None:
         """UserError where the engine does not compute with the weights that were pushed."""
         if self.engine is None or not self.engine.open:
-            self.engine, self.freshness = Engine(policy, self.rows, self.cache_gb), Freshness()
+            self.engine, self.freshness = self._made(policy), Freshness()
         ids = fixed_text(policy, length_of_text(self.engine))
-        weights = weights_of(policy)
+        weights = self._base(policy, self.freshness) | self._trained(policy)
         with fixed_chance():
             self.engine.read(ids)  # so that it would be in a cache which is not cleared
             self.engine.push(weights)
@@ -94,6 +97,29 @@ class VLLM:
                 return self._answers(prompts, sampling)
         finally:
             self._engine.drop()
+
+    def _made(self, policy: Any) -> Engine:
+        try:
+            return Engine(policy, self.rows, self.cache_gb, self._form(policy))
+        except RefusedError as error:
+            self._merge(error)
+            return Engine(policy, self.rows, self.cache_gb)
+
+    def _form(self, policy: Any) -> Form | None:
+        """Of the adapter that is pushed by itself, if one is. RefusedError where it cannot be."""
+        return form_of(policy) if policy.adapter and self.adapter == "request" else None
+
+    def _merge(self, error: RefusedError) -> None:
+        self.adapter = "merged"
+        print(f"! sampler.adapter: merged instead of request ({error})", flush=True)
+
+    def _base(self, policy: Any, freshness: Freshness) -> dict[str, Tensor]:
+        """The base of an adapter that is pushed by itself, for an engine that has not proved yet that it has it."""
+        return {} if freshness.sums or not self._form(policy) else base_of(policy)
+
+    def _trained(self, policy: Any, copy: bool = False) -> dict[str, Tensor]:
+        """What an engine is given at every push. copy: whether it stays as it is when the policy changes."""
+        return adapter_of(policy) if self._form(policy) else weights_of(policy, copy)
 
     @property
     def _engine(self) -> Answering:

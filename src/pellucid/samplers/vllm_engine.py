@@ -23,10 +23,13 @@ import torch
 from torch import Tensor
 
 from pellucid.machine.extras import extra
+from pellucid.samplers.adapters import A, Form, RefusedError, is_of_adapter, write
 from pellucid.types import UserError
 
 QUIET = {"VLLM_LOGGING_LEVEL": "ERROR", "VLLM_NO_USAGE_STATS": "1"}
 """Unless it is said otherwise."""
+FAULTS = (ValueError, RuntimeError, NotImplementedError)
+"""What vLLM raises where it does not do what it is asked for."""
 BLOCK = 32
 """Tokens that are cached together on a CPU: its usual 128 are more than many a prompt has."""
 
@@ -64,10 +67,11 @@ ENGINES: WeakSet[Engine] = WeakSet()
 class Engine:
     """A model of this policy's kind. `ask`, then `step` until nothing is `asked`. It ends the engine before it."""
 
-    def __init__(self, policy: Any, rows: int, cache_gb: float) -> None:
-        """rows: how many completions are decoded at once. cache_gb: memory of keys and values.
+    def __init__(self, policy: Any, rows: int, cache_gb: float, form: Form | None = None) -> None:
+        """rows: how many completions are decoded at once. cache_gb: memory of keys and values. form: of an adapter that
+        is pushed by itself.
 
-        UserError where vLLM does not run this model.
+        UserError where vLLM does not run this model, RefusedError where it does not so with such an adapter.
         """
         check_library()
         for earlier in list(ENGINES):
@@ -79,12 +83,15 @@ class Engine:
         with warnings.catch_warnings(), tempfile.TemporaryDirectory() as folder, fixed_chance():
             warnings.simplefilter("ignore")
             self.vllm = extra("vllm", "vllm", "sampler.name")
+            self.request = importlib.import_module("vllm.lora.request").LoRARequest
             policy.describe(Path(folder))
             try:
-                self.llm = self.vllm.LLM(model=folder, **self._settings(rows, cache_gb))
-            except (ValueError, RuntimeError, NotImplementedError) as error:
+                self.llm = self.vllm.LLM(model=folder, **self._settings(rows, cache_gb, form))
+            except FAULTS as error:
+                if form:
+                    raise RefusedError(f"vLLM: {in_a_line(error)}") from error
                 raise UserError(
-                    f"policy.model: vLLM does not run this model ({' '.join(str(error).split())[:300]}): set"
+                    f"policy.model: vLLM does not run this model ({in_a_line(error)}): set"
                     ' sampler.name = "native", or sampler.cache_gb where it lacks memory'
                 ) from error
         self.close = weakref.finalize(self, self.llm.llm_engine.engine_core.shutdown)
@@ -107,18 +114,25 @@ class Engine:
         self.asked: dict[str, Any] = {}
         """The keys of requests by their ids."""
         self.numbers = itertools.count()
+        self.adapters = itertools.count(1)
+        self.adapter: Any = None
+        """The adapter that rows are sampled with, as vLLM is asked for it."""
+        if form:
+            self._try(form)
 
     @property
     def open(self) -> bool:
         return self.close.alive
 
-    def _settings(self, rows: int, cache_gb: float) -> dict[str, Any]:
+    def _settings(self, rows: int, cache_gb: float, form: Form | None) -> dict[str, Any]:
         where: dict[str, Any] = {"enforce_eager": True, "block_size": BLOCK}
         if self.device.type == "cuda":
             free, total = torch.cuda.mem_get_info(self.device)
             where = {"gpu_memory_utilization": 0.9 * free / total}  # of what the trainer leaves
+        with_one = {"enable_lora": True, "max_lora_rank": form.room, "max_loras": 1} if form else {}
         return {
             **where,
+            **with_one,
             "dtype": str(self.dtype).removeprefix("torch."),
             "load_format": "dummy",
             "skip_tokenizer_init": True,
@@ -135,13 +149,46 @@ class Engine:
 
     @torch.no_grad()
     def push(self, weights: Mapping[str, Tensor]) -> None:
-        """Take these weights, by their names in the checkpoint, and forget what was computed with others."""
-        self.shapes = {name: weight.shape for name, weight in weights.items()}
+        """Take these weights, by their names in the checkpoint, and forget what was computed with others.
+
+        Those of an adapter may come alone: then the others stay.
+        """
+        self.shapes |= {name: weight.shape for name, weight in weights.items()}
+        adapter = {name: weight for name, weight in weights.items() if is_of_adapter(name)}
+        if whole := {name: weight for name, weight in weights.items() if name not in adapter}:
+            self.reload(whole)
+        if adapter:
+            self.adapt(adapter)
+        self.llm.reset_prefix_cache()
+
+    def reload(self, weights: Mapping[str, Tensor]) -> None:
+        """Take these weights; vLLM then has no adapter."""
+        self.adapter = None
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": iter(weights.items())})
         self.pack_tied_heads()
-        self.llm.reset_prefix_cache()
+
+    def adapt(self, adapter: Mapping[str, Tensor]) -> None:
+        """Take this adapter for the one before. vLLM keys what it caches by its name, so each has one of its own."""
+        number = next(self.adapters)
+        if self.adapter:
+            self.llm.llm_engine.remove_lora(self.adapter.lora_int_id)
+        with tempfile.TemporaryDirectory() as folder:
+            write(adapter, Path(folder))
+            self.adapter = self.request(f"adapter {number}", number, folder)
+            self.llm.llm_engine.add_lora(self.adapter)
+
+    def _try(self, form: Form) -> None:
+        """RefusedError where vLLM does not compute with such an adapter, or not where it can be read back."""
+        zeros = form.zeros(self.dtype)
+        try:
+            self.push(zeros)
+            for name in zeros:
+                self.columns(name, [0])
+        except (UserError, *FAULTS) as error:
+            self.close()
+            raise RefusedError(in_a_line(error)) from error
 
     def pack_tied_heads(self) -> None:
         for head in self.heads:
@@ -151,23 +198,42 @@ class Engine:
     @torch.no_grad()
     def columns(self, name: str, at: Sequence[int]) -> list[Tensor]:
         """Columns [n, len(at)] of a weight, as each place that computes with it has them."""
+        if is_of_adapter(name):
+            return [self._matrix(name)[:, list(at)]]
         return [self._columns(place, at, self.shapes[name][-1]) for place in self.places(name)]
 
     def places(self, name: str) -> list[Place]:
         """Where the weight of this name is computed with. UserError where the model has none of that name."""
         path, _, attribute = name.rpartition(".")
-        parent, _, leaf = path.rpartition(".")
-        whole, parts = self.packed.get(leaf, (leaf, [leaf]))
-        sizes = [self.shapes.get(f"{parent}.{part}.{attribute}", torch.Size([0]))[0] for part in parts]
-        start = sum(sizes[: parts.index(leaf)])
+        found, parts = self._layer(path)
+        module = getattr(found, "base_layer", found)  # the layer itself, where it stands in one that adds an adapter
+        if (weight := getattr(module, attribute, None)) is None:
+            raise UserError(f'policy.model: vLLM has no {name}: set sampler.name = "native"')
+        sizes = [self.shapes.get(f"{part}.{attribute}", torch.Size([0]))[0] for part in parts]
+        start = sum(sizes[: parts.index(path)])
         rows = slice(start, start + self.shapes[name][0])
-        try:
-            module = self.model.get_submodule(f"{parent}.{whole}".removeprefix("."))
-            weight = getattr(module, attribute)
-        except AttributeError as error:
-            raise UserError(f'policy.model: vLLM has no {name}: set sampler.name = "native"') from error
         tied = [Place(head, attribute, rows) for head in self.heads if head is not module and head.weight is weight]
         return [Place(module, attribute, rows), *tied]
+
+    def _layer(self, path: str) -> tuple[Any, list[str]]:
+        """A layer, and the paths of all that are joined in it, this one among them. UserError where there is none."""
+        parent, dot, leaf = path.rpartition(".")
+        whole, parts = self.packed.get(leaf, (leaf, [leaf]))
+        try:
+            return self.model.get_submodule(parent + dot + whole), [parent + dot + part for part in parts]
+        except AttributeError as error:
+            raise UserError(f'policy.model: vLLM has no {path}: set sampler.name = "native"') from error
+
+    def _matrix(self, name: str) -> Tensor:
+        """A matrix of the adapter, where vLLM multiplies by it what it computes for the present one."""
+        path, _, matrix = name.rpartition(".")
+        layer, parts = self._layer(path)
+        stacks = getattr(layer, "lora_a_stacked" if matrix == A[1:] else "lora_b_stacked", ())
+        slots = self.model.lora_manager.lora_index_to_id
+        if len(stacks) != len(parts) or not self.adapter or self.adapter.lora_int_id not in slots:
+            raise UserError(f"vLLM has no adapter on {path}")
+        n, k = self.shapes[name]
+        return stacks[parts.index(path)][slots.index(self.adapter.lora_int_id), 0, :n, :k]
 
     def _columns(self, place: Place, at: Sequence[int], width: int) -> Tensor:
         """By a product with columns of the identity, where there is a product: what it computes with may be packed."""
@@ -187,7 +253,8 @@ class Engine:
         sampling = self.vllm.SamplingParams(
             temperature=0.0, max_tokens=1, prompt_logprobs=0, skip_reading_prefix_cache=False, detokenize=False
         )
-        [output] = self.llm.generate([{"prompt_token_ids": list(ids)}], sampling, use_tqdm=False)
+        text = [{"prompt_token_ids": list(ids)}]
+        [output] = self.llm.generate(text, sampling, use_tqdm=False, lora_request=self.adapter)
         found = [(of or {}).get(token) for of, token in zip(output.prompt_logprobs[1:], ids[1:], strict=True)]
         return torch.tensor([float("nan") if x is None else x.logprob for x in found]), output.num_cached_tokens
 
@@ -204,7 +271,8 @@ class Engine:
         )
         number = str(next(self.numbers))
         self.asked[number] = key
-        self.llm.llm_engine.add_request(number, {"prompt_token_ids": list(ids)}, sampling)
+        prompt = {"prompt_token_ids": list(ids)}
+        self.llm.llm_engine.add_request(number, prompt, sampling, lora_request=self.adapter)
 
     def step(self) -> list[Said]:
         """Sample a token for each of those that are decoded. Return the answers that have ended with it."""
@@ -226,3 +294,7 @@ class Engine:
 def fixed_chance() -> Any:
     """vLLM sets and draws from the random numbers of the process, which are none of its business."""
     return torch.random.fork_rng(devices=[])
+
+
+def in_a_line(error: Exception) -> str:
+    return " ".join(str(error).split())[:300]

@@ -29,6 +29,7 @@ from starlette.types import ASGIApp
 from torch import Tensor
 
 from pellucid.machine import hardware
+from pellucid.samplers.adapters import Form, RefusedError
 from pellucid.samplers.remote import POLL, TOKEN, VERSION, Row, digest, token
 from pellucid.samplers.vllm_engine import Engine, check_library
 from pellucid.serve import connections
@@ -47,6 +48,8 @@ class Model(BaseModel):
     config: dict[str, Any]
     dtype: Literal["float32", "bfloat16", "float16"]
     ends: list[int]
+    adapter: Form | None = None
+    """Of an adapter that is pushed by itself."""
 
 
 Version = Annotated[str, Header(alias=VERSION)]
@@ -70,6 +73,8 @@ class Coming(NamedTuple):
 
     version: str
     parts: list[bytes]
+    onto: str = ""
+    """The version of the weights that an adapter is pushed to alone; empty where all weights come."""
 
 
 class Held:
@@ -87,22 +92,27 @@ class Held:
         self.news = threading.Condition()
 
     def state(self) -> dict[str, Any]:
-        if not (engine := self.engine):
-            return {"model": "", "version": "", "longest": 0, "block": 0}
-        return {"model": self.model, "version": self.version, "longest": engine.longest, "block": engine.block}
+        longest, block = (engine.longest, engine.block) if (engine := self.engine) else (0, 0)
+        return {"model": self.model, "version": self.version, "longest": longest, "block": block, "refusal": ""}
 
     def load(self, body: bytes) -> dict[str, Any]:
-        """Make an engine for this model, where there is none; it has no weights yet."""
+        """Make an engine for this model, where there is none; it has no weights yet. Where none with its adapter can be
+        made, say why.
+        """
         try:
             model = Model.model_validate_json(body)
             return self.work.submit(self._load, model, digest(body)).result()
+        except RefusedError as error:
+            return {**self.state(), "refusal": str(error)}
         except (ValidationError, UserError) as error:
             raise RequestError(422, str(error)) from error
 
-    def take(self, version: str, i: int, of: int, part: bytes) -> None:
-        """Take part i of the weights of this version; with the last of them the engine has these and no other."""
+    def take(self, version: str, i: int, of: int, part: bytes, onto: str = "") -> None:
+        """Take part i of the weights of this version; with the last of them the engine has these and no other, or these
+        and the weights below the adapter of the version `onto`.
+        """
         if i == 0:
-            self.coming = Coming(version, [])
+            self.coming = Coming(version, [], onto)
         coming = self.coming
         if coming.version != version or len(coming.parts) != i or not self.engine:
             raise RequestError(409, "other weights have come in between")
@@ -140,6 +150,8 @@ class Held:
         return self.state()
 
     def _push(self, coming: Coming) -> None:
+        if coming.onto:
+            self.check(coming.onto)
         self._forget()
         weights: dict[str, Tensor] = {}
         while coming.parts:
@@ -211,8 +223,8 @@ def application(held: Held, hosts: Sequence[str], secret: str) -> ASGIApp:
         return await run_in_threadpool(held.load, await request.body())
 
     @app.put("/weights/{version}/{i}/{of}")
-    async def weights(version: str, i: int, of: int, request: Request) -> dict[str, Any]:
-        await run_in_threadpool(held.take, version, i, of, await request.body())
+    async def weights(version: str, i: int, of: int, request: Request, onto: str = "") -> dict[str, Any]:
+        await run_in_threadpool(held.take, version, i, of, await request.body(), onto)
         return {}
 
     @app.post("/read")
@@ -250,7 +262,9 @@ def host(listening: socket.socket, rows: int, cache_gb: float, device: str, host
     place = hardware.pick_device(device)
 
     def made(model: Model) -> Engine:
-        return Engine(Described(model.config, getattr(torch, model.dtype), place, model.ends), rows, cache_gb)
+        return Engine(
+            Described(model.config, getattr(torch, model.dtype), place, model.ends), rows, cache_gb, model.adapter
+        )
 
     held = Held(made)
     print(f"sampler on {url_of(address, port)}, Ctrl-C ends it", flush=True)

@@ -239,6 +239,10 @@ def check_vllm(cfg: Config) -> None:
         raise UserError('sampler.name = "vllm" is for one process that has the whole model: set "native"')
     if cfg.policy.load_in_4bit:
         raise UserError('sampler.name = "vllm" takes no base in 4 bits: set "native", or leave out policy.load_in_4bit')
+    if s.adapter == "request" and not cfg.policy.lora:
+        raise UserError(
+            'sampler.adapter = "request" is for a LoRA adapter: give policy.lora, its rank, or leave it out'
+        )
     if any((of.top_k, of.top_p, of.min_p) != (0, 1.0, 0.0) for of in (s, e)):
         raise UserError(NO_MASKS)
 
@@ -259,7 +263,7 @@ def pick_sampler(cfg: Config, learner: Policy, world: World | None) -> Native | 
     s = cfg.sampler
     if s.ahead:
         check_ahead(cfg)
-    sampler, note = choose(s.name, s.rows, learner, world, s.cache_gb, s.urls, s.timeout, bool(s.ahead))
+    sampler, note = choose(s.name, s.rows, learner, world, s.cache_gb, s.urls, s.timeout, bool(s.ahead), s.adapter)
     if isinstance(sampler, Native | VLLM):
         sampler.patient = cfg.policy.deterministic
     if note and first_process():

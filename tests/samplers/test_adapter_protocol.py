@@ -1,0 +1,188 @@
+"""An adapter by itself over sampler servers: the base travels once, and again to whoever does not have it."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from conftest import CountDigits, character_tokenizer
+from pellucid.algorithm.batch import collate
+from pellucid.policy.model import add_adapter
+from pellucid.policy.policy import Policy
+from pellucid.samplers import fleet
+from pellucid.samplers.adapters import A, B, RefusedError, adapter_of, base_of, form_of, is_of_adapter
+from pellucid.samplers.remote import GoneError, Remote, described
+from pellucid.samplers.servers import Servers
+from pellucid.serve.sampling import Held
+from pellucid.types import Sampling, UserError
+from sampler_process import Plain, served, tiny_policy
+
+SAMPLING = Sampling(4, max_tokens=24, seed="0/0")
+PROMPTS = CountDigits().sample(0, 4)
+
+
+class Beside(Plain):
+    """Keeps its base and an adapter, and samples by their sum."""
+
+    def __init__(self, model):
+        super().__init__(model)
+        self.form, self.base, self.adapter = model.adapter, {}, {}
+        self.came = []
+        """Whether a base came, push by push."""
+
+    def push(self, weights):
+        adapter = {name: x for name, x in weights.items() if is_of_adapter(name)}
+        base = {name: x for name, x in weights.items() if name not in adapter}
+        self.came.append(bool(base))
+        self.base, self.adapter = base or self.base, adapter
+        added = {
+            f"{layer}.weight": adapter[layer + B] @ adapter[layer + A]
+            for layer in (self.form.layers if self.form else {})
+        }
+        super().push({name: x + added.get(name, 0) for name, x in self.base.items()})
+
+    def columns(self, name, at):
+        if is_of_adapter(name):
+            return [self.adapter[name][:, at]]
+        held = self.base[name]
+        return [held[:, at] if held.dim() > 1 else held[:, None]]
+
+
+class Refuses(Beside):
+    def __init__(self, model):
+        if model.adapter:
+            raise RefusedError("vLLM has no adapter on it")
+        super().__init__(model)
+
+
+@pytest.fixture
+def policy():
+    model = tiny_policy().model
+    policy = Policy(model, character_tokenizer(), adapter=add_adapter(model, 3, 7.0))
+    step(policy)
+    return policy
+
+
+@pytest.fixture
+def held():
+    return [Held(Beside), Held(Beside)]
+
+
+@pytest.fixture
+def urls(held):
+    with served(held[0]) as first, served(held[1]) as second:
+        yield first, second
+
+
+@pytest.fixture(autouse=True)
+def _at_once(monkeypatch):
+    monkeypatch.setattr(fleet, "AGAIN", 0.1)
+
+
+def step(policy, by=0.05):
+    with torch.no_grad():
+        for p in policy.trainable().values():
+            p.add_(torch.randn(p.shape, generator=torch.Generator().manual_seed(1)).sign(), alpha=by)
+
+
+def synced(policy, urls, ahead=False):
+    sampler = Servers(urls=urls, timeout=10.0, adapter="request", ahead=ahead)
+    sampler.sync(policy, 3)
+    return sampler
+
+
+def gap_of(policy, groups):
+    batch = collate(groups, policy.device)
+    with torch.no_grad():
+        return (policy.score(batch).logprobs - batch.sampler_logprobs)[batch.sampled].abs().max()
+
+
+def test_the_base_goes_once_to_each_and_then_the_adapter_alone(policy, urls, held):
+    sampler = synced(policy, urls)
+    for version in (4, 5):
+        before = sampler.generate(PROMPTS, SAMPLING)
+        step(policy)
+        assert gap_of(policy, before) > 0.1
+        sampler.sync(policy, version)
+        assert gap_of(policy, sampler.generate(PROMPTS, SAMPLING)) < 1e-4
+    assert [one.engine.came for one in held] == [[True, False, False]] * 2
+
+
+def test_a_server_that_was_started_anew_gets_the_base_and_the_present_adapter(policy, urls, held):
+    sampler = synced(policy, urls)
+    step(policy)
+    sampler.sync(policy, 4)
+    held[1].model = held[1].version = ""  # with an engine that is made anew
+    for version in (4, 5):
+        groups = sampler.generate(PROMPTS, SAMPLING)
+        assert {c.version for group in groups for c in group.completions} == {version}
+        assert gap_of(policy, groups) < 1e-4
+        step(policy)
+        sampler.sync(policy, version + 1)
+    assert held[1].engine.came[0] is True
+    assert held[1].engine.came[1:] == [False] * (len(held[1].engine.came) - 1)
+    assert held[0].engine.came == [True, False, False, False]
+
+
+def test_one_that_comes_back_a_step_ahead_gets_the_adapter_that_the_others_draw_by(policy, urls, held):
+    sampler = synced(policy, urls, ahead=True)
+    right = sampler.generate(PROMPTS, SAMPLING)
+    step(policy)
+    held[1].version = ""
+    assert sampler.generate(PROMPTS, SAMPLING) == right
+    assert held[1].engine.came == [True, True]
+
+
+def test_an_adapter_is_put_on_no_other_weights_than_those_that_it_is_for(policy, urls, held):
+    sampler = synced(policy, urls)
+    theirs = Remote(urls[0], 10.0)  # another trainer's
+    theirs.load(described(policy, form_of(policy)))
+    theirs.push(base_of(policy) | adapter_of(policy))
+    assert sampler.fleet
+    with pytest.raises(GoneError, match=r"409.*other weights"):
+        sampler.fleet.servers[0].remote.push(adapter_of(policy))
+    step(policy)
+    sampler.sync(policy, 4)
+    assert gap_of(policy, sampler.generate(PROMPTS, SAMPLING)) < 1e-4
+    assert [one.engine.came for one in held] == [[True, True, True], [True, False]]
+
+
+@pytest.mark.parametrize("left_out", ["push", "one layer"])
+def test_an_adapter_that_did_not_arrive_whole_is_found_out(policy, urls, held, left_out):
+    sampler, engine = synced(policy, urls), held[1].engine
+    whole, before = engine.push, dict(engine.adapter)
+
+    def push(weights):
+        kept = {name: x for name, x in before.items() if left_out == "push" or ".layers.1.mlp.up_proj" in name}
+        whole(weights | kept)
+
+    engine.push = push
+    step(policy, 1e-7)
+    with pytest.raises(UserError, match=r"old weights: .*lora_") as raised:
+        sampler.sync(policy, 4)
+    assert "\n" not in str(raised.value)
+
+
+def test_where_a_server_does_not_take_it_all_get_it_merged_which_a_line_says(policy, urls, held, capsys):
+    held[1].make = Refuses
+    sampler = synced(policy, urls)
+    said = "! sampler.adapter: merged instead of request (vLLM has no adapter on it)\n"
+    assert capsys.readouterr().out == said
+    step(policy)
+    sampler.sync(policy, 4)
+    assert gap_of(policy, sampler.generate(PROMPTS, SAMPLING)) < 1e-4
+    assert [one.engine.form for one in held] == [None, None]
+    assert capsys.readouterr().out == ""
+
+
+def test_one_that_comes_back_and_no_longer_takes_it_is_left_out_and_told(policy, urls, held, capsys):
+    sampler = synced(policy, urls)
+    held[1].make, held[1].model, held[1].version = Refuses, "", ""
+    for version in (4, 5):
+        assert gap_of(policy, sampler.generate(PROMPTS, SAMPLING)) < 1e-4
+        step(policy)
+        sampler.sync(policy, version)
+    assert f"! {urls[1]}: vLLM has no adapter on it" in capsys.readouterr().out
+    assert sampler.fleet
+    assert [server.up for server in sampler.fleet.servers] == [True, False]
+    assert sampler.adapter == "request"

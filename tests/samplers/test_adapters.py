@@ -1,0 +1,107 @@
+"""What of an adapter travels by itself, and which adapters are more than that."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from safetensors.torch import load_file
+
+from conftest import character_tokenizer
+from pellucid.policy.model import add_adapter
+from pellucid.policy.policy import Policy
+from pellucid.samplers.adapters import A, B, RefusedError, adapter_of, base_of, form_of, write
+from pellucid.samplers.vllm import weights_of
+from sampler_process import tiny_policy
+
+
+def adapted(**settings):
+    model = tiny_policy(tied=False).model
+    usual = {"r": 3, "lora_alpha": 7, "target_modules": ["q_proj", "down_proj"]}
+    policy = Policy(model, character_tokenizer(), adapter=get_peft_model(model, LoraConfig(**usual | settings)))
+    with torch.no_grad():
+        for p in policy.trainable().values():
+            p.add_(torch.randn(p.shape))
+    return policy
+
+
+@pytest.mark.parametrize("settings", [{}, {"use_rslora": True}])
+def test_base_and_adapter_are_what_is_merged(settings):
+    policy = adapted(**settings)
+    base, adapter, merged = base_of(policy), adapter_of(policy), weights_of(policy)
+    assert base.keys() == merged.keys()
+    layers = {name.removesuffix(A) for name in adapter if name.endswith(A)}
+    assert layers == {f"model.layers.{i}.{path}" for i in (0, 1) for path in ("self_attn.q_proj", "mlp.down_proj")}
+    for name, whole in merged.items():
+        layer = name.removesuffix(".weight")
+        added = adapter[layer + B] @ adapter[layer + A] if layer in layers else torch.zeros(())
+        torch.testing.assert_close(base[name] + added, whole, rtol=0, atol=1e-5)
+        assert added.abs().max() > 1 or layer not in layers
+
+
+def test_the_matrices_are_copies():
+    policy = adapted()
+    adapter = adapter_of(policy)
+    before = {name: x.clone() for name, x in adapter.items()}
+    with torch.no_grad():
+        for p in policy.trainable().values():
+            p.add_(1.0)
+    assert all(torch.equal(adapter[name], x) for name, x in before.items())
+
+
+def test_b_is_rounded_once():
+    """7 / 3 is rounded in bfloat16, too: with a scale rounded first, or B first, other bits would come."""
+    policy = adapted()
+    policy.dtype = torch.bfloat16
+    [name] = [name for name in policy.trainable() if "layers.1.mlp.down_proj.lora_B" in name]
+    exact = policy.trainable()[name].detach().double() * 7 / 3
+    held = adapter_of(policy)["model.layers.1.mlp.down_proj.lora_B"]
+    assert held.dtype == torch.bfloat16
+    off = (held.double() - exact).abs()
+    assert (off <= (held.nextafter(torch.full_like(held, torch.inf)) - held).double().abs() * 0.501).all()
+
+
+def test_a_form_has_room_for_its_rank_and_zeros_of_its_shapes():
+    policy = adapted(r=9)
+    form = form_of(policy)
+    assert (form.rank, form.room) == (9, 16)
+    shapes = {name: x.shape for name, x in adapter_of(policy).items()}
+    assert {name: x.shape for name, x in form.zeros(torch.float32).items()} == shapes
+
+
+def test_what_is_written_is_what_peft_reads_with_a_scale_of_1(tmp_path):
+    adapter = adapter_of(adapted())
+    write(adapter, tmp_path)
+    settings = json.loads((tmp_path / "adapter_config.json").read_text())
+    assert settings["lora_alpha"] == settings["r"] == 3
+    written = load_file(tmp_path / "adapter_model.safetensors")
+    assert torch.equal(
+        written[f"base_model.model.model.layers.0.mlp.down_proj{B}.weight"], adapter[f"model.layers.0.mlp.down_proj{B}"]
+    )
+    assert len(written) == len(adapter) == 8
+
+
+@pytest.mark.filterwarnings("ignore:.*merging LoRA weights")
+@pytest.mark.parametrize(
+    ("settings", "says"),
+    [
+        ({"use_dora": True}, r"0\.self_attn\.q_proj is not a plain linear layer"),
+        ({"modules_to_save": ["lm_head"]}, "lm_head.* is trained besides"),
+        ({"lora_bias": True}, r"lora_B\.default\.bias is trained besides"),
+        ({"target_modules": ["embed_tokens"]}, "lora_embedding_A.* is trained besides"),
+        ({"r": 513}, "policy.lora is above 512"),
+    ],
+)
+def test_adapters_that_are_more_than_vllm_takes_are_refused(settings, says):
+    policy = adapted(**settings)
+    with pytest.raises(RefusedError, match=says):
+        form_of(policy)
+
+
+def test_an_adapter_of_the_package_on_every_linear_layer_has_a_form():
+    model = tiny_policy().model
+    form = form_of(Policy(model, character_tokenizer(), adapter=add_adapter(model, 512)))
+    assert (form.room, len(form.layers)) == (512, 2 * 7)
+    assert form.layers["model.layers.0.mlp.up_proj"] == (64, 96)

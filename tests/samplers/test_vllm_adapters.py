@@ -1,0 +1,220 @@
+"""An adapter that vLLM in this process is given by itself: only it travels, and every push of it is proved."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from conftest import CountDigits, character_tokenizer
+from pellucid.algorithm.batch import collate
+from pellucid.policy.model import add_adapter, copied
+from pellucid.policy.policy import Policy
+from pellucid.samplers.adapters import A, B, write
+from pellucid.samplers.vllm import VLLM, fixed_text
+from pellucid.types import Sampling, UserError
+from sampler_process import tiny_policy
+
+pytest.importorskip("vllm")
+
+SAMPLING = Sampling(4, max_tokens=24, seed="0/0")
+
+
+def adapted(dtype=torch.float32, rank=3, alpha=7.0, targets=(), tied=True):
+    """A policy whose scale, 7 / 3, no dtype holds exactly."""
+    model = copied(tiny_policy(layers=3, tied=tied).model, dtype)
+    policy = Policy(model, character_tokenizer(), dtype, adapter=add_adapter(model, rank, alpha, targets))
+    for p in policy.trainable().values():
+        p.data = p.data.float()
+    return policy
+
+
+def step(policy, by):
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for p in policy.trainable().values():
+            p.add_(torch.randn(p.shape, generator=generator).sign(), alpha=by)
+
+
+def synced(policy):
+    sampler = VLLM(rows=16, cache_gb=0.1, adapter="request")
+    sampler.sync(policy, 3)
+    return sampler
+
+
+@pytest.fixture(scope="module")
+def made():
+    return synced(adapted())
+
+
+@pytest.fixture
+def sampler(made):
+    """With an adapter that matters, of a policy that no other test has."""
+    policy = adapted()
+    step(policy, 0.05)
+    made.sync(policy, 3)
+    return made
+
+
+def gap_of(policy, groups):
+    batch = collate(groups, policy.device)
+    with torch.no_grad():
+        return (policy.score(batch).logprobs - batch.sampler_logprobs)[batch.sampled].abs()
+
+
+def pushed(sampler, monkeypatch):
+    """The names of what is pushed from now on, push by push."""
+    names, push = [], sampler.engine.push
+
+    def seen(weights):
+        names.append(set(weights))
+        push(weights)
+
+    monkeypatch.setattr(sampler.engine, "push", seen)
+    return names
+
+
+@pytest.mark.parametrize(("dtype", "gap"), [(torch.float32, 1e-5), (torch.bfloat16, 0.05)], ids=str)
+def test_logprobs_are_those_of_the_adapted_policy(sampler, dtype, gap):
+    policy, prompts = adapted(dtype), CountDigits().sample(0, 4)
+    own = sampler if dtype == torch.float32 else synced(policy)
+    own.sync(policy, 4)
+    before = own.generate(prompts, SAMPLING)
+    step(policy, 0.1)
+    assert gap_of(policy, before).mean() > 5 * gap
+    own.sync(policy, 5)
+    after = own.generate(prompts, SAMPLING)
+    assert gap_of(policy, after).mean() < gap
+    assert {c.version for group in after for c in group.completions} == {5}
+
+
+def test_only_the_adapter_is_pushed_behind_the_first_push_and_old_ones_go(sampler, monkeypatch):
+    policy, names = sampler.policy, pushed(sampler, monkeypatch)
+    for version in (4, 5):
+        step(policy, 1e-3)
+        sampler.sync(policy, version)
+    layers = {name.rpartition(".lora_")[0] for name in policy.trainable()}
+    assert len(layers) == 3 * 7
+    assert names == [{layer + matrix for layer in layers for matrix in (A, B)}] * 2
+    assert sampler.engine.llm.llm_engine.list_loras() == {sampler.engine.adapter.lora_int_id}
+
+
+def test_a_new_engine_gets_the_base_too(sampler, monkeypatch):
+    policy = sampler.policy
+    sampler.engine.close()
+    sampler.sync(policy, 4)
+    step(policy, 0.05)
+    sampler.sync(policy, 5)
+    assert gap_of(policy, sampler.generate(CountDigits().sample(0, 2), SAMPLING)).max() < 1e-4
+
+
+def nothing(engine):
+    engine.adapt = lambda adapter: None
+    return "old weights: .*lora_"
+
+
+def but_one_layer(engine):
+    whole = type(engine).adapt
+    engine.adapt = lambda adapter: whole(engine, {k: x for k, x in adapter.items() if ".layers.1.mlp.up" not in k})
+    return r"old weights: model\.layers\.1\.mlp\.up_proj\.lora_"
+
+
+def but_one_part_of_a_joined_layer(engine):
+    whole = type(engine).adapt
+    engine.adapt = lambda adapter: whole(engine, {k: x for k, x in adapter.items() if ".layers.2.self_attn.k" not in k})
+    return r"old weights: model\.layers\.2\.self_attn\.k_proj\.lora_"
+
+
+def but_the_scale(engine):
+    whole = type(engine).adapt
+    engine.adapt = lambda adapter: whole(engine, {k: x * (3 / 7 if k.endswith(B) else 1) for k, x in adapter.items()})
+    return r"old weights: .*lora_B"
+
+
+@pytest.fixture
+def mended(sampler):
+    yield sampler
+    vars(sampler.engine).pop("adapt", None)
+    for name in ("generate", "reset_prefix_cache"):
+        vars(sampler.engine.llm).pop(name, None)
+
+
+@pytest.mark.parametrize("spoil", [nothing, but_one_layer, but_one_part_of_a_joined_layer, but_the_scale])
+def test_an_adapter_that_did_not_arrive_whole_is_found_out(mended, spoil):
+    """At a step so small that no log-prob shows it."""
+    step(mended.policy, 1e-7)
+    says = spoil(mended.engine)
+    with pytest.raises(UserError, match=says) as raised:
+        mended.sync(mended.policy, 4)
+    assert "\n" not in str(raised.value)
+
+
+def test_rows_without_the_adapter_are_found_out_by_a_text(mended):
+    llm = mended.engine.llm
+    mended.sync(mended.policy, 4)
+    llm.generate = lambda *told, lora_request, **more: type(llm).generate(llm, *told, **more)
+    with pytest.raises(UserError, match="off the scorer's"):
+        mended.sync(mended.policy, 5)
+
+
+def test_what_another_adapter_has_computed_is_not_gone_on_from_though_it_is_not_cleared(mended):
+    """vLLM keys its cache by the adapter: behind a text that one has read, the next begins anew."""
+    engine, policy = mended.engine, mended.policy
+    ids = fixed_text(policy, 3 * engine.block)
+    engine.read(ids)
+    assert engine.read(ids)[1] >= 2 * engine.block
+    engine.llm.reset_prefix_cache = lambda: True
+    step(policy, 1e-7)
+    mended.sync(policy, 4)
+    assert engine.read(ids)[1] <= len(ids) - engine.block
+
+
+def test_an_adapter_in_the_place_of_one_of_its_name_is_found_out_where_the_cache_was_not_cleared(mended, tmp_path):
+    engine, policy = mended.engine, mended.policy
+
+    def in_place(adapter):
+        write(adapter, tmp_path)
+        engine.adapter = engine.request("kept", 999, str(tmp_path), load_inplace=True)
+        engine.llm.llm_engine.add_lora(engine.adapter)
+
+    engine.adapt = in_place
+    for version in (4, 5):
+        step(policy, 1e-7)
+        mended.sync(policy, version)
+    assert gap_of(policy, mended.generate(CountDigits().sample(0, 2), SAMPLING)).max() < 1e-4
+    engine.llm.reset_prefix_cache()
+    engine.llm.reset_prefix_cache = lambda: True
+    step(policy, 1e-7)
+    with pytest.raises(UserError, match="prefix cache"):
+        mended.sync(policy, 6)
+
+
+def test_honest_pushes_are_believed_however_small(sampler):
+    policy = sampler.policy
+    for i in range(20):
+        step(policy, [1e-9, 1e-7, 0.0, 1e-5][i % 4])
+        sampler.sync(policy, i)
+    assert gap_of(policy, sampler.generate(CountDigits().sample(0, 2), SAMPLING)).max() < 1e-4
+
+
+def test_an_adapter_that_vllm_does_not_take_is_merged_which_a_line_says(capsys):
+    """On the head: vLLM has an adapter there, but in a form of its own."""
+    policy = adapted(targets=("lm_head", "q_proj"), tied=False)
+    sampler = synced(policy)
+    said = "! sampler.adapter: merged instead of request (vLLM has no adapter on lm_head)\n"
+    assert capsys.readouterr().out == said
+    for name, p in policy.trainable().items():
+        p.data += 0.05 if "q_proj.lora_B" in name else 0.0
+    sampler.sync(policy, 4)
+    assert gap_of(policy, sampler.generate(CountDigits().sample(0, 2), SAMPLING)).max() < 1e-4
+    assert capsys.readouterr().out == ""
+
+
+def test_a_model_that_vllm_runs_without_adapters_only_is_merged(monkeypatch, capsys):
+    monkeypatch.setattr("vllm.v1.worker.lora_model_runner_mixin.supports_lora", lambda model: False)
+    policy = adapted()
+    sampler = synced(policy)
+    said = "! sampler.adapter: merged instead of request (vLLM: LlamaForCausalLM does not support LoRA yet.)\n"
+    assert capsys.readouterr().out == said
+    step(policy, 0.05)
+    sampler.sync(policy, 4)
+    assert gap_of(policy, sampler.generate(CountDigits().sample(0, 2), SAMPLING)).max() < 1e-4
