@@ -92,7 +92,7 @@ def synced(policy, urls, ahead=False):
 
 
 def gap_of(policy, groups):
-    batch = collate(groups, policy.device)
+    batch = collate(groups)
     with torch.no_grad():
         return (policy.score(batch).logprobs - batch.sampler_logprobs)[batch.sampled].abs().max()
 

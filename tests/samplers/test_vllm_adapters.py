@@ -56,7 +56,7 @@ def sampler(made):
 
 
 def gap_of(policy, groups):
-    batch = collate(groups, policy.device)
+    batch = collate(groups)
     with torch.no_grad():
         return (policy.score(batch).logprobs - batch.sampler_logprobs)[batch.sampled].abs()
 
