@@ -25,8 +25,9 @@ def kept(policy: Policy) -> dict[str, Tensor]:
 
 
 @torch.no_grad()
-def first_order(policy: Policy, batch: Batch, before: Mapping[str, Tensor]) -> Tensor:
-    """[N] the change of the log-probs of the N sampled tokens, to first order, from these weights to those of now.
+def first_order(policy: Policy, batch: Batch, before: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
+    """[N] the log-probs of the N sampled tokens at these weights, and [N] their change to first order, from these
+    weights to those of now.
 
     One forward pass at the weights before, with what they have moved by as the direction of a forward-mode gradient.
     The policy's own weights are left as they are. In one process: not for parameters that are shared out.
@@ -39,7 +40,8 @@ def first_order(policy: Policy, batch: Batch, before: Mapping[str, Tensor]) -> T
                 step = now[name].detach() - before[name].to(now[name].device)
                 moving[place] = forward_ad.make_dual(before[name].to(p), step.to(p))
         logprobs = functional_call(policy.scorer, moving, (logprobs_of, policy.scorer, batch))
-        return forward_ad.unpack_dual(logprobs).tangent.detach().clone()
+        primal, tangent = forward_ad.unpack_dual(logprobs)
+        return primal.clone(), tangent.clone()
 
 
 @contextmanager
