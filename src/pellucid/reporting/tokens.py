@@ -45,6 +45,7 @@ SCHEMA = pa.schema(
         ("error", pa.string()),
         ("version", pa.int32()),
         ("sampler_logprob", pa.float32()),
+        ("logprob_start", pa.float32()),
         ("logprob_before", pa.float32()),
         ("logprob_after", pa.float32()),
         ("ref_logprob", pa.float32()),
