@@ -31,7 +31,7 @@ MODULES = (
 """Each imports from those before it."""
 STYLES = ("look.css", "tokens.css")
 IMPORT = re.compile(r"^import\b.*?;\n", re.MULTILINE | re.DOTALL)
-EXPORT = re.compile(r"^export (?=const|let|function|async|class)", re.MULTILINE)
+EXPORT = re.compile(r"^export ((?:async )?(?:function|const) (\w+))", re.MULTILINE)
 
 
 def page(blocks: Mapping[str, str] | None = None) -> tuple[str, str]:
@@ -44,15 +44,23 @@ def page(blocks: Mapping[str, str] | None = None) -> tuple[str, str]:
 
 
 def joined() -> str:
-    """All modules as one script, which sees nothing from outside."""
-    modules = (EXPORT.sub("", IMPORT.sub("", beside(name))) for name in MODULES)
+    """All modules as one script, which sees nothing from outside: each has its scope, and gives away what it exports."""
     words = beside("words.json").replace("<", "\\u003c")
-    return f'"use strict";\n(() => {{\nconst WORDS = {words};\n{"".join(modules)}}})();\n'
+    return f'"use strict";\n(() => {{\nconst WORDS = {words};\n{"".join(map(scoped, MODULES))}}})();\n'
+
+
+def scoped(name: str) -> str:
+    """A module as a function that is called at once: what it imports is known around it."""
+    code = IMPORT.sub("", beside(name))
+    body = EXPORT.sub(r"\1", code)
+    given = ", ".join(export[1] for export in EXPORT.findall(code))
+    return f"const {{{given}}} = (() => {{\n{body}return {{{given}}};\n}})();\n"
 
 
 def policy(script: str, style: str, live: bool) -> str:
-    sources = f"script-src '{digest(script)}'; style-src '{digest(style)}'"
-    return f"default-src 'none'; {sources}; {'connect-src \'self\'; ' if live else ''}base-uri 'none'; form-action 'none'"
+    own = f"script-src '{digest(script)}'; style-src '{digest(style)}'"
+    asking = "connect-src 'self'; " if live else ""
+    return f"default-src 'none'; {own}; {asking}img-src data:; base-uri 'none'; form-action 'none'"
 
 
 def digest(text: str) -> str:
