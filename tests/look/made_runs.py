@@ -104,7 +104,8 @@ def add_step(run, step, groups=3, completions=4, length=10, seed=0, said=None):
             reward = 0.25 if dead else float(c % 2 == 0)
             texts = [" So", " we", *(draw.choice(WORDS) for _ in range(length - 2))]
             texts = said if said and c == 0 and g == 0 else texts
-            rolled.append(rollout(step, f"train/{g}", "".join(texts), reward, asked))
+            many = {"tokens": [1] * len(texts), "logprobs": [-0.5] * len(texts)}
+            rolled.append(rollout(step, f"train/{g}", "".join(texts), reward, asked, **many))
             rows += [] if dead else [made(draw, g, c, i, text, reward) for i, text in enumerate(texts)]
     write_tokens(run, step, rows)
     lines(run / "rollouts.jsonl", rolled)

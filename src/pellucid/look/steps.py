@@ -78,7 +78,8 @@ def tokens_of(table: pa.Table) -> Tokens:
     """The columns of a file of tokens, NaN and null alike as None."""
     columns: dict[str, Sequence[Any]] = {name: table[name].to_pylist() for name in ("token", "text", "kind", "rule")}
     columns |= {name: plain(floats(table, of)) for name, of in NUMBERS.items()}
-    before, after = floats(table, "logprob_before"), floats(table, "logprob_after")
+    start, after = floats(table, "logprob_start"), floats(table, "logprob_after")
+    before = np.where(np.isnan(start), floats(table, "logprob_before"), start)  # they are the same where there is one step
     sampler, ref = floats(table, "sampler_logprob"), floats(table, "ref_logprob")
     columns |= {"before": plain(before), "after": plain(after), "sampler": plain(sampler), "ref": plain(ref)}
     columns |= {"change": plain(after - before), "gap": plain(before - sampler), "drift": plain(before - ref)}

@@ -61,8 +61,8 @@ def nearest(step: int, recorded: Sequence[int]) -> str:
 def heading(run: Run, step: int, row: Mapping[str, Any]) -> Text:
     taught = "" if row["gradient"] is None else f", sum of gradients {figure(row['gradient'])}"
     signal = say(f"signal.{row['signal']}")
-    title = Text(f"{harmless(run.folder.resolve().name)}, step {step}, group {row['group']}", "bold")
-    return title.append(f"\n{signal}{taught}\n", "not bold")
+    title = f"{harmless(run.folder.resolve().name)}, step {step}, group {row['group']}"
+    return Text().append(title, "bold").append(f"\n{signal}{taught}\n")
 
 
 def scale(tokens: Tokens, group: int, by: str) -> float:
@@ -74,7 +74,7 @@ def scale(tokens: Tokens, group: int, by: str) -> float:
 def answer(tokens: Tokens, sequence: Mapping[str, Any], by: str, largest: float) -> Text:
     """A sequence under its heading, each token coloured by a quantity."""
     start, end = sequence["start"], min(sequence["end"], sequence["start"] + MOST_TOKENS)
-    shown = Text(titled(sequence) + "\n", "bold")
+    shown = Text().append(titled(sequence) + "\n", "bold")
     text, columns = tokens.columns["text"], tokens.columns
     for style, rows in groupby(range(start, end), key=lambda i: style_of(columns, i, by, largest)):
         shown.append(harmless("".join(text[i] or "" for i in rows)), style)
@@ -113,7 +113,7 @@ def most_of_the_gradient(tokens: Tokens, group: int) -> Table:
     """The tokens that carry most of a group's gradient, with a sentence on each."""
     table = Table(*NAMED, box=None, header_style="dim", pad_edge=False)
     shares = tokens.shares(group)
-    first = sorted(shares, key=lambda i: -shares[i])[:MOST_NAMED]
+    first = sorted((i for i in shares if shares[i]), key=lambda i: -shares[i])[:MOST_NAMED]
     for i in first:
         token = {name: values[i] for name, values in tokens.columns.items()}
         name = repr(token["text"] or "")[1:-1].replace(" ", "·")[:24]

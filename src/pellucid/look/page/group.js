@@ -40,7 +40,14 @@ function controls(state) {
   state.toggle = () => realign(state);
   document.microscope = state;
   return el("p", {class: "controls"}, el("label", {}, `${say("group.heat")} `, by), way,
-    el("span", {class: "legend", "aria-hidden": "true"}), el("span", {class: "soft"}, say("group.parts")));
+    legend(state), el("span", {class: "soft"}, say("group.parts")));
+}
+
+// What the colours say, with the value that has the strongest one.
+function legend(state) {
+  const {diverging, flat} = QUANTITIES[look.by], most = figure(state.most);
+  const text = flat ? say("legend.rule") : diverging ? say("legend.diverging", {most}) : say("legend.sequential", {most});
+  return el("span", {class: "legend"}, flat ? "" : el("i", {class: diverging ? "diverging" : "sequential", "aria-hidden": "true"}), text);
 }
 
 function realign(state) {
@@ -60,7 +67,7 @@ function draw(state) {
   state.forks = marked;
   const boxes = answers.map((each, i) => answer(state, each, apart[i], marked[i]));
   boxes.push(...branches.map(each => answer(state, each, 0, new Set())));
-  state.board.className = `board ${look.aligned ? "rows" : "cards"}`;
+  state.board.className = `board ${look.aligned ? "rows" : "cards"}${look.by === "rule" ? " by-rule" : ""}`;
   state.board.replaceChildren(
     ...prompts.map(each => el("details", {class: "asked", open: true}, el("summary", {}, say("prompt")), flow(state, each, 0, new Set()))),
     el("div", {class: "answers"}, boxes));
@@ -70,6 +77,7 @@ function repaint(state) {
   state.most = strongest(state.sequences.flatMap(each => each.tokens), look.by);
   for (const [token, node] of state.nodes) paint(node, token, look.by, state.most);
   state.board.classList.toggle("by-rule", look.by === "rule");
+  document.querySelector(".legend")?.replaceWith(legend(state));
 }
 
 export function nextQuantity(state) {
