@@ -28,7 +28,12 @@ VIEWS = ("run", "step", "group", "movers", "question", "pair", "why")
 def browser(tmp_path_factory):
     options = webdriver.ChromeOptions()
     options.binary_location = shutil.which("chromium")
-    for flag in (*FLAGS, "--lang=en", "--window-size=1300,900", f"--user-data-dir={tmp_path_factory.mktemp('chromium')}"):
+    for flag in (
+        *FLAGS,
+        "--lang=en",
+        "--window-size=1300,900",
+        f"--user-data-dir={tmp_path_factory.mktemp('chromium')}",
+    ):
         options.add_argument(flag)
     options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
     driver = webdriver.Chrome(options, webdriver.ChromeService(shutil.which("chromedriver")))
@@ -102,7 +107,9 @@ def test_a_click_on_a_curve_opens_the_step_below_it(browser, url):
 
 def test_the_groups_of_a_step_are_sorted_by_what_they_taught(browser, url, tmp_path):
     go(browser, f"{url}#/step/2", "step")
-    shares = [float(bar.get_attribute("style").split("width:")[1].strip(" %;")) for bar in found(browser, ".track .bar")]
+    shares = [
+        float(bar.get_attribute("style").split("width:")[1].strip(" %;")) for bar in found(browser, ".track .bar")
+    ]
     assert shares == sorted(shares, reverse=True)
     assert sum(shares) == pytest.approx(100, abs=0.1)
 

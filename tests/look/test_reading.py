@@ -58,8 +58,9 @@ def test_differences_shares_and_sums_of_a_step(two_tokens):
     tokens = two_tokens.tokens(1)
     assert tokens.columns["change"] == [None, 0.25, None]
     assert tokens.columns["gap"] == [None, 0.125, None]
-    assert tokens.by_group()[0]["gradient"] == pytest.approx(0.4, abs=1e-7)
-    assert tokens.by_group()[0]["entropy"] == 0.75
+    [group] = two_tokens.at(1)["groups"]
+    assert group["gradient"] == pytest.approx(0.4, abs=1e-7)
+    assert group["entropy"] == 0.75
     shares = tokens.shares(0)
     assert [shares[i] for i in range(3)] == pytest.approx([0.0, 0.75, 0.25], abs=1e-7)
     assert [(s["completion"], s["start"], s["end"]) for s in tokens.sequences] == [(-1, 0, 1), (0, 1, 3)]

@@ -37,7 +37,9 @@ EXPORT = re.compile(r"^export ((?:async )?(?:function|const) (\w+))", re.MULTILI
 def page(blocks: Mapping[str, str] | None = None) -> tuple[str, str]:
     """The page, and its Content-Security-Policy. blocks: packed data by key; none for a page that asks its server."""
     script, style = joined(), CSS + "".join(beside(name) for name in STYLES)
-    data = "".join(f'<script type="text/plain" data-key="{key}">{text}</script>\n' for key, text in (blocks or {}).items())
+    data = "".join(
+        f'<script type="text/plain" data-key="{key}">{text}</script>\n' for key, text in (blocks or {}).items()
+    )
     rules = policy(script, style, live=blocks is None)
     html = Template(beside("index.html")).substitute(policy=rules, style=style, script=script, data=data)
     return html, rules

@@ -20,7 +20,9 @@ def look(folders: Sequence[Path], port: int, output: Path | None, browse: bool) 
     if output:
         left_out = packing.write(runs, output)
         size = output.stat().st_size / 1e6
-        print(f"page     {output}, {size:.1f} MB, works without network" + (f"\n         {left_out}" if left_out else ""))
+        print(
+            f"page     {output}, {size:.1f} MB, works without network" + (f"\n         {left_out}" if left_out else "")
+        )
         return 0
     with Looking(runs, port) as server:
         print(f"look at {server.url}  (Ctrl-C ends it)", flush=True)

@@ -21,7 +21,7 @@ from pellucid.reporting.report import at, lede, task_of
 from pellucid.reporting.run_folder import Record, evaluations, read_config, records, run_of
 from pellucid.types import UserError
 
-PAGE = 100
+PAGE = 25
 """Steps of a page of summaries."""
 MOST_QUESTIONS = 1000
 """How many questions are listed, those that were asked most often."""
@@ -104,7 +104,10 @@ class Run:
     def summarised(self, step: int, recorded: bool, place: tuple[int, int] | None) -> dict[str, Any]:
         """place: where its completions lie in rollouts.jsonl, by which a summary that is kept is known to be true."""
         groups = self.rollouts.of(step) if place else []
-        return summary(step, groups, self.tokens(step) if recorded else None, self.least_range)
+        try:
+            return summary(step, groups, tokens.read(self.folder, step) if recorded else None, self.least_range)
+        except UserError as error:  # a file that is damaged costs its tokens, and not the steps around it
+            return {**summary(step, groups, None, self.least_range), "damaged": str(error)}
 
     def tokens(self, step: int) -> Tokens:
         return tokens_of(tokens.read(self.folder, step))
@@ -134,7 +137,9 @@ def opened(folder: Path) -> Run:
     if not run_of(str(folder)):
         raise UserError(f"{folder} is no run: name the folder that pellucid train --run wrote")
     if not tokens.steps(folder):
-        raise UserError(f"{folder} has no tokens: train it with --log.tokens 4, or tokens = 4 under [log] of its recipe")
+        raise UserError(
+            f"{folder} has no tokens: train it with --log.tokens 4, or tokens = 4 under [log] of its recipe"
+        )
     return Run(folder)
 
 
@@ -147,5 +152,3 @@ def number_of(text: str) -> int:
 def plain_text(html: str) -> str:
     """The sentence of a report without its marks."""
     return html.replace("<small>", "").replace("</small>", "")
-
-

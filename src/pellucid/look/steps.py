@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from math import exp, fsum
+from math import fsum, inf, log
 from typing import Any
 
 import numpy as np
@@ -51,18 +51,6 @@ class Tokens:
     tops: Mapping[str, Sequence[Sequence[tuple[int, str, float]] | None]]
     """Of each row the likeliest tokens (id, text, log-prob) before and after the update."""
 
-    def by_group(self) -> dict[int, dict[str, float | None]]:
-        """Of each group the sum of its gradient norms and the mean entropy of its sampled tokens."""
-        groups: dict[int, dict[str, float | None]] = {}
-        for group in dict.fromkeys(each["group"] for each in self.sequences):
-            rows = [i for each in self.sequences if each["group"] == group for i in range(each["start"], each["end"])]
-            pulls = [x for i in rows if (x := self.columns["gradient"][i]) is not None]
-            known = ((self.columns["kind"][i], self.columns["entropy"][i]) for i in rows)
-            entropies = [x for kind, x in known if kind == SAMPLED and x is not None]
-            entropy = fsum(entropies) / len(entropies) if entropies else None
-            groups[group] = {"gradient": fsum(pulls) if pulls else None, "entropy": entropy}
-        return groups
-
     def text(self, sequence: Mapping[str, Any]) -> str:
         return "".join(text or "" for text in self.columns["text"][sequence["start"] : sequence["end"]])
 
@@ -79,13 +67,30 @@ def tokens_of(table: pa.Table) -> Tokens:
     columns: dict[str, Sequence[Any]] = {name: table[name].to_pylist() for name in ("token", "text", "kind", "rule")}
     columns |= {name: plain(floats(table, of)) for name, of in NUMBERS.items()}
     start, after = floats(table, "logprob_start"), floats(table, "logprob_after")
-    before = np.where(np.isnan(start), floats(table, "logprob_before"), start)  # they are the same where there is one step
+    before = np.where(
+        np.isnan(start), floats(table, "logprob_before"), start
+    )  # they are the same where there is one step
     sampler, ref = floats(table, "sampler_logprob"), floats(table, "ref_logprob")
     columns |= {"before": plain(before), "after": plain(after), "sampler": plain(sampler), "ref": plain(ref)}
     columns |= {"change": plain(after - before), "gap": plain(before - sampler), "drift": plain(before - ref)}
     columns["entropy_change"] = plain(floats(table, "entropy_after") - floats(table, "entropy_before"))
     about = json.loads((table.schema.metadata or {})[ABOUT])
     return Tokens(about, list(sequences(table)), columns, {name: tops(table, f"top_{name}") for name in TOPS})
+
+
+def by_group(table: pa.Table) -> dict[int, dict[str, float | None]]:
+    """Of each group the sum of its gradient norms and the mean entropy in nats of its sampled tokens, before the step."""
+    groups, sampled = table["group"].to_numpy(), table["kind"].to_numpy() == SAMPLED
+    gradient, entropy = floats(table, "gradient"), floats(table, "entropy_before")
+    pulling, known = np.isfinite(gradient), np.isfinite(entropy) & sampled
+    found: dict[int, dict[str, float | None]] = {}
+    for group in dict.fromkeys(groups.tolist()):
+        pulls, entropies = gradient[pulling & (groups == group)], entropy[known & (groups == group)]
+        found[group] = {
+            "gradient": float(pulls.sum()) if pulls.size else None,
+            "entropy": float(entropies.mean()) if entropies.size else None,
+        }
+    return found
 
 
 def floats(table: pa.Table, name: str) -> np.ndarray:
@@ -158,11 +163,16 @@ def numbered(
     least: float,
 ) -> list[list[float] | None] | None:
     """Of each row the numbers of its alternatives in the vocabulary, in turn with their log-probs."""
+    logprobs = iter(rounded([top[2] for row in tops if row for top in row], digits))
+    likely = log(least) if least > 0 else -inf
     rows: list[list[float] | None] = []
     for row in tops:
-        kept = [top for top in row if exp(top[2]) >= least] if row else []
-        flat = [x for token, text, p in kept for x in (word(words, (token, text)), rounded([p], digits)[0])]
-        rows.append([x for x in flat if x is not None] if flat else None)
+        flat: list[float] = []
+        for token, text, exact in row or ():
+            told = next(logprobs)
+            if exact >= likely and told is not None:
+                flat += [word(words, (token, text)), told]
+        rows.append(flat or None)
     return rows if any(rows) else None
 
 

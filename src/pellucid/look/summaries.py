@@ -7,7 +7,9 @@ from collections.abc import Mapping, Sequence
 from math import fsum
 from typing import Any
 
-from pellucid.look.steps import Tokens
+import pyarrow as pa
+
+from pellucid.look.steps import Tokens, by_group, tokens_of
 from pellucid.reporting.run_folder import Record
 from pellucid.types import alike
 
@@ -37,14 +39,19 @@ def question_of(prompt: str) -> str:
     return hashlib.sha256(prompt.encode("utf-8", "replace")).hexdigest()[:12]
 
 
-def summary(step: int, groups: Sequence[Sequence[Record]], tokens: Tokens | None, least: float = 0.0) -> dict[str, Any]:
+def summary(
+    step: int, groups: Sequence[Sequence[Record]], table: pa.Table | None, least: float = 0.0
+) -> dict[str, Any]:
     """The groups of a step, in its order: from rollouts.jsonl, and where that has none from the recorded tokens.
 
     `gradient` of a group is the sum of the gradient norms of its tokens and `entropy` the mean entropy of its sampled
     tokens in nats, both before the update; null where its tokens were not recorded.
     """
-    taught = tokens.by_group() if tokens else {}
-    told = {j: of_rollouts(group) for j, group in enumerate(groups)} or {j: of_tokens(tokens, j) for j in taught}
+    taught = by_group(table) if table is not None else {}
+    told = {j: of_rollouts(group) for j, group in enumerate(groups)}
+    if table is not None and not told:
+        tokens = tokens_of(table)
+        told = {j: of_tokens(tokens, j) for j in taught}
     rows = []
     for j, row in told.items():
         signal = signal_of(row["rewards"], row["correct"], least)
@@ -63,8 +70,7 @@ def of_rollouts(group: Sequence[Record]) -> dict[str, Any]:
     }
 
 
-def of_tokens(tokens: Tokens | None, group: int) -> dict[str, Any]:
-    assert tokens is not None
+def of_tokens(tokens: Tokens, group: int) -> dict[str, Any]:
     whole = [each for each in tokens.sequences if each["group"] == group and each["branch"] == 0]
     answers = [each for each in whole if each["completion"] >= 0]
     prompt = "".join(tokens.text(each) for each in whole if each["completion"] < 0)

@@ -117,6 +117,11 @@ def most_of_the_gradient(tokens: Tokens, group: int) -> Table:
     for i in first:
         token = {name: values[i] for name, values in tokens.columns.items()}
         name = repr(token["text"] or "")[1:-1].replace(" ", "·")[:24]
-        cells = (name, f"{shares[i]:.1%}", *(figure(token[key]) for key in ("before", "after", "ratio")), sentence(token))
+        cells = (
+            name,
+            f"{shares[i]:.1%}",
+            *(figure(token[key]) for key in ("before", "after", "ratio")),
+            sentence(token),
+        )
         table.add_row(*(Text(harmless(cell)) for cell in cells))
     return table

@@ -14,7 +14,7 @@ import {whyView} from "./why.js";
 const VIEWS = {run: runView, step: stepView, group: groupView, movers: moversView, question: questionView, pair: pairView, why: whyView};
 const STEPPED = new Set(["step", "group", "movers", "pair"]);
 const KEYS = ["arrows", "ends", "parting", "heat", "align", "groups", "steps", "views", "language", "help"];
-const EVERY = 2000;
+const EVERY = 2000, PATIENCE = 400;
 const content = document.getElementById("content");
 let shown = 0, pulse = "";
 
@@ -36,15 +36,19 @@ async function show() {
   const turn = ++shown;
   document.microscope = null;
   content.setAttribute("aria-busy", "true");
+  const slow = setTimeout(() => content.replaceChildren(el("p", {class: "soft"}, say("loading"))), PATIENCE);
+  let drawn, at = {view: "run"};
   try {
-    const at = await route(), drawn = await VIEWS[at.view](at);
-    if (turn !== shown) return;
-    content.replaceChildren(...drawn.filter(Boolean));
-    content.dataset.view = at.view;
-    await frame(at);
+    at = await route();
+    drawn = await VIEWS[at.view](at);
   } catch (error) {
-    if (turn === shown) content.replaceChildren(el("p", {class: "lede warn", role: "alert"}, error.message));
+    drawn = [el("p", {class: "lede warn", role: "alert"}, error.message)];
   }
+  clearTimeout(slow);
+  if (turn !== shown) return;
+  content.replaceChildren(...drawn.filter(Boolean));
+  content.dataset.view = at.view;
+  await frame(at).catch(() => null);
   content.setAttribute("aria-busy", "false");
 }
 

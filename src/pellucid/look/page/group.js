@@ -4,7 +4,7 @@ import {el, figure, link} from "./dom.js";
 import {say} from "./words.js";
 import {overview, summary, tokens} from "./source.js";
 import {QUANTITIES, paint, strongest} from "./colours.js";
-import {forks, groupOf, groupsOf, ordered, partings} from "./tokens.js";
+import {forks, groupOf, groupsOf, listed, partings} from "./tokens.js";
 import {panel} from "./panel.js";
 
 const MOST_TOKENS = 1500, MOST_CHARACTERS = 400, MOST_COLUMNS = 300;
@@ -58,9 +58,8 @@ function realign(state) {
 
 function draw(state) {
   const prompts = state.sequences.filter(each => each.completion < 0);
-  const answers = ordered(state.sequences.filter(each => each.completion >= 0 && each.branch === 0));
-  const branches = state.sequences.filter(each => each.branch > 0);
-  state.order = [...answers, ...branches];
+  state.order = listed(state.sequences);
+  const answers = state.order.filter(each => each.branch === 0), branches = state.order.filter(each => each.branch > 0);
   state.nodes = new Map();
   state.most = strongest(state.sequences.flatMap(each => each.tokens), look.by);
   const apart = partings(answers), marked = forks(answers);
@@ -93,7 +92,8 @@ function answer(state, sequence, apart, marked) {
   const advantage = sequence.tokens.find(token => token.advantage !== null)?.advantage;
   const told = [reward, verdict, sequence.finished ? "" : say("cut"), say("tokens", {n: sequence.tokens.length}),
     advantage === undefined ? "" : say("advantage", {value: figure(advantage)})].filter(Boolean).join(", ");
-  const name = say("answer", {n: sequence.completion}) + (sequence.branch ? `, ${say("branch", {n: sequence.branch})}` : "");
+  const {same} = sequence, several = same.length > 1;
+  const name = say(several ? "answers" : "answer", {n: same.join(", "), times: same.length}) + (sequence.branch ? `, ${say("branch", {n: sequence.branch})}` : "");
   return el("article", {class: `answer ${sequence.correct ? "right" : "wrong"}`},
     el("p", {}, el("b", {}, name), ` ${told}`), sequence.error ? el("p", {class: "warn"}, sequence.error.slice(0, 500)) : null,
     flow(state, sequence, apart, marked, `${name}, ${told}`));

@@ -3,7 +3,7 @@
 import {el, figure, link, percent, shape} from "./dom.js";
 import {say} from "./words.js";
 import {tokens} from "./source.js";
-import {groupOf, groupsOf, ordered} from "./tokens.js";
+import {groupOf, groupsOf, listed} from "./tokens.js";
 import {sentence} from "./sentence.js";
 import {named} from "./panel.js";
 
@@ -13,7 +13,8 @@ export async function moversView({step}) {
   const data = await tokens(step), title = el("h1", {}, say("movers.title", {step}));
   if (!data) return [title, el("p", {class: "lede"}, say("movers.none", {step}))];
   const all = groupsOf(data).flatMap(group => placed(data, step, group)).filter(token => token.kind === "sampled");
-  const whole = all.reduce((sum, token) => sum + (token.gradient ?? 0), 0);
+  const whole = all.reduce((sum, token) => sum + token.times * (token.gradient ?? 0), 0);
+  const count = tokens => tokens.reduce((sum, token) => sum + token.times, 0);
   const clipped = all.filter(token => ["clip_low", "clip_high", "dual_clip"].includes(token.rule));
   const predicted = all.filter(token => token.predicted !== null && token.change !== null);
   const size = name => token => Math.abs(token[name] ?? 0);
@@ -25,15 +26,15 @@ export async function moversView({step}) {
     list("gradient", all, size("gradient"), token => percent(whole ? token.gradient / whole : 0)),
     list("gap", all, size("gap"), token => figure(token.gap)),
     list("clipped", clipped, token => Math.abs(Math.log(token.ratio ?? 1)), token => `${say("token.ratio")} ${figure(token.ratio)}`,
-      {n: clipped.length, all: all.length}),
+      {n: count(clipped), all: count(all)}),
   ];
 }
 
 function placed(data, step, group) {
-  const sequences = groupOf(data, group);
-  const answers = [...ordered(sequences.filter(each => each.completion >= 0 && each.branch === 0)), ...sequences.filter(each => each.branch > 0)];
-  return answers.flatMap((each, c) => each.tokens.map(token => Object.assign(token, {place: `#/group/${step}/${group}?c=${c}&t=${token.position}`,
-    where: `${say("view.group")} ${group}, ${say("answer", {n: each.completion})}, ${token.position}`})));
+  return listed(groupOf(data, group)).flatMap((each, c) => each.tokens.map(token => Object.assign(token, {
+    times: each.same.length, place: `#/group/${step}/${group}?c=${c}&t=${token.position}`,
+    where: `${say("view.group")} ${group}, ${say("answer", {n: each.same[0]})}, ${token.position}`
+      + (each.same.length > 1 ? `, × ${each.same.length}` : "")})));
 }
 
 function list(name, all, size, value, counts = {}) {

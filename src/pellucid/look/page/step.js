@@ -12,6 +12,7 @@ export async function stepView({step}) {
   const signal = groups.filter(group => group.signal === "signal").length;
   return [
     title,
+    found.damaged ? el("p", {class: "warn", role: "alert"}, found.damaged) : null,
     el("p", {class: "lede"}, say("step.counts", {signal, all: groups.length})),
     el("p", {class: "soft"}, say("step.taught"), " ", link(`${say("step.movers")} →`, `#/movers/${step}`)),
     el("ol", {class: "strip-of-groups"}, groups.map(group => row(step, group, whole))),

@@ -72,10 +72,23 @@ function shared(one, other) {
   return n;
 }
 
-// Answers in the order of their tokens, so that those which share a beginning are neighbours.
-export function ordered(answers) {
-  return [...answers].sort((one, other) => {
+// The answers of a group in the order of their tokens, so that those which share a beginning are neighbours; those that
+// are the same token for token, with the same reward, are one, whose `same` are the numbers of all of them. Branches last.
+export function listed(sequences) {
+  const whole = sequences.filter(each => each.completion >= 0 && each.branch === 0).sort((one, other) => {
     const n = shared(one, other);
     return (one.tokens[n]?.id ?? -1) - (other.tokens[n]?.id ?? -1) || one.completion - other.completion;
   });
+  const found = [];
+  for (const each of whole) {
+    const last = found[found.length - 1];
+    if (last && alike(last, each)) last.same.push(each.completion);
+    else found.push({...each, same: [each.completion]});
+  }
+  return [...found, ...sequences.filter(each => each.branch > 0).map(each => ({...each, same: [each.completion]}))];
+}
+
+function alike(one, other) {
+  const length = one.tokens.length;
+  return length === other.tokens.length && shared(one, other) === length && one.reward === other.reward;
 }
