@@ -9,13 +9,13 @@ from selenium import webdriver
 from selenium.webdriver.common.by import By
 from selenium.webdriver.common.keys import Keys
 from selenium.webdriver.support.ui import WebDriverWait
+from test_server import looking
 
 from made_runs import add_step, prompt, row, run_folder, small_run, write_tokens
 from pages import HOSTILE
 from pellucid.look import packing
 from pellucid.look.reading import Run
 from pellucid.look.sentences import RULES, sentence
-from test_server import looking
 
 pytestmark = pytest.mark.skipif(
     not (shutil.which("chromium") and shutil.which("chromedriver")), reason="needs chromium and chromium-driver"
