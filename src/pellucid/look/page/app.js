@@ -11,24 +11,35 @@ import {questionView} from "./question.js";
 import {pairView} from "./pair.js";
 import {whyView} from "./why.js";
 
-const VIEWS = {run: runView, step: stepView, group: groupView, movers: moversView, question: questionView, pair: pairView, why: whyView};
+const VIEWS = {
+  run: runView,
+  step: stepView,
+  group: groupView,
+  movers: moversView,
+  question: questionView,
+  pair: pairView,
+  why: whyView,
+};
 const STEPPED = new Set(["step", "group", "movers", "pair"]);
 const KEYS = ["arrows", "ends", "parting", "heat", "align", "groups", "steps", "views", "language", "help"];
-const EVERY = 2000, PATIENCE = 400;
+const EVERY = 2000,
+  PATIENCE = 400;
 const content = document.getElementById("content");
-let shown = 0, pulse = "";
+let shown = 0,
+  pulse = "";
 
 // The parts of an address: #/group/12/3?c=0&t=5. What is missing is where one was, or the newest.
 async function route() {
   const [path, query] = location.hash.replace(/^#\/?/, "").split("?");
   const [name, first, second] = path.split("/");
-  const view = Object.hasOwn(VIEWS, name) ? name : "run", asked = Object.fromEntries(new URLSearchParams(query ?? ""));
+  const view = Object.hasOwn(VIEWS, name) ? name : "run",
+    asked = Object.fromEntries(new URLSearchParams(query ?? ""));
   if (view === "question") return {...asked, view, question: first};
   if (!STEPPED.has(view)) return {...asked, view};
   const {recorded, last} = await overview();
-  const step = /^\d+$/.test(first ?? "") ? Number(first) : recorded[recorded.length - 1] ?? last;
+  const step = /^\d+$/.test(first ?? "") ? Number(first) : (recorded[recorded.length - 1] ?? last);
   if (view !== "group") return {...asked, view, step};
-  const group = /^\d+$/.test(second ?? "") ? Number(second) : (await neighbours(step))[0] ?? 0;
+  const group = /^\d+$/.test(second ?? "") ? Number(second) : ((await neighbours(step))[0] ?? 0);
   return {...asked, view, step, group};
 }
 
@@ -37,7 +48,8 @@ async function show() {
   document.microscope = null;
   content.setAttribute("aria-busy", "true");
   const slow = setTimeout(() => content.replaceChildren(el("p", {class: "soft"}, say("loading"))), PATIENCE);
-  let drawn, at = {view: "run"};
+  let drawn,
+    at = {view: "run"};
   try {
     at = await route();
     drawn = await VIEWS[at.view](at);
@@ -59,22 +71,48 @@ async function frame(at) {
   const target = view => `#/${view}${STEPPED.has(view) && at.step ? `/${at.step}` : ""}`;
   document.getElementById("top").replaceChildren(
     el("a", {href: "#/run", class: "name"}, "pellucid ", el("span", {}, say("title"))),
-    el("nav", {"aria-label": say("title")}, Object.keys(VIEWS).map(view =>
-      link(say(`view.${view}`), target(view), {"aria-current": view === at.view ? "page" : null}))),
+    el(
+      "nav",
+      {"aria-label": say("title")},
+      Object.keys(VIEWS).map(view =>
+        link(say(`view.${view}`), target(view), {"aria-current": view === at.view ? "page" : null}),
+      ),
+    ),
     STEPPED.has(at.view) ? await stepper(at) : "",
-    el("span", {class: "tools"}, isLive ? el("span", {id: "live", class: "tag", role: "status"}, say("live")) : "",
-      el("button", {id: "language", onclick: other}, say("language")), el("button", {id: "keys", onclick: help}, say("keys"))));
+    el(
+      "span",
+      {class: "tools"},
+      isLive ? el("span", {id: "live", class: "tag", role: "status"}, say("live")) : "",
+      el("button", {id: "language", onclick: other}, say("language")),
+      el("button", {id: "keys", onclick: help}, say("keys")),
+    ),
+  );
   const left = isLive ? null : await get("packed");
-  document.getElementById("foot").replaceChildren(left && (left.every > 1 || left.least > 0) ? el("p", {}, say("packed", left)) : "");
+  document
+    .getElementById("foot")
+    .replaceChildren(left && (left.every > 1 || left.least > 0) ? el("p", {}, say("packed", left)) : "");
 }
 
 async function stepper(at) {
   const sides = await Promise.all([-1, 1].map(way => nearestStep(at.step, way)));
   const rest = at.view === "group" ? "group" : at.view;
-  const box = el("input", {id: "step", type: "number", min: "1", value: at.step, "aria-label": say("step.go"),
-    onchange: event => { location.hash = `#/${rest}/${event.target.value}`; }});
-  return el("span", {class: "stepper"}, sides[0] ? link("‹", `#/${rest}/${sides[0]}`, {"aria-label": say("earlier")}) : "‹", box,
-    sides[1] ? link("›", `#/${rest}/${sides[1]}`, {"aria-label": say("later")}) : "›");
+  const box = el("input", {
+    id: "step",
+    type: "number",
+    min: "1",
+    value: at.step,
+    "aria-label": say("step.go"),
+    onchange: event => {
+      location.hash = `#/${rest}/${event.target.value}`;
+    },
+  });
+  return el(
+    "span",
+    {class: "stepper"},
+    sides[0] ? link("‹", `#/${rest}/${sides[0]}`, {"aria-label": say("earlier")}) : "‹",
+    box,
+    sides[1] ? link("›", `#/${rest}/${sides[1]}`, {"aria-label": say("later")}) : "›",
+  );
 }
 
 function other() {
@@ -84,18 +122,27 @@ function other() {
 
 function help() {
   const box = document.getElementById("help");
-  box.replaceChildren(el("h2", {}, say("keys")), el("ul", {}, KEYS.map(key => el("li", {}, say(`keys.${key}`)))),
-    el("button", {onclick: () => box.close()}, say("close")));
+  box.replaceChildren(
+    el("h2", {}, say("keys")),
+    el(
+      "ul",
+      {},
+      KEYS.map(key => el("li", {}, say(`keys.${key}`))),
+    ),
+    el("button", {onclick: () => box.close()}, say("close")),
+  );
   if (!box.open) box.showModal();
 }
 
 async function step(way) {
-  const at = await route(), next = STEPPED.has(at.view) ? await nearestStep(at.step, way) : undefined;
+  const at = await route(),
+    next = STEPPED.has(at.view) ? await nearestStep(at.step, way) : undefined;
   if (next !== undefined) location.hash = `#/${at.view}/${next}`;
 }
 
 async function group(way) {
-  const at = await route(), there = at.step === undefined ? [] : await neighbours(at.step);
+  const at = await route(),
+    there = at.step === undefined ? [] : await neighbours(at.step);
   const next = there[at.group === undefined ? 0 : there.indexOf(at.group) + way];
   if (next !== undefined) location.hash = `#/group/${at.step}/${next}`;
 }
@@ -115,13 +162,16 @@ const ANYWHERE = {"[": () => step(-1), "]": () => step(1), j: () => group(1), k:
 
 document.addEventListener("keydown", event => {
   if (event.ctrlKey || event.metaKey || event.altKey || event.target.closest("input, select, textarea, dialog")) return;
-  const state = document.microscope, views = Object.keys(VIEWS);
+  const state = document.microscope,
+    views = Object.keys(VIEWS);
   if (state && INSIDE[event.key]) {
     const {c, t} = state.chosen ?? {c: 0, t: -1};
     INSIDE[event.key](state, c, t);
   } else if (ANYWHERE[event.key]) ANYWHERE[event.key]();
   else if (/^[1-7]$/.test(event.key)) {
-    route().then(at => { location.hash = `#/${views[event.key - 1]}${at.step && STEPPED.has(views[event.key - 1]) ? `/${at.step}` : ""}`; });
+    route().then(at => {
+      location.hash = `#/${views[event.key - 1]}${at.step && STEPPED.has(views[event.key - 1]) ? `/${at.step}` : ""}`;
+    });
   } else return;
   event.preventDefault();
 });
@@ -130,7 +180,8 @@ document.addEventListener("keydown", event => {
 async function beat() {
   const live = document.getElementById("live");
   try {
-    const response = await fetch("data/0/pulse"), now = await response.text();
+    const response = await fetch("data/0/pulse"),
+      now = await response.text();
     if (live) live.textContent = say("live");
     if (pulse && now !== pulse) {
       forget();

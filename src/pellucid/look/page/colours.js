@@ -1,6 +1,12 @@
 // How a quantity becomes the colour of a token: blue and orange around 0, or from dark to light as viridis goes.
 
-const DARK_TO_LIGHT = [[68, 1, 84], [59, 82, 139], [33, 145, 140], [94, 201, 98], [253, 231, 37]];
+const DARK_TO_LIGHT = [
+  [68, 1, 84],
+  [59, 82, 139],
+  [33, 145, 140],
+  [94, 201, 98],
+  [253, 231, 37],
+];
 const STRONGEST = 0.62;
 
 export const QUANTITIES = {
@@ -8,13 +14,16 @@ export const QUANTITIES = {
   push: {of: token => token.push, diverging: true},
   share: {of: token => token.share, diverging: false},
   advantage: {of: token => token.advantage, diverging: true},
-  ratio: {of: token => token.ratio > 0 ? Math.log(token.ratio) : null, diverging: true},
+  ratio: {of: token => (token.ratio > 0 ? Math.log(token.ratio) : null), diverging: true},
   gap: {of: token => token.gap, diverging: true},
   drift: {of: token => token.drift, diverging: true},
   entropy: {of: token => token.entropy, diverging: false},
-  probability: {of: token => token.before === null ? probability(token.sampler) : probability(token.before),
-    diverging: false, most: 1},
-  rule: {of: token => token.rule ? 1 : 0, diverging: false, flat: true},
+  probability: {
+    of: token => (token.before === null ? probability(token.sampler) : probability(token.before)),
+    diverging: false,
+    most: 1,
+  },
+  rule: {of: token => (token.rule ? 1 : 0), diverging: false, flat: true},
 };
 
 function probability(logprob) {
@@ -25,7 +34,11 @@ function probability(logprob) {
 export function strongest(list, by) {
   const {of, most} = QUANTITIES[by];
   if (most) return most;
-  const sizes = list.map(of).filter(value => value).map(Math.abs).sort((a, b) => a - b);
+  const sizes = list
+    .map(of)
+    .filter(value => value)
+    .map(Math.abs)
+    .sort((a, b) => a - b);
   return sizes.length ? sizes[Math.min(sizes.length - 1, Math.floor(sizes.length * 0.98))] : 0;
 }
 
@@ -47,7 +60,8 @@ export function lit(node, part) {
 }
 
 export function sequential(part) {
-  const place = Math.max(0, Math.min(1, part)) * (DARK_TO_LIGHT.length - 1), low = Math.min(3, Math.floor(place));
+  const place = Math.max(0, Math.min(1, part)) * (DARK_TO_LIGHT.length - 1),
+    low = Math.min(3, Math.floor(place));
   const mixed = DARK_TO_LIGHT[low].map((x, i) => Math.round(x + (DARK_TO_LIGHT[low + 1][i] - x) * (place - low)));
   return `rgb(${mixed.join(" ")})`;
 }

@@ -1,11 +1,25 @@
 // Elements out of text that is never read as markup, and numbers as they are written.
 
 // The characters that machine/harmless.py names: controls, marks of direction, separators, halves of characters.
-const UNSEEN = /[\u0000-\u0008\u000b-\u001f\u007f-\u009f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069]|[\ud800-\udbff](?![\udc00-\udfff])|(?<![\ud800-\udbff])[\udc00-\udfff]/g;
+const UNSEEN =
+  /[\u0000-\u0008\u000b-\u001f\u007f-\u009f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069]|[\ud800-\udbff](?![\udc00-\udfff])|(?<![\ud800-\udbff])[\udc00-\udfff]/g;
 const SVG = "http://www.w3.org/2000/svg";
 const SHAPES = new Set(["svg", "g", "path", "circle", "rect", "text", "tspan", "title"]);
-const GEOMETRY = new Set(["class", "viewBox", "role", "aria-label", "d", "x", "y", "cx", "cy", "r", "width", "height",
-  "text-anchor"]);
+const GEOMETRY = new Set([
+  "class",
+  "viewBox",
+  "role",
+  "aria-label",
+  "d",
+  "x",
+  "y",
+  "cx",
+  "cy",
+  "r",
+  "width",
+  "height",
+  "text-anchor",
+]);
 
 export function visible(text) {
   return String(text).replace(UNSEEN, char => {
@@ -19,10 +33,15 @@ export function el(name, attributes = {}, ...children) {
   const made = document.createElement(name);
   for (const [key, value] of Object.entries(attributes)) {
     if (key.startsWith("on")) made.addEventListener(key.slice(2), value);
-    else if (value !== null && value !== undefined && value !== false) made.setAttribute(key, value === true ? "" : value);
+    else if (value !== null && value !== undefined && value !== false)
+      made.setAttribute(key, value === true ? "" : value);
   }
-  made.append(...children.flat().filter(child => child !== null && child !== undefined)
-    .map(child => child instanceof Node ? child : visible(child)));
+  made.append(
+    ...children
+      .flat()
+      .filter(child => child !== null && child !== undefined)
+      .map(child => (child instanceof Node ? child : visible(child))),
+  );
   return made;
 }
 
@@ -43,7 +62,11 @@ function copied(node) {
   if (node.nodeType === Node.TEXT_NODE) return document.createTextNode(visible(node.data));
   if (!SHAPES.has(node.localName)) return document.createTextNode("");
   const kept = [...node.attributes].filter(each => GEOMETRY.has(each.name));
-  return shape(node.localName, Object.fromEntries(kept.map(each => [each.name, each.value])), ...[...node.childNodes].map(copied));
+  return shape(
+    node.localName,
+    Object.fromEntries(kept.map(each => [each.name, each.value])),
+    ...[...node.childNodes].map(copied),
+  );
 }
 
 export function link(text, target, attributes = {}) {

@@ -1,15 +1,28 @@
 // A step's columns as tokens: each with all its numbers, those that were told as differences put together again.
 
 const KINDS = {p: "prompt", s: "sampled", g: "given"};
-const NUMBERS = ["predicted", "entropy", "entropy_change", "ratio", "advantage", "weight", "importance", "push",
-  "gradient", "bound", "change", "gap", "drift"];
+const NUMBERS = [
+  "predicted",
+  "entropy",
+  "entropy_change",
+  "ratio",
+  "advantage",
+  "weight",
+  "importance",
+  "push",
+  "gradient",
+  "bound",
+  "change",
+  "gap",
+  "drift",
+];
 
 // The token of a row.
 export function tokenAt(step, row) {
-  const number = name => step[name] ? step[name][row] : null;
+  const number = name => (step[name] ? step[name][row] : null);
   const token = {row, kind: KINDS[step.kind[row]] ?? "", rule: step.rule[row] < 0 ? "" : step.rules[step.rule[row]]};
   for (const name of NUMBERS) token[name] = number(name);
-  const before = token.before = number("before");
+  const before = (token.before = number("before"));
   token.after = less(before, token.change, 1) ?? number("after");
   token.sampler = less(before, token.gap, -1) ?? number("sampler");
   token.ref = less(before, token.drift, -1) ?? number("ref");
@@ -61,8 +74,15 @@ export function partings(answers) {
 
 // Every place at which an answer parts from some sibling.
 export function forks(answers) {
-  return answers.map(one => new Set(answers.filter(other => other !== one).map(other => shared(one, other))
-    .filter(n => n < one.tokens.length)));
+  return answers.map(
+    one =>
+      new Set(
+        answers
+          .filter(other => other !== one)
+          .map(other => shared(one, other))
+          .filter(n => n < one.tokens.length),
+      ),
+  );
 }
 
 function shared(one, other) {
@@ -75,10 +95,12 @@ function shared(one, other) {
 // The answers of a group in the order of their tokens, so that those which share a beginning are neighbours; those that
 // are the same token for token, with the same reward, are one, whose `same` are the numbers of all of them. Branches last.
 export function listed(sequences) {
-  const whole = sequences.filter(each => each.completion >= 0 && each.branch === 0).sort((one, other) => {
-    const n = shared(one, other);
-    return (one.tokens[n]?.id ?? -1) - (other.tokens[n]?.id ?? -1) || one.completion - other.completion;
-  });
+  const whole = sequences
+    .filter(each => each.completion >= 0 && each.branch === 0)
+    .sort((one, other) => {
+      const n = shared(one, other);
+      return (one.tokens[n]?.id ?? -1) - (other.tokens[n]?.id ?? -1) || one.completion - other.completion;
+    });
   const found = [];
   for (const each of whole) {
     const last = found[found.length - 1];

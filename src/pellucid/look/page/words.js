@@ -3,8 +3,10 @@
 let language = navigator.language.toLowerCase().startsWith("zh") ? 1 : 0;
 
 export function say(key, values = {}) {
-  return Object.entries(values).reduce((text, [name, value]) => text.replaceAll("{" + name + "}", () => value),
-    (WORDS[key] ?? [key, key])[language]);
+  return Object.entries(values).reduce(
+    (text, [name, value]) => text.replaceAll("{" + name + "}", () => value),
+    (WORDS[key] ?? [key, key])[language],
+  );
 }
 
 export function spoken() {
