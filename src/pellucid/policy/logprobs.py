@@ -161,7 +161,9 @@ class TokenLogprobs(torch.autograd.Function):
         of_hidden, of_weight = torch.zeros_like(hidden), None
         of_bias = None if bias is None else torch.zeros_like(bias, dtype=wide)
         for many, of_logits, known in _parts(live, ctx.kept, weight):
-            for few, into in zip(many.split(rows_at_once(weight, FEW)), of_logits.split(rows_at_once(weight, FEW)), strict=True):
+            for few, into in zip(
+                many.split(rows_at_once(weight, FEW)), of_logits.split(rows_at_once(weight, FEW)), strict=True
+            ):
                 of_logits_into(into, None if known else hidden[few], few, reading, about, grads)
                 del into
             of_hidden[many] = of_logits @ weight

@@ -21,8 +21,8 @@ from pellucid.types import UserError
 
 T = TypeVar("T")
 Watcher = Callable[[Batch, Scores, Tensor, Reading], None]
-"""Is shown what the loss is made of: a micro-batch with its weights, its scores, the hidden states [N, D] of its N scored
-tokens, all without gradient, and how they were read."""
+"""Is shown what the loss is made of: a micro-batch with its weights, its scores, the hidden states [N, D] of its N
+scored tokens, all without gradient, and how they were read."""
 
 
 class Hidden(Protocol):
