@@ -6,6 +6,7 @@ import json
 import math
 import random
 from collections import namedtuple
+from dataclasses import replace
 
 import pandas as pd
 import pytest
@@ -415,7 +416,8 @@ def test_branches_and_given_tokens_are_told_apart_and_scored_in_their_own_contex
         assert given.rule.eq("given").all()
         numbers = ["sampler_logprob", "logprob_before", "logprob_after", "predicted", "ratio", "push", "advantage"]
         assert given[numbers].isna().all(axis=None)
-        assert rows[sampled][numbers].notna().all(axis=None)
+        taught = rows[sampled & (rows.rule != "no_advantage").to_numpy()]
+        assert taught[numbers].notna().all(axis=None)
 
 
 def test_a_group_without_signal_says_why_and_is_recorded_last(tmp_path):
@@ -448,7 +450,9 @@ def test_a_completion_of_average_reward_has_no_advantage_and_one_that_is_filtere
 
 def test_a_response_that_the_correction_leaves_out_says_so(tmp_path):
     """Its tokens are likelier than the sampler said by more than the cap, all of them taken together."""
-    frame, _ = written(tmp_path, [LIVE], 1, correction="sequence", correction_cap=1.5)
+    unlikely = replace(LIVE.completions[2], logprobs=(-9.0,) * 3)
+    group = replace(LIVE, completions=(*LIVE.completions[:2], unlikely))
+    frame, _ = written(tmp_path, [group], 1, correction="sequence", correction_cap=1.5)
     found = set()
     for _, rows in frame[frame.kind == "sampled"].groupby(["completion", "branch"]):
         weight = math.exp((rows.logprob_start - rows.sampler_logprob).sum())
