@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM
 
 from conftest import OneProcessRuntime, make_policy
 from pellucid.algorithm import grpo
-from pellucid.algorithm.batch import Batch
+from pellucid.algorithm.batch import Batch, collate, concat, with_demonstrations
 from pellucid.algorithm.grpo import Scores, loss_terms
 from pellucid.algorithm.settings import GRPOConfig
 from pellucid.config import Config
@@ -24,10 +24,11 @@ from pellucid.runtimes.runtime import Runtime
 from pellucid.sections import LogConfig
 from pellucid.training import run
 from pellucid.training.microscope import recorded
+from pellucid.training.seen import Seen
 from pellucid.types import Completion, Group, Prompt, Reward
 from runs import in_two_processes, train, weights
 
-F64 = torch.float64
+F64, CPU = torch.float64, torch.device("cpu")
 RECORD = ("--log.tokens", 2, "--log.predictions", 2)
 
 
@@ -484,3 +485,37 @@ def test_rows_that_are_seen_again_are_those_of_the_last_optimizer_step(tmp_path)
     assert set(sampled.prompt_id) == {"live"}
     assert sampled.logprob_before.notna().all()
     assert not sampled.ratio.between(0.99999, 1.00001).any(), "the weights have moved since the rollouts"
+
+
+def test_of_replayed_rollouts_and_demonstrations_nothing_is_taken_for_this_step_s():
+    """Wherever they stand among a step's rows."""
+    fresh = collate([LIVE, FAILED], CPU)
+    assert fresh.origin.tolist() == list(range(9))
+    joined = concat([fresh, fresh.replayed()])
+    given = replace(joined, demonstrations=((7, 7), (), (), ()), weights=joined.sampler_logprobs)
+    shown = with_demonstrations(given, torch.tensor([0, 1]))
+    assert shown.origin.tolist() == [*range(9), *[-1] * 9, -1]
+    advantages = torch.ones_like(shown.sampler_logprobs)
+    watched = Seen(GRPOConfig, 2).watched(replace(shown, advantages=advantages))
+    assert watched.tolist() == [True] * 9 + [False] * 10
+    old = replace(fresh, origin=None)  # as a checkpoint of an older version has it
+    assert concat([fresh, old.replayed()]).origin.tolist() == [*range(9), *[-1] * 9]
+
+
+def test_a_row_that_is_not_in_the_update_has_no_numbers_of_the_step_before(recipe, tmp_path):
+    """Groups that teach, then groups that do not. Of those the update keeps their first row, as there must be one."""
+    path = tmp_path / "fading.py"
+    path.write_text(
+        "from dataclasses import dataclass\nfrom pellucid.types import Prompt, Reward\n\n\n"
+        "@dataclass(frozen=True)\nclass Fading:\n    seed: int = 0\n    split: str = 'train'\n\n"
+        "    def sample(self, step, n):\n        return [Prompt(f'{step % 2}/{i}', 'ab') for i in range(n)]\n\n"
+        "    def reward(self, prompt, completion):\n"
+        "        return Reward(float(prompt.id[0] == '0') * len(set(completion.text)))\n"
+    )
+    settings = ("--algorithm.steps", 2, "--algorithm.kl_coef", 0, "--evaluate.every", 0, "--log.tokens", 1)
+    lines = recipe.read_text().splitlines()
+    recipe.write_text("\n".join(f'name = "{path}:Fading"' if "digits_task" in line else line for line in lines))
+    assert train(recipe, "--run", tmp_path / "run", *settings) == 0
+    before = [table(tmp_path / "run", step).query("completion > 0").logprob_before for step in (1, 2)]
+    assert before[0].notna().any()
+    assert before[1].isna().all()
