@@ -8,6 +8,7 @@ Shapes: B rows, T response tokens.
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -79,12 +80,11 @@ def explained(scores: Scores, batch: Batch, cfg: GRPOConfig) -> Explained:
 
 def gradients(scores: Scores, batch: Batch, cfg: GRPOConfig) -> tuple[Tensor, Tensor, Tensor]:
     """[B, T] gradients of the loss with respect to log-probs, entropies and exact KL; 0 for what it does not read."""
-    leaves = Scores(*(None if x is None else x.detach().requires_grad_() for x in scores))
+    leaves = [x.detach().requires_grad_() for x in scores if x is not None]
     with torch.enable_grad(), undrawn(scores.logprobs):
-        loss, _ = loss_terms(leaves, batch, cfg)
-    there = [x for x in leaves if x is not None]
-    found = torch.autograd.grad(loss, there, allow_unused=True, materialize_grads=True)
-    return found[0], found[1], found[2] if len(found) > 2 else torch.zeros_like(found[0])
+        loss, _ = loss_terms(Scores(*leaves), batch, cfg)
+    of_logprob, of_entropy, *of_kl = torch.autograd.grad(loss, leaves, allow_unused=True, materialize_grads=True)
+    return of_logprob, of_entropy, of_kl[0] if of_kl else torch.zeros_like(of_logprob)
 
 
 def without_penalties(cfg: GRPOConfig) -> GRPOConfig:
@@ -92,7 +92,7 @@ def without_penalties(cfg: GRPOConfig) -> GRPOConfig:
     return replace(cfg, kl_coef=0.0, kl_target=0.0, reference_every=0, reference_decay=0.0, entropy_coef=0.0)
 
 
-def undrawn(x: Tensor) -> torch.random.fork_rng:
+def undrawn(x: Tensor) -> AbstractContextManager[None]:
     """In here random numbers, which an objective of the user's own may draw, are those of the loss that is to come."""
     return torch.random.fork_rng([x.device] if x.is_cuda else [])
 

@@ -27,8 +27,9 @@ class Examined(NamedTuple):
     """[N, LIKELIEST] ids, likeliest first."""
     likeliest_logprobs: Tensor
     """[N, LIKELIEST]; -inf where a distribution is truncated to fewer tokens."""
-    gradient: Tensor | None = None
-    """[N] the norm of the gradient with respect to the logits, as the head gives them, before the temperature."""
+    gradient: Tensor
+    """[N] the norm of the gradient with respect to the logits, as the head gives them, before the temperature; 0 where
+    there is no loss."""
 
 
 class Gradients(NamedTuple):
@@ -43,13 +44,13 @@ class Gradients(NamedTuple):
 def examined(hidden: Tensor, tokens: Tensor, reading: Reading, gradients: Gradients | None = None) -> Examined:
     """Examine the distributions that these tokens [N] were chosen from, by the hidden states [N, D] before them.
 
-    The norm is there where gradients are. It is of the whole loss: all of it comes to the logits through these.
+    The norm is of the whole loss: all of it comes to the logits through these gradients.
     """
     parts = []
     for rows in torch.arange(len(tokens), device=tokens.device).split(rows_at_once(reading.head.weight, FEW)):
         of_rows = None if gradients is None else Gradients(*(x[rows] for x in gradients))
         parts.append(of_few(hidden[rows], tokens[rows], rows_of(reading, rows), of_rows))
-    return Examined(*(None if column[0] is None else torch.cat(column) for column in zip(*parts, strict=True)))
+    return Examined(*(torch.cat(column) for column in zip(*parts, strict=True)))
 
 
 def rows_of(reading: Reading, rows: Tensor) -> Reading:
@@ -76,6 +77,6 @@ def of_few(hidden: Tensor, tokens: Tensor, reading: Reading, gradients: Gradient
         torch.nn.functional.pad(x, (0, lacking), value=value) for x, value in ((likeliest, 0), (known, -torch.inf))
     )
     if gradients is None:
-        return Examined(logprobs, entropy, likeliest, known)
+        return Examined(logprobs, entropy, likeliest, known, torch.zeros_like(logprobs))
     of_logits_into(product, None, every, reading, (tokens, entropy, kl, log_normalizer), gradients)
     return Examined(logprobs, entropy, likeliest, known, product.norm(dim=-1))

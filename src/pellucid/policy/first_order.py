@@ -41,6 +41,7 @@ def first_order(policy: Policy, batch: Batch, before: Mapping[str, Tensor]) -> t
                 moving[place] = forward_ad.make_dual(before[name].to(p), step.to(p))
         logprobs = functional_call(policy.scorer, moving, (logprobs_of, policy.scorer, batch))
         primal, tangent = forward_ad.unpack_dual(logprobs)
+        assert tangent is not None
         return primal.clone(), tangent.clone()
 
 

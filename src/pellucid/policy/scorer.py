@@ -21,8 +21,8 @@ from pellucid.types import UserError
 
 T = TypeVar("T")
 Watcher = Callable[[Batch, Scores, Tensor, Reading], None]
-"""Is shown what the loss is made of: a micro-batch with its weights, its scores, the hidden states [N, D] of its N scored
-tokens, all without gradient, and how they were read."""
+"""Is shown what the loss is made of: a micro-batch with its weights, its scores, the hidden states [N, D] of its N
+scored tokens, all without gradient, and how they were read."""
 
 
 class Hidden(Protocol):
@@ -77,7 +77,7 @@ class Scorer(nn.Module):
         scores = Scores(*(scattered(x, scored) for x in flat))
         if self.watcher and batch.weights is not None and torch.is_grad_enabled():
             reading = Reading(head, self.temperature, self.entropy_grad, *(reference or (None, None)), among)
-            still = Scores(*(None if x is None else x.detach() for x in scores))
+            still = Scores(*(x.detach() for x in scores if x is not None))
             self.watcher(batch, still, hidden.detach(), reading)
         return scores
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from itertools import groupby
-from os.path import commonprefix
 
 PART = "\ufffd"
 """What a part of a character decodes to."""
@@ -30,8 +29,9 @@ class Texts:
         A character belongs to the token that completes it: one that ends within a character adds less, or nothing.
         """
         texts = list[str]()
-        for in_parts, run in groupby(ids, key=lambda token: PART in self.alone(token)):
-            texts += self.stepwise(list(run)) if in_parts else map(self.alone, run)
+        for in_parts, of_run in groupby(ids, key=lambda token: PART in self.alone(token)):
+            run = list(of_run)
+            texts += self.stepwise(run) if in_parts else [self.alone(token) for token in run]
         whole = self.decode(ids)
         if ids and PART not in self.alone(ids[0]):
             texts[0] = self.decode(ids[:1])
@@ -42,5 +42,11 @@ class Texts:
         whole, ends = self.decode(ids), [0]
         for count in range(1, len(ids)):
             begun = self.decode(ids[:count]).rstrip(PART)
-            ends.append(max(ends[-1], len(commonprefix([begun, whole]))))
+            ends.append(max(ends[-1], alike(begun, whole)))
         return [whole[start:end] for start, end in zip(ends, [*ends[1:], len(whole)], strict=True)]
+
+
+def alike(one: str, other: str) -> int:
+    """How many characters both begin with."""
+    pairs = enumerate(zip(one, other, strict=False))
+    return next((i for i, (a, b) in pairs if a != b), min(len(one), len(other)))

@@ -6,6 +6,7 @@ The numbers before come from the update's own forward passes (seen.py), those af
 from __future__ import annotations
 
 import json
+import math
 import time
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
@@ -185,7 +186,7 @@ class Microscope:
                     values[name] = [[x for x, is_ in zip(*pair, strict=True) if is_] for pair in pairs]
                 values[f"top_{when}_text"] = [[self.texts.alone(x) for x in row] for row in values[f"top_{when}"]]
         if "bound" in values:
-            values["bound"] = [None if x != x else x for x in values["bound"]]
+            values["bound"] = [None if math.isnan(x) else x for x in values["bound"]]
             values["rule"] = [RULES[i] for i in values["rule"]]
         return values
 

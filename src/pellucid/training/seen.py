@@ -49,6 +49,7 @@ class Seen:
         looked = examined(hidden[among], ids, rows_of(reading, among), gradients)
         columns = of_update(scores, batch, told)
         flat = {name: x[scored][tokens] for name, x in columns.items()} | of_distributions(looked, "before")
+        flat["gradient"] = looked.gradient
         counts = scored[rows].sum(-1).tolist()
         assert batch.origin is not None
         self.rows |= dict(zip(batch.origin[rows].tolist(), by_row(flat, counts), strict=True))
@@ -84,8 +85,7 @@ def of_update(scores: Scores, batch: Batch, told: Explained) -> dict[str, Tensor
 
 def of_distributions(looked: Examined, when: str) -> dict[str, Tensor]:
     """[N] or [N, K] each, by the names of columns that end with `when`."""
-    gradient = {} if looked.gradient is None else {"gradient": looked.gradient}
-    return {f"top_{when}": looked.likeliest, f"top_{when}_logprob": looked.likeliest_logprobs, **gradient}
+    return {f"top_{when}": looked.likeliest, f"top_{when}_logprob": looked.likeliest_logprobs}
 
 
 def by_row(flat: Columns, counts: list[int]) -> list[Columns]:
