@@ -94,7 +94,7 @@ def run_folder(run, config=CONFIG):
 
 
 def add_step(run, step, groups=3, completions=4, length=10, seed=0, said=None):
-    """Write a step as a run does: tokens of all groups but the last, which has no signal and is in the rollouts alone."""
+    """Write a step as a run does; the last group has no signal, and no tokens."""
     draw, rows, rolled = random.Random(1000 * seed + step), [], []
     for g in range(groups):
         asked = f"What is {3 + g} + 4?"
@@ -119,15 +119,16 @@ def made(draw, group, completion, position, text, reward):
     advantage = 0.9 if reward else -0.9
     rule = "clip_high" if advantage > 0 and ratio > 1.2 else "clip_low" if advantage < 0 and ratio < 0.8 else ""
     tops = sorted((-draw.expovariate(0.5) - 0.1 for _ in range(4)), reverse=True)
-    entropy = draw.expovariate(1.0)
+    entropy, predicted = draw.expovariate(1.0), 0.9 * change if draw.random() < 0.1 else None
     push = 0.0 if rule else advantage * ratio * 0.01
     alternatives = {"top_before": [0, 1, 2, 3], "top_before_text": [text, " a", " b", " c"], "top_before_logprob": tops}
     after = {"top_after": [0, 1, 2, 3], "top_after_text": [text, " a", " b", " c"]}
     return row(
         group, completion, position, text, reward=reward, correct=reward == 1.0, advantage=advantage, ratio=ratio,
         rule=rule, bound={"clip_high": 1.2, "clip_low": 0.8}.get(rule), push=push,
-        gradient=abs(push) * (1 - math.exp(before)), sampler_logprob=before + draw.gauss(0, 1e-4), logprob_before=before,
-        logprob_after=before + change, ref_logprob=before + draw.gauss(0, 0.2), predicted=0.9 * change,
+        gradient=abs(push) * (1 - math.exp(before)), sampler_logprob=before + draw.gauss(0, 1e-4),
+        logprob_before=before,
+        logprob_after=before + change, ref_logprob=before + draw.gauss(0, 0.2), predicted=predicted,
         entropy_before=entropy, entropy_after=entropy + draw.gauss(0, 0.02), **alternatives, **after,
         top_after_logprob=[top + draw.gauss(0, 0.02) for top in tops],
     )  # fmt: skip

@@ -1,4 +1,4 @@
-"""The page in a real browser: every view, keys alone, live, from disk, narrow, dark, in Chinese, and hostile answers."""
+"""The page in a real browser: every view, keys, live, from disk, narrow, dark, in Chinese, and hostile answers."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from selenium import webdriver
 from selenium.webdriver.common.by import By
 from selenium.webdriver.common.keys import Keys
 from selenium.webdriver.support.ui import WebDriverWait
-from test_server import looking
 
+from looking import looking
 from made_runs import add_step, prompt, row, run_folder, small_run, write_tokens
 from pages import HOSTILE
 from pellucid.look import packing

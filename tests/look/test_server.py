@@ -4,27 +4,13 @@ from __future__ import annotations
 
 import http.client
 import json
-from contextlib import contextmanager
-from threading import Thread
 
 import pytest
 
+from looking import looking
 from made_runs import small_run
-from pellucid.look.reading import Run
 from pellucid.look.server import Looking
 from pellucid.types import UserError
-
-
-@contextmanager
-def looking(*folders, port=0):
-    with Looking([Run(folder) for folder in folders], port) as server:
-        thread = Thread(target=server.serve_forever, kwargs={"poll_interval": 0.05})
-        thread.start()
-        try:
-            yield server
-        finally:
-            server.shutdown()
-            thread.join()
 
 
 @pytest.fixture(scope="module")

@@ -6,7 +6,7 @@ import base64
 import json
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from math import ceil
 from pathlib import Path
 from typing import Any
@@ -35,6 +35,8 @@ class Level:
     """The smallest probability of an alternative that is kept."""
 
 
+MARKS = 60
+"""Bytes of the marks around a block."""
 LEVELS = (Level(4, 0.0), Level(4, 0.001), Level(3, 0.01), Level(3, 0.1), Level(2, 0.1), Level(2, 2.0))
 """In the order in which they are tried: alternatives go first."""
 
@@ -44,15 +46,12 @@ def write(runs: Sequence[Run], output: Path, limit: int = LIMIT) -> str:
     blocks = {f"{i}/{key}": packed(run.answer(key)) for i, run in enumerate(runs) for key in keys(run)}
     steps = [(i, step) for i, run in enumerate(runs) for step in tokens.steps(run.folder)]
     room = limit - len(page({**blocks, "packed": packed({})})[0].encode()) - 1000
-    level, every = chosen(runs, steps, room)
-    kept = of_steps(runs, steps[::every], level)
-    while sum(map(len, kept.values())) > room and every < len(steps):  # the sample was smaller than the others
-        every += 1
-        kept = of_steps(runs, steps[::every], level)
-    left_out = {"least": level.least, "digits": level.digits, "every": every}
-    html, _ = page({**blocks, **kept, "packed": packed(left_out)})
+    level = chosen(runs, steps, room)
+    whole = of_steps(runs, steps, level)
+    kept = as_many_as_fit(whole, room)
+    html, _ = page({**blocks, **kept, "packed": packed({**asdict(level), "kept": len(kept), "steps": len(steps)})})
     output.write_text(html, encoding="utf-8")
-    return told(level, every, len(steps))
+    return told(level, len(kept), len(steps))
 
 
 def keys(run: Run) -> Iterator[str]:
@@ -60,15 +59,25 @@ def keys(run: Run) -> Iterator[str]:
     yield from (f"summaries/{number}" for number in sorted({step // PAGE for step in run.steps()}))
 
 
-def chosen(runs: Sequence[Run], steps: Sequence[tuple[int, int]], room: int) -> tuple[Level, int]:
-    """The most exact level at which all steps have room, or the least exact with every so many-th step."""
+def chosen(runs: Sequence[Run], steps: Sequence[tuple[int, int]], room: int) -> Level:
+    """The most exact level at which all steps have room, to judge by some of them; else the least exact."""
     sample = steps[:: ceil(len(steps) / SAMPLE)]
-    size = 0.0
     for level in LEVELS:
         size = sum(map(len, of_steps(runs, sample, level).values())) / len(sample) * len(steps)
         if size <= SPARE * room:
-            return level, 1
-    return LEVELS[-1], ceil(size / (SPARE * room))
+            return level
+    return LEVELS[-1]
+
+
+def as_many_as_fit(blocks: Mapping[str, str], room: int) -> Mapping[str, str]:
+    """All blocks, or as many as there is room for at even distances, the first and the last among them."""
+    keys, count = list(blocks), len(blocks)
+    kept = blocks
+    while count > 1 and sum(len(text) + len(key) + MARKS for key, text in kept.items()) > room:
+        count -= 1
+        places = {round(i * (len(keys) - 1) / max(1, count - 1)) for i in range(count)}
+        kept = {keys[place]: blocks[keys[place]] for place in sorted(places)}
+    return kept
 
 
 def of_steps(runs: Sequence[Run], steps: Sequence[tuple[int, int]], level: Level) -> dict[str, str]:
@@ -83,10 +92,10 @@ def packed(answer: Mapping[str, Any] | Sequence[Any]) -> str:
     return base64.b64encode(zlib.compress(text.encode(), 9)).decode()
 
 
-def told(level: Level, every: int, steps: int) -> str:
+def told(level: Level, kept: int, steps: int) -> str:
     """What a page of this level does not hold."""
     left = [f"alternatives below {level.least:g} in probability"] if 0 < level.least <= 1 else []
     left += ["all alternatives"] if level.least > 1 else []
-    left += [f"all but every {every}th of {counted(steps, 'step')}"] if every > 1 else []
+    left += [f"the tokens of {steps - kept} of {counted(steps, 'step')}"] if kept < steps else []
     digits = f"; numbers have {level.digits} digits" if level.digits < LEVELS[0].digits else ""
     return f"left out for room: {' and '.join(left)}{digits}" if left else ""

@@ -1,4 +1,4 @@
-"""What a run folder answers, by key: the same JSON objects for the page of a server, for a page on disk and the terminal.
+"""What a run folder answers, by key: the same JSON for the page of a server, for a page on disk and for the terminal.
 
 Keys: "overview", "summaries/PAGE", "tokens/STEP", "questions", "why".
 """

@@ -1,4 +1,4 @@
-"""One sentence on a token: what the update did to it and why. page/token.js chooses in the same way, a test compares."""
+"""One sentence on a token: what the update did to it and why. page/sentence.js chooses alike, and a test compares."""
 
 from __future__ import annotations
 

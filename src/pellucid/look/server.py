@@ -54,16 +54,20 @@ class Looking(ThreadingHTTPServer):
 
 
 class Handler(BaseHTTPRequestHandler):
-    server: Looking
     server_version = "pellucid"
     sys_version = ""
 
+    @property
+    def looking(self) -> Looking:
+        assert isinstance(self.server, Looking)
+        return self.server
+
     def do_GET(self) -> None:
-        if self.headers.get("Host", "") not in {f"{name}:{self.server.server_port}" for name in NAMES}:
-            self.reply(HTTPStatus.FORBIDDEN, "text/plain", f"the microscope is at {self.server.url}")
+        if self.headers.get("Host", "") not in {f"{name}:{self.looking.server_port}" for name in NAMES}:
+            self.reply(HTTPStatus.FORBIDDEN, "text/plain", f"the microscope is at {self.looking.url}")
         elif self.path == "/":
-            policy = f"{self.server.policy}; frame-ancestors 'none'"
-            self.reply(HTTPStatus.OK, "text/html", self.server.page, {"Content-Security-Policy": policy})
+            policy = f"{self.looking.policy}; frame-ancestors 'none'"
+            self.reply(HTTPStatus.OK, "text/html", self.looking.page, {"Content-Security-Policy": policy})
         elif self.path.startswith("/data/"):
             self.data(self.path.removeprefix("/data/"))
         else:
@@ -71,7 +75,7 @@ class Handler(BaseHTTPRequestHandler):
 
     def data(self, key: str) -> None:
         try:
-            self.reply(HTTPStatus.OK, "application/json", self.server.answer(key))
+            self.reply(HTTPStatus.OK, "application/json", self.looking.answer(key))
         except UserError as error:
             self.reply(HTTPStatus.NOT_FOUND, "application/json", json.dumps({"error": str(error)}))
 

@@ -46,8 +46,8 @@ class Tokens:
     sequences: Sequence[Mapping[str, Any]]
     """The prompt of each group (completion -1), its completions and their branches, with rows [start, end)."""
     columns: Mapping[str, Sequence[Any]]
-    """token (id), text, kind, rule, the numbers of NUMBERS, and before, after, sampler, ref (log-probs in nats), change =
-    after - before, gap = before - sampler, drift = before - ref, entropy_change."""
+    """token (id), text, kind, rule, the numbers of NUMBERS, and before, after, sampler, ref (log-probs in nats, before
+    and after the whole step), change = after - before, gap = before - sampler, drift = before - ref, entropy_change."""
     tops: Mapping[str, Sequence[Sequence[tuple[int, str, float]] | None]]
     """Of each row the likeliest tokens (id, text, log-prob) before and after the update."""
 
@@ -79,7 +79,7 @@ def tokens_of(table: pa.Table) -> Tokens:
 
 
 def by_group(table: pa.Table) -> dict[int, dict[str, float | None]]:
-    """Of each group the sum of its gradient norms and the mean entropy in nats of its sampled tokens, before the step."""
+    """Of each group the sum of its gradient norms, and the mean entropy of its sampled tokens in nats before the step."""
     groups, sampled = table["group"].to_numpy(), table["kind"].to_numpy() == SAMPLED
     gradient, entropy = floats(table, "gradient"), floats(table, "entropy_before")
     pulling, known = np.isfinite(gradient), np.isfinite(entropy) & sampled
@@ -127,8 +127,8 @@ def tops(table: pa.Table, name: str) -> list[list[tuple[int, str, float]] | None
 def for_page(tokens: Tokens, digits: int = 4, least: float = 0.0) -> dict[str, Any]:
     """A JSON object of the step: numbers to so many significant digits, alternatives of at least this probability.
 
-    Texts are numbers of `vocabulary`, pairs of token id and text; a column in which there is nothing is null. Of a token
-    that was scored, log-probs are those before the update and differences from it.
+    Texts are numbers of `vocabulary`, pairs of token id and text; a column in which there is nothing is null. Of a
+    token that was scored, log-probs are those before the update and differences from it.
     """
     words: dict[tuple[Any, Any], int] = {}
     columns = tokens.columns

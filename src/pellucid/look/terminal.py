@@ -39,8 +39,7 @@ def show(folder: Path, step: int | None, group: int | None, by: str, console: Co
         raise UserError(f"{folder} has no tokens of step {step}: {nearest(step, recorded)}")
     tokens, summary = run.tokens(step), run.at(step)
     rows = {row["group"]: row for row in summary["groups"] if row["recorded"]}
-    if group is None:
-        group = max(rows, key=lambda j: rows[j]["gradient"] or 0.0)
+    group = max(rows, key=lambda j: rows[j]["gradient"] or 0.0) if group is None else group
     if group not in rows:
         raise UserError(f"step {step} has no tokens of group {group}: recorded are {', '.join(map(str, rows))}")
     screen.print(heading(run, step, rows[group]))

@@ -36,5 +36,4 @@ def figure(value: float | None) -> str:
     if magnitude >= 1e5 or magnitude < 1e-4:
         mantissa, _, power = f"{value:.1e}".partition("e")
         return f"{mantissa}e{int(power)}"
-    text = f"{value:.3g}" if magnitude < 1000 else f"{value:.0f}"
-    return text
+    return f"{value:.3g}" if magnitude < 1000 else f"{value:.0f}"

@@ -90,7 +90,7 @@ async function frame(at) {
   const left = isLive ? null : await get("packed");
   document
     .getElementById("foot")
-    .replaceChildren(left && (left.every > 1 || left.least > 0) ? el("p", {}, say("packed", left)) : "");
+    .replaceChildren(left && (left.kept < left.steps || left.least > 0) ? el("p", {}, say("packed", left)) : "");
 }
 
 async function stepper(at) {
