@@ -46,7 +46,7 @@ def page(blocks: Mapping[str, str] | None = None) -> tuple[str, str]:
 
 
 def joined() -> str:
-    """All modules as one script that gives nothing away: each has its scope, and what it exports is known to the next."""
+    """All modules as one script that gives nothing away: each has its scope, and what it exports is known below."""
     words = beside("words.json").replace("<", "\\u003c")
     return f'"use strict";\n(() => {{\nconst WORDS = {words};\n{"".join(map(scoped, MODULES))}}})();\n'
 

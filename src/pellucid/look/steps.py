@@ -79,7 +79,7 @@ def tokens_of(table: pa.Table) -> Tokens:
 
 
 def by_group(table: pa.Table) -> dict[int, dict[str, float | None]]:
-    """Of each group the sum of its gradient norms, and the mean entropy of its sampled tokens in nats before the step."""
+    """Of each group the sum of its gradient norms, and the mean entropy in nats of its sampled tokens before."""
     groups, sampled = table["group"].to_numpy(), table["kind"].to_numpy() == SAMPLED
     gradient, entropy = floats(table, "gradient"), floats(table, "entropy_before")
     pulling, known = np.isfinite(gradient), np.isfinite(entropy) & sampled

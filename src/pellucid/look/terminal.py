@@ -39,16 +39,16 @@ def show(folder: Path, step: int | None, group: int | None, by: str, console: Co
         raise UserError(f"{folder} has no tokens of step {step}: {nearest(step, recorded)}")
     tokens, summary = run.tokens(step), run.at(step)
     rows = {row["group"]: row for row in summary["groups"] if row["recorded"]}
-    group = max(rows, key=lambda j: rows[j]["gradient"] or 0.0) if group is None else group
-    if group not in rows:
-        raise UserError(f"step {step} has no tokens of group {group}: recorded are {', '.join(map(str, rows))}")
-    screen.print(heading(run, step, rows[group]))
-    largest = scale(tokens, group, by)
+    which = max(rows, key=lambda j: rows[j]["gradient"] or 0.0) if group is None else group
+    if which not in rows:
+        raise UserError(f"step {step} has no tokens of group {which}: recorded are {', '.join(map(str, rows))}")
+    screen.print(heading(run, step, rows[which]))
+    largest = scale(tokens, which, by)
     for sequence in tokens.sequences:
-        if sequence["group"] == group:
+        if sequence["group"] == which:
             screen.print(answer(tokens, sequence, by, largest))
     screen.print(Text(f"colours: {say(f'by.{by}')}, blue above 0, orange below; underlined: no gradient", "dim"))
-    screen.print(most_of_the_gradient(tokens, group))
+    screen.print(most_of_the_gradient(tokens, which))
     return 0
 
 
