@@ -67,6 +67,9 @@ serve smollm2-135m --port http
 serve smollm2-135m --algorithm.steps 3
 compare
 compare runs/mine
+look
+look runs/mine
+show runs/mine --step last
 study stduy.toml
 push runs/mine me/mine
 list rewrads

@@ -58,6 +58,9 @@ class Batch:
     """[B, T] KL to the reference when the rollouts were drawn, where the reward is charged with it."""
     rollout_of: Tensor | None = None
     """[B] the completion p * G + g whose sequence each row is; None where each row is a completion of its own."""
+    origin: Tensor | None = None
+    """[B] which of its step's rows each is, as `collate` orders them; -1 where it is none of this step's rollouts: a
+    replayed one, or a demonstration. Nothing is computed from it: it says what became of a rollout."""
     acts: Tensor | None = None
     """[B, T] bool: the policy gradient acts on this token; None means on all that were sampled."""
     advantages: Tensor | None = None
@@ -95,6 +98,10 @@ class Batch:
         if self.mask_words is None or self.mask_spans is None:
             return None
         return SamplingMask(self.mask_words.to(device), self.mask_spans[self.scored].to(device))
+
+    def replayed(self) -> Batch:
+        """The batch as a later step trains on it."""
+        return replace(self, origin=torch.full_like(self.prompt_of, -1))
 
     def along_responses(self, x: Tensor) -> Tensor:
         """[B] -> [B, T]: the value of each row at its sampled tokens, 0 elsewhere."""
@@ -141,6 +148,7 @@ def collate(groups: Sequence[Group]) -> Batch:
         mask_words=words,
         mask_spans=spans,
         rollout_of=torch.tensor([*range(len(rollouts)), *(i for _, i, _ in branches)]) if branches else None,
+        origin=torch.arange(len(completions)),
     )
 
 
@@ -169,6 +177,7 @@ def with_demonstrations(batch: Batch, prompts: Tensor) -> Batch:
         "response_ids": padded(responses, torch.long),
         "mask": mask,
         "likelihood_weights": mask.to(batch.sampler_logprobs),
+        "origin": torch.full((len(shown),), -1),
     }
     old = {name: x for name, x in batch.tensors().items() if name != "mask_words"}
     nothing = {name: x.new_zeros(len(shown), *x.shape[1:]) for name, x in old.items()}

@@ -385,7 +385,7 @@ def replay(state: State, step: int, batch: Batch, cfg: GRPOConfig) -> Batch:
     """This step's batch joined with those of earlier steps that are less than cfg.max_staleness steps old."""
     fresh = [(then, kept) for then, kept in state.experiences if step - then < cfg.max_staleness]
     state.experiences = [(step, batch), *fresh] if cfg.max_staleness > 1 else []
-    return concat([batch, *(kept for _, kept in fresh)])
+    return concat([batch, *(kept.replayed() for _, kept in fresh)])
 
 
 def finish_step(

@@ -38,6 +38,10 @@ class Tokens(NamedTuple):
     """[B, 1] of each row, where the difficulty of its prompt sets it."""
 
 
+Bounds = tuple[Tensor, Tensor]
+"""The lowest and the highest ratio of a trust region."""
+
+
 class Outcome(NamedTuple):
     """What an objective comes to, [B, T] each, or [B, 1] where that is the same for a whole response."""
 
@@ -51,11 +55,11 @@ class Outcome(NamedTuple):
     """bool: ... because it is too high."""
     moved: Tensor | None = None
     """bool: bounds that are not the fixed ones decided otherwise than those would have."""
+    bounds: Bounds | None = None
+    """What `below` and `above` compare the ratio with."""
 
 
 Objective = Callable[[Tokens, GRPOConfig], Outcome]
-Bounds = tuple[Tensor, Tensor]
-"""The lowest and the highest ratio of a trust region."""
 
 
 # ---------------------------------------------------------------- objectives
@@ -130,8 +134,8 @@ def gmpo(tokens: Tokens, cfg: GRPOConfig) -> Outcome:
     low, high = clamped(log_ratio).clamp(min=-cfg.clip_low), clamped(log_ratio).clamp(max=cfg.clip_high)
     held = torch.where(advantages > 0, high, low)
     value = (advantages * mean_over_response(held, tokens.mask).exp()).expand(tokens.mask.shape)
-    clip_low, clip_high = (log_ratio.new_tensor(bound).exp() for bound in (-cfg.clip_low, cfg.clip_high))
-    return Outcome(value, log_ratio, *clipped_at(clamped(log_ratio).exp(), advantages, (clip_low, clip_high)))
+    bounds = log_ratio.new_tensor(-cfg.clip_low).exp(), log_ratio.new_tensor(cfg.clip_high).exp()
+    return Outcome(value, log_ratio, *clipped_at(clamped(log_ratio).exp(), advantages, bounds), bounds=bounds)
 
 
 OBJECTIVES: dict[str, Objective] = {
@@ -207,7 +211,7 @@ def surrogate(
         moved = (below | above) != (fixed_below | fixed_above)
     if cfg.dual_clip:
         above = above | ((ratio.detach() > cfg.dual_clip) & (advantages < 0))
-    return Outcome(value, log_ratio, below, above, moved)
+    return Outcome(value, log_ratio, below, above, moved, bounds)
 
 
 def clipped_value(ratio: Tensor, advantages: Tensor, bounds: Bounds, cfg: GRPOConfig) -> Tensor:

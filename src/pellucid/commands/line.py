@@ -17,6 +17,7 @@ from pellucid import flags, recipes
 from pellucid.commands import shown
 from pellucid.commands.around import Init, List, Push
 from pellucid.commands.examining import Doctor
+from pellucid.commands.looking import Look, Show
 from pellucid.commands.sampler import Sampler
 from pellucid.commands.studying import Compare, Study
 from pellucid.commands.training import Eval, Train
@@ -52,6 +53,8 @@ COMMANDS: Mapping[str, type[Any]] = {
     "push": Push,
     "study": Study,
     "compare": Compare,
+    "look": Look,
+    "show": Show,
     "prefixes": Prefixes,
     "list": List,
     "doctor": Doctor,

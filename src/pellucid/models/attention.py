@@ -22,6 +22,8 @@ def attend(query: Tensor, key: Tensor, value: Tensor, bias: Tensor, shared: int 
     shared: so many of the keys stand first and are a prompt's, which sampling reads for all rows of a group at once.
     On the CPU they are read in a product of their own here, too, and rounded where sampling rounds.
     """
+    if query.device.type == "cpu" and not torch.is_grad_enabled():
+        return by_few(query, key, value, bias, shared)
     if query.device.type == "cpu":
         return FewProducts.apply(query, key, value, bias, shared)  # pyright: ignore[reportReturnType]
     return F.scaled_dot_product_attention(query, key, value, attn_mask=bias, enable_gqa=True)
@@ -36,12 +38,17 @@ class FewProducts(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, bias: Tensor, shared: int) -> Tensor:
         ctx.save_for_backward(query, key, value, bias)
-        return torch.cat([read(q, k, v, b, shared) for q, k, v, b in few(query, key, value, bias)])
+        return by_few(query, key, value, bias, shared)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
         gradients = zip(*(gradients_of(*part) for part in few(*ctx.saved_tensors, grad)), strict=True)
         return *(torch.cat(pieces) for pieces in gradients), None, None
+
+
+def by_few(query: Tensor, key: Tensor, value: Tensor, bias: Tensor, shared: int) -> Tensor:
+    """`attend` on the CPU, a few rows at a time."""
+    return torch.cat([read(q, k, v, b, shared) for q, k, v, b in few(query, key, value, bias)])
 
 
 def few(query: Tensor, key: Tensor, value: Tensor, bias: Tensor, *others: Tensor) -> Iterator[tuple[Tensor, ...]]:

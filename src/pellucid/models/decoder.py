@@ -109,13 +109,13 @@ class DecoderLayer(nn.Module):
         known = dict(block.named_parameters())
         parts = {name: places_of(block, sources) for name, sources in PARTS.items() if sources[0] in known}
         # Norms are used as they are: the residual stream is not in the compute dtype.
-        self.norms = {name: places[0][0] for name, places in parts.items() if name.endswith("norm")}
+        self.norms = {name: places[0] for name, places in parts.items() if name.endswith("norm")}
         self.cast = {name: CastWeights(places, dtype) for name, places in parts.items() if name not in self.norms}
 
     def weights(self) -> LayerWeights:
         """As the parameters are now; with gradient where that is enabled."""
         weights: dict[str, Any] = {name: part.current() for name, part in self.cast.items()}
-        norms = {name: unrounded(module.get_parameter("weight")) for name, module in self.norms.items()}
+        norms = {name: unrounded(getattr(*place)) for name, place in self.norms.items()}
         return LayerWeights(**weights, **norms)
 
     def forward(
@@ -160,7 +160,8 @@ class Decoder(nn.Module):
         )
         self.embedding = CastWeights([(self.embed_tokens, "weight")], dtype)
         self.head = self.embedding if self.shape.tied else CastWeights([(self.lm_head, "weight")], dtype)
-        self.device = self.final_norm.get_parameter("weight").device
+        self.last_norm = self.final_norm, "weight"
+        self.device = getattr(*self.last_norm).device
         self.frequencies = rotary_frequencies(config, self.shape.head_size).to(self.device)
         self.may_pack = (
             self.device.type == "cpu"
@@ -169,16 +170,18 @@ class Decoder(nn.Module):
             and torch.ops.mkldnn._is_mkldnn_bf16_supported()
         )
 
+    def cast_weights(self) -> list[CastWeights]:
+        return [self.embedding, self.head, *(part for layer in self.layers for part in layer.cast.values())]
+
     def read_in_place(self) -> None:
         """Keep no cast weights from now on: an engine gathers parameters around each call."""
-        of_layers = [part for layer in self.layers for part in layer.cast.values()]
-        for part in [self.embedding, self.head, *of_layers]:
+        for part in self.cast_weights():
             part.in_place = True
 
     def around(self) -> tuple[Matrix, Tensor, Matrix]:
         """Embedding, last norm [D] and head, as they are now."""
         embedding, head = (Matrix(part.tensor_now(), part.masters()[0]) for part in (self.embedding, self.head))
-        return embedding, unrounded(self.final_norm.get_parameter("weight")), head
+        return embedding, unrounded(getattr(*self.last_norm)), head
 
     def weights(self) -> Weights:
         """All weights as they are now; with gradient where that is enabled."""

@@ -130,6 +130,8 @@ class Cast(torch.autograd.Function):
 
 def embedded(ids: Tensor, embedding: Matrix) -> Tensor:
     """[N] -> [N, D]"""
+    if not torch.is_grad_enabled():  # with forward-mode gradients, which Lookup has not
+        return F.embedding(ids, embedding.master).to(embedding.tensor.dtype)
     return Lookup.apply(ids, *embedding)  # pyright: ignore[reportReturnType]
 
 

@@ -207,7 +207,10 @@ def in_rows(heads: Tensor, rows: Rows) -> Tensor:
 
 def in_line(read: Tensor, rows: Rows) -> Tensor:
     """[rows, H, T, d] -> [n, H d]: the inverse."""
-    return Pick.apply(read.transpose(1, 2).flatten(2).flatten(0, 1), rows.places)  # pyright: ignore[reportReturnType]
+    tokens = read.transpose(1, 2).flatten(2).flatten(0, 1)
+    if not torch.is_grad_enabled():
+        return tokens.index_select(0, rows.places)
+    return Pick.apply(tokens, rows.places)  # pyright: ignore[reportReturnType]
 
 
 class Pick(torch.autograd.Function):

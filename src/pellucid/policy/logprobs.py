@@ -139,10 +139,10 @@ class TokenLogprobs(torch.autograd.Function):
         head, every = reading.head, torch.arange(len(tokens), device=tokens.device)
         kept = _room(head.weight, len(tokens) if reading.gradients else 0)
         parts, at = [], 0
-        for rows in every.split(_rows(head.weight, FEW)):
+        for rows in every.split(rows_at_once(head.weight, FEW)):
             product = head.product(hidden[rows])
             kept[at : at + len(rows)] = product[: max(0, len(kept) - at)]
-            parts.append(_read(product, tokens[rows], reading, rows))
+            parts.append(read(product, tokens[rows], reading, rows))
             at += len(rows)
         logprobs, entropy, kl, log_normalizer = (torch.cat(column) for column in zip(*parts, strict=True))
         ctx.save_for_backward(hidden, head.weight, bias, tokens, entropy, kl, log_normalizer)
@@ -161,8 +161,10 @@ class TokenLogprobs(torch.autograd.Function):
         of_hidden, of_weight = torch.zeros_like(hidden), None
         of_bias = None if bias is None else torch.zeros_like(bias, dtype=wide)
         for many, of_logits, known in _parts(live, ctx.kept, weight):
-            for few, into in zip(many.split(_rows(weight, FEW)), of_logits.split(_rows(weight, FEW)), strict=True):
-                _of_logits(into, None if known else hidden[few], few, reading, about, grads)
+            for few, into in zip(
+                many.split(rows_at_once(weight, FEW)), of_logits.split(rows_at_once(weight, FEW)), strict=True
+            ):
+                of_logits_into(into, None if known else hidden[few], few, reading, about, grads)
                 del into
             of_hidden[many] = of_logits @ weight
             added = (of_logits.mT @ hidden[many]).to(wide)
@@ -176,7 +178,7 @@ class TokenLogprobs(torch.autograd.Function):
 
 def _room(weight: Tensor, tokens: int) -> Tensor:
     """[n, V] for the products of the first n of so many tokens; none where they are as wide as what is done to each."""
-    n = min(tokens, _rows(weight, MANY)) if weight.dtype in (torch.bfloat16, torch.float16) else 0
+    n = min(tokens, rows_at_once(weight, MANY)) if weight.dtype in (torch.bfloat16, torch.float16) else 0
     return torch.empty(n, len(weight), dtype=weight.dtype, device=weight.device)
 
 
@@ -194,7 +196,7 @@ def _parts(live: Tensor, kept: list[Tensor], weight: Tensor) -> Iterator[tuple[T
     del products
     if len(ours):
         yield ours, room.pop(), True
-    for many in live[len(ours) :].split(_rows(weight, MANY)):
+    for many in live[len(ours) :].split(rows_at_once(weight, MANY)):
         if len(many) or not len(ours):
             yield many, torch.empty(len(many), len(weight), dtype=weight.dtype, device=weight.device), False
 
@@ -207,22 +209,26 @@ def _close_gaps(products: Tensor, rows: Tensor) -> None:
         at += len(few)
 
 
-def _read(product: Tensor, tokens: Tensor, reading: Reading, rows: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def read(product: Tensor, tokens: Tensor, reading: Reading, rows: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Log-probs, entropy, KL and log-normaliser, [n] each."""
     among = reading.candidates(rows)
-    z, places = reading.distribution(product, among), tokens if among is None else among.places(tokens)
+    places = tokens if among is None else among.places(tokens)
+    return measured(reading.distribution(product, among), places, reading.reference(rows, among))
+
+
+def measured(z: Tensor, places: Tensor, other: Tensor | None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The same of logits z [n, V or K], the places of the tokens among them, and the log-probs of a reference."""
     highest = z.amax(-1, keepdim=True)
     masses = (z - highest).exp_()
     total = masses.sum(-1)
     log_normalizer = highest[:, 0] + total.log()
     logprobs = z.gather(-1, places[:, None])[:, 0] - log_normalizer
     entropy = log_normalizer - dots(masses, z) / total
-    other = reading.reference(rows, among)
     kl = torch.zeros_like(entropy) if other is None else -entropy - dots(masses, other) / total
     return logprobs, entropy, kl, log_normalizer
 
 
-def _of_logits(
+def of_logits_into(
     into: Tensor,
     hidden: Tensor | None,
     rows: Tensor,
@@ -257,7 +263,7 @@ def dots(x: Tensor, y: Tensor) -> Tensor:
     return (x[:, None] @ y[:, :, None])[:, 0, 0]
 
 
-def _rows(weight: Tensor, elements: int) -> int:
+def rows_at_once(weight: Tensor, elements: int) -> int:
     """Whole tiles of matrix products, where there is room for one."""
     rows = elements // len(weight)
     return max(1, rows // 64 * 64 or rows)

@@ -15,10 +15,14 @@ from pellucid.models.decoder import Decoder, Pieces
 from pellucid.models.family import longest
 from pellucid.models.packed import hidden_states
 from pellucid.models.trial import APART, FAULTS, HALF, apart, said
-from pellucid.policy.logprobs import Head, token_logprobs
+from pellucid.policy.examined import Examined, examined
+from pellucid.policy.logprobs import Head, Reading, token_logprobs
 from pellucid.types import UserError
 
 T = TypeVar("T")
+Watcher = Callable[[Batch, Scores, Tensor, Reading], None]
+"""Is shown what the loss is made of: a micro-batch with its weights, its scores, the hidden states [N, D] of its N
+scored tokens, all without gradient, and how they were read."""
 
 
 class Hidden(Protocol):
@@ -55,6 +59,7 @@ class Scorer(nn.Module):
         self.gradient_checkpointing = gradient_checkpointing
         self.pieces = pieces
         self.reference: Hidden | None = None
+        self.watcher: Watcher | None = None
         if gradient_checkpointing:
             # transformers renamed it on the way to 6.
             enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
@@ -70,7 +75,18 @@ class Scorer(nn.Module):
         among = batch.sampling_mask(self.device)
         flat = token_logprobs(hidden, head, tokens, self.temperature, self.entropy_grad, reference, among)
         # Taken to the CPU in one piece: what is made of them there, to the last metric, waits for no device.
-        return Scores(*(scattered(x, scored) for x in torch.stack(flat).to(scored.device)))
+        scores = Scores(*(scattered(x, scored) for x in torch.stack(flat).to(scored.device)))
+        if self.watcher and batch.weights is not None and torch.is_grad_enabled():
+            reading = Reading(head, self.temperature, self.entropy_grad, *(reference or (None, None)), among)
+            still = Scores(*(x.detach() for x in scores if x is not None))
+            self.watcher(batch, still, hidden.detach(), reading)
+        return scores
+
+    def examine(self, batch: Batch) -> Examined:
+        """What the distributions of the response tokens look like, row by row."""
+        (hidden, head), tokens = self.hidden(batch), batch.response_ids[batch.scored].to(self.device)
+        reading = Reading(head, self.temperature, False, None, None, batch.sampling_mask(self.device))
+        return examined(hidden, tokens, reading)
 
     def hidden(self, batch: Batch) -> tuple[Tensor, Head]:
         """The states [N, D] that the N scored tokens of a batch are predicted from, and the head that reads them."""

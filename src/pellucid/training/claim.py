@@ -143,4 +143,5 @@ def check_writable(run_dir: Path) -> None:
 def begin_again(run_dir: Path) -> None:
     """Remove the logs of a run that came to no checkpoint."""
     loggers.truncate(run_dir, -1)
-    shutil.rmtree(run_dir / "tensorboard", ignore_errors=True)
+    for folder in ("tensorboard", "tokens"):
+        shutil.rmtree(run_dir / folder, ignore_errors=True)

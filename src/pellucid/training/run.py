@@ -30,6 +30,7 @@ from pellucid.training.changes import Changes
 from pellucid.training.chronicle import finish, open_logs, start_folder
 from pellucid.training.compose import Components, compose, evaluation_sampling, progress_of, settled, training_sampling
 from pellucid.training.evaluate import evaluate, greedy, sample_and_grade
+from pellucid.training.microscope import recorded
 from pellucid.training.snapshot import restore, save, save_model
 from pellucid.types import Evaluation, Group, UserError
 
@@ -166,16 +167,10 @@ class Course:
 
     def _taken(self, parts: Components) -> Iterator[StepResult]:
         cfg = self.cfg
-        steps = (ahead.train if cfg.sampler.ahead else grpo.train)(
-            parts.task,
-            parts.sampler,
-            parts.policy,
-            parts.runtime,
-            cfg.algorithm,
-            parts.reference,
-            parts.state,
-            training_sampling(cfg),
-        )
+        objects = (parts.task, parts.sampler, parts.policy, parts.runtime)
+        facts = (cfg.algorithm, parts.reference, parts.state, training_sampling(cfg))
+        steps = (ahead.train if cfg.sampler.ahead else grpo.train)(*objects, *facts)
+        steps = recorded(steps, cfg, self.run_dir, parts)
         if not (self.profile and parts.runtime.main):
             return steps
         return profiled(steps, self.run_dir / "profile.txt", parts.policy.dtype)

@@ -15,7 +15,7 @@ from pellucid.models.masters import whole
 from pellucid.policy import lora
 from pellucid.policy.policy import Policy
 from pellucid.protocols import stateful_task
-from pellucid.reporting import loggers
+from pellucid.reporting import loggers, tokens
 from pellucid.reporting.run_folder import checkpoints, step_of
 from pellucid.runtimes import shards
 from pellucid.training import checkpoint
@@ -50,6 +50,7 @@ def save(run_dir: Path, cfg: Config, parts: Components) -> None:
     facts |= {"task": watching.state()} if watching else {}
     facts |= {"ahead": AHEAD.dump_python(state.ahead, mode="json")} if state.ahead else {}
     loggers.sync(run_dir)  # a checkpoint counts when what led to it is on disk
+    tokens.sync(run_dir, after=max(map(step_of, checkpoints(run_dir)), default=0))
     checkpoint.save(run_dir, state.step, tensors, facts, cfg.checkpoint.keep_last, processes)
 
 
@@ -98,6 +99,7 @@ def restore(run_dir: Path, parts: Components) -> list[str]:
     if not runtime.main:
         return []
     checkpoint.clear_rests(run_dir)
+    tokens.forget(run_dir, state.step)
     return [*notes, *loggers.truncate(run_dir, state.step)]
 
 

@@ -1,0 +1,85 @@
+"""What the token microscope costs: seconds and bytes a step by the number of recorded groups, against recording off.
+
+python benchmarks/microscope.py recipes/arithmetic.toml --algorithm.group_size 8 --sampler.max_tokens 64
+
+In one process, in turn: every turn takes the same steps of the same weights, which a learning rate of next to nothing
+leaves where they are. Words after the recipe are settings, as `pellucid train` takes them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import tempfile
+import time
+from dataclasses import replace
+from pathlib import Path
+from statistics import median
+
+from pellucid import config
+from pellucid.algorithm import grpo
+from pellucid.config import Config
+from pellucid.training.compose import Components, compose, settled, training_sampling
+from pellucid.training.microscope import recorded
+
+GROUPS = (0, 1, 2, 4)
+STILL = 1e-12
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--repeats", type=int, default=4)
+    parser.add_argument("--steps", type=int, default=3)
+    parser.add_argument("recipe", type=Path)
+    options, words = parser.parse_known_args()
+    cfg = settled(config.resolved(config.load(options.recipe, words)))
+    optimizer = replace(cfg.optimizer, lr=STILL, schedule="constant", warmup=0)
+    cfg = replace(cfg, optimizer=optimizer, evaluate=replace(cfg.evaluate, every=0))
+    cfg = replace(cfg, algorithm=replace(cfg.algorithm, steps=options.steps))
+    parts = compose(cfg)
+    with tempfile.TemporaryDirectory() as folder:
+        place = Path(folder)
+        turn(cfg, parts, place, 0, 0)
+        rounds = [{n: turn(cfg, parts, place / f"{n}", n, 0) for n in GROUPS} for _ in range(options.repeats)]
+        seconds = {n: of_turns([of_round[n] for of_round in rounds]) for n in GROUPS}
+        foreseen = of_turns([turn(cfg, parts, place / "predicted", 1, 1)])
+        print(table(seconds, {n: size(place / f"{n}") for n in GROUPS}))
+        print(f"\na step that is also predicted, 1 group: {foreseen - seconds[1]:.2f} s more")
+    parts.close()
+
+
+def turn(cfg: Config, parts: Components, place: Path, groups: int, predictions: int) -> list[float]:
+    """Seconds of each step."""
+    cfg = replace(cfg, log=replace(cfg.log, tokens=groups, predictions=predictions))
+    parts.state = grpo.State()
+    parts.runtime.updates = 0
+    objects = (parts.task, parts.sampler, parts.policy, parts.runtime)
+    steps = grpo.train(*objects, cfg.algorithm, parts.reference, parts.state, training_sampling(cfg))
+    seconds, start = [], time.perf_counter()
+    for _ in recorded(steps, cfg, place, parts):
+        now = time.perf_counter()
+        seconds.append(now - start)
+        start = now
+    return seconds
+
+
+def of_turns(turns: list[list[float]]) -> float:
+    """Seconds a step: the mean over steps of the median over turns."""
+    medians = [median(of_step) for of_step in zip(*turns, strict=True)]
+    return sum(medians) / len(medians)
+
+
+def size(place: Path) -> float:
+    """KB a step."""
+    files = [path.stat().st_size for path in place.glob("tokens/*.parquet")]
+    return sum(files) / len(files) / 1e3 if files else 0.0
+
+
+def table(seconds: dict[int, float], sizes: dict[int, float]) -> str:
+    lines = ["| groups | step, s | more | KB a step |", "|---|---|---|---|"]
+    for n, taken in seconds.items():
+        lines.append(f"| {n} | {taken:.3f} | {taken / seconds[0] - 1:+.1%} | {sizes[n]:.0f} |")
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    main()

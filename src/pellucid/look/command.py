@@ -1,0 +1,32 @@
+"""`pellucid look`: the page, on the loopback or in a file."""
+
+from __future__ import annotations
+
+import webbrowser
+from collections.abc import Sequence
+from pathlib import Path
+
+from pellucid.look import packing
+from pellucid.look.reading import opened
+from pellucid.look.server import Looking
+from pellucid.types import UserError
+
+
+def look(folders: Sequence[Path], port: int, output: Path | None, browse: bool) -> int:
+    """Serve the page until Ctrl-C, or write it as a file. UserError where there is nothing to look at."""
+    if not 1 <= len(folders) <= 2:
+        raise UserError("look takes a RUN, or two to see side by side")
+    runs = [opened(folder) for folder in folders]
+    if output:
+        left_out = packing.write(runs, output)
+        size = output.stat().st_size / 1e6
+        print(
+            f"page     {output}, {size:.1f} MB, works without network" + (f"\n         {left_out}" if left_out else "")
+        )
+        return 0
+    with Looking(runs, port) as server:
+        print(f"look at {server.url}  (Ctrl-C ends it)", flush=True)
+        if browse:
+            webbrowser.open(server.url)
+        server.serve_forever()
+    return 0

@@ -1,0 +1,67 @@
+// How a quantity becomes the colour of a token: blue and orange around 0, or from dark to light as viridis goes.
+
+const DARK_TO_LIGHT = [
+  [68, 1, 84],
+  [59, 82, 139],
+  [33, 145, 140],
+  [94, 201, 98],
+  [253, 231, 37],
+];
+const STRONGEST = 0.62;
+
+export const QUANTITIES = {
+  change: {of: token => token.change, diverging: true},
+  push: {of: token => token.push, diverging: true},
+  share: {of: token => token.share, diverging: false},
+  advantage: {of: token => token.advantage, diverging: true},
+  ratio: {of: token => (token.ratio > 0 ? Math.log(token.ratio) : null), diverging: true},
+  gap: {of: token => token.gap, diverging: true},
+  drift: {of: token => token.drift, diverging: true},
+  entropy: {of: token => token.entropy, diverging: false},
+  probability: {
+    of: token => (token.before === null ? probability(token.sampler) : probability(token.before)),
+    diverging: false,
+    most: 1,
+  },
+  rule: {of: token => (token.rule ? 1 : 0), diverging: false, flat: true},
+};
+
+function probability(logprob) {
+  return logprob === null ? null : Math.exp(logprob);
+}
+
+// The value that has the strongest colour: that of the 98th of a hundred tokens, so that one does not pale the others.
+export function strongest(list, by) {
+  const {of, most} = QUANTITIES[by];
+  if (most) return most;
+  const sizes = list
+    .map(of)
+    .filter(value => value)
+    .map(Math.abs)
+    .sort((a, b) => a - b);
+  return sizes.length ? sizes[Math.min(sizes.length - 1, Math.floor(sizes.length * 0.98))] : 0;
+}
+
+export function paint(node, token, by, most) {
+  const {of, diverging, flat} = QUANTITIES[by];
+  const value = of(token);
+  const part = value === null || !most ? 0 : Math.max(-1, Math.min(1, value / most));
+  node.classList.toggle("dark", false);
+  node.classList.toggle("lit", false);
+  if (value === null || flat || (diverging && part === 0)) node.style.background = "";
+  else if (diverging) {
+    node.style.background = `rgb(var(${part > 0 ? "--up" : "--down"}) / ${(Math.abs(part) * STRONGEST).toFixed(3)})`;
+  } else lit(node, part);
+}
+
+export function lit(node, part) {
+  node.style.background = sequential(part);
+  node.classList.add(part > 0.55 ? "lit" : "dark");
+}
+
+export function sequential(part) {
+  const place = Math.max(0, Math.min(1, part)) * (DARK_TO_LIGHT.length - 1),
+    low = Math.min(3, Math.floor(place));
+  const mixed = DARK_TO_LIGHT[low].map((x, i) => Math.round(x + (DARK_TO_LIGHT[low + 1][i] - x) * (place - low)));
+  return `rgb(${mixed.join(" ")})`;
+}

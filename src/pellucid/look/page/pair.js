@@ -1,0 +1,78 @@
+// The same step of two runs, side by side by its questions.
+
+import {el, figure, link, mean} from "./dom.js";
+import {say} from "./words.js";
+import {overview, runsThere, summary, tokens} from "./source.js";
+import {groupOf} from "./tokens.js";
+import {paint, strongest} from "./colours.js";
+
+const MOST_ANSWERS = 4,
+  MOST_TOKENS = 200;
+
+export async function pairView({step}) {
+  const title = el("h1", {}, say("pair.title", {step}));
+  if ((await runsThere()).length < 2) return [title, el("p", {class: "lede"}, say("pair.one"))];
+  const runs = [0, 1],
+    names = await Promise.all(runs.map(async run => (await overview(run)).name));
+  const sides = await Promise.all(
+    runs.map(async run => ({summary: await summary(step, run), data: await tokens(step, run)})),
+  );
+  const asked = new Map();
+  sides.forEach((side, run) =>
+    (side.summary?.groups ?? []).forEach(group =>
+      asked.set(group.question, {...asked.get(group.question), [run]: group}),
+    ),
+  );
+  const both = [...asked.values()].filter(pair => pair[0] && pair[1]);
+  const rest = [...asked.values()].filter(pair => !(pair[0] && pair[1]));
+  return [
+    title,
+    el("p", {class: "lede"}, say("pair.shared", {n: both.length})),
+    ...[...both, ...rest].map(pair =>
+      el(
+        "section",
+        {class: "pair"},
+        el("h2", {class: "asked"}, (pair[0] ?? pair[1]).prompt.slice(0, 300)),
+        el(
+          "div",
+          {class: "two"},
+          runs.map(run => side(step, names[run], pair[run], sides[run].data, run)),
+        ),
+      ),
+    ),
+  ];
+}
+
+function side(step, name, group, data, run) {
+  if (!group) return el("div", {}, el("h3", {}, name), el("p", {class: "soft"}, say("pair.missing")));
+  const answers =
+    data && group.recorded ? groupOf(data, group.group).filter(each => each.completion >= 0 && each.branch === 0) : [];
+  const most = strongest(
+    answers.flatMap(each => each.tokens),
+    "change",
+  );
+  const head = run === 0 ? link(name, `#/group/${step}/${group.group}`) : name;
+  return el(
+    "div",
+    {},
+    el("h3", {}, head),
+    el(
+      "p",
+      {class: "soft"},
+      `${say(`signal.${group.signal}`)}, ${say("question.reward")} ${figure(mean(group.rewards))}, ` +
+        `${say("question.length")} ${figure(mean(group.lengths))}`,
+    ),
+    answers.slice(0, MOST_ANSWERS).map(each =>
+      el(
+        "p",
+        {class: "flow"},
+        el("b", {}, `${figure(each.reward)} `),
+        each.tokens.slice(0, MOST_TOKENS).map(token => {
+          const node = el("span", {class: "tok"}, token.text.slice(0, 100));
+          paint(node, token, "change", most);
+          return node;
+        }),
+      ),
+    ),
+  );
+}

@@ -1,0 +1,70 @@
+// A step: its groups as a strip, those first that taught most.
+
+import {el, figure, link, percent} from "./dom.js";
+import {say} from "./words.js";
+import {summary} from "./source.js";
+
+export async function stepView({step}) {
+  const found = await summary(step);
+  const title = el("h1", {}, say("step.title", {step}));
+  if (!found) return [title, el("p", {class: "lede"}, say("step.none", {step}))];
+  const groups = byTaught(found.groups),
+    whole = groups.reduce((sum, group) => sum + (group.gradient ?? 0), 0);
+  const signal = groups.filter(group => group.signal === "signal").length;
+  return [
+    title,
+    found.damaged ? el("p", {class: "warn", role: "alert"}, found.damaged) : null,
+    el("p", {class: "lede"}, say("step.counts", {signal, all: groups.length})),
+    el("p", {class: "soft"}, say("step.taught"), " ", link(`${say("step.movers")} →`, `#/movers/${step}`)),
+    el(
+      "ol",
+      {class: "strip-of-groups"},
+      groups.map(group => row(step, group, whole)),
+    ),
+  ];
+}
+
+export function byTaught(groups) {
+  return [...groups].sort(
+    (a, b) => (b.gradient ?? -1) - (a.gradient ?? -1) || (b.signal === "signal") - (a.signal === "signal"),
+  );
+}
+
+function row(step, group, whole) {
+  const right = group.correct.filter(Boolean).length,
+    bar = el("i", {class: "bar"});
+  bar.style.width = whole ? `${(100 * (group.gradient ?? 0)) / whole}%` : "0";
+  return el(
+    "li",
+    {},
+    el(
+      "a",
+      {href: `#/group/${step}/${group.group}`, class: `group ${group.signal}`},
+      el("span", {class: "asked"}, group.prompt.slice(0, 160) || group.id),
+      el(
+        "span",
+        {class: "marks", "aria-hidden": "true"},
+        group.rewards.map((reward, i) =>
+          el(
+            "i",
+            {
+              class: reward === null ? "failed" : group.correct[i] ? "right" : "wrong",
+              title: say("reward", {value: figure(reward)}),
+            },
+            reward === null ? "!" : group.correct[i] ? "✓" : reward > 0 ? "◐" : "✗",
+          ),
+        ),
+      ),
+      el(
+        "span",
+        {class: "soft"},
+        `${say(`signal.${group.signal}`)}, ${say("step.answers", {right, all: group.rewards.length})}, ` +
+          (group.recorded
+            ? say("step.gradient", {value: figure(group.gradient)}) +
+              (group.gradient && whole ? `, ${say("step.share", {share: percent(group.gradient / whole)})}` : "")
+            : say("step.unrecorded")),
+      ),
+      el("span", {class: "track", "aria-hidden": "true"}, bar),
+    ),
+  );
+}

@@ -1,0 +1,154 @@
+"""What a run folder answers, by key: the same JSON for the page of a server, for a page on disk and for the terminal.
+
+Keys: "overview", "summaries/PAGE", "tokens/STEP", "questions", "why".
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+from pellucid.look.rollouts import Rollouts
+from pellucid.look.steps import Tokens, for_page, tokens_of
+from pellucid.look.summaries import reward_of, summary
+from pellucid.look.why import WINDOW, findings
+from pellucid.reporting import tokens
+from pellucid.reporting.charts import LEFT, RIGHT, WIDTH
+from pellucid.reporting.curves import curves
+from pellucid.reporting.report import at, lede, task_of
+from pellucid.reporting.run_folder import Record, evaluations, read_config, records, run_of
+from pellucid.types import UserError
+
+PAGE = 25
+"""Steps of a page of summaries."""
+MOST_QUESTIONS = 1000
+"""How many questions are listed, those that were asked most often."""
+KEPT = 64
+"""Summaries and steps that are kept in memory."""
+
+
+class Run:
+    """A run folder, read as far as it is written by now."""
+
+    def __init__(self, folder: Path):
+        self.folder = folder
+        self.rollouts = Rollouts(folder / "rollouts.jsonl")
+        self.summary = lru_cache(KEPT * PAGE)(self.summarised)
+        self.answers: Mapping[str, Callable[[str], Any]] = {
+            "overview": lambda _: self.overview(),
+            "summaries": lambda page: [self.at(step) for step in self.page(number_of(page))],
+            "tokens": lambda step: for_page(self.tokens(number_of(step))),
+            "questions": lambda _: self.questions(),
+            "why": lambda _: self.why(),
+            "pulse": lambda _: self.pulse(),
+        }
+
+    def answer(self, key: str) -> Any:
+        """The JSON object of a key. UserError where there is none of that name, or its file is damaged."""
+        name, _, rest = key.partition("/")
+        if name not in self.answers:
+            raise UserError(f"the microscope knows no {key}")
+        return self.answers[name](rest)
+
+    @property
+    def least_range(self) -> float:
+        """The range of rewards that counts as none."""
+        return float(at(read_config(self.folder), "algorithm.min_reward_range", 0.0) or 0.0)
+
+    def metrics(self) -> list[Record]:
+        return list(records(self.folder / "metrics.jsonl"))
+
+    def steps(self) -> list[int]:
+        """The steps of which tokens or completions are recorded."""
+        return sorted({*tokens.steps(self.folder), *self.rollouts.steps()})
+
+    def page(self, number: int) -> list[int]:
+        """The steps of a page: its number is that of its steps, divided by PAGE."""
+        return [step for step in self.steps() if step // PAGE == number]
+
+    def pulse(self) -> dict[str, Any]:
+        """What changes when there is something new: sizes of the logs, and the last recorded step."""
+        names = ("metrics.jsonl", "rollouts.jsonl", "evals.jsonl")
+        sizes = [path.stat().st_size if (path := self.folder / name).exists() else 0 for name in names]
+        recorded = tokens.steps(self.folder)
+        return {"sizes": sizes, "recorded": len(recorded), "last": recorded[-1] if recorded else 0}
+
+    def overview(self) -> dict[str, Any]:
+        """The run at a glance: what it is, its charts, and of each step the numbers by which one is chosen."""
+        config, metrics, evals = read_config(self.folder), self.metrics(), evaluations(self.folder)
+        names = {"reward": "reward/mean", "right": "groups/dead_all_right", "wrong": "groups/dead_all_wrong"}
+        return {
+            "name": self.folder.resolve().name,
+            "about": f"{at(config, 'policy.model', 'a model')} on {task_of(config)}",
+            "lede": plain_text(lede(metrics, evals)),
+            "charts": curves(metrics, evals),
+            "axis": {"left": LEFT / WIDTH, "right": RIGHT / WIDTH},
+            "last": metrics[-1]["step"] if metrics else 0,
+            "planned": at(config, "algorithm.steps", 0),
+            "steps": [row["step"] for row in metrics],
+            **{name: [row.get(column) for row in metrics] for name, column in names.items()},
+            "recorded": tokens.steps(self.folder),
+            "per_page": PAGE,
+            "pulse": self.pulse(),
+        }
+
+    def at(self, step: int) -> dict[str, Any]:
+        """The groups of a step; of a step that is still being written, anew each time."""
+        return self.summary(step, step in self.recorded(), self.rollouts.steps().get(step))
+
+    def recorded(self) -> set[int]:
+        return set(tokens.steps(self.folder))
+
+    def summarised(self, step: int, recorded: bool, place: tuple[int, int] | None) -> dict[str, Any]:
+        """place: where its completions lie in rollouts.jsonl, by which a summary that is kept is known to be true."""
+        groups = self.rollouts.of(step) if place else []
+        try:
+            return summary(step, groups, tokens.read(self.folder, step) if recorded else None, self.least_range)
+        except UserError as error:  # a file that is damaged costs its tokens, and not the steps around it
+            return {**summary(step, groups, None, self.least_range), "damaged": str(error)}
+
+    def tokens(self, step: int) -> Tokens:
+        return tokens_of(tokens.read(self.folder, step))
+
+    def questions(self) -> list[dict[str, Any]]:
+        """The questions that were asked in more than one step, most often first, with [step, group, reward] of each."""
+        asked: dict[str, dict[str, Any]] = {}
+        for step in self.steps():
+            for group in self.at(step)["groups"]:
+                of = asked.setdefault(group["question"], {"prompt": group["prompt"], "at": []})
+                of["at"].append([step, group["group"], reward_of(group)])
+        often = sorted(asked.items(), key=lambda item: -len(item[1]["at"]))
+        return [{"question": name, **of} for name, of in often if len(of["at"]) > 1][:MOST_QUESTIONS]
+
+    def why(self) -> list[dict[str, Any]]:
+        last = self.steps()[-WINDOW:]
+        return findings(read_config(self.folder), self.metrics(), [self.at(step) for step in last], self.error(last))
+
+    def error(self, steps: Sequence[int]) -> str:
+        """Why the last reward that failed did."""
+        failed = (row for step in reversed(steps) for group in self.rollouts.of(step) for row in group)
+        return next((str(row["error"]) for row in failed if row.get("error")), "")
+
+
+def opened(folder: Path) -> Run:
+    """The run of a folder with recorded tokens. UserError, a line with the mend, where there is none."""
+    if not run_of(str(folder)):
+        raise UserError(f"{folder} is no run: name the folder that pellucid train --run wrote")
+    if not tokens.steps(folder):
+        raise UserError(
+            f"{folder} has no tokens: train it with --log.tokens 4, or tokens = 4 under [log] of its recipe"
+        )
+    return Run(folder)
+
+
+def number_of(text: str) -> int:
+    if not text.isdecimal() or len(text) > 9:
+        raise UserError(f"a step is a number, got {text}")
+    return int(text)
+
+
+def plain_text(html: str) -> str:
+    """The sentence of a report without its marks."""
+    return html.replace("<small>", "").replace("</small>", "")

@@ -1,0 +1,94 @@
+"""The page on the loopback, live while a run trains: GET alone, from this machine alone, under its own name alone."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from contextlib import suppress
+from http import HTTPStatus
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from threading import Lock
+
+from pellucid.look.assembly import page
+from pellucid.look.reading import Run
+from pellucid.types import UserError
+
+HOST = "127.0.0.1"
+NAMES = (HOST, "localhost")
+"""What a browser may call this machine. Another name is one that somebody else's page made up for this address."""
+ALWAYS = {
+    "Cache-Control": "no-store",
+    "Cross-Origin-Resource-Policy": "same-origin",
+    "Referrer-Policy": "no-referrer",
+    "X-Content-Type-Options": "nosniff",
+}
+
+
+class Looking(ThreadingHTTPServer):
+    """Serves the answers of runs by their keys, and the page that asks for them."""
+
+    daemon_threads = True
+
+    def __init__(self, runs: Sequence[Run], port: int):
+        self.runs, self.lock = runs, Lock()
+        self.page, self.policy = page()
+        try:
+            super().__init__((HOST, port), Handler)
+        except (OSError, OverflowError) as error:
+            reason = error.strerror if isinstance(error, OSError) else error
+            raise UserError(f"{HOST}:{port} cannot be listened on ({reason}): name another --port") from error
+
+    @property
+    def url(self) -> str:
+        return f"http://{HOST}:{self.server_port}/"
+
+    def answer(self, key: str) -> str:
+        """JSON of `RUN/KEY`, of which RUN is a number. UserError where there is none."""
+        number, _, rest = key.partition("/")
+        if key == "runs":
+            return json.dumps([run.folder.resolve().name for run in self.runs])
+        if not number.isdecimal() or int(number) >= len(self.runs):
+            raise UserError(f"there is no run {number}")
+        with self.lock:
+            return json.dumps(self.runs[int(number)].answer(rest))
+
+
+class Handler(BaseHTTPRequestHandler):
+    server_version = "pellucid"
+    sys_version = ""
+
+    @property
+    def looking(self) -> Looking:
+        assert isinstance(self.server, Looking)
+        return self.server
+
+    def do_GET(self) -> None:
+        if self.headers.get("Host", "") not in {f"{name}:{self.looking.server_port}" for name in NAMES}:
+            self.reply(HTTPStatus.FORBIDDEN, "text/plain", f"the microscope is at {self.looking.url}")
+        elif self.path == "/":
+            policy = f"{self.looking.policy}; frame-ancestors 'none'"
+            self.reply(HTTPStatus.OK, "text/html", self.looking.page, {"Content-Security-Policy": policy})
+        elif self.path.startswith("/data/"):
+            self.data(self.path.removeprefix("/data/"))
+        else:
+            self.reply(HTTPStatus.NOT_FOUND, "text/plain", "there is nothing here")
+
+    def data(self, key: str) -> None:
+        try:
+            self.reply(HTTPStatus.OK, "application/json", self.looking.answer(key))
+        except UserError as error:
+            self.reply(HTTPStatus.NOT_FOUND, "application/json", json.dumps({"error": str(error)}))
+
+    def reply(self, status: HTTPStatus, kind: str, text: str, headers: dict[str, str] | None = None) -> None:
+        body = text.encode("utf-8", "replace")
+        self.send_response(status)
+        for name, value in {**ALWAYS, **(headers or {})}.items():
+            self.send_header(name, value)
+        self.send_header("Content-Type", f"{kind}; charset=utf-8")
+        self.send_header("Content-Length", str(len(body)))
+        with suppress(ConnectionError):  # a browser that went elsewhere does not wait for the answer
+            self.end_headers()
+            self.wfile.write(body)
+
+    def log_message(self, format: str, *args: object) -> None:
+        """Says nothing: the terminal may be that of a run."""

@@ -1,0 +1,188 @@
+"""The recorded tokens of a step as columns for a page or a terminal.
+
+Differences are taken here, from the numbers as they were recorded: what is rounded for a page keeps its differences.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from math import fsum, inf, log
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+
+from pellucid.reporting.tokens import ABOUT, SAMPLED
+
+KEYS = ("group", "completion", "branch")
+OF_SEQUENCE = ("prompt_id", "reward", "correct", "finished", "parts", "error", "version")
+NUMBERS = {
+    "predicted": "predicted",
+    "entropy": "entropy_before",
+    "ratio": "ratio",
+    "advantage": "advantage",
+    "weight": "weight",
+    "importance": "importance",
+    "push": "push",
+    "gradient": "gradient",
+    "bound": "bound",
+}
+"""Columns of the page that are columns of the file."""
+SMALL = ("weight", "push", "gradient")
+"""Numbers of the size of one part in all tokens of a step."""
+TOPS = ("before", "after")
+FLOOR = 1e-4
+"""Differences of log-probs smaller than this are 0 on the page."""
+
+
+@dataclass(frozen=True, slots=True)
+class Tokens:
+    """The tokens of a step, row by row in the order of the file."""
+
+    about: Mapping[str, Any]
+    """What the writer said of the step: see `reporting/tokens.py`."""
+    sequences: Sequence[Mapping[str, Any]]
+    """The prompt of each group (completion -1), its completions and their branches, with rows [start, end)."""
+    columns: Mapping[str, Sequence[Any]]
+    """token (id), text, kind, rule, the numbers of NUMBERS, and before, after, sampler, ref (log-probs in nats, before
+    and after the whole step), change = after - before, gap = before - sampler, drift = before - ref, entropy_change."""
+    tops: Mapping[str, Sequence[Sequence[tuple[int, str, float]] | None]]
+    """Of each row the likeliest tokens (id, text, log-prob) before and after the update."""
+
+    def text(self, sequence: Mapping[str, Any]) -> str:
+        return "".join(text or "" for text in self.columns["text"][sequence["start"] : sequence["end"]])
+
+    def shares(self, group: int) -> dict[int, float]:
+        """Of each row of a group its share of the group's gradient; empty where the group has none."""
+        rows = [i for each in self.sequences if each["group"] == group for i in range(each["start"], each["end"])]
+        pulls = {i: self.columns["gradient"][i] or 0.0 for i in rows}
+        whole = fsum(pulls.values())
+        return {i: pull / whole for i, pull in pulls.items()} if whole else {}
+
+
+def tokens_of(table: pa.Table) -> Tokens:
+    """The columns of a file of tokens, NaN and null alike as None."""
+    columns: dict[str, Sequence[Any]] = {name: table[name].to_pylist() for name in ("token", "text", "kind", "rule")}
+    columns |= {name: plain(floats(table, of)) for name, of in NUMBERS.items()}
+    start, after = floats(table, "logprob_start"), floats(table, "logprob_after")
+    before = np.where(
+        np.isnan(start), floats(table, "logprob_before"), start
+    )  # they are the same where there is one step
+    sampler, ref = floats(table, "sampler_logprob"), floats(table, "ref_logprob")
+    columns |= {"before": plain(before), "after": plain(after), "sampler": plain(sampler), "ref": plain(ref)}
+    columns |= {"change": plain(after - before), "gap": plain(before - sampler), "drift": plain(before - ref)}
+    columns["entropy_change"] = plain(floats(table, "entropy_after") - floats(table, "entropy_before"))
+    about = json.loads((table.schema.metadata or {})[ABOUT])
+    return Tokens(about, list(sequences(table)), columns, {name: tops(table, f"top_{name}") for name in TOPS})
+
+
+def by_group(table: pa.Table) -> dict[int, dict[str, float | None]]:
+    """Of each group the sum of its gradient norms, and the mean entropy in nats of its sampled tokens before."""
+    groups, sampled = table["group"].to_numpy(), table["kind"].to_numpy() == SAMPLED
+    gradient, entropy = floats(table, "gradient"), floats(table, "entropy_before")
+    pulling, known = np.isfinite(gradient), np.isfinite(entropy) & sampled
+    found: dict[int, dict[str, float | None]] = {}
+    for group in dict.fromkeys(groups.tolist()):
+        pulls, entropies = gradient[pulling & (groups == group)], entropy[known & (groups == group)]
+        found[group] = {
+            "gradient": float(pulls.sum()) if pulls.size else None,
+            "entropy": float(entropies.mean()) if entropies.size else None,
+        }
+    return found
+
+
+def floats(table: pa.Table, name: str) -> np.ndarray:
+    """[N] float64, NaN where there is none."""
+    return table[name].to_numpy().astype(np.float64)
+
+
+def plain(values: np.ndarray) -> list[float | None]:
+    return [value if np.isfinite(value) else None for value in values.tolist()]
+
+
+def sequences(table: pa.Table) -> Iterator[dict[str, Any]]:
+    """Rows that follow each other and are of one sequence."""
+    if not table.num_rows:
+        return
+    keys = np.stack([table[name].to_numpy() for name in KEYS])
+    begins = [0, *(np.flatnonzero((keys[:, 1:] != keys[:, :-1]).any(axis=0)) + 1).tolist(), table.num_rows]
+    facts = table.select([*KEYS, *OF_SEQUENCE]).take(begins[:-1]).to_pylist()
+    for fact, start, end in zip(facts, begins, begins[1:], strict=False):
+        yield {**fact, "start": start, "end": end}
+
+
+def tops(table: pa.Table, name: str) -> list[list[tuple[int, str, float]] | None]:
+    columns = (table[column].to_pylist() for column in (name, f"{name}_text", f"{name}_logprob"))
+    return [
+        None if ids is None else [top for top in zip(ids, texts, logprobs, strict=True) if top[2] is not None]
+        for ids, texts, logprobs in zip(*columns, strict=True)
+    ]
+
+
+# ---------------------------------------------------------------- for the page
+
+
+def for_page(tokens: Tokens, digits: int = 4, least: float = 0.0) -> dict[str, Any]:
+    """A JSON object of the step: numbers to so many significant digits, alternatives of at least this probability.
+
+    Texts are numbers of `vocabulary`, pairs of token id and text; a column in which there is nothing is null. Of a
+    token that was scored, log-probs are those before the update and differences from it.
+    """
+    words: dict[tuple[Any, Any], int] = {}
+    columns = tokens.columns
+    known = np.array([value is not None for value in columns["before"]], dtype=bool)
+    names = (*NUMBERS, "before", "change", "gap", "drift", "entropy_change")
+    raw = {name: rounded(columns[name], digits, None if name in SMALL else FLOOR) for name in names}
+    for name in ("sampler", "after", "ref"):  # what is before the update and a difference need not be told again
+        raw[name] = [None if there else x for there, x in zip(known, rounded(columns[name], digits), strict=True)]
+    rules = sorted({rule for rule in columns["rule"] if rule})
+    return {
+        "step": tokens.about.get("step"),
+        "about": tokens.about,
+        "sequences": tokens.sequences,
+        "rules": rules,
+        "token": [word(words, pair) for pair in zip(columns["token"], columns["text"], strict=True)],
+        "kind": "".join((kind or "?")[0] for kind in columns["kind"]),
+        "rule": [rules.index(rule) if rule else -1 for rule in columns["rule"]],
+        **{name: None if all(x is None for x in values) else values for name, values in raw.items()},
+        **{f"top_{name}": numbered(words, tokens.tops[name], digits, least) for name in TOPS},
+        "vocabulary": list(words),
+    }
+
+
+def word(words: dict[tuple[Any, Any], int], pair: tuple[Any, Any]) -> int:
+    return words.setdefault(pair, len(words))
+
+
+def numbered(
+    words: dict[tuple[Any, Any], int],
+    tops: Sequence[Sequence[tuple[int, str, float]] | None],
+    digits: int,
+    least: float,
+) -> list[list[float] | None] | None:
+    """Of each row the numbers of its alternatives in the vocabulary, in turn with their log-probs."""
+    logprobs = iter(rounded([top[2] for row in tops if row for top in row], digits))
+    likely = log(least) if least > 0 else -inf
+    rows: list[list[float] | None] = []
+    for row in tops:
+        flat: list[float] = []
+        for token, text, exact in row or ():
+            told = next(logprobs)
+            if exact >= likely and told is not None:
+                flat += [word(words, (token, text)), told]
+        rows.append(flat or None)
+    return rows if any(rows) else None
+
+
+def rounded(values: Sequence[float | None], digits: int, floor: float | None = FLOOR) -> list[float | None]:
+    """To so many significant digits, and not finer than `floor`; None is a share of FLOOR of the largest value."""
+    found = np.array([np.nan if value is None else value for value in values], dtype=np.float64)
+    size = np.nan_to_num(np.abs(found))
+    least = floor or FLOOR * size.max(initial=0.0) or FLOOR
+    finest = np.ceil(-np.log10(least))
+    places = np.minimum(digits - 1 - np.floor(np.log10(np.maximum(size, least))), finest)
+    factor = 10.0 ** np.abs(places)
+    whole = np.where(places >= 0, np.round(found * factor) / factor, np.round(found / factor) * factor)
+    return [None if np.isnan(x) else int(x) if x == int(x) else x for x in whole.tolist()]

@@ -1,0 +1,126 @@
+"""`pellucid show`: a group of a step in the terminal, in colour where there is colour."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from pellucid.look.reading import Run, opened
+from pellucid.look.sentences import sentence
+from pellucid.look.steps import Tokens
+from pellucid.look.words import figure, say
+from pellucid.machine.harmless import harmless
+from pellucid.reporting.charts import counted
+from pellucid.reporting.tokens import GIVEN
+from pellucid.types import UserError
+
+BLUE, ORANGE = (33, 102, 172), (217, 95, 2)
+"""Up and down: a pair that the colour-blind can tell apart."""
+SHADES = (0.25, 0.5, 0.75, 1.0)
+MOST_TOKENS = 2000
+"""How many tokens of an answer are shown."""
+MOST_NAMED = 6
+"""How many tokens have a sentence: those that carry most of the gradient."""
+NAMED = ("token", "share", "before", "after", "ratio", "what happened")
+
+
+def show(folder: Path, step: int | None, group: int | None, by: str, console: Console | None = None) -> int:
+    """Print a group. UserError where the step or the group is not recorded."""
+    run, screen = opened(folder), console or Console(highlight=False)
+    recorded = sorted(run.recorded())
+    step = recorded[-1] if step is None else step
+    if step not in recorded:
+        raise UserError(f"{folder} has no tokens of step {step}: {nearest(step, recorded)}")
+    tokens, summary = run.tokens(step), run.at(step)
+    rows = {row["group"]: row for row in summary["groups"] if row["recorded"]}
+    which = max(rows, key=lambda j: rows[j]["gradient"] or 0.0) if group is None else group
+    if which not in rows:
+        raise UserError(f"step {step} has no tokens of group {which}: recorded are {', '.join(map(str, rows))}")
+    screen.print(heading(run, step, rows[which]))
+    largest = scale(tokens, which, by)
+    for sequence in tokens.sequences:
+        if sequence["group"] == which:
+            screen.print(answer(tokens, sequence, by, largest))
+    screen.print(Text(f"colours: {say(f'by.{by}')}, blue above 0, orange below; underlined: no gradient", "dim"))
+    screen.print(most_of_the_gradient(tokens, which))
+    return 0
+
+
+def nearest(step: int, recorded: Sequence[int]) -> str:
+    close = min(recorded, key=lambda other: abs(other - step))
+    return f"recorded are {counted(len(recorded), 'step')} from {recorded[0]} to {recorded[-1]}, the nearest is {close}"
+
+
+def heading(run: Run, step: int, row: Mapping[str, Any]) -> Text:
+    taught = "" if row["gradient"] is None else f", sum of gradients {figure(row['gradient'])}"
+    signal = say(f"signal.{row['signal']}")
+    title = f"{harmless(run.folder.resolve().name)}, step {step}, group {row['group']}"
+    return Text().append(title, "bold").append(f"\n{signal}{taught}\n")
+
+
+def scale(tokens: Tokens, group: int, by: str) -> float:
+    """The size of what is coloured most; 0 where there is nothing."""
+    rows = (i for each in tokens.sequences if each["group"] == group for i in range(each["start"], each["end"]))
+    return max((abs(tokens.columns[by][i] or 0.0) for i in rows), default=0.0)
+
+
+def answer(tokens: Tokens, sequence: Mapping[str, Any], by: str, largest: float) -> Text:
+    """A sequence under its heading, each token coloured by a quantity."""
+    start, end = sequence["start"], min(sequence["end"], sequence["start"] + MOST_TOKENS)
+    shown = Text().append(titled(sequence) + "\n", "bold")
+    text, columns = tokens.columns["text"], tokens.columns
+    for style, rows in groupby(range(start, end), key=lambda i: style_of(columns, i, by, largest)):
+        shown.append(harmless("".join(text[i] or "" for i in rows)), style)
+    if rest := sequence["end"] - end:
+        shown.append(f"\n[{counted(rest, 'more token')}]", "dim")
+    return shown.append("\n")
+
+
+def titled(sequence: Mapping[str, Any]) -> str:
+    if sequence["completion"] < 0:
+        return say("prompt")
+    reward = "reward failed" if sequence["reward"] is None else f"reward {figure(sequence['reward'])}"
+    verdict = {True: ", right", False: ", wrong"}.get(sequence["correct"], "")
+    cut = "" if sequence["finished"] else ", cut off"
+    branch = f", branch {sequence['branch']}" if sequence["branch"] else ""
+    return f"[{sequence['completion']}] {reward}{verdict}{cut}{branch}"
+
+
+def style_of(columns: Mapping[str, Sequence[Any]], i: int, by: str, largest: float) -> str:
+    """The style of a token: given ones dim, without gradient underlined, the others by a background."""
+    if columns["kind"][i] in (GIVEN, "prompt"):
+        return "dim"
+    line = "underline " if columns["rule"][i] else ""
+    value = columns[by][i]
+    if not value or not largest:
+        return line.strip()
+    part = abs(value) / largest
+    shade = next((shade for shade in SHADES if part <= shade), 1.0) if part > 0.05 else 0.0
+    if not shade:
+        return line.strip()
+    r, g, b = (round(shade * x) for x in (BLUE if value > 0 else ORANGE))
+    return f"{line}white on rgb({r},{g},{b})"
+
+
+def most_of_the_gradient(tokens: Tokens, group: int) -> Table:
+    """The tokens that carry most of a group's gradient, with a sentence on each."""
+    table = Table(*NAMED, box=None, header_style="dim", pad_edge=False)
+    shares = tokens.shares(group)
+    first = sorted((i for i in shares if shares[i]), key=lambda i: -shares[i])[:MOST_NAMED]
+    for i in first:
+        token = {name: values[i] for name, values in tokens.columns.items()}
+        name = repr(token["text"] or "")[1:-1].replace(" ", "·")[:24]
+        cells = (
+            name,
+            f"{shares[i]:.1%}",
+            *(figure(token[key]) for key in ("before", "after", "ratio")),
+            sentence(token),
+        )
+        table.add_row(*(Text(harmless(cell)) for cell in cells))
+    return table

@@ -1,0 +1,52 @@
+"""What each token of a sequence adds to its text."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from itertools import groupby
+
+PART = "\ufffd"
+"""What a part of a character decodes to."""
+
+
+class Texts:
+    """Texts of tokens. decode: ids to text, special tokens included. What a token decodes to alone is kept."""
+
+    def __init__(self, decode: Callable[[Sequence[int]], str]) -> None:
+        self.decode, self._alone = decode, dict[int, str]()
+
+    def alone(self, token: int) -> str:
+        """The text of a token that stands among others, with the space before it that some tokenizers leave out at the
+        beginning of a text.
+        """
+        if token not in self._alone:
+            self._alone[token] = self.decode([token, token])[len(self.decode([token])) :]
+        return self._alone[token]
+
+    def of(self, ids: Sequence[int]) -> list[str]:
+        """What each token adds. Joined they are the decoded whole.
+
+        A character belongs to the token that completes it: one that ends within a character adds less, or nothing.
+        """
+        texts = list[str]()
+        for in_parts, of_run in groupby(ids, key=lambda token: PART in self.alone(token)):
+            run = list(of_run)
+            texts += self.stepwise(run) if in_parts else [self.alone(token) for token in run]
+        whole = self.decode(ids)
+        if ids and PART not in self.alone(ids[0]):
+            texts[0] = self.decode(ids[:1])
+        return texts if "".join(texts) == whole else self.stepwise(ids)
+
+    def stepwise(self, ids: Sequence[int]) -> list[str]:
+        """The same by decoding every beginning of the sequence."""
+        whole, ends = self.decode(ids), [0]
+        for count in range(1, len(ids)):
+            begun = self.decode(ids[:count]).rstrip(PART)
+            ends.append(max(ends[-1], alike(begun, whole)))
+        return [whole[start:end] for start, end in zip(ends, [*ends[1:], len(whole)], strict=True)]
+
+
+def alike(one: str, other: str) -> int:
+    """How many characters both begin with."""
+    pairs = enumerate(zip(one, other, strict=False))
+    return next((i for i, (a, b) in pairs if a != b), min(len(one), len(other)))

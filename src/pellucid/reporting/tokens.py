@@ -1,0 +1,143 @@
+"""tokens/: what each recorded step did to each token, a Parquet file a step.
+
+`pandas.read_parquet("RUN/tokens")` and `duckdb "select * from 'RUN/tokens/*.parquet'"` read all of them;
+docs/run-folder.md says what a column means. A file is whole or not there: it is written beside its place and renamed.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from pellucid.machine import disk
+from pellucid.types import UserError
+
+FOLDER = "tokens"
+FILE = re.compile(r"step-(\d{6,})\.parquet")
+ABOUT = b"pellucid"
+"""The key of a file's metadata, a JSON object: `version` of the format, `step`, and what the writer adds."""
+VERSION = 1
+SAMPLED, GIVEN, PROMPT = "sampled", "given", "prompt"
+"""The kinds of tokens."""
+
+_TEXTS, _IDS, _NUMBERS = pa.list_(pa.string()), pa.list_(pa.int32()), pa.list_(pa.float32())
+SCHEMA = pa.schema(
+    [
+        ("step", pa.int32()),
+        ("group", pa.int16()),
+        ("prompt_id", pa.string()),
+        ("completion", pa.int16()),
+        ("branch", pa.int16()),
+        ("position", pa.int32()),
+        ("token", pa.int32()),
+        ("text", pa.string()),
+        ("kind", pa.string()),
+        ("reward", pa.float64()),
+        ("correct", pa.bool_()),
+        ("finished", pa.bool_()),
+        ("parts", pa.string()),
+        ("error", pa.string()),
+        ("version", pa.int32()),
+        ("sampler_logprob", pa.float32()),
+        ("logprob_start", pa.float32()),
+        ("logprob_before", pa.float32()),
+        ("logprob_after", pa.float32()),
+        ("ref_logprob", pa.float32()),
+        ("predicted", pa.float32()),
+        ("entropy_before", pa.float32()),
+        ("entropy_after", pa.float32()),
+        ("ratio", pa.float32()),
+        ("advantage", pa.float32()),
+        ("weight", pa.float32()),
+        ("importance", pa.float32()),
+        ("push", pa.float32()),
+        ("gradient", pa.float32()),
+        ("rule", pa.string()),
+        ("bound", pa.float32()),
+        ("top_before", _IDS),
+        ("top_before_text", _TEXTS),
+        ("top_before_logprob", _NUMBERS),
+        ("top_after", _IDS),
+        ("top_after_text", _TEXTS),
+        ("top_after_logprob", _NUMBERS),
+    ]
+)
+"""One row is one token."""
+
+
+def path_of(run_dir: Path, step: int) -> Path:
+    return run_dir / FOLDER / f"step-{step:06}.parquet"
+
+
+def write(run_dir: Path, step: int, rows: Mapping[str, Sequence[Any]], about: Mapping[str, Any]) -> None:
+    """Write the file of a step. rows: the columns of SCHEMA, or any of them: those that are missing are null.
+
+    about: facts of the step for the file's metadata. The content is on disk after `sync`.
+    """
+    length = len(next(iter(rows.values())))
+    table = pa.table([column(rows.get(field.name), length, field.type) for field in SCHEMA], schema=SCHEMA)
+    facts = json.dumps({"version": VERSION, "step": step, **about})
+    path = path_of(run_dir, step)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_name(f".{path.name}.partial")  # readers of the folder pass over names with a dot
+    pq.write_table(table.replace_schema_metadata({ABOUT: facts}), partial, compression="zstd")
+    partial.replace(path)
+
+
+def column(values: Sequence[Any] | None, length: int, kind: pa.DataType) -> pa.Array:
+    """An array of these values; texts that are no Unicode, as half a surrogate pair, with a question mark there."""
+    if values is None:
+        return pa.nulls(length, kind)
+    try:
+        return pa.array(values, kind)
+    except UnicodeEncodeError:
+        spelled = [None if text is None else text.encode("utf-8", "replace").decode() for text in values]
+        return pa.array(spelled, kind)
+
+
+def steps(run_dir: Path) -> list[int]:
+    """The recorded steps, in their order."""
+    return sorted(int(named[1]) for path in (run_dir / FOLDER).glob("*") if (named := FILE.fullmatch(path.name)))
+
+
+def read(run_dir: Path, step: int) -> pa.Table:
+    """The tokens of a step, with what `about` said in the metadata of the schema.
+
+    UserError where the step is not recorded, or its file is damaged.
+    """
+    path = path_of(run_dir, step)
+    if not path.is_file():
+        raise UserError(f"{run_dir} has no tokens of step {step}: [log] tokens says how many groups are recorded")
+    try:
+        table = pq.ParquetFile(path).read()
+        facts = json.loads((table.schema.metadata or {})[ABOUT])
+    except (pa.ArrowException, OSError, ValueError, KeyError) as error:
+        raise UserError(f"{path} is damaged: delete it, and the other steps can be read") from error
+    missing = [name for name in SCHEMA.names if name not in table.schema.names]
+    if facts.get("version") != VERSION or missing:
+        raise UserError(f"{path} was written by another version of Pellucid: read it with that one")
+    return table
+
+
+def forget(run_dir: Path, after: int) -> None:
+    """Remove what was recorded of the steps after this one, and what a crash left half-written."""
+    for step in steps(run_dir):
+        if step > after:
+            path_of(run_dir, step).unlink()
+    for partial in (run_dir / FOLDER).glob(".step-*.partial"):
+        partial.unlink()
+
+
+def sync(run_dir: Path, after: int) -> None:
+    """Sync to disk what was recorded of the steps after this one."""
+    later = [step for step in steps(run_dir) if step > after]
+    for step in later:
+        disk.sync(path_of(run_dir, step))
+    if later:
+        disk.sync(run_dir / FOLDER)

@@ -1,0 +1,281 @@
+"""The page in a real browser: every view, keys, live, from disk, narrow, dark, in Chinese, and hostile answers."""
+
+from __future__ import annotations
+
+import shutil
+
+import pytest
+from selenium import webdriver
+from selenium.webdriver.common.by import By
+from selenium.webdriver.common.keys import Keys
+from selenium.webdriver.support.ui import WebDriverWait
+
+from looking import looking
+from made_runs import add_step, prompt, row, run_folder, small_run, write_tokens
+from pages import HOSTILE
+from pellucid.look import packing
+from pellucid.look.reading import Run
+from pellucid.look.sentences import RULES, sentence
+
+pytestmark = pytest.mark.skipif(
+    not (shutil.which("chromium") and shutil.which("chromedriver")), reason="needs chromium and chromium-driver"
+)
+FLAGS = ("--headless", "--no-sandbox", "--disable-gpu", "--no-first-run", "--disable-background-networking")
+VIEWS = ("run", "step", "group", "movers", "question", "pair", "why")
+
+
+@pytest.fixture(scope="module")
+def browser(tmp_path_factory):
+    options = webdriver.ChromeOptions()
+    options.binary_location = shutil.which("chromium")
+    for flag in (
+        *FLAGS,
+        "--lang=en",
+        "--window-size=1300,900",
+        f"--user-data-dir={tmp_path_factory.mktemp('chromium')}",
+    ):
+        options.add_argument(flag)
+    options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
+    driver = webdriver.Chrome(options, webdriver.ChromeService(shutil.which("chromedriver")))
+    yield driver
+    driver.quit()
+
+
+@pytest.fixture(scope="module")
+def url(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("look")
+    with looking(small_run(folder / "one"), small_run(folder / "two", seed=1)) as server:
+        yield server.url
+
+
+def eventually(page, condition):
+    return WebDriverWait(page, 20, ignored_exceptions=()).until(lambda _: condition())
+
+
+def found(page, css):
+    return page.find_elements(By.CSS_SELECTOR, css)
+
+
+def go(page, address, view):
+    page.get("about:blank")
+    page.get(address)
+    eventually(page, lambda: found(page, f"main[data-view={view}][aria-busy=false]") and found(page, "nav a"))
+
+
+def text(page):
+    return page.execute_script("return document.body.innerText")
+
+
+def press(page, *keys):
+    for key in keys:
+        page.switch_to.active_element.send_keys(key)
+
+
+def chosen(page):
+    return page.execute_script("return document.querySelector('.tok[aria-selected=true]')?.textContent")
+
+
+def silent(page):
+    return not [entry for entry in page.get_log("browser") if entry["level"] == "SEVERE"]
+
+
+@pytest.mark.parametrize(
+    ("view", "says", "shows"),
+    [
+        ("run", "The mean reward went from 0.350 at step 1", "svg.chart"),
+        ("step", "2 of 3 groups had a signal", ".group.partial"),
+        ("group", "Step 9, group", ".answer .tok.fork"),
+        ("movers", "Largest change of log-prob", "svg.scatter circle"),
+        ("question", "asked 9 times", ".questions a"),
+        ("pair", "3 questions of this step are in both runs", ".two .tok"),
+        ("why", "The loss is about 0", ".finding.fine"),
+    ],
+)
+def test_every_view_shows_what_it_is_for(browser, url, view, says, shows):
+    go(browser, f"{url}#/{view}", view)
+    assert says in text(browser)
+    assert found(browser, shows)
+    assert silent(browser)
+
+
+def test_a_click_on_a_curve_opens_the_step_below_it(browser, url):
+    go(browser, f"{url}#/run", "run")
+    circle = found(browser, "svg.chart circle")[3]
+    webdriver.ActionChains(browser).move_to_element(circle).click().perform()
+    eventually(browser, lambda: "#/step/4" in browser.current_url)
+
+
+def test_the_groups_of_a_step_are_sorted_by_what_they_taught(browser, url, tmp_path):
+    go(browser, f"{url}#/step/2", "step")
+    shares = [
+        float(bar.get_attribute("style").split("width:")[1].strip(" %;")) for bar in found(browser, ".track .bar")
+    ]
+    assert shares == sorted(shares, reverse=True)
+    assert sum(shares) == pytest.approx(100, abs=0.1)
+
+
+def test_keys_alone_lead_from_the_run_to_a_token_and_on(browser, url):
+    go(browser, f"{url}#/run", "run")
+    press(browser, "3")
+    eventually(browser, lambda: found(browser, "main[data-view=group][aria-busy=false]"))
+    press(browser, Keys.ARROW_RIGHT)
+    assert chosen(browser) == " So"
+    press(browser, Keys.ARROW_RIGHT)
+    assert chosen(browser) == " we"
+    assert "c=0&t=1" in browser.current_url
+    press(browser, Keys.ARROW_DOWN)
+    assert "c=1&t=1" in browser.current_url
+    press(browser, Keys.END)
+    assert "c=1&t=9" in browser.current_url
+    press(browser, Keys.HOME, "p")
+    assert "c=1&t=2" in browser.current_url  # all answers begin with the same two tokens
+    before = browser.execute_script("return document.getElementById('by').value")
+    press(browser, "h")
+    assert browser.execute_script("return document.getElementById('by').value") != before
+    press(browser, "a")
+    assert found(browser, ".board.rows")
+    press(browser, "a", "[")
+    eventually(browser, lambda: "#/group/8" in browser.current_url)
+    eventually(browser, lambda: "Step 8" in text(browser))
+    group = browser.current_url
+    press(browser, "j")
+    eventually(browser, lambda: browser.current_url != group and "#/group/8/" in browser.current_url)
+    press(browser, "?")
+    assert found(browser, "dialog[open]")
+    press(browser, Keys.ESCAPE)
+    assert not found(browser, "dialog[open]")
+
+
+def test_an_address_leads_back_to_the_token(browser, url):
+    go(browser, f"{url}#/group/3/1?c=2&t=4", "group")
+    eventually(browser, lambda: chosen(browser))
+    labels = [box.get_attribute("aria-label") for box in found(browser, ".answer .flow")]
+    assert len(labels) == 4
+    assert all("reward" in label for label in labels)
+    assert found(browser, ".panel .sentence")[0].text
+
+
+def test_the_page_says_of_a_token_what_the_terminal_says(browser, tmp_path):
+    run = run_folder(tmp_path / "run")
+    said = [{"rule": rule, "push": 0.0, "ratio": 0.76, "bound": 0.8, "advantage": -0.9} for rule in RULES]
+    said += [{"push": push, "logprob_after": after} for push in (0.1, -0.1) for after in (-0.25, -0.75, -0.5, None)]
+    write_tokens(run, 1, [row(0, 0, i, f"t{i}", **each) for i, each in enumerate(said)])
+    columns = Run(run).tokens(1).columns
+    expected = [sentence({name: values[i] for name, values in columns.items()}) for i in range(len(said))]
+    with looking(run) as server:
+        go(browser, f"{server.url}#/group/1/0?c=0&t=0", "group")
+        shown = []
+        for i in range(len(said)):
+            eventually(browser, lambda i=i: chosen(browser) == f"t{i}")
+            shown.append(found(browser, ".panel .sentence")[0].text)
+            press(browser, Keys.ARROW_RIGHT)
+    assert shown == expected
+
+
+def test_what_a_running_run_writes_comes_by_itself(browser, tmp_path):
+    run = small_run(tmp_path / "run", steps=2)
+    with looking(run) as server:
+        go(browser, f"{server.url}#/run", "run")
+        assert len(found(browser, ".cell")) == 2
+        add_step(run, 3)
+        eventually(browser, lambda: len(found(browser, ".cell.recorded")) == 3)
+        go(browser, f"{server.url}#/group/2/0?c=0&t=1", "group")
+        add_step(run, 4)
+        eventually(browser, lambda: found(browser, ".stepper a[href='#/group/3']"))
+        assert chosen(browser)  # what is being looked at stays
+
+
+def test_the_file_from_disk_shows_every_view(browser, tmp_path):
+    runs = [Run(small_run(tmp_path / name, steps=3, seed=seed)) for seed, name in enumerate(("one", "two"))]
+    packing.write(runs, tmp_path / "page.html")
+    for view in VIEWS:
+        go(browser, f"{(tmp_path / 'page.html').as_uri()}#/{view}", view)
+        assert not found(browser, "[role=alert]"), view
+    go(browser, f"{(tmp_path / 'page.html').as_uri()}#/group/3/0?c=0&t=1", "group")
+    eventually(browser, lambda: chosen(browser) == " we")
+    assert not found(browser, "#live")
+    assert silent(browser)
+
+
+@pytest.mark.parametrize("view", VIEWS)
+def test_at_400_pixels_the_page_does_not_scroll_sideways(browser, url, view):
+    narrow = {"width": 400, "height": 800, "deviceScaleFactor": 1, "mobile": True}
+    browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", narrow)
+    try:
+        go(browser, f"{url}#/{view}", view)
+        assert browser.execute_script("return document.documentElement.scrollWidth") <= 400
+    finally:
+        browser.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})
+
+
+def test_in_the_dark_the_page_is_dark(browser, url):
+    def paper():
+        go(browser, f"{url}#/run", "run")
+        return browser.execute_script("return getComputedStyle(document.body).backgroundColor")
+
+    def scheme(value):
+        features = [{"name": "prefers-color-scheme", "value": value}]
+        browser.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": features})
+
+    scheme("dark")
+    assert paper() == "rgb(21, 24, 26)"
+    scheme("light")
+    assert paper() == "rgb(251, 250, 247)"
+
+
+def test_the_page_speaks_chinese_when_it_is_asked_to(browser, url):
+    go(browser, f"{url}#/step/2", "step")
+    press(browser, "l")
+    eventually(browser, lambda: "第 2 步" in text(browser))
+    assert browser.execute_script("return document.documentElement.lang") == "zh"
+    assert "3 组中有 2 组有信号" in text(browser)
+    press(browser, "l")
+    eventually(browser, lambda: "Step 2" in text(browser))
+
+
+def test_hostile_answers_do_nothing_and_are_shown(browser, tmp_path):
+    run = run_folder(tmp_path / "run")
+    evil = HOSTILE.replace("\ud800", "")
+    huge = "<b>x</b>" * 131_072
+    texts = [evil, "\u202eright to left", "\x1b[31mred", huge]
+    write_tokens(run, 1, [prompt(0, 0, evil), *(row(0, 0, i, each) for i, each in enumerate(texts))])
+    add_step(run, 2, said=[evil, *["<script>alert(1)</script>"] * 5000])
+    with looking(run) as server:
+        go(browser, f"{server.url}#/group/1/0?c=0&t=0", "group")
+        assert "<script>alert(1)</script>" in text(browser)
+        assert "\\u202eright to left" in text(browser)
+        assert "\\x1b[31mred" in text(browser)
+        assert len(text(browser)) < 20_000  # a megabyte is cut, and asked for
+        [button] = found(browser, ".tok .more")
+        assert "1048576" in button.text
+        browser.execute_script("arguments[0].click()", button)
+        assert len(text(browser)) > 1_000_000
+        for view in VIEWS:
+            go(browser, f"{server.url}#/{view}", view)
+        assert len(found(browser, "script")) == 1
+        assert not found(browser, "main img, main script, main iframe, main b > script")
+        go(browser, f"{server.url}#/group/2/0", "group")
+        assert 1500 < len(found(browser, ".tok")) < 1700
+        assert found(browser, ".flow > button.more")
+    assert silent(browser)
+
+
+def test_conversations_show_turns_and_what_was_given(browser, tmp_path):
+    run = run_folder(tmp_path / "run")
+    said = [row(0, 0, 0, "call"), row(0, 0, 1, "{42}", kind="given", rule="given", push=None), row(0, 0, 2, "so 42")]
+    write_tokens(run, 1, said)
+    with looking(run) as server:
+        go(browser, f"{server.url}#/group/1/0", "group")
+        assert [turn.text for turn in found(browser, ".turn")] == ["policy", "given", "policy"]
+        assert found(browser, ".tok.given")[0].text == "{42}"
+
+
+def test_a_damaged_file_is_said_and_the_others_are_shown(browser, tmp_path):
+    run = small_run(tmp_path / "run", steps=2)
+    (run / "tokens" / "step-000001.parquet").write_bytes(b"PAR1")
+    with looking(run) as server:
+        browser.get("about:blank")
+        browser.get(f"{server.url}#/group/1/0")
+        eventually(browser, lambda: "is damaged" in text(browser))
+        go(browser, f"{server.url}#/group/2/0", "group")
+    browser.get_log("browser")

@@ -1,0 +1,238 @@
+"""What the microscope reads from a run folder, against numbers worked out by hand."""
+
+from __future__ import annotations
+
+import json
+import math
+
+import pytest
+
+from made_runs import add_step, lines, metric, prompt, rollout, row, run_folder, small_run, write_tokens
+from pellucid.look.reading import Run, opened
+from pellucid.look.rollouts import Rollouts
+from pellucid.look.sentences import RULES, sentence
+from pellucid.look.steps import for_page, rounded
+from pellucid.look.summaries import signal_of
+from pellucid.look.why import findings
+from pellucid.look.words import figure
+from pellucid.types import UserError
+
+CONFIG = {"algorithm": {"prompts_per_step": 2, "group_size": 4, "clip_low": 0.2, "clip_high": 0.28}}
+
+
+@pytest.mark.parametrize(
+    ("rewards", "correct", "signal"),
+    [
+        ([1.0, 0.0], [True, False], "signal"),
+        ([1.0, 1.0], [True, True], "all_right"),
+        ([0.0, 0.0], [False, False], "all_wrong"),
+        ([0.25, 0.25], [False, False], "partial"),
+        ([None, 0.25], [None, False], "partial"),
+        ([None, 1.0], [None, True], "all_right"),
+        ([None, None], [None, None], "all_failed"),
+        ([0.1 + 0.2, 0.3], [False, False], "partial"),
+    ],
+)
+def test_whether_a_group_has_a_signal_and_why_not(rewards, correct, signal):
+    assert signal_of(rewards, correct) == signal
+
+
+def test_rewards_within_the_range_that_counts_as_none_are_equal():
+    assert signal_of([0.5, 0.55], [False, False], 0.1) == "partial"
+    assert signal_of([0.5, 0.65], [False, False], 0.1) == "signal"
+
+
+@pytest.fixture
+def two_tokens(tmp_path):
+    """A group of a prompt and one answer of a token 0.75 and one of 0.25 of the gradient."""
+    run = run_folder(tmp_path / "run")
+    scored = {"logprob_before": -1.0, "logprob_after": -0.75, "sampler_logprob": -1.125, "entropy_before": 1.0}
+    unscored = {"logprob_before": None, "logprob_after": -2.0, "sampler_logprob": -2.5, "entropy_before": 0.5}
+    answer = [row(0, 0, 0, " 7", gradient=0.3, **scored), row(0, 0, 1, " 8", gradient=0.1, **unscored)]
+    write_tokens(run, 1, [prompt(0, 0, "Q"), *answer])
+    return Run(run)
+
+
+def test_differences_shares_and_sums_of_a_step(two_tokens):
+    tokens = two_tokens.tokens(1)
+    assert tokens.columns["change"] == [None, 0.25, None]
+    assert tokens.columns["gap"] == [None, 0.125, None]
+    [group] = two_tokens.at(1)["groups"]
+    assert group["gradient"] == pytest.approx(0.4, abs=1e-7)
+    assert group["entropy"] == 0.75
+    shares = tokens.shares(0)
+    assert [shares[i] for i in range(3)] == pytest.approx([0.0, 0.75, 0.25], abs=1e-7)
+    assert [(s["completion"], s["start"], s["end"]) for s in tokens.sequences] == [(-1, 0, 1), (0, 1, 3)]
+
+
+def test_the_log_prob_of_the_start_is_what_a_step_changed(tmp_path):
+    """With several updates a step, the log-prob of the last of them has moved already."""
+    run = run_folder(tmp_path / "run")
+    write_tokens(run, 1, [row(0, 0, 0, "a", logprob_start=-2.0, logprob_before=-1.5, logprob_after=-1.0)])
+    assert Run(run).tokens(1).columns["change"] == [1.0]
+
+
+def test_the_columns_of_the_page_tell_what_was_recorded(two_tokens):
+    page = json.loads(json.dumps(for_page(two_tokens.tokens(1))))
+    assert page["kind"] == "pss"
+    assert [page["vocabulary"][i][1] for i in page["token"]] == ["Q", " 7", " 8"]
+    assert (page["before"], page["change"], page["after"]) == ([None, -1, None], [None, 0.25, None], [None, None, -2])
+    assert page["sampler"] == [None, None, -2.5]
+    assert page["predicted"] is None
+
+
+def test_numbers_are_rounded_to_digits_and_not_below_the_floor():
+    assert rounded([1234.5678, 0.0123456, 0.00012345, None, math.nan], 3) == [1230, 0.0123, 0.0001, None, None]
+    assert rounded([1.5e-6, -4e-6], 2, None) == [1.5e-6, -4e-6]
+
+
+def test_a_step_without_rollouts_is_summed_up_from_its_tokens(two_tokens):
+    [group] = two_tokens.at(1)["groups"]
+    assert (group["prompt"], group["rewards"], group["lengths"], group["recorded"]) == ("Q", [1.0], [2], True)
+
+
+def test_rollouts_are_found_as_they_are_written_and_half_a_line_is_waited_for(tmp_path):
+    path = tmp_path / "rollouts.jsonl"
+    rollouts = Rollouts(path)
+    assert not rollouts.steps()
+    lines(path, [rollout(1, "a", "x", 1.0), rollout(1, "a", "y", 0.0), rollout(1, "b", "z", 0.0)])
+    assert [[row["completion"] for row in group] for group in rollouts.of(1)] == [["x", "y"], ["z"]]
+    half = json.dumps(rollout(2, "c", "later", 1.0))
+    with path.open("a") as file:
+        file.write(half[:50])
+    assert list(rollouts.steps()) == [1]
+    with path.open("a") as file:
+        file.write(half[50:] + "\n")
+    assert rollouts.of(2)[0][0]["completion"] == "later"
+    path.write_text("")
+    lines(path, [rollout(1, "a", "anew", 1.0)])
+    assert rollouts.of(1)[0][0]["completion"] == "anew"
+    assert not rollouts.of(2)
+
+
+def test_a_question_is_found_again_in_the_steps_that_asked_it(tmp_path):
+    run = Run(small_run(tmp_path / "run", steps=3))
+    found = {each["prompt"]: each["at"] for each in run.questions()}
+    assert found["What is 3 + 4?"] == [[1, 0, 0.5], [2, 0, 0.5], [3, 0, 0.5]]
+    assert found["What is 5 + 4?"] == [[1, 2, 0.25], [2, 2, 0.25], [3, 2, 0.25]]
+    add_step(run.folder, 4)
+    assert [step for step, *_ in run.questions()[0]["at"]] == [1, 2, 3, 4]
+
+
+# ---------------------------------------------------------------- sentences
+
+
+def test_the_sentence_on_a_clipped_token():
+    token = {"kind": "sampled", "rule": "clip_low", "advantage": -0.9, "ratio": 0.76, "bound": 0.8, "push": 0.0}
+    assert sentence(token) == "Advantage -0.9, ratio 0.76 below 1 - clip_low = 0.8: no gradient."
+
+
+@pytest.mark.parametrize(
+    ("push", "change", "says"),
+    [
+        (0.1, 0.2, "pushed up, and its log-prob rose"),
+        (0.1, -0.2, "pushed up, but its log-prob fell"),
+        (-0.1, -0.2, "pushed down, and its log-prob fell"),
+        (-0.1, 0.2, "pushed down, but its log-prob rose"),
+        (-0.1, 0.0001, "hardly moved"),
+        (0.1, None, "pushed up."),
+        (0.0, 0.2, "did not push"),
+        (None, 0.2, "Nothing is recorded"),
+    ],
+)
+def test_the_sentence_on_a_token_that_was_pushed(push, change, says):
+    token = {"kind": "sampled", "rule": "", "advantage": 0.5, "ratio": 1.0, "push": push, "change": change}
+    assert says in sentence(token)
+
+
+def test_every_rule_has_a_sentence_in_both_languages():
+    for rule in RULES:
+        said = [sentence({"kind": "sampled", "rule": rule, "push": 0.0}, language) for language in ("en", "zh")]
+        assert said[0] != said[1]
+        assert "{" not in "".join(said)
+
+
+def test_figures_have_three_digits():
+    assert [figure(x) for x in (None, 0.0, -0.0123456, 1.0, 12345.6, 1e-8, 2.5e7)] == [
+        "-", "0", "-0.0123", "1", "12346", "1.0e-8", "2.5e7",
+    ]  # fmt: skip
+
+
+# ---------------------------------------------------------------- why nothing happens
+
+
+def keys(rows, summaries=(), config=CONFIG, error=""):
+    return [each["key"] for each in findings(config, rows, summaries, error)]
+
+
+HEALTHY = {"loss": 0.4}
+
+
+@pytest.mark.parametrize(
+    ("changed", "key"),
+    [
+        ({"loss": 1e-9}, "loss_zero"),
+        ({"groups/dead_all_right": 1.0, "groups/dead_all_wrong": 0.0}, "all_right"),
+        ({"groups/dead_all_wrong": 1.0}, "all_wrong"),
+        ({"groups/dead_all_right": 0.5, "groups/dead_all_wrong": 0.5}, "no_signal"),
+        ({"completion/finished": 0.01}, "cut_off"),
+        ({"reward/format": 0.0}, "never_sampled"),
+        ({"clip/low": 0.3, "clip/high": 0.4}, "clipped"),
+        ({"reward/failed": 8.0}, "reward_fails"),
+        ({"reward/failed": 2.0}, "reward_fails_sometimes"),
+        ({"skipped": 1.0}, "skipped"),
+        ({"lr": 0.0}, "lr_zero"),
+    ],
+)
+def test_each_cause_has_its_sentence_and_a_healthy_run_has_none(changed, key):
+    assert keys([metric(step, **HEALTHY) for step in (1, 2)]) == []
+    assert keys([metric(step, **{**HEALTHY, **changed}) for step in (1, 2)]) == [key]
+
+
+def test_equal_partial_credit_is_told_from_all_wrong():
+    rows = [metric(1, loss=0.4, **{"groups/dead_all_wrong": 1.0})]
+    group = {"signal": "partial", "rewards": [0.25, 0.25]}
+    [found] = findings(CONFIG, rows, [{"groups": [group, group]}])
+    assert found["key"] == "all_partial"
+    assert found["values"]["reward"] == "0.25"
+
+
+def test_a_term_that_was_given_once_was_sampled():
+    rows = [metric(step, loss=0.4, **{"reward/format": value}) for step, value in ((1, 0.1), (2, 0.0))]
+    assert keys(rows) == []
+
+
+def test_with_several_updates_a_loss_of_zero_is_explained_otherwise():
+    assert keys([metric(1)], config={"algorithm": {"epochs": 2}}) == ["loss_small"]
+
+
+def test_the_error_of_a_reward_that_fails_is_told(tmp_path):
+    run = run_folder(tmp_path / "run")
+    write_tokens(run, 1, [row(0, 0, 0, "a")])
+    lines(run / "metrics.jsonl", [metric(1, loss=0.4, **{"reward/failed": 12.0})])
+    lines(run / "rollouts.jsonl", [rollout(1, "a", "x", None, error="ValueError: no number\nlong")])
+    [found] = Run(run).why()
+    assert (found["key"], found["values"]["error"]) == ("reward_fails", "ValueError: no number")
+
+
+# ---------------------------------------------------------------- mistakes
+
+
+def test_no_run_and_no_tokens_are_one_line_each(tmp_path):
+    with pytest.raises(UserError, match="is no run"):
+        opened(tmp_path)
+    with pytest.raises(UserError, match=r"\[log\]"):
+        opened(run_folder(tmp_path / "bare"))
+
+
+def test_a_damaged_file_is_named(tmp_path):
+    run = small_run(tmp_path / "run", steps=1)
+    (run / "tokens" / "step-000001.parquet").write_bytes(b"PAR1 no more")
+    with pytest.raises(UserError, match=r"step-000001.parquet is damaged"):
+        Run(run).answer("tokens/1")
+
+
+@pytest.mark.parametrize("key", ["nothing", "tokens/x", "tokens/../../etc/passwd", "tokens/99", "summaries/-1"])
+def test_keys_that_there_are_not_are_refused(tmp_path, key):
+    with pytest.raises(UserError):
+        Run(small_run(tmp_path / "run", steps=1)).answer(key)

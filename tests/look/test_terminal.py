@@ -1,0 +1,81 @@
+"""A group in the terminal."""
+
+from __future__ import annotations
+
+import io
+
+import pytest
+from rich.console import Console
+
+from made_runs import add_step, prompt, row, run_folder, small_run, write_tokens
+from pages import HOSTILE
+from pellucid.look import terminal
+from pellucid.types import UserError
+from runs import answered
+
+
+def shown(run, step=None, group=None, by="change", color=None):
+    screen = Console(file=io.StringIO(), width=100, force_terminal=bool(color), color_system=color, highlight=False)
+    assert terminal.show(run, step, group, by, screen) == 0
+    return screen.file.getvalue()
+
+
+def test_the_last_step_and_the_group_that_taught_most(tmp_path):
+    run = run_folder(tmp_path / "run")
+    (run / "metrics.jsonl").touch()
+    for step in (1, 2):
+        write_tokens(run, step, [row(0, 0, 0, "little", gradient=0.1), row(1, 0, 0, f"much{step}", gradient=0.4)])
+    text = shown(run)
+    assert "step 2, group 1" in text
+    assert "much2" in text
+    assert "little" not in text
+    assert "little" in shown(run, 1, 0)
+
+
+def test_colours_are_blue_above_and_orange_below(tmp_path):
+    run = run_folder(tmp_path / "run")
+    up, down = row(0, 0, 0, "up", logprob_after=-0.1), row(0, 0, 1, "down", logprob_after=-0.9)
+    write_tokens(run, 1, [prompt(0, 0, "Q"), up, down, row(0, 0, 2, "took", rule="clip_high", logprob_after=-0.5)])
+    text = shown(run, color="truecolor")
+    assert "\x1b[97;48;2;33;102;172mup" in text or "48;2;33;102;172mup" in text
+    assert "48;2;217;95;2mdown" in text
+    assert "\x1b[4mtook" in text
+    assert "\x1b" not in shown(run)
+
+
+def test_shares_of_the_gradient_by_hand(tmp_path):
+    run = run_folder(tmp_path / "run")
+    write_tokens(run, 1, [row(0, 0, 0, "a", gradient=0.3), row(0, 0, 1, "b", gradient=0.1)])
+    assert "75.0%" in shown(run)
+    assert "25.0%" in shown(run)
+
+
+def test_what_a_model_says_does_nothing_to_the_terminal(tmp_path):
+    run = run_folder(tmp_path / "run")
+    add_step(run, 1, said=[HOSTILE.replace("\ud800", ""), "\x1b[2J", "\u202ereversed"])
+    text = shown(run, 1, 0)
+    assert "\x1b" not in text
+    assert "\u202e" not in text
+    assert "\\x1b[2J" in text
+
+
+def test_steps_and_groups_that_are_not_recorded_are_one_line(tmp_path):
+    run = small_run(tmp_path / "run", steps=3)
+    with pytest.raises(UserError, match=r"3 steps from 1 to 3, the nearest is 3"):
+        shown(run, 7)
+    with pytest.raises(UserError, match=r"recorded are 0, 1"):
+        shown(run, 1, 2)
+
+
+def test_the_commands_by_the_command_line(tmp_path, capsys):
+    run = small_run(tmp_path / "run", steps=1)
+    assert answered("show", run, "--group", 1) == 0
+    assert "group 1" in capsys.readouterr().out
+    assert answered("look", run, "--output", tmp_path / "page.html") == 0
+    assert "works without network" in capsys.readouterr().out
+    assert answered("look", tmp_path) == 2
+    assert answered("look", run, run, run) == 2
+    assert answered("show", run_folder(tmp_path / "bare")) == 2
+    told = capsys.readouterr().err.splitlines()
+    assert len(told) == 3
+    assert "[log]" in told[2]

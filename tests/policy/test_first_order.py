@@ -1,0 +1,89 @@
+"""The first-order change of log-probs against autograd, token by token, for every way of computing them."""
+
+import pytest
+import torch
+
+from conftest import make_policy
+from pellucid.algorithm.batch import collate
+from pellucid.policy.first_order import first_order, kept
+from pellucid.types import Completion, Group, Prompt
+
+CPU = torch.device("cpu")
+
+
+def batch_of(lengths=(3, 5, 1, 4)):
+    generator = torch.Generator().manual_seed(1)
+    rows = [tuple(torch.randint(0, 27, (n,), generator=generator).tolist()) for n in lengths]
+    given = Completion((1, *rows[1]), (0.0, *[-1.0] * 5), "", True, given=((0, 1),))
+    completions = tuple(Completion(ids, (-1.0,) * len(ids), "", True) for ids in rows)
+    return collate([Group(Prompt("p", "?"), (1, 2, 3, 4), (*completions, given))])
+
+
+def moved(policy, size=1e-3):
+    """Move the weights; return by how much."""
+    generator = torch.Generator().manual_seed(2)
+    steps = {n: size * torch.randn(p.shape, generator=generator).to(p) for n, p in policy.trainable().items()}
+    with torch.no_grad():
+        for name, p in policy.trainable().items():
+            p.add_(steps[name])
+    return steps
+
+
+@pytest.mark.parametrize(
+    ("architecture", "engine"), [("llama", "auto"), ("llama", "transformers"), ("gpt2", "auto"), ("gemma", "auto")]
+)
+@pytest.mark.parametrize("recompute", [False, True])
+def test_the_change_is_the_gradient_times_the_step(architecture, engine, recompute):
+    policy = make_policy(architecture, torch.float64, temperature=0.7, gradient_checkpointing=recompute, engine=engine)
+    batch, before = batch_of(), kept(policy)
+    start = policy.score(batch).logprobs[batch.sampled]
+    parameters = list(policy.trainable().values())
+    gradients = [torch.autograd.grad(x, parameters, retain_graph=True, allow_unused=True) for x in start]
+    steps = moved(policy).values()
+    expected = [
+        sum(float((g * step).sum()) for g, step in zip(of_token, steps, strict=True) if g is not None)
+        for of_token in gradients
+    ]
+    logprobs, change = first_order(policy, batch, before)
+    torch.testing.assert_close(change, torch.tensor(expected, dtype=torch.float64), rtol=1e-5, atol=1e-7)
+    torch.testing.assert_close(logprobs, start.detach(), rtol=1e-6, atol=1e-6)
+    assert change.abs().max() > 0.01
+
+
+@pytest.mark.parametrize("architecture", ["llama", "gpt2"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_policy_is_afterwards_what_it_was_before(architecture, dtype):
+    policy = make_policy(architecture, dtype)
+    batch, before = batch_of(), kept(policy)
+    moved(policy)
+    weights = {name: p.detach().clone() for name, p in policy.weights().items()}
+    parameters = dict(policy.model.named_parameters())
+    scores = policy.score(batch).logprobs
+    first_order(policy, batch, before)
+    assert torch.equal(policy.score(batch).logprobs, scores)
+    for name, p in policy.model.named_parameters():
+        assert p is parameters[name]
+        assert p.requires_grad
+        assert torch.equal(p, weights[name])
+    policy.score(batch).logprobs.sum().backward()
+    assert all(p.grad is not None for p in policy.trainable().values())
+
+
+def test_the_change_in_bf16_is_no_further_from_that_in_fp32_than_a_backward_pass_would_have_it():
+    changes, products = [], []
+    for dtype in (torch.float32, torch.bfloat16):
+        policy = make_policy("llama", dtype)
+        batch, before = batch_of(), kept(policy)
+        products.append(of_backward(policy, batch, before))
+        changes.append(first_order(policy, batch, before)[1].float())
+    assert (changes[0] - products[0]).norm() < 1e-4 * changes[0].norm()
+    assert (changes[0] - changes[1]).norm() < 2 * (products[0] - products[1]).norm()
+
+
+def of_backward(policy, batch, before):
+    """[N] gradient times step, token by token; the weights are moved."""
+    parameters = list(policy.trainable().values())
+    logprobs = policy.score(batch).logprobs[batch.sampled]
+    gradients = [torch.autograd.grad(x, parameters, retain_graph=True) for x in logprobs]
+    steps = moved(policy).values()
+    return torch.tensor([sum((g * s).sum() for g, s in zip(one, steps, strict=True)) for one in gradients])

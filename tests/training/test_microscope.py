@@ -1,0 +1,521 @@
+"""The microscope's record of a run against transformers' model and autograd, from the weights before and after."""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+from collections import namedtuple
+from dataclasses import replace
+
+import pandas as pd
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from conftest import OneProcessRuntime, make_policy
+from pellucid.algorithm import grpo
+from pellucid.algorithm.batch import Batch, collate, concat, with_demonstrations
+from pellucid.algorithm.grpo import Scores, loss_terms
+from pellucid.algorithm.settings import GRPOConfig
+from pellucid.config import Config
+from pellucid.reporting import tokens
+from pellucid.runtimes.runtime import Runtime
+from pellucid.sections import LogConfig
+from pellucid.training import run
+from pellucid.training.microscope import recorded
+from pellucid.training.seen import Seen
+from pellucid.types import Completion, Group, Prompt, Reward
+from runs import in_two_processes, train, weights
+
+F64, CPU = torch.float64, torch.device("cpu")
+RECORD = ("--log.tokens", 2, "--log.predictions", 2)
+
+
+def table(run_dir, step):
+    return pd.DataFrame(tokens.read(run_dir, step).to_pylist())
+
+
+def sequences(frame):
+    """(prompt ids, rows) of every completion and branch."""
+    prompts = {group: rows.token.tolist() for group, rows in frame[frame.kind == "prompt"].groupby("group")}
+    said = frame[frame.kind != "prompt"].groupby(["group", "completion", "branch"], sort=True)
+    return [(prompts[key[0]], rows.reset_index(drop=True)) for key, rows in said]
+
+
+def logits_of(model, prompt, ids):
+    """[T, V] by transformers, in float64."""
+    return model(input_ids=torch.tensor([[*prompt, *ids]])).logits[0, len(prompt) - 1 : -1]
+
+
+def close(found, expected, atol=2e-5):
+    torch.testing.assert_close(torch.tensor(list(found), dtype=F64), expected.to(F64), rtol=1e-4, atol=atol)
+
+
+# ---------------------------------------------------------------- a run whose every optimizer step is kept
+
+
+@pytest.fixture(scope="module")
+def watched_run(tmp_path_factory, model_dir):
+    """(folder, weights before the first and after each optimizer step) of a run of two steps, two epochs each."""
+    made = {}
+
+    def make(recipe, *settings):
+        key = tuple(map(str, settings))
+        if key not in made:
+            kept, step = [], Runtime.step
+
+            def keeping(self):
+                kept.append(copied(self.policy)) if not kept else None
+                found = step(self)
+                kept.append(copied(self.policy))
+                return found
+
+            folder = tmp_path_factory.mktemp("watched") / "run"
+            with pytest.MonkeyPatch.context() as patched:
+                patched.setattr(Runtime, "step", keeping)
+                assert train(recipe, "--run", folder, *TWO_STEPS, *RECORD, *settings) == 0
+            made[key] = folder, kept
+        return made[key]
+
+    return make
+
+
+TWO_STEPS = (
+    *("--algorithm.steps", 2, "--algorithm.epochs", 2, "--algorithm.minibatches", 1, "--evaluate.every", 0),
+    *("--algorithm.kl_coef", 0, "--optimizer.warmup", 0, "--optimizer.schedule", "constant"),
+)
+VARIANTS = {
+    "ppo_clip": (),
+    "dual_clip": ("--algorithm.dual_clip", 1.5),
+    "gspo": ("--algorithm.objective", "gspo"),
+    "dcpo": ("--algorithm.objective", "dcpo"),
+    "cispo": ("--algorithm.objective", "cispo"),
+    "sapo": ("--algorithm.objective", "sapo"),
+    "gmpo": ("--algorithm.objective", "gmpo"),
+    "importance_weighted": ("--algorithm.objective", "importance_weighted"),
+    "penalties": (
+        *("--algorithm.entropy_coef", 0.1, "--algorithm.kl_coef", 0.2, "--algorithm.kl", "k3"),
+        *("--algorithm.kl_in", "loss"),
+    ),
+    "entropy_share": ("--algorithm.entropy_share", 0.4),
+    "temperature": ("--sampler.temperature", 0.7),
+}
+KEYS = {f"--algorithm.{name}": name for name in GRPOConfig.__dataclass_fields__}
+
+
+def copied(policy):
+    return {name: p.detach().clone() for name, p in policy.model.state_dict().items()}
+
+
+def model_with(model_dir, state):
+    model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=F64)
+    model.load_state_dict({name: x.to(F64) for name, x in state.items()})
+    return model
+
+
+def algorithm_of(settings):
+    named = {KEYS[key]: value for key, value in zip(settings[::2], settings[1::2], strict=True) if key in KEYS}
+    return GRPOConfig(**{"max_length": 10, "epochs": 2, **named})
+
+
+def temperature_of(settings):
+    return dict(zip(settings[::2], settings[1::2], strict=True)).get("--sampler.temperature", 1.0)
+
+
+def step_of(kept, number):
+    """The weights at the start of a step, before its last optimizer step, and after it."""
+    return kept[2 * number - 2], kept[2 * number - 1], kept[2 * number]
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_what_the_loss_did_is_what_autograd_says_of_plain_logits(recipe, model_dir, watched_run, variant):
+    """Ratio, push, gradient and who took it, by the loss of log-probs that transformers and log_softmax give."""
+    settings = VARIANTS[variant]
+    cfg, temperature = algorithm_of(settings), temperature_of(settings)
+    run_dir, kept = watched_run(recipe, *settings)
+    frame = table(run_dir, 2)
+    start, middle, _ = (model_with(model_dir, state) for state in step_of(kept, 2))
+    reference = model_with(model_dir, kept[0])
+    rules = set()
+    for prompt, rows in sequences(frame):
+        if rows.logprob_before.isna().any():  # it is as good as its siblings in the mean, and no row of the update
+            assert rows.rule.eq("no_advantage").all()
+            assert rows.advantage.eq(0).all()
+            continue
+        ids = torch.tensor(rows.token)
+        with torch.no_grad():
+            old, ref = (
+                (logits_of(m, prompt, ids) / temperature).log_softmax(-1).gather(-1, ids[:, None]).T
+                for m in (start, reference)
+            )
+            logits = logits_of(middle, prompt, ids)
+        logits.requires_grad_()
+        every = (logits / temperature).log_softmax(-1)
+        logprobs = every.gather(-1, ids[:, None]).T
+        entropy = -(every.exp() * every).sum(-1)[None]
+        batch = batch_of(prompt, rows, old, ref)
+        plain = GRPOConfig(**{**vars(cfg), "kl_coef": 0.0, "entropy_coef": 0.0})
+        [of_policy] = torch.autograd.grad(
+            loss_terms(Scores(logprobs, entropy), batch, plain)[0], logprobs, retain_graph=True
+        )
+        loss, metrics = loss_terms(Scores(logprobs, entropy), batch, cfg)
+        of_logprobs, of_logits = torch.autograd.grad(loss, (logprobs, logits))
+        close(rows.logprob_before, logprobs[0].detach())
+        close(rows.logprob_start, old[0])
+        close(rows.entropy_before, entropy[0].detach())
+        close(rows.ratio, metrics["ratio/mean"], atol=1e-4)
+        close(rows.push, -of_logprobs[0], atol=1e-6)
+        close(rows.gradient, of_logits.norm(dim=-1), atol=1e-6)
+        share = rows.gradient / max(rows.gradient.sum(), 1e-30)
+        close(share, of_logits.norm(dim=-1) / of_logits.norm(dim=-1).sum().clamp(min=1e-30), atol=1e-4)
+        assert (rows.rule != "").tolist() == (of_policy[0] == 0).tolist()
+        if cfg.kl_coef:
+            close(rows.ref_logprob, ref[0])
+        rules |= set(rows.rule)
+    expected = {
+        "ppo_clip": {"clip_low", "clip_high"},
+        "dual_clip": {"dual_clip"},
+        "gspo": {"clip_low", "clip_high"},
+        "dcpo": {"clip_low", "clip_high"},
+        "gmpo": {"clip_low", "clip_high"},
+        "entropy_share": {"entropy_share"},
+    }
+    assert expected.get(variant, {""}) <= rules
+    assert "other" not in rules
+
+
+def batch_of(prompt, rows, old, ref):
+    """One row, from what the file says of it."""
+    mask = torch.ones(1, len(rows), dtype=torch.bool)
+    acts = torch.tensor([(rows.rule != "entropy_share").tolist()])
+
+    def column(name):
+        return torch.tensor([rows[name].tolist()], dtype=F64)
+
+    return Batch(
+        prompt_ids=(tuple(prompt),),
+        demonstrations=((),),
+        prompt_of=torch.zeros(1, dtype=torch.long),
+        response_ids=torch.tensor([rows.token.tolist()]),
+        mask=mask,
+        sampled=mask,
+        finished=torch.tensor([bool(rows.finished[0])]),
+        sampler_logprobs=column("sampler_logprob"),
+        old_logprobs=old,
+        ref_logprobs=ref,
+        acts=acts,
+        advantages=column("advantage"),
+        weights=column("weight"),
+    )
+
+
+def test_the_clip_took_what_is_beyond_its_bounds_on_the_side_of_the_advantage(recipe, model_dir, watched_run):
+    """PPO's own words, of ratios by transformers."""
+    run_dir, kept = watched_run(recipe)
+    start, middle, _ = (model_with(model_dir, state) for state in step_of(kept, 2))
+    found = []
+    for prompt, rows in sequences(table(run_dir, 2)):
+        ids = torch.tensor(rows.token)
+        with torch.no_grad():
+            before, old = (
+                logits_of(m, prompt, ids).log_softmax(-1).gather(-1, ids[:, None])[:, 0] for m in (middle, start)
+            )
+        for ratio, row in zip((before - old).exp().tolist(), rows.itertuples(), strict=True):
+            rule = ("clip_low" if ratio < 0.8 else "") if row.advantage < 0 else ("clip_high" if ratio > 1.2 else "")
+            assert row.rule == rule
+            bound = {"clip_low": 0.8, "clip_high": 1.2}.get(rule)
+            assert math.isnan(row.bound) if bound is None else row.bound == pytest.approx(bound)
+            found.append(rule)
+    assert {"", "clip_low", "clip_high"} <= set(found)
+
+
+@pytest.mark.parametrize("variant", ["ppo_clip", "temperature"])
+def test_what_comes_after_is_what_transformers_says_of_the_weights_after(recipe, model_dir, watched_run, variant):
+    run_dir, kept = watched_run(recipe, *VARIANTS[variant])
+    temperature = temperature_of(VARIANTS[variant])
+    _, middle, after = (model_with(model_dir, state) for state in step_of(kept, 2))
+    for prompt, rows in sequences(table(run_dir, 2)):
+        ids = torch.tensor(rows.token)
+        for when, model in (("before", middle), ("after", after)):
+            with torch.no_grad():
+                every = (logits_of(model, prompt, ids) / temperature).log_softmax(-1)
+            close(rows[f"logprob_{when}"], every.gather(-1, ids[:, None])[:, 0])
+            close(rows[f"entropy_{when}"], -(every.exp() * every).sum(-1))
+            likeliest = every.topk(5)
+            assert rows[f"top_{when}"].tolist() == likeliest.indices.tolist()
+            close(rows[f"top_{when}_logprob"].explode(), likeliest.values.flatten())
+
+
+def test_the_prediction_is_the_gradient_at_the_start_times_the_step(recipe, model_dir, watched_run):
+    """Ten tokens, each by an autograd of its own; at the other steps there is none."""
+    run_dir, kept = watched_run(recipe)
+    start, _, after = step_of(kept, 2)
+    model = model_with(model_dir, start)
+    names, parameters = zip(*model.named_parameters(), strict=True)
+    steps = [(after[name].to(F64) - start[name].to(F64)) for name in names]
+    drawn = random.Random(0)
+    said = sequences(table(run_dir, 2))
+    for _ in range(10):
+        prompt, rows = drawn.choice(said)
+        t = drawn.randrange(len(rows))
+        logprob = logits_of(model, prompt, torch.tensor(rows.token))[t].log_softmax(-1)[rows.token[t]]
+        gradients = torch.autograd.grad(logprob, parameters)
+        expected = sum(float((g * step).sum()) for g, step in zip(gradients, steps, strict=True))
+        assert rows.predicted[t] == pytest.approx(expected, rel=1e-3, abs=1e-4)
+    frame = table(run_dir, 1)
+    assert frame[frame.kind == "sampled"].predicted.notna().all(), "step 1 is always predicted"
+
+
+def test_predictions_are_made_at_the_steps_that_the_settings_name(recipe, tmp_path):
+    settings = ("--evaluate.every", 0, "--checkpoint.every", 0)
+    assert train(recipe, "--run", tmp_path / "run", *settings, *RECORD[:2], "--log.predictions", 3) == 0
+    sampled = [frame[frame.kind == "sampled"] for frame in (table(tmp_path / "run", step) for step in range(1, 7))]
+    assert [bool(frame.predicted.notna().all()) for frame in sampled] == [True, False, True, False, False, True]
+    assert not any(frame.predicted.notna().any() for frame in (sampled[1], sampled[3], sampled[4]))
+
+
+# ---------------------------------------------------------------- what it leaves alone
+
+
+def own_objective(tmp_path):
+    path = tmp_path / "noisy.py"
+    path.write_text(
+        "import torch\n\ndef noisy(tokens, cfg):\n"
+        "    drawn = torch.rand_like(tokens.logprobs)\n"
+        "    return tokens.advantages * drawn * (tokens.logprobs - tokens.old_logprobs).exp()\n"
+    )
+    return f"{path}:noisy"
+
+
+@pytest.mark.parametrize("objective", ["ppo_clip", "own"])
+def test_the_weights_are_the_same_to_the_bit_with_recording_on_and_off(recipe, tmp_path, objective):
+    """Also where an objective draws random numbers."""
+    settings = ["--algorithm.objective", own_objective(tmp_path) if objective == "own" else objective]
+    for name, more in (("off", ()), ("on", RECORD)):
+        assert train(recipe, "--run", tmp_path / name, *settings, *more) == 0
+    for name, x in weights(tmp_path / "off").items():
+        assert torch.equal(weights(tmp_path / "on")[name], x), name
+    assert not (tmp_path / "off" / "tokens").exists()
+
+
+@pytest.mark.parametrize("dies_in_update", [1, 5])
+def test_a_run_that_is_killed_and_resumed_has_the_files_of_one_that_was_not(
+    recipe, tmp_path, monkeypatch, undisturbed, dies_in_update
+):
+    whole, killed = undisturbed(recipe, *RECORD), tmp_path / "killed"
+    update, calls = run.grpo.update, []
+
+    def dying(*arguments):
+        calls.append(1)
+        found = update(*arguments)
+        if len(calls) == dies_in_update:
+            raise KeyboardInterrupt
+        return found
+
+    with monkeypatch.context() as patched:
+        patched.setattr(run.grpo, "update", dying)
+        assert train(recipe, "--run", killed, *RECORD) == 130
+    tokens.write(killed, 900, {"step": [900], "token": [1]}, {})  # of steps that the resumed run has not taken
+    assert train("--resume", killed) == 0
+    assert tokens.steps(killed) == tokens.steps(whole) == [1, 2, 3, 4, 5, 6]
+    for step in range(1, 7):
+        assert tokens.read(killed, step).equals(tokens.read(whole, step), check_metadata=True)
+
+
+def test_two_processes_write_what_one_does(recipe, tmp_path):
+    settings = ("--algorithm.steps", 1, "--evaluate.every", 0, "--checkpoint.every", 0, "--log.tokens", 3)
+    assert train(recipe, "--run", tmp_path / "one", *settings) == 0
+    in_two_processes("-m", "pellucid", "train", recipe, "--run", tmp_path / "two", *settings)
+    one, two = table(tmp_path / "one", 1), table(tmp_path / "two", 1)
+    assert set(one.group) == {0, 1, 2}
+    for name in one:
+        pd.testing.assert_series_equal(one[name].explode(), two[name].explode(), rtol=2e-3, atol=2e-4)
+
+
+# ---------------------------------------------------------------- groups made by hand
+
+
+def graded(*rewards):
+    return tuple(Reward(value, {"right": value}, value > 0.5) for value in rewards)
+
+
+def completion(*ids, given=(), branches=(), finished=True):
+    inside = {t for start, end in given for t in range(start, end)}
+    logprobs = tuple(0.0 if t in inside else -1.5 for t in range(len(ids)))
+    return Completion(tuple(ids), logprobs, "", finished, given=given, branches=branches, version=3)
+
+
+LIVE = Group(
+    Prompt("live", "?"),
+    (1, 2, 3),
+    (
+        completion(4, 5, 6, 7, given=((1, 3),)),
+        completion(
+            8,
+            9,
+            branches=(
+                completion(10, 11, 12, given=((0, 1),)),
+                completion(
+                    13,
+                ),
+            ),
+        ),
+        completion(14, 15, 16),
+    ),
+    graded(1.0, 0.0, 0.0),
+)
+DEAD = Group(Prompt("dead", "?"), (2, 2), (completion(4), completion(5, 6), completion(7)), graded(1.0, 1.0, 1.0))
+FAILED = Group(
+    Prompt("failed", "?"),
+    (3,),
+    (completion(4, branches=(completion(9),)), completion(5, 6), completion(7, 8, finished=False)),
+    (Reward(math.nan, error="ValueError: \ud83d"), *graded(1.0, 0.0)),
+)
+
+Parts = namedtuple("Parts", "policy runtime state")
+
+
+def written(tmp_path, groups, most, lr=0.3, **algorithm):
+    """The table of one step on these groups, and the policy after it."""
+    policy, cfg = (
+        make_policy(),
+        GRPOConfig(steps=1, prompts_per_step=len(groups), group_size=3, max_length=4, **algorithm),
+    )
+    runtime, state = OneProcessRuntime(policy, lr), grpo.State(kl_coef=cfg.kl_coef)
+    runtime.rank, runtime.main, runtime.engine = 0, True, namedtuple("Engine", "in_step")(False)
+
+    def step():
+        batch = grpo.collate(groups)
+        batch = grpo.add_old_and_reference_logprobs(batch, policy, None, runtime, cfg)
+        advantages, _ = grpo.compute_advantages(groups, batch, policy, runtime, cfg)
+        grpo.update(policy, grpo.attach_advantages(batch, groups, advantages, runtime, cfg), runtime, cfg)
+        state.step = 1
+        yield grpo.StepResult(1, {}, grpo.with_advantages(groups, advantages))
+
+    config = Config(algorithm=cfg, log=LogConfig(tokens=most, predictions=1))
+    [result] = recorded(step(), config, tmp_path, Parts(policy, runtime, state))
+    assert result.metrics["time/record"] > 0
+    assert policy.scorer.watcher is None
+    return table(tmp_path, 1), policy
+
+
+def test_branches_and_given_tokens_are_told_apart_and_scored_in_their_own_context(tmp_path):
+    frame, policy = written(tmp_path, [FAILED, LIVE], 2)
+    of_live = frame[(frame.group == 1) & (frame.kind != "prompt")]
+    shape = of_live.groupby(["completion", "branch"]).token.apply(list).to_dict()
+    assert shape == {(0, 0): [4, 5, 6, 7], (1, 0): [8, 9], (1, 1): [10, 11, 12], (1, 2): [13], (2, 0): [14, 15, 16]}
+    assert of_live[of_live.completion == 0].kind.tolist() == ["sampled", "given", "given", "sampled"]
+    model = policy.model.to(F64)
+    for prompt, rows in sequences(frame):
+        ids = torch.tensor(rows.token)
+        with torch.no_grad():
+            every = logits_of(model, prompt, ids).log_softmax(-1).gather(-1, ids[:, None])[:, 0]
+        sampled = (rows.kind == "sampled").to_numpy()
+        close(rows.logprob_after[sampled], every[torch.tensor(sampled.tolist())])
+        given = rows[~sampled]
+        assert given.rule.eq("given").all()
+        numbers = ["sampler_logprob", "logprob_before", "logprob_after", "predicted", "ratio", "push", "advantage"]
+        assert given[numbers].isna().all(axis=None)
+        taught = rows[sampled & (rows.rule != "no_advantage").to_numpy()]
+        assert taught[numbers].notna().all(axis=None)
+
+
+def test_a_group_without_signal_says_why_and_is_recorded_last(tmp_path):
+    """Its rows are not in the update, and have no numbers of it; those after are there."""
+    frame, _ = written(tmp_path, [DEAD, FAILED, LIVE], 2)
+    assert set(frame.prompt_id) == {"failed", "live"}
+    frame, _ = written(tmp_path, [DEAD, FAILED, LIVE], 3)
+    dead = frame[(frame.prompt_id == "dead") & (frame.kind == "sampled")]
+    assert dead.rule.eq("zero_variance").all()
+    assert dead[["logprob_before", "ratio", "push", "weight", "gradient"]].isna().all(axis=None)
+    assert dead[["logprob_after", "predicted", "logprob_start"]].notna().all(axis=None)
+    assert dead.advantage.eq(0).all()
+
+
+def test_a_group_without_signal_that_is_held_by_its_entropy_is_seen(tmp_path):
+    frame, _ = written(tmp_path, [DEAD, LIVE], 2, entropy_coef=0.1)
+    dead = frame[(frame.prompt_id == "dead") & (frame.kind == "sampled")]
+    assert dead.rule.eq("zero_variance").all()
+    assert dead[["logprob_before", "ratio", "weight"]].notna().all(axis=None)
+
+
+def test_a_completion_of_average_reward_has_no_advantage_and_one_that_is_filtered_says_so(tmp_path):
+    even = Group(LIVE.prompt, LIVE.prompt_ids, LIVE.completions, graded(1.0, 0.5, 0.0))
+    frame, _ = written(tmp_path, [even, FAILED], 2, overlong_filter=True)
+    sampled = frame[frame.kind == "sampled"].set_index(["group", "completion"]).rule
+    assert sampled[(0, 1)].eq("no_advantage").all()
+    assert sampled[(0, 0)].eq("").all()
+    assert sampled[(1, 2)].eq("overlong_filter").all()
+
+
+def test_a_response_that_the_correction_leaves_out_says_so(tmp_path):
+    """Its tokens are likelier than the sampler said by more than the cap, all of them taken together."""
+    unlikely = replace(LIVE.completions[2], logprobs=(-9.0,) * 3)
+    group = replace(LIVE, completions=(*LIVE.completions[:2], unlikely))
+    frame, _ = written(tmp_path, [group], 1, correction="sequence", correction_cap=1.5)
+    found = set()
+    for _, rows in frame[frame.kind == "sampled"].groupby(["completion", "branch"]):
+        weight = math.exp((rows.logprob_start - rows.sampler_logprob).sum())
+        out = weight > 1.5
+        assert rows.rule.eq("correction" if out else "").all()
+        assert rows.importance.tolist() == pytest.approx([0.0 if out else weight] * len(rows), rel=1e-5)
+        found.add(out)
+    assert found == {True, False}
+
+
+def test_an_answer_is_told_with_each_of_its_tokens(tmp_path):
+    frame, _ = written(tmp_path, [FAILED], 1)
+    failed = frame[frame.completion == 0]
+    assert failed.reward.isna().all()
+    assert failed.correct.isna().all()
+    assert failed.error.eq("ValueError: ?").all(), "what cannot be encoded ends no run"
+    right = frame[frame.completion == 1].iloc[0]
+    assert (right.reward, right.correct, right.finished, right.version) == (1.0, True, True, 3)
+    assert json.loads(right.parts) == {"right": 1.0}
+    prompt = frame[frame.completion == -1]
+    assert prompt.kind.eq("prompt").all()
+    assert prompt[["reward", "rule", "advantage"]].isna().all(axis=None)
+
+
+def test_rows_that_are_seen_again_are_those_of_the_last_optimizer_step(tmp_path):
+    """And of micro-batches that part a group all rows are seen."""
+    frame, _ = written(tmp_path, [LIVE, FAILED], 1, epochs=3, micro_batch=2)
+    sampled = frame[frame.kind == "sampled"]
+    assert set(sampled.prompt_id) == {"live"}
+    assert sampled.logprob_before.notna().all()
+    assert not sampled.ratio.between(0.99999, 1.00001).any(), "the weights have moved since the rollouts"
+
+
+def test_of_replayed_rollouts_and_demonstrations_nothing_is_taken_for_this_step_s():
+    """Wherever they stand among a step's rows."""
+    fresh = collate([LIVE, FAILED])
+    assert fresh.origin.tolist() == list(range(9))
+    joined = concat([fresh, fresh.replayed()])
+    given = replace(joined, demonstrations=((7, 7), (), (), ()), weights=joined.sampler_logprobs)
+    shown = with_demonstrations(given, torch.tensor([0, 1]))
+    assert shown.origin.tolist() == [*range(9), *[-1] * 9, -1]
+    advantages = torch.ones_like(shown.sampler_logprobs)
+    watched = Seen(GRPOConfig, 2).watched(replace(shown, advantages=advantages))
+    assert watched.tolist() == [True] * 9 + [False] * 10
+    old = replace(fresh, origin=None)  # as a checkpoint of an older version has it
+    assert concat([fresh, old.replayed()]).origin.tolist() == [*range(9), *[-1] * 9]
+
+
+def test_a_row_that_is_not_in_the_update_has_no_numbers_of_the_step_before(recipe, tmp_path):
+    """Groups that teach, then groups that do not. Of those the update keeps their first row, as there must be one."""
+    path = tmp_path / "fading.py"
+    path.write_text(
+        "from dataclasses import dataclass\nfrom pellucid.types import Prompt, Reward\n\n\n"
+        "@dataclass(frozen=True)\nclass Fading:\n    seed: int = 0\n    split: str = 'train'\n\n"
+        "    def sample(self, step, n):\n        return [Prompt(f'{step % 2}/{i}', 'ab') for i in range(n)]\n\n"
+        "    def reward(self, prompt, completion):\n"
+        "        return Reward(float(prompt.id[0] == '0') * len(set(completion.text)))\n"
+    )
+    settings = ("--algorithm.steps", 2, "--algorithm.kl_coef", 0, "--evaluate.every", 0, "--log.tokens", 1)
+    lines = recipe.read_text().splitlines()
+    recipe.write_text("\n".join(f'name = "{path}:Fading"' if "digits_task" in line else line for line in lines))
+    assert train(recipe, "--run", tmp_path / "run", *settings) == 0
+    before = [table(tmp_path / "run", step).query("completion > 0").logprob_before for step in (1, 2)]
+    assert before[0].notna().any()
+    assert before[1].isna().all()
