@@ -16,10 +16,23 @@ import subprocess
 import sys
 from contextlib import suppress
 from functools import cache
+from importlib import import_module
 from pathlib import Path
 from tempfile import TemporaryFile
 
+from pellucid import cli
+from pellucid.machine.imports import uncollected
+
 HERE = Path(__file__).parent
+MODELS = [f"transformers.models.{name}.modeling_{name}" for name in ("llama", "gpt2", "gemma3")]
+WANTED = [
+    "hypothesis",
+    "pytest",
+    "pellucid.training.run",
+    "pellucid.runtimes.fsdp2",
+    "pellucid.serve.sampling",
+    *MODELS,
+]
 
 
 # ---------------------------------------------------------------- who asks
@@ -133,7 +146,7 @@ def begun(request, out, err, said):
         pids.append(os.fork())
         if pids[-1] == 0:
             os.close(said)
-            if "WORLD_SIZE" in os.environ:
+            if "WORLD_SIZE" in os.environ and "RANK" not in os.environ:
                 os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank))
             return request
     os.write(said, b"%d\n" % pids[0])
@@ -156,16 +169,11 @@ def ended_together(running):
 
 
 def imported():
-    """Import what most programs want, the classes of the models that the tests are about among it."""
-    from pellucid import cli  # noqa: PLC0415 - not where processes are asked for
-    from pellucid.machine.imports import uncollected  # noqa: PLC0415
-
+    """Import what programs want."""
     cli.quiet_libraries()
     with uncollected():
-        from transformers import Gemma3ForCausalLM, GPT2LMHeadModel, LlamaForCausalLM  # noqa: F401, PLC0415
-
-        import pellucid.runtimes.fsdp2  # noqa: PLC0415
-        import pellucid.training.run  # noqa: F401, PLC0415
+        for name in WANTED:
+            import_module(name)
 
 
 def main(handle):
