@@ -1,28 +1,157 @@
-"""One command in several processes, which share what takes long to import: python forked.py COUNT SCRIPT|-m MODULE ...
+"""Python programs in processes that are forked from one which has imported what takes long: torch and the package.
 
-Each has the environment that torchrun gives to its processes. Exit status: the first that is not 0, else 0.
+Each has an environment, a working directory and streams of its own, as a process that was started has. What a program
+does before torch is imported, or while it is, is tested in a process that is started.
 """
 
 from __future__ import annotations
 
+import atexit
+import json
 import os
 import runpy
 import signal
+import socket
+import subprocess
 import sys
 from contextlib import suppress
+from functools import cache
+from importlib import import_module
+from pathlib import Path
+from tempfile import TemporaryFile
 
+from pellucid import cli
 from pellucid.machine.imports import uncollected
 
+HERE = Path(__file__).parent
+MODELS = [f"transformers.models.{name}.modeling_{name}" for name in ("llama", "gpt2", "gemma3")]
+WANTED = [
+    "hypothesis",
+    "pytest",
+    "pellucid.training.run",
+    "pellucid.runtimes.fsdp2",
+    "pellucid.serve.sampling",
+    *MODELS,
+]
 
-def forked(count):
-    """Return the rank, in one process for each, and -1 in their parent; and their process ids."""
+
+# ---------------------------------------------------------------- who asks
+
+
+class Forked:
+    """So many processes of one command, `SCRIPT ...` or `-m MODULE ...`, side by side.
+
+    pid: of the first, or of the only one; the others are asked to end where one has failed.
+    returncode: the first that is not 0, else 0, and -N where signal N ended the process; None while they run.
+    """
+
+    def __init__(self, *command, count=1, env=None, stdout=1, stderr=2):
+        self.returncode, self._read = None, b""
+        self._said, theirs = socket.socketpair()
+        request = {
+            "count": count,
+            "command": list(map(str, command)),
+            "env": dict(os.environ if env is None else env),
+            "cwd": os.getcwd(),
+            "path": sys.path,
+        }
+        streams = [stream if isinstance(stream, int) else stream.fileno() for stream in (stdout, stderr)]
+        socket.send_fds(server(), [json.dumps(request).encode()], [*streams, theirs.fileno()])
+        theirs.close()
+        self.pid = int(self._line())
+
+    def wait(self):
+        """Return the exit status, when all have ended."""
+        if self.returncode is None:
+            self.returncode = int(self._line())
+            self._said.close()
+        return self.returncode
+
+    def poll(self):
+        """Return the exit status, or None while they run."""
+        if self.returncode is None:
+            self._said.setblocking(False)
+            with suppress(BlockingIOError):
+                self._read += self._said.recv(100)
+            self._said.setblocking(True)
+        return self.wait() if b"\n" in self._read else self.returncode
+
+    def send_signal(self, number):
+        if self.poll() is None:
+            os.kill(self.pid, number)
+
+    def kill(self):
+        self.send_signal(signal.SIGKILL)
+
+    def _line(self):
+        while b"\n" not in self._read:
+            if not (more := self._said.recv(100)):
+                raise ChildProcessError("who waits for the forked processes has ended")
+            self._read += more
+        line, _, self._read = self._read.partition(b"\n")
+        return line
+
+
+def ran(*command, count=1, env=None):
+    """Return a command that has ended, with all that it said."""
+    with TemporaryFile("w+") as out, TemporaryFile("w+") as err:
+        status = Forked(*command, count=count, env=env, stdout=out, stderr=err).wait()
+        said = [stream.seek(0) or stream.read() for stream in (out, err)]
+    return subprocess.CompletedProcess(command, status, *said)
+
+
+@cache
+def server():
+    """The socket of the process that forks; it ends when this one does."""
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 2**20)
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
+    process = subprocess.Popen(
+        [sys.executable, __file__, str(theirs.fileno())], env=environment, pass_fds=[theirs.fileno()]
+    )
+    theirs.close()
+    atexit.register(lambda: (ours.close(), process.wait()))
+    return ours
+
+
+# ---------------------------------------------------------------- who forks
+
+
+def serve(asked):
+    """Return a request, in each of the processes that it asks for; their waiter and this one never return."""
+    while True:
+        message, handles, _, _ = socket.recv_fds(asked, 2**20, 3)
+        with suppress(ChildProcessError):  # nobody is left to be waited for
+            while os.waitpid(-1, os.WNOHANG)[0]:
+                pass
+        if not message:
+            os._exit(0)
+        if os.fork() == 0:
+            asked.close()
+            return begun(json.loads(message), *handles)
+        for handle in handles:
+            os.close(handle)
+
+
+def begun(request, out, err, said):
+    """Return the request in each of its processes. Their parent says the first's number, then how they ended."""
+    for stream, number in ((out, 1), (err, 2)):
+        os.dup2(stream, number)
+        os.close(stream)
+    os.environ.clear()
+    os.environ.update(request["env"])
+    os.chdir(request["cwd"])
     pids = []
-    for rank in range(count):
+    for rank in range(request["count"]):
         pids.append(os.fork())
         if pids[-1] == 0:
-            os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank))
-            return rank, []
-    return -1, pids
+            os.close(said)
+            if "WORLD_SIZE" in os.environ and "RANK" not in os.environ:
+                os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank))
+            return request
+    os.write(said, b"%d\n" % pids[0])
+    os.write(said, b"%d\n" % ended_together(pids))
+    os._exit(0)
 
 
 def ended_together(running):
@@ -31,23 +160,28 @@ def ended_together(running):
     while running:
         pid, raw = os.wait()
         running.remove(pid)
-        if os.waitstatus_to_exitcode(raw) and not status:
-            status = abs(os.waitstatus_to_exitcode(raw))
+        if (one := os.waitstatus_to_exitcode(raw)) and not status:
+            status = one
             for other in running:
                 with suppress(ProcessLookupError):
                     os.kill(other, signal.SIGTERM)
     return status
 
 
-def main(count, *command):
+def imported():
+    """Import what programs want."""
+    cli.quiet_libraries()
     with uncollected():
-        import pellucid.training.run  # noqa: F401, PLC0415 - for all processes
+        for name in WANTED:
+            import_module(name)
 
-    rank, pids = forked(int(count))
-    if rank < 0:
-        sys.exit(ended_together(pids))
-    named = command[0] == "-m"
-    sys.argv = list(command[named:])
+
+def main(handle):
+    imported()
+    request = serve(socket.socket(fileno=int(handle)))
+    named = request["command"][0] == "-m"
+    sys.argv = request["command"][named:]
+    sys.path[:] = [str(HERE), *request["path"]]
     if named:
         runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
     else:
@@ -55,4 +189,4 @@ def main(count, *command):
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    main(sys.argv[1])

@@ -5,10 +5,8 @@ from __future__ import annotations
 import importlib.util
 import os
 import signal
-import subprocess
 import sys
 from contextlib import contextmanager
-from pathlib import Path
 
 import pytest
 import torch
@@ -16,13 +14,13 @@ from safetensors.torch import load_file
 from transformers import PreTrainedModel
 
 from conftest import records
+from forked import ran
 from pellucid import cli
 from pellucid.policy import policy
 from pellucid.training import compose, run
 
 TIMED = ("bubble/", "time/", "memory/")
 DEEPSPEED = pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="needs deepspeed: make deepspeed")
-FORKED = Path(__file__).with_name("forked.py")
 
 
 def answered(*words):
@@ -117,12 +115,6 @@ def in_processes(count, *command, fails=False):
         "OMP_NUM_THREADS": "1",
         "PYTHONPATH": os.pathsep.join(sys.path),
     }
-    finished = subprocess.run(
-        [sys.executable, FORKED, str(count), *map(str, command)],
-        env={**os.environ, **where},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    finished = ran(*command, count=count, env={**os.environ, **where})
     assert (finished.returncode != 0) == fails, finished.stderr
     return finished

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import signal
 import socket
-import subprocess
 import sys
 import threading
 import time
@@ -16,6 +15,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from conftest import EOS, VOCAB, character_tokenizer
+from forked import Forked
 from pellucid.policy.policy import Policy
 from pellucid.samplers.freshness import matrix
 from pellucid.samplers.remote import GoneError, Remote
@@ -105,9 +105,9 @@ class Plain:
 
 
 @contextmanager
-def two(*words):
+def two(*words, begin=Forked):
     """Two servers, which are started side by side."""
-    both = [Process(*words), Process(*words)]
+    both = [Process(*words, begin=begin), Process(*words, begin=begin)]
     try:
         for one in both:
             one.wait()
@@ -118,18 +118,19 @@ def two(*words):
 
 
 class Process:
-    """A server in a process of its own, started by `python` with these words, of which PORT is its port."""
+    """A server in a process of its own, begun with the words behind `python`, of which PORT is its port."""
 
-    def __init__(self, *words):
+    def __init__(self, *words, begin=Forked):
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             port = str(free.getsockname()[1])
         self.words = [port if word == "PORT" else word for word in words]
         self.url = f"http://127.0.0.1:{port}"
-        self.process = subprocess.Popen([sys.executable, *self.words])
+        self.begin = begin
+        self.process = begin(*self.words)
 
     def start(self):
-        self.process = subprocess.Popen([sys.executable, *self.words])
+        self.process = self.begin(*self.words)
         self.wait()
 
     def wait(self):

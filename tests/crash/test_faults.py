@@ -17,6 +17,7 @@ import pytest
 import torch
 
 from conftest import make_policy, records, tiny_recipe
+from forked import Forked
 from pellucid.algorithm.settings import AdamWConfig
 from pellucid.policy.policy import Policy
 from pellucid.reporting import boards, loggers
@@ -302,7 +303,7 @@ def test_what_a_kill_left_of_an_old_checkpoint_goes_at_the_resume(recipe, tmp_pa
 # ---------------------------------------------------------------- several processes
 
 
-def ranks(tmp_path, arguments, program=PELLUCID):
+def ranks(tmp_path, arguments, program=("-m", "pellucid")):
     """Two processes as torchrun starts them, each with an error stream of its own."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
@@ -311,7 +312,7 @@ def ranks(tmp_path, arguments, program=PELLUCID):
     for rank in (0, 1):
         env = {**os.environ, **where, "RANK": str(rank), "LOCAL_RANK": str(rank)}
         with (tmp_path / f"errors-{rank}").open("w") as errors:
-            processes.append(subprocess.Popen([*program, *map(str, arguments)], env=env, stderr=errors))
+            processes.append(Forked(*program, *arguments, env=env, stderr=errors))
     return processes
 
 
@@ -345,11 +346,8 @@ def test_when_a_process_dies_or_hangs_the_others_end_with_one_line(recipe, tmp_p
 
 STARVED = """
 import os
+import torch
 from pellucid import cli
-from pellucid.machine.imports import uncollected
-with uncollected():
-    import torch
-    from pellucid.training import run
 from pellucid.policy.policy import Policy
 score = Policy.score
 def starved(self, batch):
@@ -357,13 +355,15 @@ def starved(self, batch):
         torch.empty(2**60, dtype=torch.uint8)
     return score(self, batch)
 Policy.score = starved
-cli.main()
+if __name__ == "__main__":
+    cli.main()
 """
 
 
 def test_of_several_processes_the_one_without_memory_names_the_mend_and_all_end(recipe, tmp_path):
     arguments = ["train", recipe, "--run", tmp_path / "run", *SETTINGS, "--algorithm.micro_batch", 3]
-    both = ranks(tmp_path, arguments, [sys.executable, "-c", STARVED])
+    (tmp_path / "starved.py").write_text(STARVED)
+    both = ranks(tmp_path, arguments, [tmp_path / "starved.py"])
     assert [process.wait() for process in both] == [1, 2]
     assert "another process of this run" in complaint((tmp_path / "errors-0").read_text())
     assert "--algorithm.micro_batch 1" in complaint((tmp_path / "errors-1").read_text())

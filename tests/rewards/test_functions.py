@@ -13,6 +13,7 @@ import datasets
 import pytest
 import torch
 import trl_functions
+from pickled import Grudge
 from trl import GRPOConfig as TRLConfig
 from trl import GRPOTrainer
 
@@ -60,13 +61,6 @@ def task(data):
     yield make
     for each in made:
         each.close()
-
-
-class Grudge(Exception):  # noqa: N818
-    """It is pickled, and cannot be read again."""
-
-    def __init__(self, one, two):
-        super().__init__(one)
 
 
 def groups(task, texts=TEXTS):

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 import sibling_task
+from pickled import FIRST, Mine, Named
 from sibling_task import Siblings
 
 from conftest import records
@@ -28,11 +29,11 @@ from pellucid.tasks.curriculum import Curriculum
 from pellucid.tasks.dataset import Dataset
 from pellucid.tasks.given import class_around
 from pellucid.tasks.prefixed import Prefixed
-from pellucid.types import Completion, Group, Progress, Prompt, Reward, UserError
+from pellucid.types import Completion, Group, Progress, Prompt, UserError
 from runs import in_two_processes, train
 
 RANKED = f"{Path(__file__).with_name('trl_functions.py')}:ranked"
-FIRST, SECOND = Prompt("p", "first?"), Prompt("q", "second?")
+SECOND = Prompt("q", "second?")
 
 
 def said(text):
@@ -98,35 +99,9 @@ def test_an_object_that_grades_so_needs_no_other_reward():
         section_of(Nothing(), Objects())
 
 
-@dataclass(frozen=True)
-class Named:
-    """Its fields and helpers have names that mean something to us."""
-
-    seed: int = 0
-    split: str = "train"
-    total: int = 100
-    seen: int = 0
-
-    def sample(self, step, n):
-        return [FIRST] * n
-
-    def rewards(self, text):
-        return float(len(text))
-
-    def reward(self, prompt, completion):
-        assert completion.sampling_mask == ()
-        return Reward(self.rewards(completion.text))
-
-
 def test_names_of_the_user_s_own_are_no_protocol(graded):
     said_so = [(FIRST, replace(said(text), sampling_mask=[[1]])) for text in ("a", "bb")]
     assert [reward.value for reward in graded(Named()).reward_all(said_so)] == [1.0, 2.0]
-
-
-@dataclass(frozen=True)
-class Mine(Dataset):
-    def reward(self, prompt, completion):
-        return Reward(7.0)
 
 
 def test_a_dataset_with_a_reward_of_its_own_has_that_reward(rows, graded):

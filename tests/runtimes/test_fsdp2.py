@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import shutil
-import subprocess
-import sys
 from functools import cache
 from pathlib import Path
 
@@ -15,6 +13,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from conftest import VOCAB
+from forked import ran
 from pellucid.runtimes.fsdp2 import mesh_of
 from pellucid.runtimes.settings import RuntimeConfig
 from pellucid.types import UserError
@@ -136,8 +135,7 @@ def test_an_adapter_that_cannot_be_merged_ends_all_processes_with_one_line(recip
 def test_one_process_that_was_started_by_itself_may_shard(recipe, tmp_path):
     """What then is sharded among one; said in a process of its own, whose group no other test sees."""
     settings = ["--run", tmp_path / "run", "--algorithm.steps", 1, "--evaluate.every", 0, "--runtime.engine", "fsdp2"]
-    command = [sys.executable, "-m", "pellucid", "train", recipe, *settings]
-    done = subprocess.run(list(map(str, command)), capture_output=True, text=True, check=False)
+    done = ran("-m", "pellucid", "train", recipe, *settings)
     assert done.returncode == 0, done.stderr
     assert (tmp_path / "run" / "checkpoints" / "step-000001" / "policy").is_dir()
 
@@ -178,8 +176,8 @@ except UserError as error:
 
 def test_where_memory_runs_out_with_fsdp2_the_run_ends_and_can_go_on(tmp_path):
     """A backward pass that was broken off leaves it without gradients ever after."""
-    program = ONCE.format(paths=[str(Path(__file__).parent), str(Path(__file__).parents[1])])
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    (tmp_path / "once.py").write_text(ONCE.format(paths=[str(Path(__file__).parent), str(Path(__file__).parents[1])]))
+    done = ran(tmp_path / "once.py")
     assert "go on with --resume and --algorithm.micro_batch 2" in done.stdout, done.stderr
 
 

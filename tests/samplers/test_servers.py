@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import signal
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -26,9 +28,13 @@ SAMPLING = Sampling(4, max_tokens=24, seed="0/0")
 WORDS = ["-m", "pellucid", "sampler", "--port", "PORT", "--cache-gb", "0.1", "--rows", "16"]
 
 
+def started(*words):
+    return subprocess.Popen([sys.executable, *words])
+
+
 @pytest.fixture(scope="module")
 def pair():
-    with two(*WORDS) as both:
+    with two(*WORDS, begin=started) as both:
         yield both
 
 

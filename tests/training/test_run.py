@@ -6,8 +6,6 @@ import json
 import math
 import random
 import shutil
-import subprocess
-import sys
 import time
 from dataclasses import replace
 
@@ -17,6 +15,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from conftest import records
+from forked import Forked
 from pellucid import cli, config
 from pellucid.commands import line
 from pellucid.reporting.run_folder import checkpoints
@@ -192,7 +191,7 @@ def test_a_run_killed_by_the_system_resumes(recipe, tmp_path):
     longer = ["--algorithm.steps", "40", "--checkpoint.every", "3", "--evaluate.every", "10"]
     longer += ["--algorithm.epochs", "1", "--algorithm.minibatches", "1", "--algorithm.micro_batch", "0"]
     assert train(recipe, "--run", whole, *longer) == 0
-    process = subprocess.Popen([sys.executable, "-m", "pellucid", "train", recipe, "--run", killed, *longer])
+    process = Forked("-m", "pellucid", "train", recipe, "--run", killed, *longer)
     while not list((killed / "checkpoints").glob("step-*[0-9]")):
         time.sleep(0.05)
         assert process.poll() is None

@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 
 from conftest import records
+from forked import Forked
 from pellucid import config
 from pellucid.policy.policy import Policy
 from pellucid.reporting.run_folder import checkpoints
@@ -33,9 +34,15 @@ def pellucid(*arguments, **kwargs):
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, **kwargs)
 
 
+def endless(recipe, run_dir):
+    """A run that goes on until it is ended."""
+    command = ["train", recipe, "--run", run_dir, "--algorithm.steps", 10**6, "--checkpoint.every", 1]
+    return Forked("-m", "pellucid", *command)
+
+
 def until(there, process):
     while not there():
-        assert process.poll() is None, process.communicate()
+        assert process.poll() is None
         time.sleep(0.02)
 
 
@@ -68,14 +75,14 @@ def dying_in(monkeypatch, step):
 
 def test_of_two_processes_on_one_folder_the_second_names_the_first_and_touches_nothing(recipe, tmp_path, capsys):
     run_dir = tmp_path / "run"
-    first = pellucid("train", recipe, "--run", run_dir, "--algorithm.steps", 10**6, "--checkpoint.every", 1)
+    first = endless(recipe, run_dir)
     until(lambda: checkpoints(run_dir), first)
     for arguments in (["--resume", run_dir, "--algorithm.steps", 1], [recipe, "--run", run_dir]):
         assert train(*arguments) == 2
         [line] = capsys.readouterr().err.splitlines()
         assert f"process {first.pid} trains in {run_dir}: wait for it, or stop it (since " in line
     first.kill()
-    first.communicate()
+    first.wait()
     assert train("--resume", run_dir, "--algorithm.steps", 1) == 0, "the lock died with its holder"
     steps = [row["step"] for row in records(run_dir / "metrics.jsonl")]
     assert steps == list(range(1, len(steps) + 1))
@@ -84,14 +91,14 @@ def test_of_two_processes_on_one_folder_the_second_names_the_first_and_touches_n
 def test_the_reward_process_does_not_keep_the_lock(recipe, tmp_path):
     """It may live on for a moment, or hang in a reward, when its parent is killed."""
     run_dir = tmp_path / "run"
-    first = pellucid("train", recipe, "--run", run_dir, "--algorithm.steps", 10**6, "--checkpoint.every", 1)
+    first = endless(recipe, run_dir)
     until(lambda: checkpoints(run_dir), first)
     children = subprocess.run(
         ["ps", "-o", "pid=", "--ppid", str(first.pid)], capture_output=True, text=True, check=True
     ).stdout.split()
     holders = [pid for pid in children if str(run_dir / ".lock") in files_of(pid)]
     first.kill()
-    first.communicate()
+    first.wait()
     assert children
     assert not holders
 

@@ -16,6 +16,7 @@ import subprocess
 import threading
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
+from functools import cache
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -75,6 +76,7 @@ class Agent:
         if self._solve:
             self._openai = extra("openai", "agents", f'run = "{talk.run}"')
             extra("openai.resources", "agents", "an agent")  # half a second that each process would otherwise need
+            certificates()
 
     def answer(self, request: Solve) -> Answer:
         """Return what the agent says that its rollout was worth, or why it came to nothing."""
@@ -99,8 +101,17 @@ class Agent:
         assert self._solve and self._openai
         settings: Any = {"base_url": request.base_url, "api_key": KEY, "max_retries": 0, "timeout": None}
         if not inspect.iscoroutinefunction(self._solve):
-            return self._solve(dict(request.row), self._openai.OpenAI(**settings))
-        return asyncio.run(awaited(self._solve(dict(request.row), self._openai.AsyncOpenAI(**settings))))
+            http = self._openai.DefaultHttpxClient(verify=certificates())
+            return self._solve(dict(request.row), self._openai.OpenAI(**settings, http_client=http))
+        http = self._openai.DefaultAsyncHttpxClient(verify=certificates())
+        client = self._openai.AsyncOpenAI(**settings, http_client=http)
+        return asyncio.run(awaited(self._solve(dict(request.row), client)))
+
+
+@cache
+def certificates() -> Any:
+    """Return what clients trust. It is read once, before processes are forked: that takes longer than a fork."""
+    return extra("httpx", "agents", "an agent").create_ssl_context()
 
 
 def commanded(command: str, row: Mapping[str, Any]) -> float | None:

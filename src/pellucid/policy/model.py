@@ -118,6 +118,12 @@ def add_adapter(model: PreTrainedModel, rank: int, alpha: float = 0.0, targets: 
         raise UserError(
             f"policy.lora_targets: no linear layer is called {unknown[0]}; there are {', '.join(sorted(known))}"
         )
+    head = model.get_output_embeddings()
+    names = {name.rpartition(".")[2] for name, module in model.named_modules() if module is head}
+    if of_head := names & set(targets):
+        raise UserError(
+            f"policy.lora_targets: {of_head.pop()} is the output layer, which is read without its module: leave it out"
+        )
     try:
         return peft.get_peft_model(model, settings)
     except (NotImplementedError, ValueError) as error:
