@@ -267,6 +267,17 @@ def test_the_prediction_is_the_gradient_at_the_start_times_the_step(recipe, mode
     assert frame[frame.kind == "sampled"].predicted.notna().all(), "step 1 is always predicted"
 
 
+def test_tokens_are_recorded_at_the_steps_that_the_settings_name(recipe, tmp_path):
+    """Where a step is recorded and predictions are due, it is predicted; after a resume, too."""
+    settings = ("--evaluate.every", 0, "--log.tokens", 1, "--log.token_steps", 2, "--log.predictions", 3)
+    assert train(recipe, "--run", tmp_path / "run", *settings) == 0
+    assert tokens.steps(tmp_path / "run") == [1, 2, 4, 6]
+    found = [table(tmp_path / "run", step).predicted.notna().any() for step in (1, 2, 4, 6)]
+    assert found == [True, False, False, True]
+    assert train("--resume", tmp_path / "run", "--algorithm.steps", 8) == 0
+    assert tokens.steps(tmp_path / "run") == [1, 2, 4, 6, 8]
+
+
 def test_predictions_are_made_at_the_steps_that_the_settings_name(recipe, tmp_path):
     settings = ("--evaluate.every", 0, "--checkpoint.every", 0)
     assert train(recipe, "--run", tmp_path / "run", *settings, *RECORD[:2], "--log.predictions", 3) == 0
