@@ -13,7 +13,8 @@ import tempfile
 import time
 from dataclasses import replace
 from pathlib import Path
-from statistics import median
+from statistics import fmean, median
+from typing import NamedTuple
 
 from pellucid import config
 from pellucid.algorithm import grpo
@@ -40,32 +41,44 @@ def main() -> None:
         place = Path(folder)
         turn(cfg, parts, place, 0, 0)
         rounds = [{n: turn(cfg, parts, place / f"{n}", n, 0) for n in GROUPS} for _ in range(options.repeats)]
-        seconds = {n: of_turns([of_round[n] for of_round in rounds]) for n in GROUPS}
+        taken = {n: of_turns([of_round[n] for of_round in rounds]) for n in GROUPS}
         foreseen = of_turns([turn(cfg, parts, place / "predicted", 1, 1)])
-        print(table(seconds, {n: size(place / f"{n}") for n in GROUPS}))
-        print(f"\na step that is also predicted, 1 group: {foreseen - seconds[1]:.2f} s more")
+        print(table(taken, {n: size(place / f"{n}") for n in GROUPS}))
+        more = foreseen - taken[1]
+        print(f"\na step that is also predicted, 1 group: {more.wall:.2f} s more, {more.cpu:.2f} of the processor")
     parts.close()
 
 
-def turn(cfg: Config, parts: Components, place: Path, groups: int, predictions: int) -> list[float]:
-    """Seconds of each step."""
+class Seconds(NamedTuple):
+    wall: float
+    cpu: float
+    """Of all threads: what other processes do meanwhile does not count, if OMP_NUM_THREADS=1 keeps threads from waiting
+    for one another."""
+
+    def __sub__(self, other: Seconds) -> Seconds:
+        return Seconds(self.wall - other.wall, self.cpu - other.cpu)
+
+
+def turn(cfg: Config, parts: Components, place: Path, groups: int, predictions: int) -> list[Seconds]:
+    """How long each step took."""
     cfg = replace(cfg, log=replace(cfg.log, tokens=groups, predictions=predictions))
     parts.state = grpo.State()
     parts.runtime.updates = 0
     objects = (parts.task, parts.sampler, parts.policy, parts.runtime)
     steps = grpo.train(*objects, cfg.algorithm, parts.reference, parts.state, training_sampling(cfg))
-    seconds, start = [], time.perf_counter()
+    seconds, start = [], Seconds(time.perf_counter(), time.process_time())
     for _ in recorded(steps, cfg, place, parts):
-        now = time.perf_counter()
+        now = Seconds(time.perf_counter(), time.process_time())
         seconds.append(now - start)
         start = now
     return seconds
 
 
-def of_turns(turns: list[list[float]]) -> float:
-    """Seconds a step: the mean over steps of the median over turns."""
-    medians = [median(of_step) for of_step in zip(*turns, strict=True)]
-    return sum(medians) / len(medians)
+def of_turns(turns: list[list[Seconds]]) -> Seconds:
+    """Of a step: the mean over steps of the median over turns."""
+    steps = list(zip(*turns, strict=True))
+    clocks = ([median(one[clock] for one in of_step) for of_step in steps] for clock in (0, 1))
+    return Seconds(*(fmean(medians) for medians in clocks))
 
 
 def size(place: Path) -> float:
@@ -74,10 +87,11 @@ def size(place: Path) -> float:
     return sum(files) / len(files) / 1e3 if files else 0.0
 
 
-def table(seconds: dict[int, float], sizes: dict[int, float]) -> str:
-    lines = ["| groups | step, s | more | KB a step |", "|---|---|---|---|"]
-    for n, taken in seconds.items():
-        lines.append(f"| {n} | {taken:.3f} | {taken / seconds[0] - 1:+.1%} | {sizes[n]:.0f} |")
+def table(taken: dict[int, Seconds], sizes: dict[int, float]) -> str:
+    lines = ["| groups | step, s | more | of the processor, s | more | KB a step |", "|---|---|---|---|---|---|"]
+    for n, of_step in taken.items():
+        more = [f"{x:.3f} | {x / off - 1:+.1%}" for x, off in zip(of_step, taken[0], strict=True)]
+        lines.append(f"| {n} | {' | '.join(more)} | {sizes[n]:.0f} |")
     return "\n".join(lines)
 
 

@@ -209,14 +209,18 @@ class LogConfig:
     tokens: int = 0
     """Groups of each step of which tokens/ says, token by token, what the update did: those that taught something
     first. It costs a forward pass of their completions; 0 costs nothing."""
+    token_steps: int = 1
+    """Steps between those whose tokens are recorded, besides step 1."""
     predictions: int = 10
-    """Steps between those whose tokens' movement is also predicted to first order, besides step 1: as much again as
-    the forward pass, and a copy of the weights. 0 is none at all."""
+    """Steps between those whose tokens' movement is also predicted to first order, where they are recorded, besides
+    step 1: several times the cost of the record, and a copy of the weights. 0 is none at all."""
     traces: Literal["extremes", "by_length"] = "extremes"
     """Which completions report.html shows of the first and the last step: the best and the worst of all, or of the
     short, the middling and the long each."""
 
     def __post_init__(self) -> None:
+        if self.token_steps < 1:
+            raise ValueError(f"token_steps = {self.token_steps} must be at least 1: tokens = 0 records none")
         for name in ("rollouts", "tokens", "predictions"):
             if getattr(self, name) < 0:
                 raise ValueError(f"{name} = {getattr(self, name)} must not be negative")

@@ -62,12 +62,12 @@ class Microscope:
 
     def follow(self, steps: Iterator[StepResult]) -> Iterator[StepResult]:
         scorer = self.parts.policy.scorer
-        scorer.watcher = self.seen
         try:
             self.prepare()
             for result in steps:
                 start = time.perf_counter()
-                self.record(result)
+                if scorer.watcher:
+                    self.record(result)
                 spent = {"time/record": time.perf_counter() - start}
                 yield result._replace(metrics=result.metrics | spent)
                 self.prepare()
@@ -77,9 +77,11 @@ class Microscope:
     def prepare(self) -> None:
         """Before a step."""
         self.seen.forget()
-        step = self.parts.state.step + 1
-        due = step <= self.cfg.algorithm.steps and (step == 1 or step % max(1, self.cfg.log.predictions) == 0)
-        self.before = kept(self.parts.policy) if self.predicts and due else {}
+        step, log = self.parts.state.step + 1, self.cfg.log
+        watched = step <= self.cfg.algorithm.steps and (step == 1 or step % log.token_steps == 0)
+        self.parts.policy.scorer.watcher = self.seen if watched else None
+        due = watched and self.predicts and (step == 1 or step % log.predictions == 0)
+        self.before = kept(self.parts.policy) if due else {}
 
     def record(self, result: StepResult) -> None:
         """Write the file of a finished step. All processes call this; each contributes what it trained on."""
