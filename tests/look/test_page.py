@@ -155,6 +155,16 @@ def test_an_address_leads_back_to_the_token(browser, url):
     assert found(browser, ".panel .sentence")[0].text
 
 
+def test_a_question_is_followed_through_the_steps(browser, url):
+    go(browser, f"{url}#/question", "question")
+    found(browser, ".questions a")[0].click()
+    eventually(browser, lambda: len(found(browser, ".history")) == 9)
+    labels = [chart.get_attribute("aria-label") for chart in found(browser, "svg.chart")]
+    assert labels[0] == "mean reward: 0.5 → 0.5"
+    assert labels[1] == "mean length, tokens: 10 → 10"
+    assert silent(browser)
+
+
 def test_the_page_says_of_a_token_what_the_terminal_says(browser, tmp_path):
     run = run_folder(tmp_path / "run")
     said = [{"rule": rule, "push": 0.0, "ratio": 0.76, "bound": 0.8, "advantage": -0.9} for rule in RULES]

@@ -65,6 +65,12 @@ def test_differences_shares_and_sums_of_a_step(two_tokens):
     assert [(s["completion"], s["start"], s["end"]) for s in tokens.sequences] == [(-1, 0, 1), (0, 1, 3)]
 
 
+def test_given_tokens_have_no_part_in_the_entropy_of_a_group(tmp_path):
+    run = run_folder(tmp_path / "run")
+    write_tokens(run, 1, [row(0, 0, 0, "a", entropy_before=1.0), row(0, 0, 1, "b", kind="given", entropy_before=9.0)])
+    assert Run(run).at(1)["groups"][0]["entropy"] == 1.0
+
+
 def test_the_log_prob_of_the_start_is_what_a_step_changed(tmp_path):
     """With several updates a step, the log-prob of the last of them has moved already."""
     run = run_folder(tmp_path / "run")

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from math import fsum, inf, log
+from math import fsum, inf, isnan, log
 from typing import Any
 
 import numpy as np
@@ -163,6 +163,8 @@ def numbered(
     least: float,
 ) -> list[list[float] | None] | None:
     """Of each row the numbers of its alternatives in the vocabulary, in turn with their log-probs."""
+    if least > 1:
+        return None
     logprobs = iter(rounded([top[2] for row in tops if row for top in row], digits))
     likely = log(least) if least > 0 else -inf
     rows: list[list[float] | None] = []
@@ -185,4 +187,4 @@ def rounded(values: Sequence[float | None], digits: int, floor: float | None = F
     places = np.minimum(digits - 1 - np.floor(np.log10(np.maximum(size, least))), finest)
     factor = 10.0 ** np.abs(places)
     whole = np.where(places >= 0, np.round(found * factor) / factor, np.round(found / factor) * factor)
-    return [None if np.isnan(x) else int(x) if x == int(x) else x for x in whole.tolist()]
+    return [None if isnan(x) else int(x) if x == int(x) else x for x in whole.tolist()]

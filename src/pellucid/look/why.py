@@ -16,6 +16,8 @@ from pellucid.reporting.run_folder import Record
 WINDOW = 20
 """How many of the last steps are judged."""
 NEARLY_ALL = 0.95
+MOSTLY = 0.8
+"""The share of groups without a signal, or of answers cut off, from which a run has little to learn from."""
 MOST_CLIPPED = 0.5
 """The share of clipped tokens from which the clip is what holds the run back."""
 NEXT_TO_NOTHING = 1e-3
@@ -80,7 +82,7 @@ def failures(config: Record, rows: Sequence[Record], error: str) -> Iterator[Fin
 def without_signal(rows: Sequence[Record], summaries: Sequence[Record]) -> Iterator[Finding]:
     """All groups of equal rewards: which reward, where the groups themselves are known."""
     right, wrong = (mean(rows, f"groups/dead_{name}") or 0.0 for name in (ALL_RIGHT, ALL_WRONG))
-    if right + wrong < NEARLY_ALL:
+    if right + wrong < MOSTLY:
         return
     kinds = [group["signal"] for each in summaries for group in each["groups"]]
     partial = kinds.count(PARTIAL) / len(kinds) if kinds else 0.0
@@ -89,9 +91,9 @@ def without_signal(rows: Sequence[Record], summaries: Sequence[Record]) -> Itera
     if partial > 0.5:
         reward = next(g["rewards"][0] for each in summaries for g in each["groups"] if g["signal"] == PARTIAL)
         yield Finding("all_partial", TROUBLE, last, {**told, "reward": figure(reward)})
-    elif right >= NEARLY_ALL:
+    elif right >= MOSTLY:
         yield Finding("all_right", TROUBLE, last, told)
-    elif wrong >= NEARLY_ALL:
+    elif wrong >= MOSTLY:
         yield Finding("all_wrong", TROUBLE, last, told)
     else:
         yield Finding("no_signal", TROUBLE, last, told)
@@ -99,7 +101,7 @@ def without_signal(rows: Sequence[Record], summaries: Sequence[Record]) -> Itera
 
 def cut_off(config: Record, rows: Sequence[Record]) -> Iterator[Finding]:
     ended = mean(rows, "completion/finished")
-    if ended is not None and ended <= 1 - NEARLY_ALL:
+    if ended is not None and ended <= 1 - MOSTLY:
         limit = at(config, "sampler.max_tokens", "?")
         yield Finding("cut_off", TROUBLE, rows[-1]["step"], {"share": share(1 - ended), "limit": limit})
 
