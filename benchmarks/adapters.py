@@ -2,8 +2,8 @@
 
     .venv-vllm/bin/python benchmarks/adapters.py --repeats 3
 
-Each repeat makes the engines anew, one after the other, as a process has room for one. A push is what a step costs after
-the first: the weights made ready, taken by the engine, and proved. Medians.
+Each repeat makes the engines anew, one after the other, as a process has room for one. A push is what a step after the
+first costs: the weights made ready, taken by the engine, and proved. Medians.
 """
 
 from __future__ import annotations
