@@ -119,16 +119,13 @@ def test_it_answers_over_http(installed, tmp_path, model_dir):
 
 
 def test_a_missing_extra_is_one_line(installed, tmp_path, model_dir):
-    (tmp_path / "questions.parquet").write_bytes(b"PAR1")
     settings = ["--run", "run", "--policy.model", str(model_dir)]
     task = '[task]\nname = "dataset"\nanswer = "a"\ntemplate = "{q}"\n'
-    (tmp_path / "rows.toml").write_text(f'{task}data = "questions.parquet"\n')
     (tmp_path / "hub.toml").write_text(f'{task}data = "openai/gsm8k"\n')
     (tmp_path / "some.toml").write_text("")
     train = ["train", "some.toml", *settings]
     needing = {
         "peft": ("lora", [*train, "--policy.lora", "2"]),
-        "pyarrow": ("data", ["train", "rows.toml", *settings]),
         "datasets": ("data", ["train", "hub.toml", *settings]),
         "tensorboard": ("tensorboard", [*train, "--log.tensorboard"]),
         "wandb": ("wandb", [*train, "--log.wandb", "offline"]),

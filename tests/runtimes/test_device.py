@@ -49,6 +49,7 @@ SMALL = {
     "evaluate.k": 2,
     "checkpoint.every": 2,
     "policy.dtype": "float32",
+    "log.predictions": 0,  # forward-mode gradients: torch has none for tensors of a device that is not there
 }
 WAYS = {
     "full weights": {},
@@ -124,6 +125,7 @@ def one_way(monkeypatch):
         return F.scaled_dot_product_attention(query, key, value, attn_mask=bias, enable_gqa=True)
 
     monkeypatch.setattr(attention.FewProducts, "apply", attend)
+    monkeypatch.setattr(attention, "by_few", attend)
     monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: False)
     monkeypatch.setattr(Native, "_at_once", lambda self: native.BURST)  # products round by how many rows there are
     at_home(monkeypatch)

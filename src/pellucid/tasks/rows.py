@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import codecs
 import csv
+import importlib
 import io
 import json
 import os
@@ -18,7 +19,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from pellucid.machine.extras import extra
 from pellucid.types import UserError
 
 Row = Mapping[str, Any]
@@ -248,7 +248,7 @@ def csv_records(path: Path, fields: list[str], mark: str) -> Iterator[Record]:
 
 
 def read_parquet(path: Path) -> Rows:
-    pyarrow, parquet = (extra(module, "data", f"{path}: Parquet") for module in ("pyarrow", "pyarrow.parquet"))
+    pyarrow, parquet = (importlib.import_module(module) for module in ("pyarrow", "pyarrow.parquet"))
     try:
         table = parquet.read_table(path)
     except pyarrow.ArrowException as error:
