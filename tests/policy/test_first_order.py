@@ -3,12 +3,12 @@
 import pytest
 import torch
 
-from conftest import make_policy
+from conftest import character_tokenizer, make_policy, tiny_llama
 from pellucid.algorithm.batch import collate
 from pellucid.policy.first_order import first_order, kept
+from pellucid.policy.model import add_adapter
+from pellucid.policy.policy import Policy
 from pellucid.types import Completion, Group, Prompt
-
-CPU = torch.device("cpu")
 
 
 def batch_of(lengths=(3, 5, 1, 4)):
@@ -34,7 +34,23 @@ def moved(policy, size=1e-3):
 )
 @pytest.mark.parametrize("recompute", [False, True])
 def test_the_change_is_the_gradient_times_the_step(architecture, engine, recompute):
-    policy = make_policy(architecture, torch.float64, temperature=0.7, gradient_checkpointing=recompute, engine=engine)
+    check_change(
+        make_policy(architecture, torch.float64, temperature=0.7, gradient_checkpointing=recompute, engine=engine)
+    )
+
+
+def test_an_adapter_s_change_is_that_of_its_own_weights():
+    model = tiny_llama().double()
+    policy = Policy(model, character_tokenizer(), torch.float64, adapter=add_adapter(model, 2))
+    moved(policy, 0.3)  # B is 0 at first, and A then has no gradient
+    with torch.no_grad():
+        for p in policy.trainable().values():
+            p.copy_(p.float())  # as they are kept
+    assert all("lora" in name for name in policy.trainable())
+    check_change(policy)
+
+
+def check_change(policy):
     batch, before = batch_of(), kept(policy)
     start = policy.score(batch).logprobs[batch.sampled]
     parameters = list(policy.trainable().values())
