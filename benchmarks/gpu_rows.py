@@ -142,11 +142,13 @@ def kernels(place: Place) -> Outcome:
 
 
 def brief(place: Place, model: Path) -> tuple[object, ...]:
-    """A step of arithmetic, from which no row is dropped whatever its reward."""
+    """A step of arithmetic, from which no row is dropped whatever its reward, and of which no token is recorded: a
+    prediction computes attention in another way.
+    """
     return (
         *("--policy.model", model, "--policy.device", place.device, "--sampler.max-tokens", 8),
         *("--algorithm.steps", 1, "--algorithm.prompts-per-step", 2, "--algorithm.group-size", 4),
-        *("--algorithm.entropy-coef", 1e-6, "--evaluate.every", 0, "--checkpoint.every", 0),
+        *("--algorithm.entropy-coef", 1e-6, "--evaluate.every", 0, "--checkpoint.every", 0, "--log.tokens", 0),
     )
 
 

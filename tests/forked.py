@@ -72,7 +72,10 @@ class Forked:
         if self.returncode is None:
             self._said.setblocking(False)
             with suppress(BlockingIOError):
-                self._read += self._said.recv(100)
+                heard = self._said.recv(100)
+                if not heard:
+                    raise RuntimeError("the server of forked processes has ended")
+                self._read += heard
             self._said.setblocking(True)
         return self.wait() if b"\n" in self._read else self.returncode
 

@@ -52,11 +52,17 @@ def test_there_is_nothing_else(server, path):
     assert asked(server, path)[0].status == 404
 
 
-@pytest.mark.parametrize("host", ["evil.example", "127.0.0.1", "127.0.0.1.evil.example:{port}", ""])
+@pytest.mark.parametrize("host", ["evil.example", "evil.example:{port}", "127.0.0.1.evil.example:{port}", ""])
 def test_another_name_for_this_machine_is_refused(server, host):
     answer, body = asked(server, "/data/0/overview", Host=host.format(port=server.server_port))
     assert answer.status == 403
     assert "charts" not in body
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "localhost:9000", "127.0.0.1:{port}"])
+def test_this_machine_may_be_called_by_another_port(server, host):
+    """As through a tunnel."""
+    assert asked(server, "/data/0/overview", Host=host.format(port=server.server_port))[0].status == 200
 
 
 @pytest.mark.parametrize("method", ["POST", "PUT", "DELETE", "OPTIONS", "HEAD"])

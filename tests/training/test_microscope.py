@@ -402,6 +402,7 @@ def written(tmp_path, groups, most, lr=0.3, **algorithm):
         GRPOConfig(steps=1, prompts_per_step=len(groups), group_size=3, max_length=4, **algorithm),
     )
     runtime, state = OneProcessRuntime(policy, lr), grpo.State(kl_coef=cfg.kl_coef)
+    runtime.micro_batch = 0
     runtime.rank, runtime.main, runtime.engine = 0, True, namedtuple("Engine", "in_step")(False)
 
     def step():

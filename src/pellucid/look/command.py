@@ -5,6 +5,7 @@ from __future__ import annotations
 import webbrowser
 from collections.abc import Sequence
 from pathlib import Path
+from threading import Thread
 
 from pellucid.look import packing
 from pellucid.look.reading import opened
@@ -18,6 +19,8 @@ def look(folders: Sequence[Path], port: int, output: Path | None, browse: bool) 
         raise UserError("look takes a RUN, or two to see side by side")
     runs = [opened(folder) for folder in folders]
     if output:
+        if not output.parent.is_dir():
+            raise UserError(f"there is no folder {output.parent}: name another --output, or make it")
         left_out = packing.write(runs, output)
         size = output.stat().st_size / 1e6
         print(
@@ -26,7 +29,7 @@ def look(folders: Sequence[Path], port: int, output: Path | None, browse: bool) 
         return 0
     with Looking(runs, port) as server:
         print(f"look at {server.url}  (Ctrl-C ends it)", flush=True)
-        if browse:
-            webbrowser.open(server.url)
+        if browse:  # beside the server: a browser of the terminal is waited for
+            Thread(target=webbrowser.open, args=(server.url,), daemon=True).start()
         server.serve_forever()
     return 0

@@ -26,7 +26,7 @@ PAGE = 25
 MOST_QUESTIONS = 1000
 """How many questions are listed, those that were asked most often."""
 KEPT = 64
-"""Summaries and steps that are kept in memory."""
+"""Pages of summaries that are kept in memory."""
 
 
 class Run:
@@ -34,11 +34,12 @@ class Run:
 
     def __init__(self, folder: Path):
         self.folder = folder
-        self.rollouts = Rollouts(folder / "rollouts.jsonl")
+        size = int(at(read_config(folder), "algorithm.group_size", 0) or 0)
+        self.rollouts = Rollouts(folder / "rollouts.jsonl", size)
         self.summary = lru_cache(KEPT * PAGE)(self.summarised)
         self.answers: Mapping[str, Callable[[str], Any]] = {
             "overview": lambda _: self.overview(),
-            "summaries": lambda page: [self.at(step) for step in self.page(number_of(page))],
+            "summaries": lambda page: self.of_steps(self.page(number_of(page))),
             "tokens": lambda step: for_page(self.tokens(number_of(step))),
             "questions": lambda _: self.questions(),
             "why": lambda _: self.why(),
@@ -96,7 +97,12 @@ class Run:
 
     def at(self, step: int) -> dict[str, Any]:
         """The groups of a step; of a step that is still being written, anew each time."""
-        return self.summary(step, step in self.recorded(), self.rollouts.steps().get(step))
+        return self.of_steps([step])[0]
+
+    def of_steps(self, steps: Sequence[int]) -> list[dict[str, Any]]:
+        """The same of several steps, of whose folder one look is enough."""
+        recorded, places = self.recorded(), self.rollouts.steps()
+        return [self.summary(step, step in recorded, places.get(step)) for step in steps]
 
     def recorded(self) -> set[int]:
         return set(tokens.steps(self.folder))
@@ -115,16 +121,16 @@ class Run:
     def questions(self) -> list[dict[str, Any]]:
         """The questions that were asked in more than one step, most often first, with [step, group, reward] of each."""
         asked: dict[str, dict[str, Any]] = {}
-        for step in self.steps():
-            for group in self.at(step)["groups"]:
+        for summarised in self.of_steps(self.steps()):
+            for group in summarised["groups"]:
                 of = asked.setdefault(group["question"], {"prompt": group["prompt"], "at": []})
-                of["at"].append([step, group["group"], reward_of(group)])
+                of["at"].append([summarised["step"], group["group"], reward_of(group)])
         often = sorted(asked.items(), key=lambda item: -len(item[1]["at"]))
         return [{"question": name, **of} for name, of in often if len(of["at"]) > 1][:MOST_QUESTIONS]
 
     def why(self) -> list[dict[str, Any]]:
         last = self.steps()[-WINDOW:]
-        return findings(read_config(self.folder), self.metrics(), [self.at(step) for step in last], self.error(last))
+        return findings(read_config(self.folder), self.metrics(), self.of_steps(last), self.error(last))
 
     def error(self, steps: Sequence[int]) -> str:
         """Why the last reward that failed did."""
@@ -133,10 +139,10 @@ class Run:
 
 
 def opened(folder: Path) -> Run:
-    """The run of a folder with recorded tokens. UserError, a line with the mend, where there is none."""
+    """The run of a folder with tokens that are recorded, or will be. UserError, a line with the mend, for another."""
     if not run_of(str(folder)):
         raise UserError(f"{folder} is no run: name the folder that pellucid train --run wrote")
-    if not tokens.steps(folder):
+    if not tokens.steps(folder) and not at(read_config(folder), "log.tokens", 0):
         raise UserError(
             f"{folder} has no tokens: train it with --log.tokens 4, or tokens = 4 under [log] of its recipe"
         )

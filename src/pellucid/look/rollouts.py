@@ -8,16 +8,19 @@ from pathlib import Path
 
 from pellucid.reporting.run_folder import Record, parsed
 
-STEP = re.compile(rb'\{"step": (\d+)[,}]')
+STEP = re.compile(rb' *\{"step": (\d+)[,}]')
 BLOCK = 1 << 24
 """Bytes that are read at a time."""
 
 
 class Rollouts:
-    """The groups of the steps of a file that may be larger than memory, and may grow."""
+    """The groups of the steps of a file that may be larger than memory, and may grow.
 
-    def __init__(self, path: Path):
-        self.path = path
+    size: of a group, where it is known: neighbours may have one id.
+    """
+
+    def __init__(self, path: Path, size: int = 0):
+        self.path, self.size = path, size
         self.places: dict[int, tuple[int, int]] = {}
         """Of each step its first byte and the byte after its last one."""
         self.read = 0
@@ -57,7 +60,7 @@ class Rollouts:
             if record.get("step") != step:
                 continue
             last = groups[-1] if groups else []
-            if not last or last[0].get("id") != record.get("id"):
+            if not last or last[0].get("id") != record.get("id") or len(last) == self.size:
                 groups.append([])
             groups[-1].append(record)
         return groups

@@ -47,7 +47,7 @@ class Looking(ThreadingHTTPServer):
         number, _, rest = key.partition("/")
         if key == "runs":
             return json.dumps([run.folder.resolve().name for run in self.runs])
-        if not number.isdecimal() or int(number) >= len(self.runs):
+        if not number.isdecimal() or len(number) > 9 or int(number) >= len(self.runs):
             raise UserError(f"there is no run {number}")
         with self.lock:
             return json.dumps(self.runs[int(number)].answer(rest))
@@ -63,7 +63,8 @@ class Handler(BaseHTTPRequestHandler):
         return self.server
 
     def do_GET(self) -> None:
-        if self.headers.get("Host", "") not in {f"{name}:{self.looking.server_port}" for name in NAMES}:
+        # Through a tunnel the port is another, and a browser leaves out 80.
+        if self.headers.get("Host", "").partition(":")[0] not in NAMES:
             self.reply(HTTPStatus.FORBIDDEN, "text/plain", f"the microscope is at {self.looking.url}")
         elif self.path == "/":
             policy = f"{self.looking.policy}; frame-ancestors 'none'"

@@ -11,6 +11,7 @@ import pyarrow as pa
 
 from pellucid.look.steps import Tokens, by_group, tokens_of
 from pellucid.reporting.run_folder import Record
+from pellucid.reporting.tokens import about_of
 from pellucid.types import alike
 
 SIGNAL, ALL_RIGHT, ALL_WRONG, PARTIAL, ALL_FAILED = "signal", "all_right", "all_wrong", "partial", "all_failed"
@@ -21,8 +22,8 @@ LONGEST_PROMPT = 2000
 def signal_of(rewards: Sequence[float | None], correct: Sequence[bool | None], least: float = 0.0) -> str:
     """Whether the rewards of a group differ, or why there is nothing to compare.
 
-    "all_right", "all_wrong" where all rewards are 0 or less, "partial" where all have the same reward above 0 and none
-    is right, "all_failed" where no reward could be computed. least: the range of rewards that counts as none.
+    "all_right", "all_wrong" where all rewards are 0 or less, "partial" where all have the same reward above 0 and not
+    all are right, "all_failed" where no reward could be computed. least: the range of rewards that counts as none.
     """
     graded = [reward for reward in rewards if reward is not None]
     if not graded:
@@ -50,8 +51,8 @@ def summary(
     taught = by_group(table) if table is not None else {}
     told = {j: of_rollouts(group) for j, group in enumerate(groups)}
     if table is not None and not told:
-        tokens = tokens_of(table)
-        told = {j: of_tokens(tokens, j) for j in taught}
+        tokens, questions = tokens_of(table), about_of(table).get("questions", {})
+        told = {j: of_tokens(tokens, j, questions.get(str(j))) for j in taught}
     rows = []
     for j, row in told.items():
         signal = signal_of(row["rewards"], row["correct"], least)
@@ -70,10 +71,11 @@ def of_rollouts(group: Sequence[Record]) -> dict[str, Any]:
     }
 
 
-def of_tokens(tokens: Tokens, group: int) -> dict[str, Any]:
+def of_tokens(tokens: Tokens, group: int, question: str | None) -> dict[str, Any]:
     whole = [each for each in tokens.sequences if each["group"] == group and each["branch"] == 0]
     answers = [each for each in whole if each["completion"] >= 0]
-    prompt = "".join(tokens.text(each) for each in whole if each["completion"] < 0)
+    templated = "".join(tokens.text(each) for each in whole if each["completion"] < 0)
+    prompt = templated if question is None else question  # as rollouts.jsonl has it
     return {
         **asked(prompt, whole[0]["prompt_id"]),
         "rewards": [each["reward"] for each in answers],

@@ -116,13 +116,18 @@ def read(run_dir: Path, step: int) -> pa.Table:
         raise UserError(f"{run_dir} has no tokens of step {step}: [log] tokens says how many groups are recorded")
     try:
         table = pq.ParquetFile(path).read()
-        facts = json.loads((table.schema.metadata or {})[ABOUT])
-    except (pa.ArrowException, OSError, ValueError, KeyError) as error:
+        version = about_of(table)["version"]
+    except (pa.ArrowException, OSError, ValueError, KeyError, TypeError) as error:
         raise UserError(f"{path} is damaged: delete it, and the other steps can be read") from error
     missing = [name for name in SCHEMA.names if name not in table.schema.names]
-    if facts.get("version") != VERSION or missing:
+    if version != VERSION or missing:
         raise UserError(f"{path} was written by another version of Pellucid: read it with that one")
     return table
+
+
+def about_of(table: pa.Table) -> dict[str, Any]:
+    """What the writer said of the file that a table was read from."""
+    return json.loads((table.schema.metadata or {})[ABOUT])
 
 
 def forget(run_dir: Path, after: int) -> None:

@@ -155,6 +155,9 @@ class Engine:
         """
         self.shapes |= {name: weight.shape for name, weight in weights.items()}
         adapter = {name: weight for name, weight in weights.items() if is_of_adapter(name)}
+        if self.adapter:
+            self.llm.llm_engine.remove_lora(self.adapter.lora_int_id)
+            self.adapter = None
         if whole := {name: weight for name, weight in weights.items() if name not in adapter}:
             self.reload(whole)
         if adapter:
@@ -162,8 +165,7 @@ class Engine:
         self.llm.reset_prefix_cache()
 
     def reload(self, weights: Mapping[str, Tensor]) -> None:
-        """Take these weights; vLLM then has no adapter."""
-        self.adapter = None
+        """Take these weights."""
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": iter(weights.items())})
@@ -172,8 +174,6 @@ class Engine:
     def adapt(self, adapter: Mapping[str, Tensor]) -> None:
         """Take this adapter for the one before. vLLM keys what it caches by its name, so each has one of its own."""
         number = next(self.adapters)
-        if self.adapter:
-            self.llm.llm_engine.remove_lora(self.adapter.lora_int_id)
         with tempfile.TemporaryDirectory() as folder:
             write(adapter, Path(folder))
             self.adapter = self.request(f"adapter {number}", number, folder)

@@ -23,6 +23,7 @@ from pellucid.algorithm.explained import RULES
 from pellucid.algorithm.grpo import StepResult
 from pellucid.algorithm.settings import GRPOConfig
 from pellucid.config import Config
+from pellucid.machine import hardware
 from pellucid.policy.examined import Examined
 from pellucid.policy.first_order import first_order, kept
 from pellucid.policy.texts import Texts
@@ -96,7 +97,8 @@ class Microscope:
             tables[i] = self.of_group(result.step, i, group, rows, [after.pop(0) for _ in rows])
         every = {i: table for of_process in runtime.gather([tables]) for i, table in of_process.items()}
         if runtime.main:
-            tokens.write(self.run_dir, result.step, joined([every[i] for i in chosen]), about(self.cfg))
+            asked = {"questions": {str(i): groups[i].prompt.question for i in chosen}}
+            tokens.write(self.run_dir, result.step, joined([every[i] for i in chosen]), about(self.cfg) | asked)
 
     # ------------------------------------------------------------ after the update
 
@@ -113,26 +115,36 @@ class Microscope:
             return []
         batches = [collate([group]) for group in ours] or [collate(groups[:1]).rows(slice(1))]
 
-        def looked(rows: int) -> list[list[Columns]]:
-            chunks = [chunk for batch in batches for chunk in batch.chunks(rows)]
-            rounds = max(runtime.gather([len(chunks)])) if together else len(chunks)
-            found = [self.look(chunk) for chunk in chunks]
-            for _ in range(rounds - len(chunks)):
-                policy.module(policy.scorer.examine, chunks[-1].rows(slice(1)))
-            return found
-
-        most = max(map(len, batches))
-        found = runtime.fit(looked, self.cfg.algorithm.micro_batch or most)
-        return [columns for of_chunk in found for columns in of_chunk] if ours else []
+        most = runtime.micro_batch or self.cfg.algorithm.micro_batch  # what the update has had room for
+        chunks = [chunk for batch in batches for chunk in batch.chunks(most)]
+        rounds = max(runtime.gather([len(chunks)])) if together else len(chunks)
+        found = [columns for chunk in chunks for columns in self.look(chunk)]
+        for _ in range(rounds - len(chunks)):
+            policy.module(policy.scorer.examine, chunks[-1].rows(slice(1)))
+        return found if ours else []
 
     def look(self, batch: Batch) -> list[Columns]:
         """The columns of each row of a batch."""
-        policy = self.parts.policy
-        looked: Examined = policy.module(policy.scorer.examine, batch)
+        policy, together = self.parts.policy, self.parts.runtime.engine.in_step
+        # A module that brings processes together would wait for those that have nothing to look at.
+        examine = policy.scorer.examine
+        looked: Examined = policy.module(examine, batch) if together else examine(batch)
         flat = {"logprob_after": looked.logprobs, "entropy_after": looked.entropy, **of_distributions(looked, "after")}
-        if self.before:
-            flat["logprob_start"], flat["predicted"] = first_order(policy, batch, self.before)
-        return by_row(flat, batch.scored.sum(-1).tolist())
+        return by_row(flat | self.prediction(batch), batch.scored.sum(-1).tolist())
+
+    def prediction(self, batch: Batch) -> Columns:
+        """The columns of a prediction, where one is made; none from now on where memory runs out for it."""
+        if not self.before:
+            return {}
+        try:
+            start, change = first_order(self.parts.policy, batch, self.before)
+            return {"logprob_start": start, "predicted": change}
+        except (RuntimeError, MemoryError) as error:
+            if not hardware.out_of_memory(error):
+                raise
+        self.before, self.predicts = {}, False
+        print("! memory ran out in a prediction: none is made from now on, as of log.predictions = 0", flush=True)
+        return {}
 
     # ------------------------------------------------------------ tables
 
