@@ -132,7 +132,7 @@ class Microscope:
         flat = {"logprob_after": looked.logprobs, "entropy_after": looked.entropy, **of_distributions(looked, "after")}
         return by_row(flat | self.prediction(batch), batch.scored.sum(-1).tolist())
 
-    def prediction(self, batch: Batch) -> Columns:
+    def prediction(self, batch: Batch) -> dict[str, Tensor]:
         """The columns of a prediction, where one is made; none from now on where memory runs out for it."""
         if not self.before:
             return {}
