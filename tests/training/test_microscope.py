@@ -352,6 +352,14 @@ def test_two_processes_write_what_one_does(recipe, tmp_path, engine):
         pd.testing.assert_series_equal(one[name].explode(), two[name].explode(), rtol=2e-3, atol=2e-4)
 
 
+def test_a_process_that_records_nothing_is_not_waited_for(recipe, tmp_path):
+    """Modules of transformers have buffers, which data parallelism brings together before a forward pass."""
+    settings = ("--algorithm.steps", 2, "--evaluate.every", 0, "--checkpoint.every", 0, "--log.tokens", 1)
+    words = ("--run", tmp_path / "two", *settings, "--policy.engine", "transformers", "--runtime.timeout", 20)
+    in_two_processes("-m", "pellucid", "train", recipe, *words)
+    assert tokens.steps(tmp_path / "two") == [1, 2]
+
+
 # ---------------------------------------------------------------- groups made by hand
 
 
