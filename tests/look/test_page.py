@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 
 import pytest
@@ -134,12 +135,17 @@ def test_keys_alone_lead_from_the_run_to_a_token_and_on(browser, url):
     assert browser.execute_script("return document.getElementById('by').value") != before
     press(browser, "a")
     assert found(browser, ".board.rows")
+    kept = int(re.search(r"#/group/9/(\d)", browser.current_url)[1])
     press(browser, "a", "[")
     eventually(browser, lambda: "#/group/8" in browser.current_url)
-    eventually(browser, lambda: "Step 8" in text(browser))
-    group = browser.current_url
-    press(browser, "j")
-    eventually(browser, lambda: browser.current_url != group and "#/group/8/" in browser.current_url)
+    eventually(browser, lambda: f"Step 8, group {kept}" in text(browser))
+    press(browser, "j", "k")  # to the other group of the step, wherever that is
+    eventually(browser, lambda: f"Step 8, group {1 - kept}" in text(browser))
+    press(browser, "2")
+    eventually(browser, lambda: browser.current_url.endswith("#/step/8"))
+    eventually(browser, lambda: found(browser, "main[data-view=step][aria-busy=false]"))
+    press(browser, "3")
+    eventually(browser, lambda: browser.current_url.endswith(f"#/group/8/{1 - kept}"))
     press(browser, "?")
     assert found(browser, "dialog[open]")
     press(browser, Keys.ESCAPE)
