@@ -136,7 +136,7 @@ def test_keys_alone_lead_from_the_run_to_a_token_and_on(browser, url):
     assert browser.execute_script("return document.getElementById('by').value") != before
     press(browser, "a")
     assert found(browser, ".board.rows")
-    kept = int(re.search(r"#/group/9/(\d)", browser.current_url)[1])
+    kept = int(browser.current_url.partition("?")[0][-1])
     press(browser, "a", "[")
     eventually(browser, lambda: "#/group/8" in browser.current_url)
     eventually(browser, lambda: f"Step 8, group {kept}" in text(browser))
@@ -337,7 +337,7 @@ def test_a_quantity_that_is_nowhere_cannot_be_chosen_and_values_beyond_the_colou
         go(browser, f"{server.url}#/group/1/0", "group")
         closed = [option.get_attribute("value") for option in found(browser, "#by option:disabled")]
         assert closed == ["ratio", "gap", "drift", "rule"]
-        assert found(browser, ".legend")[0].text == "≤ -0.49 to 0.49"
+        assert found(browser, ".legend")[0].text == "≤ -0.25 to ≥ 0.25"
 
 
 def test_a_step_without_a_prediction_and_one_that_is_not_there_name_others(browser, tmp_path):
@@ -379,6 +379,7 @@ def test_the_language_is_kept_for_the_next_time(browser, url):
     try:
         titles = [title.text for title in found(browser, "svg.chart text.title")]
         assert {"奖励", "无信号的组"} <= set(titles)
+        assert "奖励 0.75" in [label.text for label in found(browser, "svg.chart text.label")]
         assert "tiny，任务 arithmetic" in text(browser)
     finally:
         press(browser, "l")

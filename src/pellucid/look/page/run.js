@@ -35,9 +35,11 @@ export async function runView({first}) {
 
 // Titles and labels of a chart that are fixed words, in the language of the page.
 function translated(svg) {
-  for (const node of svg.querySelectorAll("text, tspan")) {
-    const key = `chart.${node.textContent}`;
-    if (!node.childElementCount && WORDS[key]) node.textContent = say(key);
+  const texts = document.createTreeWalker(svg, NodeFilter.SHOW_TEXT);
+  while (texts.nextNode()) {
+    const node = texts.currentNode,
+      [, word, rest] = node.data.match(/^(\D*?)(\s\d.*|\s*)$/s) ?? [];
+    if (WORDS[`chart.${word}`]) node.data = say(`chart.${word}`) + rest;
   }
   return svg;
 }
