@@ -61,9 +61,9 @@ def row_keys():
     return {"group", "prompt_id", "completion", "branch", "position", "token", "text", "kind", "rule"}
 
 
-def write_tokens(run, step, rows):
+def write_tokens(run, step, rows, **about):
     names = {name: None for each in rows for name in each}
-    tokens.write(run, step, {"step": [step] * len(rows), **{n: [r.get(n) for r in rows] for n in names}}, ABOUT)
+    tokens.write(run, step, {"step": [step] * len(rows), **{n: [r.get(n) for r in rows] for n in names}}, ABOUT | about)
 
 
 def lines(path, records):

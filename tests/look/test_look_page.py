@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 
 import pytest
@@ -11,7 +12,7 @@ from selenium.webdriver.common.keys import Keys
 from selenium.webdriver.support.ui import WebDriverWait
 
 from looking import looking
-from made_runs import add_step, prompt, row, run_folder, small_run, write_tokens
+from made_runs import CONFIG, add_step, prompt, row, run_folder, small_run, write_tokens
 from pages import HOSTILE
 from pellucid.look import packing
 from pellucid.look.reading import Run
@@ -134,12 +135,17 @@ def test_keys_alone_lead_from_the_run_to_a_token_and_on(browser, url):
     assert browser.execute_script("return document.getElementById('by').value") != before
     press(browser, "a")
     assert found(browser, ".board.rows")
+    kept = int(browser.current_url.partition("?")[0][-1])
     press(browser, "a", "[")
     eventually(browser, lambda: "#/group/8" in browser.current_url)
-    eventually(browser, lambda: "Step 8" in text(browser))
-    group = browser.current_url
-    press(browser, "j")
-    eventually(browser, lambda: browser.current_url != group and "#/group/8/" in browser.current_url)
+    eventually(browser, lambda: f"Step 8, group {kept}" in text(browser))
+    press(browser, "j", "k")  # to the other group of the step, wherever that is
+    eventually(browser, lambda: f"Step 8, group {1 - kept}" in text(browser))
+    press(browser, "2")
+    eventually(browser, lambda: browser.current_url.endswith("#/step/8"))
+    eventually(browser, lambda: found(browser, "main[data-view=step][aria-busy=false]"))
+    press(browser, "3")
+    eventually(browser, lambda: browser.current_url.endswith(f"#/group/8/{1 - kept}"))
     press(browser, "?")
     assert found(browser, "dialog[open]")
     press(browser, Keys.ESCAPE)
@@ -289,3 +295,103 @@ def test_a_damaged_file_is_said_and_the_others_are_shown(browser, tmp_path):
         eventually(browser, lambda: "is damaged" in text(browser))
         go(browser, f"{server.url}#/group/2/0", "group")
     browser.get_log("browser")
+
+
+def test_answers_that_begin_alike_are_one_mover_of_all_their_gradient(browser, tmp_path):
+    """The first token is that of three answers, the second of two, and each copy alone is less than the other token."""
+    run = run_folder(tmp_path / "run")
+    same = {"logprob_after": -0.2, "gradient": 0.2, "push": 0.2}
+    against = {**same, "reward": 0.0, "push": -0.1, "advantage": -0.5}
+    rows = [row(0, c, i, text, **(against if c == 2 else same)) for c in range(2) for i, text in enumerate("ab")]
+    rows += [row(0, 2, 0, "a", **against), row(0, 2, 1, "c", gradient=0.3, push=-0.3, logprob_after=-0.9)]
+    rows += [row(0, 3, 0, "d", gradient=0.1, push=0.1, logprob_after=-0.4)]
+    write_tokens(run, 1, [{**each, "token": ord(each["text"])} for each in rows], dtype="bfloat16")
+    with looking(run) as server:
+        go(browser, f"{server.url}#/movers/1", "movers")
+        tables = [
+            [[cell.text for cell in line.find_elements(By.TAG_NAME, "td")] for line in found(table, "tbody tr")]
+            for table in found(browser, "section.list table")
+        ]
+        says = text(browser)
+        go(browser, f"{server.url}#/group/1/0?c=0&t=1", "group")
+        share = [line.text for line in found(browser, ".numbers div") if "share" in line.text]
+    rose = "together pushed up, and its log-prob rose by 0.3."
+    assert [line[0] for line in tables[0]] == ["c", "a", "b"]  # d moved by less than the rounding
+    assert tables[0][1] == ["a", "0.3", f"3 answers, ratio 1: {rose}", "group 0, token 0, 3 answers"]
+    assert [line[:2] for line in tables[1]] == [["a", "42.9%"], ["b", "28.6%"], ["c", "21.4%"], ["d", "7.1%"]]
+    assert "Changes below 0.13 nats are within the rounding of bfloat16" in says
+    assert "All are below 0.0001." in says
+    assert share == ["share of the group's gradient, 2 answers alike\n28.6%"]
+
+
+def test_a_quantity_that_is_nowhere_cannot_be_chosen_and_values_beyond_the_colours_are_said(browser, tmp_path):
+    run = run_folder(tmp_path / "run")
+    rows = [row(0, 0, i, f"t{i}", logprob_after=-0.25, ref_logprob=None) for i in range(99)]
+    write_tokens(
+        run,
+        1,
+        [*rows, *(row(0, 0, i, "far", logprob_after=x, ref_logprob=None) for i, x in ((99, -0.01), (100, -2.0)))],
+    )
+    with looking(run) as server:
+        go(browser, f"{server.url}#/group/1/0", "group")
+        closed = [option.get_attribute("value") for option in found(browser, "#by option:disabled")]
+        assert closed == ["ratio", "gap", "drift", "rule"]
+        assert found(browser, ".legend")[0].text == "≤ -0.25 to ≥ 0.25"
+
+
+def test_a_step_without_a_prediction_and_one_that_is_not_there_name_others(browser, tmp_path):
+    config = {**CONFIG, "log": {"predictions": 2}}
+    run = run_folder(tmp_path / "run", config)
+    for step in (1, 2, 3):
+        write_tokens(run, step, [row(0, 0, 0, "a", predicted=0.09 if step < 3 else None)])
+    with looking(run) as server:
+        go(browser, f"{server.url}#/movers/3", "movers")
+        assert "A prediction was not computed at step 3; see step 1, 2." in text(browser)
+        go(browser, f"{server.url}#/movers/2", "movers")
+        assert [head.text for head in found(browser, "section.list th")][:3] == ["token", "value", "predicted"]
+        assert [cell.text for cell in found(browser, "section.list td")][1:3] == ["0.1", "0.09"]
+        go(browser, f"{server.url}#/step/40", "step")
+        assert "Recorded are steps 1 to 3; the nearest is Step 3" in text(browser)
+        assert found(browser, "main a[href='#/step/3']")
+
+
+def test_a_run_is_live_until_its_last_step_and_quiet_without_news(browser, tmp_path):
+    run = small_run(tmp_path / "run", steps=8)
+    with looking(run) as server:
+        go(browser, f"{server.url}#/run", "run")
+        eventually(browser, lambda: found(browser, "#live")[0].text == "live")
+        add_step(run, 9)  # that which was planned last
+        eventually(browser, lambda: found(browser, "#live")[0].text == "ended")
+    other = small_run(tmp_path / "other", steps=2)
+    for name in ("metrics.jsonl", "rollouts.jsonl", "evals.jsonl"):
+        os.utime(other / name, (1e9, 1e9))
+    with looking(other) as server:
+        go(browser, f"{server.url}#/run", "run")
+        eventually(browser, lambda: found(browser, "#live")[0].text == "no news for 10 minutes")
+
+
+def test_the_language_is_kept_for_the_next_time(browser, url):
+    go(browser, f"{url}#/run", "run")
+    press(browser, "l")
+    eventually(browser, lambda: "中文" not in found(browser, "#language")[0].text)
+    go(browser, f"{url}#/run", "run")
+    try:
+        titles = [title.text for title in found(browser, "svg.chart text.title")]
+        assert {"奖励", "无信号的组"} <= set(titles)
+        assert "奖励 0.75" in [label.text for label in found(browser, "svg.chart text.label")]
+        assert "tiny，任务 arithmetic" in text(browser)
+    finally:
+        press(browser, "l")
+    eventually(browser, lambda: found(browser, "#language")[0].text == "中文")
+
+
+def test_two_runs_share_a_scale_and_say_what_is_not_shown(browser, tmp_path):
+    runs = [run_folder(tmp_path / name) for name in ("one", "two")]
+    for run, after in zip(runs, (-0.4, -0.1), strict=True):
+        write_tokens(run, 1, [prompt(0, 0, "Q"), *(row(0, c, 0, "x", logprob_after=after) for c in range(6))])
+    with looking(*runs) as server:
+        go(browser, f"{server.url}#/pair/1", "pair")
+        assert text(browser).count("4 of 6 answers are shown") == 2
+        assert "-0.4 to 0.4" in found(browser, ".legend")[0].text
+        strength = [node.get_attribute("style").split("/")[1] for node in found(browser, ".two .tok")]
+        assert [float(part.strip(" );")) for part in strength] == [0.155] * 4 + [0.62] * 4

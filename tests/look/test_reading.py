@@ -137,10 +137,11 @@ def test_the_sentence_on_a_clipped_token():
     ("push", "change", "says"),
     [
         (0.1, 0.2, "pushed up, and its log-prob rose"),
-        (0.1, -0.2, "pushed up, but its log-prob fell"),
+        (0.1, -0.2, "pushed up, yet its log-prob fell by 0.2."),
         (-0.1, -0.2, "pushed down, and its log-prob fell"),
-        (-0.1, 0.2, "pushed down, but its log-prob rose"),
-        (-0.1, 0.0001, "hardly moved"),
+        (-0.1, 0.2, "pushed down, yet its log-prob rose by 0.2."),
+        (-0.1, 0.0003, "pushed down; its log-prob changed by 0.0003, within the rounding of float32."),
+        (-0.1, 0.00003, "changed by less than 0.0001, within the rounding of float32."),
         (0.1, None, "pushed up."),
         (0.0, 0.2, "did not push"),
         (None, 0.2, "Nothing is recorded"),
@@ -149,6 +150,30 @@ def test_the_sentence_on_a_clipped_token():
 def test_the_sentence_on_a_token_that_was_pushed(push, change, says):
     token = {"kind": "sampled", "rule": "", "advantage": 0.5, "ratio": 1.0, "push": push, "change": change}
     assert says in sentence(token)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "change", "says"),
+    [
+        ("bfloat16", 0.12, "changed by 0.12, within the rounding of bfloat16."),
+        ("bfloat16", 0.14, "rose by 0.14."),
+        ("float16", -0.015, "changed by 0.015, within the rounding of float16."),
+        ("float16", -0.017, "yet its log-prob fell by 0.017."),
+        ("float32", 0.0006, "rose by 0.0006."),
+        (None, 0.0006, "rose by 0.0006."),
+    ],
+)
+def test_a_movement_within_the_rounding_of_the_logits_is_said_to_be(dtype, change, says):
+    token = {"kind": "sampled", "rule": "", "advantage": 0.5, "ratio": 1.0, "push": 0.1, "change": change}
+    assert sentence(token, about={"dtype": dtype} if dtype else {}).endswith(says)
+
+
+def test_a_token_that_nobody_pushed_may_have_moved():
+    dead = {"kind": "sampled", "rule": "zero_variance", "advantage": 0.0, "push": 0.0}
+    assert sentence({**dead, "change": -0.27}).endswith("no gradient; yet its log-prob fell by 0.27.")
+    assert sentence({**dead, "change": 0.0002}).endswith("no gradient.")
+    assert sentence({**dead, "change": -0.1}, about={"dtype": "bfloat16"}).endswith("no gradient.")
+    assert sentence({**dead, "change": -0.27}, "zh").endswith("但其对数概率下降了 0.27。")
 
 
 def test_every_rule_has_a_sentence_in_both_languages():

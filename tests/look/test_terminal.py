@@ -50,6 +50,18 @@ def test_shares_of_the_gradient_by_hand(tmp_path):
     assert "25.0%" in shown(run)
 
 
+def test_answers_that_are_alike_are_one_with_all_their_shares(tmp_path):
+    run = run_folder(tmp_path / "run")
+    rows = [row(0, c, 0, "same", gradient=0.3, advantage=0.378) for c in (0, 2)]
+    rows += [row(0, 1, 0, "other", gradient=0.4, advantage=-1.5, reward=0.0, correct=False)]
+    write_tokens(run, 1, rows)
+    text = shown(run)
+    assert "[0, 2] 2 answers alike: reward 1, right, advantage 0.378" in text
+    assert "[1] reward 0, wrong, advantage -1.5" in text
+    assert "60.0%" in text
+    assert "30.0%" not in text
+
+
 def test_what_a_model_says_does_nothing_to_the_terminal(tmp_path):
     run = run_folder(tmp_path / "run")
     add_step(run, 1, said=[HOSTILE.replace("\ud800", ""), "\x1b[2J", "\u202ereversed"])

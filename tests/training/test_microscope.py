@@ -286,6 +286,14 @@ def test_predictions_are_made_at_the_steps_that_the_settings_name(recipe, tmp_pa
     assert not any(frame.predicted.notna().any() for frame in (sampled[1], sampled[3], sampled[4]))
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_file_says_by_which_grid_its_log_probs_move(recipe, tmp_path, dtype):
+    settings = ("--evaluate.every", 0, "--algorithm.steps", 1, "--policy.dtype", dtype)
+    assert train(recipe, "--run", tmp_path / "run", *settings, "--log.tokens", 1) == 0
+    about = json.loads(tokens.read(tmp_path / "run", 1).schema.metadata[tokens.ABOUT])
+    assert about["dtype"] == dtype
+
+
 # ---------------------------------------------------------------- what it leaves alone
 
 

@@ -5,6 +5,7 @@ Keys: "overview", "summaries/PAGE", "tokens/STEP", "questions", "why".
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
@@ -25,6 +26,8 @@ PAGE = 25
 """Steps of a page of summaries."""
 MOST_QUESTIONS = 1000
 """How many questions are listed, those that were asked most often."""
+QUIET = 600
+"""Seconds without news after which a run is said to be quiet."""
 KEPT = 64
 """Pages of summaries that are kept in memory."""
 
@@ -74,7 +77,22 @@ class Run:
         names = ("metrics.jsonl", "rollouts.jsonl", "evals.jsonl")
         sizes = [path.stat().st_size if (path := self.folder / name).exists() else 0 for name in names]
         recorded = tokens.steps(self.folder)
-        return {"sizes": sizes, "recorded": len(recorded), "last": recorded[-1] if recorded else 0}
+        told = {"sizes": sizes, "recorded": len(recorded), "last": recorded[-1] if recorded else 0}
+        return {**told, "quiet": self.quiet(names), "minutes": QUIET // 60}
+
+    def quiet(self, names: Sequence[str]) -> bool:
+        """Whether none of these logs was written to for so long that the run may have stopped."""
+        written = [path.stat().st_mtime for name in names if (path := self.folder / name).exists()]
+        return time.time() - max(written, default=0.0) > QUIET
+
+    def predicted(self, every: int) -> list[int]:
+        """The recorded steps whose changes were predicted, one in `every`; none where the first of them was not."""
+        due = [step for step in tokens.steps(self.folder) if every and (step == 1 or step % every == 0)]
+        try:
+            first = tokens.read(self.folder, due[0])["predicted"] if due else None
+        except UserError:  # a damaged file says so where it is looked at
+            return due
+        return due if first is not None and first.null_count < len(first) else []
 
     def overview(self) -> dict[str, Any]:
         """The run at a glance: what it is, its charts, and of each step the numbers by which one is chosen."""
@@ -82,7 +100,8 @@ class Run:
         names = {"reward": "reward/mean", "right": "groups/dead_all_right", "wrong": "groups/dead_all_wrong"}
         return {
             "name": self.folder.resolve().name,
-            "about": f"{at(config, 'policy.model', 'a model')} on {task_of(config)}",
+            "model": at(config, "policy.model", "a model"),
+            "task": task_of(config),
             "lede": plain_text(lede(metrics, evals)),
             "charts": curves(metrics, evals),
             "axis": {"left": LEFT / WIDTH, "right": RIGHT / WIDTH},
@@ -91,6 +110,7 @@ class Run:
             "steps": [row["step"] for row in metrics],
             **{name: [row.get(column) for row in metrics] for name, column in names.items()},
             "recorded": tokens.steps(self.folder),
+            "predicted": self.predicted(int(at(config, "log.predictions", 0) or 0)),
             "per_page": PAGE,
             "pulse": self.pulse(),
         }

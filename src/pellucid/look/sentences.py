@@ -7,8 +7,12 @@ from typing import Any
 
 from pellucid.look.words import figure, say
 
-LEAST = 5e-4
-"""A change of a log-prob below this is none that anybody would see."""
+ROUNDING = {"bfloat16": 0.13, "float16": 0.016}
+"""By the dtype of the logits, in nats: a change of a log-prob below this may be rounding alone."""
+FINEST = 5e-4
+"""That of logits in float32."""
+FLOOR = 1e-4
+"""Differences of log-probs smaller than this are 0 on the page, and said to be less than this."""
 RULES = (
     "given",
     "zero_variance",
@@ -24,13 +28,33 @@ RULES = (
 """Who may have taken the gradient of a token: `rule` of docs/run-folder.md."""
 
 
-def sentence(token: Mapping[str, Any], language: str = "en") -> str:
-    """token: kind, rule, advantage, ratio, bound, push, change, importance; null where there is none."""
-    key = key_of(token)
-    return say(key, language, **{name: figure(token.get(name)) for name in ("advantage", "ratio", "bound", "change")})
+def dtype_of(about: Mapping[str, Any]) -> str:
+    """The dtype of the logits by the metadata of a file; float32 where an older file does not say."""
+    return str(about.get("dtype") or "float32")
 
 
-def key_of(token: Mapping[str, Any]) -> str:
+def rounding_of(about: Mapping[str, Any]) -> float:
+    return ROUNDING.get(dtype_of(about), FINEST)
+
+
+def sentence(token: Mapping[str, Any], language: str = "en", about: Mapping[str, Any] | None = None) -> str:
+    """token: kind, rule, advantage, ratio, bound, push, change, importance; null where there is none.
+
+    about: the metadata of the token's file.
+    """
+    told = {name: figure(token.get(name)) for name in ("advantage", "ratio", "bound")}
+    change, rounding = token.get("change"), rounding_of(about or {})
+    size = abs(change) if change is not None else None
+    told["size"] = say("below", language, least=figure(FLOOR)) if size is not None and size < FLOOR else figure(size)
+    told["dtype"] = dtype_of(about or {})
+    moved = ""
+    if change is not None and abs(change) >= rounding:
+        moved = say("moved.rose" if change > 0 else "moved.fell", language, **told)
+    told["lead"] = say("said.lead", language, **told)
+    return say(key_of(token, rounding), language, moved=moved, **told)
+
+
+def key_of(token: Mapping[str, Any], rounding: float) -> str:
     if token["kind"] == "prompt":
         return "said.prompt"
     if token["rule"] in RULES:
@@ -41,6 +65,6 @@ def key_of(token: Mapping[str, Any]) -> str:
     way = "up" if push > 0 else "down"
     if change is None:
         return f"said.{way}"
-    if abs(change) < LEAST:
+    if abs(change) < rounding:
         return f"said.{way}_stayed"
     return f"said.{way}_went" if (change > 0) == (push > 0) else f"said.{way}_against"

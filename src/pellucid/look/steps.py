@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
+from pellucid.look.sentences import FLOOR, dtype_of, rounding_of
 from pellucid.reporting.tokens import ABOUT, SAMPLED
 
 KEYS = ("group", "completion", "branch")
@@ -33,8 +34,6 @@ NUMBERS = {
 SMALL = ("weight", "push", "gradient")
 """Numbers of the size of one part in all tokens of a step."""
 TOPS = ("before", "after")
-FLOOR = 1e-4
-"""Differences of log-probs smaller than this are 0 on the page."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,6 +140,9 @@ def for_page(tokens: Tokens, digits: int = 4, least: float = 0.0) -> dict[str, A
     return {
         "step": tokens.about.get("step"),
         "about": tokens.about,
+        "dtype": dtype_of(tokens.about),
+        "rounding": rounding_of(tokens.about),
+        "floor": FLOOR,
         "sequences": tokens.sequences,
         "rules": rules,
         "token": [word(words, pair) for pair in zip(columns["token"], columns["text"], strict=True)],

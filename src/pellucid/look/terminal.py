@@ -44,11 +44,11 @@ def show(folder: Path, step: int | None, group: int | None, by: str, console: Co
         raise UserError(f"step {step} has no tokens of group {which}: recorded are {', '.join(map(str, rows))}")
     screen.print(heading(run, step, rows[which]))
     largest = scale(tokens, which, by)
-    for sequence in tokens.sequences:
-        if sequence["group"] == which:
-            screen.print(answer(tokens, sequence, by, largest))
+    listed = folded(tokens, which)
+    for copies in listed:
+        screen.print(answer(tokens, copies, by, largest))
     screen.print(Text(f"colours: {say(f'by.{by}')}, blue above 0, orange below; underlined: no gradient", "dim"))
-    screen.print(most_of_the_gradient(tokens, which))
+    screen.print(most_of_the_gradient(tokens, which, listed))
     return 0
 
 
@@ -64,16 +64,33 @@ def heading(run: Run, step: int, row: Mapping[str, Any]) -> Text:
     return Text().append(title, "bold").append(f"\n{signal}{taught}\n")
 
 
+def folded(tokens: Tokens, group: int) -> list[list[Mapping[str, Any]]]:
+    """The sequences of a group as page/tokens.js lists them: the prompt, the answers by their tokens, the branches.
+
+    Answers that are the same token for token, with the same reward, are the copies of one.
+    """
+    ids = tokens.columns["token"]
+    mine = [each for each in tokens.sequences if each["group"] == group]
+    asked = [[each] for each in mine if each["completion"] < 0]
+    answers: dict[tuple[tuple[int, ...], Any], list[Mapping[str, Any]]] = {}
+    for each in mine:
+        if each["completion"] >= 0 and each["branch"] == 0:
+            answers.setdefault((tuple(ids[each["start"] : each["end"]]), each["reward"]), []).append(each)
+    by_tokens = sorted(answers.items(), key=lambda item: (item[0][0], item[1][0]["completion"]))
+    return [*asked, *(copies for _, copies in by_tokens), *([each] for each in mine if each["branch"] > 0)]
+
+
 def scale(tokens: Tokens, group: int, by: str) -> float:
     """The size of what is coloured most; 0 where there is nothing."""
     rows = (i for each in tokens.sequences if each["group"] == group for i in range(each["start"], each["end"]))
     return max((abs(tokens.columns[by][i] or 0.0) for i in rows), default=0.0)
 
 
-def answer(tokens: Tokens, sequence: Mapping[str, Any], by: str, largest: float) -> Text:
-    """A sequence under its heading, each token coloured by a quantity."""
+def answer(tokens: Tokens, copies: Sequence[Mapping[str, Any]], by: str, largest: float) -> Text:
+    """A sequence, and those that are alike, under their heading, each token coloured by a quantity."""
+    sequence = copies[0]
     start, end = sequence["start"], min(sequence["end"], sequence["start"] + MOST_TOKENS)
-    shown = Text().append(titled(sequence) + "\n", "bold")
+    shown = Text().append(titled(tokens, copies) + "\n", "bold")
     text, columns = tokens.columns["text"], tokens.columns
     for style, rows in groupby(range(start, end), key=lambda i: style_of(columns, i, by, largest)):
         shown.append(harmless("".join(text[i] or "" for i in rows)), style)
@@ -82,14 +99,20 @@ def answer(tokens: Tokens, sequence: Mapping[str, Any], by: str, largest: float)
     return shown.append("\n")
 
 
-def titled(sequence: Mapping[str, Any]) -> str:
+def titled(tokens: Tokens, copies: Sequence[Mapping[str, Any]]) -> str:
+    sequence = copies[0]
     if sequence["completion"] < 0:
         return say("prompt")
     reward = "reward failed" if sequence["reward"] is None else f"reward {figure(sequence['reward'])}"
     verdict = {True: ", right", False: ", wrong"}.get(sequence["correct"], "")
     cut = "" if sequence["finished"] else ", cut off"
     branch = f", branch {sequence['branch']}" if sequence["branch"] else ""
-    return f"[{sequence['completion']}] {reward}{verdict}{cut}{branch}"
+    advantages = tokens.columns["advantage"][sequence["start"] : sequence["end"]]
+    known = next((value for value in advantages if value is not None), None)
+    advantage = "" if known is None else f", advantage {figure(known)}"
+    several = f"{len(copies)} answers alike: " if len(copies) > 1 else ""
+    numbers = ", ".join(str(each["completion"]) for each in copies)
+    return f"[{numbers}] {several}{reward}{verdict}{cut}{branch}{advantage}"
 
 
 def style_of(columns: Mapping[str, Sequence[Any]], i: int, by: str, largest: float) -> str:
@@ -108,10 +131,18 @@ def style_of(columns: Mapping[str, Sequence[Any]], i: int, by: str, largest: flo
     return f"{line}white on rgb({r},{g},{b})"
 
 
-def most_of_the_gradient(tokens: Tokens, group: int) -> Table:
-    """The tokens that carry most of a group's gradient, with a sentence on each."""
+def most_of_the_gradient(tokens: Tokens, group: int, listed: Sequence[Sequence[Mapping[str, Any]]]) -> Table:
+    """The tokens that carry most of a group's gradient, with a sentence on each; those of copies are one.
+
+    listed: the sequences of the group, each with its copies.
+    """
     table = Table(*NAMED, box=None, header_style="dim", pad_edge=False)
-    shares = tokens.shares(group)
+    single = tokens.shares(group)
+    shares: dict[int, float] = {}
+    for copies in listed if single else ():
+        starts = [each["start"] for each in copies]
+        for row in range(starts[0], copies[0]["end"]):
+            shares[row] = sum(single[row - starts[0] + start] for start in starts)
     first = sorted((i for i in shares if shares[i]), key=lambda i: -shares[i])[:MOST_NAMED]
     for i in first:
         token = {name: values[i] for name, values in tokens.columns.items()}
@@ -120,7 +151,7 @@ def most_of_the_gradient(tokens: Tokens, group: int) -> Table:
             name,
             f"{shares[i]:.1%}",
             *(figure(token[key]) for key in ("before", "after", "ratio")),
-            sentence(token),
+            sentence(token, about=tokens.about),
         )
         table.add_row(*(Text(harmless(cell)) for cell in cells))
     return table

@@ -98,7 +98,13 @@ class Microscope:
         every = {i: table for of_process in runtime.gather([tables]) for i, table in of_process.items()}
         if runtime.main:
             asked = {"questions": {str(i): groups[i].prompt.question for i in chosen}}
-            tokens.write(self.run_dir, result.step, joined([every[i] for i in chosen]), about(self.cfg) | asked)
+            tokens.write(self.run_dir, result.step, joined([every[i] for i in chosen]), self.about() | asked)
+
+    def about(self) -> dict[str, Any]:
+        """What a file says of its step. dtype: that of the logits, by whose grid log-probs move."""
+        a, dtype = self.cfg.algorithm, str(self.parts.policy.dtype).removeprefix("torch.")
+        facts = {"objective": a.objective, "clip_low": a.clip_low, "clip_high": a.clip_high, "group_size": a.group_size}
+        return {**facts, "temperature": self.cfg.sampler.temperature, "dtype": dtype}
 
     # ------------------------------------------------------------ after the update
 
@@ -267,9 +273,3 @@ def unpredictable(cfg: Config) -> str:
     if cfg.runtime.engine in ("fsdp2", "deepspeed"):
         return f'runtime.engine = "{cfg.runtime.engine}" shares out the weights that a prediction reads whole'
     return "a base in 4 bits has no forward-mode gradient" if cfg.policy.load_in_4bit else ""
-
-
-def about(cfg: Config) -> dict[str, Any]:
-    a = cfg.algorithm
-    facts = {"objective": a.objective, "clip_low": a.clip_low, "clip_high": a.clip_high, "group_size": a.group_size}
-    return {**facts, "temperature": cfg.sampler.temperature}

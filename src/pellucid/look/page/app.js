@@ -1,7 +1,7 @@
 // Which view is shown, by the fragment of the address; keys; and what is new while a run trains.
 
 import {el, link} from "./dom.js";
-import {say, speak, spoken} from "./words.js";
+import {keep, say, speak, spoken} from "./words.js";
 import {forget, get, isLive, overview} from "./source.js";
 import {choose, groupView, nearestStep, neighbours, nextFork, nextQuantity} from "./group.js";
 import {runView} from "./run.js";
@@ -26,7 +26,9 @@ const EVERY = 2000,
   PATIENCE = 400;
 const content = document.getElementById("content");
 let shown = 0,
-  pulse = "";
+  pulse = "",
+  quiet = null,
+  was = {};
 
 // The parts of an address: #/group/12/3?c=0&t=5. What is missing is where one was, or the newest.
 async function route() {
@@ -37,9 +39,14 @@ async function route() {
   if (view === "question") return {...asked, view, question: first};
   if (!STEPPED.has(view)) return {...asked, view};
   const {recorded, last} = await overview();
-  const step = /^\d+$/.test(first ?? "") ? Number(first) : (recorded[recorded.length - 1] ?? last);
+  const step = /^\d+$/.test(first ?? "") ? Number(first) : (was.step ?? recorded[recorded.length - 1] ?? last);
   if (view !== "group") return {...asked, view, step};
-  const group = /^\d+$/.test(second ?? "") ? Number(second) : ((await neighbours(step))[0] ?? 0);
+  const there = await neighbours(step);
+  const group = /^\d+$/.test(second ?? "")
+    ? Number(second)
+    : there.includes(was.group)
+      ? was.group
+      : (there[0] ?? 0);
   return {...asked, view, step, group};
 }
 
@@ -68,7 +75,7 @@ async function frame(at) {
   const {name} = await overview();
   document.title = `${name} · ${say(`view.${at.view}`)}`;
   document.getElementById("skip").textContent = say("skip");
-  const target = view => `#/${view}${STEPPED.has(view) && at.step ? `/${at.step}` : ""}`;
+  if (at.step !== undefined) was = {...was, step: at.step, ...(at.view === "group" ? {group: at.group} : {})};
   document.getElementById("top").replaceChildren(
     el("a", {href: "#/run", class: "name"}, "pellucid ", el("span", {}, say("title"))),
     el(
@@ -82,7 +89,7 @@ async function frame(at) {
     el(
       "span",
       {class: "tools"},
-      isLive ? el("span", {id: "live", class: "tag", role: "status"}, say("live")) : "",
+      isLive ? el("span", {id: "live", class: "tag", role: "status"}, await news()) : "",
       el("button", {id: "language", onclick: other}, say("language")),
       el("button", {id: "keys", onclick: help}, say("keys")),
     ),
@@ -91,6 +98,19 @@ async function frame(at) {
   document
     .getElementById("foot")
     .replaceChildren(left && (left.kept < left.steps || left.least > 0) ? el("p", {}, say("packed", left)) : "");
+}
+
+// The address of a view at the step, and the group, where one was.
+function target(view) {
+  const step = STEPPED.has(view) ? was.step : undefined;
+  return `#/${[view, step, view === "group" && step !== undefined ? was.group : undefined].filter(part => part !== undefined).join("/")}`;
+}
+
+// Whether the run still trains: it has ended with the last step that was planned.
+async function news() {
+  const {last, planned} = await overview();
+  if (planned && last >= planned) return say("ended");
+  return quiet ? say("quiet", quiet) : say("live");
 }
 
 async function stepper(at) {
@@ -116,7 +136,7 @@ async function stepper(at) {
 }
 
 function other() {
-  speak(spoken() === "en" ? "zh" : "en");
+  keep(spoken() === "en" ? "zh" : "en");
   show();
 }
 
@@ -169,9 +189,7 @@ document.addEventListener("keydown", event => {
     INSIDE[event.key](state, c, t);
   } else if (ANYWHERE[event.key]) ANYWHERE[event.key]();
   else if (/^[1-7]$/.test(event.key)) {
-    route().then(at => {
-      location.hash = `#/${views[event.key - 1]}${at.step && STEPPED.has(views[event.key - 1]) ? `/${at.step}` : ""}`;
-    });
+    location.hash = target(views[event.key - 1]);
   } else return;
   event.preventDefault();
 });
@@ -182,7 +200,9 @@ async function beat() {
   try {
     const response = await fetch("data/0/pulse"),
       now = await response.text();
-    if (live) live.textContent = say("live");
+    const told = JSON.parse(now);
+    quiet = told.quiet ? {minutes: told.minutes} : null;
+    if (live) live.textContent = await news();
     if (pulse && now !== pulse) {
       forget();
       const at = await route();

@@ -1,5 +1,8 @@
 // How a quantity becomes the colour of a token: blue and orange around 0, or from dark to light as viridis goes.
 
+import {el, figure} from "./dom.js";
+import {say} from "./words.js";
+
 const DARK_TO_LIGHT = [
   [68, 1, 84],
   [59, 82, 139],
@@ -40,6 +43,26 @@ export function strongest(list, by) {
     .map(Math.abs)
     .sort((a, b) => a - b);
   return sizes.length ? sizes[Math.min(sizes.length - 1, Math.floor(sizes.length * 0.98))] : 0;
+}
+
+// Whether there is anything that a quantity could colour.
+export function colours(list, by) {
+  return list.some(token => QUANTITIES[by].of(token));
+}
+
+// What the colours say, with the value that has the strongest one, and whether others lie beyond it.
+export function legend(list, by, most) {
+  const {of, diverging, flat} = QUANTITIES[by];
+  if (flat) return el("span", {class: "legend"}, say("legend.rule"));
+  const bound = sign => (list.some(token => sign * (of(token) ?? 0) > most) ? (sign > 0 ? "≥ " : "≤ ") : "");
+  const low = most ? `${bound(-1)}-${figure(most)}` : "0",
+    high = `${bound(1)}${figure(most)}`;
+  return el(
+    "span",
+    {class: "legend"},
+    el("i", {class: diverging ? "diverging" : "sequential", "aria-hidden": "true"}),
+    say(diverging ? "legend.diverging" : "legend.sequential", {low, high}),
+  );
 }
 
 export function paint(node, token, by, most) {

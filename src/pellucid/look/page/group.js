@@ -1,11 +1,12 @@
 // A group: its answers side by side or aligned, coloured by a quantity; a token chosen shows all its numbers.
 
 import {el, figure, link} from "./dom.js";
-import {say} from "./words.js";
+import {ended, listing, say} from "./words.js";
 import {overview, summary, tokens} from "./source.js";
-import {QUANTITIES, paint, strongest} from "./colours.js";
+import {QUANTITIES, colours, legend, paint, strongest} from "./colours.js";
 import {forks, groupOf, groupsOf, listed, partings} from "./tokens.js";
 import {panel} from "./panel.js";
+import {elsewhere} from "./step.js";
 
 const MOST_TOKENS = 1500,
   MOST_CHARACTERS = 400,
@@ -20,7 +21,11 @@ export async function groupView({step, group, c, t}) {
   const found = (await summary(step))?.groups.find(each => each.group === group);
   const side = el("aside", {class: "panel", "aria-live": "polite"}, el("p", {class: "soft"}, say("group.choose")));
   const board = el("div", {class: "board"});
-  const state = {data, sequences, step, group, side, board, chosen: null};
+  const order = listed(sequences),
+    all = [...sequences.filter(each => each.completion < 0), ...order].flatMap(each => each.tokens);
+  const usable = Object.keys(QUANTITIES).filter(name => colours(all, name));
+  const by = usable.includes(look.by) ? look.by : (usable[0] ?? look.by);
+  const state = {data, sequences, step, group, side, board, order, all, usable, by, chosen: null};
   draw(state);
   if (t !== undefined) queueMicrotask(() => choose(state, Number(c), Number(t)));
   return [
@@ -29,7 +34,7 @@ export async function groupView({step, group, c, t}) {
     el(
       "p",
       {class: "soft"},
-      found ? `${say(`signal.${found.signal}`)}. ` : "",
+      found ? ended(say(`signal.${found.signal}`)) : "",
       found ? link(say("group.history"), `#/question/${found.question}`) : "",
     ),
     controls(state),
@@ -38,9 +43,10 @@ export async function groupView({step, group, c, t}) {
 }
 
 async function instead(step, data) {
-  const links = data
-    ? groupsOf(data).map(j => el("li", {}, link(say("group.title", {step, group: j}), `#/group/${step}/${j}`)))
-    : [];
+  if (!data) return el("div", {}, el("p", {class: "lede"}, say("movers.none", {step})), await elsewhere(step, "group"));
+  const links = groupsOf(data).map(j =>
+    el("li", {}, link(say("group.title", {step, group: j}), `#/group/${step}/${j}`)),
+  );
   return el("div", {}, el("p", {class: "lede"}, say("group.unrecorded")), el("ul", {}, links));
 }
 
@@ -50,11 +56,13 @@ function controls(state) {
     {
       id: "by",
       onchange: event => {
-        look.by = event.target.value;
+        look.by = state.by = event.target.value;
         repaint(state);
       },
     },
-    Object.keys(QUANTITIES).map(name => el("option", {value: name, selected: name === look.by}, say(`by.${name}`))),
+    Object.keys(QUANTITIES).map(name =>
+      el("option", {value: name, selected: name === state.by, disabled: !state.usable.includes(name)}, say(`by.${name}`)),
+    ),
   );
   const way = el(
     "button",
@@ -68,25 +76,8 @@ function controls(state) {
     {class: "controls"},
     el("label", {}, `${say("group.heat")} `, by),
     way,
-    legend(state),
+    legend(state.all, state.by, state.most),
     el("span", {class: "soft"}, say("group.parts")),
-  );
-}
-
-// What the colours say, with the value that has the strongest one.
-function legend(state) {
-  const {diverging, flat} = QUANTITIES[look.by],
-    most = figure(state.most);
-  const text = flat
-    ? say("legend.rule")
-    : diverging
-      ? say("legend.diverging", {most})
-      : say("legend.sequential", {most});
-  return el(
-    "span",
-    {class: "legend"},
-    flat ? "" : el("i", {class: diverging ? "diverging" : "sequential", "aria-hidden": "true"}),
-    text,
   );
 }
 
@@ -98,20 +89,16 @@ function realign(state) {
 
 function draw(state) {
   const prompts = state.sequences.filter(each => each.completion < 0);
-  state.order = listed(state.sequences);
   const answers = state.order.filter(each => each.branch === 0),
     branches = state.order.filter(each => each.branch > 0);
   state.nodes = new Map();
-  state.most = strongest(
-    state.sequences.flatMap(each => each.tokens),
-    look.by,
-  );
+  state.most = strongest(state.all, state.by);
   const apart = partings(answers),
     marked = forks(answers);
   state.forks = marked;
   const boxes = answers.map((each, i) => answer(state, each, apart[i], marked[i]));
   boxes.push(...branches.map(each => answer(state, each, 0, new Set())));
-  state.board.className = `board ${look.aligned ? "rows" : "cards"}${look.by === "rule" ? " by-rule" : ""}`;
+  state.board.className = `board ${look.aligned ? "rows" : "cards"}${state.by === "rule" ? " by-rule" : ""}`;
   state.board.replaceChildren(
     ...prompts.map(each =>
       el("details", {class: "asked", open: true}, el("summary", {}, say("prompt")), flow(state, each, 0, new Set())),
@@ -121,19 +108,17 @@ function draw(state) {
 }
 
 function repaint(state) {
-  state.most = strongest(
-    state.sequences.flatMap(each => each.tokens),
-    look.by,
-  );
-  for (const [token, node] of state.nodes) paint(node, token, look.by, state.most);
-  state.board.classList.toggle("by-rule", look.by === "rule");
-  document.querySelector(".legend")?.replaceWith(legend(state));
+  state.most = strongest(state.all, state.by);
+  for (const [token, node] of state.nodes) paint(node, token, state.by, state.most);
+  state.board.classList.toggle("by-rule", state.by === "rule");
+  document.querySelector(".legend")?.replaceWith(legend(state.all, state.by, state.most));
 }
 
 export function nextQuantity(state) {
-  const names = Object.keys(QUANTITIES);
-  look.by = names[(names.indexOf(look.by) + 1) % names.length];
-  document.getElementById("by").value = look.by;
+  const names = state.usable;
+  if (!names.length) return;
+  look.by = state.by = names[(names.indexOf(state.by) + 1) % names.length];
+  document.getElementById("by").value = state.by;
   repaint(state);
 }
 
@@ -141,26 +126,25 @@ function answer(state, sequence, apart, marked) {
   const verdict = sequence.correct === null ? "" : say(sequence.correct ? "right" : "wrong");
   const reward = sequence.reward === null ? say("reward.failed") : say("reward", {value: figure(sequence.reward)});
   const advantage = sequence.tokens.find(token => token.advantage !== null)?.advantage;
-  const told = [
+  const told = listing([
     reward,
-    verdict,
-    sequence.finished ? "" : say("cut"),
+    verdict || null,
+    sequence.finished ? null : say("cut"),
     say("tokens", {n: sequence.tokens.length}),
-    advantage === undefined ? "" : say("advantage", {value: figure(advantage)}),
-  ]
-    .filter(Boolean)
-    .join(", ");
+    advantage === undefined ? null : say("advantage", {value: figure(advantage)}),
+  ]);
   const {same} = sequence,
     several = same.length > 1;
-  const name =
-    say(several ? "answers" : "answer", {n: same.join(", "), times: same.length}) +
-    (sequence.branch ? `, ${say("branch", {n: sequence.branch})}` : "");
+  const name = listing([
+    say(several ? "answers" : "answer", {n: listing(same), times: same.length}),
+    sequence.branch ? say("branch", {n: sequence.branch}) : null,
+  ]);
   return el(
     "article",
     {class: `answer ${sequence.correct ? "right" : "wrong"}`},
     el("p", {}, el("b", {}, name), ` ${told}`),
     sequence.error ? el("p", {class: "warn"}, sequence.error.slice(0, 500)) : null,
-    flow(state, sequence, apart, marked, `${name}, ${told}`),
+    flow(state, sequence, apart, marked, listing([name, told])),
   );
 }
 
@@ -222,7 +206,7 @@ function cell(state, sequence, token, shared, fork) {
       ),
     );
   }
-  paint(node, token, look.by, state.most);
+  paint(node, token, state.by, state.most);
   state.nodes.set(token, node);
   return node;
 }

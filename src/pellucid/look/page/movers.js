@@ -1,103 +1,98 @@
 // What moved in a step, over all its recorded groups.
 
 import {el, figure, link, percent, shape} from "./dom.js";
-import {say} from "./words.js";
-import {tokens} from "./source.js";
-import {groupOf, groupsOf, listed} from "./tokens.js";
+import {listing, say} from "./words.js";
+import {overview, tokens} from "./source.js";
+import {events, groupOf, groupsOf, merged} from "./tokens.js";
 import {sentence} from "./sentence.js";
 import {named} from "./panel.js";
+import {elsewhere} from "./step.js";
 
 const MOST = 12,
+  MOST_STEPS = 3,
   SIZE = 320,
   MARGIN = 46;
 
 export async function moversView({step}) {
   const data = await tokens(step),
     title = el("h1", {}, say("movers.title", {step}));
-  if (!data) return [title, el("p", {class: "lede"}, say("movers.none", {step}))];
-  const all = groupsOf(data)
-    .flatMap(group => placed(data, step, group))
-    .filter(token => token.kind === "sampled");
-  const whole = all.reduce((sum, token) => sum + token.times * (token.gradient ?? 0), 0);
-  const count = tokens => tokens.reduce((sum, token) => sum + token.times, 0);
-  const clipped = all.filter(token => ["clip_low", "clip_high", "dual_clip"].includes(token.rule));
+  if (!data) return [title, el("p", {class: "lede"}, say("movers.none", {step})), await elsewhere(step, "movers")];
+  const groups = groupsOf(data).map(group => events(groupOf(data, group)).map(token => ({...token, group})));
+  const gathered = keep => groups.flatMap(each => merged(each.filter(keep)));
+  const all = gathered(() => true),
+    count = groups.flat().length;
+  const whole = all.reduce((sum, token) => sum + (token.gradient ?? 0), 0);
+  const isClipped = token => ["clip_low", "clip_high", "dual_clip"].includes(token.rule),
+    clipped = gathered(isClipped);
   const predicted = all.filter(token => token.predicted !== null && token.change !== null);
   const size = name => token => Math.abs(token[name] ?? 0);
+  const values = {...data, floor: figure(data.floor), rounding: figure(data.rounding)};
+  const moved = {least: data.rounding, none: all.some(token => token.change !== null) ? "within" : "unknown"};
+  const apart = {least: 0, none: all.some(token => token.gap !== null) ? "below" : "unknown"};
+  const plain = {least: 0, none: "nothing"};
+  const said = token => [
+    el("td", {}, sentence(token, data)),
+    el("td", {class: "soft"}, where(token)),
+  ];
+  const section = (name, from, of, shown, rule, about = values) =>
+    list({name, from, of, step, said, rule, about, shown});
+  const changes = {value: token => figure(token.change)};
+  if (predicted.length) changes.predicted = token => figure(token.predicted);
   return [
     el("p", {class: "eyebrow"}, link(say("step.title", {step}), `#/step/${step}`)),
     title,
-    list(
-      "change",
-      all,
-      size("change"),
-      token =>
-        figure(token.change) +
-        (token.predicted === null ? "" : ` (${say("token.predicted")} ${figure(token.predicted)})`),
-    ),
+    section("change", all, size("change"), changes, moved),
+    predicted.length ? el("p", {class: "soft"}, say("movers.predicted")) : await unpredicted(step),
     predicted.length ? plot(predicted) : null,
-    list("gradient", all, size("gradient"), token => percent(whole ? token.gradient / whole : 0)),
-    list("gap", all, size("gap"), token => figure(token.gap)),
-    list(
+    section("gradient", all, size("gradient"), {value: token => percent(whole ? token.gradient / whole : 0)}, plain),
+    section("gap", all, size("gap"), {value: token => figure(token.gap)}, apart),
+    section(
       "clipped",
       clipped,
       token => Math.abs(Math.log(token.ratio ?? 1)),
-      token => `${say("token.ratio")} ${figure(token.ratio)}`,
-      {n: count(clipped), all: count(all)},
+      {value: token => `${say("token.ratio")} ${figure(token.ratio)}`},
+      plain,
+      {n: clipped.reduce((sum, token) => sum + token.answers, 0), all: count},
     ),
   ];
 }
 
-function placed(data, step, group) {
-  return listed(groupOf(data, group)).flatMap((each, c) =>
-    each.tokens.map(token =>
-      Object.assign(token, {
-        times: each.same.length,
-        place: `#/group/${step}/${group}?c=${c}&t=${token.position}`,
-        where:
-          `${say("view.group")} ${group}, ${say("answer", {n: each.same[0]})}, ${token.position}` +
-          (each.same.length > 1 ? `, × ${each.same.length}` : ""),
-      }),
-    ),
-  );
+function where({group, position, answers}) {
+  return say(answers > 1 ? "where.several" : "where", {group, t: position, n: answers});
 }
 
-function list(name, all, size, value, counts = {}) {
-  const first = all
-    .filter(token => size(token) > 0)
-    .sort((a, b) => size(b) - size(a))
+// At which steps there is a prediction, where this one has none.
+async function unpredicted(step) {
+  const {predicted} = await overview();
+  const near = [...predicted].sort((a, b) => Math.abs(a - step) - Math.abs(b - step)).slice(0, MOST_STEPS);
+  if (!near.length) return el("p", {class: "soft"}, say("movers.never_predicted", {step}));
+  const links = near.sort((a, b) => a - b).flatMap((other, i) => [i ? listing(["", ""]) : " ", link(other, `#/movers/${other}`)]);
+  return el("p", {class: "soft"}, say("movers.unpredicted", {step}), links, say("movers.unpredicted_end"));
+}
+
+// The tokens of a size above the least, largest first, each with what is shown of it and what is said.
+function list({name, from, of, step, shown, said, rule, about}) {
+  const first = from
+    .filter(token => of(token) > 0 && of(token) >= rule.least)
+    .sort((a, b) => of(b) - of(a))
     .slice(0, MOST);
-  const heads = ["token", "value", "said", "where"].map(key => el("th", {}, say(`column.${key}`)));
-  const about = WORDS[`movers.${name}_about`] ? el("p", {class: "soft"}, say(`movers.${name}_about`, counts)) : null;
+  const heads = ["token", ...Object.keys(shown), "said", "where"].map(key => el("th", {}, say(`column.${key}`)));
+  const told = WORDS[`movers.${name}_about`] ? el("p", {class: "soft"}, say(`movers.${name}_about`, about)) : null;
+  const line = token =>
+    el(
+      "tr",
+      {},
+      el("td", {}, link(named(token.text), `#/group/${step}/${token.group}?c=${token.c}&t=${token.position}`, {class: "code"})),
+      Object.values(shown).map(value => el("td", {}, value(token))),
+      said(token),
+    );
+  const table = () => el("table", {}, el("thead", {}, el("tr", {}, heads)), el("tbody", {}, first.map(line)));
   return el(
     "section",
     {class: "list"},
     el("h2", {}, say(`movers.${name}`)),
-    about,
-    first.length
-      ? el(
-          "div",
-          {class: "wide"},
-          el(
-            "table",
-            {},
-            el("thead", {}, el("tr", {}, heads)),
-            el(
-              "tbody",
-              {},
-              first.map(token =>
-                el(
-                  "tr",
-                  {},
-                  el("td", {}, link(named(token.text), token.place, {class: "code"})),
-                  el("td", {}, value(token)),
-                  el("td", {}, sentence(token)),
-                  el("td", {class: "soft"}, token.where),
-                ),
-              ),
-            ),
-          ),
-        )
-      : el("p", {}, say("movers.nothing")),
+    told,
+    first.length ? el("div", {class: "wide"}, table()) : el("p", {}, say(`movers.${rule.none}`, about)),
   );
 }
 

@@ -1,12 +1,13 @@
 // The same step of two runs, side by side by its questions.
 
 import {el, figure, link, mean} from "./dom.js";
-import {say} from "./words.js";
+import {listing, say} from "./words.js";
 import {overview, runsThere, summary, tokens} from "./source.js";
 import {groupOf} from "./tokens.js";
-import {paint, strongest} from "./colours.js";
+import {legend, paint, strongest} from "./colours.js";
 
-const MOST_ANSWERS = 4,
+const BY = "change",
+  MOST_ANSWERS = 4,
   MOST_TOKENS = 200;
 
 export async function pairView({step}) {
@@ -24,10 +25,14 @@ export async function pairView({step}) {
     ),
   );
   const both = [...asked.values()].filter(pair => pair[0] && pair[1]);
+  const shown = pair => runs.flatMap(run => (pair[run] ? answersOf(sides[run].data, pair[run]) : []));
+  const all = [...asked.values()].flatMap(shown).flatMap(each => each.tokens),
+    most = strongest(all, BY);
   const rest = [...asked.values()].filter(pair => !(pair[0] && pair[1]));
   return [
     title,
     el("p", {class: "lede"}, say("pair.shared", {n: both.length})),
+    all.length ? el("p", {class: "controls"}, say("group.heat"), " ", say(`by.${BY}`), legend(all, BY, most)) : null,
     ...[...both, ...rest].map(pair =>
       el(
         "section",
@@ -36,21 +41,23 @@ export async function pairView({step}) {
         el(
           "div",
           {class: "two"},
-          runs.map(run => side(step, names[run], pair[run], sides[run].data, run)),
+          runs.map(run => side(step, names[run], pair[run], sides[run].data, run, most)),
         ),
       ),
     ),
   ];
 }
 
-function side(step, name, group, data, run) {
+function answersOf(data, group) {
+  if (!data || !group.recorded) return [];
+  return groupOf(data, group.group).filter(each => each.completion >= 0 && each.branch === 0);
+}
+
+// One run's answers to a question; `most` is the value that has the strongest colour on both sides.
+function side(step, name, group, data, run, most) {
   if (!group) return el("div", {}, el("h3", {}, name), el("p", {class: "soft"}, say("pair.missing")));
-  const answers =
-    data && group.recorded ? groupOf(data, group.group).filter(each => each.completion >= 0 && each.branch === 0) : [];
-  const most = strongest(
-    answers.flatMap(each => each.tokens),
-    "change",
-  );
+  const answers = answersOf(data, group),
+    first = answers.slice(0, MOST_ANSWERS);
   const head = run === 0 ? link(name, `#/group/${step}/${group.group}`) : name;
   return el(
     "div",
@@ -59,17 +66,21 @@ function side(step, name, group, data, run) {
     el(
       "p",
       {class: "soft"},
-      `${say(`signal.${group.signal}`)}, ${say("question.reward")} ${figure(mean(group.rewards))}, ` +
+      listing([
+        say(`signal.${group.signal}`),
+        `${say("question.reward")} ${figure(mean(group.rewards))}`,
         `${say("question.length")} ${figure(mean(group.lengths))}`,
+        answers.length ? say("pair.shown", {shown: first.length, all: answers.length}) : say("pair.unrecorded"),
+      ]),
     ),
-    answers.slice(0, MOST_ANSWERS).map(each =>
+    first.map(each =>
       el(
         "p",
         {class: "flow"},
         el("b", {}, `${figure(each.reward)} `),
         each.tokens.slice(0, MOST_TOKENS).map(token => {
           const node = el("span", {class: "tok"}, token.text.slice(0, 100));
-          paint(node, token, "change", most);
+          paint(node, token, BY, most);
           return node;
         }),
       ),

@@ -1,7 +1,7 @@
 // All numbers of a token, its alternatives before and after, and a sentence on what happened to it.
 
 import {el, figure, percent} from "./dom.js";
-import {say} from "./words.js";
+import {listing, say} from "./words.js";
 import {topsAt} from "./tokens.js";
 import {sentence} from "./sentence.js";
 
@@ -31,16 +31,18 @@ export function named(text) {
 export function panel(step, token) {
   const rule = token.rule ? el("span", {class: "tag warn"}, say(`rule.${token.rule}`)) : null;
   const numbers = ROWS.map(name => [say(`token.${name}`), figure(token[name])]);
-  numbers.push([say("token.share"), percent(token.share)]);
+  const share = token.copies > 1 ? "token.share_several" : "token.share";
+  numbers.push([say(share, {n: token.copies}), percent(token.share)]);
   return [
     el("h2", {}, el("code", {}, named(token.text))),
     el(
       "p",
       {class: "soft"},
-      `${say(`kind.${token.kind}`)}, ${say("token.id", {id: token.id, position: token.position})} `,
+      listing([say(`kind.${token.kind}`), say("token.id", {id: token.id, position: token.position})]),
+      " ",
       rule,
     ),
-    el("p", {class: "sentence"}, sentence(token)),
+    el("p", {class: "sentence"}, sentence(token, step)),
     el(
       "dl",
       {class: "numbers", "aria-label": say("token.numbers")},

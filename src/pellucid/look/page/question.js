@@ -1,7 +1,7 @@
 // One question through the steps: how it was rewarded, how long its answers were, and its best answer token by token.
 
 import {el, figure, link, mean, shape} from "./dom.js";
-import {say} from "./words.js";
+import {listing, say} from "./words.js";
 import {get, summary, tokens} from "./source.js";
 import {groupOf} from "./tokens.js";
 import {lit} from "./colours.js";
@@ -32,10 +32,14 @@ export async function questionView({question}) {
             el(
               "span",
               {class: "soft"},
-              ` ${say("question.times", {n: each.at.length})}, ${each.at
-                .slice(-6)
-                .map(([, , r]) => figure(r))
-                .join(" ")}`,
+              " ",
+              listing([
+                say("question.times", {n: each.at.length}),
+                each.at
+                  .slice(-6)
+                  .map(([, , r]) => figure(r))
+                  .join(" "),
+              ]),
             ),
           ),
         ),

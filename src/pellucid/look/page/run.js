@@ -1,7 +1,7 @@
 // The run: its curves as a way in, and every step as a cell.
 
 import {el, figure, link, picture} from "./dom.js";
-import {say} from "./words.js";
+import {listing, say} from "./words.js";
 import {overview} from "./source.js";
 import {lit} from "./colours.js";
 
@@ -13,14 +13,14 @@ export async function runView({first}) {
     pages = Math.ceil(run.steps.length / PAGE);
   const page = first === undefined ? pages - 1 : Math.floor(Number(first) / PAGE);
   return [
-    el("p", {class: "eyebrow"}, run.about),
+    el("p", {class: "eyebrow"}, say("run.about", run)),
     el("h1", {}, run.name),
-    el("p", {class: "lede"}, run.lede),
+    el("p", {class: "lede", lang: "en"}, run.lede),
     el("p", {class: "soft"}, say("run.pick")),
     el(
       "div",
       {class: "charts"},
-      run.charts.map(svg => clickable(picture(svg), run, last)),
+      run.charts.map(svg => clickable(translated(picture(svg)), run, last)),
     ),
     el(
       "section",
@@ -31,6 +31,17 @@ export async function runView({first}) {
       pager(run, page, pages),
     ),
   ];
+}
+
+// Titles and labels of a chart that are fixed words, in the language of the page.
+function translated(svg) {
+  const texts = document.createTreeWalker(svg, NodeFilter.SHOW_TEXT);
+  while (texts.nextNode()) {
+    const node = texts.currentNode,
+      [, word, rest] = node.data.match(/^(\D*?)(\s\d.*|\s*)$/s) ?? [];
+    if (WORDS[`chart.${word}`]) node.data = say(`chart.${word}`) + rest;
+  }
+  return svg;
 }
 
 function clickable(svg, run, last) {
@@ -59,11 +70,11 @@ function cells(run, from) {
     run.steps.slice(from, from + PAGE).map((step, i) => {
       const reward = run.reward[from + i],
         dead = (run.right[from + i] ?? 0) + (run.wrong[from + i] ?? 0) > 0.999;
-      const told = [
+      const told = listing([
         say("run.cell", {step, reward: figure(reward)}),
         ...(dead ? [say("run.cell_dead")] : []),
         ...(recorded.has(step) ? [say("run.cell_recorded")] : []),
-      ].join(", ");
+      ]);
       const cell = link("", `#/step/${step}`, {
         class: `cell${dead ? " dead" : ""}${recorded.has(step) ? " recorded" : ""}`,
         "aria-label": told,

@@ -1,13 +1,13 @@
 // A step: its groups as a strip, those first that taught most.
 
 import {el, figure, link, percent} from "./dom.js";
-import {say} from "./words.js";
-import {summary} from "./source.js";
+import {listing, say} from "./words.js";
+import {overview, summary} from "./source.js";
 
 export async function stepView({step}) {
   const found = await summary(step);
   const title = el("h1", {}, say("step.title", {step}));
-  if (!found) return [title, el("p", {class: "lede"}, say("step.none", {step}))];
+  if (!found) return [title, el("p", {class: "lede"}, say("step.none", {step})), await elsewhere(step, "step")];
   const groups = byTaught(found.groups),
     whole = groups.reduce((sum, group) => sum + (group.gradient ?? 0), 0);
   const signal = groups.filter(group => group.signal === "signal").length;
@@ -22,6 +22,16 @@ export async function stepView({step}) {
       groups.map(group => row(step, group, whole)),
     ),
   ];
+}
+
+// Which steps there are in place of one that is not, and the way to the nearest.
+export async function elsewhere(step, view) {
+  const {recorded, steps} = await overview(),
+    there = recorded.length ? recorded : steps;
+  if (!there.length) return null;
+  const nearest = there.reduce((best, other) => (Math.abs(other - step) < Math.abs(best - step) ? other : best));
+  const range = say("elsewhere", {first: there[0], last: there[there.length - 1]});
+  return el("p", {}, range, " ", link(say("step.title", {step: nearest}), `#/${view}/${nearest}`));
 }
 
 export function byTaught(groups) {
@@ -58,11 +68,14 @@ function row(step, group, whole) {
       el(
         "span",
         {class: "soft"},
-        `${say(`signal.${group.signal}`)}, ${say("step.answers", {right, all: group.rewards.length})}, ` +
-          (group.recorded
-            ? say("step.gradient", {value: figure(group.gradient)}) +
-              (group.gradient && whole ? `, ${say("step.share", {share: percent(group.gradient / whole)})}` : "")
-            : say("step.unrecorded")),
+        listing([
+          say(`signal.${group.signal}`),
+          say("step.answers", {right, all: group.rewards.length}),
+          group.recorded ? say("step.gradient", {value: figure(group.gradient)}) : say("step.unrecorded"),
+          group.recorded && group.gradient && whole
+            ? say("step.share", {share: percent(group.gradient / whole)})
+            : null,
+        ]),
       ),
       el("span", {class: "track", "aria-hidden": "true"}, bar),
     ),

@@ -104,10 +104,64 @@ export function listed(sequences) {
   const found = [];
   for (const each of whole) {
     const last = found[found.length - 1];
-    if (last && alike(last, each)) last.same.push(each.completion);
-    else found.push({...each, same: [each.completion]});
+    if (last && alike(last, each)) last.copies.push(each);
+    else found.push({...each, copies: [each]});
   }
-  return [...found, ...sequences.filter(each => each.branch > 0).map(each => ({...each, same: [each.completion]}))];
+  return [...found, ...sequences.filter(each => each.branch > 0).map(each => ({...each, copies: [each]}))].map(folded);
+}
+
+// One answer for all that are alike; the share of its tokens is that of all copies.
+function folded(answer) {
+  const {copies} = answer;
+  const tokens = answer.tokens.map((token, t) => ({
+    ...token,
+    copies: copies.length,
+    share: total(copies.map(copy => copy.tokens[t].share)),
+  }));
+  return {...answer, tokens, same: copies.map(copy => copy.completion)};
+}
+
+function total(values) {
+  const known = values.filter(value => value !== null);
+  return known.length ? known.reduce((sum, value) => sum + value, 0) : null;
+}
+
+// The sampled tokens of a group, those as one that follow on the same beginning in several `answers`: what was done to
+// them is summed up, and what was measured is that of the first. `event` tells those which are one.
+export function events(sequences) {
+  const rows = new Map(listed(sequences).flatMap((each, c) => each.copies.map(copy => [copy.start, c])));
+  const nodes = new Map();
+  return sequences
+    .filter(each => each.completion >= 0)
+    .flatMap(each => {
+      let event = each.branch ? `${each.completion}.${each.branch}` : "";
+      return each.tokens.map(token => {
+        const step = `${event}/${token.id}`;
+        if (!nodes.has(step)) nodes.set(step, nodes.size);
+        event = nodes.get(step);
+        return {...token, event, c: rows.get(each.start)};
+      });
+    })
+    .filter(token => token.kind === "sampled");
+}
+
+export function merged(tokens) {
+  return [...Map.groupBy(tokens, token => token.event).values()].map(same => {
+    const [first] = same,
+      one = name => (same.every(token => token[name] === first[name]) ? first[name] : null),
+      known = name => same.find(token => token[name] !== null)?.[name] ?? null;
+    return {
+      ...first,
+      answers: same.length,
+      advantage: one("advantage"),
+      rule: one("rule") ?? "",
+      push: total(same.map(token => token.push)),
+      gradient: total(same.map(token => token.gradient)),
+      change: known("change"),
+      predicted: known("predicted"),
+      gap: same.reduce((most, {gap}) => (Math.abs(gap ?? 0) > Math.abs(most ?? 0) ? gap : (most ?? gap)), null),
+    };
+  });
 }
 
 function alike(one, other) {

@@ -1,12 +1,31 @@
-// The language of the page: that of the browser, until another is chosen.
+// The language of the page: that which was chosen last, at first that of the browser.
 
-let language = navigator.language.toLowerCase().startsWith("zh") ? 1 : 0;
+const KEPT = "pellucid.language";
+let language = (kept() ?? navigator.language).toLowerCase().startsWith("zh") ? 1 : 0;
+
+// A browser may keep nothing for a page, above all for one from disk.
+function kept() {
+  try {
+    return localStorage.getItem(KEPT);
+  } catch {
+    return null;
+  }
+}
 
 export function say(key, values = {}) {
   return Object.entries(values).reduce(
     (text, [name, value]) => text.replaceAll("{" + name + "}", () => value),
     (WORDS[key] ?? [key, key])[language],
   );
+}
+
+// What there is of these, with commas between.
+export function listing(parts) {
+  return parts.filter(part => part !== null).join(language ? "，" : ", ");
+}
+
+export function ended(sentence) {
+  return language ? `${sentence}。` : `${sentence}. `;
 }
 
 export function spoken() {
@@ -16,4 +35,13 @@ export function spoken() {
 export function speak(name) {
   language = name === "zh" ? 1 : 0;
   document.documentElement.lang = spoken();
+}
+
+export function keep(name) {
+  speak(name);
+  try {
+    localStorage.setItem(KEPT, name);
+  } catch {
+    return;
+  }
 }
