@@ -42,6 +42,14 @@ def browser(tmp_path_factory):
     driver.quit()
 
 
+@pytest.fixture(autouse=True)
+def _a_page_of_its_own(browser):
+    """One that is left open asks a server which has ended, and its browser writes that down."""
+    yield
+    browser.get("about:blank")
+    browser.get_log("browser")
+
+
 @pytest.fixture(scope="module")
 def url(tmp_path_factory):
     folder = tmp_path_factory.mktemp("look")
