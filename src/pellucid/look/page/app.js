@@ -54,7 +54,9 @@ async function show() {
   const turn = ++shown;
   document.microscope = null;
   content.setAttribute("aria-busy", "true");
-  const slow = setTimeout(() => content.replaceChildren(el("p", {class: "soft"}, say("loading"))), PATIENCE);
+  const slow = setTimeout(() => {
+    if (turn === shown) content.replaceChildren(el("p", {class: "soft"}, say("loading")));
+  }, PATIENCE);
   let drawn,
     at = {view: "run"};
   try {
@@ -65,6 +67,7 @@ async function show() {
   }
   clearTimeout(slow);
   if (turn !== shown) return;
+  document.microscope = drawn.state ?? null;
   content.replaceChildren(...drawn.filter(Boolean));
   content.dataset.view = at.view;
   await frame(at).catch(() => null);

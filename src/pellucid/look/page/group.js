@@ -28,7 +28,7 @@ export async function groupView({step, group, c, t}) {
   const state = {data, sequences, step, group, side, board, order, all, usable, by, chosen: null};
   draw(state);
   if (t !== undefined) queueMicrotask(() => choose(state, Number(c), Number(t)));
-  return [
+  const drawn = [
     el("p", {class: "eyebrow"}, link(say("step.title", {step}), `#/step/${step}`)),
     heading,
     el(
@@ -40,6 +40,7 @@ export async function groupView({step, group, c, t}) {
     controls(state),
     el("div", {class: "split"}, board, side),
   ];
+  return Object.assign(drawn, {state}); // keys act on it once it is shown
 }
 
 async function instead(step, data) {
@@ -70,7 +71,6 @@ function controls(state) {
     say("group.rows"),
   );
   state.toggle = () => realign(state);
-  document.microscope = state;
   return el(
     "p",
     {class: "controls"},
@@ -152,13 +152,14 @@ function answer(state, sequence, apart, marked) {
 function flow(state, sequence, apart, marked, label = say("prompt")) {
   const most = look.aligned ? MOST_COLUMNS : MOST_TOKENS;
   const box = el("div", {class: "flow", role: "listbox", "aria-label": label, dir: "auto"});
+  const talks = sequence.tokens.some(each => each.kind === "given");
   let shown = 0,
     turn = null;
   const more = upto => {
     box.querySelector("button")?.remove();
     for (; shown < Math.min(upto, sequence.tokens.length); shown++) {
       const token = sequence.tokens[shown];
-      if (sequence.tokens.some(each => each.kind === "given") && token.kind !== turn && token.kind !== "prompt") {
+      if (talks && token.kind !== turn && token.kind !== "prompt") {
         turn = token.kind;
         box.append(el("span", {class: `turn ${turn}`}, say(`turn.${turn}`)));
       }
@@ -233,8 +234,9 @@ export function choose(state, c, t, scroll = false) {
 export function nextFork(state) {
   const {c, t} = state.chosen ?? {c: 0, t: -1};
   const later = [...(state.forks[c] ?? [])].sort((a, b) => a - b).find(place => place > t);
-  if (later !== undefined) choose(state, c, later);
-  else if (state.forks[c + 1]) choose(state, c + 1, Math.min(...state.forks[c + 1], Infinity) || 0);
+  if (later !== undefined) return choose(state, c, later);
+  const next = state.forks.findIndex((forks, other) => other > c && forks.size);
+  if (next >= 0) choose(state, next, Math.min(...state.forks[next]));
 }
 
 // The recorded groups of a step, most taught first; keys go from one to the next.

@@ -97,7 +97,7 @@ function list({name, from, of, step, shown, said, rule, about}) {
 }
 
 function plot(tokens) {
-  const most = Math.max(...tokens.map(token => Math.max(Math.abs(token.change), Math.abs(token.predicted)))) || 1;
+  const most = tokens.reduce((so, each) => Math.max(so, Math.abs(each.change), Math.abs(each.predicted)), 0) || 1;
   const at = value => MARGIN + ((value / most + 1) / 2) * (SIZE - 2 * MARGIN);
   const line = (x1, y1, x2, y2, name) =>
     shape("path", {class: name, d: `M${at(x1)} ${SIZE - at(y1)}L${at(x2)} ${SIZE - at(y2)}`});

@@ -92,6 +92,7 @@ async function best({step, group}) {
   const data = await tokens(step);
   if (!data) return el("div");
   const answers = groupOf(data, group).filter(each => each.completion >= 0 && each.branch === 0);
+  if (!answers.length) return el("div");
   const one = answers.reduce((first, other) =>
     (other.reward ?? -Infinity) > (first.reward ?? -Infinity) ? other : first,
   );
