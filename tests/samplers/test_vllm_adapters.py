@@ -11,6 +11,7 @@ from pellucid.policy.model import add_adapter, copied
 from pellucid.policy.policy import Policy
 from pellucid.samplers.adapters import A, B, write
 from pellucid.samplers.vllm import VLLM, fixed_text
+from pellucid.samplers.vllm_engine import Engine
 from pellucid.types import Sampling, UserError
 from sampler_process import tiny_policy
 
@@ -19,9 +20,9 @@ pytest.importorskip("vllm")
 SAMPLING = Sampling(4, max_tokens=24, seed="0/0")
 
 
-def adapted(dtype=torch.float32, rank=3, alpha=7.0, targets=(), tied=True):
+def adapted(dtype=torch.float32, rank=3, alpha=7.0, targets=()):
     """A policy whose scale, 7 / 3, no dtype holds exactly."""
-    model = copied(tiny_policy(layers=3, tied=tied).model, dtype)
+    model = copied(tiny_policy(layers=3).model, dtype)
     policy = Policy(model, character_tokenizer(), dtype, adapter=add_adapter(model, rank, alpha, targets))
     for p in policy.trainable().values():
         p.data = p.data.float()
@@ -109,7 +110,7 @@ def test_a_new_engine_gets_the_base_too(sampler, monkeypatch):
 
 def nothing(engine):
     engine.adapt = lambda adapter: None
-    return "old weights: .*lora_"
+    return r"vLLM has no adapter on model\.layers\.0"
 
 
 def but_one_layer(engine):
@@ -196,11 +197,16 @@ def test_honest_pushes_are_believed_however_small(sampler):
     assert gap_of(policy, sampler.generate(CountDigits().sample(0, 2), SAMPLING)).max() < 1e-4
 
 
-def test_an_adapter_that_vllm_does_not_take_is_merged_which_a_line_says(capsys):
-    """On the head: vLLM has an adapter there, but in a form of its own."""
-    policy = adapted(targets=("lm_head", "q_proj"), tied=False)
+def test_an_adapter_that_vllm_does_not_take_is_merged_which_a_line_says(monkeypatch, capsys):
+    """As on layers where it has one in a form of its own."""
+
+    def elsewhere(engine, name):
+        raise UserError("vLLM has no adapter on q_proj")
+
+    monkeypatch.setattr(Engine, "_matrix", elsewhere)
+    policy = adapted(targets=("q_proj",))
     sampler = synced(policy)
-    said = "! sampler.adapter: merged instead of request (vLLM has no adapter on lm_head)\n"
+    said = "! sampler.adapter: merged instead of request (vLLM has no adapter on q_proj)\n"
     assert capsys.readouterr().out == said
     for name, p in policy.trainable().items():
         p.data += 0.05 if "q_proj.lora_B" in name else 0.0
