@@ -13,19 +13,6 @@ FINEST = 5e-4
 """That of logits in float32."""
 FLOOR = 1e-4
 """Differences of log-probs smaller than this are 0 on the page, and said to be less than this."""
-RULES = (
-    "given",
-    "zero_variance",
-    "no_advantage",
-    "overlong_filter",
-    "entropy_share",
-    "clip_low",
-    "clip_high",
-    "dual_clip",
-    "correction",
-    "other",
-)
-"""Who may have taken the gradient of a token: `rule` of docs/run-folder.md."""
 
 
 def dtype_of(about: Mapping[str, Any]) -> str:
@@ -57,7 +44,7 @@ def sentence(token: Mapping[str, Any], language: str = "en", about: Mapping[str,
 def key_of(token: Mapping[str, Any], rounding: float) -> str:
     if token["kind"] == "prompt":
         return "said.prompt"
-    if token["rule"] in RULES:
+    if token["rule"]:
         return f"said.{token['rule']}"
     push, change = token.get("push"), token.get("change")
     if not push:
