@@ -16,6 +16,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from conftest import EOS, VOCAB, character_tokenizer
 from forked import Forked
+from pellucid.algorithm.batch import collate
 from pellucid.policy.policy import Policy
 from pellucid.samplers.freshness import matrix
 from pellucid.samplers.remote import GoneError, Remote
@@ -24,6 +25,17 @@ from pellucid.serve import connections
 from pellucid.serve.command import listening
 from pellucid.serve.sampling import Held, application
 from worlds import TEMPLATE
+
+
+def gaps_of(policy, groups):
+    """[N] how far the sampler's log-probs of sampled tokens are from the scorer's."""
+    batch = collate(groups)
+    with torch.no_grad():
+        return (policy.score(batch).logprobs - batch.sampler_logprobs)[batch.sampled].abs()
+
+
+def gap_of(policy, groups):
+    return gaps_of(policy, groups).max()
 
 
 def tiny_policy(dtype=torch.float32, temperature=1.0, tied=True, seed=0, layers=2):

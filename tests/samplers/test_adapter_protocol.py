@@ -6,7 +6,6 @@ import pytest
 import torch
 
 from conftest import CountDigits, character_tokenizer
-from pellucid.algorithm.batch import collate
 from pellucid.policy.model import add_adapter
 from pellucid.policy.policy import Policy
 from pellucid.samplers import fleet
@@ -15,7 +14,7 @@ from pellucid.samplers.remote import GoneError, Remote, described
 from pellucid.samplers.servers import Servers
 from pellucid.serve.sampling import Held
 from pellucid.types import Sampling, UserError
-from sampler_process import Plain, served, tiny_policy
+from sampler_process import Plain, gap_of, served, tiny_policy
 
 SAMPLING = Sampling(4, max_tokens=24, seed="0/0")
 PROMPTS = CountDigits().sample(0, 4)
@@ -89,12 +88,6 @@ def synced(policy, urls, ahead=False):
     sampler = Servers(urls=urls, timeout=10.0, adapter="request", ahead=ahead)
     sampler.sync(policy, 3)
     return sampler
-
-
-def gap_of(policy, groups):
-    batch = collate(groups)
-    with torch.no_grad():
-        return (policy.score(batch).logprobs - batch.sampler_logprobs)[batch.sampled].abs().max()
 
 
 def test_the_base_goes_once_to_each_and_then_the_adapter_alone(policy, urls, held):

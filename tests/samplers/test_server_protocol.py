@@ -11,7 +11,6 @@ import torch
 
 import sampler_process
 from conftest import CountDigits
-from pellucid.algorithm.batch import collate
 from pellucid.environments.here import Here
 from pellucid.environments.talk import Talk
 from pellucid.samplers import fleet, remote
@@ -21,7 +20,7 @@ from pellucid.samplers.vllm import VLLM, weights_of
 from pellucid.serve.sampling import Held, Model
 from pellucid.types import Sampling, UserError
 from runs import same_run, train
-from sampler_process import Plain, served, tiny_policy, two
+from sampler_process import Plain, gap_of, served, tiny_policy, two
 from worlds import asked
 
 SAMPLING = Sampling(4, max_tokens=24, seed="0/0")
@@ -65,12 +64,6 @@ def step(policy, by=0.05):
     with torch.no_grad():
         for p in policy.model.parameters():
             p.add_(torch.randn(p.shape, generator=torch.Generator().manual_seed(1)).sign(), alpha=by)
-
-
-def gap_of(policy, groups):
-    batch = collate(groups)
-    with torch.no_grad():
-        return (policy.score(batch).logprobs - batch.sampler_logprobs)[batch.sampled].abs().max()
 
 
 # ---------------------------------------------------------------- rows

@@ -10,7 +10,6 @@ import pytest
 import torch
 
 from conftest import CountDigits, character_tokenizer
-from pellucid.algorithm.batch import collate
 from pellucid.environments.here import Here
 from pellucid.environments.talk import Talk
 from pellucid.policy.model import add_adapter
@@ -19,7 +18,7 @@ from pellucid.samplers import fleet
 from pellucid.samplers.servers import Servers
 from pellucid.samplers.vllm import VLLM
 from pellucid.types import Sampling
-from sampler_process import tiny_policy, two
+from sampler_process import gap_of, tiny_policy, two
 from worlds import asked
 
 pytest.importorskip("vllm")
@@ -42,12 +41,6 @@ def synced(policy, pair, timeout=120.0, world=None):
     sampler = Servers(urls=[one.url for one in pair], timeout=timeout, world=world)
     sampler.sync(policy, 3)
     return sampler
-
-
-def gap_of(policy, groups):
-    batch = collate(groups)
-    with torch.no_grad():
-        return (policy.score(batch).logprobs - batch.sampler_logprobs)[batch.sampled].abs().max()
 
 
 def tokens_of(groups):
