@@ -99,7 +99,8 @@ def test_servers_behind_a_cable_that_is_cut_in_the_middle_of_a_run_cost_time_alo
     homes, says, ahead, recipe, hosts, tmp_path
 ):
     servers = [(name, HOSTS[name], 8001 + i) for i, name in enumerate(homes)]
-    settings = ["--algorithm.steps", 30, "--evaluate.every", 0, "--sampler.name", "vllm", "--sampler.timeout", 2]
+    # Half a second a step: a run that goes on without the server outlasts the cut.
+    settings = ["--algorithm.steps", 80, "--evaluate.every", 0, "--sampler.name", "vllm", "--sampler.timeout", 2]
     settings += ["--sampler.ahead", ahead, "--sampler.urls", *(f"http://{host}:{port}" for _, host, port in servers)]
     whole, cut = tmp_path / "whole", tmp_path / "cut"
     with ExitStack() as started, (tmp_path / "said").open("w") as said:
