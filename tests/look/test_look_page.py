@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import time
 
 import pytest
 from selenium import webdriver
@@ -219,7 +220,17 @@ def test_the_file_from_disk_shows_every_view(browser, tmp_path):
     go(browser, f"{(tmp_path / 'page.html').as_uri()}#/group/3/0?c=0&t=1", "group")
     eventually(browser, lambda: chosen(browser) == " we")
     assert not found(browser, "#live")
+    assert not found(browser, "#foot")[0].text
     assert silent(browser)
+
+
+@pytest.mark.parametrize("least", [0.01, 2.0])
+def test_the_file_says_what_it_had_no_room_for(browser, tmp_path, monkeypatch, least):
+    monkeypatch.setattr(packing, "LEVELS", (packing.Level(3, least),))
+    packing.write([Run(small_run(tmp_path / "run", steps=3))], tmp_path / "page.html")
+    go(browser, f"{(tmp_path / 'page.html').as_uri()}#/run", "run")
+    kinds = {0.01: "alternatives below 0.01 in probability", 2.0: "all alternatives"}
+    assert found(browser, "#foot")[0].text == f"Left out for room: {kinds[least]}; numbers have 3 digits."
 
 
 @pytest.mark.parametrize("view", VIEWS)
@@ -377,6 +388,26 @@ def test_a_run_is_live_until_its_last_step_and_quiet_without_news(browser, tmp_p
     with looking(other) as server:
         go(browser, f"{server.url}#/run", "run")
         eventually(browser, lambda: found(browser, "#live")[0].text == "no news for 10 minutes")
+
+
+def test_of_two_runs_both_are_live(browser, tmp_path):
+    one, two = small_run(tmp_path / "one", steps=3), small_run(tmp_path / "two", steps=2)
+
+    def turn(view):
+        browser.execute_script(f"location.hash = '#/{view}/3'")
+        eventually(browser, lambda: found(browser, f"main[data-view={view}][aria-busy=false]"))
+
+    def shared():
+        turn("why")
+        turn("pair")
+        return found(browser, "main .lede")[0].text
+
+    with looking(one, two) as server:
+        go(browser, f"{server.url}#/pair/3", "pair")
+        assert shared() == "0 questions of this step are in both runs."
+        time.sleep(3)  # the page has looked once
+        add_step(two, 3)
+        eventually(browser, lambda: shared() == "3 questions of this step are in both runs.")
 
 
 def test_the_language_is_kept_for_the_next_time(browser, url):

@@ -15,7 +15,7 @@ def test_every_word_is_there_in_both_languages(key):
     english, chinese = words()[key]
     assert english
     assert sorted(re.findall(r"{\w+}", english)) == sorted(re.findall(r"{\w+}", chinese))
-    if key not in {"language", "movers.unpredicted_end"}:
+    if key not in {"language", "movers.unpredicted_end", "packed.join"}:
         assert re.search("[\u4e00-\u9fff]", chinese), key
         assert not re.search("[\u4e00-\u9fff]", english), key
 

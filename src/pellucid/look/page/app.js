@@ -2,7 +2,7 @@
 
 import {el, link} from "./dom.js";
 import {keep, say, speak, spoken} from "./words.js";
-import {forget, get, isLive, overview} from "./source.js";
+import {forget, get, isLive, overview, runsThere} from "./source.js";
 import {choose, groupView, nearestStep, neighbours, nextFork, nextQuantity} from "./group.js";
 import {runView} from "./run.js";
 import {stepView} from "./step.js";
@@ -97,10 +97,16 @@ async function frame(at) {
       el("button", {id: "keys", onclick: help}, say("keys")),
     ),
   );
-  const left = isLive ? null : await get("packed");
-  document
-    .getElementById("foot")
-    .replaceChildren(left && (left.kept < left.steps || left.least > 0) ? el("p", {}, say("packed", left)) : "");
+  document.getElementById("foot").replaceChildren(isLive ? "" : el("p", {}, leftOut(await get("packed"))));
+}
+
+// What a page on disk has no room for, as packing.py says it of the file.
+function leftOut({kept, steps, least, digits}) {
+  const said = [];
+  if (least > 0) said.push(least > 1 ? say("packed.all") : say("packed.below", {least}));
+  if (kept < steps) said.push(say("packed.steps", {left: steps - kept, steps}));
+  if (said.length) said.push(say("packed.digits", {digits}));
+  return said.length ? say("packed", {what: said.join(say("packed.join"))}) : "";
 }
 
 // The address of a view at the step, and the group, where one was.
@@ -201,9 +207,11 @@ document.addEventListener("keydown", event => {
 async function beat() {
   const live = document.getElementById("live");
   try {
-    const response = await fetch("data/0/pulse"),
-      now = await response.text();
-    const told = JSON.parse(now);
+    const pulses = await Promise.all(
+      (await runsThere()).map(async (_, i) => (await fetch(`data/${i}/pulse`)).text()),
+    );
+    const now = pulses.join(),
+      told = JSON.parse(pulses[0]);
     quiet = told.quiet ? {minutes: told.minutes} : null;
     if (live) live.textContent = await news();
     if (pulse && now !== pulse) {

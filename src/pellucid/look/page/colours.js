@@ -82,7 +82,7 @@ export function lit(node, part) {
   node.classList.add(part > 0.55 ? "lit" : "dark");
 }
 
-export function sequential(part) {
+function sequential(part) {
   const place = Math.max(0, Math.min(1, part)) * (DARK_TO_LIGHT.length - 1),
     low = Math.min(3, Math.floor(place));
   const mixed = DARK_TO_LIGHT[low].map((x, i) => Math.round(x + (DARK_TO_LIGHT[low + 1][i] - x) * (place - low)));

@@ -21,7 +21,7 @@ const GEOMETRY = new Set([
   "text-anchor",
 ]);
 
-export function visible(text) {
+function visible(text) {
   return String(text).replace(UNSEEN, char => {
     const code = char.charCodeAt(0);
     return code < 256 ? `\\x${code.toString(16).padStart(2, "0")}` : `\\u${code.toString(16)}`;

@@ -11,7 +11,7 @@ import {elsewhere} from "./step.js";
 const MOST_TOKENS = 1500,
   MOST_CHARACTERS = 400,
   MOST_COLUMNS = 300;
-export const look = {by: "change", aligned: false};
+const look = {by: "change", aligned: false};
 
 export async function groupView({step, group, c, t}) {
   const data = await tokens(step),

@@ -34,7 +34,7 @@ export async function elsewhere(step, view) {
   return el("p", {}, range, " ", link(say("step.title", {step: nearest}), `#/${view}/${nearest}`));
 }
 
-export function byTaught(groups) {
+function byTaught(groups) {
   return [...groups].sort(
     (a, b) => (b.gradient ?? -1) - (a.gradient ?? -1) || (b.signal === "signal") - (a.signal === "signal"),
   );

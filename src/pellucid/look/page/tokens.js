@@ -18,7 +18,7 @@ const NUMBERS = [
 ];
 
 // The token of a row.
-export function tokenAt(step, row) {
+function tokenAt(step, row) {
   const number = name => (step[name] ? step[name][row] : null);
   const token = {row, kind: KINDS[step.kind[row]] ?? "", rule: step.rule[row] < 0 ? "" : step.rules[step.rule[row]]};
   for (const name of NUMBERS) token[name] = number(name);
