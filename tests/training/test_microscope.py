@@ -469,6 +469,14 @@ def test_a_group_without_signal_says_why_and_is_recorded_last(tmp_path):
     assert dead.advantage.eq(0).all()
 
 
+@pytest.mark.parametrize("scored", [{}, {"entropy_coef": 0.1}])
+def test_a_group_whose_rewards_all_failed_is_not_told_as_one_of_equal_rewards(tmp_path, scored):
+    lost = replace(DEAD, prompt=Prompt("lost", "?"), rewards=(Reward(math.nan, error="no"),) * 3)
+    frame, _ = written(tmp_path, [lost, DEAD, LIVE], 3, **scored)
+    rules = frame[frame.kind == "sampled"].groupby("prompt_id").rule.unique()
+    assert (rules["lost"].tolist(), rules["dead"].tolist()) == (["all_failed"], ["zero_variance"])
+
+
 def test_a_group_without_signal_that_is_held_by_its_entropy_is_seen(tmp_path):
     frame, _ = written(tmp_path, [DEAD, LIVE], 2, entropy_coef=0.1)
     dead = frame[(frame.prompt_id == "dead") & (frame.kind == "sampled")]

@@ -24,6 +24,7 @@ from pellucid.algorithm.settings import GRPOConfig
 RULES = (
     "",
     "given",
+    "all_failed",
     "zero_variance",
     "no_advantage",
     "overlong_filter",
@@ -35,7 +36,7 @@ RULES = (
     "other",
 )
 """Who took the policy gradient of a token; "" is nobody. Whether an advantage of 0 is that of a group whose rewards are
-all equal, zero_variance, is not known here: it is called no_advantage."""
+all equal, zero_variance, or have all failed, all_failed, is not known here: it is called no_advantage."""
 
 
 class Explained(NamedTuple):

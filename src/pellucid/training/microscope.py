@@ -158,7 +158,7 @@ class Microscope:
         self, step: int, index: int, group: Group, before: Sequence[Columns], after: Sequence[Columns]
     ) -> Table:
         """The rows of a file that speak of a group. before and after: of its sequences, completions before branches."""
-        dead = bool(zero_variance(task_rewards([group]), self.cfg.algorithm.min_reward_range))
+        silent = self.silence(group)
         tables = [self.of_prompt(group.prompt_ids)]
         known = [{**later, **seen} for seen, later in zip(before, after, strict=True)]
         branches = len(group.completions)
@@ -171,10 +171,17 @@ class Microscope:
             for branch, (sequence, columns) in enumerate(sequences):
                 table = self.of_sequence(sequence, columns)
                 untold = "overlong_filter" if advantage else "no_advantage"
-                tell_rules(table, advantage, dead, untold)
+                tell_rules(table, advantage, silent, untold)
                 same = {"completion": number, "branch": branch, **of_answer(completion, reward)}
                 tables.append(repeated(table, same))
         return repeated(joined(tables), {"step": step, "group": index, "prompt_id": group.prompt.id})
+
+    def silence(self, group: Group) -> str:
+        """The rule that makes an advantage of this group 0."""
+        if all(reward.failed for reward in group.rewards):
+            return "all_failed"
+        dead = bool(zero_variance(task_rewards([group]), self.cfg.algorithm.min_reward_range))
+        return "zero_variance" if dead else "no_advantage"
 
     def of_prompt(self, ids: Sequence[int]) -> Table:
         table = {"position": list(range(len(ids))), "token": list(ids), "text": self.texts.of(ids)}
@@ -209,11 +216,13 @@ class Microscope:
         return values
 
 
-def tell_rules(table: Table, advantage: float, dead: bool, untold: str) -> None:
-    """Add rules and advantages to the table of a sequence. untold: why it was not scored, where it was not."""
+def tell_rules(table: Table, advantage: float, silent: str, untold: str) -> None:
+    """Add rules and advantages to the table of a sequence. silent: why an advantage of its group is 0, where one is;
+    untold: why it was not scored, where it was not.
+    """
     sampled = [kind == tokens.SAMPLED for kind in table["kind"]]
     scored = table.get("rule") or [untold] * len(sampled)
-    told = ["zero_variance" if dead and rule == "no_advantage" else rule for rule in scored]
+    told = [silent if rule == "no_advantage" else rule for rule in scored]
     table["rule"] = [rule if is_ else "given" for rule, is_ in zip(told, sampled, strict=True)]
     table.setdefault("advantage", [advantage if is_ else None for is_ in sampled])
 
