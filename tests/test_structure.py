@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import re
 from pathlib import Path
 
@@ -26,6 +27,21 @@ def test_no_merge_has_left_its_marks():
     paths = [path for folder in folders for path in Path(folder).rglob("*") if path.suffix in kinds]
     marks = re.compile("^(?:<{7}|>{7}) ", re.MULTILINE)
     assert [path for path in [*paths, *Path().glob("*.*")] if path.is_file() and marks.search(path.read_text())] == []
+
+
+def test_possessive_groups_are_matched_by_regex():
+    """Python's own `re` loses matches of them before 3.11.5, as in Debian 12, and says nothing."""
+    libraries = set()
+    for source in filter(possessive, map(Path.read_text, SOURCES)):
+        calls = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Call)]
+        for function in (call.func for call in calls if possessive(ast.get_source_segment(source, call))):
+            if isinstance(function, ast.Attribute) and isinstance(function.value, ast.Name):
+                libraries.add(function.value.id)
+    assert libraries == {"regex"}
+
+
+def possessive(pattern):
+    return re.search(r"\)[?*+]\+", pattern)
 
 
 def test_the_loop_in_the_readme_is_the_loop_in_the_source():

@@ -9,6 +9,8 @@ from collections.abc import Iterator
 from fractions import Fraction
 from itertools import islice
 
+import regex  # Python's own re loses matches of possessive groups before 3.11.5
+
 LONGEST_NUMBER = 4000
 """The most characters of a number, and the most places of its exponent: Python converts at most 4300 digits."""
 
@@ -32,7 +34,7 @@ _GROUPS = "|".join(rf"(?:{separator}\d{{3}})+" for separator in (",", "'", "_", 
 _DIGITS = rf"(?:\d{{1,3}}(?:{_GROUPS})(?!\d)|\d++)(?:\.\d++)?+"
 _DECIMAL = rf"(?:{_DIGITS}|(?<![A-Za-z0-9.])\.\d++)"
 _PART = rf"(?:\{{\s*+-?{_DIGITS}\s*+\}}|\s*+\d)"
-_NUMBER = re.compile(
+_NUMBER = regex.compile(
     rf"""
     (?<![A-Za-z])[A-Za-z]++\}}?(?:\s*+[\^_]\s*+(?:\{{[^{{}}]*+\}}|-?\d++))++  # m^2, x_1: of a name, no number
     | (?:(?P<minus>-)[ \t]*+)?+ (?:\\?[$€£¥]\s?+(?P<inner>-)?+)?+
@@ -46,7 +48,7 @@ _NUMBER = re.compile(
       (?P<more>[)\]}}]*+\s*+(?:\^(?!\s*+\{{?\s*+\\circ)|\*\*(?=-?[\d(]))(?:\s*+\{{[^{{}}]*+\}}|[-+({{]*+\w++)?+
         | [)\]}}]*+[²³¹⁰⁴-⁹]++ | :\d[\d:.]*+ | \.\d[\d.]*+ | [ \t]*+/[ \t]*+\d[\d/]*+ )?+
     """,
-    re.VERBOSE,
+    regex.VERBOSE,
 )
 _OPERAND = re.compile(r"[A-Za-z0-9_)\]}%]\Z")
 _WORD_THAT_STATES = re.compile(r"(?:\b(?:is|are|was|be|equals?|gives|to)|[是为])\Z")
@@ -141,7 +143,7 @@ def in_ascii(text: str) -> str:
     return _FULL_WIDTH_COMMA.sub(",", text).translate(ASCII_FORMS)
 
 
-def numbers(plain: str) -> Iterator[re.Match[str]]:
+def numbers(plain: str) -> Iterator[regex.Match[str]]:
     return (match for match in _NUMBER.finditer(plain) if match["top"] or match["over"])
 
 
@@ -150,7 +152,7 @@ def without_names(beside: str) -> str:
     return _DRESS.sub(" ", _NUMBER.sub(lambda match: match[0] if match["top"] or match["over"] else " ", beside))
 
 
-def value_of(number: re.Match[str], plain: str) -> Fraction | None:
+def value_of(number: regex.Match[str], plain: str) -> Fraction | None:
     """Return the value of a match; None where it is part of something unreadable, far too long, or divided by 0."""
     if number["more"] or len(number[0]) > LONGEST_NUMBER:
         return None
@@ -176,7 +178,7 @@ def scale_of(written: str) -> int:
     return int(digits[0].strip("} ")[:8]) if digits else 0
 
 
-def is_sign(number: re.Match[str], plain: str) -> bool:
+def is_sign(number: regex.Match[str], plain: str) -> bool:
     """Whether the minus in front of a number is its sign, not a subtraction or a dash (see `last_number`)."""
     touches = plain[number.end("minus")] not in " \t"
     before = plain[: number.start()] if touches else plain[: number.start()].rstrip(" \t")

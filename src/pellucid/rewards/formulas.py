@@ -14,6 +14,8 @@ from fractions import Fraction
 from functools import cache, lru_cache, partial
 from typing import Any
 
+import regex  # as in answers.py
+
 from pellucid.machine.extras import extra
 from pellucid.rewards.answers import after_thinking, marked_answer, only_number
 from pellucid.rewards.bounds import computable
@@ -27,7 +29,7 @@ LONGEST = 1000
 """The most characters of an answer."""
 
 _WORDS_OF_FORMULAS = r"sin|cos|tan|cot|sec|csc|log|ln|exp|sqrt|pi|infinity|mod|or|and"
-_SHOWN = re.compile(
+_SHOWN = regex.compile(
     r"\$\$[^$]++\$\$|(?<![\\\d])\$[^$\n]+(?<!\\)\$|\\\((?:[^\\\n]|\\(?![()]))*+\\\)|\\\[(?:[^\\]|\\(?![\[\]]))*+\\\]"
 )
 _CONNECTIONS = ("and", "or", ",", ", and", ", or")
