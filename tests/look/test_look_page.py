@@ -176,8 +176,8 @@ def test_a_question_is_followed_through_the_steps(browser, url):
     found(browser, ".questions a")[0].click()
     eventually(browser, lambda: len(found(browser, ".history")) == 9)
     labels = [chart.get_attribute("aria-label") for chart in found(browser, "svg.chart")]
-    assert labels[0] == "mean reward: 0.5 → 0.5"
-    assert labels[1] == "mean length, tokens: 10 → 10"
+    assert labels[0] == "mean reward: reward from 0.5 at step 1 to 0.5 at step 9"
+    assert labels[1] == "mean length: length from 10 at step 1 to 10 at step 9"
     assert silent(browser)
 
 

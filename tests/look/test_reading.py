@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 
 import pytest
 
@@ -119,11 +120,34 @@ def test_rollouts_are_found_as_they_are_written_and_half_a_line_is_waited_for(tm
 
 def test_a_question_is_found_again_in_the_steps_that_asked_it(tmp_path):
     run = Run(small_run(tmp_path / "run", steps=3))
-    found = {each["prompt"]: each["at"] for each in run.questions()}
-    assert found["What is 3 + 4?"] == [[1, 0, 0.5], [2, 0, 0.5], [3, 0, 0.5]]
-    assert found["What is 5 + 4?"] == [[1, 2, 0.25], [2, 2, 0.25], [3, 2, 0.25]]
+    found = {each["prompt"]: each for each in run.answer("questions")}
+    assert (found["What is 3 + 4?"]["times"], found["What is 3 + 4?"]["last"]) == (3, [0.5, 0.5, 0.5])
+    assert found["What is 5 + 4?"]["last"] == [0.25, 0.25, 0.25]
     add_step(run.folder, 4)
-    assert [step for step, *_ in run.questions()[0]["at"]] == [1, 2, 3, 4]
+    name = run.answer("questions")[0]["question"]
+    assert [each.step for each in run.questions().times[name]] == [1, 2, 3, 4]
+    followed = run.answer(f"question/{name}")
+    assert followed["best"] == [[step, 0] for step in (1, 2, 3, 4)]
+    assert [re.findall("reward, step \\d: [\\d.]+", svg) for svg in followed["charts"]][0] == [
+        f"reward, step {step}: 0.5" for step in (1, 2, 3, 4)
+    ]
+
+
+def test_of_the_steps_that_were_read_only_new_ones_are_read(tmp_path, monkeypatch):
+    run, read = Run(small_run(tmp_path / "run", steps=3)), []
+    summarised = run.summarised
+    monkeypatch.setattr(run, "summarised", lambda step, *mark: read.append(step) or summarised(step, *mark))
+    name = run.answer("questions")[0]["question"]
+    assert read == [1, 2, 3]
+    add_step(run.folder, 4)
+    run.answer("questions")
+    run.answer(f"question/{name}")
+    assert read == [1, 2, 3, 4]
+    (run.folder / "tokens" / "step-000002.parquet").unlink()
+    assert run.answer(f"question/{name}")["best"] == [[1, 0], [3, 0], [4, 0]]
+    assert read == [1, 2, 3, 4, 2]
+    with pytest.raises(UserError, match="no step asked the question x"):
+        run.answer("question/x")
 
 
 # ---------------------------------------------------------------- sentences

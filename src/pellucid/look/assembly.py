@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from string import Template
 
 from pellucid.look.words import PAGE
-from pellucid.reporting.charts import CSS
+from pellucid.reporting.charts import PAGE_CSS
 
 MODULES = (
     "dom.js",
@@ -36,7 +36,7 @@ EXPORT = re.compile(r"^export ((?:async )?(?:function|const) (\w+))", re.MULTILI
 
 def page(blocks: Mapping[str, str] | None = None) -> tuple[str, str]:
     """The page, and its Content-Security-Policy. blocks: packed data by key; none for a page that asks its server."""
-    script, style = joined(), CSS + "".join(beside(name) for name in STYLES)
+    script, style = joined(), PAGE_CSS + "".join(beside(name) for name in STYLES)
     data = "".join(
         f'<script type="text/plain" data-key="{key}">{text}</script>\n' for key, text in (blocks or {}).items()
     )

@@ -1,19 +1,20 @@
 """What a run folder answers, by key: the same JSON for the page of a server, for a page on disk and for the terminal.
 
-Keys: "overview", "summaries/PAGE", "tokens/STEP", "questions", "why".
+Keys: "overview", "summaries/PAGE", "tokens/STEP", "questions", "question/NAME", "why".
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+from pellucid.look.questions import Questions
 from pellucid.look.rollouts import Rollouts
-from pellucid.look.steps import Tokens, for_page, tokens_of
-from pellucid.look.summaries import reward_of, summary
+from pellucid.look.steps import BRIEF, Tokens, for_page, tokens_of
+from pellucid.look.summaries import summary
 from pellucid.look.why import WINDOW, findings
 from pellucid.reporting import tokens
 from pellucid.reporting.charts import LEFT, RIGHT, WIDTH
@@ -24,8 +25,6 @@ from pellucid.types import UserError
 
 PAGE = 25
 """Steps of a page of summaries."""
-MOST_QUESTIONS = 1000
-"""How many questions are listed, those that were asked most often."""
 QUIET = 600
 """Seconds without news after which a run is said to be quiet."""
 KEPT = 64
@@ -40,11 +39,13 @@ class Run:
         size = int(at(read_config(folder), "algorithm.group_size", 0) or 0)
         self.rollouts = Rollouts(folder / "rollouts.jsonl", size)
         self.summary = lru_cache(KEPT * PAGE)(self.summarised)
+        self.asked = Questions(self.anew)
         self.answers: Mapping[str, Callable[[str], Any]] = {
             "overview": lambda _: self.overview(),
             "summaries": lambda page: self.of_steps(self.page(number_of(page))),
             "tokens": lambda step: for_page(self.tokens(number_of(step))),
-            "questions": lambda _: self.questions(),
+            "questions": lambda _: self.questions().listed(),
+            "question": lambda name: self.questions().followed(name, lambda _: True),
             "why": lambda _: self.why(),
             "pulse": lambda _: self.pulse(),
         }
@@ -89,7 +90,7 @@ class Run:
         """The recorded steps whose changes were predicted, one in `every`; none where the first of them was not."""
         due = [step for step in tokens.steps(self.folder) if every and (step == 1 or step % every == 0)]
         try:
-            first = tokens.read(self.folder, due[0])["predicted"] if due else None
+            first = tokens.read(self.folder, due[0], ["predicted"])["predicted"] if due else None
         except UserError:  # a damaged file says so where it is looked at
             return due
         return due if first is not None and first.null_count < len(first) else []
@@ -121,32 +122,37 @@ class Run:
 
     def of_steps(self, steps: Sequence[int]) -> list[dict[str, Any]]:
         """The same of several steps, of whose folder one look is enough."""
+        return [self.summary(step, *mark) for step, mark in self.marks(steps).items()]
+
+    def anew(self, steps: Sequence[int]) -> Iterator[dict[str, Any]]:
+        """The same, one after another and none of them kept: of more steps than memory has room for."""
+        return (self.summarised(step, *mark) for step, mark in self.marks(steps).items())
+
+    def marks(self, steps: Sequence[int]) -> dict[int, tuple[bool, tuple[int, int] | None]]:
+        """Of each step whether its tokens are recorded, and where its completions lie in rollouts.jsonl."""
         recorded, places = self.recorded(), self.rollouts.steps()
-        return [self.summary(step, step in recorded, places.get(step)) for step in steps]
+        return {step: (step in recorded, places.get(step)) for step in steps}
 
     def recorded(self) -> set[int]:
         return set(tokens.steps(self.folder))
 
     def summarised(self, step: int, recorded: bool, place: tuple[int, int] | None) -> dict[str, Any]:
-        """place: where its completions lie in rollouts.jsonl, by which a summary that is kept is known to be true."""
+        """The marks of a step, by which a summary that is kept is known to be true, and the summary."""
         groups = self.rollouts.of(step) if place else []
+        columns = BRIEF if groups else None  # without completions, these are read from the tokens
         try:
-            return summary(step, groups, tokens.read(self.folder, step) if recorded else None, self.least_range)
+            table = tokens.read(self.folder, step, columns) if recorded else None
+            return summary(step, groups, table, self.least_range)
         except UserError as error:  # a file that is damaged costs its tokens, and not the steps around it
             return {**summary(step, groups, None, self.least_range), "damaged": str(error)}
 
     def tokens(self, step: int) -> Tokens:
         return tokens_of(tokens.read(self.folder, step))
 
-    def questions(self) -> list[dict[str, Any]]:
-        """The questions that were asked in more than one step, most often first, with [step, group, reward] of each."""
-        asked: dict[str, dict[str, Any]] = {}
-        for summarised in self.of_steps(self.steps()):
-            for group in summarised["groups"]:
-                of = asked.setdefault(group["question"], {"prompt": group["prompt"], "at": []})
-                of["at"].append([summarised["step"], group["group"], reward_of(group)])
-        often = sorted(asked.items(), key=lambda item: -len(item[1]["at"]))
-        return [{"question": name, **of} for name, of in often if len(of["at"]) > 1][:MOST_QUESTIONS]
+    def questions(self) -> Questions:
+        """What was asked in the steps that are there by now."""
+        self.asked.read(self.marks(self.steps()))
+        return self.asked
 
     def why(self) -> list[dict[str, Any]]:
         last = self.steps()[-WINDOW:]

@@ -34,6 +34,8 @@ NUMBERS = {
 SMALL = ("weight", "push", "gradient")
 """Numbers of the size of one part in all tokens of a step."""
 TOPS = ("before", "after")
+BRIEF = ("group", "kind", "gradient", "entropy_before")
+"""The columns that `by_group` reads."""
 
 
 @dataclass(frozen=True, slots=True)

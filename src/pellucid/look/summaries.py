@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping, Sequence
-from math import fsum
 from typing import Any
 
 import pyarrow as pa
@@ -88,8 +87,3 @@ def of_tokens(tokens: Tokens, group: int, question: str | None) -> dict[str, Any
 def asked(prompt: str, name: str) -> dict[str, str]:
     return {"prompt": prompt[:LONGEST_PROMPT], "id": name, "question": question_of(prompt)}
 
-
-def reward_of(summarised: Mapping[str, Any]) -> float | None:
-    """The mean reward of the completions that have one."""
-    graded = [reward for reward in summarised["rewards"] if reward is not None]
-    return fsum(graded) / len(graded) if graded else None

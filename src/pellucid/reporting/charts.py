@@ -13,6 +13,8 @@ from statistics import fmean
 
 CSS = Path(__file__).with_name("charts.css").read_text(encoding="utf-8")
 """The colours of the charts, light and dark; whatever shows a chart must hold it."""
+PAGE_CSS = CSS + Path(__file__).with_name("page.css").read_text(encoding="utf-8")
+"""What all pages have in common, charts included: type, tables, the grid of charts."""
 
 WIDTH, HEIGHT = 440, 252
 LEFT, RIGHT, TOP, BOTTOM = 46, 320, 60, 220

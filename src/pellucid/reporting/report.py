@@ -10,7 +10,7 @@ from pathlib import Path
 from string import Template
 from typing import Any
 
-from pellucid.reporting.charts import CSS, counted, shown
+from pellucid.reporting.charts import PAGE_CSS, counted, shown
 from pellucid.reporting.curves import accuracy_picture, curves, line
 from pellucid.reporting.measures import NAMES, are_apart, evaluation_of, headline, labelled, measures, worth_showing
 from pellucid.reporting.run_folder import Record, evaluations, read_config, records
@@ -28,7 +28,7 @@ def write_report(run_dir: Path) -> Path:
     page = Template(beside("report.html")).substitute(
         name=shown(run_dir.resolve().name),
         about=shown(f"{at(config, 'policy.model', 'a model')} on {task_of(config)}"),
-        style=CSS + beside("report.css"),
+        style=PAGE_CSS + beside("report.css"),
         lede=lede(metrics, evals),
         facts=facts(config, metrics),
         sections="\n".join(sections),

@@ -106,8 +106,8 @@ def steps(run_dir: Path) -> list[int]:
     return sorted(int(named[1]) for path in (run_dir / FOLDER).glob("*") if (named := FILE.fullmatch(path.name)))
 
 
-def read(run_dir: Path, step: int) -> pa.Table:
-    """The tokens of a step, with what `about` said in the metadata of the schema.
+def read(run_dir: Path, step: int, columns: Sequence[str] | None = None) -> pa.Table:
+    """The tokens of a step, all columns or these, with what `about` said in the metadata of the schema.
 
     UserError where the step is not recorded, or its file is damaged.
     """
@@ -115,11 +115,12 @@ def read(run_dir: Path, step: int) -> pa.Table:
     if not path.is_file():
         raise UserError(f"{run_dir} has no tokens of step {step}: [log] tokens says how many groups are recorded")
     try:
-        table = pq.ParquetFile(path).read()
+        file = pq.ParquetFile(path)
+        table = file.read(columns)
         version = about_of(table)["version"]
     except (pa.ArrowException, OSError, ValueError, KeyError, TypeError) as error:
         raise UserError(f"{path} is damaged: delete it, and the other steps can be read") from error
-    missing = [name for name in SCHEMA.names if name not in table.schema.names]
+    missing = [name for name in SCHEMA.names if name not in file.schema_arrow.names]
     if version != VERSION or missing:
         raise UserError(f"{path} was written by another version of Pellucid: read it with that one")
     return table

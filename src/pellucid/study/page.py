@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from string import Template
 
-from pellucid.reporting.charts import CSS, Point, Series, chart, counted, range_of, shown
+from pellucid.reporting.charts import PAGE_CSS, Point, Series, chart, counted, range_of, shown
 from pellucid.reporting.curves import estimates, line
 from pellucid.reporting.measures import NAMES
 from pellucid.reporting.report import beside, duration, fact_list, section
@@ -46,7 +46,7 @@ def page(runs: Runs, rows: Sequence[Summary]) -> str:
     return Template(beside("report.html")).substitute(
         name=shown(title if others else runs.baseline),
         about="Comparison on held-out questions",
-        style=CSS + beside("report.css") + Path(__file__).with_name("study.css").read_text(encoding="utf-8"),
+        style=PAGE_CSS + beside("report.css") + Path(__file__).with_name("study.css").read_text(encoding="utf-8"),
         lede=lede(rows),
         facts=facts(runs, rows),
         sections="\n".join(sections),

@@ -1,7 +1,7 @@
 // The run: its curves as a way in, and every step as a cell.
 
 import {el, figure, link, picture} from "./dom.js";
-import {listing, say} from "./words.js";
+import {listing, say, translated} from "./words.js";
 import {overview} from "./source.js";
 import {lit} from "./colours.js";
 
@@ -31,17 +31,6 @@ export async function runView({first}) {
       pager(run, page, pages),
     ),
   ];
-}
-
-// Titles and labels of a chart that are fixed words, in the language of the page.
-function translated(svg) {
-  const texts = document.createTreeWalker(svg, NodeFilter.SHOW_TEXT);
-  while (texts.nextNode()) {
-    const node = texts.currentNode,
-      [, word, rest] = node.data.match(/^(\D*?)(\s\d.*|\s*)$/s) ?? [];
-    if (WORDS[`chart.${word}`]) node.data = say(`chart.${word}`) + rest;
-  }
-  return svg;
 }
 
 function clickable(svg, run, last) {

@@ -28,6 +28,19 @@ export function ended(sentence) {
   return language ? `${sentence}。` : `${sentence}. `;
 }
 
+// Titles, labels and tooltips of a picture of charts.py that are fixed words, in the language of the page.
+export function translated(svg) {
+  const texts = document.createTreeWalker(svg, NodeFilter.SHOW_TEXT);
+  while (texts.nextNode()) {
+    const node = texts.currentNode,
+      [, label, point] = node.data.match(/^([^,]+), step (.*)$/s) ?? [],
+      [, word, rest] = node.data.match(/^(\D*?)(\s\d.*|\s*)$/s) ?? [];
+    if (WORDS[`chart.${label}`]) node.data = listing([say(`chart.${label}`), `${say("chart.step")} ${point}`]);
+    else if (WORDS[`chart.${word}`]) node.data = say(`chart.${word}`) + rest;
+  }
+  return svg;
+}
+
 export function spoken() {
   return language ? "zh" : "en";
 }
