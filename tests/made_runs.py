@@ -18,6 +18,10 @@ ABOUT = {"objective": "ppo_clip", "clip_low": 0.2, "clip_high": 0.2, "group_size
 WORDS = [" the", " sum", " is", " 7", " 8", "\n", "答案", " So", " we", " add", ".", " 12"]
 
 
+def id_of(text):
+    return abs(hash(text)) % 50000 if text not in WORDS else WORDS.index(text)
+
+
 def row(group, completion, position, text, **more):
     """A sampled token that was pushed up and rose, but for what is said of it."""
     return {
@@ -26,7 +30,7 @@ def row(group, completion, position, text, **more):
         "completion": completion,
         "branch": 0,
         "position": position,
-        "token": abs(hash(text)) % 50000 if text not in WORDS else WORDS.index(text),
+        "token": id_of(text),
         "text": text,
         "kind": "sampled",
         "reward": 1.0,
@@ -118,11 +122,13 @@ def made(draw, group, completion, position, text, reward):
     ratio = math.exp(draw.gauss(0, 0.12))
     advantage = 0.9 if reward else -0.9
     rule = "clip_high" if advantage > 0 and ratio > 1.2 else "clip_low" if advantage < 0 and ratio < 0.8 else ""
-    tops = sorted((-draw.expovariate(0.5) - 0.1 for _ in range(4)), reverse=True)
+    others = {other: -draw.expovariate(0.5) - 0.1 for other in (" a", " b", " c")}
     entropy, predicted = draw.expovariate(1.0), 0.9 * change if draw.random() < 0.1 else None
     push = 0.0 if rule else advantage * ratio * 0.01
-    alternatives = {"top_before": [0, 1, 2, 3], "top_before_text": [text, " a", " b", " c"], "top_before_logprob": tops}
-    after = {"top_after": [0, 1, 2, 3], "top_after_text": [text, " a", " b", " c"]}
+    alternatives = likeliest("before", {**others, text: before})
+    after = likeliest(
+        "after", {**{other: x + draw.gauss(0, 0.02) for other, x in others.items()}, text: before + change}
+    )
     return row(
         group, completion, position, text, reward=reward, correct=reward == 1.0, advantage=advantage, ratio=ratio,
         rule=rule, bound={"clip_high": 1.2, "clip_low": 0.8}.get(rule), push=push,
@@ -130,8 +136,17 @@ def made(draw, group, completion, position, text, reward):
         logprob_before=before,
         logprob_after=before + change, ref_logprob=before + draw.gauss(0, 0.2), predicted=predicted,
         entropy_before=entropy, entropy_after=entropy + draw.gauss(0, 0.02), **alternatives, **after,
-        top_after_logprob=[top + draw.gauss(0, 0.02) for top in tops],
     )  # fmt: skip
+
+
+def likeliest(when, logprobs):
+    """Columns of the alternatives, the likeliest first."""
+    texts = sorted(logprobs, key=lambda text: -logprobs[text])
+    return {
+        f"top_{when}": [id_of(text) for text in texts],
+        f"top_{when}_text": texts,
+        f"top_{when}_logprob": [logprobs[text] for text in texts],
+    }
 
 
 def small_run(run, steps=9, seed=0):

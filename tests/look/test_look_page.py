@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import math
 import os
 import shutil
 import time
@@ -19,6 +21,7 @@ from pellucid.algorithm.explained import RULES
 from pellucid.look import packing
 from pellucid.look.reading import Run
 from pellucid.look.sentences import sentence
+from pellucid.reporting import tokens
 
 pytestmark = pytest.mark.skipif(
     not (shutil.which("chromium") and shutil.which("chromedriver")), reason="needs chromium and chromium-driver"
@@ -226,11 +229,86 @@ def test_the_file_from_disk_shows_every_view(browser, tmp_path):
 
 @pytest.mark.parametrize("least", [0.01, 2.0])
 def test_the_file_says_what_it_had_no_room_for(browser, tmp_path, monkeypatch, least):
-    monkeypatch.setattr(packing, "LEVELS", (packing.Level(3, least),))
-    packing.write([Run(small_run(tmp_path / "run", steps=3))], tmp_path / "page.html")
+    monkeypatch.setattr(packing, "LEVELS", (packing.LEVELS[0], packing.Level(3, 1e-3, 2, least)))
+    monkeypatch.setattr(packing, "chosen", lambda of_step, steps, room: (packing.LEVELS[1], 2))
+    said = packing.write([Run(small_run(tmp_path / "run", steps=3))], tmp_path / "page.html")
     go(browser, f"{(tmp_path / 'page.html').as_uri()}#/run", "run")
     kinds = {0.01: "alternatives below 0.01 in probability", 2.0: "all alternatives"}
-    assert found(browser, "#foot")[0].text == f"Left out for room: {kinds[least]}; numbers have 3 digits."
+    assert said == f"Left out for room: {kinds[least]}; the tokens of 1 of 3 steps."
+    exact = "Log-probs and entropies are told to 0.001 nats and 3 digits, probabilities of alternatives to 2 digits."
+    assert found(browser, "#foot")[0].text == f"{said} {exact}"
+    go(browser, f"{(tmp_path / 'page.html').as_uri()}#/group/2/0", "group")
+    assert "The tokens of step 2 are not in this file" in text(browser)
+    assert found(browser, "main a[href^='#/group/']")
+
+
+COLUMNS = {
+    "entropy": "entropy_before", "ratio": "ratio", "advantage": "advantage", "weight": "weight", "push": "push",
+    "gradient": "gradient", "bound": "bound", "predicted": "predicted",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("level", packing.LEVELS)
+def test_the_numbers_of_the_file_are_those_of_the_run_to_what_it_says(browser, tmp_path, monkeypatch, level):
+    """The page's own reader of the bytes, against the Parquet file."""
+    monkeypatch.setattr(packing, "LEVELS", (level,))
+    run = run_folder(tmp_path / "run")
+    add_step(run, 1, said=["a\x00b", "答案", "", "\n", *(" x" * i for i in range(300))])
+    packing.write([Run(run)], tmp_path / "page.html")
+    go(browser, f"{(tmp_path / 'page.html').as_uri()}#/group/1/0", "group")
+    page = json.loads(browser.execute_script("return JSON.stringify(document.microscope.data)"))
+    exact, scale = tokens.read(run, 1).to_pylist(), {}
+    for name in ("weight", "push", "gradient"):
+        scale[name] = max(abs(each[name] or 0.0) for each in exact)
+
+    def close(shown, true, unit):
+        if true is None or math.isnan(true):
+            return shown is None
+        bound = max(unit, 10 ** (1 - level.digits) * abs(true))
+        return abs(shown - true) <= 0.5001 * bound + 1e-6
+
+    for i, each in enumerate(exact):
+        assert page["vocabulary"][page["token"][i]] == [each["token"], each["text"]]
+        assert page["kind"][i] == each["kind"][0]
+        assert (page["rules"][page["rule"][i]] if page["rule"][i] >= 0 else "") == (each["rule"] or "")
+        for name, column in COLUMNS.items():
+            shown = page[name][i] if page.get(name) else None
+            assert close(shown, each[column], level.unit * scale.get(name, 1.0)), (name, shown, each[column])
+        before, after, sampler = (each[name] for name in ("logprob_before", "logprob_after", "sampler_logprob"))
+        assert close(page["before"][i], before, level.unit)
+        if before is not None:
+            assert close(page["change"][i], after - before, level.unit)
+            assert close(page["gap"][i], before - sampler, level.unit)
+        for when in ("before", "after"):
+            flat = (page[f"top_{when}"] or [None] * len(exact))[i]
+            likely = zip(*(each[f"top_{when}{kind}"] or () for kind in ("", "_text", "_logprob")), strict=True)
+            there = [top for top in likely if math.exp(top[2]) >= level.least]
+            assert (flat is None) == (level.least > 1 or each[f"top_{when}"] is None)
+            if flat is not None:
+                assert [page["vocabulary"][word] for word in flat[::2]] == [[id_, word] for id_, word, _ in there]
+                for shown, top in zip(flat[1::2], there, strict=True):
+                    told, true = math.exp(shown if shown is not None else -math.inf), math.exp(top[2])
+                    own = (top[0], top[1]) == (each["token"], each["text"])
+                    bound = 0.5001 * max(1e-3, 10 ** (1 - level.percents) * true)
+                    if own:  # it is told by the log-prob before, and the change of it
+                        bound = 1.01 * true * max(level.unit, 10 ** (1 - level.digits) * abs(top[2]))
+                    assert abs(told - true) <= bound
+    facts = [{**each, "start": each["start"]} for each in page["sequences"]]
+    whole = Run(run).tokens(1).sequences
+    assert [{name: each[name] for name in facts[0]} for each in whole] == facts
+
+
+def test_a_browser_that_cannot_unpack_says_so_in_a_line(browser, tmp_path):
+    packing.write([Run(small_run(tmp_path / "run", steps=2))], tmp_path / "page.html")
+    old = browser.execute_cdp_cmd(
+        "Page.addScriptToEvaluateOnNewDocument", {"source": "delete window.DecompressionStream"}
+    )
+    try:
+        browser.get("about:blank")
+        browser.get(f"{(tmp_path / 'page.html').as_uri()}#/step/1")
+        eventually(browser, lambda: "This browser cannot unpack the page" in text(browser))
+    finally:
+        browser.execute_cdp_cmd("Page.removeScriptToEvaluateOnNewDocument", old)
 
 
 @pytest.mark.parametrize("view", VIEWS)

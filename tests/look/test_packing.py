@@ -7,38 +7,89 @@ import json
 import re
 import zlib
 
-from made_runs import add_step, run_folder, small_run
+import numpy as np
+import pytest
+
+from made_runs import add_step, lines, metric, row, run_folder, small_run, write_tokens
 from pellucid.look import packing
+from pellucid.look.columns import Words, codes, step_bytes
 from pellucid.look.reading import Run
+from pellucid.reporting import tokens
 
 
 def blocks(page):
     found = re.findall(r'data-key="([^"]+)">([^<]*)</script>', page.read_text())
-    return {key: json.loads(zlib.decompress(base64.b64decode(text))) for key, text in found}
+    return {key: zlib.decompress(base64.b64decode(text)) for key, text in found}
+
+
+def answers(page):
+    return {key: json.loads(text) for key, text in blocks(page).items() if "/tokens/" not in key}
+
+
+def kept_steps(page):
+    return sorted(int(key.rpartition("/")[2]) for key in blocks(page) if "/tokens/" in key)
 
 
 def test_a_page_with_room_holds_every_answer_as_the_server_gives_it(tmp_path):
     run = Run(small_run(tmp_path / "run", steps=3))
     assert packing.write([run], tmp_path / "page.html") == ""
-    held = blocks(tmp_path / "page.html")
-    for key in ("overview", "questions", "why", "summaries/0", "tokens/1", "tokens/3"):
+    held = answers(tmp_path / "page.html")
+    questions = run.answer("questions")
+    assert len(questions) == 3
+    for key in ("questions", "why", *(f"question/{each['question']}" for each in questions)):
         assert held[f"0/{key}"] == json.loads(json.dumps(run.answer(key))), key
-    assert held["packed"] == {"least": 0.0, "digits": 4, "kept": 3, "steps": 3}
+    assert held["0/overview"]["recorded"] == [1, 2, 3]
+    for packed, exact in zip(held["0/summaries/0"], run.answer("summaries/0"), strict=True):
+        for group, whole in zip(packed["groups"], exact["groups"], strict=True):
+            assert group == {**whole, "gradient": group["gradient"], "entropy": group["entropy"]}
+            for name in ("gradient", "entropy"):
+                assert group[name] == (whole[name] and pytest.approx(whole[name], rel=1e-3))
+    assert kept_steps(tmp_path / "page.html") == [1, 2, 3]
+    assert held["packed"]["exact"]
+    assert held["packed"]["counts"] == {"tokens": [3, 3], "summaries": [3, 3], "questions": [3, 3]}
 
 
-def test_alternatives_go_first_and_steps_last(tmp_path):
+def test_the_most_exact_level_that_has_room_for_all_steps_is_chosen():
+    """A step of 1000 bytes at the first level, of 900 at the second, and so on."""
+
+    def of_step(step, words, level):
+        return {"key": "x" * (1000 - 100 * packing.LEVELS.index(level) - packing.MARKS)}
+
+    steps = list(range(1, 101))
+    assert packing.chosen(of_step, steps, 200_000) == (packing.LEVELS[0], 100)
+    assert packing.chosen(of_step, steps, 100_000) == (packing.LEVELS[1], 100)  # the first would leave nothing to spare
+    assert packing.chosen(of_step, steps, 75_000) == (packing.LEVELS[3], 100)
+    last, count = packing.chosen(of_step, steps, 25_000)
+    assert last == packing.LEVELS[-1]
+    assert count == int((0.95 * 25_000 - len(packing.packed([]))) / 500)
+
+
+def test_of_a_run_without_room_some_steps_are_kept_without_alternatives(tmp_path):
     run = Run(small_run(tmp_path / "run", steps=9))
-    packing.write([run], tmp_path / "whole.html")
-    whole = (tmp_path / "whole.html").stat().st_size
-    said = packing.write([run], tmp_path / "less.html", limit=whole - 2000)
-    assert "alternatives" in said
-    assert (tmp_path / "less.html").stat().st_size <= whole - 2000
-    assert len([key for key in blocks(tmp_path / "less.html") if "tokens/" in key]) == 9
-    bare = whole - sum(len(packing.packed(run.answer(f"tokens/{step}"))) for step in range(1, 10))
-    said = packing.write([run], tmp_path / "least.html", limit=bare + 8000)
-    assert re.search(r"all alternatives and the tokens of \d of 9 steps", said)
-    assert 0 < len([key for key in blocks(tmp_path / "least.html") if "tokens/" in key]) < 9
-    assert (tmp_path / "least.html").stat().st_size <= bare + 8000
+    limit = len(packing.page({})[0]) + 25_000
+    said = packing.write([run], tmp_path / "page.html", limit=limit)
+    assert re.search(r"all alternatives; the tokens of \d of 9 steps", said)
+    kept = kept_steps(tmp_path / "page.html")
+    assert {1, 9} <= set(kept)
+    assert answers(tmp_path / "page.html")["0/overview"]["recorded"] == kept
+    assert (tmp_path / "page.html").stat().st_size <= limit
+
+
+def test_of_a_long_run_only_those_steps_are_read_that_have_room(tmp_path, monkeypatch):
+    run, read = Run(small_run(tmp_path / "run", steps=60)), []
+    whole = tokens.read
+    monkeypatch.setattr(
+        tokens, "read", lambda folder, step, columns=None: read.append(step) or whole(folder, step, columns)
+    )
+    monkeypatch.setattr(packing, "SAMPLE", 2)
+    said = packing.write([run], tmp_path / "page.html", limit=len(packing.page({})[0]) + 60_000)
+    held = answers(tmp_path / "page.html")["packed"]["counts"]
+    assert 2 < held["tokens"][0] < 30
+    assert 2 < held["summaries"][0] < 60
+    assert f"the groups of {60 - held['summaries'][0]} of 60 steps" in said
+    sampled = 2 * (2 + len(packing.LEVELS))  # of summaries and tokens, and what is read of the run whatever is packed
+    assert len(read) <= held["tokens"][0] * 1.2 + held["summaries"][0] + sampled + packing.PAGE
+    assert (tmp_path / "page.html").stat().st_size <= len(packing.page({})[0]) + 60_000
 
 
 def test_five_hundred_steps_of_four_groups_would_stay_below_fifteen_megabytes(tmp_path):
@@ -47,10 +98,44 @@ def test_five_hundred_steps_of_four_groups_would_stay_below_fifteen_megabytes(tm
     run = run_folder(tmp_path / "run")
     for step in range(1, 51):
         add_step(run, step, groups=5, completions=8, length=64)  # the fifth group is not recorded
-    said = packing.write([Run(run)], tmp_path / "page.html", limit=packing.LIMIT // 10)
+    packing.write([Run(run)], tmp_path / "page.html", limit=packing.LIMIT // 10)
     assert (tmp_path / "page.html").stat().st_size <= 1_500_000
-    kept = [key for key in blocks(tmp_path / "page.html") if "tokens/" in key]
-    assert len(kept) > 25
-    assert "0/tokens/1" in kept
-    assert "0/tokens/50" in kept
-    assert f"the tokens of {50 - len(kept)} of 50 steps" in said
+    kept = kept_steps(tmp_path / "page.html")
+    assert len(kept) > 35
+    assert {1, 50} <= set(kept)
+
+
+def test_of_two_runs_the_same_steps_are_kept(tmp_path):
+    runs = [Run(small_run(tmp_path / name, steps=9, seed=seed)) for seed, name in enumerate(("one", "two"))]
+    packing.write(runs, tmp_path / "page.html", limit=len(packing.page({})[0]) + 30_000)
+    held = blocks(tmp_path / "page.html")
+    kept = [{key.rpartition("/")[2] for key in held if key.startswith(f"{i}/tokens/")} for i in (0, 1)]
+    assert kept[0] == kept[1]
+    assert 1 < len(kept[0]) < 9
+
+
+def test_a_damaged_file_costs_its_step_alone(tmp_path):
+    run = Run(small_run(tmp_path / "run", steps=3))
+    tokens.path_of(run.folder, 2).write_bytes(b"PAR1")
+    assert "the tokens of 1 of 3 steps" in packing.write([run], tmp_path / "page.html")
+    assert kept_steps(tmp_path / "page.html") == [1, 3]
+
+
+def test_codes_by_hand():
+    assert codes(np.array([0, 0.4, 7, 99.4, 99.6, 104, 106, 994, 996, 1000, 1060]), 2).tolist() == [
+        0, 0, 7, 99, 100, 100, 101, 189, 190, 190, 191,
+    ]  # fmt: skip
+
+
+def test_numbers_that_many_tokens_share_are_exact_and_texts_are_told_once(tmp_path):
+    run = run_folder(tmp_path / "run")
+    write_tokens(run, 1, [row(0, 0, i, "same", advantage=0.12345678, weight=1 / 3) for i in range(40)])
+    lines(run / "metrics.jsonl", [metric(1)])
+    words = Words()
+    text = step_bytes(tokens.read(run, 1), words, packing.LEVELS[-1])
+    header = json.loads(text[4 : 4 + int.from_bytes(text[:4], "little")])
+    told = {part["name"]: part for part in header["parts"]}
+    assert told["advantage"]["values"] == [pytest.approx(0.12345678, rel=1e-6)]
+    assert told["weight"]["values"] == [pytest.approx(1 / 3, rel=1e-6)]
+    assert [text for _, text in words.numbers] == ["same"]
+    assert header["sequences"]["end"] == [40]

@@ -128,7 +128,7 @@ def test_a_question_is_found_again_in_the_steps_that_asked_it(tmp_path):
     assert [each.step for each in run.questions().times[name]] == [1, 2, 3, 4]
     followed = run.answer(f"question/{name}")
     assert followed["best"] == [[step, 0] for step in (1, 2, 3, 4)]
-    assert [re.findall("reward, step \\d: [\\d.]+", svg) for svg in followed["charts"]][0] == [
+    assert re.findall("reward, step \\d: [\\d.]+", followed["charts"][0]) == [
         f"reward, step {step}: 0.5" for step in (1, 2, 3, 4)
     ]
 

@@ -14,6 +14,7 @@ from pellucid.reporting.charts import PAGE_CSS
 MODULES = (
     "dom.js",
     "words.js",
+    "unpack.js",
     "source.js",
     "colours.js",
     "tokens.js",

@@ -1,101 +1,224 @@
-"""Runs as one page that works from disk: each answer deflated and in base64, so exact as there is room for."""
+"""Runs as one page that works from disk: each answer deflated and in base64, as exact as there is room for.
+
+What is too much is never read: by a few steps it is foreseen how many have room, and of a longer run those are packed
+that lie at even distances, the first and the last among them.
+"""
 
 from __future__ import annotations
 
 import base64
 import json
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
-from math import ceil
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field
+from functools import partial
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
 from pellucid.look.assembly import page
+from pellucid.look.columns import Level, Words, step_bytes
+from pellucid.look.questions import LONGEST_LISTED, Questions, spread
 from pellucid.look.reading import PAGE, Run
-from pellucid.look.steps import for_page
+from pellucid.look.words import say
 from pellucid.reporting import tokens
-from pellucid.reporting.charts import counted
+from pellucid.types import UserError
 
 LIMIT = 15_000_000
 """Bytes of a page that can still be sent to somebody."""
 SAMPLE = 12
-"""Steps of a run by which it is foreseen how large all of them will be."""
+"""Steps, and questions, by which it is foreseen how large all of them will be."""
 SPARE = 0.95
 """The share of the room that is planned with: steps differ."""
+SUMMARIES, QUESTIONS = 0.25, 0.1
+"""The shares of the room that the groups of steps without tokens, and the curves of questions, may take."""
+LEVELS = (
+    Level(4, 1e-4, 3, 0.0),
+    Level(3, 1e-3, 2, 0.0),
+    Level(3, 1e-3, 2, 0.01),
+    Level(3, 1e-3, 2, 0.05),
+    Level(3, 1e-3, 2, 0.2),
+    Level(3, 1e-3, 2, 2.0),
+)
+"""In the order in which they are tried: digits that nobody reads go first, then alternatives, those of small
+probability before others. The tokens of some steps go last."""
+MARKS = 90
+"""Bytes of the marks and the key of a block, at most."""
+OVERHEAD = 2000
+"""Bytes of what a page says of itself."""
+Blocks = dict[str, str]
 
 
-@dataclass(frozen=True, slots=True)
-class Level:
-    """How exact a packed page is."""
+@dataclass
+class Packed:
+    """What a page holds, and of how much there was."""
 
-    digits: int
-    """Significant digits of a number."""
-    least: float
-    """The smallest probability of an alternative that is kept."""
+    level: Level
+    tokens: int = 0
+    all_tokens: int = 0
+    """Steps of which tokens are recorded."""
+    summaries: int = 0
+    all_summaries: int = 0
+    questions: int = 0
+    all_questions: int = 0
+    blocks: Blocks = field(default_factory=dict)
+
+    def told(self) -> dict[str, Any]:
+        """What page/app.js says at the foot."""
+        counts = {name: [getattr(self, name), getattr(self, f"all_{name}")] for name in COUNTED}
+        return {**asdict(self.level), "exact": self.level == LEVELS[0], "counts": counts}
+
+    def size(self) -> int:
+        return sum(len(text) + MARKS for text in self.blocks.values())
 
 
-MARKS = 60
-"""Bytes of the marks around a block."""
-LEVELS = (Level(4, 0.0), Level(4, 0.001), Level(3, 0.01), Level(3, 0.1), Level(2, 0.1), Level(2, 2.0))
-"""In the order in which they are tried: alternatives go first."""
+COUNTED = ("tokens", "summaries", "questions")
 
 
 def write(runs: Sequence[Run], output: Path, limit: int = LIMIT) -> str:
     """Write the page. Returns what it left out, a sentence; empty where it holds everything."""
-    blocks = {f"{i}/{key}": packed(run.answer(key)) for i, run in enumerate(runs) for key in keys(run)}
-    steps = [(i, step) for i, run in enumerate(runs) for step in tokens.steps(run.folder)]
-    room = limit - len(page({**blocks, "packed": packed({})})[0].encode()) - 1000
-    level = chosen(runs, steps, room)
-    whole = of_steps(runs, steps, level)
-    kept = as_many_as_fit(whole, room)
-    html, _ = page({**blocks, **kept, "packed": packed({**asdict(level), "kept": len(kept), "steps": len(steps)})})
+    room = limit - len(page({})[0].encode()) - OVERHEAD
+    made = Packed(LEVELS[-1])
+    overviews = [run.answer("overview") for run in runs]
+    for i, run in enumerate(runs):
+        made.blocks |= {f"{i}/overview": packed(overviews[i]), f"{i}/why": packed(run.answer("why"))}
+    asked = add_summaries(made, runs, SUMMARIES * room)
+    foreseen = foreseen_questions(asked, QUESTIONS * room)
+    kept = add_tokens(made, runs, room - foreseen)
+    add_questions(made, asked, foreseen, kept)
+    for i, overview in enumerate(overviews):
+        here = [step for step in overview["recorded"] if f"{i}/tokens/{step}" in made.blocks]
+        made.blocks[f"{i}/overview"] = packed({**overview, "recorded": here})
+    html, _ = page({**made.blocks, "packed": packed(made.told())})
     output.write_text(html, encoding="utf-8")
-    return told(level, len(kept), len(steps))
+    return left_out(made)
 
 
-def keys(run: Run) -> Iterator[str]:
-    yield from ("overview", "questions", "why")
-    yield from (f"summaries/{number}" for number in sorted({step // PAGE for step in run.steps()}))
+def packed(answer: Mapping[str, Any] | Sequence[Any] | bytes) -> str:
+    """Bytes, or JSON, deflated as DecompressionStream("deflate") reads it, in base64."""
+    content = answer if isinstance(answer, bytes) else json.dumps(answer, separators=(",", ":")).encode()
+    return base64.b64encode(zlib.compress(content, 9)).decode()
 
 
-def chosen(runs: Sequence[Run], steps: Sequence[tuple[int, int]], room: int) -> Level:
-    """The most exact level at which all steps have room, to judge by some of them; else the least exact."""
-    sample = steps[:: ceil(len(steps) / SAMPLE)]
+def left_out(made: Packed) -> str:
+    """What a page does not hold, as its foot says it."""
+    least = made.level.least
+    said = [say("packed.all") if least > 1 else say("packed.below", least=least)] if least else []
+    for name in COUNTED:
+        count, whole = getattr(made, name), getattr(made, f"all_{name}")
+        said += [say(f"packed.{name}", n=whole - count, all=whole)] if count < whole else []
+    return say("packed", what=say("packed.join").join(said)) if said else ""
+
+
+# ---------------------------------------------------------------- the groups of steps, and questions
+
+
+def add_summaries(made: Packed, runs: Sequence[Run], room: float) -> Questions:
+    """Add what the groups of steps were. Returns the questions of the first run, which a page follows."""
+    steps = sorted({step for run in runs for step in run.steps()})
+    sample = spread(steps, SAMPLE)
+    size = sum(len(packed(brief(each))) for run in runs for each in run.anew(sample)) / max(1, len(sample))
+    # By themselves they pack less well than a page of them together.
+    chosen = set(spread(steps, max(1, int(room / (size or 1)))))
+    made.summaries, made.all_summaries = len(chosen), len(steps)
+    asked = [Questions(partial(paged, made.blocks, i, run)) for i, run in enumerate(runs)]
+    for questions, run in zip(asked, runs, strict=True):
+        questions.read(run.marks([step for step in run.steps() if step in chosen]))
+    return asked[0]
+
+
+def paged(blocks: Blocks, i: int, run: Run, steps: Sequence[int]) -> Iterator[dict[str, Any]]:
+    """The summaries of steps, which are packed by pages on the way."""
+    for number, page_of in groupby(run.anew(steps), key=lambda each: each["step"] // PAGE):
+        together = list(page_of)
+        blocks[f"{i}/summaries/{number}"] = packed([brief(each) for each in together])
+        yield from together
+
+
+def brief(summary: Mapping[str, Any]) -> dict[str, Any]:
+    """A summary with the beginning of each question, and numbers as they are shown."""
+    groups = [
+        {
+            **group,
+            "prompt": group["prompt"][:LONGEST_LISTED],
+            **{name: None if group[name] is None else float(f"{group[name]:.4g}") for name in ("gradient", "entropy")},
+        }
+        for group in summary["groups"]
+    ]
+    return {**summary, "groups": groups}
+
+
+def foreseen_questions(asked: Questions, room: float) -> float:
+    """How many bytes the questions will take, and at most."""
+    listed = asked.listed()
+    sample = spread([each["question"] for each in listed], SAMPLE)
+    of_sample = sum(len(packed(asked.followed(name, bool))) + MARKS for name in sample)
+    return min(room, (of_sample / max(1, len(sample)) * len(listed) + len(packed(listed))) / SPARE)
+
+
+def add_questions(made: Packed, asked: Questions, room: float, kept: Container[int]) -> None:
+    """Add the questions, and the curves of those that were asked most often, as many as have room."""
+    listed = asked.listed()
+    made.blocks["0/questions"], made.all_questions = packed(listed), len(listed)
+    room -= len(made.blocks["0/questions"])
+    for name in (each["question"] for each in listed):
+        text = packed(asked.followed(name, lambda step: step in kept))
+        room -= len(text) + MARKS
+        if room < 0:
+            return
+        made.blocks[f"0/question/{name}"] = text
+        made.questions += 1
+
+
+# ---------------------------------------------------------------- tokens
+
+
+def add_tokens(made: Packed, runs: Sequence[Run], room: float) -> Container[int]:
+    """Add the tokens of all steps at the most exact level that has room for them, or of as many as fit at the last one.
+
+    Returns these steps.
+    """
+    recorded = [run.recorded() for run in runs]
+    steps, free = sorted(set.union(*recorded)), room - made.size()
+    of_step = partial(of_runs, list(zip(runs, recorded, strict=True)))
+    made.level, count = chosen(of_step, steps, free)
+    words, blocks = Words(), dict[int, Blocks]()
+    for step in spread(steps, count):
+        if of := of_step(step, words, made.level):
+            blocks[step] = of
+    made.blocks["words"] = packed(list(words.numbers))
+    free -= len(made.blocks["words"])
+    kept = list(blocks)
+    sizes = {step: sum(len(text) + MARKS for text in of.values()) for step, of in blocks.items()}
+    while len(kept) > 1 and sum(sizes[step] for step in kept) > free:
+        kept = spread(kept, len(kept) - 1 - len(kept) // 50)
+    for step in kept:
+        made.blocks |= blocks[step]
+    made.tokens, made.all_tokens = len(kept), len(steps)
+    return set(kept)
+
+
+def chosen(of_step: Callable[[int, Words, Level], Blocks], steps: Sequence[int], room: float) -> tuple[Level, int]:
+    """The most exact level at which all steps have room, to judge by some of them, else the last one; and how many
+    steps have room at that.
+    """
+    sample, fit = spread(steps, SAMPLE), len(steps)
     for level in LEVELS:
-        size = sum(map(len, of_steps(runs, sample, level).values())) / len(sample) * len(steps)
-        if size <= SPARE * room:
-            return level
-    return LEVELS[-1]
+        words = Words()
+        size = sum(len(text) + MARKS for step in sample for text in of_step(step, words, level).values())
+        left = SPARE * room - len(packed(list(words.numbers)))
+        fit = int(left * len(sample) / size) if size else len(steps)
+        if fit >= len(steps):
+            return level, len(steps)
+    return LEVELS[-1], max(1, fit)
 
 
-def as_many_as_fit(blocks: Mapping[str, str], room: int) -> Mapping[str, str]:
-    """All blocks, or as many as there is room for at even distances, the first and the last among them."""
-    keys, count = list(blocks), len(blocks)
-    kept = blocks
-    while count > 1 and sum(len(text) + len(key) + MARKS for key, text in kept.items()) > room:
-        count -= 1
-        places = {round(i * (len(keys) - 1) / max(1, count - 1)) for i in range(count)}
-        kept = {keys[place]: blocks[keys[place]] for place in sorted(places)}
-    return kept
-
-
-def of_steps(runs: Sequence[Run], steps: Sequence[tuple[int, int]], level: Level) -> dict[str, str]:
-    return {
-        f"{i}/tokens/{step}": packed(for_page(runs[i].tokens(step), level.digits, level.least)) for i, step in steps
-    }
-
-
-def packed(answer: Mapping[str, Any] | Sequence[Any]) -> str:
-    """JSON, deflated as DecompressionStream("deflate") reads it, in base64."""
-    text = json.dumps(answer, separators=(",", ":"))
-    return base64.b64encode(zlib.compress(text.encode(), 9)).decode()
-
-
-def told(level: Level, kept: int, steps: int) -> str:
-    """What a page of this level does not hold."""
-    left = [f"alternatives below {level.least:g} in probability"] if 0 < level.least <= 1 else []
-    left += ["all alternatives"] if level.least > 1 else []
-    left += [f"the tokens of {steps - kept} of {counted(steps, 'step')}"] if kept < steps else []
-    digits = f"; numbers have {level.digits} digits" if level.digits < LEVELS[0].digits else ""
-    return f"left out for room: {' and '.join(left)}{digits}" if left else ""
+def of_runs(runs: Sequence[tuple[Run, set[int]]], step: int, words: Words, level: Level) -> Blocks:
+    """The tokens of a step in each run that recorded it; a damaged file has none."""
+    found = {}
+    for i, (run, recorded) in enumerate(runs):
+        with suppress(UserError):  # the summary of the step says so
+            if step in recorded:
+                found[f"{i}/tokens/{step}"] = packed(step_bytes(tokens.read(run.folder, step), words, level))
+    return found

@@ -43,7 +43,7 @@ class Run:
         self.answers: Mapping[str, Callable[[str], Any]] = {
             "overview": lambda _: self.overview(),
             "summaries": lambda page: self.of_steps(self.page(number_of(page))),
-            "tokens": lambda step: for_page(self.tokens(number_of(step))),
+            "tokens": lambda step: for_page(tokens.read(self.folder, number_of(step))),
             "questions": lambda _: self.questions().listed(),
             "question": lambda name: self.questions().followed(name, lambda _: True),
             "why": lambda _: self.why(),

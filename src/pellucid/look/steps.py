@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from math import fsum, inf, isnan, log
+from math import fsum, isnan
 from typing import Any
 
 import numpy as np
@@ -34,6 +34,8 @@ NUMBERS = {
 SMALL = ("weight", "push", "gradient")
 """Numbers of the size of one part in all tokens of a step."""
 TOPS = ("before", "after")
+DIGITS = 4
+"""Significant digits of a number for the page."""
 BRIEF = ("group", "kind", "gradient", "entropy_before")
 """The columns that `by_group` reads."""
 
@@ -67,16 +69,27 @@ def tokens_of(table: pa.Table) -> Tokens:
     """The columns of a file of tokens, NaN and null alike as None."""
     columns: dict[str, Sequence[Any]] = {name: table[name].to_pylist() for name in ("token", "text", "kind", "rule")}
     columns |= {name: plain(floats(table, of)) for name, of in NUMBERS.items()}
-    start, after = floats(table, "logprob_start"), floats(table, "logprob_after")
-    before = np.where(
-        np.isnan(start), floats(table, "logprob_before"), start
-    )  # they are the same where there is one step
-    sampler, ref = floats(table, "sampler_logprob"), floats(table, "ref_logprob")
-    columns |= {"before": plain(before), "after": plain(after), "sampler": plain(sampler), "ref": plain(ref)}
-    columns |= {"change": plain(after - before), "gap": plain(before - sampler), "drift": plain(before - ref)}
-    columns["entropy_change"] = plain(floats(table, "entropy_after") - floats(table, "entropy_before"))
+    columns |= {name: plain(values) for name, values in logprobs(table).items()}
     about = json.loads((table.schema.metadata or {})[ABOUT])
     return Tokens(about, list(sequences(table)), columns, {name: tops(table, f"top_{name}") for name in TOPS})
+
+
+def logprobs(table: pa.Table) -> dict[str, np.ndarray]:
+    """Log-probs of the tokens, and their differences: [N] each, NaN where there is none."""
+    start, after = floats(table, "logprob_start"), floats(table, "logprob_after")
+    # The log-prob before the update is that of the start where there is one: they are the same in a step of one update.
+    before = np.where(np.isnan(start), floats(table, "logprob_before"), start)
+    sampler, ref = floats(table, "sampler_logprob"), floats(table, "ref_logprob")
+    found = {"before": before, "after": after, "sampler": sampler, "ref": ref}
+    found |= {"change": after - before, "gap": before - sampler, "drift": before - ref}
+    return found | {"entropy_change": floats(table, "entropy_after") - floats(table, "entropy_before")}
+
+
+def differences(table: pa.Table) -> dict[str, np.ndarray]:
+    """The same, of which none can be had from others: of a token that was scored, those before and the differences."""
+    found = logprobs(table)
+    unscored = np.isnan(found["before"])
+    return found | {name: np.where(unscored, found[name], np.nan) for name in ("sampler", "after", "ref")}
 
 
 def by_group(table: pa.Table) -> dict[int, dict[str, float | None]]:
@@ -125,19 +138,17 @@ def tops(table: pa.Table, name: str) -> list[list[tuple[int, str, float]] | None
 # ---------------------------------------------------------------- for the page
 
 
-def for_page(tokens: Tokens, digits: int = 4, least: float = 0.0) -> dict[str, Any]:
-    """A JSON object of the step: numbers to so many significant digits, alternatives of at least this probability.
+def for_page(table: pa.Table) -> dict[str, Any]:
+    """A JSON object of the step, its numbers to DIGITS significant digits.
 
     Texts are numbers of `vocabulary`, pairs of token id and text; a column in which there is nothing is null. Of a
     token that was scored, log-probs are those before the update and differences from it.
     """
     words: dict[tuple[Any, Any], int] = {}
+    tokens = tokens_of(table)
     columns = tokens.columns
-    known = np.array([value is not None for value in columns["before"]], dtype=bool)
-    names = (*NUMBERS, "before", "change", "gap", "drift", "entropy_change")
-    raw = {name: rounded(columns[name], digits, None if name in SMALL else FLOOR) for name in names}
-    for name in ("sampler", "after", "ref"):  # what is before the update and a difference need not be told again
-        raw[name] = [None if there else x for there, x in zip(known, rounded(columns[name], digits), strict=True)]
+    numbers = {name: floats(table, of) for name, of in NUMBERS.items()} | differences(table)
+    raw = {name: rounded(values.tolist(), DIGITS, None if name in SMALL else FLOOR) for name, values in numbers.items()}
     rules = sorted({rule for rule in columns["rule"] if rule})
     return {
         "step": tokens.about.get("step"),
@@ -151,7 +162,7 @@ def for_page(tokens: Tokens, digits: int = 4, least: float = 0.0) -> dict[str, A
         "kind": "".join((kind or "?")[0] for kind in columns["kind"]),
         "rule": [rules.index(rule) if rule else -1 for rule in columns["rule"]],
         **{name: None if all(x is None for x in values) else values for name, values in raw.items()},
-        **{f"top_{name}": numbered(words, tokens.tops[name], digits, least) for name in TOPS},
+        **{f"top_{name}": numbered(words, tokens.tops[name]) for name in TOPS},
         "vocabulary": list(words),
     }
 
@@ -161,24 +172,14 @@ def word(words: dict[tuple[Any, Any], int], pair: tuple[Any, Any]) -> int:
 
 
 def numbered(
-    words: dict[tuple[Any, Any], int],
-    tops: Sequence[Sequence[tuple[int, str, float]] | None],
-    digits: int,
-    least: float,
-) -> list[list[float] | None] | None:
+    words: dict[tuple[Any, Any], int], tops: Sequence[Sequence[tuple[int, str, float]] | None]
+) -> list[list[float | None] | None] | None:
     """Of each row the numbers of its alternatives in the vocabulary, in turn with their log-probs."""
-    if least > 1:
-        return None
-    logprobs = iter(rounded([top[2] for row in tops if row for top in row], digits))
-    likely = log(least) if least > 0 else -inf
-    rows: list[list[float] | None] = []
-    for row in tops:
-        flat: list[float] = []
-        for token, text, exact in row or ():
-            told = next(logprobs)
-            if exact >= likely and told is not None:
-                flat += [word(words, (token, text)), told]
-        rows.append(flat or None)
+    logprobs = iter(rounded([top[2] for row in tops if row for top in row], DIGITS))
+    rows = [
+        [part for token, text, _ in row for part in (word(words, (token, text)), next(logprobs))] if row else None
+        for row in tops
+    ]
     return rows if any(rows) else None
 
 

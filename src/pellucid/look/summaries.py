@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import pyarrow as pa
@@ -86,4 +86,3 @@ def of_tokens(tokens: Tokens, group: int, question: str | None) -> dict[str, Any
 
 def asked(prompt: str, name: str) -> dict[str, str]:
     return {"prompt": prompt[:LONGEST_PROMPT], "id": name, "question": question_of(prompt)}
-

@@ -101,12 +101,14 @@ async function frame(at) {
 }
 
 // What a page on disk has no room for, as packing.py says it of the file.
-function leftOut({kept, steps, least, digits}) {
+function leftOut({exact, unit, digits, percents, least, counts}) {
   const said = [];
   if (least > 0) said.push(least > 1 ? say("packed.all") : say("packed.below", {least}));
-  if (kept < steps) said.push(say("packed.steps", {left: steps - kept, steps}));
-  if (said.length) said.push(say("packed.digits", {digits}));
-  return said.length ? say("packed", {what: said.join(say("packed.join"))}) : "";
+  for (const [name, [n, all]] of Object.entries(counts)) {
+    if (n < all) said.push(say(`packed.${name}`, {n: all - n, all}));
+  }
+  const left = said.length ? say("packed", {what: said.join(say("packed.join"))}) : "";
+  return exact ? left : `${left} ${say("packed.exact", {unit, digits, percents})}`.trim();
 }
 
 // The address of a view at the step, and the group, where one was.

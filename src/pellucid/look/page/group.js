@@ -6,7 +6,7 @@ import {overview, summary, tokens} from "./source.js";
 import {QUANTITIES, colours, legend, paint, strongest} from "./colours.js";
 import {forks, groupOf, groupsOf, listed, partings} from "./tokens.js";
 import {panel} from "./panel.js";
-import {elsewhere} from "./step.js";
+import {elsewhere, missing} from "./step.js";
 
 const MOST_TOKENS = 1500,
   MOST_CHARACTERS = 400,
@@ -44,7 +44,7 @@ export async function groupView({step, group, c, t}) {
 }
 
 async function instead(step, data) {
-  if (!data) return el("div", {}, el("p", {class: "lede"}, say("movers.none", {step})), await elsewhere(step, "group"));
+  if (!data) return el("div", {}, el("p", {class: "lede"}, say(missing("movers.none"), {step})), await elsewhere(step, "group"));
   const links = groupsOf(data).map(j =>
     el("li", {}, link(say("group.title", {step, group: j}), `#/group/${step}/${j}`)),
   );

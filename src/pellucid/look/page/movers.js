@@ -6,7 +6,7 @@ import {overview, tokens} from "./source.js";
 import {events, groupOf, groupsOf, merged} from "./tokens.js";
 import {sentence} from "./sentence.js";
 import {named} from "./panel.js";
-import {elsewhere} from "./step.js";
+import {elsewhere, missing} from "./step.js";
 
 const MOST = 12,
   MOST_STEPS = 3,
@@ -16,7 +16,7 @@ const MOST = 12,
 export async function moversView({step}) {
   const data = await tokens(step),
     title = el("h1", {}, say("movers.title", {step}));
-  if (!data) return [title, el("p", {class: "lede"}, say("movers.none", {step})), await elsewhere(step, "movers")];
+  if (!data) return [title, el("p", {class: "lede"}, say(missing("movers.none"), {step})), await elsewhere(step, "movers")];
   const groups = groupsOf(data).map(group => events(groupOf(data, group)).map(token => ({...token, group})));
   const gathered = keep => groups.flatMap(each => merged(each.filter(keep)));
   const all = gathered(() => true),

@@ -1,5 +1,8 @@
 // The answers of `reading.py` by their keys: from the server that served this page, or out of the page itself.
 
+import {say} from "./words.js";
+import {inflated, unpacked} from "./unpack.js";
+
 const kept = new Map();
 const MOST_KEPT = 60;
 const blocks = new Map([...document.querySelectorAll("script[data-key]")].map(each => [each.dataset.key, each]));
@@ -7,7 +10,7 @@ export const isLive = blocks.size === 0;
 
 export function get(key) {
   if (!kept.has(key)) {
-    const answer = isLive ? asked(key) : unpacked(key);
+    const answer = isLive ? asked(key) : held(key);
     answer.catch(() => kept.delete(key));
     kept.set(key, answer);
     if (kept.size > MOST_KEPT) kept.delete(kept.keys().next().value);
@@ -27,11 +30,13 @@ async function asked(key) {
   return answer;
 }
 
-async function unpacked(key) {
+async function held(key) {
   if (!blocks.has(key)) return null;
-  const bytes = Uint8Array.from(atob(blocks.get(key).textContent), char => char.charCodeAt(0));
-  const stream = new Blob([bytes]).stream().pipeThrough(new DecompressionStream("deflate"));
-  return new Response(stream).json();
+  if (typeof DecompressionStream === "undefined") throw new Error(say("packed.old"));
+  const bytes = await inflated(blocks.get(key).textContent);
+  const [, name] = key.split("/");
+  if (name === "tokens") return unpacked(bytes, await get("words"));
+  return JSON.parse(new TextDecoder().decode(bytes));
 }
 
 export function runsThere() {

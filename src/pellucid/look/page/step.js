@@ -2,12 +2,12 @@
 
 import {el, figure, link, percent} from "./dom.js";
 import {listing, say} from "./words.js";
-import {overview, summary} from "./source.js";
+import {isLive, overview, summary} from "./source.js";
 
 export async function stepView({step}) {
   const found = await summary(step);
   const title = el("h1", {}, say("step.title", {step}));
-  if (!found) return [title, el("p", {class: "lede"}, say("step.none", {step})), await elsewhere(step, "step")];
+  if (!found) return [title, el("p", {class: "lede"}, say(missing("step.none"), {step})), await elsewhere(step, "step")];
   const groups = byTaught(found.groups),
     whole = groups.reduce((sum, group) => sum + (group.gradient ?? 0), 0);
   const signal = groups.filter(group => group.signal === "signal").length;
@@ -22,6 +22,11 @@ export async function stepView({step}) {
       groups.map(group => row(step, group, whole)),
     ),
   ];
+}
+
+// A page on disk does not know whether what it has not was recorded.
+export function missing(key) {
+  return isLive ? key : `${key}_here`;
 }
 
 // Which steps there are in place of one that is not, and the way to the nearest.

@@ -146,7 +146,9 @@ export function events(sequences) {
 }
 
 export function merged(tokens) {
-  return [...Map.groupBy(tokens, token => token.event).values()].map(same => {
+  const found = new Map();
+  for (const token of tokens) found.set(token.event, [...(found.get(token.event) ?? []), token]);
+  return [...found.values()].map(same => {
     const [first] = same,
       one = name => (same.every(token => token[name] === first[name]) ? first[name] : null),
       known = name => same.find(token => token[name] !== null)?.[name] ?? null;
