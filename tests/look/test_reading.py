@@ -13,7 +13,7 @@ from pellucid.algorithm.explained import RULES
 from pellucid.look.reading import Run, opened
 from pellucid.look.rollouts import Rollouts
 from pellucid.look.sentences import sentence
-from pellucid.look.steps import for_page, rounded
+from pellucid.look.steps import rounded
 from pellucid.look.summaries import signal_of
 from pellucid.look.why import findings
 from pellucid.look.words import figure
@@ -81,7 +81,7 @@ def test_the_log_prob_of_the_start_is_what_a_step_changed(tmp_path):
 
 
 def test_the_columns_of_the_page_tell_what_was_recorded(two_tokens):
-    page = json.loads(json.dumps(for_page(two_tokens.tokens(1))))
+    page = json.loads(json.dumps(two_tokens.answer("tokens/1")))
     assert page["kind"] == "pss"
     assert [page["vocabulary"][i][1] for i in page["token"]] == ["Q", " 7", " 8"]
     assert (page["before"], page["change"], page["after"]) == ([None, -1, None], [None, 0.25, None], [None, None, -2])

@@ -9,6 +9,8 @@ import pytest
 
 from looking import looking
 from made_runs import small_run
+from pellucid.look import server as serving
+from pellucid.look.reading import Run
 from pellucid.look.server import Looking
 from pellucid.types import UserError
 
@@ -72,6 +74,21 @@ def test_nothing_but_get(server, method):
 
 def test_it_listens_on_the_loopback_alone(server):
     assert server.server_address[0] == "127.0.0.1"
+
+
+def test_questions_are_read_before_they_are_asked_for_and_answers_come_in_between(tmp_path, monkeypatch):
+    monkeypatch.setattr(serving, "AT_A_TIME", 2)
+    run = Run(small_run(tmp_path / "run", steps=5))
+    with Looking([run], 0) as server:
+        between = []
+        monkeypatch.setattr(
+            serving.time, "sleep", lambda _: between.append((len(run.asked.marks), server.answer("runs")))
+        )
+        monkeypatch.setattr(server, "answer", lambda key: server.lock.locked())
+        server.prepare()
+        assert between == [(2, False), (4, False), (5, False)]
+        monkeypatch.setattr(run, "summarised", None)  # nothing is read again
+        assert [each["times"] for each in run.answer("questions")] == [5, 5, 5]
 
 
 def test_a_port_in_use_is_one_line(server):

@@ -29,6 +29,7 @@ def look(folders: Sequence[Path], port: int, output: Path | None, browse: bool) 
         return 0
     with Looking(runs, port) as server:
         print(f"look at {server.url}  (Ctrl-C ends it)", flush=True)
+        Thread(target=server.prepare, daemon=True).start()
         if browse:  # beside the server: a browser of the terminal is waited for
             Thread(target=webbrowser.open, args=(server.url,), daemon=True).start()
         server.serve_forever()

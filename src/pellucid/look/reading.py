@@ -154,6 +154,13 @@ class Run:
         self.asked.read(self.marks(self.steps()))
         return self.asked
 
+    def prepared(self, at_a_time: int) -> Iterator[int]:
+        """Read what was asked in all steps, so many at a time; yields how many have been read."""
+        marks = list(self.marks(self.steps()).items())
+        for count in range(at_a_time, len(marks) + at_a_time, at_a_time):
+            self.asked.read(dict(marks[:count]))
+            yield min(count, len(marks))
+
     def why(self) -> list[dict[str, Any]]:
         last = self.steps()[-WINDOW:]
         return findings(read_config(self.folder), self.metrics(), self.of_steps(last), self.error(last))

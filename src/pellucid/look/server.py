@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+import time
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -16,6 +17,8 @@ from pellucid.types import UserError
 HOST = "127.0.0.1"
 NAMES = (HOST, "localhost")
 """What a browser may call this machine. Another name is one that somebody else's page made up for this address."""
+AT_A_TIME, PAUSE = 100, 0.01
+"""Steps of a run that are read while answers wait, and seconds until the next ones."""
 ALWAYS = {
     "Cache-Control": "no-store",
     "Cross-Origin-Resource-Policy": "same-origin",
@@ -51,6 +54,18 @@ class Looking(ThreadingHTTPServer):
             raise UserError(f"there is no run {number}")
         with self.lock:
             return json.dumps(self.runs[int(number)].answer(rest))
+
+    def prepare(self) -> None:
+        """Read a long run for its questions before anybody asks for them; other answers come in between."""
+        with suppress(OSError):  # of a folder that goes away, whoever asks for an answer is told
+            for run in self.runs:
+                steps = run.prepared(AT_A_TIME)
+                while self.step(steps):
+                    time.sleep(PAUSE)
+
+    def step(self, steps: Iterator[int]) -> bool:
+        with self.lock:
+            return next(steps, None) is not None
 
 
 class Handler(BaseHTTPRequestHandler):

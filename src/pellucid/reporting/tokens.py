@@ -116,11 +116,11 @@ def read(run_dir: Path, step: int, columns: Sequence[str] | None = None) -> pa.T
         raise UserError(f"{run_dir} has no tokens of step {step}: [log] tokens says how many groups are recorded")
     try:
         file = pq.ParquetFile(path)
-        table = file.read(columns)
+        table, names = file.read(columns), set(file.schema_arrow.names)
         version = about_of(table)["version"]
     except (pa.ArrowException, OSError, ValueError, KeyError, TypeError) as error:
         raise UserError(f"{path} is damaged: delete it, and the other steps can be read") from error
-    missing = [name for name in SCHEMA.names if name not in file.schema_arrow.names]
+    missing = [name for name in SCHEMA.names if name not in names]
     if version != VERSION or missing:
         raise UserError(f"{path} was written by another version of Pellucid: read it with that one")
     return table
