@@ -20,7 +20,7 @@ from conftest import make_policy, records, tiny_recipe
 from forked import Forked
 from pellucid.algorithm.settings import AdamWConfig
 from pellucid.policy.policy import Policy
-from pellucid.reporting import boards, loggers
+from pellucid.reporting import boards, loggers, tokens
 from pellucid.reporting.run_folder import checkpoints, step_of
 from pellucid.runtimes.runtime import Runtime
 from pellucid.training import checkpoint, chronicle, run
@@ -115,6 +115,23 @@ def test_a_full_disk_at_any_write_is_one_line_and_loses_nothing(recipe, tmp_path
     line = complaint(capsys.readouterr().err)
     assert "File too large" in line or "No space left" in line
     assert train(*(["--resume", run_dir] if checkpoints(run_dir) else command)) == 0
+    same_run(whole, run_dir)
+
+
+def test_a_full_disk_at_a_file_of_tokens_is_one_line_and_the_rest_is_recorded_later(
+    recipe, tmp_path, monkeypatch, capsys, whole
+):
+    run_dir = tmp_path / "run"
+    command = [recipe, "--run", run_dir, *SETTINGS, "--log.no-tensorboard", "--log.tokens", 1, "--log.token_steps", 1]
+    with monkeypatch.context() as patched:
+        during(patched, tokens, "write", 4, no_room)
+        assert train(*command) == 2
+    line = complaint(capsys.readouterr().err)
+    assert "File too large" in line or "No space left" in line
+    assert tokens.steps(run_dir) == [1, 2, 3]
+    assert train("--resume", run_dir) == 0
+    assert tokens.steps(run_dir) == [1, 2, 3, 4, 5, 6]
+    assert not list((run_dir / "tokens").glob(".*"))
     same_run(whole, run_dir)
 
 

@@ -15,7 +15,7 @@ from selenium.webdriver.common.keys import Keys
 from selenium.webdriver.support.ui import WebDriverWait
 
 from looking import looking
-from made_runs import CONFIG, add_step, prompt, row, run_folder, small_run, write_tokens
+from made_runs import CONFIG, add_step, lines, metric, prompt, row, run_folder, small_run, write_tokens
 from pages import HOSTILE
 from pellucid.algorithm.explained import RULES
 from pellucid.look import packing
@@ -384,6 +384,21 @@ def test_conversations_show_turns_and_what_was_given(browser, tmp_path):
         assert found(browser, ".tok.given")[0].text == "{42}"
 
 
+def test_conversations_name_the_tools_that_were_called_and_answers_without_a_token(browser, tmp_path):
+    run = run_folder(tmp_path / "run")
+    said = [row(0, 0, 0, "call"), row(0, 0, 1, "{42}", kind="given", rule="given", push=None), row(0, 0, 2, "so 42")]
+    turns = {"0/0/0": [["add", "<b>x</b>"], ["tool add", "tool <b>x</b>"], []]}
+    write_tokens(run, 1, said, turns=turns, silent={"0": [1, 3]})
+    lines(run / "metrics.jsonl", [metric(1)])
+    packing.write([Run(run)], tmp_path / "page.html")
+    with looking(run) as server:
+        for address in (server.url, (tmp_path / "page.html").as_uri()):
+            go(browser, f"{address}#/group/1/0", "group")
+            shown = ["policy, calls add, <b>x</b>", "given, tool add, tool <b>x</b>", "policy"]
+            assert [turn.text for turn in found(browser, ".turn")] == shown
+            assert "before the policy spoke: answer 1, 3." in text(browser)
+
+
 def test_a_damaged_file_is_said_and_the_others_are_shown(browser, tmp_path):
     run = small_run(tmp_path / "run", steps=2)
     (run / "tokens" / "step-000001.parquet").write_bytes(b"PAR1")
@@ -498,6 +513,7 @@ def test_the_language_is_kept_for_the_next_time(browser, url):
         assert {"奖励", "无信号的组"} <= set(titles)
         assert "奖励 0.75" in [label.text for label in found(browser, "svg.chart text.label")]
         assert "tiny，任务 arithmetic" in text(browser)
+        assert "平均奖励从第 1 步的 0.350 变为第 9 步的 0.750。" in text(browser)
     finally:
         press(browser, "l")
     eventually(browser, lambda: found(browser, "#language")[0].text == "中文")

@@ -8,6 +8,7 @@ import pytest
 
 from pellucid.look.assembly import MODULES, joined
 from pellucid.look.words import PAGE, say, words
+from pellucid.reporting.report import SENTENCES
 
 
 @pytest.mark.parametrize("key", words())
@@ -24,6 +25,10 @@ def test_every_word_that_the_page_says_is_there():
     said = {key for name in MODULES for key in re.findall(r'\bsay\("([\w.]+)"', (PAGE / name).read_text())}
     assert len(said) > 60
     assert said <= set(words())
+
+
+def test_the_report_and_the_page_begin_with_the_same_sentence():
+    assert {key: english for key, (english, _) in words().items() if key.startswith("lede.")} == SENTENCES
 
 
 def test_values_stand_where_the_sentence_names_them():

@@ -8,6 +8,7 @@ import pytest
 
 from conftest import byte_tokenizer, records, tiny_llama_of
 from pellucid.environments.stage import Stage
+from pellucid.reporting import tokens
 from runs import answered, same_run, train
 from worlds import CHAT
 
@@ -66,6 +67,28 @@ def test_an_environment_is_trained_and_what_was_said_is_on_record(recipe, tmp_pa
     metrics = records(run / "metrics.jsonl")
     assert all(step["turns/mean"] > 1 for step in metrics)
     assert [e["n"] for e in records(run / "evals.jsonl")] == [3, 3, 3]
+
+
+def test_what_was_said_in_a_conversation_is_recorded_token_by_token(recipe, tmp_path):
+    run = tmp_path / "run"
+    settings = ("--log.tokens", 2, "--log.token_steps", 1, "--evaluate.every", 0, "--algorithm.steps", 2)
+    assert train(recipe, "--run", run, *settings) == 0
+    assert tokens.steps(run) == [1, 2]
+    said = {(each["step"], i % 8): each for i, each in enumerate(records(run / "rollouts.jsonl"))}
+    for step in (1, 2):
+        table = tokens.read(run, step)
+        rows, about = table.to_pylist(), tokens.about_of(table)
+        assert about["silent"] == {}
+        for i in range(8):
+            group, number = divmod(i, 4)
+            mine = [row for row in rows if (row["group"], row["completion"], row["branch"]) == (group, number, 0)]
+            record = said[step, i]
+            given = {t for start, end in record["given"] for t in range(start, end)}
+            assert [row["token"] for row in mine] == record["tokens"]
+            assert [t for t, row in enumerate(mine) if row["kind"] == "given"] == sorted(given)
+            assert all((row["logprob_after"] is None) == (row["kind"] == "given") for row in mine)
+            turns = about["turns"].get(f"{group}/{number}/0")
+            assert turns == [[], *([["environment"], []] * len(record["given"]))]
 
 
 @pytest.mark.parametrize("sampler", ["native", "hf"])

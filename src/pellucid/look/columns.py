@@ -21,6 +21,7 @@ from pellucid.look.steps import NUMBERS, SMALL, TOPS, differences, floats, logpr
 from pellucid.reporting.tokens import about_of
 
 OF_SEQUENCE = ("group", "completion", "branch", "reward", "correct", "finished", "error", "end")
+SAID = ("turns", "silent")
 LONGEST_ERROR = 500
 OF_ANSWERS = ("ratio", "advantage", "weight", "importance", "push", "bound")
 """Numbers that many tokens may share, as all of an answer: of at most FEW different ones each is told exactly."""
@@ -91,6 +92,7 @@ def step_bytes(table: pa.Table, words: Words, level: Level) -> bytes:
     told = {
         "chosen": known,
         "step": about.get("step"),
+        "about": {name: about.get(name, {}) for name in SAID},
         "dtype": dtype_of(about),
         "rounding": rounding_of(about),
         "floor": level.unit,

@@ -29,7 +29,7 @@ LIMIT = 15_000_000
 """Bytes of a page that can still be sent to somebody."""
 SAMPLE = 12
 """Steps, and questions, by which it is foreseen how large all of them will be."""
-SPARE = 0.95
+SPARE = 0.97
 """The share of the room that is planned with: steps differ."""
 SUMMARIES, QUESTIONS = 0.25, 0.1
 """The shares of the room that the groups of steps without tokens, and the curves of questions, may take."""

@@ -19,7 +19,7 @@ from pellucid.look.why import WINDOW, findings
 from pellucid.reporting import tokens
 from pellucid.reporting.charts import LEFT, RIGHT, WIDTH
 from pellucid.reporting.curves import curves
-from pellucid.reporting.report import at, lede, task_of
+from pellucid.reporting.report import Lede, at, happened, task_of
 from pellucid.reporting.run_folder import Record, evaluations, read_config, records, run_of
 from pellucid.types import UserError
 
@@ -103,7 +103,7 @@ class Run:
             "name": self.folder.resolve().name,
             "model": at(config, "policy.model", "a model"),
             "task": task_of(config),
-            "lede": plain_text(lede(metrics, evals)),
+            "lede": plain_text(happened(metrics, evals)),
             "charts": curves(metrics, evals),
             "axis": {"left": LEFT / WIDTH, "right": RIGHT / WIDTH},
             "last": metrics[-1]["step"] if metrics else 0,
@@ -188,6 +188,7 @@ def number_of(text: str) -> int:
     return int(text)
 
 
-def plain_text(html: str) -> str:
-    """The sentence of a report without its marks."""
-    return html.replace("<small>", "").replace("</small>", "")
+def plain_text(lede: Lede) -> dict[str, Any]:
+    """The first sentence of a report, for the page to say: without the marks of its values."""
+    bare = {name: html.replace("<small>", "").replace("</small>", "") for name, html in lede.values.items()}
+    return {"key": lede.key, "values": bare, "phrases": dict(lede.phrases)}

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import groupby
 from typing import Any
 
 from pellucid.machine.harmless import harmless
@@ -70,9 +71,12 @@ def speaker(message: Message) -> str:
     """Who said it: "policy", "environment", "tool NAME"; the system, where it was that."""
     role = message.get("role")
     if role == "tool":
-        name = str(message.get("name") or "")
-        return f"tool {name if len(name) <= LONGEST_NAME else f'{name[:LONGEST_NAME]}…'}".rstrip()
+        return f"tool {shortened(str(message.get('name') or ''))}".rstrip()
     return {"assistant": "policy", "user": "environment"}.get(str(role), str(role))
+
+
+def shortened(name: str) -> str:
+    return name if len(name) <= LONGEST_NAME else f"{name[:LONGEST_NAME]}…"
 
 
 def words(message: Message) -> str:
@@ -88,6 +92,37 @@ def written(call: Mapping[str, Any]) -> str:
     arguments = function.get("arguments") or {}
     told = ", ".join(f"{name}={json.dumps(value, ensure_ascii=False)}" for name, value in arguments.items())
     return f"{function.get('name')}({told})"
+
+
+def names_in_turns(completion: Completion) -> list[list[str]]:
+    """Of each stretch of a conversation's tokens that were sampled the tools that the policy called there, and of each
+    that was given who said it; none where messages and stretches do not match.
+    """
+    turns: list[tuple[bool, list[str]]] = []
+    for message in completion.messages:
+        is_policy = message.get("role") == "assistant"
+        if is_policy or not turns or turns[-1][0]:
+            turns.append((is_policy, []))
+        turns[-1][1].extend(called(message) if is_policy else [speaker(message)])
+    sampled = sampled_stretches(completion)
+    if sampled and turns and not sampled[0] and turns[0][0]:
+        turns.insert(0, (False, []))  # the prefix of an answer is nobody's message
+    if len(turns) > len(sampled) and not turns[-1][0]:
+        turns.pop()  # what was said last is nobody's to answer, and has no tokens
+    return [names for _, names in turns] if [is_policy for is_policy, _ in turns] == sampled else []
+
+
+def called(message: Message) -> list[str]:
+    """The names of the tools that a message calls."""
+    names = (str(call.get("function", call).get("name")) for call in message.get("tool_calls") or ())
+    return [shortened(name) for name in names]
+
+
+def sampled_stretches(completion: Completion) -> list[bool]:
+    """Whether each stretch of the tokens was sampled, or given."""
+    given = {t for start, end in completion.given for t in range(start, end)}
+    kinds = [t not in given for t in range(len(completion.token_ids))]
+    return [kind for kind, _ in groupby(kinds)]
 
 
 def is_fault(message: Message) -> bool:

@@ -8,14 +8,30 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from string import Template
-from typing import Any
+from typing import Any, NamedTuple
 
-from pellucid.reporting.charts import PAGE_CSS, counted, shown
+from pellucid.reporting.charts import PAGE_CSS, shown
 from pellucid.reporting.curves import accuracy_picture, curves, line
 from pellucid.reporting.measures import NAMES, are_apart, evaluation_of, headline, labelled, measures, worth_showing
 from pellucid.reporting.run_folder import Record, evaluations, read_config, records
 from pellucid.reporting.said import said_in
 from pellucid.types import Estimate, Evaluation
+
+SENTENCES = {
+    "lede.nothing": "No step was finished.",
+    "lede.reward": "The mean reward went from {old} at step {first} to {new} at step {last}. "
+    "Held-out accuracy was not compared: that takes two evaluations.",
+    "lede.gain": "In {steps}, {measure} on {n} held-out prompts {went} from {old} to {new}; {chance}.",
+    "lede.step": "{count} step",
+    "lede.steps": "{count} steps",
+    **{f"lede.of_{name}": words for name, words in NAMES.items()},
+    "lede.rose": "rose",
+    "lede.fell": "fell",
+    "lede.went": "went",
+    "lede.apart": "the intervals are apart",
+    "lede.overlap": "the intervals overlap, so it may be chance",
+}
+"""What a report says first. look/page/words.json has the same in Chinese, beside its English."""
 
 
 def write_report(run_dir: Path) -> Path:
@@ -77,31 +93,50 @@ def with_interval(name: str, estimate: Estimate) -> str:
     return f"{value:.1f}% <small>[{low:.1f}, {high:.1f}]</small>"
 
 
+class Lede(NamedTuple):
+    """One or two sentences on what happened in a run, in no language yet."""
+
+    key: str
+    """Of SENTENCES."""
+    values: Mapping[str, str]
+    """HTML of what the sentence names."""
+    phrases: Mapping[str, str] = {}
+    """And its phrases, by their keys in SENTENCES."""
+
+
 def lede(metrics: Sequence[Record], evals: Mapping[tuple[str, str], Sequence[Record]]) -> str:
-    """One or two sentences on what happened in the run."""
+    """What happened in the run, in English."""
+    key, values, phrases = happened(metrics, evals)
+    told = {name: SENTENCES[phrase].format(**values) for name, phrase in phrases.items()}
+    return SENTENCES[key].format(**values, **told)
+
+
+def happened(metrics: Sequence[Record], evals: Mapping[tuple[str, str], Sequence[Record]]) -> Lede:
     measured = [row for row in next(iter(evals.values()), []) if row.get("greedy")]
     if len(measured) > 1:
-        return gain_sentence(measured[0], measured[-1])
+        return gained(measured[0], measured[-1])
     rewards = line(metrics, "reward/mean")
     if not rewards:
-        return "No step was finished."
+        return Lede("lede.nothing", {})
     first, last = rewards[0], rewards[-1]
-    reward = f"The mean reward went from {first.y:.3f} at step {first.x} to {last.y:.3f} at step {last.x}."
-    return f"{reward} Held-out accuracy was not compared: that takes two evaluations."
+    ends = {"old": f"{first.y:.3f}", "first": f"{first.x}", "new": f"{last.y:.3f}", "last": f"{last.x}"}
+    return Lede("lede.reward", ends)
 
 
-def gain_sentence(before: Record, after: Record) -> str:
+def gained(before: Record, after: Record) -> Lede:
     """What training did to the headline: greedy accuracy, or the mean reward where no answer is right or wrong."""
     first, last = evaluation_of(before), evaluation_of(after)
     name = headline([first, last])
     old, new = measures(first)[name], measures(last)[name]
-    gain, steps = new.value - old.value, counted(after["step"] - before["step"], "step")
-    went = "rose" if gain > 0 else "fell" if gain < 0 else "went"
-    chance = "the intervals are apart" if are_apart(old, new) else "the intervals overlap, so it may be chance"
-    return (
-        f"In {steps}, {NAMES[name]} on {last.n} held-out prompts {went} from "
-        f"{with_interval(name, old)} to {with_interval(name, new)}; {chance}."
-    )
+    gain, steps = new.value - old.value, after["step"] - before["step"]
+    ends = {"old": with_interval(name, old), "new": with_interval(name, new)}
+    phrases = {
+        "steps": "lede.step" if steps == 1 else "lede.steps",
+        "measure": f"lede.of_{name}",
+        "went": "lede.rose" if gain > 0 else "lede.fell" if gain < 0 else "lede.went",
+        "chance": "lede.apart" if are_apart(old, new) else "lede.overlap",
+    }
+    return Lede("lede.gain", {**ends, "n": f"{last.n}", "count": f"{steps:,}"}, phrases)
 
 
 def facts(config: Record, metrics: Sequence[Record]) -> str:

@@ -37,10 +37,17 @@ export async function groupView({step, group, c, t}) {
       found ? ended(say(`signal.${found.signal}`)) : "",
       found ? link(say("group.history"), `#/question/${found.question}`) : "",
     ),
+    silent(data, group),
     controls(state),
     el("div", {class: "split"}, board, side),
   ];
   return Object.assign(drawn, {state}); // keys act on it once it is shown
+}
+
+// Answers without a token have nothing to show: they are said.
+function silent({about}, group) {
+  const without = about.silent?.[group] ?? [];
+  return without.length ? el("p", {class: "warn"}, say("group.silent", {n: listing(without)})) : null;
 }
 
 async function instead(step, data) {
@@ -153,6 +160,7 @@ function flow(state, sequence, apart, marked, label = say("prompt")) {
   const most = look.aligned ? MOST_COLUMNS : MOST_TOKENS;
   const box = el("div", {class: "flow", role: "listbox", "aria-label": label, dir: "auto"});
   const talks = sequence.tokens.some(each => each.kind === "given");
+  const names = [...(state.data.about.turns?.[turnsOf(sequence)] ?? [])];
   let shown = 0,
     turn = null;
   const more = upto => {
@@ -161,7 +169,7 @@ function flow(state, sequence, apart, marked, label = say("prompt")) {
       const token = sequence.tokens[shown];
       if (talks && token.kind !== turn && token.kind !== "prompt") {
         turn = token.kind;
-        box.append(el("span", {class: `turn ${turn}`}, say(`turn.${turn}`)));
+        box.append(el("span", {class: `turn ${turn}`}, titleOf(turn, names.shift() ?? [])));
       }
       box.append(cell(state, sequence, token, shown < apart, marked.has(shown)));
     }
@@ -173,6 +181,16 @@ function flow(state, sequence, apart, marked, label = say("prompt")) {
   };
   more(most);
   return box;
+}
+
+function turnsOf({group, completion, branch}) {
+  return `${group}/${completion}/${branch}`;
+}
+
+// Who spoke: the policy, with the tools that it called, or others, each by name.
+function titleOf(turn, names) {
+  if (!names.length) return say(`turn.${turn}`);
+  return turn === "sampled" ? say("turn.calls", {names: listing(names)}) : say("turn.from", {names: listing(names)});
 }
 
 function cell(state, sequence, token, shared, fork) {

@@ -15,7 +15,7 @@ export async function runView({first}) {
   return [
     el("p", {class: "eyebrow"}, say("run.about", run)),
     el("h1", {}, run.name),
-    el("p", {class: "lede", lang: "en"}, run.lede),
+    el("p", {class: "lede"}, told(run.lede)),
     el("p", {class: "soft"}, say("run.pick")),
     el(
       "div",
@@ -31,6 +31,12 @@ export async function runView({first}) {
       pager(run, page, pages),
     ),
   ];
+}
+
+// What happened, as the report says it first.
+function told({key, values, phrases}) {
+  const said = Object.entries(phrases).map(([name, phrase]) => [name, say(phrase, values)]);
+  return say(key, {...values, ...Object.fromEntries(said)});
 }
 
 function clickable(svg, run, last) {

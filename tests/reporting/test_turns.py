@@ -1,0 +1,43 @@
+"""Who spoke, and which tools were called, in the stretches of a conversation's tokens."""
+
+from __future__ import annotations
+
+import pytest
+
+from pellucid.reporting.conversations import names_in_turns
+from pellucid.types import Completion
+
+
+def calls(*names):
+    return {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": name}} for name in names]}
+
+
+def answers(name):
+    return {"role": "tool", "name": name, "content": "42"}
+
+
+SAYS, ASKS = {"role": "assistant", "content": "so"}, {"role": "user", "content": "and?"}
+
+
+@pytest.mark.parametrize(
+    ("messages", "given", "told"),
+    [
+        (
+            [calls("add", "double"), answers("add"), answers("double"), SAYS],
+            [(1, 3)],
+            [["add", "double"], ["tool add", "tool double"], []],
+        ),
+        (
+            [SAYS, ASKS, calls("a" * 50), answers("add")],
+            [(1, 2), (4, 5)],
+            [[], ["environment"], ["a" * 40 + "…"], ["tool add"]],
+        ),
+        ([calls("add"), answers("add")], [], [["add"]]),  # it ended with the answer of the tool
+        ([calls("add"), answers("add"), SAYS], [(0, 1), (2, 3)], [[], ["add"], ["tool add"], []]),  # after a prefix
+        ([SAYS, SAYS], [], []),  # one stretch of two messages is nobody's
+        ([], [(0, 2)], []),
+    ],
+)  # fmt: skip
+def test_names_stand_at_the_stretches_where_they_were_said(messages, given, told):
+    completion = Completion(tuple(range(5)), (0.0,) * 5, "", True, given=tuple(given), messages=tuple(messages))
+    assert names_in_turns(completion) == told

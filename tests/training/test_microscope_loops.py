@@ -1,0 +1,117 @@
+"""The microscope's record where a run is not plain: a step is drawn ahead, on a device, or answers have no token."""
+
+from __future__ import annotations
+
+from collections import namedtuple
+from copy import deepcopy
+from dataclasses import replace
+
+import pandas as pd
+import pytest
+import torch
+
+from conftest import CountDigits, OneProcessRuntime, character_tokenizer, make_policy, tiny_llama
+from pellucid.algorithm import ahead, grpo
+from pellucid.algorithm.grpo import State
+from pellucid.algorithm.settings import AdamWConfig, GRPOConfig
+from pellucid.config import Config
+from pellucid.policy.policy import Policy
+from pellucid.reporting import tokens
+from pellucid.runtimes.runtime import Runtime
+from pellucid.samplers.native import Native
+from pellucid.sections import LogConfig
+from pellucid.training.microscope import recorded, said_of
+from pellucid.types import Completion, Group, Prompt, Reward, Sampling
+from simulated_device import WHERE
+
+Parts = namedtuple("Parts", "policy runtime state")
+SAMPLING = Sampling(max_tokens=6)
+
+
+class Apart(Native):
+    """Has weights of its own, as an engine has."""
+
+    def sync(self, policy, version):
+        super().sync(deepcopy(policy), version)
+
+
+def frame_of(run_dir, step):
+    return pd.DataFrame(tokens.read(run_dir, step).to_pylist())
+
+
+def logprobs_of(model, frame):
+    """Of each row that is no prompt its log-prob by a model, by its own forward pass of each answer."""
+    prompts = {group: rows.token.tolist() for group, rows in frame[frame.kind == "prompt"].groupby("group")}
+    found = {}
+    for (group, *_), rows in frame[frame.kind != "prompt"].groupby(["group", "completion", "branch"]):
+        ids = torch.tensor([[*prompts[group], *rows.token]])
+        with torch.no_grad():
+            every = model(input_ids=ids).logits[0, len(prompts[group]) - 1 : -1].float().log_softmax(-1)
+        found |= dict(
+            zip(rows.index, every.gather(-1, torch.tensor(rows.token.tolist())[:, None])[:, 0].tolist(), strict=True)
+        )
+    return found
+
+
+def test_of_a_loop_that_draws_ahead_each_step_is_predicted_from_the_weights_it_starts_with(tmp_path):
+    """The sampler is a step behind: what is before the update is the scorer's, and what sampled is told beside it."""
+    policy, cfg = make_policy(), GRPOConfig(steps=3, group_size=4, correction="token")
+    runtime, state = OneProcessRuntime(policy, lr=0.002), State()
+    runtime.micro_batch, runtime.rank, runtime.main = 0, 0, True
+    runtime.engine = namedtuple("Engine", "in_step")(False)
+    steps = ahead.train(CountDigits(), Apart(), policy, runtime, cfg, state=state, sampling=SAMPLING)
+    config = Config(algorithm=cfg, log=LogConfig(tokens=2, token_steps=1, predictions=2))
+    weights = [deepcopy(policy.model)]
+    for _ in recorded(steps, config, tmp_path, Parts(policy, runtime, state)):
+        weights.append(deepcopy(policy.model))
+    assert tokens.steps(tmp_path) == [1, 2, 3]
+    for step in (1, 2, 3):
+        frame = frame_of(tmp_path, step)
+        sampled = frame[frame.kind == "sampled"]
+        drawn = max(0, step - 2)
+        by = {
+            name: logprobs_of(weights[i], frame) for name, i in (("start", step - 1), ("after", step), ("drawn", drawn))
+        }
+        assert sampled.logprob_after.tolist() == pytest.approx([by["after"][i] for i in sampled.index], abs=1e-4)
+        assert sampled.sampler_logprob.tolist() == pytest.approx([by["drawn"][i] for i in sampled.index], abs=1e-4)
+        assert set(sampled.version) == {drawn}
+        assert bool(sampled.predicted.notna().all()) == (step < 3)
+        if step < 3:
+            assert sampled.logprob_start.tolist() == pytest.approx([by["start"][i] for i in sampled.index], abs=1e-4)
+            moved = pd.Series([by["after"][i] - by["start"][i] for i in sampled.index], index=sampled.index)
+            assert moved.abs().max() > 0.005
+            assert (sampled.predicted - moved).abs().max() < 0.2 * moved.abs().max()
+
+
+def recorded_on(device, folder):
+    """The file of one step of a policy that lies on a device."""
+    torch.manual_seed(0)
+    policy = Policy(tiny_llama().to(device), character_tokenizer(), torch.float32)
+    cfg = GRPOConfig(steps=1, prompts_per_step=2, group_size=4, micro_batch=4)
+    runtime, state = Runtime(policy, AdamWConfig(lr=1e-3, warmup=0), total=1), State()
+    steps = grpo.train(CountDigits(), Native(), policy, runtime, cfg, state=state, sampling=SAMPLING)
+    config = Config(algorithm=cfg, log=LogConfig(tokens=2, token_steps=1, predictions=0))
+    list(recorded(steps, config, folder, Parts(policy, runtime, state)))
+    return frame_of(folder, 1)
+
+
+def test_what_is_recorded_on_a_device_is_what_is_recorded_on_the_processor(gpu, tmp_path):
+    """Without predictions: the simulated one has no forward-mode gradient."""
+    here, there = (recorded_on(device, tmp_path / device[:3]) for device in ("cpu", WHERE))
+    assert len(there) > 40
+    assert there.token.tolist() == here.token.tolist()
+    assert there.rule.tolist() == here.rule.tolist()
+    for name in ("logprob_before", "logprob_after", "entropy_after", "push", "gradient", "ratio"):
+        assert there[name].tolist() == pytest.approx(here[name].tolist(), rel=1e-3, abs=1e-4, nan_ok=True), name
+    moved = (here.logprob_after - here.logprob_before).abs().max()
+    assert moved > 0.01
+
+
+def test_answers_without_a_token_are_counted(tmp_path):
+    """As those of a conversation that ended before the policy spoke."""
+    spoken, silent = (Completion(ids, (-1.0,) * len(ids), "", True) for ids in ((4, 5), ()))
+    group = Group(Prompt("p", "?"), (1, 2), (silent, spoken, silent), tuple(map(Reward, (0.0, 1.0, 0.0))))
+    other = replace(group, completions=(spoken,) * 3)
+    said = said_of({1: group, 4: other})
+    assert said["silent"] == {"1": [0, 2]}
+    assert said["turns"] == {}
