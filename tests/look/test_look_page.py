@@ -179,8 +179,8 @@ def test_a_question_is_followed_through_the_steps(browser, url):
     found(browser, ".questions a")[0].click()
     eventually(browser, lambda: len(found(browser, ".history")) == 9)
     labels = [chart.get_attribute("aria-label") for chart in found(browser, "svg.chart")]
-    assert labels[0] == "mean reward: reward from 0.5 at step 1 to 0.5 at step 9"
-    assert labels[1] == "mean length: length from 10 at step 1 to 10 at step 9"
+    assert labels[0] == "Reward: reward from 0.5 at step 1 to 0.5 at step 9"
+    assert labels[1] == "Length: length from 10 at step 1 to 10 at step 9"
     assert silent(browser)
 
 
@@ -461,7 +461,7 @@ def test_a_step_without_a_prediction_and_one_that_is_not_there_name_others(brows
         go(browser, f"{server.url}#/movers/3", "movers")
         assert "A prediction was not computed at step 3; see step 1, 2." in text(browser)
         go(browser, f"{server.url}#/movers/2", "movers")
-        assert [head.text for head in found(browser, "section.list th")][:3] == ["token", "value", "predicted"]
+        assert [head.text for head in found(browser, "section.list th")][:3] == ["token", "change", "predicted"]
         assert [cell.text for cell in found(browser, "section.list td")][1:3] == ["0.1", "0.09"]
         go(browser, f"{server.url}#/step/40", "step")
         assert "Recorded are steps 1 to 3; the nearest is Step 3" in text(browser)

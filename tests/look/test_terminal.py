@@ -62,6 +62,13 @@ def test_answers_that_are_alike_are_one_with_all_their_shares(tmp_path):
     assert "30.0%" not in text
 
 
+def test_answers_without_a_token_are_said(tmp_path):
+    run = run_folder(tmp_path / "run")
+    write_tokens(run, 1, [row(0, 0, 0, "a"), row(1, 0, 0, "b")], silent={"0": [1, 3]})
+    assert "before the policy spoke: answer 1, 3." in shown(run, 1, 0)
+    assert "before the policy spoke" not in shown(run, 1, 1)
+
+
 def test_what_a_model_says_does_nothing_to_the_terminal(tmp_path):
     run = run_folder(tmp_path / "run")
     add_step(run, 1, said=[HOSTILE.replace("\ud800", ""), "\x1b[2J", "\u202ereversed"])

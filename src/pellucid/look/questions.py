@@ -19,9 +19,9 @@ LAST = 6
 MOST_ANSWERS = 10
 """How many steps a question's best answer is shown of."""
 LINES = {
-    "reward": ("mean reward", "of its answers"),
-    "length": ("mean length", "tokens of an answer"),
-    "entropy": ("mean entropy", "nats a token"),
+    "reward": ("Reward", "mean of its answers"),
+    "length": ("Length", "mean of its answers, tokens"),
+    "entropy": ("Entropy", "nats a token"),
 }
 """Of each curve its title and what it measures."""
 Item = TypeVar("Item")

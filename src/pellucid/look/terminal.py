@@ -43,6 +43,8 @@ def show(folder: Path, step: int | None, group: int | None, by: str, console: Co
     if which not in rows:
         raise UserError(f"step {step} has no tokens of group {which}: recorded are {', '.join(map(str, rows))}")
     screen.print(heading(run, step, rows[which]))
+    if silent := tokens.about.get("silent", {}).get(str(which)):
+        screen.print(Text(say("group.silent", n=", ".join(map(str, silent))) + "\n"))
     largest = scale(tokens, which, by)
     listed = folded(tokens, which)
     for copies in listed:

@@ -36,7 +36,7 @@ export async function moversView({step}) {
   ];
   const section = (name, from, of, shown, rule, about = values) =>
     list({name, from, of, step, said, rule, about, shown});
-  const changes = {value: token => figure(token.change)};
+  const changes = {change: token => figure(token.change)};
   if (predicted.length) changes.predicted = token => figure(token.predicted);
   return [
     el("p", {class: "eyebrow"}, link(say("step.title", {step}), `#/step/${step}`)),
@@ -44,13 +44,13 @@ export async function moversView({step}) {
     section("change", all, size("change"), changes, moved),
     predicted.length ? el("p", {class: "soft"}, say("movers.predicted")) : await unpredicted(step),
     predicted.length ? plot(predicted) : null,
-    section("gradient", all, size("gradient"), {value: token => percent(whole ? token.gradient / whole : 0)}, plain),
-    section("gap", all, size("gap"), {value: token => figure(token.gap)}, apart),
+    section("gradient", all, size("gradient"), {share: token => percent(whole ? token.gradient / whole : 0)}, plain),
+    section("gap", all, size("gap"), {gap: token => figure(token.gap)}, apart),
     section(
       "clipped",
       clipped,
       token => Math.abs(Math.log(token.ratio ?? 1)),
-      {value: token => `${say("token.ratio")} ${figure(token.ratio)}`},
+      {ratio: token => figure(token.ratio)},
       plain,
       {n: clipped.reduce((sum, token) => sum + token.answers, 0), all: count},
     ),

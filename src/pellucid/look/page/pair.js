@@ -77,7 +77,7 @@ function side(step, name, group, data, run, most) {
       el(
         "p",
         {class: "flow"},
-        el("b", {}, `${figure(each.reward)} `),
+        el("span", {class: "soft"}, `${say("reward", {value: figure(each.reward)})} `),
         each.tokens.slice(0, MOST_TOKENS).map(token => {
           const node = el("span", {class: "tok"}, token.text.slice(0, 100));
           paint(node, token, BY, most);

@@ -33,8 +33,7 @@ export async function questionView({question}) {
 }
 
 function choice(all) {
-  const said = each =>
-    listing([say("question.times", {n: each.times}), each.last.map(reward => figure(reward)).join(" ")]);
+  const said = each => say("question.times", {n: each.times, last: listing(each.last.map(figure))});
   const line = each =>
     el("li", {}, link(each.prompt.slice(0, 160), `#/question/${each.question}`), el("span", {class: "soft"}, " ", said(each)));
   return [

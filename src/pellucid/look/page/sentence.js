@@ -5,13 +5,13 @@ import {say} from "./words.js";
 
 export function sentence(token, {rounding, dtype, floor}) {
   const told = Object.fromEntries(["advantage", "ratio", "bound"].map(name => [name, figure(token[name])]));
-  const {change, answers = 1} = token,
+  const {change, push, rule, answers = 1} = token,
     size = change === null ? null : Math.abs(change);
   told.size = size !== null && size < floor ? say("below", {least: figure(floor)}) : figure(size);
   told.dtype = dtype;
   told.moved = size !== null && size >= rounding ? say(change > 0 ? "moved.rose" : "moved.fell", told) : "";
   told.lead = say(answers > 1 ? "said.lead_several" : "said.lead", {...told, n: answers});
-  return say(keyOf(token, rounding), told);
+  return say(answers > 1 && push === 0 && !rule ? "said.cancel" : keyOf(token, rounding), {...told, n: answers});
 }
 
 function keyOf({kind, rule, push, change}, rounding) {

@@ -14,8 +14,8 @@ export async function stepView({step}) {
   return [
     title,
     found.damaged ? el("p", {class: "warn", role: "alert"}, found.damaged) : null,
-    el("p", {class: "lede"}, say("step.counts", {signal, all: groups.length})),
-    el("p", {class: "soft"}, say("step.taught"), " ", link(`${say("step.movers")} →`, `#/movers/${step}`)),
+    el("p", {class: "lede"}, say("step.counts", {signal, all: groups.length}), " ", await rewardOf(step)),
+    el("p", {class: "soft"}, say("step.taught"), " ", say("step.marks"), " ", link(`${say("step.movers")} →`, `#/movers/${step}`)),
     el(
       "ol",
       {class: "strip-of-groups"},
@@ -37,6 +37,19 @@ export async function elsewhere(step, view) {
   const nearest = there.reduce((best, other) => (Math.abs(other - step) < Math.abs(best - step) ? other : best));
   const range = say("elsewhere", {first: there[0], last: there[there.length - 1]});
   return el("p", {}, range, " ", link(say("step.title", {step: nearest}), `#/${view}/${nearest}`));
+}
+
+async function rewardOf(step) {
+  const {steps, reward} = await overview(),
+    known = reward.filter(value => value !== null),
+    here = reward[steps.indexOf(step)] ?? null;
+  if (here === null) return "";
+  return say("step.reward", {reward: figure(here), first: figure(known[0]), last: figure(known[known.length - 1])});
+}
+
+function gradientOf(group) {
+  if (!group.recorded) return say("step.unrecorded");
+  return group.gradient ? say("step.gradient", {value: figure(group.gradient)}) : say("step.no_gradient");
 }
 
 function byTaught(groups) {
@@ -76,7 +89,7 @@ function row(step, group, whole) {
         listing([
           say(`signal.${group.signal}`),
           say("step.answers", {right, all: group.rewards.length}),
-          group.recorded ? say("step.gradient", {value: figure(group.gradient)}) : say("step.unrecorded"),
+          gradientOf(group),
           group.recorded && group.gradient && whole
             ? say("step.share", {share: percent(group.gradient / whole)})
             : null,
