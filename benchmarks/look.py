@@ -89,7 +89,7 @@ def answers(folder: Path) -> Iterator[str]:
 
 
 def timed(server: Looking, key: str) -> str:
-    seconds = []
+    seconds, text = [], ""
     for _ in range(2):
         start = time.perf_counter()
         text = server.answer(f"0/{key}")

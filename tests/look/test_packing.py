@@ -75,6 +75,17 @@ def test_of_a_run_without_room_some_steps_are_kept_without_alternatives(tmp_path
     assert (tmp_path / "page.html").stat().st_size <= limit
 
 
+def test_where_steps_turn_out_larger_than_foreseen_fewer_are_kept(tmp_path, monkeypatch):
+    monkeypatch.setattr(packing, "chosen", lambda of_step, steps, room: (packing.LEVELS[0], len(steps)))
+    limit = len(packing.page({})[0]) + 60_000
+    said = packing.write([Run(small_run(tmp_path / "run", steps=30))], tmp_path / "page.html", limit=limit)
+    kept = kept_steps(tmp_path / "page.html")
+    assert {1, 30} <= set(kept)
+    assert 4 < len(kept) < 30
+    assert f"the tokens of {30 - len(kept)} of 30 steps" in said
+    assert 0.8 * limit < (tmp_path / "page.html").stat().st_size <= limit
+
+
 def test_of_a_long_run_only_those_steps_are_read_that_have_room(tmp_path, monkeypatch):
     run, read = Run(small_run(tmp_path / "run", steps=60)), []
     whole = tokens.read

@@ -113,8 +113,9 @@ def test_rollouts_are_found_as_they_are_written_and_half_a_line_is_waited_for(tm
         file.write(half[50:] + "\n")
     assert rollouts.of(2)[0][0]["completion"] == "later"
     path.write_text("")
-    lines(path, [rollout(1, "a", "anew", 1.0)])
-    assert rollouts.of(1)[0][0]["completion"] == "anew"
+    lines(path, [rollout(1, "a", "anew", 1.0), rollout(1, "a", "and longer", 0.0)])
+    assert [row["completion"] for row in rollouts.of(1)[0]] == ["anew", "and longer"]
+    assert list(rollouts.steps()) == [1]
     assert not rollouts.of(2)
 
 

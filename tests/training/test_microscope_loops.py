@@ -20,7 +20,7 @@ from pellucid.reporting import tokens
 from pellucid.runtimes.runtime import Runtime
 from pellucid.samplers.native import Native
 from pellucid.sections import LogConfig
-from pellucid.training.microscope import recorded, said_of
+from pellucid.training.microscope import recorded
 from pellucid.types import Completion, Group, Prompt, Reward, Sampling
 from simulated_device import WHERE
 
@@ -112,6 +112,6 @@ def test_answers_without_a_token_are_counted(tmp_path):
     spoken, silent = (Completion(ids, (-1.0,) * len(ids), "", True) for ids in ((4, 5), ()))
     group = Group(Prompt("p", "?"), (1, 2), (silent, spoken, silent), tuple(map(Reward, (0.0, 1.0, 0.0))))
     other = replace(group, completions=(spoken,) * 3)
-    said = said_of({1: group, 4: other})
+    said = tokens.said_of({1: group, 4: other})
     assert said["silent"] == {"1": [0, 2]}
     assert said["turns"] == {}

@@ -16,7 +16,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from pellucid.machine import disk
-from pellucid.types import UserError
+from pellucid.reporting.conversations import names_in_turns
+from pellucid.types import Group, UserError
 
 FOLDER = "tokens"
 FILE = re.compile(r"step-(\d{6,})\.parquet")
@@ -88,6 +89,25 @@ def write(run_dir: Path, step: int, rows: Mapping[str, Sequence[Any]], about: Ma
     partial = path.with_name(f".{path.name}.partial")  # readers of the folder pass over names with a dot
     pq.write_table(table.replace_schema_metadata({ABOUT: facts}), partial, compression="zstd")
     partial.replace(path)
+
+
+def said_of(groups: Mapping[int, Group]) -> dict[str, Any]:
+    """What a file says of its groups besides their tokens: each question; by group, completion and branch who spoke and
+    which tools were called, turn by turn; and the completions that have no token.
+    """
+    turns, silent = {}, {}
+    for i, group in groups.items():
+        for number, completion in enumerate(group.completions):
+            for branch, sequence in enumerate((completion, *completion.branches)):
+                if names := names_in_turns(sequence):
+                    turns[f"{i}/{number}/{branch}"] = names
+        if without := [number for number, completion in enumerate(group.completions) if not completion.token_ids]:
+            silent[str(i)] = without
+    return {
+        "questions": {str(i): group.prompt.question for i, group in groups.items()},
+        "turns": turns,
+        "silent": silent,
+    }
 
 
 def column(values: Sequence[Any] | None, length: int, kind: pa.DataType) -> pa.Array:

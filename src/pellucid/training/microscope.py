@@ -28,7 +28,6 @@ from pellucid.policy.examined import Examined
 from pellucid.policy.first_order import first_order, kept
 from pellucid.policy.texts import Texts
 from pellucid.reporting import tokens
-from pellucid.reporting.conversations import names_in_turns
 from pellucid.reporting.loggers import finite_or_null
 from pellucid.training.compose import Components
 from pellucid.training.seen import Columns, Seen, by_row, of_distributions
@@ -98,7 +97,7 @@ class Microscope:
             tables[i] = self.of_group(result.step, i, group, rows, [after.pop(0) for _ in rows])
         every = {i: table for of_process in runtime.gather([tables]) for i, table in of_process.items()}
         if runtime.main:
-            said = said_of({i: groups[i] for i in chosen})
+            said = tokens.said_of({i: groups[i] for i in chosen})
             tokens.write(self.run_dir, result.step, joined([every[i] for i in chosen]), self.about() | said)
 
     def about(self) -> dict[str, Any]:
@@ -238,25 +237,6 @@ def of_answer(completion: Completion, reward: Reward) -> dict[str, Any]:
         "parts": json.dumps(finite_or_null(parts)),
         "error": reward.error or None,
         "version": completion.version,
-    }
-
-
-def said_of(groups: Mapping[int, Group]) -> dict[str, Any]:
-    """What a file says of its groups besides their tokens: each question; by group, completion and branch who spoke and
-    which tools were called, turn by turn; and the completions that have no token.
-    """
-    turns, silent = {}, {}
-    for i, group in groups.items():
-        for number, completion in enumerate(group.completions):
-            for branch, sequence in enumerate((completion, *completion.branches)):
-                if names := names_in_turns(sequence):
-                    turns[f"{i}/{number}/{branch}"] = names
-        if without := [number for number, completion in enumerate(group.completions) if not completion.token_ids]:
-            silent[str(i)] = without
-    return {
-        "questions": {str(i): group.prompt.question for i, group in groups.items()},
-        "turns": turns,
-        "silent": silent,
     }
 
 
