@@ -55,13 +55,27 @@ def test_the_most_exact_level_that_has_room_for_all_steps_is_chosen():
     def of_step(step, words, level):
         return {"key": "x" * (1000 - 100 * packing.LEVELS.index(level) - packing.MARKS)}
 
-    steps = list(range(1, 101))
+    steps = dict.fromkeys(range(1, 101), 2000)
     assert packing.chosen(of_step, steps, 200_000) == (packing.LEVELS[0], 100)
     assert packing.chosen(of_step, steps, 100_000) == (packing.LEVELS[1], 100)  # the first would leave nothing to spare
     assert packing.chosen(of_step, steps, 75_000) == (packing.LEVELS[3], 100)
     last, count = packing.chosen(of_step, steps, 25_000)
     assert last == packing.LEVELS[-1]
     assert count == int((0.97 * 25_000 - len(packing.packed([]))) / 500)
+
+
+def test_steps_are_foreseen_by_the_size_of_their_files():
+    """One step in nine is three times as large as others, and the sample is of those alone."""
+    files = {step: 6000 if step % 9 == 1 else 2000 for step in range(1, 101)}
+    assert packing.spread(list(files), packing.SAMPLE) == [step for step in files if files[step] == 6000]
+
+    def of_step(step, words, level):
+        return {"key": "x" * (files[step] // 2 - packing.MARKS)}
+
+    whole = sum(files.values()) // 2
+    level, count = packing.chosen(of_step, files, 100_000)
+    assert level == packing.LEVELS[-1]
+    assert count == int((0.97 * 100_000 - len(packing.packed([]))) * 100 / whole)
 
 
 def test_of_a_run_without_room_some_steps_are_kept_without_alternatives(tmp_path):

@@ -179,10 +179,10 @@ def add_tokens(made: Packed, runs: Sequence[Run], room: float) -> Container[int]
 
     Returns these steps.
     """
-    recorded = [run.recorded() for run in runs]
-    steps, free = sorted(set.union(*recorded)), room - made.size()
-    of_step = partial(of_runs, list(zip(runs, recorded, strict=True)))
-    made.level, count = chosen(of_step, steps, free)
+    recorded = [(run, run.recorded()) for run in runs]
+    steps, free = sorted(set.union(*(there for _, there in recorded))), room - made.size()
+    of_step = partial(of_runs, recorded)
+    made.level, count = chosen(of_step, {step: of_files(recorded, step) for step in steps}, free)
     words, blocks = Words(), dict[int, Blocks]()
     for step in spread(steps, count):
         if of := of_step(step, words, made.level):
@@ -199,16 +199,25 @@ def add_tokens(made: Packed, runs: Sequence[Run], room: float) -> Container[int]
     return set(kept)
 
 
-def chosen(of_step: Callable[[int, Words, Level], Blocks], steps: Sequence[int], room: float) -> tuple[Level, int]:
+def of_files(runs: Sequence[tuple[Run, set[int]]], step: int) -> int:
+    """The bytes of a step's files."""
+    return sum(tokens.path_of(run.folder, step).stat().st_size for run, recorded in runs if step in recorded)
+
+
+def chosen(of_step: Callable[[int, Words, Level], Blocks], files: Mapping[int, int], room: float) -> tuple[Level, int]:
     """The most exact level at which all steps have room, to judge by some of them, else the last one; and how many
     steps have room at that.
+
+    files: of each step the bytes of its files, as whose share those of a page are foreseen.
     """
+    steps = list(files)
     sample, fit = spread(steps, SAMPLE), len(steps)
+    share = sum(files[step] for step in sample) / (sum(files.values()) or 1)
     for level in LEVELS:
         words = Words()
         size = sum(len(text) + MARKS for step in sample for text in of_step(step, words, level).values())
         left = SPARE * room - len(packed(list(words.numbers)))
-        fit = int(left * len(sample) / size) if size else len(steps)
+        fit = int(left * len(steps) * share / size) if size else len(steps)
         if fit >= len(steps):
             return level, len(steps)
     return LEVELS[-1], max(1, fit)
