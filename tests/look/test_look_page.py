@@ -146,8 +146,10 @@ def test_keys_alone_lead_from_the_run_to_a_token_and_on(browser, url):
     before = browser.execute_script("return document.getElementById('by').value")
     press(browser, "h")
     assert browser.execute_script("return document.getElementById('by').value") != before
+    token = chosen(browser)
     press(browser, "a")
     assert found(browser, ".board.rows")
+    assert chosen(browser) == token
     kept = int(browser.current_url.partition("?")[0][-1])
     press(browser, "a", "[")
     eventually(browser, lambda: "#/group/8" in browser.current_url)

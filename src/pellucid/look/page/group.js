@@ -92,6 +92,7 @@ function realign(state) {
   look.aligned = !look.aligned;
   document.getElementById("aligned").setAttribute("aria-pressed", String(look.aligned));
   draw(state);
+  if (state.chosen) choose(state, state.chosen.c, state.chosen.t);
 }
 
 function draw(state) {
