@@ -146,6 +146,17 @@ def test_a_damaged_file_costs_its_step_alone(tmp_path):
     assert kept_steps(tmp_path / "page.html") == [1, 3]
 
 
+@pytest.mark.filterwarnings("error")
+def test_numbers_that_are_none_and_texts_that_are_missing_are_packed(tmp_path):
+    run, nan, inf = run_folder(tmp_path / "run"), float("nan"), float("inf")
+    tops = {"top_before": [1, None], "top_before_text": [None, "x"], "top_before_logprob": [None, -inf]}
+    odd = {"token": None, "text": None, "logprob_before": nan, "gradient": inf, "push": -inf, "ratio": 1e30, **tops}
+    write_tokens(run, 1, [{**row(0, 0, 0, "a"), **odd}, {**row(0, 0, 1, "b"), "logprob_after": -inf}])
+    lines(run / "metrics.jsonl", [metric(1)])
+    assert packing.write([Run(run)], tmp_path / "page.html") == ""
+    assert kept_steps(tmp_path / "page.html") == [1]
+
+
 def test_codes_by_hand():
     assert codes(np.array([0, 0.4, 7, 99.4, 99.6, 104, 106, 994, 996, 1000, 1060]), 2).tolist() == [
         0, 0, 7, 99, 100, 100, 101, 189, 190, 190, 191,

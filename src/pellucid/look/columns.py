@@ -82,7 +82,7 @@ class Parts:
 
 def step_bytes(table: pa.Table, words: Words, level: Level) -> bytes:
     parts, about = Parts(), about_of(table)
-    chosen = words.of(table["token"].to_numpy(), table["text"].combine_chunks())
+    chosen = words.of(table["token"].fill_null(-1).to_numpy(), table["text"].combine_chunks())
     parts.add("token", chosen)
     for name in ("kind", "rule"):
         exactly(parts, name, ["" if x is None else x for x in table[name].to_pylist()])
@@ -216,7 +216,8 @@ def kept(table: pa.Table, when: str, words: Words, chosen: np.ndarray, level: Le
     rows = np.repeat(np.arange(len(lengths)), lengths)
     logs = table[f"top_{when}_logprob"].combine_chunks().flatten().to_numpy(zero_copy_only=False)
     likely = np.nan_to_num(np.exp(logs.astype(np.float64)))
-    mine = words.of(column.flatten().to_numpy(), table[f"top_{when}_text"].combine_chunks().flatten())
+    ids = column.flatten().fill_null(-1).to_numpy(zero_copy_only=False)
+    mine = words.of(ids, table[f"top_{when}_text"].combine_chunks().flatten())
     own = np.where(mine == chosen[rows], 0, mine + 1)
     stay = likely >= level.least
     counts = np.where(there, 1 + np.bincount(rows[stay], minlength=len(lengths)), 0)
