@@ -1,8 +1,9 @@
 # Everything runs in .venv; `make train` and `make test` make it first. `make clean` forgets it.
 PYTHON ?= python3
 BIN := .venv/bin
-# A worker a core, and a thread a worker: two that compute at once would wait for each other.
-PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q --numprocesses logical --maxprocesses 8 --dist worksteal
+# A worker a core, and a thread a worker: two that compute at once would wait for each other. Bytecode is kept, whatever
+# the environment says: without it every worker would rewrite the assertions of every test anew.
+PYTEST := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q --numprocesses logical --maxprocesses 8 --dist worksteal
 MATHEMATICS := tests/test_structure.py tests/test_docs.py $(patsubst %,tests/algorithm/test_%.py, \
     advantages objectives kl shaping expectations diagnostics totals settings batch own alone)
 

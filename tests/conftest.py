@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import random
 from dataclasses import dataclass
 from pathlib import Path
+
+gc.disable()  # until all tests are collected: what is imported until then stays, and is not looked through
 
 import hypothesis
 import pytest
@@ -31,6 +34,12 @@ from pellucid.types import Completion, Prompt, Reward
 # The same examples in every run, none kept in files, and no limit by the clock.
 hypothesis.settings.register_profile("suite", derandomize=True, database=None, deadline=None)
 hypothesis.settings.load_profile("suite")
+
+
+def pytest_collection_finish():
+    gc.freeze()
+    gc.enable()
+
 
 CHARACTERS = "0123456789+*-=? abcdefghijk"
 EOS = len(CHARACTERS)

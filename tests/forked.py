@@ -2,6 +2,8 @@
 
 Each has an environment, a working directory and streams of its own, as a process that was started has. What a program
 does before torch is imported, or while it is, is tested in a process that is started.
+
+Launchers that start Python themselves find it in `python()`: tests/forked_python.py, which asks for a process.
 """
 
 from __future__ import annotations
@@ -10,6 +12,8 @@ import atexit
 import json
 import os
 import runpy
+import select
+import shutil
 import signal
 import socket
 import subprocess
@@ -18,12 +22,14 @@ from contextlib import suppress
 from functools import cache
 from importlib import import_module
 from pathlib import Path
-from tempfile import TemporaryFile
+from tempfile import TemporaryFile, mkdtemp
 
 from pellucid import cli
 from pellucid.machine.imports import uncollected
 
 HERE = Path(__file__).parent
+NAME = "pellucid-forking"
+"""And the number of the process whose tests these are: a socket that lies in no folder."""
 MODELS = [f"transformers.models.{name}.modeling_{name}" for name in ("llama", "gpt2", "gemma3")]
 WANTED = [
     "hypothesis",
@@ -108,32 +114,55 @@ def server():
     """The socket of the process that forks; it ends when this one does."""
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 2**20)
+    listening = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    listening.bind(f"\0{NAME}-{os.getpid()}")
+    listening.listen()
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
-    process = subprocess.Popen(
-        [sys.executable, __file__, str(theirs.fileno())], env=environment, pass_fds=[theirs.fileno()]
-    )
+    handles = [theirs.fileno(), listening.fileno()]
+    process = subprocess.Popen([sys.executable, __file__, *map(str, handles)], env=environment, pass_fds=handles)
     theirs.close()
+    listening.close()
     atexit.register(lambda: (ours.close(), process.wait()))
     return ours
+
+
+@cache
+def python():
+    """A program that is called as Python is."""
+    server()
+    program = Path(mkdtemp()) / "python"
+    atexit.register(lambda: shutil.rmtree(program.parent))
+    asking = f'"{sys.executable}" -S -E "{HERE}/forked_python.py" {NAME}-{os.getpid()}'
+    program.write_text(f'#!/bin/sh\nexec {asking} "$@"\n')
+    program.chmod(0o755)
+    return str(program)
 
 
 # ---------------------------------------------------------------- who forks
 
 
-def serve(asked):
+def serve(asked, listening):
     """Return a request, in each of the processes that it asks for; their waiter and this one never return."""
     while True:
-        message, handles, _, _ = socket.recv_fds(asked, 2**20, 3)
+        ready, _, _ = select.select([asked, listening], [], [])
+        message, handles = heard_of(asked) if asked in ready else heard_of(listening.accept()[0], apart=True)
         with suppress(ChildProcessError):  # nobody is left to be waited for
             while os.waitpid(-1, os.WNOHANG)[0]:
                 pass
-        if not message:
+        if not message and asked in ready:
             os._exit(0)
-        if os.fork() == 0:
+        if message and os.fork() == 0:
             asked.close()
+            listening.close()
             return begun(json.loads(message), *handles)
         for handle in handles:
             os.close(handle)
+
+
+def heard_of(asking, apart=False):
+    """A message and what comes with it: two streams, and where to answer, which is here where one asks `apart`."""
+    message, handles, _, _ = socket.recv_fds(asking, 2**20, 3)
+    return message, [*handles, asking.detach()] if apart else handles
 
 
 def begun(request, out, err, said):
@@ -179,9 +208,9 @@ def imported():
             import_module(name)
 
 
-def main(handle):
+def main(*handles):
     imported()
-    request = serve(socket.socket(fileno=int(handle)))
+    request = serve(*(socket.socket(fileno=int(handle)) for handle in handles))
     named = request["command"][0] == "-m"
     sys.argv = request["command"][named:]
     sys.path[:] = [str(HERE), *request["path"]]
@@ -192,4 +221,4 @@ def main(handle):
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main(*sys.argv[1:])

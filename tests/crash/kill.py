@@ -19,11 +19,12 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import cycle
 from pathlib import Path
+from subprocess import Popen
 from tempfile import mkdtemp
 from typing import NamedTuple
 
 import torch
-from launch import Kill, Trace, launch
+from launch import Begin, Kill, Trace, launch
 from transformers.utils.logging import disable_progress_bar
 
 TESTS = Path(__file__).resolve().parents[1]
@@ -97,6 +98,7 @@ class Subject:
     name: str
     folder: Path
     """With recipe.toml and study.toml."""
+    begin: Begin
 
     @property
     def configuration(self) -> Configuration:
@@ -126,11 +128,17 @@ def newest(run_dir: Path) -> int:
 
 
 def trial(
-    name: str, folder: Path, points: int, rng: random.Random, targets: Sequence[str] = TARGETS, most: int = 2
+    name: str,
+    folder: Path,
+    points: int,
+    rng: random.Random,
+    targets: Sequence[str] = TARGETS,
+    most: int = 2,
+    begin: Begin = Popen,
 ) -> Row:
     """Trains once undisturbed, then with so many kills, at `most` so many in the life of a run."""
-    subject = Subject(name, prepared(folder / name.replace(" ", "-"), CONFIGURATIONS[name]))
-    undisturbed = launch(subject.command(subject.folder / "whole"), subject.folder / "whole.log")
+    subject = Subject(name, prepared(folder / name.replace(" ", "-"), CONFIGURATIONS[name]), begin)
+    undisturbed = launch(subject.command(subject.folder / "whole"), subject.folder / "whole.log", begin)
     check(undisturbed.status == 0, subject.folder / "whole.log")
     row, aims = Row(name, Counter(), [], []), cycle(rng.sample(targets, len(targets)))
     for life in range(4 * points):  # a kill that comes too late is no point
@@ -156,12 +164,12 @@ def lived(
     for _ in range(kills):
         kept = subject.kept(into)
         kill = aimed(next(aims), kept, len(subject.runs(into)) * STEPS, undisturbed, rng)
-        ended = launch(subject.command(into), log, kill)
+        ended = launch(subject.command(into), log, subject.begin, kill)
         if not ended.died:
             break
         row.points[ended.died] += 1
         row.resumed.append(str(subject.kept(into) or "start"))
-    done = launch(subject.command(into), log)
+    done = launch(subject.command(into), log, subject.begin)
     check(done.status == 0, log)
     runs = zip(subject.runs(subject.folder / "whole"), subject.runs(into), strict=True)
     return [f"{into}: {what}" for whole, killed in runs for what in differences(whole, killed)]

@@ -5,17 +5,29 @@ from __future__ import annotations
 import os
 import select
 import signal
-import subprocess
 import time
 from collections import Counter, defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 MARKS = Path(__file__).parent / "marks"
 PATIENCE = 120
 """Seconds that a launch may go on after it was killed, or without a mark."""
+
+
+class Process(Protocol):
+    pid: int
+    returncode: int | None
+
+    def poll(self) -> int | None: ...
+
+    def wait(self) -> int: ...
+
+
+Begin = Callable[..., Process]
+"""Of a command, with `stdout`, `stderr` and `env`; subprocess.Popen is one."""
 
 
 class Kill(NamedTuple):
@@ -63,7 +75,7 @@ class Ended(NamedTuple):
     trace: Trace
 
 
-def launch(command: Sequence[str], log: Path, kill: Kill | None = None) -> Ended:
+def launch(command: Sequence[str], log: Path, begin: Begin, kill: Kill | None = None) -> Ended:
     """Runs a command to its end, or to the kill."""
     pipe = log.with_suffix(".marks")
     pipe.unlink(missing_ok=True)
@@ -72,14 +84,14 @@ def launch(command: Sequence[str], log: Path, kill: Kill | None = None) -> Ended
     paths = [str(MARKS), *filter(None, [os.environ.get("PYTHONPATH")])]
     env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(paths), "PELLUCID_MARKS": str(pipe)}
     with log.open("a") as output:
-        process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, env=env)
+        process = begin(command, stdout=output, stderr=output, env=env)
     try:
         return follow(process, marks, kill)
     finally:
         os.close(marks)
 
 
-def follow(process: subprocess.Popen[bytes], marks: int, kill: Kill | None) -> Ended:
+def follow(process: Process, marks: int, kill: Kill | None) -> Ended:
     trace, victim, due, died, rest = Trace(), 0, float("inf"), "", b""
     deadline = time.monotonic() + PATIENCE
     while process.poll() is None:
@@ -97,10 +109,10 @@ def follow(process: subprocess.Popen[bytes], marks: int, kill: Kill | None) -> E
         elif kill and time.monotonic() >= due:
             died, due = trace.where(victim), float("inf")
             end(process, [process.pid, *trace.stack] if kill.everyone else [victim])
-    return Ended(process.returncode, died, trace)
+    return Ended(process.wait(), died, trace)
 
 
-def end(process: subprocess.Popen[bytes], pids: Sequence[int]) -> None:
+def end(process: Process, pids: Sequence[int]) -> None:
     for pid in pids:
         try:
             os.kill(pid, signal.SIGKILL)

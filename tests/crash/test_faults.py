@@ -13,6 +13,7 @@ import time
 from contextlib import contextmanager
 from pathlib import Path
 
+import psutil
 import pytest
 import torch
 
@@ -289,12 +290,12 @@ def test_a_second_ctrl_c_ends_at_once_and_the_run_goes_on_from_its_checkpoint(re
 
 def test_a_run_that_is_stopped_and_continued_takes_the_same_steps(recipe, tmp_path, whole):
     run_dir = tmp_path / "run"
-    with subprocess.Popen([*PELLUCID, "train", recipe, "--run", run_dir, *map(str, SETTINGS)]) as process:
-        until(lambda: steps_of(run_dir) >= 2, process)
-        process.send_signal(signal.SIGSTOP)
-        assert os.WIFSTOPPED(os.waitpid(process.pid, os.WUNTRACED)[1])
-        process.send_signal(signal.SIGCONT)
-        assert process.wait() == 0
+    process = Forked("-m", "pellucid", "train", recipe, "--run", run_dir, *SETTINGS)
+    until(lambda: steps_of(run_dir) >= 2, process)
+    process.send_signal(signal.SIGSTOP)
+    until(lambda: psutil.Process(process.pid).status() == psutil.STATUS_STOPPED, process)
+    process.send_signal(signal.SIGCONT)
+    assert process.wait() == 0
     same_run(whole, run_dir)
 
 

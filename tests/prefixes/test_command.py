@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -14,6 +15,7 @@ import pytest
 import torch
 
 from conftest import character_tokenizer, records, tiny_llama
+from forked import Forked
 from pellucid import cli, config
 from pellucid.policy.policy import Policy
 from pellucid.prefixes import command as prefixes
@@ -93,16 +95,19 @@ def check_whole(output, recipe, n=6, **sources):
 @pytest.fixture(scope="module")
 def served(wide_dir):
     """`pellucid serve` as one types it; where it says it is."""
-    command = [sys.executable, "-m", "pellucid", "serve", str(wide_dir), "--port", "0", "--name", "tiny"]
+    command = ["-m", "pellucid", "serve", wide_dir, "--port", "0", "--name", "tiny"]
     command += ["--dtype", "float32"]  # as the recipe has it
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    heard, told = os.pipe()
+    process = Forked(*command, stdout=told)
+    os.close(told)
     try:
-        said = process.stdout.readline()
-        assert said.startswith("tiny on http://"), said
-        yield f"{said.split()[2].rstrip(',')}/v1"
+        with os.fdopen(heard) as lines:
+            said = lines.readline()
+            assert said.startswith("tiny on http://"), said
+            yield f"{said.split()[2].rstrip(',')}/v1"
     finally:
-        process.terminate()
-        process.communicate()
+        process.send_signal(signal.SIGTERM)
+        process.wait()
 
 
 def test_asked_the_same_a_served_teacher_says_what_the_same_model_says_as_a_student(served, recipe, wide_dir, tmp_path):

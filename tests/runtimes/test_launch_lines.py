@@ -1,4 +1,7 @@
-"""The lines of recipes/launch, run as they stand: on one host where they are for several."""
+"""The lines of recipes/launch, run as they stand: on one host where they are for several.
+
+Those of one host start every process; of the others, launchers and runs are forked from a process that has imported.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from forked import python
 from runs import weights
 
 LAUNCH = Path("recipes/launch").resolve()
@@ -24,15 +28,23 @@ SLURM = {
 }
 
 
-@pytest.fixture(scope="module")
-def tools(tmp_path_factory):
-    """The commands that the lines name."""
-    folder = tmp_path_factory.mktemp("bin")
-    lines = {name: f'exec "{sys.executable}" {module} "$@"' for name, module in TOOLS.items()} | SLURM
+def tools_of(python, folder):
+    """The commands that the lines name, in this folder."""
+    lines = {name: f'exec "{python}" {module} "$@"' for name, module in TOOLS.items()} | SLURM
     for name, line in lines.items():
         (folder / name).write_text(f"#!/usr/bin/env bash\n{line}\n")
         (folder / name).chmod(0o755)
     return folder
+
+
+@pytest.fixture(scope="module")
+def tools(tmp_path_factory):
+    return tools_of(sys.executable, tmp_path_factory.mktemp("started"))
+
+
+@pytest.fixture(scope="module")
+def quick_tools(tmp_path_factory):
+    return tools_of(python(), tmp_path_factory.mktemp("forked"))
 
 
 def started(tools, script, *arguments, **environment):
@@ -56,15 +68,16 @@ def ended(process):
     return process.returncode, errors
 
 
-def test_each_line_trains_the_model_of_one_process(tools, recipe, tmp_path):
+def test_each_line_trains_the_model_of_one_process(tools, quick_tools, recipe, tmp_path):
     """Slurm's starts that of two machines on each node."""
     runs = {name: tmp_path / name for name in ("one_gpu", "eight_gpus", "slurm")}
     train = {name: [recipe, "--run", run_dir, *SHORT] for name, run_dir in runs.items()}
     job = {"SLURM_JOB_NODELIST": "localhost,other", "SLURM_JOB_NUM_NODES": "2", "SLURM_GPUS_ON_NODE": "1"}
+    job |= {"SLURM_JOB_ID": str(os.getpid()), "PYTHON_EXEC": python()}  # whom torchrun starts
     launches = [
-        lambda: [started(tools, "one_gpu.sh", *train["one_gpu"])],
+        lambda: [started(quick_tools, "one_gpu.sh", *train["one_gpu"])],
         lambda: [started(tools, "eight_gpus.sh", *train["eight_gpus"], PROCESSES="2")],
-        lambda: [started(tools, "slurm.sh", *train["slurm"], SLURM_JOB_ID=str(os.getpid()), **job)],
+        lambda: [started(quick_tools, "slurm.sh", *train["slurm"], **job)],
     ]
     for launch in launches:
         for status, errors in map(ended, launch()):

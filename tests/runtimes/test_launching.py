@@ -1,4 +1,8 @@
-"""However examples/transparent_grpo.py is launched, it trains one model: with two processes that of one."""
+"""However examples/transparent_grpo.py is launched, it trains one model: with two processes that of one.
+
+With `accelerate launch` and with DeepSpeed every process is started; else launchers and what they launch are forked
+from one that has imported.
+"""
 
 from __future__ import annotations
 
@@ -14,6 +18,7 @@ from accelerate.utils import DistributedType
 from safetensors.torch import load_file
 
 from conftest import character_tokenizer, tiny_llama
+from forked import python
 from runs import DEEPSPEED
 
 EXAMPLE = Path("examples/transparent_grpo.py").resolve()
@@ -88,17 +93,19 @@ def model(tmp_path_factory):
     return folder
 
 
-def launched(how, model, into, processes, *options, environment=()):
-    """The driver, which trains into a folder, at its end."""
+def launched(how, model, into, processes, *options, environment=(), starting=False):
+    """The driver, which trains into a folder, at its end; forked, unless all of it is to be started."""
     into.mkdir(exist_ok=True)
     driver = into / "driver.py"
     driver.write_text(DRIVER)
     settings = {"steps": STEPS, "group_size": GROUP, "prompts": 2 // processes, "lr": 1e-3, "beta": 0.1}
     flags = [text for name, value in settings.items() for text in (f"--{name}", str(value))]
-    launcher = ("-m", *how) if how else ()
+    launcher, all_started = ("-m", *how) if how else (), starting or "--use_deepspeed" in how
+    program = sys.executable if all_started else python()
+    paths = {"PYTHONPATH": os.pathsep.join(sys.path), "PYTHON_EXEC": program}  # whom torchrun and accelerate start
     return subprocess.run(
-        [sys.executable, *launcher, driver, "--model", model, "--save", into / "model", *flags, *options],
-        env={**os.environ, "OMP_NUM_THREADS": "1", "ACCELERATE_LOG_LEVEL": "error", **dict(environment)},
+        [program, *launcher, driver, "--model", model, "--save", into / "model", *flags, *options],
+        env={**os.environ, **paths, "OMP_NUM_THREADS": "1", "ACCELERATE_LOG_LEVEL": "error", **dict(environment)},
         capture_output=True,
         text=True,
         check=False,
@@ -143,7 +150,8 @@ def test_two_processes_train_the_model_of_one(way, model, alone, tmp_path):
     how, environment = WAYS[way]
     if isinstance(how, str):
         how = (*ACCELERATE, "--config_file", str(config_file(tmp_path, how)))
-    same_training(launched(how, model, tmp_path, 2, environment=environment), tmp_path, alone)
+    finished = launched(how, model, tmp_path, 2, environment=environment, starting=way == "accelerate launch")
+    same_training(finished, tmp_path, alone)
 
 
 def same_training(finished, into, alone):

@@ -1,17 +1,20 @@
-"""Studies of a tiny model through the command line's own path: interrupted, killed, changed, failing."""
+"""Studies of a tiny model through the command line's own path: interrupted, killed, changed, failing.
+
+Their runs are forked, but for the last of the one that was killed and one that fails at its start: those are started.
+"""
 
 from __future__ import annotations
 
 import os
 import shutil
 import signal
-import subprocess
-import sys
 import time
+from pathlib import Path
 
 import pytest
 
 from conftest import records, tiny_recipe
+from forked import Forked, ran
 from pellucid import cli
 from pellucid.machine.locks import refuse_locked
 from pellucid.reporting.run_folder import finished
@@ -19,6 +22,7 @@ from pellucid.study import runner
 from pellucid.study.plan import Cell
 from pellucid.types import UserError
 
+FORKING = Path(__file__).with_name("forking_study.py")
 STEPS = 20
 TIMED = ("time/", "memory/")
 STUDY = """
@@ -58,9 +62,7 @@ def study_file(tmp_path_factory, model_dir):
 def whole(study_file):
     """A study that nothing interrupted, and what was printed; both its variants at once."""
     into = study_file.parent / "whole"
-    command = [sys.executable, "-m", "pellucid", "study", study_file, "--into", into, "--jobs", "2"]
-    env = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, capture_output=True, text=True, check=False, env=env)
+    done = ran(FORKING, study_file, "--into", into, "--jobs", "2", env={**os.environ, "OMP_NUM_THREADS": "1"})
     assert done.returncode == 0, done.stdout + done.stderr
     return into, done.stdout
 
@@ -82,10 +84,9 @@ def until(condition, process):
         time.sleep(0.02)
 
 
-def started(study_file, into):
-    return subprocess.Popen(
-        [sys.executable, "-m", "pellucid", "study", study_file, "--into", into], stdout=subprocess.PIPE, text=True
-    )
+def started(study_file, into, said):
+    with said.open("w") as stdout:
+        return Forked(FORKING, study_file, "--into", into, stdout=stdout)
 
 
 def has_steps(run_dir):
@@ -116,21 +117,20 @@ def test_a_study_interrupted_and_killed_comes_to_the_same_runs(study_file, whole
     copies = [copied(Cell(whole[0], "centered", seed).run_dir, into) for seed in (0, 1)]
     before = [path.stat().st_mtime_ns for path in copies]
 
-    process = started(study_file, into)
+    process = started(study_file, into, tmp_path / "said")
     until(has_steps(first.run_dir), process)
     process.send_signal(signal.SIGINT)
-    assert "the same command goes on" in process.communicate()[0]
-    assert process.returncode == 130
+    assert process.wait() == 130
+    assert "the same command goes on" in (tmp_path / "said").read_text()
     assert "--resume" in first.log.read_text(), "the run saved itself"
     assert not second.run_dir.exists()
 
-    process = started(study_file, into)
+    process = started(study_file, into, tmp_path / "said")
     until(has_steps(second.run_dir), process)
     orphan = int((into / ".lock").read_text().split()[-1])
     os.kill(orphan, signal.SIGSTOP)
     process.kill()
     process.wait()
-    process.stdout.close()
     assert study(study_file, "--into", into) == 2
     assert f"process {orphan} is at work" in capfd.readouterr().err
     os.kill(orphan, signal.SIGKILL)

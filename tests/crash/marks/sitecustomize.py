@@ -34,11 +34,14 @@ class Marking(MetaPathFinder):
 
         def executed(module):
             execute(module)
-            for name, stage in STAGES[fullname].items():
-                setattr(module, name, self.marked(getattr(module, name), stage))
+            self.mark_functions(module)
 
         spec.loader.exec_module = executed
         return spec
+
+    def mark_functions(self, module):
+        for name, stage in STAGES[module.__name__].items():
+            setattr(module, name, self.marked(getattr(module, name), stage))
 
     def marked(self, function, stage):
         @functools.wraps(function)
@@ -56,4 +59,5 @@ class Marking(MetaPathFinder):
 
 
 if "PELLUCID_MARKS" in os.environ:
-    sys.meta_path.insert(0, Marking(os.open(os.environ["PELLUCID_MARKS"], os.O_WRONLY)))
+    marking = Marking(os.open(os.environ["PELLUCID_MARKS"], os.O_WRONLY))
+    sys.meta_path.insert(0, marking)
