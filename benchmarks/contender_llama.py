@@ -6,8 +6,10 @@ It is asked for no log-probs, which the others compute: it would sort the vocabu
 from __future__ import annotations
 
 import argparse
+import ctypes
 import json
 import os
+import signal
 import socket
 import subprocess
 import time
@@ -68,7 +70,14 @@ def served(options: argparse.Namespace, rows: int) -> tuple[subprocess.Popen[byt
         "threads-batch": threads,
     }
     words = [word for key, value in settings.items() for word in (f"--{key}", str(value))]
-    return subprocess.Popen([options.server, *words], stdin=subprocess.DEVNULL), f"http://127.0.0.1:{port}"
+    command = [options.server, *words]
+    process = subprocess.Popen(command, stdin=subprocess.DEVNULL, preexec_fn=die_with_parent)  # noqa: PLW1509
+    return process, f"http://127.0.0.1:{port}"
+
+
+def die_with_parent() -> None:
+    """However this process ends, its server ends with it."""
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # 1 is PR_SET_PDEATHSIG
 
 
 def wait_for(process: subprocess.Popen[bytes], url: str) -> None:

@@ -71,6 +71,10 @@ class Contender:
 
     def __exit__(self, *_: object) -> None:
         self.process.kill()
+        self.process.wait()
+        for file in (self.process.stdin, self.process.stdout, self.log):
+            assert file is not None
+            file.close()
 
 
 def command_of(work: str, name: str, settings: Settings, folder: Path) -> list[Any]:
