@@ -178,8 +178,9 @@ class Fork:
         os.close(above[1])
         self.stdin, self.stdout = os.fdopen(below[1], "w"), os.fdopen(above[0])
 
-    def wait(self) -> None:
+    def wait(self) -> int | None:
         self.process.join()
+        return self.process.exitcode
 
     def kill(self) -> None:
         self.process.kill()

@@ -63,7 +63,7 @@ class Contender:
         line = self.process.stdout.readline()
         if not line:
             self.log.seek(0)
-            raise SystemExit(f"{self.name} ended early:\n{self.log.read()[-3000:]}")
+            raise SystemExit(f"{self.name} ended early:\n{self.log.read()[-3000:]}\nexit status {self.process.wait()}")
         return json.loads(line)
 
     def __enter__(self) -> Contender:

@@ -36,6 +36,10 @@ def preloaded(library: str) -> dict[str, Any]:
     return {f"{library}": {"environment": {"LD_PRELOAD": found}}} if found else {}
 
 
+CONTINUOUS = {
+    "use_transformers_continuous_batching": True,
+    "transformers_continuous_batching_config": {"max_memory_percent": 0.1},  # by itself it takes 10 GB of 24
+}
 OPTIONS: dict[str, dict[str, Any]] = {
     "16 rows at once": {"rows": 16},
     "8 rows at once": {"rows": 8},
@@ -44,7 +48,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "unfused AdamW": {"arguments": {"optim": "adamw_torch"}},
     "compiled": {"arguments": {"torch_compile": True}},
     "static cache": {"arguments": {"cache_implementation": "static"}},
-    "continuous batching": {"arguments": {"use_transformers_continuous_batching": True}},
+    "continuous batching": {"arguments": CONTINUOUS},
     "lengths in multiples of 64": {"arguments": {"pad_to_multiple_of": 64}},
     "a worker that loads data": {"arguments": {"dataloader_num_workers": 1}},
     "no pinned memory": {"arguments": {"dataloader_pin_memory": False}},
@@ -119,8 +123,9 @@ def tried(setup: Setup, work: dict[str, int | str], repeats: int) -> dict[str, A
     try:
         result = fight(Duel("step", named(setup), work), repeats)
     except SystemExit as ended:
-        said = [line for line in str(ended).splitlines() if line.strip()]
-        return {"failed": f"does not run: {said[-1].strip()[:160]}"}
+        said = [line.strip() for line in str(ended).splitlines() if line.strip()]
+        errors = [line[:160] for line in said[:-1] if "Error" in line][-1:]
+        return {"failed": f"does not run: {', '.join([*errors, said[-1]])}"}
     ours, theirs = (median(pair[i]["seconds"] for pair in result["turns"]) for i in (0, 1))
     return {"ours": ours, "theirs": theirs, "times": ratio(result["turns"], "seconds"), "gb": result["peaks"][1]}
 
