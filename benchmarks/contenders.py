@@ -2,31 +2,34 @@
 
     python benchmarks/contenders.py step pellucid --tokens 64
 
-The orchestrator is bench.py. Completions never end before the last token, and rewards differ in every group, so that
-all contenders do the same work: P prompts x G completions, as many tokens each.
+The orchestrator is bench.py. What a unit is:
+
+step      sampling, rewards and an update of P prompts x G completions; none ends before its last token, and rewards
+          differ in every group, so that all contenders do the same work
+job       a step of `make train` as it is, learning: real rewards, completions that end
+sample    sampling alone
+accuracy  so many steps of a recipe, and then held-out accuracy: course.py
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import os
-import sys
-import time
-from collections.abc import Callable
 
+import course
 import torch
+import turns
+from contender_trl import Job, Laps, clock, trainer
+from trl_setups import setup_of
 
 from pellucid.machine import hardware
-
-ANSWERS = os.fdopen(os.dup(1), "w", buffering=1)
-os.dup2(2, 1)  # whatever a library prints goes to stderr
+from pellucid.types import Reward
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("work", choices=["step", "sample"])
-    parser.add_argument("contender")
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("work", choices=["step", "job", "sample", "accuracy"])
+    parser.add_argument("contender", help="pellucid, generate, or what trl_setups.py knows")
     parser.add_argument("--prompts", type=int, default=4)
     parser.add_argument("--group", type=int, default=8)
     parser.add_argument("--tokens", type=int, default=64)
@@ -34,42 +37,22 @@ def main() -> None:
     parser.add_argument("--units", type=int, default=100)
     parser.add_argument("--model", default="smollm2-135m")
     parser.add_argument("--device", default="cpu")
-    parser.add_argument("--pieces", type=int, default=0, help="of TRL's update; 0: a piece for 64 tokens")
-    options = parser.parse_args()
+    parser.add_argument("--pieces", type=int, default=0, help="of TRL's update; 0 leaves it to trl_setups.py")
+    parser.add_argument("--task", choices=course.TASKS, default="one-digit", help="of accuracy")
+    parser.add_argument("--seed", type=int, default=0, help="of accuracy")
+    parser.add_argument("--every", type=int, default=1, help="steps between evaluations")
+    options, overrides = parser.parse_known_args()
+    turns.begin()
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS") or len(os.sched_getaffinity(0))))
-    CONTENDERS[options.work, options.contender](options)
-    answer(peak_gb=hardware.peak_gb(torch.device(options.device)))
-
-
-def answer(**facts: float) -> None:
-    print(json.dumps(facts), file=ANSWERS)
-
-
-def wait() -> None:
-    """For the next turn; the orchestrator ends the process by closing stdin."""
-    if not sys.stdin.readline():
-        raise EOFError
-
-
-def clock() -> float:
-    """Seconds, read when a GPU has done all that it was given."""
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
-    return time.perf_counter()
-
-
-def take_turns(unit: Callable[[int], dict[str, float]]) -> None:
-    answer(ready=1)
-    i = 0
-    try:
-        while True:
-            wait()
-            start = clock()
-            facts = unit(i)
-            answer(seconds=clock() - start, **facts)
-            i += 1
-    except EOFError:
-        return
+    if options.work == "accuracy":
+        course.take(options, overrides)
+    elif overrides:
+        parser.error(f"{overrides[0]}: only accuracy takes settings of a recipe")
+    elif options.contender.startswith("trl"):
+        trl_step(options)
+    else:
+        CONTENDERS[options.work, options.contender](options)
+    turns.answer(peak_gb=hardware.peak_gb(torch.device(options.device)))
 
 
 def reward_of(text: str) -> float:
@@ -96,8 +79,6 @@ def our_task():
 
 
 def our_graded_task():
-    from pellucid.types import Reward  # noqa: PLC0415
-
     class Task:
         seed, split = 0, "train"
         sample = staticmethod(our_task().sample)
@@ -125,12 +106,13 @@ def our_step(options: argparse.Namespace) -> None:
     runtime = Runtime(learner, AdamWConfig(lr=1e-6), total=options.units)
     sampling = Sampling(max_tokens=options.tokens)
     steps = grpo.train(our_graded_task(), Native(), learner, runtime, cfg, sampling=sampling)
+    turns.take(lambda _: course.seconds_of(next(steps)), clock)
 
-    def unit(_: int) -> dict[str, float]:
-        metrics = next(steps).metrics
-        return {"generate": metrics["time/generate"], "update": metrics["time/update"]}
 
-    take_turns(unit)
+def our_job(options: argparse.Namespace) -> None:
+    parts, cfg = course.composed(course.job_settings(options))
+    steps = course.trained(parts, cfg)
+    turns.take(lambda _: course.seconds_of(next(steps)), clock)
 
 
 def our_sample(options: argparse.Namespace) -> None:
@@ -145,7 +127,7 @@ def our_sample(options: argparse.Namespace) -> None:
         groups = sampler.generate(task.sample(i, options.prompts), sampling)
         return {"tokens": float(sum(len(c.token_ids) for g in groups for c in g.completions))}
 
-    take_turns(unit)
+    turns.take(unit, clock, dtype=options.dtype)
 
 
 # ---------------------------------------------------------------- transformers
@@ -178,85 +160,55 @@ def generate(options: argparse.Namespace) -> None:
         )
         return {"tokens": float(output[:, inputs["input_ids"].shape[1] :].numel())}
 
-    take_turns(unit)
+    turns.take(unit, clock, dtype=options.dtype)
 
 
 # ---------------------------------------------------------------- TRL
 
 
-def trl_step(options: argparse.Namespace, weights: str, autocast: bool) -> None:
-    """GRPOTrainer as its documentation sets it up; without KL, one update for each set of rollouts.
+def trl_step(options: argparse.Namespace) -> None:
+    """A step or one of the job, at a turn."""
+    laps = Laps()
 
-    Unless told otherwise in as many pieces as keep its logits near those of 32 rows of 64 tokens: whole, 256 tokens do
-    not fit into 24 GB.
-    """
-    import datasets  # noqa: PLC0415
-    from transformers import TrainerCallback  # noqa: PLC0415
-    from trl import GRPOConfig, GRPOTrainer  # noqa: PLC0415
+    def before() -> None:
+        turns.wait()
+        laps.began = clock()
 
-    from pellucid.policy.pretrained import locate  # noqa: PLC0415
+    def after(_: object) -> bool:
+        seconds = clock() - laps.began
+        parts = {"generate": laps.generated, "update": seconds - laps.generated}
+        turns.answer(seconds=seconds, reward=laps.rewards, **parts)
+        return True
 
-    pieces = options.pieces or max(1, options.tokens // 64)
-    prompts = [p for i in range(options.units) for p in our_task().sample(i, options.prompts)]
-    rows = [{"prompt": list(map(dict, p.text))} for p in prompts]
-    laps: dict[str, float] = {}
-
-    class Turns(TrainerCallback):
-        def on_train_begin(self, *_, **__):
-            answer(ready=1)
-
-        def on_step_end(self, *_, **__):
-            seconds = clock() - laps["turn"]
-            answer(seconds=seconds, generate=laps["generate"], update=seconds - laps["generate"])
-
-    trainer = GRPOTrainer(
-        model=locate(options.model),
-        reward_funcs=lambda completions, **_: [reward_of(c[0]["content"]) for c in completions],
-        args=GRPOConfig(
-            output_dir="runs/bench-trl",
-            use_cpu=options.device == "cpu",
-            bf16=autocast,
-            model_init_kwargs={"dtype": weights},
-            per_device_train_batch_size=options.prompts * options.group // pieces,
-            gradient_accumulation_steps=pieces,
-            num_generations=options.group,
-            max_completion_length=options.tokens,
-            generation_kwargs={"min_new_tokens": options.tokens},
-            temperature=1.0,
-            beta=0.0,
-            learning_rate=1e-6,
-            max_steps=options.units,
-            gradient_checkpointing=False,
-            shuffle_dataset=False,
-            report_to=[],
-            logging_steps=10**6,
-            save_strategy="no",
-            disable_tqdm=True,
-        ),
-        train_dataset=datasets.Dataset.from_list(rows),
-        callbacks=[Turns()],
-    )
-    inner = trainer._generate_and_score_completions
-
-    def timed(inputs):
-        wait()
-        laps["turn"] = clock()
-        outputs = inner(inputs)
-        laps["generate"] = clock() - laps["turn"]
-        return outputs
-
-    trainer._generate_and_score_completions = timed
+    job = course.trl_job(course.job_settings(options)) if options.work == "job" else same_work(options)
+    made = trainer(job, setup_of(options.contender), laps, before, after)
+    turns.answer(ready=1)
     try:
-        trainer.train()
+        made.train()
     except EOFError:
         return
 
 
+def same_work(options: argparse.Namespace) -> Job:
+    from pellucid.policy.pretrained import locate  # noqa: PLC0415
+
+    return Job(
+        model=locate(options.model),
+        prompts=[p for i in range(options.units) for p in our_task().sample(i, options.prompts)],
+        reward=lambda _, completion: reward_of(completion.text),
+        per_step=options.prompts,
+        group=options.group,
+        tokens=options.tokens,
+        steps=options.units,
+        whole=True,
+        device=options.device,
+        pieces=options.pieces,
+    )
+
+
 CONTENDERS = {
     ("step", "pellucid"): our_step,
-    ("step", "trl-bf16"): lambda o: trl_step(o, "bfloat16", autocast=False),
-    ("step", "trl-autocast"): lambda o: trl_step(o, "float32", autocast=True),
-    ("step", "trl-fp32"): lambda o: trl_step(o, "float32", autocast=False),
+    ("job", "pellucid"): our_job,
     ("sample", "pellucid"): our_sample,
     ("sample", "generate"): generate,
 }

@@ -23,7 +23,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 sys.path.append(str(Path(__file__).parents[1] / "tests"))
 
-from bench import Contender
+from processes import Contender
 
 from conftest import character_tokenizer, tiny_llama
 from runs import at_home
@@ -161,7 +161,7 @@ def answered(answer: Connection, log: Path | None, work: Callable[..., Any], arg
 class Forked(Contender):
     """A contender as a copy of this process, which has imported its libraries already."""
 
-    def started(self, command: list[str]) -> Any:
+    def started(self, command: list[str], environment: dict[str, str]) -> Any:  # noqa: ARG002 - this process's
         return Fork(command[1:], self.log.fileno())
 
 
@@ -178,8 +178,9 @@ class Fork:
         os.close(above[1])
         self.stdin, self.stdout = os.fdopen(below[1], "w"), os.fdopen(above[0])
 
-    def wait(self) -> None:
+    def wait(self) -> int | None:
         self.process.join()
+        return self.process.exitcode
 
     def kill(self) -> None:
         self.process.kill()

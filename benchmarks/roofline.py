@@ -65,13 +65,10 @@ def main(options: Options) -> None:
             result = next(steps)
             if i >= WARM_UP:
                 seen.append({**laps, **result.metrics})
-    context = median(len(policy.encode(prompt)) for prompt in our_graded_task().sample(0, options.prompts))
-    threads = torch.get_num_threads()
-    speed = hardware.matmul_tflops(torch.bfloat16, size=2048, repeats=10, threads=threads) * 1e3
-    width = bandwidth()
+    context, threads, speed, width = context_of(policy), torch.get_num_threads(), speed_of_products(), bandwidth()
     print(f"{speed:.0f} GFLOP/s in one product, {width:.1f} GB/s in one read, {threads} threads;", end=" ")
-    print(f"{options.prompts} x {options.group} completions of {options.tokens} tokens, prompts of {context:.0f}\n")
-    print(table(work_of(policy, options, int(context)), seen, speed, width))
+    print(f"{options.prompts} x {options.group} completions of {options.tokens} tokens, prompts of {context}\n")
+    print(table(work_of(policy, options, context), seen, speed, width))
 
 
 @contextmanager
@@ -107,6 +104,17 @@ def timed(owner: Any, name: str, part: str, laps: defaultdict[str, float]) -> It
         yield
     finally:
         setattr(owner, name, inside)
+
+
+def context_of(policy: Policy) -> int:
+    """Tokens of a prompt, in the middle of four."""
+    return int(median(len(policy.encode(prompt)) for prompt in our_graded_task().sample(0, 4)))
+
+
+def speed_of_products() -> float:
+    """GFLOP/s of one large product on all threads."""
+    threads = torch.get_num_threads()
+    return hardware.matmul_tflops(torch.bfloat16, size=2048, repeats=10, threads=threads) * 1e3
 
 
 def bandwidth() -> float:
@@ -156,9 +164,14 @@ SUMS = {
 }
 
 
+def at_the_limit(work: dict[str, Work], speed: float, width: float) -> dict[str, float]:
+    """Seconds that each part needs at least."""
+    return {name: max(part.gflop / speed, part.gb / width) for name, part in work.items()}
+
+
 def table(work: dict[str, Work], seen: list[dict[str, float]], speed: float, width: float) -> str:
     rows = ["| part | GFLOP | GB | at the limit, s | takes, s | ratio |", "|---|---|---|---|---|---|"]
-    least = {name: max(part.gflop / speed, part.gb / width) for name, part in work.items()}
+    least = at_the_limit(work, speed, width)
 
     def row(name: str, of: tuple[str, ...], takes: float) -> str:
         gflop, gb, limit = sum(work[x].gflop for x in of), sum(work[x].gb for x in of), sum(least[x] for x in of)
