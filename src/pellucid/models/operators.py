@@ -69,7 +69,7 @@ def softmax(scores: Tensor, bias: Tensor) -> Tensor:
 
 
 def softmax_backward(scores: Tensor, bias: Tensor, of_probs: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-    """The same probabilities, of scores in fp32 at least, and the gradient of scores / scale; rounded as `of_probs` is."""
+    """The same probabilities, of scores in fp32 at least, and the gradient of scores / scale, in its dtype."""
     probs, dtype = biased(scores, bias).softmax(-1), of_probs.dtype
     of_probs = of_probs.to(probs.dtype)
     of_scores = probs * (of_probs - (probs * of_probs).sum(-1, keepdim=True)) * scale
