@@ -18,11 +18,11 @@ from transformers import (
 )
 
 from conftest import EOS, CountDigits, character_tokenizer
-from pellucid.models import fusing, turns
+from pellucid.models import compiling, fusing, turns
+from pellucid.models.compiling import UnusableError
 from pellucid.models.decoder import Decoder
 from pellucid.models.decoding import DecodeBatch
 from pellucid.models.fused import unfit
-from pellucid.models.fusing import UnusableError
 from pellucid.policy.policy import Policy
 from pellucid.samplers.native import Native
 from pellucid.types import Sampling
@@ -226,37 +226,37 @@ def at_home(monkeypatch, tmp_path):
 
 
 def test_it_is_compiled_once_and_kept(at_home, monkeypatch):
-    fusing.try_bits(fusing.load())
+    fusing.try_bits(compiling.load())
     [kept] = (at_home / "pellucid").iterdir()
-    monkeypatch.setattr(fusing.subprocess, "run", None)
-    fusing.try_bits(fusing.load())
+    monkeypatch.setattr(compiling.subprocess, "run", None)
+    fusing.try_bits(compiling.load())
     assert kept.suffix == ".so"
 
 
 def test_without_a_compiler_or_with_one_that_fails_there_is_a_reason(at_home, monkeypatch):
     for compiler, why in ((None, "no g\\+\\+"), ("/bin/false", "/bin/false fails")):
-        monkeypatch.setattr(fusing.shutil, "which", lambda name, compiler=compiler: compiler)
+        monkeypatch.setattr(compiling.shutil, "which", lambda name, compiler=compiler: compiler)
         with pytest.raises(UnusableError, match=why):
-            fusing.load()
+            compiling.load()
     assert not list(at_home.rglob("*.so"))
 
 
 def test_a_home_that_cannot_be_written_to_or_a_library_that_is_broken_is_no_obstacle(at_home, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", "/dev/null")
-    fusing.try_bits(fusing.load())
+    fusing.try_bits(compiling.load())
     monkeypatch.setenv("XDG_CACHE_HOME", str(at_home))
-    fusing.load()
+    compiling.load()
     [kept] = (at_home / "pellucid").iterdir()
     kept.unlink()  # what is loaded must not change
     kept.write_bytes(b"")
-    fusing.try_bits(fusing.load())
+    fusing.try_bits(compiling.load())
 
 
 class Off:
     """The library, with something of it left out."""
 
     def __init__(self, name, instead):
-        self.__dict__ |= {"pack": fusing.load().pack, "step": fusing.load().step, name: instead}
+        self.__dict__ |= {"pack": compiling.load().pack, "step": compiling.load().step, name: instead}
 
 
 @pytest.mark.parametrize("part", ["pack", "step"])
@@ -269,11 +269,11 @@ def test_other_bits_are_found_out(part):
 def test_another_order_of_sums_is_found_out(at_home, monkeypatch):
     """It moves only the last bits of some sums."""
     assert shutil.which("g++")
-    shutil.copytree(fusing.SOURCES, at_home / "cpp")
+    shutil.copytree(compiling.SOURCES, at_home / "cpp")
     products = at_home / "cpp" / "products.h"
     chunk = "all > 1024 ? 1024 : 512"
     assert chunk in products.read_text()
     products.write_text(products.read_text().replace(chunk, "all"))
-    monkeypatch.setattr(fusing, "SOURCES", at_home / "cpp")
+    monkeypatch.setattr(compiling, "SOURCES", at_home / "cpp")
     with pytest.raises(UnusableError, match="rounds otherwise"):
-        fusing.try_bits(fusing.load())
+        fusing.try_bits(compiling.load())

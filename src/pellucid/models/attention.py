@@ -12,6 +12,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from pellucid.models.kernels import way
+from pellucid.models.operators import unrounded
+
 FEW = 2**20
 """Scores at once, 4 MB in fp32: what is done to each then stays in the processor's cache."""
 
@@ -65,27 +68,16 @@ def read(query: Tensor, key: Tensor, value: Tensor, bias: Tensor, shared: int) -
 
 
 def read_few(query: Tensor, key: Tensor, value: Tensor, bias: Tensor, shared: int) -> Tensor:
-    probs = softmax(scores_of(query, key, bias))
+    probs = way(query, query.dtype, key.shape[2]).softmax(scores_of(query, key), bias)
     out = probs[..., shared:] @ value[:, :, shared:]
     if shared:
         out = out + probs[..., :shared] @ value[:, :, :shared]
     return out.unflatten(2, (-1, query.shape[2])).flatten(1, 2)
 
 
-def scores_of(query: Tensor, key: Tensor, bias: Tensor) -> Tensor:
-    """q k' / sqrt(d) + bias, [B, K, H / K * T, S]."""
-    scores = grouped(query * query.shape[-1] ** -0.5, key.shape[1]) @ key.mT
-    return scores.unflatten(2, (-1, bias.shape[2])).add_(bias[:, :, None]).flatten(2, 3)
-
-
-def softmax(scores: Tensor) -> Tensor:
-    """In fp32 at least, rounded at its end; torch's own in bf16 is no more exact and slower."""
-    return unrounded(scores).softmax(-1).to(scores.dtype)
-
-
-def unrounded(x: Tensor) -> Tensor:
-    """In fp32 at least."""
-    return x.to(torch.promote_types(x.dtype, torch.float32))
+def scores_of(query: Tensor, key: Tensor) -> Tensor:
+    """q k' / sqrt(d), [B, K, H / K * T, S]."""
+    return grouped(query * query.shape[-1] ** -0.5, key.shape[1]) @ key.mT
 
 
 def grouped(x: Tensor, key_heads: int) -> Tensor:
@@ -99,10 +91,9 @@ def gradients_of(query: Tensor, key: Tensor, value: Tensor, bias: Tensor, grad: 
     Of a score bf16 keeps 8 bits: at 30 it is off by up to 1/16, and its probability by as much. These are not rounded.
     """
     key_heads, length, scale = key.shape[1], query.shape[2], query.shape[-1] ** -0.5
-    probs = scores_of(unrounded(query), unrounded(key), bias).softmax(-1)
+    scores = scores_of(unrounded(query), unrounded(key))
     query, grad = grouped(query, key_heads), grouped(grad, key_heads)
-    of_probs = (grad @ value.mT).to(probs.dtype)
-    of_scores = probs * (of_probs - (probs * of_probs).sum(-1, keepdim=True)) * scale
-    probs, of_scores = probs.to(key.dtype), of_scores.to(key.dtype)
+    computed = way(grad, grad.dtype, key.shape[2])
+    probs, of_scores = computed.softmax_backward(scores, bias, grad @ value.mT, scale)
     of_query = (of_scores @ key).unflatten(2, (-1, length)).flatten(1, 2)
     return of_query, of_scores.mT @ query, probs.mT @ grad

@@ -24,10 +24,10 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from transformers import AutoConfig
 
-from pellucid.models.attention import unrounded
 from pellucid.models.elementwise import gated, norm, rotated
 from pellucid.models.family import Shape, fallback_reason, rotary_frequencies, shape_of
 from pellucid.models.masters import CastWeights, JoinedLinear, Matrix, Parts
+from pellucid.models.operators import unrounded
 
 
 class LayerWeights(NamedTuple):

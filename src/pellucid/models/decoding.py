@@ -16,12 +16,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from pellucid.models.attention import attend, softmax
+from pellucid.models.attention import attend
 from pellucid.models.decoder import Decoder, Weights, after_attention, heads_of, linear, prepacked
 from pellucid.models.elementwise import norm
 from pellucid.models.family import Shape
 from pellucid.models.fused import Fused, unfit
 from pellucid.models.masters import Matrix
+from pellucid.models.operators import rounded_softmax
 from pellucid.models.packed import LANES, bias_of, in_line, in_rows, nearby, prompt_rows, roomy
 
 GROWTH = 2 * LANES
@@ -209,7 +210,7 @@ class DecodeBatch:
         queries = query.unflatten(1, (len(cache.keys), -1)).transpose(0, 1)  # [K, n, H / K, d]
         queries = queries.contiguous() * query.shape[-1] ** -0.5
         of_prompt = self._by_row(self._by_prompt(queries) @ cache.prompt_keys.mT)
-        probs = softmax(torch.cat([of_prompt, queries @ cache.keys.mT], -1).add_(bias))
+        probs = rounded_softmax(torch.cat([of_prompt, queries @ cache.keys.mT], -1).add_(bias))
         prompt = self._by_row(self._by_prompt(probs[..., :size]) @ cache.prompt_values)
         read = probs[..., size:] @ cache.values + prompt
         return read.transpose(0, 1).flatten(1)

@@ -1,40 +1,44 @@
 """What a layer does besides matrix products, with backward passes derived by hand: autograd would keep their
-intermediate results.
+intermediate results. One pass over memory each where kernels.py has them, else by operators.py.
 
 Shapes: N tokens, D hidden size, H heads, d head size, I intermediate size.
 """
 
 from __future__ import annotations
 
+from types import ModuleType
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-aten = torch.ops.aten
+from pellucid.models import operators
+from pellucid.models.kernels import Kernels, way
 
 
 def norm(x: Tensor, weight: Tensor, eps: float, dtype: torch.dtype) -> Tensor:
     """RMSNorm of x [..., D] in the dtype of its weight [D], as transformers computes it; the result in `dtype`."""
     if torch.is_grad_enabled():  # on the CPU a Function of its own costs decoding as much as its operations
         return RMSNorm.apply(x, weight, eps, dtype)  # pyright: ignore[reportReturnType]
-    return F.rms_norm(x.to(weight.dtype), weight.shape, weight, eps).to(dtype)
+    return way_to_norm(x, dtype).norm(x, weight, eps, dtype)
+
+
+def way_to_norm(x: Tensor, dtype: torch.dtype) -> Kernels | ModuleType:
+    return way(x, dtype, x.shape[-1]) if x.dtype == torch.float32 else operators
 
 
 def rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Rotary embedding of x [N, H, d] by cos and sin [N, 1, d], the first half of the sines negative."""
     if torch.is_grad_enabled():
         return Rotation.apply(x, cos, sin)  # pyright: ignore[reportReturnType]
-    return torch.addcmul(x * cos, swapped(x), sin)
+    return way(x, x.dtype, x.shape[-1] // 2).rotated(x, cos, sin)
 
 
 def gated(gate_up: Tensor) -> Tensor:
     """silu(gate) up, of both joined, [N, 2I] -> [N, I]."""
     if torch.is_grad_enabled():
         return Gate.apply(gate_up)  # pyright: ignore[reportReturnType]
-    gate, up = gate_up.chunk(2, -1)
-    return F.silu(gate).mul_(up)
+    return way(gate_up, gate_up.dtype, gate_up.shape[-1] // 2).gated(gate_up)
 
 
 class RMSNorm(torch.autograd.Function):
@@ -45,19 +49,13 @@ class RMSNorm(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float, dtype: torch.dtype) -> Tensor:
         ctx.save_for_backward(x, weight)
-        ctx.eps = eps
+        ctx.eps, ctx.dtype = eps, dtype
         return norm(x, weight, eps, dtype)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
         x, weight = ctx.saved_tensors
-        wide, grad = x.to(weight.dtype), grad.to(weight.dtype)
-        inverse = wide.square().mean(-1, keepdim=True).add_(ctx.eps).rsqrt_()
-        unit = wide * inverse
-        of_unit = grad * weight
-        of_weight = grad.mul(unit).flatten(0, -2).sum(0)
-        slant = (of_unit * unit).mean(-1, keepdim=True)
-        return of_unit.sub_(unit.mul_(slant)).mul_(inverse).to(x.dtype), of_weight, None, None
+        return *way_to_norm(x, ctx.dtype).norm_backward(x, weight, ctx.eps, grad), None, None
 
 
 class Rotation(torch.autograd.Function):
@@ -70,8 +68,7 @@ class Rotation(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        cos, sin = ctx.saved_tensors
-        return rotated(grad, cos, -sin), None, None
+        return way(grad, grad.dtype, grad.shape[-1] // 2).rotated_back(grad, *ctx.saved_tensors), None, None
 
 
 class Gate(torch.autograd.Function):
@@ -84,11 +81,5 @@ class Gate(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
-        gate, up = ctx.saved_tensors[0].chunk(2, -1)
-        return torch.cat([aten.silu_backward(grad * up, gate), F.silu(gate).mul_(grad)], -1)
-
-
-def swapped(x: Tensor) -> Tensor:
-    """The halves of the last dimension, the other way round."""
-    one, two = x.chunk(2, -1)
-    return torch.cat([two, one], -1)
+        [gate_up] = ctx.saved_tensors
+        return way(grad, gate_up.dtype, grad.shape[-1]).gated_backward(gate_up, grad)

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.profiler import record_function
 
+from pellucid.models.compiling import call
 from pellucid.models.decoder import LayerWeights, Weights
 from pellucid.models.family import Shape
 
@@ -104,7 +105,7 @@ class Fused:
     def _packed(self, weight: Tensor, joined: bool = False) -> Tensor:
         (outputs, width), weight = weight.shape, weight.contiguous()
         to = torch.empty(-(-outputs // BLOCK) * BLOCK, width, dtype=weight.dtype)
-        self.library.pack(at(weight), outputs, width, joined, at(to), self.threads)
+        call(self.library.pack, weight, outputs, width, joined, to, self.threads)
         return to
 
     def step(
@@ -131,22 +132,10 @@ class Fused:
         )
         logits = torch.empty(len(hidden), self.vocabulary, dtype=cos.dtype)
         with record_function(NAME):
-            self.library.step(
-                ctypes.byref(self.model),
-                at(self.table),
-                ctypes.byref(rows),
-                at(self.weights.norm),
-                at(self.head),
-                at(hidden),
-                at(logits),
-                self.threads,
-            )
+            about = self.model, self.table, rows, self.weights.norm, self.head
+            call(self.library.step, *about, hidden, logits, self.threads)
         Fused.operations += 2.0 * len(hidden) * self.size
         return logits
-
-
-def at(x: Tensor) -> ctypes.c_void_p:
-    return ctypes.c_void_p(x.data_ptr())
 
 
 def whole(x: Any) -> Tensor:

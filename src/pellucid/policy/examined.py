@@ -78,5 +78,5 @@ def of_few(hidden: Tensor, tokens: Tensor, reading: Reading, gradients: Gradient
     )
     if gradients is None:
         return Examined(logprobs, entropy, likeliest, known, torch.zeros_like(logprobs))
-    of_logits_into(product, None, every, reading, (tokens, entropy, kl, log_normalizer), gradients)
+    of_logits_into(product, every, reading, (tokens, entropy, kl, log_normalizer), gradients)
     return Examined(logprobs, entropy, likeliest, known, product.norm(dim=-1))

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from pellucid.algorithm.sampling_mask import SamplingMask
+from pellucid.models.kernels import Kernels, Logits, Read, Weight, fitting
 
 MANY, FEW = 2**26, 2**23
 """Logits held at once, however many tokens there are and however large the vocabulary is: 128 MB in bf16 for a matrix
@@ -87,11 +88,27 @@ class Reading(NamedTuple):
         logits = logits.div_(self.temperature) if self.temperature != 1.0 else logits
         return logits if among is None else among.of(logits)
 
+    @property
+    def factor(self) -> float:
+        """Of what the head's matrix gives, where there is no softcap."""
+        return self.head.scale / self.temperature
+
+    def kernels(self, product: Tensor) -> Kernels | None:
+        """What reads these logits in one pass; None where operators do."""
+        heads = [self.head] if self.ref_head is None else [self.head, self.ref_head]
+        plain = all(head.weight.dtype == torch.bfloat16 and not head.softcap for head in heads)
+        return fitting(product, product.dtype) if plain and self.among is None else None
+
+    def other(self, rows: Tensor) -> Logits | None:
+        """The reference's logits."""
+        if self.ref_hidden is None or self.ref_head is None:
+            return None
+        return Logits(self.ref_head.product(self.ref_hidden[rows]), self.ref_head.scale / self.temperature)
+
     def slope(self, z: Tensor) -> Tensor | float:
         """dz / d of what the head's matrix gives: [n, V] with a softcap, else the same for all."""
-        factor = self.head.scale / self.temperature
         cap = self.head.softcap / self.temperature
-        return factor * (1 - (z / cap).square()) if cap else factor
+        return self.factor * (1 - (z / cap).square()) if cap else self.factor
 
     def reference(self, rows: Tensor, among: Candidates | None) -> Tensor | None:
         """[n, V or K] log-probs of the reference."""
@@ -137,13 +154,13 @@ class TokenLogprobs(torch.autograd.Function):
         ctx: Any, hidden: Tensor, master: Tensor, bias: Tensor | None, tokens: Tensor, reading: Reading
     ) -> tuple[Tensor, Tensor, Tensor]:
         head, every = reading.head, torch.arange(len(tokens), device=tokens.device)
-        kept = _room(head.weight, len(tokens) if reading.gradients else 0)
-        parts, at = [], 0
-        for rows in every.split(rows_at_once(head.weight, FEW)):
+        room = _room(head.weight, len(tokens) if reading.gradients else 0)
+        kept, parts = hidden.new_empty(0, len(head.weight)), []
+        for rows in (every[:room], *every[room:].split(rows_at_once(head.weight, FEW))):
             product = head.product(hidden[rows])
-            kept[at : at + len(rows)] = product[: max(0, len(kept) - at)]
+            kept = product if len(rows) and rows[0] < room else kept
             parts.append(read(product, tokens[rows], reading, rows))
-            at += len(rows)
+            del product
         logprobs, entropy, kl, log_normalizer = (torch.cat(column) for column in zip(*parts, strict=True))
         ctx.save_for_backward(hidden, head.weight, bias, tokens, entropy, kl, log_normalizer)
         ctx.kept = [kept]
@@ -160,11 +177,10 @@ class TokenLogprobs(torch.autograd.Function):
         wide = about[-1].dtype
         of_hidden, of_weight = torch.zeros_like(hidden), None
         of_bias = None if bias is None else torch.zeros_like(bias, dtype=wide)
-        for many, of_logits, known in _parts(live, ctx.kept, weight):
-            for few, into in zip(
-                many.split(rows_at_once(weight, FEW)), of_logits.split(rows_at_once(weight, FEW)), strict=True
-            ):
-                of_logits_into(into, None if known else hidden[few], few, reading, about, grads)
+        for many, of_logits in _parts(live, ctx.kept, hidden, reading.head):
+            few = rows_at_once(weight, FEW)
+            for rows, into in zip(many.split(few), of_logits.split(few), strict=True):
+                of_logits_into(into, rows, reading, about, grads)
                 del into
             of_hidden[many] = of_logits @ weight
             added = (of_logits.mT @ hidden[many]).to(wide)
@@ -176,29 +192,28 @@ class TokenLogprobs(torch.autograd.Function):
         return of_hidden, of_weight.to(ctx.master), None if of_bias is None else of_bias.to(weight.dtype), None, None
 
 
-def _room(weight: Tensor, tokens: int) -> Tensor:
-    """[n, V] for the products of the first n of so many tokens; none where they are as wide as what is done to each."""
-    n = min(tokens, rows_at_once(weight, MANY)) if weight.dtype in (torch.bfloat16, torch.float16) else 0
-    return torch.empty(n, len(weight), dtype=weight.dtype, device=weight.device)
+def _room(weight: Tensor, tokens: int) -> int:
+    """Of how many tokens, of so many, products are kept; of none where they are as wide as what is done to each."""
+    return min(tokens, rows_at_once(weight, MANY)) if weight.dtype in (torch.bfloat16, torch.float16) else 0
 
 
-def _parts(live: Tensor, kept: list[Tensor], weight: Tensor) -> Iterator[tuple[Tensor, Tensor, bool]]:
-    """Tokens, many at a time, room for their gradients [n, V], and whether their products stand there.
+def _parts(live: Tensor, kept: list[Tensor], hidden: Tensor, head: Head) -> Iterator[tuple[Tensor, Tensor]]:
+    """Tokens, many at a time, and their products [n, V], which gradients are written over.
 
-    Products that were kept are given away: gradients are written over them, and nobody holds them any longer.
+    Products that were kept are given away: nobody holds them any longer.
     """
-    products = kept.pop() if kept else weight[:0]
+    products = kept.pop() if kept else head.weight[:0]
     count = int((live < len(products)).sum())
-    live, ours = live.to(weight.device), live[:count].to(weight.device)
+    live, ours = live.to(hidden.device), live[:count].to(hidden.device)
     if 0 < len(ours) < len(products):
         _close_gaps(products, ours)
     room = [products[: len(ours)]]
     del products
     if len(ours):
-        yield ours, room.pop(), True
-    for many in live[len(ours) :].split(rows_at_once(weight, MANY)):
+        yield ours, room.pop()
+    for many in live[len(ours) :].split(rows_at_once(head.weight, MANY)):
         if len(many) or not len(ours):
-            yield many, torch.empty(len(many), len(weight), dtype=weight.dtype, device=weight.device), False
+            yield many, head.product(hidden[many])
 
 
 def _close_gaps(products: Tensor, rows: Tensor) -> None:
@@ -209,14 +224,22 @@ def _close_gaps(products: Tensor, rows: Tensor) -> None:
         at += len(few)
 
 
-def read(product: Tensor, tokens: Tensor, reading: Reading, rows: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def read(product: Tensor, tokens: Tensor, reading: Reading, rows: Tensor) -> tuple[Tensor, ...]:
     """Log-probs, entropy, KL and log-normaliser, [n] each."""
+    few = rows_at_once(reading.head.weight, FEW)
+    parts = zip(product.split(few), tokens.split(few), rows.split(few), strict=True)
+    return tuple(torch.cat(column) for column in zip(*(read_few(p, t, reading, r) for p, t, r in parts), strict=True))
+
+
+def read_few(product: Tensor, tokens: Tensor, reading: Reading, rows: Tensor) -> Read:
+    if kernels := reading.kernels(product):
+        return kernels.read(Logits(product, reading.factor), tokens, reading.other(rows))
     among = reading.candidates(rows)
     places = tokens if among is None else among.places(tokens)
     return measured(reading.distribution(product, among), places, reading.reference(rows, among))
 
 
-def measured(z: Tensor, places: Tensor, other: Tensor | None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def measured(z: Tensor, places: Tensor, other: Tensor | None) -> Read:
     """The same of logits z [n, V or K], the places of the tokens among them, and the log-probs of a reference."""
     highest = z.amax(-1, keepdim=True)
     masses = (z - highest).exp_()
@@ -225,23 +248,23 @@ def measured(z: Tensor, places: Tensor, other: Tensor | None) -> tuple[Tensor, T
     logprobs = z.gather(-1, places[:, None])[:, 0] - log_normalizer
     entropy = log_normalizer - dots(masses, z) / total
     kl = torch.zeros_like(entropy) if other is None else -entropy - dots(masses, other) / total
-    return logprobs, entropy, kl, log_normalizer
+    return Read(logprobs, entropy, kl, log_normalizer)
 
 
 def of_logits_into(
-    into: Tensor,
-    hidden: Tensor | None,
-    rows: Tensor,
-    reading: Reading,
-    about: Sequence[Tensor],
-    grads: Sequence[Tensor],
+    into: Tensor, rows: Tensor, reading: Reading, about: Sequence[Tensor], grads: Sequence[Tensor]
 ) -> None:
-    """Puts the gradient of the head's product of these rows into [n, V]; without hidden states the product is there."""
-    product = into if hidden is None else reading.head.product(hidden)
+    """Puts the gradient of the head's product [n, V] of these rows in its place."""
     tokens, entropy, kl, log_normalizer = (x[rows] for x in about)
+    if kernels := reading.kernels(into):
+        of_logprob, of_entropy, of_kl = (g[rows] for g in grads)
+        weight = Weight(of_logprob, of_entropy if reading.entropy_grad else None, of_kl)
+        known = Read(of_logprob, entropy, kl, log_normalizer)
+        kernels.of_product(Logits(into, reading.factor), tokens, reading.other(rows), known, weight)
+        return
     of_logprob, of_entropy, of_kl = (g[rows, None] for g in grads)
     among = reading.candidates(rows)
-    z, other = reading.distribution(product, among), reading.reference(rows, among)
+    z, other = reading.distribution(into, among), reading.reference(rows, among)
     slope, log_probs = reading.slope(z), z.sub_(log_normalizer[:, None])
     weights = -of_logprob
     if reading.entropy_grad:

@@ -76,8 +76,8 @@ static float sum_of(__m512 x) {  // half by half, as torch adds them up
     return _mm_cvtss_f32(_mm_add_ss(two, _mm_movehdup_ps(two)));
 }
 
-// Of scores [count], count a multiple of 16, in place; rounded.
-static void softmax(float *scores, int64_t count) {
+// Of scores [count], count a multiple of 16, in place.
+static void unrounded_softmax(float *scores, int64_t count) {
     __m512 most = _mm512_set1_ps(-INFINITY), sum = _mm512_setzero_ps();
     for (int64_t i = 0; i < count; i += 16) most = _mm512_max_ps(most, _mm512_loadu_ps(scores + i));
     most = _mm512_set1_ps(_mm512_reduce_max_ps(most));
@@ -87,8 +87,12 @@ static void softmax(float *scores, int64_t count) {
         sum = _mm512_add_ps(sum, mass);
     }
     const __m512 inverse = _mm512_set1_ps(1 / sum_of(sum));
-    for (int64_t i = 0; i < count; i += 16)
-        _mm512_storeu_ps(scores + i, rounded(_mm512_mul_ps(_mm512_loadu_ps(scores + i), inverse)));
+    for (int64_t i = 0; i < count; i += 16) _mm512_storeu_ps(scores + i, _mm512_mul_ps(_mm512_loadu_ps(scores + i), inverse));
+}
+
+static void softmax(float *scores, int64_t count) {
+    unrounded_softmax(scores, count);
+    for (int64_t i = 0; i < count; i += 16) _mm512_storeu_ps(scores + i, rounded(_mm512_loadu_ps(scores + i)));
 }
 
 // out [Q, d]: the sums of probs [Q, stride] times values [., d] from .. to, added up as products of `room` tokens are.

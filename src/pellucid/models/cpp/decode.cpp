@@ -8,9 +8,27 @@
 
 #include "attention.h"
 
+// weight [outputs, width] -> blocks. joined: its halves are gates and what they let through, 16 and 16 to a block.
+extern "C" void pack(const bf16 *weight, int64_t outputs, int64_t width, int64_t joined, bf16 *to, int64_t threads) {
+    const int64_t blocks = (outputs + BLOCK - 1) / BLOCK;
+#pragma omp parallel for num_threads(threads)
+    for (int64_t i = 0; i < 2 * blocks; i++) {
+        const int64_t block = i / 2, half = i % 2, first = joined ? half * (outputs / 2) + block * 16 : block * BLOCK + half * 16;
+        __m512i pairs[16];
+        for (int64_t k = 0; k < width; k += 32) {
+            if (first >= outputs)
+                std::memset(pairs, 0, sizeof pairs);
+            else
+                transpose(weight + first * width + k, width, pairs);
+            for (int p = 0; p < 16; p++)
+                _mm512_storeu_si512(to + (block * width + k) * BLOCK + p * 2 * BLOCK + half * BLOCK, pairs[p]);
+        }
+    }
+}
+
 // hidden [n, D] of the tokens is written over; logits [n, V] of the next ones.
 extern "C" void step(const Model *model, const Layer *layers, const Rows *of, const float *last_norm, const bf16 *head,
-                     float *hidden, bf16 *logits, int threads) {
+                     float *hidden, bf16 *logits, int64_t threads) {
     const Model &m = *model;
     const Rows &rows = *of;
     const int64_t n = rows.n, projected = (m.heads + 2 * m.key_heads) * m.size, stride = rows.prompt_room + rows.room;

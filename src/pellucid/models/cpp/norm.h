@@ -3,32 +3,44 @@
 #pragma once
 #include "products.h"
 
-// As torch adds up squares: four times 8 sums, put together every 16 times.
-static float inverse_rms(const float *x, int64_t width, float eps) {
-    __m256 few[4], all[4];
-    for (int j = 0; j < 4; j++) few[j] = all[j] = _mm256_setzero_ps();
-    const auto add = [&](__m256 &sum, int64_t i) {
-        sum = _mm256_add_ps(sum, _mm256_mul_ps(_mm256_loadu_ps(x + i), _mm256_loadu_ps(x + i)));
-    };
-    for (int64_t i = 0; i < width / 32; i++)
-        for (int j = 0; j < 4; j++) {
-            add(few[j], i * 32 + j * 8);
-            if (i % 16 == 15) {
-                all[j] = _mm256_add_ps(all[j], few[j]);
-                few[j] = _mm256_setzero_ps();
+// The sum of vectors at(0), at(8), ... as torch adds up `count` numbers, a multiple of 8: four sums of 8 side by side, each
+// put aside after 16 vectors, these again after 16, and so on; what is left over goes to the first.
+template <class At> static float sum_by_eights(int64_t count, At at) {
+    constexpr int LEVELS = 4, POWER = 4;
+    __m256 sums[LEVELS][4];
+    for (auto &level : sums)
+        for (auto &sum : level) sum = _mm256_setzero_ps();
+    const int64_t fours = count / 32;
+    for (int64_t i = 0; i < fours;) {
+        for (int j = 0; j < 4; j++) sums[0][j] = _mm256_add_ps(sums[0][j], at(i * 32 + j * 8));
+        i++;
+        for (int level = 1; level < LEVELS && i % (int64_t(1) << level * POWER) == 0; level++)
+            for (int j = 0; j < 4; j++) {
+                sums[level][j] = _mm256_add_ps(sums[level][j], sums[level - 1][j]);
+                sums[level - 1][j] = _mm256_setzero_ps();
             }
-        }
-    for (int j = 0; j < 4; j++) all[j] = _mm256_add_ps(few[j], all[j]);
-    for (int j = 1; j < 4; j++) all[0] = _mm256_add_ps(all[0], all[j]);
+    }
+    for (int level = 1; level < LEVELS; level++)
+        for (int j = 0; j < 4; j++) sums[0][j] = _mm256_add_ps(sums[0][j], sums[level][j]);
+    for (int64_t i = fours * 32; i < count; i += 8) sums[0][0] = _mm256_add_ps(sums[0][0], at(i));
+    for (int j = 1; j < 4; j++) sums[0][0] = _mm256_add_ps(sums[0][0], sums[0][j]);
     alignas(32) float lanes[8];
-    _mm256_store_ps(lanes, all[0]);
+    _mm256_store_ps(lanes, sums[0][0]);
     float sum = 0;
     for (float lane : lanes) sum += lane;
-    return 1 / std::sqrt(sum / width + eps);
+    return sum;
+}
+
+static float inverse_rms(const float *x, int64_t width, float eps) {
+    const float squares = sum_by_eights(width, [&](int64_t i) { return _mm256_mul_ps(_mm256_loadu_ps(x + i), _mm256_loadu_ps(x + i)); });
+    return 1 / std::sqrt(squares / width + eps);
+}
+
+static inline __m512 normed(const float *x, const float *weight, __m512 inverse) {
+    return _mm512_mul_ps(_mm512_mul_ps(_mm512_loadu_ps(x), inverse), _mm512_loadu_ps(weight));
 }
 
 static void norm(const float *x, const float *weight, int64_t row, float eps, const Groups &to) {
     const __m512 inverse = _mm512_set1_ps(inverse_rms(x, to.width, eps));
-    for (int64_t i = 0; i < to.width; i += 16)
-        to.put(row, i, _mm512_mul_ps(_mm512_mul_ps(_mm512_loadu_ps(x + i), inverse), _mm512_loadu_ps(weight + i)));
+    for (int64_t i = 0; i < to.width; i += 16) to.put(row, i, normed(x + i, weight + i, inverse));
 }

@@ -71,21 +71,3 @@ static void multiply(const Groups &x, const bf16 *weight, int64_t outputs, int64
 static inline __m512 with_bias(const float *sums, const bf16 *bias, int64_t at) {
     return bias ? _mm512_add_ps(_mm512_load_ps(sums), wide(bias + at)) : _mm512_load_ps(sums);
 }
-
-// weight [outputs, width] -> blocks. joined: its halves are gates and what they let through, 16 and 16 to a block.
-extern "C" void pack(const bf16 *weight, int64_t outputs, int64_t width, int joined, bf16 *to, int threads) {
-    const int64_t blocks = (outputs + BLOCK - 1) / BLOCK;
-#pragma omp parallel for num_threads(threads)
-    for (int64_t i = 0; i < 2 * blocks; i++) {
-        const int64_t block = i / 2, half = i % 2, first = joined ? half * (outputs / 2) + block * 16 : block * BLOCK + half * 16;
-        __m512i pairs[16];
-        for (int64_t k = 0; k < width; k += 32) {
-            if (first >= outputs)
-                std::memset(pairs, 0, sizeof pairs);
-            else
-                transpose(weight + first * width + k, width, pairs);
-            for (int p = 0; p < 16; p++)
-                _mm512_storeu_si512(to + (block * width + k) * BLOCK + p * 2 * BLOCK + half * BLOCK, pairs[p]);
-        }
-    }
-}

@@ -1,0 +1,84 @@
+"""The C++ of cpp/ as a library: compiled by g++ where there is one, in three seconds, once, and kept."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import hashlib
+import os
+import shlex
+import shutil
+import subprocess
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+SOURCES = Path(__file__).with_name("cpp")
+FLAGS = (
+    *("-O3", "-std=c++17", "-shared", "-fPIC", "-fopenmp", "-mfma"),
+    *("-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mavx512bf16"),
+    "-ffp-contract=off",  # what is rounded between a product and a sum must stay so
+)
+
+
+class UnusableError(Exception):
+    """Why the library cannot be used."""
+
+
+@functools.cache
+def library() -> Any:
+    """The library. UnusableError or OSError where it cannot be had."""
+    if not torch.cpu._is_avx512_bf16_supported():
+        raise UnusableError("a CPU without AVX-512 for bfloat16")
+    return load()
+
+
+def load() -> Any:
+    """The library, compiled where it was not kept."""
+    compiler = os.environ.get("CXX") or shutil.which("g++")
+    if not compiler:
+        raise UnusableError("no g++")
+    libraries = Path(torch.__file__).parent / "lib"
+    links = [libraries / "libtorch_cpu.so", *libraries.glob("libgomp*")]  # torch's threads, and none beside them
+    sources = sorted(SOURCES.iterdir())
+    key = repr(([path.read_text() for path in sources], FLAGS, compiler, torch.__version__, links))
+    name = f"fused-{hashlib.sha256(key.encode()).hexdigest()[:16]}.so"
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"))
+    units = [path for path in sources if path.suffix == ".cpp"]
+    command = [*shlex.split(compiler), *FLAGS, *map(str, [*units, *links])]
+    try:
+        return opened(cache / "pellucid" / name, command)
+    except OSError:  # a home that cannot be written to, or from which nothing may be run
+        with tempfile.TemporaryDirectory() as folder:  # it stays loaded
+            return opened(Path(folder) / name, command)
+
+
+def opened(path: Path, command: list[str]) -> Any:
+    if not path.exists():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=path.parent) as folder:
+            made = Path(folder) / path.name
+            done = subprocess.run([*command, "-o", str(made)], capture_output=True, text=True, check=False)
+            if done.returncode:
+                raise UnusableError(" ".join(f"{command[0]} fails: {done.stderr}".split())[:200])
+            made.replace(path)  # at once: other processes may look for it
+    return ctypes.CDLL(str(path))
+
+
+# ---------------------------------------------------------------- calling
+
+
+def call(function: Any, *arguments: Any) -> None:
+    """A function of the library: tensors and structures as their addresses, whole numbers as int64_t, None as null."""
+    function(*map(passed, arguments))
+
+
+def passed(x: Any) -> Any:
+    if isinstance(x, Tensor):
+        return ctypes.c_void_p(x.data_ptr())
+    if isinstance(x, ctypes.Structure):
+        return ctypes.byref(x)
+    return ctypes.c_float(x) if isinstance(x, float) else None if x is None else ctypes.c_int64(x)

@@ -1,0 +1,204 @@
+"""What an update does besides matrix products, in C++ (cpp/update.cpp): one pass over memory each.
+
+Each process tries them once, on small tensors: they are used where they have the bits of operators.py, which has the
+same functions by operators of torch, and these go on where they do not, or where there is no library.
+
+Shapes: as in operators.py; V vocabulary.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from types import ModuleType
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+
+from pellucid.models import operators
+from pellucid.models.compiling import UnusableError, call, library
+
+VECTOR = 16
+"""Numbers at a time: widths are a multiple of it."""
+
+
+def way(x: Tensor, dtype: torch.dtype, *widths: int) -> Kernels | ModuleType:
+    """What computes x, and all that comes with it, in such a dtype and of such widths: kernels, or operators."""
+    return fitting(x, dtype, *widths) or operators
+
+
+def fitting(x: Tensor, dtype: torch.dtype, *widths: int) -> Kernels | None:
+    """The kernels where they compute such a tensor: in bf16 on the CPU, not traced, without a forward-mode gradient."""
+    if x.device.type != "cpu" or dtype != torch.bfloat16 or any(width % VECTOR for width in widths):
+        return None
+    if torch.compiler.is_compiling() or forward_ad.unpack_dual(x).tangent is not None:
+        return None
+    return here()[0]
+
+
+@functools.cache
+def here() -> tuple[Kernels | None, str]:
+    """The kernels, and why there are none."""
+    try:
+        kernels = Kernels(library())
+        try_bits(kernels)
+    except (UnusableError, OSError) as error:
+        return None, str(error)
+    return kernels, ""
+
+
+class Read(NamedTuple):
+    """What a row of logits says."""
+
+    logprobs: Tensor
+    """[n] of the tokens."""
+    entropy: Tensor
+    """[n]"""
+    kl: Tensor
+    """[n], 0 without another policy."""
+    log_normalizer: Tensor
+    """[n]"""
+
+
+class Weight(NamedTuple):
+    """The gradients [n] of what was read; an entropy or a KL may have none."""
+
+    of_logprobs: Tensor
+    of_entropy: Tensor | None
+    of_kl: Tensor | None
+
+
+class Logits(NamedTuple):
+    """Rows [n, V] of a head's product, and what they are multiplied by."""
+
+    product: Tensor
+    factor: float
+
+
+class Kernels:
+    """Called with tensors that are fit: bf16 but where it says fp32."""
+
+    def __init__(self, library: Any) -> None:
+        self.library = library
+
+    def norm(self, x: Tensor, weight: Tensor, eps: float, dtype: torch.dtype) -> Tensor:
+        """x and weight in fp32."""
+        y, x = torch.empty(x.shape, dtype=dtype), x.contiguous()
+        self._call("norm_forward", x, weight, *sizes(x), eps, y)
+        return y
+
+    def norm_backward(self, x: Tensor, weight: Tensor, eps: float, grad: Tensor) -> tuple[Tensor, Tensor]:
+        x = x.contiguous()
+        of_x, terms = torch.empty_like(x), torch.empty_like(x)
+        self._call("norm_backward", x, weight, grad.contiguous(), *sizes(x), eps, of_x, terms)
+        return of_x, terms.flatten(0, -2).sum(0)
+
+    def rotated(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        return self._turned(x, cos, sin, back=False)
+
+    def rotated_back(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        return self._turned(x, cos, sin, back=True)
+
+    def _turned(self, x: Tensor, cos: Tensor, sin: Tensor, back: bool) -> Tensor:
+        x = x if x.stride()[1:] == (x.shape[2], 1) else x.contiguous()  # heads among others, as they stand
+        y = torch.empty(x.shape, dtype=x.dtype)
+        self._call("rotate_heads", x, x.stride(0), cos.contiguous(), sin.contiguous(), *x.shape, int(back), y)
+        return y
+
+    def gated(self, gate_up: Tensor) -> Tensor:
+        gate_up = gate_up.contiguous()
+        y = gate_up.new_empty(*gate_up.shape[:-1], gate_up.shape[-1] // 2)
+        self._call("gate_forward", gate_up, *sizes(y), y)
+        return y
+
+    def gated_backward(self, gate_up: Tensor, grad: Tensor) -> Tensor:
+        of_gate_up = torch.empty_like(gate_up)
+        self._call("gate_backward", gate_up, grad.contiguous(), *sizes(grad), of_gate_up)
+        return of_gate_up
+
+    def softmax(self, scores: Tensor, bias: Tensor) -> Tensor:
+        self._call("softmax_rows", scores, bias.contiguous(), *heads_in(scores, bias))
+        return scores
+
+    def softmax_backward(self, scores: Tensor, bias: Tensor, of_probs: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+        """scores in fp32."""
+        probs, of_scores = torch.empty_like(of_probs), torch.empty_like(of_probs)
+        size = heads_in(scores, bias)
+        self._call("softmax_backward", scores, bias.contiguous(), of_probs, *size, scale, probs, of_scores)
+        return probs, of_scores
+
+    def read(self, logits: Logits, tokens: Tensor, other: Logits | None) -> Read:
+        """Of tokens [n], among logits [n, V] in bf16, and of their distributions; KL from those of another policy."""
+        read = Read(*torch.empty(4, len(tokens)))
+        self._call("read_rows", described(logits), described(other), tokens, len(tokens), *read)
+        return read
+
+    def of_product(self, logits: Logits, tokens: Tensor, other: Logits | None, read: Read, weight: Weight) -> None:
+        """Puts the gradient of the product in its place.
+
+        With l the log-probs, H the entropy, l' the other's log-probs, it is
+        exp(l) (-of_logprobs - of_entropy (l + H) + of_kl (l - l' - KL)), and of_logprobs more at the token.
+        """
+        slopes = [None if x is None else x.contiguous() for x in (*weight, *read[1:])]
+        self._call("of_product", described(logits), described(other), tokens, len(tokens), *slopes)
+
+    def _call(self, name: str, *arguments: Any) -> None:
+        call(getattr(self.library, name), *arguments, torch.get_num_threads())
+
+
+class LogitsOf(ctypes.Structure):
+    """As in cpp/update.cpp."""
+
+    _fields_ = (("product", ctypes.c_void_p), ("vocabulary", ctypes.c_int64), ("factor", ctypes.c_float))
+
+
+def described(logits: Logits | None) -> LogitsOf | None:
+    return logits and LogitsOf(logits.product.data_ptr(), logits.product.shape[-1], logits.factor)
+
+
+def sizes(x: Tensor) -> tuple[int, int]:
+    """Rows, and how long they are."""
+    return x.numel() // x.shape[-1], x.shape[-1]
+
+
+def heads_in(scores: Tensor, bias: Tensor) -> tuple[int, int, int, int]:
+    """Of scores [B, K, C / K * T, S]: B, C, T and S."""
+    rows, _, queries, keys = bias.shape
+    return rows, scores.numel() // (rows * queries * keys), queries, keys
+
+
+# ---------------------------------------------------------------- the trial
+
+
+@torch.no_grad()
+def try_bits(kernels: Kernels) -> None:
+    """UnusableError where they have other bits than operators."""
+    chance = torch.Generator().manual_seed(0)
+
+    def noise(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+        return (torch.randn(shape, generator=chance) * 3).to(dtype)
+
+    x, weight = noise(5, 560, dtype=torch.float32), noise(560, dtype=torch.float32)
+    bias = torch.zeros(2, 1, 5, 112, dtype=torch.bfloat16).masked_fill_(noise(2, 1, 5, 112) > 2, -torch.inf)
+    scores, scale = noise(2, 3, 10, 112), 0.125
+    trials: list[tuple[str, tuple[Any, ...]]] = [
+        ("norm", (x, weight, 1e-5, torch.bfloat16)),
+        ("norm_backward", (x, weight, 1e-5, noise(5, 560))),
+        *((name, (noise(5, 9, 64)[:, :6], noise(5, 1, 64), noise(5, 1, 64))) for name in ("rotated", "rotated_back")),
+        ("gated", (noise(5, 96),)),
+        ("gated_backward", (noise(5, 96), noise(5, 48))),
+        ("softmax", (scores, bias)),
+        ("softmax_backward", (scores.float(), bias, noise(2, 3, 10, 112), scale)),
+    ]
+    for name, arguments in trials:
+        ours, theirs = (getattr(by, name)(*copies(arguments)) for by in (kernels, operators))
+        pairs = zip(ours, theirs, strict=True) if isinstance(ours, tuple) else [(ours, theirs)]
+        if not all(torch.equal(*pair) for pair in pairs):
+            raise UnusableError(f"this processor or this torch rounds otherwise ({name})")
+
+
+def copies(arguments: tuple[Any, ...]) -> list[Any]:
+    """The same, tensors cloned: some are written over."""
+    return [x.clone() if isinstance(x, Tensor) else x for x in arguments]

@@ -1,0 +1,85 @@
+"""What a layer does besides matrix products, by operators of torch: on every device, in every dtype, compiled or not.
+
+kernels.py has the same functions, to the same bits, in C++.
+
+Shapes: N tokens, D hidden size, H heads, d head size, I intermediate size, B rows, C query heads, K key heads,
+T queries, S keys.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+aten = torch.ops.aten
+
+
+def norm(x: Tensor, weight: Tensor, eps: float, dtype: torch.dtype) -> Tensor:
+    """RMSNorm of x [..., D] in the dtype of its weight [D], as transformers computes it; the result in `dtype`."""
+    return F.rms_norm(x.to(weight.dtype), weight.shape, weight, eps).to(dtype)
+
+
+def norm_backward(x: Tensor, weight: Tensor, eps: float, grad: Tensor) -> tuple[Tensor, Tensor]:
+    """The gradients of x and of the weight."""
+    wide, grad = x.to(weight.dtype), grad.to(weight.dtype)
+    inverse = wide.square().mean(-1, keepdim=True).add_(eps).rsqrt_()
+    unit = wide * inverse
+    of_unit = grad * weight
+    of_weight = grad.mul(unit).flatten(0, -2).sum(0)
+    slant = (of_unit * unit).mean(-1, keepdim=True)
+    return of_unit.sub_(unit.mul_(slant)).mul_(inverse).to(x.dtype), of_weight
+
+
+def rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotary embedding of x [N, H, d] by cos and sin [N, 1, d], the first half of the sines negative."""
+    return torch.addcmul(x * cos, swapped(x), sin)
+
+
+def rotated_back(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    return rotated(x, cos, -sin)
+
+
+def swapped(x: Tensor) -> Tensor:
+    """The halves of the last dimension, the other way round."""
+    one, two = x.chunk(2, -1)
+    return torch.cat([two, one], -1)
+
+
+def gated(gate_up: Tensor) -> Tensor:
+    """silu(gate) up, of both joined, [N, 2I] -> [N, I]."""
+    gate, up = gate_up.chunk(2, -1)
+    return F.silu(gate).mul_(up)
+
+
+def gated_backward(gate_up: Tensor, grad: Tensor) -> Tensor:
+    """[N, 2I]"""
+    gate, up = gate_up.chunk(2, -1)
+    return torch.cat([aten.silu_backward(grad * up, gate), F.silu(gate).mul_(grad)], -1)
+
+
+def rounded_softmax(scores: Tensor) -> Tensor:
+    """In fp32 at least, rounded at its end; torch's own in bf16 is no more exact and slower."""
+    return unrounded(scores).softmax(-1).to(scores.dtype)
+
+
+def softmax(scores: Tensor, bias: Tensor) -> Tensor:
+    """Of scores [B, K, C / K * T, S], which are written over, plus bias [B, 1, T, S]."""
+    return rounded_softmax(biased(scores, bias))
+
+
+def softmax_backward(scores: Tensor, bias: Tensor, of_probs: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+    """The same probabilities, of scores in fp32 at least, and the gradient of scores / scale, in its dtype."""
+    probs, dtype = biased(scores, bias).softmax(-1), of_probs.dtype
+    of_probs = of_probs.to(probs.dtype)
+    of_scores = probs * (of_probs - (probs * of_probs).sum(-1, keepdim=True)) * scale
+    return probs.to(dtype), of_scores.to(dtype)
+
+
+def biased(scores: Tensor, bias: Tensor) -> Tensor:
+    return scores.unflatten(2, (-1, bias.shape[2])).add_(bias[:, :, None]).flatten(2, 3)
+
+
+def unrounded(x: Tensor) -> Tensor:
+    """In fp32 at least."""
+    return x.to(torch.promote_types(x.dtype, torch.float32))

@@ -1,0 +1,182 @@
+"""The C++ of an update: a layer's has the bits of torch's operators, the head's is nearer to float64 than they are."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.autograd import forward_ad
+
+from pellucid.algorithm.sampling_mask import SamplingMask
+from pellucid.models import elementwise, kernels, operators
+from pellucid.models.compiling import UnusableError
+from pellucid.models.kernels import Kernels, Logits, Weight, fitting, way
+from pellucid.policy.logprobs import Head, Reading, measured, token_logprobs
+
+pytestmark = pytest.mark.skipif(kernels.here()[0] is None, reason="needs g++ and a CPU with AVX-512 for bfloat16")
+BF16 = torch.bfloat16
+
+
+def noise(*shape, seed=0, dtype=BF16):
+    return (torch.randn(shape, generator=torch.Generator().manual_seed(seed)) * 3).to(dtype)
+
+
+def layer_work(n, width):
+    """Each function of a layer, and tensors for it."""
+    x, weight, heads = noise(n, width, dtype=torch.float32), noise(width, dtype=torch.float32), noise(n, 5, 2 * width)
+    keys = -(-width // 16) * 16
+    bias = torch.zeros(n, 1, 3, keys, dtype=BF16).masked_fill_(noise(n, 1, 3, keys, seed=1) > 2, -torch.inf)
+    scores = noise(n, 2, 6, keys)
+    return {
+        "norm": (x, weight, 1e-5, BF16),
+        "norm_backward": (x, weight, 1e-5, noise(n, width, seed=2)),
+        "rotated": (heads[:, :3], noise(n, 1, 2 * width), noise(n, 1, 2 * width, seed=3)),
+        "rotated_back": (heads[:, 1:4], noise(n, 1, 2 * width), noise(n, 1, 2 * width, seed=3)),
+        "gated": (noise(n, 2 * width),),
+        "gated_backward": (noise(n, 2 * width), noise(n, width, seed=4)),
+        "softmax": (scores, bias),
+        "softmax_backward": (scores.float(), bias, noise(n, 2, 6, keys, seed=5), 0.125),
+    }
+
+
+def copied(arguments):
+    return [x.clone() if isinstance(x, torch.Tensor) else x for x in arguments]
+
+
+@pytest.mark.parametrize("name", layer_work(1, 16))
+@pytest.mark.parametrize(("n", "width"), [(1, 16), (3, 48), (33, 112)])
+def test_a_layer_has_the_bits_of_the_operators_with_any_number_of_threads(name, n, width):
+    arguments = layer_work(n, width)[name]
+    before = torch.get_num_threads()
+    found = kernels.here()[0]
+    for threads in (1, 2, 3):
+        try:
+            torch.set_num_threads(threads)
+            ours, theirs = (getattr(by, name)(*copied(arguments)) for by in (found, operators))
+        finally:
+            torch.set_num_threads(before)
+        for one, other in zip(*(x if isinstance(x, tuple) else (x,) for x in (ours, theirs)), strict=True):
+            assert one.dtype == other.dtype
+            assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize("width", [560, 4112, 8208])
+def test_norms_of_any_width_add_up_as_torch_does(width):
+    found = kernels.here()[0]
+    x, weight, grad = noise(3, width, dtype=torch.float32), noise(width, dtype=torch.float32), noise(3, width, seed=1)
+    assert torch.equal(found.norm(x, weight, 1e-6, BF16), operators.norm(x, weight, 1e-6, BF16))
+    ours, theirs = (by.norm_backward(x, weight, 1e-6, grad) for by in (found, operators))
+    assert all(map(torch.equal, ours, theirs))
+
+
+def test_what_is_not_fit_goes_by_the_operators():
+    x = noise(4, 32)
+    assert isinstance(way(x, BF16, 32), Kernels)
+    assert way(x, BF16, 24) is operators
+    assert way(x.float(), torch.float32, 32) is operators
+    assert fitting(x.to("meta"), BF16, 32) is None
+    with forward_ad.dual_level():
+        assert fitting(forward_ad.make_dual(x, x), BF16, 32) is None
+    for half_norm in (noise(4, 32, dtype=BF16), noise(4, 32, dtype=torch.float16)):
+        assert elementwise.way_to_norm(half_norm, BF16) is operators
+
+
+# ---------------------------------------------------------------- the head
+
+
+VOCABULARY, SOME = 1003, 37
+FACTOR, OTHER = 0.5, 0.8
+
+
+def made():
+    product, other = noise(SOME, VOCABULARY), noise(SOME, VOCABULARY, seed=1)
+    return product, other, torch.arange(SOME) * 27 % VOCABULARY
+
+
+def test_what_logits_say_is_nearer_to_float64_than_by_the_operators():
+    product, other, tokens = made()
+    read = kernels.here()[0].read(Logits(product, FACTOR), tokens, Logits(other, OTHER))
+
+    def by_operators(dtype):
+        z, reference = product.to(dtype) * FACTOR, (other.to(dtype) * OTHER).log_softmax(-1)
+        return measured(z, tokens, reference)
+
+    exact, theirs = by_operators(torch.float64), by_operators(torch.float32)
+    for ours, one, right in zip(read, theirs, exact, strict=True):
+        assert (ours - right).abs().max() <= (one - right).abs().max()
+        torch.testing.assert_close(ours.double(), right, rtol=0, atol=2e-6)
+
+
+@pytest.mark.parametrize("entropy", [False, True])
+@pytest.mark.parametrize("kl", [False, True])
+def test_the_gradient_of_the_product_is_autograds(entropy, kl):
+    product, other, tokens = made()
+    weights = noise(3, SOME, seed=2, dtype=torch.float32)
+    z = product.double().requires_grad_()
+    log_probs = (z * FACTOR).log_softmax(-1)
+    reference = (other.double() * OTHER).log_softmax(-1)
+    said = log_probs.gather(-1, tokens[:, None])[:, 0]
+    h = -(log_probs.exp() * log_probs).sum(-1)
+    divergence = (log_probs.exp() * (log_probs - reference)).sum(-1)
+    loss = (weights[0] * said).sum() + entropy * (weights[1] * h).sum() + kl * (weights[2] * divergence).sum()
+    loss.backward()
+    second = Logits(other, OTHER) if kl else None
+    found, into = kernels.here()[0], product.clone()
+    read = found.read(Logits(into, FACTOR), tokens, second)
+    weight = Weight(weights[0], weights[1] if entropy else None, weights[2])
+    found.of_product(Logits(into, FACTOR), tokens, second, read, weight)
+    rounding = 2**-8 * z.grad.abs() + 1e-6
+    assert ((into.double() - z.grad).abs() <= rounding).all()
+
+
+def test_only_a_whole_distribution_without_a_softcap_in_bf16_is_read_so():
+    weight = noise(64, 32)
+    plain = Reading(Head(weight, weight), 1.0, False, None, None)
+    product = noise(2, 64)
+    assert plain.kernels(product)
+    assert not plain._replace(head=Head(weight, weight, softcap=30.0)).kernels(product)
+    assert not plain._replace(head=Head(weight.half(), weight.half())).kernels(product.half())
+    assert not plain._replace(ref_head=Head(weight.float(), weight.float())).kernels(product)
+    nothing = SamplingMask(torch.zeros(0, dtype=torch.int32), torch.zeros(2, 2, dtype=torch.long))
+    assert not plain._replace(among=nothing).kernels(product)
+
+
+def test_log_probs_and_gradients_by_both_ways_agree(monkeypatch):
+    weight, hidden, tokens = noise(96, 32) / 8, noise(20, 32, seed=1) / 8, torch.arange(20)
+
+    def both():
+        master, states = weight.float().requires_grad_(), hidden.clone().requires_grad_()
+        logprobs, entropy = token_logprobs(states, Head(weight, master), tokens, 0.7, entropy_grad=True)
+        (logprobs.sum() + 0.1 * entropy.sum()).backward()
+        return logprobs, entropy, master.grad, states.grad
+
+    ours = both()
+    monkeypatch.setattr(Reading, "kernels", lambda *_: None)
+    for one, other in zip(ours, both(), strict=True):
+        torch.testing.assert_close(one.float(), other.float(), rtol=2**-7, atol=2e-3)
+
+
+# ---------------------------------------------------------------- the trial
+
+
+@pytest.mark.parametrize("name", layer_work(1, 16))
+def test_other_bits_are_found_out(name):
+    class Off(Kernels):
+        pass
+
+    def off(self, *arguments):
+        said = getattr(operators, name)(*arguments)
+        first, *rest = said if isinstance(said, tuple) else (said,)
+        first.view(-1)[0] = first.view(-1)[0] * 1.02 + 0.02  # some last bits of one number
+        return (first, *rest) if rest else first
+
+    setattr(Off, name, off)
+    with pytest.raises(UnusableError, match=name):
+        kernels.try_bits(Off(kernels.here()[0].library))
+
+
+def test_without_a_library_there_is_a_reason(monkeypatch):
+    def no_library():
+        raise UnusableError("no g++")
+
+    monkeypatch.setattr(kernels, "library", no_library)
+    assert kernels.here.__wrapped__() == (None, "no g++")
