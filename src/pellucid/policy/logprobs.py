@@ -155,15 +155,16 @@ class TokenLogprobs(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor, Tensor]:
         head, every = reading.head, torch.arange(len(tokens), device=tokens.device)
         room = _room(head.weight, len(tokens) if reading.gradients else 0)
-        kept, parts = hidden.new_empty(0, len(head.weight)), []
+        kept, parts = [], []
         for rows in (every[:room], *every[room:].split(rows_at_once(head.weight, FEW))):
             product = head.product(hidden[rows])
-            kept = product if len(rows) and rows[0] < room else kept
+            if not parts and room:
+                kept.append(product)
             parts.append(read(product, tokens[rows], reading, rows))
             del product
         logprobs, entropy, kl, log_normalizer = (torch.cat(column) for column in zip(*parts, strict=True))
         ctx.save_for_backward(hidden, head.weight, bias, tokens, entropy, kl, log_normalizer)
-        ctx.kept = [kept]
+        ctx.kept = kept
         ctx.reading, ctx.master = reading, master.dtype
         if not reading.entropy_grad:
             ctx.mark_non_differentiable(entropy)
@@ -242,11 +243,13 @@ def read_few(product: Tensor, tokens: Tensor, reading: Reading, rows: Tensor) ->
 def measured(z: Tensor, places: Tensor, other: Tensor | None) -> Read:
     """The same of logits z [n, V or K], the places of the tokens among them, and the log-probs of a reference."""
     highest = z.amax(-1, keepdim=True)
-    masses = (z - highest).exp_()
+    below = z - highest
+    masses = below.exp()
     total = masses.sum(-1)
-    log_normalizer = highest[:, 0] + total.log()
+    log_total = total.log()
+    log_normalizer = highest[:, 0] + log_total
     logprobs = z.gather(-1, places[:, None])[:, 0] - log_normalizer
-    entropy = log_normalizer - dots(masses, z) / total
+    entropy = log_total - dots(masses, below) / total  # by logits of 20 a sum would lose a digit
     kl = torch.zeros_like(entropy) if other is None else -entropy - dots(masses, other) / total
     return Read(logprobs, entropy, kl, log_normalizer)
 
