@@ -128,5 +128,6 @@ def test_the_page_of_the_command_line_is_what_the_commands_say():
     """By benchmarks/transcript.py, in a process of its own: help follows the width of a terminal."""
     command = [sys.executable, "benchmarks/transcript.py"]
     environment = {**os.environ, "PYTHONIOENCODING": "utf-8"}
-    said = subprocess.run(command, capture_output=True, text=True, check=True, encoding="utf-8", env=environment).stdout
-    assert said == Path("docs/command-line.md").read_text(encoding="utf-8")
+    done = subprocess.run(command, capture_output=True, text=True, check=False, encoding="utf-8", env=environment)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == Path("docs/command-line.md").read_text(encoding="utf-8")
