@@ -20,6 +20,7 @@ from conftest import records
 from pellucid.library.objects import Objects, section_of
 from pellucid.machine.plugins import given
 from pellucid.protocols import grade
+from pellucid.rewards import pool
 from pellucid.rewards.graded import Graded
 from pellucid.rewards.parts import Part
 from pellucid.rewards.pool import ClosedError
@@ -280,6 +281,25 @@ def test_a_pool_that_is_closed_in_the_middle_says_so(rows):
         task.close()
         with pytest.raises(ClosedError, match="still being computed when their processes were closed"):
             computing.result()
+
+
+@pytest.mark.parametrize("moment", ["before", "behind"])
+def test_so_does_one_that_is_closed_around_a_wait(rows, monkeypatch, moment):
+    task = Graded(Dataset(data=rows, rewards=(RewardTerm(RANKED.replace("ranked", "hangs")),), chat=False))
+    waited = pool.wait
+
+    def closing(connections, timeout):
+        task.close()
+        return waited(connections, timeout)
+
+    def closed(connections, timeout):
+        ready = waited(connections, 0.1)
+        task.close()
+        return ready
+
+    monkeypatch.setattr(pool, "wait", closing if moment == "before" else closed)
+    with pytest.raises(ClosedError, match="still being computed when their processes were closed"):
+        task.reward_all(pairs("a", "b"))
 
 
 def test_what_was_given_is_found_by_asynchronous_functions_too(rows):

@@ -111,9 +111,9 @@ class Process:
         self.message, self.running, self.deadline = None, [], math.inf
 
     def end(self) -> None:
+        """The connection is left to whoever listens to it, perhaps in another thread: it ends as the process does."""
         self._kill()
         self._process.join()
-        self.connection.close()
 
     def _begin(self, terms: list[int]) -> None:
         assert self.message
