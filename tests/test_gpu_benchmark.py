@@ -5,12 +5,12 @@ from __future__ import annotations
 import importlib
 import os
 import re
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+import forked
 from simulated_device import A_REAL_ONE
 
 pytestmark = pytest.mark.skipif(A_REAL_ONE, reason="there is a real one")
@@ -62,24 +62,23 @@ def gpu(monkeypatch):
     return importlib.import_module("gpu")
 
 
-def ran(folder, program, *options):
-    """What a process said, and the rows of its table by name. In a folder of the test's: all is found from anywhere."""
+def ran(program, *options):
+    """What a process said, and the rows of its table by name."""
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [sys.executable, *(["-c", program] if "\n" in program else [BENCHMARKS / program]), "--simulated", *options],
-        env=environment,
-        cwd=folder,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    done = forked.ran(program, "--simulated", *options, env=environment)
     lines = [line.strip("| ").split(" | ") for line in done.stdout.splitlines() if line.startswith("| ")]
     return done, {name: cells for name, *cells in lines[1:]}
 
 
+@pytest.fixture(autouse=True)
+def _elsewhere(tmp_path, monkeypatch):
+    """In a folder of the test's: all is found from anywhere."""
+    monkeypatch.chdir(tmp_path)
+
+
 def test_every_row_is_well_where_a_gpu_is_simulated(gpu, tmp_path):
     names = [name for name in gpu.ROWS if name not in AS_THE_SMALLER_ONE]
-    done, rows = ran(tmp_path, "gpu.py", "--repeats", "1", "--output", "gpu.md", "--only", *names)
+    done, rows = ran(BENCHMARKS / "gpu.py", "--repeats", "1", "--output", "gpu.md", "--only", *names)
     assert done.returncode == 0, done.stdout + done.stderr
     assert (tmp_path / "gpu.md").read_text() == done.stdout
     assert list(rows) == names
@@ -91,7 +90,8 @@ def test_every_row_is_well_where_a_gpu_is_simulated(gpu, tmp_path):
 
 
 def test_a_row_that_fails_is_told_and_ends_no_other(tmp_path):
-    done, rows = ran(tmp_path, SPOILT, "--limit", "2")
+    (tmp_path / "spoilt.py").write_text(SPOILT)
+    done, rows = ran(tmp_path / "spoilt.py", "--limit", "2")
     assert done.returncode == 1
     said = {name: (result, verdict) for name, (_, result, verdict, _) in rows.items()}
     assert said == {

@@ -22,6 +22,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import digits_task
 import pellucid
 from conftest import CountDigits, records
+from forked import ran
 from pellucid.reporting.run_folder import checkpoints
 from pellucid.tasks.curriculum import Curriculum
 from pellucid.training import claim, run
@@ -645,12 +646,11 @@ rows = [{{"question": f"{{a}}+1=", "answer": str(a + 1)}} for a in range(9)]
 
 
 @pytest.mark.parametrize("guard", ['if __name__ == "__main__":', "if True:"])
-def test_a_script_whose_rewards_need_processes_needs_a_guard(guard, model_dir, tmp_path):
+def test_a_script_whose_rewards_need_processes_needs_a_guard(guard, model_dir, tmp_path, monkeypatch):
     (tmp_path / "script.py").write_text(SCRIPT.format(model=str(model_dir), guard=guard))
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(map(os.path.abspath, sys.path))}
-    done = subprocess.run(
-        [sys.executable, "script.py"], cwd=tmp_path, capture_output=True, text=True, check=False, env=environment
-    )
+    monkeypatch.chdir(tmp_path)
+    done = ran(tmp_path / "script.py", env=environment)
     if "__main__" in guard:
         assert done.returncode == 0, done.stderr
     else:

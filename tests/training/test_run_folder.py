@@ -506,11 +506,11 @@ def test_a_model_that_cannot_be_saved_leaves_the_former_one_and_is_said_in_one_l
 
 
 def test_a_reader_that_goes_away_ends_no_run(recipe, tmp_path):
-    run_dir = tmp_path / "run"
-    process = pellucid("train", recipe, "--run", run_dir)
-    process.stdout.readline()
-    process.stdout.close()
-    process.stderr.close()
+    run_dir, (heard, told) = tmp_path / "run", os.pipe()
+    process = Forked("-m", "pellucid", "train", recipe, "--run", run_dir, stdout=told, stderr=told)
+    os.close(told)
+    os.read(heard, 1)
+    os.close(heard)
     assert process.wait() == 0
     assert (run_dir / "model").is_dir()
     assert len(records(run_dir / "metrics.jsonl")) == 6
@@ -591,11 +591,12 @@ def test_a_request_before_step_1_is_one_line_and_leaves_nothing_running(recipe, 
     source = TASK.read_text().replace("digits = sum", f"open({str(marker)!r}, 'w').close()\n        digits = sum")
     own.write_text(source.replace("return Reward(", "import time; time.sleep(0.2)\n        return Reward("))
     recipe.write_text(recipe.read_text().replace(str(TASK), str(own)))
-    process = pellucid("train", recipe, "--run", tmp_path / "run")
-    until(marker.exists, process)
-    process.send_signal(number)
-    _, said = process.communicate()
-    assert process.returncode == 130
+    with (tmp_path / "errors").open("w+") as errors:
+        process = Forked("-m", "pellucid", "train", recipe, "--run", tmp_path / "run", stderr=errors)
+        until(marker.exists, process)
+        process.send_signal(number)
+        assert process.wait() == 130
+        said = errors.seek(0) or errors.read()
     how = f"go on with: pellucid train --resume {tmp_path / 'run'}"
     assert said.splitlines() == [f"pellucid: stopped at once; nothing that was saved is lost, {how}"]
     assert not (tmp_path / "run" / "metrics.jsonl").exists() or not records(tmp_path / "run" / "metrics.jsonl")
