@@ -184,8 +184,8 @@ class TokenLogprobs(torch.autograd.Function):
                 of_logits_into(into, rows, reading, about, grads)
                 del into
             of_hidden[many] = of_logits @ weight
-            added = (of_logits.mT @ hidden[many]).to(wide)
-            of_weight = added if of_weight is None else of_weight.add_(added)
+            added = of_logits.mT @ hidden[many]
+            of_weight = added.to(wide) if of_weight is None else of_weight.add_(added)
             if of_bias is not None:
                 of_bias += of_logits.sum(0, dtype=wide)
             del of_logits  # there is room for one such part, not for two
