@@ -21,7 +21,10 @@ def look(folders: Sequence[Path], port: int, output: Path | None, browse: bool) 
     if output:
         if not output.parent.is_dir():
             raise UserError(f"there is no folder {output.parent}: name another --output, or make it")
-        left_out = packing.write(runs, output)
+        try:
+            left_out = packing.write(runs, output)
+        except FileNotFoundError as error:
+            raise UserError(f"{error.filename} went while it was read, as a resume deletes it: look again") from error
         size = output.stat().st_size / 1e6
         print(
             f"page     {output}, {size:.1f} MB, works without network" + (f"\n         {left_out}" if left_out else "")
