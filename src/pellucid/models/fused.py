@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -51,14 +51,23 @@ def unfit(weights: Weights, shape: Shape) -> str:
     return f"width {width} or {inner}" if width % BLOCK or inner % BLOCK else ""
 
 
+class Step(NamedTuple):
+    """What computes a step."""
+
+    library: Any
+    tiles: bool
+    """Whether by AMX, and in its order of sums."""
+
+
 class Fused:
     """Weights as the C++ reads them, and a step by them."""
 
     operations: ClassVar[float] = 0.0
     """Floating-point operations in products of weights, of all steps of this process."""
 
-    def __init__(self, library: Any, weights: Weights, shape: Shape) -> None:
-        self.library, self.weights, self.threads = library, weights, torch.get_num_threads()
+    def __init__(self, step: Step, weights: Weights, shape: Shape) -> None:
+        self.library, self.tiles = step
+        self.weights, self.threads = weights, torch.get_num_threads()
         first, self.vocabulary = weights.layers[0], len(weights.head.tensor)
         self.head = self._packed(F.pad(weights.head.tensor, (0, 0, 0, -self.vocabulary % 16)))
         self.layers = [self._layer(layer) for layer in weights.layers]
@@ -133,7 +142,7 @@ class Fused:
         logits = torch.empty(len(hidden), self.vocabulary, dtype=cos.dtype)
         with record_function(NAME):
             about = self.model, self.table, rows, self.weights.norm, self.head
-            call(self.library.step, *about, hidden, logits, self.threads)
+            call(self.library.step, *about, hidden, logits, self.tiles, self.threads)
         Fused.operations += 2.0 * len(hidden) * self.size
         return logits
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -17,7 +16,7 @@ from pellucid.models.compiling import UnusableError, library
 from pellucid.models.decoder import Decoder, Weights
 from pellucid.models.decoding import DecodeBatch
 from pellucid.models.family import Shape
-from pellucid.models.fused import Fused
+from pellucid.models.fused import Fused, Step
 
 TRIED = LlamaConfig(
     vocab_size=112,
@@ -41,32 +40,39 @@ def maker(decoder: Decoder) -> Callable[[Weights, Shape], Fused] | None:
 
 
 @functools.cache
-def here() -> tuple[Any, str]:
-    """The library, and why there is none."""
+def here() -> tuple[Step | None, str]:
+    """What computes steps, and why nothing does."""
     try:
         found = library()
-        try_bits(found)
+        ways = [Step(found, tiles) for tiles in (False, has_tiles())]
+        step = next((step for step in ways if has_bits_of_operators(step)), None)
     except (UnusableError, OSError) as error:
         return None, str(error)
-    return found, ""
+    return step, "" if step else "this processor or this torch rounds otherwise"
+
+
+def has_tiles() -> bool:
+    """Whether this processor has AMX, and this process may use it from now on."""
+    return torch.cpu._is_amx_tile_supported() and torch.cpu._init_amx()
 
 
 # ---------------------------------------------------------------- the trial
 
 
 @torch.no_grad()
-def try_bits(library: Any) -> None:
-    """UnusableError where its logits are not those of torch's operators."""
+def has_bits_of_operators(step: Step) -> bool:
+    """UnusableError where it cannot be tried."""
     decoder = small()
-    plain, fused = DecodeBatch(decoder, 6), DecodeBatch(decoder, 6, functools.partial(Fused, library))
+    plain, fused = DecodeBatch(decoder, 6), DecodeBatch(decoder, 6, functools.partial(Fused, step))
     for batch in (plain, fused):
         batch.admit(PROMPTS, 2)
     for token in range(STEPS):
         tokens = torch.arange(6) + token
         if not torch.equal(plain.step(tokens), fused.step(tokens)):
-            raise UnusableError("this processor or this torch rounds otherwise")
+            return False
     if not fused.fused:
         raise UnusableError("torch without bfloat16 for this CPU")
+    return True
 
 
 @torch.no_grad()

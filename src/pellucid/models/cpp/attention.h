@@ -2,10 +2,10 @@
 
 #pragma once
 #include "norm.h"
-#include "products.h"
+#include "pairs.h"
+#include "tiles.h"
 
 constexpr int QUERIES = 4;    // query heads that are read for at once: sums need not wait for one another
-constexpr int LARGEST = 256;  // size of a head at most
 
 struct Model {
     int64_t layers, width, heads, key_heads, size, inner, vocabulary;
@@ -49,26 +49,6 @@ static void rotate(bf16 *x, const bf16 *cos, const bf16 *sin, int64_t size) {
     }
 }
 
-// Scores [Q, stride] of Q queries [Q, d] for the keys from .. to; -inf beside these in a run of 16.
-template <int Q>
-static void score(const bf16 *queries, const bf16 *keys, int64_t from, int64_t to, int64_t size, float *scores, int64_t stride) {
-    __m512i turned[LARGEST / 2];
-    for (int64_t t = from / 16 * 16; t < to; t += 16) {
-        for (int64_t i = 0; i < size; i += 32) transpose(keys + t * size + i, size, turned + i / 2);
-        __m512 sums[Q];
-        for (auto &sum : sums) sum = _mm512_setzero_ps();
-        for (int64_t i = 0; i < size / 2; i++)
-            for (int q = 0; q < Q; q++) {
-                const auto pair = (__m512bh)_mm512_set1_epi32(((const int32_t *)(queries + q * size))[i]);
-                sums[q] = _mm512_dpbf16_ps(sums[q], pair, (__m512bh)turned[i]);
-            }
-        const int64_t before = std::max<int64_t>(from - t, 0), behind = std::min<int64_t>(to - t, 16);
-        const __mmask16 seen = (0xffff >> (16 - behind)) & (0xffff << before);
-        for (int q = 0; q < Q; q++)
-            _mm512_storeu_ps(scores + q * stride + t, _mm512_mask_blend_ps(seen, _mm512_set1_ps(-INFINITY), rounded(sums[q])));
-    }
-}
-
 static float sum_of(__m512 x) {  // half by half, as torch adds them up
     const __m256 y = _mm256_add_ps(_mm512_castps512_ps256(x), _mm512_extractf32x8_ps(x, 1));
     const __m128 z = _mm_add_ps(_mm256_castps256_ps128(y), _mm256_extractf128_ps(y, 1));
@@ -95,60 +75,31 @@ static void softmax(float *scores, int64_t count) {
     for (int64_t i = 0; i < count; i += 16) _mm512_storeu_ps(scores + i, rounded(_mm512_loadu_ps(scores + i)));
 }
 
-// out [Q, d]: the sums of probs [Q, stride] times values [., d] from .. to, added up as products of `room` tokens are.
-template <int Q>
-static void weigh(const float *probs, int64_t stride, const bf16 *values, int64_t from, int64_t to, int64_t room, int64_t size,
-                  float *out) {
-    const int64_t chunk = chunk_of(room);
-    for (int64_t i = 0; i < size; i += 64) {
-        __m512 all[4 * Q], sums[4 * Q];
-        for (auto &sum : all) sum = _mm512_setzero_ps();
-        const auto add = [&](int64_t t) {
-            for (int j = 0; j < 4; j++) {
-                const __m512 value = wide(values + t * size + i + j * 16);
-                for (int q = 0; q < Q; q++)
-                    sums[4 * q + j] = _mm512_fmadd_ps(_mm512_set1_ps(probs[q * stride + t]), value, sums[4 * q + j]);
-            }
-        };
-        for (int64_t start = from & ~1; start < to; start += chunk - start % chunk) {
-            for (auto &sum : sums) sum = _mm512_setzero_ps();
-            const int64_t end = std::min(to, start - start % chunk + chunk);
-            int64_t t = start;
-            for (; t + 1 < end; t += 2) {  // of two the second first, as vdpbf16ps does
-                add(t + 1);
-                add(t);
-            }
-            if (t < end) add(t);
-            for (int j = 0; j < 4 * Q; j++) all[j] = _mm512_add_ps(all[j], sums[j]);
-        }
-        for (int j = 0; j < 4 * Q; j++) _mm512_store_ps(out + j / 4 * size + i + j % 4 * 16, rounded(all[j]));
-    }
-}
-
 // A row's tokens that are read, from .. to, of its prompt and of its own, and the room that each has.
 struct Read {
     int64_t prompt_from, prompt_to, prompt_room, from, to, room;
 };
 
 // What Q query heads [Q, d] read by one key head, put behind `at` elements of the row.
-template <int Q>
+template <int Q, class Activations>
 static void read(const bf16 *queries, const bf16 *prompt_keys, const bf16 *prompt_values, const bf16 *keys, const bf16 *values,
-                 const Read &of, int64_t size, float *scores, int64_t stride, const Groups &to, int64_t row, int64_t at) {
+                 const Read &of, int64_t size, float *scores, int64_t stride, const Activations &to, int64_t row, int64_t at) {
     const int64_t own = (of.prompt_to + 15) / 16 * 16, count = own + (of.to + 15) / 16 * 16;
     std::fill_n(scores, Q * stride, -INFINITY);
-    score<Q>(queries, prompt_keys, of.prompt_from, of.prompt_to, size, scores, stride);
-    score<Q>(queries, keys, of.from, of.to, size, scores + own, stride);
+    score<Q>(to, queries, prompt_keys, of.prompt_from, of.prompt_to, size, scores, stride);
+    score<Q>(to, queries, keys, of.from, of.to, size, scores + own, stride);
     for (int q = 0; q < Q; q++) softmax(scores + q * stride, count);
     alignas(64) float one[Q * LARGEST], two[Q * LARGEST];
-    weigh<Q>(scores, stride, prompt_values, of.prompt_from, of.prompt_to, of.prompt_room, size, one);
-    weigh<Q>(scores + own, stride, values, of.from, of.to, of.room, size, two);
+    weigh<Q>(to, scores, stride, prompt_values, of.prompt_from, of.prompt_to, of.prompt_room, size, one);
+    weigh<Q>(to, scores + own, stride, values, of.from, of.to, of.room, size, two);
     for (int64_t i = 0; i < Q * size; i += 16)
         to.put(row, at + i, _mm512_add_ps(_mm512_load_ps(one + i), _mm512_load_ps(two + i)));
 }
 
 // Caches key and value of a row's token, whose projections are heads [H + 2K, d], and puts what it reads.
+template <class Activations>
 static void attend(const Model &m, const Layer &layer, const Rows &rows, int64_t row, bf16 *heads, float *scores, int64_t stride,
-                   const Groups &to) {
+                   const Activations &to) {
     const int64_t d = m.size, shared = m.heads / m.key_heads, own = rows.generated[row];
     const int64_t prompt = rows.prompt_of[row], length = rows.prompt_lengths[prompt];
     for (int64_t h = 0; h < m.heads + m.key_heads; h++) {
@@ -159,7 +110,8 @@ static void attend(const Model &m, const Layer &layer, const Rows &rows, int64_t
     for (int64_t i = 0; i < m.heads * d; i += 16) store(heads + i, _mm512_mul_ps(wide(heads + i), scale));
     const int64_t first = layer.window ? std::max<int64_t>(0, length + own + 1 - layer.window) : 0;
     const Read of{std::min(first, length), length, rows.prompt_room, std::max<int64_t>(0, first - length), own + 1, rows.room};
-    constexpr decltype(&read<1>) reads[] = {nullptr, read<1>, read<2>, read<3>, read<4>};
+    constexpr decltype(&read<1, Activations>) reads[] = {nullptr, read<1, Activations>, read<2, Activations>,
+                                                         read<3, Activations>, read<4, Activations>};
     for (int64_t k = 0; k < m.key_heads; k++) {
         const int64_t there = (k * rows.prompts + prompt) * rows.prompt_room * d, here = (k * rows.n + row) * rows.room * d;
         std::memcpy(layer.keys + here + own * d, heads + (m.heads + k) * d, d * sizeof(bf16));

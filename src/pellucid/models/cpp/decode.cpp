@@ -26,13 +26,11 @@ extern "C" void pack(const bf16 *weight, int64_t outputs, int64_t width, int64_t
     }
 }
 
-// hidden [n, D] of the tokens is written over; logits [n, V] of the next ones.
-extern "C" void step(const Model *model, const Layer *layers, const Rows *of, const float *last_norm, const bf16 *head,
-                     float *hidden, bf16 *logits, int64_t threads) {
-    const Model &m = *model;
-    const Rows &rows = *of;
+template <class Activations>
+static void step_by(const Model &m, const Layer *layers, const Rows &rows, const float *last_norm, const bf16 *head, float *hidden,
+                    bf16 *logits, int64_t threads) {
     const int64_t n = rows.n, projected = (m.heads + 2 * m.key_heads) * m.size, stride = rows.prompt_room + rows.room;
-    const Groups x(n, m.width), attended(n, m.heads * m.size), gated(n, m.inner);
+    const Activations x(n, m.width), attended(n, m.heads * m.size), gated(n, m.inner);
     const std::unique_ptr<bf16[]> heads(new bf16[n * projected]);
     const std::unique_ptr<float[]> scores(new float[threads * QUERIES * stride]);
     const auto onto_hidden = [&](const bf16 *bias) {
@@ -82,4 +80,10 @@ extern "C" void step(const Model *model, const Layer *layers, const Rows *of, co
             }
         });
     }
+}
+
+// hidden [n, D] of the tokens is written over; logits [n, V] of the next ones.
+extern "C" void step(const Model *model, const Layer *layers, const Rows *of, const float *last_norm, const bf16 *head,
+                     float *hidden, bf16 *logits, int64_t tiles, int64_t threads) {
+    (tiles ? step_by<Tiles> : step_by<Groups>)(*model, layers, *of, last_norm, head, hidden, logits, threads);
 }

@@ -1,7 +1,7 @@
 // RMSNorm, in torch's order of sums.
 
 #pragma once
-#include "products.h"
+#include "vectors.h"
 
 // The sum of vectors at(0), at(8), ... as torch adds up `count` numbers, a multiple of 8: four sums of 8 side by side, each
 // put aside after 16 vectors, these again after 16, and so on; what is left over goes to the first.
@@ -40,7 +40,8 @@ static inline __m512 normed(const float *x, const float *weight, __m512 inverse)
     return _mm512_mul_ps(_mm512_mul_ps(_mm512_loadu_ps(x), inverse), _mm512_loadu_ps(weight));
 }
 
-static void norm(const float *x, const float *weight, int64_t row, float eps, const Groups &to) {
+template <class Activations>
+static void norm(const float *x, const float *weight, int64_t row, float eps, const Activations &to) {
     const __m512 inverse = _mm512_set1_ps(inverse_rms(x, to.width, eps));
     for (int64_t i = 0; i < to.width; i += 16) to.put(row, i, normed(x + i, weight + i, inverse));
 }

@@ -6,12 +6,16 @@
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
+#include <cstdlib>
 #include <cstring>
 #include <memory>
 
 extern "C" __m512 Sleef_expf16_u10(__m512);  // torch's exp, which libtorch_cpu has
 
 using bf16 = uint16_t;
+
+constexpr int BLOCK = 32;     // outputs of a matrix that lie together
+constexpr int LARGEST = 256;  // size of a head at most
 
 static inline __m512 wide(const bf16 *x) {
     return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)x)), 16));
@@ -53,8 +57,41 @@ static void transpose(const bf16 *from, int64_t stride, __m512i *to) {
     }
 }
 
+// Of bf16 x [16] and y [16], the latter 0 where there is none: x and y in turn.
+static inline __m512i paired(const bf16 *x, const bf16 *y) {
+    const __m512i one = _mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)x));
+    return y ? _mm512_or_si512(one, _mm512_castps_si512(wide(y))) : one;
+}
+
+// Numbers from the start of a cache line on, 0 at first.
+struct Free {
+    void operator()(void *x) const { std::free(x); }
+};
+template <class T> using Zeros = std::unique_ptr<T[], Free>;
+template <class T> static Zeros<T> zeros(int64_t count) {
+    const size_t bytes = (count * sizeof(T) + 63) / 64 * 64;
+    return Zeros<T>((T *)std::memset(std::aligned_alloc(64, bytes), 0, bytes));
+}
+
+// Of so many, how many stand in each of as few groups of `most` at most as there can be.
+static int64_t evenly(int64_t all, int64_t most) {
+    const int64_t groups = (all + most - 1) / most;
+    return (all + groups - 1) / groups;
+}
+
 // A thread's share of so many.
 struct Share {
     int64_t from, to;
     Share(int64_t all, int thread, int team) : from(all * thread / team), to(all * (thread + 1) / team) {}
 };
+
+static inline __m512 with_bias(const float *sums, const bf16 *bias, int64_t at) {
+    return bias ? _mm512_add_ps(_mm512_load_ps(sums), wide(bias + at)) : _mm512_load_ps(sums);
+}
+
+// Puts scores of the keys t .. t + 15 in their place, -inf for those that are not among from .. to.
+static inline void put_scores(float *scores, __m512 x, int64_t t, int64_t from, int64_t to) {
+    const int64_t before = std::max<int64_t>(from - t, 0), behind = std::min<int64_t>(to - t, 16);
+    const __mmask16 seen = (0xffff >> (16 - behind)) & (0xffff << before);
+    _mm512_storeu_ps(scores + t, _mm512_mask_blend_ps(seen, _mm512_set1_ps(-INFINITY), rounded(x)));
+}

@@ -6,7 +6,6 @@
 #pragma once
 #include "vectors.h"
 
-constexpr int BLOCK = 32;  // outputs of a block
 constexpr int ROWS = 12;   // rows of a group at most: their sums and a vector of a block fill the registers
 
 // oneDNN adds up so many products of `all` by themselves.
@@ -14,12 +13,10 @@ static int64_t chunk_of(int64_t all) { return all > 1024 ? 1024 : 512; }
 
 struct Groups {
     int64_t rows, count, width;
-    std::unique_ptr<bf16[]> data;
+    Zeros<bf16> data;
 
-    Groups(int64_t n, int64_t width) : count((n + ROWS - 1) / ROWS), width(width) {
-        rows = (n + count - 1) / count;
-        data.reset(new bf16[count * rows * width]());
-    }
+    Groups(int64_t n, int64_t width)
+        : rows(evenly(n, ROWS)), count((n + rows - 1) / rows), width(width), data(zeros<bf16>(count * rows * width)) {}
     const bf16 *at(int64_t group, int64_t k) const { return data.get() + (group * width + k) * rows; }
     void put(int64_t row, int64_t k, __m512 x) const {
         alignas(32) uint32_t pairs[8];
@@ -68,6 +65,50 @@ static void multiply(const Groups &x, const bf16 *weight, int64_t outputs, int64
         }
 }
 
-static inline __m512 with_bias(const float *sums, const bf16 *bias, int64_t at) {
-    return bias ? _mm512_add_ps(_mm512_load_ps(sums), wide(bias + at)) : _mm512_load_ps(sums);
+// Scores [Q, stride] of Q queries [Q, d] for the keys from .. to; -inf beside these in a run of 16.
+template <int Q>
+static void score(const Groups &, const bf16 *queries, const bf16 *keys, int64_t from, int64_t to, int64_t size, float *scores,
+                  int64_t stride) {
+    __m512i turned[LARGEST / 2];
+    for (int64_t t = from / 16 * 16; t < to; t += 16) {
+        for (int64_t i = 0; i < size; i += 32) transpose(keys + t * size + i, size, turned + i / 2);
+        __m512 sums[Q];
+        for (auto &sum : sums) sum = _mm512_setzero_ps();
+        for (int64_t i = 0; i < size / 2; i++)
+            for (int q = 0; q < Q; q++) {
+                const auto pair = (__m512bh)_mm512_set1_epi32(((const int32_t *)(queries + q * size))[i]);
+                sums[q] = _mm512_dpbf16_ps(sums[q], pair, (__m512bh)turned[i]);
+            }
+        for (int q = 0; q < Q; q++) put_scores(scores + q * stride, sums[q], t, from, to);
+    }
+}
+
+// out [Q, d]: the sums of probs [Q, stride] times values [., d] from .. to, added up as products of `room` tokens are.
+template <int Q>
+static void weigh(const Groups &, const float *probs, int64_t stride, const bf16 *values, int64_t from, int64_t to, int64_t room,
+                  int64_t size, float *out) {
+    const int64_t chunk = chunk_of(room);
+    for (int64_t i = 0; i < size; i += 64) {
+        __m512 all[4 * Q], sums[4 * Q];
+        for (auto &sum : all) sum = _mm512_setzero_ps();
+        const auto add = [&](int64_t t) {
+            for (int j = 0; j < 4; j++) {
+                const __m512 value = wide(values + t * size + i + j * 16);
+                for (int q = 0; q < Q; q++)
+                    sums[4 * q + j] = _mm512_fmadd_ps(_mm512_set1_ps(probs[q * stride + t]), value, sums[4 * q + j]);
+            }
+        };
+        for (int64_t start = from & ~1; start < to; start += chunk - start % chunk) {
+            for (auto &sum : sums) sum = _mm512_setzero_ps();
+            const int64_t end = std::min(to, start - start % chunk + chunk);
+            int64_t t = start;
+            for (; t + 1 < end; t += 2) {  // of two the second first, as vdpbf16ps does
+                add(t + 1);
+                add(t);
+            }
+            if (t < end) add(t);
+            for (int j = 0; j < 4 * Q; j++) all[j] = _mm512_add_ps(all[j], sums[j]);
+        }
+        for (int j = 0; j < 4 * Q; j++) _mm512_store_ps(out + j / 4 * size + i + j % 4 * 16, rounded(all[j]));
+    }
 }

@@ -1,0 +1,147 @@
+// The same by AMX: tiles of 16 rows by 32 inputs times tiles of 32 inputs by 16 outputs. Inputs are added up one tile after
+// the other from first to last, as oneDNN does where rows are few.
+//
+// Two tiles of weights side by side are a block, as `pack` lays it. Activations [n, K] lie in groups of R rows, each of them
+// in tiles: [n / R][K / 32][R][32].
+
+#pragma once
+#include "vectors.h"
+
+struct Tiles {
+    static constexpr int64_t ROWS = 16, INPUTS = 32;  // of a tile at most
+
+    int64_t rows, count, width;
+    Zeros<bf16> data;
+
+    Tiles(int64_t n, int64_t width)
+        : rows(evenly(n, ROWS)), count((n + rows - 1) / rows), width(width), data(zeros<bf16>(count * rows * width)) {}
+    bf16 *at(int64_t group, int64_t k) const { return data.get() + (group * width + k) * rows; }
+    void put(int64_t row, int64_t k, __m512 x) const {
+        store(at(row / rows, k / INPUTS * INPUTS) + row % rows * INPUTS + k % INPUTS, x);
+    }
+};
+
+// The tiles of a thread: 0 to 3 are sums, 4 and 5 the left of a product, 6 and 7 the right. Sums and the left have R rows.
+struct Tiling {
+    struct alignas(64) Shapes {
+        uint8_t palette = 1, start = 0, reserved[14] = {};
+        uint16_t bytes[16] = {};  // of a row
+        uint8_t rows[16] = {};
+    };
+    explicit Tiling(int64_t rows) {
+        Shapes shapes;
+        for (int i = 0; i < 8; i++) {
+            shapes.bytes[i] = 64;
+            shapes.rows[i] = i < 6 ? rows : Tiles::ROWS;
+        }
+        _tile_loadconfig(&shapes);
+    }
+    ~Tiling() { _tile_release(); }
+};
+
+// sums [2R, 32] = one or two groups of R rows times a block.
+static void product(const Tiles &x, int64_t group, bool two, const bf16 *block, float *sums) {
+    _tile_zero(0);
+    _tile_zero(1);
+    _tile_zero(2);
+    _tile_zero(3);
+    for (int64_t k = 0; k < x.width; k += Tiles::INPUTS) {
+        const bf16 *weights = block + k * BLOCK;
+        for (int i = 0; i < Tiles::INPUTS; i++) _mm_prefetch((const char *)(weights + (x.width + i) * BLOCK), _MM_HINT_T1);
+        _tile_loadd(6, weights, 2 * BLOCK * sizeof(bf16));
+        _tile_loadd(7, weights + BLOCK, 2 * BLOCK * sizeof(bf16));
+        _tile_loadd(4, x.at(group, k), Tiles::INPUTS * sizeof(bf16));
+        _tile_dpbf16ps(0, 4, 6);
+        _tile_dpbf16ps(1, 4, 7);
+        if (two) {
+            _tile_loadd(5, x.at(group + 1, k), Tiles::INPUTS * sizeof(bf16));
+            _tile_dpbf16ps(2, 5, 6);
+            _tile_dpbf16ps(3, 5, 7);
+        }
+    }
+    constexpr int64_t stride = BLOCK * sizeof(float);
+    _tile_stored(0, sums, stride);
+    _tile_stored(1, sums + BLOCK / 2, stride);
+    if (!two) return;
+    _tile_stored(2, sums + x.rows * BLOCK, stride);
+    _tile_stored(3, sums + x.rows * BLOCK + BLOCK / 2, stride);
+}
+
+template <class Then>
+static void multiply(const Tiles &x, const bf16 *weight, int64_t outputs, int64_t n, int thread, int team, Then then) {
+    alignas(64) float sums[2 * Tiles::ROWS * BLOCK];
+    const Tiling tiling(x.rows);
+    const Share mine((outputs + BLOCK - 1) / BLOCK, thread, team);
+    for (int64_t block = mine.from; block < mine.to; block++)
+        for (int64_t group = 0; group < x.count; group += 2) {
+            product(x, group, group + 1 < x.count, weight + block * x.width * BLOCK, sums);
+            for (int64_t r = 0; r < std::min(2 * x.rows, n - group * x.rows); r++)
+                then(group * x.rows + r, block * BLOCK, sums + r * BLOCK);
+        }
+}
+
+// Keys stand on the left, as they lie in the cache: what is multiplied may change places, what is added up may not.
+template <int Q>
+static void score(const Tiles &, const bf16 *queries, const bf16 *keys, int64_t from, int64_t to, int64_t size, float *scores,
+                  int64_t stride) {
+    alignas(64) uint32_t pairs[LARGEST / 2][16];
+    alignas(64) float sums[16 * 16];
+    for (int64_t i = 0; i < size / 2; i++) {
+        _mm512_store_si512(pairs[i], _mm512_setzero_si512());
+        for (int q = 0; q < Q; q++) pairs[i][q] = ((const uint32_t *)(queries + q * size))[i];
+    }
+    const Tiling tiling(Tiles::ROWS);
+    const __m512i column = _mm512_mullo_epi32(_mm512_set1_epi32(16), _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15));
+    for (int64_t t = from / 16 * 16; t < to; t += 16) {
+        _tile_zero(0);
+        for (int64_t i = 0; i < size; i += Tiles::INPUTS) {
+            _tile_loadd(4, keys + t * size + i, size * sizeof(bf16));
+            _tile_loadd(6, pairs[i / 2], 64);
+            _tile_dpbf16ps(0, 4, 6);
+        }
+        _tile_stored(0, sums, 64);
+        for (int q = 0; q < Q; q++) put_scores(scores + q * stride, _mm512_i32gather_ps(column, sums + q, 4), t, from, to);
+    }
+}
+
+template <int Q>
+static void weigh(const Tiles &, const float *probs, int64_t stride, const bf16 *values, int64_t from, int64_t to, int64_t,
+                  int64_t size, float *out) {
+    alignas(64) bf16 weights[16][32] = {}, pairs[4][16][32];
+    alignas(64) float sums[4][16][16];
+    const Tiling tiling(Tiles::ROWS);
+    for (int64_t i = 0; i < size; i += 64) {
+        _tile_zero(0);
+        _tile_zero(1);
+        _tile_zero(2);
+        _tile_zero(3);
+        for (int64_t start = from / 32 * 32; start < to; start += 32) {
+            for (int q = 0; q < Q; q++)
+                for (int j = 0; j < 32; j += 16)
+                    store(weights[q] + j, _mm512_maskz_loadu_ps(start + j < to ? 0xffff : 0, probs + q * stride + start + j));
+            for (int64_t p = 0; p < 16; p++) {
+                const int64_t t = start + 2 * p;
+                for (int j = 0; j < 4; j++) {
+                    const bf16 *value = values + t * size + i + j * 16;
+                    const __m512i one = t < to ? paired(value, t + 1 < to ? value + size : nullptr) : _mm512_setzero_si512();
+                    _mm512_store_si512(pairs[j][p], one);
+                }
+            }
+            _tile_loadd(4, weights, 64);
+            _tile_loadd(6, pairs[0], 64);
+            _tile_dpbf16ps(0, 4, 6);
+            _tile_loadd(7, pairs[1], 64);
+            _tile_dpbf16ps(1, 4, 7);
+            _tile_loadd(6, pairs[2], 64);
+            _tile_dpbf16ps(2, 4, 6);
+            _tile_loadd(7, pairs[3], 64);
+            _tile_dpbf16ps(3, 4, 7);
+        }
+        _tile_stored(0, sums[0], 64);
+        _tile_stored(1, sums[1], 64);
+        _tile_stored(2, sums[2], 64);
+        _tile_stored(3, sums[3], 64);
+        for (int q = 0; q < Q; q++)
+            for (int j = 0; j < 4; j++) _mm512_store_ps(out + q * size + i + j * 16, rounded(_mm512_load_ps(sums[j][q])));
+    }
+}
