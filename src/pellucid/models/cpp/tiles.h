@@ -104,29 +104,35 @@ static void score(const Tiles &, const bf16 *queries, const bf16 *keys, int64_t 
     }
 }
 
+// oneDNN takes so many of `all` inputs to a tile: equal parts where they can be had, else all that fit and a rest.
+static int64_t inputs_of(int64_t all) {
+    const int64_t parts = (all + Tiles::INPUTS - 1) / Tiles::INPUTS;
+    return all % (2 * parts) ? Tiles::INPUTS : all / parts;
+}
+
 template <int Q>
-static void weigh(const Tiles &, const float *probs, int64_t stride, const bf16 *values, int64_t from, int64_t to, int64_t,
+static void weigh(const Tiles &, const float *probs, int64_t stride, const bf16 *values, int64_t from, int64_t to, int64_t room,
                   int64_t size, float *out) {
-    alignas(64) bf16 weights[16][32] = {}, pairs[4][16][32];
+    alignas(64) bf16 weights[Tiles::ROWS][Tiles::INPUTS] = {}, pairs[4][Tiles::INPUTS / 2][32] = {};
     alignas(64) float sums[4][16][16];
     const Tiling tiling(Tiles::ROWS);
+    const int64_t inputs = inputs_of(room);
     for (int64_t i = 0; i < size; i += 64) {
         _tile_zero(0);
         _tile_zero(1);
         _tile_zero(2);
         _tile_zero(3);
-        for (int64_t start = from / 32 * 32; start < to; start += 32) {
+        for (int64_t start = from / inputs * inputs; start < to; start += inputs) {
+            const int64_t count = std::min(inputs, to - start);
             for (int q = 0; q < Q; q++)
-                for (int j = 0; j < 32; j += 16)
-                    store(weights[q] + j, _mm512_maskz_loadu_ps(start + j < to ? 0xffff : 0, probs + q * stride + start + j));
-            for (int64_t p = 0; p < 16; p++) {
-                const int64_t t = start + 2 * p;
+                for (int j = 0; j < Tiles::INPUTS; j += 16)
+                    store(weights[q] + j, _mm512_maskz_loadu_ps(first_of_sixteen(count - j), probs + q * stride + start + j));
+            for (int64_t k = 0; k < inputs; k += 2)
                 for (int j = 0; j < 4; j++) {
-                    const bf16 *value = values + t * size + i + j * 16;
-                    const __m512i one = t < to ? paired(value, t + 1 < to ? value + size : nullptr) : _mm512_setzero_si512();
-                    _mm512_store_si512(pairs[j][p], one);
+                    const bf16 *value = values + (start + k) * size + i + j * 16;
+                    const __m512i one = k < count ? paired(value, k + 1 < count ? value + size : nullptr) : _mm512_setzero_si512();
+                    _mm512_store_si512(pairs[j][k / 2], one);
                 }
-            }
             _tile_loadd(4, weights, 64);
             _tile_loadd(6, pairs[0], 64);
             _tile_dpbf16ps(0, 4, 6);

@@ -89,9 +89,11 @@ static inline __m512 with_bias(const float *sums, const bf16 *bias, int64_t at) 
     return bias ? _mm512_add_ps(_mm512_load_ps(sums), wide(bias + at)) : _mm512_load_ps(sums);
 }
 
+// Of sixteen numbers the first `count`, if there are as many.
+static inline __mmask16 first_of_sixteen(int64_t count) { return count < 16 ? (1 << std::max<int64_t>(0, count)) - 1 : 0xffff; }
+
 // Puts scores of the keys t .. t + 15 in their place, -inf for those that are not among from .. to.
 static inline void put_scores(float *scores, __m512 x, int64_t t, int64_t from, int64_t to) {
-    const int64_t before = std::max<int64_t>(from - t, 0), behind = std::min<int64_t>(to - t, 16);
-    const __mmask16 seen = (0xffff >> (16 - behind)) & (0xffff << before);
+    const __mmask16 seen = first_of_sixteen(to - t) & ~first_of_sixteen(from - t);
     _mm512_storeu_ps(scores + t, _mm512_mask_blend_ps(seen, _mm512_set1_ps(-INFINITY), rounded(x)));
 }
