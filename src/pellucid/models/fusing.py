@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -43,12 +44,17 @@ def maker(decoder: Decoder) -> Callable[[Weights, Shape], Fused] | None:
 def here() -> tuple[Step | None, str]:
     """What computes steps, and why nothing does."""
     try:
-        found = library()
-        ways = [Step(found, tiles) for tiles in (False, has_tiles())]
-        step = next((step for step in ways if has_bits_of_operators(step)), None)
+        return way(library()), ""
     except (UnusableError, OSError) as error:
         return None, str(error)
-    return step, "" if step else "this processor or this torch rounds otherwise"
+
+
+def way(library: Any) -> Step:
+    """The way of this library that has the bits of torch's operators. UnusableError where none has."""
+    for tiles in (False, True) if has_tiles() else (False,):
+        if has_bits_of_operators(step := Step(library, tiles)):
+            return step
+    raise UnusableError("this processor or this torch rounds otherwise")
 
 
 def has_tiles() -> bool:
