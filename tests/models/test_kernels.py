@@ -59,6 +59,38 @@ def test_a_layer_has_the_bits_of_the_operators_with_any_number_of_threads(name, 
             assert torch.equal(one, other)
 
 
+@pytest.mark.parametrize("vocabulary", [16, 272, 8192, 49152])
+@pytest.mark.parametrize("temperature", [1.0, 0.7, 0.0])
+def test_tokens_are_drawn_as_by_the_operators(vocabulary, temperature):
+    uniforms = torch.rand(5, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    uniforms[:2] = torch.tensor([0.0, 1 - 2**-53])
+    for sharpness in (0.1, 1, 4):
+        logits = (noise(5, vocabulary, dtype=torch.float32) * sharpness).to(BF16)
+        ours, theirs = (by.drawn(logits, uniforms, temperature) for by in (kernels.here()[0], operators))
+        assert all(torch.equal(*pair) for pair in zip(ours, theirs, strict=True))
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.0])
+def test_what_a_row_draws_depends_on_no_other(temperature):
+    logits, uniforms = noise(5, 8192), torch.linspace(0, 0.9, 5, dtype=torch.float64)
+    together = kernels.here()[0].drawn(logits, uniforms, temperature)
+    for row in range(5):
+        alone = kernels.here()[0].drawn(logits[row : row + 1], uniforms[row : row + 1], temperature)
+        assert [x.item() for x in alone] == [x[row].item() for x in together]
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.0])
+def test_of_equals_the_first_is_the_likeliest_and_without_numbers_a_token_is_drawn_still(temperature):
+    logits = torch.full((3, 272), -torch.inf, dtype=BF16)
+    logits[0, [40, 100]] = 2.0
+    logits[1] = torch.nan
+    token, mass, total = kernels.here()[0].drawn(logits, torch.full((3,), 0.4, dtype=torch.float64), temperature)
+    assert token[0] == 40
+    assert (mass[0], total[0]) == (1, 2)
+    assert (token < 272).all()
+    assert total[1:].isnan().all()
+
+
 @pytest.mark.parametrize("width", [560, 4112, 8208])
 def test_norms_of_any_width_add_up_as_torch_does(width):
     found = kernels.here()[0]
@@ -158,7 +190,7 @@ def test_log_probs_and_gradients_by_both_ways_agree(monkeypatch):
 # ---------------------------------------------------------------- the trial
 
 
-@pytest.mark.parametrize("name", layer_work(1, 16))
+@pytest.mark.parametrize("name", [*layer_work(1, 16), "drawn"])
 def test_other_bits_are_found_out(name):
     class Off(Kernels):
         pass
@@ -166,7 +198,8 @@ def test_other_bits_are_found_out(name):
     def off(self, *arguments):
         said = getattr(operators, name)(*arguments)
         first, *rest = said if isinstance(said, tuple) else (said,)
-        first.view(-1)[0] = first.view(-1)[0] * 1.02 + 0.02  # some last bits of one number
+        changed = first.view(-1)[0] * 1.02 + 0.02  # some last bits of one number
+        first.view(-1)[0] = changed if first.is_floating_point() else first.view(-1)[0] + 1
         return (first, *rest) if rest else first
 
     setattr(Off, name, off)

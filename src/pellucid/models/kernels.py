@@ -19,6 +19,7 @@ from torch.autograd import forward_ad
 
 from pellucid.models import operators
 from pellucid.models.compiling import UnusableError, call, library
+from pellucid.models.operators import exponent_of
 
 VECTOR = 16
 """Numbers at a time: widths are a multiple of it."""
@@ -144,6 +145,13 @@ class Kernels:
         slopes = [None if x is None else x.contiguous() for x in (*weight, *read[1:])]
         self._call("of_product", described(logits), described(other), tokens, len(tokens), *slopes)
 
+    def drawn(self, logits: Tensor, uniforms: Tensor, temperature: float) -> tuple[Tensor, Tensor, Tensor]:
+        token = torch.empty(len(logits), dtype=torch.long)
+        mass, total = torch.empty(2, len(logits))
+        by = uniforms.contiguous() if temperature else None
+        self._call("draw", logits.contiguous(), *logits.shape, exponent_of(temperature), by, token, mass, total)
+        return token, mass, total
+
     def _call(self, name: str, *arguments: Any) -> None:
         call(getattr(self.library, name), *arguments, torch.get_num_threads())
 
@@ -183,6 +191,7 @@ def try_bits(kernels: Kernels) -> None:
     x, weight = noise(5, 560, dtype=torch.float32), noise(560, dtype=torch.float32)
     bias = torch.zeros(2, 1, 5, 112, dtype=torch.bfloat16).masked_fill_(noise(2, 1, 5, 112) > 2, -torch.inf)
     scores, scale = noise(2, 3, 10, 112), 0.125
+    chances = torch.rand(3, dtype=torch.float64, generator=chance)
     trials: list[tuple[str, tuple[Any, ...]]] = [
         ("norm", (x, weight, 1e-5, torch.bfloat16)),
         ("norm_backward", (x, weight, 1e-5, noise(5, 560))),
@@ -190,6 +199,7 @@ def try_bits(kernels: Kernels) -> None:
         ("gated", (noise(5, 96),)),
         ("gated_backward", (noise(5, 96), noise(5, 48))),
         ("softmax", (scores, bias)),
+        *(("drawn", (noise(3, 8528), chances, temperature)) for temperature in (1.0, 0.7, 0.0)),
         ("softmax_backward", (scores.float(), bias, noise(2, 3, 10, 112), scale)),
     ]
     for name, arguments in trials:

@@ -3,16 +3,20 @@
 kernels.py has the same functions, to the same bits, in C++.
 
 Shapes: N tokens, D hidden size, H heads, d head size, I intermediate size, B rows, C query heads, K key heads,
-T queries, S keys.
+T queries, S keys; n tokens, V vocabulary.
 """
 
 from __future__ import annotations
+
+import math
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 aten = torch.ops.aten
+BLOCK = 256
+"""Tokens that are added up by themselves to be drawn from."""
 
 
 def norm(x: Tensor, weight: Tensor, eps: float, dtype: torch.dtype) -> Tensor:
@@ -83,3 +87,43 @@ def biased(scores: Tensor, bias: Tensor) -> Tensor:
 def unrounded(x: Tensor) -> Tensor:
     """In fp32 at least."""
     return x.to(torch.promote_types(x.dtype, torch.float32))
+
+
+# ---------------------------------------------------------------- drawing
+
+
+def masses_of(logits: Tensor, temperature: float) -> Tensor:
+    """[n, V] fp32 probabilities, up to a factor, of softmax(logits / temperature), at 1 in place of 0."""
+    below = logits - logits.amax(-1, keepdim=True).float()  # fp32, and never above 0
+    return below.mul_(exponent_of(temperature)).exp2_()  # a quarter of the time of exp
+
+
+def exponent_of(temperature: float) -> float:
+    """What a difference of logits is multiplied by to be an exponent of 2."""
+    return 1 / (math.log(2) * (temperature or 1.0))
+
+
+def drawn(logits: Tensor, uniforms: Tensor, temperature: float) -> tuple[Tensor, Tensor, Tensor]:
+    """A token for each row [n], its unnormalised probability, and that of all tokens together; see drawing.py."""
+    masses = masses_of(logits, temperature)
+    token = logits.argmax(-1) if temperature == 0.0 else invert_cdf(masses, uniforms)
+    return token, masses.gather(-1, token[:, None])[:, 0], masses.sum(-1)
+
+
+def invert_cdf(masses: Tensor, uniforms: Tensor) -> Tensor:
+    """Tokens [n] at `uniforms` [n] of the CDF of masses [n, V], in two levels: blocks, and tokens of one block."""
+    uniforms = uniforms[:, None]
+    blocks = F.pad(masses, (0, -masses.shape[-1] % BLOCK)).unflatten(-1, (-1, BLOCK))  # [B, V / BLOCK, BLOCK]
+    block_ends = blocks.sum(-1).to(uniforms.device).cumsum(-1, dtype=torch.float64)
+    target = uniforms * block_ends[:, -1:]
+    block = first_beyond(block_ends, target)
+    before = F.pad(block_ends, (1, 0)).gather(-1, block)
+    masses = blocks.take_along_dim(block[..., None].to(blocks.device), 1)[:, 0]  # [B, BLOCK]
+    inside = masses.to(uniforms.device).double().cumsum(-1)
+    return (block * BLOCK + first_beyond(inside, target - before))[:, 0].to(blocks.device)
+
+
+def first_beyond(ends: Tensor, target: Tensor) -> Tensor:
+    """Index of the first cumulative sum above the target; rounding may push the target past the last one with mass."""
+    last = torch.searchsorted(ends, ends[:, -1:].contiguous())
+    return torch.minimum(torch.searchsorted(ends, target, right=True), last)
