@@ -55,8 +55,11 @@ static void step_by(const Model &m, const Layer *layers, const Rows &rows, const
                     store(&heads[row * projected + at + i], with_bias(sums + i, layer.qkv_bias, at + i));
             });
 #pragma omp barrier
-            for (int64_t row = mine.from; row < mine.to; row++)
-                attend(m, layer, rows, row, &heads[row * projected], &scores[thread * QUERIES * stride], stride, attended);
+            {
+                [[maybe_unused]] const typename Activations::Reading reading;
+                for (int64_t row = mine.from; row < mine.to; row++)
+                    attend(m, layer, rows, row, &heads[row * projected], &scores[thread * QUERIES * stride], stride, attended);
+            }
 #pragma omp barrier
             multiply(attended, layer.attention_out, m.width, n, thread, team, onto_hidden(layer.attention_out_bias));
 #pragma omp barrier

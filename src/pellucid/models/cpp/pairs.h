@@ -15,6 +15,8 @@ struct Groups {
     int64_t rows, count, width;
     Zeros<bf16> data;
 
+    struct Reading {};  // nothing need be set up
+
     Groups(int64_t n, int64_t width)
         : rows(evenly(n, ROWS)), count((n + rows - 1) / rows), width(width), data(zeros<bf16>(count * rows * width)) {}
     const bf16 *at(int64_t group, int64_t k) const { return data.get() + (group * width + k) * rows; }

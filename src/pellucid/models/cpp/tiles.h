@@ -7,20 +7,6 @@
 #pragma once
 #include "vectors.h"
 
-struct Tiles {
-    static constexpr int64_t ROWS = 16, INPUTS = 32;  // of a tile at most
-
-    int64_t rows, count, width;
-    Zeros<bf16> data;
-
-    Tiles(int64_t n, int64_t width)
-        : rows(evenly(n, ROWS)), count((n + rows - 1) / rows), width(width), data(zeros<bf16>(count * rows * width)) {}
-    bf16 *at(int64_t group, int64_t k) const { return data.get() + (group * width + k) * rows; }
-    void put(int64_t row, int64_t k, __m512 x) const {
-        store(at(row / rows, k / INPUTS * INPUTS) + row % rows * INPUTS + k % INPUTS, x);
-    }
-};
-
 // The tiles of a thread: 0 to 3 are sums, 4 and 5 the left of a product, 6 and 7 the right. Sums and the left have R rows.
 struct Tiling {
     struct alignas(64) Shapes {
@@ -32,11 +18,29 @@ struct Tiling {
         Shapes shapes;
         for (int i = 0; i < 8; i++) {
             shapes.bytes[i] = 64;
-            shapes.rows[i] = i < 6 ? rows : Tiles::ROWS;
+            shapes.rows[i] = i < 6 ? rows : 16;
         }
         _tile_loadconfig(&shapes);
     }
     ~Tiling() { _tile_release(); }
+};
+
+struct Tiles {
+    static constexpr int64_t ROWS = 16, INPUTS = 32;  // of a tile at most
+
+    int64_t rows, count, width;
+    Zeros<bf16> data;
+
+    struct Reading {  // while it lasts, `score` and `weigh` may be called
+        const Tiling tiling{ROWS};
+    };
+
+    Tiles(int64_t n, int64_t width)
+        : rows(evenly(n, ROWS)), count((n + rows - 1) / rows), width(width), data(zeros<bf16>(count * rows * width)) {}
+    bf16 *at(int64_t group, int64_t k) const { return data.get() + (group * width + k) * rows; }
+    void put(int64_t row, int64_t k, __m512 x) const {
+        store(at(row / rows, k / INPUTS * INPUTS) + row % rows * INPUTS + k % INPUTS, x);
+    }
 };
 
 // sums [2R, 32] = one or two groups of R rows times a block.
@@ -84,23 +88,29 @@ static void multiply(const Tiles &x, const bf16 *weight, int64_t outputs, int64_
 template <int Q>
 static void score(const Tiles &, const bf16 *queries, const bf16 *keys, int64_t from, int64_t to, int64_t size, float *scores,
                   int64_t stride) {
-    alignas(64) uint32_t pairs[LARGEST / 2][16];
-    alignas(64) float sums[16 * 16];
-    for (int64_t i = 0; i < size / 2; i++) {
-        _mm512_store_si512(pairs[i], _mm512_setzero_si512());
-        for (int q = 0; q < Q; q++) pairs[i][q] = ((const uint32_t *)(queries + q * size))[i];
-    }
-    const Tiling tiling(Tiles::ROWS);
-    const __m512i column = _mm512_mullo_epi32(_mm512_set1_epi32(16), _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15));
-    for (int64_t t = from / 16 * 16; t < to; t += 16) {
+    alignas(64) uint32_t pairs[LARGEST / 2][16];  // of Q columns; what stands in others is not looked at
+    alignas(64) float sums[2][16 * 16];
+    for (int q = 0; q < Q; q++)
+        for (int64_t i = 0; i < size / 2; i++) pairs[i][q] = ((const uint32_t *)(queries + q * size))[i];
+    const __m512i column = _mm512_setr_epi32(0, 16, 32, 48, 64, 80, 96, 112, 128, 144, 160, 176, 192, 208, 224, 240);
+    for (int64_t t = from / 16 * 16; t < to; t += 32) {
+        const bool two = t + 16 < to;
         _tile_zero(0);
+        _tile_zero(1);
         for (int64_t i = 0; i < size; i += Tiles::INPUTS) {
-            _tile_loadd(4, keys + t * size + i, size * sizeof(bf16));
             _tile_loadd(6, pairs[i / 2], 64);
+            _tile_loadd(4, keys + t * size + i, size * sizeof(bf16));
             _tile_dpbf16ps(0, 4, 6);
+            if (two) {
+                _tile_loadd(5, keys + (t + 16) * size + i, size * sizeof(bf16));
+                _tile_dpbf16ps(1, 5, 6);
+            }
         }
-        _tile_stored(0, sums, 64);
-        for (int q = 0; q < Q; q++) put_scores(scores + q * stride, _mm512_i32gather_ps(column, sums + q, 4), t, from, to);
+        _tile_stored(0, sums[0], 64);
+        if (two) _tile_stored(1, sums[1], 64);
+        for (int half = 0; half <= two; half++)
+            for (int q = 0; q < Q; q++)
+                put_scores(scores + q * stride, _mm512_i32gather_ps(column, sums[half] + q, 4), t + half * 16, from, to);
     }
 }
 
@@ -110,12 +120,20 @@ static int64_t inputs_of(int64_t all) {
     return all % (2 * parts) ? Tiles::INPUTS : all / parts;
 }
 
+// A tile of 32 values: tokens of so many from here on, 16 of their numbers, two tokens together.
+static void pair_up(const bf16 *values, int64_t count, int64_t size, bf16 (*to)[32]) {
+    int64_t k = 0;
+    for (; k + 1 < count; k += 2) _mm512_store_si512(to[k / 2], paired(values + k * size, values + (k + 1) * size));
+    if (k < count) _mm512_store_si512(to[k / 2], paired(values + k * size, nullptr));
+    for (k += k < count ? 2 : 0; k < Tiles::INPUTS; k += 2) _mm512_store_si512(to[k / 2], _mm512_setzero_si512());
+}
+
 template <int Q>
 static void weigh(const Tiles &, const float *probs, int64_t stride, const bf16 *values, int64_t from, int64_t to, int64_t room,
                   int64_t size, float *out) {
-    alignas(64) bf16 weights[Tiles::ROWS][Tiles::INPUTS] = {}, pairs[4][Tiles::INPUTS / 2][32] = {};
+    alignas(64) bf16 weights[Tiles::ROWS][Tiles::INPUTS];  // of Q rows; what stands in others is not looked at
+    alignas(64) bf16 pairs[4][Tiles::INPUTS / 2][32];
     alignas(64) float sums[4][16][16];
-    const Tiling tiling(Tiles::ROWS);
     const int64_t inputs = inputs_of(room);
     for (int64_t i = 0; i < size; i += 64) {
         _tile_zero(0);
@@ -127,12 +145,7 @@ static void weigh(const Tiles &, const float *probs, int64_t stride, const bf16 
             for (int q = 0; q < Q; q++)
                 for (int j = 0; j < Tiles::INPUTS; j += 16)
                     store(weights[q] + j, _mm512_maskz_loadu_ps(first_of_sixteen(count - j), probs + q * stride + start + j));
-            for (int64_t k = 0; k < inputs; k += 2)
-                for (int j = 0; j < 4; j++) {
-                    const bf16 *value = values + (start + k) * size + i + j * 16;
-                    const __m512i one = k < count ? paired(value, k + 1 < count ? value + size : nullptr) : _mm512_setzero_si512();
-                    _mm512_store_si512(pairs[j][k / 2], one);
-                }
+            for (int j = 0; j < 4; j++) pair_up(values + start * size + i + j * 16, count, size, pairs[j]);
             _tile_loadd(4, weights, 64);
             _tile_loadd(6, pairs[0], 64);
             _tile_dpbf16ps(0, 4, 6);
