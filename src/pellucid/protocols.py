@@ -163,6 +163,16 @@ class Sampler(Protocol):
         """Use the weights of this policy from now on. Completions carry `version`, the number of steps behind them."""
 
 
+@runtime_checkable
+class InFlight(Protocol):
+    """A sampler that may be given any number of prompts at once. Others are given a few at a time."""
+
+    @property
+    def in_flight(self) -> bool:
+        """Whether it decodes a bounded number of rows at once, and lets the next prompts in as rows end."""
+        ...
+
+
 class Logger(Protocol):
     def log(self, step: int, metrics: Mapping[str, float], groups: Sequence[Group], /) -> None: ...
 

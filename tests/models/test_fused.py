@@ -186,6 +186,21 @@ def test_a_policy_samples_the_same_tokens_and_log_probs(monkeypatch):
     assert made
 
 
+@pytest.mark.parametrize("rows", [4, 12, 40])
+def test_rows_that_board_late_have_the_bits_of_those_that_board_at_once(monkeypatch, rows):
+    """Questions are read one by one: only of decoding it is said, since products of the operators may differ."""
+    admit = DecodeBatch.admit
+    monkeypatch.setattr(
+        DecodeBatch, "admit", lambda batch, asked, n: torch.cat([admit(batch, [one], n) for one in asked])
+    )
+    policy = Policy(model_of("llama"), character_tokenizer(), torch.bfloat16)
+    policy.eos_ids = (*range(0, 28, 3), EOS)  # so that rows end at different times
+    asked, sampling = CountDigits().sample(0, 15), Sampling(4, max_tokens=40, seed="0")
+    late, at_once = (Native(n, policy).generate(asked, sampling) for n in (rows, 60))
+    assert len({len(c.token_ids) for group in at_once for c in group.completions}) > 5
+    assert late == at_once
+
+
 def test_new_weights_are_laid_out_for_the_next_batch():
     model = model_of("llama")
     policy = Policy(model, character_tokenizer(), torch.bfloat16)

@@ -5,11 +5,20 @@ from __future__ import annotations
 import itertools
 import math
 import random
+from dataclasses import dataclass, field
 
 import pytest
+import torch
+import torch.nn.functional as F
 
 from conftest import CountDigits, make_policy
+from pellucid.environments.here import Here
+from pellucid.environments.talk import Talk
+from pellucid.protocols import InFlight
+from pellucid.samplers.hf import HuggingFace
 from pellucid.samplers.native import Native
+from pellucid.samplers.servers import Servers
+from pellucid.samplers.vllm import VLLM
 from pellucid.training import evaluate as evaluation_module
 from pellucid.training.evaluate import (
     OneProcess,
@@ -18,9 +27,10 @@ from pellucid.training.evaluate import (
     evaluate,
     held_out,
     pass_at,
+    sample_and_grade,
     student_quantile,
 )
-from pellucid.types import Prompt, Reward, Sampling
+from pellucid.types import Progress, Prompt, Reward, Sampling
 
 
 @pytest.mark.parametrize(("samples", "correct", "k"), [(5, 2, 3), (6, 0, 2), (6, 6, 2), (4, 1, 4), (8, 3, 1)])
@@ -76,10 +86,10 @@ def test_nothing_measured_is_nan():
     assert math.isnan(estimate_mean([]).value)
 
 
-def evaluated(k, samples):
-    policy = make_policy()
+def evaluated(k, samples, rows=256, wrapped=lambda sampler: sampler):
     task, sampling = CountDigits(split="test"), Sampling(samples, max_tokens=12)
-    return evaluate("digits", task, held_out(task, 10), Native(policy=policy), sampling, k, OneProcess())[:2]
+    sampler = wrapped(Native(rows, make_policy()))
+    return evaluate("digits", task, held_out(task, 10), sampler, sampling, k, OneProcess())[:2]
 
 
 def test_an_evaluation_counts_right_answers():
@@ -120,16 +130,154 @@ def test_rewards_that_failed_are_left_out_of_the_mean_and_degrees_are_no_verdict
         assert math.isnan(reward) or reward == group.rewards[0].value
 
 
+class Asked:
+    """A sampler that says nothing of rows in flight, and how many prompts it was asked at a time."""
+
+    def __init__(self, sampler):
+        self.sampler, self.rows, self.asked = sampler, sampler.rows, []
+
+    def generate(self, prompts, sampling):
+        self.asked.append((sampling.n, len(prompts)))
+        return self.sampler.generate(prompts, sampling)
+
+
+class AskedInFlight(Asked):
+    in_flight = True
+
+
+def tokens_of(groups):
+    return [[c.token_ids for c in g.completions] for g in groups]
+
+
 @pytest.mark.parametrize("rows", [1, 7, 30])
 def test_how_many_rows_are_decoded_together_changes_no_sample(monkeypatch, rows):
-    """Ten prompts of six samples: at most 128 rows together, or 1, or 6 of 7, or 30."""
+    """Ten prompts of six samples: all 60 rows together, or 6, or 6 of 7, or 30; in flight, and part by part."""
     whole = evaluated(k=3, samples=6)
+    in_flight = evaluated(k=3, samples=6, rows=rows)
     monkeypatch.setattr(evaluation_module, "MAX_ROWS", rows)
-    chunked = evaluated(k=3, samples=6)
-    assert [[c.token_ids for c in g.completions] for g in chunked[1]] == [
-        [c.token_ids for c in g.completions] for g in whole[1]
+    in_parts = evaluated(k=3, samples=6, wrapped=Asked)
+    assert tokens_of(in_flight[1]) == tokens_of(in_parts[1]) == tokens_of(whole[1])
+    assert in_flight[0] == in_parts[0] == whole[0]
+
+
+@pytest.mark.parametrize(
+    ("kind", "asked"),
+    [(AskedInFlight, [(1, 10), (6, 10)]), (Asked, [(1, 10), *[(6, 2)] * 5])],
+)
+def test_only_samplers_that_keep_rows_in_flight_are_asked_all_prompts_at_once(monkeypatch, kind, asked):
+    """13 rows hold two groups of six."""
+    monkeypatch.setattr(evaluation_module, "MAX_ROWS", 13)
+    samplers = []
+    evaluated(k=3, samples=6, wrapped=lambda sampler: samplers.append(kind(sampler)) or samplers[0])
+    assert samplers[0].asked == asked
+
+
+@pytest.mark.parametrize(
+    ("sampler", "in_flight"),
+    [
+        (Native(policy=make_policy()), True),
+        (Native(policy=make_policy(engine="transformers")), False),
+        (Native(policy=make_policy(), world=Here(Talk("worlds:Parrot"))), False),
+        (VLLM(), True),
+        (VLLM(world=Here(Talk("worlds:Parrot"))), False),
+        (Servers(urls=["http://nowhere:1"]), True),
+        (HuggingFace(), False),
+    ],
+    ids=["native", "by transformers", "conversations", "vllm", "its conversations", "servers", "hf"],
+)
+def test_who_keeps_rows_in_flight(sampler, in_flight):
+    assert (isinstance(sampler, InFlight) and sampler.in_flight) == in_flight
+
+
+@dataclass(frozen=True)
+class Together(CountDigits):
+    """Grades many completions at once, and remembers how many and how far the run is."""
+
+    graded: list = field(default_factory=list)
+
+    def reward_all(self, pairs, progress):
+        self.graded.append((len(pairs), progress.global_step))
+        return [self.reward(*pair) for pair in pairs]
+
+
+@pytest.mark.parametrize("wrapped", [Asked, AskedInFlight])
+def test_answers_are_graded_in_parts_however_they_were_sampled(monkeypatch, wrapped):
+    monkeypatch.setattr(evaluation_module, "MAX_ROWS", 25)
+    task, sampler = Together(split="test"), wrapped(Native(policy=make_policy()))
+    sampling, prompts = Sampling(6, max_tokens=4), held_out(task, 10)
+    _, groups, _ = evaluate("digits", task, prompts, sampler, sampling, 3, OneProcess(), Progress(7, 9, 1))
+    assert task.graded == [(10, 7), (24, 7), (24, 7), (12, 7)]
+    assert [[reward.value for reward in group.rewards] for group in groups] == [
+        [CountDigits().reward(group.prompt, c).value for c in group.completions] for group in groups
     ]
-    assert chunked[0] == whole[0]
+
+
+def test_a_share_without_prompts_asks_nobody():
+    sampler = AskedInFlight(Native(policy=make_policy()))
+    assert sample_and_grade(CountDigits(), sampler, [], Sampling(6)) == []
+    assert sampler.asked == []
+
+
+class Scripted:
+    """A policy whose prompts are the lengths of their answers, and the calls of its decode batch."""
+
+    device, eos_ids, decoder, context_length = torch.device("cpu"), (1,), True, 100
+
+    def __init__(self):
+        self.admitted, self.stepped, self.most = [], [], 0
+
+    def encode(self, prompt):
+        return (int(prompt.text),)
+
+    def encode_prefix(self, prompt):
+        return ()
+
+    def decode(self, ids):
+        return str(len(ids))
+
+    def decode_batch(self, rows):
+        self.rows, self.left = rows, torch.zeros(0, dtype=torch.long)
+        return self
+
+    def room(self):
+        return self.rows - len(self.left)
+
+    def admit(self, prompts, copies):
+        lengths = torch.tensor([length for (length,) in prompts]).repeat_interleave(copies)
+        self.admitted.append(len(lengths))
+        self.left = torch.cat([self.left, lengths])
+        self.most = max(self.most, len(self.left))
+        return self._logits()[-len(lengths) :]
+
+    def step(self, tokens):
+        self.stepped.append(len(tokens))
+        self.left = self.left - 1
+        return self._logits()
+
+    def keep(self, places):
+        self.left = self.left[places]
+
+    def _logits(self):
+        return F.one_hot((self.left == 1).long(), 2).float()
+
+
+class Lengths(CountDigits):
+    def reward(self, prompt, completion):
+        return Reward(float(completion.text == prompt.text))
+
+
+def test_no_tail_is_waited_for_but_the_last(monkeypatch):
+    """Room for four rows, by hand. The answer of nine tokens is drawn with three of one, whose places two of one and
+    another of nine take; then the last of one. In parts of four the two tails would be 8 + 8 steps of a row.
+    """
+    monkeypatch.setattr(evaluation_module, "MAX_ROWS", 4)
+    policy = Scripted()
+    prompts = [Prompt(str(i), str(length)) for i, length in enumerate([9, 1, 1, 1, 9, 1, 1, 1])]
+    groups = sample_and_grade(Lengths(), Native(4, policy), prompts, Sampling(1, temperature=0.0, max_tokens=20))
+    assert [group.rewards[0].value for group in groups] == [1.0] * 8
+    assert policy.admitted == [4, 3, 1]
+    assert policy.stepped == [1, *[2] * 7, 1]
+    assert policy.most == 4, "the cache holds no more"
 
 
 def test_answers_stand_in_the_order_of_their_questions():

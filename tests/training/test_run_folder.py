@@ -18,6 +18,7 @@ import pytest
 from conftest import records
 from forked import Forked
 from pellucid import config
+from pellucid.models.decoding import DecodeBatch
 from pellucid.policy.policy import Policy
 from pellucid.reporting.run_folder import checkpoints
 from pellucid.samplers.native import Native
@@ -558,6 +559,37 @@ def test_a_request_during_an_evaluation_does_not_wait_for_its_end(recipe, tmp_pa
     assert [row["step"] for row in records(stopped / "evals.jsonl")] == list(range(step))
     assert checkpoint.step_of(checkpoints(stopped)[-1]) == step
     assert not (stopped / "model").exists()
+    assert train("--resume", stopped) == 0
+    same_run(whole, stopped)
+
+
+def test_a_request_while_rows_of_an_evaluation_are_in_flight_waits_for_none_of_them(
+    recipe, tmp_path, monkeypatch, undisturbed
+):
+    """In the third token of the evaluation behind step 4, while other rows wait for a place."""
+    settings = ["--evaluate.every", 1, "--checkpoint.every", 4, "--sampler.rows", 4]
+    whole, stopped = undisturbed(recipe, *settings), tmp_path / "stopped"
+    decode, step, calls = Native._decode, DecodeBatch.step, []
+
+    def signalled(batch, *arguments):
+        calls.append(batch)
+        if len(calls) == 3:
+            os.kill(os.getpid(), signal.SIGTERM)
+            time.sleep(600)
+        return step(batch, *arguments)
+
+    with monkeypatch.context() as patched:
+
+        def watched(sampler, contexts, sampling, seeds):
+            if sampler.version == 4 and sampling.seed.startswith("evaluate"):
+                assert len(seeds) > 4
+                patched.setattr(DecodeBatch, "step", signalled)
+            return decode(sampler, contexts, sampling, seeds)
+
+        patched.setattr(Native, "_decode", watched)
+        assert train(recipe, "--run", stopped, *settings) == 130
+    assert len(calls) == 3
+    assert [row["step"] for row in records(stopped / "evals.jsonl")] == list(range(4))
     assert train("--resume", stopped) == 0
     same_run(whole, stopped)
 

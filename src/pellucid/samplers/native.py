@@ -41,6 +41,13 @@ class Native:
         self.policy, self.version = policy, version
         policy.gather()
 
+    @property
+    def in_flight(self) -> bool:
+        """As in `InFlight`. Where transformers decodes, nobody is let in before all have ended; and of conversations,
+        each with a process of its own, twice as many as rows would be begun.
+        """
+        return bool(self.policy.decoder) and not self.world
+
     @torch.no_grad()
     def generate(self, prompts: Sequence[Prompt], sampling: Sampling) -> list[Group]:
         """Sample a group for each prompt. Each row has random numbers of its own, so that its neighbours do not matter,
@@ -52,28 +59,28 @@ class Native:
         contexts = [self.policy.encode(prompt) for prompt in prompts]
         check_lengths(contexts, self.policy.context_length - sampling.max_tokens)
         seeds = [row_seed(sampling.seed, prompt, g) for prompt in prompts for g in range(sampling.n)]
-        uniforms = torch.stack([_uniforms(s, sampling.max_tokens) for s in seeds])
-        return completed_groups(
-            self.policy, self.version, prompts, contexts, *self._decode(contexts, sampling, uniforms)
-        )
+        return completed_groups(self.policy, self.version, prompts, contexts, *self._decode(contexts, sampling, seeds))
 
     def _decode(
-        self, contexts: Sequence[Sequence[int]], sampling: Sampling, uniforms: Tensor
+        self, contexts: Sequence[Sequence[int]], sampling: Sampling, seeds: Sequence[int]
     ) -> tuple[list[list[int]], list[list[float]], list[list[Tensor]]]:
         """Tokens, their log-probs and sampling masks for each of the len(contexts) * sampling.n rows."""
         size = sampling.n
         running: Running[int] = Running(self.policy.decode_batch(max(self.rows, size)))
-        tokens: list[list[int]] = [[] for _ in uniforms]
-        logprobs: list[list[float]] = [[] for _ in uniforms]
-        masks: list[list[Tensor]] = [[] for _ in uniforms]
+        tokens: list[list[int]] = [[] for _ in seeds]
+        logprobs: list[list[float]] = [[] for _ in seeds]
+        masks: list[list[Tensor]] = [[] for _ in seeds]
+        uniforms: dict[int, Tensor] = {}  # of rows in flight
         waiting = list(range(len(contexts)))
         while waiting or running.rows:
             if joining := waiting[: running.room() // size]:
                 waiting = waiting[len(joining) :]
-                running.admit([contexts[p] for p in joining], [p * size + g for p in joining for g in range(size)])
+                rows = [p * size + g for p in joining for g in range(size)]
+                uniforms |= {row: _uniforms(seeds[row], sampling.max_tokens) for row in rows}
+                running.admit([contexts[p] for p in joining], rows)
             begun = [len(tokens[row]) for row in running.rows]
             k = min(self._at_once(), sampling.max_tokens - max(begun))
-            chances = torch.stack([uniforms[row, n : n + k] for row, n in zip(running.rows, begun, strict=True)])
+            chances = torch.stack([uniforms[row][n : n + k] for row, n in zip(running.rows, begun, strict=True)])
             last, *drawn_by = self._draw(running, chances, sampling)
             stays = []
             for place, (row, ids, of_ids, kept) in enumerate(zip(running.rows, *drawn_by, strict=True)):
@@ -83,6 +90,8 @@ class Native:
                 masks[row] += kept[:n]
                 if n > k and len(tokens[row]) < sampling.max_tokens:
                     stays.append(place)
+                else:
+                    del uniforms[row]
             places = torch.tensor(stays, dtype=torch.long)
             running.keep(places)
             running.step(last[places.to(last.device)])

@@ -72,6 +72,11 @@ class VLLM:
     engine: Engine | None = None
     freshness: Freshness = field(default_factory=Freshness)
 
+    @property
+    def in_flight(self) -> bool:
+        """As in `InFlight`. Of conversations, each with a process of its own, twice as many as rows would be begun."""
+        return not self.world
+
     def sync(self, policy: Any, version: int = 0) -> None:
         """UserError where the engine does not compute with the weights that were pushed."""
         if self.engine is None or not self.engine.open:

@@ -10,13 +10,19 @@ from dataclasses import replace
 from functools import cache
 from operator import itemgetter
 from statistics import NormalDist, fmean, stdev
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
-from pellucid.protocols import Sampler, Task, grade
+from pellucid.protocols import InFlight, Sampler, Task, grade
 from pellucid.types import Estimate, Evaluation, Group, Progress, Prompt, Sampling
 
+T = TypeVar("T")
+
 MAX_ROWS = 128
-"""How many rows are decoded together, and graded together."""
+"""How many rows are graded together, and decoded together by a sampler that does not keep rows in flight by itself.
+
+hf is one: it draws all rows of a call from one stream of random numbers, so that parts of its own would change what a
+training step draws.
+"""
 
 
 class Shards(Protocol):
@@ -97,8 +103,18 @@ def sample_and_grade(
     """Graded groups of sampling.n samples each. Every call has the same random numbers: only the policy differs."""
     at_once = max(1, MAX_ROWS // sampling.n)
     seeded = replace(sampling, seed=f"evaluate/{task.seed}")
-    parts = (prompts[start : start + at_once] for start in range(0, len(prompts), at_once))
-    return [group for part in parts for group in grade(task, sampler.generate(part, seeded), progress)]
+    in_flight = isinstance(sampler, InFlight) and sampler.in_flight
+    return [
+        group
+        for asked in in_parts(prompts, len(prompts) if in_flight else at_once)
+        for groups in in_parts(sampler.generate(asked, seeded), at_once)
+        for group in grade(task, groups, progress)
+    ]
+
+
+def in_parts(items: Sequence[T], size: int) -> list[Sequence[T]]:
+    """The items in their order, in parts of `size` of which the last may be smaller; none where there are none."""
+    return [items[start : start + size] for start in range(0, len(items), max(1, size))]
 
 
 def correct(group: Group) -> int:
