@@ -110,11 +110,20 @@ class Policy:
             return "an adapter on a 4-bit base" if self._read_base else "an adapter"
         return fallback_reason(self.model.config)
 
-    def decode_batch(self, rows: int) -> DecodeBatch | FallbackDecodeBatch:
-        """An empty DecodeBatch with room for `rows` rows, of the weights as they are now."""
+    def int8_fault(self) -> str:
+        """Why batches of this policy cannot be decoded in int8; empty where they can."""
+        if not self.decoder:
+            return f"this policy is computed by transformers ({self.fallback_reason()})"
+        return fusing.int8_fault(self.decoder)
+
+    def decode_batch(self, rows: int, int8: bool = False) -> DecodeBatch | FallbackDecodeBatch:
+        """An empty DecodeBatch with room for `rows` rows, of the weights as they are now.
+
+        int8: in which the matrices of its layers are multiplied, where `int8_fault` is empty.
+        """
         if self.decoder:
             self.gather()
-            return DecodeBatch(self.decoder, rows, fusing.maker(self.decoder))
+            return DecodeBatch(self.decoder, rows, fusing.maker(self.decoder, int8))
         twin = self._copy if self.sharded else None  # `gather` has brought it up to date
         return FallbackDecodeBatch(twin or self.inference_model(), rows)
 

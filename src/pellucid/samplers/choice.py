@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, Literal
 
 import torch
@@ -58,6 +59,13 @@ def choose(
         kind = type(policy.model).__name__
         raise UserError(f"policy.model: {kind} cannot be sampled from: by {name} {fault}, by {other} {also}")
     return second, f"sampler.name: {other} instead of {name} ({fault})" + (f"; {note}" if note else "")
+
+
+def in_int8(sampler: Native | HuggingFace | VLLM, policy: Any) -> Native:
+    """The same that decodes in int8. UserError where this policy cannot be decoded so."""
+    if (fault := policy.int8_fault()) or not isinstance(sampler, Native):
+        raise UserError(f'sampler.dtype = "int8" cannot be had ({fault}): mend that, or set "auto"')
+    return replace(sampler, int8=True)
 
 
 def tried(name: str, rows: int, policy: Any) -> tuple[Native | HuggingFace, str, str]:

@@ -8,6 +8,8 @@
 #include "vectors.h"
 
 struct Tiles {
+    using Words = Tiles;
+    static constexpr bool QUANTISED = false;
     static constexpr int64_t ROWS = 16, INPUTS = 32;  // of a tile at most
 
     int64_t rows, count, width;
@@ -19,6 +21,7 @@ struct Tiles {
     void put(int64_t row, int64_t k, __m512 x) const {
         store(at(row / rows, k / INPUTS * INPUTS) + row % rows * INPUTS + k % INPUTS, x);
     }
+    void quantise(int64_t) const {}
 };
 
 // The tiles of a thread: 0 to 3 are sums, 4 and 5 the left of a product, 6 and 7 the right. Sums and the left have R rows.
@@ -82,7 +85,7 @@ static void multiply(const Tiles &x, const bf16 *weight, int64_t outputs, int64_
 
 // Keys stand on the left, as they lie in the cache: what is multiplied may change places, what is added up may not.
 template <int Q>
-static void score(const Tiles &, const bf16 *queries, const bf16 *keys, int64_t from, int64_t to, int64_t size, float *scores,
+static void score(By<Tiles>, const bf16 *queries, const bf16 *keys, int64_t from, int64_t to, int64_t size, float *scores,
                   int64_t stride) {
     alignas(64) uint32_t pairs[LARGEST / 2][16];
     alignas(64) float sums[16 * 16];
@@ -111,7 +114,7 @@ static int64_t inputs_of(int64_t all) {
 }
 
 template <int Q>
-static void weigh(const Tiles &, const float *probs, int64_t stride, const bf16 *values, int64_t from, int64_t to, int64_t room,
+static void weigh(By<Tiles>, const float *probs, int64_t stride, const bf16 *values, int64_t from, int64_t to, int64_t room,
                   int64_t size, float *out) {
     alignas(64) bf16 weights[Tiles::ROWS][Tiles::INPUTS] = {}, pairs[4][Tiles::INPUTS / 2][32] = {};
     alignas(64) float sums[4][16][16];
