@@ -108,8 +108,8 @@ class SamplerConfig:
     turn_tokens: int = 0
     """The most tokens that it samples at a time there; 0 is as many as max_tokens leaves."""
     dtype: Literal["auto", "int8"] = "auto"
-    """auto: completions are drawn in policy.dtype. int8: those that are trained on, by the native sampler on a CPU, with
-    the layers' matrices in 8 bits, for which algorithm.correction is "token" where nothing else is stated."""
+    """auto: completions are drawn in policy.dtype. int8: those that are trained on, by the native sampler on a CPU, in
+    products of 8 bits within the layers, for which algorithm.correction is "token" where nothing else is stated."""
     rows: int = 256
     """Completions that the native sampler decodes at once; as some finish, the next prompts take their place."""
     top_k: int = 0

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -18,7 +19,7 @@ from pellucid.models.compiling import UnusableError, call, library
 from pellucid.models.decoder import Decoder, Weights
 from pellucid.models.decoding import DecodeBatch
 from pellucid.models.family import Shape
-from pellucid.models.fused import Fused, Step, packed, unfit
+from pellucid.models.fused import DEPTH, Fused, Step, packed, unfit
 
 TRIED = LlamaConfig(
     vocab_size=112,
@@ -97,17 +98,21 @@ def bytes_fault(step: Step) -> str:
 def int8_product(x: Tensor, weight: Tensor) -> Tensor:
     """x [n, K] times weight [N, K] as cpp/bytes.h multiplies them, by torch's operators: fp32 [n, N].
 
-    A row and an output have a scale each, by which their largest magnitude is 127.
+    A row and an output, both spread, have a scale each, by which their largest magnitude is 127.
     """
     (rows, of_rows), (outputs, of_outputs) = map(int8_rows, (x, weight))
-    return (rows.long() @ outputs.long().T).float() * of_rows * of_outputs.T
+    return (rows.long() @ outputs.long().T).float() * of_rows * (of_outputs.T / DEPTH)
 
 
 def int8_rows(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Rows [n, K] as int8, and their scales [n, 1] in fp32; a row of zeros has 1."""
-    largest = x.float().abs().amax(1, keepdim=True)
-    scale = torch.where(largest > 0, largest / 127, 1.0)
-    return (x.float() / scale).round().to(torch.int8), scale
+    """Rows [n, K] as int8, spread and filled up to a multiple of DEPTH, and their scales [n, 1]; a row of zeros has 1."""
+    y = F.pad(x.float(), (0, -x.shape[1] % DEPTH))
+    for apart in (1, 2, 4, 8, 16, 32):
+        one, other = y.unflatten(1, (-1, 2, apart)).unbind(2)
+        y = torch.stack([one + other, one - other], 2).flatten(1)
+    largest = y.abs().amax(1, keepdim=True)
+    scale = torch.where(largest == 0, 1.0, largest / 127)
+    return (y / scale).round().to(torch.int8), scale
 
 
 @torch.no_grad()

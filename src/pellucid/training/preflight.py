@@ -45,9 +45,7 @@ MOST_GIVEN = 4000
 MARK = "bold cyan"
 MANY_FAILED = 0.1
 """From which share of the rewards on the advice is to mend them."""
-OTHER_ARITHMETIC = (
-    '{} computes in another arithmetic than the update, which algorithm.correction = "{}" answers'
-)
+OTHER_ARITHMETIC = '{} computes in another arithmetic than the update, which algorithm.correction = "{}" answers'
 
 
 def check(cfg: Config, run_dir: Path) -> None:

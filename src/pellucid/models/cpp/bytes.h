@@ -1,6 +1,10 @@
 // Products of rows and weights in int8. Each row and each output has a scale, by which its largest magnitude is 127. Sums are
 // whole numbers and exact, so they are the same in every order, by AMX or by AVX-512 alone, and whatever other rows there are.
 //
+// Some inputs of a layer are a hundred times as large as the others, for which a scale by the largest leaves few values. So
+// what is multiplied is `spread` before, rows and weights alike: 64 inputs at a time times Hadamard's matrix, whose product
+// with itself is 64. What a row and an output have in common stays what it was, and none of its parts stands out.
+//
 // Weights [N, K] lie in blocks of 32 outputs (`ByteBlock`), in these four inputs together: [K / 4][32][4]. Activations
 // [n, K] lie in groups of R rows: [n / R][K / I][R][I], I being 64 for AMX and 4 without. K is filled up with zeros to a
 // multiple of 64.
@@ -23,43 +27,68 @@ struct ByteBlock {
           weights((int8_t *)(starts + BLOCK)) {}
 };
 
-// 1 where all of x [width] are 0, no number where one of them is none. width is a multiple of 32.
-static float scale_of(const bf16 *x, int64_t width) {
-    __m512i most = _mm512_setzero_si512();  // magnitudes of bf16 are in the order of their bits
-    for (int64_t i = 0; i < width; i += 32)
-        most = _mm512_max_epu16(most, _mm512_and_si512(_mm512_loadu_si512(x + i), _mm512_set1_epi16(0x7fff)));
-    const __m512i two = _mm512_max_epu32(_mm512_slli_epi32(most, 16), _mm512_andnot_si512(_mm512_set1_epi32(0xffff), most));
-    const uint32_t bits = _mm512_reduce_max_epu32(two);
+// x + y, and y - x in the lanes of a mask.
+static inline __m512 crossed(__m512 x, __m512 y, __mmask16 second) { return _mm512_mask_sub_ps(_mm512_add_ps(x, y), second, y, x); }
+
+// x [64] times Hadamard's matrix, in place.
+static void spread(float *x) {
+    __m512 y[4];
+    for (int i = 0; i < 4; i++) {
+        y[i] = _mm512_loadu_ps(x + i * 16);
+        y[i] = crossed(y[i], _mm512_permute_ps(y[i], 0xb1), 0xaaaa);
+        y[i] = crossed(y[i], _mm512_permute_ps(y[i], 0x4e), 0xcccc);
+        y[i] = crossed(y[i], _mm512_shuffle_f32x4(y[i], y[i], 0xb1), 0xf0f0);
+        y[i] = crossed(y[i], _mm512_shuffle_f32x4(y[i], y[i], 0x4e), 0xff00);
+    }
+    const __m512 sums[] = {_mm512_add_ps(y[0], y[1]), _mm512_add_ps(y[2], y[3])};
+    const __m512 differences[] = {_mm512_sub_ps(y[0], y[1]), _mm512_sub_ps(y[2], y[3])};
+    _mm512_storeu_ps(x, _mm512_add_ps(sums[0], sums[1]));
+    _mm512_storeu_ps(x + 16, _mm512_add_ps(differences[0], differences[1]));
+    _mm512_storeu_ps(x + 32, _mm512_sub_ps(sums[0], sums[1]));
+    _mm512_storeu_ps(x + 48, _mm512_sub_ps(differences[0], differences[1]));
+}
+
+// Spreads x [depth] and returns its scale: 1 where all are 0, no number where one of them is none.
+static float spread_and_scale(float *x, int64_t depth) {
+    __m512i most = _mm512_setzero_si512();  // magnitudes are in the order of their bits
+    for (int64_t k = 0; k < depth; k += 64) {
+        spread(x + k);
+        for (int64_t i = k; i < k + 64; i += 16)
+            most = _mm512_max_epu32(most, _mm512_and_si512(_mm512_loadu_si512(x + i), _mm512_set1_epi32(0x7fffffff)));
+    }
+    const uint32_t bits = _mm512_reduce_max_epu32(most);
     float largest;
     std::memcpy(&largest, &bits, sizeof bits);
     return bits ? largest / 127 : 1;
 }
 
-static inline __m128i bytes_of(const bf16 *x, float scale) {
-    return _mm512_cvtsepi32_epi8(_mm512_cvtps_epi32(_mm512_div_ps(wide(x), _mm512_set1_ps(scale))));
+static inline __m128i bytes_of(const float *x, float scale) {
+    return _mm512_cvtsepi32_epi8(_mm512_cvtps_epi32(_mm512_div_ps(_mm512_loadu_ps(x), _mm512_set1_ps(scale))));
 }
 
-// Rows of a step that is multiplied in bf16 by Words elsewhere. They are put in bf16, and become bytes when they are whole.
+// Rows of a step whose other products are those of Words. They are rounded to bf16 as these are, and become bytes when they
+// are whole.
 template <class Words_> struct Bytes {
     using Words = Words_;
     static constexpr bool QUANTISED = true;
     static constexpr int64_t ROWS = Words::ROWS, INPUTS = 2 * Words::INPUTS;
 
     int64_t rows, count, width, depth;
-    Zeros<bf16> words;
+    Zeros<float> whole;  // [n, depth]
     Zeros<float> scales;
     Zeros<int8_t> data;
 
     Bytes(int64_t n, int64_t width)
-        : rows(evenly(n, ROWS)), count((n + rows - 1) / rows), width(width), depth(depth_of(width)), words(zeros<bf16>(n * width)),
+        : rows(evenly(n, ROWS)), count((n + rows - 1) / rows), width(width), depth(depth_of(width)), whole(zeros<float>(n * depth)),
           scales(zeros<float>(n)), data(zeros<int8_t>(count * rows * depth)) {}
     int8_t *at(int64_t group, int64_t k) const { return data.get() + (group * depth + k) * rows; }
-    void put(int64_t row, int64_t k, __m512 x) const { store(words.get() + row * width + k, x); }
+    void put(int64_t row, int64_t k, __m512 x) const { _mm512_storeu_ps(whole.get() + row * depth + k, rounded(x)); }
     void quantise(int64_t row) const {
-        const bf16 *x = words.get() + row * width;
-        const float scale = scales[row] = scale_of(x, width);
-        for (int64_t k = 0; k < width; k += 16)
+        float *x = whole.get() + row * depth;
+        const float scale = scales[row] = spread_and_scale(x, depth);
+        for (int64_t k = 0; k < depth; k += 16)
             lay(*this, at(row / rows, k / INPUTS * INPUTS) + row % rows * INPUTS + k % INPUTS, bytes_of(x + k, scale));
+        std::fill(x + width, x + depth, 0.0f);  // of the next row that is put here
     }
 };
 
@@ -163,13 +192,16 @@ static void multiply(const Bytes<Words> &x, const bf16 *weight, int64_t outputs,
 static void pack_half(const bf16 *x, int64_t width, const ByteBlock &block, int64_t half) {
     const int64_t depth = depth_of(width);
     const Zeros<int8_t> bytes = zeros<int8_t>(16 * depth);
+    const Zeros<float> row = zeros<float>(depth);
     for (int64_t r = 0; r < 16; r++) {
-        const float scale = x ? scale_of(x + r * width, width) : 1;
+        std::fill_n(row.get(), depth, 0.0f);
+        for (int64_t k = 0; x && k < width; k += 16) _mm512_store_ps(row.get() + k, wide(x + r * width + k));
+        const float scale = spread_and_scale(row.get(), depth);
+        for (int64_t k = 0; k < depth; k += 16)
+            _mm_store_si128((__m128i *)(bytes.get() + r * depth + k), bytes_of(row.get() + k, scale));
         int32_t sum = 0;
-        for (int64_t k = 0; x && k < width; k += 16)
-            _mm_store_si128((__m128i *)(bytes.get() + r * depth + k), bytes_of(x + r * width + k, scale));
         for (int64_t k = 0; k < depth; k++) sum += bytes[r * depth + k];
-        block.scales[half * 16 + r] = scale;
+        block.scales[half * 16 + r] = scale / 64;
         block.starts[half * 16 + r] = -128 * sum;
     }
     __m512i fours[16];
