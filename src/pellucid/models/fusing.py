@@ -105,7 +105,7 @@ def int8_product(x: Tensor, weight: Tensor) -> Tensor:
 
 
 def int8_rows(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Rows [n, K] as int8, spread and filled up to a multiple of DEPTH, and their scales [n, 1]; a row of zeros has 1."""
+    """Rows [n, K] as int8, spread, K filled up to a multiple of DEPTH, and their scales [n, 1]; of zeros 1."""
     y = F.pad(x.float(), (0, -x.shape[1] % DEPTH))
     for apart in (1, 2, 4, 8, 16, 32):
         one, other = y.unflatten(1, (-1, 2, apart)).unbind(2)
