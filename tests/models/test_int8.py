@@ -23,7 +23,7 @@ from pellucid.models.decoder import Decoder
 from pellucid.models.decoding import DecodeBatch
 from pellucid.models.fused import packed
 from pellucid.policy.policy import Policy
-from pellucid.samplers.choice import in_int8
+from pellucid.samplers.choice import in_int8, int8_fault
 from pellucid.samplers.hf import HuggingFace
 from pellucid.samplers.native import Native
 from pellucid.sections import SamplerConfig
@@ -31,8 +31,7 @@ from pellucid.types import Sampling, UserError
 from worlds import TEMPLATE, asked
 
 pytestmark = pytest.mark.skipif(
-    fusing.here()[0] is None or bool(fusing.bytes_fault(fusing.here()[0])),
-    reason="needs fused decoding and AVX-512 VNNI",
+    fusing.here()[0] is None or not torch.cpu._is_vnni_supported(), reason="needs fused decoding and AVX-512 VNNI"
 )
 TILES = [False, True] if fusing.has_tiles() else [False]
 SHAPES = [(96, 64), (160, 112), (576, 320), (1536, 96)]
@@ -285,17 +284,25 @@ def run(folder, name, *words):
     return exit_.value.code
 
 
-def test_a_run_samples_in_int8_and_evaluates_in_its_own_dtype(folder):
-    kept = {}
-    for name in ("auto", "int8"):
-        assert not run(folder, name, "--sampler.dtype", name)
-        of_run = folder.parent / name
-        [step] = (json.loads(line) for line in (of_run / "metrics.jsonl").read_text().splitlines())
-        kept[name] = step, (of_run / "evals.jsonl").read_text().splitlines()[0]
-    assert kept["auto"][1] == kept["int8"][1]
-    assert kept["int8"][0]["sampler/gap_mean"] > 1.5 * kept["auto"][0]["sampler/gap_mean"]
-    assert "sampler/corrected" in kept["int8"][0]
-    assert "sampler/corrected" not in kept["auto"][0]
+def test_a_run_samples_in_int8_and_evaluates_in_its_own_dtype(folder, monkeypatch):
+    generate, asked_in = Native.generate, []
+
+    def watched(sampler, prompts, sampling):
+        asked_in.append((sampling.n, sampler.int8))
+        return generate(sampler, prompts, sampling)
+
+    monkeypatch.setattr(Native, "generate", watched)
+    gaps, corrected = [], []
+    for dtype in ("auto", "int8"):
+        asked_in.clear()
+        assert not run(folder, dtype, "--sampler.dtype", dtype, "--algorithm.group-size", "4")
+        assert {int8 for n, int8 in asked_in if n == 4} == {dtype == "int8"}
+        assert {int8 for n, int8 in asked_in if n == 2} == {False}
+        [step] = (json.loads(line) for line in (folder.parent / dtype / "metrics.jsonl").read_text().splitlines())
+        gaps.append(step["sampler/gap_mean"])
+        corrected.append("sampler/corrected" in step)
+    assert gaps[1] > 1.5 * gaps[0]
+    assert corrected == [False, True]
 
 
 # ---------------------------------------------------------------- where it cannot be had
@@ -304,8 +311,8 @@ def test_a_run_samples_in_int8_and_evaluates_in_its_own_dtype(folder):
 def test_a_run_that_cannot_have_it_is_refused_in_one_line(folder, capsys):
     for words, says in (
         (["--policy.dtype", "float32"], 'policy.dtype is "float32": set "bfloat16"'),
-        (["--policy.engine", "transformers"], "this policy is computed by transformers (policy.engine)"),
-        (["--policy.lora", "2"], "this policy is computed by transformers (an adapter)"),
+        (["--policy.engine", "transformers"], "this policy is computed by transformers: policy.engine"),
+        (["--policy.lora", "2"], "this policy is computed by transformers: an adapter"),
     ):
         assert run(folder, "refused", "--sampler.dtype", "int8", *words) == 2
         [line] = [line for line in capsys.readouterr().err.splitlines() if "int8" in line]
@@ -321,20 +328,19 @@ def test_it_is_for_the_native_sampler(name):
 def test_a_policy_that_cannot_have_it_says_why(monkeypatch):
     unfit = Policy(LlamaForCausalLM(LlamaConfig(**SMALL | {"head_dim": 32})), character_tokenizer(), torch.bfloat16)
     fit = Policy(model_of("llama"), character_tokenizer(), torch.bfloat16)
-    assert unfit.int8_fault() == "heads of 32"
-    assert fit.int8_fault() == ""
-    assert make_policy().int8_fault() == 'policy.dtype is "float32": set "bfloat16"'
+    assert int8_fault(unfit) == "heads of 32"
+    assert int8_fault(fit) == ""
+    assert int8_fault(make_policy()) == 'policy.dtype is "float32": set "bfloat16"'
     with pytest.raises(UserError, match="heads of 32"):
         in_int8(Native(), unfit)
     with pytest.raises(UserError):
         in_int8(HuggingFace(), fit)
-    for function, says in (("_is_vnni_supported", "a CPU without AVX-512 for int8"),):
-        fusing.bytes_fault.cache_clear()
-        monkeypatch.setattr(torch.cpu, function, lambda: False)
-        assert fit.int8_fault() == says
+    fusing.bytes_fault.cache_clear()
+    monkeypatch.setattr(torch.cpu, "_is_vnni_supported", lambda: False)
+    assert int8_fault(fit) == "a CPU without AVX-512 for int8"
     fusing.bytes_fault.cache_clear()
     monkeypatch.setattr(fusing, "here", lambda: (None, "no g++"))
-    assert fit.int8_fault() == "no g++"
+    assert int8_fault(fit) == "no g++"
 
 
 def test_other_sums_are_found_out(monkeypatch):

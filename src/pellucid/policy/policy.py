@@ -110,16 +110,10 @@ class Policy:
             return "an adapter on a 4-bit base" if self._read_base else "an adapter"
         return fallback_reason(self.model.config)
 
-    def int8_fault(self) -> str:
-        """Why batches of this policy cannot be decoded in int8; empty where they can."""
-        if not self.decoder:
-            return f"this policy is computed by transformers ({self.fallback_reason()})"
-        return fusing.int8_fault(self.decoder)
-
     def decode_batch(self, rows: int, int8: bool = False) -> DecodeBatch | FallbackDecodeBatch:
         """An empty DecodeBatch with room for `rows` rows, of the weights as they are now.
 
-        int8: in which the matrices of its layers are multiplied, where `int8_fault` is empty.
+        int8: with products of its layers in int8, where `fusing.int8_fault` is empty.
         """
         if self.decoder:
             self.gather()

@@ -9,6 +9,7 @@ from typing import Any, Literal
 import torch
 from transformers import GenerationConfig
 
+from pellucid.models import fusing
 from pellucid.models.trial import FAULTS, cache_fault, difference, prompts_of, said
 from pellucid.protocols import World
 from pellucid.samplers.hf import HuggingFace, generated
@@ -63,9 +64,16 @@ def choose(
 
 def in_int8(sampler: Native | HuggingFace | VLLM, policy: Any) -> Native:
     """The same that decodes in int8. UserError where this policy cannot be decoded so."""
-    if (fault := policy.int8_fault()) or not isinstance(sampler, Native):
+    if (fault := int8_fault(policy)) or not isinstance(sampler, Native):
         raise UserError(f'sampler.dtype = "int8" cannot be had ({fault}): mend that, or set "auto"')
     return replace(sampler, int8=True)
+
+
+def int8_fault(policy: Any) -> str:
+    """Why rows of this policy cannot be decoded in int8; empty where they can."""
+    if not policy.decoder:
+        return f"this policy is computed by transformers: {policy.fallback_reason()}"
+    return fusing.int8_fault(policy.decoder)
 
 
 def tried(name: str, rows: int, policy: Any) -> tuple[Native | HuggingFace, str, str]:
