@@ -3,11 +3,11 @@
 //
 // Some inputs of a layer are a hundred times as large as the others, for which a scale by the largest leaves few values. So
 // what is multiplied is `spread` before, rows and weights alike: 64 inputs at a time times Hadamard's matrix, whose product
-// with itself is 64. What a row and an output have in common stays what it was, and none of its parts stands out.
+// with itself is 64. So is that of a row and an output then, and none of their numbers stands out.
 //
 // Weights [N, K] lie in blocks of 32 outputs (`ByteBlock`), in these four inputs together: [K / 4][32][4]. Activations
 // [n, K] lie in groups of R rows: [n / R][K / I][R][I], I being 64 for AMX and 4 without. K is filled up with zeros to a
-// multiple of 64.
+// multiple of 64. Sums fit into 32 bits up to a K of 133,000.
 
 #pragma once
 #include "pairs.h"
