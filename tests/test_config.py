@@ -426,10 +426,12 @@ def test_a_type_that_is_not_there_is_one_line(tmp_path):
         ("[sampler]\nname = 'vllm'\n", "token"),
         ("[sampler]\nname = 'vllm'\n[algorithm]\nsteps = 3\n", "token"),
         ("[sampler]\nname = 'vllm'\n[algorithm]\ncorrection = 'none'\n", "none"),
+        ("[sampler]\ndtype = 'int8'\n", "token"),
+        ("[sampler]\ndtype = 'int8'\n[algorithm]\ncorrection = 'none'\n", "none"),
         ("[sampler]\nname = 'vllm'\n[algorithm]\ncorrection = 'sequence'\n", "sequence"),
     ],
 )
-def test_what_vllm_samples_is_corrected_unless_it_is_stated(tmp_path, text, correction):
+def test_what_is_sampled_in_another_arithmetic_is_corrected_unless_it_is_stated(tmp_path, text, correction):
     loaded = config.load(recipe(tmp_path, text))
     assert loaded.algorithm.correction == correction
     assert config.build(config.dump(loaded), "a run").algorithm.correction == correction

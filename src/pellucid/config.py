@@ -98,7 +98,7 @@ def build(values: Values, source: str, over: Values | None = None) -> Config:
     for key, value in _floats({**sections, "task": task}):
         if not math.isfinite(value):
             raise UserError(f"{key.removeprefix('.')} = {value} must be a finite number")
-    if sections["sampler"].name == "vllm" and "correction" not in whole.get("algorithm", {}):
+    if sections["sampler"].other_arithmetic and "correction" not in whole.get("algorithm", {}):
         sections["algorithm"] = replace(sections["algorithm"], correction="token")  # whoever wants none can say it
     return Config(**sections, task=task, task_names=names)
 

@@ -107,6 +107,9 @@ class SamplerConfig:
     """How many times the policy may speak in a conversation."""
     turn_tokens: int = 0
     """The most tokens that it samples at a time there; 0 is as many as max_tokens leaves."""
+    dtype: Literal["auto", "int8"] = "auto"
+    """auto: completions are drawn in policy.dtype. int8: those that are trained on, by the native sampler on a CPU, in
+    products of 8 bits within the layers, for which algorithm.correction is "token" where nothing else is stated."""
     rows: int = 256
     """Completions that the native sampler decodes at once; as some finish, the next prompts take their place."""
     top_k: int = 0
@@ -137,6 +140,8 @@ class SamplerConfig:
             raise ValueError(f'urls are for name = "vllm", not "{self.name}"')
         if self.adapter != "merged" and self.name != "vllm":
             raise ValueError(f'adapter = "{self.adapter}" is for name = "vllm", not "{self.name}"')
+        if self.dtype != "auto" and self.name != "native":
+            raise ValueError(f'dtype = "{self.dtype}" is for name = "native", not "{self.name}"')
         if not self.timeout > 0:
             raise ValueError(f"timeout = {self.timeout} must be positive")
         if not self.temperature > 0:
@@ -145,6 +150,13 @@ class SamplerConfig:
             if getattr(self, name) < least:
                 raise ValueError(f"{name} = {getattr(self, name)} must be at least {least}")
         refuse_truncation(self.top_k, self.top_p, self.min_p)
+
+    @property
+    def other_arithmetic(self) -> str:
+        """The setting by which completions are drawn in another arithmetic than the update's; empty where none is."""
+        if self.dtype != "auto":
+            return f'sampler.dtype = "{self.dtype}"'
+        return 'sampler.name = "vllm"' if self.name == "vllm" else ""
 
 
 @dataclass(frozen=True)

@@ -110,8 +110,8 @@ def test_rows_that_board_late_draw_what_they_would_have_drawn_at_once(engine):
     prompts, boarding = CountDigits().sample(0, 8), []
     flight = policy.decode_batch
 
-    def watched(rows):
-        craft = flight(rows)
+    def watched(rows, int8):
+        craft = flight(rows, int8)
         admit, step = craft.admit, craft.step
         craft.admit = lambda *a: boarding.append(len(a[0])) or admit(*a)
         craft.step = lambda tokens: boarding.append(0) or step(tokens)

@@ -20,7 +20,7 @@ SOURCES = Path(__file__).with_name("cpp")
 FLAGS = (
     *("-O3", "-std=c++17", "-shared", "-fPIC", "-fopenmp", "-mfma"),
     *("-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mavx512bf16"),
-    *("-mamx-tile", "-mamx-bf16"),  # run where a processor has them
+    *("-mavx512vnni", "-mamx-tile", "-mamx-bf16", "-mamx-int8"),  # run where a processor has them
     "-ffp-contract=off",  # what is rounded between a product and a sum must stay so
 )
 

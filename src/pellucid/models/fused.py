@@ -17,6 +17,8 @@ from pellucid.models.family import Shape
 
 BLOCK = 32
 """Outputs of a matrix that lie together; widths are a multiple of it."""
+DEPTH = 64
+"""In int8 matrices are filled up to a multiple of so many inputs."""
 NAME = "fused_step"
 """Of a step, in torch's profiler."""
 HEADS = range(64, 257, 64)
@@ -57,6 +59,24 @@ class Step(NamedTuple):
     library: Any
     tiles: bool
     """Whether by AMX, and in its order of sums."""
+    int8: bool = False
+    """Whether the matrices of the layers are multiplied in int8."""
+
+
+def packed(library: Any, weight: Tensor, joined: bool = False, int8: bool = False) -> Tensor:
+    """A matrix [outputs, width] in bf16 as the C++ reads it, in bf16 or in int8 with scales.
+
+    joined: its halves are gates and what they let through.
+    """
+    (outputs, width), weight = weight.shape, weight.contiguous()
+    blocks = -(-outputs // BLOCK)
+    if int8:
+        depth = -(-width // DEPTH) * DEPTH
+        to, pack = torch.empty(blocks, BLOCK * (depth + 8), dtype=torch.int8), library.pack_bytes
+    else:
+        to, pack = torch.empty(blocks * BLOCK, width, dtype=weight.dtype), library.pack
+    call(pack, weight, outputs, width, joined, to, torch.get_num_threads())
+    return to
 
 
 class Fused:
@@ -66,13 +86,13 @@ class Fused:
     """Floating-point operations in products of weights, of all steps of this process."""
 
     def __init__(self, step: Step, weights: Weights, shape: Shape) -> None:
-        self.library, self.tiles = step
+        self.by = step
         self.weights, self.threads = weights, torch.get_num_threads()
         first, self.vocabulary = weights.layers[0], len(weights.head.tensor)
-        self.head = self._packed(F.pad(weights.head.tensor, (0, 0, 0, -self.vocabulary % 16)))
+        self.head = packed(step.library, F.pad(weights.head.tensor, (0, 0, 0, -self.vocabulary % 16)))
         self.layers = [self._layer(layer) for layer in weights.layers]
-        matrices = [x for layer in self.layers for x in layer if x is not None and x.ndim > 1]
-        self.size = sum(x.numel() for x in [self.head, *matrices])
+        matrices = [x for layer in weights.layers for x in (layer.qkv, layer.attention_out, layer.gate_up, layer.down)]
+        self.size = self.head.numel() + sum(whole(x).numel() for x in matrices)
         windows = [shape.window if slides else 0 for slides in shape.slides]
         self.table = torch.tensor(
             [
@@ -112,10 +132,7 @@ class Fused:
         return [None if x is None else x.contiguous() for x in kept]
 
     def _packed(self, weight: Tensor, joined: bool = False) -> Tensor:
-        (outputs, width), weight = weight.shape, weight.contiguous()
-        to = torch.empty(-(-outputs // BLOCK) * BLOCK, width, dtype=weight.dtype)
-        call(self.library.pack, weight, outputs, width, joined, to, self.threads)
-        return to
+        return packed(self.by.library, weight, joined, self.by.int8)
 
     def step(
         self,
@@ -142,7 +159,7 @@ class Fused:
         logits = torch.empty(len(hidden), self.vocabulary, dtype=cos.dtype)
         with record_function(NAME):
             about = self.model, self.table, rows, self.weights.norm, self.head
-            call(self.library.step, *about, hidden, logits, self.tiles, self.threads)
+            call(self.by.library.step, *about, hidden, logits, self.by.tiles, self.by.int8, self.threads)
         Fused.operations += 2.0 * len(hidden) * self.size
         return logits
 

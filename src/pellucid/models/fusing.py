@@ -11,13 +11,15 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.nn.functional as F
+from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from pellucid.models.compiling import UnusableError, library
+from pellucid.models.compiling import UnusableError, call, library
 from pellucid.models.decoder import Decoder, Weights
 from pellucid.models.decoding import DecodeBatch
 from pellucid.models.family import Shape
-from pellucid.models.fused import Fused, Step
+from pellucid.models.fused import DEPTH, Fused, Step, packed, unfit
 
 TRIED = LlamaConfig(
     vocab_size=112,
@@ -34,10 +36,24 @@ PROMPTS = ([5, 3, 7], [11] * 17, list(range(40)))
 STEPS = 3
 
 
-def maker(decoder: Decoder) -> Callable[[Weights, Shape], Fused] | None:
-    """What makes fused steps for this decoder; none where its operators go on."""
+def maker(decoder: Decoder, int8: bool = False) -> Callable[[Weights, Shape], Fused] | None:
+    """What makes fused steps for this decoder; none where its operators go on.
+
+    int8: with products of the layers in int8, where `int8_fault` is empty.
+    """
     found = here()[0] if decoder.may_pack else None
-    return functools.partial(Fused, found) if found else None
+    return functools.partial(Fused, found._replace(int8=int8)) if found else None
+
+
+@torch.no_grad()
+def int8_fault(decoder: Decoder) -> str:
+    """Why this decoder cannot sample in int8; empty where it can."""
+    if decoder.device.type != "cpu":
+        return f'policy.device is "{decoder.device.type}": set "cpu"'
+    if decoder.dtype != torch.bfloat16:
+        return f'policy.dtype is "{str(decoder.dtype).removeprefix("torch.")}": set "bfloat16"'
+    step, why = here() if decoder.may_pack else (None, "torch without bfloat16 for this CPU")
+    return (bytes_fault(step) or unfit(decoder.weights(), decoder.shape)) if step else why
 
 
 @functools.cache
@@ -63,6 +79,40 @@ def has_tiles() -> bool:
 
 
 # ---------------------------------------------------------------- the trial
+
+
+@functools.cache
+def bytes_fault(step: Step) -> str:
+    """Why this processor cannot be left products in int8; empty where they are those of whole numbers."""
+    if not torch.cpu._is_vnni_supported():
+        return "a CPU without AVX-512 for int8"
+    generator = torch.Generator().manual_seed(0)
+    x, weight = (torch.randn(n, 576, generator=generator).bfloat16() for n in (6, 112))
+    wanted, threads = int8_product(x, weight), torch.get_num_threads()
+    found = torch.empty_like(wanted)
+    matrix = packed(step.library, weight, int8=True)
+    call(step.library.product_of_bytes, x, 6, 576, matrix, 112, found, step.tiles, threads)
+    return "" if torch.equal(found, wanted) else "this processor multiplies int8 otherwise"
+
+
+def int8_product(x: Tensor, weight: Tensor) -> Tensor:
+    """x [n, K] times weight [N, K] as cpp/bytes.h multiplies them, by torch's operators: fp32 [n, N].
+
+    A row and an output, both spread, have a scale each, by which their largest magnitude is 127.
+    """
+    (rows, of_rows), (outputs, of_outputs) = map(int8_rows, (x, weight))
+    return (rows.long() @ outputs.long().T).float() * of_rows * (of_outputs.T / DEPTH)
+
+
+def int8_rows(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Rows [n, K] as int8, spread, K filled up to a multiple of DEPTH, and their scales [n, 1]; of zeros 1."""
+    y = F.pad(x.float(), (0, -x.shape[1] % DEPTH))
+    for apart in (1, 2, 4, 8, 16, 32):
+        one, other = y.unflatten(1, (-1, 2, apart)).unbind(2)
+        y = torch.stack([one + other, one - other], 2).flatten(1)
+    largest = y.abs().amax(1, keepdim=True)
+    scale = torch.where(largest == 0, 1.0, largest / 127)
+    return (y / scale).round().to(torch.int8), scale
 
 
 @torch.no_grad()

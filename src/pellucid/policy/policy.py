@@ -110,11 +110,14 @@ class Policy:
             return "an adapter on a 4-bit base" if self._read_base else "an adapter"
         return fallback_reason(self.model.config)
 
-    def decode_batch(self, rows: int) -> DecodeBatch | FallbackDecodeBatch:
-        """An empty DecodeBatch with room for `rows` rows, of the weights as they are now."""
+    def decode_batch(self, rows: int, int8: bool = False) -> DecodeBatch | FallbackDecodeBatch:
+        """An empty DecodeBatch with room for `rows` rows, of the weights as they are now.
+
+        int8: with products of its layers in int8, where `fusing.int8_fault` is empty.
+        """
         if self.decoder:
             self.gather()
-            return DecodeBatch(self.decoder, rows, fusing.maker(self.decoder))
+            return DecodeBatch(self.decoder, rows, fusing.maker(self.decoder, int8))
         twin = self._copy if self.sharded else None  # `gather` has brought it up to date
         return FallbackDecodeBatch(twin or self.inference_model(), rows)
 

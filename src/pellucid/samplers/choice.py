@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, Literal
 
 import torch
 from transformers import GenerationConfig
 
+from pellucid.models import fusing
 from pellucid.models.trial import FAULTS, cache_fault, difference, prompts_of, said
 from pellucid.protocols import World
 from pellucid.samplers.hf import HuggingFace, generated
@@ -58,6 +60,20 @@ def choose(
         kind = type(policy.model).__name__
         raise UserError(f"policy.model: {kind} cannot be sampled from: by {name} {fault}, by {other} {also}")
     return second, f"sampler.name: {other} instead of {name} ({fault})" + (f"; {note}" if note else "")
+
+
+def in_int8(sampler: Native | HuggingFace | VLLM, policy: Any) -> Native:
+    """The same that decodes in int8. UserError where this policy cannot be decoded so."""
+    if (fault := int8_fault(policy)) or not isinstance(sampler, Native):
+        raise UserError(f'sampler.dtype = "int8" cannot be had ({fault}): mend that, or set "auto"')
+    return replace(sampler, int8=True)
+
+
+def int8_fault(policy: Any) -> str:
+    """Why rows of this policy cannot be decoded in int8; empty where they can."""
+    if not policy.decoder:
+        return f"this policy is computed by transformers: {policy.fallback_reason()}"
+    return fusing.int8_fault(policy.decoder)
 
 
 def tried(name: str, rows: int, policy: Any) -> tuple[Native | HuggingFace, str, str]:

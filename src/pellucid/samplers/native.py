@@ -34,6 +34,8 @@ class Native:
     version: int = 0
     world: World | None = None
     """Those whom the policy talks with, where its answers are conversations."""
+    int8: bool = False
+    """Whether tokens are decoded in int8, of whose log-probs those of the scorer are then some hundredths off."""
     patient: bool = False
     """Whether all rows wait for every reply, so that the same seed gives the same bits."""
 
@@ -55,7 +57,7 @@ class Native:
         """
         if self.world:
             talks = Talks(self.policy, self.version, self.world, prompts, sampling)
-            return Hall(self.policy, talks, self.rows, self.patient).hold()
+            return Hall(self.policy, talks, self.rows, self.patient, self.int8).hold()
         contexts = [self.policy.encode(prompt) for prompt in prompts]
         check_lengths(contexts, self.policy.context_length - sampling.max_tokens)
         seeds = [row_seed(sampling.seed, prompt, g) for prompt in prompts for g in range(sampling.n)]
@@ -66,7 +68,7 @@ class Native:
     ) -> tuple[list[list[int]], list[list[float]], list[list[Tensor]]]:
         """Tokens, their log-probs and sampling masks for each of the len(contexts) * sampling.n rows."""
         size = sampling.n
-        running: Running[int] = Running(self.policy.decode_batch(max(self.rows, size)))
+        running: Running[int] = Running(self.policy.decode_batch(max(self.rows, size), self.int8))
         tokens: list[list[int]] = [[] for _ in seeds]
         logprobs: list[list[float]] = [[] for _ in seeds]
         masks: list[list[Tensor]] = [[] for _ in seeds]

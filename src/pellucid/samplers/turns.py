@@ -33,11 +33,13 @@ begin alone costs as much as if all spoke."""
 class Hall:
     """The rows of conversations in one decode batch. `hold` samples all of them to their ends."""
 
-    def __init__(self, policy: Any, talks: Talks, rows: int, patient: bool = False) -> None:
-        """patient: whether all wait for every reply, so that who is beside whom does not depend on the clock."""
+    def __init__(self, policy: Any, talks: Talks, rows: int, patient: bool = False, int8: bool = False) -> None:
+        """patient: whether all wait for every reply, so that who is beside whom does not depend on the clock. int8: as
+        in `Native`.
+        """
         self.patient = patient
         self.policy, self.talks, self.most = policy, talks, max(rows, talks.sampling.n)
-        self.running: Running[Row] = Running(policy.decode_batch(self.most))
+        self.running: Running[Row] = Running(policy.decode_batch(self.most, int8))
         self.continues = self.running.batch.continues
         self.speaking: set[Row] = set()
         self.waited: dict[Row, int] = {}

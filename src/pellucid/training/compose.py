@@ -27,7 +27,7 @@ from pellucid.rewards.graders import graders_of
 from pellucid.rewards.settings import RewardConfig
 from pellucid.runtimes.processes import decided
 from pellucid.runtimes.runtime import Runtime
-from pellucid.samplers.choice import choose
+from pellucid.samplers.choice import choose, in_int8
 from pellucid.samplers.hf import HuggingFace
 from pellucid.samplers.native import Native
 from pellucid.samplers.vllm import NO_MASKS, VLLM
@@ -50,6 +50,9 @@ class Components:
     test_task: Task
     test_prompts: Sequence[Prompt]
     sampler: Sampler
+    """What draws the completions that are trained on."""
+    examiner: Sampler
+    """What draws those of evaluations, in the arithmetic of the model that is saved."""
     policy: Policy
     reference: Policy | AdapterOff | None
     runtime: Runtime
@@ -121,7 +124,8 @@ def compose(cfg: Config, log: Path | None = None) -> Components:
     if algorithm.similarity != "none":
         check_layer(algorithm.similarity_layer, learner)
     world = world_in(cfg, learner, log)
-    sampler = pick_sampler(cfg, learner, world)  # before an engine shards what is tried
+    examiner = pick_sampler(cfg, learner, world)  # before an engine shards what is tried
+    sampler = in_int8(examiner, learner) if cfg.sampler.dtype == "int8" else examiner
     total = algorithm.steps * algorithm.inner_steps
     runtime = Runtime(learner, cfg.optimizer, total, cfg.runtime)
     # When the policy has been sharded: there is never more than one whole model beside what is kept.
@@ -141,6 +145,7 @@ def compose(cfg: Config, log: Path | None = None) -> Components:
         test_task=test_task,
         test_prompts=held_out(test_task, cfg.evaluate.n) if cfg.evaluate.every else [],
         sampler=sampler,
+        examiner=examiner,
         policy=learner,
         reference=reference,
         runtime=runtime,

@@ -45,9 +45,7 @@ MOST_GIVEN = 4000
 MARK = "bold cyan"
 MANY_FAILED = 0.1
 """From which share of the rewards on the advice is to mend them."""
-OTHER_ARITHMETIC = (
-    'sampler.name = "vllm" computes in another arithmetic than the update, which algorithm.correction = "{}" answers'
-)
+OTHER_ARITHMETIC = '{} computes in another arithmetic than the update, which algorithm.correction = "{}" answers'
 
 
 def check(cfg: Config, run_dir: Path) -> None:
@@ -118,7 +116,8 @@ def show_plan(cfg: Config, model: memory.Model, fallback: str, world: int, run_d
         table.add_row(f"[dim]{name}", escape(value))
     rich.print(table)
     slow = {"float32": hardware.without_bf16, "float16": hardware.slower_in_float16}.get(cfg.policy.dtype)
-    corrected = OTHER_ARITHMETIC.format(a.correction) if cfg.sampler.name == "vllm" else ""
+    other = cfg.sampler.other_arithmetic
+    corrected = OTHER_ARITHMETIC.format(other, a.correction) if other else ""
     for line in filter(None, (slow(device) if slow else "", corrected, *known_inert(a))):
         print(f"! {line}", flush=True)
 

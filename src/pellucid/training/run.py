@@ -260,10 +260,10 @@ def evaluated(cfg: Config, parts: Components, log: Logger, requests: StopRequest
 
 def evaluate_policy(cfg: Config, parts: Components) -> tuple[Evaluation, list[Group]]:
     """The evaluation of the policy, and the graded samples."""
-    parts.sampler.sync(parts.policy, parts.state.step)
+    parts.examiner.sync(parts.policy, parts.state.step)
     task, prompts, sampling = parts.test_task, parts.test_prompts, evaluation_sampling(cfg)
     k, progress = cfg.evaluate.k, progress_of(cfg, parts.state.step)
-    evaluation, groups, _ = evaluate(cfg.task_name, task, prompts, parts.sampler, sampling, k, parts.runtime, progress)
+    evaluation, groups, _ = evaluate(cfg.task_name, task, prompts, parts.examiner, sampling, k, parts.runtime, progress)
     return evaluation, groups
 
 

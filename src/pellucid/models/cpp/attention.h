@@ -1,9 +1,8 @@
 // What a row reads of its prompt's keys and values and of its own.
 
 #pragma once
+#include "bytes.h"
 #include "norm.h"
-#include "pairs.h"
-#include "tiles.h"
 
 constexpr int QUERIES = 4;    // query heads that are read for at once: sums need not wait for one another
 
@@ -12,7 +11,7 @@ struct Model {
     float eps;
 };
 
-struct Layer {  // a row of fused.py's table; what a model does not have is null
+struct Layer {  // a row of fused.py's table; what a model does not have is null, and matrices may be `ByteBlock`s
     const float *attention_norm;
     const bf16 *qkv, *qkv_bias, *attention_out, *attention_out_bias;
     const float *mlp_norm;
@@ -84,14 +83,15 @@ struct Read {
 template <int Q, class Activations>
 static void read(const bf16 *queries, const bf16 *prompt_keys, const bf16 *prompt_values, const bf16 *keys, const bf16 *values,
                  const Read &of, int64_t size, float *scores, int64_t stride, const Activations &to, int64_t row, int64_t at) {
+    const By<typename Activations::Words> by;
     const int64_t own = (of.prompt_to + 15) / 16 * 16, count = own + (of.to + 15) / 16 * 16;
     std::fill_n(scores, Q * stride, -INFINITY);
-    score<Q>(to, queries, prompt_keys, of.prompt_from, of.prompt_to, size, scores, stride);
-    score<Q>(to, queries, keys, of.from, of.to, size, scores + own, stride);
+    score<Q>(by, queries, prompt_keys, of.prompt_from, of.prompt_to, size, scores, stride);
+    score<Q>(by, queries, keys, of.from, of.to, size, scores + own, stride);
     for (int q = 0; q < Q; q++) softmax(scores + q * stride, count);
     alignas(64) float one[Q * LARGEST], two[Q * LARGEST];
-    weigh<Q>(to, scores, stride, prompt_values, of.prompt_from, of.prompt_to, of.prompt_room, size, one);
-    weigh<Q>(to, scores + own, stride, values, of.from, of.to, of.room, size, two);
+    weigh<Q>(by, scores, stride, prompt_values, of.prompt_from, of.prompt_to, of.prompt_room, size, one);
+    weigh<Q>(by, scores + own, stride, values, of.from, of.to, of.room, size, two);
     for (int64_t i = 0; i < Q * size; i += 16)
         to.put(row, at + i, _mm512_add_ps(_mm512_load_ps(one + i), _mm512_load_ps(two + i)));
 }
@@ -121,4 +121,5 @@ static void attend(const Model &m, const Layer &layer, const Rows &rows, int64_t
                 heads + h * d, layer.prompt_keys + there, layer.prompt_values + there, layer.keys + here, layer.values + here, of,
                 d, scores, stride, to, row, h * d);
     }
+    to.quantise(row);
 }

@@ -8,12 +8,12 @@
 
 #include "attention.h"
 
-// weight [outputs, width] -> blocks. joined: its halves are gates and what they let through, 16 and 16 to a block.
+// weight [outputs, width] -> blocks.
 extern "C" void pack(const bf16 *weight, int64_t outputs, int64_t width, int64_t joined, bf16 *to, int64_t threads) {
     const int64_t blocks = (outputs + BLOCK - 1) / BLOCK;
 #pragma omp parallel for num_threads(threads)
     for (int64_t i = 0; i < 2 * blocks; i++) {
-        const int64_t block = i / 2, half = i % 2, first = joined ? half * (outputs / 2) + block * 16 : block * BLOCK + half * 16;
+        const int64_t block = i / 2, half = i % 2, first = first_of_half(block, half, outputs, joined);
         __m512i pairs[16];
         for (int64_t k = 0; k < width; k += 32) {
             if (first >= outputs)
@@ -26,11 +26,42 @@ extern "C" void pack(const bf16 *weight, int64_t outputs, int64_t width, int64_t
     }
 }
 
+// The same in int8.
+extern "C" void pack_bytes(const bf16 *weight, int64_t outputs, int64_t width, int64_t joined, int8_t *to, int64_t threads) {
+    const int64_t blocks = (outputs + BLOCK - 1) / BLOCK;
+#pragma omp parallel for num_threads(threads)
+    for (int64_t i = 0; i < 2 * blocks; i++) {
+        const int64_t first = first_of_half(i / 2, i % 2, outputs, joined);
+        pack_half(first < outputs ? weight + first * width : nullptr, width, ByteBlock(to, i / 2, depth_of(width)), i % 2);
+    }
+}
+
+template <class Activations>
+static void product_by(const bf16 *x, int64_t n, int64_t width, const bf16 *weight, int64_t outputs, float *y, int64_t threads) {
+    const Activations rows(n, width);
+    for (int64_t row = 0; row < n; row++) {
+        for (int64_t k = 0; k < width; k += 16) rows.put(row, k, wide(x + row * width + k));
+        rows.quantise(row);
+    }
+#pragma omp parallel num_threads(threads)
+    multiply(rows, weight, outputs, n, omp_get_thread_num(), omp_get_num_threads(), [&](int64_t row, int64_t at, const float *sums) {
+        for (int64_t i = 0; i < BLOCK && at + i < outputs; i += 16)
+            _mm512_storeu_ps(y + row * outputs + at + i, _mm512_load_ps(sums + i));
+    });
+}
+
+// y [n, outputs] of x [n, width] in int8, by which fusing.py tries whether this processor has these products.
+extern "C" void product_of_bytes(const bf16 *x, int64_t n, int64_t width, const bf16 *weight, int64_t outputs, float *y,
+                                 int64_t tiles, int64_t threads) {
+    (tiles ? product_by<Bytes<Tiles>> : product_by<Bytes<Groups>>)(x, n, width, weight, outputs, y, threads);
+}
+
 template <class Activations>
 static void step_by(const Model &m, const Layer *layers, const Rows &rows, const float *last_norm, const bf16 *head, float *hidden,
                     bf16 *logits, int64_t threads) {
     const int64_t n = rows.n, projected = (m.heads + 2 * m.key_heads) * m.size, stride = rows.prompt_room + rows.room;
     const Activations x(n, m.width), attended(n, m.heads * m.size), gated(n, m.inner);
+    const typename Activations::Words last(n, m.width);  // the head is in bf16 always
     const std::unique_ptr<bf16[]> heads(new bf16[n * projected]);
     const std::unique_ptr<float[]> scores(new float[threads * QUERIES * stride]);
     const auto onto_hidden = [&](const bf16 *bias) {
@@ -71,12 +102,16 @@ static void step_by(const Model &m, const Layer *layers, const Rows &rows, const
                 gated.put(row, at / 2, _mm512_mul_ps(rounded(silu(gate)), up));
             });
 #pragma omp barrier
+            if constexpr (Activations::QUANTISED) {  // rows were put in parts by several threads
+                for (int64_t row = mine.from; row < mine.to; row++) gated.quantise(row);
+#pragma omp barrier
+            }
             multiply(gated, layer.down, m.width, n, thread, team, onto_hidden(layer.down_bias));
 #pragma omp barrier
         }
-        for (int64_t row = mine.from; row < mine.to; row++) norm(hidden + row * m.width, last_norm, row, m.eps, x);
+        for (int64_t row = mine.from; row < mine.to; row++) norm(hidden + row * m.width, last_norm, row, m.eps, last);
 #pragma omp barrier
-        multiply(x, head, m.vocabulary, n, thread, team, [&](int64_t row, int64_t at, const float *sums) {
+        multiply(last, head, m.vocabulary, n, thread, team, [&](int64_t row, int64_t at, const float *sums) {
             for (int64_t i = 0; i < BLOCK && at + i < m.vocabulary; i += 16) {
                 const __mmask16 there = m.vocabulary - at - i < 16 ? (1 << (m.vocabulary - at - i)) - 1 : 0xffff;
                 _mm256_mask_storeu_epi16(logits + row * m.vocabulary + at + i, there, narrow(_mm512_load_ps(sums + i)));
@@ -85,8 +120,10 @@ static void step_by(const Model &m, const Layer *layers, const Rows &rows, const
     }
 }
 
-// hidden [n, D] of the tokens is written over; logits [n, V] of the next ones.
+// hidden [n, D] of the tokens is written over; logits [n, V] of the next ones. bytes: layers are multiplied in int8.
 extern "C" void step(const Model *model, const Layer *layers, const Rows *of, const float *last_norm, const bf16 *head,
-                     float *hidden, bf16 *logits, int64_t tiles, int64_t threads) {
-    (tiles ? step_by<Tiles> : step_by<Groups>)(*model, layers, *of, last_norm, head, hidden, logits, threads);
+                     float *hidden, bf16 *logits, int64_t tiles, int64_t bytes, int64_t threads) {
+    constexpr decltype(&step_by<Groups>) WAYS[][2] = {{step_by<Groups>, step_by<Tiles>},
+                                                      {step_by<Bytes<Groups>>, step_by<Bytes<Tiles>>}};
+    WAYS[bytes != 0][tiles != 0](*model, layers, *of, last_norm, head, hidden, logits, threads);
 }

@@ -6,12 +6,14 @@
 #pragma once
 #include "vectors.h"
 
-constexpr int ROWS = 12;   // rows of a group at most: their sums and a vector of a block fill the registers
-
 // oneDNN adds up so many products of `all` by themselves.
 static int64_t chunk_of(int64_t all) { return all > 1024 ? 1024 : 512; }
 
 struct Groups {
+    using Words = Groups;
+    static constexpr bool QUANTISED = false;
+    static constexpr int64_t ROWS = 12, INPUTS = 2;  // rows at most: their sums and a vector of a block fill the registers
+
     int64_t rows, count, width;
     Zeros<bf16> data;
 
@@ -26,6 +28,7 @@ struct Groups {
         auto *to = (uint32_t *)at(row / rows, k) + row % rows;
         for (int i = 0; i < 8; i++) to[i * rows] = pairs[i];
     }
+    void quantise(int64_t) const {}
 };
 
 // sums [R, 32] += R rows times a block.
@@ -54,7 +57,7 @@ constexpr decltype(&product<1>) PRODUCTS[] = {nullptr,    product<1>, product<2>
 // For each block of this thread's and each row: then(row, first output, sums [32]).
 template <class Then>
 static void multiply(const Groups &x, const bf16 *weight, int64_t outputs, int64_t n, int thread, int team, Then then) {
-    alignas(64) float sums[ROWS * BLOCK];
+    alignas(64) float sums[Groups::ROWS * BLOCK];
     const int64_t chunk = chunk_of(x.width);
     const Share mine((outputs + BLOCK - 1) / BLOCK, thread, team);
     for (int64_t block = mine.from; block < mine.to; block++)
@@ -69,7 +72,7 @@ static void multiply(const Groups &x, const bf16 *weight, int64_t outputs, int64
 
 // Scores [Q, stride] of Q queries [Q, d] for the keys from .. to; -inf beside these in a run of 16.
 template <int Q>
-static void score(const Groups &, const bf16 *queries, const bf16 *keys, int64_t from, int64_t to, int64_t size, float *scores,
+static void score(By<Groups>, const bf16 *queries, const bf16 *keys, int64_t from, int64_t to, int64_t size, float *scores,
                   int64_t stride) {
     __m512i turned[LARGEST / 2];
     for (int64_t t = from / 16 * 16; t < to; t += 16) {
@@ -87,7 +90,7 @@ static void score(const Groups &, const bf16 *queries, const bf16 *keys, int64_t
 
 // out [Q, d]: the sums of probs [Q, stride] times values [., d] from .. to, added up as products of `room` tokens are.
 template <int Q>
-static void weigh(const Groups &, const float *probs, int64_t stride, const bf16 *values, int64_t from, int64_t to, int64_t room,
+static void weigh(By<Groups>, const float *probs, int64_t stride, const bf16 *values, int64_t from, int64_t to, int64_t room,
                   int64_t size, float *out) {
     const int64_t chunk = chunk_of(room);
     for (int64_t i = 0; i < size; i += 64) {

@@ -26,6 +26,8 @@ struct Tiling {
 };
 
 struct Tiles {
+    using Words = Tiles;
+    static constexpr bool QUANTISED = false;
     static constexpr int64_t ROWS = 16, INPUTS = 32;  // of a tile at most
 
     int64_t rows, count, width;
@@ -41,6 +43,7 @@ struct Tiles {
     void put(int64_t row, int64_t k, __m512 x) const {
         store(at(row / rows, k / INPUTS * INPUTS) + row % rows * INPUTS + k % INPUTS, x);
     }
+    void quantise(int64_t) const {}
 };
 
 // sums [2R, 32] = one or two groups of R rows times a block.
@@ -86,7 +89,7 @@ static void multiply(const Tiles &x, const bf16 *weight, int64_t outputs, int64_
 
 // Keys stand on the left, as they lie in the cache: what is multiplied may change places, what is added up may not.
 template <int Q>
-static void score(const Tiles &, const bf16 *queries, const bf16 *keys, int64_t from, int64_t to, int64_t size, float *scores,
+static void score(By<Tiles>, const bf16 *queries, const bf16 *keys, int64_t from, int64_t to, int64_t size, float *scores,
                   int64_t stride) {
     alignas(64) uint32_t pairs[LARGEST / 2][16];  // of Q columns; what stands in others is not looked at
     alignas(64) float sums[2][16 * 16];
@@ -129,7 +132,7 @@ static void pair_up(const bf16 *values, int64_t count, int64_t size, bf16 (*to)[
 }
 
 template <int Q>
-static void weigh(const Tiles &, const float *probs, int64_t stride, const bf16 *values, int64_t from, int64_t to, int64_t room,
+static void weigh(By<Tiles>, const float *probs, int64_t stride, const bf16 *values, int64_t from, int64_t to, int64_t room,
                   int64_t size, float *out) {
     alignas(64) bf16 weights[Tiles::ROWS][Tiles::INPUTS];  // of Q rows; what stands in others is not looked at
     alignas(64) bf16 pairs[4][Tiles::INPUTS / 2][32];

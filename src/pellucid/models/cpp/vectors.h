@@ -79,11 +79,20 @@ static int64_t evenly(int64_t all, int64_t most) {
     return (all + groups - 1) / groups;
 }
 
+// The outputs that a half of a block has begin at this one. joined: the first half of a matrix are gates, the second what they
+// let through, 16 and 16 to a block.
+static int64_t first_of_half(int64_t block, int64_t half, int64_t outputs, bool joined) {
+    return joined ? half * (outputs / 2) + block * 16 : block * BLOCK + half * 16;
+}
+
 // A thread's share of so many.
 struct Share {
     int64_t from, to;
     Share(int64_t all, int thread, int team) : from(all * thread / team), to(all * (thread + 1) / team) {}
 };
+
+// A way of products, by the rows of activations that it multiplies.
+template <class Words> struct By {};
 
 static inline __m512 with_bias(const float *sums, const bf16 *bias, int64_t at) {
     return bias ? _mm512_add_ps(_mm512_load_ps(sums), wide(bias + at)) : _mm512_load_ps(sums);
