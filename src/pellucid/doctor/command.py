@@ -66,8 +66,9 @@ def findings() -> Iterator[tuple[str, str]]:
     yield "matrix products", f"fp32 {fp32:.2f}, bf16 {bf16:.2f} TFLOP/s on one CPU thread"
     chosen = str(hardware.pick_dtype("auto", device)).removeprefix("torch.")
     yield "auto", "; ".join(filter(None, (f"device {device}, dtype {chosen}", hardware.without_bf16(device))))
-    _, reason = fusing.here()
-    yield "decoding", f"by torch's operators: {reason}" if reason else "fused, in bfloat16 on the CPU"
+    step, reason = fusing.here()
+    by = "AMX" if step and step.tiles else "AVX-512"
+    yield "decoding", f"fused, in bfloat16 by {by} on the CPU" if step else f"by torch's operators: {reason}"
     kept = hardware.keep_freed_memory()
     yield "allocator", "keeps freed memory (glibc mallopt)" if kept else "not glibc: left as it is"
     yield "disk", f"{shutil.disk_usage(Path.cwd()).free / 1e9:.0f} GB free here"

@@ -1,7 +1,7 @@
 """Whether decoding is fused on this machine: where it is, a token is sampled in half the time, and to the same bits.
 
-Each process tries cpp/decode.cpp on a small model: it is used where its logits are those of torch's operators, bit for
-bit, and these go on where they are not, or where there is no library.
+Each process tries cpp/decode.cpp on a small model, by AVX-512 and by AMX: it is used where its logits are those of
+torch's operators, bit for bit, and these go on where they are not, or where there is no library.
 """
 
 from __future__ import annotations

@@ -2,7 +2,8 @@
 // to the bit, in one parallel region. fusing.py compiles it, and tries whether the bits are the same.
 //
 // They are the same because all rounds where models/decoding.py rounds, and adds up in the order in which oneDNN and
-// torch do. That order depends neither on the rows beside a row nor on the number of threads.
+// torch do: by pairs.h as with AVX-512, by tiles.h as with AMX, where rows are few. That order depends neither on the rows
+// beside a row nor on the number of threads.
 
 #include <omp.h>
 
