@@ -1,6 +1,6 @@
 """How near a step is to what this machine could do: operations and bytes, the time that they need at least, and take.
 
-    python benchmarks/roofline.py [--tokens 64] [--prompts 4] [--group 8]
+    python benchmarks/roofline.py [--tokens 64] [--prompts 4] [--group 8] [--int8]
 
 The limits are one large bfloat16 product on all threads, and reading one large tensor. A part needs at least the
 longer of its operations at that speed and its bytes at that bandwidth. SmolLM2-135M, completions that never end early,
@@ -42,6 +42,8 @@ class Options:
     group: int = 8
     repeats: int = 5
     model: str = "smollm2-135m"
+    int8: bool = False
+    """Decode in int8; its limit is taken to be that of bf16 products, of half the bytes."""
 
 
 class Work(NamedTuple):
@@ -57,7 +59,8 @@ def main(options: Options) -> None:
     policy = our_policy(Namespace(model=options.model, device="cpu", dtype="bfloat16"))
     runtime = Runtime(policy, AdamWConfig(lr=1e-6), total=100)
     cfg = GRPOConfig(steps=100, prompts_per_step=options.prompts, group_size=options.group, max_length=options.tokens)
-    steps = grpo.train(our_graded_task(), Native(), policy, runtime, cfg, sampling=Sampling(max_tokens=options.tokens))
+    sampler = Native(int8=options.int8)
+    steps = grpo.train(our_graded_task(), sampler, policy, runtime, cfg, sampling=Sampling(max_tokens=options.tokens))
     seen: list[dict[str, float]] = []
     with measured(runtime) as laps:
         for i in range(WARM_UP + options.repeats):
@@ -148,7 +151,7 @@ def work_of(policy: Policy, options: Options, context: int) -> dict[str, Work]:
         "prompts": Work(of_prompts + 2 * head * options.prompts / 1e9, 2 * (matrices + head) / 1e9),
         "tokens": Work(
             of_own + 2 * head * own / 1e9,
-            steps * (2 * (matrices + head) / 1e9 + kept * (options.prompts * context + rows * t / 2)),
+            steps * (((1 if options.int8 else 2) * matrices + 2 * head) / 1e9 + kept * (options.prompts * context + rows * t / 2)),
         ),
         "drawing": Work(0.0, t * rows * policy.model.config.vocab_size * 2 / 1e9),
         "forward": Work(of_prompts + of_own + 2 * head * rows * t / 1e9, 2 * (matrices + head) / 1e9),

@@ -208,7 +208,7 @@ def with_task(recipe, folder):
 def same_numbers(recipe, settings, device, folder, monkeypatch):
     """Trained on the CPU at a stretch; on the device with a death and a resume between."""
     patient = partial(turns.Hall, patient=True)  # else who is beside whom would depend on the clock
-    monkeypatch.setattr(native, "Hall", lambda policy, talks, rows, _: patient(policy, talks, rows))
+    monkeypatch.setattr(native, "Hall", lambda policy, talks, rows, *_: patient(policy, talks, rows))
     monkeypatch.setattr(Reading, "kernels", lambda *_: None)  # a device has no kernels, and the head's add up better
     with Decomposed():
         here = trained(recipe, folder / "here", settings | {"policy.device": "cpu"})

@@ -17,7 +17,7 @@ from forked import python
 from runs import weights
 
 LAUNCH = Path("recipes/launch").resolve()
-SHORT = ["--algorithm.steps", "2", "--evaluate.every", "0", "--algorithm.micro_batch", "3", "--optimizer.eps", "1e-4"]
+SHORT = ["--algorithm.steps", "2", "--evaluate.every", "0", "--algorithm.micro_batch", "3", "--optimizer.eps", "1e-3"]
 """Such an eps keeps AdamW from making whole steps of gradients that are rounding alone."""
 TOOLS = {"torchrun": "-m torch.distributed.run", "pellucid": "-m pellucid"}
 SLURM = {

@@ -235,7 +235,7 @@ class Scripted:
     def decode(self, ids):
         return str(len(ids))
 
-    def decode_batch(self, rows):
+    def decode_batch(self, rows, int8):
         self.rows, self.left = rows, torch.zeros(0, dtype=torch.long)
         return self
 

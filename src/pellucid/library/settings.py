@@ -14,13 +14,16 @@ from pellucid.types import UserError
 OF_EVERY_TASK = ("name", "seed", "split", "task")
 """Fields of a task that are no settings of their own: `seed` is algorithm.seed, which is that of the task, too."""
 
+MEANT = {"dtype": "policy"}
+"""Of names that several sections have, those that mean one of them: sampler.dtype is of rollouts alone."""
+
 Sections = dict[str, dict[str, Any]]
 
 
 def sections_of(settings: Mapping[str, Any], task: type | None) -> Sections:
     """Return keywords by section and key, as a recipe has them. `task` is the class of the task, where it is known.
 
-    A name that one section alone has is enough; else it is `section_name`, which does for every setting. UserError,
+    A name that one section alone has is enough, and so is `dtype`, which is policy.dtype; else it is `section_name`, which does for every setting. UserError,
     naming the choices, for an ambiguous one, and the nearest for one that does not exist.
     """
     known = keys_of(task)
@@ -45,8 +48,8 @@ def place_of(name: str, known: Mapping[str, list[str]]) -> tuple[str, str]:
     if name in whole:
         return whole[name]
     sections = [section for section, keys in known.items() if name in keys]
-    if len(sections) == 1:
-        return sections[0], name
+    if len(sections) == 1 or name in MEANT:
+        return MEANT.get(name, sections[0]), name
     if sections:
         raise UserError(f"{name} is a setting of {' and '.join(sections)}: say {either(name, sections)}")
     if known.get(name):
