@@ -21,8 +21,8 @@ CFG = GRPOConfig(prompts_per_step=3, group_size=4)
 ADVANTAGES = torch.tensor([[1.0, -0.5, 0.25, -0.75], [0.5, -1.5, 2.0, -1.0], [0.1, 0.2, 0.3, -0.6]]).double()
 
 
-def held(architecture="llama"):
-    policy = make_policy(architecture)
+def held(architecture="llama", dtype=torch.float32):
+    policy = make_policy(architecture, dtype)
     policy.tokenizer.chat_template = TEMPLATE
     sampler = Native(policy=policy, world=Here(Talk("worlds:Parrot")))
     return policy, sampler.generate(asked(), Sampling(4, max_tokens=80, turns=4, turn_tokens=9, seed="0/0"))
@@ -81,7 +81,7 @@ def by_hand(model, groups, advantages):
 
 @pytest.mark.parametrize("architecture", ["llama", "gpt2"])
 def test_the_gradient_is_that_of_the_sampled_tokens_summed_by_hand(architecture):
-    policy, groups = held(architecture)
+    policy, groups = held(architecture, torch.float64)
     cfg = replace(CFG, aggregate="token")
     batch = ready(policy, groups, cfg)
     policy.model.zero_grad()
