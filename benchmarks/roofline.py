@@ -146,12 +146,12 @@ def work_of(policy: Policy, options: Options, context: int) -> dict[str, Work]:
     prompts, own = options.prompts * context, rows * (t - 1)
     of_prompts = 2 * matrices * prompts / 1e9 + read * prompts * context / 2
     of_own = 2 * matrices * own / 1e9 + read * own * (context + t / 2)
-    steps = t - 1
+    steps, weights = t - 1, (1 if options.int8 else 2) * matrices + 2 * head
     return {
         "prompts": Work(of_prompts + 2 * head * options.prompts / 1e9, 2 * (matrices + head) / 1e9),
         "tokens": Work(
             of_own + 2 * head * own / 1e9,
-            steps * (((1 if options.int8 else 2) * matrices + 2 * head) / 1e9 + kept * (options.prompts * context + rows * t / 2)),
+            steps * (weights / 1e9 + kept * (options.prompts * context + rows * t / 2)),
         ),
         "drawing": Work(0.0, t * rows * policy.model.config.vocab_size * 2 / 1e9),
         "forward": Work(of_prompts + of_own + 2 * head * rows * t / 1e9, 2 * (matrices + head) / 1e9),

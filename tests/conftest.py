@@ -228,7 +228,8 @@ def products_know_no_neighbours():
     x, w = torch.randn(3, 96, 32).bfloat16(), torch.randn(3, 64, 32).bfloat16()
     whole, flat = x @ w.mT, F.linear(x[0], w[0])
     rows = (1, 3, 8, 40)
-    deep, v = torch.randn(200, 1536).bfloat16(), torch.randn(576, 1536).bfloat16()  # one sum in ten thousand shows its parts
+    # Of sums that are added up in parts one in ten thousand shows it.
+    deep, v = torch.randn(200, 1536).bfloat16(), torch.randn(576, 1536).bfloat16()
     return (
         all(torch.equal(x[:, :n].contiguous() @ w.mT, whole[:, :n]) for n in rows)
         and all(torch.equal(F.linear(x[0, :n], w[0]), flat[:n]) for n in rows)

@@ -23,8 +23,9 @@ Sections = dict[str, dict[str, Any]]
 def sections_of(settings: Mapping[str, Any], task: type | None) -> Sections:
     """Return keywords by section and key, as a recipe has them. `task` is the class of the task, where it is known.
 
-    A name that one section alone has is enough, and so is `dtype`, which is policy.dtype; else it is `section_name`, which does for every setting. UserError,
-    naming the choices, for an ambiguous one, and the nearest for one that does not exist.
+    A name that one section alone has is enough, and so is `dtype`, which is policy.dtype; else it is `section_name`,
+    which does for every setting. UserError, naming the choices, for an ambiguous one, and the nearest for one that does
+    not exist.
     """
     known = keys_of(task)
     sections: Sections = {}
