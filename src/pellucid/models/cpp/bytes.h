@@ -70,7 +70,7 @@ static inline __m128i bytes_of(const float *x, float scale) {
 // are whole.
 template <class Words_> struct Bytes {
     using Words = Words_;
-    using Reading = typename Words::Reading;
+    using Setting = typename Words::Setting;
     static constexpr bool QUANTISED = true;
     static constexpr int64_t ROWS = Words::ROWS, INPUTS = 2 * Words::INPUTS;
 
@@ -158,19 +158,11 @@ static void product(const Bytes<Tiles> &x, int64_t group, bool two, const ByteBl
     _tile_stored(3, sums + x.rows * BLOCK + BLOCK / 2, stride);
 }
 
-// What the products of a thread need to be told before.
-struct Nothing {
-    explicit Nothing(int64_t) {}
-};
-template <class Words> struct Setting;
-template <> struct Setting<Groups> { using Type = Nothing; };
-template <> struct Setting<Tiles> { using Type = Tiling; };
-
 template <class Words, class Then>
 static void multiply(const Bytes<Words> &x, const bf16 *weight, int64_t outputs, int64_t n, int thread, int team, Then then) {
     alignas(64) int32_t sums[2 * Bytes<Words>::ROWS * BLOCK];
     alignas(64) float scaled[BLOCK];
-    const typename Setting<Words>::Type setting(x.rows);
+    [[maybe_unused]] const typename Words::Setting setting(x.rows);
     const Share mine((outputs + BLOCK - 1) / BLOCK, thread, team);
     for (int64_t at = mine.from; at < mine.to; at++) {
         const ByteBlock block(weight, at, x.depth);

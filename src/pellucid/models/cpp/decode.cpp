@@ -88,7 +88,7 @@ static void step_by(const Model &m, const Layer *layers, const Rows &rows, const
             });
 #pragma omp barrier
             {
-                [[maybe_unused]] const typename Activations::Reading reading;
+                [[maybe_unused]] const typename Activations::Setting setting(Activations::Words::ROWS);
                 for (int64_t row = mine.from; row < mine.to; row++)
                     attend(m, layer, rows, row, &heads[row * projected], &scores[thread * QUERIES * stride], stride, attended);
             }

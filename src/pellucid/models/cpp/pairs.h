@@ -17,7 +17,9 @@ struct Groups {
     int64_t rows, count, width;
     Zeros<bf16> data;
 
-    struct Reading {};  // nothing need be set up
+    struct Setting {  // nothing need be set up
+        explicit Setting(int64_t) {}
+    };
 
     Groups(int64_t n, int64_t width)
         : rows(evenly(n, ROWS)), count((n + rows - 1) / rows), width(width), data(zeros<bf16>(count * rows * width)) {}

@@ -33,9 +33,7 @@ struct Tiles {
     int64_t rows, count, width;
     Zeros<bf16> data;
 
-    struct Reading {  // while it lasts, `score` and `weigh` may be called
-        const Tiling tiling{ROWS};
-    };
+    using Setting = Tiling;  // while one of ROWS lasts, `score` and `weigh` may be called
 
     Tiles(int64_t n, int64_t width)
         : rows(evenly(n, ROWS)), count((n + rows - 1) / rows), width(width), data(zeros<bf16>(count * rows * width)) {}
