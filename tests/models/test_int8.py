@@ -151,7 +151,7 @@ def by_operators(batch, monkeypatch):
             patched.setattr(layers, "linear", linear)
             return by_operator(*arguments)
 
-    batch._lay_out, batch._step = lambda rows: None, step
+    batch.fused, batch._lay_out, batch._step = None, lambda rows: None, step
     return batch
 
 

@@ -20,11 +20,13 @@ from pellucid.models.attention import attend
 from pellucid.models.decoder import Decoder, Weights, after_attention, heads_of, linear, prepacked
 from pellucid.models.elementwise import norm
 from pellucid.models.family import Shape
-from pellucid.models.fused import Fused, unfit
+from pellucid.models.fused import Fused, Places, unfit
 from pellucid.models.masters import Matrix
 from pellucid.models.operators import rounded_softmax
 from pellucid.models.packed import LANES, bias_of, in_line, in_rows, nearby, prompt_rows, roomy
 
+Pair = tuple[Tensor, Tensor]
+"""Keys and values of one layer."""
 GROWTH = 2 * LANES
 """Tokens of room by which a full cache grows."""
 
@@ -51,14 +53,12 @@ class DecodeBatch:
     """Whether rows can wait for a turn of others, and be continued behind it."""
 
     def __init__(self, decoder: Decoder, rows: int, fuse: Callable[[Weights, Shape], Fused] | None = None) -> None:
-        """An empty batch with room for `rows` rows. fuse: what makes a step of one call, to the same bits."""
-        self.decoder, self.rows, self.fuse = decoder, rows, fuse
-        self.fused: Fused | None = None
+        """An empty batch with room for `rows` rows. fuse: what computes tokens in one call, to the same bits."""
+        self.decoder, self.rows = decoder, rows
         with torch.no_grad():
             self.weights = self.plain = decoder.weights()
-        shape, device = decoder.shape, decoder.device
-        none = torch.empty(shape.key_heads, 0, 0, shape.head_size, dtype=decoder.dtype, device=device)
-        self.caches = [Cache(none, none, none, none) for _ in self.weights.layers]
+        self.fused = fuse(self.plain, decoder.shape) if fuse and not unfit(self.plain, decoder.shape) else None
+        self.caches = [Cache(*(self._empty(0, 0) for _ in range(4))) for _ in self.weights.layers]
         self.prompt_lengths = torch.zeros(0, dtype=torch.long)
         """[P]"""
         self.prompt_names: list[int] = []
@@ -76,18 +76,11 @@ class DecodeBatch:
     @torch.no_grad()
     def admit(self, prompts: Sequence[Sequence[int]], copies: int) -> Tensor:
         """Add `copies` rows for each prompt. Return logits [len(prompts) * copies, V] of their first tokens."""
-        rows, lengths = prompt_rows(prompts, self.decoder.dtype, self.decoder.device)
-        shape, rotary = self.decoder.shape, self.decoder.rotary(rows.positions)
-        hidden = F.embedding(rows.ids, self.plain.embedding.tensor).to(self.plain.norm.dtype)
-        steps = torch.arange(rows.bias.shape[-1], device=self.decoder.device)[None]
-        near = nearby(rows.bias, steps, steps, shape.window) if any(shape.slides) else rows.bias
-        for layer, cache, slides in zip(self.plain.layers, self.caches, shape.slides, strict=True):
-            query, key, value = (in_rows(x, rows) for x in heads_of(layer, hidden, rotary, shape))
-            attended = attend(query, key, value, near if slides else rows.bias)
-            hidden = after_attention(layer, hidden, in_line(attended, rows), shape)
-            cache.prompt_keys = joined(cache.prompt_keys, key.transpose(0, 1))
-            cache.prompt_values = joined(cache.prompt_values, value.transpose(0, 1))
-            silent = cache.keys.new_zeros(shape.key_heads, len(prompts) * copies, 0, shape.head_size)
+        lengths = torch.tensor([len(ids) for ids in prompts])
+        read, logits = self._read_fused(prompts, lengths) if self.reads_fused() else self._read_prompts(prompts)
+        for cache, (keys, values) in zip(self.caches, read, strict=True):
+            cache.prompt_keys, cache.prompt_values = joined(cache.prompt_keys, keys), joined(cache.prompt_values, values)
+            silent = keys.new_zeros(len(keys), len(prompts) * copies, 0, keys.shape[-1])
             cache.keys, cache.values = joined(cache.keys, silent), joined(cache.values, silent)
         newcomers = torch.arange(len(prompts)) + len(self.prompt_lengths)
         self.prompt_of = torch.cat([self.prompt_of, newcomers.repeat_interleave(copies)])
@@ -96,8 +89,49 @@ class DecodeBatch:
         self.admitted += len(prompts)
         self.generated = torch.cat([self.generated, self.generated.new_zeros(len(prompts) * copies)])
         self.seat()
+        return logits.repeat_interleave(copies, 0)
+
+    def reads_fused(self) -> bool:
+        """Whether what is not sampled is read in one call, too. In int8 it is not, and keeps its exactness."""
+        return self.fused is not None and not self.fused.by.int8
+
+    def _read_fused(self, prompts: Sequence[Sequence[int]], lengths: Tensor) -> tuple[list[Pair], Tensor]:
+        """Of each layer keys and values of prompts of these lengths [P], [K, P, S, d], and logits [P, V] behind them."""
+        assert self.fused
+        size, count = roomy(int(lengths.max())), len(prompts)
+        read = [(self._empty(count, size), self._empty(count, size)) for _ in self.caches]
+        places = torch.cat([torch.arange(length) for length in lengths.tolist()])
+        none = torch.zeros(count, dtype=torch.long)
+        at = Places(torch.arange(count).repeat_interleave(lengths), places, none, none, lengths.cumsum(0) - 1)
+        ids = torch.tensor([token for prompt in prompts for token in prompt])
+        empty = self._empty(0, 0)
+        caches = [(empty, empty, *pair) for pair in read]
+        return read, self.fused.step(self.embedded(ids), self.decoder.rotary(places), at, caches)
+
+    def _read_prompts(self, prompts: Sequence[Sequence[int]]) -> tuple[list[Pair], Tensor]:
+        """The same by torch's operators."""
+        rows, lengths = prompt_rows(prompts, self.decoder.dtype, self.decoder.device)
+        shape, rotary = self.decoder.shape, self.decoder.rotary(rows.positions)
+        hidden, read = self.embedded(rows.ids), []
+        steps = torch.arange(rows.bias.shape[-1], device=self.decoder.device)[None]
+        near = nearby(rows.bias, steps, steps, shape.window) if any(shape.slides) else rows.bias
+        for layer, slides in zip(self.plain.layers, shape.slides, strict=True):
+            query, key, value = (in_rows(x, rows) for x in heads_of(layer, hidden, rotary, shape))
+            attended = attend(query, key, value, near if slides else rows.bias)
+            hidden = after_attention(layer, hidden, in_line(attended, rows), shape)
+            read.append((key.transpose(0, 1), value.transpose(0, 1)))
         last = (lengths.cumsum(0) - 1).to(hidden.device)
-        return self.logits(hidden[last], self.plain.head).repeat_interleave(copies, 0)
+        return read, self.logits(hidden[last], self.plain.head)
+
+    def _empty(self, rows: int, size: int) -> Tensor:
+        """Keys or values [K, rows, size, d] of nothing."""
+        shape = self.decoder.shape
+        sizes = shape.key_heads, rows, size, shape.head_size
+        return torch.zeros(sizes, dtype=self.decoder.dtype, device=self.decoder.device)
+
+    def embedded(self, tokens: Tensor) -> Tensor:
+        """[N] -> [N, D]"""
+        return F.embedding(tokens, self.plain.embedding.tensor).to(self.plain.norm.dtype)
 
     @torch.no_grad()
     def step(self, tokens: Tensor, speaks: Tensor | None = None) -> Tensor:
@@ -109,11 +143,11 @@ class DecodeBatch:
         if int(self.generated.max()) == self.caches[0].keys.shape[2]:
             self.grow()
         rotary = self.decoder.rotary(self.starts + self.read)
-        hidden = F.embedding(tokens, self.weights.embedding.tensor).to(self.weights.norm.dtype)
+        hidden = self.embedded(tokens)
         if self.fused:
-            of = self.prompt_of, self.prompt_lengths, self.generated
-            caches = [(c.prompt_keys, c.prompt_values, c.keys, c.values) for c in self.caches]
-            logits = self.fused.step(hidden, rotary, *of, caches)
+            each = torch.arange(len(tokens))
+            at = Places(each, self.generated, self.prompt_of, self.prompt_lengths, each)
+            logits = self.fused.step(hidden, rotary, at, self.all_caches())
         else:
             logits = self._step(hidden, rotary)
         self.generated += 1 if speaks is None else speaks  # what the others have written is written over
@@ -122,12 +156,12 @@ class DecodeBatch:
 
     def _lay_out(self, rows: int) -> None:
         """Lay out the weights as the products of a step read them, once."""
-        if self.fused or self.weights is not self.plain or not self.decoder.may_pack:
-            return
-        if self.fuse and not unfit(self.plain, self.decoder.shape):
-            self.fused = self.fuse(self.plain, self.decoder.shape)
-        else:
+        if not self.fused and self.weights is self.plain and self.decoder.may_pack:
             self.weights = prepacked(self.plain, rows)
+
+    def all_caches(self) -> list[tuple[Tensor, Tensor, Tensor, Tensor]]:
+        """Of each layer, in the order of a Cache."""
+        return [(c.prompt_keys, c.prompt_values, c.keys, c.values) for c in self.caches]
 
     def _step(self, hidden: Tensor, rotary: tuple[Tensor, Tensor]) -> Tensor:
         """Logits [n, V] behind tokens of these embeddings [n, D], by torch's operators."""

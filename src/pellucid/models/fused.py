@@ -1,4 +1,4 @@
-"""A decoded token by one call of C++ (cpp/decode.cpp) in place of some thousand operators. fusing.py says where."""
+"""Tokens through all layers by one call of C++ (cpp/decode.cpp), not some thousand operators. fusing.py says where."""
 
 from __future__ import annotations
 
@@ -34,13 +34,28 @@ class Model(ctypes.Structure):
     )
 
 
-class Rows(ctypes.Structure):
+class Tokens(ctypes.Structure):
     """As in cpp/attention.h."""
 
     _fields_ = (
-        *((name, ctypes.c_int64) for name in ("n", "prompts", "prompt_room", "room")),
-        *((name, ctypes.c_void_p) for name in ("prompt_of", "prompt_lengths", "generated", "cos", "sin")),
+        *((name, ctypes.c_int64) for name in ("n", "rows", "prompts", "prompt_room", "room", "asked")),
+        *((name, ctypes.c_void_p) for name in ("row_of", "places", "prompt_of", "prompt_lengths", "last", "cos", "sin")),
     )
+
+
+class Places(NamedTuple):
+    """Where N tokens stand in the caches of n rows, those of a row in their order; all on the CPU."""
+
+    row_of: Tensor
+    """[N]"""
+    places: Tensor
+    """[N] in its row."""
+    prompt_of: Tensor
+    """[n]"""
+    prompt_lengths: Tensor
+    """[P]"""
+    last: Tensor
+    """[m] tokens behind which logits are wanted."""
 
 
 def unfit(weights: Weights, shape: Shape) -> str:
@@ -138,29 +153,23 @@ class Fused:
         self,
         hidden: Tensor,
         rotary: tuple[Tensor, Tensor],
-        prompt_of: Tensor,
-        prompt_lengths: Tensor,
-        generated: Tensor,
+        at: Places,
         caches: Sequence[tuple[Tensor, Tensor, Tensor, Tensor]],
     ) -> Tensor:
-        """Return logits [n, V] behind tokens of these embeddings [n, D] fp32, which are written over.
+        """Return logits [m, V] behind the last of tokens of these embeddings [N, D] fp32, which are written over.
 
         caches: of each layer keys and values of the prompts, [K, P, S, d], and of the rows, [K, n, room, d], which get
-        those of the tokens at their places `generated`.
+        those of the tokens at their places.
         """
         (prompt_keys, _, keys, _), (cos, sin) = caches[0], rotary
         self.table[:, -4:] = torch.tensor([[x.data_ptr() for x in cache] for cache in caches])
-        rows = Rows(
-            len(hidden),
-            *prompt_keys.shape[1:3],
-            keys.shape[2],
-            *(x.data_ptr() for x in (prompt_of, prompt_lengths, generated, cos, sin)),
-        )
-        logits = torch.empty(len(hidden), self.vocabulary, dtype=cos.dtype)
+        sizes = len(hidden), len(at.prompt_of), *prompt_keys.shape[1:3], keys.shape[2], len(at.last)
+        tokens = Tokens(*sizes, *(x.data_ptr() for x in (*at, cos, sin)))
+        logits = torch.empty(len(at.last), self.vocabulary, dtype=cos.dtype)
         with record_function(NAME):
-            about = self.model, self.table, rows, self.weights.norm, self.head
+            about = self.model, self.table, tokens, self.weights.norm, self.head
             call(self.by.library.step, *about, hidden, logits, self.by.tiles, self.by.int8, self.threads)
-        Fused.operations += 2.0 * len(hidden) * self.size
+        Fused.operations += 2.0 * (len(hidden) * (self.size - self.head.numel()) + len(at.last) * self.head.numel())
         return logits
 
 

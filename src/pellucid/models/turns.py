@@ -14,24 +14,42 @@ from torch import Tensor
 
 from pellucid.models.attention import attend
 from pellucid.models.decoder import after_attention, heads_of
-from pellucid.models.decoding import GROWTH, DecodeBatch, joined
+from pellucid.models.decoding import GROWTH, DecodeBatch, Pair, joined
+from pellucid.models.fused import Places
 from pellucid.models.packed import Rows, bias_of, in_line, in_rows, nearby, roomy, rows_at
-
-Pair = tuple[Tensor, Tensor]
-"""Keys and values of one layer, [K, tokens, d]."""
 
 
 @torch.no_grad()
 def extend(batch: DecodeBatch, rows: Tensor, tokens: Sequence[Sequence[int]]) -> Tensor:
     """Append several tokens to each of these rows [r], on the CPU. Return logits [r, V] behind them."""
-    lengths, device = torch.tensor([len(ids) for ids in tokens]), batch.decoder.device
+    lengths = torch.tensor([len(ids) for ids in tokens])
     while int((batch.generated[rows] + lengths).max()) > batch.caches[0].keys.shape[2]:
         batch.grow()
+    logits = (extend_fused if batch.reads_fused() else extend_by_operators)(batch, rows, tokens, lengths)
+    batch.generated[rows] += lengths
+    batch.take_lengths()
+    return logits
+
+
+def extend_fused(batch: DecodeBatch, rows: Tensor, tokens: Sequence[Sequence[int]], lengths: Tensor) -> Tensor:
+    """[r, V] of `extend`, in one call."""
+    assert batch.fused
+    row_of = rows.repeat_interleave(lengths)
+    places = batch.generated[row_of] + torch.cat([torch.arange(length) for length in lengths.tolist()])
+    rotary = batch.decoder.rotary(batch.prompt_lengths[batch.prompt_of[row_of]] + places)
+    at = Places(row_of, places, batch.prompt_of, batch.prompt_lengths, lengths.cumsum(0) - 1)
+    ids = torch.tensor([token for row in tokens for token in row])
+    return batch.fused.step(batch.embedded(ids), rotary, at, batch.all_caches())
+
+
+def extend_by_operators(batch: DecodeBatch, rows: Tensor, tokens: Sequence[Sequence[int]], lengths: Tensor) -> Tensor:
+    """The same by torch's operators, with all tokens of a row at once."""
     shape, (new, near, places) = batch.decoder.shape, appended(batch, rows, tokens, lengths)
     rotary, size = batch.decoder.rotary(new.positions), batch.caches[0].prompt_keys.shape[2]
+    device = new.ids.device
     at = slice(None), rows.repeat_interleave(lengths).to(device), places
     these, prompts = rows.to(device), batch.prompt_of[rows].to(device)
-    hidden = F.embedding(new.ids, batch.plain.embedding.tensor).to(batch.plain.norm.dtype)
+    hidden = batch.embedded(new.ids)
     for layer, cache, slides in zip(batch.plain.layers, batch.caches, shape.slides, strict=True):
         query, key, value = heads_of(layer, hidden, rotary, shape)
         cache.keys[at], cache.values[at] = key.transpose(0, 1), value.transpose(0, 1)
@@ -41,8 +59,6 @@ def extend(batch: DecodeBatch, rows: Tensor, tokens: Sequence[Sequence[int]]) ->
         )
         read = attend(in_rows(query, new), keys, values, near if slides else new.bias, shared=size)
         hidden = after_attention(layer, hidden, in_line(read, new), shape)
-    batch.generated[rows] += lengths
-    batch.take_lengths()
     return batch.logits(hidden[(lengths.cumsum(0) - 1).to(device)], batch.plain.head)
 
 

@@ -1,10 +1,10 @@
-// What a row reads of its prompt's keys and values and of its own.
+// What tokens read of the keys and values of their prompt and of their row.
 
 #pragma once
+#include <vector>
+
 #include "bytes.h"
 #include "norm.h"
-
-constexpr int QUERIES = 4;    // query heads that are read for at once: sums need not wait for one another
 
 struct Model {
     int64_t layers, width, heads, key_heads, size, inner, vocabulary;
@@ -19,13 +19,15 @@ struct Layer {  // a row of fused.py's table; what a model does not have is null
     const float *query_norm, *key_norm;
     int64_t window;                           // 0: all tokens are read
     const bf16 *prompt_keys, *prompt_values;  // [K, P, S, d]
-    bf16 *keys, *values;                      // [K, n, room, d]
+    bf16 *keys, *values;                      // [K, rows, room, d]
 };
 
-struct Rows {
-    int64_t n, prompts, prompt_room, room;
-    const int64_t *prompt_of, *prompt_lengths, *generated;  // [n], [P], [n]
-    const bf16 *cos, *sin;                                  // [n, d]
+struct Tokens {
+    int64_t n, rows, prompts, prompt_room, room, asked;
+    const int64_t *row_of, *places;             // [n] in which row of the caches, and where in it
+    const int64_t *prompt_of, *prompt_lengths;  // [rows], [P]
+    const int64_t *last;                        // [asked] tokens whose logits are wanted
+    const bf16 *cos, *sin;                      // [n, d]
 };
 
 static void norm_head(bf16 *x, const float *weight, int64_t size, float eps) {
@@ -74,52 +76,89 @@ static void softmax(float *scores, int64_t count) {
     for (int64_t i = 0; i < count; i += 16) _mm512_storeu_ps(scores + i, rounded(_mm512_loadu_ps(scores + i)));
 }
 
-// A row's tokens that are read, from .. to, of its prompt and of its own, and the room that each has.
-struct Read {
-    int64_t prompt_from, prompt_to, prompt_room, from, to, room;
+// Tokens from .. to that stand in one row, one behind the other, and are read for at once.
+struct Run {
+    int64_t from, to;
 };
 
-// What Q query heads [Q, d] read by one key head, put behind `at` elements of the row.
-template <int Q, class Activations>
-static void read(const bf16 *queries, const bf16 *prompt_keys, const bf16 *prompt_values, const bf16 *keys, const bf16 *values,
-                 const Read &of, int64_t size, float *scores, int64_t stride, const Activations &to, int64_t row, int64_t at) {
-    const By<typename Activations::Words> by;
-    const int64_t own = (of.prompt_to + 15) / 16 * 16, count = own + (of.to + 15) / 16 * 16;
-    std::fill_n(scores, Q * stride, -INFINITY);
-    score<Q>(by, queries, prompt_keys, of.prompt_from, of.prompt_to, size, scores, stride);
-    score<Q>(by, queries, keys, of.from, of.to, size, scores + own, stride);
-    for (int q = 0; q < Q; q++) softmax(scores + q * stride, count);
-    alignas(64) float one[Q * LARGEST], two[Q * LARGEST];
-    weigh<Q>(by, scores, stride, prompt_values, of.prompt_from, of.prompt_to, of.prompt_room, size, one);
-    weigh<Q>(by, scores + own, stride, values, of.from, of.to, of.room, size, two);
-    for (int64_t i = 0; i < Q * size; i += 16)
-        to.put(row, at + i, _mm512_add_ps(_mm512_load_ps(one + i), _mm512_load_ps(two + i)));
+static std::vector<Run> runs_of(const Tokens &tokens, int64_t most) {
+    std::vector<Run> runs;
+    for (int64_t i = 0; i < tokens.n; i++)
+        if (runs.empty() || tokens.row_of[i] != tokens.row_of[runs.back().from] || i - runs.back().from == most)
+            runs.push_back({i, i + 1});
+        else
+            runs.back().to = i + 1;
+    return runs;
 }
 
-// Caches key and value of a row's token, whose projections are heads [H + 2K, d], and puts what it reads.
-template <class Activations>
-static void attend(const Model &m, const Layer &layer, const Rows &rows, int64_t row, bf16 *heads, float *scores, int64_t stride,
-                   const Activations &to) {
-    const int64_t d = m.size, shared = m.heads / m.key_heads, own = rows.generated[row];
-    const int64_t prompt = rows.prompt_of[row], length = rows.prompt_lengths[prompt];
+// Caches key and value of a token, whose projections are heads [H + 2K, d], and makes its queries ready.
+static void cache(const Model &m, const Layer &layer, const Tokens &tokens, int64_t token, bf16 *heads) {
+    const int64_t d = m.size;
     for (int64_t h = 0; h < m.heads + m.key_heads; h++) {
         if (layer.query_norm) norm_head(heads + h * d, h < m.heads ? layer.query_norm : layer.key_norm, d, m.eps);
-        rotate(heads + h * d, rows.cos + row * d, rows.sin + row * d, d);
+        rotate(heads + h * d, tokens.cos + token * d, tokens.sin + token * d, d);
     }
     const __m512 scale = _mm512_set1_ps(float(1 / std::sqrt(double(d))));
     for (int64_t i = 0; i < m.heads * d; i += 16) store(heads + i, _mm512_mul_ps(wide(heads + i), scale));
-    const int64_t first = layer.window ? std::max<int64_t>(0, length + own + 1 - layer.window) : 0;
-    const Read of{std::min(first, length), length, rows.prompt_room, std::max<int64_t>(0, first - length), own + 1, rows.room};
-    constexpr decltype(&read<1, Activations>) reads[] = {nullptr, read<1, Activations>, read<2, Activations>,
-                                                         read<3, Activations>, read<4, Activations>};
     for (int64_t k = 0; k < m.key_heads; k++) {
-        const int64_t there = (k * rows.prompts + prompt) * rows.prompt_room * d, here = (k * rows.n + row) * rows.room * d;
-        std::memcpy(layer.keys + here + own * d, heads + (m.heads + k) * d, d * sizeof(bf16));
-        std::memcpy(layer.values + here + own * d, heads + (m.heads + m.key_heads + k) * d, d * sizeof(bf16));
-        for (int64_t h = k * shared; h < (k + 1) * shared; h += QUERIES)
-            reads[std::min<int64_t>(QUERIES, (k + 1) * shared - h)](
-                heads + h * d, layer.prompt_keys + there, layer.prompt_values + there, layer.keys + here, layer.values + here, of,
-                d, scores, stride, to, row, h * d);
+        const int64_t here = ((k * tokens.rows + tokens.row_of[token]) * tokens.room + tokens.places[token]) * d;
+        std::memcpy(layer.keys + here, heads + (m.heads + k) * d, d * sizeof(bf16));
+        std::memcpy(layer.values + here, heads + (m.heads + m.key_heads + k) * d, d * sizeof(bf16));
     }
-    to.quantise(row);
+}
+
+static int64_t to_sixteen(int64_t count) { return (count + 15) / 16 * 16; }
+
+// What queries of a run read of the caches of their prompt and of their row, [Q, d]. Scores [Q, stride]: of the prompt's
+// tokens, then of their own.
+template <class By>
+static void read(By by, const Queries &of_prompt, const Queries &own, const bf16 *const caches[4], const Tokens &tokens, float *scores,
+                 int64_t stride, float *out) {
+    alignas(64) float of_own[MOST * LARGEST];
+    const int64_t behind = to_sixteen(of_prompt.end());
+    score(by, of_prompt, caches[0], scores, stride);
+    score(by, own, caches[2], scores + behind, stride);
+    for (int64_t q = 0; q < own.count; q++) {
+        float *const row = scores + q * stride, *const end = row + behind + to_sixteen(own.to[q]);
+        std::fill_n(row, of_prompt.first() / 16 * 16, -INFINITY);
+        std::fill_n(row + behind, own.first() / 16 * 16, -INFINITY);
+        softmax(row, end - row);
+        std::fill(end, row + behind + to_sixteen(own.end()), 0.0f);
+    }
+    weigh(by, of_prompt, caches[1], scores, stride, tokens.prompt_room, out);
+    weigh(by, own, caches[3], scores + behind, stride, tokens.room, of_own);
+    for (int64_t i = 0; i < own.count * own.size; i += 16)
+        _mm512_store_ps(out + i, _mm512_add_ps(_mm512_load_ps(out + i), _mm512_load_ps(of_own + i)));
+}
+
+// Puts what the tokens of a run read, whose keys and values are cached already.
+template <class Activations>
+static void attend(const Model &m, const Layer &layer, const Tokens &tokens, const Run &run, const bf16 *heads, float *scores,
+                   int64_t stride, const Activations &to) {
+    using Words = typename Activations::Words;
+    alignas(64) bf16 queries[MOST * LARGEST];
+    alignas(64) float out[MOST * LARGEST];
+    const int64_t d = m.size, shared = m.heads / m.key_heads, projected = (m.heads + 2 * m.key_heads) * d;
+    const int64_t row = tokens.row_of[run.from], prompt = tokens.prompt_of[row], length = tokens.prompt_lengths[prompt];
+    for (int64_t k = 0; k < m.key_heads; k++) {
+        const int64_t there = (k * tokens.prompts + prompt) * tokens.prompt_room * d, here = (k * tokens.rows + row) * tokens.room * d;
+        const bf16 *const caches[] = {layer.prompt_keys + there, layer.prompt_values + there, layer.keys + here, layer.values + here};
+        for (int64_t h = k * shared; h < (k + 1) * shared; h += Words::QUERIES) {
+            const int64_t most = std::min<int64_t>(Words::QUERIES, (k + 1) * shared - h);
+            Queries of_prompt{0, d, queries}, own{0, d, queries};
+            for (int64_t token = run.from; token < run.to; token++) {
+                std::memcpy(queries + own.count * d, heads + token * projected + h * d, most * d * sizeof(bf16));
+                const int64_t end = tokens.places[token] + 1, first = layer.window ? std::max<int64_t>(0, length + end - layer.window) : 0;
+                for (int64_t i = 0; i < most; i++) {
+                    of_prompt.add(std::min(first, length), length);
+                    own.add(std::max<int64_t>(0, first - length), end);
+                }
+            }
+            read(By<Words>(), of_prompt, own, caches, tokens, scores, stride, out);
+            for (int64_t token = run.from; token < run.to; token++)
+                for (int64_t i = 0; i < most * d; i += 16)
+                    to.put(token, h * d + i, _mm512_load_ps(out + (token - run.from) * most * d + i));
+        }
+    }
+    for (int64_t token = run.from; token < run.to; token++) to.quantise(token);
 }

@@ -1,5 +1,5 @@
-// A token of all rows through all layers, in bf16 on a CPU with AVX-512: what DecodeBatch computes by operators of torch,
-// to the bit, in one parallel region. fusing.py compiles it, and tries whether the bits are the same.
+// Tokens of all rows through all layers, in bf16 on a CPU with AVX-512: what DecodeBatch computes by operators of torch, to
+// the bit, in one parallel region. fusing.py compiles it, and tries whether the bits are the same.
 //
 // They are the same because all rounds where models/decoding.py rounds, and adds up in the order in which oneDNN and
 // torch do: by pairs.h as with AVX-512, by tiles.h as with AMX, where rows are few. That order depends neither on the rows
@@ -58,13 +58,15 @@ extern "C" void product_of_bytes(const bf16 *x, int64_t n, int64_t width, const 
 }
 
 template <class Activations>
-static void step_by(const Model &m, const Layer *layers, const Rows &rows, const float *last_norm, const bf16 *head, float *hidden,
+static void step_by(const Model &m, const Layer *layers, const Tokens &tokens, const float *last_norm, const bf16 *head, float *hidden,
                     bf16 *logits, int64_t threads) {
-    const int64_t n = rows.n, projected = (m.heads + 2 * m.key_heads) * m.size, stride = rows.prompt_room + rows.room;
+    using Words = typename Activations::Words;
+    const int64_t n = tokens.n, projected = (m.heads + 2 * m.key_heads) * m.size, stride = tokens.prompt_room + tokens.room;
     const Activations x(n, m.width), attended(n, m.heads * m.size), gated(n, m.inner);
-    const typename Activations::Words last(n, m.width);  // the head is in bf16 always
+    const Words last(tokens.asked, m.width);  // the head is in bf16 always
     const std::unique_ptr<bf16[]> heads(new bf16[n * projected]);
-    const std::unique_ptr<float[]> scores(new float[threads * QUERIES * stride]);
+    const std::unique_ptr<float[]> scores(new float[threads * Words::QUERIES * stride]);
+    const std::vector<Run> runs = runs_of(tokens, std::max<int64_t>(1, Words::QUERIES / (m.heads / m.key_heads)));
     const auto onto_hidden = [&](const bf16 *bias) {
         return [=, &m](int64_t row, int64_t at, const float *sums) {
             for (int64_t i = 0; i < BLOCK; i += 16) {
@@ -76,7 +78,7 @@ static void step_by(const Model &m, const Layer *layers, const Rows &rows, const
 #pragma omp parallel num_threads(threads)
     {
         const int thread = omp_get_thread_num(), team = omp_get_num_threads();  // it may be smaller than was asked for
-        const Share mine(n, thread, team);
+        const Share mine(n, thread, team), asked(tokens.asked, thread, team);
         for (int64_t l = 0; l < m.layers; l++) {
             const Layer &layer = layers[l];
             for (int64_t row = mine.from; row < mine.to; row++)
@@ -87,10 +89,12 @@ static void step_by(const Model &m, const Layer *layers, const Rows &rows, const
                     store(&heads[row * projected + at + i], with_bias(sums + i, layer.qkv_bias, at + i));
             });
 #pragma omp barrier
+            for (int64_t row = mine.from; row < mine.to; row++) cache(m, layer, tokens, row, &heads[row * projected]);
+#pragma omp barrier
             {
-                [[maybe_unused]] const typename Activations::Setting setting(Activations::Words::ROWS);
-                for (int64_t row = mine.from; row < mine.to; row++)
-                    attend(m, layer, rows, row, &heads[row * projected], &scores[thread * QUERIES * stride], stride, attended);
+                [[maybe_unused]] const typename Activations::Setting setting(Words::ROWS);
+                for (size_t i = thread; i < runs.size(); i += team)  // in turn: the later ones of a row read more
+                    attend(m, layer, tokens, runs[i], heads.get(), &scores[thread * Words::QUERIES * stride], stride, attended);
             }
 #pragma omp barrier
             multiply(attended, layer.attention_out, m.width, n, thread, team, onto_hidden(layer.attention_out_bias));
@@ -110,9 +114,9 @@ static void step_by(const Model &m, const Layer *layers, const Rows &rows, const
             multiply(gated, layer.down, m.width, n, thread, team, onto_hidden(layer.down_bias));
 #pragma omp barrier
         }
-        for (int64_t row = mine.from; row < mine.to; row++) norm(hidden + row * m.width, last_norm, row, m.eps, last);
+        for (int64_t i = asked.from; i < asked.to; i++) norm(hidden + tokens.last[i] * m.width, last_norm, i, m.eps, last);
 #pragma omp barrier
-        multiply(last, head, m.vocabulary, n, thread, team, [&](int64_t row, int64_t at, const float *sums) {
+        multiply(last, head, m.vocabulary, tokens.asked, thread, team, [&](int64_t row, int64_t at, const float *sums) {
             for (int64_t i = 0; i < BLOCK && at + i < m.vocabulary; i += 16) {
                 const __mmask16 there = m.vocabulary - at - i < 16 ? (1 << (m.vocabulary - at - i)) - 1 : 0xffff;
                 _mm256_mask_storeu_epi16(logits + row * m.vocabulary + at + i, there, narrow(_mm512_load_ps(sums + i)));
@@ -121,10 +125,10 @@ static void step_by(const Model &m, const Layer *layers, const Rows &rows, const
     }
 }
 
-// hidden [n, D] of the tokens is written over; logits [n, V] of the next ones. bytes: layers are multiplied in int8.
-extern "C" void step(const Model *model, const Layer *layers, const Rows *of, const float *last_norm, const bf16 *head,
+// hidden [n, D] of the tokens is written over; logits [asked, V] of the next ones. bytes: layers are multiplied in int8.
+extern "C" void step(const Model *model, const Layer *layers, const Tokens *tokens, const float *last_norm, const bf16 *head,
                      float *hidden, bf16 *logits, int64_t tiles, int64_t bytes, int64_t threads) {
     constexpr decltype(&step_by<Groups>) WAYS[][2] = {{step_by<Groups>, step_by<Tiles>},
                                                       {step_by<Bytes<Groups>>, step_by<Bytes<Tiles>>}};
-    WAYS[bytes != 0][tiles != 0](*model, layers, *of, last_norm, head, hidden, logits, threads);
+    WAYS[bytes != 0][tiles != 0](*model, layers, *tokens, last_norm, head, hidden, logits, threads);
 }

@@ -13,6 +13,7 @@ struct Groups {
     using Words = Groups;
     static constexpr bool QUANTISED = false;
     static constexpr int64_t ROWS = 12, INPUTS = 2;  // rows at most: their sums and a vector of a block fill the registers
+    static constexpr int64_t QUERIES = 4;            // their sums need not wait for one another
 
     int64_t rows, count, width;
     Zeros<bf16> data;
@@ -72,29 +73,31 @@ static void multiply(const Groups &x, const bf16 *weight, int64_t outputs, int64
         }
 }
 
-// Scores [Q, stride] of Q queries [Q, d] for the keys from .. to; -inf beside these in a run of 16.
-template <int Q>
-static void score(By<Groups>, const bf16 *queries, const bf16 *keys, int64_t from, int64_t to, int64_t size, float *scores,
-                  int64_t stride) {
+// Scores [Q, stride] of queries; -inf beside the keys that they read, in runs of 16.
+template <int Q> static void score_by(const Queries &of, const bf16 *keys, float *scores, int64_t stride) {
     __m512i turned[LARGEST / 2];
-    for (int64_t t = from / 16 * 16; t < to; t += 16) {
+    const int64_t size = of.size;
+    for (int64_t t = of.first() / 16 * 16; t < of.end(); t += 16) {
         for (int64_t i = 0; i < size; i += 32) transpose(keys + t * size + i, size, turned + i / 2);
         __m512 sums[Q];
         for (auto &sum : sums) sum = _mm512_setzero_ps();
         for (int64_t i = 0; i < size / 2; i++)
             for (int q = 0; q < Q; q++) {
-                const auto pair = (__m512bh)_mm512_set1_epi32(((const int32_t *)(queries + q * size))[i]);
+                const auto pair = (__m512bh)_mm512_set1_epi32(((const int32_t *)(of.data + q * size))[i]);
                 sums[q] = _mm512_dpbf16_ps(sums[q], pair, (__m512bh)turned[i]);
             }
-        for (int q = 0; q < Q; q++) put_scores(scores + q * stride, sums[q], t, from, to);
+        for (int q = 0; q < Q; q++) put_scores(scores + q * stride, sums[q], t, of.from[q], of.to[q]);
     }
 }
 
-// out [Q, d]: the sums of probs [Q, stride] times values [., d] from .. to, added up as products of `room` tokens are.
+static void score(By<Groups>, const Queries &of, const bf16 *keys, float *scores, int64_t stride) {
+    constexpr decltype(&score_by<1>) BY[] = {nullptr, score_by<1>, score_by<2>, score_by<3>, score_by<4>};
+    BY[of.count](of, keys, scores, stride);
+}
+
 template <int Q>
-static void weigh(By<Groups>, const float *probs, int64_t stride, const bf16 *values, int64_t from, int64_t to, int64_t room,
-                  int64_t size, float *out) {
-    const int64_t chunk = chunk_of(room);
+static void weigh_by(const Queries &of, const bf16 *values, const float *probs, int64_t stride, int64_t room, float *out) {
+    const int64_t size = of.size, chunk = chunk_of(room);
     for (int64_t i = 0; i < size; i += 64) {
         __m512 all[4 * Q], sums[4 * Q];
         for (auto &sum : all) sum = _mm512_setzero_ps();
@@ -105,9 +108,9 @@ static void weigh(By<Groups>, const float *probs, int64_t stride, const bf16 *va
                     sums[4 * q + j] = _mm512_fmadd_ps(_mm512_set1_ps(probs[q * stride + t]), value, sums[4 * q + j]);
             }
         };
-        for (int64_t start = from & ~1; start < to; start += chunk - start % chunk) {
+        for (int64_t start = of.first() & ~1; start < of.end(); start += chunk - start % chunk) {
             for (auto &sum : sums) sum = _mm512_setzero_ps();
-            const int64_t end = std::min(to, start - start % chunk + chunk);
+            const int64_t end = std::min(of.end(), start - start % chunk + chunk);
             int64_t t = start;
             for (; t + 1 < end; t += 2) {  // of two the second first, as vdpbf16ps does
                 add(t + 1);
@@ -118,4 +121,10 @@ static void weigh(By<Groups>, const float *probs, int64_t stride, const bf16 *va
         }
         for (int j = 0; j < 4 * Q; j++) _mm512_store_ps(out + j / 4 * size + i + j % 4 * 16, rounded(all[j]));
     }
+}
+
+// out [Q, d]: the sums of probs [Q, stride] times values [., d], added up as products of `room` tokens are.
+static void weigh(By<Groups>, const Queries &of, const bf16 *values, const float *probs, int64_t stride, int64_t room, float *out) {
+    constexpr decltype(&weigh_by<1>) BY[] = {nullptr, weigh_by<1>, weigh_by<2>, weigh_by<3>, weigh_by<4>};
+    BY[of.count](of, values, probs, stride, room, out);
 }

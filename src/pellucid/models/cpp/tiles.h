@@ -28,7 +28,7 @@ struct Tiling {
 struct Tiles {
     using Words = Tiles;
     static constexpr bool QUANTISED = false;
-    static constexpr int64_t ROWS = 16, INPUTS = 32;  // of a tile at most
+    static constexpr int64_t ROWS = 16, INPUTS = 32, QUERIES = MOST;  // of a tile at most
 
     int64_t rows, count, width;
     Zeros<bf16> data;
@@ -85,17 +85,17 @@ static void multiply(const Tiles &x, const bf16 *weight, int64_t outputs, int64_
         }
 }
 
-// Keys stand on the left, as they lie in the cache: what is multiplied may change places, what is added up may not.
-template <int Q>
-static void score(By<Tiles>, const bf16 *queries, const bf16 *keys, int64_t from, int64_t to, int64_t size, float *scores,
-                  int64_t stride) {
+// Scores [Q, stride] of queries; -inf beside the keys that they read, in runs of 16. Keys stand on the left, as they lie in the
+// cache: what is multiplied may change places, what is added up may not.
+static void score(By<Tiles>, const Queries &of, const bf16 *keys, float *scores, int64_t stride) {
     alignas(64) uint32_t pairs[LARGEST / 2][16];  // of Q columns; what stands in others is not looked at
     alignas(64) float sums[2][16 * 16];
-    for (int q = 0; q < Q; q++)
-        for (int64_t i = 0; i < size / 2; i++) pairs[i][q] = ((const uint32_t *)(queries + q * size))[i];
-    const __m512i column = _mm512_setr_epi32(0, 16, 32, 48, 64, 80, 96, 112, 128, 144, 160, 176, 192, 208, 224, 240);
-    for (int64_t t = from / 16 * 16; t < to; t += 32) {
-        const bool two = t + 16 < to;
+    __m512i by_query[16];
+    const int64_t size = of.size;
+    for (int64_t q = 0; q < of.count; q++)
+        for (int64_t i = 0; i < size / 2; i++) pairs[i][q] = ((const uint32_t *)(of.data + q * size))[i];
+    for (int64_t t = of.first() / 16 * 16; t < of.end(); t += 32) {
+        const bool two = t + 16 < of.end();
         _tile_zero(0);
         _tile_zero(1);
         for (int64_t i = 0; i < size; i += Tiles::INPUTS) {
@@ -109,16 +109,12 @@ static void score(By<Tiles>, const bf16 *queries, const bf16 *keys, int64_t from
         }
         _tile_stored(0, sums[0], 64);
         if (two) _tile_stored(1, sums[1], 64);
-        for (int half = 0; half <= two; half++)
-            for (int q = 0; q < Q; q++)
-                put_scores(scores + q * stride, _mm512_i32gather_ps(column, sums[half] + q, 4), t + half * 16, from, to);
+        for (int half = 0; half <= two; half++) {
+            transpose((const bf16 *)sums[half], 32, by_query);
+            for (int64_t q = 0; q < of.count; q++)
+                put_scores(scores + q * stride, _mm512_castsi512_ps(by_query[q]), t + half * 16, of.from[q], of.to[q]);
+        }
     }
-}
-
-// oneDNN takes so many of `all` inputs to a tile: equal parts where they can be had, else all that fit and a rest.
-static int64_t inputs_of(int64_t all) {
-    const int64_t parts = (all + Tiles::INPUTS - 1) / Tiles::INPUTS;
-    return all % (2 * parts) ? Tiles::INPUTS : all / parts;
 }
 
 // A tile of 32 values: tokens of so many from here on, 16 of their numbers, two tokens together.
@@ -129,21 +125,20 @@ static void pair_up(const bf16 *values, int64_t count, int64_t size, bf16 (*to)[
     for (k += k < count ? 2 : 0; k < Tiles::INPUTS; k += 2) _mm512_store_si512(to[k / 2], _mm512_setzero_si512());
 }
 
-template <int Q>
-static void weigh(By<Tiles>, const float *probs, int64_t stride, const bf16 *values, int64_t from, int64_t to, int64_t room,
-                  int64_t size, float *out) {
+// out [Q, d]: the sums of probs [Q, stride] times values [., d].
+static void weigh(By<Tiles>, const Queries &of, const bf16 *values, const float *probs, int64_t stride, int64_t, float *out) {
     alignas(64) bf16 weights[Tiles::ROWS][Tiles::INPUTS];  // of Q rows; what stands in others is not looked at
     alignas(64) bf16 pairs[4][Tiles::INPUTS / 2][32];
     alignas(64) float sums[4][16][16];
-    const int64_t inputs = inputs_of(room);
+    const int64_t size = of.size;
     for (int64_t i = 0; i < size; i += 64) {
         _tile_zero(0);
         _tile_zero(1);
         _tile_zero(2);
         _tile_zero(3);
-        for (int64_t start = from / inputs * inputs; start < to; start += inputs) {
-            const int64_t count = std::min(inputs, to - start);
-            for (int q = 0; q < Q; q++)
+        for (int64_t start = of.first() / Tiles::INPUTS * Tiles::INPUTS; start < of.end(); start += Tiles::INPUTS) {
+            const int64_t count = std::min(Tiles::INPUTS, of.end() - start);
+            for (int64_t q = 0; q < of.count; q++)
                 for (int j = 0; j < Tiles::INPUTS; j += 16)
                     store(weights[q] + j, _mm512_maskz_loadu_ps(first_of_sixteen(count - j), probs + q * stride + start + j));
             for (int j = 0; j < 4; j++) pair_up(values + start * size + i + j * 16, count, size, pairs[j]);
@@ -161,7 +156,7 @@ static void weigh(By<Tiles>, const float *probs, int64_t stride, const bf16 *val
         _tile_stored(1, sums[1], 64);
         _tile_stored(2, sums[2], 64);
         _tile_stored(3, sums[3], 64);
-        for (int q = 0; q < Q; q++)
+        for (int64_t q = 0; q < of.count; q++)
             for (int j = 0; j < 4; j++) _mm512_store_ps(out + q * size + i + j * 16, rounded(_mm512_load_ps(sums[j][q])));
     }
 }

@@ -16,6 +16,7 @@ using bf16 = uint16_t;
 
 constexpr int BLOCK = 32;     // outputs of a matrix that lie together
 constexpr int LARGEST = 256;  // size of a head at most
+constexpr int MOST = 16;      // queries that are read for at once
 
 static inline __m512 wide(const bf16 *x) {
     return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)x)), 16));
@@ -89,6 +90,20 @@ static int64_t first_of_half(int64_t block, int64_t half, int64_t outputs, bool 
 struct Share {
     int64_t from, to;
     Share(int64_t all, int thread, int team) : from(all * thread / team), to(all * (thread + 1) / team) {}
+};
+
+// Queries [count, d] of the tokens of a row, in their order, and the keys from .. to that each of them reads.
+struct Queries {
+    int64_t count, size;
+    const bf16 *data;
+    int64_t from[MOST], to[MOST];
+
+    void add(int64_t first, int64_t end) {
+        from[count] = first;
+        to[count++] = end;
+    }
+    int64_t first() const { return from[0]; }
+    int64_t end() const { return to[count - 1]; }
 };
 
 // A way of products, by the rows of activations that it multiplies.
