@@ -128,8 +128,7 @@ def one_by_one(batch, ids):
     caches = [[torch.zeros(shape.key_heads, 1, size, shape.head_size, dtype=torch.bfloat16) for _ in "kv"] for _ in batch.caches]
     for place, token in enumerate(ids):
         at = Places(*(torch.tensor([x]) for x in (0, place, 0, 0, 0)))
-        about = batch.embedded(torch.tensor([token])), batch.decoder.rotary(torch.tensor([place]))
-        logits = batch.fused.step(*about, at, [(empty, empty, *pair) for pair in caches])
+        logits = batch.read_places(torch.tensor([token]), at, [(empty, empty, *pair) for pair in caches])
     return logits, caches
 
 

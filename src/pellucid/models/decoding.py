@@ -31,6 +31,10 @@ GROWTH = 2 * LANES
 """Tokens of room by which a full cache grows."""
 
 
+FURTHER = 256
+"""Positions whose angles are computed at a time."""
+
+
 @dataclass
 class Cache:
     """Keys and values of one layer. Products read the whole room: a slice of it would be copied first on the CPU."""
@@ -58,6 +62,8 @@ class DecodeBatch:
         with torch.no_grad():
             self.weights = self.plain = decoder.weights()
         self.fused = fuse(self.plain, decoder.shape) if fuse and not unfit(self.plain, decoder.shape) else None
+        self.angles = decoder.rotary(torch.arange(0, device=decoder.device))
+        """cos and sin of positions, as far as they were asked for: of fused steps."""
         self.caches = [Cache(*(self._empty(0, 0) for _ in range(4))) for _ in self.weights.layers]
         self.prompt_lengths = torch.zeros(0, dtype=torch.long)
         """[P]"""
@@ -106,7 +112,16 @@ class DecodeBatch:
         ids = torch.tensor([token for prompt in prompts for token in prompt])
         empty = self._empty(0, 0)
         caches = [(empty, empty, *pair) for pair in read]
-        return read, self.fused.step(self.embedded(ids), self.decoder.rotary(places), at, caches)
+        return read, self.read_places(ids, at, caches)
+
+    def read_places(self, tokens: Tensor, at: Places, caches: Sequence[tuple[Tensor, Tensor, Tensor, Tensor]]) -> Tensor:
+        """`Fused.step` of tokens [N]."""
+        assert self.fused
+        (prompt_keys, _, keys, _) = caches[0]
+        positions = prompt_keys.shape[2] + keys.shape[2]
+        if len(self.angles[0]) < positions:
+            self.angles = self.decoder.rotary(torch.arange(roomy(positions, FURTHER)))
+        return self.fused.step(self.embedded(tokens), self.angles, at, caches)
 
     def _read_prompts(self, prompts: Sequence[Sequence[int]]) -> tuple[list[Pair], Tensor]:
         """The same by torch's operators."""
@@ -142,14 +157,12 @@ class DecodeBatch:
         self._lay_out(len(tokens))
         if int(self.generated.max()) == self.caches[0].keys.shape[2]:
             self.grow()
-        rotary = self.decoder.rotary(self.starts + self.read)
-        hidden = self.embedded(tokens)
         if self.fused:
             each = torch.arange(len(tokens))
             at = Places(each, self.generated, self.prompt_of, self.prompt_lengths, each)
-            logits = self.fused.step(hidden, rotary, at, self.all_caches())
+            logits = self.read_places(tokens, at, self.all_caches())
         else:
-            logits = self._step(hidden, rotary)
+            logits = self._step(self.embedded(tokens), self.decoder.rotary(self.starts + self.read))
         self.generated += 1 if speaks is None else speaks  # what the others have written is written over
         self.read += 1 if speaks is None else speaks.to(self.read.device)
         return logits

@@ -104,7 +104,9 @@ class Fused:
         self.by = step
         self.weights, self.threads = weights, torch.get_num_threads()
         first, self.vocabulary = weights.layers[0], len(weights.head.tensor)
-        self.head = packed(step.library, F.pad(weights.head.tensor, (0, 0, 0, -self.vocabulary % 16)))
+        beyond = -self.vocabulary % 16
+        head = F.pad(weights.head.tensor, (0, 0, 0, beyond)) if beyond else weights.head.tensor
+        self.head = packed(step.library, head)
         self.layers = [self._layer(layer) for layer in weights.layers]
         matrices = [x for layer in weights.layers for x in (layer.qkv, layer.attention_out, layer.gate_up, layer.down)]
         self.size = self.head.numel() + sum(whole(x).numel() for x in matrices)
@@ -158,6 +160,7 @@ class Fused:
     ) -> Tensor:
         """Return logits [m, V] behind the last of tokens of these embeddings [N, D] fp32, which are written over.
 
+        rotary: cos and sin of all positions up to the last, [positions, 1, d] each.
         caches: of each layer keys and values of the prompts, [K, P, S, d], and of the rows, [K, n, room, d], which get
         those of the tokens at their places.
         """

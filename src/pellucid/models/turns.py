@@ -33,13 +33,11 @@ def extend(batch: DecodeBatch, rows: Tensor, tokens: Sequence[Sequence[int]]) ->
 
 def extend_fused(batch: DecodeBatch, rows: Tensor, tokens: Sequence[Sequence[int]], lengths: Tensor) -> Tensor:
     """[r, V] of `extend`, in one call."""
-    assert batch.fused
     row_of = rows.repeat_interleave(lengths)
     places = batch.generated[row_of] + torch.cat([torch.arange(length) for length in lengths.tolist()])
-    rotary = batch.decoder.rotary(batch.prompt_lengths[batch.prompt_of[row_of]] + places)
     at = Places(row_of, places, batch.prompt_of, batch.prompt_lengths, lengths.cumsum(0) - 1)
     ids = torch.tensor([token for row in tokens for token in row])
-    return batch.fused.step(batch.embedded(ids), rotary, at, batch.all_caches())
+    return batch.read_places(ids, at, batch.all_caches())
 
 
 def extend_by_operators(batch: DecodeBatch, rows: Tensor, tokens: Sequence[Sequence[int]], lengths: Tensor) -> Tensor:

@@ -72,7 +72,7 @@ class Native:
         tokens: list[list[int]] = [[] for _ in seeds]
         logprobs: list[list[float]] = [[] for _ in seeds]
         masks: list[list[Tensor]] = [[] for _ in seeds]
-        uniforms: dict[int, Tensor] = {}  # of rows in flight
+        uniforms: dict[int, list[float]] = {}  # of rows in flight
         waiting = list(range(len(contexts)))
         while waiting or running.rows:
             if joining := waiting[: running.room() // size]:
@@ -82,8 +82,8 @@ class Native:
                 running.admit([contexts[p] for p in joining], rows)
             begun = [len(tokens[row]) for row in running.rows]
             k = min(self._at_once(), sampling.max_tokens - max(begun))
-            chances = torch.stack([uniforms[row][n : n + k] for row, n in zip(running.rows, begun, strict=True)])
-            last, *drawn_by = self._draw(running, chances, sampling)
+            chances = [uniforms[row][n : n + k] for row, n in zip(running.rows, begun, strict=True)]
+            last, *drawn_by = self._draw(running, torch.tensor(chances, dtype=torch.float64), sampling)
             stays = []
             for place, (row, ids, of_ids, kept) in enumerate(zip(running.rows, *drawn_by, strict=True)):
                 n = 1 + next((i for i, token in enumerate(ids) if token in self.policy.eos_ids), k)
@@ -125,5 +125,5 @@ class Native:
         return tokens[-1], ids.long().tolist(), values.tolist(), masks
 
 
-def _uniforms(seed: int, n: int) -> Tensor:
-    return torch.rand(n, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+def _uniforms(seed: int, n: int) -> list[float]:
+    return torch.rand(n, dtype=torch.float64, generator=torch.Generator().manual_seed(seed)).tolist()

@@ -27,7 +27,7 @@ struct Tokens {
     const int64_t *row_of, *places;             // [n] in which row of the caches, and where in it
     const int64_t *prompt_of, *prompt_lengths;  // [rows], [P]
     const int64_t *last;                        // [asked] tokens whose logits are wanted
-    const bf16 *cos, *sin;                      // [n, d]
+    const bf16 *cos, *sin;                      // [positions, d]
 };
 
 static void norm_head(bf16 *x, const float *weight, int64_t size, float eps) {
@@ -76,32 +76,35 @@ static void softmax(float *scores, int64_t count) {
     for (int64_t i = 0; i < count; i += 16) _mm512_storeu_ps(scores + i, rounded(_mm512_loadu_ps(scores + i)));
 }
 
-// Tokens from .. to that stand in one row, one behind the other, and are read for at once.
+// Tokens from .. to of one prompt's rows, which are read for at once.
 struct Run {
     int64_t from, to;
 };
 
+// Runs of up to `most` tokens, each prompt's as even as can be.
 static std::vector<Run> runs_of(const Tokens &tokens, int64_t most) {
+    const auto prompt = [&](int64_t token) { return tokens.prompt_of[tokens.row_of[token]]; };
     std::vector<Run> runs;
-    for (int64_t i = 0; i < tokens.n; i++)
-        if (runs.empty() || tokens.row_of[i] != tokens.row_of[runs.back().from] || i - runs.back().from == most)
-            runs.push_back({i, i + 1});
-        else
-            runs.back().to = i + 1;
+    for (int64_t from = 0, to; from < tokens.n; from = to) {
+        for (to = from + 1; to < tokens.n && prompt(to) == prompt(from);) to++;
+        const int64_t each = evenly(to - from, most);
+        for (int64_t i = from; i < to; i += each) runs.push_back({i, std::min(i + each, to)});
+    }
     return runs;
 }
 
 // Caches key and value of a token, whose projections are heads [H + 2K, d], and makes its queries ready.
 static void cache(const Model &m, const Layer &layer, const Tokens &tokens, int64_t token, bf16 *heads) {
-    const int64_t d = m.size;
+    const int64_t d = m.size, row = tokens.row_of[token], place = tokens.places[token];
+    const int64_t turn = (tokens.prompt_lengths[tokens.prompt_of[row]] + place) * d;
     for (int64_t h = 0; h < m.heads + m.key_heads; h++) {
         if (layer.query_norm) norm_head(heads + h * d, h < m.heads ? layer.query_norm : layer.key_norm, d, m.eps);
-        rotate(heads + h * d, tokens.cos + token * d, tokens.sin + token * d, d);
+        rotate(heads + h * d, tokens.cos + turn, tokens.sin + turn, d);
     }
     const __m512 scale = _mm512_set1_ps(float(1 / std::sqrt(double(d))));
     for (int64_t i = 0; i < m.heads * d; i += 16) store(heads + i, _mm512_mul_ps(wide(heads + i), scale));
     for (int64_t k = 0; k < m.key_heads; k++) {
-        const int64_t here = ((k * tokens.rows + tokens.row_of[token]) * tokens.room + tokens.places[token]) * d;
+        const int64_t here = ((k * tokens.rows + row) * tokens.room + place) * d;
         std::memcpy(layer.keys + here, heads + (m.heads + k) * d, d * sizeof(bf16));
         std::memcpy(layer.values + here, heads + (m.heads + m.key_heads + k) * d, d * sizeof(bf16));
     }
@@ -109,26 +112,35 @@ static void cache(const Model &m, const Layer &layer, const Tokens &tokens, int6
 
 static int64_t to_sixteen(int64_t count) { return (count + 15) / 16 * 16; }
 
-// What queries of a run read of the caches of their prompt and of their row, [Q, d]. Scores [Q, stride]: of the prompt's
-// tokens, then of their own.
-template <class By>
-static void read(By by, const Queries &of_prompt, const Queries &own, const bf16 *const caches[4], const Tokens &tokens, float *scores,
-                 int64_t stride, float *out) {
-    alignas(64) float of_own[MOST * LARGEST];
-    const int64_t behind = to_sixteen(of_prompt.end());
-    score(by, of_prompt, caches[0], scores, stride);
-    score(by, own, caches[2], scores + behind, stride);
-    for (int64_t q = 0; q < own.count; q++) {
-        float *const row = scores + q * stride, *const end = row + behind + to_sixteen(own.to[q]);
-        std::fill_n(row, of_prompt.first() / 16 * 16, -INFINITY);
-        std::fill_n(row + behind, own.first() / 16 * 16, -INFINITY);
-        softmax(row, end - row);
-        std::fill(end, row + behind + to_sixteen(own.end()), 0.0f);
+// What `each` queries of every token of a run read: all of them of their prompt, and some at a time of their row.
+struct Asked {
+    Queries of_prompt, of_row[MOST];
+    int64_t rows[MOST], count = 0;
+
+    Asked(const Tokens &tokens, const Run &run, int64_t length, int64_t window, int64_t each, const bf16 *laid, int64_t size) {
+        of_prompt.begin(laid, size, 0);
+        for (int64_t token = run.from; token < run.to; token++) {
+            const int64_t row = tokens.row_of[token], end = tokens.places[token] + 1;
+            const int64_t first = window ? std::max<int64_t>(0, length + end - window) : 0;
+            if (!count || rows[count - 1] != row) {
+                of_row[count].begin(laid, size, of_prompt.count);
+                rows[count++] = row;
+            }
+            for (int64_t i = 0; i < each; i++) {
+                of_prompt.add(std::min(first, length), length);
+                of_row[count - 1].add(std::max<int64_t>(0, first - length), end);
+            }
+        }
     }
-    weigh(by, of_prompt, caches[1], scores, stride, tokens.prompt_room, out);
-    weigh(by, own, caches[3], scores + behind, stride, tokens.room, of_own);
-    for (int64_t i = 0; i < own.count * own.size; i += 16)
-        _mm512_store_ps(out + i, _mm512_add_ps(_mm512_load_ps(out + i), _mm512_load_ps(of_own + i)));
+};
+
+// Of scores [stride], those of the prompt's tokens first, probabilities, 0 beyond the last token that is read.
+static void to_probabilities(float *scores, const Queries &of_prompt, const Queries &of_row, int64_t q, int64_t own) {
+    float *const end = scores + own + to_sixteen(of_row.to[q]);
+    std::fill_n(scores, of_prompt.first / 16 * 16, -INFINITY);
+    std::fill_n(scores + own, of_row.first / 16 * 16, -INFINITY);
+    softmax(scores, end - scores);
+    std::fill(end, scores + own + to_sixteen(of_row.end), 0.0f);
 }
 
 // Puts what the tokens of a run read, whose keys and values are cached already.
@@ -136,29 +148,35 @@ template <class Activations>
 static void attend(const Model &m, const Layer &layer, const Tokens &tokens, const Run &run, const bf16 *heads, float *scores,
                    int64_t stride, const Activations &to) {
     using Words = typename Activations::Words;
-    alignas(64) bf16 queries[MOST * LARGEST];
-    alignas(64) float out[MOST * LARGEST];
+    constexpr By<Words> by;
     const int64_t d = m.size, shared = m.heads / m.key_heads, projected = (m.heads + 2 * m.key_heads) * d;
-    const int64_t row = tokens.row_of[run.from], prompt = tokens.prompt_of[row], length = tokens.prompt_lengths[prompt];
-    for (int64_t k = 0; k < m.key_heads; k++) {
-        const int64_t there = (k * tokens.prompts + prompt) * tokens.prompt_room * d, here = (k * tokens.rows + row) * tokens.room * d;
-        const bf16 *const caches[] = {layer.prompt_keys + there, layer.prompt_values + there, layer.keys + here, layer.values + here};
+    const int64_t prompt = tokens.prompt_of[tokens.row_of[run.from]], length = tokens.prompt_lengths[prompt];
+    const int64_t own = to_sixteen(length);
+    alignas(64) bf16 queries[MOST * LARGEST], laid[MOST * LARGEST];
+    alignas(64) float out[MOST * LARGEST], of_own[MOST * LARGEST];
+    for (int64_t k = 0; k < m.key_heads; k++)
         for (int64_t h = k * shared; h < (k + 1) * shared; h += Words::QUERIES) {
-            const int64_t most = std::min<int64_t>(Words::QUERIES, (k + 1) * shared - h);
-            Queries of_prompt{0, d, queries}, own{0, d, queries};
-            for (int64_t token = run.from; token < run.to; token++) {
-                std::memcpy(queries + own.count * d, heads + token * projected + h * d, most * d * sizeof(bf16));
-                const int64_t end = tokens.places[token] + 1, first = layer.window ? std::max<int64_t>(0, length + end - layer.window) : 0;
-                for (int64_t i = 0; i < most; i++) {
-                    of_prompt.add(std::min(first, length), length);
-                    own.add(std::max<int64_t>(0, first - length), end);
-                }
+            const int64_t each = std::min<int64_t>(Words::QUERIES, (k + 1) * shared - h), part = each * d;
+            const int64_t there = (k * tokens.prompts + prompt) * tokens.prompt_room * d;
+            const Asked asked(tokens, run, length, layer.window, each, laid, d);
+            const auto here = [&](int64_t i) { return (k * tokens.rows + asked.rows[i]) * tokens.room * d; };
+            for (int64_t i = run.from; i < run.to; i++)
+                std::memcpy(queries + (i - run.from) * part, heads + i * projected + h * d, part * sizeof(bf16));
+            lay(by, queries, d, laid);
+            score(by, asked.of_prompt, layer.prompt_keys + there, scores, stride);
+            for (int64_t i = 0; i < asked.count; i++) {
+                const Queries &of_row = asked.of_row[i];
+                score(by, of_row, layer.keys + here(i), scores + of_row.at * stride + own, stride);
+                for (int64_t q = 0; q < of_row.count; q++)
+                    to_probabilities(scores + (of_row.at + q) * stride, asked.of_prompt, of_row, q, own);
             }
-            read(By<Words>(), of_prompt, own, caches, tokens, scores, stride, out);
-            for (int64_t token = run.from; token < run.to; token++)
-                for (int64_t i = 0; i < most * d; i += 16)
-                    to.put(token, h * d + i, _mm512_load_ps(out + (token - run.from) * most * d + i));
+            weigh(by, asked.of_prompt, layer.prompt_values + there, scores, stride, tokens.prompt_room, out);
+            for (int64_t i = 0; i < asked.count; i++) {
+                const Queries &of_row = asked.of_row[i];
+                weigh(by, of_row, layer.values + here(i), scores + of_row.at * stride + own, stride, tokens.room, of_own + of_row.at * d);
+            }
+            for (int64_t i = 0; i < asked.of_prompt.count * d; i += 16)
+                to.put(run.from + i / part, h * d + i % part, _mm512_add_ps(_mm512_load_ps(out + i), _mm512_load_ps(of_own + i)));
         }
-    }
     for (int64_t token = run.from; token < run.to; token++) to.quantise(token);
 }

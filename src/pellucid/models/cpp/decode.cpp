@@ -22,7 +22,7 @@ extern "C" void pack(const bf16 *weight, int64_t outputs, int64_t width, int64_t
             else
                 transpose(weight + first * width + k, width, pairs);
             for (int p = 0; p < 16; p++)
-                _mm512_storeu_si512(to + (block * width + k) * BLOCK + p * 2 * BLOCK + half * BLOCK, pairs[p]);
+                _mm512_stream_si512((__m512i *)(to + (block * width + k) * BLOCK + p * 2 * BLOCK + half * BLOCK), pairs[p]);
         }
     }
 }

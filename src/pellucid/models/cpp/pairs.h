@@ -73,17 +73,21 @@ static void multiply(const Groups &x, const bf16 *weight, int64_t outputs, int64
         }
 }
 
+// Queries as they are read.
+static void lay(By<Groups>, const bf16 *queries, int64_t size, bf16 *to) { std::copy_n(queries, Groups::QUERIES * size, to); }
+
 // Scores [Q, stride] of queries; -inf beside the keys that they read, in runs of 16.
 template <int Q> static void score_by(const Queries &of, const bf16 *keys, float *scores, int64_t stride) {
     __m512i turned[LARGEST / 2];
     const int64_t size = of.size;
-    for (int64_t t = of.first() / 16 * 16; t < of.end(); t += 16) {
+    const bf16 *queries = of.laid + of.at * size;
+    for (int64_t t = of.first / 16 * 16; t < of.end; t += 16) {
         for (int64_t i = 0; i < size; i += 32) transpose(keys + t * size + i, size, turned + i / 2);
         __m512 sums[Q];
         for (auto &sum : sums) sum = _mm512_setzero_ps();
         for (int64_t i = 0; i < size / 2; i++)
             for (int q = 0; q < Q; q++) {
-                const auto pair = (__m512bh)_mm512_set1_epi32(((const int32_t *)(of.data + q * size))[i]);
+                const auto pair = (__m512bh)_mm512_set1_epi32(((const int32_t *)(queries + q * size))[i]);
                 sums[q] = _mm512_dpbf16_ps(sums[q], pair, (__m512bh)turned[i]);
             }
         for (int q = 0; q < Q; q++) put_scores(scores + q * stride, sums[q], t, of.from[q], of.to[q]);
@@ -108,9 +112,9 @@ static void weigh_by(const Queries &of, const bf16 *values, const float *probs, 
                     sums[4 * q + j] = _mm512_fmadd_ps(_mm512_set1_ps(probs[q * stride + t]), value, sums[4 * q + j]);
             }
         };
-        for (int64_t start = of.first() & ~1; start < of.end(); start += chunk - start % chunk) {
+        for (int64_t start = of.first & ~1; start < of.end; start += chunk - start % chunk) {
             for (auto &sum : sums) sum = _mm512_setzero_ps();
-            const int64_t end = std::min(of.end(), start - start % chunk + chunk);
+            const int64_t end = std::min(of.end, start - start % chunk + chunk);
             int64_t t = start;
             for (; t + 1 < end; t += 2) {  // of two the second first, as vdpbf16ps does
                 add(t + 1);

@@ -85,21 +85,23 @@ static void multiply(const Tiles &x, const bf16 *weight, int64_t outputs, int64_
         }
 }
 
+// Queries [16, d] -> pairs [d / 2][16], the right of a product; what stands in columns that are no query's is not looked at.
+static void lay(By<Tiles>, const bf16 *queries, int64_t size, bf16 *to) {
+    for (int64_t i = 0; i < size; i += 32) transpose(queries + i, size, (__m512i *)(to + i * 16));
+}
+
 // Scores [Q, stride] of queries; -inf beside the keys that they read, in runs of 16. Keys stand on the left, as they lie in the
 // cache: what is multiplied may change places, what is added up may not.
 static void score(By<Tiles>, const Queries &of, const bf16 *keys, float *scores, int64_t stride) {
-    alignas(64) uint32_t pairs[LARGEST / 2][16];  // of Q columns; what stands in others is not looked at
     alignas(64) float sums[2][16 * 16];
     __m512i by_query[16];
     const int64_t size = of.size;
-    for (int64_t q = 0; q < of.count; q++)
-        for (int64_t i = 0; i < size / 2; i++) pairs[i][q] = ((const uint32_t *)(of.data + q * size))[i];
-    for (int64_t t = of.first() / 16 * 16; t < of.end(); t += 32) {
-        const bool two = t + 16 < of.end();
+    for (int64_t t = of.first / 16 * 16; t < of.end; t += 32) {
+        const bool two = t + 16 < of.end;
         _tile_zero(0);
         _tile_zero(1);
         for (int64_t i = 0; i < size; i += Tiles::INPUTS) {
-            _tile_loadd(6, pairs[i / 2], 64);
+            _tile_loadd(6, of.laid + i * 16, 64);
             _tile_loadd(4, keys + t * size + i, size * sizeof(bf16));
             _tile_dpbf16ps(0, 4, 6);
             if (two) {
@@ -112,7 +114,7 @@ static void score(By<Tiles>, const Queries &of, const bf16 *keys, float *scores,
         for (int half = 0; half <= two; half++) {
             transpose((const bf16 *)sums[half], 32, by_query);
             for (int64_t q = 0; q < of.count; q++)
-                put_scores(scores + q * stride, _mm512_castsi512_ps(by_query[q]), t + half * 16, of.from[q], of.to[q]);
+                put_scores(scores + q * stride, _mm512_castsi512_ps(by_query[of.at + q]), t + half * 16, of.from[q], of.to[q]);
         }
     }
 }
@@ -136,8 +138,8 @@ static void weigh(By<Tiles>, const Queries &of, const bf16 *values, const float 
         _tile_zero(1);
         _tile_zero(2);
         _tile_zero(3);
-        for (int64_t start = of.first() / Tiles::INPUTS * Tiles::INPUTS; start < of.end(); start += Tiles::INPUTS) {
-            const int64_t count = std::min(Tiles::INPUTS, of.end() - start);
+        for (int64_t start = of.first / Tiles::INPUTS * Tiles::INPUTS; start < of.end; start += Tiles::INPUTS) {
+            const int64_t count = std::min(Tiles::INPUTS, of.end - start);
             for (int64_t q = 0; q < of.count; q++)
                 for (int j = 0; j < Tiles::INPUTS; j += 16)
                     store(weights[q] + j, _mm512_maskz_loadu_ps(first_of_sixteen(count - j), probs + q * stride + start + j));

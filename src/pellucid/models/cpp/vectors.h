@@ -92,18 +92,25 @@ struct Share {
     Share(int64_t all, int thread, int team) : from(all * thread / team), to(all * (thread + 1) / team) {}
 };
 
-// Queries [count, d] of the tokens of a row, in their order, and the keys from .. to that each of them reads.
+// Some of the queries that were laid out together by `lay`: `count` of them, from `at` on; and the keys from .. to that each of
+// them reads, none of them keys before `first` or behind `end`.
 struct Queries {
-    int64_t count, size;
-    const bf16 *data;
+    int64_t size, at, count, first, end;
+    const bf16 *laid;
     int64_t from[MOST], to[MOST];
 
-    void add(int64_t first, int64_t end) {
-        from[count] = first;
-        to[count++] = end;
+    void begin(const bf16 *queries, int64_t d, int64_t start) {
+        laid = queries;
+        size = d;
+        at = start;
+        count = 0;
     }
-    int64_t first() const { return from[0]; }
-    int64_t end() const { return to[count - 1]; }
+    void add(int64_t first_key, int64_t end_key) {
+        first = count ? std::min(first, first_key) : first_key;
+        end = count ? std::max(end, end_key) : end_key;
+        from[count] = first_key;
+        to[count++] = end_key;
+    }
 };
 
 // A way of products, by the rows of activations that it multiplies.
