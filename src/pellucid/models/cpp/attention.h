@@ -6,6 +6,8 @@
 #include "bytes.h"
 #include "norm.h"
 
+constexpr int64_t FETCHED = 256;  // tokens of a row at most
+
 struct Model {
     int64_t layers, width, heads, key_heads, size, inner, vocabulary;
     float eps;
@@ -143,10 +145,22 @@ static void to_probabilities(float *scores, const Queries &of_prompt, const Quer
     std::fill(end, scores + own + to_sixteen(of_row.end), 0.0f);
 }
 
-// Puts what the tokens of a run read, whose keys and values are cached already.
+// Fetches what tokens of a run read of their rows by a key head, as far as nobody else does it: the processor goes on by itself
+// where it is long. Inlined always, since a function that does nothing else is left out.
+[[gnu::always_inline]] static inline void fetch(const Model &m, const Layer &layer, const Tokens &tokens, const Run &run, int64_t k) {
+    for (int64_t i = run.from; i < run.to; i++) {
+        const int64_t row = tokens.row_of[i], here = (k * tokens.rows + row) * tokens.room * m.size;
+        if (i > run.from && row == tokens.row_of[i - 1]) continue;
+        for (const bf16 *from : {layer.keys + here, layer.values + here})
+            for (int64_t j = 0; j < std::min<int64_t>(FETCHED, tokens.places[i]) * m.size; j += 32)
+                _mm_prefetch((const char *)(from + j), _MM_HINT_T1);
+    }
+}
+
+// Puts what the tokens of a run read, whose keys and values are cached already. next: the run that is read after this one.
 template <class Activations>
-static void attend(const Model &m, const Layer &layer, const Tokens &tokens, const Run &run, const bf16 *heads, float *scores,
-                   int64_t stride, const Activations &to) {
+static void attend(const Model &m, const Layer &layer, const Tokens &tokens, const Run &run, const Run *next,
+                   const bf16 *heads, float *scores, int64_t stride, const Activations &to) {
     using Words = typename Activations::Words;
     constexpr By<Words> by;
     const int64_t d = m.size, shared = m.heads / m.key_heads, projected = (m.heads + 2 * m.key_heads) * d;
@@ -154,7 +168,11 @@ static void attend(const Model &m, const Layer &layer, const Tokens &tokens, con
     const int64_t own = to_sixteen(length);
     alignas(64) bf16 queries[MOST * LARGEST], laid[MOST * LARGEST];
     alignas(64) float out[MOST * LARGEST], of_own[MOST * LARGEST];
-    for (int64_t k = 0; k < m.key_heads; k++)
+    for (int64_t k = 0; k < m.key_heads; k++) {
+        if (k + 1 < m.key_heads)
+            fetch(m, layer, tokens, run, k + 1);
+        else if (next)
+            fetch(m, layer, tokens, *next, 0);
         for (int64_t h = k * shared; h < (k + 1) * shared; h += Words::QUERIES) {
             const int64_t each = std::min<int64_t>(Words::QUERIES, (k + 1) * shared - h), part = each * d;
             const int64_t there = (k * tokens.prompts + prompt) * tokens.prompt_room * d;
@@ -178,5 +196,6 @@ static void attend(const Model &m, const Layer &layer, const Tokens &tokens, con
             for (int64_t i = 0; i < asked.of_prompt.count * d; i += 16)
                 to.put(run.from + i / part, h * d + i % part, _mm512_add_ps(_mm512_load_ps(out + i), _mm512_load_ps(of_own + i)));
         }
+    }
     for (int64_t token = run.from; token < run.to; token++) to.quantise(token);
 }

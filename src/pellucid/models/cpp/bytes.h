@@ -139,12 +139,15 @@ static void product(const Bytes<Tiles> &x, int64_t group, bool two, const ByteBl
     _tile_zero(3);
     for (int64_t k = 0; k < x.depth; k += INPUTS) {
         const int8_t *weights = block.weights + k * BLOCK;
-        for (int i = 0; i < BLOCK; i++) _mm_prefetch((const char *)(weights + x.depth * BLOCK + i * 64), _MM_HINT_T1);
+        fetch_quarter(weights, 0);
         _tile_loadd(6, weights, 4 * BLOCK);
         _tile_loadd(7, weights + 64, 4 * BLOCK);
         _tile_loadd(4, x.at(group, k), INPUTS);
+        fetch_quarter(weights, 1);
         _tile_dpbssd(0, 4, 6);
+        fetch_quarter(weights, 2);
         _tile_dpbssd(1, 4, 7);
+        fetch_quarter(weights, 3);
         if (two) {
             _tile_loadd(5, x.at(group + 1, k), INPUTS);
             _tile_dpbssd(2, 5, 6);

@@ -24,6 +24,7 @@ extern "C" void pack(const bf16 *weight, int64_t outputs, int64_t width, int64_t
             for (int p = 0; p < 16; p++)
                 _mm512_stream_si512((__m512i *)(to + (block * width + k) * BLOCK + p * 2 * BLOCK + half * BLOCK), pairs[p]);
         }
+        _mm_sfence();  // what is streamed past the caches is seen by all from here on
     }
 }
 
@@ -67,6 +68,7 @@ static void step_by(const Model &m, const Layer *layers, const Tokens &tokens, c
     const std::unique_ptr<bf16[]> heads(new bf16[n * projected]);
     const std::unique_ptr<float[]> scores(new float[threads * Words::QUERIES * stride]);
     const std::vector<Run> runs = runs_of(tokens, std::max<int64_t>(1, Words::QUERIES / (m.heads / m.key_heads)));
+    const int64_t count = runs.size();
     const auto onto_hidden = [&](const bf16 *bias) {
         return [=, &m](int64_t row, int64_t at, const float *sums) {
             for (int64_t i = 0; i < BLOCK; i += 16) {
@@ -89,12 +91,14 @@ static void step_by(const Model &m, const Layer *layers, const Tokens &tokens, c
                     store(&heads[row * projected + at + i], with_bias(sums + i, layer.qkv_bias, at + i));
             });
 #pragma omp barrier
+            if (thread < count) fetch(m, layer, tokens, runs[thread], 0);
             for (int64_t row = mine.from; row < mine.to; row++) cache(m, layer, tokens, row, &heads[row * projected]);
 #pragma omp barrier
             {
                 [[maybe_unused]] const typename Activations::Setting setting(Words::ROWS);
-                for (size_t i = thread; i < runs.size(); i += team)  // in turn: the later ones of a row read more
-                    attend(m, layer, tokens, runs[i], heads.get(), &scores[thread * Words::QUERIES * stride], stride, attended);
+                for (int64_t i = thread; i < count; i += team)  // in turn: the later ones of a row read more
+                    attend(m, layer, tokens, runs[i], i + team < count ? &runs[i + team] : nullptr, heads.get(),
+                           &scores[thread * Words::QUERIES * stride], stride, attended);
             }
 #pragma omp barrier
             multiply(attended, layer.attention_out, m.width, n, thread, team, onto_hidden(layer.attention_out_bias));
