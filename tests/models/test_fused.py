@@ -22,10 +22,10 @@ from transformers import (
 
 from conftest import EOS, CountDigits, character_tokenizer
 from pellucid.models import compiling, fusing, turns
-from pellucid.models.compiling import UnusableError
+from pellucid.models.compiling import UnusableError, call
 from pellucid.models.decoder import Decoder
 from pellucid.models.decoding import DecodeBatch
-from pellucid.models.fused import Places, unfit
+from pellucid.models.fused import Model, Places, Tokens, unfit
 from pellucid.models.packed import roomy
 from pellucid.policy.policy import Policy
 from pellucid.samplers.native import Native
@@ -57,6 +57,11 @@ MODELS = {
     "llama, biases": (LlamaForCausalLM, LlamaConfig(**SMALL, attention_bias=True, mlp_bias=True)),
     "llama, a head of its own each": (LlamaForCausalLM, LlamaConfig(**SMALL | {"num_key_value_heads": 6})),
     "llama, heads of 128": (LlamaForCausalLM, LlamaConfig(**SMALL | {"head_dim": 128})),
+    "llama, heads of 256": (LlamaForCausalLM, LlamaConfig(**SMALL | {"head_dim": 256, "num_attention_heads": 2})),
+    "llama, many heads to a key": (
+        LlamaForCausalLM,
+        LlamaConfig(**SMALL | {"num_attention_heads": 24, "num_key_value_heads": 1}),
+    ),
     "mistral, a window": (MistralForCausalLM, MistralConfig(**SMALL, sliding_window=9)),
     "qwen2, seven heads to a key": (Qwen2ForCausalLM, Qwen2Config(**QWEN2)),
     "qwen3": (Qwen3ForCausalLM, Qwen3Config(**SMALL)),
@@ -92,8 +97,8 @@ def prompts(*lengths, start=0):
 
 def admit(batches, *lengths, copies):
     """As many at once as oneDNN adds up in a known order."""
-    for together in [[length] for length in lengths] if fusing.here()[0].tiles else [lengths]:
-        both(batches, lambda batch, asked=prompts(*together): batch.admit(asked, copies))
+    for asked in [prompts(length) for length in lengths] if fusing.here()[0].tiles else [prompts(*lengths)]:
+        both(batches, lambda batch, asked=asked: batch.admit(asked, copies))
 
 
 def run(batches, steps, seed=0):
@@ -125,18 +130,21 @@ def one_by_one(batch, ids):
     """Logits [1, V] behind a prompt whose tokens are read one by one, and keys and values of each layer."""
     shape, size = batch.decoder.shape, roomy(len(ids))
     empty = torch.zeros(shape.key_heads, 0, 0, shape.head_size, dtype=torch.bfloat16)
-    caches = [[torch.zeros(shape.key_heads, 1, size, shape.head_size, dtype=torch.bfloat16) for _ in "kv"] for _ in batch.caches]
+    caches = [
+        [torch.zeros(shape.key_heads, 1, size, shape.head_size, dtype=torch.bfloat16) for _ in "kv"]
+        for _ in batch.caches
+    ]
     for place, token in enumerate(ids):
         at = Places(*(torch.tensor([x]) for x in (0, place, 0, 0, 0)))
         logits = batch.read_places(torch.tensor([token]), at, [(empty, empty, *pair) for pair in caches])
     return logits, caches
 
 
-@pytest.mark.parametrize("name", MODELS)
-def test_prompts_have_the_bits_of_their_tokens_read_one_by_one(name):
+@pytest.mark.parametrize(("name", "lengths"), [*((name, (3, 17, 40, 150, 1)) for name in MODELS), ("llama", (600, 9))])
+def test_prompts_have_the_bits_of_their_tokens_read_one_by_one(name, lengths):
     """Whose bits are those of the operators, however many tokens are read at once."""
     [_, batch] = pair(name)
-    asked = prompts(3, 17, 40, 150, 1)
+    asked = prompts(*lengths)
     logits = batch.admit(asked, 1)
     for p, ids in enumerate(asked):
         of_one, caches = one_by_one(batch, ids)
@@ -251,15 +259,28 @@ def test_rows_that_board_late_have_the_bits_of_those_that_board_at_once(rows):
 def test_new_weights_are_laid_out_for_the_next_batch():
     model = model_of("llama")
     policy = Policy(model, character_tokenizer(), torch.bfloat16)
-    batches = []
-    for by in (0.0, 0.5):
-        with torch.no_grad():
-            for weight in model.parameters():
-                weight.add_(by)
+
+    def decoded(policy):
         batch = policy.decode_batch(4)
-        batch.admit(prompts(3), 2)
-        batches.append(batch.step(torch.tensor([1, 2])))
-    assert not torch.equal(*batches)
+        return batch.admit(prompts(3), 2), batch.step(torch.tensor([1, 2]))
+
+    before = decoded(policy)
+    with torch.no_grad():
+        for weight in model.parameters():
+            weight.add_(0.5)
+    after, afresh = decoded(policy), decoded(Policy(model, character_tokenizer(), torch.bfloat16))
+    for old, new, other in zip(before, after, afresh, strict=True):
+        assert torch.equal(new, other)
+        assert not torch.equal(new, old)
+
+
+def test_no_memory_is_an_error_of_the_call():
+    model, tokens = Model(1, 96, 6, 2, 64, 160, 99, 1e-5), Tokens(n=2**44, asked=1)
+    assert call(fusing.here()[0].library.step, model, None, tokens, *[None] * 4, fusing.here()[0].tiles, 0, 1) == 1
+    [_, batch] = pair()
+    batch.fused.by = batch.fused.by._replace(library=Off("step", lambda *_: 1))
+    with pytest.raises(MemoryError, match="read 12 tokens"):
+        batch.admit(prompts(3, 9), 1)
 
 
 # ---------------------------------------------------------------- where it is not used

@@ -78,10 +78,13 @@ def test_without_the_token_nothing_is_done(locked, shown):
 
 
 def test_the_official_client_shows_it_as_its_key(locked):
-    client = openai.OpenAI(base_url=f"{locked}/v1", api_key="open-sesame", max_retries=0)
-    assert client.chat.completions.create(**chat(model="tiny", max_tokens=1)).choices
-    with pytest.raises(openai.AuthenticationError):
-        openai.OpenAI(base_url=f"{locked}/v1", api_key="none", max_retries=0).models.list()
+    with openai.OpenAI(base_url=f"{locked}/v1", api_key="open-sesame", max_retries=0) as client:
+        assert client.chat.completions.create(**chat(model="tiny", max_tokens=1)).choices
+    with (
+        openai.OpenAI(base_url=f"{locked}/v1", api_key="none", max_retries=0) as client,
+        pytest.raises(openai.AuthenticationError),
+    ):
+        client.models.list()
 
 
 def test_whoever_watches_and_the_page_need_no_token(locked):

@@ -28,7 +28,8 @@ def service():
 
 @pytest.fixture
 def client(service):
-    return openai.OpenAI(base_url=f"{service[1]}/v1", api_key="none", max_retries=0)
+    with openai.OpenAI(base_url=f"{service[1]}/v1", api_key="none", max_retries=0) as client:
+        yield client
 
 
 # ---------------------------------------------------------------- the official client
@@ -144,8 +145,10 @@ def test_more_than_there_is_room_for_waits_its_turn():
 
 
 def test_whoever_leaves_early_frees_the_rows():
-    with running(max_tokens=100) as (served, url):
-        client = openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0)
+    with (
+        running(max_tokens=100) as (served, url),
+        openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client,
+    ):
         served.policy.eos_ids = (-1,)
         stream = client.chat.completions.create(**chat(model="tiny", n=8), stream=True)
         next(stream)

@@ -72,9 +72,12 @@ def opened(path: Path, command: list[str]) -> Any:
 # ---------------------------------------------------------------- calling
 
 
-def call(function: Any, *arguments: Any) -> None:
-    """A function of the library: tensors and structures as their addresses, whole numbers as int64_t, None as null."""
-    function(*map(passed, arguments))
+def call(function: Any, *arguments: Any) -> int:
+    """A function of the library: tensors and structures as their addresses, whole numbers as int64_t, None as null.
+
+    Return the fault that it returns, 0 where there was none; of a function that returns nothing it means nothing.
+    """
+    return function(*map(passed, arguments))
 
 
 def passed(x: Any) -> Any:

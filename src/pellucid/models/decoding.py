@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 import torch.nn.functional as F
@@ -20,7 +21,7 @@ from pellucid.models.attention import attend
 from pellucid.models.decoder import Decoder, Weights, after_attention, heads_of, linear, prepacked
 from pellucid.models.elementwise import norm
 from pellucid.models.family import Shape
-from pellucid.models.fused import Fused, Places, unfit
+from pellucid.models.fused import Four, Fused, Places, unfit
 from pellucid.models.masters import Matrix
 from pellucid.models.operators import rounded_softmax
 from pellucid.models.packed import LANES, bias_of, in_line, in_rows, nearby, prompt_rows, roomy
@@ -58,10 +59,9 @@ class DecodeBatch:
 
     def __init__(self, decoder: Decoder, rows: int, fuse: Callable[[Weights, Shape], Fused] | None = None) -> None:
         """An empty batch with room for `rows` rows. fuse: what computes tokens in one call, to the same bits."""
-        self.decoder, self.rows = decoder, rows
+        self.decoder, self.rows, self.fuse = decoder, rows, fuse
         with torch.no_grad():
             self.weights = self.plain = decoder.weights()
-        self.fused = fuse(self.plain, decoder.shape) if fuse and not unfit(self.plain, decoder.shape) else None
         self.angles = decoder.rotary(torch.arange(0, device=decoder.device))
         """cos and sin of positions, as far as they were asked for: of fused steps."""
         self.caches = [Cache(*(self._empty(0, 0) for _ in range(4))) for _ in self.weights.layers]
@@ -75,6 +75,12 @@ class DecodeBatch:
         self.generated = torch.zeros(0, dtype=torch.long)
         """[n] tokens of each row in the cache."""
 
+    @cached_property
+    def fused(self) -> Fused | None:
+        """What computes tokens in one call; it lays out the weights when it is first used."""
+        shape = self.decoder.shape
+        return self.fuse(self.plain, shape) if self.fuse and not unfit(self.plain, shape) else None
+
     def room(self) -> int:
         """How many more rows may be admitted."""
         return self.rows - len(self.generated)
@@ -85,7 +91,10 @@ class DecodeBatch:
         lengths = torch.tensor([len(ids) for ids in prompts])
         read, logits = self._read_fused(prompts, lengths) if self.reads_fused() else self._read_prompts(prompts)
         for cache, (keys, values) in zip(self.caches, read, strict=True):
-            cache.prompt_keys, cache.prompt_values = joined(cache.prompt_keys, keys), joined(cache.prompt_values, values)
+            cache.prompt_keys, cache.prompt_values = (
+                joined(cache.prompt_keys, keys),
+                joined(cache.prompt_values, values),
+            )
             silent = keys.new_zeros(len(keys), len(prompts) * copies, 0, keys.shape[-1])
             cache.keys, cache.values = joined(cache.keys, silent), joined(cache.values, silent)
         newcomers = torch.arange(len(prompts)) + len(self.prompt_lengths)
@@ -102,26 +111,17 @@ class DecodeBatch:
         return self.fused is not None and not self.fused.by.int8
 
     def _read_fused(self, prompts: Sequence[Sequence[int]], lengths: Tensor) -> tuple[list[Pair], Tensor]:
-        """Of each layer keys and values of prompts of these lengths [P], [K, P, S, d], and logits [P, V] behind them."""
+        """Keys and values [K, P, S, d] of prompts of these lengths [P], layer by layer; logits [P, V] behind them."""
         assert self.fused
         size, count = roomy(int(lengths.max())), len(prompts)
         read = [(self._empty(count, size), self._empty(count, size)) for _ in self.caches]
         places = torch.cat([torch.arange(length) for length in lengths.tolist()])
-        none = torch.zeros(count, dtype=torch.long)
+        none = torch.zeros(count, dtype=torch.long)  # these rows stand on one prompt, without a token
         at = Places(torch.arange(count).repeat_interleave(lengths), places, none, none, lengths.cumsum(0) - 1)
         ids = torch.tensor([token for prompt in prompts for token in prompt])
         empty = self._empty(0, 0)
         caches = [(empty, empty, *pair) for pair in read]
         return read, self.read_places(ids, at, caches)
-
-    def read_places(self, tokens: Tensor, at: Places, caches: Sequence[tuple[Tensor, Tensor, Tensor, Tensor]]) -> Tensor:
-        """`Fused.step` of tokens [N]."""
-        assert self.fused
-        (prompt_keys, _, keys, _) = caches[0]
-        positions = prompt_keys.shape[2] + keys.shape[2]
-        if len(self.angles[0]) < positions:
-            self.angles = self.decoder.rotary(torch.arange(roomy(positions, FURTHER)))
-        return self.fused.step(self.embedded(tokens), self.angles, at, caches)
 
     def _read_prompts(self, prompts: Sequence[Sequence[int]]) -> tuple[list[Pair], Tensor]:
         """The same by torch's operators."""
@@ -167,12 +167,23 @@ class DecodeBatch:
         self.read += 1 if speaks is None else speaks.to(self.read.device)
         return logits
 
+    def read_places(
+        self, tokens: Tensor, at: Places, caches: Sequence[tuple[Tensor, Tensor, Tensor, Tensor]]
+    ) -> Tensor:
+        """`Fused.step` of tokens [N]: logits [m, V]."""
+        assert self.fused
+        (prompt_keys, _, keys, _) = caches[0]
+        positions = prompt_keys.shape[2] + keys.shape[2]
+        if len(self.angles[0]) < positions:
+            self.angles = self.decoder.rotary(torch.arange(roomy(positions, FURTHER)))
+        return self.fused.step(self.embedded(tokens), self.angles, at, caches)
+
     def _lay_out(self, rows: int) -> None:
         """Lay out the weights as the products of a step read them, once."""
         if not self.fused and self.weights is self.plain and self.decoder.may_pack:
             self.weights = prepacked(self.plain, rows)
 
-    def all_caches(self) -> list[tuple[Tensor, Tensor, Tensor, Tensor]]:
+    def all_caches(self) -> list[Four]:
         """Of each layer, in the order of a Cache."""
         return [(c.prompt_keys, c.prompt_values, c.keys, c.values) for c in self.caches]
 

@@ -25,6 +25,10 @@ HEADS = range(64, 257, 64)
 """Sizes of a head."""
 
 
+Four = tuple[Tensor, Tensor, Tensor, Tensor]
+"""Keys and values of prompts, keys and values of rows."""
+
+
 class Model(ctypes.Structure):
     """As in cpp/attention.h."""
 
@@ -39,7 +43,10 @@ class Tokens(ctypes.Structure):
 
     _fields_ = (
         *((name, ctypes.c_int64) for name in ("n", "rows", "prompts", "prompt_room", "room", "asked")),
-        *((name, ctypes.c_void_p) for name in ("row_of", "places", "prompt_of", "prompt_lengths", "last", "cos", "sin")),
+        *(
+            (name, ctypes.c_void_p)
+            for name in ("row_of", "places", "prompt_of", "prompt_lengths", "last", "cos", "sin")
+        ),
     )
 
 
@@ -109,7 +116,7 @@ class Fused:
         self.head = packed(step.library, head)
         self.layers = [self._layer(layer) for layer in weights.layers]
         matrices = [x for layer in weights.layers for x in (layer.qkv, layer.attention_out, layer.gate_up, layer.down)]
-        self.size = self.head.numel() + sum(whole(x).numel() for x in matrices)
+        self.size = sum(whole(x).numel() for x in matrices)
         windows = [shape.window if slides else 0 for slides in shape.slides]
         self.table = torch.tensor(
             [
@@ -156,9 +163,10 @@ class Fused:
         hidden: Tensor,
         rotary: tuple[Tensor, Tensor],
         at: Places,
-        caches: Sequence[tuple[Tensor, Tensor, Tensor, Tensor]],
+        caches: Sequence[Four],
     ) -> Tensor:
         """Return logits [m, V] behind the last of tokens of these embeddings [N, D] fp32, which are written over.
+        MemoryError where there is none.
 
         rotary: cos and sin of all positions up to the last, [positions, 1, d] each.
         caches: of each layer keys and values of the prompts, [K, P, S, d], and of the rows, [K, n, room, d], which get
@@ -171,8 +179,10 @@ class Fused:
         logits = torch.empty(len(at.last), self.vocabulary, dtype=cos.dtype)
         with record_function(NAME):
             about = self.model, self.table, tokens, self.weights.norm, self.head
-            call(self.by.library.step, *about, hidden, logits, self.by.tiles, self.by.int8, self.threads)
-        Fused.operations += 2.0 * (len(hidden) * (self.size - self.head.numel()) + len(at.last) * self.head.numel())
+            fault = call(self.by.library.step, *about, hidden, logits, self.by.tiles, self.by.int8, self.threads)
+        if fault:
+            raise MemoryError(f"no memory to read {len(hidden)} tokens at once")
+        Fused.operations += 2.0 * (len(hidden) * self.size + len(at.last) * self.head.numel())
         return logits
 
 

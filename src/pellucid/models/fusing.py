@@ -20,9 +20,10 @@ from pellucid.models.decoder import Decoder, Weights
 from pellucid.models.decoding import DecodeBatch
 from pellucid.models.family import Shape
 from pellucid.models.fused import DEPTH, Fused, Step, packed, unfit
+from pellucid.models.turns import extend
 
 TRIED = LlamaConfig(
-    vocab_size=112,
+    vocab_size=1136,  # of so many logits some show another order of sums
     hidden_size=576,  # more than are added up together, and so is the next
     intermediate_size=1088,
     num_hidden_layers=1,
@@ -34,8 +35,9 @@ TRIED = LlamaConfig(
 """The model of the trial."""
 PROMPTS = ([[5, 3, 7], [11] * 17], [list(range(30))])
 """What is read together: of up to 32 tokens, whose order of sums is known with AMX, too."""
-STEPS = 36
-"""More than are added up together with AMX."""
+TOLD = list(range(7, 38))
+"""What a row is told then, so that it has more tokens of its own than are added up together with AMX."""
+STEPS = 3
 
 
 def maker(decoder: Decoder, int8: bool = False) -> Callable[[Weights, Shape], Fused] | None:
@@ -124,9 +126,13 @@ def has_bits_of_operators(step: Step) -> bool:
     if not decoder.may_pack:
         raise UnusableError("torch without bfloat16 for this CPU")
     plain, fused = DecodeBatch(decoder, 6), DecodeBatch(decoder, 6, functools.partial(Fused, step))
-    read = (torch.equal(*(batch.admit(prompts, 2) for batch in (plain, fused))) for prompts in PROMPTS)
-    steps = (torch.equal(*(batch.step(torch.arange(6) + i) for batch in (plain, fused))) for i in range(STEPS))
-    return all(read) and all(steps)
+    calls: list[Callable[[DecodeBatch], Tensor]] = [
+        *(lambda batch, prompts=prompts: batch.admit(prompts, 2) for prompts in PROMPTS),
+        lambda batch: batch.step(torch.arange(6)),
+        lambda batch: extend(batch, torch.tensor([3]), [TOLD]),
+        *[lambda batch: batch.step(torch.arange(6) + 50)] * STEPS,
+    ]
+    return all(torch.equal(*map(each, (plain, fused))) for each in calls)
 
 
 @torch.no_grad()

@@ -78,7 +78,7 @@ static void softmax(float *scores, int64_t count) {
     for (int64_t i = 0; i < count; i += 16) _mm512_storeu_ps(scores + i, rounded(_mm512_loadu_ps(scores + i)));
 }
 
-// Tokens from .. to of one prompt's rows, which are read for at once.
+// Tokens from .. to, of one row or of several that stand on one prompt, for which is read at once.
 struct Run {
     int64_t from, to;
 };
@@ -145,14 +145,15 @@ static void to_probabilities(float *scores, const Queries &of_prompt, const Quer
     std::fill(end, scores + own + to_sixteen(of_row.end), 0.0f);
 }
 
-// Fetches what tokens of a run read of their rows by a key head, as far as nobody else does it: the processor goes on by itself
-// where it is long. Inlined always, since a function that does nothing else is left out.
+// Fetches the keys and values of a key head that the rows of a run have of their own; only so many of a long row, in which the
+// processor goes on by itself. Inlined always: gcc leaves out calls of a function that has no other effect.
 [[gnu::always_inline]] static inline void fetch(const Model &m, const Layer &layer, const Tokens &tokens, const Run &run, int64_t k) {
     for (int64_t i = run.from; i < run.to; i++) {
-        const int64_t row = tokens.row_of[i], here = (k * tokens.rows + row) * tokens.room * m.size;
+        const int64_t row = tokens.row_of[i], here = (k * tokens.rows + row) * tokens.room * m.size, end = tokens.places[i];
         if (i > run.from && row == tokens.row_of[i - 1]) continue;
+        const int64_t first = layer.window ? std::max<int64_t>(0, end + 1 - layer.window) : 0;
         for (const bf16 *from : {layer.keys + here, layer.values + here})
-            for (int64_t j = 0; j < std::min<int64_t>(FETCHED, tokens.places[i]) * m.size; j += 32)
+            for (int64_t j = first * m.size; j < std::min(first + FETCHED, end) * m.size; j += 32)
                 _mm_prefetch((const char *)(from + j), _MM_HINT_T1);
     }
 }
@@ -168,15 +169,15 @@ static void attend(const Model &m, const Layer &layer, const Tokens &tokens, con
     const int64_t own = to_sixteen(length);
     alignas(64) bf16 queries[MOST * LARGEST], laid[MOST * LARGEST];
     alignas(64) float out[MOST * LARGEST], of_own[MOST * LARGEST];
-    for (int64_t k = 0; k < m.key_heads; k++) {
-        if (k + 1 < m.key_heads)
-            fetch(m, layer, tokens, run, k + 1);
-        else if (next)
-            fetch(m, layer, tokens, *next, 0);
-        for (int64_t h = k * shared; h < (k + 1) * shared; h += Words::QUERIES) {
-            const int64_t each = std::min<int64_t>(Words::QUERIES, (k + 1) * shared - h), part = each * d;
-            const int64_t there = (k * tokens.prompts + prompt) * tokens.prompt_room * d;
-            const Asked asked(tokens, run, length, layer.window, each, laid, d);
+    for (int64_t of_head = 0; of_head < shared; of_head += Words::QUERIES) {
+        const int64_t each = std::min<int64_t>(Words::QUERIES, shared - of_head), part = each * d;
+        const Asked asked(tokens, run, length, layer.window, each, laid, d);
+        for (int64_t k = 0; k < m.key_heads; k++) {
+            if (k + 1 < m.key_heads)
+                fetch(m, layer, tokens, run, k + 1);
+            else if (next)
+                fetch(m, layer, tokens, *next, 0);
+            const int64_t h = k * shared + of_head, there = (k * tokens.prompts + prompt) * tokens.prompt_room * d;
             const auto here = [&](int64_t i) { return (k * tokens.rows + asked.rows[i]) * tokens.room * d; };
             for (int64_t i = run.from; i < run.to; i++)
                 std::memcpy(queries + (i - run.from) * part, heads + i * projected + h * d, part * sizeof(bf16));

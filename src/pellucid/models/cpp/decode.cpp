@@ -2,8 +2,8 @@
 // the bit, in one parallel region. fusing.py compiles it, and tries whether the bits are the same.
 //
 // They are the same because all rounds where models/decoding.py rounds, and adds up in the order in which oneDNN and
-// torch do: by pairs.h as with AVX-512, by tiles.h as with AMX, where rows are few. That order depends neither on the rows
-// beside a row nor on the number of threads.
+// torch do: by pairs.h as with AVX-512, by tiles.h as with AMX, where rows are few. That order depends not on the number of
+// threads, and on the rows beside a row only without AMX, where one has room for more than 1,024 tokens.
 
 #include <omp.h>
 
@@ -92,7 +92,7 @@ static void step_by(const Model &m, const Layer *layers, const Tokens &tokens, c
             });
 #pragma omp barrier
             if (thread < count) fetch(m, layer, tokens, runs[thread], 0);
-            for (int64_t row = mine.from; row < mine.to; row++) cache(m, layer, tokens, row, &heads[row * projected]);
+            for (int64_t i = mine.from; i < mine.to; i++) cache(m, layer, tokens, i, &heads[i * projected]);
 #pragma omp barrier
             {
                 [[maybe_unused]] const typename Activations::Setting setting(Words::ROWS);
@@ -130,9 +130,15 @@ static void step_by(const Model &m, const Layer *layers, const Tokens &tokens, c
 }
 
 // hidden [n, D] of the tokens is written over; logits [asked, V] of the next ones. bytes: layers are multiplied in int8.
-extern "C" void step(const Model *model, const Layer *layers, const Tokens *tokens, const float *last_norm, const bf16 *head,
-                     float *hidden, bf16 *logits, int64_t tiles, int64_t bytes, int64_t threads) {
+// Returns 1 where there is no memory, else 0.
+extern "C" int step(const Model *model, const Layer *layers, const Tokens *tokens, const float *last_norm, const bf16 *head,
+                    float *hidden, bf16 *logits, int64_t tiles, int64_t bytes, int64_t threads) {
     constexpr decltype(&step_by<Groups>) WAYS[][2] = {{step_by<Groups>, step_by<Tiles>},
                                                       {step_by<Bytes<Groups>>, step_by<Bytes<Tiles>>}};
-    WAYS[bytes != 0][tiles != 0](*model, layers, *tokens, last_norm, head, hidden, logits, threads);
+    try {
+        WAYS[bytes != 0][tiles != 0](*model, layers, *tokens, last_norm, head, hidden, logits, threads);
+        return 0;
+    } catch (const std::bad_alloc &) {
+        return 1;
+    }
 }

@@ -9,6 +9,7 @@
 #include <cstdlib>
 #include <cstring>
 #include <memory>
+#include <new>
 
 extern "C" __m512 Sleef_expf16_u10(__m512);  // torch's exp, which libtorch_cpu has
 
@@ -71,7 +72,9 @@ struct Free {
 template <class T> using Zeros = std::unique_ptr<T[], Free>;
 template <class T> static Zeros<T> zeros(int64_t count) {
     const size_t bytes = (count * sizeof(T) + 63) / 64 * 64;
-    return Zeros<T>((T *)std::memset(std::aligned_alloc(64, bytes), 0, bytes));
+    void *const data = std::aligned_alloc(64, bytes);
+    if (!data) throw std::bad_alloc();
+    return Zeros<T>((T *)std::memset(data, 0, bytes));
 }
 
 // Of so many, how many stand in each of as few groups of `most` at most as there can be.
