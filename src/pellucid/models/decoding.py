@@ -30,8 +30,6 @@ Pair = tuple[Tensor, Tensor]
 """Keys and values of one layer."""
 GROWTH = 2 * LANES
 """Tokens of room by which a full cache grows."""
-
-
 FURTHER = 256
 """Positions whose angles are computed at a time."""
 
@@ -91,10 +89,8 @@ class DecodeBatch:
         lengths = torch.tensor([len(ids) for ids in prompts])
         read, logits = self._read_fused(prompts, lengths) if self.reads_fused() else self._read_prompts(prompts)
         for cache, (keys, values) in zip(self.caches, read, strict=True):
-            cache.prompt_keys, cache.prompt_values = (
-                joined(cache.prompt_keys, keys),
-                joined(cache.prompt_values, values),
-            )
+            cache.prompt_keys = joined(cache.prompt_keys, keys)
+            cache.prompt_values = joined(cache.prompt_values, values)
             silent = keys.new_zeros(len(keys), len(prompts) * copies, 0, keys.shape[-1])
             cache.keys, cache.values = joined(cache.keys, silent), joined(cache.values, silent)
         newcomers = torch.arange(len(prompts)) + len(self.prompt_lengths)
@@ -167,12 +163,10 @@ class DecodeBatch:
         self.read += 1 if speaks is None else speaks.to(self.read.device)
         return logits
 
-    def read_places(
-        self, tokens: Tensor, at: Places, caches: Sequence[tuple[Tensor, Tensor, Tensor, Tensor]]
-    ) -> Tensor:
+    def read_places(self, tokens: Tensor, at: Places, caches: Sequence[Four]) -> Tensor:
         """`Fused.step` of tokens [N]: logits [m, V]."""
         assert self.fused
-        (prompt_keys, _, keys, _) = caches[0]
+        prompt_keys, _, keys, _ = caches[0]
         positions = prompt_keys.shape[2] + keys.shape[2]
         if len(self.angles[0]) < positions:
             self.angles = self.decoder.rotary(torch.arange(roomy(positions, FURTHER)))

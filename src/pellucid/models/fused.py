@@ -23,8 +23,6 @@ NAME = "fused_step"
 """Of a step, in torch's profiler."""
 HEADS = range(64, 257, 64)
 """Sizes of a head."""
-
-
 Four = tuple[Tensor, Tensor, Tensor, Tensor]
 """Keys and values of prompts, keys and values of rows."""
 
