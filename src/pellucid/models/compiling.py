@@ -37,6 +37,12 @@ def library() -> Any:
     return load()
 
 
+@functools.cache
+def has_tiles() -> bool:
+    """Whether this processor has AMX, and this process may use it from now on."""
+    return torch.cpu._is_amx_tile_supported() and torch.cpu._init_amx()
+
+
 def load() -> Any:
     """The library, compiled where it was not kept."""
     compiler = os.environ.get("CXX") or shutil.which("g++")

@@ -26,7 +26,7 @@ from transformers import AutoConfig
 
 from pellucid.models.elementwise import gated, norm, rotated
 from pellucid.models.family import Shape, fallback_reason, rotary_frequencies, shape_of
-from pellucid.models.masters import CastWeights, JoinedLinear, Matrix, Parts
+from pellucid.models.masters import CastWeights, JoinedLinear, Matrix, Parts, Trained, TrainedLinear
 from pellucid.models.operators import unrounded
 
 
@@ -35,15 +35,15 @@ class LayerWeights(NamedTuple):
 
     attention_norm: Tensor
     """[D]"""
-    qkv: Tensor | Parts
+    qkv: Tensor | Parts | Trained
     """[(H + 2K) d, D]"""
-    attention_out: Tensor
+    attention_out: Tensor | Trained
     """[D, H d]"""
     mlp_norm: Tensor
     """[D]"""
-    gate_up: Tensor | Parts
+    gate_up: Tensor | Parts | Trained
     """[2I, D]"""
-    down: Tensor
+    down: Tensor | Trained
     """[D, I]"""
     qkv_bias: Tensor | None = None
     """[(H + 2K) d], Qwen2"""
@@ -227,12 +227,14 @@ def compiled(backend: str = "inductor") -> Pieces:
     return Pieces(torch.compile(heads_of, **options), torch.compile(after_attention, **options))
 
 
-def linear(x: Tensor, weight: Tensor | Parts, bias: Tensor | None = None) -> Tensor:
+def linear(x: Tensor, weight: Tensor | Parts | Trained, bias: Tensor | None = None) -> Tensor:
     """F.linear, also for weights that `prepacked` has laid out anew. Never of one row alone, which oneDNN adds up in
     another order than among others.
     """
     if len(x) == 1:
         return linear(x.expand(2, -1), weight, bias)[:1]
+    if isinstance(weight, Trained):
+        return TrainedLinear.apply(x, bias, weight.tensor, *weight.masters)  # pyright: ignore[reportReturnType]
     if isinstance(weight, Parts):
         return JoinedLinear.apply(x, bias, *weight.parts)  # pyright: ignore[reportReturnType]
     if weight.is_mkldnn:

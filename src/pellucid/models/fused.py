@@ -65,7 +65,7 @@ class Places(NamedTuple):
 
 def unfit(weights: Weights, shape: Shape) -> str:
     """Why the C++ does not compute such a model; empty where it does."""
-    width, inner = weights.layers[0].down.shape
+    width, inner = whole(weights.layers[0].down).shape
     if shape.head_size not in HEADS:
         return f"heads of {shape.head_size}"
     if weights.norm.dtype != torch.float32:
@@ -108,7 +108,7 @@ class Fused:
     def __init__(self, step: Step, weights: Weights, shape: Shape) -> None:
         self.by = step
         self.weights, self.threads = weights, torch.get_num_threads()
-        first, self.vocabulary = weights.layers[0], len(weights.head.tensor)
+        (width, inner), self.vocabulary = whole(weights.layers[0].down).shape, len(weights.head.tensor)
         beyond = -self.vocabulary % 16
         head = F.pad(weights.head.tensor, (0, 0, 0, beyond)) if beyond else weights.head.tensor
         self.head = packed(step.library, head)
@@ -125,11 +125,11 @@ class Fused:
         """[layers, 17], each a `Layer` of cpp/attention.h."""
         self.model = Model(
             shape.layers,
-            first.down.shape[0],
+            width,
             shape.heads,
             shape.key_heads,
             shape.head_size,
-            first.down.shape[1],
+            inner,
             self.vocabulary,
             shape.eps,
         )
@@ -139,12 +139,12 @@ class Fused:
         bias = layer.gate_up_bias
         kept = [
             layer.attention_norm,
-            self._packed(whole(layer.qkv)),
+            self._packed(layer.qkv),
             layer.qkv_bias,
             self._packed(layer.attention_out),
             layer.attention_out_bias,
             layer.mlp_norm,
-            self._packed(whole(layer.gate_up), joined=True),
+            self._packed(layer.gate_up, joined=True),
             None if bias is None else bias.view(2, -1, 16).transpose(0, 1).flatten(),
             self._packed(layer.down),
             layer.down_bias,
@@ -153,8 +153,8 @@ class Fused:
         ]
         return [None if x is None else x.contiguous() for x in kept]
 
-    def _packed(self, weight: Tensor, joined: bool = False) -> Tensor:
-        return packed(self.by.library, weight, joined, self.by.int8)
+    def _packed(self, weight: Any, joined: bool = False) -> Tensor:
+        return packed(self.by.library, whole(weight), joined, self.by.int8)
 
     def step(
         self,

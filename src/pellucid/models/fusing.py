@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from pellucid.models.compiling import UnusableError, call, library
+from pellucid.models.compiling import UnusableError, call, has_tiles, library
 from pellucid.models.decoder import Decoder, Weights
 from pellucid.models.decoding import DecodeBatch
 from pellucid.models.family import Shape
@@ -75,11 +75,6 @@ def way(library: Any) -> Step:
         if has_bits_of_operators(step := Step(library, tiles)):
             return step
     raise UnusableError("this processor or this torch rounds otherwise")
-
-
-def has_tiles() -> bool:
-    """Whether this processor has AMX, and this process may use it from now on."""
-    return torch.cpu._is_amx_tile_supported() and torch.cpu._init_amx()
 
 
 # ---------------------------------------------------------------- the trial

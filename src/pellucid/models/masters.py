@@ -14,6 +14,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
+from pellucid.models.tiled import sums_over_tokens
+
 OTHER_POLICY = "the checkpoint was made with another policy.model or policy.lora: resume with the same"
 _optimizer_steps = 0
 """Of every optimizer of this process: torch's fused ones change parameters without counting their versions."""
@@ -49,6 +51,19 @@ class Parts(NamedTuple):
     parts: tuple[Tensor, ...]
 
 
+class Trained(NamedTuple):
+    """A matrix to compute with, and the parameters that get its gradient, which is not rounded on the way."""
+
+    tensor: Tensor
+    """[outputs, inputs]"""
+    masters: tuple[Tensor, ...]
+    """Its rows, one behind the other."""
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.tensor.dtype
+
+
 class CastWeights:
     """Parameters joined and cast to the compute dtype; cast again whenever they may have changed.
 
@@ -66,13 +81,15 @@ class CastWeights:
     def masters(self) -> list[Tensor]:
         return [getattr(module, name) for module, name in self.places]
 
-    def current(self) -> Tensor | Parts:
+    def current(self) -> Tensor | Parts | Trained:
         """The cast weights, whose gradient goes to the masters."""
         masters = self.masters()
         if self.in_place:
             cast = [m.to(self.dtype) for m in masters]
             matrices = len(cast) > 1 and cast[0].ndim > 1 and torch.is_grad_enabled()
             return Parts(tuple(cast)) if matrices else joined(cast)
+        if masters[0].ndim > 1 and torch.is_grad_enabled() and any(m.requires_grad for m in masters):
+            return Trained(self.tensor_now(), tuple(masters))
         return Cast.apply(self.tensor_now(), *masters)  # pyright: ignore[reportReturnType]
 
     def tensor_now(self) -> Tensor:
@@ -102,6 +119,25 @@ class JoinedLinear(torch.autograd.Function):
         x, *parts = ctx.saved_tensors
         of_bias = grad.sum(0) if ctx.needs_input_grad[1] else None
         return grad @ torch.cat(parts), of_bias, *(grad.mT @ x).split([len(part) for part in parts])
+
+
+class TrainedLinear(torch.autograd.Function):
+    """F.linear by a matrix, whose gradient goes to its masters."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, bias: Tensor | None, matrix: Tensor, *masters: Tensor) -> Tensor:
+        ctx.save_for_backward(x, matrix)
+        ctx.masters = [(len(m), m.dtype) for m in masters]
+        return F.linear(x, matrix, bias)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        x, matrix = ctx.saved_tensors
+        of_bias = grad.sum(0) if ctx.needs_input_grad[1] else None
+        sums = sums_over_tokens(grad, x, torch.promote_types(grad.dtype, torch.float32))
+        parts = sums.split([rows for rows, _ in ctx.masters])
+        of_masters = (part.to(dtype) for part, (_, dtype) in zip(parts, ctx.masters, strict=True))
+        return grad @ matrix, of_bias, None, *of_masters
 
 
 def joined(masters: Sequence[Tensor]) -> Tensor:

@@ -23,6 +23,7 @@ from pellucid.models.attention import attend
 from pellucid.models.decoder import PLAIN, Decoder, Heads, Pieces
 from pellucid.models.elementwise import norm
 from pellucid.models.masters import Matrix, embedded
+from pellucid.models.tiled import Line, attend_in_line, tiles
 
 LANES = 16
 """Keys of a prompt, and of what a row has said, are padded to a multiple of so many. A softmax adds up lane by lane of
@@ -54,6 +55,8 @@ class Layout(NamedTuple):
     """[B]"""
     starts: Tensor
     """[B] the lengths of their prompts."""
+    line: Line
+    """The same tokens as sequences, one behind the other."""
     sources: Tensor
     """The token that predicts each scored token, in the order of batch.scored."""
 
@@ -92,7 +95,8 @@ def layout_of(batch: Batch, dtype: torch.dtype, device: torch.device) -> Layout:
     firsts = len(prompts.ids) + (read.sum(-1).cumsum(0) - read.sum(-1))[:, None]
     further = torch.arange(batch.mask.shape[1]) - begun  # tokens of a row's own before this one
     sources = torch.where(further <= 0, ends + further, firsts + further - 1)[batch.scored]
-    return Layout(prompts, responses, *(x.to(device) for x in (prompt_of, starts, sources)))
+    line = Line(torch.cat([lengths, read.sum(-1)]).cumsum(0), prompt_of)
+    return Layout(prompts, responses, prompt_of.to(device), starts.to(device), line, sources.to(device))
 
 
 def bias_behind(starts: Tensor, size: int, width: int, dtype: torch.dtype) -> Tensor:
@@ -153,6 +157,7 @@ def windowed(layout: Layout, window: int) -> Layout:
     own = starts + torch.arange(keys - steps.shape[1], device=starts.device)  # [B, own keys]
     read = torch.cat([steps.expand(len(own), -1), own], 1)
     return layout._replace(
+        line=layout.line._replace(window=window),
         prompts=prompts._replace(bias=nearby(prompts.bias, steps, steps, window)),
         responses=responses._replace(bias=nearby(responses.bias, own[:, :length], read, window)),
     )
@@ -180,6 +185,8 @@ def hidden_states(
 
 def group_attention(heads: Heads, layout: Layout) -> Tensor:
     """[N, H d]: prompts read themselves, responses their prompt and themselves."""
+    if tiles(heads[0]):
+        return attend_in_line(*heads, layout.line)
     prompts, responses = layout.prompts, layout.responses
     count = len(prompts.ids)
     query, key, value = (in_rows(x[:count], prompts) for x in heads)

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from pellucid.algorithm.sampling_mask import SamplingMask
 from pellucid.models.kernels import Kernels, Logits, Read, Weight, fitting
+from pellucid.models.tiled import sums_over_tokens
 
 MANY, FEW = 2**26, 2**23
 """Logits held at once, however many tokens there are and however large the vocabulary is: 128 MB in bf16 for a matrix
@@ -184,8 +185,7 @@ class TokenLogprobs(torch.autograd.Function):
                 of_logits_into(into, rows, reading, about, grads)
                 del into
             of_hidden[many] = of_logits @ weight
-            added = of_logits.mT @ hidden[many]
-            of_weight = added.to(wide) if of_weight is None else of_weight.add_(added)
+            of_weight = sums_over_tokens(of_logits, hidden[many], wide, of_weight)
             if of_bias is not None:
                 of_bias += of_logits.sum(0, dtype=wide)
             del of_logits  # there is room for one such part, not for two

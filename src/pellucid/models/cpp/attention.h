@@ -158,13 +158,14 @@ static void to_probabilities(float *scores, const Queries &of_prompt, const Quer
     }
 }
 
-// Puts what the tokens of a run read, whose keys and values are cached already. next: the run that is read after this one.
+// Puts what the tokens of a run read, whose keys and values are cached already; their queries are so far apart. next: the run
+// that is read after this one.
 template <class Activations>
 static void attend(const Model &m, const Layer &layer, const Tokens &tokens, const Run &run, const Run *next,
-                   const bf16 *heads, float *scores, int64_t stride, const Activations &to) {
+                   const bf16 *heads, int64_t apart, float *scores, int64_t stride, const Activations &to) {
     using Words = typename Activations::Words;
     constexpr By<Words> by;
-    const int64_t d = m.size, shared = m.heads / m.key_heads, projected = (m.heads + 2 * m.key_heads) * d;
+    const int64_t d = m.size, shared = m.heads / m.key_heads;
     const int64_t prompt = tokens.prompt_of[tokens.row_of[run.from]], length = tokens.prompt_lengths[prompt];
     const int64_t own = to_sixteen(length);
     alignas(64) bf16 queries[MOST * LARGEST], laid[MOST * LARGEST];
@@ -180,7 +181,7 @@ static void attend(const Model &m, const Layer &layer, const Tokens &tokens, con
             const int64_t h = k * shared + of_head, there = (k * tokens.prompts + prompt) * tokens.prompt_room * d;
             const auto here = [&](int64_t i) { return (k * tokens.rows + asked.rows[i]) * tokens.room * d; };
             for (int64_t i = run.from; i < run.to; i++)
-                std::memcpy(queries + (i - run.from) * part, heads + i * projected + h * d, part * sizeof(bf16));
+                std::memcpy(queries + (i - run.from) * part, heads + i * apart + h * d, part * sizeof(bf16));
             lay(by, queries, d, laid);
             score(by, asked.of_prompt, layer.prompt_keys + there, scores, stride);
             for (int64_t i = 0; i < asked.count; i++) {

@@ -97,7 +97,7 @@ static void step_by(const Model &m, const Layer *layers, const Tokens &tokens, c
             {
                 [[maybe_unused]] const typename Activations::Setting setting(Words::ROWS);
                 for (int64_t i = thread; i < count; i += team)  // in turn: the later ones of a row read more
-                    attend(m, layer, tokens, runs[i], i + team < count ? &runs[i + team] : nullptr, heads.get(),
+                    attend(m, layer, tokens, runs[i], i + team < count ? &runs[i + team] : nullptr, heads.get(), projected,
                            &scores[thread * Words::QUERIES * stride], stride, attended);
             }
 #pragma omp barrier

@@ -70,11 +70,13 @@ struct Free {
     void operator()(void *x) const { std::free(x); }
 };
 template <class T> using Zeros = std::unique_ptr<T[], Free>;
-template <class T> static Zeros<T> zeros(int64_t count) {
-    const size_t bytes = (count * sizeof(T) + 63) / 64 * 64;
-    void *const data = std::aligned_alloc(64, bytes);
+template <class T> static T *new_lines(int64_t count) {
+    void *const data = std::aligned_alloc(64, (count * sizeof(T) + 63) / 64 * 64);
     if (!data) throw std::bad_alloc();
-    return Zeros<T>((T *)std::memset(data, 0, bytes));
+    return (T *)data;
+}
+template <class T> static Zeros<T> zeros(int64_t count) {
+    return Zeros<T>((T *)std::memset(new_lines<T>(count), 0, count * sizeof(T)));
 }
 
 // Of so many, how many stand in each of as few groups of `most` at most as there can be.
