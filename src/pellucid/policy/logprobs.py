@@ -157,7 +157,7 @@ class TokenLogprobs(torch.autograd.Function):
         head, every = reading.head, torch.arange(len(tokens), device=tokens.device)
         room = _room(head.weight, len(tokens) if reading.gradients else 0)
         kept, parts = [], []
-        for rows in (every[:room], *every[room:].split(rows_at_once(head.weight, FEW))):
+        for rows in (every[:room], *every[room:].split(rows_at_once(head.weight, MANY // 2))):
             product = head.product(hidden[rows])
             if not parts and room:
                 kept.append(product)

@@ -21,6 +21,12 @@ static void pair_tokens(const bf16 *x, int64_t width, int64_t t, int64_t n, __m5
     for (int i = 8 * quarter; i < 8 * quarter + 8; i++) _mm_prefetch((const char *)(tiles + 4 * TILE) + i * 64, _MM_HINT_T0);
 }
 
+// Fetches the sums that are written next. Behind the last there may be none: then nothing is fetched.
+[[gnu::always_inline]] static inline void fetch_sums(const float *sums, int64_t width) {
+    for (int64_t row = 0; row < 32; row++)
+        for (int64_t i = 0; i < 32; i += 16) __builtin_prefetch(sums + row * width + i, 1);
+}
+
 // sums [N, K] of grad [n, N] times x [n, K] over tokens, or so much more. Returns 1 where there is no memory, else 0.
 extern "C" int sum_over_tokens(const bf16 *grad, const bf16 *x, int64_t n, int64_t outputs, int64_t width, float *sums, int64_t more,
                                int64_t threads) {
@@ -59,6 +65,7 @@ extern "C" int sum_over_tokens(const bf16 *grad, const bf16 *x, int64_t n, int64
                             const bf16 *of_left = &left[(b - block) * CHUNK / 16 * TILE];
                             const bf16 *of_right = &right[(column * steps + first) * 2 * TILE];
                             const int64_t stride = width * sizeof(float);
+                            fetch_sums(b + 1 < end ? to + 32 * width : sums + block * 32 * width + (column + 1) * 32, width);
                             if (first || more) {
                                 _tile_loadd(0, to, stride);
                                 _tile_loadd(1, to + 16, stride);
