@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from pellucid.models.tiled import sums_over_tokens
+from pellucid.models.sums import sums_over_tokens
 
 OTHER_POLICY = "the checkpoint was made with another policy.model or policy.lora: resume with the same"
 _optimizer_steps = 0

@@ -22,8 +22,8 @@ from pellucid.algorithm.batch import Batch
 from pellucid.models.attention import attend
 from pellucid.models.decoder import PLAIN, Decoder, Heads, Pieces
 from pellucid.models.elementwise import norm
+from pellucid.models.lines import Line, attend_in_line, way
 from pellucid.models.masters import Matrix, embedded
-from pellucid.models.tiled import Line, attend_in_line, tiles
 
 LANES = 16
 """Keys of a prompt, and of what a row has said, are padded to a multiple of so many. A softmax adds up lane by lane of
@@ -185,8 +185,8 @@ def hidden_states(
 
 def group_attention(heads: Heads, layout: Layout) -> Tensor:
     """[N, H d]: prompts read themselves, responses their prompt and themselves."""
-    if tiles(heads[0]):
-        return attend_in_line(*heads, layout.line)
+    if by := way(heads[0]):
+        return attend_in_line(*heads, layout.line, by)
     prompts, responses = layout.prompts, layout.responses
     count = len(prompts.ids)
     query, key, value = (in_rows(x[:count], prompts) for x in heads)

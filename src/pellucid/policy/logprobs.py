@@ -11,7 +11,7 @@ from torch import Tensor
 
 from pellucid.algorithm.sampling_mask import SamplingMask
 from pellucid.models.kernels import Kernels, Logits, Read, Weight, fitting
-from pellucid.models.tiled import sums_over_tokens
+from pellucid.models.sums import sums_over_tokens
 
 MANY, FEW = 2**26, 2**23
 """Logits held at once, however many tokens there are and however large the vocabulary is: 128 MB in bf16 for a matrix

@@ -132,3 +132,54 @@ static void weigh(By<Groups>, const Queries &of, const bf16 *values, const float
     constexpr decltype(&weigh_by<1>) BY[] = {nullptr, weigh_by<1>, weigh_by<2>, weigh_by<3>, weigh_by<4>};
     BY[of.count](of, values, probs, stride, room, out);
 }
+
+// ---------------------------------------------------------------- the gradient of attention
+
+// The same as in tiles.h. sums [M, J vectors] += M rows of weights, `stride` apart, times rows of pairs.
+template <int M, int J>
+static void add_pairs(const bf16 *weights, int64_t stride, const bf16 *pairs, int64_t apart, int64_t count, __m512 (&sums)[M][J]) {
+    for (int64_t p = 0; p < count; p++) {
+        __m512bh vectors[J];
+        for (int j = 0; j < J; j++) vectors[j] = (__m512bh)_mm512_loadu_si512(pairs + p * apart + j * 32);
+        for (int m = 0; m < M; m++) {
+            const auto pair = (__m512bh)_mm512_set1_epi32(((const int32_t *)(weights + m * stride))[p]);
+            for (int j = 0; j < J; j++) sums[m][j] = _mm512_dpbf16_ps(sums[m][j], pair, vectors[j]);
+        }
+    }
+}
+
+static void by_keys(By<Groups>, const bf16 *keys, const bf16 *turned, int64_t from, int64_t to, int64_t d, float *out) {
+    constexpr int M = 16;
+    for (int64_t t = from; t < to; t += M) {
+        __m512 sums[M][1];
+        for (auto &sum : sums) sum[0] = _mm512_setzero_ps();
+        add_pairs<M, 1>(keys + t * d, d, turned, 32, d / 2, sums);
+        for (int m = 0; m < M; m++) _mm512_store_ps(out + (t + m) * 16, sums[m][0]);
+    }
+}
+
+static void sum_of_keys(By<Groups>, const bf16 *weights, int64_t stride, const bf16 *pairs, int64_t count, int64_t d, float *out) {
+    constexpr int M = 4, J = 4;
+    for (int64_t i = 0; i < d; i += J * 16)
+        for (int64_t q = 0; q < 16; q += M) {
+            __m512 sums[M][J];
+            for (auto &row : sums)
+                for (auto &sum : row) sum = _mm512_setzero_ps();
+            add_pairs<M, J>(weights + q * stride, stride, pairs + 2 * i, 2 * d, count / 2, sums);
+            for (int m = 0; m < M; m++)
+                for (int j = 0; j < J; j++) _mm512_store_ps(out + (q + m) * d + i + j * 16, sums[m][j]);
+        }
+}
+
+static void add_to_keys(By<Groups>, const bf16 *weights, const bf16 *pairs, int64_t from, int64_t to, int64_t d, float *sums) {
+    constexpr int M = 4, J = 4;
+    for (int64_t t = from; t < to; t += M)
+        for (int64_t i = 0; i < d; i += J * 16) {
+            __m512 rows[M][J];
+            for (int m = 0; m < M; m++)
+                for (int j = 0; j < J; j++) rows[m][j] = _mm512_load_ps(sums + (t + m) * d + i + j * 16);
+            add_pairs<M, J>(weights + t * MANY, MANY, pairs + 2 * i, 2 * d, MANY / 2, rows);
+            for (int m = 0; m < M; m++)
+                for (int j = 0; j < J; j++) _mm512_store_ps(sums + (t + m) * d + i + j * 16, rows[m][j]);
+        }
+}

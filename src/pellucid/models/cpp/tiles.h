@@ -172,3 +172,72 @@ static void weigh(By<Tiles>, const Queries &of, const bf16 *values, const float 
             for (int j = 0; j < 4; j++) _mm512_store_ps(out + q * size + i + j * 16, rounded(_mm512_load_ps(sums[j][q])));
     }
 }
+
+// ---------------------------------------------------------------- the gradient of attention
+
+// Four tiles of sums, side by side in rows of `width`.
+static void store_four(float *sums, int64_t width) {
+    _tile_stored(0, sums, width * sizeof(float));
+    _tile_stored(1, sums + 16, width * sizeof(float));
+    _tile_stored(2, sums + 32, width * sizeof(float));
+    _tile_stored(3, sums + 48, width * sizeof(float));
+}
+
+// The tile 4 times four tiles that stand side by side, rows so many bytes apart, to the four sums.
+static void four_products(const bf16 *right, int64_t apart) {
+    _tile_loadd(6, right, apart);
+    _tile_dpbf16ps(0, 4, 6);
+    _tile_loadd(7, right + 32, apart);
+    _tile_dpbf16ps(1, 4, 7);
+    _tile_loadd(6, right + 64, apart);
+    _tile_dpbf16ps(2, 4, 6);
+    _tile_loadd(7, right + 96, apart);
+    _tile_dpbf16ps(3, 4, 7);
+}
+
+// [from .. to, 16] of sixteen queries that are `turned`: products of keys [., d], or of values, with them.
+static void by_keys(By<Tiles>, const bf16 *keys, const bf16 *turned, int64_t from, int64_t to, int64_t d, float *out) {
+    for (int64_t t = from; t < to; t += 32) {
+        _tile_zero(0);
+        _tile_zero(1);
+        for (int64_t i = 0; i < d; i += Tiles::INPUTS) {
+            _tile_loadd(6, turned + i * 16, 64);
+            _tile_loadd(4, keys + t * d + i, d * sizeof(bf16));
+            _tile_dpbf16ps(0, 4, 6);
+            _tile_loadd(5, keys + (t + 16) * d + i, d * sizeof(bf16));
+            _tile_dpbf16ps(1, 5, 6);
+        }
+        _tile_stored(0, out + t * 16, 64);
+        _tile_stored(1, out + (t + 16) * 16, 64);
+    }
+}
+
+// out [16, d]: weights [16, stride] times `count` keys, which stand in pairs.
+static void sum_of_keys(By<Tiles>, const bf16 *weights, int64_t stride, const bf16 *pairs, int64_t count, int64_t d, float *out) {
+    for (int64_t i = 0; i < d; i += 64) {
+        _tile_zero(0);
+        _tile_zero(1);
+        _tile_zero(2);
+        _tile_zero(3);
+        for (int64_t t = 0; t < count; t += Tiles::INPUTS) {
+            _tile_loadd(4, weights + t, stride * sizeof(bf16));
+            four_products(pairs + t * d + 2 * i, 2 * d * sizeof(bf16));
+        }
+        store_four(out + i, d);
+    }
+}
+
+// sums [from .. to, d] += weights [., MANY] times as many queries, which stand in pairs.
+static void add_to_keys(By<Tiles>, const bf16 *weights, const bf16 *pairs, int64_t from, int64_t to, int64_t d, float *sums) {
+    for (int64_t t = from; t < to; t += 16)
+        for (int64_t i = 0; i < d; i += 64) {
+            float *const at = sums + t * d + i;
+            _tile_loadd(0, at, d * sizeof(float));
+            _tile_loadd(1, at + 16, d * sizeof(float));
+            _tile_loadd(2, at + 32, d * sizeof(float));
+            _tile_loadd(3, at + 48, d * sizeof(float));
+            _tile_loadd(4, weights + t * MANY, MANY * sizeof(bf16));
+            four_products(pairs + 2 * i, 2 * d * sizeof(bf16));
+            store_four(at, d);
+        }
+}

@@ -18,6 +18,7 @@ using bf16 = uint16_t;
 constexpr int BLOCK = 32;     // outputs of a matrix that lie together
 constexpr int LARGEST = 256;  // size of a head at most
 constexpr int MOST = 16;      // queries that are read for at once
+constexpr int64_t MANY = 32;  // queries whose gradient is taken at once
 
 static inline __m512 wide(const bf16 *x) {
     return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)x)), 16));

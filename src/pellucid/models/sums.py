@@ -1,0 +1,29 @@
+"""Gradients of weights: sums over tokens, unrounded where AMX adds them up (cpp/weights.cpp)."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from pellucid.models import lines
+from pellucid.models.compiling import call
+from pellucid.models.kernels import fitting
+
+BLOCK = 32
+"""Widths of a matrix are a multiple of it."""
+
+
+def sums_over_tokens(grad: Tensor, x: Tensor, wide: torch.dtype, into: Tensor | None = None) -> Tensor:
+    """grad.mT @ x of grad [n, N] and x [n, K], in the dtype `wide`, or so much more in `into`. By AMX it is not rounded
+    on the way. MemoryError where there is no memory.
+    """
+    by = lines.here()[0] if wide == torch.float32 and fitting(grad, grad.dtype) else None
+    if not by or not by.tiles or any(width % BLOCK for width in (grad.shape[1], x.shape[1])):
+        sums = grad.mT @ x
+        return sums.to(wide) if into is None else into.add_(sums)
+    sums = torch.empty(grad.shape[1], x.shape[1], dtype=wide) if into is None else into
+    sizes = len(grad), grad.shape[1], x.shape[1]
+    together = grad.contiguous(), x.contiguous()
+    if call(by.library.sum_over_tokens, *together, *sizes, sums, into is not None, torch.get_num_threads()):
+        raise MemoryError(f"no memory for the gradient of a matrix of {sizes[1]} x {sizes[2]}")
+    return sums

@@ -1,0 +1,82 @@
+"""Gradients of weights by AMX: sums over tokens, unrounded."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from made_rollouts import batch_of, noise, off
+from pellucid.models import lines, packed, sums
+from pellucid.models.decoder import Decoder
+from pellucid.models.packed import hidden_states
+from pellucid.models.sums import sums_over_tokens
+
+BF16 = torch.bfloat16
+pytestmark = pytest.mark.skipif(not (lines.here()[0] and lines.here()[0].tiles), reason="needs g++ and a CPU with AMX")
+
+
+@pytest.mark.parametrize(("n", "outputs", "width"), [(1, 32, 32), (33, 96, 64), (300, 1120, 96), (700, 64, 544)])
+def test_sums_over_tokens_are_unrounded(n, outputs, width):
+    grad, x = noise(n, outputs), noise(n, width, seed=1)
+    exact, before = grad.double().mT @ x.double(), noise(outputs, width, seed=2, dtype=torch.float32)
+    found = sums_over_tokens(grad, x, torch.float32)
+    assert found.dtype == torch.float32
+    torch.testing.assert_close(found.double(), exact, rtol=1e-5, atol=1e-4)
+    into = before.clone()
+    assert sums_over_tokens(grad, x, torch.float32, into) is into
+    torch.testing.assert_close(into.double(), before + exact, rtol=1e-5, atol=1e-4)
+
+
+def test_sums_have_the_same_bits_with_any_number_of_threads():
+    grad, x, before = noise(300, 1120), noise(300, 96, seed=1), torch.get_num_threads()
+    found = []
+    for threads in (1, 2, 3):
+        try:
+            torch.set_num_threads(threads)
+            found.append(sums_over_tokens(grad, x, torch.float32))
+        finally:
+            torch.set_num_threads(before)
+    assert torch.equal(found[0], found[1])
+    assert torch.equal(found[0], found[2])
+
+
+def test_other_matrices_are_summed_by_operators(monkeypatch):
+    monkeypatch.setattr(sums, "call", None)
+    for grad, x, wide in (
+        (noise(4, 48), noise(4, 32), torch.float32),
+        (noise(4, 32), noise(4, 48), torch.float32),
+        (noise(4, 32), noise(4, 32), torch.float64),
+        (noise(4, 32, dtype=torch.float32), noise(4, 32, dtype=torch.float32), torch.float32),
+    ):
+        once = sums_over_tokens(grad, x, wide)
+        assert torch.equal(once, (grad.mT @ x).to(wide))
+        assert torch.equal(sums_over_tokens(grad, x, wide, once.clone()), once * 2)
+
+
+def test_gradients_of_a_model_are_nearer_to_fp32_than_by_the_operators(monkeypatch):
+    sizes = {"hidden_size": 128, "intermediate_size": 160, "num_attention_heads": 4, "num_key_value_heads": 2}
+    config = LlamaConfig(vocab_size=90, num_hidden_layers=2, head_dim=64, attention_bias=True, mlp_bias=True, **sizes)
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(config)
+    batch = batch_of([5, 40], [8, 71, 2, 1], [0, 1, 1, 0])
+
+    def gradients(dtype):
+        states, _ = hidden_states(Decoder(config, model, dtype), batch)
+        model.zero_grad()
+        (states.float() * noise(*states.shape, dtype=torch.float32)).sum().backward()
+        return {name: x.grad for name, x in model.named_parameters() if x.grad is not None}
+
+    exact, ours = gradients(torch.float32), gradients(BF16)
+    monkeypatch.setattr(packed, "way", lambda _: None)
+    monkeypatch.setattr(lines, "here", lambda: (None, ""))
+    theirs = gradients(BF16)
+    assert len(exact) == 34
+    distances = [sum(off(x[name], exact[name]) for name in exact) for x in (ours, theirs)]
+    assert distances[0] < distances[1]
+
+
+def test_no_memory_for_sums_is_an_error_of_the_call(monkeypatch):
+    monkeypatch.setattr(sums, "call", lambda *_: 1)
+    with pytest.raises(MemoryError, match="a matrix of 32 x 64"):
+        sums_over_tokens(noise(2, 32), noise(2, 64), torch.float32)
