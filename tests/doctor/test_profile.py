@@ -15,9 +15,11 @@ from conftest import character_tokenizer, make_policy, records
 from pellucid import cli
 from pellucid.doctor import profile
 from pellucid.doctor.profile import Memory, Operations, Stage, kind_of, stages_of, table
-from pellucid.models import fusing
+from pellucid.models import fusing, lines
 from pellucid.models.decoding import DecodeBatch
 from pellucid.models.fused import Fused
+from pellucid.models.lines import Line, attend_in_line
+from pellucid.models.sums import Sums, sums_over_tokens
 from pellucid.policy.policy import Policy
 
 METRICS = {"time/generate": 2.0, "time/reward": 0.5, "time/score": 0.0, "time/update": 1.5}
@@ -114,6 +116,21 @@ def test_fused_steps_are_counted_and_named():
         batch.step(torch.arange(4))
     assert Fused.operations - before == pytest.approx(2 * 4 * (layers + head), rel=0.01)
     assert "tokens, fused" in {kind_of(event.name) for event in profiler.events()}
+
+
+def test_what_an_update_computes_in_cpp_is_counted_and_named():
+    if not lines.here()[0]:
+        pytest.skip("attention is not computed in C++ here")
+    heads = [torch.randn(5, n, 64).bfloat16().requires_grad_() for n in (2, 1, 1)]
+    line = Line(torch.tensor([3, 5]), torch.tensor([0]))
+    before = Sums.operations
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiler:
+        attend_in_line(*heads, line, lines.here()[0]).sum().backward()
+        sums_over_tokens(torch.ones(5, 64).bfloat16(), torch.ones(5, 32).bfloat16(), torch.float32)
+    kinds = [kind_of(event.name) for event in profiler.events()]
+    assert kinds.count("attention") == 2
+    assert "matrix products" in kinds
+    assert Sums.operations - before == (2 * 5 * 64 * 32 if lines.here()[0].tiles else 0)
 
 
 def test_the_table_is_in_seconds_of_this_machine():

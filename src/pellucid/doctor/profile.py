@@ -19,8 +19,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from pellucid.algorithm.grpo import StepResult
 from pellucid.machine import hardware
-from pellucid.models import fused
+from pellucid.models import fused, sums
 from pellucid.models.fused import Fused
+from pellucid.models.sums import Sums
 
 STEP = 3
 """The step that is profiled: the first two fill caches."""
@@ -38,8 +39,8 @@ COLLECTIVES = ("gloo:", "nccl:")
 STAGES: tuple[str, ...] = ("generate", "reward", "score", "update")
 KINDS = {
     "tokens, fused": (fused.NAME,),
-    "matrix products": ("mm", "bmm", "addmm", "baddbmm", "_linear_pointwise", "linear", "matmul"),
-    "attention": ("_scaled_dot", "scaled_dot", "_flash", "_efficient"),
+    "matrix products": ("mm", "bmm", "addmm", "baddbmm", "_linear_pointwise", "linear", "matmul", sums.NAME),
+    "attention": ("attention", "_scaled_dot", "scaled_dot", "_flash", "_efficient"),
     "embedding": ("embedding",),
     "optimizer": ("_fused_adam", "_foreach", "linalg_vector_norm", "_amp"),
     "softmax, exp, log": ("softmax", "_softmax", "exp", "log", "sigmoid", "silu"),
@@ -92,16 +93,17 @@ def profiled(steps: Iterator[StepResult], path: Path, dtype: torch.dtype) -> Ite
 
 def counted(steps: Iterator[StepResult]) -> tuple[StepResult | None, dict[str, float]]:
     """The next step, and floating-point operations a token of its rollouts, by stage. In a step of its own: counting
-    slows operators down, and torch.profiler, when it counts, holds gigabytes.
+    slows operators down, and torch.profiler, when it counts, holds gigabytes. Attention in C++ is not counted.
     """
-    before = Fused.operations
+    before, summed = Fused.operations, Sums.operations
     with Operations() as operations:
         start = time.perf_counter()
         result = next(steps, None)
     if result is None:
         return None, {}
     stage_at, tokens = stages_by_time(result.metrics), tokens_of(result)
-    flops = dict.fromkeys(STAGES, 0.0) | {"generate": (Fused.operations - before) / max(1, tokens)}
+    in_cpp = {"generate": Fused.operations - before, "update": Sums.operations - summed}
+    flops = dict.fromkeys(STAGES, 0.0) | {name: n / max(1, tokens) for name, n in in_cpp.items()}
     for seconds, n in operations.seen:
         flops[stage_at(seconds - start)] += n / tokens
     return result, flops

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.profiler import record_function
 
 from pellucid.models import kernels
 from pellucid.models.attention import by_few
@@ -100,13 +101,15 @@ def read(query: Tensor, key: Tensor, value: Tensor, line: Line, by: Way) -> Tens
 
 
 def run(name: str, by: Way, line: Line, heads: tuple[Tensor, ...], *others: Any) -> None:
-    """MemoryError where there is none."""
+    """A function of the library, by this name in torch's profiler. MemoryError where there is no memory."""
     query, key, _ = heads
     sizes = len(line.ends) - len(line.prompt_of), len(line.prompt_of), query.shape[1], *key.shape[1:], line.window
     about = LineOf(*sizes, line.ends.data_ptr(), line.prompt_of.data_ptr())
     together = [x if x.stride()[1:] == (x.shape[2], 1) else x.contiguous() for x in heads]
     function, threads = getattr(by.library, name), torch.get_num_threads()
-    if call(function, about, projected(together), *others, by.tiles, threads):
+    with record_function(name):
+        fault = call(function, about, projected(together), *others, by.tiles, threads)
+    if fault:
         raise MemoryError(f"no memory to read {len(query)} tokens at once")
 
 

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 import torch
 from torch import Tensor
+from torch.profiler import record_function
 
 from pellucid.models import lines
 from pellucid.models.compiling import call
@@ -11,6 +14,15 @@ from pellucid.models.kernels import fitting
 
 BLOCK = 32
 """Widths of a matrix are a multiple of it."""
+NAME = "sum_over_tokens"
+"""Of such a sum, in torch's profiler."""
+
+
+class Sums:
+    """All that were made here."""
+
+    operations: ClassVar[float] = 0.0
+    """Floating-point operations, by AMX in this process; others are torch's."""
 
 
 def sums_over_tokens(grad: Tensor, x: Tensor, wide: torch.dtype, into: Tensor | None = None) -> Tensor:
@@ -24,6 +36,9 @@ def sums_over_tokens(grad: Tensor, x: Tensor, wide: torch.dtype, into: Tensor | 
     sums = torch.empty(grad.shape[1], x.shape[1], dtype=wide) if into is None else into
     sizes = len(grad), grad.shape[1], x.shape[1]
     together = grad.contiguous(), x.contiguous()
-    if call(by.library.sum_over_tokens, *together, *sizes, sums, into is not None, torch.get_num_threads()):
+    with record_function(NAME):
+        fault = call(by.library.sum_over_tokens, *together, *sizes, sums, into is not None, torch.get_num_threads())
+    if fault:
         raise MemoryError(f"no memory for the gradient of a matrix of {sizes[1]} x {sizes[2]}")
+    Sums.operations += 2.0 * sizes[0] * sizes[1] * sizes[2]
     return sums

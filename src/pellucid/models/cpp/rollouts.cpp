@@ -13,13 +13,18 @@ template <class Activations> struct Written {  // rows [n, width] where sampling
 };
 
 // Keys or values of the sequences from .. to, [K, sequences, room, d], 0 behind them.
-static Zeros<bf16> cached(const Line &line, const bf16 *x, int64_t apart, int64_t from, int64_t to, int64_t room) {
-    Zeros<bf16> cache = zeros<bf16>(line.key_heads * (to - from) * room * line.size);
-    for (int64_t k = 0; k < line.key_heads; k++)
-        for (int64_t i = from; i < to; i++)
-            for (int64_t token = line.start(i); token < line.ends[i]; token++)
-                std::memcpy(&cache[((k * (to - from) + i - from) * room + token - line.start(i)) * line.size],
-                            x + token * apart + k * line.size, line.size * sizeof(bf16));
+static Zeros<bf16> cached(const Line &line, const bf16 *x, int64_t apart, int64_t from, int64_t to, int64_t room, int64_t threads) {
+    const int64_t d = line.size, count = to - from;
+    Zeros<bf16> cache(new_lines<bf16>(line.key_heads * count * room * d));
+#pragma omp parallel for num_threads(threads)
+    for (int64_t i = 0; i < count; i++)
+        for (int64_t k = 0; k < line.key_heads; k++) {
+            const int64_t length = line.length(from + i);
+            bf16 *const row = &cache[(k * count + i) * room * d];
+            for (int64_t place = 0; place < length; place++)
+                std::memcpy(row + place * d, x + (line.start(from + i) + place) * apart + k * d, d * sizeof(bf16));
+            std::memset(row + length * d, 0, (room - length) * d * sizeof(bf16));
+        }
     return cache;
 }
 
@@ -69,10 +74,10 @@ template <class Words> static void forward_by(const Line &line, const Projected 
     for (int64_t token = 0; token < n; token++)
         for (int64_t i = 0; i < width; i += 16)
             store(&queries[token * width + i], _mm512_mul_ps(wide(heads->query + token * heads->query_apart + i), scale));
-    const Zeros<bf16> keys = cached(line, heads->key, heads->key_apart, 0, line.prompts, size);
-    const Zeros<bf16> values = cached(line, heads->value, heads->value_apart, 0, line.prompts, size);
-    const Zeros<bf16> own_keys = cached(line, heads->key, heads->key_apart, line.prompts, all, room);
-    const Zeros<bf16> own_values = cached(line, heads->value, heads->value_apart, line.prompts, all, room);
+    const Zeros<bf16> keys = cached(line, heads->key, heads->key_apart, 0, line.prompts, size, threads);
+    const Zeros<bf16> values = cached(line, heads->value, heads->value_apart, 0, line.prompts, size, threads);
+    const Zeros<bf16> own_keys = cached(line, heads->key, heads->key_apart, line.prompts, all, room, threads);
+    const Zeros<bf16> own_values = cached(line, heads->value, heads->value_apart, line.prompts, all, room, threads);
     Layer layer = {};
     layer.window = line.window;
 
