@@ -136,7 +136,8 @@ def work_of(policy: Policy, options: Options, context: int) -> dict[str, Work]:
     """
     decoder = policy.decoder
     assert decoder
-    shape, (embedding, layers, _, _) = decoder.shape, decoder.weights()
+    with torch.no_grad():
+        shape, (embedding, layers, _, _) = decoder.shape, decoder.weights()
     matrices = sum(getattr(x, name).numel() for x in layers for name in ("qkv", "attention_out", "gate_up", "down"))
     head, rows, t = embedding.tensor.numel(), options.prompts * options.group, options.tokens
     read = 4 * shape.layers * shape.heads * shape.head_size / 1e9  # GFLOP for each token that a token reads
