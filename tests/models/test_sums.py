@@ -28,8 +28,9 @@ def test_sums_over_tokens_are_unrounded(n, outputs, width):
     torch.testing.assert_close(into.double(), before + exact, rtol=1e-5, atol=1e-4)
 
 
-def test_sums_have_the_same_bits_with_any_number_of_threads():
-    grad, x, before = noise(300, 1120), noise(300, 96, seed=1), torch.get_num_threads()
+@pytest.mark.parametrize("outputs", [32, 64, 1120])
+def test_sums_have_the_same_bits_with_any_number_of_threads(outputs):
+    grad, x, before = noise(300, outputs), noise(300, 96, seed=1), torch.get_num_threads()
     found = []
     for threads in (1, 2, 3):
         try:

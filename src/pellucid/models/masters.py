@@ -137,7 +137,8 @@ class TrainedLinear(torch.autograd.Function):
         sums = sums_over_tokens(grad, x, torch.promote_types(grad.dtype, torch.float32))
         parts = sums.split([rows for rows, _ in ctx.masters])
         of_masters = (part.to(dtype) for part, (_, dtype) in zip(parts, ctx.masters, strict=True))
-        return grad @ matrix, of_bias, None, *of_masters
+        of_x = grad @ matrix if ctx.needs_input_grad[0] else None
+        return of_x, of_bias, None, *of_masters
 
 
 def joined(masters: Sequence[Tensor]) -> Tensor:

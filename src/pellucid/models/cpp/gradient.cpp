@@ -91,10 +91,13 @@ struct Scratch {
 
 // e^x of x <= 0, to seven digits, and 0 from e^-100 on.
 static inline __m512 exp_below(__m512 x) {
-    const __m512 twos = _mm512_roundscale_ps(_mm512_mul_ps(x, _mm512_set1_ps(1.44269504f)), _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
-    const __m512 rest = _mm512_fnmadd_ps(twos, _mm512_set1_ps(-2.12194440e-4f), _mm512_fnmadd_ps(twos, _mm512_set1_ps(0.693359375f), x));
+    constexpr int NEAREST = _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC;
+    const __m512 twos = _mm512_roundscale_ps(_mm512_mul_ps(x, _mm512_set1_ps(1.44269504f)), NEAREST);
+    const __m512 most = _mm512_fnmadd_ps(twos, _mm512_set1_ps(0.693359375f), x);  // of ln 2 the digits that leave no rounding
+    const __m512 rest = _mm512_fnmadd_ps(twos, _mm512_set1_ps(-2.12194440e-4f), most);
     __m512 sum = _mm512_set1_ps(1 / 720.0f);
-    for (const float term : {1 / 120.0f, 1 / 24.0f, 1 / 6.0f, 1 / 2.0f, 1.0f, 1.0f}) sum = _mm512_fmadd_ps(sum, rest, _mm512_set1_ps(term));
+    for (const float term : {1 / 120.0f, 1 / 24.0f, 1 / 6.0f, 1 / 2.0f, 1.0f, 1.0f})
+        sum = _mm512_fmadd_ps(sum, rest, _mm512_set1_ps(term));
     return _mm512_maskz_scalef_ps(_mm512_cmp_ps_mask(x, _mm512_set1_ps(-100), _CMP_GT_OQ), sum, twos);
 }
 
@@ -109,7 +112,8 @@ static void soften(const Sequence &of, __m512i positions, int64_t window, float 
         float *const score = &scratch.scores[t * 16];
         const bool is_own = t >= of.own;
         const __m512i position = _mm512_set1_epi32(is_own ? of.before + t - of.own : t);
-        const __mmask16 seen = is_own || t < of.before ? _mm512_cmple_epi32_mask(position, positions) & _mm512_cmpgt_epi32_mask(position, behind) : 0;
+        const __mmask16 within = _mm512_cmple_epi32_mask(position, positions) & _mm512_cmpgt_epi32_mask(position, behind);
+        const __mmask16 seen = is_own || t < of.before ? within : 0;
         const __m512 z = _mm512_mask_blend_ps(seen, _mm512_set1_ps(-INFINITY), _mm512_mul_ps(_mm512_load_ps(score), by));
         most = _mm512_max_ps(most, z);
         _mm512_store_ps(score, z);
@@ -135,8 +139,8 @@ static void soften(const Sequence &of, __m512i positions, int64_t window, float 
 
 // The gradient of a sequence through one key head, whose keys and values are held.
 template <class Words>
-static void go_back(const Line &line, const Sequence &of, int64_t k, const Projected &heads, const bf16 *grad, const Projected &gradient,
-                    const Held &held, const Scratch &scratch, Asking &asking) {
+static void go_back(const Line &line, const Sequence &of, int64_t k, const Projected &heads, const bf16 *grad,
+                    const Projected &gradient, const Held &held, const Scratch &scratch, Asking &asking) {
     constexpr By<Words> by;
     const int64_t d = line.size, shared = line.heads / line.key_heads, all = of.length * shared;
     const float scale = 1 / std::sqrt(double(d));
@@ -147,7 +151,8 @@ static void go_back(const Line &line, const Sequence &of, int64_t k, const Proje
         std::memset(asking.queries + count * d, 0, (MANY - count) * d * sizeof(bf16));
         std::memset(asking.grads + count * d, 0, (MANY - count) * d * sizeof(bf16));
         for (int64_t q = 0; q < MANY; q++) {
-            const int64_t place = std::min(last, (first + q) / shared), h = k * shared + (first + q) % shared, token = of.token + place;
+            const int64_t place = std::min(last, (first + q) / shared), h = k * shared + (first + q) % shared;
+            const int64_t token = of.token + place;
             positions[q] = of.before + place;
             if (q >= count) continue;
             std::memcpy(asking.queries + q * d, heads.query + token * heads.query_apart + h * d, d * sizeof(bf16));
