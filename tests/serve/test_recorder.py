@@ -191,7 +191,7 @@ def test_requests_of_other_forms(policy, world_of, tmp_path):
         "not so",
         "there is no rollout x",
     ):
-        assert told.count(f"\n{line}") >= 3, line
+        assert told.count(line) >= len(mistaken.completions), line  # ends of lines come later: four processes print
 
 
 def test_asynchronous_agents_and_clients_of_their_own(policy, world_of):
