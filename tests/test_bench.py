@@ -17,7 +17,7 @@ import pytest
 import torch
 from gguf import GGMLQuantizationType, GGUFReader, GGUFWriter, dequantize, quantize
 
-from conftest import character_tokenizer, tiny_llama_of
+from conftest import character_tokenizer, make_policy, tiny_llama_of
 from pellucid.policy.policy import Policy
 from pellucid.samplers.native import Native
 from pellucid.tasks.arithmetic import Arithmetic
@@ -372,6 +372,17 @@ def test_a_part_needs_the_longer_of_its_operations_and_its_bytes(of):
     roofline = of("roofline")
     work = {"products": roofline.Work(100.0, 1.0), "reads": roofline.Work(1.0, 100.0)}
     assert roofline.at_the_limit(work, speed=50.0, width=20.0) == {"products": 2.0, "reads": 5.0}
+
+
+def test_operations_of_a_token_follow_from_the_sizes_of_the_model(of):
+    roofline, policy = of("roofline"), make_policy()
+    cfg, parameters = policy.model.config, dict(policy.model.named_parameters())
+    matrices = sum(x.numel() for name, x in parameters.items() if "_proj" in name)
+    head = cfg.vocab_size * cfg.hidden_size
+    work = roofline.work_of(policy, roofline.Options(tokens=2, prompts=1, group=1), context=3)
+    reads = 4 * cfg.num_hidden_layers * cfg.hidden_size * (3 + 1)  # of the prompt's tokens and the one before it
+    assert work["tokens"].gflop == pytest.approx((2 * matrices + reads + 2 * head) / 1e9)
+    assert work["optimizer"].gb == pytest.approx(34 * sum(x.numel() for x in parameters.values()) / 1e9)
 
 
 def test_three_axes_and_their_limits_are_on_one_plot(of):

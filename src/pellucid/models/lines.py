@@ -1,8 +1,8 @@
 """Attention of whole rollouts and its backward pass in C++ (cpp/rollouts.cpp): tokens stay in line, no row is padded.
 
-What is read has the bits of sampling: each process tries it once, by AVX-512 and by AMX, against torch's operators,
-which go on where it has others. Gradients are those of attention.py, by the same formulas, and nothing is rounded but
-what is multiplied.
+What is read has the bits of sampling. Each process tries it once, by AVX-512 and by AMX, against torch's operators,
+which go on where it has others (with AMX for so few keys that these add up in its order). Gradients are those of
+attention.py, by the same formulas, and nothing is rounded but what is multiplied.
 
 Shapes: N tokens, H query heads, K key heads, d head size.
 """

@@ -19,10 +19,10 @@ NAME = "sum_over_tokens"
 
 
 class Sums:
-    """All that were made here."""
+    """Those by AMX, of this process."""
 
     operations: ClassVar[float] = 0.0
-    """Floating-point operations, by AMX in this process; others are torch's."""
+    """Floating-point operations."""
 
 
 def sums_over_tokens(grad: Tensor, x: Tensor, wide: torch.dtype, into: Tensor | None = None) -> Tensor:

@@ -89,18 +89,6 @@ struct Scratch {
     }
 };
 
-// e^x of x <= 0, to seven digits, and 0 from e^-100 on.
-static inline __m512 exp_below(__m512 x) {
-    constexpr int NEAREST = _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC;
-    const __m512 twos = _mm512_roundscale_ps(_mm512_mul_ps(x, _mm512_set1_ps(1.44269504f)), NEAREST);
-    const __m512 most = _mm512_fnmadd_ps(twos, _mm512_set1_ps(0.693359375f), x);  // of ln 2 the digits that leave no rounding
-    const __m512 rest = _mm512_fnmadd_ps(twos, _mm512_set1_ps(-2.12194440e-4f), most);
-    __m512 sum = _mm512_set1_ps(1 / 720.0f);
-    for (const float term : {1 / 120.0f, 1 / 24.0f, 1 / 6.0f, 1 / 2.0f, 1.0f, 1.0f})
-        sum = _mm512_fmadd_ps(sum, rest, _mm512_set1_ps(term));
-    return _mm512_maskz_scalef_ps(_mm512_cmp_ps_mask(x, _mm512_set1_ps(-100), _CMP_GT_OQ), sum, twos);
-}
-
 // With p the softmax of scores, by which queries read the keys that they see, and g the gradient of p: that of the scores,
 // p (g - sum p g), by the scale. Both stand in one half of `scratch`'s, and the latter unrounded in place of g, too.
 static void soften(const Sequence &of, __m512i positions, int64_t window, float scale, int64_t from, int64_t to, int64_t half,
@@ -120,7 +108,7 @@ static void soften(const Sequence &of, __m512i positions, int64_t window, float 
     }
     for (int64_t t = from; t < to; t++) {
         float *const score = &scratch.scores[t * 16];
-        const __m512 mass = exp_below(_mm512_sub_ps(_mm512_load_ps(score), most));
+        const __m512 mass = Sleef_expf16_u10(_mm512_sub_ps(_mm512_load_ps(score), most));
         total = _mm512_add_ps(total, mass);
         mean = _mm512_fmadd_ps(mass, _mm512_load_ps(&scratch.slopes[t * 16]), mean);
         _mm512_store_ps(score, mass);
