@@ -10,6 +10,7 @@ import time
 
 import pytest
 from selenium import webdriver
+from selenium.common.exceptions import StaleElementReferenceException
 from selenium.webdriver.common.by import By
 from selenium.webdriver.common.keys import Keys
 from selenium.webdriver.support.ui import WebDriverWait
@@ -63,7 +64,8 @@ def url(tmp_path_factory):
 
 
 def eventually(page, condition):
-    return WebDriverWait(page, 20, ignored_exceptions=()).until(lambda _: condition())
+    """The page may draw itself anew between finding an element and reading it."""
+    return WebDriverWait(page, 20, ignored_exceptions=(StaleElementReferenceException,)).until(lambda _: condition())
 
 
 def found(page, css):
