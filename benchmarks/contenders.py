@@ -29,7 +29,7 @@ from pellucid.types import Reward
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("work", choices=["step", "job", "sample", "accuracy"])
-    parser.add_argument("contender", help="pellucid, generate, or what trl_setups.py knows")
+    parser.add_argument("contender", help="pellucid, without-graphs, generate, or what trl_setups.py knows")
     parser.add_argument("--prompts", type=int, default=4)
     parser.add_argument("--group", type=int, default=8)
     parser.add_argument("--tokens", type=int, default=64)
@@ -130,6 +130,19 @@ def our_sample(options: argparse.Namespace) -> None:
     turns.take(unit, clock, dtype=options.dtype)
 
 
+def our_sample_without_graphs(options: argparse.Namespace) -> None:
+    from pellucid.models.decoder import Decoder  # noqa: PLC0415
+
+    begin = Decoder.__init__
+
+    def without(self: Decoder, *arguments: object) -> None:
+        begin(self, *arguments)
+        self.recordable = False
+
+    Decoder.__init__ = without
+    our_sample(options)
+
+
 # ---------------------------------------------------------------- transformers
 
 
@@ -210,6 +223,7 @@ CONTENDERS = {
     ("step", "pellucid"): our_step,
     ("job", "pellucid"): our_job,
     ("sample", "pellucid"): our_sample,
+    ("sample", "without-graphs"): our_sample_without_graphs,
     ("sample", "generate"): generate,
 }
 

@@ -16,7 +16,8 @@ from torch import Tensor
 
 from pellucid.algorithm.batch import collate
 from pellucid.policy import policy
-from pellucid.policy.logprobs import Head, token_logprobs
+from pellucid.policy.head import Head
+from pellucid.policy.logprobs import token_logprobs
 from pellucid.samplers.native import Native
 from pellucid.tasks.arithmetic import Arithmetic
 from pellucid.types import Sampling

@@ -1,4 +1,4 @@
-"""All that only a GPU can show, as one table: for a machine with one GPU and no network, and some eight minutes.
+"""All that only a GPU can show, as one table: for a machine with one GPU and no network, and some nine minutes.
 
     python benchmarks/gpu.py --output gpu.md
     python benchmarks/gpu.py --only device resume kernels

@@ -40,6 +40,8 @@ ROUNDING, SHARDING = 1e-5, 1e-6
 PLANNED = 1.33
 """A plan of memory may be wrong by this factor."""
 ATTENTION = ("flash", "cudnn", "efficient", "math")
+ATTENTIONS = ("aten::_scaled_dot_product", "aten::_flash_attention_forward")
+"""Operators that are one of these: of sequences of any lengths flash attention is called by itself."""
 
 
 class Outcome(NamedTuple):
@@ -122,8 +124,7 @@ def kernels(place: Place) -> Outcome:
     events = profile.key_averages()
     asked = Counter({event.key: event.count for event in events})
     attention = {
-        kind: sum(n for name, n in asked.items() if name.startswith("aten::_scaled_dot_product") and kind in name)
-        for kind in ATTENTION
+        kind: sum(n for name, n in asked.items() if name.startswith(ATTENTIONS) and kind in name) for kind in ATTENTION
     }
     attention = {kind: n for kind, n in attention.items() if n}
     fused = asked["aten::_fused_adamw_"] > 0
@@ -234,6 +235,7 @@ ROWS = {
         for name, work in {
             "step": partial(faster, "step", PEER, size),
             "sample": partial(faster, "sample", "generate", size),
+            "graphs": partial(faster, "sample", "without-graphs", size),
             "plan": partial(planned, size),
         }.items()
     },

@@ -24,10 +24,11 @@ SAYS = {
     "arithmetic": "greedy .* before, .* after 1 steps",
     "step": r"s, trl-autocast \d.*GB",
     "sample": r"tokens/s, generate \d.*GB",
+    "graphs": r"tokens/s, without-graphs \d.*GB",
     "plan": r"planned \d.* GB, measured [\d.]*[1-9]",
 }
 """What a row says where all is well."""
-AS_THE_SMALLER_ONE = ("step-1.5B", "sample-1.5B")
+AS_THE_SMALLER_ONE = ("step-1.5B", "sample-1.5B", "graphs-1.5B")
 """But for the shape, which plan-1.5B sees."""
 SPOILT = f"""
 import sys, time

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import importlib
 import re
 from pathlib import Path
 
@@ -19,6 +20,13 @@ README = Path("README.md").read_text()
 def test_no_source_file_outgrows_its_cap(path):
     cap = 400 if path.name == "grpo.py" else 300
     assert len(path.read_text().splitlines()) <= cap
+
+
+def test_every_listed_mistake_can_be_put_in(monkeypatch):
+    """Else `make mutants` finds no more what it found: it would say so, but is not run with every change."""
+    monkeypatch.syspath_prepend("tests/mutants")
+    run = importlib.import_module("run")
+    assert [fault for mutant in run.mutants() if (fault := run.fault(mutant))] == []
 
 
 def test_no_merge_has_left_its_marks():

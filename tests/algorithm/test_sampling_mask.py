@@ -16,7 +16,8 @@ from pellucid.algorithm.settings import GRPOConfig
 from pellucid.models.drawing import Truncation, draw_among, truncated
 from pellucid.policy import logprobs
 from pellucid.policy.adapter import AdapterOff
-from pellucid.policy.logprobs import Head, token_logprobs
+from pellucid.policy.head import Head
+from pellucid.policy.logprobs import token_logprobs
 from pellucid.policy.policy import add_adapter
 from pellucid.samplers.hf import HuggingFace
 from pellucid.samplers.native import Native

@@ -10,7 +10,8 @@ from pellucid.algorithm.sampling_mask import SamplingMask
 from pellucid.models import elementwise, kernels, operators
 from pellucid.models.compiling import UnusableError
 from pellucid.models.kernels import Kernels, Logits, Weight, fitting, way
-from pellucid.policy.logprobs import Head, Reading, measured, token_logprobs
+from pellucid.policy.head import Head
+from pellucid.policy.logprobs import Reading, measured, token_logprobs
 
 pytestmark = pytest.mark.skipif(kernels.here()[0] is None, reason="needs g++ and a CPU with AVX-512 for bfloat16")
 BF16 = torch.bfloat16

@@ -8,8 +8,9 @@ from hypothesis import given
 from hypothesis import settings as examples
 from hypothesis import strategies as st
 
-from pellucid.policy import logprobs
-from pellucid.policy.logprobs import Head, token_logprobs
+from pellucid.policy import head, logprobs
+from pellucid.policy.head import Head
+from pellucid.policy.logprobs import token_logprobs
 
 
 @pytest.fixture
@@ -116,6 +117,41 @@ def test_logits_that_were_kept_give_the_bits_of_those_that_are_made_again(monkey
     for found, expected in zip(kept, gradients(0), strict=True):
         parted = found.shape == weight.shape and 0 < room < 30  # whose products of many tokens are rounded each
         torch.testing.assert_close(found, expected, rtol=0, atol=0.05 if parted else 0)
+
+
+@pytest.fixture
+def widens(monkeypatch):
+    """The head's product in fp32, as CUDA has it."""
+    for module in (head, logprobs):
+        monkeypatch.setattr(module, "widens", lambda x: x.dtype == torch.bfloat16)
+    monkeypatch.setattr(torch, "mm", lambda x, y, out_dtype: (x.double() @ y.double()).to(out_dtype))
+
+
+@pytest.mark.parametrize("room", [0, 7, 40], ids="room for {} tokens".format)
+@pytest.mark.parametrize(("temperature", "scale", "softcap"), [(1.0, 1.0, 0.0), (0.7, 0.5, 0.0), (1.3, 0.5, 2.0)])
+def test_where_the_heads_product_is_wide_only_its_gradient_is_rounded(
+    monkeypatch, widens, room, temperature, scale, softcap
+):
+    """And the products that are kept, of which a part is made again, take no more memory than narrow ones."""
+    monkeypatch.setattr(logprobs, "MANY", 2 * room * 64 or 2 * 64)
+    monkeypatch.setattr(logprobs, "FEW", 4 * 64)
+    made, products, one = logprobs._room, [], Head.product
+    monkeypatch.setattr(logprobs, "_room", lambda weight, n: made(weight, n) if room else 0)
+    monkeypatch.setattr(Head, "product", lambda self, x: products.append(one(self, x)) or products[-1])
+    hidden, weight, bias = torch.randn(30, 32).bfloat16(), torch.randn(64, 32).bfloat16(), torch.randn(64).bfloat16()
+    tokens, upstream = torch.randint(64, (30,)), torch.randn(2, 30)
+    x, master = hidden.clone().requires_grad_(), weight.float().requires_grad_()
+    found = token_logprobs(x, Head(weight, master, bias, scale, softcap), tokens, temperature, entropy_grad=True)
+    gradients = torch.autograd.grad((torch.stack(found) * upstream).sum(), (x, master))
+    assert {product.dtype for product in products} == {torch.float32}
+    assert max(map(len, products)) <= max(room, 1)
+    leaves = [x.double().requires_grad_() for x in (hidden, weight)]
+    exact = plain(*leaves, tokens, temperature, bias.double(), scale, softcap)
+    wanted = torch.autograd.grad((torch.stack(exact) * upstream).sum(), leaves)
+    for ours, theirs in zip(found, exact, strict=True):
+        torch.testing.assert_close(ours.double(), theirs, rtol=0, atol=1e-5)
+    for ours, theirs in zip(gradients, wanted, strict=True):
+        assert (ours - theirs).norm() < 4e-3 * theirs.norm()
 
 
 def test_without_a_backward_pass_nothing_is_kept(monkeypatch):

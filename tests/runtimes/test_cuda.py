@@ -15,6 +15,7 @@ from architectures import VANISHING, weighted
 from conftest import make_policy, records
 from pellucid.algorithm.settings import AdamWConfig
 from pellucid.machine.hardware import pick_device
+from pellucid.models import varlen
 from pellucid.policy.policy import move
 from pellucid.runtimes.runtime import Runtime
 from pellucid.samplers.native import Native
@@ -115,6 +116,29 @@ def test_what_is_sampled_on_the_gpu_is_what_the_cpu_samples():
         groups = sampler.generate(prompts, Sampling(16, max_tokens=8, seed="seed"))
         said.append([c.token_ids for group in groups for c in group.completions])
     assert said[0] == said[1]
+
+
+def test_a_graph_says_what_is_said_without():
+    """Tokens and log-probs of rows that end one after the other, in bf16."""
+    drawn = []
+    for recordable in (None, False):
+        policy = make_policy()
+        move(policy.model, pick_device("cuda"))
+        policy = type(policy)(policy.model, policy.tokenizer, torch.bfloat16)
+        assert policy.decoder
+        policy.decoder.recordable = recordable
+        groups = Native(policy=policy).generate(
+            [Prompt("p", "a12?"), Prompt("q", "12")], Sampling(16, max_tokens=80, seed="seed")
+        )
+        assert policy.decoder.recordable is (recordable is None)
+        drawn.append([(c.token_ids, c.logprobs) for group in groups for c in group.completions])
+    assert drawn[0] == drawn[1]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_attention_of_rollouts_is_read_by_flash_attention(dtype):
+    """The trial compares what it reads, and its gradients."""
+    assert varlen.fault_at(pick_device("cuda"), dtype) == ""
 
 
 def test_one_rank_over_nccl_trains_with_fsdp2_what_it_trains_with_ddp(tmp_path):

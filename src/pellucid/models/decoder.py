@@ -162,6 +162,8 @@ class Decoder(nn.Module):
         self.head = self.embedding if self.shape.tied else CastWeights([(self.lm_head, "weight")], dtype)
         self.last_norm = self.final_norm, "weight"
         self.device = getattr(*self.last_norm).device
+        self.recordable: bool | None = None if self.device.type == "cuda" else False
+        """Whether a token is decoded as a CUDA graph; None until it was tried."""
         self.frequencies = rotary_frequencies(config, self.shape.head_size).to(self.device)
         self.may_pack = (
             self.device.type == "cpu"

@@ -22,8 +22,9 @@ from pellucid.models.decoder import Decoder, Weights, after_attention, heads_of,
 from pellucid.models.elementwise import norm
 from pellucid.models.family import Shape
 from pellucid.models.fused import Four, Fused, Places, unfit
+from pellucid.models.graphs import Graphs
 from pellucid.models.masters import Matrix
-from pellucid.models.operators import rounded_softmax
+from pellucid.models.operators import rounded_softmax, widened, widens
 from pellucid.models.packed import LANES, bias_of, in_line, in_rows, nearby, prompt_rows, roomy
 
 Pair = tuple[Tensor, Tensor]
@@ -72,6 +73,7 @@ class DecodeBatch:
         """[n]"""
         self.generated = torch.zeros(0, dtype=torch.long)
         """[n] tokens of each row in the cache."""
+        self.graphs = Graphs()
 
     @cached_property
     def fused(self) -> Fused | None:
@@ -157,8 +159,10 @@ class DecodeBatch:
             each = torch.arange(len(tokens))
             at = Places(each, self.generated, self.prompt_of, self.prompt_lengths, each)
             logits = self.read_places(tokens, at, self.all_caches())
+        elif self.decoder.recordable is False:
+            logits = self.by_operators(tokens)
         else:
-            logits = self._step(self.embedded(tokens), self.decoder.rotary(self.starts + self.read))
+            logits = self.graphs.step(self, tokens)
         self.generated += 1 if speaks is None else speaks  # what the others have written is written over
         self.read += 1 if speaks is None else speaks.to(self.read.device)
         return logits
@@ -181,9 +185,14 @@ class DecodeBatch:
         """Of each layer, in the order of a Cache."""
         return [(c.prompt_keys, c.prompt_values, c.keys, c.values) for c in self.caches]
 
-    def _step(self, hidden: Tensor, rotary: tuple[Tensor, Tensor]) -> Tensor:
-        """Logits [n, V] behind tokens of these embeddings [n, D], by torch's operators."""
+    def layout(self) -> tuple[Tensor, ...]:
+        """Others whenever any tensor is that `by_operators` reads or writes."""
+        return self.starts, self.caches[-1].keys
+
+    def by_operators(self, tokens: Tensor) -> Tensor:
+        """Logits [n, V] behind these tokens [n], whose keys and values are put in the cache."""
         shape, place, biases = self.decoder.shape, self._place(), self._biases()
+        hidden, rotary = self.embedded(tokens), self.decoder.rotary(self.starts + self.read)
         for layer, cache, bias in zip(self.weights.layers, self.caches, biases, strict=True):
             query, key, value = heads_of(layer, hidden, rotary, shape)
             cache.keys[place], cache.values[place] = key.transpose(0, 1), value.transpose(0, 1)
@@ -208,14 +217,16 @@ class DecodeBatch:
         self.seat()
 
     def grow(self) -> None:
-        """Make room for GROWTH more tokens of each row."""
+        """Make room for GROWTH more tokens of each row; for half as many again where each growth costs a graph."""
+        room = self.caches[0].keys.shape[2]
+        more = GROWTH if self.decoder.recordable is False else max(GROWTH, roomy(room // 2, GROWTH))
         for cache in self.caches:
-            cache.keys, cache.values = (F.pad(x, (0, 0, 0, GROWTH)) for x in (cache.keys, cache.values))
+            cache.keys, cache.values = (F.pad(x, (0, 0, 0, more)) for x in (cache.keys, cache.values))
 
     def _place(self) -> tuple[slice | Tensor | int, ...]:
-        """The index in a cache of each row's next token; a single place while all rows have generated as many."""
+        """The index in a cache of each row's next token; without graphs a number, while all have as many."""
         first, last = int(self.generated.min()), int(self.generated.max())
-        if first == last:
+        if first == last and self.decoder.recordable is False:
             return slice(None), slice(None), last
         return slice(None), torch.arange(len(self.read), device=self.read.device), self.read
 
@@ -278,7 +289,8 @@ class DecodeBatch:
         return rows if self.in_order else rows.index_select(1, self.seat_of)
 
     def logits(self, hidden: Tensor, head: Matrix) -> Tensor:
-        return linear(norm(hidden, self.plain.norm, self.decoder.shape.eps, self.decoder.dtype), head.tensor)
+        last = norm(hidden, self.plain.norm, self.decoder.shape.eps, self.decoder.dtype)
+        return widened(last, head.tensor) if widens(last) else linear(last, head.tensor)
 
 
 def joined(one: Tensor, other: Tensor) -> Tensor:

@@ -13,6 +13,7 @@ import math
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd import forward_ad
 
 aten = torch.ops.aten
 BLOCK = 256
@@ -87,6 +88,19 @@ def biased(scores: Tensor, bias: Tensor) -> Tensor:
 def unrounded(x: Tensor) -> Tensor:
     """In fp32 at least."""
     return x.to(torch.promote_types(x.dtype, torch.float32))
+
+
+def widens(x: Tensor) -> bool:
+    """Whether products of tensors like x, in half precision, are had in fp32, as they were summed: CUDA has such ones,
+    but none with a forward-mode gradient.
+    """
+    half = x.dtype in (torch.bfloat16, torch.float16)
+    return x.device.type == "cuda" and half and forward_ad.unpack_dual(x).tangent is None
+
+
+def widened(x: Tensor, weight: Tensor) -> Tensor:
+    """x [N, D] times weight [V, D], [N, V] in fp32, where `widens` says so."""
+    return torch.mm(x, weight.T, out_dtype=torch.float32)
 
 
 # ---------------------------------------------------------------- drawing

@@ -11,14 +11,16 @@ have, D hidden size.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from functools import partial
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from pellucid.algorithm.batch import Batch
+from pellucid.models import varlen
 from pellucid.models.attention import attend
 from pellucid.models.decoder import PLAIN, Decoder, Heads, Pieces
 from pellucid.models.elementwise import norm
@@ -31,7 +33,8 @@ the processor's vectors: keys that stand in the same lanes, whoever their neighb
 """
 
 
-class Rows(NamedTuple):
+@dataclass
+class Rows:
     """Tokens of several rows, one after the other, and where they stand in rows of one length T."""
 
     ids: Tensor
@@ -40,8 +43,17 @@ class Rows(NamedTuple):
     """[n], counted from the start of the prompt."""
     places: Tensor
     """[n] in rows * T."""
-    bias: Tensor
-    """[rows, 1, T, keys]: 0 where a key is read, -inf elsewhere. There are keys beyond the last that is read."""
+    size: tuple[int, int]
+    """rows, T"""
+    make_bias: Callable[[], Tensor]
+
+    @cached_property
+    def bias(self) -> Tensor:
+        """[rows, 1, T, keys]: 0 where a key is read, -inf elsewhere. There are keys beyond the last that is read.
+
+        Of long texts it is large: it is made where attention is computed by operators that read it.
+        """
+        return self.make_bias()
 
 
 class Layout(NamedTuple):
@@ -55,8 +67,12 @@ class Layout(NamedTuple):
     """[B]"""
     starts: Tensor
     """[B] the lengths of their prompts."""
+    room: int
+    """S, of the prompts' keys in front of those of a row."""
     line: Line
     """The same tokens as sequences, one behind the other."""
+    spread: varlen.Spread | None
+    """The same where a GPU reads them so."""
     sources: Tensor
     """The token that predicts each scored token, in the order of batch.scored."""
 
@@ -67,16 +83,21 @@ def prompt_rows(prompts: Sequence[Sequence[int]], dtype: torch.dtype, device: to
     steps = torch.arange(roomy(max(map(len, prompts))))
     real = steps < lengths[:, None]
     ids = torch.tensor([token for row in prompts for token in row])
-    there = torch.arange(len(steps), device=device)
-    bias = bias_of((there <= there[:, None]).expand(len(prompts), -1, -1), dtype)
-    return rows_at(ids, steps.expand_as(real)[real], real, bias), lengths
+
+    def bias() -> Tensor:
+        there = torch.arange(len(steps), device=device)
+        return bias_of((there <= there[:, None]).expand(len(prompts), -1, -1), dtype)
+
+    return rows_at(ids, steps.expand_as(real)[real], real, device, bias), lengths
 
 
-def rows_at(ids: Tensor, positions: Tensor, real: Tensor, bias: Tensor) -> Rows:
-    """The Rows of tokens [n] that stand where `real` [rows, T] is true, taken to where their bias is in one piece."""
+def rows_at(
+    ids: Tensor, positions: Tensor, real: Tensor, device: torch.device, make_bias: Callable[[], Tensor]
+) -> Rows:
+    """The Rows of tokens [n] that stand where `real` [rows, T] is true, taken to the device in one piece."""
     places = real.flatten().nonzero()[:, 0]
-    ids, positions, places = torch.stack([ids, positions, places]).to(bias.device)
-    return Rows(ids, positions, places, bias)
+    ids, positions, places = torch.stack([ids, positions, places]).to(device)
+    return Rows(ids, positions, places, (len(real), real.shape[1]), make_bias)
 
 
 def layout_of(batch: Batch, dtype: torch.dtype, device: torch.device) -> Layout:
@@ -87,16 +108,18 @@ def layout_of(batch: Batch, dtype: torch.dtype, device: torch.device) -> Layout:
     begun = torch.tensor([len(ids) for ids in shared])[prompt_of, None]  # [B, 1]
     mask, own_ids = shifted(batch.mask, begun), shifted(batch.response_ids, begun)
     read = mask[:, 1:]  # token t is read where there is a token t + 1
-    starts = lengths[prompt_of]
-    bias = bias_behind(starts.to(device), prompts.bias.shape[-1], read.shape[1], dtype)
+    starts, room = lengths[prompt_of], prompts.size[1]
+    starts_there = starts.to(device)
     positions = (starts[:, None] + torch.arange(read.shape[1]))[read]
-    responses = rows_at(own_ids[:, :-1][read], positions, read, bias)
+    bias = partial(bias_behind, starts_there, room, read.shape[1], dtype)
+    responses = rows_at(own_ids[:, :-1][read], positions, read, device, bias)
     ends = (lengths.cumsum(0) - 1)[prompt_of, None]
     firsts = len(prompts.ids) + (read.sum(-1).cumsum(0) - read.sum(-1))[:, None]
     further = torch.arange(batch.mask.shape[1]) - begun  # tokens of a row's own before this one
     sources = torch.where(further <= 0, ends + further, firsts + further - 1)[batch.scored]
     line = Line(torch.cat([lengths, read.sum(-1)]).cumsum(0), prompt_of)
-    return Layout(prompts, responses, prompt_of.to(device), starts.to(device), line, sources.to(device))
+    spread = varlen.spread(line, device) if varlen.there(device, dtype) else None
+    return Layout(prompts, responses, prompt_of.to(device), starts_there, room, line, spread, sources.to(device))
 
 
 def bias_behind(starts: Tensor, size: int, width: int, dtype: torch.dtype) -> Tensor:
@@ -150,16 +173,18 @@ def nearby(bias: Tensor, queries: Tensor, keys: Tensor, window: int) -> Tensor:
 
 def windowed(layout: Layout, window: int) -> Layout:
     """The layout as a layer with a sliding window reads it."""
-    prompts, responses = layout.prompts, layout.responses
-    _, _, length, keys = responses.bias.shape
-    steps = torch.arange(prompts.bias.shape[-1], device=layout.starts.device)[None]
-    starts = layout.starts[:, None]
-    own = starts + torch.arange(keys - steps.shape[1], device=starts.device)  # [B, own keys]
-    read = torch.cat([steps.expand(len(own), -1), own], 1)
+    prompts, responses, starts = layout.prompts, layout.responses, layout.starts[:, None]
+    steps = torch.arange(layout.room, device=starts.device)[None]
+
+    def bias() -> Tensor:
+        length, keys = responses.bias.shape[2:]
+        own = starts + torch.arange(keys - layout.room, device=starts.device)  # [B, own keys]
+        return nearby(responses.bias, own[:, :length], torch.cat([steps.expand(len(own), -1), own], 1), window)
+
     return layout._replace(
         line=layout.line._replace(window=window),
-        prompts=prompts._replace(bias=nearby(prompts.bias, steps, steps, window)),
-        responses=responses._replace(bias=nearby(responses.bias, own[:, :length], read, window)),
+        prompts=replace(prompts, make_bias=lambda: nearby(prompts.bias, steps, steps, window)),
+        responses=replace(responses, make_bias=bias),
     )
 
 
@@ -187,6 +212,8 @@ def group_attention(heads: Heads, layout: Layout) -> Tensor:
     """[N, H d]: prompts read themselves, responses their prompt and themselves."""
     if by := way(heads[0]):
         return attend_in_line(*heads, layout.line, by)
+    if layout.spread and varlen.reads(heads[0]):
+        return varlen.attend(*heads, layout.spread, layout.line.window)
     prompts, responses = layout.prompts, layout.responses
     count = len(prompts.ids)
     query, key, value = (in_rows(x[:count], prompts) for x in heads)
@@ -194,7 +221,7 @@ def group_attention(heads: Heads, layout: Layout) -> Tensor:
     if len(responses.ids):
         query, own_key, own_value = (in_rows(x[count:], responses) for x in heads)
         key, value = all_keys(key, own_key, layout), all_keys(value, own_value, layout)
-        read.append(in_line(attend(query, key, value, responses.bias, shared=prompts.bias.shape[-1]), responses))
+        read.append(in_line(attend(query, key, value, responses.bias, shared=layout.room), responses))
     return torch.cat(read)
 
 
@@ -207,7 +234,7 @@ def all_keys(of_prompts: Tensor, own: Tensor, layout: Layout) -> Tensor:
 
 def in_rows(heads: Tensor, rows: Rows) -> Tensor:
     """[n, H, d] -> [rows, H, T, d], 0 where there is no token."""
-    count, _, length, _ = rows.bias.shape
+    count, length = rows.size
     padded = heads.new_zeros(count * length, *heads.shape[1:]).index_copy(0, rows.places, heads)
     return padded.unflatten(0, (count, length)).transpose(1, 2)
 

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from pellucid.models.decoding import DecodeBatch
 from pellucid.models.fallback import FallbackDecodeBatch
+from pellucid.models.operators import widens
 from pellucid.models.turns import Aside, bring_back, extend, set_aside
 
 Row = TypeVar("Row")
@@ -77,6 +78,6 @@ class Running(Generic[Row]):
         assert isinstance(self.batch, DecodeBatch)
         bring_back(self.batch, asides)
         self.rows += rows
-        decoder = self.batch.decoder
-        unknown = torch.zeros(len(rows), len(self.batch.plain.head.tensor), dtype=decoder.dtype, device=decoder.device)
+        head = self.batch.plain.head.tensor
+        unknown = head.new_zeros(len(rows), len(head), dtype=torch.float32 if widens(head) else head.dtype)
         self.logits = torch.cat([self.logits, unknown]) if len(self.logits) else unknown

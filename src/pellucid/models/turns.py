@@ -76,7 +76,7 @@ def appended(
     bias = bias_of(torch.cat([prompt_seen, own <= at[..., None]], -1), first.keys.dtype)
     keys = torch.cat([of_prompt.expand(len(rows), -1), begin + own], -1)
     near = nearby(bias, begin + at, keys, window) if any(batch.decoder.shape.slides) else bias
-    return rows_at(ids, positions, real, bias), near, places[real].to(device)
+    return rows_at(ids, positions, real, device, lambda: bias), near, places[real].to(device)
 
 
 @dataclass

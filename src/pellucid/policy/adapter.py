@@ -8,7 +8,7 @@ from torch import Tensor
 
 from pellucid.algorithm.batch import Batch
 from pellucid.algorithm.grpo import Scores
-from pellucid.policy.logprobs import Head
+from pellucid.policy.head import Head
 from pellucid.policy.policy import Policy
 from pellucid.types import UserError
 

@@ -14,7 +14,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from pellucid.algorithm.batch import Batch
 from pellucid.models.packed import hidden_states
 from pellucid.policy.examined import rows_of
-from pellucid.policy.logprobs import FEW, Head, Reading, read, rows_at_once
+from pellucid.policy.head import Head
+from pellucid.policy.logprobs import FEW, Reading, read, rows_at_once
 from pellucid.policy.policy import Policy
 from pellucid.policy.scorer import Scorer
 

@@ -6,47 +6,19 @@ from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from pellucid.algorithm.sampling_mask import SamplingMask
 from pellucid.models.kernels import Kernels, Logits, Read, Weight, fitting
+from pellucid.models.operators import widens
 from pellucid.models.sums import sums_over_tokens
+from pellucid.policy.head import Head
 
 MANY, FEW = 2**26, 2**23
 """Logits held at once, however many tokens there are and however large the vocabulary is: 128 MB in bf16 for a matrix
 product, 32 MB in fp32 for what is done to each."""
 NOWHERE = -1e15
 """Logit of a token that is not there: no probability, and its square is still a number."""
-
-
-class Head(NamedTuple):
-    """Hidden state -> logits. D hidden size, V vocabulary."""
-
-    weight: Tensor
-    """[V, D] to compute with, without gradient."""
-    master: Tensor
-    """[V, D] the parameter that it is a copy of, or the same: it gets the gradient, in its own dtype."""
-    bias: Tensor | None = None
-    """[V]"""
-    scale: float = 1.0
-    """Logits are multiplied by it (Cohere's logit_scale, Granite's 1 / logits_scaling)."""
-    softcap: float = 0.0
-    """Logits become softcap * tanh(logits / softcap) (Gemma 2); 0 is off."""
-
-    def product(self, hidden: Tensor) -> Tensor:
-        """[N, D] -> [N, V] in the dtype of the weight."""
-        return F.linear(hidden, self.weight, self.bias)
-
-    def logits(self, hidden: Tensor) -> Tensor:
-        """[N, D] -> [N, V]"""
-        return self.of(self.product(hidden))
-
-    def of(self, product: Tensor) -> Tensor:
-        """Logits [N, V] from the product; reduced precision ends here: fp32 from now on."""
-        logits = product if product.dtype == torch.float64 else product.float()
-        logits = logits * self.scale if self.scale != 1.0 else logits
-        return self.softcap * torch.tanh(logits / self.softcap) if self.softcap else logits
 
 
 class Candidates(NamedTuple):
@@ -86,7 +58,8 @@ class Reading(NamedTuple):
     def distribution(self, product: Tensor, among: Candidates | None) -> Tensor:
         """[n, V] of the head's matrix -> [n, V or K] logits at the temperature."""
         logits = self.head.of(product)
-        logits = logits.div_(self.temperature) if self.temperature != 1.0 else logits
+        if self.temperature != 1.0:  # a product that is kept is read once more
+            logits = logits / self.temperature if logits is product else logits.div_(self.temperature)
         return logits if among is None else among.of(logits)
 
     @property
@@ -179,11 +152,13 @@ class TokenLogprobs(torch.autograd.Function):
         wide = about[-1].dtype
         of_hidden, of_weight = torch.zeros_like(hidden), None
         of_bias = None if bias is None else torch.zeros_like(bias, dtype=wide)
-        for many, of_logits in _parts(live, ctx.kept, hidden, reading.head):
+        for many, products in _parts(live, ctx.kept, hidden, reading.head):
             few = rows_at_once(weight, FEW)
-            for rows, into in zip(many.split(few), of_logits.split(few), strict=True):
+            for rows, into in zip(many.split(few), products.split(few), strict=True):
                 of_logits_into(into, rows, reading, about, grads)
                 del into
+            of_logits = products.to(weight.dtype)
+            del products
             of_hidden[many] = of_logits @ weight
             of_weight = sums_over_tokens(of_logits, hidden[many], wide, of_weight)
             if of_bias is not None:
@@ -194,8 +169,13 @@ class TokenLogprobs(torch.autograd.Function):
 
 
 def _room(weight: Tensor, tokens: int) -> int:
-    """Of how many tokens, of so many, products are kept; of none where they are as wide as what is done to each."""
-    return min(tokens, rows_at_once(weight, MANY)) if weight.dtype in (torch.bfloat16, torch.float16) else 0
+    """Of how many tokens, of so many, products are kept; of none where weights are as wide as what is done to each."""
+    return min(tokens, _many(weight)) if weight.dtype in (torch.bfloat16, torch.float16) else 0
+
+
+def _many(weight: Tensor) -> int:
+    """Tokens whose products are held at once."""
+    return rows_at_once(weight, MANY // 2 if widens(weight) else MANY)
 
 
 def _parts(live: Tensor, kept: list[Tensor], hidden: Tensor, head: Head) -> Iterator[tuple[Tensor, Tensor]]:
@@ -212,7 +192,7 @@ def _parts(live: Tensor, kept: list[Tensor], hidden: Tensor, head: Head) -> Iter
     del products
     if len(ours):
         yield ours, room.pop()
-    for many in live[len(ours) :].split(rows_at_once(head.weight, MANY)):
+    for many in live[len(ours) :].split(_many(head.weight)):
         if len(many) or not len(ours):
             yield many, head.product(hidden[many])
 

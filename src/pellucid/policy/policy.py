@@ -23,7 +23,7 @@ from pellucid.models.family import fallback_reason, longest
 from pellucid.models.masters import OTHER_POLICY, Gatherable, whole
 from pellucid.policy import pretrained
 from pellucid.policy.access import USUAL, Access
-from pellucid.policy.logprobs import Head
+from pellucid.policy.head import Head
 from pellucid.policy.lora import merged, name_base, put_on
 from pellucid.policy.model import (
     add_adapter,

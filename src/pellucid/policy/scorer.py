@@ -16,7 +16,8 @@ from pellucid.models.family import longest
 from pellucid.models.packed import hidden_states
 from pellucid.models.trial import APART, FAULTS, HALF, apart, said
 from pellucid.policy.examined import Examined, examined
-from pellucid.policy.logprobs import Head, Reading, token_logprobs
+from pellucid.policy.head import Head
+from pellucid.policy.logprobs import Reading, token_logprobs
 from pellucid.types import UserError
 
 T = TypeVar("T")

@@ -72,7 +72,7 @@ class Native:
         tokens: list[list[int]] = [[] for _ in seeds]
         logprobs: list[list[float]] = [[] for _ in seeds]
         masks: list[list[Tensor]] = [[] for _ in seeds]
-        uniforms: dict[int, list[float]] = {}  # of rows in flight
+        uniforms: dict[int, list[float]] = {}  # of rows that have not ended
         waiting = list(range(len(contexts)))
         while waiting or running.rows:
             if joining := waiting[: running.room() // size]:
@@ -80,24 +80,35 @@ class Native:
                 rows = [p * size + g for p in joining for g in range(size)]
                 uniforms |= {row: _uniforms(seeds[row], sampling.max_tokens) for row in rows}
                 running.admit([contexts[p] for p in joining], rows)
-            begun = [len(tokens[row]) for row in running.rows]
-            k = min(self._at_once(), sampling.max_tokens - max(begun))
-            chances = [uniforms[row][n : n + k] for row, n in zip(running.rows, begun, strict=True)]
+            going = [row for row in running.rows if row in uniforms]
+            k = min(self._at_once(), sampling.max_tokens - max(len(tokens[row]) for row in going))
+            chances = [_next(uniforms.get(row), len(tokens[row]), k) for row in running.rows]
             last, *drawn_by = self._draw(running, torch.tensor(chances, dtype=torch.float64), sampling)
-            stays = []
-            for place, (row, ids, of_ids, kept) in enumerate(zip(running.rows, *drawn_by, strict=True)):
+            for row, ids, of_ids, kept in zip(running.rows, *drawn_by, strict=True):
+                if row not in uniforms:
+                    continue
                 n = 1 + next((i for i, token in enumerate(ids) if token in self.policy.eos_ids), k)
                 tokens[row] += ids[:n]
                 logprobs[row] += of_ids[:n]
                 masks[row] += kept[:n]
-                if n > k and len(tokens[row]) < sampling.max_tokens:
-                    stays.append(place)
-                else:
+                if n <= k or len(tokens[row]) == sampling.max_tokens:
                     del uniforms[row]
-            places = torch.tensor(stays, dtype=torch.long)
-            running.keep(places)
-            running.step(last[places.to(last.device)])
+            stays = [place for place, row in enumerate(running.rows) if row in uniforms]
+            if self._drops(running, len(stays), size if waiting else 0):
+                places = torch.tensor(stays, dtype=torch.long)
+                running.keep(places)
+                last = last[places.to(last.device)]
+            running.step(last)
         return tokens, logprobs, masks
+
+    def _drops(self, running: Running[int], stays: int, wanted: int) -> bool:
+        """Whether rows that have ended are dropped at once. On a GPU others are hardly faster without them, while to
+        drop them costs a copy and a new graph: there half of all must have ended, or make room for so many others.
+        """
+        rows = len(running.rows)
+        if self.policy.device.type == "cpu":
+            return True
+        return 2 * stays <= rows or 0 < wanted <= running.room() + rows - stays
 
     def _at_once(self) -> int:
         """Of how many tokens it is seen together whether they end a row: on the CPU nobody waits for one."""
@@ -123,6 +134,11 @@ class Native:
         # In one piece, so that it is waited for once; floats hold the ids of any vocabulary exactly.
         ids, values = torch.stack([torch.stack(tokens, 1).to(of_tokens), of_tokens]).cpu()
         return tokens[-1], ids.long().tolist(), values.tolist(), masks
+
+
+def _next(uniforms: list[float] | None, n: int, k: int) -> list[float]:
+    """k random numbers of a row, the first n being used; any of one that has ended."""
+    return [0.0] * k if uniforms is None else uniforms[n : n + k]
 
 
 def _uniforms(seed: int, n: int) -> list[float]:
