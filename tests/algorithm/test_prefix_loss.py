@@ -150,27 +150,38 @@ def test_what_a_group_was_given_is_computed_once():
     assert [len(rows.ids) for rows in with_one[:2]] == [len(layout.prompts.ids), len(layout.responses.ids)]
 
 
+GIVEN = {
+    "here and there, and everything": (
+        ((1, 2, 3, 4, 5, 6), (1, 2, 7), (1, 3, 2), (1, 2, 3, 4)),
+        (((0, 2), (3, 5)), ((0, 2),), ((0, 1),), ((0, 4),)),
+    ),
+    "beginnings that differ": (((1, 2, 3), (4, 2, 3, 5)), (((0, 2),), ((0, 2),))),
+    "the same in the middle": (((1, 2, 3, 4), (5, 2, 3, 6, 1)), (((1, 3),), ((1, 3),))),
+}
+"""The tokens of each answer, and the stretches that it was given."""
+
+
 @pytest.mark.parametrize("engine", ["auto", "transformers"])
-def test_tokens_may_be_given_anywhere(engine):
+@pytest.mark.parametrize("name", GIVEN)
+def test_tokens_may_be_given_anywhere(name, engine):
     """Scores of sampled tokens, and of given ones that have a likelihood weight, are transformers' own."""
     policy = make_policy(dtype=F64, engine=engine)
-    given = [((0, 2), (3, 5)), ((0, 2),), ((0, 1),), ((0, 4),)]  # of the last, everything
-    answers = [
-        Completion(ids, (0.0,) * len(ids), "", True, given=stretches)
-        for ids, stretches in zip(((1, 2, 3, 4, 5, 6), (1, 2, 7), (1, 3, 2), (1, 2, 3, 4)), given, strict=True)
-    ]
+    answers = [Completion(ids, (0.0,) * len(ids), "", True, given=g) for ids, g in zip(*GIVEN[name], strict=True)]
     batch = collate([Group(Prompt("p", "?"), (7, 8, 9), tuple(answers))])
-    assert batch.sampled.sum(-1).tolist() == [2, 1, 2, 0]
+    lengths = [sum(end - start for start, end in answer.given) for answer in answers]
+    assert (batch.mask & ~batch.sampled).sum(-1).tolist() == lengths
     wanted = torch.zeros_like(batch.sampler_logprobs)
-    wanted[0, 3], wanted[1, 0], wanted[3, :4] = 1.0, 1.0, 1.0
+    for row, answer in enumerate(answers):
+        wanted[row, slice(*answer.given[-1])] = 1.0
     batch = replace(batch, likelihood_weights=wanted)
-    assert int(batch.scored.sum()) == 5 + 2 + 4
     scores = policy.score(batch).logprobs.detach()
     for row, answer in enumerate(answers):
         ids = (7, 8, 9, *answer.token_ids)
         log_softmax = policy.model(torch.tensor([ids])).logits[0].detach().log_softmax(-1)
         for t, token in enumerate(answer.token_ids):
-            expected = float(log_softmax[2 + t, token]) if batch.scored[row, t] else 0.0
+            scored = batch.sampled[row, t] or wanted[row, t]
+            assert scored == batch.scored[row, t]
+            expected = float(log_softmax[2 + t, token]) if scored else 0.0
             assert float(scores[row, t]) == pytest.approx(expected, abs=1e-6)
 
 

@@ -128,7 +128,7 @@ def widens(monkeypatch):
 
 
 @pytest.mark.parametrize("room", [0, 7, 40], ids="room for {} tokens".format)
-@pytest.mark.parametrize(("temperature", "scale", "softcap"), [(1.0, 1.0, 0.0), (0.7, 0.5, 0.0), (1.3, 0.5, 2.0)])
+@pytest.mark.parametrize(("temperature", "scale", "softcap"), [(1.0, 1.0, 0.0), (0.7, 1.0, 0.0), (1.3, 0.5, 2.0)])
 def test_where_the_heads_product_is_wide_only_its_gradient_is_rounded(
     monkeypatch, widens, room, temperature, scale, softcap
 ):

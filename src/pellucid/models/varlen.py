@@ -54,7 +54,7 @@ def spread(line: Line, device: torch.device) -> Spread:
     lengths = line.ends.diff(prepend=line.ends.new_zeros(1))
     begins, prompts = line.ends - lengths, len(line.ends) - len(line.prompt_of)
     none = lengths.new_zeros(prompts)
-    shared = torch.cat([none, lengths[line.prompt_of]]) * (lengths > 0)  # nothing is read for a row without a query
+    shared = torch.cat([none, lengths[line.prompt_of]])
     read = shared + lengths
     ends = read.cumsum(0)
     place = torch.arange(int(ends[-1])) - (ends - read).repeat_interleave(read)  # of a key in its sequence
