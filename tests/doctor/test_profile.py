@@ -14,12 +14,11 @@ from architectures import batch_of, model_of
 from conftest import character_tokenizer, make_policy, records
 from pellucid import cli
 from pellucid.doctor import profile
-from pellucid.doctor.profile import Memory, Operations, Stage, kind_of, stages_of, table
-from pellucid.models import fusing, lines
+from pellucid.doctor.profile import Memory, Operations, Stage, in_cpp, kind_of, stages_of, table
+from pellucid.models import fusing, lines, products
 from pellucid.models.decoding import DecodeBatch
-from pellucid.models.fused import Fused
 from pellucid.models.lines import Line, attend_in_line
-from pellucid.models.sums import Sums, sums_over_tokens
+from pellucid.models.sums import sums_over_tokens
 from pellucid.policy.policy import Policy
 
 METRICS = {"time/generate": 2.0, "time/reward": 0.5, "time/score": 0.0, "time/update": 1.5}
@@ -105,16 +104,15 @@ def test_fused_steps_are_counted_and_named():
         pytest.skip("decoding is not fused here")
     decoder = fusing.small()
     batch = DecodeBatch(decoder, 4, fusing.maker(decoder))
-    head, before = fusing.TRIED.vocab_size * 576, Fused.operations
-    batch.admit([[1, 2, 3]], 4)
+    head, seen = fusing.TRIED.vocab_size * 576, []
     layers = 576 * (576 + 2 * 192) + 576 * 576 + 3 * 576 * 1088
-    assert Fused.operations - before == pytest.approx(
-        2 * (3 * layers + head), rel=0.01
-    )  # the head is filled up to blocks
-    before = Fused.operations
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiler:
-        batch.step(torch.arange(4))
-    assert Fused.operations - before == pytest.approx(2 * 4 * (layers + head), rel=0.01)
+    with in_cpp(seen):
+        batch.admit([[1, 2, 3]], 4)
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiler:
+            batch.step(torch.arange(4))
+    batch.step(torch.arange(4))
+    done = [2 * (3 * layers + head), 2 * 4 * (layers + head)]
+    assert [n for _, n in seen] == pytest.approx(done, rel=0.01), "the head is filled up to blocks"
     assert "tokens, fused" in {kind_of(event.name) for event in profiler.events()}
 
 
@@ -123,14 +121,16 @@ def test_what_an_update_computes_in_cpp_is_counted_and_named():
         pytest.skip("attention is not computed in C++ here")
     heads = [torch.randn(5, n, 64).bfloat16().requires_grad_() for n in (2, 1, 1)]
     line = Line(torch.tensor([3, 5]), torch.tensor([0]))
-    before = Sums.operations
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiler:
+    x, grad, weight, seen = *(torch.ones(*sizes).bfloat16() for sizes in ((40, 32), (40, 64), (64, 32))), []
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiler, in_cpp(seen):
         attend_in_line(*heads, line, lines.here()[0]).sum().backward()
-        sums_over_tokens(torch.ones(5, 64).bfloat16(), torch.ones(5, 32).bfloat16(), torch.float32)
+        sums_over_tokens(grad, x, torch.float32)
+        products.linear(x, weight)
+        products.of_inputs(grad, weight)
     kinds = [kind_of(event.name) for event in profiler.events()]
     assert kinds.count("attention") == 2
-    assert "matrix products" in kinds
-    assert Sums.operations - before == (2 * 5 * 64 * 32 if lines.here()[0].tiles else 0)
+    assert kinds.count("matrix products") >= 3
+    assert [n for _, n in seen] == [2 * 40 * 64 * 32] * 3 * lines.here()[0].tiles
 
 
 def test_the_table_is_in_seconds_of_this_machine():

@@ -19,9 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from pellucid.algorithm.grpo import StepResult
 from pellucid.machine import hardware
-from pellucid.models import fused, sums
-from pellucid.models.fused import Fused
-from pellucid.models.sums import Sums
+from pellucid.models import compiling, fused, products, sums
 
 STEP = 3
 """The step that is profiled: the first two fill caches."""
@@ -39,7 +37,10 @@ COLLECTIVES = ("gloo:", "nccl:")
 STAGES: tuple[str, ...] = ("generate", "reward", "score", "update")
 KINDS = {
     "tokens, fused": (fused.NAME,),
-    "matrix products": ("mm", "bmm", "addmm", "baddbmm", "_linear_pointwise", "linear", "matmul", sums.NAME),
+    "matrix products": (
+        *("mm", "bmm", "addmm", "baddbmm", "_linear_pointwise", "linear", "matmul"),
+        *(products.NAME, sums.NAME),
+    ),
     "attention": ("attention", "_scaled_dot", "scaled_dot", "_flash", "_efficient"),
     "embedding": ("embedding",),
     "optimizer": ("_fused_adam", "_foreach", "linalg_vector_norm", "_amp"),
@@ -95,17 +96,15 @@ def counted(steps: Iterator[StepResult]) -> tuple[StepResult | None, dict[str, f
     """The next step, and floating-point operations a token of its rollouts, by stage. In a step of its own: counting
     slows operators down, and torch.profiler, when it counts, holds gigabytes. Attention in C++ is not counted.
     """
-    before, summed = Fused.operations, Sums.operations
-    with Operations() as operations:
+    with Operations() as operations, in_cpp(operations.seen):
         start = time.perf_counter()
         result = next(steps, None)
     if result is None:
         return None, {}
     stage_at, tokens = stages_by_time(result.metrics), tokens_of(result)
-    in_cpp = {"generate": Fused.operations - before, "update": Sums.operations - summed}
-    flops = dict.fromkeys(STAGES, 0.0) | {name: n / max(1, tokens) for name, n in in_cpp.items()}
+    flops = dict.fromkeys(STAGES, 0.0)
     for seconds, n in operations.seen:
-        flops[stage_at(seconds - start)] += n / tokens
+        flops[stage_at(seconds - start)] += n / max(1, tokens)
     return result, flops
 
 
@@ -128,6 +127,16 @@ def observed(
 
 def tokens_of(result: StepResult) -> int:
     return sum(c.length for group in result.groups for c in group.completions)
+
+
+@contextmanager
+def in_cpp(seen: list[tuple[float, float]]) -> Iterator[None]:
+    """Count what is computed in C++ there, too."""
+    compiling.Operations.seen = seen
+    try:
+        yield
+    finally:
+        compiling.Operations.seen = None
 
 
 class Operations(TorchDispatchMode):

@@ -10,8 +10,9 @@ import shlex
 import shutil
 import subprocess
 import tempfile
+import time
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -76,6 +77,18 @@ def opened(path: Path, command: list[str]) -> Any:
 
 
 # ---------------------------------------------------------------- calling
+
+
+class Operations:
+    """Floating-point operations of matrix products in C++, while somebody counts them: doctor/profile.py does."""
+
+    seen: ClassVar[list[tuple[float, float]] | None] = None
+    """When each call had ended, by time.perf_counter, and how many."""
+
+    @classmethod
+    def count(cls, n: float) -> None:
+        if cls.seen is not None:
+            cls.seen.append((time.perf_counter(), n))
 
 
 def call(function: Any, *arguments: Any) -> int:

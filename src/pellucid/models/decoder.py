@@ -18,12 +18,12 @@ from pathlib import Path
 from typing import Any, NamedTuple, cast
 
 import torch
-import torch.nn.functional as F
 from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from transformers import AutoConfig
 
+from pellucid.models import products
 from pellucid.models.elementwise import gated, norm, rotated
 from pellucid.models.family import Shape, fallback_reason, rotary_frequencies, shape_of
 from pellucid.models.masters import CastWeights, JoinedLinear, Matrix, Parts, Trained, TrainedLinear
@@ -241,7 +241,7 @@ def linear(x: Tensor, weight: Tensor | Parts | Trained, bias: Tensor | None = No
         return JoinedLinear.apply(x, bias, *weight.parts)  # pyright: ignore[reportReturnType]
     if weight.is_mkldnn:
         return torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
-    return F.linear(x, weight, bias)
+    return products.linear(x, weight, bias)
 
 
 def prepacked(weights: Weights, rows: int) -> Weights:

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.profiler import record_function
 
-from pellucid.models.compiling import call
+from pellucid.models.compiling import Operations, call
 from pellucid.models.decoder import LayerWeights, Weights
 from pellucid.models.family import Shape
 
@@ -102,9 +102,6 @@ def packed(library: Any, weight: Tensor, joined: bool = False, int8: bool = Fals
 class Fused:
     """Weights as the C++ reads them, and a step by them."""
 
-    operations: ClassVar[float] = 0.0
-    """Floating-point operations in products of weights, of all steps of this process."""
-
     def __init__(self, step: Step, weights: Weights, shape: Shape) -> None:
         self.by = step
         self.weights, self.threads = weights, torch.get_num_threads()
@@ -180,7 +177,7 @@ class Fused:
             fault = call(self.by.library.step, *about, hidden, logits, self.by.tiles, self.by.int8, self.threads)
         if fault:
             raise MemoryError(f"no memory to read {len(hidden)} tokens at once")
-        Fused.operations += 2.0 * (len(hidden) * self.size + len(at.last) * self.head.numel())
+        Operations.count(2.0 * (len(hidden) * self.size + len(at.last) * self.head.numel()))
         return logits
 
 

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
+from pellucid.models import products
 from pellucid.models.sums import sums_over_tokens
 
 OTHER_POLICY = "the checkpoint was made with another policy.model or policy.lora: resume with the same"
@@ -112,13 +113,13 @@ class JoinedLinear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, bias: Tensor | None, *parts: Tensor) -> Tensor:
         ctx.save_for_backward(x, *parts)
-        return F.linear(x, torch.cat(parts), bias)
+        return products.linear(x, torch.cat(parts), bias)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
         x, *parts = ctx.saved_tensors
         of_bias = grad.sum(0) if ctx.needs_input_grad[1] else None
-        return grad @ torch.cat(parts), of_bias, *(grad.mT @ x).split([len(part) for part in parts])
+        return products.of_inputs(grad, torch.cat(parts)), of_bias, *(grad.mT @ x).split([len(part) for part in parts])
 
 
 class TrainedLinear(torch.autograd.Function):
@@ -128,7 +129,7 @@ class TrainedLinear(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, bias: Tensor | None, matrix: Tensor, *masters: Tensor) -> Tensor:
         ctx.save_for_backward(x, matrix)
         ctx.masters = [(len(m), m.dtype) for m in masters]
-        return F.linear(x, matrix, bias)
+        return products.linear(x, matrix, bias)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -137,7 +138,7 @@ class TrainedLinear(torch.autograd.Function):
         sums = sums_over_tokens(grad, x, torch.promote_types(grad.dtype, torch.float32))
         parts = sums.split([rows for rows, _ in ctx.masters])
         of_masters = (part.to(dtype) for part, (_, dtype) in zip(parts, ctx.masters, strict=True))
-        of_x = grad @ matrix if ctx.needs_input_grad[0] else None
+        of_x = products.of_inputs(grad, matrix) if ctx.needs_input_grad[0] else None
         return of_x, of_bias, None, *of_masters
 
 

@@ -2,27 +2,18 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
-
 import torch
 from torch import Tensor
 from torch.profiler import record_function
 
 from pellucid.models import lines
-from pellucid.models.compiling import call
+from pellucid.models.compiling import Operations, call
 from pellucid.models.kernels import fitting
 
 BLOCK = 32
 """Widths of a matrix are a multiple of it."""
 NAME = "sum_over_tokens"
 """Of such a sum, in torch's profiler."""
-
-
-class Sums:
-    """Those by AMX, of this process."""
-
-    operations: ClassVar[float] = 0.0
-    """Floating-point operations."""
 
 
 def sums_over_tokens(grad: Tensor, x: Tensor, wide: torch.dtype, into: Tensor | None = None) -> Tensor:
@@ -40,5 +31,5 @@ def sums_over_tokens(grad: Tensor, x: Tensor, wide: torch.dtype, into: Tensor | 
         fault = call(by.library.sum_over_tokens, *together, *sizes, sums, into is not None, torch.get_num_threads())
     if fault:
         raise MemoryError(f"no memory for the gradient of a matrix of {sizes[1]} x {sizes[2]}")
-    Sums.operations += 2.0 * sizes[0] * sizes[1] * sizes[2]
+    Operations.count(2.0 * sizes[0] * sizes[1] * sizes[2])
     return sums

@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
+from pellucid.models import products
 from pellucid.models.operators import widened, widens
 
 
@@ -28,7 +28,7 @@ class Head(NamedTuple):
     def product(self, hidden: Tensor) -> Tensor:
         """[N, D] -> [N, V] in the dtype of the weight, or in fp32 where a GPU gives it."""
         if not widens(hidden):
-            return F.linear(hidden, self.weight, self.bias)
+            return products.linear(hidden, self.weight, self.bias)
         product = widened(hidden, self.weight)
         return product if self.bias is None else product + self.bias
 

@@ -11,6 +11,7 @@ from torch import Tensor
 from pellucid.algorithm.sampling_mask import SamplingMask
 from pellucid.models.kernels import Kernels, Logits, Read, Weight, fitting
 from pellucid.models.operators import widens
+from pellucid.models.products import of_inputs
 from pellucid.models.sums import sums_over_tokens
 from pellucid.policy.head import Head
 
@@ -159,7 +160,7 @@ class TokenLogprobs(torch.autograd.Function):
                 del into
             of_logits = products.to(weight.dtype)
             del products
-            of_hidden[many] = of_logits @ weight
+            of_hidden[many] = of_inputs(of_logits, weight)
             of_weight = sums_over_tokens(of_logits, hidden[many], wide, of_weight)
             if of_bias is not None:
                 of_bias += of_logits.sum(0, dtype=wide)

@@ -1,0 +1,71 @@
+"""Products of many rows and a matrix, by AMX (cpp/products.cpp): each row has the bits that it has among few, as in
+sampling. oneDNN adds up inputs of many rows in another order, which depends on how many there are, and for some numbers
+of rows it takes twice as long. Elsewhere, and where this processor or this torch rounds otherwise, operators multiply.
+
+Shapes: n rows, K inputs, N outputs.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.profiler import record_function
+
+from pellucid.models import lines
+from pellucid.models.compiling import Operations, call
+from pellucid.models.kernels import fitting
+from pellucid.models.lines import Way
+
+MANY = 32
+"""Rows at least; inputs and outputs are multiples of it."""
+ROWS, WIDEST = 1536, 2**14
+"""Of gradients, which need not have these bits: from so many rows on, and of more outputs, oneDNN is faster."""
+NAME = "multiply_rows"
+"""Of such a product, in torch's profiler."""
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """F.linear of x [n, K], a weight [N, K] and a bias [N]. MemoryError where there is no memory."""
+    by = way(x, weight)
+    return multiplied(by, x, weight, bias, turned=False) if by else F.linear(x, weight, bias)
+
+
+def of_inputs(grad: Tensor, weight: Tensor) -> Tensor:
+    """The gradient [n, K] of the inputs of a product, from that of its outputs [n, N]. MemoryError as `linear`."""
+    few = len(grad) < ROWS and len(weight) <= WIDEST
+    by = way(grad, weight) if few else None
+    return multiplied(by, grad, weight, None, turned=True) if by else grad @ weight
+
+
+def way(x: Tensor, weight: Tensor) -> Way | None:
+    """What multiplies rows like these by a matrix; None where operators do."""
+    if x.ndim != 2 or len(x) < MANY or any(size % MANY for size in weight.shape) or not weight.is_contiguous():
+        return None
+    by = lines.here()[0] if fitting(x, weight.dtype) else None
+    return by if by and by.tiles and has_bits_of_few(by) else None
+
+
+def multiplied(by: Way, x: Tensor, weight: Tensor, bias: Tensor | None, turned: bool) -> Tensor:
+    x = x if x.stride(1) == 1 else x.contiguous()
+    (n, width), outputs = x.shape, weight.shape[1 if turned else 0]
+    y = x.new_empty(n, outputs)
+    with record_function(NAME):
+        sizes, threads = (x.stride(0), n, width), torch.get_num_threads()
+        fault = call(by.library.multiply_rows, x, *sizes, weight, outputs, bias, int(turned), y, threads)
+    if fault:
+        raise MemoryError(f"no memory for a product with a matrix of {weight.shape[0]} x {weight.shape[1]}")
+    Operations.count(2.0 * n * width * outputs)
+    return y
+
+
+@functools.cache
+def has_bits_of_few(by: Way) -> bool:
+    """Whether rows have the bits that oneDNN gives so few of them."""
+    numbers = torch.randn(MANY + 65, 1536, generator=torch.Generator().manual_seed(1)).bfloat16()
+    x, weight, bias = numbers[:MANY], numbers[MANY:-1], numbers[-1, :64]
+    found = multiplied(by, x, weight, bias, turned=False), multiplied(by, x[:, :64], weight, None, turned=True)
+    wanted = F.linear(x, weight, bias), x[:, :64] @ weight
+    return all(torch.equal(*pair) for pair in zip(found, wanted, strict=True))

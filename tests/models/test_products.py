@@ -1,0 +1,104 @@
+"""Products of many rows by AMX: rounded once, and each row with the bits that it has among few."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from made_rollouts import batch_of, noise
+from pellucid.models import fusing, lines, products
+from pellucid.models.decoder import Decoder
+from pellucid.models.decoding import DecodeBatch
+from pellucid.models.packed import hidden_states
+from pellucid.models.products import MANY, linear, of_inputs
+from pellucid.policy.head import Head
+from pellucid.policy.logprobs import token_logprobs
+
+BF16 = torch.bfloat16
+pytestmark = pytest.mark.skipif(not (lines.here()[0] and lines.here()[0].tiles), reason="needs g++ and a CPU with AMX")
+SIZES = [(32, 32, 32), (33, 96, 64), (100, 576, 1536), (700, 1120, 96)]
+
+
+def by(threads, multiply, *about):
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        return multiply(*about)
+    finally:
+        torch.set_num_threads(before)
+
+
+def among_few(x, weight, bias=None):
+    """F.linear, MANY rows at a time; oneDNN adds these up in one order where it has one thread."""
+    few = [x[max(0, min(start, len(x) - MANY)) :][:MANY] for start in range(0, len(x), MANY)]
+    rows = torch.cat([by(1, F.linear, part, weight, bias) for part in few[:-1]] or [x[:0] @ weight.mT])
+    last = by(1, F.linear, few[-1], weight, bias)
+    return torch.cat([rows, last[len(last) - (len(x) - len(rows)) :]])
+
+
+@pytest.mark.parametrize("threads", [1, 2, 3, 8])
+@pytest.mark.parametrize(("n", "outputs", "width"), SIZES)
+def test_a_row_has_the_bits_that_it_has_among_few(n, outputs, width, threads):
+    """Of eight threads some share out rows, since there are few outputs."""
+    x, weight, bias = noise(n, width), noise(outputs, width, seed=1), noise(outputs, seed=2)
+    assert torch.equal(by(threads, linear, x, weight), among_few(x, weight))
+    assert torch.equal(by(threads, linear, x, weight, bias), among_few(x, weight, bias))
+
+
+@pytest.mark.parametrize("threads", [1, 2, 3, 8])
+@pytest.mark.parametrize(("n", "outputs", "width"), SIZES)
+def test_the_gradient_of_inputs_is_the_product_with_what_is_turned(n, outputs, width, threads):
+    grad, weight = noise(n, outputs), noise(outputs, width, seed=1)
+    assert torch.equal(by(threads, of_inputs, grad, weight), among_few(grad, weight.mT.contiguous()))
+
+
+def test_rows_may_stand_among_others():
+    wide, weight = noise(50, 256), noise(64, 96, seed=1)
+    assert torch.equal(linear(wide[:, 32:128], weight), linear(wide[:, 32:128].contiguous(), weight))
+    turned = noise(96, 50)
+    assert torch.equal(linear(turned.mT, weight), linear(turned.mT.contiguous(), weight))
+
+
+def test_others_are_multiplied_by_operators(monkeypatch):
+    monkeypatch.setattr(products, "call", None)
+    many = noise(40, 64)
+    for x, weight in (
+        (many[:31], noise(64, 64)),
+        (many[:, :48], noise(64, 48)),
+        (many, noise(48, 64)),
+        (many, noise(64, 64).mT),
+        (many.float(), noise(64, 64, dtype=torch.float32)),
+    ):
+        assert torch.equal(linear(x, weight), F.linear(x, weight))
+    assert torch.equal(of_inputs(many, noise(64, 48)), many @ noise(64, 48))
+    assert torch.equal(of_inputs(noise(1536, 32), noise(32, 32)), noise(1536, 32) @ noise(32, 32))
+    wide, weight = noise(32, 2**14 + 32), noise(2**14 + 32, 32)
+    assert torch.equal(of_inputs(wide, weight), wide @ weight)
+
+
+def test_no_memory_for_a_product_is_an_error_of_the_call(monkeypatch):
+    monkeypatch.setattr(products, "call", lambda *_: 1)
+    for multiply in (linear, of_inputs):
+        with pytest.raises(MemoryError, match="a matrix of 64 x 64"):
+            multiply(noise(40, 64), noise(64, 64))
+
+
+def test_with_amx_too_the_scorer_has_the_bits_of_the_sampler():
+    """Of many rows oneDNN adds inputs up in another order than of few: then it had not."""
+    sizes = {"hidden_size": 576, "intermediate_size": 1088, "num_attention_heads": 9, "num_key_value_heads": 3}
+    config = LlamaConfig(vocab_size=1152, num_hidden_layers=2, attention_bias=True, mlp_bias=True, **sizes)
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(config)
+    for weight in model.parameters():
+        weight.data.normal_(std=weight.shape[-1] ** -0.5)
+    decoder, batch = Decoder(config, model, BF16), batch_of([5, 40], [12] * 40, [0] * 20 + [1] * 20)
+    decoding = DecodeBatch(decoder, 40, fusing.maker(decoder))
+    assert decoding.fused
+    said = [decoding.admit(batch.prompt_ids, 20), *(decoding.step(batch.response_ids[:, t]) for t in range(11))]
+    sampled = torch.stack(said, 1).float().log_softmax(-1).gather(-1, batch.response_ids[..., None])[..., 0]
+    with torch.no_grad():
+        hidden, head = hidden_states(decoder, batch)
+        scored, _ = token_logprobs(hidden, Head(*head), batch.response_ids[batch.mask])
+    torch.testing.assert_close(scored, sampled[batch.mask], rtol=0, atol=5e-6)
