@@ -140,7 +140,7 @@ def batch_of(model, rows=40, int8=True):
 
 def by_operators(batch, monkeypatch):
     """The batch with a step by torch's operators, products of the layers in whole numbers."""
-    by_operator = batch._step
+    by_operator = batch.by_operators
 
     def linear(x, weight, bias=None):
         y = product_of(x, weight)
@@ -151,7 +151,7 @@ def by_operators(batch, monkeypatch):
             patched.setattr(layers, "linear", linear)
             return by_operator(*arguments)
 
-    batch.fused, batch._lay_out, batch._step = None, lambda rows: None, step
+    batch.fused, batch._lay_out, batch.by_operators = None, lambda rows: None, step
     return batch
 
 

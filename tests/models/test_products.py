@@ -54,6 +54,23 @@ def test_the_gradient_of_inputs_is_the_product_with_what_is_turned(n, outputs, w
     assert torch.equal(by(threads, of_inputs, grad, weight), among_few(grad, weight.mT.contiguous()))
 
 
+@pytest.mark.parametrize(
+    "trained", [(True, True, True), (True, False, False), (False, True, False), (False, False, True)]
+)
+def test_a_product_has_the_gradients_of_its_operator(trained):
+    """Of weights that are not cast from masters: an engine's that shards them, or frozen ones."""
+    tensors = noise(40, 64), noise(96, 64, seed=1), noise(96, seed=2)
+    grad, found = noise(40, 96, seed=3), []
+    for multiply in (linear, F.linear):
+        leaves = [x.clone().requires_grad_(bool(needed)) for x, needed in zip(tensors, trained, strict=True)]
+        multiply(*leaves).backward(grad)
+        found.append([x.grad for x in leaves])
+    for ours, theirs in zip(*found, strict=True):
+        assert (ours is None) == (theirs is None)
+        if ours is not None:
+            torch.testing.assert_close(ours, theirs, rtol=0.01, atol=0.1)
+
+
 def test_rows_may_stand_among_others():
     wide, weight = noise(50, 256), noise(64, 96, seed=1)
     assert torch.equal(linear(wide[:, 32:128], weight), linear(wide[:, 32:128].contiguous(), weight))

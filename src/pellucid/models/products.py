@@ -8,6 +8,7 @@ Shapes: n rows, K inputs, N outputs.
 from __future__ import annotations
 
 import functools
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -29,8 +30,31 @@ NAME = "multiply_rows"
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """F.linear of x [n, K], a weight [N, K] and a bias [N]. MemoryError where there is no memory."""
-    by = way(x, weight)
-    return multiplied(by, x, weight, bias, turned=False) if by else F.linear(x, weight, bias)
+    if not (by := way(x, weight)):
+        return F.linear(x, weight, bias)
+    if torch.is_grad_enabled():
+        return Linear.apply(x, weight, bias, by)  # pyright: ignore[reportReturnType]
+    return multiplied(by, x, weight, bias, turned=False)
+
+
+class Linear(torch.autograd.Function):
+    """With a gradient, which weights that are `Trained` have of their own."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, by: Way) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        return multiplied(by, x, weight, bias, turned=False)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        x, weight = ctx.saved_tensors
+        of_x, of_weight, of_bias, _ = ctx.needs_input_grad
+        return (
+            of_inputs(grad, weight) if of_x else None,
+            grad.mT @ x if of_weight else None,
+            grad.sum(0) if of_bias else None,
+            None,
+        )
 
 
 def of_inputs(grad: Tensor, weight: Tensor) -> Tensor:
