@@ -7,7 +7,7 @@
 
 #include "tiles.h"
 
-constexpr int64_t ROWS = 32, PANEL = 1 << 19, FEW = 6, TILE = 512;  // rows at once; numbers of a panel; blocks; numbers of a tile
+constexpr int64_t ROWS = 32, PANEL = 1 << 19, FEW = 6;  // rows at once; numbers of a panel; blocks
 
 // The matrix on the right, [width, outputs]: as weights [outputs, width], or turned, as they are in the gradient of inputs.
 struct Right {
@@ -29,11 +29,6 @@ struct Right {
             }
     }
 };
-
-// Fetches a quarter of the two tiles that are read two pairs of tiles later.
-[[gnu::always_inline]] static inline void fetch_near(const bf16 *tiles, int quarter) {
-    for (int i = 8 * quarter; i < 8 * quarter + 8; i++) _mm_prefetch((const char *)(tiles + 4 * TILE) + i * 64, _MM_HINT_T0);
-}
 
 // sums [32, 32] of 32 rows, `apart` numbers apart, and 32 outputs.
 static void product(const bf16 *x, int64_t apart, int64_t width, const bf16 *right, float *sums) {

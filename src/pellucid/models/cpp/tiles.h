@@ -7,6 +7,8 @@
 #pragma once
 #include "vectors.h"
 
+constexpr int64_t TILE = 512;  // numbers of a tile in bf16
+
 // The tiles of a thread: 0 to 3 are sums, 4 and 5 the left of a product, 6 and 7 the right. Sums and the left have R rows.
 struct Tiling {
     struct alignas(64) Shapes {
@@ -49,6 +51,11 @@ struct Tiles {
     constexpr int PAIR = 2048, LINES = PAIR / 64 / 4;
     for (int i = 0; i < LINES; i++)
         _mm_prefetch((const char *)weights + 6 * PAIR + (quarter * LINES + i) * 64, _MM_HINT_T1);
+}
+
+// Fetches a quarter of the two tiles that are read two pairs of tiles later.
+[[gnu::always_inline]] static inline void fetch_near(const bf16 *tiles, int quarter) {
+    for (int i = 8 * quarter; i < 8 * quarter + 8; i++) _mm_prefetch((const char *)(tiles + 4 * TILE) + i * 64, _MM_HINT_T0);
 }
 
 // sums [2R, 32] = one or two groups of R rows times a block.

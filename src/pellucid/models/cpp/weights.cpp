@@ -7,18 +7,13 @@
 
 #include "tiles.h"
 
-constexpr int64_t CHUNK = 256, PANEL = 16, TILE = 512;  // tokens; blocks of 32 outputs; numbers of a tile
+constexpr int64_t CHUNK = 256, PANEL = 16;  // tokens; blocks of 32 outputs
 
 // Tokens from t on of 16 numbers each, two tokens together, 0 behind the last of `n`: [16][16][2].
 static void pair_tokens(const bf16 *x, int64_t width, int64_t t, int64_t n, __m512i *to) {
     const __m512i nothing = _mm512_setzero_si512();
     for (int64_t i = 0; i < 16; i++, t += 2)
         to[i] = t < n ? paired(x + t * width, t + 1 < n ? x + (t + 1) * width : nullptr) : nothing;
-}
-
-// Fetches a quarter of the two tiles that are read two pairs of tiles later.
-[[gnu::always_inline]] static inline void fetch_near(const bf16 *tiles, int quarter) {
-    for (int i = 8 * quarter; i < 8 * quarter + 8; i++) _mm_prefetch((const char *)(tiles + 4 * TILE) + i * 64, _MM_HINT_T0);
 }
 
 // Fetches the sums that are written next. Behind the last there may be none: then nothing is fetched.
