@@ -108,6 +108,14 @@ def test_others_are_multiplied_by_operators(monkeypatch):
     assert torch.equal(of_inputs(wide, weight), wide @ weight)
 
 
+def test_rows_of_another_dtype_are_refused_as_by_the_operator():
+    """Their bits would be read as if they were bf16."""
+    with pytest.raises(RuntimeError, match="dtype"):
+        linear(noise(40, 64, dtype=torch.float32), noise(96, 64))
+    with pytest.raises(RuntimeError, match="dtype"):
+        of_inputs(noise(40, 96, dtype=torch.float32), noise(96, 64))
+
+
 def test_no_memory_for_a_product_is_an_error_of_the_call(monkeypatch):
     monkeypatch.setattr(products, "call", lambda *_: 1)
     for multiply in (linear, of_inputs):

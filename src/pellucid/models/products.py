@@ -68,7 +68,7 @@ def way(x: Tensor, weight: Tensor) -> Way | None:
     """What multiplies rows like these by a matrix; None where operators do."""
     if x.ndim != 2 or len(x) < MANY or any(size % MANY for size in weight.shape) or not weight.is_contiguous():
         return None
-    by = lines.here()[0] if fitting(x, weight.dtype) and fitting(weight, weight.dtype) else None
+    by = lines.here()[0] if fitting(x, x.dtype) and fitting(weight, weight.dtype) else None
     return by if by and by.tiles and has_bits_of_few(by) else None
 
 
