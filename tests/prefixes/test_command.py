@@ -6,9 +6,12 @@ import errno
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
+import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 
 import pytest
@@ -323,6 +326,26 @@ def test_a_service_that_goes_away_is_told_in_one_line(service):
     with pytest.raises(UserError, match="cannot be reached"):
         teacher.ask(Prompt("p", "2+3="))
     teacher.close()
+
+
+def test_what_connects_while_the_teacher_closes_is_closed_as_well(service, monkeypatch):
+    opened, connected, closed, open_one = [], threading.Event(), threading.Event(), socket.create_connection
+
+    def slow(*arguments, **options):
+        opened.append(open_one(*arguments, **options))
+        connected.set()
+        assert closed.wait(60)
+        return opened[-1]
+
+    teacher = Teacher(Endpoint(f"{service}/v1", "tiny", "NO_KEY", 1.0, 8, 60, 0, 0), str.strip)
+    monkeypatch.setattr(socket, "create_connection", slow)
+    with ThreadPoolExecutor(1) as pool:
+        asked = pool.submit(teacher.ask, Prompt("p", "2+3="))
+        assert connected.wait(60)
+        teacher.close()
+        closed.set()
+    assert isinstance(asked.exception(), UnansweredError)
+    assert [one.fileno() for one in opened] == [-1]
 
 
 @pytest.mark.parametrize("key", ["sk-ключ", "sk-a\nsk-b"])

@@ -78,7 +78,9 @@ class Teacher:
             base_url=endpoint.base_url,
             timeout=endpoint.timeout,
             max_retries=endpoint.retries,
-            http_client=self.openai.DefaultHttpxClient(event_hooks={"request": [self.pace.start]}),
+            http_client=self.openai.DefaultHttpxClient(
+                event_hooks={"request": [self.pace.start], "response": [self.pace.check]}
+            ),
         )
 
     def ask(self, prompt: Prompt) -> str:
@@ -145,6 +147,11 @@ class Pace:
             mine = max(now, self.free)
             self.free = mine + self.gap
         self.wait(mine - now)
+
+    def check(self, _response: Any) -> None:
+        """Drop an answer that comes when all is stopped: what connected meanwhile is closed by nobody else."""
+        if self.stopped.is_set():
+            raise UnansweredError("stopped")
 
     def wait(self, seconds: float) -> None:
         if self.stopped.wait(seconds):
