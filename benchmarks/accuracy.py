@@ -27,7 +27,7 @@ EVERY = {"one-digit": 1, "two-digit": 4}
 """Steps between evaluations."""
 PEERS = {
     "one-digit": ("pellucid", "trl-autocast", "trl-bf16", "trl-best-autocast", "trl-best-bf16"),
-    "two-digit": ("pellucid", "pellucid-plain", "trl-best-autocast", "trl-best-bf16"),
+    "two-digit": ("pellucid", "pellucid-plain", "trl-autocast", "trl-best-autocast", "trl-best-bf16"),
 }
 
 

@@ -54,7 +54,8 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "no pinned memory": {"arguments": {"dataloader_pin_memory": False}},
     "glibc's own allocation": {"environment": dict.fromkeys(ALLOCATOR)},
     "threads that stay on their cores": {"environment": {"OMP_PROC_BIND": "close", "OMP_PLACES": "cores"}},
-    "threads that never sleep": {"environment": {"OMP_WAIT_POLICY": "active"}},
+    # Not for ever, as they would by themselves: they would take the cores from ours while it has its turn.
+    "threads that spin before they sleep": {"environment": {"OMP_WAIT_POLICY": "active", "GOMP_SPINCOUNT": "1000000"}},
     **preloaded("tcmalloc_minimal"),
     **preloaded("jemalloc"),
 }

@@ -120,12 +120,15 @@ def rough_steps(config, world):
 
 
 def tensors_of(runtime, metrics):
-    """What is trained, whole; norms of gradients; the gap of sampled to scored log-probs; how many numbers are kept."""
-    engine = runtime.engine
+    """What is trained, whole; norms of gradients; the gap of sampled to scored log-probs; how many numbers are kept of
+    weights, moments and cast weights.
+    """
+    engine, decoder = runtime.engine, runtime.policy.decoder
     tensors = {name: whole(p.detach()).clone() for name, p in engine.masters().items()}
     moments = engine.optimizer.state.values()
     gaps, norms = (torch.tensor([m[name] for m in metrics]) for name in ("sampler/gap_mean", "grad_norm"))
-    kept = [numbers(runtime.policy.weights().values()), numbers(state["exp_avg"] for state in moments)]
+    cast = [part.tensor for part in decoder.cast_weights() if part.tensor is not None] if decoder else []
+    kept = [numbers(runtime.policy.weights().values()), numbers(state["exp_avg"] for state in moments), numbers(cast)]
     return tensors | {"gap": gaps, "grad_norm": norms, "kept": torch.tensor(kept)}
 
 
@@ -136,7 +139,8 @@ def numbers(tensors):
 
 
 def same_steps(found, expected, shares, where):
-    """fp32, every parameter; and each process keeps its share of weights and moments, but for the last few rows.
+    """fp32, every parameter; and each process keeps its share of weights and moments, but for the last few rows, and
+    nothing of weights that are gathered for a while.
 
     The matrices of an adapter have too few rows for that.
     """
@@ -150,9 +154,11 @@ def same_steps(found, expected, shares, where):
             torch.testing.assert_close(
                 found[name], expected[name], rtol=0, atol=1e-6, msg=lambda m, name=name: f"{where}, {name}: {m}"
             )
-    of_weights, of_moments = found["kept"] * torch.tensor(shares) / expected["kept"]
+    *kept, cast = found["kept"]
+    of_weights, of_moments = torch.stack(kept) * torch.tensor(shares) / expected["kept"][:2]
     assert 1 <= of_weights < 1.1, where
     assert "lora" in where[1] or 1 <= of_moments < 1.1, where
+    assert cast == (0 if shares[0] > 1 else expected["kept"][2]), where
 
 
 def main(folder, cases, *engines):
