@@ -6,11 +6,13 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from conftest import VOCAB, character_tokenizer
 from made_rollouts import batch_of, noise, off
 from pellucid.models import lines, packed, sums
 from pellucid.models.decoder import Decoder
 from pellucid.models.packed import hidden_states
 from pellucid.models.sums import sums_over_tokens
+from pellucid.policy.policy import Policy
 
 BF16 = torch.bfloat16
 pytestmark = pytest.mark.skipif(not (lines.here()[0] and lines.here()[0].tiles), reason="needs g++ and a CPU with AMX")
@@ -26,6 +28,30 @@ def test_sums_over_tokens_are_unrounded(n, outputs, width):
     into = before.clone()
     assert sums_over_tokens(grad, x, torch.float32, into) is into
     torch.testing.assert_close(into.double(), before + exact, rtol=1e-5, atol=1e-4)
+
+
+@pytest.fixture
+def unwritten_is_nan():
+    """Memory that nobody has written."""
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+def test_sums_over_no_token_are_nothing(unwritten_is_nan):
+    grad, x, before = noise(0, 96), noise(0, 64), noise(96, 64, dtype=torch.float32)
+    assert torch.equal(sums_over_tokens(grad, x, torch.float32), torch.zeros(96, 64))
+    assert torch.equal(sums_over_tokens(grad, x, torch.float32, before.clone()), before)
+
+
+def test_where_no_token_weighs_all_gradients_are_nothing(unwritten_is_nan):
+    """As in a step whose groups are all dead, of which one row is kept."""
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 1, "num_key_value_heads": 1}
+    model = LlamaForCausalLM(LlamaConfig(vocab_size=VOCAB + 4, num_hidden_layers=1, head_dim=64, **sizes))
+    policy = Policy(model, character_tokenizer(), BF16)
+    (0 * policy.score(batch_of([5], [8], [0])).logprobs.sum()).backward()
+    assert {float(x.grad.abs().max()) for x in model.parameters()} == {0.0}
 
 
 @pytest.mark.parametrize("outputs", [32, 64, 1120])

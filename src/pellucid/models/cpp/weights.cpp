@@ -67,7 +67,8 @@ static void add_block(const bf16 *left, const bf16 *right, int64_t steps, float 
 }
 
 static void sum(const bf16 *grad, const bf16 *x, int64_t n, int64_t outputs, int64_t width, float *sums, bool more, int64_t threads) {
-    const int64_t steps = (n + 31) / 32, columns = width / 32, some = CHUNK / 32, room = PANEL * some * 2 * TILE;
+    const int64_t steps = std::max<int64_t>(1, (n + 31) / 32);  // sums over no token are 0, and must be written
+    const int64_t columns = width / 32, some = CHUNK / 32, room = PANEL * some * 2 * TILE;
     const Zeros<bf16> right(new_lines<bf16>(columns * steps * 2 * TILE)), all_left(new_lines<bf16>(threads * room));
 #pragma omp parallel num_threads(threads)
     {
