@@ -26,6 +26,7 @@ from transformers import (
 )
 from transformers.utils.hub import cached_file, extract_commit_hash
 
+from pellucid.machine.hub import look_for_hub
 from pellucid.machine.plugins import did_you_mean, near
 from pellucid.models.trial import FAULTS
 from pellucid.policy import modelscope, quantized
@@ -137,6 +138,8 @@ def locate(name: str, weights: bool = True, revision: str = "") -> str:
     found = local(name)
     if found and revision:
         raise UserError(f"policy.revision = {revision!r} is for models of a hub, and {name} is not there: omit it")
+    if not found:
+        look_for_hub()
     return found or name
 
 

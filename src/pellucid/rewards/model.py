@@ -31,6 +31,7 @@ from transformers import (
 )
 
 from pellucid.machine.hardware import pick_device
+from pellucid.machine.hub import look_for_hub
 from pellucid.machine.plugins import near
 from pellucid.models.trial import FAULTS, said
 from pellucid.rewards.parts import Pair, Part
@@ -217,6 +218,7 @@ def found(source: str, settings: RewardModelSettings) -> str:
         return str(path)
     if path.is_absolute() or source.startswith((".", "~")) or source.count("/") > 1:
         raise UserError(f"{called(source)}: there is no such folder{near(path)}")
+    look_for_hub()
     return source
 
 

@@ -1,0 +1,30 @@
+"""Whether the Hub is there. Where it is not, its client asks six times for each file, 23 seconds long, before it looks
+into its cache.
+"""
+
+from __future__ import annotations
+
+import functools
+import socket
+from urllib.parse import urlsplit
+from urllib.request import getproxies
+
+from huggingface_hub import constants
+
+PATIENCE = 10.0
+"""Seconds in which a connection must have been made."""
+
+
+@functools.cache
+def look_for_hub() -> None:
+    """Once a process: where the Hub cannot be reached, say so and ask it for nothing any more. Cached models load."""
+    address = urlsplit(constants.ENDPOINT)
+    if constants.HF_HUB_OFFLINE or getproxies().keys() & {address.scheme, "all"}:
+        return
+    port = address.port or (80 if address.scheme == "http" else 443)
+    try:
+        socket.create_connection((address.hostname or "", port), PATIENCE).close()
+    except OSError as error:
+        constants.HF_HUB_OFFLINE = True  # pyright: ignore[reportConstantRedefinition]
+        reason = error.strerror or error
+        print(f"! {constants.ENDPOINT} cannot be reached ({reason}): only its cached models can be loaded", flush=True)
