@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import socket
 
+import datasets
 import pytest
 import torch
 from huggingface_hub import constants
@@ -13,6 +14,7 @@ from pellucid.machine import hub
 from pellucid.policy import pretrained
 from pellucid.rewards.model import RewardModel
 from pellucid.rewards.settings import RewardModelSettings
+from pellucid.tasks.sources import read_hub
 from pellucid.types import UserError
 
 COMMIT = "a" * 40
@@ -48,8 +50,8 @@ def was_asked(server):
 
 
 def test_one_that_is_there_is_asked_once(look, listening, capsys):
-    look()
-    look()
+    assert look()
+    assert look()
     assert was_asked(listening)
     assert not was_asked(listening)
     assert not constants.HF_HUB_OFFLINE
@@ -59,14 +61,14 @@ def test_one_that_is_there_is_asked_once(look, listening, capsys):
 @pytest.mark.parametrize("name", ["http_proxy", "ALL_PROXY"])
 def test_behind_a_proxy_nobody_can_know(look, listening, monkeypatch, name):
     monkeypatch.setenv(name, "http://proxy.example:3128")
-    look()
+    assert look()
     assert not was_asked(listening)
     assert not constants.HF_HUB_OFFLINE
 
 
 def test_who_does_without_it_connects_with_nobody(look, listening, monkeypatch):
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
-    look()
+    assert not look()
     assert not was_asked(listening)
 
 
@@ -86,5 +88,13 @@ def test_where_it_is_not_there_what_is_cached_is_loaded(look, listening, capsys,
         RewardModel("some/other", RewardModelSettings())
     assert constants.HF_HUB_OFFLINE
     assert capsys.readouterr().out == (
-        f"! {constants.ENDPOINT} cannot be reached (Connection refused): only its cached models can be loaded\n"
+        f"! {constants.ENDPOINT} cannot be reached (Connection refused): only what is cached can be loaded\n"
     )
+
+
+def test_nor_is_it_asked_for_data(look, listening, monkeypatch):
+    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", False)
+    listening.close()
+    with pytest.raises(UserError, match=r'"some/data" is no local file .* the Hugging Face Hub cannot be reached'):
+        read_hub("some/data", "", "train")
+    assert datasets.config.HF_HUB_OFFLINE

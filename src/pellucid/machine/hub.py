@@ -16,15 +16,16 @@ PATIENCE = 10.0
 
 
 @functools.cache
-def look_for_hub() -> None:
-    """Once a process: where the Hub cannot be reached, say so and ask it for nothing any more. Cached models load."""
+def look_for_hub() -> bool:
+    """Whether the Hub may be asked. Where it cannot be reached, say so, once a process, and leave it to its cache."""
     address = urlsplit(constants.ENDPOINT)
     if constants.HF_HUB_OFFLINE or getproxies().keys() & {address.scheme, "all"}:
-        return
+        return not constants.HF_HUB_OFFLINE
     port = address.port or (80 if address.scheme == "http" else 443)
     try:
         socket.create_connection((address.hostname or "", port), PATIENCE).close()
     except OSError as error:
         constants.HF_HUB_OFFLINE = True  # pyright: ignore[reportConstantRedefinition]
         reason = error.strerror or error
-        print(f"! {constants.ENDPOINT} cannot be reached ({reason}): only its cached models can be loaded", flush=True)
+        print(f"! {constants.ENDPOINT} cannot be reached ({reason}): only what is cached can be loaded", flush=True)
+    return not constants.HF_HUB_OFFLINE

@@ -11,6 +11,7 @@ from itertools import accumulate
 from pathlib import Path
 
 from pellucid.machine.extras import extra
+from pellucid.machine.hub import look_for_hub
 from pellucid.machine.nearby import meant, nearby
 from pellucid.tasks.rows import READERS, InArrow, Row, Rows, one_line
 from pellucid.types import UserError
@@ -93,6 +94,7 @@ class Joined(Sequence[tuple[str, Row]]):
 
 def read_hub(source: str, subset: str, split: str) -> Rows:
     datasets = extra("datasets", "data", f'data = "{source}" on the Hugging Face Hub')
+    datasets.config.HF_HUB_OFFLINE |= not look_for_hub()  # it has looked at the environment when it was imported
     try:
         rows = datasets.load_dataset(source, name=subset or None, split=split)
     except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
