@@ -329,12 +329,23 @@ def at_home(monkeypatch, tmp_path):
     return tmp_path
 
 
-def test_it_is_compiled_once_and_kept(at_home, monkeypatch):
+@pytest.fixture
+def compiler(at_home, monkeypatch):
+    """One that has the library already; the file that counts what it was asked for."""
+    asked, script = at_home / "asked", at_home / "compiler"
+    script.write_text(f'#!/bin/sh\nfor to; do :; done\necho "$to" >> {asked}\ncp {compiling.library()._name} "$to"\n')
+    script.chmod(0o755)
+    monkeypatch.setenv("CXX", str(script))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(at_home / "cache"))
+    return asked
+
+
+def test_it_is_compiled_once_and_kept(at_home, compiler):
     fusing.way(compiling.load())
-    [kept] = (at_home / "pellucid").iterdir()
-    monkeypatch.setattr(compiling.subprocess, "run", None)
+    [kept] = (at_home / "cache" / "pellucid").iterdir()
     fusing.way(compiling.load())
     assert kept.suffix == ".so"
+    assert len(compiler.read_text().splitlines()) == 1
 
 
 def test_without_a_compiler_or_with_one_that_fails_there_is_a_reason(at_home, monkeypatch):
@@ -345,15 +356,16 @@ def test_without_a_compiler_or_with_one_that_fails_there_is_a_reason(at_home, mo
     assert not list(at_home.rglob("*.so"))
 
 
-def test_a_home_that_cannot_be_written_to_or_a_library_that_is_broken_is_no_obstacle(at_home, monkeypatch):
-    monkeypatch.setenv("XDG_CACHE_HOME", "/dev/null")
-    fusing.way(compiling.load())
-    monkeypatch.setenv("XDG_CACHE_HOME", str(at_home))
+def test_a_home_that_cannot_be_written_to_or_a_library_that_is_broken_is_no_obstacle(at_home, compiler, monkeypatch):
     compiling.load()
-    [kept] = (at_home / "pellucid").iterdir()
-    kept.unlink()  # what is loaded must not change
-    kept.write_bytes(b"")
-    fusing.way(compiling.load())
+    [kept] = (at_home / "cache" / "pellucid").iterdir()
+    broken = at_home / "another" / "pellucid" / kept.name  # in its own place it would be found among what is loaded
+    broken.parent.mkdir(parents=True)
+    broken.write_bytes(b"")
+    for home in ("/dev/null", at_home / "another"):
+        monkeypatch.setenv("XDG_CACHE_HOME", str(home))
+        fusing.way(compiling.load())
+    assert len(compiler.read_text().splitlines()) == 3
 
 
 class Off:
