@@ -127,7 +127,9 @@ def test_a_model_is_evaluated_by_an_agent_that_is_a_command(trained, model_dir, 
     text = trained.read_text().replace(SOLVE, command)
     trained.write_text(text)
     assert config.load(trained).task.run == command
-    assert answered("eval", model_dir, "--task", trained, "--show", 0, "--output", tmp_path / "answers.jsonl") == 0
+    few = ["--evaluate.n", 2, "--evaluate.k", 1]
+    told = ["--show", 0, "--output", tmp_path / "answers.jsonl"]
+    assert answered("eval", model_dir, "--task", trained, *few, *told) == 0
     answers = records(tmp_path / "answers.jsonl")
     assert {row["drawn"] for row in answers} == {"greedy", "sample"}
     assert all(row["reward"] > 0 for row in answers)
