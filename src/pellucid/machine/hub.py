@@ -9,8 +9,6 @@ import socket
 from urllib.parse import urlsplit
 from urllib.request import getproxies
 
-from huggingface_hub import constants
-
 PATIENCE = 10.0
 """Seconds in which a connection must have been made."""
 
@@ -18,6 +16,8 @@ PATIENCE = 10.0
 @functools.cache
 def look_for_hub() -> bool:
     """Whether the Hub may be asked. Where it cannot be reached, say so, once a process, and leave it to its cache."""
+    from huggingface_hub import constants  # noqa: PLC0415 - it reads the environment when it is imported
+
     address = urlsplit(constants.ENDPOINT)
     if constants.HF_HUB_OFFLINE or getproxies().keys() & {address.scheme, "all"}:
         return not constants.HF_HUB_OFFLINE

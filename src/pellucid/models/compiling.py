@@ -1,4 +1,4 @@
-"""The C++ of cpp/ as a library: compiled by g++ where there is one, in three seconds, once, and kept."""
+"""The C++ of cpp/ as a library: compiled by g++ where there is one, in eight seconds, once, and kept."""
 
 from __future__ import annotations
 
