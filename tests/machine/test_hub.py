@@ -36,9 +36,8 @@ def look(listening, monkeypatch):
     for name in ("http_proxy", "https_proxy", "all_proxy"):
         monkeypatch.delenv(name, raising=False)
         monkeypatch.delenv(name.upper(), raising=False)
-    hub.look_for_hub.cache_clear()
-    yield hub.look_for_hub
-    hub.look_for_hub.cache_clear()
+    hub.reachable.cache_clear()
+    return hub.look_for_hub
 
 
 def was_asked(server):

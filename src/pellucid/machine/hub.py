@@ -13,19 +13,26 @@ PATIENCE = 10.0
 """Seconds in which a connection must have been made."""
 
 
-@functools.cache
 def look_for_hub() -> bool:
     """Whether the Hub may be asked. Where it cannot be reached, say so, once a process, and leave it to its cache."""
     from huggingface_hub import constants  # noqa: PLC0415 - it reads the environment when it is imported
 
-    address = urlsplit(constants.ENDPOINT)
-    if constants.HF_HUB_OFFLINE or getproxies().keys() & {address.scheme, "all"}:
-        return not constants.HF_HUB_OFFLINE
+    if not constants.HF_HUB_OFFLINE and not reachable(constants.ENDPOINT):
+        constants.HF_HUB_OFFLINE = True  # pyright: ignore[reportConstantRedefinition]
+    return not constants.HF_HUB_OFFLINE
+
+
+@functools.cache
+def reachable(endpoint: str) -> bool:
+    """Whether somebody answers there, and a line where nobody does. What stands behind a proxy is taken for there."""
+    address = urlsplit(endpoint)
+    if getproxies().keys() & {address.scheme, "all"}:
+        return True
     port = address.port or (80 if address.scheme == "http" else 443)
     try:
         socket.create_connection((address.hostname or "", port), PATIENCE).close()
     except OSError as error:
-        constants.HF_HUB_OFFLINE = True  # pyright: ignore[reportConstantRedefinition]
         reason = error.strerror or error
-        print(f"! {constants.ENDPOINT} cannot be reached ({reason}): only what is cached can be loaded", flush=True)
-    return not constants.HF_HUB_OFFLINE
+        print(f"! {endpoint} cannot be reached ({reason}): only what is cached can be loaded", flush=True)
+        return False
+    return True
