@@ -18,7 +18,7 @@ def look_for_hub() -> bool:
     from huggingface_hub import constants  # noqa: PLC0415 - it reads the environment when it is imported
 
     if not constants.HF_HUB_OFFLINE and not reachable(constants.ENDPOINT):
-        constants.HF_HUB_OFFLINE = True  # pyright: ignore[reportConstantRedefinition]
+        constants.HF_HUB_OFFLINE = True
     return not constants.HF_HUB_OFFLINE
 
 
