@@ -324,11 +324,13 @@ def test_a_chat_that_its_template_refuses_is_a_400():
 
 def test_requests_in_flight_end_when_the_service_does():
     with running(grace=60.0) as (served, url):
-        endless(served)
+        go_on, step = threading.Event(), endless(served).engine.running.batch.step
+        served.engine.running.batch.step = lambda tokens: go_on.wait() and step(tokens)
         with ThreadPoolExecutor(12) as pool:
             answers = [pool.submit(post, url + CHAT, chat(max_tokens=100)) for _ in range(12)]
-            wait_until(lambda: served.engine.running.rows)
+            wait_until(lambda: len(served.engine.running.rows) + len(served.engine.waiting) == 12)
             served.stop()
+            go_on.set()
             found = [answer.result() for answer in answers]
         assert {status for status, _ in found} == {200}
 

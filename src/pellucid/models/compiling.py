@@ -1,4 +1,4 @@
-"""The C++ of cpp/ as a library: compiled by g++ where there is one, in eight seconds, once, and kept."""
+"""The C++ of cpp/ as a library: compiled by g++ where there is one, once, in some seconds, and kept."""
 
 from __future__ import annotations
 
@@ -11,6 +11,8 @@ import shutil
 import subprocess
 import tempfile
 import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -19,7 +21,7 @@ from torch import Tensor
 
 SOURCES = Path(__file__).with_name("cpp")
 FLAGS = (
-    *("-O3", "-std=c++17", "-shared", "-fPIC", "-fopenmp", "-mfma"),
+    *("-O3", "-std=c++17", "-fPIC", "-fopenmp", "-mfma"),
     *("-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mavx512bf16"),
     *("-mavx512vnni", "-mamx-tile", "-mamx-bf16", "-mamx-int8"),  # run where a processor has them
     "-ffp-contract=off",  # what is rounded between a product and a sum must stay so
@@ -55,25 +57,36 @@ def load() -> Any:
     key = repr(([path.read_text() for path in sources], FLAGS, compiler, torch.__version__, links))
     name = f"fused-{hashlib.sha256(key.encode()).hexdigest()[:16]}.so"
     cache = Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"))
-    units = [path for path in sources if path.suffix == ".cpp"]
-    command = [*shlex.split(compiler), *FLAGS, *map(str, [*units, *links])]
+    command = [*shlex.split(compiler), *FLAGS]
     try:
-        return opened(cache / "pellucid" / name, command)
+        return opened(cache / "pellucid" / name, command, links)
     except OSError:  # a home that cannot be written to, or from which nothing may be run
         with tempfile.TemporaryDirectory() as folder:  # it stays loaded
-            return opened(Path(folder) / name, command)
+            return opened(Path(folder) / name, command, links)
 
 
-def opened(path: Path, command: list[str]) -> Any:
+def opened(path: Path, command: Sequence[str], links: Sequence[Path]) -> Any:
     if not path.exists():
         path.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=path.parent) as folder:
             made = Path(folder) / path.name
-            done = subprocess.run([*command, "-o", str(made)], capture_output=True, text=True, check=False)
-            if done.returncode:
-                raise UnusableError(" ".join(f"{command[0]} fails: {done.stderr}".split())[:200])
+            build(made, command, links)
             made.replace(path)  # at once: other processes may look for it
     return ctypes.CDLL(str(path))
+
+
+def build(made: Path, command: Sequence[str], links: Sequence[Path]) -> None:
+    """Each source by a compiler of its own, as many at once as there are cores."""
+    units = {path: made.with_name(f"{path.stem}.o") for path in sorted(SOURCES.glob("*.cpp"))}
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        list(pool.map(lambda unit: run_compiler([*command, "-c", unit, "-o", units[unit]]), units))
+    run_compiler([*command, "-shared", *units.values(), *links, "-o", made])
+
+
+def run_compiler(command: Sequence[str | Path]) -> None:
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise UnusableError(" ".join(f"{command[0]} fails: {done.stderr}".split())[:200])
 
 
 # ---------------------------------------------------------------- calling
