@@ -23,7 +23,7 @@ from typing import Any
 from bench import facts, record
 from processes import Contender, MissingError, check_there
 
-EVERY = {"one-digit": 1, "two-digit": 4}
+EVERY = {"one-digit": 1, "two-digit": 8}
 """Steps between evaluations."""
 PEERS = {
     "one-digit": ("pellucid", "trl-autocast", "trl-bf16", "trl-best-autocast", "trl-best-bf16"),
