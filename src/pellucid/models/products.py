@@ -22,8 +22,6 @@ from pellucid.models.lines import Way
 
 MANY = 32
 """Rows at least; inputs and outputs are multiples of it."""
-ROWS, WIDEST = 1536, 2**14
-"""Of gradients, which need not have these bits: from so many rows on, and of more outputs, oneDNN is faster."""
 NAME = "multiply_rows"
 """Of such a product, in torch's profiler."""
 
@@ -59,8 +57,7 @@ class Linear(torch.autograd.Function):
 
 def of_inputs(grad: Tensor, weight: Tensor) -> Tensor:
     """The gradient [n, K] of the inputs of a product, from that of its outputs [n, N]. MemoryError as `linear`."""
-    few = len(grad) < ROWS and len(weight) <= WIDEST
-    by = way(grad, weight) if few else None
+    by = way(grad, weight)
     return multiplied(by, grad, weight, None, turned=True) if by else grad @ weight
 
 
