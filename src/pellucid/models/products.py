@@ -22,6 +22,8 @@ from pellucid.models.lines import Way
 
 MANY = 32
 """Rows at least; inputs and outputs are multiples of it."""
+WIDEST = 2**14
+"""Outputs of whose gradient that of inputs is taken; of more, as a head has, oneDNN is as fast."""
 NAME = "multiply_rows"
 """Of such a product, in torch's profiler."""
 
@@ -57,7 +59,7 @@ class Linear(torch.autograd.Function):
 
 def of_inputs(grad: Tensor, weight: Tensor) -> Tensor:
     """The gradient [n, K] of the inputs of a product, from that of its outputs [n, N]. MemoryError as `linear`."""
-    by = way(grad, weight)
+    by = way(grad, weight) if len(weight) <= WIDEST else None
     return multiplied(by, grad, weight, None, turned=True) if by else grad @ weight
 
 

@@ -28,28 +28,6 @@ struct Tiling {
     ~Tiling() { _tile_release(); }
 };
 
-// The tiles 0 to 3 as sums [32, 32] in rows of `width`: nothing yet, or what is there.
-[[gnu::always_inline]] static inline void begin_sums(const float *sums, int64_t width, bool more) {
-    if (!more) {
-        _tile_zero(0);
-        _tile_zero(1);
-        _tile_zero(2);
-        _tile_zero(3);
-        return;
-    }
-    _tile_loadd(0, sums, width * sizeof(float));
-    _tile_loadd(1, sums + 16, width * sizeof(float));
-    _tile_loadd(2, sums + 16 * width, width * sizeof(float));
-    _tile_loadd(3, sums + 16 * width + 16, width * sizeof(float));
-}
-
-[[gnu::always_inline]] static inline void end_sums(float *sums, int64_t width) {
-    _tile_stored(0, sums, width * sizeof(float));
-    _tile_stored(1, sums + 16, width * sizeof(float));
-    _tile_stored(2, sums + 16 * width, width * sizeof(float));
-    _tile_stored(3, sums + 16 * width + 16, width * sizeof(float));
-}
-
 struct Tiles {
     using Words = Tiles;
     static constexpr bool QUANTISED = false;
