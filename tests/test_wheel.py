@@ -112,7 +112,7 @@ def test_it_answers_over_http(installed, tmp_path, model_dir):
         try:
             assert service.stdout
             url = re.search(r"http://\S+(?=,)", service.stdout.readline())[0]
-            status, answer = post(f"{url}/v1/chat/completions", chat())
+            status, answer = post(f"{url}/v1/chat/completions", chat(temperature=0))
             assert (status, answer["usage"]["completion_tokens"]) == (200, 4)
         finally:
             service.send_signal(signal.SIGTERM)
