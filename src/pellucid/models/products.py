@@ -23,7 +23,7 @@ from pellucid.models.lines import Way
 MANY = 32
 """Rows at least; inputs and outputs are multiples of it."""
 WIDEST = 2**14
-"""Outputs of whose gradient that of inputs is taken; of more, as a head has, oneDNN is as fast."""
+"""Outputs of whose gradient that of inputs is taken; of more, as a head has, oneDNN is faster."""
 NAME = "multiply_rows"
 """Of such a product, in torch's profiler."""
 

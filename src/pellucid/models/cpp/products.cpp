@@ -76,7 +76,7 @@ static void product(const bf16 *x, int64_t apart, const bf16 *right, int64_t wid
     _tile_stored(3, sums + 16 * 32 + 16, 128);
 }
 
-// Puts `count` rows of 32 sums where they belong.
+// Puts 32 sums of each of `count` rows in their place, rounded.
 static void put(const float *sums, int64_t count, const bf16 *bias, bf16 *y, int64_t outputs) {
     for (int64_t i = 0; i < count; i++, sums += 32, y += outputs)
         _mm512_storeu_si512(y, (__m512i)_mm512_cvtne2ps_pbh(with_bias(sums + 16, bias, 16), with_bias(sums, bias, 0)));
