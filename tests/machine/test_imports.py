@@ -47,7 +47,7 @@ def test_a_collector_that_is_switched_off_stays_so():
 
 
 def test_the_heap_of_a_program_that_has_torch_is_its_own():
-    before = gc.get_freeze_count()
     with uncollected():
         assert gc.isenabled()
-    assert gc.get_freeze_count() == before
+        brought: list[object] = []
+    assert any(each is brought for each in gc.get_objects())
