@@ -115,6 +115,6 @@ def call(function: Any, *arguments: Any) -> int:
 def passed(x: Any) -> Any:
     if isinstance(x, Tensor):
         return ctypes.c_void_p(x.data_ptr())
-    if isinstance(x, ctypes.Structure):
+    if isinstance(x, ctypes.Structure | ctypes.Array):
         return ctypes.byref(x)
     return ctypes.c_float(x) if isinstance(x, float) else None if x is None else ctypes.c_int64(x)

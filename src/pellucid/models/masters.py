@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from pellucid.models import products
 from pellucid.models.sums import sums_over_tokens
@@ -27,7 +27,7 @@ def _count_step(*_: object) -> None:
     _optimizer_steps += 1
 
 
-register_optimizer_step_post_hook(_count_step)
+register_optimizer_step_pre_hook(_count_step)
 
 
 class Gatherable(Protocol):
@@ -105,6 +105,17 @@ class CastWeights:
                 part.copy_(master.detach())
             self.state = now
         return self.tensor
+
+    def copies(self) -> list[tuple[Tensor, Tensor]]:
+        """Masters, and where each of them stands in the copy that is kept; none where none is."""
+        if self.in_place or self.tensor is None:
+            return []
+        masters = self.masters()
+        return list(zip(masters, self.tensor.split([len(m) for m in masters]), strict=True))
+
+    def count_as_cast(self) -> None:
+        """The copies of all masters have been made by someone else."""
+        self.state = state_of(self.masters())
 
 
 class JoinedLinear(torch.autograd.Function):

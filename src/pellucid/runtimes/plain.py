@@ -11,12 +11,15 @@ import torch
 from accelerate import Accelerator
 from torch import Tensor
 from torch.amp.grad_scaler import GradScaler
+from torch.nn.utils import clip_grad_norm_
 
 from pellucid.algorithm.grpo import Batch, Scores
 from pellucid.algorithm.settings import AdamWConfig
+from pellucid.models.decoder import Decoder
 from pellucid.models.masters import whole
-from pellucid.runtimes import fsdp2
+from pellucid.runtimes import fsdp2, one_pass
 from pellucid.runtimes.fsdp2 import Shardable
+from pellucid.runtimes.one_pass import OnePassAdamW
 from pellucid.runtimes.optimizer import OffloadedAdamW
 from pellucid.runtimes.settings import RuntimeConfig
 
@@ -28,6 +31,7 @@ class Trainable(Shardable, Protocol):
     """The part of a policy that a runtime needs."""
 
     dtype: torch.dtype
+    decoder: Decoder | None
 
     def score(self, batch: Batch) -> Scores: ...
     def trainable(self) -> dict[str, Tensor]: ...
@@ -41,6 +45,8 @@ def build(cfg: AdamWConfig, policy: Trainable) -> torch.optim.Optimizer:
     facts = {"lr": cfg.lr, "betas": cfg.betas, "eps": cfg.eps, "weight_decay": cfg.weight_decay}
     if cfg.offload and not policy.sharded:
         return OffloadedAdamW(parameters, **facts, masters=list(policy.masters().values()))
+    if not policy.sharded and one_pass.fits(parameters):
+        return OnePassAdamW(parameters, **facts, casts=policy.decoder.cast_weights() if policy.decoder else [])
     return torch.optim.AdamW(parameters, **facts, fused=policy.device.type != "mps")
 
 
@@ -101,13 +107,18 @@ class Plain:
     def step(self, lr: float) -> dict[str, float]:
         """Clip the gradient, take a step where there is one to take, clear. Return the norm and what was skipped."""
         self.scaler.unscale_(self.optimizer)
-        limit = self.cfg.max_grad_norm or math.inf
-        norm = float(whole(torch.nn.utils.clip_grad_norm_(self.parameters.values(), limit)))
+        norm = float(whole(self.clip(self.cfg.max_grad_norm or math.inf)))
         self.optimizer.param_groups[0]["lr"] = lr
         if math.isfinite(norm) and norm > 0:
             self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         return {"grad_norm": norm, **self.rescaled(norm)}
+
+    def clip(self, limit: float) -> Tensor:
+        """The norm of the gradient, which the next step takes as if it were no longer than `limit`."""
+        if isinstance(self.optimizer, OnePassAdamW):
+            return self.optimizer.clip(limit)
+        return clip_grad_norm_(self.parameters.values(), limit)
 
     def rescaled(self, norm: float) -> dict[str, float]:
         """In fp16: a gradient that overflowed halves the scale of the loss, 2000 in a row that did not double it.

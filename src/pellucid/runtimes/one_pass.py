@@ -1,0 +1,166 @@
+"""AdamW in one pass over memory on the CPU, in C++ (models/cpp/optimizer.cpp): torch needs another to clip gradients,
+and one to cast weights that are computed with in bf16.
+
+Each process tries it once, on small tensors: it is used where it has torch's bits, and torch's elsewhere.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import math
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.utils import clip_grad_norm_
+from torch.optim import AdamW, Optimizer
+from torch.profiler import record_function
+
+from pellucid.models.compiling import UnusableError, call, library
+from pellucid.models.masters import CastWeights
+
+VECTOR = 16
+"""Sizes of parameters are a multiple of it."""
+
+
+class Parameter(ctypes.Structure):
+    """As in cpp/optimizer.cpp."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("weight", "grad", "mean", "square", "cast")),
+        ("size", ctypes.c_int64),
+        *((name, ctypes.c_float) for name in ("rate", "root")),
+    )
+
+
+class Rates(ctypes.Structure):
+    """As in cpp/optimizer.cpp."""
+
+    _fields_ = tuple(
+        (name, ctypes.c_float) for name in ("clip", "decayed", "of_mean", "kept_square", "of_square", "eps")
+    )
+
+
+class OnePassAdamW(Optimizer):
+    """AdamW (arXiv 1711.05101) of parameters that `fits` allows, with the state that torch's has.
+
+    casts: what is computed with. Copies in bf16 that they keep of these parameters are made anew in each step.
+    """
+
+    def __init__(
+        self,
+        params: Iterable[Tensor],
+        lr: float = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+        casts: Sequence[CastWeights] = (),
+    ) -> None:
+        super().__init__(list(params), {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
+        self.casts, self.factor = casts, 1.0
+
+    @torch.no_grad()
+    def clip(self, limit: float) -> Tensor:
+        """The norm of all gradients together. The next step multiplies them as torch's clip_grad_norm_ does."""
+        live, norms = self._live(), torch.empty(len(self._live()))
+        run("gradient_norms", [Parameter(grad=p.grad.data_ptr(), size=p.numel()) for p in live], norms)
+        norm = torch.linalg.vector_norm(norms)
+        self.factor = float((limit / (norm + 1e-6)).clamp(max=1.0))
+        return norm
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
+        assert closure is None
+        [group], live = self.param_groups, self._live()
+        (beta1, beta2), lr = group["betas"], group["lr"]
+        parts = self._cast_along(live)
+        casts = {id(p): copy for part in parts for p, copy in part.copies()}
+        parameters = []
+        for p in live:
+            state = self._state(p)
+            state["step"] += 1
+            n = float(state["step"])
+            tensors = (p, p.grad, state["exp_avg"], state["exp_avg_sq"], casts.get(id(p)))
+            addresses = (None if x is None else x.data_ptr() for x in tensors)
+            parameters.append(Parameter(*addresses, p.numel(), -(lr / (1 - beta1**n)), math.sqrt(1 - beta2**n)))
+        decayed = 1 - lr * group["weight_decay"]
+        run("step_adamw", parameters, Rates(self.factor, decayed, 1 - beta1, beta2, 1 - beta2, group["eps"]))
+        self.factor = 1.0
+        for part in parts:
+            part.count_as_cast()
+
+    def _live(self) -> list[Tensor]:
+        """Parameters that have a gradient, which lies as they do."""
+        live = [p for p in self.param_groups[0]["params"] if p.grad is not None]
+        for p in live:
+            p.grad = p.grad.contiguous()
+        return live
+
+    def _cast_along(self, live: Sequence[Tensor]) -> list[CastWeights]:
+        """Those of which a copy is kept in bf16 and every master is stepped."""
+        stepped = set(map(id, live))
+        bf16 = [part for part in self.casts if part.dtype == torch.bfloat16]
+        return [part for part in bf16 if part.copies() and all(id(p) in stepped for p, _ in part.copies())]
+
+    def _state(self, p: Tensor) -> dict[str, Tensor]:
+        state = self.state[p]
+        if not state:
+            state |= {"step": torch.zeros(()), "exp_avg": torch.zeros_like(p), "exp_avg_sq": torch.zeros_like(p)}
+        return state
+
+
+def run(name: str, parameters: Sequence[Parameter], into: Any) -> None:
+    """A function of the library, by this name in torch's profiler."""
+    array = (Parameter * len(parameters))(*parameters)
+    with record_function(name):
+        call(getattr(library(), name), array, len(parameters), into, torch.get_num_threads())
+
+
+def fits(parameters: Iterable[Tensor]) -> bool:
+    """Whether such parameters are stepped here, to torch's bits."""
+    wanted = ((p.device.type, p.dtype, p.is_contiguous(), p.numel() % VECTOR) for p in parameters)
+    return all(about == ("cpu", torch.float32, True, 0) for about in wanted) and here()
+
+
+@functools.cache
+def here() -> bool:
+    """Whether there is a library, and it has torch's bits."""
+    try:
+        library()
+    except (UnusableError, OSError):
+        return False
+    return has_bits_of_torch()
+
+
+# ---------------------------------------------------------------- the trial
+
+
+def has_bits_of_torch() -> bool:
+    """Of two steps, the first of which is clipped."""
+    ours, theirs = tried(), tried()
+    casts = CastWeights([(ours, "matrix")], torch.bfloat16)
+    one = OnePassAdamW(ours.parameters(), 0.1, weight_decay=0.1, casts=[casts])
+    other = AdamW(theirs.parameters(), 0.1, weight_decay=0.1, fused=True)
+    generator = torch.Generator().manual_seed(1)
+    for scale in (1.0, 0.001):
+        copy = casts.tensor_now()
+        for p, q in zip(ours.parameters(), theirs.parameters(), strict=True):
+            p.grad = torch.randn(p.shape, generator=generator) * scale
+            q.grad = p.grad.clone()
+        norms = one.clip(1.0), clip_grad_norm_(theirs.parameters(), 1.0)
+        one.step()
+        other.step()
+        pairs = [norms, (copy, ours.matrix.bfloat16()), *zip(ours.parameters(), theirs.parameters(), strict=True)]
+        if not all(torch.equal(*pair) for pair in pairs):
+            return False
+    return True
+
+
+def tried() -> Any:
+    """The parameters of the trial."""
+    module, generator = torch.nn.Module(), torch.Generator().manual_seed(0)
+    for name, size in {"matrix": (48, 560), "vector": (48,)}.items():
+        module.register_parameter(name, torch.nn.Parameter(torch.randn(size, generator=generator)))
+    return module
