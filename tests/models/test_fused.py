@@ -222,6 +222,36 @@ def test_rows_that_come_go_wait_are_told_something_and_make_room():
     run(batches, 3)
 
 
+GAPS = {
+    "a token": lambda batch: batch.step(torch.arange(5)),
+    "a token of some": lambda batch: batch.step(torch.arange(5), torch.tensor([True, False, True, True, False]))[::3],
+    "more tokens than there is room for": lambda batch: torch.cat([batch.step(torch.arange(5)) for _ in range(40)]),
+    "prompts": lambda batch: batch.admit(prompts(30, 4, start=5), 3),
+    "told something": lambda batch: turns.extend(batch, torch.tensor([1, 4]), [[5, 6, 7], [8]]),
+    "aside and back": lambda batch: turns.bring_back(batch, turns.set_aside(batch, [1, 3])) or torch.zeros(0),
+    "one row": lambda batch: batch.keep(torch.tensor([3])) or torch.zeros(0),
+}
+
+
+@pytest.mark.parametrize("then", GAPS)
+def test_rows_leave_gaps_until_half_have_left_or_others_come(then):
+    batches = pair(rows=20)
+    admit(batches, 3, 18, copies=4)
+    run(batches, 3)
+    caches = [batch.caches[0].keys for batch in batches]
+    for rows in ([1, 2, 3, 4, 5, 7], [0, 2, 3, 4, 5]):  # with one row left the first prompt is still there
+        for batch in batches:
+            batch.keep(torch.tensor(rows))
+        run(batches, 2)
+    assert [cache is batch.caches[0].keys for cache, batch in zip(caches, batches, strict=True)] == [False, True]
+    both(batches, GAPS[then])
+    run(batches, 2)
+    for batch in batches:
+        batch.keep(torch.tensor([0]))
+    run(batches, 2)
+    assert [batch.caches[0].keys.shape[1] for batch in batches] == [1, 1]
+
+
 @pytest.mark.parametrize(("length", "own"), [(600, 3), (1100, 2), (20, 540)])
 def test_texts_longer_than_what_is_added_up_together(monkeypatch, length, own):
     batches = pair(rows=2)

@@ -10,7 +10,6 @@ H query heads, K key heads, d head size, V vocabulary.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import cached_property
 
 import torch
@@ -18,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from pellucid.models.attention import attend
+from pellucid.models.cache import Cache, Pair, joined
 from pellucid.models.decoder import Decoder, Weights, after_attention, heads_of, linear, prepacked
 from pellucid.models.elementwise import norm
 from pellucid.models.family import Shape
@@ -27,24 +27,10 @@ from pellucid.models.masters import Matrix
 from pellucid.models.operators import rounded_softmax, widened, widens
 from pellucid.models.packed import LANES, bias_of, in_line, in_rows, nearby, prompt_rows, roomy
 
-Pair = tuple[Tensor, Tensor]
-"""Keys and values of one layer."""
 GROWTH = 2 * LANES
 """Tokens of room by which a full cache grows."""
 FURTHER = 256
 """Positions whose angles are computed at a time."""
-
-
-@dataclass
-class Cache:
-    """Keys and values of one layer. Products read the whole room: a slice of it would be copied first on the CPU."""
-
-    prompt_keys: Tensor
-    """[K, P, S, d]"""
-    prompt_values: Tensor
-    keys: Tensor
-    """[K, n, room >= T, d]: of the tokens that each row has generated, 0 behind them."""
-    values: Tensor
 
 
 class DecodeBatch:
@@ -73,6 +59,8 @@ class DecodeBatch:
         """[n]"""
         self.generated = torch.zeros(0, dtype=torch.long)
         """[n] tokens of each row in the cache."""
+        self.places = torch.zeros(0, dtype=torch.long)
+        """[n] where each row stands in the cache, ascending."""
         self.graphs = Graphs()
 
     @cached_property
@@ -88,6 +76,7 @@ class DecodeBatch:
     @torch.no_grad()
     def admit(self, prompts: Sequence[Sequence[int]], copies: int) -> Tensor:
         """Add `copies` rows for each prompt. Return logits [len(prompts) * copies, V] of their first tokens."""
+        self.compact()
         lengths = torch.tensor([len(ids) for ids in prompts])
         read, logits = self._read_fused(prompts, lengths) if self.reads_fused() else self._read_prompts(prompts)
         for cache, (keys, values) in zip(self.caches, read, strict=True):
@@ -101,6 +90,7 @@ class DecodeBatch:
         self.prompt_names += range(self.admitted, self.admitted + len(prompts))
         self.admitted += len(prompts)
         self.generated = torch.cat([self.generated, self.generated.new_zeros(len(prompts) * copies)])
+        self.places = torch.arange(len(self.generated))
         self.seat()
         return logits.repeat_interleave(copies, 0)
 
@@ -156,8 +146,9 @@ class DecodeBatch:
         if int(self.generated.max()) == self.caches[0].keys.shape[2]:
             self.grow()
         if self.fused:
-            each = torch.arange(len(tokens))
-            at = Places(each, self.generated, self.prompt_of, self.prompt_lengths, each)
+            prompts = self.prompt_of.new_zeros(self.caches[0].keys.shape[1])
+            prompts[self.places] = self.prompt_of
+            at = Places(self.places, self.generated, prompts, self.prompt_lengths, torch.arange(len(tokens)))
             logits = self.read_places(tokens, at, self.all_caches())
         elif self.decoder.recordable is False:
             logits = self.by_operators(tokens)
@@ -200,24 +191,31 @@ class DecodeBatch:
         return self.logits(hidden, self.weights.head)
 
     def keep(self, rows: Tensor) -> None:
-        """Drop all other rows than these, [<= n] ascending, on the CPU, and compact the cache; prompts without rows go,
-        too.
-        """
-        used, self.prompt_of = self.prompt_of[rows].unique(return_inverse=True)
+        """Drop all other rows than these, [<= n] ascending, on the CPU."""
+        self.places, self.generated, self.prompt_of = (x[rows] for x in (self.places, self.generated, self.prompt_of))
+        if self.fused and 2 * len(rows) > self.caches[0].keys.shape[1]:
+            self.take_lengths()
+        else:
+            self.compact()
+
+    def compact(self) -> None:
+        """Close the gaps that rows have left in the cache; prompts without rows go, too. Fused steps pass them over."""
+        if len(self.places) == self.caches[0].keys.shape[1]:
+            return
+        used, self.prompt_of = self.prompt_of.unique(return_inverse=True)
         self.prompt_names = [self.prompt_names[p] for p in used.tolist()]
-        self.generated, self.prompt_lengths = self.generated[rows], self.prompt_lengths[used]
+        self.prompt_lengths = self.prompt_lengths[used]
         size = roomy(int(self.prompt_lengths.max())) if len(used) else 0
-        room = roomy(int(self.generated.max()), GROWTH) if len(rows) else 0
-        rows, used = rows.to(self.decoder.device), used.to(self.decoder.device)
+        room = roomy(int(self.generated.max()), GROWTH) if len(self.places) else 0
+        rows, used = self.places.to(self.decoder.device), used.to(self.decoder.device)
         for cache in self.caches:
-            cache.keys, cache.values = (x[:, :, :room].index_select(1, rows) for x in (cache.keys, cache.values))
-            cache.prompt_keys, cache.prompt_values = (
-                x[:, :, :size].index_select(1, used) for x in (cache.prompt_keys, cache.prompt_values)
-            )
+            cache.keep(rows, room, used, size)
+        self.places = torch.arange(len(rows))
         self.seat()
 
     def grow(self) -> None:
         """Make room for GROWTH more tokens of each row; for half as many again where each growth costs a graph."""
+        self.compact()
         room = self.caches[0].keys.shape[2]
         more = GROWTH if self.decoder.recordable is False else max(GROWTH, roomy(room // 2, GROWTH))
         for cache in self.caches:
@@ -291,9 +289,3 @@ class DecodeBatch:
     def logits(self, hidden: Tensor, head: Matrix) -> Tensor:
         last = norm(hidden, self.plain.norm, self.decoder.shape.eps, self.decoder.dtype)
         return widened(last, head.tensor) if widens(last) else linear(last, head.tensor)
-
-
-def joined(one: Tensor, other: Tensor) -> Tensor:
-    """[K, P, S, d] and [K, Q, R, d] -> [K, P + Q, max(S, R), d] in the dtype of the first."""
-    length = max(one.shape[2], other.shape[2])
-    return torch.cat([F.pad(x.to(one.dtype), (0, 0, 0, length - x.shape[2])) for x in (one, other)], 1)

@@ -13,8 +13,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from pellucid.models.attention import attend
+from pellucid.models.cache import Pair, joined
 from pellucid.models.decoder import after_attention, heads_of
-from pellucid.models.decoding import GROWTH, DecodeBatch, Pair, joined
+from pellucid.models.decoding import GROWTH, DecodeBatch
 from pellucid.models.fused import Places
 from pellucid.models.packed import Rows, bias_of, in_line, in_rows, nearby, roomy, rows_at
 
@@ -22,6 +23,7 @@ from pellucid.models.packed import Rows, bias_of, in_line, in_rows, nearby, room
 @torch.no_grad()
 def extend(batch: DecodeBatch, rows: Tensor, tokens: Sequence[Sequence[int]]) -> Tensor:
     """Append several tokens to each of these rows [r], on the CPU. Return logits [r, V] behind them."""
+    batch.compact()
     lengths = torch.tensor([len(ids) for ids in tokens])
     while int((batch.generated[rows] + lengths).max()) > batch.caches[0].keys.shape[2]:
         batch.grow()
@@ -90,6 +92,7 @@ class Aside:
 
 def set_aside(batch: DecodeBatch, rows: Sequence[int]) -> list[Aside]:
     """Return what the batch holds of these rows, so that it need not keep them."""
+    batch.compact()
     prompts = batch.prompt_of.tolist()
     of_prompts = {p: layers_of(batch, p, int(batch.prompt_lengths[p])) for p in {prompts[row] for row in rows}}
     return [Aside(batch.prompt_names[prompts[row]], of_prompts[prompts[row]], own_layers(batch, row)) for row in rows]
@@ -109,6 +112,7 @@ def own_layers(batch: DecodeBatch, row: int) -> list[Pair]:
 
 def bring_back(batch: DecodeBatch, rows: Sequence[Aside]) -> None:
     """Add rows that were set aside, behind the others, as they were."""
+    batch.compact()
     for row in rows:
         if row.prompt not in batch.prompt_names:
             add_prompt(batch, row)
@@ -119,6 +123,7 @@ def bring_back(batch: DecodeBatch, rows: Sequence[Aside]) -> None:
     lengths = batch.generated.new_tensor([row.own[0][0].shape[1] for row in rows])
     batch.prompt_of = torch.cat([batch.prompt_of, prompts])
     batch.generated = torch.cat([batch.generated, lengths])
+    batch.places = torch.arange(len(batch.generated))
     batch.seat()
 
 

@@ -31,7 +31,6 @@ class Trainable(Shardable, Protocol):
     """The part of a policy that a runtime needs."""
 
     dtype: torch.dtype
-    decoder: Decoder | None
 
     def score(self, batch: Batch) -> Scores: ...
     def trainable(self) -> dict[str, Tensor]: ...
@@ -45,8 +44,9 @@ def build(cfg: AdamWConfig, policy: Trainable) -> torch.optim.Optimizer:
     facts = {"lr": cfg.lr, "betas": cfg.betas, "eps": cfg.eps, "weight_decay": cfg.weight_decay}
     if cfg.offload and not policy.sharded:
         return OffloadedAdamW(parameters, **facts, masters=list(policy.masters().values()))
-    if not policy.sharded and one_pass.fits(parameters):
-        return OnePassAdamW(parameters, **facts, casts=policy.decoder.cast_weights() if policy.decoder else [])
+    if one_pass.fits(parameters):
+        decoders = [module for module in policy.module.modules() if isinstance(module, Decoder)]
+        return OnePassAdamW(parameters, **facts, casts=[part for each in decoders for part in each.cast_weights()])
     return torch.optim.AdamW(parameters, **facts, fused=policy.device.type != "mps")
 
 
