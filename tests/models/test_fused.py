@@ -200,6 +200,17 @@ def test_however_many_threads(threads):
         torch.set_num_threads(before)
 
 
+def test_rows_beyond_those_that_are_multiplied_at_once_have_the_same_bits():
+    """With AMX weights are read again for them, some outputs at a time: here a thread has more than are read at once."""
+    decoder = fusing.small()
+    several, few = (DecodeBatch(decoder, rows, fusing.maker(decoder)) for rows in (40, 8))
+    expected = few.admit(prompts(5), 8)
+    assert torch.equal(several.admit(prompts(5), 40), expected.repeat(5, 1))
+    for step in range(3):
+        tokens = torch.arange(8) + 8 * step
+        assert torch.equal(several.step(tokens.repeat(5)), few.step(tokens).repeat(5, 1))
+
+
 def test_rows_that_come_go_wait_are_told_something_and_make_room():
     batches = pair(rows=20)
     admit(batches, 3, 18, copies=4)

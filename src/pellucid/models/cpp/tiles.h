@@ -7,7 +7,8 @@
 #pragma once
 #include "vectors.h"
 
-constexpr int64_t TILE = 512;  // numbers of a tile in bf16
+constexpr int64_t TILE = 512;       // numbers of a tile in bf16
+constexpr int64_t AGAIN = 1 << 18;  // of weights that are read again from the second cache, for further rows
 
 // The tiles of a thread: 0 to 3 are sums, 4 and 5 the left of a product, 6 and 7 the right. Sums and the left have R rows.
 struct Tiling {
@@ -59,7 +60,7 @@ struct Tiles {
     for (int i = 8 * quarter; i < 8 * quarter + 8; i++) _mm_prefetch((const char *)(tiles + 4 * TILE) + i * 64, _MM_HINT_T0);
 }
 
-// sums [2R, 32] = one or two groups of R rows times a block.
+// sums [2R, 32] = one or two groups of R rows times a block. Weights must not take the rows' place in the first cache.
 static void product(const Tiles &x, int64_t group, bool two, const bf16 *block, float *sums) {
     _tile_zero(0);
     _tile_zero(1);
@@ -68,8 +69,8 @@ static void product(const Tiles &x, int64_t group, bool two, const bf16 *block, 
     for (int64_t k = 0; k < x.width; k += Tiles::INPUTS) {
         const bf16 *weights = block + k * BLOCK;
         fetch_quarter(weights, 0);
-        _tile_loadd(6, weights, 2 * BLOCK * sizeof(bf16));
-        _tile_loadd(7, weights + BLOCK, 2 * BLOCK * sizeof(bf16));
+        _tile_stream_loadd(6, weights, 2 * BLOCK * sizeof(bf16));
+        _tile_stream_loadd(7, weights + BLOCK, 2 * BLOCK * sizeof(bf16));
         _tile_loadd(4, x.at(group, k), Tiles::INPUTS * sizeof(bf16));
         fetch_quarter(weights, 1);
         _tile_dpbf16ps(0, 4, 6);
@@ -95,12 +96,14 @@ static void multiply(const Tiles &x, const bf16 *weight, int64_t outputs, int64_
     alignas(64) float sums[2 * Tiles::ROWS * BLOCK];
     const Tiling tiling(x.rows);
     const Share mine((outputs + BLOCK - 1) / BLOCK, thread, team);
-    for (int64_t block = mine.from; block < mine.to; block++)
-        for (int64_t group = 0; group < x.count; group += 2) {
-            product(x, group, group + 1 < x.count, weight + block * x.width * BLOCK, sums);
-            for (int64_t r = 0; r < std::min(2 * x.rows, n - group * x.rows); r++)
-                then(group * x.rows + r, block * BLOCK, sums + r * BLOCK);
-        }
+    const int64_t panel = x.count > 2 ? std::max<int64_t>(1, AGAIN / (x.width * BLOCK)) : 1;
+    for (int64_t first = mine.from; first < mine.to; first += panel)
+        for (int64_t group = 0; group < x.count; group += 2)
+            for (int64_t block = first; block < std::min(first + panel, mine.to); block++) {
+                product(x, group, group + 1 < x.count, weight + block * x.width * BLOCK, sums);
+                for (int64_t r = 0; r < std::min(2 * x.rows, n - group * x.rows); r++)
+                    then(group * x.rows + r, block * BLOCK, sums + r * BLOCK);
+            }
 }
 
 // Queries [16, d] -> pairs [d / 2][16], the right of a product; what stands in columns that are no query's is not looked at.
