@@ -201,7 +201,7 @@ def test_however_many_threads(threads):
 
 
 def test_rows_beyond_those_that_are_multiplied_at_once_have_the_same_bits():
-    """With AMX weights are read again for them, some outputs at a time: here a thread has more than are read at once."""
+    """With AMX weights are read again for them, some outputs at a time; here a thread has more than that."""
     decoder = fusing.small()
     several, few = (DecodeBatch(decoder, rows, fusing.maker(decoder)) for rows in (40, 8))
     expected = few.admit(prompts(5), 8)
