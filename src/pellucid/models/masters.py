@@ -19,7 +19,8 @@ from pellucid.models.sums import sums_over_tokens
 
 OTHER_POLICY = "the checkpoint was made with another policy.model or policy.lora: resume with the same"
 _optimizer_steps = 0
-"""Of every optimizer of this process: torch's fused ones change parameters without counting their versions."""
+"""Of every optimizer of this process, also the one that is being taken: torch's fused ones change parameters without
+counting their versions."""
 
 
 def _count_step(*_: object) -> None:
