@@ -65,8 +65,9 @@ class OnePassAdamW(Optimizer):
     @torch.no_grad()
     def clip(self, limit: float) -> Tensor:
         """The norm of all gradients together. The next step multiplies them as torch's clip_grad_norm_ does."""
-        live, norms = self._live(), torch.empty(len(self._live()))
-        run("gradient_norms", [Parameter(grad=p.grad.data_ptr(), size=p.numel()) for p in live], norms)
+        live = self._live()
+        norms = torch.empty(len(live))
+        run("gradient_norms", [Parameter(grad=grad.data_ptr(), size=grad.numel()) for _, grad in live], norms)
         norm = torch.linalg.vector_norm(norms)
         self.factor = float((limit / (norm + 1e-6)).clamp(max=1.0))
         return norm
@@ -76,14 +77,14 @@ class OnePassAdamW(Optimizer):
         assert closure is None
         [group], live = self.param_groups, self._live()
         (beta1, beta2), lr = group["betas"], group["lr"]
-        parts = self._cast_along(live)
+        parts = self._cast_along([p for p, _ in live])
         casts = {id(p): copy for part in parts for p, copy in part.copies()}
         parameters = []
-        for p in live:
+        for p, grad in live:
             state = self._state(p)
             state["step"] += 1
             n = float(state["step"])
-            tensors = (p, p.grad, state["exp_avg"], state["exp_avg_sq"], casts.get(id(p)))
+            tensors = (p, grad, state["exp_avg"], state["exp_avg_sq"], casts.get(id(p)))
             addresses = (None if x is None else x.data_ptr() for x in tensors)
             parameters.append(Parameter(*addresses, p.numel(), -(lr / (1 - beta1**n)), math.sqrt(1 - beta2**n)))
         decayed = 1 - lr * group["weight_decay"]
@@ -92,12 +93,9 @@ class OnePassAdamW(Optimizer):
         for part in parts:
             part.count_as_cast()
 
-    def _live(self) -> list[Tensor]:
-        """Parameters that have a gradient, which lies as they do."""
-        live = [p for p in self.param_groups[0]["params"] if p.grad is not None]
-        for p in live:
-            p.grad = p.grad.contiguous()
-        return live
+    def _live(self) -> list[tuple[Tensor, Tensor]]:
+        """Parameters that have a gradient, and their gradients, which lie as they do."""
+        return [(p, p.grad.contiguous()) for p in self.param_groups[0]["params"] if p.grad is not None]
 
     def _cast_along(self, live: Sequence[Tensor]) -> list[CastWeights]:
         """Those of which a copy is kept in bf16 and every master is stepped."""
