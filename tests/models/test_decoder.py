@@ -29,12 +29,12 @@ from conftest import (
     tiny_gpt2,
 )
 from pellucid.algorithm.batch import collate
-from pellucid.models import attention
+from pellucid.models import attention, kernels, operators
 from pellucid.models import decoder as decoders
 from pellucid.models.attention import attend
-from pellucid.models.decoder import Decoder, after_attention, linear
+from pellucid.models.decoder import Decoder, after_attention, heads_of, linear
 from pellucid.models.decoding import DecodeBatch
-from pellucid.models.elementwise import gated, norm, rotated
+from pellucid.models.elementwise import added_norm, gated, norm, rotated
 from pellucid.models.family import fallback_reason, longest, rotary_frequencies, sliding_layers
 from pellucid.models.masters import Matrix, embedded
 from pellucid.models.packed import hidden_states
@@ -99,7 +99,12 @@ def test_gradients_are_those_of_plain_autograd(name, recompute):
 
 def test_recomputing_keeps_only_the_residual_stream_of_a_layer(monkeypatch):
     calls = []
-    counted = decoders.PLAIN._replace(after=lambda *a: calls.append(1) or after_attention(*a))
+
+    def before(layer, stream, rotary, shape):
+        assert stream.more is None  # it would be kept, too
+        return heads_of(layer, stream, rotary, shape)
+
+    counted = decoders.Pieces(before, lambda *a: calls.append(1) or after_attention(*a))
     monkeypatch.setattr("pellucid.policy.policy.PLAIN", counted)
     policy = Policy(model_of("llama"), character_tokenizer(), gradient_checkpointing=True)
     policy.score(batch_of()).logprobs.sum().backward()
@@ -198,6 +203,8 @@ def test_elementwise_backward_passes_are_those_of_numerical_differences():
     sin[..., 3:] = -sin[..., :3]
     x, w = hidden.requires_grad_(), weight.requires_grad_()
     assert torch.autograd.gradcheck(lambda x, w: norm(x, w, 1e-2, torch.float64), (x, w))
+    more = torch.randn(3, 4, 6, dtype=torch.float64).requires_grad_()
+    assert torch.autograd.gradcheck(lambda x, y, w: added_norm(x, y, w, 1e-2, torch.float64), (x, more, w))
     assert torch.autograd.gradcheck(lambda x: rotated(x, cos, sin), (x,))
     assert torch.autograd.gradcheck(lambda x: gated(x.flatten(1)), (x,))
 
@@ -207,6 +214,8 @@ def test_elementwise_without_gradient_is_the_same_number():
     cos, sin = torch.randn(2, 5, 1, 6).bfloat16()
     calls = (
         lambda: norm(x, weight, 1e-5, torch.bfloat16),
+        lambda: added_norm(x.float(), x, weight, 1e-5, torch.bfloat16)[0],
+        lambda: added_norm(x.float(), x, weight, 1e-5, torch.bfloat16)[1],
         lambda: rotated(x, cos, sin),
         lambda: gated(x.flatten(1)),
     )
@@ -591,9 +600,9 @@ def test_a_layer_whose_parameters_lie_in_two_processes_computes_the_same(tmp_pat
 def test_the_residual_stream_is_in_fp32_whatever_is_computed_in():
     seen = set()
 
-    def before(layer, hidden, rotary, shape):
-        seen.add(hidden.dtype)
-        return decoders.PLAIN.before(layer, hidden, rotary, shape)
+    def before(layer, stream, rotary, shape):
+        seen.update((stream.hidden.dtype, stream.whole().dtype))
+        return decoders.PLAIN.before(layer, stream, rotary, shape)
 
     def after(layer, hidden, attended, shape):
         seen.add(hidden.dtype)
@@ -611,6 +620,11 @@ def test_a_norm_in_bf16_rounds_once():
     exact = x.double() / x.double().square().mean(-1, keepdim=True).sqrt() * weight.double()
     assert (norm(x, weight, 0.0, torch.bfloat16) != exact.bfloat16()).double().mean() < 0.01
     assert (norm(x.bfloat16(), weight, 0.0, torch.bfloat16) != exact.bfloat16()).double().mean() > 0.2
+    more = torch.randn(50, 64).bfloat16()
+    for by in (operators, *filter(None, [kernels.here()[0]])):  # the sum of both is not rounded
+        together, ours = by.added_norm(x - more, more, weight, 0.0)
+        torch.testing.assert_close(together, x)
+        assert (ours != exact.bfloat16()).double().mean() < 0.01
 
 
 def test_angles_are_exact_far_out():

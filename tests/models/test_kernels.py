@@ -23,13 +23,16 @@ def noise(*shape, seed=0, dtype=BF16):
 
 def layer_work(n, width):
     """Each function of a layer, and tensors for it."""
-    x, weight, heads = noise(n, width, dtype=torch.float32), noise(width, dtype=torch.float32), noise(n, 5, 2 * width)
+    x, weight = noise(n, 2 * width, dtype=torch.float32), noise(2 * width, dtype=torch.float32)
+    more, grad, heads = noise(n, 2 * width, seed=1), noise(n, 2 * width, seed=2), noise(n, 5, 2 * width)
     keys = -(-width // 16) * 16
     bias = torch.zeros(n, 1, 3, keys, dtype=BF16).masked_fill_(noise(n, 1, 3, keys, seed=1) > 2, -torch.inf)
     scores = noise(n, 2, 6, keys)
     return {
         "norm": (x, weight, 1e-5, BF16),
-        "norm_backward": (x, weight, 1e-5, noise(n, width, seed=2)),
+        "norm_backward": (x, weight, 1e-5, grad),
+        "added_norm": (x, more, weight, 1e-5),
+        "added_norm_backward": (x, weight, 1e-5, noise(n, 2 * width, seed=3, dtype=torch.float32), grad),
         "rotated": (heads[:, :3], noise(n, 1, 2 * width), noise(n, 1, 2 * width, seed=3)),
         "rotated_back": (heads[:, 1:4], noise(n, 1, 2 * width), noise(n, 1, 2 * width, seed=3)),
         "gated": (noise(n, 2 * width),),
@@ -92,10 +95,10 @@ def test_of_equals_the_first_is_the_likeliest_and_without_numbers_a_token_is_dra
     assert total[1:].isnan().all()
 
 
-@pytest.mark.parametrize("width", [560, 4112, 8208])
-def test_norms_of_any_width_add_up_as_torch_does(width):
+@pytest.mark.parametrize(("n", "width"), [(3, 544), (3, 4128), (3, 8224), (256, 96), (5000, 64), (600_000, 32)])
+def test_norms_of_any_size_add_up_as_torch_does(n, width):
     found = kernels.here()[0]
-    x, weight, grad = noise(3, width, dtype=torch.float32), noise(width, dtype=torch.float32), noise(3, width, seed=1)
+    x, weight, grad = noise(n, width, dtype=torch.float32), noise(width, dtype=torch.float32), noise(n, width, seed=1)
     assert torch.equal(found.norm(x, weight, 1e-6, BF16), operators.norm(x, weight, 1e-6, BF16))
     ours, theirs = (by.norm_backward(x, weight, 1e-6, grad) for by in (found, operators))
     assert all(map(torch.equal, ours, theirs))
@@ -111,6 +114,15 @@ def test_what_is_not_fit_goes_by_the_operators():
         assert fitting(forward_ad.make_dual(x, x), BF16, 32) is None
     for half_norm in (noise(4, 32, dtype=BF16), noise(4, 32, dtype=torch.float16)):
         assert elementwise.way_to_norm(half_norm, BF16) is operators
+
+
+@torch.no_grad()
+def test_what_is_added_to_a_stream_may_have_a_forward_mode_gradient():
+    x, more, weight = noise(4, 32, dtype=torch.float32), noise(4, 32), noise(32, dtype=torch.float32)
+    with forward_ad.dual_level():
+        out = elementwise.added_norm(x, forward_ad.make_dual(more, more), weight, 1e-5, BF16)
+        assert torch.equal(forward_ad.unpack_dual(out[0]).tangent, more.float())
+        assert forward_ad.unpack_dual(out[1]).tangent is not None
 
 
 # ---------------------------------------------------------------- the head

@@ -24,7 +24,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers import AutoConfig
 
 from pellucid.models import products
-from pellucid.models.elementwise import gated, norm, rotated
+from pellucid.models.elementwise import added_norm, gated, norm, rotated
 from pellucid.models.family import Shape, fallback_reason, rotary_frequencies, shape_of
 from pellucid.models.masters import CastWeights, JoinedLinear, Matrix, Parts, Trained, TrainedLinear
 from pellucid.models.operators import unrounded
@@ -91,13 +91,27 @@ def places_of(block: nn.Module, sources: Sequence[str]) -> list[tuple[nn.Module,
 
 Heads = tuple[Tensor, Tensor, Tensor]
 """Queries [N, H, d], keys and values [N, K, d] of N tokens."""
+Rotary = tuple[Tensor, Tensor]
+"""cos and sin, [N, 1, d] each, the first half of the sines negative."""
+
+
+class Stream(NamedTuple):
+    """The residual stream between layers."""
+
+    hidden: Tensor
+    """[N, D]"""
+    more: Tensor | None = None
+    """[N, D] in the compute dtype: what the last layer adds to it, in the pass over memory that norms their sum."""
+
+    def whole(self) -> Tensor:
+        return self.hidden if self.more is None else self.hidden + self.more
 
 
 class Pieces(NamedTuple):
     """The parts of a layer that work on single tokens, before and after its attention."""
 
-    before: Callable[..., Heads]
-    after: Callable[..., Tensor]
+    before: Callable[..., tuple[Tensor, Heads]]
+    after: Callable[..., Stream]
 
 
 class DecoderLayer(nn.Module):
@@ -120,26 +134,24 @@ class DecoderLayer(nn.Module):
 
     def forward(
         self,
-        hidden: Tensor,
-        rotary: tuple[Tensor, Tensor],
+        stream: Stream,
+        rotary: Rotary,
         attention: Callable[[Heads], Tensor],
         pieces: Pieces,
         recompute: bool,
-    ) -> Tensor:
-        """Hidden states [N, D] -> those behind this layer. `attention` is [N, H d] of what the heads read.
+    ) -> Stream:
+        """Hidden states -> those behind this layer. `attention` is [N, H d] of what the heads read.
 
         recompute: keep only the residual stream for the backward pass.
         """
         if recompute:
-            return checkpoint(self._through, hidden, rotary, attention, pieces, use_reentrant=False)
-        return self._through(hidden, rotary, attention, pieces)
+            return checkpoint(self._through, Stream(stream.whole()), rotary, attention, pieces, use_reentrant=False)
+        return self._through(stream, rotary, attention, pieces)
 
-    def _through(
-        self, hidden: Tensor, rotary: tuple[Tensor, Tensor], attention: Callable[[Heads], Tensor], pieces: Pieces
-    ) -> Tensor:
+    def _through(self, stream: Stream, rotary: Rotary, attention: Callable[[Heads], Tensor], pieces: Pieces) -> Stream:
         weights = self.weights()
-        attended = attention(pieces.before(weights, hidden, rotary, self.shape))
-        return pieces.after(weights, hidden, attended, self.shape)
+        hidden, heads = pieces.before(weights, stream, rotary, self.shape)
+        return pieces.after(weights, hidden, attention(heads), self.shape)
 
 
 class Decoder(nn.Module):
@@ -190,8 +202,8 @@ class Decoder(nn.Module):
         embedding, norm, head = self.around()
         return Weights(embedding, [layer.weights() for layer in self.layers], norm, head)
 
-    def rotary(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """cos and sin, [N, 1, d] each, for positions [N]; the first half of the sines negative."""
+    def rotary(self, positions: Tensor) -> Rotary:
+        """Of positions [N]."""
         angles = (positions[:, None] * self.frequencies)[:, None]
         cos, sin = angles.cos().to(self.dtype), angles.sin().to(self.dtype)
         return torch.cat([cos, cos], -1), torch.cat([-sin, sin], -1)
@@ -200,8 +212,9 @@ class Decoder(nn.Module):
 # ---------------------------------------------------------------- what a layer computes
 
 
-def heads_of(layer: LayerWeights, hidden: Tensor, rotary: tuple[Tensor, Tensor], shape: Shape) -> Heads:
-    x = norm(hidden, layer.attention_norm, shape.eps, layer.attention_out.dtype)
+def heads_of(layer: LayerWeights, stream: Stream, rotary: Rotary, shape: Shape) -> tuple[Tensor, Heads]:
+    """The whole stream [N, D], and what the heads of this layer make of it."""
+    hidden, x = added_norm(*stream, layer.attention_norm, shape.eps, layer.attention_out.dtype)
     heads = linear(x, layer.qkv, layer.qkv_bias).unflatten(-1, (-1, shape.head_size))
     turning, value = heads.split([shape.heads + shape.key_heads, shape.key_heads], -2)
     if layer.query_norm is not None and layer.key_norm is not None:
@@ -209,14 +222,14 @@ def heads_of(layer: LayerWeights, hidden: Tensor, rotary: tuple[Tensor, Tensor],
         query = norm(query, layer.query_norm, shape.eps, heads.dtype)
         turning = torch.cat([query, norm(key, layer.key_norm, shape.eps, heads.dtype)], -2)
     query, key = rotated(turning, *rotary).split([shape.heads, shape.key_heads], -2)
-    return query, key, value
+    return hidden, (query, key, value)
 
 
-def after_attention(layer: LayerWeights, hidden: Tensor, attended: Tensor, shape: Shape) -> Tensor:
-    """[N, D] of the next layer, from what the heads of this one have read, [N, H d]."""
-    hidden = hidden + linear(attended, layer.attention_out, layer.attention_out_bias)
-    x = norm(hidden, layer.mlp_norm, shape.eps, layer.down.dtype)
-    return hidden + linear(gated(linear(x, layer.gate_up, layer.gate_up_bias)), layer.down, layer.down_bias)
+def after_attention(layer: LayerWeights, hidden: Tensor, attended: Tensor, shape: Shape) -> Stream:
+    """The stream of the next layer, from what the heads of this one have read, [N, H d]."""
+    read = linear(attended, layer.attention_out, layer.attention_out_bias)
+    hidden, x = added_norm(hidden, read, layer.mlp_norm, shape.eps, layer.down.dtype)
+    return Stream(hidden, linear(gated(linear(x, layer.gate_up, layer.gate_up_bias)), layer.down, layer.down_bias))
 
 
 PLAIN = Pieces(heads_of, after_attention)

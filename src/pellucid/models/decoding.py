@@ -18,7 +18,7 @@ from torch import Tensor
 
 from pellucid.models.attention import attend
 from pellucid.models.cache import Cache, Pair, joined
-from pellucid.models.decoder import Decoder, Weights, after_attention, heads_of, linear, prepacked
+from pellucid.models.decoder import Decoder, Stream, Weights, after_attention, heads_of, linear, prepacked
 from pellucid.models.elementwise import norm
 from pellucid.models.family import Shape
 from pellucid.models.fused import Four, Fused, Places, unfit
@@ -115,16 +115,17 @@ class DecodeBatch:
         """The same by torch's operators."""
         rows, lengths = prompt_rows(prompts, self.decoder.dtype, self.decoder.device)
         shape, rotary = self.decoder.shape, self.decoder.rotary(rows.positions)
-        hidden, read = self.embedded(rows.ids), []
+        stream, read = Stream(self.embedded(rows.ids)), []
         steps = torch.arange(rows.bias.shape[-1], device=self.decoder.device)[None]
         near = nearby(rows.bias, steps, steps, shape.window) if any(shape.slides) else rows.bias
         for layer, slides in zip(self.plain.layers, shape.slides, strict=True):
-            query, key, value = (in_rows(x, rows) for x in heads_of(layer, hidden, rotary, shape))
+            hidden, heads = heads_of(layer, stream, rotary, shape)
+            query, key, value = (in_rows(x, rows) for x in heads)
             attended = attend(query, key, value, near if slides else rows.bias)
-            hidden = after_attention(layer, hidden, in_line(attended, rows), shape)
+            stream = after_attention(layer, hidden, in_line(attended, rows), shape)
             read.append((key.transpose(0, 1), value.transpose(0, 1)))
-        last = (lengths.cumsum(0) - 1).to(hidden.device)
-        return read, self.logits(hidden[last], self.plain.head)
+        last = (lengths.cumsum(0) - 1).to(self.decoder.device)
+        return read, self.logits(stream.whole()[last], self.plain.head)
 
     def _empty(self, rows: int, size: int) -> Tensor:
         """Keys or values [K, rows, size, d] of nothing."""
@@ -183,12 +184,12 @@ class DecodeBatch:
     def by_operators(self, tokens: Tensor) -> Tensor:
         """Logits [n, V] behind these tokens [n], whose keys and values are put in the cache."""
         shape, place, biases = self.decoder.shape, self._place(), self._biases()
-        hidden, rotary = self.embedded(tokens), self.decoder.rotary(self.starts + self.read)
+        stream, rotary = Stream(self.embedded(tokens)), self.decoder.rotary(self.starts + self.read)
         for layer, cache, bias in zip(self.weights.layers, self.caches, biases, strict=True):
-            query, key, value = heads_of(layer, hidden, rotary, shape)
+            hidden, (query, key, value) = heads_of(layer, stream, rotary, shape)
             cache.keys[place], cache.values[place] = key.transpose(0, 1), value.transpose(0, 1)
-            hidden = after_attention(layer, hidden, self._read(query, cache, bias), shape)
-        return self.logits(hidden, self.weights.head)
+            stream = after_attention(layer, hidden, self._read(query, cache, bias), shape)
+        return self.logits(stream.whole(), self.weights.head)
 
     def keep(self, rows: Tensor) -> None:
         """Drop all other rows than these, [<= n] ascending, on the CPU."""

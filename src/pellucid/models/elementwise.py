@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from pellucid.models import operators
-from pellucid.models.kernels import Kernels, way
+from pellucid.models.kernels import Kernels, fitting, way
 
 
 def norm(x: Tensor, weight: Tensor, eps: float, dtype: torch.dtype) -> Tensor:
@@ -23,8 +23,18 @@ def norm(x: Tensor, weight: Tensor, eps: float, dtype: torch.dtype) -> Tensor:
     return way_to_norm(x, dtype).norm(x, weight, eps, dtype)
 
 
+def added_norm(x: Tensor, more: Tensor | None, weight: Tensor, eps: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """x + more [N, D], and RMSNorm of it in `dtype`, which is that of `more`."""
+    if more is None:
+        return x, norm(x, weight, eps, dtype)
+    if torch.is_grad_enabled():
+        return AddedNorm.apply(x, more, weight, eps, dtype)  # pyright: ignore[reportReturnType]
+    by = way_to_norm(x, dtype) if fitting(more, dtype) else operators
+    return by.added_norm(x, more, weight, eps)
+
+
 def way_to_norm(x: Tensor, dtype: torch.dtype) -> Kernels | ModuleType:
-    return way(x, dtype, x.shape[-1]) if x.dtype == torch.float32 else operators
+    return way(x, dtype, x.shape[-1] // 2) if x.dtype == torch.float32 else operators
 
 
 def rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -56,6 +66,22 @@ class RMSNorm(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
         x, weight = ctx.saved_tensors
         return *way_to_norm(x, ctx.dtype).norm_backward(x, weight, ctx.eps, grad), None, None
+
+
+class AddedNorm(torch.autograd.Function):
+    """RMSNorm of a sum, which goes on to be added to: its gradient comes from both."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, more: Tensor, weight: Tensor, eps: float, dtype: torch.dtype) -> Any:
+        together, y = added_norm(x, more, weight, eps, dtype)
+        ctx.save_for_backward(together, weight)
+        ctx.eps = eps
+        return together, y
+
+    @staticmethod
+    def backward(ctx: Any, beyond: Tensor, grad: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        x, weight = ctx.saved_tensors
+        return *way_to_norm(x, grad.dtype).added_norm_backward(x, weight, ctx.eps, beyond, grad), None, None
 
 
 class Rotation(torch.autograd.Function):

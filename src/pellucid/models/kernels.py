@@ -85,16 +85,37 @@ class Kernels:
         self.library = library
 
     def norm(self, x: Tensor, weight: Tensor, eps: float, dtype: torch.dtype) -> Tensor:
-        """x and weight in fp32."""
+        """x and weight in fp32; the width is a multiple of two vectors."""
         y, x = torch.empty(x.shape, dtype=dtype), x.contiguous()
-        self._call("norm_forward", x, weight, *sizes(x), eps, y)
+        self._call("norm_forward", x, None, weight, *sizes(x), eps, None, y)
         return y
 
     def norm_backward(self, x: Tensor, weight: Tensor, eps: float, grad: Tensor) -> tuple[Tensor, Tensor]:
+        return self._norm_backward(x, weight, eps, grad, None, None)
+
+    def added_norm(self, x: Tensor, more: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+        """x and weight in fp32."""
+        x, more = x.contiguous(), more.contiguous()
+        together, y = torch.empty_like(x), torch.empty_like(more)
+        self._call("norm_forward", x, more, weight, *sizes(x), eps, together, y)
+        return together, y
+
+    def added_norm_backward(
+        self, x: Tensor, weight: Tensor, eps: float, beyond: Tensor, grad: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        of_more = torch.empty_like(grad, memory_format=torch.contiguous_format)
+        of_x, of_weight = self._norm_backward(x, weight, eps, grad, beyond.contiguous(), of_more)
+        return of_x, of_more, of_weight
+
+    def _norm_backward(
+        self, x: Tensor, weight: Tensor, eps: float, grad: Tensor, beyond: Tensor | None, of_more: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
         x = x.contiguous()
-        of_x, terms = torch.empty_like(x), torch.empty_like(x)
-        self._call("norm_backward", x, weight, grad.contiguous(), *sizes(x), eps, of_x, terms)
-        return of_x, terms.flatten(0, -2).sum(0)
+        n, width = sizes(x)
+        of_x, of_weight, runs = torch.empty_like(x), torch.empty_like(weight), weight.new_empty(-(-n // VECTOR), width)
+        size = n, width, eps
+        self._call("norm_backward", x, weight, grad.contiguous(), beyond, *size, of_x, of_more, of_weight, runs)
+        return of_x, of_weight
 
     def rotated(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         return self._turned(x, cos, sin, back=False)
@@ -188,13 +209,16 @@ def try_bits(kernels: Kernels) -> None:
     def noise(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
         return (torch.randn(shape, generator=chance) * 3).to(dtype)
 
-    x, weight = noise(5, 560, dtype=torch.float32), noise(560, dtype=torch.float32)
+    x, weight = noise(37, 544, dtype=torch.float32), noise(544, dtype=torch.float32)
+    more = noise(37, 544)
     bias = torch.zeros(2, 1, 5, 112, dtype=torch.bfloat16).masked_fill_(noise(2, 1, 5, 112) > 2, -torch.inf)
     scores, scale = noise(2, 3, 10, 112), 0.125
     chances = torch.rand(3, dtype=torch.float64, generator=chance)
     trials: list[tuple[str, tuple[Any, ...]]] = [
         ("norm", (x, weight, 1e-5, torch.bfloat16)),
-        ("norm_backward", (x, weight, 1e-5, noise(5, 560))),
+        ("norm_backward", (x, weight, 1e-5, more)),
+        ("added_norm", (x, more, weight, 1e-5)),
+        ("added_norm_backward", (x, weight, 1e-5, x * 2, more)),
         *((name, (noise(5, 9, 64)[:, :6], noise(5, 1, 64), noise(5, 1, 64))) for name in ("rotated", "rotated_back")),
         ("gated", (noise(5, 96),)),
         ("gated_backward", (noise(5, 96), noise(5, 48))),

@@ -36,6 +36,21 @@ def norm_backward(x: Tensor, weight: Tensor, eps: float, grad: Tensor) -> tuple[
     return of_unit.sub_(unit.mul_(slant)).mul_(inverse).to(x.dtype), of_weight
 
 
+def added_norm(x: Tensor, more: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """x + more in the dtype of x, and RMSNorm of it in that of `more`."""
+    together = x + more
+    return together, norm(together, weight, eps, more.dtype)
+
+
+def added_norm_backward(
+    x: Tensor, weight: Tensor, eps: float, beyond: Tensor, grad: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The gradients of both that were added up, and of the weight, from those of their sum x and of its norm."""
+    of_x, of_weight = norm_backward(x, weight, eps, grad)
+    of_x += beyond
+    return of_x, of_x.to(grad.dtype), of_weight
+
+
 def rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Rotary embedding of x [N, H, d] by cos and sin [N, 1, d], the first half of the sines negative."""
     return torch.addcmul(x * cos, swapped(x), sin)

@@ -22,7 +22,7 @@ from torch import Tensor
 from pellucid.algorithm.batch import Batch
 from pellucid.models import varlen
 from pellucid.models.attention import attend
-from pellucid.models.decoder import PLAIN, Decoder, Heads, Pieces
+from pellucid.models.decoder import PLAIN, Decoder, Heads, Pieces, Stream
 from pellucid.models.elementwise import norm
 from pellucid.models.lines import Line, attend_in_line, way
 from pellucid.models.masters import Matrix, embedded
@@ -200,11 +200,11 @@ def hidden_states(
     embedding, last, head = decoder.around()
     rotary = decoder.rotary(torch.cat([layout.prompts.positions, layout.responses.positions]))
     ids = torch.cat([layout.prompts.ids, layout.responses.ids])
-    hidden = embedded(ids, embedding).to(last.dtype)
+    stream = Stream(embedded(ids, embedding).to(last.dtype))
     for layer, slides in zip(decoder.layers, shape.slides, strict=True):
         attention = partial(group_attention, layout=near if slides else layout)
-        hidden = layer(hidden, rotary, attention, pieces, recompute)
-    hidden = hidden.index_select(0, layout.sources)
+        stream = layer(stream, rotary, attention, pieces, recompute)
+    hidden = stream.whole().index_select(0, layout.sources)
     return norm(hidden, last, shape.eps, decoder.dtype), head
 
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from pellucid.models.attention import attend
 from pellucid.models.cache import Pair, joined
-from pellucid.models.decoder import after_attention, heads_of
+from pellucid.models.decoder import Stream, after_attention, heads_of
 from pellucid.models.decoding import GROWTH, DecodeBatch
 from pellucid.models.fused import Places
 from pellucid.models.packed import Rows, bias_of, in_line, in_rows, nearby, roomy, rows_at
@@ -49,17 +49,17 @@ def extend_by_operators(batch: DecodeBatch, rows: Tensor, tokens: Sequence[Seque
     device = new.ids.device
     at = slice(None), rows.repeat_interleave(lengths).to(device), places
     these, prompts = rows.to(device), batch.prompt_of[rows].to(device)
-    hidden = batch.embedded(new.ids)
+    stream = Stream(batch.embedded(new.ids))
     for layer, cache, slides in zip(batch.plain.layers, batch.caches, shape.slides, strict=True):
-        query, key, value = heads_of(layer, hidden, rotary, shape)
+        hidden, (query, key, value) = heads_of(layer, stream, rotary, shape)
         cache.keys[at], cache.values[at] = key.transpose(0, 1), value.transpose(0, 1)
         keys, values = (
             torch.cat([of_prompt[:, prompts], own[:, these]], 2).transpose(0, 1)
             for of_prompt, own in ((cache.prompt_keys, cache.keys), (cache.prompt_values, cache.values))
         )
         read = attend(in_rows(query, new), keys, values, near if slides else new.bias, shared=size)
-        hidden = after_attention(layer, hidden, in_line(read, new), shape)
-    return batch.logits(hidden[(lengths.cumsum(0) - 1).to(device)], batch.plain.head)
+        stream = after_attention(layer, hidden, in_line(read, new), shape)
+    return batch.logits(stream.whole()[(lengths.cumsum(0) - 1).to(device)], batch.plain.head)
 
 
 def appended(

@@ -31,6 +31,37 @@ template <class At> static float sum_by_eights(int64_t count, At at) {
     return sum;
 }
 
+// The sum over n rows as torch adds them up: runs of `step` rows by themselves, the sums of `step` runs by themselves, and so on.
+struct RowSums {
+    static constexpr int LEVELS = 4;
+    int64_t n, power, step, runs;
+
+    explicit RowSums(int64_t n) : n(n), power(4) {
+        while (n > int64_t(1) << (LEVELS * (power + 1) - 1)) power++;
+        step = int64_t(1) << power;
+        runs = (n + step - 1) / step;
+    }
+
+    // sums [runs, width] of rows, width a multiple of 16 -> y [width].
+    void add_up(const float *sums, int64_t width, float *y) const {
+        for (int64_t i = 0; i < width; i += 16) {
+            __m512 levels[LEVELS];
+            for (auto &level : levels) level = _mm512_setzero_ps();
+            for (int64_t run = 0; run < n / step;) {
+                levels[0] = _mm512_loadu_ps(sums + run++ * width + i);
+                for (int level = 1; level < LEVELS; level++) {
+                    levels[level] = _mm512_add_ps(levels[level], levels[level - 1]);
+                    levels[level - 1] = _mm512_setzero_ps();
+                    if (run % (int64_t(1) << level * power)) break;
+                }
+            }
+            if (n % step) levels[0] = _mm512_loadu_ps(sums + n / step * width + i);  // rows that make no run are the last
+            for (int level = 1; level < LEVELS; level++) levels[0] = _mm512_add_ps(levels[0], levels[level]);
+            _mm512_storeu_ps(y + i, levels[0]);
+        }
+    }
+};
+
 static float inverse_rms(const float *x, int64_t width, float eps) {
     const float squares = sum_by_eights(width, [&](int64_t i) { return _mm256_mul_ps(_mm256_loadu_ps(x + i), _mm256_loadu_ps(x + i)); });
     return 1 / std::sqrt(squares / width + eps);

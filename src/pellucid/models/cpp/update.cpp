@@ -12,37 +12,51 @@
 
 // ---------------------------------------------------------------- layers
 
-// x [n, width] -> y.
-extern "C" void norm_forward(const float *x, const float *weight, int64_t n, int64_t width, float eps, bf16 *y, int64_t threads) {
+// x [n, width] -> y. Where there is `more`, x and that are added up first, and put in `sum`.
+extern "C" void norm_forward(const float *x, const bf16 *more, const float *weight, int64_t n, int64_t width, float eps, float *sum,
+                             bf16 *y, int64_t threads) {
     ROWS_OF(n) {
-        const float *from = x + row * width;
+        const int64_t at = row * width;
+        for (int64_t i = at; more && i < at + width; i += 16) _mm512_storeu_ps(sum + i, _mm512_add_ps(_mm512_loadu_ps(x + i), wide(more + i)));
+        const float *from = (more ? sum : x) + at;
         const __m512 inverse = _mm512_set1_ps(inverse_rms(from, width, eps));
-        for (int64_t i = 0; i < width; i += 16) store(y + row * width + i, normed(from + i, weight + i, inverse));
+        for (int64_t i = 0; i < width; i += 16) store(y + at + i, normed(from + i, weight + i, inverse));
     }
 }
 
-// With u = x / rms(x) and g = grad weight: of_x = (g - u mean(g u)) / rms(x); of_weight is the sum over rows of terms = grad u.
-extern "C" void norm_backward(const float *x, const float *weight, const bf16 *grad, int64_t n, int64_t width, float eps, float *of_x,
-                              float *terms, int64_t threads) {
-    ROWS_OF(n) {
-        const int64_t at = row * width;
-        const float rms = inverse_rms(x + at, width, eps);
-        const __m512 inverse = _mm512_set1_ps(rms);
-        for (int64_t i = 0; i < width; i += 16) {
-            const __m512 g = wide(grad + at + i), unit = _mm512_mul_ps(_mm512_loadu_ps(x + at + i), inverse);
-            _mm512_storeu_ps(terms + at + i, _mm512_mul_ps(g, unit));
-            _mm512_storeu_ps(of_x + at + i, _mm512_mul_ps(g, _mm512_loadu_ps(weight + i)));
-        }
-        const float slant = sum_by_eights(width, [&](int64_t i) {
-            const __m256 unit = _mm256_mul_ps(_mm256_loadu_ps(x + at + i), _mm256_set1_ps(rms));
-            return _mm256_mul_ps(_mm256_loadu_ps(of_x + at + i), unit);
-        }) / width;
-        for (int64_t i = 0; i < width; i += 16) {
-            const __m512 unit = _mm512_mul_ps(_mm512_loadu_ps(x + at + i), inverse);
-            const __m512 turned = _mm512_sub_ps(_mm512_loadu_ps(of_x + at + i), _mm512_mul_ps(unit, _mm512_set1_ps(slant)));
-            _mm512_storeu_ps(of_x + at + i, _mm512_mul_ps(turned, inverse));
+// With u = x / rms(x) and g = grad weight: of_x = (g - u mean(g u)) / rms(x), and what comes from beyond, if it does. That is put in
+// of_more, too, rounded. of_weight [width] is the sum over rows of grad u, by `runs` [n / 16, width].
+extern "C" void norm_backward(const float *x, const float *weight, const bf16 *grad, const float *beyond, int64_t n, int64_t width,
+                              float eps, float *of_x, bf16 *of_more, float *of_weight, float *runs, int64_t threads) {
+    const RowSums rows(n);
+#pragma omp parallel for schedule(static) num_threads(threads)
+    for (int64_t run = 0; run < rows.runs; run++) {
+        float *const terms = runs + run * width;
+        std::fill_n(terms, width, 0.0f);
+        for (int64_t row = run * rows.step; row < std::min(n, (run + 1) * rows.step); row++) {
+            const int64_t at = row * width;
+            const float rms = inverse_rms(x + at, width, eps);
+            const __m512 inverse = _mm512_set1_ps(rms);
+            for (int64_t i = 0; i < width; i += 16) {
+                const __m512 g = wide(grad + at + i), unit = _mm512_mul_ps(_mm512_loadu_ps(x + at + i), inverse);
+                _mm512_storeu_ps(terms + i, _mm512_add_ps(_mm512_loadu_ps(terms + i), _mm512_mul_ps(g, unit)));
+                _mm512_storeu_ps(of_x + at + i, _mm512_mul_ps(g, _mm512_loadu_ps(weight + i)));
+            }
+            const float slant = sum_by_eights(width, [&](int64_t i) {
+                const __m256 unit = _mm256_mul_ps(_mm256_loadu_ps(x + at + i), _mm256_set1_ps(rms));
+                return _mm256_mul_ps(_mm256_loadu_ps(of_x + at + i), unit);
+            }) / width;
+            for (int64_t i = at; i < at + width; i += 16) {
+                const __m512 unit = _mm512_mul_ps(_mm512_loadu_ps(x + i), inverse);
+                const __m512 turned = _mm512_sub_ps(_mm512_loadu_ps(of_x + i), _mm512_mul_ps(unit, _mm512_set1_ps(slant)));
+                const __m512 own = _mm512_mul_ps(turned, inverse);
+                const __m512 all = beyond ? _mm512_add_ps(own, _mm512_loadu_ps(beyond + i)) : own;
+                _mm512_storeu_ps(of_x + i, all);
+                if (of_more) store(of_more + i, all);
+            }
         }
     }
+    rows.add_up(runs, width, of_weight);
 }
 
 // gate_up [n, 2 inner] -> silu(gate) up, [n, inner].
