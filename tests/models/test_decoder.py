@@ -292,6 +292,27 @@ def test_an_embedding_that_is_read_4096_times_gets_every_share_of_its_gradient()
     torch.testing.assert_close(master.grad, expected.float(), rtol=1e-5, atol=0)
 
 
+def test_a_sparse_gradient_of_the_embedding_has_the_rows_that_were_read_and_no_other():
+    master = torch.randn(50, 4).requires_grad_()
+    matrix, ids, upstream = Matrix(master.detach().bfloat16(), master), torch.tensor([7, 3, 7, 49]), torch.rand(4, 4)
+    dense, sparse = (
+        torch.autograd.grad(embedded(ids, matrix, sparse), master, upstream.bfloat16())[0] for sparse in (False, True)
+    )
+    assert sparse.indices().tolist() == [[3, 7, 49]]
+    assert torch.equal(sparse.to_dense(), dense)
+
+
+@pytest.mark.parametrize("family", ["llama", "llama, untied", "qwen2"])
+@pytest.mark.parametrize("recompute", [False, True])
+def test_every_gradient_is_dense(family, recompute):
+    """An optimizer takes no others. Where an embedding is no head nothing adds to a sparse one."""
+    model = model_of(family)
+    policy = Policy(model, character_tokenizer(), gradient_checkpointing=recompute)
+    for _ in range(2):  # the second is added to the first
+        policy.score(batch_of()).logprobs.sum().backward()
+    assert {p.grad.layout for p in model.parameters() if p.grad is not None} == {torch.strided}
+
+
 def test_the_head_hands_its_gradient_on_unrounded(monkeypatch):
     """Summed in fp32 over chunks, it reaches the master as it is, whatever the model computes in."""
     monkeypatch.setattr(logprobs, "MANY", 5 * VOCAB)

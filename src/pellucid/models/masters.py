@@ -178,28 +178,34 @@ class Cast(torch.autograd.Function):
         return None, *(part.to(dtype) for part, (_, dtype) in zip(parts, ctx.masters, strict=True))
 
 
-def embedded(ids: Tensor, embedding: Matrix) -> Tensor:
-    """[N] -> [N, D]"""
+def embedded(ids: Tensor, embedding: Matrix, sparse: bool = False) -> Tensor:
+    """[N] -> [N, D]. A sparse gradient is to be added to a dense one, as that of a head which is the same matrix."""
     if not torch.is_grad_enabled():  # with forward-mode gradients, which Lookup has not
         return F.embedding(ids, embedding.master).to(embedding.tensor.dtype)
-    return Lookup.apply(ids, *embedding)  # pyright: ignore[reportReturnType]
+    return Lookup.apply(ids, *embedding, sparse)  # pyright: ignore[reportReturnType]
 
 
 class Lookup(torch.autograd.Function):
     """F.embedding, its gradient added up in the dtype of the master: a bf16 sum stands still at 256 of its terms."""
 
     @staticmethod
-    def forward(ctx: Any, ids: Tensor, tensor: Tensor, master: Tensor) -> Tensor:
+    def forward(ctx: Any, ids: Tensor, tensor: Tensor, master: Tensor, sparse: bool) -> Tensor:
         ctx.save_for_backward(ids)
-        ctx.like = master.shape, torch.promote_types(master.dtype, torch.float32), master.dtype
+        ctx.shape, ctx.sparse = master.shape, sparse
+        ctx.dtypes = torch.promote_types(master.dtype, torch.float32), master.dtype
         return F.embedding(ids, tensor)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
         [ids] = ctx.saved_tensors
-        shape, wide, narrow = ctx.like
-        of_master = torch.zeros(shape, dtype=wide, device=grad.device).index_add_(0, ids, grad.to(wide))
-        return None, None, of_master.to(narrow)
+        (rows, width), (wide, narrow), read = ctx.shape, ctx.dtypes, None
+        if ctx.sparse:
+            read, ids = ids.unique(return_inverse=True)
+            rows = len(read)
+        of_rows = torch.zeros(rows, width, dtype=wide, device=grad.device).index_add_(0, ids, grad.to(wide)).to(narrow)
+        if read is not None:
+            of_rows = torch.sparse_coo_tensor(read[None], of_rows, ctx.shape, is_coalesced=True, check_invariants=False)
+        return None, None, of_rows, None
 
 
 def whole(x: Tensor) -> Tensor:

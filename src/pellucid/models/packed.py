@@ -200,7 +200,9 @@ def hidden_states(
     embedding, last, head = decoder.around()
     rotary = decoder.rotary(torch.cat([layout.prompts.positions, layout.responses.positions]))
     ids = torch.cat([layout.prompts.ids, layout.responses.ids])
-    stream = Stream(embedded(ids, embedding).to(last.dtype))
+    # A GPU would have to tell the host which rows were read.
+    sparse = decoder.head is decoder.embedding and decoder.device.type == "cpu"
+    stream = Stream(embedded(ids, embedding, sparse).to(last.dtype))
     for layer, slides in zip(decoder.layers, shape.slides, strict=True):
         attention = partial(group_attention, layout=near if slides else layout)
         stream = layer(stream, rotary, attention, pieces, recompute)
