@@ -55,11 +55,6 @@ struct Tiles {
         _mm_prefetch((const char *)weights + 6 * PAIR + (quarter * LINES + i) * 64, _MM_HINT_T1);
 }
 
-// Fetches a quarter of the two tiles that are read two pairs of tiles later.
-[[gnu::always_inline]] static inline void fetch_near(const bf16 *tiles, int quarter) {
-    for (int i = 8 * quarter; i < 8 * quarter + 8; i++) _mm_prefetch((const char *)(tiles + 4 * TILE) + i * 64, _MM_HINT_T0);
-}
-
 // sums [2R, 32] = one or two groups of R rows times a block. Weights must not take the rows' place in the first cache.
 static void product(const Tiles &x, int64_t group, bool two, const bf16 *block, float *sums) {
     _tile_zero(0);

@@ -1,98 +1,128 @@
 // The gradient of a matrix of weights, by AMX: unrounded sums over tokens. sums.py calls this.
 //
-// Tokens are the inputs of these products. Sums stay near a thread for CHUNK tokens at a time: for a panel of outputs what is on
-// the left is laid out anew and read from its second cache, a column of what is on the right from its first.
+// Tokens are the inputs of these products, CHUNK of them at a time: these are laid out anew, so that what is on the left is read
+// from a thread's second cache and what is on the right from its first. Sums stay near the thread, block by block, until all
+// tokens are in them, and then go to memory past the caches.
 
 #include <omp.h>
 
 #include "tiles.h"
 
-constexpr int64_t CHUNK = 256, PANEL = 16;  // tokens; blocks of 32 outputs
+constexpr int64_t CHUNK = 512, PANEL = 24;           // tokens; blocks of 32 outputs, and of 32 columns, that are summed up at once
+constexpr int64_t STEP = 2 * TILE, SUMS = 32 * 32;  // numbers of a block: of 32 tokens, and of sums
 
-// Tokens from t on of 16 numbers each, two tokens together, 0 behind the last of `n`: [16][16][2].
+// Tokens from t on of 32 numbers each, two tokens together, 0 behind the last of `n`: twice [16][16][2].
 static void pair_tokens(const bf16 *x, int64_t width, int64_t t, int64_t n, __m512i *to) {
     const __m512i nothing = _mm512_setzero_si512();
-    for (int64_t i = 0; i < 16; i++, t += 2)
-        to[i] = t < n ? paired(x + t * width, t + 1 < n ? x + (t + 1) * width : nullptr) : nothing;
+    for (int64_t i = 0; i < 16; i++, t += 2) {
+        const bool two = t + 1 < n;
+        const bf16 *const from = x + t * width;
+        to[i] = t < n ? paired(from, two ? from + width : nullptr) : nothing;
+        to[16 + i] = t < n ? paired(from + 16, two ? from + width + 16 : nullptr) : nothing;
+    }
 }
 
-// Fetches the sums that are written next. Behind the last there may be none: then nothing is fetched.
-[[gnu::always_inline]] static inline void fetch_sums(const float *sums, int64_t width) {
-    for (int64_t row = 0; row < 32; row++)
-        for (int64_t i = 0; i < 32; i += 16) __builtin_prefetch(sums + row * width + i, 1);
-}
+// Some of the blocks of a matrix [n, width], over so many steps of 32 tokens, from token t on: [blocks][steps][2] tiles.
+struct Some {
+    const bf16 *x;
+    int64_t width, blocks, t, steps, n;
 
-// Outputs of `blocks` blocks over so many steps of 32 tokens, from token t on: [blocks][steps][2] tiles, as the left of products.
-static void lay_left(const bf16 *grad, int64_t outputs, int64_t blocks, int64_t t, int64_t steps, int64_t n, bf16 *left) {
-    __m512i pairs[16];
-    for (int64_t step = 0; step < steps; step++)  // a token's outputs stand together: all of them, then the next tokens
-        for (int64_t i = 0; i < 2 * blocks; i++) {
-            pair_tokens(grad + i * 16, outputs, t + step * 32, n, pairs);
-            transpose((const bf16 *)pairs, 32, (__m512i *)(left + ((i / 2 * steps + step) * 2 + i % 2) * TILE));
-        }
-}
+    // As the left of products.
+    void lay_left(bf16 *to) const {
+        __m512i pairs[32];
+        each([&](const bf16 *from, int64_t t, int64_t at) {
+            pair_tokens(from, width, t, n, pairs);
+            transpose((const bf16 *)pairs, 32, (__m512i *)(to + at));
+            transpose((const bf16 *)(pairs + 16), 32, (__m512i *)(to + at + TILE));
+        });
+    }
 
-// sums [32, 32] in rows of `width`: products of two rows of tiles over so many steps, or so much more.
-static void add_block(const bf16 *left, const bf16 *right, int64_t steps, float *sums, int64_t width, bool more) {
-    const int64_t stride = width * sizeof(float);
-    if (more) {
-        _tile_loadd(0, sums, stride);
-        _tile_loadd(1, sums + 16, stride);
-        _tile_loadd(2, sums + 16 * width, stride);
-        _tile_loadd(3, sums + 16 * width + 16, stride);
+    // As the right of products.
+    void lay_right(bf16 *to) const {
+        each([&](const bf16 *from, int64_t t, int64_t at) { pair_tokens(from, width, t, n, (__m512i *)(to + at)); });
+    }
+
+    template <class Lay> void each(Lay lay) const {  // numbers of a token stand together: all of them, then the next tokens
+        for (int64_t step = 0; step < steps; step++)
+            for (int64_t i = 0; i < blocks; i++) lay(x + i * 32, t + step * 32, (i * steps + step) * STEP);
+    }
+};
+
+// sums [32, 32] of products of two rows of tiles over so many steps, with those `before`, in rows of `apart`, if there are any.
+// What is on the left must not take the place of what is on the right in the first cache.
+static void add_block(const bf16 *left, const bf16 *right, int64_t steps, const float *before, int64_t apart, float *sums) {
+    if (before) {
+        const int64_t stride = apart * sizeof(float);
+        _tile_loadd(0, before, stride);
+        _tile_loadd(1, before + 16, stride);
+        _tile_loadd(2, before + 16 * apart, stride);
+        _tile_loadd(3, before + 16 * apart + 16, stride);
     } else {
         _tile_zero(0);
         _tile_zero(1);
         _tile_zero(2);
         _tile_zero(3);
     }
-    for (int64_t i = 0; i < steps; i++, left += 2 * TILE, right += 2 * TILE) {
-        fetch_near(left, 0);
-        _tile_loadd(4, left, 64);
+    for (int64_t i = 0; i < steps; i++, left += STEP, right += STEP) {
+        _tile_stream_loadd(4, left, 64);
         _tile_loadd(6, right, 64);
         _tile_dpbf16ps(0, 4, 6);
-        fetch_near(left, 1);
         _tile_loadd(7, right + TILE, 64);
         _tile_dpbf16ps(1, 4, 7);
-        fetch_near(left, 2);
-        _tile_loadd(5, left + TILE, 64);
+        _tile_stream_loadd(5, left + TILE, 64);
         _tile_dpbf16ps(2, 5, 6);
-        fetch_near(left, 3);
         _tile_dpbf16ps(3, 5, 7);
     }
-    _tile_stored(0, sums, stride);
-    _tile_stored(1, sums + 16, stride);
-    _tile_stored(2, sums + 16 * width, stride);
-    _tile_stored(3, sums + 16 * width + 16, stride);
+    _tile_stored(0, sums, 128);
+    _tile_stored(1, sums + 16, 128);
+    _tile_stored(2, sums + 16 * 32, 128);
+    _tile_stored(3, sums + 16 * 32 + 16, 128);
+}
+
+// Puts sums [32, 32] in rows of `width`, past the caches where these are whole lines.
+static void put(const float *sums, float *to, int64_t width) {
+    const bool lines = (uintptr_t)to % 64 == 0;
+    for (int64_t row = 0; row < 32; row++, to += width)
+        for (int64_t i = 0; i < 32; i += 16) {
+            const __m512 some = _mm512_load_ps(sums + row * 32 + i);
+            if (lines)
+                _mm512_stream_ps(to + i, some);
+            else
+                _mm512_storeu_ps(to + i, some);
+        }
 }
 
 static void sum(const bf16 *grad, const bf16 *x, int64_t n, int64_t outputs, int64_t width, float *sums, bool more, int64_t threads) {
     const int64_t steps = std::max<int64_t>(1, (n + 31) / 32);  // sums over no token are 0, and must be written
-    const int64_t columns = width / 32, some = CHUNK / 32, room = PANEL * some * 2 * TILE;
-    const Zeros<bf16> right(new_lines<bf16>(columns * steps * 2 * TILE)), all_left(new_lines<bf16>(threads * room));
+    const int64_t columns = width / 32, group = evenly(columns, PANEL), most = std::min(steps, CHUNK / 32);
+    const int64_t of_left = PANEL * most * STEP, room = of_left + group * most * STEP, of_sums = PANEL * group * SUMS;
+    const Zeros<bf16> laid(new_lines<bf16>(threads * room));
+    const Zeros<float> kept(new_lines<float>(threads * of_sums));
 #pragma omp parallel num_threads(threads)
     {
         const int thread = omp_get_thread_num(), team = omp_get_num_threads();
         const Share mine(outputs / 32, thread, team);
         const int64_t panel = evenly(std::max<int64_t>(1, mine.to - mine.from), PANEL);  // there may be fewer blocks than threads
-        bf16 *const left = &all_left[thread * room];
-#pragma omp for schedule(static)
-        for (int64_t step = 0; step < steps; step++)
-            for (int64_t k = 0; k < width; k += 16)
-                pair_tokens(x + k, width, step * 32, n, (__m512i *)&right[((k / 32 * steps + step) * 2 + k / 16 % 2) * TILE]);
+        bf16 *const left = &laid[thread * room], *const right = left + of_left;
+        float *const own = &kept[thread * of_sums];
         const Tiling tiling(16);
         for (int64_t block = mine.from; block < mine.to; block += panel)
-            for (int64_t first = 0; first < steps; first += some) {
-                const int64_t blocks = std::min(panel, mine.to - block), count = std::min(some, steps - first);
-                lay_left(grad + block * 32, outputs, blocks, first * 32, count, n, left);
-                for (int64_t column = 0; column < columns; column++)
-                    for (int64_t b = 0; b < blocks; b++) {
-                        const auto at = [&](int64_t b, int64_t column) { return sums + (block + b) * 32 * width + column * 32; };
-                        fetch_sums(b + 1 < blocks ? at(b + 1, column) : at(0, column + 1), width);
-                        add_block(left + b * count * 2 * TILE, &right[(column * steps + first) * 2 * TILE], count, at(b, column), width,
-                                  first || more);
-                    }
-            }
+            for (int64_t begin = 0; begin < columns; begin += group)
+                for (int64_t first = 0; first < steps; first += most) {
+                    const int64_t blocks = std::min(panel, mine.to - block), wide = std::min(group, columns - begin);
+                    const int64_t count = std::min(most, steps - first);
+                    Some{grad + block * 32, outputs, blocks, first * 32, count, n}.lay_left(left);
+                    Some{x + begin * 32, width, wide, first * 32, count, n}.lay_right(right);
+                    for (int64_t column = 0; column < wide; column++)
+                        for (int64_t b = 0; b < blocks; b++) {
+                            float *const near = own + (column * blocks + b) * SUMS;
+                            float *const to = sums + (block + b) * 32 * width + (begin + column) * 32;
+                            const float *const before = first ? near : more ? to : nullptr;
+                            add_block(left + b * count * STEP, right + column * count * STEP, count, before, first ? 32 : width, near);
+                            if (first + count == steps) put(near, to, width);
+                        }
+                }
+        _mm_sfence();  // what went past the caches is there for other threads
     }
 }
 
