@@ -17,7 +17,8 @@ extern "C" void norm_forward(const float *x, const bf16 *more, const float *weig
                              bf16 *y, int64_t threads) {
     ROWS_OF(n) {
         const int64_t at = row * width;
-        for (int64_t i = at; more && i < at + width; i += 16) _mm512_storeu_ps(sum + i, _mm512_add_ps(_mm512_loadu_ps(x + i), wide(more + i)));
+        for (int64_t i = at; more && i < at + width; i += 16)
+            _mm512_storeu_ps(sum + i, _mm512_add_ps(_mm512_loadu_ps(x + i), wide(more + i)));
         const float *from = (more ? sum : x) + at;
         const __m512 inverse = _mm512_set1_ps(inverse_rms(from, width, eps));
         for (int64_t i = 0; i < width; i += 16) store(y + at + i, normed(from + i, weight + i, inverse));

@@ -8,7 +8,7 @@
 
 #include "tiles.h"
 
-constexpr int64_t CHUNK = 512, PANEL = 24;           // tokens; blocks of 32 outputs, and of 32 columns, that are summed up at once
+constexpr int64_t CHUNK = 512, PANEL = 24;          // tokens; blocks of 32 outputs, and of 32 columns, at once
 constexpr int64_t STEP = 2 * TILE, SUMS = 32 * 32;  // numbers of a block: of 32 tokens, and of sums
 
 // Tokens from t on of 32 numbers each, two tokens together, 0 behind the last of `n`: twice [16][16][2].
