@@ -2,9 +2,9 @@
 
     python benchmarks/roofline.py [--tokens 64] [--prompts 4] [--group 8] [--int8]
 
-The limits are one large bfloat16 product on all threads, and reading one large tensor. A part needs at least the
-longer of its operations at that speed and its bytes at that bandwidth. SmolLM2-135M, completions that never end early,
-medians.
+The limits are one large bfloat16 product on all threads, tried after each step, since machines that are shared change
+their speed, and reading one large tensor. A part needs at least the longer of its operations at that speed and its
+bytes at that bandwidth. SmolLM2-135M, completions that never end early, medians.
 """
 
 from __future__ import annotations
@@ -62,13 +62,15 @@ def main(options: Options) -> None:
     sampler = Native(int8=options.int8)
     steps = grpo.train(our_graded_task(), sampler, policy, runtime, cfg, sampling=Sampling(max_tokens=options.tokens))
     seen: list[dict[str, float]] = []
+    speeds: list[float] = []
     with measured(runtime) as laps:
         for i in range(WARM_UP + options.repeats):
             laps.clear()
             result = next(steps)
             if i >= WARM_UP:
                 seen.append({**laps, **result.metrics})
-    context, threads, speed, width = context_of(policy), torch.get_num_threads(), speed_of_products(), bandwidth()
+                speeds.append(speed_of_products())
+    context, threads, speed, width = context_of(policy), torch.get_num_threads(), median(speeds), bandwidth()
     print(f"{speed:.0f} GFLOP/s in one product, {width:.1f} GB/s in one read, {threads} threads;", end=" ")
     print(f"{options.prompts} x {options.group} completions of {options.tokens} tokens, prompts of {context}\n")
     print(table(work_of(policy, options, context), seen, speed, width))
