@@ -133,19 +133,18 @@ class DecoderLayer(nn.Module):
         return LayerWeights(**weights, **norms)
 
     def forward(
-        self,
-        stream: Stream,
-        rotary: Rotary,
-        attention: Callable[[Heads], Tensor],
-        pieces: Pieces,
-        recompute: bool,
+        self, stream: Stream, rotary: Rotary, attention: Callable[[Heads], Tensor], pieces: Pieces, recompute: bool
     ) -> Stream:
         """Hidden states -> those behind this layer. `attention` is [N, H d] of what the heads read.
 
         recompute: keep only the residual stream for the backward pass.
         """
         if recompute:
-            return checkpoint(self._through, Stream(stream.whole()), rotary, attention, pieces, use_reentrant=False)
+
+            def anew(hidden: Tensor) -> Stream:
+                return self._through(Stream(hidden), rotary, attention, pieces)
+
+            return checkpoint(anew, stream.whole(), use_reentrant=False)
         return self._through(stream, rotary, attention, pieces)
 
     def _through(self, stream: Stream, rotary: Rotary, attention: Callable[[Heads], Tensor], pieces: Pieces) -> Stream:
