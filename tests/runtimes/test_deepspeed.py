@@ -9,7 +9,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from engines import CASES, rough_steps, same_steps, tensors_of, trained
+import torch
+from engines import CASES, numbers, rough_steps, same_steps, tensors_of, trained
 from safetensors.torch import load_file
 
 from pellucid.runtimes.settings import RuntimeConfig
@@ -49,7 +50,11 @@ def test_three_steps_are_those_of_one_process(tmp_path):
     named = [f"zero{stage}=deepspeed/{stage}" for stage in STAGES]
     in_processes(2, Path(__file__).with_name("engines.py"), tmp_path, ";".join(CASES), *named)
     for case, facts in CASES.items():
-        alone = tensors_of(*trained(RuntimeConfig(), **facts))
+        runtime, metrics = trained(RuntimeConfig(), **facts)
+        alone = tensors_of(runtime, metrics)
+        if facts.get("dtype") == torch.bfloat16:  # as the engine's own weights are: copies are of joined ones alone
+            joined = [part.tensor for part in runtime.policy.decoder.cast_weights() if len(part.places) > 1]
+            alone["cast"] = torch.tensor(numbers(joined))
         for stage, shares in {2: (1, 2), 3: (2, 2)}.items():
             found = load_file(tmp_path / f"zero{stage}-{case}.safetensors")
             same_steps(found, alone, shares, (f"zero{stage}", case))
