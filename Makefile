@@ -7,7 +7,7 @@ PYTEST := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q 
 MATHEMATICS := tests/test_structure.py tests/test_docs.py $(patsubst %,tests/algorithm/test_%.py, \
     advantages objectives kl shaping expectations diagnostics totals settings batch own alone)
 
-.PHONY: setup train check mathematics test network lint mutants roofline seeds vllm llama deepspeed bench \
+.PHONY: setup train check mathematics test test-all network lint mutants roofline seeds vllm llama deepspeed bench \
     trl-search accuracy growth figures notebook systems clean
 
 setup: .venv/ready
@@ -32,6 +32,10 @@ mathematics: setup
 	$(PYTEST) $(MATHEMATICS) $(ARGS)
 
 test: setup lint
+	$(PYTEST) -m "not slow" $(ARGS)
+
+# Everything that this machine can run, the sweeps included.
+test-all: setup lint
 	$(PYTEST) $(ARGS)
 
 # Two hosts with a cable between them, which is cut. Needs root: it adds network interfaces, and takes them away.
