@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import math
 import threading
 import time
 from copy import deepcopy
+from dataclasses import replace
 from itertools import islice
 
 import pytest
@@ -17,7 +19,7 @@ from pellucid.algorithm.grpo import State
 from pellucid.algorithm.settings import GRPOConfig
 from pellucid.samplers.native import Native
 from pellucid.training.snapshot import AHEAD
-from pellucid.types import Sampling
+from pellucid.types import Reward, Sampling
 
 CFG = GRPOConfig(steps=4, group_size=4, correction="token")
 SAMPLING = Sampling(max_tokens=6)
@@ -39,9 +41,9 @@ class Late(Apart):
     lag = 1
 
 
-def run(loop, sampler, policy, cfg=CFG, state=None, steps=None):
+def run(loop, sampler, policy, cfg=CFG, state=None, steps=None, task=None):
     runtime = OneProcessRuntime(policy, lr=0.5)
-    steps_taken = loop(CountDigits(), sampler, policy, runtime, cfg, state=state, sampling=SAMPLING)
+    steps_taken = loop(task or CountDigits(), sampler, policy, runtime, cfg, state=state, sampling=SAMPLING)
     return list(islice(steps_taken, steps))
 
 
@@ -100,6 +102,33 @@ def test_a_run_that_was_stopped_goes_on_to_the_same_weights():
     assert same_weights(whole, parted)
     assert state.ahead is not None
     assert again.ahead is None, "nothing is drawn behind the last step"
+
+
+class Failing(CountDigits):
+    """Fails at the first completion of each group, and has a prompt column that is not finite."""
+
+    def sample(self, step, n):
+        return [replace(p, columns={"score": math.nan, "most": [math.inf]}) for p in super().sample(step, n)]
+
+    def reward_all(self, pairs, progress):
+        rewards = [super(Failing, self).reward(*pair) for pair in pairs]
+        return [Reward(math.nan, {"part": math.nan}, error="no") if i % 4 == 0 else r for i, r in enumerate(rewards)]
+
+
+def test_failed_rewards_that_were_drawn_ahead_survive_a_checkpoint():
+    whole, parted, state = make_policy(), make_policy(), State()
+    run(ahead.train, Apart(), whole, task=Failing())
+    run(ahead.train, Apart(), parted, state=state, steps=2, task=Failing())
+    kept = json.loads(json.dumps(AHEAD.dump_python(state.ahead, mode="json")))
+    again = State(step=2, kl_coef=state.kl_coef, ahead=AHEAD.validate_python(kept))
+    first = again.ahead[0][0]
+    assert math.isnan(first.rewards[0].value)
+    assert math.isnan(first.rewards[0].parts["part"])
+    assert math.isnan(first.prompt.columns["score"])
+    assert first.prompt.columns["most"] == [math.inf]
+    assert repr(list(again.ahead[0])) == repr(list(state.ahead[0])), "NaN equals nothing, so the texts are compared"
+    run(ahead.train, Apart(), parted, state=again, task=Failing())
+    assert same_weights(whole, parted)
 
 
 def test_the_shares_in_which_either_side_waits():

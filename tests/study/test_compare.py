@@ -240,6 +240,18 @@ def test_degrees_are_compared_by_the_reward_of_each_answer(tmp_path, capsys):
     assert json.loads((tmp_path / "page.json").read_text())["measure"] == "reward"
 
 
+def test_numbers_without_a_bound_are_null_in_the_file_for_other_programs(tmp_path):
+    """One held-out question has an interval without a bound, which evals.jsonl writes as null."""
+    run_dir = with_rewards(write_run(tmp_path / "study" / "grpo" / "seed-0", [0]), [0.5])
+    evals = [json.loads(line) for line in (run_dir / "evals.jsonl").read_text().splitlines()]
+    (run_dir / "evals.jsonl").write_text(
+        "".join(json.dumps(row | {"reward": row["reward"] | {"low": None, "high": None}}) + "\n" for row in evals)
+    )
+    assert compare(tmp_path / "study", "--output", tmp_path / "page.html") == 0
+    numbers = json.loads((tmp_path / "page.json").read_text(), parse_constant=pytest.fail)
+    assert numbers["variants"]["grpo"]["reward"] == {"value": 0.5, "low": None, "high": None}
+
+
 def test_over_seeds_too_and_a_reward_beside_accuracy_where_it_says_more(tmp_path):
     for variant, by_seed in {"grpo": ([0.0, 0.5], [0.5, 1.0]), "up": ([1.0, 1.5], [None, 3.0])}.items():
         for seed, rewards in enumerate(by_seed):

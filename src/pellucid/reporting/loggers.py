@@ -134,7 +134,7 @@ def finite_or_null(value: Any) -> Any:
         return value if math.isfinite(value) else None
     if isinstance(value, Mapping):
         return {key: finite_or_null(item) for key, item in value.items()}
-    return [finite_or_null(item) for item in value] if isinstance(value, list) else value
+    return [finite_or_null(item) for item in value] if isinstance(value, list | tuple) else value
 
 
 def truncate(run_dir: Path, step: int) -> list[str]:

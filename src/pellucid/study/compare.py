@@ -14,6 +14,7 @@ import rich.box
 from rich.markup import escape
 from rich.table import Table
 
+from pellucid.reporting.loggers import finite_or_null
 from pellucid.reporting.measures import NAMES, estimate_of
 from pellucid.reporting.report import total
 from pellucid.reporting.run_folder import Record
@@ -181,7 +182,8 @@ def numbers(runs: Runs, rows: Sequence[Summary]) -> dict[str, Any]:
 
 
 def write_numbers(path: Path, runs: Runs, rows: Sequence[Summary]) -> None:
-    path.write_text(json.dumps(numbers(runs, rows), indent=2) + "\n", encoding="utf-8")
+    values = finite_or_null(numbers(runs, rows))
+    path.write_text(json.dumps(values, indent=2, allow_nan=False) + "\n", encoding="utf-8")
 
 
 def caveats(rows: Sequence[Summary]) -> list[str]:

@@ -24,9 +24,11 @@ from pellucid.types import Group, UserError
 
 OPTIMIZER = "optimizer."
 AHEAD = TypeAdapter(
-    tuple[Sequence[Group], dict[str, float]], config=ConfigDict(ser_json_bytes="base64", val_json_bytes="base64")
+    tuple[Sequence[Group], dict[str, float]],
+    config=ConfigDict(ser_json_bytes="base64", val_json_bytes="base64", ser_json_inf_nan="constants"),
 )
-"""What was drawn for the step after a checkpoint."""
+"""The groups and metrics that were drawn ahead for the step after a checkpoint. A reward that failed is NaN, which must
+stay a float: pydantic writes null by default, and a null is no reward when the checkpoint is loaded."""
 
 
 def save(run_dir: Path, cfg: Config, parts: Components) -> None:
