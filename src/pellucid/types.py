@@ -159,6 +159,9 @@ class Reward:
     """The weight of each term by name; 1 where none is given."""
     applies: bool = True
     """False where no term of the reward is meant for this prompt: the grade is missing on purpose, not by a fault."""
+    decided: bool = True
+    """False where the term that says which answers are right says nothing of this completion: it is neither right nor
+    wrong, whatever its value is."""
     degree: bool = False
     """True where the reward is a matter of degree, and `correct` no verdict: evaluation then speaks of its mean."""
     failures: Mapping[str, str] = field(default_factory=dict)
@@ -175,12 +178,17 @@ class Reward:
 
     @property
     def is_correct(self) -> bool:
-        return not self.failed and bool(self.value >= 1.0 if self.correct is None else self.correct)
+        return self.is_judged and bool(self.value >= 1.0 if self.correct is None else self.correct)
+
+    @property
+    def is_judged(self) -> bool:
+        """Return whether the completion is either right or wrong: it has a grade, and the deciding term has a value."""
+        return not self.failed and self.decided
 
     @property
     def is_verdict(self) -> bool:
         """Return whether it says right or wrong: by `correct`, or by a value that is 0 or 1."""
-        return not self.degree and (self.correct is not None or self.value in (0.0, 1.0))
+        return self.decided and not self.degree and (self.correct is not None or self.value in (0.0, 1.0))
 
 
 @dataclass(frozen=True, slots=True)
@@ -246,12 +254,17 @@ class Evaluation:
     """The mean accuracy of a single sample."""
     pass_at_k: Estimate
     """The share of prompts that at least one of k samples gets right."""
-    right: tuple[int, ...] = ()
-    """1 for each prompt whose greedy answer is right, else 0, sorted by the text of the questions."""
+    right: tuple[int | None, ...] = ()
+    """For each prompt 1 if its greedy answer is right, 0 if it is wrong or its reward failed, None if it is left out or
+    undecided; sorted by the text of the questions."""
     questions: str = ""
     """A digest of the questions: evaluations with the same one can be compared question by question."""
     failed: int = 0
-    """How many answers, greedy and sampled, have no grade; none of them counts as right."""
+    """How many answers, greedy and sampled, have no grade because a reward failed; none of them counts as right."""
+    left_out: int = 0
+    """How many prompts are in no mean, because no reward applies to their greedy answer."""
+    undecided: int = 0
+    """How many greedy answers are neither right nor wrong, and so in no accuracy: the deciding term returned None."""
     reward: Estimate = field(default_factory=Estimate)
     """The mean reward of the greedy answers that have one."""
     reward_at_k: Estimate = field(default_factory=Estimate)

@@ -147,6 +147,8 @@ def test_an_evaluation_holds_its_intervals(tmp_path: Path):
         "questions",
         "right",
         "failed",
+        "left_out",
+        "undecided",
         "rewards",
         "verdicts",
     ]

@@ -5,18 +5,25 @@ import pickle
 import sys
 from collections import Counter
 from dataclasses import replace
+from uuid import uuid4
 
 import pyarrow as pa
 import pytest
+import torch
 from pyarrow import parquet
 from pydantic import ValidationError, create_model
 
 from pellucid import config
+from pellucid.algorithm.advantages import ADVANTAGES
+from pellucid.algorithm.batch import grades_of, task_rewards
+from pellucid.algorithm.settings import GRPOConfig
+from pellucid.reporting.metrics import describe
 from pellucid.rewards.graded import Graded
+from pellucid.rewards.plain import of_reward
 from pellucid.rewards.settings import RewardConfig
 from pellucid.rewards.terms import RewardTerm
 from pellucid.tasks.dataset import Dataset
-from pellucid.types import ROUND, Completion, UserError
+from pellucid.types import ROUND, Completion, Group, Reward, UserError
 
 GSM8K = [
     ("Weng earns $12 an hour. In 90 hours?", "She earns 12 * 90 = $<<12*90=1080>>1080.\n#### 1,080"),
@@ -133,9 +140,61 @@ def test_a_term_that_does_not_apply_is_left_out(multitask):
     assert (graded["math"].value, graded["math"].parts) == (6.0, {"math_reward": 3.0})
     assert (graded["code"].value, graded["code"].parts) == (10.0, {"code_reward": 5.0})
     assert graded["math"].correct is True
-    assert graded["code"].correct is None
+    assert not graded["code"].is_judged, "the first term decides, and says nothing of it"
     assert math.isnan(graded["poetry"].value)
     assert "no reward applies" in graded["poetry"].error
+
+
+@pytest.fixture
+def scored_by_column(write, tmp_path):
+    """A function that returns the column `score`, and one that returns None for each completion."""
+    module = f"scores_{uuid4().hex}"  # of its own for each test: modules of one name are refused
+    (tmp_path / f"{module}.py").write_text(
+        "def scored(completions, score, **_):\n    return score\n"
+        "def silent(completions, **_):\n    return [None for _ in completions]\n"
+    )
+    rows = [{"question": f"{i}", "answer": "7", "score": s} for i, s in enumerate([2, 1, None, None])]
+    term = {name: f"{tmp_path}/{module}.py:{name}" for name in ("scored", "silent")}
+    return term, Dataset(data=write(rows), test_data=write([rows[0] | {"question": "?"}], "t.jsonl"))
+
+
+@pytest.mark.parametrize("advantage", ADVANTAGES)
+def test_a_term_of_weight_0_beside_the_others_changes_no_reward_and_no_advantage(scored_by_column, advantage):
+    """Rewards of 2, 1, None and None count as 2, 1, 1.5 and 1.5, whatever is logged beside them."""
+    term, task = scored_by_column
+    logged = [RewardTerm("numeric", 0.0), RewardTerm("regex", 0.0, pattern="7")]
+    found = []
+    for rewards in ([RewardTerm(term["scored"])], [RewardTerm(term["scored"]), *logged]):
+        own = replace(task, rewards=tuple(rewards))
+        prompts = sorted(own.sample(0, 4), key=lambda prompt: prompt.question)
+        said = completion("7")
+        group = Group(prompts[0], (1,), (said,) * 4, tuple(own.reward(prompt, said) for prompt in prompts))
+        assert task_rewards([group]).tolist() == [[2.0, 1.0, 1.5, 1.5]]
+        assert [reward.applies for reward in group.rewards] == [True, True, False, False]
+        found.append(ADVANTAGES[advantage](grades_of([group]), GRPOConfig(advantage=advantage, group_size=4)))
+    torch.testing.assert_close(*found)
+    assert describe([group])["reward/regex"] == 1.0, "it is logged for every completion"
+
+
+@pytest.mark.parametrize(("weights", "value"), [((1.0, 1.0), 1.0), ((0.0, 1.0), 1.0), ((1.0, 0.0), None)])
+def test_where_the_deciding_term_returns_none_no_other_term_decides(scored_by_column, weights, value):
+    term, task = scored_by_column
+    terms = (RewardTerm(term["silent"], weights[0]), RewardTerm("numeric", weights[1]))
+    own = replace(task, rewards=terms, correct="silent")
+    reward = own.reward(own.sample(0, 1)[0], completion("7"))
+    assert not reward.is_correct
+    assert not reward.is_judged, "it is not wrong, either"
+    assert not reward.is_verdict
+    assert reward.value == value if value else math.isnan(reward.value)
+    group = Group(own.sample(0, 1)[0], (1,), (completion("7"),), (reward,))
+    assert math.isnan(describe([group])["completion/correct"])
+    assert "completion/length_wrong" not in describe([group])
+    assert Reward(**of_reward(reward)) == reward or value is None, "it comes back from a reward process as it is"
+
+
+def test_rewards_that_are_all_of_weight_0_are_refused(write):
+    with pytest.raises(ValueError, match="every weight is 0"):
+        Dataset(data=write(sums(2)), rewards=(RewardTerm("numeric", 0.0), RewardTerm("tagged", 0.0)))
 
 
 def test_every_row_is_seen_once_an_epoch_whatever_the_step_size(write):

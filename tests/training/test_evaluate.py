@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import itertools
+import json
 import math
 import random
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import pytest
+import rich
 import torch
 import torch.nn.functional as F
 
@@ -15,6 +17,9 @@ from conftest import CountDigits, make_policy
 from pellucid.environments.here import Here
 from pellucid.environments.talk import Talk
 from pellucid.protocols import InFlight
+from pellucid.reporting.console import Plain, accuracy_table, before_after
+from pellucid.reporting.loggers import json_line
+from pellucid.reporting.measures import evaluation_of, record_of
 from pellucid.samplers.hf import HuggingFace
 from pellucid.samplers.native import Native
 from pellucid.samplers.servers import Servers
@@ -128,6 +133,56 @@ def test_rewards_that_failed_are_left_out_of_the_mean_and_degrees_are_no_verdict
     for reward, group in zip(evaluation.rewards, in_order, strict=True):
         assert math.isnan(reward) == group.prompt.text.startswith("ab")
         assert math.isnan(reward) or reward == group.rewards[0].value
+
+
+def kind_of(prompt):
+    return "abcd"[int(prompt.text[-2]) % 4]
+
+
+class Partly(CountDigits):
+    """Says right or wrong of a quarter of the questions alone."""
+
+    def reward(self, prompt, completion):
+        reward = super().reward(prompt, completion)
+        kinds = {
+            "a": Reward(math.nan, error="no reward applies", applies=False),
+            "b": replace(reward, decided=False),
+            "c": Reward(math.nan, error="it raised"),
+        }
+        return kinds.get(kind_of(prompt), reward)
+
+
+def test_an_evaluation_leaves_out_what_no_reward_applies_to_and_says_how_much(capsys):
+    task, sampling = Partly(split="test"), Sampling(4, max_tokens=12)
+    prompts = held_out(task, 24)
+    kinds = [kind_of(prompt) for prompt in prompts]
+    assert all(kinds.count(kind) for kind in "abcd")
+    found, groups, best = evaluate("digits", task, prompts, Native(policy=make_policy()), sampling, 2, OneProcess())
+    assert (found.left_out, found.undecided, found.failed) == (kinds.count("a"), kinds.count("b"), 5 * kinds.count("c"))
+    answers = [group.rewards[0] for group in best if kind_of(group.prompt) in "cd"]
+    assert found.greedy.value == pytest.approx(sum(reward.is_correct for reward in answers) / len(answers))
+    rights = [sum(reward.is_correct for reward in group.rewards) for group in groups if kind_of(group.prompt) in "cd"]
+    assert 0 < sum(rights) < 4 * len(rights)
+    assert found.mean_at_k.value == pytest.approx(sum(rights) / 4 / len(rights))
+    assert found.pass_at_k.value == pytest.approx(sum(pass_at(2, 4, c) for c in rights) / len(rights))
+    in_order = sorted(prompts, key=lambda prompt: prompt.key)
+    assert [right is None for right in found.right] == [kind_of(prompt) in "ab" for prompt in in_order]
+    assert found.verdicts
+    assert evaluation_of(json.loads(json_line(record_of(found)))).right == found.right
+    Plain(1).log_evaluation(1, found)
+    told = capsys.readouterr().out
+    assert f"left out, no reward applies: {kinds.count('a')}" in told
+    assert f"neither right nor wrong: {kinds.count('b')}" in told
+
+
+def test_an_evaluation_of_which_nothing_counts_is_told_without_numbers(capsys):
+    task, sampling = Partly(split="test"), Sampling(2, max_tokens=12)
+    prompts = [prompt for prompt in held_out(task, 24) if kind_of(prompt) == "a"]
+    found, _, _ = evaluate("digits", task, prompts, Native(policy=make_policy()), sampling, 2, OneProcess())
+    assert math.isnan(found.greedy.value)
+    Plain(1).log_evaluation(1, found)
+    rich.print(accuracy_table("model", found), before_after(found, found))
+    assert f"left out, no reward applies: {len(prompts)}" in capsys.readouterr().out
 
 
 class Asked:

@@ -253,7 +253,7 @@ def grades_of(groups: Sequence[Group]) -> Grades:
     weights = [[of_group.get(name, 1.0) for name in names] or [1.0] for of_group in known]
     return Grades(
         rewards=rewards,
-        correct=like_siblings(each(lambda _, r: math.nan if r.failed else r.is_correct)),
+        correct=like_siblings(each(lambda _, r: r.is_correct if r.is_judged else math.nan)),
         lengths=each(lambda c, _: c.length),
         parts=like_siblings(terms).nan_to_num(0.0) if names else rewards[..., None],
         weights=torch.tensor(weights, dtype=torch.float64),

@@ -61,8 +61,7 @@ class Plain:
 
     def log_evaluation(self, step: int, evaluation: Evaluation) -> None:
         shown = (f"{name} {estimate.value:.2f} {interval(estimate)}" for name, estimate in named(evaluation).items())
-        failed = [f"! failed rewards: {evaluation.failed}"] if evaluation.failed else []
-        print("  ".join([f"eval step {step}", *shown, *failed]), flush=True)
+        print("  ".join([f"eval step {step}", *shown, *not_counted(evaluation)]), flush=True)
 
     def close(self) -> None:
         pass
@@ -230,8 +229,17 @@ def sparkline(values: Sequence[float]) -> str:
 
 
 def asked(evaluation: Evaluation) -> str:
-    failed = f", ! failed rewards: {evaluation.failed}" if evaluation.failed else ""
-    return f"{evaluation.n} prompts{failed}"
+    return ", ".join([f"{evaluation.n} prompts", *not_counted(evaluation)])
+
+
+def not_counted(evaluation: Evaluation) -> list[str]:
+    """Return how many answers failed, and how many prompts count in no accuracy, in words; empty if all count."""
+    counts = {
+        "! failed rewards": evaluation.failed,
+        "left out, no reward applies": evaluation.left_out,
+        "neither right nor wrong": evaluation.undecided,
+    }
+    return [f"{what}: {count}" for what, count in counts.items() if count]
 
 
 def evaluation_rows(evaluations: Mapping[int, Evaluation]) -> Iterator[tuple[str, str | Text, str | Text]]:

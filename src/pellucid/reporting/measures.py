@@ -72,6 +72,7 @@ def record_of(evaluation: Evaluation) -> dict[str, Any]:
         for name, estimate in measures(evaluation).items()
     }
     answers = {"questions": evaluation.questions, "right": list(evaluation.right), "failed": evaluation.failed}
+    answers |= {"left_out": evaluation.left_out, "undecided": evaluation.undecided}
     return {**about, **measured, **answers, "rewards": list(evaluation.rewards), "verdicts": evaluation.verdicts}
 
 
@@ -85,6 +86,8 @@ def evaluation_of(record: Mapping[str, Any]) -> Evaluation:
         right=tuple(record.get("right", ())),
         questions=record.get("questions", ""),
         failed=record.get("failed", 0),
+        left_out=record.get("left_out", 0),
+        undecided=record.get("undecided", 0),
         reward=estimate_of(record.get("reward")),
         reward_at_k=estimate_of(record.get("reward@k")),
         rewards=tuple(math.nan if value is None else value for value in record.get("rewards", ())),

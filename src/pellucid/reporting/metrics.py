@@ -24,6 +24,7 @@ def describe(groups: Sequence[Group], min_reward_range: float = 0.0) -> dict[str
     """
     pairs = [pair for group in groups for pair in zip(group.completions, group.rewards, strict=True)]
     graded = [(completion, reward) for completion, reward in pairs if not reward.failed]
+    judged = [(completion, reward) for completion, reward in graded if reward.decided]
     values = [reward.value for _, reward in graded]
     dead = [rewards for group in groups if (rewards := equal_rewards(group, min_reward_range))]
     all_right = sum(all(reward.is_correct for reward in rewards) for rewards in dead)
@@ -31,7 +32,7 @@ def describe(groups: Sequence[Group], min_reward_range: float = 0.0) -> dict[str
     return {
         **logged_means([reward for _, reward in pairs]),
         **prefix_lengths(groups),
-        **part_means([reward for _, reward in graded]),
+        **part_means([reward for _, reward in pairs if not (reward.failed and reward.applies)]),
         "reward/mean": fmean(values) if values else nan,
         "reward/std": pstdev(values) if values else nan,
         "reward/failed": float(sum(reward.failed and reward.applies for _, reward in pairs)),
@@ -39,10 +40,10 @@ def describe(groups: Sequence[Group], min_reward_range: float = 0.0) -> dict[str
         **failed_shares([reward for _, reward in pairs]),
         "groups/dead_all_right": all_right / len(groups),
         "groups/dead_all_wrong": (len(dead) - all_right) / len(groups),
-        "completion/correct": fmean(reward.is_correct for _, reward in graded) if graded else nan,
+        "completion/correct": fmean(reward.is_correct for _, reward in judged) if judged else nan,
         "completion/finished": fmean(completion.finished for completion, _ in pairs),
         "completion/length_mean": mean_length([completion for completion, _ in pairs]),
-        **lengths_by_grade(graded),
+        **lengths_by_grade(judged),
         **turns_and_calls([completion for completion, _ in pairs]),
         "tokens": float(sum(each.length for completion, _ in pairs for each in (completion, *completion.branches))),
     }
@@ -96,9 +97,9 @@ def mean_length(completions: Sequence[Completion]) -> float:
     return fmean(completion.length for completion in completions)
 
 
-def lengths_by_grade(graded: Sequence[tuple[Completion, Reward]]) -> dict[str, float]:
-    right = [completion for completion, reward in graded if reward.is_correct]
-    wrong = [completion for completion, reward in graded if not reward.is_correct]
+def lengths_by_grade(judged: Sequence[tuple[Completion, Reward]]) -> dict[str, float]:
+    right = [completion for completion, reward in judged if reward.is_correct]
+    wrong = [completion for completion, reward in judged if not reward.is_correct]
     lengths = {"completion/length_right": right, "completion/length_wrong": wrong}
     return {name: mean_length(completions) for name, completions in lengths.items() if completions}
 

@@ -60,6 +60,7 @@ def of_reward(reward: Any) -> dict[str, Any]:
             "weights": numbers(reward.weights, "weight"),
             "correct": None if reward.correct is None else truth(reward.correct),
             "applies": bool(reward.applies),
+            "decided": bool(reward.decided),
             "degree": bool(reward.degree),
             "failures": {str(name): one_line(str(error)) for name, error in reward.failures.items()},
             "extra": extras(reward.extra),

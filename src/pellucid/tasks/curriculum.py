@@ -160,10 +160,10 @@ class Curriculum:
         )
 
     def _measure(self, q: int, group: Group, step: int) -> None:
-        memory, graded = self.memory, [reward for reward in group.rewards if not reward.failed]
-        if not graded or (self.order == "described" and q in memory.accuracy):
+        memory, judged = self.memory, [reward for reward in group.rewards if reward.is_judged]
+        if not judged or (self.order == "described" and q in memory.accuracy):
             return
-        accuracy = fmean(reward.is_correct for reward in graded)
+        accuracy = fmean(reward.is_correct for reward in judged)
         before = memory.accuracy.get(q, accuracy)
         memory.accuracy[q] = self.decay * before + (1 - self.decay) * accuracy
         memory.dead_since.pop(q, None)

@@ -83,6 +83,8 @@ class Dataset:
             raise ValueError(f'answer_pattern = "{self.answer_pattern}" needs a group around the answer: "#### (.+)"')
         if not self.rewards:
             raise ValueError("rewards must have at least one term")
+        if not any(term.weight for term in self.rewards):
+            raise ValueError("rewards: every weight is 0, which is only logged: give a weight to one of them")
         if self.correct and self.correct not in labels(self.rewards):
             raise ValueError(f'correct = "{self.correct}" must name a reward: {", ".join(labels(self.rewards))}')
         if self.deciding.name == "length":
@@ -118,26 +120,31 @@ class Dataset:
     def total(self, parts: Sequence[Part]) -> Reward:
         """Add up what each term says of a completion. A term that failed fails the reward: the rest is no grade.
 
-        One of weight 0, which is only logged, does not, unless it decides what is correct.
-        `parts` of the reward holds the values before weighting; `value` is NaN where no term applies.
+        A term of weight 0 is only logged: it neither fails the reward, unless it decides what is correct, nor makes the
+        reward apply to a completion of which every term with a weight returned None. If the deciding term returned
+        None, the completion is neither right nor wrong.
+        `parts` of the reward holds the values before weighting; `value` is NaN where no term with a weight applies.
         """
         names = labels(self.rewards)
         values = {name: part.value for name, part in zip(names, parts, strict=True) if part.value is not None}
         failed = {name: part.error for name, part in zip(names, parts, strict=True) if part.error}
         weights = {name: term.weight for name, term in zip(names, self.rewards, strict=True)}
-        decided = values.get(self.correct or names[0])
+        deciding = self.correct or names[0]
+        decided = values.get(deciding)
         is_degree = not self.correct and gives_degrees(self.deciding.name) and decided not in (None, 0.0, 1.0)
-        fatal = {name: error for name, error in failed.items() if weights[name] or name == (self.correct or names[0])}
+        fatal = {name: error for name, error in failed.items() if weights[name] or name == deciding}
         error = "; ".join(f"{name}: {error}" for name, error in fatal.items())
-        if not values and not failed:
-            error = "no reward applies to this row: every term returned None"
+        applies = bool(fatal) or any(weights[name] for name in values)
+        if not applies:
+            error = "no reward applies to this row: every term that has a weight returned None"
         return Reward(
             math.nan if error else sum(weights[name] * value for name, value in values.items()),
             values,
             correct=None if decided is None else decided >= 1.0,
             error=error,
             weights=weights,
-            applies=bool(values or failed),
+            applies=applies,
+            decided=deciding in values or deciding in failed,
             degree=is_degree,
             failures=failed,
             extra={column: value for part in parts for column, value in part.extra.items()},

@@ -54,28 +54,35 @@ def evaluate(
     and the graded greedy answers.
 
     `name` is what the settings call the task. With k = 0 there are greedy answers only: mean@k and pass@k are NaN.
+    A prompt that no reward applies to is in no mean, as in training, and one whose deciding term returned None is in no
+    accuracy; the evaluation says how many there are of each.
     """
     own = shards.shard(prompts)
     best = shards.gather(sample_and_grade(task, sampler, own, greedy(sampling), progress))
     groups = shards.gather(sample_and_grade(task, sampler, own, sampling, progress)) if k else []
-    right = [correct(group) for group in groups]
+    sampled = [group for group in groups if counted(group)]
+    answered = [group.rewards[0] for group in best]
     answers = sorted(((prompt.key, group) for prompt, group in zip(prompts, best, strict=True)), key=itemgetter(0))
-    graded = [reward for group in (*best, *groups) for reward in group.rewards if not reward.failed]
+    rewards = [reward for group in (*best, *groups) for reward in group.rewards]
+    judged = [reward for reward in rewards if reward.is_judged]
     evaluation = Evaluation(
         task=name,
         split=task.split,
         n=len(prompts),
         k=k,
-        greedy=estimate([correct(group) for group in best]),
-        mean_at_k=estimate([c / sampling.n for c in right]),
-        pass_at_k=estimate([pass_at(k, sampling.n, c) for c in right]),
-        right=tuple(correct(group) for _, group in answers),
+        greedy=estimate([correct(group) for group in best if counted(group)]),
+        mean_at_k=estimate([correct(group) / counted(group) for group in sampled]),
+        pass_at_k=estimate([pass_at(k, sampling.n, correct(group)) for group in sampled]),
+        right=tuple(correct(group) if counted(group) else None for _, group in answers),
         questions=digest([question for question, _ in answers]),
-        failed=sum(reward.failed for group in (*best, *groups) for reward in group.rewards),
+        failed=sum(reward.failed and reward.applies for reward in rewards),
+        left_out=sum(not reward.applies for reward in answered),
+        undecided=sum(reward.applies and not reward.decided for reward in answered),
         reward=mean_reward(best),
         reward_at_k=mean_reward(groups),
         rewards=tuple(mean_of(group) for _, group in answers),
-        verdicts=all(reward.is_verdict for reward in graded),
+        verdicts=all(reward.is_verdict for reward in judged)
+        and (bool(judged) or all(reward.failed for reward in rewards)),
     )
     return evaluation, groups, best
 
@@ -119,6 +126,13 @@ def in_parts(items: Sequence[T], size: int) -> list[Sequence[T]]:
 
 def correct(group: Group) -> int:
     return sum(reward.is_correct for reward in group.rewards)
+
+
+def counted(group: Group) -> int:
+    """Return how many answers of a group count as right or wrong. A failed reward counts as wrong; one that does not
+    apply, or whose deciding term returned None, does not count.
+    """
+    return sum(reward.applies and reward.decided for reward in group.rewards)
 
 
 def mean_of(group: Group) -> float:
