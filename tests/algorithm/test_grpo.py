@@ -18,6 +18,7 @@ from pellucid.algorithm.batch import collate, concat, grades_of, task_rewards
 from pellucid.algorithm.grpo import Scores, State, loss_terms, train, update
 from pellucid.algorithm.objectives import OBJECTIVES
 from pellucid.algorithm.settings import AdamWConfig, GRPOConfig
+from pellucid.reporting.metrics import describe
 from pellucid.runtimes.runtime import Runtime
 from pellucid.samplers.native import Native
 from pellucid.types import ROUND, Completion, Group, Prompt, Reward, Sampling, UserError
@@ -421,6 +422,25 @@ def test_dead_groups_are_refilled_from_other_prompts_to_a_constant_batch():
     kept = sum(len(completion.token_ids) for group in groups for completion in group.completions)
     assert drawn.pop("tokens") > 1.2 * kept, "what is thrown away was sampled too"
     assert drawn == {"groups/drawn": 8, "groups/drawn_dead": 0.5}
+
+
+def test_the_tokens_of_dynamic_sampling_are_those_of_all_sequences():
+    """A conversation whose history was rewritten has several; with one round, reporting counts them too."""
+
+    class Branching(Native):
+        def generate(self, prompts, sampling):
+            groups = super().generate(prompts, sampling)
+            return [
+                replace(group, completions=tuple(replace(c, branches=(c, c)) for c in group.completions))
+                for group in groups
+            ]
+
+    cfg, sampling = GRPOConfig(group_size=4, max_rounds=2), Sampling(max_tokens=8)
+    task, sampler = Coin(lambda step, i: False), Branching(policy=make_policy())
+    groups, drawn = grpo.rollout(task, sampler, sampling, OneProcessRuntime(), 3, cfg, grpo.Clock())
+    assert drawn["groups/drawn"] == 4
+    tokens = sum(len(c.token_ids) for group in groups for c in group.completions)
+    assert drawn["tokens"] == 3 * tokens == describe(groups)["tokens"]
 
 
 def test_a_group_within_min_reward_range_makes_room_too():

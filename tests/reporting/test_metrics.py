@@ -103,6 +103,16 @@ def test_a_length_of_no_completions_is_left_out():
     assert "completion/length_right" not in describe([group(wrong())])
 
 
+def test_the_length_of_a_prefix_is_that_of_its_tokens_alone():
+    """Of a conversation, what was said to the policy between its turns is given, too, and no prefix."""
+    talk = Completion(tuple(range(12)), (0.0,) * 12, "x", True, given=((0, 3), (5, 10)))
+    alone = Completion(tuple(range(6)), (0.0,) * 6, "x", True, given=((0, 5),))
+    without = Completion(tuple(range(6)), (0.0,) * 6, "x", True, given=((2, 4),))
+    groups = [Group(Prompt("p", "?"), (1,), (c,), (Reward(1.0),), (), (7, 8)) for c in (talk, alone, without)]
+    assert describe(groups)["prefix/length_mean"] == 4.0
+    assert "prefix/length_mean" not in describe(groups[2:])
+
+
 def test_finished_is_a_share_of_completions():
     metrics = describe([group(right(), finished=True), group(right(), right(), right(), finished=False)])
     assert metrics["completion/finished"] == 0.25

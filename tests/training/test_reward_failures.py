@@ -44,13 +44,21 @@ def test_where_every_reward_of_the_first_look_fails_nothing_is_trained(
     assert train(*command, "--task.how", how) == 2
     told = capsys.readouterr()
     [line] = [line for line in told.err.splitlines() if line.startswith("pellucid:")]
-    assert line.startswith("pellucid: every reward of the first 2 samples failed, the first with ")
+    assert line.startswith("pellucid: every reward of the first 8 samples failed, the first with ")
     assert error in line
     assert "enough contrast" not in told.out
     assert "looking at it" not in told.out
     assert not run_dir.exists()
     monkeypatch.undo()
     assert train(*command, "--task.how", "not", "--algorithm.steps", 1) == 0
+
+
+def test_one_failed_answer_to_the_only_held_out_question_does_not_refuse_the_run(recipe, tmp_path):
+    """It is tried on prompts of the training split, and on samples, too."""
+    command = of(recipe, "Broken", "--task.how", "not held out", "--run", tmp_path / "run", "--evaluate.n", 1)
+    assert train(*command, "--algorithm.prompts-per-step", 2, "--algorithm.steps", 1, "--evaluate.k", 0) == 0
+    [before, after] = records(tmp_path / "run" / "evals.jsonl")
+    assert (before["n"], before["failed"]) == (1, 1)
 
 
 @pytest.mark.parametrize("evaluated", [2, 0])

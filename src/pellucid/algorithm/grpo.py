@@ -179,8 +179,8 @@ def rollout(
 
 
 def cost_of(drawn: Sequence[Group], dead: int) -> dict[str, float]:
-    """Metrics of how many groups were drawn to fill the batch, and of their tokens."""
-    tokens = sum(completion.length for group in drawn for completion in group.completions)
+    """Metrics of how many groups were drawn to fill the batch, and of the tokens of all their sequences."""
+    tokens = sum(s.length for group in drawn for c in group.completions for s in (c, *c.branches))
     return {"groups/drawn": len(drawn), "groups/drawn_dead": dead / len(drawn), "tokens": float(tokens)}
 
 

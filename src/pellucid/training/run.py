@@ -35,7 +35,7 @@ from pellucid.training.snapshot import restore, save, save_model
 from pellucid.types import Evaluation, Group, UserError
 
 FEW = 8
-"""How many answers are graded before all others, to see that rewards work."""
+"""How many answers, at least, are graded before all others, to see that rewards work."""
 
 
 def train(cfg: Config, run_dir: Path, resumed: Changes | None = None, profile: bool = False) -> int:
@@ -286,10 +286,18 @@ def look_first(cfg: Config, parts: Components) -> Evaluation | None:
 
 
 def try_rewards(cfg: Config, parts: Components) -> None:
-    """Raise NotBegunError where a few greedy answers have no reward. If all hung, a whole look would take hours."""
+    """Raise NotBegunError if none of a few answers has a reward. If all hung, a whole look would take hours.
+
+    They are greedy answers to held-out prompts. If there are fewer of these than FEW, prompts of the first step are
+    asked too, and each often enough that there are FEW answers: a single one that fails says little.
+    """
     if isinstance(parts.task, Graded):
-        prompts = parts.test_prompts or parts.task.sample(0, cfg.algorithm.prompts_per_step)
-        few = parts.runtime.shard(prompts[:FEW])
-        sampling, progress = greedy(training_sampling(cfg)), progress_of(cfg, 0)
+        prompts = list(parts.test_prompts[:FEW])
+        if len(prompts) < FEW:
+            prompts = [*prompts, *parts.task.sample(0, cfg.algorithm.prompts_per_step)][:FEW]
+        sampling, progress = training_sampling(cfg), progress_of(cfg, 0)
+        each = -(-FEW // len(prompts))
+        sampling = greedy(sampling) if each == 1 else replace(sampling, n=each)
+        few = parts.runtime.shard(prompts)
         answers = sample_and_grade(parts.task, parts.sampler, few, sampling, progress)
         preflight.refuse_failing(parts.runtime.gather(answers))
