@@ -9,7 +9,7 @@ import torch
 
 from conftest import OneProcessRuntime, make_policy
 from pellucid.algorithm import grpo
-from pellucid.algorithm.batch import collate
+from pellucid.algorithm.batch import collate, concat, grades_of
 from pellucid.algorithm.settings import GRPOConfig
 from pellucid.environments.here import Here
 from pellucid.environments.talk import Talk
@@ -116,7 +116,120 @@ def test_branches_have_the_advantage_of_their_completion_and_stand_beside_it():
     assert rows == [[1, 2, 3], [4, 4], [7], [2], [3, 3], [1, 2], [9, 9, 9, 9]]
     assert batch.advantages[:, 0].tolist() == [1.0, 1.0, 1.0, -2.0, 3.0, -4.0, -4.0]
     assert batch.prompt_of.tolist() == [0, 0, 0, 0, 1, 1, 1]
-    assert [len(part) for part in batch.parts(2)] == [3, 4]
+    assert [len(part) for part in batch.parts(2)] == [4, 3], "a minibatch holds whole rollouts"
+
+
+def one_and_eight():
+    """A rollout of one sequence, and one whose history an agent rewrote seven times; two tokens each."""
+
+    def completion(*branches):
+        return Completion((3, 4), (-1.0, -1.0), "", True, branches=branches, outcome=Outcome(1.0))
+
+    group = Group(Prompt("a", "a"), (5, 6), (completion(), completion(*[completion() for _ in range(7)])))
+    return [replace(group, rewards=(Reward(1.0), Reward(0.0)))]
+
+
+PLUS_MINUS = torch.tensor([[1.0, -1.0]]).double()
+PUSHES = {
+    # The weight of each token of the first and of the second rollout, and how far all of their tokens are pushed.
+    "sequence": (1 / 4, 1 / 32, 1 / 2, -1 / 2),
+    "constant": (1 / 32, 1 / 32, 1 / 16, -1 / 2),  # divided by 2 rollouts of 16 tokens
+    "token": (1 / 18, 1 / 18, 1 / 9, -8 / 9),
+}
+
+
+@pytest.mark.parametrize("aggregate", PUSHES)
+def test_a_rollout_of_eight_sequences_counts_as_one_rollout(aggregate):
+    policy = make_policy(dtype=torch.float64)
+    cfg = replace(CFG, prompts_per_step=1, group_size=2, aggregate=aggregate, constant_length=16)
+    batch = ready(policy, one_and_eight(), cfg, PLUS_MINUS)
+    first, second, plus, minus = PUSHES[aggregate]
+    torch.testing.assert_close(batch.weights, torch.tensor([[first] * 2, *[[second] * 2] * 8]))
+    logprobs = policy.score(batch).logprobs.detach().requires_grad_()
+    grpo.loss_terms(grpo.Scores(logprobs, torch.zeros_like(logprobs)), batch, cfg)[0].backward()
+    pushes = (-logprobs.grad).sum(-1)
+    assert pushes[0].item() == pytest.approx(plus)
+    assert pushes[1:].sum().item() == pytest.approx(minus)
+
+
+@pytest.mark.parametrize("aggregate", PUSHES)
+def test_the_gradient_of_rollouts_of_several_sequences_is_their_sum_by_hand(aggregate):
+    """By autograd over transformers' model, a sequence at a time; the package reads them in micro-batches."""
+    policy = make_policy(dtype=torch.float64)
+    cfg = replace(CFG, prompts_per_step=2, group_size=2, aggregate=aggregate, constant_length=16, micro_batch=3)
+    groups = branched()
+    advantages = torch.tensor([[1.0, -2.0], [3.0, -4.0]]).double()
+    runtime = OneProcessRuntime(policy)
+    batch = grpo.attach_advantages(collate(groups), graded(groups), advantages, runtime, cfg)
+    policy.model.zero_grad()
+    weighted = grpo.with_weights(batch, runtime, cfg)
+    for micro_batch in weighted.chunks(cfg.micro_batch):
+        grpo.loss_terms(policy.score(micro_batch), micro_batch, cfg)[0].backward()
+    ours = {name: p.grad.clone() for name, p in policy.model.named_parameters()}
+
+    policy.model.zero_grad()
+    total = torch.zeros(())
+    divisors = {  # of each rollout: 6, 1, 2 and 6 tokens, 15 in all
+        "sequence": [4 * 6, 4 * 1, 4 * 2, 4 * 6],
+        "constant": [4 * 16] * 4,
+        "token": [15] * 4,
+    }[aggregate]
+    rollouts = [(group, c) for group in groups for c in group.completions]
+    for (group, c), advantage, divisor in zip(rollouts, advantages.flatten().tolist(), divisors, strict=True):
+        for sequence in (c, *c.branches):
+            ids = [*group.prompt_ids, *sequence.token_ids]
+            logprobs = policy.model(torch.tensor([ids])).logits[0].log_softmax(-1)
+            for t, token in enumerate(sequence.token_ids):
+                total = total - advantage * logprobs[len(group.prompt_ids) + t - 1, token] / divisor
+    total.backward()
+    for name, p in policy.model.named_parameters():
+        torch.testing.assert_close(ours[name], p.grad, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("aggregate", PUSHES)
+def test_processes_agree_on_the_weights_of_rollouts_of_several_sequences(aggregate):
+    """The weights of each group in a process of its own are those that it has beside the other."""
+    cfg = replace(CFG, prompts_per_step=2, group_size=2, aggregate=aggregate, constant_length=16)
+
+    class OfTwo(OneProcessRuntime):
+        """Adds what both processes counted, which is known from `counts`."""
+
+        def __init__(self, counts):
+            super().__init__()
+            self.counts = iter(counts)
+
+        def sum(self, x):
+            return x + next(self.counts)
+
+    def attached(groups):
+        return grpo.attach_advantages(collate(groups), graded(groups), torch.ones(len(groups), 2), runtime, cfg)
+
+    runtime = OneProcessRuntime()
+    whole = grpo.weights_of(attached(branched()), runtime, cfg)
+    first, second = (attached([group]) for group in branched())
+    counts = {"first": (torch.tensor(2), torch.tensor(7)), "second": (torch.tensor(2), torch.tensor(8))}
+    alone = [grpo.weights_of(first, OfTwo(counts["second"]), cfg), grpo.weights_of(second, OfTwo(counts["first"]), cfg)]
+    assert whole.flatten().tolist() == [*joined_to(alone[0], 4), *joined_to(alone[1], 4)]
+
+
+def joined_to(weights, width):
+    return torch.nn.functional.pad(weights, (0, width - weights.shape[1])).flatten().tolist()
+
+
+@pytest.mark.parametrize("first", [0, 1])
+def test_replay_joins_steps_with_and_without_rewritten_histories(first):
+    """The rollouts of one step have a sequence each, those of the other have several."""
+    cfg = replace(CFG, prompts_per_step=1, group_size=2, aggregate="sequence")
+    runtime = OneProcessRuntime()
+    groups = [branched()[:1], one_and_eight()]
+    plain = replace(groups[0][0], completions=tuple(replace(c, branches=()) for c in groups[0][0].completions))
+    steps = [[plain], groups[1]]
+    steps = steps if first == 0 else steps[::-1]
+    batches = [grpo.attach_advantages(collate(step), graded(step), PLUS_MINUS, runtime, cfg) for step in steps]
+    joined = concat(batches)
+    sums = grpo.weights_of(joined, runtime, cfg).sum(-1)
+    expected = {0: [1 / 4, 1 / 4], 1: [1 / 4, *[1 / 32] * 8]}
+    assert sums.tolist() == pytest.approx(expected[first] + expected[1 - first])
 
 
 def test_a_kl_in_the_reward_charges_a_completion_for_its_branches():
@@ -127,6 +240,24 @@ def test_a_kl_in_the_reward_charges_a_completion_for_its_branches():
     extra = {0: [16, 17, 20], 3: [24, 25, 26, 27]}
     assert summed[:, 0].tolist() == [sum(rows[i]) + sum(extra.get(i, [])) for i in range(4)]
     assert mask.all()
+
+
+def test_overlong_cache_counts_what_a_conversation_was_told():
+    """The limit is 10 tokens behind the question; rewards fall over the last 4 of them."""
+
+    def completion(n, *given, branches=()):
+        return Completion((3,) * n, (0.0,) * n, "", True, given=given, branches=branches)
+
+    completions = (
+        completion(10, (3, 8)),  # spoke 3 tokens, was told 5, spoke 2
+        completion(8, (2, 6)),
+        completion(10, (0, 6)),  # a prefix of 6 tokens is no part of the answer
+        completion(2, branches=(completion(9, (1, 7)),)),  # an agent whose first history was longer than its last
+    )
+    group = Group(Prompt("a", "a"), (5,), completions, rewards=(Reward(1.0),) * 4)
+    cfg = replace(CFG, overlong_cache=4, max_length=10)
+    shaped = grpo.shape(grades_of([group]), collate([group]), make_policy(), cfg)
+    assert shaped.tolist() == [[0.0, 0.5, 1.0, 0.25]]
 
 
 def test_conversations_train_as_answers_do():

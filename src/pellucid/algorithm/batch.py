@@ -57,7 +57,7 @@ class Batch:
     kl: Tensor | None = None
     """[B, T] KL to the reference when the rollouts were drawn, where the reward is charged with it."""
     rollout_of: Tensor | None = None
-    """[B] the completion p * G + g whose sequence each row is; None where each row is a completion of its own."""
+    """[B] the rollout p * G + g that each row is a sequence of; None where each row is a rollout."""
     origin: Tensor | None = None
     """[B] which of its step's rows each is, as `collate` orders them; -1 where it is none of this step's rollouts: a
     replayed one, or a demonstration. Nothing is computed from it: it says what became of a rollout."""
@@ -112,9 +112,42 @@ class Batch:
         return [self.rows(slice(i, i + size)) for i in range(0, len(self), size)] if size else [self]
 
     def parts(self, count: int) -> list[Batch]:
-        """Consecutive batches, so many, of as many rows each as can be."""
-        ends = [len(self) * i // count for i in range(count + 1)]
+        """Split into `count` consecutive batches of as equal numbers of rollouts as possible; none is cut in two."""
+        starts = self.rollout_starts()
+        ends = [starts[(len(starts) - 1) * i // count] for i in range(count + 1)]
         return [self.rows(slice(start, end)) for start, end in pairwise(ends)]
+
+    def rollout_starts(self) -> list[int]:
+        """Return the first row of each rollout, in the order of the rows, and len(self)."""
+        if self.rollout_of is None:
+            return list(range(len(self) + 1))
+        changes = (self.rollout_of[1:] != self.rollout_of[:-1]).nonzero().flatten() + 1
+        return [0, *changes.tolist(), len(self)]
+
+    def lengths_used(self) -> Tensor:
+        """Return the number of tokens [P * G] of each rollout that count towards sampler.max_tokens, as float64.
+
+        These are all tokens from the first sampled one on: in a conversation also what the policy was told between its
+        turns, but neither its question nor a prefix. The longest sequence of a rollout counts.
+        """
+        positions = self.sampled.byte().argmax(-1)
+        lengths = torch.where(self.sampled.any(-1), self.mask.sum(-1) - positions, 0).double()
+        if self.rollout_of is None:
+            return lengths
+        longest = lengths.new_zeros(int(self.rollout_of.max()) + 1)
+        return longest.scatter_reduce(0, self.rollout_of, lengths, "amax")
+
+    def count_rollouts(self, mask: Tensor) -> tuple[Tensor, Tensor]:
+        """Count the tokens of `mask` [B, T] by rollout.
+
+        Returns:
+            How many rollouts have such a token [], and the number of such tokens in the rollout of each row [B, 1].
+        """
+        lengths = mask.sum(-1, keepdim=True)
+        if self.rollout_of is None:
+            return mask.any(-1).sum(), lengths
+        of_rollouts = lengths.new_zeros(int(self.rollout_of.max()) + 1).index_add(0, self.rollout_of, lengths[:, 0])
+        return (of_rollouts > 0).sum(), of_rollouts[self.rollout_of][:, None]
 
     def by_rollout(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """[B, T] -> its sums over the sampled tokens of each completion [P * G, 1], and a mask of the same shape; where
@@ -197,10 +230,18 @@ def concat(batches: Sequence[Batch]) -> Batch:
     first, *rest = batches
     if not rest:
         return first
+    if any(b.rollout_of is not None for b in batches):
+        # Only a step in which an agent rewrote its history has it.
+        alone = [torch.arange(len(b)) if b.rollout_of is None else b.rollout_of for b in batches]
+        batches = [replace(b, rollout_of=x) for b, x in zip(batches, alone, strict=True)]
+        first = batches[0]
     width = max(b.mask.shape[1] for b in batches)
     columns = {name: [b.tensors()[name] for b in batches] for name in first.tensors()}
     tensors = {name: joined(x, width) for name, x in columns.items()}
     tensors["prompt_of"] = torch.cat(moved(columns["prompt_of"], [len(b.prompt_ids) for b in batches]))
+    if "rollout_of" in columns:
+        sizes = [int(x.max()) + 1 for x in columns["rollout_of"]]
+        tensors["rollout_of"] = torch.cat(moved(columns["rollout_of"], sizes))
     if "mask_words" in columns:
         moved_spans = moved(columns["mask_spans"], [len(words) for words in columns["mask_words"]])
         tensors["mask_spans"] = stacked(moved_spans, width)
@@ -254,7 +295,7 @@ def grades_of(groups: Sequence[Group]) -> Grades:
     return Grades(
         rewards=rewards,
         correct=like_siblings(each(lambda _, r: r.is_correct if r.is_judged else math.nan)),
-        lengths=each(lambda c, _: c.length),
+        lengths=each(lambda c, _: sum(sequence.length for sequence in (c, *c.branches))),
         parts=like_siblings(terms).nan_to_num(0.0) if names else rewards[..., None],
         weights=torch.tensor(weights, dtype=torch.float64),
     )

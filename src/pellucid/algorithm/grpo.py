@@ -227,7 +227,7 @@ def attach_advantages(
     of_rows = advantages.flatten().to(batch.sampler_logprobs)
     if batch.rollout_of is not None:
         rollouts, beside = batch.rollout_of.sort(stable=True)
-        batch, of_rows = replace(batch.rows(beside), rollout_of=None), of_rows[rollouts]
+        batch, of_rows = batch.rows(beside), of_rows[rollouts]
         clip_high = None if clip_high is None else clip_high[rollouts]
     return replace(batch, advantages=batch.along_responses(of_rows), clip_high=clip_high)
 
@@ -271,8 +271,9 @@ def with_weights(batch: Batch, runtime: Runtime, cfg: GRPOConfig) -> Batch:
 def weights_of(batch: Batch, runtime: Runtime, cfg: GRPOConfig) -> Tensor:
     """Weight [B, T] of each token in the loss, from counts over all processes; 0 where a response is filtered out."""
     mask = batch.sampled & batch.finished[:, None] if cfg.overlong_filter else batch.sampled
-    rows, tokens = runtime.sum(mask.any(-1).sum()), runtime.sum(mask.sum())
-    return AGGREGATES[cfg.aggregate](mask, rows.clamp(min=1), tokens.clamp(min=1), cfg)
+    count, lengths = batch.count_rollouts(mask)
+    rollouts, tokens = runtime.sum(count), runtime.sum(mask.sum())
+    return AGGREGATES[cfg.aggregate](mask, rollouts.clamp(min=1), tokens.clamp(min=1), cfg, lengths)
 
 
 def with_gradient(batch: Batch, cfg: GRPOConfig) -> Batch:
@@ -339,7 +340,9 @@ def shape(grades: Grades, batch: Batch, policy: Policy, cfg: GRPOConfig) -> Tens
         chunks = completions.chunks(cfg.micro_batch)
         states = [policy.embed(micro_batch, cfg.similarity_layer).cpu() for micro_batch in chunks]
         rewards = shaping.SIMILARITY[cfg.similarity](rewards, torch.cat(states).view(*rewards.shape, -1), cfg)
-    return kl.in_raw_reward(shaping.overlong(rewards, grades.lengths, cfg), *charged(batch), cfg)
+    if cfg.overlong_cache:
+        rewards = shaping.overlong(rewards, batch.lengths_used().view_as(rewards), cfg)
+    return kl.in_raw_reward(rewards, *charged(batch), cfg)
 
 
 def with_advantages(groups: Sequence[Group], advantages: Tensor) -> list[Group]:

@@ -271,21 +271,38 @@ def clip_metrics(outcome: Outcome, mask: Tensor) -> dict[str, Tensor]:
 
 
 # ---------------------------------------------------------------- aggregation: the weight of each token, [B, T]
+#
+# Arguments of an aggregate, counted over the minibatches of all processes:
+#   mask: [B, T] bool, the tokens that are trained.
+#   rollouts: [] how many rollouts have such a token. tokens: [] how many such tokens there are.
+#   lengths: [B, 1] the trained tokens of the rollout that each row belongs to. A rollout is one row unless an agent
+#       rewrote its history: then it has a row per sequence. None means that each row is a rollout.
 
 
-def by_token(mask: Tensor, rows: Tensor, tokens: Tensor, cfg: GRPOConfig) -> Tensor:
-    """Every token of the minibatch weighs the same (DAPO, arXiv 2503.14476, equation 8)."""
+def by_token(mask: Tensor, rollouts: Tensor, tokens: Tensor, cfg: GRPOConfig, lengths: Tensor | None = None) -> Tensor:
+    """Every token of the minibatch weighs the same (DAPO, arXiv 2503.14476, equation 8).
+
+    A rollout weighs as much as it has tokens, in however many sequences.
+    """
     return mask / tokens
 
 
-def by_sequence(mask: Tensor, rows: Tensor, tokens: Tensor, cfg: GRPOConfig) -> Tensor:
-    """Every response weighs the same, its tokens share that (DeepSeekMath): short ones speak louder per token."""
-    return mask / mask.sum(-1, keepdim=True).clamp(min=1) / rows
+def by_sequence(
+    mask: Tensor, rollouts: Tensor, tokens: Tensor, cfg: GRPOConfig, lengths: Tensor | None = None
+) -> Tensor:
+    """Every rollout weighs the same, and its tokens share that (DeepSeekMath): short ones speak louder per token.
+
+    The tokens of all sequences of a rollout share one weight.
+    """
+    lengths = mask.sum(-1, keepdim=True) if lengths is None else lengths
+    return mask / lengths.clamp(min=1) / rollouts
 
 
-def by_constant(mask: Tensor, rows: Tensor, tokens: Tensor, cfg: GRPOConfig) -> Tensor:
-    """Every token weighs 1 / (B L), L a constant, whatever the lengths (Dr. GRPO): no length bias."""
-    return mask / (rows * cfg.divisor)
+def by_constant(
+    mask: Tensor, rollouts: Tensor, tokens: Tensor, cfg: GRPOConfig, lengths: Tensor | None = None
+) -> Tensor:
+    """Every token weighs 1 / (N L), N rollouts and L a constant, whatever the lengths (Dr. GRPO): no length bias."""
+    return mask / (rollouts * cfg.divisor)
 
 
 AGGREGATES = {"token": by_token, "sequence": by_sequence, "constant": by_constant}

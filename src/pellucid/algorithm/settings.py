@@ -112,6 +112,8 @@ class GRPOConfig:
     soft_temperature: tuple[float, float] = (1.0, 1.05)
     """objective = "sapo": of positive and of negative advantages."""
     aggregate: Literal["token", "sequence", "constant"] = "token"
+    """How tokens add up to a loss. token: each token weighs the same. sequence: each rollout does, and its tokens share
+    that. constant: each token weighs 1 / (rollouts * constant_length)."""
     constant_length: int = 0
     """The divisor of aggregate = "constant", in tokens; 0 means max_length."""
     max_length: int = 0
