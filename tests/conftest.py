@@ -105,7 +105,7 @@ def tiny_llama(dropout: float = 0.0, positions: int = 128) -> PreTrainedModel:
 
 
 KERNEL_SHAPE = {
-    "vocab_size": VOCAB,
+    "vocab_size": 32,
     "hidden_size": 64,
     "intermediate_size": 64,
     "num_hidden_layers": 2,
@@ -119,7 +119,8 @@ KERNEL_SHAPE = {
     "tie_word_embeddings": True,
     "initializer_range": 0.3,
 }
-"""The smallest shape that every compiled kernel computes: heads of 64, and widths that are multiples of 32.
+"""The smallest shape that every compiled kernel computes: heads of 64, widths that are multiples of 32, and a
+vocabulary that is a multiple of 16.
 
 Tests that compare runs across settings use it in bfloat16: at smaller heads torch's operators compute everything.
 """
@@ -196,7 +197,8 @@ def make_policy(
     model = (ARCHITECTURES | AT_KERNEL_SHAPE)[architecture]()
     if dtype == torch.float64:
         model = model.double()
-    return Policy(model, character_tokenizer(), dtype, temperature, entropy_grad, gradient_checkpointing, engine=engine)
+    tokenizer = character_tokenizer(size=model.config.vocab_size)
+    return Policy(model, tokenizer, dtype, temperature, entropy_grad, gradient_checkpointing, engine=engine)
 
 
 @dataclass(frozen=True)
@@ -295,6 +297,18 @@ def model_dir(tmp_path_factory):
     tiny_llama().save_pretrained(folder)
     character_tokenizer().save_pretrained(folder)
     return folder
+
+
+@pytest.fixture(scope="session")
+def kernel_dirs(tmp_path_factory):
+    """Folders of the models of AT_KERNEL_SHAPE, by name."""
+    made = {}
+    for name, make in AT_KERNEL_SHAPE.items():
+        made[name] = tmp_path_factory.mktemp("kernel")
+        torch.manual_seed(0)
+        make().save_pretrained(made[name])
+        character_tokenizer(size=KERNEL_SHAPE["vocab_size"]).save_pretrained(made[name])
+    return made
 
 
 @pytest.fixture
