@@ -24,6 +24,8 @@ from transformers import (
     LlamaForCausalLM,
     PreTrainedModel,
     PreTrainedTokenizerFast,
+    Qwen2Config,
+    Qwen2ForCausalLM,
 )
 
 import simulated_device
@@ -102,6 +104,41 @@ def tiny_llama(dropout: float = 0.0, positions: int = 128) -> PreTrainedModel:
     return LlamaForCausalLM(config)
 
 
+KERNEL_SHAPE = {
+    "vocab_size": 32,
+    "hidden_size": 64,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 64,
+    "max_position_embeddings": 128,
+    "eos_token_id": EOS,
+    "bos_token_id": None,
+    "pad_token_id": EOS,
+    "tie_word_embeddings": True,
+    "initializer_range": 0.3,
+}
+"""The smallest shape that every compiled kernel computes: heads of 64, widths that are multiples of 32, and a
+vocabulary that is a multiple of 16.
+
+Tests that compare runs across settings use it in bfloat16: at smaller heads torch's operators compute everything.
+"""
+
+
+def kernel_llama() -> PreTrainedModel:
+    return LlamaForCausalLM(LlamaConfig(**KERNEL_SHAPE))
+
+
+def kernel_qwen() -> PreTrainedModel:
+    """With biases of attention, as Qwen2.5 has them."""
+    model = Qwen2ForCausalLM(Qwen2Config(**KERNEL_SHAPE))
+    for name, p in model.named_parameters():
+        if name.endswith("bias"):
+            torch.nn.init.normal_(p, std=0.3)
+    return model
+
+
 def tiny_gpt2(dropout: float = 0.5) -> PreTrainedModel:
     """Absolute positions and, unless told otherwise, dropout everywhere."""
     config = GPT2Config(
@@ -144,6 +181,7 @@ def tiny_gemma() -> PreTrainedModel:
 
 
 ARCHITECTURES = {"llama": tiny_llama, "gpt2": tiny_gpt2, "gemma": tiny_gemma}
+AT_KERNEL_SHAPE = {"llama, heads of 64": kernel_llama, "qwen2.5, heads of 64": kernel_qwen}
 
 
 def make_policy(
@@ -156,10 +194,11 @@ def make_policy(
     engine: str = "auto",
 ) -> Policy:
     torch.manual_seed(seed)
-    model = ARCHITECTURES[architecture]()
+    model = (ARCHITECTURES | AT_KERNEL_SHAPE)[architecture]()
     if dtype == torch.float64:
         model = model.double()
-    return Policy(model, character_tokenizer(), dtype, temperature, entropy_grad, gradient_checkpointing, engine=engine)
+    tokenizer = character_tokenizer(size=model.config.vocab_size)
+    return Policy(model, tokenizer, dtype, temperature, entropy_grad, gradient_checkpointing, engine=engine)
 
 
 @dataclass(frozen=True)
@@ -258,6 +297,18 @@ def model_dir(tmp_path_factory):
     tiny_llama().save_pretrained(folder)
     character_tokenizer().save_pretrained(folder)
     return folder
+
+
+@pytest.fixture(scope="session")
+def kernel_dirs(tmp_path_factory):
+    """Folders of the models of AT_KERNEL_SHAPE, by name."""
+    made = {}
+    for name, make in AT_KERNEL_SHAPE.items():
+        made[name] = tmp_path_factory.mktemp("kernel")
+        torch.manual_seed(0)
+        make().save_pretrained(made[name])
+        character_tokenizer(size=KERNEL_SHAPE["vocab_size"]).save_pretrained(made[name])
+    return made
 
 
 @pytest.fixture

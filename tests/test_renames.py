@@ -64,7 +64,7 @@ def test_every_new_name_is_a_setting():
 
 def test_names_of_trl_are_trl_s_and_what_they_are_here_is_a_setting():
     trl = pytest.importorskip("trl")
-    theirs = {field.name for field in dataclasses.fields(trl.GRPOConfig)}
+    theirs = {field.name for cls in (trl.GRPOConfig, trl.ModelConfig) for field in dataclasses.fields(cls)}
     theirs |= set(inspect.signature(trl.GRPOTrainer.__init__).parameters) | {
         "resume_from_checkpoint",
         "max_prompt_length",

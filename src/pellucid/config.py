@@ -21,7 +21,7 @@ import pydantic
 from pellucid import flags
 from pellucid.algorithm.settings import AdamWConfig, GRPOConfig
 from pellucid.machine.plugins import did_you_mean
-from pellucid.renames import renamed
+from pellucid.renames import of_trl, renamed
 from pellucid.rewards.settings import RewardConfig
 from pellucid.runtimes.settings import RuntimeConfig
 from pellucid.sections import CheckpointConfig, EvaluateConfig, LogConfig, PolicyConfig, SamplerConfig
@@ -247,7 +247,7 @@ def _floats(value: Any, key: str = "") -> Iterator[tuple[str, float]]:
 
 def _unknown(key: str, known: Sequence[str]) -> str:
     there = f"; there are {', '.join(known)}" if known else ""
-    return f"no such key{did_you_mean(key, known) or there}"
+    return f"no such key{of_trl(key) or did_you_mean(key, known) or there}"
 
 
 def _keys(cls: Any, place: Sequence[int | str]) -> list[str]:

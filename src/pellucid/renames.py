@@ -30,6 +30,7 @@ TRL = {
     "importance_sampling_level": 'objective = "gspo"',
     "learning_rate": "lr",
     "logging_steps": "nothing: every step is logged",
+    "lora_dropout": "nothing: dropout would make the policy that is updated differ from the one that sampled",
     "loss_type": "aggregate and objective",
     "lr_scheduler_type": "schedule",
     "mask_truncated_completions": "overlong_filter",

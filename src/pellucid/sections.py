@@ -36,8 +36,6 @@ class PolicyConfig:
     """The adapter is weighed by lora_alpha / lora; 0 is twice the rank."""
     lora_targets: tuple[str, ...] = ()
     """Names of the linear layers that have an adapter, such as q_proj v_proj; none are all of them."""
-    lora_dropout: float = 0.0
-    """0 alone: with dropout, the policy that is updated would not be the one that has sampled."""
     load_in_4bit: bool = False
     """Keep the frozen base of an adapter in 4-bit numbers, NF4 by bitsandbytes, without runtime.engine or offload."""
     reference: str = "auto"
@@ -56,11 +54,6 @@ class PolicyConfig:
             raise ValueError("lora_alpha and lora_targets are of an adapter: give lora, its rank, too")
         if self.load_in_4bit and not self.lora:
             raise ValueError("load_in_4bit is for the frozen base of an adapter: give lora, its rank, too")
-        if self.lora_dropout:
-            raise ValueError(
-                f"lora_dropout = {self.lora_dropout}: with dropout another policy is updated than has sampled, and"
-                " their ratio is not 1 even before the first step: leave it at 0"
-            )
 
     @property
     def access(self) -> Access:

@@ -11,6 +11,7 @@ import shutil
 import subprocess
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -104,11 +105,16 @@ class Operations:
             cls.seen.append((time.perf_counter(), n))
 
 
+calls: Counter[str] = Counter()
+"""How often this process has called each function of the library, trials included."""
+
+
 def call(function: Any, *arguments: Any) -> int:
     """A function of the library: tensors and structures as their addresses, whole numbers as int64_t, None as null.
 
     Return the fault that it returns, 0 where there was none; of a function that returns nothing it means nothing.
     """
+    calls[function.__name__] += 1
     return function(*map(passed, arguments))
 
 

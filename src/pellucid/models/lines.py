@@ -89,8 +89,9 @@ class InLine(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        gradients = [x.new_empty(x.shape) for x in ctx.saved_tensors]
-        run("attention_backward", ctx.by, ctx.line, ctx.saved_tensors, grad.contiguous(), projected(gradients))
+        heads = ctx.saved_tensors  # read once: a checkpointed layer hands each of them out once
+        gradients = [x.new_empty(x.shape) for x in heads]
+        run("attention_backward", ctx.by, ctx.line, heads, grad.contiguous(), projected(gradients))
         return *gradients, None, None
 
 

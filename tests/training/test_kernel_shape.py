@@ -1,0 +1,197 @@
+"""Settings compared at a shape that the compiled kernels compute: heads of 64, in bfloat16.
+
+Elsewhere most tests use smaller heads, which torch's operators compute. Here runs with a setting must have the bits of
+runs without it where it changes no arithmetic, gradients are compared with those in float32, and each kernel of this
+processor must have run.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from dataclasses import replace
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import pellucid
+from conftest import AT_KERNEL_SHAPE, CountDigits, OneProcessRuntime, make_policy, records
+from digits_task import Digits
+from pellucid.algorithm import grpo
+from pellucid.algorithm.advantages import ADVANTAGES
+from pellucid.algorithm.batch import collate, grades_of
+from pellucid.algorithm.settings import GRPOConfig
+from pellucid.models import compiling, fusing, kernels, lines
+from pellucid.runtimes import one_pass
+from pellucid.samplers.native import Native
+from pellucid.training import compose
+from pellucid.types import Sampling
+from runs import untimed
+
+SMALL = {
+    "dtype": "bfloat16",
+    "steps": 2,
+    "prompts_per_step": 2,
+    "group_size": 4,
+    "max_tokens": 10,
+    "evaluate_every": 0,
+    "checkpoint_every": 0,
+    "lr": 1e-2,
+}
+LLAMA = "llama, heads of 64"
+WAYS = {
+    "plain": {},
+    "Qwen2.5": {"model": "qwen2.5, heads of 64"},
+    "LoRA": {"lora": 2},
+    "LoRA, exact KL to the base": {"lora": 2, "kl": "exact", "kl_in": "loss", "kl_coef": 0.1},
+    "a frozen reference": {"kl": "k3", "kl_in": "loss", "kl_coef": 0.1},
+    "exact KL": {"kl": "exact", "kl_in": "loss", "kl_coef": 0.1},
+    "a reference that follows": {"kl_coef": 0.1, "reference_every": 1},
+    "entropy": {"entropy_coef": 0.01, "temperature": 0.8},
+    "similarity": {"similarity": "smooth", "similarity_layer": 1},
+    "offload": {"offload": True},
+    "micro-batches": {"micro_batch": 3, "minibatches": 2, "epochs": 2},
+    "replay": {"max_staleness": 2},
+    "truncated": {"sampler_top_k": 9},
+    "int8": {"sampler_dtype": "int8"},
+    "microscope": {"log_tokens": 1, "predictions": 1},
+    "transformers": {"policy_engine": "transformers"},
+}
+"""Ways of training, each of which is tried with gradient checkpointing and without."""
+SAME_BITS = {
+    "fewer rows at once": {"sampler_rows": 4},
+    "microscope": {"log_tokens": 1, "predictions": 1},
+    "a reference on the CPU": {"kl_coef": 0.1, "reference": "cpu"},
+    "deterministic": {"deterministic": True},
+    "checkpoints": {"checkpoint_every": 1},
+    "evaluations": {"evaluate_every": 1, "evaluate_n": 2, "evaluate_k": 2},
+}
+"""Settings that change no bit of what is trained."""
+OF_OPERATORS = {"softmax_rows", "softmax_backward"}
+"""Kernels of attention by operators, which computes heads of other sizes than 64, 128, 192 and 256."""
+OF_TRIALS = {"product_of_bytes"}
+"""Called only where a process tries whether it may sample in int8."""
+OF_AMX = {"multiply_rows", "sum_over_tokens"}
+
+
+@pytest.fixture
+def run(kernel_dirs, model_dir, tmp_path, monkeypatch):
+    """Trains two steps; returns their metrics and the trained weights."""
+    monkeypatch.setattr(compose, "graded", lambda task, *_: task)  # without a process for rewards
+    dirs = {**kernel_dirs, "heads of 8": model_dir}
+
+    def train(model=LLAMA, **settings):
+        folder = tmp_path / f"run-{len(list(tmp_path.iterdir()))}"
+        pellucid.train(model=dirs[model], task=Digits(), run=folder, **SMALL | settings).finish()
+        [file] = (folder / "model").glob("*.safetensors")
+        return [untimed(row) for row in records(folder / "metrics.jsonl")], load_file(file)
+
+    return train
+
+
+def same(one, other):
+    """Whether two runs have the same metrics and weights, bit for bit."""
+    (metrics, weights), (other_metrics, other_weights) = one, other
+    assert metrics == other_metrics
+    assert weights.keys() == other_weights.keys()
+    for name, weight in weights.items():
+        assert torch.equal(weight, other_weights[name]), name
+
+
+@pytest.mark.parametrize("name", WAYS)
+def test_recomputing_activations_changes_no_bit(name, run):
+    plain = run(**WAYS[name])
+    assert any(row["grad_norm"] > 0 for row in plain[0]), "nothing was trained"
+    same(run(**WAYS[name], gradient_checkpointing=True), plain)
+
+
+@pytest.mark.parametrize("name", SAME_BITS)
+def test_what_is_no_arithmetic_changes_no_bit(name, run):
+    settings = SAME_BITS[name]
+    without = {key: value for key, value in settings.items() if key == "kl_coef"}
+    (metrics, weights), plain = run(**settings), run(**without)
+    same(([{k: v for k, v in row.items() if k in plain[0][0]} for row in metrics], weights), plain)
+
+
+# ---------------------------------------------------------------- gradients against float32
+
+
+GRADIENTS = {
+    "plain": {},
+    "micro-batches": {"micro_batch": 3},
+    "entropy": {"entropy_coef": 0.1},
+    "a reference": {"kl": "k3", "kl_in": "loss", "kl_coef": 0.5},
+    "exact KL": {"kl": "exact", "kl_in": "loss", "kl_coef": 0.5},
+    "tokens of high entropy": {"entropy_share": 0.5},
+}
+
+
+@pytest.fixture(scope="module")
+def batch():
+    """Rollouts of the fp32 policy, with advantages."""
+    groups = Native(policy=make_policy(LLAMA)).generate(
+        CountDigits().sample(0, 3), Sampling(4, max_tokens=12, seed="0/0")
+    )
+    groups = grpo.grade(CountDigits(), groups)
+    found = collate(groups)
+    return replace(
+        found, advantages=found.along_responses(ADVANTAGES["grpo"](grades_of(groups), GRPOConfig()).flatten())
+    )
+
+
+def gradients(batch, dtype, model, **settings):
+    """Of one update."""
+
+    def policy_of(seed):
+        return make_policy(model, dtype, seed=seed, entropy_grad="entropy_coef" in settings)
+
+    policy, cfg = policy_of(0), GRPOConfig(group_size=4, prompts_per_step=3, **settings)
+    runtime, reference = OneProcessRuntime(policy), policy_of(1) if cfg.kl_coef else None
+    if cfg.kl == "exact":
+        policy.measure_kl(reference)
+    batch = grpo.add_old_and_reference_logprobs(batch, policy, reference, runtime, cfg)
+    grpo.update(policy, batch, runtime, cfg)
+    return runtime.gradients
+
+
+def distance(found, expected):
+    """Relative to the norm of what is expected."""
+    norm = math.sqrt(sum(float(g.square().sum()) for g in expected.values()))
+    return math.sqrt(sum(float((found[name] - expected[name]).square().sum()) for name in expected)) / norm
+
+
+@pytest.mark.parametrize("name", GRADIENTS)
+@pytest.mark.parametrize("model", AT_KERNEL_SHAPE)
+def test_gradients_by_kernels_are_those_of_the_operators(name, model, batch, monkeypatch):
+    """To rounding, and no further from float32 than theirs."""
+    exact = gradients(batch, torch.float32, model, **GRADIENTS[name])
+    ours = gradients(batch, torch.bfloat16, model, **GRADIENTS[name])
+    monkeypatch.setattr(kernels, "here", lambda: (None, "switched off"))
+    theirs = gradients(batch, torch.bfloat16, model, **GRADIENTS[name])
+    assert distance(ours, theirs) < 0.02
+    assert distance(ours, exact) < 1.1 * distance(theirs, exact)
+
+
+# ---------------------------------------------------------------- each kernel
+
+
+def functions_of_the_library():
+    """The names of the functions that the sources export."""
+    sources = (path.read_text() for path in sorted(compiling.SOURCES.glob("*.cpp")))
+    return {name for text in sources for name in re.findall(r'^extern "C" (?:void|int) (\w+)\(', text, re.MULTILINE)}
+
+
+@pytest.mark.skipif(kernels.here()[0] is None, reason=f"no compiled kernels: {kernels.here()[1]}")
+def test_each_kernel_of_this_processor_runs_in_one_of_these_settings(run):
+    for ready in (kernels.here, lines.here, fusing.here, one_pass.here):
+        ready()  # their trials call kernels, too
+    compiling.calls.clear()
+    run()
+    assert not OF_OPERATORS & set(compiling.calls), "heads of 64 are computed by operators"
+    run(model="heads of 8")
+    run(sampler_dtype="int8")
+    exported = functions_of_the_library()
+    assert exported >= OF_OPERATORS | OF_TRIALS | OF_AMX | {"step", "attention_backward"}
+    absent = OF_TRIALS | (set() if lines.here()[0].tiles else OF_AMX)
+    assert exported - set(compiling.calls) - absent == set()
