@@ -51,7 +51,9 @@ class Handler(BaseHTTPRequestHandler):
             server.keys.append(self.headers["Authorization"])
             server.bodies.append(body)
         time.sleep(server.delay)
-        if fault == "drop":
+        if callable(fault):
+            fault(self)
+        elif fault == "drop":
             self.close_connection = True
         elif fault == "stall":
             server.closing.wait()
@@ -79,10 +81,12 @@ class Handler(BaseHTTPRequestHandler):
         with urllib.request.urlopen(request, timeout=20) as response:
             self.reply(response.status, response.read().decode() * times)
 
-    def reply(self, status, body, kind="application/json", retry_after=""):
-        raw = (body if isinstance(body, str) else json.dumps(body)).encode()
+    def reply(self, status, body, kind="application/json", retry_after="", **headers):
+        raw = body if isinstance(body, bytes) else (body if isinstance(body, str) else json.dumps(body)).encode()
         self.send_response(status)
         self.send_header("Content-Type", kind)
+        for name, value in headers.items():
+            self.send_header(name.replace("_", "-"), value)
         self.send_header("Content-Length", str(len(raw)))
         if retry_after:
             self.send_header("Retry-After", retry_after)

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import email.utils
+import gzip
 import json
 import logging
+import math
 import re
 import signal
 import subprocess
@@ -13,13 +15,16 @@ import sys
 import threading
 import time
 import traceback
+from contextlib import suppress
 
 import pytest
 import torch
 
 from conftest import character_tokenizer, records, tiny_llama
 from pellucid import cli, config
+from pellucid.machine import endpoint
 from pellucid.policy.policy import Policy
+from pellucid.reporting.loggers import json_line
 from pellucid.rewards import asking, rubric
 from pellucid.rewards.asking import Asking, PassingError, seconds_of
 from pellucid.rewards.graded import Graded
@@ -326,6 +331,151 @@ def test_what_is_refused_to_all_is_told_at_once_with_the_mend(fault, mend, servi
     assert all(mend in error for error in errors(parts)) and len(set(errors(parts))) == 1
 
 
+def replies(*arguments, **headers):
+    """A fault of the proxy: this very answer, whose length is not said if it is a list of pieces."""
+
+    def reply(handler):
+        if not isinstance(arguments[1], list):
+            handler.reply(*arguments, **headers)
+            return
+        handler.send_response(arguments[0])
+        handler.send_header("Content-Type", "application/json")
+        handler.end_headers()
+        handler.close_connection = True
+        with suppress(OSError):
+            for piece in arguments[1]:
+                handler.wfile.write(piece)
+
+    return reply
+
+
+BODIES = {
+    "nested lists": (replies(200, "[" * 100_000), "the answer is JSON that is nested too deeply"),
+    "nested objects": (replies(200, '{"choices":' * 5_000), "the answer is JSON that is nested too deeply"),
+    "nested in its place": (
+        replies(200, '{"choices": ' + "[" * 900 + "]" * 900 + "}"),
+        "the answer (holds no completion|is JSON that is nested too deeply)",
+    ),
+    "nested error": (replies(500, "[" * 100_000), r"HTTP 500"),
+    "too long": (replies(200, says("7" + " " * 200_000)), "the answer is longer than 100,000 bytes"),
+    "endless": (replies(200, [b" " * 4096] * 100), "the answer is longer than 100,000 bytes"),
+    "long error": (replies(500, "7" * 200_000), "the answer is longer than 100,000 bytes"),
+    "long text": (replies(200, says("7" + " " * 60_000)), "the answer is longer than 50,000 characters"),
+    "gzip": (
+        replies(200, gzip.compress(b" " * 10_000_000), Content_Encoding="gzip"),
+        r"the answer is compressed \(gzip\), which was not asked for",
+    ),
+    "another host": (
+        replies(307, "", Location="http://judge.example:81/v1/chat/completions"),
+        r"http://127.0.0.1:\d+ redirects to http://judge.example:81: if you trust that, name it as the address",
+    ),
+    "another scheme": (replies(308, "", Location="https://127.0.0.1/x"), r"redirects to https://127.0.0.1: "),
+    "no address": (replies(307, "", Location="http://[::1"), "the connection was dropped"),
+    "in circles": (replies(307, "", Location="/v1/chat/completions"), "the connection was dropped"),
+    "a year that no calendar has": (
+        replies(429, "{}", retry_after="Mon, 01 Jan 99999 00:00:00 GMT"),
+        "HTTP 429",
+    ),
+    "a wait of many digits": (replies(429, "{}", retry_after="1 Jan 99999999999999999999 00:00"), "HTTP 429"),
+    "no bytes of a text": (replies(200, b'{"choices": "\xff\xfe'), "the answer is no JSON"),
+    "a number of too many digits": (replies(200, '{"choices": ' + "9" * 5000 + "}"), "the answer is no JSON"),
+    "a choice that is a number": (replies(200, {"choices": 7}), "the answer holds no completion"),
+    "choices by name": (replies(200, {"choices": {"0": 7}}), "the answer holds no completion"),
+}
+
+
+@pytest.mark.parametrize("kind", BODIES)
+def test_no_answer_of_an_endpoint_ends_the_run(kind, service, monkeypatch, tmp_path):
+    monkeypatch.setattr(endpoint, "LONGEST_ANSWER", 100_000)
+    monkeypatch.setattr(asking, "LONGEST_TEXT", 50_000)
+    fault, error = BODIES[kind]
+    with proxied(service, lambda _, body: fault if asked_of(body) == "bad" else says("7")) as proxy:
+        bad, good = judged(proxy.url, ["bad", "good"], tmp_path, retries=1, concurrency=1)
+    assert re.match(f"(.*){error}", bad.error)
+    assert bad.value is None
+    assert good.value == 0.7 or "redirects" in error or "compressed" in error, (
+        "where all would be refused, no other is asked"
+    )
+    json_line({"extra": bad.extra})
+
+
+@pytest.mark.parametrize("tokens", [10**400, -1, 2**70, "7", None, True, 1.5])
+def test_tokens_that_no_answer_costs_count_as_none(tokens, service, tmp_path):
+    with proxied(service, lambda *_: says("7", tokens=tokens)) as proxy:
+        [part] = judged(proxy.url, ["x"], tmp_path)
+    assert (part.value, part.logged["judge/tokens"]) == (0.7, float(tokens is True))
+    [kept] = tmp_path.glob("*.jsonl")
+    damaged = [
+        json.dumps({"request": "b", "text": "7", "cut": False, "tokens": math.inf}),
+        "[" * 100_000,
+        json.dumps({"request": "c", "text": "8", "cut": False, "tokens": 1}),
+    ]
+    kept.write_text("\n".join(damaged) + "\n")
+    judgements = Judgements(tmp_path)
+    assert (judgements.find("b"), judgements.find("c")) == (None, Answer("8", False, 1))
+
+
+@pytest.mark.parametrize(
+    ("said", "pattern", "value"),
+    [
+        ("7" + " " * 400_000 + ".", "", None),
+        ("7" + " " * 400_000, "", 0.7),
+        (" " * 400_000 + "7", "", 0.7),
+        ("7" + "\n\t " * 100_000 + ".", r"(?:\s+)([0-9])", "pattern"),
+        ("a" * 50_000 + "!", "(a+)+$", "pattern"),
+        ("Grade: " * 50_000 + "7", "Grade: ([0-9]+)", 0.7),
+        ("<think>" * 50_000 + "7", "", None),
+        ("</think>" * 50_000 + "7", "", 0.7),
+        ("9" * 400_000, "", None),
+        ("-." * 200_000, "", None),
+    ],
+)
+def test_no_answer_holds_the_interpreter(said, pattern, value, service, tmp_path, monkeypatch):
+    """The quadratic and exponential ones would take minutes to years; what a pattern may take is bounded."""
+    monkeypatch.setattr(rubric, "PATTERN_SECONDS", 0.2)
+    settings_of = settings(f"{service}/v1", pattern=pattern)
+    if value == "pattern":
+        with pytest.raises(rubric.SlowPatternError, match="took more than"):
+            Judge(settings_of, None).value_of(Answer(said, False, 1))
+        with proxied(service, lambda *_: says(said)) as proxy:
+            [part] = judged(proxy.url, ["x"], tmp_path, pattern=pattern)
+        assert part.value is None
+        assert part.error.startswith(f'pattern = "{pattern}" took more than 0.2 s')
+        assert part.extra["judge"] == said[:500]
+    else:
+        assert Judge(settings_of, None).value_of(Answer(said, False, 1)) == value
+
+
+@pytest.mark.parametrize("part", [KEY, KEY[:12], KEY[9:20], KEY[-6:], f"{KEY[:8]} {KEY[8:16]}", KEY * 1000])
+def test_no_part_of_a_key_in_an_answer_is_kept(part, service, monkeypatch, tmp_path):
+    monkeypatch.setenv("OPENAI_API_KEY", KEY)
+    answers = {"A": says(f"Grade: 7 ({part})"), "B": replies(400, {"error": {"message": f"no ({part}) here"}})}
+    with proxied(service, lambda _, body: answers[asked_of(body)]) as proxy:
+        parts = judged(proxy.url, list(answers), tmp_path, pattern="Grade: ([0-9]+)")
+    assert parts[0].value == 0.7
+    kept = "".join(path.read_text() for path in tmp_path.glob("*.jsonl")) + str(parts)
+    assert not any(KEY[i : i + 6] in kept for i in range(len(KEY) - 5))
+    assert "([key]" in kept
+
+
+def test_words_that_are_like_a_key_stay_as_they_are():
+    assert endpoint.without_key("skill, project, 7", KEY) == "skill, project, 7"
+    assert endpoint.without_key("10 of 10", "10") == "10 of 10", "no secret is as short"
+    assert endpoint.without_key("none of it", endpoint.NO_KEY) == "none of it"
+
+
+def test_a_redirect_within_the_endpoint_is_followed(service):
+    def moved(handler):
+        if handler.path.endswith("/"):
+            handler.reply(200, says("7"))
+        else:
+            handler.reply(307, "", Location=f"{handler.path}/")
+
+    with proxied(service, lambda *_: moved) as proxy:
+        [part] = judged(proxy.url, ["x"])
+    assert part.value == 0.7
+
+
 def test_a_judge_that_never_answers_costs_no_more_than_the_time_of_a_step(service):
     start = time.monotonic()
     with proxied(service, lambda _, body: says("7") if asked_of(body) == TEXTS[0] else "stall") as proxy:
@@ -607,7 +757,7 @@ def test_a_key_in_a_recipe_is_refused_and_not_told(tmp_path):
 
 
 def test_without_a_key_where_one_is_needed_nothing_begins(monkeypatch):
-    monkeypatch.delenv("NO_SUCH_KEY", raising=False)
+    monkeypatch.delenv("NO_SUCH_KEY")
     with pytest.raises(UserError, match="needs a key: put it into the environment variable NO_SUCH_KEY"):
         Judge(settings("https://judge.example/v1", key="NO_SUCH_KEY"), None)
 

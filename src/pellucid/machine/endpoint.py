@@ -8,8 +8,10 @@ from __future__ import annotations
 import os
 import re
 import socket
-from collections.abc import Mapping
+from collections.abc import AsyncIterator, Iterator, Mapping
 from dataclasses import dataclass
+from itertools import groupby
+from operator import itemgetter
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -18,6 +20,23 @@ from pellucid.types import UserError
 LOOPBACK = ("localhost", "127.0.0.1", "::1")
 NO_KEY = "none"
 """What stands for a key where none is needed."""
+SHORTEST_PART = 6
+"""How many characters of a key in a row are never stored or shown. Fewer are in ordinary words."""
+LONGEST_ANSWER = 2**24
+"""The most bytes of an answer: thousands of tokens with log-probs are fewer."""
+UNCOMPRESSED = {"Accept-Encoding": "identity"}
+"""The header that asks for answers as they are: a few kilobytes of gzip may be gigabytes of text."""
+
+
+class RefusedAnswerError(Exception):
+    """An answer that is not read: it is too long, compressed, or leads to another origin.
+
+    always: whether every answer of the endpoint would be refused.
+    """
+
+    def __init__(self, why: str, always: bool = False) -> None:
+        super().__init__(why)
+        self.always = always
 
 
 @dataclass(frozen=True)
@@ -62,8 +81,30 @@ def key_of(base_url: str, variable: str) -> str:
 
 
 def redacted(text: str, key: str) -> str:
-    """Return at most 200 characters of a text, in which [key] replaces all that begins as the key does."""
-    return " ".join(re.sub(rf"{re.escape(key[:4])}\S*", "[key]", text).split())[:200]
+    """Return at most 200 characters of a text without the key: [key] replaces its parts, and words that begin as it."""
+    whole_words = text if key == NO_KEY else re.sub(rf"{re.escape(key[:4])}\S*", "[key]", text)
+    return " ".join(without_key(whole_words, key).split())[:200]
+
+
+def without_key(text: str, key: str) -> str:
+    """Replace the key, and every part of it that has SHORTEST_PART characters or more, by [key].
+
+    Example: without_key("7 for sk-abcdefgh", "sk-abcdefghijkl") == "7 for [key]"
+    """
+    if key == NO_KEY or len(key) < 4:
+        return text
+    parts = {key[i : i + SHORTEST_PART] for i in range(max(1, len(key) - SHORTEST_PART + 1))}
+    found = [part for part in parts if part in text]
+    if not found:
+        return text
+    covered = bytearray(len(text))
+    for part in found:
+        start = text.find(part)
+        while start >= 0:
+            covered[start : start + len(part)] = b"\1" * len(part)
+            start = text.find(part, start + 1)
+    stretches = groupby(zip(text, covered, strict=True), itemgetter(1))
+    return "".join("[key]" if hidden else "".join(map(itemgetter(0), pairs)) for hidden, pairs in stretches)
 
 
 def text_of(content: Any) -> str:
@@ -71,6 +112,61 @@ def text_of(content: Any) -> str:
     parts = content if isinstance(content, list) else [{"text": content}]
     texts = [part.get("text") for part in parts if isinstance(part, dict)]
     return "".join(text for text in texts if isinstance(text, str))
+
+
+def guard(response: Any) -> None:
+    """Bound an answer of httpx before its body is read; an event hook for responses of a client.
+
+    RefusedAnswerError for a redirect to another origin, where neither prompts nor key belong, for a compressed body, and
+    for one of more than LONGEST_ANSWER bytes, which is raised as soon as they have come.
+    """
+    asked = response.request.url
+    if response.has_redirect_location:
+        target = asked.join(response.headers["location"])
+        if (target.scheme, target.host, target.port) != (asked.scheme, asked.host, asked.port):
+            raise RefusedAnswerError(
+                f"{asked.scheme}://{asked.netloc.decode()} redirects to {target.scheme}://{target.netloc.decode()}:"
+                " if you trust that, name it as the address",
+                always=True,
+            )
+    encoding = response.headers.get("content-encoding", "").strip().lower()
+    if encoding not in ("", "identity"):
+        raise RefusedAnswerError(f"the answer is compressed ({encoding[:20]}), which was not asked for", always=True)
+    response.stream = bounded(response.stream)
+
+
+async def guard_async(response: Any) -> None:
+    """Bound an answer as `guard` does, for an asynchronous client."""
+    guard(response)
+
+
+def bounded(stream: Any) -> Any:
+    """Return a stream of httpx that ends with RefusedAnswerError after LONGEST_ANSWER bytes."""
+    import httpx  # noqa: PLC0415 - it comes with the clients of the extras
+
+    class Bounded(httpx.SyncByteStream, httpx.AsyncByteStream):
+        left = LONGEST_ANSWER
+
+        def counted(self, chunk: bytes) -> bytes:
+            self.left -= len(chunk)
+            if self.left < 0:
+                raise RefusedAnswerError(f"the answer is longer than {LONGEST_ANSWER:,} bytes")
+            return chunk
+
+        def __iter__(self) -> Iterator[bytes]:
+            return map(self.counted, stream)
+
+        async def __aiter__(self) -> AsyncIterator[bytes]:
+            async for chunk in stream:
+                yield self.counted(chunk)
+
+        def close(self) -> None:
+            stream.close()
+
+        async def aclose(self) -> None:
+            await stream.aclose()
+
+    return Bounded()
 
 
 def complaint_of(error: Any, key: str) -> str:

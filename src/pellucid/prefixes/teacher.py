@@ -79,8 +79,9 @@ class Teacher:
             timeout=endpoint.timeout,
             max_retries=endpoint.retries,
             http_client=self.openai.DefaultHttpxClient(
-                event_hooks={"request": [self.pace.start], "response": [self.pace.check]}
+                event_hooks={"request": [self.pace.start], "response": [self.pace.check, endpoints.guard]}
             ),
+            default_headers=endpoints.UNCOMPRESSED,
         )
 
     def ask(self, prompt: Prompt) -> str:
@@ -96,7 +97,9 @@ class Teacher:
                 self.pace.wait(long_wait(error, complaint))
             except self.openai.APIConnectionError as error:
                 raise self.unconnected(error) from None
-            except ValueError:
+            except RecursionError:
+                complaint = "the answer is JSON that is nested too deeply"
+            except (ValueError, OverflowError):
                 complaint = "the answer is no JSON"
         raise UnansweredError(complaint)
 
@@ -109,7 +112,7 @@ class Teacher:
             max_tokens=endpoint.max_tokens,
         )
         try:
-            return endpoints.text_of(answer.choices[0].message.content)
+            return endpoints.without_key(endpoints.text_of(answer.choices[0].message.content), self.key)
         except (AttributeError, IndexError, KeyError, TypeError):  # the client returns whatever JSON it received
             return ""
 
@@ -124,6 +127,8 @@ class Teacher:
         if isinstance(error, self.openai.APITimeoutError):
             return UnansweredError(f"no answer within {self.endpoint.timeout:g} s")
         cause = first_cause(error)
+        if isinstance(cause, endpoints.RefusedAnswerError):
+            return UserError(str(cause)) if cause.always else UnansweredError(str(cause))
         if isinstance(cause, ConnectionRefusedError | socket.gaierror):
             return UserError(unreachable(self.endpoint.base_url, cause, NAMES))
         return UnansweredError("the connection was dropped")

@@ -11,7 +11,15 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from pellucid.machine.endpoint import NO_KEY, complaint_of, first_cause, refusal_of_all, text_of, unreachable
+from pellucid.machine.endpoint import (
+    RefusedAnswerError,
+    complaint_of,
+    first_cause,
+    refusal_of_all,
+    text_of,
+    unreachable,
+    without_key,
+)
 from pellucid.rewards.judgements import Answer
 from pellucid.rewards.settings import NAMES, JudgeSettings
 
@@ -21,6 +29,10 @@ LONGEST_ASKED = 120.0
 """The most seconds that we wait where an endpoint asks for it with Retry-After."""
 PASSING = (408, 409, 425, 429)
 """The statuses below 500 after which the same request may succeed."""
+LONGEST_TEXT = 2**20
+"""The most characters of what a judge says; a longer text is no answer."""
+MOST_TOKENS = 2**53
+"""The first number of tokens that a float64 does not hold exactly; nobody sells as many."""
 _JITTER = random.Random()
 """Not the generator of the module, whose draws belong to the run."""
 
@@ -87,6 +99,8 @@ class Asking:
                 raise self._refused(error) from None
             except self._openai.APIConnectionError as error:
                 raise self._unconnected(error) from None
+            except RecursionError:
+                raise PassingError("the answer is JSON that is nested too deeply") from None
             except (ValueError, self._openai.APIError):
                 raise PassingError("the answer is no JSON") from None
 
@@ -99,8 +113,7 @@ class Asking:
 
     def _kept(self, answer: Answer) -> Answer:
         """Return an answer without the key, which an endpoint may repeat: it goes to disk and into rollouts.jsonl."""
-        key = self._client.api_key
-        return answer if key == NO_KEY else replace(answer, text=answer.text.replace(key, "[key]"))
+        return replace(answer, text=without_key(answer.text, self._client.api_key))
 
     def _refused(self, error: Any) -> Exception:
         judge = self.settings
@@ -112,8 +125,13 @@ class Asking:
             return PassingError(complaint, seconds_of(error.response.headers.get("retry-after", "")))
         return UnansweredError(complaint)
 
-    def _unconnected(self, error: Exception) -> PassingError:
+    def _unconnected(self, error: Exception) -> Exception:
         cause = first_cause(error)
+        if isinstance(cause, RefusedAnswerError):
+            if not cause.always:
+                return PassingError(str(cause))
+            self._refusal = self._refusal or str(cause)
+            return UnansweredError(self._refusal)
         if isinstance(cause, ConnectionRefusedError | socket.gaierror):
             return PassingError(unreachable(self.settings.base_url, cause, NAMES))
         return PassingError("the connection was dropped")
@@ -130,7 +148,9 @@ def answer_in(completion: Any) -> Answer:
         tokens = getattr(completion.usage, "total_tokens", 0)
     except (AttributeError, IndexError, KeyError, TypeError):
         raise PassingError("the answer holds no completion") from None
-    return Answer(text, cut, tokens if isinstance(tokens, int) else 0)
+    if len(text) > LONGEST_TEXT:
+        raise PassingError(f"the answer is longer than {LONGEST_TEXT:,} characters")
+    return Answer(text, cut, tokens if isinstance(tokens, int) and 0 <= tokens < MOST_TOKENS else 0)
 
 
 def seconds_of(retry_after: str) -> float | None:
@@ -138,6 +158,9 @@ def seconds_of(retry_after: str) -> float | None:
     try:
         seconds = float(retry_after)
     except ValueError:
-        when = email.utils.parsedate_tz(retry_after)
-        seconds = email.utils.mktime_tz(when) - time.time() if when else -1.0
+        try:
+            when = email.utils.parsedate_tz(retry_after)
+            seconds = email.utils.mktime_tz(when) - time.time() if when else -1.0
+        except (ValueError, OverflowError):  # of a year that no calendar has
+            seconds = -1.0
     return seconds if 0 <= seconds < float("inf") else None

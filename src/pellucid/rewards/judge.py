@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from pellucid.machine.endpoint import is_loopback, key_of, reach
+from pellucid.machine.endpoint import UNCOMPRESSED, guard_async, is_loopback, key_of, reach
 from pellucid.machine.extras import extra
 from pellucid.rewards import rubric
 from pellucid.rewards.asking import Asking, UnansweredError
@@ -33,6 +33,8 @@ class Asked:
     body: Mapping[str, Any]
     digest: str
     answer: Answer | None = None
+    value: float | None = None
+    """The reward that the answer states; None if it states none."""
     error: str = ""
     faults: list[str] = field(default_factory=list)
     """What failed before it was answered, or given up."""
@@ -96,9 +98,17 @@ class Judge:
     def _client(self) -> Any:
         s = self.settings
         # A proxy of the environment is not asked for what is on this machine. Time limits are those of `Asking`.
-        http = self._openai.DefaultAsyncHttpxClient(trust_env=not is_loopback(s.base_url))
-        key = key_of(s.base_url, s.key)
-        return self._openai.AsyncOpenAI(api_key=key, base_url=s.base_url, max_retries=0, timeout=None, http_client=http)
+        http = self._openai.DefaultAsyncHttpxClient(
+            trust_env=not is_loopback(s.base_url), event_hooks={"response": [guard_async]}
+        )
+        return self._openai.AsyncOpenAI(
+            api_key=key_of(s.base_url, s.key),
+            base_url=s.base_url,
+            max_retries=0,
+            timeout=None,
+            default_headers=UNCOMPRESSED,
+            http_client=http,
+        )
 
     def _request(self, prompt: Prompt, completion: Completion) -> Asked | Part:
         """Return what is asked about a completion, or the Part that says why it cannot be asked."""
@@ -129,9 +139,10 @@ class Judge:
             asked.cached = asked.answer is not None
             if asked.answer is None:
                 asked.answer = await asking.answer(asked.body, asked.faults)
-                if self._judgements and self.value_of(asked.answer) is not None:
-                    self._judgements.keep(asked.digest, asked.answer)
-        except UnansweredError as error:
+            asked.value = await asyncio.to_thread(self.value_of, asked.answer)  # other answers come meanwhile
+            if self._judgements and not asked.cached and asked.value is not None:
+                self._judgements.keep(asked.digest, asked.answer)
+        except (UnansweredError, rubric.SlowPatternError) as error:
             asked.error = str(error)
         finally:
             claims.release(asked.digest)
@@ -147,13 +158,13 @@ class Judge:
             "judge/cached": cached,
             "judge/retries": 0.0 if repeated else float(min(len(first.faults), self.settings.retries)),
         }
-        if answer is None:
+        if answer is None or first.error:
             return Part(error=first.error, extra=told(first), logged=logged)
-        value = self.value_of(answer)
-        return Part(value, self._unreadable(answer) if value is None else "", told(first), logged)
+        unreadable = self._unreadable(answer) if first.value is None else ""
+        return Part(first.value, unreadable, told(first), logged)
 
     def value_of(self, answer: Answer) -> float | None:
-        """Return the reward that an answer states; None where it states none."""
+        """Return the reward that an answer states; None where it states none. Raises SlowPatternError."""
         s = self.settings
         if s.json_field:
             grade = rubric.number_of(answer.text, s.json_field)

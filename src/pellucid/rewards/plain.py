@@ -20,6 +20,8 @@ LONGEST_ERROR = 300
 """The most characters of an error."""
 LONGEST_EXTRA = 2_000
 """The most characters of a value that a reward logs beside a completion."""
+DEEPEST_EXTRA = 50
+"""How deep lists and objects in such a value may be nested; what reads rollouts.jsonl has its limits, too."""
 MOST_EXTRAS = 500
 """The most columns that a reward logs, and the most metrics."""
 OURS = str(Path(__file__).parents[1])
@@ -126,13 +128,24 @@ def extras(columns: Any) -> dict[str, Any]:
 
 
 def jsonable(value: Any) -> Any:
-    """Return a value as JSON has it, or its `repr` where that is none, or is too long."""
+    """Return a value as JSON has it, or its `repr` where that is none, or is too long or nested too deeply."""
     try:
         value = value.item() if hasattr(value, "item") else value
         text = json.dumps(value, allow_nan=False, ensure_ascii=False)
     except (TypeError, ValueError, RecursionError):
         text = value = shown(value)
+    if is_deep(value):
+        text = value = shown(value)
     return value if len(text) <= LONGEST_EXTRA else f"{str(value)[:LONGEST_EXTRA]}…"
+
+
+def is_deep(value: Any) -> bool:
+    """Return whether lists and objects are nested more than DEEPEST_EXTRA deep."""
+    level = [value]
+    for _ in range(DEEPEST_EXTRA + 1):
+        inside = [item for item in level if isinstance(item, Mapping | list | tuple)]
+        level = [item for each in inside for item in (each.values() if isinstance(each, Mapping) else each)]
+    return bool(level)
 
 
 def shown(value: Any) -> str:

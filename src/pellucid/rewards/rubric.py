@@ -7,13 +7,22 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
+import regex
+
 from pellucid.machine import braces
 from pellucid.machine.plugins import did_you_mean
 from pellucid.rewards.answers import after_thinking
 from pellucid.types import Prompt
 
-_WHOLE = re.compile(r"\s*(.*?)\s*", re.DOTALL)
 _NUMBER = re.compile(r"[+-]?[0-9]{1,15}(?:\.[0-9]{0,15})?")
+
+
+PATTERN_SECONDS = 1.0
+"""Seconds that the pattern of a recipe may take on one answer. A judge can write what makes it take hours."""
+
+
+class SlowPatternError(Exception):
+    """A pattern took too long on an answer."""
 
 
 class UnfilledError(Exception):
@@ -55,14 +64,23 @@ def asked_text(prompt: Prompt) -> str:
 def stated_in(answer: str, pattern: str, cut: bool) -> str | None:
     """Return the first group of the last match of a pattern, or for "" the whole answer; None where there is none.
 
-    Thinking does not count, nor does the end of an answer that was cut: more digits may have followed.
+    Thinking does not count, nor does the end of an answer that was cut: more digits may have followed. SlowPatternError
+    if the pattern takes longer than PATTERN_SECONDS.
 
     Example: stated_in("3, no: Grade: 8.", "Grade: ([0-9]+)", False) == "8"; stated_in("<think>3?</think> 8", "", False)
     """
     text = after_thinking(answer)
     if "<think>" in text:  # which never ends
         return None
-    matches = list(re.finditer(pattern, text)) if pattern else [_WHOLE.fullmatch(text)]
+    if not pattern:
+        return None if cut and not text[-1:].isspace() else text.strip()
+    try:  # of `regex`, which can be timed, and releases the interpreter for other threads
+        matches = list(regex.finditer(pattern, text, timeout=PATTERN_SECONDS, concurrent=True))
+    except TimeoutError:
+        raise SlowPatternError(
+            f'pattern = "{pattern}" took more than {PATTERN_SECONDS:g} s on an answer of {len(text):,} characters:'
+            " write one that tries fewer ways"
+        ) from None
     last = matches[-1] if matches else None
     return None if last is None or (cut and last.end(1) == len(text)) else last[1]
 

@@ -9,6 +9,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+import regex
+
 from pellucid.machine.braces import placeholders
 from pellucid.machine.endpoint import Names, mistake_in
 
@@ -145,8 +147,8 @@ def mistakes_of_reading(judge: JudgeSettings) -> Iterator[str]:
     if not all(map(math.isfinite, judge.words.values())):
         yield "words must have finite numbers, the rewards"
     try:
-        groups = re.compile(judge.pattern).groups if judge.pattern else 1
-    except re.error as error:
+        groups = regex.compile(judge.pattern).groups if judge.pattern else 1
+    except regex.error as error:
         yield f'pattern = "{judge.pattern}" is no regular expression: {error}'
     else:
         if not groups:
