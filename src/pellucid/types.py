@@ -215,6 +215,9 @@ class Group:
     demonstration: tuple[int, ...] = ()
     """The tokens of the prompt's prefix, which algorithm.prefix_coef can make likelier. Where the prefix is a whole
     answer, the end-of-sequence token follows it."""
+    dead: bool | None = None
+    """Whether the group teaches nothing, since its rewards are equal up to algorithm.min_reward_range; None where that
+    is not known. It is set for tasks that observe groups."""
 
 
 def equal_rewards(group: Group, min_reward_range: float = 0.0) -> list[Reward]:

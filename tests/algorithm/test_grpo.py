@@ -6,7 +6,7 @@ The mathematics of the axes is in test_expectations.py, test_advantages.py, test
 from __future__ import annotations
 
 import math
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
@@ -21,6 +21,7 @@ from pellucid.algorithm.settings import AdamWConfig, GRPOConfig
 from pellucid.reporting.metrics import describe
 from pellucid.runtimes.runtime import Runtime
 from pellucid.samplers.native import Native
+from pellucid.tasks.curriculum import Curriculum
 from pellucid.types import ROUND, Completion, Group, Prompt, Reward, Sampling, UserError
 from small_policy import batch_of
 
@@ -473,6 +474,29 @@ def test_a_task_that_watches_sees_every_group_that_was_drawn(rounds, seen):
 
     _, drawn = run_rollout(Watching(lambda step, i: i % 2 == 0), max_rounds=rounds, steps=10)
     assert (drawn["seen"], drawn["step"]) == (seen, 3)
+
+
+@pytest.mark.parametrize("rounds", [1, 2])
+def test_a_curriculum_rests_groups_within_min_reward_range(rounds):
+    """Rewards that differ by some 1e-4, as a small term for brevity lets them, teach nothing."""
+
+    @dataclass(frozen=True)
+    class Brief:
+        seed: int = 0
+        split: str = "train"
+
+        def sample(self, step, n):
+            return [Prompt(f"{step}/{i}", f"{i}+{i}?") for i in range(n)]
+
+        def reward(self, prompt, completion):
+            scale = 1e-6 if prompt.id.endswith(("1", "3")) else 1.0
+            return Reward(sum(completion.token_ids) * scale)
+
+    settings = {"prompts_per_step": 4, "steps": 10, "max_rounds": rounds}
+    _, drawn = run_rollout(Curriculum(Brief(), pool=4), min_reward_range=0.01, **settings)
+    assert drawn["curriculum/resting"] == 0.5
+    _, drawn = run_rollout(Curriculum(Brief(), pool=4), **settings)
+    assert drawn["curriculum/resting"] == 0.0
 
 
 def test_a_task_that_would_forget_what_it_saw_is_refused():

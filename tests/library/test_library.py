@@ -11,7 +11,7 @@ import subprocess
 import sys
 import threading
 import types
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
@@ -24,7 +24,10 @@ import pellucid
 from conftest import CountDigits, records
 from forked import ran
 from pellucid.reporting.run_folder import checkpoints
+from pellucid.rewards.terms import RewardTerm
 from pellucid.tasks.curriculum import Curriculum
+from pellucid.tasks.dataset import Dataset
+from pellucid.tasks.prefixed import Prefixed
 from pellucid.training import claim, run
 from pellucid.types import NotBegunError, Prompt, Reward, UserError
 from runs import asked_to_stop, in_processes, same_run, train, weights
@@ -622,6 +625,19 @@ def test_an_edited_file_is_another_task_and_another_reward_in_the_same_session(s
         [graded] = pellucid.train(data=ROWS, reward=f"{file}:reward", **{**settings, "run": small["run"] / sign})
         seen.append((asked.groups[0].prompt.text, graded.groups[0].rewards[0].value))
     assert seen == [("+1=", 1.0), ("-1=", -1.0)]
+
+
+def test_edited_prefixes_are_read_again_in_the_same_session(small, tmp_path):
+    file, given = tmp_path / "prefixes.json", []
+    for sign in "+-":
+        question = {"question": "Q", "answer": "1", "teacher": [sign]}
+        file.write_text(json.dumps({"recipe": "", "questions": [question]}))
+        task = Prefixed(Dataset(data=str(tmp_path / "rows.jsonl"), rewards=(RewardTerm("exact"),)), file=str(file))
+        (tmp_path / "rows.jsonl").write_text('{"question": "Q", "answer": "1"}\n' * 20)
+        settings = {**small, "run": small["run"] / sign, "steps": 1}
+        [step] = pellucid.train(task=replace(task, dropout=0.0), **settings)
+        given.append(step.groups[0].prompt.prefix)
+    assert given == ["+", "-"]
 
 
 def test_a_run_does_not_go_on_with_other_code_than_it_was_asked_for(small, tmp_path):

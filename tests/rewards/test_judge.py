@@ -142,6 +142,30 @@ def test_a_conversation_is_put_in_as_text():
     assert rubric.asked_text(Prompt("p", messages[-1:])) == rubric.asked_text(Prompt("p", "2+2?")) == "2+2?"
 
 
+TALK = (
+    {
+        "role": "assistant",
+        "content": "I add.",
+        "tool_calls": [{"id": "0", "type": "function", "function": {"name": "add", "arguments": {"a": "é"}}}],
+    },
+    {"role": "tool", "name": "add", "content": "42"},
+    {"role": "assistant", "content": "It is 42."},
+)
+
+
+def test_a_judge_reads_all_turns_of_a_conversation(service):
+    talked = Completion((1,), (0.0,), "It is 42.", True, messages=TALK)
+    once = Completion((1,), (0.0,), "It is 42.", True, messages=TALK[-1:])
+    with proxied(service, lambda *_: says("7")) as proxy:
+        Judge(settings(proxy.url, template="{completion}", rubric=""), None).parts(
+            [(Prompt("p", "Q"), c) for c in (talked, once)]
+        )
+    assert sorted(request["messages"][-1]["content"] for request in proxy.bodies) == [
+        "It is 42.",
+        'assistant: I add.\n{"name": "add", "arguments": {"a": "é"}}\n\ntool: 42\n\nassistant: It is 42.',
+    ]
+
+
 def test_the_request_is_what_the_settings_say(service):
     body = {"seed": 3, "temperature": 0.5, "max_completion_tokens": 40, "chat_template_kwargs": {"thinking": False}}
     prompt = Prompt("p", "Q", "gold", {"topic": "sums"})

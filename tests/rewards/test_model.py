@@ -245,6 +245,27 @@ def test_a_text_of_no_token_and_a_token_without_weights_are_named(tmp_path):
     close(values([read]), alone(folder, pairs[2:])[:, 0])
 
 
+def test_a_model_reads_all_turns_of_a_conversation(tmp_path):
+    """Also what tools answered, which its template does not know: from a user, as for policies."""
+    folder = classifier("llama", tmp_path)
+    prompt = conversation(["7"])[0][0]
+    turns = [("assistant", "1"), ("user", "2?"), ("assistant", "3")]
+    said = tuple({"role": role, "content": content} for role, content in turns)
+    heard = ({"role": "tool", "name": "f", "content": "2?"},)
+    pairs = [
+        (prompt, replace(completion("3"), messages=messages))
+        for messages in (said, (said[0], *heard, said[2]), said[2:])
+    ]
+    found = values(graded(folder, pairs))
+    told = {"role": "user", "content": "<tool_response>\n2?\n</tool_response>"}
+    whole = [[*prompt.text, *said], [*prompt.text, said[0], told, said[2]], [*prompt.text, said[2]]]
+    model = AutoModelForSequenceClassification.from_pretrained(folder)
+    words = AutoTokenizer.from_pretrained(folder)
+    with torch.no_grad():
+        encoded = [words.apply_chat_template(each, return_tensors="pt", return_dict=True) for each in whole]
+        close(found, torch.cat([model(**each).logits[0] for each in encoded]))
+
+
 def test_a_conversation_that_the_template_refuses_is_named(tmp_path):
     strict = "{{ raise_exception('no system here') if messages[0]['role'] == 'system' else messages[0]['content'] }}"
     folder = classifier("llama", tmp_path, template=strict)

@@ -83,6 +83,17 @@ def test_what_was_said_is_what_stands_in_the_tokens(name):
         assert completion.outcome.reward == pytest.approx(len(said) + sum(map(len, said)) / 100)
 
 
+@pytest.mark.parametrize("name", ["native", "hf"])
+def test_an_environment_hears_the_prefix_as_the_beginning_of_the_first_turn(name):
+    policy, groups = held(name, prompts=[replace(prompt, prefix="12+3") for prompt in asked()])
+    for completion in completions_of(groups):
+        spoken = [message["content"] for message in completion.messages if message["role"] == "assistant"]
+        assert spoken[0].startswith("12+3")
+        assert completion.given[0] == (0, 4)
+        assert completion.outcome.reward == pytest.approx(len(spoken) + sum(map(len, spoken)) / 100)
+        assert completion.text == (spoken[-1] if len(spoken) > 1 else spoken[0].removeprefix("12+3"))
+
+
 def test_siblings_are_asked_the_same_by_an_environment_that_draws():
     """It adds a digit to each question, the same for every seed of the sampling."""
     policy, groups = held(prompts=asked(8), sampling=replace(SAMPLING, seed="1/0"))

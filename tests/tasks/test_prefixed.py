@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 import pytest
 
+from pellucid.cli import main
 from pellucid.tasks.arithmetic import Arithmetic
 from pellucid.tasks.curriculum import Curriculum
 from pellucid.tasks.prefixed import Prefixed, words
@@ -125,6 +126,33 @@ def test_prefix_and_completion_are_graded_as_one_answer(tmp_path):
     [prompt] = task.sample(0, 1)
     assert task.reward(prompt, Completion((1,), (0.0,), " done", True)).value == 1.0
     assert task.reward(prompt, Completion((1,), (0.0,), "begun and done", True)).value == 0.0
+
+
+def test_agents_are_refused_before_anything_is_loaded(capsys, tmp_path):
+    (tmp_path / "rows.jsonl").write_text('{"question": "1+1?", "answer": "2"}\n')
+    recipe = tmp_path / "recipe.toml"
+    recipe.write_text(
+        '[policy]\nmodel = "nowhere"\n[task]\nname = "prefixed"\nfile = "prefixes.json"\n'
+        f'[task.task]\nname = "agent"\nrun = "python agent.py"\ndata = "{tmp_path / "rows.jsonl"}"\n'
+    )
+    with pytest.raises(SystemExit, match="2"):
+        main(["train", str(recipe), "--run", str(tmp_path / "run")])
+    told = capsys.readouterr()
+    [line] = (told.out + told.err).strip().splitlines()
+    assert "prefixed does not work around agents" in line
+
+
+def test_in_a_conversation_the_first_turn_has_the_prefix_and_the_last_is_graded(tmp_path):
+    file = prefixes(tmp_path, teacher=["begun and"])
+    task = Prefixed(Silent(), file=file, dropout=0.0)
+    [prompt] = task.sample(0, 1)
+
+    def said(*turns):
+        return tuple({"role": "assistant", "content": text} for text in turns)
+
+    once = Completion((1,), (0.0,), " done", True, messages=said("begun and done"))
+    twice = Completion((1,), (0.0,), "begun and done", True, messages=said("begun and told", "begun and done"))
+    assert [task.reward(prompt, c).value for c in (once, twice)] == [1.0, 1.0]
 
 
 def test_a_step_without_prefixes_says_so():

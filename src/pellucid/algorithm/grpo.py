@@ -32,7 +32,7 @@ from pellucid.algorithm.objectives import AGGREGATES, Tokens, clip_high_by_diffi
 from pellucid.algorithm.settings import GRPOConfig
 from pellucid.algorithm.totals import Clock, Totals
 from pellucid.protocols import Sampler, Task, grade, stateful_task
-from pellucid.types import ROUND, Group, Progress, Sampling
+from pellucid.types import ROUND, Group, Progress, Sampling, equal_rewards
 
 T = TypeVar("T")
 
@@ -168,14 +168,14 @@ def rollout(
         groups = grade(task, groups, Progress(step, cfg.steps, cfg.prompts_per_step))
         clock.lap("reward")
         if cfg.max_rounds == 1:
-            return groups, observed(task, step, groups, runtime)
+            return groups, observed(task, step, groups, runtime, cfg)
         for group in runtime.gather(groups):
             (spare if bool(zero_variance(task_rewards([group]), cfg.min_reward_range)) else live).append(group)
         if len(live) >= cfg.prompts_per_step:
             break
     drawn = live + spare
     kept = runtime.shard(drawn[: cfg.prompts_per_step])
-    return kept, cost_of(drawn, len(spare)) | observed(task, step, runtime.shard(drawn), runtime)
+    return kept, cost_of(drawn, len(spare)) | observed(task, step, runtime.shard(drawn), runtime, cfg)
 
 
 def cost_of(drawn: Sequence[Group], dead: int) -> dict[str, float]:
@@ -184,10 +184,13 @@ def cost_of(drawn: Sequence[Group], dead: int) -> dict[str, float]:
     return {"groups/drawn": len(drawn), "groups/drawn_dead": dead / len(drawn), "tokens": float(tokens)}
 
 
-def observed(task: Task, step: int, groups: Sequence[Group], runtime: Runtime) -> dict[str, float]:
+def observed(task: Task, step: int, groups: Sequence[Group], runtime: Runtime, cfg: GRPOConfig) -> dict[str, float]:
     """Show the groups of all processes to a stateful task, in every process alike; return its metrics."""
     watching = stateful_task(task)
-    return dict(watching.observe(step, runtime.gather(groups))) if watching else {}
+    if not watching:
+        return {}
+    shown = [replace(group, dead=bool(equal_rewards(group, cfg.min_reward_range))) for group in runtime.gather(groups)]
+    return dict(watching.observe(step, shown))
 
 
 def prompts_wanted(live: int, spare: int, processes: int, cfg: GRPOConfig) -> int:

@@ -13,6 +13,7 @@ from typing import Any
 from pellucid.machine import disk
 from pellucid.tasks.columns import has_column
 from pellucid.tasks.dataset import Dataset, make_prompt, split_prompts
+from pellucid.tasks.prefixed import prefixes_of
 from pellucid.tasks.sources import rows_of
 from pellucid.types import UserError
 
@@ -125,3 +126,4 @@ def forget() -> None:
     """Drop what is kept of files that were read before: in a long session they may have been edited since."""
     split_prompts.cache_clear()
     rows_of.cache_clear()
+    prefixes_of.cache_clear()

@@ -115,7 +115,7 @@ class Judge:
         s = self.settings
         known = {
             "prompt": rubric.asked_text(prompt),
-            "completion": completion.text,
+            "completion": rubric.answered_text(completion),
             "answer": prompt.answer,
             "rubric": s.rubric,
         }

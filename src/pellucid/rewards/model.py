@@ -34,6 +34,7 @@ from pellucid.machine.hardware import pick_device
 from pellucid.machine.hub import look_for_hub
 from pellucid.machine.plugins import near
 from pellucid.models.trial import FAULTS, said
+from pellucid.policy.template import shown
 from pellucid.rewards.parts import Pair, Part
 from pellucid.rewards.settings import RewardModelSettings
 from pellucid.rewards.terms import MODEL
@@ -107,7 +108,10 @@ class RewardModel:
     def _text(self, prompt: Prompt, completion: Completion) -> str:
         if isinstance(prompt.text, str):
             return prompt.text + completion.text
-        messages = [*map(dict, prompt.text), {"role": "assistant", "content": completion.text}]
+        alone = ({"role": "assistant", "content": completion.text},)
+        said = completion.messages if len(completion.messages) > 1 else alone
+        # Calls of tools and their answers are written into texts where the model's template would leave them out.
+        messages, _ = shown(self._tokenizer, (*prompt.text, *said))
         return cast(str, self._tokenizer.apply_chat_template(messages, tokenize=False))
 
     def _graded(self, rows: Sequence[Row]) -> list[Part]:

@@ -12,7 +12,7 @@ import regex
 from pellucid.machine import braces
 from pellucid.machine.plugins import did_you_mean
 from pellucid.rewards.answers import after_thinking
-from pellucid.types import Prompt
+from pellucid.types import Completion, Message, Prompt
 
 _NUMBER = re.compile(r"[+-]?[0-9]{1,15}(?:\.[0-9]{0,15})?")
 
@@ -59,6 +59,22 @@ def asked_text(prompt: Prompt) -> str:
     if isinstance(prompt.text, str) or len(prompt.text) == 1:
         return prompt.question
     return "\n\n".join(f"{message['role']}: {message['content']}" for message in prompt.text)
+
+
+def answered_text(completion: Completion) -> str:
+    """Return the answer, or all that was said after the question of a conversation, each message behind its role.
+
+    Calls of tools are JSON objects below the message that they were made in.
+    """
+    if len(completion.messages) < 2:
+        return completion.text
+    return "\n\n".join(map(message_text, completion.messages))
+
+
+def message_text(message: Message) -> str:
+    calls = [json.dumps(call["function"], ensure_ascii=False) for call in message.get("tool_calls") or ()]
+    said = "\n".join(filter(None, (message["content"], *calls)))
+    return f"{message['role']}: {said}"
 
 
 def stated_in(answer: str, pattern: str, cut: bool) -> str | None:

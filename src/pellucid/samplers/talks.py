@@ -150,16 +150,17 @@ class Talks:
 
     def spoken(self, row: Row) -> None:
         """Tell the world what a row has said in its turn."""
-        ids = row.tokens[row.turn :]
-        context = (*row.question, *row.tokens[: row.turn])
-        said = read(self.policy.tokenizer, ids, context, row.prompt.tools)
+        begin = 0 if row.turn == row.prefix else row.turn  # the first turn begins with the prefix
+        context = (*row.question, *row.tokens[:begin])
+        said = read(self.policy.tokenizer, row.tokens[begin:], context, row.prompt.tools)
         row.turns += 1
         row.messages.append(said.message)
         if row.outcome:  # nobody is there: the answer alone is graded
             self._open -= 1
             return
+        tokens = len(row.question) + row.turn, len(row.tokens) - row.turn
         self.unheard += 1
-        self.world.tell(row.number, said._replace(tokens=(len(context), len(ids)), cut=not row.ended))
+        self.world.tell(row.number, said._replace(tokens=tokens, cut=not row.ended))
 
     def groups(self) -> list[Group]:
         n = self.sampling.n

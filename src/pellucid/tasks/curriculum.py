@@ -167,7 +167,7 @@ class Curriculum:
         before = memory.accuracy.get(q, accuracy)
         memory.accuracy[q] = self.decay * before + (1 - self.decay) * accuracy
         memory.dead_since.pop(q, None)
-        if equal_rewards(group):
+        if bool(equal_rewards(group)) if group.dead is None else group.dead:
             memory.dead_since[q] = step
 
     def _ordered(self) -> list[int]:

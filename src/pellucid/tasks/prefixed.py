@@ -12,6 +12,7 @@ from pathlib import Path
 from random import Random
 from typing import Any, Literal
 
+from pellucid.environments.agent import AgentTalk
 from pellucid.protocols import stateful_task, with_split
 from pellucid.tasks.wrappers import innermost, layers
 from pellucid.types import ROUND, Completion, Group, Prompt, Reward, UserError
@@ -61,6 +62,11 @@ class Prefixed:
             raise ValueError('schedule = "cosine" and schedule_steps above 0 go together')
         if any(isinstance(layer, Prefixed) for layer in layers(self.task)):
             raise ValueError("prefixed goes around a task once")
+        if isinstance(getattr(innermost(self.task), "talk", None), AgentTalk):
+            raise ValueError(
+                "prefixed does not work around agents: an agent asks the policy itself, and its questions are not those"
+                " of the rows; leave prefixed out"
+            )
 
     @property
     def seed(self) -> int:
@@ -92,7 +98,12 @@ class Prefixed:
         return self.task.reward(prompt, self.seen(prompt, completion))
 
     def seen(self, prompt: Prompt, completion: Completion) -> Completion:
-        """Return the completion as the task inside sees it: the prefix is a part of the answer."""
+        """Return the completion as the task inside sees it: the prefix is a part of the answer.
+
+        In a conversation of several turns it is a part of the first one, which has it already.
+        """
+        if sum(message["role"] == "assistant" for message in completion.messages) > 1:
+            return completion
         return replace(completion, text=prompt.prefix + completion.text)
 
     def solution(self, prompt: Prompt) -> str:
