@@ -15,7 +15,7 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
-from conftest import EOS, VOCAB, character_tokenizer
+from conftest import EOS, VOCAB, character_tokenizer, kernel_llama, kernel_qwen
 from pellucid.algorithm.batch import Batch, collate
 from pellucid.policy.policy import Policy, add_adapter
 from pellucid.types import Completion, Group, Prompt
@@ -44,7 +44,7 @@ LLAMA3 = {
 FAMILY = {
     "llama": lambda: LlamaForCausalLM(LlamaConfig(**SMALL, tie_word_embeddings=True)),
     "llama, untied": lambda: LlamaForCausalLM(LlamaConfig(**SMALL, tie_word_embeddings=False)),
-    "llama, wide heads": lambda: LlamaForCausalLM(LlamaConfig(**SMALL, head_dim=16)),
+    "llama, heads of 64": kernel_llama,
     "llama, one key head": lambda: LlamaForCausalLM(LlamaConfig(**{**SMALL, "num_key_value_heads": 1})),
     "llama 3.1": lambda: LlamaForCausalLM(LlamaConfig(**SMALL, rope_parameters=LLAMA3)),
     "llama, stretched": lambda: LlamaForCausalLM(
@@ -56,6 +56,7 @@ FAMILY = {
     "llama, biases everywhere": lambda: LlamaForCausalLM(LlamaConfig(**SMALL, attention_bias=True, mlp_bias=True)),
     "qwen2": lambda: Qwen2ForCausalLM(Qwen2Config(**SMALL, tie_word_embeddings=True)),
     "qwen3": lambda: Qwen3ForCausalLM(Qwen3Config(**SMALL, head_dim=16, tie_word_embeddings=False)),
+    "qwen2.5, heads of 64": kernel_qwen,
     "qwen2.5 0.5b": lambda: qwen(14, 2, 4, tied=True, use_sliding_window=False, sliding_window=32768),
     "qwen2.5 7b": lambda: qwen(28, 4, 4, tied=False, use_sliding_window=False, max_window_layers=28),
     "qwen2, a window above": lambda: qwen(4, 2, 8, tied=True, **WINDOW),

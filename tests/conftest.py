@@ -193,7 +193,10 @@ def make_policy(
     gradient_checkpointing: bool = False,
     engine: str = "auto",
 ) -> Policy:
+    """In bfloat16 "llama" has the shape that compiled kernels compute, as every model of users has."""
     torch.manual_seed(seed)
+    if architecture == "llama" and dtype == torch.bfloat16:
+        architecture = "llama, heads of 64"
     model = (ARCHITECTURES | AT_KERNEL_SHAPE)[architecture]()
     if dtype == torch.float64:
         model = model.double()

@@ -139,7 +139,10 @@ def test_the_plan_counts_the_adapter_of_the_layers_that_are_named(tmp_path):
         (["--policy.lora", "2", "--policy.lora-targets", "q_proj", "lm_head"], "lm_head is the output layer"),
         (["--policy.lora", "2", "--policy.lora-alpha", "-1"], "lora_alpha = -1.0 must not be negative"),
         (["--policy.lora-alpha", "4"], "give lora, its rank, too"),
-        (["--policy.lora", "2", "--policy.lora-dropout", "0.1"], "dropout would make the policy that is updated differ"),
+        (
+            ["--policy.lora", "2", "--policy.lora-dropout", "0.1"],
+            "dropout would make the policy that is updated differ",
+        ),
     ],
 )
 def test_an_adapter_that_cannot_be_is_said(settings, said, tmp_path, capsys):

@@ -101,7 +101,7 @@ def test_what_the_padding_holds_is_never_looked_at():
 
 
 def test_bf16_is_computed_in_and_fp32_is_kept():
-    fp32, bf16 = make_policy(), make_policy(dtype=torch.bfloat16)
+    fp32, bf16 = (make_policy("llama, heads of 64", dtype) for dtype in (torch.float32, torch.bfloat16))
     batch = batch_of(fp32)
     gap = (fp32.score(batch).logprobs - bf16.score(batch).logprobs).abs()
     assert 1e-6 < gap.max() < 0.5

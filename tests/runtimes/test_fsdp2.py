@@ -80,6 +80,9 @@ def test_three_steps_are_those_of_one_process(processes, tmp_path):
         for case in cases:
             found = load_file(tmp_path / f"{engine}-{case}.safetensors")
             same_steps(found, alone(case), (share, share), (engine, case))
+            if f"{case}, recomputed" in cases:
+                recomputed = load_file(tmp_path / f"{engine}-{case}, recomputed.safetensors")
+                assert all(torch.equal(recomputed[name], found[name]) for name in found), (engine, case)
 
 
 def test_two_processes_resume_to_the_same_bits_and_one_or_four_to_the_same_weights(recipe, tmp_path):
