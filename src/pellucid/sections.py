@@ -27,6 +27,9 @@ class PolicyConfig:
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """The dtype of computing; master weights are fp32. auto: bfloat16 where this machine is faster in it, else float32.
     float16, for GPUs without bfloat16, trains with loss scaling; some models are too large for its range."""
+    save_dtype: Literal["float32", "bfloat16", "float16"] = "float32"
+    """The dtype of the weights in the saved model. The others take half the disk, and round: a merged LoRA update is
+    mostly smaller than what bfloat16 rounds away."""
     device: str = "auto"
     deterministic: bool = False
     """On a GPU: the same run has the same bits, more slowly. A CPU repeats itself anyway."""

@@ -81,6 +81,21 @@ def test_logprobs_are_those_of_the_adapted_policy(sampler, dtype, gap):
     assert {c.version for group in after for c in group.completions} == {5}
 
 
+def test_a_merged_push_of_a_policy_in_bf16_is_sampled_in_fp32():
+    """In bf16 most of the update would be rounded away."""
+    policy, prompts = adapted(torch.bfloat16), CountDigits().sample(0, 4)
+    sampler = VLLM(rows=16, cache_gb=0.1)
+    for version in (1, 2):
+        step(policy, 0.05)
+        sampler.sync(policy, version)
+        groups = sampler.generate(prompts, SAMPLING)
+    exact = adapted()
+    exact.load_trainable(policy.trainable())
+    for name, p in exact.weights().items():
+        p.data = policy.weights()[name].data.float()
+    assert gaps_of(exact, groups).mean() < 1e-4
+
+
 def test_only_the_adapter_is_pushed_behind_the_first_push_and_old_ones_go(sampler, monkeypatch):
     policy, names = sampler.policy, pushed(sampler, monkeypatch)
     for version in (4, 5):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated
 
@@ -98,6 +98,10 @@ class Eval:
         recipe = recipes.find(self.task) if self.task else None
         cfg = config.load(recipe or (run_dir and run_dir / "config.json"), self.settings)
         model = str(run_folder.model_of(run_dir)) if run_dir else self.model
+        if run_dir and run_folder.has_merged_adapter(run_dir):
+            if "dtype" not in flags.sections(self.settings).get("policy", {}):
+                cfg = replace(cfg, policy=replace(cfg.policy, dtype="float32"))
+            run_folder.warn_of_rounding(cfg.policy.dtype)
         with handled(end_at_once), uncollected():
             from pellucid.training import exam  # noqa: PLC0415 - as in Train
 

@@ -169,7 +169,8 @@ def sampling_engine(model: Model, cfg: Config) -> dict[str, float]:
     """GB of vLLM beside the trainer, or of what its servers were given, which a run a step ahead keeps for those that
     come back; empty without either.
     """
-    weights = (4 if cfg.policy.dtype == "float32" else 2) * model.parameters / 1e9
+    merged = cfg.policy.lora > 0 and cfg.sampler.adapter == "merged"  # always in fp32
+    weights = (4 if merged or cfg.policy.dtype == "float32" else 2) * model.parameters / 1e9
     if cfg.sampler.name != "vllm" or (cfg.sampler.urls and not cfg.sampler.ahead):
         return {}
     return {"pushed weights": weights} if cfg.sampler.urls else {"vLLM": weights + cfg.sampler.cache_gb + ENGINE}

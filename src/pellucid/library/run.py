@@ -75,12 +75,10 @@ class Run:
     def model(self) -> PreTrainedModel:
         """The model as it is now, as transformers has it: to generate with, or for `save_pretrained`.
 
-        It is the very one that is trained; with LoRA, or with weights offloaded, a copy of it with all in its weights,
-        made at each access. UserError before the first step, and where several processes share the parameters.
+        It is the very one that is trained; with LoRA, or with weights offloaded, a copy of it in fp32 with all in its
+        weights, made at each access. UserError before the first step, and where several processes share the parameters.
         """
-        policy = self._policy()
-        if policy.sharded:
-            raise UserError(f"the parameters lie in several processes: the model will be in {self.folder / 'model'}")
+        policy = self._whole_policy()
         masters = policy.masters()
         whole = all(masters[name] is weight for name, weight in policy.trainable().items())
         return policy.model if whole and not policy.adapter else policy.merged(masters)
@@ -91,9 +89,14 @@ class Run:
         return self._policy().tokenizer
 
     def save(self, folder: str | Path) -> Path:
-        """Save model and tokenizer as they are now, for anything that loads transformers' models. Return the folder."""
-        self.model.save_pretrained(folder)
-        self.tokenizer.save_pretrained(folder)
+        """Save model and tokenizer as they are now, for anything that loads transformers' models. Return the folder.
+
+        The weights are saved in `save_dtype`, float32 unless the run has another.
+        """
+        policy = self._whole_policy()
+        import torch  # noqa: PLC0415 - `import pellucid` is light; the policy has imported it
+
+        policy.save(Path(folder), dtype=getattr(torch, self._cfg.policy.save_dtype))
         return Path(folder)
 
     @property
@@ -200,6 +203,13 @@ class Run:
         if self._course is None or self._course.policy is None:
             raise UserError("the run has not begun: take a step first, or load the model with transformers")
         return self._course.policy
+
+    def _whole_policy(self) -> Policy:
+        """Return the policy. UserError where this process has only a part of its parameters."""
+        policy = self._policy()
+        if policy.sharded:
+            raise UserError(f"the parameters lie in several processes: the model will be in {self.folder / 'model'}")
+        return policy
 
 
 @contextmanager

@@ -29,7 +29,7 @@ def put_on(base: PreTrainedModel, adapter: Any) -> PreTrainedModel:
 
 
 def merged(model: PreTrainedModel, weights: Mapping[str, Tensor]) -> PreTrainedModel:
-    """Give the adapter of a model these weights, by their names in it, and merge it into its base."""
+    """Give the adapter of a model in fp32 these weights, by their names in it, and merge it into its base."""
     for name, p in model.named_parameters():
         if name in weights:
             p.data = weights[name].detach().to(p.device)

@@ -65,26 +65,38 @@ def narrowed(model: nn.Module, dtype: torch.dtype, device: torch.device) -> dict
     return masters
 
 
-def copied(model: PreTrainedModel, dtype: torch.dtype, share: bool = True) -> PreTrainedModel:
-    """The model with parameters in this dtype; `share` takes frozen ones that have it as they are.
+def copied(
+    model: PreTrainedModel, dtype: torch.dtype, share: bool = True, device: torch.device | None = None
+) -> PreTrainedModel:
+    """Copy a model with its parameters in this dtype, on the device of the model unless another is given.
+
+    share: use frozen parameters that already have this dtype as they are.
 
     Buffers keep their dtype: rotary frequencies in bf16 would move every position.
     """
     twins: dict[int, Any] = {}
     for p in model.parameters():
         same = is_quantized(p) or (share and not p.requires_grad and p.dtype == dtype)
-        twins[id(p)] = p if same else nn.Parameter(p.detach().to(dtype, copy=True), requires_grad=False)
+        twins[id(p)] = (
+            p if same else nn.Parameter(p.detach().to(device or p.device, dtype, copy=True), requires_grad=False)
+        )
     for module in model.modules():  # a state that a layer has kept of its last pass
         kept = [x for x in vars(module).values() if isinstance(x, Tensor) and x.grad_fn is not None]
         twins |= {id(x): x.detach() for x in kept}
     return copy.deepcopy(model, memo=twins)
 
 
-def describe(model: PreTrainedModel, folder: Path) -> None:
-    """Save what is needed besides the weights to load a model: configuration, and code of its own."""
+def describe(model: PreTrainedModel, folder: Path, dtype: torch.dtype | None = None) -> None:
+    """Save what is needed besides the weights to load a model: configuration, and code of its own.
+
+    dtype: the dtype of the saved weights, which the configuration names; None keeps the one it names.
+    """
+    config = copy.deepcopy(model.config)
+    if dtype:
+        config.dtype = dtype
     if has_own_code(model):
-        custom_object_save(model, folder, config=cast(Any, model.config))
-    model.config.save_pretrained(folder)
+        custom_object_save(model, folder, config=cast(Any, config))
+    config.save_pretrained(folder)
     if model.generation_config:
         model.generation_config.save_pretrained(folder)
 

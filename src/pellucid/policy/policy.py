@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -41,6 +40,8 @@ from pellucid.policy.scorer import Hidden, Scorer, check_head
 from pellucid.policy.template import Template, prefix_ids, question_ids
 from pellucid.types import Prompt, UserError
 
+CPU = torch.device("cpu")
+
 
 class Policy:
     """Master weights in fp32 (`model`), computed with in `dtype`; `module` is what a runtime may wrap."""
@@ -58,7 +59,7 @@ class Policy:
         masters: Mapping[str, Tensor] | None = None,
         read_base: Callable[[], tuple[PreTrainedModel, PreTrainedTokenizerBase]] | None = None,
     ) -> None:
-        """read_base: reads what the base of an adapter was before it became 4-bit numbers."""
+        """read_base: reads in fp32 what the base of an adapter was before it became 4-bit numbers."""
         self.model, self.tokenizer, self.dtype, self.adapter = silence_dropout(model), tokenizer, dtype, adapter
         self.engine, self._masters, self._read_base = engine, masters or {}, read_base
         self.device = model.device
@@ -217,27 +218,41 @@ class Policy:
         self.scatter()
         return dict(self.model.named_parameters())
 
-    def describe(self, folder: Path) -> None:
-        """Save what transformers needs besides the weights: configuration and tokenizer."""
-        describe(self.model, folder)
+    def describe(self, folder: Path, dtype: torch.dtype | None = None) -> None:
+        """Save what transformers needs besides the weights: configuration and tokenizer.
+
+        dtype: the dtype of the saved weights; None is the dtype that the model was loaded in.
+        """
+        describe(self.model, folder, dtype)
         self.tokenizer.save_pretrained(folder)
 
-    def save(self, folder: Path, merged: PreTrainedModel | None = None) -> None:
-        """Save model and tokenizer as transformers does: from the masters, an adapter merged into its base."""
+    def save(self, folder: Path, merged: PreTrainedModel | None = None, dtype: torch.dtype = torch.float32) -> None:
+        """Save model and tokenizer as transformers does: from the masters, an adapter merged into its base.
+
+        merged: the result of `merged`, if it has been computed already. dtype: float32 saves the weights unrounded,
+        bfloat16 and float16 round them to half the size.
+        """
         with self._unrounded():
-            model = merged or (self.merged(self.masters()) if self.adapter else self.model)
+            model = merged or (self.merged(self.masters(), CPU) if self.adapter else self.model)
+            model = model if dtype == torch.float32 else copied(model, dtype)
             model.save_pretrained(folder)
         self.tokenizer.save_pretrained(folder)
 
-    def merged(self, masters: Mapping[str, Tensor]) -> PreTrainedModel:
-        """A copy with the adapter, of these whole weights, merged into its base, which is never that in 4 bits.
+    def merged(self, masters: Mapping[str, Tensor], device: torch.device | None = None) -> PreTrainedModel:
+        """Return a copy in fp32 with the adapter merged into its base.
+
+        In bf16 the sum of a weight and its update would mostly round to the weight again. The base is the one that the
+        policy computes with; in place of a base in 4 bits it is the base on disk.
+
+        masters: whole weights of the adapter. device: where the copy goes; None is the device of the policy, or the CPU
+        for a base that is read from disk.
 
         Where processes share the parameters, `gather` has been called in all of them, and this in one.
         """
         if self._read_base:
             return merged(put_on(self._read_base()[0], self.adapter), masters)
-        sharded = copy.deepcopy(self._copy or self.model) if self.sharded else None
-        return merged(sharded or copied(self.model, self.dtype, share=False), masters)
+        computing = self._copy if self.sharded else None
+        return merged(copied(computing or self.model, torch.float32, share=False, device=device), masters)
 
     @contextmanager
     def _unrounded(self) -> Iterator[None]:
@@ -281,7 +296,8 @@ def load(
         name_base(adapter, name, access.revision)
     masters = narrowed(model, dtype, device) if narrow else None
     move(model, device)
-    facts = (entropy_grad, gradient_checkpointing, adapter, engine, masters, read if in_4bit else None)
+    base = partial(pretrained.load, name, torch.float32, template, access) if in_4bit else None
+    facts = (entropy_grad, gradient_checkpointing, adapter, engine, masters, base)
     return Policy(model, tokenizer, dtype, temperature, *facts)
 
 

@@ -29,6 +29,21 @@ def model_of(run_dir: Path) -> Path:
     return run_dir / "model"
 
 
+def has_merged_adapter(run_dir: Path) -> bool:
+    """Whether the model of a run is a base with a LoRA adapter merged into it in fp32.
+
+    To compute with it in bfloat16 or float16 rounds most of what was learned away.
+    """
+    policy = read_config(run_dir).get("policy") or {}
+    return bool(policy.get("lora")) and policy.get("save_dtype", "float32") == "float32"
+
+
+def warn_of_rounding(dtype: str) -> None:
+    """Say that computing in this dtype rounds a merged adapter, if it does."""
+    if dtype in ("bfloat16", "float16"):
+        print(f"! {dtype} rounds most of the merged LoRA update away: float32 has all of it", flush=True)
+
+
 def read_config(run_dir: Path) -> Record:
     return next(records(run_dir / "config.json", whole=True), {})
 

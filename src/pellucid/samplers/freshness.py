@@ -62,10 +62,18 @@ class Freshness:
         self.first_gap: float | None = None
         self.chance = torch.Generator().manual_seed(0)
 
-    def check(self, engine: Engine, pushed: Mapping[str, Tensor], ids: Sequence[int], scored: Tensor) -> None:
+    def check(
+        self,
+        engine: Engine,
+        pushed: Mapping[str, Tensor],
+        ids: Sequence[int],
+        scored: Tensor,
+        scorer_dtype: torch.dtype | None = None,
+    ) -> None:
         """Check an engine that was given `pushed`, in the dtype that it computes in.
 
         ids: a text that the engine has read shortly before the push. scored: the scorer's log-probs of ids[1:].
+        scorer_dtype: the dtype that the scorer computes in; None is that of `pushed`.
 
         UserError where it has other weights, or remembers what others have computed.
         """
@@ -78,7 +86,9 @@ class Freshness:
         sums = {name: sums_of_columns(weight) for name, weight in pushed.items()}
         for name, weight in pushed.items():
             self.compare(engine, name, weight, self.changed(name, sums[name]))
-        self.bound((logprobs.double() - scored.double().cpu()).abs().mean().item(), next(iter(pushed.values())).dtype)
+        dtypes = {next(iter(pushed.values())).dtype, *([scorer_dtype] if scorer_dtype else [])}
+        coarser = max(dtypes, key=lambda dtype: GAPS[dtype].most)
+        self.bound((logprobs.double() - scored.double().cpu()).abs().mean().item(), coarser)
         self.sums |= sums
 
     def changed(self, name: str, sums: Tensor) -> list[int]:

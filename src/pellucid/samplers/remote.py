@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
 import safetensors.torch
+import torch
 from torch import Tensor
 
 from pellucid.policy.model import describe
@@ -200,15 +201,16 @@ def reach(urls: Sequence[str], timeout: float) -> None:
             raise UserError(f"sampler.urls: {url} cannot be reached ({error}): start it there by {start}") from None
 
 
-def described(policy: Any, form: Form | None = None) -> bytes:
-    """What a server must know of a policy to make an engine for it, besides the weights. form: of an adapter that is
-    pushed by itself.
+def described(policy: Any, form: Form | None = None, dtype: torch.dtype | None = None) -> bytes:
+    """Return what a server must know of a policy to make an engine for it, besides the weights.
+
+    form: of an adapter that is pushed by itself. dtype: of the weights that will be pushed; None is the policy's.
     """
     with tempfile.TemporaryDirectory() as folder:
         describe(policy.model, Path(folder))
         config = json.loads((Path(folder) / "config.json").read_text())
-    dtype = str(policy.dtype).removeprefix("torch.")
-    known = {"config": config, "dtype": dtype, "ends": list(policy.eos_ids), "adapter": form}
+    name = str(dtype or policy.dtype).removeprefix("torch.")
+    known = {"config": config, "dtype": name, "ends": list(policy.eos_ids), "adapter": form}
     return json.dumps(known, sort_keys=True).encode()
 
 

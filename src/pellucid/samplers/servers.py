@@ -18,7 +18,7 @@ from pellucid.samplers.adapters import RefusedError
 from pellucid.samplers.fleet import Fleet
 from pellucid.samplers.freshness import Freshness
 from pellucid.samplers.remote import Remote, described
-from pellucid.samplers.vllm import VLLM, fixed_text, length_of_text, scored
+from pellucid.samplers.vllm import VLLM, fixed_text, length_of_text, pushed_dtype, scored
 from pellucid.types import Group, Prompt, Sampling
 
 READ = 513
@@ -56,7 +56,7 @@ class Servers(VLLM):
             self._sync(policy, version)
 
     def _sync(self, policy: Any, version: int) -> None:
-        self.policy, self.version, self.model = policy, version, described(policy, self._form(policy))
+        self.policy, self.version, self.model = policy, version, self._described(policy)
         self.fleet = self.fleet or Fleet(self.urls, self.timeout, self._bring)
         self.weights = None  # before there are others
         self.weights = self._trained(policy, copy=self.ahead)
@@ -77,6 +77,10 @@ class Servers(VLLM):
         assert self.fleet
         return self.fleet
 
+    def _described(self, policy: Any) -> bytes:
+        form = self._form(policy)
+        return described(policy, form, pushed_dtype(policy, form))
+
     def _bring(self, remote: Remote) -> None:
         """Give a server what was pushed last, and prove that it computes with that."""
         held = remote.version
@@ -91,4 +95,4 @@ class Servers(VLLM):
         if remote.version:
             remote.read(ids)  # so that it would be in a cache which is not cleared
         remote.push(base | weights)
-        remote.freshness.check(remote, base | weights, ids, self.right[: len(ids) - 1])
+        remote.freshness.check(remote, base | weights, ids, self.right[: len(ids) - 1], self.policy.dtype)

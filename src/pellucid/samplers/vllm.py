@@ -86,7 +86,7 @@ class VLLM:
         with fixed_chance():
             self.engine.read(ids)  # so that it would be in a cache which is not cleared
             self.engine.push(weights)
-            self.freshness.check(self.engine, weights, ids, scored(policy, ids))
+            self.freshness.check(self.engine, weights, ids, scored(policy, ids), policy.dtype)
         self.policy, self.version = policy, version
 
     def generate(self, prompts: Sequence[Prompt], sampling: Sampling) -> list[Group]:
@@ -105,10 +105,11 @@ class VLLM:
 
     def _made(self, policy: Any) -> Engine:
         try:
-            return Engine(policy, self.rows, self.cache_gb, self._form(policy))
+            form = self._form(policy)
+            return Engine(policy, pushed_dtype(policy, form), self.rows, self.cache_gb, form)
         except RefusedError as error:
             self._merge(error)
-            return Engine(policy, self.rows, self.cache_gb)
+            return Engine(policy, pushed_dtype(policy), self.rows, self.cache_gb)
 
     def _form(self, policy: Any) -> Form | None:
         """Of the adapter that is pushed by itself, if one is. RefusedError where it cannot be."""
@@ -169,13 +170,23 @@ class VLLM:
         self._engine.ask(row, row.context, most, sampling.temperature, seed)
 
 
+def pushed_dtype(policy: Any, form: Form | None = None) -> torch.dtype:
+    """Return the dtype in which weights are pushed, and the engine computes.
+
+    It is that of the policy, except for an adapter that is merged into its base: bf16 and fp16 would round most of its
+    update away, so that the engine would sample from almost the base model. form: of an adapter pushed by itself.
+    """
+    return torch.float32 if policy.adapter and not form else policy.dtype
+
+
 def weights_of(policy: Any, copy: bool = False) -> dict[str, Tensor]:
-    """The weights by their names in a checkpoint, in the dtype of computing, an adapter merged into its base.
+    """Return the weights in `pushed_dtype` by their names in a checkpoint, an adapter merged into its base.
 
     copy: whether they stay as they are when the policy's change.
     """
     model = policy.merged(policy.masters()) if policy.adapter else policy.model
-    return {name: p.detach().to(policy.dtype, copy=copy) for name, p in model.named_parameters()}
+    dtype, copy = pushed_dtype(policy), copy and not policy.adapter  # the merged model is a copy already
+    return {name: p.detach().to(dtype, copy=copy) for name, p in model.named_parameters()}
 
 
 def length_of_text(engine: Limited) -> int:

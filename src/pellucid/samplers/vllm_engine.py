@@ -67,9 +67,9 @@ ENGINES: WeakSet[Engine] = WeakSet()
 class Engine:
     """A model of this policy's kind. `ask`, then `step` until nothing is `asked`. It ends the engine before it."""
 
-    def __init__(self, policy: Any, rows: int, cache_gb: float, form: Form | None = None) -> None:
-        """rows: how many completions are decoded at once. cache_gb: memory of keys and values. form: of an adapter that
-        is pushed by itself.
+    def __init__(self, policy: Any, dtype: torch.dtype, rows: int, cache_gb: float, form: Form | None = None) -> None:
+        """dtype: of the weights that will be pushed, in which the engine computes. rows: how many completions are
+        decoded at once. cache_gb: memory of keys and values. form: of an adapter that is pushed by itself.
 
         UserError where vLLM does not run this model, RefusedError where it does not so with such an adapter.
         """
@@ -79,7 +79,7 @@ class Engine:
         for name, value in QUIET.items():
             os.environ.setdefault(name, value)
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # weights need not leave the process
-        self.dtype, self.device, self.ends = policy.dtype, policy.device, list(policy.eos_ids)
+        self.dtype, self.device, self.ends = dtype, policy.device, list(policy.eos_ids)
         with warnings.catch_warnings(), tempfile.TemporaryDirectory() as folder, fixed_chance():
             warnings.simplefilter("ignore")
             self.vllm = extra("vllm", "vllm", "sampler.name")

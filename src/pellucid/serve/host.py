@@ -66,7 +66,11 @@ def load(options: Serve) -> Served:
     access = Access(options.revision, trusted, "give --trust-remote-code")
     for note in filter(None, (access.note(options.model), *(notes_on(settings.task) if settings else ()))):
         print(f"! {note}", flush=True)
-    dtype = hardware.pick_dtype(options.dtype, device)
+    asked = options.dtype
+    if run and run_folder.has_merged_adapter(run):
+        asked = "float32" if asked == "auto" else asked
+        run_folder.warn_of_rounding(asked)
+    dtype = hardware.pick_dtype(asked, device)
     frozen = policy.load_frozen(model, device, dtype, temperature=1.0, access=access)
     if fault := fault_of(frozen):
         kind = type(frozen.model).__name__

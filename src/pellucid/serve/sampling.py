@@ -60,7 +60,6 @@ class Described:
     """What an engine is made for: a policy without its weights."""
 
     config: Mapping[str, Any]
-    dtype: torch.dtype
     device: torch.device
     eos_ids: Sequence[int]
 
@@ -262,9 +261,8 @@ def host(listening: socket.socket, rows: int, cache_gb: float, device: str, host
     place = hardware.pick_device(device)
 
     def made(model: Model) -> Engine:
-        return Engine(
-            Described(model.config, getattr(torch, model.dtype), place, model.ends), rows, cache_gb, model.adapter
-        )
+        described = Described(model.config, place, model.ends)
+        return Engine(described, getattr(torch, model.dtype), rows, cache_gb, model.adapter)
 
     held = Held(made)
     print(f"sampler on {url_of(address, port)}, Ctrl-C ends it", flush=True)

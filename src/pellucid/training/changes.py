@@ -25,6 +25,7 @@ FREE = (
     "policy.engine",
     "policy.gradient_checkpointing",
     "policy.reference",
+    "policy.save_dtype",
     "sampler.rows",
     "sampler.cache_gb",
     "sampler.urls",
@@ -39,7 +40,7 @@ FREE = (
 """How far, on what machine and how fast: the learning rate of each step stands in metrics.jsonl. Questions, rewards,
 samples and objective stay what they were; which rewards failed for want of time or memory stands there too."""
 
-WITHOUT_EFFECT = ("checkpoint.", "log.", "runtime.timeout", "reward.workers", "reward.patience")
+WITHOUT_EFFECT = ("policy.save_dtype", "checkpoint.", "log.", "runtime.timeout", "reward.workers", "reward.patience")
 """Settings that change no number of a run."""
 
 HOW = {

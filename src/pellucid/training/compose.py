@@ -39,6 +39,10 @@ from pellucid.training.claim import first_process
 from pellucid.training.evaluate import held_out
 from pellucid.types import Progress, Prompt, Sampling, UserError
 
+MERGED_IN_FP32 = (
+    'sampler.adapter = "merged": vLLM samples in float32, since {} would round most of the adapter\'s update away;'
+    ' "request" gives it the adapter by itself'
+)
 HARMLESS = (Arithmetic, Curriculum, Prefixed)
 
 
@@ -271,8 +275,11 @@ def pick_sampler(cfg: Config, learner: Policy, world: World | None) -> Native | 
     sampler, note = choose(s.name, s.rows, learner, world, s.cache_gb, s.urls, s.timeout, bool(s.ahead), s.adapter)
     if isinstance(sampler, Native | VLLM):
         sampler.patient = cfg.policy.deterministic
-    if note and first_process():
-        print(f"! {note}", flush=True)
+    merged = s.name == "vllm" and s.adapter == "merged" and learner.adapter and learner.dtype != torch.float32
+    widened = MERGED_IN_FP32.format(str(learner.dtype).removeprefix("torch.")) if merged else ""
+    for line in filter(None, (note, widened)):
+        if first_process():
+            print(f"! {line}", flush=True)
     return sampler
 
 

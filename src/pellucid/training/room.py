@@ -65,7 +65,7 @@ def of_run(cfg: Config, model: memory.Model, run_dir: Path) -> Room:
 
 
 def saved_bytes(model: memory.Model, cfg: Config) -> int:
-    narrow = cfg.policy.dtype != "float32" and (cfg.policy.lora or cfg.optimizer.offload)
+    narrow = cfg.policy.save_dtype != "float32"
     return model.parameters * (2 if narrow else 4) + (4 * model.trained if cfg.policy.lora else 0)
 
 

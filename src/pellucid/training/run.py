@@ -97,7 +97,7 @@ class Course:
                         self._leave(parts)
                         break
                 if not self.stopped:
-                    save_model(self.run_dir, parts)
+                    save_model(self.run_dir, self.cfg, parts)
                     if parts.runtime.main:
                         checkpoint.tidy(self.run_dir, self.cfg.checkpoint)
             if parts.runtime.main:

@@ -6,6 +6,7 @@ import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+import torch
 from pydantic import ConfigDict, TypeAdapter
 from torch import Tensor
 
@@ -13,7 +14,7 @@ from pellucid.config import Config
 from pellucid.machine import disk
 from pellucid.models.masters import whole
 from pellucid.policy import lora
-from pellucid.policy.policy import Policy
+from pellucid.policy.policy import CPU, Policy
 from pellucid.protocols import stateful_task
 from pellucid.reporting import loggers, tokens
 from pellucid.reporting.run_folder import checkpoints, step_of
@@ -105,9 +106,9 @@ def restore(run_dir: Path, parts: Components) -> list[str]:
     return [*notes, *loggers.truncate(run_dir, state.step)]
 
 
-def save_model(run_dir: Path, parts: Components) -> None:
+def save_model(run_dir: Path, cfg: Config, parts: Components) -> None:
     """Save the model durably. UserError where that fails: the checkpoint is whole, and `--resume` saves again."""
-    learner, runtime = parts.policy, parts.runtime
+    learner, runtime, dtype = parts.policy, parts.runtime, getattr(torch, cfg.policy.save_dtype)
     processes = runtime if runtime.engine.in_step else checkpoint.ALONE
     if processes is not runtime and not runtime.main:
         return
@@ -121,11 +122,11 @@ def save_model(run_dir: Path, parts: Components) -> None:
         shutil.rmtree(partial, ignore_errors=True)
 
     def own() -> None:
-        shards.write_model(partial, runtime.engine.weights())
+        shards.write_model(partial, {name: x.to(dtype) for name, x in runtime.engine.weights().items()})
 
     def end() -> None:
-        merged = learner.merged(trained) if learner.adapter else None
-        learner.describe(partial) if parted else learner.save(partial, merged)
+        merged = learner.merged(trained, CPU) if learner.adapter else None
+        learner.describe(partial, dtype) if parted else learner.save(partial, merged, dtype)
         if learner.adapter:
             shutil.rmtree(adapter, ignore_errors=True)
             lora.save(learner.adapter, trained, adapter)

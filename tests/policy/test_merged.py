@@ -1,0 +1,156 @@
+"""A LoRA adapter in half precision: what is saved, served and pushed to a sampler has the whole update."""
+
+from __future__ import annotations
+
+import peft
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+import pellucid
+from conftest import character_tokenizer
+from pellucid.policy import policy
+from pellucid.policy.model import add_adapter, copied
+from pellucid.policy.policy import Policy
+from pellucid.reporting.run_folder import run_of
+from pellucid.samplers.servers import Servers
+from pellucid.serve import host
+from pellucid.serve.command import Serve
+from pellucid.serve.sampling import Held
+from pellucid.training import exam
+from runs import answered, train
+from sampler_process import Plain, served, tiny_policy
+from tiny_families import checkpoint
+
+CPU = torch.device("cpu")
+BF16 = torch.bfloat16
+
+
+def step(adapted, size=1e-3):
+    """Move the adapter as a few steps of Adam do: B from 0, by about the learning rate."""
+    with torch.no_grad():
+        for name, p in adapted.trainable().items():
+            p.add_(torch.randn_like(p), alpha=size if "lora_B" in name else 0.0)
+
+
+def update_of(adapted):
+    """By the name of each adapted weight B A times its scale, in float64."""
+    found = {}
+    for path, module in adapted.model.named_modules():
+        if hasattr(module, "lora_A"):
+            a, b = (getattr(module, name)["default"].weight.double() for name in ("lora_A", "lora_B"))
+            found[f"{path}.weight"] = module.scaling["default"] * (b @ a).detach()
+    return found
+
+
+def error_of(weights, base, update):
+    """The largest relative error of the update of a weight that is base + update."""
+    assert update
+    return max(((weights[n].double() - base[n].double() - u).norm() / u.norm()).item() for n, u in update.items())
+
+
+def mean_kl(p, q, ids):
+    """KL(p, q) in nats a token, both computed in fp32."""
+    with torch.no_grad():
+        p, q = (model.float().eval()(ids).logits.double().log_softmax(-1) for model in (p, q))
+    return (p.exp() * (p - q)).sum(-1).mean().item()
+
+
+def brevity(completions, **columns):
+    return [-float(len(messages[0]["content"])) for messages in completions]
+
+
+@pytest.mark.parametrize("dtype", [BF16, torch.float16], ids=str)
+@pytest.mark.parametrize("narrow", [False, True])
+def test_the_saved_model_has_the_whole_update(dtype, narrow, tmp_path):
+    """The base stays the rounded one that the policy was trained with."""
+    checkpoint("llama", tmp_path / "base")
+    adapted = policy.load(str(tmp_path / "base"), CPU, dtype, 1.0, lora=2, narrow=narrow)
+    step(adapted)
+    adapted.load_trainable({name: p.clone() for name, p in adapted.trainable().items()})  # masters, too
+    adapted.save(tmp_path / "saved")
+    base = AutoModelForCausalLM.from_pretrained(tmp_path / "base", dtype=dtype).state_dict()
+    saved = AutoModelForCausalLM.from_pretrained(tmp_path / "saved", dtype="auto")
+    assert saved.dtype == torch.float32
+    assert error_of(saved.state_dict(), base, update_of(adapted)) < 1e-3
+    assert {n for n, x in saved.state_dict().items() if not torch.equal(x, base[n].float())} == set(update_of(adapted))
+
+
+def test_every_way_out_of_a_run_has_the_whole_update(recipe, tmp_path, capsys, monkeypatch):
+    settings = {"lora": 2, "policy_dtype": "bfloat16", "evaluate_every": 0, "steps": 2, "optimizer_lr": 1e-4}
+    run = pellucid.train(recipe=recipe, run=tmp_path / "run", **settings).finish()
+    base = AutoModelForCausalLM.from_pretrained(run._cfg.policy.model, dtype=BF16)
+    adapted = peft.PeftModel.from_pretrained(base.float(), run.folder / "adapter")
+    expected = adapted.merge_and_unload().state_dict()
+    ways = {
+        "model/": load_file(run.folder / "model" / "model.safetensors"),
+        "run.model": run.model.state_dict(),
+        "run.save": load_file(run.save(tmp_path / "saved") / "model.safetensors"),
+    }
+    for name, found in ways.items():
+        assert {x.dtype for x in found.values()} == {torch.float32}, name
+        for key, x in found.items():
+            torch.testing.assert_close(x, expected[key], rtol=0, atol=1e-7, msg=f"{name}: {key}")
+    assert host.load(Serve((str(run.folder),), device="cpu")).policy.dtype == torch.float32
+    dtypes = []
+    monkeypatch.setattr(exam, "examine", lambda cfg, *_: dtypes.append(cfg.policy.dtype) or 0)
+    capsys.readouterr()
+    assert answered("eval", run.folder) == answered("eval", run.folder, "--policy.dtype", "bfloat16") == 0
+    assert dtypes == ["float32", "bfloat16"]
+    assert capsys.readouterr().out.count("! bfloat16 rounds most of the merged LoRA update away") == 1
+
+
+@pytest.mark.parametrize("settings", [["--policy.lora", "2"], []], ids=["adapter", "whole"])
+def test_a_model_is_saved_in_the_dtype_that_was_asked_for(settings, recipe, tmp_path):
+    few = ["--evaluate.every", 0, "--algorithm.steps", 1, "--policy.dtype", "bfloat16"]
+    assert train(recipe, "--run", tmp_path / "run", *settings, *few, "--policy.save-dtype", "float16") == 0
+    assert run_of(str(tmp_path / "run"))
+    saved = load_file(tmp_path / "run" / "model" / "model.safetensors")
+    assert {x.dtype for x in saved.values()} == {torch.float16}
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "model", dtype="auto")
+    assert model.dtype == torch.float16
+
+
+def test_a_merged_push_has_the_whole_update():
+    """Also pushed again, as to a server that comes back."""
+    model = copied(tiny_policy().model, BF16)
+    adapted = Policy(model, character_tokenizer(), BF16, adapter=add_adapter(model, 3, 7.0))
+    for p in adapted.trainable().values():
+        p.data = p.data.float()
+    base = copied(tiny_policy().model, BF16).state_dict()
+    held = Held(Plain)
+    with served(held) as url:
+        sampler = Servers(urls=(url,), timeout=10.0)
+        for version in (1, 2):
+            step(adapted)
+            sampler.sync(adapted, version)
+            assert held.engine.model.dtype == torch.float32
+            assert error_of(held.engine.model.state_dict(), base, update_of(adapted)) < 1e-3
+        before = held.engine.pushed
+        held.version = ""
+        sampler.sync(adapted, 3)
+        assert held.engine.pushed > before
+
+
+@pytest.mark.slow
+def test_smollm2_is_saved_and_pushed_as_it_was_trained(tmp_path):
+    """The policy of 8 steps at the default learning rate, an adapter on the base in bf16 as peft puts it together."""
+    rows = [{"question": f"What is {a} + {b}?", "answer": str(a + b)} for a in range(9) for b in range(9)]
+    settings = {"lora": 8, "dtype": "bfloat16", "steps": 8, "evaluate_every": 0, "checkpoint_every": 0}
+    few = {"prompts_per_step": 2, "group_size": 4, "max_tokens": 12}
+    run = pellucid.train(data=rows, reward=brevity, run=tmp_path / "run", **settings, **few).finish()
+    assert run._cfg.optimizer.lr == pellucid.config.Config().optimizer.lr
+    location = policy.pretrained.locate("smollm2-135m")
+    base = AutoModelForCausalLM.from_pretrained(location, dtype=BF16).float()
+    plain = AutoModelForCausalLM.from_pretrained(location, dtype=BF16).float()
+    trained = peft.PeftModel.from_pretrained(base, run.folder / "adapter")
+    text = " ".join(row["question"] for row in rows[:8])
+    ids = torch.tensor([AutoTokenizer.from_pretrained(location)(text)["input_ids"]])
+    moved = mean_kl(trained, plain, ids)
+    assert moved > 1e-6
+    held = Held(Plain)
+    with served(held) as url:
+        Servers(urls=(url,), timeout=60.0).sync(run._course.policy, 8)
+        for model in (AutoModelForCausalLM.from_pretrained(run.folder / "model"), held.engine.model):
+            assert mean_kl(trained, model, ids) < min(1e-5, 1e-3 * moved)
