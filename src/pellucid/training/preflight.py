@@ -28,6 +28,7 @@ from pellucid.reporting import boards
 from pellucid.reporting.charts import counted
 from pellucid.reporting.console import failing, first_error, first_line
 from pellucid.reporting.conversations import counts, events_of, turns_of, without_middle
+from pellucid.reporting.measures import FEWEST, TOO_FEW
 from pellucid.reporting.metrics import all_failed, failed_shares, predicted_dead_share
 from pellucid.rewards.graders import notes_on
 from pellucid.samplers import remote, vllm_engine
@@ -35,8 +36,8 @@ from pellucid.tasks.prefixed import Prefixed
 from pellucid.tasks.wrappers import innermost, layers
 from pellucid.training import room
 from pellucid.training.claim import first_process
-from pellucid.training.evaluate import held_out
-from pellucid.types import Completion, Group, NotBegunError, Reward, UserError
+from pellucid.training.evaluate import estimate, held_out, if_enough
+from pellucid.types import Completion, Group, NotBegunError, Reward, UserError, state_correctness
 
 MANY_CUT_OFF = 0.1
 """From which share of the samples on a line says that they were cut off."""
@@ -175,14 +176,21 @@ def show_signal(groups: Sequence[Group], cfg: Config, ends: Collection[int]) -> 
     if not graded:
         print("! no sample could be graded: no reward is meant for any of their prompts", flush=True)
         return
-    size = cfg.algorithm.group_size
-    rewards = [[nan if reward.failed else float(reward.value) for reward in group.rewards] for group in groups]
-    dead = predicted_dead_share(rewards, size, cfg.algorithm.min_reward_range)
-    found = f"{dead:.0%} of groups of {size} will be dead."
+    dead, found = expected_dead(groups, cfg)
     failures = unreliable(groups)
-    print(f"{outcome(graded, len(groups))}; {found}", failures or advice(dead, graded, can_begin(cfg)))
+    few = len(groups) < FEWEST
+    print(f"{outcome(graded, len(groups))}; {found}", failures or advice(dead, graded, can_begin(cfg), few))
     for warning in cut_off([completion for group in groups for completion in group.completions], cfg, ends):
         print(f"! {warning}", flush=True)
+
+
+def expected_dead(groups: Sequence[Group], cfg: Config) -> tuple[float, str]:
+    """The share of groups that will have equal rewards, and a sentence on it, to follow the number of prompts."""
+    size, least = cfg.algorithm.group_size, cfg.algorithm.min_reward_range
+    rewards = [[nan if reward.failed else float(reward.value) for reward in group.rewards] for group in groups]
+    dead = if_enough(estimate, [predicted_dead_share([of_prompt], size, least) for of_prompt in rewards])
+    interval = f"95% interval {dead.low:.0%} to {dead.high:.0%}" if dead.has_interval else TOO_FEW
+    return dead.value, f"judging by them, {dead.value:.0%} of groups of {size} will be dead ({interval})."
 
 
 def unreliable(groups: Sequence[Group]) -> str:
@@ -199,27 +207,31 @@ def unreliable(groups: Sequence[Group]) -> str:
 def outcome(graded: Sequence[Reward], prompts: int) -> str:
     """How the samples did, and how many they are."""
     n = f"{counted(len(graded), 'sample')} of {counted(prompts, 'prompt')}"
-    if all(reward.is_verdict for reward in graded):
+    if state_correctness(graded):
         return f"{fmean(reward.is_correct for reward in graded):.0%} of {n} are right"
     return f"The mean reward of {n} is {fmean(reward.value for reward in graded):.3f}"
 
 
-def advice(dead: float, graded: Sequence[Reward], can_begin: bool = False) -> str:
+def advice(dead: float, graded: Sequence[Reward], can_begin: bool = False, few: bool = False) -> str:
     """What to do where many groups will be dead: all alike, they have no gradient.
 
-    can_begin: the task can begin the answers, and does not do so yet.
+    can_begin: the task can begin the answers, and does not do so yet. few: too few prompts were asked to promise
+    anything.
     """
     if dead < 0.5:
-        return "That is enough contrast to learn from."
+        return "" if few else "That is enough contrast to learn from."
     too_easy = fmean(reward.is_correct for reward in graded) >= 0.5
+    judged = "harder prompts" if too_easy else "easier prompts or a better-prompted start"
     ways = [
         "a larger algorithm.group_size",
         "algorithm.max_rounds to draw dead groups anew",
-        "harder prompts" if too_easy else "easier prompts or a better-prompted start",
+        judged if state_correctness(graded) else "a reward that grades more finely",
     ]
     if can_begin and not too_easy:
         ways.append('prefixes, the beginnings of right answers: [task] name = "prefixed" around this task')
-    return f"Most sampling will teach nothing: use {', '.join(ways[:-1])}, or {ways[-1]}."
+    return (
+        f"{'These prompts' if few else 'Most sampling'} will teach little: use {', '.join(ways[:-1])}, or {ways[-1]}."
+    )
 
 
 def can_begin(cfg: Config) -> bool:
