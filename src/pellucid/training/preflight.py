@@ -17,7 +17,6 @@ from pellucid.config import Config
 from pellucid.doctor import memory
 from pellucid.machine import hardware
 from pellucid.machine.extras import extra
-from pellucid.machine.hardware import memory_gb
 from pellucid.machine.harmless import harmless
 from pellucid.policy import quantized
 from pellucid.policy.model import has_own_code
@@ -96,12 +95,13 @@ def show_plan(cfg: Config, model: memory.Model, fallback: str, world: int, run_d
     a, device = cfg.algorithm, hardware.pick_device(cfg.policy.device)
     completions = a.prompts_per_step * a.group_size
     reason = memory.unlike(model.config)
-    expected = memory.peak(model, cfg, world)
+    expected, here = memory.peak(model, cfg, world), hardware.device_gb(device)
     table = Table.grid(padding=(0, 2))
     for name, value in {
         "model": f"{cfg.policy.model}: {model.parameters / 1e6:.1f} M parameters, {model.trained / 1e6:.1f} M trained",
         "computes": f"in {cfg.policy.dtype} on {device}, {world} process{'es' if world > 1 else ''}, by"
         + (f" transformers ({fallback})" if fallback else " our decoder"),
+        **rows_of(cfg),
         "a step": f"{a.prompts_per_step} prompts x {a.group_size} completions = {completions}, up to"
         f" {cfg.sampler.max_tokens} tokens each, {a.inner_steps} optimizer step{'s' if a.inner_steps > 1 else ''}",
         "the run": f"{a.steps} steps = {a.steps * completions} completions"
@@ -110,7 +110,7 @@ def show_plan(cfg: Config, model: memory.Model, fallback: str, world: int, run_d
         "memory": ("at least" if reason else "about")
         + f" {expected:.1f} GB expected"
         + (f", activations unknown ({reason})" if reason else "")
-        + (f" of {memory_gb():.0f} GB: lower algorithm.micro_batch" if expected > memory_gb() else ""),
+        + (f" of {here:.0f} GB: pellucid doctor --plan says what would fit" if expected > here else ""),
         **{name: f"{gb:.1f} GB of it" for name, gb in memory.reward_models(cfg).items()},
         "disk": room.of_run(cfg, model, run_dir).described(cfg.checkpoint.every > 0),
     }.items():
@@ -121,6 +121,25 @@ def show_plan(cfg: Config, model: memory.Model, fallback: str, world: int, run_d
     corrected = OTHER_ARITHMETIC.format(other, a.correction) if other else ""
     for line in filter(None, (slow(device) if slow else "", corrected, *known_inert(a))):
         print(f"! {line}", flush=True)
+
+
+def rows_of(cfg: Config) -> dict[str, str]:
+    """How many rows train and how many are held out; empty for a task that makes its questions."""
+    train, test = (rows_in(cfg, split) for split in ("train", "test"))
+    if train is None:
+        return {}
+    if not test:
+        return {"data": f"{counted(train, 'row')} to train on, none held out"}
+    evaluations = f"an evaluation asks {min(test, cfg.evaluate.n):,} of these" if cfg.evaluate.every else "not asked"
+    return {"data": f"{counted(train, 'row')} to train on, {test:,} held out ({evaluations})"}
+
+
+def rows_in(cfg: Config, split: str) -> int | None:
+    """The number of rows of a split; None where the task does not know it."""
+    try:
+        return getattr(with_split(innermost(cfg.task), split), "questions_in_all", None)
+    except UserError:  # nothing is held out
+        return None
 
 
 def show_exchange(policy: Policy, group: Group) -> None:
