@@ -14,9 +14,9 @@ from pellucid.algorithm.objectives import objective_of
 from pellucid.commands.rerun import toml
 from pellucid.config import Config
 from pellucid.doctor import memory
-from pellucid.machine.harmless import harmless
 from pellucid.environments.agent import AgentTalk
 from pellucid.environments.worlds import world_of
+from pellucid.machine.harmless import harmless
 from pellucid.policy import pretrained
 from pellucid.policy.template import prefix_ids, question_ids
 from pellucid.protocols import with_split

@@ -130,8 +130,8 @@ def verdict(model: memory.Model, cfg: Config) -> str:
         words, gb = found
         return f"Verdict for this machine: does not fit, {need}. It fits with {words}: {gb:.1f} GB."
     return (
-        f"Verdict for this machine: does not fit, {need}. Smaller micro-batches, gradient checkpointing and LoRA are not"
-        " enough: choose a smaller model or a larger machine."
+        f"Verdict for this machine: does not fit, {need}. Smaller micro-batches, gradient checkpointing and LoRA are"
+        " not enough: choose a smaller model or a larger machine."
     )
 
 

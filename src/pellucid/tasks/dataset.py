@@ -211,7 +211,7 @@ def fingerprint(prompt: Prompt) -> bytes:
 
 
 def lowest_share(fingerprints: Iterable[bytes], share: float) -> set[bytes]:
-    """Return the lowest share of the distinct fingerprints; of two or more, at least one and not all. None if it is 0."""
+    """Return the lowest share of the distinct fingerprints; of two or more, at least one and not all. 0 is none."""
     distinct = sorted(set(fingerprints))
     if not share:
         return set()
