@@ -13,6 +13,7 @@ import sys
 from pathlib import Path
 from statistics import mean
 
+from pellucid.reporting.measures import dead_share
 from pellucid.reporting.report import accuracy_svg
 
 
@@ -47,7 +48,7 @@ def table(runs: dict[int, Path]) -> str:
         cells = [cell(e[name]) for name in ("greedy", "mean@k") for e in (first, last)]
         steps = records(run / "metrics.jsonl")
         minutes = sum(s["time/step"] for s in steps) / 60
-        dead = mean(s["groups/dead_all_right"] + s["groups/dead_all_wrong"] for s in steps)
+        dead = mean(dead_share(s) or 0.0 for s in steps)
         cells += [str(len(steps)), f"{minutes:.1f}", f"{dead:.0%}"]
         rows.append(f"| {seed} | {' | '.join(cells)} |")
     return "\n".join(rows)

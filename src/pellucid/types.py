@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -191,6 +191,18 @@ class Reward:
         return self.decided and not self.degree and (self.correct is not None or self.value in (0.0, 1.0))
 
 
+def state_correctness(rewards: Iterable[Reward]) -> bool:
+    """Return whether rewards say which answers are right: each one does that has not failed and was decided.
+
+    This is the one rule for what users are shown. Where it holds, answers are called right or wrong; where it does not,
+    rewards are a matter of degree, .8 is simply less than 1, and only the rewards are shown. A caller applies it to all
+    rewards that are shown together: a step, an evaluation, a run.
+    """
+    graded = [reward for reward in rewards if not reward.failed]
+    judged = [reward for reward in graded if reward.is_judged]
+    return all(reward.is_verdict for reward in judged) and (bool(judged) or not graded)
+
+
 @dataclass(frozen=True, slots=True)
 class Progress:
     """How far a run is."""
@@ -237,11 +249,18 @@ def alike(low: float, high: float, min_reward_range: float = 0.0) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Estimate:
-    """A measured mean with its 95% interval; NaN where nothing was measured."""
+    """A measured mean with its 95% interval; NaN where nothing was measured.
+
+    The ends are NaN where there is no interval, since too few prompts were asked or all of them had the same value.
+    """
 
     value: float = math.nan
     low: float = math.nan
     high: float = math.nan
+
+    @property
+    def has_interval(self) -> bool:
+        return math.isfinite(self.low) and math.isfinite(self.high)
 
 
 @dataclass(frozen=True, slots=True)

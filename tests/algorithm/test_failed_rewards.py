@@ -152,7 +152,7 @@ def test_an_evaluation_counts_what_it_could_not_grade(failed, tmp_path, capsys):
     Plain(3).log_evaluation(1, evaluation)
     assert "! failed rewards: 15" in capsys.readouterr().out
     for table in (accuracy_table("m", evaluation), before_after(evaluation, evaluation)):
-        assert "3 prompts, ! failed rewards: 15, 95% intervals" in str(table.title)
+        assert "3 prompts, too few prompts for an interval, ! failed rewards: 15" in str(table.title)
     assert "! failed rewards: 15" in str(next(evaluation_rows({1: evaluation}))[2])
     log = Jsonl(tmp_path)
     log.log_evaluation(1, evaluation)
@@ -182,7 +182,7 @@ def test_the_signal_before_training_is_that_of_graded_answers(failed, capsys):
     cfg = Config(algorithm=GRPOConfig(group_size=4), task=Arithmetic())
     show_signal([group(RIGHT, RIGHT, RIGHT, failed)], cfg, (EOS,))
     said = capsys.readouterr().out
-    assert "100% of 3 samples of 1 prompt are right; 100% of groups of 4 will be dead." in said
+    assert "100% of 3 samples of 1 prompt are right; judging by them, 100% of groups of 4 will be dead" in said
     assert ("25% of rewards failed, the first with " in said) == failed.applies
     assert ("harder prompts" in said) != failed.applies
     show_signal([group(*[failed] * 4)], cfg, (EOS,))

@@ -7,9 +7,11 @@ import tomllib
 
 import pytest
 
+from conftest import byte_tokenizer, tiny_llama_of
 from pellucid import cli, config
 from pellucid.policy import pretrained
 from runs import train
+from worlds import CHAT
 
 
 def rehearsed(capsys, *words):
@@ -45,6 +47,67 @@ def test_it_prints_the_settings_of_the_run_its_plan_and_its_first_prompt(recipe,
     prompt = rest.rstrip().rpartition("\n\n")[2]
     assert prompt.endswith("|")
     assert prompt.replace("\n", "") in trained.replace("\n", "")
+
+
+@pytest.fixture
+def counting(tmp_path):
+    """A recipe of an environment with a tool, which begins its questions by itself."""
+    tokenizer, folder = byte_tokenizer(), tmp_path / "model"
+    tokenizer.chat_template = CHAT
+    tiny_llama_of(tokenizer).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    file = tmp_path / "counting.toml"
+    file.write_text(f"""
+[policy]
+model = "{folder}"
+[task]
+name = "environment"
+environment = "tests/worlds.py:Counter"
+system = "Count."
+[sampler]
+max_tokens = 30
+[algorithm]
+steps = 1
+prompts_per_step = 2
+group_size = 2
+[evaluate]
+every = 0
+""")
+    return file
+
+
+def test_it_shows_the_tools_and_the_question_of_an_environment_as_the_run_does(counting, tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "5000")
+    status, out, _ = rehearsed(capsys, counting, "--run", tmp_path / "run")
+    assert status == 0
+    shown = out.rpartition("\n\n<|im_start|>")[2].rstrip().removesuffix("|")
+    for part in ("Count.", "Begin at 0.", '"name": "count"', "How far."):
+        assert part in shown
+    assert train(counting, "--run", tmp_path / "run") == 0
+    assert shown in capsys.readouterr().out, "what the model reads in the run"
+
+
+def test_rows_that_train_and_rows_that_are_held_out_are_counted(recipe, tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "200")
+    rows = [{"question": f"say {n}", "answer": str(n)} for n in range(40)]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    task = ["--task.name", "dataset", "--task.data", tmp_path / "rows.jsonl", "--task.no-chat"]
+    told = {
+        ("--task.test-share", 0.2): "32 rows to train on, 8 held out (an evaluation asks 6 of these)",
+        (
+            "--task.test-share",
+            0.2,
+            "--evaluate.n",
+            99,
+        ): "32 rows to train on, 8 held out (an evaluation asks 8 of these)",
+        ("--task.test-share", 0, "--evaluate.every", 0): "40 rows to train on, none held out",
+    }
+    for words, line in told.items():
+        status, out, _ = rehearsed(capsys, recipe, "--run", tmp_path / "run", *task, *words)
+        assert (status, line in out) == (0, True), out
+    status, _, err = rehearsed(capsys, recipe, "--run", tmp_path / "run", *task, "--task.test-share", 0)
+    assert status == 2
+    assert "test_share = 0 holds no row out for evaluations: set evaluate.every = 0" in err
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 
 import peft
@@ -25,6 +27,7 @@ from pellucid.algorithm.batch import collate
 from pellucid.algorithm.settings import AdamWConfig, GRPOConfig
 from pellucid.config import Config, PolicyConfig, SamplerConfig
 from pellucid.doctor import memory
+from pellucid.machine import hardware
 from pellucid.runtimes.settings import RuntimeConfig
 from pellucid.types import Completion, Group, Prompt
 
@@ -177,6 +180,35 @@ def test_the_plan_is_a_table(folder, tmp_path, capsys):
     assert "activations" in printed
     assert printed.count("\n") > 17
     assert "ZeRO-3" in printed
+
+
+def verdict_on(recipe, capsys, *words):
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["doctor", "--plan", str(recipe), *words])
+    assert ended.value.code == 0
+    return capsys.readouterr().out.rstrip().rpartition("\n")[2]
+
+
+@pytest.mark.parametrize("lacking", [0.98, 0.7, 0.4, 0.2, 0.1, 0.05])
+def test_the_plan_ends_with_a_verdict_whose_advice_leads_to_a_run_that_fits(lacking, tmp_path, capsys, monkeypatch):
+    """The advice is taken as it is written, and the next verdict is that it fits."""
+    shape = Path(__file__).parents[2] / "recipes" / "shapes" / "qwen2.5-3b"
+    recipe = tmp_path / "r.toml"
+    recipe.write_text(f'[policy]\nmodel = "{shape}"\ndtype = "bfloat16"\n[sampler]\nmax_tokens = 2000\n')
+    fits = verdict_on(recipe, capsys)
+    needed = float(re.search(r"about ([\d.]+) GB are needed", fits)[1])
+    monkeypatch.setattr(hardware, "device_gb", lambda _: 1.01 * needed)
+    assert verdict_on(recipe, capsys).startswith("Verdict for this machine: fits, about")
+    monkeypatch.setattr(hardware, "device_gb", lambda _: lacking * needed)
+    verdict = verdict_on(recipe, capsys)
+    assert verdict.startswith("Verdict for this machine: does not fit, about")
+    if "It fits with" not in verdict:
+        assert lacking == 0.05
+        assert "choose a smaller model or a larger machine" in verdict
+        return
+    advice = verdict.partition("It fits with ")[2].rpartition(": ")[0]
+    words = [word for setting in advice.split(", ") for word in ("--" + setting).split(" = ")]
+    assert verdict_on(recipe, capsys, *words).startswith("Verdict for this machine: fits, about")
 
 
 def test_vllm_beside_the_trainer_is_counted(folder, capsys):

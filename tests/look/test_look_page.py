@@ -130,6 +130,24 @@ def test_the_groups_of_a_step_are_sorted_by_what_they_taught(browser, url, tmp_p
     assert sum(shares) == pytest.approx(100, abs=0.1)
 
 
+def test_answers_graded_by_degree_stand_with_their_rewards(browser, tmp_path):
+    """Two of three groups are recorded: the share of one is that of the recorded ones."""
+    run = small_run(tmp_path / "graded", steps=1)
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    rows = [{name: value for name, value in row.items() if not name.startswith("groups/")} for row in rows]
+    (run / "metrics.jsonl").write_text("".join(json.dumps({**row, "groups/dead_equal": 0.3}) + "\n" for row in rows))
+    with looking(run) as server:
+        go(browser, f"{server.url}#/step/1", "step")
+        said = text(browser)
+        go(browser, f"{server.url}#/group/1/0", "group")
+        said += text(browser)
+    for words in ("4 answers", "no signal: equal rewards", "of the recorded groups"):
+        assert words in said
+    for claim in ("right,", " right", "wrong", "✓", "✗", "◐", "of the step"):
+        assert claim not in said
+    assert silent(browser)
+
+
 def test_keys_alone_lead_from_the_run_to_a_token_and_on(browser, url):
     go(browser, f"{url}#/run", "run")
     press(browser, "3")

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import io
 import json
 import math
 import re
 
 import pytest
+from rich.console import Console
 
 from made_runs import add_step, lines, metric, prompt, rollout, row, run_folder, small_run, write_tokens
 from pellucid.algorithm.explained import RULES
+from pellucid.look import terminal
 from pellucid.look.reading import Run, opened
 from pellucid.look.rollouts import Rollouts
 from pellucid.look.sentences import sentence
@@ -33,6 +36,9 @@ CONFIG = {"algorithm": {"prompts_per_step": 2, "group_size": 4, "clip_low": 0.2,
         ([None, 1.0], [None, True], "all_right"),
         ([None, None], [None, None], "all_failed"),
         ([0.1 + 0.2, 0.3], [False, False], "partial"),
+        ([0.8, 0.8], [None, None], "equal"),
+        ([None, 0.0], [None, None], "equal"),
+        ([0.8, 0.3], [None, None], "signal"),
     ],
 )
 def test_whether_a_group_has_a_signal_and_why_not(rewards, correct, signal):
@@ -232,7 +238,10 @@ HEALTHY = {"loss": 0.4}
         ({"groups/dead_all_right": 1.0, "groups/dead_all_wrong": 0.0}, "all_right"),
         ({"groups/dead_all_wrong": 1.0}, "all_wrong"),
         ({"groups/dead_all_right": 0.5, "groups/dead_all_wrong": 0.5}, "no_signal"),
+        ({"groups/dead_equal": 1.0}, "all_equal"),
         ({"completion/finished": 0.01}, "cut_off"),
+        ({"completion/finished": 0.36}, "cut_off"),
+        ({"completion/finished": 0.8}, "cut_off"),
         ({"reward/format": 0.0}, "never_sampled"),
         ({"clip/low": 0.3, "clip/high": 0.4}, "clipped"),
         ({"reward/failed": 8.0}, "reward_fails"),
@@ -244,6 +253,44 @@ HEALTHY = {"loss": 0.4}
 def test_each_cause_has_its_sentence_and_a_healthy_run_has_none(changed, key):
     assert keys([metric(step, **HEALTHY) for step in (1, 2)]) == []
     assert keys([metric(step, **{**HEALTHY, **changed}) for step in (1, 2)]) == [key]
+
+
+@pytest.mark.parametrize(("ended", "level"), [(0.89, "note"), (0.6, "note"), (0.44, "trouble"), (0.0, "trouble")])
+def test_answers_that_are_cut_off_are_said_to_be_so(ended, level):
+    [found] = findings(CONFIG, [metric(1, loss=0.4, **{"completion/finished": ended})], [])
+    assert (found["key"], found["level"], found["values"]["share"]) == ("cut_off", level, f"{1 - ended:.0%}")
+
+
+def degrees(folder):
+    """A run whose rewards are degrees, as its second step shows; the first one, of zeros, does not show it."""
+    run = run_folder(folder)
+    for step, rewards in ((1, [0.0, 0.0]), (2, [0.8, 0.3])):
+        rows = [row(0, i, 0, "a", reward=reward, correct=False) for i, reward in enumerate(rewards)]
+        write_tokens(run, step, [prompt(0, 0, "Q"), *rows])
+        lines(run / "rollouts.jsonl", [rollout(step, "a", "x", reward) for reward in rewards])
+    graded = {name: value for name, value in metric(2).items() if not name.startswith("groups/")}
+    lines(run / "metrics.jsonl", [metric(1), {**graded, "groups/dead_equal": 0.0}])
+    return run
+
+
+def test_where_rewards_are_degrees_no_step_of_the_run_calls_an_answer_right_or_wrong(tmp_path):
+    run = Run(degrees(tmp_path / "run"))
+    for step, signal in ((1, "equal"), (2, "signal")):
+        [group] = run.at(step)["groups"]
+        assert (group["signal"], group["correct"]) == (signal, [None, None])
+        assert {each["correct"] for each in run.answer(f"tokens/{step}")["sequences"]} == {None}
+        assert {each["correct"] for each in run.tokens(step).sequences} == {None}
+    overview = run.answer("overview")
+    assert overview["dead"] == [pytest.approx(1 / 3), 0.0]
+    assert not re.search("right|wrong", re.sub("<[^>]*>", " ", " ".join(overview["charts"])))
+
+
+def test_the_terminal_shows_the_reward_of_a_degree_alone(tmp_path):
+    screen = Console(file=io.StringIO(), width=100)
+    terminal.show(degrees(tmp_path / "run"), 2, None, "change", screen)
+    text = screen.file.getvalue()
+    assert "reward 0.8" in text
+    assert not re.search(r"\b(right|wrong)\b", text)
 
 
 def test_equal_partial_credit_is_told_from_all_wrong():

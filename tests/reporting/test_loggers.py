@@ -417,8 +417,21 @@ def test_plain_shows_trouble_and_the_first_error_once(capsys: pytest.CaptureFixt
 
 def test_greedy_alone_is_shown_where_nothing_was_sampled(capsys: pytest.CaptureFixture[str]):
     none = Estimate(math.nan, math.nan, math.nan)
-    Plain(3).log_evaluation(0, Evaluation("sorting", "test", 4, 0, Estimate(0.5, 0.1, 0.9), none, none))
+    Plain(3).log_evaluation(0, Evaluation("sorting", "test", 64, 0, Estimate(0.5, 0.1, 0.9), none, none))
     assert capsys.readouterr().out == "eval step 0  greedy 0.50 [0.10, 0.90]\n"
+
+
+def test_once_rewards_are_degrees_no_line_speaks_of_right_and_wrong(capsys: pytest.CaptureFixture[str]):
+    log, none = Plain(3), Estimate()
+    for step, rewards in enumerate(((0.0, 0.0), (0.8, 0.8), (0.0, 0.0)), start=1):
+        groups = groups_of(tuple(Reward(reward) for reward in rewards))
+        log.log(step, describe(groups), groups)
+    log.log_evaluation(3, Evaluation("tone", "test", 3, 0, Estimate(0.0), none, none, reward=Estimate(0.8)))
+    first, *others, last = capsys.readouterr().out.splitlines()
+    assert "dead 0/1 right  1/1 wrong" in first, "so far each reward was 0"
+    for line in others:
+        assert "dead 1/1  len" in line
+    assert last == "eval step 3  reward 0.80  (too few prompts for an interval)"
 
 
 def picture_of(log: Console) -> str:

@@ -3,6 +3,7 @@ from math import comb, isnan, nan
 
 import pytest
 
+from pellucid.reporting.measures import consistent
 from pellucid.reporting.metrics import describe, predicted_dead_share
 from pellucid.types import Completion, Group, Prompt, Reward
 
@@ -35,6 +36,31 @@ def test_terms_are_averaged_over_the_rewards_that_have_them():
 
 def test_a_term_named_mean_does_not_replace_the_mean():
     assert describe([group(right(1.0, mean=9.0))])["reward/mean"] == 1.0
+
+
+DEGREES = [Reward(0.8), Reward(0.8), Reward(0.0), Reward(0.3, correct=False, degree=True), Reward(nan)]
+
+
+def calls(metrics) -> list[str]:
+    """The metrics that call answers right or wrong."""
+    return [name for name in metrics if name.endswith(("right", "wrong", "correct"))]
+
+
+def test_a_step_graded_by_degree_calls_nothing_right_or_wrong():
+    """One group of five, in which rewards differ, and one of equal rewards: half of the groups are dead."""
+    metrics = describe([group(*DEGREES), group(Reward(0.8), Reward(0.8))])
+    assert metrics["groups/dead_equal"] == 0.5
+    assert metrics["reward/mean"] == pytest.approx((0.8 + 0.8 + 0.0 + 0.3 + 0.8 + 0.8) / 6)
+    assert calls(metrics) == []
+    assert len(calls(describe([group(right(), wrong())]))) == 5
+
+
+def test_a_run_with_one_such_step_calls_nothing_right_or_wrong_in_any():
+    judged, graded = (describe(groups) for groups in ([group(wrong(), wrong())], [group(*DEGREES)]))
+    assert consistent([judged]) == [judged]
+    first, second = consistent([judged, graded])
+    assert (first["groups/dead_equal"], second["groups/dead_equal"]) == (1.0, 0.0)
+    assert calls(first) == []
 
 
 def test_failed_rewards_are_counted_and_kept_out_of_the_means():

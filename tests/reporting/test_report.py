@@ -105,6 +105,25 @@ def test_overlapping_intervals_are_called_so(tmp_path: Path):
     assert "In 1 step," in page
 
 
+def few(step: int, value: float, n: int = 3) -> dict:
+    alone = {"value": value, "low": None, "high": None}
+    return {**evaluation(step, value), "n": n, "greedy": alone, "mean@k": alone, "pass@k": alone}
+
+
+def test_a_gain_from_few_prompts_is_not_more_than_that(tmp_path: Path):
+    _, page = report(make_run(tmp_path / "r", [step_metrics(1)], [few(0, 0.5), few(1, 0.75)]))
+    assert "rose from 50.0% to 75.0%; that is too few prompts for an interval, so it may be chance." in page
+    assert "3 prompts, 8 samples of each; too few prompts for an interval" in page
+    assert "+25.0 no interval" in page
+    assert not re.search(r"\[[-\d.]+, |inf\b|\bnan\b|95%", " ".join(page.text))
+
+
+def test_what_has_not_changed_is_no_chance(tmp_path: Path):
+    _, page = report(make_run(tmp_path / "r", [step_metrics(1)], [evaluation(0, 1.0), evaluation(1, 1.0)]))
+    assert "In 1 step, greedy accuracy on 64 held-out prompts stayed at 100.0% [90.0, 110.0]." in page
+    assert "chance" not in page
+
+
 def test_every_chart_that_has_data_is_drawn_and_no_other(run: Path):
     html, _ = report(run)
     drawn = re.findall(r'class="title"[^>]*>([^<]*)<', html)

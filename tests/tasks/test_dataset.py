@@ -444,7 +444,7 @@ def test_it_is_its_own_config_section(write):
     [
         ({"data": ""}, 'data = ""'),
         ({"test_share": 1.0}, "test_share = 1.0"),
-        ({"test_share": 0.0}, "test_share = 0.0"),
+        ({"test_share": -0.1}, "test_share = -0.1"),
         ({"messages": "chat", "system": "Be brief."}, "leave out system"),
         ({"messages": "chat", "chat": False}, "leave out system"),
         ({"chat": False, "system": "Be brief."}, "system needs chat = true"),

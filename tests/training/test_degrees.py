@@ -62,13 +62,22 @@ def test_a_run_speaks_of_the_reward_from_its_first_look_to_its_report(degrees, t
     assert train(degrees, "--run", run_dir) == 0
     out = capsys.readouterr().out
     assert re.search(r"The mean reward of \d+ samples of \d+ prompts is 0\.\d+; ", out)
-    assert len(re.findall(r"^eval step \d  reward 0\.\d\d \[", out, re.MULTILINE)) == 2
+    assert (
+        len(re.findall(r"^eval step \d  reward 0\.\d\d .*\(too few prompts for an interval\)$", out, re.MULTILINE)) == 2
+    )
     assert "greedy" not in out
-    assert re.search(r"^ +reward +0\.\d+ \[", out, re.MULTILINE), "before and after"
+    assert re.search(r"^ +reward +0\.\d+ +0\.\d+ .* no interval", out, re.MULTILINE), "before and after"
+    for claim in (r"\bright\b", r"\bwrong\b", r"0\.\d+ \["):
+        assert not re.search(claim, out), claim
     assert [row["verdicts"] for row in records(run_dir / "evals.jsonl")] == [False, False]
     page = Page((run_dir / "report.html").read_text())
     assert "reward of greedy answers on 6 held-out prompts" in page
     assert "Held-out accuracy" not in page
+    assert "so it may be chance" in page or "stayed at" in page
+    assert "right" not in page
+    assert "wrong" not in page
+    rows = records(run_dir / "metrics.jsonl")
+    assert any("groups/dead_equal" in row for row in rows)
 
 
 def test_every_answer_of_an_evaluation_goes_into_a_file(degrees, model_dir, tmp_path, capsys):
@@ -82,7 +91,7 @@ def test_every_answer_of_an_evaluation_goes_into_a_file(degrees, model_dir, tmp_
     for row in rows:
         digits = sum(c.isdigit() for c in row["answer"])
         assert row["reward"] == pytest.approx(digits / 20)
-        assert row["correct"] is (None if digits else False), "0 is as good as wrong, a degree is neither"
+        assert row["correct"] is None, "where rewards are degrees, 0 is the lowest of them and not wrong"
         assert row["question"].startswith("say ")
     before = path.read_text()
     assert ended(*command) == 2

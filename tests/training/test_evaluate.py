@@ -19,7 +19,7 @@ from pellucid.environments.talk import Talk
 from pellucid.protocols import InFlight
 from pellucid.reporting.console import Plain, accuracy_table, before_after
 from pellucid.reporting.loggers import json_line
-from pellucid.reporting.measures import evaluation_of, record_of
+from pellucid.reporting.measures import FEWEST, evaluation_of, record_of
 from pellucid.samplers.hf import HuggingFace
 from pellucid.samplers.native import Native
 from pellucid.samplers.servers import Servers
@@ -31,6 +31,7 @@ from pellucid.training.evaluate import (
     estimate_mean,
     evaluate,
     held_out,
+    if_enough,
     pass_at,
     sample_and_grade,
     student_quantile,
@@ -84,6 +85,26 @@ def test_the_interval_of_a_mean_holds_it_as_often_as_it_says():
     samples = (estimate_mean([rng.gauss(0.3, 2.0) for _ in range(7)]) for _ in range(4000))
     held = sum(interval.low <= 0.3 <= interval.high for interval in samples)
     assert abs(held / 4000 - 0.95) < 4 * math.sqrt(0.95 * 0.05 / 4000)
+
+
+def wilson(low, high, n):
+    """Whether a share of 1/2 among n prompts has this interval, by the equation that defines its ends."""
+    return all(abs(0.5 - end) == pytest.approx(1.959964 * math.sqrt(end * (1 - end) / n)) for end in (low, high))
+
+
+def test_an_interval_needs_so_many_prompts_that_it_covers_less_than_half_of_all_accuracies():
+    one_less, enough = ([float(i % 2) for i in range(n)] for n in (FEWEST - 1, FEWEST))
+    measured, few = if_enough(estimate, enough), if_enough(estimate, one_less)
+    assert wilson(measured.low, measured.high, FEWEST)
+    assert measured.high - measured.low < 0.5
+    assert estimate([0.5] * (FEWEST - 1)).high - estimate([0.5] * (FEWEST - 1)).low > 0.5
+    assert (few.value, few.has_interval) == (pytest.approx(sum(one_less) / len(one_less)), False)
+
+
+@pytest.mark.parametrize("rewards", [[0.8] * 3, [0.8], [0.2, 0.8, 0.8], [0.8] * 40])
+def test_rewards_of_few_prompts_and_rewards_that_are_all_alike_have_no_interval(rewards):
+    measured = if_enough(estimate_mean, rewards)
+    assert (measured.value, measured.has_interval) == (pytest.approx(sum(rewards) / len(rewards)), False)
 
 
 def test_nothing_measured_is_nan():

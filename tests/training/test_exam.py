@@ -17,7 +17,7 @@ def test_a_conversation_is_written_with_all_that_was_said():
     talk = Completion((1, 2, 3), (0.0,) * 3, "7", True, given=((1, 2),), messages=TALK, outcome=left)
     alone = Completion((1,), (0.0,), "7", True)
     group = Group(Prompt("p", "?", "7"), (1,), (talk, alone), (Reward(1.0), Reward(0.0)))
-    held, answered = said([group], "greedy")
+    held, answered = said([group], "greedy", verdicts=True)
     assert held["messages"] == [dict(message) for message in TALK]
     assert (held["answer"], held["turns"], held["tokens"]) == ("7", 2, 2)
     assert (held["events"], held["environment_reward"]) == ({"calls": 1}, 0.5)

@@ -34,7 +34,10 @@ def said(capsys, groups, task=None):
 
 def test_how_many_samples_the_advice_rests_on(capsys):
     assert said(capsys, [group(1.0, 0.0, 0.0), group(0.0, 1.0, math.nan)]).startswith("40% of 5 samples of 2 prompts")
-    assert said(capsys, [group(0.25, -0.5)]).startswith("The mean reward of 2 samples of 1 prompt is -0.125; 0% of")
+    assert said(capsys, [group(0.25, -0.5)]).startswith(
+        "The mean reward of 2 samples of 1 prompt is -0.125; judging by them, 0% of groups of 2 will be dead"
+        " (too few prompts for an interval)"
+    )
 
 
 @pytest.mark.parametrize(("cut", "told"), [(0, ""), (1, ""), (2, "10%"), (20, "100%")])

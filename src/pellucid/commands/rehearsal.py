@@ -14,13 +14,19 @@ from pellucid.algorithm.objectives import objective_of
 from pellucid.commands.rerun import toml
 from pellucid.config import Config
 from pellucid.doctor import memory
+from pellucid.environments.agent import AgentTalk
+from pellucid.environments.worlds import world_of
 from pellucid.machine.harmless import harmless
 from pellucid.policy import pretrained
 from pellucid.policy.template import prefix_ids, question_ids
 from pellucid.protocols import with_split
+from pellucid.tasks.wrappers import innermost, only_here
 from pellucid.training import preflight
 from pellucid.training.compose import settled, template_of
-from pellucid.types import UserError
+from pellucid.types import Prompt, UserError
+
+STARTUP = 60.0
+"""Seconds that the processes of an environment may take to start, besides the time limit of a call."""
 
 
 def show(cfg: Config, run_dir: Path) -> int:
@@ -40,6 +46,34 @@ def show(cfg: Config, run_dir: Path) -> int:
         raise UserError("the task has no prompt for step 0: its sample(step, n) must return n of them")
     print(toml(config.dump(cfg)), flush=True)
     preflight.show_plan(cfg, model, memory.why_not_ours(model, cfg), int(os.environ.get("WORLD_SIZE", "1")), run_dir)
+    task = innermost(cfg.task)
+    if isinstance(getattr(task, "talk", None), AgentTalk):
+        print("\nThe agent writes its prompts by itself: they are shown when it runs. The row that it is given first:")
+    else:
+        prompt = as_asked(cfg, prompt)
     asked = harmless(str(words.decode([*question_ids(words, prompt), *prefix_ids(words, prompt)])))
     rich.print(f"\n[dim]{escape(asked)}[/dim][bold cyan]|[/bold cyan]")
     return 0
+
+
+def as_asked(cfg: Config, prompt: Prompt) -> Prompt:
+    """Return the prompt with its tools and with what the environment adds to it, where there is one.
+
+    UserError where the environment cannot begin a conversation.
+    """
+    task = innermost(cfg.task)
+    world = world_of(task, cfg.reward, here=only_here(cfg.task))
+    if not world:
+        return prompt
+    try:
+        world.begin(0, prompt, 0)
+        replies = world.heard(task.talk.timeout + STARTUP)
+        if not replies:
+            raise UserError("the environment did not say its question: run it by itself, or raise task.timeout")
+        reply = replies[0][1]
+        if reply.prompt is None:
+            why = reply.outcome.error if reply.outcome else ""
+            raise UserError(f"the environment cannot begin a conversation: {why or 'it was over at once'}")
+        return reply.prompt
+    finally:
+        world.close()

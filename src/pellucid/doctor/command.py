@@ -8,6 +8,7 @@ import shutil
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import rich
 import torch
@@ -39,6 +40,8 @@ EXTRAS = {
     "quantized": ["bitsandbytes"],
 }
 DEVICES = (1, 2, 4, 8)
+LORA = 16
+"""The rank of the adapter that is proposed where training the whole model does not fit."""
 ENGINES = {
     "ddp": {"engine": "ddp"},
     "fsdp2": {"engine": "fsdp2"},
@@ -108,9 +111,64 @@ def plan(cfg: Config) -> int:
     print(
         f"\nEngines are those of runtime.engine, ZeRO that of deepspeed with its runtime.zero_stage; offload is"
         f" optimizer.offload.\nBefore it is sharded, a model is whole in fp32: the peak is at least that."
-        f" {sampling(model, cfg)}"
+        f" {sampling(model, cfg)}\n\n{verdict(model, cfg)}"
     )
     return 0
+
+
+def verdict(model: memory.Model, cfg: Config) -> str:
+    """Whether a run of one process with these settings fits this machine, and if not, which settings would make it."""
+    device = hardware.pick_device(cfg.policy.device)
+    here, needed = hardware.device_gb(device), memory.peak(model, cfg)
+    counted = "at least" if memory.unlike(model.config) else "about"
+    owner = "this GPU" if device.type == "cuda" else "this machine"
+    need = f"{counted} {needed:.1f} GB are needed and {owner} has {here:.1f} GB"
+    if needed <= here:
+        return f"Verdict for this machine: fits, {need}."
+    found = next(((words, gb) for words, gb in smaller(model, cfg, device) if gb <= here), None)
+    if found:
+        words, gb = found
+        return f"Verdict for this machine: does not fit, {need}. It fits with {words}: {gb:.1f} GB."
+    return (
+        f"Verdict for this machine: does not fit, {need}. Smaller micro-batches, gradient checkpointing and LoRA are"
+        " not enough: choose a smaller model or a larger machine."
+    )
+
+
+def smaller(model: memory.Model, cfg: Config, device: torch.device) -> Iterator[tuple[str, float]]:
+    """Yield settings that need less memory with the GB that they need, those first that change least.
+
+    First one change alone, then all of them so far together.
+    """
+    rows, together, words = memory.rows_of(cfg, 1), cfg, list[str]()
+    ways = [("algorithm.micro_batch", rows >> shift) for shift in range(1, rows.bit_length())]
+    ways += [] if cfg.policy.gradient_checkpointing else [("policy.gradient_checkpointing", True)]
+    if device.type == "cuda" and not cfg.policy.load_in_4bit and cfg.policy.dtype != "float16":
+        ways += [] if cfg.optimizer.offload else [("optimizer.offload", True)]
+    for key, value in ways:
+        yield f"{key} = {shown(value)}", memory.peak(model, with_setting(cfg, key, value))
+    for key, value in ways[max(0, rows.bit_length() - 2) :]:  # the smallest micro-batch is enough of those
+        together = with_setting(together, key, value)
+        words.append(f"{key} = {shown(value)}")
+        yield ", ".join(words), memory.peak(model, together)
+    if device.type == "cuda" and torch.cuda.device_count() > 1 and not cfg.policy.load_in_4bit:
+        devices = torch.cuda.device_count()
+        shared = with_setting(together, "runtime.engine", "fsdp2")
+        yield f'{", ".join(words)}, runtime.engine = "fsdp2" on {devices} GPUs', memory.peak(model, shared, devices)
+    if not cfg.policy.lora:
+        for settings, others in ((cfg, []), (together, words)):
+            adapted = with_setting(with_setting(settings, "policy.lora", LORA), "optimizer.offload", False)
+            said = [f"policy.lora = {LORA}", *(word for word in others if not word.startswith("optimizer."))]
+            yield ", ".join(said), memory.peak(memory.of_policy(adapted.policy), adapted)
+
+
+def with_setting(cfg: Config, key: str, value: Any) -> Config:
+    section, _, name = key.partition(".")
+    return replace(cfg, **{section: replace(getattr(cfg, section), **{name: value})})
+
+
+def shown(value: Any) -> str:
+    return str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def sampling(model: memory.Model, cfg: Config) -> str:

@@ -19,6 +19,7 @@ from pellucid.look.why import WINDOW, findings
 from pellucid.reporting import tokens
 from pellucid.reporting.charts import LEFT, RIGHT, WIDTH
 from pellucid.reporting.curves import curves
+from pellucid.reporting.measures import are_degrees, consistent, dead_share
 from pellucid.reporting.report import Lede, at, happened, task_of
 from pellucid.reporting.run_folder import Record, evaluations, read_config, records, run_of
 from pellucid.types import UserError
@@ -39,11 +40,12 @@ class Run:
         size = int(at(read_config(folder), "algorithm.group_size", 0) or 0)
         self.rollouts = Rollouts(folder / "rollouts.jsonl", size)
         self.summary = lru_cache(KEPT * PAGE)(self.summarised)
+        self.graded_by = lru_cache(1)(lambda _: are_degrees(list(records(folder / "metrics.jsonl"))))
         self.asked = Questions(self.anew)
         self.answers: Mapping[str, Callable[[str], Any]] = {
             "overview": lambda _: self.overview(),
             "summaries": lambda page: self.of_steps(self.page(number_of(page))),
-            "tokens": lambda step: for_page(tokens.read(self.folder, number_of(step))),
+            "tokens": lambda step: for_page(tokens.read(self.folder, number_of(step)), self.verdicts),
             "questions": lambda _: self.questions().listed(),
             "question": lambda name: self.questions().followed(name, lambda _: True),
             "why": lambda _: self.why(),
@@ -62,8 +64,14 @@ class Run:
         """The range of rewards that counts as none."""
         return float(at(read_config(self.folder), "algorithm.min_reward_range", 0.0) or 0.0)
 
+    @property
+    def verdicts(self) -> bool:
+        """Whether the rewards of the run say which answers are right, as far as it is written by now."""
+        path = self.folder / "metrics.jsonl"
+        return not self.graded_by(path.stat().st_size) if path.exists() else True
+
     def metrics(self) -> list[Record]:
-        return list(records(self.folder / "metrics.jsonl"))
+        return consistent(list(records(self.folder / "metrics.jsonl")))
 
     def steps(self) -> list[int]:
         """The steps of which tokens or completions are recorded."""
@@ -98,7 +106,6 @@ class Run:
     def overview(self) -> dict[str, Any]:
         """The run at a glance: what it is, its charts, and of each step the numbers by which one is chosen."""
         config, metrics, evals = read_config(self.folder), self.metrics(), evaluations(self.folder)
-        names = {"reward": "reward/mean", "right": "groups/dead_all_right", "wrong": "groups/dead_all_wrong"}
         return {
             "name": self.folder.resolve().name,
             "model": at(config, "policy.model", "a model"),
@@ -109,7 +116,8 @@ class Run:
             "last": metrics[-1]["step"] if metrics else 0,
             "planned": at(config, "algorithm.steps", 0),
             "steps": [row["step"] for row in metrics],
-            **{name: [row.get(column) for row in metrics] for name, column in names.items()},
+            "reward": [row.get("reward/mean") for row in metrics],
+            "dead": [dead_share(row) for row in metrics],
             "recorded": tokens.steps(self.folder),
             "predicted": self.predicted(int(at(config, "log.predictions", 0) or 0)),
             "per_page": PAGE,
@@ -122,7 +130,8 @@ class Run:
 
     def of_steps(self, steps: Sequence[int]) -> list[dict[str, Any]]:
         """The same of several steps, of whose folder one look is enough."""
-        return [self.summary(step, *mark) for step, mark in self.marks(steps).items()]
+        verdicts = self.verdicts
+        return [self.summary(step, *mark, verdicts) for step, mark in self.marks(steps).items()]
 
     def anew(self, steps: Sequence[int]) -> Iterator[dict[str, Any]]:
         """The same, one after another and none of them kept: of more steps than memory has room for."""
@@ -136,18 +145,20 @@ class Run:
     def recorded(self) -> set[int]:
         return set(tokens.steps(self.folder))
 
-    def summarised(self, step: int, recorded: bool, place: tuple[int, int] | None) -> dict[str, Any]:
-        """The marks of a step, by which a summary that is kept is known to be true, and the summary."""
+    def summarised(
+        self, step: int, recorded: bool, place: tuple[int, int] | None, verdicts: bool = True
+    ) -> dict[str, Any]:
+        """The summary of a step. Its arguments are what a summary that is kept depends on."""
         groups = self.rollouts.of(step) if place else []
         columns = BRIEF if groups else None  # without completions, these are read from the tokens
         try:
             table = tokens.read(self.folder, step, columns) if recorded else None
-            return summary(step, groups, table, self.least_range)
+            return summary(step, groups, table, self.least_range, verdicts)
         except UserError as error:  # a file that is damaged costs its tokens, and not the steps around it
-            return {**summary(step, groups, None, self.least_range), "damaged": str(error)}
+            return {**summary(step, groups, None, self.least_range, verdicts), "damaged": str(error)}
 
     def tokens(self, step: int) -> Tokens:
-        return tokens_of(tokens.read(self.folder, step))
+        return tokens_of(tokens.read(self.folder, step), self.verdicts)
 
     def questions(self) -> Questions:
         """What was asked in the steps that are there by now."""

@@ -65,13 +65,17 @@ class Tokens:
         return {i: pull / whole for i, pull in pulls.items()} if whole else {}
 
 
-def tokens_of(table: pa.Table) -> Tokens:
-    """The columns of a file of tokens, NaN and null alike as None."""
+def tokens_of(table: pa.Table, verdicts: bool = True) -> Tokens:
+    """The columns of a file of tokens, NaN and null alike as None.
+
+    verdicts: False leaves out which answers are right, since the run's rewards are a matter of degree.
+    """
     columns: dict[str, Sequence[Any]] = {name: table[name].to_pylist() for name in ("token", "text", "kind", "rule")}
     columns |= {name: plain(floats(table, of)) for name, of in NUMBERS.items()}
     columns |= {name: plain(values) for name, values in logprobs(table).items()}
     about = json.loads((table.schema.metadata or {})[ABOUT])
-    return Tokens(about, list(sequences(table)), columns, {name: tops(table, f"top_{name}") for name in TOPS})
+    found = [each if verdicts else {**each, "correct": None} for each in sequences(table)]
+    return Tokens(about, found, columns, {name: tops(table, f"top_{name}") for name in TOPS})
 
 
 def logprobs(table: pa.Table) -> dict[str, np.ndarray]:
@@ -138,14 +142,14 @@ def tops(table: pa.Table, name: str) -> list[list[tuple[int, str, float]] | None
 # ---------------------------------------------------------------- for the page
 
 
-def for_page(table: pa.Table) -> dict[str, Any]:
+def for_page(table: pa.Table, verdicts: bool = True) -> dict[str, Any]:
     """A JSON object of the step, its numbers to DIGITS significant digits.
 
     Texts are numbers of `vocabulary`, pairs of token id and text; a column in which there is nothing is null. Of a
     token that was scored, log-probs are those before the update and differences from it.
     """
     words: dict[tuple[Any, Any], int] = {}
-    tokens = tokens_of(table)
+    tokens = tokens_of(table, verdicts)
     columns = tokens.columns
     numbers = {name: floats(table, of) for name, of in NUMBERS.items()} | differences(table)
     raw = {name: rounded(values.tolist(), DIGITS, None if name in SMALL else FLOOR) for name, values in numbers.items()}

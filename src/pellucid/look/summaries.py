@@ -14,6 +14,7 @@ from pellucid.reporting.tokens import about_of
 from pellucid.types import alike
 
 SIGNAL, ALL_RIGHT, ALL_WRONG, PARTIAL, ALL_FAILED = "signal", "all_right", "all_wrong", "partial", "all_failed"
+EQUAL = "equal"
 LONGEST_PROMPT = 2000
 """How many characters of a prompt a summary has; all of it is in rollouts.jsonl."""
 
@@ -22,14 +23,18 @@ def signal_of(rewards: Sequence[float | None], correct: Sequence[bool | None], l
     """Whether the rewards of a group differ, or why there is nothing to compare.
 
     "all_right", "all_wrong" where all rewards are 0 or less, "partial" where all have the same reward above 0 and not
-    all are right, "all_failed" where no reward could be computed. least: the range of rewards that counts as none.
+    all are right, "equal" where they have the same reward and nothing says which are right (`correct` is None),
+    "all_failed" where no reward could be computed. least: the range of rewards that counts as none.
     """
     graded = [reward for reward in rewards if reward is not None]
     if not graded:
         return ALL_FAILED
     if not alike(min(graded), max(graded), least):
         return SIGNAL
-    if all(right for right, reward in zip(correct, rewards, strict=True) if reward is not None):
+    stated = [right for right, reward in zip(correct, rewards, strict=True) if reward is not None]
+    if None in stated:
+        return EQUAL
+    if all(stated):
         return ALL_RIGHT
     return PARTIAL if graded[0] > 0 else ALL_WRONG
 
@@ -40,12 +45,18 @@ def question_of(prompt: str) -> str:
 
 
 def summary(
-    step: int, groups: Sequence[Sequence[Record]], table: pa.Table | None, least: float = 0.0
+    step: int,
+    groups: Sequence[Sequence[Record]],
+    table: pa.Table | None,
+    least: float = 0.0,
+    verdicts: bool = True,
 ) -> dict[str, Any]:
     """The groups of a step, in its order: from rollouts.jsonl, and where that has none from the recorded tokens.
 
     `gradient` of a group is the sum of the gradient norms of its tokens and `entropy` the mean entropy of its sampled
     tokens in nats, both before the update; null where its tokens were not recorded.
+
+    verdicts: False leaves out which answers are right, since the run's rewards are a matter of degree.
     """
     taught = by_group(table) if table is not None else {}
     told = {j: of_rollouts(group) for j, group in enumerate(groups)}
@@ -54,6 +65,8 @@ def summary(
         told = {j: of_tokens(tokens, j, questions.get(str(j))) for j in taught}
     rows = []
     for j, row in told.items():
+        if not verdicts:
+            row["correct"] = [None] * len(row["rewards"])
         signal = signal_of(row["rewards"], row["correct"], least)
         recorded = taught.get(j, {"gradient": None, "entropy": None})
         rows.append({"group": j, **row, "signal": signal, "recorded": j in taught, **recorded})

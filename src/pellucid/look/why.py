@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, field
 from statistics import fmean
 from typing import Any
 
-from pellucid.look.summaries import ALL_RIGHT, ALL_WRONG, PARTIAL
+from pellucid.look.summaries import ALL_RIGHT, ALL_WRONG, EQUAL, PARTIAL
 from pellucid.look.words import figure
 from pellucid.reporting.curves import NOT_TERMS
 from pellucid.reporting.report import at
@@ -17,12 +17,14 @@ WINDOW = 20
 """How many of the last steps are judged."""
 NEARLY_ALL = 0.95
 MOSTLY = 0.8
-"""The share of groups without a signal, or of answers cut off, from which a run has little to learn from."""
+"""The share of groups without a signal from which a run has little to learn from."""
+MANY_CUT_OFF, MOST_CUT_OFF = 0.1, 0.5
+"""The shares of answers that were cut off from which that is noted, and from which it holds a run back."""
 MOST_CLIPPED = 0.5
 """The share of clipped tokens from which the clip is what holds the run back."""
 NEXT_TO_NOTHING = 1e-3
 """A loss smaller than this is read as 0."""
-TROUBLE, FINE = "trouble", "fine"
+TROUBLE, NOTE, FINE = "trouble", "note", "fine"
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +40,7 @@ class Finding:
 def findings(
     config: Record, metrics: Sequence[Record], summaries: Sequence[Record], error: str = ""
 ) -> list[dict[str, Any]]:
-    """What explains a run that does not learn, trouble first; what looks wrong and is right comes after it.
+    """What explains a run that does not learn, then what looks wrong and is right.
 
     summaries: of the last steps whose groups are known. error: why the last reward failed, where one did.
     """
@@ -81,14 +83,16 @@ def failures(config: Record, rows: Sequence[Record], error: str) -> Iterator[Fin
 
 def without_signal(rows: Sequence[Record], summaries: Sequence[Record]) -> Iterator[Finding]:
     """All groups of equal rewards: which reward, where the groups themselves are known."""
-    right, wrong = (mean(rows, f"groups/dead_{name}") or 0.0 for name in (ALL_RIGHT, ALL_WRONG))
-    if right + wrong < MOSTLY:
+    right, wrong, equal = (mean(rows, f"groups/dead_{name}") or 0.0 for name in (ALL_RIGHT, ALL_WRONG, EQUAL))
+    if right + wrong + equal < MOSTLY:
         return
     kinds = [group["signal"] for each in summaries for group in each["groups"]]
     partial = kinds.count(PARTIAL) / len(kinds) if kinds else 0.0
     last = rows[-1]["step"]
-    told = {"share": share(right + wrong), "right": share(right), "wrong": share(wrong)}
-    if partial > 0.5:
+    told = {"share": share(right + wrong + equal), "right": share(right), "wrong": share(wrong)}
+    if equal:
+        yield Finding("all_equal", TROUBLE, last, told)
+    elif partial > 0.5:
         reward = next(g["rewards"][0] for each in summaries for g in each["groups"] if g["signal"] == PARTIAL)
         yield Finding("all_partial", TROUBLE, last, {**told, "reward": figure(reward)})
     elif right >= MOSTLY:
@@ -101,9 +105,9 @@ def without_signal(rows: Sequence[Record], summaries: Sequence[Record]) -> Itera
 
 def cut_off(config: Record, rows: Sequence[Record]) -> Iterator[Finding]:
     ended = mean(rows, "completion/finished")
-    if ended is not None and ended <= 1 - MOSTLY:
-        limit = at(config, "sampler.max_tokens", "?")
-        yield Finding("cut_off", TROUBLE, rows[-1]["step"], {"share": share(1 - ended), "limit": limit})
+    if ended is not None and 1 - ended >= MANY_CUT_OFF:
+        limit, level = at(config, "sampler.max_tokens", "?"), TROUBLE if 1 - ended >= MOST_CUT_OFF else NOTE
+        yield Finding("cut_off", level, rows[-1]["step"], {"share": share(1 - ended), "limit": limit})
 
 
 def never_sampled(rows: Sequence[Record]) -> Iterator[Finding]:

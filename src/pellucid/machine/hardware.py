@@ -211,6 +211,13 @@ def memory_gb() -> float:
     return psutil.virtual_memory().total / 1e9
 
 
+def device_gb(device: torch.device) -> float:
+    """The memory in GB of a GPU, or of this machine for every other device."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_properties(device).total_memory / 1e9
+    return memory_gb()
+
+
 def peak_gb(device: torch.device) -> float:
     """The peak memory of this process in GB: on its GPU, or resident."""
     if device.type == "cuda":

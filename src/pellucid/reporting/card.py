@@ -15,7 +15,7 @@ from pellucid.machine import docstrings
 from pellucid.machine.plugins import HERE
 from pellucid.reporting.console import asked, interval
 from pellucid.reporting.loggers import read_evaluations
-from pellucid.reporting.measures import NAMES, are_apart, labelled, measures, worth_showing
+from pellucid.reporting.measures import NAMES, between, labelled, measures, worth_showing
 from pellucid.reporting.run_folder import Record, read_config, records
 from pellucid.reporting.shareable import HIDDEN, shareable, short
 from pellucid.tasks import TASKS, task_class
@@ -156,7 +156,7 @@ def results(evaluations: list[Evaluation]) -> Iterator[str]:
         return
     first, last = evaluations[0], evaluations[-1]
     before, after = measures(first), measures(last)
-    yield f"## Results\n\nHeld-out questions of `{short(last.task)}`: {asked(last)}, 95% intervals."
+    yield f"## Results\n\nHeld-out questions of `{short(last.task)}`: {asked(last)}."
     rows = [
         (worded(name, last.k), cell(before.get(name)), cell(after[name]), said(before.get(name), after[name]))
         for name in worth_showing([first, last])
@@ -166,11 +166,11 @@ def results(evaluations: list[Evaluation]) -> Iterator[str]:
 
 
 def cell(estimate: Estimate | None) -> str:
-    return f"{estimate.value:.3f} {interval(estimate)}" if estimate else ""
+    return f"{estimate.value:.3f} {interval(estimate)}".rstrip() if estimate else ""
 
 
 def said(before: Estimate | None, after: Estimate) -> str:
-    return "" if before is None else "apart" if are_apart(before, after) else "overlap"
+    return "" if before is None else between(before, after)
 
 
 def usage(settings: Record, run_dir: Path, repo_id: str) -> str:

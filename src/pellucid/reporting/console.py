@@ -10,6 +10,7 @@ import math
 import sys
 from collections import Counter, deque
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 
 import rich.box
 import rich.console
@@ -20,10 +21,22 @@ from rich.table import Table
 from rich.text import Text
 
 from pellucid.machine.harmless import harmless
+from pellucid.reporting.charts import counted
 from pellucid.reporting.conversations import fault_shares
 from pellucid.reporting.loggers import DRAWING
-from pellucid.reporting.measures import REWARDS, are_apart, have_verdicts, labelled, measures, worth_showing
-from pellucid.types import Estimate, Evaluation, Group, Reward
+from pellucid.reporting.measures import (
+    REWARDS,
+    TOO_FEW,
+    about_intervals,
+    between,
+    dead_share,
+    have_verdicts,
+    labelled,
+    measures,
+    without_correctness,
+    worth_showing,
+)
+from pellucid.types import Estimate, Evaluation, Group, Reward, state_correctness
 
 STAGES = {"generate": "cyan", "reward": "magenta", "score": "blue", "update": "green", "other": "bright_black"}
 WARNINGS = {
@@ -42,7 +55,24 @@ def terminal(total_steps: int, first_step: int = 0) -> Console | Plain:
     return Console(total_steps, first_step) if sys.stdout and sys.stdout.isatty() else Plain(total_steps)
 
 
-class Plain:
+class Screen:
+    """Shows a run without calling answers right or wrong once its rewards have been a matter of degree."""
+
+    are_degrees = False
+
+    def consistent(self, metrics: Mapping[str, float], groups: Sequence[Group]) -> Mapping[str, float]:
+        """Return the metrics of a step as they are shown."""
+        if not state_correctness(reward for group in groups for reward in group.rewards):
+            self.are_degrees = True
+        return without_correctness(metrics) if self.are_degrees else metrics
+
+    def graded(self, evaluation: Evaluation) -> Evaluation:
+        """Return an evaluation as it is shown."""
+        self.are_degrees = self.are_degrees or not evaluation.verdicts
+        return replace(evaluation, verdicts=not self.are_degrees)
+
+
+class Plain(Screen):
     """One line a step and one line an evaluation, on standard output."""
 
     def __init__(self, total_steps: int):
@@ -50,6 +80,7 @@ class Plain:
         self.error = ""
 
     def log(self, step: int, metrics: Mapping[str, float], groups: Sequence[Group]) -> None:
+        metrics = self.consistent(metrics, groups)
         width = len(str(self.total_steps))
         cells = [f"step {step:{width}}/{self.total_steps}", *plain_cells(metrics, len(groups))]
         cells += [f"! {what}: {metrics[name]:.0f}" for name, what in WARNINGS.items() if metrics.get(name)]
@@ -60,8 +91,10 @@ class Plain:
             print(f"! the first failed reward says {error}", flush=True)
 
     def log_evaluation(self, step: int, evaluation: Evaluation) -> None:
-        shown = (f"{name} {estimate.value:.2f} {interval(estimate)}" for name, estimate in named(evaluation).items())
-        print("  ".join([f"eval step {step}", *shown, *not_counted(evaluation)]), flush=True)
+        evaluation = self.graded(evaluation)
+        shown = (with_interval(name, estimate) for name, estimate in named(evaluation).items())
+        few = [f"({TOO_FEW})"] if about_intervals(evaluation) == TOO_FEW else []
+        print("  ".join([f"eval step {step}", *shown, *few, *not_counted(evaluation)]), flush=True)
 
     def close(self) -> None:
         pass
@@ -77,6 +110,7 @@ def plain_cells(metrics: Mapping[str, float], groups: int) -> list[str]:
         "reward/after_kl": "after kl {:6.3f}",
         "groups/dead_all_right": f"dead {{:{width}.0f}}/{groups} right",
         "groups/dead_all_wrong": f"{{:{width}.0f}}/{groups} wrong",
+        "groups/dead_equal": f"dead {{:{width}.0f}}/{groups}",
         "groups/drawn": "drawn {:3.0f}",
         "completion/length_mean": "len {:6.1f}",
         "completion/finished": "fin {:.2f}",
@@ -122,10 +156,15 @@ def named(evaluation: Evaluation, *others: Evaluation) -> dict[str, Estimate]:
 
 
 def interval(estimate: Estimate) -> str:
-    return f"[{estimate.low:.2f}, {estimate.high:.2f}]"
+    """The interval in brackets; empty where there is none."""
+    return f"[{estimate.low:.2f}, {estimate.high:.2f}]" if estimate.has_interval else ""
 
 
-class Console:
+def with_interval(name: str, estimate: Estimate) -> str:
+    return f"{name} {estimate.value:.2f} {interval(estimate)}".rstrip()
+
+
+class Console(Screen):
     """A live display; `close` gives the terminal back.
 
     first_step: steps that were finished before, when a run resumes.
@@ -147,7 +186,7 @@ class Console:
         self.live.start()
 
     def log(self, step: int, metrics: Mapping[str, float], groups: Sequence[Group]) -> None:
-        self.metrics = metrics
+        self.metrics = metrics = self.consistent(metrics, groups)
         self.trend.append(metrics.get("reward/mean", math.nan))
         self.trouble.update({name: int(metrics.get(name, 0)) for name in WARNINGS})
         self.error = self.error or first_error(groups)
@@ -155,7 +194,7 @@ class Console:
         self.live.refresh()
 
     def log_evaluation(self, step: int, evaluation: Evaluation) -> None:
-        self.evaluations[step] = evaluation
+        self.evaluations[step] = self.graded(evaluation)
         self.live.refresh()
 
     def close(self) -> None:
@@ -179,9 +218,10 @@ class Console:
         if self.trend:
             yield "reward", Text(f"{self.trend[-1]:.3f}", "bold"), trend_line(self.trend)
         yield from evaluation_rows(self.evaluations)
-        if "groups/dead_all_right" in metrics:
-            dead = metrics["groups/dead_all_right"], metrics.get("groups/dead_all_wrong", 0.0)
-            yield "dead groups", f"{sum(dead):.0%}", f"{dead[0]:.0%} all right, {dead[1]:.0%} all wrong"
+        if (dead := dead_share(metrics)) is not None:
+            right, wrong = (metrics.get(f"groups/dead_all_{name}") for name in ("right", "wrong"))
+            told = "have equal rewards" if right is None else f"{right:.0%} all right, {wrong or 0.0:.0%} all wrong"
+            yield "dead groups", f"{dead:.0%}", told
         if "groups/drawn" in metrics:
             yield "groups drawn", f"{metrics['groups/drawn']:.0f}", f"{metrics['groups/drawn_dead']:.0%} of them dead"
         if "completion/length_mean" in metrics:
@@ -229,7 +269,8 @@ def sparkline(values: Sequence[float]) -> str:
 
 
 def asked(evaluation: Evaluation) -> str:
-    return ", ".join([f"{evaluation.n} prompts", *not_counted(evaluation)])
+    """Return how many prompts were asked, and if there are intervals. Example: "64 prompts, 95% intervals"."""
+    return ", ".join([counted(evaluation.n, "prompt"), about_intervals(evaluation), *not_counted(evaluation)])
 
 
 def not_counted(evaluation: Evaluation) -> list[str]:
@@ -248,7 +289,7 @@ def evaluation_rows(evaluations: Mapping[int, Evaluation]) -> Iterator[tuple[str
         step, evaluation = list(evaluations.items())[-1]
         before = next(iter(evaluations.values()))
         first = named(before, evaluation)
-        yield "held out", "", Text(f"{asked(evaluation)}, after step {step}", "dim")
+        yield "held out", "", Text(f"after step {step}: {asked(evaluation)}", "dim")
         for i, (name, estimate) in enumerate(named(evaluation, before).items()):
             gain = f"  {estimate.value - first[name].value:+.2f}" if len(evaluations) > 1 and name in first else ""
             value = Text(f"{estimate.value:.2f}", "" if i else "bold")
@@ -273,20 +314,19 @@ def titled(title: str, *columns: str) -> Table:
 
 def before_after(first: Evaluation, last: Evaluation) -> Table:
     """The first and the last evaluation side by side; where the intervals overlap, the gain may be chance."""
-    title = f"{last.task}, {last.split}: {asked(last)}, 95% intervals"
+    title = f"{last.task}, {last.split}: {asked(last)}"
     table = titled(title, "", "before", "after", "gain", "intervals")
     before = named(first, last)
     for name, new in named(last, first).items():
         if old := before.get(name):
-            cells = (f"{estimate.value:.3f} {interval(estimate)}" for estimate in (old, new))
-            apart = "apart" if are_apart(old, new) else "overlap"
-            table.add_row(name, *cells, f"{new.value - old.value:+.3f}", apart)
+            cells = (f"{estimate.value:.3f} {interval(estimate)}".rstrip() for estimate in (old, new))
+            table.add_row(name, *cells, f"{new.value - old.value:+.3f}", between(old, new))
     return table
 
 
 def accuracy_table(model: str, evaluation: Evaluation) -> Table:
     """One evaluation, for `pellucid eval`."""
-    title = f"{model} on {evaluation.task}, {evaluation.split}: {asked(evaluation)}, 95% intervals"
+    title = f"{model} on {evaluation.task}, {evaluation.split}: {asked(evaluation)}"
     rewards = not have_verdicts([evaluation]) or any(name in REWARDS for name in worth_showing([evaluation]))
     table = titled(title, "", "mean" if rewards else "accuracy", "interval")
     for name, estimate in named(evaluation).items():

@@ -7,13 +7,17 @@ from dataclasses import replace
 from math import nan
 
 from pellucid.reporting.charts import CSS, HEIGHT, WIDTH, Point, Series, chart, drawable, mean_of, stack
-from pellucid.reporting.measures import estimate_of, evaluation_of, labelled, worth_showing
+from pellucid.reporting.measures import TOO_FEW, about_intervals, estimate_of, evaluation_of, labelled, worth_showing
 from pellucid.reporting.run_folder import Record
 
 STYLES = ("first", "second", "third", "fourth")
 MARGIN = 24
 LENGTHS = {"completion/length_mean": "mean", "completion/length_right": "right", "completion/length_wrong": "wrong"}
-DEAD = {"groups/dead_all_right": "all right", "groups/dead_all_wrong": "all wrong"}
+DEAD = {
+    "groups/dead_all_right": "all right",
+    "groups/dead_all_wrong": "all wrong",
+    "groups/dead_equal": "equal rewards",
+}
 GAPS = {"sampler/gap_mean": "mean", "sampler/gap_max": "max"}
 STAGES = {f"time/{stage}": stage for stage in ("generate", "reward", "score", "update")}
 CALLS = "tools/calls"
@@ -62,7 +66,8 @@ def tool_charts(metrics: Sequence[Record]) -> list[str]:
 def held_out(task: str, split: str, rows: Sequence[Record]) -> list[str]:
     """Charts of the evaluations, those of accuracy and of reward that are worth showing."""
     names, k = worth_showing([evaluation_of(row) for row in rows]), rows[-1]["k"]
-    about, charts = f"{task}, {split}, with 95% intervals", []
+    few = about_intervals(evaluation_of(rows[-1])) == TOO_FEW
+    about, charts = f"{task}, {split}, {TOO_FEW if few else 'with 95% intervals'}", []
     if "greedy" in names:
         charts.append(chart("Held-out accuracy", about, sampled_and_greedy(rows, "mean@k", "greedy", k), (0, 1)))
     if "reward" in names:

@@ -111,7 +111,7 @@ def rollouts(group: Group) -> list[dict[str, Any]]:
             "completion": completion.text,
             **conversation_of(completion),
             "finished": completion.finished,
-            "correct": reward.is_correct if reward.is_judged else None,
+            "correct": reward.is_correct if reward.is_verdict and not reward.failed else None,
             "reward": None if reward.failed else float(reward.value),
             "parts": {name: float(value) for name, value in reward.parts.items()},
             "advantage": advantage,

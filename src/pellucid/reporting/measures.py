@@ -8,6 +8,11 @@ from typing import Any
 
 from pellucid.types import Estimate, Evaluation
 
+FEWEST = 12
+"""The fewest prompts that a 95% interval is given for. From fewer, Wilson's interval around 1/2 covers more than half
+of all accuracies there are. Student's interval of two rewards that are equally likely is a single point, such as
+[0.80, 0.80], in one case of four with 3 prompts and in one of 2,048 with 12."""
+
 ACCURACIES = ("greedy", "mean@k", "pass@k")
 REWARDS = ("reward", "reward@k")
 """The mean reward of the greedy answers, and that of a single sample."""
@@ -33,10 +38,38 @@ def have_verdicts(evaluations: Sequence[Evaluation]) -> bool:
     return all(evaluation.verdicts for evaluation in evaluations)
 
 
+DEAD_GROUPS = ("groups/dead_all_right", "groups/dead_all_wrong", "groups/dead_equal")
+"""The metrics of groups with equal rewards; a step has the first two, or the last."""
+
+
+def are_degrees(metrics: Sequence[Mapping[str, Any]]) -> bool:
+    """Whether the rewards of a run are a matter of degree: those of one of its steps are (`state_correctness`)."""
+    return any("groups/dead_equal" in row for row in metrics)
+
+
+def consistent(metrics: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """The metrics of a run's steps, none of which calls answers right or wrong where one of them cannot."""
+    return list(map(without_correctness, metrics)) if are_degrees(metrics) else list(metrics)
+
+
+def without_correctness(metrics: Mapping[str, Any]) -> dict[str, Any]:
+    """The metrics of a step as `describe` gives them for rewards that are a matter of degree."""
+    gone = ("completion/correct", "completion/length_right", "completion/length_wrong", *DEAD_GROUPS)
+    kept = {name: value for name, value in metrics.items() if name not in gone}
+    return kept if (dead := dead_share(metrics)) is None else {**kept, "groups/dead_equal": dead}
+
+
+def dead_share(metrics: Mapping[str, Any]) -> float | None:
+    """The share of a step's groups with equal rewards; None where it is not known."""
+    shares = [share for name in DEAD_GROUPS if (share := metrics.get(name)) is not None]
+    return sum(shares) if shares else None
+
+
 def worth_showing(evaluations: Sequence[Evaluation]) -> list[str]:
     """The names of the measures that a person is shown of evaluations side by side, the headline first.
 
-    Rewards that are the same as accuracies go without saying, as do accuracies of 0 where no answer is right or wrong.
+    Rewards that are the same as accuracies go without saying. Accuracies are not shown where rewards are a matter of
+    degree.
     """
     found = [measures(evaluation) for evaluation in evaluations]
     there = {name for measured in found for name in measured}
@@ -47,9 +80,7 @@ def worth_showing(evaluations: Sequence[Evaluation]) -> list[str]:
         for share, reward in pairs
         if share in of and reward in of
     )
-    right = any(of[name].value > 0 for of in found for name in ACCURACIES if name in of)
-    judged = have_verdicts(evaluations)
-    names = (*ACCURACIES, *(REWARDS if differ else ())) if judged else (*REWARDS, *(ACCURACIES if right else ()))
+    names = (*ACCURACIES, *(REWARDS if differ else ())) if have_verdicts(evaluations) else REWARDS
     return [name for name in names if name in there]
 
 
@@ -96,12 +127,24 @@ def evaluation_of(record: Mapping[str, Any]) -> Evaluation:
 
 
 def estimate_of(record: Mapping[str, Any] | None) -> Estimate:
-    """An estimate as JSON has it, where an interval without an end (of a single value) is written as null."""
+    """An estimate as JSON has it, where the ends are null if there is no interval."""
     if not record:
         return Estimate()
     low, high = record["low"], record["high"]
-    return Estimate(record["value"], -math.inf if low is None else low, math.inf if high is None else high)
+    return Estimate(record["value"], math.nan if low is None else low, math.nan if high is None else high)
 
 
-def are_apart(one: Estimate, other: Estimate) -> bool:
-    return one.low > other.high or other.low > one.high
+NO_INTERVAL, APART, OVERLAP = "no interval", "apart", "overlap"
+TOO_FEW = "too few prompts for an interval"
+
+
+def between(one: Estimate, other: Estimate) -> str:
+    """How the intervals of two estimates lie: APART, OVERLAP, or NO_INTERVAL where one of them has none."""
+    if not (one.has_interval and other.has_interval):
+        return NO_INTERVAL
+    return APART if one.low > other.high or other.low > one.high else OVERLAP
+
+
+def about_intervals(evaluation: Evaluation) -> str:
+    """What stands in brackets behind the measures of an evaluation. Example: "95% intervals"."""
+    return "95% intervals" if evaluation.n >= FEWEST else TOO_FEW

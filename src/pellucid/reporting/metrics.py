@@ -1,9 +1,11 @@
 """Metrics of the graded groups of a step: pure functions, no torch.
 
 `reward/*` and `*/correct` speak of the completions that got a grade: a reward that failed has no value to average, and
-is counted in `reward/failed` instead, or in `reward/no_term` where no term is meant for the prompt. `failed/NAME` is
-the share of completions for which that term failed, `logged/NAME` the mean of what rewards logged by that name. Lengths
-are in sampled tokens, the end-of-sequence token included.
+is counted in `reward/failed` instead, or in `reward/no_term` where no term is meant for the prompt. Where rewards are
+a matter of degree (`state_correctness`), there is no `*/correct`, no `*_right` and no `*_wrong`: groups with equal
+rewards are counted in `groups/dead_equal`. `failed/NAME` is the share of completions for which that term failed,
+`logged/NAME` the mean of what rewards logged by that name. Lengths are in sampled tokens, the end-of-sequence token
+included.
 """
 
 from __future__ import annotations
@@ -14,7 +16,7 @@ from math import comb, isfinite, nan
 from statistics import fmean, pstdev
 
 from pellucid.reporting.conversations import turns_of
-from pellucid.types import Completion, Group, Reward, alike, equal_rewards
+from pellucid.types import Completion, Group, Reward, alike, equal_rewards, state_correctness
 
 
 def describe(groups: Sequence[Group], min_reward_range: float = 0.0) -> dict[str, float]:
@@ -24,10 +26,7 @@ def describe(groups: Sequence[Group], min_reward_range: float = 0.0) -> dict[str
     """
     pairs = [pair for group in groups for pair in zip(group.completions, group.rewards, strict=True)]
     graded = [(completion, reward) for completion, reward in pairs if not reward.failed]
-    judged = [(completion, reward) for completion, reward in graded if reward.decided]
     values = [reward.value for _, reward in graded]
-    dead = [rewards for group in groups if (rewards := equal_rewards(group, min_reward_range))]
-    all_right = sum(all(reward.is_correct for reward in rewards) for rewards in dead)
     unmeant = sum(not reward.applies for _, reward in pairs)
     return {
         **logged_means([reward for _, reward in pairs]),
@@ -38,15 +37,34 @@ def describe(groups: Sequence[Group], min_reward_range: float = 0.0) -> dict[str
         "reward/failed": float(sum(reward.failed and reward.applies for _, reward in pairs)),
         **({"reward/no_term": float(unmeant)} if unmeant else {}),
         **failed_shares([reward for _, reward in pairs]),
-        "groups/dead_all_right": all_right / len(groups),
-        "groups/dead_all_wrong": (len(dead) - all_right) / len(groups),
-        "completion/correct": fmean(reward.is_correct for _, reward in judged) if judged else nan,
+        **dead_shares(groups, min_reward_range),
+        **correctness(graded),
         "completion/finished": fmean(completion.finished for completion, _ in pairs),
         "completion/length_mean": mean_length([completion for completion, _ in pairs]),
-        **lengths_by_grade(judged),
         **turns_and_calls([completion for completion, _ in pairs]),
         "tokens": float(sum(each.length for completion, _ in pairs for each in (completion, *completion.branches))),
     }
+
+
+def dead_shares(groups: Sequence[Group], min_reward_range: float) -> dict[str, float]:
+    """The share of groups with equal rewards: of all right and all wrong answers, or of answers graded by degree."""
+    dead = [rewards for group in groups if (rewards := equal_rewards(group, min_reward_range))]
+    if not state_correctness(reward for group in groups for reward in group.rewards):
+        return {"groups/dead_equal": len(dead) / len(groups)}
+    all_right = sum(all(reward.is_correct for reward in rewards) for rewards in dead)
+    return {
+        "groups/dead_all_right": all_right / len(groups),
+        "groups/dead_all_wrong": (len(dead) - all_right) / len(groups),
+    }
+
+
+def correctness(graded: Sequence[tuple[Completion, Reward]]) -> dict[str, float]:
+    """The share of right answers, and the lengths of right and wrong ones; empty where rewards are degrees."""
+    judged = [(completion, reward) for completion, reward in graded if reward.is_judged]
+    if not state_correctness(reward for _, reward in judged):
+        return {}
+    share = fmean(reward.is_correct for _, reward in judged) if judged else nan
+    return {"completion/correct": share, **lengths_by_grade(judged)}
 
 
 def turns_and_calls(completions: Sequence[Completion]) -> dict[str, float]:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from pellucid.reporting.charts import chart, shown
-from pellucid.reporting.console import WARNINGS, first_error, plain_cells
+from pellucid.reporting.console import WARNINGS, Screen, first_error, plain_cells
 from pellucid.reporting.curves import held_out, lines, picture
 from pellucid.reporting.measures import record_of
 from pellucid.types import Evaluation, Group
@@ -27,7 +27,7 @@ def is_running() -> bool:
     return getattr(shell, "kernel", None) is not None
 
 
-class Notebook:
+class Notebook(Screen):
     """Reward and held-out accuracy as curves, and the last step in words, in one place of a notebook.
 
     metrics: the records of the steps before, when a run goes on.
@@ -43,6 +43,7 @@ class Notebook:
         self._shown_at = 0.0
 
     def log(self, step: int, metrics: Mapping[str, float], groups: Sequence[Group]) -> None:
+        metrics = self.consistent(metrics, groups)
         self.rewards.append({"step": step, "reward/mean": metrics.get("reward/mean")})
         self.words = "  ".join([f"step {step}/{self.total_steps}", *plain_cells(metrics, len(groups))])
         for name, what in WARNINGS.items():
@@ -53,7 +54,7 @@ class Notebook:
 
     def log_evaluation(self, step: int, evaluation: Evaluation) -> None:
         rows = self.evaluations.setdefault((evaluation.task, evaluation.split), [])
-        rows.append({"step": step, **record_of(evaluation)})
+        rows.append({"step": step, **record_of(self.graded(evaluation))})
         self.show()
 
     def close(self) -> None:

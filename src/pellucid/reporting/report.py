@@ -12,7 +12,21 @@ from typing import Any, NamedTuple
 
 from pellucid.reporting.charts import PAGE_CSS, shown
 from pellucid.reporting.curves import accuracy_picture, curves, line
-from pellucid.reporting.measures import NAMES, are_apart, evaluation_of, headline, labelled, measures, worth_showing
+from pellucid.reporting.measures import (
+    APART,
+    NAMES,
+    NO_INTERVAL,
+    OVERLAP,
+    TOO_FEW,
+    about_intervals,
+    between,
+    consistent,
+    evaluation_of,
+    headline,
+    labelled,
+    measures,
+    worth_showing,
+)
 from pellucid.reporting.run_folder import Record, evaluations, read_config, records
 from pellucid.reporting.said import said_in
 from pellucid.types import Estimate, Evaluation
@@ -22,22 +36,25 @@ SENTENCES = {
     "lede.reward": "The mean reward went from {old} at step {first} to {new} at step {last}. "
     "Held-out accuracy was not compared: that takes two evaluations.",
     "lede.gain": "In {steps}, {measure} on {n} held-out prompts {went} from {old} to {new}; {chance}.",
+    "lede.same": "In {steps}, {measure} on {n} held-out prompts stayed at {new}.",
     "lede.step": "{count} step",
     "lede.steps": "{count} steps",
     **{f"lede.of_{name}": words for name, words in NAMES.items()},
     "lede.rose": "rose",
     "lede.fell": "fell",
-    "lede.went": "went",
     "lede.apart": "the intervals are apart",
     "lede.overlap": "the intervals overlap, so it may be chance",
+    "lede.few": "that is too few prompts for an interval, so it may be chance",
+    "lede.alike": "there is no interval, as all prompts had the same reward",
 }
 """What a report says first. look/page/words.json has the same in Chinese, beside its English."""
+CHANCE = {APART: "lede.apart", OVERLAP: "lede.overlap"}
 
 
 def write_report(run_dir: Path) -> Path:
     """Write report.html into a run folder from whatever is there: a run may be empty, unfinished or killed."""
     config = read_config(run_dir)
-    metrics, evals = list(records(run_dir / "metrics.jsonl")), evaluations(run_dir)
+    metrics, evals = consistent(list(records(run_dir / "metrics.jsonl"))), evaluations(run_dir)
     sections = [accuracy_section(evals), curves_section(metrics, evals)]
     said = said_in(run_dir / "rollouts.jsonl", at(config, "log.traces") == "by_length")
     sections += [section("What it said", said), config_section(config)]
@@ -86,11 +103,12 @@ def task_of(config: Record) -> str:
 
 
 def with_interval(name: str, estimate: Estimate) -> str:
-    """An accuracy in percent, or a reward, with its interval."""
+    """An accuracy in percent, or a reward, with its interval if it has one."""
     if name.startswith("reward"):
-        return f"{estimate.value:.3f} <small>[{estimate.low:.3f}, {estimate.high:.3f}]</small>"
-    value, low, high = (100 * x for x in (estimate.value, estimate.low, estimate.high))
-    return f"{value:.1f}% <small>[{low:.1f}, {high:.1f}]</small>"
+        value, bounds = f"{estimate.value:.3f}", f"[{estimate.low:.3f}, {estimate.high:.3f}]"
+    else:
+        value, bounds = f"{100 * estimate.value:.1f}%", f"[{100 * estimate.low:.1f}, {100 * estimate.high:.1f}]"
+    return f"{value} <small>{bounds}</small>" if estimate.has_interval else value
 
 
 class Lede(NamedTuple):
@@ -128,15 +146,17 @@ def gained(before: Record, after: Record) -> Lede:
     first, last = evaluation_of(before), evaluation_of(after)
     name = headline([first, last])
     old, new = measures(first)[name], measures(last)[name]
-    gain, steps = new.value - old.value, after["step"] - before["step"]
+    gain, steps = round(new.value - old.value, 9), after["step"] - before["step"]
     ends = {"old": with_interval(name, old), "new": with_interval(name, new)}
     phrases = {
         "steps": "lede.step" if steps == 1 else "lede.steps",
         "measure": f"lede.of_{name}",
-        "went": "lede.rose" if gain > 0 else "lede.fell" if gain < 0 else "lede.went",
-        "chance": "lede.apart" if are_apart(old, new) else "lede.overlap",
+        "went": "lede.rose" if gain > 0 else "lede.fell",
+        "chance": CHANCE.get(between(old, new), "lede.few" if about_intervals(last) == TOO_FEW else "lede.alike"),
     }
-    return Lede("lede.gain", {**ends, "n": f"{last.n}", "count": f"{steps:,}"}, phrases)
+    if not gain:
+        del phrases["went"], phrases["chance"]
+    return Lede("lede.gain" if gain else "lede.same", {**ends, "n": f"{last.n}", "count": f"{steps:,}"}, phrases)
 
 
 def facts(config: Record, metrics: Sequence[Record]) -> str:
@@ -194,7 +214,7 @@ def accuracy_section(evals: Mapping[tuple[str, str], Sequence[Record]]) -> str:
 
 def before_after(task: str, split: str, rows: Sequence[Record]) -> str:
     first, last = evaluation_of(rows[0]), evaluation_of(rows[-1])
-    caption = f"{shown(task)}, {shown(split)}: {last.n} prompts, {last.k} samples of each; 95% intervals"
+    caption = f"{shown(task)}, {shown(split)}: {last.n} prompts, {last.k} samples of each; {about_intervals(last)}"
     heads = ("", f"Step {rows[0]['step']:,}", f"Step {rows[-1]['step']:,}", "Gain, intervals")
     cells = "".join(measure_row(name, first, last) for name in worth_showing([first, last]))
     return (
@@ -210,7 +230,7 @@ def measure_row(name: str, first: Evaluation, last: Evaluation) -> str:
         return ""
     gain = after.value - before.value
     change = f"{gain:+.3f}" if name.startswith("reward") else f"{100 * gain:+.1f}"
-    intervals = "apart" if are_apart(before, after) else "overlapping"
+    intervals = {APART: "apart", OVERLAP: "overlapping"}.get(between(before, after), NO_INTERVAL)
     cells = (with_interval(name, before), with_interval(name, after), f"{change} <small>{intervals}</small>")
     label = labelled(name, last.k)
     return f"<tr><th scope=row>{label}</th>{''.join(f'<td>{cell}</td>' for cell in cells)}</tr>\n"

@@ -15,7 +15,8 @@ from rich.markup import escape
 from rich.table import Table
 
 from pellucid.reporting.loggers import finite_or_null
-from pellucid.reporting.measures import NAMES, estimate_of
+from pellucid.reporting.measures import FEWEST, NAMES, estimate_of
+from pellucid.reporting.measures import dead_share as dead_groups
 from pellucid.reporting.report import total
 from pellucid.reporting.run_folder import Record
 from pellucid.study.paired import RESAMPLES, conclusion, differences, interval, wrong_at_worst
@@ -24,7 +25,6 @@ from pellucid.types import Estimate
 
 MANY_SEEDS = 10
 """With this many seeds an interval needs no warning."""
-DEAD = ("groups/dead_all_right", "groups/dead_all_wrong")
 ANSWERS = {"greedy": "right", "reward": "rewards"}
 """By measure, under which name an evaluation keeps it answer by answer."""
 OWN_METRICS = ("effect/", "curriculum/", "prefix/", "groups/drawn")
@@ -43,6 +43,8 @@ class Summary:
     """The mean reward of greedy answers, likewise."""
     measure: str = "greedy"
     """What is compared with the baseline: `greedy` or `reward`."""
+    questions: int = 0
+    """The fewest questions that one of its runs was asked."""
     k: int = 0
     mean_at_k: float | None = None
     difference: Estimate | None = None
@@ -96,6 +98,7 @@ def summary(variant: str, runs: Mapping[int, Run], baseline: Mapping[int, Run], 
         greedy=measured(lasts, "greedy"),
         reward=measured(lasts, "reward"),
         measure=measure,
+        questions=min(last["n"] for last in lasts),
         k=lasts[0]["k"],
         mean_at_k=fmean(means) if len(means) == len(lasts) else None,
         difference=difference,
@@ -156,9 +159,8 @@ def dead_share(step: Record) -> float | None:
 
     None where the step has no such metric.
     """
-    if not all(name in step for name in DEAD):
-        return None
-    return step.get("groups/drawn_dead", sum(step[name] for name in DEAD))
+    dead = dead_groups(step)
+    return None if dead is None else step.get("groups/drawn_dead", dead)
 
 
 def own_metrics(rows: Sequence[Record]) -> dict[str, float]:
@@ -187,7 +189,13 @@ def write_numbers(path: Path, runs: Runs, rows: Sequence[Summary]) -> None:
 
 
 def caveats(rows: Sequence[Summary]) -> list[str]:
-    """Return a caveat where a conclusion rests on few pairs of runs."""
+    """Return a caveat for each way in which conclusions rest on little: few questions, few pairs of runs."""
+    questions = min((row.questions for row in rows if row.seeds), default=FEWEST)
+    few = f"{questions} held-out questions are too few for an interval: those given here may be far too narrow."
+    return [*([few] if questions < FEWEST else []), *caveats_on_seeds(rows)]
+
+
+def caveats_on_seeds(rows: Sequence[Summary]) -> list[str]:
     pairs = min((len(row.pairs) for row in rows if row.pairs), default=MANY_SEEDS)
     if pairs == 1:
         return ["One seed to a comparison: the interval is over questions alone, and says nothing of another run."]
@@ -239,10 +247,9 @@ def points(estimate: Estimate | None, sign: str = "", measure: str = "greedy") -
     """Return an accuracy in percent, or a reward, as "VALUE [LOW, HIGH]"."""
     if estimate is None:
         return "-"
-    if measure == "reward":
-        return f"{estimate.value:{sign}.3f} [{estimate.low:{sign}.3f}, {estimate.high:{sign}.3f}]"
-    value, low, high = (100 * x for x in (estimate.value, estimate.low, estimate.high))
-    return f"{value:{sign}.1f} [{low:{sign}.1f}, {high:{sign}.1f}]"
+    scale, digits = (1, 3) if measure == "reward" else (100, 1)
+    value, low, high = (f"{scale * x:{sign}.{digits}f}" for x in (estimate.value, estimate.low, estimate.high))
+    return f"{value} [{low}, {high}]" if estimate.has_interval else value
 
 
 def times(values: Mapping[int, float], baseline: Mapping[int, float]) -> str:

@@ -46,7 +46,8 @@ class Dataset:
     test_data: Source = ""
     """The held-out rows, which are not trained on: files, or a split of the Hub data set. Empty: a share of `data`."""
     test_share: float = 0.1
-    """The share of questions that is held out where there is no `test_data`, whatever the seed."""
+    """The share of questions that is held out where there is no `test_data`, whatever the seed. 0 holds none out, for a
+    run without evaluations (evaluate.every = 0)."""
     question: str = "question"
     """The column that {question} stands for in the template. Any column may be nested: "extra_info.question"."""
     messages: str = ""
@@ -71,8 +72,8 @@ class Dataset:
     def __post_init__(self) -> None:
         if not self.data:
             raise ValueError(f'data = "" must be files ({", ".join(READERS)}) or a Hugging Face Hub id')
-        if not 0 < self.test_share < 1:
-            raise ValueError(f"test_share = {self.test_share} must be between 0 and 1")
+        if not 0 <= self.test_share < 1:
+            raise ValueError(f"test_share = {self.test_share} must be at least 0 and below 1")
         if self.messages and (self.system or self.template != "{question}" or not self.chat):
             raise ValueError(f'messages = "{self.messages}" is the whole chat: leave out system, template and chat')
         if self.system and not self.chat:
@@ -192,6 +193,11 @@ def split_prompts(task: Dataset) -> Prompts:
         return test
     places = (i for i, known in enumerate(fingerprints) if (known in held_out) == (task.split == "test"))
     chosen = Prompts(task, rows_of(task.data, task.subset, "train"), array("q", places))
+    if not chosen and task.split == "test" and not task.test_share:
+        raise UserError(
+            f"{shown(task.data)}: test_share = 0 holds no row out for evaluations: set evaluate.every = 0, a test_share"
+            " above 0, or test_data"
+        )
     if not chosen:
         what = f"no row is left for the {task.split} split; add rows or name another test_data"
         raise UserError(f"{shown(task.data)}: {what}")
@@ -212,8 +218,10 @@ def fingerprint(prompt: Prompt) -> bytes:
 
 
 def lowest_share(fingerprints: Iterable[bytes], share: float) -> set[bytes]:
-    """Return the lowest share of the distinct fingerprints; of two or more, at least one and not all."""
+    """Return the lowest share of the distinct fingerprints; of two or more, at least one and not all. 0 is none."""
     distinct = sorted(set(fingerprints))
+    if not share:
+        return set()
     return set(distinct[: min(max(1, round(share * len(distinct))), len(distinct) - 1)])
 
 

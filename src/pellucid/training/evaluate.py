@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cache
 from operator import itemgetter
@@ -13,7 +13,8 @@ from statistics import NormalDist, fmean, stdev
 from typing import Any, Protocol, TypeVar
 
 from pellucid.protocols import InFlight, Sampler, Task, grade
-from pellucid.types import Estimate, Evaluation, Group, Progress, Prompt, Sampling
+from pellucid.reporting.measures import FEWEST
+from pellucid.types import Estimate, Evaluation, Group, Progress, Prompt, Sampling, state_correctness
 
 T = TypeVar("T")
 
@@ -64,15 +65,14 @@ def evaluate(
     answered = [group.rewards[0] for group in best]
     answers = sorted(((prompt.key, group) for prompt, group in zip(prompts, best, strict=True)), key=itemgetter(0))
     rewards = [reward for group in (*best, *groups) for reward in group.rewards]
-    judged = [reward for reward in rewards if reward.is_judged]
     evaluation = Evaluation(
         task=name,
         split=task.split,
         n=len(prompts),
         k=k,
-        greedy=estimate([correct(group) for group in best if counted(group)]),
-        mean_at_k=estimate([correct(group) / counted(group) for group in sampled]),
-        pass_at_k=estimate([pass_at(k, sampling.n, correct(group)) for group in sampled]),
+        greedy=if_enough(estimate, [correct(group) for group in best if counted(group)]),
+        mean_at_k=if_enough(estimate, [correct(group) / counted(group) for group in sampled]),
+        pass_at_k=if_enough(estimate, [pass_at(k, sampling.n, correct(group)) for group in sampled]),
         right=tuple(correct(group) if counted(group) else None for _, group in answers),
         questions=digest([question for question, _ in answers]),
         failed=sum(reward.failed and reward.applies for reward in rewards),
@@ -81,8 +81,7 @@ def evaluate(
         reward=mean_reward(best),
         reward_at_k=mean_reward(groups),
         rewards=tuple(mean_of(group) for _, group in answers),
-        verdicts=all(reward.is_verdict for reward in judged)
-        and (bool(judged) or all(reward.failed for reward in rewards)),
+        verdicts=state_correctness(rewards),
     )
     return evaluation, groups, best
 
@@ -143,7 +142,7 @@ def mean_of(group: Group) -> float:
 
 def mean_reward(groups: Sequence[Group]) -> Estimate:
     """The mean reward of one answer to a prompt, over the prompts of which at least one answer was graded."""
-    return estimate_mean([mean for group in groups if not math.isnan(mean := mean_of(group))])
+    return if_enough(estimate_mean, [mean for group in groups if not math.isnan(mean := mean_of(group))])
 
 
 def digest(questions: Sequence[str]) -> str:
@@ -156,6 +155,12 @@ def pass_at(k: int, samples: int, correct: int) -> float:
     Chen et al., arXiv 2107.03374, equation 1.
     """
     return 1.0 - math.comb(samples - correct, k) / math.comb(samples, k)
+
+
+def if_enough(estimated: Callable[[Sequence[float]], Estimate], values: Sequence[float]) -> Estimate:
+    """The mean of one value per prompt; its interval only where there are FEWEST prompts, and their values differ."""
+    measured = estimated(values)
+    return measured if len(values) >= FEWEST and measured.low < measured.high else Estimate(measured.value)
 
 
 def estimate(values: Sequence[float]) -> Estimate:

@@ -52,10 +52,13 @@ def examine(cfg: Config, model: str, access: Access, show: int, output: Path | N
     if world:
         world.close()
     for group in best[:show]:
-        rich.print(verdict(group))
+        rich.print(verdict(group, evaluation.verdicts))
     if output:
         output.parent.mkdir(parents=True, exist_ok=True)
-        answers = [*said(best, "greedy"), *said(groups, "sample")]
+        answers = [
+            *said(best, "greedy", evaluation.verdicts),
+            *said(groups, "sample", evaluation.verdicts),
+        ]
         disk.write_whole(output, "".join(map(json_line, answers)))
         print(f"answers {output}")
     preflight.refuse_failing([*best, *groups])
@@ -63,12 +66,12 @@ def examine(cfg: Config, model: str, access: Access, show: int, output: Path | N
     return 0
 
 
-def said(groups: Sequence[Group], drawn: str) -> Iterator[dict[str, Any]]:
+def said(groups: Sequence[Group], drawn: str, verdicts: bool) -> Iterator[dict[str, Any]]:
     """A record of each answer, group by group: what was asked and said, and how it was graded.
 
     Of a conversation all that was said is in it; `answer` is its last turn.
 
-    `correct` is null where the reward failed or is no verdict, and `reward` where it failed.
+    `correct` is null where the reward failed or rewards are a matter of degree, and `reward` where it failed.
     """
     for group in groups:
         prompt = group.prompt
@@ -83,7 +86,7 @@ def said(groups: Sequence[Group], drawn: str) -> Iterator[dict[str, Any]]:
                 "finished": completion.finished,
                 "tokens": completion.length,
                 "reward": None if reward.failed else float(reward.value),
-                "correct": reward.is_correct if reward.is_verdict and not reward.failed else None,
+                "correct": reward.is_correct if verdicts and not reward.failed else None,
                 "parts": {name: float(value) for name, value in reward.parts.items()},
                 "error": reward.error,
                 **({"extra": dict(reward.extra)} if reward.extra else {}),

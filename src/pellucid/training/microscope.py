@@ -232,7 +232,7 @@ def of_answer(completion: Completion, reward: Reward) -> dict[str, Any]:
     parts = {name: float(value) for name, value in reward.parts.items()}
     return {
         "reward": None if reward.failed else float(reward.value),
-        "correct": reward.is_correct if reward.is_judged else None,
+        "correct": reward.is_correct if reward.is_verdict and not reward.failed else None,
         "finished": completion.finished,
         "parts": json.dumps(finite_or_null(parts)),
         "error": reward.error or None,

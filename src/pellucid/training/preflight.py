@@ -17,7 +17,6 @@ from pellucid.config import Config
 from pellucid.doctor import memory
 from pellucid.machine import hardware
 from pellucid.machine.extras import extra
-from pellucid.machine.hardware import memory_gb
 from pellucid.machine.harmless import harmless
 from pellucid.policy import quantized
 from pellucid.policy.model import has_own_code
@@ -28,6 +27,7 @@ from pellucid.reporting import boards
 from pellucid.reporting.charts import counted
 from pellucid.reporting.console import failing, first_error, first_line
 from pellucid.reporting.conversations import counts, events_of, turns_of, without_middle
+from pellucid.reporting.measures import FEWEST, TOO_FEW
 from pellucid.reporting.metrics import all_failed, failed_shares, predicted_dead_share
 from pellucid.rewards.graders import notes_on
 from pellucid.samplers import remote, vllm_engine
@@ -35,8 +35,8 @@ from pellucid.tasks.prefixed import Prefixed
 from pellucid.tasks.wrappers import innermost, layers
 from pellucid.training import room
 from pellucid.training.claim import first_process
-from pellucid.training.evaluate import held_out
-from pellucid.types import Completion, Group, NotBegunError, Reward, UserError
+from pellucid.training.evaluate import estimate, held_out, if_enough
+from pellucid.types import Completion, Group, NotBegunError, Reward, UserError, state_correctness
 
 MANY_CUT_OFF = 0.1
 """From which share of the samples on a line says that they were cut off."""
@@ -95,12 +95,13 @@ def show_plan(cfg: Config, model: memory.Model, fallback: str, world: int, run_d
     a, device = cfg.algorithm, hardware.pick_device(cfg.policy.device)
     completions = a.prompts_per_step * a.group_size
     reason = memory.unlike(model.config)
-    expected = memory.peak(model, cfg, world)
+    expected, here = memory.peak(model, cfg, world), hardware.device_gb(device)
     table = Table.grid(padding=(0, 2))
     for name, value in {
         "model": f"{cfg.policy.model}: {model.parameters / 1e6:.1f} M parameters, {model.trained / 1e6:.1f} M trained",
         "computes": f"in {cfg.policy.dtype} on {device}, {world} process{'es' if world > 1 else ''}, by"
         + (f" transformers ({fallback})" if fallback else " our decoder"),
+        **rows_of(cfg),
         "a step": f"{a.prompts_per_step} prompts x {a.group_size} completions = {completions}, up to"
         f" {cfg.sampler.max_tokens} tokens each, {a.inner_steps} optimizer step{'s' if a.inner_steps > 1 else ''}",
         "the run": f"{a.steps} steps = {a.steps * completions} completions"
@@ -109,7 +110,7 @@ def show_plan(cfg: Config, model: memory.Model, fallback: str, world: int, run_d
         "memory": ("at least" if reason else "about")
         + f" {expected:.1f} GB expected"
         + (f", activations unknown ({reason})" if reason else "")
-        + (f" of {memory_gb():.0f} GB: lower algorithm.micro_batch" if expected > memory_gb() else ""),
+        + (f" of {here:.0f} GB: pellucid doctor --plan says what would fit" if expected > here else ""),
         **{name: f"{gb:.1f} GB of it" for name, gb in memory.reward_models(cfg).items()},
         "disk": room.of_run(cfg, model, run_dir).described(cfg.checkpoint.every > 0),
     }.items():
@@ -120,6 +121,25 @@ def show_plan(cfg: Config, model: memory.Model, fallback: str, world: int, run_d
     corrected = OTHER_ARITHMETIC.format(other, a.correction) if other else ""
     for line in filter(None, (slow(device) if slow else "", corrected, *known_inert(a))):
         print(f"! {line}", flush=True)
+
+
+def rows_of(cfg: Config) -> dict[str, str]:
+    """How many rows train and how many are held out; empty for a task that makes its questions."""
+    train, test = (rows_in(cfg, split) for split in ("train", "test"))
+    if train is None:
+        return {}
+    if not test:
+        return {"data": f"{counted(train, 'row')} to train on, none held out"}
+    evaluations = f"an evaluation asks {min(test, cfg.evaluate.n):,} of these" if cfg.evaluate.every else "not asked"
+    return {"data": f"{counted(train, 'row')} to train on, {test:,} held out ({evaluations})"}
+
+
+def rows_in(cfg: Config, split: str) -> int | None:
+    """The number of rows of a split; None where the task does not know it."""
+    try:
+        return getattr(with_split(innermost(cfg.task), split), "questions_in_all", None)
+    except UserError:  # nothing is held out
+        return None
 
 
 def show_exchange(policy: Policy, group: Group) -> None:
@@ -175,14 +195,21 @@ def show_signal(groups: Sequence[Group], cfg: Config, ends: Collection[int]) -> 
     if not graded:
         print("! no sample could be graded: no reward is meant for any of their prompts", flush=True)
         return
-    size = cfg.algorithm.group_size
-    rewards = [[nan if reward.failed else float(reward.value) for reward in group.rewards] for group in groups]
-    dead = predicted_dead_share(rewards, size, cfg.algorithm.min_reward_range)
-    found = f"{dead:.0%} of groups of {size} will be dead."
+    dead, found = expected_dead(groups, cfg)
     failures = unreliable(groups)
-    print(f"{outcome(graded, len(groups))}; {found}", failures or advice(dead, graded, can_begin(cfg)))
+    few = len(groups) < FEWEST
+    print(f"{outcome(graded, len(groups))}; {found}", failures or advice(dead, graded, can_begin(cfg), few))
     for warning in cut_off([completion for group in groups for completion in group.completions], cfg, ends):
         print(f"! {warning}", flush=True)
+
+
+def expected_dead(groups: Sequence[Group], cfg: Config) -> tuple[float, str]:
+    """The share of groups that will have equal rewards, and a sentence on it, to follow the number of prompts."""
+    size, least = cfg.algorithm.group_size, cfg.algorithm.min_reward_range
+    rewards = [[nan if reward.failed else float(reward.value) for reward in group.rewards] for group in groups]
+    dead = if_enough(estimate, [predicted_dead_share([of_prompt], size, least) for of_prompt in rewards])
+    interval = f"95% interval {dead.low:.0%} to {dead.high:.0%}" if dead.has_interval else TOO_FEW
+    return dead.value, f"judging by them, {dead.value:.0%} of groups of {size} will be dead ({interval})."
 
 
 def unreliable(groups: Sequence[Group]) -> str:
@@ -199,27 +226,31 @@ def unreliable(groups: Sequence[Group]) -> str:
 def outcome(graded: Sequence[Reward], prompts: int) -> str:
     """How the samples did, and how many they are."""
     n = f"{counted(len(graded), 'sample')} of {counted(prompts, 'prompt')}"
-    if all(reward.is_verdict for reward in graded):
+    if state_correctness(graded):
         return f"{fmean(reward.is_correct for reward in graded):.0%} of {n} are right"
     return f"The mean reward of {n} is {fmean(reward.value for reward in graded):.3f}"
 
 
-def advice(dead: float, graded: Sequence[Reward], can_begin: bool = False) -> str:
+def advice(dead: float, graded: Sequence[Reward], can_begin: bool = False, few: bool = False) -> str:
     """What to do where many groups will be dead: all alike, they have no gradient.
 
-    can_begin: the task can begin the answers, and does not do so yet.
+    can_begin: the task can begin the answers, and does not do so yet. few: too few prompts were asked to promise
+    anything.
     """
     if dead < 0.5:
-        return "That is enough contrast to learn from."
+        return "" if few else "That is enough contrast to learn from."
     too_easy = fmean(reward.is_correct for reward in graded) >= 0.5
+    judged = "harder prompts" if too_easy else "easier prompts or a better-prompted start"
     ways = [
         "a larger algorithm.group_size",
         "algorithm.max_rounds to draw dead groups anew",
-        "harder prompts" if too_easy else "easier prompts or a better-prompted start",
+        judged if state_correctness(graded) else "a reward that grades more finely",
     ]
     if can_begin and not too_easy:
         ways.append('prefixes, the beginnings of right answers: [task] name = "prefixed" around this task')
-    return f"Most sampling will teach nothing: use {', '.join(ways[:-1])}, or {ways[-1]}."
+    return (
+        f"{'These prompts' if few else 'Most sampling'} will teach little: use {', '.join(ways[:-1])}, or {ways[-1]}."
+    )
 
 
 def can_begin(cfg: Config) -> bool:

@@ -149,7 +149,7 @@ function answer(state, sequence, apart, marked) {
   ]);
   return el(
     "article",
-    {class: `answer ${sequence.correct ? "right" : "wrong"}`},
+    {class: `answer ${sequence.correct === null ? "" : sequence.correct ? "right" : "wrong"}`},
     el("p", {}, el("b", {}, name), ` ${told}`),
     sequence.error ? el("p", {class: "warn"}, sequence.error.slice(0, 500)) : null,
     flow(state, sequence, apart, marked, listing([name, told])),

@@ -64,7 +64,7 @@ function cells(run, from) {
     {class: "cells"},
     run.steps.slice(from, from + PAGE).map((step, i) => {
       const reward = run.reward[from + i],
-        dead = (run.right[from + i] ?? 0) + (run.wrong[from + i] ?? 0) > 0.999;
+        dead = (run.dead[from + i] ?? 0) > 0.999;
       const told = listing([
         say("run.cell", {step, reward: figure(reward)}),
         ...(dead ? [say("run.cell_dead")] : []),

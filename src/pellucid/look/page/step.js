@@ -11,15 +11,16 @@ export async function stepView({step}) {
   const groups = byTaught(found.groups),
     whole = groups.reduce((sum, group) => sum + (group.gradient ?? 0), 0);
   const signal = groups.filter(group => group.signal === "signal").length;
+  const all = groups.every(group => group.recorded);
   return [
     title,
     found.damaged ? el("p", {class: "warn", role: "alert"}, found.damaged) : null,
     el("p", {class: "lede"}, say("step.counts", {signal, all: groups.length}), " ", await rewardOf(step)),
-    el("p", {class: "soft"}, say("step.taught"), " ", say("step.marks"), " ", link(`${say("step.movers")} →`, `#/movers/${step}`)),
+    el("p", {class: "soft"}, say("step.taught"), " ", say(groups.some(isJudged) ? "step.marks" : "step.marks_degree"), " ", link(`${say("step.movers")} →`, `#/movers/${step}`)),
     el(
       "ol",
       {class: "strip-of-groups"},
-      groups.map(group => row(step, group, whole)),
+      groups.map(group => row(step, group, whole, all)),
     ),
   ];
 }
@@ -58,9 +59,26 @@ function byTaught(groups) {
   );
 }
 
-function row(step, group, whole) {
-  const right = group.correct.filter(Boolean).length,
-    bar = el("i", {class: "bar"});
+// Where rewards are a matter of degree, nothing says which answers are right.
+function isJudged(group) {
+  return group.correct.some(right => right !== null);
+}
+
+function mark(group, i) {
+  const reward = group.rewards[i],
+    title = say("reward", {value: figure(reward)});
+  if (reward === null) return el("i", {class: "failed", title}, "!");
+  if (group.correct[i] === null) return el("i", {class: "degree", title}, figure(reward));
+  return el("i", {class: group.correct[i] ? "right" : "wrong", title}, group.correct[i] ? "✓" : reward > 0 ? "◐" : "✗");
+}
+
+function answersOf(group) {
+  const all = group.rewards.length;
+  return isJudged(group) ? say("step.answers", {right: group.correct.filter(Boolean).length, all}) : say("step.all", {all});
+}
+
+function row(step, group, whole, all) {
+  const bar = el("i", {class: "bar"});
   bar.style.width = whole ? `${(100 * (group.gradient ?? 0)) / whole}%` : "0";
   return el(
     "li",
@@ -72,26 +90,17 @@ function row(step, group, whole) {
       el(
         "span",
         {class: "marks", "aria-hidden": "true"},
-        group.rewards.map((reward, i) =>
-          el(
-            "i",
-            {
-              class: reward === null ? "failed" : group.correct[i] ? "right" : "wrong",
-              title: say("reward", {value: figure(reward)}),
-            },
-            reward === null ? "!" : group.correct[i] ? "✓" : reward > 0 ? "◐" : "✗",
-          ),
-        ),
+        group.rewards.map((_, i) => mark(group, i)),
       ),
       el(
         "span",
         {class: "soft"},
         listing([
           say(`signal.${group.signal}`),
-          say("step.answers", {right, all: group.rewards.length}),
+          answersOf(group),
           gradientOf(group),
           group.recorded && group.gradient && whole
-            ? say("step.share", {share: percent(group.gradient / whole)})
+            ? say(all ? "step.share" : "step.share_recorded", {share: percent(group.gradient / whole)})
             : null,
         ]),
       ),

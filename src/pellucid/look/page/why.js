@@ -7,11 +7,11 @@ import {get} from "./source.js";
 export async function whyView() {
   const found = await get("0/why"),
     title = el("h1", {}, say("view.why"));
-  const trouble = found.some(each => each.level === "trouble");
+  const none = found.every(each => each.level === "fine");
   return [
     title,
     found.length ? el("p", {class: "soft"}, say("why.about", found[0].values)) : null,
-    trouble ? null : el("p", {class: "lede"}, say("why.nothing")),
+    none ? el("p", {class: "lede"}, say("why.nothing")) : null,
     ...found.map(({key, level, step, values}) =>
       el(
         "article",
