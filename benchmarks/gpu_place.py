@@ -1,18 +1,26 @@
-"""Where the rows of gpu.py run: a GPU or what stands in for one, processes of their own, and models made here."""
+"""Where the rows of gpu.py run: a GPU or what stands in for one, processes of their own, and models made here.
+
+All libraries are imported once, and each row is a fork of the process that did it. A process that has used CUDA cannot
+be forked, so the parent, and each row that forks again, leaves the GPU to its children.
+"""
 
 from __future__ import annotations
 
+import io
 import json
 import multiprocessing
 import os
 import runpy
+import socket
 import string
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stdout
 from dataclasses import dataclass
+from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
+from types import ModuleType
 from typing import Any, TypeVar
 
 import psutil
@@ -22,6 +30,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import AutoConfig, AutoModelForCausalLM
 
 sys.path.append(str(Path(__file__).parents[1] / "tests"))
+os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"  # to ask whether there is a GPU without using it
 
 from processes import Contender
 
@@ -64,15 +73,6 @@ class Place:
         """Of contenders, whose libraries know no simulated device."""
         return "cpu" if self.simulated else "cuda"
 
-    @property
-    def contender(self) -> type[Contender]:
-        return Forked if self.simulated else Contender
-
-    @property
-    def beginning(self) -> str:
-        """CUDA wants processes that begin anew; copies of this one need no second for what is imported already."""
-        return "fork" if self.simulated else "spawn"
-
     @contextmanager
     def entered(self) -> Iterator[None]:
         """The device is there, for whole runs. A real one always is."""
@@ -85,10 +85,14 @@ class Place:
 
     def apart(self, work: Callable[..., T], *arguments: Any) -> T:
         """The result of a function in a process of its own. Where it raises, this process ends, too: all is told."""
-        result = Apart(self.beginning, work, arguments).result()
+        result = Apart(work, arguments).result()
         if result is None:
             raise SystemExit(1)
         return result[0]
+
+    def alone(self, script: Path, *arguments: object) -> str:
+        """Output of a script that runs as the only process of torchrun."""
+        return self.apart(ran_alone, script, list(map(str, arguments)))
 
     def tiny(self) -> Path:
         """The model of the tests: seconds for a whole run."""
@@ -96,7 +100,7 @@ class Place:
 
     def model(self, size: str) -> Path:
         """A Qwen2.5 of this size with random weights, and a tokenizer that knows as many words as it has."""
-        return self.made(size, lambda: self.qwen(size))
+        return self.made(size, partial(self.qwen, size))
 
     def qwen(self, size: str) -> tuple[Any, Any]:
         shape = (IN_PLACE if self.simulated else SHAPES)[size]
@@ -111,22 +115,37 @@ class Place:
 
     def made(self, name: str, make: Callable[[], tuple[Any, Any]]) -> Path:
         """Saved once, whole or not at all: a row may be ended while it makes one."""
-        folder, partial = self.folder / "models" / name, self.folder / "models" / f"{name}.partial"
+        folder = self.folder / "models" / name
         if not folder.exists():
-            torch.manual_seed(0)
-            for part in make():
-                part.save_pretrained(partial)
-            partial.rename(folder)
+            self.apart(save, make, folder)
         return folder
 
 
-class Apart:
-    """A function in a process of its own, whose log says why where it has failed."""
+def save(make: Callable[[], tuple[Any, Any]], folder: Path) -> None:
+    unfinished = folder.with_name(f"{folder.name}.{os.getpid()}")
+    torch.manual_seed(0)
+    for part in make():
+        part.save_pretrained(unfinished)
+    unfinished.rename(folder)
 
-    def __init__(
-        self, beginning: str, work: Callable[..., Any], arguments: Sequence[Any], log: Path | None = None
-    ) -> None:
-        context: Any = multiprocessing.get_context(beginning)
+
+def ran_alone(script: Path, arguments: list[str]) -> str:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    one = dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE"), "1") | dict.fromkeys(("RANK", "LOCAL_RANK"), "0")
+    os.environ |= one | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    sys.argv = [str(script), *arguments]
+    with redirect_stdout(io.StringIO()) as said:
+        runpy.run_path(str(script), run_name="__main__")
+    return said.getvalue()
+
+
+class Apart:
+    """A function in a fork of this process, whose log says why it failed."""
+
+    def __init__(self, work: Callable[..., Any], arguments: Sequence[Any], log: Path | None = None) -> None:
+        context: Any = multiprocessing.get_context("fork")
         self.answers, answer = context.Pipe(duplex=False)
         self.process = context.Process(target=answered, args=(answer, log, work, arguments))
         self.process.start()
@@ -155,6 +174,8 @@ def answered(answer: Connection, log: Path | None, work: Callable[..., Any], arg
         with log.open("w") as file:
             os.dup2(file.fileno(), 1)
             os.dup2(file.fileno(), 2)
+    sys.modules["__main__"] = ModuleType("__main__")  # processes that it spawns, as for rewards, import no benchmark
+    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS") or len(os.sched_getaffinity(0))))
     answer.send((work(*arguments),))
 
 

@@ -28,6 +28,7 @@ from transformers import (
     Qwen2ForCausalLM,
 )
 
+import pretended_graph
 import simulated_device
 from pellucid import cli
 from pellucid.policy.policy import Policy
@@ -280,7 +281,13 @@ def products_know_no_neighbours():
 
 
 @pytest.fixture
-def gpu():
+def pretended(monkeypatch):
+    """Graphs that stand in for torch's CUDA graphs."""
+    return pretended_graph.Graphs(monkeypatch)
+
+
+@pytest.fixture
+def gpu(pretended):
     """A simulated one, entered."""
     if simulated_device.A_REAL_ONE:
         pytest.skip("there is a real one")

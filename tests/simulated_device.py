@@ -6,14 +6,17 @@ numbers; fused AdamW wants all of its state beside the weights; a generator draw
 in torch's deterministic mode, what has no deterministic kernel. A Device may also refuse float64, as Apple's MPS does.
 
 It says nothing of kernels, streams, memory and speed. Its type is "gpu", so code that asks for "cuda" by name does not
-see it.
+see it, except in processes that were started with the library of pretended_cuda.py. There its name is "cuda:0",
+torch.cuda says that it is there, and operators that only CUDA has are computed by hand.
 """
 
 from __future__ import annotations
 
+import os
 import sys
 from collections import Counter
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -22,9 +25,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 
 import pellucid
+import pretended_cuda
 
-NAME = "gpu"
-WHERE = "gpu:0"
+NAME = "cuda" if pretended_cuda.ASKED in os.environ else "gpu"
+WHERE = f"{NAME}:0"
 CPU = torch.device("cpu")
 PACKAGE = str(Path(pellucid.__file__).parent)
 entered: list[Device] = []
@@ -76,10 +80,14 @@ A_REAL_ONE = torch.cuda.is_available() or torch.backends.mps.is_available()
 """Beside which there must be no other: torch knows one accelerator."""
 if not A_REAL_ONE:
     # Once a process, before its first backward pass: autograd starts a thread for each device that it knows by then.
-    _setup_privateuseone_for_python_backend(NAME, backend_module=Backend(), hook=Hooks())
+    if NAME == "cuda":
+        pretended_cuda.load(os.environ[pretended_cuda.ASKED])
+        torch.__future__.set_overwrite_module_params_on_conversion(True)
+    else:
+        _setup_privateuseone_for_python_backend(NAME, backend_module=Backend(), hook=Hooks())
     # Taken apart where a device has no kernel of its own, as CUDA has: never called, a Device takes it from here.
     kernels = torch.library.Library("aten", "IMPL")
-    kernels.impl("silu_backward", lambda *_: None, "PrivateUse1")
+    kernels.impl("silu_backward", lambda *_: None, "CUDA" if NAME == "cuda" else "PrivateUse1")
 
 
 class Far(torch.Tensor):
@@ -140,7 +148,9 @@ def arrived(index):
     parts = index if isinstance(index, tuple) else (index,)
     if not any(isinstance(part, list) for part in parts):
         return index
-    return tuple(torch.tensor(part, device=WHERE) if isinstance(part, list) else part for part in parts)
+    none = torch.empty(0, dtype=torch.long)
+    there = [(torch.tensor(x) if x else none).to(WHERE) if isinstance(x, list) else x for x in parts]
+    return tuple(there)
 
 
 # ---------------------------------------------------------------- what it refuses
@@ -229,11 +239,14 @@ class Device(Uncompiled):
 
     def __enter__(self):
         entered.append(self)
+        self.pretends = pretended_cuda.torch_cuda() if NAME == "cuda" else nullcontext()
+        self.pretends.__enter__()
         torch._C._set_only_lift_cpu_tensors(True)  # torch.tensor(..., device=...) then also comes by here
         return super().__enter__()
 
     def __exit__(self, *exception):
         super().__exit__(*exception)
+        self.pretends.__exit__(*exception)
         entered.pop()
         torch._C._set_only_lift_cpu_tensors(bool(entered))
 
@@ -253,7 +266,10 @@ class Device(Uncompiled):
             self.count(name, args, far, there)
         if asked is not None:
             kwargs = {**kwargs, "device": CPU if there else asked}
-        result = func(*map(unwrapped, args), **{key: unwrapped(value) for key, value in kwargs.items()})
+        act = pretended_cuda.BY_HAND.get(func, func) if there else func
+        if NAME == "cuda" and kwargs.get("pin_memory"):
+            kwargs = {**kwargs, "pin_memory": False}
+        result = act(*map(unwrapped, args), **{key: unwrapped(value) for key, value in kwargs.items()})
         if not there or name == "aten::_local_scalar_dense":
             return result
         known = {id(x.near): x for x in far}  # what was changed in place is still the same tensor

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import importlib
+import json
 import os
 import re
 import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 import forked
 from simulated_device import A_REAL_ONE
@@ -82,6 +84,11 @@ def test_every_row_is_well_where_a_gpu_is_simulated(gpu, tmp_path):
     done, rows = ran(BENCHMARKS / "gpu.py", "--repeats", "1", "--output", "gpu.md", "--only", *names)
     assert done.returncode == 0, done.stdout + done.stderr
     assert (tmp_path / "gpu.md").read_text() == done.stdout
+    facts, *objects = map(json.loads, (tmp_path / "gpu.jsonl").read_text().splitlines())
+    assert facts["heading"] in done.stdout
+    assert [[each["row"], each["result"], each["verdict"]] for each in objects] == [
+        [name, result, verdict] for name, (_, result, verdict, _) in rows.items()
+    ]
     assert list(rows) == names
     assert {name.partition("-")[0] for name in names} == SAYS.keys()
     for name, (on, result, verdict, _) in rows.items():
@@ -103,6 +110,29 @@ def test_a_row_that_fails_is_told_and_ends_no_other(tmp_path):
         "<lambda>": ("fine", "pass"),
     }
     assert "in raises" in done.stderr
+
+
+def test_a_row_for_which_no_time_is_left_is_left_out_and_what_is_known_is_kept(tmp_path):
+    """The one that hangs takes all of the time."""
+    (tmp_path / "spoilt.py").write_text(SPOILT)
+    done, rows = ran(
+        tmp_path / "spoilt.py", "--within", "20", "--output", "gpu.md", "--only", "<lambda>", "hangs", "dies"
+    )
+    assert done.returncode == 1
+    verdicts = {name: verdict for name, (_, _, verdict, _) in rows.items()}
+    assert verdicts == {"<lambda>": "pass", "hangs": "fail", "dies": "left out"}
+    assert len((tmp_path / "gpu.jsonl").read_text().splitlines()) == 4
+
+
+def test_a_library_that_uses_cuda_while_it_is_imported_is_refused(gpu, monkeypatch):
+    """Rows are forks, and CUDA cannot be used in a fork of a process that has used it."""
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    with pytest.raises(SystemExit, match="used CUDA while it was imported"):
+        gpu.preload()
+
+
+def test_whether_there_is_a_gpu_is_asked_without_using_it(gpu):
+    assert os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] == "1"
 
 
 def test_without_a_gpu_it_is_refused_in_a_line(gpu, monkeypatch, capsys):

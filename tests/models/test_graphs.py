@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import gc
+import warnings
 import weakref
+from functools import partial
 
 import pytest
 import torch
@@ -16,15 +18,10 @@ from pellucid.models.decoding import GROWTH, DecodeBatch
 from pellucid.policy.policy import Policy
 from pellucid.samplers.native import BURST, Native
 from pellucid.types import Prompt, Sampling
-from pretended_graph import REFUSED, Capture, Graphs
+from pretended_graph import REFUSED, Capture
 from simulated_device import A_REAL_ONE, WHERE
 
 PROMPTS = [[3, 1, 4, 1, 5, 9, 2], [6, 5, 3]]
-
-
-@pytest.fixture
-def pretended(monkeypatch):
-    return Graphs(monkeypatch)
 
 
 def decoder_of(model, recordable):
@@ -103,16 +100,55 @@ def test_a_graph_that_says_otherwise_is_not_used(pretended, monkeypatch):
     assert pretended.recorded == 1
 
 
-def test_what_cannot_be_recorded_is_computed_without(pretended, monkeypatch):
-    def refuse(*about, **how):
-        raise RuntimeError(REFUSED)
-
-    monkeypatch.setattr(torch.cuda, "graph", refuse)
+@pytest.mark.parametrize("number", [1, 2, 3])
+def test_a_capture_that_fails_at_any_time_leaves_the_operators_and_warns_once(number, pretended):
+    """The first capture is the trial; the second and third are those of two layouts."""
+    pretended.refuse_from = number
     pair = batches()
     both(pair, lambda batch: batch.admit(PROMPTS, 2))
-    steps(pair, 4, 1)
-    with pytest.warns(UserWarning, match=f"without a CUDA graph: {REFUSED}"):
-        steps(pair, 4, 3)
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        steps(pair, 4, 4)
+        both(pair, lambda batch: batch.admit([[7, 8]], 3))
+        steps(pair, 7, 4)
+        for batch in pair:
+            batch.keep(torch.tensor([0, 3]))
+        steps(pair, 2, 4)
+    assert [str(one.message) for one in warned] == [f"tokens are decoded without a CUDA graph: {REFUSED}"]
+    assert pair[0].decoder.recordable is False
+    assert pretended.recorded == number - 1
+    assert pretended.streams[-1] == pretended.streams[0]
+
+
+def test_the_pretended_graph_refuses_a_pool_whose_last_graph_is_gone(pretended):
+    y, pool = torch.ones(3), torch.cuda.graph_pool_handle()
+    captured(lambda: y + 1, pool)
+    with pytest.raises(RuntimeError, match="use_count > 0 INTERNAL ASSERT FAILED"):
+        captured(lambda: y + 1, pool)
+
+
+def test_the_pretended_graph_refuses_inputs_that_were_freed(pretended):
+    x, y = torch.ones(3), torch.ones(3)
+    graph = captured(partial(y.add_, x))
+    graph.replay()
+    del x
+    with pytest.raises(RuntimeError, match="an illegal memory access"):
+        graph.replay()
+
+
+def test_the_pretended_graph_refuses_memory_that_a_later_graph_uses(pretended):
+    y, pool = torch.ones(3), torch.cuda.graph_pool_handle()
+    first, last = (captured(lambda: y + 1, pool) for _ in range(2))
+    last.replay()
+    with pytest.raises(RuntimeError, match="has written over"):
+        first.replay()
+
+
+def captured(act, pool=None):
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, pool):
+        act()
+    return graph
 
 
 def test_a_batch_is_freed_with_its_last_owner(pretended):

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import sys
 from itertools import pairwise
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -21,19 +19,18 @@ CPU = torch.device("cpu")
 F64 = torch.float64
 
 
-def kernel(query, key, value, queries, keys, most_queries, most_keys, window_size, enable_gqa):
-    """As torch describes it. The last query of a sequence stands at its last key."""
-    assert queries.dtype == keys.dtype == torch.int32
-    assert enable_gqa == (query.shape[1] != key.shape[1])
-    read, (left, right) = [], window_size
-    for (begin, end), (first, last) in zip(*(pairwise(x.tolist()) for x in (queries, keys)), strict=True):
-        assert end - begin <= most_queries
-        assert last - first <= most_keys
+def kernel(query, keys, values, by, window, beyond=0):
+    """Flash attention as torch describes it. The last query of a sequence stands at its last key."""
+    assert by.queries.dtype == by.keys.dtype == torch.int32
+    read = []
+    for (begin, end), (first, last) in zip(*(pairwise(x.tolist()) for x in (by.queries, by.keys)), strict=True):
+        assert end - begin <= by.most_queries
+        assert last - first <= by.most_keys
         at = torch.arange(last - first - (end - begin), last - first)[:, None]
         there = torch.arange(last - first)
-        seen = (there <= at + right) & (there >= at - left if left >= 0 else True)
-        share = query.shape[1] // key.shape[1]
-        k, v = (x[first:last].repeat_interleave(share, 1).transpose(0, 1) for x in (key, value))
+        seen = (there <= at + beyond) & (there > at - window if window else True)
+        share = query.shape[1] // keys.shape[1]
+        k, v = (x[first:last].repeat_interleave(share, 1).transpose(0, 1) for x in (keys, values))
         scores = query[begin:end].transpose(0, 1) @ k.mT / query.shape[2] ** 0.5
         read.append((scores.masked_fill(~seen, -torch.inf).softmax(-1) @ v).transpose(0, 1))
     return torch.cat(read)
@@ -41,9 +38,8 @@ def kernel(query, key, value, queries, keys, most_queries, most_keys, window_siz
 
 @pytest.fixture
 def there(monkeypatch):
-    """The kernel is, and what is C++ is not."""
-    monkeypatch.setattr(varlen, "kernel", lambda: kernel)
-    monkeypatch.setattr(varlen, "there", lambda device, dtype: True)
+    """The kernel is used, and the C++ of a CPU is not."""
+    monkeypatch.setattr(varlen, "kernel_of", lambda device, dtype: kernel)
     monkeypatch.setattr(packed, "way", lambda query: None)
 
 
@@ -62,7 +58,7 @@ def test_a_model_scores_and_learns_by_it_what_it_does_by_operators(name, there, 
     """And makes no bias, which would be large where texts are long."""
     found = []
     for by_kernel in (True, False):
-        monkeypatch.setattr(varlen, "there", lambda *_, by_kernel=by_kernel: by_kernel)
+        monkeypatch.setattr(varlen, "kernel_of", lambda *_, by_kernel=by_kernel: kernel if by_kernel else None)
         made = []
         monkeypatch.setattr(packed, "bias_of", lambda *about, m=made, f=packed.bias_of: m.append(1) or f(*about))
         policy = Policy(model_of(name).double(), character_tokenizer(), F64)
@@ -84,23 +80,27 @@ def test_a_forward_gradient_and_heads_that_do_not_fit_go_by_the_operators():
         assert not varlen.reads(forward_ad.make_dual(query, query))
 
 
-def shifted(*about, window_size, **more):
-    left, right = window_size
-    return kernel(*about, window_size=(left, right + 1), **more)
+def shifted(*about):
+    return kernel(*about, beyond=1)
 
 
-def far(*about, window_size, **more):
-    left, right = window_size
-    return kernel(*about, window_size=(left + 1 if left > 0 else left, right), **more)
+def far(query, keys, values, by, window):
+    return kernel(query, keys, values, by, window and window + 1)
 
 
-def refused(*about, **more):
+def refused(*about):
     raise RuntimeError("FlashAttention only supports Ampere GPUs or newer.")
 
 
-def halved(*about, **more):
-    read = kernel(*about, **more)
+def halved(*about):
+    read = kernel(*about)
     return read.detach() + (read - read.detach()) / 2
+
+
+def without_groups(query, keys, *about):
+    if keys.shape[1] != query.shape[1]:
+        raise RuntimeError("Number of heads must be equal")
+    return kernel(query, keys, *about)
 
 
 FAULTS = {
@@ -108,32 +108,41 @@ FAULTS = {
     shifted: "what is read is off by",
     far: "what is read is off by",
     halved: "its gradient is off by 0.5 of",
-    refused: "FlashAttention only supports Ampere GPUs or newer.",
 }
 
 
 @pytest.mark.parametrize("attention", FAULTS, ids=lambda f: f.__name__)
-def test_the_trial_finds_what_is_wrong_with_a_kernel(attention, monkeypatch):
-    monkeypatch.setattr(varlen, "kernel", lambda: attention)
+def test_the_trial_finds_what_is_wrong_with_a_kernel(attention):
     with torch.no_grad():
-        fault = varlen.trial(CPU, torch.bfloat16)
+        fault = varlen.trial(attention, CPU, torch.bfloat16)
     assert fault.startswith(FAULTS[attention])
     assert bool(fault) == bool(FAULTS[attention])
 
 
-@pytest.mark.parametrize("old", [None, lambda query, key, value, is_causal=False: query], ids=["none", "an older one"])
-def test_an_older_torch_has_no_such_kernel(old, monkeypatch):
-    monkeypatch.setattr(
-        torch.nn.attention, "varlen", SimpleNamespace(**{"varlen_attn": old} if old else {}), raising=False
-    )
-    monkeypatch.setitem(sys.modules, "torch.nn.attention.varlen", torch.nn.attention.varlen)
-    assert varlen.kernel.__wrapped__() is None
-    monkeypatch.setattr(varlen, "kernel", lambda: None)
-    assert (
-        varlen.fault_at.__wrapped__(CPU, torch.bfloat16) == "this torch has no attention for sequences of any lengths"
-    )
+def test_a_device_uses_the_first_kernel_that_is_right(monkeypatch):
+    def chosen(*kernels):
+        monkeypatch.setattr(varlen, "KERNELS", kernels)
+        return varlen.choice.__wrapped__(CPU, torch.bfloat16)
+
+    assert chosen(kernel, refused) == (kernel, "")
+    assert chosen(without_groups, kernel) == (kernel, "Number of heads must be equal")
+    found, fault = chosen(far, refused)
+    assert found is None
+    assert fault == "FlashAttention only supports Ampere GPUs or newer."
 
 
-def test_this_torch_has_it_and_on_a_cpu_it_is_not_asked_for():
-    assert varlen.kernel() is not None
-    assert not varlen.there(CPU, torch.bfloat16)
+def test_keys_and_values_are_repeated_for_a_kernel_without_groups(monkeypatch):
+    monkeypatch.setattr(varlen, "grouped", without_groups)
+    assert varlen.trial(varlen.repeated, CPU, torch.bfloat16) == ""
+
+
+def test_this_torch_has_the_operator_and_a_cpu_does_not_use_it():
+    """Its arguments by their names and places, in this version."""
+    schema = torch.ops.aten._flash_attention_forward.default._schema
+    names = [argument.name for argument in schema.arguments]
+    assert names[:10] == [
+        *("query", "key", "value", "cum_seq_q", "cum_seq_k", "max_q", "max_k"),
+        *("dropout_p", "is_causal", "return_debug_mask"),
+    ]
+    assert {"scale", "window_size_left", "window_size_right"} < set(names[10:])
+    assert varlen.kernel_of(CPU, torch.bfloat16) is None

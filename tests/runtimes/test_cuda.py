@@ -148,6 +148,7 @@ def test_one_rank_over_nccl_trains_with_fsdp2_what_it_trains_with_ddp(tmp_path):
     assert "nccl" in done.stdout
     replicated, sharded = (load_file(tmp_path / f"{name.partition('=')[0]}-{case}.safetensors") for name in engines)
     assert replicated["grad_norm"].min() > 1e-3
+    del replicated["cast"]  # the number of cast weights: sharded weights have none
     for name in replicated:
         torch.testing.assert_close(
             sharded[name], replicated[name], rtol=0, atol=1e-6, msg=lambda m, at=name: f"{at}: {m}"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.metadata
 import importlib.util
 import shutil
+import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -19,7 +20,7 @@ from pellucid import __version__
 from pellucid.config import Config
 from pellucid.doctor import memory
 from pellucid.machine import hardware
-from pellucid.models import fusing
+from pellucid.models import fusing, varlen
 from pellucid.policy import pretrained
 from pellucid.types import UserError
 
@@ -69,9 +70,7 @@ def findings() -> Iterator[tuple[str, str]]:
     yield "matrix products", f"fp32 {fp32:.2f}, bf16 {bf16:.2f} TFLOP/s on one CPU thread"
     chosen = str(hardware.pick_dtype("auto", device)).removeprefix("torch.")
     yield "auto", "; ".join(filter(None, (f"device {device}, dtype {chosen}", hardware.without_bf16(device))))
-    step, reason = fusing.here()
-    by = "AMX" if step and step.tiles else "AVX-512"
-    yield "decoding", f"fused, in bfloat16 by {by} on the CPU" if step else f"by torch's operators: {reason}"
+    yield from on_gpu(device) if device.type == "cuda" else on_cpu()
     kept = hardware.keep_freed_memory()
     yield "allocator", "keeps freed memory (glibc mallopt)" if kept else "not glibc: left as it is"
     yield "disk", f"{shutil.disk_usage(Path.cwd()).free / 1e9:.0f} GB free here"
@@ -80,6 +79,23 @@ def findings() -> Iterator[tuple[str, str]]:
     for extra, modules in EXTRAS.items():
         missing = [module for module in modules if importlib.util.find_spec(module) is None]
         yield extra, f"missing: pip install 'pellucid[{extra}]'" if missing else "installed"
+
+
+def on_cpu() -> Iterator[tuple[str, str]]:
+    step, reason = fusing.here()
+    by = "AMX" if step and step.tiles else "AVX-512"
+    yield "decoding", f"fused, in bfloat16 by {by} on the CPU" if step else f"by torch's operators: {reason}"
+
+
+def on_gpu(device: torch.device) -> Iterator[tuple[str, str]]:
+    """How a small model is decoded and scored on a GPU. The C++ kernels of the CPU are neither compiled nor tried."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        recorded = fusing.records(device)
+    fault = "; ".join(str(one.message) for one in caught)
+    yield "decoding", "by CUDA graphs" if recorded else f"by torch's operators: {fault}"
+    kernel, fault = varlen.choice(device, torch.bfloat16)
+    yield "attention", "flash attention" if kernel else f"by torch's operators, without flash attention: {fault}"
 
 
 def plan(cfg: Config) -> int:

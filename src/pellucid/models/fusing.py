@@ -60,6 +60,17 @@ def int8_fault(decoder: Decoder) -> str:
     return (bytes_fault(step) or unfit(decoder.weights(), decoder.shape)) if step else why
 
 
+@torch.no_grad()
+def records(device: torch.device) -> bool:
+    """Whether a small model is decoded by CUDA graphs on this GPU, as graphs.py tries it. A warning says why not."""
+    decoder = small(device)
+    batch = DecodeBatch(decoder, 4)
+    batch.admit(PROMPTS[0], 2)
+    for _ in range(STEPS):  # without a graph, the trial, and a graph
+        batch.step(torch.arange(4, device=device))
+    return decoder.recordable is True
+
+
 @functools.cache
 def here() -> tuple[Step | None, str]:
     """What computes steps, and why nothing does."""
@@ -131,11 +142,11 @@ def has_bits_of_operators(step: Step) -> bool:
 
 
 @torch.no_grad()
-def small() -> Decoder:
+def small(device: str | torch.device = "cpu") -> Decoder:
     """A decoder of random weights."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         model = LlamaForCausalLM(TRIED)
         for weight in model.parameters():
             weight.normal_(std=weight.shape[-1] ** -0.5)
-    return Decoder(TRIED, model, torch.bfloat16)
+    return Decoder(TRIED, torch.nn.Module.to(model, device), torch.bfloat16)

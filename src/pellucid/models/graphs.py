@@ -1,8 +1,9 @@
-"""A decoded token as a CUDA graph: its thousand kernels, begun by one call. Python begins them one by one more slowly
-than a GPU ends them.
+"""A decoded token as a CUDA graph: its thousand kernels, started by one call. Python starts them one by one more slowly
+than a GPU finishes them.
 
-A graph computes on the tensors that it was recorded with. So it serves one layout of a batch: until rows come, are
-dropped or need more room. No branch of the host is recorded: what changes from token to token is read on the device.
+A graph computes on the tensors that it was captured with, so it serves one layout of a batch: until rows are admitted
+or dropped, or need more room. No branch of the host is captured: values that change from token to token are read on
+the device.
 
 Shapes: n rows, V vocabulary.
 """
@@ -11,7 +12,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -26,17 +27,18 @@ CLOSE = 2.0**-6
 
 
 class Graphs:
-    """The steps of a batch. It holds none of the batch itself, so that what a batch takes is freed with it."""
+    """The steps of a batch. It holds none of the batch itself, so that a batch's memory is freed with it."""
 
     def __init__(self) -> None:
         self.layout: tuple[Tensor, ...] = ()
         self.recorded: Step | None = None
-        self.pool: Any = None
-        """The memory that all graphs of a batch compute in, one after the other."""
 
     def step(self, batch: DecodeBatch, tokens: Tensor) -> Tensor:
         """`batch.by_operators`. The first token of a layout is computed without a graph: what a kernel sets up when it
-        is first called cannot be recorded.
+        is first called cannot be captured.
+
+        A capture that fails, now or later, ends the use of graphs by this decoder with one warning. A token is
+        complete only when its graph was replayed, so the operators can compute it again.
         """
         layout = batch.layout()
         if len(layout) != len(self.layout) or any(a is not b for a, b in zip(layout, self.layout, strict=True)):
@@ -45,36 +47,52 @@ class Graphs:
         if self.recorded is None:
             if batch.decoder.recordable is None:
                 return self._try(batch, tokens)
-            self.recorded = record(batch.by_operators, tokens, self._pool())
+            try:
+                self.recorded = record(batch.by_operators, tokens)
+            except RuntimeError as error:
+                refuse(batch, str(error))
+                return batch.by_operators(tokens)
         return self.recorded(tokens)
 
     def _try(self, batch: DecodeBatch, tokens: Tensor) -> Tensor:
-        """Settle, once for a decoder, whether a graph says what is said without: what is written is the same, too."""
+        """Compare, once for a decoder, the logits of a graph with those of the operators, and use graphs from now on if
+        they agree. Both write the same keys and values.
+        """
         wanted, off = batch.by_operators(tokens), float("inf")
         try:
-            found = record(batch.by_operators, tokens, self._pool())(tokens)
+            found = record(batch.by_operators, tokens)(tokens)
             off = float((found - wanted).abs().max() / wanted.abs().max())
             fault = f"its logits are off by {off:.1g} of the largest"
-        except RuntimeError as error:  # so CUDA refuses what it cannot record
+        except RuntimeError as error:  # CUDA raises it for everything that cannot be captured
             fault = str(error)
-        batch.decoder.recordable = off < CLOSE
-        if not batch.decoder.recordable:
-            warnings.warn(f"tokens are decoded without a CUDA graph: {fault}", stacklevel=2)
+        if off < CLOSE:
+            batch.decoder.recordable = True
+        else:
+            refuse(batch, fault)
         return wanted
 
-    def _pool(self) -> Any:
-        if self.pool is None:
-            self.pool = torch.cuda.graph_pool_handle()
-        return self.pool
+
+def refuse(batch: DecodeBatch, fault: str) -> None:
+    """Decode by operators from now on, and warn why."""
+    batch.decoder.recordable = False
+    warnings.warn(f"tokens are decoded without a CUDA graph: {fault}", stacklevel=3)
 
 
-def record(step: Step, tokens: Tensor, pool: Any) -> Step:
-    """The step for so many tokens, as a graph. Nothing is computed yet."""
+def record(step: Step, tokens: Tensor) -> Step:
+    """The step for this number of tokens, as a graph. Nothing is computed yet.
+
+    Each graph has a memory pool of its own. A pool is released with the last graph that uses it, and capturing into a
+    released pool is an error, so graphs that follow one another cannot share one.
+    """
     read = tokens.clone()
-    graph = torch.cuda.CUDAGraph()
-    # Other threads may ask the device meanwhile, as NCCL's watchdog does.
-    with torch.cuda.graph(graph, pool, capture_error_mode="thread_local"):
-        logits = step(read)
+    graph, stream = torch.cuda.CUDAGraph(), torch.cuda.current_stream()
+    try:
+        # Other threads may ask the device meanwhile, as NCCL's watchdog does.
+        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+            logits = step(read)
+    except RuntimeError:
+        torch.cuda.set_stream(stream)  # torch stays on its capturing stream if a capture cannot be ended
+        raise
 
     def again(tokens: Tensor) -> Tensor:
         read.copy_(tokens)

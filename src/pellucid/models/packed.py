@@ -118,7 +118,7 @@ def layout_of(batch: Batch, dtype: torch.dtype, device: torch.device) -> Layout:
     further = torch.arange(batch.mask.shape[1]) - begun  # tokens of a row's own before this one
     sources = torch.where(further <= 0, ends + further, firsts + further - 1)[batch.scored]
     line = Line(torch.cat([lengths, read.sum(-1)]).cumsum(0), prompt_of)
-    spread = varlen.spread(line, device) if varlen.there(device, dtype) else None
+    spread = varlen.spread(line, device) if varlen.kernel_of(device, dtype) else None
     return Layout(prompts, responses, prompt_of.to(device), starts_there, room, line, spread, sources.to(device))
 
 
@@ -215,7 +215,9 @@ def group_attention(heads: Heads, layout: Layout) -> Tensor:
     if by := way(heads[0]):
         return attend_in_line(*heads, layout.line, by)
     if layout.spread and varlen.reads(heads[0]):
-        return varlen.attend(*heads, layout.spread, layout.line.window)
+        kernel = varlen.kernel_of(heads[0].device, heads[0].dtype)
+        assert kernel
+        return varlen.attend(kernel, *heads, layout.spread, layout.line.window)
     prompts, responses = layout.prompts, layout.responses
     count = len(prompts.ids)
     query, key, value = (in_rows(x[:count], prompts) for x in heads)

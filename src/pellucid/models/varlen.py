@@ -1,7 +1,9 @@
 """Attention of whole rollouts on a GPU, by torch's flash attention for sequences of any lengths: no row is padded, no
 score is written to memory.
 
-Each device is tried once: the kernel is used where it reads what attention.py reads, and has its gradients.
+The operator is called itself, and not `torch.nn.attention.varlen`, which older versions of torch do not have, or have
+without heads that share keys. Each device is tried once: the kernel is used if it computes what attention.py computes,
+and its gradients.
 
 Shapes: N tokens, H query heads, K key heads, d head size, S sequences (prompts and rows), M keys that they read.
 """
@@ -9,11 +11,10 @@ Shapes: N tokens, H query heads, K key heads, d head size, S sequences (prompts 
 from __future__ import annotations
 
 import functools
-import inspect
 from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -40,14 +41,27 @@ class Spread(NamedTuple):
     most_keys: int
 
 
-@functools.cache
-def kernel() -> Callable[..., Any] | None:
-    """torch's, where it has one for heads that share keys (from 2.12 on)."""
-    try:
-        from torch.nn.attention.varlen import varlen_attn  # noqa: PLC0415 - half a second, for GPUs alone
-    except ImportError:
-        return None
-    return varlen_attn if "enable_gqa" in inspect.signature(varlen_attn).parameters else None
+Kernel = Callable[[Tensor, Tensor, Tensor, Spread, int], Tensor]
+"""[N, H, d] of queries [N, H, d], keys and values [M, K, d] of the sequences, and a window, 0 for none."""
+
+
+def grouped(query: Tensor, keys: Tensor, values: Tensor, by: Spread, window: int) -> Tensor:
+    """Heads that share keys are passed as they are."""
+    sequences = by.queries, by.keys, by.most_queries, by.most_keys
+    dropout, causal, debug = 0.0, not window, False
+    sides = {"window_size_left": window - 1 if window else -1, "window_size_right": 0}
+    return torch.ops.aten._flash_attention_forward(query, keys, values, *sequences, dropout, causal, debug, **sides)[0]
+
+
+def repeated(query: Tensor, keys: Tensor, values: Tensor, by: Spread, window: int) -> Tensor:
+    """Keys and values are copied for each head that reads them."""
+    times = query.shape[1] // keys.shape[1]
+    keys, values = (x.repeat_interleave(times, 1) for x in (keys, values))
+    return grouped(query, keys, values, by, window)
+
+
+KERNELS: tuple[Kernel, ...] = (grouped, repeated)
+"""The ways to call the operator, in the order in which they are tried."""
 
 
 def spread(line: Line, device: torch.device) -> Spread:
@@ -67,59 +81,54 @@ def spread(line: Line, device: torch.device) -> Spread:
     return Spread(queries, keys, tokens.to(device), int(lengths.max()), int(read.max()))
 
 
-def there(device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether the kernel reads in such a dtype on this device."""
+def kernel_of(device: torch.device, dtype: torch.dtype) -> Kernel | None:
+    """What computes attention in this dtype on this device; None if operators do."""
     halves = dtype in (torch.bfloat16, torch.float16)
-    return device.type == "cuda" and halves and not fault_at(device, dtype)
+    return choice(device, dtype)[0] if device.type == "cuda" and halves else None
 
 
 def reads(query: Tensor) -> bool:
-    """Whether it reads by queries [N, H, d] like these: with a forward-mode gradient it does not."""
+    """Whether the kernel takes queries [N, H, d] like these: with a forward-mode gradient it does not."""
     size = query.shape[2]
     return size % 8 == 0 and size <= WIDEST and forward_ad.unpack_dual(query).tangent is None
 
 
-def attend(query: Tensor, key: Tensor, value: Tensor, by: Spread, window: int = 0) -> Tensor:
-    """[N, H d] of what queries [N, H, d] read of keys and values [N, K, d], up to their own; of the last `window` of
-    them where it is not 0.
+def attend(kernel: Kernel, query: Tensor, key: Tensor, value: Tensor, by: Spread, window: int = 0) -> Tensor:
+    """[N, H d] from queries [N, H, d], keys and values [N, K, d]: each query reads the keys up to its own, or the last
+    `window` of them if that is not 0.
     """
-    read = kernel()
-    assert read
     keys, values = (x.index_select(0, by.tokens) for x in (key, value))
-    far = window - 1 if window else -1
-    return read(
-        query,
-        keys,
-        values,
-        by.queries,
-        by.keys,
-        by.most_queries,
-        by.most_keys,
-        window_size=(far, 0),
-        enable_gqa=query.shape[1] != key.shape[1],
-    ).flatten(1)
+    return kernel(query, keys, values, by, window).flatten(1)
 
 
 # ---------------------------------------------------------------- the trial
 
 
 @functools.cache
-def fault_at(device: torch.device, dtype: torch.dtype) -> str:
-    """Why attention is not computed so on this device; empty where it is."""
-    return trial(device, dtype) if kernel() else "this torch has no attention for sequences of any lengths"
+def choice(device: torch.device, dtype: torch.dtype) -> tuple[Kernel | None, str]:
+    """The first kernel that is right on this device, and why the one before it is not."""
+    fault = ""
+    for kernel in KERNELS:
+        try:
+            wrong = trial(kernel, device, dtype)
+        except (RuntimeError, AttributeError) as error:  # no such kernel on this GPU, or in this torch
+            wrong = str(error).splitlines()[0]
+        if not wrong:
+            return kernel, fault
+        fault = wrong
+    return None, fault
 
 
-def trial(device: torch.device, dtype: torch.dtype) -> str:
-    """On a prompt of 30 tokens and rows of 5, none and 9, with a sliding window of 12 tokens and without."""
+def trial(kernel: Kernel, device: torch.device, dtype: torch.dtype) -> str:
+    """What is wrong with a kernel; empty if nothing is. It is tried on a prompt of 30 tokens and rows of 5, none and 9,
+    with a sliding window of 12 tokens and without.
+    """
     heads, line = (6, 2, 2), Line(torch.tensor([30, 35, 35, 44]), torch.tensor([0, 0, 0]))
     numbers = torch.randn(44, sum(heads) + heads[0], 64, generator=torch.Generator().manual_seed(1))
     x, grad = numbers.to(device, dtype).split([sum(heads), heads[0]], 1)
-    of_kernel, by_hand = partial(attend, by=spread(line, device)), partial(by_sequence, line=line)
+    of_kernel, by_hand = partial(attend, kernel, by=spread(line, device)), partial(by_sequence, line=line)
     for window in (0, 12):
-        try:
-            found = graded(partial(of_kernel, window=window), x, heads, grad.flatten(1))
-        except RuntimeError as error:  # so a GPU says that it has no such kernel
-            return str(error)
+        found = graded(partial(of_kernel, window=window), x, heads, grad.flatten(1))
         wanted = graded(partial(by_hand, window=window), x.float(), heads, grad.flatten(1).float())
         for name, one, other in zip(("what is read", "its gradient"), found, wanted, strict=True):
             off = float((one - other).abs().max() / other.abs().max())

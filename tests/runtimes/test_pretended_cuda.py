@@ -1,0 +1,41 @@
+"""Runs and tests on a device that says it is cuda:0, in a process of its own: torch takes one such device for good."""
+
+from __future__ import annotations
+
+import os
+import sys
+
+import pytest
+
+import pretended_cuda
+from forked import ran
+from simulated_device import A_REAL_ONE
+
+pytestmark = pytest.mark.skipif(A_REAL_ONE, reason="there is a real one")
+
+
+@pytest.fixture(scope="module")
+def library(tmp_path_factory):
+    path = pretended_cuda.compiled(tmp_path_factory.mktemp("pretended"))
+    if path is None:
+        pytest.skip("needs g++ and torch's headers")
+    return path
+
+
+def run_on_cuda(library, *arguments):
+    environment = {**os.environ, pretended_cuda.ASKED: str(library), "PYTHONPATH": os.pathsep.join(sys.path)}
+    quiet = ("-q", "-n", "0", "-p", "no:cacheprovider", "-W", "ignore::pytest.PytestAssertRewriteWarning")
+    done = ran("-m", "pytest", *quiet, *arguments, env=environment)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert " passed" in done.stdout
+    assert "skipped" not in done.stdout
+
+
+def test_runs_and_doctor_on_a_device_that_says_it_is_cuda(library):
+    """Training from the first step to the report, by graphs and flash attention, without compiling C++ for the CPU."""
+    run_on_cuda(library, "tests/runtimes/on_pretended_cuda.py")
+
+
+@pytest.mark.slow
+def test_graphs_and_waits_are_those_of_a_device_that_says_it_is_cuda(library):
+    run_on_cuda(library, "tests/models/test_graphs.py", "tests/runtimes/test_waits.py", "-k", "device or waits")
