@@ -10,7 +10,11 @@ import urllib.request
 from contextlib import contextmanager
 from dataclasses import replace
 
+import torch
+from transformers import GPT2Config, GPT2LMHeadModel
+
 from conftest import make_policy
+from pellucid.policy.policy import Policy
 from pellucid.serve import connections
 from pellucid.serve.api import application
 from pellucid.serve.command import listening
@@ -19,6 +23,26 @@ from pellucid.serve.decoding import Served
 from pellucid.serve.engine import Engine
 
 TEMPLATE = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
+
+
+PLACES = 512
+
+
+def saying_tokens(tokenizer, asked, ids):
+    """A GPT-2 that answers the prompt of token ids `asked` with `ids`: its output is read off the position alone."""
+    config = GPT2Config(
+        vocab_size=len(tokenizer), n_embd=PLACES, n_layer=1, n_head=1, n_positions=PLACES, tie_word_embeddings=False
+    )
+    model = GPT2LMHeadModel(config)
+    with torch.no_grad():
+        for name, p in model.named_parameters():
+            p.copy_(torch.eye(PLACES) if "wpe" in name else torch.ones_like(p) if "ln_" in name else p * 0)
+            if "ln_" in name and "bias" in name:
+                p.zero_()
+    model.config.eos_token_id = model.generation_config.eos_token_id = tokenizer.eos_token_id
+    for i, token in enumerate(ids):
+        model.lm_head.weight.data[token, len(asked) - 1 + i] = 10.0
+    return Policy(model, tokenizer)
 
 
 @contextmanager

@@ -237,6 +237,15 @@ def test_its_response_template_is_told_what_stands_before_the_answer():
     assert said.message == {"role": "assistant", "reasoning_content": "Hm.", "content": "Yes."}
 
 
+@pytest.mark.parametrize("cut", [0, 1, 5])
+def test_a_stop_string_is_cut_off_before_a_response_template_reads_an_answer(cut):
+    tokenizer = byte_tokenizer()
+    tokenizer.response_template = trl.qwen3_template
+    ids = ids_of(tokenizer, f"See.<tool_call>{ADD}</tool_call>" + "STOP!"[:cut])[:-1]
+    assert called(read(tokenizer, ids, [], TOOLS, cut)) == [SUM]
+    assert read(tokenizer, ids, [], TOOLS, cut).message["content"] == "See."
+
+
 def test_the_end_is_no_content_where_a_response_template_forgets_it():
     tokenizer = byte_tokenizer()
     fields = {"content": {"content": "text"}}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import threading
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -27,6 +28,10 @@ class Texts:
     def decode(self, ids):
         self.read += len(ids)
         return "".join(self.texts[i] for i in ids)
+
+    @property
+    def token_bytes(self):
+        return SimpleNamespace(of=lambda token: self.texts[token].encode())
 
 
 @pytest.fixture

@@ -7,13 +7,11 @@ from contextlib import contextmanager
 
 import openai
 import pytest
-import torch
-from transformers import GPT2Config, GPT2LMHeadModel
 
 from conftest import byte_tokenizer
-from pellucid.policy.policy import Policy
+from pellucid.policy.template import question_ids
 from pellucid.serve.messages import ChatRequest
-from serving import chat, post, running
+from serving import chat, post, running, saying_tokens
 
 TEMPLATE = (
     "{% for t in tools or [] %}({{ t.function.name }}){% endfor %}{% for m in messages %}[{{ m.role }}]"
@@ -24,28 +22,14 @@ TOOLS = [{"type": "function", "function": {"name": name, "parameters": {"type": 
 ADD, LOOK = '{"name": "add", "arguments": {"a": 1, "b": ["é"]}}', '{"name": "look", "arguments": {}}'
 BOTH = f"I see.\n<tool_call>{ADD}</tool_call><tool_call>{LOOK}</tool_call>"
 EXPECTED = [("add", {"a": 1, "b": ["é"]}), ("look", {})]
-PLACES = 512
 
 
 def speaker(body, text):
-    """A GPT-2 that says `text` in answer to this request, whatever was said: its output is read off the position."""
-    config = GPT2Config(
-        vocab_size=258, n_embd=PLACES, n_layer=1, n_head=1, n_positions=PLACES, tie_word_embeddings=False
-    )
-    model = GPT2LMHeadModel(config)
+    """A model that says `text` in answer to this request."""
     tokenizer = byte_tokenizer()
     tokenizer.chat_template = TEMPLATE
-    with torch.no_grad():
-        for name, p in model.named_parameters():
-            p.copy_(torch.eye(PLACES) if "wpe" in name else torch.ones_like(p) if "ln_" in name else p * 0)
-            if "ln_" in name and "bias" in name:
-                p.zero_()
-    model.config.eos_token_id = model.generation_config.eos_token_id = tokenizer.eos_token_id
-    policy = Policy(model, tokenizer)
-    start = len(policy.encode(ChatRequest(**body).asked)) - 1
-    for i, token in enumerate([*tokenizer(text)["input_ids"], tokenizer.eos_token_id]):
-        model.lm_head.weight.data[token, start + i] = 10.0
-    return policy
+    asked = question_ids(tokenizer, ChatRequest(**body).asked)
+    return saying_tokens(tokenizer, asked, [*tokenizer(text)["input_ids"], tokenizer.eos_token_id])
 
 
 @contextmanager
@@ -105,6 +89,35 @@ def test_a_call_alone_has_no_content_and_one_that_met_the_limit_says_so():
         assert (calls_of(cut.choices[0].message), cut.choices[0].finish_reason) == (EXPECTED[:1], "length")
 
 
+@pytest.mark.parametrize("stop", ["STOP", "OP!", "}</tool_call>STO", "oo"])
+def test_a_stop_string_cuts_what_follows_a_call_and_the_call_itself(stop):
+    """The oracle is the same answer without the tools: its text, cut by hand, has the calls that are left in it."""
+    said = f"I see.<tool_call>{LOOK}</tool_call>STOP!"
+    cut = said[: said.index(stop)]
+    called = cut.endswith(("</tool_call>", "ST"))
+    content = {"STOP": "I see.", "OP!": "I see.\nST"}.get(stop, cut)
+    with saying(said, tools=TOOLS, stop=[stop]) as (client, body):
+        [whole] = client.chat.completions.create(**body).choices
+        with client.chat.completions.stream(**body) as stream:
+            [streamed] = stream.get_final_completion().choices
+    for choice in (whole, streamed):
+        assert choice.message.content == content
+        assert choice.finish_reason == ("tool_calls" if called else "stop")
+        assert [call.function.name for call in choice.message.tool_calls or ()] == ["look"] * called
+
+
+@pytest.mark.parametrize(
+    "arguments", ['"arguments": ""', '"arguments": " "', '"arguments": null', '"parameters": null', ""]
+)
+@pytest.mark.parametrize("form", ["<tool_call>{}</tool_call>", "{}"])
+def test_a_call_without_arguments_is_one_with_none(arguments, form):
+    said = form.replace("{}", ", ".join(filter(None, ['{"name": "look"', arguments])) + "}")
+    with saying(said, tools=TOOLS) as (client, body):
+        [choice] = client.chat.completions.create(**body).choices
+    assert (choice.finish_reason, choice.message.content) == ("tool_calls", None)
+    assert calls_of(choice.message) == [("look", {})]
+
+
 def test_where_no_tool_may_be_called_none_is_shown_and_nothing_is_read():
     with saying(BOTH, tools=TOOLS, tool_choice="none") as (client, body):
         [choice] = client.chat.completions.create(**body).choices
@@ -130,6 +143,17 @@ def test_calls_and_their_answers_come_back_as_messages():
         )
 
 
+@pytest.mark.parametrize("arguments", [{}, {"arguments": ""}, {"arguments": None}, {"arguments": "{}"}])
+def test_a_call_without_arguments_can_be_sent_back(service, arguments):
+    asked = {
+        "role": "assistant",
+        "tool_calls": [{"id": "c", "type": "function", "function": {"name": "a"} | arguments}],
+    }
+    assert ChatRequest(**chat() | {"messages": [asked]}).asked.text[0]["tool_calls"][0]["function"]["arguments"] == {}
+    messages = [{"role": "user", "content": "1"}, asked, {"role": "tool", "tool_call_id": "c", "content": "2"}]
+    assert post(f"{service[1]}/v1/chat/completions", {"messages": messages})[0] == 200
+
+
 def call(**changes):
     return {"id": "c", "type": "function", "function": {"name": "add", "arguments": "{}"} | changes}
 
@@ -153,12 +177,12 @@ REFUSED = {
     "only a message of the role assistant has tool_calls": {
         "messages": [{"role": "user", "content": "?", "tool_calls": [call()]}]
     },
-    "only a message of the role tool has name and tool_call_id": {
+    "only a message of the role tool has tool_call_id": {
         "messages": [{"role": "user", "content": "?", "tool_call_id": "c"}]
     },
     "top_logprobs needs logprobs = true": {"top_logprobs": 2},
     "top_logprobs: Input should be less than or equal to 20": {"logprobs": True, "top_logprobs": 21},
-    "parallel_tool_calls: Extra inputs are not permitted": {"parallel_tool_calls": True},
+    "parallel_tool_calls: not supported here: leave it out, or send true": {"parallel_tool_calls": False},
 }
 
 

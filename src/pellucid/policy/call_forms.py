@@ -107,21 +107,28 @@ def whole(text: str, names: set[str]) -> Found | None:
     if not body.startswith(("[", "{")):
         return None
     values, fault, rest = sequence(body)
+    calls = [value for value in values if is_call(value, names)]
     if fault:
         begun = NAMED.match(body)
-        return Found(tuple(filter(is_call, values)), (fault,)) if begun and begun[1] in names else None
-    return Found(tuple(values)) if values and not rest.strip() and all(map(is_call, values)) else None
+        return Found(tuple(calls), (fault,)) if begun and begun[1] in names else None
+    return Found(tuple(values)) if values and not rest.strip() and calls == values else None
 
 
-def is_call(value: Any) -> bool:
-    """Return whether a JSON value is a call even where nothing marks it as one."""
+def is_call(value: Any, names: set[str]) -> bool:
+    """Return whether a JSON value is a call even where nothing marks it as one.
+
+    Without arguments it is one only where `names`, those of the tools, have its name.
+    """
     if not isinstance(value, dict):
         return False
     if "function" in value:
-        return value.keys() <= {"id", "type", "function"} and is_call(value["function"])
+        return value.keys() <= {"id", "type", "function"} and is_call(value["function"], names)
     arguments = value.get("arguments", value.get("parameters"))
     known = {"id", "type", "name", "arguments", "parameters"}
-    return value.keys() <= known and isinstance(value.get("name"), str) and isinstance(arguments, dict | str)
+    name = value.get("name")
+    if not isinstance(name, str) or not value.keys() <= known:
+        return False
+    return name in names if arguments is None else isinstance(arguments, dict | str)
 
 
 def pythonic(text: str, known: bool) -> Found | None:

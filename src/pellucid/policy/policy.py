@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -38,6 +38,7 @@ from pellucid.policy.model import (
 from pellucid.policy.quantized import is_quantized
 from pellucid.policy.scorer import Hidden, Scorer, check_head
 from pellucid.policy.template import Template, prefix_ids, question_ids
+from pellucid.policy.token_bytes import TokenBytes
 from pellucid.types import Prompt, UserError
 
 CPU = torch.device("cpu")
@@ -140,6 +141,11 @@ class Policy:
 
     def decode(self, token_ids: Sequence[int], special: bool = False) -> str:
         return str(self.tokenizer.decode(list(token_ids), skip_special_tokens=not special))
+
+    @cached_property
+    def token_bytes(self) -> TokenBytes:
+        """The bytes of each token, for answers that tell them."""
+        return TokenBytes(self.tokenizer)
 
     def blocks(self) -> list[nn.Module]:
         """The layers, for an engine that gathers the parameters of one at a time and makes this policy `sharded`."""

@@ -21,25 +21,34 @@ from pellucid.types import Message
 Tools = Sequence[Mapping[str, Any]]
 
 
-def read(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int], context: Sequence[int], tools: Tools) -> Said:
+def read(
+    tokenizer: PreTrainedTokenizerBase, ids: Sequence[int], context: Sequence[int], tools: Tools, cut: int = 0
+) -> Said:
     """Return the message that was sampled as `ids`, its end included, behind the token ids `context`.
 
     Without tools no call is looked for.
+
+    Args:
+        cut: the number of characters to leave out at the end: a stop string, and what its last token has after it.
     """
-    content = str(tokenizer.decode(list(ids), skip_special_tokens=True))
+    content = without_end(str(tokenizer.decode(list(ids), skip_special_tokens=True)), cut)
     if not tools:
         return Said({"role": "assistant", "content": content})
-    known, fault = read_by_template(tokenizer, ids, context, tools)
+    known, fault = read_by_template(tokenizer, ids, context, tools, cut)
     if known:
         return known
     names = {str(tool.get("function", tool).get("name")) for tool in tools}
-    if found := find(marked_text(tokenizer, ids), begins_in_thought(tokenizer, context), names):
+    if found := find(without_end(marked_text(tokenizer, ids), cut), begins_in_thought(tokenizer, context), names):
         return said({"role": "assistant", "content": found.text}, found.calls, found.faults)
     return Said({"role": "assistant", "content": content}, (fault,) if fault else ())
 
 
+def without_end(text: str, characters: int) -> str:
+    return text[: len(text) - characters] if characters else text
+
+
 def read_by_template(
-    tokenizer: PreTrainedTokenizerBase, ids: Sequence[int], context: Sequence[int], tools: Tools
+    tokenizer: PreTrainedTokenizerBase, ids: Sequence[int], context: Sequence[int], tools: Tools, cut: int = 0
 ) -> tuple[Said | None, str]:
     """Return what transformers reads, or why it cannot; neither where the tokenizer does not say how."""
     takes = signature(tokenizer.parse_response).parameters
@@ -47,12 +56,14 @@ def read_by_template(
     if not getattr(tokenizer, "response_template" if "prefix" in takes else "response_schema", None):
         return None, ""
     told = {"prefix": list(context), "tools": [dict(tool) for tool in tools]}
+    # An answer that is cut ends before its last token, so that it is given as text.
+    sampled: Any = without_end(str(tokenizer.decode(list(ids))), cut) if cut else list(ids)
     try:
-        message: Any = tokenizer.parse_response(list(ids), **{name: told[name] for name in told if name in takes})
+        message: Any = tokenizer.parse_response(sampled, **{name: told[name] for name in told if name in takes})
     except FAULTS as error:
         return None, one_line(error)
     calls = message.pop("tool_calls", None) or ()
-    content = (message.get("content") or "").removesuffix(end_of(tokenizer, ids))
+    content = (message.get("content") or "").removesuffix("" if cut else end_of(tokenizer, ids))
     return said({**message, "role": "assistant", "content": content}, calls), ""
 
 
@@ -95,7 +106,7 @@ def function_of(value: Any) -> dict[str, Any]:
     if not isinstance(name, str) or not name:
         raise ValueError("no name")
     try:
-        arguments = json.loads(arguments) if isinstance(arguments, str) else arguments
+        arguments = json.loads(arguments.strip() or "{}") if isinstance(arguments, str) else arguments
         name, arguments = json.loads(as_json([name, {} if arguments is None else arguments]))
     except FAULTS as error:
         raise ValueError(f"{name}: arguments are not JSON: {error}") from error

@@ -18,22 +18,22 @@ from pellucid.policy.tool_calls import function_of
 from pellucid.protocols import Said
 from pellucid.serve.completions import event
 from pellucid.serve.errors import RequestError
-from pellucid.serve.messages import Something, StreamOptions, Text, Tokens
+from pellucid.serve.messages import Something, StreamOptions, Text, Tokens, WithoutNulls
 from pellucid.types import Message
 
 
-class TextPart(BaseModel):
+class TextPart(WithoutNulls):
     type: Literal["text"]
     text: Text
 
 
-class ToolCall(BaseModel):
+class ToolCall(WithoutNulls):
     id: Text = ""
     type: Literal["function"] = "function"
     function: dict[str, Any]
 
 
-class AgentMessage(BaseModel):
+class AgentMessage(WithoutNulls):
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: Text | list[TextPart] | None = None
     tool_calls: list[ToolCall] | None = None
@@ -61,7 +61,7 @@ class Tool(BaseModel):
     function: Function
 
 
-class AgentRequest(BaseModel):
+class AgentRequest(WithoutNulls):
     model: Text = ""
     messages: list[AgentMessage] = Field(min_length=1)
     tools: list[Tool] | None = None

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from pellucid.policy import tool_calls
+from pellucid.policy.token_bytes import REPLACEMENT
 from pellucid.serve.decoding import Answer, Decoding
 from pellucid.serve.rows import Drawn, Piece
 
@@ -39,10 +40,10 @@ class Choices:
     def opening(self, index: int) -> dict[str, Any]:
         return self.choice(index, {"delta": {"role": "assistant", "content": ""}}, "", ())
 
-    def piece(self, piece: Piece, offset: int) -> dict[str, Any]:
-        """Return a piece of a choice. offset: the width of the tokens before it."""
+    def piece(self, piece: Piece) -> dict[str, Any]:
+        """Return a piece of a choice."""
         body = {"delta": {"content": piece.text} if piece.text else {}} if self.chat else {"text": piece.text}
-        return self.choice(piece.row, body, piece.reason, piece.tokens, offset)
+        return self.choice(piece.row, body, piece.reason, piece.tokens)
 
     def last(self, index: int, answer: Answer) -> dict[str, Any]:
         """Return a whole choice as the only piece of one: until the end nobody knows which text is a call."""
@@ -55,52 +56,60 @@ class Choices:
         """Return the message, or the text, and why it ended. A call that cannot be read remains text."""
         if not self.chat:
             return {"text": answer.text}, answer.reason
-        policy, prompt_ids = self.decoding.served.policy, self.decoding.prompt_ids
-        message = tool_calls.read(policy.tokenizer, answer.token_ids, prompt_ids, self.tools).message
+        policy, ids = self.policy, answer.token_ids
+        cut = len(policy.decode(ids)) - len(answer.text) if self.tools else 0
+        message = tool_calls.read(policy.tokenizer, ids, self.decoding.prompt_ids, self.tools, max(0, cut)).message
         if not (calls := message.get("tool_calls")):
             return {"role": "assistant", "content": answer.text}, answer.reason
         told = {"role": "assistant", "content": message["content"] or None, "tool_calls": list(map(told_call, calls))}
         return told, "tool_calls" if answer.reason == "stop" else answer.reason
 
-    def choice(
-        self, index: int, body: dict[str, Any], reason: str, tokens: Sequence[Drawn], offset: int = 0
-    ) -> dict[str, Any]:
+    def choice(self, index: int, body: dict[str, Any], reason: str, tokens: Sequence[Drawn]) -> dict[str, Any]:
         told = {"index": index, "finish_reason": reason or None, "logprobs": None} | body
         if self.logprobs and tokens:
-            told["logprobs"] = self.of_chat(tokens) if self.chat else self.of_text(tokens, offset)
+            told["logprobs"] = self.of_chat(tokens) if self.chat else self.of_text(tokens)
         return told | ({"token_ids": [drawn.token for drawn in tokens]} if self.token_ids else {})
 
     def of_chat(self, tokens: Sequence[Drawn]) -> dict[str, Any]:
         content = [
-            self.entry(drawn.token, drawn.logprob)
-            | {"top_logprobs": [self.entry(token, logprob) for token, logprob in drawn.likeliest]}
+            self.entry(drawn.token, drawn.logprob, drawn.added)
+            | {
+                "top_logprobs": [
+                    self.entry(token, logprob, self.added(token, drawn)) for token, logprob in drawn.likeliest
+                ]
+            }
             for drawn in tokens
         ]
         return {"content": content, "refusal": None}
 
-    def entry(self, token: int, logprob: float) -> dict[str, Any]:
-        text = self.text(token)
-        return {"token": text, "logprob": max(logprob, LEAST), "bytes": list(text.encode())}
+    def entry(self, token: int, logprob: float, added: bytes) -> dict[str, Any]:
+        return {"token": self.name(token), "logprob": max(logprob, LEAST), "bytes": list(added)}
 
-    def of_text(self, tokens: Sequence[Drawn], offset: int) -> dict[str, Any]:
-        texts = [self.text(drawn.token) for drawn in tokens]
+    def added(self, token: int, drawn: Drawn) -> bytes:
+        """Return the bytes that a token would have added to the text in place of the one that was drawn."""
+        if token == drawn.token:
+            return drawn.added
+        first = self.policy.decode([token]) if drawn.offset == 0 else REPLACEMENT
+        return self.policy.token_bytes.of(token) if REPLACEMENT in first else first.encode()
+
+    def of_text(self, tokens: Sequence[Drawn]) -> dict[str, Any]:
         return {
-            "tokens": texts,
+            "tokens": [self.name(drawn.token) for drawn in tokens],
             "token_logprobs": [max(drawn.logprob, LEAST) for drawn in tokens],
             "top_logprobs": [
-                # Of tokens with the same text, such as parts of a character, the likeliest is told.
-                {self.text(token): max(logprob, LEAST) for token, logprob in (drawn[:2], *reversed(drawn.likeliest))}
+                # Where two tokens have the same name, the likelier one is told.
+                {self.name(token): max(logprob, LEAST) for token, logprob in (drawn[:2], *reversed(drawn.likeliest))}
                 for drawn in tokens
             ],
-            "text_offset": [offset + sum(map(len, texts[:i])) for i in range(len(texts))],
+            "text_offset": [drawn.offset for drawn in tokens],
         }
 
-    def width(self, tokens: Sequence[Drawn]) -> int:
-        """Return the number of characters of tokens, where offsets in the text are told."""
-        return sum(len(self.text(drawn.token)) for drawn in tokens) if self.logprobs and not self.chat else 0
+    @property
+    def policy(self) -> Any:
+        return self.decoding.served.policy
 
-    def text(self, token: int) -> str:
-        return self.decoding.served.policy.decode([token], special=True)
+    def name(self, token: int) -> str:
+        return self.policy.token_bytes.name(token)
 
 
 def told_call(call: Mapping[str, Any]) -> dict[str, Any]:

@@ -51,7 +51,7 @@ async def streamed(choices: Choices, head: dict[str, Any], with_usage: bool) -> 
     """Yield the answer as server-sent events. An error is an event, too, since the status has been sent by then."""
     decoding, once = choices.decoding, choices.head()
     head |= {"object": "chat.completion.chunk" if choices.chat else "text_completion"}
-    answers, offsets = [Answer() for _ in range(decoding.request.n)], [0] * decoding.request.n
+    answers = [Answer() for _ in range(decoding.request.n)]
     if choices.chat:
         for i in range(decoding.request.n):
             yield event(head | once | {"choices": [choices.opening(i)]})
@@ -62,8 +62,7 @@ async def streamed(choices: Choices, head: dict[str, Any], with_usage: bool) -> 
             answers[row].add(piece)
             if choices.tools and not piece.reason:
                 continue
-            choice = choices.last(row, answers[row]) if choices.tools else choices.piece(piece, offsets[row])
-            offsets[row] += choices.width(piece.tokens)
+            choice = choices.last(row, answers[row]) if choices.tools else choices.piece(piece)
             yield event(head | once | {"choices": [choice]})
             once = {}
     except RequestError as refusal:

@@ -46,6 +46,8 @@ class Served:
     """The system message of `/solve_question`."""
     max_tokens: int = 512
     """The longest completion in tokens, where a request does not say."""
+    group_tokens: int = 0
+    """The same for the completions of `/group`, as in training; 0 for `max_tokens`."""
     timeout: float = 120.0
     """How many seconds an answer may take, from the arrival of the whole request to its end."""
     body_bytes: int = 1_000_000
@@ -141,10 +143,17 @@ class Decoding:
         self.request.cancelled = True
 
 
-async def begun(served: Served, prompt: Prompt | Sequence[int], settings: Sampling, max_tokens: int | None) -> Decoding:
+async def begun(
+    served: Served, prompt: Prompt | Sequence[int], settings: Sampling, max_tokens: int | None, usual: int = 0
+) -> Decoding:
     """Check and submit a request about a prompt, or the token ids of one.
 
-    RequestError where the model cannot do what is asked, or the queue is full.
+    Args:
+        max_tokens: the longest completion that the request asks for; RequestError where the context has no room for it.
+        usual: the longest one where the request does not say; 0 for that of the service.
+
+    Raises:
+        RequestError: the model cannot do what is asked, or the queue is full.
     """
     until = asyncio.get_running_loop().time() + served.timeout
     if settings.n > served.engine.rows:
@@ -152,7 +161,7 @@ async def begun(served: Served, prompt: Prompt | Sequence[int], settings: Sampli
     async with in_time(served, until):
         prompt_ids = await encoded(served, prompt)
     room = served.policy.context_length - len(prompt_ids)
-    wanted = max_tokens or min(served.max_tokens, room)
+    wanted = max_tokens or min(usual or served.max_tokens, room)
     if room < 1 or wanted > room:
         raise RequestError(
             400,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 from fastapi import FastAPI, Request
@@ -9,7 +10,7 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
 
-from pellucid.serve.messages import KINDS
+from pellucid.serve.messages import KINDS, NEUTRAL
 
 HEADERS = {
     401: {"WWW-Authenticate": "Bearer"},
@@ -62,4 +63,7 @@ def said(error: dict[str, Any]) -> str:
     Example: "messages.0.role: Input should be 'system', 'user' or 'assistant'"
     """
     place = ".".join(str(part) for part in error["loc"] if part not in ("body", *KINDS))
+    if error["type"] == "extra_forbidden":
+        neutral = " or ".join(map(json.dumps, NEUTRAL.get(str(error["loc"][-1]), ())))
+        return f"{place}: not supported here: leave it out{f', or send {neutral}' if neutral else ''}"
     return f"{place}: {error['msg']}" if place else str(error["msg"])

@@ -23,7 +23,7 @@ async def group(served: Served, request: GroupRequest) -> dict[str, Any]:
     """Return G completions of one prompt, with rewards and advantages where they can be graded."""
     prompt = group_prompt(served, request)
     settings = Sampling(n=request.group_size, temperature=request.temperature, seed=request.seed)
-    decoding = await begun(served, prompt, settings, request.max_tokens)
+    decoding = await begun(served, prompt, settings, request.max_tokens, served.group_tokens)
     answers = await decoding.answers()
     completions = [Completion(a.token_ids, a.logprobs, a.text, a.reason == "stop") for a in answers]
     async with in_time(served, decoding.until):

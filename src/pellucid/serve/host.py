@@ -78,19 +78,26 @@ def load(options: Serve) -> Served:
     if options.batch_invariant:
         invariance.check(frozen, options.rows)
     return Served(
-        name=options.name or options.model.rstrip("/").rpartition("/")[2],
+        name=options.name or name_of(options.model),
         policy=frozen,
         engine=Engine(frozen, options.rows),
         task=graded(settings) if settings else None,
         algorithm=settings.algorithm if settings else GRPOConfig(),
         system=SYSTEM["en"],
         max_tokens=options.max_tokens,
+        group_tokens=settings.sampler.max_tokens if settings else 0,
         timeout=options.timeout,
         body_bytes=options.body_bytes,
         hosts=(*LOOPBACK, options.host, *names(options.allowed_hosts)),
         token=options.token,
         instance=os.environ.get(INSTANCE, ""),
     )
+
+
+def name_of(model: str) -> str:
+    """Return the name by which clients call a model: the last part of its path or of its Hub id."""
+    name = Path(model).name
+    return Path(model).resolve().name if name in ("", "..") else name
 
 
 def graded(settings: Config) -> Graded:

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import codecs
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
 
 from pellucid.models.drawing import WHOLE, Truncation
+from pellucid.policy.token_bytes import REPLACEMENT
 
-REPLACEMENT = "\ufffd"
-"""What the tokens of a character decode to before the last of them has come."""
 LONGEST_CHARACTER = 16
 """How many tokens to wait for the end of a character. It has four bytes at most: one that is not complete after these
 tokens never will be, and is sent as it is."""
@@ -24,6 +24,47 @@ class Drawn(NamedTuple):
     logprob: float
     likeliest: tuple[tuple[int, float], ...] = ()
     """The likeliest tokens in its place, with their log-probs, where the request asks for some."""
+    added: bytes = b""
+    """The bytes that it adds to the text of its row: those of a part of a character, or none for a special token."""
+    offset: int = 0
+    """The index, in the text of its row, of the character that it begins or continues."""
+
+
+class Span(NamedTuple):
+    """Tokens that were decoded together, and their text: several where they are parts of one character."""
+
+    tokens: tuple[Drawn, ...]
+    text: str
+    offset: int
+    """The number of characters before it in the text of its row."""
+
+    @property
+    def end(self) -> int:
+        return self.offset + len(self.text)
+
+    def ended_at(self, end: int) -> Iterator[Drawn]:
+        """Yield the tokens, without the bytes of characters from `end` on, where a stop string cut the text."""
+        if end >= self.end:
+            yield from self.tokens
+            return
+        left = len(self.text[: max(0, end - self.offset)].encode())
+        for drawn in self.tokens:
+            yield drawn._replace(added=drawn.added[:left], offset=min(drawn.offset, end))
+            left -= min(left, len(drawn.added))
+
+
+def spanned(tokens: Sequence[Drawn], text: str, offset: int, policy: Any) -> Span:
+    """Return tokens that were decoded to this text as a span; each token gets its share of the bytes."""
+    if len(tokens) == 1 and REPLACEMENT not in text:
+        return Span((tokens[0]._replace(added=text.encode(), offset=offset),), text, offset)
+    shares = [policy.token_bytes.of(drawn.token) for drawn in tokens]
+    if len(tokens) == 1 and shares[0].decode(errors="replace") != text:
+        shares = [text.encode()]
+    characters, placed, before = codecs.getincrementaldecoder("utf-8")("replace"), list[Drawn](), 0
+    for drawn, share in zip(tokens, shares, strict=True):
+        placed.append(drawn._replace(added=share, offset=offset + min(before, len(text))))
+        before += len(characters.decode(share))
+    return Span(tuple(placed), text, offset)
 
 
 class Piece(NamedTuple):
@@ -76,7 +117,11 @@ class Row:
     random: torch.Generator
     token_ids: list[int] = field(default_factory=list)
     tokens: list[Drawn] = field(default_factory=list)
-    """Those that no piece has had yet."""
+    """Tokens that are not decoded yet."""
+    spans: list[Span] = field(default_factory=list)
+    """Spans whose text is not sent to its end yet."""
+    sent: int = 0
+    """The number of characters that were sent."""
     untold: str = ""
     """Text that is decoded and not yet sent, since a stop string may begin in it. None begins in what was sent."""
     decoded: tuple[int, int] = (0, 0)
@@ -88,8 +133,11 @@ class Row:
         self.tokens.append(drawn)
         full = len(self.token_ids) >= self.request.max_tokens
         ended = drawn.token in policy.eos_ids
+        before = len(self.untold)
         if not self.decode(policy, ended or full):
             return None
+        self.spans.append(spanned(self.tokens, self.untold[before:], self.sent + before, policy))
+        self.tokens = []
         cut = min((at for stop in self.request.stop if (at := self.untold.find(stop)) >= 0), default=-1)
         reason = "stop" if ended or cut >= 0 else "length" if full else ""
         told = cut if cut >= 0 else len(self.untold) - (0 if reason else self._held_back())
@@ -104,8 +152,11 @@ class Row:
         before, now = policy.decode(self.token_ids[first:end]), policy.decode(self.token_ids[first:])
         if now.endswith(REPLACEMENT) and not ended and len(self.token_ids) - end < LONGEST_CHARACTER:
             return False
-        self.untold += now[len(before) :]
-        self.decoded = end, len(self.token_ids)
+        text = now[len(before) :]
+        self.untold += text
+        # After a special token, which has no text, a token would lose its space again.
+        start = first if not text and len(self.token_ids) - first < LONGEST_CHARACTER else end
+        self.decoded = start, len(self.token_ids)
         return True
 
     def _held_back(self) -> int:
@@ -113,6 +164,10 @@ class Row:
         return next((len(part) for part in self.request.beginnings if self.untold.endswith(part)), 0)
 
     def _piece(self, characters: int, reason: str) -> Piece:
+        """Return the next characters as a piece, with the tokens whose text is sent by then; at the end with all."""
         text, self.untold = self.untold[:characters], self.untold[characters:]
-        tokens, self.tokens = tuple(self.tokens), []
+        self.sent += characters
+        complete = len(self.spans) if reason else sum(span.end <= self.sent for span in self.spans)
+        tokens = tuple(drawn for span in self.spans[:complete] for drawn in span.ended_at(self.sent))
+        del self.spans[:complete]
         return Piece(self.index, text, tokens, reason)
