@@ -46,6 +46,20 @@ def rewrites(row, client):
     return float(len(row["question"]))
 
 
+def forks(row, client):
+    """A child that exits and one that comes back; the reward says how they ended."""
+    asks(client, [user("a")])
+    ended = []
+    for exits in (True, False):
+        child = os.fork()
+        if not child:
+            if exits:
+                sys.exit(7)
+            return 5.0
+        ended.append(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+    return float(ended[0] + ended[1] / 10)
+
+
 def raises(row, client):
     asks(client, [user("a")])
     raise ValueError("no idea")

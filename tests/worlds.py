@@ -5,6 +5,9 @@ from __future__ import annotations
 import asyncio
 import os
 import random
+import signal
+import sys
+import threading
 import time
 from contextlib import suppress
 
@@ -159,3 +162,95 @@ WORLDS = {"counter": Counter, "shop": Shop}
 def lengths_heard(environments: list[Parrot], **_columns: object) -> list[float]:
     """A reward function as TRL's documentation has them, which looks at the environments."""
     return [len(environment.heard) / 10 for environment in environments]
+
+
+class Halves:
+    """Says half of a surrogate pair, as json.loads makes of "\\ud83d", wherever it may say something."""
+
+    def reset(self, **_row: object) -> str:
+        return "\ud83d?"
+
+    def tell(self) -> str:
+        """Say a half."""
+        return "a\ude00"
+
+    def refuse(self) -> str:
+        """Raise with a half."""
+        raise ValueError("no \ud83d")
+
+    def reply(self, messages: list[dict[str, str]]) -> str:
+        if len(messages) > 6:
+            raise ValueError("over \ud83d")
+        return "\ud83d\ude00 b\ud83d"
+
+
+class Unsaid:
+    """What it says cannot be made a text."""
+
+    def reset(self, **_row: object) -> None:
+        pass
+
+    def tell(self) -> object:
+        """Say something."""
+        return Mute()
+
+    def reply(self, messages: list[dict[str, str]]) -> object:
+        return Mute()
+
+
+class Mute:
+    def __str__(self) -> str:
+        raise RuntimeError("mute")
+
+
+class Forking:
+    """Forks processes that come back into the package in one of the ways that there are; says how they ended."""
+
+    def reset(self, **_row: object) -> str:
+        return "begin"
+
+    def fork(self, how: str) -> str:
+        """Fork, and wait for the child.
+
+        Args:
+            how: How the child ends: it returns, exits or raises.
+        """
+        return f"{os.getpid()} {forked(how)}"
+
+    def reply(self, messages: list[dict[str, str]]) -> None:
+        return None
+
+    def get_reward(self) -> float:
+        forked("returns")
+        return 1.0
+
+
+def forked(how: str) -> int | None:
+    """Return the exit status of a child; the child itself does what is asked."""
+    child = os.fork()
+    if child:
+        return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    if how == "exits":
+        sys.exit(7)
+    if how == "raises":
+        raise RuntimeError("in the child")
+    return None
+
+
+class Large:
+    """Leaves an environment of many bytes behind, and stops in the middle of sending it."""
+
+    def reset(self, **_row: object) -> None:
+        self.bytes = b"a" * 10_000_000
+
+    def reply(self, messages: list[dict[str, str]]) -> None:
+        # By a thread, as soon as the answer has begun.
+        threading.Thread(target=stop_soon, daemon=True).start()
+
+    def get_reward(self) -> float:
+        return 1.0
+
+
+def stop_soon() -> None:
+    time.sleep(0.3)
+    os.kill(os.getpid(), signal.SIGSTOP)

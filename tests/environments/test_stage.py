@@ -240,3 +240,97 @@ def test_a_process_that_is_killed_from_outside_costs_its_own_conversation(stage)
     found = replies(stage, 2)
     assert found[0].outcome.error == "its process has ended"
     assert found[1].messages[0]["content"] == "sold 1"
+
+
+def test_halves_of_characters_become_marks(stage_or_here):
+    """In what `reset`, a tool, an error and `reply` say; whole characters in two halves are joined."""
+    world = stage_or_here(Talk("worlds:Halves", timeout=2.0))
+    texts = [begun(world)[0].prompt.text[-1]["content"]]
+    for said in (call("tell"), call("refuse"), over()):
+        world.tell(0, said)
+        texts += [message["content"] for message in replies(world, 1)[0].messages]
+    assert texts == ["Q\ufffd?", "a\ufffd", "{'error': 'no \\ud83d'}", "\U0001f600 b\ufffd"]
+    world.tell(0, over())
+    error = replies(world, 1)[0].outcome.error
+    assert error.startswith("reply: ValueError: over ")
+    error.encode()
+
+
+def test_what_cannot_be_made_a_text_costs_its_call_or_its_conversation(stage_or_here):
+    world = stage_or_here(Talk("worlds:Unsaid", timeout=2.0))
+    begun(world)
+    world.tell(0, call("tell"))
+    [message] = replies(world, 1)[0].messages
+    assert message["content"] == "{'error': 'mute'}"
+    world.tell(0, over())
+    assert replies(world, 1)[0].outcome.error.startswith("reply: RuntimeError: mute")
+
+
+@pytest.fixture
+def stage_or_here(request):
+    made = []
+
+    def world(talk):
+        made.append(Stage(talk, RewardConfig()) if request.param is Stage else Here(talk))
+        return made[-1]
+
+    yield world
+    for each in made:
+        each.close()
+
+
+def pytest_generate_tests(metafunc):
+    if "stage_or_here" in metafunc.fixturenames:
+        metafunc.parametrize("stage_or_here", [Stage, Here], indirect=True)
+
+
+@pytest.mark.parametrize("stage", [Talk("worlds:Forking", timeout=20.0)], indirect=True)
+def test_a_child_that_an_environment_forks_ends_where_it_comes_back(stage):
+    begun(stage)
+    pid = stage.busy[0].pid if stage.busy[0].pid else None
+    for how, status in (("returns", 0), ("exits", 7), ("raises", 1)):
+        stage.tell(0, call("fork", how=how))
+        [message] = replies(stage, 1)[0].messages
+        mine, ended = message["content"].split()
+        assert int(ended) == status
+        assert pid in (None, int(mine))
+    stage.tell(0, over())
+    assert replies(stage, 1)[0].outcome.reward == 1.0
+    assert not children_of(stage.idle[0].pid)
+
+
+def children_of(pid):
+    return Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+
+
+@pytest.mark.parametrize("stage", [Talk("worlds:Large", timeout=0.5, keeps=True)], indirect=True)
+def test_a_process_that_stops_in_the_middle_of_an_answer_is_lost_in_time(stage):
+    begun(stage)
+    stage.tell(0, over())
+    time.sleep(1.0)
+    assert replies(stage, 1)[0].outcome.error == "no answer within 1 s"
+
+
+@pytest.mark.parametrize("stage", [Talk("worlds:Shop", timeout=0.5)], indirect=True)
+def test_a_process_that_does_not_read_a_large_row_is_lost_in_time(stage):
+    begun(stage)
+    stage.tell(0, over())
+    replies(stage, 1)
+    os.kill(stage.idle[0].pid, signal.SIGSTOP)
+    row = {"text": "a" * 10_000_000}
+    lost = begun(stage, prompt=Prompt("p", ({"role": "user", "content": "Q"},), columns=row))[0]
+    assert lost.outcome.error == "no answer within 0.5 s"
+    assert begun(stage, prompt=Prompt("q", ({"role": "user", "content": "Q"},), columns=row))[0].prompt
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stage", [replace(SHOP, timeout=1.0)], indirect=True)
+def test_many_slow_calls_of_one_turn_keep_the_conversation(stage):
+    """Each within its time, together longer than twice that and ten seconds, when a process used to end itself."""
+    begun(stage)
+    [one] = call("wait", seconds=0.9).message["tool_calls"]
+    stage.tell(0, Said({"role": "assistant", "content": "", "tool_calls": [one] * 15}))
+    said = replies(stage, 1, 40.0)[0]
+    assert [message["content"] for message in said.messages] == ["waited"] * 15
+    stage.tell(0, over())
+    assert replies(stage, 1)[0].outcome.events == {"calls": 15}

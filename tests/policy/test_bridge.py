@@ -103,6 +103,24 @@ def test_special_tokens_that_are_said_are_text():
     assert words in tokenizer.decode(made.rest)
 
 
+@pytest.mark.parametrize("name", KNOW_TOOLS)
+def test_the_name_of_a_tool_may_spell_the_end_of_a_turn(name):
+    """It is text: the bridge is that of another name, but for the name itself."""
+    tokenizer = tokenizer_of(TEMPLATES[name])
+    end = tokenizer.decode([tokenizer.eos_token_id])
+
+    def made(tool):
+        heard = [{"role": "tool", "name": tool, "content": "42"}, {"role": "tool", "name": "g", "content": "43"}]
+        return bridge(tokenizer, heard, [tokenizer.eos_token_id])
+
+    spelled, plain = made(end), made("add")
+    assert spelled.end == plain.end
+    assert spelled.rest.count(tokenizer.eos_token_id) == plain.rest.count(tokenizer.eos_token_id)
+    assert tokenizer.decode(spelled.rest).replace(end, "") == tokenizer.decode(plain.rest).replace(end, "").replace(
+        "add", ""
+    )
+
+
 def test_a_tokenizer_without_a_template_hears_lines():
     tokenizer = character_tokenizer("abc\n")
     made = bridge(tokenizer, [{"role": "user", "content": "abc"}], [tokenizer.eos_token_id])

@@ -161,6 +161,40 @@ def test_what_cannot_be_read_is_said_in_a_line_and_never_raised(text, marks):
             assert "\n" not in fault
 
 
+N = 200_000
+LONG = {
+    "newlines in a fence": "```" + "\n" * N + "x",
+    "newlines between fences": "```json" + "\n" * N + "```",
+    "spaces behind a call": "[add(" + ")" + " " * N + "x]",
+    "many ends of a call": "[add(" + ") " * (N // 2) + "]x",
+    "marks": "<tool_call>" * (N // 11),
+    "calls": f"<tool_call>{ADD}</tool_call>" * (N // 100),
+    "begun calls": '<tool_call>{"name"' * (N // 18),
+    "marks and newlines": "[TOOL_CALLS] [] \n" * (N // 17),
+    "names": '{"name" ' * (N // 8),
+}
+
+
+@pytest.mark.parametrize("name", LONG)
+def test_long_turns_are_read_in_a_time_that_grows_with_their_length(name, marks):
+    """What is quadratic in 200,000 characters does not come to its end in the time that a test has."""
+    tokenizer = marks["spelled"]
+    said = read(tokenizer, ids_of(tokenizer, LONG[name]), [], TOOLS)
+    assert len(said.unreadable) <= 100
+    assert len(called(said)) == (N // 100 if name == "calls" else 0)
+
+
+def test_a_call_that_is_nested_very_deep_is_unreadable_and_never_raised(marks):
+    """At each depth around that of Python's own limit."""
+    for depth in (100, 300, *range(900, 1010, 3)):
+        for text in (
+            '{"function": ' * depth + ADD + "}" * depth,
+            '<tool_call>{"name": "add", "arguments": ' + "[" * depth + "]" * depth + "}</tool_call>",
+            "<tool_call>" + '{"a": ' * depth + "1" + "}" * depth + "</tool_call>",
+        ):
+            assert called(read(marks["spelled"], ids_of(marks["spelled"], text), [], TOOLS)) == []
+
+
 def test_good_calls_stay_beside_bad_ones(marks):
     text = f"<tool_call>{{bad <tool_call>{ADD}</tool_call><tool_call>[]x</tool_call><tool_call>{LOOK}</tool_call>"
     said = read(marks["spelled"], ids_of(marks["spelled"], text), [], TOOLS)

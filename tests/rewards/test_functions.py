@@ -306,14 +306,24 @@ def test_an_asynchronous_function_may_end_as_it_likes(name, task):
         assert all(reward.failures[name].startswith(("CancelledError", "SystemExit")) for reward in rewards)
 
 
-def test_each_group_that_is_asked_again_has_the_time_of_a_step(task):
-    ours = task("slow_and_fragile", timeout=1.0)
+@pytest.mark.parametrize(
+    ("name", "timeout", "values"),
+    [
+        ("slow_and_fragile", 30.0, [1.0, None, 1 / 3, 1 / 4]),
+        ("slow_and_fragile", 1.0, [1.0, None, None, None]),  # 0.6 s for all, 0.6 s for the first alone
+        ("hangs_alone", 1.0, [1.0, None, None, None]),
+    ],
+)
+def test_groups_that_are_asked_again_share_the_time_of_the_step(name, timeout, values, task):
+    ours = task(name, timeout=timeout)
     [first] = ours.sample(0, 1)
     texts = ["a", "", "aaa", "aaaa"]
     prompts = [replace(first, id=str(i)) for i in range(4)]
     said = [Completion((1,), (-1.0,), text, True) for text in texts]
     rewards = ours.reward_all(list(zip(prompts, said, strict=True)))
-    assert [reward.parts.get("slow_and_fragile") for reward in rewards] == [1.0, None, 1 / 3, 1 / 4]
+    assert [reward.parts.get(name) for reward in rewards] == values
+    late = [reward.error.endswith("no reward within 1 s") for reward in rewards]
+    assert late == [timeout == 1.0 and value is None for value in values]
 
 
 def test_an_answer_that_was_there_in_time_counts_however_late_it_is_looked_at(task, monkeypatch):
@@ -354,6 +364,13 @@ def test_a_copy_of_the_process_that_comes_back_says_nothing(task):
     for texts in (["a", "b"], ["aa", "bbb"]):
         pairs = groups(ours, texts)
         assert [reward.parts["forks"] for reward in ours.reward_all(pairs)] == [float(len(text)) for text in texts]
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_fork_of_the_process_ends_as_it_was_told_to(task):
+    ours = task("waits_for_a_fork", "waits_for_a_fork_that_returns", timeout=20.0)
+    rewards = ours.reward_all(groups(ours, ["a", "b"]))
+    assert [tuple(reward.parts.values()) for reward in rewards] == [(7.0, 0.0)] * 2
 
 
 @pytest.mark.filterwarnings("ignore")

@@ -213,6 +213,26 @@ def forks(completions, **kwargs):
     return [float(len(completion)) for completion in completions]
 
 
+def waits_for_a_fork(completions, **kwargs):
+    child = os.fork()
+    if not child:
+        sys.exit(7)
+    return [float(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))] * len(completions)
+
+
+async def waits_for_a_fork_that_returns(completions, **kwargs):
+    child = os.fork()
+    return [float(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])) if child else 1.0] * len(completions)
+
+
+def hangs_alone(completions, **kwargs):
+    if len(completions) > 1:
+        raise ValueError("one at a time")
+    if not completions[0]:
+        time.sleep(60)
+    return [float(len(completions[0]))]
+
+
 def of_text(function):
     @functools.wraps(function)
     def wrapper(completions, **kwargs):

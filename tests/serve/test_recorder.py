@@ -291,6 +291,10 @@ def test_an_agent_that_is_gone_before_its_answer_comes_has_its_reward(world_of):
     assert last.outcome == Outcome(0.5)
 
 
+def test_a_child_that_an_agent_forks_says_nothing_for_it(world_of):
+    assert driven(world_of("forks"), {}, [words("a")])[-1].outcome == Outcome(7.0)
+
+
 def test_the_time_of_the_policy_is_not_the_agent_s(world_of):
     """Two turns of two and a half seconds each; with the second of grace the agent has two."""
     last = driven(world_of("talks", timeout=1.0), {"turns": 2}, [words("a")] * 2, pause=2.5)[-1]

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import os
 import pickle
 import random
 import signal
@@ -20,6 +21,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from pellucid.environments.talk import COLUMN, Talk, is_reply, makers, tools_of
+from pellucid.machine.copies import end_copy
 from pellucid.machine.plugins import function_of, load_object
 from pellucid.protocols import Said
 from pellucid.rewards.plain import NoRewardError, described, number
@@ -90,11 +92,11 @@ class Actor:
     def _begun(self, request: Begin) -> Answer:
         shared, own = request.seeds
         seed_all(shared)
-        observation, error = self._tried(lambda: self._reset(request.columns))
+        observation, error = self._said(lambda: self._reset(request.columns))
         seed_all(own)
         if error:
             return Answer([], {}, over=True, error=f"reset: {self._told(error)}")
-        return Answer([("user", "", shortened(observation))] if observation is not None else [], {})
+        return Answer([("user", "", observation)] if observation is not None else [], {})
 
     def _reset(self, columns: Mapping[str, Any]) -> Any:
         if not self._makers:
@@ -133,23 +135,24 @@ class Actor:
             inspect.signature(tools[name]).bind(**arguments)
         except TypeError as error:
             return str({"error": str(error)}), "arguments"
-        result, error = self._tried(lambda: tools[name](**arguments))
+        result, error = self._said(lambda: tools[name](**arguments))
         if error is None:
-            return shortened(result), ""
+            return str(result), ""
         told = self._told(error)
         if isinstance(error, TimeLimitError):
             return str({"error": told}), "timeout"
-        return shortened({"error": str(error)}), "raised"
+        words, unsaid = self._said(lambda: {"error": str(error)})
+        return str({"error": told}) if unsaid else str(words), "raised"
 
     def _replied(self, messages: Sequence[Message]) -> Answer:
         own = getattr(self._environment, "reply", None)
         reply = own if own is not None and is_reply(own) else self._reply
         if reply is None:
             return Answer([], {}, over=True)
-        said, error = self._tried(lambda: reply([dict(message) for message in messages]))
+        said, error = self._said(lambda: reply([dict(message) for message in messages]))
         if error:
             return Answer([], {}, over=True, error=f"reply: {self._told(error)}")
-        return Answer([], {}, over=True) if said is None else Answer([("user", "", shortened(said))], {})
+        return Answer([], {}, over=True) if said is None else Answer([("user", "", said)], {})
 
     def _ended(self, answer: Answer) -> None:
         get_reward = getattr(self._environment, "get_reward", None)
@@ -168,12 +171,23 @@ class Actor:
 
     def _tried(self, act: Callable[[], Any]) -> tuple[Any, BaseException | None]:
         """Return what a call of the user's code returns, and what it raises."""
+        owner = os.getpid()
         try:
-            return self._within(act), None
+            value = self._within(act)
         except (KeyboardInterrupt, GeneratorExit):
             raise
         except BaseException as error:  # noqa: BLE001 - whatever code of the user's raises is an answer
+            end_copy(owner, error)
             return None, error
+        end_copy(owner)
+        return value, None
+
+    def _said(self, act: Callable[[], Any]) -> tuple[str | None, BaseException | None]:
+        """Return what a call of the user's code says as text, or None where it returns None, and what it raises."""
+        value, error = self._tried(act)
+        if error or value is None:
+            return None, error
+        return self._tried(lambda: shortened(value))
 
     def _within(self, act: Callable[[], Any]) -> Any:
         """Return what a call returns, awaited where it is asynchronous. TimeLimitError where it takes too long."""
@@ -187,7 +201,7 @@ class Actor:
     def _told(self, error: BaseException) -> str:
         if isinstance(error, TimeLimitError):
             return f"no answer within {self._talk.timeout:g} s"
-        told = described(error)
+        told = encodable(described(error))
         self._note(told, error)
         return told
 
@@ -222,8 +236,14 @@ def seed_all(seed: str) -> None:
 
 
 def shortened(said: Any) -> str:
+    """Return the text of a value, cut where it is very long, so that it can be encoded."""
     text = str(said)
-    return text if len(text) <= LONGEST else f"{text[:LONGEST]}... ({len(text)} characters)"
+    return encodable(text if len(text) <= LONGEST else f"{text[:LONGEST]}... ({len(text)} characters)")
+
+
+def encodable(text: str) -> str:
+    """Return the text with a mark in place of half a surrogate pair, which no tokenizer and no file takes."""
+    return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
 
 
 def kept(spec: str, environment: Any) -> bytes:

@@ -20,7 +20,8 @@ from functools import cache
 from multiprocessing.connection import Connection
 from typing import Any
 
-from pellucid.environments.actor import Answer, awaited, seed_all
+from pellucid.environments.actor import Answer, awaited, encodable, seed_all
+from pellucid.machine.copies import end_copy
 from pellucid.machine.extras import extra
 from pellucid.machine.plugins import function_of
 from pellucid.rewards import worker
@@ -80,19 +81,22 @@ class Agent:
 
     def answer(self, request: Solve) -> Answer:
         """Return what the agent says that its rollout was worth, or why it came to nothing."""
+        owner = os.getpid()
         seed_all(request.seed)
         os.environ.update(OPENAI_BASE_URL=request.base_url, OPENAI_API_KEY=KEY)
         for name in ("NO_PROXY", "no_proxy"):  # a proxy would not find this machine
             os.environ[name] = ",".join(filter(None, (os.environ.get(name), HERE)))
         try:
             value = self._solved(request) if self._solve else commanded(str(self._talk.run), request.row)
+            end_copy(owner)
             if value is None and not self._talk.graded:
                 raise NoRewardError("the agent has said no reward, and the task has no rewards")
             reward = None if value is None else number(value, "what the agent returned")
         except (KeyboardInterrupt, GeneratorExit):
             raise
         except BaseException as error:  # noqa: BLE001 - whatever code of the user's raises is an answer
-            told = described(error)
+            end_copy(owner, error)
+            told = encodable(described(error))
             self._note(told, error)
             return Answer([], {}, over=True, error=told)
         return Answer([], {}, over=True, reward=reward)
@@ -139,7 +143,8 @@ def play(connection: Connection, talk: AgentTalk) -> None:
     """Answer one request. The process ends with its parent's end of the connection, whatever the agent does."""
     try:
         connection.send_bytes(json.dumps({"pid": os.getpid()}).encode())
-        request: Solve = pickle.loads(connection.recv_bytes())
+        request: Solve
+        request, _ = pickle.loads(connection.recv_bytes())
         parent = threading.Thread(target=leave_with, args=(connection,), daemon=True)
         parent.start()
         answer = Agent(talk, worker.note).answer(request)

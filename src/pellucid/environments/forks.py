@@ -11,6 +11,7 @@ import json
 import math
 import os
 import pickle
+import select
 import signal
 import sys
 import time
@@ -25,6 +26,7 @@ from pellucid.environments.actor import Actor, Answer, Begin, Hear
 from pellucid.environments.agent import Agent, AgentTalk, Solve
 from pellucid.environments.talk import Talk
 from pellucid.machine import streams
+from pellucid.machine.channel import Channel
 from pellucid.rewards import worker
 from pellucid.rewards.process import GRACE, MOST, SPAWN, START_SECONDS, safe_path
 from pellucid.rewards.worker import Confines
@@ -45,6 +47,9 @@ class Player:
 
     def __init__(self, connection: Any) -> None:
         self.connection, self.deadline, self.pid = connection, math.inf, 0
+        self._channel = Channel(connection, MOST)
+        self._answer: Answer | None = None
+        """An answer whose environment is still to come."""
 
     @property
     def has_ended(self) -> bool:
@@ -52,24 +57,31 @@ class Player:
         return self.connection.poll()
 
     def ask(self, request: Begin | Hear | Solve, seconds: float) -> None:
-        """Send a request, to be answered within so many seconds. GoneError where the process has ended."""
+        """Send a request, to be answered within so many seconds.
+
+        GoneError where the process has ended, or does not take the request in that time.
+        """
         self.deadline, self._limit = time.monotonic() + seconds + GRACE, seconds
         try:
-            self.connection.send_bytes(pickle.dumps(request))
+            self._channel.send(pickle.dumps((request, seconds)), seconds + GRACE)
+        except TimeoutError as error:
+            raise GoneError(f"no answer within {seconds:g} s") from error
         except (OSError, ValueError) as error:
             raise GoneError("its process has ended") from error
 
     def answer(self) -> tuple[Answer, bytes] | None:
         """Return the answer, or None where there is none yet. GoneError where none will come."""
         try:
-            if self.connection.poll():
-                told = json.loads(self.connection.recv_bytes(MOST))
+            while (data := self._channel.receive()) is not None:
+                if self._answer is not None:
+                    answer, self._answer, self.deadline = self._answer, None, math.inf
+                    return answer, data
+                told = json.loads(data)
                 if "pid" in told:
                     self.pid = told["pid"]
-                    return self.answer()
-                self.deadline = math.inf
-                return Answer(**told), self.connection.recv_bytes(MOST)
-        except (EOFError, OSError, ValueError, TypeError) as error:
+                else:
+                    self._answer = Answer(**told)
+        except (EOFError, OSError, ValueError, TypeError, RecursionError) as error:
             raise GoneError("its process has ended") from error
         if time.monotonic() >= self.deadline:
             raise GoneError(f"no answer within {self._limit:g} s")
@@ -77,6 +89,9 @@ class Player:
 
     def end(self) -> None:
         """End the process and all that it has started."""
+        if not self.pid:
+            with suppress(GoneError):
+                self.answer()  # it may have said its number since
         if self.pid and hasattr(os, "killpg"):
             with suppress(ProcessLookupError, PermissionError):
                 os.killpg(self.pid, signal.SIGKILL)
@@ -97,7 +112,8 @@ class Troupe:
         """Return a new player. UserError where the user's code cannot be loaded."""
         mine, theirs = Pipe()
         if FORKS:
-            if self._forker is None or not self._forker.is_alive():
+            if self._forker is None or not self._forker.is_alive() or not self._listens():
+                self.close()
                 self._forker = self._started()
             reduction.send_handle(self._control, theirs.fileno(), self._forker.pid)
         else:
@@ -107,6 +123,12 @@ class Troupe:
             self._others.append(process)
         theirs.close()
         return Player(mine)
+
+    def _listens(self) -> bool:
+        """Return whether the process that forks the others takes what is sent to it; it may hang."""
+        writable = select.poll()
+        writable.register(self._control.fileno(), select.POLLOUT)
+        return bool(writable.poll(START_SECONDS * 1000))
 
     def close(self) -> None:
         """End the process that forks the others."""
@@ -128,16 +150,25 @@ class Troupe:
         with safe_path():
             forker.start()
         theirs.close()
-        told: dict[str, str] = {"error": f"it is not loaded within {START_SECONDS:g} s"}
-        if wait([self._control], START_SECONDS):
-            try:
-                told = json.loads(self._control.recv_bytes())
-            except EOFError:
-                told = {"error": 'its process ended; a script needs `if __name__ == "__main__":` around what it does'}
+        try:
+            told = self._told()
+        except (EOFError, OSError, ValueError):
+            told = {"error": 'its process ended; a script needs `if __name__ == "__main__":` around what it does'}
         if error := told.get("error"):
             forker.kill()
             raise UserError(f"the {self._what} cannot be used: {error}")
         return forker
+
+    def _told(self) -> dict[str, str]:
+        """Return what the process that forks the others says of the user's code, or that it says nothing in time."""
+        channel, until = Channel(self._control, MOST), time.monotonic() + START_SECONDS
+        try:
+            while (data := channel.receive()) is None:
+                if not wait([self._control], max(0.0, until - time.monotonic())):
+                    return {"error": f"it is not loaded within {START_SECONDS:g} s"}
+            return json.loads(data)
+        finally:
+            os.set_blocking(self._control.fileno(), True)
 
 
 def fork_players(control: Connection, talk: bytes, confines: Confines) -> None:
@@ -175,12 +206,13 @@ def play(connection: Connection, talk: Talk | AgentTalk) -> None:
     if isinstance(talk, AgentTalk):
         agent.play(connection, talk)
         return
-    actor = Actor(talk, worker.note)
     try:
         connection.send_bytes(json.dumps({"pid": os.getpid()}).encode())
+        actor = Actor(talk, worker.note)
         while True:
-            request: Begin | Hear = pickle.loads(connection.recv_bytes())
-            worker.watch([talk.timeout])
+            request: Begin | Hear
+            request, seconds = pickle.loads(connection.recv_bytes())
+            worker.watch([seconds])  # of all calls of the request together
             answer, environment = actor.answer(request)
             faulthandler.cancel_dump_traceback_later()
             connection.send_bytes(json.dumps(asdict(answer)).encode())

@@ -85,7 +85,7 @@ class Stage:
 
     def end(self, number: int) -> None:
         """Tell that the policy says nothing more in a conversation. The reply is its outcome."""
-        self._ask(number, Hear(Said({}), (), last=True), self._talk.timeout)
+        self._ask(number, Hear(Said({}), (), last=True), self._talk.timeout * 2)
 
     def heard(self, seconds: float) -> list[tuple[int, Reply]]:
         """Return the replies that have come, with the numbers of their conversations; wait so long for the first."""

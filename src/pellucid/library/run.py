@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import atexit
+import ctypes
 import inspect
+import os
 import weakref
 from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager
@@ -55,11 +57,15 @@ class Run:
         self._code = self._code_now()
         self._course: Course | None = None
         self._loop: Callable[[], Generator[StepResult] | None] = lambda: None
+        self._owner = 0
+        """The process that has the loop which is open; 0 where none is."""
 
     def __repr__(self) -> str:
         return f"<Run {self.folder}: {len(self.metrics)} of {self._cfg.algorithm.steps} steps>"
 
     def __iter__(self) -> Iterator[StepResult]:
+        if self._owner not in (0, os.getpid()):
+            raise UserError(self._not_owner)
         self._close()
         loop = self._steps()
         self._loop = weakref.ref(loop)  # a loop that is left has no other owner, and ends at once
@@ -123,15 +129,37 @@ class Run:
             return
         requests = StopRequests()
         steps = iter(self._begun(requests))
+        self._owner = owner = os.getpid()
         try:
             while (result := self._next(steps, requests)) is not None:
                 with at_exit(self._close):
                     yield result
+                if os.getpid() != owner:
+                    keep_for_ever(steps)
+                    raise UserError(self._not_owner)
         except GeneratorExit:
+            if os.getpid() != owner:
+                keep_for_ever(steps)
+                return
             self._leave(steps, requests)
+        finally:
+            if os.getpid() == owner:
+                self._owner = 0
+
+    @property
+    def _not_owner(self) -> str:
+        return (
+            f"the run in {self.folder} belongs to process {self._owner}, of which this one is a fork: only that process"
+            " takes its steps, saves it and closes it"
+        )
 
     def _close(self) -> None:
-        """Leave the loop that is open, if one is. UserError where it is taking a step, as in another thread."""
+        """Leave the loop that is open, if one is. UserError where it is taking a step, as in another thread.
+
+        A fork of the process that has the loop leaves it alone.
+        """
+        if self._owner not in (0, os.getpid()):
+            return
         loop = self._loop()
         if loop is not None and inspect.getgeneratorstate(loop) == inspect.GEN_RUNNING:
             raise UserError(f"the run in {self.folder} is taking a step: wait for it")
@@ -210,6 +238,14 @@ class Run:
         if policy.sharded:
             raise UserError(f"the parameters lie in several processes: the model will be in {self.folder / 'model'}")
         return policy
+
+
+def keep_for_ever(steps: Iterator[StepResult]) -> None:
+    """Keep the steps of another process from being closed in this fork of it, also when this process ends.
+
+    They would save the run, release its folder and end the processes of rewards.
+    """
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(steps))
 
 
 @contextmanager

@@ -38,11 +38,11 @@ def bridge(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], ends
         text = "\n" + "".join(f"{message['content']}\n" for message in messages)
         return Bridge((), tuple(ids_of(tokenizer, text, literal=True)))
     messages, _ = shown(tokenizer, messages)
-    before = beginning(messages)
 
     def behind(marked: Sequence[Message]) -> str:
+        # The call that precedes has the marked name, too: a name may spell the end of a turn.
         try:
-            return behind_turn(tokenizer, before, marked, ends)
+            return behind_turn(tokenizer, beginning(marked), marked, ends)
         except FAULTS as error:
             raise UserError(f"policy.template: {' '.join(str(error).split())}") from error
 

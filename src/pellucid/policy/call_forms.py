@@ -13,14 +13,17 @@ MARKS = frozenset((OPEN, CLOSE, PYTHON, MISTRAL))
 BEGINNING = re.compile("|".join(map(re.escape, (OPEN, PYTHON, MISTRAL))))
 END = re.compile(rf"{CLOSE}|(?={OPEN})|$")
 THINK, THOUGHT = "<think>", "</think>"
-FENCE = re.compile(r"```(?:json)?\s*\n(.*)\n\s*```", re.DOTALL)
+FENCE = "```"
 NEXT = re.compile(r"[\s;]*(?=[\[{])")
 NAMED = re.compile(r'[\[\s]*\{.*?"name"\s*:\s*"([^"]*)"', re.DOTALL)
-PYTHONIC = re.compile(r"\[\s*([A-Za-z_][\w.]*)\s*\(.*\)\s*,?\s*\]", re.DOTALL)
+PYTHONIC = re.compile(r"\[\s*([A-Za-z_][\w.]*)\s*\(")
+"""How a list of calls in Python's form begins."""
 WORDS = {"true": True, "false": False, "null": None}
 FAULTS = (ValueError, TypeError, KeyError, RecursionError)
 """What is raised for values that cannot be read."""
 JSON = json.JSONDecoder()
+MOST_FAULTS = 100
+"""After so many unreadable calls the rest of a turn is text: each one costs a look at all of it."""
 
 
 class Found(NamedTuple):
@@ -52,7 +55,8 @@ def joined(*texts: str) -> str:
 
 
 def one_line(value: Any) -> str:
-    return " ".join(str(value).split())[:200]
+    """Return the beginning of a text as one line, without half characters, which cannot be encoded."""
+    return " ".join(str(value)[:1000].split())[:200].encode(errors="backslashreplace").decode()
 
 
 def marked(text: str) -> Found | None:
@@ -60,40 +64,44 @@ def marked(text: str) -> Found | None:
     kept: list[str] = []
     calls: list[Any] = []
     faults: list[str] = []
-    while mark := BEGINNING.search(text):
-        kept.append(text[: mark.start()])
-        values, fault, text = (enclosed if mark[0] == OPEN else sequence)(text[mark.end() :])
+    at = 0
+    while len(faults) < MOST_FAULTS and (mark := BEGINNING.search(text, at)):
+        kept.append(text[at : mark.start()])
+        values, fault, at = (enclosed if mark[0] == OPEN else sequence)(text, mark.end())
         calls += values
         faults += filter(None, [fault])
-    return Found(tuple(calls), tuple(faults), joined(*kept, text)) if kept else None
+    return Found(tuple(calls), tuple(faults), joined(*kept, text[at:])) if kept else None
 
 
-def enclosed(text: str) -> tuple[list[Any], str, str]:
-    """As `sequence`, up to a closing tag; where a model forgets it, the text goes on behind the JSON."""
-    values, fault, rest = sequence(text)
-    end = END.search(text if fault else rest)
+def enclosed(text: str, at: int) -> tuple[list[Any], str, int]:
+    """Read calls as `sequence` does, up to a closing tag; where that is missing, the text goes on behind the JSON."""
+    values, fault, rest = sequence(text, at)
+    end = END.search(text, at if fault else rest)
     assert end is not None
     if fault:
-        return values, fault, text[end.end() :]
-    if end[0] and rest[: end.start()].strip():
-        return [], f"not JSON: behind it stands {one_line(rest[: end.start()])}", rest[end.end() :]
-    return values, "", rest[end.end() :] if end[0] else rest
+        return values, fault, end.end()
+    if end[0] and text[rest : end.start()].strip():
+        return [], f"not JSON: behind it stands {one_line(text[rest : end.start()])}", end.end()
+    return values, "", end.end() if end[0] else rest
 
 
-def sequence(text: str) -> tuple[list[Any], str, str]:
-    """Return the JSON values that a text begins with, what is wrong with the one after them, and the rest.
+def sequence(text: str, at: int) -> tuple[list[Any], str, int]:
+    """Read the JSON values that stand at a place of a text, one behind the other or in a list, with semicolons or not.
 
-    They stand one behind the other or in a list; there may be semicolons between them.
+    Returns:
+        The values, what is wrong with the one after them, and where the rest of the text begins.
     """
     values: list[Any] = []
-    end = 0
+    end = at
     try:
         while start := NEXT.match(text, end):
             value, end = JSON.raw_decode(text, start.end())
             values += value if isinstance(value, list) else [value]
     except FAULTS as error:
-        return values, f"not JSON: {one_line(error)}", ""
-    return (values, "", text[end:]) if end else ([], f"not JSON: {one_line(text) or 'nothing'}", "")
+        return values, f"not JSON: {one_line(error)}", len(text)
+    if end > at:
+        return values, "", end
+    return [], f"not JSON: {one_line(text[at : at + 1000]) or 'nothing'}", len(text)
 
 
 def whole(text: str, names: set[str]) -> Found | None:
@@ -101,28 +109,50 @@ def whole(text: str, names: set[str]) -> Found | None:
 
     What is not quite JSON, or Python, is a call where it begins as one of a tool that there is.
     """
-    body = fence[1].strip() if (fence := FENCE.fullmatch(text)) else text
-    if call := PYTHONIC.fullmatch(body):
-        return pythonic(body, call[1] in names)
+    body = unfenced(text)
+    if name := pythonic_name(body):
+        return pythonic(body, name in names)
     if not body.startswith(("[", "{")):
         return None
-    values, fault, rest = sequence(body)
+    values, fault, rest = sequence(body, 0)
     calls = [value for value in values if is_call(value, names)]
     if fault:
         begun = NAMED.match(body)
         return Found(tuple(calls), (fault,)) if begun and begun[1] in names else None
-    return Found(tuple(values)) if values and not rest.strip() and calls == values else None
+    return Found(tuple(values)) if values and not body[rest:].strip() and calls == values else None
+
+
+def unfenced(text: str) -> str:
+    """Return what stands in a fence of three backticks, on lines of its own, where that is the whole text."""
+    if not (len(text) >= 2 * len(FENCE) and text.startswith(FENCE) and text.endswith(FENCE)):
+        return text
+    inside = text[len(FENCE) : -len(FENCE)].removeprefix("json")
+    before = inside[: len(inside) - len(inside.lstrip())]
+    after = inside[len(inside.rstrip()) :]
+    return inside.strip() if "\n" in before and "\n" in after else text
+
+
+def pythonic_name(text: str) -> str:
+    """Return the name of the first call where a text is a list of calls in Python's form; else nothing."""
+    begun = PYTHONIC.match(text)
+    end = text.removesuffix("]").rstrip().removesuffix(",").rstrip()
+    return begun[1] if begun and text.endswith("]") and end.endswith(")") and len(end) > begun.end() else ""
 
 
 def is_call(value: Any, names: set[str]) -> bool:
-    """Return whether a JSON value is a call even where nothing marks it as one.
+    """Return whether a JSON value is a call even where nothing marks it as one."""
+    if isinstance(value, dict) and "function" in value:
+        return value.keys() <= {"id", "type", "function"} and is_function(value["function"], names)
+    return is_function(value, names)
 
-    Without arguments it is one only where `names`, those of the tools, have its name.
+
+def is_function(value: Any, names: set[str]) -> bool:
+    """Return whether a JSON value is a name with arguments, and nothing else.
+
+    Without arguments it is one only if `names`, those of the tools, have its name.
     """
-    if not isinstance(value, dict):
+    if not isinstance(value, dict) or "function" in value:
         return False
-    if "function" in value:
-        return value.keys() <= {"id", "type", "function"} and is_call(value["function"], names)
     arguments = value.get("arguments", value.get("parameters"))
     known = {"id", "type", "name", "arguments", "parameters"}
     name = value.get("name")

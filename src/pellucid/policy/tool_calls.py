@@ -91,7 +91,7 @@ def said(message: Message, calls: Sequence[Any], faults: Sequence[str] = ()) -> 
     for value in calls:
         try:
             readable.append(function_of(value))
-        except ValueError as error:
+        except FAULTS as error:
             unreadable.append(one_line(error))
     numbered = [{"id": f"call_{i}", "type": "function", "function": call} for i, call in enumerate(readable)]
     return Said({**message, "tool_calls": numbered} if numbered else message, tuple(unreadable))

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import math
+import os
+import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import as_completed
 from itertools import groupby
 from typing import Any, NamedTuple
 
+from pellucid.machine.copies import end_copy
 from pellucid.protocols import grades_together
 from pellucid.rewards import functions
 from pellucid.rewards.parts import Pair, Part
@@ -43,6 +47,14 @@ class Began(NamedTuple):
     terms: list[int]
 
 
+class Partly(NamedTuple):
+    """The first of the completions of a call have these answers of a term, after those that it had already."""
+
+    term: int
+    answers: list[Answer]
+    more: bool = True
+
+
 class Answered(NamedTuple):
     """A term has an answer for each completion of the call."""
 
@@ -50,14 +62,14 @@ class Answered(NamedTuple):
     answers: list[Answer]
 
 
-Event = Began | Answered
+Event = Began | Partly | Answered
 
 
 def run(task: Any, call: Call, note: Note) -> Iterator[Event]:
     """Compute a call and yield its events. One term follows the other, then the asynchronous ones run together.
 
     A term that raises begins anew for each group, so that the others have their answers; siblings stay together, since
-    a function may compare them.
+    a function may compare them. All of that counts towards the one time limit of the term.
     """
     if not call.pairs:
         yield from (Answered(term, []) for term in call.terms)
@@ -74,16 +86,25 @@ def run(task: Any, call: Call, note: Note) -> Iterator[Event]:
 def in_turn(task: Any, term: int, call: Call, note: Note) -> Iterator[Event]:
     found: list[Answer] = []
     waiting = deque([call.pairs])
+    limit = dict(zip(call.terms, call.limits, strict=True))[term]
+    yield Began([term])
+    until = time.monotonic() + limit if limit else math.inf
     while waiting:
         pairs = waiting.popleft()
-        yield Began([term])
-        outcome = attempted(task, term, pairs, call.state)
+        if time.monotonic() < until:
+            outcome = attempted(task, term, pairs, call.state)
+        else:
+            outcome = NoRewardError(f"no reward within {limit:g} s")
         if not isinstance(outcome, BaseException):
-            found += outcome
+            answers = outcome
         elif may_be_one_group_s(outcome, pairs):
             waiting += groups_of(pairs)
+            continue
         else:
-            found += failures(outcome, len(pairs), note)
+            answers = failures(outcome, len(pairs), note)
+        found += answers
+        if waiting:  # what there is counts if the next group takes too long
+            yield Partly(term, answers)
     yield Answered(term, found)
 
 
@@ -102,12 +123,16 @@ def awaited(task: Any, terms: Sequence[int], call: Call, note: Note) -> Iterator
 
 def attempted(task: Any, term: int, pairs: Sequence[Pair], state: TrainerState) -> list[Answer] | BaseException:
     """Return the answers of a term, or what it raised."""
+    owner = os.getpid()
     try:
-        return answers_of(task, term, pairs, state)
+        answers = answers_of(task, term, pairs, state)
     except KeyboardInterrupt:
         raise
     except BaseException as error:  # noqa: BLE001 - whatever code of the user's raises is an answer
+        end_copy(owner, error)
         return error
+    end_copy(owner)
+    return answers
 
 
 async def tried_within(spec: str, call: Call, limit: float | None, note: Note) -> list[Answer]:

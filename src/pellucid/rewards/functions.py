@@ -14,14 +14,15 @@ from __future__ import annotations
 import asyncio
 import inspect
 import math
+import os
 import pickle
 import threading
-from collections.abc import Callable, Coroutine, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
 from concurrent.futures import Future
-from contextlib import suppress
 from functools import cache, partial
 from typing import Any
 
+from pellucid.machine.copies import end_copy
 from pellucid.machine.plugins import function_of, load_object
 from pellucid.rewards.parts import Pair, Part
 from pellucid.rewards.plain import NoRewardError, number, shown
@@ -85,7 +86,7 @@ def parts_of(spec: str, pairs: Sequence[Pair], state: TrainerState) -> list[Part
 async def awaited_parts_of(spec: str, pairs: Sequence[Pair], state: TrainerState) -> list[Part]:
     """Return the same of an asynchronous function."""
     log = Log(len(pairs))
-    return log.parts(named(spec), await bound(spec, pairs, state, log)())
+    return log.parts(named(spec), await own(bound(spec, pairs, state, log)()))
 
 
 def bound(spec: str, pairs: Sequence[Pair], state: TrainerState, log: Log) -> Callable[[], Any]:
@@ -160,13 +161,28 @@ def loop() -> asyncio.AbstractEventLoop:
 
 def run_on(events: asyncio.AbstractEventLoop) -> None:
     """Run an event loop for ever. SystemExit of a task comes out of it, and ends that task alone."""
+    owner = os.getpid()
     while True:
-        with suppress(SystemExit, KeyboardInterrupt):
+        try:
             events.run_forever()
+        except (SystemExit, KeyboardInterrupt) as error:
+            end_copy(owner, error)
+
+
+async def own(awaitable: Awaitable[Any]) -> Any:
+    """Await something of the user's code. A copy of this process that it has forked ends with it."""
+    owner = os.getpid()
+    try:
+        result = await awaitable
+    except BaseException as error:
+        end_copy(owner, error)
+        raise
+    end_copy(owner)
+    return result
 
 
 def result_of(coroutine: Coroutine[Any, Any, Any]) -> Any:
-    running = on_loop(coroutine)
+    running = on_loop(own(coroutine))
     try:
         return running.result()
     finally:

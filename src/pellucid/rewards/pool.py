@@ -21,7 +21,7 @@ from multiprocessing.util import Finalize
 from pathlib import Path
 from typing import Any
 
-from pellucid.rewards.calls import Answer, Answered, Call, Event, groups_of, with_errors
+from pellucid.rewards.calls import Answer, Answered, Call, Event, Partly, groups_of, with_errors
 from pellucid.rewards.plain import one_line
 from pellucid.rewards.process import LostError, Process
 from pellucid.rewards.settings import RewardConfig
@@ -50,6 +50,8 @@ class Job:
         self._unsent = {place: error for place, error in enumerate(errors) if error}
         self._n = len(call.pairs) - len(self._unsent)
         self._answers: dict[int, list[Answer]] = {} if self._n else {term: [] for term in call.terms}
+        self._partly: dict[int, list[Answer]] = {}
+        """The answers of terms that have some, in the order of the completions."""
 
     @property
     def done(self) -> bool:
@@ -65,9 +67,14 @@ class Job:
     def take(self, event: Event) -> None:
         if isinstance(event, Answered):
             self._answers[event.term] = event.answers
+        elif isinstance(event, Partly):
+            self._partly.setdefault(event.term, []).extend(event.answers)
 
     def fail(self, terms: Sequence[int], error: str) -> None:
-        self._answers |= {term: [{"error": error}] * self._n for term in terms}
+        """Note that terms have failed for all completions that have no answer yet."""
+        for term in terms:
+            known = self._partly.pop(term, [])
+            self._answers[term] = [*known, *[{"error": error}] * (self._n - len(known))]
 
     @property
     def answers(self) -> dict[int, list[Answer]]:

@@ -8,7 +8,6 @@ import multiprocessing
 import os
 import pickle
 import signal
-import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -16,8 +15,9 @@ from multiprocessing.connection import wait
 from typing import Any
 
 from pellucid.machine import streams
+from pellucid.machine.channel import Channel
 from pellucid.rewards import worker
-from pellucid.rewards.calls import Answered, Began, Event
+from pellucid.rewards.calls import Answered, Began, Event, Partly
 from pellucid.rewards.worker import Confines, Message
 from pellucid.types import UserError
 
@@ -25,12 +25,14 @@ SPAWN = multiprocessing.get_context("spawn")
 SAFE_PATH = "PYTHONSAFEPATH"
 START_SECONDS = 120.0
 """Seconds that a worker process has to import what the task needs."""
-AT_ONCE = 2**16
-"""How many bytes of a message a pipe takes while the process does not read."""
 MOST = 2**28
 """The most bytes of an answer: a longer message is not from our worker."""
 GRACE = 1.0
 """Seconds beyond its time limit that a call has to say itself what took too long, as asynchronous functions do."""
+
+
+NOTHING = object()
+"""Stands for a message that has not arrived."""
 
 
 class LostError(Exception):
@@ -46,6 +48,7 @@ class Process:
 
     def __init__(self, task: bytes, confines: Confines, together: bool) -> None:
         self.connection, theirs = multiprocessing.Pipe()
+        self._channel = Channel(self.connection, MOST)
         # Not a daemon: those may not start processes, and some rewards do.
         self._process = SPAWN.Process(target=worker.work, args=(theirs, task, confines))
         streams.plugged()
@@ -68,9 +71,9 @@ class Process:
             'the reward process cannot start; a script that trains needs `if __name__ == "__main__":` around it',
             f"the reward process ended while it loaded task {kind}",
         ):
-            if not wait([self.connection], max(0.0, deadline - time.monotonic())):
-                raise UserError(f"the reward process has not loaded task {kind} within {START_SECONDS:g} s")
-            answer = self._received()
+            while (answer := self._received()) is NOTHING:
+                if not wait([self.connection], max(0.0, deadline - time.monotonic())):
+                    raise UserError(f"the reward process has not loaded task {kind} within {START_SECONDS:g} s")
             if not isinstance(answer, dict):
                 raise UserError(ended)
             if error := answer.get("error"):
@@ -80,15 +83,13 @@ class Process:
         self.message, self._left = message, set(message.terms)
         self._begin(list(message.terms[:1]))
         sent = pickle.dumps(message)
-        # Sending blocks if the process does not read, as when a thread that a reward left keeps its interpreter busy.
-        with self._watched(len(sent) > AT_ONCE), suppress(OSError):  # it has ended; `heard` reports it
-            self.connection.send_bytes(sent)
+        # A process may not read, as when a thread that a reward left keeps its interpreter busy.
+        with suppress(OSError):  # it has ended, or is late; `heard` reports it
+            self._channel.send(sent, self.deadline - time.monotonic())
 
     def heard(self) -> Iterator[Event]:
         """Yield the events that have arrived. LostError where the process has ended, or is late."""
-        while self.message and self.connection.poll():
-            with self._watched(self.together):
-                received = self._received()
+        while self.message and (received := self._received()) is not NOTHING:
             if not isinstance(received, list):
                 raise self._lost()
             yield self._noted(received)
@@ -101,6 +102,8 @@ class Process:
         if len(received) == 1:
             self._begin(received[0])
             return Began(*received)
+        if len(received) == len(Partly._fields):
+            return Partly(*received)
         event = Answered(*received)
         self.running = [term for term in self.running if term != event.term]
         self._left.discard(event.term)
@@ -120,18 +123,6 @@ class Process:
         limits = dict(zip(self.message.terms, self.message.limits, strict=True))
         self.running, self._limit = terms, max(limits[term] or math.inf for term in terms)
         self.deadline = time.monotonic() + self._limit + (GRACE if self.together else 0.0)
-
-    @contextmanager
-    def _watched(self, watching: bool) -> Iterator[None]:
-        """Kill the process if this takes longer than the call may."""
-        watch = threading.Timer(max(0.0, self.deadline - time.monotonic()), self._kill) if watching else None
-        try:
-            if watch:
-                watch.start()
-            yield
-        finally:
-            if watch:
-                watch.cancel()
 
     def _lost(self) -> LostError:
         if time.monotonic() >= self.deadline:
@@ -155,9 +146,10 @@ class Process:
         self._process.kill()
 
     def _received(self) -> Any:
-        """Return the JSON value that has arrived; None where there is none."""
+        """Return the JSON value that has arrived, NOTHING where none has, or None where none will come."""
         try:
-            return json.loads(self.connection.recv_bytes(MOST)) if self.connection.poll() else None
+            data = self._channel.receive()
+            return NOTHING if data is None else json.loads(data)
         except (EOFError, OSError, ValueError, RecursionError):
             return None
 

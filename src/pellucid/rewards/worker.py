@@ -19,7 +19,7 @@ from typing import Any, NoReturn
 
 from pellucid.machine import streams
 from pellucid.machine.plugins import function_of
-from pellucid.rewards.calls import Answered, Began, Call, Event, run, with_errors
+from pellucid.rewards.calls import Answered, Began, Call, Event, Partly, run, with_errors
 from pellucid.rewards.parts import Pair
 from pellucid.rewards.plain import described
 from pellucid.rewards.terms import is_function, terms_of
@@ -70,7 +70,6 @@ def work(connection: Connection, task: bytes, confines: Confines) -> None:
     connection.send_bytes(b"{}")
     loaded: list[Any] = []
     connection.send_bytes(attempt(lambda: loaded.append(load(task))))
-    mine = os.getpid()
     while True:
         try:
             message: Message = pickle.loads(connection.recv_bytes())
@@ -78,10 +77,10 @@ def work(connection: Connection, task: bytes, confines: Confines) -> None:
             leave()
         call, unread = unpacked(message)
         for event in run(loaded[0], call, note):
-            if os.getpid() != mine:  # a copy that a reward has forked came back here
-                os._exit(0)
             if isinstance(event, Began):
                 watch(message.limits)
+            if isinstance(event, Partly) and unread:
+                continue  # its answers are not those of the first completions: some could not be read
             connection.send_bytes(json.dumps(with_unread(event, unread)).encode())
         faulthandler.cancel_dump_traceback_later()
 

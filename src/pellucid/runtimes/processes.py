@@ -36,7 +36,7 @@ def joined(device: torch.device, timeout: float) -> PartialState:
         dist.init_process_group("cpu:gloo,cuda:nccl", timeout=timedelta(minutes=timeout))  # pyright: ignore[reportPrivateImportUsage]
     state = PartialState(cpu=device.type == "cpu", timeout=timedelta(minutes=timeout))
     atexit.unregister(left)
-    atexit.register(left)
+    atexit.register(left, os.getpid())
     return state
 
 
@@ -47,9 +47,12 @@ def wait_at_most(minutes: float) -> None:
             dist.distributed_c10d._set_pg_timeout(timedelta(minutes=minutes), group)
 
 
-def left() -> None:
-    """Leave the process group. Objects that still hold it are collected first: its threads may abort an exit."""
-    if dist.is_available() and dist.is_initialized():
+def left(owner: int) -> None:
+    """Leave the process group. Objects that still hold it are collected first: its threads may abort an exit.
+
+    A fork of the process `owner`, which has joined it, leaves it open.
+    """
+    if os.getpid() == owner and dist.is_available() and dist.is_initialized():
         gc.collect()
         dist.destroy_process_group()
 

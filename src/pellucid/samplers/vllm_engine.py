@@ -14,7 +14,7 @@ import os
 import tempfile
 import warnings
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 from weakref import WeakSet
@@ -32,6 +32,12 @@ FAULTS = (ValueError, RuntimeError, NotImplementedError)
 """What vLLM raises where it does not do what it is asked for."""
 BLOCK = 32
 """Tokens that are cached together on a CPU: its usual 128 are more than many a prompt has."""
+
+
+def shut_down(owner: int, shutdown: Callable[[], None]) -> None:
+    """Shut the engine of the process `owner` down; a fork of it leaves it running."""
+    if os.getpid() == owner:
+        shutdown()
 
 
 def check_library() -> None:
@@ -94,7 +100,7 @@ class Engine:
                     f"policy.model: vLLM does not run this model ({in_a_line(error)}): set"
                     ' sampler.name = "native", or sampler.cache_gb where it lacks memory'
                 ) from error
-        self.close = weakref.finalize(self, self.llm.llm_engine.engine_core.shutdown)
+        self.close = weakref.finalize(self, shut_down, os.getpid(), self.llm.llm_engine.engine_core.shutdown)
         atexit.register(self.close)  # before the process group of the run is left, which vLLM's groups are parts of
         ENGINES.add(self)
         config = self.llm.llm_engine.vllm_config

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Generator, Iterator
 from contextlib import ExitStack, closing, nullcontext
 from dataclasses import replace
@@ -16,6 +17,7 @@ from pellucid.algorithm.grpo import StepResult
 from pellucid.config import Config
 from pellucid.doctor.profile import profiled
 from pellucid.machine import hardware
+from pellucid.machine.copies import end_copy
 from pellucid.machine.interrupts import INTERRUPTED, StopRequests, stop_requests
 from pellucid.policy.policy import Policy
 from pellucid.protocols import Logger
@@ -169,7 +171,7 @@ class Course:
         cfg = self.cfg
         objects = (parts.task, parts.sampler, parts.policy, parts.runtime)
         facts = (cfg.algorithm, parts.reference, parts.state, training_sampling(cfg))
-        steps = (ahead.train if cfg.sampler.ahead else grpo.train)(*objects, *facts)
+        steps = owned((ahead.train if cfg.sampler.ahead else grpo.train)(*objects, *facts))
         steps = recorded(steps, cfg, self.run_dir, parts)
         if not (self.profile and parts.runtime.main):
             return steps
@@ -185,6 +187,24 @@ class Course:
     def _save(self, parts: Components) -> None:
         save(self.run_dir, self.cfg, parts)
         self._saved = parts.state.step
+
+
+def owned(steps: Iterator[StepResult]) -> Iterator[StepResult]:
+    """Yield the steps of this process. A copy of it that code of the user's has forked in a step ends instead.
+
+    It would write into the run of its owner, and end the processes that this one has started.
+    """
+    owner = os.getpid()
+    while True:
+        try:
+            result = next(steps, None)
+        except BaseException as error:
+            end_copy(owner, error)
+            raise
+        end_copy(owner)
+        if result is None:
+            return
+        yield result
 
 
 def begin(cfg: Config, run_dir: Path, parts: Components, resumed: Changes | None) -> Evaluation | None:

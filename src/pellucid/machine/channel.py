@@ -1,0 +1,90 @@
+"""Messages to and from a process that may stop anywhere, so that nobody waits for it without end."""
+
+from __future__ import annotations
+
+import math
+import os
+import select
+import struct
+import sys
+import time
+from multiprocessing.connection import Connection
+from typing import Any
+
+POSIX = sys.platform != "win32"
+CHUNK = 2**20
+SHORT, LONG = struct.Struct("!i"), struct.Struct("!Q")
+"""The length of a message as multiprocessing writes it: in 4 bytes, or -1 and then 8."""
+
+
+class Channel:
+    """This process's end of a pipe of multiprocessing: it sends within a time limit, and never waits to receive.
+
+    The other end runs other people's code. It may hang before it has read a message, or in the middle of one that it
+    writes. On Windows a message is sent and received at once, however long that takes.
+    """
+
+    def __init__(self, connection: Any, most: int) -> None:
+        """most: the most bytes of a message that is received."""
+        self.connection: Connection = connection
+        self._most = most
+        self._arrived = bytearray()
+        if POSIX:
+            os.set_blocking(self.connection.fileno(), False)
+
+    def send(self, data: bytes, seconds: float) -> None:
+        """Send a message.
+
+        TimeoutError where it is not taken within so many seconds, which may be inf; OSError where the pipe is closed.
+        """
+        if not POSIX:
+            self.connection.send_bytes(data)
+            return
+        until = time.monotonic() + seconds
+        size = SHORT.pack(len(data)) if len(data) < 2**31 else SHORT.pack(-1) + LONG.pack(len(data))
+        left = memoryview(size + data)
+        writable = select.poll()
+        writable.register(self.connection.fileno(), select.POLLOUT)
+        while left:
+            try:
+                left = left[os.write(self.connection.fileno(), left) :]
+            except BlockingIOError:
+                wait = max(0.0, until - time.monotonic())
+                if not writable.poll(None if math.isinf(wait) else wait * 1000):
+                    raise TimeoutError from None
+
+    def receive(self) -> bytes | None:
+        """Return the next message; None where it has not arrived whole.
+
+        EOFError or OSError where the pipe is closed, ValueError for a message that is too long.
+        """
+        if not POSIX:
+            return self.connection.recv_bytes(self._most) if self.connection.poll() else None
+        while (message := self._whole()) is None:
+            try:
+                chunk = os.read(self.connection.fileno(), CHUNK)
+            except BlockingIOError:
+                return None
+            if not chunk:
+                raise EOFError
+            self._arrived += chunk
+        return message
+
+    def _whole(self) -> bytes | None:
+        """Take the first message out of what has arrived, if it is whole."""
+        start = SHORT.size
+        if len(self._arrived) < start:
+            return None
+        [size] = SHORT.unpack_from(self._arrived)
+        if size == -1:
+            start += LONG.size
+            if len(self._arrived) < start:
+                return None
+            [size] = LONG.unpack_from(self._arrived, SHORT.size)
+        if not 0 <= size <= self._most:
+            raise ValueError(f"a message of {size} bytes")
+        if len(self._arrived) < start + size:
+            return None
+        message = bytes(self._arrived[start : start + size])
+        del self._arrived[: start + size]
+        return message
