@@ -10,7 +10,7 @@ from rich.text import Text
 from pellucid.machine.harmless import harmless
 from pellucid.reporting.console import first_line
 from pellucid.reporting.conversations import counts, events_of, told, turns_of
-from pellucid.rewards.answers import reasoning_and_answer
+from pellucid.rewards.answers import split_thought
 from pellucid.types import Completion, Group, Reward
 
 MOST_CHARACTERS = 2000
@@ -21,7 +21,7 @@ def verdict(group: Group) -> Table:
     """Question, reasoning and answer, or the conversation, and grade of the first completion of a group."""
     table = Table.grid(padding=(0, 2))
     completion, reward = group.completions[0], group.rewards[0]
-    right = f", right is {group.prompt.answer}" if group.prompt.answer and not reward.is_correct else ""
+    right = f", right is {' or '.join(group.prompt.golds)}" if group.prompt.answer and not reward.is_correct else ""
     cut = "" if completion.finished else ", cut off at the limit"
     held = f"; {', '.join(counts(turns_of(completion), events_of(completion)))}" if completion.messages else ""
     shown = [
@@ -41,7 +41,8 @@ def said(completion: Completion) -> Iterator[tuple[str, str]]:
     if completion.messages:
         yield from told(completion.messages, MOST_CHARACTERS)
     else:
-        yield from zip(("reasoning", "answer"), reasoning_and_answer(completion.text), strict=True)
+        reasoning, answer = split_thought(completion.full_text)
+        yield from (("reasoning", reasoning), ("answer", (answer or "").strip()))
 
 
 def graded(reward: Reward) -> str:

@@ -105,8 +105,8 @@ class Judge:
         s = self.settings
         known = {
             "prompt": rubric.asked_text(prompt),
-            "completion": completion.text,
-            "answer": prompt.answer,
+            "completion": completion.full_text,
+            "answer": " or ".join(prompt.golds),
             "rubric": s.rubric,
         }
         try:

@@ -107,7 +107,7 @@ class RewardModel:
     def _text(self, prompt: Prompt, completion: Completion) -> str:
         if isinstance(prompt.text, str):
             return prompt.text + completion.text
-        messages = [*map(dict, prompt.text), {"role": "assistant", "content": completion.text}]
+        messages = [*map(dict, prompt.text), {"role": "assistant", "content": completion.full_text}]
         return cast(str, self._tokenizer.apply_chat_template(messages, tokenize=False))
 
     def _graded(self, rows: Sequence[Row]) -> list[Part]:

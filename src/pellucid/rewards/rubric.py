@@ -9,7 +9,7 @@ from typing import Any
 
 from pellucid.machine import braces
 from pellucid.machine.plugins import did_you_mean
-from pellucid.rewards.answers import after_thinking
+from pellucid.rewards.answers import after_thinking, split_thought
 from pellucid.types import Prompt
 
 _WHOLE = re.compile(r"\s*(.*?)\s*", re.DOTALL)
@@ -59,8 +59,8 @@ def stated_in(answer: str, pattern: str, cut: bool) -> str | None:
 
     Example: stated_in("3, no: Grade: 8.", "Grade: ([0-9]+)", False) == "8"; stated_in("<think>3?</think> 8", "", False)
     """
-    text = after_thinking(answer)
-    if "<think>" in text:  # which never ends
+    text = split_thought(answer)[1]
+    if text is None:
         return None
     matches = list(re.finditer(pattern, text)) if pattern else [_WHOLE.fullmatch(text)]
     last = matches[-1] if matches else None

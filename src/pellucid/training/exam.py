@@ -77,7 +77,7 @@ def said(groups: Sequence[Group], drawn: str) -> Iterator[dict[str, Any]]:
                 "drawn": drawn,
                 "sample": i,
                 "question": prompt.question,
-                "gold": prompt.answer,
+                "gold": " or ".join(prompt.golds),
                 "answer": completion.text,
                 **conversation_of(completion),
                 "finished": completion.finished,
