@@ -39,6 +39,13 @@ class Prompt:
     """The tools that may be called, each by its JSON schema, as chat templates take them."""
     literal: bool = False
     """Whether special tokens that are written in its messages are plain text, since not only we wrote them."""
+    alternatives: tuple[str, ...] = ()
+    """Other gold answers, each as right as `answer`."""
+
+    @property
+    def golds(self) -> tuple[str, ...]:
+        """Return all gold answers; a completion that states any of them is right."""
+        return (self.answer, *self.alternatives)
 
     @property
     def question(self) -> str:
@@ -133,6 +140,13 @@ class Completion:
     """What a conversation has left behind; None where there was none."""
     branches: tuple[Completion, ...] = ()
     """Other sequences of the same conversation, where its history was rewritten; they have its reward."""
+    thinking: bool = False
+    """Whether the chat template wrote `<think>` right before the text, so that the text begins inside a thought."""
+
+    @property
+    def full_text(self) -> str:
+        """Return the text together with the `<think>` that the chat template wrote. Graders read this text."""
+        return "<think>" + self.text if self.thinking else self.text
 
     @property
     def length(self) -> int:

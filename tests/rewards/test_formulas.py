@@ -15,9 +15,9 @@ from pellucid.rewards.latex import Written, is_words, written
 TABLE = rows()
 
 
-def test_the_table_has_250_pairs_of_either_sort():
-    assert [sum(row.equal == equal for row in TABLE) for equal in (True, False)] == [250, 250]
-    assert len({(row.gold, row.completion) for row in TABLE}) == 500
+def test_the_table_has_350_pairs_of_either_sort():
+    assert min(sum(row.equal == equal for row in TABLE) for equal in (True, False)) >= 350
+    assert len({(row.gold, row.completion) for row in TABLE}) == len(TABLE)
 
 
 @pytest.mark.parametrize("kind", dict.fromkeys(row.kind for row in TABLE))
@@ -69,7 +69,7 @@ def test_the_conclusion_of_a_text_in_which_no_answer_is_marked(text, formula):
         ("x\u00b2\u00b3", "x^{23}", ""),
         ("3 or 5", "3, 5", ""),
         ("2 xy", "2 xy", ""),
-        ("3 pi", "3 pi", ""),
+        ("3 pi", r"3 \pi", ""),
     ],
 )
 def test_a_formula_is_put_into_latex_without_its_unit(text, body, unit):

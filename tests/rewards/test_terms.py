@@ -1,11 +1,12 @@
 import math
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from pellucid.rewards import terms as rewards
-from pellucid.rewards.terms import RewardTerm, labels, part_of
+from pellucid.rewards.terms import RewardTerm, gold_fault, labels, part_of
 from pellucid.rewards.trainer_state import state_of
 from pellucid.types import Completion, Progress, Prompt, UserError
 
@@ -90,8 +91,8 @@ def test_numeric_compares_the_last_numbers_as_numbers(text, gold, expected):
         (r"$\boxed{1 + x^2}$", "x^2+1", 1.0),
         (r"$\boxed{1080}$", "1,080", 1.0),
         ("She makes 18 dollars", "18", 1.0),
-        (r"$(1,\infty)$", "x>1", 1.0),  # the set where the gold answer is the condition, and not the other way round
-        (r"$x>1$", r"(1,\infty)", 0.0),
+        (r"$(1,\infty)$", "x>1", 1.0),
+        (r"$x>1$", r"(1,\infty)", 1.0),
         (r"$\boxed{x^2}$", "x^2+1", 0.0),
         (r"$\boxed{\frac{1}{3}}$", r"\frac{1}{2}", 0.0),
         ("no idea", r"\frac{1}{2}", 0.0),
@@ -106,6 +107,69 @@ def test_math_compares_expressions(text, gold, expected):
 
 def test_math_does_not_apply_where_the_gold_answer_cannot_be_read():
     assert value("math", "7", "some $ or other") is None
+
+
+@pytest.mark.parametrize("name", ["exact", "numeric", "math"])
+def test_any_of_several_gold_answers_is_right(name):
+    prompt = Prompt("0", "?", "7", alternatives=("some $ or other", "9"))
+    grades = [grade(RewardTerm(name), prompt, completion(text)) for text in (r"\boxed{7}", r"\boxed{9}", r"\boxed{8}")]
+    assert grades == [1.0, 1.0, 0.0]
+    unreadable = replace(prompt, answer="9^{9^{9^9}}", alternatives=("some $ or other",))
+    assert (grade(RewardTerm(name), unreadable, completion("7")) is None) == (name == "math")
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "gold", "alone", "behind_think"),
+    [
+        ("numeric", r"So \boxed{4}? Hmm", "4", 1.0, 0.0),
+        ("math", r"So \boxed{4}? Hmm", "4", 1.0, 0.0),
+        ("exact", r"So \boxed{4}? Hmm", "4", 1.0, 0.0),
+        ("numeric", "It is 3.</think> 4", "4", 1.0, 1.0),
+        ("math", r"\boxed{3}</think> \boxed{4}", "4", 1.0, 1.0),
+        ("tagged", "2 + 2</think> <answer>4</answer>", "4", 0.0, 1.0),
+        ("numeric", "2 + 2 <answer>4</answer>", "4", 1.0, 0.0),
+    ],
+)
+def test_a_think_tag_that_the_chat_template_wrote_counts_as_opened(name, text, gold, alone, behind_think):
+    said = completion(text)
+    assert grade(RewardTerm(name), plain(answer=gold), said) == alone
+    assert grade(RewardTerm(name), plain(answer=gold), replace(said, thinking=True)) == behind_think
+    assert grade(RewardTerm(name), plain(answer=gold), replace(said, text="<think>" + text)) == behind_think
+
+
+@pytest.mark.parametrize(
+    "gold",
+    [
+        *("7", "1,080", r"10,\!000", r"\$32,\!348", r"\frac{1}{2}", "90^\\circ", r"60\%", "5 cm", "x^2+1", "(1,2)", "June 20", "yes"),
+        *("The cat sat on the mat.", r"We add. It is $\boxed{\frac{1}{2}}$.", "The answer is 0.5", "12:30", r"\text{12}", "-1"),
+        *("(-5,3)", r"x \ge 0", r"0.\overline{3}", "Route 66", r"\pm 3", r"\frac{1}{2^{99}}", "3 or 5", "100", "99", "0", "A", "(B)"),
+    ],
+)
+def test_the_property_of_gold_answers_holds_for_what_data_sets_have(gold):
+    assert gold_fault("math", gold) is None
+
+
+@pytest.mark.parametrize(
+    ("name", "gold", "reason"),
+    [
+        ("numeric", "seven", "holds no number"),
+        ("numeric", "3 or 5", "not one number"),
+        ("math", "some $ or other", "cannot be read by the reward math"),
+        ("math", "9^{9^{9^9}}", "cannot be read by the reward math"),
+        ("math", "He had $5 and then bought 3 apples", "answer_pattern"),
+    ],
+)
+def test_a_gold_answer_by_which_a_reward_cannot_grade_is_named_with_the_reason(name, gold, reason):
+    assert reason in (gold_fault(name, gold) or "")
+
+
+def test_a_gold_answer_that_credits_another_number_is_named(monkeypatch):
+    """A grader that credits everything: the property does not rest on the graders being right."""
+    gold_fault.cache_clear()
+    monkeypatch.setitem(rewards.GRADES, "math", lambda text, gold: 1.0)
+    assert "another number" in (gold_fault("math", "7") or "")
+    assert gold_fault("math", "yes") is None
+    gold_fault.cache_clear()
 
 
 def test_math_names_the_extra_it_needs(monkeypatch):

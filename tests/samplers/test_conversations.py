@@ -8,17 +8,18 @@ from dataclasses import replace
 import pytest
 import torch
 
-from conftest import EOS, make_policy
+from conftest import EOS, byte_tokenizer, make_policy, tiny_llama_of
 from pellucid.algorithm.batch import collate
 from pellucid.environments.here import Here
 from pellucid.environments.talk import Talk
 from pellucid.models.running import Running
+from pellucid.policy.policy import Policy
 from pellucid.protocols import Reply, Said
 from pellucid.samplers import turns
 from pellucid.samplers.hf import HuggingFace
 from pellucid.samplers.native import Native
 from pellucid.types import Outcome, Prompt, Sampling
-from worlds import TEMPLATE, asked
+from worlds import CHAT, TEMPLATE, asked
 
 SAMPLING = Sampling(4, max_tokens=80, turns=5, turn_tokens=9, seed="0/0")
 
@@ -331,3 +332,24 @@ def test_a_conversation_that_cannot_begin_is_an_answer_without_a_grade():
         assert completion.outcome.error.startswith("reset: RuntimeError: no room")
         assert completion.token_ids
         assert completion.given == ()
+
+
+@pytest.mark.parametrize("world", [None, "worlds:Parrot"])
+@pytest.mark.parametrize("name", ["native", "hf"])
+@pytest.mark.parametrize(("opening", "thinking"), [("<think>\n", True), ("<think>\n\n</think>\n\n", False), ("", False)])
+def test_a_completion_knows_whether_the_chat_template_opened_its_thought(name, world, opening, thinking):
+    """With an answer alone, and where the last turn of a conversation is what is graded."""
+    tokenizer = byte_tokenizer()
+    tokenizer.chat_template = CHAT.replace("assistant\n{% endif", f"assistant\n{opening}{{% endif")
+    policy = Policy(tiny_llama_of(tokenizer), tokenizer)
+    sampling = replace(SAMPLING, max_tokens=200) if world else Sampling(2, max_tokens=4)
+    talk = Here(Talk(world)) if world else None
+    sampler = Native(world=talk) if name == "native" else HuggingFace(world=talk)
+    sampler.sync(policy, 0)
+    prompts = asked(2) if world else [Prompt("p", ({"role": "user", "content": "2+3?"},))]
+    completions = completions_of(sampler.generate(prompts, sampling))
+    assert {completion.thinking for completion in completions} == {thinking}
+    for completion in completions:
+        assert completion.full_text == "<think>" * thinking + completion.text
+    if world:
+        assert max(len(turns_of(completion)) for completion in completions) > 1

@@ -13,9 +13,11 @@ import torch
 
 from conftest import CountDigits
 from pellucid.algorithm.settings import GRPOConfig
+from pellucid.rewards.graded import Graded
 from pellucid.samplers.native import Native
 from pellucid.serve import group
 from pellucid.serve.rows import Request, Row
+from pellucid.tasks.gsm8k import Gsm8k
 from pellucid.types import Completion, Group, Prompt, Reward, Sampling
 from serving import chat, post, running, wait_until
 
@@ -236,6 +238,51 @@ def test_solve_question_answers_as_the_first_service_did(service, monkeypatch):
     assert data["reasoning_process"] == "two and three"
     assert data["final_answer"] == "5"
     assert "<" not in data["clean_response"]
+
+
+@pytest.mark.parametrize(
+    ("opening", "text", "reasoning", "final"),
+    [
+        ("<think>\n", r"two and three</think> So \boxed{5}.", "two and three", "5"),
+        ("<think>\n", r"Is it \boxed{5}? Hmm", r"Is it \boxed{5}? Hmm", ""),
+        ("", r"So \boxed{5}.", "", "5"),
+        ("", "It is 5.", "", "It is 5."),
+    ],
+)
+def test_solve_question_reads_the_answer_as_graders_do(monkeypatch, opening, text, reasoning, final):
+    """The template may open the thought; what is decoded of a prompt ends with it."""
+
+    def decode(ids, **_):
+        if tuple(ids) == prompt[-8:]:
+            return f"?{opening}"
+        return text if ids else ""
+
+    with running(task=CountDigits()) as (served, url):
+        prompt = served.policy.encode(Prompt("p", ({"role": "user", "content": "2+3=?"},)))
+        monkeypatch.setattr(served.policy, "decode", decode)
+        data = post(f"{url}/solve_question", {"question": "2+3=?"})[1]["data"]
+    assert (data["reasoning_process"], data["final_answer"]) == (reasoning, final)
+
+
+@pytest.mark.parametrize("language", ["en", "zh"])
+def test_a_question_of_ones_own_is_asked_as_the_run_asks_its_own(tmp_path, monkeypatch, language):
+    rows = [{"question": f"How many are {i} + 1?", "answer": f"#### {i + 1}"} for i in range(20)]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    task = Gsm8k(data=str(tmp_path / "rows.jsonl"), test_data="", language=language)
+    encoded = []
+    for asked_by, expected in (
+        (Graded(task, here=True), list(task.sample(0, 1)[0].text)[:-1]),
+        (None, [{"role": "system", "content": "Be brief."}]),
+    ):
+        with running(task=asked_by, system="Be brief.") as (served, url):
+            monkeypatch.setattr(served.policy, "encode", lambda prompt: encoded.append(prompt) or (1, 2, 3))
+            post(f"{url}/solve_question", {"question": "2+3=?"})
+            if asked_by:
+                post(f"{url}/group", {"question": "2+3=?", "group_size": 2, "max_tokens": 2})
+        assert encoded
+        for prompt in encoded:
+            assert list(prompt.text) == [*expected, {"role": "user", "content": "2+3=?"}]
+        encoded.clear()
 
 
 def test_a_group_is_graded_and_compared_as_in_training(service):

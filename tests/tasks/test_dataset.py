@@ -387,6 +387,50 @@ def test_several_files_are_named_in_a_recipe_and_on_the_command_line(write, tmp_
     assert config.load(recipe, ["--task.data", "c.csv", "d.tsv"]).task.data == ("c.csv", "d.tsv")
 
 
+@pytest.mark.parametrize("name", ["numeric", "math", "exact"])
+def test_a_list_of_gold_answers_means_any_of_them(write, name):
+    rows = [{"question": f"Which {i}?", "answers": ["73", 74, "73"]} for i in range(3)]
+    task = Dataset(data=write(rows), answer="answers", rewards=(RewardTerm(name),))
+    (prompt,) = task.sample(0, 1)
+    assert prompt.golds == ("73", "74")
+    assert prompt.columns["answers"] == ["73", 74, "73"]
+    values = {text: task.reward(prompt, completion(text)).value for text in ("73", "74", "75", task.solution(prompt))}
+    assert values == {"73": 1.0, "74": 1.0, "75": 0.0, task.solution(prompt): 1.0}
+
+
+@pytest.mark.parametrize("answers", [[], [None], ["", "7"], ["seven", "7"]])
+def test_a_list_with_a_gold_answer_that_cannot_be_read_is_named(write, answers):
+    task = Dataset(data=write([{"question": str(i), "answer": answers if i else "7"} for i in range(3)]))
+    with pytest.raises(UserError, match=r"data\.jsonl, line 2: the answer"):
+        task.sample(0, 1)
+
+
+def test_gold_answers_that_are_solutions_are_cut_out_at_their_box(write):
+    solution = r"We add $1 + 1$ and halve it. Thus the answer is $\boxed{\frac{2}{2}}$."
+    for name in ("math", "numeric", "exact"):
+        data = write([{"question": str(i), "solution": solution} for i in range(3)])
+        task = Dataset(data=data, answer="solution", rewards=(RewardTerm(name),))
+        (prompt,) = task.sample(0, 1)
+        assert prompt.answer == r"\frac{2}{2}"
+        assert task.reward(prompt, completion(solution)).value == 1.0
+        assert task.reward(prompt, completion(r"\boxed{2}")).value == 0.0
+
+
+@pytest.mark.parametrize(
+    ("name", "answer", "complaint"),
+    [
+        ("math", "He had $5 and then bought 3 apples", "is a sentence, not an answer: cut the answer out by answer_pattern"),
+        ("math", "some $ or other", "cannot be read by the reward math"),
+        ("numeric", "seven", "holds no number"),
+    ],
+)
+def test_a_gold_answer_that_a_reward_cannot_grade_by_is_named_by_file_and_line(write, name, answer, complaint):
+    rows = [{"question": str(i), "answer": answer if i == 3 else str(i)} for i in range(5)]
+    task = Dataset(data=write(rows), rewards=(RewardTerm(name),))
+    with pytest.raises(UserError, match=rf"data\.jsonl, line 4: .*{complaint}"):
+        task.sample(0, 1)
+
+
 def test_the_gold_answer_may_be_missing_where_no_term_needs_it(write):
     task = Dataset(data=write([{"question": str(i)} for i in range(3)]), rewards=(RewardTerm("tagged"),))
     assert task.sample(0, 1)[0].answer == ""

@@ -10,7 +10,7 @@ from rich.text import Text
 from pellucid.machine.harmless import harmless
 from pellucid.reporting.console import first_line
 from pellucid.reporting.conversations import counts, events_of, told, turns_of
-from pellucid.rewards.answers import reasoning_and_answer
+from pellucid.rewards.answers import split_thought
 from pellucid.types import Completion, Group, Reward
 
 MOST_CHARACTERS = 2000
@@ -24,7 +24,7 @@ def verdict(group: Group, verdicts: bool = True) -> Table:
     """
     table = Table.grid(padding=(0, 2))
     completion, reward = group.completions[0], group.rewards[0]
-    gold = f", {'right is' if verdicts else 'gold answer'} {group.prompt.answer}"
+    gold = f", {'right is' if verdicts else 'gold answer'} {' or '.join(group.prompt.golds)}"
     right = gold if group.prompt.answer and not (verdicts and reward.is_correct) else ""
     cut = "" if completion.finished else ", cut off at the limit"
     held = f"; {', '.join(counts(turns_of(completion), events_of(completion)))}" if completion.messages else ""
@@ -45,7 +45,8 @@ def said(completion: Completion) -> Iterator[tuple[str, str]]:
     if completion.messages:
         yield from told(completion.messages, MOST_CHARACTERS)
     else:
-        yield from zip(("reasoning", "answer"), reasoning_and_answer(completion.text), strict=True)
+        reasoning, answer = split_thought(completion.full_text)
+        yield from (("reasoning", reasoning), ("answer", (answer or "").strip()))
 
 
 def graded(reward: Reward, verdicts: bool) -> str:

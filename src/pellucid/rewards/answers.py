@@ -16,7 +16,10 @@ LONGEST_NUMBER = 4000
 
 _TAGGED = re.compile(r"\s*<think>.*</think>\s*<answer>(.*)</answer>\s*", re.DOTALL)
 _TAGS = ("<think>", "</think>", "<answer>", "</answer>")
-_BOX = re.compile(r"\\f?boxed\s*\{")
+_BOX = re.compile(
+    r"\\(?:f?boxed|fbox|framebox)(?![A-Za-z])\s*"
+    r"(?:\{|(?P<bare>[-+]?(?:\\?[$€£¥]\s?)?(?:\d[\d.,/]*\d|\d)(?:\s?\\?%)?|\\[A-Za-z]+|[A-Za-z](?=\s*(?:[$.,)\\]|\Z))))"
+)
 _BRACE = re.compile(r"\\.|[{}]", re.DOTALL)
 
 _FULL_WIDTH = {code: code - 0xFEE0 for code in range(0xFF01, 0xFF5F) if chr(code) != "\uff0c"}
@@ -30,7 +33,16 @@ ASCII_FORMS = _FULL_WIDTH | _DASHES | _SPACES | _VULGAR | {0x2019: "'", 0x2044: 
 """A table for `str.translate`: full-width signs, dashes that mean a minus, spaces that group digits, and \u00bd."""
 _FULL_WIDTH_COMMA = re.compile("(?<=[\uff10-\uff19])\uff0c(?=[\uff10-\uff19])")
 
-_GROUPS = "|".join(rf"(?:{separator}\d{{3}})+" for separator in (",", "'", "_", "[ ]", r"\\,", r"\{,\}"))
+_GROUPS = "|".join(
+    rf"(?:{separator}\d{{3}})+" for separator in (",", "'", "_", "[ ]", "~", r"\\[,:;\ ]", r"\{,\}", r"\{\\,\}")
+)
+_REPEATING = re.compile(
+    r"(?<![\d.,])(?P<whole>\d{0,15})\.(?P<begin>\d{0,15})"
+    r"(?:\\(?:overline|bar|dot)\s*(?:\{(?P<period>\d{1,15})\}|(?P<digit>\d))(?:(?P<between>\d{0,15})\\dot\s*\{?(?P<last>\d)\}?)?"
+    r"|(?<=\.)\((?P<bracketed>\d{1,15})\)(?!\s*[(\^])"
+    r"|(?P<repeated>\d)(?P=repeated){2,}(?:\.\.\.|\u2026|\\[lc]?dots(?![A-Za-z])))"
+)
+_SIGNS_OF_REPETITION = ("\\overline", "\\bar", "dot", "...", "\u2026", ".(")
 _DIGITS = rf"(?:\d{{1,3}}(?:{_GROUPS})(?!\d)|\d++)(?:\.\d++)?+"
 _DECIMAL = rf"(?:{_DIGITS}|(?<![A-Za-z0-9.])\.\d++)"
 _PART = rf"(?:\{{\s*+-?{_DIGITS}\s*+\}}|\s*+\d)"
@@ -64,7 +76,9 @@ UNITS_OF_ONE_LETTER = "mgshlLNJWVACFK"
 
 
 def answered(text: str) -> str:
-    """Return the answer that a text gives: what is marked as the answer, else all that follows `</think>`.
+    """Return the answer that a text gives: the marked one, else all that follows `</think>`.
+
+    A text whose thought never ends has no answer, whatever the thought contains.
 
     Example: answered("It is 8. No: \\\\boxed{\\\\frac{7}{2}}") == "\\\\frac{7}{2}"
     """
@@ -73,7 +87,7 @@ def answered(text: str) -> str:
 
 
 def marked_answer(text: str) -> str | None:
-    """Return the last box of the final `<answer>`, the whole of it, or the last box behind `</think>`; or None.
+    """Return the last box of the final `<answer>`, the content of that tag, or the last box behind `</think>`; or None.
 
     Example: marked_answer("<answer>So \\\\boxed{7}.</answer>") == "7"; marked_answer("It is 7.") is None
     """
@@ -82,26 +96,75 @@ def marked_answer(text: str) -> str | None:
     return inside if box is None else box
 
 
+def split_thought(text: str) -> tuple[str, str | None]:
+    """Split a text into its thought and what follows the last `</think>`; None follows a thought that never ends.
+
+    The `<think>` may be missing, as where a chat template wrote it. A text without either tag has no thought.
+
+    Example: split_thought("<think>3?</think> No, 4.") == ("3?", " No, 4."); split_thought("<think>3") == ("3", None)
+    """
+    before, closed, behind = text.rpartition("</think>")
+    if "<think>" in behind:
+        return text.partition("<think>")[2].strip(), None
+    if not closed:
+        return "", text
+    _, opened, thought = before.partition("<think>")
+    return (thought if opened else before).strip(), behind
+
+
 def after_thinking(text: str) -> str:
-    """Return what follows the last `</think>`, or the whole text where there is none.
+    """Return what follows the last `</think>`: the whole text where there is no thought, nothing where it never ends.
 
     Example: after_thinking("<think>Is it 3?</think> No, 4.") == " No, 4."
     """
-    return text.rpartition("</think>")[2]
+    return split_thought(text)[1] or ""
 
 
 def last_box(text: str) -> str | None:
-    """Return the content of the last `\\boxed{}`, nested braces included; None where there is none or it stays open.
+    r"""Return the content of the last `\boxed{}`, `\fbox{}` or `\boxed 7`; None where there is none or it stays open.
 
-    Example: last_box("\\\\boxed{1}, no: \\\\boxed{x^{2}}") == "x^{2}"
+    Braces inside may be nested.
+
+    Example: last_box("\\boxed{1}, no: \\boxed{x^{2}}") == "x^{2}"; last_box("$\\boxed 7$") == "7"
     """
     for opened in deque(_BOX.finditer(text), maxlen=1):
-        depth = 1
-        for brace in _BRACE.finditer(text, opened.end()):
-            depth += {"{": 1, "}": -1}.get(brace[0], 0)
-            if depth == 0:
-                return text[opened.end() : brace.start()].strip()
+        if opened["bare"]:
+            return opened["bare"] + arguments(text, opened.end()) if opened["bare"][0] == "\\" else opened["bare"]
+        end = closing_brace(text, opened.end())
+        return None if end is None else text[opened.end() : end].strip()
     return None
+
+
+def closing_brace(text: str, start: int) -> int | None:
+    """Return where the brace closes that was opened right before `start`; None where it stays open."""
+    depth = 1
+    for brace in _BRACE.finditer(text, start):
+        depth += {"{": 1, "}": -1}.get(brace[0], 0)
+        if depth == 0:
+            return brace.start()
+    return None
+
+
+def arguments(text: str, start: int) -> str:
+    """Return the groups in braces that follow a command directly, such as the {1}{2} of a fraction."""
+    end = start
+    while text[end : end + 1] == "{":
+        closed = closing_brace(text, end + 1)
+        if closed is None:
+            break
+        end = closed + 1
+    return text[start:end]
+
+
+def gold_in(text: str) -> str:
+    """Return the gold answer in a text that may be a whole solution: its last box, or what follows a final `####`.
+
+    Example: gold_in("We add. So it is $\\\\boxed{7}$.") == "7"; gold_in("3 + 4 = 7\\n#### 7") == "7"; gold_in("7") == "7"
+    """
+    if box := last_box(text):
+        return box
+    before, marked, behind = text.rpartition("\n####")
+    return behind.strip() if marked and before.strip() and behind.strip() and "\n" not in behind.strip() else text
 
 
 def last_number(text: str) -> Fraction | None:
@@ -140,7 +203,21 @@ def only_number(text: str) -> Fraction | None:
 
 
 def in_ascii(text: str) -> str:
-    return _FULL_WIDTH_COMMA.sub(",", text).translate(ASCII_FORMS)
+    """Return a text with ASCII digits and signs, without negative thin spaces, and repeating decimals as fractions."""
+    plain = _FULL_WIDTH_COMMA.sub(",", text).translate(ASCII_FORMS).replace(r"\!", "")
+    return _REPEATING.sub(repeating, plain) if any(sign in plain for sign in _SIGNS_OF_REPETITION) else plain
+
+
+def repeating(decimal: re.Match[str]) -> str:
+    """Return the fraction that a repeating decimal stands for: \\frac{1}{3} for 0.\\overline{3}."""
+    begin, period = decimal["begin"], decimal["period"] or decimal["digit"] or decimal["bracketed"]
+    if decimal["last"]:
+        period += decimal["between"] + decimal["last"]
+    period = period or decimal["repeated"]
+    nines = 10 ** len(period) - 1
+    value = Fraction(int(decimal["whole"] + begin or "0")) + Fraction(int(period), nines)
+    value /= 10 ** len(begin)
+    return rf"\frac{{{value.numerator}}}{{{value.denominator}}}"
 
 
 def numbers(plain: str) -> Iterator[regex.Match[str]]:
@@ -204,18 +281,22 @@ def tagged(text: str) -> str | None:
 def answer_tag(text: str) -> str | None:
     """Return the content of the `<answer>` tag that ends the text and is the only one; None without such a tag.
 
+    Tags inside a thought do not count, and a text whose thought never ends has no answer.
+
     Example: answer_tag("Let me see. <answer>7</answer>") == "7"
     """
-    if text.count("<answer>") != 1 or text.count("</answer>") != 1 or not text.rstrip().endswith("</answer>"):
+    if not text.rstrip().endswith("</answer>"):
         return None
-    return text.partition("<answer>")[2].partition("</answer>")[0].strip()
+    _, behind = split_thought(text)
+    for part in () if behind is None else (text, behind):
+        if part.count("<answer>") == part.count("</answer>") == 1:
+            return part.partition("<answer>")[2].partition("</answer>")[0].strip()
+    return None
 
 
 def reasoning_and_answer(text: str) -> tuple[str, str]:
-    """Return the content of `<think>` and of the `<answer>` behind it; a text without both is all answer.
+    """Return the thought of a text and the answer as graders read it; an unended thought has no answer.
 
     Example: reasoning_and_answer("<think>3 + 4</think> <answer>7</answer>") == ("3 + 4", "7")
     """
-    reasoning, closed, rest = text.partition("<think>")[2].partition("</think>")
-    answer, ended, _ = rest.partition("<answer>")[2].partition("</answer>")
-    return (reasoning.strip(), answer.strip()) if closed and ended else ("", text.strip())
+    return split_thought(text)[0], answered(text)

@@ -116,7 +116,7 @@ class Judge:
         known = {
             "prompt": rubric.asked_text(prompt),
             "completion": rubric.answered_text(completion),
-            "answer": prompt.answer,
+            "answer": " or ".join(prompt.golds),
             "rubric": s.rubric,
         }
         try:

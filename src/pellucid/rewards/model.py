@@ -108,7 +108,7 @@ class RewardModel:
     def _text(self, prompt: Prompt, completion: Completion) -> str:
         if isinstance(prompt.text, str):
             return prompt.text + completion.text
-        alone = ({"role": "assistant", "content": completion.text},)
+        alone = ({"role": "assistant", "content": completion.full_text},)
         said = completion.messages if len(completion.messages) > 1 else alone
         # Calls of tools and their answers are written into texts where the model's template would leave them out.
         messages, _ = shown(self._tokenizer, (*prompt.text, *said))

@@ -11,7 +11,7 @@ import regex
 
 from pellucid.machine import braces
 from pellucid.machine.plugins import did_you_mean
-from pellucid.rewards.answers import after_thinking
+from pellucid.rewards.answers import after_thinking, split_thought
 from pellucid.types import Completion, Message, Prompt
 
 _NUMBER = re.compile(r"[+-]?[0-9]{1,15}(?:\.[0-9]{0,15})?")
@@ -67,7 +67,7 @@ def answered_text(completion: Completion) -> str:
     Calls of tools are JSON objects below the message that they were made in.
     """
     if len(completion.messages) < 2:
-        return completion.text
+        return completion.full_text
     return "\n\n".join(map(message_text, completion.messages))
 
 
@@ -85,8 +85,8 @@ def stated_in(answer: str, pattern: str, cut: bool) -> str | None:
 
     Example: stated_in("3, no: Grade: 8.", "Grade: ([0-9]+)", False) == "8"; stated_in("<think>3?</think> 8", "", False)
     """
-    text = after_thinking(answer)
-    if "<think>" in text:  # which never ends
+    text = split_thought(answer)[1]
+    if text is None:
         return None
     if not pattern:
         return None if cut and not text[-1:].isspace() else text.strip()

@@ -1,8 +1,8 @@
 """The terms of a reward. Each `[[task.rewards]]` table names one, from exact match to a function of the user's own.
 
-`exact`, `numeric` and `math` compare the answer with the gold answer. The answer is the content of an
-`<answer>` tag that ends the completion, otherwise what follows `</think>`, or the whole completion; if that contains a
-`\\boxed{}`, the answer is the content of the last one. Functions of the user's own are called in functions.py; a judge
+`exact`, `numeric` and `math` compare the answer with the gold answers, any of which is right. answers.py says what the
+answer is: the content of an `<answer>` tag that ends the completion, otherwise what follows `</think>`, or the whole
+completion; if that contains a box, the answer is the content of the last one. Functions of the user's own are called in functions.py; a judge
 is in judge.py, a reward model in model.py.
 """
 
@@ -11,15 +11,16 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, lru_cache
 from math import inf
 from pathlib import Path
 from typing import Any
 
 from pellucid.machine.plugins import did_you_mean, function_of
 from pellucid.rewards import functions
-from pellucid.rewards.answers import answered, last_number, only_number, tagged
-from pellucid.rewards.formulas import math_verify, states_formula
+from pellucid.rewards.answers import answered, gold_in, last_number, only_number, tagged
+from pellucid.rewards.formulas import math_verify, stated_in_sentence, states_formula
+from pellucid.rewards.latex import is_sentence, is_words
 from pellucid.rewards.parts import Pair, Part
 from pellucid.rewards.settings import JudgeSettings, RewardModelSettings
 from pellucid.rewards.trainer_state import TrainerState
@@ -127,15 +128,23 @@ def in_batches(name: str) -> bool:
 
 
 TERMS: dict[str, Callable[[RewardTerm, Prompt, Completion], float | None]] = {
-    "exact": lambda _, prompt, completion: exact(completion.text, prompt.answer),
-    "numeric": lambda _, prompt, completion: numeric(completion.text, prompt.answer),
-    "math": lambda _, prompt, completion: math(completion.text, prompt.answer),
-    "tagged": lambda _term, _prompt, completion: has_tags(completion.text),
-    "regex": lambda term, _, completion: regex(completion.text, term.pattern),
+    "exact": lambda _, prompt, completion: best(exact, completion.full_text, prompt.golds),
+    "numeric": lambda _, prompt, completion: best(numeric, completion.full_text, prompt.golds),
+    "math": lambda _, prompt, completion: best(math, completion.full_text, prompt.golds),
+    "tagged": lambda _term, _prompt, completion: has_tags(completion.full_text),
+    "regex": lambda term, _, completion: regex(completion.full_text, term.pattern),
     "length": lambda term, _, completion: length(completion.length, term.limit),
     "environment": lambda _term, _prompt, completion: worth(completion),
 }
 COMPARE_WITH_GOLD = ("exact", "numeric", "math")
+"""The terms that compare an answer with the gold answer. Each is a function below of the same name."""
+
+
+def best(grade: Callable[[str, str], float | None], text: str, golds: Sequence[str]) -> float | None:
+    """Return the highest grade of a text over several gold answers; None where none of them can be read."""
+    if len(golds) == 1:
+        return grade(text, golds[0])
+    return max((value for gold in golds if (value := grade(text, gold)) is not None), default=None)
 
 
 def worth(completion: Completion) -> float | None:
@@ -145,19 +154,51 @@ def worth(completion: Completion) -> float | None:
 
 def exact(text: str, gold: str) -> float:
     """Return 1 if the answers agree up to letter case and white space, else 0."""
-    return float(folded(answered(text)) == folded(gold))
+    return float(folded(answered(text)) == folded(gold_in(gold)))
 
 
 def numeric(text: str, gold: str) -> float:
     """Return 1 if the last number of the answer equals the gold answer (1,080 = 1080 = 1080.0), else 0."""
     found = last_number(answered(text))
-    return float(found is not None and found == only_number(gold))
+    return float(found is not None and found == only_number(gold_in(gold)))
 
 
 def math(text: str, gold: str) -> float | None:
     """Return 1 if the answer states the gold formula or words, else 0; None where the gold answer cannot be read."""
     stated = states_formula(text, gold)
     return None if stated is None else float(stated)
+
+
+@lru_cache(maxsize=65536)
+def gold_fault(name: str, gold: str) -> str | None:
+    """Return why a term cannot grade by a gold answer, or None.
+
+    The term must read the gold answer, credit it in a box, and refuse another number where the gold answer is a number.
+    The reason is a clause that follows "the answer ...".
+
+    Example: gold_fault("numeric", "1,080") is None; gold_fault("numeric", "seven")[:15] == "holds no number"
+    """
+    number = only_number(gold_in(gold))
+    if name == "numeric" and number is None:
+        if not re.search(r"\d", gold):
+            return "holds no number: use the reward exact or math"
+        return (
+            "is not one number that numeric can read whole: cut it out by answer_pattern, or use the reward exact or math"
+        )
+    grade, read = GRADES[name], stated_in_sentence(gold_in(gold))
+    if name == "math" and is_sentence(read) and not is_words(read):
+        return "is a sentence, not an answer: cut the answer out by answer_pattern, or use the reward exact"
+    credited = grade(f"\\boxed{{{gold_in(gold)}}}", gold)
+    if credited is None:
+        return f"cannot be read by the reward {name}: correct it, or cut the answer out by answer_pattern"
+    if credited < 1 and name != "exact":  # exact compares any text, also text with braces that no box can hold
+        return f"is not credited by the reward {name} where a completion repeats it in a box: correct it"
+    if number is not None and grade(f"\\boxed{{{number + 1}}}", gold):
+        return f"is credited by the reward {name} for another number: correct it"
+    return None
+
+
+GRADES: dict[str, Callable[[str, str], float | None]] = {"exact": exact, "numeric": numeric, "math": math}
 
 
 def has_tags(text: str) -> float:

@@ -50,18 +50,20 @@ def completed_groups(
     """
     size = len(tokens) // len(prompts)
     prefixes = [policy.encode_prefix(prompt) for prompt in prompts]
+    questions = [context[: len(context) - len(prefix)] for context, prefix in zip(contexts, prefixes, strict=True)]
+    thinking = [begins_in_thought(policy, question) for question in questions]
     completions = [
-        completed(policy, version, prefixes[row // size], *sampled)
+        completed(policy, version, prefixes[row // size], *sampled, thinking=thinking[row // size])
         for row, sampled in enumerate(zip(tokens, logprobs, masks, strict=True))
     ]
     return [
         Group(
             prompt,
-            context[: len(context) - len(prefix)],
+            question,
             tuple(completions[p * size : (p + 1) * size]),
             demonstration=(*prefix, policy.end_id) if prompt.prefix_whole else prefix,
         )
-        for p, (prompt, context, prefix) in enumerate(zip(prompts, contexts, prefixes, strict=True))
+        for p, (prompt, question, prefix) in enumerate(zip(prompts, questions, prefixes, strict=True))
     ]
 
 
@@ -72,6 +74,7 @@ def completed(
     ids: Sequence[int],
     logprobs: Sequence[float],
     mask: Sequence[Tensor],
+    thinking: bool = False,
 ) -> Completion:
     """The completion that was given a prefix and of which the rest was sampled."""
     n = len(prefix)
@@ -83,7 +86,16 @@ def completed(
         given=((0, n),) if n else (),
         version=version,
         sampling_mask=[*([torch.empty(0, dtype=torch.int32)] * n), *mask] if mask else (),
+        thinking=thinking,
     )
+
+
+def begins_in_thought(policy: Any, context: Sequence[int]) -> bool:
+    """Return whether text after these token ids begins inside a thought, because they end with `<think>`.
+
+    Special tokens are left out, as they are in completions: a model whose tags are special shows neither of them.
+    """
+    return policy.decode(context[-8:]).rstrip().endswith("<think>")
 
 
 def generated_text(policy: Any, prefix: Sequence[int], ids: Sequence[int]) -> str:

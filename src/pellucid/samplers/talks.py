@@ -16,7 +16,7 @@ from torch import Tensor
 from pellucid.policy.bridge import bridge
 from pellucid.policy.tool_calls import read
 from pellucid.protocols import Reply, World
-from pellucid.samplers.rollout import check_lengths, generated_text
+from pellucid.samplers.rollout import begins_in_thought, check_lengths, generated_text
 from pellucid.types import Completion, Group, Message, Outcome, Prompt, Sampling, UserError
 
 PAUSE = 0.5
@@ -230,6 +230,7 @@ class Talks:
 
     def _completion(self, row: Row) -> Completion:
         before = row.tokens[: row.turn] if row.turn == row.prefix else []
+        asked = row.question if row.turn == row.prefix else (*row.question[-8:], *row.tokens[: row.turn][-8:])
         return Completion(
             tuple(row.tokens),
             tuple(row.logprobs),
@@ -240,6 +241,7 @@ class Talks:
             version=self.version,
             messages=tuple(row.messages),
             outcome=row.outcome,
+            thinking=begins_in_thought(self.policy, asked),
         )
 
     def _group(self, prompt: Prompt, rows: Sequence[Row]) -> Group:

@@ -15,8 +15,9 @@ from fastapi.responses import HTMLResponse, JSONResponse, Response
 from starlette.types import ASGIApp
 
 from pellucid.rewards.answers import reasoning_and_answer
+from pellucid.samplers.rollout import begins_in_thought
 from pellucid.serve.completions import complete, not_served
-from pellucid.serve.decoding import Served, begun
+from pellucid.serve.decoding import Served, asked, begun
 from pellucid.serve.errors import refuse_in_form
 from pellucid.serve.exchange import Exchanges
 from pellucid.serve.gate import Gate
@@ -99,10 +100,10 @@ async def solve(served: Served, question: str) -> dict[str, Any]:
     that way by itself.
     """
     start = time.perf_counter()
-    system = ({"role": "system", "content": served.system},) if served.system else ()
-    prompt = Prompt("solve", (*system, {"role": "user", "content": question}))
-    [answer] = await (await begun(served, prompt, Sampling(temperature=0.0), None)).answers()
-    reasoning, final = reasoning_and_answer(answer.text)
+    decoding = await begun(served, Prompt("solve", asked(served, question)), Sampling(temperature=0.0), None)
+    [answer] = await decoding.answers()
+    thinking = begins_in_thought(served.policy, decoding.prompt_ids)
+    reasoning, final = reasoning_and_answer("<think>" + answer.text if thinking else answer.text)
     data = {
         "assistant_response": answer.text,
         "reasoning_process": reasoning,

@@ -20,7 +20,8 @@ from pellucid.serve.errors import RequestError
 from pellucid.serve.gate import LOOPBACK
 from pellucid.serve.messages import Sampling
 from pellucid.serve.rows import Drawn, Piece, Request
-from pellucid.types import Prompt, UserError
+from pellucid.tasks.wrappers import question_like
+from pellucid.types import Message, Prompt, UserError
 
 SHORT = 10_000
 """Prompts of up to this many characters are tokenized at once, which takes milliseconds; longer ones in a thread."""
@@ -43,7 +44,7 @@ class Served:
     algorithm: GRPOConfig = field(default_factory=GRPOConfig)
     """The settings by which `/group` computes advantages."""
     system: str = ""
-    """The system message of `/solve_question`."""
+    """The system message before questions of clients' own, for a model that is not served from a run."""
     max_tokens: int = 512
     """The longest completion in tokens, where a request does not say."""
     group_tokens: int = 0
@@ -141,6 +142,14 @@ class Decoding:
     def leave(self) -> None:
         """Cancel the request: its rows are free after the token that is being decoded."""
         self.request.cancelled = True
+
+
+def asked(served: Served, question: str) -> str | tuple[Message, ...]:
+    """Return a question of a client's own as the run asks its own: with its system message and template."""
+    if served.task is not None:
+        return question_like(getattr(served.task, "task", served.task), question)
+    system = ({"role": "system", "content": served.system},) if served.system else ()
+    return (*system, {"role": "user", "content": question})
 
 
 async def begun(

@@ -13,7 +13,8 @@ from pellucid.algorithm.batch import grades_of
 from pellucid.algorithm.settings import GRPOConfig
 from pellucid.protocols import Task, grade
 from pellucid.rewards.graded import Graded
-from pellucid.serve.decoding import Served, begun, in_time
+from pellucid.samplers.rollout import begins_in_thought
+from pellucid.serve.decoding import Served, asked, begun, in_time
 from pellucid.serve.errors import RequestError
 from pellucid.serve.messages import GroupRequest, Sampling
 from pellucid.types import Completion, Group, Progress, Prompt, Reward
@@ -25,7 +26,10 @@ async def group(served: Served, request: GroupRequest) -> dict[str, Any]:
     settings = Sampling(n=request.group_size, temperature=request.temperature, seed=request.seed)
     decoding = await begun(served, prompt, settings, request.max_tokens, served.group_tokens)
     answers = await decoding.answers()
-    completions = [Completion(a.token_ids, a.logprobs, a.text, a.reason == "stop") for a in answers]
+    thinking = begins_in_thought(served.policy, decoding.prompt_ids)
+    completions = [
+        Completion(a.token_ids, a.logprobs, a.text, a.reason == "stop", thinking=thinking) for a in answers
+    ]
     async with in_time(served, decoding.until):
         rewards = await graded(served, prompt, completions) if gradable(served, request) else []
     record = Group(prompt, decoding.prompt_ids, tuple(completions), tuple(rewards))
@@ -73,7 +77,7 @@ def rewards_of(task: Task, group: Group, progress: Progress, left: threading.Eve
 
 def group_prompt(served: Served, request: GroupRequest) -> Prompt:
     if request.question:
-        return Prompt("group", ({"role": "user", "content": request.question},), request.answer)
+        return Prompt("group", asked(served, request.question), request.answer)
     if served.task is None:
         raise RequestError(400, "give a question: this model was not served from a run, so there is no task to ask")
     return served.task.sample(request.number, 1)[0]

@@ -73,7 +73,7 @@ class Arithmetic:
         return [self._prompt(f"{self.split}/{step}/{i}", problem) for i, problem in enumerate(problems)]
 
     def reward(self, prompt: Prompt, completion: Completion) -> Reward:
-        return Reward(float(last_number(answered(completion.text)) == int(prompt.answer)))
+        return Reward(float(last_number(answered(completion.full_text)) == int(prompt.answer)))
 
     def solution(self, prompt: Prompt) -> str:
         return prompt.answer

@@ -7,7 +7,7 @@ from random import Random
 from typing import Literal
 
 from pellucid.environments.talk import Talk
-from pellucid.rewards.answers import last_number, only_number
+from pellucid.rewards.answers import answered, last_number, only_number
 from pellucid.types import Completion, Message, Prompt, Reward
 
 TOOL = "multiply"
@@ -58,7 +58,7 @@ class Calculator:
         """Grade the answer, and the use of the tool: whether the tool has said the product."""
         answers = [message["content"] for message in completion.messages if message["role"] == "tool"]
         called = prompt.answer in answers
-        found = last_number(completion.text)
+        found = last_number(answered(completion.full_text))
         right = found is not None and found == only_number(prompt.answer)
         value = self.credit * called + (1 - self.credit) * right
         by_tool = {"right_by_tool": float(right and called)}

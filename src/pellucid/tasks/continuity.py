@@ -12,7 +12,7 @@ from itertools import pairwise
 from random import Random
 from typing import Literal, NamedTuple
 
-from pellucid.rewards.answers import marked_answer, only_number
+from pellucid.rewards.answers import after_thinking, marked_answer, only_number
 from pellucid.tasks.expressions import Linear, linear, plain, scaled, total
 from pellucid.types import Completion, Prompt, Reward
 
@@ -112,7 +112,7 @@ class Continuity:
         return [self._prompt(f"{self.split}/{step}/{i}", pieces) for i, pieces in enumerate(chosen)]
 
     def reward(self, prompt: Prompt, completion: Completion) -> Reward:
-        found = parts = parts_of(completion.text, Pieces(**prompt.columns["pieces"]))
+        found = parts = parts_of(completion.full_text, Pieces(**prompt.columns["pieces"]))
         weights = WEIGHTS
         if self.grading == "literal":
             parts, weights = literal_parts(completion.text[:LONGEST]), LITERAL_WEIGHTS
@@ -153,6 +153,8 @@ def parts_of(text: str, pieces: Pieces) -> dict[str, float]:
     """Return 1 or 0 for each part: both joins named, both equations stated, both unknowns solved, the sum right."""
     said = statements(text[:LONGEST])
     equations = [difference(one, other) for one, other in said]
+    behind = after_thinking(text)
+    answering = said if behind == text else statements(behind[:LONGEST])
     a, b = pieces.a, pieces.b
 
     def says(unknown: str, value: int) -> float:
@@ -164,7 +166,7 @@ def parts_of(text: str, pieces: Pieces) -> dict[str, float]:
         "a": float(solution(said, "a") == a),
         "left equation": says("b", b),
         "b": float(solution(said, "b") == b),
-        "sum": float(final_answer(text, said) == a + b),
+        "sum": float(final_answer(text, answering) == a + b),
     }
 
 
@@ -216,7 +218,10 @@ def solution(said: Sequence[tuple[Linear, Linear]], *unknowns: str) -> Fraction 
 
 
 def final_answer(text: str, said: Sequence[tuple[Linear, Linear]]) -> Fraction | None:
-    """Return the number that is marked as the answer, else the one behind the last "a + b = "; None without either."""
+    """Return the number that is marked as the answer, else the one behind the last "a + b = "; None without either.
+
+    said: the equations behind the thought of the text.
+    """
     marked = marked_answer(text)
     return solution(said, "a", "b") if marked is None else only_number(marked.rpartition("=")[2])
 

@@ -66,7 +66,7 @@ class Countdown:
         return [self._prompt(f"{self.split}/{step}/{i}", rng) for i in range(n)]
 
     def reward(self, prompt: Prompt, completion: Completion) -> Reward:
-        written = expression_of(completion.text)
+        written = expression_of(completion.full_text)
         value = linear(written)
         fair = value is not None and Counter(numbers_in(written) or ()) == Counter(prompt.columns["numbers"])
         right = fair and value is not None and value.constant == int(prompt.answer)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-import re
 from array import array
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -15,9 +14,17 @@ from statistics import fmean
 from typing import Literal
 
 from pellucid.machine.braces import filled, placeholders
-from pellucid.rewards.answers import only_number
+from pellucid.rewards.answers import gold_in
 from pellucid.rewards.parts import Part
-from pellucid.rewards.terms import COMPARE_WITH_GOLD, RewardTerm, compiled, gives_degrees, labels, part_of
+from pellucid.rewards.terms import (
+    COMPARE_WITH_GOLD,
+    RewardTerm,
+    compiled,
+    gives_degrees,
+    gold_fault,
+    labels,
+    part_of,
+)
 from pellucid.rewards.trainer_state import state_of
 from pellucid.tasks.columns import chat, column_text, column_value, has_column
 from pellucid.tasks.rows import READERS, Row, Rows
@@ -112,6 +119,19 @@ class Dataset:
         rows = split_prompts(self)
         chosen = (rows[place] for place in shuffled(f"{self.seed}/{self.split}", step, n, len(rows)))
         return [replace(prompt, id=f"{self.split}/{step}/{i}") for i, prompt in enumerate(chosen)]
+
+    def asks(self, question: str) -> str | tuple[Message, ...]:
+        """Return the text of a prompt with this question; the template is used if it needs no other column."""
+        if self.messages:
+            first = split_prompts(self)[0].text
+            system = [message for message in first if not isinstance(message, str) and message["role"] == "system"]
+            return (*system, {"role": "user", "content": question})
+        if set(placeholders(self.template)) <= {"question", self.question}:
+            question = filled(self.template, lambda _: question)
+        if not self.chat:
+            return question
+        system = ({"role": "system", "content": self.system},) if self.system else ()
+        return (*system, {"role": "user", "content": question})
 
     def reward(self, prompt: Prompt, completion: Completion) -> Reward:
         """Grade a completion alone, in this process."""
@@ -253,7 +273,8 @@ def make_prompt(task: Dataset, where: str, row: Row) -> Prompt:
         text = chat(column_value(row, task.messages, where), task.messages, where)
     else:
         text = rendered(task, where, row)
-    return Prompt("", text, gold_answer(task, where, row), row)
+    answer, *others = gold_answers(task, where, row)
+    return Prompt("", text, answer, row, alternatives=tuple(others))
 
 
 def rendered(task: Dataset, where: str, row: Row) -> str | tuple[Message, ...]:
@@ -271,26 +292,33 @@ def fill(template: str, question: str, where: str, row: Row) -> str:
     return filled(template, lambda name: column_text(row, question if name == "question" else name, where))
 
 
-def gold_answer(task: Dataset, where: str, row: Row) -> str:
-    """Return the gold answer of a row; empty where the data has none and no reward term needs one.
+def gold_answers(task: Dataset, where: str, row: Row) -> list[str]:
+    """Return the gold answers of a row, any of which is right; an empty one where no reward term needs any.
 
-    UserError where one that is needed is missing or cannot be read.
+    A column that holds a list has several. UserError where one that is needed is missing or cannot be read.
     """
     if not has_column(row, task.answer) and not task.compares:
-        return ""
-    text = column_text(row, task.answer, where).strip()
+        return [""]
+    value = column_value(row, task.answer, where)
+    texts = ["" if each is None else str(each) for each in (value or [None] if isinstance(value, list) else [value])]
+    return list(dict.fromkeys(gold_answer(task, where, text.strip()) for text in texts))
+
+
+def gold_answer(task: Dataset, where: str, text: str) -> str:
+    """Return the gold answer in the text of its column. UserError where one that is needed cannot be read."""
     if task.answer_pattern:
         match = compiled(task.answer_pattern).search(text)
         if match is None:
             raise UserError(f'{where}: answer_pattern "{task.answer_pattern}" is not found in {shortened(text)}')
         text = (match[1] or "").strip()
-    if task.compares and not text:
+    if not task.compares:
+        return text
+    text = gold_in(text)
+    if not text:
         raise UserError(f"{where}: the answer is empty, and a reward compares with it")
-    if any(term.name == "numeric" for term in task.rewards) and only_number(text) is None:
-        if not re.search(r"\d", text):
-            raise UserError(f"{where}: the answer {shortened(text)} holds no number: use the reward exact or math")
-        whole = "is not one number that numeric can read whole: cut it out by answer_pattern"
-        raise UserError(f"{where}: the answer {shortened(text)} {whole}, or use the reward exact or math")
+    for name in dict.fromkeys(term.name for term in task.rewards if term.name in COMPARE_WITH_GOLD):
+        if fault := gold_fault(name, text):
+            raise UserError(f"{where}: the answer {shortened(text)} {fault}")
     return text
 
 

@@ -8,6 +8,7 @@ from functools import lru_cache
 from random import Random
 from typing import Literal
 
+from pellucid.rewards.answers import after_thinking
 from pellucid.types import Completion, Prompt, Reward
 
 QUESTIONS = {
@@ -86,7 +87,8 @@ class Expected:
     def reward(self, prompt: Prompt, completion: Completion) -> Reward:
         literal = self.matching == "literal"
         normalise = literally_normalised if literal else normalised
-        answer, gold = normalise(completion.text), normalise(prompt.answer)
+        said = completion.text if literal else after_thinking(completion.full_text)
+        answer, gold = normalise(said), normalise(prompt.answer)
         hit = gold in answer if literal else gold == answer
         length = self.length_penalty * len(answer)
         if not literal:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, replace
 from typing import Literal
 
 from pellucid.rewards.answers import answer_tag, answered, last_number, only_number, tagged
 from pellucid.rewards.terms import RewardTerm
 from pellucid.tasks.dataset import Dataset
-from pellucid.types import Completion, Prompt, Reward
+from pellucid.types import Completion, Message, Prompt, Reward
 
 SYSTEM = {
     "en": (
@@ -17,6 +18,8 @@ SYSTEM = {
     ),
     "zh": "你来解题。先在 <think> 和 </think> 之间逐步思考，再在 <answer> 和 </answer> 之间只写出最终答案。",
 }
+
+_THOUSANDS = re.compile(r"(?<=\d),(?=\d{3}(?!\d))")
 
 
 @dataclass(frozen=True)
@@ -69,15 +72,27 @@ class Gsm8k:
 
     def sample(self, step: int, n: int) -> list[Prompt]:
         """Return the next n questions. Commas are removed from gold answers: "#### 1,080" becomes 1080."""
-        return [replace(prompt, answer=prompt.answer.replace(",", "")) for prompt in self._rows().sample(step, n)]
+        return [
+            replace(
+                prompt,
+                answer=prompt.answer.replace(",", ""),
+                alternatives=tuple(gold.replace(",", "") for gold in prompt.alternatives),
+            )
+            for prompt in self._rows().sample(step, n)
+        ]
+
+    def asks(self, question: str) -> str | tuple[Message, ...]:
+        """Return the text of a prompt with this question, in the language of the task."""
+        return self._rows().asks(question)
 
     def reward(self, prompt: Prompt, completion: Completion) -> Reward:
-        whole = float(tagged(completion.text) is not None)
+        text = completion.full_text
+        whole = float(tagged(text) is not None)
         if self.grading == "literal":
-            value = literal_grade(completion.text, prompt.answer)
+            value = max(literal_grade(text, gold) for gold in prompt.golds)
             return Reward(value, {"answer": value, "format": whole}, value >= 1.0, weights={"format": 0.0})
-        found = None if answer_tag(completion.text) is None else last_number(answered(completion.text))
-        right = float(found is not None and found == only_number(prompt.answer))
+        found = None if answer_tag(text) is None else last_number(answered(text))
+        right = float(found is not None and found in map(only_number, prompt.golds))
         value = right + self.format_reward * whole
         return Reward(value, {"answer": right, "format": whole}, bool(right), weights={"format": self.format_reward})
 
@@ -102,14 +117,15 @@ class Gsm8k:
 
 
 def literal_grade(text: str, gold: str) -> float:
-    """Return the reward of literal grading.
+    """Return the reward of literal grading. Commas that group thousands do not count, on either side.
 
-    Example: literal_grade("<answer>16</answer>", "6") == 0.5
+    Example: literal_grade("<answer>16</answer>", "6") == 0.5; literal_grade("<answer>1,080</answer>", "1080") == 1.0
     """
     # If the first tag does not close, none does, and looking for others would take quadratic time.
     inside, closed, _ = text.partition("<answer>")[2].partition("</answer>")
     if not closed:
         return 0.0
+    inside, gold = _THOUSANDS.sub("", inside), _THOUSANDS.sub("", gold)
     if inside == gold:
         return 1.0
     return 0.5 if gold in inside else 0.01

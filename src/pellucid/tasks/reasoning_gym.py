@@ -74,7 +74,7 @@ class ReasoningGym:
     def reward(self, prompt: Prompt, completion: Completion) -> Reward:
         grader = grader_of(self.family, json.dumps(self.options))
         try:
-            score = float(grader.score_answer(answered(completion.text), prompt.columns["entry"]))
+            score = float(grader.score_answer(answered(completion.full_text), prompt.columns["entry"]))
         except UNREADABLE:
             score = 0.0
         return Reward(score, correct=score >= 1)

@@ -60,7 +60,7 @@ class Sorting:
         return [self._prompt(f"{self.split}/{step}/{i}", rng) for i in range(n)]
 
     def reward(self, prompt: Prompt, completion: Completion) -> Reward:
-        written = _NUMBERS.findall(answered(completion.text))
+        written = _NUMBERS.findall(answered(completion.full_text))
         answer = [int(digits) if digits.isdigit() and len(digits) < 20 else NO_NUMBER for digits in written]
         right = sorted(prompt.columns["numbers"])
         return Reward(GRADINGS[self.grading](answer, right), correct=answer == right)

@@ -13,6 +13,7 @@ from typing import Any
 
 from pellucid.machine.plugins import HERE
 from pellucid.protocols import Task
+from pellucid.types import Message
 
 
 def wraps(task: Any) -> bool:
@@ -30,6 +31,20 @@ def layers(task: Any) -> list[Any]:
 def innermost(task: Any) -> Any:
     """Return the innermost task, which writes the questions."""
     return layers(task)[-1]
+
+
+def question_like(task: Any, question: str) -> str | tuple[Message, ...]:
+    """Return another question in the form in which a task asks its own: the text of a prompt.
+
+    The task's method `asks` decides where it has one. Otherwise the question follows the system message of the task.
+    """
+    inner = innermost(task)
+    if callable(asks := getattr(inner, "asks", None)):
+        return asks(question)
+    text = inner.sample(0, 1)[0].text
+    if isinstance(text, str):
+        return question
+    return (*(message for message in text if message["role"] == "system"), {"role": "user", "content": question})
 
 
 def seeded(task: Any, seed: int) -> Any:

@@ -80,7 +80,7 @@ def said(groups: Sequence[Group], drawn: str, verdicts: bool) -> Iterator[dict[s
                 "drawn": drawn,
                 "sample": i,
                 "question": prompt.question,
-                "gold": prompt.answer,
+                "gold": " or ".join(prompt.golds),
                 "answer": completion.text,
                 **conversation_of(completion),
                 "finished": completion.finished,
