@@ -10,8 +10,13 @@ import re
 import pytest
 
 from pellucid import cli, config
+from pellucid.commands import line
 from pellucid.flags import fields_of
-from pellucid.renames import KEYS, TRL, VALUES, of_trl
+from pellucid.library.settings import sections_of
+from pellucid.renames import KEYS, TRL, VALUES, WITHOUT_COUNTERPART, of_trl
+from pellucid.tasks.dataset import Dataset
+from pellucid.tasks.environment import Environment
+from pellucid.types import UserError
 
 OLD = '[algorithm]\nobjective = "dynamic"\nmin_spread = 0.25\n'
 
@@ -62,26 +67,126 @@ def test_every_new_name_is_a_setting():
             assert old not in names.values()
 
 
-def test_names_of_trl_are_trl_s_and_what_they_are_here_is_a_setting():
+def names_of_trl():
+    """Every field of TRL's GRPOConfig, and every argument of its GRPOTrainer."""
     trl = pytest.importorskip("trl")
-    theirs = {field.name for cls in (trl.GRPOConfig, trl.ModelConfig) for field in dataclasses.fields(cls)}
-    theirs |= set(inspect.signature(trl.GRPOTrainer.__init__).parameters) | {
-        "resume_from_checkpoint",
-        "max_prompt_length",
-    }
-    assert set(TRL) <= theirs
-    sections = {name: list(fields_of(cls)) for name, cls in config.SECTIONS.items()}
-    ours = {"data", "test_data", "reward", "run", "resume"} | {key for keys in sections.values() for key in keys}
-    ours |= {f"{section}.{key}" for section, keys in sections.items() for key in keys}
-    for here in TRL.values():
-        if not here.startswith(("nothing: ", "each setting", "a weight")):
-            named = re.split(r", which|, a |, in |, groups| = ", here)[0]
-            assert set(re.split(", | and | or ", named)) <= ours, here
+    fields = [field.name for field in dataclasses.fields(trl.GRPOConfig)]
+    arguments = list(inspect.signature(trl.GRPOTrainer.__init__).parameters)[1:]
+    return [*fields, *arguments, "warmup_ratio", "max_prompt_length"]
+
+
+def refused(act, *arguments):
+    """What is said of the arguments; empty where they are taken."""
+    try:
+        act(*arguments)
+    except (UserError, ValueError) as error:
+        return str(error)
+    return ""
+
+
+def places(name):
+    """Where our settings have this name."""
+    return [section for section, cls in config.SECTIONS.items() if name in fields_of(cls)]
+
+
+def test_every_name_of_trl_is_a_setting_or_told_what_is_or_why_none_is_and_what_to_do():
+    """As a keyword, as an option, on the command line, and in a recipe."""
+    names = names_of_trl()
+    assert len(names) > 200
+    for name in names:
+        explained = f"TRL's {name} is ", f"TRL's {name} has no counterpart, as "
+        assert place_told(name) or any(words in refused(sections_of, {name: 1}, Dataset) for words in explained), name
+        option = refused(line.parsed, ["train", f"--{name}", "1"])
+        assert any(words in option for words in (*explained, f".{name}", f"did you mean --{name}")) or name == "resume"
+        for section in ("algorithm", "sampler", "evaluate"):
+            if section not in places(name):
+                for said in (
+                    refused(config.load, None, [f"--{section}.{name}", "1"]),
+                    refused(config.build, {section: {name: 1}}, "recipe.toml"),
+                ):
+                    assert any(words in said for words in explained), (name, said)
+                    assert "\n" not in said
+
+
+def place_told(name):
+    """Whether a name is a keyword, or one of several settings that are named."""
+    said = refused(sections_of, {name: 1}, Dataset)
+    return name in ("model",) or not said or f"{name} is a setting of " in said
+
+
+def test_what_a_hint_names_is_a_setting_and_a_reason_comes_with_an_alternative():
+    known = {f"{section}.{key}" for section, cls in config.SECTIONS.items() for key in fields_of(cls)}
+    known |= {f"task.{key}" for cls in (Dataset, Environment) for key in fields_of(cls)} | {"run", "resume"}
+    named = re.compile(r"\{(.*?)\}")
+    for texts in [*((text,) for text in TRL.values()), *WITHOUT_COUNTERPART.values()]:
+        assert {name for text in texts for name in named.findall(text)} <= known, texts
+        assert all(texts)
+    assert not TRL.keys() & WITHOUT_COUNTERPART.keys()
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    {
+        "num_train_epochs": "steps = num_train_epochs * rows / prompts_per_step",
+        "per_device_train_batch_size": "prompts_per_step = per_device_train_batch_size * gradient_accumulation_steps *"
+        " devices / num_generations; micro_batch bounds memory",
+        "use_vllm": 'sampler_name "vllm"',
+        "eval_strategy": 'evaluate_every: 0 for "no"',
+        "disable_dropout": "dropout is always off",
+        "callbacks": "no hooks are called: a loop over `pellucid.train` has each step",
+        "tools": 'task "environment" with tools',
+        "environment_factory": 'task "environment" with environment "file.py:Class"',
+        "optim": "the optimizer is AdamW on fp32 weights",
+        "warmup_ratio": "warmup = warmup_ratio * steps",
+        "reward_funcs": "TRL's reward_funcs is here reward",
+    }.items(),
+)
+def test_what_is_said_of_a_name_of_trl_is_in_keywords(name, said):
+    assert said in refused(sections_of, {name: 1}, None)
+
+
+@pytest.mark.parametrize(
+    ("batch", "added_up", "generations", "each"), [(8, 3, 4, None), (8, 3, 4, 6), (16, 1, 8, None)]
+)
+def test_the_formulas_count_as_trl_does(batch, added_up, generations, each, tmp_path):
+    trl = pytest.importorskip("trl")
+    theirs = trl.GRPOConfig(
+        output_dir=str(tmp_path), per_device_train_batch_size=batch, gradient_accumulation_steps=added_up,
+        num_generations=generations, steps_per_generation=each, use_cpu=True, bf16=False,
+        gradient_checkpointing=None, activation_checkpointing=False,
+    )  # fmt: skip
+    minibatches = theirs.steps_per_generation / added_up
+    prompts_per_step = batch * added_up * 1 / generations * minibatches
+    assert prompts_per_step == theirs.generation_batch_size / generations
 
 
 def test_a_name_of_trl_is_told_ours(capsys):
     with pytest.raises(SystemExit):
         cli.main(["train", "--num-generations", "4"])
-    said = "train has no option --num-generations; TRL's num_generations is group_size here (docs/library.md)"
+    said = (
+        "train has no option --num-generations; TRL's num_generations is here --algorithm.group-size (docs/library.md)"
+    )
     assert said in capsys.readouterr().err
     assert of_trl("group_size") == ""
+
+
+def test_all_unknown_names_are_told_at_once(tmp_path):
+    said = refused(sections_of, {"stpes": 3, "lr": 1.0, "num_generations": 4, "bateau": 1}, None)
+    assert said == (
+        "pellucid.train has no setting stpes; did you mean steps? pellucid.train has no setting num_generations; TRL's"
+        " num_generations is here group_size (docs/library.md). pellucid.train has no setting bateau; docs/library.md"
+        " says how settings are named"
+    )
+    said = refused(line.parsed, ["train", "--rnu", "a", "--reusme", "b"])
+    assert (
+        said
+        == 'train has no option --rnu; did you mean "--run"? train has no option --reusme; did you mean "--resume"?'
+    )
+    recipe = tmp_path / "r.toml"
+    recipe.write_text("[algorithm]\nstpes = 3\nsteps = 0\ngroup_sise = 4\n[optimiser]\nlr = 1.0\n[task]\ndigit = 2\n")
+    said = refused(config.load, recipe, ["--evaluate.evry", "2"])
+    for name in ("algorithm.stpes", "algorithm.group_sise", "optimiser", "task.digit"):
+        assert f"{recipe}: {name}: no such key; did you mean" in said
+    assert 'the command line: evaluate.evry: no such key; did you mean "every"?' in said
+    assert "\n" not in said
+    assert "must be" not in said, "of known keys it is told when all names are right"

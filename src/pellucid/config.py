@@ -20,7 +20,7 @@ import pydantic
 
 from pellucid import flags
 from pellucid.algorithm.settings import AdamWConfig, GRPOConfig
-from pellucid.machine.plugins import did_you_mean
+from pellucid.machine.plugins import did_you_mean, in_one_line
 from pellucid.renames import of_trl, renamed
 from pellucid.rewards.settings import RewardConfig
 from pellucid.runtimes.settings import RuntimeConfig
@@ -35,11 +35,14 @@ Place = Sequence[str]
 
 
 class MistakeError(Exception):
-    """What is wrong with the setting or the section at a place, in one line."""
+    """What is wrong with the setting or the section at a place, in one line.
 
-    def __init__(self, place: Place, told: str) -> None:
+    unknown: the key is not known. others: further keys of the section that are not known.
+    """
+
+    def __init__(self, place: Place, told: str, unknown: bool = False, others: Sequence[MistakeError] = ()) -> None:
         super().__init__(told)
-        self.place = place
+        self.place, self.unknown, self.others = place, unknown, others
 
 
 @dataclass(frozen=True)
@@ -84,17 +87,23 @@ def build(values: Values, source: str, over: Values | None = None) -> Config:
     UserError, one line, that names `source` or the command line, for a mistake.
     """
     over = over or {}
+    whole, sections, task, names = merged(values, over), dict[str, Any](), None, ()
+    mistakes = [
+        MistakeError([name], _unknown(name, list(SECTIONS)), unknown=True) for name in whole if name not in SECTIONS
+    ]
     try:
-        for name in [*values, *over]:
-            if name not in SECTIONS:
-                raise MistakeError([name], _unknown(name, list(SECTIONS)))
-        whole = merged(values, over)
         task, names = _task(whole.get("task", {}), ["task"])
-        others = {name: cls for name, cls in SECTIONS.items() if name != "task"}
-        sections = {name: _section(cls, whole.get(name, {}), [name]) for name, cls in others.items()}
     except MistakeError as mistake:
-        stated = flags.COMMAND_LINE if _states(over, mistake.place) else source
-        raise UserError(f"{stated}: {'.'.join(mistake.place)}: {mistake}") from mistake
+        mistakes += [mistake, *mistake.others]
+    for name, cls in SECTIONS.items():
+        try:
+            sections |= {} if name == "task" else {name: _section(cls, whole.get(name, {}), [name])}
+        except MistakeError as mistake:
+            mistakes += [mistake, *mistake.others]
+    if mistakes:
+        unknown = [mistake for mistake in mistakes if mistake.unknown]
+        told = (_told(mistake, source, over) for mistake in unknown or mistakes[:1])
+        raise UserError(in_one_line(told)) from mistakes[0]
     for key, value in _floats({**sections, "task": task}):
         if not math.isfinite(value):
             raise UserError(f"{key.removeprefix('.')} = {value} must be a finite number")
@@ -179,16 +188,28 @@ def _section(cls: Any, values: Any, place: Place) -> Any:
     try:
         return _adapter(cls).validate_python((flags.typed(values, cls, ".".join(place)),))[0]
     except pydantic.ValidationError as error:
+        unknown = [each["loc"][1:] for each in error.errors() if each["type"] == "unexpected_keyword_argument"]
+        if unknown:
+            first, *others = [_unknown_at(cls, place, inside) for inside in unknown]
+            raise MistakeError(first.place, str(first), True, others) from error
         first = error.errors()[0]
-        inside = first["loc"][1:]
         told = f"{first['msg']} (got {reprlib.repr(first['input'])})"
         if first["type"] == "value_error":
             told = first["msg"].removeprefix("Value error, ")
-        if first["type"] == "unexpected_keyword_argument":
-            told = _unknown(str(inside[-1]), _keys(cls, inside[:-1]))
-            if place[0] == "task" and len(inside) == 1 and (others := _tasks_with(str(inside[-1]))):
-                told = f"no such key in this task; {' and '.join(others)} has it: name the task with task.name"
-        raise MistakeError([*place, *map(str, inside)], told) from error
+        raise MistakeError([*place, *map(str, first["loc"][1:])], told) from error
+
+
+def _unknown_at(cls: Any, place: Place, inside: Sequence[int | str]) -> MistakeError:
+    """Return the mistake that a key in a section is not known."""
+    told = _unknown(str(inside[-1]), _keys(cls, inside[:-1]))
+    if place[0] == "task" and len(inside) == 1 and (others := _tasks_with(str(inside[-1]))):
+        told = f"no such key in this task; {' and '.join(others)} has it: name the task with task.name"
+    return MistakeError([*place, *map(str, inside)], told, unknown=True)
+
+
+def _told(mistake: MistakeError, source: str, over: Values) -> str:
+    stated = flags.COMMAND_LINE if _states(over, mistake.place) else source
+    return f"{stated}: {'.'.join(mistake.place)}: {mistake}"
 
 
 def named_task(section: Any, place: Place) -> tuple[str, type[Any]]:

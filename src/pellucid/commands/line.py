@@ -22,6 +22,7 @@ from pellucid.commands.sampler import Sampler
 from pellucid.commands.studying import Compare, Study
 from pellucid.commands.training import Eval, Train
 from pellucid.config import SECTIONS
+from pellucid.machine import plugins
 from pellucid.machine.plugins import did_you_mean
 from pellucid.prefixes.command import Prefixes
 from pellucid.renames import of_trl
@@ -72,17 +73,30 @@ def parsed(words: Sequence[str]) -> Callable[[], int]:
     """Return the command that the words describe, to be called. UserError, one line, where they describe none."""
     command = named(words[0])
     own, settings = flags.split(words[1:])
+    takes = options(command)
+    unknown = [flag for flag in flags_in(own) if flag.replace("_", "-") not in takes]
+    if unknown:
+        raise UserError(
+            plugins.in_one_line(f"{command} has no option {flag}{meant(flag, command)}" for flag in unknown)
+        )
     for word in own:
         flag, equals, value = word.partition("=")
-        takes = options(command)
-        if word.startswith("--") and flag.replace("_", "-") not in takes:
-            raise UserError(f"{command} has no option {flag}{meant(flag, command)}")
         if equals and takes.get(flag.replace("_", "-")) is bool:
             raise UserError(f"{flag} takes no value, got {value}")
     if settings and not takes_settings(command):
         raise UserError(f"{command} takes no settings, got {' '.join(settings)}")
     given = {"settings": tuple(settings)} if settings else {}
     return dataclasses.replace(told([command, *own], COMMANDS), **given)
+
+
+def flags_in(words: Sequence[str]) -> list[str]:
+    """Return the flags among words, each once and without a value behind =."""
+    return list(dict.fromkeys(word.partition("=")[0] for word in words if word.startswith("--")))
+
+
+def flag_of(setting: str) -> str:
+    """Return a setting as the command line has it. Example: flag_of("algorithm.group_size")"""
+    return f"--{setting.replace('_', '-')}"
 
 
 def named(word: str) -> str:
@@ -109,10 +123,10 @@ def meant(word: str, command: str) -> str:
     """Return the setting of the same name, or else the option of a similar one."""
     key = word.removeprefix("--").replace("-", "_")
     settings = [f"--{name}.{key}" for name, cls in SECTIONS.items() if key in flags.fields_of(cls)]
-    if hint := of_trl(key):
-        return f"{hint}; see pellucid {command} --help-all"
     if settings and takes_settings(command):
         return f"; did you mean {' or '.join(settings)}?"
+    if hint := of_trl(key, flag_of):
+        return hint
     known = [flag for flag in options(command) if not flag.startswith("--no-")]
     return did_you_mean(word, known) or "; there are " + ", ".join(known)
 

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from pellucid.config import SECTIONS
-from pellucid.machine.plugins import did_you_mean
+from pellucid.machine.plugins import did_you_mean, in_one_line
 from pellucid.renames import of_trl
 from pellucid.types import UserError
 
@@ -16,6 +16,9 @@ OF_EVERY_TASK = ("name", "seed", "split", "task")
 
 MEANT = {"dtype": "policy"}
 """Of names that several sections have, those that mean one of them: sampler.dtype is of rollouts alone."""
+
+ARGUMENTS = {"policy.model": "model", "task.data": "data", "task.rewards": "reward", "sampler.name": "sampler_name"}
+"""The keywords of settings that pellucid.train takes by names of its own, or whose own name says too little."""
 
 Sections = dict[str, dict[str, Any]]
 
@@ -29,9 +32,16 @@ def sections_of(settings: Mapping[str, Any], task: type | None) -> Sections:
     """
     known = keys_of(task)
     sections: Sections = {}
+    mistakes = []
     for name, value in settings.items():
-        section, key = place_of(name, known)
-        sections.setdefault(section, {})[key] = value
+        try:
+            section, key = place_of(name, known)
+        except UserError as error:
+            mistakes.append(str(error))
+        else:
+            sections.setdefault(section, {})[key] = value
+    if mistakes:
+        raise UserError(in_one_line(mistakes))
     return sections
 
 
@@ -56,8 +66,25 @@ def place_of(name: str, known: Mapping[str, list[str]]) -> tuple[str, str]:
     if known.get(name):
         raise UserError(f"{name} is a section: say {name}_{known[name][0]}=... for its setting {known[name][0]}")
     names = [*(key for keys in known.values() for key in keys), *whole]
-    hint = of_trl(name) or did_you_mean(name, names).replace('"', "") or "; docs/library.md says how settings are named"
+    hint = (
+        of_trl(name, keyword_of(known))
+        or did_you_mean(name, names).replace('"', "")
+        or "; docs/library.md says how settings are named"
+    )
     raise UserError(f"pellucid.train has no setting {name}{hint}")
+
+
+def keyword_of(known: Mapping[str, list[str]]) -> Callable[[str], str]:
+    """Return what writes a setting, such as evaluate.every, as the keyword that it is: evaluate_every."""
+
+    def keyword(setting: str) -> str:
+        section, _, key = setting.rpartition(".")
+        if setting in ARGUMENTS:
+            return ARGUMENTS[setting]
+        shared = sum(key in keys for keys in known.values()) > 1 and key not in MEANT
+        return f"{section}_{key}" if shared else key
+
+    return keyword
 
 
 def either(name: str, sections: list[str]) -> str:

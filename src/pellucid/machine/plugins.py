@@ -149,6 +149,11 @@ def names_beside(path: Path) -> list[str]:
         return []
 
 
+def in_one_line(mistakes: Iterable[str]) -> str:
+    """Several mistakes as sentences of one line."""
+    return " ".join(mistake if mistake.endswith("?") else f"{mistake}." for mistake in mistakes).removesuffix(".")
+
+
 def did_you_mean(name: str, names: Iterable[str]) -> str:
     """Example: did_you_mean("numric", ["numeric", "exact"]) == '; did you mean "numeric"?'"""
     close = get_close_matches(name, list(names), n=1)
