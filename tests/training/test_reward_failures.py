@@ -57,7 +57,7 @@ def test_one_failed_answer_to_the_only_held_out_question_does_not_refuse_the_run
     """It is tried on prompts of the training split, and on samples, too."""
     command = of(recipe, "Broken", "--task.how", "not held out", "--run", tmp_path / "run", "--evaluate.n", 1)
     assert train(*command, "--algorithm.prompts-per-step", 2, "--algorithm.steps", 1, "--evaluate.k", 0) == 0
-    [before, after] = records(tmp_path / "run" / "evals.jsonl")
+    [before, _] = records(tmp_path / "run" / "evals.jsonl")
     assert (before["n"], before["failed"]) == (1, 1)
 
 
