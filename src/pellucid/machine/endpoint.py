@@ -135,7 +135,7 @@ def text_of(content: Any) -> str:
 def guard(response: Any) -> None:
     """Bound an answer of httpx before its body is read; an event hook for responses of a client.
 
-    RefusedAnswerError for a redirect to another origin, where neither prompts nor key belong, for a compressed body, and
+    RefusedAnswerError for a redirect to another origin, where neither prompts nor key belong, for a compressed body, or
     for one of more than LONGEST_ANSWER bytes, raised as soon as they have come.
     """
     asked = response.request.url
