@@ -20,9 +20,11 @@ import pydantic
 
 from pellucid import flags
 from pellucid.algorithm.settings import AdamWConfig, GRPOConfig
-from pellucid.machine.plugins import did_you_mean, in_one_line
+from pellucid.machine.endpoint import is_for_keys
+from pellucid.machine.plugins import HERE, did_you_mean, in_one_line
 from pellucid.renames import of_trl, renamed
 from pellucid.rewards.settings import RewardConfig
+from pellucid.rewards.terms import is_function
 from pellucid.runtimes.settings import RuntimeConfig
 from pellucid.sections import CheckpointConfig, EvaluateConfig, LogConfig, PolicyConfig, SamplerConfig
 from pellucid.tasks import TASKS, task_class
@@ -139,6 +141,63 @@ def read(path: Path) -> dict[str, Any]:
         raise UserError(f"{path}: cannot be read ({getattr(error, 'strerror', None) or error})") from error
     except (tomllib.TOMLDecodeError, json.JSONDecodeError) as error:
         raise UserError(f"{path}: {error}") from error
+
+
+# ---------------------------------------------------------------- what a file may do by itself
+
+
+def code_in(values: Values) -> list[str]:
+    """Return the code of the user's or of others that sections name, which runs once they are loaded.
+
+    Example: code_in({"task": {"name": "my_task.py:Riddles"}}) == ["my_task.py:Riddles"]
+    """
+    algorithm = values.get("algorithm", {})
+    axes = [algorithm.get(key) for key in ("advantage", "objective")] if isinstance(algorithm, Mapping) else []
+    tasks = list(_task_sections(values.get("task")))
+    named = [*axes, *(value for section in tasks for value in _named_in_task(section))]
+    found = [value for value in named if isinstance(value, str) and ":" in value and not value.startswith(HERE)]
+    commands = [run for section in tasks if isinstance(run := section.get("run"), str) and run and run not in found]
+    return list(dict.fromkeys([*found, *commands]))
+
+
+def refuse_other_variables(values: Values, overrides: Sequence[str], source: Any, mend: str = "") -> None:
+    """Raise UserError if a file by itself has a judge send an environment variable that is not named for keys.
+
+    What the command line names is the user's own choice. The name is not told: it may be the key itself.
+    """
+    for section in _task_sections(merged(values, renamed(flags.sections(overrides), flags.COMMAND_LINE)).get("task")):
+        terms = section.get("rewards")
+        for i, term in enumerate(terms if isinstance(terms, list) else []):
+            judge = term.get("judge") if isinstance(term, Mapping) else None
+            key = judge.get("key") if isinstance(judge, Mapping) else None
+            if isinstance(key, str) and not is_for_keys(key):
+                setting = f"rewards.{i}.judge.key"
+                own = mend or f"if you mean another, say so on the command line: --task.{setting} NAME"
+                raise UserError(
+                    f"{source}: {setting} is sent to an address of this file, and by itself it may only name a variable"
+                    f" that is named for keys, *_KEY or *_TOKEN, without SECRET, PRIVATE or PASSWORD; {own}"
+                )
+
+
+def _task_sections(section: Any) -> Iterator[Values]:
+    """Yield the section of a task and those of the tasks inside."""
+    if isinstance(section, Mapping):
+        yield section
+        yield from _task_sections(section.get("task"))
+
+
+def _named_in_task(section: Values) -> Iterator[Any]:
+    """Yield what may name code in the section of a task, wherever it stands."""
+    if (name := section.get("name")) not in list(TASKS):  # it may be of any type
+        yield name
+    terms = section.get("rewards")
+    for term in terms if isinstance(terms, list) else []:
+        name = term.get("name") if isinstance(term, Mapping) else term
+        if isinstance(name, str) and is_function(name):
+            yield name
+    environment, tools = section.get("environment"), section.get("tools")
+    yield from environment.values() if isinstance(environment, Mapping) else [environment]
+    yield from tools if isinstance(tools, list) else [tools]
 
 
 # ---------------------------------------------------------------- one over the other

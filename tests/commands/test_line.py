@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
+import socket
 import subprocess
 import sys
 
@@ -109,6 +110,91 @@ def test_so_are_those_of_a_task_of_the_user_s_own(said, tmp_path):
     assert status == 0
     assert {"task.name", "task.word", "task.loud"} <= settings_in(out)
     assert "required" in out[out.index("--task.word") :].splitlines()[1]
+
+
+CODE = """
+raise SystemExit("help has imported it")
+"""
+NAMING_CODE = {
+    "a task": '[task]\nname = "CODE:Riddles"',
+    "a task in a wrapper": '[task]\nname = "curriculum"\n[task.task]\nname = "CODE:Riddles"',
+    "a reward": '[task]\nname = "dataset"\ndata = "q.jsonl"\n[[task.rewards]]\nname = "CODE:brevity"',
+    "a reward of a module": '[task]\nname = "dataset"\n[[task.rewards]]\nname = "CODE_MODULE:brevity"',
+    "an environment": '[task]\nname = "environment"\nenvironment = "CODE:Game"',
+    "environments": '[task]\nname = "environment"\ndata = "q.jsonl"\n[task.environment]\na = "CODE:Game"',
+    "tools": '[task]\nname = "environment"\ndata = "q.jsonl"\ntools = ["CODE:search"]',
+    "an agent": '[task]\nname = "agent"\ndata = "q.jsonl"\nrun = "CODE:solve"',
+    "a command": '[task]\nname = "agent"\ndata = "q.jsonl"\nrun = "python CODE"',
+    "an advantage": 'algorithm.advantage = "CODE:mine"',
+    "an objective": 'algorithm.objective = "CODE:mine"',
+    "a reward and a mistake": '[algorithm]\nsteps = -1\n[task]\nname = "dataset"\n[[task.rewards]]\nname = "CODE:f"',
+}
+
+
+@pytest.mark.parametrize("where", NAMING_CODE)
+@pytest.mark.parametrize("flag", ["--help", "--help-all"])
+def test_help_imports_no_code_that_a_recipe_names(where, flag, said, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "never_imported.py").write_text(CODE)
+    (tmp_path / "mine.toml").write_text(
+        NAMING_CODE[where].replace("CODE_MODULE", "never_imported").replace("CODE", "never_imported.py")
+    )
+    status, out, err = said("train", "mine.toml", "--algorithm.group-size", "5", flag)
+    assert (status, err) == (0, "")
+    assert "mine.toml names code, which help does not run: " in out
+    assert "never_imported" in out.partition("\n")[0]
+    assert "--task.name TASK" in out
+    assert where in ("a reward and a mistake",) or "(default: 5)" in " ".join(re.sub("[│ ]+", " ", out).split())
+
+
+@pytest.mark.parametrize("words", [["train", "mine.toml", "--dry-run"], ["doctor", "--plan", "mine.toml"]])
+def test_what_code_runs_is_said_before_it_runs(words, said, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    file = f"{words[0]}_speaks.py"
+    (tmp_path / file).write_text("print('it runs')\n")
+    (tmp_path / "mine.toml").write_text(f'[task]\nname = "{file}:Nothing"\n')
+    status, out, err = said(*words)
+    assert out == f"! mine.toml runs code as you: {file}:Nothing\nit runs\n"
+    assert (status, f"{file} has no" in err) == (2, True)
+
+
+JUDGED = """
+[task]
+name = "dataset"
+data = "q.jsonl"
+[[task.rewards]]
+name = "judge"
+[task.rewards.judge]
+base_url = "https://judge.example/v1"
+model = "m"
+rubric = "R"
+key = "{}"
+"""
+
+
+@pytest.mark.parametrize(
+    ("variable", "taken"),
+    [("OPENAI_API_KEY", True), ("JUDGE_KEY", True), ("HF_TOKEN", True), ("TOKEN", True)]
+    + [(name, False) for name in ("HOME", "AWS_SECRET_ACCESS_KEY", "DB_PASSWORD", "SSH_PRIVATE_KEY", "MONKEY")],
+)
+def test_a_recipe_by_itself_sends_only_variables_that_are_named_for_keys(variable, taken, said, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv(variable, "value-of-it")
+    (tmp_path / "q.jsonl").write_text("".join(f'{{"question": "{i}?", "answer": "1"}}\n' for i in range(9)))
+    (tmp_path / "mine.toml").write_text(JUDGED.format(variable))
+    rest = ["--dry-run", "--policy.model", "no/model"]  # which ends the rehearsal
+    monkeypatch.setattr(socket, "create_connection", None)
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    sent = "! judge: prompts and completions go to https://judge.example/v1, with the key in the environment variable"
+    note = f"{sent} {variable}\n"
+    status, out, err = said("train", "mine.toml", *rest)
+    assert (status, note in out, "named for keys, *_KEY or *_TOKEN" in err) == (2, taken, not taken)
+    assert "value-of-it" not in out + err
+    if not taken:
+        assert err.endswith("say so on the command line: --task.rewards.0.judge.key NAME\n")
+        status, out, err = said("train", "mine.toml", *rest, "--task.rewards.0.judge.key", variable)
+        assert (note in out, "named for keys" in err) == (True, False)
 
 
 @pytest.mark.parametrize(

@@ -1,3 +1,4 @@
+import itertools
 import json
 import math
 import random
@@ -14,6 +15,7 @@ from pellucid.reporting.charts import MOST_POINTS, Point, Series, chart, mean_of
 from pellucid.reporting.report import accuracy_svg, write_report
 from pellucid.reporting.run_folder import end_rollouts, records
 from pellucid.reporting.said import MOST_CHARACTERS, strip
+from pellucid.study.runner import accuracies
 
 
 def estimate(value: float) -> dict[str, float]:
@@ -94,6 +96,27 @@ def test_the_page_says_what_happened(run: Path):
     assert "1 min 30 s" in page
     assert "3 of 3" in page
     assert "<dd class=warn>3</dd>" in write_report(run).read_text()  # failed rewards
+
+
+def test_there_is_a_page_whatever_an_evaluation_could_not_measure(tmp_path: Path):
+    """Such as the reward of greedy answers, where all of these failed and those of the samples did not."""
+
+    def row(step, missing, verdicts):
+        measured = {"reward": estimate(0.4 + step / 10), "reward@k": estimate(0.3)}
+        kept = {name: value for name, value in (evaluation(step, 0.0) | measured).items() if name not in missing}
+        return kept | {"verdicts": verdicts}
+
+    gaps = [(), ("reward",), ("greedy",), ("greedy", "reward"), ("reward", "reward@k"), ("greedy", "mean@k", "pass@k")]
+    steps = [step_metrics(1), step_metrics(2)]
+    for first, last in itertools.product(gaps, repeat=2):
+        for verdicts in (True, False):
+            rows = [row(0, first, verdicts), row(1, last, verdicts)]
+            _, page = report(make_run(tmp_path / "r", steps, rows))
+            said = "greedy accuracy" if verdicts else "reward of greedy answers"
+            if {"greedy", "reward"} & {*first, *last}:
+                said = ""  # of what only one of them has nothing can be said
+            assert said in page
+            assert accuracies(tmp_path / "r")
 
 
 def test_overlapping_intervals_are_called_so(tmp_path: Path):

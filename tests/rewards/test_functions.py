@@ -18,13 +18,14 @@ from trl import GRPOConfig as TRLConfig
 from trl import GRPOTrainer
 
 from conftest import character_tokenizer, make_policy
+from pellucid.reporting.loggers import Jsonl, json_line
 from pellucid.rewards import pool
 from pellucid.rewards.graded import Graded
 from pellucid.rewards.settings import RewardConfig
 from pellucid.rewards.terms import RewardTerm
 from pellucid.rewards.trainer_state import state_of
 from pellucid.tasks.dataset import Dataset
-from pellucid.types import Completion, Progress, Prompt, UserError
+from pellucid.types import Completion, Group, Progress, Prompt, UserError
 
 FILE = Path(__file__).with_name("trl_functions.py")
 ROWS = [{"question": f"{n} + {n}?", "answer": str(2 * n), "task": "math" if n % 2 else "code"} for n in range(8)]
@@ -248,6 +249,28 @@ def test_a_wrong_answer_is_an_error_of_all_by_the_name_of_the_function(name, err
     rewards = ours.reward_all(groups(ours))
     assert all(reward.failed and reward.error.startswith(f"{name}: {error}") for reward in rewards)
     assert all(set(reward.parts) == {"ranked"} for reward in rewards)
+
+
+def test_a_deep_value_that_is_logged_becomes_a_short_text(task, tmp_path):
+    ours = task("deep_extra")
+    pairs = groups(ours)[:2]
+    rewards = ours.reward_all(pairs)
+    assert [reward.value for reward in rewards] == [1.0, 1.0]
+    group = Group(pairs[0][0], (1,), tuple(completion for _, completion in pairs), tuple(rewards), (0.0, 0.0))
+    log = Jsonl(tmp_path)
+    log.log(1, {}, [group])
+    log.close()
+    [extra, _] = [json.loads(line)["extra"] for line in (tmp_path / "rollouts.jsonl").read_text().splitlines()]
+    assert extra["plain"] == [1, [2, {"a": 3}]]
+    assert all(isinstance(extra[name], str) and len(extra[name]) < 100 for name in ("lists", "objects"))
+
+
+@pytest.mark.parametrize("nest", [lambda x: [x], lambda x: {"a": x}, lambda x: (x, math.nan)])
+def test_a_line_of_json_may_be_as_deep_as_json_reads(nest):
+    value = 1.0
+    for _ in range(800):
+        value = nest(value)
+    assert json.loads(json_line({"value": value, "none": math.inf}))["none"] is None
 
 
 def test_what_is_no_number_is_an_error_of_its_completion(task):

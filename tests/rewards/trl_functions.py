@@ -162,6 +162,16 @@ def takes_less(completions):
     return [0.0] * len(completions)
 
 
+def deep_extra(completions, log_extra, **_):
+    deep, objects = [], {}
+    for _ in range(900):
+        deep, objects = [deep], {"a": objects}
+    log_extra("lists", [deep] * len(completions))
+    log_extra("objects", [objects] * len(completions))
+    log_extra("plain", [[1, [2, {"a": 3}]]] * len(completions))
+    return [1.0] * len(completions)
+
+
 def wrong_extra(completions, log_extra, **kwargs):
     log_extra("short", [1])
     return [0.0] * len(completions)

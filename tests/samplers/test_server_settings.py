@@ -57,6 +57,12 @@ def test_a_server_that_is_not_there_ends_the_run_before_it_begins(capsys, tmp_pa
     url = f"http://127.0.0.1:{port}"
     with pytest.raises(UserError, match=rf"{url} cannot be reached.*pellucid sampler --port {port}"):
         preflight.check(settings_of("--sampler.urls", url), tmp_path)
+    sent = f"! sampler.urls: the weights and the prompts go to {url}, "
+    assert capsys.readouterr().out == f"{sent}without a secret: PELLUCID_SAMPLER_TOKEN is not set\n"
+    monkeypatch.setenv("PELLUCID_SAMPLER_TOKEN", "hidden")
+    with pytest.raises(UserError, match="cannot be reached"):
+        preflight.check(settings_of("--sampler.urls", url), tmp_path)
+    assert capsys.readouterr().out == f"{sent}with the secret in the environment variable PELLUCID_SAMPLER_TOKEN\n"
 
 
 def test_a_service_that_is_no_sampler_is_told(monkeypatch, tmp_path):

@@ -8,6 +8,7 @@ from typing import Annotated
 from tyro.conf import Suppress, arg
 
 from pellucid import config, recipes
+from pellucid.commands.training import look_at
 from pellucid.machine.imports import uncollected
 from pellucid.types import UserError
 
@@ -23,7 +24,11 @@ class Doctor:
     def __call__(self) -> int:
         if self.settings and not self.plan:
             raise UserError(f"doctor takes settings with --plan RECIPE, got {' '.join(self.settings)}")
-        cfg = config.load(recipes.find(self.plan), self.settings) if self.plan else None
+        cfg = None
+        if self.plan:
+            recipe = recipes.find(self.plan)
+            look_at(recipe, self.settings, says_code=True)
+            cfg = config.load(recipe, self.settings)
         with uncollected():
             from pellucid.doctor import command  # noqa: PLC0415 - torch takes seconds: settings are checked before
 

@@ -13,7 +13,7 @@ from typing import Any, Literal, get_args, get_type_hints
 import tyro
 from tyro.conf import Positional
 
-from pellucid import flags, recipes
+from pellucid import config, flags, recipes
 from pellucid.commands import shown
 from pellucid.commands.around import Init, List, Push
 from pellucid.commands.examining import Doctor
@@ -23,6 +23,7 @@ from pellucid.commands.studying import Compare, Study
 from pellucid.commands.training import Eval, Train
 from pellucid.config import SECTIONS
 from pellucid.machine import plugins
+from pellucid.machine.harmless import harmless
 from pellucid.machine.plugins import did_you_mean
 from pellucid.prefixes.command import Prefixes
 from pellucid.renames import of_trl
@@ -163,6 +164,9 @@ def help_on(words: Sequence[str]) -> None:
         if takes_settings(command):
             named_recipe = own[0] if command in ("train", "prefixes") and own and not own[0].startswith("-") else ""
             recipe = recipes.find(named_recipe) if named_recipe else None
+            if recipe and (code := config.code_in(config.read(recipe))):
+                named_code = harmless(", ".join(code))
+                print(f"! {recipe} names code, which help does not run: {named_code}. Its settings are not listed.\n")
             commands[command] = shown.with_settings(COMMANDS[command], recipe, settings, "--help-all" in words)
     with suppress(SystemExit):
         told([*rest[:1], "--help"], commands)

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Annotated, Any
 
 import tyro
 from tyro.conf import Suppress, arg
 
 from pellucid import config, flags
-from pellucid.config import SECTIONS
+from pellucid.config import SECTIONS, Config
+from pellucid.tasks import TASKS
 from pellucid.tasks.wrappers import wraps
 from pellucid.types import UserError
 
@@ -43,14 +45,19 @@ def with_settings(command: type[Any], recipe: Path | None, words: Sequence[str],
 
     Unless `everything` is wanted, the settings are those of EVERYDAY and of the task.
     """
-    values = config.merged(config.read(recipe) if recipe else {}, flags.sections(words))
+    read, over = config.read(recipe) if recipe else {}, flags.sections(words)
+    values, code = config.merged(read, over), config.code_in(read)
     cfg, task = None, {}
     try:
-        cfg = config.load(recipe, words)
-        task = of_task(values.get("task", {}), cfg.task)
+        if code:  # of the recipe, which may be anybody's: help does not run it
+            cfg = config.build(without_task(read), str(recipe), without_task(over))
+            task = of_task_as_written(values.get("task", {}))
+        else:
+            cfg = config.load(recipe, words)
+            task = of_task(values.get("task", {}), cfg.task)
     except UserError as refused:  # such as a task that cannot be made yet, as nothing names its data
         try:
-            task = of_task(values.get("task", {}), None)
+            task = (of_task_as_written if code else partial(of_task, task=None))(values.get("task", {}))
         except config.MistakeError:
             raise refused from None
     shown = {}
@@ -61,6 +68,37 @@ def with_settings(command: type[Any], recipe: Path | None, words: Sequence[str],
             shown[name] = derived(cls, fields_of(cls, getattr(cfg, name, None), () if everything else EVERYDAY[name]))
     settings = dataclasses.make_dataclass("Settings", [(name, cls, made_by(cls)) for name, cls in shown.items()])
     return derived(command, [("settings", Annotated[settings, arg(name="")], made_by(settings))])
+
+
+def without_task(sections: config.Values) -> dict[str, Any]:
+    return {name: section for name, section in sections.items() if name != "task"}
+
+
+def of_task_as_written(section: Any) -> type[Any]:
+    """Return the class of a task with the values that its section states, without importing code that it names.
+
+    Of a task that is such code there is only its name.
+    """
+    name = section.get("name", Config.task_names[0]) if isinstance(section, Mapping) else None
+    if isinstance(name, str) and name not in TASKS:
+        field = ("name", NAME, dataclasses.field(default=name))
+        return dataclasses.make_dataclass("Task", [field], namespace={"__doc__": "A task of its own."})
+    _, cls = config.named_task(section, ["task"])
+    fields = [field for field in fields_of(cls, as_written(section)) if field[0] not in ("name", "task")]
+    if wraps(cls):
+        inside = of_task_as_written(section.get("task", {}))
+        fields.append(("task", inside, made_by(inside)))
+    return derived(cls, [("name", NAME, dataclasses.field(default=name)), *fields])
+
+
+def as_written(section: Mapping[str, Any]) -> SimpleNamespace:
+    """Return the plain values of a section as attributes, and terms of the reward by their names."""
+    plain = {name: value for name, value in section.items() if isinstance(value, str | int | float)}
+    terms = section.get("rewards")
+    if isinstance(terms, list):
+        named = [term.get("name", "") if isinstance(term, Mapping) else term for term in terms]
+        plain["rewards"] = tuple(SimpleNamespace(name=name) for name in named)
+    return SimpleNamespace(**plain)
 
 
 def of_task(section: Any, task: Any) -> type[Any]:

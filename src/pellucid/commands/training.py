@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated
@@ -12,6 +13,7 @@ from tyro.conf import Positional, Suppress, arg
 
 from pellucid import config, flags, recipes
 from pellucid.config import Config
+from pellucid.machine.harmless import harmless
 from pellucid.machine.imports import uncollected
 from pellucid.machine.interrupts import INTERRUPTED, end_at_once, handled
 from pellucid.policy.access import Access
@@ -50,7 +52,10 @@ class Train:
         run_dir = self.resume or self.run or Path("runs") / name
         if claim.first_process():
             (claim.check_resumable if self.resume else claim.check_new)(run_dir)
-        cfg = config.load(run_dir / "config.json" if self.resume else recipe, self.settings)
+        source = run_dir / "config.json" if self.resume else recipe
+        if source:
+            look_at(source, self.settings, self.dry_run)
+        cfg = config.load(source, self.settings)
         resumed = changes.of_resume(run_dir, cfg) if self.resume else None
         if not self.resume and claim.first_process():
             claim.check_begun(run_dir, cfg)
@@ -66,6 +71,17 @@ class Train:
             how = f"go on with: pellucid train --resume {run_dir}" if begun else "the same command starts again"
             print(f"pellucid: stopped at once; nothing that was saved is lost, {how}", file=sys.stderr)
             return INTERRUPTED
+
+
+def look_at(source: Path, settings: Sequence[str], says_code: bool = False) -> None:
+    """Look at what a file asks for by itself, before any code that it names runs.
+
+    UserError if it would send an environment variable that is not named for keys. says_code: print the code it names.
+    """
+    values = config.read(source)
+    config.refuse_other_variables(values, settings, source)
+    if says_code and (code := config.code_in(values)):
+        print(f"! {harmless(str(source))} runs code as you: {harmless(', '.join(code))}", flush=True)
 
 
 def rehearsed(cfg: Config, run_dir: Path) -> int:
@@ -96,7 +112,10 @@ class Eval:
             check_output(self.output)
         run_dir = run_folder.run_of(self.model)
         recipe = recipes.find(self.task) if self.task else None
-        cfg = config.load(recipe or (run_dir and run_dir / "config.json"), self.settings)
+        source = recipe or (run_dir and run_dir / "config.json")
+        if source:
+            look_at(source, self.settings)
+        cfg = config.load(source, self.settings)
         model = str(run_folder.model_of(run_dir)) if run_dir else self.model
         if run_dir and run_folder.has_merged_adapter(run_dir):
             if "dtype" not in flags.sections(self.settings).get("policy", {}):

@@ -73,6 +73,7 @@ def train(
             (claim.check_resumable if resume else check_new)(folder)
         source = folder / "config.json" if resume else file
         values = config.read(source) if source else {}
+        config.refuse_other_variables(values, (), source, "if you mean another, name it from Python: reward=[...]")
         section = task_section(values.get("task"), task, data, reward, lines, folder, objects)
         if model is not None:
             settings["policy_model"] = model_name(model)

@@ -80,6 +80,24 @@ def key_of(base_url: str, variable: str) -> str:
     return key or NO_KEY
 
 
+def is_for_keys(variable: str) -> bool:
+    """Return whether an environment variable is named as those that clients send as a key: *_KEY or *_TOKEN.
+
+    Names with SECRET, PRIVATE or PASSWORD in them are for signing and logging in, and no service wants to be sent them.
+
+    Example: is_for_keys("OPENAI_API_KEY"); not is_for_keys("AWS_SECRET_ACCESS_KEY"); not is_for_keys("HOME")
+    """
+    words = variable.split("_")
+    return words[-1] in ("KEY", "TOKEN") and not {"SECRET", "PRIVATE", "PASSWORD"} & set(words)
+
+
+def note_on(base_url: str, variable: str, what: str) -> str:
+    """Return the line that must be shown before the first request: what goes where, and which variable goes with it."""
+    sent = bool(os.environ.get(variable, "").strip())
+    key = f"with the key in the environment variable {variable}" if sent else f"without a key: {variable} is not set"
+    return f"{what} go to {base_url}, {key}"
+
+
 def redacted(text: str, key: str) -> str:
     """Return at most 200 characters of a text without the key: [key] replaces its parts, and words that begin as it."""
     whole_words = text if key == NO_KEY else re.sub(rf"{re.escape(key[:4])}\S*", "[key]", text)
@@ -117,8 +135,8 @@ def text_of(content: Any) -> str:
 def guard(response: Any) -> None:
     """Bound an answer of httpx before its body is read; an event hook for responses of a client.
 
-    RefusedAnswerError for a redirect to another origin, where neither prompts nor key belong, for a compressed body, and
-    for one of more than LONGEST_ANSWER bytes, which is raised as soon as they have come.
+    RefusedAnswerError for a redirect to another origin, where neither prompts nor key belong, for a compressed body, or
+    for one of more than LONGEST_ANSWER bytes, raised as soon as they have come.
     """
     asked = response.request.url
     if response.has_redirect_location:

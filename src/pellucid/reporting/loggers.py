@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import json
-import math
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -129,12 +128,9 @@ def json_line(record: Mapping[str, Any]) -> str:
 
 
 def finite_or_null(value: Any) -> Any:
-    """Replace NaN and infinities, which JSON does not have, by None."""
-    if isinstance(value, float):
-        return value if math.isfinite(value) else None
-    if isinstance(value, Mapping):
-        return {key: finite_or_null(item) for key, item in value.items()}
-    return [finite_or_null(item) for item in value] if isinstance(value, list | tuple) else value
+    """Return a value as JSON has it, with None in place of NaN and infinities, which it does not have."""
+    # The parser does it however deep they stand, where a function that calls itself would run out of stack.
+    return json.loads(json.dumps(value), parse_constant=lambda _: None)
 
 
 def truncate(run_dir: Path, step: int) -> list[str]:

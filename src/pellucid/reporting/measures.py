@@ -85,9 +85,12 @@ def worth_showing(evaluations: Sequence[Evaluation]) -> list[str]:
 
 
 def headline(evaluations: Sequence[Evaluation]) -> str:
-    """The first measure worth showing that all of them have: greedy accuracy, or the reward of greedy answers."""
-    names = [name for name in worth_showing(evaluations) if all(name in measures(each) for each in evaluations)]
-    return names[0] if names else "greedy"
+    """Greedy accuracy or the reward of greedy answers, the first that is worth showing; empty if not all have it.
+
+    One of them may lack it, such as the reward where all greedy answers failed.
+    """
+    named = [name for name in worth_showing(evaluations) if name in NAMES]
+    return next((name for name in named if all(name in measures(each) for each in evaluations)), "")
 
 
 def labelled(name: str, k: int) -> str:

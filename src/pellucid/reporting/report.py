@@ -130,23 +130,22 @@ def lede(metrics: Sequence[Record], evals: Mapping[tuple[str, str], Sequence[Rec
 
 
 def happened(metrics: Sequence[Record], evals: Mapping[tuple[str, str], Sequence[Record]]) -> Lede:
-    measured = [row for row in next(iter(evals.values()), []) if row.get("greedy")]
-    if len(measured) > 1:
-        return gained(measured[0], measured[-1])
+    measured = next(iter(evals.values()), [])
+    ends = [evaluation_of(measured[0]), evaluation_of(measured[-1])] if len(measured) > 1 else []
+    if ends and (name := headline(ends)):
+        return gained(name, *ends, steps=measured[-1]["step"] - measured[0]["step"])
     rewards = line(metrics, "reward/mean")
     if not rewards:
         return Lede("lede.nothing", {})
     first, last = rewards[0], rewards[-1]
-    ends = {"old": f"{first.y:.3f}", "first": f"{first.x}", "new": f"{last.y:.3f}", "last": f"{last.x}"}
-    return Lede("lede.reward", ends)
+    values = {"old": f"{first.y:.3f}", "first": f"{first.x}", "new": f"{last.y:.3f}", "last": f"{last.x}"}
+    return Lede("lede.reward", values)
 
 
-def gained(before: Record, after: Record) -> Lede:
-    """What training did to the headline: greedy accuracy, or the mean reward where no answer is right or wrong."""
-    first, last = evaluation_of(before), evaluation_of(after)
-    name = headline([first, last])
+def gained(name: str, first: Evaluation, last: Evaluation, steps: int) -> Lede:
+    """What so many steps did to the headline: greedy accuracy, or the mean reward if no answer is right or wrong."""
     old, new = measures(first)[name], measures(last)[name]
-    gain, steps = round(new.value - old.value, 9), after["step"] - before["step"]
+    gain = round(new.value - old.value, 9)
     ends = {"old": with_interval(name, old), "new": with_interval(name, new)}
     phrases = {
         "steps": "lede.step" if steps == 1 else "lede.steps",

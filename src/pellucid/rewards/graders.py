@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from pellucid.machine.endpoint import note_on
 from pellucid.rewards.graded import grading
 from pellucid.rewards.judge import Judge
 from pellucid.rewards.model import RewardModel
@@ -24,8 +25,11 @@ def graders_of(task: Any, answers: Path | None = None) -> dict[int, Grader]:
 
 
 def notes_on(task: Any) -> list[str]:
-    """Return the lines that must be shown before the graders of a task are loaded."""
-    return [note for source, settings in models_of(task).values() if (note := settings.note(source))]
+    """Return the lines that must be shown before the graders of a task are loaded: whose code runs, what is sent."""
+    codes = [note for source, settings in models_of(task).values() if (note := settings.note(source))]
+    judges = [term.judge for term in terms_of(grading(task)) if term.judge]
+    sent = [note_on(judge.base_url, judge.key, "judge: prompts and completions") for judge in judges]
+    return list(dict.fromkeys([*codes, *sent]))
 
 
 def models_of(task: Any) -> dict[int, tuple[str, RewardModelSettings]]:

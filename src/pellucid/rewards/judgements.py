@@ -98,7 +98,9 @@ class Judgements:
             whole = file.read().rpartition(b"\n")[0]
         self._read[path] = start + len(whole) + (1 if whole else 0)
         for line in whole.split(b"\n"):
-            with suppress(ValueError, KeyError, TypeError, OverflowError, RecursionError):  # damaged: what it held is asked again
+            with suppress(
+                ValueError, KeyError, TypeError, OverflowError, RecursionError
+            ):  # damaged: what it held is asked again
                 entry = json.loads(line)
                 answer = Answer(str(entry["text"]), bool(entry["cut"]), int(entry["tokens"]))
                 self._answers.setdefault(entry["request"], answer)

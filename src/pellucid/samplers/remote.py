@@ -201,6 +201,14 @@ def reach(urls: Sequence[str], timeout: float) -> None:
             raise UserError(f"sampler.urls: {url} cannot be reached ({error}): start it there by {start}") from None
 
 
+def note(urls: Sequence[str]) -> str:
+    """Return the line that must be shown before the first request: where the weights go, and with which secret."""
+    secret = (
+        f"with the secret in the environment variable {TOKEN}" if token() else f"without a secret: {TOKEN} is not set"
+    )
+    return f"sampler.urls: the weights and the prompts go to {', '.join(urls)}, {secret}"
+
+
 def described(policy: Any, form: Form | None = None, dtype: torch.dtype | None = None) -> bytes:
     """Return what a server must know of a policy to make an engine for it, besides the weights.
 

@@ -111,8 +111,10 @@ def names(listed: str) -> list[str]:
 
 def settings_of(run: Path) -> Config | None:
     """Return the settings of a run; None, and a line, where its rewards were functions of another process."""
+    path = run / "config.json"
+    config.refuse_other_variables(config.read(path), (), path, f"serve its model alone: pellucid serve {run / 'model'}")
     try:
-        return config.load(run / "config.json")
+        return config.load(path)
     except NotHereError as error:
         print(f"! {error}; the model is served without its rewards", flush=True)
         return None

@@ -161,11 +161,12 @@ def verdict(failures: dict[Cell, int]) -> int:
 
 
 def accuracies(run_dir: Path) -> str:
-    found = [evaluation_of(row) for row in records(run_dir / "evals.jsonl") if row.get("greedy")]
-    if not found:
-        return "not evaluated"
-    name = headline(found)
-    first, last = (measures(evaluation)[name].value for evaluation in (found[0], found[-1]))
+    found = [evaluation_of(row) for row in records(run_dir / "evals.jsonl")]
+    ends = [found[0], found[-1]] if found else []
+    name = headline(ends)
+    if not name:
+        return "not evaluated" if not found else "evaluated without grades of greedy answers"
+    first, last = (measures(evaluation)[name].value for evaluation in ends)
     return f"{NAMES[name]} {first:.3f} -> {last:.3f}"
 
 

@@ -60,13 +60,15 @@ def finish(run_dir: Path, stopped: int, again: str) -> None:
     """Show what a person wants to know about the result, whose failure costs nothing. again: how to go on."""
     if stopped:
         print(f"stopped after step {stopped}, nothing is lost; go on with: {again}")
+    shown = {"model": "model", "metrics": "metrics.jsonl"}
     with loggers.only_shown("report.html"):
         write_report(run_dir)
+        shown = {"model": "model", "report": "report.html", "metrics": "metrics.jsonl"}
     if stopped:
         return
     with loggers.only_shown("the table"):
         evaluations = list(loggers.read_evaluations(run_dir).values())
         if evaluations:
             rich.print(before_after(evaluations[0], evaluations[-1]))
-    for what, name in {"model": "model", "report": "report.html", "metrics": "metrics.jsonl"}.items():
+    for what, name in shown.items():
         print(f"{what:8} {run_dir / name}")

@@ -18,7 +18,6 @@ from pellucid.reporting.console import accuracy_table
 from pellucid.reporting.conversations import conversation_of
 from pellucid.reporting.loggers import json_line
 from pellucid.reporting.verdict import verdict
-from pellucid.rewards.graders import notes_on
 from pellucid.training import preflight
 from pellucid.training.compose import evaluation_sampling, graded, pick_sampler, progress_of, template_of, world_in
 from pellucid.training.evaluate import OneProcess, evaluate, held_out
@@ -35,7 +34,7 @@ def examine(cfg: Config, model: str, access: Access, show: int, output: Path | N
     dtype = hardware.pick_dtype(cfg.policy.dtype, device)
     if os.path.isdir(model):
         access = access._replace(revision="")  # it is that of the base which the folder's model was trained from
-    for note in filter(None, (access.note(model), *notes_on(cfg.task))):
+    for note in filter(None, (access.note(model), *preflight.notes_on_others(cfg))):
         print(f"! {note}", flush=True)
     frozen = policy.load_frozen(
         model, device, dtype, cfg.sampler.temperature, cfg.policy.engine, template_of(cfg), access

@@ -50,7 +50,7 @@ OTHER_ARITHMETIC = '{} computes in another arithmetic than the update, which alg
 
 def check(cfg: Config, run_dir: Path) -> None:
     """Check what would otherwise fail after minutes or at the end: extras, data, disk space. Raise UserError."""
-    for note in filter(None, (cfg.policy.access.note(cfg.policy.model), *notes_on(cfg.task))):
+    for note in filter(None, (cfg.policy.access.note(cfg.policy.model), *notes_on_others(cfg))):
         if first_process():
             print(f"! {note}", flush=True)
     if cfg.log.tensorboard:
@@ -69,6 +69,11 @@ def check(cfg: Config, run_dir: Path) -> None:
     if cfg.evaluate.every:
         held_out(with_split(cfg.task, "test"), cfg.evaluate.n)
     check_room(cfg, run_dir)
+
+
+def notes_on_others(cfg: Config) -> list[str]:
+    """Return the lines that must be shown before graders are loaded and before anything is sent to anybody."""
+    return [*notes_on(cfg.task), *([remote.note(cfg.sampler.urls)] if cfg.sampler.urls else [])]
 
 
 def check_room(cfg: Config, run_dir: Path) -> None:
