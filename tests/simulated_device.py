@@ -22,7 +22,6 @@ from typing import Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 
 import pellucid
 import pretended_cuda
@@ -65,26 +64,36 @@ class Backend:
         return [torch.bfloat16, torch.float16]
 
 
-class Hooks(torch._C._acc.PrivateUse1Hooks):
-    def is_available(self):
-        return bool(entered)
+def register():
+    """Make torch know the device. ImportError if this torch takes none that is written in Python, as 2.8 does not."""
+    from torch.utils.backend_registration import _setup_privateuseone_for_python_backend  # noqa: PLC0415
 
-    def has_primary_context(self, device):
-        return True
+    class Hooks(torch._C._acc.PrivateUse1Hooks):
+        def is_available(self):
+            return bool(entered)
 
-    def is_built(self):
-        return True
+        def has_primary_context(self, device):
+            return True
+
+        def is_built(self):
+            return True
+
+    _setup_privateuseone_for_python_backend(NAME, backend_module=Backend(), hook=Hooks())
 
 
 A_REAL_ONE = torch.cuda.is_available() or torch.backends.mps.is_available()
-"""Beside which there must be no other: torch knows one accelerator."""
+"""Beside which there must be no other: torch knows one accelerator. Also true if torch cannot simulate one (2.8)."""
 if not A_REAL_ONE:
     # Once a process, before its first backward pass: autograd starts a thread for each device that it knows by then.
     if NAME == "cuda":
         pretended_cuda.load(os.environ[pretended_cuda.ASKED])
         torch.__future__.set_overwrite_module_params_on_conversion(True)
     else:
-        _setup_privateuseone_for_python_backend(NAME, backend_module=Backend(), hook=Hooks())
+        try:
+            register()
+        except ImportError:
+            A_REAL_ONE = True
+if not A_REAL_ONE:
     # Taken apart where a device has no kernel of its own, as CUDA has: never called, a Device takes it from here.
     kernels = torch.library.Library("aten", "IMPL")
     kernels.impl("silu_backward", lambda *_: None, "CUDA" if NAME == "cuda" else "PrivateUse1")

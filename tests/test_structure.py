@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import ast
 import re
+import tomllib
 from pathlib import Path
+
+from packaging.requirements import Requirement
+from packaging.version import Version
 
 from pellucid.config import load
 from pellucid.types import Completion
@@ -19,6 +23,24 @@ def test_no_merge_has_left_its_marks():
     paths = [path for folder in folders for path in Path(folder).rglob("*") if path.suffix in kinds]
     marks = re.compile("^(?:<{7}|>{7}) ", re.MULTILINE)
     assert [path for path in [*paths, *Path().glob("*.*")] if path.is_file() and marks.search(path.read_text())] == []
+
+
+def test_the_lowest_versions_that_are_tested_are_the_bounds_of_the_package():
+    project = tomllib.loads(Path("pyproject.toml").read_text())["project"]
+    extras = ("lora", "data", "tensorboard", "serve", "plots", "agents")
+    wanted = [*project["dependencies"], *(one for extra in extras for one in project["optional-dependencies"][extra])]
+    bounds = dict(map(at_least, wanted))
+    lines = Path("constraints-lowest.txt").read_text().splitlines()
+    tested = dict(line.split("==") for line in lines if not line.startswith("#"))
+    assert tested.keys() == bounds.keys()
+    assert {name: Version(version) for name, version in tested.items()} == bounds
+
+
+def at_least(requirement):
+    parsed = Requirement(requirement)
+    [bound] = parsed.specifier
+    assert bound.operator == ">="
+    return parsed.name, Version(bound.version)
 
 
 def test_possessive_groups_are_matched_by_regex():

@@ -18,7 +18,7 @@ pytestmark = pytest.mark.skipif(A_REAL_ONE, reason="there is a real one")
 def library(tmp_path_factory):
     path = pretended_cuda.compiled(tmp_path_factory.mktemp("pretended"))
     if path is None:
-        pytest.skip("needs g++ and torch's headers")
+        pytest.skip("needs g++, and a torch without CUDA with its headers")
     return path
 
 
