@@ -24,6 +24,8 @@ class Row(NamedTuple):
     equal: bool
     known: str
     """Why it is judged wrongly; empty where it is not."""
+    answer: str = ""
+    """The answer without the box or the tag around it."""
 
 
 def rows() -> list[Row]:
@@ -33,7 +35,8 @@ def rows() -> list[Row]:
         for verdict in ("equal", "different"):
             for gold, answer, *known in kind[verdict]:
                 completion = FORMS[kind["form"]] % answer
-                found.append(Row(kind["name"], gold, completion, verdict == "equal", *known or [""]))
+                why = known[0] if known else ""
+                found.append(Row(kind["name"], gold, completion, verdict == "equal", why, answer))
     return found
 
 

@@ -336,7 +336,9 @@ def test_a_conversation_that_cannot_begin_is_an_answer_without_a_grade():
 
 @pytest.mark.parametrize("world", [None, "worlds:Parrot"])
 @pytest.mark.parametrize("name", ["native", "hf"])
-@pytest.mark.parametrize(("opening", "thinking"), [("<think>\n", True), ("<think>\n\n</think>\n\n", False), ("", False)])
+@pytest.mark.parametrize(
+    ("opening", "thinking"), [("<think>\n", True), ("<think>\n\n</think>\n\n", False), ("", False)]
+)
 def test_a_completion_knows_whether_the_chat_template_opened_its_thought(name, world, opening, thinking):
     """With an answer alone, and where the last turn of a conversation is what is graded."""
     tokenizer = byte_tokenizer()

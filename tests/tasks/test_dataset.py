@@ -419,7 +419,11 @@ def test_gold_answers_that_are_solutions_are_cut_out_at_their_box(write):
 @pytest.mark.parametrize(
     ("name", "answer", "complaint"),
     [
-        ("math", "He had $5 and then bought 3 apples", "is a sentence, not an answer: cut the answer out by answer_pattern"),
+        (
+            "math",
+            "He had $5 and then bought 3 apples",
+            "is a sentence, not an answer: cut the answer out by answer_pattern",
+        ),
         ("math", "some $ or other", "cannot be read by the reward math"),
         ("numeric", "seven", "holds no number"),
     ],

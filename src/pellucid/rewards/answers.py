@@ -159,7 +159,7 @@ def arguments(text: str, start: int) -> str:
 def gold_in(text: str) -> str:
     """Return the gold answer in a text that may be a whole solution: its last box, or what follows a final `####`.
 
-    Example: gold_in("We add. So it is $\\\\boxed{7}$.") == "7"; gold_in("3 + 4 = 7\\n#### 7") == "7"; gold_in("7") == "7"
+    Example: gold_in("We add. So it is $\\\\boxed{7}$.") == "7"; gold_in("3 + 4 = 7\\n#### 7") == "7"
     """
     if box := last_box(text):
         return box

@@ -1,15 +1,15 @@
 """Decide whether a completion states the formula that is the gold answer.
 
 This file extracts the answer and refuses what would take for ever to compute. It compares words, numbers and constants
-itself, exactly, and lists, intervals and unions piece by piece. math-verify parses formulas and compares what is left:
-expressions with unknowns, equations, matrices. latex.py puts numbers, units and signs into LaTeX that math-verify reads.
+itself, exactly, and lists, intervals and unions piece by piece. math-verify parses formulas and compares the rest:
+expressions with unknowns, equations, matrices. latex.py puts numbers, units and signs into LaTeX that it reads.
 """
 
 from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from fractions import Fraction
 from functools import cache, lru_cache, partial
@@ -80,8 +80,7 @@ def states_formula(text: str, gold: str) -> bool | None:
     if is_words(gold):
         return states_words(behind, marked, gold)
     expected = written(gold)
-    stray = "$" in expected.body.replace(r"\$", "")
-    if stray or not computable(expected.body, allowed=expected.body) or not parsed(expected.body):
+    if plain_number(expected.body) is None and not readable(expected.body):
         return None
     found = conclusion(behind) if marked is None else stated_in_sentence(marked)
     return len(found) <= LONGEST and equal(written(found), expected)
@@ -92,6 +91,12 @@ def stated_in_sentence(gold: str) -> str:
     """Return the formula of a gold answer such as "The answer is 0.5"; any other text as it is."""
     match = _ANSWER_IS.search(gold) if "nswer" in gold or "NSWER" in gold else None
     return match["answer"] if match else gold
+
+
+def readable(body: str) -> bool:
+    """Whether math-verify can read the formula of a gold answer, within a bounded time."""
+    stray = "$" in body.replace(r"\$", "")
+    return not stray and computable(body, allowed=body) and bool(parsed(body))
 
 
 def equal(found: Written, expected: Written) -> bool:
@@ -126,22 +131,36 @@ def same(found: Written, expected: Written) -> bool:
     one, other = found.body, expected.body
     if one.split() == other.split():
         return True
-    x, y = plain_number(one), plain_number(other)
-    if x is not None and y is not None:
-        return x == y or stands_for(one, x, other, y) or stands_for(other, y, one, x)
-    if (bases := same_in_base(one, other)) is not None:
-        return bases
-    if not computable(one, allowed=other):
-        return False
-    if _APPROXIMATELY.search(one) and not _APPROXIMATELY.search(other):
-        return approximates(one, expected)
-    if (ranges := same_range(found, expected)) is not None:
-        return ranges
-    if not same_kind(one, other):
-        return False
-    if (pieces := same_pieces(one, other)) is not None:
-        return pieces
-    return same_formula(one, other)
+    quick = first_verdict(check(one, other) for check in (same_number, same_in_base))
+    if quick is not None or not computable(one, allowed=other):
+        return bool(quick)
+    structured = first_verdict(check(found, expected) for check in (same_approximately, same_range, same_structure))
+    return same_formula(one, other) if structured is None else structured
+
+
+def first_verdict(verdicts: Iterable[bool | None]) -> bool | None:
+    """Return the first verdict that is no None; None where there is none."""
+    return next((verdict for verdict in verdicts if verdict is not None), None)
+
+
+def same_number(found: str, expected: str) -> bool | None:
+    """Whether two plain numbers are equal; None where either is none."""
+    x, y = plain_number(found), plain_number(expected)
+    if x is None or y is None:
+        return None
+    return x == y or stands_for(found, x, expected, y) or stands_for(expected, y, found, x)
+
+
+def same_approximately(found: Written, expected: Written) -> bool | None:
+    """Whether an answer with an approximation sign states the gold answer; None where there is no such sign."""
+    if not _APPROXIMATELY.search(found.body) or _APPROXIMATELY.search(expected.body):
+        return None
+    return approximates(found.body, expected)
+
+
+def same_structure(found: Written, expected: Written) -> bool | None:
+    """Whether two lists or sets are equal; False for formulas of different kinds, None for other formulas."""
+    return same_pieces(found.body, expected.body) if same_kind(found.body, expected.body) else False
 
 
 def same_formula(found: str, expected: str) -> bool:
@@ -234,8 +253,10 @@ def same_in_base(found: str, expected: str) -> bool | None:
     value = plain_number(expected)
     if one and value is not None and 2 <= int(one[2]) <= 36:
         digits = re.fullmatch("-?[0-9a-z]+", one[1].lower())
-        return digits is not None and all(int(c, 36) < int(one[2]) for c in one[1].lstrip("-")) and value == int(
-            one[1], int(one[2])
+        return (
+            digits is not None
+            and all(int(c, 36) < int(one[2]) for c in one[1].lstrip("-"))
+            and value == int(one[1], int(one[2]))
         )
     return None
 
@@ -248,7 +269,9 @@ def approximates(found: str, expected: Written) -> bool:
     exact, decimal = sides[0].rpartition("=")[2].strip(), plain_number(sides[1])
     value = constant(parsed(exact)) if exact else None
     if value is None:
-        return re.fullmatch(r"[A-Za-z]|\\[A-Za-z]+", exact) is not None and same(replace_body(expected, sides[1]), expected)
+        return re.fullmatch(r"[A-Za-z]|\\[A-Za-z]+", exact) is not None and same(
+            replace_body(expected, sides[1]), expected
+        )
     if decimal is None:
         return False
     places = len(sides[1].partition(".")[2]) if "." in sides[1] else 0
@@ -278,7 +301,7 @@ def same_range(found: Written, expected: Written) -> bool | None:
 
 
 def interval_of(body: str) -> str | None:
-    """Return the intervals of a set of numbers such as (-5,3), "x \\in [0,1]" and \\mathbb{R}; None for anything else."""
+    """Return the intervals of a set such as (-5,3), "x \\in [0,1]" and \\mathbb{R}; None for anything else."""
     inside = re.sub(r"\A\s*(?:[A-Za-z]|\\[a-z]+)\s*\\in(?![A-Za-z])\s*", "", body).strip()
     reals = r"(?:\\mathbb\s*\{?\s*R\s*\}?|\u211d|\(-\\infty\s*,\s*\+?\\infty\s*\))"
     if re.fullmatch(reals, inside):
@@ -355,25 +378,28 @@ def both_signs(body: str) -> str:
 
 def same_pieces(found: str, expected: str) -> bool | None:
     """Whether two lists, tuples, sets, intervals or unions have equal pieces; None where they are not of one kind."""
-    if not any(sign in found and sign in expected for sign in (",", ";", r"\{", r"\pm")) and r"\pm" not in found + expected:
+    if (
+        not any(sign in found and sign in expected for sign in (",", ";", r"\{", r"\pm"))
+        and r"\pm" not in found + expected
+    ):
         return None
     one, other = (pieces_of(both_signs(side)) for side in (found, expected))
     if one is None or other is None:
         return None
     (kind, first), (other_kind, second) = one, other
-    if kind != other_kind:
-        alike = [pieces[0] for pieces in (first, second) if len(pieces) == 1]
-        if alike and alike[0].brackets == "{}":  # a set and a list without brackets
-            lists = [pieces[0].parts if len(pieces) == 1 else tuple(p.parts[0] for p in pieces) for pieces in (first, second)]
-            return same_elements(*lists)
-        return None
-    if len(first) != len(second):
-        return False
-    if kind == "list":
-        return same_elements(tuple(p.parts[0] for p in first), tuple(p.parts[0] for p in second))
-    if len(first) == 1:
+    lists = elements_of(first), elements_of(second)
+    if "list" in (kind, other_kind):  # a list without brackets is a set
+        return None if lists[0] is None or lists[1] is None else same_elements(lists[0], lists[1])
+    if len(first) == len(second) == 1:
         return same_piece(first[0], second[0])
-    return matched(first, second, same_piece)
+    return len(first) == len(second) and matched(first, second, same_piece)
+
+
+def elements_of(pieces: Sequence[Piece]) -> tuple[str, ...] | None:
+    """Return the elements of a set or of a list without brackets; None for anything else."""
+    if len(pieces) == 1 and pieces[0].brackets == "{}":
+        return pieces[0].parts
+    return None if any(piece.brackets for piece in pieces) else tuple(piece.parts[0] for piece in pieces)
 
 
 def same_piece(one: Piece, other: Piece) -> bool:

@@ -207,20 +207,24 @@ def simple_condition(text: str) -> Bounds | None:
     """Return unknown and intervals of one inequality, or of a chain a < x < b; None where it is neither."""
     sides = [side.strip().strip("$").strip() for side in _SIGN.split(text)]
     signs = [_DIRECTIONS[sign[0].lstrip("\\")] for sign in _SIGN.finditer(text)]
-    if not all(sides) or "," in text:
+    if not all(sides) or "," in text or not 2 <= len(sides) <= 3:
         return None
-    if len(sides) == 3 and _UNKNOWN.fullmatch(sides[1]) and signs[0][0] == signs[1][0] != "!":
-        unknown = sides[1]
-        low, high = ((sides[0], signs[0]), (sides[2], signs[1]))
-        if signs[0][0] == ">":
-            low, high = high, low
-        if unknown_in(unknown, low[0] + high[0]):
-            return None
-        opening, closing = "[" if "=" in low[1] else "(", "]" if "=" in high[1] else ")"
-        return unknown, [f"{opening}{low[0]},{high[0]}{closing}"]
-    if len(sides) != 2:
+    return chain(sides, signs) if len(sides) == 3 else inequality(sides[0], signs[0], sides[1])
+
+
+def chain(sides: list[str], signs: list[str]) -> Bounds | None:
+    """Return unknown and interval of a < x < b or a > x > b; None for another chain."""
+    low, unknown, high = sides
+    if not _UNKNOWN.fullmatch(unknown) or not signs[0][0] == signs[1][0] != "!" or unknown_in(unknown, low + high):
         return None
-    (left, right), sign = sides, signs[0]
+    if signs[0][0] == ">":
+        low, high, signs = high, low, signs[::-1]
+    opening, closing = "[" if "=" in signs[0] else "(", "]" if "=" in signs[1] else ")"
+    return unknown, [f"{opening}{low},{high}{closing}"]
+
+
+def inequality(left: str, sign: str, right: str) -> Bounds | None:
+    """Return unknown and intervals of x < a, a < x, x != a or |x| < a; None for anything else."""
     if not is_unknown(left):
         left, right, sign = right, left, _TURNED[sign]
     if not is_unknown(left) or unknown_in(left.strip("|"), right):
@@ -298,7 +302,23 @@ _MONTH = re.compile(
 )
 _NAMED = re.compile(r"[^\W\d_]{3,}\.?(?:[\s,'-]+[^\W_]+\.?)*")
 """A word and then words and numbers: Route 66, Friday, June 3."""
-_OF_FORMULAS = {"sin", "cos", "tan", "cot", "sec", "csc", "log", "exp", "sqrt", "max", "min", "mod", "gcd", "lcm", "det"}
+_OF_FORMULAS = {
+    "sin",
+    "cos",
+    "tan",
+    "cot",
+    "sec",
+    "csc",
+    "log",
+    "exp",
+    "sqrt",
+    "max",
+    "min",
+    "mod",
+    "gcd",
+    "lcm",
+    "det",
+}
 _OF_FORMULAS |= {"abs", "approximately", "about", "roughly", "around", "arcsin", "arccos", "arctan", "infinity", "all"}
 _OF_FORMULAS |= {"inf", "answer", "usd", "eur", "gbp", "rs"}
 
@@ -330,7 +350,9 @@ def is_named(bare: str) -> bool:
     """Whether a text with numbers is a name or a date, such as June 20 or Route 66, and no formula."""
     if re.search(r"[\\^_={}+*/<>|$%]", bare) or not re.search(r"\d", bare):
         return False
-    if _MONTH.search(bare) and re.fullmatch(r"(?:\d+(?:st|nd|rd|th)?|[^\W\d_]+\.?)(?:[\s,-]+(?:\d+(?:st|nd|rd|th)?|[^\W\d_]+\.?))+", bare):
+    if _MONTH.search(bare) and re.fullmatch(
+        r"(?:\d+(?:st|nd|rd|th)?|[^\W\d_]+\.?)(?:[\s,-]+(?:\d+(?:st|nd|rd|th)?|[^\W\d_]+\.?))+", bare
+    ):
         return True
     first = re.match(r"[^\W\d_]*", bare)
     named = bool(_NAMED.fullmatch(bare)) and not is_sentence(bare)

@@ -2,8 +2,8 @@
 
 `exact`, `numeric` and `math` compare the answer with the gold answers, any of which is right. answers.py says what the
 answer is: the content of an `<answer>` tag that ends the completion, otherwise what follows `</think>`, or the whole
-completion; if that contains a box, the answer is the content of the last one. Functions of the user's own are called in functions.py; a judge
-is in judge.py, a reward model in model.py.
+completion; if that contains a box, the answer is the content of the last one. Functions of the user's own are called in
+functions.py; a judge is in judge.py, a reward model in model.py.
 """
 
 from __future__ import annotations
@@ -180,22 +180,20 @@ def gold_fault(name: str, gold: str) -> str | None:
     """
     number = only_number(gold_in(gold))
     if name == "numeric" and number is None:
-        if not re.search(r"\d", gold):
-            return "holds no number: use the reward exact or math"
-        return (
-            "is not one number that numeric can read whole: cut it out by answer_pattern, or use the reward exact or math"
-        )
+        what = "is not one number that numeric can read whole: cut it out by answer_pattern, or"
+        return f"{what if re.search(r'[0-9]', gold) else 'holds no number:'} use the reward exact or math"
     grade, read = GRADES[name], stated_in_sentence(gold_in(gold))
     if name == "math" and is_sentence(read) and not is_words(read):
         return "is a sentence, not an answer: cut the answer out by answer_pattern, or use the reward exact"
     credited = grade(f"\\boxed{{{gold_in(gold)}}}", gold)
+    fault = ""
     if credited is None:
-        return f"cannot be read by the reward {name}: correct it, or cut the answer out by answer_pattern"
-    if credited < 1 and name != "exact":  # exact compares any text, also text with braces that no box can hold
-        return f"is not credited by the reward {name} where a completion repeats it in a box: correct it"
-    if number is not None and grade(f"\\boxed{{{number + 1}}}", gold):
-        return f"is credited by the reward {name} for another number: correct it"
-    return None
+        fault = "cannot be read by the reward {}: correct it, or cut the answer out by answer_pattern"
+    elif credited < 1 and name != "exact":  # exact compares any text, also text with braces that no box can hold
+        fault = "is not credited by the reward {} where a completion repeats it in a box: correct it"
+    elif number is not None and grade(f"\\boxed{{{number + 1}}}", gold):
+        fault = "is credited by the reward {} for another number: correct it"
+    return fault.format(name) or None
 
 
 GRADES: dict[str, Callable[[str, str], float | None]] = {"exact": exact, "numeric": numeric, "math": math}

@@ -27,9 +27,7 @@ async def group(served: Served, request: GroupRequest) -> dict[str, Any]:
     decoding = await begun(served, prompt, settings, request.max_tokens, served.group_tokens)
     answers = await decoding.answers()
     thinking = begins_in_thought(served.policy, decoding.prompt_ids)
-    completions = [
-        Completion(a.token_ids, a.logprobs, a.text, a.reason == "stop", thinking=thinking) for a in answers
-    ]
+    completions = [Completion(a.token_ids, a.logprobs, a.text, a.reason == "stop", thinking=thinking) for a in answers]
     async with in_time(served, decoding.until):
         rewards = await graded(served, prompt, completions) if gradable(served, request) else []
     record = Group(prompt, decoding.prompt_ids, tuple(completions), tuple(rewards))
