@@ -231,6 +231,29 @@ def test_a_fork_of_a_loop_leaves_the_run_to_its_owner(model_dir, tmp_path):
     assert len(records(tmp_path / "forks" / "rollouts.jsonl")) == len(records(tmp_path / "alone" / "rollouts.jsonl"))
 
 
+def forked():
+    """Fork, and return in both processes; in the first the exit status of the other."""
+    child = os.fork()
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) if child else None
+
+
+def test_a_fork_that_comes_back_into_a_step_ends(small):
+    """Of a reward that is computed in this process, and of what else is called in a step."""
+    owner, ended = os.getpid(), []
+
+    def forks(completions, **columns):
+        ended.append(forked())
+        return digits(completions)
+
+    finished = pellucid.train(data=ROWS, reward=forks, **small).finish().finished
+    steps = list(run.owned(forked() for _ in range(2)))
+    if os.getpid() != owner:
+        os._exit(99)
+    assert finished
+    assert set(ended) == {0}
+    assert steps == [0, 0]
+
+
 def test_another_process_goes_on_with_it_and_this_one_with_the_command_s(recipe, tmp_path, undisturbed):
     for folder, first, second in (
         ("one", lambda run: next(iter(pellucid.train(recipe=recipe, run=run))), lambda run: train("--resume", run)),
