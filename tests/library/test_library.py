@@ -179,6 +179,81 @@ def test_a_script_that_ends_with_a_loop_open_leaves_it(processes, model_dir, tmp
     assert [path.name for path in checkpoints(tmp_path / "run")] == ["step-000001"]
 
 
+FORKING = """
+import os
+import sys
+import pellucid
+from pellucid.types import UserError
+
+if __name__ == "__main__":
+    run = pellucid.train(
+        model=sys.argv[1], run=sys.argv[2], data=[dict(question=f"{a}+1=", answer=str(a + 1)) for a in range(9)],
+        reward=f"{os.path.dirname(__file__)}/rewards.py:digits", steps=4, prompts_per_step=2, group_size=4, max_tokens=8, evaluate_every=0,
+        dtype="float32", lr=1e-3,
+    )
+    owner, ended = os.getpid(), []
+    try:
+        for number, step in enumerate(run):
+            child = os.fork() if sys.argv[3] == "forks" else 1
+            if not child:
+                if number == 0:
+                    sys.exit(3)
+                if number == 1:
+                    break
+                continue
+            if sys.argv[3] == "forks":
+                ended.append(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+    except UserError as error:
+        told = str(error)
+        sys.exit(5 if os.getpid() != owner and f"belongs to process {owner}" in told else told)
+    if os.getpid() != owner:
+        try:
+            run.finish()
+        except UserError:
+            sys.exit(4)
+    print("ENDED", ended, run.finished, flush=True)
+"""
+
+
+@pytest.mark.slow
+def test_a_fork_of_a_loop_leaves_the_run_to_its_owner(model_dir, tmp_path):
+    """It exits, breaks out of the loop, or asks for another step: nothing is written, and no process is ended."""
+    (tmp_path / "rewards.py").write_text(
+        "def digits(completions, **columns):\n"
+        "    return [sum(c.isdigit() for c in completion[0]['content']) for completion in completions]\n"
+    )
+    (tmp_path / "script.py").write_text(FORKING)
+    for how in ("forks", "alone"):
+        done = in_processes(1, tmp_path / "script.py", model_dir, tmp_path / how, how)
+        ended = [3, 4, 5, 5] if how == "forks" else []
+        assert f"ENDED {ended} True" in done.stdout
+    same_run(tmp_path / "forks", tmp_path / "alone")
+    assert len(records(tmp_path / "forks" / "rollouts.jsonl")) == len(records(tmp_path / "alone" / "rollouts.jsonl"))
+
+
+def forked():
+    """Fork, and return in both processes; in the first the exit status of the other."""
+    child = os.fork()
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) if child else None
+
+
+def test_a_fork_that_comes_back_into_a_step_ends(small):
+    """Of a reward that is computed in this process, and of what else is called in a step."""
+    owner, ended = os.getpid(), []
+
+    def forks(completions, **columns):
+        ended.append(forked())
+        return digits(completions)
+
+    finished = pellucid.train(data=ROWS, reward=forks, **small).finish().finished
+    steps = list(run.owned(forked() for _ in range(2)))
+    if os.getpid() != owner:
+        os._exit(99)
+    assert finished
+    assert set(ended) == {0}
+    assert steps == [0, 0]
+
+
 def test_another_process_goes_on_with_it_and_this_one_with_the_command_s(recipe, tmp_path, undisturbed):
     for folder, first, second in (
         ("one", lambda run: next(iter(pellucid.train(recipe=recipe, run=run))), lambda run: train("--resume", run)),
