@@ -5,7 +5,15 @@ from __future__ import annotations
 import os
 import sys
 
-if __name__ == "__main__" and not sys.flags.safe_path and sys.path[0] == os.getcwd():
+
+def working_directory() -> str:
+    try:
+        return os.getcwd()
+    except OSError:  # it was removed; cli.py says so
+        return ""
+
+
+if __name__ == "__main__" and not sys.flags.safe_path and sys.path[0] == working_directory():
     # `python -m` puts the working directory first: a file of the user's called tomllib.py would be taken for Python's.
     del sys.path[0]
 

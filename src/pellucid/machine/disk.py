@@ -10,6 +10,18 @@ from pathlib import Path
 from typing import BinaryIO
 
 
+GONE = "the working directory is gone, and with it what relative paths name: go to one that is there"
+
+
+def is_here_gone() -> bool:
+    """Return whether the working directory of this process was removed."""
+    try:
+        os.getcwd()
+    except FileNotFoundError:
+        return True
+    return False
+
+
 def sync(path: Path) -> None:
     """Sync the content of a file, or the names in a folder: a rename is durable when its folder is."""
     if path.is_dir() and os.name == "nt":
