@@ -141,10 +141,12 @@ def test_a_full_disk_where_a_run_is_only_shown_costs_a_line(recipe, tmp_path, mo
     during(monkeypatch, *SHOWN[write])
     assert train(recipe, "--run", tmp_path / "run", *SETTINGS) == 0
     told = capsys.readouterr()
-    lines = [line for line in told.out.splitlines() if "could not be shown (OSError" in line or "cannot be written (" in line]
+    lines = [
+        line for line in told.out.splitlines() if "could not be shown (OSError" in line or "cannot be written (" in line
+    ]
     assert len(lines) == 1
     assert "Traceback" not in told.err
-    assert (f"report   {tmp_path}" in told.out) == (write != "the report")
+    assert (f"report   {tmp_path}" in told.out) == (write != "report.html")
     same_run(whole, tmp_path / "run")
 
 

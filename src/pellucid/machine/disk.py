@@ -9,7 +9,6 @@ from contextlib import suppress
 from pathlib import Path
 from typing import BinaryIO
 
-
 GONE = "the working directory is gone, and with it what relative paths name: go to one that is there"
 
 
@@ -90,7 +89,9 @@ class BoundedLog:
             newest = file.read(self._most // 4)
             file.truncate(head)
             file.seek(head)
-            file.write(b"[left out: this file keeps its beginning and its end, %d MB at most]\n" % (self._most // 2**20))
+            file.write(
+                b"[left out: this file keeps its beginning and its end, %d MB at most]\n" % (self._most // 2**20)
+            )
             file.write(newest)
 
 
