@@ -16,6 +16,9 @@ class Broken(Digits):
 
     def reward(self, prompt, completion):
         print("looking at it")
+        if self.how == "talks a lot":
+            print(f"{'la ' * 100}\n" * 1000, completion.text)
+            return super().reward(prompt, completion)
         if self.how == "not held out":
             return Reward(float("nan")) if prompt.id.startswith("test") else super().reward(prompt, completion)
         return WAYS[self.how](super().reward(prompt, completion))

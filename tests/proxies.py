@@ -15,6 +15,12 @@ LATE = 2.0
 """The seconds that a late answer takes longer."""
 
 
+def says(text, reason="stop", tokens=5):
+    """The answer of an endpoint, whole."""
+    choice = {"index": 0, "finish_reason": reason, "message": {"role": "assistant", "content": text}}
+    return json.dumps({"choices": [choice], "usage": {"total_tokens": tokens}})
+
+
 class Proxy(ThreadingHTTPServer):
     """Passes requests on, except for what `fault(number, body)` says; keeps when each came and what became of it."""
 

@@ -5,9 +5,14 @@ from __future__ import annotations
 import os
 import sys
 
-if __name__ == "__main__" and not sys.flags.safe_path and sys.path[0] == os.getcwd():
+if __name__ == "__main__" and not sys.flags.safe_path:
+    try:
+        here = os.getcwd()
+    except OSError:  # it was removed, which cli.py says
+        here = ""
     # `python -m` puts the working directory first: a file of the user's called tomllib.py would be taken for Python's.
-    del sys.path[0]
+    if sys.path[0] == here:
+        del sys.path[0]
 
 import signal
 

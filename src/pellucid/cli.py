@@ -9,6 +9,7 @@ from collections.abc import Sequence
 
 from pellucid import __version__
 from pellucid.commands import line
+from pellucid.machine import disk
 from pellucid.machine.harmless import harmless
 from pellucid.machine.interrupts import INTERRUPTED, handled, interrupt
 from pellucid.types import StrandedError, UserError
@@ -20,6 +21,8 @@ NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EACCES, errno.EROFS, e
 def main(argv: Sequence[str] | None = None) -> None:
     words = list(sys.argv[1:] if argv is None else argv)
     quiet_libraries()
+    if disk.is_here_gone():
+        sys.exit(mend(disk.GONE))
     try:
         with handled(interrupt):
             sys.exit(answer(words))
@@ -29,6 +32,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         mend(str(error))
         sys.exit(1)
     except OSError as error:
+        if disk.is_here_gone():
+            sys.exit(mend(disk.GONE))
         place = error.filename or "the run folder"
         if error.errno in ANOTHER_PATH:
             sys.exit(mend(f"{place}: {error.strerror}: choose another path"))

@@ -7,13 +7,17 @@ import re
 import socket
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
-from pellucid import __version__, cli, flags
+import pellucid
+from pellucid import __version__, cli, flags, recipes
 from pellucid.commands import line, shown
 from pellucid.config import SECTIONS
+from pellucid.machine.disk import GONE
 from pellucid.tasks.dataset import Dataset
+from pellucid.types import UserError
 
 SETTING = re.compile(r"--([a-z]+\.[a-z0-9-]+)")
 OWN_TASK = """
@@ -220,6 +224,31 @@ def test_a_task_with_fields_that_are_no_settings_is_shown_without_them(said, tmp
     assert status == 0
     assert "--task.rewards" in out
     assert "--task.hidden" not in out
+
+
+@pytest.mark.parametrize("words", [["train"], ["list", "tasks"], ["init", "mine"], ["doctor"]])
+def test_a_working_directory_that_is_gone_is_one_line(words, said, tmp_path, monkeypatch):
+    (tmp_path / "gone").mkdir()
+    monkeypatch.chdir(tmp_path / "gone")
+    (tmp_path / "gone").rmdir()
+    status, out, err = said(*words)
+    assert (status, out) == (2, "")
+    assert err == f"pellucid: {GONE}\n"
+    with pytest.raises(UserError, match="the working directory is gone"):
+        pellucid.train(model="any")
+
+
+def test_one_that_goes_while_a_command_runs_is_one_line_too(said, tmp_path, monkeypatch):
+    (tmp_path / "gone").mkdir()
+    monkeypatch.chdir(tmp_path / "gone")
+
+    def removed(name):
+        (tmp_path / "gone").rmdir()
+        return Path("anything").resolve(strict=True)
+
+    monkeypatch.setattr(recipes, "find", removed)
+    status, _, err = said("train", "arithmetic")
+    assert (status, err) == (2, f"pellucid: {GONE}\n")
 
 
 def test_without_a_command_there_is_help_and_something_to_mend(said):

@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 import types
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -281,6 +282,35 @@ def test_an_interrupt_ends_the_step_saves_and_is_raised(recipe, tmp_path, monkey
     assert "stopped after step 1, nothing is lost" in capsys.readouterr().out
     pellucid.train(resume=tmp_path / "run", checkpoint_every=2).finish()
     same_run(undisturbed(recipe), tmp_path / "run")
+
+
+class Interrupting:
+    """Of the import system: an interrupt arrives while this module is imported for the first time."""
+
+    def __init__(self, module):
+        self.module, self.came = module, 0
+
+    def find_spec(self, name, path=None, target=None):
+        if name == self.module and not self.came:
+            self.came += 1
+            os.kill(os.getpid(), signal.SIGINT)
+            time.sleep(0)  # in which Python handles it
+
+
+def test_an_interrupt_waits_for_the_first_import_of_torch(small, monkeypatch):
+    """A half-imported torch cannot be imported again: the process would end with a segmentation fault."""
+    name = "pellucid.training.run"
+    interrupting = Interrupting(name)
+    monkeypatch.setattr(sys, "meta_path", [interrupting, *sys.meta_path])
+    monkeypatch.setattr(importlib.import_module("pellucid.training"), "run", run)  # put back at the end
+    monkeypatch.delitem(sys.modules, name)
+    ours = pellucid.train(data=ROWS, reward=digits, **small)
+    with pytest.raises(KeyboardInterrupt):
+        next(iter(ours))
+    assert interrupting.came == 1
+    assert hasattr(sys.modules[name], "Course"), "the import went on to its end"
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    assert len(list(ours)) == 3, "the same run can be iterated over"
 
 
 def test_between_steps_an_interrupt_is_the_caller_s(recipe, tmp_path):

@@ -46,6 +46,13 @@ def test_what_is_cleaned(text, cleaned):
     assert clean(cleaned) == cleaned
 
 
+@pytest.mark.parametrize("text", ["." * 300_000 + "x", "?!" * 150_000 + "x", ". " * 150_000, "." + " " * 300_000 + "="])
+def test_a_hostile_text_is_cut_in_linear_time(text):
+    """In quadratic time the first ones would take many minutes."""
+    assert text.startswith(first_sentences(text, 2))
+    assert clean(text)
+
+
 @pytest.mark.parametrize(
     ("text", "first", "two"),
     [

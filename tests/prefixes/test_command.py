@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import gzip
 import json
 import os
 import signal
@@ -12,6 +13,7 @@ import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 
 import pytest
@@ -20,6 +22,7 @@ import torch
 from conftest import character_tokenizer, records, tiny_llama
 from forked import Forked
 from pellucid import cli, config
+from pellucid.machine import endpoint
 from pellucid.policy.policy import Policy
 from pellucid.prefixes import command as prefixes
 from pellucid.prefixes.journal import Journal
@@ -27,7 +30,7 @@ from pellucid.prefixes.teacher import INSTRUCTION, Endpoint, Teacher, Unanswered
 from pellucid.protocols import with_split
 from pellucid.tasks.curriculum import Curriculum
 from pellucid.types import Prompt, UserError
-from proxies import KEY, proxied
+from proxies import KEY, proxied, says
 from serving import running
 
 POSITIONS = 512
@@ -220,6 +223,28 @@ def test_longer_waits_than_the_client_takes_are_kept_up_to_a_limit(service):
         assert asked == [0.0, 300, 0.0]
         with pytest.raises(UnansweredError, match="HTTP 429"):
             teacher.ask(Prompt("p", "2+3="))
+        teacher.close()
+
+
+@pytest.mark.parametrize(
+    ("status", "body", "headers", "kind", "told"),
+    [
+        (200, "[" * 100_000, {}, UnansweredError, "nested too deeply"),
+        (200, says(f"First, {KEY[3:20]}."), {}, None, "First, [key]."),
+        (200, says("x" * 200_000), {}, UnansweredError, "longer than 100,000 bytes"),
+        (200, gzip.compress(b" " * 10**7), {"Content_Encoding": "gzip"}, UserError, "compressed"),
+        (307, "", {"Location": "http://teacher.example/v1"}, UserError, "redirects to http://teacher.example"),
+    ],
+    ids=["nested", "key", "long", "gzip", "elsewhere"],
+)
+def test_what_a_teacher_sends_is_bounded(status, body, headers, kind, told, monkeypatch):
+    monkeypatch.setattr(endpoint, "LONGEST_ANSWER", 100_000)
+    monkeypatch.setenv("TEACHER_KEY", KEY)
+
+    with proxied("", lambda *_: lambda handler: handler.reply(status, body, **headers)) as proxy:
+        teacher = Teacher(Endpoint(proxy.url, "tiny", "TEACHER_KEY", 1.0, 8, 5, 0, 0), str.strip)
+        with pytest.raises(kind, match=told) if kind else nullcontext():
+            assert teacher.ask(Prompt("p", "2+3=")) == told
         teacher.close()
 
 

@@ -2,9 +2,11 @@ import io
 import json
 import math
 import re
+import resource
 import statistics
 import subprocess
 import sys
+import threading
 import time
 from collections import defaultdict
 from pathlib import Path
@@ -314,6 +316,24 @@ def test_tensorboard_holds_the_scalars_and_forgets_what_a_resumed_run_repeats(tm
     scalars = [(event.step, round(event.value, 3)) for event in events.Scalars("reward/mean")]
     assert scalars == [(1, 0.1), (2, 0.2), (3, 2.3), (4, 2.4)]
     assert events.Scalars("heldout/greedy")[-1].value == 0.25
+
+
+def test_a_full_disk_under_tensorboard_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    hook, limit = threading.excepthook, resource.getrlimit(resource.RLIMIT_FSIZE)
+    log = TensorBoard(tmp_path)
+    log.log(1, {"loss": 1.0}, [])
+    resource.setrlimit(resource.RLIMIT_FSIZE, (200, limit[1]))
+    try:
+        for step in (2, 3):
+            log.log(step, {f"metric/{i}": 1.0 for i in range(100)}, [])
+        log.log_evaluation(3, EVALUATION)
+        log.close()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limit)
+    told = capsys.readouterr()
+    assert told.out == f"! {tmp_path} cannot be written (File too large): the run goes on without TensorBoard\n"
+    assert told.err == ""
+    assert threading.excepthook is hook
 
 
 def test_both_boards_also_use_the_names_of_the_field(tmp_path: Path):

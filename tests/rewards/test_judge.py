@@ -34,7 +34,7 @@ from pellucid.rewards.settings import JudgeSettings
 from pellucid.rewards.terms import RewardTerm
 from pellucid.tasks.dataset import Dataset
 from pellucid.types import Completion, Prompt, UserError
-from proxies import KEY, proxied
+from proxies import KEY, proxied, says
 from serving import chat, post, running
 
 RUBRIC = "2+2=?"
@@ -67,12 +67,6 @@ def judged(url, texts=TEXTS, cache=None, prompt=None, **changes):
 
 def pairs(texts, prompt=None):
     return [(prompt or Prompt("p", "1+1=? "), Completion((1,), (0.0,), text, True)) for text in texts]
-
-
-def says(text, reason="stop", tokens=5):
-    """The answer of an endpoint, whole."""
-    choice = {"index": 0, "finish_reason": reason, "message": {"role": "assistant", "content": text}}
-    return json.dumps({"choices": [choice], "usage": {"total_tokens": tokens}})
 
 
 def asked_of(body):

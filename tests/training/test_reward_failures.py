@@ -9,8 +9,9 @@ import pytest
 
 from conftest import records
 from pellucid import cli
+from pellucid.machine.disk import BoundedLog
 from pellucid.reporting.run_folder import checkpoints
-from pellucid.training import run
+from pellucid.training import compose, run
 from runs import same_run, train
 
 TASKS = Path(__file__).parents[1] / "failing_task.py"
@@ -183,6 +184,28 @@ def test_what_rewards_print_stands_in_the_run_s_log(recipe, tmp_path, capfd):
     assert "looking at it" in (run_dir / "rewards.log").read_text()
     told = capfd.readouterr()
     assert "looking at it" not in told.out + told.err
+
+
+def test_the_log_of_rewards_keeps_its_beginning_and_its_end(recipe, tmp_path, monkeypatch):
+    """Of some 300 kB for each completion."""
+    monkeypatch.setattr(compose, "LOG_BYTES", 2**20)
+    command = of(recipe, "Broken", "--task.how", "talks a lot", "--run", tmp_path / "run", "--evaluate.every", 0)
+    assert train(*command, "--algorithm.steps", 1) == 0
+    log = (tmp_path / "run" / "rewards.log").read_text()
+    assert 2**19 < len(log) <= 2**20
+    assert log.startswith("looking at it\nla la")
+    assert log.count("[left out: this file keeps its beginning and its end, 1 MB at most]\n") == 1
+    assert {line for line in log.splitlines() if line.startswith("la ")} == {"la " * 100}
+
+
+def test_a_log_without_lines_is_bounded_too(tmp_path):
+    path = tmp_path / "log"
+    bounded = BoundedLog(path, 1000, every=0.01)  # there is no file yet
+    path.write_bytes(b"x" * 5000 + b"y")
+    bounded.close()
+    kept = path.read_bytes()
+    assert len(kept) < 1000
+    assert (kept[:500], kept[-250:]) == (b"x" * 500, b"x" * 249 + b"y")
 
 
 def test_the_number_of_workers_changes_no_reward(recipe, tmp_path):

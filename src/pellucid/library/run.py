@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 from pellucid.config import Config
 from pellucid.library.data import forget
-from pellucid.machine.interrupts import StopRequests, handled
+from pellucid.machine.interrupts import StopRequests, deferred, handled
 from pellucid.machine.plugins import given
 from pellucid.reporting import loggers, notebook
 from pellucid.reporting.report import write_report
@@ -168,7 +168,8 @@ class Run:
 
     def _begun(self, requests: StopRequests) -> Course:
         """What takes the steps, from where the run is. UserError where its code is no longer what was asked for."""
-        from pellucid.training.run import Course  # noqa: PLC0415 - it imports torch
+        with deferred():
+            from pellucid.training.run import Course  # noqa: PLC0415 - it imports torch
 
         now = self._code_now()
         for key, digest in self._code.items():

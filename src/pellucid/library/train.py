@@ -60,6 +60,8 @@ def train(
 
     Example: for step in pellucid.train(data=rows, reward=my_reward, steps=30): print(step.metrics["reward/mean"])
     """
+    if disk.is_here_gone():
+        raise UserError(disk.GONE)
     if getattr(multiprocessing.current_process(), "_inheriting", False):
         raise UserError('a reward process imports this script: put `if __name__ == "__main__":` around pellucid.train')
     if resume and (recipe or run):

@@ -4,7 +4,21 @@ from __future__ import annotations
 
 import hashlib
 import os
+import threading
+from contextlib import suppress
 from pathlib import Path
+from typing import BinaryIO
+
+GONE = "the working directory is gone, and with it what relative paths name: go to one that is there"
+
+
+def is_here_gone() -> bool:
+    """Return whether the working directory of this process was removed."""
+    try:
+        os.getcwd()
+    except FileNotFoundError:
+        return True
+    return False
 
 
 def sync(path: Path) -> None:
@@ -37,6 +51,58 @@ def write_whole(path: Path, text: str, mode: int = 0o666) -> None:
     sync(partial)
     partial.replace(path)
     sync(path.parent)
+
+
+class BoundedLog:
+    """Keeps a file that other processes append to near `most` bytes: its first half, and its newest quarter.
+
+    A thread looks at the file every `every` seconds, so it may be larger by what is written in that time. A line in the
+    file says that something was left out there. Writers must append (O_APPEND), or they would leave holes.
+    """
+
+    def __init__(self, path: Path, most: int = 2**24, every: float = 0.5) -> None:
+        self._path, self._most, self._every = path, most, every
+        self._head = 0
+        """Where the beginning that is kept ends, once something was left out behind it."""
+        self._closing = threading.Event()
+        self._thread = threading.Thread(target=self._watch, name="bounded log", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Look once more, and stop."""
+        self._closing.set()
+        self._thread.join()
+
+    def _watch(self) -> None:
+        while not self._closing.wait(self._every):
+            self._cut()
+        self._cut()
+
+    def _cut(self) -> None:
+        with suppress(OSError), self._path.open("r+b") as file:  # it may not be there yet, or not be ours
+            size = file.seek(0, os.SEEK_END)
+            if size <= self._most:
+                return
+            self._head = head = self._head or whole_lines(file, 0, self._most // 2)[0]
+            start = whole_lines(file, size - self._most // 4, self._most // 4)[1]
+            file.seek(start)
+            newest = file.read(self._most // 4)
+            file.truncate(head)
+            file.seek(head)
+            file.write(
+                b"[left out: this file keeps its beginning and its end, %d MB at most]\n" % (self._most // 2**20)
+            )
+            file.write(newest)
+
+
+def whole_lines(file: BinaryIO, start: int, length: int) -> tuple[int, int]:
+    """Return where the last line of a stretch of a file ends, and where its second begins; if it has no newline, its
+    own end and start.
+    """
+    file.seek(start)
+    stretch = file.read(length)
+    last, first = stretch.rfind(b"\n"), stretch.find(b"\n")
+    return (start + len(stretch), start) if last < 0 else (start + last + 1, start + first + 1)
 
 
 def digest(path: Path) -> str:

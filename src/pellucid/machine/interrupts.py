@@ -58,6 +58,24 @@ def handled(handler: Callable[[int, FrameType | None], None]) -> Iterator[None]:
             signal.signal(number, former)
 
 
+@contextmanager
+def deferred() -> Iterator[None]:
+    """Handle signals that ask for a stop at the end of the block, as they would have been handled without it.
+
+    For the first import of torch: what is imported halfway cannot be imported again, and the process would crash later.
+    """
+    came: list[int] = []
+
+    def note(number: int, _frame: FrameType | None) -> None:
+        came.append(number)
+        say(b"stopping when torch is imported\n")
+
+    with handled(note):
+        yield
+    if came:
+        signal.raise_signal(came[0])
+
+
 def stop_signals() -> list[signal.Signals]:
     """SIGHUP too, where there is one: but under nohup a run outlives its terminal."""
     known = [signal.SIGINT, signal.SIGTERM]

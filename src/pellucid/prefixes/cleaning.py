@@ -17,7 +17,8 @@ _LABEL = re.compile(
 )
 _CLOSING = "\"'”’)\\]」』）》"
 # No operator may follow a boundary: "5! = 120" and "5! + 1" are one sentence each.
-_BOUNDARY = re.compile(rf"[.!?]+[{_CLOSING}]*(?=\s+[^\s=+*/<>^-]|\s*$)|[。！？]+[{_CLOSING}]*")
+# A run of points is tried at its beginning alone, or a model that writes a million of them would take hours.
+_BOUNDARY = re.compile(rf"(?<![.!?])[.!?]+[{_CLOSING}]*(?=\s+[^\s=+*/<>^-]|\s*$)|[。！？]+[{_CLOSING}]*")
 _ABBREVIATION = re.compile(r"(?<![^\s(])(?:e\.g|i\.e|vs|cf|approx|Mr|Mrs|Ms|Dr|St|Fig|Eq)\.$")
 _LONGEST_ABBREVIATION = 7
 _NUMBER_OF_A_LIST = re.compile(r"\s*\d+\.")

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 from uuid import NAMESPACE_URL, uuid5
@@ -29,24 +31,55 @@ def tagged(metrics: Mapping[str, float]) -> dict[str, float]:
 class TensorBoard:
     """Scalars for TensorBoard. Raises UserError where it is not installed.
 
+    If its files cannot be written, as on a full disk, that is one line, and nothing more is written.
+
     first_step: finished steps at the start; on resume, what was logged after it is purged.
     """
 
     def __init__(self, log_dir: Path, first_step: int = 0):
         board = extra("torch.utils.tensorboard", "tensorboard", "log.tensorboard")
-        self.writer = board.SummaryWriter(str(log_dir), purge_step=first_step + 1 if first_step else None)
+        self.log_dir, self.failed = log_dir, False
+        self.former_hook = threading.excepthook
+        threading.excepthook = self._on_thread_error  # its thread prints a traceback, and raises again in `log`
+        self.writer: Any = None
+        with self._said_once():
+            self.writer = board.SummaryWriter(str(log_dir), purge_step=first_step + 1 if first_step else None)
 
     def log(self, step: int, metrics: Mapping[str, float], _groups: Sequence[Group]) -> None:
-        for name, value in tagged(metrics).items():
-            self.writer.add_scalar(name, value, step)
-        self.writer.flush()
+        self._add(step, tagged(metrics))
 
     def log_evaluation(self, step: int, evaluation: Evaluation) -> None:
-        for name, estimate in measures(evaluation).items():
-            self.writer.add_scalar(f"heldout/{name.replace('@', '_at_')}", estimate.value, step)
+        found = measures(evaluation)
+        self._add(step, {f"heldout/{name.replace('@', '_at_')}": found[name].value for name in found})
 
     def close(self) -> None:
-        self.writer.close()
+        with self._said_once():
+            if self.writer:
+                self.writer.close()
+        if threading.excepthook == self._on_thread_error:
+            threading.excepthook = self.former_hook
+
+    def _add(self, step: int, scalars: Mapping[str, float]) -> None:
+        if self.failed:
+            return
+        with self._said_once():
+            for name, value in scalars.items():
+                self.writer.add_scalar(name, value, step)
+            self.writer.flush()
+
+    @contextmanager
+    def _said_once(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            if not self.failed:
+                why = error.strerror or error
+                print(f"! {self.log_dir} cannot be written ({why}): the run goes on without TensorBoard", flush=True)
+            self.failed = True
+
+    def _on_thread_error(self, args: Any) -> None:
+        if not (isinstance(args.exc_value, OSError) and type(args.thread).__module__.startswith("tensorboard.")):
+            self.former_hook(args)
 
 
 def check_wandb(mode: str) -> None:

@@ -15,7 +15,7 @@ from pellucid.algorithm.objectives import objective_of
 from pellucid.config import Config
 from pellucid.environments.agent import AgentTalk
 from pellucid.environments.worlds import world_of
-from pellucid.machine import hardware
+from pellucid.machine import disk, hardware
 from pellucid.machine.extras import extra
 from pellucid.policy import bridge, policy, pretrained
 from pellucid.policy.adapter import BASE_STAYS, AdapterOff
@@ -43,6 +43,8 @@ MERGED_IN_FP32 = (
     'sampler.adapter = "merged": vLLM samples in float32, since {} would round most of the adapter\'s update away;'
     ' "request" gives it the adapter by itself'
 )
+LOG_BYTES = 2**24
+"""The most bytes of rewards.log, but for what is printed in half a second."""
 HARMLESS = (Arithmetic, Curriculum, Prefixed)
 
 
@@ -67,6 +69,8 @@ class Components:
     """Seconds spent in finished steps, by the clock of this process."""
     failures: list[str] = field(default_factory=list)
     """The first error of each of the last steps in which every reward failed."""
+    bounded: disk.BoundedLog | None = None
+    """What keeps the log of rewards and environments from filling the disk."""
 
     def close(self) -> None:
         """End the processes that compute rewards, and those of conversations."""
@@ -74,6 +78,8 @@ class Components:
             self.world.close()
         if isinstance(self.task, Graded):
             self.task.close()
+        if self.bounded:
+            self.bounded.close()
 
 
 def settled(cfg: Config) -> Config:
@@ -155,6 +161,7 @@ def compose(cfg: Config, log: Path | None = None) -> Components:
         runtime=runtime,
         state=grpo.State(kl_coef=algorithm.kl_coef),
         world=world,
+        bounded=disk.BoundedLog(log, LOG_BYTES) if log and first_process() else None,
     )
 
 
