@@ -266,6 +266,10 @@ class UserError(Exception):
     """A mistake that the user can mend: one line that says what is wrong, where, and what is right (exit status 2)."""
 
 
+class DataError(UserError):
+    """A UserError about a prompt or a row of the data, which no setting of the model or the algorithm mends."""
+
+
 class NotBegunError(UserError):
     """A UserError before a run has taken its first step: its folder holds nothing worth keeping."""
 

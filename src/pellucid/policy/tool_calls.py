@@ -7,7 +7,7 @@ transformers cannot read them, call_forms.py looks for them. What is no call rem
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from inspect import signature
 from typing import Any
 
@@ -15,21 +15,29 @@ from transformers import PreTrainedTokenizerBase
 
 from pellucid.policy.call_forms import FAULTS, MARKS, THINK, find, one_line
 from pellucid.policy.literal import specials
+from pellucid.policy.texts import without_end
 from pellucid.protocols import Said
 from pellucid.types import Message
 
 Tools = Sequence[Mapping[str, Any]]
 
 
-def read(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int], context: Sequence[int], tools: Tools) -> Said:
+def read(
+    tokenizer: PreTrainedTokenizerBase,
+    ids: Sequence[int],
+    context: Sequence[int],
+    tools: Tools,
+    eos_ids: Collection[int] = (),
+) -> Said:
     """Return the message that was sampled as `ids`, its end included, behind the token ids `context`.
 
-    Without tools no call is looked for.
+    Without tools no call is looked for. eos_ids: the ends of sequence, which a tokenizer may not flag as special.
     """
+    whole, ids = ids, without_end(ids, eos_ids)
     content = str(tokenizer.decode(list(ids), skip_special_tokens=True))
     if not tools:
         return Said({"role": "assistant", "content": content})
-    known, fault = read_by_template(tokenizer, ids, context, tools)
+    known, fault = read_by_template(tokenizer, whole, context, tools, eos_ids)
     if known:
         return known
     names = {str(tool.get("function", tool).get("name")) for tool in tools}
@@ -39,7 +47,11 @@ def read(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int], context: Sequen
 
 
 def read_by_template(
-    tokenizer: PreTrainedTokenizerBase, ids: Sequence[int], context: Sequence[int], tools: Tools
+    tokenizer: PreTrainedTokenizerBase,
+    ids: Sequence[int],
+    context: Sequence[int],
+    tools: Tools,
+    eos_ids: Collection[int] = (),
 ) -> tuple[Said | None, str]:
     """Return what transformers reads, or why it cannot; neither where the tokenizer does not say how."""
     takes = signature(tokenizer.parse_response).parameters
@@ -52,14 +64,14 @@ def read_by_template(
     except FAULTS as error:
         return None, one_line(error)
     calls = message.pop("tool_calls", None) or ()
-    content = (message.get("content") or "").removesuffix(end_of(tokenizer, ids))
+    content = (message.get("content") or "").removesuffix(end_of(tokenizer, ids, eos_ids))
     return said({**message, "role": "assistant", "content": content}, calls), ""
 
 
-def end_of(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> str:
-    """Return the text of the last token where that is special."""
+def end_of(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int], eos_ids: Collection[int]) -> str:
+    """Return the text of the last token where that is special, or an end of sequence."""
     last = str(tokenizer.decode(list(ids[-1:]), skip_special_tokens=False))
-    return last if last in specials(tokenizer) else ""
+    return last if last in specials(tokenizer) or without_end(ids, eos_ids) != ids else ""
 
 
 def marked_text(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> str:

@@ -152,7 +152,7 @@ class Talks:
         """Tell the world what a row has said in its turn."""
         ids = row.tokens[row.turn :]
         context = (*row.question, *row.tokens[: row.turn])
-        said = read(self.policy.tokenizer, ids, context, row.prompt.tools)
+        said = read(self.policy.tokenizer, ids, context, row.prompt.tools, self.policy.eos_ids)
         row.turns += 1
         row.messages.append(said.message)
         if row.outcome:  # nobody is there: the answer alone is graded

@@ -56,7 +56,7 @@ class Choices:
         if not self.chat:
             return {"text": answer.text}, answer.reason
         policy, prompt_ids = self.decoding.served.policy, self.decoding.prompt_ids
-        message = tool_calls.read(policy.tokenizer, answer.token_ids, prompt_ids, self.tools).message
+        message = tool_calls.read(policy.tokenizer, answer.token_ids, prompt_ids, self.tools, policy.eos_ids).message
         if not (calls := message.get("tool_calls")):
             return {"role": "assistant", "content": answer.text}, answer.reason
         told = {"role": "assistant", "content": message["content"] or None, "tool_calls": list(map(told_call, calls))}

@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from pellucid.types import UserError
+from pellucid.types import DataError, UserError
 
 Row = Mapping[str, Any]
 Rows = Sequence[tuple[str, Row]]
@@ -66,7 +66,7 @@ class OnDisk(Sequence[tuple[str, Row]]):
         start, end, line = self._places[3 * index : 3 * index + 3]
         where = f"{self._path}, line {line}"
         if self._stamped() != self._stamp:
-            raise UserError(f"{self._path} was changed while it was read: bring it back as it was, or start anew")
+            raise DataError(f"{self._path} was changed while it was read: bring it back as it was, or start anew")
         os.lseek(self._file, start, os.SEEK_SET)
         return where, self._parse(os.read(self._file, end - start).decode(), where)
 
