@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 Message = Mapping[str, Any]
@@ -268,6 +269,14 @@ class UserError(Exception):
 
 class DataError(UserError):
     """A UserError about a prompt or a row of the data, which no setting of the model or the algorithm mends."""
+
+
+class MissingFileError(UserError):
+    """A UserError about a file that is not there."""
+
+    def __init__(self, said: str, path: Path) -> None:
+        super().__init__(said)
+        self.path = path
 
 
 class NotBegunError(UserError):

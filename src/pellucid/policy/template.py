@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
+from pellucid.machine.nearby import looked_for
 from pellucid.policy.hermes import offer, preceded, spelled_out
 from pellucid.policy.literal import tokenized
 from pellucid.types import Message, Prompt, UserError
@@ -144,10 +145,11 @@ def shows(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], tools
 
 def read(file: str) -> str:
     try:
-        return Path(file).expanduser().read_text(encoding="utf-8")
+        return Path(file).expanduser().read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(
             f"policy.template = {file!r} cannot be read ({getattr(error, 'strerror', None) or error})"
+            + (looked_for(Path(file)) if isinstance(error, FileNotFoundError) else "")
         ) from error
 
 
