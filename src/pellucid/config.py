@@ -8,6 +8,8 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import os
+import re
 import reprlib
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence
@@ -20,17 +22,21 @@ import pydantic
 
 from pellucid import flags
 from pellucid.algorithm.settings import AdamWConfig, GRPOConfig
+from pellucid.machine import nearby
 from pellucid.machine.endpoint import is_for_keys
 from pellucid.machine.plugins import HERE, did_you_mean, in_one_line
 from pellucid.renames import of_trl, renamed
 from pellucid.rewards.settings import RewardConfig
-from pellucid.rewards.terms import is_function
+from pellucid.rewards.terms import MODEL, is_function
 from pellucid.runtimes.settings import RuntimeConfig
 from pellucid.sections import CheckpointConfig, EvaluateConfig, LogConfig, PolicyConfig, SamplerConfig
 from pellucid.tasks import TASKS, task_class
+from pellucid.tasks.sources import is_pattern, matching
 from pellucid.tasks.wrappers import seeded, wraps
-from pellucid.types import UserError
+from pellucid.types import MissingFileError, UserError
 
+AT_LINE = re.compile(r"\(at line (\d+)")
+IN_QUOTES = re.compile(r'"[^"\n]*\\')
 Values = Mapping[str, Any]
 Place = Sequence[str]
 """Where a setting stands: its section, then its key, and so on inwards."""
@@ -80,7 +86,11 @@ def load(recipe: Path | None, overrides: Sequence[str] = ()) -> Config:
     UserError, one line, for a mistake in either.
     """
     over = renamed(flags.sections(overrides), flags.COMMAND_LINE)
-    return build(read(recipe) if recipe else {}, str(recipe or "the default recipe"), over)
+    nearby.remember(None)
+    try:
+        return build(read(recipe) if recipe else {}, str(recipe or "the default recipe"), over)
+    except MissingFileError as error:
+        raise UserError(f"{error}{nearby.looked_for(error.path)}") from error
 
 
 def build(values: Values, source: str, over: Values | None = None) -> Config:
@@ -130,16 +140,19 @@ def dump(config: Config) -> dict[str, Any]:
 def read(path: Path) -> dict[str, Any]:
     """Return the settings that stand in a TOML file or in a run's config.json. UserError for an unreadable file."""
     try:
-        text = path.read_text(encoding="utf-8")
+        text = path.read_text(encoding="utf-8-sig")  # Windows' editors put a mark of the encoding before it
         if path.suffix == ".json":
             record = json.loads(text)
             if not isinstance(record, dict):
                 raise UserError(f"{path}: no object of settings, as in the config.json of a run")
             return renamed({key: value for key, value in record.items() if key in SECTIONS}, "")
-        return renamed(tomllib.loads(text), str(path))
+        nearby.remember(path.parent)
+        return beside(renamed(tomllib.loads(text), str(path)), path.parent)
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"{path}: cannot be read ({getattr(error, 'strerror', None) or error})") from error
-    except (tomllib.TOMLDecodeError, json.JSONDecodeError) as error:
+    except tomllib.TOMLDecodeError as error:
+        raise UserError(f"{path}: {error}{backslash(text, str(error))}") from error
+    except json.JSONDecodeError as error:
         raise UserError(f"{path}: {error}") from error
 
 
@@ -200,6 +213,48 @@ def _named_in_task(section: Values) -> Iterator[Any]:
     yield from tools if isinstance(tools, list) else [tools]
 
 
+# ---------------------------------------------------------------- what a file states
+
+
+def backslash(text: str, error: str) -> str:
+    """Return a hint where the line that TOML cannot read has a backslash in double quotes, as in a path of Windows."""
+    found = AT_LINE.search(error)
+    line = text.splitlines()[int(found[1]) - 1] if found and int(found[1]) <= len(text.splitlines()) else ""
+    if not IN_QUOTES.search(line):
+        return ""
+    return "; in double quotes a backslash begins an escape: write a path in single quotes, 'C:\\Users\\me', or with /"
+
+
+def beside(values: Any, folder: Path, place: Place = ()) -> Any:
+    """Return the values of a recipe, the relative paths in them that lead to files from its folder as seen from here.
+
+    Others stay as they are: they lead to files from the working directory, or to none.
+    """
+    if folder.resolve() == Path().resolve():
+        return values
+    if isinstance(values, Mapping):
+        return {key: beside(value, folder, (*place, key)) for key, value in values.items()}
+    if isinstance(values, list):
+        return [beside(value, folder, place) for value in values]
+    return path_beside(values, folder, place) if isinstance(values, str) else values
+
+
+def path_beside(value: str, folder: Path, place: Place) -> str:
+    model = value.removeprefix(MODEL) if value.startswith(MODEL) else value
+    if not model or "\n" in value or os.path.isabs(os.path.expanduser(model)):
+        return value
+    joined = os.path.join(folder, model)
+    if (value.startswith(MODEL) or place == ("policy", "model")) and value != PolicyConfig.model:
+        found = os.path.isfile(os.path.join(joined, "config.json")) or os.path.isfile(joined)
+        return f"{value[: len(value) - len(model)]}{joined}" if found else value
+    source, colon, name = value.rpartition(":")
+    if colon and source.endswith(".py") and name.isidentifier():
+        return os.path.join(folder, value) if os.path.isfile(os.path.join(folder, source)) else value
+    if is_pattern(value):
+        return joined if matching(joined) else value
+    return joined if Path(value).suffix and os.path.isfile(joined) else value
+
+
 # ---------------------------------------------------------------- one over the other
 
 
@@ -252,10 +307,13 @@ def _section(cls: Any, values: Any, place: Place) -> Any:
             first, *others = [_unknown_at(cls, place, inside) for inside in unknown]
             raise MistakeError(first.place, str(first), True, others) from error
         first = error.errors()[0]
+        inside = first["loc"][1:]
         told = f"{first['msg']} (got {reprlib.repr(first['input'])})"
+        if first["type"] in ("tuple_type", "list_type") and isinstance(first["input"], Mapping):
+            told = f"is a list of tables: write it in double brackets, [[{'.'.join([*place, *map(str, inside)])}]]"
         if first["type"] == "value_error":
             told = first["msg"].removeprefix("Value error, ")
-        raise MistakeError([*place, *map(str, first["loc"][1:])], told) from error
+        raise MistakeError([*place, *map(str, inside)], told) from error
 
 
 def _unknown_at(cls: Any, place: Place, inside: Sequence[int | str]) -> MistakeError:

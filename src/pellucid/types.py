@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 Message = Mapping[str, Any]
@@ -313,6 +314,18 @@ class Evaluation:
 
 class UserError(Exception):
     """A mistake that the user can mend: one line that says what is wrong, where, and what is right (exit status 2)."""
+
+
+class DataError(UserError):
+    """A UserError about a prompt or a row of the data, which no setting of the model or the algorithm mends."""
+
+
+class MissingFileError(UserError):
+    """A UserError about a file that is not there."""
+
+    def __init__(self, said: str, path: Path) -> None:
+        super().__init__(said)
+        self.path = path
 
 
 class NotBegunError(UserError):

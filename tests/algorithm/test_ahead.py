@@ -19,7 +19,7 @@ from pellucid.algorithm.grpo import State
 from pellucid.algorithm.settings import GRPOConfig
 from pellucid.samplers.native import Native
 from pellucid.training.snapshot import AHEAD
-from pellucid.types import Reward, Sampling
+from pellucid.types import DataError, Reward, Sampling
 
 CFG = GRPOConfig(steps=4, group_size=4, correction="token")
 SAMPLING = Sampling(max_tokens=6)
@@ -66,6 +66,27 @@ def test_it_trains_as_a_loop_whose_sampler_is_one_step_late(settings):
     shared = {"loss", "grad_norm", "entropy", "sampler/gap_mean", "sampler/corrected"}
     for one, other in zip(early, late, strict=True):
         assert {name: one.metrics[name] for name in shared} == {name: other.metrics[name] for name in shared}
+
+
+def test_a_prompt_that_cannot_be_asked_ends_the_run_behind_a_whole_step():
+    """It is met while the step before it is trained, which is then taken to its end."""
+
+    class Refuses(Apart):
+        def generate(self, prompts, sampling):
+            if sampling.seed == f"{CFG.seed}/2":
+                raise DataError("too long")
+            return super().generate(prompts, sampling)
+
+    policy, state, other = make_policy(), State(), make_policy()
+    steps = ahead.train(
+        CountDigits(), Refuses(), policy, OneProcessRuntime(policy, lr=0.5), CFG, state=state, sampling=SAMPLING
+    )
+    assert [next(steps).step, next(steps).step] == [1, 2]
+    with pytest.raises(DataError, match="too long"):
+        next(steps)
+    assert (state.step, state.ahead) == (2, None)
+    run(ahead.train, Apart(), other, steps=2)
+    assert same_weights(policy, other)
 
 
 def test_the_next_step_is_drawn_while_this_one_is_trained():

@@ -138,7 +138,7 @@ def test_smollm2_is_saved_and_pushed_as_it_was_trained(tmp_path):
     """The policy of 8 steps at the default learning rate, an adapter on the base in bf16 as peft puts it together."""
     rows = [{"question": f"What is {a} + {b}?", "answer": str(a + b)} for a in range(9) for b in range(9)]
     settings = {"lora": 8, "dtype": "bfloat16", "steps": 8, "evaluate_every": 0, "checkpoint_every": 0}
-    few = {"prompts_per_step": 2, "group_size": 4, "max_tokens": 12}
+    few = {"prompts_per_step": 2, "group_size": 2, "max_tokens": 6}
     run = pellucid.train(data=rows, reward=brevity, run=tmp_path / "run", **settings, **few).finish()
     assert run._cfg.optimizer.lr == pellucid.config.Config().optimizer.lr
     location = policy.pretrained.locate("smollm2-135m")

@@ -276,8 +276,8 @@ def test_a_stop_string_is_cut_off_before_a_response_template_reads_an_answer(cut
     tokenizer = byte_tokenizer()
     tokenizer.response_template = trl.qwen3_template
     ids = ids_of(tokenizer, f"See.<tool_call>{ADD}</tool_call>" + "STOP!"[:cut])[:-1]
-    assert called(read(tokenizer, ids, [], TOOLS, cut)) == [SUM]
-    assert read(tokenizer, ids, [], TOOLS, cut).message["content"] == "See."
+    assert called(read(tokenizer, ids, [], TOOLS, cut=cut)) == [SUM]
+    assert read(tokenizer, ids, [], TOOLS, cut=cut).message["content"] == "See."
 
 
 def test_the_end_is_no_content_where_a_response_template_forgets_it():

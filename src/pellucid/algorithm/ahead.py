@@ -17,7 +17,7 @@ from pellucid.algorithm.grpo import Policy, Reference, Runtime, State, StepResul
 from pellucid.algorithm.settings import GRPOConfig
 from pellucid.algorithm.totals import Clock
 from pellucid.protocols import Sampler, Task
-from pellucid.types import Group, Sampling
+from pellucid.types import DataError, Group, Sampling
 
 
 def train(
@@ -49,7 +49,9 @@ def train(
             clock.lap("score")
             metrics = grpo.update(policy, batch, runtime, cfg)
             clock.lap("update")
-            state.ahead = later.result() if later else None
+            # A prompt of the next step that cannot be asked is met again there, when this one is whole.
+            failed = later is not None and isinstance(later.exception(), DataError)
+            state.ahead = later.result() if later and not failed else None
             clock.lap("generate")  # what training waits for it
             sampler.sync(policy, step + 1)
             clock.lap("update")

@@ -32,7 +32,7 @@ from pellucid.algorithm.objectives import AGGREGATES, Tokens, clip_high_by_diffi
 from pellucid.algorithm.settings import GRPOConfig
 from pellucid.algorithm.totals import Clock, Totals
 from pellucid.protocols import Sampler, Task, grade, stateful_task
-from pellucid.types import ROUND, Group, Progress, Sampling, equal_rewards
+from pellucid.types import ROUND, DataError, Group, Progress, Prompt, Sampling, equal_rewards
 
 T = TypeVar("T")
 
@@ -163,7 +163,7 @@ def rollout(
         prompts = task.sample(step + number * ROUND, cfg.prompts_per_step)
         prompts = prompts[: prompts_wanted(len(live), len(spare), runtime.world, cfg)]
         seed = f"{cfg.seed}/{step}/{number}" if number else f"{cfg.seed}/{step}"
-        groups = sampler.generate(runtime.shard(prompts), replace(sampling, n=cfg.group_size, seed=seed))
+        groups = generate(sampler, runtime, prompts, replace(sampling, n=cfg.group_size, seed=seed))
         clock.lap("generate")
         groups = grade(task, groups, Progress(step, cfg.steps, cfg.prompts_per_step))
         clock.lap("reward")
@@ -176,6 +176,22 @@ def rollout(
     drawn = live + spare
     kept = runtime.shard(drawn[: cfg.prompts_per_step])
     return kept, cost_of(drawn, len(spare)) | observed(task, step, runtime.shard(drawn), runtime, cfg)
+
+
+def generate(sampler: Sampler, runtime: Runtime, prompts: Sequence[Prompt], sampling: Sampling) -> Sequence[Group]:
+    """Sample this process's share of the prompts. DataError in all processes where one of them raises it.
+
+    So all of them know that the step is over, and can save the run together.
+    """
+    try:
+        groups, fault = sampler.generate(runtime.shard(prompts), sampling), []
+    except DataError as error:
+        if runtime.world == 1:
+            raise
+        groups, fault = [], [str(error)]
+    if runtime.world > 1 and (faults := runtime.gather(fault)):
+        raise DataError(faults[0])
+    return groups
 
 
 def cost_of(drawn: Sequence[Group], dead: int) -> dict[str, float]:

@@ -20,7 +20,7 @@ from pellucid.commands.examining import Doctor
 from pellucid.commands.looking import Look, Show
 from pellucid.commands.sampler import Sampler
 from pellucid.commands.studying import Compare, Study
-from pellucid.commands.training import Eval, Train
+from pellucid.commands.training import Eval, Export, Train
 from pellucid.config import SECTIONS
 from pellucid.machine import plugins
 from pellucid.machine.harmless import harmless
@@ -52,6 +52,7 @@ COMMANDS: Mapping[str, type[Any]] = {
     "eval": Eval,
     "serve": Serve,
     "sampler": Sampler,
+    "export": Export,
     "push": Push,
     "study": Study,
     "compare": Compare,

@@ -1,4 +1,4 @@
-"""`pellucid train` and `pellucid eval`."""
+"""`pellucid train`, `pellucid eval` and `pellucid export`."""
 
 from __future__ import annotations
 
@@ -137,6 +137,21 @@ class Eval:
         stated = {key: words for key, words in stated.items() if key.removeprefix("no_") in ACCESS}
         recorded = {"trust_remote_code": run_dir is not None and run_folder.trusts_code(run_dir)}
         return config.build({"policy": recorded}, str(run_dir), {"policy": stated}).policy.access
+
+
+@dataclass(frozen=True)
+class Export:
+    """Save the model of a run's last checkpoint, as of a run that was stopped or that its data ended."""
+
+    run: Positional[Annotated[Path, arg(metavar="RUN")]]
+    """The run folder."""
+    output: Annotated[Path | None, arg(metavar="DIR")] = None
+    """The new folder of the model; none is RUN/exported."""
+
+    def __call__(self) -> int:
+        from pellucid.commands import export  # noqa: PLC0415 - torch takes seconds
+
+        return export.export(self.run, self.output or self.run / "exported")
 
 
 def check_output(path: Path) -> None:

@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import Any
 
 from pellucid.machine import disk
+from pellucid.tasks import dataset
 from pellucid.tasks.columns import has_column
-from pellucid.tasks.dataset import Dataset, make_prompt, split_prompts
+from pellucid.tasks.dataset import BadRow, Dataset, listed, make_prompt
 from pellucid.tasks.prefixed import prefixes_of
-from pellucid.tasks.sources import rows_of
 from pellucid.types import UserError
 
 FORMS = "give a list of dicts, a datasets.Dataset, a pandas DataFrame, a file, several, a pattern or a Hub id"
@@ -38,9 +38,16 @@ class Lines:
         disk.write_whole(path, "".join(self.lines))
 
     def check(self, task: Dataset) -> None:
-        """Raise UserError for a row that the task cannot make a prompt of."""
+        """Raise UserError for rows that the task cannot make a prompt of, unless it skips them."""
+        bad: list[BadRow] = []
         for number, line in enumerate(self.lines, start=1):
-            make_prompt(task, f"data, row {number}", json.loads(line))
+            where = f"data, row {number}"
+            try:
+                make_prompt(task, where, json.loads(line))
+            except UserError as error:
+                bad.append(BadRow(where, str(error).removeprefix(f"{where}: ")))
+        if bad and (not task.skip_bad_rows or len(bad) == len(self.lines)):
+            raise UserError(listed(bad))
 
 
 def in_memory(data: Any) -> Lines | None:
@@ -124,6 +131,5 @@ def plain(value: Any) -> Any:
 
 def forget() -> None:
     """Drop what is kept of files that were read before: in a long session they may have been edited since."""
-    split_prompts.cache_clear()
-    rows_of.cache_clear()
+    dataset.forget()
     prefixes_of.cache_clear()

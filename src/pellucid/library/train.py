@@ -86,7 +86,9 @@ def train(
             resumed = changes.of_resume(folder, cfg)
         elif claim.first_process():
             check_begun(folder, cfg, lines)
-    prepare = (lambda: lines.write(folder / claim.DATA)) if lines and not resume else None
+    prepare = (
+        (lambda: lines.write(folder / claim.DATA)) if lines and not (resume and same_rows(lines, folder)) else None
+    )
     return Run(cfg, folder, resumed, objects, prepare)
 
 
@@ -169,10 +171,15 @@ def sections_over(values: Mapping[str, Any], asked: Mapping[str, Mapping[str, An
 
 
 def refuse_other_rows(lines: Lines | None, folder: Path) -> None:
-    """Raise UserError where a run would go on with other rows than it began with."""
-    path = folder / claim.DATA
-    if lines and not (path.is_file() and disk.digest(path) == lines.digest):
+    """Raise UserError where a run that its data has not ended would go on with other rows than it began with."""
+    if lines and not same_rows(lines, folder) and not changes.bad_data_file(folder).is_file():
         raise UserError(f"data is not what {folder} was trained with, its {claim.DATA}: leave data= out, or begin anew")
+
+
+def same_rows(lines: Lines, folder: Path) -> bool:
+    """Return whether a run folder holds these rows."""
+    path = folder / claim.DATA
+    return path.is_file() and disk.digest(path) == lines.digest
 
 
 def check_new(folder: Path) -> None:

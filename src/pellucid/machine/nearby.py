@@ -8,8 +8,30 @@ from difflib import get_close_matches
 from itertools import islice
 from pathlib import Path
 
+RECIPE_FOLDERS: list[Path] = []
+"""The folder of the recipe that was read last, from which relative paths in it lead first."""
 MOST_LOOKED_AT = 1000
 """How many files of a folder are looked at."""
+
+
+def remember(folder: Path | None) -> None:
+    """Note the folder of a recipe, which messages name where they say where a file was looked for; None for none."""
+    RECIPE_FOLDERS[:] = [folder] if folder else []
+
+
+def looked_for(path: Path) -> str:
+    """Return where a relative path was looked for, if that was in more than one place; else nothing."""
+    folders = [folder for folder in RECIPE_FOLDERS if folder.resolve() != Path().resolve()]
+    if path.expanduser().is_absolute() or not folders:
+        return ""
+    return f"; it was looked for in {folders[0].resolve()}, the folder of the recipe, and in {Path().resolve()}"
+
+
+def escaped(name: str) -> str:
+    """Return a hint where a file name has a control character, as of a backslash in double quotes in TOML."""
+    if name.isprintable():
+        return ""
+    return "; in double quotes a backslash begins an escape: write a path in single quotes, 'C:\\temp', or with /"
 
 
 def meant(path: Path, found: Sequence[Path]) -> str:

@@ -15,7 +15,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from pellucid.types import UserError
+from pellucid.types import MissingFileError, UserError
 
 HERE = "here:"
 """What the name of an object begins with that was given to `pellucid.train`, and that no other process can find."""
@@ -114,7 +114,7 @@ def digest_of(module: ModuleType | None) -> str:
 def module_of_file(path: Path) -> str:
     """The name that imports this file, in this process and in those spawned from it, which inherit its sys.path."""
     if not path.expanduser().is_file():
-        raise UserError(f"{path}: there is no such file{near(path)}")
+        raise MissingFileError(f"{path}: there is no such file{near(path)}", path)
     path = path.expanduser().resolve()
     if not path.stem.isidentifier():
         raise UserError(f'{path}: "{path.stem}" is no module name; rename the file to letters, digits and _')

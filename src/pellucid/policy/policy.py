@@ -37,9 +37,10 @@ from pellucid.policy.model import (
 )
 from pellucid.policy.quantized import is_quantized
 from pellucid.policy.scorer import Hidden, Scorer, check_head
-from pellucid.policy.template import Template, prefix_ids, question_ids
+from pellucid.policy.template import RAISED, Template, ids_fault, prefix_ids, question_ids, raised
+from pellucid.policy.texts import without_end
 from pellucid.policy.token_bytes import TokenBytes
-from pellucid.types import Prompt, UserError
+from pellucid.types import DataError, Prompt, UserError
 
 CPU = torch.device("cpu")
 
@@ -74,6 +75,8 @@ class Policy:
         self.eos_ids = eos_ids(model, tokenizer)
         self.end_id = end_of_answer(tokenizer, self.eos_ids)
         self.context_length = longest(model.config.get_text_config())
+        self.vocabulary = len(cast(nn.Embedding, model.get_input_embeddings()).weight)
+        """The number of tokens that it has embeddings of."""
         self._copy: PreTrainedModel | None = None
 
     def score(self, batch: Batch) -> Scores:
@@ -128,11 +131,18 @@ class Policy:
         return self.encode_question(prompt) + self.encode_prefix(prompt)
 
     def encode_question(self, prompt: Prompt) -> tuple[int, ...]:
-        """Token ids up to where the answer begins. UserError where there is no token to predict the next one from."""
-        if not (ids := question_ids(self.tokenizer, prompt)):
-            raise UserError(
-                f"prompt {prompt.id} is empty, and this tokenizer puts no token before a text: ask something"
-            )
+        """Token ids up to where the answer begins.
+
+        DataError where the chat template raises, there is no token to predict the next one from, or one that the model
+        does not have.
+        """
+        named = f"prompt {prompt.id}: " if prompt.id else ""
+        try:
+            ids = question_ids(self.tokenizer, prompt)
+        except RAISED as error:
+            raise DataError(f"{named}{raised(error)}") from error
+        if fault := ids_fault(ids, self.vocabulary):
+            raise DataError(f"{named}{fault}")
         return ids
 
     def encode_prefix(self, prompt: Prompt) -> tuple[int, ...]:
@@ -140,6 +150,12 @@ class Policy:
         return prefix_ids(self.tokenizer, prompt)
 
     def decode(self, token_ids: Sequence[int], special: bool = False) -> str:
+        """Return the text of tokens; of all of them, or without special ones and an end of sequence behind the others.
+
+        Not every tokenizer flags each of its end-of-sequence tokens as special.
+        """
+        if not special:
+            token_ids = without_end(token_ids, self.eos_ids)
         return str(self.tokenizer.decode(list(token_ids), skip_special_tokens=not special))
 
     @cached_property

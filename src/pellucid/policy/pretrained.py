@@ -27,6 +27,7 @@ from transformers import (
 from transformers.utils.hub import cached_file, extract_commit_hash
 
 from pellucid.machine.hub import look_for_hub
+from pellucid.machine.nearby import looked_for
 from pellucid.machine.plugins import did_you_mean, near
 from pellucid.models.trial import FAULTS
 from pellucid.policy import modelscope, quantized
@@ -155,7 +156,7 @@ def local(name: str) -> str:
     if path.is_dir():
         return str(path)
     if path.suffix == ".gguf" or path.is_absolute() or name.startswith((".", "~")) or name.count("/") > 1:
-        raise UserError(f"policy.model = {name!r}: there is no such file or folder{near(path)}")
+        raise UserError(f"policy.model = {name!r}: there is no such file or folder{near(path)}{looked_for(path)}")
     return ""
 
 

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
+from pellucid.machine.nearby import looked_for
 from pellucid.policy.hermes import offer, preceded, spelled_out
 from pellucid.policy.literal import tokenized
 from pellucid.types import Message, Prompt, UserError
@@ -23,7 +24,11 @@ Tools = list[Any] | None
 """As `apply_chat_template` takes them."""
 FAULTS = (TemplateError, TypeError, ValueError)
 """What templates raise for what they do not know."""
+RAISED = (*FAULTS, LookupError, AttributeError, ArithmeticError, RecursionError)
+"""What templates raise for messages that they cannot render; UserError is none of it."""
 QUESTION = {"role": "user", "content": "?"}
+MOST_SHOWN = 200
+"""How many characters of an error are shown."""
 PROBE = "probed"
 PROBE_TOOL = {"name": PROBE, "description": "", "parameters": {"type": "object", "properties": {}}}
 
@@ -56,18 +61,56 @@ def question_ids(tokenizer: PreTrainedTokenizerBase, prompt: Prompt) -> tuple[in
 
     UserError for a string with tools, which stand in messages.
     """
+    if isinstance(prompt.text, str) or not prompt.literal:
+        [ids] = text_ids(tokenizer, [question_text(tokenizer, prompt)])
+        return ids
+    messages, tools = shown(tokenizer, prompt.text, prompt.tools)
+    before = () if tokenizer.chat_template else ids_before(tokenizer)
+    return (*before, *tokenized(tokenizer, lambda marked: rendered(tokenizer, marked, tools), messages))
+
+
+class Text(NamedTuple):
+    """What a model reads, before it is tokenized."""
+
+    text: str
+    is_whole: bool
+    """Whether it has all of its special tokens, as a chat template writes them; else the tokenizer adds those that
+    stand before a text."""
+
+
+def question_text(tokenizer: PreTrainedTokenizerBase, prompt: Prompt) -> Text:
+    """Return the text up to where the answer begins. UserError for a string with tools, which stand in messages."""
     if isinstance(prompt.text, str):
         if prompt.tools:
             raise UserError(f"prompt {prompt.id} has tools, and its text is a string: give messages, or no tools")
-        return tuple(tokenizer(prompt.text)["input_ids"])
+        return Text(prompt.text, is_whole=False)
     messages, tools = shown(tokenizer, prompt.text, prompt.tools)
-    if prompt.literal:
-        before = () if tokenizer.chat_template else tokenizer("")["input_ids"]
-        return (*before, *tokenized(tokenizer, lambda marked: rendered(tokenizer, marked, tools), messages))
-    if not tokenizer.chat_template:
-        return tuple(tokenizer(rendered(tokenizer, messages))["input_ids"])
-    encoded: Any = tokenizer.apply_chat_template(messages, tools=tools, add_generation_prompt=True, return_dict=True)
-    return tuple(encoded["input_ids"])
+    return Text(rendered(tokenizer, messages, tools), is_whole=bool(tokenizer.chat_template))
+
+
+def text_ids(tokenizer: PreTrainedTokenizerBase, texts: Sequence[Text]) -> list[tuple[int, ...]]:
+    """Return the token ids of texts that a model is to go on with.
+
+    A text that is not whole gets the tokens that the tokenizer puts before a text, such as the beginning of sequence,
+    once: not where it is written there already. What the tokenizer puts behind a text, such as the end of sequence, is
+    left out: the model would take the text for ended.
+    """
+    if not texts:
+        return []
+    encoded = tokenizer([each.text for each in texts], add_special_tokens=False)["input_ids"]
+    before = () if all(each.is_whole for each in texts) else ids_before(tokenizer)
+    return [
+        tuple(ids) if each.is_whole or tuple(ids[: len(before)]) == before else (*before, *ids)
+        for each, ids in zip(texts, encoded, strict=True)
+    ]
+
+
+def ids_before(tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
+    """Return the ids that the tokenizer puts before a text."""
+    probe = "a"
+    whole, bare = (tuple(tokenizer(probe, add_special_tokens=special)["input_ids"]) for special in (True, False))
+    starts = (i for i in range(len(whole) - len(bare) + 1) if whole[i : i + len(bare)] == bare)
+    return whole[: next(starts, 0)]
 
 
 def rendered(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], tools: Tools = None) -> str:
@@ -102,10 +145,11 @@ def shows(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], tools
 
 def read(file: str) -> str:
     try:
-        return Path(file).expanduser().read_text(encoding="utf-8")
+        return Path(file).expanduser().read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(
             f"policy.template = {file!r} cannot be read ({getattr(error, 'strerror', None) or error})"
+            + (looked_for(Path(file)) if isinstance(error, FileNotFoundError) else "")
         ) from error
 
 
@@ -120,6 +164,20 @@ def check(tokenizer: PreTrainedTokenizerBase, file: str) -> None:
         ) from error
     if "?" not in text:
         raise UserError(f"policy.template: {file} leaves the question out")
+
+
+def raised(error: BaseException) -> str:
+    """Return in one line what a chat template has raised."""
+    return f"the chat template raises {type(error).__name__}: {' '.join(str(error).split())[:MOST_SHOWN]}"
+
+
+def ids_fault(ids: Sequence[int], vocabulary: int) -> str:
+    """Return why a model with so many embeddings cannot go on with these tokens; empty where it can."""
+    if not ids:
+        return "it is empty, and this tokenizer puts no token before a text: ask something"
+    if (last := max(ids)) >= vocabulary:
+        return f"token {last} of the tokenizer is beyond the {vocabulary} tokens that the model has"
+    return ""
 
 
 def prefix_ids(tokenizer: PreTrainedTokenizerBase, prompt: Prompt) -> tuple[int, ...]:

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from itertools import groupby
 
 PART = "\ufffd"
 """What a part of a character decodes to."""
+
+
+def without_end(ids: Sequence[int], eos_ids: Collection[int]) -> Sequence[int]:
+    """Return token ids without the end-of-sequence token that is the last of them, if it is one."""
+    return ids[:-1] if ids and ids[-1] in eos_ids else ids
 
 
 class Texts:

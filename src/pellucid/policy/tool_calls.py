@@ -7,7 +7,7 @@ transformers cannot read them, call_forms.py looks for them. What is no call rem
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from inspect import signature
 from typing import Any
 
@@ -15,6 +15,7 @@ from transformers import PreTrainedTokenizerBase
 
 from pellucid.policy.call_forms import FAULTS, MARKS, THINK, find, one_line
 from pellucid.policy.literal import specials
+from pellucid.policy.texts import without_end
 from pellucid.protocols import Said
 from pellucid.types import Message
 
@@ -22,33 +23,45 @@ Tools = Sequence[Mapping[str, Any]]
 
 
 def read(
-    tokenizer: PreTrainedTokenizerBase, ids: Sequence[int], context: Sequence[int], tools: Tools, cut: int = 0
+    tokenizer: PreTrainedTokenizerBase,
+    ids: Sequence[int],
+    context: Sequence[int],
+    tools: Tools,
+    eos_ids: Collection[int] = (),
+    cut: int = 0,
 ) -> Said:
     """Return the message that was sampled as `ids`, its end included, behind the token ids `context`.
 
     Without tools no call is looked for.
 
     Args:
+        eos_ids: the ends of sequence, which a tokenizer may not flag as special.
         cut: the number of characters to leave out at the end: a stop string, and what its last token has after it.
     """
-    content = without_end(str(tokenizer.decode(list(ids), skip_special_tokens=True)), cut)
+    whole, ids = ids, without_end(ids, eos_ids)
+    content = without_tail(str(tokenizer.decode(list(ids), skip_special_tokens=True)), cut)
     if not tools:
         return Said({"role": "assistant", "content": content})
-    known, fault = read_by_template(tokenizer, ids, context, tools, cut)
+    known, fault = read_by_template(tokenizer, whole, context, tools, eos_ids, cut)
     if known:
         return known
     names = {str(tool.get("function", tool).get("name")) for tool in tools}
-    if found := find(without_end(marked_text(tokenizer, ids), cut), begins_in_thought(tokenizer, context), names):
+    if found := find(without_tail(marked_text(tokenizer, ids), cut), begins_in_thought(tokenizer, context), names):
         return said({"role": "assistant", "content": found.text}, found.calls, found.faults)
     return Said({"role": "assistant", "content": content}, (fault,) if fault else ())
 
 
-def without_end(text: str, characters: int) -> str:
+def without_tail(text: str, characters: int) -> str:
     return text[: len(text) - characters] if characters else text
 
 
 def read_by_template(
-    tokenizer: PreTrainedTokenizerBase, ids: Sequence[int], context: Sequence[int], tools: Tools, cut: int = 0
+    tokenizer: PreTrainedTokenizerBase,
+    ids: Sequence[int],
+    context: Sequence[int],
+    tools: Tools,
+    eos_ids: Collection[int] = (),
+    cut: int = 0,
 ) -> tuple[Said | None, str]:
     """Return what transformers reads, or why it cannot; neither where the tokenizer does not say how."""
     takes = signature(tokenizer.parse_response).parameters
@@ -57,20 +70,20 @@ def read_by_template(
         return None, ""
     told = {"prefix": list(context), "tools": [dict(tool) for tool in tools]}
     # An answer that is cut ends before its last token, so that it is given as text.
-    sampled: Any = without_end(str(tokenizer.decode(list(ids))), cut) if cut else list(ids)
+    sampled: Any = without_tail(str(tokenizer.decode(list(without_end(ids, eos_ids)))), cut) if cut else list(ids)
     try:
         message: Any = tokenizer.parse_response(sampled, **{name: told[name] for name in told if name in takes})
     except FAULTS as error:
         return None, one_line(error)
     calls = message.pop("tool_calls", None) or ()
-    content = (message.get("content") or "").removesuffix("" if cut else end_of(tokenizer, ids))
+    content = (message.get("content") or "").removesuffix("" if cut else end_of(tokenizer, ids, eos_ids))
     return said({**message, "role": "assistant", "content": content}, calls), ""
 
 
-def end_of(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> str:
-    """Return the text of the last token where that is special."""
+def end_of(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int], eos_ids: Collection[int]) -> str:
+    """Return the text of the last token where that is special, or an end of sequence."""
     last = str(tokenizer.decode(list(ids[-1:]), skip_special_tokens=False))
-    return last if last in specials(tokenizer) else ""
+    return last if last in specials(tokenizer) or without_end(ids, eos_ids) != ids else ""
 
 
 def marked_text(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> str:

@@ -25,7 +25,8 @@ def run_of(name: str) -> Path | None:
 def model_of(run_dir: Path) -> Path:
     """The folder of the trained model. UserError where the run is not finished."""
     if not (run_dir / "model").is_dir():
-        raise UserError(f"{run_dir} has no model yet: finish it with pellucid train --resume {run_dir}")
+        export = f", or pellucid export {run_dir} makes one of its last checkpoint" if checkpoints(run_dir) else ""
+        raise UserError(f"{run_dir} has no model yet: finish it with pellucid train --resume {run_dir}{export}")
     return run_dir / "model"
 
 

@@ -95,6 +95,8 @@ class RewardModel:
         try:
             text = self._text(prompt, completion)
             ids = tuple[int, ...](self._tokenizer(text, add_special_tokens=isinstance(prompt.text, str))["input_ids"])
+            if isinstance(prompt.text, str) and ids[:2] == (self._tokenizer.bos_token_id,) * 2:
+                ids = ids[1:]  # the prompt has it already
         except (TemplateError, *FAULTS) as error:
             return Part(error=said(error))
         if not ids:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pellucid.types import Completion, Group, Prompt, UserError
+from pellucid.types import Completion, DataError, Group, Prompt
 
 
 def row_seed(seed: str, prompt: Prompt, g: int) -> int:
@@ -18,10 +18,10 @@ def row_seed(seed: str, prompt: Prompt, g: int) -> int:
 
 
 def check_lengths(prompt_ids: Sequence[Sequence[int]], longest: int) -> None:
-    """UserError for a prompt of more than `longest` tokens."""
+    """DataError for a prompt of more than `longest` tokens."""
     width = max(map(len, prompt_ids))
     if width > longest:
-        raise UserError(
+        raise DataError(
             f"a prompt of {width} tokens leaves no room for the completion: this model's context holds prompts of"
             f" {longest}; shorten the prompts or sampler.max_tokens"
         )

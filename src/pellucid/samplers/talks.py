@@ -152,7 +152,7 @@ class Talks:
         """Tell the world what a row has said in its turn."""
         begin = 0 if row.turn == row.prefix else row.turn  # the first turn begins with the prefix
         context = (*row.question, *row.tokens[:begin])
-        said = read(self.policy.tokenizer, row.tokens[begin:], context, row.prompt.tools)
+        said = read(self.policy.tokenizer, row.tokens[begin:], context, row.prompt.tools, self.policy.eos_ids)
         row.turns += 1
         row.messages.append(said.message)
         if row.outcome:  # nobody is there: the answer alone is graded

@@ -57,8 +57,9 @@ class Choices:
         if not self.chat:
             return {"text": answer.text}, answer.reason
         policy, ids = self.policy, answer.token_ids
-        cut = len(policy.decode(ids)) - len(answer.text) if self.tools else 0
-        message = tool_calls.read(policy.tokenizer, ids, self.decoding.prompt_ids, self.tools, max(0, cut)).message
+        cut = max(0, len(policy.decode(ids)) - len(answer.text)) if self.tools else 0
+        prompt_ids = self.decoding.prompt_ids
+        message = tool_calls.read(policy.tokenizer, ids, prompt_ids, self.tools, policy.eos_ids, cut).message
         if not (calls := message.get("tool_calls")):
             return {"role": "assistant", "content": answer.text}, answer.reason
         told = {"role": "assistant", "content": message["content"] or None, "tool_calls": list(map(told_call, calls))}

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from random import Random
 from statistics import fmean
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from pellucid.machine.braces import filled, placeholders
 from pellucid.rewards.answers import gold_in
@@ -29,7 +29,12 @@ from pellucid.rewards.trainer_state import state_of
 from pellucid.tasks.columns import chat, column_text, column_value, has_column
 from pellucid.tasks.rows import READERS, Row, Rows
 from pellucid.tasks.sources import Source, is_file_name, rows_of, shown
-from pellucid.types import ROUND, Completion, Message, Progress, Prompt, Reward, UserError
+from pellucid.types import ROUND, Completion, DataError, Message, Progress, Prompt, Reward, UserError
+
+MOST_SCANS = 8
+"""How many sources are kept as they were read."""
+MOST_NAMED = 5
+"""How many bad rows a message names with their reasons."""
 
 
 @dataclass(frozen=True)
@@ -72,6 +77,9 @@ class Dataset:
     """A regular expression whose first group is the gold answer within its column, such as "#### (.+)"."""
     rewards: tuple[RewardTerm, ...] = (RewardTerm("numeric"),)
     """The terms of the reward; on the command line their names, with --task.rewards.0.weight 0.5 for a weight."""
+    skip_bad_rows: bool = False
+    """Leave out the rows that the model cannot be asked or whose answer cannot be read, and say which. False: such rows
+    end the run before it begins."""
     correct: str = ""
     """The reward term by which evaluation counts an answer as correct: where it is 1. Empty: the first; where that is a
     function of your own which gives other numbers than 0 and 1, evaluation speaks of the mean reward instead."""
@@ -111,8 +119,12 @@ class Dataset:
 
     @property
     def questions_in_all(self) -> int:
-        """The number of rows of the split."""
+        """The number of rows of the split, without those that are left out."""
         return len(split_prompts(self))
+
+    def as_dataset(self) -> Dataset:
+        """Return the data set that the questions are from: this one."""
+        return self
 
     def sample(self, step: int, n: int) -> list[Prompt]:
         """Return the prompts of the next n rows, as `shuffled` has them."""
@@ -189,37 +201,132 @@ def means(logged: Sequence[Mapping[str, float]]) -> dict[str, float]:
     return {name: fmean(numbers[name] for numbers in logged if name in numbers) for name in names}
 
 
+class BadRow(NamedTuple):
+    """A row that cannot be trained on or evaluated."""
+
+    where: str
+    """Its file and line."""
+    reason: str
+    """Why, in a few words."""
+
+
 class Prompts(Sequence[Prompt]):
     """The prompts of some rows. Each is made when it is accessed, since the data may be larger than memory."""
 
     def __init__(self, task: Dataset, rows: Rows, places: Sequence[int]) -> None:
-        self._task, self._rows, self._places = task, rows, places
+        self.task, self.rows, self.places = task, rows, places
 
     def __len__(self) -> int:
-        return len(self._places)
+        return len(self.places)
 
     def __getitem__(self, index: int) -> Prompt:  # pyright: ignore[reportIncompatibleMethodOverride]
-        return make_prompt(self._task, *self._rows[self._places[index]])
+        return make_prompt(self.task, *self.rows[self.places[index]])
+
+
+class Scan(NamedTuple):
+    """The rows of one source of a task, which were all read once."""
+
+    prompts: Prompts
+    """One for each row; to access that of a bad row may raise UserError."""
+    fingerprints: array[int]
+    """The fingerprint of each prompt; 0 for rows of which no prompt can be made."""
+    bad: dict[int, BadRow]
+    """The rows of which no prompt can be made, by their places."""
+
+
+ScanKey = tuple[Dataset, Source, str]
+SCANS: dict[ScanKey, Scan] = {}
+"""Scans by task, source and split on the Hub, where the task has the seed 0 and the split train."""
+MARKED: dict[ScanKey, dict[int, str]] = {}
+"""Why rows were marked as bad, by their places."""
+
+
+def scan(key: ScanKey) -> Scan:
+    """Read every row of a source, unless that was done since the source was last read."""
+    task, source, hub_split = key
+    rows = rows_of(source, task.subset, hub_split)
+    if key in SCANS and SCANS[key].prompts.rows is rows:
+        return SCANS[key]
+    fingerprints, bad = array("Q"), dict[int, BadRow]()
+    for place in range(len(rows)):
+        where, row = rows[place]
+        try:
+            fingerprints.append(fingerprint(make_prompt(task, where, row)))
+        except UserError as error:
+            fingerprints.append(0)
+            bad[place] = BadRow(where, str(error).removeprefix(f"{where}: "))
+    if len(SCANS) >= MOST_SCANS:
+        del SCANS[next(iter(SCANS))]
+    SCANS[key] = Scan(Prompts(task, rows, range(len(rows))), fingerprints, bad)
+    return SCANS[key]
+
+
+def scan_keys(task: Dataset) -> list[ScanKey]:
+    """Return by which keys `scan` knows the sources of a task: `data`, and behind it `test_data`, if it has any."""
+    whole = replace(task, seed=0, split="train")
+    return [(whole, task.data, "train"), *([(whole, *held_out_source(task))] if task.test_data else [])]
+
+
+def mark_bad(key: ScanKey, bad: Mapping[int, str]) -> None:
+    """Note why rows of a source cannot be used, by their places, in place of what was noted before.
+
+    From now on the rows of the task are without them where it has skip_bad_rows; else to access them is a UserError.
+    """
+    MARKED[key] = dict(bad)
+    split_prompts.cache_clear()
+
+
+def bad_of(key: ScanKey) -> dict[int, BadRow]:
+    """Return the bad rows of a source that are known so far, by their places in order."""
+    scanned = scan(key)
+    marked = {place: BadRow(scanned.prompts.rows[place][0], why) for place, why in MARKED.get(key, {}).items()}
+    return dict(sorted((scanned.bad | marked).items()))
+
+
+def bad_rows(task: Dataset) -> list[BadRow]:
+    """Return the bad rows of a task that are known so far, in the order of the data."""
+    return [row for key in scan_keys(task) for row in bad_of(key).values()]
+
+
+def forget() -> None:
+    """Drop what is kept of sources that were read before."""
+    rows_of.cache_clear()
+    split_prompts.cache_clear()
+    SCANS.clear()
+    MARKED.clear()
+
+
+def listed(bad: Sequence[BadRow]) -> str:
+    """Return the first bad rows with their reasons in one line, and how many more there are."""
+    named = "; ".join(f"{row.where}: {row.reason}" for row in bad[:MOST_NAMED])
+    return named + (f"; and {len(bad) - MOST_NAMED} more bad rows" if len(bad) > MOST_NAMED else "")
 
 
 @lru_cache(maxsize=8)
 def split_prompts(task: Dataset) -> Prompts:
-    """Return the prompts of the split, in the order of the data. Reads every row; UserError where none is left."""
-    own = prompts_of(task, task.data, "train")
-    test = prompts_of(task, *held_out_source(task)) if task.test_data else None
-    fingerprints = list(map(fingerprint, own))
-    held_out = set(map(fingerprint, test)) if test else lowest_share(fingerprints, task.test_share)
+    """Return the prompts of the split, in the order of the data, without bad rows where they are to be skipped.
+
+    Every row is read. UserError where none is left, and for bad rows that are not to be skipped.
+    """
+    keys = scan_keys(task)
+    own, *test = map(scan, keys)
+    if not task.skip_bad_rows and (bad := bad_rows(task)):
+        raise DataError(listed(bad))
+    held_out = set(test[0].fingerprints) if test else lowest_share(own.fingerprints, task.test_share)
     if test and task.split == "test":
-        return test
-    places = (i for i, known in enumerate(fingerprints) if (known in held_out) == (task.split == "test"))
-    chosen = Prompts(task, rows_of(task.data, task.subset, "train"), array("q", places))
-    if not chosen and task.split == "test" and not task.test_share:
+        chosen_from, bad, places = test[0], bad_of(keys[1]), range(len(test[0].fingerprints))
+    else:
+        chosen_from, bad = own, bad_of(keys[0])
+        places = (i for i, known in enumerate(own.fingerprints) if (known in held_out) == (task.split == "test"))
+    chosen = Prompts(task, chosen_from.prompts.rows, array("q", (i for i in places if i not in bad)))
+    if not chosen and task.split == "test" and not task.test_data and not task.test_share:
         raise UserError(
             f"{shown(task.data)}: test_share = 0 holds no row out for evaluations: set evaluate.every = 0, a test_share"
             " above 0, or test_data"
         )
     if not chosen:
-        what = f"no row is left for the {task.split} split; add rows or name another test_data"
+        left_out = f", without bad rows ({listed(bad_rows(task))})" if bad_rows(task) else ""
+        what = f"no row is left for the {task.split} split{left_out}; add rows or name another test_data"
         raise UserError(f"{shown(task.data)}: {what}")
     return chosen
 
@@ -231,15 +338,17 @@ def held_out_source(task: Dataset) -> tuple[Source, str]:
     return task.test_data, "train"
 
 
-def fingerprint(prompt: Prompt) -> bytes:
-    """Return a hash of what the model is asked, so that equal questions fall into the same split."""
+def fingerprint(prompt: Prompt) -> int:
+    """Return a hash of what the model is asked, so that equal questions fall into the same split. It is not 0."""
     text = prompt.text if isinstance(prompt.text, str) else [dict(message) for message in prompt.text]
-    return hashlib.sha256(json.dumps(text, sort_keys=True).encode()).digest()
+    return int.from_bytes(hashlib.sha256(json.dumps(text, sort_keys=True).encode()).digest()[:8], "big") or 1
 
 
-def lowest_share(fingerprints: Iterable[bytes], share: float) -> set[bytes]:
-    """Return the lowest share of the distinct fingerprints; of two or more, at least one and not all. 0 is none."""
-    distinct = sorted(set(fingerprints))
+def lowest_share(fingerprints: Iterable[int], share: float) -> set[int]:
+    """Return the lowest share of the distinct fingerprints but 0; of two or more, at least one and not all. A share of
+    0 is none.
+    """
+    distinct = sorted({*fingerprints} - {0})
     if not share:
         return set()
     return set(distinct[: min(max(1, round(share * len(distinct))), len(distinct) - 1)])
@@ -260,11 +369,6 @@ def shuffled(seed: str, step: int, n: int, rows: int) -> Iterator[int]:
 @lru_cache(maxsize=4)
 def permutation(seed: str, n: int) -> Sequence[int]:
     return array("q", Random(f"dataset/{seed}").sample(range(n), n))
-
-
-def prompts_of(task: Dataset, source: Source, hub_split: str) -> Prompts:
-    rows = rows_of(source, task.subset, hub_split)
-    return Prompts(task, rows, range(len(rows)))
 
 
 def make_prompt(task: Dataset, where: str, row: Row) -> Prompt:

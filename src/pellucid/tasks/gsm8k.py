@@ -57,6 +57,9 @@ class Gsm8k:
     """Your own system message, in place of that of the language."""
     grading: Literal["strict", "literal"] = "strict"
     """How completions are graded; see above."""
+    skip_bad_rows: bool = False
+    """Leave out the rows that the model cannot be asked or whose answer cannot be read, and say which. False: such rows
+    end the run before it begins."""
     format_reward: float = 0.0
     """With strict grading, added where the whole completion has the form `<think>...</think> <answer>...</answer>`."""
 
@@ -100,6 +103,10 @@ class Gsm8k:
         worked = str(prompt.columns.get(self.answer, prompt.answer)).partition("####")[0].strip()
         return f"<think>{worked}</think> <answer>{prompt.answer}</answer>"
 
+    def as_dataset(self) -> Dataset:
+        """Return the data set that the questions are from."""
+        return self._rows()
+
     def _rows(self) -> Dataset:
         return Dataset(
             seed=self.seed,
@@ -113,6 +120,7 @@ class Gsm8k:
             answer=self.answer,
             answer_pattern=self.answer_pattern,
             rewards=(RewardTerm("numeric" if self.grading == "strict" else "exact"),),
+            skip_bad_rows=self.skip_bad_rows,
         )
 
 

@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from pellucid.types import UserError
+from pellucid.types import DataError, UserError
 
 Row = Mapping[str, Any]
 Rows = Sequence[tuple[str, Row]]
@@ -29,6 +29,8 @@ LARGE = 8 * 2**20
 """The size of a file in bytes from which on its rows are not kept in memory."""
 DEEPEST = 100
 """The deepest nesting of JSON that is accepted: no data is deeper, and some libraries overflow the stack."""
+LONGEST_FIELD = 2**31 - 1
+"""The longest field of a CSV file in characters, which is the largest limit that Python takes everywhere."""
 HALF = re.compile(r"\\u[dD][89a-fA-F]")
 """Escape sequences of surrogates: two of them are one character."""
 SEPARATORS = {".csv": ",", ".tsv": "\t"}
@@ -66,7 +68,7 @@ class OnDisk(Sequence[tuple[str, Row]]):
         start, end, line = self._places[3 * index : 3 * index + 3]
         where = f"{self._path}, line {line}"
         if self._stamped() != self._stamp:
-            raise UserError(f"{self._path} was changed while it was read: bring it back as it was, or start anew")
+            raise DataError(f"{self._path} was changed while it was read: bring it back as it was, or start anew")
         os.lseek(self._file, start, os.SEEK_SET)
         return where, self._parse(os.read(self._file, end - start).decode(), where)
 
@@ -113,8 +115,18 @@ def lines_of(path: Path) -> Iterator[tuple[int, int, str]]:
                 try:
                     yield end - len(text), end, text.decode()
                 except UnicodeDecodeError as error:
-                    raise UserError(f"{path}, line {number}: not UTF-8 text: {error.reason}") from error
+                    raise UserError(f"{path}, line {number}: {not_utf8(line, error)}") from error
                 start = end
+
+
+def not_utf8(line: bytes, error: UnicodeDecodeError) -> str:
+    """Return what a line that is not UTF-8 may be instead, and how to convert its file."""
+    utf_16 = line.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE))
+    likely = "UTF-16" if utf_16 else "WINDOWS-1252"
+    return (
+        f"not UTF-8 text: {error.reason} (byte 0x{error.object[error.start]:02x}); it may be {likely}"
+        f"{'' if utf_16 else ' or latin-1'}: save it as UTF-8, or convert it with iconv -f {likely} -t UTF-8"
+    )
 
 
 def read_jsonl(path: Path) -> Rows:
@@ -231,11 +243,15 @@ def csv_records(path: Path, fields: list[str], mark: str) -> Iterator[Record]:
             end = place
             yield line
 
+    csv.field_size_limit(LONGEST_FIELD)
     reader = csv.DictReader(lines(), strict=True, delimiter=mark)
     try:
         fields += reader.fieldnames or ()
         if mark == "," and len(fields) == 1 and "\t" in fields[0]:
             raise UserError(f"{path}, line 1: the header has tabs and no commas: name the file .tsv")
+        if len(fields) == 1 and ";" in fields[0]:
+            wanted = "commas" if mark == "," else "tabs"
+            raise UserError(f"{path}, line 1: the header has semicolons and no {wanted}: save it with {wanted} instead")
         start = end
         for row in reader:
             where = f"{path}, line {reader.line_num}"

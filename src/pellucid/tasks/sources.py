@@ -12,7 +12,7 @@ from pathlib import Path
 
 from pellucid.machine.extras import extra
 from pellucid.machine.hub import look_for_hub
-from pellucid.machine.nearby import meant, nearby
+from pellucid.machine.nearby import escaped, looked_for, meant, nearby
 from pellucid.tasks.rows import READERS, InArrow, Row, Rows, one_line
 from pellucid.types import UserError
 
@@ -59,7 +59,8 @@ def files_of(source: Source) -> list[Path]:
     for name in (source,) if isinstance(source, str) else source:
         paths = matching(name) if is_pattern(name) else [Path(name).expanduser()]
         if not paths:
-            raise UserError(f"{name}: no file matches{some(nearby(Path(name).expanduser(), READERS))}")
+            hint = some(nearby(Path(name).expanduser(), READERS))
+            raise UserError(f"{name}: no file matches{hint}{looked_for(Path(name))}")
         for path in paths:
             found.setdefault(path.resolve(), path)
     return list(found.values())
@@ -67,9 +68,10 @@ def files_of(source: Source) -> list[Path]:
 
 def read_file(path: Path) -> Rows:
     if path.suffix.lower() not in READERS:
-        raise UserError(f"{path}: unknown format; {', '.join(READERS)} can be read")
+        raise UserError(f"{path}: unknown format; {', '.join(READERS)} can be read{escaped(str(path))}")
     if not path.is_file():
-        raise UserError(f"{path}: there is no such file{near(path)}")
+        hint = escaped(str(path)) or near(path)
+        raise UserError(f"{path!s}: there is no such file{hint}{looked_for(path)}".replace("\n", "\\n"))
     try:
         return READERS[path.suffix.lower()](path)
     except OSError as error:

@@ -71,7 +71,7 @@ class Verifiers:
 def prompts_of(block: str, split: str) -> list[Prompt]:
     """Return the prompts of a split; equal tasks are in the same. UserError where there are none."""
     tasks = list(islice(played().environment(block).taskset, MOST))
-    keys = [hashlib.sha256(task.key.encode()).digest() for task in tasks]
+    keys = [int.from_bytes(hashlib.sha256(task.key.encode()).digest(), "big") for task in tasks]
     held_out = lowest_share(keys, TEST_SHARE)
     chosen = [task.data for task, key in zip(tasks, keys, strict=True) if (key in held_out) == (split == "test")]
     if not chosen:

@@ -51,6 +51,12 @@ HOW = {
 
 COMMIT = re.compile(r"[0-9a-f]{40}")
 
+DATA = re.compile(r"task\.(?:task\.)*(?:data|test_data)(?:\.\d+)?")
+"""Settings that name data, whatever tasks are around it. They may change, and so may the content of the files, where
+the run was ended by its data."""
+SKIPS = re.compile(r"task\.(?:task\.)*skip_bad_rows")
+"""Always free: rows that it leaves out were never trained on."""
+
 Changes = Mapping[str, Sequence[Any]]
 
 
@@ -60,14 +66,26 @@ def of_resume(run_dir: Path, cfg: Config) -> Changes:
     done = max(map(step_of, checkpoints(run_dir)), default=0)
     if steps < done:
         raise UserError(f"{run_dir} has taken {done} steps already: algorithm.steps = {steps} must be at least {done}")
+    data_may_change = bad_data_file(run_dir).is_file()
     for key, (was, is_) in changed.items():
-        if not key.startswith(FREE) and not (key.endswith(".rewards") and graded_alike(was, is_)):
+        if data_may_change and DATA.fullmatch(key):
+            continue
+        if (
+            not key.startswith(FREE)
+            and not SKIPS.fullmatch(key)
+            and not (key.endswith(".rewards") and graded_alike(was, is_))
+        ):
             ready = "" if (run_dir / "model").is_dir() else "when it is finished, "
             raise UserError(
                 f"{run_dir} was trained with {key} = {was}, now {is_}: resume it with what it was, or {ready}start"
                 f" a new run from its model with --policy.model {run_dir / 'model'}"
             )
     return changed
+
+
+def bad_data_file(run_dir: Path) -> Path:
+    """Return the file of a run folder that says how its data ended the run, if it did."""
+    return run_dir / "bad_data.txt"
 
 
 def graded_alike(was: Any, is_: Any) -> bool:

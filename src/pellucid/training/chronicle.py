@@ -30,6 +30,7 @@ def start_folder(run_dir: Path, cfg: Config, step: int, resumed: Changes | None)
     settings, facts = files.recorded(cfg), provenance.facts()
     if resumed is not None:
         facts = changes.history(run_dir, step, resumed, facts)
+        changes.bad_data_file(run_dir).unlink(missing_ok=True)
         print(changes.shown(run_dir, step, facts), flush=True)
     disk.write_whole(
         run_dir / "config.json",
@@ -57,8 +58,11 @@ def screen_of(total_steps: int, first_step: int, run_dir: Path) -> Logger:
 
 
 def finish(run_dir: Path, stopped: int, again: str) -> None:
-    """Show what a person wants to know about the result, whose failure costs nothing. again: how to go on."""
-    if stopped:
+    """Show what a person wants to know about the result, whose failure costs nothing.
+
+    again: how to go on; empty where an error says it.
+    """
+    if stopped and again:
         print(f"stopped after step {stopped}, nothing is lost; go on with: {again}")
     shown = {"model": "model", "metrics": "metrics.jsonl"}
     with loggers.only_shown("report.html"):

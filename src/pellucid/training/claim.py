@@ -11,6 +11,7 @@ from pathlib import Path
 
 from pellucid import config
 from pellucid.config import Config
+from pellucid.machine import disk
 from pellucid.machine.locks import locked, refuse_locked
 from pellucid.machine.plugins import near
 from pellucid.reporting import loggers
@@ -138,6 +139,11 @@ def check_writable(run_dir: Path) -> None:
             pass
     except OSError as error:
         raise UserError(f"{run_dir} cannot be written to ({error.strerror}): choose another folder") from error
+
+
+def note_bad_data(run_dir: Path, reason: str) -> None:
+    """Note that a run was ended by its data, which may then be other data when the run goes on."""
+    disk.write_whole(changes.bad_data_file(run_dir), f"{reason}\n")
 
 
 def begin_again(run_dir: Path) -> None:

@@ -18,7 +18,7 @@ from pellucid.reporting.console import accuracy_table
 from pellucid.reporting.conversations import conversation_of
 from pellucid.reporting.loggers import json_line
 from pellucid.reporting.verdict import verdict
-from pellucid.training import preflight
+from pellucid.training import bad_rows, preflight
 from pellucid.training.compose import evaluation_sampling, graded, pick_sampler, progress_of, template_of, world_in
 from pellucid.training.evaluate import OneProcess, evaluate, held_out
 from pellucid.types import Group
@@ -39,6 +39,7 @@ def examine(cfg: Config, model: str, access: Access, show: int, output: Path | N
     frozen = policy.load_frozen(
         model, device, dtype, cfg.sampler.temperature, cfg.policy.engine, template_of(cfg), access
     )
+    bad_rows.check(cfg, frozen.tokenizer, frozen.context_length, frozen.vocabulary, ("test",))
     task = graded(with_split(cfg.task, "test"), cfg.reward)
     world = world_in(cfg, frozen)
     sampler, sampling = pick_sampler(cfg, frozen, world), evaluation_sampling(cfg)

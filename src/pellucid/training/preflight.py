@@ -33,7 +33,7 @@ from pellucid.rewards.graders import notes_on
 from pellucid.samplers import remote, vllm_engine
 from pellucid.tasks.prefixed import Prefixed
 from pellucid.tasks.wrappers import innermost, layers
-from pellucid.training import room
+from pellucid.training import bad_rows, room
 from pellucid.training.claim import first_process
 from pellucid.training.evaluate import estimate, held_out, if_enough
 from pellucid.types import Completion, Group, NotBegunError, Reward, UserError, state_correctness
@@ -65,6 +65,7 @@ def check(cfg: Config, run_dir: Path) -> None:
         remote.reach(cfg.sampler.urls, cfg.sampler.timeout)
     elif cfg.sampler.name == "vllm":
         vllm_engine.check_library()
+    bad_rows.check_settings(cfg)
     with_split(cfg.task, "train").sample(0, cfg.algorithm.prompts_per_step)
     if cfg.evaluate.every:
         held_out(with_split(cfg.task, "test"), cfg.evaluate.n)

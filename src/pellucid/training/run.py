@@ -34,7 +34,7 @@ from pellucid.training.compose import Components, compose, evaluation_sampling, 
 from pellucid.training.evaluate import evaluate, greedy, sample_and_grade
 from pellucid.training.microscope import recorded
 from pellucid.training.snapshot import restore, save, save_model
-from pellucid.types import Evaluation, Group, UserError
+from pellucid.types import DataError, Evaluation, Group, UserError
 
 FEW = 8
 """How many answers, at least, are graded before all others, to see that rewards work."""
@@ -80,9 +80,11 @@ class Course:
         self.stopped = 0
         """The step that a request to stop ended, or after which the caller left; 0 where there is none."""
         self._saved = 0
+        self._fault: DataError | None = None
+        """Why the data has ended the run; None where it has not."""
 
     def __iter__(self) -> Generator[StepResult]:
-        self.stopped = 0
+        self.stopped, self._fault = 0, None
         with ExitStack() as until_the_end:
             with self.requests.raised():
                 parts = self._composed(until_the_end)
@@ -92,7 +94,7 @@ class Course:
             with closing(log), needing_others(self.run_dir):
                 if evaluation:
                     log.log_evaluation(0, evaluation)
-                for result in self._steps(parts, log):
+                for result in self._until_data_fails(parts, log):
                     try:
                         yield result
                     except GeneratorExit:
@@ -103,12 +105,27 @@ class Course:
                     if parts.runtime.main:
                         checkpoint.tidy(self.run_dir, self.cfg.checkpoint)
             if parts.runtime.main:
-                finish(self.run_dir, self.stopped, self.again)
+                finish(self.run_dir, self.stopped, self.again if self._fault is None else "")
+        if self._fault is not None:
+            raise UserError(f"{self._fault}; saved after step {self.stopped}: mend the data, then {self.again}")
         if hopeless(self.cfg, parts):
             raise UserError(
                 f"every reward of the last {len(parts.failures)} steps failed, the last with {parts.failures[-1]};"
                 " nothing is lost, and reward.patience is how many such steps a run bears with"
             )
+
+    def _until_data_fails(self, parts: Components, log: Logger) -> Iterator[StepResult]:
+        """Take the steps until a prompt cannot be asked; the run is then saved as it is after the step before."""
+        try:
+            yield from self._steps(parts, log)
+        except DataError as error:
+            if not parts.state.step:
+                raise
+            self.stopped, self._fault = parts.state.step, error
+            if self._saved != self.stopped:
+                self._save(parts)
+            if parts.runtime.main:
+                claim.note_bad_data(self.run_dir, str(error))
 
     def _composed(self, until_the_end: ExitStack) -> Components:
         """The folder is held and what the settings describe is built, until the end."""
@@ -118,19 +135,28 @@ class Course:
         self.policy = None  # that of an earlier iteration: two would not fit everywhere
         self.cfg = settled(config.resolved(self.cfg))
         if self.prepare is None:
-            preflight.check(self.cfg, self.run_dir)
+            self._check()
         if claim.first_process():
             until_the_end.enter_context(claim.held(self.run_dir))
             if self.resumed is None:
                 claim.check_free(self.run_dir)  # before rows are written over those of another run
         if self.prepare is not None:
             first_alone(self.prepare, self.cfg)
-            preflight.check(self.cfg, self.run_dir)
+            self._check()
         set_seed(self.cfg.algorithm.seed)  # adapters start at random
         parts = compose(self.cfg, self.run_dir / "rewards.log")
         until_the_end.callback(parts.close)
         self.policy = parts.policy
         return parts
+
+    def _check(self) -> None:
+        """Check what would otherwise fail later. A run that was to go on, and cannot for its data, may change it."""
+        try:
+            preflight.check(self.cfg, self.run_dir)
+        except DataError as error:
+            if self.resumed is not None and claim.first_process():
+                claim.note_bad_data(self.run_dir, str(error))
+            raise
 
     def _steps(self, parts: Components, log: Logger) -> Iterator[StepResult]:
         """Take the steps; log, save and evaluate. Notes in `stopped` the step that a request to stop ended."""

@@ -1,0 +1,73 @@
+"""`pellucid export`: the model of the last checkpoint of a run, also of one that has not come to its end."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+
+import torch
+
+from pellucid import config
+from pellucid.config import Config
+from pellucid.policy import lora, policy
+from pellucid.policy.policy import CPU, Policy
+from pellucid.policy.template import Template
+from pellucid.reporting import run_folder
+from pellucid.runtimes import shards
+from pellucid.training import checkpoint, claim
+from pellucid.types import UserError
+
+
+def export(run_dir: Path, output: Path) -> int:
+    """Save the model of the newest whole checkpoint in a new folder, and print where it is.
+
+    A LoRA adapter is merged into its base and saved by itself, too, in the folder `adapter` of the model's.
+
+    UserError where there is no checkpoint, or the folder is there already.
+    """
+    if not run_folder.run_of(str(run_dir)):
+        raise UserError(f"{run_dir} is no run folder (config.json and metrics.jsonl)")
+    if not run_folder.checkpoints(run_dir):
+        finished = f": its model is {run_dir / 'model'}" if (run_dir / "model").is_dir() else ""
+        raise UserError(f"{run_dir} has no checkpoint to export{finished}")
+    if output.exists():
+        raise UserError(f"{output} is there already: name another folder with --output")
+    claim.check_writable(output)
+    cfg = config.load(run_dir / "config.json")
+    tensors, facts, notes = checkpoint.newest(run_dir)
+    for note in notes:
+        print(f"! {note}", flush=True)
+    learner = loaded(cfg)
+    if "policy" in facts.get("sharded", ()):
+        folder = run_dir / "checkpoints" / f"step-{facts['step']:06d}"
+        tensors["policy"] = shards.read(folder / "policy", learner.trainable())
+    learner.load_trainable(tensors["policy"])
+    partial = output.with_name(f"{output.name}.partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    try:
+        learner.save(partial, dtype=getattr(torch, cfg.policy.save_dtype))
+        if learner.adapter:
+            lora.save(learner.adapter, learner.trainable(), partial / "adapter")
+        os.rename(partial, output)
+    except OSError as error:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise UserError(f"{output} could not be saved ({error})") from error
+    print(f"model of step {facts['step']}: {output}")
+    return 0
+
+
+def loaded(cfg: Config) -> Policy:
+    """Return the policy of a run on the CPU, before its first step. A base in 4 bits is loaded whole, in fp32."""
+    p = cfg.policy
+    return policy.load(
+        p.model,
+        CPU,
+        torch.float32 if p.load_in_4bit or p.dtype == "auto" else getattr(torch, p.dtype),
+        cfg.sampler.temperature,
+        lora=p.lora,
+        lora_alpha=p.lora_alpha,
+        lora_targets=p.lora_targets,
+        template=Template(p.template, p.template_kwargs),
+        access=p.access,
+    )

@@ -1,0 +1,61 @@
+"""End-of-sequence tokens that the tokenizer does not flag as special are no part of what was said."""
+
+from __future__ import annotations
+
+import pytest
+
+from conftest import CHARACTERS, CountDigits, character_tokenizer, tiny_llama
+from pellucid.policy.policy import Policy
+from pellucid.policy.tool_calls import read
+from pellucid.samplers.choice import choose
+from pellucid.samplers.rollout import generated_text
+from pellucid.types import Sampling
+from serving import post, running
+
+END = CHARACTERS.index("k")
+
+
+@pytest.fixture
+def policy():
+    """Whose checkpoint names the letter k as an end, besides <eos>."""
+    model = tiny_llama()
+    model.generation_config.eos_token_id = [END, len(CHARACTERS)]
+    return Policy(model, character_tokenizer())
+
+
+@pytest.mark.parametrize("sampler", ["native", "hf"])
+def test_the_text_of_a_completion_has_no_end_in_it(policy, sampler):
+    sampling, _ = choose(sampler, 16, policy)
+    sampling.sync(policy, 0)
+    groups = sampling.generate(CountDigits().sample(0, 4), Sampling(8, max_tokens=40))
+    ended = [c for group in groups for c in group.completions if c.token_ids[-1] == END]
+    assert ended
+    for completion in ended:
+        assert completion.finished
+        assert completion.text == "".join(CHARACTERS[i] for i in completion.token_ids[:-1])
+
+
+def test_a_text_behind_a_prefix_has_no_end_in_it(policy):
+    ids = [CHARACTERS.index(c) for c in "12k"]
+    assert generated_text(policy, ids[:1], ids[1:]) == "2"
+    assert policy.decode(ids[:2]) == "12", "what does not end with it is whole"
+    assert policy.decode([END, *ids]) == "k12", "one that does not end the text is text"
+    assert policy.decode(ids, special=True) == "12k"
+
+
+@pytest.mark.parametrize("tools", [[], [{"type": "function", "function": {"name": "add"}}]])
+def test_a_turn_of_a_conversation_has_no_end_in_it(policy, tools):
+    ids = [CHARACTERS.index(c) for c in "12k"]
+    assert read(policy.tokenizer, ids, (), tools, policy.eos_ids).message["content"] == "12"
+    assert read(policy.tokenizer, ids[:2], (), tools, policy.eos_ids).message["content"] == "12"
+
+
+@pytest.mark.parametrize("kind", ["completions", "chat/completions"])
+def test_an_answer_of_the_service_has_no_end_in_it(policy, kind):
+    asked = {"prompt": "1?"} if kind == "completions" else {"messages": [{"role": "user", "content": "1?"}]}
+    with running(policy=policy) as (_, url):
+        status, answer = post(f"{url}/v1/{kind}", {"model": "tiny", "n": 8, "max_tokens": 60, "seed": 1, **asked})
+    assert status == 200
+    texts = [c["text"] if "text" in c else c["message"]["content"] for c in answer["choices"]]
+    assert "stop" in {choice["finish_reason"] for choice in answer["choices"]}
+    assert "k" not in "".join(texts)
