@@ -31,11 +31,12 @@ def run_on_cuda(library, *arguments):
     assert "skipped" not in done.stdout
 
 
-def test_runs_and_doctor_on_a_device_that_says_it_is_cuda(library):
-    """Training from the first step to the report, by graphs and flash attention, without compiling C++ for the CPU."""
-    run_on_cuda(library, "tests/runtimes/on_pretended_cuda.py")
+def test_a_run_on_cuda_trains_from_the_first_step_to_the_report(library):
+    """By graphs and flash attention, without compiling C++ for the CPU."""
+    run_on_cuda(library, "tests/runtimes/on_pretended_cuda.py", "-k", "first_step")
 
 
 @pytest.mark.slow
-def test_graphs_and_waits_are_those_of_a_device_that_says_it_is_cuda(library):
-    run_on_cuda(library, "tests/models/test_graphs.py", "tests/runtimes/test_waits.py", "-k", "device or waits")
+def test_doctor_resumes_graphs_and_waits_on_cuda(library):
+    tests = ("tests/runtimes/on_pretended_cuda.py", "tests/models/test_graphs.py", "tests/runtimes/test_waits.py")
+    run_on_cuda(library, *tests, "-k", "doctor or resume or refuses or device or waits")
