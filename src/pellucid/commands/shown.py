@@ -93,7 +93,7 @@ def of_task_as_written(section: Any) -> type[Any]:
 
 def as_written(section: Mapping[str, Any]) -> SimpleNamespace:
     """Return the plain values of a section as attributes, and terms of the reward by their names."""
-    plain = {name: value for name, value in section.items() if isinstance(value, str | int | float)}
+    plain: dict[str, Any] = {name: value for name, value in section.items() if isinstance(value, str | int | float)}
     terms = section.get("rewards")
     if isinstance(terms, list):
         named = [term.get("name", "") if isinstance(term, Mapping) else term for term in terms]

@@ -128,7 +128,8 @@ class Teacher:
             return UnansweredError(f"no answer within {self.endpoint.timeout:g} s")
         cause = first_cause(error)
         if isinstance(cause, endpoints.RefusedAnswerError):
-            return UserError(str(cause)) if cause.always else UnansweredError(str(cause))
+            why = endpoints.redacted(str(cause), self.key)
+            return UserError(why) if cause.always else UnansweredError(why)
         if isinstance(cause, ConnectionRefusedError | socket.gaierror):
             return UserError(unreachable(self.endpoint.base_url, cause, NAMES))
         return UnansweredError("the connection was dropped")

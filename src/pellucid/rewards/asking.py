@@ -15,6 +15,7 @@ from pellucid.machine.endpoint import (
     RefusedAnswerError,
     complaint_of,
     first_cause,
+    redacted,
     refusal_of_all,
     text_of,
     unreachable,
@@ -128,9 +129,10 @@ class Asking:
     def _unconnected(self, error: Exception) -> Exception:
         cause = first_cause(error)
         if isinstance(cause, RefusedAnswerError):
+            why = redacted(str(cause), self._client.api_key)  # a header of the endpoint may repeat the key
             if not cause.always:
-                return PassingError(str(cause))
-            self._refusal = self._refusal or str(cause)
+                return PassingError(why)
+            self._refusal = self._refusal or why
             return UnansweredError(self._refusal)
         if isinstance(cause, ConnectionRefusedError | socket.gaierror):
             return PassingError(unreachable(self.settings.base_url, cause, NAMES))
