@@ -86,7 +86,7 @@ def test_what_was_said_is_what_stands_in_the_tokens(name):
 
 @pytest.mark.parametrize("name", ["native", "hf"])
 def test_an_environment_hears_the_prefix_as_the_beginning_of_the_first_turn(name):
-    policy, groups = held(name, prompts=[replace(prompt, prefix="12+3") for prompt in asked()])
+    _, groups = held(name, prompts=[replace(prompt, prefix="12+3") for prompt in asked()])
     for completion in completions_of(groups):
         spoken = [message["content"] for message in completion.messages if message["role"] == "assistant"]
         assert spoken[0].startswith("12+3")

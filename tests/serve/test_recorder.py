@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import os
 import shlex
+import socket
 import sys
 import time
 from dataclasses import replace
 from pathlib import Path
+from urllib.parse import urlsplit
 
 import pytest
 import torch
@@ -20,7 +22,9 @@ from pellucid.protocols import Said
 from pellucid.rewards.settings import RewardConfig
 from pellucid.samplers.hf import HuggingFace
 from pellucid.samplers.native import Native
+from pellucid.serve import recorder as recording
 from pellucid.serve import rollouts
+from pellucid.serve.recorder import Recorder
 from pellucid.serve.rollouts import Agents
 from pellucid.types import Outcome, Prompt, Sampling, UserError
 from worlds import TEMPLATE
@@ -343,3 +347,69 @@ def test_an_agent_that_cannot_be_loaded_is_one_line(policy, world_of, tmp_path):
     world = world_of(f"{tmp_path}/lost_agent.py:solve")
     with pytest.raises(UserError, match="the agent cannot be used: OSError: nothing here"):
         world.begin(0, rows("")[0], 0)
+
+
+@pytest.fixture
+def recorder():
+    made = Recorder()
+    made.rollouts["known"] = 0
+    yield made
+    made.close()
+
+
+def opened(recorder, text=b""):
+    url = urlsplit(recorder.address("known"))
+    made = socket.create_connection((url.hostname, url.port), timeout=20.0)
+    made.sendall(text)
+    return made
+
+
+def is_closed(connection):
+    """Wait a while for the other end to close."""
+    connection.settimeout(5.0)
+    try:
+        return connection.recv(1) == b""
+    except ConnectionResetError:
+        return True
+    except TimeoutError:
+        return False
+
+
+GET = b"GET /rollout/known/v1/models HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n"
+
+
+def test_silent_connections_make_room_and_agents_keep_theirs(recorder):
+    agent = opened(recorder, GET)
+    assert agent.recv(12) == b"HTTP/1.1 200"
+    silent = [opened(recorder, b"GET /rollout/" if i % 2 else b"") for i in range(300)]
+    assert all(map(is_closed, silent[: 300 - 64])), "the oldest make room"
+    other = opened(recorder, GET)
+    assert other.recv(12) == b"HTTP/1.1 200"
+    agent.recv(10_000)
+    agent.sendall(GET)
+    assert agent.recv(12) == b"HTTP/1.1 200"
+    for connection in (agent, other, *silent):
+        connection.close()
+
+
+def test_a_connection_that_asks_for_no_rollout_is_closed_in_time(recorder, monkeypatch):
+    monkeypatch.setattr(recording, "PATIENCE", 0.5)
+    agent = opened(recorder, GET)
+    silent = [opened(recorder, text) for text in (b"", b"GET /rollout/known/", b"GET / HTTP/1.1\r\nHost: a\r\n")]
+    assert all(map(is_closed, silent))
+    assert agent.recv(12) == b"HTTP/1.1 200", "one that has asked for a rollout stays open"
+    agent.recv(10_000)
+    agent.sendall(GET)
+    assert agent.recv(12) == b"HTTP/1.1 200"
+    for connection in (agent, *silent):
+        connection.close()
+
+
+@pytest.mark.parametrize("name", ["unknown", ""])
+def test_the_body_of_a_request_for_an_unknown_rollout_is_not_waited_for(recorder, name):
+    head = f"POST /rollout/{name}/v1/chat/completions HTTP/1.1\r\nHost: a\r\nContent-Length: 45000000\r\n\r\n"
+    connection = opened(recorder, head.encode() + b" " * 10_000)
+    assert connection.recv(12) == b"HTTP/1.1 404"
+    connection.recv(10_000)
+    assert is_closed(connection)
+    connection.close()

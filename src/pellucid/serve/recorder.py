@@ -12,6 +12,7 @@ import time
 from collections import deque
 from collections.abc import Mapping
 from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import dataclass, field
 from multiprocessing import Pipe
 from typing import Any
@@ -19,13 +20,14 @@ from typing import Any
 import uvicorn
 from fastapi import FastAPI
 from fastapi.responses import JSONResponse, Response, StreamingResponse
-from starlette.types import ASGIApp
+from starlette.types import ASGIApp, Receive, Scope, Send
+from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from pellucid.environments.agent import HERE
 from pellucid.protocols import Said
 from pellucid.serve.asked import AgentRequest, answer, streamed
-from pellucid.serve.command import listening
-from pellucid.serve.errors import RequestError, refuse_in_form
+from pellucid.serve.command import BACKLOG, listening
+from pellucid.serve.errors import RequestError, refuse_in_form, refused
 from pellucid.serve.exchange import Exchanges
 from pellucid.types import Message
 
@@ -35,7 +37,16 @@ SECONDS = 60.0
 MOST = 64
 """How many requests of a rollout may wait at a time."""
 FOREVER = 10**8
-"""Seconds that a connection may be silent: it ends with the process of its agent."""
+"""Seconds that the connection of an agent may be silent: it ends with the process of the agent."""
+STRANGERS = 64
+"""How many connections may be open that have not asked for a rollout which there is; the oldest makes room for more."""
+PATIENCE = 10.0
+"""Seconds that such a connection has to ask for one."""
+ACCEPTED = 64
+"""The most connections that are accepted at a time, before the oldest are closed."""
+DISCARDING = 1.0
+"""Seconds in which the body of a request for an unknown rollout is read and discarded. A client that sends it in that
+time reads the answer; a connection that is closed on it would not."""
 
 
 @dataclass(eq=False)
@@ -65,9 +76,17 @@ class Recorder:
         taken = listening(HERE, 0)
         self._port = int(taken.getsockname()[1])
         settings = uvicorn.Config(
-            application(self), http="h11", log_level="warning", lifespan="off", timeout_keep_alive=FOREVER
+            application(self),
+            http=protocol(self),
+            log_level="warning",
+            lifespan="off",
+            timeout_keep_alive=FOREVER,
+            backlog=ACCEPTED,
+            timeout_notify=0,
+            callback_notify=self._look,
         )
         settings.timeout_graceful_shutdown = 1
+        self._taken = taken
         self._server = uvicorn.Server(settings)
         run: dict[str, list[socket.socket]] = {"sockets": [taken]}
         self._thread = threading.Thread(target=self._server.run, kwargs=run, name="rollouts", daemon=True)
@@ -105,6 +124,20 @@ class Recorder:
             if not self._waiting[name]:
                 del self._waiting[name]
 
+    def knows(self, connection: Any) -> bool:
+        """Return whether the last request of a connection was for a rollout that there is."""
+        return connection.cycle is not None and rollout_of(connection.cycle.scope["path"]) in self.rollouts
+
+    async def _look(self) -> None:
+        """Close the connections that have not asked for a rollout in time. Called once a second."""
+        self._taken.listen(BACKLOG)  # asyncio has set it to how many it accepts at a time
+        now = time.monotonic()
+        for connection in list(self._server.server_state.connections):
+            if self.knows(connection):
+                connection.since = now
+            elif now - connection.since > PATIENCE:
+                connection.transport.abort()
+
     def close(self) -> None:
         """Refuse what has not been answered, and stop the server."""
         self.rollouts.clear()
@@ -116,6 +149,52 @@ class Recorder:
 
 def ended(name: str) -> RequestError:
     return RequestError(404, f"there is no rollout {name}: it has ended, or has never been", "no_rollout")
+
+
+def rollout_of(path: str) -> str:
+    """Return the name of the rollout in a path; empty where there is none."""
+    _, *parts = path.split("/")
+    return parts[1] if len(parts) > 1 and parts[0] == "rollout" else ""
+
+
+def protocol(recorder: Recorder) -> type[H11Protocol]:
+    """Return the protocol of the server, which bounds the connections that have not asked for a rollout."""
+
+    class Bounded(H11Protocol):
+        since = 0.0
+        """When it was opened, or was last seen to have asked for a rollout."""
+
+        def connection_made(self, transport: asyncio.Transport) -> None:  # pyright: ignore[reportIncompatibleMethodOverride] - as uvicorn's own
+            super().connection_made(transport)
+            self.since = time.monotonic()
+            strangers = [
+                each
+                for each in self.connections
+                if isinstance(each, Bounded) and not each.transport.is_closing() and not recorder.knows(each)
+            ]
+            if len(strangers) > STRANGERS:
+                min(strangers, key=lambda each: each.since).transport.abort()
+
+    return Bounded
+
+
+class Known:
+    """ASGI middleware that answers requests for unknown rollouts before their bodies are kept."""
+
+    def __init__(self, app: ASGIApp, recorder: Recorder) -> None:
+        self.app, self.recorder = app, recorder
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http" or (name := rollout_of(scope["path"])) in self.recorder.rollouts:
+            await self.app(scope, receive, send)
+            return
+        with suppress(TimeoutError):
+            async with asyncio.timeout(DISCARDING):
+                while (await receive()).get("more_body", False):
+                    pass
+        answer = refused(ended(name))
+        answer.headers["Connection"] = "close"
+        await answer(scope, receive, send)
 
 
 def application(recorder: Recorder) -> ASGIApp:
@@ -136,4 +215,4 @@ def application(recorder: Recorder) -> ASGIApp:
             return StreamingResponse(streamed(request, said), media_type="text/event-stream")
         return JSONResponse(answer(request, said))
 
-    return Exchanges(app, BODY_BYTES, SECONDS, SECONDS)
+    return Known(Exchanges(app, BODY_BYTES, SECONDS, SECONDS), recorder)
