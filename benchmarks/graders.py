@@ -240,8 +240,11 @@ def compare_on_forms(data: Path) -> None:
         each = {pair: {name: grade(*pair) for name, grade in GRADERS.items()} for pair in dict.fromkeys(pairs)}
         refused = {name: sum(not each[pair][name] for pair in pairs) for name in GRADERS}
         print(f"| {way} | {len(pairs)} | {' | '.join(str(refused[name]) for name in GRADERS)} |")
-    unended = sum(ours(rf"<think>Is it \boxed{{{gold}}}? Hmm", gold) for _, gold in golds)
-    print(f"\nCredited in a thought that never ends: {unended} of {len(golds)}.")
+    unended = {
+        name: sum(grade(rf"<think>Is it \boxed{{{gold}}}? Hmm", gold) for _, gold in golds)
+        for name, grade in GRADERS.items()
+    }
+    print(f"\nCredited in a thought that never ends, of {len(golds)}: {unended}")
     literal = sum(literal_grade(f"<answer>{gold}</answer>", gold.replace(",", "")) < 1 for _, gold in golds)
     print(f"Refused by the literal grading of the task gsm8k as the data has them: {literal} of {len(golds)}.")
 

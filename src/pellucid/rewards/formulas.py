@@ -538,11 +538,14 @@ def parsed(body: str) -> list[Any]:
 def exactly(formula: Any) -> Any:
     """Return a formula of sympy with decimals as ratios and the symbol i as the imaginary unit; other things as is."""
     sympy = extra("sympy", "data", 'reward "math"')
-    if not isinstance(formula, sympy.Expr):
+    if not isinstance(formula, sympy.Expr | sympy.core.relational.Relational | sympy.MatrixBase):
         return formula
     exact: dict[Any, Any] = {number: sympy.Rational(str(number)) for number in formula.atoms(sympy.Float)}
     exact |= {symbol: sympy.I for symbol in formula.free_symbols if symbol.name == "i"}
-    return formula.xreplace(exact) if exact else formula
+    try:
+        return formula.xreplace(exact) if exact else formula
+    except FAULTS:  # such as a relation that does not order complex numbers
+        return formula
 
 
 @cache
