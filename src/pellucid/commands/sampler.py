@@ -17,7 +17,8 @@ class Sampler:
     """Sample by vLLM on this machine for a run on another, which brings the model and its weights, until Ctrl-C."""
 
     host: str = "127.0.0.1"
-    """0.0.0.0 for whoever reaches this machine and has the secret in PELLUCID_SAMPLER_TOKEN."""
+    """0.0.0.0 for whoever reaches this machine and has the secret in PELLUCID_SAMPLER_TOKEN. On the loopback a server
+    without one makes its own."""
     port: int = 8001
     """Where it listens; 0 is any free port."""
     allowed_hosts: Annotated[str, arg(metavar="NAME,...")] = ""

@@ -15,12 +15,14 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from pellucid.samplers.adapters import RefusedError
-from pellucid.samplers.remote import POLL, START, GoneError, Remote, Row, SmallError
+from pellucid.samplers.remote import POLL, START, GoneError, NonsenseError, Remote, Row, SmallError
 from pellucid.samplers.talks import Row as TalkRow
 from pellucid.samplers.vllm_engine import Said
 
 AGAIN = 2.0
 """Seconds until a server that is gone is tried again."""
+SELDOM = 5
+"""How many times this is doubled for a server that sends nonsense."""
 TOLD = 30.0
 """Seconds until it is said again that nobody answers."""
 
@@ -33,7 +35,9 @@ class Server:
     up: bool = False
     """Whether it has the present weights, and has proved it."""
     reason: str = ""
-    """Why it is not up."""
+    """Why it is not up, or is doubted."""
+    nonsense: int = 0
+    """How many times in a row it has sent nonsense: then it is doubted until it answers a row, whatever its weights."""
     dealt: list[int] = field(default_factory=list)
     """Rows that it is asked for next."""
     sent: set[int] = field(default_factory=set)
@@ -153,12 +157,18 @@ class Fleet:
             server.up = True
             given = {number for other in self.servers for number in (*other.dealt, *other.sent)}
             self._deal([number for number in self.rows if number not in given])
+        if not server.nonsense:
+            self._trust(server)
+
+    def _trust(self, server: Server) -> None:
         if server.reason:
             print(f"! {server.remote.url} is back, with the present weights", flush=True)
-        server.reason = ""
+        server.reason, server.nonsense = "", 0
 
     def _fall(self, server: Server, error: GoneError | RefusedError) -> None:
         reason = str(error)
+        if isinstance(error, NonsenseError):
+            server.nonsense += 1
         with self.news:
             rows = [*server.sent, *server.dealt]
             server.up, server.dealt, server.sent = False, [], set()
@@ -204,7 +214,7 @@ class Fleet:
             except (GoneError, RefusedError) as error:
                 if not self.over.is_set():
                     self._fall(server, error)
-                    self.over.wait(AGAIN)
+                    self.over.wait(AGAIN * 2 ** min(server.nonsense, SELDOM))
 
     def _exchange(self, server: Server) -> None:
         """Send a server the rows that it was dealt, and take what it has sampled."""
@@ -216,6 +226,8 @@ class Fleet:
         if self.over.is_set():
             return
         spoken = server.remote.step(rows)
+        if spoken and server.nonsense:
+            self._trust(server)
         with self.news:
             for number, tokens, logprobs in spoken:
                 if number in server.sent:

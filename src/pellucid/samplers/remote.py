@@ -7,22 +7,27 @@ from __future__ import annotations
 
 import hashlib
 import http.client
+import ipaddress
 import json
 import os
+import re
 import secrets
 import socket
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
 import safetensors.torch
 import torch
+from safetensors import SafetensorError
 from torch import Tensor
 
+from pellucid.machine.disk import write_whole
+from pellucid.machine.harmless import harmless
 from pellucid.policy.model import describe
 from pellucid.samplers.adapters import Form, RefusedError, is_of_adapter
 from pellucid.samplers.freshness import Freshness
@@ -41,6 +46,12 @@ LOADING = 900.0
 """Seconds that a server may take to make an engine."""
 POLL = 0.1
 """Seconds that an answer is waited for at a time."""
+SHORT, LONG = 2**20, 2**28
+"""The most bytes of an answer: of one in JSON, besides its rows, and of one with tensors."""
+TOKEN_BYTES = 64
+"""The most bytes of a token and its log-prob in JSON."""
+LEAST, MOST = -100.0, 1e-3
+"""Bounds of the log-prob of a sampled token in nats. A token below e^-100 is never drawn; rounding may exceed 0."""
 
 
 class GoneError(Exception):
@@ -49,6 +60,10 @@ class GoneError(Exception):
 
 class SmallError(GoneError):
     """A server with too little room."""
+
+
+class NonsenseError(GoneError):
+    """A server whose answer no sampler server would give."""
 
 
 class Row(NamedTuple):
@@ -69,6 +84,36 @@ class Spoken(NamedTuple):
     logprobs: list[float]
 
 
+def spoken(answer: Any, asked: Mapping[int, Row], vocabulary: int, ends: Collection[int]) -> Spoken:
+    """Return a row of an answer. NonsenseError where it cannot be one of those that were asked for.
+
+    Args:
+        answer: the number, the tokens and the log-probs, as JSON.
+        asked: the rows that the server has not answered yet, by number.
+        vocabulary: the number of tokens that the model knows.
+        ends: the tokens that end a row.
+    """
+    if not isinstance(answer, list) or len(answer) != 3:
+        raise NonsenseError("it sends nonsense: a row is not number, tokens and log-probs")
+    number, tokens, logprobs = answer
+    if type(number) is not int or number not in asked:
+        raise NonsenseError("it sends nonsense: a row that it was not asked for, or has answered")
+    most = asked[number].most
+    if not isinstance(tokens, list) or not isinstance(logprobs, list) or len(tokens) != len(logprobs):
+        raise NonsenseError("it sends nonsense: a row that does not have a log-prob for each token")
+    if not 0 < len(tokens) <= most:
+        raise NonsenseError(f"it sends nonsense: a row of {len(tokens)} tokens, where 1 to {most} were asked for")
+    if not all(type(token) is int and 0 <= token < vocabulary for token in tokens):
+        raise NonsenseError(f"it sends nonsense: a token that is not a whole number from 0 to {vocabulary - 1}")
+    if not all(type(x) in (int, float) and LEAST <= x <= MOST for x in logprobs):
+        raise NonsenseError(f"it sends nonsense: a log-prob that is not a number from {LEAST:g} to 0")
+    if any(token in ends for token in tokens[:-1]):
+        raise NonsenseError("it sends nonsense: a row that goes on after its end")
+    if len(tokens) < most and tokens[-1] not in ends:
+        raise NonsenseError("it sends nonsense: a row that breaks off")
+    return Spoken(number, tokens, [float(x) for x in logprobs])
+
+
 class Remote:
     """The engine of a server. GoneError from every method, where it is not what it was."""
 
@@ -80,12 +125,18 @@ class Remote:
         self.ready = False
         """Whether it had an engine for the model when it was asked last."""
         self.freshness = Freshness()
+        self.vocabulary, self.ends = 0, frozenset[int]()
         self._connection: http.client.HTTPConnection | None = None
         self._ended = False
-        self._steps, self._moved = -1, 0.0
+        self.proved = False
+        """Whether it has had proven weights before, so that an error is its own and not one of the settings."""
+        self._asked: dict[int, Row] = {}
+        """The rows that it has not answered yet, by number."""
+        self._dtype: torch.dtype | None = None
+        self._steps, self._moved, self._due = -1, 0.0, 0
 
-    def state(self) -> Any:
-        return self._json("GET", "/state")
+    def state(self) -> dict[str, Any]:
+        return checked_state(self._json("GET", "/state"))
 
     def load(self, model: bytes) -> None:
         """Have it make an engine for a model as `described`, where it has none of it.
@@ -94,9 +145,13 @@ class Remote:
         """
         state = self.state()
         if state["model"] != digest(model):
-            state = self._json("PUT", "/model", model, timeout=max(LOADING, self.timeout))
+            state = checked_state(self._json("PUT", "/model", model, timeout=max(LOADING, self.timeout)))
         if state["refusal"]:
-            raise RefusedError(state["refusal"])
+            raise RefusedError(in_one_line(state["refusal"]))
+        if state["model"] != digest(model) or state["longest"] < 2 or state["block"] < 1:
+            raise NonsenseError("it sends nonsense: a state without the model that it was given")
+        described = json.loads(model)
+        self.vocabulary, self.ends = described["vocabulary"], frozenset(described["ends"])
         self.longest, self.block, self.version = state["longest"], state["block"], state["version"]
         self.ready = True
 
@@ -104,6 +159,7 @@ class Remote:
         """Give it these weights, or an adapter alone beside those that it has; it forgets what it was asked before."""
         onto = f"?onto={self.version}" if all(map(is_of_adapter, weights)) else ""
         version, parts = secrets.token_hex(8), list(parted(weights))
+        self._asked, self._steps, self._dtype = {}, -1, next(iter(weights.values())).dtype
         for i, part in enumerate(parts):
             body = safetensors.torch.save({name: weight.cpu().contiguous() for name, weight in part.items()})
             self._answer("PUT", f"/weights/{version}/{i}/{len(parts)}{onto}", body)
@@ -112,21 +168,44 @@ class Remote:
     def columns(self, name: str, at: Sequence[int]) -> list[Tensor]:
         """As `Engine.columns`."""
         found = self._tensors("/columns", {"name": name, "at": list(at)})
-        return [found[str(i)] for i in range(len(found))]
+        columns = [found[str(i)] for i in range(len(found)) if str(i) in found]
+        sound = all(x.dim() == 2 and x.shape[1] == len(at) and x.dtype == self._dtype for x in columns)
+        if not columns or len(columns) != len(found) or not sound:
+            raise NonsenseError(f"it sends nonsense: no columns of {name}")
+        return columns
 
     def read(self, ids: Sequence[int]) -> tuple[Tensor, int]:
         """As `Engine.read`."""
         found = self._tensors("/read", {"ids": list(ids)})
-        return found["logprobs"], int(found["cached"])
+        logprobs, cached = found.get("logprobs"), found.get("cached")
+        if logprobs is None or cached is None or logprobs.shape != (len(ids) - 1,) or cached.numel() != 1:
+            raise NonsenseError("it sends nonsense: no log-probs of the text that it was given")
+        return logprobs, int(cached)
 
     def step(self, rows: Sequence[Row]) -> list[Spoken]:
         """Ask for these rows, too; return what is sampled, and wait a moment for the first of it."""
-        answer = self._json("POST", "/step", json.dumps(rows).encode(), self.version)
-        if answer["steps"] != self._steps or rows:
-            self._steps, self._moved = answer["steps"], time.monotonic()
-        if not answer["said"] and time.monotonic() - self._moved > self.timeout:
+        self._asked |= {row.number: row for row in rows}
+        limit = SHORT + TOKEN_BYTES * sum(row.most for row in self._asked.values())
+        answer = self._json("POST", "/step", json.dumps(rows).encode(), self.version, limit=limit)
+        steps, said = (answer.get("steps"), answer.get("said")) if isinstance(answer, dict) else (None, None)
+        if type(steps) is not int or steps < self._steps or not isinstance(said, list):
+            raise NonsenseError("it sends nonsense: no steps and rows")
+        found = [self._answered(row) for row in said]
+        if rows or found:
+            # Each step adds a token to a row, or reads some of a prompt.
+            self._due = steps + sum(len(row.ids) + row.most for row in self._asked.values())
+        if steps != self._steps or rows:
+            self._steps, self._moved = steps, time.monotonic()
+        if not found and time.monotonic() - self._moved > self.timeout:
             raise GoneError(f"its engine has stood still for {self.timeout:g} s")
-        return [Spoken(*said) for said in answer["said"]]
+        if self._asked and steps > self._due:
+            raise NonsenseError("it sends nonsense: more steps than the rows can take, and no row")
+        return found
+
+    def _answered(self, row: Any) -> Spoken:
+        found = spoken(row, self._asked, self.vocabulary, self.ends)
+        del self._asked[found.number]
+        return found
 
     def begin(self) -> None:
         self._ended = False
@@ -140,30 +219,46 @@ class Remote:
     # ------------------------------------------------------------ requests
 
     def _tensors(self, path: str, asked: Any) -> dict[str, Tensor]:
-        return safetensors.torch.load(self._answer("POST", path, json.dumps(asked).encode(), self.version))
-
-    def _json(self, method: str, path: str, body: bytes = b"", version: str | None = None, timeout: float = 0) -> Any:
+        answer = self._answer("POST", path, json.dumps(asked).encode(), self.version, limit=LONG)
         try:
-            return json.loads(self._answer(method, path, body, version, timeout))
-        except ValueError:
-            raise UserError(
-                f"sampler.urls: {self.url} is no sampler server, which {START.format('PORT')} starts"
-            ) from None
+            return safetensors.torch.load(answer)
+        except (SafetensorError, KeyError, ValueError):
+            raise NonsenseError("it sends nonsense: no tensors") from None
+
+    def _json(
+        self,
+        method: str,
+        path: str,
+        body: bytes = b"",
+        version: str | None = None,
+        timeout: float = 0,
+        limit: int = SHORT,
+    ) -> Any:
+        try:
+            return json.loads(self._answer(method, path, body, version, timeout, limit))
+        except (ValueError, RecursionError):
+            raise NonsenseError("it sends nonsense: no JSON") from None
 
     def _answer(
-        self, method: str, path: str, body: bytes = b"", version: str | None = None, timeout: float = 0
+        self,
+        method: str,
+        path: str,
+        body: bytes = b"",
+        version: str | None = None,
+        timeout: float = 0,
+        limit: int = SHORT,
     ) -> bytes:
         """The body of an answer; where a version is given, computed with those weights."""
         try:
-            status, theirs, answer = self._exchanged(method, path, body, version, timeout or self.timeout)
+            status, theirs, answer = self._exchanged(method, path, body, version, timeout or self.timeout, limit)
         except TimeoutError:
             raise GoneError(f"no answer in {timeout or self.timeout:g} s") from None
         except OSError as error:
             raise GoneError(error.strerror or type(error).__name__) from None
         except http.client.HTTPException as error:
             raise GoneError(f"an answer that breaks off ({type(error).__name__})") from None
-        if status in (400, 401, 403, 404, 422):
-            raise UserError(f"sampler.urls: {self.url} refuses (HTTP {status}): {message(answer)}")
+        if status in (400, 401, 403, 404, 422) and not self.proved:
+            raise UserError(f"sampler.urls: {self.url} refuses (HTTP {status}): {message(answer)}{hint(status)}")
         if status != 200:
             raise GoneError(f"HTTP {status}, {message(answer)}")
         if version is not None and theirs != version:
@@ -171,7 +266,7 @@ class Remote:
         return answer
 
     def _exchanged(
-        self, method: str, path: str, body: bytes, version: str | None, timeout: float
+        self, method: str, path: str, body: bytes, version: str | None, timeout: float, limit: int
     ) -> tuple[int, str | None, bytes]:
         """A connection for each request: an old one that the server has closed would look like a server that died."""
         if self._ended:
@@ -184,9 +279,9 @@ class Remote:
             if self._ended:  # in between: from here on `end` finds the socket
                 raise GoneError("it is no longer asked")
             connection.sock.settimeout(timeout)
-            connection.request(method, url.path + path, body, headers_of(version))
-            answer = connection.getresponse()
-            return answer.status, answer.getheader(VERSION), answer.read()
+            connection.request(method, url.path + path, body, headers_of(self.url, version))
+            with connection.getresponse() as answer:
+                return answer.status, answer.getheader(VERSION), whole(answer, limit, time.monotonic() + timeout)
         finally:
             connection.close()
 
@@ -196,6 +291,8 @@ def reach(urls: Sequence[str], timeout: float) -> None:
     for url in urls:
         try:
             Remote(url, min(CONNECT, timeout)).state()
+        except NonsenseError:
+            raise UserError(f"sampler.urls: {url} is no sampler server, which {START.format('PORT')} starts") from None
         except GoneError as error:
             start = START.format(urlsplit(url).port or 80)
             raise UserError(f"sampler.urls: {url} cannot be reached ({error}): start it there by {start}") from None
@@ -218,20 +315,87 @@ def described(policy: Any, form: Form | None = None, dtype: torch.dtype | None =
         describe(policy.model, Path(folder))
         config = json.loads((Path(folder) / "config.json").read_text())
     name = str(dtype or policy.dtype).removeprefix("torch.")
-    known = {"config": config, "dtype": name, "ends": list(policy.eos_ids), "adapter": form}
+    vocabulary = policy.model.get_input_embeddings().num_embeddings
+    ends = list(policy.eos_ids)
+    known = {"config": config, "dtype": name, "ends": ends, "vocabulary": vocabulary, "adapter": form}
     return json.dumps(known, sort_keys=True).encode()
 
 
-def token() -> str:
-    """The secret, or nothing. UserError where no header can hold it."""
+def checked_state(state: Any) -> dict[str, Any]:
+    """Return the state of a server. NonsenseError where it is none."""
+    kinds = {"model": str, "version": str, "longest": int, "block": int, "refusal": str}
+    sound = isinstance(state, dict) and all(type(state.get(name)) is kind for name, kind in kinds.items())
+    if not sound or not re.fullmatch("[0-9a-f]{0,64}", state["version"]):
+        raise NonsenseError("it sends nonsense: no state")
+    return state
+
+
+def whole(answer: http.client.HTTPResponse, limit: int, until: float) -> bytes:
+    """Return the body of an answer. NonsenseError where it is larger, TimeoutError where it takes longer."""
+    body = bytearray()
+    while part := answer.read1(2**16):
+        body += part
+        if len(body) > limit:
+            raise NonsenseError(f"it sends nonsense: more than {limit} bytes")
+        if time.monotonic() > until:
+            raise TimeoutError
+    return bytes(body)
+
+
+def token(url: str = "") -> str:
+    """Return the secret of the environment; without one, for a server on the loopback, the one that it wrote down.
+
+    UserError where no header can hold it.
+    """
     secret = os.environ.get(TOKEN, "")
+    if not secret and is_on_loopback(url):
+        with suppress(OSError):
+            secret = secret_file(urlsplit(url).port or 80).read_text(encoding="utf-8", errors="replace").strip()
     if not (secret.isascii() and secret.isprintable()) or " " in secret:
         raise UserError(f"{TOKEN} must be letters, digits and signs of ASCII, without spaces")
     return secret
 
 
-def headers_of(version: str | None) -> dict[str, str]:
-    secret = token()
+def is_on_loopback(url: str) -> bool:
+    name = urlsplit(url).hostname or ""
+    try:
+        return name == "localhost" or ipaddress.ip_address(name).is_loopback
+    except ValueError:
+        return False
+
+
+def secret_file(port: int) -> Path:
+    """Return where a server on this machine's loopback writes its secret, for runs of the same user."""
+    cache = Path(os.environ.get("PELLUCID_CACHE") or Path.home() / ".cache" / "pellucid")
+    return cache / "samplers" / f"{socket.gethostname()}-{port}.secret"
+
+
+@contextmanager
+def written_secret(port: int) -> Iterator[str]:
+    """Yield a new secret, which stands meanwhile in a file that this user alone can read.
+
+    UserError where it cannot be written.
+    """
+    secret, path = secrets.token_urlsafe(32), secret_file(port)
+    try:
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        write_whole(path, secret + "\n", 0o600)
+    except OSError as error:
+        raise UserError(f"{path} cannot be written ({error.strerror}): set {TOKEN} to a secret of your own") from error
+    try:
+        yield secret
+    finally:
+        with suppress(OSError):
+            if path.read_text(encoding="utf-8").strip() == secret:  # no other server has written its own since
+                path.unlink()
+
+
+def hint(status: int) -> str:
+    return f"; set {TOKEN} to the secret of the server, which says at its start where it is" if status == 401 else ""
+
+
+def headers_of(url: str, version: str | None) -> dict[str, str]:
+    secret = token(url)
     known = {"Authorization": f"Bearer {secret}"} if secret else {}
     return known | ({VERSION: version, "Content-Type": "application/json"} if version else {})
 
@@ -256,6 +420,10 @@ def message(answer: bytes) -> str:
     """What an answer that is an error says, in one line."""
     try:
         said = json.loads(answer)["error"]["message"]
-    except (ValueError, KeyError, TypeError):
+    except (ValueError, KeyError, TypeError, RecursionError):
         said = answer.decode(errors="replace")
-    return " ".join(str(said).split())[:300]
+    return in_one_line(said)
+
+
+def in_one_line(text: Any) -> str:
+    return harmless(" ".join(str(text).split())[:300])

@@ -96,3 +96,4 @@ class Servers(VLLM):
             remote.read(ids)  # so that it would be in a cache which is not cleared
         remote.push(base | weights)
         remote.freshness.check(remote, base | weights, ids, self.right[: len(ids) - 1], self.policy.dtype)
+        remote.proved = True

@@ -30,7 +30,7 @@ from torch import Tensor
 
 from pellucid.machine import hardware
 from pellucid.samplers.adapters import Form, RefusedError
-from pellucid.samplers.remote import POLL, TOKEN, VERSION, Row, digest, token
+from pellucid.samplers.remote import POLL, TOKEN, VERSION, Row, digest, secret_file, token, written_secret
 from pellucid.samplers.vllm_engine import Engine, check_library
 from pellucid.serve import connections
 from pellucid.serve.daemon import url_of
@@ -256,8 +256,24 @@ def host(listening: socket.socket, rows: int, cache_gb: float, device: str, host
     """Sample for whoever asks until told to stop. UserError where vLLM is missing."""
     check_library()
     secret, (address, port) = token(), listening.getsockname()[:2]
-    if not secret and not is_loopback(address):
-        print(f"! {address}:{port} is open to everyone who can reach it: set {TOKEN}", file=sys.stderr, flush=True)
+    with ExitStack() as running:
+        if not secret and is_loopback(address):
+            secret = running.enter_context(written_secret(port))
+            print(
+                f"its secret is in {secret_file(port)}: your own runs on this machine read it there; others need it in"
+                f" {TOKEN}",
+                flush=True,
+            )
+        elif not secret:
+            print(f"! {address}:{port} is open to everyone who can reach it: set {TOKEN}", file=sys.stderr, flush=True)
+        sample(listening, rows, cache_gb, device, hosts, secret)
+
+
+def sample(
+    listening: socket.socket, rows: int, cache_gb: float, device: str, hosts: Sequence[str], secret: str
+) -> None:
+    """Sample for those who know the secret, or for everyone where it is empty, until told to stop."""
+    address, port = listening.getsockname()[:2]
     place = hardware.pick_device(device)
 
     def made(model: Model) -> Engine:

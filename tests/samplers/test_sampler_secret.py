@@ -1,0 +1,106 @@
+"""The secret of `pellucid sampler` on the loopback: made at the start, told to its owner alone, needed by everyone."""
+
+from __future__ import annotations
+
+import json
+import stat
+import threading
+import time
+import urllib.error
+import urllib.request
+from contextlib import contextmanager
+from types import SimpleNamespace
+
+import pytest
+
+from conftest import EOS
+from pellucid.samplers.remote import Remote, described
+from pellucid.samplers.vllm import weights_of
+from pellucid.serve import connections, sampling
+from pellucid.serve.command import listening
+from pellucid.types import UserError
+from sampler_process import Plain, tiny_policy
+
+MAKE = connections.server
+
+
+@pytest.fixture(autouse=True)
+def _cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("PELLUCID_CACHE", str(tmp_path / "cache"))
+    monkeypatch.delenv("PELLUCID_SAMPLER_TOKEN", raising=False)
+
+
+@contextmanager
+def hosted(monkeypatch, address="127.0.0.1"):
+    """The command's server with a plain engine in the place of vLLM, and its address."""
+    servers = []
+
+    def engine(model, *_):
+        return Plain(SimpleNamespace(config=model.config, dtype="float32", ends=[EOS]))
+
+    monkeypatch.setattr(sampling, "check_library", lambda: None)
+    monkeypatch.setattr(sampling, "Engine", engine)
+    monkeypatch.setattr(connections, "server", lambda app: servers.append(MAKE(app)) or servers[0])
+    with listening(address, 0) as free:
+        thread = threading.Thread(target=sampling.host, args=(free, 4, 0.1, "cpu", []))
+        thread.start()
+        try:
+            while not (servers and servers[0].started):
+                assert thread.is_alive()
+                time.sleep(0.01)
+            yield f"http://127.0.0.1:{free.getsockname()[1]}"
+        finally:
+            servers[0].should_exit = True
+            thread.join(20)
+
+
+def status_of(url, body=None):
+    asked = urllib.request.Request(url, body, method="PUT" if body else "GET")
+    try:
+        with urllib.request.urlopen(asked, timeout=10) as answer:
+            return answer.status
+    except urllib.error.HTTPError as error:
+        return error.code
+
+
+def test_a_server_on_the_loopback_makes_a_secret_that_its_owners_runs_find(monkeypatch, tmp_path, capsys):
+    policy = tiny_policy()
+    with hosted(monkeypatch) as url:
+        [file] = (tmp_path / "cache" / "samplers").iterdir()
+        assert stat.S_IMODE(file.stat().st_mode) == 0o600
+        assert stat.S_IMODE(file.parent.stat().st_mode) == 0o700
+        assert str(file) in capsys.readouterr().out
+        for path, body in [("/state", None), ("/model", b"{}"), ("/weights/a/0/1", b"0" * 1000)]:
+            assert status_of(url + path, body) == 401
+        mine = Remote(url, 10.0)
+        mine.load(described(policy))
+        mine.push(weights_of(policy))
+        assert mine.read([1, 2, 3])[0].shape == (2,)
+        secret = file.read_text().strip()
+        monkeypatch.setenv("PELLUCID_CACHE", str(tmp_path / "of another user"))
+        with pytest.raises(UserError, match=r"401.*set PELLUCID_SAMPLER_TOKEN to the secret"):
+            Remote(url, 10.0).state()
+        monkeypatch.setenv("PELLUCID_SAMPLER_TOKEN", secret)  # as through a tunnel
+        assert Remote(url, 10.0).state()["model"]
+        monkeypatch.setenv("PELLUCID_CACHE", str(tmp_path / "cache"))
+    assert not file.exists()
+
+
+def test_each_start_has_a_secret_of_its_own_and_one_of_the_environment_is_taken(monkeypatch, tmp_path):
+    secrets = []
+    for _ in range(2):
+        with hosted(monkeypatch):
+            secrets += [file.read_text() for file in (tmp_path / "cache" / "samplers").iterdir()]
+    assert len(set(secrets)) == 2
+    monkeypatch.setenv("PELLUCID_SAMPLER_TOKEN", "open-sesame")
+    with hosted(monkeypatch) as url:
+        assert not list((tmp_path / "cache" / "samplers").iterdir())
+        assert status_of(f"{url}/state") == 401
+        assert json.dumps(Remote(url, 10.0).state())
+
+
+def test_where_it_cannot_be_written_down_it_is_asked_for_in_a_line(monkeypatch, tmp_path):
+    (tmp_path / "cache").write_text("a file")
+    monkeypatch.setattr(sampling, "check_library", lambda: None)
+    with listening("127.0.0.1", 0) as free, pytest.raises(UserError, match="set PELLUCID_SAMPLER_TOKEN"):
+        sampling.host(free, 4, 0.1, "cpu", [])
