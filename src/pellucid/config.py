@@ -78,7 +78,10 @@ def load(recipe: Path | None, overrides: Sequence[str] = ()) -> Config:
     UserError, one line, for a mistake in either.
     """
     over = renamed(flags.sections(overrides), flags.COMMAND_LINE)
-    return build(read(recipe) if recipe else {}, str(recipe or "the default recipe"), over)
+    values = read(recipe) if recipe else {}
+    if "variants" in values and "base" in values:
+        raise UserError(f"{recipe} is a study, and no recipe: pellucid study {recipe} trains its variants")
+    return build(values, str(recipe or "the default recipe"), over)
 
 
 def build(values: Values, source: str, over: Values | None = None) -> Config:

@@ -12,7 +12,7 @@ from typing import Any
 
 from pellucid.machine import disk
 from pellucid.tasks.columns import has_column
-from pellucid.tasks.dataset import Dataset, make_prompt, split_prompts
+from pellucid.tasks.dataset import Dataset, held_out_source, make_prompt, split_prompts
 from pellucid.tasks.sources import rows_of
 from pellucid.types import UserError
 
@@ -47,6 +47,9 @@ def in_memory(data: Any) -> Lines | None:
     if is_named(data):
         return None
     module = type(data).__module__.partition(".")[0]
+    if module == "pandas" and not hasattr(data, "columns"):
+        kind = type(data).__name__
+        raise UserError(f"data is a pandas {kind}, which is one column: give a DataFrame, data.to_frame()")
     if module == "pandas" and hasattr(data, "to_dict"):
         rows = data.to_dict("records")
     elif module == "datasets" and isinstance(data, Mapping):
@@ -66,6 +69,14 @@ def in_memory(data: Any) -> Lines | None:
             if not isinstance(name, str):
                 raise UserError(f"data, row {number}, has a column {name!r}: the names of columns must be strings")
     return Lines(rows)
+
+
+def check_named(task: Dataset) -> None:
+    """Raise UserError where the data that a task names cannot be read, or its first row makes no prompt."""
+    make_prompt(task, *rows_of(task.data, task.subset, "train")[0])
+    if task.test_data:
+        source, split = held_out_source(task)
+        make_prompt(task, *rows_of(source, task.subset, split)[0])
 
 
 def is_named(data: Any) -> bool:
