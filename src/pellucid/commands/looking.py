@@ -12,6 +12,7 @@ from pellucid import recipes
 
 TRAIN_FIRST = "pellucid train {} --log.tokens 4 --run DIR makes one that records tokens"
 
+
 @dataclass(frozen=True)
 class Look:
     """See inside a run, token by token: what each step did to each answer, live while it trains."""
