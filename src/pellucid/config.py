@@ -87,8 +87,11 @@ def load(recipe: Path | None, overrides: Sequence[str] = ()) -> Config:
     """
     over = renamed(flags.sections(overrides), flags.COMMAND_LINE)
     nearby.remember(None)
+    values = read(recipe) if recipe else {}
+    if "variants" in values and "base" in values:
+        raise UserError(f"{recipe} is a study, and no recipe: pellucid study {recipe} trains its variants")
     try:
-        return build(read(recipe) if recipe else {}, str(recipe or "the default recipe"), over)
+        return build(values, str(recipe or "the default recipe"), over)
     except MissingFileError as error:
         raise UserError(f"{error}{nearby.looked_for(error.path)}") from error
 

@@ -23,6 +23,11 @@ def find(name: str, folder: Path = Path()) -> Path:
     it may begin with recipes/, as in the documents. UserError where there is neither file nor name.
     """
     path = folder / Path(name).expanduser()
+    if path.suffix == ".py":
+        raise UserError(
+            f"{path} is Python, and no recipe: name a function of it as a reward, --task.name dataset --task.data"
+            f" DATA.jsonl --task.rewards {name}:FUNCTION, or a class as a task, --task.name {name}:CLASS"
+        )
     if path.is_file() and path.suffix.lower() in DATA:
         raise UserError(f"{path} is data, and no recipe: --task.name dataset --task.data {name}")
     if path.exists() and not path.is_dir():
@@ -36,6 +41,12 @@ def find(name: str, folder: Path = Path()) -> Path:
         raise UserError(f"{path} may be {named}: write one of them")
     what = "is a folder, and no" if path.is_dir() else "there is no such file, and no"
     raise UserError(f"{path}: {what} recipe of this name{hints(path, wanted, known)}")
+
+
+def refuse_recipe(name: str, instead: str) -> None:
+    """Raise UserError where the name of a recipe or a study stands for a run. `instead` says what to do with {}, it."""
+    if name.lower().endswith(ENDING):
+        raise UserError(f"{name} is a recipe or a study, and no run: {instead.format(name)}")
 
 
 def listed() -> dict[str, str]:

@@ -9,7 +9,7 @@ from typing import get_args
 
 import pytest
 
-from pellucid import recipes
+from pellucid import cli, recipes
 from pellucid.algorithm import advantages, objectives
 from pellucid.algorithm.settings import Advantage, KLEstimator, Objective
 from pellucid.commands import listing
@@ -85,3 +85,14 @@ def test_no_torch_is_imported():
 )
 def test_a_first_sentence(docstring, sentence):
     assert first_sentence(docstring) == sentence
+
+
+def test_without_a_kind_everything_is_listed_under_its_heading(capsys):
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["list"])
+    assert ended.value.code == 0
+    sections = [part.splitlines() for part in capsys.readouterr().out.rstrip().split("\n\n")]
+    assert [heading for heading, *_ in sections] == list(listing.KINDS)
+    for heading, *lines in sections:
+        listing.show(heading)
+        assert capsys.readouterr().out.splitlines() == lines

@@ -8,12 +8,14 @@ from __future__ import annotations
 import re
 import shlex
 import shutil
+import sys
 from pathlib import Path
 
 import pytest
 
 from conftest import tiny_recipe
 from pellucid import cli
+from pellucid.policy import policy
 from runs import train
 
 MISTAKES = {
@@ -25,13 +27,14 @@ MISTAKES = {
     "train recipe.toml another.toml": "another.toml",
     "eval": "(?i)model",
     "init": "(?i)dir|folder",
-    "list": "(?i)kind|tasks",
     "push runs/first": "(?i)user/name|repo",
     "prefixes recipe.toml": "--output|--teacher",
     # settings
     "train recipe.toml --algorithm.group-sise 8": "group_sise.*group_size",
     "train recipe.toml --algoritm.steps 3": "algoritm.*algorithm",
     "train recipe.toml --steps 3": "--steps.*algorithm.steps",
+    "train recipe.toml --rnu a --reusme b": "--rnu.*--run.*--reusme.*--resume",
+    "train recipe.toml --algorithm.stepz 3 --optimiser.lr 1": 'optimiser.*"optimizer".*stepz.*"steps"',
     "train recipe.toml --algorithm.steps many": "algorithm.steps.*many",
     "train recipe.toml --algorithm.steps 2.5": "algorithm.steps.*2.5",
     "train recipe.toml --algorithm.steps": "algorithm.steps.*(value|argument)",
@@ -55,6 +58,28 @@ MISTAKES = {
     "train empty.toml": "empty.jsonl: there are no rows",
     "train column.toml": 'questions.jsonl, line 1: no column "anwser"; did you mean "answer"',
     "doctor --plan recpie.toml": 'recpie.toml.*did you mean "recipe.toml"',
+    # found before the model is loaded
+    "train recipe.toml --sampler.max-tokens 4000": r"max_tokens = 4000 leaves no room for a prompt: .* context of",
+    "train recipe.toml --policy.lora 4 --policy.lora-targets q_prj": "lora_targets: no linear layer is called q_prj",
+    "train recipe.toml --policy.lora 4 --algorithm.kl-coef 0.1 --algorithm.reference-every 2": "reference_every: the",
+    "train recipe.toml --algorithm.similarity smooth --algorithm.similarity-layer 40": "similarity_layer = 40",
+    "train recipe.toml --sampler.ahead 1": 'ahead = 1 needs .* sampler.name = "vllm"',
+    "train graded.toml --task.rewards takes_little.py:reward": "takes_little.py|reward .*unexpected keyword argument",
+    "train graded.toml --task.rewards takes_litle.py:reward": "takes_litle.py: there is no such file",
+    "train graded.toml --task.rewards takes_little.py:rewrad": 'takes_little.py has no "rewrad"; did you mean "reward"',
+    "train graded.toml --task.rewards broken.py:reward": "broken.py.*(line 1|undefined_name)",
+    # the wrong command
+    "train takes_little.py": "takes_little.py is Python.*--task.rewards takes_little.py:FUNCTION",
+    "train study.toml": "study.toml is a study.*pellucid study study.toml",
+    "study recipe.toml": "recipe.toml is a recipe.*pellucid train recipe.toml",
+    "compare recipe.toml": "recipe.toml is a recipe.*compare takes",
+    "compare study.toml": "pellucid study study.toml trains the variants",
+    "train --resume recipe.toml": "pellucid train recipe.toml begins a run",
+    "eval recipe.toml": "pellucid eval MODEL_OR_RUN --task recipe.toml",
+    "look recipe.toml": "pellucid train recipe.toml --log.tokens 4",
+    "show recipe.toml": "pellucid train recipe.toml --log.tokens 4",
+    "serve recipe.toml": "pellucid train recipe.toml makes one",
+    "push recipe.toml me/model": "pellucid train recipe.toml makes one",
     # models
     "train recipe.toml --policy.model nobody/nothing": "policy.model = 'nobody/nothing'",
     "train recipe.toml --policy.model smollm2-153m": "smollm2-153m.*smollm2-135m",
@@ -117,6 +142,10 @@ def write_files(folder: Path) -> None:
         "reward.toml": dataset.format("questions", "answer", "numerc"),
         "missing.toml": dataset.format("questons", "answer", "numeric"),
         "empty.toml": dataset.format("empty", "answer", "numeric"),
+        "graded.toml": (folder / "recipe.toml").read_text().partition("[task]")[0]
+        + dataset.format("questions", "answer", "numeric"),
+        "takes_little.py": "def reward(completions):\n    return [0.0 for _ in completions]\n",
+        "broken.py": "print(undefined_name)\n",
         "column.toml": dataset.format("questions", "anwser", "numeric"),
         "study.toml": 'base = "recipe.toml"\nseeds = [0]\n[variants.plain]\n[variants.long.algorithm]\nsteps = 9\n',
     }
@@ -131,6 +160,11 @@ def test_a_mistake_is_one_line_that_names_the_mend(line, worked, tmp_path, monke
     place = shutil.copytree(worked, tmp_path / "place")
     monkeypatch.chdir(place)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    for name in ("takes_little", "broken"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    if "--policy.model" not in line:
+        monkeypatch.setattr(policy, "load", None)  # they are found before the model is loaded
     there = sorted(place.rglob("*"))
     capsys.readouterr()
     with pytest.raises(SystemExit) as ended:

@@ -15,6 +15,7 @@ import types
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+import pandas
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -24,6 +25,7 @@ import digits_task
 import pellucid
 from conftest import CountDigits, records
 from forked import ran
+from pellucid.policy import policy
 from pellucid.reporting.run_folder import checkpoints
 from pellucid.rewards.terms import RewardTerm
 from pellucid.tasks.curriculum import Curriculum
@@ -819,6 +821,18 @@ def mistakes():
         "pellucid.train: algorithm: group_size = 1 must be at least 2": {**data, "group_size": 1},
         "data is of type int: give a list of dicts": {"data": 7},
         "data is empty: give a list of dicts": {"data": []},
+        "data is a pandas Series, which is one column: give a DataFrame, data.to_frame()": {
+            "data": pandas.Series(["1+1=", "1+2="], name="question"),
+            "reward": digits,
+        },
+        'data = "nope" is no local file': {"data": "nope", "reward": digits},
+        "nope.jsonl: there is no such file": {"data": "nope.jsonl", "reward": digits},
+        "no.csv: there is no such file": {"data": ["no.csv", "nope.csv"], "reward": digits},
+        "pellucid.train has no setting stpes; did you mean steps? pellucid.train has no setting bateau": {
+            **data,
+            "stpes": 3,
+            "bateau": 1,
+        },
         "data, row 2, is of type int": {"data": [{"question": "?"}, 3], "reward": digits},
         "nothing says what is right: give reward=": {"data": [{"question": "1"}, {"question": "2"}]},
         'data, row 1: no column "answer"': {"data": [{"question": "1"}, {"question": "2"}], "reward": "numeric"},
@@ -846,11 +860,37 @@ def mistakes():
 @pytest.mark.parametrize("told", mistakes())
 def test_a_mistake_is_told_at_the_call(told, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     with pytest.raises(UserError) as error:
         pellucid.train(**mistakes()[told])
     assert told in str(error.value)
     assert "\n" not in str(error.value)
     assert not list(tmp_path.iterdir())
+
+
+def test_a_reward_with_another_signature_is_told_before_the_model_is_loaded(small, monkeypatch):
+    monkeypatch.setattr(policy, "load", None)
+    mine = pellucid.train(data=ROWS, reward=lambda completions, answers: [0.0 for _ in completions], **small)
+    with pytest.raises(
+        UserError, match=r"reward lambda .*end its arguments with \*\*kwargs; it is given question, ans"
+    ):
+        mine.finish()
+
+
+def test_a_finished_run_says_so_at_once_and_goes_on_with_more_steps(small, capsys, monkeypatch):
+    folder = pellucid.train(data=ROWS, reward="numeric", **small).finish().folder
+    capsys.readouterr()
+    again = pellucid.train(resume=folder)
+    told = f"{folder} is finished after step 3: nothing is left to do; "
+    assert capsys.readouterr().out == f"{told}steps=6 would take more steps\n"
+    assert again.finish().model, "its model can still be had"
+    with monkeypatch.context() as patched:
+        patched.setattr(policy, "load", None)
+        capsys.readouterr()
+        assert train("--resume", folder) == 0
+        assert capsys.readouterr().out == f"{told}--algorithm.steps 6 would take more steps\n"
+    assert train("--resume", folder, "--algorithm.steps", 4) == 0
+    assert len(again.metrics) == 4
 
 
 def test_a_task_without_questions_to_hold_out_is_told(small):

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
 
+import pellucid
 from conftest import records
 from pellucid import cli
 from pellucid.machine.disk import BoundedLog
 from pellucid.reporting.run_folder import checkpoints
 from pellucid.training import compose, run
+from pellucid.types import UserError
 from runs import same_run, train
 
 TASKS = Path(__file__).parents[1] / "failing_task.py"
@@ -166,16 +169,40 @@ def test_patience_is_with_steps_in_a_row(recipe, tmp_path):
     assert failed == [0, 16, 16, 0, 16, 0]
 
 
-@pytest.mark.parametrize("how", ["never meant", "seldom meant"])
-def test_a_reward_that_is_not_meant_for_a_prompt_has_not_failed(recipe, tmp_path, capsys, how):
-    command = of(recipe, "Broken", "--task.how", how, "--run", tmp_path / "run", "--reward.patience", 1)
+@pytest.mark.parametrize("evaluated", [2, 0])
+def test_a_reward_that_is_none_for_every_completion_ends_the_run_before_its_first_step(
+    recipe, tmp_path, monkeypatch, capsys, evaluated
+):
+    monkeypatch.setattr(run.grpo, "update", None)
+    command = of(recipe, "Broken", "--task.how", "never meant", "--run", tmp_path / "run")
+    assert train(*command, "--evaluate.every", evaluated, "--evaluate.n", 3) == 2
+    [line] = [line for line in capsys.readouterr().err.splitlines() if line.startswith("pellucid:")]
+    assert re.fullmatch(r"pellucid: every reward of the first \d+ samples is None: no reward applies to .*", line)
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_reward_that_becomes_none_for_every_completion_stops_the_run_later(model_dir, tmp_path, capsys):
+    def at_first(completions, trainer_state, **_):
+        return [float(len(text)) if trainer_state.global_step < 1 else None for text in completions]
+
+    rows = [{"question": f"{n}?"} for n in range(20)]
+    small = {"model": model_dir, "chat": False, "max_tokens": 4, "prompts_per_step": 2, "group_size": 2}
+    run_dir = tmp_path / "run"
+    mine = pellucid.train(data=rows, reward=at_first, run=run_dir, steps=9, evaluate_every=0, patience=2, **small)
+    with pytest.raises(UserError, match="every reward of the last 2 steps failed, the last with None: no reward app"):
+        mine.finish()
+    assert [row["reward/no_term"] for row in records(run_dir / "metrics.jsonl") if "reward/no_term" in row] == [4, 4]
+    assert checkpoints(run_dir)
+
+
+def test_a_reward_that_is_not_meant_for_some_prompts_has_not_failed(recipe, tmp_path, capsys):
+    command = of(recipe, "Broken", "--task.how", "seldom meant", "--run", tmp_path / "run", "--reward.patience", 1)
     assert train(*command, "--algorithm.steps", 2) == 0
     steps = records(tmp_path / "run" / "metrics.jsonl")
     assert [row["reward/failed"] for row in steps] == [0, 0]
     assert all(row["reward/no_term"] > 0 for row in steps)
     told = capsys.readouterr().out
     assert "completions that no reward is meant for" in told
-    assert ("no reward is meant for any of their prompts" in told) == (how == "never meant")
 
 
 def test_what_rewards_print_stands_in_the_run_s_log(recipe, tmp_path, capfd):

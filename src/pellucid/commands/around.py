@@ -8,6 +8,7 @@ from typing import Annotated
 
 from tyro.conf import Positional, arg
 
+from pellucid import recipes
 from pellucid.commands import listing, starter
 
 
@@ -26,11 +27,11 @@ class Init:
 class List:
     """List what a recipe may name, a line each."""
 
-    kind: Positional[Annotated[str, arg(metavar="|".join(listing.KINDS))]]
-    """What is listed."""
+    kind: Positional[Annotated[str, arg(metavar="|".join(listing.KINDS))]] = ""
+    """What is listed; without it, everything."""
 
     def __call__(self) -> int:
-        return listing.show(self.kind)
+        return listing.show(self.kind) if self.kind else listing.show_all()
 
 
 @dataclass(frozen=True)
@@ -47,6 +48,7 @@ class Push:
     """Only print the card, and which files would be uploaded."""
 
     def __call__(self) -> int:
+        recipes.refuse_recipe(str(self.run), "pellucid train {} makes one; push takes the folder of a finished run")
         from pellucid.commands import push  # noqa: PLC0415 - the Hub's library takes its time
 
         return push.push(self.run, self.repository, self.private, self.dry_run)

@@ -52,6 +52,14 @@ KINDS: dict[str, Callable[[], Mapping[str, str]]] = {
 }
 
 
+def show_all() -> int:
+    """Print the names of every kind, each kind below its own heading."""
+    for i, kind in enumerate(KINDS):
+        print(f"{'' if not i else chr(10)}{kind}")
+        show(kind)
+    return 0
+
+
 def show(kind: str) -> int:
     """Print a line for each name of a kind: the name, and what it is. UserError for a kind that there is not."""
     if kind not in KINDS:

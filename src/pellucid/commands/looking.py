@@ -8,6 +8,10 @@ from typing import Annotated, Literal
 
 from tyro.conf import Positional, arg
 
+from pellucid import recipes
+
+TRAIN_FIRST = "pellucid train {} --log.tokens 4 --run DIR makes one that records tokens"
+
 
 @dataclass(frozen=True)
 class Look:
@@ -23,6 +27,8 @@ class Look:
     """Open a browser."""
 
     def __call__(self) -> int:
+        for run in self.runs:
+            recipes.refuse_recipe(str(run), TRAIN_FIRST)
         from pellucid.look import command  # noqa: PLC0415 - Arrow takes its time
 
         return command.look(self.runs, self.port, self.output, self.open)
@@ -42,6 +48,7 @@ class Show:
     """What the colours tell."""
 
     def __call__(self) -> int:
+        recipes.refuse_recipe(str(self.run), TRAIN_FIRST)
         from pellucid.look import terminal  # noqa: PLC0415 - Arrow takes its time
 
         return terminal.show(self.run, self.step, self.group, self.by)

@@ -48,4 +48,8 @@ class Compare:
     def __call__(self) -> int:
         if not self.folders:
             raise UserError("compare needs a RUN, several, or the folder of a study")
+        for folder in self.folders:
+            recipes.refuse_recipe(
+                str(folder), "pellucid study {} trains the variants of a study; compare takes the folders of their runs"
+            )
         return page.compare(self.folders, self.baseline, self.output)

@@ -45,6 +45,8 @@ class Train:
     settings: Suppress[tuple[str, ...]] = ()
 
     def __call__(self) -> int:
+        if self.resume:
+            recipes.refuse_recipe(str(self.resume), "pellucid train {} begins a run of it; --resume takes a run folder")
         if self.resume and (self.recipe or self.run):
             raise UserError("--resume RUN goes on with the settings of that run: leave out the recipe and --run")
         recipe = recipes.find(self.recipe) if self.recipe else None
@@ -59,6 +61,9 @@ class Train:
         resumed = changes.of_resume(run_dir, cfg) if self.resume else None
         if not self.resume and claim.first_process():
             claim.check_begun(run_dir, cfg)
+        if resumed is not None and (note := claim.note_on_finished(run_dir, resumed, cfg.algorithm.steps)):
+            print(note)
+            return 0
         if self.dry_run:
             return rehearsed(cfg, run_dir)
         with handled(end_at_once), uncollected():
@@ -110,6 +115,7 @@ class Eval:
             raise UserError(f"--show {self.show} must not be negative")
         if self.output:
             check_output(self.output)
+        recipes.refuse_recipe(self.model, "pellucid eval MODEL_OR_RUN --task {} asks a model its questions")
         run_dir = run_folder.run_of(self.model)
         recipe = recipes.find(self.task) if self.task else None
         source = recipe or (run_dir and run_dir / "config.json")

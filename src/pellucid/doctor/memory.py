@@ -47,15 +47,20 @@ def of_policy(policy: PolicyConfig) -> Model:
     return from_name(policy.model, policy.lora, policy.lora_targets, policy.access, policy.load_in_4bit)
 
 
-def from_name(
-    name: str, lora: int, targets: Sequence[str] = (), access: Access = USUAL, in_4bit: bool = False
-) -> Model:
-    """The facts of a model by its name, or by its folder, where config.json is enough. No weights are loaded."""
+def without_weights(name: str, access: Access = USUAL) -> tuple[Any, Any]:
+    """The configuration of a model, and the model with parameters that have no memory. UserError as in loading it."""
     with explained(name, access):
         config = AutoConfig.from_pretrained(locate(name, weights=False, revision=access.revision), **by(access))
         refuse(name, config)
         with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(config, trust_remote_code=access.trust_remote_code)
+            return config, AutoModelForCausalLM.from_config(config, trust_remote_code=access.trust_remote_code)
+
+
+def from_name(
+    name: str, lora: int, targets: Sequence[str] = (), access: Access = USUAL, in_4bit: bool = False
+) -> Model:
+    """The facts of a model by its name, or by its folder, where config.json is enough. No weights are loaded."""
+    config, model = without_weights(name, access)
     parameters = sum(p.numel() for p in model.parameters())
     if not lora:
         return Model(config, parameters, parameters, own_code=has_own_code(model))

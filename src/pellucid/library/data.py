@@ -13,8 +13,9 @@ from typing import Any
 from pellucid.machine import disk
 from pellucid.tasks import dataset
 from pellucid.tasks.columns import has_column
-from pellucid.tasks.dataset import BadRow, Dataset, listed, make_prompt
+from pellucid.tasks.dataset import BadRow, Dataset, held_out_source, listed, make_prompt
 from pellucid.tasks.prefixed import prefixes_of
+from pellucid.tasks.sources import rows_of
 from pellucid.types import UserError
 
 FORMS = "give a list of dicts, a datasets.Dataset, a pandas DataFrame, a file, several, a pattern or a Hub id"
@@ -55,6 +56,9 @@ def in_memory(data: Any) -> Lines | None:
     if is_named(data):
         return None
     module = type(data).__module__.partition(".")[0]
+    if module == "pandas" and not hasattr(data, "columns"):
+        kind = type(data).__name__
+        raise UserError(f"data is a pandas {kind}, which is one column: give a DataFrame, data.to_frame()")
     if module == "pandas" and hasattr(data, "to_dict"):
         rows = data.to_dict("records")
     elif module == "datasets" and isinstance(data, Mapping):
@@ -74,6 +78,14 @@ def in_memory(data: Any) -> Lines | None:
             if not isinstance(name, str):
                 raise UserError(f"data, row {number}, has a column {name!r}: the names of columns must be strings")
     return Lines(rows)
+
+
+def check_named(task: Dataset) -> None:
+    """Raise UserError where the data that a task names cannot be read, or its first row makes no prompt."""
+    make_prompt(task, *rows_of(task.data, task.subset, "train")[0])
+    if task.test_data:
+        source, split = held_out_source(task)
+        make_prompt(task, *rows_of(source, task.subset, split)[0])
 
 
 def is_named(data: Any) -> bool:

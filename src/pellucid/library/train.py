@@ -84,8 +84,12 @@ def train(
         if resume:
             refuse_other_rows(lines, folder)
             resumed = changes.of_resume(folder, cfg)
+            if claim.first_process() and (note := claim.note_on_finished(folder, resumed, cfg.algorithm.steps)):
+                print(note.replace("--algorithm.steps ", "steps="))
         elif claim.first_process():
             check_begun(folder, cfg, lines)
+        if data is not None and lines is None and isinstance(asks := innermost(cfg.task), Dataset):
+            of_data.check_named(asks)
     prepare = (
         (lambda: lines.write(folder / claim.DATA)) if lines and not (resume and same_rows(lines, folder)) else None
     )

@@ -6,6 +6,7 @@ import hashlib
 import importlib
 import importlib.util
 import sys
+import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar
@@ -19,6 +20,18 @@ from pellucid.types import MissingFileError, UserError
 
 HERE = "here:"
 """What the name of an object begins with that was given to `pellucid.train`, and that no other process can find."""
+AT_IMPORT = (
+    ArithmeticError,
+    AssertionError,
+    AttributeError,
+    LookupError,
+    NameError,
+    OSError,
+    RuntimeError,
+    TypeError,
+    ValueError,
+)
+"""What a file of the user's own may raise while it is imported, besides SyntaxError and ImportError."""
 OURS = "pellucid."
 _given: ContextVar[Mapping[str, Any]] = ContextVar("given")
 _imported: dict[str, str] = {}
@@ -85,6 +98,12 @@ def import_source(source: str) -> ModuleType:
         file = f"{source}.py"
         hint = f'; a file is named with its ending, "{file}:Name"' if Path(file).is_file() else ""
         raise UserError(f"{source} cannot be imported: {error}{hint}") from error
+    except AT_IMPORT as error:
+        frame = traceback.extract_tb(error.__traceback__)[-1]
+        what = " ".join(f"{type(error).__name__}: {error}".split())
+        raise UserError(
+            f"{source} cannot be imported: {what} ({Path(frame.filename).name}, line {frame.lineno})"
+        ) from error
     if not name.startswith(OURS) and name not in _imported:
         _imported[name] = digest_of(module)
     return module

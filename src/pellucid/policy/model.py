@@ -123,6 +123,15 @@ def add_adapter(model: PreTrainedModel, rank: int, alpha: float = 0.0, targets: 
         target_modules=list(targets) or "all-linear",
         exclude_modules=beside or None,
     )
+    check_targets(model, targets)
+    try:
+        return peft.get_peft_model(model, settings)
+    except (NotImplementedError, ValueError) as error:
+        raise UserError(f"policy.lora: peft has no adapter for {type(model).__name__}: {said(error)}") from error
+
+
+def check_targets(model: PreTrainedModel, targets: Sequence[str]) -> None:
+    """Raise UserError where an adapter cannot be on the layers of these names."""
     known = {
         name.rpartition(".")[2] for name, module in model.named_modules() if isinstance(module, nn.Linear | Conv1D)
     }
@@ -136,10 +145,6 @@ def add_adapter(model: PreTrainedModel, rank: int, alpha: float = 0.0, targets: 
         raise UserError(
             f"policy.lora_targets: {of_head.pop()} is the output layer, which is read without its module: leave it out"
         )
-    try:
-        return peft.get_peft_model(model, settings)
-    except (NotImplementedError, ValueError) as error:
-        raise UserError(f"policy.lora: peft has no adapter for {type(model).__name__}: {said(error)}") from error
 
 
 def merge_adapter(model: nn.Module) -> None:

@@ -80,9 +80,9 @@ def turns_and_calls(completions: Sequence[Completion]) -> dict[str, float]:
 
 
 def all_failed(groups: Sequence[Group]) -> bool:
-    """Whether every reward failed; prompts that no reward is meant for do not count."""
-    meant = [reward for group in groups for reward in group.rewards if reward.applies]
-    return bool(meant) and all(reward.failed for reward in meant)
+    """Whether no completion has a reward: each one failed, or is None since no term is meant for the prompt."""
+    rewards = [reward for group in groups for reward in group.rewards]
+    return bool(rewards) and all(reward.failed for reward in rewards)
 
 
 def prefix_lengths(groups: Sequence[Group]) -> dict[str, float]:

@@ -30,6 +30,8 @@ from pellucid.rewards.trainer_state import TrainerState
 from pellucid.types import Completion, Prompt
 
 NOT_COLUMNS = ("prompt", "completion", "completion_ids")
+GIVEN_TOO = ("completion_ids", "trainer_state", "log_extra", "log_metric")
+"""What a function is given besides prompts, completions and columns."""
 
 
 class Log:
@@ -97,14 +99,25 @@ def bound(spec: str, pairs: Sequence[Pair], state: TrainerState, log: Log) -> Ca
     if any(completion.outcome and completion.outcome.environment for _, completion in pairs):
         arguments["environments"] = [environment_of(completion) for _, completion in pairs]
     arguments |= {"trainer_state": state, "log_extra": log.log_extra, "log_metric": log.log_metric}
+    check_signature(spec, list(arguments))
+    return lambda: function(**arguments)
+
+
+def check_signature(spec: str, names: Sequence[str]) -> None:
+    """Raise NoRewardError where a function does not take arguments of these names."""
     try:
-        inspect.signature(function, follow_wrapped=False).bind(**arguments)
+        inspect.signature(function_of(spec, "reward"), follow_wrapped=False).bind(**dict.fromkeys(names))
     except TypeError as error:
-        given = ", ".join(arguments)
+        given = ", ".join(names)
         raise NoRewardError(f"{named(spec)} {error}: end its arguments with **kwargs; it is given {given}") from error
     except ValueError:  # one of those written in C, which have no signature
         pass
-    return lambda: function(**arguments)
+
+
+def arguments_for(prompts: Sequence[Prompt]) -> list[str]:
+    """Return the names of the arguments that a function is given with completions of these prompts."""
+    columns = dict.fromkeys(name for prompt in prompts for name in prompt.columns if name not in NOT_COLUMNS)
+    return [*(name for name in columns if isinstance(name, str)), "prompts", "completions", *GIVEN_TOO]
 
 
 def scalar(reward: Any) -> Any:

@@ -300,9 +300,12 @@ def reach(urls: Sequence[str], timeout: float) -> None:
 
 def note(urls: Sequence[str]) -> str:
     """Return the line that must be shown before the first request: where the weights go, and with which secret."""
-    secret = (
-        f"with the secret in the environment variable {TOKEN}" if token() else f"without a secret: {TOKEN} is not set"
-    )
+    if token():
+        secret = f"with the secret in the environment variable {TOKEN}"
+    elif all(map(token, urls)):
+        secret = "with the secrets that servers on this machine wrote for their user"
+    else:
+        secret = f"without a secret: {TOKEN} is not set"
     return f"sampler.urls: the weights and the prompts go to {', '.join(urls)}, {secret}"
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pellucid.types import Completion, DataError, Group, Prompt
+from pellucid.types import Completion, DataError, Group, Prompt, UserError
 
 
 def row_seed(seed: str, prompt: Prompt, g: int) -> int:
@@ -20,6 +20,8 @@ def row_seed(seed: str, prompt: Prompt, g: int) -> int:
 def check_lengths(prompt_ids: Sequence[Sequence[int]], longest: int) -> None:
     """DataError for a prompt of more than `longest` tokens."""
     width = max(map(len, prompt_ids))
+    if longest < 1:
+        raise UserError("sampler.max_tokens leaves no room for a prompt in the context of this model: lower it")
     if width > longest:
         raise DataError(
             f"a prompt of {width} tokens leaves no room for the completion: this model's context holds prompts of"

@@ -10,6 +10,7 @@ from typing import Annotated, Literal
 
 from tyro.conf import Positional, arg
 
+from pellucid import recipes
 from pellucid.machine.extras import extra
 from pellucid.machine.imports import uncollected
 from pellucid.machine.plugins import did_you_mean
@@ -74,6 +75,8 @@ class Serve:
             raise UserError(f"serve takes {WORDS}, got {' '.join(self.words) or 'nothing'}")
         if not action and (close := did_you_mean(first, ("start", *IN_THE_BACKGROUND))) and not Path(first).exists():
             raise UserError(f"serve takes {WORDS}, got {first}{close}")
+        if action not in IN_THE_BACKGROUND:
+            recipes.refuse_recipe(self.model, "pellucid train {} makes one; serve takes a run or a model")
         if action in IN_THE_BACKGROUND:
             return IN_THE_BACKGROUND[action](self.folder)
         for library in ("fastapi", "uvicorn"):

@@ -71,6 +71,10 @@ class Study:
 def read(path: Path) -> Study:
     """Return the study in a TOML file. UserError, one line, for mistakes outside the settings of its variants."""
     values = config.read(path)
+    if "variants" not in values and config.SECTIONS.keys() & values.keys():
+        raise UserError(
+            f"{path} is a recipe, and no study: pellucid train {path} trains it; a study names it as its base"
+        )
     for key in values:
         if key not in KEYS:
             raise UserError(f"{path}: {key}: no such key{did_you_mean(key, KEYS)}; there are {', '.join(KEYS)}")

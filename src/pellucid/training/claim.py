@@ -129,6 +129,15 @@ def check_resumable(run_dir: Path) -> None:
         )
 
 
+def note_on_finished(run_dir: Path, changed: changes.Changes, steps: int) -> str:
+    """What is said at once of a run that is resumed with the settings it was finished with; empty for any other."""
+    if changed or not finished(run_dir):
+        return ""
+    done = max((row["step"] for row in records(run_dir / "metrics.jsonl")), default=0)
+    left = "nothing is left to do" if done >= steps else "its minutes are used up"
+    return f"{run_dir} is finished after step {done}: {left}; --algorithm.steps {2 * steps} would take more steps"
+
+
 def check_writable(run_dir: Path) -> None:
     """Raise UserError where the folder cannot be made or written to. Nothing is left behind."""
     place = next(path for path in (run_dir, *run_dir.absolute().parents) if os.path.lexists(path))

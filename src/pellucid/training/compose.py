@@ -115,6 +115,12 @@ def compose(cfg: Config, log: Path | None = None) -> Components:
     objective_of(algorithm.objective)
     if dtype == torch.float16:
         check_float16(cfg, device)
+    if cfg.sampler.name == "vllm":
+        check_vllm(cfg)
+    if cfg.sampler.ahead:
+        check_ahead(cfg)
+    if algorithm.kl_coef and cfg.policy.lora and algorithm.reference_every:
+        raise UserError(BASE_STAYS)
     learner = policy.load(
         cfg.policy.model,
         device,
@@ -131,8 +137,6 @@ def compose(cfg: Config, log: Path | None = None) -> Components:
         engine=cfg.policy.engine,
         narrow=cfg.optimizer.offload and cfg.runtime.engine in ("auto", "ddp"),
     )
-    if algorithm.similarity != "none":
-        check_layer(algorithm.similarity_layer, learner)
     world = world_in(cfg, learner, log)
     examiner = pick_sampler(cfg, learner, world)  # before an engine shards what is tried
     sampler = in_int8(examiner, learner) if cfg.sampler.dtype == "int8" else examiner
@@ -183,12 +187,6 @@ def check_float16(cfg: Config, device: torch.device) -> None:
     hardware.check_float16(device)
 
 
-def check_layer(layer: int, learner: Policy) -> None:
-    layers = learner.model.config.get_text_config().num_hidden_layers
-    if not -layers <= layer + 1 <= layers + 1:
-        raise UserError(f"algorithm.similarity_layer = {layer}: this model has 0, the embedding, to {layers}")
-
-
 def check_4bit(cfg: Config) -> None:
     if cfg.runtime.engine in ("fsdp2", "deepspeed"):
         raise UserError(
@@ -219,8 +217,6 @@ def graded(task: Task, cfg: RewardConfig, log: Path | None = None) -> Task:
 
 def load_reference(cfg: Config, learner: Policy) -> Policy | AdapterOff:
     if cfg.policy.lora:
-        if cfg.algorithm.reference_every:
-            raise UserError(BASE_STAYS)
         return AdapterOff(learner)
     device = learner.device if cfg.policy.reference == "auto" else hardware.pick_device(cfg.policy.reference)
     return policy.load_frozen(

@@ -36,14 +36,17 @@ def examine(cfg: Config, model: str, access: Access, show: int, output: Path | N
         access = access._replace(revision="")  # it is that of the base which the folder's model was trained from
     for note in filter(None, (access.note(model), *preflight.notes_on_others(cfg))):
         print(f"! {note}", flush=True)
+    task = with_split(cfg.task, "test")
+    prompts = held_out(task, cfg.evaluate.n)
+    preflight.check_rewards(cfg, prompts)
     frozen = policy.load_frozen(
         model, device, dtype, cfg.sampler.temperature, cfg.policy.engine, template_of(cfg), access
     )
     bad_rows.check(cfg, frozen.tokenizer, frozen.context_length, frozen.vocabulary, ("test",))
-    task = graded(with_split(cfg.task, "test"), cfg.reward)
+    prompts = held_out(task, cfg.evaluate.n)  # without the bad rows, if these are to be skipped
+    task = graded(task, cfg.reward)
     world = world_in(cfg, frozen)
     sampler, sampling = pick_sampler(cfg, frozen, world), evaluation_sampling(cfg)
-    prompts = held_out(task, cfg.evaluate.n)
     sampler.sync(frozen, 0)
     trained = progress_of(cfg, cfg.algorithm.steps)
     evaluation, groups, best = evaluate(
@@ -62,6 +65,7 @@ def examine(cfg: Config, model: str, access: Access, show: int, output: Path | N
         disk.write_whole(output, "".join(map(json_line, answers)))
         print(f"answers {output}")
     preflight.refuse_failing([*best, *groups])
+    preflight.refuse_none([*best, *groups])
     rich.print(accuracy_table(model, evaluation))
     return 0
 

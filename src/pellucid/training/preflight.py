@@ -6,6 +6,7 @@ from collections.abc import Collection, Iterator, Sequence
 from math import nan
 from pathlib import Path
 from statistics import fmean
+from typing import Any
 
 import rich
 from rich.markup import escape
@@ -18,8 +19,9 @@ from pellucid.doctor import memory
 from pellucid.machine import hardware
 from pellucid.machine.extras import extra
 from pellucid.machine.harmless import harmless
+from pellucid.models.family import longest
 from pellucid.policy import quantized
-from pellucid.policy.model import has_own_code
+from pellucid.policy.model import check_targets, has_own_code
 from pellucid.policy.policy import Policy
 from pellucid.policy.quantized import numbers
 from pellucid.protocols import with_split
@@ -29,14 +31,18 @@ from pellucid.reporting.console import failing, first_error, first_line
 from pellucid.reporting.conversations import counts, events_of, turns_of, without_middle
 from pellucid.reporting.measures import FEWEST, TOO_FEW
 from pellucid.reporting.metrics import all_failed, failed_shares, predicted_dead_share
+from pellucid.rewards.functions import arguments_for, check_signature
+from pellucid.rewards.graded import grading
 from pellucid.rewards.graders import notes_on
+from pellucid.rewards.plain import NoRewardError
+from pellucid.rewards.terms import is_function, terms_of
 from pellucid.samplers import remote, vllm_engine
 from pellucid.tasks.prefixed import Prefixed
 from pellucid.tasks.wrappers import innermost, layers
 from pellucid.training import bad_rows, room
 from pellucid.training.claim import first_process
 from pellucid.training.evaluate import estimate, held_out, if_enough
-from pellucid.types import Completion, Group, NotBegunError, Reward, UserError, state_correctness
+from pellucid.types import Completion, Group, NotBegunError, Prompt, Reward, UserError, state_correctness
 
 MANY_CUT_OFF = 0.1
 """From which share of the samples on a line says that they were cut off."""
@@ -65,11 +71,24 @@ def check(cfg: Config, run_dir: Path) -> None:
         remote.reach(cfg.sampler.urls, cfg.sampler.timeout)
     elif cfg.sampler.name == "vllm":
         vllm_engine.check_library()
-    bad_rows.check_settings(cfg)
-    with_split(cfg.task, "train").sample(0, cfg.algorithm.prompts_per_step)
+    model = described(cfg)
+    if model:
+        check_model(cfg, model)
+        bad_rows.check_settings(cfg, model.config)
+    prompts = with_split(cfg.task, "train").sample(0, cfg.algorithm.prompts_per_step)
+    check_rewards(cfg, prompts)
     if cfg.evaluate.every:
         held_out(with_split(cfg.task, "test"), cfg.evaluate.n)
-    check_room(cfg, run_dir)
+    if model:
+        check_room(cfg, model, run_dir)
+
+
+def described(cfg: Config) -> memory.Model | None:
+    """Return the facts of the model of a run; None where it cannot be found, of which loading it says more."""
+    try:
+        return memory.of_policy(cfg.policy)
+    except UserError:
+        return None
 
 
 def notes_on_others(cfg: Config) -> list[str]:
@@ -77,12 +96,39 @@ def notes_on_others(cfg: Config) -> list[str]:
     return [*notes_on(cfg.task), *([remote.note(cfg.sampler.urls)] if cfg.sampler.urls else [])]
 
 
-def check_room(cfg: Config, run_dir: Path) -> None:
+def check_rewards(cfg: Config, prompts: Sequence[Prompt]) -> None:
+    """Raise UserError for a reward function that does not take what it will be given."""
+    for term in terms_of(grading(cfg.task)):
+        if is_function(term.name):
+            try:
+                check_signature(term.name, arguments_for(prompts))
+            except NoRewardError as error:
+                raise UserError(f"reward {error}") from error
+
+
+def check_model(cfg: Config, model: memory.Model) -> None:
+    """Raise UserError where the configuration of the model shows that it cannot do what the settings ask."""
+    text = model.config.get_text_config()
+    if cfg.sampler.max_tokens >= longest(text):
+        raise UserError(
+            f"sampler.max_tokens = {cfg.sampler.max_tokens} leaves no room for a prompt: {cfg.policy.model} has a"
+            f" context of {longest(text)} tokens"
+        )
+    if cfg.algorithm.similarity != "none":
+        check_layer(cfg.algorithm.similarity_layer, text)
+    if cfg.policy.lora_targets:
+        check_targets(memory.without_weights(cfg.policy.model, cfg.policy.access)[1], cfg.policy.lora_targets)
+
+
+def check_layer(layer: int, text: Any) -> None:
+    """Raise UserError for a layer that a model of this configuration does not have."""
+    layers = getattr(text, "num_hidden_layers", None)
+    if layers is not None and not -layers <= layer + 1 <= layers + 1:
+        raise UserError(f"algorithm.similarity_layer = {layer}: this model has 0, the embedding, to {layers}")
+
+
+def check_room(cfg: Config, model: memory.Model, run_dir: Path) -> None:
     """Raise UserError where the disk has no room for the model and its checkpoints, one more than are kept."""
-    try:
-        model = memory.of_policy(cfg.policy)
-    except UserError:  # loading it says more
-        return
     needs = room.of_run(cfg, model, run_dir)
     if needs.needed > needs.free:
         checkpoints = counted(needs.at_once, "checkpoint")
@@ -187,9 +233,19 @@ def stretches(completion: Completion) -> Iterator[tuple[tuple[int, ...], bool]]:
 
 def refuse_failing(groups: Sequence[Group]) -> None:
     """Raise NotBegunError where every reward of the first look failed: there is nothing to learn from."""
-    if all_failed(groups):
+    if all_failed(groups) and first_error(groups):
         n = sum(len(group.rewards) for group in groups)
         raise NotBegunError(f"every reward of the first {n} samples failed, the first with {first_error(groups)}")
+
+
+def refuse_none(groups: Sequence[Group]) -> None:
+    """Raise NotBegunError where every reward of the first look is None: there is nothing to learn from."""
+    rewards = [reward for group in groups for reward in group.rewards]
+    if rewards and not any(reward.applies for reward in rewards):
+        raise NotBegunError(
+            f"every reward of the first {counted(len(rewards), 'sample')} is None: no reward applies to these rows, and"
+            " nothing can be learned from them; return a number, or name a reward for them in task.rewards"
+        )
 
 
 def show_signal(groups: Sequence[Group], cfg: Config, ends: Collection[int]) -> None:

@@ -36,6 +36,7 @@ from pellucid.training.microscope import recorded
 from pellucid.training.snapshot import restore, save, save_model
 from pellucid.types import DataError, Evaluation, Group, UserError
 
+NO_REWARD = "None: no reward applies to its rows"
 FEW = 8
 """How many answers, at least, are graded before all others, to see that rewards work."""
 
@@ -179,7 +180,7 @@ class Course:
             last, due = is_last(cfg, parts), is_due(cfg, parts)
             saving = cfg.checkpoint.every > 0 and (last or step % cfg.checkpoint.every == 0)
             # A supervisor waits seconds between its request and its kill: first what must not be lost.
-            parts.failures = [*parts.failures, first_error(groups)] if all_failed(groups) else []
+            parts.failures = [*parts.failures, first_error(groups) or NO_REWARD] if all_failed(groups) else []
             stop = parts.runtime.any(bool(self.requests)) or hopeless(cfg, parts)
             if saving or stop:
                 self._save(parts)
@@ -324,6 +325,7 @@ def look_first(cfg: Config, parts: Components) -> Evaluation | None:
         prompts = parts.runtime.shard(parts.task.sample(0, cfg.algorithm.prompts_per_step))
         groups = parts.runtime.gather(sample_and_grade(parts.task, parts.sampler, prompts, sampling, progress))
     preflight.refuse_failing(groups)
+    preflight.refuse_none(groups)
     if parts.runtime.main:
         with loggers.only_shown("the first exchange"):
             preflight.show_exchange(parts.policy, groups[0])
