@@ -65,19 +65,26 @@ def check(cfg: Config, run_dir: Path) -> None:
         remote.reach(cfg.sampler.urls, cfg.sampler.timeout)
     elif cfg.sampler.name == "vllm":
         vllm_engine.check_library()
-    bad_rows.check_settings(cfg)
+    model = described(cfg)
+    if model:
+        bad_rows.check_settings(cfg, model.config)
     with_split(cfg.task, "train").sample(0, cfg.algorithm.prompts_per_step)
     if cfg.evaluate.every:
         held_out(with_split(cfg.task, "test"), cfg.evaluate.n)
-    check_room(cfg, run_dir)
+    if model:
+        check_room(cfg, run_dir, model)
 
 
-def check_room(cfg: Config, run_dir: Path) -> None:
-    """Raise UserError where the disk has no room for the model and its checkpoints, one more than are kept."""
+def described(cfg: Config) -> memory.Model | None:
+    """Return the facts of the model of a run; None where it cannot be found, of which loading it says more."""
     try:
-        model = memory.of_policy(cfg.policy)
-    except UserError:  # loading it says more
-        return
+        return memory.of_policy(cfg.policy)
+    except UserError:
+        return None
+
+
+def check_room(cfg: Config, run_dir: Path, model: memory.Model) -> None:
+    """Raise UserError where the disk has no room for the model and its checkpoints, one more than are kept."""
     needs = room.of_run(cfg, model, run_dir)
     if needs.needed > needs.free:
         checkpoints = counted(needs.at_once, "checkpoint")
