@@ -196,7 +196,24 @@ def test_the_last_checkpoint_is_exported_as_the_run_would_save_it(recipe, tmp_pa
     assert str(tmp_path / "run" / "exported") in capsys.readouterr().out
 
 
-def test_rows_in_memory_may_be_mended_after_a_run_that_they_ended(tmp_path, model):
+def test_rows_in_memory_may_be_others_where_they_have_ended_the_run(tmp_path, model):
+    rows = [{"question": q, "answer": "1"} for q in good()]
+    settings = {"model": str(model), "max_tokens": 10, "prompts_per_step": 4, "group_size": 4, "evaluate_every": 0}
+    folder, others = tmp_path / "run", [*rows, {"question": "9+9?", "answer": "1"}]
+    for step in pellucid.train(data=rows, run=folder, steps=4, **settings):
+        if step.step == 2:
+            break
+    with pytest.raises(pellucid.UserError, match="data is not what"):
+        pellucid.train(data=others, resume=folder)
+    (folder / "bad_data.txt").write_text("as of a run that its data has ended")
+    assert pellucid.train(data=others, resume=folder).finish().finished
+    assert len(records(folder / "data.jsonl")) == 13
+    assert not (folder / "bad_data.txt").exists()
+    with pytest.raises(pellucid.UserError, match="data is not what"):
+        pellucid.train(data=rows, resume=folder, steps=5)
+
+
+def test_bad_rows_in_memory_are_named_and_skipped_on_request(tmp_path, model):
     rows = [{"question": q, "answer": "1"} for q in [*good(), "e"]]
     settings = {"model": str(model), "max_tokens": 10, "prompts_per_step": 4, "group_size": 4, "evaluate_every": 0}
     begun = pellucid.train(data=rows, run=tmp_path / "run", steps=2, **settings)

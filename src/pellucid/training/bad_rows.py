@@ -11,11 +11,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
-from transformers import PreTrainedTokenizerBase
+from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 from pellucid import __version__
 from pellucid.config import Config
-from pellucid.doctor import memory
 from pellucid.machine import disk
 from pellucid.models.family import longest
 from pellucid.policy import pretrained
@@ -46,13 +45,13 @@ class Limits(NamedTuple):
     """The number of tokens that the model has embeddings of."""
 
 
-def check_settings(cfg: Config) -> None:
+def check_settings(cfg: Config, config: PreTrainedConfig) -> None:
     """Check the prompts of both splits against the tokenizer and the configuration of the policy, without its weights.
 
-    DataError for bad rows that are not to be skipped. A model that cannot be found is left to whoever loads it.
+    DataError for bad rows that are not to be skipped. A tokenizer that cannot be found is left to whoever loads it.
     """
+    config = config.get_text_config()
     try:
-        config = memory.of_policy(cfg.policy).config.get_text_config()
         words = pretrained.tokenizer(cfg.policy.model, cfg.policy.access)
     except UserError:
         return
