@@ -109,9 +109,8 @@ def plan(cfg: Config) -> int:
         print(f"\nUnknown is what {model.config.model_type} needs that depends on its layers ({reason}).")
     print(
         f"\nEngines are those of runtime.engine, ZeRO that of deepspeed with its runtime.zero_stage; offload is"
-        f" optimizer.offload.\nBefore it is sharded, a model is whole in fp32: the peak is at least that. Parts that are not"
-        f" there at the same time do not add up to it."
-        f" {sampling(model, cfg)}"
+        f" optimizer.offload.\nBefore it is sharded, a model is whole in fp32: the peak is at least that."
+        f" Parts that are not there at the same time do not add up to it. {sampling(model, cfg)}"
     )
     return 0
 

@@ -75,7 +75,8 @@ def from_name(
 
 
 def parts(model: Model, cfg: Config, processes: int = 1) -> dict[str, float | None]:
-    """GB on each of `processes` devices by part; None where they are unknown. Weights, gradients and optimizer are exact.
+    """GB on each of `processes` devices by part; None where they are unknown. Those of weights, gradients and optimizer
+    are exact.
 
     With ddp fp32 masters and a copy in the compute dtype in every process; with fsdp2 and deepspeed shared out. Not all
     are there at the same time: `peak` says how much is.
