@@ -122,12 +122,14 @@ def plan(cfg: Config) -> int:
             ways = [by_engine] if in_4bit else [by_engine, away]
             peaks = [memory.shown(model, settings, devices) for settings in ways]
             print(line([str(devices), name, *map(memory.gb, parts), *peaks]))
+    if note := memory.on_checkpointing(model, cfg):
+        print(f"\nOn one device, {note}.")
     if reason := memory.unlike(model.config):
         print(f"\nUnknown is what {model.config.model_type} needs that depends on its layers ({reason}).")
     print(
         f"\nEngines are those of runtime.engine, ZeRO that of deepspeed with its runtime.zero_stage; offload is"
         f" optimizer.offload.\nBefore it is sharded, a model is whole in fp32: the peak is at least that."
-        f" {sampling(model, cfg)}\n\n{verdict(model, cfg)}"
+        f" Parts that are not there at the same time do not add up to it. {sampling(model, cfg)}\n\n{verdict(model, cfg)}"
     )
     return 0
 

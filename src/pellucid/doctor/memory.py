@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -11,8 +12,9 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from pellucid.config import Config
 from pellucid.machine.hardware import pick_device
 from pellucid.models.family import fallback_reason
+from pellucid.models.lines import HEADS
 from pellucid.policy.access import USUAL, Access
-from pellucid.policy.logprobs import MANY
+from pellucid.policy.logprobs import FEW, MANY
 from pellucid.policy.model import has_own_code
 from pellucid.policy.pretrained import by, explained, locate, refuse
 from pellucid.rewards.graders import models_of
@@ -26,6 +28,8 @@ FOUR_BITS = 0.5 + 1 / 64 + 4 / (64 * 256)
 """Bytes of a 4-bit number, with its share of a block's scale and of the scale of 256 such."""
 LIBRARIES = 0.6
 """GB that code and libraries take."""
+WORTH_IT = 0.02
+"""The least share of the peak for which gradient checkpointing, which costs time, is recommended."""
 ENGINE = 1.0
 """GB that vLLM takes besides weights and cache, for its code and what it computes; as it was on a CPU."""
 
@@ -76,10 +80,11 @@ def from_name(
 
 
 def parts(model: Model, cfg: Config, processes: int = 1) -> dict[str, float | None]:
-    """GB on each of `processes` devices at the peak, in the update; None where they are unknown. Weights, gradients and
-    optimizer are exact.
+    """GB on each of `processes` devices by part; None where they are unknown. Those of weights, gradients and optimizer
+    are exact.
 
-    With ddp fp32 masters and a copy in the compute dtype in every process; with fsdp2 and deepspeed shared out.
+    With ddp fp32 masters and a copy in the compute dtype in every process; with fsdp2 and deepspeed shared out. Not all
+    are there at the same time: `peak` says how much is.
     """
     ours = computed_by_us(model, cfg)
     tokens = tokens_of(cfg, processes, shared=ours)
@@ -87,21 +92,95 @@ def parts(model: Model, cfg: Config, processes: int = 1) -> dict[str, float | No
     kept = state(model, cfg, processes) | reward_models(cfg) | sampling_engine(model, cfg)
     return kept | {
         "activations": tokens * activations(model.config, cfg, ours) / 1e9 if counted else None,
-        "logits": 4 * MANY / 1e9,
+        "logits": logits(model, cfg, tokens),
         "libraries": LIBRARIES,
     }
 
 
 def peak(model: Model, cfg: Config, processes: int = 1) -> float:
-    """GB on each device where most is needed: in the update, or where the last whole model is loaded to be sharded.
+    """GB on each device in the phase that needs most. What is unknown is not counted."""
+    return max(phases(model, cfg, processes).values())
 
-    What is unknown is not counted.
+
+def phases(model: Model, cfg: Config, processes: int = 1) -> dict[str, float]:
+    """GB on each device in each phase of a run. What is unknown is not counted.
+
+    In an update of one micro-batch activations are freed as gradients come: the more of both is needed. From the second
+    micro-batch on, gradients of those before stand beside the activations. The microscope's predictions keep the
+    weights before the update and, behind it, how far each has moved.
     """
+    found = parts(model, cfg, processes)
+    steady = together(found) - sum(found[name] or 0.0 for name in ("gradients", "activations", "logits"))
+    gradients, passing = found["gradients"] or 0.0, (found["activations"] or 0.0) + (found["logits"] or 0.0)
+    at_once = max(gradients, passing) if one_backward_pass(cfg, processes) else gradients + passing
+    predicted = bool(cfg.log.tokens and cfg.log.predictions) and pick_device(cfg.policy.device).type == "cpu"
+    copy = 4 * model.trained / 1e9 if predicted else 0.0
+    during = copy if cfg.algorithm.steps >= cfg.log.predictions else 0.0  # before the first step there are no moments
     p = model.parameters / 1e9
     sharded = cfg.runtime.engine in ("fsdp2", "deepspeed")
     start = 4 * p * (1 + has_reference(cfg) / processes) + LIBRARIES if sharded else 0.0
-    start += sum(reward_models(cfg).values())
-    return max(together(parts(model, cfg, processes)), start)
+    return {
+        "start": start + sum(reward_models(cfg).values()),
+        "sampling": steady + (packed(model, cfg) + (cache(model.config, cfg, processes) or 0.0)),
+        "update": steady + at_once + during,
+        "microscope": steady + 2 * copy + (found["logits"] or 0.0) if predicted else 0.0,
+    }
+
+
+def one_backward_pass(cfg: Config, processes: int) -> bool:
+    """Whether an optimizer step has one micro-batch, and its engine keeps no buffers of gradients meanwhile."""
+    a = cfg.algorithm
+    minibatch = a.prompts_per_step * a.group_size // (a.minibatches * processes)
+    return cfg.runtime.engine != "deepspeed" and rows_of(cfg, processes) >= minibatch
+
+
+def packed(model: Model, cfg: Config) -> float:
+    """GB of the matrices as the compiled kernels of sampling read them, beside those of the update."""
+    by_kernels = cfg.sampler.name == "native" and cfg.policy.dtype == "bfloat16" and computed_by_us(model, cfg)
+    return 2 * model.parameters / 1e9 if by_kernels and pick_device(cfg.policy.device).type == "cpu" else 0.0
+
+
+def logits(model: Model, cfg: Config, tokens: float) -> float:
+    """GB of the logits that are held at once, and of the head's gradient before it is added to that of others: in fp32,
+    and in half precision once more as the product that is added up.
+    """
+    config, wide = model.config.get_text_config(), 4 if cfg.policy.dtype == "float32" else 2
+    vocabulary, width = getattr(config, "vocab_size", 0), getattr(config, "hidden_size", 0)
+    read, of_head = tokens * vocabulary, 0.0 if cfg.policy.lora else (4 + wide % 4) * vocabulary * width
+    return (wide * min(read, MANY) + 12 * min(read, FEW) + of_head) / 1e9
+
+
+def saved_by_checkpointing(model: Model, cfg: Config, processes: int = 1) -> float:
+    """GB by which policy.gradient_checkpointing lowers the peak of this run; 0.0 where another phase needs as much."""
+    without, with_it = (
+        peak(model, replace(cfg, policy=replace(cfg.policy, gradient_checkpointing=on)), processes)
+        for on in (False, True)
+    )
+    return without - with_it
+
+
+def on_checkpointing(model: Model, cfg: Config, processes: int = 1) -> str:
+    """What policy.gradient_checkpointing does for the memory of this run, in a sentence; empty where it is unknown."""
+    if unlike(model.config):
+        return ""
+    saved, is_on = saved_by_checkpointing(model, cfg, processes), cfg.policy.gradient_checkpointing
+    without = peak(model, replace(cfg, policy=replace(cfg.policy, gradient_checkpointing=False)), processes)
+    if saved < WORTH_IT * without:
+        mend = ": leave it out, the update is a third faster" if is_on else ""
+        return f"policy.gradient_checkpointing saves less than {WORTH_IT:.0%} of the memory here{mend}"
+    return f"policy.gradient_checkpointing {'saves' if is_on else 'would save'} {saved:.1f} of {without:.1f} GB"
+
+
+def remedy(model: Model, cfg: Config, processes: int = 1) -> str:
+    """What a run can change whose memory runs out with one row in a forward pass."""
+    one = replace(cfg, algorithm=replace(cfg.algorithm, micro_batch=1))
+    remedies = ["set a lower sampler.max_tokens"]
+    if not cfg.policy.gradient_checkpointing and not unlike(model.config):
+        without = peak(model, one, processes)
+        saved = saved_by_checkpointing(model, one, processes)
+        if saved >= WORTH_IT * without:
+            remedies.insert(0, f"set policy.gradient_checkpointing, which saves {saved:.1f} of {without:.1f} GB")
+    return ", or ".join(remedies)
 
 
 def together(counted: Mapping[str, float | None]) -> float:
@@ -271,12 +350,14 @@ def activations(config: Any, cfg: Config, ours: bool) -> float:
 
 def bytes_a_token(config: Any, wide: int) -> int:
     """Bytes that one layer keeps of one token: the residual stream twice in fp32, and in `wide` bytes what its matrices
-    and its attention read. Prompt's keys and values stand once more beside those of each response.
+    and its attention read. Attention by operators pads rows, and there a prompt's keys and values stand once more
+    beside those of each response; attention in one call, in half precision, keeps what the heads have read instead.
     """
     heads, key_heads, size = heads_of(config)
     inner = getattr(config, "intermediate_size", None) or 4 * config.hidden_size
     normed, projected, turned = 2 * config.hidden_size, (heads + 2 * key_heads) * size, (heads + key_heads) * size
-    attention = projected + turned + (2 * heads + 4 * key_heads) * size
+    padded = (2 * heads + 4 * key_heads) * size
+    attention = projected + turned + (heads * size if wide == 2 and size in HEADS else padded)
     return 8 * config.hidden_size + wide * (normed + attention + 3 * inner)
 
 

@@ -58,6 +58,7 @@ class Runtime:
     ) -> None:
         self.cfg, self.total, self.updates = optimizer, total, 0
         self.micro_batch = 0  # the most rows at once since memory ran out; 0 where it never has
+        self.remedy = "set a lower sampler.max_tokens"  # where memory runs out with one row
         self.policy, self.device = policy, policy.device
         joined(policy.device, cfg.timeout)
         accelerator = Accelerator(cpu=policy.device.type == "cpu", device_placement=False)
@@ -119,10 +120,7 @@ class Runtime:
     def halved(self, rows: int) -> int:
         ran_out = f"memory ran out with {rows} rows in a forward pass"
         if rows == 1:
-            raise UserError(
-                "memory ran out with one row in a forward pass: "
-                "set policy.gradient_checkpointing, or a lower sampler.max_tokens"
-            )
+            raise UserError(f"memory ran out with one row in a forward pass: {self.remedy}")
         if self.world > 1 or not self.engine.again():
             raise UserError(f"{ran_out}: go on with --resume and --algorithm.micro_batch {rows // 2}")
         print(f"! {ran_out}: {rows // 2} from now on, as of algorithm.micro_batch = {rows // 2}", flush=True)

@@ -148,6 +148,7 @@ def show_plan(cfg: Config, model: memory.Model, fallback: str, world: int, run_d
     completions = a.prompts_per_step * a.group_size
     reason = memory.unlike(model.config)
     expected, here = memory.peak(model, cfg, world), hardware.device_gb(device)
+    note = memory.on_checkpointing(model, cfg, world)
     table = Table.grid(padding=(0, 2))
     for name, value in {
         "model": f"{cfg.policy.model}: {model.parameters / 1e6:.1f} M parameters, {model.trained / 1e6:.1f} M trained",
@@ -162,7 +163,8 @@ def show_plan(cfg: Config, model: memory.Model, fallback: str, world: int, run_d
         "memory": ("at least" if reason else "about")
         + f" {expected:.1f} GB expected"
         + (f", activations unknown ({reason})" if reason else "")
-        + (f" of {here:.0f} GB: pellucid doctor --plan says what would fit" if expected > here else ""),
+        + (f" of {here:.0f} GB: pellucid doctor --plan says what would fit" if expected > here else "")
+        + (f"; {note}" if note and (expected > here or cfg.policy.gradient_checkpointing) else ""),
         **{name: f"{gb:.1f} GB of it" for name, gb in memory.reward_models(cfg).items()},
         "disk": room.of_run(cfg, model, run_dir).described(cfg.checkpoint.every > 0),
     }.items():

@@ -15,6 +15,7 @@ from pellucid.algorithm import ahead, grpo
 from pellucid.algorithm.diagnostics import Watch
 from pellucid.algorithm.grpo import StepResult
 from pellucid.config import Config
+from pellucid.doctor import memory
 from pellucid.doctor.profile import profiled
 from pellucid.machine import hardware
 from pellucid.machine.copies import end_copy
@@ -147,6 +148,7 @@ class Course:
         set_seed(self.cfg.algorithm.seed)  # adapters start at random
         parts = compose(self.cfg, self.run_dir / "rewards.log")
         until_the_end.callback(parts.close)
+        parts.runtime.remedy = memory.remedy(preflight.count(parts.policy), self.cfg, parts.runtime.world)
         self.policy = parts.policy
         return parts
 
