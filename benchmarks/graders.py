@@ -270,7 +270,7 @@ def compare_on_completions(every: bool) -> None:
 
 
 def measure_time(turns: int = 3) -> None:
-    """Print the median and the maximum CPU time of a verdict: of the fastest of several turns, each with empty caches."""
+    """Print median and maximum CPU time of a verdict: the fastest of several turns, each with empty caches."""
     table = rows()
     for row in table:
         math(row.completion, row.gold)
