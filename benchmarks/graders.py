@@ -2,7 +2,7 @@
 
 python benchmarks/graders.py                      # the table of pairs, forms of GSM8K's answers, and real completions
 python benchmarks/graders.py --disagreements      # also every pair and completion on which two graders disagree
-python benchmarks/graders.py --time               # milliseconds of a verdict on the table
+python benchmarks/graders.py --time               # CPU milliseconds of a verdict on the table
 
 Run this file with the `src` of another commit first in PYTHONPATH to compare commits. The completions are greedy
 answers of Qwen2.5-Coder-0.5B-Instruct (4-bit, Apache-2.0) to questions of GSM8K's test file (MIT), up to 256 tokens.
@@ -270,7 +270,7 @@ def compare_on_completions(every: bool) -> None:
 
 
 def measure_time(turns: int = 3) -> None:
-    """Print the median and the maximum over the table of the fastest of several turns, with empty caches in each."""
+    """Print median and maximum CPU time of a verdict: the fastest of several turns, each with empty caches."""
     table = rows()
     for row in table:
         math(row.completion, row.gold)
@@ -279,9 +279,9 @@ def measure_time(turns: int = 3) -> None:
         for i, row in enumerate(table):
             for cache in (formulas.parsed, latex.written):
                 cache.cache_clear()
-            start = time.perf_counter()
+            start = time.process_time()
             math(row.completion, row.gold)
-            best[i] = min(best[i], time.perf_counter() - start)
+            best[i] = min(best[i], time.process_time() - start)
     slowest = max(range(len(table)), key=best.__getitem__)
     print(
         f"{len(table)} pairs: median {1e3 * statistics.median(best):.2f} ms, maximum {1e3 * best[slowest]:.0f} ms, ",
