@@ -142,6 +142,7 @@ def dump(config: Config) -> dict[str, Any]:
 
 def read(path: Path) -> dict[str, Any]:
     """Return the settings that stand in a TOML file or in a run's config.json. UserError for an unreadable file."""
+    text = ""
     try:
         text = path.read_text(encoding="utf-8-sig")  # Windows' editors put a mark of the encoding before it
         if path.suffix == ".json":

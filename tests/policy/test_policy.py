@@ -275,7 +275,7 @@ def test_a_prompt_of_no_token_is_refused_wherever_it_comes_from():
     """Its response was predicted from where the prompt before it ends."""
     policy = make_policy()
     for prompt in (Prompt("train/7/0", ""), Prompt("train/7/0", "", prefix="1 + 1 =")):
-        with pytest.raises(UserError, match="prompt train/7/0 is empty"):
+        with pytest.raises(UserError, match="prompt train/7/0: it is empty"):
             policy.encode(prompt)
     answers = (Completion((1, EOS), (-1.0, -1.0), "", True),) * 2
     groups = [Group(Prompt("a", "a"), (1, 2, 3), answers), Group(Prompt("b", ""), (), answers)]
