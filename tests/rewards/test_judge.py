@@ -780,7 +780,7 @@ def test_a_key_in_a_recipe_is_refused_and_not_told(tmp_path):
 
 
 def test_without_a_key_where_one_is_needed_nothing_begins(monkeypatch):
-    monkeypatch.delenv("NO_SUCH_KEY")
+    monkeypatch.delenv("NO_SUCH_KEY", raising=False)
     with pytest.raises(UserError, match="needs a key: put it into the environment variable NO_SUCH_KEY"):
         Judge(settings("https://judge.example/v1", key="NO_SUCH_KEY"), None)
 
