@@ -191,8 +191,8 @@ from pellucid.types import UserError
 if __name__ == "__main__":
     run = pellucid.train(
         model=sys.argv[1], run=sys.argv[2], data=[dict(question=f"{a}+1=", answer=str(a + 1)) for a in range(9)],
-        reward=f"{os.path.dirname(__file__)}/rewards.py:digits", steps=4, prompts_per_step=2, group_size=4, max_tokens=8,
-        evaluate_every=0, dtype="float32", lr=1e-3,
+        reward=f"{os.path.dirname(__file__)}/rewards.py:digits", steps=4, prompts_per_step=2, group_size=4,
+        max_tokens=8, evaluate_every=0, dtype="float32", lr=1e-3,
     )
     owner, ended = os.getpid(), []
     try:
