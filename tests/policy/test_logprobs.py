@@ -202,7 +202,7 @@ def test_however_the_chunks_fall_they_give_what_the_whole_gives(tokens, vocabula
 
 @pytest.mark.parametrize("trained", [True, False])
 def test_a_frozen_head_costs_no_gradient_of_its_own(inputs, trained):
-    """As that of a base with an adapter: logits forward and again backward, the gradient of hidden states, and its own."""
+    """As that of a base with an adapter: logits twice, the gradient of hidden states, and that of a trained head."""
     hidden, weight, tokens = inputs
     weight.requires_grad_(trained)
     with FlopCounterMode(display=False) as counted:
