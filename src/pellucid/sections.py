@@ -47,7 +47,8 @@ class PolicyConfig:
     """auto: our own decoder for the Llama family (Llama, Mistral, Qwen2, Qwen3), transformers for all others. compiled:
     its update by torch.compile, for long runs; needs a C++ compiler."""
     gradient_checkpointing: bool = False
-    """Recompute activations in the backward pass: less memory, a third more time."""
+    """Recompute activations in the backward pass: less memory where answers are long, and more time. `pellucid doctor
+    --plan RECIPE` says what it saves for a run."""
 
     def __post_init__(self) -> None:
         for name in ("lora", "lora_alpha"):

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import io
 import re
+from contextlib import redirect_stderr
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -29,9 +31,11 @@ from pellucid.config import Config, PolicyConfig, SamplerConfig
 from pellucid.doctor import memory
 from pellucid.machine import hardware
 from pellucid.models import lines
+from pellucid.policy.policy import Policy
 from pellucid.runtimes.settings import RuntimeConfig
 from pellucid.sections import LogConfig
 from pellucid.types import Completion, Group, Prompt
+from runs import answered
 
 GIB = 2**30 / 1e9
 
@@ -374,3 +378,15 @@ def test_checkpointing_is_not_recommended_where_it_saves_nothing(tmp_path, capsy
         cli.main(["doctor", "--plan", str(recipe), "--sampler.max-tokens", "8", "--policy.dtype", "bfloat16"])
     said = " ".join(capsys.readouterr().out.split())
     assert "policy.gradient_checkpointing saves less than 2% of the memory here: leave it out" in said
+
+
+def test_a_run_whose_memory_runs_out_is_not_told_to_checkpoint_where_that_saves_nothing(recipe, tmp_path, monkeypatch):
+    def full(*_):
+        raise MemoryError("cannot allocate memory")
+
+    monkeypatch.setattr(Policy, "score", full)
+    said = io.StringIO()
+    with redirect_stderr(said):
+        assert answered("train", recipe, "--run", tmp_path / "run", "--evaluate.every", 0) == 2
+    [line] = [line for line in said.getvalue().splitlines() if line.startswith("pellucid: ")]
+    assert line == "pellucid: memory ran out with one row in a forward pass: set a lower sampler.max_tokens"

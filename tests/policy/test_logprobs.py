@@ -7,6 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import settings as examples
 from hypothesis import strategies as st
+from torch.utils.flop_counter import FlopCounterMode
 
 from pellucid.policy import head, logprobs
 from pellucid.policy.head import Head
@@ -197,3 +198,15 @@ def test_however_the_chunks_fall_they_give_what_the_whole_gives(tokens, vocabula
     gradients = torch.autograd.grad(sum(x.sum() for x in theirs), (hidden, weight))
     for one, other in zip((*ours, *mine), (*theirs, *gradients), strict=True):
         torch.testing.assert_close(one, other, rtol=0, atol=1e-11)
+
+
+@pytest.mark.parametrize("trained", [True, False])
+def test_a_frozen_head_costs_no_gradient_of_its_own(inputs, trained):
+    """As that of a base with an adapter: logits twice, the gradient of hidden states, and that of a trained head."""
+    hidden, weight, tokens = inputs
+    weight.requires_grad_(trained)
+    with FlopCounterMode(display=False) as counted:
+        token_logprobs(hidden, Head(weight, weight), tokens)[0].sum().backward()
+    products = counted.get_flop_counts()["Global"][torch.ops.aten.mm] / (2 * 13 * 29 * 8)
+    assert products == 3 + trained
+    assert (weight.grad is not None) == trained

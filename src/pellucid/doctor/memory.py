@@ -166,7 +166,7 @@ def on_checkpointing(model: Model, cfg: Config, processes: int = 1) -> str:
     saved, is_on = saved_by_checkpointing(model, cfg, processes), cfg.policy.gradient_checkpointing
     without = peak(model, replace(cfg, policy=replace(cfg.policy, gradient_checkpointing=False)), processes)
     if saved < WORTH_IT * without:
-        mend = ": leave it out, the update is a third faster" if is_on else ""
+        mend = ": leave it out, it costs time" if is_on else ""
         return f"policy.gradient_checkpointing saves less than {WORTH_IT:.0%} of the memory here{mend}"
     return f"policy.gradient_checkpointing {'saves' if is_on else 'would save'} {saved:.1f} of {without:.1f} GB"
 

@@ -161,12 +161,13 @@ class TokenLogprobs(torch.autograd.Function):
             of_logits = products.to(weight.dtype)
             del products
             of_hidden[many] = of_inputs(of_logits, weight)
-            of_weight = sums_over_tokens(of_logits, hidden[many], wide, of_weight)
+            if ctx.needs_input_grad[1]:  # the head of a base with an adapter is frozen
+                of_weight = sums_over_tokens(of_logits, hidden[many], wide, of_weight)
             if of_bias is not None:
                 of_bias += of_logits.sum(0, dtype=wide)
             del of_logits  # there is room for one such part, not for two
-        assert of_weight is not None, "split gives at least one part"
-        return of_hidden, of_weight.to(ctx.master), None if of_bias is None else of_bias.to(weight.dtype), None, None
+        of_master = None if of_weight is None else of_weight.to(ctx.master)
+        return of_hidden, of_master, None if of_bias is None else of_bias.to(weight.dtype), None, None
 
 
 def _room(weight: Tensor, tokens: int) -> int:
