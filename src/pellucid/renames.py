@@ -6,6 +6,8 @@ import sys
 from collections.abc import Mapping
 from typing import Any
 
+from pellucid.machine.harmless import harmless
+
 KEYS = {("algorithm", "min_spread"): "min_reward_range"}
 VALUES = {
     ("algorithm", "objective"): {
@@ -98,4 +100,4 @@ def shown(value: Any) -> str:
 
 
 def tell(source: str, old: str, new: str) -> None:
-    print(f"{source}: {old} is now called {new}", file=sys.stderr)
+    print(harmless(f"{source}: {old} is now called {new}"), file=sys.stderr)

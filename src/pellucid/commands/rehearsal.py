@@ -38,7 +38,7 @@ def show(cfg: Config, run_dir: Path) -> int:
     prompt = next(iter(with_split(cfg.task, "train").sample(0, 1)), None)
     if prompt is None:
         raise UserError("the task has no prompt for step 0: its sample(step, n) must return n of them")
-    print(toml(config.dump(cfg)), flush=True)
+    print(harmless(toml(config.dump(cfg))), flush=True)
     preflight.show_plan(cfg, model, memory.why_not_ours(model, cfg), int(os.environ.get("WORLD_SIZE", "1")), run_dir)
     asked = harmless(str(words.decode([*question_ids(words, prompt), *prefix_ids(words, prompt)])))
     rich.print(f"\n[dim]{escape(asked)}[/dim][bold cyan]|[/bold cyan]")

@@ -12,6 +12,7 @@ from threading import Thread
 from pellucid.look import packing
 from pellucid.look.reading import opened
 from pellucid.look.server import Looking
+from pellucid.machine.harmless import harmless
 from pellucid.types import UserError
 
 
@@ -28,9 +29,8 @@ def look(folders: Sequence[Path], port: int, output: Path | None, browse: bool) 
         except FileNotFoundError as error:
             raise UserError(f"{error.filename} went while it was read, as a resume deletes it: look again") from error
         size = output.stat().st_size / 1e6
-        print(
-            f"page     {output}, {size:.1f} MB, works without network" + (f"\n         {left_out}" if left_out else "")
-        )
+        page = f"page     {output}, {size:.1f} MB, works without network"
+        print(harmless(page + (f"\n         {left_out}" if left_out else "")))
         return 0
     with Looking(runs, port) as server, ExitStack() as door:
         print(f"look at {server.url}  (Ctrl-C ends it)", flush=True)

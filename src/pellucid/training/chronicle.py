@@ -9,6 +9,7 @@ import rich
 
 from pellucid.config import Config, dump
 from pellucid.machine import disk
+from pellucid.machine.harmless import harmless
 from pellucid.protocols import Logger
 from pellucid.reporting import boards, loggers, notebook
 from pellucid.reporting.console import before_after, terminal
@@ -30,7 +31,7 @@ def start_folder(run_dir: Path, cfg: Config, step: int, resumed: Changes | None)
     settings, facts = files.recorded(cfg), provenance.facts()
     if resumed is not None:
         facts = changes.history(run_dir, step, resumed, facts)
-        print(changes.shown(run_dir, step, facts), flush=True)
+        print(harmless(changes.shown(run_dir, step, facts)), flush=True)
     disk.write_whole(
         run_dir / "config.json",
         json.dumps({**settings, **facts, "digests": files.digests(settings)}, indent=2) + "\n",
@@ -59,7 +60,7 @@ def screen_of(total_steps: int, first_step: int, run_dir: Path) -> Logger:
 def finish(run_dir: Path, stopped: int, again: str) -> None:
     """Show what a person wants to know about the result, whose failure costs nothing. again: how to go on."""
     if stopped:
-        print(f"stopped after step {stopped}, nothing is lost; go on with: {again}")
+        print(harmless(f"stopped after step {stopped}, nothing is lost; go on with: {again}"))
     with loggers.only_shown("report.html"):
         write_report(run_dir)
     if stopped:
@@ -69,4 +70,4 @@ def finish(run_dir: Path, stopped: int, again: str) -> None:
         if evaluations:
             rich.print(before_after(evaluations[0], evaluations[-1]))
     for what, name in {"model": "model", "report": "report.html", "metrics": "metrics.jsonl"}.items():
-        print(f"{what:8} {run_dir / name}")
+        print(harmless(f"{what:8} {run_dir / name}"))

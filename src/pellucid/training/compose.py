@@ -17,6 +17,7 @@ from pellucid.environments.agent import AgentTalk
 from pellucid.environments.worlds import world_of
 from pellucid.machine import hardware
 from pellucid.machine.extras import extra
+from pellucid.machine.harmless import harmless
 from pellucid.policy import bridge, policy, pretrained
 from pellucid.policy.adapter import BASE_STAYS, AdapterOff
 from pellucid.policy.policy import Policy
@@ -226,7 +227,7 @@ def world_in(cfg: Config, learner: Policy, log: Path | None = None) -> World | N
     else:
         world = world_of(task, cfg.reward, log, here=only_here(task))
     if world and (note := bridge.check(learner.tokenizer, learner.eos_ids)) and first_process():
-        print(f"! {note}", flush=True)
+        print(harmless(f"! {note}"), flush=True)
     return world
 
 
@@ -272,7 +273,7 @@ def pick_sampler(cfg: Config, learner: Policy, world: World | None) -> Native | 
     if isinstance(sampler, Native | VLLM):
         sampler.patient = cfg.policy.deterministic
     if note and first_process():
-        print(f"! {note}", flush=True)
+        print(harmless(f"! {note}"), flush=True)
     return sampler
 
 

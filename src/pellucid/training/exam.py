@@ -11,6 +11,7 @@ import rich
 
 from pellucid.config import Config
 from pellucid.machine import disk, hardware
+from pellucid.machine.harmless import harmless
 from pellucid.policy import policy
 from pellucid.policy.access import Access
 from pellucid.protocols import with_split
@@ -36,7 +37,7 @@ def examine(cfg: Config, model: str, access: Access, show: int, output: Path | N
     if os.path.isdir(model):
         access = access._replace(revision="")  # it is that of the base which the folder's model was trained from
     for note in filter(None, (access.note(model), *notes_on(cfg.task))):
-        print(f"! {note}", flush=True)
+        print(harmless(f"! {note}"), flush=True)
     frozen = policy.load_frozen(
         model, device, dtype, cfg.sampler.temperature, cfg.policy.engine, template_of(cfg), access
     )
@@ -57,9 +58,9 @@ def examine(cfg: Config, model: str, access: Access, show: int, output: Path | N
         output.parent.mkdir(parents=True, exist_ok=True)
         answers = [*said(best, "greedy"), *said(groups, "sample")]
         disk.write_whole(output, "".join(map(json_line, answers)))
-        print(f"answers {output}")
+        print(harmless(f"answers {output}"))
     preflight.refuse_failing([*best, *groups])
-    rich.print(accuracy_table(model, evaluation))
+    rich.print(accuracy_table(harmless(model), evaluation))
     return 0
 
 

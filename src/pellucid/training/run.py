@@ -16,6 +16,7 @@ from pellucid.algorithm.grpo import StepResult
 from pellucid.config import Config
 from pellucid.doctor.profile import profiled
 from pellucid.machine import hardware
+from pellucid.machine.harmless import harmless
 from pellucid.machine.interrupts import INTERRUPTED, StopRequests, stop_requests
 from pellucid.policy.policy import Policy
 from pellucid.protocols import Logger
@@ -147,7 +148,7 @@ class Course:
             log.log(step, metrics, groups)
             heap.after_step()
             for note in watch.notes(metrics) if parts.runtime.main and fresh else []:
-                print(f"! {note}", flush=True)
+                print(harmless(f"! {note}"), flush=True)
             last, due = is_last(cfg, parts), is_due(cfg, parts)
             saving = cfg.checkpoint.every > 0 and (last or step % cfg.checkpoint.every == 0)
             # A supervisor waits seconds between its request and its kill: first what must not be lost.
@@ -193,7 +194,7 @@ def begin(cfg: Config, run_dir: Path, parts: Components, resumed: Changes | None
     if parts.runtime.main:
         start_folder(run_dir, cfg, parts.state.step, resumed)
         for note in notes:
-            print(f"! {note}", flush=True)
+            print(harmless(f"! {note}"), flush=True)
         with loggers.only_shown("the settings"):
             preflight.show_numbers(cfg, parts.policy, parts.runtime.world, run_dir)
     parts.runtime.any(False)  # no process writes there, as rewards do, before it is known to be free
