@@ -19,7 +19,7 @@ from pellucid import cli
 from pellucid.policy import policy
 from pellucid.training import compose, run
 
-TIMED = ("bubble/", "time/", "memory/")
+TIMED = ("time/", "memory/")
 DEEPSPEED = pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="needs deepspeed: make deepspeed")
 
 

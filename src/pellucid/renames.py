@@ -7,6 +7,8 @@ import sys
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from pellucid.machine.harmless import harmless
+
 _SETTING = re.compile(r"\{([a-z0-9_.]+)\}")
 
 KEYS = {("algorithm", "min_spread"): "min_reward_range"}
@@ -400,4 +402,4 @@ def shown(value: Any) -> str:
 
 
 def tell(source: str, old: str, new: str) -> None:
-    print(f"{source}: {old} is now called {new}", file=sys.stderr)
+    print(harmless(f"{source}: {old} is now called {new}"), file=sys.stderr)

@@ -170,11 +170,11 @@ def test_the_shares_in_which_either_side_waits():
     for result in taken[1:3]:
         m = result.metrics
         assert m["time/step"] == pytest.approx(sum(m[f"time/{stage}"] for stage in ("generate", "score", "update")))
-        assert 0.3 < m["bubble/training"] < 0.8
-        assert m["bubble/sampling"] < 0.5
+        assert 0.3 < m["time/bubble_training"] < 0.8
+        assert m["time/bubble_sampling"] < 0.5
         assert m["time/drawn"] > 0.3
-    assert taken[-1].metrics["bubble/sampling"] == 1.0, "nothing is drawn beside the last step"
-    assert taken[-1].metrics["bubble/training"] < 0.2
+    assert taken[-1].metrics["time/bubble_sampling"] == 1.0, "nothing is drawn beside the last step"
+    assert taken[-1].metrics["time/bubble_training"] < 0.2
 
 
 def test_what_fails_beside_ends_the_run():

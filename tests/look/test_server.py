@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import http.client
 import json
+import socket
+from pathlib import Path
 
 import pytest
 
 from looking import looking
 from made_runs import small_run
+from pellucid.look import command
 from pellucid.look import server as serving
 from pellucid.look.reading import Run
 from pellucid.look.server import Looking
@@ -21,9 +24,9 @@ def server(tmp_path_factory):
         yield server
 
 
-def asked(server, path, method="GET", **headers):
+def asked(server, path, method="GET", token=True, **headers):
     connection = http.client.HTTPConnection("127.0.0.1", server.server_port, timeout=10)
-    connection.request(method, path, headers=headers)
+    connection.request(method, f"/{server.url.split('/')[3]}{path}" if token else path, headers=headers)
     answer = connection.getresponse()
     body = answer.read().decode()
     connection.close()
@@ -52,6 +55,44 @@ def test_data_by_its_key(server):
 @pytest.mark.parametrize("path", ["/etc/passwd", "/../config.json", "/data/1/overview", "/data/0/../x", "/data/"])
 def test_there_is_nothing_else(server, path):
     assert asked(server, path)[0].status == 404
+
+
+@pytest.mark.parametrize(
+    "path", ["/", "/data/runs", "/data/0/overview", "/x/data/runs", "//data/runs", "/é/", "x", "*"]
+)
+def test_without_the_token_of_its_address_nothing_is_told(server, path):
+    """Any user of this machine reaches the loopback."""
+    path = path.encode().decode("latin-1")
+    with socket.create_connection(("127.0.0.1", server.server_port), 10) as client:
+        client.sendall(f"GET {path} HTTP/1.0\r\nHost: localhost\r\n\r\n".encode("latin-1"))
+        answer = b"".join(iter(lambda: client.recv(10_000), b""))
+    assert answer.startswith(b"HTTP/1.0 403")
+    assert server.url.split("/")[3].encode() not in answer
+    assert len(answer) < 1000
+
+
+def test_each_server_has_a_token_of_its_own_and_no_command_line_shows_it(server, monkeypatch, tmp_path):
+    with Looking([], 0) as other:
+        assert other.url.split("/")[3] != server.url.split("/")[3]
+        assert len(other.url.split("/")[3]) > 20
+        with command.redirection(other.url) as address:
+            file = Path(address.removeprefix("file://"))
+            assert other.url in file.read_text()
+            assert file.parent.stat().st_mode & 0o077 == 0
+            assert other.url.split("/")[3] not in address
+        assert not file.exists()
+
+
+@pytest.mark.parametrize("sent", [b"", b"GET / HT", b"GET / HTTP/1.1\r\nHost: localhost\r\n"])
+@pytest.mark.parametrize("slowly", [False, True])
+def test_silent_connections_are_closed(server, monkeypatch, sent, slowly):
+    """Whether nothing comes, or a byte now and then."""
+    monkeypatch.setattr(serving.Handler, "timeout", 60.0 if slowly else 0.3)
+    monkeypatch.setattr(serving, "SILENCE", 0.3 if slowly else 60.0)
+    with socket.create_connection(("127.0.0.1", server.server_port), 20) as client:
+        client.sendall(sent)
+        assert client.recv(1000) == b""
+    assert asked(server, "/")[0].status == 200
 
 
 @pytest.mark.parametrize("host", ["evil.example", "evil.example:{port}", "127.0.0.1.evil.example:{port}", ""])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import socket
 import stat
 import threading
 import time
@@ -38,9 +39,14 @@ def hosted(monkeypatch, address="127.0.0.1"):
     def engine(model, *_):
         return Plain(SimpleNamespace(config=model.config, dtype="float32", ends=[EOS]))
 
+    def started(app):
+        servers.append(MAKE(app, grace=0.5))
+        hosted.server = servers[0]
+        return servers[0]
+
     monkeypatch.setattr(sampling, "check_library", lambda: None)
     monkeypatch.setattr(sampling, "Engine", engine)
-    monkeypatch.setattr(connections, "server", lambda app: servers.append(MAKE(app)) or servers[0])
+    monkeypatch.setattr(connections, "server", started)
     with listening(address, 0) as free:
         thread = threading.Thread(target=sampling.host, args=(free, 4, 0.1, "cpu", []))
         thread.start()
@@ -104,3 +110,15 @@ def test_where_it_cannot_be_written_down_it_is_asked_for_in_a_line(monkeypatch, 
     monkeypatch.setattr(sampling, "check_library", lambda: None)
     with listening("127.0.0.1", 0) as free, pytest.raises(UserError, match="set PELLUCID_SAMPLER_TOKEN"):
         sampling.host(free, 4, 0.1, "cpu", [])
+
+
+def test_half_of_the_weights_leave_no_traceback_when_the_server_ends(monkeypatch, caplog):
+    monkeypatch.setenv("PELLUCID_SAMPLER_TOKEN", "open-sesame")
+    with hosted(monkeypatch) as url, socket.create_connection(("127.0.0.1", int(url.rpartition(":")[2])), 20) as client:
+        head = "PUT /weights/a/0/1 HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer open-sesame\r\n"
+        client.sendall(f"{head}Content-Length: 100\r\n\r\n{{".encode())
+        while not [c for c in hosted.server.server_state.connections if c.cycle]:
+            time.sleep(0.01)
+        hosted.server.should_exit = True
+        assert b"503 Service Unavailable" in client.recv(10_000)
+    assert not [record for record in caplog.records if record.exc_info]

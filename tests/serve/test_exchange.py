@@ -367,3 +367,19 @@ def test_what_is_not_in_the_engine_is_told_as_well():
         go_on.set()
         assert b"503 Service Unavailable" in head
         assert json.loads(body)["error"]["message"] == "the service is ending"
+
+
+def test_half_a_body_is_told_in_the_form_of_the_api_and_leaves_no_traceback(caplog):
+    """The log is what stands on the terminal."""
+    with running(grace=0.5) as (served, url):
+        client = connected(url)
+        head = (
+            f"POST {CHAT} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: 100\r\n\r\n"
+        )
+        client.sendall(head.encode() + b"{")
+        wait_until(lambda: request(f"{url}/health")[1]["requests"] >= 2)
+        served.stop()
+        head, _, body = ends(client).partition(b"\r\n\r\n")
+    assert b"503 Service Unavailable" in head
+    assert json.loads(body)["error"]["message"] == "the service is ending"
+    assert not [record for record in caplog.records if record.exc_info]

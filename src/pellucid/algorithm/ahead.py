@@ -76,5 +76,8 @@ def times(clock: Clock, beside: float) -> dict[str, float]:
     beside: how many seconds of the step the next one was drawn.
     """
     laps = {"time/reward": 0.0, **clock.times()}
-    waits = {"bubble/training": laps["time/generate"], "bubble/sampling": max(0.0, laps["time/step"] - beside)}
+    waits = {
+        "time/bubble_training": laps["time/generate"],
+        "time/bubble_sampling": max(0.0, laps["time/step"] - beside),
+    }
     return laps | {name: seconds / laps["time/step"] for name, seconds in waits.items()}

@@ -9,6 +9,7 @@ from typing import get_args, get_type_hints
 from pellucid import recipes
 from pellucid.algorithm.settings import KLEstimator
 from pellucid.machine import docstrings
+from pellucid.machine.harmless import harmless
 from pellucid.machine.plugins import did_you_mean
 from pellucid.rewards.terms import JUDGE, MODEL
 from pellucid.sections import SamplerConfig
@@ -67,5 +68,6 @@ def show(kind: str) -> int:
     described = KINDS[kind]()
     column = max(map(len, described))
     for name, text in described.items():
-        print(f"{name:{column}}  {textwrap.shorten(text, WIDTH - column - 2, placeholder=' ...')}".rstrip())
+        shortened = textwrap.shorten(text, WIDTH - column - 2, placeholder=" ...")
+        print(harmless(f"{name:{column}}  {shortened}".rstrip()))
     return 0

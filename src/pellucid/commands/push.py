@@ -18,6 +18,7 @@ from huggingface_hub.errors import (
 from huggingface_hub.utils import validate_repo_id
 
 from pellucid.commands.rerun import recipe_of
+from pellucid.machine.harmless import harmless
 from pellucid.machine.plugins import did_you_mean, names_beside
 from pellucid.reporting import run_folder
 from pellucid.reporting.card import ON_THE_HUB, card
@@ -41,7 +42,7 @@ def push(run_dir: Path, repo_id: str, private: bool = False, dry_run: bool = Fal
     readme = card(run_dir, repo_id, recipe_of(run_dir))
     size = f"{len(files) + 1} files, {sum(path.stat().st_size for path in files.values()) / 1e6:.1f} MB"
     if dry_run:
-        print(f"{readme}\nwould upload README.md, {', '.join(files)}: {size}")
+        print(harmless(f"{readme}\nwould upload README.md, {', '.join(files)}: {size}"))
         return 0
     if get_token() is None:
         raise UserError(f"push needs to be logged in at the Hugging Face Hub: {LOG_IN}")
@@ -101,7 +102,7 @@ def upload(repo_id: str, files: dict[str, Path | bytes], private: bool) -> None:
         *(CommitOperationDelete(name, is_folder=False) for name in there),
     ]
     made = api.create_commit(repo_id, operations, commit_message="Model trained by Pellucid, with its card")
-    print(f"{made.repo_url} at {made.oid[:12]}")
+    print(harmless(f"{made.repo_url} at {made.oid[:12]}"))
 
 
 @contextmanager

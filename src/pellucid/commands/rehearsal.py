@@ -44,7 +44,7 @@ def show(cfg: Config, run_dir: Path) -> int:
     prompt = next(iter(with_split(cfg.task, "train").sample(0, 1)), None)
     if prompt is None:
         raise UserError("the task has no prompt for step 0: its sample(step, n) must return n of them")
-    print(toml(config.dump(cfg)), flush=True)
+    print(harmless(toml(config.dump(cfg))), flush=True)
     preflight.show_plan(cfg, model, memory.why_not_ours(model, cfg), int(os.environ.get("WORLD_SIZE", "1")), run_dir)
     task = innermost(cfg.task)
     if isinstance(getattr(task, "talk", None), AgentTalk):

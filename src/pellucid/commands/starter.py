@@ -6,6 +6,7 @@ import os
 import shlex
 from pathlib import Path
 
+from pellucid.machine.harmless import harmless
 from pellucid.types import UserError
 
 FILES = {
@@ -37,7 +38,7 @@ def write(folder: Path) -> int:
         raise
     width = max(len(str(path)) for path in written)
     for path in written:
-        print(f"{path!s:{width}}  {FILES[path.name]}")
+        print(harmless(f"{path!s:{width}}  {FILES[path.name]}"))
     there = "" if folder.resolve() == Path.cwd() else f"cd {shlex.quote(str(folder))} && "
-    print(f"next: {there}pellucid train recipe.toml")
+    print(harmless(f"next: {there}pellucid train recipe.toml"))
     return 0

@@ -74,7 +74,7 @@ class Train:
         except KeyboardInterrupt:
             begun = (run_dir / "config.json").is_file()
             how = f"go on with: pellucid train --resume {run_dir}" if begun else "the same command starts again"
-            print(f"pellucid: stopped at once; nothing that was saved is lost, {how}", file=sys.stderr)
+            print(harmless(f"pellucid: stopped at once; nothing that was saved is lost, {how}"), file=sys.stderr)
             return INTERRUPTED
 
 
@@ -132,7 +132,7 @@ class Eval:
 
         status = exam.examine(cfg, model, self.access(cfg, run_dir), self.show, self.output)
         if not recipe and not run_dir and not any(word.startswith("--task.") for word in self.settings):
-            print(f"asked the default task, {cfg.task_name}: name another with --task RECIPE")
+            print(harmless(f"asked the default task, {cfg.task_name}: name another with --task RECIPE"))
         return status
 
     def access(self, cfg: Config, run_dir: Path | None) -> Access:

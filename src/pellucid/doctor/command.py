@@ -20,6 +20,7 @@ from pellucid import __version__
 from pellucid.config import Config
 from pellucid.doctor import memory
 from pellucid.machine import hardware
+from pellucid.machine.harmless import harmless
 from pellucid.models import fusing, varlen
 from pellucid.policy import pretrained
 from pellucid.types import UserError
@@ -54,7 +55,7 @@ ENGINES = {
 def report() -> int:
     table = Table.grid(padding=(0, 2))
     for name, finding in findings():
-        table.add_row(f"[dim]{name}", escape(finding))
+        table.add_row(f"[dim]{name}", escape(harmless(finding)))
     rich.print(table)
     return 0
 
@@ -103,7 +104,7 @@ def plan(cfg: Config) -> int:
     dtype = hardware.pick_dtype(cfg.policy.dtype, hardware.pick_device(cfg.policy.device))
     cfg = replace(cfg, policy=replace(cfg.policy, dtype=str(dtype).removeprefix("torch.")))
     if note := cfg.policy.access.note(cfg.policy.model):
-        print(f"! {note}", flush=True)
+        print(harmless(f"! {note}"), flush=True)
     model = memory.of_policy(cfg.policy)
     print(
         f"{cfg.policy.model}: {model.parameters / 1e6:.1f} M parameters, {model.trained / 1e6:.1f} M trained, computed"
@@ -129,7 +130,8 @@ def plan(cfg: Config) -> int:
     print(
         f"\nEngines are those of runtime.engine, ZeRO that of deepspeed with its runtime.zero_stage; offload is"
         f" optimizer.offload.\nBefore it is sharded, a model is whole in fp32: the peak is at least that."
-        f" Parts that are not there at the same time do not add up to it. {sampling(model, cfg)}\n\n{verdict(model, cfg)}"
+        f" Parts that are not there at the same time do not add up to it. {sampling(model, cfg)}"
+        f"\n\n{verdict(model, cfg)}"
     )
     return 0
 

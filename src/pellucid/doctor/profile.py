@@ -19,6 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from pellucid.algorithm.grpo import StepResult
 from pellucid.machine import hardware
+from pellucid.machine.harmless import harmless
 from pellucid.models import compiling, fused, products, sums
 
 STEP = 3
@@ -121,7 +122,7 @@ def observed(
     speed = hardware.matmul_tflops(dtype, size=2048, repeats=5, threads=torch.get_num_threads())
     text = table(stages, tflop, speed, str(dtype).removeprefix("torch."))
     path.write_text(text)
-    print(f"{text}\nprofile of step {result.step}: {path}")
+    print(harmless(f"{text}\nprofile of step {result.step}: {path}"))
     return result
 
 

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 from pellucid.config import Config
 from pellucid.library.data import forget
+from pellucid.machine.harmless import harmless
 from pellucid.machine.interrupts import StopRequests, deferred, handled
 from pellucid.machine.plugins import given
 from pellucid.reporting import loggers, notebook
@@ -202,7 +203,7 @@ class Run:
             with self._at_work(requests):
                 steps.close()
         except UserError as error:
-            print(f"! {error}", flush=True)
+            print(harmless(f"! {error}"), flush=True)
         else:
             self._note_end()
 
@@ -219,7 +220,7 @@ class Run:
             except KeyboardInterrupt:
                 begun = (self.folder / "config.json").is_file()
                 how = f"go on with: {self._again}" if begun else "the same call starts again"
-                print(f"stopped at once; nothing that was saved is lost, {how}", flush=True)
+                print(harmless(f"stopped at once; nothing that was saved is lost, {how}"), flush=True)
                 raise
 
     @property

@@ -1,14 +1,19 @@
-"""The page on the loopback, live while a run trains: GET alone, from this machine alone, under its own name alone."""
+"""The page on the loopback, live while a run trains: GET alone, from this machine alone, under its own name alone.
+
+Other users of the machine can reach the loopback as well, so that the address has a token in its path.
+"""
 
 from __future__ import annotations
 
 import json
+import secrets
+import socket
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from threading import Lock
+from threading import Lock, Timer
 
 from pellucid.look.assembly import page
 from pellucid.look.reading import Run
@@ -17,6 +22,8 @@ from pellucid.types import UserError
 HOST = "127.0.0.1"
 NAMES = (HOST, "localhost")
 """What a browser may call this machine. Another name is one that somebody else's page made up for this address."""
+SILENCE = 20.0
+"""How many seconds a client has to send a whole request, and to take a piece of the answer."""
 AT_A_TIME, PAUSE = 100, 0.01
 """Steps of a run that are read while answers wait, and seconds until the next ones."""
 ALWAYS = {
@@ -34,6 +41,7 @@ class Looking(ThreadingHTTPServer):
 
     def __init__(self, runs: Sequence[Run], port: int):
         self.runs, self.lock = runs, Lock()
+        self.token = secrets.token_urlsafe(16)
         self.page, self.policy = page()
         try:
             super().__init__((HOST, port), Handler)
@@ -43,7 +51,7 @@ class Looking(ThreadingHTTPServer):
 
     @property
     def url(self) -> str:
-        return f"http://{HOST}:{self.server_port}/"
+        return f"http://{HOST}:{self.server_port}/{self.token}/"
 
     def answer(self, key: str) -> str:
         """JSON of `RUN/KEY`, of which RUN is a number. UserError where there is none."""
@@ -71,6 +79,22 @@ class Looking(ThreadingHTTPServer):
 class Handler(BaseHTTPRequestHandler):
     server_version = "pellucid"
     sys_version = ""
+    timeout = SILENCE  # of each read and write; a request that comes byte by byte meets the timer
+
+    def setup(self) -> None:
+        super().setup()
+        self.timer = Timer(SILENCE, self.give_up)
+        self.timer.daemon = True
+        self.timer.start()
+
+    def finish(self) -> None:
+        self.timer.cancel()
+        with suppress(OSError):  # of a client that has gone
+            super().finish()
+
+    def give_up(self) -> None:
+        with suppress(OSError):
+            self.connection.shutdown(socket.SHUT_RDWR)
 
     @property
     def looking(self) -> Looking:
@@ -78,14 +102,20 @@ class Handler(BaseHTTPRequestHandler):
         return self.server
 
     def do_GET(self) -> None:
+        self.timer.cancel()
         # Through a tunnel the port is another, and a browser leaves out 80.
         if self.headers.get("Host", "").partition(":")[0] not in NAMES:
-            self.reply(HTTPStatus.FORBIDDEN, "text/plain", f"the microscope is at {self.looking.url}")
-        elif self.path == "/":
+            self.reply(HTTPStatus.FORBIDDEN, "text/plain", f"the microscope is at {HOST}:{self.looking.server_port}")
+            return
+        token, _, path = self.path.removeprefix("/").partition("/")
+        mine = secrets.compare_digest(token.encode("utf-8", "replace"), self.looking.token.encode())
+        if not mine or self.path == f"/{token}":  # without a slash behind it the page would ask for other addresses
+            self.reply(HTTPStatus.FORBIDDEN, "text/plain", "open the whole address that pellucid look has printed")
+        elif not path:
             policy = f"{self.looking.policy}; frame-ancestors 'none'"
             self.reply(HTTPStatus.OK, "text/html", self.looking.page, {"Content-Security-Policy": policy})
-        elif self.path.startswith("/data/"):
-            self.data(self.path.removeprefix("/data/"))
+        elif path.startswith("data/"):
+            self.data(path.removeprefix("data/"))
         else:
             self.reply(HTTPStatus.NOT_FOUND, "text/plain", "there is nothing here")
 
@@ -102,7 +132,7 @@ class Handler(BaseHTTPRequestHandler):
             self.send_header(name, value)
         self.send_header("Content-Type", f"{kind}; charset=utf-8")
         self.send_header("Content-Length", str(len(body)))
-        with suppress(ConnectionError):  # a browser that went elsewhere does not wait for the answer
+        with suppress(ConnectionError, TimeoutError):  # a browser that went elsewhere does not wait for the answer
             self.end_headers()
             self.wfile.write(body)
 

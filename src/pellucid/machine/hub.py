@@ -9,6 +9,8 @@ import socket
 from urllib.parse import urlsplit
 from urllib.request import getproxies
 
+from pellucid.machine.harmless import harmless
+
 PATIENCE = 10.0
 """Seconds in which a connection must have been made."""
 
@@ -33,6 +35,7 @@ def reachable(endpoint: str) -> bool:
         socket.create_connection((address.hostname or "", port), PATIENCE).close()
     except OSError as error:
         reason = error.strerror or error
-        print(f"! {endpoint} cannot be reached ({reason}): only what is cached can be loaded", flush=True)
+        text = f"! {endpoint} cannot be reached ({reason}): only what is cached can be loaded"
+        print(harmless(text), flush=True)
         return False
     return True

@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from io import TextIOWrapper
 from pathlib import Path
 
+from pellucid.machine.harmless import harmless
 from pellucid.types import UserError
 
 try:
@@ -37,7 +38,8 @@ def locked(path: Path, doing: str) -> Iterator[TextIOWrapper]:
         except OSError as error:
             if error.errno not in NO_LOCKS:
                 raise
-            print(f"! {path.parent}: its file system has no locks: see to it that no other process {doing}", flush=True)
+            text = f"! {path.parent}: its file system has no locks: see to it that no other process {doing}"
+            print(harmless(text), flush=True)
         file.truncate(0)
         note_holder(file, os.getpid())
         yield file

@@ -17,6 +17,7 @@ from tyro.conf import Positional, Suppress, arg
 
 from pellucid import config, recipes
 from pellucid.config import Config
+from pellucid.machine.harmless import harmless
 from pellucid.machine.imports import uncollected
 from pellucid.machine.interrupts import INTERRUPTED
 from pellucid.machine.locks import locked
@@ -94,7 +95,7 @@ class Prefixes:
             with writing:
                 return collect(cfg, self)
         except KeyboardInterrupt:
-            print(f"stopped; nothing is lost: the same command goes on with {self.output}", flush=True)
+            print(harmless(f"stopped; nothing is lost: the same command goes on with {self.output}"), flush=True)
             os._exit(INTERRUPTED)  # a normal exit would wait for every request under way
 
 
@@ -120,7 +121,7 @@ def collect(cfg: Config, options: Prefixes) -> int:
     journal = Journal(options.output, settings_of(cfg, options))
     missing = journal.missing(prompts, sources, options.per_question)
     if not missing and not journal.begun:
-        print(f"{options.output} is complete: nothing is asked; for other prefixes choose another --output")
+        print(harmless(f"{options.output} is complete: nothing is asked; for other prefixes choose another --output"))
         return 0
     complaints = ask_all(cfg, options, prompts, journal, len(missing)) if missing else []
     journal.write(prompts)
@@ -130,7 +131,7 @@ def collect(cfg: Config, options: Prefixes) -> int:
             " command asks for those alone"
         )
     journal.path.unlink()
-    print(f"prefixes {options.output}")
+    print(harmless(f"prefixes {options.output}"))
     return 0
 
 
@@ -186,7 +187,7 @@ def reader(cfg: Config, options: Prefixes) -> Read:
 
     name = options.student or cfg.policy.model
     if note := cfg.policy.access_to(name).note(name):
-        print(f"! {note}", flush=True)
+        print(harmless(f"! {note}"), flush=True)
     tokenizer = pretrained.tokenizer(name, cfg.policy.access_to(name))
     return lambda text: first_tokens(clean(thinking(text)), options.truncate_tokens, tokenizer)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pellucid.config import Config
 from pellucid.machine import hardware
+from pellucid.machine.harmless import harmless
 from pellucid.policy import policy
 from pellucid.protocols import Sampler
 from pellucid.samplers.choice import choose
@@ -15,10 +16,10 @@ def load(cfg: Config, name: str) -> Sampler:
     dtype = hardware.pick_dtype(cfg.policy.dtype, device)
     access = cfg.policy.access_to(name)
     if note := access.note(name):
-        print(f"! {note}", flush=True)
+        print(harmless(f"! {note}"), flush=True)
     frozen = policy.load_frozen(name, device, dtype, cfg.sampler.temperature, cfg.policy.engine, access=access)
     sampler, note = choose("native", cfg.sampler.rows, frozen)
     if note:
-        print(f"! {note}", flush=True)
+        print(harmless(f"! {note}"), flush=True)
     sampler.sync(frozen, 0)
     return sampler

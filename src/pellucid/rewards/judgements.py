@@ -17,6 +17,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from pellucid.machine.harmless import harmless
+
 try:
     import fcntl
 except ImportError:  # Windows
@@ -68,7 +70,8 @@ class Judgements:
                 file.write(line.encode(errors="replace"))
         except OSError as error:
             self._full = True
-            print(f"! {path} cannot be written ({error.strerror}): the judge goes on without it", flush=True)
+            text = f"! {path} cannot be written ({error.strerror}): the judge goes on without it"
+            print(harmless(text), flush=True)
 
     @contextmanager
     def claims(self) -> Iterator[Claims]:

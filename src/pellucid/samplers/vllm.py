@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from pellucid.algorithm.batch import collate
+from pellucid.machine.harmless import harmless
 from pellucid.policy.logprobs import token_logprobs
 from pellucid.protocols import World
 from pellucid.samplers.adapters import Form, RefusedError, adapter_of, base_of, form_of
@@ -117,7 +118,7 @@ class VLLM:
 
     def _merge(self, error: RefusedError) -> None:
         self.adapter = "merged"
-        print(f"! sampler.adapter: merged instead of request ({error})", flush=True)
+        print(harmless(f"! sampler.adapter: merged instead of request ({error})"), flush=True)
 
     def _base(self, policy: Any, freshness: Freshness) -> dict[str, Tensor]:
         """The base of an adapter that is pushed by itself, for an engine that has not proved yet that it has it."""

@@ -21,6 +21,7 @@ import psutil
 from pydantic import Field, TypeAdapter, ValidationError
 
 from pellucid.machine.disk import write_whole
+from pellucid.machine.harmless import harmless
 from pellucid.machine.interrupts import handled
 from pellucid.machine.locks import locked
 from pellucid.types import UserError
@@ -113,7 +114,7 @@ def start(folder: Path, url: str, arguments: Sequence[str]) -> int:
             end(process)
             (folder / "serve.pid").unlink(missing_ok=True)
             raise
-    print(f"{url}, pid {process.pid}, log {folder / 'serve.log'}")
+    print(harmless(f"{url}, pid {process.pid}, log {folder / 'serve.log'}"))
     return 0
 
 

@@ -36,6 +36,8 @@ class Exchanges:
             body = await self._body(receive)
         except RequestError as refusal:
             await refused(refusal)(scope, receive, send)
+        except asyncio.CancelledError:  # by the server, which is ending
+            await refused(ENDING)(scope, receive, send)
         except GoneError:
             pass
         else:
@@ -48,6 +50,30 @@ class Exchanges:
         except TimeoutError as error:
             late = f"the body did not come within {self.body_seconds:g} seconds"
             raise RequestError(408, late, "timeout") from error
+
+
+class Endings:
+    """ASGI middleware for applications that read bodies themselves: requests that the ending server cancels get a 503.
+
+    Without it uvicorn would log a traceback for each of them.
+    """
+
+    def __init__(self, app: ASGIApp) -> None:
+        self.app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        started = False
+
+        async def noted(message: Message) -> None:
+            nonlocal started
+            started = True
+            await send(message)
+
+        try:
+            await self.app(scope, receive, noted)
+        except asyncio.CancelledError:
+            if not started:
+                await refused(ENDING)(scope, receive, send)
 
 
 class Exchange:

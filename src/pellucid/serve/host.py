@@ -12,6 +12,7 @@ from pellucid import config
 from pellucid.algorithm.settings import GRPOConfig
 from pellucid.config import Config
 from pellucid.machine import hardware
+from pellucid.machine.harmless import harmless
 from pellucid.machine.plugins import NotHereError
 from pellucid.models import invariance
 from pellucid.policy import policy
@@ -35,7 +36,7 @@ from pellucid.types import UserError
 def host(options: Serve, listening: socket.socket) -> None:
     """Serve until told to stop, by the options of the command."""
     served = load(options)
-    print(f"{served.name} on {url_of(*listening.getsockname()[:2])}, Ctrl-C ends it", flush=True)
+    print(harmless(f"{served.name} on {url_of(*listening.getsockname()[:2])}, Ctrl-C ends it"), flush=True)
     server = connections.server(application(served))
 
     def answer() -> None:
@@ -65,7 +66,7 @@ def load(options: Serve) -> Served:
     trusted = options.trust_remote_code or (run is not None and run_folder.trusts_code(run))
     access = Access(options.revision, trusted, "give --trust-remote-code")
     for note in filter(None, (access.note(options.model), *(notes_on(settings.task) if settings else ()))):
-        print(f"! {note}", flush=True)
+        print(harmless(f"! {note}"), flush=True)
     asked = options.dtype
     if run and run_folder.has_merged_adapter(run):
         asked = "float32" if asked == "auto" else asked
@@ -116,5 +117,5 @@ def settings_of(run: Path) -> Config | None:
     try:
         return config.load(path)
     except NotHereError as error:
-        print(f"! {error}; the model is served without its rewards", flush=True)
+        print(harmless(f"! {error}; the model is served without its rewards"), flush=True)
         return None

@@ -35,6 +35,7 @@ from pellucid.samplers.vllm_engine import Engine, check_library
 from pellucid.serve import connections
 from pellucid.serve.daemon import url_of
 from pellucid.serve.errors import RequestError, refuse_in_form
+from pellucid.serve.exchange import Endings
 from pellucid.serve.gate import LOOPBACK, Gate, is_loopback
 from pellucid.types import UserError
 
@@ -244,7 +245,7 @@ def application(held: Held, hosts: Sequence[str], secret: str) -> ASGIApp:
         here, answers = held.step(version, rows)
         return JSONResponse(answers, headers={VERSION: here})
 
-    return Gate(app, hosts, secret)
+    return Gate(Endings(app), hosts, secret)
 
 
 def tensors(version: str, found: Mapping[str, Tensor]) -> Response:

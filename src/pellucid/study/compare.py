@@ -14,6 +14,7 @@ import rich.box
 from rich.markup import escape
 from rich.table import Table
 
+from pellucid.machine.harmless import harmless
 from pellucid.reporting.loggers import finite_or_null
 from pellucid.reporting.measures import FEWEST, NAMES, estimate_of
 from pellucid.reporting.measures import dead_share as dead_groups
@@ -212,23 +213,23 @@ def caveats_on_seeds(rows: Sequence[Summary]) -> list[str]:
 
 def print_table(runs: Runs, rows: Sequence[Summary]) -> None:
     what = NAMES[runs.measure]
-    title = f"held-out {what} and its difference from {escape(runs.baseline)}, with 95% intervals"
+    title = f"held-out {what} and its difference from {escape(harmless(runs.baseline))}, with 95% intervals"
     table = Table(box=rich.box.SIMPLE_HEAD, title=title, title_justify="left")
     table.add_column("variant", overflow="fold")
     for name in ("runs", "accuracy" if runs.measure == "greedy" else "reward", "difference", "conclusion"):
         table.add_column(name, justify="left" if name == "conclusion" else "right", no_wrap=True)
     for row in rows:
-        table.add_row(*(escape(cell) for cell in cells(row)))
+        table.add_row(*(escape(harmless(cell)) for cell in cells(row)))
     rich.print(table)
     for line in caveats(rows):
-        print(line)
+        print(harmless(line))
     for row in rows:
         for reason in row.unpaired:
-            print(f"not paired: {row.variant} {reason}")
+            print(harmless(f"not paired: {row.variant} {reason}"))
     for run in runs.unfinished:
-        print(f"unfinished, left out: {run.folder}")
+        print(harmless(f"unfinished, left out: {run.folder}"))
     for variant, seed in runs.missing:
-        print(f"missing: {variant} seed {seed}")
+        print(harmless(f"missing: {variant} seed {seed}"))
 
 
 def cells(row: Summary) -> list[str]:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from string import Template
 
+from pellucid.machine.harmless import harmless
 from pellucid.reporting.charts import PAGE_CSS, Point, Series, chart, counted, range_of, shown
 from pellucid.reporting.curves import estimates, line
 from pellucid.reporting.measures import NAMES
@@ -29,7 +30,7 @@ def compare(folders: Sequence[Path], baseline: str, output: Path) -> int:
     output.write_text(page(runs, rows), encoding="utf-8")
     write_numbers(output.with_suffix(".json"), runs, rows)
     print_table(runs, rows)
-    print(f"page {output}, numbers {output.with_suffix('.json')}")
+    print(harmless(f"page {output}, numbers {output.with_suffix('.json')}"))
     return 0
 
 

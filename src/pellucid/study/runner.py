@@ -153,7 +153,7 @@ def verdict(failures: dict[Cell, int]) -> int:
     """Print what failed. Return the exit status: 0, or 2 where all failures are the user's to mend, else 1."""
     for cell, status in failures.items():
         lines = cell.log.read_text(encoding="utf-8", errors="replace").strip().splitlines() or ["it printed nothing"]
-        say(f"failed (exit {status}): {named(cell)}: {harmless(lines[-1])}")
+        say(f"failed (exit {status}): {named(cell)}: {lines[-1]}")
         say(f"  again: {shown_command(resuming(cell) or cell.arguments)}")
     if not failures:
         return 0
@@ -180,4 +180,4 @@ def span(seconds: float) -> str:
 
 
 def say(line: str) -> None:
-    print(line, flush=True)
+    print(harmless(line), flush=True)

@@ -9,6 +9,7 @@ import rich
 
 from pellucid.config import Config, dump
 from pellucid.machine import disk
+from pellucid.machine.harmless import harmless
 from pellucid.protocols import Logger
 from pellucid.reporting import boards, loggers, notebook
 from pellucid.reporting.console import before_after, terminal
@@ -31,7 +32,7 @@ def start_folder(run_dir: Path, cfg: Config, step: int, resumed: Changes | None)
     if resumed is not None:
         facts = changes.history(run_dir, step, resumed, facts)
         changes.bad_data_file(run_dir).unlink(missing_ok=True)
-        print(changes.shown(run_dir, step, facts), flush=True)
+        print(harmless(changes.shown(run_dir, step, facts)), flush=True)
     disk.write_whole(
         run_dir / "config.json",
         json.dumps({**settings, **facts, "digests": files.digests(settings)}, indent=2) + "\n",
@@ -63,7 +64,7 @@ def finish(run_dir: Path, stopped: int, again: str) -> None:
     again: how to go on; empty where an error says it.
     """
     if stopped and again:
-        print(f"stopped after step {stopped}, nothing is lost; go on with: {again}")
+        print(harmless(f"stopped after step {stopped}, nothing is lost; go on with: {again}"))
     shown = {"model": "model", "metrics": "metrics.jsonl"}
     with loggers.only_shown("report.html"):
         write_report(run_dir)
@@ -75,4 +76,4 @@ def finish(run_dir: Path, stopped: int, again: str) -> None:
         if evaluations:
             rich.print(before_after(evaluations[0], evaluations[-1]))
     for what, name in shown.items():
-        print(f"{what:8} {run_dir / name}")
+        print(harmless(f"{what:8} {run_dir / name}"))

@@ -17,6 +17,7 @@ from pellucid.environments.agent import AgentTalk
 from pellucid.environments.worlds import world_of
 from pellucid.machine import disk, hardware
 from pellucid.machine.extras import extra
+from pellucid.machine.harmless import harmless
 from pellucid.policy import bridge, policy, pretrained
 from pellucid.policy.adapter import BASE_STAYS, AdapterOff
 from pellucid.policy.policy import Policy
@@ -233,7 +234,7 @@ def world_in(cfg: Config, learner: Policy, log: Path | None = None) -> World | N
     else:
         world = world_of(task, cfg.reward, log, here=only_here(task))
     if world and (note := bridge.check(learner.tokenizer, learner.eos_ids)) and first_process():
-        print(f"! {note}", flush=True)
+        print(harmless(f"! {note}"), flush=True)
     return world
 
 
@@ -282,7 +283,7 @@ def pick_sampler(cfg: Config, learner: Policy, world: World | None) -> Native | 
     widened = MERGED_IN_FP32.format(str(learner.dtype).removeprefix("torch.")) if merged else ""
     for line in filter(None, (note, widened)):
         if first_process():
-            print(f"! {line}", flush=True)
+            print(harmless(f"! {line}"), flush=True)
     return sampler
 
 

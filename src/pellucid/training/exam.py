@@ -11,6 +11,7 @@ import rich
 
 from pellucid.config import Config
 from pellucid.machine import disk, hardware
+from pellucid.machine.harmless import harmless
 from pellucid.policy import policy
 from pellucid.policy.access import Access
 from pellucid.protocols import with_split
@@ -35,7 +36,7 @@ def examine(cfg: Config, model: str, access: Access, show: int, output: Path | N
     if os.path.isdir(model):
         access = access._replace(revision="")  # it is that of the base which the folder's model was trained from
     for note in filter(None, (access.note(model), *preflight.notes_on_others(cfg))):
-        print(f"! {note}", flush=True)
+        print(harmless(f"! {note}"), flush=True)
     task = with_split(cfg.task, "test")
     prompts = held_out(task, cfg.evaluate.n)
     preflight.check_rewards(cfg, prompts)
@@ -63,10 +64,10 @@ def examine(cfg: Config, model: str, access: Access, show: int, output: Path | N
             *said(groups, "sample", evaluation.verdicts),
         ]
         disk.write_whole(output, "".join(map(json_line, answers)))
-        print(f"answers {output}")
+        print(harmless(f"answers {output}"))
     preflight.refuse_failing([*best, *groups])
     preflight.refuse_none([*best, *groups])
-    rich.print(accuracy_table(model, evaluation))
+    rich.print(accuracy_table(harmless(model), evaluation))
     return 0
 
 

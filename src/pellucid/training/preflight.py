@@ -58,7 +58,7 @@ def check(cfg: Config, run_dir: Path) -> None:
     """Check what would otherwise fail after minutes or at the end: extras, data, disk space. Raise UserError."""
     for note in filter(None, (cfg.policy.access.note(cfg.policy.model), *notes_on_others(cfg))):
         if first_process():
-            print(f"! {note}", flush=True)
+            print(harmless(f"! {note}"), flush=True)
     if cfg.log.tensorboard:
         extra("torch.utils.tensorboard", "tensorboard", "log.tensorboard")
     if cfg.log.wandb != "off":
@@ -168,13 +168,13 @@ def show_plan(cfg: Config, model: memory.Model, fallback: str, world: int, run_d
         **{name: f"{gb:.1f} GB of it" for name, gb in memory.reward_models(cfg).items()},
         "disk": room.of_run(cfg, model, run_dir).described(cfg.checkpoint.every > 0),
     }.items():
-        table.add_row(f"[dim]{name}", escape(value))
+        table.add_row(f"[dim]{name}", escape(harmless(value)))
     rich.print(table)
     slow = {"float32": hardware.without_bf16, "float16": hardware.slower_in_float16}.get(cfg.policy.dtype)
     other = cfg.sampler.other_arithmetic
     corrected = OTHER_ARITHMETIC.format(other, a.correction) if other else ""
     for line in filter(None, (slow(device) if slow else "", corrected, *known_inert(a))):
-        print(f"! {line}", flush=True)
+        print(harmless(f"! {line}"), flush=True)
 
 
 def rows_of(cfg: Config) -> dict[str, str]:
@@ -264,7 +264,7 @@ def show_signal(groups: Sequence[Group], cfg: Config, ends: Collection[int]) -> 
     few = len(groups) < FEWEST
     print(f"{outcome(graded, len(groups))}; {found}", failures or advice(dead, graded, can_begin(cfg), few))
     for warning in cut_off([completion for group in groups for completion in group.completions], cfg, ends):
-        print(f"! {warning}", flush=True)
+        print(harmless(f"! {warning}"), flush=True)
 
 
 def expected_dead(groups: Sequence[Group], cfg: Config) -> tuple[float, str]:

@@ -19,6 +19,7 @@ from pellucid.doctor import memory
 from pellucid.doctor.profile import profiled
 from pellucid.machine import hardware
 from pellucid.machine.copies import end_copy
+from pellucid.machine.harmless import harmless
 from pellucid.machine.interrupts import INTERRUPTED, StopRequests, stop_requests
 from pellucid.policy.policy import Policy
 from pellucid.protocols import Logger
@@ -178,7 +179,7 @@ class Course:
             log.log(step, metrics, groups)
             heap.after_step()
             for note in watch.notes(metrics) if parts.runtime.main and fresh else []:
-                print(f"! {note}", flush=True)
+                print(harmless(f"! {note}"), flush=True)
             last, due = is_last(cfg, parts), is_due(cfg, parts)
             saving = cfg.checkpoint.every > 0 and (last or step % cfg.checkpoint.every == 0)
             # A supervisor waits seconds between its request and its kill: first what must not be lost.
@@ -242,7 +243,7 @@ def begin(cfg: Config, run_dir: Path, parts: Components, resumed: Changes | None
     if parts.runtime.main:
         start_folder(run_dir, cfg, parts.state.step, resumed)
         for note in notes:
-            print(f"! {note}", flush=True)
+            print(harmless(f"! {note}"), flush=True)
         with loggers.only_shown("the settings"):
             preflight.show_numbers(cfg, parts.policy, parts.runtime.world, run_dir)
     parts.runtime.any(False)  # no process writes there, as rewards do, before it is known to be free

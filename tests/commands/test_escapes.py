@@ -1,0 +1,51 @@
+"""Names of files and folders, and what stands in them, are shown by commands and not obeyed by the terminal."""
+
+from __future__ import annotations
+
+import shutil
+
+import pytest
+
+from conftest import tiny_recipe
+from made_runs import small_run
+from runs import answered
+
+EVIL = "\x1b]0;owned\x07\x1b[2J"
+SHOWN = "\\x1b]0;owned\\x07\\x1b[2J"
+
+
+def said(capfd, status=0, *, words):
+    assert answered(*words) == status
+    output = "".join(capfd.readouterr())
+    assert not {"\x1b", "\x07"} & set(output), repr(output)
+    return output
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory, model_dir):
+    """A finished run in a folder with such a name, and the settings of its recipe."""
+    folder = tmp_path_factory.mktemp("trained")
+    recipe = tiny_recipe(folder / "tiny.toml", model_dir)
+    few = ["--algorithm.steps", 1, "--evaluate.every", 0, "--log.no-tensorboard"]
+    return folder / f"run{EVIL}", ["train", recipe, "--run", folder / f"run{EVIL}", *few]
+
+
+def test_paths_of_a_run_at_its_end_and_at_a_resume(trained, capfd):
+    run, words = trained
+    assert SHOWN in said(capfd, words=words)
+    assert f"{SHOWN} goes on after step 1" in said(capfd, words=["train", "--resume", run, "--algorithm.steps", 2])
+
+
+def test_a_dry_run_of_a_push(trained, capfd):
+    run, words = trained
+    if not (run / "model").exists():
+        assert answered(*words) == 0
+    shutil.copy(run / "model" / "config.json", run / "model" / f"{EVIL}.json")
+    capfd.readouterr()
+    assert SHOWN in said(capfd, words=["push", run, "me/tiny", "--dry-run"])
+
+
+def test_commands_that_write_files(tmp_path, capfd):
+    assert SHOWN in said(capfd, words=["init", tmp_path / EVIL])
+    page, run = tmp_path / f"{EVIL}.html", small_run(tmp_path / "run", steps=1)
+    assert SHOWN in said(capfd, words=["look", run, "--output", page])
