@@ -10,6 +10,7 @@ import torch
 
 from pellucid import config
 from pellucid.config import Config
+from pellucid.machine.harmless import harmless
 from pellucid.policy import lora, policy
 from pellucid.policy.policy import CPU, Policy
 from pellucid.policy.template import Template
@@ -37,7 +38,7 @@ def export(run_dir: Path, output: Path) -> int:
     cfg = config.load(run_dir / "config.json")
     tensors, facts, notes = checkpoint.newest(run_dir)
     for note in notes:
-        print(f"! {note}", flush=True)
+        print(harmless(f"! {note}"), flush=True)
     learner = loaded(cfg)
     if "policy" in facts.get("sharded", ()):
         folder = run_dir / "checkpoints" / f"step-{facts['step']:06d}"
@@ -53,7 +54,7 @@ def export(run_dir: Path, output: Path) -> int:
     except OSError as error:
         shutil.rmtree(partial, ignore_errors=True)
         raise UserError(f"{output} could not be saved ({error})") from error
-    print(f"model of step {facts['step']}: {output}")
+    print(harmless(f"model of step {facts['step']}: {output}"))
     return 0
 
 

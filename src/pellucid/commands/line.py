@@ -166,8 +166,9 @@ def help_on(words: Sequence[str]) -> None:
             named_recipe = own[0] if command in ("train", "prefixes") and own and not own[0].startswith("-") else ""
             recipe = recipes.find(named_recipe) if named_recipe else None
             if recipe and (code := config.code_in(config.read(recipe))):
-                named_code = harmless(", ".join(code))
-                print(f"! {recipe} names code, which help does not run: {named_code}. Its settings are not listed.\n")
+                named_code = ", ".join(code)
+                note = f"! {recipe} names code, which help does not run: {named_code}. Its settings are not listed.\n"
+                print(harmless(note))
             commands[command] = shown.with_settings(COMMANDS[command], recipe, settings, "--help-all" in words)
     with suppress(SystemExit):
         told([*rest[:1], "--help"], commands)

@@ -10,6 +10,7 @@ from typing import Any
 from uuid import NAMESPACE_URL, uuid5
 
 from pellucid.machine.extras import extra
+from pellucid.machine.harmless import harmless
 from pellucid.reporting.measures import measures
 from pellucid.types import Evaluation, Group, UserError
 
@@ -74,7 +75,8 @@ class TensorBoard:
         except OSError as error:
             if not self.failed:
                 why = error.strerror or error
-                print(f"! {self.log_dir} cannot be written ({why}): the run goes on without TensorBoard", flush=True)
+                line = f"! {self.log_dir} cannot be written ({why}): the run goes on without TensorBoard"
+                print(harmless(line), flush=True)
             self.failed = True
 
     def _on_thread_error(self, args: Any) -> None:

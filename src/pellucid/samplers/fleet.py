@@ -14,6 +14,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
 
+from pellucid.machine.harmless import harmless
 from pellucid.samplers.adapters import RefusedError
 from pellucid.samplers.remote import POLL, START, GoneError, NonsenseError, Remote, Row, SmallError
 from pellucid.samplers.talks import Row as TalkRow
@@ -162,7 +163,7 @@ class Fleet:
 
     def _trust(self, server: Server) -> None:
         if server.reason:
-            print(f"! {server.remote.url} is back, with the present weights", flush=True)
+            print(harmless(f"! {server.remote.url} is back, with the present weights"), flush=True)
         server.reason, server.nonsense = "", 0
 
     def _fall(self, server: Server, error: GoneError | RefusedError) -> None:
@@ -177,14 +178,15 @@ class Fleet:
         if not server.reason or (isinstance(error, SmallError | RefusedError) and server.reason != reason):
             others = "go to the others" if any(other.up for other in self.servers) else "wait"
             lost = f": its {len(rows)} rows {others}" if rows else ""
-            print(f"! {server.remote.url}: {reason}{lost}", flush=True)
+            print(harmless(f"! {server.remote.url}: {reason}{lost}"), flush=True)
         server.reason = reason
 
     def _tell(self) -> None:
         if time.monotonic() - self.told > TOLD:
             why = "; ".join(f"{server.remote.url}: {server.reason or 'not yet'}" for server in self.servers)
             waiting = f"{len(self.rows)} rows wait" if self.rows else "the weights wait"
-            print(f"! no sampler server answers, {waiting} ({why}): {START.format('PORT')} starts one", flush=True)
+            line = f"! no sampler server answers, {waiting} ({why}): {START.format('PORT')} starts one"
+            print(harmless(line), flush=True)
             self.told = time.monotonic()
 
     # ------------------------------------------------------------ a thread for each server
