@@ -132,7 +132,8 @@ class Recorder:
         """Close the connections that have not asked for a rollout in time. Called once a second."""
         self._taken.listen(BACKLOG)  # asyncio has set it to how many it accepts at a time
         now = time.monotonic()
-        for connection in list(self._server.server_state.connections):
+        connections: set[Any] = set(self._server.server_state.connections)
+        for connection in connections:
             if self.knows(connection):
                 connection.since = now
             elif now - connection.since > PATIENCE:
