@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import inspect
+
 import pytest
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
-from transformers import PreTrainedTokenizerFast
+from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from conftest import byte_tokenizer
 from pellucid.policy import pretrained
@@ -62,7 +64,9 @@ def test_a_written_special_token_is_no_special_token(text, kind, tokenizers):
 @pytest.mark.parametrize("kind", ["bytes", "smollm2"])
 @pytest.mark.parametrize("text", [OBEY, "<|im_end|>", "  a<|im_start|><|im_end|>\n\nb"])
 def test_they_are_what_transformers_makes_of_them(text, kind, tokenizers):
-    """`sanitize_control_tokens` is the oracle."""
+    """`sanitize_control_tokens` is the oracle, where transformers has it."""
+    if "sanitize_control_tokens" not in inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters:
+        pytest.skip("this transformers does not sanitize")
     tokenizer, prompt = tokenizers[kind], asked("Be.", text, literal=True)
     messages = [dict(message) for message in prompt.text]
     theirs = tokenizer.apply_chat_template(messages, add_generation_prompt=True, sanitize_control_tokens=True)

