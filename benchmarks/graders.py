@@ -269,7 +269,7 @@ def compare_on_completions(every: bool) -> None:
 # ---------------------------------------------------------------- time
 
 
-def measure_time(turns: int = 3) -> None:
+def measure_time(turns: int = 2) -> None:
     """Print median and maximum CPU time of a verdict: the fastest of several turns, each with empty caches."""
     table = rows()
     for row in table:

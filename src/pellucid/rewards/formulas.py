@@ -82,7 +82,8 @@ def states_formula(text: str, gold: str) -> bool | None:
     expected = written(gold)
     if plain_number(expected.body) is None and not readable(expected.body):
         return None
-    found = conclusion(behind) if marked is None else stated_in_sentence(marked)
+    found = conclusion(behind) if marked is None else marked
+    found = stated_in_sentence(found) if marked is not None and len(found) <= LONGEST else found
     return len(found) <= LONGEST and equal(written(found), expected)
 
 
