@@ -131,11 +131,17 @@ def check_resumable(run_dir: Path) -> None:
 
 def note_on_finished(run_dir: Path, changed: changes.Changes, steps: int) -> str:
     """What is said at once of a run that is resumed with the settings it was finished with; empty for any other."""
-    if changed or not finished(run_dir):
+    if changed or not finished(run_dir) or not has_last_model(run_dir):
         return ""
     done = max((row["step"] for row in records(run_dir / "metrics.jsonl")), default=0)
     left = "nothing is left to do" if done >= steps else "its minutes are used up"
     return f"{run_dir} is finished after step {done}: {left}; --algorithm.steps {2 * steps} would take more steps"
+
+
+def has_last_model(run_dir: Path) -> bool:
+    """Whether the model was saved after the last step was logged; an older one is that of fewer steps."""
+    saved = [path.stat().st_mtime_ns for path in (run_dir / "model").glob("*")]
+    return max(saved, default=0) >= (run_dir / "metrics.jsonl").stat().st_mtime_ns
 
 
 def check_writable(run_dir: Path) -> None:
