@@ -381,8 +381,8 @@ GET = b"GET /rollout/known/v1/models HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n"
 def test_silent_connections_make_room_and_agents_keep_theirs(recorder):
     agent = opened(recorder, GET)
     assert agent.recv(12) == b"HTTP/1.1 200"
-    silent = [opened(recorder, b"GET /rollout/" if i % 2 else b"") for i in range(300)]
-    assert all(map(is_closed, silent[: 300 - 64])), "the oldest make room"
+    silent = [opened(recorder, b"GET /rollout/" if i % 2 else b"") for i in range(400)]
+    assert all(map(is_closed, silent[: 400 - 256])), "the oldest make room"
     other = opened(recorder, GET)
     assert other.recv(12) == b"HTTP/1.1 200"
     agent.recv(10_000)
@@ -410,6 +410,6 @@ def test_the_body_of_a_request_for_an_unknown_rollout_is_not_waited_for(recorder
     head = f"POST /rollout/{name}/v1/chat/completions HTTP/1.1\r\nHost: a\r\nContent-Length: 45000000\r\n\r\n"
     connection = opened(recorder, head.encode() + b" " * 10_000)
     assert connection.recv(12) == b"HTTP/1.1 404"
-    connection.recv(10_000)
-    assert is_closed(connection)
+    while connection.recv(10_000):
+        pass
     connection.close()

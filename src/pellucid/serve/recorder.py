@@ -38,7 +38,7 @@ MOST = 64
 """How many requests of a rollout may wait at a time."""
 FOREVER = 10**8
 """Seconds that the connection of an agent may be silent: it ends with the process of the agent."""
-STRANGERS = 64
+STRANGERS = 256
 """How many connections may be open that have not asked for a rollout which there is; the oldest makes room for more."""
 PATIENCE = 10.0
 """Seconds that such a connection has to ask for one."""
