@@ -218,6 +218,7 @@ def test_each_value_trains_or_is_refused_in_one_line(name, outcome, kernel_dirs)
 
 @pytest.mark.slow
 @pytest.mark.model
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize("chosen", combinations(), ids=lambda chosen: ", ".join(f"{n}={v}" for n, v in chosen))
 def test_combinations_train_or_are_refused_in_one_line(chosen, outcome):
     settings = {k: v for name, _ in chosen for k, v in WITH.get(name, {}).items()} | dict(chosen)
