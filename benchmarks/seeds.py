@@ -63,7 +63,10 @@ def by_step(runs: dict[int, Path], metric: str) -> str:
     return "\n".join(rows)
 
 
-def cell(estimate: dict[str, float]) -> str:
+def cell(estimate: dict[str, float | None]) -> str:
+    """Format an estimate with its interval; without one if it is of too few prompts."""
+    if estimate["low"] is None:
+        return f"{estimate['value']:.2f}"
     return f"{estimate['value']:.2f} [{estimate['low']:.2f}, {estimate['high']:.2f}]"
 
 

@@ -31,6 +31,7 @@ from transformers import (
 import pretended_graph
 import simulated_device
 from pellucid import cli
+from pellucid.machine import nearby
 from pellucid.policy.policy import Policy
 from pellucid.types import Completion, Prompt, Reward
 
@@ -298,6 +299,11 @@ def gpu(pretended):
 @pytest.fixture(autouse=True)
 def _one_seed():
     torch.manual_seed(0)
+
+
+@pytest.fixture(autouse=True)
+def _no_recipe_of_another_test():
+    nearby.remember(None)
 
 
 @pytest.fixture(scope="session")

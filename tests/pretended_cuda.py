@@ -13,6 +13,7 @@ import subprocess
 from contextlib import contextmanager
 from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 from unittest.mock import patch
 
 import torch
@@ -58,6 +59,7 @@ ANSWERS = {
     "max_memory_allocated": lambda device=None: 10**6,
     "is_bf16_supported": lambda including_emulation=True: True,
     "get_device_name": lambda device=None: "a pretended GPU",
+    "get_device_properties": lambda device=None: SimpleNamespace(total_memory=80 * 10**9),
     "get_device_capability": lambda device=None: (9, 0),
     "get_rng_state_all": list,
     "get_rng_state": lambda device=None: torch.zeros(16, dtype=torch.uint8),

@@ -245,6 +245,8 @@ def beside(values: Any, folder: Path, place: Place = ()) -> Any:
 
 def path_beside(value: str, folder: Path, place: Place) -> str:
     model = value.removeprefix(MODEL) if value.startswith(MODEL) else value
+    if place == ("base",):  # of a study, which looks for it beside itself
+        return value
     if not model or "\n" in value or os.path.isabs(os.path.expanduser(model)):
         return value
     joined = os.path.join(folder, model)

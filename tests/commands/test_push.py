@@ -25,7 +25,8 @@ def trained(tmp_path_factory, model_dir):
     """A finished run of a tiny model, and its recipe, in a folder of their own."""
     folder = tmp_path_factory.mktemp("trained")
     recipe = tiny_recipe(folder / "tiny.toml", model_dir)
-    assert train(recipe, "--run", folder / "run", "--algorithm.steps", "2", "--log.no-tensorboard") == 0
+    enough = ["--evaluate.n", "12"]  # for intervals
+    assert train(recipe, "--run", folder / "run", "--algorithm.steps", "2", "--log.no-tensorboard", *enough) == 0
     return folder / "run"
 
 

@@ -487,7 +487,7 @@ def test_a_reward_that_fails_costs_itself(small):
 
 def test_where_every_reward_fails_nothing_is_left(small):
     with pytest.raises(
-        NotBegunError, match="every reward of the first 2 samples failed, the first with lambda: KeyError"
+        NotBegunError, match="every reward of the first 8 samples failed, the first with lambda: KeyError"
     ):
         pellucid.train(data=ROWS, reward=lambda completions, **_: {}[0], **small).finish()
     assert not small["run"].exists()

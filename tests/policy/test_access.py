@@ -286,7 +286,7 @@ def test_a_run_whose_rewards_are_not_here_is_served_with_the_code_that_it_truste
 
 def test_a_plan_of_trusted_code_is_that_of_what_it_computes(own, recipe, capsys):
     assert answered("doctor", "--plan", recipe, "--policy.model", own, "--policy.trust-remote-code") == 0
-    assert capsys.readouterr().out.startswith("! policy.trust_remote_code: Python code of")
+    assert "\n! policy.trust_remote_code: Python code of" in capsys.readouterr().out
 
 
 def test_another_model_than_the_policys_is_not_trusted_with_it(own, recipe, tmp_path, capsys):

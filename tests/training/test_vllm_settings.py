@@ -7,6 +7,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from pellucid import config
 from pellucid.samplers import vllm_engine
@@ -16,7 +17,7 @@ from pellucid.training import preflight
 from pellucid.training.compose import pick_sampler
 from pellucid.types import UserError
 
-DECODED: Any = SimpleNamespace(decoder=object())
+DECODED: Any = SimpleNamespace(decoder=object(), adapter=None, dtype=torch.float32)
 
 
 def settings_of(*words):

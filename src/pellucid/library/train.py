@@ -18,7 +18,7 @@ from pellucid.library.data import Lines
 from pellucid.library.objects import Objects, Terms, axes_named, section_of, terms_of
 from pellucid.library.run import Run, told_in_python
 from pellucid.library.settings import sections_of
-from pellucid.machine import disk, plugins
+from pellucid.machine import disk, nearby, plugins
 from pellucid.machine.plugins import given
 from pellucid.reporting.run_folder import records
 from pellucid.tasks import task_class
@@ -74,6 +74,7 @@ def train(
         if claim.first_process():
             (claim.check_resumable if resume else check_new)(folder)
         source = folder / "config.json" if resume else file
+        nearby.remember(None)  # relative paths of a call lead from here, not from the folder of an earlier recipe
         values = config.read(source) if source else {}
         config.refuse_other_variables(values, (), source, "if you mean another, name it from Python: reward=[...]")
         section = task_section(values.get("task"), task, data, reward, lines, folder, objects)

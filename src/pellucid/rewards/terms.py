@@ -169,7 +169,7 @@ def math(text: str, gold: str) -> float | None:
     return None if stated is None else float(stated)
 
 
-@lru_cache(maxsize=65536)
+@lru_cache(maxsize=256)
 def gold_fault(name: str, gold: str) -> str | None:
     """Return why a term cannot grade by a gold answer, or None.
 

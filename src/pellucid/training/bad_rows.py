@@ -56,7 +56,8 @@ def check_settings(cfg: Config, config: PreTrainedConfig) -> None:
     except UserError:
         return
     Template(cfg.policy.template, cfg.policy.template_kwargs).put_into(words)
-    check(cfg, words, longest(config), config.vocab_size, ("train", "test"))
+    splits = ("train", "test") if cfg.evaluate.every else ("train",)
+    check(cfg, words, longest(config), config.vocab_size, splits)
 
 
 def check(cfg: Config, words: PreTrainedTokenizerBase, context: int, vocabulary: int, splits: Sequence[str]) -> None:
@@ -126,7 +127,7 @@ def unfit(scanned: Scan, words: PreTrainedTokenizerBase, limits: Limits) -> dict
     if len(scanned.prompts) < CACHED:
         return tokenized(scanned, words, limits)
     path = cache_file(scanned, words, limits)
-    with suppress(OSError, ValueError):
+    with suppress(OSError, ValueError, AttributeError):  # a damaged file is written anew
         return {int(place): str(reason) for place, reason in json.loads(path.read_text(encoding="utf-8")).items()}
     found = tokenized(scanned, words, limits)
     with suppress(OSError):  # the next run tokenizes them again

@@ -15,7 +15,7 @@ from pellucid.machine import disk
 from pellucid.machine.locks import locked, refuse_locked
 from pellucid.machine.plugins import near
 from pellucid.reporting import loggers
-from pellucid.reporting.run_folder import checkpoints, finished, read_config, records
+from pellucid.reporting.run_folder import checkpoints, finished, read_config, records, step_of
 from pellucid.training import changes, files
 from pellucid.types import NotBegunError, UserError
 
@@ -134,6 +134,9 @@ def note_on_finished(run_dir: Path, changed: changes.Changes, steps: int) -> str
     if changed or not finished(run_dir) or not has_last_model(run_dir):
         return ""
     done = max((row["step"] for row in records(run_dir / "metrics.jsonl")), default=0)
+    saved = checkpoints(run_dir)
+    if saved and step_of(saved[-1]) < done:  # the steps after the newest checkpoint can be taken again
+        return ""
     left = "nothing is left to do" if done >= steps else "its minutes are used up"
     return f"{run_dir} is finished after step {done}: {left}; --algorithm.steps {2 * steps} would take more steps"
 

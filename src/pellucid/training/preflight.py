@@ -98,10 +98,11 @@ def notes_on_others(cfg: Config) -> list[str]:
 
 def check_rewards(cfg: Config, prompts: Sequence[Prompt]) -> None:
     """Raise UserError for a reward function that does not take what it will be given."""
+    environments = ["environments"] if hasattr(innermost(cfg.task), "talk") else []
     for term in terms_of(grading(cfg.task)):
         if is_function(term.name):
             try:
-                check_signature(term.name, arguments_for(prompts))
+                check_signature(term.name, [*arguments_for(prompts), *environments])
             except NoRewardError as error:
                 raise UserError(f"reward {error}") from error
 
