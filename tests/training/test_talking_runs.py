@@ -156,5 +156,5 @@ def test_answers_of_an_evaluation_are_conversations(recipe, tmp_path, capsys):
     run, answers = tmp_path / "run", tmp_path / "answers.jsonl"
     assert train(recipe, "--run", run, "--algorithm.steps", 1, "--evaluate.every", 0) == 0
     assert answered("eval", run, "--output", answers) == 0
-    assert "mean@2" in capsys.readouterr().out
+    assert "reward@2" in capsys.readouterr().out
     assert len([json.loads(line) for line in answers.read_text().splitlines()]) == 3 * (1 + 2)
