@@ -28,7 +28,7 @@ class List:
     """List what a recipe may name, a line each."""
 
     kind: Positional[Annotated[str, arg(metavar="|".join(listing.KINDS))]] = ""
-    """What is listed; without it, everything."""
+    """The kind of thing to list; all kinds without it."""
 
     def __call__(self) -> int:
         return listing.show(self.kind) if self.kind else listing.show_all()

@@ -77,7 +77,7 @@ def without_task(sections: config.Values) -> dict[str, Any]:
 def of_task_as_written(section: Any) -> type[Any]:
     """Return the class of a task with the values that its section states, without importing code that it names.
 
-    Of a task that is such code there is only its name.
+    A task that is such code shows its name alone.
     """
     name = section.get("name", Config.task_names[0]) if isinstance(section, Mapping) else None
     if isinstance(name, str) and name not in TASKS:
