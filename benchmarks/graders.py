@@ -5,7 +5,7 @@ python benchmarks/graders.py --disagreements      # also every pair and completi
 python benchmarks/graders.py --time               # CPU milliseconds of a verdict on the table
 
 Run this file with the `src` of another commit first in PYTHONPATH to compare commits. The completions are greedy
-answers of Qwen2.5-Coder-0.5B-Instruct (4-bit, Apache-2.0) to questions of GSM8K's test file (MIT), up to 256 tokens.
+answers of Qwen2.5-Coder-0.5B-Instruct (4-bit, Apache-2.0) to questions of GSM8K's test file (MIT), up to 400 tokens.
 
 The other graders: math-verify as it comes, with `parse` and `verify` on the whole text; the normalizer of Minerva
 (Lewkowycz et al. 2022, appendix D.1), which removes units and formatting and compares strings; and GSM8K's strict

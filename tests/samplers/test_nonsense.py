@@ -6,7 +6,7 @@ import http.client
 import itertools
 import json
 import threading
-from contextlib import contextmanager
+from contextlib import closing, contextmanager, suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
@@ -37,20 +37,21 @@ def altered(url, alter):
     class Proxy(BaseHTTPRequestHandler):
         def do(self):
             body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
-            there = http.client.HTTPConnection(url.removeprefix("http://"), timeout=30)
             headers = {
                 name: value for name, value in self.headers.items() if name.lower() not in ("host", "connection")
             }
-            there.request(self.command, self.path, body, headers | {"Host": "localhost"})
-            answer = there.getresponse()
-            told = alter(self.path.partition("?")[0], answer.read())
-            self.send_response(answer.status)
-            if version := answer.getheader(remote.VERSION):
-                self.send_header(remote.VERSION, version)
-            self.send_header("Content-Length", str(len(told)))
-            self.end_headers()
-            self.wfile.write(told)
-            there.close()
+            # The trainer may hang up before it has read an answer: the connection to the server is closed even then.
+            with closing(http.client.HTTPConnection(url.removeprefix("http://"), timeout=30)) as there:
+                there.request(self.command, self.path, body, headers | {"Host": "localhost"})
+                answer = there.getresponse()
+                told = alter(self.path.partition("?")[0], answer.read())
+            with suppress(ConnectionError):
+                self.send_response(answer.status)
+                if version := answer.getheader(remote.VERSION):
+                    self.send_header(remote.VERSION, version)
+                self.send_header("Content-Length", str(len(told)))
+                self.end_headers()
+                self.wfile.write(told)
 
         do_GET = do_PUT = do_POST = do  # noqa: N815
 

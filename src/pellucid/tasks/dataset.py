@@ -298,6 +298,8 @@ def forget() -> None:
 
 def listed(bad: Sequence[BadRow]) -> str:
     """Return the first bad rows with their reasons in one line, and how many more there are."""
+    if len(bad) > MOST_NAMED and len({row.reason for row in bad}) == 1:
+        return f"{bad[0].where}, and {len(bad) - 1} more rows: {bad[0].reason}"
     named = "; ".join(f"{row.where}: {row.reason}" for row in bad[:MOST_NAMED])
     return named + (f"; and {len(bad) - MOST_NAMED} more bad rows" if len(bad) > MOST_NAMED else "")
 
