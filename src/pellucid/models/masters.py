@@ -204,7 +204,8 @@ class Lookup(torch.autograd.Function):
             rows = len(read)
         of_rows = torch.zeros(rows, width, dtype=wide, device=grad.device).index_add_(0, ids, grad.to(wide)).to(narrow)
         if read is not None:
-            of_rows = torch.sparse_coo_tensor(read[None], of_rows, ctx.shape, is_coalesced=True, check_invariants=False)
+            with torch.sparse.check_sparse_tensor_invariants(enable=False):  # else torch 2.11 warns
+                of_rows = torch.sparse_coo_tensor(read[None], of_rows, ctx.shape, is_coalesced=True)
         return None, None, of_rows, None
 
 

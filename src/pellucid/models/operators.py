@@ -2,6 +2,9 @@
 
 kernels.py has the same functions, to the same bits, in C++.
 
+A forward pass neither computes in place nor casts to the dtype that a tensor has: in an autograd.Function that
+torch.compile of torch 2.11 traces, the gradient of such a result would be zero.
+
 Shapes: N tokens, D hidden size, H heads, d head size, I intermediate size, B rows, C query heads, K key heads,
 T queries, S keys; n tokens, V vocabulary.
 """
@@ -20,9 +23,13 @@ BLOCK = 256
 """Tokens that are added up by themselves to be drawn from."""
 
 
+def _cast(x: Tensor, dtype: torch.dtype) -> Tensor:
+    return x if x.dtype == dtype else x.to(dtype)
+
+
 def norm(x: Tensor, weight: Tensor, eps: float, dtype: torch.dtype) -> Tensor:
     """RMSNorm of x [..., D] in the dtype of its weight [D], as transformers computes it; the result in `dtype`."""
-    return F.rms_norm(x.to(weight.dtype), weight.shape, weight, eps).to(dtype)
+    return _cast(F.rms_norm(_cast(x, weight.dtype), weight.shape, weight, eps), dtype)
 
 
 def norm_backward(x: Tensor, weight: Tensor, eps: float, grad: Tensor) -> tuple[Tensor, Tensor]:
@@ -69,7 +76,7 @@ def swapped(x: Tensor) -> Tensor:
 def gated(gate_up: Tensor) -> Tensor:
     """silu(gate) up, of both joined, [N, 2I] -> [N, I]."""
     gate, up = gate_up.chunk(2, -1)
-    return F.silu(gate).mul_(up)
+    return F.silu(gate) * up
 
 
 def gated_backward(gate_up: Tensor, grad: Tensor) -> Tensor:
