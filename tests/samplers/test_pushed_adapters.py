@@ -83,7 +83,7 @@ def test_what_is_written_is_what_peft_reads_with_a_scale_of_1(tmp_path):
     assert len(written) == len(adapter) == 8
 
 
-@pytest.mark.filterwarnings("ignore:.*merging LoRA weights")
+@pytest.mark.filterwarnings("ignore:.*merging LoRA weights", "ignore:.*a tied layer is part of the adapter")
 @pytest.mark.parametrize(
     ("settings", "says"),
     [
