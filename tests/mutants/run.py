@@ -1,8 +1,9 @@
 """Puts one-line mistakes into copies of the package, one at a time, and reports whether the tests notice them.
 
-A mistake (a mutant) is an entry of a TOML file beside this one: `file` of the package, `old` text that stands there
-once, `new` text, what it `breaks`, and the `tests` that guard it, where those are others than the file's `guards`. One
-that cannot change any number says why in `equivalent`; it is run all the same, and must survive.
+A mistake (a mutant) is an entry of a TOML file beside this one: the `function` ("algorithm/kl.py::k3", or a file alone for
+code outside functions), an expression `old` that appears there once whatever its line breaks, the `new` one, what it
+`breaks`, and the `tests` that guard it if they are not the file's `guards`. A mutant that cannot change any number says why
+in `equivalent`; it is run all the same, and must survive.
 
 The work tree is never touched. torch is imported once: each mutant is a fork that finds its own copy of the package
 first on its path. A mutant that hangs or crashes is noticed; one that cannot be compiled is a mistake in the list.
@@ -13,7 +14,9 @@ first on its path. A mutant that hangs or crashes is noticed; one that cannot be
 from __future__ import annotations
 
 import argparse
+import ast
 import os
+import re
 import shutil
 import signal
 import sys
@@ -24,7 +27,7 @@ from collections.abc import Iterable, Iterator
 from importlib import import_module
 from multiprocessing import connection, get_context
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
@@ -49,14 +52,18 @@ PYTEST = 100
 
 
 class Mutant(NamedTuple):
-    file: str
-    """In src/pellucid."""
+    function: str
+    """File in src/pellucid, and behind `::` the dotted name of a function or class in it."""
     old: str
     new: str
     breaks: str
     tests: tuple[str, ...]
     """As pytest takes them, in tests/; the likeliest to notice first."""
     equivalent: str = ""
+
+    @property
+    def file(self) -> str:
+        return self.function.partition("::")[0]
 
     @property
     def line(self) -> str:
@@ -76,20 +83,43 @@ def mutants() -> Iterator[Mutant]:
     for path in sorted(HERE.glob("*.toml")):
         listed = tomllib.loads(path.read_text())
         for entry in listed["mutant"]:
-            tests = entry.pop("tests", None) or listed["guards"][entry["file"]]
+            file = entry["function"].partition("::")[0]
+            tests = entry.pop("tests", None) or listed["guards"][file]
             yield Mutant(**entry, tests=tuple(tests))
+
+
+def mutated(mutant: Mutant) -> str:
+    """The source of the file with the mistake in it. ValueError if the expression is not in the function exactly once."""
+    text = (ROOT / "src/pellucid" / mutant.file).read_text()
+    begin, end = span_of(ast.parse(text), text, mutant.function.partition("::")[2])
+    expression = re.compile(r"\s+".join(map(re.escape, mutant.old.split())))
+    found = list(expression.finditer(text, begin, end))
+    if len(found) != 1:
+        raise ValueError(f"`{mutant.old}` is {len(found)} times in {mutant.function}")
+    return text[: found[0].start()] + mutant.new + text[found[0].end() :]
+
+
+def span_of(tree: ast.Module, text: str, name: str) -> tuple[int, int]:
+    """First character and end of a function or class by its dotted name; of the whole file if the name is empty."""
+    kinds = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
+    node: Any = tree
+    for part in filter(None, name.split(".")):
+        named = [each for each in ast.walk(node) if isinstance(each, kinds) and each.name == part and each is not node]
+        if not named:
+            raise ValueError(f"there is no {name}")
+        node = named[-1]  # behind its overloads
+    if node is tree:
+        return 0, len(text)
+    lines = text.splitlines(keepends=True)
+    first = min(each.lineno for each in (node, *node.decorator_list)) - 1
+    return sum(map(len, lines[:first])), sum(map(len, lines[: node.end_lineno]))
 
 
 def fault(mutant: Mutant) -> str:
     """Why it cannot be put in; empty where it can."""
-    text = (ROOT / "src/pellucid" / mutant.file).read_text()
-    if (found := text.count(mutant.old)) != 1:
-        return f"`{mutant.old}` stands {found} times in {mutant.file}"
-    if not mutant.file.endswith(".py"):
-        return ""  # a library that cannot be compiled is not used: no test notices
     try:
-        compile(text.replace(mutant.old, mutant.new), mutant.file, "exec")
-    except SyntaxError as error:
+        compile(mutated(mutant), mutant.file, "exec")
+    except (ValueError, SyntaxError, OSError) as error:
         return f"{mutant.file}: {error}"
     return ""
 
@@ -99,8 +129,7 @@ def tested(copy: Path, tests: Iterable[str], mutant: Mutant | None) -> None:
     os.setsid()  # so that what the tests start can be ended with them
     shutil.copytree(ROOT / "src/pellucid", copy / "pellucid", ignore=shutil.ignore_patterns("__pycache__"))
     if mutant is not None:
-        path = copy / "pellucid" / mutant.file
-        path.write_text(path.read_text().replace(mutant.old, mutant.new))
+        (copy / "pellucid" / mutant.file).write_text(mutated(mutant))
     sys.path.insert(0, str(copy))
     os.environ["PYTHONPATH"] = os.pathsep.join([str(copy), str(ROOT / "tests")])
     os.chdir(ROOT)
@@ -161,10 +190,13 @@ def baseline(listed: list[Mutant], at_once: int) -> dict[str, float]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="mutants at once")
+    parser.add_argument("--check", action="store_true", help="only say which mutants cannot be put in")
     parser.add_argument("--only", nargs="+", default=[""], help="those with one of these texts in their line")
     arguments = parser.parse_args()
     listed = [mutant for mutant in mutants() if any(text in mutant.line for text in arguments.only)]
     faults = {mutant: reason for mutant in listed if (reason := fault(mutant))}
+    if arguments.check:
+        sys.exit("\n".join(faults.values()) or 0)
     listed = [mutant for mutant in listed if mutant not in faults]
     os.environ.update(OMP_NUM_THREADS="1", OPENBLAS_NUM_THREADS="1", HF_HUB_OFFLINE="1")
     for name in SHARED:
