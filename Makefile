@@ -31,12 +31,12 @@ check: setup
 mathematics: setup
 	$(PYTEST) $(MATHEMATICS) $(ARGS)
 
-test: setup lint
-	$(PYTEST) -m "not slow" $(ARGS)
-
-# Everything that this machine can run, the sweeps included.
-test-all: setup lint
+test: setup
 	$(PYTEST) $(ARGS)
+
+# Everything that this machine can run.
+test-all: setup
+	$(PYTEST) -m "" $(ARGS)
 
 # The default tests on the lowest versions that pyproject.toml allows, without those of the repository itself and of
 # today's TRL. torch brings gigabytes of CUDA there.

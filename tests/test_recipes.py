@@ -96,13 +96,12 @@ def test_all_are_listed_each_with_a_sentence_of_its_own():
     assert all(line.endswith(".") for line in listed.values())
 
 
-@pytest.mark.parametrize("name", recipes.listed())
-def test_each_is_whole_wherever_it_is_read(name):
-    path = recipes.find(name)
-    if "variants" in config.read(path):
-        assert plan.checked(plan.read(path))
-    else:
-        config.load(path)
+def test_each_is_whole_wherever_it_is_read():
+    for path in map(recipes.find, recipes.listed()):
+        if "variants" in config.read(path):
+            assert plan.checked(plan.read(path)), path
+        else:
+            config.load(path)
 
 
 def test_the_base_of_a_study_of_ones_own_may_be_a_name(elsewhere):

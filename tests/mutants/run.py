@@ -1,9 +1,9 @@
 """Puts one-line mistakes into copies of the package, one at a time, and reports whether the tests notice them.
 
-A mistake (a mutant) is an entry of a TOML file beside this one: the `function` ("algorithm/kl.py::k3", or a file alone for
-code outside functions), an expression `old` that appears there once whatever its line breaks, the `new` one, what it
-`breaks`, and the `tests` that guard it if they are not the file's `guards`. A mutant that cannot change any number says why
-in `equivalent`; it is run all the same, and must survive.
+A mistake (a mutant) is an entry of a TOML file beside this one: the `function` ("algorithm/kl.py::k3", or a file alone
+for code outside functions), an expression `old` that appears there once whatever its line breaks, the `new` one, what it
+`breaks`, and the `tests` that guard it if they are not the file's `guards`. A mutant that cannot change any number says
+why in `equivalent`; it is run all the same, and must survive.
 
 The work tree is never touched. torch is imported once: each mutant is a fork that finds its own copy of the package
 first on its path. A mutant that hangs or crashes is noticed; one that cannot be compiled is a mistake in the list.
@@ -89,7 +89,7 @@ def mutants() -> Iterator[Mutant]:
 
 
 def mutated(mutant: Mutant) -> str:
-    """The source of the file with the mistake in it. ValueError if the expression is not in the function exactly once."""
+    """Return the file's source with the mistake. ValueError if the expression is not in the function exactly once."""
     text = (ROOT / "src/pellucid" / mutant.file).read_text()
     begin, end = span_of(ast.parse(text), text, mutant.function.partition("::")[2])
     expression = re.compile(r"\s+".join(map(re.escape, mutant.old.split())))
