@@ -1,9 +1,9 @@
 """Puts one-line mistakes into copies of the package, one at a time, and reports whether the tests notice them.
 
 A mistake (a mutant) is an entry of a TOML file beside this one: the `function` ("algorithm/kl.py::k3", or a file alone
-for code outside functions), an expression `old` that appears there once whatever its line breaks, the `new` one, what it
-`breaks`, and the `tests` that guard it if they are not the file's `guards`. A mutant that cannot change any number says
-why in `equivalent`; it is run all the same, and must survive.
+for code outside functions), an expression `old` that appears there once, whatever its line breaks, the `new` one, what
+it `breaks`, and the `tests` that guard it if they are not the file's `guards`. A mutant that cannot change any number
+says why in `equivalent`; it is run all the same, and must survive.
 
 The work tree is never touched. torch is imported once: each mutant is a fork that finds its own copy of the package
 first on its path. A mutant that hangs or crashes is noticed; one that cannot be compiled is a mistake in the list.
