@@ -40,6 +40,15 @@ hypothesis.settings.register_profile("suite", derandomize=True, database=None, d
 hypothesis.settings.load_profile("suite")
 
 
+def mostly_slow(cases, every):
+    """Parameters of a test of which the default run takes the first of each `every`; the others are marked as slow."""
+
+    def slow(case):
+        return pytest.param(*(case if isinstance(case, tuple) else (case,)), marks=pytest.mark.slow)
+
+    return [slow(case) if i % every else case for i, case in enumerate(cases)]
+
+
 def pytest_collection_finish():
     gc.freeze()
     gc.enable()

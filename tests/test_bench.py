@@ -316,6 +316,7 @@ def answers(turns, *arguments):
     return [json.loads(line) for line in done.stdout.splitlines()]
 
 
+@pytest.mark.slow
 def test_ours_and_trls_training_are_graded_by_the_same_evaluation(tiny, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     words = ["--policy.model", tiny, "--policy.dtype", "float32", "--sampler.max-tokens", "2", "--algorithm.steps", "2"]
@@ -331,6 +332,7 @@ def test_ours_and_trls_training_are_graded_by_the_same_evaluation(tiny, tmp_path
     assert len({tuple(x[1][name] for name in ("mean", "greedy")) for x in said.values()}) == 1
 
 
+@pytest.mark.slow
 def test_a_job_of_trl_learns_from_real_rewards(tiny, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     sizes = [f"--{name}={n}" for name, n in {"prompts": 2, "group": 2, "tokens": 2}.items()]

@@ -340,6 +340,7 @@ def test_mistakes_in_nested_tasks_name_their_place(tmp_path, text, said):
     assert "\n" not in str(caught.value)
 
 
+@pytest.mark.slow
 @examples(max_examples=10)
 @given(
     seed=st.integers(0, 2**31),

@@ -123,6 +123,7 @@ def test_no_record_names_a_folder_of_the_machine_it_was_made_on():
     assert [path for path in Path("docs").rglob("config.json") if '"/' in path.read_text()] == []
 
 
+@pytest.mark.slow
 def test_the_page_of_the_command_line_is_what_the_commands_say():
     """By benchmarks/transcript.py, in a process of its own: help follows the width of a terminal."""
     command = [sys.executable, "benchmarks/transcript.py"]

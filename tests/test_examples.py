@@ -12,7 +12,7 @@ import pytest
 import torch
 from accelerate import Accelerator
 
-from conftest import OneProcessRuntime, character_tokenizer, tiny_llama
+from conftest import OneProcessRuntime, character_tokenizer, mostly_slow, tiny_llama
 from pellucid.algorithm import grpo
 from pellucid.algorithm.batch import collate
 from pellucid.algorithm.settings import AdamWConfig, GRPOConfig
@@ -210,7 +210,7 @@ def options(*arguments):
     return sorting.parsed([str(argument) for argument in arguments])
 
 
-@pytest.mark.parametrize(("loss", "epochs"), [("naive", 40), ("unclipped", 40), ("clipped", 100)])
+@pytest.mark.parametrize(("loss", "epochs"), mostly_slow([("naive", 40), ("unclipped", 40), ("clipped", 100)], every=3))
 @pytest.mark.parametrize("deltas", ["centered", "normalised", "max"])
 def test_every_right_combination_learns_to_sort(deltas, loss, epochs):
     """The clip, of a hundredth, learns most slowly."""
@@ -219,6 +219,7 @@ def test_every_right_combination_learns_to_sort(deltas, loss, epochs):
     assert sorting.sampled(steps) > 0.8
 
 
+@pytest.mark.slow
 def test_the_ratio_upside_down_unlearns():
     _, steps = sorting.train(options("--epochs", 20), "centered", "inverted")
     assert sorting.sampled(steps) < 0.5 * sorting.sampled(steps[:3])

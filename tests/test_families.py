@@ -25,6 +25,7 @@ def in_words(row):
     return family, computed, sampler.partition(" (")[0], steps.partition(":")[0], gap == "-", served.partition(":")[0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", HANDFUL)
 def test_what_the_page_says_of_a_family_is_what_becomes_of_it(name, families, tmp_path):
     row = families.tried(name, tmp_path)

@@ -79,6 +79,7 @@ def _elsewhere(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
 
 
+@pytest.mark.slow
 def test_every_row_is_well_where_a_gpu_is_simulated(gpu, tmp_path):
     names = [name for name in gpu.ROWS if name not in AS_THE_SMALLER_ONE]
     done, rows = ran(BENCHMARKS / "gpu.py", "--repeats", "1", "--output", "gpu.md", "--only", *names)
@@ -97,6 +98,7 @@ def test_every_row_is_well_where_a_gpu_is_simulated(gpu, tmp_path):
         assert re.match(r"pass|\d+\.\d\dx", verdict), (name, verdict)
 
 
+@pytest.mark.slow
 def test_a_row_that_fails_is_told_and_ends_no_other(tmp_path):
     (tmp_path / "spoilt.py").write_text(SPOILT)
     done, rows = ran(tmp_path / "spoilt.py", "--limit", "2")
@@ -112,6 +114,7 @@ def test_a_row_that_fails_is_told_and_ends_no_other(tmp_path):
     assert "in raises" in done.stderr
 
 
+@pytest.mark.slow
 def test_a_row_for_which_no_time_is_left_is_left_out_and_what_is_known_is_kept(tmp_path):
     """The one that hangs takes all of the time."""
     (tmp_path / "spoilt.py").write_text(SPOILT)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import subprocess
 import sys
 
+import pytest
+
 HANGS = """
 import threading
 from concurrent.futures import Future
@@ -33,6 +35,7 @@ def run(tmp_path, test, *settings):
     return subprocess.run(command, capture_output=True, text=True, check=False)
 
 
+@pytest.mark.slow
 def test_a_test_that_hangs_fails_with_a_stack_and_the_others_are_run(tmp_path):
     ended = run(tmp_path, HANGS, "timeout=1")
     assert ended.returncode == 1
@@ -40,6 +43,7 @@ def test_a_test_that_hangs_fails_with_a_stack_and_the_others_are_run(tmp_path):
     assert "Future().result()" in ended.stdout
 
 
+@pytest.mark.slow
 def test_where_no_signal_is_heard_the_run_ends_with_a_stack(tmp_path):
     ended = run(tmp_path, DEAF, "timeout=1", "faulthandler_timeout=3")
     assert ended.returncode != 0

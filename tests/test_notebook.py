@@ -35,6 +35,7 @@ def test_the_notebook_is_its_source_with_outputs():
     assert "/home/" not in text and "/root/" not in text and "/tmp/" not in text
 
 
+@pytest.mark.slow
 @pytest.mark.model
 @pytest.mark.timeout(950)
 @pytest.mark.filterwarnings("ignore")  # of the kernel's own libraries
@@ -102,6 +103,7 @@ def stdout(cell) -> str:
     return "".join(output.text for output in cell.outputs if output.get("name") == "stdout")
 
 
+@pytest.mark.slow
 def test_ten_lines_in_a_notebook_train_a_model(executed):
     folder, (cell, _) = executed
     [run_dir] = [

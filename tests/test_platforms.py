@@ -36,6 +36,7 @@ cli.main(["--help"])
 """
 
 
+@pytest.mark.slow
 def test_all_of_it_is_imported_without_what_windows_and_macs_lack():
     """fcntl and resource; oneDNN's operators."""
     done = subprocess.run([sys.executable, "-c", EVERYTHING], capture_output=True, text=True, check=False)

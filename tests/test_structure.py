@@ -7,6 +7,7 @@ import re
 import tomllib
 from pathlib import Path
 
+import pytest
 from packaging.requirements import Requirement
 from packaging.version import Version
 
@@ -43,6 +44,7 @@ def at_least(requirement):
     return parsed.name, Version(bound.version)
 
 
+@pytest.mark.slow
 def test_possessive_groups_are_matched_by_regex():
     """Python's own `re` loses matches of them before 3.11.5, as in Debian 12, and says nothing."""
     libraries = set()

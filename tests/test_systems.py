@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from conftest import EOS, VOCAB, character_tokenizer
+from conftest import EOS, VOCAB, character_tokenizer, mostly_slow
 from pellucid import cli, config
 
 LENGTHS = ["--sampler.max-tokens", "12", "--algorithm.steps", "2", "--evaluate.n", "2", "--evaluate.k", "0"]
@@ -49,7 +49,9 @@ def questions(tmp_path_factory):
     return path
 
 
-@pytest.mark.parametrize("name", ["continuity", "gsm8k", "expected", "study_bench", "sorting", "countdown"])
+@pytest.mark.parametrize(
+    "name", mostly_slow(["gsm8k", "continuity", "expected", "study_bench", "sorting", "countdown"], every=6)
+)
 def test_the_recipe_of_a_system_trains(name, wide_model, questions, tmp_path):
     data = ["--task.data", str(questions), "--task.test-data", ""] if name in ("gsm8k", "study_bench") else []
     run = tmp_path / "run"

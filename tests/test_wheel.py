@@ -76,6 +76,7 @@ def only(installed):
     return {**os.environ, "PYTHONPATH": str(installed), "OMP_NUM_THREADS": "1"}
 
 
+@pytest.mark.slow
 def test_it_has_all_that_is_read_at_run_time_and_no_more(wheel):
     names = set(zipfile.ZipFile(wheel).namelist())
     sources = {path for path in Path("src").rglob("*") if path.is_file() and "__pycache__" not in path.parts}
@@ -88,6 +89,7 @@ def test_it_has_all_that_is_read_at_run_time_and_no_more(wheel):
     assert {name.partition(".dist-info/")[2] for name in about} >= {"licenses/LICENSE", "entry_points.txt"}
 
 
+@pytest.mark.slow
 def test_it_trains_is_evaluated_and_draws_its_report(installed, tmp_path, model_dir):
     """A recipe and the base of a study are found by name."""
     script = f"""{COMMANDS}
@@ -106,6 +108,7 @@ print(recipes.find("dapo"))
     assert "<svg" in (tmp_path / "run" / "report.html").read_text()
 
 
+@pytest.mark.slow
 def test_it_answers_over_http(installed, tmp_path, model_dir):
     command = [sys.executable, "-P", "-m", "pellucid", "serve", str(model_dir), "--port", "0", "--max-tokens", "4"]
     with subprocess.Popen(command, cwd=tmp_path, env=only(installed), stdout=subprocess.PIPE, text=True) as service:
@@ -118,6 +121,7 @@ def test_it_answers_over_http(installed, tmp_path, model_dir):
             service.send_signal(signal.SIGTERM)
 
 
+@pytest.mark.slow
 def test_a_missing_extra_is_one_line(installed, tmp_path, model_dir):
     settings = ["--run", "run", "--policy.model", str(model_dir)]
     task = '[task]\nname = "dataset"\nanswer = "a"\ntemplate = "{q}"\n'

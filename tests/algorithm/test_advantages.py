@@ -88,6 +88,7 @@ def test_gdpo_keeps_apart_what_a_sum_would_mix():
     same(dead_part, [[-1.0, 1.0]])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", COMPARING)
 def test_equal_rewards_have_exactly_no_advantage(name):
     """A million of them, dyadic or not."""

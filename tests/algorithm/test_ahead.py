@@ -152,6 +152,7 @@ def test_failed_rewards_that_were_drawn_ahead_survive_a_checkpoint():
     assert same_weights(whole, parted)
 
 
+@pytest.mark.slow
 def test_the_shares_in_which_either_side_waits():
     """Drawing sleeps for 0.3 s, an update for 0.1: training waits for two thirds of a step, and sampling hardly."""
 

@@ -216,6 +216,7 @@ def test_a_mistake_is_one_line(told):
     assert "\n" not in str(error.value)
 
 
+@pytest.mark.slow
 def test_the_settings_of_the_algorithm_are_read_without_torch():
     read = "import sys, pellucid.algorithm.settings; assert 'torch' not in sys.modules"
     used = "pellucid.algorithm.policy_loss; assert 'torch' in sys.modules"

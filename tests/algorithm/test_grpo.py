@@ -782,6 +782,7 @@ def test_rows_keep_what_belongs_together():
 # ---------------------------------------------------------------- the loop
 
 
+@pytest.mark.slow
 def test_the_loop_teaches_a_tiny_model():
     policy = make_policy()
     cfg = GRPOConfig(steps=30, prompts_per_step=4, group_size=8)

@@ -97,6 +97,7 @@ def test_one_infinite_number_in_one_gradient_of_a_finite_loss_is_enough(way, val
     assert not any(torch.equal(now, then) for now, then in zip(state_of(policy, learner), before, strict=True))
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_and_says_so(recipe, tmp_path, capsys, monkeypatch):
     """All four optimizer steps of its third step: the checkpoint behind it holds what the one before held."""
     whole, run_dir = tmp_path / "whole", tmp_path / "run"

@@ -95,6 +95,7 @@ def test_an_unknown_name_is_refused_with_the_nearest(axis):
     assert "path/to/file.py:function" in str(error.value)
 
 
+@pytest.mark.slow
 def test_a_run_with_ones_own_is_the_run_with_ours_and_its_file_may_not_change(recipe, mine, tmp_path, capsys):
     assert train(recipe, "--run", tmp_path / "ours") == 0
     own = ["--algorithm.objective", f"{mine}:whole", "--algorithm.advantage", f"{mine}:compared"]

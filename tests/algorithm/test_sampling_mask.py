@@ -256,6 +256,7 @@ def test_rows_of_a_batch_and_joined_batches_keep_their_masks():
     torch.testing.assert_close(pieces, score(whole))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sampler", SAMPLERS)
 def test_a_run_by_top_p_is_resumed_to_the_same_bits_with_replayed_rollouts(recipe, tmp_path, sampler):
     settings = ["--sampler.top_p", 0.8, "--sampler.name", sampler, "--algorithm.max_staleness", 2]

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from conftest import CountDigits, OneProcessRuntime, make_policy
+from conftest import CountDigits, OneProcessRuntime, make_policy, mostly_slow
 from pellucid import config
 from pellucid.algorithm.grpo import State, train
 from pellucid.algorithm.settings import GRPOConfig
@@ -88,7 +88,7 @@ def moved(cfg):
     return torch.cat([x.flatten() for x in run(replace(cfg, steps=2))[1].values()])
 
 
-@pytest.mark.parametrize("path", VARIANTS, ids=lambda path: path.stem)
+@pytest.mark.parametrize("path", mostly_slow(VARIANTS, every=5), ids=lambda path: path.stem)
 def test_every_key_of_a_recipe_does_something(path):
     whole, plain = tiny(path), GRPOConfig()
     after = moved(whole)

@@ -30,6 +30,7 @@ def trained(tmp_path_factory, model_dir):
     return folder / f"run{EVIL}", ["train", recipe, "--run", folder / f"run{EVIL}", *few]
 
 
+@pytest.mark.slow
 def test_paths_of_a_run_at_its_end_and_at_a_resume(trained, capfd):
     run, words = trained
     assert SHOWN in said(capfd, words=words)

@@ -308,6 +308,7 @@ def test_a_mistake_is_one_line(words, said, tmp_path, monkeypatch):
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
 def test_a_shell_completes_commands_and_settings(shell, said):
     status, out, _ = said("completion", shell)
@@ -317,6 +318,7 @@ def test_a_shell_completes_commands_and_settings(shell, said):
     )
 
 
+@pytest.mark.slow
 def test_bash_completes_what_was_begun(tmp_path):
     script = tmp_path / "completion"
     words = [sys.executable, "-m", "pellucid", "completion", "bash"]
@@ -327,6 +329,7 @@ def test_bash_completes_what_was_begun(tmp_path):
     assert done.stdout == "--algorithm.group-size\n"
 
 
+@pytest.mark.slow
 def test_a_closed_pipe_is_silent():
     piped = f"{sys.executable} -m pellucid train --help-all | true; echo ${{PIPESTATUS[0]}}"
     done = subprocess.run(["bash", "-c", piped], capture_output=True, text=True, check=True)

@@ -62,6 +62,7 @@ def recipe_in(card):
 # ---------------------------------------------------------------- what arrives
 
 
+@pytest.mark.slow
 def test_every_file_of_the_model_arrives_as_it_is_in_one_commit(trained, online, capsys):
     assert push(trained, "me/tiny") == 0
     sent = {f"me/tiny/{path.name}": path.read_bytes() for path in (trained / "model").iterdir()}
@@ -73,6 +74,7 @@ def test_every_file_of_the_model_arrives_as_it_is_in_one_commit(trained, online,
     assert f"{online.url}/me/tiny" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_an_adapter_has_a_folder_of_its_own_and_names_its_base_as_the_card_does(adapted, model_dir, online):
     push(adapted, "me/tiny")
     sent = json.loads(online.files["me/tiny/adapter/adapter_config.json"])

@@ -21,6 +21,7 @@ def rehearsed(capsys, *words):
     return ended.value.code, told.out, told.err
 
 
+@pytest.mark.slow
 def test_it_prints_the_settings_of_the_run_its_plan_and_its_first_prompt(recipe, tmp_path, capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "200")
     overrides = ["--algorithm.steps", 2, "--optimizer.lr", 3e-4, "--evaluate.every", 0]
@@ -78,6 +79,7 @@ every = 0
     return file
 
 
+@pytest.mark.slow
 def test_it_shows_the_tools_and_the_question_of_an_environment_as_the_run_does(counting, tmp_path, capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "5000")
     status, out, _ = rehearsed(capsys, counting, "--run", tmp_path / "run")
@@ -126,6 +128,7 @@ def test_what_a_run_would_refuse_it_refuses(words, said, recipe, tmp_path, capsy
     assert said in err
 
 
+@pytest.mark.slow
 def test_a_folder_that_is_taken_is_told_here_too(recipe, tmp_path, capsys):
     assert train(recipe, "--run", tmp_path / "run", "--algorithm.steps", 1) == 0
     assert rehearsed(capsys, recipe, "--run", tmp_path / "run")[0] == 2

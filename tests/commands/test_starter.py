@@ -47,6 +47,7 @@ def test_the_reward_is_for_what_is_right_and_short(begun, text, reward):
     assert graded.value == pytest.approx(reward)
 
 
+@pytest.mark.slow
 def test_its_training_goes_on_from_the_first_look_to_the_model(begun, model_dir, capsys):
     assert train("recipe.toml", "--policy.model", model_dir, "--algorithm.steps", 1, "--run", "runs/first") == 0
     assert len(records(Path("runs/first/evals.jsonl"))) == 2

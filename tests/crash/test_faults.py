@@ -17,7 +17,7 @@ import psutil
 import pytest
 import torch
 
-from conftest import make_policy, records, tiny_recipe
+from conftest import make_policy, mostly_slow, records, tiny_recipe
 from forked import Forked
 from pellucid.algorithm.settings import AdamWConfig
 from pellucid.policy.policy import Policy
@@ -105,7 +105,7 @@ SHOWN = {
 }
 
 
-@pytest.mark.parametrize("write", WRITES)
+@pytest.mark.parametrize("write", mostly_slow(WRITES, every=6))
 def test_a_full_disk_at_any_write_is_one_line_and_loses_nothing(recipe, tmp_path, monkeypatch, capsys, whole, write):
     run_dir = tmp_path / "run"
     # TensorBoard's thread writes when it likes: on a busy machine under the fault, too.
@@ -119,6 +119,7 @@ def test_a_full_disk_at_any_write_is_one_line_and_loses_nothing(recipe, tmp_path
     same_run(whole, run_dir)
 
 
+@pytest.mark.slow
 def test_a_full_disk_at_a_file_of_tokens_is_one_line_and_the_rest_is_recorded_later(
     recipe, tmp_path, monkeypatch, capsys, whole
 ):
@@ -136,6 +137,7 @@ def test_a_full_disk_at_a_file_of_tokens_is_one_line_and_the_rest_is_recorded_la
     same_run(whole, run_dir)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("write", SHOWN)
 def test_a_full_disk_where_a_run_is_only_shown_costs_a_line(recipe, tmp_path, monkeypatch, capsys, whole, write):
     during(monkeypatch, *SHOWN[write])
@@ -176,6 +178,7 @@ def in_fours(recipe, tmp_path):
     return run_dir
 
 
+@pytest.mark.slow
 def test_where_memory_runs_out_the_step_is_made_again_in_smaller_parts(recipe, tmp_path, monkeypatch, capsys, in_fours):
     run_dir, calls, update = tmp_path / "run", iter(range(100)), run.grpo.update
 
@@ -195,6 +198,7 @@ def test_where_memory_runs_out_the_step_is_made_again_in_smaller_parts(recipe, t
     same_run(in_fours, run_dir)
 
 
+@pytest.mark.slow
 def test_old_log_probs_too_are_computed_in_smaller_parts(recipe, tmp_path, monkeypatch, capsys):
     small, large = tmp_path / "small", tmp_path / "large"
     assert train(recipe, "--run", small, *SETTINGS, "--algorithm.micro_batch", 2) == 0
@@ -274,6 +278,7 @@ def signalled(monkeypatch, call, *signals):
     during(monkeypatch, run.grpo, "update", call, arriving)
 
 
+@pytest.mark.slow
 def test_sigterm_saves_and_ends(recipe, tmp_path, monkeypatch, whole):
     run_dir = tmp_path / "run"
     with monkeypatch.context() as patched:
@@ -284,6 +289,7 @@ def test_sigterm_saves_and_ends(recipe, tmp_path, monkeypatch, whole):
     same_run(whole, run_dir)
 
 
+@pytest.mark.slow
 def test_a_second_ctrl_c_ends_at_once_and_the_run_goes_on_from_its_checkpoint(recipe, tmp_path, monkeypatch, whole):
     run_dir = tmp_path / "run"
     with monkeypatch.context() as patched:
@@ -295,6 +301,7 @@ def test_a_second_ctrl_c_ends_at_once_and_the_run_goes_on_from_its_checkpoint(re
     same_run(whole, run_dir)
 
 
+@pytest.mark.slow
 def test_a_run_that_is_stopped_and_continued_takes_the_same_steps(recipe, tmp_path, whole):
     run_dir = tmp_path / "run"
     process = Forked("-m", "pellucid", "train", recipe, "--run", run_dir, *SETTINGS)
@@ -306,6 +313,7 @@ def test_a_run_that_is_stopped_and_continued_takes_the_same_steps(recipe, tmp_pa
     same_run(whole, run_dir)
 
 
+@pytest.mark.slow
 def test_what_a_kill_left_of_an_old_checkpoint_goes_at_the_resume(recipe, tmp_path, monkeypatch, whole):
     """After the last step no other save clears it away."""
     run_dir = tmp_path / "run"
@@ -341,6 +349,7 @@ def ranks(tmp_path, arguments, program=("-m", "pellucid")):
     return processes
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("engine", "victim", "fault"),
     [
@@ -385,6 +394,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.slow
 def test_of_several_processes_the_one_without_memory_names_the_mend_and_all_end(recipe, tmp_path):
     arguments = ["train", recipe, "--run", tmp_path / "run", *SETTINGS, "--algorithm.micro_batch", 3]
     (tmp_path / "starved.py").write_text(STARVED)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 
 import kill
+import pytest
 from launch import MARKS
 
 from forked import Forked
@@ -16,6 +17,7 @@ def begun(command, **settings):
     return Forked(MARKS / "marked.py", *command[3:], **settings)
 
 
+@pytest.mark.slow
 def test_a_run_killed_twice_comes_to_the_same_bits(tmp_path):
     row = kill.trial("replay", tmp_path, 2, random.Random(50), ("save", "update"), begin=begun)
     assert row.wrong == []

@@ -166,6 +166,7 @@ def test_no_operator_of_an_update_is_left_to_the_rest_by_a_misspelt_name():
     assert kinds == set(profile.KINDS) - {"embedding", "tokens, fused"}
 
 
+@pytest.mark.slow
 def test_a_profiled_run_takes_the_same_steps_and_writes_one_file(recipe, tmp_path, capsys, undisturbed):
     runs = [undisturbed(recipe, "--algorithm.steps", "4"), tmp_path / "profiled"]
     with pytest.raises(SystemExit) as exit_:

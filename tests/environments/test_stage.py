@@ -81,6 +81,7 @@ def test_a_fault_is_an_observation_and_the_conversation_goes_on(world, fault):
     made.close()
 
 
+@pytest.mark.slow
 def test_no_conversation_waits_for_another(stage):
     """One hangs where nothing is heard, one ends its process, one raises, one says very much, one waits too long."""
     begun(stage, 6)
@@ -303,6 +304,7 @@ def children_of(pid):
     return Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stage", [Talk("worlds:Large", timeout=0.5, keeps=True)], indirect=True)
 def test_a_process_that_stops_in_the_middle_of_an_answer_is_lost_in_time(stage):
     begun(stage)
@@ -311,6 +313,7 @@ def test_a_process_that_stops_in_the_middle_of_an_answer_is_lost_in_time(stage):
     assert replies(stage, 1)[0].outcome.error == "no answer within 1 s"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stage", [Talk("worlds:Shop", timeout=0.5)], indirect=True)
 def test_a_process_that_does_not_read_a_large_row_is_lost_in_time(stage):
     begun(stage)

@@ -66,6 +66,7 @@ def small(model_dir, tmp_path):
     }
 
 
+@pytest.mark.slow
 def test_the_import_is_light_and_brings_all_that_is_exported():
     heavy = "import sys; heavy = {'torch', 'transformers', 'datasets', 'pandas', 'numpy'}"
     names = "assert dir(pellucid) == pellucid.__all__ and not heavy & set(sys.modules)"
@@ -81,6 +82,7 @@ def test_the_import_is_light_and_brings_all_that_is_exported():
 # ---------------------------------------------------------------- the run of the command
 
 
+@pytest.mark.slow
 def test_the_steps_are_those_of_the_command(recipe, tmp_path, undisturbed):
     whole, mine = undisturbed(recipe, "--algorithm.steps", 4), tmp_path / "mine"
     steps = list(pellucid.train(recipe=recipe, run=mine, steps=4))
@@ -93,6 +95,7 @@ def test_the_steps_are_those_of_the_command(recipe, tmp_path, undisturbed):
     assert settings[0] == settings[1]
 
 
+@pytest.mark.slow
 def test_a_loop_may_be_left_and_gone_on_with(recipe, tmp_path, capsys, undisturbed):
     whole, folder = undisturbed(recipe), tmp_path / "left"
     mine = pellucid.train(recipe=recipe, run=folder, checkpoint_every=4)
@@ -118,6 +121,7 @@ def test_a_loop_may_be_left_and_gone_on_with(recipe, tmp_path, capsys, undisturb
     assert "resume" not in capsys.readouterr().out.splitlines()[-1]
 
 
+@pytest.mark.slow
 def test_whoever_leaves_after_the_last_step_has_finished(recipe, tmp_path, undisturbed):
     mine = pellucid.train(recipe=recipe, run=tmp_path / "run")
     for step in mine:
@@ -127,6 +131,7 @@ def test_whoever_leaves_after_the_last_step_has_finished(recipe, tmp_path, undis
     same_run(undisturbed(recipe), tmp_path / "run")
 
 
+@pytest.mark.slow
 def test_another_loop_leaves_one_that_is_open(recipe, tmp_path, undisturbed):
     """A cell of a notebook that is run again finds the iterator of the first time, by its name."""
     mine = pellucid.train(recipe=recipe, run=tmp_path / "run")
@@ -173,6 +178,7 @@ next(sys.kept)
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("processes", [1, 2])
 def test_a_script_that_ends_with_a_loop_open_leaves_it(processes, model_dir, tmp_path):
     (tmp_path / "script.py").write_text(UNFINISHED.format(tests=str(Path(__file__).parents[1])))
@@ -239,6 +245,7 @@ def forked():
     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) if child else None
 
 
+@pytest.mark.slow
 def test_a_fork_that_comes_back_into_a_step_ends(small):
     """Of a reward that is computed in this process, and of what else is called in a step."""
     owner, ended = os.getpid(), []
@@ -256,6 +263,7 @@ def test_a_fork_that_comes_back_into_a_step_ends(small):
     assert steps == [0, 0]
 
 
+@pytest.mark.slow
 def test_another_process_goes_on_with_it_and_this_one_with_the_command_s(recipe, tmp_path, undisturbed):
     for folder, first, second in (
         ("one", lambda run: next(iter(pellucid.train(recipe=recipe, run=run))), lambda run: train("--resume", run)),
@@ -274,6 +282,7 @@ def test_another_process_goes_on_with_it_and_this_one_with_the_command_s(recipe,
 # ---------------------------------------------------------------- interrupts
 
 
+@pytest.mark.slow
 def test_an_interrupt_ends_the_step_saves_and_is_raised(recipe, tmp_path, monkeypatch, capsys, undisturbed):
     mine, seen = pellucid.train(recipe=recipe, run=tmp_path / "run", checkpoint_every=0), []
     with asked_to_stop(monkeypatch), pytest.raises(KeyboardInterrupt):
@@ -366,6 +375,7 @@ def test_what_is_deterministic_in_a_loop_is_not_so_after_it(small):
 # ---------------------------------------------------------------- the model
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "settings", [{}, {"lora": 2}, {"offload": True, "dtype": "bfloat16"}], ids=["whole", "adapter", "offloaded"]
 )
@@ -404,6 +414,7 @@ def test_what_came_of_a_run_is_at_hand(small):
 # ---------------------------------------------------------------- data and rewards
 
 
+@pytest.mark.slow
 def test_rows_in_memory_are_a_file_of_the_run(small, capsys):
     mine = pellucid.train(data=ROWS, reward="numeric", **small)
     assert not mine.folder.exists()
@@ -572,6 +583,7 @@ class Split(Plain):
         self.seen = state["seen"]
 
 
+@pytest.mark.slow
 def test_a_task_of_a_file_goes_by_its_file(small, tmp_path):
     task = Curriculum(task=digits_task.Digits(), pool=8)
     mine = pellucid.train(task=task, seed=7, **small).finish()
@@ -598,6 +610,7 @@ def test_a_task_may_be_any_object(small, evaluate_every):
     assert ("test" in task.asked) == bool(evaluate_every)
 
 
+@pytest.mark.slow
 def test_a_task_of_this_function_is_graded_in_this_process(small):
     @dataclass(frozen=True)
     class Local(CountDigits):
@@ -665,6 +678,7 @@ def test_a_task_of_unusual_fields_or_places(small, tmp_path, monkeypatch, make):
 # ---------------------------------------------------------------- other objects
 
 
+@pytest.mark.slow
 def test_an_objective_may_be_a_function(small):
     """Of the same name as another before it."""
     mine = []
@@ -721,6 +735,7 @@ def test_an_edited_file_is_another_objective_in_the_same_session(small, tmp_path
     assert not all(torch.equal(mine[0][name], mine[1][name]) for name in mine[0])
 
 
+@pytest.mark.slow
 def test_an_edited_file_is_another_task_and_another_reward_in_the_same_session(small, tmp_path):
     seen = []
     for sign in "+-":
@@ -732,6 +747,7 @@ def test_an_edited_file_is_another_task_and_another_reward_in_the_same_session(s
     assert seen == [("+1=", 1.0), ("-1=", -1.0)]
 
 
+@pytest.mark.slow
 def test_edited_prefixes_are_read_again_in_the_same_session(small, tmp_path):
     file, given = tmp_path / "prefixes.json", []
     for sign in "+-":
@@ -766,6 +782,7 @@ rows = [{{"question": f"{{a}}+1=", "answer": str(a + 1)}} for a in range(9)]
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("guard", ['if __name__ == "__main__":', "if True:"])
 def test_a_script_whose_rewards_need_processes_needs_a_guard(guard, model_dir, tmp_path, monkeypatch):
     (tmp_path / "script.py").write_text(SCRIPT.format(model=str(model_dir), guard=guard))
@@ -798,6 +815,7 @@ assert run.finish().finished
 """
 
 
+@pytest.mark.slow
 def test_two_processes_share_the_rows_and_leave_together(model_dir, tmp_path):
     (tmp_path / "two.py").write_text(TWO.format(tests=str(Path(__file__).parents[1])))
     for processes in (1, 2):
@@ -875,6 +893,7 @@ def test_a_reward_with_another_signature_is_told_before_the_model_is_loaded(smal
         mine.finish()
 
 
+@pytest.mark.slow
 def test_a_finished_run_says_so_at_once_and_goes_on_with_more_steps(small, capsys, monkeypatch):
     folder = pellucid.train(data=ROWS, reward="numeric", **small).finish().folder
     capsys.readouterr()
@@ -909,6 +928,7 @@ def test_a_folder_that_is_used_is_left_alone(small, tmp_path):
         pellucid.train(data=ROWS, reward=digits, **{**small, "run": tmp_path / "mine"})
 
 
+@pytest.mark.slow
 def test_a_loop_goes_on_around_another_run_that_its_folder_refuses(recipe, tmp_path, undisturbed):
     for _ in (mine := pellucid.train(recipe=recipe, run=tmp_path / "run")):
         break

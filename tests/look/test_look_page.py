@@ -95,6 +95,7 @@ def silent(page):
     return not [entry for entry in page.get_log("browser") if entry["level"] == "SEVERE"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("view", "says", "shows"),
     [
@@ -121,6 +122,7 @@ def test_a_click_on_a_curve_opens_the_step_below_it(browser, url):
     eventually(browser, lambda: "#/step/4" in browser.current_url)
 
 
+@pytest.mark.slow
 def test_the_groups_of_a_step_are_sorted_by_what_they_taught(browser, url, tmp_path):
     go(browser, f"{url}#/step/2", "step")
     shares = [
@@ -130,6 +132,7 @@ def test_the_groups_of_a_step_are_sorted_by_what_they_taught(browser, url, tmp_p
     assert sum(shares) == pytest.approx(100, abs=0.1)
 
 
+@pytest.mark.slow
 def test_answers_graded_by_degree_stand_with_their_rewards(browser, tmp_path):
     """Two of three groups are recorded: the share of one is that of the recorded ones."""
     run = small_run(tmp_path / "graded", steps=1)
@@ -148,6 +151,7 @@ def test_answers_graded_by_degree_stand_with_their_rewards(browser, tmp_path):
     assert silent(browser)
 
 
+@pytest.mark.slow
 def test_keys_alone_lead_from_the_run_to_a_token_and_on(browser, url):
     go(browser, f"{url}#/run", "run")
     press(browser, "3")
@@ -187,6 +191,7 @@ def test_keys_alone_lead_from_the_run_to_a_token_and_on(browser, url):
     assert not found(browser, "dialog[open]")
 
 
+@pytest.mark.slow
 def test_an_address_leads_back_to_the_token(browser, url):
     go(browser, f"{url}#/group/3/1?c=2&t=4", "group")
     eventually(browser, lambda: chosen(browser))
@@ -196,6 +201,7 @@ def test_an_address_leads_back_to_the_token(browser, url):
     assert found(browser, ".panel .sentence")[0].text
 
 
+@pytest.mark.slow
 def test_a_question_is_followed_through_the_steps(browser, url):
     go(browser, f"{url}#/question", "question")
     found(browser, ".questions a")[0].click()
@@ -206,6 +212,7 @@ def test_a_question_is_followed_through_the_steps(browser, url):
     assert silent(browser)
 
 
+@pytest.mark.slow
 def test_the_page_says_of_a_token_what_the_terminal_says(browser, tmp_path):
     run = run_folder(tmp_path / "run")
     said = [{"rule": rule, "push": 0.0, "ratio": 0.76, "bound": 0.8, "advantage": -0.9} for rule in RULES[1:]]
@@ -223,6 +230,7 @@ def test_the_page_says_of_a_token_what_the_terminal_says(browser, tmp_path):
     assert shown == expected
 
 
+@pytest.mark.slow
 def test_what_a_running_run_writes_comes_by_itself(browser, tmp_path):
     run = small_run(tmp_path / "run", steps=2)
     with looking(run) as server:
@@ -236,6 +244,7 @@ def test_what_a_running_run_writes_comes_by_itself(browser, tmp_path):
         assert chosen(browser)  # what is being looked at stays
 
 
+@pytest.mark.slow
 def test_the_file_from_disk_shows_every_view(browser, tmp_path):
     runs = [Run(small_run(tmp_path / name, steps=3, seed=seed)) for seed, name in enumerate(("one", "two"))]
     packing.write(runs, tmp_path / "page.html")
@@ -249,6 +258,7 @@ def test_the_file_from_disk_shows_every_view(browser, tmp_path):
     assert silent(browser)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("least", [0.01, 2.0])
 def test_the_file_says_what_it_had_no_room_for(browser, tmp_path, monkeypatch, least):
     monkeypatch.setattr(packing, "LEVELS", (packing.LEVELS[0], packing.Level(3, 1e-3, 2, least)))
@@ -289,6 +299,7 @@ def other_passes(run):
 TOPS = {"": [id_of(" a"), 7], "_text": [" a", " b"], "_logprob": [math.log(0.6), math.log(0.3)]}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("level", packing.LEVELS)
 def test_the_numbers_of_the_file_are_those_of_the_run_to_what_it_says(browser, tmp_path, monkeypatch, level):
     """The page's own reader of the bytes, against the Parquet file."""
@@ -360,6 +371,7 @@ def test_a_browser_that_cannot_unpack_says_so_in_a_line(browser, tmp_path):
         browser.execute_cdp_cmd("Page.removeScriptToEvaluateOnNewDocument", old)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("view", VIEWS)
 def test_at_400_pixels_the_page_does_not_scroll_sideways(browser, url, view):
     narrow = {"width": 400, "height": 800, "deviceScaleFactor": 1, "mobile": True}
@@ -386,6 +398,7 @@ def test_in_the_dark_the_page_is_dark(browser, url):
     assert paper() == "rgb(251, 250, 247)"
 
 
+@pytest.mark.slow
 def test_the_page_speaks_chinese_when_it_is_asked_to(browser, url):
     go(browser, f"{url}#/step/2", "step")
     press(browser, "l")
@@ -396,6 +409,7 @@ def test_the_page_speaks_chinese_when_it_is_asked_to(browser, url):
     eventually(browser, lambda: "Step 2" in text(browser))
 
 
+@pytest.mark.slow
 def test_hostile_answers_do_nothing_and_are_shown(browser, tmp_path):
     run = run_folder(tmp_path / "run")
     evil = HOSTILE.replace("\ud800", "")
@@ -423,6 +437,7 @@ def test_hostile_answers_do_nothing_and_are_shown(browser, tmp_path):
     assert silent(browser)
 
 
+@pytest.mark.slow
 def test_conversations_show_turns_and_what_was_given(browser, tmp_path):
     run = run_folder(tmp_path / "run")
     said = [row(0, 0, 0, "call"), row(0, 0, 1, "{42}", kind="given", rule="given", push=None), row(0, 0, 2, "so 42")]
@@ -433,6 +448,7 @@ def test_conversations_show_turns_and_what_was_given(browser, tmp_path):
         assert found(browser, ".tok.given")[0].text == "{42}"
 
 
+@pytest.mark.slow
 def test_conversations_name_the_tools_that_were_called_and_answers_without_a_token(browser, tmp_path):
     run = run_folder(tmp_path / "run")
     said = [row(0, 0, 0, "call"), row(0, 0, 1, "{42}", kind="given", rule="given", push=None), row(0, 0, 2, "so 42")]
@@ -448,6 +464,7 @@ def test_conversations_name_the_tools_that_were_called_and_answers_without_a_tok
             assert "before the policy spoke: answer 1, 3." in text(browser)
 
 
+@pytest.mark.slow
 def test_a_damaged_file_is_said_and_the_others_are_shown(browser, tmp_path):
     run = small_run(tmp_path / "run", steps=2)
     (run / "tokens" / "step-000001.parquet").write_bytes(b"PAR1")
@@ -459,6 +476,7 @@ def test_a_damaged_file_is_said_and_the_others_are_shown(browser, tmp_path):
     browser.get_log("browser")
 
 
+@pytest.mark.slow
 def test_answers_that_begin_alike_are_one_mover_of_all_their_gradient(browser, tmp_path):
     """The first token is that of three answers, the second of two, and each copy alone is less than the other token."""
     run = run_folder(tmp_path / "run")
@@ -486,6 +504,7 @@ def test_answers_that_begin_alike_are_one_mover_of_all_their_gradient(browser, t
     assert share == ["share of the group's gradient, 2 answers alike\n28.6%"]
 
 
+@pytest.mark.slow
 def test_a_quantity_that_is_nowhere_cannot_be_chosen_and_values_beyond_the_colours_are_said(browser, tmp_path):
     run = run_folder(tmp_path / "run")
     rows = [row(0, 0, i, f"t{i}", logprob_after=-0.25, ref_logprob=None) for i in range(99)]
@@ -501,6 +520,7 @@ def test_a_quantity_that_is_nowhere_cannot_be_chosen_and_values_beyond_the_colou
         assert found(browser, ".legend")[0].text == "≤ -0.25 to ≥ 0.25"
 
 
+@pytest.mark.slow
 def test_a_step_without_a_prediction_and_one_that_is_not_there_name_others(browser, tmp_path):
     config = {**CONFIG, "log": {"predictions": 2}}
     run = run_folder(tmp_path / "run", config)
@@ -517,6 +537,7 @@ def test_a_step_without_a_prediction_and_one_that_is_not_there_name_others(brows
         assert found(browser, "main a[href='#/step/3']")
 
 
+@pytest.mark.slow
 def test_a_run_is_live_until_its_last_step_and_quiet_without_news(browser, tmp_path):
     run = small_run(tmp_path / "run", steps=8)
     with looking(run) as server:
@@ -532,6 +553,7 @@ def test_a_run_is_live_until_its_last_step_and_quiet_without_news(browser, tmp_p
         eventually(browser, lambda: found(browser, "#live")[0].text == "no news for 10 minutes")
 
 
+@pytest.mark.slow
 def test_of_two_runs_both_are_live(browser, tmp_path):
     one, two = small_run(tmp_path / "one", steps=3), small_run(tmp_path / "two", steps=2)
 
@@ -552,6 +574,7 @@ def test_of_two_runs_both_are_live(browser, tmp_path):
         eventually(browser, lambda: shared() == "3 questions of this step are in both runs.")
 
 
+@pytest.mark.slow
 def test_the_language_is_kept_for_the_next_time(browser, url):
     go(browser, f"{url}#/run", "run")
     press(browser, "l")
@@ -568,6 +591,7 @@ def test_the_language_is_kept_for_the_next_time(browser, url):
     eventually(browser, lambda: found(browser, "#language")[0].text == "中文")
 
 
+@pytest.mark.slow
 def test_two_runs_share_a_scale_and_say_what_is_not_shown(browser, tmp_path):
     runs = [run_folder(tmp_path / name) for name in ("one", "two")]
     for run, after in zip(runs, (-0.4, -0.1), strict=True):

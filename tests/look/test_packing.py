@@ -100,6 +100,7 @@ def test_where_steps_turn_out_larger_than_foreseen_fewer_are_kept(tmp_path, monk
     assert 0.8 * limit < (tmp_path / "page.html").stat().st_size <= limit
 
 
+@pytest.mark.slow
 def test_of_a_long_run_only_those_steps_are_read_that_have_room(tmp_path, monkeypatch):
     run, read = Run(small_run(tmp_path / "run", steps=60)), []
     whole = tokens.read
@@ -117,6 +118,7 @@ def test_of_a_long_run_only_those_steps_are_read_that_have_room(tmp_path, monkey
     assert (tmp_path / "page.html").stat().st_size <= len(packing.page({})[0]) + 60_000
 
 
+@pytest.mark.slow
 def test_five_hundred_steps_of_four_groups_would_stay_below_fifteen_megabytes(tmp_path):
     """A tenth of them in a tenth of the room, which the page itself takes from: each step 4 groups x 8 completions x 64
     tokens, of random numbers, which nothing packs well."""
@@ -130,6 +132,7 @@ def test_five_hundred_steps_of_four_groups_would_stay_below_fifteen_megabytes(tm
     assert {1, 50} <= set(kept)
 
 
+@pytest.mark.slow
 def test_of_two_runs_the_same_steps_are_kept(tmp_path):
     runs = [Run(small_run(tmp_path / name, steps=9, seed=seed)) for seed, name in enumerate(("one", "two"))]
     packing.write(runs, tmp_path / "page.html", limit=len(packing.page({})[0]) + 30_000)

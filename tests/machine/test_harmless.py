@@ -52,6 +52,7 @@ def group(text, error="", answer=""):
     return Group(Prompt("p", text or "?", answer), (1, 2), (completion,), (Reward(0.0, error=error),), (0.0,))
 
 
+@pytest.mark.slow
 def test_every_character_that_a_terminal_acts_on_is_named():
     everything = "".join(map(chr, range(sys.maxunicode + 1)))
     assert not FORBIDDEN & set(harmless(everything))

@@ -16,6 +16,7 @@ def without_torch(monkeypatch):
     monkeypatch.delitem(sys.modules, "torch")
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("without_torch")
 def test_nothing_is_looked_for_in_the_first_import_nor_in_what_it_brought_later_on():
     before = gc.get_freeze_count()

@@ -24,6 +24,7 @@ from conftest import (
     VOCAB,
     CountDigits,
     character_tokenizer,
+    mostly_slow,
     products_know_no_neighbours,
     tiny_gemma,
     tiny_gpt2,
@@ -111,6 +112,7 @@ def test_recomputing_keeps_only_the_residual_stream_of_a_layer(monkeypatch):
     assert len(calls) == 2 * 2
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")  # of the compiler about itself
 def test_pieces_may_be_compiled(monkeypatch):
     """Traced forward and backward; that C++ made of it is right is torch's to show, and takes a minute."""
@@ -460,7 +462,7 @@ def test_a_row_is_no_other_where_it_is_alone():
     torch.testing.assert_close(linear(x[:1], w), among_others[:1], rtol=0.02, atol=0.1)
 
 
-@pytest.mark.parametrize("name", FAMILY)
+@pytest.mark.parametrize("name", mostly_slow(FAMILY, every=5))
 def test_in_bf16_the_scorer_has_the_very_bits_of_the_sampler(name):
     """Prompts of several lengths, rows that end and make room, whoever is scored beside them: nothing but the last sum
     over the vocabulary differs.
@@ -608,6 +610,7 @@ dist.destroy_process_group()
 """
 
 
+@pytest.mark.slow
 def test_a_layer_whose_parameters_lie_in_two_processes_computes_the_same(tmp_path):
     """FSDP2 gathers them around a layer's forward: log-probs and gradients are those of a whole model."""
     (tmp_path / "two.py").write_text(SHARDED)
@@ -675,6 +678,7 @@ def test_rotary_frequencies_have_the_bits_that_transformers_trained_with(rope, s
     assert torch.equal(rotary_frequencies(config, size), LlamaRotaryEmbedding(config).inv_freq)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rope", [ROPES[2], ROPES[-1]], ids=str)
 @torch.no_grad()
 def test_far_out_the_decoder_is_as_near_to_fp64_as_transformers(rope):

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 
 from pellucid.models.drawing import draw
 
 
+@pytest.mark.slow
 def test_a_large_vocabulary_is_drawn_from_to_the_last_bit_of_its_cdf():
     """Stretches of 1e-5 and a CDF in fp32, off by 1e-7, would give one draw in a hundred to a neighbour."""
     generator = torch.Generator().manual_seed(0)

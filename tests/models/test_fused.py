@@ -439,6 +439,7 @@ def test_other_bits_are_found_out(part):
         fusing.way(library)
 
 
+@pytest.mark.slow
 def test_another_order_of_sums_is_found_out(at_home, monkeypatch):
     """It moves only the last bits of some sums."""
     assert shutil.which("g++")

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from architectures import FAMILY, model_of
-from conftest import character_tokenizer, tiny_llama
+from conftest import character_tokenizer, mostly_slow, tiny_llama
 from pellucid.models import graphs
 from pellucid.models.decoder import Decoder
 from pellucid.models.decoding import GROWTH, DecodeBatch
@@ -47,7 +47,7 @@ def steps(pair, rows, count):
         both(pair, lambda batch, tokens=tokens: batch.step(tokens))
 
 
-@pytest.mark.parametrize("name", FAMILY)
+@pytest.mark.parametrize("name", mostly_slow(FAMILY, every=5))
 def test_a_graph_has_the_bits_of_what_it_was_recorded_from(name, pretended):
     """Through rows that come, are dropped, stand still and need more room, with sliding windows and without."""
     pair = batches(name)
@@ -70,6 +70,7 @@ def test_a_graph_has_the_bits_of_what_it_was_recorded_from(name, pretended):
     assert pretended.replayed > 5 + 7 + GROWTH - 6
 
 
+@pytest.mark.slow
 def test_room_grows_by_more_where_each_growth_costs_a_graph(pretended):
     pair = batches()
     both(pair, lambda batch: batch.admit(PROMPTS, 2))
@@ -175,6 +176,7 @@ def policy_at(device, recordable=False):
     return policy
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(A_REAL_ONE, reason="there is a real one")
 def test_on_a_device_a_graph_waits_for_nothing_and_changes_nothing(pretended, gpu):
     """Nor is the host waited for more often than without: once in eight tokens. Rows that have ended stand on."""
@@ -196,6 +198,7 @@ def test_on_a_device_a_graph_waits_for_nothing_and_changes_nothing(pretended, gp
     assert any(length % BURST for length in lengths)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(A_REAL_ONE, reason="there is a real one")
 def test_on_a_device_rows_that_have_ended_make_room_as_soon_as_a_group_waits(gpu, monkeypatch):
     """And where nobody waits, all stand until half have ended: to drop each costs a copy of all caches, and a graph."""

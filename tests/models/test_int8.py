@@ -155,6 +155,7 @@ def by_operators(batch, monkeypatch):
     return batch
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", MODELS)
 def test_a_whole_step_has_the_bits_of_operators(name, monkeypatch):
     model = model_of(name)
@@ -284,6 +285,7 @@ def run(folder, name, *words):
     return exit_.value.code
 
 
+@pytest.mark.slow
 def test_a_run_samples_in_int8_and_evaluates_in_its_own_dtype(folder, monkeypatch):
     generate, asked_in = Native.generate, []
 

@@ -88,6 +88,7 @@ def test_a_service_of_which_this_was_asked_starts_only_where_it_is_so(model_dir,
     assert os.environ.pop("ONEDNN_MAX_CPU_ISA") == "AVX512_CORE_BF16"
 
 
+@pytest.mark.slow
 def test_onednn_does_without_amx_unless_someone_has_set_a_limit(monkeypatch):
     monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", "AVX2")
     invariance.leave_amx()

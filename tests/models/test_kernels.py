@@ -95,6 +95,7 @@ def test_of_equals_the_first_is_the_likeliest_and_without_numbers_a_token_is_dra
     assert total[1:].isnan().all()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("n", "width"), [(3, 544), (3, 4128), (3, 8224), (256, 96), (5000, 64), (600_000, 32)])
 def test_norms_of_any_size_add_up_as_torch_does(n, width):
     found = kernels.here()[0]

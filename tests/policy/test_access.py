@@ -73,6 +73,7 @@ def test_configuration_and_tokenizer_are_of_the_same_revision(hub):
     assert (model.config.num_hidden_layers, len(words)) == (1, 3)
 
 
+@pytest.mark.slow
 def test_a_run_records_the_commit_and_goes_on_from_it_though_the_branch_has_moved(hub, recipe, tmp_path):
     """Its adapter would otherwise be on another base from one step to the next."""
     settings = ["--policy.model", NAME, "--policy.lora", 2, *FEW, "--optimizer.schedule", "constant"]
@@ -84,6 +85,7 @@ def test_a_run_records_the_commit_and_goes_on_from_it_though_the_branch_has_move
     assert same(weights(tmp_path / "long"), weights(tmp_path / "run"))
 
 
+@pytest.mark.slow
 def test_a_name_for_the_recorded_commit_is_no_change_and_one_for_another_is(hub, recipe, tmp_path, capsys):
     settings = ["--policy.model", NAME, "--policy.revision", "v1", *FEW]
     assert train(recipe, "--run", tmp_path / "run", *settings) == 0
@@ -102,6 +104,7 @@ def test_the_reference_is_of_the_revision_too(hub, recipe, tmp_path):
     assert step["kl"] == pytest.approx(0, abs=1e-6)
 
 
+@pytest.mark.slow
 def test_what_was_trained_from_a_revision_is_evaluated(hub, recipe, tmp_path, capsys):
     settings = ["--policy.model", NAME, "--policy.revision", "v1", *FEW]
     assert train(recipe, "--run", tmp_path / "run", *settings) == 0
@@ -111,6 +114,7 @@ def test_what_was_trained_from_a_revision_is_evaluated(hub, recipe, tmp_path, ca
     assert f"policy.model = '{NAME}', revision 'v7', cannot be loaded" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_the_revision_of_a_recipe_is_asked_of_its_model_alone(hub, recipe, model_dir, capsys):
     text = recipe.read_text()
     other = hub.parent / "models--some--other"
@@ -181,6 +185,7 @@ def ran(own):
     return (own.parent / "ran").exists()
 
 
+@pytest.mark.slow
 def test_code_that_is_not_trusted_is_said_in_one_line_and_does_not_run(own, recipe, tmp_path, capsys):
     """Nobody is asked on the terminal. A name that transformers knows is computed by transformers."""
     status = train(recipe, "--run", tmp_path / "run", "--policy.model", own, *FEW)
@@ -200,6 +205,7 @@ def test_code_that_is_not_trusted_is_said_in_one_line_and_does_not_run(own, reci
     assert not ran(own)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("lora", [0, 2])
 def test_code_that_is_trusted_is_said_aloud_and_trained_and_saved_with_the_model(own, recipe, tmp_path, capsys, lora):
     settings = ["--policy.model", own, "--policy.trust-remote-code", "--policy.lora", lora, *FEW]
@@ -225,6 +231,7 @@ def trusting(recipe, model_dir, model, name):
     return recipe.parent / name
 
 
+@pytest.mark.slow
 def test_a_recipe_that_trusts_its_model_trusts_no_other(own, recipe, model_dir, capsys):
     """Who asks another, and trusts it, says so on the command line."""
     other, itself = trusting(recipe, model_dir, model_dir, "a.toml"), trusting(recipe, model_dir, own, "b.toml")
@@ -240,6 +247,7 @@ def test_a_recipe_that_trusts_its_model_trusts_no_other(own, recipe, model_dir, 
     assert f"! policy.trust_remote_code: Python code of {own} runs as you" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_a_run_is_trusted_as_it_was_recorded_whatever_a_recipe_trusts(own, recipe, model_dir, tmp_path, capsys):
     settings = ["--policy.model", own, "--policy.trust-remote-code", *FEW]
     assert train(recipe, "--run", tmp_path / "run", *settings) == 0

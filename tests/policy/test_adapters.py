@@ -46,6 +46,7 @@ def test_the_merged_model_has_the_log_probs_of_base_and_adapter(name, tmp_path):
     assert (base.score(batch).logprobs - scored.detach())[batch.mask].abs().max() > 0.05
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:The following .*_pattern keys:RuntimeWarning")  # peft's own, of fused experts
 @pytest.mark.parametrize("name", ["llama", "qwen3_moe", "mamba"])
 def test_a_run_leaves_the_adapter_as_peft_loads_it_beside_the_merged_model(name, tmp_path, recipe):

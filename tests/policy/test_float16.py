@@ -98,6 +98,7 @@ def test_a_gradient_that_overflows_lowers_the_scale_and_is_tried_no_other_way(mo
     assert not any(torch.equal(now, then) for now, then in zip(state_of(learner), before, strict=True))
 
 
+@pytest.mark.slow
 def test_the_scale_is_found_from_above_and_raised_again(monkeypatch):
     monkeypatch.setattr(plain, "GradScaler", starting_at(2.0**40, interval=2))
     policy = make_policy(dtype=torch.float16)
@@ -184,6 +185,7 @@ def test_both_compute_in_fp16(name, sampler):
 # ---------------------------------------------------------------- whole runs
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("more", [[], ["--policy.lora", 2, "--optimizer.offload"]], ids=["whole", "an adapter"])
 def test_the_scale_and_what_was_counted_towards_the_next_are_in_the_checkpoint(recipe, tmp_path, monkeypatch, more):
     """Found in the first steps, raised in the last: a run that is killed in between has the same metrics and bits."""
@@ -216,6 +218,7 @@ def test_the_scale_and_what_was_counted_towards_the_next_are_in_the_checkpoint(r
     same_run(whole, killed)
 
 
+@pytest.mark.slow
 def test_a_run_may_go_on_in_fp16_and_leave_it_again(recipe, tmp_path):
     run_dir = tmp_path / "run"
     settings = ["--checkpoint.every", 1, "--evaluate.every", 0]
@@ -245,6 +248,7 @@ Path(sys.argv[1], str(learner.rank)).write_text(json.dumps([seen, sums], allow_n
 """
 
 
+@pytest.mark.slow
 def test_two_processes_agree_on_what_one_of_them_cannot_hold(tmp_path):
     """An overflow, and then a loss that is not finite, in one of the two."""
     (tmp_path / "two.py").write_text(TWO)
@@ -284,6 +288,7 @@ def test_other_dtypes_know_no_scale(dtype):
     assert step(learner, policy, 1.0).keys() == {"grad_norm", "lr", "skipped", "idle"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("speed", "said"), [(0.02, True), (1.1, False)])
 def test_a_cpu_that_is_slow_in_it_says_so_before_step_1(recipe, tmp_path, capsys, monkeypatch, speed, said):
     """Without such products of its own one takes fifty times as long."""
@@ -295,6 +300,7 @@ def test_a_cpu_that_is_slow_in_it_says_so_before_step_1(recipe, tmp_path, capsys
     assert hardware.slower_in_float16(torch.device("cuda")) == ""
 
 
+@pytest.mark.slow
 def test_a_gpu_without_bf16_is_told_of_fp16_before_step_1_and_by_doctor(recipe, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(hardware, "without_bf16", lambda device: f"{device} has no bf16")
     settings = ["--evaluate.every", 0, "--algorithm.steps", 1]

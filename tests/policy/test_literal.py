@@ -47,6 +47,7 @@ def asked(*contents, literal):
     return Prompt("p", tuple({"role": roles[i], "content": text} for i, text in enumerate(contents)), literal=literal)
 
 
+@pytest.mark.slow
 @pytest.mark.model
 @pytest.mark.parametrize("kind", ["bytes", "smollm2"])
 @pytest.mark.parametrize("text", WRITTEN)

@@ -77,6 +77,7 @@ def test_the_saved_model_has_the_whole_update(dtype, narrow, tmp_path):
     assert {n for n, x in saved.state_dict().items() if not torch.equal(x, base[n].float())} == set(update_of(adapted))
 
 
+@pytest.mark.slow
 def test_every_way_out_of_a_run_has_the_whole_update(recipe, tmp_path, capsys, monkeypatch):
     settings = {"lora": 2, "policy_dtype": "bfloat16", "evaluate_every": 0, "steps": 2, "optimizer_lr": 1e-4}
     run = pellucid.train(recipe=recipe, run=tmp_path / "run", **settings).finish()
@@ -101,6 +102,7 @@ def test_every_way_out_of_a_run_has_the_whole_update(recipe, tmp_path, capsys, m
     assert capsys.readouterr().out.count("! bfloat16 rounds most of the merged LoRA update away") == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("settings", [["--policy.lora", "2"], []], ids=["adapter", "whole"])
 def test_a_model_is_saved_in_the_dtype_that_was_asked_for(settings, recipe, tmp_path):
     few = ["--evaluate.every", 0, "--algorithm.steps", 1, "--policy.dtype", "bfloat16"]
@@ -112,6 +114,7 @@ def test_a_model_is_saved_in_the_dtype_that_was_asked_for(settings, recipe, tmp_
     assert model.dtype == torch.float16
 
 
+@pytest.mark.slow
 def test_a_merged_push_has_the_whole_update():
     """Also pushed again, as to a server that comes back."""
     model = copied(tiny_policy().model, BF16)

@@ -194,6 +194,7 @@ def test_without_the_package_each_command_says_in_one_line_what_to_install(cache
     )
 
 
+@pytest.mark.slow
 def test_a_run_trains_resumes_and_is_evaluated_from_the_cache_alone(cache, recipe, model_dir, tmp_path, capsys):
     kept(model_dir, cache / PLACES["1.38 and later"])
     run_dir = tmp_path / "run"

@@ -26,12 +26,14 @@ def gap(dtype, sampler, temperature):
         return (policy.score(batch).logprobs - batch.sampler_logprobs)[batch.mask].abs()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("temperature", [0.7, 1.0])
 @pytest.mark.parametrize("sampler", [Native, HuggingFace])
 def test_sampler_and_scorer_agree_in_fp32(sampler, temperature):
     assert gap(torch.float32, sampler, temperature).max() < 1e-4
 
 
+@pytest.mark.slow
 def test_the_gap_of_bf16_is_that_of_another_computation_and_nothing_where_there_is_none():
     assert 1e-3 < gap(torch.bfloat16, HuggingFace, 1.0).mean() < 0.1
     ours = gap(torch.bfloat16, Native, 1.0)

@@ -80,6 +80,7 @@ def test_a_run_asks_by_its_template_and_its_model_remembers_it(recipe, tmp_path)
     assert config.load(tmp_path / "run" / "config.json").policy.template_kwargs == {"enable_thinking": False}
 
 
+@pytest.mark.slow
 def test_a_resume_refuses_a_template_that_has_changed(recipe, tmp_path, capsys):
     file = tmp_path / "own.jinja"
     file.write_text(OWN)

@@ -184,6 +184,7 @@ def test_long_turns_are_read_in_a_time_that_grows_with_their_length(name, marks)
     assert len(called(said)) == (N // 100 if name == "calls" else 0)
 
 
+@pytest.mark.slow
 def test_a_call_that_is_nested_very_deep_is_unreadable_and_never_raised(marks):
     """At each depth around that of Python's own limit."""
     for depth in (100, 300, *range(900, 1010, 3)):
@@ -231,6 +232,7 @@ def smollm2():
     return pretrained.load("smollm2-135m", torch.float32)[1]
 
 
+@pytest.mark.slow
 @pytest.mark.model
 @pytest.mark.parametrize(("template", "texts"), [("qwen3", QWEN), ("llama3_1", LLAMA)])
 def test_where_the_tokenizer_says_how_calls_are_written_it_is_read_as_trl_does(template, texts, smollm2):

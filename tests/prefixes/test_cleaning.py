@@ -118,6 +118,7 @@ def test_half_a_character_is_no_text():
     assert first_tokens("数学", 4, Bytes()) == "数"
 
 
+@pytest.mark.slow
 def test_hostile_text_takes_linear_time():
     for piece in ("<think", "```a", "# ", "Thinking", "thinking: ", "e.g. ", "1. ", ". ", "!", '."', " \n"):
         first_sentences(clean(piece * 200_000), 300_000)

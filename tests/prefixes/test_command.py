@@ -116,6 +116,7 @@ def served(wide_dir):
         process.wait()
 
 
+@pytest.mark.slow
 def test_asked_the_same_a_served_teacher_says_what_the_same_model_says_as_a_student(served, recipe, wide_dir, tmp_path):
     """Without chance: over HTTP, in the company of other requests, and in this process."""
     output = tmp_path / "prefixes.json"
@@ -126,6 +127,7 @@ def test_asked_the_same_a_served_teacher_says_what_the_same_model_says_as_a_stud
     assert len({text for row in held["questions"] for text in row["teacher"]}) > 3
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_from_what_a_served_teacher_and_a_student_began(served, recipe, wide_dir, tmp_path):
     output, run_dir = tmp_path / "prefixes.json", tmp_path / "run"
     recipe.write_text(
@@ -149,6 +151,7 @@ def test_a_run_goes_on_from_what_a_served_teacher_and_a_student_began(served, re
 # ---------------------------------------------------------------- an endpoint that misbehaves
 
 
+@pytest.mark.slow
 def test_every_question_is_answered_by_an_endpoint_that_fails_a_third_of_the_time(service, recipe, tmp_path):
     output, often = tmp_path / "out" / "prefixes.json", {1: "500", 4: "drop", 8: "500"}
     special = {2: "stall", 5: "429 1", 7: "empty", 9: "empty", 13: "garbage"}
@@ -207,6 +210,7 @@ def test_the_messages_are_those_of_the_task_with_the_instruction_behind(service,
     assert (row["question"], row["answer"]) == (prompt.question, prompt.answer)
 
 
+@pytest.mark.slow
 def test_the_client_waits_as_long_as_it_is_told(service, recipe, tmp_path):
     with proxied(service, lambda number, body: "429 1" if number == 0 else "") as proxy:
         assert status(command(recipe, tmp_path / "p.json", proxy.url, n=1, per_question=1)) == 0
@@ -248,6 +252,7 @@ def test_what_a_teacher_sends_is_bounded(status, body, headers, kind, told, monk
         teacher.close()
 
 
+@pytest.mark.slow
 def test_requests_start_no_faster_than_allowed(service, recipe, tmp_path):
     with proxied(service, lambda number, body: "500" if number == 1 else "") as proxy:
         assert status(command(recipe, tmp_path / "p.json", proxy.url, n=2, per_question=2, per_minute=300)) == 0
@@ -256,6 +261,7 @@ def test_requests_start_no_faster_than_allowed(service, recipe, tmp_path):
     assert times[-1] - times[0] >= 4 * 0.2 - 0.05, "a retry is a request as well"
 
 
+@pytest.mark.slow
 def test_what_fails_for_good_ends_nothing_else_and_is_asked_alone_the_next_time(service, recipe, tmp_path, capsys):
     output = tmp_path / "prefixes.json"
     hopeless = config.load(recipe).task.sample(0, 6)[1].question
@@ -345,6 +351,7 @@ def test_mistakes_are_told_in_one_line(options, complaint, recipe, tmp_path, cap
     assert {path.name for path in tmp_path.iterdir()} - {".p.json.lock"} == {recipe.name}
 
 
+@pytest.mark.slow
 def test_a_service_that_goes_away_is_told_in_one_line(service):
     with proxied(service) as proxy:
         teacher = Teacher(Endpoint(proxy.url, "tiny", "NO_KEY", 1.0, 8, 5, 1, 0), str.strip)
@@ -403,6 +410,7 @@ def seen_by(proxy):
     return before
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGINT])
 def test_stopped_in_the_middle_it_goes_on_with_what_is_missing_alone(how, service, recipe, tmp_path):
     output = tmp_path / "prefixes.json"
@@ -429,6 +437,7 @@ def test_stopped_in_the_middle_it_goes_on_with_what_is_missing_alone(how, servic
     assert all(rows[entry["question"]]["teacher"][entry["index"]] == entry["text"] for entry in kept)
 
 
+@pytest.mark.slow
 def test_two_at_once_do_not_write_one_output(service, recipe, tmp_path, capsys):
     output = tmp_path / "prefixes.json"
     with proxied(service, delay=0.1) as proxy:
@@ -457,6 +466,7 @@ def test_what_could_not_be_written_at_the_end_is_not_asked_again(service, recipe
     check_whole(output, recipe, teacher=3)
 
 
+@pytest.mark.slow
 def test_a_whole_output_asks_nothing_and_a_smaller_one_what_it_lacks(service, recipe, wide_dir, tmp_path, capsys):
     output = tmp_path / "prefixes.json"
     with proxied(service) as proxy:
@@ -481,6 +491,7 @@ def test_a_whole_output_asks_nothing_and_a_smaller_one_what_it_lacks(service, re
     assert output.read_bytes() != bytes_before
 
 
+@pytest.mark.slow
 def test_killed_while_it_adds_to_an_output_it_keeps_what_that_held(service, recipe, tmp_path):
     output = tmp_path / "prefixes.json"
     with proxied(service) as proxy:
@@ -553,6 +564,7 @@ def test_a_journal_killed_in_its_first_line_begins_anew(service, recipe, tmp_pat
 # ---------------------------------------------------------------- the student
 
 
+@pytest.mark.slow
 def test_a_student_says_the_same_however_often_it_is_stopped(recipe, wide_dir, tmp_path, monkeypatch):
     whole, parts = tmp_path / "whole.json", tmp_path / "parts.json"
     assert status(command(recipe, whole, student=wide_dir)) == 0
@@ -619,6 +631,7 @@ def test_a_student_that_says_nothing_is_counted(recipe, wide_dir, tmp_path, caps
 # ---------------------------------------------------------------- without
 
 
+@pytest.mark.slow
 def test_a_teacher_needs_no_torch(service, recipe, tmp_path):
     code = (
         "import sys\nfrom pellucid.commands import line\nline.parsed(sys.argv[1:])()\nsys.exit('torch' in sys.modules)"
@@ -630,6 +643,7 @@ def test_a_teacher_needs_no_torch(service, recipe, tmp_path):
     check_whole(tmp_path / "p.json", recipe, teacher=3)
 
 
+@pytest.mark.slow
 def test_the_innermost_task_asks_and_each_question_once():
     @dataclass(frozen=True)
     class Inner:

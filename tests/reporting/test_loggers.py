@@ -346,6 +346,7 @@ def test_both_boards_also_use_the_names_of_the_field(tmp_path: Path):
     assert [events.Scalars(tag)[0].value for tag in tags] == [0.5, 0.25, 2.0, 0.75, 0.5]
 
 
+@pytest.mark.slow
 def test_an_offline_wandb_run_is_written_whole(tmp_path: Path):
     log = WandB(tmp_path, "pellucid", "offline", {"algorithm": {"steps": 2}})
     log.log_evaluation(0, EVALUATION)

@@ -404,6 +404,7 @@ def series_of(kind, rng):
     return [base * rng.random() for _ in range(rng.randint(1, 200))]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["nearly constant", "any", "of one size"])
 def test_any_numbers_can_be_drawn_and_lie_within_the_axes(kind):
     rng = random.Random(kind)

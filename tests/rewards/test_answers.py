@@ -4,6 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from conftest import mostly_slow
 from pellucid.rewards.answers import (
     answer_tag,
     answered,
@@ -314,7 +315,7 @@ HOSTILE = [
 ]
 
 
-@pytest.mark.parametrize("text", HOSTILE, ids=range(len(HOSTILE)))
+@pytest.mark.parametrize("text", mostly_slow(HOSTILE, every=8), ids=range(len(HOSTILE)))
 def test_hostile_texts_are_read_to_their_end(text):
     """So long that what took a step for each pair of characters would run into the time limit of a test."""
     last_number(text), only_number(text), tagged(text), answered(text)

@@ -183,6 +183,7 @@ def test_a_column_that_a_row_lacks_is_none(task):
 # ---------------------------------------------------------------- at once
 
 
+@pytest.mark.slow
 def test_delays_of_a_second_are_waited_for_once(task):
     """Two judges of a second each, 64 completions: TRL takes a second, one after the other 128."""
     ours = task("slow_judge", "another_slow_judge", "ranked")
@@ -290,6 +291,7 @@ def test_numbers_of_any_kind_are_numbers_and_none_does_not_apply(task):
     assert [reward.applies for reward in rewards] == [True, True, True, False]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "error"),
     [
@@ -312,6 +314,7 @@ def test_who_hangs_or_dies_costs_nobody_else_a_value(name, error, task):
     assert all("ranked" in r.parts for r in rewards)
 
 
+@pytest.mark.slow
 def test_what_one_asynchronous_function_has_said_counts_when_another_blocks_them_all(task):
     ours = task("judge", "blocks_the_loop", timeout=1.0)
     rewards = ours.reward_all(groups(ours))
@@ -319,6 +322,7 @@ def test_what_one_asynchronous_function_has_said_counts_when_another_blocks_them
     assert {reward.error for reward in rewards} == {"blocks_the_loop: no reward within 1 s"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["cancels_itself", "exits_in_a_task"])
 def test_an_asynchronous_function_may_end_as_it_likes(name, task):
     """Neither the process nor its event loop goes with it, nor the function after it."""
@@ -349,6 +353,7 @@ def test_groups_that_are_asked_again_share_the_time_of_the_step(name, timeout, v
     assert late == [timeout == 1.0 and value is None for value in values]
 
 
+@pytest.mark.slow
 def test_an_answer_that_was_there_in_time_counts_however_late_it_is_looked_at(task, monkeypatch):
     """As after a Ctrl-Z of the run, which its processes do not take part in."""
     ours = task("slow_judge", "longer_reward", timeout=2.0)
@@ -358,6 +363,7 @@ def test_an_answer_that_was_there_in_time_counts_however_late_it_is_looked_at(ta
     assert not any(reward.failed for reward in ours.reward_all(groups(ours)))
 
 
+@pytest.mark.slow
 def test_the_import_of_a_file_takes_no_time_of_its_function(data, tmp_path):
     (tmp_path / "slow_to_import.py").write_text(
         "import multiprocessing, time\nif multiprocessing.parent_process(): time.sleep(2.5)\n"
@@ -396,6 +402,7 @@ def test_a_fork_of_the_process_ends_as_it_was_told_to(task):
     assert [tuple(reward.parts.values()) for reward in rewards] == [(7.0, 0.0)] * 2
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 def test_forms_that_trl_takes(task, by_trl):
     names = ["decorated", "logs_in_pieces", "tensors_of_one"]

@@ -232,6 +232,7 @@ def run_counting(folder, model_dir, starts):
     return judged, folder / "run"
 
 
+@pytest.mark.slow
 def test_two_processes_judge_each_completion_once_and_see_the_same_values(tmp_path, model_dir):
     alone, one = run_counting(tmp_path / "one", model_dir, train)
     shared, two = run_counting(
@@ -262,6 +263,7 @@ def test_progress_reaches_the_task_that_is_graded(graded):
     assert seen == [Progress(3, 9)]
 
 
+@pytest.mark.slow
 def test_here_there_is_no_time_limit(rows):
     async def later(completions, **kwargs):
         await asyncio.sleep(0.5)

@@ -81,6 +81,7 @@ def errors(parts):
 # ---------------------------------------------------------------- pellucid serve as the judge
 
 
+@pytest.mark.slow
 def test_a_served_model_gives_each_completion_the_grade_that_it_says(service):
     parts = judged(f"{service}/v1", pattern="([0-9]).", max_tokens=20)
     assert len(parts) == len(TEXTS) and set(errors(parts)) == {""}
@@ -103,6 +104,7 @@ def test_where_an_event_loop_runs_the_judge_has_one_of_its_own(service):
     assert asyncio.run(notebook()) and errors(asyncio.run(notebook())) == ["", ""]
 
 
+@pytest.mark.slow
 def test_as_many_requests_are_under_way_as_allowed_and_no_more(service):
     with proxied(service, lambda *_: says("7"), delay=0.2) as proxy:
         judged(proxy.url, concurrency=3)
@@ -294,6 +296,7 @@ FAULTS = {
 }
 
 
+@pytest.mark.slow
 def test_whatever_fails_once_is_asked_again_counted_and_named(service, monkeypatch, tmp_path):
     monkeypatch.setenv("OPENAI_API_KEY", KEY)
     texts, lock, failed = [f"{n}a" for n in range(len(FAULTS))], threading.Lock(), set()
@@ -316,6 +319,7 @@ def test_whatever_fails_once_is_asked_again_counted_and_named(service, monkeypat
     assert when[1] - when[0] >= 0.2, "Retry-After"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("fault", "error"),
     [
@@ -433,6 +437,7 @@ def test_tokens_that_no_answer_costs_count_as_none(tokens, service, tmp_path):
     assert (judgements.find("b"), judgements.find("c")) == (None, Answer("8", False, 1))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("said", "pattern", "value"),
     [
@@ -499,6 +504,7 @@ def test_a_redirect_within_the_endpoint_is_followed(service):
     assert part.value == 0.7
 
 
+@pytest.mark.slow
 def test_a_judge_that_never_answers_costs_no_more_than_the_time_of_a_step(service):
     start = time.monotonic()
     with proxied(service, lambda _, body: says("7") if asked_of(body) == TEXTS[0] else "stall") as proxy:
@@ -632,6 +638,7 @@ def twin(url, folder, *texts):
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 
+@pytest.mark.slow
 def test_of_two_processes_one_asks_and_both_see_the_same(service, tmp_path):
     """Who answers never says the same twice."""
     with proxied(service, lambda number, _: says(str(number % 11)), delay=0.5) as proxy:
@@ -642,6 +649,7 @@ def test_of_two_processes_one_asks_and_both_see_the_same(service, tmp_path):
     assert said[0] == said[1] and len(set(json.loads(said[0][0]))) == len(TEXTS)
 
 
+@pytest.mark.slow
 def test_what_a_killed_process_was_asking_is_asked_by_the_next(service, tmp_path):
     with proxied(service, lambda number, _: "stall" if number == 0 else says("7")) as proxy:
         process = twin(proxy.url, tmp_path, "A")
@@ -700,6 +708,7 @@ def different_signs(body):
     return says("Ah" if text.startswith("a") else str(len(set(text))))
 
 
+@pytest.mark.slow
 def test_a_run_is_graded_by_its_judge_and_its_resume_asks_for_what_is_new(service, model_dir, tmp_path, monkeypatch):
     monkeypatch.setenv("JUDGE_KEY", KEY)
     recipe, data, run = tmp_path / "judge.toml", tmp_path / "q.jsonl", tmp_path / "run"
@@ -724,6 +733,7 @@ def test_a_run_is_graded_by_its_judge_and_its_resume_asks_for_what_is_new(servic
     assert KEY.encode() not in written and list((run / "judge").glob("*.jsonl"))
 
 
+@pytest.mark.slow
 def test_a_resume_may_find_its_judge_elsewhere_but_no_other_judge(service, model_dir, tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("JUDGE_KEY", KEY)
     recipe, data, run = tmp_path / "judge.toml", tmp_path / "q.jsonl", tmp_path / "run"

@@ -348,6 +348,7 @@ def test_a_term_of_a_recipe_is_a_model_with_its_table(tmp_path):
     assert labels(terms) == ["rm", "rm-2"]
 
 
+@pytest.mark.slow
 def test_a_run_has_the_values_of_transformers_and_goes_on_from_another_folder(tmp_path, model_dir, monkeypatch):
     """The reward is twice that of a model, and a term that is computed in another process."""
     classifier("llama", tmp_path / "here" / "rm")

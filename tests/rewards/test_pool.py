@@ -360,6 +360,7 @@ def test_the_worker_has_a_session_of_its_own(sandbox):
     assert graded(sandbox, "session") == Reward(pid, {"group": pid})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ending", ["leaves a program and hangs", "leaves a program and exits"])
 def test_what_a_lost_reward_has_started_ends_with_it(logged, ending):
     sandboxed, log = logged
@@ -382,6 +383,7 @@ def test_a_reward_may_start_processes():
     sandboxed.close()
 
 
+@pytest.mark.slow
 def test_memory_is_limited(logged):
     sandboxed, _ = logged
     assert graded(sandboxed, "memory").error.startswith("MemoryError")
@@ -410,6 +412,7 @@ def test_no_file_beside_the_run_is_taken_for_a_module_of_python(tmp_path, monkey
     sandboxed.close()
 
 
+@pytest.mark.slow
 def test_a_long_prompt_is_not_waited_for_where_nobody_reads_it():
     sandboxed = Graded(Probe(), RewardConfig(timeout=2.0))
     assert graded(sandboxed, "keeps busy").value == 1.0
@@ -433,6 +436,7 @@ def test_a_prompt_that_cannot_be_sent_is_a_failed_reward(sandbox):
 # ---------------------------------------------------------------- several
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("workers", [1, 3])
 def test_rewards_come_in_order_however_many_workers_compute_them(workers):
     sandboxed = Graded(Probe(), RewardConfig(timeout=1.0, workers=workers))
@@ -447,6 +451,7 @@ def test_rewards_come_in_order_however_many_workers_compute_them(workers):
     ]
 
 
+@pytest.mark.slow
 def test_as_many_work_at_once_as_are_asked_for():
     """Each waits until all three are at it."""
     sandboxed = Graded(Probe(), RewardConfig(workers=3))
@@ -458,6 +463,7 @@ def test_as_many_work_at_once_as_are_asked_for():
     assert not any(map(alive, pids))
 
 
+@pytest.mark.slow
 def test_only_a_lost_worker_is_replaced(sandbox):
     before = graded(sandbox, "pid").value
     graded(sandbox, "raise")
@@ -505,6 +511,7 @@ def test_ctrl_c_while_a_reward_hangs_stops_the_worker(monkeypatch):
     assert not alive(pid)
 
 
+@pytest.mark.slow
 def test_close_ends_the_worker_and_a_later_reward_starts_another():
     sandboxed = Graded(Probe())
     sandboxed.close()
@@ -541,6 +548,7 @@ def output_of(script):
     return output.read_text()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("ending", "timeout"),
     [
@@ -581,6 +589,7 @@ NESTED = """
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", ["fork", "spawn"])
 def test_a_process_of_multiprocessing_that_has_graded_comes_to_its_end(tmp_path, method):
     """Such a one does not do what is registered for the exit of others."""
@@ -619,6 +628,7 @@ def test_a_task_that_cannot_be_sent_is_one_clear_line():
         graded(Graded(Local()), "fine")
 
 
+@pytest.mark.slow
 def test_a_script_without_a_main_guard_is_told_so(tmp_path):
     script = tmp_path / "unguarded.py"
     script.write_text(

@@ -20,7 +20,7 @@ from torchgen.gen import parse_native_yaml
 from torchgen.model import DispatchKey
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from conftest import EOS, VOCAB, character_tokenizer, records
+from conftest import EOS, VOCAB, character_tokenizer, mostly_slow, records
 from pellucid import cli
 from pellucid.commands import line
 from pellucid.machine import hardware
@@ -227,7 +227,7 @@ def same_numbers(recipe, settings, device, folder, monkeypatch):
     return of_cpu
 
 
-@pytest.mark.parametrize("recipe", RECIPES, ids=lambda path: path.stem)
+@pytest.mark.parametrize("recipe", mostly_slow(RECIPES, every=13), ids=lambda path: path.stem)
 @pytest.mark.usefixtures("one_way")
 def test_a_recipe_on_an_accelerator_has_the_numbers_of_the_cpu(recipe, small_model, questions, tmp_path, monkeypatch):
     """One that refuses what any refuses: float64, and what does not repeat itself."""
@@ -243,7 +243,7 @@ def test_a_recipe_on_an_accelerator_has_the_numbers_of_the_cpu(recipe, small_mod
     assert without_kernel(strict.operators, DispatchKey.MPS) == set()
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", mostly_slow(WAYS, every=4))
 @pytest.mark.usefixtures("one_way")
 def test_every_way_through_the_package_is_open_to_an_accelerator(way, small_model, tmp_path, monkeypatch):
     settings = {"policy.model": small_model} | SMALL | WAYS[way]

@@ -70,6 +70,7 @@ def alone(case):
     return tensors_of(*trained(RuntimeConfig(), **CASES[case]))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("processes", ENGINES)
 def test_three_steps_are_those_of_one_process(processes, tmp_path):
     named = [f"{name}={engine}" for name, engine in ENGINES[processes].items()]
@@ -85,6 +86,7 @@ def test_three_steps_are_those_of_one_process(processes, tmp_path):
                 assert all(torch.equal(recomputed[name], found[name]) for name in found), (engine, case)
 
 
+@pytest.mark.slow
 def test_two_processes_resume_to_the_same_bits_and_one_or_four_to_the_same_weights(recipe, tmp_path):
     """What two saved, one and four read: also one that holds all of it."""
     runs = {name: tmp_path / name for name in ("whole", "two", "one", "four", "ddp")}
@@ -108,6 +110,7 @@ def test_two_processes_resume_to_the_same_bits_and_one_or_four_to_the_same_weigh
     assert AutoModelForCausalLM.from_pretrained(runs["whole"] / "model").config.vocab_size == VOCAB
 
 
+@pytest.mark.slow
 def test_a_sharded_adapter_is_saved_merged_into_its_base_and_beside_it(recipe, tmp_path):
     settings = ["--policy.lora", 2, "--evaluate.every", 0, "--algorithm.steps", 2]
     launch(2, recipe, "--run", tmp_path / "two", *settings, "--runtime.engine", "fsdp2")
@@ -116,6 +119,7 @@ def test_a_sharded_adapter_is_saved_merged_into_its_base_and_beside_it(recipe, t
         same_weights(weights(tmp_path / "two", saved), weights(tmp_path / "one", saved), 1e-6)
 
 
+@pytest.mark.slow
 def test_a_full_disk_ends_all_processes_with_one_line(recipe, tmp_path):
     """A shard that cannot be written, in one of them."""
     (tmp_path / "full.py").write_text(FULL)
@@ -127,6 +131,7 @@ def test_a_full_disk_ends_all_processes_with_one_line(recipe, tmp_path):
     assert not list((tmp_path / "run" / "checkpoints").glob("*"))
 
 
+@pytest.mark.slow
 def test_an_adapter_that_cannot_be_merged_ends_all_processes_with_one_line(recipe, tmp_path):
     (tmp_path / "gone.py").write_text(GONE)
     settings = ["--policy.lora", 2, "--runtime.engine", "fsdp2", "--evaluate.every", 0, "--algorithm.steps", 1]
@@ -135,6 +140,7 @@ def test_an_adapter_that_cannot_be_merged_ends_all_processes_with_one_line(recip
     assert "model could not be saved (the base is gone); the checkpoint is whole: mend that, then --resume" in line
 
 
+@pytest.mark.slow
 def test_one_process_that_was_started_by_itself_may_shard(recipe, tmp_path):
     """What then is sharded among one; said in a process of its own, whose group no other test sees."""
     settings = ["--run", tmp_path / "run", "--algorithm.steps", 1, "--evaluate.every", 0, "--runtime.engine", "fsdp2"]

@@ -68,6 +68,7 @@ def ended(process):
     return process.returncode, errors
 
 
+@pytest.mark.slow
 def test_each_line_trains_the_model_of_one_process(tools, quick_tools, recipe, tmp_path):
     """Slurm's starts that of two machines on each node."""
     runs = {name: tmp_path / name for name in ("one_gpu", "eight_gpus", "slurm")}

@@ -144,6 +144,7 @@ WAYS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", WAYS)
 def test_two_processes_train_the_model_of_one(way, model, alone, tmp_path):
     """Curve and weights. Each process would train a model of its own, and the curve be their mean, without a group."""
@@ -161,6 +162,7 @@ def same_training(finished, into, alone):
         torch.testing.assert_close(weights[name], expected, rtol=0, atol=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("precision", ["no", "bf16"])
 def test_the_kl_of_equal_weights_is_0_whatever_is_computed_in(precision, model, tmp_path):
     """A reference outside autocast, while the policy is inside, is 0.01 a token away before the first step."""
@@ -170,6 +172,7 @@ def test_the_kl_of_equal_weights_is_0_whatever_is_computed_in(precision, model, 
     assert bool((moved[1:] != 0).all())
 
 
+@pytest.mark.slow
 def test_the_kl_may_be_charged_before_normalising(model, alone, tmp_path):
     found = curve(launched((), model, tmp_path, 1, "--kl_in", "raw_reward", "--beta", "5"), tmp_path)
     torch.testing.assert_close(found[0], alone[0][0], rtol=0, atol=1e-6)  # there is no KL yet
@@ -197,6 +200,7 @@ def test_what_would_train_something_else_is_one_line(kind, environment, complain
         transparent_grpo.started(transparent_grpo.Config())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("option", "complaint"),
     [

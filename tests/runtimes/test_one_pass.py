@@ -45,6 +45,7 @@ def equal(one, other):
     return all(torch.equal(getattr(one, name), getattr(other, name)) for name in SIZES)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("threads", [1, 2, 3])
 @pytest.mark.parametrize(
     "settings",

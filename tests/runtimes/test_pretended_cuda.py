@@ -31,6 +31,7 @@ def run_on_cuda(library, *arguments):
     assert "skipped" not in done.stdout
 
 
+@pytest.mark.slow
 def test_a_run_on_cuda_trains_from_the_first_step_to_the_report(library):
     """By graphs and flash attention, without compiling C++ for the CPU."""
     run_on_cuda(library, "tests/runtimes/on_pretended_cuda.py", "-k", "first_step")

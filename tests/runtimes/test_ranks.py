@@ -6,6 +6,7 @@ import json
 import time
 from threading import Event
 
+import pytest
 import torch
 from safetensors.torch import load_file
 
@@ -59,6 +60,7 @@ def launch(*arguments):
     in_two_processes("-m", "pellucid", "train", *map(str, arguments))
 
 
+@pytest.mark.slow
 def test_a_sum_leaves_its_terms_alone_and_what_is_shared_out_comes_together_again(tmp_path):
     """Also where there are more in one process than in the other."""
     (tmp_path / "exchange.py").write_text(EXCHANGE)
@@ -84,6 +86,7 @@ def test_a_store_that_never_answers_is_the_silent_one(monkeypatch):
     assert time.monotonic() - start < 10
 
 
+@pytest.mark.slow
 def test_two_processes_resume_to_the_same_bits_each_with_its_own_replay_and_generators(recipe, tmp_path):
     (tmp_path / "apart_task.py").write_text(TASK)
     text = recipe.read_text()
@@ -124,6 +127,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.slow
 def test_no_process_writes_into_a_folder_that_another_has_not_looked_at_yet(recipe, tmp_path):
     """Rewards have a log there."""
     (tmp_path / "late.py").write_text(LATE)

@@ -121,6 +121,7 @@ def test_each_step_is_taken_at_its_own_rate(offload):
     assert reported == pytest.approx([0.25, 0.5, 0.5, 0.375, 0.25, 0.125])
 
 
+@pytest.mark.slow
 def test_the_rate_falls_over_all_steps_of_a_run_and_goes_on_where_a_resumed_one_was(recipe, tmp_path):
     """Two steps of two epochs and two minibatches: eight updates, the first two of them warmup."""
     rates = []

@@ -54,6 +54,7 @@ def steps(policy, count, **settings):
     return list(grpo.train(CountDigits(), Native(), policy, runtime, cfg, reference, sampling=sampling))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("settings", SETTINGS.values(), ids=SETTINGS.keys())
 def test_a_micro_batch_waits_four_times_at_most(settings, gpu, monkeypatch):
     """Two of them for what the loss is made of and for what of it has a gradient; and once a step for the norm."""

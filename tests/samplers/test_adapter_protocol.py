@@ -101,6 +101,7 @@ def test_the_base_goes_once_to_each_and_then_the_adapter_alone(policy, urls, hel
     assert [one.engine.came for one in held] == [[True, False, False]] * 2
 
 
+@pytest.mark.slow
 def test_a_server_that_was_started_anew_gets_the_base_and_the_present_adapter(policy, urls, held):
     sampler = synced(policy, urls)
     step(policy)
@@ -117,6 +118,7 @@ def test_a_server_that_was_started_anew_gets_the_base_and_the_present_adapter(po
     assert held[0].engine.came == [True, False, False, False]
 
 
+@pytest.mark.slow
 def test_one_that_comes_back_a_step_ahead_gets_the_adapter_that_the_others_draw_by(policy, urls, held):
     sampler = synced(policy, urls, ahead=True)
     right = sampler.generate(PROMPTS, SAMPLING)
@@ -126,6 +128,7 @@ def test_one_that_comes_back_a_step_ahead_gets_the_adapter_that_the_others_draw_
     assert held[1].engine.came == [True, True]
 
 
+@pytest.mark.slow
 def test_an_adapter_is_put_on_no_other_weights_than_those_that_it_is_for(policy, urls, held):
     sampler = synced(policy, urls)
     theirs = Remote(urls[0], 10.0)  # another trainer's
@@ -140,6 +143,7 @@ def test_an_adapter_is_put_on_no_other_weights_than_those_that_it_is_for(policy,
     assert [one.engine.came for one in held] == [[True, True, True], [True, False]]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("left_out", ["push", "one layer"])
 def test_an_adapter_that_did_not_arrive_whole_is_found_out(policy, urls, held, left_out):
     sampler, engine = synced(policy, urls), held[1].engine
@@ -156,6 +160,7 @@ def test_an_adapter_that_did_not_arrive_whole_is_found_out(policy, urls, held, l
     assert "\n" not in str(raised.value)
 
 
+@pytest.mark.slow
 def test_where_a_server_does_not_take_it_all_get_it_merged_which_a_line_says(policy, urls, held, capsys):
     held[1].make = Refuses
     sampler = synced(policy, urls)
@@ -168,6 +173,7 @@ def test_where_a_server_does_not_take_it_all_get_it_merged_which_a_line_says(pol
     assert capsys.readouterr().out == ""
 
 
+@pytest.mark.slow
 def test_one_that_comes_back_and_no_longer_takes_it_is_left_out_and_told(policy, urls, held, capsys):
     sampler = synced(policy, urls)
     held[1].make, held[1].model, held[1].version = Refuses, "", ""

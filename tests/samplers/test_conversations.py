@@ -171,6 +171,7 @@ class Late:
         return getattr(self.inner, name)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("architecture", ["llama", "gpt2"])
 @pytest.mark.parametrize(("rows", "most"), [(256, 3), (8, 30), (4, 30), (1, 17)])
 def test_a_conversation_does_not_depend_on_who_waits_and_who_makes_room(architecture, rows, most):

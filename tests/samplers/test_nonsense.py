@@ -155,6 +155,7 @@ def altering(case):
     return (rows(ROWS[case][0]), ROWS[case][1]) if case in ROWS else BODIES[case]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", ["NaN", "too many tokens", "never asked for", "a row twice", "no JSON"])
 def test_a_server_that_sends_nonsense_is_gone_with_one_line_and_the_others_sample(case, policy, pair, right, capsys):
     alter, says = altering(case)
@@ -169,6 +170,7 @@ def test_a_server_that_sends_nonsense_is_gone_with_one_line_and_the_others_sampl
     assert line.endswith("rows go to the others")
 
 
+@pytest.mark.slow
 def test_one_that_comes_to_its_senses_is_taken_back(policy, pair, right, capsys):
     mad = threading.Event()
     mad.set()

@@ -92,6 +92,7 @@ def test_a_server_on_the_loopback_makes_a_secret_that_its_owners_runs_find(monke
     assert not file.exists()
 
 
+@pytest.mark.slow
 def test_each_start_has_a_secret_of_its_own_and_one_of_the_environment_is_taken(monkeypatch, tmp_path):
     secrets = []
     for _ in range(2):
@@ -112,6 +113,7 @@ def test_where_it_cannot_be_written_down_it_is_asked_for_in_a_line(monkeypatch, 
         sampling.host(free, 4, 0.1, "cpu", [])
 
 
+@pytest.mark.slow
 def test_half_of_the_weights_leave_no_traceback_when_the_server_ends(monkeypatch, caplog):
     monkeypatch.setenv("PELLUCID_SAMPLER_TOKEN", "open-sesame")
     with hosted(monkeypatch) as url, socket.create_connection(("127.0.0.1", int(url.rpartition(":")[2])), 20) as client:

@@ -74,6 +74,7 @@ def test_a_completion_does_not_depend_on_its_neighbours():
     assert [[c.token_ids for c in g.completions] for g in other_step] != tokens
 
 
+@pytest.mark.slow
 def test_samples_follow_the_exact_distribution_eos_included():
     """Chi-square of two-token completions against the product of exact conditionals."""
     policy = make_policy(seed=1)

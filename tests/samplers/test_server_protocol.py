@@ -82,12 +82,14 @@ def test_servers_sample_what_one_engine_does_and_whole_groups_stay_together(poli
     assert synced(policy, urls[:1]).generate(prompts, SAMPLING) == groups
 
 
+@pytest.mark.slow
 def test_whoever_takes_answers_late_gets_them_all(policy, urls):
     sampler, prompts = synced(policy, urls), CountDigits().sample(0, 4)
     later(sampler, lambda: time.sleep(1.0), behind=1)  # by then all are answered
     assert sampler.generate(prompts, SAMPLING) == alone(policy, prompts)
 
 
+@pytest.mark.slow
 def test_every_push_reaches_every_server(policy, urls, held):
     sampler, prompts = synced(policy, urls), CountDigits().sample(0, 4)
     step(policy)
@@ -99,12 +101,14 @@ def test_every_push_reaches_every_server(policy, urls, held):
     assert [one.engine.pushed for one in held] == [2, 2]
 
 
+@pytest.mark.slow
 def test_weights_go_in_parts(policy, urls, monkeypatch):
     monkeypatch.setattr(remote, "PART", 4000)
     assert len(list(remote.parted(weights_of(policy)))) > 5
     assert gap_of(policy, synced(policy, urls).generate(CountDigits().sample(0, 2), SAMPLING)) < 1e-4
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("patient", [True, False])
 def test_conversations_are_those_of_one_engine_and_stay_where_their_cache_is(policy, urls, held, patient):
     sampling = Sampling(4, max_tokens=80, turns=5, turn_tokens=9, seed="0/0")
@@ -136,6 +140,7 @@ def test_other_weights_than_asked_are_refused_by_server_and_trainer(policy, urls
         first.step([Row(0, [1, 2], 3, 1.0, 0)])
 
 
+@pytest.mark.slow
 def test_a_server_that_lost_its_weights_gets_them_before_it_gets_rows(policy, urls, held, capsys):
     sampler, prompts = synced(policy, urls), CountDigits().sample(0, 4)
     held[1].version = ""
@@ -145,6 +150,7 @@ def test_a_server_that_lost_its_weights_gets_them_before_it_gets_rows(policy, ur
     assert held[1].engine.pushed == 2
 
 
+@pytest.mark.slow
 def test_one_that_comes_back_while_the_policy_is_trained_gets_the_weights_that_the_others_draw_by(policy, urls, held):
     prompts = CountDigits().sample(0, 4)
     sampler, right = synced(policy, urls, ahead=True), alone(policy, prompts)
@@ -157,6 +163,7 @@ def test_one_that_comes_back_while_the_policy_is_trained_gets_the_weights_that_t
     assert sampler.generate(prompts, SAMPLING) == alone(policy, prompts, version=4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("what", ["push", "one layer"])
 def test_a_push_that_did_not_arrive_is_found_out(policy, urls, held, what):
     sampler, whole = synced(policy, urls), held[1].engine.push
@@ -172,6 +179,7 @@ def test_a_push_that_did_not_arrive_is_found_out(policy, urls, held, what):
     assert "\n" not in str(raised.value)
 
 
+@pytest.mark.slow
 def test_a_server_that_comes_back_with_other_weights_is_found_out_in_the_middle_of_a_rollout(policy, urls, held):
     sampler = synced(policy, urls)
     held[1].version = ""
@@ -182,6 +190,7 @@ def test_a_server_that_comes_back_with_other_weights_is_found_out_in_the_middle_
     assert not sampler.fleet.asked
 
 
+@pytest.mark.slow
 def test_an_engine_that_is_made_slowly_is_made_once_and_gets_weights_at_the_next_push(policy, urls, held):
     sampler, prompts, made = synced(policy, urls), CountDigits().sample(0, 2), []
     held[1].version = held[1].model = ""
@@ -211,6 +220,7 @@ class Skips(Plain):
         pass
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["hangs", "forgets"])
 def test_an_engine_that_stands_still_gives_its_rows_to_the_other(policy, urls, held, how, capsys):
     """The server still answers, and says the same for ever."""
@@ -228,6 +238,7 @@ def test_an_engine_that_stands_still_gives_its_rows_to_the_other(policy, urls, h
     until_all_are_back(sampler, prompts, right)
 
 
+@pytest.mark.slow
 def test_one_that_comes_back_with_less_room_than_rows_need_is_left_out_and_told(policy, urls, held, capsys):
     sampler, prompts = synced(policy, urls), CountDigits().sample(0, 4)
     right = alone(policy, prompts)
@@ -252,6 +263,7 @@ def test_one_that_comes_back_with_less_room_than_rows_need_is_left_out_and_told(
 # ---------------------------------------------------------------- who may ask
 
 
+@pytest.mark.slow
 def test_without_the_secret_nothing_is_answered(policy, monkeypatch):
     with served(Held(Plain), "open-sesame") as url:
         with pytest.raises(UserError, match=r"401.*token"):
@@ -314,6 +326,7 @@ def until_all_are_back(sampler, prompts, right):
     raise AssertionError
 
 
+@pytest.mark.slow
 def test_a_server_that_is_killed_loses_nothing(policy, pair, capsys):
     sampler, prompts = synced(policy, [one.url for one in pair]), CountDigits().sample(0, 10)
     right = alone(policy, prompts)
@@ -331,6 +344,7 @@ def test_a_server_that_is_killed_loses_nothing(policy, pair, capsys):
     assert "is back, with the present weights" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_a_server_that_is_stopped_and_let_go_answers_nothing_twice(policy, pair, capsys):
     sampler = synced(policy, [one.url for one in pair], timeout=1.0)
     prompts, right = CountDigits().sample(0, 10), alone(policy, CountDigits().sample(0, 10))
@@ -345,6 +359,7 @@ def test_a_server_that_is_stopped_and_let_go_answers_nothing_twice(policy, pair,
     until_all_are_back(sampler, prompts, alone(policy, prompts, version=4))
 
 
+@pytest.mark.slow
 def test_with_none_left_it_waits_and_says_so(policy, pair, capsys, monkeypatch):
     monkeypatch.setattr(fleet, "TOLD", 0.5)
     sampler, prompts = synced(policy, [pair[0].url]), CountDigits().sample(0, 6)
@@ -364,6 +379,7 @@ def test_with_none_left_it_waits_and_says_so(policy, pair, capsys, monkeypatch):
     assert "pellucid sampler --port" in waits[0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ahead", [0, 1])
 def test_a_run_whose_servers_die_hang_and_come_back_trains_as_one_that_nothing_disturbed(
     ahead, pair, recipe, tmp_path, monkeypatch, capsys

@@ -66,6 +66,7 @@ def test_a_server_that_is_not_there_ends_the_run_before_it_begins(capsys, tmp_pa
     assert capsys.readouterr().out == f"{sent}with the secret in the environment variable PELLUCID_SAMPLER_TOKEN\n"
 
 
+@pytest.mark.slow
 def test_a_service_that_is_no_sampler_is_told(monkeypatch, tmp_path):
     from http.server import BaseHTTPRequestHandler, HTTPServer  # noqa: PLC0415
     from threading import Thread  # noqa: PLC0415

@@ -134,6 +134,7 @@ def test_messages_mean_the_same_in_every_form_that_clients_send_back():
     assert [json.loads(message) for message in shown.removeprefix("None").split(";")[:-1]] == plain
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tools", [[], [openai.pydantic_function_tool(Add, name="add")]])
 def test_the_clients_own_messages_come_back(tools):
     """Whatever the official client makes of an answer can be sent to it again."""
@@ -218,6 +219,7 @@ def test_a_message_that_says_more_is_refused(service, message, says):
 # ---------------------------------------------------------------- a group has the limit of its run
 
 
+@pytest.mark.slow
 def test_a_group_has_the_runs_limit_and_a_request_may_have_its_own(service):
     served, _ = service
     with running(policy=served.policy, task=CountDigits(), max_tokens=24, group_tokens=7) as (own, url):

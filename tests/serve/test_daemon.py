@@ -159,6 +159,7 @@ def test_a_restart_is_another_process_with_the_same_arguments(service, tmp_path)
     assert str(words) in log[0].replace("'-P', '-m', 'pellucid', 'serve', ", "")
 
 
+@pytest.mark.slow
 def test_what_was_killed_is_restarted_from_what_it_left_behind(service, tmp_path, capsys):
     arguments = service()
     assert serve("start", *arguments) == 0
@@ -256,6 +257,7 @@ def test_a_service_that_ends_at_once_says_why(service, tmp_path, capsys):
     assert not (tmp_path / "here" / "serve.pid").exists()
 
 
+@pytest.mark.slow
 def test_a_service_that_never_answers_is_given_up_and_ended(service, started, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(daemon, "GRACE", 0.1)
     assert serve("start", *service("mute")) == 2
@@ -307,6 +309,7 @@ def another(said):
         server.server_close()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("said", [b"", b"{}", b"[]", b"<html>", b'{"status": "ok", "instance": "another"}'])
 def test_another_programs_answer_is_not_taken_for_the_services(service, started, tmp_path, monkeypatch, capsys, said):
     """Ours does not come to answer, and the one that does is not ours."""
@@ -319,6 +322,7 @@ def test_another_programs_answer_is_not_taken_for_the_services(service, started,
     assert not (tmp_path / "here" / "serve.pid").exists()
 
 
+@pytest.mark.slow
 def test_a_port_that_is_taken_is_said_by_the_service_itself(started, model_dir, tmp_path, capsys):
     with another(b"{}") as (port, _):
         where = ["--port", str(port), "--folder", str(tmp_path / "here")]
@@ -330,6 +334,7 @@ def test_a_port_that_is_taken_is_said_by_the_service_itself(started, model_dir, 
     assert "name another --port" in line
 
 
+@pytest.mark.slow
 def test_a_proxy_of_the_environment_is_not_asked(service, monkeypatch):
     """urllib takes those that stand in the environment when an opener is made."""
     with another(b"{}") as (port, asked):
@@ -374,6 +379,7 @@ def test_ctrl_c_leaves_no_orphan(service, started, tmp_path, monkeypatch, when):
     assert not (tmp_path / "here" / "serve.pid").exists()
 
 
+@pytest.mark.slow
 def test_ctrl_c_leaves_no_orphan_that_does_not_listen_either(service, started, tmp_path, monkeypatch):
     def interrupted(_):
         if "started with" in (tmp_path / "here" / "serve.log").read_text():
@@ -396,6 +402,7 @@ def test_a_process_that_has_the_pid_and_the_arguments_but_started_later_is_let_b
     assert not gone(found["pid"])
 
 
+@pytest.mark.slow
 def test_modules_of_the_working_directory_are_not_imported_and_tasks_beside_it_are(
     started, recipe, tmp_path, monkeypatch
 ):
@@ -441,6 +448,7 @@ def test_a_service_that_is_open_to_all_is_said_where_it_is_started(service, monk
     assert "open to everyone" not in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_sigterm_answers_whoever_waits(started, model_dir, tmp_path):
     """Twelve requests at a real service, and the signal while they are decoded."""
     port, where = free_port(), ["--folder", str(tmp_path / "here")]
@@ -458,6 +466,7 @@ def test_sigterm_answers_whoever_waits(started, model_dir, tmp_path):
     wait_until_gone(started[-1].pid)
 
 
+@pytest.mark.slow
 def test_the_real_service_runs_in_the_background(started, model_dir, tmp_path):
     port, where = free_port(), ["--folder", str(tmp_path / "here")]
     assert serve("start", str(model_dir), "--port", str(port), "--name", "tiny", "--dtype", "float32", *where) == 0

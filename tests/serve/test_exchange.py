@@ -143,6 +143,7 @@ def ends(client):
     return said
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("first", ["", "answered"])
 def test_headers_that_do_not_end_close_the_connection(first):
     """On a new connection and behind an answer; a byte now and then helps nobody."""
@@ -167,11 +168,13 @@ def drip(client, closed):
             return
 
 
+@pytest.mark.slow
 def test_a_connection_that_says_nothing_is_closed():
     with running(patience=0.5) as (_, url):
         assert ends(connected(url)) == b""
 
 
+@pytest.mark.slow
 def test_a_body_that_does_not_end_is_a_408():
     with running(body_seconds=0.3) as (_, url):
         client = connected(url)
@@ -182,6 +185,7 @@ def test_a_body_that_does_not_end_is_a_408():
         assert request(f"{url}/health")[0] == 200
 
 
+@pytest.mark.slow
 def test_a_client_that_reads_nothing_is_left(monkeypatch):
     """What the system buffers between two sockets is made small."""
     with running(send_seconds=0.3, patience=0.5, max_tokens=100) as (served, url):
@@ -196,6 +200,7 @@ def test_a_client_that_reads_nothing_is_left(monkeypatch):
         assert request(f"{url}/health")[0] == 200
 
 
+@pytest.mark.slow
 def test_grading_is_inside_the_time_out():
     class Slow(CountDigits):
         def reward(self, prompt, completion):
@@ -211,6 +216,7 @@ def test_grading_is_inside_the_time_out():
         assert len(graded) == 1, "nobody waits for the other seven"
 
 
+@pytest.mark.slow
 def test_a_long_text_becomes_tokens_beside_what_else_goes_on():
     with running() as (served, url):
         encode, begun, go_on = served.policy.encode, threading.Event(), threading.Event()
@@ -335,6 +341,7 @@ def test_requests_in_flight_end_when_the_service_does():
         assert {status for status, _ in found} == {200}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stream", [False, True])
 def test_what_does_not_end_in_time_is_told_in_the_form_of_the_api(stream):
     with running(grace=0.5, rows=4) as (served, url):
@@ -350,6 +357,7 @@ def test_what_does_not_end_in_time_is_told_in_the_form_of_the_api(stream):
             assert b"the service is ending" in body
 
 
+@pytest.mark.slow
 def test_what_is_not_in_the_engine_is_told_as_well():
     """Rewards that take longer than the service has left: uvicorn cancels them, and would answer with a plain 500."""
 
@@ -369,6 +377,7 @@ def test_what_is_not_in_the_engine_is_told_as_well():
         assert json.loads(body)["error"]["message"] == "the service is ending"
 
 
+@pytest.mark.slow
 def test_half_a_body_is_told_in_the_form_of_the_api_and_leaves_no_traceback(caplog):
     """The log is what stands on the terminal."""
     with running(grace=0.5) as (served, url):

@@ -111,6 +111,7 @@ def test_a_service_that_is_open_to_all_says_so(host):
     assert not any(gate.warning(inside, 8000, "") for inside in ("127.0.0.1", "127.0.0.2", "::1", "localhost"))
 
 
+@pytest.mark.slow
 def test_a_name_on_the_page_is_text():
     with running(name="<script>alert(1)</script>") as (_, url), urllib.request.urlopen(url) as page:
         assert "<script>alert" not in page.read().decode()

@@ -27,6 +27,7 @@ def hostile(monkeypatch):
     return module
 
 
+@pytest.mark.slow
 def test_among_hostile_clients_nobody_fails_who_should_not_and_greedy_answers_are_those_given_alone(hostile):
     with running(task=CountDigits()) as (_, url):
         storm = hostile.Storm(url, "tiny")
@@ -39,6 +40,7 @@ def test_among_hostile_clients_nobody_fails_who_should_not_and_greedy_answers_ar
     assert "0 of" in hostile.report(storm, memory, facts).splitlines()[-1]
 
 
+@pytest.mark.slow
 def test_what_comes_to_another_end_is_a_failure(hostile):
     """The storm itself can fail: a service that refuses everybody."""
     with running(task=CountDigits(), token="unknown") as (_, url):

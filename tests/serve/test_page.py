@@ -55,6 +55,7 @@ def found(page, css):
     return page.find_elements(By.CSS_SELECTOR, css)
 
 
+@pytest.mark.slow
 def test_a_chat_goes_back_and_forth(page):
     eventually(page, lambda: found(page, "#health")[0].text == "ok")
     found(page, "#tokens")[0].clear()
@@ -73,6 +74,7 @@ def test_a_chat_goes_back_and_forth(page):
     assert not found(page, ".turn")
 
 
+@pytest.mark.slow
 def test_a_group_stands_side_by_side_with_its_advantages(page):
     found(page, "#draw")[0].click()
     eventually(page, lambda: len(found(page, ".card")) == 8)
@@ -85,6 +87,7 @@ def test_a_group_stands_side_by_side_with_its_advantages(page):
     assert len(columns) > 1, "side by side"
 
 
+@pytest.mark.slow
 def test_what_the_service_refuses_is_shown(page):
     found(page, "#size")[0].clear()
     found(page, "#size")[0].send_keys("64")
@@ -98,6 +101,7 @@ def test_the_console_is_silent(page):
     assert not [entry for entry in grave if "favicon" not in entry["message"]]
 
 
+@pytest.mark.slow
 def test_a_page_of_a_locked_service_asks_for_the_token(browser):
     with running(token="open-sesame") as (_, url):
         browser.get(url)

@@ -83,6 +83,7 @@ def gap_of(policy, groups):
         return batch, (policy.score(batch).logprobs - batch.sampler_logprobs)[batch.sampled].abs().max()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["native", "hf"])
 def test_turns_of_sixteen_agents_at_once_are_one_sequence_each_of_what_was_sampled(policy, world_of, name):
     groups, completions = held(policy, world_of(), rows(*["talks"] * 4), name=name)
@@ -100,6 +101,7 @@ def test_turns_of_sixteen_agents_at_once_are_one_sequence_each_of_what_was_sampl
     assert gap_of(policy, groups)[1] < 1e-4
 
 
+@pytest.mark.slow
 def test_a_rewritten_history_is_a_branch_with_the_same_reward(policy, world_of):
     groups = held(policy, world_of(), rows("rewrites", "talks"))[0]
     first = groups[0]
@@ -128,6 +130,7 @@ FAULTS = {
 }
 
 
+@pytest.mark.slow
 def test_what_an_agent_does_wrong_costs_its_own_rollout_and_is_told(policy, world_of, monkeypatch, tmp_path):
     monkeypatch.setattr(rollouts, "GRACE", 0.5)
     prompts = rows(*FAULTS, "talks")
@@ -141,11 +144,13 @@ def test_what_an_agent_does_wrong_costs_its_own_rollout_and_is_told(policy, worl
     assert "in raises" in (tmp_path / "log").read_text(), "with its traceback"
 
 
+@pytest.mark.slow
 def test_where_others_grade_no_reward_is_none(policy, world_of):
     _, completions = held(policy, world_of(graded=True), rows("returns_none"))
     assert {(c.outcome.reward, c.outcome.error) for c in completions} == {(None, "")}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("limits", [{"turns": 2}, {"max_tokens": 25}])
 def test_beyond_the_limits_the_policy_is_silent_once_and_then_refuses(policy, world_of, limits):
     sampling = replace(SAMPLING, **limits)
@@ -157,6 +162,7 @@ def test_beyond_the_limits_the_policy_is_silent_once_and_then_refuses(policy, wo
         assert completion.outcome.reward == pytest.approx(1.0 + (turns + 1) / 100)
 
 
+@pytest.mark.slow
 def test_a_flood_waits_in_line_and_has_the_turns_of_one_conversation(policy, world_of):
     _, completions = held(policy, world_of(), rows("floods", "talks"), replace(SAMPLING, n=2))
     for completion in completions[:2]:
@@ -166,11 +172,13 @@ def test_a_flood_waits_in_line_and_has_the_turns_of_one_conversation(policy, wor
     assert all(c.outcome.reward > 1 for c in completions[2:])
 
 
+@pytest.mark.slow
 def test_a_flood_is_refused_where_the_line_is_long(world_of):
     """While the policy speaks once, 64 of 100 requests wait or are with it."""
     assert driven(world_of("floods"), {}, [words("a")], pause=4.0)[-1].outcome == Outcome(1.036)
 
 
+@pytest.mark.slow
 def test_requests_of_other_forms(policy, world_of, tmp_path):
     """A stream, a limit, and mistakes."""
     prompts = rows("streams", "is_limited", "is_mistaken")
@@ -198,12 +206,14 @@ def test_requests_of_other_forms(policy, world_of, tmp_path):
         assert told.count(line) >= len(mistaken.completions), line  # ends of lines come later: four processes print
 
 
+@pytest.mark.slow
 def test_asynchronous_agents_and_clients_of_their_own(policy, world_of):
     _, completions = held(policy, world_of("together"), rows("", ""))
     assert {c.outcome.reward for c in completions} == {2.0}
     assert {len(c.branches) for c in completions} == {1}, "the same question again is not said behind the first"
 
 
+@pytest.mark.slow
 def test_a_command_is_an_agent(policy, world_of):
     prompts = rows("", "", "")
     questions = ("ab+", "broken", "words")
@@ -250,6 +260,7 @@ def words(text):
     return Said({"role": "assistant", "content": text}, tokens=(5, 7))
 
 
+@pytest.mark.slow
 def test_tools_of_an_agent(world_of):
     """Calls go out as OpenAI has them and come back as they were said; other tools are another history."""
     says = [calls((2, 3), (4, 5)), words("6"), calls((2, 3), content="so"), words("none")]
@@ -270,12 +281,14 @@ def test_tools_of_an_agent(world_of):
     assert [call["function"]["arguments"] for call in called] == [{"a": 2, "b": 3}, {"a": 4, "b": 5}]
 
 
+@pytest.mark.slow
 def test_what_the_policy_has_not_said_is_not_heard_behind_what_it_has(world_of):
     first, other, same, last = driven(world_of("puts_words_into_its_mouth"), {}, [words("a")] * 3)
     assert last.outcome.reward == 1.0
     assert [len(reply.prompt.text) for reply in (first, other, same)] == [1, 4, 5]
 
 
+@pytest.mark.slow
 def test_calls_in_a_stream(world_of):
     says = [words("abc")._replace(tokens=(5, 3)), calls((2, 3))]
     first, second, last = driven(world_of("streams"), {"tools": True}, says)
@@ -283,11 +296,13 @@ def test_calls_in_a_stream(world_of):
     assert last.outcome == Outcome(3.0, events={"calls": 1})
 
 
+@pytest.mark.slow
 def test_calls_that_could_not_be_read_are_counted(world_of):
     says = [words("a")._replace(unreadable=("no name",)), words("b"), words("c")]
     assert driven(world_of("talks"), {}, says)[-1].outcome.events == {"calls": 1, "unreadable": 1}
 
 
+@pytest.mark.slow
 def test_an_agent_that_is_gone_before_its_answer_comes_has_its_reward(world_of):
     """The outcome waits until the policy has spoken: a conversation that it still speaks in is not over."""
     first, last = driven(world_of("leaves_a_request"), {"seconds": 1.0}, [words("a")], pause=2.5)
@@ -295,10 +310,12 @@ def test_an_agent_that_is_gone_before_its_answer_comes_has_its_reward(world_of):
     assert last.outcome == Outcome(0.5)
 
 
+@pytest.mark.slow
 def test_a_child_that_an_agent_forks_says_nothing_for_it(world_of):
     assert driven(world_of("forks"), {}, [words("a")])[-1].outcome == Outcome(7.0)
 
 
+@pytest.mark.slow
 def test_the_time_of_the_policy_is_not_the_agent_s(world_of):
     """Two turns of two and a half seconds each; with the second of grace the agent has two."""
     last = driven(world_of("talks", timeout=1.0), {"turns": 2}, [words("a")] * 2, pause=2.5)[-1]
@@ -312,6 +329,7 @@ def test_agents_draw_the_same_random_numbers_again(policy, world_of):
     assert [c.token_ids for c in once] == [c.token_ids for c in again]
 
 
+@pytest.mark.slow
 def test_a_conversation_that_is_left_ends_its_agent_and_a_closed_world_begins_anew(world_of):
     world = world_of("says_who_it_is")
     first, second = process_of_an_agent(world), process_of_an_agent(world)
@@ -392,6 +410,7 @@ def test_silent_connections_make_room_and_agents_keep_theirs(recorder):
         connection.close()
 
 
+@pytest.mark.slow
 def test_a_connection_that_asks_for_no_rollout_is_closed_in_time(recorder, monkeypatch):
     monkeypatch.setattr(recording, "PATIENCE", 0.5)
     agent = opened(recorder, GET)
@@ -405,6 +424,7 @@ def test_a_connection_that_asks_for_no_rollout_is_closed_in_time(recorder, monke
         connection.close()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["unknown", ""])
 def test_the_body_of_a_request_for_an_unknown_rollout_is_not_waited_for(recorder, name):
     head = f"POST /rollout/{name}/v1/chat/completions HTTP/1.1\r\nHost: a\r\nContent-Length: 45000000\r\n\r\n"

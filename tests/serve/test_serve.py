@@ -37,6 +37,7 @@ def client(service):
 # ---------------------------------------------------------------- the official client
 
 
+@pytest.mark.slow
 def test_greedy_answers_are_those_of_the_sampler(service, client):
     served, _ = service
     sampler = Native(policy=served.policy)
@@ -307,6 +308,7 @@ def test_an_empty_text_is_refused(service):
     assert "prompt: String should have at least 1 character" in answer["error"]["message"]
 
 
+@pytest.mark.slow
 def test_an_answer_that_could_not_be_graded_is_shown_without_a_reward():
     class Grader(CountDigits):
         def reward(self, prompt, completion):

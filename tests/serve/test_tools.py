@@ -49,6 +49,7 @@ def calls_of(message):
     return [(call.function.name, json.loads(call.function.arguments)) for call in message.tool_calls]
 
 
+@pytest.mark.slow
 def test_calls_are_answered_as_openai_has_them():
     with saying(BOTH, tools=TOOLS, tool_choice="auto") as (client, body):
         [choice] = client.chat.completions.create(**body).choices
@@ -58,6 +59,7 @@ def test_calls_are_answered_as_openai_has_them():
         assert not {c.id for c in choice.message.tool_calls} & {c.id for c in other.message.tool_calls}
 
 
+@pytest.mark.slow
 def test_streamed_they_add_up_to_the_same():
     """The client's own accumulation is the oracle."""
     with saying(BOTH, tools=TOOLS, n=2) as (client, body):
@@ -81,6 +83,7 @@ def test_an_answer_without_calls_is_text(text):
         assert chunks[-1].finish_reason == "stop"
 
 
+@pytest.mark.slow
 def test_a_call_alone_has_no_content_and_one_that_met_the_limit_says_so():
     with saying(ADD, tools=TOOLS) as (client, body):
         [choice] = client.chat.completions.create(**body).choices
@@ -89,6 +92,7 @@ def test_a_call_alone_has_no_content_and_one_that_met_the_limit_says_so():
         assert (calls_of(cut.choices[0].message), cut.choices[0].finish_reason) == (EXPECTED[:1], "length")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stop", ["STOP", "OP!", "}</tool_call>STO", "oo"])
 def test_a_stop_string_cuts_what_follows_a_call_and_the_call_itself(stop):
     """The oracle is the same answer without the tools: its text, cut by hand, has the calls that are left in it."""
@@ -118,6 +122,7 @@ def test_a_call_without_arguments_is_one_with_none(arguments, form):
     assert calls_of(choice.message) == [("look", {})]
 
 
+@pytest.mark.slow
 def test_where_no_tool_may_be_called_none_is_shown_and_nothing_is_read():
     with saying(BOTH, tools=TOOLS, tool_choice="none") as (client, body):
         [choice] = client.chat.completions.create(**body).choices
@@ -130,6 +135,7 @@ def bytes_of(ids):
     return byte_tokenizer().decode(ids)
 
 
+@pytest.mark.slow
 def test_calls_and_their_answers_come_back_as_messages():
     with saying(BOTH, tools=TOOLS) as (client, body):
         message = client.chat.completions.create(**body).choices[0].message

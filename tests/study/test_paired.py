@@ -136,17 +136,20 @@ def coverage(seeds, questions, spread, of_questions=0.0, shared=False, trials=10
     return held / trials
 
 
+@pytest.mark.slow
 def test_the_interval_covers_the_truth_as_often_as_it_says():
     assert coverage(seeds=1, questions=100, spread=0.0) == pytest.approx(0.95, abs=0.05)
     assert coverage(seeds=8, questions=100, spread=0.1) == pytest.approx(0.95, abs=0.05)
 
 
+@pytest.mark.slow
 def test_seeds_that_ask_the_same_questions_are_not_taken_for_more_questions():
     alike = {"seeds": 8, "questions": 48, "spread": 0.0, "of_questions": 0.5}
     assert coverage(**alike, shared=True) > 0.92
     assert coverage(**alike, shared=False) < 0.9
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seeds", [2, 3, 4, 6])
 def test_few_seeds_that_differ_much_are_wrong_as_often_as_is_said(seeds):
     missed = 1 - coverage(seeds, questions=20_000, spread=0.1, trials=400)

@@ -93,6 +93,7 @@ def has_steps(run_dir):
     return lambda: bool(list((run_dir / "checkpoints").glob("step-*[0-9]")))
 
 
+@pytest.mark.slow
 def test_a_study_is_the_runs_of_every_variant_with_every_seed(whole):
     into, printed = whole
     for variant in ("grpo", "centered"):
@@ -111,6 +112,7 @@ def test_a_study_is_the_runs_of_every_variant_with_every_seed(whole):
     assert "4/4, none left" in lines[-1]
 
 
+@pytest.mark.slow
 def test_a_study_interrupted_and_killed_comes_to_the_same_runs(study_file, whole, tmp_path, capfd):
     into = tmp_path / "into"
     first, second = (Cell(into, "grpo", seed) for seed in (0, 1))
@@ -214,6 +216,7 @@ esac
 """
 
 
+@pytest.mark.slow
 def test_a_failing_run_is_named_and_does_not_stop_the_others(study_file, whole, tmp_path, capsys, monkeypatch):
     """Trained by a program that fails for one variant, and copies the run that the other asks for."""
     program = tmp_path / "python"

@@ -96,6 +96,7 @@ def trained(recipe, tmp_path):
     return recipe
 
 
+@pytest.mark.slow
 def test_an_agent_is_trained_and_a_resumed_run_goes_on_to_the_same_bits(trained, tmp_path, monkeypatch, undisturbed):
     settings = ["--checkpoint.every", 1, "--evaluate.every", 3, "--policy.deterministic"]
     whole, killed = undisturbed(trained, *settings), tmp_path / "killed"
@@ -122,6 +123,7 @@ def test_an_agent_is_trained_and_a_resumed_run_goes_on_to_the_same_bits(trained,
     same_run(whole, killed)
 
 
+@pytest.mark.slow
 def test_a_model_is_evaluated_by_an_agent_that_is_a_command(trained, model_dir, tmp_path, capsys):
     command = shlex.join([sys.executable, str(FILE)])
     text = trained.read_text().replace(SOLVE, command)

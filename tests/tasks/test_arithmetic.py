@@ -96,6 +96,7 @@ def test_a_used_up_split_starts_again():
     assert len(sampled) == 2 * len(everything) + 3
 
 
+@pytest.mark.slow
 def test_a_large_split_can_be_used_up_too():
     n = 10_000  # more than the test split of three digits holds
     sampled = problems(Arithmetic(digits=3, operators=("+",), split="test", test_share=0.01), n=n)
@@ -154,6 +155,7 @@ def test_the_working_goes_by_tens_and_ones(a, operator, b, said):
     assert working(a, operator, b) == said
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("operators", [("+",), ("-",), ("*",)])
 @pytest.mark.parametrize("digits", [1, 2, 3])
 def test_every_equation_of_a_working_is_true_and_the_last_gives_the_answer(digits, operators):

@@ -460,6 +460,7 @@ def test_the_pickled_task_does_not_hold_the_data(write):
     assert pickle.loads(pickle.dumps(task)) == task
 
 
+@pytest.mark.slow
 def test_a_function_from_a_file_that_hangs_runs_in_the_sandbox(write, tmp_path):
     (tmp_path / "sandboxed_reward.py").write_text(
         "import time\n"

@@ -123,6 +123,7 @@ def test_a_chinese_copy_with_the_answer_alone(tmp_path):
     ].text[0] == {"role": "system", "content": "S"}
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not Path("../shared/data/gsm8k/train.jsonl").exists(), reason="the data is not beside the project")
 def test_every_gold_answer_of_the_real_data_is_read():
     folder = "../shared/data/gsm8k"

@@ -145,6 +145,7 @@ for name in DATASETS.keys() - slow:
 """
 
 
+@pytest.mark.slow
 def test_other_families_than_those_that_are_refused_ask_the_same_in_each_process():
     one, other = (set(in_a_process(ALL, PYTHONHASHSEED=seed).splitlines()) for seed in ("1", "2"))
     unlike = {line.split()[0] for line in one ^ other}
@@ -175,6 +176,7 @@ def test_a_mixture_has_its_shares_and_grades_each_by_its_own_family():
     assert all(task.reward(prompt, said(task.solution(prompt))).correct for prompt in prompts)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", ["chain_sum", "arc_1d", "composite"])
 def test_other_processes_grade_as_this_one(family):
     task = ReasoningGym(family=family, options=MIXED if family == "composite" else {})
@@ -185,6 +187,7 @@ def test_other_processes_grade_as_this_one(family):
     graded.close()
 
 
+@pytest.mark.slow
 def test_a_process_of_rewards_has_the_package_before_its_first_call():
     code = f"import pickle, sys; pickle.loads({pickle.dumps(ReasoningGym())!r}); print('reasoning_gym' in sys.modules)"
     assert in_a_process(code) == "True\n"
@@ -241,6 +244,7 @@ def test_options_are_read_from_recipes_and_the_command_line(tmp_path):
     assert load(recipe).task == ReasoningGym(family="composite", options=MIXED)
 
 
+@pytest.mark.slow
 def test_a_model_is_trained_on_it(recipe, tmp_path):
     section = '[task]\nname = "reasoning_gym"\nsystem = ""\nfamily = "letter_counting"\n[task.options]\nmax_words = 5\n'
     text = re.sub(r"\[task\]\n\s*name = .*\n", section, recipe.read_text())

@@ -170,6 +170,7 @@ def test_a_large_file_that_is_replaced_is_read_on_and_one_that_is_edited_is_told
         large[0]
 
 
+@pytest.mark.slow
 def test_the_rows_of_a_large_file_take_no_memory(tmp_path):
     """By Python's own account, of which a row of this file takes more than 300 bytes."""
     path, n = tmp_path / "a.jsonl", 20_000

@@ -34,6 +34,7 @@ def with_task(**settings):
     return {"taskset": {"id": "taskset-of-echoes", "task": settings}}
 
 
+@pytest.mark.slow
 def test_the_prompts_are_the_tasks_of_the_taskset_and_splits_share_none():
     asked = {
         split: Verifiers(env={"taskset": {"id": "taskset-of-echoes", "most": 40}}, split=split).sample(0, n)
@@ -65,6 +66,7 @@ def test_the_reward_of_the_environment_is_the_grade():
     assert reward().error == "no episode was played"
 
 
+@pytest.mark.slow
 def test_episodes_are_played_with_the_policy_and_graded_by_the_package(tmp_path):
     policy = make_policy()
     policy.tokenizer.chat_template = TEMPLATE
@@ -136,6 +138,7 @@ def play(env, url):
         return beside.submit(Episode(json.dumps(env)), prompt.columns, SimpleNamespace(base_url=url)).result()
 
 
+@pytest.mark.slow
 def test_tools_are_called_and_what_they_say_is_heard():
     other = {**CALL, "id": "c2", "function": {"name": "divide", "arguments": "{}"}}
     with speaker({"content": None, "tool_calls": [CALL, other]}, {"content": "12345"}) as (url, asked):
@@ -146,6 +149,7 @@ def test_tools_are_called_and_what_they_say_is_heard():
     assert [m["role"] for m in asked[1]["messages"]] == ["system", "user", "assistant", "tool", "tool"]
 
 
+@pytest.mark.slow
 def test_an_environment_that_ends_a_conversation_grades_it():
     env = {**with_task(tools=True), "agent": {"max_turns": 1}}
     with speaker({"content": "123", "tool_calls": [CALL]}) as (url, asked):
@@ -153,11 +157,13 @@ def test_an_environment_that_ends_a_conversation_grades_it():
     assert len(asked) == 1
 
 
+@pytest.mark.slow
 def test_what_fails_in_an_environment_is_said_in_its_words():
     with speaker({"content": "a"}) as (url, _), pytest.raises(RuntimeError, match="the scale is broken"):
         play(with_task(fails=True), url)
 
 
+@pytest.mark.slow
 def test_a_seat_that_is_not_trained_is_no_part_of_the_reward_and_needs_a_client_of_its_own():
     env = {**ECHOES, "id": "pair-of-seats"}
     with speaker({"content": "1234"}, {"content": "1"}) as (url, asked):
@@ -191,6 +197,7 @@ def test_an_episode_has_some_time():
         Verifiers(env=ECHOES, timeout=0.0)
 
 
+@pytest.mark.slow
 def test_five_steps_are_trained_by_the_command(tmp_path):
     tokenizer = byte_tokenizer()
     tokenizer.chat_template = CHAT

@@ -84,6 +84,7 @@ def test_all_bad_rows_are_told_at_once_and_the_count_of_more(tmp_path, model, ca
     assert line.endswith("; and 2 more bad rows; fix them, or set task.skip_bad_rows = true")
 
 
+@pytest.mark.slow
 def test_bad_rows_are_skipped_on_request_and_said(tmp_path, model, capsys):
     bad = [q for q, _ in BAD.values()]
     recipe = made(tmp_path, model, [*good(), *bad], [*(f"{i}*2?" for i in range(6)), *bad])
@@ -140,6 +141,7 @@ def error_of(capsys):
     return line
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rounds", [1, 2])
 def test_a_run_that_its_data_ends_is_saved_and_goes_on_with_the_data_mended(tmp_path, recipe, capsys, rounds):
     folder, data = tmp_path / "run", tmp_path / "data.txt"
@@ -186,6 +188,7 @@ def test_two_processes_save_together_where_the_data_of_one_ends_them(tmp_path, r
     assert [path.name for path in (tmp_path / "run" / "checkpoints").iterdir()] == ["step-000003"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("settings", [[], ["--policy.lora", "2"]], ids=["whole", "adapter"])
 def test_the_last_checkpoint_is_exported_as_the_run_would_save_it(recipe, tmp_path, settings, capsys):
     few = ["--evaluate.every", 0, "--policy.dtype", "bfloat16", "--algorithm.steps", 2]
@@ -196,6 +199,7 @@ def test_the_last_checkpoint_is_exported_as_the_run_would_save_it(recipe, tmp_pa
     assert str(tmp_path / "run" / "exported") in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_rows_in_memory_may_be_others_where_they_have_ended_the_run(tmp_path, model):
     rows = [{"question": q, "answer": "1"} for q in good()]
     settings = {"model": str(model), "max_tokens": 10, "prompts_per_step": 4, "group_size": 4, "evaluate_every": 0}
@@ -213,6 +217,7 @@ def test_rows_in_memory_may_be_others_where_they_have_ended_the_run(tmp_path, mo
         pellucid.train(data=rows, resume=folder, steps=5)
 
 
+@pytest.mark.slow
 def test_bad_rows_in_memory_are_named_and_skipped_on_request(tmp_path, model):
     rows = [{"question": q, "answer": "1"} for q in [*good(), "e"]]
     settings = {"model": str(model), "max_tokens": 10, "prompts_per_step": 4, "group_size": 4, "evaluate_every": 0}

@@ -57,6 +57,7 @@ def test_a_function_of_one_s_own_gives_degrees_unless_it_is_named_as_what_decide
     assert (whole.value, whole.is_correct, whole.is_verdict) == (1.0, True, True)
 
 
+@pytest.mark.slow
 def test_a_run_speaks_of_the_reward_from_its_first_look_to_its_report(degrees, tmp_path, capsys):
     run_dir = tmp_path / "run"
     assert train(degrees, "--run", run_dir) == 0

@@ -225,6 +225,7 @@ def tokens_of(groups):
     return [[c.token_ids for c in g.completions] for g in groups]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rows", [1, 7, 30])
 def test_how_many_rows_are_decoded_together_changes_no_sample(monkeypatch, rows):
     """Ten prompts of six samples: all 60 rows together, or 6, or 6 of 7, or 30; in flight, and part by part."""

@@ -13,7 +13,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from conftest import OneProcessRuntime, make_policy
+from conftest import OneProcessRuntime, make_policy, mostly_slow
 from pellucid.algorithm import grpo
 from pellucid.algorithm.batch import Batch, collate, concat, with_demonstrations
 from pellucid.algorithm.grpo import Scores, loss_terms
@@ -128,7 +128,7 @@ def step_of(kept, number):
     return kept[2 * number - 2], kept[2 * number - 1], kept[2 * number]
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("variant", mostly_slow(VARIANTS, every=4))
 def test_what_the_loss_did_is_what_autograd_says_of_plain_logits(recipe, model_dir, watched_run, variant):
     """Ratio, push, gradient and who took it, by the loss of log-probs that transformers and log_softmax give."""
     settings = VARIANTS[variant]
@@ -278,6 +278,7 @@ def test_tokens_are_recorded_at_the_steps_that_the_settings_name(recipe, tmp_pat
     assert tokens.steps(tmp_path / "run") == [1, 2, 4, 6, 8]
 
 
+@pytest.mark.slow
 def test_predictions_are_made_at_the_steps_that_the_settings_name(recipe, tmp_path):
     settings = ("--evaluate.every", 0, "--checkpoint.every", 0)
     assert train(recipe, "--run", tmp_path / "run", *settings, *RECORD[:2], "--log.predictions", 3) == 0
@@ -286,6 +287,7 @@ def test_predictions_are_made_at_the_steps_that_the_settings_name(recipe, tmp_pa
     assert not any(frame.predicted.notna().any() for frame in (sampled[1], sampled[3], sampled[4]))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_file_says_by_which_grid_its_log_probs_move(recipe, tmp_path, dtype):
     settings = ("--evaluate.every", 0, "--algorithm.steps", 1, "--policy.dtype", dtype)
@@ -307,6 +309,7 @@ def own_objective(tmp_path):
     return f"{path}:noisy"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("objective", ["ppo_clip", "own"])
 def test_the_weights_are_the_same_to_the_bit_with_recording_on_and_off(recipe, tmp_path, objective):
     """Also where an objective draws random numbers."""
@@ -318,6 +321,7 @@ def test_the_weights_are_the_same_to_the_bit_with_recording_on_and_off(recipe, t
     assert not (tmp_path / "off" / "tokens").exists()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dies_in_update", [1, 5])
 def test_a_run_that_is_killed_and_resumed_has_the_files_of_one_that_was_not(
     recipe, tmp_path, monkeypatch, undisturbed, dies_in_update
@@ -342,6 +346,7 @@ def test_a_run_that_is_killed_and_resumed_has_the_files_of_one_that_was_not(
         assert tokens.read(killed, step).equals(tokens.read(whole, step), check_metadata=True)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("engine", ["ddp", "fsdp2"])
 def test_two_processes_write_what_one_does(recipe, tmp_path, engine):
     """One has two of the three groups, the other one: where they share parameters, both make as many passes."""
@@ -360,6 +365,7 @@ def test_two_processes_write_what_one_does(recipe, tmp_path, engine):
         pd.testing.assert_series_equal(one[name].explode(), two[name].explode(), rtol=2e-3, atol=2e-4)
 
 
+@pytest.mark.slow
 def test_a_process_that_records_nothing_is_not_waited_for(recipe, tmp_path):
     """Modules of transformers have buffers, which data parallelism brings together before a forward pass."""
     settings = ("--algorithm.steps", 2, "--evaluate.every", 0, "--checkpoint.every", 0, "--log.tokens", 1)
@@ -546,6 +552,7 @@ def test_of_replayed_rollouts_and_demonstrations_nothing_is_taken_for_this_step_
     assert concat([fresh, old.replayed()]).origin.tolist() == [*range(9), *[-1] * 9]
 
 
+@pytest.mark.slow
 def test_a_row_that_is_not_in_the_update_has_no_numbers_of_the_step_before(recipe, tmp_path):
     """Groups that teach, then groups that do not. Of those the update keeps their first row, as there must be one."""
     path = tmp_path / "fading.py"

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 import pellucid
-from conftest import records
+from conftest import mostly_slow, records
 from pellucid import cli
 from pellucid.machine.disk import BoundedLog
 from pellucid.reporting.run_folder import checkpoints
@@ -27,7 +27,7 @@ def of(recipe, name, *settings):
     return [other, *settings]
 
 
-@pytest.mark.parametrize("evaluated", [2, 0])
+@pytest.mark.parametrize("evaluated", mostly_slow([0, 2], every=2))
 @pytest.mark.parametrize(
     ("how", "error"),
     [
@@ -65,6 +65,7 @@ def test_one_failed_answer_to_the_only_held_out_question_does_not_refuse_the_run
     assert (before["n"], before["failed"]) == (1, 1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("evaluated", [2, 0])
 def test_rewards_that_all_hang_are_found_by_a_few(recipe, tmp_path, capsys, evaluated):
     """Here all of the first look would be 40 + 40 * 4 of them, or 40 * 4."""
@@ -88,6 +89,7 @@ def test_an_evaluation_in_which_every_reward_fails_ends_in_one_line(recipe, mode
     assert "greedy" not in told.out
 
 
+@pytest.mark.slow
 def test_a_folder_that_was_there_before_stays_and_is_not_in_the_way(recipe, tmp_path):
     run_dir = tmp_path / "run"
     run_dir.mkdir()
@@ -96,6 +98,7 @@ def test_a_folder_that_was_there_before_stays_and_is_not_in_the_way(recipe, tmp_
     assert train(*of(recipe, "Broken", "--run", run_dir, "--task.how", "not", "--algorithm.steps", 1)) == 0
 
 
+@pytest.mark.slow
 def test_after_so_many_steps_without_a_reward_the_run_is_saved_and_can_go_on(recipe, tmp_path, capsys):
     """To the same bits as a run of these steps that bore with it."""
     judge, whole, stopped = (tmp_path / name for name in ("judge", "whole", "stopped"))
@@ -151,6 +154,7 @@ def lost_and_found(judge):
     return logged
 
 
+@pytest.mark.slow
 def test_patience_is_with_steps_in_a_row(recipe, tmp_path):
     """Two and one without a reward, and one with."""
     judge = tmp_path / "judge"
@@ -195,6 +199,7 @@ def test_a_reward_that_becomes_none_for_every_completion_stops_the_run_later(mod
     assert checkpoints(run_dir)
 
 
+@pytest.mark.slow
 def test_a_reward_that_is_not_meant_for_some_prompts_has_not_failed(recipe, tmp_path, capsys):
     command = of(recipe, "Broken", "--task.how", "seldom meant", "--run", tmp_path / "run", "--reward.patience", 1)
     assert train(*command, "--algorithm.steps", 2) == 0
@@ -235,6 +240,7 @@ def test_a_log_without_lines_is_bounded_too(tmp_path):
     assert (kept[:500], kept[-250:]) == (b"x" * 500, b"x" * 249 + b"y")
 
 
+@pytest.mark.slow
 def test_the_number_of_workers_changes_no_reward(recipe, tmp_path):
     one, three = tmp_path / "one", tmp_path / "three"
     assert train(recipe, "--run", one) == 0
@@ -242,6 +248,7 @@ def test_the_number_of_workers_changes_no_reward(recipe, tmp_path):
     same_run(one, three)
 
 
+@pytest.mark.slow
 def test_settings_of_rewards_may_change_at_a_resume(recipe, tmp_path):
     run_dir = tmp_path / "run"
     assert train(recipe, "--run", run_dir, "--algorithm.steps", 1, "--evaluate.every", 0) == 0

@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from conftest import records
+from conftest import mostly_slow, records
 from forked import Forked
 from pellucid import cli, config
 from pellucid.commands import line
@@ -26,6 +26,7 @@ from pellucid.training.evaluate import greedy
 from runs import asked_to_stop, in_two_processes, same_run, train, untimed, weights
 
 
+@pytest.mark.slow
 def test_a_run_is_a_folder_with_all_that_the_design_promises(recipe, tmp_path, capsys):
     run_dir = tmp_path / "run"
     assert train(recipe, "--run", run_dir) == 0
@@ -81,6 +82,7 @@ LEFT_BEHIND = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("left", LEFT_BEHIND)
 def test_what_a_step_leaves_to_the_next_is_in_the_checkpoint(recipe, tmp_path, monkeypatch, undisturbed, left):
     settings = ["--checkpoint.every", 1, "--evaluate.every", 3, *STATEFUL, *LEFT_BEHIND[left]]
@@ -104,6 +106,7 @@ def test_what_a_step_leaves_to_the_next_is_in_the_checkpoint(recipe, tmp_path, m
     same_run(whole, killed)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dies_in_step", [2, 5])
 def test_what_a_curriculum_has_seen_is_in_the_checkpoint(recipe, tmp_path, monkeypatch, undisturbed, dies_in_step):
     text = recipe.read_text()
@@ -129,7 +132,7 @@ def test_what_a_curriculum_has_seen_is_in_the_checkpoint(recipe, tmp_path, monke
     assert type(served.task.task).__name__ == "Digits", "questions of the service come in no order"
 
 
-@pytest.mark.parametrize("dies_in_step", [1, 3, 6])
+@pytest.mark.parametrize("dies_in_step", mostly_slow([3, 1, 6], every=3))
 def test_a_run_killed_anywhere_resumes_to_the_same_bits(recipe, tmp_path, monkeypatch, undisturbed, dies_in_step):
     settings = ["--checkpoint.every", 1, "--evaluate.every", 3]
     whole, killed = undisturbed(recipe, *settings), tmp_path / "killed"
@@ -150,6 +153,7 @@ def test_a_run_killed_anywhere_resumes_to_the_same_bits(recipe, tmp_path, monkey
     same_run(whole, killed)
 
 
+@pytest.mark.slow
 def test_the_global_generators_go_on_where_they_were(recipe, tmp_path):
     recipe.write_text(recipe.read_text().replace("Digits", "Careless"))
     whole, halves = tmp_path / "whole", tmp_path / "halves"
@@ -161,6 +165,7 @@ def test_the_global_generators_go_on_where_they_were(recipe, tmp_path):
     same_run(whole, halves)
 
 
+@pytest.mark.slow
 def test_the_minutes_of_a_run_are_those_of_its_steps_before_and_after_a_resume(recipe, tmp_path, monkeypatch):
     run_dir = tmp_path / "run"
     monkeypatch.setattr(run.grpo.Clock, "times", lambda clock: {"time/step": 30.0})
@@ -185,6 +190,7 @@ def test_a_request_to_stop_saves_and_says_how_to_go_on(recipe, tmp_path, monkeyp
     same_run(whole, stopped)
 
 
+@pytest.mark.slow
 def test_a_run_killed_by_the_system_resumes(recipe, tmp_path):
     """SIGKILL at a moment of its own, from outside."""
     whole, killed = tmp_path / "whole", tmp_path / "killed"
@@ -205,7 +211,9 @@ ACROSS_GROUPS = ["--algorithm.advantage", "difficulty", "--algorithm.max_stalene
 
 
 @pytest.mark.parametrize(
-    "settings", [[], [*ACROSS_GROUPS, "--algorithm.entropy_share", "0.5"]], ids=["plain", "across"]
+    "settings",
+    mostly_slow([[], [*ACROSS_GROUPS, "--algorithm.entropy_share", "0.5"]], every=2),
+    ids=["plain", "across"],
 )
 def test_two_processes_take_the_same_steps_as_one(recipe, tmp_path, settings):
     one, two = tmp_path / "one", tmp_path / "two"
@@ -242,6 +250,7 @@ Path(sys.argv[2], f"rank-{rank}.json").write_text(json.dumps(said))
 """
 
 
+@pytest.mark.slow
 def test_two_processes_compute_in_the_dtype_that_the_first_finds_faster(recipe, tmp_path):
     """Measured by each, on machines that others use too, bf16 would be faster on one of them."""
     script = tmp_path / "timings.py"
@@ -259,6 +268,7 @@ def test_prompts_are_not_split_over_processes(recipe, tmp_path, capsys):
     assert "minibatches = 4 must divide prompts_per_step = 6" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_a_folder_that_holds_a_run_is_not_overwritten(recipe, tmp_path, capsys):
     run_dir = tmp_path / "run"
     assert train(recipe, "--run", run_dir, "--algorithm.steps", 1) == 0
@@ -300,6 +310,7 @@ def test_a_mistake_is_one_line_and_exit_2(arguments, complaint, capsys, tmp_path
     assert complaints.count("\n") == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layer", [3, -4])
 def test_a_layer_that_the_model_does_not_have_is_one_line(layer, recipe, tmp_path, capsys):
     similar = ["--algorithm.similarity", "smooth", "--algorithm.steps", 1, "--evaluate.every", 0]
@@ -312,6 +323,7 @@ def test_a_layer_that_the_model_does_not_have_is_one_line(layer, recipe, tmp_pat
     assert said == f"pellucid: algorithm.similarity_layer = {layer}: this model has 0, the embedding, to 2"
 
 
+@pytest.mark.slow
 def test_an_evaluated_run_repeats_its_last_evaluation(recipe, tmp_path, capsys):
     run_dir = tmp_path / "run"
     assert train(recipe, "--run", run_dir, "--algorithm.steps", 2) == 0
@@ -341,6 +353,7 @@ def test_answers_may_be_truncated_and_what_is_trained_on_is_not(recipe):
     assert drawn(of_evaluation) == drawn(greedy(of_training)) != drawn(of_training)
 
 
+@pytest.mark.slow
 def test_an_adapter_is_held_by_the_exact_kl_to_its_base(recipe, tmp_path):
     run_dir = tmp_path / "run"
     lora = ["--policy.lora", 2, "--algorithm.steps", 2, "--algorithm.kl", "exact", "--algorithm.kl_in", "loss"]
@@ -354,6 +367,7 @@ def test_the_base_of_an_adapter_cannot_follow_it(recipe, tmp_path, capsys):
     assert "its base, which stays" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_lora_trains_through_the_same_recipe(recipe, tmp_path):
     run_dir = tmp_path / "run"
     assert train(recipe, "--run", run_dir, "--policy.lora", 4, "--algorithm.steps", 2) == 0
@@ -362,6 +376,7 @@ def test_lora_trains_through_the_same_recipe(recipe, tmp_path):
     AutoModelForCausalLM.from_pretrained(run_dir / "model")
 
 
+@pytest.mark.slow
 def test_the_settings_of_a_run_can_be_changed_on_resume(recipe, tmp_path):
     run_dir = tmp_path / "run"
     assert train(recipe, "--run", run_dir, "--algorithm.steps", 2) == 0
@@ -370,6 +385,7 @@ def test_the_settings_of_a_run_can_be_changed_on_resume(recipe, tmp_path):
     assert config.load(run_dir / "config.json").algorithm.steps == 4
 
 
+@pytest.mark.slow
 def test_an_offloaded_optimizer_takes_the_same_steps(recipe, tmp_path):
     assert train(recipe, "--run", tmp_path / "here", "--optimizer.lr", "1e-3") == 0
     assert train(recipe, "--run", tmp_path / "there", "--optimizer.lr", "1e-3", "--optimizer.offload") == 0
@@ -398,6 +414,7 @@ MOVES = pytest.mark.parametrize(
 )
 
 
+@pytest.mark.slow
 @MOVES
 def test_the_optimizer_may_move_at_a_resume(recipe, tmp_path, monkeypatch, here, there):
     """To the same weights as if it had stayed, but for rounding."""
@@ -411,6 +428,7 @@ def test_the_optimizer_may_move_at_a_resume(recipe, tmp_path, monkeypatch, here,
         torch.testing.assert_close(weights(moved)[name], tensor, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.slow
 @MOVES
 def test_no_bit_of_bf16_training_is_lost_in_the_move(recipe, tmp_path, monkeypatch, here, there):
     run_dir = tmp_path / "run"
@@ -422,6 +440,7 @@ def test_no_bit_of_bf16_training_is_lost_in_the_move(recipe, tmp_path, monkeypat
     assert all(torch.equal(weights(run_dir)[name], x) for name, x in before.items())
 
 
+@pytest.mark.slow
 def test_offloaded_masters_are_fp32_and_saved_unrounded(recipe, tmp_path):
     run_dir = tmp_path / "run"
     assert train(recipe, "--run", run_dir, "--optimizer.offload", "--policy.dtype", "bfloat16") == 0
@@ -434,6 +453,7 @@ def test_offloaded_masters_are_fp32_and_saved_unrounded(recipe, tmp_path):
         assert torch.equal(saved[name], master), name
 
 
+@pytest.mark.slow
 def test_a_run_that_kept_its_masters_beside_the_moments_goes_on(recipe, tmp_path, monkeypatch):
     """As checkpoints were laid out before."""
     whole, old = tmp_path / "whole", tmp_path / "old"

@@ -74,6 +74,7 @@ def dying_in(monkeypatch, step):
 # ---------------------------------------------------------------- one holder
 
 
+@pytest.mark.slow
 def test_of_two_processes_on_one_folder_the_second_names_the_first_and_touches_nothing(recipe, tmp_path, capsys):
     run_dir = tmp_path / "run"
     first = endless(recipe, run_dir)
@@ -89,6 +90,7 @@ def test_of_two_processes_on_one_folder_the_second_names_the_first_and_touches_n
     assert steps == list(range(1, len(steps) + 1))
 
 
+@pytest.mark.slow
 def test_the_reward_process_does_not_keep_the_lock(recipe, tmp_path):
     """It may live on for a moment, or hang in a reward, when its parent is killed."""
     run_dir = tmp_path / "run"
@@ -121,6 +123,7 @@ def test_a_lock_is_asked_for_by_the_process_that_writes_alone(monkeypatch):
 # ---------------------------------------------------------------- what may change at a resume
 
 
+@pytest.mark.slow
 def test_what_a_resume_may_change_is_said_and_kept(short_run, capsys):
     run_dir = short_run
     assert train("--resume", run_dir, "--algorithm.steps", 4, "--optimizer.lr", "1e-3") == 0
@@ -171,6 +174,7 @@ def own_files(tmp_path, recipe):
     return home, home / f"{name}.py"
 
 
+@pytest.mark.slow
 def test_a_run_can_be_resumed_from_another_working_directory(recipe, tmp_path, monkeypatch):
     home, task = own_files(tmp_path, recipe)
     monkeypatch.chdir(home)
@@ -183,6 +187,7 @@ def test_a_run_can_be_resumed_from_another_working_directory(recipe, tmp_path, m
     assert settings["digests"].keys() == {"task.name", "task.data"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("edited", ["task.name", "task.data"])
 def test_an_edited_task_or_data_file_is_refused(recipe, tmp_path, monkeypatch, capsys, edited):
     home, task = own_files(tmp_path, recipe)
@@ -199,6 +204,7 @@ def test_an_edited_task_or_data_file_is_refused(recipe, tmp_path, monkeypatch, c
     assert train("--resume", tmp_path / "run", "--algorithm.steps", 3) == 0
 
 
+@pytest.mark.slow
 def test_a_pattern_is_all_of_its_files_and_one_more_is_another_experiment(recipe, tmp_path, monkeypatch, capsys):
     home, run_dir = tmp_path / "home", tmp_path / "run"
     (home / "parts").mkdir(parents=True)
@@ -244,6 +250,7 @@ def test_every_setting_is_either_free_at_a_resume_or_not():
 # ---------------------------------------------------------------- before the first checkpoint
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("again", ["train", "resume"])
 def test_a_run_that_died_before_its_first_checkpoint_begins_again(recipe, tmp_path, monkeypatch, undisturbed, again):
     whole, died = undisturbed(recipe), tmp_path / "died"
@@ -268,6 +275,7 @@ def test_steps_of_other_settings_are_not_forgotten(recipe, tmp_path, monkeypatch
     assert (died / "metrics.jsonl").read_text() == before
 
 
+@pytest.mark.slow
 def test_a_run_that_died_before_its_first_step_leaves_its_folder_to_any_other(recipe, tmp_path, monkeypatch):
     died = tmp_path / "died"
     with monkeypatch.context() as patched:
@@ -333,6 +341,7 @@ LEFT = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("what", LEFT)
 def test_what_is_left_of_a_finished_run_is_what_was_said(recipe, tmp_path, monkeypatch, what):
     settings, names = LEFT[what]
@@ -352,6 +361,7 @@ def test_what_is_left_of_a_finished_run_is_what_was_said(recipe, tmp_path, monke
     assert 0 <= sizes(run_dir) - said.left < 50e-6, "headers apart"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("settings", [["--checkpoint.every", 0], ["--checkpoint.keep_finished", "none"]])
 def test_a_finished_run_without_a_checkpoint_says_what_would_have_kept_it(recipe, tmp_path, capsys, settings):
     run_dir = tmp_path / "run"
@@ -365,6 +375,7 @@ def test_a_finished_run_without_a_checkpoint_says_what_would_have_kept_it(recipe
     assert {path: path.read_bytes() for path in run_dir.rglob("*") if path.is_file()} == before
 
 
+@pytest.mark.slow
 def test_a_finished_run_gives_its_room_back_later(recipe, tmp_path):
     run_dir = tmp_path / "run"
     assert short(recipe, run_dir) == 0
@@ -374,6 +385,7 @@ def test_a_finished_run_gives_its_room_back_later(recipe, tmp_path):
     assert (run_dir / "model" / "model.safetensors").read_bytes() == model
 
 
+@pytest.mark.slow
 def test_what_a_stop_has_saved_goes_when_a_run_without_checkpoints_is_finished(recipe, tmp_path, monkeypatch):
     """Otherwise the next resume would go back to where it was stopped, and cut the logs to it."""
     whole, run_dir = tmp_path / "whole", tmp_path / "run"
@@ -386,6 +398,7 @@ def test_what_a_stop_has_saved_goes_when_a_run_without_checkpoints_is_finished(r
     same_run(whole, run_dir)
 
 
+@pytest.mark.slow
 def test_a_model_that_cannot_be_saved_is_lost_where_there_is_no_checkpoint_and_that_is_said(
     recipe, tmp_path, monkeypatch, capsys
 ):
@@ -398,6 +411,7 @@ def test_a_model_that_cannot_be_saved_is_lost_where_there_is_no_checkpoint_and_t
         assert told in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_a_base_that_is_gone_when_the_adapter_is_merged_into_it_leaves_a_run_to_go_on_with(
     recipe, tmp_path, monkeypatch, capsys
 ):
@@ -421,6 +435,7 @@ def test_a_base_that_is_gone_when_the_adapter_is_merged_into_it_leaves_a_run_to_
     assert (tmp_path / "1" / "adapter" / "adapter_model.safetensors").is_file()
 
 
+@pytest.mark.slow
 def test_the_room_that_a_run_takes_is_said_before_its_first_step(recipe, tmp_path, monkeypatch, capsys):
     usage = namedtuple("usage", "free")(7e9)
     monkeypatch.setattr(room.shutil, "disk_usage", lambda _: usage)
@@ -442,6 +457,7 @@ def test_rooms_by_hand():
     assert again.described(True).endswith("left at the end: 7.0 GB, the model and 2 checkpoints")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "settings", [[], ["--optimizer.offload"], ["--policy.lora", "2"], ["--algorithm.reference-every", "2"]]
 )
@@ -484,6 +500,7 @@ def test_a_place_where_no_run_can_be_is_one_line(recipe, tmp_path, capsys, place
 # ---------------------------------------------------------------- nothing that only shows something ends a run
 
 
+@pytest.mark.slow
 def test_the_model_is_saved_whatever_the_report_does(recipe, tmp_path, monkeypatch, capsys):
     def failing(_):
         raise ZeroDivisionError("division by zero")
@@ -494,6 +511,7 @@ def test_the_model_is_saved_whatever_the_report_does(recipe, tmp_path, monkeypat
     assert "! report.html could not be shown (ZeroDivisionError: division by zero)" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_a_model_that_cannot_be_saved_leaves_the_former_one_and_is_said_in_one_line(short_run, monkeypatch, capsys):
     run_dir = short_run
     before = (run_dir / "model" / "model.safetensors").read_bytes()
@@ -506,6 +524,7 @@ def test_a_model_that_cannot_be_saved_leaves_the_former_one_and_is_said_in_one_l
     assert (run_dir / "model" / "model.safetensors").read_bytes() != before
 
 
+@pytest.mark.slow
 def test_a_reader_that_goes_away_ends_no_run(recipe, tmp_path):
     run_dir, (heard, told) = tmp_path / "run", os.pipe()
     process = Forked("-m", "pellucid", "train", recipe, "--run", run_dir, stdout=told, stderr=told)
@@ -517,6 +536,7 @@ def test_a_reader_that_goes_away_ends_no_run(recipe, tmp_path):
     assert len(records(run_dir / "metrics.jsonl")) == 6
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("closed", [">&-", "2>&-", ">&- 2>&-", ">/dev/full 2>&1"])
 def test_no_output_at_all_ends_no_run(recipe, tmp_path, closed):
     run_dir = tmp_path / "run"
@@ -528,6 +548,7 @@ def test_no_output_at_all_ends_no_run(recipe, tmp_path, closed):
 # ---------------------------------------------------------------- requests to stop
 
 
+@pytest.mark.slow
 def test_a_request_saves_before_any_evaluation_which_is_made_at_the_resume(recipe, tmp_path, monkeypatch, undisturbed):
     settings = ["--evaluate.every", 1, "--checkpoint.every", 4]
     whole, stopped = undisturbed(recipe, *settings), tmp_path / "stopped"
@@ -539,6 +560,7 @@ def test_a_request_saves_before_any_evaluation_which_is_made_at_the_resume(recip
     same_run(whole, stopped)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("step", [1, 4, 6])
 def test_a_request_during_an_evaluation_does_not_wait_for_its_end(recipe, tmp_path, monkeypatch, undisturbed, step):
     """Whether the step was to be saved, or was the last."""
@@ -563,6 +585,7 @@ def test_a_request_during_an_evaluation_does_not_wait_for_its_end(recipe, tmp_pa
     same_run(whole, stopped)
 
 
+@pytest.mark.slow
 def test_a_request_while_rows_of_an_evaluation_are_in_flight_waits_for_none_of_them(
     recipe, tmp_path, monkeypatch, undisturbed
 ):
@@ -594,6 +617,7 @@ def test_a_request_while_rows_of_an_evaluation_are_in_flight_waits_for_none_of_t
     same_run(whole, stopped)
 
 
+@pytest.mark.slow
 def test_a_second_request_during_a_save_leaves_what_was_there(recipe, tmp_path, monkeypatch, capsys, undisturbed):
     whole, stopped = undisturbed(recipe), tmp_path / "stopped"
     save_file, calls = checkpoint.save_file, []
@@ -615,6 +639,7 @@ def test_a_second_request_during_a_save_leaves_what_was_there(recipe, tmp_path, 
     assert [path.name for path in (stopped / "checkpoints").iterdir() if path.suffix] == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_request_before_step_1_is_one_line_and_leaves_nothing_running(recipe, tmp_path, number):
     """In the first evaluation, when the reward process is there."""
@@ -648,6 +673,7 @@ main()
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("module", ["pellucid.cli", "pydantic", "torch", "transformers"])
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_request_while_importing_ends_the_process_in_one_line(recipe, tmp_path, module, number):
@@ -658,6 +684,7 @@ def test_a_request_while_importing_ends_the_process_in_one_line(recipe, tmp_path
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("arguments", ["--run {run}", "--resume {empty}", "--resume {run} --algorithm.group-size 7"])
 def test_what_a_folder_is_is_said_before_torch_is_imported(short_run, tmp_path, arguments):
     named = arguments.format(run=short_run, empty=tmp_path).split()
@@ -674,6 +701,7 @@ def test_what_a_folder_is_is_said_before_torch_is_imported(short_run, tmp_path, 
 NOT_PYTHON_S = ("tomllib", "signal", "argparse", "random", "typing")
 
 
+@pytest.mark.slow
 def test_files_beside_a_run_are_no_modules_of_python(recipe, tmp_path):
     """`python -m` puts the working directory first on the path."""
     for name in NOT_PYTHON_S:

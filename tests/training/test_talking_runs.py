@@ -54,6 +54,7 @@ every = 1
     return file
 
 
+@pytest.mark.slow
 def test_an_environment_is_trained_and_what_was_said_is_on_record(recipe, tmp_path):
     run = tmp_path / "run"
     assert train(recipe, "--run", run) == 0
@@ -69,6 +70,7 @@ def test_an_environment_is_trained_and_what_was_said_is_on_record(recipe, tmp_pa
     assert [e["n"] for e in records(run / "evals.jsonl")] == [3, 3, 3]
 
 
+@pytest.mark.slow
 def test_what_was_said_in_a_conversation_is_recorded_token_by_token(recipe, tmp_path):
     run = tmp_path / "run"
     settings = ("--log.tokens", 2, "--log.token_steps", 1, "--evaluate.every", 0, "--algorithm.steps", 2)
@@ -91,6 +93,7 @@ def test_what_was_said_in_a_conversation_is_recorded_token_by_token(recipe, tmp_
             assert turns == [[], *([["environment"], []] * len(record["given"]))]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sampler", ["native", "hf"])
 def test_a_run_killed_in_the_middle_of_a_conversation_resumes_to_the_same_bits(recipe, tmp_path, monkeypatch, sampler):
     whole, killed = tmp_path / "whole", tmp_path / "killed"
@@ -111,6 +114,7 @@ def test_a_run_killed_in_the_middle_of_a_conversation_resumes_to_the_same_bits(r
     same_run(whole, killed)
 
 
+@pytest.mark.slow
 def test_a_task_with_a_tool_is_trained_by_a_model_that_knows_no_tools(recipe, tmp_path, capsys):
     run = tmp_path / "run"
     words = ["--task.name", "calculator", "--sampler.max_tokens", 40, "--algorithm.steps", 1, "--evaluate.every", 0]
@@ -143,6 +147,7 @@ def test_a_mistake_is_one_line(recipe, tmp_path, capsys, words, told):
     assert not (run / "metrics.jsonl").exists()
 
 
+@pytest.mark.slow
 def test_an_environment_that_always_fails_is_refused_before_step_1(recipe, tmp_path, capsys):
     run = tmp_path / "run"
     assert (
@@ -152,6 +157,7 @@ def test_an_environment_that_always_fails_is_refused_before_step_1(recipe, tmp_p
     assert "reset: RuntimeError: no room (worlds.py, line" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_answers_of_an_evaluation_are_conversations(recipe, tmp_path, capsys):
     run, answers = tmp_path / "run", tmp_path / "answers.jsonl"
     assert train(recipe, "--run", run, "--algorithm.steps", 1, "--evaluate.every", 0) == 0
