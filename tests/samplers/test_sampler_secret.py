@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import http.client
 import json
 import socket
 import stat
@@ -9,7 +10,7 @@ import threading
 import time
 import urllib.error
 import urllib.request
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from types import SimpleNamespace
 
 import pytest
@@ -32,7 +33,7 @@ def _cache(tmp_path, monkeypatch):
 
 
 @contextmanager
-def hosted(monkeypatch, address="127.0.0.1"):
+def hosted(monkeypatch, address="127.0.0.1", opened=None):
     """The command's server with a plain engine in the place of vLLM, and its address."""
     servers = []
 
@@ -47,7 +48,7 @@ def hosted(monkeypatch, address="127.0.0.1"):
     monkeypatch.setattr(sampling, "check_library", lambda: None)
     monkeypatch.setattr(sampling, "Engine", engine)
     monkeypatch.setattr(connections, "server", started)
-    with listening(address, 0) as free:
+    with nullcontext(opened) if opened else listening(address, 0) as free:
         thread = threading.Thread(target=sampling.host, args=(free, 4, 0.1, "cpu", []))
         thread.start()
         try:
@@ -92,7 +93,37 @@ def test_a_server_on_the_loopback_makes_a_secret_that_its_owners_runs_find(monke
     assert not file.exists()
 
 
-@pytest.mark.slow
+def test_a_run_that_asks_while_the_server_still_starts_has_its_answer(monkeypatch):
+    """The port is open before torch is imported and the secret is written."""
+    with listening("127.0.0.1", 0) as free:
+        asked = Remote(f"http://127.0.0.1:{free.getsockname()[1]}", 10.0)
+        answers, sent = [], threading.Event()
+        write_secret = sampling.written_secret
+
+        def once_asked(port):
+            assert sent.wait(10)
+            return write_secret(port)
+
+        monkeypatch.setattr(sampling, "written_secret", once_asked)
+        monkeypatch.setattr(http.client.HTTPConnection, "request", sent_before(sent))
+        run = threading.Thread(target=lambda: answers.append(asked.state()))
+        run.start()
+        with hosted(monkeypatch, opened=free):
+            run.join(10)
+        assert "model" in answers[0]
+
+
+def sent_before(event):
+    """`HTTPConnection.request`, which sets an event behind the first one that is sent."""
+    request = http.client.HTTPConnection.request
+
+    def sent(self, *arguments, **keywords):
+        request(self, *arguments, **keywords)
+        event.set()
+
+    return sent
+
+
 def test_each_start_has_a_secret_of_its_own_and_one_of_the_environment_is_taken(monkeypatch, tmp_path):
     secrets = []
     for _ in range(2):

@@ -209,6 +209,8 @@ class Remote:
 
     def begin(self) -> None:
         self._ended = False
+        self._secret = ""
+        """What the last request was sent with."""
 
     def end(self) -> None:
         """End the request that another thread waits for, and let it make no more until `begin`."""
@@ -251,6 +253,8 @@ class Remote:
         """The body of an answer; where a version is given, computed with those weights."""
         try:
             status, theirs, answer = self._exchanged(method, path, body, version, timeout or self.timeout, limit)
+            if status == 401 and token(self.url) != self._secret:  # it started, and wrote its secret, only meanwhile
+                status, theirs, answer = self._exchanged(method, path, body, version, timeout or self.timeout, limit)
         except TimeoutError:
             raise GoneError(f"no answer in {timeout or self.timeout:g} s") from None
         except OSError as error:
@@ -279,7 +283,8 @@ class Remote:
             if self._ended:  # in between: from here on `end` finds the socket
                 raise GoneError("it is no longer asked")
             connection.sock.settimeout(timeout)
-            connection.request(method, url.path + path, body, headers_of(self.url, version))
+            self._secret = token(self.url)
+            connection.request(method, url.path + path, body, headers_of(self._secret, version))
             with connection.getresponse() as answer:
                 return answer.status, answer.getheader(VERSION), whole(answer, limit, time.monotonic() + timeout)
         finally:
@@ -397,8 +402,7 @@ def hint(status: int) -> str:
     return f"; set {TOKEN} to the secret of the server, which says at its start where it is" if status == 401 else ""
 
 
-def headers_of(url: str, version: str | None) -> dict[str, str]:
-    secret = token(url)
+def headers_of(secret: str, version: str | None) -> dict[str, str]:
     known = {"Authorization": f"Bearer {secret}"} if secret else {}
     return known | ({VERSION: version, "Content-Type": "application/json"} if version else {})
 
