@@ -3,8 +3,8 @@
 python benchmarks/same_bits.py before.json                  # record
 python benchmarks/same_bits.py after.json --against before.json
 
-Each recipe trains three steps of a tiny model, made here, on the CPU. To compare commits, run this file with the `src` of
-each first in PYTHONPATH. Recipes with data are given a small file; `judge.toml` needs a service and is left out.
+Each recipe trains three steps of a tiny model, made here, on the CPU. To compare commits, run this file with the `src`
+of each first in PYTHONPATH. Recipes with data are given a small file; `judge.toml` needs a service and is left out.
 """
 
 from __future__ import annotations
