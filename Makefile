@@ -53,7 +53,7 @@ test-lowest: .venv-lowest/ready
 
 # Two hosts with a cable between them, which is cut. Needs root: it adds network interfaces, and takes them away.
 network: setup
-	PELLUCID_NETWORK=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q tests/crash/test_network.py $(ARGS)
+	PELLUCID_NETWORK=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -m "" tests/crash/test_network.py $(ARGS)
 
 lint: setup
 	$(BIN)/ruff check .
@@ -100,7 +100,7 @@ LLAMA := .venv-llama/llama_cpp_python-0.3.36/vendor/llama.cpp
 	touch $@
 
 deepspeed: .venv-deepspeed/ready
-	.venv-deepspeed/bin/python -m pytest -q tests/runtimes/test_launching.py tests/runtimes/test_deepspeed.py tests/crash/test_faults.py -k "deepspeed or test_launching" $(ARGS)
+	.venv-deepspeed/bin/python -m pytest -q -m "" tests/runtimes/test_launching.py tests/runtimes/test_deepspeed.py tests/crash/test_faults.py -k "deepspeed or test_launching" $(ARGS)
 
 .venv-deepspeed/ready: pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv-deepspeed

@@ -15,13 +15,13 @@ import socket
 import string
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, redirect_stdout
+from contextlib import contextmanager, redirect_stdout, suppress
 from dataclasses import dataclass
 from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
 from types import ModuleType
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import psutil
 import pytest
@@ -189,8 +189,12 @@ class Forked(Contender):
 class Fork:
     """What a Contender asks of a process that it starts."""
 
+    ends: ClassVar[list[int]] = []
+    """Of the pipes to all contenders, this process's. A pipe that a contender holds open would never end elsewhere."""
+
     def __init__(self, arguments: list[str], log: int) -> None:
         below, above = os.pipe(), os.pipe()
+        Fork.ends += below[1], above[0]
         self.process = multiprocessing.get_context("fork").Process(
             target=played, args=(arguments, below[0], above[1], log)
         )
@@ -208,9 +212,15 @@ class Fork:
 
 
 def played(arguments: list[str], below: int, above: int, log: int) -> None:
-    """Be the program that the arguments begin with. A pipe that is held open here as well would never end elsewhere."""
+    """Be the program that the arguments begin with.
+
+    Files of the GPU's driver stay open: the process that was forked has asked NVML, which does not ask again here.
+    """
     for standard, end in enumerate((below, above, log)):
         os.dup2(end, standard)
-    os.closerange(3, os.sysconf("SC_OPEN_MAX"))
+    for end in Fork.ends:
+        with suppress(OSError):  # a contender that has ended left its number behind
+            os.close(end)
+    os.environ.pop("PYTORCH_NVML_BASED_CUDA_CHECK", None)
     sys.argv, sys.stdin = arguments, os.fdopen(0, closefd=False)
     runpy.run_path(arguments[0], run_name="__main__")

@@ -212,13 +212,7 @@ def faster(work: str, peer: str, size: str, place: Place) -> Outcome:
 def planned(size: str, place: Place) -> Outcome:
     """What `pellucid doctor --plan` says of the steps that are measured."""
     settings = settings_of(place, size)
-    overrides = {"policy.model": "model", "sampler.max-tokens": "tokens", "algorithm.group-size": "group"}
-    overrides |= {"algorithm.prompts-per-step": "prompts"}
-    words = [word for key, name in overrides.items() for word in (f"--{key}", str(settings[name]))]
-    cfg = load(ARITHMETIC, [*words, "--policy.dtype", "bfloat16"])
-    parts = memory.parts(memory.from_name(cfg.policy.model, 0), cfg)
-    # What torch counts on a GPU is tensors; of a process on the CPU it is everything.
-    plan = memory.together(parts) - (0 if place.simulated else memory.LIBRARIES)
+    plan = place.apart(planned_gb, place.simulated, settings)
     with Forked("step", "pellucid", settings, place.folder) as ours:
         for _ in range(WARM_UP):
             ours.turn()
@@ -226,6 +220,17 @@ def planned(size: str, place: Place) -> Outcome:
     right = place.simulated or 1 / PLANNED <= plan / peak <= PLANNED
     result = f"planned {plan:.1f} GB, measured {peak:.1f} GB"
     return Outcome(result, f"{plan / peak:.2f}x" if right else f"fail: {plan / peak:.2f}x")
+
+
+def planned_gb(simulated: bool, settings: dict[str, int | str]) -> float:
+    """In a process of its own, since a plan asks the GPU for its size."""
+    overrides = {"policy.model": "model", "sampler.max-tokens": "tokens", "algorithm.group-size": "group"}
+    overrides |= {"algorithm.prompts-per-step": "prompts"}
+    words = [word for key, name in overrides.items() for word in (f"--{key}", str(settings[name]))]
+    cfg = load(ARITHMETIC, [*words, "--policy.dtype", "bfloat16"])
+    parts = memory.parts(memory.from_name(cfg.policy.model, 0), cfg)
+    # What torch counts on a GPU is tensors; of a process on the CPU it is everything.
+    return memory.together(parts) - (0 if simulated else memory.LIBRARIES)
 
 
 SIMULATED = "simulated: CPU, tiny model"

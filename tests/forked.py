@@ -205,7 +205,8 @@ def imported():
     cli.quiet_libraries()
     with uncollected():
         for name in WANTED:
-            import_module(name)
+            with suppress(ModuleNotFoundError):  # a machine with a GPU may lack what only the service needs
+                import_module(name)
 
 
 def main(*handles):

@@ -16,10 +16,13 @@ from test_faults import complaint, steps_of, until
 import sampler_process
 from runs import same_run
 
-pytestmark = pytest.mark.skipif(
-    "PELLUCID_NETWORK" not in os.environ or os.geteuid() != 0 or not shutil.which("ip"),
-    reason="adds network interfaces: make network, as root",
-)
+pytestmark = [
+    pytest.mark.network,
+    pytest.mark.skipif(
+        "PELLUCID_NETWORK" not in os.environ or os.geteuid() != 0 or not shutil.which("ip"),
+        reason="adds network interfaces: make network, as root",
+    ),
+]
 HOSTS = {"pellucid-0": "10.213.7.1", "pellucid-1": "10.213.7.2"}
 ENGINES = ["ddp", "fsdp2"]
 PATIENCE = 0.5

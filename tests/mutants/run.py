@@ -136,7 +136,7 @@ def tested(copy: Path, tests: Iterable[str], mutant: Mutant | None) -> None:
     output = os.open(copy / "output", os.O_WRONLY)
     os.dup2(output, 1)
     os.dup2(output, 2)
-    options = ["-xq", "-p", "no:cacheprovider", "-o", "faulthandler_timeout=0"]
+    options = ["-xq", "-m", "", "-p", "no:cacheprovider", "-o", "faulthandler_timeout=0"]
     options += ["-W", "ignore::pytest.PytestAssertRewriteWarning"]  # of what was imported before the fork
     status = import_module("pytest").main([*options, *(f"tests/{test}" for test in tests)])
     assert Path(import_module("pellucid").__file__ or "").is_relative_to(copy), "another copy of the package was tested"

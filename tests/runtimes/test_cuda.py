@@ -137,8 +137,8 @@ def test_a_graph_says_what_is_said_without():
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_attention_of_rollouts_is_read_by_flash_attention(dtype):
-    """The trial compares what it reads, and its gradients."""
-    assert varlen.fault_at(pick_device("cuda"), dtype) == ""
+    """The trial compares what it reads, and its gradients; a kernel that fails it is not taken."""
+    assert varlen.kernel_of(pick_device("cuda"), dtype) is not None
 
 
 def test_one_rank_over_nccl_trains_with_fsdp2_what_it_trains_with_ddp(tmp_path):

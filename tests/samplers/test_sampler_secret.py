@@ -114,7 +114,7 @@ def test_a_run_that_asks_while_the_server_still_starts_has_its_answer(monkeypatc
 
 
 def sent_before(event):
-    """`HTTPConnection.request`, which sets an event behind the first one that is sent."""
+    """`HTTPConnection.request` that sets an event once a request was sent."""
     request = http.client.HTTPConnection.request
 
     def sent(self, *arguments, **keywords):

@@ -22,6 +22,7 @@ from sampler_process import gap_of, tiny_policy, two
 from worlds import asked
 
 pytest.importorskip("vllm")
+pytestmark = pytest.mark.vllm
 
 SAMPLING = Sampling(4, max_tokens=24, seed="0/0")
 WORDS = ["-m", "pellucid", "sampler", "--port", "PORT", "--cache-gb", "0.1", "--rows", "16"]

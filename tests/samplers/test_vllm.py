@@ -25,6 +25,7 @@ from sampler_process import gap_of, gaps_of, tiny_policy
 from worlds import asked
 
 pytest.importorskip("vllm")
+pytestmark = pytest.mark.vllm
 
 SAMPLING = Sampling(4, max_tokens=24, seed="0/0")
 

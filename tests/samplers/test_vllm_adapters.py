@@ -15,6 +15,7 @@ from pellucid.types import Sampling, UserError
 from sampler_process import gap_of, gaps_of, tiny_policy
 
 pytest.importorskip("vllm")
+pytestmark = pytest.mark.vllm
 
 SAMPLING = Sampling(4, max_tokens=24, seed="0/0")
 

@@ -84,6 +84,14 @@ def test_all_bad_rows_are_told_at_once_and_the_count_of_more(tmp_path, model, ca
     assert line.endswith("; and 2 more bad rows; fix them, or set task.skip_bad_rows = true")
 
 
+def test_one_reason_for_many_rows_is_said_once(tmp_path, model, capsys):
+    question, reason = next(iter(BAD.values()))
+    recipe = made(tmp_path, model, [*good(4), *[question] * 9])
+    assert train(recipe, "--run", tmp_path / "run") == 2
+    [line] = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"pellucid: {tmp_path}/train.jsonl, line 5, and 8 more rows: {reason}; fix them, or set ")
+
+
 @pytest.mark.slow
 def test_bad_rows_are_skipped_on_request_and_said(tmp_path, model, capsys):
     bad = [q for q, _ in BAD.values()]

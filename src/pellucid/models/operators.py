@@ -2,8 +2,8 @@
 
 kernels.py has the same functions, to the same bits, in C++.
 
-A forward pass neither computes in place nor casts to the dtype that a tensor has: in an autograd.Function that
-torch.compile of torch 2.11 traces, the gradient of such a result would be zero.
+A forward pass must not return the result of an in-place operation, nor cast a tensor to the dtype it already has:
+torch.compile of torch 2.11 drops the gradient of such a result in an autograd.Function.
 
 Shapes: N tokens, D hidden size, H heads, d head size, I intermediate size, B rows, C query heads, K key heads,
 T queries, S keys; n tokens, V vocabulary.

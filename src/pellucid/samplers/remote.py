@@ -209,8 +209,6 @@ class Remote:
 
     def begin(self) -> None:
         self._ended = False
-        self._secret = ""
-        """What the last request was sent with."""
 
     def end(self) -> None:
         """End the request that another thread waits for, and let it make no more until `begin`."""
@@ -252,9 +250,11 @@ class Remote:
     ) -> bytes:
         """The body of an answer; where a version is given, computed with those weights."""
         try:
-            status, theirs, answer = self._exchanged(method, path, body, version, timeout or self.timeout, limit)
-            if status == 401 and token(self.url) != self._secret:  # it started, and wrote its secret, only meanwhile
-                status, theirs, answer = self._exchanged(method, path, body, version, timeout or self.timeout, limit)
+            secret, limits = token(self.url), (timeout or self.timeout, limit)
+            status, theirs, answer = self._exchanged(method, path, body, headers_of(secret, version), *limits)
+            # A server that was still starting may have written its secret after this request was sent.
+            if status == 401 and (written := token(self.url)) != secret:
+                status, theirs, answer = self._exchanged(method, path, body, headers_of(written, version), *limits)
         except TimeoutError:
             raise GoneError(f"no answer in {timeout or self.timeout:g} s") from None
         except OSError as error:
@@ -270,7 +270,7 @@ class Remote:
         return answer
 
     def _exchanged(
-        self, method: str, path: str, body: bytes, version: str | None, timeout: float, limit: int
+        self, method: str, path: str, body: bytes, headers: Mapping[str, str], timeout: float, limit: int
     ) -> tuple[int, str | None, bytes]:
         """A connection for each request: an old one that the server has closed would look like a server that died."""
         if self._ended:
@@ -283,8 +283,7 @@ class Remote:
             if self._ended:  # in between: from here on `end` finds the socket
                 raise GoneError("it is no longer asked")
             connection.sock.settimeout(timeout)
-            self._secret = token(self.url)
-            connection.request(method, url.path + path, body, headers_of(self._secret, version))
+            connection.request(method, url.path + path, body, headers)
             with connection.getresponse() as answer:
                 return answer.status, answer.getheader(VERSION), whole(answer, limit, time.monotonic() + timeout)
         finally:
