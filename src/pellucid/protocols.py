@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import islice
-from typing import Any, NamedTuple, Protocol, cast, runtime_checkable
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, cast, runtime_checkable
 
 from pellucid.types import (
     Completion,
@@ -19,6 +19,9 @@ from pellucid.types import (
     Sampling,
     UserError,
 )
+
+if TYPE_CHECKING:
+    from pellucid.policy.policy import Policy
 
 
 class Task(Protocol):
@@ -159,7 +162,7 @@ class Sampler(Protocol):
         """Return a group of sampling.n completions for each prompt, in their order."""
         ...
 
-    def sync(self, policy: Any, version: int) -> None:
+    def sync(self, policy: Policy, version: int) -> None:
         """Use the weights of this policy from now on. Completions carry `version`, the number of steps behind them."""
 
 

@@ -8,12 +8,15 @@ oneDNN's do with AMX, and do not with AVX-512 alone; nothing else that is comput
 from __future__ import annotations
 
 import os
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from pellucid.types import UserError
+
+if TYPE_CHECKING:
+    from pellucid.policy.policy import Policy
 
 LENGTHS = (3, 17, 40)
 """Of the prompts that are tried, in tokens: on both sides of what caches are padded to."""
@@ -29,7 +32,7 @@ def leave_amx() -> None:
     os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_BF16")
 
 
-def check(policy: Any, rows: int) -> None:
+def check(policy: Policy, rows: int) -> None:
     """UserError where the logits of this model depend on who else is being answered, among up to `rows`."""
     if not batch_invariant(policy, rows):
         dtype = str(policy.dtype).removeprefix("torch.")
@@ -39,7 +42,7 @@ def check(policy: Any, rows: int) -> None:
         )
 
 
-def batch_invariant(policy: Any, rows: int) -> bool:
+def batch_invariant(policy: Policy, rows: int) -> bool:
     """Whether it holds of three prompts and a few tokens behind them, alone and in crowds of up to `rows`.
 
     A trial of the weights and kernels that will answer, on the machine where they will, and no proof.
@@ -56,7 +59,7 @@ def batch_invariant(policy: Any, rows: int) -> bool:
 
 
 @torch.no_grad()
-def logits_of(policy: Any, prompts: list[list[int]], copies: int) -> Tensor:
+def logits_of(policy: Policy, prompts: list[list[int]], copies: int) -> Tensor:
     """[STEPS + 1, len(prompts) * copies, V], behind each prompt and behind each token; the tokens are those of all."""
     rows = len(prompts) * copies
     batch = policy.decode_batch(rows)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import safetensors.torch
 import torch
@@ -17,6 +17,9 @@ from torch import Tensor, nn
 
 from pellucid.policy.quantized import is_quantized
 from pellucid.types import UserError
+
+if TYPE_CHECKING:
+    from pellucid.policy.policy import Policy
 
 A, B = ".lora_A", ".lora_B"
 """Behind the path of a layer, the names of its two matrices."""
@@ -52,7 +55,7 @@ def is_of_adapter(name: str) -> bool:
     return name.endswith((A, B))
 
 
-def form_of(policy: Any) -> Form:
+def form_of(policy: Policy) -> Form:
     """RefusedError where the adapter of a policy is more than two matrices of each of some linear layers."""
     trained = policy.trainable()
     for name in trained:
@@ -73,7 +76,7 @@ def form_of(policy: Any) -> Form:
 
 
 @torch.no_grad()
-def adapter_of(policy: Any) -> dict[str, Tensor]:
+def adapter_of(policy: Policy) -> dict[str, Tensor]:
     """Copies of the matrices of an adapter that has a form, in the dtype of computing, B multiplied by its scale."""
     found: dict[str, Tensor] = {}
     for name, p in policy.masters().items():
@@ -83,7 +86,7 @@ def adapter_of(policy: Any) -> dict[str, Tensor]:
     return found
 
 
-def base_of(policy: Any) -> dict[str, Tensor]:
+def base_of(policy: Policy) -> dict[str, Tensor]:
     """The frozen weights below an adapter by their names in a checkpoint, in the dtype of computing."""
     trained = policy.trainable()
     frozen = {name: p for name, p in policy.model.named_parameters() if name not in trained}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from transformers import GenerationConfig
@@ -18,6 +18,9 @@ from pellucid.samplers.servers import Servers
 from pellucid.samplers.vllm import VLLM
 from pellucid.types import UserError
 
+if TYPE_CHECKING:
+    from pellucid.policy.policy import Policy
+
 STEPS = 3
 """Tokens that `generate()` is tried with."""
 
@@ -25,7 +28,7 @@ STEPS = 3
 def choose(
     name: str,
     rows: int,
-    policy: Any,
+    policy: Policy,
     world: World | None = None,
     cache_gb: float = 4.0,
     urls: Sequence[str] = (),
@@ -62,21 +65,21 @@ def choose(
     return second, f"sampler.name: {other} instead of {name} ({fault})" + (f"; {note}" if note else "")
 
 
-def in_int8(sampler: Native | HuggingFace | VLLM, policy: Any) -> Native:
+def in_int8(sampler: Native | HuggingFace | VLLM, policy: Policy) -> Native:
     """The same that decodes in int8. UserError where this policy cannot be decoded so."""
     if (fault := int8_fault(policy)) or not isinstance(sampler, Native):
         raise UserError(f'sampler.dtype = "int8" cannot be had ({fault}): mend that, or set "auto"')
     return replace(sampler, int8=True)
 
 
-def int8_fault(policy: Any) -> str:
+def int8_fault(policy: Policy) -> str:
     """Why rows of this policy cannot be decoded in int8; empty where they can."""
     if not policy.decoder:
         return f"this policy is computed by transformers: {policy.fallback_reason()}"
     return fusing.int8_fault(policy.decoder)
 
 
-def tried(name: str, rows: int, policy: Any) -> tuple[Native | HuggingFace, str, str]:
+def tried(name: str, rows: int, policy: Policy) -> tuple[Native | HuggingFace, str, str]:
     """The sampler of that name, in a line what is peculiar about it here, and why it cannot be used."""
     if name == "native":
         return Native(rows), "", fault_of(policy)
@@ -88,12 +91,12 @@ def tried(name: str, rows: int, policy: Any) -> tuple[Native | HuggingFace, str,
     return HuggingFace(one_by_one=True), f"hf, one prompt after the other ({fault})", alone
 
 
-def fault_of(policy: Any) -> str:
+def fault_of(policy: Policy) -> str:
     """Why rows of this policy cannot be decoded as `policy.decode_batch` does; empty where they can."""
     return "" if policy.decoder else cache_fault(uniform(policy))
 
 
-def uniform(policy: Any) -> Any:
+def uniform(policy: Policy) -> Any:
     """The model where all of it is in fp32, so that rounding does not matter, or as it is sampled from."""
     wide = all(p.dtype == torch.float32 for p in policy.model.parameters())
     return policy.model if wide else policy.inference_model()

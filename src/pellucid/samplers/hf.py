@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -17,17 +17,20 @@ from pellucid.samplers.rollout import check_lengths, completed_groups, left_padd
 from pellucid.samplers.talks import PAUSE, Row, Talks
 from pellucid.types import Group, Prompt, Sampling
 
+if TYPE_CHECKING:
+    from pellucid.policy.policy import Policy
+
 
 @dataclass
 class HuggingFace:
-    policy: Any = None
+    policy: Policy = None
     version: int = 0
     one_by_one: bool = False
     """Whether prompts are continued one after the other, since this model's state knows no padding."""
     world: World | None = None
     """Those whom the policy talks with, where its answers are conversations."""
 
-    def sync(self, policy: Any, version: int = 0) -> None:
+    def sync(self, policy: Policy, version: int = 0) -> None:
         self.policy, self.version, self.model = policy, version, policy.inference_model()
 
     def generate(self, prompts: Sequence[Prompt], sampling: Sampling) -> list[Group]:

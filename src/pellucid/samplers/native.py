@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -18,6 +18,9 @@ from pellucid.samplers.talks import Talks
 from pellucid.samplers.turns import Hall
 from pellucid.types import Group, Prompt, Sampling
 
+if TYPE_CHECKING:
+    from pellucid.policy.policy import Policy
+
 BURST = 8
 """Tokens that are drawn before a GPU is asked whose rows have ended: each time the host waits for it, and the other way
 round. Rows that have ended go on to the end of theirs, for nothing.
@@ -30,7 +33,7 @@ class Native:
 
     rows: int = 256
     """How many completions are decoded at once."""
-    policy: Any = None
+    policy: Policy = None
     version: int = 0
     world: World | None = None
     """Those whom the policy talks with, where its answers are conversations."""
@@ -39,7 +42,7 @@ class Native:
     patient: bool = False
     """Whether all rows wait for every reply, so that the same seed gives the same bits."""
 
-    def sync(self, policy: Any, version: int = 0) -> None:
+    def sync(self, policy: Policy, version: int = 0) -> None:
         self.policy, self.version = policy, version
         policy.gather()
 

@@ -18,7 +18,7 @@ import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 from urllib.parse import urlsplit
 
 import safetensors.torch
@@ -32,6 +32,9 @@ from pellucid.policy.model import describe
 from pellucid.samplers.adapters import Form, RefusedError, is_of_adapter
 from pellucid.samplers.freshness import Freshness
 from pellucid.types import UserError
+
+if TYPE_CHECKING:
+    from pellucid.policy.policy import Policy
 
 TOKEN = "PELLUCID_SAMPLER_TOKEN"
 """The environment variable of the secret that servers and those who ask them share."""
@@ -313,7 +316,7 @@ def note(urls: Sequence[str]) -> str:
     return f"sampler.urls: the weights and the prompts go to {', '.join(urls)}, {secret}"
 
 
-def described(policy: Any, form: Form | None = None, dtype: torch.dtype | None = None) -> bytes:
+def described(policy: Policy, form: Form | None = None, dtype: torch.dtype | None = None) -> bytes:
     """Return what a server must know of a policy to make an engine for it, besides the weights.
 
     form: of an adapter that is pushed by itself. dtype: of the weights that will be pushed; None is the policy's.

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from pellucid.types import Completion, DataError, Group, Prompt, UserError
+
+if TYPE_CHECKING:
+    from pellucid.policy.policy import Policy
 
 
 def row_seed(seed: str, prompt: Prompt, g: int) -> int:
@@ -38,7 +41,7 @@ def left_padded(prompt_ids: Sequence[Sequence[int]]) -> tuple[Tensor, Tensor]:
 
 
 def completed_groups(
-    policy: Any,
+    policy: Policy,
     version: int,
     prompts: Sequence[Prompt],
     contexts: Sequence[tuple[int, ...]],
@@ -70,7 +73,7 @@ def completed_groups(
 
 
 def completed(
-    policy: Any,
+    policy: Policy,
     version: int,
     prefix: tuple[int, ...],
     ids: Sequence[int],
@@ -92,7 +95,7 @@ def completed(
     )
 
 
-def begins_in_thought(policy: Any, context: Sequence[int]) -> bool:
+def begins_in_thought(policy: Policy, context: Sequence[int]) -> bool:
     """Return whether text after these token ids begins inside a thought, because they end with `<think>`.
 
     Special tokens are left out, as they are in completions: a model whose tags are special shows neither of them.
@@ -100,7 +103,7 @@ def begins_in_thought(policy: Any, context: Sequence[int]) -> bool:
     return policy.decode(context[-8:]).rstrip().endswith("<think>")
 
 
-def generated_text(policy: Any, prefix: Sequence[int], ids: Sequence[int]) -> str:
+def generated_text(policy: Policy, prefix: Sequence[int], ids: Sequence[int]) -> str:
     """The text of a completion. It is decoded behind its prefix: some tokenizers drop the space of a first token."""
     if not prefix:
         return policy.decode(ids)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -20,6 +20,9 @@ from pellucid.samplers.freshness import Freshness
 from pellucid.samplers.remote import Remote, described
 from pellucid.samplers.vllm import VLLM, fixed_text, length_of_text, pushed_dtype, scored
 from pellucid.types import Group, Prompt, Sampling
+
+if TYPE_CHECKING:
+    from pellucid.policy.policy import Policy
 
 READ = 513
 """Tokens of the fixed text at most: more than a block of the cache, for blocks of up to 512."""
@@ -47,7 +50,7 @@ class Servers(VLLM):
         self.right = torch.empty(0)
         """The scorer's log-probs of it, by what was pushed last."""
 
-    def sync(self, policy: Any, version: int = 0) -> None:
+    def sync(self, policy: Policy, version: int = 0) -> None:
         """UserError where a server does not compute with the weights that were pushed."""
         try:
             self._sync(policy, version)
@@ -55,7 +58,7 @@ class Servers(VLLM):
             self._merge(error)
             self._sync(policy, version)
 
-    def _sync(self, policy: Any, version: int) -> None:
+    def _sync(self, policy: Policy, version: int) -> None:
         self.policy, self.version, self.model = policy, version, self._described(policy)
         self.fleet = self.fleet or Fleet(self.urls, self.timeout, self._bring)
         self.weights = None  # before there are others
@@ -77,7 +80,7 @@ class Servers(VLLM):
         assert self.fleet
         return self.fleet
 
-    def _described(self, policy: Any) -> bytes:
+    def _described(self, policy: Policy) -> bytes:
         form = self._form(policy)
         return described(policy, form, pushed_dtype(policy, form))
 

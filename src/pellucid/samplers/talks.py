@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -18,6 +18,9 @@ from pellucid.policy.tool_calls import read
 from pellucid.protocols import Reply, World
 from pellucid.samplers.rollout import begins_in_thought, check_lengths, generated_text
 from pellucid.types import Completion, Group, Message, Outcome, Prompt, Sampling, UserError
+
+if TYPE_CHECKING:
+    from pellucid.policy.policy import Policy
 
 PAUSE = 0.5
 """Seconds that are waited at a time where nobody speaks."""
@@ -72,7 +75,9 @@ class Talks:
     asked: rows whose question is known and has not been read. ready: rows to whom something was said.
     """
 
-    def __init__(self, policy: Any, version: int, world: World, prompts: Sequence[Prompt], sampling: Sampling) -> None:
+    def __init__(
+        self, policy: Policy, version: int, world: World, prompts: Sequence[Prompt], sampling: Sampling
+    ) -> None:
         self.policy, self.version, self.world, self.sampling = policy, version, world, sampling
         self.rows = [Row(p * sampling.n + g, prompt) for p, prompt in enumerate(prompts) for g in range(sampling.n)]
         self.prompts = prompts

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -20,6 +20,9 @@ from pellucid.samplers.drawn import drawn
 from pellucid.samplers.rollout import row_seed
 from pellucid.samplers.talks import PAUSE, Row, Talks
 from pellucid.types import Group
+
+if TYPE_CHECKING:
+    from pellucid.policy.policy import Policy
 
 PATIENCE = 8
 """How many tokens of others a row waits for its reply in its place."""
@@ -33,7 +36,7 @@ begin alone costs as much as if all spoke."""
 class Hall:
     """The rows of conversations in one decode batch. `hold` samples all of them to their ends."""
 
-    def __init__(self, policy: Any, talks: Talks, rows: int, patient: bool = False, int8: bool = False) -> None:
+    def __init__(self, policy: Policy, talks: Talks, rows: int, patient: bool = False, int8: bool = False) -> None:
         """patient: whether all wait for every reply, so that who is beside whom does not depend on the clock. int8: as
         in `Native`.
         """

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import torch
 from torch import Tensor
@@ -19,6 +19,9 @@ from pellucid.samplers.rollout import check_lengths, completed_groups, row_seed
 from pellucid.samplers.talks import PAUSE, Row, Talks
 from pellucid.samplers.vllm_engine import Engine, Said, fixed_chance
 from pellucid.types import Completion, Group, Prompt, Sampling, UserError
+
+if TYPE_CHECKING:
+    from pellucid.policy.policy import Policy
 
 TEXT = (
     "On the 3rd of May, at half past seven, the old mill by the river began to turn again. Two boys had mended its"
@@ -62,7 +65,7 @@ class VLLM:
     """How many completions are decoded at once."""
     cache_gb: float = 4.0
     """Memory of keys and values, in GB."""
-    policy: Any = None
+    policy: Policy = None
     version: int = 0
     world: World | None = None
     """Those whom the policy talks with, where its answers are conversations."""
@@ -78,7 +81,7 @@ class VLLM:
         """As in `InFlight`. Of conversations, each with a process of its own, twice as many as rows would be begun."""
         return not self.world
 
-    def sync(self, policy: Any, version: int = 0) -> None:
+    def sync(self, policy: Policy, version: int = 0) -> None:
         """UserError where the engine does not compute with the weights that were pushed."""
         if self.engine is None or not self.engine.open:
             self.engine, self.freshness = self._made(policy), Freshness()
@@ -104,7 +107,7 @@ class VLLM:
         finally:
             self._engine.drop()
 
-    def _made(self, policy: Any) -> Engine:
+    def _made(self, policy: Policy) -> Engine:
         try:
             form = self._form(policy)
             return Engine(policy, pushed_dtype(policy, form), self.rows, self.cache_gb, form)
@@ -112,7 +115,7 @@ class VLLM:
             self._merge(error)
             return Engine(policy, pushed_dtype(policy), self.rows, self.cache_gb)
 
-    def _form(self, policy: Any) -> Form | None:
+    def _form(self, policy: Policy) -> Form | None:
         """Of the adapter that is pushed by itself, if one is. RefusedError where it cannot be."""
         return form_of(policy) if policy.adapter and self.adapter == "request" else None
 
@@ -120,11 +123,11 @@ class VLLM:
         self.adapter = "merged"
         print(harmless(f"! sampler.adapter: merged instead of request ({error})"), flush=True)
 
-    def _base(self, policy: Any, freshness: Freshness) -> dict[str, Tensor]:
+    def _base(self, policy: Policy, freshness: Freshness) -> dict[str, Tensor]:
         """The base of an adapter that is pushed by itself, for an engine that has not proved yet that it has it."""
         return {} if freshness.sums or not self._form(policy) else base_of(policy)
 
-    def _trained(self, policy: Any, copy: bool = False) -> dict[str, Tensor]:
+    def _trained(self, policy: Policy, copy: bool = False) -> dict[str, Tensor]:
         """What an engine is given at every push. copy: whether it stays as it is when the policy changes."""
         return adapter_of(policy) if self._form(policy) else weights_of(policy, copy)
 
@@ -171,7 +174,7 @@ class VLLM:
         self._engine.ask(row, row.context, most, sampling.temperature, seed)
 
 
-def pushed_dtype(policy: Any, form: Form | None = None) -> torch.dtype:
+def pushed_dtype(policy: Policy, form: Form | None = None) -> torch.dtype:
     """Return the dtype in which weights are pushed, and the engine computes.
 
     It is that of the policy, except for an adapter that is merged into its base: bf16 and fp16 would round most of its
@@ -180,7 +183,7 @@ def pushed_dtype(policy: Any, form: Form | None = None) -> torch.dtype:
     return torch.float32 if policy.adapter and not form else policy.dtype
 
 
-def weights_of(policy: Any, copy: bool = False) -> dict[str, Tensor]:
+def weights_of(policy: Policy, copy: bool = False) -> dict[str, Tensor]:
     """Return the weights in `pushed_dtype` by their names in a checkpoint, an adapter merged into its base.
 
     copy: whether they stay as they are when the policy's change.
@@ -195,14 +198,14 @@ def length_of_text(engine: Limited) -> int:
     return min(2 * engine.block + 1, engine.longest - 1)
 
 
-def fixed_text(policy: Any, length: int) -> list[int]:
+def fixed_text(policy: Policy, length: int) -> list[int]:
     """Token ids of a text that is always the same."""
     ids = list(policy.tokenizer(TEXT)["input_ids"])
     return (ids * (1 + length // len(ids)))[:length]
 
 
 @torch.no_grad()
-def scored(policy: Any, ids: Sequence[int]) -> Tensor:
+def scored(policy: Policy, ids: Sequence[int]) -> Tensor:
     """The scorer's log-probs of ids[1:], at temperature 1."""
     response = tuple(ids[1:])
     text = Completion(response, (0.0,) * len(response), "", False)

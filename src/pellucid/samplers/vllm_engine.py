@@ -16,7 +16,7 @@ import warnings
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 from weakref import WeakSet
 
 import torch
@@ -25,6 +25,9 @@ from torch import Tensor
 from pellucid.machine.extras import extra
 from pellucid.samplers.adapters import A, Form, RefusedError, is_of_adapter, write
 from pellucid.types import UserError
+
+if TYPE_CHECKING:
+    from pellucid.policy.policy import Policy
 
 QUIET = {"VLLM_LOGGING_LEVEL": "ERROR", "VLLM_NO_USAGE_STATS": "1"}
 """Unless it is said otherwise."""
@@ -73,7 +76,9 @@ ENGINES: WeakSet[Engine] = WeakSet()
 class Engine:
     """A model of this policy's kind. `ask`, then `step` until nothing is `asked`. It ends the engine before it."""
 
-    def __init__(self, policy: Any, dtype: torch.dtype, rows: int, cache_gb: float, form: Form | None = None) -> None:
+    def __init__(
+        self, policy: Policy, dtype: torch.dtype, rows: int, cache_gb: float, form: Form | None = None
+    ) -> None:
         """dtype: of the weights that will be pushed, in which the engine computes. rows: how many completions are
         decoded at once. cache_gb: memory of keys and values. form: of an adapter that is pushed by itself.
 

@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from random import SystemRandom
-from typing import Any
+from typing import TYPE_CHECKING
 
 from jinja2 import TemplateError
 
@@ -22,6 +22,9 @@ from pellucid.serve.messages import Sampling
 from pellucid.serve.rows import Drawn, Piece, Request
 from pellucid.tasks.wrappers import question_like
 from pellucid.types import Message, Prompt, UserError
+
+if TYPE_CHECKING:
+    from pellucid.policy.policy import Policy
 
 SHORT = 10_000
 """Prompts of up to this many characters are tokenized at once, which takes milliseconds; longer ones in a thread."""
@@ -37,7 +40,7 @@ class Served:
 
     name: str
     """The name by which clients call the model."""
-    policy: Any
+    policy: Policy
     engine: Engine
     task: Task | None = None
     """The task that taught the model: `/group` asks its held-out questions and grades by it."""

@@ -7,7 +7,7 @@ import time
 from collections import deque
 from collections.abc import Iterable, Sequence
 from itertools import groupby
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -16,6 +16,9 @@ from pellucid.machine import hardware
 from pellucid.models.drawing import draw, likeliest
 from pellucid.models.running import Running
 from pellucid.serve.rows import Drawn, Piece, Request, Row
+
+if TYPE_CHECKING:
+    from pellucid.policy.policy import Policy
 
 PROMPT_TOKENS = 65_536
 """The most tokens of prompts in the cache: their number times the length of the longest, since each takes its room."""
@@ -54,7 +57,7 @@ class Engine:
     and with two pools on two cores a token takes twice as long.
     """
 
-    def __init__(self, policy: Any, rows: int = 64, waiting: int = 256) -> None:
+    def __init__(self, policy: Policy, rows: int = 64, waiting: int = 256) -> None:
         """An engine that decodes at most `rows` rows at once and lets at most `waiting` requests wait."""
         self.policy, self.rows, self.most_waiting = policy, rows, waiting
         self.waiting: list[Request] = []

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 from multiprocessing.connection import wait
 from multiprocessing.util import Finalize
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from pellucid.environments.actor import Answer
 from pellucid.environments.agent import AgentTalk, Solve
@@ -28,6 +28,9 @@ from pellucid.rewards.worker import Confines
 from pellucid.serve.errors import RequestError
 from pellucid.serve.recorder import Asked, Recorder, ended
 from pellucid.types import Message, Outcome, Prompt, UserError
+
+if TYPE_CHECKING:
+    from pellucid.policy.policy import Policy
 
 GRACE = 10.0
 """Seconds that an agent has to end when the policy says nothing more."""
@@ -85,7 +88,9 @@ class Rollout:
 class Agents:
     """Agents in processes of their own, which print into the file `log`, and the policy that they talk with."""
 
-    def __init__(self, talk: AgentTalk, policy: Any, cfg: RewardConfig, log: Path | None = None, seed: int = 0) -> None:
+    def __init__(
+        self, talk: AgentTalk, policy: Policy, cfg: RewardConfig, log: Path | None = None, seed: int = 0
+    ) -> None:
         self._talk, self._policy, self._seed = talk, policy, seed
         self._troupe = Troupe(talk, Confines(cfg.memory_gb, str(log or os.devnull), environment(cfg.secrets)))
         self._open: dict[int, Rollout] = {}

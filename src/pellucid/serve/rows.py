@@ -5,12 +5,15 @@ from __future__ import annotations
 import codecs
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
 from pellucid.models.drawing import WHOLE, Truncation
 from pellucid.policy.token_bytes import REPLACEMENT
+
+if TYPE_CHECKING:
+    from pellucid.policy.policy import Policy
 
 LONGEST_CHARACTER = 16
 """How many tokens to wait for the end of a character. It has four bytes at most: one that is not complete after these
@@ -53,7 +56,7 @@ class Span(NamedTuple):
             left -= min(left, len(drawn.added))
 
 
-def spanned(tokens: Sequence[Drawn], text: str, offset: int, policy: Any) -> Span:
+def spanned(tokens: Sequence[Drawn], text: str, offset: int, policy: Policy) -> Span:
     """Return tokens that were decoded to this text as a span; each token gets its share of the bytes."""
     if len(tokens) == 1 and REPLACEMENT not in text:
         return Span((tokens[0]._replace(added=text.encode(), offset=offset),), text, offset)
@@ -127,7 +130,7 @@ class Row:
     decoded: tuple[int, int] = (0, 0)
     """The range of the tokens that were decoded last."""
 
-    def add(self, drawn: Drawn, policy: Any) -> Piece | None:
+    def add(self, drawn: Drawn, policy: Policy) -> Piece | None:
         """Add a token. Return the piece that can now be sent, if any; the last piece has a reason."""
         self.token_ids.append(drawn.token)
         self.tokens.append(drawn)
@@ -143,7 +146,7 @@ class Row:
         told = cut if cut >= 0 else len(self.untold) - (0 if reason else self._held_back())
         return self._piece(told, reason) if told or reason else None
 
-    def decode(self, policy: Any, ended: bool) -> bool:
+    def decode(self, policy: Policy, ended: bool) -> bool:
         """Add the text of new tokens. Return False where a character is incomplete and more tokens may come.
 
         They are decoded together with the tokens before them: the first token of a text may lose its space.
