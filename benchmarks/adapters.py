@@ -37,7 +37,7 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=3)
     options = parser.parse_args()
     device = hardware.pick_device("auto")
-    learner = policy.load(options.model, device, torch.bfloat16, 1.0, lora=options.rank)
+    learner = policy.load(options.model, device, torch.bfloat16, 1.0, lora_rank=options.rank)
     prompts = [Prompt(f"{i}", f"Count from {i} to a hundred:") for i in range(options.prompts)]
     sampling = Sampling(options.group, max_tokens=options.tokens, seed="0")
     found = defaultdict[Way, list[tuple[float, float]]](list)

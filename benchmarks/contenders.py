@@ -103,7 +103,7 @@ def our_step(options: argparse.Namespace) -> None:
         group_size=options.group,
         max_length=options.tokens,
     )
-    runtime = Runtime(learner, AdamWConfig(lr=1e-6), total=options.units)
+    runtime = Runtime(learner, AdamWConfig(lr=1e-6), total_updates=options.units)
     sampling = Sampling(max_tokens=options.tokens)
     steps = grpo.train(our_graded_task(), Native(), learner, runtime, cfg, sampling=sampling)
     turns.take(lambda _: course.seconds_of(next(steps)), clock)
@@ -111,7 +111,7 @@ def our_step(options: argparse.Namespace) -> None:
 
 def our_job(options: argparse.Namespace) -> None:
     parts, cfg = course.composed(course.job_settings(options))
-    steps = course.trained(parts, cfg)
+    steps = course.trained_count(parts, cfg)
     turns.take(lambda _: course.seconds_of(next(steps)), clock)
 
 
@@ -137,7 +137,7 @@ def our_sample_without_graphs(options: argparse.Namespace) -> None:
 
     def without(self: Decoder, *arguments: object) -> None:
         begin(self, *arguments)
-        self.recordable = False
+        self.uses_cuda_graphs = False
 
     Decoder.__init__ = without
     our_sample(options)

@@ -49,7 +49,7 @@ def main() -> None:
     several = Sampling(options.group, max_tokens=2 * whole, turns=options.turns, turn_tokens=options.tokens)
     rates: list[tuple[float, float]] = []
     for turn in range(options.repeats + 1):
-        pair = [rate(Native(policy=model, world=w), prompts, s) for w, s in ((None, single), (world, several))]
+        pair = [rate(Native(policy=model, environments=w), prompts, s) for w, s in ((None, single), (world, several))]
         if turn:
             rates.append((pair[0], pair[1]))
             print(f"single turn {pair[0]:.0f}, conversations {pair[1]:.0f} tokens/s, ratio {pair[1] / pair[0]:.2f}")

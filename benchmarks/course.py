@@ -60,7 +60,7 @@ def trained(parts: Components, cfg: Config) -> Iterator[StepResult]:
     objects = (parts.task, parts.sampler, parts.policy, parts.runtime)
     heap = hardware.Heap()
     for result in grpo.train(*objects, cfg.algorithm, parts.reference, parts.state, training_sampling(cfg)):
-        heap.after_step()
+        heap.trim_after_step()
         yield result
 
 
@@ -124,7 +124,7 @@ def trl_turns(options: argparse.Namespace, parts: Components, cfg: Config) -> No
         return True
 
     def told(seconds: float, model) -> None:
-        parts.policy.follow(dict(model.named_parameters()), 0.0)
+        parts.policy.update_weights(dict(model.named_parameters()), 0.0)
         turns.answer(seconds=seconds, **examined(parts, cfg, taken))
         turns.wait()
         laps.began = clock()

@@ -147,7 +147,7 @@ def outcome(name: str, run: Path, told: str) -> Row:
     evaluations = (run / "evals.jsonl").read_text().splitlines()
     learnt = len(steps) == 3 and len(evaluations) == 2 and all(step["grad_norm"] > 0 for step in steps)
     frozen = policy.load_frozen(str(run / "model"), torch.device("cpu"), torch.float32, 1.0)
-    reason = frozen.fallback_reason()
+    reason = frozen.find_fallback_reason()
     note = next((line.removeprefix("! sampler.name: ") for line in told.splitlines() if "! sampler.name" in line), "")
     return Row(
         name,
@@ -163,7 +163,7 @@ def served(frozen: Policy) -> str:
     """Whether the engine of the service answers; else the reason why it does not start."""
     if fault := fault_of(frozen):
         return f"refused: {fault}"
-    engine, pieces = Engine(frozen, rows=4), list[Piece]()
+    engine, pieces = Engine(frozen, max_rows=4), list[Piece]()
 
     def tell(news: Piece | Exception | None) -> None:
         if isinstance(news, Piece):
@@ -174,7 +174,7 @@ def served(frozen: Policy) -> str:
     for prompt in ((1, 2, 3, 4, 5), (6, 7)):
         engine.submit(Request(prompt, tell, n=2, max_tokens=4, seed=0))
     engine.run()
-    return "yes" if len({piece.row for piece in pieces}) == 2 else BROKEN
+    return "yes" if len({piece.row_index for piece in pieces}) == 2 else BROKEN
 
 
 if __name__ == "__main__":

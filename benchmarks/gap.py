@@ -39,11 +39,11 @@ def main(options: Options) -> None:
     sampling = Sampling(8, max_tokens=options.tokens, seed="gap")
     groups = Native(policy=rounded).generate(Arithmetic(digits=2).sample(0, 4), sampling)
     batch = collate(groups)
-    sampled = batch.sampler_logprobs[batch.mask]
-    scored, true = (p.score(batch).logprobs[batch.mask] for p in (rounded, exact))
-    hidden, head = rounded.hidden(batch)
+    sampled = batch.sampler_logprobs[batch.response_mask]
+    scored, true = (p.score(batch).logprobs[batch.response_mask] for p in (rounded, exact))
+    hidden, head = rounded.compute_hidden_states(batch)
     wide = Head(head.weight.float(), head.weight.float())
-    by_wide_head, _ = token_logprobs(hidden.float(), wide, batch.response_ids[batch.mask])
+    by_wide_head, _ = token_logprobs(hidden.float(), wide, batch.response_ids[batch.response_mask])
     for name, difference in {
         "sampler - scorer": sampled - scored,
         "sampler - fp32": sampled - true,

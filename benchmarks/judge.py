@@ -112,7 +112,7 @@ def agreement(settings: JudgeSettings) -> str:
     rows = ["| sentences | called positive | called neutral or negative | said something else |", "|---|---|---|---|"]
     for name, texts in {"positive": POSITIVE, "neutral": NEUTRAL, "negative": NEGATIVE}.items():
         lines = texts.strip().splitlines()
-        parts = judge.parts([(Prompt("", ""), Completion((), (), line, True)) for line in lines])
+        parts = judge.grade([(Prompt("", ""), Completion((), (), line, True)) for line in lines])
         counts = [sum(part.value == value for part in parts) for value in (0.0, 1.0, None)]
         rows.append(f"| {len(lines)} {name} | {' | '.join(map(str, counts))} |")
     return "\n".join(rows)

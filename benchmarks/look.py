@@ -72,7 +72,7 @@ def repeated(run: Path, long: Path, steps: int, groups: int) -> int:
 
 
 def of_groups(run: Run, step: int, groups: int) -> Iterator[dict[str, Any]]:
-    for group in run.rollouts.of(step)[:groups]:
+    for group in run.rollouts.read_groups(step)[:groups]:
         yield from ({"step": step, **{name: value for name, value in row.items() if name != "step"}} for row in group)
 
 
@@ -80,7 +80,7 @@ def answers(folder: Path) -> Iterator[str]:
     """What the page asks for, each the first time and again, by a server that has just started."""
     with Looking([Run(folder)], 0) as server:
         run = server.runs[0]
-        last = run.steps()[-1]
+        last = run.list_steps()[-1]
         keys = ["overview", f"summaries/{last // PAGE}", f"tokens/{last}", "summaries/0", "why", "pulse", "questions"]
         yield from map(partial(timed, server), keys)
         often = run.answer("questions")

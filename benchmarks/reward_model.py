@@ -50,7 +50,7 @@ def main(options: Options) -> None:
         folder = Path(home) / "rewards"
         make(options.model, folder)
         pairs = train(options, folder, Path(home) / "run")
-        parts = RewardModel(str(folder), RewardModelSettings(batch=options.batch)).parts(pairs)
+        parts = RewardModel(str(folder), RewardModelSettings(batch=options.batch)).grade(pairs)
         values = torch.tensor([part.value for part in parts])
         print(f"{len(pairs)} completions, rewards {values.mean():.3f} +- {values.std():.3f}; greatest difference")
         print(f"from transformers, one at a time  {(values - alone(folder, pairs)).abs().max():.1e}")

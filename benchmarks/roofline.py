@@ -57,7 +57,7 @@ class Work(NamedTuple):
 def main(options: Options) -> None:
     torch.manual_seed(0)
     policy = our_policy(Namespace(model=options.model, device="cpu", dtype="bfloat16"))
-    runtime = Runtime(policy, AdamWConfig(lr=1e-6), total=100)
+    runtime = Runtime(policy, AdamWConfig(lr=1e-6), total_updates=100)
     cfg = GRPOConfig(steps=100, prompts_per_step=options.prompts, group_size=options.group, max_length=options.tokens)
     sampler = Native(int8=options.int8)
     steps = grpo.train(our_graded_task(), sampler, policy, runtime, cfg, sampling=Sampling(max_tokens=options.tokens))
@@ -139,7 +139,7 @@ def work_of(policy: Policy, options: Options, context: int) -> dict[str, Work]:
     decoder = policy.decoder
     assert decoder
     with torch.no_grad():
-        shape, (embedding, layers, _, _) = decoder.shape, decoder.weights()
+        shape, (embedding, layers, _, _) = decoder.shape, decoder.collect_weights()
     matrices = sum(getattr(x, name).numel() for x in layers for name in ("qkv", "attention_out", "gate_up", "down"))
     head, rows, t = embedding.tensor.numel(), options.prompts * options.group, options.tokens
     read = 4 * shape.layers * shape.heads * shape.head_size / 1e9  # GFLOP for each token that a token reads

@@ -48,7 +48,7 @@ def main(options: Options) -> None:
     sampler = Native(policy=learner)
     ways = [Sampling(8, max_tokens=options.tokens, top_p=top_p, seed="mask") for top_p in (1.0, options.top_p)]
     batch = collate(sampler.generate(prompts, ways[1]))
-    plain = replace(batch, mask_words=None, mask_spans=None)
+    plain = replace(batch, sampling_mask_words=None, sampling_mask_spans=None)
     sampling, scoring = (
         turns(options.repeats, *works)
         for works in (
@@ -56,10 +56,10 @@ def main(options: Options) -> None:
             [lambda b=b: score(learner, b) for b in (plain, batch)],
         )
     )
-    mask = batch.sampling_mask(CPU)
+    mask = batch.get_sampling_mask(CPU)
     assert mask is not None
     lengths = (mask.spans[:, 1] - mask.spans[:, 0]).double()
-    kept = mask.ids(learner.model.config.get_text_config().vocab_size)[1].sum(-1).double()
+    kept = mask.unpack_ids(learner.model.config.get_text_config().vocab_size)[1].sum(-1).double()
     print(f"{len(kept)} tokens, top_p = {options.top_p:g}; ratios of neighbouring turns, median of {options.repeats}")
     print(f"tokens in the running: mean {kept.mean():.0f}, median {kept.median():.0f}, most {kept.max():.0f}")
     print(f"bytes of a token's mask: mean {4 * lengths.mean():.0f}, median {4 * lengths.median():.0f}")
@@ -68,7 +68,7 @@ def main(options: Options) -> None:
 
 def score(learner: Policy, batch: Batch) -> None:
     scores = learner.score(batch)
-    scores.logprobs[batch.mask].sum().backward()
+    scores.logprobs[batch.response_mask].sum().backward()
 
 
 def turns(repeats: int, one: Callable[[], object], other: Callable[[], object]) -> float:

@@ -74,7 +74,7 @@ class Places:
 
     def distributions(self, batch: Batch) -> Tensor:
         """[B, T, V]"""
-        return self.module(torch.tensor(batch.prompt_ids))[batch.prompt_of]
+        return self.module(torch.tensor(batch.prompt_ids))[batch.prompt_indices]
 
     def score(self, batch: Batch) -> Scores:
         log_probs = self.distributions(batch)
@@ -93,7 +93,7 @@ class Places:
     trainable = weights
 
     @torch.no_grad()
-    def follow(self, weights: Mapping[str, Tensor], decay: float) -> None:
+    def update_weights(self, weights: Mapping[str, Tensor], decay: float) -> None:
         for name, p in self.weights().items():
             p.lerp_(weights[name], 1 - decay)
 
@@ -199,10 +199,10 @@ def settings(options: argparse.Namespace, deltas: str, loss: str) -> GRPOConfig:
 
 def train(options: argparse.Namespace, deltas: str, loss: str) -> tuple[Places, list[grpo.StepResult]]:
     torch.manual_seed(options.seed)
-    policy, cfg = Places(Sorter(options.size, len(PROMPTS[0]), options.spread)), settings(options, deltas, loss)
+    policy, cfg = Places(Sorter(options.size, len(PROMPTS[0]), options.varlen_sequences)), settings(options, deltas, loss)
     reference = Places(copy.deepcopy(policy.module).requires_grad_(False)) if options.kl else None
     optimizer = AdamWConfig(lr=options.lr, max_grad_norm=0.0)
-    runtime = Runtime(policy, optimizer, total=cfg.steps * cfg.inner_steps)
+    runtime = Runtime(policy, optimizer, total_updates=cfg.steps * cfg.inner_steps)
     return policy, list(grpo.train(SortThree(options.reward), Draws(), policy, runtime, cfg, reference))
 
 
@@ -244,9 +244,9 @@ def one(options: argparse.Namespace) -> None:
         )
         print(f"step {step.step:4d}  loss {step.metrics['loss']:+.4f}  reward {sampled([step]):.2f}   {shown}")
     print(f"\nlikeliest answers: {policy.module(torch.tensor(PROMPTS)).argmax(-1).tolist()}")
-    if options.picture:
-        draw(steps, options.picture)
-        print(f"curves: {options.picture}")
+    if options.render_safely:
+        draw(steps, options.render_safely)
+        print(f"curves: {options.render_safely}")
 
 
 def draw(steps: Sequence[grpo.StepResult], path: Path) -> None:

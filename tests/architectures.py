@@ -135,7 +135,7 @@ def weighted(policy, size):
     """A loss with a gradient of that size."""
     torch.manual_seed(2)
     batch = batch_of()
-    weights = size * torch.randn(batch.mask.shape) * batch.mask
+    weights = size * torch.randn(batch.response_mask.shape) * batch.response_mask
     return (policy.score(batch).logprobs * weights).sum()
 
 

@@ -237,7 +237,7 @@ class CountDigits:
 class OneProcessRuntime:
     """A runtime double: plain SGD, one process."""
 
-    world = 1
+    world_size = 1
 
     def __init__(self, policy: Policy | None = None, lr: float = 0.0) -> None:
         self.policy, self.lr, self.gradients = policy, lr, {}
@@ -251,7 +251,7 @@ class OneProcessRuntime:
     def sum(self, x):
         return x
 
-    def fit(self, compute, rows):
+    def compute_within_memory(self, compute, rows):
         return compute(rows)
 
     def accumulate(self, micro_batches):

@@ -19,10 +19,10 @@ def batch_of(prompts, responses, prompt_of):
     return Batch(
         prompt_ids=tuple(map(tuple, ids[: len(prompts)])),
         demonstrations=((),) * len(prompts),
-        prompt_of=torch.tensor(prompt_of),
+        prompt_indices=torch.tensor(prompt_of),
         response_ids=padded(ids[len(prompts) :], torch.long),
-        mask=mask,
-        sampled=mask,
+        response_mask=mask,
+        action_mask=mask,
         finished=torch.zeros(len(responses), dtype=torch.bool),
         sampler_logprobs=torch.zeros(mask.shape),
     )
@@ -68,7 +68,7 @@ def case(name):
     *lengths, (heads, key_heads, size), window = CASES[name]
     layout = layout_of(batch_of(*lengths), torch.bfloat16, torch.device("cpu"))
     layout = windowed(layout, window) if window else layout
-    n = int(layout.line.ends[-1])
+    n = int(layout.sequences.ends[-1])
     joined = noise(n, heads + 2 * key_heads, size).requires_grad_()
     return joined, (heads, key_heads, key_heads), layout, noise(n, heads * size, seed=1)
 

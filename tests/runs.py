@@ -44,7 +44,7 @@ def asked_to_stop(monkeypatch, number=signal.SIGINT):
         return update(*arguments)
 
     with monkeypatch.context() as patched:
-        patched.setattr(run.grpo, "update", signalled)
+        patched.setattr(run.grpo, "update_policy", signalled)
         yield
 
 
@@ -65,8 +65,8 @@ def at_home(monkeypatch):
         return model
 
     monkeypatch.setattr(PreTrainedModel, "save_pretrained", saved)
-    monkeypatch.setattr(policy, "move", moved)
-    monkeypatch.setattr(compose, "graded", lambda task, *_: task)
+    monkeypatch.setattr(policy, "move_to_device", moved)
+    monkeypatch.setattr(compose, "isolate_task_rewards", lambda task, *_: task)
 
 
 def untimed(record):

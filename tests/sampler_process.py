@@ -31,7 +31,7 @@ def gaps_of(policy, groups):
     """[N] how far the sampler's log-probs of sampled tokens are from the scorer's."""
     batch = collate(groups)
     with torch.no_grad():
-        return (policy.score(batch).logprobs - batch.sampler_logprobs)[batch.sampled].abs()
+        return (policy.score(batch).logprobs - batch.sampler_logprobs)[batch.action_mask].abs()
 
 
 def gap_of(policy, groups):
@@ -62,11 +62,11 @@ def tiny_policy(dtype=torch.float32, temperature=1.0, tied=True, seed=0, layers=
 class Plain:
     """Samples a token of each row at a time, by the seed of the row."""
 
-    longest, block = 512, 8
+    max_length, block_size = 512, 8
 
     def __init__(self, model, pause=0.0):
         self.model = LlamaForCausalLM(LlamaConfig(**model.config)).to(getattr(torch, model.dtype)).eval()
-        self.ends, self.pause, self.asked, self.rows = model.ends, pause, {}, {}
+        self.eos_ids, self.pause, self.unfinished, self.rows = model.ends, pause, {}, {}
         self.pushed = 0
         self.seen = []
         """The first tokens of what was asked."""
@@ -79,37 +79,37 @@ class Plain:
                 own[name].copy_(weight)
         self.pushed += 1
 
-    def columns(self, name, at):
+    def read_columns(self, name, at):
         return [matrix(dict(self.model.named_parameters())[name].detach())[:, at]]
 
     @torch.no_grad()
-    def read(self, ids):
+    def score_tokens(self, ids):
         logprobs = self.model(torch.tensor([ids])).logits[0, :-1].float().log_softmax(-1)
         return logprobs.gather(1, torch.tensor(ids[1:])[:, None])[:, 0], 0
 
-    def ask(self, key, ids, most, temperature, seed):
+    def add_request(self, key, ids, most, temperature, seed):
         self.seen.append(tuple(ids))
-        self.asked[key] = key
+        self.unfinished[key] = key
         self.rows[key] = (list(ids), most, temperature, torch.Generator().manual_seed(seed), [], [])
 
     @torch.no_grad()
     def step(self):
         time.sleep(self.pause)
         ended = []
-        for key in list(self.asked):
+        for key in list(self.unfinished):
             ids, most, temperature, chance, tokens, logprobs = self.rows[key]
             logits = self.model(torch.tensor([ids + tokens])).logits[0, -1].float()
             spread = (logits / (temperature or 1.0)).log_softmax(-1)
             token = int(torch.multinomial(spread.exp(), 1, generator=chance)) if temperature else int(spread.argmax())
             tokens.append(token)
             logprobs.append(float(spread[token]))
-            if token in self.ends or len(tokens) == most:
-                del self.asked[key], self.rows[key]
+            if token in self.eos_ids or len(tokens) == most:
+                del self.unfinished[key], self.rows[key]
                 ended.append(Said(key, tokens, logprobs))
         return ended
 
-    def drop(self):
-        self.asked.clear()
+    def abort_all(self):
+        self.unfinished.clear()
         self.rows.clear()
 
     def close(self):
@@ -148,7 +148,7 @@ class Process:
     def wait(self):
         for _ in range(600):
             try:
-                return Remote(self.url, 5.0).state()
+                return Remote(self.url, 5.0).get_state()
             except GoneError:
                 time.sleep(0.1)
         raise AssertionError

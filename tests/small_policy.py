@@ -96,10 +96,10 @@ def batch_of(mask, **tensors):
     return Batch(
         prompt_ids=((0,),),
         demonstrations=((),),
-        prompt_of=torch.zeros(rows, dtype=torch.long),
+        prompt_indices=torch.zeros(rows, dtype=torch.long),
         response_ids=torch.zeros(mask.shape, dtype=torch.long),
-        mask=mask,
-        sampled=mask,
+        response_mask=mask,
+        action_mask=mask,
         finished=torch.ones(rows, dtype=torch.bool),
         sampler_logprobs=torch.zeros(mask.shape, dtype=F64),
         **tensors,
@@ -138,7 +138,9 @@ def expected_gradient(theta, cfg, rewards, ref=None, old=None):
         charged = replace(batch, kl=grpo.estimated_kl(sampled, batch.ref_logprobs, rows(old_logprobs), cfg))
         advantages, _ = grpo.compute_advantages(records(members, rewards), charged, None, OneProcessRuntime(), cfg)
     weights = weights_of(without_kl(cfg)) * chance[:, None, None]
-    batch = replace(batch, advantages=batch.along_responses(advantages.flatten()), weights=weights.flatten(0, 1))
+    batch = replace(
+        batch, advantages=batch.broadcast_to_tokens(advantages.flatten()), token_weights=weights.flatten(0, 1)
+    )
     loss, _ = loss_terms(scores, batch, cfg)
     return torch.autograd.grad(loss, theta)[0]
 

@@ -108,7 +108,7 @@ def test_the_one_file_takes_the_steps_of_the_package(kl, monkeypatch):
     policy = Policy(ours, tokenizer, temperature=0.9)
     reference = Policy(our_reference.requires_grad_(False), tokenizer, temperature=0.9)
     replay = Replay(rollouts, [], 4)
-    runtime = Runtime(policy, AdamWConfig(lr=1e-2), total=9)
+    runtime = Runtime(policy, AdamWConfig(lr=1e-2), total_updates=9)
     results = list(grpo.train(replay, replay, policy, runtime, cfg, reference))
 
     for (_, _, reward, _, moved), result in zip(steps, results, strict=True):
@@ -215,14 +215,14 @@ def options(*arguments):
 def test_every_right_combination_learns_to_sort(deltas, loss, epochs):
     """The clip, of a hundredth, learns most slowly."""
     _, steps = sorting.train(options("--epochs", epochs), deltas, loss)
-    assert sorting.sampled(steps[:3]) < 0.4
-    assert sorting.sampled(steps) > 0.8
+    assert sorting.action_mask(steps[:3]) < 0.4
+    assert sorting.action_mask(steps) > 0.8
 
 
 @pytest.mark.slow
 def test_the_ratio_upside_down_unlearns():
     _, steps = sorting.train(options("--epochs", 20), "centered", "inverted")
-    assert sorting.sampled(steps) < 0.5 * sorting.sampled(steps[:3])
+    assert sorting.action_mask(steps) < 0.5 * sorting.action_mask(steps[:3])
 
 
 def test_a_penalty_holds_the_sorter_near_its_reference():

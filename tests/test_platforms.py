@@ -97,10 +97,10 @@ def test_memory_is_in_gigabytes():
 
 def test_a_runtime_on_the_cpu_of_a_machine_with_a_gpu_reports_its_own_memory(monkeypatch):
     policy = Small()
-    runtime = Runtime(policy, AdamWConfig(), total=1)
+    runtime = Runtime(policy, AdamWConfig(), total_updates=1)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda *_: 0)
-    assert runtime.peak_gb() > 0
+    assert runtime.get_peak_memory_gb() > 0
 
 
 class Small:

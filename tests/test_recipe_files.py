@@ -188,7 +188,7 @@ def test_a_file_that_is_nowhere_is_told_with_where_it_was_looked_for(places, sec
 
     def looked():
         loaded = config.load(project / "b.toml")
-        Template(loaded.policy.template).put_into(None) if loaded.policy.template else None
+        Template(loaded.policy.template).apply_to_tokenizer(None) if loaded.policy.template else None
         pretrained.locate(loaded.policy.model) if "none" in loaded.policy.model else None
         loaded.task.sample(0, 1)
 

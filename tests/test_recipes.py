@@ -57,7 +57,7 @@ def test_a_folder_is_no_recipe(elsewhere):
 def test_a_name_of_several_is_theirs_to_complete(elsewhere, monkeypatch):
     folder = Path(shutil.copytree(SHIPPED, elsewhere / "installed"))
     (folder / "study" / "dapo.toml").write_text("")
-    monkeypatch.setattr(recipes, "FOLDER", folder)
+    monkeypatch.setattr(recipes, "PACKAGED_RECIPES_FOLDER", folder)
     with pytest.raises(UserError, match=r"^dapo may be study/dapo and variants/dapo: write one of them$"):
         recipes.find("dapo")
     assert recipes.find("variants/dapo") == folder / "variants/dapo.toml"

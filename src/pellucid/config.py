@@ -48,9 +48,11 @@ class MistakeError(Exception):
     unknown: the key is not known. others: further keys of the section that are not known.
     """
 
-    def __init__(self, place: Place, told: str, unknown: bool = False, others: Sequence[MistakeError] = ()) -> None:
-        super().__init__(told)
-        self.place, self.unknown, self.others = place, unknown, others
+    def __init__(
+        self, key_path: Place, message: str, is_unknown_key: bool = False, further_errors: Sequence[MistakeError] = ()
+    ) -> None:
+        super().__init__(message)
+        self.key_path, self.is_unknown_key, self.further_errors = key_path, is_unknown_key, further_errors
 
 
 @dataclass(frozen=True)
@@ -96,28 +98,30 @@ def load(recipe: Path | None, overrides: Sequence[str] = ()) -> Config:
         raise UserError(f"{error}{nearby.looked_for(error.path)}") from error
 
 
-def build(values: Values, source: str, over: Values | None = None) -> Config:
+def build(values: Values, source: str, overrides: Values | None = None) -> Config:
     """Return the settings of nested sections, as they stand in a recipe, with those of the command line over them.
 
     UserError, one line, that names `source` or the command line, for a mistake.
     """
-    over = over or {}
-    whole, sections, task, names = merged(values, over), dict[str, Any](), None, ()
+    overrides = overrides or {}
+    whole, sections, task, names = merged(values, overrides), dict[str, Any](), None, ()
     mistakes = [
-        MistakeError([name], _unknown(name, list(SECTIONS)), unknown=True) for name in whole if name not in SECTIONS
+        MistakeError([name], _unknown(name, list(SECTIONS)), is_unknown_key=True)
+        for name in whole
+        if name not in SECTIONS
     ]
     try:
         task, names = _task(whole.get("task", {}), ["task"])
     except MistakeError as mistake:
-        mistakes += [mistake, *mistake.others]
+        mistakes += [mistake, *mistake.further_errors]
     for name, cls in SECTIONS.items():
         try:
             sections |= {} if name == "task" else {name: _section(cls, whole.get(name, {}), [name])}
         except MistakeError as mistake:
-            mistakes += [mistake, *mistake.others]
+            mistakes += [mistake, *mistake.further_errors]
     if mistakes:
-        unknown = [mistake for mistake in mistakes if mistake.unknown]
-        told = (_told(mistake, source, over) for mistake in unknown or mistakes[:1])
+        unknown = [mistake for mistake in mistakes if mistake.is_unknown_key]
+        told = (_told(mistake, source, overrides) for mistake in unknown or mistakes[:1])
         raise UserError(in_one_line(told)) from mistakes[0]
     for key, value in _floats({**sections, "task": task}):
         if not math.isfinite(value):
@@ -177,7 +181,7 @@ def code_in(values: Values) -> list[str]:
     return list(dict.fromkeys([*found, *commands]))
 
 
-def refuse_other_variables(values: Values, overrides: Sequence[str], source: Any, mend: str = "") -> None:
+def refuse_other_variables(values: Values, overrides: Sequence[str], source: Any, advice: str = "") -> None:
     """Raise UserError if a file by itself has a judge send an environment variable that is not named for keys.
 
     What the command line names is the user's own choice. The name is not told: it may be the key itself.
@@ -189,7 +193,7 @@ def refuse_other_variables(values: Values, overrides: Sequence[str], source: Any
             key = judge.get("key") if isinstance(judge, Mapping) else None
             if isinstance(key, str) and not is_for_keys(key):
                 setting = f"rewards.{i}.judge.key"
-                own = mend or f"if you mean another, say so on the command line: --task.{setting} NAME"
+                own = advice or f"if you mean another, say so on the command line: --task.{setting} NAME"
                 raise UserError(
                     f"{source}: {setting} is sent to an address of this file, and by itself it may only name a variable"
                     f" that is named for keys, *_KEY or *_TOKEN, without SECRET, PRIVATE or PASSWORD; {own}"
@@ -264,9 +268,9 @@ def path_beside(value: str, folder: Path, place: Place) -> str:
 # ---------------------------------------------------------------- one over the other
 
 
-def merged(base: Values, over: Values) -> dict[str, Any]:
+def merged(base: Values, overrides: Values) -> dict[str, Any]:
     """Return `base` with the values of `over` in place of its own, table by table."""
-    return {**base, **{key: _laid(key, base.get(key, {}), value) for key, value in over.items()}}
+    return {**base, **{key: _laid(key, base.get(key, {}), value) for key, value in overrides.items()}}
 
 
 def _laid(key: str, base: Any, over: Any) -> Any:
@@ -311,7 +315,7 @@ def _section(cls: Any, values: Any, place: Place) -> Any:
         unknown = [each["loc"][1:] for each in error.errors() if each["type"] == "unexpected_keyword_argument"]
         if unknown:
             first, *others = [_unknown_at(cls, place, inside) for inside in unknown]
-            raise MistakeError(first.place, str(first), True, others) from error
+            raise MistakeError(first.key_path, str(first), True, others) from error
         first = error.errors()[0]
         inside = first["loc"][1:]
         told = f"{first['msg']} (got {reprlib.repr(first['input'])})"
@@ -327,12 +331,12 @@ def _unknown_at(cls: Any, place: Place, inside: Sequence[int | str]) -> MistakeE
     told = _unknown(str(inside[-1]), _keys(cls, inside[:-1]))
     if place[0] == "task" and len(inside) == 1 and (others := _tasks_with(str(inside[-1]))):
         told = f"no such key in this task; {' and '.join(others)} has it: name the task with task.name"
-    return MistakeError([*place, *map(str, inside)], told, unknown=True)
+    return MistakeError([*place, *map(str, inside)], told, is_unknown_key=True)
 
 
 def _told(mistake: MistakeError, source: str, over: Values) -> str:
-    stated = flags.COMMAND_LINE if _states(over, mistake.place) else source
-    return f"{stated}: {'.'.join(mistake.place)}: {mistake}"
+    stated = flags.COMMAND_LINE if _states(over, mistake.key_path) else source
+    return f"{stated}: {'.'.join(mistake.key_path)}: {mistake}"
 
 
 def named_task(section: Any, place: Place) -> tuple[str, type[Any]]:

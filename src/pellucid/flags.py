@@ -24,12 +24,12 @@ def is_setting(word: str) -> bool:
     return word.startswith("--") and "." in word.partition("=")[0]
 
 
-def split(words: Sequence[str]) -> tuple[list[str], list[str]]:
+def split(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
     """Return a command's own words, and the flags of settings with the words behind them."""
     own: list[str] = []
     settings: list[str] = []
     into = own
-    for word in words:
+    for word in arguments:
         if word.startswith("--"):
             into = settings if is_setting(word) else own
         into.append(word)

@@ -110,11 +110,11 @@ class Said(NamedTuple):
 
     message: Message
     """Of the role assistant, with the calls that could be read."""
-    unreadable: tuple[str, ...] = ()
+    unreadable_calls: tuple[str, ...] = ()
     """Of each call that could not be read why not, in one line."""
-    tokens: tuple[int, int] = (0, 0)
+    token_counts: tuple[int, int] = (0, 0)
     """How many it has read, and how many it has sampled."""
-    cut: bool = False
+    is_truncated: bool = False
     """Whether a limit of tokens has ended the turn."""
 
 
@@ -135,22 +135,22 @@ class Reply(NamedTuple):
 class World(Protocol):
     """Those whom the policy talks with: environments and tools. Nobody waits here for the answer of another."""
 
-    def begin(self, number: int, prompt: Prompt, sibling: int) -> None:
+    def start_conversation(self, number: int, prompt: Prompt, sibling: int) -> None:
         """Begin a conversation by a number of the caller's. Its first reply is the question, as the policy is asked it.
 
         sibling: which of those about this prompt it is. Does not wait.
         """
         ...
 
-    def tell(self, number: int, said: Said) -> None:
+    def send_turn(self, number: int, turn: Said) -> None:
         """Tell what the policy has said in a conversation. Does not wait for the answer."""
         ...
 
-    def end(self, number: int) -> None:
+    def end_conversation(self, number: int) -> None:
         """Tell that the policy says nothing more in a conversation. The reply is its outcome."""
         ...
 
-    def heard(self, seconds: float) -> list[tuple[int, Reply]]:
+    def receive_replies(self, seconds: float) -> list[tuple[int, Reply]]:
         """Return the replies that have come, with the numbers of their conversations; wait so long for the first."""
         ...
 
@@ -171,7 +171,7 @@ class InFlight(Protocol):
     """A sampler that may be given any number of prompts at once. Others are given a few at a time."""
 
     @property
-    def in_flight(self) -> bool:
+    def batches_continuously(self) -> bool:
         """Whether it decodes a bounded number of rows at once, and lets the next prompts in as rows end."""
         ...
 

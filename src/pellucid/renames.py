@@ -351,16 +351,16 @@ def dotted(setting: str) -> str:
     return setting if "." in setting else f"--{setting}"
 
 
-def of_trl(name: str, named: Callable[[str], str] = dotted) -> str:
+def of_trl(name: str, format_key: Callable[[str], str] = dotted) -> str:
     """Return a hint where a name is one of TRL's; empty where it is not. Example: of_trl("learning_rate")
 
     named: how the caller's reader writes a setting, such as "optimizer.lr".
     """
     key = name.replace("-", "_")
     if key in TRL:
-        return f"; TRL's {key} is here {_filled(TRL[key], named)} (docs/library.md)"
+        return f"; TRL's {key} is here {_filled(TRL[key], format_key)} (docs/library.md)"
     if key in WITHOUT_COUNTERPART:
-        reason, instead = (_filled(text, named) for text in WITHOUT_COUNTERPART[key])
+        reason, instead = (_filled(text, format_key) for text in WITHOUT_COUNTERPART[key])
         return f"; TRL's {key} has no counterpart, as {reason}: {instead} (docs/library.md)"
     return ""
 

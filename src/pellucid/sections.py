@@ -64,7 +64,7 @@ class PolicyConfig:
         """How the files of the model may be read."""
         return Access(self.revision, self.trust_remote_code)
 
-    def access_to(self, name: str) -> Access:
+    def get_access(self, name: str) -> Access:
         """The same where `name` is the model; another has not been trusted."""
         return self.access if name == self.model else USUAL
 
@@ -149,7 +149,7 @@ class SamplerConfig:
         refuse_truncation(self.top_k, self.top_p, self.min_p)
 
     @property
-    def other_arithmetic(self) -> str:
+    def inexact_setting(self) -> str:
         """The setting by which completions are drawn in another arithmetic than the update's; empty where none is."""
         if self.dtype != "auto":
             return f'sampler.dtype = "{self.dtype}"'

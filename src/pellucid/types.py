@@ -34,17 +34,17 @@ class Prompt:
     """The other columns of the data row, for reward functions."""
     prefix: str = ""
     """The beginning of the answer, given and not sampled. The completion goes on from it; the reward sees both."""
-    prefix_whole: bool = False
+    prefix_is_complete: bool = False
     """Whether the prefix is a whole answer, after which the model should stop."""
     tools: tuple[Mapping[str, Any], ...] = ()
     """The tools that may be called, each by its JSON schema, as chat templates take them."""
-    literal: bool = False
+    escape_special_tokens: bool = False
     """Whether special tokens that are written in its messages are plain text, since not only we wrote them."""
     alternatives: tuple[str, ...] = ()
     """Other gold answers, each as right as `answer`."""
 
     @property
-    def golds(self) -> tuple[str, ...]:
+    def gold_answers(self) -> tuple[str, ...]:
         """Return all gold answers; a completion that states any of them is right."""
         return (self.answer, *self.alternatives)
 
@@ -130,7 +130,7 @@ class Completion:
     """Whether it ended with an end-of-sequence token, not at the length limit."""
     sampling_mask: Sequence[Any] = field(default=(), compare=False, repr=False)
     """The sampling mask of each token (sampling_mask.py) where the sampler truncates; empty where it does not."""
-    given: tuple[tuple[int, int], ...] = ()
+    given_spans: tuple[tuple[int, int], ...] = ()
     """The ranges [start, end) of token_ids that were given and not sampled, in ascending order: the prompt's prefix,
     and what was said to the policy between its turns."""
     version: int = 0
@@ -152,7 +152,7 @@ class Completion:
     @property
     def length(self) -> int:
         """Return how many tokens were sampled; given tokens do not count."""
-        return len(self.token_ids) - sum(end - start for start, end in self.given)
+        return len(self.token_ids) - sum(end - start for start, end in self.given_spans)
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,10 +174,10 @@ class Reward:
     """The weight of each term by name; 1 where none is given."""
     applies: bool = True
     """False where no term of the reward is meant for this prompt: the grade is missing on purpose, not by a fault."""
-    decided: bool = True
+    is_decided: bool = True
     """False where the term that says which answers are right says nothing of this completion: it is neither right nor
     wrong, whatever its value is."""
-    degree: bool = False
+    is_continuous: bool = False
     """True where the reward is a matter of degree, and `correct` no verdict: evaluation then speaks of its mean."""
     failures: Mapping[str, str] = field(default_factory=dict)
     """Why each term that failed could not be computed, by its name."""
@@ -198,12 +198,12 @@ class Reward:
     @property
     def is_judged(self) -> bool:
         """Return whether the completion is either right or wrong: it has a grade, and the deciding term has a value."""
-        return not self.failed and self.decided
+        return not self.failed and self.is_decided
 
     @property
     def is_verdict(self) -> bool:
         """Return whether it says right or wrong: by `correct`, or by a value that is 0 or 1."""
-        return self.decided and not self.degree and (self.correct is not None or self.value in (0.0, 1.0))
+        return self.is_decided and not self.is_continuous and (self.correct is not None or self.value in (0.0, 1.0))
 
 
 def state_correctness(rewards: Iterable[Reward]) -> bool:
@@ -242,7 +242,7 @@ class Group:
     demonstration: tuple[int, ...] = ()
     """The tokens of the prompt's prefix, which algorithm.prefix_coef can make likelier. Where the prefix is a whole
     answer, the end-of-sequence token follows it."""
-    dead: bool | None = None
+    is_zero_variance: bool | None = None
     """Whether the group teaches nothing, since its rewards are equal up to algorithm.min_reward_range; None where that
     is not known. It is set for tasks that observe groups."""
 
@@ -291,10 +291,10 @@ class Evaluation:
     """The mean accuracy of a single sample."""
     pass_at_k: Estimate
     """The share of prompts that at least one of k samples gets right."""
-    right: tuple[int | None, ...] = ()
+    greedy_correct: tuple[int | None, ...] = ()
     """For each prompt 1 if its greedy answer is right, 0 if it is wrong or its reward failed, None if it is left out or
     undecided; sorted by the text of the questions."""
-    questions: str = ""
+    questions_digest: str = ""
     """A digest of the questions: evaluations with the same one can be compared question by question."""
     failed: int = 0
     """How many answers, greedy and sampled, have no grade because a reward failed; none of them counts as right."""
@@ -308,7 +308,7 @@ class Evaluation:
     """The mean reward of a single sample."""
     rewards: tuple[float, ...] = ()
     """The reward of each greedy answer in the order of `right`; NaN where it failed."""
-    verdicts: bool = True
+    has_verdicts: bool = True
     """Whether every reward says right or wrong; where one does not, the reward is what there is to speak of."""
 
 
@@ -323,8 +323,8 @@ class DataError(UserError):
 class MissingFileError(UserError):
     """A UserError about a file that is not there."""
 
-    def __init__(self, said: str, path: Path) -> None:
-        super().__init__(said)
+    def __init__(self, message: str, path: Path) -> None:
+        super().__init__(message)
         self.path = path
 
 

@@ -66,7 +66,7 @@ def rollouts():
             batch,
             old_logprobs=old.score(batch).logprobs,
             ref_logprobs=reference.score(batch).logprobs,
-            advantages=batch.along_responses(
+            advantages=batch.broadcast_to_tokens(
                 torch.tensor([1.2, -0.7, 0.1, -0.6, -1.0, 1.0, 1.0, -1.0], dtype=torch.float64)
             ),
         )

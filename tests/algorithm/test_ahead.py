@@ -84,7 +84,7 @@ def test_a_prompt_that_cannot_be_asked_ends_the_run_behind_a_whole_step():
     assert [next(steps).step, next(steps).step] == [1, 2]
     with pytest.raises(DataError, match="too long"):
         next(steps)
-    assert (state.step, state.ahead) == (2, None)
+    assert (state.step, state.next_rollouts) == (2, None)
     run(ahead.train, Apart(), other, steps=2)
     assert same_weights(policy, other)
 
@@ -115,14 +115,14 @@ def test_a_run_that_was_stopped_goes_on_to_the_same_weights():
     whole, parted, state = make_policy(), make_policy(), State()
     run(ahead.train, Apart(), whole)
     run(ahead.train, Apart(), parted, state=state, steps=2)
-    kept = json.loads(json.dumps(AHEAD.dump_python(state.ahead, mode="json")))
-    again = State(step=2, kl_coef=state.kl_coef, ahead=AHEAD.validate_python(kept))
-    assert list(again.ahead[0]) == list(state.ahead[0])
+    kept = json.loads(json.dumps(AHEAD.dump_python(state.next_rollouts, mode="json")))
+    again = State(step=2, kl_coef=state.kl_coef, next_rollouts=AHEAD.validate_python(kept))
+    assert list(again.next_rollouts[0]) == list(state.next_rollouts[0])
     rest = run(ahead.train, Apart(), parted, state=again)
     assert [result.step for result in rest] == [3, 4]
     assert same_weights(whole, parted)
-    assert state.ahead is not None
-    assert again.ahead is None, "nothing is drawn behind the last step"
+    assert state.next_rollouts is not None
+    assert again.next_rollouts is None, "nothing is drawn behind the last step"
 
 
 class Failing(CountDigits):
@@ -140,14 +140,16 @@ def test_failed_rewards_that_were_drawn_ahead_survive_a_checkpoint():
     whole, parted, state = make_policy(), make_policy(), State()
     run(ahead.train, Apart(), whole, task=Failing())
     run(ahead.train, Apart(), parted, state=state, steps=2, task=Failing())
-    kept = json.loads(json.dumps(AHEAD.dump_python(state.ahead, mode="json")))
-    again = State(step=2, kl_coef=state.kl_coef, ahead=AHEAD.validate_python(kept))
-    first = again.ahead[0][0]
+    kept = json.loads(json.dumps(AHEAD.dump_python(state.next_rollouts, mode="json")))
+    again = State(step=2, kl_coef=state.kl_coef, next_rollouts=AHEAD.validate_python(kept))
+    first = again.next_rollouts[0][0]
     assert math.isnan(first.rewards[0].value)
     assert math.isnan(first.rewards[0].parts["part"])
     assert math.isnan(first.prompt.columns["score"])
     assert first.prompt.columns["most"] == [math.inf]
-    assert repr(list(again.ahead[0])) == repr(list(state.ahead[0])), "NaN equals nothing, so the texts are compared"
+    assert repr(list(again.next_rollouts[0])) == repr(list(state.next_rollouts[0])), (
+        "NaN equals nothing, so the texts are compared"
+    )
     run(ahead.train, Apart(), parted, state=again, task=Failing())
     assert same_weights(whole, parted)
 

@@ -104,7 +104,7 @@ def test_the_gradient_of_the_loss_is_that_of_the_loop(case, parts, drawn):
     cfg = GRPOConfig(**settings, kl_in="loss", group_size=G, prompts_per_step=2)
     advantages = group_advantages(arrays(groups)[0])
     runtime = OneProcessRuntime(policy)
-    with_advantages = replace(batch, advantages=batch.along_responses(advantages.flatten().float()))
+    with_advantages = replace(batch, advantages=batch.broadcast_to_tokens(advantages.flatten().float()))
     grpo.update(policy, with_advantages, runtime, cfg)
 
     whole = {"rows": len(batch), "tokens": int(batch.mask.sum())} if parts > 1 else {}

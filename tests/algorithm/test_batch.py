@@ -29,21 +29,21 @@ def test_joined_rollouts_lose_no_token_whichever_is_widest(order):
         replace(
             b,
             old_logprobs=b.sampler_logprobs - 1,
-            advantages=b.along_responses(torch.tensor([1.0, -1.0])),
-            acts=b.mask,
+            advantages=b.broadcast_to_tokens(torch.tensor([1.0, -1.0])),
+            loss_mask=b.response_mask,
         )
         for b in batches
     ]
     chosen = [batches[i] for i in order]
     joined = concat(chosen)
-    assert joined.mask.shape == (6, 5)
-    rows = [row for b in chosen for row in b.chunks(1)]
-    for row, alone in zip(joined.chunks(1), rows, strict=True):
-        assert row.tensors().keys() == alone.tensors().keys()
-        for name, x in alone.tensors().items():
+    assert joined.response_mask.shape == (6, 5)
+    rows = [row for b in chosen for row in b.split_into_chunks(1)]
+    for row, alone in zip(joined.split_into_chunks(1), rows, strict=True):
+        assert row.get_tensors().keys() == alone.get_tensors().keys()
+        for name, x in alone.get_tensors().items():
             if name != "prompt_of":
                 assert torch.equal(getattr(row, name), x), name
-    assert joined.prompt_of.tolist() == [0, 0, 1, 1, 2, 2]
+    assert joined.prompt_indices.tolist() == [0, 0, 1, 1, 2, 2]
 
 
 def test_joined_rollouts_keep_what_is_known_of_their_prompts():
@@ -99,12 +99,12 @@ def test_what_is_collated_can_be_taken_apart_again(responses, size):
     batch = collate(groups)
     rows = [
         (
-            row.prompt_ids[int(row.prompt_of[i])],
-            row.response_ids[i][row.mask[i]].tolist(),
-            row.sampler_logprobs[i][row.mask[i]].tolist(),
+            row.prompt_ids[int(row.prompt_indices[i])],
+            row.response_ids[i][row.response_mask[i]].tolist(),
+            row.sampler_logprobs[i][row.response_mask[i]].tolist(),
             bool(row.finished[i]),
         )
-        for row in batch.chunks(size)
+        for row in batch.split_into_chunks(size)
         for i in range(len(row))
     ]
     assert rows == [
@@ -114,5 +114,5 @@ def test_what_is_collated_can_be_taken_apart_again(responses, size):
     ]
     joined = concat([collate([group]) for group in groups])
     assert joined.prompt_ids == batch.prompt_ids
-    for name, x in batch.tensors().items():
+    for name, x in batch.get_tensors().items():
         assert name == "origin" or torch.equal(getattr(joined, name), x), name

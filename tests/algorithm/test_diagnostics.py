@@ -189,7 +189,8 @@ def test_the_defaults_have_nothing_to_say():
 def test_an_effect_of_nought_is_said_once_and_only_where_it_never_was_more():
     watch = diagnostics.Watch(GRPOConfig())
     said = [
-        watch.notes({"effect/kl": 0.0, "effect/clip": 0.1 if step == 2 else 0.0, "clip/low": 0.0}) for step in range(8)
+        watch.observe_step({"effect/kl": 0.0, "effect/clip": 0.1 if step == 2 else 0.0, "clip/low": 0.0})
+        for step in range(8)
     ]
     assert [len(notes) for notes in said] == [0, 0, 0, 0, 1, 0, 0, 0]
     assert said[4][0].startswith("effect/kl was 0")
@@ -199,15 +200,15 @@ def test_prefixes_that_fit_no_question_are_said():
     """In one line, also where there is a coefficient for them."""
     for cfg in (GRPOConfig(), GRPOConfig(prefix_coef=1.0)):
         watch = diagnostics.Watch(cfg)
-        [line] = [watch.notes({"prefix/share": 0.0}) for _ in range(5)][-1]
+        [line] = [watch.observe_step({"prefix/share": 0.0}) for _ in range(5)][-1]
         assert "no question had a prefix in 5 steps" in line
 
 
 def test_a_coefficient_without_prefixes_is_said():
     idle, busy = diagnostics.Watch(GRPOConfig(prefix_coef=1.0)), diagnostics.Watch(GRPOConfig(prefix_coef=1.0))
-    said = [idle.notes({"loss": 0.0}) for _ in range(5)][-1]
+    said = [idle.observe_step({"loss": 0.0}) for _ in range(5)][-1]
     assert "prefixed" in said[0]
-    assert [busy.notes({"prefix/nll": 2.0}) for _ in range(5)][-1] == []
+    assert [busy.observe_step({"prefix/nll": 2.0}) for _ in range(5)][-1] == []
 
 
 def test_kl_in_the_raw_reward_is_shaping_and_kl_elsewhere_is_none():

@@ -124,9 +124,9 @@ def test_a_curriculum_measures_by_graded_answers(failed):
     task = Curriculum(CountDigits(), pool=1)
     [prompt] = task.sample(0, 1)
     task.observe(0, [group(RIGHT, WRONG, WRONG, failed, prompt=prompt)])
-    assert task.memory.accuracy == {0: 1 / 3}
+    assert task.curriculum_state.accuracy == {0: 1 / 3}
     task.observe(1, [group(*[failed] * 4, prompt=prompt)])
-    assert task.memory.accuracy == {0: 1 / 3}
+    assert task.curriculum_state.accuracy == {0: 1 / 3}
 
 
 class Script:
@@ -147,7 +147,7 @@ def test_an_evaluation_counts_what_it_could_not_grade(failed, tmp_path, capsys):
     task = Script(failed)
     prompts = [Prompt(str(i), f"{i}?") for i in range(3)]
     evaluation, _, _ = evaluate("script", task, prompts, task, Sampling(4), 2, OneProcess())
-    assert (evaluation.greedy.value, evaluation.mean_at_k.value, evaluation.right) == (0.0, 0.0, (0, 0, 0))
+    assert (evaluation.greedy.value, evaluation.mean_at_k.value, evaluation.greedy_correct) == (0.0, 0.0, (0, 0, 0))
     assert evaluation.failed == 3 + 12
     Plain(3).log_evaluation(1, evaluation)
     assert "! failed rewards: 15" in capsys.readouterr().out
@@ -171,7 +171,7 @@ def test_the_log_of_rollouts_has_no_grade_for_it(failed, tmp_path):
 
 
 def test_a_verdict_is_not_that_it_is_wrong(failed):
-    said = " ".join(map(str, verdict(group(failed)).columns[1].cells))
+    said = " ".join(map(str, verdict(group(failed)).columns[1].list_runs))
     assert "wrong" not in said
     assert "right" not in said
     assert "not graded" in said

@@ -24,7 +24,7 @@ ADVANTAGES = torch.tensor([[1.0, -0.5, 0.25, -0.75], [0.5, -1.5, 2.0, -1.0], [0.
 def held(architecture="llama", dtype=torch.float32):
     policy = make_policy(architecture, dtype)
     policy.tokenizer.chat_template = TEMPLATE
-    sampler = Native(policy=policy, world=Here(Talk("worlds:Parrot")))
+    sampler = Native(policy=policy, environments=Here(Talk("worlds:Parrot")))
     return policy, sampler.generate(asked(), Sampling(4, max_tokens=80, turns=4, turn_tokens=9, seed="0/0"))
 
 
@@ -52,13 +52,13 @@ def test_no_gradient_comes_to_what_was_given(architecture, settings):
         batch = replace(batch, ref_logprobs=scores.logprobs.detach() - 0.3)
     loss, metrics = grpo.loss_terms(grpo.Scores(logprobs, entropy), batch, cfg)
     loss.backward()
-    assert (~batch.sampled & batch.mask).sum() > 20
-    assert (logprobs.grad[~batch.sampled] == 0).all()
-    assert (logprobs.grad[batch.sampled] != 0).all()
+    assert (~batch.action_mask & batch.response_mask).sum() > 20
+    assert (logprobs.grad[~batch.action_mask] == 0).all()
+    assert (logprobs.grad[batch.action_mask] != 0).all()
     if cfg.entropy_coef:
-        assert (entropy.grad[~batch.sampled] == 0).all()
-        assert (entropy.grad[batch.sampled] != 0).all()
-    assert all(len(x) == int(batch.sampled.sum()) for name, x in metrics.items() if name != "loss")
+        assert (entropy.grad[~batch.action_mask] == 0).all()
+        assert (entropy.grad[batch.action_mask] != 0).all()
+    assert all(len(x) == int(batch.action_mask.sum()) for name, x in metrics.items() if name != "loss")
 
 
 def by_hand(model, groups, advantages):
@@ -112,11 +112,11 @@ def test_branches_have_the_advantage_of_their_completion_and_stand_beside_it():
     advantages = torch.tensor([[1.0, -2.0], [3.0, -4.0]]).double()
     runtime = OneProcessRuntime(policy)
     batch = grpo.attach_advantages(collate(groups), groups, advantages, runtime, cfg)
-    rows = [ids[mask].tolist() for ids, mask in zip(batch.response_ids, batch.mask, strict=True)]
+    rows = [ids[mask].tolist() for ids, mask in zip(batch.response_ids, batch.response_mask, strict=True)]
     assert rows == [[1, 2, 3], [4, 4], [7], [2], [3, 3], [1, 2], [9, 9, 9, 9]]
     assert batch.advantages[:, 0].tolist() == [1.0, 1.0, 1.0, -2.0, 3.0, -4.0, -4.0]
-    assert batch.prompt_of.tolist() == [0, 0, 0, 0, 1, 1, 1]
-    assert [len(part) for part in batch.parts(2)] == [4, 3], "a minibatch holds whole rollouts"
+    assert batch.prompt_indices.tolist() == [0, 0, 0, 0, 1, 1, 1]
+    assert [len(part) for part in batch.split_into_minibatches(2)] == [4, 3], "a minibatch holds whole rollouts"
 
 
 def one_and_eight():
@@ -144,7 +144,7 @@ def test_a_rollout_of_eight_sequences_counts_as_one_rollout(aggregate):
     cfg = replace(CFG, prompts_per_step=1, group_size=2, aggregate=aggregate, constant_length=16)
     batch = ready(policy, one_and_eight(), cfg, PLUS_MINUS)
     first, second, plus, minus = PUSHES[aggregate]
-    torch.testing.assert_close(batch.weights, torch.tensor([[first] * 2, *[[second] * 2] * 8]))
+    torch.testing.assert_close(batch.token_weights, torch.tensor([[first] * 2, *[[second] * 2] * 8]))
     logprobs = policy.score(batch).logprobs.detach().requires_grad_()
     grpo.loss_terms(grpo.Scores(logprobs, torch.zeros_like(logprobs)), batch, cfg)[0].backward()
     pushes = (-logprobs.grad).sum(-1)
@@ -163,7 +163,7 @@ def test_the_gradient_of_rollouts_of_several_sequences_is_their_sum_by_hand(aggr
     batch = grpo.attach_advantages(collate(groups), graded(groups), advantages, runtime, cfg)
     policy.model.zero_grad()
     weighted = grpo.with_weights(batch, runtime, cfg)
-    for micro_batch in weighted.chunks(cfg.micro_batch):
+    for micro_batch in weighted.split_into_chunks(cfg.micro_batch):
         grpo.loss_terms(policy.score(micro_batch), micro_batch, cfg)[0].backward()
     ours = {name: p.grad.clone() for name, p in policy.model.named_parameters()}
 
@@ -246,7 +246,7 @@ def test_overlong_cache_counts_what_a_conversation_was_told():
     """The limit is 10 tokens behind the question; rewards fall over the last 4 of them."""
 
     def completion(n, *given, branches=()):
-        return Completion((3,) * n, (0.0,) * n, "", True, given=given, branches=branches)
+        return Completion((3,) * n, (0.0,) * n, "", True, given_spans=given, branches=branches)
 
     completions = (
         completion(10, (3, 8)),  # spoke 3 tokens, was told 5, spoke 2
@@ -278,6 +278,6 @@ def test_conversations_train_as_answers_do():
     cfg = replace(CFG, steps=2, prompts_per_step=4, minibatches=2, epochs=2, micro_batch=3)
     sampling = Sampling(4, max_tokens=60, turns=3, turn_tokens=8)
     runtime = OneProcessRuntime(policy)
-    steps = list(grpo.train(Talking(), Native(world=world), policy, runtime, cfg, sampling=sampling))
+    steps = list(grpo.train(Talking(), Native(environments=world), policy, runtime, cfg, sampling=sampling))
     assert len(steps) == 2
     assert all(step.metrics["grad_norm"] > 0 for step in steps)

@@ -33,9 +33,9 @@ def rollouts(policy, size=6, n=4, max_tokens=24):
     sampling = Sampling(size, max_tokens=max_tokens, seed="0/0")
     groups = grpo.grade(CountDigits(), Native(policy=policy).generate(CountDigits().sample(0, n), sampling))
     batch = collate(groups)
-    assert not bool(batch.mask.all()), "completions must differ in length"
+    assert not bool(batch.response_mask.all()), "completions must differ in length"
     return replace(
-        batch, advantages=batch.along_responses(ADVANTAGES["grpo"](grades_of(groups), GRPOConfig()).flatten())
+        batch, advantages=batch.broadcast_to_tokens(ADVANTAGES["grpo"](grades_of(groups), GRPOConfig()).flatten())
     )
 
 
@@ -104,13 +104,13 @@ def test_the_gradient_does_not_depend_on_padding(axis, extra):
 def test_the_stop_is_trained_and_the_padding_is_not():
     policy = make_policy(dtype=F64)
     batch = rollouts(policy)
-    row, t = (batch.response_ids == EOS).logical_and(batch.mask).nonzero()[0].tolist()
+    row, t = (batch.response_ids == EOS).logical_and(batch.response_mask).nonzero()[0].tolist()
     leaf = policy.score(batch).logprobs.detach().requires_grad_()
     weights = grpo.weights_of(batch, OneProcessRuntime(), GRPOConfig())
-    loss, _ = loss_terms(Scores(leaf, torch.zeros_like(leaf)), replace(batch, weights=weights), GRPOConfig())
+    loss, _ = loss_terms(Scores(leaf, torch.zeros_like(leaf)), replace(batch, token_weights=weights), GRPOConfig())
     gradient = torch.autograd.grad(loss, leaf)[0]
     assert gradient[row, t] != 0.0
-    assert bool((gradient[~batch.mask] == 0.0).all())
+    assert bool((gradient[~batch.response_mask] == 0.0).all())
 
 
 def test_in_bf16_too_the_ratio_is_one_where_nothing_has_changed():
@@ -121,10 +121,10 @@ def test_in_bf16_too_the_ratio_is_one_where_nothing_has_changed():
     policy = make_policy(dtype=torch.bfloat16)
     cfg = GRPOConfig(epochs=2, micro_batch=16)
     batch = grpo.add_old_and_reference_logprobs(rollouts(policy), policy, None, OneProcessRuntime(), cfg)
-    now = torch.cat([policy.score(part).logprobs[part.mask] for part in batch.chunks(8)])
-    ratio = (now.detach() - batch.old_logprobs[batch.mask]).exp()
+    now = torch.cat([policy.score(part).logprobs[part.response_mask] for part in batch.split_into_chunks(8)])
+    ratio = (now.detach() - batch.old_logprobs[batch.response_mask]).exp()
     assert (ratio - 1).abs().max() < 1e-3
-    rounded = (now.detach().bfloat16().float() - batch.old_logprobs[batch.mask]).exp()
+    rounded = (now.detach().bfloat16().float() - batch.old_logprobs[batch.response_mask]).exp()
     assert (rounded - 1).abs().max() > 2e-3, "what bf16 log-probs would do"
 
 
@@ -136,7 +136,7 @@ def test_a_response_that_stops_at_once_is_graded_and_trained():
         tuple(Completion(ids, (-1.0,) * len(ids), "", True) for ids in ((EOS,), (1, EOS))),
     )
     batch = collate([group])
-    batch = replace(batch, advantages=batch.along_responses(torch.tensor([1.0, 0.0], dtype=F64)))
+    batch = replace(batch, advantages=batch.broadcast_to_tokens(torch.tensor([1.0, 0.0], dtype=F64)))
     before = policy.score(batch).logprobs[0, 0].item()
     update(policy, batch, OneProcessRuntime(policy, lr=0.1), GRPOConfig(group_size=2))
     assert policy.score(batch).logprobs[0, 0].item() > before + 1e-3
@@ -172,7 +172,7 @@ def test_rows_without_advantage_are_left_out_and_change_nothing(axis):
     advantages[6:18] = 0.0
     batch = replace(batch, advantages=advantages)
     cfg = GRPOConfig(**axis, constant_length=24)
-    weighted = replace(batch, weights=grpo.weights_of(batch, OneProcessRuntime(), cfg))
+    weighted = replace(batch, token_weights=grpo.weights_of(batch, OneProcessRuntime(), cfg))
     assert len(grpo.with_gradient(weighted, cfg)) == int((advantages != 0).any(-1).sum()) < len(batch)
     skipped, _ = gradients_of(policy, batch, cfg)
     # With a bonus of next to nothing every row is computed.
@@ -195,7 +195,7 @@ def test_the_sampler_gap_is_seen_where_it_is():
     batch.sampler_logprobs[7, 0] -= 0.5
     metrics = gradients_of(policy, batch, GRPOConfig(micro_batch=4, entropy_coef=1e-300))[1]
     assert metrics["sampler/gap_max"] == pytest.approx(0.5, abs=1e-5)
-    assert metrics["sampler/gap_mean"] == pytest.approx(0.75 / float(batch.mask.sum()), abs=1e-5)
+    assert metrics["sampler/gap_mean"] == pytest.approx(0.75 / float(batch.response_mask.sum()), abs=1e-5)
 
 
 def test_rows_may_come_in_any_order():
@@ -204,7 +204,10 @@ def test_rows_may_come_in_any_order():
     order = torch.randperm(len(batch))
     for axis in AXES:
         cfg = GRPOConfig(**axis, constant_length=24)
-        assert distance(gradients_of(policy, batch, cfg)[0], gradients_of(policy, batch.rows(order), cfg)[0]) < 1e-10
+        assert (
+            distance(gradients_of(policy, batch, cfg)[0], gradients_of(policy, batch.select_rows(order), cfg)[0])
+            < 1e-10
+        )
 
 
 def test_a_prompt_may_be_kept_once_or_with_every_row():
@@ -212,7 +215,7 @@ def test_a_prompt_may_be_kept_once_or_with_every_row():
     batch = rollouts(policy)
     repeated = replace(
         batch,
-        prompt_ids=tuple(batch.prompt_ids[p] for p in batch.prompt_of.tolist()),
+        prompt_ids=tuple(batch.prompt_ids[p] for p in batch.prompt_indices.tolist()),
         prompt_of=torch.arange(len(batch)),
     )
     one, other = (gradients_of(policy, b, GRPOConfig())[0] for b in (batch, repeated))
@@ -236,10 +239,10 @@ def test_two_processes_add_up_to_one(axis):
     batch = rollouts(policy)
     cfg = GRPOConfig(**axis, constant_length=24)
     whole, _ = gradients_of(policy, batch, cfg)
-    halves = [batch.rows(slice(0, 12)), batch.rows(slice(12, 24))]
+    halves = [batch.select_rows(slice(0, 12)), batch.select_rows(slice(12, 24))]
     parts = []
     for mine, other in (halves, halves[::-1]):
-        runtime = Half(policy, [torch.tensor(12), other.mask.sum()])
+        runtime = Half(policy, [torch.tensor(12), other.response_mask.sum()])
         update(policy, mine, runtime, cfg)
         parts.append(runtime.gradients)
     assert distance(whole, {name: parts[0][name] + parts[1][name] for name in whole}) < 1e-7  # fp32 weights
@@ -254,7 +257,7 @@ def test_a_filtered_completion_is_as_if_it_had_never_been(axis, extra):
     assert 0 < int(batch.finished.sum()) < len(batch)
     cfg = GRPOConfig(**axis, **extra, constant_length=24, overlong_filter=True)
     masked, metrics = gradients_of(policy, batch, cfg)
-    removed, fewer = gradients_of(policy, batch.rows(batch.finished), replace(cfg, overlong_filter=False))
+    removed, fewer = gradients_of(policy, batch.select_rows(batch.finished), replace(cfg, overlong_filter=False))
     assert distance(masked, removed) < 1e-10
     assert metrics == pytest.approx(fewer, rel=1e-9)
     assert distance(masked, gradients_of(policy, batch, replace(cfg, overlong_filter=False))[0]) > 1e-3
@@ -273,15 +276,15 @@ def test_only_tokens_of_high_entropy_get_the_objectives_gradient():
     batch = rollouts(policy)
     fixed = grpo.add_old_and_reference_logprobs(batch, policy, None, OneProcessRuntime(), cfg)
     entropy = policy.score(batch).entropy.detach()
-    chosen = fixed.acts
-    assert int(chosen.sum()) == round(0.2 * int(batch.mask.sum()))
-    assert entropy[chosen].min() >= entropy[batch.mask & ~chosen].max()
+    chosen = fixed.loss_mask
+    assert int(chosen.sum()) == round(0.2 * int(batch.response_mask.sum()))
+    assert entropy[chosen].min() >= entropy[batch.response_mask & ~chosen].max()
     leaf = policy.score(batch).logprobs.detach().requires_grad_()
-    weighted = replace(fixed, weights=grpo.weights_of(batch, OneProcessRuntime(), cfg))
+    weighted = replace(fixed, token_weights=grpo.weights_of(batch, OneProcessRuntime(), cfg))
     loss, _ = loss_terms(Scores(leaf, entropy), weighted, cfg)
     moving = torch.autograd.grad(loss, leaf)[0] != 0
     assert torch.equal(moving, chosen & (batch.advantages != 0))
-    assert float(weighted.weights.sum()) == pytest.approx(1.0), "the other tokens still count in the denominator"
+    assert float(weighted.token_weights.sum()) == pytest.approx(1.0), "the other tokens still count in the denominator"
 
 
 def test_the_sampler_correction_weighs_the_gradient_and_is_counted():
@@ -353,7 +356,7 @@ def test_rollouts_are_trained_on_again_with_their_own_log_probs_until_they_are_s
 
     state = State()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(grpo, "update", spy)
+        patch.setattr(grpo, "update_policy", spy)
         steps = list(
             train(
                 CountDigits(),
@@ -366,7 +369,7 @@ def test_rollouts_are_trained_on_again_with_their_own_log_probs_until_they_are_s
             )
         )
     assert [len(batch) for batch in seen] == [16, 32, 48, 48, 48]
-    assert [then for then, _ in state.experiences] == [4, 3, 2]
+    assert [then for then, _ in state.replay_buffer] == [4, 3, 2]
     first, second = seen[0], seen[1]
     width = first.mask.shape[1]
     assert torch.equal(second.old_logprobs[16:, :width], first.old_logprobs), "as they were sampled under"
@@ -381,7 +384,7 @@ def test_staleness_of_one_keeps_nothing():
     state = State()
     batch = rollouts(make_policy())
     assert grpo.replay(state, 0, batch, GRPOConfig()) is batch
-    assert state.experiences == []
+    assert state.replay_buffer == []
 
 
 def test_joined_batches_score_as_they_did_alone():
@@ -596,7 +599,7 @@ def test_the_reference_follows_every_n_steps():
 def test_a_moving_average_keeps_its_share():
     policy, reference = make_policy(seed=1), make_policy(seed=2)
     before = {name: p.clone() for name, p in reference.weights().items()}
-    reference.follow(policy.weights(), 0.9)
+    reference.update_weights(policy.weights(), 0.9)
     for name, p in reference.weights().items():
         torch.testing.assert_close(p, 0.9 * before[name] + 0.1 * policy.weights()[name])
 
@@ -637,7 +640,7 @@ def test_a_kl_that_is_not_finite_leaves_the_coefficient_as_it_was():
 
     policy = make_policy()
     cfg = GRPOConfig(steps=4, group_size=4, kl="k2", kl_in="loss", kl_coef=0.1, kl_target=1e-6)
-    runtime = Runtime(policy, AdamWConfig(), total=4)
+    runtime = Runtime(policy, AdamWConfig(), total_updates=4)
     steps = list(train(CountDigits(), Native(), policy, runtime, cfg, Broken(), sampling=Sampling(max_tokens=6)))
     assert [math.isnan(step.metrics["kl"]) for step in steps] == [False, True, False, False], "it stays to be seen"
     assert [step.metrics["kl_coef"] for step in steps] == pytest.approx([0.1, 0.102, 0.102, 0.10404])
@@ -655,11 +658,11 @@ def test_a_state_without_a_coefficient_has_that_of_the_settings():
 
 def test_the_exact_kl_is_the_sum_over_the_vocabulary():
     policy, reference = (make_policy(dtype=F64, seed=seed, engine="transformers") for seed in (0, 3))
-    policy.measure_kl(reference)
+    policy.set_kl_reference(reference)
     batch = rollouts(policy)
     scores = policy.score(batch)
     ids = torch.tensor([batch.prompt_ids[0] + tuple(batch.response_ids[0].tolist())])
-    start, length = len(batch.prompt_ids[0]), int(batch.mask[0].sum())
+    start, length = len(batch.prompt_ids[0]), int(batch.response_mask[0].sum())
     mine, other = (m.model(ids).logits[0, start - 1 : start - 1 + length].log_softmax(-1) for m in (policy, reference))
     torch.testing.assert_close(
         scores.kl[0, :length], torch.nn.functional.kl_div(other, mine, reduction="none", log_target=True).sum(-1)
@@ -669,7 +672,7 @@ def test_the_exact_kl_is_the_sum_over_the_vocabulary():
 
 def test_the_exact_kl_trains():
     policy, reference = make_policy(), make_policy(seed=3)
-    policy.measure_kl(reference)
+    policy.set_kl_reference(reference)
     cfg = GRPOConfig(steps=12, group_size=4, kl="exact", kl_in="loss", kl_coef=5.0)
     runtime = OneProcessRuntime(policy, lr=0.05)
     sampling = Sampling(max_tokens=6)
@@ -688,7 +691,9 @@ def test_what_responses_pay_for_their_kl_is_reported_where_rewards_pay(kl_in):
     assert ("reward/kl" in step.metrics) == (kl_in != "loss")
     if kl_in != "loss":
         batch = collate(step.groups)
-        gap = (batch.sampler_logprobs - reference.score(batch).logprobs.detach())[batch.mask].sum() / len(batch)
+        gap = (batch.sampler_logprobs - reference.score(batch).logprobs.detach())[batch.response_mask].sum() / len(
+            batch
+        )
         assert step.metrics["reward/kl"] == pytest.approx(-0.3 * float(gap), abs=1e-4)
 
 
@@ -701,9 +706,9 @@ def test_similarity_reads_the_hidden_states_of_the_responses():
     whole = policy.embed(batch, -1)
     assert whole.shape == (24, 32)
     torch.testing.assert_close(
-        torch.cat([policy.embed(part, -1) for part in batch.chunks(5)]), whole, rtol=0, atol=1e-5
+        torch.cat([policy.embed(part, -1) for part in batch.split_into_chunks(5)]), whole, rtol=0, atol=1e-5
     )
-    ids = torch.tensor([batch.prompt_ids[0] + tuple(batch.response_ids[0][batch.mask[0]].tolist())])
+    ids = torch.tensor([batch.prompt_ids[0] + tuple(batch.response_ids[0][batch.response_mask[0]].tolist())])
     with torch.no_grad():
         hidden = policy.model.model(ids, output_hidden_states=True).hidden_states[1][0, len(batch.prompt_ids[0]) :]
     torch.testing.assert_close(policy.embed(batch, 1)[0], hidden.mean(0), rtol=0, atol=1e-5)
@@ -763,8 +768,8 @@ def test_the_terms_of_a_reward_are_found_wherever_one_has_them():
 def test_a_batch_is_made_from_lengths():
     short, long = Completion((EOS,), (-0.5,), "", True), Completion((4, EOS, 5), (-1.0, -2.0, -3.0), "x", False)
     batch = collate([Group(Prompt("p", "q"), (1, 2), (short, long))])
-    assert batch.mask.tolist() == [[True, False, False], [True, True, True]]
-    assert batch.prompt_of.tolist() == [0, 0]
+    assert batch.response_mask.tolist() == [[True, False, False], [True, True, True]]
+    assert batch.prompt_indices.tolist() == [0, 0]
     assert batch.finished.tolist() == [True, False]
     assert batch.sampler_logprobs[1].tolist() == [-1.0, -2.0, -3.0]
 
@@ -772,11 +777,13 @@ def test_a_batch_is_made_from_lengths():
 def test_rows_keep_what_belongs_together():
     policy = make_policy()
     batch = rollouts(policy)
-    part = batch.rows(slice(5, 7))
-    assert part.mask.shape == (2, int(batch.mask[5:7].sum(-1).max()))
-    assert part.prompt_of.tolist() == [0, 1]
+    part = batch.select_rows(slice(5, 7))
+    assert part.response_mask.shape == (2, int(batch.response_mask[5:7].sum(-1).max()))
+    assert part.prompt_indices.tolist() == [0, 1]
     torch.testing.assert_close(part.advantages, batch.advantages[5:7])
-    torch.testing.assert_close(policy.score(part).logprobs, policy.score(batch).logprobs[5:7, : part.mask.shape[1]])
+    torch.testing.assert_close(
+        policy.score(part).logprobs, policy.score(batch).logprobs[5:7, : part.response_mask.shape[1]]
+    )
 
 
 # ---------------------------------------------------------------- the loop

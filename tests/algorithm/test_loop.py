@@ -89,18 +89,18 @@ def test_what_stands_in_the_padding_is_never_looked_at():
     batch = grpo.add_old_and_reference_logprobs(
         batch, policy, make_policy(dtype=torch.float64, seed=3), OneProcessRuntime(), cfg
     )
-    batch = replace(batch, weights=grpo.weights_of(batch, OneProcessRuntime(), cfg))
+    batch = replace(batch, token_weights=grpo.weights_of(batch, OneProcessRuntime(), cfg))
     scores = policy.score(batch)
 
     def rubbish(x):
-        return x.masked_fill(~batch.mask, -math.inf)
+        return x.masked_fill(~batch.response_mask, -math.inf)
 
     expected, _ = grpo.loss_terms(scores, batch, cfg)
     spoilt = replace(
         batch,
         sampler_logprobs=rubbish(batch.sampler_logprobs),
         ref_logprobs=rubbish(batch.ref_logprobs),
-        old_logprobs=batch.old_logprobs.masked_fill(~batch.mask, 7.0),
+        old_logprobs=batch.old_logprobs.masked_fill(~batch.response_mask, 7.0),
     )
     loss, _ = grpo.loss_terms(Scores(scores.logprobs, rubbish(scores.entropy)), spoilt, cfg)
     torch.testing.assert_close(loss, expected, rtol=0, atol=0)
@@ -115,7 +115,7 @@ def test_dead_groups_are_held_by_the_kl_in_the_loss(kl):
     batch = replace(batch, advantages=torch.zeros_like(batch.sampler_logprobs, dtype=torch.float64))
     batch = grpo.add_old_and_reference_logprobs(batch, policy, reference, OneProcessRuntime(), cfg)
     measured, _ = gradients_of(policy, batch, cfg)
-    gap = (batch.ref_logprobs - policy.score(batch).logprobs)[batch.mask]
+    gap = (batch.ref_logprobs - policy.score(batch).logprobs)[batch.response_mask]
     loss = 0.1 * (gap.square() / 2 if kl == "k2" else gap.exp() - 1 - gap).mean()
     names = list(measured)
     expected = torch.autograd.grad(loss, [policy.trainable()[name] for name in names])
@@ -185,7 +185,7 @@ def test_where_memory_runs_out_half_way_the_step_is_that_of_smaller_micro_batche
             return score(part)
 
         policy.score = scored
-        runtime = Runtime(policy, AdamWConfig(lr=1e-2), total=1)
+        runtime = Runtime(policy, AdamWConfig(lr=1e-2), total_updates=1)
         metrics.append(grpo.update(policy, batch, runtime, GRPOConfig(micro_batch=limit, entropy_coef=1e-30)))
         weights.append(policy.weights())
     assert sizes == [8, 8, 8, *[4] * 6, *[4] * 6]
@@ -201,4 +201,4 @@ def test_another_error_than_one_of_memory_ends_the_step():
 
     batch, policy.score = rollouts(policy), broken
     with pytest.raises(RuntimeError, match="no such thing"):
-        grpo.update(policy, batch, Runtime(policy, AdamWConfig(), total=1), GRPOConfig())
+        grpo.update(policy, batch, Runtime(policy, AdamWConfig(), total_updates=1), GRPOConfig())

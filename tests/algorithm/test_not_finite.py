@@ -28,13 +28,15 @@ WAYS = {
     "fp16": lambda _: make_policy(dtype=torch.float16),
     "an adapter": lambda _: adapted("llama", torch.float32),
     "through transformers": lambda _: make_policy("gpt2"),
-    "masters on the CPU": lambda folder: load(str(folder), torch.device("cpu"), torch.bfloat16, 1.0, narrow=True),
+    "masters on the CPU": lambda folder: load(
+        str(folder), torch.device("cpu"), torch.bfloat16, 1.0, offload_masters=True
+    ),
 }
 
 
 def learner_of(way, model_dir):
     policy = WAYS[way](model_dir)
-    return policy, Runtime(policy, AdamWConfig(lr=1e-3, offload="masters" in way), total=9)
+    return policy, Runtime(policy, AdamWConfig(lr=1e-3, offload="masters" in way), total_updates=9)
 
 
 def state_of(policy, learner):
@@ -58,7 +60,7 @@ def test_it_costs_its_own_step_and_nothing_else(way, model_dir):
     policy, learner = learner_of(way, model_dir)
     twin, other = learner_of(way, model_dir)
     batch = rollouts(make_policy())
-    first, second = batch.chunks(len(batch) // 2)
+    first, second = batch.split_into_chunks(len(batch) // 2)
     alone = replace(SETTINGS, minibatches=1)
     assert grpo.update(policy, batch, learner, SETTINGS)["skipped"] == 0
     seen = grpo.update(policy, broken(batch), learner, SETTINGS)
@@ -111,7 +113,7 @@ def test_a_run_goes_on_and_says_so(recipe, tmp_path, capsys, monkeypatch):
         lost = replace(batch, advantages=batch.advantages * math.nan)
         return update(policy, lost if len(calls) == 3 else batch, *others)
 
-    monkeypatch.setattr(grpo, "update", breaking)
+    monkeypatch.setattr(grpo, "update_policy", breaking)
     capsys.readouterr()
     assert train(recipe, "--run", run_dir, *settings) == 0
     [said] = [line for line in capsys.readouterr().out.splitlines() if "! skipped updates: 4" in line]

@@ -45,7 +45,7 @@ def batch_of(policy):
     groups = groups_of(policy)
     batch = collate(groups)
     return replace(
-        batch, advantages=batch.along_responses(ADVANTAGES["grpo"](grades_of(groups), GRPOConfig()).flatten())
+        batch, advantages=batch.broadcast_to_tokens(ADVANTAGES["grpo"](grades_of(groups), GRPOConfig()).flatten())
     )
 
 
@@ -69,7 +69,7 @@ def test_a_completion_goes_on_from_its_prefix(sampler):
         assert policy.decode(group.prompt_ids) == group.prompt.text
         assert policy.decode(group.demonstration) == prefix
         for completion in group.completions:
-            assert completion.given == (((0, n),) if n else ())
+            assert completion.given_spans == (((0, n),) if n else ())
             assert completion.token_ids[:n] == group.demonstration
             assert completion.logprobs[:n] == (0.0,) * n
             ids = (*group.prompt_ids, *completion.token_ids)
@@ -110,7 +110,7 @@ def test_the_sampler_says_where_a_whole_answer_ends():
     @dataclass(frozen=True)
     class Whole(Begun):
         def sample(self, step, n):
-            return [replace(prompt, prefix_whole=bool(prompt.prefix)) for prompt in super().sample(step, n)]
+            return [replace(prompt, prefix_is_complete=bool(prompt.prefix)) for prompt in super().sample(step, n)]
 
     policy = make_policy()
     given = [
@@ -126,7 +126,7 @@ def test_without_a_coefficient_prefixes_get_no_gradient():
     batch = batch_of(policy)
     as_prompt = collate([with_prefix_in_prompt(group) for group in groups_of(policy)])
     as_prompt = replace(
-        as_prompt, advantages=as_prompt.along_responses(batch.advantages.sum(-1) / batch.sampled.sum(-1))
+        as_prompt, advantages=as_prompt.broadcast_to_tokens(batch.advantages.sum(-1) / batch.action_mask.sum(-1))
     )
     one, other = (gradients_of(policy, b, GRPOConfig()) for b in (batch, as_prompt))
     assert distance(one[0], other[0]) < 1e-12
@@ -145,7 +145,7 @@ def test_what_a_group_was_given_is_computed_once():
     batch = batch_of(policy)
     layout = packed.layout_of(batch, F64, policy.device)
     assert len(layout.prompts.ids) == sum(len(ids) for ids in batch.prompt_ids) + 4 + 1
-    assert len(layout.responses.ids) == int(batch.sampled.sum()) - len(batch), "the last token predicts nothing"
+    assert len(layout.responses.ids) == int(batch.action_mask.sum()) - len(batch), "the last token predicts nothing"
     with_one = packed.layout_of(with_demonstrations(batch, torch.arange(4)), F64, policy.device)
     assert [len(rows.ids) for rows in with_one[:2]] == [len(layout.prompts.ids), len(layout.responses.ids)]
 
@@ -166,21 +166,21 @@ GIVEN = {
 def test_tokens_may_be_given_anywhere(name, engine):
     """Scores of sampled tokens, and of given ones that have a likelihood weight, are transformers' own."""
     policy = make_policy(dtype=F64, engine=engine)
-    answers = [Completion(ids, (0.0,) * len(ids), "", True, given=g) for ids, g in zip(*GIVEN[name], strict=True)]
+    answers = [Completion(ids, (0.0,) * len(ids), "", True, given_spans=g) for ids, g in zip(*GIVEN[name], strict=True)]
     batch = collate([Group(Prompt("p", "?"), (7, 8, 9), tuple(answers))])
-    lengths = [sum(end - start for start, end in answer.given) for answer in answers]
-    assert (batch.mask & ~batch.sampled).sum(-1).tolist() == lengths
+    lengths = [sum(end - start for start, end in answer.given_spans) for answer in answers]
+    assert (batch.response_mask & ~batch.action_mask).sum(-1).tolist() == lengths
     wanted = torch.zeros_like(batch.sampler_logprobs)
     for row, answer in enumerate(answers):
-        wanted[row, slice(*answer.given[-1])] = 1.0
+        wanted[row, slice(*answer.given_spans[-1])] = 1.0
     batch = replace(batch, likelihood_weights=wanted)
     scores = policy.score(batch).logprobs.detach()
     for row, answer in enumerate(answers):
         ids = (7, 8, 9, *answer.token_ids)
         log_softmax = policy.model(torch.tensor([ids])).logits[0].detach().log_softmax(-1)
         for t, token in enumerate(answer.token_ids):
-            scored = batch.sampled[row, t] or wanted[row, t]
-            assert scored == batch.scored[row, t]
+            scored = batch.action_mask[row, t] or wanted[row, t]
+            assert scored == batch.scored_mask[row, t]
             expected = float(log_softmax[2 + t, token]) if scored else 0.0
             assert float(scores[row, t]) == pytest.approx(expected, abs=1e-6)
 
@@ -225,11 +225,11 @@ def test_two_processes_add_up_to_one_though_one_has_fewer_prefixes_or_none(order
     policy = make_policy(dtype=F64)
     batch, cfg = batch_of(policy), GRPOConfig(prefix_coef=0.5)
     whole, _ = gradients_of(policy, batch, cfg)
-    shared = batch.rows(torch.tensor(order))
-    halves = [shared.rows(slice(0, 6)), shared.rows(slice(6, 12))]
+    shared = batch.select_rows(torch.tensor(order))
+    halves = [shared.select_rows(slice(0, 6)), shared.select_rows(slice(6, 12))]
     gradients = []
     for mine, other, tokens in (*zip(halves, halves[::-1], prefixes[::-1], strict=True),):
-        runtime = Half(policy, [torch.tensor(6), other.sampled.sum(), torch.tensor(tokens)])
+        runtime = Half(policy, [torch.tensor(6), other.action_mask.sum(), torch.tensor(tokens)])
         grpo.update(policy, mine, runtime, cfg)
         gradients.append(runtime.gradients)
     assert distance(whole, {name: gradients[0][name] + gradients[1][name] for name in whole}) < 1e-7
@@ -239,23 +239,23 @@ def test_a_minibatch_learns_its_own_prefixes_alone():
     policy = make_policy(dtype=F64)
     batch = batch_of(policy)
     last, _ = gradients_of(policy, batch, GRPOConfig(prefix_coef=0.5, minibatches=2))  # nothing moves: lr is 0
-    second, _ = gradients_of(policy, batch.rows(slice(6, 12)), GRPOConfig(prefix_coef=0.5))
+    second, _ = gradients_of(policy, batch.select_rows(slice(6, 12)), GRPOConfig(prefix_coef=0.5))
     assert distance(second, last) < 1e-7
 
 
 def test_demonstrations_are_rows_of_given_tokens_behind_the_others():
     policy = make_policy()
     batch = batch_of(policy)
-    grown = with_demonstrations(batch.rows(slice(0, 6)), torch.arange(2))
-    for name, x in batch.rows(slice(0, 6)).tensors().items():
-        mine = grown.rows(slice(0, 6)).tensors()[name]
+    grown = with_demonstrations(batch.select_rows(slice(0, 6)), torch.arange(2))
+    for name, x in batch.select_rows(slice(0, 6)).get_tensors().items():
+        mine = grown.select_rows(slice(0, 6)).get_tensors()[name]
         assert torch.equal(mine, x), name
-    [last] = grown.chunks(6)[1:]
+    [last] = grown.split_into_chunks(6)[1:]
     assert policy.decode(last.response_ids[0].tolist()) == "12+3"
     assert last.likelihood_weights.tolist() == [[1.0] * 4]
-    assert not last.sampled.any()
+    assert not last.action_mask.any()
     assert not last.advantages.any()
-    assert len(with_demonstrations(batch.rows(slice(3, 6)), torch.tensor([1]))) == 3, "this prompt has none"
+    assert len(with_demonstrations(batch.select_rows(slice(3, 6)), torch.tensor([1]))) == 3, "this prompt has none"
 
 
 @pytest.mark.parametrize("dead", [True, False])
@@ -267,7 +267,7 @@ def test_a_prefix_may_be_longer_than_every_response_that_is_left(dead):
     groups[0] = replace(groups[0], completions=tuple(short), rewards=groups[0].rewards[:2])
     batch = collate(groups[:1])
     advantages = [0.0, 0.0] if dead else [1.0, -1.0]
-    batch = replace(batch, advantages=batch.along_responses(torch.tensor(advantages)))
+    batch = replace(batch, advantages=batch.broadcast_to_tokens(torch.tensor(advantages)))
     plain, _ = gradients_of(policy, batch, GRPOConfig())
     both, metrics = gradients_of(policy, batch, GRPOConfig(prefix_coef=0.3))
     loss = likelihood(policy, groups[:1])

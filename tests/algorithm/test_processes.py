@@ -38,7 +38,7 @@ class Exchange:
 
 
 class OneOfTwo(OneProcessRuntime):
-    world = 2
+    world_size = 2
 
     def __init__(self, policy, lr, rank, exchange):
         super().__init__(policy, lr)

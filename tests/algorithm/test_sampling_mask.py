@@ -50,7 +50,7 @@ def test_a_mask_comes_back_as_the_ids_of_its_tokens(vocabulary):
     rows = masks_of(kept)
     words, spans = collated([rows[:5], rows[5:6], rows[6:]])
     there = torch.tensor([[i < n for i in range(17)] for n in (5, 1, 17)])
-    ids, present = SamplingMask(words, spans[there]).ids(vocabulary)
+    ids, present = SamplingMask(words, spans[there]).unpack_ids(vocabulary)
     assert [row[p].tolist() for row, p in zip(ids, present, strict=True)] == [
         row.nonzero()[:, 0].tolist() for row in kept
     ]
@@ -68,7 +68,7 @@ def test_a_mask_is_ids_where_they_are_few_and_bits_where_they_are_many():
 def test_only_some_of_the_masks_are_looked_up():
     kept = random_masks(9, 50)
     words, spans = collated([masks_of(kept)])
-    ids, present = SamplingMask(words, spans[0]).of(torch.tensor([7, 2])).ids(50)
+    ids, present = SamplingMask(words, spans[0]).select_tokens(torch.tensor([7, 2])).unpack_ids(50)
     assert [row[p].tolist() for row, p in zip(ids, present, strict=True)] == [
         kept[row].nonzero()[:, 0].tolist() for row in (7, 2)
     ]
@@ -115,9 +115,11 @@ def test_scorer_and_sampler_agree_on_every_token_and_not_without_the_mask(sample
     policy = make_policy(architecture, temperature=1.3)
     batch = collate(drawn(policy, CUTS[cut], SAMPLERS[sampler], 1.3))
     ours = policy.score(batch).logprobs.detach()
-    torch.testing.assert_close(ours[batch.mask], batch.sampler_logprobs[batch.mask], rtol=0, atol=2e-5)
-    whole = policy.score(replace(batch, mask_words=None, mask_spans=None)).logprobs.detach()
-    assert float((whole - batch.sampler_logprobs)[batch.mask].abs().mean()) > 0.05
+    torch.testing.assert_close(
+        ours[batch.response_mask], batch.sampler_logprobs[batch.response_mask], rtol=0, atol=2e-5
+    )
+    whole = policy.score(replace(batch, sampling_mask_words=None, sampling_mask_spans=None)).logprobs.detach()
+    assert float((whole - batch.sampler_logprobs)[batch.response_mask].abs().mean()) > 0.05
 
 
 @pytest.mark.parametrize("sampler", SAMPLERS)
@@ -126,7 +128,7 @@ def test_the_whole_and_the_likeliest_are_drawn_without_a_mask(sampler):
         samples = SAMPLERS[sampler]()
         samples.sync(make_policy())
         groups = samples.generate(CountDigits().sample(0, 1), Sampling(2, max_tokens=3, **settings))
-        assert collate(groups).sampling_mask(torch.device("cpu")) is None
+        assert collate(groups).get_sampling_mask(torch.device("cpu")) is None
 
 
 # ---------------------------------------------------------------- scoring
@@ -147,8 +149,8 @@ def test_log_probs_entropy_and_kl_are_autograd_s_over_the_kept_tokens(
     monkeypatch, inputs, tokens_at_once, temperature, scale, softcap
 ):
     """The second implementation: all logits, -inf for what was cut off, and torch's own gradients."""
-    monkeypatch.setattr(logprobs, "MANY", 29 * tokens_at_once)
-    monkeypatch.setattr(logprobs, "FEW", 29 * max(1, tokens_at_once // 2))
+    monkeypatch.setattr(logprobs, "MAX_MATMUL_LOGITS", 29 * tokens_at_once)
+    monkeypatch.setattr(logprobs, "MAX_ELEMENTWISE_LOGITS", 29 * max(1, tokens_at_once // 2))
     hidden, weight, ref_hidden, ref_weight, kept, tokens = inputs
     bias, ref_bias = (torch.randn(29, dtype=torch.float64).requires_grad_() for _ in range(2))
     words, spans = collated([masks_of(kept)])
@@ -168,7 +170,7 @@ def test_log_probs_entropy_and_kl_are_autograd_s_over_the_kept_tokens(
         temperature,
         entropy_grad=True,
         reference=(ref_hidden, Head(ref_weight, ref_weight, ref_bias, scale, softcap)),
-        among=SamplingMask(words, spans[0]),
+        sampling_mask=SamplingMask(words, spans[0]),
     )
     upstream = torch.randn(3, 13, dtype=torch.float64)
     leaves, gradients = (hidden, weight, bias), []
@@ -198,7 +200,11 @@ def test_the_expected_gradient_is_that_of_the_truncated_policy():
     ]
     batch = collate([Group(Prompt("p", "p"), prompt_ids, tuple(completions))])
     cfg = GRPOConfig(group_size=len(every), aggregate="constant", constant_length=1)
-    batch = replace(batch, advantages=batch.along_responses(rewards[every]), weights=chances[:, None] * batch.mask)
+    batch = replace(
+        batch,
+        advantages=batch.broadcast_to_tokens(rewards[every]),
+        token_weights=chances[:, None] * batch.response_mask,
+    )
     loss, metrics = loss_terms(policy.score(batch), batch, cfg)
     found = torch.autograd.grad(-loss, list(policy.trainable().values()))
     assert max(float(x.abs().max()) for x in exact) > 1e-2
@@ -206,7 +212,7 @@ def test_the_expected_gradient_is_that_of_the_truncated_policy():
         torch.testing.assert_close(mine, expected, rtol=0, atol=1e-9)
     torch.testing.assert_close(metrics["entropy"], -(chances * chances.log()).sum().expand(len(every)))
 
-    of_the_whole = replace(batch, mask_words=None, mask_spans=None)
+    of_the_whole = replace(batch, sampling_mask_words=None, sampling_mask_spans=None)
     wrong = torch.autograd.grad(
         -loss_terms(policy.score(of_the_whole), of_the_whole, cfg)[0], list(policy.trainable().values())
     )
@@ -221,22 +227,26 @@ def test_ratio_1_and_kl_0_at_equal_weights(reference, kl):
         policy.adapter = add_adapter(policy.model, 2)
         other = AdapterOff(policy)
     if kl == "exact":
-        policy.measure_kl(other)
+        policy.set_kl_reference(other)
     cfg = GRPOConfig(group_size=4, kl=kl, kl_in="loss", kl_coef=0.1, epochs=2)
     runtime = OneProcessRuntime(policy)
     batch = collate(drawn(policy, temperature=0.8))
     batch = add_old_and_reference_logprobs(batch, policy, other, runtime, cfg)
     batch = replace(
-        batch, advantages=batch.along_responses(torch.randn(len(batch))), weights=weights_of(batch, runtime, cfg)
+        batch,
+        advantages=batch.broadcast_to_tokens(torch.randn(len(batch))),
+        token_weights=weights_of(batch, runtime, cfg),
     )
     _, metrics = loss_terms(policy.score(batch), batch, cfg)
     for name in ("kl", "sampler/gap_mean"):
         assert float(metrics[name].detach().abs().max()) < 2e-5, name
     assert torch.equal(policy.score(batch).logprobs.detach(), batch.old_logprobs)
     if kl != "exact":
-        torch.testing.assert_close(batch.ref_logprobs[batch.mask], batch.old_logprobs[batch.mask], rtol=0, atol=1e-6)
-        whole = other.score(replace(batch, mask_words=None, mask_spans=None)).logprobs.detach()
-        assert float((batch.ref_logprobs - whole)[batch.mask].abs().mean()) > 0.05
+        torch.testing.assert_close(
+            batch.ref_logprobs[batch.response_mask], batch.old_logprobs[batch.response_mask], rtol=0, atol=1e-6
+        )
+        whole = other.score(replace(batch, sampling_mask_words=None, sampling_mask_spans=None)).logprobs.detach()
+        assert float((batch.ref_logprobs - whole)[batch.response_mask].abs().mean()) > 0.05
 
 
 # ---------------------------------------------------------------- batches and runs
@@ -250,9 +260,9 @@ def test_rows_of_a_batch_and_joined_batches_keep_their_masks():
     joined = concat(parts)
     assert torch.equal(score(joined), score(whole))
     chosen = torch.tensor([1, 6, 7, 19])
-    expected = policy.score(whole).logprobs.detach()[chosen][whole.mask[chosen]]
-    torch.testing.assert_close(score(joined.rows(chosen)), expected)
-    pieces = torch.cat([score(piece) for piece in joined.chunks(3)])
+    expected = policy.score(whole).logprobs.detach()[chosen][whole.response_mask[chosen]]
+    torch.testing.assert_close(score(joined.select_rows(chosen)), expected)
+    pieces = torch.cat([score(piece) for piece in joined.split_into_chunks(3)])
     torch.testing.assert_close(pieces, score(whole))
 
 

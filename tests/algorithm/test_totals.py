@@ -14,13 +14,13 @@ def totals_of(*micro_batches, steps=({"grad_norm": 1.0, "lr": 0.1, "skipped": 0.
     measured = Totals()
     for gap, loss in micro_batches:
         measured.add_tokens({"sampler/gap_mean": torch.tensor(gap), "loss": torch.tensor(loss)})
-    measured.steps = list(steps)
+    measured.step_metrics = list(steps)
     return measured
 
 
 def test_means_are_over_tokens_of_all_micro_batches_and_the_largest_gap_is_one_of_a_token():
     """In the third nothing was sampled."""
-    means = totals_of(([0.1, 0.8, 0.3], [1.0, 2.0, 3.0]), ([0.2] * 3, [0.0, 0.0, -2.0]), ([], [])).means(list)
+    means = totals_of(([0.1, 0.8, 0.3], [1.0, 2.0, 3.0]), ([0.2] * 3, [0.0, 0.0, -2.0]), ([], [])).compute_means(list)
     assert means["sampler/gap_mean"] == pytest.approx(1.8 / 6)
     assert means["sampler/gap_max"] == pytest.approx(0.8)
     assert means["loss"] == pytest.approx(4.0), "shares of a sum: they add up"
@@ -29,7 +29,7 @@ def test_means_are_over_tokens_of_all_micro_batches_and_the_largest_gap_is_one_o
 def test_of_several_optimizer_steps_norms_and_losses_are_means_skips_are_counted_and_the_rate_is_the_last():
     names = ("grad_norm", "lr", "skipped", "idle")
     steps = [dict(zip(names, step, strict=True)) for step in ((0, 0.4, 0, 1), (2, 0.3, 1, 0), (4, 0.2, 0, 0))]
-    means = totals_of(([0.0] * 3, [1.0] * 3), ([0.0] * 3, [2.0] * 3), steps=steps).means(list)
+    means = totals_of(([0.0] * 3, [1.0] * 3), ([0.0] * 3, [2.0] * 3), steps=steps).compute_means(list)
     assert means["loss"] == pytest.approx(9.0 / 3)
     assert [means[name] for name in names] == [2.0, 0.2, 1, 1]
     assert not means.keys() & {"loss_scale", "skipped/overflow"}
@@ -38,7 +38,7 @@ def test_of_several_optimizer_steps_norms_and_losses_are_means_skips_are_counted
 def test_in_fp16_overflows_are_counted_and_the_scale_is_that_of_the_last_step():
     names = ("grad_norm", "lr", "skipped", "skipped/overflow", "loss_scale", "idle")
     steps = [dict(zip(names, step, strict=True)) for step in ((0, 0.4, 0, 1, 8.0, 0), (2, 0.3, 1, 1, 4.0, 0))]
-    means = totals_of(([0.0] * 3, [1.0] * 3), steps=steps).means(list)
+    means = totals_of(([0.0] * 3, [1.0] * 3), steps=steps).compute_means(list)
     assert [means[name] for name in names] == [1.0, 0.3, 1, 2, 4.0, 0]
 
 
@@ -55,7 +55,7 @@ def test_means_and_the_largest_gap_are_of_all_processes():
     mine = totals_of(([0.1] * 3, [1.0] * 3))
     other = totals_of(([0.4] * 3, [1.0] * 3), ([0.4] * 3, [2.0] * 3))
     other.add_tokens({"prefix/nll": torch.full((2,), 5.0), "sampler/gap_mean": torch.zeros(0)})
-    means = mine.means(Other(other))
+    means = mine.compute_means(Other(other))
     assert means["sampler/gap_mean"] == pytest.approx((3 * 0.1 + 6 * 0.4) / 9)
     assert means["sampler/gap_max"] == pytest.approx(0.4)
     assert means["loss"] == pytest.approx(12.0)
@@ -68,5 +68,5 @@ def test_laps_of_one_name_add_up_and_a_step_is_all_of_them(monkeypatch):
     monkeypatch.setattr(totals.time, "perf_counter", lambda: next(now))
     clock = Clock()
     for name in ("generate", "reward", "generate", "update"):
-        clock.lap(name)
-    assert clock.times() == {"time/generate": 5.0, "time/reward": 2.0, "time/update": 8.0, "time/step": 15.0}
+        clock.record_lap(name)
+    assert clock.get_times() == {"time/generate": 5.0, "time/reward": 2.0, "time/update": 8.0, "time/step": 15.0}

@@ -32,7 +32,7 @@ class TwoTerms(CountDigits):
 def run(cfg):
     policy, reference = make_policy(), make_policy(seed=1)
     if cfg.kl_coef and cfg.kl == "exact":
-        policy.measure_kl(reference)
+        policy.set_kl_reference(reference)
     before = {name: p.detach().clone() for name, p in policy.weights().items()}
     runtime = OneProcessRuntime(policy, lr=0.2)
     steps = list(

@@ -246,7 +246,7 @@ def test_one_that_goes_while_a_command_runs_is_one_line_too(said, tmp_path, monk
         (tmp_path / "gone").rmdir()
         return Path("anything").resolve(strict=True)
 
-    monkeypatch.setattr(recipes, "find", removed)
+    monkeypatch.setattr(recipes, "find_recipe", removed)
     status, _, err = said("train", "arithmetic")
     assert (status, err) == (2, f"pellucid: {GONE}\n")
 

@@ -169,7 +169,7 @@ def test_a_mistake_is_one_line_that_names_the_mend(line, worked, tmp_path, monke
     for name in ("takes_little", "broken"):
         monkeypatch.delitem(sys.modules, name, raising=False)
     if "--policy.model" not in line:
-        monkeypatch.setattr(policy, "load", None)  # they are found before the model is loaded
+        monkeypatch.setattr(policy, "load_policy", None)  # they are found before the model is loaded
     there = files_in(place)
     capsys.readouterr()
     with pytest.raises(SystemExit) as ended:

@@ -27,7 +27,7 @@ def test_it_prints_the_settings_of_the_run_its_plan_and_its_first_prompt(recipe,
     overrides = ["--algorithm.steps", 2, "--optimizer.lr", 3e-4, "--evaluate.every", 0]
     there = sorted(tmp_path.rglob("*"))
     with monkeypatch.context() as patched:
-        patched.setattr(pretrained, "load", None)
+        patched.setattr(pretrained, "load_pretrained", None)
         status, out, _ = rehearsed(capsys, recipe, "--run", tmp_path / "run", *overrides)
     assert status == 0
     assert sorted(tmp_path.rglob("*")) == there

@@ -189,7 +189,7 @@ def test_where_memory_runs_out_the_step_is_made_again_in_smaller_parts(recipe, t
 
     with monkeypatch.context() as patched:
         starved(patched, lambda rows: next(calls) == 1)  # the gradients of the first micro-batch are there
-        patched.setattr(run.grpo, "update", dying)
+        patched.setattr(run.grpo, "update_policy", dying)
         assert train(recipe, "--run", run_dir, *SETTINGS, *ON_POLICY, "--algorithm.micro_batch", 8) == 130
     ran_out = "! memory ran out with 8 rows in a forward pass: 4 from now on, as of algorithm.micro_batch = 4"
     assert capsys.readouterr().out.splitlines().count(ran_out) == 1
@@ -217,7 +217,7 @@ def test_a_row_that_does_not_fit_is_told_with_what_would_make_room(recipe, tmp_p
 
 
 def test_what_once_did_not_fit_is_not_tried_again_and_less_is_not_made_more():
-    runtime = Runtime(make_policy(), AdamWConfig(), total=1)
+    runtime = Runtime(make_policy(), AdamWConfig(), total_updates=1)
     refused = []
 
     def computed(rows):
@@ -226,7 +226,7 @@ def test_what_once_did_not_fit_is_not_tried_again_and_less_is_not_made_more():
             torch.empty(2**60, dtype=torch.uint8)
         return rows
 
-    assert [runtime.fit(computed, rows) for rows in (12, 12, 7, 2)] == [3, 3, 3, 2]
+    assert [runtime.compute_within_memory(computed, rows) for rows in (12, 12, 7, 2)] == [3, 3, 3, 2]
     assert refused == [12, 6]
 
 

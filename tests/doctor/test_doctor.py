@@ -20,7 +20,7 @@ from pellucid.types import UserError
 def machine(monkeypatch):
     """One whose speed is known: 1.5 and 3 TFLOP/s."""
     speeds = {torch.float32: 1.5, torch.bfloat16: 3.0}
-    monkeypatch.setattr(hardware, "matmul_tflops", speeds.get)
+    monkeypatch.setattr(hardware, "measure_matmul_tflops", speeds.get)
     monkeypatch.setattr(hardware, "keep_freed_memory", lambda: False)
     return monkeypatch
 
@@ -61,7 +61,7 @@ def test_a_default_model_that_is_not_there_is_one_line_of_many(machine, capsys):
     def missing(name):
         raise UserError(f"{name} is not installed: make setup")
 
-    machine.setattr(pretrained, "locate", missing)
+    machine.setattr(pretrained, "locate_model", missing)
     report = reported(capsys)
     assert "smollm2-135m is not installed: make setup" in report
     assert "plots" in report, "the lines after it are there, too"
@@ -69,5 +69,5 @@ def test_a_default_model_that_is_not_there_is_one_line_of_many(machine, capsys):
 
 def test_what_is_found_is_printed_as_it_stands(machine, capsys):
     """Brackets are markup to rich."""
-    machine.setattr(hardware, "cpu_name", lambda: "Core [bold]5[/bold]")
+    machine.setattr(hardware, "get_cpu_name", lambda: "Core [bold]5[/bold]")
     assert "Core [bold]5[/bold]" in reported(capsys)

@@ -90,12 +90,12 @@ def test_state_is_what_a_policy_and_its_optimizer_hold(folder):
 def test_an_adapter_counts_its_own_parameters(folder):
     adapted = peft.get_peft_model(tiny_llama(), peft.LoraConfig(r=4, target_modules="all-linear"))
     trained = sum(p.numel() for p in adapted.parameters() if p.requires_grad)
-    assert memory.from_name(str(folder), lora=4).trained == trained
+    assert memory.from_name(str(folder), lora=4).trained_count == trained
 
 
 def kept_by_autograd(policy, batch):
     """Bytes of what a forward pass saves for its backward pass, weights and attention masks aside."""
-    copies = [part.tensor_now() for part in policy.decoder.cast_weights()]
+    copies = [part.get_cast_copy() for part in policy.decoder.cast_weights()]
     weights = {p.untyped_storage().data_ptr() for p in (*policy.weights().values(), *copies)}
     saved = {}
 
@@ -143,7 +143,7 @@ def test_recomputed_activations_are_the_residual_stream(dtype, wide):
     batch = batch_of(prompt=8, response=41, rows=8)
     cfg = configured(dtype=str(dtype).removeprefix("torch."))
     cfg = replace(cfg, policy=replace(cfg.policy, gradient_checkpointing=True))
-    planned = memory.activations(policy.model.config, cfg, ours=True)
+    planned = memory.activations(policy.model.config, cfg, own_decoder=True)
     layer = memory.bytes_a_token(policy.model.config, wide)
     assert kept_by_autograd(policy, batch) / (8 + 8 * 40) == pytest.approx(planned - layer, rel=0.25)
 
@@ -152,7 +152,7 @@ def test_shards_share_what_is_kept_and_sample_from_whole_weights(folder):
     """fp32, of P bytes over 4: among four processes a quarter of 4 P, and 4 P to sample from; in bf16 2 P."""
     model = memory.from_name(str(folder), lora=0)
     cfg = replace(configured(kl_coef=0.1), runtime=RuntimeConfig("fsdp2"))
-    p = model.parameters / 1e9
+    p = model.parameter_count / 1e9
     expected = {"weights": 5 * p, "gradients": p, "optimizer": 2 * p, "reference": p}
     assert memory.state(model, cfg, 4) == pytest.approx(expected)
     half = replace(cfg, policy=replace(cfg.policy, dtype="bfloat16"))
@@ -165,7 +165,7 @@ def test_stages_of_zero_share_out_more_and_more(folder):
     """fp32, of P bytes over 4, among four processes: stage 2 keeps 4 P and a quarter of 4 P + 12 P; stage 3 samples
     from whole weights, and those that it keeps are its masters."""
     model = memory.from_name(str(folder), lora=0)
-    p, bucket = model.parameters / 1e9, 0.2
+    p, bucket = model.parameter_count / 1e9, 0.2
     two, three = (
         memory.state(model, with_engine(configured(kl_coef=0.1), RuntimeConfig("deepspeed", zero_stage=n)), 4)
         for n in (2, 3)
@@ -215,9 +215,9 @@ def test_the_plan_ends_with_a_verdict_whose_advice_leads_to_a_run_that_fits(lack
     recipe.write_text(f'[policy]\nmodel = "{shape}"\ndtype = "bfloat16"\n[sampler]\nmax_tokens = 2000\n')
     fits = verdict_on(recipe, capsys)
     needed = float(re.search(r"about ([\d.]+) GB are needed", fits)[1])
-    monkeypatch.setattr(hardware, "device_gb", lambda _: 1.01 * needed)
+    monkeypatch.setattr(hardware, "get_device_memory_gb", lambda _: 1.01 * needed)
     assert verdict_on(recipe, capsys).startswith("Verdict for this machine: fits, about")
-    monkeypatch.setattr(hardware, "device_gb", lambda _: lacking * needed)
+    monkeypatch.setattr(hardware, "get_device_memory_gb", lambda _: lacking * needed)
     verdict = verdict_on(recipe, capsys)
     assert verdict.startswith("Verdict for this machine: does not fit, about")
     if "It fits with" not in verdict:
@@ -313,8 +313,8 @@ def test_of_a_model_that_sees_the_part_that_reads_is_counted(tmp_path, capsys):
     config = Gemma3Config(text_config=Gemma3TextConfig(**SEEING), vision_config=SEES, mm_tokens_per_image=4)
     printed = planned(config, tmp_path, capsys)
     assert "unknown" not in printed
-    text = memory.activations(Gemma3TextConfig(**SEEING), configured(), ours=False)
-    assert memory.activations(config, configured(), ours=False) == text > 0
+    text = memory.activations(Gemma3TextConfig(**SEEING), configured(), own_decoder=False)
+    assert memory.activations(config, configured(), own_decoder=False) == text > 0
 
 
 def test_a_model_that_is_no_causal_one_has_a_plan_of_one_line(tmp_path, capsys):
@@ -368,7 +368,7 @@ def test_checkpointing_is_not_recommended_where_it_saves_nothing(tmp_path, capsy
     """Of short answers, and where the microscope's copies of the weights need more than the update."""
     model, short = kernel_model(tmp_path), planned_run(tokens=8)
     watched = replace(planned_run(tokens=2048), log=LogConfig(tokens=1, predictions=10))
-    large = model._replace(trained=10**9, parameters=10**9)
+    large = model._replace(trained_count=10**9, parameters=10**9)
     for facts, cfg in ((model, short), (large, watched)):
         assert "saves less than" in memory.on_checkpointing(facts, cfg)
         assert memory.remedy(facts, cfg) == "set a lower sampler.max_tokens"

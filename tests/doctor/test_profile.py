@@ -42,11 +42,11 @@ def test_an_operator_belongs_to_the_stage_in_which_it_began():
     memory = [Memory(100.1, 1.0), Memory(101.9, 3.0), Memory(103.0, 2.5), Memory(104.2, 2.0)]
     stages = stages_of(events, memory, start=100.0, metrics=METRICS)
     assert {name: stage.seconds for name, stage in stages.items()} == {k.split("/")[1]: v for k, v in METRICS.items()}
-    assert stages["generate"].by_kind == pytest.approx({"matrix products": 1.5})
-    assert stages["reward"].by_kind == pytest.approx({"softmax, exp, log": 0.1})
-    assert stages["score"].by_kind == {}
-    assert stages["update"].by_kind == pytest.approx({"matrix products": 0.45})
-    assert [stage.gb for stage in stages.values()] == [[1.0, 3.0], [], [], [2.5, 2.0]]
+    assert stages["generate"].seconds_by_kind == pytest.approx({"matrix products": 1.5})
+    assert stages["reward"].seconds_by_kind == pytest.approx({"softmax, exp, log": 0.1})
+    assert stages["score"].seconds_by_kind == {}
+    assert stages["update"].seconds_by_kind == pytest.approx({"matrix products": 0.45})
+    assert [stage.memory_gb for stage in stages.values()] == [[1.0, 3.0], [], [], [2.5, 2.0]]
 
 
 def test_what_goes_between_processes_at_once_is_counted_once():
@@ -61,7 +61,7 @@ def test_what_goes_between_processes_at_once_is_counted_once():
     text = table(stages, dict.fromkeys(stages, 0.0), 0.5, "bfloat16")
     [shown] = [line[26:].split() for line in text.splitlines() if line.startswith("between processes")]
     assert shown == ["0.25", "0.00", "0.00", "0.75", "1.00"]
-    assert stages["update"].by_kind["the rest"] == 0.0
+    assert stages["update"].seconds_by_kind["the rest"] == 0.0
 
 
 @pytest.mark.filterwarnings("ignore:.*Profiler clears events")  # torch 2.11 says so
@@ -90,7 +90,7 @@ def test_operations_are_those_that_torch_counts():
         work()
     counted = counter.get_flop_counts()["Global"]
     products = counted[torch.ops.aten.mm] + counted[torch.ops.aten.bmm]
-    assert sum(n for _, n in operations.seen) == products
+    assert sum(n for _, n in operations.operations) == products
 
 
 def test_operations_with_packed_weights_are_counted_too():
@@ -99,7 +99,7 @@ def test_operations_with_packed_weights_are_counted_too():
         torch.ops.mkldnn._linear_pointwise(torch.randn(3, 5).bfloat16(), weight, None, "none", [], "")
         torch.addmm(torch.randn(7), torch.randn(3, 5), torch.randn(5, 7))
         torch.randn(3, 5) + 1
-    assert [n for _, n in operations.seen] == [2 * 3 * 5 * 7, 2 * 3 * 5 * 7]
+    assert [n for _, n in operations.operations] == [2 * 3 * 5 * 7, 2 * 3 * 5 * 7]
 
 
 def test_fused_steps_are_counted_and_named():
@@ -134,7 +134,7 @@ def test_what_an_update_computes_in_cpp_is_counted_and_named():
     kinds = [kind_of(event.name) for event in profiler.events()]
     assert kinds.count("attention") == 2
     assert kinds.count("matrix products") >= 3
-    assert [n for _, n in seen] == [2 * 40 * 64 * 32] * 3 * lines.here()[0].tiles
+    assert [n for _, n in seen] == [2 * 40 * 64 * 32] * 3 * lines.here()[0].uses_amx
 
 
 def test_the_table_is_in_seconds_of_this_machine():

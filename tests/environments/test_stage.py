@@ -68,13 +68,13 @@ def test_a_fault_is_an_observation_and_the_conversation_goes_on(world, fault):
     said, told = FAULTS[fault]
     made = world(SHOP, RewardConfig()) if world is Stage else world(SHOP)
     begun(made)
-    made.tell(0, call("sell", count=2))
+    made.send_turn(0, call("sell", count=2))
     assert replies(made, 1)[0].messages[0]["content"] == "sold 2"
-    made.tell(0, said)
+    made.send_turn(0, said)
     [message] = replies(made, 1)[0].messages
     assert message["role"] == "tool"
     assert told in message["content"]
-    made.tell(0, over())
+    made.send_turn(0, over())
     outcome = replies(made, 1)[0].outcome
     assert outcome.reward == 2.0
     assert outcome.events == {"calls": 2, fault: 1}
@@ -151,7 +151,7 @@ def test_the_row_says_which_of_several_environments(stage):
     assert 'environment = "moon"; there are counter, shop' in wrong.outcome.error
 
 
-@pytest.mark.parametrize("stage", [replace(SHOP, keeps=True)], indirect=True)
+@pytest.mark.parametrize("stage", [replace(SHOP, returns_environment=True)], indirect=True)
 def test_reward_functions_see_the_environment_as_it_was_left(stage):
     begun(stage)
     stage.tell(0, call("sell", count=5))
@@ -176,7 +176,7 @@ def test_processes_are_used_again_and_end_with_the_stage():
     for _ in range(3):
         begun(stage, 2)
         for number in range(2):
-            stage.tell(number, over())
+            stage.send_turn(number, over())
         replies(stage, 2)
     pids = [player.pid for player in stage.idle]
     assert len(pids) == 2
@@ -209,15 +209,15 @@ def test_a_conversation_that_was_left_is_ended_by_the_next_of_its_number(stage):
 def test_what_cannot_be_loaded_is_one_line():
     stage = Stage(Talk(tools=("failing_tools:missing",)), RewardConfig())
     with pytest.raises(UserError, match='the environment cannot be used: UserError: failing_tools has no "missing"'):
-        stage.begin(0, Prompt("p", ({"role": "user", "content": "Q"},)), 0)
+        stage.start_conversation(0, Prompt("p", ({"role": "user", "content": "Q"},)), 0)
     stage.close()
 
 
 def test_a_tool_that_does_not_say_what_it_takes_is_one_line():
     stage = Stage(Talk(tools=("failing_tools:untold",)), RewardConfig())
-    stage.begin(0, Prompt("p", ({"role": "user", "content": "Q"},)), 0)
+    stage.start_conversation(0, Prompt("p", ({"role": "user", "content": "Q"},)), 0)
     with pytest.raises(UserError, match=r"tool untold: .*: give its arguments types, and its docstring"):
-        stage.heard(10.0)
+        stage.receive_replies(10.0)
     stage.close()
 
 
@@ -305,7 +305,7 @@ def children_of(pid):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("stage", [Talk("worlds:Large", timeout=0.5, keeps=True)], indirect=True)
+@pytest.mark.parametrize("stage", [Talk("worlds:Large", timeout=0.5, returns_environment=True)], indirect=True)
 def test_a_process_that_stops_in_the_middle_of_an_answer_is_lost_in_time(stage):
     begun(stage)
     stage.tell(0, over())

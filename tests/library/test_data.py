@@ -29,7 +29,7 @@ KINDS = {
 @pytest.mark.parametrize("kind", KINDS)
 def test_rows_of_every_kind_are_the_same_file(kind, tmp_path):
     lines, path = in_memory(KINDS[kind](ROWS)), tmp_path / "data.jsonl"
-    lines.write(path)
+    lines.write_file(path)
     assert [row for _, row in read_jsonl(path)] == ROWS
     assert lines.digest == hashlib.sha256(path.read_bytes()).hexdigest()
 

@@ -341,7 +341,7 @@ def test_a_second_interrupt_ends_it_at_once(recipe, tmp_path, monkeypatch, capsy
         os.kill(os.getpid(), signal.SIGINT)
         os.kill(os.getpid(), signal.SIGINT)
 
-    monkeypatch.setattr(run.grpo, "update", twice)
+    monkeypatch.setattr(run.grpo, "update_policy", twice)
     with pytest.raises(KeyboardInterrupt):
         pellucid.train(recipe=recipe, run=tmp_path / "run").finish()
     assert "stopped at once; nothing that was saved is lost, go on with: pellucid.train(" in capsys.readouterr().out
@@ -349,7 +349,7 @@ def test_a_second_interrupt_ends_it_at_once(recipe, tmp_path, monkeypatch, capsy
 
 
 def test_an_interrupt_before_there_is_a_run_does_not_say_how_to_go_on_with_it(recipe, tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(run, "compose", lambda *_: os.kill(os.getpid(), signal.SIGINT))
+    monkeypatch.setattr(run, "build_components", lambda *_: os.kill(os.getpid(), signal.SIGINT))
     with pytest.raises(KeyboardInterrupt):
         pellucid.train(recipe=recipe, run=tmp_path / "run").finish()
     assert "nothing that was saved is lost, the same call starts again\n" in capsys.readouterr().out
@@ -885,7 +885,7 @@ def test_a_mistake_is_told_at_the_call(told, tmp_path, monkeypatch):
 
 
 def test_a_reward_with_another_signature_is_told_before_the_model_is_loaded(small, monkeypatch):
-    monkeypatch.setattr(policy, "load", None)
+    monkeypatch.setattr(policy, "load_policy", None)
     mine = pellucid.train(data=ROWS, reward=lambda completions, answers: [0.0 for _ in completions], **small)
     with pytest.raises(
         UserError, match=r"reward lambda .*end its arguments with \*\*kwargs; it is given question, ans"
@@ -902,7 +902,7 @@ def test_a_finished_run_says_so_at_once_and_goes_on_with_more_steps(small, capsy
     assert capsys.readouterr().out == f"{told}steps=6 would take more steps\n"
     assert again.finish().model, "its model can still be had"
     with monkeypatch.context() as patched:
-        patched.setattr(policy, "load", None)
+        patched.setattr(policy, "load_policy", None)
         capsys.readouterr()
         assert train("--resume", folder) == 0
         assert capsys.readouterr().out == f"{told}--algorithm.steps 6 would take more steps\n"

@@ -19,7 +19,7 @@ def test_steps_that_a_resume_deletes_meanwhile_are_told_in_a_line(tmp_path, monk
         tokens.path_of(run, 3).unlink(missing_ok=True)
         return of_files(runs, step)
 
-    monkeypatch.setattr(packing, "of_files", deleting)
+    monkeypatch.setattr(packing, "count_file_bytes", deleting)
     with pytest.raises(UserError, match=r"step-000003\.parquet went while it was read, .*: look again"):
-        look([run], 0, tmp_path / "page.html", browse=False)
+        look([run], 0, tmp_path / "page.html", open_browser=False)
     assert not (tmp_path / "page.html").exists()

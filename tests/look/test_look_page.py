@@ -65,7 +65,7 @@ def url(tmp_path_factory):
 
 def eventually(page, condition):
     """The page may draw itself anew between finding an element and reading it."""
-    return WebDriverWait(page, 20, ignored_exceptions=(StaleElementReferenceException,)).until(lambda _: condition())
+    return WebDriverWait(page, 20, ignored_exceptions=(StaleElementReferenceException,)).deadline(lambda _: condition())
 
 
 def found(page, css):
@@ -218,7 +218,7 @@ def test_the_page_says_of_a_token_what_the_terminal_says(browser, tmp_path):
     said = [{"rule": rule, "push": 0.0, "ratio": 0.76, "bound": 0.8, "advantage": -0.9} for rule in RULES[1:]]
     said += [{"push": push, "logprob_after": after} for push in (0.1, -0.1) for after in (-0.25, -0.75, -0.5, None)]
     write_tokens(run, 1, [row(0, 0, i, f"t{i}", **each) for i, each in enumerate(said)])
-    columns = Run(run).tokens(1).columns
+    columns = Run(run).read_tokens(1).columns
     expected = [sentence({name: values[i] for name, values in columns.items()}) for i in range(len(said))]
     with looking(run) as server:
         go(browser, f"{server.url}#/group/1/0?c=0&t=0", "group")
@@ -261,8 +261,8 @@ def test_the_file_from_disk_shows_every_view(browser, tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize("least", [0.01, 2.0])
 def test_the_file_says_what_it_had_no_room_for(browser, tmp_path, monkeypatch, least):
-    monkeypatch.setattr(packing, "LEVELS", (packing.LEVELS[0], packing.Level(3, 1e-3, 2, least)))
-    monkeypatch.setattr(packing, "chosen", lambda of_step, steps, room: (packing.LEVELS[1], 2))
+    monkeypatch.setattr(packing, "PRECISION_LEVELS", (packing.LEVELS[0], packing.Level(3, 1e-3, 2, least)))
+    monkeypatch.setattr(packing, "choose_precision", lambda of_step, steps, room: (packing.LEVELS[1], 2))
     said = packing.write([Run(small_run(tmp_path / "run", steps=3))], tmp_path / "page.html")
     go(browser, f"{(tmp_path / 'page.html').as_uri()}#/run", "run")
     kinds = {0.01: "alternatives below 0.01 in probability", 2.0: "all alternatives"}
@@ -303,7 +303,7 @@ TOPS = {"": [id_of(" a"), 7], "_text": [" a", " b"], "_logprob": [math.log(0.6),
 @pytest.mark.parametrize("level", packing.LEVELS)
 def test_the_numbers_of_the_file_are_those_of_the_run_to_what_it_says(browser, tmp_path, monkeypatch, level):
     """The page's own reader of the bytes, against the Parquet file."""
-    monkeypatch.setattr(packing, "LEVELS", (level,))
+    monkeypatch.setattr(packing, "PRECISION_LEVELS", (level,))
     run = run_folder(tmp_path / "run")
     add_step(run, 1, said=["a\x00b", "答案", "", "\n", *(" x" * i for i in range(300))])
     other_passes(run)
@@ -312,7 +312,7 @@ def test_the_numbers_of_the_file_are_those_of_the_run_to_what_it_says(browser, t
         go(browser, f"{(tmp_path / 'page.html').as_uri()}#/group/{step}/0", "group")
         page = json.loads(browser.execute_script("return JSON.stringify(document.microscope.data)"))
         compared(page, tokens.read(run, step).to_pylist(), level, agreeing=step < 3)
-        whole = Run(run).tokens(step).sequences
+        whole = Run(run).read_tokens(step).sequences
         assert [{name: each[name] for name in page["sequences"][0]} for each in whole] == page["sequences"]
 
 

@@ -90,7 +90,7 @@ def test_of_a_run_without_room_some_steps_are_kept_without_alternatives(tmp_path
 
 
 def test_where_steps_turn_out_larger_than_foreseen_fewer_are_kept(tmp_path, monkeypatch):
-    monkeypatch.setattr(packing, "chosen", lambda of_step, steps, room: (packing.LEVELS[0], len(steps)))
+    monkeypatch.setattr(packing, "choose_precision", lambda of_step, steps, room: (packing.LEVELS[0], len(steps)))
     limit = len(packing.page({})[0]) + 60_000
     said = packing.write([Run(small_run(tmp_path / "run", steps=30))], tmp_path / "page.html", limit=limit)
     kept = kept_steps(tmp_path / "page.html")
@@ -105,9 +105,9 @@ def test_of_a_long_run_only_those_steps_are_read_that_have_room(tmp_path, monkey
     run, read = Run(small_run(tmp_path / "run", steps=60)), []
     whole = tokens.read
     monkeypatch.setattr(
-        tokens, "read", lambda folder, step, columns=None: read.append(step) or whole(folder, step, columns)
+        tokens, "read_tokens", lambda folder, step, columns=None: read.append(step) or whole(folder, step, columns)
     )
-    monkeypatch.setattr(packing, "SAMPLE", 2)
+    monkeypatch.setattr(packing, "SAMPLE_SIZE", 2)
     said = packing.write([run], tmp_path / "page.html", limit=len(packing.page({})[0]) + 60_000)
     held = answers(tmp_path / "page.html")["packed"]["counts"]
     assert 2 < held["tokens"][0] < 30
@@ -144,7 +144,7 @@ def test_of_two_runs_the_same_steps_are_kept(tmp_path):
 
 def test_a_damaged_file_costs_its_step_alone(tmp_path):
     run = Run(small_run(tmp_path / "run", steps=3))
-    tokens.path_of(run.folder, 2).write_bytes(b"PAR1")
+    tokens.path_of(run.run_dir, 2).write_bytes(b"PAR1")
     assert "the tokens of 1 of 3 steps" in packing.write([run], tmp_path / "page.html")
     assert kept_steps(tmp_path / "page.html") == [1, 3]
 
@@ -176,5 +176,5 @@ def test_numbers_that_many_tokens_share_are_exact_and_texts_are_told_once(tmp_pa
     told = {part["name"]: part for part in header["parts"]}
     assert told["advantage"]["values"] == [pytest.approx(0.12345678, rel=1e-6)]
     assert told["weight"]["values"] == [pytest.approx(1 / 3, rel=1e-6)]
-    assert [text for _, text in words.numbers] == ["same"]
+    assert [text for _, text in words.indices] == ["same"]
     assert header["sequences"]["end"] == [40]

@@ -76,14 +76,14 @@ def test_differences_shares_and_sums_of_a_step(two_tokens):
 def test_given_tokens_have_no_part_in_the_entropy_of_a_group(tmp_path):
     run = run_folder(tmp_path / "run")
     write_tokens(run, 1, [row(0, 0, 0, "a", entropy_before=1.0), row(0, 0, 1, "b", kind="given", entropy_before=9.0)])
-    assert Run(run).at(1)["groups"][0]["entropy"] == 1.0
+    assert Run(run).read_summary(1)["groups"][0]["entropy"] == 1.0
 
 
 def test_the_log_prob_of_the_start_is_what_a_step_changed(tmp_path):
     """With several updates a step, the log-prob of the last of them has moved already."""
     run = run_folder(tmp_path / "run")
     write_tokens(run, 1, [row(0, 0, 0, "a", logprob_start=-2.0, logprob_before=-1.5, logprob_after=-1.0)])
-    assert Run(run).tokens(1).columns["change"] == [1.0]
+    assert Run(run).read_tokens(1).columns["change"] == [1.0]
 
 
 def test_the_columns_of_the_page_tell_what_was_recorded(two_tokens):
@@ -108,21 +108,21 @@ def test_a_step_without_rollouts_is_summed_up_from_its_tokens(two_tokens):
 def test_rollouts_are_found_as_they_are_written_and_half_a_line_is_waited_for(tmp_path):
     path = tmp_path / "rollouts.jsonl"
     rollouts = Rollouts(path)
-    assert not rollouts.steps()
+    assert not rollouts.locate_steps()
     lines(path, [rollout(1, "a", "x", 1.0), rollout(1, "a", "y", 0.0), rollout(1, "b", "z", 0.0)])
-    assert [[row["completion"] for row in group] for group in rollouts.of(1)] == [["x", "y"], ["z"]]
+    assert [[row["completion"] for row in group] for group in rollouts.read_groups(1)] == [["x", "y"], ["z"]]
     half = json.dumps(rollout(2, "c", "later", 1.0))
     with path.open("a") as file:
         file.write(half[:50])
-    assert list(rollouts.steps()) == [1]
+    assert list(rollouts.locate_steps()) == [1]
     with path.open("a") as file:
         file.write(half[50:] + "\n")
-    assert rollouts.of(2)[0][0]["completion"] == "later"
+    assert rollouts.read_groups(2)[0][0]["completion"] == "later"
     path.write_text("")
     lines(path, [rollout(1, "a", "anew", 1.0), rollout(1, "a", "and longer", 0.0)])
-    assert [row["completion"] for row in rollouts.of(1)[0]] == ["anew", "and longer"]
-    assert list(rollouts.steps()) == [1]
-    assert not rollouts.of(2)
+    assert [row["completion"] for row in rollouts.read_groups(1)[0]] == ["anew", "and longer"]
+    assert list(rollouts.locate_steps()) == [1]
+    assert not rollouts.read_groups(2)
 
 
 def test_a_question_is_found_again_in_the_steps_that_asked_it(tmp_path):
@@ -130,9 +130,9 @@ def test_a_question_is_found_again_in_the_steps_that_asked_it(tmp_path):
     found = {each["prompt"]: each for each in run.answer("questions")}
     assert (found["What is 3 + 4?"]["times"], found["What is 3 + 4?"]["last"]) == (3, [0.5, 0.5, 0.5])
     assert found["What is 5 + 4?"]["last"] == [0.25, 0.25, 0.25]
-    add_step(run.folder, 4)
+    add_step(run.run_dir, 4)
     name = run.answer("questions")[0]["question"]
-    assert [each.step for each in run.questions().times[name]] == [1, 2, 3, 4]
+    assert [each.step for each in run.refresh_questions().occurrences[name]] == [1, 2, 3, 4]
     followed = run.answer(f"question/{name}")
     assert followed["best"] == [[step, 0] for step in (1, 2, 3, 4)]
     assert re.findall("reward, step \\d: [\\d.]+", followed["charts"][0]) == [
@@ -142,15 +142,15 @@ def test_a_question_is_found_again_in_the_steps_that_asked_it(tmp_path):
 
 def test_of_the_steps_that_were_read_only_new_ones_are_read(tmp_path, monkeypatch):
     run, read = Run(small_run(tmp_path / "run", steps=3)), []
-    summarised = run.summarised
+    summarised = run.compute_summary
     monkeypatch.setattr(run, "summarised", lambda step, *mark: read.append(step) or summarised(step, *mark))
     name = run.answer("questions")[0]["question"]
     assert read == [1, 2, 3]
-    add_step(run.folder, 4)
+    add_step(run.run_dir, 4)
     run.answer("questions")
     run.answer(f"question/{name}")
     assert read == [1, 2, 3, 4]
-    (run.folder / "tokens" / "step-000002.parquet").unlink()
+    (run.run_dir / "tokens" / "step-000002.parquet").unlink()
     assert run.answer(f"question/{name}")["best"] == [[1, 0], [3, 0], [4, 0]]
     assert read == [1, 2, 3, 4, 2]
     with pytest.raises(UserError, match="no step asked the question x"):
@@ -197,14 +197,14 @@ def test_the_sentence_on_a_token_that_was_pushed(push, change, says):
 )
 def test_a_movement_within_the_rounding_of_the_logits_is_said_to_be(dtype, change, says):
     token = {"kind": "sampled", "rule": "", "advantage": 0.5, "ratio": 1.0, "push": 0.1, "change": change}
-    assert sentence(token, about={"dtype": dtype} if dtype else {}).endswith(says)
+    assert sentence(token, metadata={"dtype": dtype} if dtype else {}).endswith(says)
 
 
 def test_a_token_that_nobody_pushed_may_have_moved():
     dead = {"kind": "sampled", "rule": "zero_variance", "advantage": 0.0, "push": 0.0}
     assert sentence({**dead, "change": -0.27}).endswith("no gradient; yet its log-prob fell by 0.27.")
     assert sentence({**dead, "change": 0.0002}).endswith("no gradient.")
-    assert sentence({**dead, "change": -0.1}, about={"dtype": "bfloat16"}).endswith("no gradient.")
+    assert sentence({**dead, "change": -0.1}, metadata={"dtype": "bfloat16"}).endswith("no gradient.")
     assert sentence({**dead, "change": -0.27}, "zh").endswith("但其对数概率下降了 0.27。")
 
 
@@ -276,10 +276,10 @@ def degrees(folder):
 def test_where_rewards_are_degrees_no_step_of_the_run_calls_an_answer_right_or_wrong(tmp_path):
     run = Run(degrees(tmp_path / "run"))
     for step, signal in ((1, "equal"), (2, "signal")):
-        [group] = run.at(step)["groups"]
+        [group] = run.read_summary(step)["groups"]
         assert (group["signal"], group["correct"]) == (signal, [None, None])
         assert {each["correct"] for each in run.answer(f"tokens/{step}")["sequences"]} == {None}
-        assert {each["correct"] for each in run.tokens(step).sequences} == {None}
+        assert {each["correct"] for each in run.read_tokens(step).sequences} == {None}
     overview = run.answer("overview")
     assert overview["dead"] == [pytest.approx(1 / 3), 0.0]
     assert not re.search("right|wrong", re.sub("<[^>]*>", " ", " ".join(overview["charts"])))
@@ -315,7 +315,7 @@ def test_the_error_of_a_reward_that_fails_is_told(tmp_path):
     write_tokens(run, 1, [row(0, 0, 0, "a")])
     lines(run / "metrics.jsonl", [metric(1, loss=0.4, **{"reward/failed": 12.0})])
     lines(run / "rollouts.jsonl", [rollout(1, "a", "x", None, error="ValueError: no number\nlong")])
-    [found] = Run(run).why()
+    [found] = Run(run).find_explanations()
     assert (found["key"], found["values"]["error"]) == ("reward_fails", "ValueError: no number")
 
 

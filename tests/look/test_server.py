@@ -88,7 +88,7 @@ def test_each_server_has_a_token_of_its_own_and_no_command_line_shows_it(server,
 def test_silent_connections_are_closed(server, monkeypatch, sent, slowly):
     """Whether nothing comes, or a byte now and then."""
     monkeypatch.setattr(serving.Handler, "timeout", 60.0 if slowly else 0.3)
-    monkeypatch.setattr(serving, "SILENCE", 0.3 if slowly else 60.0)
+    monkeypatch.setattr(serving, "CLIENT_TIMEOUT_SECONDS", 0.3 if slowly else 60.0)
     with socket.create_connection(("127.0.0.1", server.server_port), 20) as client:
         client.sendall(sent)
         assert client.recv(1000) == b""
@@ -118,15 +118,17 @@ def test_it_listens_on_the_loopback_alone(server):
 
 
 def test_questions_are_read_before_they_are_asked_for_and_answers_come_in_between(tmp_path, monkeypatch):
-    monkeypatch.setattr(serving, "AT_A_TIME", 2)
+    monkeypatch.setattr(serving, "STEPS_PER_BATCH", 2)
     run = Run(small_run(tmp_path / "run", steps=5))
     with Looking([run], 0) as server:
         between = []
         monkeypatch.setattr(
-            serving.time, "sleep", lambda _: between.append((len(run.asked.marks), server.answer("runs")))
+            serving.time,
+            "sleep",
+            lambda _: between.append((len(run.question_history.fingerprints), server.answer("runs"))),
         )
         monkeypatch.setattr(server, "answer", lambda key: server.lock.locked())
-        server.prepare()
+        server.prepare_questions()
         assert between == [(2, False), (4, False), (5, False)]
         monkeypatch.setattr(run, "summarised", None)  # nothing is read again
         assert [each["times"] for each in run.answer("questions")] == [5, 5, 5]

@@ -82,14 +82,14 @@ def test_half_precision_is_no_further_off_than_transformers(name, dtype):
 def test_gradients_are_those_of_plain_autograd(name, recompute):
     """fp32, all parameters: < 1e-5 relative in all, < 5e-5 for any one tensor. A third of the tokens weigh nothing."""
     model, batch = model_of(name), batch_of()
-    weights = torch.randn(int(batch.mask.sum())) * (torch.rand(int(batch.mask.sum())) > 0.3)
+    weights = torch.randn(int(batch.response_mask.sum())) * (torch.rand(int(batch.response_mask.sum())) > 0.3)
     (plain_logprobs(model, batch) * weights).sum().backward()
     expected = {name: p.grad for name, p in model.named_parameters()}
     model.zero_grad()
 
     policy = Policy(model, character_tokenizer(), gradient_checkpointing=recompute)
     assert policy.decoder is not None
-    (policy.score(batch).logprobs[batch.mask] * weights).sum().backward()
+    (policy.score(batch).logprobs[batch.response_mask] * weights).sum().backward()
     errors, sizes = [], []
     for part, p in model.named_parameters():
         errors.append(float((p.grad - expected[part]).norm()))
@@ -133,8 +133,8 @@ def test_rows_of_any_choice_keep_their_scores():
     policy, batch = Policy(model_of("qwen2"), character_tokenizer()), batch_of()
     whole = policy.score(batch).logprobs
     for rows in ([0], [1], [4, 8], [2, 3, 6, 7]):
-        part = batch.rows(torch.tensor(rows))
-        width = part.mask.shape[1]
+        part = batch.select_rows(torch.tensor(rows))
+        width = part.response_mask.shape[1]
         torch.testing.assert_close(policy.score(part).logprobs, whole[rows, :width], rtol=0, atol=1e-5)
 
 
@@ -142,7 +142,9 @@ def test_the_compute_copy_follows_its_masters():
     model = model_of("llama")
     policy, batch = Policy(model, character_tokenizer(), torch.bfloat16), batch_of()
     before = policy.score(batch).logprobs
-    assert {x.dtype for layer in policy.decoder.weights().layers for x in (layer.qkv, layer.down)} == {torch.bfloat16}
+    assert {x.dtype for layer in policy.decoder.collect_weights().layers for x in (layer.qkv, layer.down)} == {
+        torch.bfloat16
+    }
     torch.optim.AdamW(model.parameters(), lr=0.1, fused=True).step()  # no gradients yet: nothing moves
     torch.testing.assert_close(policy.score(batch).logprobs, before, rtol=0, atol=0)
     policy.score(batch).logprobs.sum().backward()
@@ -159,12 +161,12 @@ def test_weights_are_cast_once_an_optimizer_step_however_many_micro_batches_ther
     model.model.embed_tokens.weight.requires_grad_(False)
     policy = Policy(model, character_tokenizer(), torch.bfloat16)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, fused=True)
-    weights = policy.decoder.layers[0].cast["down"], policy.decoder.embedding
-    cast, of_frozen = (part.tensor_now() for part in weights)
+    weights = policy.decoder.layers[0].cast_weights["down"], policy.decoder.embedding
+    cast, of_frozen = (part.get_cast_copy() for part in weights)
     counts = []
     for _ in range(3):
         before, frozen_before = cast._version, of_frozen._version
-        for micro_batch in batch_of().chunks(2):
+        for micro_batch in batch_of().split_into_chunks(2):
             policy.score(micro_batch).logprobs.sum().backward()
         optimizer.step()
         counts.append((cast._version - before, of_frozen._version - frozen_before))
@@ -174,7 +176,7 @@ def test_weights_are_cast_once_an_optimizer_step_however_many_micro_batches_ther
 def test_a_layer_computes_in_bf16_about_what_it_computes_in_fp32():
     model, batch = model_of("llama"), batch_of()
     exact, rounded = (
-        Policy(model, character_tokenizer(), dtype).score(batch).logprobs[batch.mask]
+        Policy(model, character_tokenizer(), dtype).score(batch).logprobs[batch.response_mask]
         for dtype in (torch.float32, torch.bfloat16)
     )
     assert 0 < (exact - rounded).abs().mean() < 0.05
@@ -246,7 +248,7 @@ def test_the_backward_pass_of_attention_is_that_of_autograd(monkeypatch):
     theirs = plain(*leaves)
     expected = torch.autograd.grad((theirs * upstream).sum(), leaves)
     for shared, scores_at_once in ((0, 2**20), (3, 2**20), (3, 1), (0, 280)):  # all rows, one and two at a time
-        monkeypatch.setattr(attention, "FEW", scores_at_once)
+        monkeypatch.setattr(attention, "MAX_SCORES_PER_CHUNK", scores_at_once)
         ours = attend(*leaves, bias, shared)
         torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-12)
         mine = torch.autograd.grad((ours * upstream).sum(), leaves)
@@ -317,8 +319,8 @@ def test_every_gradient_is_dense(family, recompute):
 
 def test_the_head_hands_its_gradient_on_unrounded(monkeypatch):
     """Summed in fp32 over chunks, it reaches the master as it is, whatever the model computes in."""
-    monkeypatch.setattr(logprobs, "MANY", 5 * VOCAB)
-    monkeypatch.setattr(logprobs, "FEW", 2 * VOCAB)
+    monkeypatch.setattr(logprobs, "MAX_MATMUL_LOGITS", 5 * VOCAB)
+    monkeypatch.setattr(logprobs, "MAX_ELEMENTWISE_LOGITS", 2 * VOCAB)
     policy, batch = Policy(model_of("llama, untied"), character_tokenizer(), torch.bfloat16), batch_of()
     policy.score(batch).logprobs.sum().backward()
     for name in ("lm_head", "model.embed_tokens"):
@@ -382,7 +384,7 @@ def test_rows_may_join_and_leave_at_any_time(name):
         check.compare(flight.step(tokens))
 
     def keep(*rows):
-        flight.keep(torch.tensor(rows, dtype=torch.long))
+        flight.keep_rows(torch.tensor(rows, dtype=torch.long))
         check.histories = [check.histories[i] for i in rows]
 
     check.compare(admit(3, 8, copies=3))
@@ -390,12 +392,12 @@ def test_rows_may_join_and_leave_at_any_time(name):
     step()
     keep(1, 3, 4, 5)  # the first prompt has one row left
     step()
-    assert flight.room() == 8
+    assert flight.count_free_slots() == 8
     late = admit(14, 2, copies=4)
     check.histories, everyone = check.histories[4:], check.histories
     check.compare(late)
     check.histories = everyone
-    assert flight.room() == 0
+    assert flight.count_free_slots() == 0
     step()
     keep(1, 2, 3, 4, 11)  # the first prompt is gone
     step()
@@ -449,7 +451,7 @@ def test_what_was_sampled_is_what_is_scored(name, temperature):
     policy = Policy(model_of(name), character_tokenizer(), temperature=temperature)
     sampling = Sampling(8, temperature, max_tokens=24, seed="0/0")
     batch = collate(Native(16, policy).generate(CountDigits().sample(0, 4), sampling))
-    gap = (policy.score(batch).logprobs.detach() - batch.sampler_logprobs)[batch.mask].abs().max()
+    gap = (policy.score(batch).logprobs.detach() - batch.sampler_logprobs)[batch.response_mask].abs().max()
     assert gap < 1e-4
 
 
@@ -472,7 +474,7 @@ def test_in_bf16_the_scorer_has_the_very_bits_of_the_sampler(name):
     assert len({len(group.prompt_ids) for group in groups}) > 1
     for some in (groups, *([group] for group in groups)):
         batch = collate(some)
-        gap = (policy.score(batch).logprobs.detach() - batch.sampler_logprobs)[batch.mask].abs()
+        gap = (policy.score(batch).logprobs.detach() - batch.sampler_logprobs)[batch.response_mask].abs()
         assert gap.mean() < 0.02
         if products_know_no_neighbours():
             assert gap.max() < 5e-6
@@ -537,10 +539,10 @@ def test_a_window_hides_what_is_further_back_and_nothing_else(name):
     model.config.sliding_window = 10**6
     whole = Policy(model, character_tokenizer()).score(batch).logprobs.detach()
     same = near == whole
-    starts = torch.tensor([len(batch.prompt_ids[p]) for p in batch.prompt_of])
+    starts = torch.tensor([len(batch.prompt_ids[p]) for p in batch.prompt_indices])
     read = starts[:, None] + torch.arange(near.shape[1])
-    assert same[batch.mask & (read <= WINDOW["sliding_window"])].all()
-    assert not same[batch.mask & (read > WINDOW["sliding_window"])].any()
+    assert same[batch.response_mask & (read <= WINDOW["sliding_window"])].all()
+    assert not same[batch.response_mask & (read > WINDOW["sliding_window"])].any()
 
 
 @pytest.mark.parametrize("name", ["llama", "mistral, a window", "qwen3, biases, a window above"])
@@ -567,7 +569,7 @@ def test_the_saved_model_is_the_trained_one(tmp_path):
     policy.save(tmp_path)
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path)
     torch.testing.assert_close(
-        plain_logprobs(loaded, batch), policy.score(replace(batch)).logprobs[batch.mask], rtol=0, atol=2e-5
+        plain_logprobs(loaded, batch), policy.score(replace(batch)).logprobs[batch.response_mask], rtol=0, atol=2e-5
     )
 
 
@@ -626,14 +628,14 @@ def test_the_residual_stream_is_in_fp32_whatever_is_computed_in():
 
     def before(layer, stream, rotary, shape):
         seen.update((stream.hidden.dtype, stream.whole().dtype))
-        return decoders.PLAIN.before(layer, stream, rotary, shape)
+        return decoders.PLAIN.compute_qkv(layer, stream, rotary, shape)
 
     def after(layer, hidden, attended, shape):
         seen.add(hidden.dtype)
-        return decoders.PLAIN.after(layer, hidden, attended, shape)
+        return decoders.PLAIN.compute_output(layer, hidden, attended, shape)
 
     decoder = decoder_of(model_of("llama"), torch.bfloat16)
-    hidden_states(decoder, batch_of(), pieces=decoders.Pieces(before, after))
+    hidden_states(decoder, batch_of(), functions=decoders.Pieces(before, after))
     assert seen == {torch.float32}
 
 
@@ -646,7 +648,7 @@ def test_a_norm_in_bf16_rounds_once():
     assert (norm(x.bfloat16(), weight, 0.0, torch.bfloat16) != exact.bfloat16()).double().mean() > 0.2
     more = torch.randn(50, 64).bfloat16()
     for by in (operators, *filter(None, [kernels.here()[0]])):  # the sum of both is not rounded
-        together, ours = by.added_norm(x - more, more, weight, 0.0)
+        together, ours = by.add_norm_forward(x - more, more, weight, 0.0)
         torch.testing.assert_close(together, x)
         assert (ours != exact.bfloat16()).double().mean() < 0.01
 
@@ -655,7 +657,7 @@ def test_angles_are_exact_far_out():
     """At position 100 angles in bf16 would be off by a quarter of a radian."""
     decoder = decoder_of(model_of("llama"), torch.bfloat16)
     positions = torch.arange(128)
-    cos, sin = decoder.rotary(positions)
+    cos, sin = decoder.compute_rotary(positions)
     size = decoder.shape.head_size
     for i in range(size // 2):
         angles = positions.double() * 10000.0 ** (-2 * i / size)
@@ -705,7 +707,7 @@ def test_frozen_weights_that_follow_others_are_computed_with():
     with torch.no_grad():
         for p in policy.model.parameters():
             p.add_(0.1 * torch.randn_like(p))
-    reference.follow(policy.weights(), 0.0)
+    reference.update_weights(policy.weights(), 0.0)
     torch.testing.assert_close(reference.score(batch).logprobs, policy.score(batch).logprobs.detach(), rtol=0, atol=0)
     assert (reference.score(batch).logprobs - before).abs().max() > 1e-2
 
@@ -796,9 +798,9 @@ def test_rotary_frequencies_that_depend_on_the_length_are_kept_to_where_they_do_
     groups = Native(policy=policy).generate(prompts, sampling)
     batch, alone = collate(groups), collate(groups[:1])
     scored = policy.score(batch).logprobs
-    assert (scored - batch.sampler_logprobs)[batch.mask].abs().max() < 1e-4
-    rows, length = alone.mask.shape
-    assert (policy.score(alone).logprobs - scored[:rows, :length])[alone.mask].abs().max() < 1e-4
+    assert (scored - batch.sampler_logprobs)[batch.response_mask].abs().max() < 1e-4
+    rows, length = alone.response_mask.shape
+    assert (policy.score(alone).logprobs - scored[:rows, :length])[alone.response_mask].abs().max() < 1e-4
     with pytest.raises(UserError, match=r"shorten the prompts or sampler\.max_tokens"):
         Native(policy=policy).generate(prompts, replace(sampling, max_tokens=most - longest_prompt + 1))
 

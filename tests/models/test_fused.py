@@ -97,10 +97,10 @@ def prompts(*lengths, start=0):
 
 def admit(batches, *lengths, copies):
     """With AMX as many at once as oneDNN adds up in a known order; longer ones are read by operators for both."""
-    for asked in [prompts(length) for length in lengths] if fusing.here()[0].tiles else [prompts(*lengths)]:
+    for asked in [prompts(length) for length in lengths] if fusing.here()[0].uses_amx else [prompts(*lengths)]:
         with pytest.MonkeyPatch.context() as patched:
-            if fusing.here()[0].tiles and len(asked[0]) > 32:
-                patched.setattr(DecodeBatch, "reads_fused", lambda batch: False)
+            if fusing.here()[0].uses_amx and len(asked[0]) > 32:
+                patched.setattr(DecodeBatch, "uses_fused_prefill", lambda batch: False)
             both(batches, lambda batch, asked=asked: batch.admit(asked, copies))
 
 
@@ -122,7 +122,7 @@ def test_every_architecture_has_the_bits_of_the_operators(name):
 
 @pytest.mark.parametrize("rows", [1, 2, 11, 12, 13, 16, 17, 25, 32, 64])
 def test_however_many_rows(rows):
-    if rows > 32 and fusing.here()[0].tiles:
+    if rows > 32 and fusing.here()[0].uses_amx:
         pytest.skip("so many rows oneDNN adds up in several parts by AMX")
     batches = pair("llama, wide", rows)
     both(batches, lambda batch: batch.admit(prompts(5), rows))
@@ -139,7 +139,7 @@ def one_by_one(batch, ids):
     ]
     for place, token in enumerate(ids):
         at = Places(*(torch.tensor([x]) for x in (0, place, 0, 0, 0)))
-        logits = batch.read_places(torch.tensor([token]), at, [(empty, empty, *pair) for pair in caches])
+        logits = batch.run_fused(torch.tensor([token]), at, [(empty, empty, *pair) for pair in caches])
     return logits, caches
 
 
@@ -195,7 +195,7 @@ def test_however_many_threads(threads):
         batches = pair()
         both(batches, lambda batch: batch.admit(prompts(3, 9), 2))
         run(batches, 4)
-        assert batches[1].fused.threads == threads
+        assert batches[1].fused_decoder.threads == threads
     finally:
         torch.set_num_threads(before)
 
@@ -216,7 +216,7 @@ def test_rows_that_come_go_wait_are_told_something_and_make_room():
     admit(batches, 3, 18, copies=4)
     run(batches, 5)
     for batch in batches:
-        batch.keep(torch.tensor([0, 2, 3, 6]))
+        batch.keep_rows(torch.tensor([0, 2, 3, 6]))
     run(batches, 4)
     both(batches, lambda batch: batch.admit(prompts(30, start=5), 3))
     run(batches, 30)  # rows of several lengths, beyond a cache's first room
@@ -226,7 +226,7 @@ def test_rows_that_come_go_wait_are_told_something_and_make_room():
     run(batches, 3)
     asides = [turns.set_aside(batch, [2, 5]) for batch in batches]
     for batch in batches:
-        batch.keep(torch.tensor([0, 1, 3, 4, 6]))
+        batch.keep_rows(torch.tensor([0, 1, 3, 4, 6]))
     run(batches, 2)
     for batch, aside in zip(batches, asides, strict=True):
         turns.bring_back(batch, aside)
@@ -252,13 +252,13 @@ def test_rows_leave_gaps_until_half_have_left_or_others_come(then):
     caches = [batch.caches[0].keys for batch in batches]
     for rows in ([1, 2, 3, 4, 5, 7], [0, 2, 3, 4, 5]):  # with one row left the first prompt is still there
         for batch in batches:
-            batch.keep(torch.tensor(rows))
+            batch.keep_rows(torch.tensor(rows))
         run(batches, 2)
     assert [cache is batch.caches[0].keys for cache, batch in zip(caches, batches, strict=True)] == [False, True]
     both(batches, GAPS[then])
     run(batches, 2)
     for batch in batches:
-        batch.keep(torch.tensor([0]))
+        batch.keep_rows(torch.tensor([0]))
     run(batches, 2)
     assert [batch.caches[0].keys.shape[1] for batch in batches] == [1, 1]
 
@@ -268,8 +268,8 @@ def test_texts_longer_than_what_is_added_up_together(monkeypatch, length, own):
     batches = pair(rows=2)
     admit(batches, length, copies=2)
     if own > 3:
-        if fusing.here()[0].tiles:  # so many are read by operators for both, too
-            monkeypatch.setattr(DecodeBatch, "reads_fused", lambda batch: False)
+        if fusing.here()[0].uses_amx:  # so many are read by operators for both, too
+            monkeypatch.setattr(DecodeBatch, "uses_fused_prefill", lambda batch: False)
         told = [[(3 * i) % 98 for i in range(own - 3)]] * 2
         both(batches, lambda batch: turns.extend(batch, torch.tensor([0, 1]), told))
     run(batches, 3)
@@ -285,7 +285,7 @@ def test_a_policy_samples_the_same_tokens_and_log_probs(monkeypatch):
         return sampler.generate(asked, sampling)
 
     fused, made = sampled(), []
-    monkeypatch.setattr(fusing, "maker", lambda *about: made.append(about))
+    monkeypatch.setattr(fusing, "select_fused_decoder", lambda *about: made.append(about))
     assert sampled() == fused
     assert made
 
@@ -305,7 +305,7 @@ def test_new_weights_are_laid_out_for_the_next_batch():
     policy = Policy(model, character_tokenizer(), torch.bfloat16)
 
     def decoded(policy):
-        batch = policy.decode_batch(4)
+        batch = policy.create_decode_batch(4)
         return batch.admit(prompts(3), 2), batch.step(torch.tensor([1, 2]))
 
     before = decoded(policy)
@@ -320,9 +320,9 @@ def test_new_weights_are_laid_out_for_the_next_batch():
 
 def test_no_memory_is_an_error_of_the_call():
     model, tokens = Model(1, 96, 6, 2, 64, 160, 99, 1e-5), Tokens(n=2**44, asked=1)
-    assert call(fusing.here()[0].library.step, model, None, tokens, *[None] * 4, fusing.here()[0].tiles, 0, 1) == 1
+    assert call(fusing.here()[0].library.step, model, None, tokens, *[None] * 4, fusing.here()[0].uses_amx, 0, 1) == 1
     [_, batch] = pair()
-    batch.fused.by = batch.fused.by._replace(library=Off("step", lambda *_: 1))
+    batch.fused_decoder.kernel = batch.fused_decoder.kernel._replace(library=Off("step", lambda *_: 1))
     with pytest.raises(MemoryError, match="read 12 tokens"):
         batch.admit(prompts(3, 9), 1)
 
@@ -340,15 +340,15 @@ def test_what_the_source_does_not_compute_goes_by_operators():
         config = LlamaConfig(**SMALL | changed)
         decoder = Decoder(config, LlamaForCausalLM(config), torch.bfloat16)
         batch = DecodeBatch(decoder, 4, fusing.maker(decoder))
-        assert unfit(batch.plain, decoder.shape) == why
+        assert unfit(batch.unpacked_weights, decoder.shape) == why
         batch.admit(prompts(3), 2)
         batch.step(torch.tensor([1, 2]))
-        assert not batch.fused
+        assert not batch.fused_decoder
     config = LlamaConfig(**SMALL)
     assert fusing.maker(Decoder(config, LlamaForCausalLM(config), torch.float32)) is None
     wide = Decoder(config, LlamaForCausalLM(config).double(), torch.bfloat16)
     with torch.no_grad():
-        assert unfit(wide.weights(), wide.shape) == "norms in torch.float64"
+        assert unfit(wide.collect_weights(), wide.shape) == "norms in torch.float64"
 
 
 def test_weights_that_do_not_lie_in_a_row_are_read_as_they_are():
@@ -451,6 +451,6 @@ def test_another_order_of_sums_is_found_out(at_home, monkeypatch):
         source = at_home / "cpp" / file
         assert order in source.read_text()
         source.write_text(source.read_text().replace(order, other))
-    monkeypatch.setattr(compiling, "SOURCES", at_home / "cpp")
+    monkeypatch.setattr(compiling, "CPP_FOLDER", at_home / "cpp")
     with pytest.raises(UnusableError, match="rounds otherwise"):
         fusing.way(compiling.load())

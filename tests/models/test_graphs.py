@@ -26,7 +26,7 @@ PROMPTS = [[3, 1, 4, 1, 5, 9, 2], [6, 5, 3]]
 
 def decoder_of(model, recordable):
     decoder = Decoder(model.config, model, torch.float32)
-    decoder.recordable = recordable
+    decoder.uses_cuda_graphs = recordable
     return decoder
 
 
@@ -59,7 +59,7 @@ def test_a_graph_has_the_bits_of_what_it_was_recorded_from(name, pretended):
     for _ in range(3):
         both(pair, lambda batch: batch.step(torch.arange(7), speaks)[speaks])
     for batch in pair:
-        batch.keep(torch.tensor([0, 3, 4, 6]))
+        batch.keep_rows(torch.tensor([0, 3, 4, 6]))
     steps(pair, 4, GROWTH)
     for one, other in zip(*(batch.caches for batch in pair), strict=True):
         room = other.keys.shape[2]
@@ -90,14 +90,14 @@ def test_what_was_said_is_not_written_over_by_what_is_said_next(pretended):
 
 def test_a_graph_that_says_otherwise_is_not_used(pretended, monkeypatch):
     record = graphs.record
-    monkeypatch.setattr(graphs, "record", lambda *about: lambda tokens: record(*about)(tokens) * 1.1)
+    monkeypatch.setattr(graphs, "capture_step", lambda *about: lambda tokens: record(*about)(tokens) * 1.1)
     pair = batches()
     both(pair, lambda batch: batch.admit(PROMPTS, 2))
     steps(pair, 4, 1)
     with pytest.warns(UserWarning, match="without a CUDA graph: its logits are off by 0.1 of the largest"):
         steps(pair, 4, 1)
     steps(pair, 4, 3)
-    assert pair[0].decoder.recordable is False
+    assert pair[0].decoder.uses_cuda_graphs is False
     assert pretended.recorded == 1
 
 
@@ -113,10 +113,10 @@ def test_a_capture_that_fails_at_any_time_leaves_the_operators_and_warns_once(nu
         both(pair, lambda batch: batch.admit([[7, 8]], 3))
         steps(pair, 7, 4)
         for batch in pair:
-            batch.keep(torch.tensor([0, 3]))
+            batch.keep_rows(torch.tensor([0, 3]))
         steps(pair, 2, 4)
     assert [str(one.message) for one in warned] == [f"tokens are decoded without a CUDA graph: {REFUSED}"]
-    assert pair[0].decoder.recordable is False
+    assert pair[0].decoder.uses_cuda_graphs is False
     assert pretended.recorded == number - 1
     assert pretended.streams[-1] == pretended.streams[0]
 
@@ -172,7 +172,7 @@ def policy_at(device, recordable=False):
     torch.manual_seed(0)
     policy = Policy(tiny_llama().to(device), character_tokenizer(), torch.float32)
     assert policy.decoder
-    policy.decoder.recordable = recordable
+    policy.decoder.uses_cuda_graphs = recordable
     return policy
 
 
@@ -188,7 +188,7 @@ def test_on_a_device_a_graph_waits_for_nothing_and_changes_nothing(pretended, gp
         drawn.append([c.token_ids for group in groups for c in group.completions])
         waits.append(gpu.waits.total() - before[0])
         recorded, replayed = pretended.recorded - before[1], pretended.replayed - before[2]
-        assert (policy.decoder.recordable is True) == (0 < recorded < replayed / 4)
+        assert (policy.decoder.uses_cuda_graphs is True) == (0 < recorded < replayed / 4)
     assert all(tokens == drawn[0] for tokens in drawn)
     on_cpu, without, with_graphs, tried = waits
     assert on_cpu == 0
@@ -202,7 +202,7 @@ def test_on_a_device_a_graph_waits_for_nothing_and_changes_nothing(pretended, gp
 @pytest.mark.skipif(A_REAL_ONE, reason="there is a real one")
 def test_on_a_device_rows_that_have_ended_make_room_as_soon_as_a_group_waits(gpu, monkeypatch):
     """And where nobody waits, all stand until half have ended: to drop each costs a copy of all caches, and a graph."""
-    admit, keep, before, kept = DecodeBatch.admit, DecodeBatch.keep, [], []
+    admit, keep, before, kept = DecodeBatch.admit, DecodeBatch.keep_rows, [], []
 
     def admitted(batch, prompts, copies):
         before.append(len(batch.generated))
@@ -213,7 +213,7 @@ def test_on_a_device_rows_that_have_ended_make_room_as_soon_as_a_group_waits(gpu
         keep(batch, rows)
 
     monkeypatch.setattr(DecodeBatch, "admit", admitted)
-    monkeypatch.setattr(DecodeBatch, "keep", dropped)
+    monkeypatch.setattr(DecodeBatch, "keep_rows", dropped)
     prompts, sampling = [Prompt(str(i), "a") for i in range(16)], Sampling(2, max_tokens=40)
     Native(rows=12, policy=policy_at(WHERE)).generate(prompts, sampling)
     assert before[0] == 0

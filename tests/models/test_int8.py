@@ -148,7 +148,7 @@ def by_operators(batch, monkeypatch):
 
     def step(*arguments):
         with monkeypatch.context() as patched:
-            patched.setattr(layers, "linear", linear)
+            patched.setattr(layers, "project", linear)
             return by_operator(*arguments)
 
     batch.fused, batch._lay_out, batch.by_operators = None, lambda rows: None, step
@@ -165,10 +165,10 @@ def test_a_whole_step_has_the_bits_of_operators(name, monkeypatch):
         tokens = torch.arange(9) + token
         assert torch.equal(fused.step(tokens), plain.step(tokens))
     for batch in (fused, plain):
-        batch.keep(torch.tensor([0, 2, 3, 6]))
+        batch.keep_rows(torch.tensor([0, 2, 3, 6]))
     assert torch.equal(*(batch.step(torch.arange(4)) for batch in (fused, plain)))
-    assert fused.fused.by.int8
-    assert not plain.fused
+    assert fused.fused_decoder.kernel.int8
+    assert not plain.fused_decoder
 
 
 @pytest.mark.skipif(len(TILES) == 1, reason="needs a CPU with AMX, to go without")
@@ -200,7 +200,7 @@ def test_however_many_threads():
             batch = batch_of(model_of("llama, wide"))
             batch.admit(prompts(3, 9), 7)
             logits.append(torch.stack([batch.step(torch.arange(14)) for _ in range(3)]))
-            assert batch.fused.threads == threads
+            assert batch.fused_decoder.threads == threads
     finally:
         torch.set_num_threads(before)
     assert torch.equal(logits[0], logits[1])
@@ -225,7 +225,7 @@ def test_new_weights_are_quantised_for_the_next_batch():
     for by in (1.0, -1.0):
         with torch.no_grad():
             model.model.layers[0].mlp.down_proj.weight.mul_(by)
-        batch = policy.decode_batch(4, int8=True)
+        batch = policy.create_decode_batch(4, int8=True)
         batch.admit(prompts(3), 2)
         tokens = torch.tensor([1, 2])
         batches.append(batch.step(tokens))
@@ -241,12 +241,12 @@ def test_new_weights_are_quantised_for_the_next_batch():
 def test_log_probs_are_those_of_the_int8_policy_that_drew_them():
     policy = Policy(model_of("llama"), character_tokenizer(), torch.bfloat16)
     asked, sampling = CountDigits().sample(0, 3), Sampling(4, max_tokens=6, seed="0")
-    sampler = in_int8(Native(8, patient=True), policy)
-    assert (sampler.rows, sampler.patient) == (8, True)
+    sampler = in_int8(Native(8, deterministic=True), policy)
+    assert (sampler.rows, sampler.deterministic) == (8, True)
     sampler.sync(policy, 0)
     completion = sampler.generate(asked, sampling)[1].completions[2]
     for int8 in (True, False):
-        batch = policy.decode_batch(1, int8)
+        batch = policy.create_decode_batch(1, int8)
         logits = [batch.admit([policy.encode(asked[1])], 1)]
         logits += [batch.step(torch.tensor([token])) for token in completion.token_ids[:-1]]
         logprobs = torch.cat(logits).double().log_softmax(-1)[range(len(logits)), list(completion.token_ids)]
@@ -259,10 +259,10 @@ def test_log_probs_are_those_of_the_int8_policy_that_drew_them():
 def test_conversations_are_sampled_in_int8_too():
     policy = Policy(model_of("llama"), character_tokenizer(), torch.bfloat16)
     policy.tokenizer.chat_template = TEMPLATE
-    sampler = in_int8(Native(8, world=Here(Talk("worlds:Parrot"))), policy)
+    sampler = in_int8(Native(8, environments=Here(Talk("worlds:Parrot"))), policy)
     sampler.sync(policy, 0)
-    made, decode_batch = [], policy.decode_batch
-    policy.decode_batch = lambda *about: made.append(decode_batch(*about)) or made[-1]
+    made, decode_batch = [], policy.create_decode_batch
+    policy.create_decode_batch = lambda *about: made.append(decode_batch(*about)) or made[-1]
     sampler.generate(asked(), Sampling(2, max_tokens=40, turns=3, turn_tokens=5, seed="0/0"))
     assert [batch.fused.by.int8 for batch in made] == [True]
 
@@ -341,7 +341,7 @@ def test_a_policy_that_cannot_have_it_says_why(monkeypatch):
     monkeypatch.setattr(torch.cpu, "_is_vnni_supported", lambda: False)
     assert int8_fault(fit) == "a CPU without AVX-512 for int8"
     fusing.bytes_fault.cache_clear()
-    monkeypatch.setattr(fusing, "here", lambda: (None, "no g++"))
+    monkeypatch.setattr(fusing, "load_fused_kernel", lambda: (None, "no g++"))
     assert int8_fault(fit) == "no g++"
 
 

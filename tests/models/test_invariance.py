@@ -32,9 +32,9 @@ def by_rows(x, weight, bias=None):
 @pytest.fixture
 def products_of_rows(monkeypatch):
     """Every product of weights in fp64, which this machine's kernels cannot make depend on its neighbours."""
-    monkeypatch.setattr(decoding, "linear", by_rows)
+    monkeypatch.setattr(decoding, "project", by_rows)
     monkeypatch.setattr("pellucid.models.decoder.linear", by_rows)
-    monkeypatch.setattr(decoding, "prepacked", lambda weights, rows: weights)
+    monkeypatch.setattr(decoding, "prepack_weights", lambda weights, rows: weights)
 
 
 def test_where_products_know_no_neighbours_all_of_it_is_invariant():
@@ -50,14 +50,16 @@ DISTURBED = {
 
 @pytest.mark.parametrize("name", DISTURBED)
 def test_a_product_that_knows_its_neighbours_is_seen(products_of_rows, monkeypatch, name):
-    monkeypatch.setattr(decoding, "linear", lambda x, weight: DISTURBED[name](by_rows(x, weight)))
+    monkeypatch.setattr(decoding, "project", lambda x, weight: DISTURBED[name](by_rows(x, weight)))
     assert not invariance.batch_invariant(bf16_policy(), ROWS)
 
 
 def test_attention_that_knows_how_many_share_a_prompt_is_seen(products_of_rows, monkeypatch):
-    by_prompt = decoding.DecodeBatch._by_prompt
+    by_prompt = decoding.DecodeBatch._group_by_prompt
     monkeypatch.setattr(
-        decoding.DecodeBatch, "_by_prompt", lambda self, x: by_prompt(self, x) * (1 + self.seats.shape[1])
+        decoding.DecodeBatch,
+        "_group_by_prompt",
+        lambda self, x: by_prompt(self, x) * (1 + self.rows_by_prompt.shape[1]),
     )
     assert not invariance.batch_invariant(bf16_policy(), ROWS)
 
@@ -69,7 +71,7 @@ def test_a_prompt_that_is_read_otherwise_among_longer_ones_is_seen(products_of_r
 
 
 def test_where_it_is_not_so_one_line_says_what_to_do(monkeypatch):
-    monkeypatch.setattr(invariance, "batch_invariant", lambda policy, rows: False)
+    monkeypatch.setattr(invariance, "is_batch_invariant", lambda policy, rows: False)
     with pytest.raises(UserError, match=r"^--batch-invariant: [^\n]* in float32 [^\n]*--dtype bfloat16[^\n]*$"):
         invariance.check(make_policy("llama"), ROWS)
 
@@ -77,7 +79,7 @@ def test_where_it_is_not_so_one_line_says_what_to_do(monkeypatch):
 def test_a_service_of_which_this_was_asked_starts_only_where_it_is_so(model_dir, monkeypatch):
     monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", "DEFAULT")
     monkeypatch.setattr(
-        invariance, "batch_invariant", lambda policy, rows: policy.dtype == torch.bfloat16 and rows == 5
+        invariance, "is_batch_invariant", lambda policy, rows: policy.dtype == torch.bfloat16 and rows == 5
     )
     options = ["serve", str(model_dir), "--rows", "5", "--batch-invariant", "--dtype"]
     assert host.load(line.parsed([*options, "bfloat16"])).policy.dtype == torch.bfloat16

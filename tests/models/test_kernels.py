@@ -70,16 +70,16 @@ def test_tokens_are_drawn_as_by_the_operators(vocabulary, temperature):
     uniforms[:2] = torch.tensor([0.0, 1 - 2**-53])
     for sharpness in (0.1, 1, 4):
         logits = (noise(5, vocabulary, dtype=torch.float32) * sharpness).to(BF16)
-        ours, theirs = (by.drawn(logits, uniforms, temperature) for by in (kernels.here()[0], operators))
+        ours, theirs = (by.sample_with_masses(logits, uniforms, temperature) for by in (kernels.here()[0], operators))
         assert all(torch.equal(*pair) for pair in zip(ours, theirs, strict=True))
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.0])
 def test_what_a_row_draws_depends_on_no_other(temperature):
     logits, uniforms = noise(5, 8192), torch.linspace(0, 0.9, 5, dtype=torch.float64)
-    together = kernels.here()[0].drawn(logits, uniforms, temperature)
+    together = kernels.here()[0].sample_with_masses(logits, uniforms, temperature)
     for row in range(5):
-        alone = kernels.here()[0].drawn(logits[row : row + 1], uniforms[row : row + 1], temperature)
+        alone = kernels.here()[0].sample_with_masses(logits[row : row + 1], uniforms[row : row + 1], temperature)
         assert [x.item() for x in alone] == [x[row].item() for x in together]
 
 
@@ -88,7 +88,9 @@ def test_of_equals_the_first_is_the_likeliest_and_without_numbers_a_token_is_dra
     logits = torch.full((3, 272), -torch.inf, dtype=BF16)
     logits[0, [40, 100]] = 2.0
     logits[1] = torch.nan
-    token, mass, total = kernels.here()[0].drawn(logits, torch.full((3,), 0.4, dtype=torch.float64), temperature)
+    token, mass, total = kernels.here()[0].sample_with_masses(
+        logits, torch.full((3,), 0.4, dtype=torch.float64), temperature
+    )
     assert token[0] == 40
     assert (mass[0], total[0]) == (1, 2)
     assert (token < 272).all()
@@ -100,7 +102,7 @@ def test_of_equals_the_first_is_the_likeliest_and_without_numbers_a_token_is_dra
 def test_norms_of_any_size_add_up_as_torch_does(n, width):
     found = kernels.here()[0]
     x, weight, grad = noise(n, width, dtype=torch.float32), noise(width, dtype=torch.float32), noise(n, width, seed=1)
-    assert torch.equal(found.norm(x, weight, 1e-6, BF16), operators.norm(x, weight, 1e-6, BF16))
+    assert torch.equal(found.norm_forward(x, weight, 1e-6, BF16), operators.norm(x, weight, 1e-6, BF16))
     ours, theirs = (by.norm_backward(x, weight, 1e-6, grad) for by in (found, operators))
     assert all(map(torch.equal, ours, theirs))
 
@@ -140,7 +142,7 @@ def made():
 
 def test_what_logits_say_is_nearer_to_float64_than_by_the_operators():
     product, other, tokens = made()
-    read = kernels.here()[0].read(Logits(product, FACTOR), tokens, Logits(other, OTHER))
+    read = kernels.here()[0].compute_statistics(Logits(product, FACTOR), tokens, Logits(other, OTHER))
 
     def by_operators(dtype):
         z, reference = product.to(dtype) * FACTOR, (other.to(dtype) * OTHER).log_softmax(-1)
@@ -167,9 +169,9 @@ def test_the_gradient_of_the_product_is_autograds(entropy, kl):
     loss.backward()
     second = Logits(other, OTHER) if kl else None
     found, into = kernels.here()[0], product.clone()
-    read = found.read(Logits(into, FACTOR), tokens, second)
+    read = found.compute_statistics(Logits(into, FACTOR), tokens, second)
     weight = Weight(weights[0], weights[1] if entropy else None, weights[2])
-    found.of_product(Logits(into, FACTOR), tokens, second, read, weight)
+    found.compute_product_gradient(Logits(into, FACTOR), tokens, second, read, weight)
     rounding = 2**-8 * z.grad.abs() + 1e-6
     assert ((into.double() - z.grad).abs() <= rounding).all()
 
@@ -178,12 +180,12 @@ def test_only_a_whole_distribution_without_a_softcap_in_bf16_is_read_so():
     weight = noise(64, 32)
     plain = Reading(Head(weight, weight), 1.0, False, None, None)
     product = noise(2, 64)
-    assert plain.kernels(product)
-    assert not plain._replace(head=Head(weight, weight, softcap=30.0)).kernels(product)
-    assert not plain._replace(head=Head(weight.half(), weight.half())).kernels(product.half())
-    assert not plain._replace(ref_head=Head(weight.float(), weight.float())).kernels(product)
+    assert plain.pick_kernels(product)
+    assert not plain._replace(head=Head(weight, weight, softcap=30.0)).pick_kernels(product)
+    assert not plain._replace(head=Head(weight.half(), weight.half())).pick_kernels(product.half())
+    assert not plain._replace(ref_head=Head(weight.float(), weight.float())).pick_kernels(product)
     nothing = SamplingMask(torch.zeros(0, dtype=torch.int32), torch.zeros(2, 2, dtype=torch.long))
-    assert not plain._replace(among=nothing).kernels(product)
+    assert not plain._replace(sampling_mask=nothing).pick_kernels(product)
 
 
 def test_log_probs_and_gradients_by_both_ways_agree(monkeypatch):
@@ -196,7 +198,7 @@ def test_log_probs_and_gradients_by_both_ways_agree(monkeypatch):
         return logprobs, entropy, master.grad, states.grad
 
     ours = both()
-    monkeypatch.setattr(Reading, "kernels", lambda *_: None)
+    monkeypatch.setattr(Reading, "pick_kernels", lambda *_: None)
     for one, other in zip(ours, both(), strict=True):
         torch.testing.assert_close(one.float(), other.float(), rtol=2**-7, atol=2e-3)
 
@@ -225,5 +227,5 @@ def test_without_a_library_there_is_a_reason(monkeypatch):
     def no_library():
         raise UnusableError("no g++")
 
-    monkeypatch.setattr(kernels, "library", no_library)
+    monkeypatch.setattr(kernels, "load_library", no_library)
     assert kernels.here.__wrapped__() == (None, "no g++")

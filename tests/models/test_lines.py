@@ -19,7 +19,7 @@ BOTH = [False, True] if compiling.has_tiles() else [False]
 def by(request, monkeypatch):
     """What computes attention."""
     found = Way(lines.here()[0].library, request.param)
-    monkeypatch.setattr(packed, "way", lambda _: found)
+    monkeypatch.setattr(packed, "find_attention_kernel", lambda _: found)
     return found
 
 
@@ -27,8 +27,8 @@ def by(request, monkeypatch):
 def test_attention_and_its_gradient_are_no_further_from_float64_than_by_the_operators(name, by, monkeypatch):
     joined, split, layout, grad = case(name)
     ours = both_ways(joined, split, lambda heads: group_attention(heads, layout), grad)
-    exact = both_ways(joined.double(), split, lambda heads: by_hand(*heads, layout.line), grad)
-    monkeypatch.setattr(packed, "way", lambda _: None)
+    exact = both_ways(joined.double(), split, lambda heads: by_hand(*heads, layout.sequences), grad)
+    monkeypatch.setattr(packed, "find_attention_kernel", lambda _: None)
     theirs = both_ways(joined, split, lambda heads: group_attention(heads, layout), grad)
     (forward, backward), (by_operators, gradient) = (
         [off(*pair) for pair in zip(found, exact, strict=True)] for found in (ours, theirs)
@@ -53,8 +53,8 @@ def test_the_bits_depend_on_no_number_of_threads(name, by):
 
 def test_a_prompt_with_its_rows_has_the_bits_that_it_has_alone(by):
     joined, split, layout, grad = case("long, short and none")
-    together = both_ways(joined, split, lambda heads: attend_in_line(*heads, layout.line, by), grad)
-    spans = [range(start, end) for start, end in zip([0, *layout.line.ends], layout.line.ends, strict=False)]
+    together = both_ways(joined, split, lambda heads: attend_in_line(*heads, layout.sequences, by), grad)
+    spans = [range(start, end) for start, end in zip([0, *layout.sequences.ends], layout.sequences.ends, strict=False)]
     mine = [1, 4, 5]  # the second prompt, and its two rows
     tokens = [token for i in mine for token in spans[i]]
     line = Line(torch.tensor([len(spans[i]) for i in mine]).cumsum(0), torch.tensor([0, 0]))
@@ -68,8 +68,8 @@ def test_a_prompt_with_its_rows_has_the_bits_that_it_has_alone(by):
 def test_heads_that_do_not_stand_side_by_side_are_read_as_well(by):
     joined, split, layout, grad = case("one row")
     apart = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in joined.split(split, 1)]
-    [read, _] = both_ways(joined, split, lambda heads: attend_in_line(*heads, layout.line, by), grad)
-    assert torch.equal(read, attend_in_line(*apart, layout.line, by))
+    [read, _] = both_ways(joined, split, lambda heads: attend_in_line(*heads, layout.sequences, by), grad)
+    assert torch.equal(read, attend_in_line(*apart, layout.sequences, by))
 
 
 def test_without_a_gradient_the_same_is_read(by):
@@ -107,14 +107,14 @@ def test_no_memory_is_an_error_of_the_call(name, by):
 
 
 def test_the_way_is_that_of_sampling():
-    assert lines.here()[0].tiles == fusing.here()[0].tiles
+    assert lines.here()[0].uses_amx == fusing.here()[0].uses_amx
     assert [tiles for tiles in BOTH if lines.has_bits_of_operators(Way(lines.here()[0].library, tiles))] == [
-        lines.here()[0].tiles
+        lines.here()[0].uses_amx
     ]
 
 
 def test_where_no_way_has_the_bits_there_is_a_reason(monkeypatch):
-    monkeypatch.setattr(lines, "has_bits_of_operators", lambda _: False)
+    monkeypatch.setattr(lines, "passes_attention_self_check", lambda _: False)
     assert lines.here.__wrapped__() == (None, "this processor or this torch rounds otherwise (attention)")
-    monkeypatch.setattr(kernels, "here", lambda: (None, "no g++"))
+    monkeypatch.setattr(kernels, "load_kernels", lambda: (None, "no g++"))
     assert lines.here.__wrapped__() == (None, "no g++")

@@ -18,7 +18,9 @@ from pellucid.policy.head import Head
 from pellucid.policy.logprobs import token_logprobs
 
 BF16 = torch.bfloat16
-pytestmark = pytest.mark.skipif(not (lines.here()[0] and lines.here()[0].tiles), reason="needs g++ and a CPU with AMX")
+pytestmark = pytest.mark.skipif(
+    not (lines.here()[0] and lines.here()[0].uses_amx), reason="needs g++ and a CPU with AMX"
+)
 SIZES = [(32, 32, 32), (33, 96, 64), (100, 576, 1536), (700, 1120, 96)]
 
 
@@ -92,7 +94,7 @@ def test_rows_may_stand_among_others():
 
 
 def test_others_are_multiplied_by_operators(monkeypatch):
-    monkeypatch.setattr(products, "call", None)
+    monkeypatch.setattr(products, "call_kernel", None)
     many = noise(40, 64)
     for x, weight in (
         (many[:31], noise(64, 64)),
@@ -116,7 +118,7 @@ def test_rows_of_another_dtype_are_refused_as_by_the_operator():
 
 
 def test_no_memory_for_a_product_is_an_error_of_the_call(monkeypatch):
-    monkeypatch.setattr(products, "call", lambda *_: 1)
+    monkeypatch.setattr(products, "call_kernel", lambda *_: 1)
     for multiply in (linear, of_inputs):
         with pytest.raises(MemoryError, match="a matrix of 64 x 64"):
             multiply(noise(40, 64), noise(64, 64))
@@ -132,10 +134,10 @@ def test_with_amx_too_the_scorer_has_the_bits_of_the_sampler():
         weight.data.normal_(std=weight.shape[-1] ** -0.5)
     decoder, batch = Decoder(config, model, BF16), batch_of([5, 40], [12] * 40, [0] * 20 + [1] * 20)
     decoding = DecodeBatch(decoder, 40, fusing.maker(decoder))
-    assert decoding.fused
+    assert decoding.fused_decoder
     said = [decoding.admit(batch.prompt_ids, 20), *(decoding.step(batch.response_ids[:, t]) for t in range(11))]
     sampled = torch.stack(said, 1).float().log_softmax(-1).gather(-1, batch.response_ids[..., None])[..., 0]
     with torch.no_grad():
         hidden, head = hidden_states(decoder, batch)
-        scored, _ = token_logprobs(hidden, Head(*head), batch.response_ids[batch.mask])
-    torch.testing.assert_close(scored, sampled[batch.mask], rtol=0, atol=5e-6)
+        scored, _ = token_logprobs(hidden, Head(*head), batch.response_ids[batch.response_mask])
+    torch.testing.assert_close(scored, sampled[batch.response_mask], rtol=0, atol=5e-6)

@@ -39,7 +39,7 @@ def batch_of(rows: int = 4):
 
 def sharded(policy: Policy) -> Policy:
     """As an engine that shards parameters lets it read them: from where they stand, with no copy kept."""
-    policy.decoder.read_in_place()
+    policy.decoder.disable_cast_copies()
     return policy
 
 

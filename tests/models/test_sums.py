@@ -15,7 +15,9 @@ from pellucid.models.sums import sums_over_tokens
 from pellucid.policy.policy import Policy
 
 BF16 = torch.bfloat16
-pytestmark = pytest.mark.skipif(not (lines.here()[0] and lines.here()[0].tiles), reason="needs g++ and a CPU with AMX")
+pytestmark = pytest.mark.skipif(
+    not (lines.here()[0] and lines.here()[0].uses_amx), reason="needs g++ and a CPU with AMX"
+)
 
 
 @pytest.mark.parametrize(("n", "outputs", "width"), [(1, 32, 32), (33, 96, 64), (300, 1120, 96), (1100, 800, 832)])
@@ -70,7 +72,7 @@ def test_sums_have_the_same_bits_with_any_number_of_threads(outputs):
 
 
 def test_other_matrices_are_summed_by_operators(monkeypatch):
-    monkeypatch.setattr(sums, "call", None)
+    monkeypatch.setattr(sums, "call_kernel", None)
     for grad, x, wide in (
         (noise(4, 48), noise(4, 32), torch.float32),
         (noise(4, 32), noise(4, 48), torch.float32),
@@ -96,8 +98,8 @@ def test_gradients_of_a_model_are_nearer_to_fp32_than_by_the_operators(monkeypat
         return {name: x.grad for name, x in model.named_parameters() if x.grad is not None}
 
     exact, ours = gradients(torch.float32), gradients(BF16)
-    monkeypatch.setattr(packed, "way", lambda _: None)
-    monkeypatch.setattr(lines, "here", lambda: (None, ""))
+    monkeypatch.setattr(packed, "find_attention_kernel", lambda _: None)
+    monkeypatch.setattr(lines, "load_checked_library", lambda: (None, ""))
     theirs = gradients(BF16)
     assert len(exact) == 34
     distances = [sum(off(x[name], exact[name]) for name in exact) for x in (ours, theirs)]
@@ -105,6 +107,6 @@ def test_gradients_of_a_model_are_nearer_to_fp32_than_by_the_operators(monkeypat
 
 
 def test_no_memory_for_sums_is_an_error_of_the_call(monkeypatch):
-    monkeypatch.setattr(sums, "call", lambda *_: 1)
+    monkeypatch.setattr(sums, "call_kernel", lambda *_: 1)
     with pytest.raises(MemoryError, match="a matrix of 32 x 64"):
         sums_over_tokens(noise(2, 32), noise(2, 64), torch.float32)

@@ -71,8 +71,8 @@ def test_rows_make_room_and_come_back_with_what_they_had(name):
     append(rows, [[1, 2, 3], [4], [5, 6], [7]])
     extend(batch, torch.arange(4), [[1, 2, 3], [4], [5, 6], [7]])
     first, second, third = set_aside(batch, [1, 2, 3])
-    batch.keep(torch.tensor([0]))
-    assert batch.room() == 7
+    batch.keep_rows(torch.tensor([0]))
+    assert batch.count_free_slots() == 7
     append(rows[:1], [[9]])
     close(batch.step(torch.tensor([9])), whole(model, rows[:1]))
     bring_back(batch, [third, first])
@@ -89,7 +89,7 @@ def test_a_prompt_of_the_same_tokens_is_another_prompt():
     """Names tell prompts apart, not what they say."""
     model, batch, _, rows = begun("llama")
     [aside] = set_aside(batch, [3])
-    batch.keep(torch.tensor([0, 1]))
+    batch.keep_rows(torch.tensor([0, 1]))
     batch.admit([[2, 2]], 1)
     bring_back(batch, [aside])
     order = [rows[0], rows[1], [2, 2], rows[3]]

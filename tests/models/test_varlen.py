@@ -21,11 +21,11 @@ F64 = torch.float64
 
 def kernel(query, keys, values, by, window, beyond=0):
     """Flash attention as torch describes it. The last query of a sequence stands at its last key."""
-    assert by.queries.dtype == by.keys.dtype == torch.int32
+    assert by.query_offsets.dtype == by.keys.dtype == torch.int32
     read = []
-    for (begin, end), (first, last) in zip(*(pairwise(x.tolist()) for x in (by.queries, by.keys)), strict=True):
-        assert end - begin <= by.most_queries
-        assert last - first <= by.most_keys
+    for (begin, end), (first, last) in zip(*(pairwise(x.tolist()) for x in (by.query_offsets, by.keys)), strict=True):
+        assert end - begin <= by.max_query_length
+        assert last - first <= by.max_key_length
         at = torch.arange(last - first - (end - begin), last - first)[:, None]
         there = torch.arange(last - first)
         seen = (there <= at + beyond) & (there > at - window if window else True)
@@ -39,8 +39,8 @@ def kernel(query, keys, values, by, window, beyond=0):
 @pytest.fixture
 def there(monkeypatch):
     """The kernel is used, and the C++ of a CPU is not."""
-    monkeypatch.setattr(varlen, "kernel_of", lambda device, dtype: kernel)
-    monkeypatch.setattr(packed, "way", lambda query: None)
+    monkeypatch.setattr(varlen, "find_flash_kernel", lambda device, dtype: kernel)
+    monkeypatch.setattr(packed, "find_attention_kernel", lambda query: None)
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -48,7 +48,7 @@ def test_the_kernel_is_told_what_each_token_reads(name, there):
     joined, split, layout, grad = case(name)
     joined = joined.detach().double().requires_grad_()
     found = both_ways(joined, split, lambda heads: group_attention(heads, layout), grad.double())
-    exact = both_ways(joined, split, lambda heads: by_hand(*heads, layout.line), grad.double())
+    exact = both_ways(joined, split, lambda heads: by_hand(*heads, layout.sequences), grad.double())
     for one, other in zip(found, exact, strict=True):
         torch.testing.assert_close(one, other, rtol=0, atol=1e-12)
 
@@ -58,9 +58,11 @@ def test_a_model_scores_and_learns_by_it_what_it_does_by_operators(name, there, 
     """And makes no bias, which would be large where texts are long."""
     found = []
     for by_kernel in (True, False):
-        monkeypatch.setattr(varlen, "kernel_of", lambda *_, by_kernel=by_kernel: kernel if by_kernel else None)
+        monkeypatch.setattr(varlen, "find_flash_kernel", lambda *_, by_kernel=by_kernel: kernel if by_kernel else None)
         made = []
-        monkeypatch.setattr(packed, "bias_of", lambda *about, m=made, f=packed.bias_of: m.append(1) or f(*about))
+        monkeypatch.setattr(
+            packed, "make_attention_bias", lambda *about, m=made, f=packed.bias_of: m.append(1) or f(*about)
+        )
         policy = Policy(model_of(name).double(), character_tokenizer(), F64)
         logprobs = policy.score(batch_of()).logprobs
         weighted(policy, 1.0).backward()
@@ -121,7 +123,7 @@ def test_the_trial_finds_what_is_wrong_with_a_kernel(attention):
 
 def test_a_device_uses_the_first_kernel_that_is_right(monkeypatch):
     def chosen(*kernels):
-        monkeypatch.setattr(varlen, "KERNELS", kernels)
+        monkeypatch.setattr(varlen, "FLASH_KERNELS", kernels)
         return varlen.choice.__wrapped__(CPU, torch.bfloat16)
 
     assert chosen(kernel, refused) == (kernel, "")
@@ -132,7 +134,7 @@ def test_a_device_uses_the_first_kernel_that_is_right(monkeypatch):
 
 
 def test_keys_and_values_are_repeated_for_a_kernel_without_groups(monkeypatch):
-    monkeypatch.setattr(varlen, "grouped", without_groups)
+    monkeypatch.setattr(varlen, "run_flash_grouped", without_groups)
     assert varlen.trial(varlen.repeated, CPU, torch.bfloat16) == ""
 
 

@@ -68,7 +68,7 @@ def test_configuration_and_tokenizer_are_of_the_same_revision(hub):
     config = json.loads((snapshot / "config.json").read_text())
     (snapshot / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 1}))
     assert len(pretrained.tokenizer(NAME, Access("v1"))) == 3 < len(pretrained.tokenizer(NAME))
-    assert memory.from_name(NAME, 0, access=Access("v1")).parameters < memory.from_name(NAME, 0).parameters
+    assert memory.from_name(NAME, 0, access=Access("v1")).parameter_count < memory.from_name(NAME, 0).parameter_count
     model, words = pretrained.load(NAME, torch.float32, access=Access("v1"))
     assert (model.config.num_hidden_layers, len(words)) == (1, 3)
 
@@ -131,8 +131,8 @@ def test_the_revision_of_a_recipe_is_asked_of_its_model_alone(hub, recipe, model
 
 @pytest.mark.parametrize("kind", ["folder", "gguf", "embedded"])
 def test_what_lies_on_this_machine_has_no_revision(kind, model_dir, tmp_path, recipe, capsys, monkeypatch):
-    monkeypatch.setattr(pretrained, "dequantized", lambda _: Path(model_dir))
-    monkeypatch.setattr(pretrained, "_embedded_file", Path)
+    monkeypatch.setattr(pretrained, "unpack_gguf", lambda _: Path(model_dir))
+    monkeypatch.setattr(pretrained, "_find_packaged_file", Path)
     (tmp_path / "m.gguf").write_bytes(b"")
     name = {"folder": str(model_dir), "gguf": str(tmp_path / "m.gguf"), "embedded": "smollm2-135m"}[kind]
     assert train(recipe, "--run", tmp_path / "run", "--policy.model", name, "--policy.revision", "v1") == 2
@@ -265,8 +265,8 @@ def test_what_is_saved_without_weights_has_the_code_too(own, tmp_path):
     """As processes that share the weights save a model."""
     trusted = policy.load_frozen(str(own), torch.device("cpu"), torch.float32, 1.0, access=Access("", True))
     (tmp_path / "saved").mkdir()
-    trusted.describe(tmp_path / "saved")
-    assert memory.from_name(str(tmp_path / "saved"), 0, access=Access("", True)).parameters > 0
+    trusted.save_config(tmp_path / "saved")
+    assert memory.from_name(str(tmp_path / "saved"), 0, access=Access("", True)).parameter_count > 0
 
 
 def test_trusted_code_is_served(own, capsys):
@@ -274,7 +274,7 @@ def test_trusted_code_is_served(own, capsys):
         with pytest.raises(UserError, match=r"would run as you, .*: read it, then give --trust-remote-code$"):
             host.load(command.Serve((str(own),)))
     served = host.load(command.Serve((str(own),), trust_remote_code=True))
-    assert served.policy.fallback_reason() == "code of its own"
+    assert served.policy.find_fallback_reason() == "code of its own"
     assert capsys.readouterr().out == f"! policy.trust_remote_code: Python code of {own} runs as you\n"
 
 
@@ -288,7 +288,7 @@ def test_a_run_whose_rewards_are_not_here_is_served_with_the_code_that_it_truste
     pellucid.train(data=rows, reward=nothing, **trusted, **few).finish()
     capsys.readouterr()
     served = host.load(command.Serve((str(tmp_path / "run"),)))
-    assert served.task is None and served.policy.fallback_reason() == "code of its own"
+    assert served.task is None and served.policy.find_fallback_reason() == "code of its own"
     assert f"! policy.trust_remote_code: Python code of {tmp_path}/run runs as you" in capsys.readouterr().out
 
 

@@ -30,7 +30,7 @@ CPU = torch.device("cpu")
 def test_the_merged_model_has_the_log_probs_of_base_and_adapter(name, tmp_path):
     """Fused experts have adapters in one another; a recurrent layer keeps a state of its last pass, with gradient."""
     checkpoint(name, tmp_path / "base")
-    adapted = policy.load(str(tmp_path / "base"), CPU, torch.float32, 1.0, lora=2)
+    adapted = policy.load(str(tmp_path / "base"), CPU, torch.float32, 1.0, lora_rank=2)
     with torch.no_grad():
         for p in adapted.trainable().values():
             p.copy_(0.3 * torch.randn_like(p))
@@ -43,7 +43,7 @@ def test_the_merged_model_has_the_log_probs_of_base_and_adapter(name, tmp_path):
     merged = policy.load_frozen(str(tmp_path / "merged"), CPU, torch.float32, 1.0)
     torch.testing.assert_close(merged.score(batch).logprobs, scored.detach(), rtol=0, atol=2e-3)
     base = policy.load_frozen(str(tmp_path / "base"), CPU, torch.float32, 1.0)
-    assert (base.score(batch).logprobs - scored.detach())[batch.mask].abs().max() > 0.05
+    assert (base.score(batch).logprobs - scored.detach())[batch.response_mask].abs().max() > 0.05
 
 
 @pytest.mark.slow
@@ -90,7 +90,7 @@ def test_the_adapters_configuration_names_its_base_as_the_user_does(name, revisi
 def test_a_model_in_half_precision_whose_stream_is_not_has_an_adapter(tmp_path):
     """Mamba's residual stream is in fp32."""
     checkpoint("mamba", tmp_path)
-    adapted = policy.load(str(tmp_path), CPU, torch.bfloat16, 1.0, lora=2)
+    adapted = policy.load(str(tmp_path), CPU, torch.bfloat16, 1.0, lora_rank=2)
     assert choose("native", 8, adapted)[1] == ""
 
 
@@ -125,8 +125,8 @@ def test_a_recipe_says_how_its_adapter_is_weighed_and_which_layers_have_one(reci
 
 def test_the_plan_counts_the_adapter_of_the_layers_that_are_named(tmp_path):
     checkpoint("llama", tmp_path)
-    adapted = policy.load(str(tmp_path), CPU, torch.float32, 1.0, lora=2, lora_targets=("q_proj", "down_proj"))
-    counted = memory.from_name(str(tmp_path), 2, ("q_proj", "down_proj")).trained
+    adapted = policy.load(str(tmp_path), CPU, torch.float32, 1.0, lora_rank=2, lora_targets=("q_proj", "down_proj"))
+    counted = memory.from_name(str(tmp_path), 2, ("q_proj", "down_proj")).trained_count
     assert counted == sum(p.numel() for p in adapted.trainable().values())
 
 

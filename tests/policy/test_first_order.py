@@ -14,7 +14,7 @@ from pellucid.types import Completion, Group, Prompt
 def batch_of(lengths=(3, 5, 1, 4)):
     generator = torch.Generator().manual_seed(1)
     rows = [tuple(torch.randint(0, 27, (n,), generator=generator).tolist()) for n in lengths]
-    given = Completion((1, *rows[1]), (0.0, *[-1.0] * 5), "", True, given=((0, 1),))
+    given = Completion((1, *rows[1]), (0.0, *[-1.0] * 5), "", True, given_spans=((0, 1),))
     completions = tuple(Completion(ids, (-1.0,) * len(ids), "", True) for ids in rows)
     return collate([Group(Prompt("p", "?"), (1, 2, 3, 4), (*completions, given))])
 
@@ -52,7 +52,7 @@ def test_an_adapter_s_change_is_that_of_its_own_weights():
 
 def check_change(policy):
     batch, before = batch_of(), kept(policy)
-    start = policy.score(batch).logprobs[batch.sampled]
+    start = policy.score(batch).logprobs[batch.action_mask]
     parameters = list(policy.trainable().values())
     gradients = [torch.autograd.grad(x, parameters, retain_graph=True, allow_unused=True) for x in start]
     steps = moved(policy).values()
@@ -99,7 +99,7 @@ def test_the_change_in_bf16_is_no_further_from_that_in_fp32_than_a_backward_pass
 def of_backward(policy, batch, before):
     """[N] gradient times step, token by token; the weights are moved."""
     parameters = list(policy.trainable().values())
-    logprobs = policy.score(batch).logprobs[batch.sampled]
+    logprobs = policy.score(batch).logprobs[batch.action_mask]
     gradients = [torch.autograd.grad(x, parameters, retain_graph=True) for x in logprobs]
     steps = moved(policy).values()
     return torch.tensor([sum((g * s).sum() for g, s in zip(one, steps, strict=True)) for one in gradients])

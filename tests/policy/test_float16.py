@@ -33,7 +33,7 @@ def policy_of(name, dtype, **settings):
 
 def gradient(policy, size, unscale=True):
     """Of all that is trained, as one, divided by the size."""
-    learner = Runtime(policy, AdamWConfig(), total=1)
+    learner = Runtime(policy, AdamWConfig(), total_updates=1)
     if unscale:
         learner.backward(weighted(policy, size))
         learner.engine.scaler.unscale_(learner.engine.optimizer)
@@ -83,7 +83,7 @@ def test_a_gradient_that_overflows_lowers_the_scale_and_is_tried_no_other_way(mo
     """It costs no weights, moments or step count of Adam, and is not counted among those that no scale could save."""
     monkeypatch.setattr(plain, "GradScaler", starting_at(2.0**16))
     policy = adapted("llama", torch.float16)
-    learner = Runtime(policy, AdamWConfig(lr=1e-2, offload=offload), total=9)
+    learner = Runtime(policy, AdamWConfig(lr=1e-2, offload=offload), total_updates=9)
     first = step(learner, policy, VANISHING)
     assert (first["skipped"], first["skipped/overflow"], first["loss_scale"]) == (0, 0, 2.0**16)
     before = state_of(learner)
@@ -102,7 +102,7 @@ def test_a_gradient_that_overflows_lowers_the_scale_and_is_tried_no_other_way(mo
 def test_the_scale_is_found_from_above_and_raised_again(monkeypatch):
     monkeypatch.setattr(plain, "GradScaler", starting_at(2.0**40, interval=2))
     policy = make_policy(dtype=torch.float16)
-    learner = Runtime(policy, AdamWConfig(lr=1e-5), total=40)
+    learner = Runtime(policy, AdamWConfig(lr=1e-5), total_updates=40)
     seen = [step(learner, policy, 1e-3) for _ in range(40)]
     scales = [s["loss_scale"] for s in seen]
     overflowed = [bool(s["skipped/overflow"]) for s in seen]
@@ -116,7 +116,7 @@ def test_the_scale_is_found_from_above_and_raised_again(monkeypatch):
 
 def test_a_loss_that_is_not_finite_is_no_fault_of_the_scale():
     policy = make_policy(dtype=torch.float16)
-    learner = Runtime(policy, AdamWConfig(lr=1e-2), total=3)
+    learner = Runtime(policy, AdamWConfig(lr=1e-2), total_updates=3)
     step(learner, policy, VANISHING)
     before = state_of(learner)
     learner.backward(weighted(policy, VANISHING))
@@ -133,7 +133,7 @@ def test_where_nothing_is_scaled_there_is_nothing_to_lower(monkeypatch):
     """Else the scale would fall until every gradient was 0, and the run would look idle."""
     monkeypatch.setattr(plain, "GradScaler", starting_at(1.0))
     policy = make_policy(dtype=torch.float16)
-    learner = Runtime(policy, AdamWConfig(), total=3)
+    learner = Runtime(policy, AdamWConfig(), total_updates=3)
     for _ in range(2):
         seen = step(learner, policy, 1e9)
         assert (seen["skipped"], seen["skipped/overflow"], seen["loss_scale"]) == (1, 0, 1.0)
@@ -141,7 +141,7 @@ def test_where_nothing_is_scaled_there_is_nothing_to_lower(monkeypatch):
 
 def test_a_gradient_of_zero_is_idle_in_fp16_too():
     policy = make_policy(dtype=torch.float16)
-    learner = Runtime(policy, AdamWConfig(weight_decay=0.1), total=3)
+    learner = Runtime(policy, AdamWConfig(weight_decay=0.1), total_updates=3)
     before = [p.detach().clone() for p in learner.engine.parameters.values()]
     seen = step(learner, policy, 0.0)
     assert (seen["skipped"], seen["skipped/overflow"], seen["idle"]) == (0, 0, 1)
@@ -154,7 +154,7 @@ def test_gradients_are_unscaled_before_they_are_clipped():
     for dtype in (torch.float32, torch.float16):
         policy = make_policy(dtype=dtype)
         before = [p.detach().clone() for p in policy.trainable().values()]
-        learner = Runtime(policy, AdamWConfig(lr=1.0, eps=1.0, max_grad_norm=1e-3), total=1)
+        learner = Runtime(policy, AdamWConfig(lr=1.0, eps=1.0, max_grad_norm=1e-3), total_updates=1)
         seen = step(learner, policy, 1e-5)
         steps = [p.detach() - was for p, was in zip(policy.trainable().values(), before, strict=True)]
         moved.append((seen["grad_norm"], torch.cat([s.flatten() for s in steps])))
@@ -176,8 +176,8 @@ def test_both_compute_in_fp16(name, sampler):
     drawing.sync(policy)
     batch = collate(drawing.generate(CountDigits().sample(0, 4), Sampling(8, max_tokens=24, seed="0/0")))
     scored = policy.score(batch).logprobs.detach()
-    gap = (scored - batch.sampler_logprobs)[batch.mask].abs()
-    exact = (scored - policy_of(name, torch.float32).score(batch).logprobs.detach())[batch.mask].abs()
+    gap = (scored - batch.sampler_logprobs)[batch.response_mask].abs()
+    exact = (scored - policy_of(name, torch.float32).score(batch).logprobs.detach())[batch.response_mask].abs()
     assert gap.mean() < 0.01
     assert 1e-5 < exact.mean() < 0.02
 
@@ -210,7 +210,7 @@ def test_the_scale_and_what_was_counted_towards_the_next_are_in_the_checkpoint(r
         return update(*arguments)
 
     with monkeypatch.context() as patched:
-        patched.setattr(run.grpo, "update", dying)
+        patched.setattr(run.grpo, "update_policy", dying)
         assert train(recipe, "--run", killed, *settings) == 130
     state = json.loads((killed / "checkpoints" / "step-000004" / "state.json").read_text())
     assert state["scaler"]["scale"] < 2.0**36
@@ -238,7 +238,7 @@ from pellucid.algorithm.settings import AdamWConfig
 from architectures import VANISHING as SMALL, weighted
 
 policy = make_policy(dtype=torch.float16)
-learner = Runtime(policy, AdamWConfig(), total=9)
+learner = Runtime(policy, AdamWConfig(), total_updates=9)
 seen = []
 for sizes in ((SMALL, SMALL), (SMALL, 1e5), (SMALL, SMALL), (SMALL * math.nan, SMALL), (SMALL, SMALL)):
     learner.backward(weighted(policy, sizes[learner.rank]))
@@ -284,7 +284,7 @@ def test_where_torch_cannot_scale_training_is_refused_in_one_line(recipe, tmp_pa
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_other_dtypes_know_no_scale(dtype):
     policy = make_policy(dtype=dtype)
-    learner = Runtime(policy, AdamWConfig(), total=1)
+    learner = Runtime(policy, AdamWConfig(), total_updates=1)
     assert step(learner, policy, 1.0).keys() == {"grad_norm", "lr", "skipped", "idle"}
 
 
@@ -293,7 +293,7 @@ def test_other_dtypes_know_no_scale(dtype):
 def test_a_cpu_that_is_slow_in_it_says_so_before_step_1(recipe, tmp_path, capsys, monkeypatch, speed, said):
     """Without such products of its own one takes fifty times as long."""
     speeds = {torch.float32: 1.0, torch.float16: speed}
-    monkeypatch.setattr(hardware, "matmul_tflops", lambda dtype, **_: speeds[dtype])
+    monkeypatch.setattr(hardware, "measure_matmul_tflops", lambda dtype, **_: speeds[dtype])
     settings = ["--policy.dtype", "float16", "--evaluate.every", 0, "--algorithm.steps", 1]
     assert train(recipe, "--run", tmp_path / "run", *settings) == 0
     assert ("! this CPU multiplies 50 times as fast in fp32" in capsys.readouterr().out) == said
@@ -302,7 +302,7 @@ def test_a_cpu_that_is_slow_in_it_says_so_before_step_1(recipe, tmp_path, capsys
 
 @pytest.mark.slow
 def test_a_gpu_without_bf16_is_told_of_fp16_before_step_1_and_by_doctor(recipe, tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(hardware, "without_bf16", lambda device: f"{device} has no bf16")
+    monkeypatch.setattr(hardware, "describe_missing_bf16", lambda device: f"{device} has no bf16")
     settings = ["--evaluate.every", 0, "--algorithm.steps", 1]
     assert train(recipe, "--run", tmp_path / "run", *settings) == 0
     assert "! cpu has no bf16" in capsys.readouterr().out
@@ -313,7 +313,9 @@ def test_a_gpu_without_bf16_is_told_of_fp16_before_step_1_and_by_doctor(recipe, 
 
 def test_no_machine_is_given_fp16_unasked(monkeypatch):
     """Its range is too small for some models, and no scale helps their activations."""
-    monkeypatch.setattr(hardware, "matmul_tflops", {torch.float16: 9.0, torch.bfloat16: 1.0, torch.float32: 1.0}.get)
+    monkeypatch.setattr(
+        hardware, "measure_matmul_tflops", {torch.float16: 9.0, torch.bfloat16: 1.0, torch.float32: 1.0}.get
+    )
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation=True: including_emulation)
     for device in ("cpu", "cuda", "mps"):
         assert hardware.pick_dtype("auto", torch.device(device)) == torch.float32

@@ -44,7 +44,11 @@ def tokenizers():
 
 def asked(*contents, literal):
     roles = ["system", "user", "assistant"]
-    return Prompt("p", tuple({"role": roles[i], "content": text} for i, text in enumerate(contents)), literal=literal)
+    return Prompt(
+        "p",
+        tuple({"role": roles[i], "content": text} for i, text in enumerate(contents)),
+        escape_special_tokens=literal,
+    )
 
 
 @pytest.mark.slow

@@ -32,8 +32,8 @@ def plain(hidden, weight, tokens, temperature, bias, scale, softcap):
 @pytest.mark.parametrize("tokens_at_once", [1, 4, 13, 100])
 @pytest.mark.parametrize(("temperature", "scale", "softcap"), [(1.0, 1.0, 0.0), (0.7, 0.5, 0.0), (1.3, 0.5, 2.0)])
 def test_values_and_gradients_equal_plain_autograd(monkeypatch, inputs, tokens_at_once, temperature, scale, softcap):
-    monkeypatch.setattr(logprobs, "MANY", 29 * tokens_at_once)
-    monkeypatch.setattr(logprobs, "FEW", 29 * max(1, tokens_at_once // 2))
+    monkeypatch.setattr(logprobs, "MAX_MATMUL_LOGITS", 29 * tokens_at_once)
+    monkeypatch.setattr(logprobs, "MAX_ELEMENTWISE_LOGITS", 29 * max(1, tokens_at_once // 2))
     hidden, weight, tokens = inputs
     bias = torch.randn(29, dtype=torch.float64).requires_grad_()
     upstream = torch.randn(2, 13, dtype=torch.float64)
@@ -53,8 +53,8 @@ def test_the_exact_kl_and_its_gradient_are_those_of_the_whole_vocabulary(
     monkeypatch, inputs, tokens_at_once, temperature, scale, softcap
 ):
     """Both distributions at the temperature; log-probs and KL are asked for together, as a loss does."""
-    monkeypatch.setattr(logprobs, "MANY", 29 * tokens_at_once)
-    monkeypatch.setattr(logprobs, "FEW", 29 * max(1, tokens_at_once // 2))
+    monkeypatch.setattr(logprobs, "MAX_MATMUL_LOGITS", 29 * tokens_at_once)
+    monkeypatch.setattr(logprobs, "MAX_ELEMENTWISE_LOGITS", 29 * max(1, tokens_at_once // 2))
     hidden, weight, tokens = inputs
     bias, ref_bias = torch.randn(2, 29, dtype=torch.float64)
     ref_hidden, ref_weight = (torch.randn(*size, dtype=torch.float64) for size in ((13, 6), (29, 6)))
@@ -84,7 +84,7 @@ def test_entropy_has_a_gradient_only_if_asked_for(inputs):
 
 def test_all_logits_are_never_held_at_once(monkeypatch, inputs):
     """The largest tensor that autograd keeps is a chunk's inputs, not [N, V]."""
-    monkeypatch.setattr(logprobs, "MANY", 29 * 2)
+    monkeypatch.setattr(logprobs, "MAX_MATMUL_LOGITS", 29 * 2)
     hidden, weight, tokens = inputs
     kept = []
     with torch.autograd.graph.saved_tensors_hooks(lambda x: kept.append(tuple(x.shape)) or x, lambda x: x):
@@ -101,18 +101,18 @@ def test_logits_that_were_kept_give_the_bits_of_those_that_are_made_again(monkey
     of[torch.tensor([0, 3, 4, 15, 16, 29])] = 0.0
 
     made = logprobs._room
-    monkeypatch.setattr(logprobs, "MANY", 40 * len(weight))
-    monkeypatch.setattr(logprobs, "FEW", 4 * len(weight))
+    monkeypatch.setattr(logprobs, "MAX_MATMUL_LOGITS", 40 * len(weight))
+    monkeypatch.setattr(logprobs, "MAX_ELEMENTWISE_LOGITS", 4 * len(weight))
 
     def gradients(room):
-        monkeypatch.setattr(logprobs, "_room", lambda w, n: made(w, min(n, room)))
+        monkeypatch.setattr(logprobs, "_count_saved_tokens", lambda w, n: made(w, min(n, room)))
         x, master = hidden.clone().requires_grad_(), weight.float().requires_grad_()
         found = token_logprobs(x, Head(weight, master), tokens, temperature=0.7)[0]
         both = [torch.autograd.grad(found, (x, master), of, retain_graph=True) for _ in range(2)]
         return [found.detach(), *both[0], *both[1]]
 
-    products, one = [], Head.product
-    monkeypatch.setattr(Head, "product", lambda self, x: products.append(len(x)) or one(self, x))
+    products, one = [], Head.project
+    monkeypatch.setattr(Head, "project", lambda self, x: products.append(len(x)) or one(self, x))
     kept = gradients(room)
     assert sum(products) == 30 + 24 + 24 - sum(of[:room] != 0)
     for found, expected in zip(kept, gradients(0), strict=True):
@@ -134,11 +134,11 @@ def test_where_the_heads_product_is_wide_only_its_gradient_is_rounded(
     monkeypatch, widens, room, temperature, scale, softcap
 ):
     """And the products that are kept, of which a part is made again, take no more memory than narrow ones."""
-    monkeypatch.setattr(logprobs, "MANY", 2 * room * 64 or 2 * 64)
-    monkeypatch.setattr(logprobs, "FEW", 4 * 64)
-    made, products, one = logprobs._room, [], Head.product
-    monkeypatch.setattr(logprobs, "_room", lambda weight, n: made(weight, n) if room else 0)
-    monkeypatch.setattr(Head, "product", lambda self, x: products.append(one(self, x)) or products[-1])
+    monkeypatch.setattr(logprobs, "MAX_MATMUL_LOGITS", 2 * room * 64 or 2 * 64)
+    monkeypatch.setattr(logprobs, "MAX_ELEMENTWISE_LOGITS", 4 * 64)
+    made, products, one = logprobs._room, [], Head.project
+    monkeypatch.setattr(logprobs, "_count_saved_tokens", lambda weight, n: made(weight, n) if room else 0)
+    monkeypatch.setattr(Head, "project", lambda self, x: products.append(one(self, x)) or products[-1])
     hidden, weight, bias = torch.randn(30, 32).bfloat16(), torch.randn(64, 32).bfloat16(), torch.randn(64).bfloat16()
     tokens, upstream = torch.randint(64, (30,)), torch.randn(2, 30)
     x, master = hidden.clone().requires_grad_(), weight.float().requires_grad_()
@@ -158,7 +158,7 @@ def test_where_the_heads_product_is_wide_only_its_gradient_is_rounded(
 def test_without_a_backward_pass_nothing_is_kept(monkeypatch):
     asked = []
     made = logprobs._room
-    monkeypatch.setattr(logprobs, "_room", lambda weight, n: asked.append(n) or made(weight, n))
+    monkeypatch.setattr(logprobs, "_count_saved_tokens", lambda weight, n: asked.append(n) or made(weight, n))
     hidden, weight = torch.randn(30, 32).bfloat16().requires_grad_(), torch.randn(64, 32).bfloat16().requires_grad_()
     with torch.no_grad():
         token_logprobs(hidden, Head(weight.detach(), weight), torch.randint(64, (30,)))
@@ -190,8 +190,8 @@ def test_however_the_chunks_fall_they_give_what_the_whole_gives(tokens, vocabula
     )
     chosen = torch.randint(vocabulary, (tokens,), generator=generator)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(logprobs, "MANY", many)
-        patch.setattr(logprobs, "FEW", few)
+        patch.setattr(logprobs, "MAX_MATMUL_LOGITS", many)
+        patch.setattr(logprobs, "MAX_ELEMENTWISE_LOGITS", few)
         ours = token_logprobs(hidden, Head(weight, weight), chosen, temperature, entropy_grad=True)
         mine = torch.autograd.grad(sum(x.sum() for x in ours), (hidden, weight))
     theirs = plain(hidden, weight, chosen, temperature, 0.0, 1.0, 0.0)

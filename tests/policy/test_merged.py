@@ -66,7 +66,7 @@ def brevity(completions, **columns):
 def test_the_saved_model_has_the_whole_update(dtype, narrow, tmp_path):
     """The base stays the rounded one that the policy was trained with."""
     checkpoint("llama", tmp_path / "base")
-    adapted = policy.load(str(tmp_path / "base"), CPU, dtype, 1.0, lora=2, narrow=narrow)
+    adapted = policy.load(str(tmp_path / "base"), CPU, dtype, 1.0, lora_rank=2, offload_masters=narrow)
     step(adapted)
     adapted.load_trainable({name: p.clone() for name, p in adapted.trainable().items()})  # masters, too
     adapted.save(tmp_path / "saved")
@@ -95,7 +95,7 @@ def test_every_way_out_of_a_run_has_the_whole_update(recipe, tmp_path, capsys, m
             torch.testing.assert_close(x, expected[key], rtol=0, atol=1e-7, msg=f"{name}: {key}")
     assert host.load(Serve((str(run.folder),), device="cpu")).policy.dtype == torch.float32
     dtypes = []
-    monkeypatch.setattr(exam, "examine", lambda cfg, *_: dtypes.append(cfg.policy.dtype) or 0)
+    monkeypatch.setattr(exam, "evaluate_model", lambda cfg, *_: dtypes.append(cfg.policy.dtype) or 0)
     capsys.readouterr()
     assert answered("eval", run.folder) == answered("eval", run.folder, "--policy.dtype", "bfloat16") == 0
     assert dtypes == ["float32", "bfloat16"]

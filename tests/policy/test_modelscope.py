@@ -143,7 +143,7 @@ def test_a_revision_is_looked_for_where_it_can_be_and_downloaded_as_it_is_called
 
 
 def test_for_a_plan_or_a_tokenizer_no_weights_are_downloaded(package, cache):
-    assert memory.from_name(NAME, 0).parameters > 0
+    assert memory.from_name(NAME, 0).parameter_count > 0
     pretrained.tokenizer(NAME)
     assert package == [("Some.One/Tiny-0.5B", list(modelscope.WEIGHTS))], "once for both"
     assert not list(cache.rglob("*.safetensors"))

@@ -67,7 +67,7 @@ def test_dropout_is_off_the_ratio_of_a_policy_to_itself_is_one(make, checkpointi
     batch = batch_of(policy)
     policy.model.train()
     one, two = policy.score(batch).logprobs, policy.score(batch).logprobs
-    assert ((one - two).exp() - 1)[batch.mask].abs().max() < 1e-5
+    assert ((one - two).exp() - 1)[batch.response_mask].abs().max() < 1e-5
 
 
 def test_gradient_checkpointing_changes_no_gradient():
@@ -95,8 +95,8 @@ def test_checkpointing_really_recomputes():
 def test_what_the_padding_holds_is_never_looked_at():
     policy = make_policy()
     batch = batch_of(policy, max_tokens=24, size=8)
-    assert not bool(batch.mask.all())
-    rubbish = torch.where(batch.mask, batch.response_ids, torch.randint(EOS, batch.response_ids.shape))
+    assert not bool(batch.response_mask.all())
+    rubbish = torch.where(batch.response_mask, batch.response_ids, torch.randint(EOS, batch.response_ids.shape))
     torch.testing.assert_close(policy.score(replace(batch, response_ids=rubbish)), policy.score(batch), rtol=0, atol=0)
 
 
@@ -113,7 +113,7 @@ def test_transformers_samples_from_a_copy_in_the_compute_dtype_that_follows_the_
     policy = make_policy(dtype=torch.bfloat16, engine="transformers")
     weights = policy.trainable()
     for _ in range(2):
-        copied = dict(policy.inference_model().named_parameters())
+        copied = dict(policy.get_inference_model().named_parameters())
         assert policy.trainable().keys() == weights.keys()
         for name, p in weights.items():
             assert p.dtype == torch.float32
@@ -229,8 +229,8 @@ def test_a_reference_has_no_gradient(model_dir):
 def test_masters_are_the_models_weights_unrounded_from_load_to_save(model_dir, tmp_path):
     """An optimizer step later too; the weights are what the masters round to."""
     exact = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32)
-    policy = policy_module.load(str(model_dir), torch.device("cpu"), torch.bfloat16, 1.0, narrow=True)
-    runtime = Runtime(policy, AdamWConfig(lr=1e-5, offload=True), total=1)
+    policy = policy_module.load(str(model_dir), torch.device("cpu"), torch.bfloat16, 1.0, offload_masters=True)
+    runtime = Runtime(policy, AdamWConfig(lr=1e-5, offload=True), total_updates=1)
 
     def all_agree():
         policy.save(tmp_path)
@@ -254,7 +254,7 @@ def test_masters_are_the_models_weights_unrounded_from_load_to_save(model_dir, t
 
 
 def test_what_is_loaded_into_a_narrow_policy_is_its_masters(model_dir):
-    policy = policy_module.load(str(model_dir), torch.device("cpu"), torch.bfloat16, 1.0, narrow=True)
+    policy = policy_module.load(str(model_dir), torch.device("cpu"), torch.bfloat16, 1.0, offload_masters=True)
     others = {name: torch.randn(p.shape) for name, p in policy.trainable().items()}
     policy.load_trainable(others)
     for name, p in policy.trainable().items():
@@ -263,7 +263,9 @@ def test_what_is_loaded_into_a_narrow_policy_is_its_masters(model_dir):
 
 
 def test_an_adapter_is_not_narrowed(model_dir):
-    policy = policy_module.load(str(model_dir), torch.device("cpu"), torch.bfloat16, 1.0, lora=2, narrow=True)
+    policy = policy_module.load(
+        str(model_dir), torch.device("cpu"), torch.bfloat16, 1.0, lora_rank=2, offload_masters=True
+    )
     assert {p.dtype for p in policy.trainable().values()} == {torch.float32}
     assert all(policy.masters()[name] is not p for name, p in policy.trainable().items())
 
@@ -322,7 +324,7 @@ def test_the_reference_of_a_lora_policy_is_the_policy_without_its_adapter(lora, 
             p.add_(0.3 * torch.randn_like(p))
     assert (lora.score(batch).logprobs - start).abs().max() > 1e-2
     torch.testing.assert_close(AdapterOff(lora).score(batch).logprobs, start, rtol=0, atol=0)
-    torch.testing.assert_close(AdapterOff(lora).hidden(batch)[0], states, rtol=0, atol=0)
+    torch.testing.assert_close(AdapterOff(lora).compute_hidden_states(batch)[0], states, rtol=0, atol=0)
 
     lora.save(tmp_path)
     merged = Policy(AutoModelForCausalLM.from_pretrained(tmp_path), character_tokenizer())
@@ -339,7 +341,7 @@ def test_lora_without_its_library_names_the_extra(monkeypatch):
 def test_the_base_of_a_lora_policy_does_not_move(lora):
     before = {name: p.clone() for name, p in lora.model.named_parameters()}
     batch = batch_of(lora)
-    batch = replace(batch, advantages=batch.along_responses(torch.randn(len(batch), dtype=torch.float64)))
+    batch = replace(batch, advantages=batch.broadcast_to_tokens(torch.randn(len(batch), dtype=torch.float64)))
     update(lora, batch, OneProcessRuntime(lora, lr=1.0), GRPOConfig())
     moved = {name for name, p in lora.model.named_parameters() if not torch.equal(p, before[name])}
     assert moved

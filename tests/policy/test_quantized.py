@@ -32,7 +32,7 @@ MATRICES = {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "dow
 
 def adapted(folder, dtype=torch.float32, in_4bit=True):
     torch.manual_seed(0)
-    learner = policy.load(str(folder), CPU, dtype, 1.0, lora=2, in_4bit=in_4bit)
+    learner = policy.load(str(folder), CPU, dtype, 1.0, lora_rank=2, load_in_4bit=in_4bit)
     with torch.no_grad():
         for p in learner.trainable().values():
             p.copy_(0.1 * torch.randn_like(p))
@@ -71,7 +71,7 @@ def test_log_probs_and_gradients_are_those_of_the_values_that_the_numbers_stand_
     expected.sum().backward()
     for parameter, p in learner.trainable().items():
         torch.testing.assert_close(p.grad, plain.trainable()[parameter].grad, rtol=1e-3, atol=1e-3, msg=parameter)
-    assert learner.fallback_reason() == "an adapter on a 4-bit base"
+    assert learner.find_fallback_reason() == "an adapter on a 4-bit base"
 
 
 @BITSANDBYTES
@@ -120,11 +120,11 @@ def test_the_plan_counts_the_bytes_that_are_there(tmp_path, recipe, dtype):
     settings = ["--policy.model", str(tmp_path / "base"), *IN_4BIT, "--policy.dtype", dtype]
     cfg, learner = load(recipe, settings), adapted(tmp_path / "base", getattr(torch, dtype))
     model, loaded = memory.of_policy(cfg.policy), preflight.count(learner)
-    assert (model.trained, model.quantized) == (loaded.trained, loaded.quantized)
-    assert model.parameters + model.trained == loaded.parameters
+    assert (model.trained_count, model.quantized_count) == (loaded.trained_count, loaded.quantized_count)
+    assert model.parameter_count + model.trained_count == loaded.parameter_count
     plain = [p for p in learner.model.parameters() if not quantized.is_quantized(p)]
-    held = sum(p.numel() * p.element_size() for p in plain) + memory.FOUR_BITS * model.quantized
-    copied = 2 * model.trained if dtype == "bfloat16" else 0
+    held = sum(p.numel() * p.element_size() for p in plain) + memory.FOUR_BITS * model.quantized_count
+    copied = 2 * model.trained_count if dtype == "bfloat16" else 0
     assert memory.state(loaded, cfg)["weights"] * 1e9 == pytest.approx(held + copied, rel=1e-6)
 
 
@@ -153,7 +153,7 @@ def test_the_plan_is_of_what_can_be(tmp_path, recipe, capsys):
     ids=["whole", "fsdp2", "deepspeed", "offload"],
 )
 def test_what_cannot_be_is_refused_in_one_line(recipe, tmp_path, settings, said, capsys, monkeypatch):
-    monkeypatch.setattr(quantized, "check_library", lambda: None)
+    monkeypatch.setattr(quantized, "check_bitsandbytes_installed", lambda: None)
     assert train(recipe, "--run", tmp_path / "run", *settings) == 2
     assert said in " ".join(capsys.readouterr().err.replace("│", " ").split())
 

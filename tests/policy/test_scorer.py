@@ -27,19 +27,19 @@ def test_what_a_head_does_to_its_logits_is_scored(name):
     check_head(model)
     hidden = model.base_model(input_ids=torch.tensor([batch.prompt_ids[0]])).last_hidden_state
     expected = model(torch.tensor([batch.prompt_ids[0]])).logits
-    torch.testing.assert_close(head_of(model, torch.float32).logits(hidden[0]), expected[0], rtol=0, atol=1e-5)
+    torch.testing.assert_close(head_of(model, torch.float32).compute_logits(hidden[0]), expected[0], rtol=0, atol=1e-5)
 
     class Speechless:
         eos_token_id, chat_template = 0, None
 
     scores = Policy(model, Speechless(), engine="transformers").score(batch)
-    torch.testing.assert_close(scores.logprobs[batch.mask], plain_logprobs(model, batch), rtol=0, atol=1e-5)
+    torch.testing.assert_close(scores.logprobs[batch.response_mask], plain_logprobs(model, batch), rtol=0, atol=1e-5)
 
 
 @torch.no_grad()
 def test_the_mean_hidden_state_is_over_the_tokens_of_each_response():
     policy, batch = make_policy(), batch_of()
-    assert len(set(batch.mask.sum(-1).tolist())) > 3
+    assert len(set(batch.response_mask.sum(-1).tolist())) > 3
     for layer in (0, 1, -1):
         measured = policy.embed(batch, layer)
         for row, (ids, start) in enumerate(sequences(batch)):
@@ -49,6 +49,6 @@ def test_the_mean_hidden_state_is_over_the_tokens_of_each_response():
 
 def test_the_reference_of_the_exact_kl_keeps_no_graph():
     policy = make_policy()
-    policy.measure_kl(make_policy(seed=3))
-    hidden, _ = policy.scorer.reference_hidden(batch_of())
+    policy.set_kl_reference(make_policy(seed=3))
+    hidden, _ = policy.scorer.compute_ref_hidden_states(batch_of())
     assert not hidden.requires_grad

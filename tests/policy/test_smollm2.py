@@ -23,7 +23,7 @@ def gap(dtype, sampler, temperature):
     sampling = Sampling(4, temperature, max_tokens=16, seed="0/0")
     batch = collate(sampler.generate(Arithmetic(digits=3).sample(0, 2), sampling))
     with torch.no_grad():
-        return (policy.score(batch).logprobs - batch.sampler_logprobs)[batch.mask].abs()
+        return (policy.score(batch).logprobs - batch.sampler_logprobs)[batch.response_mask].abs()
 
 
 @pytest.mark.slow

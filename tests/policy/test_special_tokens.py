@@ -44,8 +44,8 @@ def test_a_prompt_begins_once_and_does_not_end(puts, before, literal):
         assert shown(tokenizer, Prompt("p", f"<s>{TEXT}")) == f"<s>{TEXT}", "it is written there"
         assert shown(tokenizer, Prompt("p", f"<s><s>{TEXT}")) == f"<s><s>{TEXT}", "twice, by whoever wrote it"
         assert shown(tokenizer, Prompt("p", f"{TEXT}</s>")) == f"{before}{TEXT}</s>"
-    assert shown(plain, Prompt("p", MESSAGES, literal=literal)) == f"{before}{TEXT}\n"
-    assert shown(chatty, Prompt("p", MESSAGES, literal=literal)) == f"<s>{TEXT}"
+    assert shown(plain, Prompt("p", MESSAGES, escape_special_tokens=literal)) == f"{before}{TEXT}\n"
+    assert shown(chatty, Prompt("p", MESSAGES, escape_special_tokens=literal)) == f"<s>{TEXT}"
 
 
 @pytest.mark.parametrize("prompt", [TEXT, f"<s>{TEXT}"])

@@ -29,7 +29,7 @@ def test_a_value_in_the_template_is_what_its_caller_would_have_given():
     tokenizer, told = character_tokenizer(), character_tokenizer()
     tokenizer.chat_template = told.chat_template = THINKING
     for value in (False, True):
-        Template(values={"enable_thinking": value}).put_into(told)
+        Template(variables={"enable_thinking": value}).apply_to_tokenizer(told)
         messages = [{"role": "user", "content": "1+1?"}]
         assert asked(told) == tokenizer.apply_chat_template(messages, enable_thinking=value, tokenize=False)
         told.chat_template = THINKING
@@ -58,14 +58,14 @@ def test_a_template_that_cannot_be_is_said_in_one_line(said, tmp_path):
     if text:
         file.write_text(text)
     with pytest.raises(UserError, match=r"policy\.template") as refused:
-        Template(str(file), values).put_into(character_tokenizer())
+        Template(str(file), values).apply_to_tokenizer(character_tokenizer())
     assert said in str(refused.value)
     assert "\n" not in str(refused.value)
 
 
 def test_values_without_any_template_are_refused():
     with pytest.raises(UserError, match="no chat template of its own"):
-        Template(values={"enable_thinking": False}).put_into(character_tokenizer())
+        Template(variables={"enable_thinking": False}).apply_to_tokenizer(character_tokenizer())
 
 
 def test_a_run_asks_by_its_template_and_its_model_remembers_it(recipe, tmp_path):

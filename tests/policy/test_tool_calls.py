@@ -141,7 +141,7 @@ def test_calls_are_read_in_every_form(text, kind, marks):
     said = read(marks[kind], ids_of(marks[kind], text), [], TOOLS)
     content, calls = READ[text]
     assert said.message["role"] == "assistant"
-    assert (said.message["content"], called(said), said.unreadable) == (content, calls, ())
+    assert (said.message["content"], called(said), said.unreadable_calls) == (content, calls, ())
 
 
 @pytest.mark.parametrize("text", PROSE)
@@ -155,8 +155,8 @@ def test_what_cannot_be_read_is_said_in_a_line_and_never_raised(text, marks):
     for tokenizer in marks.values():
         said = read(tokenizer, ids_of(tokenizer, text), [], TOOLS)
         content, reasons = UNREADABLE[text]
-        assert (said.message, len(said.unreadable)) == ({"role": "assistant", "content": content}, len(reasons))
-        for fault, reason in zip(said.unreadable, reasons, strict=True):
+        assert (said.message, len(said.unreadable_calls)) == ({"role": "assistant", "content": content}, len(reasons))
+        for fault, reason in zip(said.unreadable_calls, reasons, strict=True):
             assert fault.startswith(reason)
             assert "\n" not in fault
 
@@ -180,7 +180,7 @@ def test_long_turns_are_read_in_a_time_that_grows_with_their_length(name, marks)
     """What is quadratic in 200,000 characters does not come to its end in the time that a test has."""
     tokenizer = marks["spelled"]
     said = read(tokenizer, ids_of(tokenizer, LONG[name]), [], TOOLS)
-    assert len(said.unreadable) <= 100
+    assert len(said.unreadable_calls) <= 100
     assert len(called(said)) == (N // 100 if name == "calls" else 0)
 
 
@@ -200,7 +200,7 @@ def test_good_calls_stay_beside_bad_ones(marks):
     text = f"<tool_call>{{bad <tool_call>{ADD}</tool_call><tool_call>[]x</tool_call><tool_call>{LOOK}</tool_call>"
     said = read(marks["spelled"], ids_of(marks["spelled"], text), [], TOOLS)
     assert called(said) == [SUM, CAT]
-    assert len(said.unreadable) == 2
+    assert len(said.unreadable_calls) == 2
 
 
 def test_without_tools_nothing_is_looked_for(marks):
@@ -247,7 +247,7 @@ def test_where_the_tokenizer_says_how_calls_are_written_it_is_read_as_trl_does(t
         theirs = trl.parse_response(tokenizer, list(ids), list(context), list(TOOLS))
         calls = [(call["function"]["name"], call["function"]["arguments"]) for call in theirs.pop("tool_calls", [])]
         ours = {key: value for key, value in said.message.items() if key != "tool_calls"}
-        assert (ours, called(said), said.unreadable) == (theirs, calls, ())
+        assert (ours, called(said), said.unreadable_calls) == (theirs, calls, ())
     assert any(
         "tool_calls" in read(tokenizer, tokenizer(text + end)["input_ids"], context, TOOLS).message for text in texts
     )
@@ -260,9 +260,9 @@ def test_what_transformers_cannot_read_is_read_here_or_said(smollm2):
     bad = tokenizer(f"<tool_call>{{bad}}</tool_call><tool_call>{ADD}</tool_call><|im_end|>")["input_ids"]
     said = read(tokenizer, bad, [], TOOLS)
     assert called(said) == [SUM]
-    assert said.unreadable[0].startswith("not JSON")
+    assert said.unreadable_calls[0].startswith("not JSON")
     nameless = tokenizer('<tool_call>{"arguments": {}}</tool_call><|im_end|>')["input_ids"]
-    assert read(tokenizer, nameless, [], TOOLS).unreadable == ("no name",)
+    assert read(tokenizer, nameless, [], TOOLS).unreadable_calls == ("no name",)
 
 
 def test_its_response_template_is_told_what_stands_before_the_answer():
@@ -278,8 +278,8 @@ def test_a_stop_string_is_cut_off_before_a_response_template_reads_an_answer(cut
     tokenizer = byte_tokenizer()
     tokenizer.response_template = trl.qwen3_template
     ids = ids_of(tokenizer, f"See.<tool_call>{ADD}</tool_call>" + "STOP!"[:cut])[:-1]
-    assert called(read(tokenizer, ids, [], TOOLS, cut=cut)) == [SUM]
-    assert read(tokenizer, ids, [], TOOLS, cut=cut).message["content"] == "See."
+    assert called(read(tokenizer, ids, [], TOOLS, cut_characters=cut)) == [SUM]
+    assert read(tokenizer, ids, [], TOOLS, cut_characters=cut).message["content"] == "See."
 
 
 def test_the_end_is_no_content_where_a_response_template_forgets_it():

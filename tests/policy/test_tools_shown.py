@@ -38,7 +38,7 @@ DROPS_SYSTEM = CHATML.replace("{% for m in messages %}", "{% for m in messages i
 def text_of(template, *messages, tools=(ADD, LOOK), literal=False):
     tokenizer = byte_tokenizer()
     tokenizer.chat_template = template
-    return tokenizer.decode(question_ids(tokenizer, Prompt("p", messages, tools=tools, literal=literal)))
+    return tokenizer.decode(question_ids(tokenizer, Prompt("p", messages, tools=tools, escape_special_tokens=literal)))
 
 
 def test_a_template_that_knows_tools_shows_them_itself():

@@ -222,7 +222,7 @@ def test_longer_waits_than_the_client_takes_are_kept_up_to_a_limit(service):
     asked = []
     with proxied(service, lambda number, body: ["429 300", "", "429 3600"][number]) as proxy:
         teacher = Teacher(Endpoint(proxy.url, "tiny", "NO_KEY", 1.0, 8, 5, 2, 0), str.strip)
-        teacher.pace.wait = asked.append
+        teacher.rate_limiter.wait = asked.append
         assert teacher.ask(Prompt("p", "2+3="))
         assert asked == [0.0, 300, 0.0]
         with pytest.raises(UnansweredError, match="HTTP 429"):
@@ -242,7 +242,7 @@ def test_longer_waits_than_the_client_takes_are_kept_up_to_a_limit(service):
     ids=["nested", "key", "long", "gzip", "elsewhere"],
 )
 def test_what_a_teacher_sends_is_bounded(status, body, headers, kind, told, monkeypatch):
-    monkeypatch.setattr(endpoint, "LONGEST_ANSWER", 100_000)
+    monkeypatch.setattr(endpoint, "MAX_ANSWER_BYTES", 100_000)
     monkeypatch.setenv("TEACHER_KEY", KEY)
 
     with proxied("", lambda *_: lambda handler: handler.reply(status, body, **headers)) as proxy:
@@ -384,7 +384,7 @@ def test_what_connects_while_the_teacher_closes_is_closed_as_well(service, monke
 def test_a_key_that_no_header_can_hold_is_not_told(key, monkeypatch):
     monkeypatch.setenv("PELLUCID_TEST_KEY", key)
     with pytest.raises(UserError, match="holds no key") as told:
-        Endpoint("https://api.example.com/v1", "m", "PELLUCID_TEST_KEY", 1.0, 8, 5, 1, 0).key()
+        Endpoint("https://api.example.com/v1", "m", "PELLUCID_TEST_KEY", 1.0, 8, 5, 1, 0).get_key()
     assert "sk-" not in str(told.value)
 
 
@@ -457,7 +457,7 @@ def test_what_could_not_be_written_at_the_end_is_not_asked_again(service, recipe
         arguments = command(recipe, output, proxy.url)
         with monkeypatch.context() as patched:
             full = OSError(errno.ENOSPC, "No space left on device", str(output))
-            patched.setattr(Journal, "write", lambda *_: (_ for _ in ()).throw(full))
+            patched.setattr(Journal, "write_output", lambda *_: (_ for _ in ()).throw(full))
             assert status(arguments) == 2
         assert "No space left on device" in capsys.readouterr().err
         assert len(entries(output)) == 18
@@ -572,7 +572,7 @@ def test_a_student_says_the_same_however_often_it_is_stopped(recipe, wide_dir, t
     assert len({text for row in held["questions"] for text in row["student"]}) > 9
     for after in (2, 4, 7):
         with monkeypatch.context() as patched:
-            patched.setattr(prefixes, "ROWS", 6)
+            patched.setattr(prefixes, "STUDENT_BATCH_ROWS", 6)
             stop_after(patched, after)
             assert status(command(recipe, parts, student=wide_dir)) == 2
     assert len({(entry["question"], entry["index"]) for entry in entries(parts)}) == 2 + 4 + 7
@@ -623,7 +623,7 @@ def test_prefixes_are_cut_by_tokens_where_that_is_asked(service, recipe, wide_di
 
 
 def test_a_student_that_says_nothing_is_counted(recipe, wide_dir, tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(prefixes, "clean", lambda text: "")
+    monkeypatch.setattr(prefixes, "clean_text", lambda text: "")
     assert status(command(recipe, tmp_path / "p.json", student=wide_dir, retries=1, n=2)) == 2
     assert "6 prefixes are missing (the student's answers are empty)" in capsys.readouterr().err
 

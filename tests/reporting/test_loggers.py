@@ -128,7 +128,7 @@ def test_a_step_is_on_disk_before_close(tmp_path: Path):
     log = Jsonl(tmp_path)
     log.log(1, {"loss": 0.0}, groups_of((RIGHT,)))
     log.log_evaluation(1, EVALUATION)
-    assert all(read(tmp_path / name) for name in Jsonl.NAMES)
+    assert all(read(tmp_path / name) for name in Jsonl.FILE_NAMES)
     log.close()
 
 
@@ -542,7 +542,7 @@ def test_a_picture_that_cannot_be_drawn_is_a_line(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(log, "render", lambda: 1 / 0)
     log.log(1, {}, [])
     log.close()
-    assert "cannot be shown (ZeroDivisionError" in str(log.picture())
+    assert "cannot be shown (ZeroDivisionError" in str(log.render_safely())
 
 
 def test_evaluations_are_read_past_what_a_power_failure_left(tmp_path: Path):

@@ -18,20 +18,20 @@ from pellucid.types import Completion, Estimate, Evaluation, Group, Prompt, Rewa
 NONE = Estimate(0.0, 0.0, 0.1)
 JUDGED = Evaluation(
     *("sums", "test", 64, 2, Estimate(0.5, 0.2, 0.8), Estimate(0.25, 0.1, 0.5), Estimate(0.5, 0.2, 0.8)),
-    right=(0, 1, 0, 1),
-    questions="q",
+    greedy_correct=(0, 1, 0, 1),
+    questions_digest="q",
     reward=Estimate(0.5, -0.4, 1.4),
     reward_at_k=Estimate(0.25, -0.1, 0.6),
     rewards=(0.0, 1.0, 0.0, 1.0),
 )
 DEGREE = Evaluation(
     *("tone", "test", 64, 2, NONE, NONE, NONE),
-    right=(0, 0, 0, 0),
-    questions="q",
+    greedy_correct=(0, 0, 0, 0),
+    questions_digest="q",
     reward=Estimate(-0.75, -0.9, -0.6),
     reward_at_k=Estimate(-0.5, -0.8, -0.2),
     rewards=(-0.75, -0.8, math.nan, -0.7),
-    verdicts=False,
+    has_verdicts=False,
 )
 HIGHER = replace(DEGREE, reward=Estimate(0.25, 0.125, 0.375))
 OLD = {
@@ -76,13 +76,17 @@ def test_an_evaluation_comes_back_from_its_file(tmp_path, evaluation):
 def test_files_of_older_versions_are_read(tmp_path):
     (tmp_path / "evals.jsonl").write_text(json.dumps(OLD) + "\n")
     evaluation = read_evaluations(tmp_path)[3]
-    assert (evaluation.greedy, evaluation.right, evaluation.verdicts) == (Estimate(0.5, 0.2, 0.8), (0, 1, 0, 1), True)
+    assert (evaluation.greedy, evaluation.greedy_correct, evaluation.has_verdicts) == (
+        Estimate(0.5, 0.2, 0.8),
+        (0, 1, 0, 1),
+        True,
+    )
     assert math.isnan(evaluation.reward.value)
     assert write_report(tmp_path).read_text().count("<th scope=row>greedy</th>") == 1
 
 
 def cells(table):
-    return [list(column.cells) for column in table.columns]
+    return [list(column.list_runs) for column in table.columns]
 
 
 def test_the_headline_on_the_screen_is_the_reward_where_no_answer_is_right(capsys):
@@ -117,7 +121,7 @@ def test_a_verdict_is_given_where_there_is_one():
         "wrong, reward 0.00": Reward(0.0),
         "wrong, reward 0.30": Reward(0.3, correct=False),
         "reward 0.40": Reward(0.4),
-        "reward 0.50": Reward(0.5, correct=False, degree=True),
+        "reward 0.50": Reward(0.5, correct=False, is_continuous=True),
     }.items():
         shown = cells(verdict(Group(Prompt("p", "3 + 4"), (1,), (completion,), (reward,)), reward.is_verdict))
         assert str(shown[1][-2]) == said

@@ -38,7 +38,7 @@ def test_a_term_named_mean_does_not_replace_the_mean():
     assert describe([group(right(1.0, mean=9.0))])["reward/mean"] == 1.0
 
 
-DEGREES = [Reward(0.8), Reward(0.8), Reward(0.0), Reward(0.3, correct=False, degree=True), Reward(nan)]
+DEGREES = [Reward(0.8), Reward(0.8), Reward(0.0), Reward(0.3, correct=False, is_continuous=True), Reward(nan)]
 
 
 def calls(metrics) -> list[str]:
@@ -131,9 +131,9 @@ def test_a_length_of_no_completions_is_left_out():
 
 def test_the_length_of_a_prefix_is_that_of_its_tokens_alone():
     """Of a conversation, what was said to the policy between its turns is given, too, and no prefix."""
-    talk = Completion(tuple(range(12)), (0.0,) * 12, "x", True, given=((0, 3), (5, 10)))
-    alone = Completion(tuple(range(6)), (0.0,) * 6, "x", True, given=((0, 5),))
-    without = Completion(tuple(range(6)), (0.0,) * 6, "x", True, given=((2, 4),))
+    talk = Completion(tuple(range(12)), (0.0,) * 12, "x", True, given_spans=((0, 3), (5, 10)))
+    alone = Completion(tuple(range(6)), (0.0,) * 6, "x", True, given_spans=((0, 5),))
+    without = Completion(tuple(range(6)), (0.0,) * 6, "x", True, given_spans=((2, 4),))
     groups = [Group(Prompt("p", "?"), (1,), (c,), (Reward(1.0),), (), (7, 8)) for c in (talk, alone, without)]
     assert describe(groups)["prefix/length_mean"] == 4.0
     assert "prefix/length_mean" not in describe(groups[2:])

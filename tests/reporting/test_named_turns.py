@@ -39,5 +39,5 @@ SAYS, ASKS = {"role": "assistant", "content": "so"}, {"role": "user", "content":
     ],
 )  # fmt: skip
 def test_names_stand_at_the_stretches_where_they_were_said(messages, given, told):
-    completion = Completion(tuple(range(5)), (0.0,) * 5, "", True, given=tuple(given), messages=tuple(messages))
+    completion = Completion(tuple(range(5)), (0.0,) * 5, "", True, given_spans=tuple(given), messages=tuple(messages))
     assert names_in_turns(completion) == told

@@ -39,7 +39,7 @@ def completion(messages=TALK, events=EVENTS, branches=()):
     outcome = Outcome(reward=0.25, events=events)
     tokens, logprobs = (1, 2, 3, 4, 5), (-0.5, 0.0, 0.0, -0.5, -0.5)
     return Completion(
-        tokens, logprobs, "13", True, given=((1, 3),), messages=messages, outcome=outcome, branches=branches
+        tokens, logprobs, "13", True, given_spans=((1, 3),), messages=messages, outcome=outcome, branches=branches
     )
 
 
@@ -82,7 +82,7 @@ def test_a_rollout_holds_all_that_was_said_and_how_it_went(tmp_path):
 
 
 def test_earlier_sequences_have_their_tokens_and_count_as_turns(tmp_path):
-    earlier = Completion((7, 8), (-1.0, 0.0), "5", True, given=((1, 2),), messages=TALK[3:5])
+    earlier = Completion((7, 8), (-1.0, 0.0), "5", True, given_spans=((1, 2),), messages=TALK[3:5])
     (row,) = logged(tmp_path, group(completion(branches=(earlier,))))
     assert row["branches"] == [
         {"messages": [dict(m) for m in TALK[3:5]], "tokens": [7, 8], "given": [[1, 2]], "logprobs": [-1.0, 0.0]}

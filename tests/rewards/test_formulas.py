@@ -120,7 +120,9 @@ def test_letters_that_are_factors_are_no_word(gold):
 def test_what_has_no_bound_is_refused_before_it_is_computed(monkeypatch, body):
     """Whoever hands it to sympy finds no sympy."""
     states_formula("7", "8")
-    monkeypatch.setattr(formulas, "parsed", lambda body: pytest.fail(f"computes {body}") if body != "7" else [body])
+    monkeypatch.setattr(
+        formulas, "parse_formula", lambda body: pytest.fail(f"computes {body}") if body != "7" else [body]
+    )
     assert not computable(body, "7")
     assert states_formula(rf"\boxed{{{body}}}", "7") is False
 

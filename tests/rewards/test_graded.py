@@ -51,7 +51,7 @@ def graded(request):
     made = []
 
     def make(task, cfg=None):
-        made.append(Graded(task, cfg, here=request.param))
+        made.append(Graded(task, cfg, in_process=request.param))
         return made[-1]
 
     yield make
@@ -91,7 +91,7 @@ def test_an_object_that_grades_so_needs_no_other_reward():
 
     assert section_of(Siblings(text="x"), Objects())["name"].endswith("sibling_task.py:Siblings")
     around = class_around(Plain())()
-    assert [reward.value for reward in Graded(around, here=True).reward_all(pairs("a", "bb"))] == [1.0, 1.0]
+    assert [reward.value for reward in Graded(around, in_process=True).reward_all(pairs("a", "bb"))] == [1.0, 1.0]
 
     class Nothing:
         sample = Siblings().sample
@@ -115,7 +115,7 @@ class Renamed(Dataset):
 
 
 def test_a_dataset_that_is_given_as_an_object_compares_siblings(rows):
-    task = Graded(class_around(Renamed(data=rows, rewards=(RewardTerm(RANKED),), chat=False))(), here=True)
+    task = Graded(class_around(Renamed(data=rows, rewards=(RewardTerm(RANKED),), chat=False))(), in_process=True)
     assert [r.value for r in task.reward_all([(FIRST, said(text)) for text in ("", "aa", "aaaa")])] == [0.0, 0.5, 1.0]
 
 
@@ -163,7 +163,7 @@ def test_it_sees_the_prefix_as_a_part_of_the_answer(rows, graded):
 class Half:
     """Grades every other completion."""
 
-    def parts(self, pairs):
+    def grade(self, pairs):
         return [Part(2.0, logged={"seen": 1.0}) if i % 2 else Part(error="no answer") for i in range(len(pairs))]
 
 
@@ -259,7 +259,7 @@ def test_progress_reaches_the_task_that_is_graded(graded):
             seen.append(progress)
             return super().reward_all(pairs, progress)
 
-    grade(Watched(task, here=True), [Group(FIRST, (1,), (said("a"),))], Progress(3, 9))
+    grade(Watched(task, in_process=True), [Group(FIRST, (1,), (said("a"),))], Progress(3, 9))
     assert seen == [Progress(3, 9)]
 
 
@@ -271,14 +271,14 @@ def test_here_there_is_no_time_limit(rows):
 
     with given({"here:later": later}):
         task = Dataset(data=rows, rewards=(RewardTerm("here:later"),), chat=False)
-        assert Graded(task, RewardConfig(step_timeout=0.1), here=True).reward_all(pairs("a", "b"))[0].value == 1.0
+        assert Graded(task, RewardConfig(step_timeout=0.1), in_process=True).reward_all(pairs("a", "b"))[0].value == 1.0
 
 
 def test_a_pool_that_is_closed_in_the_middle_says_so(rows):
     task = Graded(Dataset(data=rows, rewards=(RewardTerm(RANKED.replace("ranked", "hangs")),), chat=False))
     with ThreadPoolExecutor(1) as beside:
         computing = beside.submit(task.reward_all, pairs("a", "b"))
-        while not task._place._processes or not task._place._processes[0].running:
+        while not task._executor._workers or not task._executor._workers[0].running:
             time.sleep(0.01)
         task.close()
         with pytest.raises(ClosedError, match="still being computed when their processes were closed"):
@@ -309,5 +309,7 @@ def test_what_was_given_is_found_by_asynchronous_functions_too(rows):
         return [1.0 for _ in completions]
 
     with given({"here:later": later}):
-        task = Graded(Dataset(data=rows, rewards=(RewardTerm("here:later"),), chat=False), RewardConfig(), here=True)
+        task = Graded(
+            Dataset(data=rows, rewards=(RewardTerm("here:later"),), chat=False), RewardConfig(), in_process=True
+        )
         assert [reward.value for reward in task.reward_all(pairs("a", "b"))] == [1.0, 1.0]

@@ -46,7 +46,7 @@ class Broken:
 
 @pytest.mark.parametrize("how", ["raises", "exits", "none", "nan", "huge", "text", "good"])
 def test_a_reward_is_what_it_is_in_a_process_of_its_own(how, tmp_path):
-    here, there = Graded(Broken(how), log=tmp_path / "log", here=True), Graded(Broken(how))
+    here, there = Graded(Broken(how), log=tmp_path / "log", in_process=True), Graded(Broken(how))
     try:
         expected = there.reward(PROMPT, ANSWER)
     finally:
@@ -62,11 +62,11 @@ def test_an_interrupt_is_no_failed_reward():
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        Graded(Interrupted(), here=True).reward(PROMPT, ANSWER)
+        Graded(Interrupted(), in_process=True).reward(PROMPT, ANSWER)
 
 
 def test_the_traceback_of_each_kind_of_error_is_in_the_log_once(tmp_path):
-    task = Graded(Broken("raises"), log=tmp_path / "log", here=True)
+    task = Graded(Broken("raises"), log=tmp_path / "log", in_process=True)
     for each in (task, task, task.with_split("test")):
         assert each.reward(PROMPT, ANSWER).failed
     assert (tmp_path / "log").read_text().count("Traceback") == 1

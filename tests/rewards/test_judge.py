@@ -53,7 +53,7 @@ def service():
 
 @pytest.fixture(autouse=True)
 def impatient(monkeypatch):
-    monkeypatch.setattr(asking, "FIRST_WAIT", 0.01)
+    monkeypatch.setattr(asking, "FIRST_WAIT_SECONDS", 0.01)
 
 
 def settings(url, **changes):
@@ -62,7 +62,7 @@ def settings(url, **changes):
 
 
 def judged(url, texts=TEXTS, cache=None, prompt=None, **changes):
-    return Judge(settings(url, **changes), cache).parts(pairs(texts, prompt))
+    return Judge(settings(url, **changes), cache).grade(pairs(texts, prompt))
 
 
 def pairs(texts, prompt=None):
@@ -153,7 +153,7 @@ def test_a_judge_reads_all_turns_of_a_conversation(service):
     talked = Completion((1,), (0.0,), "It is 42.", True, messages=TALK)
     once = Completion((1,), (0.0,), "It is 42.", True, messages=TALK[-1:])
     with proxied(service, lambda *_: says("7")) as proxy:
-        Judge(settings(proxy.url, template="{completion}", rubric=""), None).parts(
+        Judge(settings(proxy.url, template="{completion}", rubric=""), None).grade(
             [(Prompt("p", "Q"), c) for c in (talked, once)]
         )
     assert sorted(request["messages"][-1]["content"] for request in proxy.bodies) == [
@@ -408,8 +408,8 @@ BODIES = {
 
 @pytest.mark.parametrize("kind", BODIES)
 def test_no_answer_of_an_endpoint_ends_the_run(kind, service, monkeypatch, tmp_path):
-    monkeypatch.setattr(endpoint, "LONGEST_ANSWER", 100_000)
-    monkeypatch.setattr(asking, "LONGEST_TEXT", 50_000)
+    monkeypatch.setattr(endpoint, "MAX_ANSWER_BYTES", 100_000)
+    monkeypatch.setattr(asking, "MAX_ANSWER_CHARACTERS", 50_000)
     fault, error = BODIES[kind]
     with proxied(service, lambda _, body: fault if asked_of(body) == "bad" else says("7")) as proxy:
         bad, good = judged(proxy.url, ["bad", "good"], tmp_path, retries=1, concurrency=1)
@@ -455,18 +455,18 @@ def test_tokens_that_no_answer_costs_count_as_none(tokens, service, tmp_path):
 )
 def test_no_answer_holds_the_interpreter(said, pattern, value, service, tmp_path, monkeypatch):
     """The quadratic and exponential ones would take minutes to years; what a pattern may take is bounded."""
-    monkeypatch.setattr(rubric, "PATTERN_SECONDS", 0.2)
+    monkeypatch.setattr(rubric, "PATTERN_TIMEOUT_SECONDS", 0.2)
     settings_of = settings(f"{service}/v1", pattern=pattern)
     if value == "pattern":
         with pytest.raises(rubric.SlowPatternError, match="took more than"):
-            Judge(settings_of, None).value_of(Answer(said, False, 1))
+            Judge(settings_of, None).compute_reward(Answer(said, False, 1))
         with proxied(service, lambda *_: says(said)) as proxy:
             [part] = judged(proxy.url, ["x"], tmp_path, pattern=pattern)
         assert part.value is None
         assert part.error.startswith(f'pattern = "{pattern}" took more than 0.2 s')
         assert part.extra["judge"] == said[:500]
     else:
-        assert Judge(settings_of, None).value_of(Answer(said, False, 1)) == value
+        assert Judge(settings_of, None).compute_reward(Answer(said, False, 1)) == value
 
 
 @pytest.mark.parametrize("part", [KEY, KEY[:12], KEY[9:20], KEY[-6:], f"{KEY[:8]} {KEY[8:16]}", KEY * 1000])
@@ -516,14 +516,14 @@ def test_a_judge_that_never_answers_costs_no_more_than_the_time_of_a_step(servic
 def test_a_judge_that_goes_away_is_named(service):
     with proxied(service) as proxy:
         judge = Judge(settings(proxy.url, retries=1), None)
-    [part] = judge.parts(pairs(["A"]))
+    [part] = judge.grade(pairs(["A"]))
     assert re.fullmatch(r"http://\S+ cannot be reached \(.+\): start .+, after 2 requests", part.error)
     with pytest.raises(UserError, match=r"\(Connection refused\): start the service, or mend base_url$"):
         Judge(settings(proxy.url), None)
 
 
 def test_waits_double_up_to_a_limit_and_differ():
-    waits = Asking.wait_after
+    waits = Asking.compute_wait
     plain, told, long = PassingError("500"), PassingError("429", 3.0), PassingError("429", 3600.0)
     for n, least in ((1, 0.01), (3, 0.04), (30, asking.LONGEST_WAIT)):
         assert least <= waits(None, plain, n) <= 1.25 * least
@@ -553,7 +553,7 @@ def test_ctrl_c_waits_for_no_answer(alone, service, tmp_path):
     with proxied(service, lambda *_: "stall") as proxy:
         judge = Judge(settings(proxy.url, step_timeout=12.0), tmp_path)
         term = RewardTerm("judge", judge=judge.settings)
-        task = Graded(Dataset(data=str(tmp_path / "q.jsonl"), rewards=(term,)), graders={0: judge}, here=True)
+        task = Graded(Dataset(data=str(tmp_path / "q.jsonl"), rewards=(term,)), graders={0: judge}, in_process=True)
 
         def interrupt():
             while not proxy.seen:
@@ -563,7 +563,7 @@ def test_ctrl_c_waits_for_no_answer(alone, service, tmp_path):
         threading.Thread(target=interrupt).start()
         start = time.monotonic()
         with pytest.raises(KeyboardInterrupt):
-            judge.parts(pairs(["A"])) if alone else task.reward_all(pairs(["A"]))
+            judge.grade(pairs(["A"])) if alone else task.reward_all(pairs(["A"]))
         assert time.monotonic() - start < 9
 
 
@@ -590,14 +590,14 @@ def test_answers_are_found_on_disk_and_those_to_other_requests_are_not(service, 
         assert len(proxy.seen) == 2, "read otherwise, asked the same"
         changes = [{"rubric": "Other"}, {"max_tokens": 13}, {"system": "S"}, {"body": {"seed": 1}}, {"cache": False}]
         for n, change in enumerate(changes, 1):
-            Judge(settings(proxy.url, **change), tmp_path).parts(pairs(["A", "B"]))
+            Judge(settings(proxy.url, **change), tmp_path).grade(pairs(["A", "B"]))
             assert len(proxy.seen) == 2 + 2 * n, change
     with proxied(service, lambda *_: says("6")) as other:
         assert [part.value for part in judged(other.url, ["A", "B"], tmp_path)] == [0.6] * 2
 
 
 def test_torn_and_damaged_lines_are_asked_again(tmp_path):
-    Judgements(tmp_path).keep("a" * 64, Answer("7", False, 5))
+    Judgements(tmp_path).store("a" * 64, Answer("7", False, 5))
     [path] = tmp_path.glob("*.jsonl")
     whole = path.read_bytes()
     (tmp_path / "1-other.jsonl").write_bytes(b"\0\0\0\n{}\n[]\n" + whole.replace(b"a" * 64, b"b" * 64) + whole[:-5])
@@ -762,11 +762,11 @@ def test_the_key_is_in_the_request_and_nowhere_else(service, monkeypatch, tmp_pa
     for text, fault in faults.items():
         with proxied(service, lambda *_, fault=fault: fault) as proxy:
             judge = Judge(settings(proxy.url, key="JUDGE_KEY", retries=1, pattern="^([0-9]+) "), tmp_path)
-            written += f"{judge.parts(pairs([text]))} {judge!r} {vars(judge)}"
+            written += f"{judge.grade(pairs([text]))} {judge!r} {vars(judge)}"
             assert proxy.keys[0] == f"Bearer {KEY}"
-    monkeypatch.setattr(asking, "answer_in", lambda completion: 1 / 0)
+    monkeypatch.setattr(asking, "parse_answer", lambda completion: 1 / 0)
     with proxied(service, lambda *_: says("7")) as proxy, pytest.raises(ZeroDivisionError) as raised:
-        Judge(settings(proxy.url, key="JUDGE_KEY"), tmp_path).parts(pairs(["E"]))
+        Judge(settings(proxy.url, key="JUDGE_KEY"), tmp_path).grade(pairs(["E"]))
     frames = traceback.TracebackException.from_exception(raised.value, capture_locals=True).stack[1:]
     assert any(frame.locals and "self" in frame.locals for frame in frames)
     written += "".join(str(frame.locals) for frame in frames)

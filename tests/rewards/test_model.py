@@ -78,7 +78,7 @@ def alone(folder, pairs):
 
 
 def graded(folder, pairs, **settings):
-    return RewardModel(folder, RewardModelSettings(device="cpu", **settings)).parts(pairs)
+    return RewardModel(folder, RewardModelSettings(device="cpu", **settings)).grade(pairs)
 
 
 def values(parts):
@@ -120,7 +120,7 @@ def test_whatever_pads_the_value_is_that_of_the_last_token(kind, pad, tmp_path):
     pairs = plain(["2" * n + end for n in range(4) for end in "0123!"])
     read, calls = RewardModel(folder, RewardModelSettings(device="cpu", batch=20)), []
     read._model.register_forward_hook(lambda *_: calls.append(1))
-    close(values(read.parts(pairs)), alone(folder, pairs)[:, 0])
+    close(values(read.grade(pairs)), alone(folder, pairs)[:, 0])
     assert len(calls) == 1, "they are read together"
 
 
@@ -132,10 +132,10 @@ def test_a_plain_text_has_the_special_tokens_of_the_tokenizer_and_a_conversation
     folder = classifier("bert", tmp_path, tokenizer=words)
     read = RewardModel(folder, RewardModelSettings())
     assert words("12")["input_ids"] == words("k12k", add_special_tokens=False)["input_ids"]
-    close(values(read.parts(plain())), alone(folder, plain())[:, 0])
+    close(values(read.grade(plain())), alone(folder, plain())[:, 0])
     [text, told] = ["k1 + 2?7k", "=abc+=1 + 2?+=7*"]
     without = [tuple(words(each, add_special_tokens=False)["input_ids"]) for each in (text, told)]
-    assert [read._token_ids(*pairs[0]) for pairs in (plain(), conversation())] == without
+    assert [read._tokenize(*pairs[0]) for pairs in (plain(), conversation())] == without
 
 
 def test_equal_completions_have_the_very_same_value(tmp_path):
@@ -220,7 +220,7 @@ def test_where_memory_runs_out_or_a_row_raises_the_others_are_read(tmp_path):
     model = read._model
     read._model = Cramped(model=model, config=model.config, device=model.device, room=30, read=[])
     texts = [*("1" * n for n in range(1, 9)), "9", "1" * 31, "2"]
-    parts = read.parts([(Prompt("p", ""), completion(text)) for text in texts])
+    parts = read.grade([(Prompt("p", ""), completion(text)) for text in texts])
     nines, large = parts.pop(8), parts.pop(8)
     assert nines.error == "ValueError: no nines"
     assert large.error == "OutOfMemoryError: CUDA out of memory. Tried to allocate 2 GiB"

@@ -477,7 +477,7 @@ def test_only_a_lost_worker_is_replaced(sandbox):
 def test_a_worker_that_died_between_rewards_is_replaced(sandbox):
     pid = int(graded(sandbox, "pid").value)
     os.kill(pid, signal.SIGKILL)
-    wait_until(lambda: not sandbox._place._processes[0].alive)  # a reward on its way would be lost with the worker
+    wait_until(lambda: not sandbox._place._workers[0].alive)  # a reward on its way would be lost with the worker
     assert graded(sandbox, "fine").value == 0.5
     assert graded(sandbox, "pid").value != pid
 

@@ -97,7 +97,7 @@ def trained(runtime_config, kl=None, similarity="none", sampler=None, **facts):
         if isinstance(reference, Policy):
             reference.model.requires_grad_(False)
         if kl == "exact":
-            policy.measure_kl(reference)
+            policy.set_kl_reference(reference)
     runtime = Runtime(policy, AdamWConfig(lr=1e-3, eps=1e-4), 3, runtime_config)
     if isinstance(reference, Policy):
         runtime.engine.shard_reference(reference)

@@ -66,7 +66,7 @@ def test_fused_adamw_finds_its_state_on_the_gpu_after_a_resume():
     policies = [make_policy(), make_policy(seed=3)]
     for policy in policies:
         move(policy.model, device)
-    first, second = (Runtime(policy, AdamWConfig(lr=0.1), total=3) for policy in policies)
+    first, second = (Runtime(policy, AdamWConfig(lr=0.1), total_updates=3) for policy in policies)
 
     def step(runtime):
         for p in runtime.engine.parameters.values():
@@ -92,7 +92,7 @@ def test_in_fp16_the_scaled_gradients_of_the_gpu_are_those_of_fp32_on_the_cpu():
         policy = make_policy()
         move(policy.model, pick_device(device))
         policy = type(policy)(policy.model, policy.tokenizer, dtype)
-        runtime = Runtime(policy, AdamWConfig(), total=2)
+        runtime = Runtime(policy, AdamWConfig(), total_updates=2)
         runtime.backward(weighted(policy, VANISHING))
         runtime.engine.scaler.unscale_(runtime.engine.optimizer)
         gradients.append(torch.cat([p.grad.cpu().flatten() for p in policy.trainable().values()]) / VANISHING)
@@ -126,11 +126,11 @@ def test_a_graph_says_what_is_said_without():
         move(policy.model, pick_device("cuda"))
         policy = type(policy)(policy.model, policy.tokenizer, torch.bfloat16)
         assert policy.decoder
-        policy.decoder.recordable = recordable
+        policy.decoder.uses_cuda_graphs = recordable
         groups = Native(policy=policy).generate(
             [Prompt("p", "a12?"), Prompt("q", "12")], Sampling(16, max_tokens=80, seed="seed")
         )
-        assert policy.decoder.recordable is (recordable is None)
+        assert policy.decoder.uses_cuda_graphs is (recordable is None)
         drawn.append([(c.token_ids, c.logprobs) for group in groups for c in group.completions])
     assert drawn[0] == drawn[1]
 

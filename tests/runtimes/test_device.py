@@ -126,9 +126,11 @@ def one_way(monkeypatch):
         return F.scaled_dot_product_attention(query, key, value, attn_mask=bias, enable_gqa=True)
 
     monkeypatch.setattr(attention.FewProducts, "apply", attend)
-    monkeypatch.setattr(attention, "by_few", attend)
+    monkeypatch.setattr(attention, "attend_chunked", attend)
     monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: False)
-    monkeypatch.setattr(Native, "_at_once", lambda self: native.BURST)  # products round by how many rows there are
+    monkeypatch.setattr(
+        Native, "_count_steps_per_check", lambda self: native.BURST
+    )  # products round by how many rows there are
     at_home(monkeypatch)
     monkeypatch.setenv(hardware.WORKSPACE, hardware.REPEATABLE[0])
     with sdpa_kernel(SDPBackend.MATH):
@@ -179,8 +181,8 @@ def served(run_dir, device):
     told, engine = [], service.engine
     engine.submit(Request([1, 2, 3], told.append, n=2, max_tokens=8, seed=7))
     engine._admit()
-    while engine.running.rows:
-        engine._advance()
+    while engine.running.requests:
+        engine._decode_step()
     return told
 
 
@@ -207,9 +209,11 @@ def with_task(recipe, folder):
 
 def same_numbers(recipe, settings, device, folder, monkeypatch):
     """Trained on the CPU at a stretch; on the device with a death and a resume between."""
-    patient = partial(turns.Hall, patient=True)  # else who is beside whom would depend on the clock
-    monkeypatch.setattr(native, "Hall", lambda policy, talks, rows, *_: patient(policy, talks, rows))
-    monkeypatch.setattr(Reading, "kernels", lambda *_: None)  # a device has no kernels, and the head's add up better
+    patient = partial(turns.Hall, deterministic=True)  # else who is beside whom would depend on the clock
+    monkeypatch.setattr(native, "MultiTurnScheduler", lambda policy, talks, rows, *_: patient(policy, talks, rows))
+    monkeypatch.setattr(
+        Reading, "pick_kernels", lambda *_: None
+    )  # a device has no kernels, and the head's add up better
     with Decomposed():
         here = trained(recipe, folder / "here", settings | {"policy.device": "cpu"})
         said_here = served(here, "cpu")

@@ -28,7 +28,7 @@ import torch.distributed as dist
 from pellucid import cli
 from pellucid.runtimes import shards
 
-write = shards.write
+write = shards.save_shards
 
 
 def full(folder, state):
@@ -41,7 +41,7 @@ def no_room(self, plan, planner):
     raise OSError(errno.ENOSPC, "No space left on device")
 
 
-shards.write = full
+shards.save_shards = full
 if __name__ == "__main__":
     cli.main()
 """
@@ -177,7 +177,7 @@ class Full(torch.autograd.Function):
 runtime = Runtime(policy_of(), AdamWConfig(), 3, RuntimeConfig("fsdp2"))
 weight = next(iter(runtime.engine.parameters.values()))
 try:
-    runtime.fit(lambda rows: Full.apply(weight.sum()).backward(), 4)
+    runtime.compute_within_memory(lambda rows: Full.apply(weight.sum()).backward(), 4)
 except UserError as error:
     print(error)
 """

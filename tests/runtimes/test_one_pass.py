@@ -66,7 +66,7 @@ def test_steps_and_norms_are_those_of_torch_to_the_bit(settings, threads):
             give_gradients((ours, theirs), step, (1.0, 1e-4)[step % 2], ("narrow", "wide")[: step % 3])
             for optimizer in (one, other):
                 optimizer.param_groups[0]["lr"] = settings["lr"] / (1 + step)
-            assert torch.equal(one.clip(1.5), clip_grad_norm_(theirs.parameters(), 1.5))
+            assert torch.equal(one.clip_gradients(1.5), clip_grad_norm_(theirs.parameters(), 1.5))
             one.step()
             other.step()
             assert equal(ours, theirs)
@@ -84,7 +84,7 @@ def test_without_a_limit_nothing_is_clipped_and_a_clip_holds_for_one_step():
     for step, limit in enumerate((1.0, None, math.inf)):
         give_gradients((ours, theirs), step)
         if limit is not None:
-            one.clip(limit)
+            one.clip_gradients(limit)
             clip_grad_norm_(theirs.parameters(), limit)
         one.step()
         other.step()
@@ -97,7 +97,7 @@ def test_a_gradient_is_read_as_it_lies():
     give_gradients((ours, theirs), 0)
     ours.wide.grad = ours.wide.grad.T.contiguous().T
     assert not ours.wide.grad.is_contiguous()
-    assert torch.equal(one.clip(1.0), clip_grad_norm_(theirs.parameters(), 1.0))
+    assert torch.equal(one.clip_gradients(1.0), clip_grad_norm_(theirs.parameters(), 1.0))
     one.step()
     other.step()
     assert equal(ours, theirs)
@@ -130,7 +130,7 @@ def casts_of(module, dtype=BF16):
     """A joined matrix, a matrix by itself, and one that nobody has asked for yet."""
     joined = CastWeights([(module, "wide"), (module, "wider")], dtype)
     alone, later = (CastWeights([(module, name)], dtype) for name in ("narrow", "large"))
-    joined.tensor_now(), alone.tensor_now()
+    joined.get_cast_copy(), alone.get_cast_copy()
     return joined, alone, later
 
 
@@ -138,7 +138,7 @@ def stepped(dtype=BF16, without=()):
     module = model()
     module.wider = torch.nn.Parameter(torch.ones(2, 112))
     parts = casts_of(module, dtype)
-    optimizer = OnePassAdamW(module.parameters(), lr=0.1, casts=parts)
+    optimizer = OnePassAdamW(module.parameters(), lr=0.1, cast_weights=parts)
     give_gradients([module], 1, without=without)
     module.wider.grad = torch.ones(2, 112)
     optimizer.step()
@@ -151,12 +151,12 @@ def fresh(part):
 
 def test_copies_are_cast_in_the_step_and_not_once_more():
     _, (joined, alone, later) = stepped()
-    assert torch.equal(joined.tensor, fresh(joined))
-    assert torch.equal(alone.tensor, fresh(alone))
-    joined.tensor.zero_()  # whoever casts it again writes over this
-    assert not joined.tensor_now().any()
-    assert later.tensor is None
-    assert torch.equal(later.tensor_now(), fresh(later))
+    assert torch.equal(joined.cast_copy, fresh(joined))
+    assert torch.equal(alone.cast_copy, fresh(alone))
+    joined.cast_copy.zero_()  # whoever casts it again writes over this
+    assert not joined.get_cast_copy().any()
+    assert later.cast_copy is None
+    assert torch.equal(later.get_cast_copy(), fresh(later))
 
 
 def test_a_weight_that_is_changed_by_someone_else_is_cast_again():
@@ -164,26 +164,26 @@ def test_a_weight_that_is_changed_by_someone_else_is_cast_again():
     with torch.no_grad():
         module.wide += 1
         module.narrow += 1
-    assert torch.equal(joined.tensor_now(), fresh(joined))
-    assert torch.equal(alone.tensor_now(), fresh(alone))
+    assert torch.equal(joined.get_cast_copy(), fresh(joined))
+    assert torch.equal(alone.get_cast_copy(), fresh(alone))
 
 
 def test_of_a_matrix_that_is_stepped_in_part_all_is_cast_when_it_is_asked_for():
     module = model()
     module.wider = torch.nn.Parameter(torch.ones(2, 112))
     joined, *_ = parts = casts_of(module)
-    optimizer = OnePassAdamW(module.parameters(), lr=0.1, casts=parts)
+    optimizer = OnePassAdamW(module.parameters(), lr=0.1, cast_weights=parts)
     with torch.no_grad():
         module.wider += 1  # it has no gradient, and its copy is an older one
     give_gradients([module], 1)
     optimizer.step()
-    assert torch.equal(joined.tensor_now(), fresh(joined))
+    assert torch.equal(joined.get_cast_copy(), fresh(joined))
 
 
 def test_copies_in_fp32_are_made_as_ever():
     _, (joined, *_) = stepped(torch.float32)
-    assert not torch.equal(joined.tensor, fresh(joined))
-    assert torch.equal(joined.tensor_now(), fresh(joined))
+    assert not torch.equal(joined.cast_copy, fresh(joined))
+    assert torch.equal(joined.get_cast_copy(), fresh(joined))
 
 
 # ---------------------------------------------------------------- what it is for
@@ -203,11 +203,11 @@ def test_a_policy_on_the_cpu_is_stepped_so_and_its_copies_with_it():
     policy = make_policy(dtype=BF16)
     optimizer = plain.build(AdamWConfig(), policy)
     assert isinstance(optimizer, OnePassAdamW)
-    assert policy.decoder and len(optimizer.casts) == len(policy.decoder.cast_weights())
+    assert policy.decoder and len(optimizer.cast_weights) == len(policy.decoder.list_cast_weights())
     assert isinstance(plain.build(AdamWConfig(offload=True), policy), OffloadedAdamW)
 
 
 def test_where_a_bit_differs_torch_goes_on(monkeypatch):
     assert one_pass.here()
-    monkeypatch.setattr(one_pass.OnePassAdamW, "clip", lambda self, limit: torch.zeros(()))
+    monkeypatch.setattr(one_pass.OnePassAdamW, "clip_gradients", lambda self, max_norm: torch.zeros(()))
     assert not one_pass.has_bits_of_torch()

@@ -46,7 +46,7 @@ from pellucid.algorithm.settings import AdamWConfig
 
 
 def main():
-    runtime = Runtime(make_policy(), AdamWConfig(), total=1)
+    runtime = Runtime(make_policy(), AdamWConfig(), total_updates=1)
     own = torch.tensor([1.0 + runtime.rank])
     found = {"sum": runtime.sum(own).tolist(), "own": own.tolist(), "all": runtime.gather(runtime.shard("abcde"))}
     Path(sys.argv[1], str(runtime.rank)).write_text(json.dumps(found))
@@ -77,7 +77,7 @@ def test_a_store_that_never_answers_is_the_silent_one(monkeypatch):
         def set(self, key, value):
             Event().wait()
 
-    monkeypatch.setattr(processes, "ROLL_CALL", -0.9)
+    monkeypatch.setattr(processes, "ROLL_CALL_TIMEOUT_SECONDS", -0.9)
     monkeypatch.setattr(torch.distributed.distributed_c10d, "_get_default_store", Gone)
     monkeypatch.setattr(torch.distributed, "get_rank", lambda: 1)
     monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 3)

@@ -30,7 +30,7 @@ def test_steps_equal_those_of_torch():
     policy, twin = make_policy(), make_policy()
     betas, eps = (0.7, 0.9), 1e-3  # so that none of torch's own defaults would do
     settings = AdamWConfig(lr=1e-2, betas=betas, eps=eps, weight_decay=0.1, max_grad_norm=0.5)
-    runtime = Runtime(policy, settings, total=3)
+    runtime = Runtime(policy, settings, total_updates=3)
     plain = torch.optim.AdamW(twin.trainable().values(), lr=1e-2, betas=betas, eps=eps, weight_decay=0.1)
     for scale in (1.0, -2.0, 0.01):
         metrics = step(runtime, policy, scale)
@@ -45,7 +45,7 @@ def test_steps_equal_those_of_torch():
 
 def test_a_gradient_that_is_not_finite_costs_no_weights_and_no_moments():
     policy = make_policy()
-    runtime = Runtime(policy, AdamWConfig(lr=0.1), total=3)
+    runtime = Runtime(policy, AdamWConfig(lr=0.1), total_updates=3)
     step(runtime, policy)
     weights = {name: p.clone() for name, p in policy.trainable().items()}
     moments = copies(runtime)
@@ -60,7 +60,7 @@ def test_a_gradient_that_is_not_finite_costs_no_weights_and_no_moments():
 @pytest.mark.parametrize("offload", [False, True])
 def test_a_step_leaves_the_next_one_no_gradient(offload):
     policy = make_policy()
-    runtime = Runtime(policy, AdamWConfig(offload=offload), total=1)
+    runtime = Runtime(policy, AdamWConfig(offload=offload), total_updates=1)
     step(runtime, policy)
     assert [p.grad for p in policy.trainable().values()] == [None] * len(policy.trainable())
 
@@ -69,7 +69,9 @@ def test_a_step_leaves_the_next_one_no_gradient(offload):
 def test_a_gradient_of_zero_takes_no_step_and_is_counted(offload):
     """Else the momentum of earlier steps, and weight decay, would move the weights with nothing to learn."""
     policy = make_policy()
-    runtime = Runtime(policy, AdamWConfig(lr=0.1, weight_decay=0.1, schedule="linear", offload=offload), total=4)
+    runtime = Runtime(
+        policy, AdamWConfig(lr=0.1, weight_decay=0.1, schedule="linear", offload=offload), total_updates=4
+    )
     assert step(runtime, policy)["idle"] == 0.0
     weights = {name: p.clone() for name, p in policy.trainable().items()}
     moments = copies(runtime)
@@ -86,7 +88,7 @@ def test_a_gradient_of_zero_takes_no_step_and_is_counted(offload):
 
 def test_the_learning_rate_rises_then_falls():
     rates = {
-        name: [AdamWConfig(lr=1.0, warmup=2, schedule=name).lr_at(update, 6) for update in range(1, 7)]
+        name: [AdamWConfig(lr=1.0, warmup=2, schedule=name).compute_lr(update, 6) for update in range(1, 7)]
         for name in ("constant", "linear", "cosine")
     }
     assert rates["constant"] == [0.5, 1, 1, 1, 1, 1]
@@ -100,8 +102,8 @@ def test_past_its_end_the_learning_rate_neither_turns_round_nor_rises(schedule, 
     """Reached by a run that is resumed with fewer steps, epochs or minibatches."""
     for warmup in (0, 2):
         cfg = AdamWConfig(lr=1.0, warmup=warmup, schedule=schedule)
-        assert [cfg.lr_at(update, 6) for update in (7, 8, 12, 13, 100)] == [last] * 5
-    assert AdamWConfig(lr=1.0, warmup=4, schedule=schedule).lr_at(3, 2) == 0.75, "the rise is by steps alone"
+        assert [cfg.compute_lr(update, 6) for update in (7, 8, 12, 13, 100)] == [last] * 5
+    assert AdamWConfig(lr=1.0, warmup=4, schedule=schedule).compute_lr(3, 2) == 0.75, "the rise is by steps alone"
 
 
 @pytest.mark.parametrize("offload", [False, True])
@@ -111,7 +113,7 @@ def test_each_step_is_taken_at_its_own_rate(offload):
     for p in policy.trainable().values():
         p.data.zero_()
     cfg = AdamWConfig(lr=0.5, warmup=2, schedule="linear", max_grad_norm=0.0, offload=offload)
-    runtime = Runtime(policy, cfg, total=6)
+    runtime = Runtime(policy, cfg, total_updates=6)
     p, places, reported = next(iter(policy.trainable().values())), [0.0], []
     for _ in range(6):
         reported.append(step(runtime, policy)["lr"])
@@ -147,7 +149,7 @@ def ended(arguments):
 
 def test_the_optimizer_state_comes_back():
     policy = make_policy()
-    runtime = Runtime(policy, AdamWConfig(lr=0.1, warmup=5), total=10)
+    runtime = Runtime(policy, AdamWConfig(lr=0.1, warmup=5), total_updates=10)
     step(runtime, policy)
     saved = copies(runtime)
     assert saved.keys() == {"step", "exp_avg", "exp_avg_sq"}
@@ -156,7 +158,7 @@ def test_the_optimizer_state_comes_back():
 
     other = make_policy(seed=3)
     other.load_trainable(weights)
-    resumed = Runtime(other, AdamWConfig(lr=0.1, warmup=5), total=10)
+    resumed = Runtime(other, AdamWConfig(lr=0.1, warmup=5), total_updates=10)
     resumed.engine.load_moments(saved)
     resumed.updates = 1
     assert step(resumed, other) == expected[0]

@@ -49,7 +49,7 @@ def policy_there(model):
 
 def steps(policy, count, **settings):
     cfg = GRPOConfig(steps=count, prompts_per_step=4, group_size=6, micro_batch=24 // MICRO_BATCHES, **settings)
-    runtime = Runtime(policy, AdamWConfig(lr=1e-3), total=count)
+    runtime = Runtime(policy, AdamWConfig(lr=1e-3), total_updates=count)
     reference, sampling = policy_there(tiny_llama) if cfg.kl_coef else None, Sampling(max_tokens=LENGTH)
     return list(grpo.train(CountDigits(), Native(), policy, runtime, cfg, reference, sampling=sampling))
 

@@ -40,7 +40,7 @@ class Beside(Plain):
         }
         super().push({name: x + added.get(name, 0) for name, x in self.base.items()})
 
-    def columns(self, name, at):
+    def read_columns(self, name, at):
         if is_of_adapter(name):
             return [self.adapter[name][:, at]]
         held = self.base[name]
@@ -75,7 +75,7 @@ def urls(held):
 
 @pytest.fixture(autouse=True)
 def _at_once(monkeypatch):
-    monkeypatch.setattr(fleet, "AGAIN", 0.1)
+    monkeypatch.setattr(fleet, "RETRY_SECONDS", 0.1)
 
 
 def step(policy, by=0.05):
@@ -132,11 +132,11 @@ def test_one_that_comes_back_a_step_ahead_gets_the_adapter_that_the_others_draw_
 def test_an_adapter_is_put_on_no_other_weights_than_those_that_it_is_for(policy, urls, held):
     sampler = synced(policy, urls)
     theirs = Remote(urls[0], 10.0)  # another trainer's
-    theirs.load(described(policy, form_of(policy)))
+    theirs.load_model(described(policy, form_of(policy)))
     theirs.push(base_of(policy) | adapter_of(policy))
-    assert sampler.fleet
+    assert sampler.pool
     with pytest.raises(GoneError, match=r"409.*other weights"):
-        sampler.fleet.servers[0].remote.push(adapter_of(policy))
+        sampler.pool.servers[0].client.push(adapter_of(policy))
     step(policy)
     sampler.sync(policy, 4)
     assert gap_of(policy, sampler.generate(PROMPTS, SAMPLING)) < 1e-4
@@ -182,6 +182,6 @@ def test_one_that_comes_back_and_no_longer_takes_it_is_left_out_and_told(policy,
         step(policy)
         sampler.sync(policy, version)
     assert f"! {urls[1]}: vLLM has no adapter on it" in capsys.readouterr().out
-    assert sampler.fleet
-    assert [server.up for server in sampler.fleet.servers] == [True, False]
+    assert sampler.pool
+    assert [server.is_up for server in sampler.pool.servers] == [True, False]
     assert sampler.adapter == "request"

@@ -32,7 +32,7 @@ def gap(policy, sampler):
     assert len({len(group.prompt_ids) for group in groups}) > 1
     assert len({len(c.token_ids) for group in groups for c in group.completions}) > 1
     batch = collate(groups)
-    return float((policy.score(batch).logprobs.detach() - batch.sampler_logprobs)[batch.mask].abs().max())
+    return float((policy.score(batch).logprobs.detach() - batch.sampler_logprobs)[batch.response_mask].abs().max())
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -88,7 +88,7 @@ def test_the_trial_sees_what_rows_beside_one_another_get_wrong(fault, monkeypatc
     elif fault == "order":
         monkeypatch.setattr(batch, "keep", lambda self, rows: setattr(self, "mask", self.mask[rows]))
     else:
-        keep = batch.keep
+        keep = batch.keep_rows
         monkeypatch.setattr(batch, "keep", lambda self, rows: keep(self, rows.clamp(max=0)))
     assert cache_fault(model)
 

@@ -32,7 +32,7 @@ def policy_of(architecture="llama", **settings):
 
 def sampler_of(name, policy, world=None, rows=256):
     world = world or Here(Talk("worlds:Parrot"))
-    sampler = Native(rows, world=world) if name == "native" else HuggingFace(world=world)
+    sampler = Native(rows, environments=world) if name == "native" else HuggingFace(environments=world)
     sampler.sync(policy, 7)
     return sampler
 
@@ -59,9 +59,9 @@ def test_the_logprobs_of_every_turn_are_the_scorers(name, architecture):
     batch = collate(groups)
     assert max(len(turns_of(c)) for c in completions_of(groups)) >= 3
     with torch.no_grad():
-        gap = (policy.score(batch).logprobs - batch.sampler_logprobs)[batch.sampled].abs().max()
+        gap = (policy.score(batch).logprobs - batch.sampler_logprobs)[batch.action_mask].abs().max()
     assert gap < 1e-4
-    assert (batch.sampler_logprobs[~batch.sampled] == 0).all()
+    assert (batch.sampler_logprobs[~batch.action_mask] == 0).all()
 
 
 @pytest.mark.parametrize("name", ["native", "hf"])
@@ -75,8 +75,8 @@ def test_what_was_said_is_what_stands_in_the_tokens(name):
         said = [message["content"] for message in completion.messages if message["role"] == "assistant"]
         assert said == [policy.decode(completion.token_ids[start:end]) for start, end in turns_of(completion)]
         heard = [message["content"] for message in completion.messages if message["role"] == "user"]
-        begins = int(completion.given[0][0] == 0)
-        given = [policy.decode(completion.token_ids[a:b], special=True) for a, b in completion.given[begins:]]
+        begins = int(completion.given_spans[0][0] == 0)
+        given = [policy.decode(completion.token_ids[a:b], special=True) for a, b in completion.given_spans[begins:]]
         assert [part.removeprefix("<eos>") for part in given] == [f"{words}=" for words in heard]
         assert text.startswith(shared)
         assert written.startswith(shared)
@@ -90,7 +90,7 @@ def test_an_environment_hears_the_prefix_as_the_beginning_of_the_first_turn(name
     for completion in completions_of(groups):
         spoken = [message["content"] for message in completion.messages if message["role"] == "assistant"]
         assert spoken[0].startswith("12+3")
-        assert completion.given[0] == (0, 4)
+        assert completion.given_spans[0] == (0, 4)
         assert completion.outcome.reward == pytest.approx(len(spoken) + sum(map(len, spoken)) / 100)
         assert completion.text == (spoken[-1] if len(spoken) > 1 else spoken[0].removeprefix("12+3"))
 
@@ -101,7 +101,7 @@ def test_siblings_are_asked_the_same_by_an_environment_that_draws():
     digits = [policy.decode(group.prompt_ids)[-3] for group in groups]
     assert all(digit.isdigit() for digit in digits)
     assert len(set(digits)) > 3, "the environment draws"
-    assert all(c.given[0][0] > 0 for c in completions_of(groups)), "siblings share a seed until they are asked"
+    assert all(c.given_spans[0][0] > 0 for c in completions_of(groups)), "siblings share a seed until they are asked"
     assert [g.prompt.text for g in held(prompts=asked(8))[1]] == [g.prompt.text for g in groups]
 
 
@@ -112,12 +112,12 @@ class Lead:
         self.inner = Here(Talk("worlds:Parrot"))
         self.siblings = {}
 
-    def begin(self, number, prompt, sibling):
+    def start_conversation(self, number, prompt, sibling):
         self.siblings[number] = sibling
-        self.inner.begin(number, prompt, sibling)
+        self.inner.start_conversation(number, prompt, sibling)
 
-    def heard(self, seconds):
-        return [(n, self._changed(n, reply)) for n, reply in self.inner.heard(seconds)]
+    def receive_replies(self, seconds):
+        return [(n, self._changed(n, reply)) for n, reply in self.inner.receive_replies(seconds)]
 
     def _changed(self, number, reply):
         if not reply.prompt:
@@ -136,10 +136,10 @@ def test_other_questions_of_siblings_are_given_behind_what_they_share():
         whole = [(*group.prompt_ids, *c.token_ids) for c in group.completions]
         beginnings = [policy.decode(ids).split("=")[0] for ids in whole]
         assert [text.count("c") for text in beginnings] == [0, 1, 2, 3]
-        assert all(c.given[0][0] == 0 for c in group.completions[:3])
+        assert all(c.given_spans[0][0] == 0 for c in group.completions[:3])
     batch = collate(groups)
     with torch.no_grad():
-        gap = (policy.score(batch).logprobs - batch.sampler_logprobs)[batch.sampled].abs().max()
+        gap = (policy.score(batch).logprobs - batch.sampler_logprobs)[batch.action_mask].abs().max()
     assert gap < 1e-4
 
 
@@ -148,7 +148,7 @@ def test_native_and_hf_hold_the_same_greedy_conversations(architecture):
     greedy = replace(SAMPLING, n=1, temperature=0.0)
     native, hf = (completions_of(held(name, architecture, greedy)[1]) for name in ("native", "hf"))
     assert [c.token_ids for c in native] == [c.token_ids for c in hf]
-    assert [c.given for c in native] == [c.given for c in hf]
+    assert [c.given_spans for c in native] == [c.given_spans for c in hf]
     assert [c.messages for c in native] == [c.messages for c in hf]
 
 
@@ -159,9 +159,12 @@ class Late:
         self.inner = Here(Talk("worlds:Parrot"))
         self.most, self.kept, self.calls = most, [], 0
 
-    def heard(self, seconds):
+    def receive_replies(self, seconds):
         self.calls += 1
-        fresh = [(self.calls + (7 * n + self.calls) % self.most, n, reply) for n, reply in self.inner.heard(seconds)]
+        fresh = [
+            (self.calls + (7 * n + self.calls) % self.most, n, reply)
+            for n, reply in self.inner.receive_replies(seconds)
+        ]
         self.kept += fresh
         due = [each for each in self.kept if each[0] <= self.calls or seconds]
         self.kept = [each for each in self.kept if each not in due]
@@ -190,17 +193,19 @@ class OneByOne(Here):
         super().__init__(Talk("worlds:Parrot"))
         self.come = []
 
-    def heard(self, seconds):
-        self.come += super().heard(0.0)
+    def receive_replies(self, seconds):
+        self.come += super().receive_replies(0.0)
         now, self.come = self.come[:1], self.come[1:]
         return now
 
 
 def test_rows_that_fall_silent_together_are_told_together(monkeypatch):
-    monkeypatch.setattr(turns, "GATHER", 60.0)
+    monkeypatch.setattr(turns, "GATHER_SECONDS", 60.0)
     told = []
-    extend = Running.extend
-    monkeypatch.setattr(Running, "extend", lambda self, rows, ids: told.append(len(rows)) or extend(self, rows, ids))
+    extend = Running.append_tokens
+    monkeypatch.setattr(
+        Running, "append_tokens", lambda self, rows, ids: told.append(len(rows)) or extend(self, rows, ids)
+    )
     policy = policy_of()
     policy.eos_ids = (10**6,)  # no turn ends before its limit
     sampler_of("native", policy, OneByOne()).generate(asked(), SAMPLING)
@@ -257,27 +262,27 @@ class Rewriting:
         self.turn = {}
         self.replies: list[tuple[int, Reply]] = []
 
-    def begin(self, number: int, prompt: Prompt, sibling: int) -> None:
+    def start_conversation(self, number: int, prompt: Prompt, sibling: int) -> None:
         self.turn[number] = 0
         self.replies.append((number, Reply(prompt=prompt)))
 
-    def tell(self, number: int, said: Said) -> None:
+    def send_turn(self, number: int, turn: Said) -> None:
         self.turn[number] += 1
         turn = self.turn[number]
         if turn == 4:
-            self.end(number)
+            self.end_conversation(number)
         elif turn % 2:
             self.replies.append((number, Reply(({"role": "user", "content": "b?"},))))
         else:
-            history = ({"role": "user", "content": "d+"}, {"role": "assistant", "content": said.message["content"][:2]})
+            history = ({"role": "user", "content": "d+"}, {"role": "assistant", "content": turn.message["content"][:2]})
             self.replies.append(
                 (number, Reply(prompt=Prompt("again", (*history, {"role": "user", "content": f"{number}?"}))))
             )
 
-    def end(self, number: int) -> None:
+    def end_conversation(self, number: int) -> None:
         self.replies.append((number, Reply(outcome=Outcome(float(number)))))
 
-    def heard(self, seconds: float) -> Sequence[tuple[int, Reply]]:
+    def receive_replies(self, seconds: float) -> Sequence[tuple[int, Reply]]:
         replies, self.replies = self.replies, []
         return replies
 
@@ -293,11 +298,11 @@ def test_a_rewritten_history_is_a_sequence_of_its_own(name, architecture):
         assert len(turns_of(branch)) == 2
         assert len(turns_of(completion)) == 2
         assert "d" in policy.decode(completion.token_ids)
-        assert "d" not in policy.decode(branch.token_ids[: branch.given[0][1]])
+        assert "d" not in policy.decode(branch.token_ids[: branch.given_spans[0][1]])
     batch = collate(groups)
     assert len(batch) == 2 * len(completions_of(groups))
     with torch.no_grad():
-        gap = (policy.score(batch).logprobs - batch.sampler_logprobs)[batch.sampled].abs().max()
+        gap = (policy.score(batch).logprobs - batch.sampler_logprobs)[batch.action_mask].abs().max()
     assert gap < 1e-4
 
 
@@ -305,12 +310,12 @@ def test_a_rewritten_history_is_a_sequence_of_its_own(name, architecture):
 def test_truncated_sampling_has_masks_for_what_was_sampled_alone(name):
     policy, groups = held(name, sampling=replace(SAMPLING, top_k=5))
     for completion in completions_of(groups):
-        given = {t for start, end in completion.given for t in range(start, end)}
+        given = {t for start, end in completion.given_spans for t in range(start, end)}
         assert all(len(mask) == 0 for t, mask in enumerate(completion.sampling_mask) if t in given)
         assert all(len(mask) > 0 for t, mask in enumerate(completion.sampling_mask) if t not in given)
     batch = collate(groups)
     with torch.no_grad():
-        gap = (policy.score(batch).logprobs - batch.sampler_logprobs)[batch.sampled].abs().max()
+        gap = (policy.score(batch).logprobs - batch.sampler_logprobs)[batch.action_mask].abs().max()
     assert gap < 1e-4
 
 
@@ -323,7 +328,7 @@ def test_a_question_too_long_for_the_model_costs_its_own_conversations():
 
     first, *others = held(world=Talkative())[1]
     assert all("100" not in c.outcome.error and "102 tokens" in c.outcome.error for c in first.completions)
-    assert all(c.token_ids and not c.given for c in first.completions)
+    assert all(c.token_ids and not c.given_spans for c in first.completions)
     assert all(not c.outcome.error for c in completions_of(others))
 
 
@@ -332,7 +337,7 @@ def test_a_conversation_that_cannot_begin_is_an_answer_without_a_grade():
     for completion in completions_of(groups):
         assert completion.outcome.error.startswith("reset: RuntimeError: no room")
         assert completion.token_ids
-        assert completion.given == ()
+        assert completion.given_spans == ()
 
 
 @pytest.mark.parametrize("world", [None, "worlds:Parrot"])
@@ -347,7 +352,7 @@ def test_a_completion_knows_whether_the_chat_template_opened_its_thought(name, w
     policy = Policy(tiny_llama_of(tokenizer), tokenizer)
     sampling = replace(SAMPLING, max_tokens=200) if world else Sampling(2, max_tokens=4)
     talk = Here(Talk(world)) if world else None
-    sampler = Native(world=talk) if name == "native" else HuggingFace(world=talk)
+    sampler = Native(environments=talk) if name == "native" else HuggingFace(environments=talk)
     sampler.sync(policy, 0)
     prompts = asked(2) if world else [Prompt("p", ({"role": "user", "content": "2+3?"},))]
     completions = completions_of(sampler.generate(prompts, sampling))

@@ -96,15 +96,18 @@ def with_us(tokenizer):
     prompt = Prompt("p", tuple(ROW["prompt"]), columns=ROW)
     world = Here(Talk("worlds:Counter", ("worlds:multiply",)))
     talks = Talks(policy, 0, world, [prompt], Sampling(4, max_tokens=2000, turns=9))
-    while not talks.over:
-        talks.begin(4)
-        talks.listen(0.0)
-        speaking, talks.ready = [row for rows in talks.next_groups(4) for row in rows] + talks.ready, []
+    while not talks.is_done:
+        talks.start(4)
+        talks.poll_replies(0.0)
+        speaking, talks.extend_queue = (
+            [row for rows in talks.take_prefill_groups(4) for row in rows] + talks.extend_queue,
+            [],
+        )
         for row in speaking:
-            for token in ids_of(tokenizer, SAID[row.number][row.turns]):
-                talks.add(row, token, -1.0, None)
-            talks.spoken(row)
-    return collate(talks.groups()), talks.groups()[0]
+            for token in ids_of(tokenizer, SAID[row.number][row.turn_count]):
+                talks.add_token(row, token, -1.0, None)
+            talks.finish_turn(row)
+    return collate(talks.collect_groups()), talks.collect_groups()[0]
 
 
 @pytest.mark.parametrize("template", ["qwen2_5", "qwen3"])
@@ -115,7 +118,7 @@ def test_ids_masks_and_rewards_are_those_of_trl(template, tmp_path, monkeypatch)
     for row in range(4):
         mask = theirs["completion_mask"][row].bool()
         assert theirs["prompt_ids"][row][theirs["prompt_mask"][row].bool()].tolist() == list(ours.prompt_ids[0])
-        assert theirs["completion_ids"][row][mask].tolist() == ours.response_ids[row][ours.mask[row]].tolist()
-        assert theirs["tool_mask"][row][mask].bool().tolist() == ours.sampled[row][ours.mask[row]].tolist()
+        assert theirs["completion_ids"][row][mask].tolist() == ours.response_ids[row][ours.response_mask[row]].tolist()
+        assert theirs["tool_mask"][row][mask].bool().tolist() == ours.action_mask[row][ours.response_mask[row]].tolist()
     assert [c.outcome.reward for c in group.completions] == pytest.approx(rewards[:, 0].tolist())
     assert [c.outcome.reward for c in group.completions] == pytest.approx([0.5, 0.8, 0.2, 0.2])

@@ -25,12 +25,12 @@ class Copies:
         if head or self.head is None:
             self.head = weights["table"].clone()
 
-    def columns(self, name, at):
+    def read_columns(self, name, at):
         self.asked.append((name, at))
         held = [self.weights[name], *([self.head] if name == "table" else [])]
         return [x[:, at] if x.dim() > 1 else x[:, None] for x in held]
 
-    def read(self, ids):
+    def score_tokens(self, ids):
         assert ids == IDS
         return self.logprobs, self.cached
 

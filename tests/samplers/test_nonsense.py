@@ -27,7 +27,7 @@ SAMPLING = Sampling(4, max_tokens=8, seed="0/0")
 
 @pytest.fixture(autouse=True)
 def _at_once(monkeypatch):
-    monkeypatch.setattr(fleet, "AGAIN", 0.05)
+    monkeypatch.setattr(fleet, "RETRY_SECONDS", 0.05)
 
 
 @contextmanager

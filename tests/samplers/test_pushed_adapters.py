@@ -66,9 +66,9 @@ def test_b_is_rounded_once():
 def test_a_form_has_room_for_its_rank_and_zeros_of_its_shapes():
     policy = adapted(r=9)
     form = form_of(policy)
-    assert (form.rank, form.room) == (9, 16)
+    assert (form.rank, form.padded_rank) == (9, 16)
     shapes = {name: x.shape for name, x in adapter_of(policy).items()}
-    assert {name: x.shape for name, x in form.zeros(torch.float32).items()} == shapes
+    assert {name: x.shape for name, x in form.create_zeros(torch.float32).items()} == shapes
 
 
 def test_what_is_written_is_what_peft_reads_with_a_scale_of_1(tmp_path):
@@ -103,5 +103,5 @@ def test_adapters_that_are_more_than_vllm_takes_are_refused(settings, says):
 def test_an_adapter_of_the_package_on_every_linear_layer_has_a_form():
     model = tiny_policy().model
     form = form_of(Policy(model, character_tokenizer(), adapter=add_adapter(model, 512)))
-    assert (form.room, len(form.layers)) == (512, 2 * 7)
+    assert (form.padded_rank, len(form.layers)) == (512, 2 * 7)
     assert form.layers["model.layers.0.mlp.up_proj"] == (64, 96)

@@ -98,7 +98,7 @@ def test_a_completion_is_read_behind_its_own_prefix():
     assert [group.prompt_ids for group in groups] == [(1,), (1,)]
     assert [group.completions[0].token_ids for group in groups] == [(0, 1, 5), (5,)]
     assert [group.completions[0].logprobs for group in groups] == [(0.0, 0.0, 0.0), (0.0,)]
-    assert [group.completions[0].given for group in groups] == [((0, 2),), ()]
+    assert [group.completions[0].given_spans for group in groups] == [((0, 2),), ()]
     assert [group.demonstration for group in groups] == [(0, 1), ()]
     assert {completion.version for group in groups for completion in group.completions} == {3}
 
@@ -108,7 +108,7 @@ def test_rows_that_board_late_draw_what_they_would_have_drawn_at_once(engine):
     """Room for three of eight groups, and completions of many lengths: some board while others fly."""
     policy = make_policy(engine=engine)
     prompts, boarding = CountDigits().sample(0, 8), []
-    flight = policy.decode_batch
+    flight = policy.create_decode_batch
 
     def watched(rows, int8):
         craft = flight(rows, int8)
@@ -118,7 +118,7 @@ def test_rows_that_board_late_draw_what_they_would_have_drawn_at_once(engine):
         return craft
 
     at_once = tokens(synced("native", policy), prompts, max_tokens=60)
-    policy.decode_batch = watched
+    policy.create_decode_batch = watched
     assert tokens(synced("native", policy, rows=12), prompts, max_tokens=60) == at_once
     assert boarding[0] == 3
     assert sum(map(bool, boarding)) > 2, "they boarded in more than two goes"

@@ -45,9 +45,9 @@ def hosted(monkeypatch, address="127.0.0.1", opened=None):
         hosted.server = servers[0]
         return servers[0]
 
-    monkeypatch.setattr(sampling, "check_library", lambda: None)
-    monkeypatch.setattr(sampling, "Engine", engine)
-    monkeypatch.setattr(connections, "server", started)
+    monkeypatch.setattr(sampling, "check_vllm_installed", lambda: None)
+    monkeypatch.setattr(sampling, "VLLMEngine", engine)
+    monkeypatch.setattr(connections, "make_server", started)
     with nullcontext(opened) if opened else listening(address, 0) as free:
         thread = threading.Thread(target=sampling.host, args=(free, 4, 0.1, "cpu", []))
         thread.start()
@@ -80,15 +80,15 @@ def test_a_server_on_the_loopback_makes_a_secret_that_its_owners_runs_find(monke
         for path, body in [("/state", None), ("/model", b"{}"), ("/weights/a/0/1", b"0" * 1000)]:
             assert status_of(url + path, body) == 401
         mine = Remote(url, 10.0)
-        mine.load(described(policy))
+        mine.load_model(described(policy))
         mine.push(weights_of(policy))
-        assert mine.read([1, 2, 3])[0].shape == (2,)
+        assert mine.score_tokens([1, 2, 3])[0].shape == (2,)
         secret = file.read_text().strip()
         monkeypatch.setenv("PELLUCID_CACHE", str(tmp_path / "of another user"))
         with pytest.raises(UserError, match=r"401.*set PELLUCID_SAMPLER_TOKEN to the secret"):
-            Remote(url, 10.0).state()
+            Remote(url, 10.0).get_state()
         monkeypatch.setenv("PELLUCID_SAMPLER_TOKEN", secret)  # as through a tunnel
-        assert Remote(url, 10.0).state()["model"]
+        assert Remote(url, 10.0).get_state()["model"]
         monkeypatch.setenv("PELLUCID_CACHE", str(tmp_path / "cache"))
     assert not file.exists()
 
@@ -104,9 +104,9 @@ def test_a_run_that_asks_while_the_server_still_starts_has_its_answer(monkeypatc
             assert sent.wait(10)
             return write_secret(port)
 
-        monkeypatch.setattr(sampling, "written_secret", once_asked)
+        monkeypatch.setattr(sampling, "publish_secret", once_asked)
         monkeypatch.setattr(http.client.HTTPConnection, "request", sent_before(sent))
-        run = threading.Thread(target=lambda: answers.append(asked.state()))
+        run = threading.Thread(target=lambda: answers.append(asked.get_state()))
         run.start()
         with hosted(monkeypatch, opened=free):
             run.join(10)
@@ -134,12 +134,12 @@ def test_each_start_has_a_secret_of_its_own_and_one_of_the_environment_is_taken(
     with hosted(monkeypatch) as url:
         assert not list((tmp_path / "cache" / "samplers").iterdir())
         assert status_of(f"{url}/state") == 401
-        assert json.dumps(Remote(url, 10.0).state())
+        assert json.dumps(Remote(url, 10.0).get_state())
 
 
 def test_where_it_cannot_be_written_down_it_is_asked_for_in_a_line(monkeypatch, tmp_path):
     (tmp_path / "cache").write_text("a file")
-    monkeypatch.setattr(sampling, "check_library", lambda: None)
+    monkeypatch.setattr(sampling, "check_vllm_installed", lambda: None)
     with listening("127.0.0.1", 0) as free, pytest.raises(UserError, match="set PELLUCID_SAMPLER_TOKEN"):
         sampling.host(free, 4, 0.1, "cpu", [])
 

@@ -35,7 +35,7 @@ def test_sampler_logprobs_equal_the_scorers(name, architecture, temperature):
     assert len({len(c.token_ids) for g in groups for c in g.completions}) > 1, "completions must end at different times"
     batch = collate(groups)
     with torch.no_grad():
-        gap = (policy.score(batch).logprobs - batch.sampler_logprobs)[batch.mask].abs().max()
+        gap = (policy.score(batch).logprobs - batch.sampler_logprobs)[batch.response_mask].abs().max()
     assert gap < 1e-4
 
 
@@ -206,7 +206,7 @@ def replace_policy(policy):
 
 def test_rotary_frequencies_keep_their_precision_in_the_sampling_copy():
     policy = make_policy(dtype=torch.bfloat16)
-    copy = policy.inference_model()
+    copy = policy.get_inference_model()
     assert {b.dtype for b in copy.buffers()} == {b.dtype for b in policy.model.buffers()} == {torch.float32}
     assert {p.dtype for p in copy.parameters()} == {torch.bfloat16}
 

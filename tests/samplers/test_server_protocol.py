@@ -44,11 +44,11 @@ def urls(held):
 
 @pytest.fixture(autouse=True)
 def _at_once(monkeypatch):
-    monkeypatch.setattr(fleet, "AGAIN", 0.1)
+    monkeypatch.setattr(fleet, "RETRY_SECONDS", 0.1)
 
 
 def synced(policy, urls, version=3, timeout=10.0, world=None, ahead=False):
-    sampler = Servers(urls=urls, timeout=timeout, world=world, ahead=ahead)
+    sampler = Servers(urls=urls, timeout=timeout, environments=world, ahead=ahead)
     sampler.sync(policy, version)
     return sampler
 
@@ -57,7 +57,7 @@ def alone(policy, prompts, sampling=SAMPLING, version=3, world=None):
     """The same by one engine, without a server."""
     engine = Plain(Model.model_validate_json(described(policy)))
     engine.push(weights_of(policy))
-    return VLLM(policy=policy, version=version, engine=engine, world=world).generate(prompts, sampling)
+    return VLLM(policy=policy, version=version, engine=engine, environments=world).generate(prompts, sampling)
 
 
 def step(policy, by=0.05):
@@ -103,7 +103,7 @@ def test_every_push_reaches_every_server(policy, urls, held):
 
 @pytest.mark.slow
 def test_weights_go_in_parts(policy, urls, monkeypatch):
-    monkeypatch.setattr(remote, "PART", 4000)
+    monkeypatch.setattr(remote, "MAX_PART_BYTES", 4000)
     assert len(list(remote.parted(weights_of(policy)))) > 5
     assert gap_of(policy, synced(policy, urls).generate(CountDigits().sample(0, 2), SAMPLING)) < 1e-4
 
@@ -113,9 +113,9 @@ def test_weights_go_in_parts(policy, urls, monkeypatch):
 def test_conversations_are_those_of_one_engine_and_stay_where_their_cache_is(policy, urls, held, patient):
     sampling = Sampling(4, max_tokens=80, turns=5, turn_tokens=9, seed="0/0")
     sampler = synced(policy, urls, world=Here(Talk("worlds:Parrot")))
-    sampler.patient = patient
+    sampler.deterministic = patient
     groups = sampler.generate(asked(), sampling)
-    assert max(len(c.given) for group in groups for c in group.completions) >= 2
+    assert max(len(c.given_spans) for group in groups for c in group.completions) >= 2
     assert gap_of(policy, groups) < 1e-4
     for one, other in (held, held[::-1]):  # whoever goes on with a conversation had all of it before
         turns = [ids for ids in one.engine.seen if sum(ids[: len(seen)] == seen for seen in one.engine.seen) > 1]
@@ -128,11 +128,11 @@ def test_conversations_are_those_of_one_engine_and_stay_where_their_cache_is(pol
 
 def test_other_weights_than_asked_are_refused_by_server_and_trainer(policy, urls, held):
     sampler = synced(policy, urls)
-    first = sampler.fleet.servers[0].remote
+    first = sampler.pool.servers[0].client
     theirs = Remote(urls[0], 10.0)  # another trainer's
-    theirs.load(described(policy))
+    theirs.load_model(described(policy))
     theirs.push(weights_of(policy))
-    for late in (lambda: first.step([Row(0, [1, 2], 3, 1.0, 0)]), lambda: first.read([1, 2])):
+    for late in (lambda: first.step([Row(0, [1, 2], 3, 1.0, 0)]), lambda: first.score_tokens([1, 2])):
         with pytest.raises(GoneError, match=r"409.*other weights"):
             late()
     held[0].check = lambda version: None
@@ -187,7 +187,7 @@ def test_a_server_that_comes_back_with_other_weights_is_found_out_in_the_middle_
     held[1].model = ""
     with pytest.raises(UserError, match="old weights"):
         sampler.generate(CountDigits().sample(0, 40), SAMPLING)
-    assert not sampler.fleet.asked
+    assert not sampler.pool.unfinished
 
 
 @pytest.mark.slow
@@ -206,13 +206,13 @@ def test_an_engine_that_is_made_slowly_is_made_once_and_gets_weights_at_the_next
     time.sleep(2.0)
     sampler.generate(CountDigits().sample(0, 12), SAMPLING)
     sampler.sync(policy, 4)
-    assert all(server.up for server in sampler.fleet.servers)
+    assert all(server.is_up for server in sampler.pool.servers)
     assert sampler.generate(prompts, SAMPLING) == alone(policy, prompts, version=4)
     assert len(made) == 1
 
 
 class Small(Plain):
-    longest = 30
+    max_length = 30
 
 
 class Skips(Plain):
@@ -255,7 +255,7 @@ def test_one_that_comes_back_with_less_room_than_rows_need_is_left_out_and_told(
     said += capsys.readouterr().out
     assert said.count("it takes 30 tokens a row, and this run counts on 512: start it with a larger --cache-gb") == 1
     assert held[1].engine.pushed == 0, "weights need not be brought to it"
-    assert [server.up for server in sampler.fleet.servers] == [True, False]
+    assert [server.is_up for server in sampler.pool.servers] == [True, False]
     with pytest.raises(UserError, match="holds prompts of 6"):
         synced(policy, urls).generate(CountDigits().sample(0, 1), Sampling(4, max_tokens=24, seed="0/0"))
 
@@ -295,25 +295,25 @@ def pair():
 
 def later(sampler, what, behind=3):
     """Do this in the middle of a rollout, as soon as so many answers have come."""
-    took, count = sampler.fleet.step, []
+    took, count = sampler.pool.step, []
 
     def step():
         said = took()
         count.extend(said)
         if len(count) >= behind:
-            sampler.fleet.step = took
+            sampler.pool.step = took
             what()
         return said
 
-    sampler.fleet.step = step
+    sampler.pool.step = step
 
 
 def counted(sampler, groups, prompts):
     """Every (prompt, g) is there once, and nothing is left of it."""
     assert [group.prompt for group in groups] == list(prompts)
     assert [len(group.completions) for group in groups] == [SAMPLING.n] * len(prompts)
-    assert not sampler.fleet.asked
-    assert not any(server.load for server in sampler.fleet.servers)
+    assert not sampler.pool.asked
+    assert not any(server.load for server in sampler.pool.servers)
 
 
 def until_all_are_back(sampler, prompts, right):
@@ -321,7 +321,7 @@ def until_all_are_back(sampler, prompts, right):
         groups = sampler.generate(prompts, SAMPLING)
         counted(sampler, groups, prompts)
         assert groups == right
-        if all(server.up for server in sampler.fleet.servers):
+        if all(server.is_up for server in sampler.pool.servers):
             return
     raise AssertionError
 
@@ -361,7 +361,7 @@ def test_a_server_that_is_stopped_and_let_go_answers_nothing_twice(policy, pair,
 
 @pytest.mark.slow
 def test_with_none_left_it_waits_and_says_so(policy, pair, capsys, monkeypatch):
-    monkeypatch.setattr(fleet, "TOLD", 0.5)
+    monkeypatch.setattr(fleet, "REMINDER_SECONDS", 0.5)
     sampler, prompts = synced(policy, [pair[0].url]), CountDigits().sample(0, 6)
     restarted = threading.Timer(2.0, pair[0].start)
 

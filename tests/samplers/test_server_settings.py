@@ -28,7 +28,7 @@ def test_settings_reach_the_sampler():
     sampler = pick_sampler(settings_of(*words, "--policy.deterministic"), DECODED, None)
     assert isinstance(sampler, Servers)
     assert sampler.urls == ("http://a:8001", "http://[::1]:8002")
-    assert (sampler.timeout, sampler.rows, sampler.patient) == (7.0, 9, True)
+    assert (sampler.timeout, sampler.rows, sampler.deterministic) == (7.0, 9, True)
 
 
 @pytest.mark.parametrize(

@@ -39,7 +39,7 @@ def pair():
 
 
 def synced(policy, pair, timeout=120.0, world=None):
-    sampler = Servers(urls=[one.url for one in pair], timeout=timeout, world=world)
+    sampler = Servers(urls=[one.url for one in pair], timeout=timeout, environments=world)
     sampler.sync(policy, 3)
     return sampler
 
@@ -66,7 +66,7 @@ def test_two_servers_sample_what_one_engine_samples_and_every_push_arrives(pair)
         assert gap_of(policy, groups) < 1e-4
     sampler = synced(policy, pair, world=Here(Talk("worlds:Parrot")))
     held = sampler.generate(asked(), Sampling(4, max_tokens=80, turns=5, turn_tokens=9, seed="0/0"))
-    assert max(len(c.given) for group in held for c in group.completions) >= 2
+    assert max(len(c.given_spans) for group in held for c in group.completions) >= 2
     assert gap_of(policy, held) < 1e-4
 
 
@@ -81,37 +81,37 @@ def test_an_adapter_alone_arrives_at_both(pair):
         sampler.sync(policy, version)
         assert gap_of(policy, sampler.generate(prompts, SAMPLING)) < 1e-4
     assert sampler.adapter == "request"
-    assert all(server.up for server in sampler.fleet.servers)
+    assert all(server.is_up for server in sampler.pool.servers)
 
 
 def test_one_that_is_stopped_or_killed_gives_its_rows_to_the_other_and_comes_back(pair, monkeypatch, capsys):
-    monkeypatch.setattr(fleet, "AGAIN", 0.1)
+    monkeypatch.setattr(fleet, "RETRY_SECONDS", 0.1)
     policy, prompts = tiny_policy(), CountDigits().sample(0, 12)
     right = tokens_of(synced(policy, pair).generate(prompts, SAMPLING))
     sampler = synced(policy, pair)
     for what in (signal.SIGSTOP, signal.SIGKILL):
-        for server in sampler.fleet.servers:
-            server.remote.timeout = 5.0
-        took = sampler.fleet.step
+        for server in sampler.pool.servers:
+            server.client.timeout = 5.0
+        took = sampler.pool.step
 
         def stopped(what=what, took=took):
             if said := took():
-                sampler.fleet.step = took
+                sampler.pool.step = took
                 pair[0].process.send_signal(what)
             return said
 
-        sampler.fleet.step = stopped
+        sampler.pool.step = stopped
         assert tokens_of(sampler.generate(prompts, SAMPLING)) == right
         if what == signal.SIGSTOP:
             pair[0].process.send_signal(signal.SIGCONT)
         else:
             pair[0].kill()
             pair[0].start()
-        for server in sampler.fleet.servers:
-            server.remote.timeout = 120.0
+        for server in sampler.pool.servers:
+            server.client.timeout = 120.0
         for _ in range(300):
             assert tokens_of(sampler.generate(prompts, SAMPLING)) == right
-            if all(server.up for server in sampler.fleet.servers):
+            if all(server.is_up for server in sampler.pool.servers):
                 break
-        assert all(server.up for server in sampler.fleet.servers)
+        assert all(server.is_up for server in sampler.pool.servers)
     assert capsys.readouterr().out.count("is back, with the present weights") == 2

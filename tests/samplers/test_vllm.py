@@ -34,7 +34,7 @@ policy_of = partial(tiny_policy, layers=3)
 
 
 def synced(policy, world=None):
-    sampler = VLLM(rows=16, cache_gb=0.1, world=world)
+    sampler = VLLM(rows=16, cache_gb=0.1, environments=world)
     sampler.sync(policy, 3)
     return sampler
 
@@ -79,7 +79,7 @@ def test_an_untied_head_is_pushed_and_read_back(sampler):
     step(policy, 1e-3)
     own.sync(policy, 4)
     assert gap_of(policy, own.generate(CountDigits().sample(0, 2), SAMPLING)) < 1e-4
-    assert {name: len(own.engine.places(name)) for name in ("model.embed_tokens.weight", "lm_head.weight")} == {
+    assert {name: len(own.engine.locate_weight(name)) for name in ("model.embed_tokens.weight", "lm_head.weight")} == {
         "model.embed_tokens.weight": 1,
         "lm_head.weight": 1,
     }
@@ -297,14 +297,14 @@ def test_the_logprobs_of_every_turn_are_the_scorers(sampler, patient):
     assert max(len(c.given) for c in completions) >= 2
     batch = collate(groups)
     assert gap_of(sampler.policy, groups) < 1e-4
-    assert (batch.sampler_logprobs[~batch.sampled] == 0).all()
+    assert (batch.sampler_logprobs[~batch.action_mask] == 0).all()
 
 
 def test_conversations_are_kept_as_by_the_native_sampler(sampler):
     """Greedy, both say the same: then ids, what was given, messages and outcomes are equal, too."""
     policy = sampler.policy
     greedy = Sampling(1, temperature=0.0, max_tokens=80, turns=5, turn_tokens=9, seed="0/0")
-    native = Native(16, world=Here(Talk("worlds:Parrot")))
+    native = Native(16, environments=Here(Talk("worlds:Parrot")))
     native.sync(policy, 3)
     sampler.world = Here(Talk("worlds:Parrot"))
     ours, theirs = native.generate(asked(), greedy), sampler.generate(asked(), greedy)
@@ -312,9 +312,9 @@ def test_conversations_are_kept_as_by_the_native_sampler(sampler):
     for a, b in zip(ours, theirs, strict=True):
         assert (a.prompt, a.prompt_ids) == (b.prompt, b.prompt_ids)
         [mine], [other] = a.completions, b.completions
-        assert (mine.token_ids, mine.given, mine.messages) == (other.token_ids, other.given, other.messages)
+        assert (mine.token_ids, mine.given_spans, mine.messages) == (other.token_ids, other.given, other.messages)
         assert (mine.outcome, mine.finished, mine.version) == (other.outcome, other.finished, other.version)
-    assert max(len(g.completions[0].given) for g in ours) >= 2
+    assert max(len(g.completions[0].given_spans) for g in ours) >= 2
 
 
 def test_a_run_a_step_ahead_is_resumed_to_the_same_bits(tmp_path):

@@ -212,7 +212,7 @@ def test_an_adapter_that_vllm_does_not_take_is_merged_which_a_line_says(monkeypa
     def elsewhere(engine, name):
         raise UserError("vLLM has no adapter on q_proj")
 
-    monkeypatch.setattr(Engine, "_matrix", elsewhere)
+    monkeypatch.setattr(Engine, "_get_adapter_matrix", elsewhere)
     policy = adapted(targets=("q_proj",))
     sampler = synced(policy)
     said = "! sampler.adapter: merged instead of request (vLLM has no adapter on q_proj)\n"

@@ -259,7 +259,7 @@ def test_a_service_that_ends_at_once_says_why(service, tmp_path, capsys):
 
 @pytest.mark.slow
 def test_a_service_that_never_answers_is_given_up_and_ended(service, started, tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(daemon, "GRACE", 0.1)
+    monkeypatch.setattr(daemon, "STOP_TIMEOUT_SECONDS", 0.1)
     assert serve("start", *service("mute")) == 2
     assert "did not answer" in capsys.readouterr().err
     assert started[0].wait() == -signal.SIGTERM
@@ -270,7 +270,7 @@ def test_a_service_that_does_not_listen_to_the_request_to_end_is_killed(service,
     arguments = service("deaf")
     assert serve("start", *arguments) == 0
     pid = held(tmp_path)["pid"]
-    monkeypatch.setattr(daemon, "GRACE", 0.2)
+    monkeypatch.setattr(daemon, "STOP_TIMEOUT_SECONDS", 0.2)
     assert serve("stop", *arguments[-2:]) == 0
     wait_until_gone(pid)
 
@@ -278,7 +278,7 @@ def test_a_service_that_does_not_listen_to_the_request_to_end_is_killed(service,
 def test_a_service_that_runs_and_does_not_answer_has_a_status_of_its_own(service, tmp_path, monkeypatch, capsys):
     arguments = service()
     assert serve("start", *arguments) == 0
-    monkeypatch.setattr(daemon.Daemon, "answers", lambda _: False)
+    monkeypatch.setattr(daemon.Daemon, "is_answering", lambda _: False)
     assert serve("status", *arguments[-2:]) == 1
     assert "does not answer" in capsys.readouterr().out
 
@@ -313,7 +313,7 @@ def another(said):
 @pytest.mark.parametrize("said", [b"", b"{}", b"[]", b"<html>", b'{"status": "ok", "instance": "another"}'])
 def test_another_programs_answer_is_not_taken_for_the_services(service, started, tmp_path, monkeypatch, capsys, said):
     """Ours does not come to answer, and the one that does is not ours."""
-    monkeypatch.setattr(daemon, "GRACE", 0.2)
+    monkeypatch.setattr(daemon, "STOP_TIMEOUT_SECONDS", 0.2)
     with another(said) as (port, asked):
         assert serve("start", *service("mute", port=port)) == 2
     assert asked[0] == "/health"
@@ -370,10 +370,12 @@ def test_the_pid_file_is_there_before_the_service_answers_and_for_its_owner_alon
 @pytest.mark.parametrize("when", ["while it waits", "before the pid file"])
 def test_ctrl_c_leaves_no_orphan(service, started, tmp_path, monkeypatch, when):
     if when == "while it waits":
-        monkeypatch.setattr(daemon.Daemon, "answers", lambda _: os.kill(os.getpid(), signal.SIGINT))
+        monkeypatch.setattr(daemon.Daemon, "is_answering", lambda _: os.kill(os.getpid(), signal.SIGINT))
     else:
         write = daemon.write_whole
-        monkeypatch.setattr(daemon, "write_whole", lambda *told: os.kill(os.getpid(), signal.SIGINT) or write(*told))
+        monkeypatch.setattr(
+            daemon, "write_file_atomically", lambda *told: os.kill(os.getpid(), signal.SIGINT) or write(*told)
+        )
     assert serve("start", *service("mute")) == 130
     assert started[0].poll() == -signal.SIGTERM
     assert not (tmp_path / "here" / "serve.pid").exists()
@@ -385,8 +387,8 @@ def test_ctrl_c_leaves_no_orphan_that_does_not_listen_either(service, started, t
         if "started with" in (tmp_path / "here" / "serve.log").read_text():
             os.kill(os.getpid(), signal.SIGINT)
 
-    monkeypatch.setattr(daemon, "GRACE", 1.0)
-    monkeypatch.setattr(daemon.Daemon, "answers", interrupted)
+    monkeypatch.setattr(daemon, "STOP_TIMEOUT_SECONDS", 1.0)
+    monkeypatch.setattr(daemon.Daemon, "is_answering", interrupted)
     assert serve("start", *service("deaf")) == 130
     assert started[0].poll() == -signal.SIGKILL
 
@@ -495,6 +497,6 @@ def test_nobody_and_a_program_of_another_kind_are_no_answer(said):
             listener.close()
         else:
             thread.start()
-        assert not daemon.Daemon(1, 0.0, url, "", []).answers()
+        assert not daemon.Daemon(1, 0.0, url, "", []).is_answering()
         if said is not None:
             thread.join()

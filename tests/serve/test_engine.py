@@ -38,7 +38,7 @@ class Texts:
 def engine():
     policy = make_policy("llama")
     policy.eos_ids = (-1,)
-    return Engine(policy, rows=8, waiting=4)
+    return Engine(policy, max_rows=8, max_waiting=4)
 
 
 def asked(engine, **settings):
@@ -53,7 +53,7 @@ def flown(engine):
     """Until nobody is left."""
     engine._admit()
     while engine.running.rows:
-        engine._advance()
+        engine._decode_step()
         engine._admit()
 
 
@@ -66,7 +66,7 @@ def said(told):
 def alone(**settings):
     policy = make_policy("llama")
     policy.eos_ids = (-1,)
-    engine = Engine(policy, rows=8)
+    engine = Engine(policy, max_rows=8)
     _, told = asked(engine, **settings)
     flown(engine)
     return said(told)
@@ -99,7 +99,7 @@ def test_of_rows_that_are_drawn_together_the_broken_one_fails_alone(engine, monk
             raise RuntimeError("index out of range")
         return draw(logits, *settings)
 
-    monkeypatch.setattr(engines, "draw", refuses_nan)
+    monkeypatch.setattr(engines, "sample_tokens", refuses_nan)
     asked_for = [asked(engine, seed=seed, n=2)[1] for seed in (1, 2, 3)]
     engine._admit()
     engine.running.logits[2] = math.nan
@@ -137,9 +137,9 @@ def test_a_listener_that_is_gone_is_one_that_left(engine):
     engine.submit(deaf)
     _, good = asked(engine, seed=2)
     engine._admit()
-    engine._advance()
+    engine._decode_step()
     assert [row.request is deaf for row in engine.running.rows] == [True, False]
-    engine._advance()
+    engine._decode_step()
     assert len(engine.running.rows) == 1, "its row is free at the next token"
     flown(engine)
     assert said(good) == alone(seed=2)
@@ -149,7 +149,7 @@ def test_a_listener_that_is_gone_is_one_that_left(engine):
 def test_whatever_goes_wrong_in_a_step_is_told_and_the_engine_goes_on(error):
     policy = make_policy("llama")
     policy.eos_ids = (-1,)
-    engine = Engine(policy, rows=8)
+    engine = Engine(policy, max_rows=8)
     broken, over = engine.running, threading.Event()
 
     def step(_):
@@ -171,20 +171,20 @@ def test_whatever_goes_wrong_in_a_step_is_told_and_the_engine_goes_on(error):
     thread.join()
     assert lost[-1] is error
     assert said(told) == alone()
-    assert engine.state()["errors"] == 1
-    assert engine.state()["last_error"].startswith(type(error).__name__)
+    assert engine.describe_state()["errors"] == 1
+    assert engine.describe_state()["last_error"].startswith(type(error).__name__)
 
 
 def test_an_engine_that_cannot_go_on_tells_everybody_and_says_why():
     policy = make_policy("llama")
     policy.eos_ids = (-1,)
-    engine = Engine(policy, rows=1)
+    engine = Engine(policy, max_rows=1)
     told = [asked(engine, max_tokens=100)[1] for _ in range(3)]
 
     def broken(*_):
         raise RuntimeError("the device is lost")
 
-    engine.running.batch.admit = policy.decode_batch = broken
+    engine.running.batch.admit = policy.create_decode_batch = broken
     with pytest.raises(RuntimeError, match="the device is lost"):
         engine.run()
     assert [type(news[-1]) for news in told] == [RuntimeError, RefusedError, RefusedError]
@@ -214,7 +214,7 @@ def test_as_many_wait_as_may_and_no_more_wherever_they_wait(engine):
 
 
 def test_prompts_are_read_together_while_their_scores_have_room(engine, monkeypatch):
-    monkeypatch.setattr(engines, "SCORES", 2 * 20**2)
+    monkeypatch.setattr(engines, "MAX_PREFILL_SCORES", 2 * 20**2)
     read, admit = [], engine.running.batch.admit
     engine.running.batch.admit = lambda prompts, n: (
         read.append([len(prompt) for prompt in prompts]) or admit(prompts, n)
@@ -227,13 +227,13 @@ def test_prompts_are_read_together_while_their_scores_have_room(engine, monkeypa
 
 def test_a_long_prompt_waits_until_others_leave_it_room(engine, monkeypatch):
     """Each prompt in flight has the room of the longest. One alone is served, however long."""
-    monkeypatch.setattr(engines, "PROMPT_TOKENS", 60)
+    monkeypatch.setattr(engines, "MAX_CACHED_PROMPT_TOKENS", 60)
     for length in (10, 10, 20, 100):
         engine.submit(Request([1] * length, lambda _: None, max_tokens=3))
     engine._admit()
     assert [len(row.request.prompt_ids) for row in engine.running.rows] == [10, 10, 20]
     while engine.running.rows:
-        engine._advance()
+        engine._decode_step()
     engine._admit()
     assert [len(row.request.prompt_ids) for row in engine.running.rows] == [100]
 
@@ -261,33 +261,33 @@ def test_only_new_text_is_searched_for_stops():
     policy, told = Texts("aaaa"), ""
     row = Row(Request((), print, max_tokens=10**6, stop=["a" * 40 + "b"]), 0, torch.Generator())
     for number in range(500):
-        piece = row.add(Drawn(0, 0.0), policy)
+        piece = row.append_token(Drawn(0, 0.0), policy)
         told += piece.text if piece else ""
-        assert len(row.untold) == min(40, 4 * (number + 1))
-        assert told + row.untold == "aaaa" * (number + 1), "what cannot begin a stop is told at once"
+        assert len(row.unsent_text) == min(40, 4 * (number + 1))
+        assert told + row.unsent_text == "aaaa" * (number + 1), "what cannot begin a stop is told at once"
     assert policy.read <= 500 * 3
 
 
 def test_what_may_begin_a_stop_is_held_back_and_no_more():
     texts = ["one E", "N", "D", "ED", " EN", "DING"]
     row = Row(Request((), print, max_tokens=100, stop=["ENDING", "never"]), 0, torch.Generator())
-    pieces = [row.add(Drawn(i, 0.0), Texts(*texts)) for i in range(6)]
+    pieces = [row.append_token(Drawn(i, 0.0), Texts(*texts)) for i in range(6)]
     assert [piece and piece.text for piece in pieces] == ["one ", None, None, "ENDED", " ", ""]
-    assert pieces[-1].reason == "stop"
+    assert pieces[-1].finish_reason == "stop"
     assert [token for piece in pieces if piece for token in piece.token_ids] == [0, 1, 2, 3, 4, 5]
 
 
 def test_the_first_of_several_stops_ends_a_text():
     row = Row(Request((), print, max_tokens=100, stop=["yz", "xyz", "q"]), 0, torch.Generator())
-    piece = row.add(Drawn(0, 0.0), Texts("wxyzq"))
-    assert (piece.text, piece.reason) == ("w", "stop")
+    piece = row.append_token(Drawn(0, 0.0), Texts("wxyzq"))
+    assert (piece.text, piece.finish_reason) == ("w", "stop")
 
 
 def test_a_character_that_never_becomes_whole_is_not_waited_for():
     """Tokens that are read again each time would be a square of them."""
     policy = Texts("\ufffd")
     row = Row(Request((), print, max_tokens=10**6), 0, torch.Generator())
-    told = [piece.text for _ in range(320) if (piece := row.add(Drawn(0, 0.0), policy))]
+    told = [piece.text for _ in range(320) if (piece := row.append_token(Drawn(0, 0.0), policy))]
     assert "".join(told) == "\ufffd" * 320
     assert policy.read <= 320 * 3 * 16
 
@@ -299,6 +299,6 @@ def test_tokens_are_counted_by_the_second_over_the_last_ten():
     meter = Meter()
     for now, count in ((100.2, 5), (100.9, 5), (101.0, 20), (109.9, 10), (110.5, 1000)):
         meter.add(count, now)
-    assert meter.rate(110.6) == pytest.approx((5 + 5 + 20 + 10) / 10)
-    assert meter.rate(111.0) == pytest.approx((20 + 10 + 1000) / 10)
-    assert meter.rate(200.0) == 0.0
+    assert meter.compute_rate(110.6) == pytest.approx((5 + 5 + 20 + 10) / 10)
+    assert meter.compute_rate(111.0) == pytest.approx((20 + 10 + 1000) / 10)
+    assert meter.compute_rate(200.0) == 0.0

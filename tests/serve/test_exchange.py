@@ -60,12 +60,12 @@ def test_whoever_hangs_up_frees_the_rows_at_once(path, body):
         go_on, step = threading.Event(), endless(served).engine.running.batch.step
         served.engine.running.batch.step = lambda tokens: go_on.wait(60) and step(tokens)
         client = sent(url, path, body)
-        wait_until(lambda: served.engine.running.rows)
-        [asked] = {row.request for row in served.engine.running.rows}
+        wait_until(lambda: served.engine.running.requests)
+        [asked] = {row.request for row in served.engine.running.requests}
         client.close()
         wait_until(lambda: asked.cancelled)
         go_on.set()
-        wait_until(lambda: not served.engine.running.rows)
+        wait_until(lambda: not served.engine.running.requests)
         assert asked.max_tokens > 90
         assert len(served.engine.meter.counts) < 90, "nobody was decoded for"
         assert request(f"{url}/health")[1]["rows"] == 0
@@ -77,10 +77,10 @@ def test_a_stream_that_never_began_frees_its_rows_as_well():
     async def left_at_once():
         with ExitStack() as leaving:
             asked = ChatRequest(**chat(stream=True))
-            await complete(served, asked, Prompt("p", "2+3="), chat=True, limit=100, leaving=leaving)
-            while not served.engine.running.rows:
+            await complete(served, asked, Prompt("p", "2+3="), is_chat=True, max_tokens=100, cleanup=leaving)
+            while not served.engine.running.requests:
                 await asyncio.sleep(0.01)
-            [request] = {row.request for row in served.engine.running.rows}
+            [request] = {row.request for row in served.engine.running.requests}
             assert not request.cancelled
         assert request.cancelled
 
@@ -96,7 +96,7 @@ def test_whoever_hangs_up_no_longer_waits_in_line():
         go_on, step = threading.Event(), endless(served).engine.running.batch.step
         served.engine.running.batch.step = lambda tokens: go_on.wait(60) and step(tokens)
         first = sent(url, CHAT, chat(max_tokens=100))
-        wait_until(lambda: served.engine.running.rows)
+        wait_until(lambda: served.engine.running.requests)
         second = sent(url, CHAT, chat(max_tokens=1))
         wait_until(lambda: served.engine.waiting)
         assert post(url + CHAT, chat())[0] == 503
@@ -114,7 +114,7 @@ def test_health_shows_rows_the_queue_and_errors():
         go_on, step = threading.Event(), endless(served).engine.running.batch.step
         served.engine.running.batch.step = lambda tokens: go_on.wait(60) and step(tokens)
         clients = [sent(url, CHAT, chat(n=2, max_tokens=3)) for _ in range(3)]
-        wait_until(lambda: served.engine.running.rows and len(served.engine.waiting) == 2)
+        wait_until(lambda: served.engine.running.requests and len(served.engine.waiting) == 2)
         facts = request(f"{url}/health")[1]
         assert {key: facts[key] for key in ("rows", "rows_at_most", "waiting", "waiting_at_most", "errors")} == {
             "rows": 2, "rows_at_most": 2, "waiting": 2, "waiting_at_most": 7, "errors": 0,
@@ -192,10 +192,10 @@ def test_a_client_that_reads_nothing_is_left(monkeypatch):
         decode = endless(served).policy.decode
         monkeypatch.setattr(served.policy, "decode", lambda ids, **settings: 100_000 * decode(ids, **settings))
         client = sent(url, CHAT, chat(n=8, max_tokens=100, stream=True))
-        wait_until(lambda: served.engine.running.rows)
-        [asked] = {row.request for row in served.engine.running.rows}
+        wait_until(lambda: served.engine.running.requests)
+        [asked] = {row.request for row in served.engine.running.requests}
         wait_until(lambda: asked.cancelled)
-        wait_until(lambda: not served.engine.running.rows)
+        wait_until(lambda: not served.engine.running.requests)
         ends(client)
         assert request(f"{url}/health")[0] == 200
 
@@ -212,7 +212,7 @@ def test_grading_is_inside_the_time_out():
     with running(task=Slow(), timeout=1.0) as (served, url):
         assert request(f"{url}/group", {"group_size": 8, "max_tokens": 2})[0] == 504
         go_on.set()
-        served.grading.shutdown()
+        served.grading_pool.shutdown()
         assert len(graded) == 1, "nobody waits for the other seven"
 
 
@@ -334,7 +334,7 @@ def test_requests_in_flight_end_when_the_service_does():
         served.engine.running.batch.step = lambda tokens: go_on.wait() and step(tokens)
         with ThreadPoolExecutor(12) as pool:
             answers = [pool.submit(post, url + CHAT, chat(max_tokens=100)) for _ in range(12)]
-            wait_until(lambda: len(served.engine.running.rows) + len(served.engine.waiting) == 12)
+            wait_until(lambda: len(served.engine.running.requests) + len(served.engine.waiting) == 12)
             served.stop()
             go_on.set()
             found = [answer.result() for answer in answers]
@@ -348,7 +348,7 @@ def test_what_does_not_end_in_time_is_told_in_the_form_of_the_api(stream):
         step = endless(served).engine.running.batch.step
         served.engine.running.batch.step = lambda tokens: time.sleep(0.2) or step(tokens)
         clients = [sent(url, CHAT, chat(max_tokens=100, stream=stream)) for _ in range(12)]
-        wait_until(lambda: len(served.engine.running.rows) == 4 and len(served.engine.waiting) == 8)
+        wait_until(lambda: len(served.engine.running.requests) == 4 and len(served.engine.waiting) == 8)
         served.stop()
         for client in clients:
             head, _, body = ends(client).partition(b"\r\n\r\n")
@@ -369,7 +369,7 @@ def test_what_is_not_in_the_engine_is_told_as_well():
     go_on = threading.Event()
     with running(task=Slow(), grace=0.5) as (served, url):
         client = sent(url, "/group", {"group_size": 2, "max_tokens": 2})
-        wait_until(lambda: served.grading._threads)
+        wait_until(lambda: served.grading_pool._threads)
         served.stop()
         head, _, body = ends(client).partition(b"\r\n\r\n")
         go_on.set()

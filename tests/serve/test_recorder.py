@@ -66,7 +66,7 @@ def rows(*does, **columns):
 
 
 def held(policy, world, prompts, sampling=SAMPLING, name="native"):
-    sampler = Native(256, world=world) if name == "native" else HuggingFace(world=world)
+    sampler = Native(256, environments=world) if name == "native" else HuggingFace(environments=world)
     sampler.sync(policy, 7)
     groups = sampler.generate(prompts, sampling)
     return groups, [completion for group in groups for completion in group.completions]
@@ -80,7 +80,7 @@ def turns_of(completion):
 def gap_of(policy, groups):
     batch = collate(groups)
     with torch.no_grad():
-        return batch, (policy.score(batch).logprobs - batch.sampler_logprobs)[batch.sampled].abs().max()
+        return batch, (policy.score(batch).logprobs - batch.sampler_logprobs)[batch.action_mask].abs().max()
 
 
 @pytest.mark.slow
@@ -132,7 +132,7 @@ FAULTS = {
 
 @pytest.mark.slow
 def test_what_an_agent_does_wrong_costs_its_own_rollout_and_is_told(policy, world_of, monkeypatch, tmp_path):
-    monkeypatch.setattr(rollouts, "GRACE", 0.5)
+    monkeypatch.setattr(rollouts, "AGENT_GRACE_SECONDS", 0.5)
     prompts = rows(*FAULTS, "talks")
     groups, completions = held(policy, world_of(timeout=4.0), prompts, replace(SAMPLING, n=2))
     assert all(completion.token_ids for completion in completions)
@@ -253,11 +253,11 @@ def calls(*arguments, content=""):
         {"id": f"call_{i}", "type": "function", "function": {"name": "multiply", "arguments": {"a": a, "b": b}}}
         for i, (a, b) in enumerate(arguments)
     ]
-    return Said({"role": "assistant", "content": content, "tool_calls": made}, tokens=(5, 7))
+    return Said({"role": "assistant", "content": content, "tool_calls": made}, token_counts=(5, 7))
 
 
 def words(text):
-    return Said({"role": "assistant", "content": text}, tokens=(5, 7))
+    return Said({"role": "assistant", "content": text}, token_counts=(5, 7))
 
 
 @pytest.mark.slow
@@ -268,7 +268,7 @@ def test_tools_of_an_agent(world_of):
     assert last.outcome.error == ""
     assert last.outcome.events == {"calls": 3}
     assert first.prompt.tools == tuple(agents.TOOLS)
-    assert first.prompt.literal
+    assert first.prompt.escape_special_tokens
     assert heard.prompt is None
     assert [dict(m) for m in heard.messages] == [
         {"role": "tool", "name": "multiply", "content": "6"},
@@ -298,7 +298,7 @@ def test_calls_in_a_stream(world_of):
 
 @pytest.mark.slow
 def test_calls_that_could_not_be_read_are_counted(world_of):
-    says = [words("a")._replace(unreadable=("no name",)), words("b"), words("c")]
+    says = [words("a")._replace(unreadable_calls=("no name",)), words("b"), words("c")]
     assert driven(world_of("talks"), {}, says)[-1].outcome.events == {"calls": 1, "unreadable": 1}
 
 
@@ -370,13 +370,13 @@ def test_an_agent_that_cannot_be_loaded_is_one_line(policy, world_of, tmp_path):
 @pytest.fixture
 def recorder():
     made = Recorder()
-    made.rollouts["known"] = 0
+    made.rollout_numbers["known"] = 0
     yield made
     made.close()
 
 
 def opened(recorder, text=b""):
-    url = urlsplit(recorder.address("known"))
+    url = urlsplit(recorder.make_rollout_url("known"))
     made = socket.create_connection((url.hostname, url.port), timeout=20.0)
     made.sendall(text)
     return made
@@ -412,7 +412,7 @@ def test_silent_connections_make_room_and_agents_keep_theirs(recorder):
 
 @pytest.mark.slow
 def test_a_connection_that_asks_for_no_rollout_is_closed_in_time(recorder, monkeypatch):
-    monkeypatch.setattr(recording, "PATIENCE", 0.5)
+    monkeypatch.setattr(recording, "UNKNOWN_CONNECTION_TIMEOUT_SECONDS", 0.5)
     agent = opened(recorder, GET)
     silent = [opened(recorder, text) for text in (b"", b"GET /rollout/known/", b"GET / HTTP/1.1\r\nHost: a\r\n")]
     assert all(map(is_closed, silent))

@@ -81,11 +81,11 @@ def test_a_character_of_several_tokens_is_told_when_it_is_whole():
     row, told = Row(Request((), print), 0, torch.Generator()), []
     for byte in "aé数🙂!".encode() + b"\xf0\x9f":
         row.token_ids.append(byte)
-        if row.decode(Bytes(), ended=False):
-            told.append(row.untold)
+        if row.decode_text(Bytes(), is_last=False):
+            told.append(row.unsent_text)
     assert told == ["a", "aé", "aé数", "aé数🙂", "aé数🙂!"]
-    assert row.decode(Bytes(), ended=True)
-    assert row.untold == "aé数🙂!\ufffd", "what ends in the middle of a character is told as it is"
+    assert row.decode_text(Bytes(), is_last=True)
+    assert row.unsent_text == "aé数🙂!\ufffd", "what ends in the middle of a character is told as it is"
 
 
 def test_a_seed_repeats_an_answer_and_answers_differ_without(client):
@@ -156,7 +156,7 @@ def test_whoever_leaves_early_frees_the_rows():
         stream = client.chat.completions.create(**chat(model="tiny", n=8), stream=True)
         next(stream)
         stream.close()
-        wait_until(lambda: not served.engine.running.rows)
+        wait_until(lambda: not served.engine.running.requests)
 
 
 def test_a_failure_of_the_decoder_is_told_and_survived(monkeypatch):
@@ -171,7 +171,7 @@ def test_a_failure_of_the_decoder_is_told_and_survived(monkeypatch):
         after = post(f"{url}/v1/chat/completions", chat(seed=1))
         assert (after[0], after[1]["choices"]) == (200, before[1]["choices"])
         assert served.engine.running is not broken, "what half a step left behind is not read again"
-        assert len(served.engine.running.rows) == 0
+        assert len(served.engine.running.requests) == 0
 
 
 # ---------------------------------------------------------------- what is refused
@@ -219,7 +219,7 @@ def test_a_body_of_10_mb_is_a_413(service):
 def test_a_request_that_takes_too_long_is_a_504():
     with running(timeout=0.001) as (served, url):
         assert post(f"{url}/v1/chat/completions", chat(max_tokens=100))[0] == 504
-        wait_until(lambda: not served.engine.running.rows)
+        wait_until(lambda: not served.engine.running.requests)
 
 
 # ---------------------------------------------------------------- the other forms
@@ -272,7 +272,7 @@ def test_a_question_of_ones_own_is_asked_as_the_run_asks_its_own(tmp_path, monke
     task = Gsm8k(data=str(tmp_path / "rows.jsonl"), test_data="", language=language)
     encoded = []
     for asked_by, expected in (
-        (Graded(task, here=True), list(task.sample(0, 1)[0].text)[:-1]),
+        (Graded(task, in_process=True), list(task.sample(0, 1)[0].text)[:-1]),
         (None, [{"role": "system", "content": "Be brief."}]),
     ):
         with running(task=asked_by, system="Be brief.") as (served, url):

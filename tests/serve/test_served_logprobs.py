@@ -101,19 +101,19 @@ def test_streamed_texts_have_the_same(client):
 def test_each_is_told_as_many_as_it_asks_for():
     """Rows of one temperature are drawn together, whatever their requests want to know."""
     policy, told = make_policy(), {}
-    engine = Engine(policy, rows=4)
+    engine = Engine(policy, max_rows=4)
 
     def listener(count):
         def tell(news):
             if isinstance(news, Piece):
-                told.setdefault(count, []).extend(len(drawn.likeliest) for drawn in news.tokens)
+                told.setdefault(count, []).extend(len(drawn.top_logprobs) for drawn in news.tokens)
             elif len(told) == 3:
                 engine.close()
 
         return tell
 
     for count in (0, 3, 1):
-        engine.submit(Request((1, 2, 3), listener(count), max_tokens=2, likeliest=count))
+        engine.submit(Request((1, 2, 3), listener(count), max_tokens=2, top_logprob_count=count))
     engine.run()
     assert {count: set(lengths) for count, lengths in told.items()} == {0: {0}, 1: {1}, 3: {3}}
 

@@ -130,8 +130,8 @@ def test_tokens_keep_their_space_and_two_of_them_are_two_entries():
     assert choice["logprobs"]["tokens"] == [" it", " it"]
     assert choice["logprobs"]["text_offset"] == [0, 2]
     tokens = TokenBytes(tokenizer)
-    assert (tokens.name(spaced), tokens.name(plain)) == (" it", "it")
-    assert (tokens.of(spaced), tokens.of(plain)) == (b" it", b"it")
+    assert (tokens.format_token(spaced), tokens.format_token(plain)) == (" it", "it")
+    assert (tokens.get_bytes(spaced), tokens.get_bytes(plain)) == (b" it", b"it")
 
 
 def test_a_special_token_in_an_answer_takes_no_space_from_the_next():
@@ -165,6 +165,6 @@ def test_every_token_has_the_bytes_that_it_adds_to_a_text(kind):
     for text in TEXTS:
         ids = tokenizer(text, add_special_tokens=False)["input_ids"]
         both = tokenizer.decode([*first, *ids])
-        assert b"".join(map(tokens.of, ids)).decode() == both.removeprefix(tokenizer.decode(first))
-    assert tokens.of(tokenizer.eos_token_id) == b""
-    assert tokens.name(tokenizer.eos_token_id) == "</s>"
+        assert b"".join(map(tokens.get_bytes, ids)).decode() == both.removeprefix(tokenizer.decode(first))
+    assert tokens.get_bytes(tokenizer.eos_token_id) == b""
+    assert tokens.format_token(tokenizer.eos_token_id) == "</s>"

@@ -28,7 +28,7 @@ def speaker(body, text):
     """A model that says `text` in answer to this request."""
     tokenizer = byte_tokenizer()
     tokenizer.chat_template = TEMPLATE
-    asked = question_ids(tokenizer, ChatRequest(**body).asked)
+    asked = question_ids(tokenizer, ChatRequest(**body).prompt)
     return saying_tokens(tokenizer, asked, [*tokenizer(text)["input_ids"], tokenizer.eos_token_id])
 
 
@@ -155,7 +155,7 @@ def test_a_call_without_arguments_can_be_sent_back(service, arguments):
         "role": "assistant",
         "tool_calls": [{"id": "c", "type": "function", "function": {"name": "a"} | arguments}],
     }
-    assert ChatRequest(**chat() | {"messages": [asked]}).asked.text[0]["tool_calls"][0]["function"]["arguments"] == {}
+    assert ChatRequest(**chat() | {"messages": [asked]}).prompt.text[0]["tool_calls"][0]["function"]["arguments"] == {}
     messages = [{"role": "user", "content": "1"}, asked, {"role": "tool", "tool_call_id": "c", "content": "2"}]
     assert post(f"{service[1]}/v1/chat/completions", {"messages": messages})[0] == 200
 

@@ -95,8 +95,8 @@ def test_an_interval_that_ends_at_0_has_0_in_it():
     """Sums of tenths over three seeds: as they are added, this one ends at 5.6e-17, which was "above"."""
     table = [[1.0] * 6 + [-1.0] * 3 + [0.0], [1.0] * 6 + [0.0] * 4, [1.0] * 6 + [0.0] * 4]
     assert np.quantile(resampled_together(table, np.random.default_rng(0)), 0.025) == pytest.approx(0.0, abs=1e-9)
-    assert interval(table, shared=True).low == 0.0
-    assert conclusion(interval(table, shared=True)) == "cannot tell"
+    assert interval(table, same_questions=True).low == 0.0
+    assert conclusion(interval(table, same_questions=True)) == "cannot tell"
 
 
 def test_a_difference_of_nothing_has_no_sign():

@@ -100,9 +100,9 @@ def test_a_base_without_a_task_has_the_usual_one(study_file, tmp_path):
 
 def test_every_variant_has_its_first_seed_before_any_has_its_second(study_file):
     study = plan.read(study_file("[variants.a]\n[variants.b]"))
-    runs = [(cell.variant, cell.seed) for cell in study.cells(Path("runs/s"))]
+    runs = [(cell.variant, cell.seed) for cell in study.list_runs(Path("runs/s"))]
     assert runs == [("a", 0), ("b", 0), ("a", 1), ("b", 1)]
-    assert [(cell.variant, cell.seed) for cell in study.cells(Path("runs/s"), ["b"])] == [("b", 0), ("b", 1)]
+    assert [(cell.variant, cell.seed) for cell in study.list_runs(Path("runs/s"), ["b"])] == [("b", 0), ("b", 1)]
 
 
 def test_a_cell_is_made_by_a_plain_command():
@@ -155,7 +155,7 @@ def test_a_mistake_in_a_study_is_one_line_before_anything_is_written(study_file,
 def test_an_unknown_variant_is_not_run(study_file):
     study = plan.read(study_file("[variants.grpo]"))
     with pytest.raises(UserError, match='no variant "gpo"; did you mean "grpo"'):
-        study.cells(Path("runs/s"), ["gpo"])
+        study.list_runs(Path("runs/s"), ["gpo"])
 
 
 @pytest.mark.parametrize("path", sorted(Path("recipes/study").glob("*.toml")), ids=lambda path: path.stem)

@@ -124,7 +124,7 @@ def test_a_study_interrupted_and_killed_comes_to_the_same_runs(study_file, whole
     process.send_signal(signal.SIGINT)
     assert process.wait() == 130
     assert "the same command goes on" in (tmp_path / "said").read_text()
-    assert "--resume" in first.log.read_text(), "the run saved itself"
+    assert "--resume" in first.log_path.read_text(), "the run saved itself"
     assert not second.run_dir.exists()
 
     process = started(study_file, into, tmp_path / "said")
@@ -205,7 +205,7 @@ def test_no_file_of_the_working_directory_is_taken_for_a_module_of_python(tmp_pa
     cell = Cell(tmp_path, "grpo", 0)
     with (tmp_path / "lock").open("w") as lock:
         assert runner.start(cell, 1, lock).process.wait() == 2
-    assert "recipe.json: there is no such file" in cell.log.read_text()
+    assert "recipe.json: there is no such file" in cell.log_path.read_text()
 
 
 STAND_IN = """#!/bin/sh
@@ -237,7 +237,7 @@ def test_the_exit_status_is_that_of_what_failed(tmp_path, statuses, verdict):
     cells = [Cell(tmp_path, "grpo", seed) for seed in range(len(statuses))]
     (tmp_path / "grpo").mkdir()
     for cell in cells:
-        cell.log.write_text("Traceback\nboom\n\n")
+        cell.log_path.write_text("Traceback\nboom\n\n")
     assert runner.verdict(dict(zip(cells, statuses, strict=True))) == verdict
 
 

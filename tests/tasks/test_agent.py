@@ -33,14 +33,14 @@ def said(**outcome):
 def test_what_the_agent_returns_is_the_reward():
     task = Agent(run=SOLVE, data="a.jsonl")
     reward = task.reward(Prompt("p", "say"), said(reward=0.25))
-    assert (reward.value, reward.degree, reward.error) == (0.25, True, "")
+    assert (reward.value, reward.is_continuous, reward.error) == (0.25, True, "")
     assert task.reward(Prompt("p", "say"), said(reward=1.0)).is_correct
-    assert not task.talk.graded
+    assert not task.environment_spec.has_rewards
 
 
 def test_other_terms_stand_beside_it_or_in_its_place():
     task = Agent(run=SOLVE, data="a.jsonl", rewards=(RewardTerm("exact", weight=0.5),))
-    assert task.talk.graded
+    assert task.environment_spec.has_rewards
     prompt = Prompt("p", "say", "12x")
     assert task.reward(prompt, said(reward=2.0)).value == 2.5
     alone = task.reward(prompt, said(reward=None))
@@ -74,11 +74,11 @@ def test_a_mistake_is_one_line(settings, told):
 def test_a_command_is_what_names_no_function():
     functions = ("agent.py:solve", "package.agent:solve", f"{FILE}:solve")
     commands = ("python agent.py", "./agent", "python agent.py --at 127.0.0.1:8000", "docker run agent:latest")
-    assert [AgentTalk(run).solver() for run in commands] == [None] * 4
-    assert AgentTalk(SOLVE).solver() is agents.solve is AgentTalk(agents.solve).solver()
+    assert [AgentTalk(run).load_function() for run in commands] == [None] * 4
+    assert AgentTalk(SOLVE).load_function() is agents.solve is AgentTalk(agents.solve).load_function()
     for run in functions[:2]:
         with pytest.raises(UserError):
-            AgentTalk(run).solver()
+            AgentTalk(run).load_function()
 
 
 @pytest.fixture

@@ -124,15 +124,15 @@ def test_the_splits_of_the_family_share_no_problem():
     assert train.isdisjoint(test)
     assert 0.15 < len(test) / len(train | test) < 0.25
     assert len(train | test) > 1000
-    questions = {f.question() for f in train}
-    assert questions.isdisjoint(f.question() for f in test)
+    questions = {f.format_question() for f in train}
+    assert questions.isdisjoint(f.format_question() for f in test)
 
 
 def test_the_question_is_that_of_the_description():
     [prompt] = Continuity().sample(0, 1)
     for piece in ("ax + 3 for x > 2", "x - 5 for -2 <= x <= 2", "2x - b for x < -2"):
         assert piece in prompt.question
-    assert Pieces(1, -1, -2, 1, 3, 2).question().count("x - b") == 1
+    assert Pieces(1, -1, -2, 1, 3, 2).format_question().count("x - b") == 1
 
 
 def test_sampling_is_a_function_of_seed_split_and_step():

@@ -66,8 +66,8 @@ def test_a_group_that_teaches_does_not_rest_though_none_of_it_is_right():
     one, other = task.sample(0, 2)
     tried, failed = Reward(0.1, correct=False), Reward(0.0, correct=False)
     task.observe(0, [graded(one, tried, failed), graded(other, tried, tried)])
-    assert list(task.memory.dead_since) == [int(other.text)]
-    assert set(task.memory.accuracy.values()) == {0.0}
+    assert list(task.curriculum_state.dead_since) == [int(other.text)]
+    assert set(task.curriculum_state.accuracy.values()) == {0.0}
 
 
 @pytest.mark.parametrize("order", ["running", "described"])
@@ -76,8 +76,8 @@ def test_rewards_that_failed_measure_nothing(order):
     one, other = task.sample(0, 2)
     lost, right = Reward(float("nan"), error="no reward within 10 s"), Reward(1.0)
     task.observe(0, [graded(one, lost, lost), graded(other, lost, right)])
-    assert task.memory.accuracy == {int(other.text): 1.0}
-    assert len(task.memory.left) == 2, "it counts as asked"
+    assert task.curriculum_state.accuracy == {int(other.text): 1.0}
+    assert len(task.curriculum_state.left) == 2, "it counts as asked"
 
 
 def test_conversations_that_end_alike_are_different_questions():
@@ -164,7 +164,7 @@ def test_no_round_of_a_step_asks_what_another_asks(order):
     task = Curriculum(Numbered(), pool=40, order=order)
     for before in (0, 9):
         walk(task, before, 4)
-        step = task.memory.step
+        step = task.curriculum_state.step
         rounds = [task.sample(step + 100 * r, 8) for r in range(4)]
         assert len({p.id for prompts in rounds for p in prompts}) == 32
         assert task.sample(step, 8) == rounds[0], "asking changes nothing"

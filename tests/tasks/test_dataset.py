@@ -393,7 +393,7 @@ def test_a_list_of_gold_answers_means_any_of_them(write, name):
     rows = [{"question": f"Which {i}?", "answers": ["73", 74, "73"]} for i in range(3)]
     task = Dataset(data=write(rows), answer="answers", rewards=(RewardTerm(name),))
     (prompt,) = task.sample(0, 1)
-    assert prompt.golds == ("73", "74")
+    assert prompt.gold_answers == ("73", "74")
     assert prompt.columns["answers"] == ["73", 74, "73"]
     values = {text: task.reward(prompt, completion(text)).value for text in ("73", "74", "75", task.solution(prompt))}
     assert values == {"73": 1.0, "74": 1.0, "75": 0.0, task.solution(prompt): 1.0}

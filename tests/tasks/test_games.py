@@ -98,14 +98,14 @@ def test_products_are_asked_behind_worked_ones_and_splits_share_none(digits):
 
 def test_the_tool_of_the_task_is_called():
     task = Calculator()
-    world = Here(task.talk)
+    world = Here(task.environment_spec)
     [prompt] = task.sample(0, 1)
-    world.begin(0, prompt, 0)
-    [(_, reply)] = world.heard(0)
+    world.start_conversation(0, prompt, 0)
+    [(_, reply)] = world.receive_replies(0)
     assert reply.prompt.tools[0]["function"]["name"] == "multiply"
     call = {"id": "call_0", "type": "function", "function": {"name": "multiply", "arguments": {"a": 111, "b": 9}}}
-    world.tell(0, Said({"role": "assistant", "content": "", "tool_calls": [call]}))
-    assert world.heard(0)[0][1].messages == ({"role": "tool", "name": "multiply", "content": "999"},)
+    world.send_turn(0, Said({"role": "assistant", "content": "", "tool_calls": [call]}))
+    assert world.receive_replies(0)[0][1].messages == ({"role": "tool", "name": "multiply", "content": "999"},)
 
 
 @pytest.mark.parametrize(

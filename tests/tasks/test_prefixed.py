@@ -51,19 +51,19 @@ def test_a_prefix_is_the_working_and_the_question_stays():
 
 
 def test_only_a_whole_working_is_a_whole_answer(tmp_path):
-    assert all(p.prefix_whole for p in Prefixed(TASK, dropout=0.0).sample(0, 20))
+    assert all(p.prefix_is_complete for p in Prefixed(TASK, dropout=0.0).sample(0, 20))
     cut = Prefixed(TASK, dropout=0.0, shortest=0.0).sample(0, 200)
-    assert {p.prefix_whole for p in cut} == {True, False}
-    assert all(p.prefix_whole == (p.prefix == TASK.working(p)) for p in cut)
+    assert {p.prefix_is_complete for p in cut} == {True, False}
+    assert all(p.prefix_is_complete == (p.prefix == TASK.working(p)) for p in cut)
 
     @dataclass(frozen=True)
     class Worked(Silent):
         def working(self, prompt):
             return "begun and done\n"
 
-    assert all(p.prefix_whole for p in Prefixed(Worked(), dropout=0.0).sample(0, 20)), "white space says nothing"
+    assert all(p.prefix_is_complete for p in Prefixed(Worked(), dropout=0.0).sample(0, 20)), "white space says nothing"
     file = prefixes(tmp_path, teacher=["a beginning"])
-    assert not any(p.prefix_whole for p in Prefixed(Silent(), file=file, dropout=0.0).sample(0, 20))
+    assert not any(p.prefix_is_complete for p in Prefixed(Silent(), file=file, dropout=0.0).sample(0, 20))
 
 
 def test_dropout_is_the_share_without_a_prefix():
@@ -235,4 +235,4 @@ def test_what_opens_an_answer_stands_before_its_prefix(tmp_path):
     half = Prefixed(Silent(), file=file, dropout=0.5, opening="<think>", length=0.5)
     assert set(given(half)) == {"<think>one two", ""}
     assert set(given(Prefixed(Silent(), file=file, dropout=0.0, opening="<think>", length=0.0))) == {""}
-    assert all(p.prefix_whole for p in Prefixed(TASK, dropout=0.0, opening="<think>").sample(0, 20))
+    assert all(p.prefix_is_complete for p in Prefixed(TASK, dropout=0.0, opening="<think>").sample(0, 20))

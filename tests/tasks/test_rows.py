@@ -136,7 +136,7 @@ def test_rows_are_the_same_whether_they_stay_on_the_disk(tmp_path, monkeypatch, 
     path = tmp_path / name
     path.write_bytes(AWKWARD[name])
     small = rows_of(str(path), "", "train")
-    monkeypatch.setattr(rows, "LARGE", 0)
+    monkeypatch.setattr(rows, "LARGE_FILE_BYTES", 0)
     rows_of.cache_clear()
     large = rows_of(str(path), "", "train")
     assert isinstance(small, list)
@@ -148,7 +148,7 @@ def test_rows_are_the_same_whether_they_stay_on_the_disk(tmp_path, monkeypatch, 
 
 
 def test_a_mistake_in_a_large_file_is_told_with_its_line(tmp_path, monkeypatch):
-    monkeypatch.setattr(rows, "LARGE", 0)
+    monkeypatch.setattr(rows, "LARGE_FILE_BYTES", 0)
     (tmp_path / "a.jsonl").write_text('{"a": 1}\n\n{"a"}\n')
     (tmp_path / "a.csv").write_text('a,b\n"1\n2",2\n1\n')
     assert "a.jsonl, line 3: not JSON" in error_of(tmp_path / "a.jsonl")
@@ -156,7 +156,7 @@ def test_a_mistake_in_a_large_file_is_told_with_its_line(tmp_path, monkeypatch):
 
 
 def test_a_large_file_that_is_replaced_is_read_on_and_one_that_is_edited_is_told(tmp_path, monkeypatch):
-    monkeypatch.setattr(rows, "LARGE", 0)
+    monkeypatch.setattr(rows, "LARGE_FILE_BYTES", 0)
     path = tmp_path / "a.jsonl"
     path.write_text('{"a": 1}\n{"a": 2}\n')
     large = rows_of(str(path), "", "train")

@@ -61,7 +61,11 @@ def test_the_reward_of_the_environment_is_the_grade():
         completion = Completion((1,), (0.0,), "a", True, outcome=Outcome(**outcome) if outcome else None)
         return Verifiers(env=ECHOES).reward(Prompt("p", "a"), completion)
 
-    assert (reward(reward=0.25).value, reward(reward=0.25).degree, reward(reward=1.0).is_correct) == (0.25, True, True)
+    assert (reward(reward=0.25).value, reward(reward=0.25).is_continuous, reward(reward=1.0).is_correct) == (
+        0.25,
+        True,
+        True,
+    )
     assert (reward(error="lost").failed, reward(error="lost").error) == (True, "lost")
     assert reward().error == "no episode was played"
 
@@ -71,8 +75,8 @@ def test_episodes_are_played_with_the_policy_and_graded_by_the_package(tmp_path)
     policy = make_policy()
     policy.tokenizer.chat_template = TEMPLATE
     task = Verifiers(env=ECHOES)
-    world = Agents(task.talk, policy, RewardConfig(), tmp_path / "log")
-    sampler = Native(256, world=world)
+    world = Agents(task.environment_spec, policy, RewardConfig(), tmp_path / "log")
+    sampler = Native(256, environments=world)
     sampler.sync(policy, 1)
     try:
         groups = sampler.generate(task.sample(0, 3), Sampling(4, max_tokens=30, seed="0"))

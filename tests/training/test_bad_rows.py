@@ -68,7 +68,7 @@ def test_a_bad_row_is_named_before_a_model_is_loaded(kind, split, tmp_path, mode
     question, reason = BAD[kind]
     rows = [*good(), question]
     recipe = made(tmp_path, model, *((rows, ()) if split == "train" else (good(), rows)))
-    monkeypatch.setattr(run, "compose", lambda *_: pytest.fail("a model would be loaded"))
+    monkeypatch.setattr(run, "build_components", lambda *_: pytest.fail("a model would be loaded"))
     assert train(recipe, "--run", tmp_path / "run") == 2
     [line] = capsys.readouterr().err.splitlines()
     assert line == f"pellucid: {tmp_path}/{split}.jsonl, line 13: {reason}; fix it, or set task.skip_bad_rows = true"
@@ -117,7 +117,7 @@ def test_an_evaluation_needs_only_good_rows_that_it_asks(tmp_path, model, capsys
 
 
 def test_what_is_known_of_many_rows_is_kept_and_not_for_other_rows(tmp_path, model, monkeypatch):
-    monkeypatch.setattr(bad_rows, "CACHED", 1)
+    monkeypatch.setattr(bad_rows, "MIN_CACHED_ROWS", 1)
     monkeypatch.setenv("PELLUCID_CACHE", str(tmp_path / "cache"))
     recipe = made(tmp_path, model, [*good(), "e"])
     assert train(recipe, "--run", tmp_path / "run") == 2
@@ -125,7 +125,7 @@ def test_what_is_known_of_many_rows_is_kept_and_not_for_other_rows(tmp_path, mod
     tokenized = []
     reasons = bad_rows.reasons
     monkeypatch.setattr(
-        bad_rows, "reasons", lambda prompts, *of: tokenized.append(len(prompts)) or reasons(prompts, *of)
+        bad_rows, "find_prompt_faults", lambda prompts, *of: tokenized.append(len(prompts)) or reasons(prompts, *of)
     )
     assert train(recipe, "--run", tmp_path / "run") == 2
     assert tokenized == []

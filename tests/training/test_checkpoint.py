@@ -44,7 +44,7 @@ def test_a_save_that_dies_half_way_leaves_the_earlier_ones_whole(tmp_path, monke
     def full(*_):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(checkpoint, "_to_disk", full)
+    monkeypatch.setattr(checkpoint, "_sync_and_digest", full)
     with pytest.raises(UserError, match=r"No space left.*earlier checkpoints are whole"):
         save(tmp_path, 2)
     assert [p.name for p in checkpoints(tmp_path)] == ["step-000001"]
@@ -73,7 +73,7 @@ def test_replayed_rollouts_come_back_as_they_were(tmp_path):
     def rollouts(*tokens, shown=()):
         completions = tuple(Completion((t,) * n, (-0.5,) * n, "", True) for n, t in enumerate(tokens, 1))
         batch = collate([Group(Prompt("p", "?"), (7, 8), completions, demonstration=shown)])
-        advantages = batch.along_responses(torch.arange(float(len(tokens))))
+        advantages = batch.broadcast_to_tokens(torch.arange(float(len(tokens))))
         return replace(batch, old_logprobs=batch.sampler_logprobs - 1, advantages=advantages)
 
     ranks = [
@@ -87,8 +87,8 @@ def test_replayed_rollouts_come_back_as_they_were(tmp_path):
         assert [step for step, _ in found] == [step for step, _ in expected]
         for (_, mine), (_, theirs) in zip(found, expected, strict=True):
             assert (mine.prompt_ids, mine.demonstrations) == (theirs.prompt_ids, theirs.demonstrations)
-            assert mine.tensors().keys() == theirs.tensors().keys()
-            assert all(torch.equal(mine.tensors()[name], x) for name, x in theirs.tensors().items())
+            assert mine.get_tensors().keys() == theirs.get_tensors().keys()
+            assert all(torch.equal(mine.get_tensors()[name], x) for name, x in theirs.get_tensors().items())
 
 
 def test_every_generator_goes_on_where_it_was():
@@ -214,7 +214,7 @@ def test_all_of_a_checkpoint_is_synced_before_it_has_its_name_and_the_name_after
     save(tmp_path, 1, keep_last=1)
     synced = []
     sync = checkpoint.disk.sync
-    monkeypatch.setattr(checkpoint.disk, "sync", lambda path: (synced.append(path), sync(path)))
+    monkeypatch.setattr(checkpoint.disk, "sync_path", lambda path: (synced.append(path), sync(path)))
     folder = save(tmp_path, 2, keep_last=1)
     partial = folder.with_suffix(".partial")
     assert {path.name for path in synced if path.parent == partial} == {path.name for path in folder.iterdir()}

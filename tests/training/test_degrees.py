@@ -51,7 +51,7 @@ def test_a_function_of_one_s_own_gives_degrees_unless_it_is_named_as_what_decide
     ):
         task = Dataset(data="a.jsonl", rewards=tuple(map(RewardTerm, names)), correct=named)
         reward = task.reward(Prompt("p", "say", answer="no"), said)
-        assert (reward.degree, reward.correct, reward.is_verdict) == (degree, correct, not degree)
+        assert (reward.is_continuous, reward.correct, reward.is_verdict) == (degree, correct, not degree)
     task = Dataset(data="a.jsonl", rewards=(RewardTerm(own),))
     whole = task.reward(Prompt("p", "say"), Completion((1,), (0.0,), "1234567890" * 2, True))
     assert (whole.value, whole.is_correct, whole.is_verdict) == (1.0, True, True)

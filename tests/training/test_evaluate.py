@@ -130,7 +130,7 @@ def test_an_evaluation_counts_right_answers():
     rewards = [reward.value for group in groups for reward in group.rewards]
     assert evaluation.reward_at_k.value == pytest.approx(sum(rewards) / 60)
     assert evaluation.reward.value == pytest.approx(sum(evaluation.rewards) / 10)
-    assert evaluation.verdicts, "the task says which answers are right"
+    assert evaluation.has_verdicts, "the task says which answers are right"
 
 
 class Graded(CountDigits):
@@ -149,7 +149,7 @@ def test_rewards_that_failed_are_left_out_of_the_mean_and_degrees_are_no_verdict
     assert 0 < len(of_graded) < len(groups)
     means = [sum(reward.value for reward in group.rewards) / 4 for group in of_graded]
     assert evaluation.reward_at_k.value == pytest.approx(sum(means) / len(means))
-    assert not evaluation.verdicts
+    assert not evaluation.has_verdicts
     in_order = [group for _, group in sorted((group.prompt.key, group) for group in best)]
     for reward, group in zip(evaluation.rewards, in_order, strict=True):
         assert math.isnan(reward) == group.prompt.text.startswith("ab")
@@ -167,7 +167,7 @@ class Partly(CountDigits):
         reward = super().reward(prompt, completion)
         kinds = {
             "a": Reward(math.nan, error="no reward applies", applies=False),
-            "b": replace(reward, decided=False),
+            "b": replace(reward, is_decided=False),
             "c": Reward(math.nan, error="it raised"),
         }
         return kinds.get(kind_of(prompt), reward)
@@ -187,9 +187,9 @@ def test_an_evaluation_leaves_out_what_no_reward_applies_to_and_says_how_much(ca
     assert found.mean_at_k.value == pytest.approx(sum(rights) / 4 / len(rights))
     assert found.pass_at_k.value == pytest.approx(sum(pass_at(2, 4, c) for c in rights) / len(rights))
     in_order = sorted(prompts, key=lambda prompt: prompt.key)
-    assert [right is None for right in found.right] == [kind_of(prompt) in "ab" for prompt in in_order]
-    assert found.verdicts
-    assert evaluation_of(json.loads(json_line(record_of(found)))).right == found.right
+    assert [right is None for right in found.greedy_correct] == [kind_of(prompt) in "ab" for prompt in in_order]
+    assert found.has_verdicts
+    assert evaluation_of(json.loads(json_line(record_of(found)))).greedy_correct == found.greedy_correct
     Plain(1).log_evaluation(1, found)
     told = capsys.readouterr().out
     assert f"left out, no reward applies: {kinds.count('a')}" in told
@@ -218,7 +218,7 @@ class Asked:
 
 
 class AskedInFlight(Asked):
-    in_flight = True
+    batches_continuously = True
 
 
 def tokens_of(groups):
@@ -231,7 +231,7 @@ def test_how_many_rows_are_decoded_together_changes_no_sample(monkeypatch, rows)
     """Ten prompts of six samples: all 60 rows together, or 6, or 6 of 7, or 30; in flight, and part by part."""
     whole = evaluated(k=3, samples=6)
     in_flight = evaluated(k=3, samples=6, rows=rows)
-    monkeypatch.setattr(evaluation_module, "MAX_ROWS", rows)
+    monkeypatch.setattr(evaluation_module, "MAX_GRADED_ROWS", rows)
     in_parts = evaluated(k=3, samples=6, wrapped=Asked)
     assert tokens_of(in_flight[1]) == tokens_of(in_parts[1]) == tokens_of(whole[1])
     assert in_flight[0] == in_parts[0] == whole[0]
@@ -243,7 +243,7 @@ def test_how_many_rows_are_decoded_together_changes_no_sample(monkeypatch, rows)
 )
 def test_only_samplers_that_keep_rows_in_flight_are_asked_all_prompts_at_once(monkeypatch, kind, asked):
     """13 rows hold two groups of six."""
-    monkeypatch.setattr(evaluation_module, "MAX_ROWS", 13)
+    monkeypatch.setattr(evaluation_module, "MAX_GRADED_ROWS", 13)
     samplers = []
     evaluated(k=3, samples=6, wrapped=lambda sampler: samplers.append(kind(sampler)) or samplers[0])
     assert samplers[0].asked == asked
@@ -254,16 +254,16 @@ def test_only_samplers_that_keep_rows_in_flight_are_asked_all_prompts_at_once(mo
     [
         (Native(policy=make_policy()), True),
         (Native(policy=make_policy(engine="transformers")), False),
-        (Native(policy=make_policy(), world=Here(Talk("worlds:Parrot"))), False),
+        (Native(policy=make_policy(), environments=Here(Talk("worlds:Parrot"))), False),
         (VLLM(), True),
-        (VLLM(world=Here(Talk("worlds:Parrot"))), False),
+        (VLLM(environments=Here(Talk("worlds:Parrot"))), False),
         (Servers(urls=["http://nowhere:1"]), True),
         (HuggingFace(), False),
     ],
     ids=["native", "by transformers", "conversations", "vllm", "its conversations", "servers", "hf"],
 )
 def test_who_keeps_rows_in_flight(sampler, in_flight):
-    assert (isinstance(sampler, InFlight) and sampler.in_flight) == in_flight
+    assert (isinstance(sampler, InFlight) and sampler.batches_continuously) == in_flight
 
 
 @dataclass(frozen=True)
@@ -279,7 +279,7 @@ class Together(CountDigits):
 
 @pytest.mark.parametrize("wrapped", [Asked, AskedInFlight])
 def test_answers_are_graded_in_parts_however_they_were_sampled(monkeypatch, wrapped):
-    monkeypatch.setattr(evaluation_module, "MAX_ROWS", 25)
+    monkeypatch.setattr(evaluation_module, "MAX_GRADED_ROWS", 25)
     task, sampler = Together(split="test"), wrapped(Native(policy=make_policy()))
     sampling, prompts = Sampling(6, max_tokens=4), held_out(task, 10)
     _, groups, _ = evaluate("digits", task, prompts, sampler, sampling, 3, OneProcess(), Progress(7, 9, 1))
@@ -312,11 +312,11 @@ class Scripted:
     def decode(self, ids):
         return str(len(ids))
 
-    def decode_batch(self, rows, int8):
+    def create_decode_batch(self, rows, int8):
         self.rows, self.left = rows, torch.zeros(0, dtype=torch.long)
         return self
 
-    def room(self):
+    def count_free_slots(self):
         return self.rows - len(self.left)
 
     def admit(self, prompts, copies):
@@ -331,7 +331,7 @@ class Scripted:
         self.left = self.left - 1
         return self._logits()
 
-    def keep(self, places):
+    def keep_rows(self, places):
         self.left = self.left[places]
 
     def _logits(self):
@@ -347,7 +347,7 @@ def test_no_tail_is_waited_for_but_the_last(monkeypatch):
     """Room for four rows, by hand. The answer of nine tokens is drawn with three of one, whose places two of one and
     another of nine take; then the last of one. In parts of four the two tails would be 8 + 8 steps of a row.
     """
-    monkeypatch.setattr(evaluation_module, "MAX_ROWS", 4)
+    monkeypatch.setattr(evaluation_module, "MAX_GRADED_ROWS", 4)
     policy = Scripted()
     prompts = [Prompt(str(i), str(length)) for i, length in enumerate([9, 1, 1, 1, 9, 1, 1, 1])]
     groups = sample_and_grade(Lengths(), Native(4, policy), prompts, Sampling(1, temperature=0.0, max_tokens=20))
@@ -370,8 +370,8 @@ def test_answers_stand_in_the_order_of_their_questions():
         for task in (CountDigits(split="test"), Backwards(split="test"))
     )
     assert [group.prompt for group in one[2]] == [group.prompt for group in other[2]][::-1]
-    assert 0 < sum(one[0].right) < 10
-    assert (one[0].questions, one[0].right) == (other[0].questions, other[0].right)
+    assert 0 < sum(one[0].greedy_correct) < 10
+    assert (one[0].questions_digest, one[0].greedy_correct) == (other[0].questions_digest, other[0].greedy_correct)
 
 
 def test_other_processes_answer_the_rest():

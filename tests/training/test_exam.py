@@ -14,7 +14,7 @@ TALK = (
 
 def test_a_conversation_is_written_with_all_that_was_said():
     left = Outcome(0.5, events={"calls": 1})
-    talk = Completion((1, 2, 3), (0.0,) * 3, "7", True, given=((1, 2),), messages=TALK, outcome=left)
+    talk = Completion((1, 2, 3), (0.0,) * 3, "7", True, given_spans=((1, 2),), messages=TALK, outcome=left)
     alone = Completion((1,), (0.0,), "7", True)
     group = Group(Prompt("p", "?", "7"), (1,), (talk, alone), (Reward(1.0), Reward(0.0)))
     held, answered = said([group], "greedy", verdicts=True)

@@ -80,7 +80,7 @@ OF_AMX = {"multiply_rows", "sum_over_tokens"}
 @pytest.fixture
 def run(kernel_dirs, model_dir, tmp_path, monkeypatch):
     """Trains two steps; returns their metrics and the trained weights."""
-    monkeypatch.setattr(compose, "graded", lambda task, *_: task)  # without a process for rewards
+    monkeypatch.setattr(compose, "isolate_task_rewards", lambda task, *_: task)  # without a process for rewards
     dirs = {**kernel_dirs, "heads of 8": model_dir}
 
     def trained(model=LLAMA, **settings):
@@ -185,7 +185,7 @@ def batch():
     groups = grpo.grade(CountDigits(), groups)
     found = collate(groups)
     return replace(
-        found, advantages=found.along_responses(ADVANTAGES["grpo"](grades_of(groups), GRPOConfig()).flatten())
+        found, advantages=found.broadcast_to_tokens(ADVANTAGES["grpo"](grades_of(groups), GRPOConfig()).flatten())
     )
 
 
@@ -198,7 +198,7 @@ def gradients(batch, dtype, model, **settings):
     policy, cfg = policy_of(0), GRPOConfig(group_size=4, prompts_per_step=3, **settings)
     runtime, reference = OneProcessRuntime(policy), policy_of(1) if cfg.kl_coef else None
     if cfg.kl == "exact":
-        policy.measure_kl(reference)
+        policy.set_kl_reference(reference)
     batch = grpo.add_old_and_reference_logprobs(batch, policy, reference, runtime, cfg)
     grpo.update(policy, batch, runtime, cfg)
     return runtime.gradients
@@ -216,7 +216,7 @@ def test_gradients_by_kernels_are_those_of_the_operators(name, model, batch, mon
     """To rounding, and no further from float32 than theirs."""
     exact = gradients(batch, torch.float32, model, **GRADIENTS[name])
     ours = gradients(batch, torch.bfloat16, model, **GRADIENTS[name])
-    monkeypatch.setattr(kernels, "here", lambda: (None, "switched off"))
+    monkeypatch.setattr(kernels, "load_kernels", lambda: (None, "switched off"))
     theirs = gradients(batch, torch.bfloat16, model, **GRADIENTS[name])
     assert distance(ours, theirs) < 0.02
     assert distance(ours, exact) < 1.1 * distance(theirs, exact)
@@ -242,5 +242,5 @@ def test_each_kernel_of_this_processor_runs_in_one_of_these_settings(run):
     run(sampler_dtype="int8")
     exported = functions_of_the_library()
     assert exported >= OF_OPERATORS | OF_TRIALS | OF_AMX | {"step", "attention_backward"}
-    absent = OF_TRIALS | (set() if lines.here()[0].tiles else OF_AMX)
+    absent = OF_TRIALS | (set() if lines.here()[0].uses_amx else OF_AMX)
     assert exported - set(compiling.calls) - absent == set()

@@ -196,17 +196,17 @@ def batch_of(prompt, rows, old, ref):
     return Batch(
         prompt_ids=(tuple(prompt),),
         demonstrations=((),),
-        prompt_of=torch.zeros(1, dtype=torch.long),
+        prompt_indices=torch.zeros(1, dtype=torch.long),
         response_ids=torch.tensor([rows.token.tolist()]),
-        mask=mask,
-        sampled=mask,
+        response_mask=mask,
+        action_mask=mask,
         finished=torch.tensor([bool(rows.finished[0])]),
         sampler_logprobs=column("sampler_logprob"),
         old_logprobs=old,
         ref_logprobs=ref,
-        acts=acts,
+        loss_mask=acts,
         advantages=column("advantage"),
-        weights=column("weight"),
+        token_weights=column("weight"),
     )
 
 
@@ -262,9 +262,9 @@ def test_the_prediction_is_the_gradient_at_the_start_times_the_step(recipe, mode
         logprob = logits_of(model, prompt, torch.tensor(rows.token))[t].log_softmax(-1)[rows.token[t]]
         gradients = torch.autograd.grad(logprob, parameters)
         expected = sum(float((g * step).sum()) for g, step in zip(gradients, steps, strict=True))
-        assert rows.predicted[t] == pytest.approx(expected, rel=1e-3, abs=1e-4)
+        assert rows.list_predicted_steps[t] == pytest.approx(expected, rel=1e-3, abs=1e-4)
     frame = table(run_dir, 1)
-    assert frame[frame.kind == "sampled"].predicted.notna().all(), "step 1 is always predicted"
+    assert frame[frame.kind == "sampled"].list_predicted_steps.notna().all(), "step 1 is always predicted"
 
 
 def test_tokens_are_recorded_at_the_steps_that_the_settings_name(recipe, tmp_path):
@@ -272,7 +272,7 @@ def test_tokens_are_recorded_at_the_steps_that_the_settings_name(recipe, tmp_pat
     settings = ("--evaluate.every", 0, "--log.tokens", 1, "--log.token_steps", 2, "--log.predictions", 3)
     assert train(recipe, "--run", tmp_path / "run", *settings) == 0
     assert tokens.steps(tmp_path / "run") == [1, 2, 4, 6]
-    found = [table(tmp_path / "run", step).predicted.notna().any() for step in (1, 2, 4, 6)]
+    found = [table(tmp_path / "run", step).list_predicted_steps.notna().any() for step in (1, 2, 4, 6)]
     assert found == [True, False, False, True]
     assert train("--resume", tmp_path / "run", "--algorithm.steps", 8) == 0
     assert tokens.steps(tmp_path / "run") == [1, 2, 4, 6, 8]
@@ -283,8 +283,15 @@ def test_predictions_are_made_at_the_steps_that_the_settings_name(recipe, tmp_pa
     settings = ("--evaluate.every", 0, "--checkpoint.every", 0)
     assert train(recipe, "--run", tmp_path / "run", *settings, *RECORD[:2], "--log.predictions", 3) == 0
     sampled = [frame[frame.kind == "sampled"] for frame in (table(tmp_path / "run", step) for step in range(1, 7))]
-    assert [bool(frame.predicted.notna().all()) for frame in sampled] == [True, False, True, False, False, True]
-    assert not any(frame.predicted.notna().any() for frame in (sampled[1], sampled[3], sampled[4]))
+    assert [bool(frame.list_predicted_steps.notna().all()) for frame in sampled] == [
+        True,
+        False,
+        True,
+        False,
+        False,
+        True,
+    ]
+    assert not any(frame.list_predicted_steps.notna().any() for frame in (sampled[1], sampled[3], sampled[4]))
 
 
 @pytest.mark.slow
@@ -337,7 +344,7 @@ def test_a_run_that_is_killed_and_resumed_has_the_files_of_one_that_was_not(
         return found
 
     with monkeypatch.context() as patched:
-        patched.setattr(run.grpo, "update", dying)
+        patched.setattr(run.grpo, "update_policy", dying)
         assert train(recipe, "--run", killed, *RECORD) == 130
     tokens.write(killed, 900, {"step": [900], "token": [1]}, {})  # of steps that the resumed run has not taken
     assert train("--resume", killed) == 0
@@ -358,7 +365,7 @@ def test_two_processes_write_what_one_does(recipe, tmp_path, engine):
     assert set(one.group) == {0, 1, 2}
     if engine == "fsdp2":
         assert printed.count("tokens are recorded without predictions") == 1
-        assert two.predicted.isna().all()
+        assert two.list_predicted_steps.isna().all()
         of_predictions = one.logprob_before.isna()  # where rows are not scored in the update
         one = one.assign(predicted=None, logprob_start=one.logprob_start.mask(of_predictions)).astype(two.dtypes)
     for name in one:
@@ -384,7 +391,7 @@ def graded(*rewards):
 def completion(*ids, given=(), branches=(), finished=True):
     inside = {t for start, end in given for t in range(start, end)}
     logprobs = tuple(0.0 if t in inside else -1.5 for t in range(len(ids)))
-    return Completion(tuple(ids), logprobs, "", finished, given=given, branches=branches, version=3)
+    return Completion(tuple(ids), logprobs, "", finished, given_spans=given, branches=branches, version=3)
 
 
 LIVE = Group(
@@ -424,8 +431,8 @@ def written(tmp_path, groups, most, lr=0.3, **algorithm):
         GRPOConfig(steps=1, prompts_per_step=len(groups), group_size=3, max_length=4, **algorithm),
     )
     runtime, state = OneProcessRuntime(policy, lr), grpo.State(kl_coef=cfg.kl_coef)
-    runtime.micro_batch = 0
-    runtime.rank, runtime.main, runtime.engine = 0, True, namedtuple("Engine", "in_step")(False)
+    runtime.max_micro_batch_rows = 0
+    runtime.rank, runtime.is_main, runtime.engine = 0, True, namedtuple("Engine", "is_lockstep")(False)
 
     def step():
         batch = grpo.collate(groups)
@@ -438,7 +445,7 @@ def written(tmp_path, groups, most, lr=0.3, **algorithm):
     config = Config(algorithm=cfg, log=LogConfig(tokens=most, predictions=1))
     [result] = recorded(step(), config, tmp_path, Parts(policy, runtime, state))
     assert result.metrics["time/record"] > 0
-    assert policy.scorer.watcher is None
+    assert policy.scorer.score_hook is None
     return table(tmp_path, 1), policy
 
 
@@ -540,16 +547,16 @@ def test_rows_that_are_seen_again_are_those_of_the_last_optimizer_step(tmp_path)
 def test_of_replayed_rollouts_and_demonstrations_nothing_is_taken_for_this_step_s():
     """Wherever they stand among a step's rows."""
     fresh = collate([LIVE, FAILED])
-    assert fresh.origin.tolist() == list(range(9))
-    joined = concat([fresh, fresh.replayed()])
-    given = replace(joined, demonstrations=((7, 7), (), (), ()), weights=joined.sampler_logprobs)
+    assert fresh.step_row_indices.tolist() == list(range(9))
+    joined = concat([fresh, fresh.mark_as_replayed()])
+    given = replace(joined, demonstrations=((7, 7), (), (), ()), token_weights=joined.sampler_logprobs)
     shown = with_demonstrations(given, torch.tensor([0, 1]))
-    assert shown.origin.tolist() == [*range(9), *[-1] * 9, -1]
+    assert shown.step_row_indices.tolist() == [*range(9), *[-1] * 9, -1]
     advantages = torch.ones_like(shown.sampler_logprobs)
-    watched = Seen(GRPOConfig, 2).watched(replace(shown, advantages=advantages))
+    watched = Seen(GRPOConfig, 2).select_rows(replace(shown, advantages=advantages))
     assert watched.tolist() == [True] * 9 + [False] * 10
-    old = replace(fresh, origin=None)  # as a checkpoint of an older version has it
-    assert concat([fresh, old.replayed()]).origin.tolist() == [*range(9), *[-1] * 9]
+    old = replace(fresh, step_row_indices=None)  # as a checkpoint of an older version has it
+    assert concat([fresh, old.mark_as_replayed()]).step_row_indices.tolist() == [*range(9), *[-1] * 9]
 
 
 @pytest.mark.slow

@@ -57,8 +57,8 @@ def test_of_a_loop_that_draws_ahead_each_step_is_predicted_from_the_weights_it_s
     """The sampler is a step behind: what is before the update is the scorer's, and what sampled is told beside it."""
     policy, cfg = make_policy(), GRPOConfig(steps=3, group_size=4, correction="token")
     runtime, state = OneProcessRuntime(policy, lr=0.002), State()
-    runtime.micro_batch, runtime.rank, runtime.main = 0, 0, True
-    runtime.engine = namedtuple("Engine", "in_step")(False)
+    runtime.max_micro_batch_rows, runtime.rank, runtime.is_main = 0, 0, True
+    runtime.engine = namedtuple("Engine", "is_lockstep")(False)
     steps = ahead.train(CountDigits(), Apart(), policy, runtime, cfg, state=state, sampling=SAMPLING)
     config = Config(algorithm=cfg, log=LogConfig(tokens=2, token_steps=1, predictions=2))
     weights = [deepcopy(policy.model)]
@@ -75,12 +75,12 @@ def test_of_a_loop_that_draws_ahead_each_step_is_predicted_from_the_weights_it_s
         assert sampled.logprob_after.tolist() == pytest.approx([by["after"][i] for i in sampled.index], abs=1e-4)
         assert sampled.sampler_logprob.tolist() == pytest.approx([by["drawn"][i] for i in sampled.index], abs=1e-4)
         assert set(sampled.version) == {drawn}
-        assert bool(sampled.predicted.notna().all()) == (step < 3)
+        assert bool(sampled.list_predicted_steps.notna().all()) == (step < 3)
         if step < 3:
             assert sampled.logprob_start.tolist() == pytest.approx([by["start"][i] for i in sampled.index], abs=1e-4)
             moved = pd.Series([by["after"][i] - by["start"][i] for i in sampled.index], index=sampled.index)
             assert moved.abs().max() > 0.005
-            assert (sampled.predicted - moved).abs().max() < 0.2 * moved.abs().max()
+            assert (sampled.list_predicted_steps - moved).abs().max() < 0.2 * moved.abs().max()
 
 
 def recorded_on(device, folder):
@@ -88,7 +88,7 @@ def recorded_on(device, folder):
     torch.manual_seed(0)
     policy = Policy(tiny_llama().to(device), character_tokenizer(), torch.float32)
     cfg = GRPOConfig(steps=1, prompts_per_step=2, group_size=4, micro_batch=4)
-    runtime, state = Runtime(policy, AdamWConfig(lr=1e-3, warmup=0), total=1), State()
+    runtime, state = Runtime(policy, AdamWConfig(lr=1e-3, warmup=0), total_updates=1), State()
     steps = grpo.train(CountDigits(), Native(), policy, runtime, cfg, state=state, sampling=SAMPLING)
     config = Config(algorithm=cfg, log=LogConfig(tokens=2, token_steps=1, predictions=0))
     list(recorded(steps, config, folder, Parts(policy, runtime, state)))

@@ -28,7 +28,7 @@ def group(*values, finished=True):
 
 def said(capsys, groups, task=None):
     cfg = Config(algorithm=GRPOConfig(group_size=2), sampler=SamplerConfig(max_tokens=5), task=task or Arithmetic())
-    show_signal(groups, cfg, ends=(EOS,))
+    show_signal(groups, cfg, eos_ids=(EOS,))
     return capsys.readouterr().out
 
 
@@ -66,7 +66,7 @@ def test_prefixes_are_thought_of_where_all_is_wrong_and_the_task_can_begin_the_a
 def talk(tokens, given, finished=True, messages=({"role": "assistant", "content": "1"},), events=None):
     logprobs = (0.0,) * len(tokens)
     outcome = Outcome(events=events or {})
-    return Completion(tuple(tokens), logprobs, "1", finished, given=given, messages=messages, outcome=outcome)
+    return Completion(tuple(tokens), logprobs, "1", finished, given_spans=given, messages=messages, outcome=outcome)
 
 
 def exchange(capsys, completion, prompt_ids=(1, 2), policy=None):
@@ -85,12 +85,12 @@ def test_bars_stand_where_the_policy_begins_and_where_it_gives_way(capsys):
 
 
 def test_a_prefix_belongs_to_what_was_given(capsys):
-    assert exchange(capsys, Completion((3, 4), (0.0, 0.0), "4", True, given=((0, 1),)))[0] == "123|4"
+    assert exchange(capsys, Completion((3, 4), (0.0, 0.0), "4", True, given_spans=((0, 1),)))[0] == "123|4"
     assert exchange(capsys, Completion((3, 4), (0.0, 0.0), "34", True)) == [
         "12|34",
         "2 prompt tokens | 2 sampled; reward 0.5, gold answer 7",
     ]
-    assert exchange(capsys, Completion((3, 4), (0.0, 0.0), "", True, given=((0, 2),)))[0] == "1234"
+    assert exchange(capsys, Completion((3, 4), (0.0, 0.0), "", True, given_spans=((0, 2),)))[0] == "1234"
 
 
 def test_given_tokens_are_dim_and_sampled_ones_are_not(capsys, monkeypatch):

@@ -42,7 +42,7 @@ def test_where_every_reward_of_the_first_look_fails_nothing_is_trained(
     recipe, tmp_path, monkeypatch, capsys, how, error, evaluated
 ):
     """And the corrected command finds nothing in its way."""
-    monkeypatch.setattr(run.grpo, "update", None)
+    monkeypatch.setattr(run.grpo, "update_policy", None)
     run_dir, settings = tmp_path / "runs" / "one", ["--evaluate.every", evaluated, "--evaluate.n", 2]
     command = of(recipe, "Broken", "--run", run_dir, *settings, "--algorithm.prompts-per-step", 2)
     assert train(*command, "--task.how", how) == 2
@@ -177,7 +177,7 @@ def test_patience_is_with_steps_in_a_row(recipe, tmp_path):
 def test_a_reward_that_is_none_for_every_completion_ends_the_run_before_its_first_step(
     recipe, tmp_path, monkeypatch, capsys, evaluated
 ):
-    monkeypatch.setattr(run.grpo, "update", None)
+    monkeypatch.setattr(run.grpo, "update_policy", None)
     command = of(recipe, "Broken", "--task.how", "never meant", "--run", tmp_path / "run")
     assert train(*command, "--evaluate.every", evaluated, "--evaluate.n", 3) == 2
     [line] = [line for line in capsys.readouterr().err.splitlines() if line.startswith("pellucid:")]
@@ -220,7 +220,7 @@ def test_what_rewards_print_stands_in_the_run_s_log(recipe, tmp_path, capfd):
 
 def test_the_log_of_rewards_keeps_its_beginning_and_its_end(recipe, tmp_path, monkeypatch):
     """Of some 300 kB for each completion."""
-    monkeypatch.setattr(compose, "LOG_BYTES", 2**20)
+    monkeypatch.setattr(compose, "MAX_REWARD_LOG_BYTES", 2**20)
     command = of(recipe, "Broken", "--task.how", "talks a lot", "--run", tmp_path / "run", "--evaluate.every", 0)
     assert train(*command, "--algorithm.steps", 1) == 0
     log = (tmp_path / "run" / "rewards.log").read_text()
@@ -232,7 +232,7 @@ def test_the_log_of_rewards_keeps_its_beginning_and_its_end(recipe, tmp_path, mo
 
 def test_a_log_without_lines_is_bounded_too(tmp_path):
     path = tmp_path / "log"
-    bounded = BoundedLog(path, 1000, every=0.01)  # there is no file yet
+    bounded = BoundedLog(path, 1000, interval_seconds=0.01)  # there is no file yet
     path.write_bytes(b"x" * 5000 + b"y")
     bounded.close()
     kept = path.read_bytes()

@@ -100,7 +100,7 @@ def test_what_a_step_leaves_to_the_next_is_in_the_checkpoint(recipe, tmp_path, m
         return update(*arguments)
 
     with monkeypatch.context() as patched:
-        patched.setattr(run.grpo, "update", dying)
+        patched.setattr(run.grpo, "update_policy", dying)
         assert train(recipe, "--run", killed, *settings) == 130
     assert train("--resume", killed) == 0
     same_run(whole, killed)
@@ -168,7 +168,7 @@ def test_the_global_generators_go_on_where_they_were(recipe, tmp_path):
 @pytest.mark.slow
 def test_the_minutes_of_a_run_are_those_of_its_steps_before_and_after_a_resume(recipe, tmp_path, monkeypatch):
     run_dir = tmp_path / "run"
-    monkeypatch.setattr(run.grpo.Clock, "times", lambda clock: {"time/step": 30.0})
+    monkeypatch.setattr(run.grpo.Clock, "get_times", lambda clock: {"time/step": 30.0})
     assert train(recipe, "--run", run_dir, "--algorithm.minutes", 1) == 0
     assert [record["step"] for record in records(run_dir / "metrics.jsonl")] == [1, 2]
     assert [record["step"] for record in records(run_dir / "evals.jsonl")] == [0, 2]
@@ -405,7 +405,7 @@ def killed_in_step(number, monkeypatch, *arguments):
         return update(*arguments)
 
     with monkeypatch.context() as patched:
-        patched.setattr(run.grpo, "update", dying)
+        patched.setattr(run.grpo, "update_policy", dying)
         assert train(*arguments, "--checkpoint.every", 1) == 130
 
 

@@ -311,7 +311,7 @@ def refused_before_the_model(recipe, run_dir, monkeypatch, capsys, *settings):
     def never(*_):
         raise AssertionError
 
-    monkeypatch.setattr(run, "compose", never)
+    monkeypatch.setattr(run, "build_components", never)
     capsys.readouterr()
     assert train(recipe, "--run", run_dir, *settings) == 2
     [line] = capsys.readouterr().err.splitlines()
@@ -351,14 +351,14 @@ def test_what_is_left_of_a_finished_run_is_what_was_said(recipe, tmp_path, monke
         most.append(arguments[1])
         return save(*arguments)
 
-    monkeypatch.setattr(checkpoint, "save", saved)
+    monkeypatch.setattr(checkpoint, "write_checkpoint", saved)
     cfg = config.resolved(config.load(recipe, settings))
     said = room.of_run(cfg, room.memory.from_name(cfg.policy.model, cfg.policy.lora), run_dir)
     assert train(recipe, "--run", run_dir, "--evaluate.every", 0, *settings) == 0
     assert [path.name for path in checkpoints(run_dir)] == names
-    assert said.kept == len(names)
-    assert said.at_once == min(3, len(most))
-    assert 0 <= sizes(run_dir) - said.left < 50e-6, "headers apart"
+    assert said.final_checkpoints == len(names)
+    assert said.max_checkpoints == min(3, len(most))
+    assert 0 <= sizes(run_dir) - said.final_gb < 50e-6, "headers apart"
 
 
 @pytest.mark.slow
@@ -422,7 +422,7 @@ def test_a_base_that_is_gone_when_the_adapter_is_merged_into_it_leaves_a_run_to_
         raise UserError(gone)
 
     with monkeypatch.context() as patched:
-        patched.setattr(Policy, "merged", unreadable)
+        patched.setattr(Policy, "build_merged_model", unreadable)
         for every, told in ((0, "checkpoint.every = 0 has left no checkpoint of it"), (1, "the checkpoint is whole")):
             run_dir = tmp_path / str(every)
             assert short(recipe, run_dir, "--policy.lora", 2, "--checkpoint.every", every) == 2
@@ -446,15 +446,21 @@ def test_the_room_that_a_run_takes_is_said_before_its_first_step(recipe, tmp_pat
 
 def test_rooms_by_hand():
     """A model of 0.5 GB, 1.6 GB of a checkpoint."""
-    of_two = room.Room(model=0.5, checkpoint=1.6, at_once=1, kept=1, there=0.0, free=12.3)
+    of_two = room.Room(
+        model_gb=0.5, checkpoint_gb=1.6, max_checkpoints=1, final_checkpoints=1, replaced_gb=0.0, free_gb=12.3
+    )
     told = "up to 2.1 GB of 12 GB free; left at the end: 2.1 GB, the model and the newest checkpoint"
-    assert of_two.described(True) == told
-    bare = room.Room(model=0.5, checkpoint=1.6, at_once=0, kept=0, there=0.0, free=12.3)
+    assert of_two.describe(True) == told
+    bare = room.Room(
+        model_gb=0.5, checkpoint_gb=1.6, max_checkpoints=0, final_checkpoints=0, replaced_gb=0.0, free_gb=12.3
+    )
     told = "up to 0.5 GB of 12 GB free, 1.6 more where it is stopped; left at the end: 0.5 GB, the model"
-    assert bare.described(False) == told
-    again = room.Room(model=1.0, checkpoint=3.0, at_once=3, kept=2, there=7.0, free=2.0)
-    assert again.needed == 3.0
-    assert again.described(True).endswith("left at the end: 7.0 GB, the model and 2 checkpoints")
+    assert bare.describe(False) == told
+    again = room.Room(
+        model_gb=1.0, checkpoint_gb=3.0, max_checkpoints=3, final_checkpoints=2, replaced_gb=7.0, free_gb=2.0
+    )
+    assert again.needed_gb == 3.0
+    assert again.describe(True).endswith("left at the end: 7.0 GB, the model and 2 checkpoints")
 
 
 @pytest.mark.slow
@@ -491,7 +497,7 @@ def test_data_is_missed_before_the_model_is_loaded(recipe, tmp_path, monkeypatch
 
 @pytest.mark.parametrize("place", ["/proc/x", "/proc/x/y", "/sys/x", "/dev/null", "/dev/null/x", "/tmp/" + 300 * "x"])
 def test_a_place_where_no_run_can_be_is_one_line(recipe, tmp_path, capsys, place, monkeypatch):
-    monkeypatch.setattr(run, "train", lambda *_: pytest.fail("a model would be loaded"))
+    monkeypatch.setattr(run, "train_run", lambda *_: pytest.fail("a model would be loaded"))
     assert train(recipe, "--run", place) == 2
     [line] = capsys.readouterr().err.splitlines()
     assert line.startswith(f"pellucid: {place} cannot be written to (")

@@ -99,7 +99,7 @@ def test_a_run_killed_in_the_middle_of_a_conversation_resumes_to_the_same_bits(r
     whole, killed = tmp_path / "whole", tmp_path / "killed"
     settings = ["--sampler.name", sampler, "--policy.deterministic"]
     assert train(recipe, "--run", whole, *settings) == 0
-    tell, told = Stage.tell, []
+    tell, told = Stage.send_turn, []
 
     def dying(self, number, said):
         told.append(number)
@@ -108,7 +108,7 @@ def test_a_run_killed_in_the_middle_of_a_conversation_resumes_to_the_same_bits(r
         tell(self, number, said)
 
     with monkeypatch.context() as patched:
-        patched.setattr(Stage, "tell", dying)
+        patched.setattr(Stage, "send_turn", dying)
         assert train(recipe, "--run", killed, *settings) == 130
     assert train("--resume", killed) == 0
     same_run(whole, killed)

@@ -27,11 +27,11 @@ def settings_of(*words):
 def test_settings_reach_the_sampler():
     sampler = pick_sampler(settings_of("--sampler.rows", "7", "--sampler.cache-gb", "1.5"), DECODED, None)
     assert isinstance(sampler, VLLM)
-    assert (sampler.rows, sampler.cache_gb, sampler.patient, sampler.adapter) == (7, 1.5, False, "merged")
+    assert (sampler.rows, sampler.cache_gb, sampler.deterministic, sampler.adapter) == (7, 1.5, False, "merged")
     for words in ([], ["--sampler.urls", "http://localhost:1"]):
         settings = settings_of("--sampler.adapter", "request", "--policy.lora", "4", *words)
         assert pick_sampler(settings, DECODED, None).adapter == "request"
-    assert pick_sampler(settings_of("--policy.deterministic"), DECODED, None).patient
+    assert pick_sampler(settings_of("--policy.deterministic"), DECODED, None).deterministic
     assert isinstance(pick_sampler(config.load(None), DECODED, None), Native)
 
 

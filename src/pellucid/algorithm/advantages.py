@@ -33,10 +33,10 @@ class Grades(NamedTuple):
     """[P, K] of the terms."""
 
 
-def zero_variance(rewards: Tensor, spread: float = 0.0) -> Tensor:
+def zero_variance(rewards: Tensor, min_reward_range: float = 0.0) -> Tensor:
     """[..., 1]: groups without signal, max - min <= spread, up to float64 rounding: 0.1 + 0.2 is the reward 0.3."""
     low, high = rewards.aminmax(dim=-1, keepdim=True)
-    return high - low <= spread + 1e-9 * torch.maximum(low.abs(), high.abs())
+    return high - low <= min_reward_range + 1e-9 * torch.maximum(low.abs(), high.abs())
 
 
 def leveled(grades: Grades, silent: Tensor) -> Grades:

@@ -38,26 +38,26 @@ def train(
         for step in range(state.step, cfg.steps):
             clock = Clock()
             cfg = replace(cfg, kl_coef=state.kl_coef)
-            groups, drawn = state.ahead or draw(task, sampler, sampling, runtime, step, cfg)
-            clock.lap("generate")
+            groups, drawn = state.next_rollouts or draw(task, sampler, sampling, runtime, step, cfg)
+            clock.record_lap("generate")
             more = step + 1 < cfg.steps
             later = beside.submit(draw, task, sampler, sampling, runtime, step + 1, cfg) if more else None
             fresh = grpo.add_old_and_reference_logprobs(collate(groups), policy, reference, runtime, cfg)
             advantages, changed = grpo.compute_advantages(groups, fresh, policy, runtime, cfg)
             batch = grpo.attach_advantages(fresh, groups, advantages, runtime, cfg)
             batch = grpo.replay(state, step, batch, cfg)
-            clock.lap("score")
+            clock.record_lap("score")
             metrics = grpo.update(policy, batch, runtime, cfg)
-            clock.lap("update")
+            clock.record_lap("update")
             # A prompt of the next step that cannot be asked is met again there, when this one is whole.
             failed = later is not None and isinstance(later.exception(), DataError)
-            state.ahead = later.result() if later and not failed else None
-            clock.lap("generate")  # what training waits for it
+            state.next_rollouts = later.result() if later and not failed else None
+            clock.record_lap("generate")  # what training waits for it
             sampler.sync(policy, step + 1)
-            clock.lap("update")
+            clock.record_lap("update")
             grpo.finish_step(state, step, reference, policy, metrics, cfg)
             metrics |= drawn | changed | kl.cost(*grpo.charged(fresh), cfg, runtime.gather)
-            metrics |= times(clock, state.ahead[1]["time/drawn"] if state.ahead else 0.0)
+            metrics |= times(clock, state.next_rollouts[1]["time/drawn"] if state.next_rollouts else 0.0)
             yield StepResult(state.step, metrics, grpo.with_advantages(groups, advantages))
 
 
@@ -67,7 +67,7 @@ def draw(
     """Return the graded groups of a step, and among its metrics the seconds that drawing and grading them took."""
     clock = Clock()
     groups, drawn = grpo.rollout(task, sampler, sampling, runtime, step, cfg, clock)
-    return groups, drawn | {"time/drawn": clock.times()["time/step"]}
+    return groups, drawn | {"time/drawn": clock.get_times()["time/step"]}
 
 
 def times(clock: Clock, beside: float) -> dict[str, float]:
@@ -75,7 +75,7 @@ def times(clock: Clock, beside: float) -> dict[str, float]:
 
     beside: how many seconds of the step the next one was drawn.
     """
-    laps = {"time/reward": 0.0, **clock.times()}
+    laps = {"time/reward": 0.0, **clock.get_times()}
     waits = {
         "time/bubble_training": laps["time/generate"],
         "time/bubble_sampling": max(0.0, laps["time/step"] - beside),

@@ -131,12 +131,12 @@ def policy_loss(
 
     logprobs = known(logprobs)
     batch = batch_of(mask.bool(), logprobs.detach() if sampler_logprobs is None else known(sampler_logprobs))
-    counted = batch.mask.any(-1).sum() if rows is None else torch.as_tensor(rows, device=mask.device)
-    drawn = batch.mask.sum() if tokens is None else torch.as_tensor(tokens, device=mask.device)
+    counted = batch.response_mask.any(-1).sum() if rows is None else torch.as_tensor(rows, device=mask.device)
+    drawn = batch.response_mask.sum() if tokens is None else torch.as_tensor(tokens, device=mask.device)
     batch = replace(
         batch,
         advantages=known(along(advantages, batch).to(logprobs)),
-        weights=AGGREGATES[cfg.aggregate](batch.mask, counted.clamp(min=1), drawn.clamp(min=1), cfg),
+        token_weights=AGGREGATES[cfg.aggregate](batch.response_mask, counted.clamp(min=1), drawn.clamp(min=1), cfg),
         old_logprobs=None if old_logprobs is None else known(old_logprobs),
         ref_logprobs=None if ref_logprobs is None else known(ref_logprobs),
     )
@@ -199,10 +199,10 @@ def batch_of(mask: Tensor, sampler_logprobs: Tensor) -> Batch:
     return Batch(
         prompt_ids=((0,),),
         demonstrations=((),),
-        prompt_of=rows,
+        prompt_indices=rows,
         response_ids=torch.zeros(mask.shape, dtype=torch.long, device=mask.device),
-        mask=mask,
-        sampled=mask,
+        response_mask=mask,
+        action_mask=mask,
         finished=torch.ones_like(rows, dtype=torch.bool),
         sampler_logprobs=sampler_logprobs,
     )
@@ -210,14 +210,14 @@ def batch_of(mask: Tensor, sampler_logprobs: Tensor) -> Batch:
 
 def along(advantages: Tensor, batch: Batch) -> Tensor:
     """Return advantages as [B, T]."""
-    if advantages.shape == batch.mask.shape and advantages.numel() != len(batch):
+    if advantages.shape == batch.response_mask.shape and advantages.numel() != len(batch):
         return advantages
     if advantages.numel() != len(batch):
         raise UserError(
             f"advantages of shape {list(advantages.shape)} are not one for each of {len(batch)} completions:"
             " give [B], [P, G] with P * G = B, or [B, T]"
         )
-    return batch.along_responses(advantages.flatten().to(batch.sampler_logprobs))
+    return batch.broadcast_to_tokens(advantages.flatten().to(batch.sampler_logprobs))
 
 
 def shaped(name: str, values: Any, dimensions: int) -> Tensor:

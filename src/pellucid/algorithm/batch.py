@@ -34,21 +34,21 @@ class Batch:
     """The prompts of the batch, one for each group."""
     demonstrations: tuple[tuple[int, ...], ...]
     """Of each prompt, the response that may be made likelier; empty where there is none."""
-    prompt_of: Tensor
+    prompt_indices: Tensor
     """[B] the index of each row's prompt in prompt_ids."""
     response_ids: Tensor
     """[B, T] padded on the right; what the padding holds is never looked at."""
-    mask: Tensor
+    response_mask: Tensor
     """[B, T] bool: there is a token. Made from lengths, since pad may equal EOS."""
-    sampled: Tensor
+    action_mask: Tensor
     """[B, T] bool: the policy drew this token; the others were given to it."""
     finished: Tensor
     """[B] bool: ended with an end-of-sequence token."""
     sampler_logprobs: Tensor
     """[B, T] log-probs as the sampler reported them; 0 where a token was given."""
-    mask_words: Tensor | None = None
+    sampling_mask_words: Tensor | None = None
     """[M]: sampling masks, end to end, where the sampler truncates."""
-    mask_spans: Tensor | None = None
+    sampling_mask_spans: Tensor | None = None
     """[B, T, 2]: where in them that of each token begins and ends; empty where every token was in the running."""
     old_logprobs: Tensor | None = None
     """[B, T] log-probs under the policy at the start of the update; None where that is the one being updated."""
@@ -56,18 +56,18 @@ class Batch:
     """[B, T] log-probs under the reference."""
     kl: Tensor | None = None
     """[B, T] KL to the reference when the rollouts were drawn, where the reward is charged with it."""
-    rollout_of: Tensor | None = None
+    rollout_indices: Tensor | None = None
     """[B] the rollout p * G + g that each row is a sequence of; None where each row is a rollout."""
-    origin: Tensor | None = None
+    step_row_indices: Tensor | None = None
     """[B] which of its step's rows each is, as `collate` orders them; -1 where it is none of this step's rollouts: a
     replayed one, or a demonstration. Nothing is computed from it: it says what became of a rollout."""
-    acts: Tensor | None = None
+    loss_mask: Tensor | None = None
     """[B, T] bool: the policy gradient acts on this token; None means on all that were sampled."""
     advantages: Tensor | None = None
     """[B, T]; 0 where a token was given. Equal along a response, as a completion has one grade."""
     clip_high: Tensor | None = None
     """[B] the upper clip of each row, where the difficulty of its prompt sets it."""
-    weights: Tensor | None = None
+    token_weights: Tensor | None = None
     """[B, T] share of each sampled token in the loss; 0 where a token was given."""
     likelihood_weights: Tensor | None = None
     """[B, T] weight of each token's negative log-likelihood in the loss; None means none."""
@@ -77,65 +77,67 @@ class Batch:
             raise ValueError("a prompt without a token: there is nothing to predict its response from")
 
     def __len__(self) -> int:
-        return len(self.prompt_of)
+        return len(self.prompt_indices)
 
-    def rows(self, index: slice | Tensor) -> Batch:
+    def select_rows(self, index: slice | Tensor) -> Batch:
         """A batch of some rows, cut to the length of their longest response."""
-        width = int(self.mask[index].sum(-1).max())
-        chosen = {name: x[index] for name, x in self.tensors().items() if name != "mask_words"}
+        width = int(self.response_mask[index].sum(-1).max())
+        chosen = {name: x[index] for name, x in self.get_tensors().items() if name != "sampling_mask_words"}
         return replace(self, **{name: x[:, :width] if x.dim() > 1 else x for name, x in chosen.items()})
 
-    def tensors(self) -> dict[str, Tensor]:
+    def get_tensors(self) -> dict[str, Tensor]:
         return {f.name: x for f in fields(self) if isinstance(x := getattr(self, f.name), Tensor)}
 
     @property
-    def scored(self) -> Tensor:
+    def scored_mask(self) -> Tensor:
         """[B, T] bool: tokens whose log-probs are needed. Given ones are, where they are made likelier."""
-        return self.sampled if self.likelihood_weights is None else self.sampled | (self.likelihood_weights != 0)
+        return (
+            self.action_mask if self.likelihood_weights is None else self.action_mask | (self.likelihood_weights != 0)
+        )
 
-    def sampling_mask(self, device: torch.device) -> SamplingMask | None:
+    def get_sampling_mask(self, device: torch.device) -> SamplingMask | None:
         """The sampling mask of all scored tokens, row by row; None where the sampler does not truncate."""
-        if self.mask_words is None or self.mask_spans is None:
+        if self.sampling_mask_words is None or self.sampling_mask_spans is None:
             return None
-        return SamplingMask(self.mask_words.to(device), self.mask_spans[self.scored].to(device))
+        return SamplingMask(self.sampling_mask_words.to(device), self.sampling_mask_spans[self.scored_mask].to(device))
 
-    def replayed(self) -> Batch:
+    def mark_as_replayed(self) -> Batch:
         """The batch as a later step trains on it."""
-        return replace(self, origin=torch.full_like(self.prompt_of, -1))
+        return replace(self, step_row_indices=torch.full_like(self.prompt_indices, -1))
 
-    def along_responses(self, x: Tensor) -> Tensor:
+    def broadcast_to_tokens(self, x: Tensor) -> Tensor:
         """[B] -> [B, T]: the value of each row at its sampled tokens, 0 elsewhere."""
-        return torch.where(self.sampled, x[:, None], 0.0)
+        return torch.where(self.action_mask, x[:, None], 0.0)
 
-    def chunks(self, size: int) -> list[Batch]:
+    def split_into_chunks(self, size: int) -> list[Batch]:
         """Consecutive batches of at most `size` rows; 0 means one."""
-        return [self.rows(slice(i, i + size)) for i in range(0, len(self), size)] if size else [self]
+        return [self.select_rows(slice(i, i + size)) for i in range(0, len(self), size)] if size else [self]
 
-    def parts(self, count: int) -> list[Batch]:
+    def split_into_minibatches(self, count: int) -> list[Batch]:
         """Split into `count` consecutive batches of as equal numbers of rollouts as possible; none is cut in two."""
-        starts = self.rollout_starts()
+        starts = self.find_rollout_starts()
         ends = [starts[(len(starts) - 1) * i // count] for i in range(count + 1)]
-        return [self.rows(slice(start, end)) for start, end in pairwise(ends)]
+        return [self.select_rows(slice(start, end)) for start, end in pairwise(ends)]
 
-    def rollout_starts(self) -> list[int]:
+    def find_rollout_starts(self) -> list[int]:
         """Return the first row of each rollout, in the order of the rows, and len(self)."""
-        if self.rollout_of is None:
+        if self.rollout_indices is None:
             return list(range(len(self) + 1))
-        changes = (self.rollout_of[1:] != self.rollout_of[:-1]).nonzero().flatten() + 1
+        changes = (self.rollout_indices[1:] != self.rollout_indices[:-1]).nonzero().flatten() + 1
         return [0, *changes.tolist(), len(self)]
 
-    def lengths_used(self) -> Tensor:
+    def compute_rollout_lengths(self) -> Tensor:
         """Return the number of tokens [P * G] of each rollout that count towards sampler.max_tokens, as float64.
 
         These are all tokens from the first sampled one on: in a conversation also what the policy was told between its
         turns, but neither its question nor a prefix. The longest sequence of a rollout counts.
         """
-        positions = self.sampled.byte().argmax(-1)
-        lengths = torch.where(self.sampled.any(-1), self.mask.sum(-1) - positions, 0).double()
-        if self.rollout_of is None:
+        positions = self.action_mask.byte().argmax(-1)
+        lengths = torch.where(self.action_mask.any(-1), self.response_mask.sum(-1) - positions, 0).double()
+        if self.rollout_indices is None:
             return lengths
-        longest = lengths.new_zeros(int(self.rollout_of.max()) + 1)
-        return longest.scatter_reduce(0, self.rollout_of, lengths, "amax")
+        longest = lengths.new_zeros(int(self.rollout_indices.max()) + 1)
+        return longest.scatter_reduce(0, self.rollout_indices, lengths, "amax")
 
     def count_rollouts(self, mask: Tensor) -> tuple[Tensor, Tensor]:
         """Count the tokens of `mask` [B, T] by rollout.
@@ -144,19 +146,21 @@ class Batch:
             How many rollouts have such a token [], and the number of such tokens in the rollout of each row [B, 1].
         """
         lengths = mask.sum(-1, keepdim=True)
-        if self.rollout_of is None:
+        if self.rollout_indices is None:
             return mask.any(-1).sum(), lengths
-        of_rollouts = lengths.new_zeros(int(self.rollout_of.max()) + 1).index_add(0, self.rollout_of, lengths[:, 0])
-        return (of_rollouts > 0).sum(), of_rollouts[self.rollout_of][:, None]
+        of_rollouts = lengths.new_zeros(int(self.rollout_indices.max()) + 1).index_add(
+            0, self.rollout_indices, lengths[:, 0]
+        )
+        return (of_rollouts > 0).sum(), of_rollouts[self.rollout_indices][:, None]
 
-    def by_rollout(self, x: Tensor) -> tuple[Tensor, Tensor]:
+    def sum_by_rollout(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """[B, T] -> its sums over the sampled tokens of each completion [P * G, 1], and a mask of the same shape; where
         each row is a completion, `x` as it is, and its mask.
         """
-        if self.rollout_of is None:
-            return x, self.sampled
-        sums = (x.double() * self.sampled).sum(-1)
-        found = sums.new_zeros(int(self.rollout_of.max()) + 1).index_add(0, self.rollout_of, sums)[:, None]
+        if self.rollout_indices is None:
+            return x, self.action_mask
+        sums = (x.double() * self.action_mask).sum(-1)
+        found = sums.new_zeros(int(self.rollout_indices.max()) + 1).index_add(0, self.rollout_indices, sums)[:, None]
         return found, torch.ones_like(found, dtype=torch.bool)
 
 
@@ -172,16 +176,16 @@ def collate(groups: Sequence[Group]) -> Batch:
     return Batch(
         prompt_ids=tuple(g.prompt_ids for g in groups),
         demonstrations=tuple(g.demonstration for g in groups),
-        prompt_of=torch.tensor([*(p for p, _ in rollouts), *(p for p, _, _ in branches)]),
+        prompt_indices=torch.tensor([*(p for p, _ in rollouts), *(p for p, _, _ in branches)]),
         response_ids=padded([c.token_ids for c in completions], torch.long),
-        mask=mask,
-        sampled=mask & ~given_of(completions, mask.shape[1]),
+        response_mask=mask,
+        action_mask=mask & ~given_of(completions, mask.shape[1]),
         finished=torch.tensor([c.finished for c in completions]),
         sampler_logprobs=padded([c.logprobs for c in completions], torch.float32),
-        mask_words=words,
-        mask_spans=spans,
-        rollout_of=torch.tensor([*range(len(rollouts)), *(i for _, i, _ in branches)]) if branches else None,
-        origin=torch.arange(len(completions)),
+        sampling_mask_words=words,
+        sampling_mask_spans=spans,
+        rollout_indices=torch.tensor([*range(len(rollouts)), *(i for _, i, _ in branches)]) if branches else None,
+        step_row_indices=torch.arange(len(completions)),
     )
 
 
@@ -189,7 +193,7 @@ def given_of(completions: Sequence[Completion], width: int) -> Tensor:
     """[B, width] bool: tokens that were given."""
     given = torch.zeros(len(completions), width, dtype=torch.bool)
     for row, completion in zip(given, completions, strict=True):
-        for start, end in completion.given:
+        for start, end in completion.given_spans:
             row[start:end] = True
     return given
 
@@ -206,15 +210,15 @@ def with_demonstrations(batch: Batch, prompts: Tensor) -> Batch:
     responses = [batch.demonstrations[p] for p in shown]
     mask = mask_of([len(ids) for ids in responses])
     new = {
-        "prompt_of": torch.tensor(shown),
+        "prompt_indices": torch.tensor(shown),
         "response_ids": padded(responses, torch.long),
-        "mask": mask,
+        "response_mask": mask,
         "likelihood_weights": mask.to(batch.sampler_logprobs),
-        "origin": torch.full((len(shown),), -1),
+        "step_row_indices": torch.full((len(shown),), -1),
     }
-    old = {name: x for name, x in batch.tensors().items() if name != "mask_words"}
+    old = {name: x for name, x in batch.get_tensors().items() if name != "sampling_mask_words"}
     nothing = {name: x.new_zeros(len(shown), *x.shape[1:]) for name, x in old.items()}
-    width = max(batch.mask.shape[1], mask.shape[1])
+    width = max(batch.response_mask.shape[1], mask.shape[1])
     return replace(batch, **{name: joined([x, (nothing | new)[name]], width) for name, x in old.items()})
 
 
@@ -230,21 +234,21 @@ def concat(batches: Sequence[Batch]) -> Batch:
     first, *rest = batches
     if not rest:
         return first
-    if any(b.rollout_of is not None for b in batches):
+    if any(b.rollout_indices is not None for b in batches):
         # Only a step in which an agent rewrote its history has it.
-        alone = [torch.arange(len(b)) if b.rollout_of is None else b.rollout_of for b in batches]
-        batches = [replace(b, rollout_of=x) for b, x in zip(batches, alone, strict=True)]
+        alone = [torch.arange(len(b)) if b.rollout_indices is None else b.rollout_indices for b in batches]
+        batches = [replace(b, rollout_indices=x) for b, x in zip(batches, alone, strict=True)]
         first = batches[0]
-    width = max(b.mask.shape[1] for b in batches)
-    columns = {name: [b.tensors()[name] for b in batches] for name in first.tensors()}
+    width = max(b.response_mask.shape[1] for b in batches)
+    columns = {name: [b.get_tensors()[name] for b in batches] for name in first.get_tensors()}
     tensors = {name: joined(x, width) for name, x in columns.items()}
-    tensors["prompt_of"] = torch.cat(moved(columns["prompt_of"], [len(b.prompt_ids) for b in batches]))
-    if "rollout_of" in columns:
-        sizes = [int(x.max()) + 1 for x in columns["rollout_of"]]
-        tensors["rollout_of"] = torch.cat(moved(columns["rollout_of"], sizes))
-    if "mask_words" in columns:
-        moved_spans = moved(columns["mask_spans"], [len(words) for words in columns["mask_words"]])
-        tensors["mask_spans"] = stacked(moved_spans, width)
+    tensors["prompt_indices"] = torch.cat(moved(columns["prompt_indices"], [len(b.prompt_ids) for b in batches]))
+    if "rollout_indices" in columns:
+        sizes = [int(x.max()) + 1 for x in columns["rollout_indices"]]
+        tensors["rollout_indices"] = torch.cat(moved(columns["rollout_indices"], sizes))
+    if "sampling_mask_words" in columns:
+        moved_spans = moved(columns["sampling_mask_spans"], [len(words) for words in columns["sampling_mask_words"]])
+        tensors["sampling_mask_spans"] = stacked(moved_spans, width)
     return replace(
         first,
         prompt_ids=tuple(ids for b in batches for ids in b.prompt_ids),
@@ -258,9 +262,9 @@ def joined(tensors: Sequence[Tensor], width: int) -> Tensor:
     return torch.cat(list(tensors)) if tensors[0].dim() == 1 else stacked(tensors, width)
 
 
-def moved(places: Sequence[Tensor], sizes: Sequence[int]) -> list[Tensor]:
+def moved(indices: Sequence[Tensor], sizes: Sequence[int]) -> list[Tensor]:
     """Shift indices into lists of these sizes to indices into their concatenation."""
-    return [x + sum(sizes[:i]) for i, x in enumerate(places)]
+    return [x + sum(sizes[:i]) for i, x in enumerate(indices)]
 
 
 def stacked(tensors: Sequence[Tensor], width: int) -> Tensor:

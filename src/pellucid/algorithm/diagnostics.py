@@ -69,7 +69,7 @@ def moved(difference: Tensor) -> float:
 def known_inert(cfg: GRPOConfig) -> list[str]:
     """A line for each switch that cannot do anything in this setting, with what would let it."""
     lines = []
-    if not cfg.off_policy and (cfg.objective == "dcpo" or cfg.clip_difficulty or cfg.dual_clip):
+    if not cfg.is_off_policy and (cfg.objective == "dcpo" or cfg.clip_difficulty or cfg.dual_clip):
         lines.append(
             "clipping is inert: with one optimizer step on each set of rollouts the ratio is 1;"
             " set algorithm.epochs or algorithm.minibatches above 1"
@@ -85,17 +85,17 @@ class Watch:
     """Says once of each `effect/*` that it was 0 in the first WATCHED steps, and of prefixes that there were none."""
 
     def __init__(self, cfg: GRPOConfig) -> None:
-        self.idle = {"prefix/nll"} if cfg.prefix_coef else set[str]()
-        self.steps = 0
+        self.inert_metrics = {"prefix/nll"} if cfg.prefix_coef else set[str]()
+        self.step_count = 0
 
-    def notes(self, metrics: Mapping[str, float]) -> list[str]:
+    def observe_step(self, metrics: Mapping[str, float]) -> list[str]:
         """The lines that a step gives occasion for."""
-        if self.steps == 0:
-            self.idle |= {name for name in metrics if name.startswith("effect/") or name == "prefix/share"}
-            self.idle -= {"prefix/nll"} if "prefix/share" in self.idle else set()
-        self.idle -= {name for name, value in metrics.items() if value}
-        self.steps += 1
-        return [said_inert(name) for name in sorted(self.idle)] if self.steps == WATCHED else []
+        if self.step_count == 0:
+            self.inert_metrics |= {name for name in metrics if name.startswith("effect/") or name == "prefix/share"}
+            self.inert_metrics -= {"prefix/nll"} if "prefix/share" in self.inert_metrics else set()
+        self.inert_metrics -= {name for name, value in metrics.items() if value}
+        self.step_count += 1
+        return [said_inert(name) for name in sorted(self.inert_metrics)] if self.step_count == WATCHED else []
 
 
 def said_inert(name: str) -> str:

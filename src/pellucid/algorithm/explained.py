@@ -46,11 +46,11 @@ class Explained(NamedTuple):
     """The ratio that the objective goes by, of the token or of its response."""
     importance: Tensor
     """The weight that makes up for the sampler's arithmetic."""
-    of_logprob: Tensor
+    logprob_grad: Tensor
     """d loss / d log-prob. Its negative is how much the loss pushes the token up."""
-    of_entropy: Tensor
+    entropy_grad: Tensor
     """d loss / d entropy."""
-    of_kl: Tensor
+    kl_grad: Tensor
     """d loss / d exact KL."""
     rule: Tensor
     """int: the place in RULES of who took the policy gradient."""
@@ -64,10 +64,10 @@ def explained(scores: Scores, batch: Batch, cfg: GRPOConfig) -> Explained:
     logprobs = scores.logprobs.detach()
     old_logprobs = logprobs if batch.old_logprobs is None else batch.old_logprobs
     clip_high = None if batch.clip_high is None else batch.clip_high[:, None]
-    tokens = Tokens(logprobs, old_logprobs, batch.advantages.to(logprobs), batch.sampled, clip_high)
+    tokens = Tokens(logprobs, old_logprobs, batch.advantages.to(logprobs), batch.action_mask, clip_high)
     with torch.no_grad(), undrawn(logprobs):
         outcome = objective_of(cfg.objective)(tokens, cfg)
-    importance = shaping.sampler_weights(old_logprobs, batch.sampler_logprobs, batch.sampled, cfg)
+    importance = shaping.sampler_weights(old_logprobs, batch.sampler_logprobs, batch.action_mask, cfg)
     of_policy = gradients(scores, replace(batch, likelihood_weights=None), without_penalties(cfg))[0]
     rule = rules(outcome, importance, of_policy, batch, cfg)
     return Explained(
@@ -98,17 +98,17 @@ def undrawn(x: Tensor) -> AbstractContextManager[None]:
     return torch.random.fork_rng([x.device] if x.is_cuda else [])
 
 
-def rules(outcome: Outcome, importance: Tensor, of_policy: Tensor, batch: Batch, cfg: GRPOConfig) -> Tensor:
+def rules(outcome: Outcome, importance: Tensor, policy_grad: Tensor, batch: Batch, cfg: GRPOConfig) -> Tensor:
     """[B, T] int: who took the gradient of_policy, the first that could have where there are several."""
-    assert batch.advantages is not None and batch.weights is not None
-    nowhere = torch.zeros_like(batch.sampled)
-    below, above = (nowhere if x is None else x for x in (outcome.below, outcome.above))
+    assert batch.advantages is not None and batch.token_weights is not None
+    nowhere = torch.zeros_like(batch.action_mask)
+    below, above = (nowhere if x is None else x for x in (outcome.clipped_low, outcome.clipped_high))
     dual = above & (batch.advantages < 0) if cfg.dual_clip else nowhere
     could = {
-        "given": ~batch.sampled,
-        "overlong_filter": batch.weights == 0,
+        "given": ~batch.action_mask,
+        "overlong_filter": batch.token_weights == 0,
         "no_advantage": batch.advantages == 0,
-        "entropy_share": nowhere if batch.acts is None else ~batch.acts,
+        "entropy_share": nowhere if batch.loss_mask is None else ~batch.loss_mask,
         "correction": importance == 0,
         "clip_low": below,
         "dual_clip": dual,
@@ -118,7 +118,7 @@ def rules(outcome: Outcome, importance: Tensor, of_policy: Tensor, batch: Batch,
     rule = torch.zeros_like(batch.response_ids)
     for name, where in reversed(could.items()):
         rule = torch.where(where, RULES.index(name), rule)
-    return torch.where((of_policy == 0) | ~batch.sampled, rule, RULES.index(""))
+    return torch.where((policy_grad == 0) | ~batch.action_mask, rule, RULES.index(""))
 
 
 def bound_of(outcome: Outcome, rule: Tensor) -> Tensor:

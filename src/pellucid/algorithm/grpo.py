@@ -60,7 +60,7 @@ class Policy(Protocol):
 
 class Reference(Protocol):
     def score(self, batch: Batch) -> Scores: ...
-    def follow(self, weights: Mapping[str, Tensor], decay: float) -> None:
+    def update_weights(self, weights: Mapping[str, Tensor], decay: float) -> None:
         """Set the weights to decay * themselves + (1 - decay) * weights."""
         ...
 
@@ -78,14 +78,14 @@ class Runtime(Protocol):
     """
 
     @property
-    def world(self) -> int:
+    def world_size(self) -> int:
         """The number of processes."""
         ...
 
     def shard(self, items: Sequence[Any]) -> Sequence[Any]: ...
     def gather(self, items: Sequence[Any]) -> list[Any]: ...
     def sum(self, x: Tensor) -> Tensor: ...
-    def fit(self, compute: Callable[[int], T], rows: int) -> T: ...
+    def compute_within_memory(self, compute: Callable[[int], T], rows: int) -> T: ...
     def accumulate(self, micro_batches: Sequence[Batch]) -> Iterator[Batch]: ...
     def backward(self, loss: Tensor) -> None: ...
     def step(self) -> dict[str, float]: ...
@@ -102,9 +102,9 @@ class State:
     """The number of finished steps."""
     kl_coef: float | None = None
     """The kl_coef of the next step, which follows cfg.kl_target. None before the first step: cfg.kl_coef."""
-    experiences: list[tuple[int, Batch]] = field(default_factory=list)
+    replay_buffer: list[tuple[int, Batch]] = field(default_factory=list)
     """Replay buffer: (step that drew it, batch) pairs, newest first."""
-    ahead: tuple[Sequence[Group], dict[str, float]] | None = None  # what ahead.py has drawn for the next step
+    next_rollouts: tuple[Sequence[Group], dict[str, float]] | None = None  # what ahead.py has drawn for the next step
 
 
 class StepResult(NamedTuple):
@@ -138,13 +138,13 @@ def train(
         fresh = add_old_and_reference_logprobs(collate(groups), policy, reference, runtime, cfg)
         advantages, changed = compute_advantages(groups, fresh, policy, runtime, cfg)  # [P, G]
         batch = replay(state, step, attach_advantages(fresh, groups, advantages, runtime, cfg), cfg)
-        clock.lap("score")
+        clock.record_lap("score")
         # 4. Update: make the better ones more likely, without leaving the trust region.
         metrics = update(policy, batch, runtime, cfg)
         sampler.sync(policy, step + 1)
-        clock.lap("update")
+        clock.record_lap("update")
         finish_step(state, step, reference, policy, metrics, cfg)
-        metrics |= drawn | changed | kl.cost(*charged(fresh), cfg, runtime.gather) | clock.times()
+        metrics |= drawn | changed | kl.cost(*charged(fresh), cfg, runtime.gather) | clock.get_times()
         yield StepResult(state.step, metrics, runtime.gather(with_advantages(groups, advantages)))
 
 
@@ -161,12 +161,12 @@ def rollout(
     spare: list[Group] = []
     for number in range(cfg.max_rounds):
         prompts = task.sample(step + number * ROUND, cfg.prompts_per_step)
-        prompts = prompts[: prompts_wanted(len(live), len(spare), runtime.world, cfg)]
+        prompts = prompts[: prompts_wanted(len(live), len(spare), runtime.world_size, cfg)]
         seed = f"{cfg.seed}/{step}/{number}" if number else f"{cfg.seed}/{step}"
         groups = generate(sampler, runtime, prompts, replace(sampling, n=cfg.group_size, seed=seed))
-        clock.lap("generate")
+        clock.record_lap("generate")
         groups = grade(task, groups, Progress(step, cfg.steps, cfg.prompts_per_step))
-        clock.lap("reward")
+        clock.record_lap("reward")
         if cfg.max_rounds == 1:
             return groups, observed(task, step, groups, runtime, cfg)
         for group in runtime.gather(groups):
@@ -186,10 +186,10 @@ def generate(sampler: Sampler, runtime: Runtime, prompts: Sequence[Prompt], samp
     try:
         groups, fault = sampler.generate(runtime.shard(prompts), sampling), []
     except DataError as error:
-        if runtime.world == 1:
+        if runtime.world_size == 1:
             raise
         groups, fault = [], [str(error)]
-    if runtime.world > 1 and (faults := runtime.gather(fault)):
+    if runtime.world_size > 1 and (faults := runtime.gather(fault)):
         raise DataError(faults[0])
     return groups
 
@@ -205,7 +205,10 @@ def observed(task: Task, step: int, groups: Sequence[Group], runtime: Runtime, c
     watching = stateful_task(task)
     if not watching:
         return {}
-    shown = [replace(group, dead=bool(equal_rewards(group, cfg.min_reward_range))) for group in runtime.gather(groups)]
+    shown = [
+        replace(group, is_zero_variance=bool(equal_rewards(group, cfg.min_reward_range)))
+        for group in runtime.gather(groups)
+    ]
     return dict(watching.observe(step, shown))
 
 
@@ -232,7 +235,7 @@ def compute_advantages(
 
 def charged(batch: Batch) -> tuple[Tensor | None, Tensor]:
     """The KL that rewards are charged with, and what of it counts."""
-    return (None, batch.sampled) if batch.kl is None else batch.by_rollout(batch.kl)
+    return (None, batch.action_mask) if batch.kl is None else batch.sum_by_rollout(batch.kl)
 
 
 def attach_advantages(
@@ -244,29 +247,29 @@ def attach_advantages(
         mean = grades_of(runtime.gather(groups)).correct.nanmean()
         clip_high = clip_high_by_difficulty(grades_of(groups).correct, mean, cfg).flatten().to(batch.sampler_logprobs)
     of_rows = advantages.flatten().to(batch.sampler_logprobs)
-    if batch.rollout_of is not None:
-        rollouts, beside = batch.rollout_of.sort(stable=True)
-        batch, of_rows = batch.rows(beside), of_rows[rollouts]
+    if batch.rollout_indices is not None:
+        rollouts, beside = batch.rollout_indices.sort(stable=True)
+        batch, of_rows = batch.select_rows(beside), of_rows[rollouts]
         clip_high = None if clip_high is None else clip_high[rollouts]
-    return replace(batch, advantages=batch.along_responses(of_rows), clip_high=clip_high)
+    return replace(batch, advantages=batch.broadcast_to_tokens(of_rows), clip_high=clip_high)
 
 
 def update(policy: Policy, batch: Batch, runtime: Runtime, cfg: GRPOConfig) -> dict[str, float]:
     """Take cfg.inner_steps optimizer steps on the rollouts. Return the mean of each metric over trained tokens."""
     totals = Totals()
     for _ in range(cfg.epochs):
-        for minibatch in batch.parts(cfg.minibatches):
+        for minibatch in batch.split_into_minibatches(cfg.minibatches):
             weighted = with_weights(minibatch, runtime, cfg)
             accumulate = partial(gradients, policy, weighted, totals, runtime, cfg)
-            totals = runtime.fit(accumulate, cfg.micro_batch or len(minibatch))
-            totals.steps.append(runtime.step())
-    return totals.means(runtime.gather)
+            totals = runtime.compute_within_memory(accumulate, cfg.micro_batch or len(minibatch))
+            totals.step_metrics.append(runtime.step())
+    return totals.compute_means(runtime.gather)
 
 
 def gradients(policy: Policy, batch: Batch, totals: Totals, runtime: Runtime, cfg: GRPOConfig, rows: int) -> Totals:
     """Add up the gradients of one optimizer step over micro-batches of `rows` rows. Return the grown totals."""
     totals = deepcopy(totals)
-    for micro_batch in runtime.accumulate(batch.chunks(rows)):
+    for micro_batch in runtime.accumulate(batch.split_into_chunks(rows)):
         loss, metrics = loss_terms(policy.score(micro_batch), micro_batch, cfg)
         runtime.backward(loss)
         totals.add_tokens(metrics)
@@ -278,10 +281,10 @@ def with_weights(batch: Batch, runtime: Runtime, cfg: GRPOConfig) -> Batch:
 
     Rows that add nothing to the gradient, such as those of dead groups, are dropped.
     """
-    weighted = with_gradient(replace(batch, weights=weights_of(batch, runtime, cfg)), cfg)
+    weighted = with_gradient(replace(batch, token_weights=weights_of(batch, runtime, cfg)), cfg)
     if not cfg.prefix_coef:
         return weighted
-    shown = with_demonstrations(weighted, batch.prompt_of.unique())
+    shown = with_demonstrations(weighted, batch.prompt_indices.unique())
     assert shown.likelihood_weights is not None
     tokens = runtime.sum(shown.likelihood_weights.sum())
     return replace(shown, likelihood_weights=cfg.prefix_coef * shown.likelihood_weights / tokens.clamp(min=1))
@@ -289,7 +292,7 @@ def with_weights(batch: Batch, runtime: Runtime, cfg: GRPOConfig) -> Batch:
 
 def weights_of(batch: Batch, runtime: Runtime, cfg: GRPOConfig) -> Tensor:
     """Weight [B, T] of each token in the loss, from counts over all processes; 0 where a response is filtered out."""
-    mask = batch.sampled & batch.finished[:, None] if cfg.overlong_filter else batch.sampled
+    mask = batch.action_mask & batch.finished[:, None] if cfg.overlong_filter else batch.action_mask
     count, lengths = batch.count_rollouts(mask)
     rollouts, tokens = runtime.sum(count), runtime.sum(mask.sum())
     return AGGREGATES[cfg.aggregate](mask, rollouts.clamp(min=1), tokens.clamp(min=1), cfg, lengths)
@@ -297,11 +300,11 @@ def weights_of(batch: Batch, runtime: Runtime, cfg: GRPOConfig) -> Tensor:
 
 def with_gradient(batch: Batch, cfg: GRPOConfig) -> Batch:
     """Drop rows that add nothing to the gradient, such as those of dead groups; keep one, as all processes step."""
-    assert batch.advantages is not None and batch.weights is not None
-    live = batch.weights.any(-1)
+    assert batch.advantages is not None and batch.token_weights is not None
+    live = batch.token_weights.any(-1)
     if not (cfg.entropy_coef or (cfg.kl_coef and cfg.kl_in == "loss")):
         live = live & (batch.advantages != 0).any(-1)
-    return batch if bool(live.all()) else batch.rows(live if bool(live.any()) else slice(1))
+    return batch if bool(live.all()) else batch.select_rows(live if bool(live.any()) else slice(1))
 
 
 def loss_terms(scores: Scores, batch: Batch, cfg: GRPOConfig) -> tuple[Tensor, dict[str, Tensor]]:
@@ -309,18 +312,18 @@ def loss_terms(scores: Scores, batch: Batch, cfg: GRPOConfig) -> tuple[Tensor, d
 
     The loss is -sum of weights * (objective - kl_coef * KL + entropy_coef * entropy) + likelihood_weights * log pi.
     """
-    assert batch.advantages is not None and batch.weights is not None
+    assert batch.advantages is not None and batch.token_weights is not None
     logprobs, entropy, exact_kl = scores
     now = logprobs.detach()
     old_logprobs = now if batch.old_logprobs is None else batch.old_logprobs
-    importance_weights = shaping.sampler_weights(old_logprobs, batch.sampler_logprobs, batch.sampled, cfg)
+    importance_weights = shaping.sampler_weights(old_logprobs, batch.sampler_logprobs, batch.action_mask, cfg)
 
     clip_high = None if batch.clip_high is None else batch.clip_high[:, None]  # [B, 1]
-    tokens = Tokens(logprobs, old_logprobs, batch.advantages.to(logprobs), batch.sampled, clip_high)
+    tokens = Tokens(logprobs, old_logprobs, batch.advantages.to(logprobs), batch.action_mask, clip_high)
     outcome = objective_of(cfg.objective)(tokens, cfg)
     value = importance_weights * outcome.value  # [B, T]
-    value = value if batch.acts is None else value * batch.acts
-    metrics = clip_metrics(outcome, batch.sampled)
+    value = value if batch.loss_mask is None else value * batch.loss_mask
+    metrics = clip_metrics(outcome, batch.action_mask)
     metrics |= {"entropy": entropy.detach(), "sampler/gap_mean": (batch.sampler_logprobs - old_logprobs).abs()}
     metrics |= {"sampler/corrected": shaping.cut(importance_weights, cfg)} if cfg.correction != "none" else {}
     if cfg.kl_coef:
@@ -331,13 +334,13 @@ def loss_terms(scores: Scores, batch: Batch, cfg: GRPOConfig) -> tuple[Tensor, d
     if cfg.entropy_coef:
         value = value + cfg.entropy_coef * entropy
     # Where nothing was sampled there may be anything, infinities included.
-    losses = -batch.weights * value.masked_fill(~batch.sampled, 0.0)
-    metrics = {name: x[batch.sampled] for name, x in metrics.items()}
+    losses = -batch.token_weights * value.masked_fill(~batch.action_mask, 0.0)
+    metrics = {name: x[batch.action_mask] for name, x in metrics.items()}
     if batch.likelihood_weights is not None:
         learnt = batch.likelihood_weights != 0
         losses = losses - batch.likelihood_weights * logprobs.masked_fill(~learnt, 0.0)
         metrics["prefix/nll"] = -now[learnt]
-    return losses.sum(), metrics | {"loss": losses.detach()[batch.mask]}
+    return losses.sum(), metrics | {"loss": losses.detach()[batch.response_mask]}
 
 
 def estimated_kl(scores: Scores, ref_logprobs: Tensor | None, old_logprobs: Tensor, cfg: GRPOConfig) -> Tensor:
@@ -355,12 +358,12 @@ def shape(grades: Grades, batch: Batch, policy: Policy, cfg: GRPOConfig) -> Tens
     """Rewards [P, G] after shaping, as they are compared."""
     rewards = grades.rewards
     if cfg.similarity != "none":
-        completions = batch if batch.rollout_of is None else batch.rows(slice(rewards.numel()))
-        chunks = completions.chunks(cfg.micro_batch)
+        completions = batch if batch.rollout_indices is None else batch.select_rows(slice(rewards.numel()))
+        chunks = completions.split_into_chunks(cfg.micro_batch)
         states = [policy.embed(micro_batch, cfg.similarity_layer).cpu() for micro_batch in chunks]
         rewards = shaping.SIMILARITY[cfg.similarity](rewards, torch.cat(states).view(*rewards.shape, -1), cfg)
     if cfg.overlong_cache:
-        rewards = shaping.overlong(rewards, batch.lengths_used().view_as(rewards), cfg)
+        rewards = shaping.overlong(rewards, batch.compute_rollout_lengths().view_as(rewards), cfg)
     return kl.in_raw_reward(rewards, *charged(batch), cfg)
 
 
@@ -375,16 +378,16 @@ def add_old_and_reference_logprobs(
     charged = bool(cfg.kl_coef) and cfg.kl_in != "loss"
     if reference is not None and cfg.kl_coef and cfg.kl != "exact":
         batch = replace(batch, ref_logprobs=score_detached(batch, reference, runtime, cfg).logprobs)
-    if not (cfg.off_policy or charged or cfg.entropy_share < 1):
+    if not (cfg.is_off_policy or charged or cfg.entropy_share < 1):
         return batch
     scores = score_detached(batch, policy, runtime, cfg)
     batch = replace(batch, old_logprobs=scores.logprobs)
     if charged:
         batch = replace(batch, kl=estimated_kl(scores, batch.ref_logprobs, scores.logprobs, cfg))
     if cfg.entropy_share < 1:
-        entropies = torch.cat(runtime.gather([scores.entropy[batch.sampled].cpu()]))
+        entropies = torch.cat(runtime.gather([scores.entropy[batch.action_mask].cpu()]))
         least = shaping.highest(entropies, cfg.entropy_share).to(scores.entropy)
-        batch = replace(batch, acts=batch.sampled & (scores.entropy >= least))
+        batch = replace(batch, loss_mask=batch.action_mask & (scores.entropy >= least))
     return batch
 
 
@@ -393,11 +396,11 @@ def score_detached(batch: Batch, policy: Policy | Reference, runtime: Runtime, c
     """Scores of a batch without gradient, computed a micro-batch at a time."""
 
     def scored(rows: int) -> list[Scores]:
-        return [policy.score(micro_batch) for micro_batch in batch.chunks(rows)]
+        return [policy.score(micro_batch) for micro_batch in batch.split_into_chunks(rows)]
 
-    parts = runtime.fit(scored, cfg.micro_batch or len(batch))
+    parts = runtime.compute_within_memory(scored, cfg.micro_batch or len(batch))
     logprobs, entropy, exact_kl = zip(*parts, strict=True)
-    width = batch.mask.shape[1]
+    width = batch.response_mask.shape[1]
     return Scores(
         stacked(logprobs, width), stacked(entropy, width), None if exact_kl[0] is None else stacked(exact_kl, width)
     )
@@ -405,9 +408,9 @@ def score_detached(batch: Batch, policy: Policy | Reference, runtime: Runtime, c
 
 def replay(state: State, step: int, batch: Batch, cfg: GRPOConfig) -> Batch:
     """This step's batch joined with those of earlier steps that are less than cfg.max_staleness steps old."""
-    fresh = [(then, kept) for then, kept in state.experiences if step - then < cfg.max_staleness]
-    state.experiences = [(step, batch), *fresh] if cfg.max_staleness > 1 else []
-    return concat([batch, *(kept.replayed() for _, kept in fresh)])
+    fresh = [(then, kept) for then, kept in state.replay_buffer if step - then < cfg.max_staleness]
+    state.replay_buffer = [(step, batch), *fresh] if cfg.max_staleness > 1 else []
+    return concat([batch, *(kept.mark_as_replayed() for _, kept in fresh)])
 
 
 def finish_step(
@@ -419,4 +422,4 @@ def finish_step(
     metrics["kl_coef"] = cfg.kl_coef
     state.kl_coef = kl.adapted(cfg.kl_coef, metrics["kl"], cfg)
     if cfg.reference_every and state.step % cfg.reference_every == 0:
-        reference.follow(policy.weights(), cfg.reference_decay)
+        reference.update_weights(policy.weights(), cfg.reference_decay)

@@ -80,12 +80,12 @@ def cost(
     return {"reward/kl": -cfg.kl_coef * fmean(gather(per_response(kl, mask, cfg).flatten().tolist()))}
 
 
-def adapted(kl_coef: float, measured: float, cfg: GRPOConfig) -> float:
+def adapted(kl_coef: float, measured_kl: float, cfg: GRPOConfig) -> float:
     """10% of the relative error, itself clipped to 20% (arXiv 1909.08593, section 2.2), towards cfg.kl_target.
 
     A KL that is not finite says nothing: kl_coef stays.
     """
-    if not cfg.kl_target or not math.isfinite(measured):
+    if not cfg.kl_target or not math.isfinite(measured_kl):
         return kl_coef
-    error = torch.tensor((measured - cfg.kl_target) / cfg.kl_target).clamp(-0.2, 0.2)
+    error = torch.tensor((measured_kl - cfg.kl_target) / cfg.kl_target).clamp(-0.2, 0.2)
     return kl_coef * (1 + 0.1 * float(error))

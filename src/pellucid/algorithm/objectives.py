@@ -49,11 +49,11 @@ class Outcome(NamedTuple):
     """What is maximised, with gradient."""
     log_ratio: Tensor
     """log(pi / pi_old), of the token or of the response, whichever the objective goes by."""
-    below: Tensor | None = None
+    clipped_low: Tensor | None = None
     """bool: the gradient is gone because the ratio is too low; None where nothing is clipped."""
-    above: Tensor | None = None
+    clipped_high: Tensor | None = None
     """bool: ... because it is too high."""
-    moved: Tensor | None = None
+    clip_changed: Tensor | None = None
     """bool: bounds that are not the fixed ones decided otherwise than those would have."""
     bounds: Bounds | None = None
     """What `below` and `above` compare the ratio with."""
@@ -115,7 +115,7 @@ def cispo(tokens: Tokens, cfg: GRPOConfig) -> Outcome:
     log_ratio, (_, high) = log_ratio_of(tokens), fixed_bounds(tokens, cfg)
     ratio = clamped(log_ratio).exp()
     weight = ratio.clamp(max=1 + cfg.clip_high).detach()
-    return Outcome(weight * tokens.advantages * tokens.logprobs, log_ratio, above=ratio > high)
+    return Outcome(weight * tokens.advantages * tokens.logprobs, log_ratio, clipped_high=ratio > high)
 
 
 def sapo(tokens: Tokens, cfg: GRPOConfig) -> Outcome:
@@ -263,10 +263,10 @@ def clip_metrics(outcome: Outcome, mask: Tensor) -> dict[str, Tensor]:
     metrics = {
         "ratio/mean": clamped(log_ratio).exp(),
         "ratio/overflow": log_ratio.abs() > MAX_LOG_RATIO,
-        "clip/low": none if outcome.below is None else outcome.below,
-        "clip/high": none if outcome.above is None else outcome.above,
+        "clip/low": none if outcome.clipped_low is None else outcome.clipped_low,
+        "clip/high": none if outcome.clipped_high is None else outcome.clipped_high,
     }
-    metrics |= {} if outcome.moved is None else {"effect/clip": outcome.moved}
+    metrics |= {} if outcome.clip_changed is None else {"effect/clip": outcome.clip_changed}
     return {name: x.expand(mask.shape) for name, x in metrics.items()}
 
 
@@ -302,7 +302,7 @@ def by_constant(
     mask: Tensor, rollouts: Tensor, tokens: Tensor, cfg: GRPOConfig, lengths: Tensor | None = None
 ) -> Tensor:
     """Every token weighs 1 / (N L), N rollouts and L a constant, whatever the lengths (Dr. GRPO): no length bias."""
-    return mask / (rollouts * cfg.divisor)
+    return mask / (rollouts * cfg.constant_divisor)
 
 
 AGGREGATES = {"token": by_token, "sequence": by_sequence, "constant": by_constant}

@@ -32,10 +32,10 @@ class SamplingMask(NamedTuple):
     spans: Tensor
     """[N, 2]"""
 
-    def of(self, rows: Tensor) -> SamplingMask:
+    def select_tokens(self, rows: Tensor) -> SamplingMask:
         return self._replace(spans=self.spans[rows])
 
-    def ids(self, vocabulary: int) -> tuple[Tensor, Tensor]:
+    def unpack_ids(self, vocabulary: int) -> tuple[Tensor, Tensor]:
         """[N, K] ids of the tokens, ascending, behind them 0; and [N, K] bool, which of them are there."""
         words, (start, end) = self.words, self.spans.unbind(-1)
         width, whole = bit_words(vocabulary), end == start
@@ -52,11 +52,11 @@ class SamplingMask(NamedTuple):
         return ids.masked_fill_(~there, 0), there
 
 
-def masks_of(kept: Tensor) -> list[Tensor]:
+def masks_of(allowed: Tensor) -> list[Tensor]:
     """Words of each row of [B, V] bool, on the CPU."""
-    row, ids = kept.nonzero(as_tuple=True)
-    runs = ids.to("cpu", torch.int32).split(row.bincount(minlength=len(kept)).tolist())
-    return [run if len(run) < bit_words(kept.shape[-1]) else packed(kept[i]).cpu() for i, run in enumerate(runs)]
+    row, ids = allowed.nonzero(as_tuple=True)
+    runs = ids.to("cpu", torch.int32).split(row.bincount(minlength=len(allowed)).tolist())
+    return [run if len(run) < bit_words(allowed.shape[-1]) else packed(allowed[i]).cpu() for i, run in enumerate(runs)]
 
 
 def collated(masks: Sequence[Sequence[Tensor]]) -> tuple[Tensor, Tensor]:
@@ -70,9 +70,9 @@ def bit_words(vocabulary: int) -> int:
     return -(-vocabulary // WORD)
 
 
-def packed(kept: Tensor) -> Tensor:
+def packed(bits: Tensor) -> Tensor:
     """[V] bool -> [V / 32] int32"""
-    bits = F.pad(kept.to(torch.uint8), (0, -len(kept) % WORD)).unflatten(0, (-1, 8))
+    bits = F.pad(bits.to(torch.uint8), (0, -len(bits) % WORD)).unflatten(0, (-1, 8))
     return (bits << places(8, bits).to(torch.uint8)).sum(-1, dtype=torch.uint8).view(torch.int32)
 
 
@@ -82,5 +82,5 @@ def unpacked(words: Tensor) -> Tensor:
     return (eights >> places(8, eights).to(torch.uint8) & 1).bool().flatten(1)
 
 
-def places(n: int, beside: Tensor) -> Tensor:
-    return torch.arange(n, device=beside.device)
+def places(n: int, like: Tensor) -> Tensor:
+    return torch.arange(n, device=like.device)

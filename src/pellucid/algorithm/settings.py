@@ -173,10 +173,10 @@ class GRPOConfig:
                 raise ValueError(f"{name} = {getattr(self, name)} must not be negative")
         if self.prompts_per_step % self.minibatches:
             raise ValueError(f"minibatches = {self.minibatches} must divide prompts_per_step = {self.prompts_per_step}")
-        self._refuse_out_of_range()
-        self._refuse_contradictions()
+        self._check_ranges()
+        self._check_combinations()
 
-    def _refuse_out_of_range(self) -> None:
+    def _check_ranges(self) -> None:
         for name in ("similarity_mix", "reference_decay"):
             if not 0 <= getattr(self, name) < 1:
                 raise ValueError(f"{name} = {getattr(self, name)} must be from 0 to below 1")
@@ -192,8 +192,8 @@ class GRPOConfig:
         if 0 < self.dual_clip <= 1 + self.clip_high:
             raise ValueError(f"dual_clip = {self.dual_clip} must be above 1 + clip_high = {1 + self.clip_high}, or 0")
 
-    def _refuse_contradictions(self) -> None:
-        if self.objective == "reinforce" and self.off_policy:
+    def _check_combinations(self) -> None:
+        if self.objective == "reinforce" and self.is_off_policy:
             raise ValueError(
                 'objective = "reinforce" has no ratio: set epochs, minibatches and max_staleness to 1, or another'
                 " objective"
@@ -217,16 +217,16 @@ class GRPOConfig:
             raise ValueError("reference_decay has no use without reference_every: set that to 1")
 
     @property
-    def longest(self) -> int:
+    def required_max_length(self) -> int:
         """max_length. ValueError where nobody said what it is."""
         if not self.max_length:
             raise ValueError("max_length must be given where overlong_cache or aggregate = constant reads it")
         return self.max_length
 
     @property
-    def divisor(self) -> int:
+    def constant_divisor(self) -> int:
         """Of aggregate = "constant", in tokens."""
-        return self.constant_length or self.longest
+        return self.constant_length or self.required_max_length
 
     @property
     def inner_steps(self) -> int:
@@ -234,7 +234,7 @@ class GRPOConfig:
         return self.epochs * self.minibatches
 
     @property
-    def off_policy(self) -> bool:
+    def is_off_policy(self) -> bool:
         """Whether the policy that is updated may be another than the one that sampled."""
         return self.inner_steps > 1 or self.max_staleness > 1
 
@@ -268,7 +268,7 @@ class AdamWConfig:
         if not self.eps > 0:
             raise ValueError(f"eps = {self.eps} must be positive")
 
-    def lr_at(self, update: int, total: int) -> float:
+    def compute_lr(self, update: int, total: int) -> float:
         """Learning rate of optimizer step `update` of `total`, both counted from 1; past the end, where it ended."""
         if update <= self.warmup:
             return self.lr * update / self.warmup

@@ -46,7 +46,7 @@ def overlong(rewards: Tensor, lengths: Tensor, cfg: GRPOConfig) -> Tensor:
     """Less 0 to 1 over the last overlong_cache tokens before max_length (DAPO, arXiv 2503.14476, equation 13)."""
     if not cfg.overlong_cache:
         return rewards
-    start = cfg.longest - cfg.overlong_cache
+    start = cfg.required_max_length - cfg.overlong_cache
     return rewards - ((lengths - start) / cfg.overlong_cache).clamp(0.0, 1.0)
 
 

@@ -19,7 +19,7 @@ class Totals:
     def __init__(self) -> None:
         self.sums: defaultdict[str, float] = defaultdict(float)
         self.counts: defaultdict[str, float] = defaultdict(float)
-        self.steps: list[dict[str, float]] = []
+        self.step_metrics: list[dict[str, float]] = []
         self.gap_max = 0.0
 
     def add_tokens(self, metrics: Mapping[str, Tensor]) -> None:
@@ -31,16 +31,16 @@ class Totals:
         if "sampler/gap_mean" in there:
             self.gap_max = max(self.gap_max, float(there["sampler/gap_mean"].max()))
 
-    def means(self, gather: Callable[[list[Any]], list[Any]]) -> dict[str, float]:
+    def compute_means(self, gather: Callable[[list[Any]], list[Any]]) -> dict[str, float]:
         """The mean of each metric over all processes, whose lists `gather` joins."""
         sums, counts = added(gather([self.sums])), added(gather([self.counts]))
-        loss, steps = sums.pop("loss"), len(self.steps)
+        loss, steps = sums.pop("loss"), len(self.step_metrics)
         return {name: value / counts[name] for name, value in sums.items()} | {
             "sampler/gap_max": max(gather([self.gap_max])),
             "loss": loss / steps,  # already a weighted sum: adding up is its mean
-            "grad_norm": sum(s["grad_norm"] for s in self.steps) / steps,
-            **{name: self.steps[-1][name] for name in LAST if name in self.steps[-1]},
-            **{name: sum(s[name] for s in self.steps) for name in COUNTED if name in self.steps[-1]},
+            "grad_norm": sum(s["grad_norm"] for s in self.step_metrics) / steps,
+            **{name: self.step_metrics[-1][name] for name in LAST if name in self.step_metrics[-1]},
+            **{name: sum(s[name] for s in self.step_metrics) for name in COUNTED if name in self.step_metrics[-1]},
         }
 
 
@@ -54,12 +54,12 @@ class Clock:
     """Splits a step into named laps, in seconds."""
 
     def __init__(self) -> None:
-        self.start = self.last = time.perf_counter()
+        self.start = self.last_lap = time.perf_counter()
         self.laps: dict[str, float] = {}
 
-    def lap(self, name: str) -> None:
-        before, self.last = self.last, time.perf_counter()
-        self.laps[f"time/{name}"] = self.laps.get(f"time/{name}", 0.0) + self.last - before
+    def record_lap(self, name: str) -> None:
+        before, self.last_lap = self.last_lap, time.perf_counter()
+        self.laps[f"time/{name}"] = self.laps.get(f"time/{name}", 0.0) + self.last_lap - before
 
-    def times(self) -> dict[str, float]:
-        return {**self.laps, "time/step": self.last - self.start}
+    def get_times(self) -> dict[str, float]:
+        return {**self.laps, "time/step": self.last_lap - self.start}

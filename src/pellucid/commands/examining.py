@@ -27,7 +27,7 @@ class Doctor:
         cfg = None
         if self.plan:
             recipe = recipes.find(self.plan)
-            look_at(recipe, self.settings, says_code=True)
+            look_at(recipe, self.settings, print_code=True)
             cfg = config.load(recipe, self.settings)
         with uncollected():
             from pellucid.doctor import command  # noqa: PLC0415 - torch takes seconds: settings are checked before

@@ -66,7 +66,7 @@ def loaded(cfg: Config) -> Policy:
         CPU,
         torch.float32 if p.load_in_4bit or p.dtype == "auto" else getattr(torch, p.dtype),
         cfg.sampler.temperature,
-        lora=p.lora,
+        lora_rank=p.lora,
         lora_alpha=p.lora_alpha,
         lora_targets=p.lora_targets,
         template=Template(p.template, p.template_kwargs),

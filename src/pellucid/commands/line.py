@@ -71,10 +71,10 @@ FRAME = "│|╭╮╰╯─-+ "
 """What tyro draws a box of, with or without Unicode."""
 
 
-def parsed(words: Sequence[str]) -> Callable[[], int]:
+def parsed(args: Sequence[str]) -> Callable[[], int]:
     """Return the command that the words describe, to be called. UserError, one line, where they describe none."""
-    command = named(words[0])
-    own, settings = flags.split(words[1:])
+    command = named(args[0])
+    own, settings = flags.split(args[1:])
     takes = options(command)
     unknown = [flag for flag in flags_in(own) if flag.replace("_", "-") not in takes]
     if unknown:
@@ -91,9 +91,9 @@ def parsed(words: Sequence[str]) -> Callable[[], int]:
     return dataclasses.replace(told([command, *own], COMMANDS), **given)
 
 
-def flags_in(words: Sequence[str]) -> list[str]:
+def flags_in(args: Sequence[str]) -> list[str]:
     """Return the flags among words, each once and without a value behind =."""
-    return list(dict.fromkeys(word.partition("=")[0] for word in words if word.startswith("--")))
+    return list(dict.fromkeys(word.partition("=")[0] for word in args if word.startswith("--")))
 
 
 def flag_of(setting: str) -> str:
@@ -133,16 +133,16 @@ def meant(word: str, command: str) -> str:
     return did_you_mean(word, known) or "; there are " + ", ".join(known)
 
 
-def told(words: Sequence[str], commands: Mapping[str, type[Any]]) -> Any:
+def told(args: Sequence[str], commands: Mapping[str, type[Any]]) -> Any:
     """Return what tyro makes of the words. UserError, with the first lines of its box in one, where it refuses them."""
     box = io.StringIO()
     try:
         with redirect_stderr(box):
-            return tyro.extras.subcommand_cli_from_dict(dict(commands), args=words, prog="pellucid", description=ABOUT)
+            return tyro.extras.subcommand_cli_from_dict(dict(commands), args=args, prog="pellucid", description=ABOUT)
     except SystemExit as end:
         if not end.code:
             raise
-        raise UserError(f"{in_one_line(box.getvalue())}; see pellucid {words[0]} --help") from None
+        raise UserError(f"{in_one_line(box.getvalue())}; see pellucid {args[0]} --help") from None
 
 
 def in_one_line(box: str) -> str:
@@ -155,9 +155,9 @@ def in_one_line(box: str) -> str:
 # ---------------------------------------------------------------- help
 
 
-def help_on(words: Sequence[str]) -> None:
+def help_on(args: Sequence[str]) -> None:
     """Print the commands, or the options of one with the settings that it takes."""
-    rest = [word for word in words if word not in ("-h", "--help", "--help-all")]
+    rest = [word for word in args if word not in ("-h", "--help", "--help-all")]
     commands = dict(COMMANDS)
     if rest:
         own, settings = flags.split(rest[1:])
@@ -169,6 +169,6 @@ def help_on(words: Sequence[str]) -> None:
                 named_code = ", ".join(code)
                 note = f"! {recipe} names code, which help does not run: {named_code}. Its settings are not listed.\n"
                 print(harmless(note))
-            commands[command] = shown.with_settings(COMMANDS[command], recipe, settings, "--help-all" in words)
+            commands[command] = shown.with_settings(COMMANDS[command], recipe, settings, "--help-all" in args)
     with suppress(SystemExit):
         told([*rest[:1], "--help"], commands)

@@ -40,14 +40,14 @@ def show(cfg: Config, run_dir: Path) -> int:
     objective_of(cfg.algorithm.objective)
     model = memory.of_policy(cfg.policy)
     words = pretrained.tokenizer(cfg.policy.model, cfg.policy.access)
-    template_of(cfg).put_into(words)
+    template_of(cfg).apply_to_tokenizer(words)
     prompt = next(iter(with_split(cfg.task, "train").sample(0, 1)), None)
     if prompt is None:
         raise UserError("the task has no prompt for step 0: its sample(step, n) must return n of them")
     print(harmless(toml(config.dump(cfg))), flush=True)
     preflight.show_plan(cfg, model, memory.why_not_ours(model, cfg), int(os.environ.get("WORLD_SIZE", "1")), run_dir)
     task = innermost(cfg.task)
-    if isinstance(getattr(task, "talk", None), AgentTalk):
+    if isinstance(getattr(task, "environment_spec", None), AgentTalk):
         print("\nThe agent writes its prompts by itself: they are shown when it runs. The row that it is given first:")
     else:
         prompt = as_asked(cfg, prompt)
@@ -62,12 +62,12 @@ def as_asked(cfg: Config, prompt: Prompt) -> Prompt:
     UserError where the environment cannot begin a conversation.
     """
     task = innermost(cfg.task)
-    world = world_of(task, cfg.reward, here=only_here(cfg.task))
+    world = world_of(task, cfg.reward, in_process=only_here(cfg.task))
     if not world:
         return prompt
     try:
-        world.begin(0, prompt, 0)
-        replies = world.heard(task.talk.timeout + STARTUP)
+        world.start_conversation(0, prompt, 0)
+        replies = world.receive_replies(task.environment_spec.timeout + STARTUP)
         if not replies:
             raise UserError("the environment did not say its question: run it by itself, or raise task.timeout")
         reply = replies[0][1]

@@ -40,12 +40,12 @@ EVERYDAY = {
 NAME = Annotated[str, arg(metavar="TASK", help="One of `pellucid list tasks`, or your own: path/to/file.py:Class.")]
 
 
-def with_settings(command: type[Any], recipe: Path | None, words: Sequence[str], everything: bool) -> type[Any]:
+def with_settings(command: type[Any], recipe: Path | None, args: Sequence[str], all_settings: bool) -> type[Any]:
     """Return the class of a command with its settings as a field; their values are those of the recipe and the words.
 
     Unless `everything` is wanted, the settings are those of EVERYDAY and of the task.
     """
-    read, over = config.read(recipe) if recipe else {}, flags.sections(words)
+    read, over = config.read(recipe) if recipe else {}, flags.sections(args)
     values, code = config.merged(read, over), config.code_in(read)
     cfg, task = None, {}
     try:
@@ -53,7 +53,7 @@ def with_settings(command: type[Any], recipe: Path | None, words: Sequence[str],
             cfg = config.build(without_task(read), str(recipe), without_task(over))
             task = of_task_as_written(values.get("task", {}))
         else:
-            cfg = config.load(recipe, words)
+            cfg = config.load(recipe, args)
             task = of_task(values.get("task", {}), cfg.task)
     except UserError as refused:  # such as a task that cannot be made yet, as nothing names its data
         try:
@@ -64,8 +64,8 @@ def with_settings(command: type[Any], recipe: Path | None, words: Sequence[str],
     for name, cls in SECTIONS.items():
         if name == "task":
             shown[name] = task
-        elif everything or name in EVERYDAY:
-            shown[name] = derived(cls, fields_of(cls, getattr(cfg, name, None), () if everything else EVERYDAY[name]))
+        elif all_settings or name in EVERYDAY:
+            shown[name] = derived(cls, fields_of(cls, getattr(cfg, name, None), () if all_settings else EVERYDAY[name]))
     settings = dataclasses.make_dataclass("Settings", [(name, cls, made_by(cls)) for name, cls in shown.items()])
     return derived(command, [("settings", Annotated[settings, arg(name="")], made_by(settings))])
 

@@ -78,14 +78,14 @@ class Train:
             return INTERRUPTED
 
 
-def look_at(source: Path, settings: Sequence[str], says_code: bool = False) -> None:
+def look_at(source: Path, settings: Sequence[str], print_code: bool = False) -> None:
     """Look at what a file asks for by itself, before any code that it names runs.
 
     UserError if it would send an environment variable that is not named for keys. says_code: print the code it names.
     """
     values = config.read(source)
     config.refuse_other_variables(values, settings, source)
-    if says_code and (code := config.code_in(values)):
+    if print_code and (code := config.code_in(values)):
         print(f"! {harmless(str(source))} runs code as you: {harmless(', '.join(code))}", flush=True)
 
 
@@ -130,12 +130,12 @@ class Eval:
         with handled(end_at_once), uncollected():
             from pellucid.training import exam  # noqa: PLC0415 - as in Train
 
-        status = exam.examine(cfg, model, self.access(cfg, run_dir), self.show, self.output)
+        status = exam.examine(cfg, model, self.resolve_access(cfg, run_dir), self.show, self.output)
         if not recipe and not run_dir and not any(word.startswith("--task.") for word in self.settings):
             print(harmless(f"asked the default task, {cfg.task_name}: name another with --task RECIPE"))
         return status
 
-    def access(self, cfg: Config, run_dir: Path | None) -> Access:
+    def resolve_access(self, cfg: Config, run_dir: Path | None) -> Access:
         """How the model may be read: as its run or a recipe of this very model says; else as the command line does."""
         if self.model == cfg.policy.model or (run_dir and not self.task):
             return cfg.policy.access

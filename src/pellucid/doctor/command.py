@@ -84,7 +84,7 @@ def findings() -> Iterator[tuple[str, str]]:
 
 def on_cpu() -> Iterator[tuple[str, str]]:
     step, reason = fusing.here()
-    by = "AMX" if step and step.tiles else "AVX-512"
+    by = "AMX" if step and step.uses_amx else "AVX-512"
     yield "decoding", f"fused, in bfloat16 by {by} on the CPU" if step else f"by torch's operators: {reason}"
 
 
@@ -103,11 +103,11 @@ def plan(cfg: Config) -> int:
     """Print how many GB training with these settings takes on each device. No weights are loaded."""
     dtype = hardware.pick_dtype(cfg.policy.dtype, hardware.pick_device(cfg.policy.device))
     cfg = replace(cfg, policy=replace(cfg.policy, dtype=str(dtype).removeprefix("torch.")))
-    if note := cfg.policy.access.note(cfg.policy.model):
+    if note := cfg.policy.access.format_warning(cfg.policy.model):
         print(harmless(f"! {note}"), flush=True)
     model = memory.of_policy(cfg.policy)
     print(
-        f"{cfg.policy.model}: {model.parameters / 1e6:.1f} M parameters, {model.trained / 1e6:.1f} M trained, computed"
+        f"{cfg.policy.model}: {model.parameter_count / 1e6:.1f} M parameters, {model.trained_count / 1e6:.1f} M trained, computed"
         f" in {cfg.policy.dtype}; GB on each device at the peak\n"
     )
     names = list(memory.parts(model, cfg))
@@ -194,7 +194,7 @@ def shown(value: Any) -> str:
 def sampling(model: memory.Model, cfg: Config) -> str:
     """What sampling keeps, in words."""
     s, wide = cfg.sampler, 4 if cfg.policy.dtype == "float32" else 2
-    engine = f"{wide * model.parameters / 1e9:.1f} GB of weights and"
+    engine = f"{wide * model.parameter_count / 1e9:.1f} GB of weights and"
     if s.name != "vllm":
         return (
             f"Sampling keeps {memory.gb(memory.cache(model.config, cfg, 1))} GB of keys and values on one device, and"

@@ -38,11 +38,11 @@ class Model(NamedTuple):
     """The facts of a model that its memory depends on."""
 
     config: Any
-    parameters: int
-    trained: int
-    quantized: int = 0
+    parameter_count: int
+    trained_count: int
+    quantized_count: int = 0
     """Of the parameters, those that are 4-bit numbers."""
-    own_code: bool = False
+    has_own_code: bool = False
     """Whether it is computed by Python code of the checkpoint's."""
 
 
@@ -67,7 +67,7 @@ def from_name(
     config, model = without_weights(name, access)
     parameters = sum(p.numel() for p in model.parameters())
     if not lora:
-        return Model(config, parameters, parameters, own_code=has_own_code(model))
+        return Model(config, parameters, parameters, has_own_code=has_own_code(model))
     linear = {name: m for name, m in model.named_modules() if isinstance(m, torch.nn.Linear)}
     inner = [
         m
@@ -87,7 +87,7 @@ def parts(model: Model, cfg: Config, processes: int = 1) -> dict[str, float | No
     are there at the same time: `peak` says how much is.
     """
     ours = computed_by_us(model, cfg)
-    tokens = tokens_of(cfg, processes, shared=ours)
+    tokens = tokens_of(cfg, processes, shares_prompts=ours)
     counted = not unlike(model.config)
     kept = state(model, cfg, processes) | reward_models(cfg) | sampling_engine(model, cfg)
     return kept | {
@@ -114,9 +114,9 @@ def phases(model: Model, cfg: Config, processes: int = 1) -> dict[str, float]:
     gradients, passing = found["gradients"] or 0.0, (found["activations"] or 0.0) + (found["logits"] or 0.0)
     at_once = max(gradients, passing) if one_backward_pass(cfg, processes) else gradients + passing
     predicted = bool(cfg.log.tokens and cfg.log.predictions) and pick_device(cfg.policy.device).type == "cpu"
-    copy = 4 * model.trained / 1e9 if predicted else 0.0
+    copy = 4 * model.trained_count / 1e9 if predicted else 0.0
     during = copy if cfg.algorithm.steps >= cfg.log.predictions else 0.0  # before the first step there are no moments
-    p = model.parameters / 1e9
+    p = model.parameter_count / 1e9
     sharded = cfg.runtime.engine in ("fsdp2", "deepspeed")
     start = 4 * p * (1 + has_reference(cfg) / processes) + LIBRARIES if sharded else 0.0
     return {
@@ -137,7 +137,7 @@ def one_backward_pass(cfg: Config, processes: int) -> bool:
 def packed(model: Model, cfg: Config) -> float:
     """GB of the matrices as the compiled kernels of sampling read them, beside those of the update."""
     by_kernels = cfg.sampler.name == "native" and cfg.policy.dtype == "bfloat16" and computed_by_us(model, cfg)
-    return 2 * model.parameters / 1e9 if by_kernels and pick_device(cfg.policy.device).type == "cpu" else 0.0
+    return 2 * model.parameter_count / 1e9 if by_kernels and pick_device(cfg.policy.device).type == "cpu" else 0.0
 
 
 def logits(model: Model, cfg: Config, tokens: float) -> float:
@@ -220,10 +220,10 @@ def _reads_keys(kind: str) -> bool:
     return "attention" in kind and "linear" not in kind
 
 
-def tokens_of(cfg: Config, processes: int, shared: bool) -> float:
+def tokens_of(cfg: Config, processes: int, shares_prompts: bool) -> float:
     """How many tokens one backward pass goes through. A shared prompt counts once a group."""
     rows = rows_of(cfg, processes)
-    return rows * cfg.sampler.max_tokens + (rows / cfg.algorithm.group_size if shared else rows) * PROMPT_TOKENS
+    return rows * cfg.sampler.max_tokens + (rows / cfg.algorithm.group_size if shares_prompts else rows) * PROMPT_TOKENS
 
 
 def rows_of(cfg: Config, processes: int) -> int:
@@ -254,7 +254,7 @@ def sampling_engine(model: Model, cfg: Config) -> dict[str, float]:
     come back; empty without either.
     """
     merged = cfg.policy.lora > 0 and cfg.sampler.adapter == "merged"  # always in fp32
-    weights = (4 if merged or cfg.policy.dtype == "float32" else 2) * model.parameters / 1e9
+    weights = (4 if merged or cfg.policy.dtype == "float32" else 2) * model.parameter_count / 1e9
     if cfg.sampler.name != "vllm" or (cfg.sampler.urls and not cfg.sampler.ahead):
         return {}
     return {"pushed weights": weights} if cfg.sampler.urls else {"vLLM": weights + cfg.sampler.cache_gb + ENGINE}
@@ -265,14 +265,14 @@ def has_reference(cfg: Config) -> bool:
 
 
 def ddp_state(model: Model, cfg: Config, _: int) -> dict[str, float]:
-    p, t, q = model.parameters / 1e9, model.trained / 1e9, model.quantized / 1e9
+    p, t, q = model.parameter_count / 1e9, model.trained_count / 1e9, model.quantized_count / 1e9
     half = cfg.policy.dtype != "float32"
     if cfg.optimizer.offload:
         copied = joined(model.config) if half and computed_by_us(model, cfg) else p * half
         kept = {"weights": (4 - 2 * half) * p + 2 * copied, "gradients": (4 - 2 * half) * t, "optimizer": 0.0}
     else:
         base = 4 * t + (4 - 2 * half) * (p - t) if cfg.policy.lora else 4 * p
-        if model.quantized:
+        if model.quantized_count:
             base += (FOUR_BITS - 4 + 2 * half) * q - 2 * half * (p - t)  # what is frozen has no second copy
         kept = {"weights": base + 2 * p * half, "gradients": 4 * t, "optimizer": 8 * t}
     return kept | {"reference": (4 + 2 * half) * p * has_reference(cfg)}
@@ -280,7 +280,7 @@ def ddp_state(model: Model, cfg: Config, _: int) -> dict[str, float]:
 
 def fsdp2_state(model: Model, cfg: Config, processes: int) -> dict[str, float]:
     """What is kept is shared out, among `runtime.shards`; what samples is whole."""
-    p, t, shards = model.parameters / 1e9, model.trained / 1e9, cfg.runtime.shards or processes
+    p, t, shards = model.parameter_count / 1e9, model.trained_count / 1e9, cfg.runtime.shards or processes
     half = cfg.policy.dtype != "float32"
     base = 4 * t + (4 - 2 * half) * (p - t) if cfg.policy.lora else 4 * p
     away = cfg.optimizer.offload and cfg.policy.device != "cpu"
@@ -295,7 +295,7 @@ def zero_state(model: Model, cfg: Config, processes: int) -> dict[str, float]:
     of gradients and 12 of optimizer state a parameter, stage 2 shares out all but the weights, 3 the weights, too. What
     samples is whole.
     """
-    p, t = model.parameters / 1e9, model.trained / 1e9
+    p, t = model.parameter_count / 1e9, model.trained_count / 1e9
     half, sharded = cfg.policy.dtype != "float32", cfg.runtime.zero_stage == 3
     wide, away = 4 - 2 * half, cfg.optimizer.offload and cfg.policy.device != "cpu"
     copied = 2 * joined(model.config) if half and not sharded and computed_by_us(model, cfg) else 0.0
@@ -316,7 +316,7 @@ def why_not_ours(model: Model, cfg: Config) -> str:
     """Why transformers will compute and not our decoder, as `Policy.fallback_reason` says once it is loaded."""
     if cfg.policy.engine == "transformers":
         return "policy.engine"
-    if model.own_code:
+    if model.has_own_code:
         return "code of its own"
     if cfg.policy.lora:
         return "an adapter on a 4-bit base" if cfg.policy.load_in_4bit else "an adapter"
@@ -338,17 +338,17 @@ def heads_of(config: Any) -> tuple[int, int, int]:
     return heads, key_heads, getattr(config, "head_dim", None) or config.hidden_size // heads
 
 
-def activations(config: Any, cfg: Config, ours: bool) -> float:
+def activations(config: Any, cfg: Config, own_decoder: bool) -> float:
     """Bytes that the backward pass needs of one token: of all layers, or the residual stream and one layer where they
     are recomputed. Counted for our own decoder; through transformers half as much again, as a rule of thumb.
     """
     config = config.get_text_config()
     layer, layers = bytes_a_token(config, 4 if cfg.policy.dtype == "float32" else 2), config.num_hidden_layers
     kept = 4 * config.hidden_size * (layers + 1) + layer if cfg.policy.gradient_checkpointing else layer * layers
-    return kept if ours else 1.5 * kept
+    return kept if own_decoder else 1.5 * kept
 
 
-def bytes_a_token(config: Any, wide: int) -> int:
+def bytes_a_token(config: Any, dtype_bytes: int) -> int:
     """Bytes that one layer keeps of one token: the residual stream twice in fp32, and in `wide` bytes what its matrices
     and its attention read. Attention by operators pads rows, and there a prompt's keys and values stand once more
     beside those of each response; attention in one call, in half precision, keeps what the heads have read instead.
@@ -357,8 +357,8 @@ def bytes_a_token(config: Any, wide: int) -> int:
     inner = getattr(config, "intermediate_size", None) or 4 * config.hidden_size
     normed, projected, turned = 2 * config.hidden_size, (heads + 2 * key_heads) * size, (heads + key_heads) * size
     padded = (2 * heads + 4 * key_heads) * size
-    attention = projected + turned + (heads * size if wide == 2 and size in HEADS else padded)
-    return 8 * config.hidden_size + wide * (normed + attention + 3 * inner)
+    attention = projected + turned + (heads * size if dtype_bytes == 2 and size in HEADS else padded)
+    return 8 * config.hidden_size + dtype_bytes * (normed + attention + 3 * inner)
 
 
 def cache(config: Any, cfg: Config, processes: int) -> float | None:

@@ -70,11 +70,11 @@ class Memory(NamedTuple):
 
 class Stage(NamedTuple):
     seconds: float
-    by_kind: defaultdict[str, float]
+    seconds_by_kind: defaultdict[str, float]
     """Seconds in operators by kind; the rest of a step is Python and the way into operators."""
-    gb: list[float]
+    memory_gb: list[float]
     """Samples of the resident memory."""
-    exchanging: list[tuple[float, float]]
+    communication: list[tuple[float, float]]
     """From when to when something went between processes, in seconds; what is computed meanwhile counts in by_kind."""
 
 
@@ -97,14 +97,14 @@ def counted(steps: Iterator[StepResult]) -> tuple[StepResult | None, dict[str, f
     """The next step, and floating-point operations a token of its rollouts, by stage. In a step of its own: counting
     slows operators down, and torch.profiler, when it counts, holds gigabytes. Attention in C++ is not counted.
     """
-    with Operations() as operations, in_cpp(operations.seen):
+    with Operations() as operations, in_cpp(operations.operations):
         start = time.perf_counter()
         result = next(steps, None)
     if result is None:
         return None, {}
     stage_at, tokens = stages_by_time(result.metrics), tokens_of(result)
     flops = dict.fromkeys(STAGES, 0.0)
-    for seconds, n in operations.seen:
+    for seconds, n in operations.operations:
         flops[stage_at(seconds - start)] += n / max(1, tokens)
     return result, flops
 
@@ -131,13 +131,13 @@ def tokens_of(result: StepResult) -> int:
 
 
 @contextmanager
-def in_cpp(seen: list[tuple[float, float]]) -> Iterator[None]:
+def in_cpp(operations: list[tuple[float, float]]) -> Iterator[None]:
     """Count what is computed in C++ there, too."""
-    compiling.Operations.seen = seen
+    compiling.Operations.entries = operations
     try:
         yield
     finally:
-        compiling.Operations.seen = None
+        compiling.Operations.entries = None
 
 
 class Operations(TorchDispatchMode):
@@ -145,12 +145,12 @@ class Operations(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.seen: list[tuple[float, float]] = []
+        self.operations: list[tuple[float, float]] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         if (left := LEFT_OPERAND.get(func.overloadpacket)) is not None:
-            self.seen.append((time.perf_counter(), 2.0 * result.numel() * args[left].shape[-1]))
+            self.operations.append((time.perf_counter(), 2.0 * result.numel() * args[left].shape[-1]))
         return result
 
 
@@ -189,11 +189,11 @@ def stages_of(
     for event in events:
         began, ended = ((moment - origin) / 1e6 for moment in (event.time_range.start, event.time_range.end))
         stage = stages[stage_at(began)]
-        stage.by_kind[kind_of(event.name)] += event.self_cpu_time_total / 1e6
+        stage.seconds_by_kind[kind_of(event.name)] += event.self_cpu_time_total / 1e6
         if event.name.startswith(COLLECTIVES):
-            stage.exchanging.append((began, ended))
+            stage.communication.append((began, ended))
     for moment in memory:
-        stages[stage_at(moment.seconds - start)].gb.append(moment.gb)
+        stages[stage_at(moment.seconds - start)].memory_gb.append(moment.gb)
     return stages
 
 
@@ -211,29 +211,29 @@ def kind_of(operator: str) -> str:
     return next(kind for kind, beginnings in KINDS.items() if name.startswith(beginnings))
 
 
-def table(stages: Mapping[str, Stage], tflop: Mapping[str, float], speed: float, dtype: str) -> str:
+def table(phases: Mapping[str, Stage], tflop: Mapping[str, float], peak_tflops: float, dtype: str) -> str:
     """Fixed-width text. tflop: of each stage's matrix products; speed: TFLOP/s of a large one here."""
-    lines = [f"{'':26}" + "".join(f"{name:>12}" for name in [*stages, "step"])]
+    lines = [f"{'':26}" + "".join(f"{name:>12}" for name in [*phases, "step"])]
 
     def row(name: str, values: Sequence[float], form: str, total: float | None = None) -> None:
         cells = [*values, sum(values) if total is None else total]
         lines.append(f"{name:26}" + "".join(f"{format(value, form):>12}" for value in cells))
 
-    each, products = list(stages.values()), [tflop[name] for name in stages]
+    each, products = list(phases.values()), [tflop[name] for name in phases]
     seconds = sum(s.seconds for s in each)
     row("seconds", [s.seconds for s in each], ".2f")
     for kind in KINDS:
-        row(f"  {kind}", [s.by_kind[kind] for s in each], ".2f")
-    row("  Python and dispatch", [max(0.0, s.seconds - sum(s.by_kind.values())) for s in each], ".2f")
-    if any(s.exchanging for s in each):
-        row("between processes", [covered(s.exchanging) for s in each], ".2f")
+        row(f"  {kind}", [s.seconds_by_kind[kind] for s in each], ".2f")
+    row("  Python and dispatch", [max(0.0, s.seconds - sum(s.seconds_by_kind.values())) for s in each], ".2f")
+    if any(s.communication for s in each):
+        row("between processes", [covered(s.communication) for s in each], ".2f")
     row("matrix products, TFLOP", products, ".3f")
-    row("  at this machine's speed", [x / speed for x in products], ".2f")
-    shares = [x / speed / s.seconds if s.seconds else 0.0 for x, s in zip(products, each, strict=True)]
-    row("  share of that speed", shares, ".0%", sum(products) / speed / seconds)
-    peaks = [max(s.gb, default=0.0) for s in each]
+    row("  at this machine's speed", [x / peak_tflops for x in products], ".2f")
+    shares = [x / peak_tflops / s.seconds if s.seconds else 0.0 for x, s in zip(products, each, strict=True)]
+    row("  share of that speed", shares, ".0%", sum(products) / peak_tflops / seconds)
+    peaks = [max(s.memory_gb, default=0.0) for s in each]
     row("peak memory, GB", peaks, ".2f", max(peaks))
-    lines.append(f"\nThis machine: {speed:.2f} TFLOP/s in {dtype}, one product of 2048 x 2048, all threads.")
+    lines.append(f"\nThis machine: {peak_tflops:.2f} TFLOP/s in {dtype}, one product of 2048 x 2048, all threads.")
     lines.append(
         "The profiler itself slows operators down. Operations were counted in the step before, and go by tokens.\n"
     )

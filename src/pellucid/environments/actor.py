@@ -44,9 +44,9 @@ class Begin:
 class Hear:
     """The policy has spoken; `messages` are all so far, `last` says that it says nothing more."""
 
-    said: Said
+    turn: Said
     messages: Sequence[Message]
-    last: bool = False
+    is_last: bool = False
 
 
 @dataclass
@@ -56,7 +56,7 @@ class Answer:
     texts: list[tuple[str, str, str]]
     """Role, name and content of each message."""
     events: dict[str, int]
-    over: bool = False
+    is_over: bool = False
     reward: float | None = None
     error: str = ""
 
@@ -68,66 +68,68 @@ class TimeLimitError(BaseException):
 class Actor:
     """Answers requests. `note` takes what went wrong in the user's code, and the error."""
 
-    def __init__(self, talk: Talk, note: Callable[[str, BaseException], None], alarmed: bool = True) -> None:
-        self._talk, self._note, self._alarmed = talk, note, alarmed
-        self._tools = {spec.rpartition(":")[2]: function_of(spec, "tool") for spec in talk.tools}
-        self._makers = makers(talk)
-        found = load_object(talk.environment) if talk.environment else None
-        self._reply: Callable[..., Any] | None = found if is_reply(found) else None
-        self._made: dict[str, Any] = {}
+    def __init__(
+        self, env_spec: Talk, log_error: Callable[[str, BaseException], None], has_time_limit: bool = True
+    ) -> None:
+        self._env_spec, self._log_error, self._has_time_limit = env_spec, log_error, has_time_limit
+        self._tools = {spec.rpartition(":")[2]: function_of(spec, "tool") for spec in env_spec.tools}
+        self._factories = makers(env_spec)
+        found = load_object(env_spec.environment) if env_spec.environment else None
+        self._reply_function: Callable[..., Any] | None = found if is_reply(found) else None
+        self._environments: dict[str, Any] = {}
         self._environment: Any = None
         self._loop: asyncio.AbstractEventLoop | None = None
 
-    def answer(self, request: Begin | Hear) -> tuple[Answer, bytes]:
+    def handle(self, request: Begin | Hear) -> tuple[Answer, bytes]:
         """Return the answer, and where the conversation is over the environment as it then is."""
         if isinstance(request, Begin):
-            return self._begun(request), NOTHING
-        answer = Answer([], {}) if request.last else self._heard(request)
-        if answer.over or request.last:
-            answer.over = True
-            self._ended(answer)
-            return answer, self._kept()
+            return self._begin(request), NOTHING
+        answer = Answer([], {}) if request.is_last else self._handle_turn(request)
+        if answer.is_over or request.is_last:
+            answer.is_over = True
+            self._compute_reward(answer)
+            return answer, self._pickle_environment()
         return answer, NOTHING
 
-    def _begun(self, request: Begin) -> Answer:
+    def _begin(self, request: Begin) -> Answer:
         shared, own = request.seeds
         seed_all(shared)
-        observation, error = self._said(lambda: self._reset(request.columns))
+        observation, error = self._call_for_text(lambda: self._reset(request.columns))
         seed_all(own)
         if error:
-            return Answer([], {}, over=True, error=f"reset: {self._told(error)}")
+            return Answer([], {}, is_over=True, error=f"reset: {self._describe_error(error)}")
         return Answer([("user", "", observation)] if observation is not None else [], {})
 
     def _reset(self, columns: Mapping[str, Any]) -> Any:
-        if not self._makers:
+        if not self._factories:
             return None
-        name = "" if "" in self._makers else str(columns.get(COLUMN))
-        if name not in self._makers:
-            raise NoRewardError(f'the row has {COLUMN} = "{name}"; there are {", ".join(self._makers)}')
-        if name not in self._made:
-            self._made[name] = self._makers[name]()
-        self._environment = self._made[name]
-        row = columns if "" in self._makers else {key: x for key, x in columns.items() if key != COLUMN}
+        name = "" if "" in self._factories else str(columns.get(COLUMN))
+        if name not in self._factories:
+            raise NoRewardError(f'the row has {COLUMN} = "{name}"; there are {", ".join(self._factories)}')
+        if name not in self._environments:
+            self._environments[name] = self._factories[name]()
+        self._environment = self._environments[name]
+        row = columns if "" in self._factories else {key: x for key, x in columns.items() if key != COLUMN}
         return self._environment.reset(**row)
 
-    def _heard(self, request: Hear) -> Answer:
-        calls = request.said.message.get("tool_calls") or ()
+    def _handle_turn(self, request: Hear) -> Answer:
+        calls = request.turn.message.get("tool_calls") or ()
         tools = self._tools | (tools_of(self._environment) if self._environment is not None else {})
         texts: list[tuple[str, str, str]] = []
         events: Counter[str] = Counter()
-        for reason in request.said.unreadable:
+        for reason in request.turn.unreadable_calls:
             events["unreadable"] += 1
             texts.append(("tool", "unknown", str({"error": f"The call cannot be read: {reason}"})))
         for call in calls:
             name = str(call["function"]["name"])
-            content, kind = self._called(tools, name, call["function"]["arguments"])
+            content, kind = self._call_tool(tools, name, call["function"]["arguments"])
             texts.append(("tool", name, content))
             events[kind] += bool(kind)
         events["calls"] += len(texts)
         counts = {kind: count for kind, count in events.items() if count}
-        return Answer(texts, counts) if texts else self._replied(request.messages)
+        return Answer(texts, counts) if texts else self._call_reply(request.messages)
 
-    def _called(self, tools: Mapping[str, Callable[..., Any]], name: str, arguments: Any) -> tuple[str, str]:
+    def _call_tool(self, tools: Mapping[str, Callable[..., Any]], name: str, arguments: Any) -> tuple[str, str]:
         """Return what a tool says, and by which kind of fault the call came to nothing, if it did."""
         if name not in tools:
             return str({"error": f"Tool {name} not found."}), "unknown"
@@ -135,45 +137,45 @@ class Actor:
             inspect.signature(tools[name]).bind(**arguments)
         except TypeError as error:
             return str({"error": str(error)}), "arguments"
-        result, error = self._said(lambda: tools[name](**arguments))
+        result, error = self._call_for_text(lambda: tools[name](**arguments))
         if error is None:
             return str(result), ""
-        told = self._told(error)
+        told = self._describe_error(error)
         if isinstance(error, TimeLimitError):
             return str({"error": told}), "timeout"
-        words, unsaid = self._said(lambda: {"error": str(error)})
+        words, unsaid = self._call_for_text(lambda: {"error": str(error)})
         return str({"error": told}) if unsaid else str(words), "raised"
 
-    def _replied(self, messages: Sequence[Message]) -> Answer:
+    def _call_reply(self, messages: Sequence[Message]) -> Answer:
         own = getattr(self._environment, "reply", None)
-        reply = own if own is not None and is_reply(own) else self._reply
+        reply = own if own is not None and is_reply(own) else self._reply_function
         if reply is None:
-            return Answer([], {}, over=True)
-        said, error = self._said(lambda: reply([dict(message) for message in messages]))
+            return Answer([], {}, is_over=True)
+        said, error = self._call_for_text(lambda: reply([dict(message) for message in messages]))
         if error:
-            return Answer([], {}, over=True, error=f"reply: {self._told(error)}")
-        return Answer([], {}, over=True) if said is None else Answer([("user", "", said)], {})
+            return Answer([], {}, is_over=True, error=f"reply: {self._describe_error(error)}")
+        return Answer([], {}, is_over=True) if said is None else Answer([("user", "", said)], {})
 
-    def _ended(self, answer: Answer) -> None:
+    def _compute_reward(self, answer: Answer) -> None:
         get_reward = getattr(self._environment, "get_reward", None)
         if get_reward is None or answer.error:
             return
-        value, error = self._tried(get_reward)
+        value, error = self._call_user_code(get_reward)
         if error is None and value is not None:
-            answer.reward, error = self._tried(lambda: number(value, "get_reward()"))
+            answer.reward, error = self._call_user_code(lambda: number(value, "get_reward()"))
         if error:
-            answer.error = f"get_reward: {self._told(error)}"
+            answer.error = f"get_reward: {self._describe_error(error)}"
 
-    def _kept(self) -> bytes:
-        if not self._talk.keeps or self._environment is None:
+    def _pickle_environment(self) -> bytes:
+        if not self._env_spec.returns_environment or self._environment is None:
             return NOTHING
-        return kept(self._talk.environment, self._environment)
+        return kept(self._env_spec.environment, self._environment)
 
-    def _tried(self, act: Callable[[], Any]) -> tuple[Any, BaseException | None]:
+    def _call_user_code(self, action: Callable[[], Any]) -> tuple[Any, BaseException | None]:
         """Return what a call of the user's code returns, and what it raises."""
         owner = os.getpid()
         try:
-            value = self._within(act)
+            value = self._call_with_time_limit(action)
         except (KeyboardInterrupt, GeneratorExit):
             raise
         except BaseException as error:  # noqa: BLE001 - whatever code of the user's raises is an answer
@@ -182,27 +184,27 @@ class Actor:
         end_copy(owner)
         return value, None
 
-    def _said(self, act: Callable[[], Any]) -> tuple[str | None, BaseException | None]:
+    def _call_for_text(self, action: Callable[[], Any]) -> tuple[str | None, BaseException | None]:
         """Return what a call of the user's code says as text, or None where it returns None, and what it raises."""
-        value, error = self._tried(act)
+        value, error = self._call_user_code(action)
         if error or value is None:
             return None, error
-        return self._tried(lambda: shortened(value))
+        return self._call_user_code(lambda: shortened(value))
 
-    def _within(self, act: Callable[[], Any]) -> Any:
+    def _call_with_time_limit(self, action: Callable[[], Any]) -> Any:
         """Return what a call returns, awaited where it is asynchronous. TimeLimitError where it takes too long."""
-        with alarm(self._talk.timeout if self._alarmed else 0.0):
-            result = act()
+        with alarm(self._env_spec.timeout if self._has_time_limit else 0.0):
+            result = action()
             if inspect.isawaitable(result):
                 self._loop = self._loop or asyncio.new_event_loop()
                 result = self._loop.run_until_complete(awaited(result))
         return result
 
-    def _told(self, error: BaseException) -> str:
+    def _describe_error(self, error: BaseException) -> str:
         if isinstance(error, TimeLimitError):
-            return f"no answer within {self._talk.timeout:g} s"
+            return f"no answer within {self._env_spec.timeout:g} s"
         told = encodable(described(error))
-        self._note(told, error)
+        self._log_error(told, error)
         return told
 
 
@@ -211,9 +213,9 @@ async def awaited(result: Any) -> Any:
 
 
 @contextmanager
-def alarm(seconds: float) -> Iterator[None]:
+def alarm(timeout: float) -> Iterator[None]:
     """Raise TimeLimitError in here after so many seconds; 0 is never. What stays in C code does not hear it."""
-    if not seconds or not hasattr(signal, "setitimer"):
+    if not timeout or not hasattr(signal, "setitimer"):
         yield
         return
 
@@ -221,7 +223,7 @@ def alarm(seconds: float) -> Iterator[None]:
         raise TimeLimitError
 
     signal.signal(signal.SIGALRM, ring)
-    signal.setitimer(signal.ITIMER_REAL, seconds)
+    signal.setitimer(signal.ITIMER_REAL, timeout)
     try:
         yield
     finally:
@@ -235,9 +237,9 @@ def seed_all(seed: str) -> None:
         numpy.random.seed(random.Random(seed).randrange(2**32))
 
 
-def shortened(said: Any) -> str:
+def shortened(value: Any) -> str:
     """Return the text of a value, cut where it is very long, so that it can be encoded."""
-    text = str(said)
+    text = str(value)
     return encodable(text if len(text) <= LONGEST else f"{text[:LONGEST]}... ({len(text)} characters)")
 
 

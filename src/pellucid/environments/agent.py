@@ -44,14 +44,14 @@ class AgentTalk:
     """A function `solve(row, client)`, as "path/to/file.py:name" or one that can be pickled, or a command."""
     timeout: float = 120.0
     """Seconds that a rollout may take in the hands of the agent; while it waits for the policy no time is counted."""
-    graded: bool = False
+    has_rewards: bool = False
     """Whether others say what a conversation was worth where the agent does not."""
 
     def __post_init__(self) -> None:
         if not 0 < self.timeout <= 1e6:
             raise ValueError(f"timeout = {self.timeout} must be a positive number of seconds")
 
-    def solver(self) -> Callable[..., Any] | None:
+    def load_function(self) -> Callable[..., Any] | None:
         """Return the function; None for a command. UserError where the function is not found."""
         if not isinstance(self.run, str):
             return self.run
@@ -70,16 +70,16 @@ class Solve:
 class Agent:
     """Runs once. `note` takes what went wrong in the user's code, and the error."""
 
-    def __init__(self, talk: AgentTalk, note: Callable[[str, BaseException], None]) -> None:
-        self._talk, self._note = talk, note
-        self._solve = talk.solver()
+    def __init__(self, agent_spec: AgentTalk, log_error: Callable[[str, BaseException], None]) -> None:
+        self._agent_spec, self._log_error = agent_spec, log_error
+        self._function = agent_spec.load_function()
         self._openai: Any = None
-        if self._solve:
-            self._openai = extra("openai", "agents", f'run = "{talk.run}"')
+        if self._function:
+            self._openai = extra("openai", "agents", f'run = "{agent_spec.run}"')
             extra("openai.resources", "agents", "an agent")  # half a second that each process would otherwise need
             certificates()
 
-    def answer(self, request: Solve) -> Answer:
+    def run(self, request: Solve) -> Answer:
         """Return what the agent says that its rollout was worth, or why it came to nothing."""
         owner = os.getpid()
         seed_all(request.seed)
@@ -87,9 +87,11 @@ class Agent:
         for name in ("NO_PROXY", "no_proxy"):  # a proxy would not find this machine
             os.environ[name] = ",".join(filter(None, (os.environ.get(name), HERE)))
         try:
-            value = self._solved(request) if self._solve else commanded(str(self._talk.run), request.row)
+            value = (
+                self._call_function(request) if self._function else commanded(str(self._agent_spec.run), request.row)
+            )
             end_copy(owner)
-            if value is None and not self._talk.graded:
+            if value is None and not self._agent_spec.has_rewards:
                 raise NoRewardError("the agent has said no reward, and the task has no rewards")
             reward = None if value is None else number(value, "what the agent returned")
         except (KeyboardInterrupt, GeneratorExit):
@@ -97,19 +99,19 @@ class Agent:
         except BaseException as error:  # noqa: BLE001 - whatever code of the user's raises is an answer
             end_copy(owner, error)
             told = encodable(described(error))
-            self._note(told, error)
-            return Answer([], {}, over=True, error=told)
-        return Answer([], {}, over=True, reward=reward)
+            self._log_error(told, error)
+            return Answer([], {}, is_over=True, error=told)
+        return Answer([], {}, is_over=True, reward=reward)
 
-    def _solved(self, request: Solve) -> Any:
-        assert self._solve and self._openai
+    def _call_function(self, request: Solve) -> Any:
+        assert self._function and self._openai
         settings: Any = {"base_url": request.base_url, "api_key": KEY, "max_retries": 0, "timeout": None}
-        if not inspect.iscoroutinefunction(self._solve):
+        if not inspect.iscoroutinefunction(self._function):
             http = self._openai.DefaultHttpxClient(verify=certificates())
-            return self._solve(dict(request.row), self._openai.OpenAI(**settings, http_client=http))
+            return self._function(dict(request.row), self._openai.OpenAI(**settings, http_client=http))
         http = self._openai.DefaultAsyncHttpxClient(verify=certificates())
         client = self._openai.AsyncOpenAI(**settings, http_client=http)
-        return asyncio.run(awaited(self._solve(dict(request.row), client)))
+        return asyncio.run(awaited(self._function(dict(request.row), client)))
 
 
 @cache
@@ -139,7 +141,7 @@ def commanded(command: str, row: Mapping[str, Any]) -> float | None:
         return None
 
 
-def play(connection: Connection, talk: AgentTalk) -> None:
+def play(connection: Connection, agent_spec: AgentTalk) -> None:
     """Answer one request. The process ends with its parent's end of the connection, whatever the agent does."""
     try:
         connection.send_bytes(json.dumps({"pid": os.getpid()}).encode())
@@ -147,7 +149,7 @@ def play(connection: Connection, talk: AgentTalk) -> None:
         request, _ = pickle.loads(connection.recv_bytes())
         parent = threading.Thread(target=leave_with, args=(connection,), daemon=True)
         parent.start()
-        answer = Agent(talk, worker.note).answer(request)
+        answer = Agent(agent_spec, worker.note).run(request)
         connection.send_bytes(json.dumps(asdict(answer)).encode())
         connection.send_bytes(b"")
         parent.join()

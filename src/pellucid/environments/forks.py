@@ -48,7 +48,7 @@ class Player:
     def __init__(self, connection: Any) -> None:
         self.connection, self.deadline, self.pid = connection, math.inf, 0
         self._channel = Channel(connection, MOST)
-        self._answer: Answer | None = None
+        self._pending_answer: Answer | None = None
         """An answer whose environment is still to come."""
 
     @property
@@ -56,42 +56,42 @@ class Player:
         """Whether the process of an idle player is gone: it has nothing to say otherwise."""
         return self.connection.poll()
 
-    def ask(self, request: Begin | Hear | Solve, seconds: float) -> None:
+    def send_request(self, request: Begin | Hear | Solve, timeout: float) -> None:
         """Send a request, to be answered within so many seconds.
 
         GoneError where the process has ended, or does not take the request in that time.
         """
-        self.deadline, self._limit = time.monotonic() + seconds + GRACE, seconds
+        self.deadline, self._timeout = time.monotonic() + timeout + GRACE, timeout
         try:
-            self._channel.send(pickle.dumps((request, seconds)), seconds + GRACE)
+            self._channel.send(pickle.dumps((request, timeout)), timeout + GRACE)
         except TimeoutError as error:
-            raise GoneError(f"no answer within {seconds:g} s") from error
+            raise GoneError(f"no answer within {timeout:g} s") from error
         except (OSError, ValueError) as error:
             raise GoneError("its process has ended") from error
 
-    def answer(self) -> tuple[Answer, bytes] | None:
+    def receive_answer(self) -> tuple[Answer, bytes] | None:
         """Return the answer, or None where there is none yet. GoneError where none will come."""
         try:
             while (data := self._channel.receive()) is not None:
-                if self._answer is not None:
-                    answer, self._answer, self.deadline = self._answer, None, math.inf
+                if self._pending_answer is not None:
+                    answer, self._pending_answer, self.deadline = self._pending_answer, None, math.inf
                     return answer, data
                 told = json.loads(data)
                 if "pid" in told:
                     self.pid = told["pid"]
                 else:
-                    self._answer = Answer(**told)
+                    self._pending_answer = Answer(**told)
         except (EOFError, OSError, ValueError, TypeError, RecursionError) as error:
             raise GoneError("its process has ended") from error
         if time.monotonic() >= self.deadline:
-            raise GoneError(f"no answer within {self._limit:g} s")
+            raise GoneError(f"no answer within {self._timeout:g} s")
         return None
 
-    def end(self) -> None:
+    def terminate(self) -> None:
         """End the process and all that it has started."""
         if not self.pid:
             with suppress(GoneError):
-                self.answer()  # it may have said its number since
+                self.receive_answer()  # it may have said its number since
         if self.pid and hasattr(os, "killpg"):
             with suppress(ProcessLookupError, PermissionError):
                 os.killpg(self.pid, signal.SIGKILL)
@@ -101,30 +101,30 @@ class Player:
 class Troupe:
     """Makes players."""
 
-    def __init__(self, talk: Talk | AgentTalk, confines: Confines) -> None:
-        self._talk, self._confines = pickle.dumps(talk), confines
-        self._what = "agent" if isinstance(talk, AgentTalk) else "environment"
-        self._forker: Any = None
+    def __init__(self, spec: Talk | AgentTalk, config: Confines) -> None:
+        self._spec_bytes, self._config = pickle.dumps(spec), config
+        self._kind = "agent" if isinstance(spec, AgentTalk) else "environment"
+        self._fork_server: Any = None
         self._control: Any = None
-        self._others: list[Any] = []
+        self._spawned: list[Any] = []
 
-    def player(self) -> Player:
+    def create_worker(self) -> Player:
         """Return a new player. UserError where the user's code cannot be loaded."""
         mine, theirs = Pipe()
         if FORKS:
-            if self._forker is None or not self._forker.is_alive() or not self._listens():
+            if self._fork_server is None or not self._fork_server.is_alive() or not self._is_accepting():
                 self.close()
-                self._forker = self._started()
-            reduction.send_handle(self._control, theirs.fileno(), self._forker.pid)
+                self._fork_server = self._start_fork_server()
+            reduction.send_handle(self._control, theirs.fileno(), self._fork_server.pid)
         else:
             with safe_path():
-                process = SPAWN.Process(target=play_alone, args=(theirs, self._talk, self._confines))
+                process = SPAWN.Process(target=play_alone, args=(theirs, self._spec_bytes, self._config))
                 process.start()
-            self._others.append(process)
+            self._spawned.append(process)
         theirs.close()
         return Player(mine)
 
-    def _listens(self) -> bool:
+    def _is_accepting(self) -> bool:
         """Return whether the process that forks the others takes what is sent to it; it may hang."""
         writable = select.poll()
         writable.register(self._control.fileno(), select.POLLOUT)
@@ -132,34 +132,34 @@ class Troupe:
 
     def close(self) -> None:
         """End the process that forks the others."""
-        if self._forker is not None:
+        if self._fork_server is not None:
             self._control.close()
-            self._forker.kill()
-            self._forker.join()
-            self._forker = None
-        while self._others:
-            process = self._others.pop()
+            self._fork_server.kill()
+            self._fork_server.join()
+            self._fork_server = None
+        while self._spawned:
+            process = self._spawned.pop()
             process.kill()
             process.join()
 
-    def _started(self) -> Any:
+    def _start_fork_server(self) -> Any:
         """Return the process that forks, which has loaded the user's code. UserError where it cannot."""
         self._control, theirs = Pipe()
-        forker = SPAWN.Process(target=fork_players, args=(theirs, self._talk, self._confines))
+        forker = SPAWN.Process(target=fork_players, args=(theirs, self._spec_bytes, self._config))
         streams.plugged()
         with safe_path():
             forker.start()
         theirs.close()
         try:
-            told = self._told()
+            told = self._receive_load_report()
         except (EOFError, OSError, ValueError):
             told = {"error": 'its process ended; a script needs `if __name__ == "__main__":` around what it does'}
         if error := told.get("error"):
             forker.kill()
-            raise UserError(f"the {self._what} cannot be used: {error}")
+            raise UserError(f"the {self._kind} cannot be used: {error}")
         return forker
 
-    def _told(self) -> dict[str, str]:
+    def _receive_load_report(self) -> dict[str, str]:
         """Return what the process that forks the others says of the user's code, or that it says nothing in time."""
         channel, until = Channel(self._control, MOST), time.monotonic() + START_SECONDS
         try:
@@ -171,10 +171,10 @@ class Troupe:
             os.set_blocking(self._control.fileno(), True)
 
 
-def fork_players(control: Connection, talk: bytes, confines: Confines) -> None:
+def fork_players(control: Connection, spec: bytes, config: Confines) -> None:
     """Load the user's code, then fork a process for each connection that comes, until the parent closes its end."""
-    worker.settle(confines)
-    loaded: Talk | AgentTalk = pickle.loads(talk)
+    worker.settle(config)
+    loaded: Talk | AgentTalk = pickle.loads(spec)
     control.send_bytes(worker.attempt(lambda: load(loaded) and None))
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody asks how they ended
     while True:
@@ -190,30 +190,30 @@ def fork_players(control: Connection, talk: bytes, confines: Confines) -> None:
         os.close(handle)
 
 
-def play_alone(connection: Connection, talk: bytes, confines: Confines) -> None:
+def play_alone(connection: Connection, spec: bytes, config: Confines) -> None:
     """Settle as the one process of a conversation, and play."""
-    worker.settle(confines)
-    play(connection, pickle.loads(talk))
+    worker.settle(config)
+    play(connection, pickle.loads(spec))
 
 
-def load(talk: Talk | AgentTalk) -> Actor | Agent:
+def load(spec: Talk | AgentTalk) -> Actor | Agent:
     """Return who answers requests, with the user's code imported."""
-    return Agent(talk, worker.note) if isinstance(talk, AgentTalk) else Actor(talk, worker.note)
+    return Agent(spec, worker.note) if isinstance(spec, AgentTalk) else Actor(spec, worker.note)
 
 
-def play(connection: Connection, talk: Talk | AgentTalk) -> None:
+def play(connection: Connection, spec: Talk | AgentTalk) -> None:
     """Answer requests until the parent closes its end; an agent answers one."""
-    if isinstance(talk, AgentTalk):
-        agent.play(connection, talk)
+    if isinstance(spec, AgentTalk):
+        agent.play(connection, spec)
         return
     try:
         connection.send_bytes(json.dumps({"pid": os.getpid()}).encode())
-        actor = Actor(talk, worker.note)
+        actor = Actor(spec, worker.note)
         while True:
             request: Begin | Hear
             request, seconds = pickle.loads(connection.recv_bytes())
             worker.watch([seconds])  # of all calls of the request together
-            answer, environment = actor.answer(request)
+            answer, environment = actor.handle(request)
             faulthandler.cancel_dump_traceback_later()
             connection.send_bytes(json.dumps(asdict(answer)).encode())
             connection.send_bytes(environment)

@@ -17,33 +17,37 @@ from pellucid.types import Prompt
 class Here:
     """The World of environments and tools in this process: each answers as soon as it is told."""
 
-    def __init__(self, talk: Talk, log: Path | None = None, seed: int = 0) -> None:
-        self._talk, self._log, self._seed = talk, log, seed
-        self._idle: list[Actor] = []
-        self._actors: dict[int, Actor] = {}
-        self._open: dict[int, Conversation] = {}
+    def __init__(self, env_spec: Talk, log: Path | None = None, seed: int = 0) -> None:
+        self._env_spec, self._log, self._seed = env_spec, log, seed
+        self._idle_runners: list[Actor] = []
+        self._runners: dict[int, Actor] = {}
+        self._conversations: dict[int, Conversation] = {}
         self._ready: deque[tuple[int, Reply]] = deque()
 
-    def begin(self, number: int, prompt: Prompt, sibling: int) -> None:
-        self._actors[number] = self._idle.pop() if self._idle else Actor(self._talk, self._note, alarmed=False)
-        conversation = self._open[number] = Conversation(prompt)
+    def start_conversation(self, number: int, prompt: Prompt, sibling: int) -> None:
+        self._runners[number] = (
+            self._idle_runners.pop()
+            if self._idle_runners
+            else Actor(self._env_spec, self._log_error, has_time_limit=False)
+        )
+        conversation = self._conversations[number] = Conversation(prompt)
         place = f"{self._seed}/{prompt.id}"
-        answer, _ = self._actors[number].answer(Begin(prompt.columns, (place, f"{place}/{sibling}")))
-        if answer.over:
-            reply = conversation.reply(answer, b"")
+        answer, _ = self._runners[number].handle(Begin(prompt.columns, (place, f"{place}/{sibling}")))
+        if answer.is_over:
+            reply = conversation.build_reply(answer, b"")
         else:
-            tools = schemas_of(self._talk, str(prompt.columns.get(COLUMN)))
-            reply = Reply(prompt=conversation.question(answer, tools))
+            tools = schemas_of(self._env_spec, str(prompt.columns.get(COLUMN)))
+            reply = Reply(prompt=conversation.build_prompt(answer, tools))
         self._ready.append((number, reply))
 
-    def tell(self, number: int, said: Said) -> None:
-        self._open[number].messages.append(said.message)
-        self._hear(number, Hear(said, tuple(self._open[number].messages)))
+    def send_turn(self, number: int, turn: Said) -> None:
+        self._conversations[number].messages.append(turn.message)
+        self._handle_turn(number, Hear(turn, tuple(self._conversations[number].messages)))
 
-    def end(self, number: int) -> None:
-        self._hear(number, Hear(Said({}), (), last=True))
+    def end_conversation(self, number: int) -> None:
+        self._handle_turn(number, Hear(Said({}), (), is_last=True))
 
-    def heard(self, seconds: float) -> list[tuple[int, Reply]]:  # noqa: ARG002 - nothing is waited for
+    def receive_replies(self, seconds: float) -> list[tuple[int, Reply]]:  # noqa: ARG002 - nothing is waited for
         """Return the replies, with the numbers of their conversations."""
         found = list(self._ready)
         self._ready.clear()
@@ -52,13 +56,13 @@ class Here:
     def close(self) -> None:
         """Nothing is to be ended."""
 
-    def _hear(self, number: int, request: Hear) -> None:
-        reply = self._open[number].reply(*self._actors[number].answer(request))
+    def _handle_turn(self, number: int, request: Hear) -> None:
+        reply = self._conversations[number].build_reply(*self._runners[number].handle(request))
         if reply.outcome:
-            self._idle.append(self._actors.pop(number))
+            self._idle_runners.append(self._runners.pop(number))
         self._ready.append((number, reply))
 
-    def _note(self, told: str, error: BaseException) -> None:  # noqa: ARG002 - as in a reward process
+    def _log_error(self, description: str, error: BaseException) -> None:  # noqa: ARG002 - as in a reward process
         if self._log:
             with self._log.open("a", encoding="utf-8") as log:
                 traceback.print_exception(error, file=log)

@@ -10,20 +10,20 @@ from pellucid.machine.plugins import function_of
 from pellucid.types import UserError
 
 
-def schemas_of(talk: Talk, name: str = "") -> tuple[Mapping[str, Any], ...]:
+def schemas_of(env_spec: Talk, name: str = "") -> tuple[Mapping[str, Any], ...]:
     """Return the schemas of all tools of an environment, of that name where there are several.
 
     UserError for a tool whose types or docstring do not say what it takes.
     """
-    made = makers(talk)
+    made = makers(env_spec)
     maker = made.get("") or made.get(name)
     methods = tools_of(blank(maker)).values() if maker else ()
-    return tuple(map(schema, (*(function_of(spec, "tool") for spec in talk.tools), *methods)))
+    return tuple(map(schema, (*(function_of(spec, "tool") for spec in env_spec.tools), *methods)))
 
 
-def blank(maker: Callable[[], Any]) -> Any:
+def blank(factory: Callable[[], Any]) -> Any:
     """Return an environment whose methods can be looked at; that of a class has not been set up."""
-    return object.__new__(maker) if isinstance(maker, type) else maker()
+    return object.__new__(factory) if isinstance(factory, type) else factory()
 
 
 def schema(tool: Callable[..., Any]) -> Mapping[str, Any]:

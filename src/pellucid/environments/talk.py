@@ -28,32 +28,32 @@ class Talk:
     """Functions that the policy may call."""
     timeout: float = 10.0
     """Seconds that a call may take."""
-    keeps: bool = False
+    returns_environment: bool = False
     """Whether what a conversation leaves of its environment is kept for reward functions."""
 
     @property
-    def stateless(self) -> bool:
+    def is_stateless(self) -> bool:
         """Whether nothing is remembered between calls, so that another process may answer the next."""
         return not self.environment or is_reply(load_object(self.environment))
 
 
-def is_reply(found: Any) -> bool:
+def is_reply(value: Any) -> bool:
     """Return whether this is a function `reply(messages)`, or such a method: what the world says, and nothing more."""
-    if inspect.isclass(found) or not callable(found):
+    if inspect.isclass(value) or not callable(value):
         return False
-    return [name for name in inspect.signature(found).parameters if name != "self"] == ["messages"]
+    return [name for name in inspect.signature(value).parameters if name != "self"] == ["messages"]
 
 
-def makers(talk: Talk) -> dict[str, Callable[[], Any]]:
+def makers(env_spec: Talk) -> dict[str, Callable[[], Any]]:
     """Return what makes an environment, by its name; "" where there is one alone. UserError for what makes none."""
-    found = load_object(talk.environment) if talk.environment else None
+    found = load_object(env_spec.environment) if env_spec.environment else None
     if found is None or is_reply(found):
         return {}
     made = dict(found) if isinstance(found, Mapping) else {"": found}
     for name, maker in made.items():
         if not callable(maker):
             what = f'"{name}" in it' if name else "it"
-            raise UserError(f'environment = "{talk.environment}": {what} is a {type(maker).__name__}: name a class')
+            raise UserError(f'environment = "{env_spec.environment}": {what} is a {type(maker).__name__}: name a class')
     return made
 
 

@@ -62,16 +62,16 @@ class Chat(vf.Harness[vf.HarnessConfig]):
 class Episode:
     """Plays a task whose data, as JSON values, is row["task"]; returns what it was worth."""
 
-    block: str
+    env_json: str
     """verifiers' own table `[env]`, as JSON."""
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return loaded, (self.block,)
+        return loaded, (self.env_json,)
 
     def __call__(self, row: Mapping[str, Any], client: openai.OpenAI) -> float:
-        return asyncio.run(self._played(environment(self.block), row["task"], str(client.base_url)))
+        return asyncio.run(self._run(environment(self.env_json), row["task"], str(client.base_url)))
 
-    async def _played(self, env: vf.Env, data: Mapping[str, Any], url: str) -> float:
+    async def _run(self, env: vf.Env, data: Mapping[str, Any], url: str) -> float:
         kind = type(env.taskset).task_type()
         task = kind(kind.data_type().model_validate(data), env.config.taskset.task)
         policy = vf.ModelContext("policy", vf.EvalClientConfig(base_url=url, api_key_var="OPENAI_API_KEY"))
@@ -89,16 +89,16 @@ class Episode:
         return fmean(trace.reward for trace in episode.traces if trace.agent.trainable)
 
 
-def loaded(block: str) -> Episode:
+def loaded(env_json: str) -> Episode:
     """Return an episode, its environment being loaded before any time is counted."""
-    environment(block)
-    return Episode(block)
+    environment(env_json)
+    return Episode(env_json)
 
 
 @cache
-def environment(block: str) -> vf.Env:
+def environment(env_json: str) -> vf.Env:
     """Return the environment of a table `[env]` in JSON. What no one says of a seat: it is here, and played by Chat."""
-    asked = json.loads(block)
+    asked = json.loads(env_json)
     taskset = asked.get("taskset", {}).get("id", "")
     kind = vf.env_config_type(taskset, asked.get("id", ""))
     ours: dict[str, Any] = {"runtime": {"type": "subprocess"}}

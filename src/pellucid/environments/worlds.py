@@ -13,14 +13,14 @@ from pellucid.protocols import World
 from pellucid.rewards.settings import RewardConfig
 
 
-def world_of(task: Any, cfg: RewardConfig, log: Path | None = None, here: bool = False) -> World | None:
+def world_of(task: Any, cfg: RewardConfig, log: Path | None = None, in_process: bool = False) -> World | None:
     """Return the World that a task's `talk` describes; None for a task without conversations.
 
     log: the file that takes what is printed there. here: in this process, since no other can load it.
     """
-    talk: Talk | None = getattr(task, "talk", None)
+    talk: Talk | None = getattr(task, "environment_spec", None)
     if not isinstance(talk, Talk):
         return None
-    if here or any(spec.startswith(HERE) for spec in (talk.environment, *talk.tools)):
+    if in_process or any(spec.startswith(HERE) for spec in (talk.environment, *talk.tools)):
         return Here(talk, log, task.seed)
     return Stage(talk, cfg, log, task.seed)

@@ -27,27 +27,27 @@ class Lines:
     """Rows in memory, which become a file of the run's own: data.jsonl in its folder."""
 
     def __init__(self, rows: Sequence[Mapping[str, Any]]) -> None:
-        self.first = rows[0]
-        self.lines = [line_of(number, row) for number, row in enumerate(rows, start=1)]
+        self.first_row = rows[0]
+        self.json_lines = [line_of(number, row) for number, row in enumerate(rows, start=1)]
 
     @property
     def digest(self) -> str:
         """The sha256 of the file."""
-        return hashlib.sha256("".join(self.lines).encode()).hexdigest()
+        return hashlib.sha256("".join(self.json_lines).encode()).hexdigest()
 
-    def write(self, path: Path) -> None:
-        disk.write_whole(path, "".join(self.lines))
+    def write_file(self, path: Path) -> None:
+        disk.write_whole(path, "".join(self.json_lines))
 
-    def check(self, task: Dataset) -> None:
+    def check_prompts(self, task: Dataset) -> None:
         """Raise UserError for rows that the task cannot make a prompt of, unless it skips them."""
         bad: list[BadRow] = []
-        for number, line in enumerate(self.lines, start=1):
+        for number, line in enumerate(self.json_lines, start=1):
             where = f"data, row {number}"
             try:
                 make_prompt(task, where, json.loads(line))
             except UserError as error:
                 bad.append(BadRow(where, str(error).removeprefix(f"{where}: ")))
-        if bad and (not task.skip_bad_rows or len(bad) == len(self.lines)):
+        if bad and (not task.skip_bad_rows or len(bad) == len(self.json_lines)):
             raise UserError(listed(bad))
 
 

@@ -27,7 +27,7 @@ SHIPPED = {spec: name for name, spec in TASKS.items()}
 class Objects(dict[str, Any]):
     """What was given to a run, by the names that its settings have for it."""
 
-    def named(self, thing: Any, name: str) -> str:
+    def register(self, thing: Any, name: str) -> str:
         """Return the name of an object; another of the same name gets a number."""
         specs = (f"{HERE}{name}{f'-{number}' if number > 1 else ''}" for number in range(1, len(self) + 2))
         spec = next(spec for spec in specs if self.get(spec, thing) is thing)
@@ -56,13 +56,13 @@ def name_of(reward: Any, objects: Objects) -> str:
         return reward
     if not callable(reward):
         raise UserError(f"reward is of type {type(reward).__name__}: {FORMS}")
-    return objects.named(reward, called(reward))
+    return objects.register(reward, called(reward))
 
 
 def axes_named(sections: Mapping[str, Mapping[str, Any]], objects: Objects) -> dict[str, Any]:
     """Return the sections with names for an advantage or an objective that is a function."""
     keys = dict(sections.get("algorithm", {}))
-    keys |= {axis: objects.named(keys[axis], called(keys[axis])) for axis in AXES if callable(keys.get(axis))}
+    keys |= {axis: objects.register(keys[axis], called(keys[axis])) for axis in AXES if callable(keys.get(axis))}
     return {**sections, **({"algorithm": keys} if keys else {})}
 
 
@@ -92,7 +92,7 @@ def section_of(task: Any, objects: Objects) -> dict[str, Any]:
     fields = {field.name for field in known if field.init}
     named_itself = "name" in fields and f"{type(task).__module__}:{type(task).__qualname__}" not in SHIPPED
     if not wraps(task) and (named_itself or not {"seed", "split"} <= fields or not is_plain(task)):
-        return {"name": objects.named(class_around(task), type(task).__name__)}
+        return {"name": objects.register(class_around(task), type(task).__name__)}
     values = {name: getattr(task, name) for name in fields if name != "name"}
     if values.get("seed") == 0:  # which is that of the run
         del values["seed"]
@@ -104,7 +104,7 @@ def section_of(task: Any, objects: Objects) -> dict[str, Any]:
 def class_name(cls: type, objects: Objects) -> str:
     """Return the name under which a recipe finds a class."""
     if is_local(cls) or "." in cls.__qualname__:
-        return objects.named(cls, cls.__qualname__.rpartition(".")[2])
+        return objects.register(cls, cls.__qualname__.rpartition(".")[2])
     spec = f"{cls.__module__}:{cls.__qualname__}"
     file = getattr(modules.get(cls.__module__), "__file__", None)
     if spec not in SHIPPED and file and Path(file).stem == cls.__module__:

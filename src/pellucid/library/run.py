@@ -55,20 +55,20 @@ class Run:
         self.finished = False
         """Whether all steps have been taken, and the model saved."""
         self._cfg, self._resumed, self._objects, self._prepare = cfg, resumed, objects, prepare
-        self._code = self._code_now()
+        self._code_digests = self._digest_code()
         self._course: Course | None = None
         self._loop: Callable[[], Generator[StepResult] | None] = lambda: None
-        self._owner = 0
+        self._owner_pid = 0
         """The process that has the loop which is open; 0 where none is."""
 
     def __repr__(self) -> str:
         return f"<Run {self.folder}: {len(self.metrics)} of {self._cfg.algorithm.steps} steps>"
 
     def __iter__(self) -> Iterator[StepResult]:
-        if self._owner not in (0, os.getpid()):
-            raise UserError(self._not_owner)
-        self._close()
-        loop = self._steps()
+        if self._owner_pid not in (0, os.getpid()):
+            raise UserError(self._not_owner_message)
+        self._close_loop()
+        loop = self._iter_steps()
         self._loop = weakref.ref(loop)  # a loop that is left has no other owner, and ends at once
         return loop
 
@@ -85,22 +85,22 @@ class Run:
         It is the very one that is trained; with LoRA, or with weights offloaded, a copy of it in fp32 with all in its
         weights, made at each access. UserError before the first step, and where several processes share the parameters.
         """
-        policy = self._whole_policy()
+        policy = self._get_unsharded_policy()
         masters = policy.masters()
         whole = all(masters[name] is weight for name, weight in policy.trainable().items())
-        return policy.model if whole and not policy.adapter else policy.merged(masters)
+        return policy.model if whole and not policy.adapter else policy.build_merged_model(masters)
 
     @property
     def tokenizer(self) -> PreTrainedTokenizerBase:
         """The tokenizer, with the chat template that the model is trained with. UserError before the first step."""
-        return self._policy().tokenizer
+        return self._get_policy().tokenizer
 
     def save(self, folder: str | Path) -> Path:
         """Save model and tokenizer as they are now, for anything that loads transformers' models. Return the folder.
 
         The weights are saved in `save_dtype`, float32 unless the run has another.
         """
-        policy = self._whole_policy()
+        policy = self._get_unsharded_policy()
         import torch  # noqa: PLC0415 - `import pellucid` is light; the policy has imported it
 
         policy.save(Path(folder), dtype=getattr(torch, self._cfg.policy.save_dtype))
@@ -125,41 +125,41 @@ class Run:
             notebook.show_page(path)
         return path
 
-    def _steps(self) -> Generator[StepResult]:
+    def _iter_steps(self) -> Generator[StepResult]:
         if self.finished:
             return
         requests = StopRequests()
-        steps = iter(self._begun(requests))
-        self._owner = owner = os.getpid()
+        steps = iter(self._start_course(requests))
+        self._owner_pid = owner = os.getpid()
         try:
-            while (result := self._next(steps, requests)) is not None:
-                with at_exit(self._close):
+            while (result := self._take_step(steps, requests)) is not None:
+                with at_exit(self._close_loop):
                     yield result
                 if os.getpid() != owner:
                     keep_for_ever(steps)
-                    raise UserError(self._not_owner)
+                    raise UserError(self._not_owner_message)
         except GeneratorExit:
             if os.getpid() != owner:
                 keep_for_ever(steps)
                 return
-            self._leave(steps, requests)
+            self._stop_steps(steps, requests)
         finally:
             if os.getpid() == owner:
-                self._owner = 0
+                self._owner_pid = 0
 
     @property
-    def _not_owner(self) -> str:
+    def _not_owner_message(self) -> str:
         return (
-            f"the run in {self.folder} belongs to process {self._owner}, of which this one is a fork: only that process"
+            f"the run in {self.folder} belongs to process {self._owner_pid}, of which this one is a fork: only that process"
             " takes its steps, saves it and closes it"
         )
 
-    def _close(self) -> None:
+    def _close_loop(self) -> None:
         """Leave the loop that is open, if one is. UserError where it is taking a step, as in another thread.
 
         A fork of the process that has the loop leaves it alone.
         """
-        if self._owner not in (0, os.getpid()):
+        if self._owner_pid not in (0, os.getpid()):
             return
         loop = self._loop()
         if loop is not None and inspect.getgeneratorstate(loop) == inspect.GEN_RUNNING:
@@ -167,77 +167,77 @@ class Run:
         if loop is not None:
             loop.close()
 
-    def _begun(self, requests: StopRequests) -> Course:
+    def _start_course(self, requests: StopRequests) -> Course:
         """What takes the steps, from where the run is. UserError where its code is no longer what was asked for."""
         with deferred():
             from pellucid.training.run import Course  # noqa: PLC0415 - it imports torch
 
-        now = self._code_now()
-        for key, digest in self._code.items():
+        now = self._digest_code()
+        for key, digest in self._code_digests.items():
             if now.get(key) != digest:
                 raise UserError(f"the file of {key} was edited since this run was asked for: call pellucid.train again")
         if self._course is None:
-            self._course = Course(self._cfg, self.folder, self._resumed, requests, self._again, self._prepare)
-        self._course.requests = requests
+            self._course = Course(self._cfg, self.folder, self._resumed, requests, self._resume_hint, self._prepare)
+        self._course.stop_requests = requests
         forget()
         return self._course
 
-    def _code_now(self) -> dict[str, str]:
+    def _digest_code(self) -> dict[str, str]:
         """The digests of the user's files that the settings name."""
         with given(self._objects):
             return files.of_code(files.recorded(self._cfg))
 
-    def _next(self, steps: Iterator[StepResult], requests: StopRequests) -> StepResult | None:
+    def _take_step(self, steps: Iterator[StepResult], requests: StopRequests) -> StepResult | None:
         """Take a step; None after the last. KeyboardInterrupt where an interrupt has ended the run."""
-        with self._at_work(requests):
+        with self._working_context(requests):
             result = next(steps, None)
         if result is None:
-            self._note_end()
+            self._update_finished()
             if requests:
                 raise KeyboardInterrupt
         return result
 
-    def _leave(self, steps: Generator[StepResult], requests: StopRequests) -> None:
+    def _stop_steps(self, steps: Generator[StepResult], requests: StopRequests) -> None:
         """The loop was left, maybe by an error of the caller's, which one of ours must not hide."""
         try:
-            with self._at_work(requests):
+            with self._working_context(requests):
                 steps.close()
         except UserError as error:
             print(harmless(f"! {error}"), flush=True)
         else:
-            self._note_end()
+            self._update_finished()
 
-    def _note_end(self) -> None:
+    def _update_finished(self) -> None:
         assert self._course is not None
-        self.finished = not self._course.stopped
+        self.finished = not self._course.stopped_step
 
     @contextmanager
-    def _at_work(self, requests: StopRequests) -> Iterator[None]:
+    def _working_context(self, requests: StopRequests) -> Iterator[None]:
         """In here signals ask for a stop, and names stand for what was given. Between steps neither is so."""
-        with told_in_python(self.folder), handled(requests.handle), given(self._objects):
+        with told_in_python(self.folder), handled(requests.handle_signal), given(self._objects):
             try:
                 yield
             except KeyboardInterrupt:
                 begun = (self.folder / "config.json").is_file()
-                how = f"go on with: {self._again}" if begun else "the same call starts again"
+                how = f"go on with: {self._resume_hint}" if begun else "the same call starts again"
                 print(harmless(f"stopped at once; nothing that was saved is lost, {how}"), flush=True)
                 raise
 
     @property
-    def _again(self) -> str:
+    def _resume_hint(self) -> str:
         """How to go on in another process."""
         given_too = ", with the functions and tasks that were given to it" if self._objects else ""
         return f'pellucid.train(resume="{self.folder}"){given_too}'
 
-    def _policy(self) -> Policy:
+    def _get_policy(self) -> Policy:
         if self._course is None or self._course.policy is None:
             raise UserError("the run has not begun: take a step first, or load the model with transformers")
         return self._course.policy
 
-    def _whole_policy(self) -> Policy:
+    def _get_unsharded_policy(self) -> Policy:
         """Return the policy. UserError where this process has only a part of its parameters."""
-        policy = self._policy()
-        if policy.sharded:
+        policy = self._get_policy()
+        if policy.sharded_modules:
             raise UserError(f"the parameters lie in several processes: the model will be in {self.folder / 'model'}")
         return policy
 

@@ -92,7 +92,7 @@ def train(
         if data is not None and lines is None and isinstance(asks := innermost(cfg.task), Dataset):
             of_data.check_named(asks)
     prepare = (
-        (lambda: lines.write(folder / claim.DATA)) if lines and not (resume and same_rows(lines, folder)) else None
+        (lambda: lines.write_file(folder / claim.DATA)) if lines and not (resume and same_rows(lines, folder)) else None
     )
     return Run(cfg, folder, resumed, objects, prepare)
 
@@ -108,18 +108,18 @@ def configured(
     asked = {**own, **({"task": section} if section else {})}
     cfg = config.build(sections_over(values, asked), SOURCE)
     if lines and isinstance(asks := innermost(cfg.task), Dataset):
-        lines.check(asks)
+        lines.check_prompts(asks)
     return cfg
 
 
 def task_section(
-    before: Any, task: Any, data: Any, reward: Any, lines: Lines | None, folder: Path, objects: Objects
+    base: Any, task: Any, data: Any, reward: Any, lines: Lines | None, folder: Path, objects: Objects
 ) -> dict[str, Any]:
     """Return the section of the task that keywords ask for, over that of a recipe; empty where nobody says anything.
 
     Data and rewards are those of the innermost task, whatever a recipe has around it.
     """
-    section: dict[str, Any] = copy.deepcopy(before or {})
+    section: dict[str, Any] = copy.deepcopy(base or {})
     if task is not None:
         section = task_over(section, section_of(task, objects))
     if data is None and reward is None:
@@ -144,18 +144,18 @@ def innermost_of(section: dict[str, Any]) -> dict[str, Any]:
     return innermost_of(section.setdefault("task", {})) if around else section
 
 
-def task_over(before: Mapping[str, Any], asked: Mapping[str, Any]) -> dict[str, Any]:
+def task_over(base: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
     """Return the section of a task, of which a recipe may have said more."""
-    if before.get("name") != asked["name"]:
-        return dict(asked)
-    inside = {"task": task_over(before["task"], asked["task"])} if "task" in before and "task" in asked else {}
-    return {**before, **asked, **inside}
+    if base.get("name") != overrides["name"]:
+        return dict(overrides)
+    inside = {"task": task_over(base["task"], overrides["task"])} if "task" in base and "task" in overrides else {}
+    return {**base, **overrides, **inside}
 
 
 def columns(lines: Lines, section: Settings) -> dict[str, Any]:
     """Return which columns of rows hold what. UserError where nothing says what is right."""
-    found = of_data.columns_of(lines.first, section)
-    if "rewards" not in section and not of_data.has_answers(lines.first, {**section, **found}):
+    found = of_data.columns_of(lines.first_row, section)
+    if "rewards" not in section and not of_data.has_answers(lines.first_row, {**section, **found}):
         raise UserError(
             'nothing says what is right: give reward=, or rows with a column "answer"; answer="name" names another'
         )
@@ -169,9 +169,9 @@ def model_name(model: str | Path) -> str:
     raise UserError(f"model is a {kind}: give its folder or Hub id; model.save_pretrained(folder) makes one of it")
 
 
-def sections_over(values: Mapping[str, Any], asked: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+def sections_over(values: Mapping[str, Any], overrides: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
     """Return sections with the keys of others over their own; the task is the other's as a whole."""
-    joined = {name: keys if name == "task" else {**values.get(name, {}), **keys} for name, keys in asked.items()}
+    joined = {name: keys if name == "task" else {**values.get(name, {}), **keys} for name, keys in overrides.items()}
     return {**values, **joined}
 
 

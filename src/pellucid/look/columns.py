@@ -52,43 +52,43 @@ class Level:
 class Words:
     """The table of a page: each pair of a token's id and text by its number."""
 
-    numbers: dict[tuple[int, str | None], int] = field(default_factory=dict)
+    indices: dict[tuple[int, str | None], int] = field(default_factory=dict)
 
-    def of(self, ids: np.ndarray, texts: pa.Array) -> np.ndarray:
+    def encode(self, ids: np.ndarray, texts: pa.Array) -> np.ndarray:
         coded = texts.dictionary_encode()
         known = coded.dictionary.to_pylist()
         places = coded.indices.fill_null(-1).to_numpy(zero_copy_only=False)
         pairs, inverse = np.unique(ids.astype(np.int64) << 32 | (places.astype(np.int64) + 1), return_inverse=True)
-        found = [self.number(pair >> 32, pair & 0xFFFFFFFF, known) for pair in pairs.tolist()]
+        found = [self.index_token(pair >> 32, pair & 0xFFFFFFFF, known) for pair in pairs.tolist()]
         return np.array(found, dtype=np.int64)[inverse]
 
-    def number(self, token: int, place: int, known: Sequence[str]) -> int:
-        return self.numbers.setdefault((token, known[place - 1] if place else None), len(self.numbers))
+    def index_token(self, token: int, text_index: int, texts: Sequence[str]) -> int:
+        return self.indices.setdefault((token, texts[text_index - 1] if text_index else None), len(self.indices))
 
 
 @dataclass(slots=True)
 class Parts:
     """What the header says of each part, and their bytes."""
 
-    told: list[dict[str, Any]] = field(default_factory=list)
-    bytes: list[bytes] = field(default_factory=list)
+    headers: list[dict[str, Any]] = field(default_factory=list)
+    payloads: list[bytes] = field(default_factory=list)
 
     def add(self, name: str, numbers: np.ndarray, **about: Any) -> None:
         wide = numbers.astype("<u4").view(np.uint8).reshape(-1, 4)
         planes = next((count for count in (3, 2, 1) if wide[:, count].any()), 0) + 1
-        self.told.append({"name": name, "count": len(numbers), "planes": planes, **about})
-        self.bytes.append(wide[:, :planes].T.tobytes())
+        self.headers.append({"name": name, "count": len(numbers), "planes": planes, **about})
+        self.payloads.append(wide[:, :planes].T.tobytes())
 
 
-def step_bytes(table: pa.Table, words: Words, level: Level) -> bytes:
+def step_bytes(table: pa.Table, vocabulary: Words, level: Level) -> bytes:
     parts, about = Parts(), about_of(table)
-    chosen = words.of(table["token"].fill_null(-1).to_numpy(), table["text"].combine_chunks())
+    chosen = vocabulary.encode(table["token"].fill_null(-1).to_numpy(), table["text"].combine_chunks())
     parts.add("token", chosen)
     for name in ("kind", "rule"):
         exactly(parts, name, ["" if x is None else x for x in table[name].to_pylist()])
     for name, values in {**{name: floats(table, of) for name, of in NUMBERS.items()}, **differences(table)}.items():
         number(parts, name, values, level)
-    known = alternatives(parts, table, words, chosen, level)
+    known = alternatives(parts, table, vocabulary, chosen, level)
     told = {
         "chosen": known,
         "step": about.get("step"),
@@ -97,10 +97,10 @@ def step_bytes(table: pa.Table, words: Words, level: Level) -> bytes:
         "rounding": rounding_of(about),
         "floor": level.unit,
         "sequences": of_sequences(list(sequences(table))),
-        "parts": parts.told,
+        "parts": parts.headers,
     }
     header = json.dumps(told, separators=(",", ":")).encode()
-    return b"".join([len(header).to_bytes(4, "little"), header, *parts.bytes])
+    return b"".join([len(header).to_bytes(4, "little"), header, *parts.payloads])
 
 
 def of_sequences(found: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
@@ -150,7 +150,7 @@ def codes(numbers: np.ndarray, digits: int) -> np.ndarray:
 # ---------------------------------------------------------------- alternatives
 
 
-def alternatives(parts: Parts, table: pa.Table, words: Words, chosen: np.ndarray, level: Level) -> bool:
+def alternatives(parts: Parts, table: pa.Table, vocabulary: Words, chosen: np.ndarray, level: Level) -> bool:
     """top_WHEN_count: 0 where they are not recorded, else 1 + how many there are. Of all, row after row: 0 for the
     token that was chosen there, else 1 + their words; and the codes of their probabilities. After the update, `place`
     is theirs among those before; only of new ones there are words, and of the others the codes are told by the
@@ -161,34 +161,36 @@ def alternatives(parts: Parts, table: pa.Table, words: Words, chosen: np.ndarray
     """
     if level.least > 1:
         return False
-    before, after = (kept(table, name, words, chosen, level) for name in TOPS)
+    before, after = (kept(table, name, vocabulary, chosen, level) for name in TOPS)
     logs = logprobs(table)
     same = agree(before, logs["before"]) and agree(after, logs["before"] + logs["change"])
     known = np.isfinite(logs["before"]) & np.isfinite(logs["change"]) & same
     parts.add("top_before_count", before.counts)
-    parts.add("top_before", before.words)
-    parts.add("top_before_p", before.codes[untold(before, known)], digits=level.percents)
+    parts.add("top_before", before.token_codes)
+    parts.add("top_before_p", before.probability_codes[untold(before, known)], digits=level.percents)
     places = place_of(after, before)
     old = places != NEW
     starts = np.cumsum(np.maximum(before.counts - 1, 0)) - np.maximum(before.counts - 1, 0)
     codes_before = np.zeros(len(places), dtype=np.int64)
-    codes_before[old] = before.codes[(starts[after.rows] + places)[old]]
+    codes_before[old] = before.probability_codes[(starts[after.rows] + places)[old]]
     parts.add("top_after_count", after.counts)
     parts.add("top_after_place", places)
-    parts.add("top_after", after.words[~old])
-    parts.add("top_after_p", zigzag(after.codes - codes_before)[untold(after, known)], digits=level.percents)
+    parts.add("top_after", after.token_codes[~old])
+    parts.add(
+        "top_after_p", zigzag(after.probability_codes - codes_before)[untold(after, known)], digits=level.percents
+    )
     return same
 
 
 def agree(alternatives: Kept, logprobs: np.ndarray) -> bool:
     """Whether the chosen tokens among them have the probabilities that these log-probs say."""
-    own = alternatives.words == 0
+    own = alternatives.token_codes == 0
     said = np.exp(logprobs[alternatives.rows[own]])
-    return bool((np.abs(alternatives.likely[own] - said)[np.isfinite(said)] < SAME).all())
+    return bool((np.abs(alternatives.probabilities[own] - said)[np.isfinite(said)] < SAME).all())
 
 
 def untold(alternatives: Kept, known: np.ndarray) -> np.ndarray:
-    return (alternatives.words > 0) | ~known[alternatives.rows]
+    return (alternatives.token_codes > 0) | ~known[alternatives.rows]
 
 
 def zigzag(numbers: np.ndarray) -> np.ndarray:
@@ -202,14 +204,14 @@ class Kept:
     """[N]: 0, or 1 + the number of alternatives."""
     rows: np.ndarray
     """[M], as are the others: the row of each alternative."""
-    words: np.ndarray
+    token_codes: np.ndarray
     """0 for the token that was chosen in the row."""
-    codes: np.ndarray
-    likely: np.ndarray
+    probability_codes: np.ndarray
+    probabilities: np.ndarray
     """Probabilities."""
 
 
-def kept(table: pa.Table, when: str, words: Words, chosen: np.ndarray, level: Level) -> Kept:
+def kept(table: pa.Table, when: str, vocabulary: Words, chosen: np.ndarray, level: Level) -> Kept:
     column = table[f"top_{when}"].combine_chunks()
     there = column.is_valid().to_numpy(zero_copy_only=False)
     lengths = np.where(there, column.value_lengths().fill_null(0).to_numpy(zero_copy_only=False), 0)
@@ -217,7 +219,7 @@ def kept(table: pa.Table, when: str, words: Words, chosen: np.ndarray, level: Le
     logs = table[f"top_{when}_logprob"].combine_chunks().flatten().to_numpy(zero_copy_only=False)
     likely = np.nan_to_num(np.exp(logs.astype(np.float64)))
     ids = column.flatten().fill_null(-1).to_numpy(zero_copy_only=False)
-    mine = words.of(ids, table[f"top_{when}_text"].combine_chunks().flatten())
+    mine = vocabulary.encode(ids, table[f"top_{when}_text"].combine_chunks().flatten())
     own = np.where(mine == chosen[rows], 0, mine + 1)
     stay = likely >= level.least
     counts = np.where(there, 1 + np.bincount(rows[stay], minlength=len(lengths)), 0)
@@ -229,9 +231,9 @@ def place_of(after: Kept, before: Kept) -> np.ndarray:
     first = {}
     position = 0
     last = -1
-    for row, word in zip(before.rows.tolist(), before.words.tolist(), strict=True):
+    for row, word in zip(before.rows.tolist(), before.token_codes.tolist(), strict=True):
         position = position + 1 if row == last else 0
         first[row, word] = position
         last = row
-    found = [first.get(pair, NEW) for pair in zip(after.rows.tolist(), after.words.tolist(), strict=True)]
+    found = [first.get(pair, NEW) for pair in zip(after.rows.tolist(), after.token_codes.tolist(), strict=True)]
     return np.array(found, dtype=np.int64)

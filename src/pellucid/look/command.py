@@ -16,11 +16,11 @@ from pellucid.machine.harmless import harmless
 from pellucid.types import UserError
 
 
-def look(folders: Sequence[Path], port: int, output: Path | None, browse: bool) -> int:
+def look(run_dirs: Sequence[Path], port: int, output: Path | None, open_browser: bool) -> int:
     """Serve the page until Ctrl-C, or write it as a file. UserError where there is nothing to look at."""
-    if not 1 <= len(folders) <= 2:
+    if not 1 <= len(run_dirs) <= 2:
         raise UserError("look takes a RUN, or two to see side by side")
-    runs = [opened(folder) for folder in folders]
+    runs = [opened(folder) for folder in run_dirs]
     if output:
         if not output.parent.is_dir():
             raise UserError(f"there is no folder {output.parent}: name another --output, or make it")
@@ -34,8 +34,8 @@ def look(folders: Sequence[Path], port: int, output: Path | None, browse: bool) 
         return 0
     with Looking(runs, port) as server, ExitStack() as door:
         print(f"look at {server.url}  (Ctrl-C ends it)", flush=True)
-        Thread(target=server.prepare, daemon=True).start()
-        if browse:  # beside the server: a browser of the terminal is waited for
+        Thread(target=server.prepare_questions, daemon=True).start()
+        if open_browser:  # beside the server: a browser of the terminal is waited for
             Thread(target=webbrowser.open, args=(door.enter_context(redirection(server.url)),), daemon=True).start()
         server.serve_forever()
     return 0

@@ -64,12 +64,12 @@ class Packed:
     all_questions: int = 0
     blocks: Blocks = field(default_factory=dict)
 
-    def told(self) -> dict[str, Any]:
+    def describe(self) -> dict[str, Any]:
         """What page/app.js says at the foot."""
         counts = {name: [getattr(self, name), getattr(self, f"all_{name}")] for name in COUNTED}
         return {**asdict(self.level), "exact": self.level == LEVELS[0], "counts": counts}
 
-    def size(self) -> int:
+    def count_bytes(self) -> int:
         return sum(len(text) + MARKS for text in self.blocks.values())
 
 
@@ -90,7 +90,7 @@ def write(runs: Sequence[Run], output: Path, limit: int = LIMIT) -> str:
     for i, overview in enumerate(overviews):
         here = [step for step in overview["recorded"] if f"{i}/tokens/{step}" in made.blocks]
         made.blocks[f"{i}/overview"] = packed({**overview, "recorded": here})
-    html, _ = page({**made.blocks, "packed": packed(made.told())})
+    html, _ = page({**made.blocks, "packed": packed(made.describe())})
     output.write_text(html, encoding="utf-8")
     return left_out(made)
 
@@ -101,12 +101,12 @@ def packed(answer: Mapping[str, Any] | Sequence[Any] | bytes) -> str:
     return base64.b64encode(zlib.compress(content, 9)).decode()
 
 
-def left_out(made: Packed) -> str:
+def left_out(contents: Packed) -> str:
     """What a page does not hold, as its foot says it."""
-    least = made.level.least
+    least = contents.level.least
     said = [say("packed.all") if least > 1 else say("packed.below", least=least)] if least else []
     for name in COUNTED:
-        count, whole = getattr(made, name), getattr(made, f"all_{name}")
+        count, whole = getattr(contents, name), getattr(contents, f"all_{name}")
         said += [say(f"packed.{name}", n=whole - count, all=whole)] if count < whole else []
     return say("packed", what=say("packed.join").join(said)) if said else ""
 
@@ -114,23 +114,23 @@ def left_out(made: Packed) -> str:
 # ---------------------------------------------------------------- the groups of steps, and questions
 
 
-def add_summaries(made: Packed, runs: Sequence[Run], room: float) -> Questions:
+def add_summaries(contents: Packed, runs: Sequence[Run], budget_bytes: float) -> Questions:
     """Add what the groups of steps were. Returns the questions of the first run, which a page follows."""
-    steps = sorted({step for run in runs for step in run.steps()})
+    steps = sorted({step for run in runs for step in run.list_steps()})
     sample = spread(steps, SAMPLE)
-    size = sum(len(packed(brief(each))) for run in runs for each in run.anew(sample)) / max(1, len(sample))
+    size = sum(len(packed(brief(each))) for run in runs for each in run.iterate_summaries(sample)) / max(1, len(sample))
     # By themselves they pack less well than a page of them together.
-    chosen = set(spread(steps, max(1, int(room / (size or 1)))))
-    made.summaries, made.all_summaries = len(chosen), len(steps)
-    asked = [Questions(partial(paged, made.blocks, i, run)) for i, run in enumerate(runs)]
+    chosen = set(spread(steps, max(1, int(budget_bytes / (size or 1)))))
+    contents.summaries, contents.all_summaries = len(chosen), len(steps)
+    asked = [Questions(partial(paged, contents.blocks, i, run)) for i, run in enumerate(runs)]
     for questions, run in zip(asked, runs, strict=True):
-        questions.read(run.marks([step for step in run.steps() if step in chosen]))
+        questions.update(run.fingerprint_steps([step for step in run.list_steps() if step in chosen]))
     return asked[0]
 
 
 def paged(blocks: Blocks, i: int, run: Run, steps: Sequence[int]) -> Iterator[dict[str, Any]]:
     """The summaries of steps, which are packed by pages on the way."""
-    for number, page_of in groupby(run.anew(steps), key=lambda each: each["step"] // PAGE):
+    for number, page_of in groupby(run.iterate_summaries(steps), key=lambda each: each["step"] // PAGE):
         together = list(page_of)
         blocks[f"{i}/summaries/{number}"] = packed([brief(each) for each in together])
         yield from together
@@ -149,85 +149,87 @@ def brief(summary: Mapping[str, Any]) -> dict[str, Any]:
     return {**summary, "groups": groups}
 
 
-def foreseen_questions(asked: Questions, room: float) -> float:
+def foreseen_questions(questions: Questions, budget_bytes: float) -> float:
     """How many bytes the questions will take, and at most."""
-    listed = asked.listed()
+    listed = questions.list_repeated()
     sample = spread([each["question"] for each in listed], SAMPLE)
-    of_sample = sum(len(packed(asked.followed(name, bool))) + MARKS for name in sample)
-    return min(room, (of_sample / max(1, len(sample)) * len(listed) + len(packed(listed))) / SPARE)
+    of_sample = sum(len(packed(questions.trace_question(name, bool))) + MARKS for name in sample)
+    return min(budget_bytes, (of_sample / max(1, len(sample)) * len(listed) + len(packed(listed))) / SPARE)
 
 
-def add_questions(made: Packed, asked: Questions, room: float, kept: Container[int]) -> None:
+def add_questions(contents: Packed, questions: Questions, budget_bytes: float, packed_steps: Container[int]) -> None:
     """Add the questions, and the curves of those that were asked most often, as many as have room."""
-    listed = asked.listed()
-    made.blocks["0/questions"], made.all_questions = packed(listed), len(listed)
-    room -= len(made.blocks["0/questions"])
+    listed = questions.list_repeated()
+    contents.blocks["0/questions"], contents.all_questions = packed(listed), len(listed)
+    budget_bytes -= len(contents.blocks["0/questions"])
     for name in (each["question"] for each in listed):
-        text = packed(asked.followed(name, lambda step: step in kept))
-        room -= len(text) + MARKS
-        if room < 0:
+        text = packed(questions.trace_question(name, lambda step: step in packed_steps))
+        budget_bytes -= len(text) + MARKS
+        if budget_bytes < 0:
             return
-        made.blocks[f"0/question/{name}"] = text
-        made.questions += 1
+        contents.blocks[f"0/question/{name}"] = text
+        contents.questions += 1
 
 
 # ---------------------------------------------------------------- tokens
 
 
-def add_tokens(made: Packed, runs: Sequence[Run], room: float) -> Container[int]:
+def add_tokens(contents: Packed, runs: Sequence[Run], budget_bytes: float) -> Container[int]:
     """Add the tokens of all steps at the most exact level that has room for them, or of as many as fit at the last one.
 
     Returns these steps.
     """
-    recorded = [(run, run.recorded()) for run in runs]
-    steps, free = sorted(set.union(*(there for _, there in recorded))), room - made.size()
+    recorded = [(run, run.find_recorded_steps()) for run in runs]
+    steps, free = sorted(set.union(*(there for _, there in recorded))), budget_bytes - contents.count_bytes()
     of_step = partial(of_runs, recorded)
-    made.level, count = chosen(of_step, {step: of_files(recorded, step) for step in steps}, free)
+    contents.level, count = chosen(of_step, {step: of_files(recorded, step) for step in steps}, free)
     words, blocks = Words(), dict[int, Blocks]()
     for step in spread(steps, count):
-        if of := of_step(step, words, made.level):
+        if of := of_step(step, words, contents.level):
             blocks[step] = of
-    made.blocks["words"] = packed(list(words.numbers))
-    free -= len(made.blocks["words"])
+    contents.blocks["words"] = packed(list(words.indices))
+    free -= len(contents.blocks["words"])
     kept = list(blocks)
     sizes = {step: sum(len(text) + MARKS for text in of.values()) for step, of in blocks.items()}
     while len(kept) > 1 and sum(sizes[step] for step in kept) > free:
         kept = spread(kept, len(kept) - 1 - len(kept) // 50)
     for step in kept:
-        made.blocks |= blocks[step]
-    made.tokens, made.all_tokens = len(kept), len(steps)
+        contents.blocks |= blocks[step]
+    contents.tokens, contents.all_tokens = len(kept), len(steps)
     return set(kept)
 
 
 def of_files(runs: Sequence[tuple[Run, set[int]]], step: int) -> int:
     """The bytes of a step's files."""
-    return sum(tokens.path_of(run.folder, step).stat().st_size for run, recorded in runs if step in recorded)
+    return sum(tokens.path_of(run.run_dir, step).stat().st_size for run, recorded in runs if step in recorded)
 
 
-def chosen(of_step: Callable[[int, Words, Level], Blocks], files: Mapping[int, int], room: float) -> tuple[Level, int]:
+def chosen(
+    pack_step: Callable[[int, Words, Level], Blocks], file_bytes: Mapping[int, int], budget_bytes: float
+) -> tuple[Level, int]:
     """The most exact level at which all steps have room, to judge by some of them, else the last one; and how many
     steps have room at that.
 
     files: of each step the bytes of its files, as whose share those of a page are foreseen.
     """
-    steps = list(files)
+    steps = list(file_bytes)
     sample, fit = spread(steps, SAMPLE), len(steps)
-    share = sum(files[step] for step in sample) / (sum(files.values()) or 1)
+    share = sum(file_bytes[step] for step in sample) / (sum(file_bytes.values()) or 1)
     for level in LEVELS:
         words = Words()
-        size = sum(len(text) + MARKS for step in sample for text in of_step(step, words, level).values())
-        left = SPARE * room - len(packed(list(words.numbers)))
+        size = sum(len(text) + MARKS for step in sample for text in pack_step(step, words, level).values())
+        left = SPARE * budget_bytes - len(packed(list(words.indices)))
         fit = int(left * len(steps) * share / size) if size else len(steps)
         if fit >= len(steps):
             return level, len(steps)
     return LEVELS[-1], max(1, fit)
 
 
-def of_runs(runs: Sequence[tuple[Run, set[int]]], step: int, words: Words, level: Level) -> Blocks:
+def of_runs(runs: Sequence[tuple[Run, set[int]]], step: int, vocabulary: Words, level: Level) -> Blocks:
     """The tokens of a step in each run that recorded it; a damaged file has none."""
     found = {}
     for i, (run, recorded) in enumerate(runs):
         with suppress(UserError):  # the summary of the step says so
             if step in recorded:
-                found[f"{i}/tokens/{step}"] = packed(step_bytes(tokens.read(run.folder, step), words, level))
+                found[f"{i}/tokens/{step}"] = packed(step_bytes(tokens.read(run.run_dir, step), vocabulary, level))
     return found

@@ -43,35 +43,35 @@ class Asked(NamedTuple):
 class Questions:
     """summarised: of some steps the summaries. What is kept of a group is six numbers, and of a question its text."""
 
-    def __init__(self, summarised: Callable[[Sequence[int]], Iterable[Summary]]):
-        self.summarised = summarised
-        self.marks: dict[int, object] = {}
+    def __init__(self, read_summaries: Callable[[Sequence[int]], Iterable[Summary]]):
+        self.read_summaries = read_summaries
+        self.fingerprints: dict[int, object] = {}
         """Of each step that was read, where its files were then."""
-        self.of_step: dict[int, list[tuple[str, Asked]]] = {}
+        self.by_step: dict[int, list[tuple[str, Asked]]] = {}
         self.prompts: dict[str, str] = {}
-        self.times: defaultdict[str, list[Asked]] = defaultdict(list)
+        self.occurrences: defaultdict[str, list[Asked]] = defaultdict(list)
         """Of each question the groups that were asked it, by their steps."""
 
-    def read(self, marks: Mapping[int, object]) -> None:
+    def update(self, fingerprints: Mapping[int, object]) -> None:
         """Read the steps whose marks have changed, and forget those that are gone."""
-        gone = self.marks.keys() - marks.keys()
-        changed = [step for step, mark in marks.items() if self.marks.get(step) != mark]
+        gone = self.fingerprints.keys() - fingerprints.keys()
+        changed = [step for step, mark in fingerprints.items() if self.fingerprints.get(step) != mark]
         for step in gone:
-            del self.marks[step], self.of_step[step]
-        for step, found in zip(changed, self.summarised(changed), strict=True):
-            self.marks[step] = marks[step]
-            self.of_step[step] = [(group["question"], asked(step, group)) for group in found["groups"]]
+            del self.fingerprints[step], self.by_step[step]
+        for step, found in zip(changed, self.read_summaries(changed), strict=True):
+            self.fingerprints[step] = fingerprints[step]
+            self.by_step[step] = [(group["question"], asked(step, group)) for group in found["groups"]]
             for group in found["groups"]:
                 self.prompts.setdefault(group["question"], group["prompt"][:LONGEST_LISTED])
         if gone or changed:
-            self.times = defaultdict(list)
-            for step in sorted(self.of_step):
-                for name, each in self.of_step[step]:
-                    self.times[name].append(each)
+            self.occurrences = defaultdict(list)
+            for step in sorted(self.by_step):
+                for name, each in self.by_step[step]:
+                    self.occurrences[name].append(each)
 
-    def listed(self) -> list[dict[str, Any]]:
+    def list_repeated(self) -> list[dict[str, Any]]:
         """Each question that was asked more than once, most often first: how often, and its last mean rewards."""
-        often = sorted(self.times.items(), key=lambda item: -len(item[1]))[:MOST_LISTED]
+        often = sorted(self.occurrences.items(), key=lambda item: -len(item[1]))[:MOST_LISTED]
         return [
             {
                 "question": name,
@@ -83,15 +83,15 @@ class Questions:
             if len(times) > 1
         ]
 
-    def followed(self, name: str, shown: Callable[[int], bool]) -> dict[str, Any]:
+    def trace_question(self, name: str, can_show_step: Callable[[int], bool]) -> dict[str, Any]:
         """One question through the steps: its curves, and the groups whose best answers are to be shown.
 
         shown: whether the tokens of a recorded step can be. UserError where nobody asked that.
         """
-        if name not in self.times:
+        if name not in self.occurrences:
             raise UserError(f"no step asked the question {name}")
-        times = self.times[name]
-        best = [[each.step, each.group] for each in times if each.recorded and shown(each.step)]
+        times = self.occurrences[name]
+        best = [[each.step, each.group] for each in times if each.recorded and can_show_step(each.step)]
         told = {"question": name, "prompt": self.prompts[name]}
         return {**told, "charts": charts(times), "best": spread(best, MOST_ANSWERS)}
 
@@ -107,17 +107,19 @@ def mean(values: Sequence[float | None]) -> float | None:
     return fsum(known) / len(known) if known else None
 
 
-def charts(times: Sequence[Asked]) -> list[str]:
+def charts(occurrences: Sequence[Asked]) -> list[str]:
     """A question that several groups of a step were asked has a point for each of them."""
     drawn = []
     for name, (title, about) in LINES.items():
-        points = [Point(each.step, value) for each in times if (value := getattr(each, name)) is not None]
+        points = [Point(each.step, value) for each in occurrences if (value := getattr(each, name)) is not None]
         drawn.append(chart(title, about, [Series(name, points)]))
     return [svg for svg in drawn if svg]
 
 
-def spread(items: Sequence[Item], most: int) -> list[Item]:
+def spread(items: Sequence[Item], limit: int) -> list[Item]:
     """All, or so many of them at even distances, the first and the last among them."""
-    if len(items) <= most:
+    if len(items) <= limit:
         return list(items)
-    return [items[round(i * (len(items) - 1) / (most - 1))] for i in range(most)] if most > 1 else list(items[-most:])
+    return (
+        [items[round(i * (len(items) - 1) / (limit - 1))] for i in range(limit)] if limit > 1 else list(items[-limit:])
+    )

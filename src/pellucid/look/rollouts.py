@@ -19,39 +19,39 @@ class Rollouts:
     size: of a group, where it is known: neighbours may have one id.
     """
 
-    def __init__(self, path: Path, size: int = 0):
-        self.path, self.size = path, size
-        self.places: dict[int, tuple[int, int]] = {}
+    def __init__(self, path: Path, group_size: int = 0):
+        self.path, self.group_size = path, group_size
+        self.byte_ranges: dict[int, tuple[int, int]] = {}
         """Of each step its first byte and the byte after its last one."""
-        self.read = 0
+        self.indexed_bytes = 0
 
-    def steps(self) -> Mapping[int, tuple[int, int]]:
+    def locate_steps(self) -> Mapping[int, tuple[int, int]]:
         """Where the steps lie by now. A file that has become shorter, as at a resume, is read anew."""
         size = self.path.stat().st_size if self.path.exists() else 0
-        if size < self.read:
-            self.places, self.read = {}, 0
-        if size > self.read:
-            self.go_on()
-        return self.places
+        if size < self.indexed_bytes:
+            self.byte_ranges, self.indexed_bytes = {}, 0
+        if size > self.indexed_bytes:
+            self.index_new_lines()
+        return self.byte_ranges
 
-    def go_on(self) -> None:
+    def index_new_lines(self) -> None:
         with self.path.open("rb") as file:
-            file.seek(self.read)
+            file.seek(self.indexed_bytes)
             for lines in iter(lambda: file.readlines(BLOCK), []):
                 for line in lines:
                     if not line.endswith(b"\n"):
                         return  # half-written: the next time reads it whole
-                    end = self.read + len(line)
+                    end = self.indexed_bytes + len(line)
                     if found := STEP.match(line):
                         step = int(found[1])
-                        self.places[step] = self.places.get(step, (self.read, end))[0], end
-                    self.read = end
+                        self.byte_ranges[step] = self.byte_ranges.get(step, (self.indexed_bytes, end))[0], end
+                    self.indexed_bytes = end
 
-    def of(self, step: int) -> list[list[Record]]:
+    def read_groups(self, step: int) -> list[list[Record]]:
         """The groups of a step, each the records of its completions; none where they were not written."""
-        if step not in self.steps():
+        if step not in self.locate_steps():
             return []
-        start, end = self.places[step]
+        start, end = self.byte_ranges[step]
         with self.path.open("rb") as file:
             file.seek(start)
             text = file.read(end - start).decode("utf-8", "replace")
@@ -60,7 +60,7 @@ class Rollouts:
             if record.get("step") != step:
                 continue
             last = groups[-1] if groups else []
-            if not last or last[0].get("id") != record.get("id") or len(last) == self.size:
+            if not last or last[0].get("id") != record.get("id") or len(last) == self.group_size:
                 groups.append([])
             groups[-1].append(record)
         return groups

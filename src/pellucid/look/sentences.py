@@ -15,25 +15,25 @@ FLOOR = 1e-4
 """Differences of log-probs smaller than this are 0 on the page, and said to be less than this."""
 
 
-def dtype_of(about: Mapping[str, Any]) -> str:
+def dtype_of(metadata: Mapping[str, Any]) -> str:
     """The dtype of the logits by the metadata of a file; float32 where an older file does not say."""
-    return str(about.get("dtype") or "float32")
+    return str(metadata.get("dtype") or "float32")
 
 
-def rounding_of(about: Mapping[str, Any]) -> float:
-    return ROUNDING.get(dtype_of(about), FINEST)
+def rounding_of(metadata: Mapping[str, Any]) -> float:
+    return ROUNDING.get(dtype_of(metadata), FINEST)
 
 
-def sentence(token: Mapping[str, Any], language: str = "en", about: Mapping[str, Any] | None = None) -> str:
+def sentence(token: Mapping[str, Any], language: str = "en", metadata: Mapping[str, Any] | None = None) -> str:
     """token: kind, rule, advantage, ratio, bound, push, change, importance; null where there is none.
 
     about: the metadata of the token's file.
     """
     told = {name: figure(token.get(name)) for name in ("advantage", "ratio", "bound")}
-    change, rounding = token.get("change"), rounding_of(about or {})
+    change, rounding = token.get("change"), rounding_of(metadata or {})
     size = abs(change) if change is not None else None
     told["size"] = say("below", language, least=figure(FLOOR)) if size is not None and size < FLOOR else figure(size)
-    told["dtype"] = dtype_of(about or {})
+    told["dtype"] = dtype_of(metadata or {})
     moved = ""
     if change is not None and abs(change) >= rounding:
         moved = say("moved.rose" if change > 0 else "moved.fell", language, **told)

@@ -42,7 +42,7 @@ class Looking(ThreadingHTTPServer):
     def __init__(self, runs: Sequence[Run], port: int):
         self.runs, self.lock = runs, Lock()
         self.token = secrets.token_urlsafe(16)
-        self.page, self.policy = page()
+        self.page_html, self.content_security_policy = page()
         try:
             super().__init__((HOST, port), Handler)
         except (OSError, OverflowError) as error:
@@ -57,23 +57,23 @@ class Looking(ThreadingHTTPServer):
         """JSON of `RUN/KEY`, of which RUN is a number. UserError where there is none."""
         number, _, rest = key.partition("/")
         if key == "runs":
-            return json.dumps([run.folder.resolve().name for run in self.runs])
+            return json.dumps([run.run_dir.resolve().name for run in self.runs])
         if not number.isdecimal() or len(number) > 9 or int(number) >= len(self.runs):
             raise UserError(f"there is no run {number}")
         with self.lock:
             return json.dumps(self.runs[int(number)].answer(rest))
 
-    def prepare(self) -> None:
+    def prepare_questions(self) -> None:
         """Read a long run for its questions before anybody asks for them; other answers come in between."""
         with suppress(OSError):  # of a folder that goes away, whoever asks for an answer is told
             for run in self.runs:
-                steps = run.prepared(AT_A_TIME)
-                while self.step(steps):
+                steps = run.prepare_questions(AT_A_TIME)
+                while self.prepare_batch(steps):
                     time.sleep(PAUSE)
 
-    def step(self, steps: Iterator[int]) -> bool:
+    def prepare_batch(self, batches: Iterator[int]) -> bool:
         with self.lock:
-            return next(steps, None) is not None
+            return next(batches, None) is not None
 
 
 class Handler(BaseHTTPRequestHandler):
@@ -83,7 +83,7 @@ class Handler(BaseHTTPRequestHandler):
 
     def setup(self) -> None:
         super().setup()
-        self.timer = Timer(SILENCE, self.give_up)
+        self.timer = Timer(SILENCE, self.abort_connection)
         self.timer.daemon = True
         self.timer.start()
 
@@ -92,12 +92,12 @@ class Handler(BaseHTTPRequestHandler):
         with suppress(OSError):  # of a client that has gone
             super().finish()
 
-    def give_up(self) -> None:
+    def abort_connection(self) -> None:
         with suppress(OSError):
             self.connection.shutdown(socket.SHUT_RDWR)
 
     @property
-    def looking(self) -> Looking:
+    def inspect_server(self) -> Looking:
         assert isinstance(self.server, Looking)
         return self.server
 
@@ -105,32 +105,34 @@ class Handler(BaseHTTPRequestHandler):
         self.timer.cancel()
         # Through a tunnel the port is another, and a browser leaves out 80.
         if self.headers.get("Host", "").partition(":")[0] not in NAMES:
-            self.reply(HTTPStatus.FORBIDDEN, "text/plain", f"the microscope is at {HOST}:{self.looking.server_port}")
+            self.reply(
+                HTTPStatus.FORBIDDEN, "text/plain", f"the microscope is at {HOST}:{self.inspect_server.server_port}"
+            )
             return
         token, _, path = self.path.removeprefix("/").partition("/")
-        mine = secrets.compare_digest(token.encode("utf-8", "replace"), self.looking.token.encode())
+        mine = secrets.compare_digest(token.encode("utf-8", "replace"), self.inspect_server.token.encode())
         if not mine or self.path == f"/{token}":  # without a slash behind it the page would ask for other addresses
             self.reply(HTTPStatus.FORBIDDEN, "text/plain", "open the whole address that pellucid look has printed")
         elif not path:
-            policy = f"{self.looking.policy}; frame-ancestors 'none'"
-            self.reply(HTTPStatus.OK, "text/html", self.looking.page, {"Content-Security-Policy": policy})
+            policy = f"{self.inspect_server.content_security_policy}; frame-ancestors 'none'"
+            self.reply(HTTPStatus.OK, "text/html", self.inspect_server.page_html, {"Content-Security-Policy": policy})
         elif path.startswith("data/"):
-            self.data(path.removeprefix("data/"))
+            self.reply_data(path.removeprefix("data/"))
         else:
             self.reply(HTTPStatus.NOT_FOUND, "text/plain", "there is nothing here")
 
-    def data(self, key: str) -> None:
+    def reply_data(self, key: str) -> None:
         try:
-            self.reply(HTTPStatus.OK, "application/json", self.looking.answer(key))
+            self.reply(HTTPStatus.OK, "application/json", self.inspect_server.answer(key))
         except UserError as error:
             self.reply(HTTPStatus.NOT_FOUND, "application/json", json.dumps({"error": str(error)}))
 
-    def reply(self, status: HTTPStatus, kind: str, text: str, headers: dict[str, str] | None = None) -> None:
+    def reply(self, status: HTTPStatus, content_type: str, text: str, headers: dict[str, str] | None = None) -> None:
         body = text.encode("utf-8", "replace")
         self.send_response(status)
         for name, value in {**ALWAYS, **(headers or {})}.items():
             self.send_header(name, value)
-        self.send_header("Content-Type", f"{kind}; charset=utf-8")
+        self.send_header("Content-Type", f"{content_type}; charset=utf-8")
         self.send_header("Content-Length", str(len(body)))
         with suppress(ConnectionError, TimeoutError):  # a browser that went elsewhere does not wait for the answer
             self.end_headers()

@@ -44,20 +44,20 @@ BRIEF = ("group", "kind", "gradient", "entropy_before")
 class Tokens:
     """The tokens of a step, row by row in the order of the file."""
 
-    about: Mapping[str, Any]
+    metadata: Mapping[str, Any]
     """What the writer said of the step: see `reporting/tokens.py`."""
     sequences: Sequence[Mapping[str, Any]]
     """The prompt of each group (completion -1), its completions and their branches, with rows [start, end)."""
     columns: Mapping[str, Sequence[Any]]
     """token (id), text, kind, rule, the numbers of NUMBERS, and before, after, sampler, ref (log-probs in nats, before
     and after the whole step), change = after - before, gap = before - sampler, drift = before - ref, entropy_change."""
-    tops: Mapping[str, Sequence[Sequence[tuple[int, str, float]] | None]]
+    alternatives: Mapping[str, Sequence[Sequence[tuple[int, str, float]] | None]]
     """Of each row the likeliest tokens (id, text, log-prob) before and after the update."""
 
-    def text(self, sequence: Mapping[str, Any]) -> str:
+    def join_text(self, sequence: Mapping[str, Any]) -> str:
         return "".join(text or "" for text in self.columns["text"][sequence["start"] : sequence["end"]])
 
-    def shares(self, group: int) -> dict[int, float]:
+    def compute_gradient_shares(self, group: int) -> dict[int, float]:
         """Of each row of a group its share of the group's gradient; empty where the group has none."""
         rows = [i for each in self.sequences if each["group"] == group for i in range(each["start"], each["end"])]
         pulls = {i: self.columns["gradient"][i] or 0.0 for i in rows}
@@ -155,10 +155,10 @@ def for_page(table: pa.Table, verdicts: bool = True) -> dict[str, Any]:
     raw = {name: rounded(values.tolist(), DIGITS, None if name in SMALL else FLOOR) for name, values in numbers.items()}
     rules = sorted({rule for rule in columns["rule"] if rule})
     return {
-        "step": tokens.about.get("step"),
-        "about": tokens.about,
-        "dtype": dtype_of(tokens.about),
-        "rounding": rounding_of(tokens.about),
+        "step": tokens.metadata.get("step"),
+        "about": tokens.metadata,
+        "dtype": dtype_of(tokens.metadata),
+        "rounding": rounding_of(tokens.metadata),
         "floor": FLOOR,
         "sequences": tokens.sequences,
         "rules": rules,
@@ -166,23 +166,23 @@ def for_page(table: pa.Table, verdicts: bool = True) -> dict[str, Any]:
         "kind": "".join((kind or "?")[0] for kind in columns["kind"]),
         "rule": [rules.index(rule) if rule else -1 for rule in columns["rule"]],
         **{name: None if all(x is None for x in values) else values for name, values in raw.items()},
-        **{f"top_{name}": numbered(words, tokens.tops[name]) for name in TOPS},
+        **{f"top_{name}": numbered(words, tokens.alternatives[name]) for name in TOPS},
         "vocabulary": list(words),
     }
 
 
-def word(words: dict[tuple[Any, Any], int], pair: tuple[Any, Any]) -> int:
-    return words.setdefault(pair, len(words))
+def word(vocabulary: dict[tuple[Any, Any], int], pair: tuple[Any, Any]) -> int:
+    return vocabulary.setdefault(pair, len(vocabulary))
 
 
 def numbered(
-    words: dict[tuple[Any, Any], int], tops: Sequence[Sequence[tuple[int, str, float]] | None]
+    vocabulary: dict[tuple[Any, Any], int], alternatives: Sequence[Sequence[tuple[int, str, float]] | None]
 ) -> list[list[float | None] | None] | None:
     """Of each row the numbers of its alternatives in the vocabulary, in turn with their log-probs."""
-    logprobs = iter(rounded([top[2] for row in tops if row for top in row], DIGITS))
+    logprobs = iter(rounded([top[2] for row in alternatives if row for top in row], DIGITS))
     rows = [
-        [part for token, text, _ in row for part in (word(words, (token, text)), next(logprobs))] if row else None
-        for row in tops
+        [part for token, text, _ in row for part in (word(vocabulary, (token, text)), next(logprobs))] if row else None
+        for row in alternatives
     ]
     return rows if any(rows) else None
 

@@ -19,7 +19,7 @@ LONGEST_PROMPT = 2000
 """How many characters of a prompt a summary has; all of it is in rollouts.jsonl."""
 
 
-def signal_of(rewards: Sequence[float | None], correct: Sequence[bool | None], least: float = 0.0) -> str:
+def signal_of(rewards: Sequence[float | None], correct: Sequence[bool | None], min_reward_range: float = 0.0) -> str:
     """Whether the rewards of a group differ, or why there is nothing to compare.
 
     "all_right", "all_wrong" where all rewards are 0 or less, "partial" where all have the same reward above 0 and not
@@ -29,7 +29,7 @@ def signal_of(rewards: Sequence[float | None], correct: Sequence[bool | None], l
     graded = [reward for reward in rewards if reward is not None]
     if not graded:
         return ALL_FAILED
-    if not alike(min(graded), max(graded), least):
+    if not alike(min(graded), max(graded), min_reward_range):
         return SIGNAL
     stated = [right for right, reward in zip(correct, rewards, strict=True) if reward is not None]
     if None in stated:
@@ -48,7 +48,7 @@ def summary(
     step: int,
     groups: Sequence[Sequence[Record]],
     table: pa.Table | None,
-    least: float = 0.0,
+    min_reward_range: float = 0.0,
     verdicts: bool = True,
 ) -> dict[str, Any]:
     """The groups of a step, in its order: from rollouts.jsonl, and where that has none from the recorded tokens.
@@ -67,7 +67,7 @@ def summary(
     for j, row in told.items():
         if not verdicts:
             row["correct"] = [None] * len(row["rewards"])
-        signal = signal_of(row["rewards"], row["correct"], least)
+        signal = signal_of(row["rewards"], row["correct"], min_reward_range)
         recorded = taught.get(j, {"gradient": None, "entropy": None})
         rows.append({"group": j, **row, "signal": signal, "recorded": j in taught, **recorded})
     return {"step": step, "groups": rows}
@@ -86,7 +86,7 @@ def of_rollouts(group: Sequence[Record]) -> dict[str, Any]:
 def of_tokens(tokens: Tokens, group: int, question: str | None) -> dict[str, Any]:
     whole = [each for each in tokens.sequences if each["group"] == group and each["branch"] == 0]
     answers = [each for each in whole if each["completion"] >= 0]
-    templated = "".join(tokens.text(each) for each in whole if each["completion"] < 0)
+    templated = "".join(tokens.join_text(each) for each in whole if each["completion"] < 0)
     prompt = templated if question is None else question  # as rollouts.jsonl has it
     return {
         **asked(prompt, whole[0]["prompt_id"]),
@@ -97,5 +97,5 @@ def of_tokens(tokens: Tokens, group: int, question: str | None) -> dict[str, Any
     }
 
 
-def asked(prompt: str, name: str) -> dict[str, str]:
-    return {"prompt": prompt[:LONGEST_PROMPT], "id": name, "question": question_of(prompt)}
+def asked(prompt: str, prompt_id: str) -> dict[str, str]:
+    return {"prompt": prompt[:LONGEST_PROMPT], "id": prompt_id, "question": question_of(prompt)}

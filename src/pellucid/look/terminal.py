@@ -30,20 +30,20 @@ MOST_NAMED = 6
 NAMED = ("token", "share", "before", "after", "ratio", "what happened")
 
 
-def show(folder: Path, step: int | None, group: int | None, by: str, console: Console | None = None) -> int:
+def show(run_dir: Path, step: int | None, group: int | None, by: str, console: Console | None = None) -> int:
     """Print a group. UserError where the step or the group is not recorded."""
-    run, screen = opened(folder), console or Console(highlight=False)
-    recorded = sorted(run.recorded())
+    run, screen = opened(run_dir), console or Console(highlight=False)
+    recorded = sorted(run.find_recorded_steps())
     step = recorded[-1] if step is None else step
     if step not in recorded:
-        raise UserError(f"{folder} has no tokens of step {step}: {nearest(step, recorded)}")
-    tokens, summary = run.tokens(step), run.at(step)
+        raise UserError(f"{run_dir} has no tokens of step {step}: {nearest(step, recorded)}")
+    tokens, summary = run.read_tokens(step), run.read_summary(step)
     rows = {row["group"]: row for row in summary["groups"] if row["recorded"]}
     which = max(rows, key=lambda j: rows[j]["gradient"] or 0.0) if group is None else group
     if which not in rows:
         raise UserError(f"step {step} has no tokens of group {which}: recorded are {', '.join(map(str, rows))}")
     screen.print(heading(run, step, rows[which]))
-    if silent := tokens.about.get("silent", {}).get(str(which)):
+    if silent := tokens.metadata.get("silent", {}).get(str(which)):
         screen.print(Text(say("group.silent", n=", ".join(map(str, silent))) + "\n"))
     largest = scale(tokens, which, by)
     listed = folded(tokens, which)
@@ -62,7 +62,7 @@ def nearest(step: int, recorded: Sequence[int]) -> str:
 def heading(run: Run, step: int, row: Mapping[str, Any]) -> Text:
     taught = "" if row["gradient"] is None else f", sum of gradients {figure(row['gradient'])}"
     signal = say(f"signal.{row['signal']}")
-    title = f"{harmless(run.folder.resolve().name)}, step {step}, group {row['group']}"
+    title = f"{harmless(run.run_dir.resolve().name)}, step {step}, group {row['group']}"
     return Text().append(title, "bold").append(f"\n{signal}{taught}\n")
 
 
@@ -139,7 +139,7 @@ def most_of_the_gradient(tokens: Tokens, group: int, listed: Sequence[Sequence[M
     listed: the sequences of the group, each with its copies.
     """
     table = Table(*NAMED, box=None, header_style="dim", pad_edge=False)
-    single = tokens.shares(group)
+    single = tokens.compute_gradient_shares(group)
     shares: dict[int, float] = {}
     for copies in listed if single else ():
         starts = [each["start"] for each in copies]
@@ -153,7 +153,7 @@ def most_of_the_gradient(tokens: Tokens, group: int, listed: Sequence[Sequence[M
             name,
             f"{shares[i]:.1%}",
             *(figure(token[key]) for key in ("before", "after", "ratio")),
-            sentence(token, about=tokens.about),
+            sentence(token, metadata=tokens.metadata),
         )
         table.add_row(*(Text(harmless(cell)) for cell in cells))
     return table

@@ -16,6 +16,6 @@ def placeholders(template: str) -> set[str]:
     return {match[2] for match in FIELD.finditer(template) if match[2] is not None}
 
 
-def filled(template: str, text_of: Callable[[str], str]) -> str:
+def filled(template: str, get_text: Callable[[str], str]) -> str:
     """Replace each {name} by its text, and {{...}} by {...}; {} and braces in what is put in are kept."""
-    return FIELD.sub(lambda match: f"{{{match[1]}}}" if match[2] is None else text_of(match[2]), template)
+    return FIELD.sub(lambda match: f"{{{match[1]}}}" if match[2] is None else get_text(match[2]), template)

@@ -24,15 +24,15 @@ class Channel:
     writes. On Windows a message is sent and received at once, however long that takes.
     """
 
-    def __init__(self, connection: Any, most: int) -> None:
+    def __init__(self, connection: Any, max_bytes: int) -> None:
         """most: the most bytes of a message that is received."""
         self.connection: Connection = connection
-        self._most = most
-        self._arrived = bytearray()
+        self._max_bytes = max_bytes
+        self._received = bytearray()
         if POSIX:
             os.set_blocking(self.connection.fileno(), False)
 
-    def send(self, data: bytes, seconds: float) -> None:
+    def send(self, data: bytes, timeout_seconds: float) -> None:
         """Send a message.
 
         TimeoutError where it is not taken within so many seconds, which may be inf; OSError where the pipe is closed.
@@ -40,7 +40,7 @@ class Channel:
         if not POSIX:
             self.connection.send_bytes(data)
             return
-        until = time.monotonic() + seconds
+        until = time.monotonic() + timeout_seconds
         size = SHORT.pack(len(data)) if len(data) < 2**31 else SHORT.pack(-1) + LONG.pack(len(data))
         left = memoryview(size + data)
         writable = select.poll()
@@ -59,32 +59,32 @@ class Channel:
         EOFError or OSError where the pipe is closed, ValueError for a message that is too long.
         """
         if not POSIX:
-            return self.connection.recv_bytes(self._most) if self.connection.poll() else None
-        while (message := self._whole()) is None:
+            return self.connection.recv_bytes(self._max_bytes) if self.connection.poll() else None
+        while (message := self._pop_message()) is None:
             try:
                 chunk = os.read(self.connection.fileno(), CHUNK)
             except BlockingIOError:
                 return None
             if not chunk:
                 raise EOFError
-            self._arrived += chunk
+            self._received += chunk
         return message
 
-    def _whole(self) -> bytes | None:
+    def _pop_message(self) -> bytes | None:
         """Take the first message out of what has arrived, if it is whole."""
         start = SHORT.size
-        if len(self._arrived) < start:
+        if len(self._received) < start:
             return None
-        [size] = SHORT.unpack_from(self._arrived)
+        [size] = SHORT.unpack_from(self._received)
         if size == -1:
             start += LONG.size
-            if len(self._arrived) < start:
+            if len(self._received) < start:
                 return None
-            [size] = LONG.unpack_from(self._arrived, SHORT.size)
-        if not 0 <= size <= self._most:
+            [size] = LONG.unpack_from(self._received, SHORT.size)
+        if not 0 <= size <= self._max_bytes:
             raise ValueError(f"a message of {size} bytes")
-        if len(self._arrived) < start + size:
+        if len(self._received) < start + size:
             return None
-        message = bytes(self._arrived[start : start + size])
-        del self._arrived[: start + size]
+        message = bytes(self._received[start : start + size])
+        del self._received[: start + size]
         return message

@@ -8,14 +8,14 @@ import traceback
 from contextlib import suppress
 
 
-def end_copy(owner: int, error: BaseException | None = None) -> None:
+def end_copy(owner_pid: int, error: BaseException | None = None) -> None:
     """End this process where it is not the process `owner` but a copy of it; else do nothing.
 
     Call it behind code that may fork. The copy ends as Python would end it, without running the code of its owner.
 
     owner: the process id before that code was called. error: what that code raised.
     """
-    if os.getpid() == owner:
+    if os.getpid() == owner_pid:
         return
     status = 0
     if isinstance(error, SystemExit):

@@ -60,9 +60,9 @@ class BoundedLog:
     file says that something was left out there. Writers must append (O_APPEND), or they would leave holes.
     """
 
-    def __init__(self, path: Path, most: int = 2**24, every: float = 0.5) -> None:
-        self._path, self._most, self._every = path, most, every
-        self._head = 0
+    def __init__(self, path: Path, max_bytes: int = 2**24, interval_seconds: float = 0.5) -> None:
+        self._path, self._max_bytes, self._interval_seconds = path, max_bytes, interval_seconds
+        self._head_end = 0
         """Where the beginning that is kept ends, once something was left out behind it."""
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="bounded log", daemon=True)
@@ -74,23 +74,23 @@ class BoundedLog:
         self._thread.join()
 
     def _watch(self) -> None:
-        while not self._closing.wait(self._every):
-            self._cut()
-        self._cut()
+        while not self._closing.wait(self._interval_seconds):
+            self._trim()
+        self._trim()
 
-    def _cut(self) -> None:
+    def _trim(self) -> None:
         with suppress(OSError), self._path.open("r+b") as file:  # it may not be there yet, or not be ours
             size = file.seek(0, os.SEEK_END)
-            if size <= self._most:
+            if size <= self._max_bytes:
                 return
-            self._head = head = self._head or whole_lines(file, 0, self._most // 2)[0]
-            start = whole_lines(file, size - self._most // 4, self._most // 4)[1]
+            self._head_end = head = self._head_end or whole_lines(file, 0, self._max_bytes // 2)[0]
+            start = whole_lines(file, size - self._max_bytes // 4, self._max_bytes // 4)[1]
             file.seek(start)
-            newest = file.read(self._most // 4)
+            newest = file.read(self._max_bytes // 4)
             file.truncate(head)
             file.seek(head)
             file.write(
-                b"[left out: this file keeps its beginning and its end, %d MB at most]\n" % (self._most // 2**20)
+                b"[left out: this file keeps its beginning and its end, %d MB at most]\n" % (self._max_bytes // 2**20)
             )
             file.write(newest)
 

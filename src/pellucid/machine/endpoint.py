@@ -34,9 +34,9 @@ class RefusedAnswerError(Exception):
     always: whether every answer of the endpoint would be refused.
     """
 
-    def __init__(self, why: str, always: bool = False) -> None:
-        super().__init__(why)
-        self.always = always
+    def __init__(self, reason: str, is_permanent: bool = False) -> None:
+        super().__init__(reason)
+        self.is_permanent = is_permanent
 
 
 @dataclass(frozen=True)
@@ -91,11 +91,11 @@ def is_for_keys(variable: str) -> bool:
     return words[-1] in ("KEY", "TOKEN") and not {"SECRET", "PRIVATE", "PASSWORD"} & set(words)
 
 
-def note_on(base_url: str, variable: str, what: str) -> str:
+def note_on(base_url: str, variable: str, content: str) -> str:
     """Return the line that must be shown before the first request: what goes where, and which variable goes with it."""
     sent = bool(os.environ.get(variable, "").strip())
     key = f"with the key in the environment variable {variable}" if sent else f"without a key: {variable} is not set"
-    return f"{what} go to {base_url}, {key}"
+    return f"{content} go to {base_url}, {key}"
 
 
 def redacted(text: str, key: str) -> str:
@@ -145,11 +145,13 @@ def guard(response: Any) -> None:
             raise RefusedAnswerError(
                 f"{asked.scheme}://{asked.netloc.decode()} redirects to {target.scheme}://{target.netloc.decode()}:"
                 " if you trust that, name it as the address",
-                always=True,
+                is_permanent=True,
             )
     encoding = response.headers.get("content-encoding", "").strip().lower()
     if encoding not in ("", "identity"):
-        raise RefusedAnswerError(f"the answer is compressed ({encoding[:20]}), which was not asked for", always=True)
+        raise RefusedAnswerError(
+            f"the answer is compressed ({encoding[:20]}), which was not asked for", is_permanent=True
+        )
     response.stream = bounded(response.stream)
 
 

@@ -175,20 +175,20 @@ class Heap:
     """
 
     def __init__(self) -> None:
-        self.needed = 0.0
+        self.needed_gb = 0.0
         """The largest resident size in GB after a step that began with nothing kept."""
-        self.is_fresh = False
+        self.was_trimmed = False
         """Whether nothing was kept when the last step began."""
 
-    def after_step(self) -> None:
+    def trim_after_step(self) -> None:
         """Give free memory back where it has outgrown what a step needs; pages are then faulted in once more."""
         resident = resident_gb()
-        self.needed = max(self.needed, resident) if self.is_fresh else self.needed
-        self.is_fresh = resident > SPARE * self.needed
-        if self.is_fresh:
-            self.give_back()
+        self.needed_gb = max(self.needed_gb, resident) if self.was_trimmed else self.needed_gb
+        self.was_trimmed = resident > SPARE * self.needed_gb
+        if self.was_trimmed:
+            self.trim()
 
-    def give_back(self) -> None:
+    def trim(self) -> None:
         """Give all free memory back to the system, which takes tens of milliseconds a gigabyte."""
         if platform.libc_ver()[0] == "glibc":
             ctypes.CDLL(None).malloc_trim(0)

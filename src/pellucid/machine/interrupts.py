@@ -17,23 +17,23 @@ LATER = b"stopping after this step; once more to stop at once, back to the last 
 class StopRequests(list[int]):
     """The signals that have asked for a stop."""
 
-    at_once = False
+    is_immediate = False
 
     @contextmanager
-    def raised(self) -> Iterator[None]:
+    def interrupt_immediately(self) -> Iterator[None]:
         """In here a request is a KeyboardInterrupt at once: for what can be done again and leaves nothing behind."""
         if self:
             raise KeyboardInterrupt
-        self.at_once = True
+        self.is_immediate = True
         try:
             yield
         finally:
-            self.at_once = False
+            self.is_immediate = False
 
-    def handle(self, number: int, _frame: FrameType | None) -> None:
+    def handle_signal(self, number: int, _frame: FrameType | None) -> None:
         again = bool(self)
         self.append(number)
-        if self.at_once or again:
+        if self.is_immediate or again:
             raise KeyboardInterrupt
         say(LATER)
 
@@ -42,7 +42,7 @@ class StopRequests(list[int]):
 def stop_requests() -> Iterator[StopRequests]:
     """Requests to stop, served between two steps; a second one is served at once."""
     requests = StopRequests()
-    with handled(requests.handle):
+    with handled(requests.handle_signal):
         yield requests
 
 

@@ -34,21 +34,21 @@ def escaped(name: str) -> str:
     return "; in double quotes a backslash begins an escape: write a path in single quotes, 'C:\\temp', or with /"
 
 
-def meant(path: Path, found: Sequence[Path]) -> str:
+def meant(path: Path, candidates: Sequence[Path]) -> str:
     """Return a hint at the file of the same name elsewhere, or else at one of a similar name; empty for neither."""
-    same = [each for each in found if each.name == path.name]
-    similar = get_close_matches(path.stem, [each.stem for each in found], n=1)
-    close = same or [each for each in found if each.stem in similar]
+    same = [each for each in candidates if each.name == path.name]
+    similar = get_close_matches(path.stem, [each.stem for each in candidates], n=1)
+    close = same or [each for each in candidates if each.stem in similar]
     return f'; did you mean "{close[0]}"?' if close else ""
 
 
-def nearby(path: Path, endings: Container[str]) -> list[Path]:
+def nearby(path: Path, suffixes: Container[str]) -> list[Path]:
     """Return files with one of these endings, such as ".toml": those in the folder of a path, or in the nearest that
     exists above it, and one level below.
     """
     folder = next((above for above in path.parents if above.is_dir()), Path())
     below = [each for each in listed(folder) if each.is_dir() and not each.name.startswith(".")]
-    return [each for place in (folder, *below) for each in listed(place) if each.suffix.lower() in endings]
+    return [each for place in (folder, *below) for each in listed(place) if each.suffix.lower() in suffixes]
 
 
 def listed(folder: Path) -> Iterator[Path]:

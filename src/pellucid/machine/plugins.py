@@ -72,14 +72,14 @@ def load_object(spec: str) -> Any:
     return getattr(module, name)
 
 
-def function_of(spec: str, what: str) -> Callable[..., Any]:
+def function_of(spec: str, kind: str) -> Callable[..., Any]:
     """The function that `path/to/file.py:name` names, to be a reward or `what` it is. UserError where there is none.
 
     One in a file is looked for once; what was given may be another of the same name the next time.
     """
     found = load_object(spec) if spec.startswith(HERE) else found_once(spec)
     if not callable(found):
-        raise UserError(f'{what} "{spec}" is a {type(found).__name__}: name a function')
+        raise UserError(f'{kind} "{spec}" is a {type(found).__name__}: name a function')
     return found
 
 

@@ -19,16 +19,16 @@ FEW = 2**20
 """Scores at once, 4 MB in fp32: what is done to each then stays in the processor's cache."""
 
 
-def attend(query: Tensor, key: Tensor, value: Tensor, bias: Tensor, shared: int = 0) -> Tensor:
+def attend(query: Tensor, key: Tensor, value: Tensor, bias: Tensor, shared_length: int = 0) -> Tensor:
     """softmax(q k' / sqrt(d) + bias) v. query [B, H, T, d], key and value [B, K, S, d], bias [B, 1, T, S].
 
     shared: so many of the keys stand first and are a prompt's, which sampling reads for all rows of a group at once.
     On the CPU they are read in a product of their own here, too, and rounded where sampling rounds.
     """
     if query.device.type == "cpu" and not torch.is_grad_enabled():
-        return by_few(query, key, value, bias, shared)
+        return by_few(query, key, value, bias, shared_length)
     if query.device.type == "cpu":
-        return FewProducts.apply(query, key, value, bias, shared)  # pyright: ignore[reportReturnType]
+        return FewProducts.apply(query, key, value, bias, shared_length)  # pyright: ignore[reportReturnType]
     return F.scaled_dot_product_attention(query, key, value, attn_mask=bias, enable_gqa=True)
 
 
@@ -49,9 +49,9 @@ class FewProducts(torch.autograd.Function):
         return *(torch.cat(pieces) for pieces in gradients), None, None
 
 
-def by_few(query: Tensor, key: Tensor, value: Tensor, bias: Tensor, shared: int) -> Tensor:
+def by_few(query: Tensor, key: Tensor, value: Tensor, bias: Tensor, shared_length: int) -> Tensor:
     """`attend` on the CPU, a few rows at a time."""
-    return torch.cat([read(q, k, v, b, shared) for q, k, v, b in few(query, key, value, bias)])
+    return torch.cat([read(q, k, v, b, shared_length) for q, k, v, b in few(query, key, value, bias)])
 
 
 def few(query: Tensor, key: Tensor, value: Tensor, bias: Tensor, *others: Tensor) -> Iterator[tuple[Tensor, ...]]:
@@ -60,18 +60,18 @@ def few(query: Tensor, key: Tensor, value: Tensor, bias: Tensor, *others: Tensor
     return zip(*(x.split(rows) for x in (query, key, value, bias, *others)), strict=True)
 
 
-def read(query: Tensor, key: Tensor, value: Tensor, bias: Tensor, shared: int) -> Tensor:
+def read(query: Tensor, key: Tensor, value: Tensor, bias: Tensor, shared_length: int) -> Tensor:
     """[B, H, T, d], a few queries at a time where one row has many."""
     queries = max(1, FEW // (query.shape[0] * query.shape[1] * key.shape[2]))
     parts = zip(query.split(queries, 2), bias.split(queries, 2), strict=True)
-    return torch.cat([read_few(q, key, value, b, shared) for q, b in parts], 2)
+    return torch.cat([read_few(q, key, value, b, shared_length) for q, b in parts], 2)
 
 
-def read_few(query: Tensor, key: Tensor, value: Tensor, bias: Tensor, shared: int) -> Tensor:
+def read_few(query: Tensor, key: Tensor, value: Tensor, bias: Tensor, shared_length: int) -> Tensor:
     probs = way(query, query.dtype, key.shape[2]).softmax(scores_of(query, key), bias)
-    out = probs[..., shared:] @ value[:, :, shared:]
-    if shared:
-        out = out + probs[..., :shared] @ value[:, :, :shared]
+    out = probs[..., shared_length:] @ value[:, :, shared_length:]
+    if shared_length:
+        out = out + probs[..., :shared_length] @ value[:, :, :shared_length]
     return out.unflatten(2, (-1, query.shape[2])).flatten(1, 2)
 
 

@@ -27,12 +27,12 @@ class Cache:
     a gap."""
     values: Tensor
 
-    def keep(self, rows: Tensor, room: int, prompts: Tensor, size: int) -> None:
+    def compact(self, rows: Tensor, capacity: int, prompts: Tensor, prompt_capacity: int) -> None:
         """Only these rows and prompts, with so much room."""
-        self.keys, self.values = (x[:, :, :room].index_select(1, rows) for x in (self.keys, self.values))
-        if len(prompts) < self.prompt_keys.shape[1] or size < self.prompt_keys.shape[2]:
+        self.keys, self.values = (x[:, :, :capacity].index_select(1, rows) for x in (self.keys, self.values))
+        if len(prompts) < self.prompt_keys.shape[1] or prompt_capacity < self.prompt_keys.shape[2]:
             self.prompt_keys, self.prompt_values = (
-                x[:, :, :size].index_select(1, prompts) for x in (self.prompt_keys, self.prompt_values)
+                x[:, :, :prompt_capacity].index_select(1, prompts) for x in (self.prompt_keys, self.prompt_values)
             )
 
 

@@ -96,13 +96,13 @@ def run_compiler(command: Sequence[str | Path]) -> None:
 class Operations:
     """Floating-point operations of matrix products in C++, while somebody counts them: doctor/profile.py does."""
 
-    seen: ClassVar[list[tuple[float, float]] | None] = None
+    entries: ClassVar[list[tuple[float, float]] | None] = None
     """When each call had ended, by time.perf_counter, and how many."""
 
     @classmethod
     def count(cls, n: float) -> None:
-        if cls.seen is not None:
-            cls.seen.append((time.perf_counter(), n))
+        if cls.entries is not None:
+            cls.entries.append((time.perf_counter(), n))
 
 
 calls: Counter[str] = Counter()

@@ -84,9 +84,9 @@ PARTS = {
 """Which parameters of a Hugging Face checkpoint make up which weight of a layer."""
 
 
-def places_of(block: nn.Module, sources: Sequence[str]) -> list[tuple[nn.Module, str]]:
+def places_of(block: nn.Module, names: Sequence[str]) -> list[tuple[nn.Module, str]]:
     """The modules in which these parameters stand, and their names there."""
-    return [(block.get_submodule(path), leaf) for path, _, leaf in (source.rpartition(".") for source in sources)]
+    return [(block.get_submodule(path), leaf) for path, _, leaf in (source.rpartition(".") for source in names)]
 
 
 Heads = tuple[Tensor, Tensor, Tensor]
@@ -100,18 +100,18 @@ class Stream(NamedTuple):
 
     hidden: Tensor
     """[N, D]"""
-    more: Tensor | None = None
+    pending: Tensor | None = None
     """[N, D] in the compute dtype: what the last layer adds to it, in the pass over memory that norms their sum."""
 
-    def whole(self) -> Tensor:
-        return self.hidden if self.more is None else self.hidden + self.more
+    def add_pending(self) -> Tensor:
+        return self.hidden if self.pending is None else self.hidden + self.pending
 
 
 class Pieces(NamedTuple):
     """The parts of a layer that work on single tokens, before and after its attention."""
 
-    before: Callable[..., tuple[Tensor, Heads]]
-    after: Callable[..., Stream]
+    compute_qkv: Callable[..., tuple[Tensor, Heads]]
+    compute_output: Callable[..., Stream]
 
 
 class DecoderLayer(nn.Module):
@@ -124,16 +124,18 @@ class DecoderLayer(nn.Module):
         parts = {name: places_of(block, sources) for name, sources in PARTS.items() if sources[0] in known}
         # Norms are used as they are: the residual stream is not in the compute dtype.
         self.norms = {name: places[0] for name, places in parts.items() if name.endswith("norm")}
-        self.cast = {name: CastWeights(places, dtype) for name, places in parts.items() if name not in self.norms}
+        self.cast_weights = {
+            name: CastWeights(places, dtype) for name, places in parts.items() if name not in self.norms
+        }
 
-    def weights(self) -> LayerWeights:
+    def collect_weights(self) -> LayerWeights:
         """As the parameters are now; with gradient where that is enabled."""
-        weights: dict[str, Any] = {name: part.current() for name, part in self.cast.items()}
+        weights: dict[str, Any] = {name: part.get_weights() for name, part in self.cast_weights.items()}
         norms = {name: unrounded(getattr(*place)) for name, place in self.norms.items()}
         return LayerWeights(**weights, **norms)
 
     def forward(
-        self, stream: Stream, rotary: Rotary, attention: Callable[[Heads], Tensor], pieces: Pieces, recompute: bool
+        self, stream: Stream, rotary: Rotary, attention: Callable[[Heads], Tensor], functions: Pieces, recompute: bool
     ) -> Stream:
         """Hidden states -> those behind this layer. `attention` is [N, H d] of what the heads read.
 
@@ -142,15 +144,17 @@ class DecoderLayer(nn.Module):
         if recompute:
 
             def anew(hidden: Tensor) -> Stream:
-                return self._through(Stream(hidden), rotary, attention, pieces)
+                return self._compute(Stream(hidden), rotary, attention, functions)
 
-            return checkpoint(anew, stream.whole(), use_reentrant=False)
-        return self._through(stream, rotary, attention, pieces)
+            return checkpoint(anew, stream.add_pending(), use_reentrant=False)
+        return self._compute(stream, rotary, attention, functions)
 
-    def _through(self, stream: Stream, rotary: Rotary, attention: Callable[[Heads], Tensor], pieces: Pieces) -> Stream:
-        weights = self.weights()
-        hidden, heads = pieces.before(weights, stream, rotary, self.shape)
-        return pieces.after(weights, hidden, attention(heads), self.shape)
+    def _compute(
+        self, stream: Stream, rotary: Rotary, attention: Callable[[Heads], Tensor], functions: Pieces
+    ) -> Stream:
+        weights = self.collect_weights()
+        hidden, heads = functions.compute_qkv(weights, stream, rotary, self.shape)
+        return functions.compute_output(weights, hidden, attention(heads), self.shape)
 
 
 class Decoder(nn.Module):
@@ -171,37 +175,37 @@ class Decoder(nn.Module):
         )
         self.embedding = CastWeights([(self.embed_tokens, "weight")], dtype)
         self.head = self.embedding if self.shape.tied else CastWeights([(self.lm_head, "weight")], dtype)
-        self.last_norm = self.final_norm, "weight"
-        self.device = getattr(*self.last_norm).device
-        self.recordable: bool | None = None if self.device.type == "cuda" else False
+        self.final_norm_location = self.final_norm, "weight"
+        self.device = getattr(*self.final_norm_location).device
+        self.uses_cuda_graphs: bool | None = None if self.device.type == "cuda" else False
         """Whether a token is decoded as a CUDA graph; None until it was tried."""
         self.frequencies = rotary_frequencies(config, self.shape.head_size).to(self.device)
-        self.may_pack = (
+        self.can_prepack = (
             self.device.type == "cpu"
             and dtype == torch.bfloat16
             and torch.backends.mkldnn.is_available()
             and torch.ops.mkldnn._is_mkldnn_bf16_supported()
         )
 
-    def cast_weights(self) -> list[CastWeights]:
-        return [self.embedding, self.head, *(part for layer in self.layers for part in layer.cast.values())]
+    def list_cast_weights(self) -> list[CastWeights]:
+        return [self.embedding, self.head, *(part for layer in self.layers for part in layer.cast_weights.values())]
 
-    def read_in_place(self) -> None:
+    def disable_cast_copies(self) -> None:
         """Keep no cast weights from now on: an engine gathers parameters around each call."""
-        for part in self.cast_weights():
-            part.in_place = True
+        for part in self.list_cast_weights():
+            part.is_uncached = True
 
-    def around(self) -> tuple[Matrix, Tensor, Matrix]:
+    def collect_outer_weights(self) -> tuple[Matrix, Tensor, Matrix]:
         """Embedding, last norm [D] and head, as they are now."""
-        embedding, head = (Matrix(part.tensor_now(), part.masters()[0]) for part in (self.embedding, self.head))
-        return embedding, unrounded(getattr(*self.last_norm)), head
+        embedding, head = (Matrix(part.get_cast_copy(), part.get_masters()[0]) for part in (self.embedding, self.head))
+        return embedding, unrounded(getattr(*self.final_norm_location)), head
 
-    def weights(self) -> Weights:
+    def collect_weights(self) -> Weights:
         """All weights as they are now; with gradient where that is enabled."""
-        embedding, norm, head = self.around()
-        return Weights(embedding, [layer.weights() for layer in self.layers], norm, head)
+        embedding, norm, head = self.collect_outer_weights()
+        return Weights(embedding, [layer.collect_weights() for layer in self.layers], norm, head)
 
-    def rotary(self, positions: Tensor) -> Rotary:
+    def compute_rotary(self, positions: Tensor) -> Rotary:
         """Of positions [N]."""
         angles = (positions[:, None] * self.frequencies)[:, None]
         cos, sin = angles.cos().to(self.dtype), angles.sin().to(self.dtype)

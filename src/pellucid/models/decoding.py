@@ -39,46 +39,54 @@ class DecodeBatch:
     turns.py does what the rows of conversations need besides.
     """
 
-    continues = True
+    can_append = True
     """Whether rows can wait for a turn of others, and be continued behind it."""
 
-    def __init__(self, decoder: Decoder, rows: int, fuse: Callable[[Weights, Shape], Fused] | None = None) -> None:
+    def __init__(
+        self, decoder: Decoder, max_rows: int, make_fused: Callable[[Weights, Shape], Fused] | None = None
+    ) -> None:
         """An empty batch with room for `rows` rows. fuse: what computes tokens in one call, to the same bits."""
-        self.decoder, self.rows, self.fuse = decoder, rows, fuse
+        self.decoder, self.max_rows, self.make_fused = decoder, max_rows, make_fused
         with torch.no_grad():
-            self.weights = self.plain = decoder.weights()
-        self.angles = decoder.rotary(torch.arange(0, device=decoder.device))
+            self.step_weights = self.unpacked_weights = decoder.collect_weights()
+        self.rotary_table = decoder.compute_rotary(torch.arange(0, device=decoder.device))
         """cos and sin of positions, as far as they were asked for: of fused steps."""
-        self.caches = [Cache(*(self._empty(0, 0) for _ in range(4))) for _ in self.weights.layers]
+        self.caches = [Cache(*(self._allocate(0, 0) for _ in range(4))) for _ in self.step_weights.layers]
         self.prompt_lengths = torch.zeros(0, dtype=torch.long)
         """[P]"""
-        self.prompt_names: list[int] = []
+        self.prompt_ids: list[int] = []
         """[P], a number of its own for each prompt that was ever admitted."""
-        self.admitted = 0
+        self.admitted_prompts = 0
         self.prompt_of = torch.zeros(0, dtype=torch.long)
         """[n]"""
-        self.generated = torch.zeros(0, dtype=torch.long)
+        self.generated_lengths = torch.zeros(0, dtype=torch.long)
         """[n] tokens of each row in the cache."""
-        self.places = torch.zeros(0, dtype=torch.long)
+        self.cache_rows = torch.zeros(0, dtype=torch.long)
         """[n] where each row stands in the cache, ascending."""
         self.graphs = Graphs()
 
     @cached_property
-    def fused(self) -> Fused | None:
+    def fused_decoder(self) -> Fused | None:
         """What computes tokens in one call; it lays out the weights when it is first used."""
         shape = self.decoder.shape
-        return self.fuse(self.plain, shape) if self.fuse and not unfit(self.plain, shape) else None
+        return (
+            self.make_fused(self.unpacked_weights, shape)
+            if self.make_fused and not unfit(self.unpacked_weights, shape)
+            else None
+        )
 
-    def room(self) -> int:
+    def count_free_slots(self) -> int:
         """How many more rows may be admitted."""
-        return self.rows - len(self.generated)
+        return self.max_rows - len(self.generated_lengths)
 
     @torch.no_grad()
     def admit(self, prompts: Sequence[Sequence[int]], copies: int) -> Tensor:
         """Add `copies` rows for each prompt. Return logits [len(prompts) * copies, V] of their first tokens."""
         self.compact()
         lengths = torch.tensor([len(ids) for ids in prompts])
-        read, logits = self._read_fused(prompts, lengths) if self.reads_fused() else self._read_prompts(prompts)
+        read, logits = (
+            self._prefill_fused(prompts, lengths) if self.uses_fused_prefill() else self._prefill_eager(prompts)
+        )
         for cache, (keys, values) in zip(self.caches, read, strict=True):
             cache.prompt_keys = joined(cache.prompt_keys, keys)
             cache.prompt_values = joined(cache.prompt_values, values)
@@ -87,164 +95,177 @@ class DecodeBatch:
         newcomers = torch.arange(len(prompts)) + len(self.prompt_lengths)
         self.prompt_of = torch.cat([self.prompt_of, newcomers.repeat_interleave(copies)])
         self.prompt_lengths = torch.cat([self.prompt_lengths, lengths])
-        self.prompt_names += range(self.admitted, self.admitted + len(prompts))
-        self.admitted += len(prompts)
-        self.generated = torch.cat([self.generated, self.generated.new_zeros(len(prompts) * copies)])
-        self.places = torch.arange(len(self.generated))
-        self.seat()
+        self.prompt_ids += range(self.admitted_prompts, self.admitted_prompts + len(prompts))
+        self.admitted_prompts += len(prompts)
+        self.generated_lengths = torch.cat(
+            [self.generated_lengths, self.generated_lengths.new_zeros(len(prompts) * copies)]
+        )
+        self.cache_rows = torch.arange(len(self.generated_lengths))
+        self.index_rows_by_prompt()
         return logits.repeat_interleave(copies, 0)
 
-    def reads_fused(self) -> bool:
+    def uses_fused_prefill(self) -> bool:
         """Whether what is not sampled is read in one call, too. In int8 it is not, and keeps its exactness."""
-        return self.fused is not None and not self.fused.by.int8
+        return self.fused_decoder is not None and not self.fused_decoder.kernel.int8
 
-    def _read_fused(self, prompts: Sequence[Sequence[int]], lengths: Tensor) -> tuple[list[Pair], Tensor]:
+    def _prefill_fused(self, prompts: Sequence[Sequence[int]], lengths: Tensor) -> tuple[list[Pair], Tensor]:
         """Keys and values [K, P, S, d] of prompts of these lengths [P], layer by layer; logits [P, V] behind them."""
-        assert self.fused
+        assert self.fused_decoder
         size, count = roomy(int(lengths.max())), len(prompts)
-        read = [(self._empty(count, size), self._empty(count, size)) for _ in self.caches]
+        read = [(self._allocate(count, size), self._allocate(count, size)) for _ in self.caches]
         places = torch.cat([torch.arange(length) for length in lengths.tolist()])
         none = torch.zeros(count, dtype=torch.long)  # these rows stand on one prompt, without a token
         at = Places(torch.arange(count).repeat_interleave(lengths), places, none, none, lengths.cumsum(0) - 1)
         ids = torch.tensor([token for prompt in prompts for token in prompt])
-        empty = self._empty(0, 0)
+        empty = self._allocate(0, 0)
         caches = [(empty, empty, *pair) for pair in read]
-        return read, self.read_places(ids, at, caches)
+        return read, self.run_fused(ids, at, caches)
 
-    def _read_prompts(self, prompts: Sequence[Sequence[int]]) -> tuple[list[Pair], Tensor]:
+    def _prefill_eager(self, prompts: Sequence[Sequence[int]]) -> tuple[list[Pair], Tensor]:
         """The same by torch's operators."""
         rows, lengths = prompt_rows(prompts, self.decoder.dtype, self.decoder.device)
-        shape, rotary = self.decoder.shape, self.decoder.rotary(rows.positions)
-        stream, read = Stream(self.embedded(rows.ids)), []
+        shape, rotary = self.decoder.shape, self.decoder.compute_rotary(rows.positions)
+        stream, read = Stream(self.embed(rows.ids)), []
         steps = torch.arange(rows.bias.shape[-1], device=self.decoder.device)[None]
-        near = nearby(rows.bias, steps, steps, shape.window) if any(shape.slides) else rows.bias
-        for layer, slides in zip(self.plain.layers, shape.slides, strict=True):
+        near = nearby(rows.bias, steps, steps, shape.window) if any(shape.is_sliding) else rows.bias
+        for layer, slides in zip(self.unpacked_weights.layers, shape.is_sliding, strict=True):
             hidden, heads = heads_of(layer, stream, rotary, shape)
             query, key, value = (in_rows(x, rows) for x in heads)
             attended = attend(query, key, value, near if slides else rows.bias)
             stream = after_attention(layer, hidden, in_line(attended, rows), shape)
             read.append((key.transpose(0, 1), value.transpose(0, 1)))
         last = (lengths.cumsum(0) - 1).to(self.decoder.device)
-        return read, self.logits(stream.whole()[last], self.plain.head)
+        return read, self.compute_logits(stream.add_pending()[last], self.unpacked_weights.head)
 
-    def _empty(self, rows: int, size: int) -> Tensor:
+    def _allocate(self, rows: int, size: int) -> Tensor:
         """Keys or values [K, rows, size, d] of nothing."""
         shape = self.decoder.shape
         sizes = shape.key_heads, rows, size, shape.head_size
         return torch.zeros(sizes, dtype=self.decoder.dtype, device=self.decoder.device)
 
-    def embedded(self, tokens: Tensor) -> Tensor:
+    def embed(self, tokens: Tensor) -> Tensor:
         """[N] -> [N, D]"""
-        return F.embedding(tokens, self.plain.embedding.tensor).to(self.plain.norm.dtype)
+        return F.embedding(tokens, self.unpacked_weights.embedding.tensor).to(self.unpacked_weights.norm.dtype)
 
     @torch.no_grad()
-    def step(self, tokens: Tensor, speaks: Tensor | None = None) -> Tensor:
+    def step(self, tokens: Tensor, active: Tensor | None = None) -> Tensor:
         """Append one token [n] to each row. Return logits [n, V] of the next.
 
         speaks: [n] bool on the CPU, where not all rows do: the others stay as they were, and their logits mean nothing.
         """
-        self._lay_out(len(tokens))
-        if int(self.generated.max()) == self.caches[0].keys.shape[2]:
-            self.grow()
-        if self.fused:
+        self._prepack(len(tokens))
+        if int(self.generated_lengths.max()) == self.caches[0].keys.shape[2]:
+            self.grow_cache()
+        if self.fused_decoder:
             prompts = self.prompt_of.new_zeros(self.caches[0].keys.shape[1])
-            prompts[self.places] = self.prompt_of
-            at = Places(self.places, self.generated, prompts, self.prompt_lengths, torch.arange(len(tokens)))
-            logits = self.read_places(tokens, at, self.all_caches())
-        elif self.decoder.recordable is False:
-            logits = self.by_operators(tokens)
+            prompts[self.cache_rows] = self.prompt_of
+            at = Places(
+                self.cache_rows, self.generated_lengths, prompts, self.prompt_lengths, torch.arange(len(tokens))
+            )
+            logits = self.run_fused(tokens, at, self.list_cache_tensors())
+        elif self.decoder.uses_cuda_graphs is False:
+            logits = self.step_eager(tokens)
         else:
             logits = self.graphs.step(self, tokens)
-        self.generated += 1 if speaks is None else speaks  # what the others have written is written over
-        self.read += 1 if speaks is None else speaks.to(self.read.device)
+        self.generated_lengths += 1 if active is None else active  # what the others have written is written over
+        self.cached_lengths += 1 if active is None else active.to(self.cached_lengths.device)
         return logits
 
-    def read_places(self, tokens: Tensor, at: Places, caches: Sequence[Four]) -> Tensor:
+    def run_fused(self, tokens: Tensor, token_positions: Places, caches: Sequence[Four]) -> Tensor:
         """`Fused.step` of tokens [N]: logits [m, V]."""
-        assert self.fused
+        assert self.fused_decoder
         prompt_keys, _, keys, _ = caches[0]
         positions = prompt_keys.shape[2] + keys.shape[2]
-        if len(self.angles[0]) < positions:
-            self.angles = self.decoder.rotary(torch.arange(roomy(positions, FURTHER)))
-        return self.fused.step(self.embedded(tokens), self.angles, at, caches)
+        if len(self.rotary_table[0]) < positions:
+            self.rotary_table = self.decoder.compute_rotary(torch.arange(roomy(positions, FURTHER)))
+        return self.fused_decoder.step(self.embed(tokens), self.rotary_table, token_positions, caches)
 
-    def _lay_out(self, rows: int) -> None:
+    def _prepack(self, rows: int) -> None:
         """Lay out the weights as the products of a step read them, once."""
-        if not self.fused and self.weights is self.plain and self.decoder.may_pack:
-            self.weights = prepacked(self.plain, rows)
+        if not self.fused_decoder and self.step_weights is self.unpacked_weights and self.decoder.can_prepack:
+            self.step_weights = prepacked(self.unpacked_weights, rows)
 
-    def all_caches(self) -> list[Four]:
+    def list_cache_tensors(self) -> list[Four]:
         """Of each layer, in the order of a Cache."""
         return [(c.prompt_keys, c.prompt_values, c.keys, c.values) for c in self.caches]
 
-    def layout(self) -> tuple[Tensor, ...]:
+    def get_captured_buffers(self) -> tuple[Tensor, ...]:
         """Others whenever any tensor is that `by_operators` reads or writes."""
-        return self.starts, self.caches[-1].keys
+        return self.start_positions, self.caches[-1].keys
 
-    def by_operators(self, tokens: Tensor) -> Tensor:
+    def step_eager(self, tokens: Tensor) -> Tensor:
         """Logits [n, V] behind these tokens [n], whose keys and values are put in the cache."""
-        shape, place, biases = self.decoder.shape, self._place(), self._biases()
-        stream, rotary = Stream(self.embedded(tokens)), self.decoder.rotary(self.starts + self.read)
-        for layer, cache, bias in zip(self.weights.layers, self.caches, biases, strict=True):
+        shape, place, biases = self.decoder.shape, self._get_write_index(), self._compute_biases()
+        stream, rotary = (
+            Stream(self.embed(tokens)),
+            self.decoder.compute_rotary(self.start_positions + self.cached_lengths),
+        )
+        for layer, cache, bias in zip(self.step_weights.layers, self.caches, biases, strict=True):
             hidden, (query, key, value) = heads_of(layer, stream, rotary, shape)
             cache.keys[place], cache.values[place] = key.transpose(0, 1), value.transpose(0, 1)
-            stream = after_attention(layer, hidden, self._read(query, cache, bias), shape)
-        return self.logits(stream.whole(), self.weights.head)
+            stream = after_attention(layer, hidden, self._attend(query, cache, bias), shape)
+        return self.compute_logits(stream.add_pending(), self.step_weights.head)
 
-    def keep(self, rows: Tensor) -> None:
+    def keep_rows(self, rows: Tensor) -> None:
         """Drop all other rows than these, [<= n] ascending, on the CPU."""
-        self.places, self.generated, self.prompt_of = (x[rows] for x in (self.places, self.generated, self.prompt_of))
-        if self.fused and 2 * len(rows) > self.caches[0].keys.shape[1]:
-            self.take_lengths()
+        self.cache_rows, self.generated_lengths, self.prompt_of = (
+            x[rows] for x in (self.cache_rows, self.generated_lengths, self.prompt_of)
+        )
+        if self.fused_decoder and 2 * len(rows) > self.caches[0].keys.shape[1]:
+            self.copy_lengths_to_device()
         else:
             self.compact()
 
     def compact(self) -> None:
         """Close the gaps that rows have left in the cache; prompts without rows go, too. Fused steps pass them over."""
-        if len(self.places) == self.caches[0].keys.shape[1]:
+        if len(self.cache_rows) == self.caches[0].keys.shape[1]:
             return
         used, self.prompt_of = self.prompt_of.unique(return_inverse=True)
-        self.prompt_names = [self.prompt_names[p] for p in used.tolist()]
+        self.prompt_ids = [self.prompt_ids[p] for p in used.tolist()]
         self.prompt_lengths = self.prompt_lengths[used]
         size = roomy(int(self.prompt_lengths.max())) if len(used) else 0
-        room = roomy(int(self.generated.max()), GROWTH) if len(self.places) else 0
-        rows, used = self.places.to(self.decoder.device), used.to(self.decoder.device)
+        room = roomy(int(self.generated_lengths.max()), GROWTH) if len(self.cache_rows) else 0
+        rows, used = self.cache_rows.to(self.decoder.device), used.to(self.decoder.device)
         for cache in self.caches:
-            cache.keep(rows, room, used, size)
-        self.places = torch.arange(len(rows))
-        self.seat()
+            cache.compact(rows, room, used, size)
+        self.cache_rows = torch.arange(len(rows))
+        self.index_rows_by_prompt()
 
-    def grow(self) -> None:
+    def grow_cache(self) -> None:
         """Make room for GROWTH more tokens of each row; for half as many again where each growth costs a graph."""
         self.compact()
         room = self.caches[0].keys.shape[2]
-        more = GROWTH if self.decoder.recordable is False else max(GROWTH, roomy(room // 2, GROWTH))
+        more = GROWTH if self.decoder.uses_cuda_graphs is False else max(GROWTH, roomy(room // 2, GROWTH))
         for cache in self.caches:
             cache.keys, cache.values = (F.pad(x, (0, 0, 0, more)) for x in (cache.keys, cache.values))
 
-    def _place(self) -> tuple[slice | Tensor | int, ...]:
+    def _get_write_index(self) -> tuple[slice | Tensor | int, ...]:
         """The index in a cache of each row's next token; without graphs a number, while all have as many."""
-        first, last = int(self.generated.min()), int(self.generated.max())
-        if first == last and self.decoder.recordable is False:
+        first, last = int(self.generated_lengths.min()), int(self.generated_lengths.max())
+        if first == last and self.decoder.uses_cuda_graphs is False:
             return slice(None), slice(None), last
-        return slice(None), torch.arange(len(self.read), device=self.read.device), self.read
+        return (
+            slice(None),
+            torch.arange(len(self.cached_lengths), device=self.cached_lengths.device),
+            self.cached_lengths,
+        )
 
-    def _biases(self) -> list[Tensor]:
+    def _compute_biases(self) -> list[Tensor]:
         """Attention biases of each layer, [n, 1, S + room]: -inf behind a row's prompt, and behind its own tokens."""
-        first, starts, shape = self.caches[0], self.starts[:, None], self.decoder.shape
+        first, starts, shape = self.caches[0], self.start_positions[:, None], self.decoder.shape
         of_prompt, own = (torch.arange(x.shape[2], device=x.device) for x in (first.prompt_keys, first.keys))
-        read = torch.cat([of_prompt < starts, own < self.read[:, None] + 1], -1)
+        read = torch.cat([of_prompt < starts, own < self.cached_lengths[:, None] + 1], -1)
         near = bias = bias_of(read[:, None], first.keys.dtype)
-        if any(shape.slides):
+        if any(shape.is_sliding):
             keys = torch.cat([of_prompt.expand(len(starts), -1), starts + own], -1)
-            near = nearby(bias, starts + self.read[:, None], keys, shape.window)
-        return [(near if slides else bias)[:, 0] for slides in shape.slides]
+            near = nearby(bias, starts + self.cached_lengths[:, None], keys, shape.window)
+        return [(near if slides else bias)[:, 0] for slides in shape.is_sliding]
 
-    def seat(self) -> None:
+    def index_rows_by_prompt(self) -> None:
         """Compute which rows read which prompt: `seats` [P, m], filled up with the first row, and the inverse. Until a
         row has finished all stand in order, and nothing need be looked up.
         """
-        self.take_lengths()
+        self.copy_lengths_to_device()
         sizes = self.prompt_of.bincount(minlength=len(self.prompt_lengths))
         if not len(sizes):
             return
@@ -256,37 +277,37 @@ class DecodeBatch:
         seat_of = torch.empty_like(order)
         seat_of[order] = self.prompt_of[order] * most + place
         whole = len(order) == seats.numel()
-        self.in_order = whole and bool((seat_of == torch.arange(len(order))).all())
-        self.seats, self.seat_of = seats.to(self.decoder.device), seat_of.to(self.decoder.device)
+        self.is_in_prompt_order = whole and bool((seat_of == torch.arange(len(order))).all())
+        self.rows_by_prompt, self.grouped_index = seats.to(self.decoder.device), seat_of.to(self.decoder.device)
 
-    def take_lengths(self) -> None:
+    def copy_lengths_to_device(self) -> None:
         """Copy to the device where the tokens of each row start, and how many it has read."""
-        lengths = torch.stack([self.prompt_lengths[self.prompt_of], self.generated])
-        self.starts, self.read = lengths.to(self.decoder.device, copy=True)
+        lengths = torch.stack([self.prompt_lengths[self.prompt_of], self.generated_lengths])
+        self.start_positions, self.cached_lengths = lengths.to(self.decoder.device, copy=True)
 
-    def _read(self, query: Tensor, cache: Cache, bias: Tensor) -> Tensor:
+    def _attend(self, query: Tensor, cache: Cache, bias: Tensor) -> Tensor:
         """Attention, [n, H, d] -> [n, H d]: one softmax over the prompt, which all of its rows read in one product, and
         over the tokens that each row has generated.
         """
         size = cache.prompt_keys.shape[2]
         queries = query.unflatten(1, (len(cache.keys), -1)).transpose(0, 1)  # [K, n, H / K, d]
         queries = queries.contiguous() * query.shape[-1] ** -0.5
-        of_prompt = self._by_row(self._by_prompt(queries) @ cache.prompt_keys.mT)
+        of_prompt = self._ungroup(self._group_by_prompt(queries) @ cache.prompt_keys.mT)
         probs = rounded_softmax(torch.cat([of_prompt, queries @ cache.keys.mT], -1).add_(bias))
-        prompt = self._by_row(self._by_prompt(probs[..., :size]) @ cache.prompt_values)
+        prompt = self._ungroup(self._group_by_prompt(probs[..., :size]) @ cache.prompt_values)
         read = probs[..., size:] @ cache.values + prompt
         return read.transpose(0, 1).flatten(1)
 
-    def _by_prompt(self, x: Tensor) -> Tensor:
+    def _group_by_prompt(self, x: Tensor) -> Tensor:
         """[K, n, H / K, -] -> [K, P, m H / K, -]"""
-        rows = x if self.in_order else x.index_select(1, self.seats.flatten())
-        return rows.unflatten(1, self.seats.shape).flatten(2, 3)
+        rows = x if self.is_in_prompt_order else x.index_select(1, self.rows_by_prompt.flatten())
+        return rows.unflatten(1, self.rows_by_prompt.shape).flatten(2, 3)
 
-    def _by_row(self, x: Tensor) -> Tensor:
+    def _ungroup(self, x: Tensor) -> Tensor:
         """The inverse of `_by_prompt`."""
-        rows = x.unflatten(2, (self.seats.shape[1], -1)).flatten(1, 2)
-        return rows if self.in_order else rows.index_select(1, self.seat_of)
+        rows = x.unflatten(2, (self.rows_by_prompt.shape[1], -1)).flatten(1, 2)
+        return rows if self.is_in_prompt_order else rows.index_select(1, self.grouped_index)
 
-    def logits(self, hidden: Tensor, head: Matrix) -> Tensor:
-        last = norm(hidden, self.plain.norm, self.decoder.shape.eps, self.decoder.dtype)
+    def compute_logits(self, hidden: Tensor, head: Matrix) -> Tensor:
+        last = norm(hidden, self.unpacked_weights.norm, self.decoder.shape.eps, self.decoder.dtype)
         return widened(last, head.tensor) if widens(last) else linear(last, head.tensor)

@@ -37,7 +37,9 @@ def draw(logits: Tensor, uniforms: Tensor, temperature: float, truncation: Trunc
     torch.multinomial for a vocabulary of 49152 on a CPU, and a token without probability is never drawn.
     """
     if truncation == WHOLE or temperature == 0.0:
-        token, mass, total = way(logits, logits.dtype, logits.shape[-1]).drawn(logits, uniforms, temperature)
+        token, mass, total = way(logits, logits.dtype, logits.shape[-1]).sample_with_masses(
+            logits, uniforms, temperature
+        )
         return token, mass.log() - total.log()
     masses = masses_of(logits, temperature)
     token = invert_cdf(truncated(masses, truncation, uniforms.device), uniforms)
@@ -61,21 +63,21 @@ def likeliest(logits: Tensor, temperature: float, k: int) -> tuple[Tensor, Tenso
     return most.indices, most.values.log() - masses.sum(-1, keepdim=True).log()
 
 
-def truncated(masses: Tensor, by: Truncation, sums: torch.device | None = None) -> Tensor:
+def truncated(masses: Tensor, truncation: Truncation, sum_device: torch.device | None = None) -> Tensor:
     """Unnormalised probabilities [B, V], 0 for tokens that are left out; one after the other, each of what is left.
 
     sums: where float64 sums are made, if not beside the masses.
     """
-    if 0 < by.top_k < masses.shape[-1]:
-        masses = masses.masked_fill(masses < masses.topk(by.top_k).values[:, -1:], 0.0)
-    if by.top_p < 1.0:
-        masses = masses.masked_fill(masses < least_inside(masses, by.top_p, sums or masses.device), 0.0)
-    if by.min_p > 0.0:
-        masses = masses.masked_fill(masses < by.min_p * masses.amax(-1, keepdim=True), 0.0)
+    if 0 < truncation.top_k < masses.shape[-1]:
+        masses = masses.masked_fill(masses < masses.topk(truncation.top_k).values[:, -1:], 0.0)
+    if truncation.top_p < 1.0:
+        masses = masses.masked_fill(masses < least_inside(masses, truncation.top_p, sum_device or masses.device), 0.0)
+    if truncation.min_p > 0.0:
+        masses = masses.masked_fill(masses < truncation.min_p * masses.amax(-1, keepdim=True), 0.0)
     return masses
 
 
-def least_inside(masses: Tensor, top_p: float, sums: torch.device) -> Tensor:
+def least_inside(masses: Tensor, top_p: float, sum_device: torch.device) -> Tensor:
     """[B, 1]: of the likeliest tokens that together reach top_p, the mass of the last.
 
     Sorting all of them takes four times as long as the model does. All below (1 - top_p) / V together have less than
@@ -86,15 +88,20 @@ def least_inside(masses: Tensor, top_p: float, sums: torch.device) -> Tensor:
     highest, mass = masses.amax(-1).float(), masses[row, token].float()
     # The bits of positive floats are in the order of the floats: exponent and three bits more, eight bins a halving.
     bins = (highest.view(torch.int32)[row] - mass.view(torch.int32)) >> 20
-    row, mass, bins, wanted = row.to(sums), mass.to(sums), bins.to(sums), top_p * total.to(sums, torch.float64)
-    rows, width = torch.arange(len(masses), device=sums), int(bins.max()) + 1
+    row, mass, bins, wanted = (
+        row.to(sum_device),
+        mass.to(sum_device),
+        bins.to(sum_device),
+        top_p * total.to(sum_device, torch.float64),
+    )
+    rows, width = torch.arange(len(masses), device=sum_device), int(bins.max()) + 1
     of_bins = torch.bincount(row * width + bins, mass.double(), len(masses) * width).view(-1, width)
     before = of_bins.cumsum(-1) - of_bins
-    last = torch.where((before < wanted) & (of_bins > 0), torch.arange(width, device=sums), 0).amax(-1)
+    last = torch.where((before < wanted) & (of_bins > 0), torch.arange(width, device=sum_device), 0).amax(-1)
     row, mass = row[bins == last[row]], mass[bins == last[row]]
     counts = row.bincount(minlength=len(masses))
     few = mass.new_zeros(len(masses), int(counts.max()))
-    few[row, torch.arange(len(row), device=sums) - (counts.cumsum(0) - counts)[row]] = mass
+    few[row, torch.arange(len(row), device=sum_device) - (counts.cumsum(0) - counts)[row]] = mass
     ordered = few.sort(descending=True).values
     above = before[rows, last][:, None] + ordered.cumsum(-1, dtype=torch.float64) - ordered
     inside = (above < wanted).sum(-1, keepdim=True)

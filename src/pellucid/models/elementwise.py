@@ -20,7 +20,7 @@ def norm(x: Tensor, weight: Tensor, eps: float, dtype: torch.dtype) -> Tensor:
     """RMSNorm of x [..., D] in the dtype of its weight [D], as transformers computes it; the result in `dtype`."""
     if torch.is_grad_enabled():  # on the CPU a Function of its own costs decoding as much as its operations
         return RMSNorm.apply(x, weight, eps, dtype)  # pyright: ignore[reportReturnType]
-    return way_to_norm(x, dtype).norm(x, weight, eps, dtype)
+    return way_to_norm(x, dtype).norm_forward(x, weight, eps, dtype)
 
 
 def added_norm(x: Tensor, more: Tensor | None, weight: Tensor, eps: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -30,7 +30,7 @@ def added_norm(x: Tensor, more: Tensor | None, weight: Tensor, eps: float, dtype
     if torch.is_grad_enabled():
         return AddedNorm.apply(x, more, weight, eps, dtype)  # pyright: ignore[reportReturnType]
     by = way_to_norm(x, dtype) if fitting(more, dtype) else operators
-    return by.added_norm(x, more, weight, eps)
+    return by.add_norm_forward(x, more, weight, eps)
 
 
 def way_to_norm(x: Tensor, dtype: torch.dtype) -> Kernels | ModuleType:
@@ -41,14 +41,14 @@ def rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Rotary embedding of x [N, H, d] by cos and sin [N, 1, d], the first half of the sines negative."""
     if torch.is_grad_enabled():
         return Rotation.apply(x, cos, sin)  # pyright: ignore[reportReturnType]
-    return way(x, x.dtype, x.shape[-1] // 2).rotated(x, cos, sin)
+    return way(x, x.dtype, x.shape[-1] // 2).rotate_forward(x, cos, sin)
 
 
 def gated(gate_up: Tensor) -> Tensor:
     """silu(gate) up, of both joined, [N, 2I] -> [N, I]."""
     if torch.is_grad_enabled():
         return Gate.apply(gate_up)  # pyright: ignore[reportReturnType]
-    return way(gate_up, gate_up.dtype, gate_up.shape[-1] // 2).gated(gate_up)
+    return way(gate_up, gate_up.dtype, gate_up.shape[-1] // 2).swiglu_forward(gate_up)
 
 
 class RMSNorm(torch.autograd.Function):
@@ -81,7 +81,7 @@ class AddedNorm(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, beyond: Tensor, grad: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
         x, weight = ctx.saved_tensors
-        return *way_to_norm(x, grad.dtype).added_norm_backward(x, weight, ctx.eps, beyond, grad), None, None
+        return *way_to_norm(x, grad.dtype).add_norm_backward(x, weight, ctx.eps, beyond, grad), None, None
 
 
 class Rotation(torch.autograd.Function):
@@ -94,7 +94,7 @@ class Rotation(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        return way(grad, grad.dtype, grad.shape[-1] // 2).rotated_back(grad, *ctx.saved_tensors), None, None
+        return way(grad, grad.dtype, grad.shape[-1] // 2).rotate_backward(grad, *ctx.saved_tensors), None, None
 
 
 class Gate(torch.autograd.Function):
@@ -108,4 +108,4 @@ class Gate(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
         [gate_up] = ctx.saved_tensors
-        return way(grad, gate_up.dtype, grad.shape[-1]).gated_backward(gate_up, grad)
+        return way(grad, gate_up.dtype, grad.shape[-1]).swiglu_backward(gate_up, grad)

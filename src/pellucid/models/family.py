@@ -20,7 +20,7 @@ class Shape(NamedTuple):
     head_size: int
     eps: float
     tied: bool
-    slides: tuple[bool, ...]
+    is_sliding: tuple[bool, ...]
     """Of each layer, whether a token reads no more than the last `window`, itself included."""
     window: int
 
@@ -33,7 +33,7 @@ def shape_of(config: Any) -> Shape:
         head_size=getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads,
         eps=config.rms_norm_eps,
         tied=config.tie_word_embeddings,
-        slides=sliding_layers(config),
+        is_sliding=sliding_layers(config),
         window=getattr(config, "sliding_window", None) or 0,
     )
 

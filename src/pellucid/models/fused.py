@@ -53,13 +53,13 @@ class Places(NamedTuple):
 
     row_of: Tensor
     """[N]"""
-    places: Tensor
+    positions: Tensor
     """[N] in its row."""
     prompt_of: Tensor
     """[n]"""
     prompt_lengths: Tensor
     """[P]"""
-    last: Tensor
+    logit_tokens: Tensor
     """[m] tokens behind which logits are wanted."""
 
 
@@ -77,13 +77,13 @@ class Step(NamedTuple):
     """What computes a step."""
 
     library: Any
-    tiles: bool
+    uses_amx: bool
     """Whether by AMX, and in its order of sums."""
     int8: bool = False
     """Whether the matrices of the layers are multiplied in int8."""
 
 
-def packed(library: Any, weight: Tensor, joined: bool = False, int8: bool = False) -> Tensor:
+def packed(library: Any, weight: Tensor, interleaved: bool = False, int8: bool = False) -> Tensor:
     """A matrix [outputs, width] in bf16 as the C++ reads it, in bf16 or in int8 with scales.
 
     joined: its halves are gates and what they let through.
@@ -95,32 +95,32 @@ def packed(library: Any, weight: Tensor, joined: bool = False, int8: bool = Fals
         to, pack = torch.empty(blocks, BLOCK * (depth + 8), dtype=torch.int8), library.pack_bytes
     else:
         to, pack = torch.empty(blocks * BLOCK, width, dtype=weight.dtype), library.pack
-    call(pack, weight, outputs, width, joined, to, torch.get_num_threads())
+    call(pack, weight, outputs, width, interleaved, to, torch.get_num_threads())
     return to
 
 
 class Fused:
     """Weights as the C++ reads them, and a step by them."""
 
-    def __init__(self, step: Step, weights: Weights, shape: Shape) -> None:
-        self.by = step
+    def __init__(self, kernel: Step, weights: Weights, shape: Shape) -> None:
+        self.kernel = kernel
         self.weights, self.threads = weights, torch.get_num_threads()
         (width, inner), self.vocabulary = whole(weights.layers[0].down).shape, len(weights.head.tensor)
         beyond = -self.vocabulary % 16
         head = F.pad(weights.head.tensor, (0, 0, 0, beyond)) if beyond else weights.head.tensor
-        self.head = packed(step.library, head)
-        self.layers = [self._layer(layer) for layer in weights.layers]
+        self.packed_head = packed(kernel.library, head)
+        self.layers = [self._pack_layer(layer) for layer in weights.layers]
         matrices = [x for layer in weights.layers for x in (layer.qkv, layer.attention_out, layer.gate_up, layer.down)]
-        self.size = sum(whole(x).numel() for x in matrices)
-        windows = [shape.window if slides else 0 for slides in shape.slides]
-        self.table = torch.tensor(
+        self.matrix_elements = sum(whole(x).numel() for x in matrices)
+        windows = [shape.window if slides else 0 for slides in shape.is_sliding]
+        self.layer_table = torch.tensor(
             [
                 [*(0 if x is None else x.data_ptr() for x in layer), window, 0, 0, 0, 0]
                 for layer, window in zip(self.layers, windows, strict=True)
             ]
         )
         """[layers, 17], each a `Layer` of cpp/attention.h."""
-        self.model = Model(
+        self.model_struct = Model(
             shape.layers,
             width,
             shape.heads,
@@ -131,33 +131,33 @@ class Fused:
             shape.eps,
         )
 
-    def _layer(self, layer: LayerWeights) -> list[Tensor | None]:
+    def _pack_layer(self, layer: LayerWeights) -> list[Tensor | None]:
         """In the order of a `Layer`, so that what is made here lives as long as its address is used."""
         bias = layer.gate_up_bias
         kept = [
             layer.attention_norm,
-            self._packed(layer.qkv),
+            self._pack(layer.qkv),
             layer.qkv_bias,
-            self._packed(layer.attention_out),
+            self._pack(layer.attention_out),
             layer.attention_out_bias,
             layer.mlp_norm,
-            self._packed(layer.gate_up, joined=True),
+            self._pack(layer.gate_up, interleaved=True),
             None if bias is None else bias.view(2, -1, 16).transpose(0, 1).flatten(),
-            self._packed(layer.down),
+            self._pack(layer.down),
             layer.down_bias,
             layer.query_norm,
             layer.key_norm,
         ]
         return [None if x is None else x.contiguous() for x in kept]
 
-    def _packed(self, weight: Any, joined: bool = False) -> Tensor:
-        return packed(self.by.library, whole(weight), joined, self.by.int8)
+    def _pack(self, weight: Any, interleaved: bool = False) -> Tensor:
+        return packed(self.kernel.library, whole(weight), interleaved, self.kernel.int8)
 
     def step(
         self,
         hidden: Tensor,
         rotary: tuple[Tensor, Tensor],
-        at: Places,
+        positions: Places,
         caches: Sequence[Four],
     ) -> Tensor:
         """Return logits [m, V] behind the last of tokens of these embeddings [N, D] fp32, which are written over.
@@ -168,16 +168,26 @@ class Fused:
         those of the tokens at their places.
         """
         (prompt_keys, _, keys, _), (cos, sin) = caches[0], rotary
-        self.table[:, -4:] = torch.tensor([[x.data_ptr() for x in cache] for cache in caches])
-        sizes = len(hidden), len(at.prompt_of), *prompt_keys.shape[1:3], keys.shape[2], len(at.last)
-        tokens = Tokens(*sizes, *(x.data_ptr() for x in (*at, cos, sin)))
-        logits = torch.empty(len(at.last), self.vocabulary, dtype=cos.dtype)
+        self.layer_table[:, -4:] = torch.tensor([[x.data_ptr() for x in cache] for cache in caches])
+        sizes = (
+            len(hidden),
+            len(positions.prompt_of),
+            *prompt_keys.shape[1:3],
+            keys.shape[2],
+            len(positions.logit_tokens),
+        )
+        tokens = Tokens(*sizes, *(x.data_ptr() for x in (*positions, cos, sin)))
+        logits = torch.empty(len(positions.logit_tokens), self.vocabulary, dtype=cos.dtype)
         with record_function(NAME):
-            about = self.model, self.table, tokens, self.weights.norm, self.head
-            fault = call(self.by.library.step, *about, hidden, logits, self.by.tiles, self.by.int8, self.threads)
+            about = self.model_struct, self.layer_table, tokens, self.weights.norm, self.packed_head
+            fault = call(
+                self.kernel.library.step, *about, hidden, logits, self.kernel.uses_amx, self.kernel.int8, self.threads
+            )
         if fault:
             raise MemoryError(f"no memory to read {len(hidden)} tokens at once")
-        Operations.count(2.0 * (len(hidden) * self.size + len(at.last) * self.head.numel()))
+        Operations.count(
+            2.0 * (len(hidden) * self.matrix_elements + len(positions.logit_tokens) * self.packed_head.numel())
+        )
         return logits
 
 

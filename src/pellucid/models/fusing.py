@@ -45,7 +45,7 @@ def maker(decoder: Decoder, int8: bool = False) -> Callable[[Weights, Shape], Fu
 
     int8: with products of the layers in int8, where `int8_fault` is empty.
     """
-    found = here()[0] if decoder.may_pack else None
+    found = here()[0] if decoder.can_prepack else None
     return functools.partial(Fused, found._replace(int8=int8)) if found else None
 
 
@@ -56,8 +56,8 @@ def int8_fault(decoder: Decoder) -> str:
         return f'policy.device is "{decoder.device.type}": set "cpu"'
     if decoder.dtype != torch.bfloat16:
         return f'policy.dtype is "{str(decoder.dtype).removeprefix("torch.")}": set "bfloat16"'
-    step, why = here() if decoder.may_pack else (None, "torch without bfloat16 for this CPU")
-    return (bytes_fault(step) or unfit(decoder.weights(), decoder.shape)) if step else why
+    step, why = here() if decoder.can_prepack else (None, "torch without bfloat16 for this CPU")
+    return (bytes_fault(step) or unfit(decoder.collect_weights(), decoder.shape)) if step else why
 
 
 @torch.no_grad()
@@ -68,7 +68,7 @@ def records(device: torch.device) -> bool:
     batch.admit(PROMPTS[0], 2)
     for _ in range(STEPS):  # without a graph, the trial, and a graph
         batch.step(torch.arange(4, device=device))
-    return decoder.recordable is True
+    return decoder.uses_cuda_graphs is True
 
 
 @functools.cache
@@ -101,7 +101,7 @@ def bytes_fault(step: Step) -> str:
     wanted, threads = int8_product(x, weight), torch.get_num_threads()
     found = torch.empty_like(wanted)
     matrix = packed(step.library, weight, int8=True)
-    call(step.library.product_of_bytes, x, 6, 576, matrix, 112, found, step.tiles, threads)
+    call(step.library.product_of_bytes, x, 6, 576, matrix, 112, found, step.uses_amx, threads)
     return "" if torch.equal(found, wanted) else "this processor multiplies int8 otherwise"
 
 
@@ -129,7 +129,7 @@ def int8_rows(x: Tensor) -> tuple[Tensor, Tensor]:
 def has_bits_of_operators(step: Step) -> bool:
     """UnusableError where it cannot be tried."""
     decoder = small()
-    if not decoder.may_pack:
+    if not decoder.can_prepack:
         raise UnusableError("torch without bfloat16 for this CPU")
     plain, fused = DecodeBatch(decoder, 6), DecodeBatch(decoder, 6, functools.partial(Fused, step))
     calls: list[Callable[[DecodeBatch], Tensor]] = [

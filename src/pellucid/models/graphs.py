@@ -30,8 +30,8 @@ class Graphs:
     """The steps of a batch. It holds none of the batch itself, so that a batch's memory is freed with it."""
 
     def __init__(self) -> None:
-        self.layout: tuple[Tensor, ...] = ()
-        self.recorded: Step | None = None
+        self.captured_buffers: tuple[Tensor, ...] = ()
+        self.replay: Step | None = None
 
     def step(self, batch: DecodeBatch, tokens: Tensor) -> Tensor:
         """`batch.by_operators`. The first token of a layout is computed without a graph: what a kernel sets up when it
@@ -40,33 +40,35 @@ class Graphs:
         A capture that fails, now or later, ends the use of graphs by this decoder with one warning. A token is
         complete only when its graph was replayed, so the operators can compute it again.
         """
-        layout = batch.layout()
-        if len(layout) != len(self.layout) or any(a is not b for a, b in zip(layout, self.layout, strict=True)):
-            self.layout, self.recorded = layout, None
-            return batch.by_operators(tokens)
-        if self.recorded is None:
-            if batch.decoder.recordable is None:
-                return self._try(batch, tokens)
+        layout = batch.get_captured_buffers()
+        if len(layout) != len(self.captured_buffers) or any(
+            a is not b for a, b in zip(layout, self.captured_buffers, strict=True)
+        ):
+            self.captured_buffers, self.replay = layout, None
+            return batch.step_eager(tokens)
+        if self.replay is None:
+            if batch.decoder.uses_cuda_graphs is None:
+                return self._check_capture(batch, tokens)
             try:
-                self.recorded = record(batch.by_operators, tokens)
+                self.replay = record(batch.step_eager, tokens)
             except RuntimeError as error:
                 refuse(batch, str(error))
-                return batch.by_operators(tokens)
-        return self.recorded(tokens)
+                return batch.step_eager(tokens)
+        return self.replay(tokens)
 
-    def _try(self, batch: DecodeBatch, tokens: Tensor) -> Tensor:
+    def _check_capture(self, batch: DecodeBatch, tokens: Tensor) -> Tensor:
         """Compare, once for a decoder, the logits of a graph with those of the operators, and use graphs from now on if
         they agree. Both write the same keys and values.
         """
-        wanted, off = batch.by_operators(tokens), float("inf")
+        wanted, off = batch.step_eager(tokens), float("inf")
         try:
-            found = record(batch.by_operators, tokens)(tokens)
+            found = record(batch.step_eager, tokens)(tokens)
             off = float((found - wanted).abs().max() / wanted.abs().max())
             fault = f"its logits are off by {off:.1g} of the largest"
         except RuntimeError as error:  # CUDA raises it for everything that cannot be captured
             fault = str(error)
         if off < CLOSE:
-            batch.decoder.recordable = True
+            batch.decoder.uses_cuda_graphs = True
         else:
             refuse(batch, fault)
         return wanted
@@ -74,7 +76,7 @@ class Graphs:
 
 def refuse(batch: DecodeBatch, fault: str) -> None:
     """Decode by operators from now on, and warn why."""
-    batch.decoder.recordable = False
+    batch.decoder.uses_cuda_graphs = False
     warnings.warn(f"tokens are decoded without a CUDA graph: {fault}", stacklevel=3)
 
 

@@ -62,7 +62,7 @@ def batch_invariant(policy: Policy, rows: int) -> bool:
 def logits_of(policy: Policy, prompts: list[list[int]], copies: int) -> Tensor:
     """[STEPS + 1, len(prompts) * copies, V], behind each prompt and behind each token; the tokens are those of all."""
     rows = len(prompts) * copies
-    batch = policy.decode_batch(rows)
+    batch = policy.create_decode_batch(rows)
     behind_prompts = batch.admit(prompts, copies)
     tokens = (torch.full((rows,), token, device=policy.device) for token in range(STEPS))
     return torch.stack([behind_prompts, *(batch.step(token) for token in tokens)])

@@ -66,9 +66,9 @@ class Read(NamedTuple):
 class Weight(NamedTuple):
     """The gradients [n] of what was read; an entropy or a KL may have none."""
 
-    of_logprobs: Tensor
-    of_entropy: Tensor | None
-    of_kl: Tensor | None
+    logprobs_grad: Tensor
+    entropy_grad: Tensor | None
+    kl_grad: Tensor | None
 
 
 class Logits(NamedTuple):
@@ -84,7 +84,7 @@ class Kernels:
     def __init__(self, library: Any) -> None:
         self.library = library
 
-    def norm(self, x: Tensor, weight: Tensor, eps: float, dtype: torch.dtype) -> Tensor:
+    def norm_forward(self, x: Tensor, weight: Tensor, eps: float, dtype: torch.dtype) -> Tensor:
         """x and weight in fp32; the width is a multiple of two vectors."""
         y, x = torch.empty(x.shape, dtype=dtype), x.contiguous()
         self._call("norm_forward", x, None, weight, *sizes(x), eps, None, y)
@@ -93,14 +93,14 @@ class Kernels:
     def norm_backward(self, x: Tensor, weight: Tensor, eps: float, grad: Tensor) -> tuple[Tensor, Tensor]:
         return self._norm_backward(x, weight, eps, grad, None, None)
 
-    def added_norm(self, x: Tensor, more: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    def add_norm_forward(self, x: Tensor, more: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
         """x and weight in fp32."""
         x, more = x.contiguous(), more.contiguous()
         together, y = torch.empty_like(x), torch.empty_like(more)
         self._call("norm_forward", x, more, weight, *sizes(x), eps, together, y)
         return together, y
 
-    def added_norm_backward(
+    def add_norm_backward(
         self, x: Tensor, weight: Tensor, eps: float, beyond: Tensor, grad: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
         of_more = torch.empty_like(grad, memory_format=torch.contiguous_format)
@@ -117,25 +117,25 @@ class Kernels:
         self._call("norm_backward", x, weight, grad.contiguous(), beyond, *size, of_x, of_more, of_weight, runs)
         return of_x, of_weight
 
-    def rotated(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        return self._turned(x, cos, sin, back=False)
+    def rotate_forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        return self._rotate(x, cos, sin, back=False)
 
-    def rotated_back(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        return self._turned(x, cos, sin, back=True)
+    def rotate_backward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        return self._rotate(x, cos, sin, back=True)
 
-    def _turned(self, x: Tensor, cos: Tensor, sin: Tensor, back: bool) -> Tensor:
+    def _rotate(self, x: Tensor, cos: Tensor, sin: Tensor, back: bool) -> Tensor:
         x = x if x.stride()[1:] == (x.shape[2], 1) else x.contiguous()  # heads among others, as they stand
         y = torch.empty(x.shape, dtype=x.dtype)
         self._call("rotate_heads", x, x.stride(0), cos.contiguous(), sin.contiguous(), *x.shape, int(back), y)
         return y
 
-    def gated(self, gate_up: Tensor) -> Tensor:
+    def swiglu_forward(self, gate_up: Tensor) -> Tensor:
         gate_up = gate_up.contiguous()
         y = gate_up.new_empty(*gate_up.shape[:-1], gate_up.shape[-1] // 2)
         self._call("gate_forward", gate_up, *sizes(y), y)
         return y
 
-    def gated_backward(self, gate_up: Tensor, grad: Tensor) -> Tensor:
+    def swiglu_backward(self, gate_up: Tensor, grad: Tensor) -> Tensor:
         of_gate_up = torch.empty_like(gate_up)
         self._call("gate_backward", gate_up, grad.contiguous(), *sizes(grad), of_gate_up)
         return of_gate_up
@@ -151,13 +151,15 @@ class Kernels:
         self._call("softmax_backward", scores, bias.contiguous(), of_probs, *size, scale, probs, of_scores)
         return probs, of_scores
 
-    def read(self, logits: Logits, tokens: Tensor, other: Logits | None) -> Read:
+    def compute_statistics(self, logits: Logits, tokens: Tensor, other: Logits | None) -> Read:
         """Of tokens [n], among logits [n, V] in bf16, and of their distributions; KL from those of another policy."""
         read = Read(*torch.empty(4, len(tokens)))
         self._call("read_rows", described(logits), described(other), tokens, len(tokens), *read)
         return read
 
-    def of_product(self, logits: Logits, tokens: Tensor, other: Logits | None, read: Read, weight: Weight) -> None:
+    def compute_product_gradient(
+        self, logits: Logits, tokens: Tensor, other: Logits | None, read: Read, weight: Weight
+    ) -> None:
         """Puts the gradient of the product in its place.
 
         With l the log-probs, H the entropy, l' the other's log-probs, it is
@@ -166,7 +168,7 @@ class Kernels:
         slopes = [None if x is None else x.contiguous() for x in (*weight, *read[1:])]
         self._call("of_product", described(logits), described(other), tokens, len(tokens), *slopes)
 
-    def drawn(self, logits: Tensor, uniforms: Tensor, temperature: float) -> tuple[Tensor, Tensor, Tensor]:
+    def sample_with_masses(self, logits: Tensor, uniforms: Tensor, temperature: float) -> tuple[Tensor, Tensor, Tensor]:
         token = torch.empty(len(logits), dtype=torch.long)
         mass, total = torch.empty(2, len(logits))
         by = uniforms.contiguous() if temperature else None
@@ -215,15 +217,18 @@ def try_bits(kernels: Kernels) -> None:
     scores, scale = noise(2, 3, 10, 112), 0.125
     chances = torch.rand(3, dtype=torch.float64, generator=chance)
     trials: list[tuple[str, tuple[Any, ...]]] = [
-        ("norm", (x, weight, 1e-5, torch.bfloat16)),
+        ("norm_forward", (x, weight, 1e-5, torch.bfloat16)),
         ("norm_backward", (x, weight, 1e-5, more)),
-        ("added_norm", (x, more, weight, 1e-5)),
-        ("added_norm_backward", (x, weight, 1e-5, x * 2, more)),
-        *((name, (noise(5, 9, 64)[:, :6], noise(5, 1, 64), noise(5, 1, 64))) for name in ("rotated", "rotated_back")),
-        ("gated", (noise(5, 96),)),
-        ("gated_backward", (noise(5, 96), noise(5, 48))),
+        ("add_norm_forward", (x, more, weight, 1e-5)),
+        ("add_norm_backward", (x, weight, 1e-5, x * 2, more)),
+        *(
+            (name, (noise(5, 9, 64)[:, :6], noise(5, 1, 64), noise(5, 1, 64)))
+            for name in ("rotate_forward", "rotate_backward")
+        ),
+        ("swiglu_forward", (noise(5, 96),)),
+        ("swiglu_backward", (noise(5, 96), noise(5, 48))),
         ("softmax", (scores, bias)),
-        *(("drawn", (noise(3, 8528), chances, temperature)) for temperature in (1.0, 0.7, 0.0)),
+        *(("sample_with_masses", (noise(3, 8528), chances, temperature)) for temperature in (1.0, 0.7, 0.0)),
         ("softmax_backward", (scores.float(), bias, noise(2, 3, 10, 112), scale)),
     ]
     for name, arguments in trials:

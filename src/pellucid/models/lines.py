@@ -42,7 +42,7 @@ class Way(NamedTuple):
     """What computes attention here."""
 
     library: Any
-    tiles: bool
+    uses_amx: bool
     """Whether by AMX, and in its order of sums."""
 
 
@@ -69,13 +69,13 @@ def way(query: Tensor) -> Way | None:
     return here()[0] if query.shape[2] in HEADS and kernels.fitting(query, query.dtype) else None
 
 
-def attend_in_line(query: Tensor, key: Tensor, value: Tensor, line: Line, by: Way) -> Tensor:
+def attend_in_line(query: Tensor, key: Tensor, value: Tensor, sequences: Line, kernel: Way) -> Tensor:
     """[N, H d] of what queries [N, H, d] read of keys and values [N, K, d]: their prompt's and their row's up to
     their own.
     """
     if torch.is_grad_enabled():
-        return InLine.apply(query, key, value, line, by)  # pyright: ignore[reportReturnType]
-    return read(query, key, value, line, by)
+        return InLine.apply(query, key, value, sequences, kernel)  # pyright: ignore[reportReturnType]
+    return read(query, key, value, sequences, kernel)
 
 
 class InLine(torch.autograd.Function):
@@ -95,21 +95,27 @@ class InLine(torch.autograd.Function):
         return *gradients, None, None
 
 
-def read(query: Tensor, key: Tensor, value: Tensor, line: Line, by: Way) -> Tensor:
+def read(query: Tensor, key: Tensor, value: Tensor, sequences: Line, kernel: Way) -> Tensor:
     out = query.new_empty(len(query), query.shape[1] * query.shape[2])
-    run("attention_forward", by, line, (query, key, value), out)
+    run("attention_forward", kernel, sequences, (query, key, value), out)
     return out
 
 
-def run(name: str, by: Way, line: Line, heads: tuple[Tensor, ...], *others: Any) -> None:
+def run(name: str, kernel: Way, sequences: Line, heads: tuple[Tensor, ...], *others: Any) -> None:
     """A function of the library, by this name in torch's profiler. MemoryError where there is no memory."""
     query, key, _ = heads
-    sizes = len(line.ends) - len(line.prompt_of), len(line.prompt_of), query.shape[1], *key.shape[1:], line.window
-    about = LineOf(*sizes, line.ends.data_ptr(), line.prompt_of.data_ptr())
+    sizes = (
+        len(sequences.ends) - len(sequences.prompt_of),
+        len(sequences.prompt_of),
+        query.shape[1],
+        *key.shape[1:],
+        sequences.window,
+    )
+    about = LineOf(*sizes, sequences.ends.data_ptr(), sequences.prompt_of.data_ptr())
     together = [x if x.stride()[1:] == (x.shape[2], 1) else x.contiguous() for x in heads]
-    function, threads = getattr(by.library, name), torch.get_num_threads()
+    function, threads = getattr(kernel.library, name), torch.get_num_threads()
     with record_function(name):
-        fault = call(function, about, projected(together), *others, by.tiles, threads)
+        fault = call(function, about, projected(together), *others, kernel.uses_amx, threads)
     if fault:
         raise MemoryError(f"no memory to read {len(query)} tokens at once")
 
@@ -134,14 +140,14 @@ def here() -> tuple[Way | None, str]:
 
 
 @torch.no_grad()
-def has_bits_of_operators(by: Way) -> bool:
+def has_bits_of_operators(kernel: Way) -> bool:
     """On a prompt of 30 tokens and a row of 31: so few AMX adds up in one order, and it is another one than that of
     AVX-512, which five of these numbers show.
     """
     heads, prompt, own, room = (9, 3, 3), 30, 31, 32
     x = (torch.randn(prompt + own, sum(heads), 256, generator=torch.Generator().manual_seed(1)) * 3).bfloat16()
     query, key, value = x.split(heads, 1)
-    found = read(query, key, value, Line(torch.tensor([prompt, prompt + own]), torch.tensor([0])), by)
+    found = read(query, key, value, Line(torch.tensor([prompt, prompt + own]), torch.tensor([0])), kernel)
 
     def in_rows(heads: Tensor) -> list[Tensor]:
         """Of the prompt and of the row, [1, -, room, d] each."""

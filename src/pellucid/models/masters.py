@@ -73,50 +73,50 @@ class CastWeights:
     layer computes. Those, `in_place`, are gone behind the layer: nothing is kept of them.
     """
 
-    def __init__(self, places: Sequence[tuple[nn.Module, str]], dtype: torch.dtype) -> None:
+    def __init__(self, locations: Sequence[tuple[nn.Module, str]], dtype: torch.dtype) -> None:
         """places: modules and the names of their parameters."""
-        self.places, self.dtype = places, dtype
-        self.in_place = False
-        self.tensor: Tensor | None = None
-        self.state: tuple[int, ...] = ()
+        self.locations, self.dtype = locations, dtype
+        self.is_uncached = False
+        self.cast_copy: Tensor | None = None
+        self.copied_version: tuple[int, ...] = ()
 
-    def masters(self) -> list[Tensor]:
-        return [getattr(module, name) for module, name in self.places]
+    def get_masters(self) -> list[Tensor]:
+        return [getattr(module, name) for module, name in self.locations]
 
-    def current(self) -> Tensor | Parts | Trained:
+    def get_weights(self) -> Tensor | Parts | Trained:
         """The cast weights, whose gradient goes to the masters."""
-        masters = self.masters()
-        if self.in_place:
+        masters = self.get_masters()
+        if self.is_uncached:
             cast = [m.to(self.dtype) for m in masters]
             matrices = len(cast) > 1 and cast[0].ndim > 1 and torch.is_grad_enabled()
             return Parts(tuple(cast)) if matrices else joined(cast)
         if masters[0].ndim > 1 and torch.is_grad_enabled() and any(m.requires_grad for m in masters):
-            return Trained(self.tensor_now(), tuple(masters))
-        return Cast.apply(self.tensor_now(), *masters)  # pyright: ignore[reportReturnType]
+            return Trained(self.get_cast_copy(), tuple(masters))
+        return Cast.apply(self.get_cast_copy(), *masters)  # pyright: ignore[reportReturnType]
 
-    def tensor_now(self) -> Tensor:
+    def get_cast_copy(self) -> Tensor:
         """The cast weights without a gradient; cast anew only where the masters have changed."""
-        masters = self.masters()
-        if self.in_place or (len(masters) == 1 and masters[0].dtype == self.dtype):
+        masters = self.get_masters()
+        if self.is_uncached or (len(masters) == 1 and masters[0].dtype == self.dtype):
             return joined(masters).detach().to(self.dtype)
-        if self.tensor is None:
-            self.tensor = masters[0].new_empty(sum(map(len, masters)), *masters[0].shape[1:], dtype=self.dtype)
-        if self.state != (now := state_of(masters)):
-            for part, master in zip(self.tensor.split([len(m) for m in masters]), masters, strict=True):
+        if self.cast_copy is None:
+            self.cast_copy = masters[0].new_empty(sum(map(len, masters)), *masters[0].shape[1:], dtype=self.dtype)
+        if self.copied_version != (now := state_of(masters)):
+            for part, master in zip(self.cast_copy.split([len(m) for m in masters]), masters, strict=True):
                 part.copy_(master.detach())
-            self.state = now
-        return self.tensor
+            self.copied_version = now
+        return self.cast_copy
 
-    def copies(self) -> list[tuple[Tensor, Tensor]]:
+    def pair_masters_with_copies(self) -> list[tuple[Tensor, Tensor]]:
         """Masters, and where each of them stands in the copy that is kept; none where none is."""
-        if self.in_place or self.tensor is None:
+        if self.is_uncached or self.cast_copy is None:
             return []
-        masters = self.masters()
-        return list(zip(masters, self.tensor.split([len(m) for m in masters]), strict=True))
+        masters = self.get_masters()
+        return list(zip(masters, self.cast_copy.split([len(m) for m in masters]), strict=True))
 
-    def count_as_cast(self) -> None:
+    def mark_as_cast(self) -> None:
         """The copies of all masters have been made by someone else."""
-        self.state = state_of(self.masters())
+        self.copied_version = state_of(self.get_masters())
 
 
 class JoinedLinear(torch.autograd.Function):

@@ -41,9 +41,9 @@ class Rows:
     """[n]"""
     positions: Tensor
     """[n], counted from the start of the prompt."""
-    places: Tensor
+    padded_indices: Tensor
     """[n] in rows * T."""
-    size: tuple[int, int]
+    padded_shape: tuple[int, int]
     """rows, T"""
     make_bias: Callable[[], Tensor]
 
@@ -65,15 +65,15 @@ class Layout(NamedTuple):
     """What is not shared. Their keys are those of their prompt, then their own."""
     prompt_of: Tensor
     """[B]"""
-    starts: Tensor
+    prompt_lengths: Tensor
     """[B] the lengths of their prompts."""
-    room: int
+    prompt_capacity: int
     """S, of the prompts' keys in front of those of a row."""
-    line: Line
+    sequences: Line
     """The same tokens as sequences, one behind the other."""
-    spread: varlen.Spread | None
+    varlen_sequences: varlen.Spread | None
     """The same where a GPU reads them so."""
-    sources: Tensor
+    source_tokens: Tensor
     """The token that predicts each scored token, in the order of batch.scored."""
 
 
@@ -101,22 +101,22 @@ def rows_at(
 
 
 def layout_of(batch: Batch, dtype: torch.dtype, device: torch.device) -> Layout:
-    used, prompt_of = batch.prompt_of.unique(return_inverse=True)
+    used, prompt_of = batch.prompt_indices.unique(return_inverse=True)
     shared = shared_beginnings(batch, prompt_of, len(used))
     contexts = [(*batch.prompt_ids[p], *ids) for p, ids in zip(used.tolist(), shared, strict=True)]
     prompts, lengths = prompt_rows(contexts, dtype, device)
     begun = torch.tensor([len(ids) for ids in shared])[prompt_of, None]  # [B, 1]
-    mask, own_ids = shifted(batch.mask, begun), shifted(batch.response_ids, begun)
+    mask, own_ids = shifted(batch.response_mask, begun), shifted(batch.response_ids, begun)
     read = mask[:, 1:]  # token t is read where there is a token t + 1
-    starts, room = lengths[prompt_of], prompts.size[1]
+    starts, room = lengths[prompt_of], prompts.padded_shape[1]
     starts_there = starts.to(device)
     positions = (starts[:, None] + torch.arange(read.shape[1]))[read]
     bias = partial(bias_behind, starts_there, room, read.shape[1], dtype)
     responses = rows_at(own_ids[:, :-1][read], positions, read, device, bias)
     ends = (lengths.cumsum(0) - 1)[prompt_of, None]
     firsts = len(prompts.ids) + (read.sum(-1).cumsum(0) - read.sum(-1))[:, None]
-    further = torch.arange(batch.mask.shape[1]) - begun  # tokens of a row's own before this one
-    sources = torch.where(further <= 0, ends + further, firsts + further - 1)[batch.scored]
+    further = torch.arange(batch.response_mask.shape[1]) - begun  # tokens of a row's own before this one
+    sources = torch.where(further <= 0, ends + further, firsts + further - 1)[batch.scored_mask]
     line = Line(torch.cat([lengths, read.sum(-1)]).cumsum(0), prompt_of)
     spread = varlen.spread(line, device) if varlen.kernel_of(device, dtype) else None
     return Layout(prompts, responses, prompt_of.to(device), starts_there, room, line, spread, sources.to(device))
@@ -135,7 +135,7 @@ def bias_behind(starts: Tensor, size: int, width: int, dtype: torch.dtype) -> Te
 def shared_beginnings(batch: Batch, prompt_of: Tensor, prompts: int) -> list[list[int]]:
     """Of each prompt the tokens that all its rows were given to begin with."""
     first = lowest(torch.arange(len(batch), device=prompt_of.device), prompt_of, prompts)
-    given, ids = batch.mask & ~batch.sampled, batch.response_ids
+    given, ids = batch.response_mask & ~batch.action_mask, batch.response_ids
     alike = given & given[first][prompt_of] & (ids == ids[first][prompt_of])
     lengths = lowest(alike.long().cumprod(-1).sum(-1), prompt_of, prompts)
     return [ids[row, :length].tolist() for row, length in zip(first.tolist(), lengths.tolist(), strict=True)]
@@ -146,9 +146,9 @@ def lowest(x: Tensor, prompt_of: Tensor, prompts: int) -> Tensor:
     return x.new_zeros(prompts).scatter_reduce(0, prompt_of, x, "amin", include_self=False)
 
 
-def shifted(x: Tensor, by: Tensor) -> Tensor:
+def shifted(x: Tensor, offsets: Tensor) -> Tensor:
     """[B, T] -> [B, T']: each row from its token by [B, 1] on, 0 behind its end; T' is the width that this leaves."""
-    places = torch.arange(x.shape[1] - int(by.min()), device=x.device) + by
+    places = torch.arange(x.shape[1] - int(offsets.min()), device=x.device) + offsets
     there = places < x.shape[1]
     return x.gather(1, places.clamp(max=x.shape[1] - 1)).masked_fill(~there, 0)
 
@@ -157,9 +157,9 @@ def roomy(length: int, step: int = LANES) -> int:
     return -(-length // step) * step
 
 
-def bias_of(seen: Tensor, dtype: torch.dtype) -> Tensor:
+def bias_of(visible: Tensor, dtype: torch.dtype) -> Tensor:
     """[rows, T, keys] bool -> [rows, 1, T, keys]"""
-    return torch.zeros(seen.shape, dtype=dtype, device=seen.device).masked_fill(~seen, -torch.inf)[:, None]
+    return torch.zeros(visible.shape, dtype=dtype, device=visible.device).masked_fill(~visible, -torch.inf)[:, None]
 
 
 def nearby(bias: Tensor, queries: Tensor, keys: Tensor, window: int) -> Tensor:
@@ -173,51 +173,51 @@ def nearby(bias: Tensor, queries: Tensor, keys: Tensor, window: int) -> Tensor:
 
 def windowed(layout: Layout, window: int) -> Layout:
     """The layout as a layer with a sliding window reads it."""
-    prompts, responses, starts = layout.prompts, layout.responses, layout.starts[:, None]
-    steps = torch.arange(layout.room, device=starts.device)[None]
+    prompts, responses, starts = layout.prompts, layout.responses, layout.prompt_lengths[:, None]
+    steps = torch.arange(layout.prompt_capacity, device=starts.device)[None]
 
     def bias() -> Tensor:
         length, keys = responses.bias.shape[2:]
-        own = starts + torch.arange(keys - layout.room, device=starts.device)  # [B, own keys]
+        own = starts + torch.arange(keys - layout.prompt_capacity, device=starts.device)  # [B, own keys]
         return nearby(responses.bias, own[:, :length], torch.cat([steps.expand(len(own), -1), own], 1), window)
 
     return layout._replace(
-        line=layout.line._replace(window=window),
+        sequences=layout.sequences._replace(window=window),
         prompts=replace(prompts, make_bias=lambda: nearby(prompts.bias, steps, steps, window)),
         responses=replace(responses, make_bias=bias),
     )
 
 
 def hidden_states(
-    decoder: Decoder, batch: Batch, recompute: bool = False, pieces: Pieces = PLAIN
+    decoder: Decoder, batch: Batch, recompute: bool = False, functions: Pieces = PLAIN
 ) -> tuple[Tensor, Matrix]:
     """[N, D] states that predict the N scored tokens of a batch, row by row, and the head [V, D] that reads them.
 
     recompute: keep only the residual stream of each layer for the backward pass.
     """
     layout, shape = layout_of(batch, decoder.dtype, decoder.device), decoder.shape
-    near = windowed(layout, shape.window) if any(shape.slides) else layout
-    embedding, last, head = decoder.around()
-    rotary = decoder.rotary(torch.cat([layout.prompts.positions, layout.responses.positions]))
+    near = windowed(layout, shape.window) if any(shape.is_sliding) else layout
+    embedding, last, head = decoder.collect_outer_weights()
+    rotary = decoder.compute_rotary(torch.cat([layout.prompts.positions, layout.responses.positions]))
     ids = torch.cat([layout.prompts.ids, layout.responses.ids])
     # A GPU would have to tell the host which rows were read.
     sparse = decoder.head is decoder.embedding and decoder.device.type == "cpu"
     stream = Stream(embedded(ids, embedding, sparse).to(last.dtype))
-    for layer, slides in zip(decoder.layers, shape.slides, strict=True):
+    for layer, slides in zip(decoder.layers, shape.is_sliding, strict=True):
         attention = partial(group_attention, layout=near if slides else layout)
-        stream = layer(stream, rotary, attention, pieces, recompute)
-    hidden = stream.whole().index_select(0, layout.sources)
+        stream = layer(stream, rotary, attention, functions, recompute)
+    hidden = stream.add_pending().index_select(0, layout.source_tokens)
     return norm(hidden, last, shape.eps, decoder.dtype), head
 
 
 def group_attention(heads: Heads, layout: Layout) -> Tensor:
     """[N, H d]: prompts read themselves, responses their prompt and themselves."""
     if by := way(heads[0]):
-        return attend_in_line(*heads, layout.line, by)
-    if layout.spread and varlen.reads(heads[0]):
+        return attend_in_line(*heads, layout.sequences, by)
+    if layout.varlen_sequences and varlen.reads(heads[0]):
         kernel = varlen.kernel_of(heads[0].device, heads[0].dtype)
         assert kernel
-        return varlen.attend(kernel, *heads, layout.spread, layout.line.window)
+        return varlen.attend(kernel, *heads, layout.varlen_sequences, layout.sequences.window)
     prompts, responses = layout.prompts, layout.responses
     count = len(prompts.ids)
     query, key, value = (in_rows(x[:count], prompts) for x in heads)
@@ -225,7 +225,7 @@ def group_attention(heads: Heads, layout: Layout) -> Tensor:
     if len(responses.ids):
         query, own_key, own_value = (in_rows(x[count:], responses) for x in heads)
         key, value = all_keys(key, own_key, layout), all_keys(value, own_value, layout)
-        read.append(in_line(attend(query, key, value, responses.bias, shared=layout.room), responses))
+        read.append(in_line(attend(query, key, value, responses.bias, shared_length=layout.prompt_capacity), responses))
     return torch.cat(read)
 
 
@@ -238,8 +238,8 @@ def all_keys(of_prompts: Tensor, own: Tensor, layout: Layout) -> Tensor:
 
 def in_rows(heads: Tensor, rows: Rows) -> Tensor:
     """[n, H, d] -> [rows, H, T, d], 0 where there is no token."""
-    count, length = rows.size
-    padded = heads.new_zeros(count * length, *heads.shape[1:]).index_copy(0, rows.places, heads)
+    count, length = rows.padded_shape
+    padded = heads.new_zeros(count * length, *heads.shape[1:]).index_copy(0, rows.padded_indices, heads)
     return padded.unflatten(0, (count, length)).transpose(1, 2)
 
 
@@ -247,8 +247,8 @@ def in_line(read: Tensor, rows: Rows) -> Tensor:
     """[rows, H, T, d] -> [n, H d]: the inverse."""
     tokens = read.transpose(1, 2).flatten(2).flatten(0, 1)
     if not torch.is_grad_enabled():
-        return tokens.index_select(0, rows.places)
-    return Pick.apply(tokens, rows.places)  # pyright: ignore[reportReturnType]
+        return tokens.index_select(0, rows.padded_indices)
+    return Pick.apply(tokens, rows.padded_indices)  # pyright: ignore[reportReturnType]
 
 
 class Pick(torch.autograd.Function):

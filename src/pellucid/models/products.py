@@ -34,7 +34,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         return F.linear(x, weight, bias)
     if torch.is_grad_enabled():
         return Linear.apply(x, weight, bias, by)  # pyright: ignore[reportReturnType]
-    return multiplied(by, x, weight, bias, turned=False)
+    return multiplied(by, x, weight, bias, transposed=False)
 
 
 class Linear(torch.autograd.Function):
@@ -43,7 +43,7 @@ class Linear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, by: Way) -> Tensor:
         ctx.save_for_backward(x, weight)
-        return multiplied(by, x, weight, bias, turned=False)
+        return multiplied(by, x, weight, bias, transposed=False)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -60,7 +60,7 @@ class Linear(torch.autograd.Function):
 def of_inputs(grad: Tensor, weight: Tensor) -> Tensor:
     """The gradient [n, K] of the inputs of a product, from that of its outputs [n, N]. MemoryError as `linear`."""
     by = way(grad, weight) if len(weight) <= WIDEST else None
-    return multiplied(by, grad, weight, None, turned=True) if by else grad @ weight
+    return multiplied(by, grad, weight, None, transposed=True) if by else grad @ weight
 
 
 def way(x: Tensor, weight: Tensor) -> Way | None:
@@ -68,16 +68,16 @@ def way(x: Tensor, weight: Tensor) -> Way | None:
     if x.ndim != 2 or len(x) < MANY or any(size % MANY for size in weight.shape) or not weight.is_contiguous():
         return None
     by = lines.here()[0] if fitting(x, x.dtype) and fitting(weight, weight.dtype) else None
-    return by if by and by.tiles and has_bits_of_few(by) else None
+    return by if by and by.uses_amx and has_bits_of_few(by) else None
 
 
-def multiplied(by: Way, x: Tensor, weight: Tensor, bias: Tensor | None, turned: bool) -> Tensor:
+def multiplied(kernel: Way, x: Tensor, weight: Tensor, bias: Tensor | None, transposed: bool) -> Tensor:
     x = x if x.stride(1) == 1 else x.contiguous()
-    (n, width), outputs = x.shape, weight.shape[1 if turned else 0]
+    (n, width), outputs = x.shape, weight.shape[1 if transposed else 0]
     y = x.new_empty(n, outputs)
     with record_function(NAME):
         sizes, threads = (x.stride(0), n, width), torch.get_num_threads()
-        fault = call(by.library.multiply_rows, x, *sizes, weight, outputs, bias, int(turned), y, threads)
+        fault = call(kernel.library.multiply_rows, x, *sizes, weight, outputs, bias, int(transposed), y, threads)
     if fault:
         raise MemoryError(f"no memory for a product with a matrix of {weight.shape[0]} x {weight.shape[1]}")
     Operations.count(2.0 * n * width * outputs)
@@ -85,10 +85,13 @@ def multiplied(by: Way, x: Tensor, weight: Tensor, bias: Tensor | None, turned: 
 
 
 @functools.cache
-def has_bits_of_few(by: Way) -> bool:
+def has_bits_of_few(kernel: Way) -> bool:
     """Whether rows have the bits that oneDNN gives so few of them."""
     numbers = torch.randn(MANY + 65, 1536, generator=torch.Generator().manual_seed(1)).bfloat16()
     x, weight, bias = numbers[:MANY], numbers[MANY:-1], numbers[-1, :64]
-    found = multiplied(by, x, weight, bias, turned=False), multiplied(by, x[:, :64], weight, None, turned=True)
+    found = (
+        multiplied(kernel, x, weight, bias, transposed=False),
+        multiplied(kernel, x[:, :64], weight, None, transposed=True),
+    )
     wanted = F.linear(x, weight, bias), x[:, :64] @ weight
     return all(torch.equal(*pair) for pair in zip(found, wanted, strict=True))

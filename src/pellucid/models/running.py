@@ -24,60 +24,60 @@ class Running(Generic[Row]):
 
     def __init__(self, batch: DecodeBatch | FallbackDecodeBatch) -> None:
         self.batch = batch
-        self.rows: list[Row] = []
+        self.requests: list[Row] = []
         self.logits = torch.zeros(0)
         """[n, V]"""
 
-    def room(self) -> int:
+    def count_free_slots(self) -> int:
         """How many more rows may be admitted."""
-        return self.batch.room()
+        return self.batch.count_free_slots()
 
-    def admit(self, prompts: Sequence[Sequence[int]], rows: Sequence[Row]) -> None:
+    def admit(self, prompts: Sequence[Sequence[int]], requests: Sequence[Row]) -> None:
         """Add rows, as many for each prompt, in the order of the prompts."""
-        self.rows += rows  # first: where reading the prompts fails, their owners are told
-        logits = self.batch.admit(prompts, len(rows) // len(prompts))
+        self.requests += requests  # first: where reading the prompts fails, their owners are told
+        logits = self.batch.admit(prompts, len(requests) // len(prompts))
         self.logits = torch.cat([self.logits, logits]) if len(self.logits) else logits
 
-    def keep(self, places: Tensor) -> None:
+    def keep_rows(self, slots: Tensor) -> None:
         """Drop all rows but those at these places [<= n], ascending, on the CPU."""
-        if len(places) < len(self.rows):
-            self.batch.keep(places)
-            self.rows = [self.rows[place] for place in places.tolist()]
+        if len(slots) < len(self.requests):
+            self.batch.keep_rows(slots)
+            self.requests = [self.requests[place] for place in slots.tolist()]
 
     def step(self, tokens: Tensor) -> None:
         """Append one token [n] to each row."""
-        self.logits = self.batch.step(tokens) if self.rows else self.logits[:0]
+        self.logits = self.batch.step(tokens) if self.requests else self.logits[:0]
 
-    def step_some(self, tokens: Tensor, speaks: Tensor) -> None:
+    def step_active(self, tokens: Tensor, active: Tensor) -> None:
         """Append one token [n] to each row that speaks, [n] bool on the CPU; the others stay as they are."""
         assert isinstance(self.batch, DecodeBatch)
-        self.logits = self.batch.step(tokens, speaks)
+        self.logits = self.batch.step(tokens, active)
 
-    def extend(self, places: Tensor, tokens: Sequence[Sequence[int]]) -> None:
+    def append_tokens(self, slots: Tensor, tokens: Sequence[Sequence[int]]) -> None:
         """Append several tokens to each of the rows at these places, on the CPU."""
         assert isinstance(self.batch, DecodeBatch)
-        logits = extend(self.batch, places, tokens)
-        self.logits[places.to(logits.device)] = logits
+        logits = extend(self.batch, slots, tokens)
+        self.logits[slots.to(logits.device)] = logits
 
-    def set_aside(self, places: Tensor) -> list[Aside]:
+    def evict(self, slots: Tensor) -> list[Aside]:
         """Drop the rows at these places, ascending, on the CPU. Return what brings them back."""
         assert isinstance(self.batch, DecodeBatch)
-        gone = set_aside(self.batch, places.tolist())
-        stays = torch.ones(len(self.rows), dtype=torch.bool)
-        stays[places] = False
-        self.drop_to(stays.nonzero()[:, 0])
+        gone = set_aside(self.batch, slots.tolist())
+        stays = torch.ones(len(self.requests), dtype=torch.bool)
+        stays[slots] = False
+        self.keep_rows_and_logits(stays.nonzero()[:, 0])
         return gone
 
-    def drop_to(self, places: Tensor) -> None:
+    def keep_rows_and_logits(self, slots: Tensor) -> None:
         """Drop all rows but those at these places, as `keep` does, and their logits."""
-        self.logits = self.logits[places.to(self.logits.device)]
-        self.keep(places)
+        self.logits = self.logits[slots.to(self.logits.device)]
+        self.keep_rows(slots)
 
-    def bring_back(self, asides: Sequence[Aside], rows: Sequence[Row]) -> None:
+    def restore(self, evicted: Sequence[Aside], requests: Sequence[Row]) -> None:
         """Add rows as they were set aside. Their logits are known when they are extended."""
         assert isinstance(self.batch, DecodeBatch)
-        bring_back(self.batch, asides)
-        self.rows += rows
-        head = self.batch.plain.head.tensor
-        unknown = head.new_zeros(len(rows), len(head), dtype=torch.float32 if widens(head) else head.dtype)
+        bring_back(self.batch, evicted)
+        self.requests += requests
+        head = self.batch.unpacked_weights.head.tensor
+        unknown = head.new_zeros(len(requests), len(head), dtype=torch.float32 if widens(head) else head.dtype)
         self.logits = torch.cat([self.logits, unknown]) if len(self.logits) else unknown

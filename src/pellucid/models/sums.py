@@ -16,19 +16,21 @@ NAME = "sum_over_tokens"
 """Of such a sum, in torch's profiler."""
 
 
-def sums_over_tokens(grad: Tensor, x: Tensor, wide: torch.dtype, into: Tensor | None = None) -> Tensor:
+def sums_over_tokens(grad: Tensor, x: Tensor, dtype: torch.dtype, accumulator: Tensor | None = None) -> Tensor:
     """grad.mT @ x of grad [n, N] and x [n, K], in the dtype `wide`, or so much more in `into`. By AMX it is not rounded
     on the way. MemoryError where there is no memory.
     """
-    by = lines.here()[0] if wide == torch.float32 and fitting(grad, grad.dtype) else None
-    if not by or not by.tiles or any(width % BLOCK for width in (grad.shape[1], x.shape[1])):
+    by = lines.here()[0] if dtype == torch.float32 and fitting(grad, grad.dtype) else None
+    if not by or not by.uses_amx or any(width % BLOCK for width in (grad.shape[1], x.shape[1])):
         sums = grad.mT @ x
-        return sums.to(wide) if into is None else into.add_(sums)
-    sums = torch.empty(grad.shape[1], x.shape[1], dtype=wide) if into is None else into
+        return sums.to(dtype) if accumulator is None else accumulator.add_(sums)
+    sums = torch.empty(grad.shape[1], x.shape[1], dtype=dtype) if accumulator is None else accumulator
     sizes = len(grad), grad.shape[1], x.shape[1]
     together = grad.contiguous(), x.contiguous()
     with record_function(NAME):
-        fault = call(by.library.sum_over_tokens, *together, *sizes, sums, into is not None, torch.get_num_threads())
+        fault = call(
+            by.library.sum_over_tokens, *together, *sizes, sums, accumulator is not None, torch.get_num_threads()
+        )
     if fault:
         raise MemoryError(f"no memory for the gradient of a matrix of {sizes[1]} x {sizes[2]}")
     Operations.count(2.0 * sizes[0] * sizes[1] * sizes[2])

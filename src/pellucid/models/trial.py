@@ -39,7 +39,7 @@ def cache_fault(model: PreTrainedModel) -> str:
         batch = FallbackDecodeBatch(model, len(rows))
         fault = difference(model, rows, batch.admit(prompts, COPIES))
         for kept in ([0, 1, 2, 3], [1, 2], [1]):
-            batch.keep(torch.tensor(kept, device=model.device))
+            batch.keep_rows(torch.tensor(kept, device=model.device))
             tokens = list(range(len(kept)))
             rows = [[*rows[place], token] for place, token in zip(kept, tokens, strict=True)]
             fault = fault or difference(model, rows, batch.step(torch.tensor(tokens, device=model.device)))
@@ -54,10 +54,10 @@ def difference(model: PreTrainedModel, rows: Sequence[Sequence[int]], logits: Te
     return "" if share <= APART.get(model.dtype, HALF) else f"logits are {share:.0%} off those of a whole reading"
 
 
-def apart(x: Tensor, right: Tensor) -> float:
+def apart(x: Tensor, expected: Tensor) -> float:
     """How far rows [n, V] are from the right ones, as a share of how far those are from their mean: the largest."""
-    spread = (right - right.mean(-1, keepdim=True)).norm(dim=-1)
-    return float(((x - right).norm(dim=-1) / spread).max())
+    spread = (expected - expected.mean(-1, keepdim=True)).norm(dim=-1)
+    return float(((x - expected).norm(dim=-1) / spread).max())
 
 
 def whole_reading(model: PreTrainedModel, row: Sequence[int]) -> Tensor:

@@ -25,41 +25,41 @@ def extend(batch: DecodeBatch, rows: Tensor, tokens: Sequence[Sequence[int]]) ->
     """Append several tokens to each of these rows [r], on the CPU. Return logits [r, V] behind them."""
     batch.compact()
     lengths = torch.tensor([len(ids) for ids in tokens])
-    while int((batch.generated[rows] + lengths).max()) > batch.caches[0].keys.shape[2]:
-        batch.grow()
-    logits = (extend_fused if batch.reads_fused() else extend_by_operators)(batch, rows, tokens, lengths)
-    batch.generated[rows] += lengths
-    batch.take_lengths()
+    while int((batch.generated_lengths[rows] + lengths).max()) > batch.caches[0].keys.shape[2]:
+        batch.grow_cache()
+    logits = (extend_fused if batch.uses_fused_prefill() else extend_by_operators)(batch, rows, tokens, lengths)
+    batch.generated_lengths[rows] += lengths
+    batch.copy_lengths_to_device()
     return logits
 
 
 def extend_fused(batch: DecodeBatch, rows: Tensor, tokens: Sequence[Sequence[int]], lengths: Tensor) -> Tensor:
     """[r, V] of `extend`, in one call."""
     row_of = rows.repeat_interleave(lengths)
-    places = batch.generated[row_of] + torch.cat([torch.arange(length) for length in lengths.tolist()])
+    places = batch.generated_lengths[row_of] + torch.cat([torch.arange(length) for length in lengths.tolist()])
     at = Places(row_of, places, batch.prompt_of, batch.prompt_lengths, lengths.cumsum(0) - 1)
     ids = torch.tensor([token for row in tokens for token in row])
-    return batch.read_places(ids, at, batch.all_caches())
+    return batch.run_fused(ids, at, batch.list_cache_tensors())
 
 
 def extend_by_operators(batch: DecodeBatch, rows: Tensor, tokens: Sequence[Sequence[int]], lengths: Tensor) -> Tensor:
     """The same by torch's operators, with all tokens of a row at once."""
     shape, (new, near, places) = batch.decoder.shape, appended(batch, rows, tokens, lengths)
-    rotary, size = batch.decoder.rotary(new.positions), batch.caches[0].prompt_keys.shape[2]
+    rotary, size = batch.decoder.compute_rotary(new.positions), batch.caches[0].prompt_keys.shape[2]
     device = new.ids.device
     at = slice(None), rows.repeat_interleave(lengths).to(device), places
     these, prompts = rows.to(device), batch.prompt_of[rows].to(device)
-    stream = Stream(batch.embedded(new.ids))
-    for layer, cache, slides in zip(batch.plain.layers, batch.caches, shape.slides, strict=True):
+    stream = Stream(batch.embed(new.ids))
+    for layer, cache, slides in zip(batch.unpacked_weights.layers, batch.caches, shape.is_sliding, strict=True):
         hidden, (query, key, value) = heads_of(layer, stream, rotary, shape)
         cache.keys[at], cache.values[at] = key.transpose(0, 1), value.transpose(0, 1)
         keys, values = (
             torch.cat([of_prompt[:, prompts], own[:, these]], 2).transpose(0, 1)
             for of_prompt, own in ((cache.prompt_keys, cache.keys), (cache.prompt_values, cache.values))
         )
-        read = attend(in_rows(query, new), keys, values, near if slides else new.bias, shared=size)
+        read = attend(in_rows(query, new), keys, values, near if slides else new.bias, shared_length=size)
         stream = after_attention(layer, hidden, in_line(read, new), shape)
-    return batch.logits(stream.whole()[(lengths.cumsum(0) - 1).to(device)], batch.plain.head)
+    return batch.compute_logits(stream.add_pending()[(lengths.cumsum(0) - 1).to(device)], batch.unpacked_weights.head)
 
 
 def appended(
@@ -70,14 +70,14 @@ def appended(
     """
     first, window, device = batch.caches[0], batch.decoder.shape.window, batch.decoder.device
     starts, steps = batch.prompt_lengths[batch.prompt_of[rows], None], torch.arange(roomy(int(lengths.max())))
-    real, places = steps < lengths[:, None], batch.generated[rows, None] + steps  # [r, L]
+    real, places = steps < lengths[:, None], batch.generated_lengths[rows, None] + steps  # [r, L]
     ids, positions = torch.tensor([token for row in tokens for token in row]), (starts + places)[real]
     begin, at = starts.to(device), places.to(device)
     of_prompt, own = (torch.arange(x.shape[2], device=device) for x in (first.prompt_keys, first.keys))
     prompt_seen = (of_prompt < begin)[:, None].expand(-1, len(steps), -1)
     bias = bias_of(torch.cat([prompt_seen, own <= at[..., None]], -1), first.keys.dtype)
     keys = torch.cat([of_prompt.expand(len(rows), -1), begin + own], -1)
-    near = nearby(bias, begin + at, keys, window) if any(batch.decoder.shape.slides) else bias
+    near = nearby(bias, begin + at, keys, window) if any(batch.decoder.shape.is_sliding) else bias
     return rows_at(ids, positions, real, device, lambda: bias), near, places[real].to(device)
 
 
@@ -85,9 +85,9 @@ def appended(
 class Aside:
     """A row that has made room: the name of its prompt, and of each layer the prompt's keys and its own."""
 
-    prompt: int
-    of_prompt: list[Pair]
-    own: list[Pair]
+    prompt_id: int
+    prompt_cache: list[Pair]
+    row_cache: list[Pair]
 
 
 def set_aside(batch: DecodeBatch, rows: Sequence[int]) -> list[Aside]:
@@ -95,7 +95,7 @@ def set_aside(batch: DecodeBatch, rows: Sequence[int]) -> list[Aside]:
     batch.compact()
     prompts = batch.prompt_of.tolist()
     of_prompts = {p: layers_of(batch, p, int(batch.prompt_lengths[p])) for p in {prompts[row] for row in rows}}
-    return [Aside(batch.prompt_names[prompts[row]], of_prompts[prompts[row]], own_layers(batch, row)) for row in rows]
+    return [Aside(batch.prompt_ids[prompts[row]], of_prompts[prompts[row]], own_layers(batch, row)) for row in rows]
 
 
 def layers_of(batch: DecodeBatch, prompt: int, length: int) -> list[Pair]:
@@ -106,7 +106,7 @@ def layers_of(batch: DecodeBatch, prompt: int, length: int) -> list[Pair]:
 
 
 def own_layers(batch: DecodeBatch, row: int) -> list[Pair]:
-    length = int(batch.generated[row])
+    length = int(batch.generated_lengths[row])
     return [(cache.keys[:, row, :length].clone(), cache.values[:, row, :length].clone()) for cache in batch.caches]
 
 
@@ -114,24 +114,24 @@ def bring_back(batch: DecodeBatch, rows: Sequence[Aside]) -> None:
     """Add rows that were set aside, behind the others, as they were."""
     batch.compact()
     for row in rows:
-        if row.prompt not in batch.prompt_names:
+        if row.prompt_id not in batch.prompt_ids:
             add_prompt(batch, row)
     for i, cache in enumerate(batch.caches):
-        cache.keys = with_rows(cache.keys, [row.own[i][0] for row in rows])
-        cache.values = with_rows(cache.values, [row.own[i][1] for row in rows])
-    prompts = batch.prompt_of.new_tensor([batch.prompt_names.index(row.prompt) for row in rows])
-    lengths = batch.generated.new_tensor([row.own[0][0].shape[1] for row in rows])
+        cache.keys = with_rows(cache.keys, [row.row_cache[i][0] for row in rows])
+        cache.values = with_rows(cache.values, [row.row_cache[i][1] for row in rows])
+    prompts = batch.prompt_of.new_tensor([batch.prompt_ids.index(row.prompt_id) for row in rows])
+    lengths = batch.generated_lengths.new_tensor([row.row_cache[0][0].shape[1] for row in rows])
     batch.prompt_of = torch.cat([batch.prompt_of, prompts])
-    batch.generated = torch.cat([batch.generated, lengths])
-    batch.places = torch.arange(len(batch.generated))
-    batch.seat()
+    batch.generated_lengths = torch.cat([batch.generated_lengths, lengths])
+    batch.cache_rows = torch.arange(len(batch.generated_lengths))
+    batch.index_rows_by_prompt()
 
 
 def add_prompt(batch: DecodeBatch, row: Aside) -> None:
-    length = row.of_prompt[0][0].shape[1]
-    batch.prompt_names.append(row.prompt)
+    length = row.prompt_cache[0][0].shape[1]
+    batch.prompt_ids.append(row.prompt_id)
     batch.prompt_lengths = torch.cat([batch.prompt_lengths, batch.prompt_lengths.new_tensor([length])])
-    for cache, (keys, values) in zip(batch.caches, row.of_prompt, strict=True):
+    for cache, (keys, values) in zip(batch.caches, row.prompt_cache, strict=True):
         wide = (0, 0, 0, roomy(length) - length)
         cache.prompt_keys = joined(cache.prompt_keys, F.pad(keys[:, None], wide))
         cache.prompt_values = joined(cache.prompt_values, F.pad(values[:, None], wide))

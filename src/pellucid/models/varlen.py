@@ -31,53 +31,53 @@ CLOSE = 2.0**-5
 class Spread(NamedTuple):
     """The sequences of a Line as the kernel takes them, on the device."""
 
-    queries: Tensor
+    query_offsets: Tensor
     """[S + 1] int32: where the queries of each sequence begin, and their end."""
-    keys: Tensor
+    key_offsets: Tensor
     """[S + 1] int32: the same of keys. A row reads its prompt's, then its own."""
-    tokens: Tensor
+    key_tokens: Tensor
     """[M] whose keys these are."""
-    most_queries: int
-    most_keys: int
+    max_query_length: int
+    max_key_length: int
 
 
 Kernel = Callable[[Tensor, Tensor, Tensor, Spread, int], Tensor]
 """[N, H, d] of queries [N, H, d], keys and values [M, K, d] of the sequences, and a window, 0 for none."""
 
 
-def grouped(query: Tensor, keys: Tensor, values: Tensor, by: Spread, window: int) -> Tensor:
+def grouped(query: Tensor, keys: Tensor, values: Tensor, varlen: Spread, window: int) -> Tensor:
     """Heads that share keys are passed as they are."""
-    sequences = by.queries, by.keys, by.most_queries, by.most_keys
+    sequences = varlen.query_offsets, varlen.key_offsets, varlen.max_query_length, varlen.max_key_length
     dropout, causal, debug = 0.0, not window, False
     sides = {"window_size_left": window - 1 if window else -1, "window_size_right": 0}
     return torch.ops.aten._flash_attention_forward(query, keys, values, *sequences, dropout, causal, debug, **sides)[0]
 
 
-def repeated(query: Tensor, keys: Tensor, values: Tensor, by: Spread, window: int) -> Tensor:
+def repeated(query: Tensor, keys: Tensor, values: Tensor, varlen: Spread, window: int) -> Tensor:
     """Keys and values are copied for each head that reads them."""
     times = query.shape[1] // keys.shape[1]
     keys, values = (x.repeat_interleave(times, 1) for x in (keys, values))
-    return grouped(query, keys, values, by, window)
+    return grouped(query, keys, values, varlen, window)
 
 
 KERNELS: tuple[Kernel, ...] = (grouped, repeated)
 """The ways to call the operator, in the order in which they are tried."""
 
 
-def spread(line: Line, device: torch.device) -> Spread:
-    lengths = line.ends.diff(prepend=line.ends.new_zeros(1))
-    begins, prompts = line.ends - lengths, len(line.ends) - len(line.prompt_of)
+def spread(sequences: Line, device: torch.device) -> Spread:
+    lengths = sequences.ends.diff(prepend=sequences.ends.new_zeros(1))
+    begins, prompts = sequences.ends - lengths, len(sequences.ends) - len(sequences.prompt_of)
     none = lengths.new_zeros(prompts)
-    shared = torch.cat([none, lengths[line.prompt_of]])
+    shared = torch.cat([none, lengths[sequences.prompt_of]])
     read = shared + lengths
     ends = read.cumsum(0)
     place = torch.arange(int(ends[-1])) - (ends - read).repeat_interleave(read)  # of a key in its sequence
     of_prompt, own, before = (
-        x.repeat_interleave(read) for x in (torch.cat([none, begins[line.prompt_of]]), begins - shared, shared)
+        x.repeat_interleave(read) for x in (torch.cat([none, begins[sequences.prompt_of]]), begins - shared, shared)
     )
     tokens = torch.where(place < before, of_prompt, own) + place
     zero = ends.new_zeros(1)
-    queries, keys = torch.stack([torch.cat([zero, line.ends]), torch.cat([zero, ends])]).int().to(device)
+    queries, keys = torch.stack([torch.cat([zero, sequences.ends]), torch.cat([zero, ends])]).int().to(device)
     return Spread(queries, keys, tokens.to(device), int(lengths.max()), int(read.max()))
 
 
@@ -97,7 +97,7 @@ def attend(kernel: Kernel, query: Tensor, key: Tensor, value: Tensor, by: Spread
     """[N, H d] from queries [N, H, d], keys and values [N, K, d]: each query reads the keys up to its own, or the last
     `window` of them if that is not 0.
     """
-    keys, values = (x.index_select(0, by.tokens) for x in (key, value))
+    keys, values = (x.index_select(0, by.key_tokens) for x in (key, value))
     return kernel(query, keys, values, by, window).flatten(1)
 
 
@@ -138,10 +138,10 @@ def trial(kernel: Kernel, device: torch.device, dtype: torch.dtype) -> str:
 
 
 @torch.enable_grad()
-def graded(read: Callable[..., Tensor], x: Tensor, heads: Sequence[int], grad: Tensor) -> tuple[Tensor, Tensor]:
+def graded(attention: Callable[..., Tensor], x: Tensor, heads: Sequence[int], grad: Tensor) -> tuple[Tensor, Tensor]:
     """What is read by heads that stand side by side in x, and the gradient of x."""
     x = x.detach().requires_grad_()
-    found = read(*x.split(heads, 1))
+    found = attention(*x.split(heads, 1))
     return found.detach(), torch.autograd.grad(found, x, grad)[0]
 
 

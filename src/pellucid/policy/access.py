@@ -10,10 +10,10 @@ class Access(NamedTuple):
     """A branch, tag or commit of a hub; empty is its default branch."""
     trust_remote_code: bool = False
     """Whether the Python code that lies beside the weights may run."""
-    trusted_by: str = "set policy.trust_remote_code"
+    trust_hint: str = "set policy.trust_remote_code"
     """How the user lets it run, for the line that says it may not."""
 
-    def note(self, name: str) -> str:
+    def format_warning(self, name: str) -> str:
         """Return the line that must be shown before a checkpoint of this name is read; empty where it runs nothing."""
         return f"policy.trust_remote_code: Python code of {name} runs as you" if self.trust_remote_code else ""
 

@@ -25,9 +25,9 @@ class AdapterOff:
         with self.policy.adapter.disable_adapter():
             return self.policy.score(batch)
 
-    def follow(self, weights: Mapping[str, Tensor], decay: float) -> None:
+    def update_weights(self, weights: Mapping[str, Tensor], decay: float) -> None:
         raise UserError(BASE_STAYS)
 
-    def hidden(self, batch: Batch) -> tuple[Tensor, Head]:
+    def compute_hidden_states(self, batch: Batch) -> tuple[Tensor, Head]:
         with self.policy.adapter.disable_adapter():
-            return self.policy.scorer.hidden(batch)  # asked from within the policy's own forward pass
+            return self.policy.scorer.compute_hidden_states(batch)  # asked from within the policy's own forward pass

@@ -29,7 +29,7 @@ class Bridge(NamedTuple):
     rest: tuple[int, ...]
 
 
-def bridge(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], ends: Sequence[int]) -> Bridge:
+def bridge(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], eos_ids: Sequence[int]) -> Bridge:
     """Return what stands between two turns, given these messages. ends: the end-of-sequence tokens of the policy.
 
     UserError where the chat template does not show what follows a turn.
@@ -42,24 +42,27 @@ def bridge(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], ends
     def behind(marked: Sequence[Message]) -> str:
         # The call that precedes has the marked name, too: a name may spell the end of a turn.
         try:
-            return behind_turn(tokenizer, beginning(marked), marked, ends)
+            return behind_turn(tokenizer, beginning(marked), marked, eos_ids)
         except FAULTS as error:
             raise UserError(f"policy.template: {' '.join(str(error).split())}") from error
 
     ids = tuple(tokenized(tokenizer, behind, messages))
-    return Bridge(ids[:1], ids[1:]) if ids[0] in ends else Bridge((), ids)
+    return Bridge(ids[:1], ids[1:]) if ids[0] in eos_ids else Bridge((), ids)
 
 
 def behind_turn(
-    tokenizer: PreTrainedTokenizerBase, before: Sequence[Message], messages: Sequence[Message], ends: Sequence[int]
+    tokenizer: PreTrainedTokenizerBase,
+    preceding: Sequence[Message],
+    messages: Sequence[Message],
+    eos_ids: Sequence[int],
 ) -> str:
     """Return what the template writes behind the turn that ends `before`, from the end-of-sequence token on."""
-    text = rendered(tokenizer, [*before, *messages], True)
+    text = rendered(tokenizer, [*preceding, *messages], True)
     said = text.find(SAID)
-    marks = [str(tokenizer.decode([end])) for end in ends]
+    marks = [str(tokenizer.decode([end])) for end in eos_ids]
     if found := [at for mark in marks if (at := text.find(mark, said)) >= 0]:
         return text[min(found) :]
-    start = rendered(tokenizer, before, False)
+    start = rendered(tokenizer, preceding, False)
     if not text.startswith(start):
         raise ValueError("the chat template writes no end of a turn, and writes it anew when something follows")
     return text[len(start) :]
@@ -72,12 +75,12 @@ def beginning(messages: Sequence[Message]) -> list[Message]:
     return [QUESTION, {"role": "assistant", "content": SAID, **({"tool_calls": calls} if calls else {})}]
 
 
-def rendered(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], goes_on: bool) -> str:
+def rendered(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], add_generation_prompt: bool) -> str:
     conversation: Any = [dict(message) for message in messages]
-    return str(tokenizer.apply_chat_template(conversation, add_generation_prompt=goes_on, tokenize=False))
+    return str(tokenizer.apply_chat_template(conversation, add_generation_prompt=add_generation_prompt, tokenize=False))
 
 
-def check(tokenizer: PreTrainedTokenizerBase, ends: Sequence[int]) -> str:
+def check(tokenizer: PreTrainedTokenizerBase, eos_ids: Sequence[int]) -> str:
     """Return in a line what the chat template does to earlier turns, if it changes them.
 
     UserError where it shows nothing of what follows them.
@@ -85,7 +88,7 @@ def check(tokenizer: PreTrainedTokenizerBase, ends: Sequence[int]) -> str:
     if not tokenizer.chat_template:
         return ""
     for heard in ({"role": "user", "content": HEARD}, {"role": "tool", "name": "f", "content": HEARD}):
-        between = bridge(tokenizer, [heard], ends)
+        between = bridge(tokenizer, [heard], eos_ids)
         if HEARD not in str(tokenizer.decode([*between.end, *between.rest])):
             raise UserError(f"policy.template: the chat template leaves out what the role {heard['role']} says")
     before = [QUESTION, {"role": "assistant", "content": f"<think>\n{HEARD}\n</think>\n\n{SAID}"}]

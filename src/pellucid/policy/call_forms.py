@@ -161,7 +161,7 @@ def is_function(value: Any, names: set[str]) -> bool:
     return name in names if arguments is None else isinstance(arguments, dict | str)
 
 
-def pythonic(text: str, known: bool) -> Found | None:
+def pythonic(text: str, is_known_tool: bool) -> Found | None:
     """Return the calls of a list in Python's form; where one cannot be read, why not, or None if it is no tool's."""
     try:
         with warnings.catch_warnings():
@@ -169,7 +169,7 @@ def pythonic(text: str, known: bool) -> Found | None:
             tree = ast.parse(text, mode="eval").body
         return Found(tuple(python_call(node) for node in getattr(tree, "elts", ())))
     except (SyntaxError, MemoryError, *FAULTS) as error:
-        return Found((), (f"no calls: {one_line(error)}",)) if known else None
+        return Found((), (f"no calls: {one_line(error)}",)) if is_known_tool else None
 
 
 def python_call(node: ast.expr) -> dict[str, Any]:

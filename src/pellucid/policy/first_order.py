@@ -51,16 +51,16 @@ def in_place(scorer: Scorer) -> Iterator[None]:
     """The decoder reads the parameters that stand in its modules, and none of the copies that it keeps. Nothing is
     recomputed: a forward pass keeps no activations, and torch 2.8 has no forward-mode gradient of a recomputed one.
     """
-    parts = scorer.decoder.cast_weights() if scorer.decoder else []
+    parts = scorer.decoder.list_cast_weights() if scorer.decoder else []
     recomputes, scorer.gradient_checkpointing = scorer.gradient_checkpointing, False
     for part in parts:
-        part.in_place = True
+        part.is_uncached = True
     try:
         yield
     finally:
         scorer.gradient_checkpointing = recomputes
         for part in parts:
-            part.in_place = False
+            part.is_uncached = False
 
 
 def logprobs_of(scorer: Scorer, batch: Batch) -> Tensor:
@@ -69,12 +69,12 @@ def logprobs_of(scorer: Scorer, batch: Batch) -> Tensor:
         hidden, matrix = hidden_states(scorer.decoder, batch)
         head = Head(*matrix)
     else:
-        hidden, head = scorer.hidden(batch)
+        hidden, head = scorer.compute_hidden_states(batch)
     head = head._replace(weight=head.master.to(hidden.dtype))
-    tokens = batch.response_ids[batch.scored].to(hidden.device)
-    reading = Reading(head, scorer.temperature, False, None, None, batch.sampling_mask(hidden.device))
+    tokens = batch.response_ids[batch.scored_mask].to(hidden.device)
+    reading = Reading(head, scorer.temperature, False, None, None, batch.get_sampling_mask(hidden.device))
     found = []
     for rows in torch.arange(len(tokens), device=tokens.device).split(rows_at_once(head.weight, FEW)):
         every = torch.arange(len(rows), device=rows.device)
-        found.append(read(head.product(hidden[rows]), tokens[rows], rows_of(reading, rows), every)[0])
+        found.append(read(head.project(hidden[rows]), tokens[rows], rows_of(reading, rows), every)[0])
     return torch.cat(found)

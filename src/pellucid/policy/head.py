@@ -25,18 +25,18 @@ class Head(NamedTuple):
     softcap: float = 0.0
     """Logits become softcap * tanh(logits / softcap) (Gemma 2); 0 is off."""
 
-    def product(self, hidden: Tensor) -> Tensor:
+    def project(self, hidden: Tensor) -> Tensor:
         """[N, D] -> [N, V] in the dtype of the weight, or in fp32 where a GPU gives it."""
         if not widens(hidden):
             return products.linear(hidden, self.weight, self.bias)
         product = widened(hidden, self.weight)
         return product if self.bias is None else product + self.bias
 
-    def logits(self, hidden: Tensor) -> Tensor:
+    def compute_logits(self, hidden: Tensor) -> Tensor:
         """[N, D] -> [N, V]"""
-        return self.of(self.product(hidden))
+        return self.to_logits(self.project(hidden))
 
-    def of(self, product: Tensor) -> Tensor:
+    def to_logits(self, product: Tensor) -> Tensor:
         """Logits [N, V] from the product; reduced precision ends here: fp32 from now on."""
         logits = product if product.dtype == torch.float64 else product.float()
         logits = logits * self.scale if self.scale != 1.0 else logits

@@ -55,7 +55,7 @@ def call_of(call: Mapping[str, Any]) -> dict[str, Any]:
     return {"name": function["name"], "arguments": function["arguments"]}
 
 
-def preceded(messages: Sequence[Message], text: str, by_system: bool) -> list[dict[str, Any]]:
+def preceded(messages: Sequence[Message], text: str, has_system_role: bool) -> list[dict[str, Any]]:
     """Return the messages with a text behind their system message's, or as one.
 
     by_system: whether there may be a system message; else the text stands before the first message's.
@@ -63,6 +63,6 @@ def preceded(messages: Sequence[Message], text: str, by_system: bool) -> list[di
     first, *rest = map(dict, messages)
     if first["role"] == "system":
         return [first | {"content": f"{first['content']}\n\n{text}"}, *rest]
-    if by_system:
+    if has_system_role:
         return [{"role": "system", "content": text}, first, *rest]
     return [first | {"content": f"{text}\n\n{first['content']}"}, *rest]

@@ -27,14 +27,14 @@ class Candidates(NamedTuple):
 
     ids: Tensor
     """[n, K] ascending, and 0 behind them."""
-    there: Tensor
+    is_valid: Tensor
     """[n, K] bool: not behind them."""
 
-    def of(self, logits: Tensor) -> Tensor:
+    def gather_logits(self, logits: Tensor) -> Tensor:
         """[n, V] -> [n, K]"""
-        return logits.gather(-1, self.ids).masked_fill_(~self.there, NOWHERE)
+        return logits.gather(-1, self.ids).masked_fill_(~self.is_valid, NOWHERE)
 
-    def places(self, tokens: Tensor) -> Tensor:
+    def find_indices(self, tokens: Tensor) -> Tensor:
         """[n] ids -> [n] where they stand among these."""
         return (self.ids == tokens[:, None]).byte().argmax(-1)
 
@@ -47,50 +47,54 @@ class Reading(NamedTuple):
     entropy_grad: bool
     ref_hidden: Tensor | None
     ref_head: Head | None
-    among: SamplingMask | None = None
+    sampling_mask: SamplingMask | None = None
     """What each distribution is truncated to."""
-    gradients: bool = False
+    needs_backward: bool = False
     """Whether there may be a backward pass."""
 
-    def candidates(self, rows: Tensor) -> Candidates | None:
+    def get_candidates(self, rows: Tensor) -> Candidates | None:
         """Of these rows; None is the vocabulary."""
-        return None if self.among is None else Candidates(*self.among.of(rows).ids(len(self.head.weight)))
+        return (
+            None
+            if self.sampling_mask is None
+            else Candidates(*self.sampling_mask.select_tokens(rows).unpack_ids(len(self.head.weight)))
+        )
 
-    def distribution(self, product: Tensor, among: Candidates | None) -> Tensor:
+    def compute_logits(self, product: Tensor, candidates: Candidates | None) -> Tensor:
         """[n, V] of the head's matrix -> [n, V or K] logits at the temperature."""
-        logits = self.head.of(product)
+        logits = self.head.to_logits(product)
         if self.temperature != 1.0:  # a product that is kept is read once more
             logits = logits / self.temperature if logits is product else logits.div_(self.temperature)
-        return logits if among is None else among.of(logits)
+        return logits if candidates is None else candidates.gather_logits(logits)
 
     @property
-    def factor(self) -> float:
+    def logit_scale(self) -> float:
         """Of what the head's matrix gives, where there is no softcap."""
         return self.head.scale / self.temperature
 
-    def kernels(self, product: Tensor) -> Kernels | None:
+    def pick_kernels(self, product: Tensor) -> Kernels | None:
         """What reads these logits in one pass; None where operators do."""
         heads = [self.head] if self.ref_head is None else [self.head, self.ref_head]
         plain = all(head.weight.dtype == torch.bfloat16 and not head.softcap for head in heads)
-        return fitting(product, product.dtype) if plain and self.among is None else None
+        return fitting(product, product.dtype) if plain and self.sampling_mask is None else None
 
-    def other(self, rows: Tensor) -> Logits | None:
+    def compute_ref_logits(self, rows: Tensor) -> Logits | None:
         """The reference's logits."""
         if self.ref_hidden is None or self.ref_head is None:
             return None
-        return Logits(self.ref_head.product(self.ref_hidden[rows]), self.ref_head.scale / self.temperature)
+        return Logits(self.ref_head.project(self.ref_hidden[rows]), self.ref_head.scale / self.temperature)
 
-    def slope(self, z: Tensor) -> Tensor | float:
+    def compute_slope(self, z: Tensor) -> Tensor | float:
         """dz / d of what the head's matrix gives: [n, V] with a softcap, else the same for all."""
         cap = self.head.softcap / self.temperature
-        return self.factor * (1 - (z / cap).square()) if cap else self.factor
+        return self.logit_scale * (1 - (z / cap).square()) if cap else self.logit_scale
 
-    def reference(self, rows: Tensor, among: Candidates | None) -> Tensor | None:
+    def compute_ref_logprobs(self, rows: Tensor, candidates: Candidates | None) -> Tensor | None:
         """[n, V or K] log-probs of the reference."""
         if self.ref_hidden is None or self.ref_head is None:
             return None
-        logits = self.ref_head.logits(self.ref_hidden[rows]) / self.temperature
-        return (logits if among is None else among.of(logits)).log_softmax(-1)
+        logits = self.ref_head.compute_logits(self.ref_hidden[rows]) / self.temperature
+        return (logits if candidates is None else candidates.gather_logits(logits)).log_softmax(-1)
 
 
 def token_logprobs(
@@ -100,7 +104,7 @@ def token_logprobs(
     temperature: float = 1.0,
     entropy_grad: bool = False,
     reference: tuple[Tensor, Head] | None = None,
-    among: SamplingMask | None = None,
+    sampling_mask: SamplingMask | None = None,
 ) -> tuple[Tensor, ...]:
     """Log-probability of `tokens` [N] and entropy of their distributions, both [N], in nats.
 
@@ -109,7 +113,9 @@ def token_logprobs(
     far as the room goes that their gradient takes there, and others made again; the entropy has a gradient only if
     asked for. With the hidden states and the head of a reference, a third: KL(distribution, reference's), the sum.
     """
-    reading = Reading(head, temperature, entropy_grad, *(reference or (None, None)), among, torch.is_grad_enabled())
+    reading = Reading(
+        head, temperature, entropy_grad, *(reference or (None, None)), sampling_mask, torch.is_grad_enabled()
+    )
     logprobs, entropy, kl = TokenLogprobs.apply(hidden, head.master, head.bias, tokens, reading)  # pyright: ignore
     return (logprobs, entropy) if reference is None else (logprobs, entropy, kl)
 
@@ -126,22 +132,22 @@ class TokenLogprobs(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, master: Tensor, bias: Tensor | None, tokens: Tensor, reading: Reading
+        ctx: Any, hidden: Tensor, master: Tensor, bias: Tensor | None, tokens: Tensor, context: Reading
     ) -> tuple[Tensor, Tensor, Tensor]:
-        head, every = reading.head, torch.arange(len(tokens), device=tokens.device)
-        room = _room(head.weight, len(tokens) if reading.gradients else 0)
+        head, every = context.head, torch.arange(len(tokens), device=tokens.device)
+        room = _room(head.weight, len(tokens) if context.needs_backward else 0)
         kept, parts = [], []
         for rows in (every[:room], *every[room:].split(rows_at_once(head.weight, MANY // 2))):
-            product = head.product(hidden[rows])
+            product = head.project(hidden[rows])
             if not parts and room:
                 kept.append(product)
-            parts.append(read(product, tokens[rows], reading, rows))
+            parts.append(read(product, tokens[rows], context, rows))
             del product
         logprobs, entropy, kl, log_normalizer = (torch.cat(column) for column in zip(*parts, strict=True))
         ctx.save_for_backward(hidden, head.weight, bias, tokens, entropy, kl, log_normalizer)
         ctx.kept = kept
-        ctx.reading, ctx.master = reading, master.dtype
-        if not reading.entropy_grad:
+        ctx.reading, ctx.master = context, master.dtype
+        if not context.entropy_grad:
             ctx.mark_non_differentiable(entropy)
         return logprobs, entropy, kl
 
@@ -196,7 +202,7 @@ def _parts(live: Tensor, kept: list[Tensor], hidden: Tensor, head: Head) -> Iter
         yield ours, room.pop()
     for many in live[len(ours) :].split(_many(head.weight)):
         if len(many) or not len(ours):
-            yield many, head.product(hidden[many])
+            yield many, head.project(hidden[many])
 
 
 def _close_gaps(products: Tensor, rows: Tensor) -> None:
@@ -207,63 +213,67 @@ def _close_gaps(products: Tensor, rows: Tensor) -> None:
         at += len(few)
 
 
-def read(product: Tensor, tokens: Tensor, reading: Reading, rows: Tensor) -> tuple[Tensor, ...]:
+def read(product: Tensor, tokens: Tensor, context: Reading, rows: Tensor) -> tuple[Tensor, ...]:
     """Log-probs, entropy, KL and log-normaliser, [n] each."""
-    few = rows_at_once(reading.head.weight, FEW)
+    few = rows_at_once(context.head.weight, FEW)
     parts = zip(product.split(few), tokens.split(few), rows.split(few), strict=True)
-    return tuple(torch.cat(column) for column in zip(*(read_few(p, t, reading, r) for p, t, r in parts), strict=True))
+    return tuple(torch.cat(column) for column in zip(*(read_few(p, t, context, r) for p, t, r in parts), strict=True))
 
 
-def read_few(product: Tensor, tokens: Tensor, reading: Reading, rows: Tensor) -> Read:
-    if kernels := reading.kernels(product):
-        return kernels.read(Logits(product, reading.factor), tokens, reading.other(rows))
-    among = reading.candidates(rows)
-    places = tokens if among is None else among.places(tokens)
-    return measured(reading.distribution(product, among), places, reading.reference(rows, among))
+def read_few(product: Tensor, tokens: Tensor, context: Reading, rows: Tensor) -> Read:
+    if kernels := context.pick_kernels(product):
+        return kernels.compute_statistics(
+            Logits(product, context.logit_scale), tokens, context.compute_ref_logits(rows)
+        )
+    among = context.get_candidates(rows)
+    places = tokens if among is None else among.find_indices(tokens)
+    return measured(context.compute_logits(product, among), places, context.compute_ref_logprobs(rows, among))
 
 
-def measured(z: Tensor, places: Tensor, other: Tensor | None) -> Read:
+def measured(logits: Tensor, indices: Tensor, ref_logprobs: Tensor | None) -> Read:
     """The same of logits z [n, V or K], the places of the tokens among them, and the log-probs of a reference."""
-    highest = z.amax(-1, keepdim=True)
-    below = z - highest
+    highest = logits.amax(-1, keepdim=True)
+    below = logits - highest
     masses = below.exp()
     total = masses.sum(-1)
     log_total = total.log()
     log_normalizer = highest[:, 0] + log_total
-    logprobs = z.gather(-1, places[:, None])[:, 0] - log_normalizer
+    logprobs = logits.gather(-1, indices[:, None])[:, 0] - log_normalizer
     entropy = log_total - dots(masses, below) / total  # by logits of 20 a sum would lose a digit
-    kl = torch.zeros_like(entropy) if other is None else -entropy - dots(masses, other) / total
+    kl = torch.zeros_like(entropy) if ref_logprobs is None else -entropy - dots(masses, ref_logprobs) / total
     return Read(logprobs, entropy, kl, log_normalizer)
 
 
 def of_logits_into(
-    into: Tensor, rows: Tensor, reading: Reading, about: Sequence[Tensor], grads: Sequence[Tensor]
+    product: Tensor, rows: Tensor, context: Reading, saved: Sequence[Tensor], grads: Sequence[Tensor]
 ) -> None:
     """Puts the gradient of the head's product [n, V] of these rows in its place."""
-    tokens, entropy, kl, log_normalizer = (x[rows] for x in about)
-    if kernels := reading.kernels(into):
+    tokens, entropy, kl, log_normalizer = (x[rows] for x in saved)
+    if kernels := context.pick_kernels(product):
         of_logprob, of_entropy, of_kl = (g[rows] for g in grads)
-        weight = Weight(of_logprob, of_entropy if reading.entropy_grad else None, of_kl)
+        weight = Weight(of_logprob, of_entropy if context.entropy_grad else None, of_kl)
         known = Read(of_logprob, entropy, kl, log_normalizer)
-        kernels.of_product(Logits(into, reading.factor), tokens, reading.other(rows), known, weight)
+        kernels.compute_product_gradient(
+            Logits(product, context.logit_scale), tokens, context.compute_ref_logits(rows), known, weight
+        )
         return
     of_logprob, of_entropy, of_kl = (g[rows, None] for g in grads)
-    among = reading.candidates(rows)
-    z, other = reading.distribution(into, among), reading.reference(rows, among)
-    slope, log_probs = reading.slope(z), z.sub_(log_normalizer[:, None])
+    among = context.get_candidates(rows)
+    z, other = context.compute_logits(product, among), context.compute_ref_logprobs(rows, among)
+    slope, log_probs = context.compute_slope(z), z.sub_(log_normalizer[:, None])
     weights = -of_logprob
-    if reading.entropy_grad:
+    if context.entropy_grad:
         weights = weights - of_entropy * (log_probs + entropy[:, None])
     if other is not None:
         weights = weights + of_kl * (log_probs - other - kl[:, None])
     grad = log_probs.exp_().mul_(weights)
-    places = tokens if among is None else among.places(tokens)
+    places = tokens if among is None else among.find_indices(tokens)
     grad[torch.arange(len(rows), device=z.device), places] += of_logprob[:, 0]
     grad = grad if isinstance(slope, float) and slope == 1.0 else grad.mul_(slope)
     if among is None:
-        into.copy_(grad)
+        product.copy_(grad)
     else:
-        into.zero_().scatter_add_(-1, among.ids, grad.to(into.dtype))
+        product.zero_().scatter_add_(-1, among.ids, grad.to(product.dtype))
 
 
 def dots(x: Tensor, y: Tensor) -> Tensor:

@@ -59,25 +59,25 @@ class Policy:
         adapter: Any = None,
         engine: str = "auto",
         masters: Mapping[str, Tensor] | None = None,
-        read_base: Callable[[], tuple[PreTrainedModel, PreTrainedTokenizerBase]] | None = None,
+        load_base: Callable[[], tuple[PreTrainedModel, PreTrainedTokenizerBase]] | None = None,
     ) -> None:
         """read_base: reads in fp32 what the base of an adapter was before it became 4-bit numbers."""
         self.model, self.tokenizer, self.dtype, self.adapter = silence_dropout(model), tokenizer, dtype, adapter
-        self.engine, self._masters, self._read_base = engine, masters or {}, read_base
+        self.engine, self._masters, self._load_base = engine, masters or {}, load_base
         self.device = model.device
         """Where it computes; an engine may keep its parameters elsewhere meanwhile."""
-        self.decoder = None if self.fallback_reason() else Decoder(model.config, model, dtype)
+        self.decoder = None if self.find_fallback_reason() else Decoder(model.config, model, dtype)
         pieces = compiled() if engine == "compiled" else PLAIN
         self.scorer = Scorer(model, self.decoder, dtype, temperature, entropy_grad, gradient_checkpointing, pieces)
         self.module: nn.Module = self.scorer
-        self.sharded: Sequence[Gatherable] = ()
+        self.sharded_modules: Sequence[Gatherable] = ()
         """What an engine has sharded: all parameters."""
         self.eos_ids = eos_ids(model, tokenizer)
         self.end_id = end_of_answer(tokenizer, self.eos_ids)
         self.context_length = longest(model.config.get_text_config())
-        self.vocabulary = len(cast(nn.Embedding, model.get_input_embeddings()).weight)
+        self.vocabulary_size = len(cast(nn.Embedding, model.get_input_embeddings()).weight)
         """The number of tokens that it has embeddings of."""
-        self._copy: PreTrainedModel | None = None
+        self._inference_copy: PreTrainedModel | None = None
 
     def score(self, batch: Batch) -> Scores:
         """Log-probs and entropy of the response tokens under the policy as it is now, [B, T], with gradient."""
@@ -91,31 +91,31 @@ class Policy:
             return self.scorer.embed(batch, layer)
         return self.module(self.scorer.embed, batch, layer)
 
-    def measure_kl(self, reference: Hidden) -> None:
+    def set_kl_reference(self, reference: Hidden) -> None:
         """Let `score` also compute the exact KL to this reference from now on."""
         self.scorer.reference = reference
 
     @torch.no_grad()
-    def follow(self, weights: Mapping[str, Tensor], decay: float) -> None:
+    def update_weights(self, weights: Mapping[str, Tensor], decay: float) -> None:
         """Set these weights to decay * themselves + (1 - decay) * `weights`."""
         for name, p in self.weights().items():
             p.lerp_(weights[name].to(p), 1 - decay)
 
-    def hidden(self, batch: Batch) -> tuple[Tensor, Head]:
+    def compute_hidden_states(self, batch: Batch) -> tuple[Tensor, Head]:
         """The states [N, D] that response tokens are predicted from, row by row, and the head that reads them."""
-        return self.module(self.scorer.hidden, batch)
+        return self.module(self.scorer.compute_hidden_states, batch)
 
-    def fallback_reason(self) -> str:
+    def find_fallback_reason(self) -> str:
         """Why this model is computed by transformers and not by our decoder; empty where our decoder does."""
         if self.engine == "transformers":
             return "policy.engine"
         if has_own_code(self.model):
             return "code of its own"
         if self.adapter is not None:
-            return "an adapter on a 4-bit base" if self._read_base else "an adapter"
+            return "an adapter on a 4-bit base" if self._load_base else "an adapter"
         return fallback_reason(self.model.config)
 
-    def decode_batch(self, rows: int, int8: bool = False) -> DecodeBatch | FallbackDecodeBatch:
+    def create_decode_batch(self, rows: int, int8: bool = False) -> DecodeBatch | FallbackDecodeBatch:
         """An empty DecodeBatch with room for `rows` rows, of the weights as they are now.
 
         int8: with products of its layers in int8, where `fusing.int8_fault` is empty.
@@ -123,8 +123,8 @@ class Policy:
         if self.decoder:
             self.gather()
             return DecodeBatch(self.decoder, rows, fusing.maker(self.decoder, int8))
-        twin = self._copy if self.sharded else None  # `gather` has brought it up to date
-        return FallbackDecodeBatch(twin or self.inference_model(), rows)
+        twin = self._inference_copy if self.sharded_modules else None  # `gather` has brought it up to date
+        return FallbackDecodeBatch(twin or self.get_inference_model(), rows)
 
     def encode(self, prompt: Prompt) -> tuple[int, ...]:
         """Token ids up to where the model goes on, the prompt's prefix included."""
@@ -141,7 +141,7 @@ class Policy:
             ids = question_ids(self.tokenizer, prompt)
         except RAISED as error:
             raise DataError(f"{named}{raised(error)}") from error
-        if fault := ids_fault(ids, self.vocabulary):
+        if fault := ids_fault(ids, self.vocabulary_size):
             raise DataError(f"{named}{fault}")
         return ids
 
@@ -166,19 +166,19 @@ class Policy:
     def blocks(self) -> list[nn.Module]:
         """The layers, for an engine that gathers the parameters of one at a time and makes this policy `sharded`."""
         if self.decoder:
-            self.decoder.read_in_place()
+            self.decoder.disable_cast_copies()
             return list(self.decoder.layers)
-        self._copy = copied(self.model, self.dtype)
+        self._inference_copy = copied(self.model, self.dtype)
         kinds = set(self.model._no_split_modules or ())
         return [module for module in self.model.modules() if type(module).__name__ in kinds]
 
-    def reads(self) -> list[tuple[nn.Module, list[nn.Parameter]]]:
+    def list_external_parameters(self) -> list[tuple[nn.Module, list[nn.Parameter]]]:
         """Modules, and parameters that they compute with and that stand in others, for an engine which asks."""
         if self.decoder:
             layers = [(layer, list(layer.parameters())) for layer in self.blocks()]
             of_layers = {id(p) for _, parameters in layers for p in parameters}
             return [(self.scorer, [p for p in self.model.parameters() if id(p) not in of_layers]), *layers]
-        self._copy = copied(self.model, self.dtype, share=False)  # what is there is emptied in place
+        self._inference_copy = copied(self.model, self.dtype, share=False)  # what is there is emptied in place
         return [(self.scorer, list(cast(nn.Module, self.model.get_output_embeddings()).parameters()))]
 
     @property
@@ -192,38 +192,40 @@ class Policy:
 
         Where they are sharded, whole weights in the compute dtype stay until the layers compute for themselves again.
         """
-        if not self.decoder and self.sharded:
-            self.inference_model()
+        if not self.decoder and self.sharded_modules:
+            self.get_inference_model()
             return
-        for module in self.sharded:
+        for module in self.sharded_modules:
             module.unshard()
 
-    def scatter(self) -> None:
+    def reshard(self) -> None:
         """Drop what `gather` gathered: the parameters are to be read or changed as they are."""
-        for module in self.sharded:
+        for module in self.sharded_modules:
             module.reshard()
 
     @torch.no_grad()
-    def inference_model(self) -> PreTrainedModel:
+    def get_inference_model(self) -> PreTrainedModel:
         """The weights as they are now in the compute dtype: the model itself, or a copy brought up to date."""
-        if self.sharded and self.decoder:
+        if self.sharded_modules and self.decoder:
             self.gather()
             return self.model
-        if not self.sharded and all(p.dtype == self.dtype for p in self.model.parameters() if not is_quantized(p)):
+        if not self.sharded_modules and all(
+            p.dtype == self.dtype for p in self.model.parameters() if not is_quantized(p)
+        ):
             return self.model
-        if self._copy is None:
-            self._copy = copied(self.model, self.dtype)
-        for mine, master in zip(self._copy.parameters(), self.model.parameters(), strict=True):
-            if mine is not master and (master.requires_grad or not self.sharded):
+        if self._inference_copy is None:
+            self._inference_copy = copied(self.model, self.dtype)
+        for mine, master in zip(self._inference_copy.parameters(), self.model.parameters(), strict=True):
+            if mine is not master and (master.requires_grad or not self.sharded_modules):
                 mine.copy_(whole(master))
-        return self._copy
+        return self._inference_copy
 
     def trainable(self) -> dict[str, Tensor]:
         return {name: p for name, p in self.model.named_parameters() if p.requires_grad}
 
     def masters(self) -> dict[str, Tensor]:
         """The fp32 masters that an offloading optimizer keeps on the CPU, by name; else the trainable weights."""
-        self.scatter()
+        self.reshard()
         return {name: self._masters.get(name, p) for name, p in self.trainable().items()}
 
     @torch.no_grad()
@@ -237,10 +239,10 @@ class Policy:
 
     def weights(self) -> dict[str, Tensor]:
         """All parameters by name, frozen or not; of sharded ones this process's part."""
-        self.scatter()
+        self.reshard()
         return dict(self.model.named_parameters())
 
-    def describe(self, folder: Path, dtype: torch.dtype | None = None) -> None:
+    def save_config(self, folder: Path, dtype: torch.dtype | None = None) -> None:
         """Save what transformers needs besides the weights: configuration and tokenizer.
 
         dtype: the dtype of the saved weights; None is the dtype that the model was loaded in.
@@ -248,19 +250,21 @@ class Policy:
         describe(self.model, folder, dtype)
         self.tokenizer.save_pretrained(folder)
 
-    def save(self, folder: Path, merged: PreTrainedModel | None = None, dtype: torch.dtype = torch.float32) -> None:
+    def save(
+        self, folder: Path, merged_model: PreTrainedModel | None = None, dtype: torch.dtype = torch.float32
+    ) -> None:
         """Save model and tokenizer as transformers does: from the masters, an adapter merged into its base.
 
         merged: the result of `merged`, if it has been computed already. dtype: float32 saves the weights unrounded,
         bfloat16 and float16 round them to half the size.
         """
-        with self._unrounded():
-            model = merged or (self.merged(self.masters(), CPU) if self.adapter else self.model)
+        with self._hold_masters():
+            model = merged_model or (self.build_merged_model(self.masters(), CPU) if self.adapter else self.model)
             model = model if dtype == torch.float32 else copied(model, dtype)
             model.save_pretrained(folder)
         self.tokenizer.save_pretrained(folder)
 
-    def merged(self, masters: Mapping[str, Tensor], device: torch.device | None = None) -> PreTrainedModel:
+    def build_merged_model(self, masters: Mapping[str, Tensor], device: torch.device | None = None) -> PreTrainedModel:
         """Return a copy in fp32 with the adapter merged into its base.
 
         In bf16 the sum of a weight and its update would mostly round to the weight again. The base is the one that the
@@ -271,13 +275,13 @@ class Policy:
 
         Where processes share the parameters, `gather` has been called in all of them, and this in one.
         """
-        if self._read_base:
-            return merged(put_on(self._read_base()[0], self.adapter), masters)
-        computing = self._copy if self.sharded else None
+        if self._load_base:
+            return merged(put_on(self._load_base()[0], self.adapter), masters)
+        computing = self._inference_copy if self.sharded_modules else None
         return merged(copied(computing or self.model, torch.float32, share=False, device=device), masters)
 
     @contextmanager
-    def _unrounded(self) -> Iterator[None]:
+    def _hold_masters(self) -> Iterator[None]:
         """The model holds its masters."""
         rounded = {name: p.data for name, p in self.trainable().items()}
         for name, p in self.trainable().items():
@@ -296,29 +300,29 @@ def load(
     temperature: float,
     entropy_grad: bool = False,
     gradient_checkpointing: bool = False,
-    lora: int = 0,
+    lora_rank: int = 0,
     engine: str = "auto",
-    narrow: bool = False,
+    offload_masters: bool = False,
     lora_alpha: float = 0.0,
     lora_targets: Sequence[str] = (),
     template: Template = pretrained.OWN,
     access: Access = USUAL,
-    in_4bit: bool = False,
+    load_in_4bit: bool = False,
 ) -> Policy:
     """The policy to train. `lora` > 0 trains an adapter of that rank, as `add_adapter` makes it, over a frozen base.
 
     narrow: the matrices in `dtype`, for an optimizer that keeps their masters on the CPU; vectors stay in fp32.
     in_4bit: the matrices of the base as 4-bit numbers.
     """
-    read = partial(pretrained.load, name, dtype if lora else torch.float32, template, access)
-    model, tokenizer = read(device if in_4bit else None)
+    read = partial(pretrained.load, name, dtype if lora_rank else torch.float32, template, access)
+    model, tokenizer = read(device if load_in_4bit else None)
     check_head(model)
-    adapter = add_adapter(model, lora, lora_alpha, lora_targets) if lora else None
+    adapter = add_adapter(model, lora_rank, lora_alpha, lora_targets) if lora_rank else None
     if adapter:
         name_base(adapter, name, access.revision)
-    masters = narrowed(model, dtype, device) if narrow else None
+    masters = narrowed(model, dtype, device) if offload_masters else None
     move(model, device)
-    base = partial(pretrained.load, name, torch.float32, template, access) if in_4bit else None
+    base = partial(pretrained.load, name, torch.float32, template, access) if load_in_4bit else None
     facts = (entropy_grad, gradient_checkpointing, adapter, engine, masters, base)
     return Policy(model, tokenizer, dtype, temperature, *facts)
 

@@ -46,20 +46,20 @@ def load(
     dtype: torch.dtype,
     template: Template = OWN,
     access: Access = USUAL,
-    in_4bit_on: torch.device | None = None,
+    device_for_4bit: torch.device | None = None,
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """The model on the CPU and its tokenizer; UserError where `name` leads nowhere.
 
     in_4bit_on: the device on which its matrices become 4-bit numbers, and where it is then.
     """
     narrow: dict[str, Any] = {}
-    if in_4bit_on:
-        narrow = {"quantization_config": quantized.settings(dtype), "device_map": {"": in_4bit_on}}
+    if device_for_4bit:
+        narrow = {"quantization_config": quantized.settings(dtype), "device_map": {"": device_for_4bit}}
     with explained(name, access):
         source, hub = locate(name, revision=access.revision), by(access)
         refuse(name, AutoConfig.from_pretrained(source, **hub))
         words = AutoTokenizer.from_pretrained(source, **hub)
-        template.put_into(words)
+        template.apply_to_tokenizer(words)
         how: Any = {"dtype": dtype, "output_loading_info": True, **hub, **narrow}
         model, told = cast(Any, AutoModelForCausalLM.from_pretrained(source, **how))
         if missing := sorted(told["missing_keys"]):
@@ -117,7 +117,7 @@ def explained(name: str, access: Access = USUAL) -> Iterator[None]:
         if not access.trust_remote_code and "trust_remote_code" in str(error):
             raise UserError(
                 f"policy.model = {name!r} is computed by Python code in its own folder, which would run as you, with"
-                f" all that you may do: read it, then {access.trusted_by}"
+                f" all that you may do: read it, then {access.trust_hint}"
             ) from error
         wanted = f", revision {access.revision!r}," if access.revision else ""
         known = (

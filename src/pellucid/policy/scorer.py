@@ -29,7 +29,7 @@ scored tokens, all without gradient, and how they were read."""
 class Hidden(Protocol):
     """A model whose distributions can be compared with the policy's."""
 
-    def hidden(self, batch: Batch) -> tuple[Tensor, Head]: ...
+    def compute_hidden_states(self, batch: Batch) -> tuple[Tensor, Head]: ...
 
 
 class Scorer(nn.Module):
@@ -60,7 +60,7 @@ class Scorer(nn.Module):
         self.gradient_checkpointing = gradient_checkpointing
         self.pieces = pieces
         self.reference: Hidden | None = None
-        self.watcher: Watcher | None = None
+        self.score_hook: Watcher | None = None
         if gradient_checkpointing:
             # transformers renamed it on the way to 6.
             enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
@@ -71,32 +71,35 @@ class Scorer(nn.Module):
 
     def score(self, batch: Batch) -> Scores:
         """Log-probs and entropy of the response tokens, [B, T] on the CPU, with gradient."""
-        scored, reference = batch.scored, self.reference_hidden(batch)
-        (hidden, head), tokens = self.hidden(batch), batch.response_ids[scored].to(self.device)
-        among = batch.sampling_mask(self.device)
+        scored, reference = batch.scored_mask, self.compute_ref_hidden_states(batch)
+        (hidden, head), tokens = self.compute_hidden_states(batch), batch.response_ids[scored].to(self.device)
+        among = batch.get_sampling_mask(self.device)
         flat = token_logprobs(hidden, head, tokens, self.temperature, self.entropy_grad, reference, among)
         # Taken to the CPU in one piece: what is made of them there, to the last metric, waits for no device.
         scores = Scores(*(scattered(x, scored) for x in torch.stack(flat).to(scored.device)))
-        if self.watcher and batch.weights is not None and torch.is_grad_enabled():
+        if self.score_hook and batch.token_weights is not None and torch.is_grad_enabled():
             reading = Reading(head, self.temperature, self.entropy_grad, *(reference or (None, None)), among)
             still = Scores(*(x.detach() for x in scores if x is not None))
-            self.watcher(batch, still, hidden.detach(), reading)
+            self.score_hook(batch, still, hidden.detach(), reading)
         return scores
 
     def examine(self, batch: Batch) -> Examined:
         """What the distributions of the response tokens look like, row by row."""
-        (hidden, head), tokens = self.hidden(batch), batch.response_ids[batch.scored].to(self.device)
-        reading = Reading(head, self.temperature, False, None, None, batch.sampling_mask(self.device))
+        (hidden, head), tokens = (
+            self.compute_hidden_states(batch),
+            batch.response_ids[batch.scored_mask].to(self.device),
+        )
+        reading = Reading(head, self.temperature, False, None, None, batch.get_sampling_mask(self.device))
         return examined(hidden, tokens, reading)
 
-    def hidden(self, batch: Batch) -> tuple[Tensor, Head]:
+    def compute_hidden_states(self, batch: Batch) -> tuple[Tensor, Head]:
         """The states [N, D] that the N scored tokens of a batch are predicted from, and the head that reads them."""
         if self.decoder is None:
-            return self.hidden_by_transformers(batch).to(self.dtype), head_of(self.model, self.dtype)
+            return self.compute_hidden_states_by_transformers(batch).to(self.dtype), head_of(self.model, self.dtype)
         hidden, head = hidden_states(self.decoder, batch, self.gradient_checkpointing, self.pieces)
         return hidden, Head(*head)
 
-    def hidden_by_transformers(self, batch: Batch) -> Tensor:
+    def compute_hidden_states_by_transformers(self, batch: Batch) -> Tensor:
         input_ids, starts = whole_sequences(batch)
         if input_ids.shape[1] > (most := longest(self.model.config.get_text_config())):
             raise UserError(f"a row of {input_ids.shape[1]} tokens is longer than what this model reads, {most}")
@@ -105,15 +108,15 @@ class Scorer(nn.Module):
         with self.autocast():
             # Padding is on the right, where a causal model never looks: no attention mask, default positions.
             hidden = self.model.base_model(input_ids=input_ids.to(self.device), use_cache=False).last_hidden_state
-        row, t = batch.scored.nonzero(as_tuple=True)
+        row, t = batch.scored_mask.nonzero(as_tuple=True)
         # The one shift in this project: token t of a response is predicted from the position before it.
         return hidden[row.to(hidden.device), (starts[row] + t - 1).to(hidden.device)]
 
     @torch.no_grad()
-    def reference_hidden(self, batch: Batch) -> tuple[Tensor, Head] | None:
+    def compute_ref_hidden_states(self, batch: Batch) -> tuple[Tensor, Head] | None:
         if self.reference is None:
             return None
-        hidden, head = self.reference.hidden(batch)
+        hidden, head = self.reference.compute_hidden_states(batch)
         device = self.device  # the reference may lie elsewhere
         bias = None if head.bias is None else head.bias.to(device)
         return hidden.to(device), head._replace(weight=head.weight.to(device), bias=bias)
@@ -126,10 +129,10 @@ class Scorer(nn.Module):
             output = self.model.base_model(
                 input_ids=input_ids.to(self.device), use_cache=False, output_hidden_states=True
             )
-        row, t = batch.sampled.nonzero(as_tuple=True)
-        states = output.hidden_states[layer].to(batch.mask.device)[row, starts[row] + t].float()  # [N, D]
+        row, t = batch.action_mask.nonzero(as_tuple=True)
+        states = output.hidden_states[layer].to(batch.response_mask.device)[row, starts[row] + t].float()  # [N, D]
         sums = states.new_zeros(len(batch), states.shape[-1]).index_add_(0, row, states)
-        return sums / batch.sampled.sum(-1, keepdim=True)
+        return sums / batch.action_mask.sum(-1, keepdim=True)
 
     def autocast(self) -> torch.autocast:
         return torch.autocast(self.device.type, self.dtype, enabled=self.dtype in (torch.bfloat16, torch.float16))
@@ -142,13 +145,15 @@ def scattered(flat: Tensor, mask: Tensor) -> Tensor:
 
 def whole_sequences(batch: Batch) -> tuple[Tensor, Tensor]:
     """Prompt and response of each row joined and padded on the right, [B, S]; where each response starts, [B]."""
-    prompts = [torch.tensor(ids, device=batch.mask.device) for ids in batch.prompt_ids]
-    lengths = batch.mask.sum(-1).tolist()
+    prompts = [torch.tensor(ids, device=batch.response_mask.device) for ids in batch.prompt_ids]
+    lengths = batch.response_mask.sum(-1).tolist()
     rows = [
         torch.cat([prompts[p], response[:length]])
-        for p, response, length in zip(batch.prompt_of.tolist(), batch.response_ids, lengths, strict=True)
+        for p, response, length in zip(batch.prompt_indices.tolist(), batch.response_ids, lengths, strict=True)
     ]
-    starts = torch.tensor([len(ids) for ids in batch.prompt_ids], device=batch.mask.device)[batch.prompt_of]
+    starts = torch.tensor([len(ids) for ids in batch.prompt_ids], device=batch.response_mask.device)[
+        batch.prompt_indices
+    ]
     return nn.utils.rnn.pad_sequence(rows, batch_first=True), starts
 
 
@@ -182,9 +187,11 @@ def head_fault(model: PreTrainedModel) -> str:
     begun = model.base_model(input_ids=ids[:, :2], use_cache=False).last_hidden_state[0]
     if apart(begun.float(), hidden[:2].float()) > APART.get(model.dtype, HALF):
         return "reads tokens that are still to come, and is no causal language model"
-    ours = head.logits(hidden.to(model.dtype))
+    ours = head.compute_logits(hidden.to(model.dtype))
     product, output = head._replace(scale=1.0, softcap=0.0), cast(nn.Module, model.get_output_embeddings())
-    hook = output.register_forward_hook(lambda _, inputs, __: product.logits(inputs[0][0].to(model.dtype))[None])
+    hook = output.register_forward_hook(
+        lambda _, inputs, __: product.compute_logits(inputs[0][0].to(model.dtype))[None]
+    )
     theirs = model(input_ids=ids, use_cache=False).logits[0].float()
     hook.remove()
     return "" if torch.allclose(ours, theirs, rtol=1e-3, atol=1e-3) else "changes its logits behind the output layer"

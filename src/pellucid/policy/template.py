@@ -36,23 +36,25 @@ PROBE_TOOL = {"name": PROBE, "description": "", "parameters": {"type": "object",
 class Template(NamedTuple):
     file: str = ""
     """A chat template in Jinja; empty is the checkpoint's own."""
-    values: Mapping[str, Value] = {}
+    variables: Mapping[str, Value] = {}
     """Of variables that it reads, such as enable_thinking."""
 
-    def put_into(self, tokenizer: PreTrainedTokenizerBase) -> None:
+    def apply_to_tokenizer(self, tokenizer: PreTrainedTokenizerBase) -> None:
         """UserError where the file cannot be read or rendered, or a variable is not in it."""
-        if not self.file and not self.values:
+        if not self.file and not self.variables:
             return
         text = read(self.file) if self.file else tokenizer.chat_template
         if not isinstance(text, str):
             raise UserError(
                 "policy.template_kwargs: this tokenizer has no chat template of its own: give policy.template"
             )
-        for name in self.values:
+        for name in self.variables:
             if not re.search(rf"\b{re.escape(name)}\b", text):
                 raise UserError(f"policy.template_kwargs: the chat template reads no {name}")
         # A variable that is set where the template begins is what the caller of the template would have given.
-        tokenizer.chat_template = "".join(f"{{% set {n} = {json.dumps(v)} %}}" for n, v in self.values.items()) + text
+        tokenizer.chat_template = (
+            "".join(f"{{% set {n} = {json.dumps(v)} %}}" for n, v in self.variables.items()) + text
+        )
         check(tokenizer, self.file or "the checkpoint's own")
 
 
@@ -61,7 +63,7 @@ def question_ids(tokenizer: PreTrainedTokenizerBase, prompt: Prompt) -> tuple[in
 
     UserError for a string with tools, which stand in messages.
     """
-    if isinstance(prompt.text, str) or not prompt.literal:
+    if isinstance(prompt.text, str) or not prompt.escape_special_tokens:
         [ids] = text_ids(tokenizer, [question_text(tokenizer, prompt)])
         return ids
     messages, tools = shown(tokenizer, prompt.text, prompt.tools)
@@ -73,7 +75,7 @@ class Text(NamedTuple):
     """What a model reads, before it is tokenized."""
 
     text: str
-    is_whole: bool
+    has_special_tokens: bool
     """Whether it has all of its special tokens, as a chat template writes them; else the tokenizer adds those that
     stand before a text."""
 
@@ -83,9 +85,9 @@ def question_text(tokenizer: PreTrainedTokenizerBase, prompt: Prompt) -> Text:
     if isinstance(prompt.text, str):
         if prompt.tools:
             raise UserError(f"prompt {prompt.id} has tools, and its text is a string: give messages, or no tools")
-        return Text(prompt.text, is_whole=False)
+        return Text(prompt.text, has_special_tokens=False)
     messages, tools = shown(tokenizer, prompt.text, prompt.tools)
-    return Text(rendered(tokenizer, messages, tools), is_whole=bool(tokenizer.chat_template))
+    return Text(rendered(tokenizer, messages, tools), has_special_tokens=bool(tokenizer.chat_template))
 
 
 def text_ids(tokenizer: PreTrainedTokenizerBase, texts: Sequence[Text]) -> list[tuple[int, ...]]:
@@ -98,9 +100,9 @@ def text_ids(tokenizer: PreTrainedTokenizerBase, texts: Sequence[Text]) -> list[
     if not texts:
         return []
     encoded = tokenizer([each.text for each in texts], add_special_tokens=False)["input_ids"]
-    before = () if all(each.is_whole for each in texts) else ids_before(tokenizer)
+    before = () if all(each.has_special_tokens for each in texts) else ids_before(tokenizer)
     return [
-        tuple(ids) if each.is_whole or tuple(ids[: len(before)]) == before else (*before, *ids)
+        tuple(ids) if each.has_special_tokens or tuple(ids[: len(before)]) == before else (*before, *ids)
         for each, ids in zip(texts, encoded, strict=True)
     ]
 

@@ -27,21 +27,21 @@ class TokenBytes:
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         self.tokenizer = tokenizer
-        self.known: dict[int, bytes] = {}
-        self.anchor, self.anchor_text = self._find_anchor()
+        self.cache: dict[int, bytes] = {}
+        self.anchor_ids, self.anchor_text = self._find_anchor()
 
-    def of(self, token: int) -> bytes:
+    def get_bytes(self, token: int) -> bytes:
         """Return the bytes of a token in the middle of a text: with its space, and none for a special token."""
-        if token not in self.known:
-            self.known[token] = self._read(token)
-        return self.known[token]
+        if token not in self.cache:
+            self.cache[token] = self._find_bytes(token)
+        return self.cache[token]
 
-    def name(self, token: int) -> str:
+    def format_token(self, token: int) -> str:
         r"""Return a text that names a token: its own, or for a part of a character its bytes, as OpenAI writes them.
 
         Example: tokens.name(id) == " it"; tokens.name(id) == "bytes:\\xe6\\x95"
         """
-        found = self.of(token)
+        found = self.get_bytes(token)
         if not found:
             return str(self.tokenizer.decode([token], skip_special_tokens=False))
         try:
@@ -60,8 +60,8 @@ class TokenBytes:
     def _decode(self, ids: list[int]) -> str:
         return str(self.tokenizer.decode(ids, skip_special_tokens=True))
 
-    def _read(self, token: int) -> bytes:
-        text = self._decode([*self.anchor, token])
+    def _find_bytes(self, token: int) -> bytes:
+        text = self._decode([*self.anchor_ids, token])
         text = text[len(self.anchor_text) :] if text.startswith(self.anchor_text) else self._decode([token])
         piece = self.tokenizer.convert_ids_to_tokens(token) if REPLACEMENT in text else None
         if not isinstance(piece, str):

@@ -28,7 +28,7 @@ def read(
     context: Sequence[int],
     tools: Tools,
     eos_ids: Collection[int] = (),
-    cut: int = 0,
+    cut_characters: int = 0,
 ) -> Said:
     """Return the message that was sampled as `ids`, its end included, behind the token ids `context`.
 
@@ -39,14 +39,16 @@ def read(
         cut: the number of characters to leave out at the end: a stop string, and what its last token has after it.
     """
     whole, ids = ids, without_end(ids, eos_ids)
-    content = without_tail(str(tokenizer.decode(list(ids), skip_special_tokens=True)), cut)
+    content = without_tail(str(tokenizer.decode(list(ids), skip_special_tokens=True)), cut_characters)
     if not tools:
         return Said({"role": "assistant", "content": content})
-    known, fault = read_by_template(tokenizer, whole, context, tools, eos_ids, cut)
+    known, fault = read_by_template(tokenizer, whole, context, tools, eos_ids, cut_characters)
     if known:
         return known
     names = {str(tool.get("function", tool).get("name")) for tool in tools}
-    if found := find(without_tail(marked_text(tokenizer, ids), cut), begins_in_thought(tokenizer, context), names):
+    if found := find(
+        without_tail(marked_text(tokenizer, ids), cut_characters), begins_in_thought(tokenizer, context), names
+    ):
         return said({"role": "assistant", "content": found.text}, found.calls, found.faults)
     return Said({"role": "assistant", "content": content}, (fault,) if fault else ())
 
@@ -61,7 +63,7 @@ def read_by_template(
     context: Sequence[int],
     tools: Tools,
     eos_ids: Collection[int] = (),
-    cut: int = 0,
+    cut_characters: int = 0,
 ) -> tuple[Said | None, str]:
     """Return what transformers reads, or why it cannot; neither where the tokenizer does not say how."""
     takes = signature(tokenizer.parse_response).parameters
@@ -70,13 +72,17 @@ def read_by_template(
         return None, ""
     told = {"prefix": list(context), "tools": [dict(tool) for tool in tools]}
     # An answer that is cut ends before its last token, so that it is given as text.
-    sampled: Any = without_tail(str(tokenizer.decode(list(without_end(ids, eos_ids)))), cut) if cut else list(ids)
+    sampled: Any = (
+        without_tail(str(tokenizer.decode(list(without_end(ids, eos_ids)))), cut_characters)
+        if cut_characters
+        else list(ids)
+    )
     try:
         message: Any = tokenizer.parse_response(sampled, **{name: told[name] for name in told if name in takes})
     except FAULTS as error:
         return None, one_line(error)
     calls = message.pop("tool_calls", None) or ()
-    content = (message.get("content") or "").removesuffix("" if cut else end_of(tokenizer, ids, eos_ids))
+    content = (message.get("content") or "").removesuffix("" if cut_characters else end_of(tokenizer, ids, eos_ids))
     return said({**message, "role": "assistant", "content": content}, calls), ""
 
 

@@ -119,13 +119,13 @@ def collect(cfg: Config, options: Prefixes) -> int:
     sources = [source for source in SOURCES if getattr(options, source)]
     prompts = questions(seeded(cfg.task, cfg.algorithm.seed), options.n)
     journal = Journal(options.output, settings_of(cfg, options))
-    missing = journal.missing(prompts, sources, options.per_question)
-    if not missing and not journal.begun:
+    missing = journal.list_missing(prompts, sources, options.per_question)
+    if not missing and not journal.has_journal:
         print(harmless(f"{options.output} is complete: nothing is asked; for other prefixes choose another --output"))
         return 0
     complaints = ask_all(cfg, options, prompts, journal, len(missing)) if missing else []
-    journal.write(prompts)
-    if missing := journal.missing(prompts, sources, options.per_question):
+    journal.write_output(prompts)
+    if missing := journal.list_missing(prompts, sources, options.per_question):
         raise UserError(
             f"{len(missing)} prefixes are missing ({complaints[0]}); {options.output} holds the others: the same"
             " command asks for those alone"
@@ -186,9 +186,9 @@ def reader(cfg: Config, options: Prefixes) -> Read:
         from pellucid.policy import pretrained  # noqa: PLC0415 - torch takes seconds: not every run needs it
 
     name = options.student or cfg.policy.model
-    if note := cfg.policy.access_to(name).note(name):
+    if note := cfg.policy.get_access(name).format_warning(name):
         print(harmless(f"! {note}"), flush=True)
-    tokenizer = pretrained.tokenizer(name, cfg.policy.access_to(name))
+    tokenizer = pretrained.tokenizer(name, cfg.policy.get_access(name))
     return lambda text: first_tokens(clean(thinking(text)), options.truncate_tokens, tokenizer)
 
 
@@ -203,7 +203,7 @@ def ask_teacher(
     advance: Callable[[], None],
 ) -> list[str]:
     known = {prompt.key: prompt for prompt in prompts}
-    missing, complaints = journal.missing(prompts, ["teacher"], options.per_question), []
+    missing, complaints = journal.list_missing(prompts, ["teacher"], options.per_question), []
 
     def ask(question: str, index: int) -> None:
         text = teacher.ask(known[question])
@@ -235,7 +235,7 @@ def ask_student(
     options: Prefixes,
     prompts: Sequence[Prompt],
     journal: Journal,
-    read: Read,
+    extract_prefix: Read,
     advance: Callable[[], None],
 ) -> list[str]:
     """Ask the student for its missing prefixes. Return why some are still missing.
@@ -250,17 +250,17 @@ def ask_student(
         batch = prompts[start : start + at_once]
         asked = [replace(prompt, id=prompt.key, text=messages_of(prompt)) for prompt in batch]
         for attempt in range(options.retries + 1):
-            missing = set(journal.missing(batch, ["student"], size))
+            missing = set(journal.list_missing(batch, ["student"], size))
             if not missing:
                 break
             groups = student.generate(asked, replace(sampling, seed=f"prefixes/{attempt}"))
             for prompt, group in zip(batch, groups, strict=True):
                 for index, completion in enumerate(group.completions):
-                    slot, text = (prompt.key, "student", index), read(completion.text)
+                    slot, text = (prompt.key, "student", index), extract_prefix(completion.text)
                     if text and slot in missing:
                         journal.add(slot, prompt.answer, text)
                         advance()
-        complaints += ["the student's answers are empty" for _ in journal.missing(batch, ["student"], size)]
+        complaints += ["the student's answers are empty" for _ in journal.list_missing(batch, ["student"], size)]
     return complaints
 
 

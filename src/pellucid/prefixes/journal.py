@@ -30,11 +30,11 @@ class Journal:
         """The gold answer to each question that has a prefix."""
         self.texts: dict[Slot, str] = {}
         self.lock, self.file = threading.Lock(), None
-        self.begun = self.read_lines()
-        if not self.begun:
-            self.read_output()
+        self.has_journal = self.load_journal()
+        if not self.has_journal:
+            self.load_output()
 
-    def read_lines(self) -> bool:
+    def load_journal(self) -> bool:
         if not self.path.exists():
             return False
         # A line without its end was being written when the process was killed: it may break inside a character.
@@ -45,14 +45,14 @@ class Journal:
             return False
         try:
             settings, *entries = [json.loads(line) for line in whole]
-            self.check(settings["settings"])
+            self.check_settings(settings["settings"])
             for entry in entries:
-                self.keep((entry["question"], entry["source"], entry["index"]), entry["answer"], entry["text"])
+                self.store((entry["question"], entry["source"], entry["index"]), entry["answer"], entry["text"])
         except (ValueError, KeyError, TypeError) as error:
             raise UserError(f"{self.path} is damaged: remove it to ask anew, or choose another --output") from error
         return True
 
-    def check(self, settings: Mapping[str, Any]) -> None:
+    def check_settings(self, settings: Mapping[str, Any]) -> None:
         for name in {**settings, **self.settings}:
             then, now = settings.get(name), self.settings.get(name)
             if then != now:
@@ -62,7 +62,7 @@ class Journal:
                     " or remove it"
                 )
 
-    def read_output(self) -> None:
+    def load_output(self) -> None:
         if not self.output.exists():
             return
         try:
@@ -71,41 +71,41 @@ class Journal:
             for row in held["questions"]:
                 for source in SOURCES:
                     for index, text in enumerate(row[source]):
-                        self.keep((row["question"], source, index), row["answer"], text)
+                        self.store((row["question"], source, index), row["answer"], text)
         except (ValueError, KeyError, TypeError) as error:
             raise UserError(f"{self.output} is no file of prefixes: choose another --output") from error
         if recipe != self.settings["recipe"]:
             raise UserError(f"{self.output} holds the prefixes of {recipe}: choose another --output, or remove it")
 
-    def keep(self, slot: Slot, answer: str, text: str) -> None:
-        self.answers[slot[0]], self.texts[slot] = answer, text
+    def store(self, key: Slot, answer: str, text: str) -> None:
+        self.answers[key[0]], self.texts[key] = answer, text
 
-    def missing(self, prompts: Iterable[Prompt], sources: Sequence[str], n: int) -> list[Slot]:
+    def list_missing(self, prompts: Iterable[Prompt], sources: Sequence[str], n: int) -> list[Slot]:
         wanted = ((p.key, source, index) for p in prompts for source in sources for index in range(n))
         return [slot for slot in wanted if slot not in self.texts]
 
     def open(self) -> TextIO:
         """Open the file for `add`. A new file begins with all prefixes of an earlier output, written as a whole."""
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        if not self.begun:
-            lines = [{"settings": self.settings}, *(self.entry(slot) for slot in self.texts)]
+        if not self.has_journal:
+            lines = [{"settings": self.settings}, *(self.make_entry(slot) for slot in self.texts)]
             write_whole(self.path, "".join(map(as_line, lines)))
         self.file = self.path.open("a", encoding="utf-8")
         return self.file
 
-    def add(self, slot: Slot, answer: str, text: str) -> None:
+    def add(self, key: Slot, answer: str, text: str) -> None:
         with self.lock:
             assert self.file is not None, "open the journal before adding to it"
-            self.keep(slot, answer, text)
-            self.file.write(as_line(self.entry(slot)))
+            self.store(key, answer, text)
+            self.file.write(as_line(self.make_entry(key)))
             self.file.flush()
 
-    def entry(self, slot: Slot) -> dict[str, Any]:
-        question, source, index = slot
-        answer, text = self.answers[question], self.texts[slot]
+    def make_entry(self, key: Slot) -> dict[str, Any]:
+        question, source, index = key
+        answer, text = self.answers[question], self.texts[key]
         return {"question": question, "source": source, "index": index, "answer": answer, "text": text}
 
-    def write(self, prompts: Sequence[Prompt]) -> None:
+    def write_output(self, prompts: Sequence[Prompt]) -> None:
         """Write the output: first these questions in their order, then others that an earlier run asked."""
         answers = {prompt.key: prompt.answer for prompt in prompts}
         rows: dict[str, dict[str, Any]] = {

@@ -14,8 +14,8 @@ def load(cfg: Config, name: str) -> Sampler:
     hardware.keep_freed_memory()
     device = hardware.pick_device(cfg.policy.device)
     dtype = hardware.pick_dtype(cfg.policy.dtype, device)
-    access = cfg.policy.access_to(name)
-    if note := access.note(name):
+    access = cfg.policy.get_access(name)
+    if note := access.format_warning(name):
         print(harmless(f"! {note}"), flush=True)
     frozen = policy.load_frozen(name, device, dtype, cfg.sampler.temperature, cfg.policy.engine, access=access)
     sampler, note = choose("native", cfg.sampler.rows, frozen)

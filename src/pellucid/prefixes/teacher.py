@@ -43,10 +43,10 @@ class Endpoint:
     """The most requests started a minute, retries included; 0 is no limit."""
 
     @property
-    def loopback(self) -> bool:
+    def is_loopback(self) -> bool:
         return endpoints.is_loopback(self.base_url)
 
-    def key(self) -> str:
+    def get_key(self) -> str:
         """Return the key. UserError where there is none, except on the loopback, which needs none."""
         return endpoints.key_of(self.base_url, self.key_env)
 
@@ -67,11 +67,11 @@ def messages_of(prompt: Prompt) -> tuple[Message, ...]:
 class Teacher:
     """A teacher for many threads. `read` makes a prefix of an answer; where it finds none, the model is asked again."""
 
-    def __init__(self, endpoint: Endpoint, read: Callable[[str], str]) -> None:
-        self.endpoint, self.read, self.key = endpoint, read, endpoint.key()
+    def __init__(self, endpoint: Endpoint, extract_prefix: Callable[[str], str]) -> None:
+        self.endpoint, self.extract_prefix, self.key = endpoint, extract_prefix, endpoint.get_key()
         self.openai = extra("openai", "teacher", "--teacher")
-        self.pace = Pace(endpoint.per_minute)
-        if endpoint.loopback:
+        self.rate_limiter = Pace(endpoint.per_minute)
+        if endpoint.is_loopback:
             endpoints.reach(endpoint.base_url, NAMES)
         self.client = self.openai.OpenAI(
             api_key=self.key,
@@ -79,7 +79,10 @@ class Teacher:
             timeout=endpoint.timeout,
             max_retries=endpoint.retries,
             http_client=self.openai.DefaultHttpxClient(
-                event_hooks={"request": [self.pace.start], "response": [self.pace.check, endpoints.guard]}
+                event_hooks={
+                    "request": [self.rate_limiter.wait_for_turn],
+                    "response": [self.rate_limiter.check_stopped, endpoints.guard],
+                }
             ),
             default_headers=endpoints.UNCOMPRESSED,
         )
@@ -89,21 +92,21 @@ class Teacher:
         messages, complaint = messages_of(prompt), ""
         for _ in range(self.endpoint.retries + 1):
             try:
-                if text := self.read(self.answer(messages)):
+                if text := self.extract_prefix(self.request_answer(messages)):
                     return text
                 complaint = "the answer is empty"
             except self.openai.APIStatusError as error:
-                complaint = self.refusal(error)
-                self.pace.wait(long_wait(error, complaint))
+                complaint = self.explain_status_error(error)
+                self.rate_limiter.wait(long_wait(error, complaint))
             except self.openai.APIConnectionError as error:
-                raise self.unconnected(error) from None
+                raise self.make_connection_error(error) from None
             except RecursionError:
                 complaint = "the answer is JSON that is nested too deeply"
             except (ValueError, OverflowError):
                 complaint = "the answer is no JSON"
         raise UnansweredError(complaint)
 
-    def answer(self, messages: Sequence[Message]) -> str:
+    def request_answer(self, messages: Sequence[Message]) -> str:
         endpoint = self.endpoint
         answer = self.client.chat.completions.create(
             model=endpoint.model,
@@ -116,27 +119,27 @@ class Teacher:
         except (AttributeError, IndexError, KeyError, TypeError):  # the client returns whatever JSON it received
             return ""
 
-    def refusal(self, error: Any) -> str:
+    def explain_status_error(self, error: Any) -> str:
         """Return why a request failed, without the key, which endpoints quote. UserError where every request would."""
         e = self.endpoint
         if refusal := endpoints.refusal_of_all(error, e.base_url, e.model, e.key_env, NAMES):
             raise UserError(refusal)
         return endpoints.complaint_of(error, self.key)
 
-    def unconnected(self, error: Exception) -> Exception:
+    def make_connection_error(self, error: Exception) -> Exception:
         if isinstance(error, self.openai.APITimeoutError):
             return UnansweredError(f"no answer within {self.endpoint.timeout:g} s")
         cause = first_cause(error)
         if isinstance(cause, endpoints.RefusedAnswerError):
             why = endpoints.redacted(str(cause), self.key)
-            return UserError(why) if cause.always else UnansweredError(why)
+            return UserError(why) if cause.is_permanent else UnansweredError(why)
         if isinstance(cause, ConnectionRefusedError | socket.gaierror):
             return UserError(unreachable(self.endpoint.base_url, cause, NAMES))
         return UnansweredError("the connection was dropped")
 
     def close(self) -> None:
         """Give up the requests that are under way."""
-        self.pace.stopped.set()
+        self.rate_limiter.stopped.set()
         self.client.close()
 
 
@@ -144,17 +147,17 @@ class Pace:
     """Space the starts of requests evenly. Once stopped, none starts and none waits."""
 
     def __init__(self, per_minute: float) -> None:
-        self.gap = 60 / per_minute if per_minute else 0.0
-        self.free, self.lock, self.stopped = 0.0, threading.Lock(), threading.Event()
+        self.interval_seconds = 60 / per_minute if per_minute else 0.0
+        self.next_start, self.lock, self.stopped = 0.0, threading.Lock(), threading.Event()
 
-    def start(self, _request: Any) -> None:
+    def wait_for_turn(self, _request: Any) -> None:
         with self.lock:
             now = time.monotonic()
-            mine = max(now, self.free)
-            self.free = mine + self.gap
+            mine = max(now, self.next_start)
+            self.next_start = mine + self.interval_seconds
         self.wait(mine - now)
 
-    def check(self, _response: Any) -> None:
+    def check_stopped(self, _response: Any) -> None:
         """Drop an answer that comes when all is stopped: what connected meanwhile is closed by nobody else."""
         if self.stopped.is_set():
             raise UnansweredError("stopped")

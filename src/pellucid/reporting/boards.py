@@ -40,36 +40,36 @@ class TensorBoard:
     def __init__(self, log_dir: Path, first_step: int = 0):
         board = extra("torch.utils.tensorboard", "tensorboard", "log.tensorboard")
         self.log_dir, self.failed = log_dir, False
-        self.former_hook = threading.excepthook
+        self.previous_hook = threading.excepthook
         threading.excepthook = self._on_thread_error  # its thread prints a traceback, and raises again in `log`
         self.writer: Any = None
-        with self._said_once():
+        with self._report_failure_once():
             self.writer = board.SummaryWriter(str(log_dir), purge_step=first_step + 1 if first_step else None)
 
     def log(self, step: int, metrics: Mapping[str, float], _groups: Sequence[Group]) -> None:
-        self._add(step, tagged(metrics))
+        self._write_scalars(step, tagged(metrics))
 
     def log_evaluation(self, step: int, evaluation: Evaluation) -> None:
         found = measures(evaluation)
-        self._add(step, {f"heldout/{name.replace('@', '_at_')}": found[name].value for name in found})
+        self._write_scalars(step, {f"heldout/{name.replace('@', '_at_')}": found[name].value for name in found})
 
     def close(self) -> None:
-        with self._said_once():
+        with self._report_failure_once():
             if self.writer:
                 self.writer.close()
         if threading.excepthook == self._on_thread_error:
-            threading.excepthook = self.former_hook
+            threading.excepthook = self.previous_hook
 
-    def _add(self, step: int, scalars: Mapping[str, float]) -> None:
+    def _write_scalars(self, step: int, scalars: Mapping[str, float]) -> None:
         if self.failed:
             return
-        with self._said_once():
+        with self._report_failure_once():
             for name, value in scalars.items():
                 self.writer.add_scalar(name, value, step)
             self.writer.flush()
 
     @contextmanager
-    def _said_once(self) -> Iterator[None]:
+    def _report_failure_once(self) -> Iterator[None]:
         try:
             yield
         except OSError as error:
@@ -81,7 +81,7 @@ class TensorBoard:
 
     def _on_thread_error(self, args: Any) -> None:
         if not (isinstance(args.exc_value, OSError) and type(args.thread).__module__.startswith("tensorboard.")):
-            self.former_hook(args)
+            self.previous_hook(args)
 
 
 def check_wandb(mode: str) -> None:
@@ -115,7 +115,7 @@ class WandB:
                 f'log.wandb = "{mode}": {str(error).splitlines()[0]}; "offline" needs no account'
             ) from error
         self.run.define_metric("*", step_metric="step")
-        self.failures = wandb.errors.Error
+        self.error_class = wandb.errors.Error
 
     def log(self, step: int, metrics: Mapping[str, float], _groups: Sequence[Group]) -> None:
         self._send({"step": step, **tagged(metrics)})
@@ -126,7 +126,7 @@ class WandB:
     def _send(self, record: Mapping[str, float]) -> None:
         try:
             self.run.log(dict(record))
-        except self.failures as error:  # of wandb's own kind, which only wandb knows
+        except self.error_class as error:  # of wandb's own kind, which only wandb knows
             raise OSError(f"Weights & Biases: {error}") from error
 
     def close(self) -> None:

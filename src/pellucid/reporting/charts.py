@@ -160,13 +160,13 @@ def extent(values: Sequence[float]) -> tuple[float, float]:
     return min(values), max(values)
 
 
-def ticks(low: float, high: float, about: int = 5) -> list[float]:
+def ticks(low: float, high: float, count: int = 5) -> list[float]:
     """Different round numbers that reach from `low` to `high` or just beyond, whatever numbers these are.
 
     Values that differ by rounding alone, or from 0 by next to nothing, have the axis of a single value.
     """
     size, span = max(abs(low), abs(high)), high - low
-    rough = (span if span > CONSTANT * size > TINIEST else size if size > TINIEST else 1.0) / about
+    rough = (span if span > CONSTANT * size > TINIEST else size if size > TINIEST else 1.0) / count
     power = floor(log10(rough))
     step = next(multiple * 10.0**power for multiple in (1, 2, 5, 10) if multiple * 10.0**power >= rough * (1 - 1e-9))
     first, last = floor(low / step + 1e-9), ceil(high / step - 1e-9)

@@ -58,18 +58,18 @@ def terminal(total_steps: int, first_step: int = 0) -> Console | Plain:
 class Screen:
     """Shows a run without calling answers right or wrong once its rewards have been a matter of degree."""
 
-    are_degrees = False
+    has_continuous_rewards = False
 
-    def consistent(self, metrics: Mapping[str, float], groups: Sequence[Group]) -> Mapping[str, float]:
+    def adapt_metrics(self, metrics: Mapping[str, float], groups: Sequence[Group]) -> Mapping[str, float]:
         """Return the metrics of a step as they are shown."""
         if not state_correctness(reward for group in groups for reward in group.rewards):
-            self.are_degrees = True
-        return without_correctness(metrics) if self.are_degrees else metrics
+            self.has_continuous_rewards = True
+        return without_correctness(metrics) if self.has_continuous_rewards else metrics
 
-    def graded(self, evaluation: Evaluation) -> Evaluation:
+    def adapt_evaluation(self, evaluation: Evaluation) -> Evaluation:
         """Return an evaluation as it is shown."""
-        self.are_degrees = self.are_degrees or not evaluation.verdicts
-        return replace(evaluation, verdicts=not self.are_degrees)
+        self.has_continuous_rewards = self.has_continuous_rewards or not evaluation.has_verdicts
+        return replace(evaluation, has_verdicts=not self.has_continuous_rewards)
 
 
 class Plain(Screen):
@@ -77,21 +77,21 @@ class Plain(Screen):
 
     def __init__(self, total_steps: int):
         self.total_steps = total_steps
-        self.error = ""
+        self.first_error = ""
 
     def log(self, step: int, metrics: Mapping[str, float], groups: Sequence[Group]) -> None:
-        metrics = self.consistent(metrics, groups)
+        metrics = self.adapt_metrics(metrics, groups)
         width = len(str(self.total_steps))
         cells = [f"step {step:{width}}/{self.total_steps}", *plain_cells(metrics, len(groups))]
         cells += [f"! {what}: {metrics[name]:.0f}" for name, what in WARNINGS.items() if metrics.get(name)]
         cells += [f"({failing(metrics)})"] if failing(metrics) else []
         print("  ".join(cells), flush=True)
-        if not self.error and (error := first_error(groups)):
-            self.error = error
+        if not self.first_error and (error := first_error(groups)):
+            self.first_error = error
             print(f"! the first failed reward says {error}", flush=True)
 
     def log_evaluation(self, step: int, evaluation: Evaluation) -> None:
-        evaluation = self.graded(evaluation)
+        evaluation = self.adapt_evaluation(evaluation)
         shown = (with_interval(name, estimate) for name, estimate in named(evaluation).items())
         few = [f"({TOO_FEW})"] if about_intervals(evaluation) == TOO_FEW else []
         print("  ".join([f"eval step {step}", *shown, *few, *not_counted(evaluation)]), flush=True)
@@ -176,31 +176,31 @@ class Console(Screen):
         columns = (bar, MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("[dim]left"), left)
         # Steps may take minutes: the default of 30 s would have no two of them to measure a speed from.
         self.progress = Progress(TextColumn("step"), *columns, auto_refresh=False, speed_estimate_period=3600)
-        self.steps = self.progress.add_task("step", total=total_steps, completed=first_step)
+        self.step_task = self.progress.add_task("step", total=total_steps, completed=first_step)
         self.trend: deque[float] = deque(maxlen=TREND_STEPS)
         self.metrics: Mapping[str, float] = {}
         self.evaluations: dict[int, Evaluation] = {}
-        self.trouble: Counter[str] = Counter()
-        self.error = ""
-        self.live = Live(console=screen, get_renderable=self.picture, refresh_per_second=4)
+        self.warning_counts: Counter[str] = Counter()
+        self.first_error = ""
+        self.live = Live(console=screen, get_renderable=self.render_safely, refresh_per_second=4)
         self.live.start()
 
     def log(self, step: int, metrics: Mapping[str, float], groups: Sequence[Group]) -> None:
-        self.metrics = metrics = self.consistent(metrics, groups)
+        self.metrics = metrics = self.adapt_metrics(metrics, groups)
         self.trend.append(metrics.get("reward/mean", math.nan))
-        self.trouble.update({name: int(metrics.get(name, 0)) for name in WARNINGS})
-        self.error = self.error or first_error(groups)
-        self.progress.update(self.steps, completed=step)
+        self.warning_counts.update({name: int(metrics.get(name, 0)) for name in WARNINGS})
+        self.first_error = self.first_error or first_error(groups)
+        self.progress.update(self.step_task, completed=step)
         self.live.refresh()
 
     def log_evaluation(self, step: int, evaluation: Evaluation) -> None:
-        self.evaluations[step] = self.graded(evaluation)
+        self.evaluations[step] = self.adapt_evaluation(evaluation)
         self.live.refresh()
 
     def close(self) -> None:
         self.live.stop()
 
-    def picture(self) -> rich.console.RenderableType:
+    def render_safely(self) -> rich.console.RenderableType:
         """Render the display. A thread of its own does so, too, and nobody would catch an error there."""
         try:
             return self.render()
@@ -209,11 +209,11 @@ class Console(Screen):
 
     def render(self) -> rich.console.Group:
         table = Table.grid(padding=(0, 2))
-        for name, value, detail in self.rows():
+        for name, value, detail in self.make_rows():
             table.add_row(Text(name, "dim"), value, detail)
-        return rich.console.Group(self.progress, Padding(table, (1, 0, 0, 0)), *self.warning_lines())
+        return rich.console.Group(self.progress, Padding(table, (1, 0, 0, 0)), *self.make_warning_lines())
 
-    def rows(self) -> Iterator[tuple[str, str | Text, str | Text]]:
+    def make_rows(self) -> Iterator[tuple[str, str | Text, str | Text]]:
         metrics = self.metrics
         if self.trend:
             yield "reward", Text(f"{self.trend[-1]:.3f}", "bold"), trend_line(self.trend)
@@ -243,10 +243,10 @@ class Console(Screen):
         if "time/step" in metrics:
             yield from time_rows(metrics)
 
-    def warning_lines(self) -> Iterator[Text]:
-        for name, count in self.trouble.items():
+    def make_warning_lines(self) -> Iterator[Text]:
+        for name, count in self.warning_counts.items():
             if count:
-                said = f", the first with {self.error}" if name == "reward/failed" and self.error else ""
+                said = f", the first with {self.first_error}" if name == "reward/failed" and self.first_error else ""
                 yield Text(f"! {WARNINGS[name]}: {count}{said}", "bold yellow", no_wrap=True, overflow="ellipsis")
         if failed := failing(self.metrics):
             yield Text(f"! failed in the last step: {failed}", "bold yellow", no_wrap=True, overflow="ellipsis")

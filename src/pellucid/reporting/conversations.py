@@ -52,7 +52,7 @@ def sequence_of(completion: Completion) -> dict[str, Any]:
     """The tokens of a completion, which of them were given, and their log-probs, as columns."""
     return {
         "tokens": list(completion.token_ids),
-        **({"given": [list(stretch) for stretch in completion.given]} if completion.given else {}),
+        **({"given": [list(stretch) for stretch in completion.given_spans]} if completion.given_spans else {}),
         "logprobs": [float(f"{logprob:.6g}") for logprob in completion.logprobs],
     }
 
@@ -120,7 +120,7 @@ def called(message: Message) -> list[str]:
 
 def sampled_stretches(completion: Completion) -> list[bool]:
     """Whether each stretch of the tokens was sampled, or given."""
-    given = {t for start, end in completion.given for t in range(start, end)}
+    given = {t for start, end in completion.given_spans for t in range(start, end)}
     kinds = [t not in given for t in range(len(completion.token_ids))]
     return [kind for kind, _ in groupby(kinds)]
 
@@ -149,17 +149,17 @@ def fault_shares(metrics: Mapping[str, float]) -> str:
     return ", ".join([*told, *([f"{rest:.0%} other"] if rest else [])])
 
 
-def without_middle(text: str, most: int) -> tuple[str, int, str]:
+def without_middle(text: str, max_characters: int) -> tuple[str, int, str]:
     """The beginning and the end of a text of more than `most` characters, and how many are left out between them."""
-    if len(text) <= most:
+    if len(text) <= max_characters:
         return text, 0, ""
-    half = most // 2
+    half = max_characters // 2
     return text[:half], len(text) - 2 * half, text[-half:]
 
 
-def told(messages: Sequence[Message], most: int) -> Iterator[tuple[str, str]]:
+def told(messages: Sequence[Message], max_characters: int) -> Iterator[tuple[str, str]]:
     """Who said it and what, message by message, each of about `most` characters at most."""
     for message in messages:
-        begin, left_out, end = without_middle(words(message), most)
+        begin, left_out, end = without_middle(words(message), max_characters)
         between = f"\n[{counted(left_out, 'character')} left out]\n" if left_out else ""
         yield speaker(message), f"{begin}{between}{end}"

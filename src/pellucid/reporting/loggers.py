@@ -39,25 +39,25 @@ def only_shown(what: str) -> Iterator[None]:
 class Loggers:
     """Several loggers as one: `files` hold the run, `boards` only show it."""
 
-    def __init__(self, files: Sequence[Logger], boards: Sequence[Logger] = ()):
-        self.files, self.boards = files, boards
+    def __init__(self, files: Sequence[Logger], displays: Sequence[Logger] = ()):
+        self.files, self.displays = files, displays
 
     def log(self, step: int, metrics: Mapping[str, float], groups: Sequence[Group]) -> None:
         for logger in self.files:
             logger.log(step, metrics, groups)
-        for logger in self.boards:
+        for logger in self.displays:
             with only_shown(f"step {step}"):
                 logger.log(step, metrics, groups)
 
     def log_evaluation(self, step: int, evaluation: Evaluation) -> None:
         for logger in self.files:
             logger.log_evaluation(step, evaluation)
-        for logger in self.boards:
+        for logger in self.displays:
             with only_shown(f"the evaluation after step {step}"):
                 logger.log_evaluation(step, evaluation)
 
     def close(self) -> None:
-        for logger in (*self.boards, *self.files):
+        for logger in (*self.displays, *self.files):
             with only_shown("the end"):
                 logger.close()
 
@@ -71,32 +71,34 @@ class Jsonl:
     every: steps between those whose rollouts are written, besides step 1; 0 is none at all.
     """
 
-    NAMES = ("metrics.jsonl", "rollouts.jsonl", "evals.jsonl")
+    FILE_NAMES = ("metrics.jsonl", "rollouts.jsonl", "evals.jsonl")
 
     def __init__(self, run_dir: Path, every: int = 1):
         run_dir.mkdir(parents=True, exist_ok=True)
         self.every = every
-        self.metrics, self.rollouts, self.evals = ((run_dir / name).open("a", encoding="utf-8") for name in self.NAMES)
+        self.metrics_file, self.rollouts_file, self.evals_file = (
+            (run_dir / name).open("a", encoding="utf-8") for name in self.FILE_NAMES
+        )
 
     def log(self, step: int, metrics: Mapping[str, float], groups: Sequence[Group]) -> None:
         for group in groups if self.every and (step == 1 or step % self.every == 0) else ():
-            self.rollouts.writelines(json_line({"step": step, **rollout}) for rollout in rollouts(group))
-        self.rollouts.flush()
-        self.metrics.write(json_line({"step": step, **metrics}))
-        self.metrics.flush()
+            self.rollouts_file.writelines(json_line({"step": step, **rollout}) for rollout in rollouts(group))
+        self.rollouts_file.flush()
+        self.metrics_file.write(json_line({"step": step, **metrics}))
+        self.metrics_file.flush()
 
     def log_evaluation(self, step: int, evaluation: Evaluation) -> None:
-        self.evals.write(json_line({"step": step, **record_of(evaluation)}))
-        self.evals.flush()
+        self.evals_file.write(json_line({"step": step, **record_of(evaluation)}))
+        self.evals_file.flush()
 
     def close(self) -> None:
-        for file in (self.metrics, self.rollouts, self.evals):
+        for file in (self.metrics_file, self.rollouts_file, self.evals_file):
             file.close()
 
 
 def sync(run_dir: Path) -> None:
     """Sync to disk what was logged so far."""
-    for name in Jsonl.NAMES:
+    for name in Jsonl.FILE_NAMES:
         disk.sync(run_dir / name)
 
 
@@ -140,7 +142,7 @@ def truncate(run_dir: Path, step: int) -> list[str]:
     In place, so that a full disk is no hindrance; where it is killed half-way, the next time does the rest.
     """
     missing = []
-    for path in (run_dir / name for name in Jsonl.NAMES):
+    for path in (run_dir / name for name in Jsonl.FILE_NAMES):
         kept, unreadable = cut(path, step) if path.exists() else (set(), 0)
         if unreadable:
             missing.append(f"{path}: {unreadable} lines could not be read, and are gone")

@@ -35,7 +35,7 @@ def measures(evaluation: Evaluation) -> dict[str, Estimate]:
 
 def have_verdicts(evaluations: Sequence[Evaluation]) -> bool:
     """Whether answers are right or wrong in all of them: else the reward is the headline."""
-    return all(evaluation.verdicts for evaluation in evaluations)
+    return all(evaluation.has_verdicts for evaluation in evaluations)
 
 
 DEAD_GROUPS = ("groups/dead_all_right", "groups/dead_all_wrong", "groups/dead_equal")
@@ -105,9 +105,13 @@ def record_of(evaluation: Evaluation) -> dict[str, Any]:
         name: {"value": estimate.value, "low": estimate.low, "high": estimate.high}
         for name, estimate in measures(evaluation).items()
     }
-    answers = {"questions": evaluation.questions, "right": list(evaluation.right), "failed": evaluation.failed}
+    answers = {
+        "questions": evaluation.questions_digest,
+        "right": list(evaluation.greedy_correct),
+        "failed": evaluation.failed,
+    }
     answers |= {"left_out": evaluation.left_out, "undecided": evaluation.undecided}
-    return {**about, **measured, **answers, "rewards": list(evaluation.rewards), "verdicts": evaluation.verdicts}
+    return {**about, **measured, **answers, "rewards": list(evaluation.rewards), "verdicts": evaluation.has_verdicts}
 
 
 def evaluation_of(record: Mapping[str, Any]) -> Evaluation:
@@ -117,15 +121,15 @@ def evaluation_of(record: Mapping[str, Any]) -> Evaluation:
         greedy=estimate_of(record.get("greedy")),
         mean_at_k=estimate_of(record.get("mean@k")),
         pass_at_k=estimate_of(record.get("pass@k")),
-        right=tuple(record.get("right", ())),
-        questions=record.get("questions", ""),
+        greedy_correct=tuple(record.get("right", ())),
+        questions_digest=record.get("questions", ""),
         failed=record.get("failed", 0),
         left_out=record.get("left_out", 0),
         undecided=record.get("undecided", 0),
         reward=estimate_of(record.get("reward")),
         reward_at_k=estimate_of(record.get("reward@k")),
         rewards=tuple(math.nan if value is None else value for value in record.get("rewards", ())),
-        verdicts=record.get("verdicts", True),
+        has_verdicts=record.get("verdicts", True),
     )
 
 

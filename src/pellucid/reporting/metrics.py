@@ -87,7 +87,9 @@ def all_failed(groups: Sequence[Group]) -> bool:
 
 def prefix_lengths(groups: Sequence[Group]) -> dict[str, float]:
     """The mean length of the prefixes that were given, in tokens; later messages of a conversation are no prefix."""
-    first = [c.given[0] for group in groups if group.demonstration for c in group.completions[:1] if c.given]
+    first = [
+        c.given_spans[0] for group in groups if group.demonstration for c in group.completions[:1] if c.given_spans
+    ]
     lengths = [end for start, end in first if start == 0]
     return {"prefix/length_mean": fmean(lengths)} if lengths else {}
 

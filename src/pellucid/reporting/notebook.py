@@ -37,49 +37,49 @@ class Notebook(Screen):
         self.total_steps = total_steps
         self.rewards = [{"step": row["step"], "reward/mean": row.get("reward/mean")} for row in metrics]
         self.evaluations: dict[tuple[str, str], list[dict[str, Any]]] = {}
-        self.words, self.error = "", ""
-        self.troubles: dict[str, int] = {}
+        self.status_line, self.first_error = "", ""
+        self.warning_counts: dict[str, int] = {}
         self._display: Any = None
         self._shown_at = 0.0
 
     def log(self, step: int, metrics: Mapping[str, float], groups: Sequence[Group]) -> None:
-        metrics = self.consistent(metrics, groups)
+        metrics = self.adapt_metrics(metrics, groups)
         self.rewards.append({"step": step, "reward/mean": metrics.get("reward/mean")})
-        self.words = "  ".join([f"step {step}/{self.total_steps}", *plain_cells(metrics, len(groups))])
+        self.status_line = "  ".join([f"step {step}/{self.total_steps}", *plain_cells(metrics, len(groups))])
         for name, what in WARNINGS.items():
-            self.troubles[what] = self.troubles.get(what, 0) + int(metrics.get(name, 0))
-        self.error = self.error or first_error(groups)
+            self.warning_counts[what] = self.warning_counts.get(what, 0) + int(metrics.get(name, 0))
+        self.first_error = self.first_error or first_error(groups)
         if time.monotonic() - self._shown_at > PAUSE:
-            self.show()
+            self.redraw()
 
     def log_evaluation(self, step: int, evaluation: Evaluation) -> None:
         rows = self.evaluations.setdefault((evaluation.task, evaluation.split), [])
-        rows.append({"step": step, **record_of(self.graded(evaluation))})
-        self.show()
+        rows.append({"step": step, **record_of(self.adapt_evaluation(evaluation))})
+        self.redraw()
 
     def close(self) -> None:
-        self.show()
+        self.redraw()
 
-    def show(self) -> None:
+    def redraw(self) -> None:
         """Draw, in the place of what was drawn before."""
         from IPython.display import display  # noqa: PLC0415 - there is one where this runs
 
-        bundle = self.bundle()
+        bundle = self.make_bundle()
         if self._display is None:
             self._display = display(bundle, raw=True, display_id=True)
         else:
             self._display.update(bundle, raw=True)
         self._shown_at = time.monotonic()
 
-    def bundle(self) -> dict[str, str]:
+    def make_bundle(self) -> dict[str, str]:
         """Return what there is to see as HTML, and in words for whoever shows none."""
-        warnings = [f"! {what}: {count}" for what, count in self.troubles.items() if count]
-        warnings += [f"! the first failed reward says {self.error}"] if self.error else []
+        warnings = [f"! {what}: {count}" for what, count in self.warning_counts.items() if count]
+        warnings += [f"! the first failed reward says {self.first_error}"] if self.first_error else []
         drawn = [chart("Reward", "mean of a step", lines(self.rewards, {"reward/mean": "reward"}))]
         drawn += [each for key, rows in self.evaluations.items() for each in held_out(*key, rows)]
         charts = [each for each in drawn if each]
-        image = as_image(picture(charts), self.words) if charts else ""
-        text = "\n".join([self.words, *warnings])
+        image = as_image(picture(charts), self.status_line) if charts else ""
+        text = "\n".join([self.status_line, *warnings])
         return {"text/html": f'{image}<pre style="margin:0">{shown(text)}</pre>', "text/plain": text}
 
 

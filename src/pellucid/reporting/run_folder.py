@@ -46,7 +46,7 @@ def warn_of_rounding(dtype: str) -> None:
 
 
 def read_config(run_dir: Path) -> Record:
-    return next(records(run_dir / "config.json", whole=True), {})
+    return next(records(run_dir / "config.json", whole_file=True), {})
 
 
 def trusts_code(run_dir: Path) -> bool:
@@ -84,11 +84,11 @@ def finished(run_dir: Path) -> bool:
     return at_end(run_dir) and ((run_dir / "model").is_dir() or not checkpoints(run_dir))
 
 
-def records(path: Path, whole: bool = False) -> Iterator[Record]:
+def records(path: Path, whole_file: bool = False) -> Iterator[Record]:
     """The JSON objects of the lines of a file, or of the whole file; what a crash left half-written is passed over."""
     if path.exists():
         with path.open(encoding="utf-8", errors="replace") as lines:
-            yield from parsed([lines.read()] if whole else lines)
+            yield from parsed([lines.read()] if whole_file else lines)
 
 
 def parsed(lines: Iterable[str]) -> Iterator[Record]:

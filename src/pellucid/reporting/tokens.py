@@ -76,14 +76,14 @@ def path_of(run_dir: Path, step: int) -> Path:
     return run_dir / FOLDER / f"step-{step:06}.parquet"
 
 
-def write(run_dir: Path, step: int, rows: Mapping[str, Sequence[Any]], about: Mapping[str, Any]) -> None:
+def write(run_dir: Path, step: int, rows: Mapping[str, Sequence[Any]], metadata: Mapping[str, Any]) -> None:
     """Write the file of a step. rows: the columns of SCHEMA, or any of them: those that are missing are null.
 
     about: facts of the step for the file's metadata. The content is on disk after `sync`.
     """
     length = len(next(iter(rows.values())))
     table = pa.table([column(rows.get(field.name), length, field.type) for field in SCHEMA], schema=SCHEMA)
-    facts = json.dumps({"version": VERSION, "step": step, **about})
+    facts = json.dumps({"version": VERSION, "step": step, **metadata})
     path = path_of(run_dir, step)
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(f".{path.name}.partial")  # readers of the folder pass over names with a dot

@@ -17,21 +17,21 @@ MOST_CHARACTERS = 2000
 """How much of a message of a conversation is shown."""
 
 
-def verdict(group: Group, verdicts: bool = True) -> Table:
+def verdict(group: Group, has_verdicts: bool = True) -> Table:
     """Question, reasoning and answer, or the conversation, and grade of the first completion of a group.
 
     verdicts: whether rewards say which answers are right (`state_correctness`).
     """
     table = Table.grid(padding=(0, 2))
     completion, reward = group.completions[0], group.rewards[0]
-    gold = f", {'right is' if verdicts else 'gold answer'} {' or '.join(group.prompt.golds)}"
-    right = gold if group.prompt.answer and not (verdicts and reward.is_correct) else ""
+    gold = f", {'right is' if has_verdicts else 'gold answer'} {' or '.join(group.prompt.gold_answers)}"
+    right = gold if group.prompt.answer and not (has_verdicts and reward.is_correct) else ""
     cut = "" if completion.finished else ", cut off at the limit"
     held = f"; {', '.join(counts(turns_of(completion), events_of(completion)))}" if completion.messages else ""
     shown = [
         ("question", group.prompt.question),
         *said(completion),
-        ("verdict", f"{graded(reward, verdicts)}{right}{cut}{held}"),
+        ("verdict", f"{graded(reward, has_verdicts)}{right}{cut}{held}"),
     ]
     for name, text in shown:
         if text:
@@ -49,8 +49,8 @@ def said(completion: Completion) -> Iterator[tuple[str, str]]:
         yield from (("reasoning", reasoning), ("answer", (answer or "").strip()))
 
 
-def graded(reward: Reward, verdicts: bool) -> str:
+def graded(reward: Reward, has_verdicts: bool) -> str:
     if reward.failed:
         return f"not graded: {first_line(reward) or 'the reward failed'}"
-    judged = f"{'right' if reward.is_correct else 'wrong'}, " if verdicts else ""
+    judged = f"{'right' if reward.is_correct else 'wrong'}, " if has_verdicts else ""
     return f"{judged}reward {reward.value:.2f}"

@@ -45,9 +45,9 @@ class UnansweredError(Exception):
 class PassingError(Exception):
     """A request has failed in a way that may pass, after `wait` seconds where the endpoint says how long it takes."""
 
-    def __init__(self, said: str, wait: float | None = None) -> None:
-        super().__init__(said)
-        self.wait = wait
+    def __init__(self, message: str, wait_seconds: float | None = None) -> None:
+        super().__init__(message)
+        self.wait_seconds = wait_seconds
 
 
 class Asking:
@@ -55,68 +55,72 @@ class Asking:
 
     def __init__(self, settings: JudgeSettings, openai: Any, client: Any) -> None:
         self.settings, self._openai, self._client = settings, openai, client
-        self._free = asyncio.Semaphore(settings.concurrency)
-        self._end = time.monotonic() + settings.step_timeout
+        self._semaphore = asyncio.Semaphore(settings.concurrency)
+        self._deadline = time.monotonic() + settings.step_timeout
         self._refusal = ""
         """Why every request is refused, once one was."""
 
     @property
-    def left(self) -> float:
+    def remaining_seconds(self) -> float:
         """The seconds that are left of the step's."""
-        return self._end - time.monotonic()
+        return self._deadline - time.monotonic()
 
-    async def answer(self, body: Mapping[str, Any], faults: list[str]) -> Answer:
+    async def request_answer(self, body: Mapping[str, Any], faults: list[str]) -> Answer:
         """Return the answer to a request. UnansweredError where there is none; `faults` gets what failed on the way."""
         while True:
             try:
-                return await self._once(body)
+                return await self._send_once(body)
             except PassingError as fault:
                 faults.append(str(fault))
                 if len(faults) > self.settings.retries:
                     raise UnansweredError(f"{fault}, after {len(faults)} requests") from None
-                await asyncio.sleep(max(0.0, min(self.wait_after(fault, len(faults)), self.left)))
+                await asyncio.sleep(max(0.0, min(self.compute_wait(fault, len(faults)), self.remaining_seconds)))
 
-    def wait_after(self, fault: PassingError, n: int) -> float:
+    def compute_wait(self, fault: PassingError, failure_count: int) -> float:
         """Return the seconds to wait after the n-th failure: what the endpoint asks for, or twice as long each time.
 
         They are a quarter more at random, so that requests which failed together do not come back together.
         """
-        asked = fault.wait if fault.wait is not None else min(FIRST_WAIT * 2 ** (n - 1), LONGEST_WAIT)
+        asked = (
+            fault.wait_seconds
+            if fault.wait_seconds is not None
+            else min(FIRST_WAIT * 2 ** (failure_count - 1), LONGEST_WAIT)
+        )
         return min(asked, LONGEST_ASKED) * _JITTER.uniform(1.0, 1.25)
 
-    async def _once(self, body: Mapping[str, Any]) -> Answer:
-        async with self._free:
+    async def _send_once(self, body: Mapping[str, Any]) -> Answer:
+        async with self._semaphore:
             if self._refusal:
                 raise UnansweredError(self._refusal)
-            seconds = min(self.settings.timeout, self.left)
+            seconds = min(self.settings.timeout, self.remaining_seconds)
             if seconds <= 0:
                 raise UnansweredError(f"no answer within step_timeout = {self.settings.step_timeout:g} s")
             try:
                 async with asyncio.timeout(seconds):
-                    return self._kept(answer_in(await self._created(body)))
+                    return self._remove_key(answer_in(await self._create_completion(body)))
             except TimeoutError:
                 raise PassingError(f"no answer within {seconds:.3g} s") from None
             except self._openai.APIStatusError as error:
-                raise self._refused(error) from None
+                raise self._build_status_error(error) from None
             except self._openai.APIConnectionError as error:
-                raise self._unconnected(error) from None
+                raise self._build_connection_error(error) from None
             except RecursionError:
                 raise PassingError("the answer is JSON that is nested too deeply") from None
             except (ValueError, self._openai.APIError):
                 raise PassingError("the answer is no JSON") from None
 
-    async def _created(self, body: Mapping[str, Any]) -> Any:
+    async def _create_completion(self, body: Mapping[str, Any]) -> Any:
         others = {name: value for name, value in body.items() if name not in ("model", "messages")}
         # The client refuses fields that it does not know, unless they come this way.
         return await self._client.chat.completions.create(
             model=body["model"], messages=body["messages"], extra_body=others
         )
 
-    def _kept(self, answer: Answer) -> Answer:
+    def _remove_key(self, answer: Answer) -> Answer:
         """Return an answer without the key, which an endpoint may repeat: it goes to disk and into rollouts.jsonl."""
         return replace(answer, text=without_key(answer.text, self._client.api_key))
 
-    def _refused(self, error: Any) -> Exception:
+    def _build_status_error(self, error: Any) -> Exception:
         judge = self.settings
         self._refusal = self._refusal or refusal_of_all(error, judge.base_url, judge.model, judge.key, NAMES)
         if self._refusal:
@@ -126,11 +130,11 @@ class Asking:
             return PassingError(complaint, seconds_of(error.response.headers.get("retry-after", "")))
         return UnansweredError(complaint)
 
-    def _unconnected(self, error: Exception) -> Exception:
+    def _build_connection_error(self, error: Exception) -> Exception:
         cause = first_cause(error)
         if isinstance(cause, RefusedAnswerError):
             why = redacted(str(cause), self._client.api_key)  # a header of the endpoint may repeat the key
-            if not cause.always:
+            if not cause.is_permanent:
                 return PassingError(why)
             self._refusal = self._refusal or why
             return UnansweredError(self._refusal)

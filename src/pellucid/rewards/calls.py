@@ -37,7 +37,7 @@ class Call(NamedTuple):
     state: TrainerState
     limits: tuple[float | None, ...]
     """The time limit of each term in seconds; None is no limit."""
-    together: bool = True
+    is_batch: bool = True
     """Whether it is about many completions, which terms may compare."""
 
 
@@ -65,7 +65,7 @@ class Answered(NamedTuple):
 Event = Began | Partly | Answered
 
 
-def run(task: Any, call: Call, note: Note) -> Iterator[Event]:
+def run(task: Any, call: Call, log_error: Note) -> Iterator[Event]:
     """Compute a call and yield its events. One term follows the other, then the asynchronous ones run together.
 
     A term that raises begins anew for each group, so that the others have their answers; siblings stay together, since
@@ -77,13 +77,13 @@ def run(task: Any, call: Call, note: Note) -> Iterator[Event]:
     later = [term for term in call.terms if term != OWN and is_async(task, term)]
     for term in call.terms:
         if term not in later:
-            yield from in_turn(task, term, call, note)
+            yield from in_turn(task, term, call, log_error)
     if later:
         yield Began(later)
-        yield from awaited(task, later, call, note)
+        yield from awaited(task, later, call, log_error)
 
 
-def in_turn(task: Any, term: int, call: Call, note: Note) -> Iterator[Event]:
+def in_turn(task: Any, term: int, call: Call, log_error: Note) -> Iterator[Event]:
     found: list[Answer] = []
     waiting = deque([call.pairs])
     limit = dict(zip(call.terms, call.limits, strict=True))[term]
@@ -101,17 +101,17 @@ def in_turn(task: Any, term: int, call: Call, note: Note) -> Iterator[Event]:
             waiting += groups_of(pairs)
             continue
         else:
-            answers = failures(outcome, len(pairs), note)
+            answers = failures(outcome, len(pairs), log_error)
         found += answers
         if waiting:  # what there is counts if the next group takes too long
             yield Partly(term, answers)
     yield Answered(term, found)
 
 
-def awaited(task: Any, terms: Sequence[int], call: Call, note: Note) -> Iterator[Event]:
+def awaited(task: Any, terms: Sequence[int], call: Call, log_error: Note) -> Iterator[Event]:
     limits = dict(zip(call.terms, call.limits, strict=True))
     running = {
-        functions.on_loop(tried_within(task.rewards[term].name, call, limits[term], note)): term for term in terms
+        functions.on_loop(tried_within(task.rewards[term].name, call, limits[term], log_error)): term for term in terms
     }
     try:
         for future in as_completed(running):
@@ -135,7 +135,7 @@ def attempted(task: Any, term: int, pairs: Sequence[Pair], state: TrainerState) 
     return answers
 
 
-async def tried_within(spec: str, call: Call, limit: float | None, note: Note) -> list[Answer]:
+async def tried_within(spec: str, call: Call, limit: float | None, log_error: Note) -> list[Answer]:
     """Return the answers of an asynchronous function as `run` does, all of it within `limit` seconds."""
     end = None if limit is None else asyncio.get_running_loop().time() + limit
 
@@ -152,7 +152,7 @@ async def tried_within(spec: str, call: Call, limit: float | None, note: Note) -
                 raise
             raised = NoRewardError(f"no reward within {limit:g} s") if clock.expired() else error
         if not (again and may_be_one_group_s(raised, pairs)):
-            return failures(raised, len(pairs), note)
+            return failures(raised, len(pairs), log_error)
         return [answer for part in await asyncio.gather(*map(attempt, groups_of(pairs))) for answer in part]
 
     return await attempt(call.pairs, again=True)
@@ -194,10 +194,10 @@ def valid(answer: Any) -> Answer:
         return {"error": str(error)}
 
 
-def failures(error: BaseException, n: int, note: Note) -> list[Answer]:
+def failures(error: BaseException, n: int, log_error: Note) -> list[Answer]:
     told = described(error)
     if not isinstance(error, NoRewardError):
-        note(told, error)
+        log_error(told, error)
     return [{"error": told} for _ in range(n)]
 
 

@@ -107,7 +107,7 @@ def equal(found: Written, expected: Written) -> bool:
     """
     if not found.body:
         return False
-    if (found.in_currency and expected.unit in PURE) or (expected.in_currency and found.unit in PURE):
+    if (found.has_currency and expected.unit in PURE) or (expected.has_currency and found.unit in PURE):
         return False
     if found.unit != expected.unit and found.unit and expected.unit:
         return False

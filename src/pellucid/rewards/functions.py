@@ -37,8 +37,8 @@ GIVEN_TOO = ("completion_ids", "trainer_state", "log_extra", "log_metric")
 class Log:
     """What a call of a function logs, about n completions."""
 
-    def __init__(self, n: int) -> None:
-        self.n = n
+    def __init__(self, completion_count: int) -> None:
+        self.completion_count = completion_count
         self.columns: dict[str, list[Any]] = {}
         self.metrics: dict[str, list[float]] = {}
 
@@ -53,20 +53,22 @@ class Log:
             raise NoRewardError(f'the metric "{name}" is {found}')
         self.metrics.setdefault(str(name), []).append(found)
 
-    def parts(self, name: str, rewards: Iterable[Any]) -> list[Part]:
+    def build_parts(self, name: str, rewards: Iterable[Any]) -> list[Part]:
         """Return the parts of a function's rewards with what it logged. NoRewardError for a wrong number of them."""
         if not isinstance(rewards, Iterable):
             raise NoRewardError(f"{name} returned {shown(rewards)}, where a list with a number for each is needed")
         values = [scalar(reward) for reward in rewards]
-        if len(values) != self.n:
+        if len(values) != self.completion_count:
             raise NoRewardError(
-                f"{name} returned {len(values)} rewards for {self.n} completions: it must return one for each"
+                f"{name} returned {len(values)} rewards for {self.completion_count} completions: it must return one for each"
             )
         for column, given in self.columns.items():
-            if len(given) != self.n:
-                raise NoRewardError(f'log_extra("{column}") has {len(given)} values for {self.n} completions')
+            if len(given) != self.completion_count:
+                raise NoRewardError(
+                    f'log_extra("{column}") has {len(given)} values for {self.completion_count} completions'
+                )
         logged = {metric: sum(added) / len(added) for metric, added in self.metrics.items()}
-        rows = [{column: given[i] for column, given in self.columns.items()} for i in range(self.n)]
+        rows = [{column: given[i] for column, given in self.columns.items()} for i in range(self.completion_count)]
         return [Part(value, extra=row, logged=logged) for value, row in zip(values, rows, strict=True)]
 
 
@@ -82,13 +84,13 @@ def parts_of(spec: str, pairs: Sequence[Pair], state: TrainerState) -> list[Part
     """Return what a function says of each completion. Raises what it raises; NoRewardError for what is no answer."""
     log = Log(len(pairs))
     output = bound(spec, pairs, state, log)()
-    return log.parts(named(spec), result_of(output) if inspect.iscoroutine(output) else output)
+    return log.build_parts(named(spec), result_of(output) if inspect.iscoroutine(output) else output)
 
 
 async def awaited_parts_of(spec: str, pairs: Sequence[Pair], state: TrainerState) -> list[Part]:
     """Return the same of an asynchronous function."""
     log = Log(len(pairs))
-    return log.parts(named(spec), await own(bound(spec, pairs, state, log)()))
+    return log.build_parts(named(spec), await own(bound(spec, pairs, state, log)()))
 
 
 def bound(spec: str, pairs: Sequence[Pair], state: TrainerState, log: Log) -> Callable[[], Any]:
@@ -172,12 +174,12 @@ def loop() -> asyncio.AbstractEventLoop:
     return created
 
 
-def run_on(events: asyncio.AbstractEventLoop) -> None:
+def run_on(event_loop: asyncio.AbstractEventLoop) -> None:
     """Run an event loop for ever. SystemExit of a task comes out of it, and ends that task alone."""
     owner = os.getpid()
     while True:
         try:
-            events.run_forever()
+            event_loop.run_forever()
         except (SystemExit, KeyboardInterrupt) as error:
             end_copy(owner, error)
 

@@ -55,14 +55,16 @@ class Graded:
         cfg: RewardConfig | None = None,
         log: Path | None = None,
         graders: Mapping[int, Grader] | None = None,
-        here: bool = False,
+        in_process: bool = False,
     ) -> None:
         self.task, self.seed, self.split = task, task.seed, task.split
         self._cfg, self._graders = cfg or RewardConfig(), graders or {}
-        self._metrics = str(log.with_name("metrics.jsonl")) if log else ""
-        self._grades = grading(task)
-        self._terms = terms_of(self._grades)
-        self._place: Place = Here(self._grades, log) if here else Pool(self._grades, self._cfg, log)
+        self._metrics_file = str(log.with_name("metrics.jsonl")) if log else ""
+        self._grading_task = grading(task)
+        self._terms = terms_of(self._grading_task)
+        self._executor: Place = (
+            Here(self._grading_task, log) if in_process else Pool(self._grading_task, self._cfg, log)
+        )
 
     def sample(self, step: int, n: int) -> Sequence[Prompt]:
         return self.task.sample(step, n)
@@ -74,26 +76,26 @@ class Graded:
         """Return the rewards of completions in their order, group by group."""
         if not pairs:
             return []
-        state = state_of(progress, getattr(self._grades, "questions_in_all", None), self._metrics)
+        state = state_of(progress, getattr(self._grading_task, "question_count", None), self._metrics_file)
         seen = [(prompt, as_seen(self.task, prompt, completion)) for prompt, completion in pairs]
         if not self._terms:
-            return [Reward(**{"value": math.nan, **answer}) for answer in self._own(seen, state)]
+            return [Reward(**{"value": math.nan, **answer}) for answer in self._compute_task_rewards(seen, state)]
         with ThreadPoolExecutor(len(self._graders) or 1, "grader") as beside:
-            waiting = {term: beside.submit(grader.parts, seen) for term, grader in self._graders.items()}
+            waiting = {term: beside.submit(grader.grade, seen) for term, grader in self._graders.items()}
             try:
-                parts = self._of_terms(seen, state)
+                parts = self._compute_term_parts(seen, state)
                 parts |= {term: future.result() for term, future in waiting.items()}
             except BaseException:  # such as Ctrl-C: nobody will read what graders are still to say
                 for grader in self._graders.values():
                     grader.stop()
                 raise
         columns = [parts[term] for term in sorted(parts)]
-        return [checked(self._grades.total(of_one)) for of_one in zip(*columns, strict=True)]
+        return [checked(self._grading_task.total(of_one)) for of_one in zip(*columns, strict=True)]
 
     @property
-    def together(self) -> bool:
+    def is_batch_graded(self) -> bool:
         """Whether completions are graded together, as what compares them needs it."""
-        return grades_together(self._grades) or any(in_batches(term.name) for term in self._terms)
+        return grades_together(self._grading_task) or any(in_batches(term.name) for term in self._terms)
 
     def with_split(self, split: str) -> Graded:
         """Return the same task on another split. Both share the processes: rewards do not depend on the split."""
@@ -103,25 +105,25 @@ class Graded:
 
     def close(self) -> None:
         """End the processes."""
-        self._place.close()
+        self._executor.close()
 
-    def _own(self, pairs: Sequence[Pair], state: TrainerState) -> list[Answer]:
+    def _compute_task_rewards(self, pairs: Sequence[Pair], state: TrainerState) -> list[Answer]:
         """Return the fields of the rewards that the task gives by itself."""
-        if grades_together(self._grades):
-            return self._place.compute([Call((OWN,), pairs, state, (self._cfg.step_timeout,))])[0][OWN]
-        calls = [Call((OWN,), [pair], state, (self._cfg.timeout,), together=False) for pair in pairs]
-        return [answers[OWN][0] for answers in self._place.compute(calls)]
+        if grades_together(self._grading_task):
+            return self._executor.compute([Call((OWN,), pairs, state, (self._cfg.step_timeout,))])[0][OWN]
+        calls = [Call((OWN,), [pair], state, (self._cfg.timeout,), is_batch=False) for pair in pairs]
+        return [answers[OWN][0] for answers in self._executor.compute(calls)]
 
-    def _of_terms(self, pairs: Sequence[Pair], state: TrainerState) -> dict[int, list[Part]]:
+    def _compute_term_parts(self, pairs: Sequence[Pair], state: TrainerState) -> dict[int, list[Part]]:
         """Return the parts of all terms but those of graders: each completion's own, and what functions say of all."""
         terms = self._terms
         here = [i for i in range(len(terms)) if i not in self._graders]
         each = tuple(i for i in here if not in_batches(terms[i].name))
         batch = tuple(i for i in here if in_batches(terms[i].name))
         limits = tuple(terms[i].timeout or self._cfg.step_timeout for i in batch)
-        alone = [Call(each, [pair], state, (self._cfg.timeout,) * len(each), together=False) for pair in pairs]
+        alone = [Call(each, [pair], state, (self._cfg.timeout,) * len(each), is_batch=False) for pair in pairs]
         calls = [*(alone if each else []), *([Call(batch, pairs, state, limits)] if batch else [])]
-        answers = self._place.compute(calls)
+        answers = self._executor.compute(calls)
         found = {i: [Part(**answer[i][0]) for answer in answers[: len(pairs)]] for i in each}
         return found | {i: [Part(**answer) for answer in answers[-1][i]] for i in batch}
 
@@ -136,21 +138,21 @@ class Here:
     """Computes calls in this process."""
 
     def __init__(self, task: Any, log: Path | None) -> None:
-        self._task, self._log, self._noted = task, log, set[str]()
+        self._task, self._log, self._logged_errors = task, log, set[str]()
 
     def compute(self, calls: Sequence[Call]) -> list[dict[int, list[Answer]]]:
         """Return for each call the answers of its terms, one for each of its pairs."""
         endless = [call._replace(limits=(None,) * len(call.terms)) for call in calls]
-        events = [list(run(self._task, call, self._note)) for call in endless]
+        events = [list(run(self._task, call, self._log_error)) for call in endless]
         return [{e.term: e.answers for e in of_call if isinstance(e, Answered)} for of_call in events]
 
     def close(self) -> None:
         """Nothing is to be ended."""
 
-    def _note(self, told: str, error: BaseException) -> None:
+    def _log_error(self, description: str, error: BaseException) -> None:
         """Write the traceback of an error to the log, the first time that it occurs."""
-        if self._log and told not in self._noted and len(self._noted) < worker.TOLD:
-            self._noted.add(told)
+        if self._log and description not in self._logged_errors and len(self._logged_errors) < worker.TOLD:
+            self._logged_errors.add(description)
             with self._log.open("a", encoding="utf-8") as log:
                 traceback.print_exception(error, file=log)
 
@@ -163,12 +165,12 @@ def grading(task: Any) -> Any:
 def as_seen(task: Any, prompt: Prompt, completion: Completion) -> Completion:
     """Return a completion as the task that grades sees it, without what only the algorithm needs and is large."""
     if has_inside(task):
-        return as_seen(task.task, prompt, task.seen(prompt, completion))
+        return as_seen(task.task, prompt, task.transform_completion(prompt, completion))
     return replace(completion, sampling_mask=())
 
 
 def has_inside(task: Any) -> bool:
-    return callable(getattr(type(task), "seen", None)) and hasattr(task, "task")
+    return callable(getattr(type(task), "transform_completion", None)) and hasattr(task, "task")
 
 
 def checked(reward: Reward) -> Reward:

@@ -14,19 +14,19 @@ from pellucid.rewards.settings import RewardModelSettings
 from pellucid.rewards.terms import MODEL, terms_of
 
 
-def graders_of(task: Any, answers: Path | None = None) -> dict[int, Grader]:
+def graders_of(task: Any, cache_folder: Path | None = None) -> dict[int, Grader]:
     """Return the graders of a task by their places in its `rewards`. Models are loaded: UserError as they have it.
 
     answers: the folder in which judges keep their answers; without one they keep none.
     """
     judged = {place: term.judge for place, term in enumerate(terms_of(grading(task))) if term.judge}
-    graders: dict[int, Grader] = {place: Judge(settings, answers) for place, settings in judged.items()}
+    graders: dict[int, Grader] = {place: Judge(settings, cache_folder) for place, settings in judged.items()}
     return graders | {place: RewardModel(source, settings) for place, (source, settings) in models_of(task).items()}
 
 
 def notes_on(task: Any) -> list[str]:
     """Return the lines that must be shown before the graders of a task are loaded: whose code runs, what is sent."""
-    codes = [note for source, settings in models_of(task).values() if (note := settings.note(source))]
+    codes = [note for source, settings in models_of(task).values() if (note := settings.get_trust_notice(source))]
     judges = [term.judge for term in terms_of(grading(task)) if term.judge]
     sent = [note_on(judge.base_url, judge.key, "judge: prompts and completions") for judge in judges]
     return list(dict.fromkeys([*codes, *sent]))

@@ -51,15 +51,15 @@ class Judge:
 
     def __init__(self, settings: JudgeSettings, cache: Path | None) -> None:
         self.settings = settings
-        self._give_up: Callable[[], Any] = lambda: None
+        self._cancel: Callable[[], Any] = lambda: None
         """Ends what is under way, from another thread."""
         self._openai = extra("openai", "teacher", 'the reward "judge"')
-        self._judgements = Judgements(cache) if cache is not None and settings.cache else None
+        self._cache = Judgements(cache) if cache is not None and settings.cache else None
         key_of(settings.base_url, settings.key)
         if is_loopback(settings.base_url):
             reach(settings.base_url, NAMES)
 
-    def parts(self, pairs: Sequence[Pair]) -> list[Part]:
+    def grade(self, pairs: Sequence[Pair]) -> list[Part]:
         """Return the grade of each completion as a reward, in their order; a Part with an error where there is none.
 
         `extra` has what the judge said; `logged` has tokens, seconds, repetitions, and whether the answer was there
@@ -67,7 +67,7 @@ class Judge:
         """
         # In a thread of its own: that of the caller may have an event loop, as in a notebook.
         with ThreadPoolExecutor(1, "judge") as beside:
-            running = beside.submit(asyncio.run, self._parts(pairs))
+            running = beside.submit(asyncio.run, self._grade(pairs))
             try:
                 return running.result()
             except BaseException:  # such as Ctrl-C
@@ -77,25 +77,25 @@ class Judge:
     def stop(self) -> None:
         """Give up what is under way in another thread: `parts` raises there."""
         with suppress(RuntimeError):  # it has ended by itself
-            self._give_up()
+            self._cancel()
 
-    async def _parts(self, pairs: Sequence[Pair]) -> list[Part]:
+    async def _grade(self, pairs: Sequence[Pair]) -> list[Part]:
         task = asyncio.current_task()
         assert task is not None
-        self._give_up = lambda: task.get_loop().call_soon_threadsafe(task.cancel)
-        requests = [self._request(*pair) for pair in pairs]
+        self._cancel = lambda: task.get_loop().call_soon_threadsafe(task.cancel)
+        requests = [self._build_request(*pair) for pair in pairs]
         first: dict[str, Asked] = {}
         for each in requests:
             if isinstance(each, Asked):
                 first.setdefault(each.digest, each)
-        claims = self._judgements.claims() if self._judgements else nullcontext(Claims(None))
-        async with self._client() as client:
+        claims = self._cache.open_locks() if self._cache else nullcontext(Claims(None))
+        async with self._create_client() as client:
             asking = Asking(self.settings, self._openai, client)
             with claims as held:
-                await asyncio.gather(*(self._settle(each, asking, held) for each in first.values()))
-        return [each if isinstance(each, Part) else self._part(each, first[each.digest]) for each in requests]
+                await asyncio.gather(*(self._resolve(each, asking, held) for each in first.values()))
+        return [each if isinstance(each, Part) else self._build_part(each, first[each.digest]) for each in requests]
 
-    def _client(self) -> Any:
+    def _create_client(self) -> Any:
         s = self.settings
         # A proxy of the environment is not asked for what is on this machine. Time limits are those of `Asking`.
         http = self._openai.DefaultAsyncHttpxClient(
@@ -110,13 +110,13 @@ class Judge:
             http_client=http,
         )
 
-    def _request(self, prompt: Prompt, completion: Completion) -> Asked | Part:
+    def _build_request(self, prompt: Prompt, completion: Completion) -> Asked | Part:
         """Return what is asked about a completion, or the Part that says why it cannot be asked."""
         s = self.settings
         known = {
             "prompt": rubric.asked_text(prompt),
             "completion": rubric.answered_text(completion),
-            "answer": " or ".join(prompt.golds),
+            "answer": " or ".join(prompt.gold_answers),
             "rubric": s.rubric,
         }
         try:
@@ -129,26 +129,26 @@ class Judge:
         body = {"model": s.model, "messages": messages, "temperature": 0.0, **limit, **s.body}
         return Asked(body, digest_of(s.base_url, body))
 
-    async def _settle(self, asked: Asked, asking: Asking, claims: Claims) -> None:
+    async def _resolve(self, request: Asked, judge_client: Asking, locks: Claims) -> None:
         """Find the answer to a request, or ask for it, or note why there is none."""
         start = time.monotonic()
-        while not claims.take(asked.digest) and asking.left > 0:
+        while not locks.acquire(request.digest) and judge_client.remaining_seconds > 0:
             await asyncio.sleep(POLL)
         try:
-            asked.answer = self._judgements.find(asked.digest) if self._judgements else None
-            asked.cached = asked.answer is not None
-            if asked.answer is None:
-                asked.answer = await asking.answer(asked.body, asked.faults)
-            asked.value = await asyncio.to_thread(self.value_of, asked.answer)  # other answers come meanwhile
-            if self._judgements and not asked.cached and asked.value is not None:
-                self._judgements.keep(asked.digest, asked.answer)
+            request.answer = self._cache.find(request.digest) if self._cache else None
+            request.cached = request.answer is not None
+            if request.answer is None:
+                request.answer = await judge_client.request_answer(request.body, request.faults)
+            request.value = await asyncio.to_thread(self.compute_reward, request.answer)  # other answers come meanwhile
+            if self._cache and not request.cached and request.value is not None:
+                self._cache.store(request.digest, request.answer)
         except (UnansweredError, rubric.SlowPatternError) as error:
-            asked.error = str(error)
+            request.error = str(error)
         finally:
-            claims.release(asked.digest)
-            asked.seconds = time.monotonic() - start
+            locks.release(request.digest)
+            request.seconds = time.monotonic() - start
 
-    def _part(self, own: Asked, first: Asked) -> Part:
+    def _build_part(self, own: Asked, first: Asked) -> Part:
         """Return the part of a completion whose request was `own`, and was made as `first`."""
         answer, repeated = first.answer, own is not first
         cached = float(repeated or first.cached)
@@ -160,10 +160,10 @@ class Judge:
         }
         if answer is None or first.error:
             return Part(error=first.error, extra=told(first), logged=logged)
-        unreadable = self._unreadable(answer) if first.value is None else ""
+        unreadable = self._describe_unreadable(answer) if first.value is None else ""
         return Part(first.value, unreadable, told(first), logged)
 
-    def value_of(self, answer: Answer) -> float | None:
+    def compute_reward(self, answer: Answer) -> float | None:
         """Return the reward that an answer states; None where it states none. Raises SlowPatternError."""
         s = self.settings
         if s.json_field:
@@ -177,7 +177,7 @@ class Judge:
         low, high = s.range
         return (grade - low) / (high - low) if grade is not None and low <= grade <= high else None
 
-    def _unreadable(self, answer: Answer) -> str:
+    def _describe_unreadable(self, answer: Answer) -> str:
         s = self.settings
         wanted = f"none of {', '.join(s.words)}" if s.words else f"no number from {s.range[0]:g} to {s.range[1]:g}"
         line = " ".join(answer.text.split())
@@ -186,7 +186,7 @@ class Judge:
         return f'{wanted} in "{said}"{cut}'
 
 
-def told(asked: Asked) -> dict[str, Any]:
+def told(request: Asked) -> dict[str, Any]:
     """Return what rollouts.jsonl has of a request: what the judge said, and what failed before."""
-    said = {"judge": asked.answer.text[:SHOWN]} if asked.answer else {}
-    return said | ({"judge_failures": asked.faults} if asked.faults else {})
+    said = {"judge": request.answer.text[:SHOWN]} if request.answer else {}
+    return said | ({"judge_failures": request.faults} if request.faults else {})

@@ -45,36 +45,36 @@ class Judgements:
     """The answers by the digests of their requests, in memory and in the files of a folder."""
 
     def __init__(self, folder: Path) -> None:
-        self.folder, self._file = folder, f"{secrets.token_hex(4)}.jsonl"
+        self.folder, self._file_name = folder, f"{secrets.token_hex(4)}.jsonl"
         self._answers: dict[str, Answer] = {}
-        self._read: dict[Path, int] = {}
+        self._read_bytes: dict[Path, int] = {}
         """How many bytes of each file are known."""
-        self._full = False
+        self._is_unwritable = False
 
     def find(self, digest: str) -> Answer | None:
         """Return the answer to a request, also one that another process has had in the meantime."""
         if digest not in self._answers:
-            self._catch_up()
+            self._read_new_answers()
         return self._answers.get(digest)
 
-    def keep(self, digest: str, answer: Answer) -> None:
+    def store(self, digest: str, answer: Answer) -> None:
         """Add an answer. Where the disk takes no more it is kept in memory alone, which is said once."""
         self._answers.setdefault(digest, answer)
-        if self._full:
+        if self._is_unwritable:
             return
         line = json.dumps({"request": digest, **asdict(answer)}, ensure_ascii=False) + "\n"
-        path = self.folder / f"{os.getpid()}-{self._file}"  # after a fork, another file
+        path = self.folder / f"{os.getpid()}-{self._file_name}"  # after a fork, another file
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
             with path.open("ab") as file:
                 file.write(line.encode(errors="replace"))
         except OSError as error:
-            self._full = True
+            self._is_unwritable = True
             text = f"! {path} cannot be written ({error.strerror}): the judge goes on without it"
             print(harmless(text), flush=True)
 
     @contextmanager
-    def claims(self) -> Iterator[Claims]:
+    def open_locks(self) -> Iterator[Claims]:
         """Yield the claims of this process, which are given up at the end."""
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
@@ -87,19 +87,19 @@ class Judgements:
         finally:
             os.close(descriptor)
 
-    def _catch_up(self) -> None:
+    def _read_new_answers(self) -> None:
         for path in sorted(self.folder.glob("*.jsonl")):
             with suppress(OSError):
-                self._read_on(path)
+                self._read_new_lines(path)
 
-    def _read_on(self, path: Path) -> None:
-        start = self._read.get(path, 0)
+    def _read_new_lines(self, path: Path) -> None:
+        start = self._read_bytes.get(path, 0)
         if path.stat().st_size <= start:
             return
         with path.open("rb") as file:
             file.seek(start)
             whole = file.read().rpartition(b"\n")[0]
-        self._read[path] = start + len(whole) + (1 if whole else 0)
+        self._read_bytes[path] = start + len(whole) + (1 if whole else 0)
         for line in whole.split(b"\n"):
             with suppress(
                 ValueError, KeyError, TypeError, OverflowError, RecursionError
@@ -115,7 +115,7 @@ class Claims:
     def __init__(self, descriptor: int | None) -> None:
         self._descriptor = descriptor
 
-    def take(self, digest: str) -> bool:
+    def acquire(self, digest: str) -> bool:
         """Claim a request. False where another process has claimed it."""
         if fcntl is None or self._descriptor is None:
             return True

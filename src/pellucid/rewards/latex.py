@@ -106,7 +106,7 @@ class Written(NamedTuple):
 
     body: str
     unit: str
-    in_currency: bool = False
+    has_currency: bool = False
     """Whether it has a currency sign."""
     range: str = ""
     """The intervals that a condition such as -5 < x < 3 stands for; empty where it is no condition."""

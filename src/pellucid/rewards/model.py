@@ -62,38 +62,38 @@ class RewardModel:
         with explained(source, settings):
             config, place, how = configuration(source, settings), found(source, settings), access(settings)
             self._tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(place, **how)
-            self._longest = longest(source, settings, config, self._tokenizer)
+            self._max_tokens = longest(source, settings, config, self._tokenizer)
             self._model = load(source, settings).to(cast(Any, device)).eval()
-            self._known = cast(torch.nn.Embedding, self._model.get_input_embeddings()).num_embeddings
+            self._vocabulary_size = cast(torch.nn.Embedding, self._model.get_input_embeddings()).num_embeddings
         text_config = self._model.config.get_text_config()
         text_config.use_cache = False  # nothing is read twice
-        self._pad = getattr(text_config, "pad_token_id", None)
-        self._stopped = False
+        self._pad_token_id = getattr(text_config, "pad_token_id", None)
+        self._is_stopped = False
 
-    def parts(self, pairs: Sequence[Pair]) -> list[Part]:
+    def grade(self, pairs: Sequence[Pair]) -> list[Part]:
         """Return one part for each completion, in their order."""
-        rows = [self._token_ids(*pair) for pair in pairs]
+        rows = [self._tokenize(*pair) for pair in pairs]
         # Each is read once: in another batch equal texts would differ by rounding, and a dead group would seem alive.
         distinct = sorted({row for row in rows if isinstance(row, tuple)}, key=lambda row: (len(row), row))
         graded: dict[Row, Part] = {}
-        self._stopped = False
+        self._is_stopped = False
         for start in range(0, len(distinct), self._settings.batch):
-            if self._stopped:
+            if self._is_stopped:
                 raise CancelledError
             batch = distinct[start : start + self._settings.batch]
-            graded |= zip(batch, self._graded(batch), strict=True)
+            graded |= zip(batch, self._grade_rows(batch), strict=True)
         return [row if isinstance(row, Part) else graded[row] for row in rows]
 
     def stop(self) -> None:
         """Give up the batches that have not begun in another thread: `parts` raises there."""
-        self._stopped = True
+        self._is_stopped = True
 
-    def _token_ids(self, prompt: Prompt, completion: Completion) -> Row | Part:
+    def _tokenize(self, prompt: Prompt, completion: Completion) -> Row | Part:
         """Return what the model reads of a completion; a part with an error where it cannot."""
         if not isinstance(prompt.text, str) and not self._tokenizer.chat_template:
             return Part(error=NO_TEMPLATE)
         try:
-            text = self._text(prompt, completion)
+            text = self._render_text(prompt, completion)
             ids = tuple[int, ...](self._tokenizer(text, add_special_tokens=isinstance(prompt.text, str))["input_ids"])
             if isinstance(prompt.text, str) and ids[:2] == (self._tokenizer.bos_token_id,) * 2:
                 ids = ids[1:]  # the prompt has it already
@@ -101,13 +101,13 @@ class RewardModel:
             return Part(error=said(error))
         if not ids:
             return Part(error="there is nothing to read")
-        if len(ids) > self._longest:
-            return Part(error=f"{len(ids)} tokens are more than the {self._longest} that it reads")
-        if max(ids) >= self._known:  # on a GPU that would end the run
-            return Part(error=f"its tokenizer has a token {max(ids)}, and its weights have {self._known}")
+        if len(ids) > self._max_tokens:
+            return Part(error=f"{len(ids)} tokens are more than the {self._max_tokens} that it reads")
+        if max(ids) >= self._vocabulary_size:  # on a GPU that would end the run
+            return Part(error=f"its tokenizer has a token {max(ids)}, and its weights have {self._vocabulary_size}")
         return ids
 
-    def _text(self, prompt: Prompt, completion: Completion) -> str:
+    def _render_text(self, prompt: Prompt, completion: Completion) -> str:
         if isinstance(prompt.text, str):
             return prompt.text + completion.text
         alone = ({"role": "assistant", "content": completion.full_text},)
@@ -116,28 +116,28 @@ class RewardModel:
         messages, _ = shown(self._tokenizer, (*prompt.text, *said))
         return cast(str, self._tokenizer.apply_chat_template(messages, tokenize=False))
 
-    def _graded(self, rows: Sequence[Row]) -> list[Part]:
+    def _grade_rows(self, rows: Sequence[Row]) -> list[Part]:
         """Return a part for each row of token ids.
 
         Where they fail together, as where memory runs out, each half is tried, down to the row that fails alone.
         """
         try:
-            return [part_of(logit) for logit in self._logits(rows)]
+            return [part_of(logit) for logit in self._compute_logits(rows)]
         except (MemoryError, *FAULTS) as error:
             told = said(error)
         # Behind the handler: the error holds on to the tensors of the whole batch.
         half = len(rows) // 2
-        return self._graded(rows[:half]) + self._graded(rows[half:]) if half else [Part(error=told)]
+        return self._grade_rows(rows[:half]) + self._grade_rows(rows[half:]) if half else [Part(error=told)]
 
     @torch.inference_mode()
-    def _logits(self, rows: Sequence[Row]) -> list[float]:
+    def _compute_logits(self, rows: Sequence[Row]) -> list[float]:
         """Return the logit of each row of token ids.
 
         Decoders have it at the last token that is no padding. Where nothing says what pads, any token may end a row,
         and one that ends none of these pads them.
         """
-        pad = self._pad
-        if pad is None or not 0 <= pad < self._known:
+        pad = self._pad_token_id
+        if pad is None or not 0 <= pad < self._vocabulary_size:
             pad = min(set(range(len(rows) + 1)) - {row[-1] for row in rows})
             self._model.config.get_text_config().pad_token_id = pad
         ids = pad_sequence([torch.tensor(row) for row in rows], batch_first=True, padding_value=pad)

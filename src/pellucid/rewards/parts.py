@@ -31,7 +31,7 @@ class Grader(Protocol):
     What it cannot grade is a Part with an error: it raises for no completion, and ends within its own time limits.
     """
 
-    def parts(self, pairs: Sequence[Pair]) -> list[Part]:
+    def grade(self, pairs: Sequence[Pair]) -> list[Part]:
         """Return one part for each completion, in their order."""
         ...
 

@@ -41,45 +41,45 @@ class Job:
     def __init__(self, call: Call) -> None:
         groups = groups_of(call.pairs)
         sent = [pickled((group[0][0], [completion for _, completion in group])) for group in groups]
-        self.together = call.together
+        self.is_batch = call.is_batch
         ready = [(data, len(group)) for data, group in zip(sent, groups, strict=True) if isinstance(data, bytes)]
         self._message = Message(call.terms, tuple(ready), call.state, call.limits)
         errors = [
             error if isinstance(error, str) else "" for group, error in zip(groups, sent, strict=True) for _ in group
         ]
-        self._unsent = {place: error for place, error in enumerate(errors) if error}
-        self._n = len(call.pairs) - len(self._unsent)
-        self._answers: dict[int, list[Answer]] = {} if self._n else {term: [] for term in call.terms}
-        self._partly: dict[int, list[Answer]] = {}
+        self._pickling_errors = {place: error for place, error in enumerate(errors) if error}
+        self._sent_count = len(call.pairs) - len(self._pickling_errors)
+        self._answers: dict[int, list[Answer]] = {} if self._sent_count else {term: [] for term in call.terms}
+        self._partial_answers: dict[int, list[Answer]] = {}
         """The answers of terms that have some, in the order of the completions."""
 
     @property
-    def done(self) -> bool:
+    def is_done(self) -> bool:
         return self._answers.keys() >= set(self._message.terms)
 
     @property
-    def rest(self) -> Message:
+    def remaining_message(self) -> Message:
         """What is still to be computed."""
         places = [place for place, term in enumerate(self._message.terms) if term not in self._answers]
         terms, limits = (tuple(of[i] for i in places) for of in (self._message.terms, self._message.limits))
         return replace(self._message, terms=terms, limits=limits)
 
-    def take(self, event: Event) -> None:
+    def record(self, event: Event) -> None:
         if isinstance(event, Answered):
             self._answers[event.term] = event.answers
         elif isinstance(event, Partly):
-            self._partly.setdefault(event.term, []).extend(event.answers)
+            self._partial_answers.setdefault(event.term, []).extend(event.answers)
 
     def fail(self, terms: Sequence[int], error: str) -> None:
         """Note that terms have failed for all completions that have no answer yet."""
         for term in terms:
-            known = self._partly.pop(term, [])
-            self._answers[term] = [*known, *[{"error": error}] * (self._n - len(known))]
+            known = self._partial_answers.pop(term, [])
+            self._answers[term] = [*known, *[{"error": error}] * (self._sent_count - len(known))]
 
     @property
     def answers(self) -> dict[int, list[Answer]]:
         """The answers of each term, one for each pair of the call."""
-        return {term: with_errors(answers, self._unsent) for term, answers in self._answers.items()}
+        return {term: with_errors(answers, self._pickling_errors) for term, answers in self._answers.items()}
 
 
 class Pool:
@@ -90,82 +90,84 @@ class Pool:
 
     def __init__(self, task: Any, cfg: RewardConfig, log: Path | None) -> None:
         self._task, self._cfg = task, cfg
-        self._confines = Confines(cfg.memory_gb, str(log or os.devnull), environment(cfg.secrets))
-        self._processes: list[Process] = []
-        self._turn = threading.Lock()
+        self._worker_config = Confines(cfg.memory_gb, str(log or os.devnull), environment(cfg.secrets))
+        self._workers: list[Process] = []
+        self._lock = threading.Lock()
         # End the processes before multiprocessing waits for them at exit, also in those that it started itself.
-        Finalize(self, end_all, [self._processes], exitpriority=0)
+        Finalize(self, end_all, [self._workers], exitpriority=0)
 
     def compute(self, calls: Sequence[Call]) -> list[dict[int, list[Answer]]]:
         """Return for each call the answers of its terms, one for each of its pairs."""
-        with self._turn:
+        with self._lock:
             try:
-                return [job.answers for job in self._computed(list(map(Job, calls)))]
+                return [job.answers for job in self._run_calls(list(map(Job, calls)))]
             except BaseException:  # such as Ctrl-C: nobody will read the answers that are still to come
                 self.close()
                 raise
 
     def close(self) -> None:
         """End the processes, whatever they are doing; the next call starts new ones."""
-        end_all(self._processes)
+        end_all(self._workers)
 
-    def _computed(self, jobs: Sequence[Job]) -> Sequence[Job]:
-        waiting = {lane: deque(job for job in jobs if job.together == lane and not job.done) for lane in (False, True)}
+    def _run_calls(self, jobs: Sequence[Job]) -> Sequence[Job]:
+        waiting = {
+            lane: deque(job for job in jobs if job.is_batch == lane and not job.is_done) for lane in (False, True)
+        }
         busy: dict[Process, Job] = {}
         while busy or any(waiting.values()):
             for lane, queue in waiting.items():
-                for idle in self._idle(lane, len(queue)):
+                for idle in self._get_idle_workers(lane, len(queue)):
                     busy[idle] = queue.popleft()
-                    idle.ask(busy[idle].rest)
+                    idle.send_call(busy[idle].remaining_message)
             wait([each.connection for each in busy], max(0.0, min(each.deadline for each in busy) - time.monotonic()))
             for each in list(busy):
-                self._listen(each, busy, waiting)
+                self._receive(each, busy, waiting)
         return jobs
 
-    def _listen(self, each: Process, busy: dict[Process, Job], waiting: Mapping[bool, deque[Job]]) -> None:
+    def _receive(self, worker: Process, busy: dict[Process, Job], waiting: Mapping[bool, deque[Job]]) -> None:
         """Take the answers of a process. Where it is lost, what it was at has failed; another computes the rest."""
-        job = busy[each]
+        job = busy[worker]
         try:
-            for event in each.heard():
-                job.take(event)
+            for event in worker.receive_events():
+                job.record(event)
         except LostError as error:
-            job.fail(each.running, str(error))
-            if each not in self._processes:
+            job.fail(worker.running_terms, str(error))
+            if worker not in self._workers:
                 raise ClosedError("rewards were still being computed when their processes were closed") from None
-            each.end()
-            self._processes.remove(each)
-            del busy[each]
-            if not job.done:
-                waiting[job.together].appendleft(job)
+            worker.terminate()
+            self._workers.remove(worker)
+            del busy[worker]
+            if not job.is_done:
+                waiting[job.is_batch].appendleft(job)
         else:
-            if job.done:
-                each.rest()
-                del busy[each]
+            if job.is_done:
+                worker.mark_idle()
+                del busy[worker]
 
-    def _idle(self, together: bool, wanted: int) -> list[Process]:
+    def _get_idle_workers(self, is_batch: bool, count: int) -> list[Process]:
         """Return up to `wanted` idle processes. Replaces ended ones, and starts more as far as they may be."""
-        for each in [each for each in self._processes if not each.alive and not each.message]:
-            each.end()
-            self._processes.remove(each)
-        mine = [each for each in self._processes if each.together == together]
-        most = 1 if together else self._cfg.workers
-        missing = min(most, sum(each.message is not None for each in mine) + wanted) - len(mine)
-        fresh = [Process(self._task_bytes(), self._confines, together) for _ in range(missing)]
-        self._processes += fresh
+        for each in [each for each in self._workers if not each.is_alive and not each.message]:
+            each.terminate()
+            self._workers.remove(each)
+        mine = [each for each in self._workers if each.is_batch == is_batch]
+        most = 1 if is_batch else self._cfg.workers
+        missing = min(most, sum(each.message is not None for each in mine) + count) - len(mine)
+        fresh = [Process(self._pickle_task(), self._worker_config, is_batch) for _ in range(missing)]
+        self._workers += fresh
         for each in fresh:  # after all have started, so that they load in parallel
-            each.load(type(self._task).__name__)
-        return [each for each in (*mine, *fresh) if not each.message][:wanted]
+            each.wait_until_loaded(type(self._task).__name__)
+        return [each for each in (*mine, *fresh) if not each.message][:count]
 
-    def _task_bytes(self) -> bytes:
+    def _pickle_task(self) -> bytes:
         message = pickled(self._task)
         if isinstance(message, str):
             raise UserError(f"task {type(self._task).__name__} {message}")
         return message
 
 
-def end_all(processes: list[Process]) -> None:
-    while processes:
-        processes.pop().end()
+def end_all(workers: list[Process]) -> None:
+    while workers:
+        workers.pop().terminate()
 
 
 def environment(secrets: Sequence[str]) -> dict[str, str]:
@@ -173,9 +175,9 @@ def environment(secrets: Sequence[str]) -> dict[str, str]:
     return {name: value for name, value in os.environ.items() if name in secrets or not SECRET.fullmatch(name)}
 
 
-def pickled(record: Any) -> bytes | str:
+def pickled(value: Any) -> bytes | str:
     """Return the pickled bytes, or as a string the reason why the record cannot be pickled."""
     try:
-        return pickle.dumps(record)
+        return pickle.dumps(value)
     except (pickle.PicklingError, AttributeError, TypeError, ValueError, RecursionError) as error:
         return f"cannot be sent to the reward process: {one_line(str(error))}"

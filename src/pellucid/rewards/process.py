@@ -46,90 +46,90 @@ class Process:
     connection: what to wait on. It brings an answer, or the end of the process.
     """
 
-    def __init__(self, task: bytes, confines: Confines, together: bool) -> None:
+    def __init__(self, task: bytes, config: Confines, is_batch: bool) -> None:
         self.connection, theirs = multiprocessing.Pipe()
         self._channel = Channel(self.connection, MOST)
         # Not a daemon: those may not start processes, and some rewards do.
-        self._process = SPAWN.Process(target=worker.work, args=(theirs, task, confines))
+        self._process = SPAWN.Process(target=worker.work, args=(theirs, task, config))
         streams.plugged()
         with safe_path():
             self._process.start()
         theirs.close()
-        self.together = together
+        self.is_batch = is_batch
         self.message: Message | None = None
-        self.running: list[int] = []
+        self.running_terms: list[int] = []
         self.deadline = math.inf
 
     @property
-    def alive(self) -> bool:
+    def is_alive(self) -> bool:
         return self._process.is_alive()
 
-    def load(self, kind: str) -> None:
+    def wait_until_loaded(self, task_name: str) -> None:
         """Wait until the process has loaded the task. UserError where it fails or takes more than START_SECONDS."""
         deadline = time.monotonic() + START_SECONDS
         for ended in (
             'the reward process cannot start; a script that trains needs `if __name__ == "__main__":` around it',
-            f"the reward process ended while it loaded task {kind}",
+            f"the reward process ended while it loaded task {task_name}",
         ):
-            while (answer := self._received()) is NOTHING:
+            while (answer := self._receive()) is NOTHING:
                 if not wait([self.connection], max(0.0, deadline - time.monotonic())):
-                    raise UserError(f"the reward process has not loaded task {kind} within {START_SECONDS:g} s")
+                    raise UserError(f"the reward process has not loaded task {task_name} within {START_SECONDS:g} s")
             if not isinstance(answer, dict):
                 raise UserError(ended)
             if error := answer.get("error"):
-                raise UserError(f"the reward process cannot load task {kind}: {error}")
+                raise UserError(f"the reward process cannot load task {task_name}: {error}")
 
-    def ask(self, message: Message) -> None:
-        self.message, self._left = message, set(message.terms)
-        self._begin(list(message.terms[:1]))
+    def send_call(self, message: Message) -> None:
+        self.message, self._open_terms = message, set(message.terms)
+        self._start_terms(list(message.terms[:1]))
         sent = pickle.dumps(message)
         # A process may not read, as when a thread that a reward left keeps its interpreter busy.
         with suppress(OSError):  # it has ended, or is late; `heard` reports it
             self._channel.send(sent, self.deadline - time.monotonic())
 
-    def heard(self) -> Iterator[Event]:
+    def receive_events(self) -> Iterator[Event]:
         """Yield the events that have arrived. LostError where the process has ended, or is late."""
-        while self.message and (received := self._received()) is not NOTHING:
+        while self.message and (received := self._receive()) is not NOTHING:
             if not isinstance(received, list):
-                raise self._lost()
-            yield self._noted(received)
-            if not self._left:  # what has arrived counts, however late it is looked at
+                raise self._build_lost_error()
+            yield self._record_event(received)
+            if not self._open_terms:  # what has arrived counts, however late it is looked at
                 return
         if self.message and time.monotonic() >= self.deadline:
-            raise self._lost()
+            raise self._build_lost_error()
 
-    def _noted(self, received: list[Any]) -> Event:
+    def _record_event(self, received: list[Any]) -> Event:
         if len(received) == 1:
-            self._begin(received[0])
+            self._start_terms(received[0])
             return Began(*received)
         if len(received) == len(Partly._fields):
             return Partly(*received)
         event = Answered(*received)
-        self.running = [term for term in self.running if term != event.term]
-        self._left.discard(event.term)
+        self.running_terms = [term for term in self.running_terms if term != event.term]
+        self._open_terms.discard(event.term)
         return event
 
-    def rest(self) -> None:
+    def mark_idle(self) -> None:
         """Note that the call is answered."""
-        self.message, self.running, self.deadline = None, [], math.inf
+        self.message, self.running_terms, self.deadline = None, [], math.inf
 
-    def end(self) -> None:
+    def terminate(self) -> None:
         """The connection is left to whoever listens to it, perhaps in another thread: it ends as the process does."""
         self._kill()
         self._process.join()
 
-    def _begin(self, terms: list[int]) -> None:
+    def _start_terms(self, terms: list[int]) -> None:
         assert self.message
         limits = dict(zip(self.message.terms, self.message.limits, strict=True))
-        self.running, self._limit = terms, max(limits[term] or math.inf for term in terms)
-        self.deadline = time.monotonic() + self._limit + (GRACE if self.together else 0.0)
+        self.running_terms, self._timeout = terms, max(limits[term] or math.inf for term in terms)
+        self.deadline = time.monotonic() + self._timeout + (GRACE if self.is_batch else 0.0)
 
-    def _lost(self) -> LostError:
+    def _build_lost_error(self) -> LostError:
         if time.monotonic() >= self.deadline:
-            return LostError(f"no reward within {self._limit:g} s")
-        return LostError(f"the reward ended its process ({self._status()})")
+            return LostError(f"no reward within {self._timeout:g} s")
+        return LostError(f"the reward ended its process ({self._describe_exit()})")
 
-    def _status(self) -> str:
+    def _describe_exit(self) -> str:
         """Return how the process has ended, in words."""
         self._process.join(1.0)
         code = self._process.exitcode
@@ -145,7 +145,7 @@ class Process:
                 os.killpg(self._process.pid, signal.SIGKILL)
         self._process.kill()
 
-    def _received(self) -> Any:
+    def _receive(self) -> Any:
         """Return the JSON value that has arrived, NOTHING where none has, or None where none will come."""
         try:
             data = self._channel.receive()

@@ -29,18 +29,18 @@ class UnfilledError(Exception):
     """A template names what the prompt does not have."""
 
 
-def filled(template: str, known: Mapping[str, str], columns: Mapping[str, Any]) -> str:
+def filled(template: str, values: Mapping[str, str], columns: Mapping[str, Any]) -> str:
     """Replace each {name} by its text in `known` or in the columns of the row, and {{...}} by {...}.
 
     Braces in what is put in are text. UnfilledError for a name that is in neither.
     """
 
     def text_of(name: str) -> str:
-        if name in known:
-            return known[name]
+        if name in values:
+            return values[name]
         if name in columns:
             return as_text(columns[name])
-        hint = did_you_mean(name, [*known, *columns])
+        hint = did_you_mean(name, [*values, *columns])
         raise UnfilledError(f"the template has {{{name}}}, and the row has no such column{hint}")
 
     # Half a surrogate pair, which JSON can spell, is in no text that can be sent.
@@ -77,7 +77,7 @@ def message_text(message: Message) -> str:
     return f"{message['role']}: {said}"
 
 
-def stated_in(answer: str, pattern: str, cut: bool) -> str | None:
+def stated_in(answer: str, pattern: str, is_cut: bool) -> str | None:
     """Return the first group of the last match of a pattern, or for "" the whole answer; None where there is none.
 
     Thinking does not count, nor does the end of an answer that was cut: more digits may have followed. SlowPatternError
@@ -89,7 +89,7 @@ def stated_in(answer: str, pattern: str, cut: bool) -> str | None:
     if text is None:
         return None
     if not pattern:
-        return None if cut and not text[-1:].isspace() else text.strip()
+        return None if is_cut and not text[-1:].isspace() else text.strip()
     try:  # of `regex`, which can be timed, and releases the interpreter for other threads
         matches = list(regex.finditer(pattern, text, timeout=PATTERN_SECONDS, concurrent=True))
     except TimeoutError:
@@ -98,7 +98,7 @@ def stated_in(answer: str, pattern: str, cut: bool) -> str | None:
             " write one that tries fewer ways"
         ) from None
     last = matches[-1] if matches else None
-    return None if last is None or (cut and last.end(1) == len(text)) else last[1]
+    return None if last is None or (is_cut and last.end(1) == len(text)) else last[1]
 
 
 def number_in(text: str) -> float | None:
@@ -106,14 +106,14 @@ def number_in(text: str) -> float | None:
     return float(text) if _NUMBER.fullmatch(text) else None
 
 
-def number_of(answer: str, name: str) -> float | None:
+def number_of(answer: str, field: str) -> float | None:
     """Return the number that a JSON object has under this name; None where the answer is no such object.
 
     Example: number_of('{"why": "polite", "score": 7}', "score") == 7.0; number_of('{"score": "7"}', "score") is None
     """
     try:
         found = json.loads(after_thinking(answer))
-        value = found.get(name) if isinstance(found, dict) else None
+        value = found.get(field) if isinstance(found, dict) else None
         return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else None
     except (ValueError, RecursionError, OverflowError):
         return None

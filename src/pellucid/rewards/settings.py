@@ -182,6 +182,6 @@ class RewardModelSettings:
             if getattr(self, name) < 0:
                 raise ValueError(f"{name} = {getattr(self, name)} must not be negative")
 
-    def note(self, source: str) -> str:
+    def get_trust_notice(self, source: str) -> str:
         """Return the line that must be shown before this model is read; empty where it runs nothing."""
         return f"reward_model.trust_remote_code: Python code of {source} runs as you" if self.trust_remote_code else ""

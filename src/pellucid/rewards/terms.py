@@ -105,7 +105,7 @@ def terms_of(task: Any) -> Sequence[RewardTerm]:
 
     A class that has a `reward` of its own below that of the class with `total` grades by itself.
     """
-    owner = next((cls for cls in type(task).__mro__ if callable(vars(cls).get("total"))), None)
+    owner = next((cls for cls in type(task).__mro__ if callable(vars(cls).get("combine_parts"))), None)
     terms = getattr(task, "rewards", None)
     if owner is None or not isinstance(terms, tuple) or getattr(type(task), "reward", None) is not owner.reward:
         return ()
@@ -128,9 +128,9 @@ def in_batches(name: str) -> bool:
 
 
 TERMS: dict[str, Callable[[RewardTerm, Prompt, Completion], float | None]] = {
-    "exact": lambda _, prompt, completion: best(exact, completion.full_text, prompt.golds),
-    "numeric": lambda _, prompt, completion: best(numeric, completion.full_text, prompt.golds),
-    "math": lambda _, prompt, completion: best(math, completion.full_text, prompt.golds),
+    "exact": lambda _, prompt, completion: best(exact, completion.full_text, prompt.gold_answers),
+    "numeric": lambda _, prompt, completion: best(numeric, completion.full_text, prompt.gold_answers),
+    "math": lambda _, prompt, completion: best(math, completion.full_text, prompt.gold_answers),
     "tagged": lambda _term, _prompt, completion: has_tags(completion.full_text),
     "regex": lambda term, _, completion: regex(completion.full_text, term.pattern),
     "length": lambda term, _, completion: length(completion.length, term.limit),

@@ -29,7 +29,7 @@ class TrainerState:
     """How often all questions were asked; of a task that makes up its own, the share of the run that is done."""
     num_train_epochs: int
     """The same at the end of the run, rounded up."""
-    metrics: str = ""
+    metrics_file: str = ""
     """The file metrics.jsonl of the run, where there is one."""
 
     @property
@@ -37,7 +37,7 @@ class TrainerState:
         """The metrics of the finished steps, each with its `step`, and TRL's names beside ours."""
         lines = []
         with suppress(OSError):
-            lines = Path(self.metrics).read_text(encoding="utf-8").splitlines() if self.metrics else []
+            lines = Path(self.metrics_file).read_text(encoding="utf-8").splitlines() if self.metrics_file else []
         return [with_their_names(json.loads(line)) for line in lines if line.strip()]
 
     @property
@@ -49,13 +49,15 @@ class TrainerState:
         return os.environ.get("LOCAL_RANK", "0") == "0"
 
 
-def state_of(progress: Progress, questions: int | None, metrics: str = "") -> TrainerState:
+def state_of(progress: Progress, question_count: int | None, metrics_file: str = "") -> TrainerState:
     """Return the state of a run whose task has so many questions; None where it makes up new ones."""
-    if questions:
-        epochs = [steps * progress.prompts_per_step / questions for steps in (progress.global_step, progress.max_steps)]
+    if question_count:
+        epochs = [
+            steps * progress.prompts_per_step / question_count for steps in (progress.global_step, progress.max_steps)
+        ]
     else:
         epochs = [progress.global_step / progress.max_steps, 1.0]
-    return TrainerState(progress.global_step, progress.max_steps, epochs[0], math.ceil(epochs[1]), metrics)
+    return TrainerState(progress.global_step, progress.max_steps, epochs[0], math.ceil(epochs[1]), metrics_file)
 
 
 def with_their_names(record: Mapping[str, Any]) -> dict[str, Any]:

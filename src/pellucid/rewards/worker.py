@@ -60,12 +60,12 @@ class Message:
     limits: tuple[float | None, ...]
 
 
-def work(connection: Connection, task: bytes, confines: Confines) -> None:
+def work(connection: Connection, task: bytes, config: Confines) -> None:
     """Load the task, then answer each call, until the parent closes its end.
 
     Sends one message before the task is loaded, one after, and then the events of each call.
     """
-    settle(confines)
+    settle(config)
     threading.Thread(target=leave_with_parent, daemon=True).start()
     connection.send_bytes(b"{}")
     loaded: list[Any] = []
@@ -94,10 +94,10 @@ def load(task: bytes) -> Any:
     return loaded
 
 
-def attempt(act: Callable[[], None]) -> bytes:
+def attempt(action: Callable[[], None]) -> bytes:
     """Return an empty JSON object, or one with the error that was raised."""
     try:
-        act()
+        action()
     except BaseException as error:  # noqa: BLE001 - whatever code of the user's raises is an answer
         note(described(error), error)
         return json.dumps({"error": described(error)}).encode()
@@ -133,15 +133,15 @@ def watch(limits: Sequence[float | None]) -> None:
     faulthandler.dump_traceback_later(2 * max(limit or 0.0 for limit in limits) + MARGIN, exit=True)
 
 
-def note(told: str, error: BaseException) -> None:
+def note(description: str, error: BaseException) -> None:
     """Write the full traceback of an error to the log, the first time that it occurs."""
-    if told not in NOTED and len(NOTED) < TOLD:
-        NOTED.add(told)
+    if description not in NOTED and len(NOTED) < TOLD:
+        NOTED.add(description)
         with suppress(OSError, ValueError):  # a reward has closed it
             traceback.print_exception(error)
 
 
-def settle(confines: Confines) -> None:
+def settle(config: Confines) -> None:
     """Ignore signals, redirect output, set limits, and begin a session, so that a reward's children end with it."""
     # Ctrl-C reaches every process of the terminal, and a supervisor's SIGTERM every one of the service. The parent
     # decides what they mean, and may need this process to finish its step.
@@ -151,12 +151,12 @@ def settle(confines: Confines) -> None:
     if hasattr(os, "setsid"):
         os.setsid()
     os.environ.clear()
-    os.environ.update(confines.environment)
-    redirect(confines.log)
+    os.environ.update(config.environment)
+    redirect(config.log)
     faulthandler.enable()
-    if confines.memory_gb and resource is not None and sys.platform == "linux":
+    if config.memory_gb and resource is not None and sys.platform == "linux":
         # Limit writable memory: RLIMIT_AS would count address space, of which CUDA takes many times what it uses.
-        limit = int(confines.memory_gb * 1e9)
+        limit = int(config.memory_gb * 1e9)
         hard = resource.getrlimit(resource.RLIMIT_DATA)[1]
         resource.setrlimit(resource.RLIMIT_DATA, (limit if hard < 0 else min(limit, hard), hard))
 

@@ -40,10 +40,10 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 class RestingAdamW(torch.optim.AdamW):
     """AdamW that does nothing where the whole gradient is 0: momentum alone would move the weights."""
 
-    norm: Callable[[], float]
+    get_grad_norm: Callable[[], float]
 
     def step(self, closure: Any = None) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
-        if self.norm() > 0:
+        if self.get_grad_norm() > 0:
             super().step(closure)
 
 
@@ -67,102 +67,109 @@ class Gathered:
 class Zero:
     """A policy whose optimizer steps DeepSpeed takes."""
 
-    in_step = True
+    is_lockstep = True
 
-    def __init__(self, policy: Trainable, cfg: AdamWConfig, stage: int, world: int) -> None:
-        self.policy, self.stage, self.world = policy, stage, world
-        self.mesh: DeviceMesh = fsdp2.mesh_of(policy.device, world, 0)
-        self.library = library(policy.device)
+    def __init__(self, policy: Trainable, cfg: AdamWConfig, stage: int, world_size: int) -> None:
+        self.policy, self.stage, self.world_size = policy, stage, world_size
+        self.mesh: DeviceMesh = fsdp2.mesh_of(policy.device, world_size, 0)
+        self.deepspeed = library(policy.device)
         rounded = any(p.dtype != policy.dtype for p in policy.trainable().values())
         exact = {name: on_cpu(p) for name, p in policy.trainable().items()} if rounded else {}
-        reads = policy.reads() if stage == 3 else []
-        self.settings = settings(policy.dtype, cfg, stage)
+        reads = policy.list_external_parameters() if stage == 3 else []
+        self.deepspeed_config = settings(policy.dtype, cfg, stage)
         facts = {"lr": cfg.lr, "betas": cfg.betas, "eps": cfg.eps, "weight_decay": cfg.weight_decay}
         self.optimizer = RestingAdamW(list(policy.trainable().values()), **facts, fused=True)
-        self.optimizer.norm = self.norm
-        self.zero: Any = None
-        self.module = self.sharded(policy, reads, self.optimizer)
-        self.zero = self.module.optimizer
+        self.optimizer.get_grad_norm = self.get_grad_norm
+        self.zero_optimizer: Any = None
+        self.module = self.wrap_policy(policy, reads, self.optimizer)
+        self.zero_optimizer = self.module.optimizer
         self.parameters = policy.trainable()
-        self.begin_state()
+        self.initialize_moments()
         if exact:
             self.load_masters(exact)
 
-    def sharded(
-        self, policy: Shardable, reads: Sequence[tuple[torch.nn.Module, list[Any]]], optimizer: Any = None
+    def wrap_policy(
+        self, policy: Shardable, external_parameters: Sequence[tuple[torch.nn.Module, list[Any]]], optimizer: Any = None
     ) -> Any:
         """DeepSpeed's engine around the module of a policy, which takes its place."""
         module = policy.module
-        policy.module, *_ = self.library.initialize(model=module, optimizer=optimizer, config=self.settings)
-        for reader, parameters in reads:
+        policy.module, *_ = self.deepspeed.initialize(model=module, optimizer=optimizer, config=self.deepspeed_config)
+        for reader, parameters in external_parameters:
             for p in parameters:
-                self.library.zero.register_external_parameter(reader, p)
+                self.deepspeed.zero.register_external_parameter(reader, p)
         if self.stage == 3:
-            policy.sharded = [Gathered(module.parameters())]
+            policy.sharded_modules = [Gathered(module.parameters())]
             # What was gathered to sample from is dropped before the layers gather for themselves.
-            policy.module.register_forward_pre_hook(lambda *_: policy.sharded[0].reshard())
+            policy.module.register_forward_pre_hook(lambda *_: policy.sharded_modules[0].reshard())
         return policy.module
 
     def shard_reference(self, reference: Shardable) -> None:
         """Shard a frozen policy on the same device, where weights are sharded."""
         if self.stage == 3 and reference.device == self.policy.device:
-            self.sharded(reference, reference.reads())
+            self.wrap_policy(reference, reference.list_external_parameters())
 
-    def accumulating(self, last: bool) -> AbstractContextManager[Any]:
-        self.module.set_gradient_accumulation_boundary(last)
+    def micro_batch_context(self, is_last: bool) -> AbstractContextManager[Any]:
+        self.module.set_gradient_accumulation_boundary(is_last)
         return nullcontext()
 
     def backward(self, loss: Tensor) -> None:
-        loss = loss * self.world  # DeepSpeed averages over processes; the loss is a sum over them
+        loss = loss * self.world_size  # DeepSpeed averages over processes; the loss is a sum over them
         self.module.backward(loss.to(self.policy.device))
 
-    def again(self) -> bool:
+    def reset_for_retry(self) -> bool:
         """DeepSpeed makes no part of a step again."""
         return False
 
-    def norm(self) -> float:
+    def get_grad_norm(self) -> float:
         """Of the gradient before it was clipped; DeepSpeed knows it before it asks for the step."""
-        return float(self.zero._global_grad_norm)
+        return float(self.zero_optimizer._global_grad_norm)
 
     def step(self, lr: float) -> dict[str, float]:
         """Clip the gradient, take a step where there is one to take, clear. Return the norm and what was skipped."""
         self.optimizer.param_groups[0]["lr"] = lr
         self.module.step()
-        norm = math.inf if self.zero.overflow else self.norm()
+        norm = math.inf if self.zero_optimizer.overflow else self.get_grad_norm()
         return {"grad_norm": norm, "skipped": float(not math.isfinite(norm))}
 
     # ------------------------------------------------------------ what is saved, tensor by tensor
 
-    def begin_state(self) -> None:
+    def initialize_moments(self) -> None:
         """Moments of 0, as AdamW begins with, so that they can be read and loaded before the first step."""
-        for flat in self.flats():
+        for flat in self.get_flat_masters():
             self.optimizer.state[flat] = {"step": torch.zeros((), device=flat.device)} | {
                 moment: torch.zeros_like(flat) for moment in MOMENTS
             }
         if self.stage == 2:
-            self.zero._lazy_init_hp_params_optimizer_state()
+            self.zero_optimizer._lazy_init_hp_params_optimizer_state()
 
-    def flats(self) -> list[Tensor]:
+    def get_flat_masters(self) -> list[Tensor]:
         """This process's part of the masters, flat, a tensor a group."""
-        return self.zero.fp32_partitioned_groups_flat if self.stage == 3 else self.zero.single_partition_of_fp32_groups
+        return (
+            self.zero_optimizer.fp32_partitioned_groups_flat
+            if self.stage == 3
+            else self.zero_optimizer.single_partition_of_fp32_groups
+        )
 
-    def parted(self, value: Tensor) -> Tensor:
+    def shard_tensor(self, value: Tensor) -> Tensor:
         """This process's part of a whole tensor, as FSDP2 would lay it out."""
         return distribute_tensor(value, self.mesh, [Shard(0)], src_data_rank=None)
 
     def masters(self) -> dict[str, Tensor]:
-        read = self.library.utils.safe_get_full_fp32_param
-        return {name: self.parted(read(p)) for name, p in self.parameters.items()}
+        read = self.deepspeed.utils.safe_get_full_fp32_param
+        return {name: self.shard_tensor(read(p)) for name, p in self.parameters.items()}
 
     def moments(self) -> dict[str, dict[str, Tensor]]:
-        read, steps = self.library.utils.safe_get_full_optimizer_state, self.optimizer.state[self.flats()[0]]["step"]
-        found = {m: {name: self.parted(read(p, m)) for name, p in self.parameters.items()} for m in MOMENTS}
+        read, steps = (
+            self.deepspeed.utils.safe_get_full_optimizer_state,
+            self.optimizer.state[self.get_flat_masters()[0]]["step"],
+        )
+        found = {m: {name: self.shard_tensor(read(p, m)) for name, p in self.parameters.items()} for m in MOMENTS}
         return {"step": {name: steps.clone() for name in self.parameters}, **found}
 
     def weights(self) -> dict[str, Tensor]:
         """All parameters by name, trained ones unrounded; this process's part of each."""
         frozen = {name: p for name, p in self.policy.weights().items() if name not in self.parameters}
-        return {**{name: self.parted(whole(p)) for name, p in frozen.items()}, **self.masters()}
+        return {**{name: self.shard_tensor(whole(p)) for name, p in frozen.items()}, **self.masters()}
 
     def load_masters(self, masters: Mapping[str, Tensor]) -> None:
         if masters.keys() != self.parameters.keys():
@@ -170,24 +177,24 @@ class Zero:
         if self.stage == 3:
             Gathered(self.parameters.values()).reshard(persistent=True)  # what is whole would stay as it was
         for name, p in self.parameters.items():  # in one order in all processes
-            self.write(p, whole(masters[name]))
+            self.write_local_shard(p, whole(masters[name]))
         if self.stage == 2:
-            self.zero.update_lp_params()
+            self.zero_optimizer.update_lp_params()
             for p in self.parameters.values():
                 torch.autograd.graph.increment_version(p)
 
     def load_moments(self, moments: Moments) -> None:
         if not moments:  # no step had been taken
             return
-        for flat in self.flats():
+        for flat in self.get_flat_masters():
             self.optimizer.state[flat]["step"].copy_(next(iter(moments["step"].values())))
         for moment in MOMENTS:
             for name, p in self.parameters.items():
-                self.write(p, whole(moments[moment][name]), moment)
+                self.write_local_shard(p, whole(moments[moment][name]), moment)
 
-    def write(self, p: Any, value: Tensor, moment: str | None = None) -> None:
+    def write_local_shard(self, p: Any, value: Tensor, moment: str | None = None) -> None:
         """Set this process's part of a master, or of one of its moments, from the whole tensor."""
-        tools, value = self.library.utils, value.to(p.device, torch.float32)
+        tools, value = self.deepspeed.utils, value.to(p.device, torch.float32)
         if self.stage == 2:
             if moment:
                 tools.safe_set_full_optimizer_state(p, value, moment)
@@ -195,7 +202,7 @@ class Zero:
                 tools.safe_set_full_fp32_param(p, value)
             return
         size = p.ds_tensor.numel()
-        part = F.pad(value.flatten(), (0, size * self.world - value.numel())).split(size)[self.rank]
+        part = F.pad(value.flatten(), (0, size * self.world_size - value.numel())).split(size)[self.rank]
         if moment:
             tools.safe_set_local_optimizer_state(p, part, moment)
         else:

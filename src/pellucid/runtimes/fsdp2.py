@@ -25,26 +25,28 @@ class Shardable(Protocol):
     """The part of a policy that is sharded."""
 
     module: nn.Module
-    sharded: Sequence[Gatherable]
+    sharded_modules: Sequence[Gatherable]
 
     device: torch.device
 
     @property
     def gathered_dtype(self) -> torch.dtype | None: ...
     def blocks(self) -> list[nn.Module]: ...
-    def reads(self) -> list[tuple[nn.Module, list[Any]]]: ...
+    def list_external_parameters(self) -> list[tuple[nn.Module, list[Any]]]: ...
 
 
-def mesh_of(device: torch.device, world: int, shards: int) -> DeviceMesh:
+def mesh_of(device: torch.device, world_size: int, shard_count: int) -> DeviceMesh:
     """All processes in groups of `shards`, 0 being one group. UserError where they do not divide the processes."""
     if not dist.is_initialized():  # one process, started by itself
         dist.init_process_group(store=dist.HashStore(), rank=0, world_size=1)  # pyright: ignore[reportPrivateImportUsage]
-    shards = shards or world
-    if world % shards:
-        raise UserError(f"runtime.shards = {shards} must divide the number of processes, which is {world}")
-    if shards == world:
-        return init_device_mesh(device.type, (world,), mesh_dim_names=("shard",))
-    return init_device_mesh(device.type, (world // shards, shards), mesh_dim_names=("replicate", "shard"))
+    shard_count = shard_count or world_size
+    if world_size % shard_count:
+        raise UserError(f"runtime.shards = {shard_count} must divide the number of processes, which is {world_size}")
+    if shard_count == world_size:
+        return init_device_mesh(device.type, (world_size,), mesh_dim_names=("shard",))
+    return init_device_mesh(
+        device.type, (world_size // shard_count, shard_count), mesh_dim_names=("replicate", "shard")
+    )
 
 
 def shard(policy: Shardable, mesh: DeviceMesh, offload: bool) -> None:
@@ -52,4 +54,4 @@ def shard(policy: Shardable, mesh: DeviceMesh, offload: bool) -> None:
     wide = MixedPrecisionPolicy(policy.gathered_dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
     away = CPUOffloadPolicy() if offload and policy.device.type != "cpu" else OffloadPolicy()
     one = partial(fully_shard, mesh=mesh, mp_policy=wide, offload_policy=away)
-    policy.sharded = [one(module) for module in (*policy.blocks(), policy.module)]
+    policy.sharded_modules = [one(module) for module in (*policy.blocks(), policy.module)]

@@ -57,64 +57,68 @@ class OnePassAdamW(Optimizer):
         betas: tuple[float, float] = (0.9, 0.999),
         eps: float = 1e-8,
         weight_decay: float = 0.0,
-        casts: Sequence[CastWeights] = (),
+        cast_weights: Sequence[CastWeights] = (),
     ) -> None:
         super().__init__(list(params), {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
-        self.casts, self.factor = casts, 1.0
+        self.cast_weights, self.clip_factor = cast_weights, 1.0
 
     @torch.no_grad()
-    def clip(self, limit: float) -> Tensor:
+    def clip_gradients(self, max_norm: float) -> Tensor:
         """The norm of all gradients together. The next step multiplies them as torch's clip_grad_norm_ does."""
-        live = self._live()
+        live = self._list_gradients()
         norms = torch.empty(len(live))
         run("gradient_norms", [Parameter(grad=grad.data_ptr(), size=grad.numel()) for _, grad in live], norms)
         norm = torch.linalg.vector_norm(norms)
-        self.factor = float((limit / (norm + 1e-6)).clamp(max=1.0))
+        self.clip_factor = float((max_norm / (norm + 1e-6)).clamp(max=1.0))
         return norm
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
         assert closure is None
-        [group], live = self.param_groups, self._live()
+        [group], live = self.param_groups, self._list_gradients()
         (beta1, beta2), lr = group["betas"], group["lr"]
-        parts = self._cast_along([p for p, _ in live])
-        casts = {id(p): copy for part in parts for p, copy in part.copies()}
+        parts = self._select_cast_weights([p for p, _ in live])
+        casts = {id(p): copy for part in parts for p, copy in part.pair_masters_with_copies()}
         parameters = []
         for p, grad in live:
-            state = self._state(p)
+            state = self._get_state(p)
             state["step"] += 1
             n = float(state["step"])
             tensors = (p, grad, state["exp_avg"], state["exp_avg_sq"], casts.get(id(p)))
             addresses = (None if x is None else x.data_ptr() for x in tensors)
             parameters.append(Parameter(*addresses, p.numel(), -(lr / (1 - beta1**n)), math.sqrt(1 - beta2**n)))
         decayed = 1 - lr * group["weight_decay"]
-        run("step_adamw", parameters, Rates(self.factor, decayed, 1 - beta1, beta2, 1 - beta2, group["eps"]))
-        self.factor = 1.0
+        run("step_adamw", parameters, Rates(self.clip_factor, decayed, 1 - beta1, beta2, 1 - beta2, group["eps"]))
+        self.clip_factor = 1.0
         for part in parts:
-            part.count_as_cast()
+            part.mark_as_cast()
 
-    def _live(self) -> list[tuple[Tensor, Tensor]]:
+    def _list_gradients(self) -> list[tuple[Tensor, Tensor]]:
         """Parameters that have a gradient, and their gradients, which lie as they do."""
         return [(p, p.grad.contiguous()) for p in self.param_groups[0]["params"] if p.grad is not None]
 
-    def _cast_along(self, live: Sequence[Tensor]) -> list[CastWeights]:
+    def _select_cast_weights(self, parameters: Sequence[Tensor]) -> list[CastWeights]:
         """Those of which a copy is kept in bf16 and every master is stepped."""
-        stepped = set(map(id, live))
-        bf16 = [part for part in self.casts if part.dtype == torch.bfloat16]
-        return [part for part in bf16 if part.copies() and all(id(p) in stepped for p, _ in part.copies())]
+        stepped = set(map(id, parameters))
+        bf16 = [part for part in self.cast_weights if part.dtype == torch.bfloat16]
+        return [
+            part
+            for part in bf16
+            if part.pair_masters_with_copies() and all(id(p) in stepped for p, _ in part.pair_masters_with_copies())
+        ]
 
-    def _state(self, p: Tensor) -> dict[str, Tensor]:
+    def _get_state(self, p: Tensor) -> dict[str, Tensor]:
         state = self.state[p]
         if not state:
             state |= {"step": torch.zeros(()), "exp_avg": torch.zeros_like(p), "exp_avg_sq": torch.zeros_like(p)}
         return state
 
 
-def run(name: str, parameters: Sequence[Parameter], into: Any) -> None:
+def run(name: str, parameters: Sequence[Parameter], output: Any) -> None:
     """A function of the library, by this name in torch's profiler."""
     array = (Parameter * len(parameters))(*parameters)
     with record_function(name):
-        call(getattr(library(), name), array, len(parameters), into, torch.get_num_threads())
+        call(getattr(library(), name), array, len(parameters), output, torch.get_num_threads())
 
 
 def fits(parameters: Iterable[Tensor]) -> bool:
@@ -142,15 +146,15 @@ def has_bits_of_torch() -> bool:
     """Of two steps, the first of which is clipped."""
     ours, theirs = tried(), tried()
     casts = CastWeights([(ours, "matrix")], torch.bfloat16)
-    one = OnePassAdamW(ours.parameters(), 0.1, weight_decay=0.1, casts=[casts])
+    one = OnePassAdamW(ours.parameters(), 0.1, weight_decay=0.1, cast_weights=[casts])
     other = AdamW(theirs.parameters(), 0.1, weight_decay=0.1, fused=True)
     generator = torch.Generator().manual_seed(1)
     for scale in (1.0, 0.001):
-        copy = casts.tensor_now()
+        copy = casts.get_cast_copy()
         for p, q in zip(ours.parameters(), theirs.parameters(), strict=True):
             p.grad = torch.randn(p.shape, generator=generator) * scale
             q.grad = p.grad.clone()
-        norms = one.clip(1.0), clip_grad_norm_(theirs.parameters(), 1.0)
+        norms = one.clip_gradients(1.0), clip_grad_norm_(theirs.parameters(), 1.0)
         one.step()
         other.step()
         pairs = [norms, (copy, ours.matrix.bfloat16()), *zip(ours.parameters(), theirs.parameters(), strict=True)]

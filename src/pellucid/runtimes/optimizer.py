@@ -41,7 +41,7 @@ class OffloadedAdamW(Optimizer):
         for group in self.param_groups:
             live = [p for p in group["params"] if p.grad is not None]
             grads = [on_cpu(p.grad) for p in live]
-            masters, states = [self.masters[p] for p in live], [self._state(p) for p in live]
+            masters, states = [self.masters[p] for p in live], [self._get_state(p) for p in live]
             if torch.cuda.is_available():
                 torch.cuda.synchronize()  # the copies have arrived
             adamw(
@@ -63,7 +63,7 @@ class OffloadedAdamW(Optimizer):
             for p, master in zip(live, masters, strict=True):
                 p.copy_(master, non_blocking=True)
 
-    def _state(self, p: Tensor) -> dict[str, Tensor]:
+    def _get_state(self, p: Tensor) -> dict[str, Tensor]:
         state = self.state[p]
         if not state:
             state["exp_avg"], state["exp_avg_sq"] = (torch.zeros_like(self.masters[p]) for _ in range(2))

@@ -42,11 +42,13 @@ class Trainable(Shardable, Protocol):
 def build(cfg: AdamWConfig, policy: Trainable) -> torch.optim.Optimizer:
     parameters = policy.trainable().values()
     facts = {"lr": cfg.lr, "betas": cfg.betas, "eps": cfg.eps, "weight_decay": cfg.weight_decay}
-    if cfg.offload and not policy.sharded:
+    if cfg.offload and not policy.sharded_modules:
         return OffloadedAdamW(parameters, **facts, masters=list(policy.masters().values()))
     if one_pass.fits(parameters):
         decoders = [module for module in policy.module.modules() if isinstance(module, Decoder)]
-        return OnePassAdamW(parameters, **facts, casts=[part for each in decoders for part in each.cast_weights()])
+        return OnePassAdamW(
+            parameters, **facts, cast_weights=[part for each in decoders for part in each.list_cast_weights()]
+        )
     return torch.optim.AdamW(parameters, **facts, fused=policy.device.type != "mps")
 
 
@@ -62,9 +64,9 @@ class Plain:
         cfg: AdamWConfig,
         runtime: RuntimeConfig,
         accelerator: Accelerator,
-        anywhere: Callable[[bool], bool],
+        any_rank: Callable[[bool], bool],
     ) -> None:
-        self.policy, self.cfg, self.accelerator, self.anywhere = policy, cfg, accelerator, anywhere
+        self.policy, self.cfg, self.accelerator, self.any_rank = policy, cfg, accelerator, any_rank
         world = accelerator.num_processes
         self.mesh = fsdp2.mesh_of(policy.device, world, runtime.shards) if runtime.engine == "fsdp2" else None
         if self.mesh:
@@ -74,10 +76,10 @@ class Plain:
         self.module, self.parameters = policy.module, policy.trainable()
         self.optimizer = build(cfg, policy)
         self.scaler = GradScaler(policy.device.type, enabled=policy.dtype == torch.float16)
-        self.lost = False  # whether a loss of the next optimizer step, in this process, was not finite
+        self.has_nonfinite_loss = False  # whether a loss of the next optimizer step, in this process, was not finite
 
     @property
-    def in_step(self) -> bool:
+    def is_lockstep(self) -> bool:
         """Whether processes make as many forward and backward passes as one another."""
         return self.mesh is not None
 
@@ -86,18 +88,18 @@ class Plain:
         if self.mesh and reference.device == self.policy.device:
             fsdp2.shard(reference, self.mesh, offload=False)
 
-    def accumulating(self, last: bool) -> AbstractContextManager[Any]:
+    def micro_batch_context(self, is_last: bool) -> AbstractContextManager[Any]:
         """Around the passes of a micro-batch. Whole gradients meet at the last one of an optimizer step."""
-        return nullcontext() if last or self.mesh else self.accelerator.no_sync(self.module)
+        return nullcontext() if is_last or self.mesh else self.accelerator.no_sync(self.module)
 
     def backward(self, loss: Tensor) -> None:
         loss = loss * self.accelerator.num_processes  # data parallelism averages over processes; the loss is a sum
         if self.scaler.is_enabled():
-            self.lost |= not bool(loss.detach().isfinite())
+            self.has_nonfinite_loss |= not bool(loss.detach().isfinite())
             loss = self.scaler.scale(loss.to(self.policy.device))
         self.accelerator.backward(loss)
 
-    def again(self) -> bool:
+    def reset_for_retry(self) -> bool:
         """Drop the gradients of a step that is to be made again. Whether it can be: FSDP2 goes on waiting for the end
         of a backward pass that was broken off, and hands out no gradient any more.
         """
@@ -107,29 +109,29 @@ class Plain:
     def step(self, lr: float) -> dict[str, float]:
         """Clip the gradient, take a step where there is one to take, clear. Return the norm and what was skipped."""
         self.scaler.unscale_(self.optimizer)
-        norm = float(whole(self.clip(self.cfg.max_grad_norm or math.inf)))
+        norm = float(whole(self.clip_gradients(self.cfg.max_grad_norm or math.inf)))
         self.optimizer.param_groups[0]["lr"] = lr
         if math.isfinite(norm) and norm > 0:
             self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
-        return {"grad_norm": norm, **self.rescaled(norm)}
+        return {"grad_norm": norm, **self.update_loss_scale(norm)}
 
-    def clip(self, limit: float) -> Tensor:
+    def clip_gradients(self, max_norm: float) -> Tensor:
         """The norm of the gradient, which the next step takes as if it were no longer than `limit`."""
         if isinstance(self.optimizer, OnePassAdamW):
-            return self.optimizer.clip(limit)
-        return clip_grad_norm_(self.parameters.values(), limit)
+            return self.optimizer.clip_gradients(max_norm)
+        return clip_grad_norm_(self.parameters.values(), max_norm)
 
-    def rescaled(self, norm: float) -> dict[str, float]:
+    def update_loss_scale(self, norm: float) -> dict[str, float]:
         """In fp16: a gradient that overflowed halves the scale of the loss, 2000 in a row that did not double it.
 
         Not so where a loss was not finite, or the scale is 1: what does not fit then is the model's own, and is skipped
         as in any dtype. arXiv 1710.03740, section 3.2.
         """
         finite, scale = math.isfinite(norm), self.scaler.get_scale()
-        overflow = not finite and scale > 1 and not self.anywhere(self.lost)
+        overflow = not finite and scale > 1 and not self.any_rank(self.has_nonfinite_loss)
         self.scaler.update(None if finite or overflow else scale)
-        self.lost = False
+        self.has_nonfinite_loss = False
         about_scale = {"skipped/overflow": float(overflow), "loss_scale": scale} if self.scaler.is_enabled() else {}
         return {"skipped": float(not finite and not overflow), **about_scale}
 

@@ -25,7 +25,7 @@ KEEPER = 0
 """The rank that keeps the store."""
 
 
-def joined(device: torch.device, timeout: float) -> PartialState:
+def joined(device: torch.device, timeout_minutes: float) -> PartialState:
     """Join the process group of the run, in which each waits `timeout` minutes for the others.
 
     It is left at exit, since an open group may abort a process that ends. On GPUs it has gloo besides, for what an
@@ -33,8 +33,8 @@ def joined(device: torch.device, timeout: float) -> PartialState:
     """
     if device.type == "cuda" and "WORLD_SIZE" in os.environ and not dist.is_initialized():
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
-        dist.init_process_group("cpu:gloo,cuda:nccl", timeout=timedelta(minutes=timeout))  # pyright: ignore[reportPrivateImportUsage]
-    state = PartialState(cpu=device.type == "cpu", timeout=timedelta(minutes=timeout))
+        dist.init_process_group("cpu:gloo,cuda:nccl", timeout=timedelta(minutes=timeout_minutes))  # pyright: ignore[reportPrivateImportUsage]
+    state = PartialState(cpu=device.type == "cpu", timeout=timedelta(minutes=timeout_minutes))
     atexit.unregister(left)
     atexit.register(left, os.getpid())
     return state
@@ -47,19 +47,19 @@ def wait_at_most(minutes: float) -> None:
             dist.distributed_c10d._set_pg_timeout(timedelta(minutes=minutes), group)
 
 
-def left(owner: int) -> None:
+def left(owner_pid: int) -> None:
     """Leave the process group. Objects that still hold it are collected first: its threads may abort an exit.
 
     A fork of the process `owner`, which has joined it, leaves it open.
     """
-    if os.getpid() == owner and dist.is_available() and dist.is_initialized():
+    if os.getpid() == owner_pid and dist.is_available() and dist.is_initialized():
         gc.collect()
         dist.destroy_process_group()
 
 
-def decided(decide: Callable[[], str], device: torch.device, timeout: float) -> str:
+def decided(decide: Callable[[], str], device: torch.device, timeout_minutes: float) -> str:
     """The decision of the main process, in every process: each measures for itself, and measurements differ."""
-    state = joined(device, timeout)
+    state = joined(device, timeout_minutes)
     return broadcast_object_list([decide() if state.is_main_process else ""])[0]
 
 

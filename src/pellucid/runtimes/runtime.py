@@ -31,11 +31,11 @@ class Engine(Protocol):
     """Whoever holds parameters, gradients and moments, and takes optimizer steps with them: `Plain` or `Zero`."""
 
     @property
-    def in_step(self) -> bool: ...
+    def is_lockstep(self) -> bool: ...
     def shard_reference(self, reference: Shardable) -> None: ...
-    def accumulating(self, last: bool) -> AbstractContextManager[Any]: ...
+    def micro_batch_context(self, is_last: bool) -> AbstractContextManager[Any]: ...
     def backward(self, loss: Tensor) -> None: ...
-    def again(self) -> bool: ...
+    def reset_for_retry(self) -> bool: ...
     def step(self, lr: float) -> dict[str, float]: ...
     def weights(self) -> dict[str, Tensor]: ...
     def masters(self) -> dict[str, Tensor]: ...
@@ -53,75 +53,75 @@ class Runtime:
         self,
         policy: Trainable,
         optimizer: AdamWConfig,
-        total: int,
+        total_updates: int,
         cfg: RuntimeConfig = RuntimeConfig(),  # noqa: B008 - frozen
     ) -> None:
-        self.cfg, self.total, self.updates = optimizer, total, 0
-        self.micro_batch = 0  # the most rows at once since memory ran out; 0 where it never has
-        self.remedy = "set a lower sampler.max_tokens"  # where memory runs out with one row
+        self.cfg, self.total_updates, self.updates = optimizer, total_updates, 0
+        self.max_micro_batch_rows = 0  # the most rows at once since memory ran out; 0 where it never has
+        self.out_of_memory_hint = "set a lower sampler.max_tokens"  # where memory runs out with one row
         self.policy, self.device = policy, policy.device
         joined(policy.device, cfg.timeout)
         accelerator = Accelerator(cpu=policy.device.type == "cpu", device_placement=False)
-        self.rank, self.world = accelerator.process_index, accelerator.num_processes
+        self.rank, self.world_size = accelerator.process_index, accelerator.num_processes
         self.engine: Engine
         if cfg.engine == "deepspeed":
-            self.engine = Zero(policy, optimizer, cfg.zero_stage, self.world)
+            self.engine = Zero(policy, optimizer, cfg.zero_stage, self.world_size)
         else:
-            self.engine = Plain(policy, optimizer, cfg, accelerator, self.any)
+            self.engine = Plain(policy, optimizer, cfg, accelerator, self.any_rank)
         wait_at_most(cfg.timeout)
 
     @property
-    def main(self) -> bool:
+    def is_main(self) -> bool:
         """Whether this is the process that writes files."""
         return self.rank == 0
 
     def shard(self, items: Sequence[Any]) -> Sequence[Any]:
         """Every world-th item, from this process's rank on. A minibatch then holds the same prompts in any world."""
-        return items[self.rank :: self.world]
+        return items[self.rank :: self.world_size]
 
     def gather(self, items: Sequence[Any]) -> list[Any]:
         """The items of all processes in their global order, on every process: the inverse of `shard`."""
-        if self.world == 1:
+        if self.world_size == 1:
             return list(items)
-        shards: list[list[Any]] = [[] for _ in range(self.world)]
+        shards: list[list[Any]] = [[] for _ in range(self.world_size)]
         dist.all_gather_object(shards, list(items))
         ranks = zip_longest(*shards, fillvalue=MISSING)
         return [item for rank_by_rank in ranks for item in rank_by_rank if item is not MISSING]
 
     def sum(self, x: Tensor) -> Tensor:
-        if self.world == 1:
+        if self.world_size == 1:
             return x.clone()
         total = x.clone().to(self.device)  # where processes meet
         dist.all_reduce(total)
         return total.to(x.device)
 
-    def any(self, flag: bool) -> bool:
+    def any_rank(self, flag: bool) -> bool:
         """Whether the flag is true on at least one process."""
         return bool(self.sum(torch.tensor(float(flag), device=self.device)))
 
-    def fit(self, compute: Callable[[int], T], rows: int) -> T:
+    def compute_within_memory(self, compute: Callable[[int], T], rows: int) -> T:
         """Return compute(rows). Each time memory runs out, halve the rows, in this call and all later ones.
 
         UserError where it runs out with one row, where other processes wait for the gradients of this one, or where the
         engine cannot make part of a step again.
         """
         while True:
-            rows = min(rows, self.micro_batch or rows)
+            rows = min(rows, self.max_micro_batch_rows or rows)
             try:
                 return compute(rows)
             except (RuntimeError, MemoryError) as error:
                 if not hardware.out_of_memory(error):
                     raise
             # Only here, when the error is forgotten, are the tensors of its frames, too.
-            self.micro_batch = self.halved(rows)
+            self.max_micro_batch_rows = self._halve_rows(rows)
             if torch.cuda.is_available():
                 torch.cuda.empty_cache()
 
-    def halved(self, rows: int) -> int:
+    def _halve_rows(self, rows: int) -> int:
         ran_out = f"memory ran out with {rows} rows in a forward pass"
         if rows == 1:
-            raise UserError(f"memory ran out with one row in a forward pass: {self.remedy}")
-        if self.world > 1 or not self.engine.again():
+            raise UserError(f"memory ran out with one row in a forward pass: {self.out_of_memory_hint}")
+        if self.world_size > 1 or not self.engine.reset_for_retry():
             raise UserError(f"{ran_out}: go on with --resume and --algorithm.micro_batch {rows // 2}")
         print(f"! {ran_out}: {rows // 2} from now on, as of algorithm.micro_batch = {rows // 2}", flush=True)
         return rows // 2
@@ -132,13 +132,13 @@ class Runtime:
         There, all gather parameters together: one that has fewer micro-batches takes part in the others' with its last.
         """
         own = len(micro_batches)
-        rounds = max(self.gather([own])) if self.engine.in_step else own
+        rounds = max(self.gather([own])) if self.engine.is_lockstep else own
         for i in range(rounds):
-            with self.engine.accumulating(last=i == rounds - 1):
+            with self.engine.micro_batch_context(is_last=i == rounds - 1):
                 if i < own:
                     yield micro_batches[i]
                 else:
-                    self.backward(0 * self.policy.score(micro_batches[-1].rows(slice(1))).logprobs.sum())
+                    self.backward(0 * self.policy.score(micro_batches[-1].select_rows(slice(1))).logprobs.sum())
 
     def backward(self, loss: Tensor) -> None:
         self.engine.backward(loss)
@@ -149,10 +149,10 @@ class Runtime:
         So is one that is 0, of dead groups: there is nothing to learn, and momentum alone would move the weights.
         """
         self.updates += 1
-        lr = self.cfg.lr_at(self.updates, self.total)
+        lr = self.cfg.compute_lr(self.updates, self.total_updates)
         taken = self.engine.step(lr)
         return {**taken, "lr": lr, "idle": float(taken["grad_norm"] == 0)}
 
-    def peak_gb(self) -> float:
+    def get_peak_memory_gb(self) -> float:
         """Peak memory of this process in GB: of its GPU, else resident."""
         return hardware.peak_gb(self.device)

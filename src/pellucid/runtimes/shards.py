@@ -86,9 +86,9 @@ def names(folder: Path) -> set[str]:
     return found
 
 
-def part_of(whole: Tensor, like: Tensor) -> Tensor:
+def part_of(tensor: Tensor, like: Tensor) -> Tensor:
     """The part of a whole tensor that this process keeps where `like` is sharded, else all of it."""
     if not isinstance(like, DTensor):
-        return whole
-    whole = whole.to(like.device, like.dtype)
-    return distribute_tensor(whole, like.device_mesh, like.placements, src_data_rank=None)
+        return tensor
+    tensor = tensor.to(like.device, like.dtype)
+    return distribute_tensor(tensor, like.device_mesh, like.placements, src_data_rank=None)

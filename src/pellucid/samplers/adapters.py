@@ -19,7 +19,7 @@ from pellucid.policy.quantized import is_quantized
 from pellucid.types import UserError
 
 if TYPE_CHECKING:
-    from pellucid.policy.policy import Policy
+    pass
 
 A, B = ".lora_A", ".lora_B"
 """Behind the path of a layer, the names of its two matrices."""
@@ -41,11 +41,11 @@ class Form(NamedTuple):
     """How many inputs and outputs each layer with an adapter has, by its path in the checkpoint."""
 
     @property
-    def room(self) -> int:
+    def padded_rank(self) -> int:
         """The rank that an engine for it is made with."""
         return next(rank for rank in RANKS if rank >= self.rank)
 
-    def zeros(self, dtype: torch.dtype) -> dict[str, Tensor]:
+    def create_zeros(self, dtype: torch.dtype) -> dict[str, Tensor]:
         """An adapter of this form that changes nothing."""
         first = {layer + A: torch.zeros(self.rank, n, dtype=dtype) for layer, (n, _) in self.layers.items()}
         return first | {layer + B: torch.zeros(m, self.rank, dtype=dtype) for layer, (_, m) in self.layers.items()}
@@ -55,7 +55,7 @@ def is_of_adapter(name: str) -> bool:
     return name.endswith((A, B))
 
 
-def form_of(policy: Policy) -> Form:
+def form_of(policy: Any) -> Form:
     """RefusedError where the adapter of a policy is more than two matrices of each of some linear layers."""
     trained = policy.trainable()
     for name in trained:
@@ -76,7 +76,7 @@ def form_of(policy: Policy) -> Form:
 
 
 @torch.no_grad()
-def adapter_of(policy: Policy) -> dict[str, Tensor]:
+def adapter_of(policy: Any) -> dict[str, Tensor]:
     """Copies of the matrices of an adapter that has a form, in the dtype of computing, B multiplied by its scale."""
     found: dict[str, Tensor] = {}
     for name, p in policy.masters().items():
@@ -86,7 +86,7 @@ def adapter_of(policy: Policy) -> dict[str, Tensor]:
     return found
 
 
-def base_of(policy: Policy) -> dict[str, Tensor]:
+def base_of(policy: Any) -> dict[str, Tensor]:
     """The frozen weights below an adapter by their names in a checkpoint, in the dtype of computing."""
     trained = policy.trainable()
     frozen = {name: p for name, p in policy.model.named_parameters() if name not in trained}

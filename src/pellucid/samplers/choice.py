@@ -29,7 +29,7 @@ def choose(
     name: str,
     rows: int,
     policy: Policy,
-    world: World | None = None,
+    environments: World | None = None,
     cache_gb: float = 4.0,
     urls: Sequence[str] = (),
     timeout: float = 120.0,
@@ -45,20 +45,20 @@ def choose(
     """
     if name == "vllm":
         kept = (
-            Servers(rows, cache_gb, world=world, adapter=adapter, urls=urls, timeout=timeout, ahead=ahead)
+            Servers(rows, cache_gb, environments=environments, adapter=adapter, urls=urls, timeout=timeout, ahead=ahead)
             if urls
-            else VLLM(rows, cache_gb, world=world, adapter=adapter)
+            else VLLM(rows, cache_gb, environments=environments, adapter=adapter)
         )
         return kept, ""
     if policy.decoder:
-        return (HuggingFace(world=world) if name == "hf" else Native(rows, world=world)), ""
+        return (HuggingFace(environments=environments) if name == "hf" else Native(rows, environments=environments)), ""
     sampler, note, fault = tried(name, rows, policy)
-    sampler.world = world
+    sampler.environments = environments
     if not fault:
         return sampler, note
     other = "hf" if name == "native" else "native"
     second, note, also = tried(other, rows, policy)
-    second.world = world
+    second.environments = environments
     if also:
         kind = type(policy.model).__name__
         raise UserError(f"policy.model: {kind} cannot be sampled from: by {name} {fault}, by {other} {also}")
@@ -75,7 +75,7 @@ def in_int8(sampler: Native | HuggingFace | VLLM, policy: Policy) -> Native:
 def int8_fault(policy: Policy) -> str:
     """Why rows of this policy cannot be decoded in int8; empty where they can."""
     if not policy.decoder:
-        return f"this policy is computed by transformers: {policy.fallback_reason()}"
+        return f"this policy is computed by transformers: {policy.find_fallback_reason()}"
     return fusing.int8_fault(policy.decoder)
 
 
@@ -99,7 +99,7 @@ def fault_of(policy: Policy) -> str:
 def uniform(policy: Policy) -> Any:
     """The model where all of it is in fp32, so that rounding does not matter, or as it is sampled from."""
     wide = all(p.dtype == torch.float32 for p in policy.model.parameters())
-    return policy.model if wide else policy.inference_model()
+    return policy.model if wide else policy.get_inference_model()
 
 
 @torch.no_grad()

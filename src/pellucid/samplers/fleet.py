@@ -32,207 +32,207 @@ TOLD = 30.0
 class Server:
     """A server, and what it was given."""
 
-    remote: Remote
-    up: bool = False
+    client: Remote
+    is_up: bool = False
     """Whether it has the present weights, and has proved it."""
     reason: str = ""
     """Why it is not up, or is doubted."""
-    nonsense: int = 0
+    invalid_answers: int = 0
     """How many times in a row it has sent nonsense: then it is doubted until it answers a row, whatever its weights."""
-    dealt: list[int] = field(default_factory=list)
+    queued_rows: list[int] = field(default_factory=list)
     """Rows that it is asked for next."""
-    sent: set[int] = field(default_factory=set)
+    sent_rows: set[int] = field(default_factory=set)
     """Rows that it was asked for."""
 
     @property
-    def load(self) -> int:
-        return len(self.dealt) + len(self.sent)
+    def pending_count(self) -> int:
+        return len(self.queued_rows) + len(self.sent_rows)
 
 
 class Fleet:
     """Servers as one engine: `ask`, then `step` until nothing is `asked`, then `drop`, behind which no thread runs."""
 
-    def __init__(self, urls: Iterable[str], timeout: float, bring: Callable[[Remote], None]) -> None:
+    def __init__(self, urls: Iterable[str], timeout: float, update_server: Callable[[Remote], None]) -> None:
         """bring: gives a server the present weights and proves them."""
         self.servers = [Server(Remote(url, timeout)) for url in urls]
-        self.bring = bring
-        self.size = 1
+        self.update_server = update_server
+        self.group_size = 1
         """Rows of a group, which stay together."""
-        self.rows: dict[int, tuple[Any, Row]] = {}
+        self.requests: dict[int, tuple[Any, Row]] = {}
         """Those that have not been answered, by number, with their keys."""
-        self.longest = 0
+        self.max_length = 0
         """How many tokens prompt and answer may have: what all those take who were there first."""
-        self.homes: dict[int, Server] = {}
+        self.group_servers: dict[int, Server] = {}
         """Who has the prompts of a group in its cache."""
-        self.said: list[Said] = []
-        self.numbers = itertools.count()
-        self.news = threading.Condition()
-        self.pool: ThreadPoolExecutor | None = None
-        self.threads: list[Future[None]] = []
-        self.over = threading.Event()
-        self.told = -TOLD
+        self.answers: list[Said] = []
+        self.request_numbers = itertools.count()
+        self.condition = threading.Condition()
+        self.executor: ThreadPoolExecutor | None = None
+        self.futures: list[Future[None]] = []
+        self.stopped = threading.Event()
+        self.last_reminder = -TOLD
         """When it was said that nobody answers."""
 
-    def renew(self) -> None:
+    def update_weights(self) -> None:
         """Bring the present weights to those who answer, or to all where none does. Wait until one has them."""
         while True:
-            tried = [server for server in self.servers if server.remote.ready] or self.servers
+            tried = [server for server in self.servers if server.client.has_engine] or self.servers
             for server in tried:
-                server.remote.begin()
+                server.client.start()
             with ThreadPoolExecutor(len(tried)) as pool:
-                list(pool.map(self._renewed, tried))
-            if up := [server for server in self.servers if server.up]:
-                self.longest = self.longest or min(server.remote.longest for server in up)
+                list(pool.map(self._try_update, tried))
+            if up := [server for server in self.servers if server.is_up]:
+                self.max_length = self.max_length or min(server.client.max_length for server in up)
                 return
-            self._tell()
+            self._remind()
             time.sleep(AGAIN)
 
     @property
-    def asked(self) -> Collection[Any]:
+    def unfinished(self) -> Collection[Any]:
         """Rows that `step` has not returned yet."""
-        with self.news:
-            return [*self.rows, *self.said]
+        with self.condition:
+            return [*self.requests, *self.answers]
 
-    def ask(self, key: Any, ids: Sequence[int], most: int, temperature: float, seed: int) -> None:
+    def add_request(self, key: Any, ids: Sequence[int], max_tokens: int, temperature: float, seed: int) -> None:
         """Ask for up to `most` tokens behind these. key: the number of the row, or the row of a conversation."""
-        with self.news:
-            number = next(self.numbers)
-            self.rows[number] = key, Row(number, list(ids), most, temperature, seed)
-            self._deal([number])
-        if not self.threads:
-            self._start()
+        with self.condition:
+            number = next(self.request_numbers)
+            self.requests[number] = key, Row(number, list(ids), max_tokens, temperature, seed)
+            self._assign_rows([number])
+        if not self.futures:
+            self._start_threads()
 
     def step(self) -> list[Said]:
         """Return the answers that have come; wait a moment for the first."""
-        with self.news:
-            self.news.wait_for(lambda: self.said or any(thread.done() for thread in self.threads), POLL)
-            for thread in self.threads:
+        with self.condition:
+            self.condition.wait_for(lambda: self.answers or any(thread.done() for thread in self.futures), POLL)
+            for thread in self.futures:
                 if thread.done():
                     thread.result()  # it has failed
-            said, self.said = self.said, []
-        if not any(server.up for server in self.servers):
-            self._tell()
+            said, self.answers = self.answers, []
+        if not any(server.is_up for server in self.servers):
+            self._remind()
         return said
 
-    def drop(self) -> None:
+    def abort_all(self) -> None:
         """Forget what was asked and has not been answered, and end all threads."""
-        self.over.set()
-        with self.news:
-            self.news.notify_all()
+        self.stopped.set()
+        with self.condition:
+            self.condition.notify_all()
         for server in self.servers:
-            server.remote.end()
-        if self.pool:
-            self.pool.shutdown()
+            server.client.stop()
+        if self.executor:
+            self.executor.shutdown()
         for server in self.servers:
-            if server.sent:  # it goes on with them, until it gets weights
-                server.up = False
-            server.dealt, server.sent = [], set()
-        self.rows, self.homes, self.said, self.pool, self.threads = {}, {}, [], None, []
+            if server.sent_rows:  # it goes on with them, until it gets weights
+                server.is_up = False
+            server.queued_rows, server.sent_rows = [], set()
+        self.requests, self.group_servers, self.answers, self.executor, self.futures = {}, {}, [], None, []
 
     # ------------------------------------------------------------ who gets what
 
-    def _deal(self, numbers: Iterable[int]) -> None:
+    def _assign_rows(self, numbers: Iterable[int]) -> None:
         """Give rows to whoever has their group; a group that nobody has to whoever has least to do."""
-        up = [server for server in self.servers if server.up]
+        up = [server for server in self.servers if server.is_up]
         for number in numbers if up else ():
-            group = self._group(self.rows[number][0])
-            home = self.homes.get(group)
-            if home is None or not home.up:
-                home = self.homes[group] = min(up, key=lambda server: server.load)
-            home.dealt.append(number)
-        self.news.notify_all()
+            group = self._get_group(self.requests[number][0])
+            home = self.group_servers.get(group)
+            if home is None or not home.is_up:
+                home = self.group_servers[group] = min(up, key=lambda server: server.pending_count)
+            home.queued_rows.append(number)
+        self.condition.notify_all()
 
-    def _group(self, key: Any) -> int:
-        return (key.number if isinstance(key, TalkRow) else key) // self.size
+    def _get_group(self, key: Any) -> int:
+        return (key.number if isinstance(key, TalkRow) else key) // self.group_size
 
-    def check_room(self, remote: Remote) -> None:
+    def check_max_length(self, client: Remote) -> None:
         """SmallError where a server takes shorter rows than those who were there first."""
-        if remote.longest < self.longest:
+        if client.max_length < self.max_length:
             raise SmallError(
-                f"it takes {remote.longest} tokens a row, and this run counts on {self.longest}: start it with a larger"
+                f"it takes {client.max_length} tokens a row, and this run counts on {self.max_length}: start it with a larger"
                 " --cache-gb"
             )
 
-    def _rise(self, server: Server) -> None:
-        with self.news:
-            server.up = True
-            given = {number for other in self.servers for number in (*other.dealt, *other.sent)}
-            self._deal([number for number in self.rows if number not in given])
-        if not server.nonsense:
-            self._trust(server)
+    def _mark_up(self, server: Server) -> None:
+        with self.condition:
+            server.is_up = True
+            given = {number for other in self.servers for number in (*other.queued_rows, *other.sent_rows)}
+            self._assign_rows([number for number in self.requests if number not in given])
+        if not server.invalid_answers:
+            self._clear_faults(server)
 
-    def _trust(self, server: Server) -> None:
+    def _clear_faults(self, server: Server) -> None:
         if server.reason:
-            print(harmless(f"! {server.remote.url} is back, with the present weights"), flush=True)
-        server.reason, server.nonsense = "", 0
+            print(harmless(f"! {server.client.url} is back, with the present weights"), flush=True)
+        server.reason, server.invalid_answers = "", 0
 
-    def _fall(self, server: Server, error: GoneError | RefusedError) -> None:
+    def _mark_down(self, server: Server, error: GoneError | RefusedError) -> None:
         reason = str(error)
         if isinstance(error, NonsenseError):
-            server.nonsense += 1
-        with self.news:
-            rows = [*server.sent, *server.dealt]
-            server.up, server.dealt, server.sent = False, [], set()
-            server.remote.ready = False
-            self._deal(sorted(rows))
+            server.invalid_answers += 1
+        with self.condition:
+            rows = [*server.sent_rows, *server.queued_rows]
+            server.is_up, server.queued_rows, server.sent_rows = False, [], set()
+            server.client.has_engine = False
+            self._assign_rows(sorted(rows))
         if not server.reason or (isinstance(error, SmallError | RefusedError) and server.reason != reason):
-            others = "go to the others" if any(other.up for other in self.servers) else "wait"
+            others = "go to the others" if any(other.is_up for other in self.servers) else "wait"
             lost = f": its {len(rows)} rows {others}" if rows else ""
-            print(harmless(f"! {server.remote.url}: {reason}{lost}"), flush=True)
+            print(harmless(f"! {server.client.url}: {reason}{lost}"), flush=True)
         server.reason = reason
 
-    def _tell(self) -> None:
-        if time.monotonic() - self.told > TOLD:
-            why = "; ".join(f"{server.remote.url}: {server.reason or 'not yet'}" for server in self.servers)
-            waiting = f"{len(self.rows)} rows wait" if self.rows else "the weights wait"
+    def _remind(self) -> None:
+        if time.monotonic() - self.last_reminder > TOLD:
+            why = "; ".join(f"{server.client.url}: {server.reason or 'not yet'}" for server in self.servers)
+            waiting = f"{len(self.requests)} rows wait" if self.requests else "the weights wait"
             line = f"! no sampler server answers, {waiting} ({why}): {START.format('PORT')} starts one"
             print(harmless(line), flush=True)
-            self.told = time.monotonic()
+            self.last_reminder = time.monotonic()
 
     # ------------------------------------------------------------ a thread for each server
 
-    def _start(self) -> None:
-        self.over.clear()
-        self.pool = ThreadPoolExecutor(len(self.servers))
+    def _start_threads(self) -> None:
+        self.stopped.clear()
+        self.executor = ThreadPoolExecutor(len(self.servers))
         for server in self.servers:
-            server.remote.begin()
-            self.threads.append(self.pool.submit(self._serve, server))
+            server.client.start()
+            self.futures.append(self.executor.submit(self._run_server, server))
 
-    def _renewed(self, server: Server) -> None:
+    def _try_update(self, server: Server) -> None:
         try:
-            self.bring(server.remote)
-            self._rise(server)
+            self.update_server(server.client)
+            self._mark_up(server)
         except GoneError as error:
-            self._fall(server, error)
+            self._mark_down(server, error)
 
-    def _serve(self, server: Server) -> None:
-        while not self.over.is_set():
+    def _run_server(self, server: Server) -> None:
+        while not self.stopped.is_set():
             try:
-                if not server.up:
-                    self.bring(server.remote)
-                    self._rise(server)
-                while not self.over.is_set():
-                    self._exchange(server)
+                if not server.is_up:
+                    self.update_server(server.client)
+                    self._mark_up(server)
+                while not self.stopped.is_set():
+                    self._exchange_rows(server)
             except (GoneError, RefusedError) as error:
-                if not self.over.is_set():
-                    self._fall(server, error)
-                    self.over.wait(AGAIN * 2 ** min(server.nonsense, SELDOM))
+                if not self.stopped.is_set():
+                    self._mark_down(server, error)
+                    self.stopped.wait(AGAIN * 2 ** min(server.invalid_answers, SELDOM))
 
-    def _exchange(self, server: Server) -> None:
+    def _exchange_rows(self, server: Server) -> None:
         """Send a server the rows that it was dealt, and take what it has sampled."""
-        with self.news:
-            self.news.wait_for(lambda: server.load or self.over.is_set())
-            dealt, server.dealt = server.dealt, []
-            server.sent.update(dealt)
-            rows = [self.rows[number][1] for number in dealt]
-        if self.over.is_set():
+        with self.condition:
+            self.condition.wait_for(lambda: server.pending_count or self.stopped.is_set())
+            dealt, server.queued_rows = server.queued_rows, []
+            server.sent_rows.update(dealt)
+            rows = [self.requests[number][1] for number in dealt]
+        if self.stopped.is_set():
             return
-        spoken = server.remote.step(rows)
-        if spoken and server.nonsense:
-            self._trust(server)
-        with self.news:
+        spoken = server.client.step(rows)
+        if spoken and server.invalid_answers:
+            self._clear_faults(server)
+        with self.condition:
             for number, tokens, logprobs in spoken:
-                if number in server.sent:
-                    server.sent.remove(number)
-                    self.said.append(Said(self.rows.pop(number)[0], tokens, logprobs))
-            self.news.notify_all()
+                if number in server.sent_rows:
+                    server.sent_rows.remove(number)
+                    self.answers.append(Said(self.requests.pop(number)[0], tokens, logprobs))
+            self.condition.notify_all()

@@ -28,9 +28,9 @@ MEND = 'nothing was trained on them; --resume the run, or set sampler.name = "na
 class Limits(NamedTuple):
     """Mean distances of the log-probs of a text, in nats."""
 
-    least: float
+    always_allowed: float
     """So far apart two arithmetics may always be."""
-    most: float
+    maximum: float
     """So far apart they never are."""
 
 
@@ -44,11 +44,11 @@ GAPS = {
 class Engine(Protocol):
     """Whoever was given weights."""
 
-    def columns(self, name: str, at: Sequence[int]) -> list[Tensor]:
+    def read_columns(self, name: str, indices: Sequence[int]) -> list[Tensor]:
         """Return columns [n, len(at)] of a weight, as each place that computes with it has them."""
         ...
 
-    def read(self, ids: Sequence[int]) -> tuple[Tensor, int]:
+    def score_tokens(self, ids: Sequence[int]) -> tuple[Tensor, int]:
         """Return the log-probs of ids[1:] at temperature 1, and how many of these tokens came from a cache."""
         ...
 
@@ -57,17 +57,17 @@ class Freshness:
     """What the last push brought. `check` is called behind every push."""
 
     def __init__(self) -> None:
-        self.sums: dict[str, Tensor] = {}
+        self.column_sums: dict[str, Tensor] = {}
         """Of each column of each weight."""
         self.first_gap: float | None = None
-        self.chance = torch.Generator().manual_seed(0)
+        self.generator = torch.Generator().manual_seed(0)
 
     def check(
         self,
         engine: Engine,
         pushed: Mapping[str, Tensor],
         ids: Sequence[int],
-        scored: Tensor,
+        scorer_logprobs: Tensor,
         scorer_dtype: torch.dtype | None = None,
     ) -> None:
         """Check an engine that was given `pushed`, in the dtype that it computes in.
@@ -77,7 +77,7 @@ class Freshness:
 
         UserError where it has other weights, or remembers what others have computed.
         """
-        logprobs, cached = engine.read(ids)
+        logprobs, cached = engine.score_tokens(ids)
         if cached:
             raise UserError(
                 f"the sampler goes on from what earlier weights have computed, {cached} tokens of a text that it read"
@@ -85,21 +85,21 @@ class Freshness:
             )
         sums = {name: sums_of_columns(weight) for name, weight in pushed.items()}
         for name, weight in pushed.items():
-            self.compare(engine, name, weight, self.changed(name, sums[name]))
+            self.compare_columns(engine, name, weight, self.pick_changed_columns(name, sums[name]))
         dtypes = {next(iter(pushed.values())).dtype, *([scorer_dtype] if scorer_dtype else [])}
-        coarser = max(dtypes, key=lambda dtype: GAPS[dtype].most)
-        self.bound((logprobs.double() - scored.double().cpu()).abs().mean().item(), coarser)
-        self.sums |= sums
+        coarser = max(dtypes, key=lambda dtype: GAPS[dtype].maximum)
+        self.check_gap((logprobs.double() - scorer_logprobs.double().cpu()).abs().mean().item(), coarser)
+        self.column_sums |= sums
 
-    def changed(self, name: str, sums: Tensor) -> list[int]:
+    def pick_changed_columns(self, name: str, sums: Tensor) -> list[int]:
         """Return some of the columns of a weight that are not as they were at the last push; of a first one any."""
-        before = self.sums.get(name)
+        before = self.column_sums.get(name)
         new = torch.arange(len(sums)) if before is None else (sums != before).nonzero()[:, 0]
-        return new[torch.randperm(len(new), generator=self.chance)[:COLUMNS]].tolist()
+        return new[torch.randperm(len(new), generator=self.generator)[:COLUMNS]].tolist()
 
-    def compare(self, engine: Engine, name: str, weight: Tensor, at: list[int]) -> None:
-        right = matrix(weight)[:, at]
-        for held in engine.columns(name, at) if at else []:
+    def compare_columns(self, engine: Engine, name: str, weight: Tensor, indices: list[int]) -> None:
+        right = matrix(weight)[:, indices]
+        for held in engine.read_columns(name, indices) if indices else []:
             if held.shape != right.shape:
                 raise UserError(f'policy.model: vLLM keeps {name} in another form: set sampler.name = "native"')
             if not torch.equal(normal(held), normal(right)):
@@ -107,7 +107,7 @@ class Freshness:
                     raise UserError(f"{name} of the policy is no longer finite: lower optimizer.lr, and --resume")
                 raise UserError(f"the sampler has old weights: {name} is not the policy's; {MEND}")
 
-    def bound(self, gap: float, dtype: torch.dtype) -> None:
+    def check_gap(self, gap: float, dtype: torch.dtype) -> None:
         least, most = GAPS[dtype]
         limit = most if self.first_gap is None else min(most, max(least, GROWTH * self.first_gap))
         if not gap <= limit:  # nor is it where it is no number

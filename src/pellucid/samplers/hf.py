@@ -18,39 +18,39 @@ from pellucid.samplers.talks import PAUSE, Row, Talks
 from pellucid.types import Group, Prompt, Sampling
 
 if TYPE_CHECKING:
-    from pellucid.policy.policy import Policy
+    pass
 
 
 @dataclass
 class HuggingFace:
-    policy: Policy = None
+    policy: Any = None
     version: int = 0
     one_by_one: bool = False
     """Whether prompts are continued one after the other, since this model's state knows no padding."""
-    world: World | None = None
+    environments: World | None = None
     """Those whom the policy talks with, where its answers are conversations."""
 
-    def sync(self, policy: Policy, version: int = 0) -> None:
-        self.policy, self.version, self.model = policy, version, policy.inference_model()
+    def sync(self, policy: Any, version: int = 0) -> None:
+        self.policy, self.version, self.model = policy, version, policy.get_inference_model()
 
     def generate(self, prompts: Sequence[Prompt], sampling: Sampling) -> list[Group]:
         if self.policy.decoder:
             self.policy.gather()  # the model is the policy's own
-        if self.world:
-            return self._conversations(Talks(self.policy, self.version, self.world, prompts, sampling))
+        if self.environments:
+            return self._generate_conversations(Talks(self.policy, self.version, self.environments, prompts, sampling))
         parts = [[prompt] for prompt in prompts] if self.one_by_one else [prompts]
-        return [group for part in parts for group in self._together(part, sampling)]
+        return [group for part in parts for group in self._generate_batch(part, sampling)]
 
     @torch.no_grad()
-    def _together(self, prompts: Sequence[Prompt], sampling: Sampling) -> list[Group]:
+    def _generate_batch(self, prompts: Sequence[Prompt], sampling: Sampling) -> list[Group]:
         contexts = [self.policy.encode(prompt) for prompt in prompts]
         rows = [ids for ids in contexts for _ in range(sampling.n)]
         check_lengths(rows, self.policy.context_length - sampling.max_tokens)
         with forked(self.model.device, row_seed(sampling.seed, prompts[0], 0)):
-            sampled, scores = generated(self.model, rows, self._config(sampling))
+            sampled, scores = generated(self.model, rows, self._build_config(sampling))
         # Scores are at the temperature, -inf where cut off.
         logprobs = scores.log_softmax(-1).gather(-1, sampled[..., None])[..., 0]
-        lengths = [self._length(row) for row in sampled.tolist()]
+        lengths = [self._find_length(row) for row in sampled.tolist()]
         return completed_groups(
             self.policy,
             self.version,
@@ -65,33 +65,37 @@ class HuggingFace:
         )
 
     @torch.no_grad()
-    def _conversations(self, talks: Talks) -> list[Group]:
+    def _generate_conversations(self, conversations: Talks) -> list[Group]:
         """All rows speak a turn, each whole conversation being read anew, then all that were answered the next."""
         turn = 0
-        while not talks.over:
-            talks.begin(len(talks.rows))
-            while talks.unheard:  # one stream of random numbers: who speaks when must not depend on the clock
-                talks.listen(PAUSE)
-            rows = [row for group in talks.next_groups(len(talks.rows)) for row in group] + talks.ready
-            talks.ready = []
+        while not conversations.is_done:
+            conversations.start(len(conversations.rows))
+            while (
+                conversations.pending_replies
+            ):  # one stream of random numbers: who speaks when must not depend on the clock
+                conversations.poll_replies(PAUSE)
+            rows = [
+                row for group in conversations.take_prefill_groups(len(conversations.rows)) for row in group
+            ] + conversations.extend_queue
+            conversations.extend_queue = []
             for part in [[row] for row in rows] if self.one_by_one else [rows] if rows else []:
-                self._turn(talks, part, turn)
+                self._sample_turn(conversations, part, turn)
                 turn += 1
-        return talks.groups()
+        return conversations.collect_groups()
 
-    def _turn(self, talks: Talks, rows: Sequence[Row], turn: int) -> None:
-        sampling = replace(talks.sampling, max_tokens=max(map(talks.limit, rows)))
-        with forked(self.model.device, row_seed(f"{sampling.seed}/{turn}", talks.prompts[0], rows[0].number)):
-            sampled, scores = generated(self.model, [row.context for row in rows], self._config(sampling))
+    def _sample_turn(self, conversations: Talks, rows: Sequence[Row], turn: int) -> None:
+        sampling = replace(conversations.sampling, max_tokens=max(map(conversations.get_turn_limit, rows)))
+        with forked(self.model.device, row_seed(f"{sampling.seed}/{turn}", conversations.prompts[0], rows[0].number)):
+            sampled, scores = generated(self.model, [row.context for row in rows], self._build_config(sampling))
         logprobs = scores.log_softmax(-1).gather(-1, sampled[..., None])[..., 0]
         for row, tokens, of_tokens, allowed in zip(rows, sampled.tolist(), logprobs.tolist(), scores, strict=True):
             masks = masks_of(allowed.isfinite()) if sampling.truncates else [None] * len(tokens)
             spoken = zip(tokens, of_tokens, masks, strict=True)
-            while not talks.add(row, *next(spoken)):
+            while not conversations.add_token(row, *next(spoken)):
                 pass
-            talks.spoken(row)
+            conversations.finish_turn(row)
 
-    def _config(self, sampling: Sampling) -> GenerationConfig:
+    def _build_config(self, sampling: Sampling) -> GenerationConfig:
         return GenerationConfig(
             max_new_tokens=sampling.max_tokens,
             do_sample=sampling.temperature > 0.0,
@@ -104,7 +108,7 @@ class HuggingFace:
             pad_token_id=self.policy.eos_ids[0],
         )
 
-    def _length(self, row: list[int]) -> int:
+    def _find_length(self, row: list[int]) -> int:
         """Up to and with the first end-of-sequence token; behind it `generate()` pads."""
         ends = [t for t, token in enumerate(row) if token in self.policy.eos_ids]
         return ends[0] + 1 if ends else len(row)

@@ -19,7 +19,7 @@ from pellucid.samplers.turns import Hall
 from pellucid.types import Group, Prompt, Sampling
 
 if TYPE_CHECKING:
-    from pellucid.policy.policy import Policy
+    pass
 
 BURST = 8
 """Tokens that are drawn before a GPU is asked whose rows have ended: each time the host waits for it, and the other way
@@ -33,34 +33,34 @@ class Native:
 
     rows: int = 256
     """How many completions are decoded at once."""
-    policy: Policy = None
+    policy: Any = None
     version: int = 0
-    world: World | None = None
+    environments: World | None = None
     """Those whom the policy talks with, where its answers are conversations."""
     int8: bool = False
     """Whether tokens are decoded in int8, of whose log-probs those of the scorer are then some hundredths off."""
-    patient: bool = False
+    deterministic: bool = False
     """Whether all rows wait for every reply, so that the same seed gives the same bits."""
 
-    def sync(self, policy: Policy, version: int = 0) -> None:
+    def sync(self, policy: Any, version: int = 0) -> None:
         self.policy, self.version = policy, version
         policy.gather()
 
     @property
-    def in_flight(self) -> bool:
+    def batches_continuously(self) -> bool:
         """As in `InFlight`. Where transformers decodes, nobody is let in before all have ended; and of conversations,
         each with a process of its own, twice as many as rows would be begun.
         """
-        return bool(self.policy.decoder) and not self.world
+        return bool(self.policy.decoder) and not self.environments
 
     @torch.no_grad()
     def generate(self, prompts: Sequence[Prompt], sampling: Sampling) -> list[Group]:
         """Sample a group for each prompt. Each row has random numbers of its own, so that its neighbours do not matter,
         but for the rounding of matrix products: see models/invariance.py.
         """
-        if self.world:
-            talks = Talks(self.policy, self.version, self.world, prompts, sampling)
-            return Hall(self.policy, talks, self.rows, self.patient, self.int8).hold()
+        if self.environments:
+            talks = Talks(self.policy, self.version, self.environments, prompts, sampling)
+            return Hall(self.policy, talks, self.rows, self.deterministic, self.int8).run()
         contexts = [self.policy.encode(prompt) for prompt in prompts]
         check_lengths(contexts, self.policy.context_length - sampling.max_tokens)
         seeds = [row_seed(sampling.seed, prompt, g) for prompt in prompts for g in range(sampling.n)]
@@ -71,23 +71,23 @@ class Native:
     ) -> tuple[list[list[int]], list[list[float]], list[list[Tensor]]]:
         """Tokens, their log-probs and sampling masks for each of the len(contexts) * sampling.n rows."""
         size = sampling.n
-        running: Running[int] = Running(self.policy.decode_batch(max(self.rows, size), self.int8))
+        running: Running[int] = Running(self.policy.create_decode_batch(max(self.rows, size), self.int8))
         tokens: list[list[int]] = [[] for _ in seeds]
         logprobs: list[list[float]] = [[] for _ in seeds]
         masks: list[list[Tensor]] = [[] for _ in seeds]
         uniforms: dict[int, list[float]] = {}  # of rows that have not ended
         waiting = list(range(len(contexts)))
-        while waiting or running.rows:
-            if joining := waiting[: running.room() // size]:
+        while waiting or running.requests:
+            if joining := waiting[: running.count_free_slots() // size]:
                 waiting = waiting[len(joining) :]
                 rows = [p * size + g for p in joining for g in range(size)]
                 uniforms |= {row: _uniforms(seeds[row], sampling.max_tokens) for row in rows}
                 running.admit([contexts[p] for p in joining], rows)
-            going = [row for row in running.rows if row in uniforms]
-            k = min(self._at_once(), sampling.max_tokens - max(len(tokens[row]) for row in going))
-            chances = [_next(uniforms.get(row), len(tokens[row]), k) for row in running.rows]
+            going = [row for row in running.requests if row in uniforms]
+            k = min(self._count_steps_per_check(), sampling.max_tokens - max(len(tokens[row]) for row in going))
+            chances = [_next(uniforms.get(row), len(tokens[row]), k) for row in running.requests]
             last, *drawn_by = self._draw(running, torch.tensor(chances, dtype=torch.float64), sampling)
-            for row, ids, of_ids, kept in zip(running.rows, *drawn_by, strict=True):
+            for row, ids, of_ids, kept in zip(running.requests, *drawn_by, strict=True):
                 if row not in uniforms:
                     continue
                 n = 1 + next((i for i, token in enumerate(ids) if token in self.policy.eos_ids), k)
@@ -96,24 +96,24 @@ class Native:
                 masks[row] += kept[:n]
                 if n <= k or len(tokens[row]) == sampling.max_tokens:
                     del uniforms[row]
-            stays = [place for place, row in enumerate(running.rows) if row in uniforms]
-            if self._drops(running, len(stays), size if waiting else 0):
+            stays = [place for place, row in enumerate(running.requests) if row in uniforms]
+            if self._should_compact(running, len(stays), size if waiting else 0):
                 places = torch.tensor(stays, dtype=torch.long)
-                running.keep(places)
+                running.keep_rows(places)
                 last = last[places.to(last.device)]
             running.step(last)
         return tokens, logprobs, masks
 
-    def _drops(self, running: Running[int], stays: int, wanted: int) -> bool:
+    def _should_compact(self, running: Running[int], stays: int, wanted: int) -> bool:
         """Whether rows that have ended are dropped at once. On a GPU others are hardly faster without them, while to
         drop them costs a copy and a new graph: there half of all must have ended, or make room for so many others.
         """
-        rows = len(running.rows)
+        rows = len(running.requests)
         if self.policy.device.type == "cpu":
             return True
-        return 2 * stays <= rows or 0 < wanted <= running.room() + rows - stays
+        return 2 * stays <= rows or 0 < wanted <= running.count_free_slots() + rows - stays
 
-    def _at_once(self) -> int:
+    def _count_steps_per_check(self) -> int:
         """Of how many tokens it is seen together whether they end a row: on the CPU nobody waits for one."""
         return 1 if self.policy.device.type == "cpu" else BURST
 
@@ -124,7 +124,7 @@ class Native:
         [n], not yet appended, and row by row all tokens, their log-probs and sampling masks.
         """
         tokens: list[Tensor] = []
-        logprobs, masks = [], [[] for _ in running.rows]
+        logprobs, masks = [], [[] for _ in running.requests]
         for column in chances.to(hardware.place_of_sums(self.policy.device)).unbind(1):
             if tokens:
                 running.step(tokens[-1])

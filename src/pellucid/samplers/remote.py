@@ -74,7 +74,7 @@ class Row(NamedTuple):
 
     number: int
     ids: Sequence[int]
-    most: int
+    max_tokens: int
     temperature: float
     seed: int
 
@@ -87,7 +87,7 @@ class Spoken(NamedTuple):
     logprobs: list[float]
 
 
-def spoken(answer: Any, asked: Mapping[int, Row], vocabulary: int, ends: Collection[int]) -> Spoken:
+def spoken(answer: Any, requests: Mapping[int, Row], vocabulary_size: int, eos_ids: Collection[int]) -> Spoken:
     """Return a row of an answer. NonsenseError where it cannot be one of those that were asked for.
 
     Args:
@@ -99,20 +99,20 @@ def spoken(answer: Any, asked: Mapping[int, Row], vocabulary: int, ends: Collect
     if not isinstance(answer, list) or len(answer) != 3:
         raise NonsenseError("it sends nonsense: a row is not number, tokens and log-probs")
     number, tokens, logprobs = answer
-    if type(number) is not int or number not in asked:
+    if type(number) is not int or number not in requests:
         raise NonsenseError("it sends nonsense: a row that it was not asked for, or has answered")
-    most = asked[number].most
+    most = requests[number].max_tokens
     if not isinstance(tokens, list) or not isinstance(logprobs, list) or len(tokens) != len(logprobs):
         raise NonsenseError("it sends nonsense: a row that does not have a log-prob for each token")
     if not 0 < len(tokens) <= most:
         raise NonsenseError(f"it sends nonsense: a row of {len(tokens)} tokens, where 1 to {most} were asked for")
-    if not all(type(token) is int and 0 <= token < vocabulary for token in tokens):
-        raise NonsenseError(f"it sends nonsense: a token that is not a whole number from 0 to {vocabulary - 1}")
+    if not all(type(token) is int and 0 <= token < vocabulary_size for token in tokens):
+        raise NonsenseError(f"it sends nonsense: a token that is not a whole number from 0 to {vocabulary_size - 1}")
     if not all(type(x) in (int, float) and LEAST <= x <= MOST for x in logprobs):
         raise NonsenseError(f"it sends nonsense: a log-prob that is not a number from {LEAST:g} to 0")
-    if any(token in ends for token in tokens[:-1]):
+    if any(token in eos_ids for token in tokens[:-1]):
         raise NonsenseError("it sends nonsense: a row that goes on after its end")
-    if len(tokens) < most and tokens[-1] not in ends:
+    if len(tokens) < most and tokens[-1] not in eos_ids:
         raise NonsenseError("it sends nonsense: a row that breaks off")
     return Spoken(number, tokens, [float(x) for x in logprobs])
 
@@ -124,62 +124,62 @@ class Remote:
         """timeout: seconds without an answer after which it hangs."""
         self.url, self.timeout = url.rstrip("/"), timeout
         self.version = ""
-        self.longest = self.block = 0
-        self.ready = False
+        self.max_length = self.block_size = 0
+        self.has_engine = False
         """Whether it had an engine for the model when it was asked last."""
-        self.freshness = Freshness()
-        self.vocabulary, self.ends = 0, frozenset[int]()
+        self.weight_check = Freshness()
+        self.vocabulary_size, self.eos_ids = 0, frozenset[int]()
         self._connection: http.client.HTTPConnection | None = None
-        self._ended = False
-        self.proved = False
+        self._stopped = False
+        self.is_verified = False
         """Whether it has had proven weights before, so that an error is its own and not one of the settings."""
-        self._asked: dict[int, Row] = {}
+        self._requests: dict[int, Row] = {}
         """The rows that it has not answered yet, by number."""
         self._dtype: torch.dtype | None = None
-        self._steps, self._moved, self._due = -1, 0.0, 0
+        self._steps, self._last_progress, self._step_limit = -1, 0.0, 0
 
-    def state(self) -> dict[str, Any]:
-        return checked_state(self._json("GET", "/state"))
+    def get_state(self) -> dict[str, Any]:
+        return checked_state(self._request_json("GET", "/state"))
 
-    def load(self, model: bytes) -> None:
+    def load_model(self, model: bytes) -> None:
         """Have it make an engine for a model as `described`, where it has none of it.
 
         RefusedError where it makes none with such an adapter.
         """
-        state = self.state()
+        state = self.get_state()
         if state["model"] != digest(model):
-            state = checked_state(self._json("PUT", "/model", model, timeout=max(LOADING, self.timeout)))
+            state = checked_state(self._request_json("PUT", "/model", model, timeout=max(LOADING, self.timeout)))
         if state["refusal"]:
             raise RefusedError(in_one_line(state["refusal"]))
         if state["model"] != digest(model) or state["longest"] < 2 or state["block"] < 1:
             raise NonsenseError("it sends nonsense: a state without the model that it was given")
         described = json.loads(model)
-        self.vocabulary, self.ends = described["vocabulary"], frozenset(described["ends"])
-        self.longest, self.block, self.version = state["longest"], state["block"], state["version"]
-        self.ready = True
+        self.vocabulary_size, self.eos_ids = described["vocabulary"], frozenset(described["ends"])
+        self.max_length, self.block_size, self.version = state["longest"], state["block"], state["version"]
+        self.has_engine = True
 
     def push(self, weights: Mapping[str, Tensor]) -> None:
         """Give it these weights, or an adapter alone beside those that it has; it forgets what it was asked before."""
         onto = f"?onto={self.version}" if all(map(is_of_adapter, weights)) else ""
         version, parts = secrets.token_hex(8), list(parted(weights))
-        self._asked, self._steps, self._dtype = {}, -1, next(iter(weights.values())).dtype
+        self._requests, self._steps, self._dtype = {}, -1, next(iter(weights.values())).dtype
         for i, part in enumerate(parts):
             body = safetensors.torch.save({name: weight.cpu().contiguous() for name, weight in part.items()})
-            self._answer("PUT", f"/weights/{version}/{i}/{len(parts)}{onto}", body)
+            self._request("PUT", f"/weights/{version}/{i}/{len(parts)}{onto}", body)
         self.version = version
 
-    def columns(self, name: str, at: Sequence[int]) -> list[Tensor]:
+    def read_columns(self, name: str, indices: Sequence[int]) -> list[Tensor]:
         """As `Engine.columns`."""
-        found = self._tensors("/columns", {"name": name, "at": list(at)})
+        found = self._request_tensors("/columns", {"name": name, "at": list(indices)})
         columns = [found[str(i)] for i in range(len(found)) if str(i) in found]
-        sound = all(x.dim() == 2 and x.shape[1] == len(at) and x.dtype == self._dtype for x in columns)
+        sound = all(x.dim() == 2 and x.shape[1] == len(indices) and x.dtype == self._dtype for x in columns)
         if not columns or len(columns) != len(found) or not sound:
             raise NonsenseError(f"it sends nonsense: no columns of {name}")
         return columns
 
-    def read(self, ids: Sequence[int]) -> tuple[Tensor, int]:
+    def score_tokens(self, ids: Sequence[int]) -> tuple[Tensor, int]:
         """As `Engine.read`."""
-        found = self._tensors("/read", {"ids": list(ids)})
+        found = self._request_tensors("/read", {"ids": list(ids)})
         logprobs, cached = found.get("logprobs"), found.get("cached")
         if logprobs is None or cached is None or logprobs.shape != (len(ids) - 1,) or cached.numel() != 1:
             raise NonsenseError("it sends nonsense: no log-probs of the text that it was given")
@@ -187,48 +187,48 @@ class Remote:
 
     def step(self, rows: Sequence[Row]) -> list[Spoken]:
         """Ask for these rows, too; return what is sampled, and wait a moment for the first of it."""
-        self._asked |= {row.number: row for row in rows}
-        limit = SHORT + TOKEN_BYTES * sum(row.most for row in self._asked.values())
-        answer = self._json("POST", "/step", json.dumps(rows).encode(), self.version, limit=limit)
+        self._requests |= {row.number: row for row in rows}
+        limit = SHORT + TOKEN_BYTES * sum(row.max_tokens for row in self._requests.values())
+        answer = self._request_json("POST", "/step", json.dumps(rows).encode(), self.version, limit=limit)
         steps, said = (answer.get("steps"), answer.get("said")) if isinstance(answer, dict) else (None, None)
         if type(steps) is not int or steps < self._steps or not isinstance(said, list):
             raise NonsenseError("it sends nonsense: no steps and rows")
-        found = [self._answered(row) for row in said]
+        found = [self._take_answer(row) for row in said]
         if rows or found:
             # Each step adds a token to a row, or reads some of a prompt.
-            self._due = steps + sum(len(row.ids) + row.most for row in self._asked.values())
+            self._step_limit = steps + sum(len(row.ids) + row.max_tokens for row in self._requests.values())
         if steps != self._steps or rows:
-            self._steps, self._moved = steps, time.monotonic()
-        if not found and time.monotonic() - self._moved > self.timeout:
+            self._steps, self._last_progress = steps, time.monotonic()
+        if not found and time.monotonic() - self._last_progress > self.timeout:
             raise GoneError(f"its engine has stood still for {self.timeout:g} s")
-        if self._asked and steps > self._due:
+        if self._requests and steps > self._step_limit:
             raise NonsenseError("it sends nonsense: more steps than the rows can take, and no row")
         return found
 
-    def _answered(self, row: Any) -> Spoken:
-        found = spoken(row, self._asked, self.vocabulary, self.ends)
-        del self._asked[found.number]
+    def _take_answer(self, row: Any) -> Spoken:
+        found = spoken(row, self._requests, self.vocabulary_size, self.eos_ids)
+        del self._requests[found.number]
         return found
 
-    def begin(self) -> None:
-        self._ended = False
+    def start(self) -> None:
+        self._stopped = False
 
-    def end(self) -> None:
+    def stop(self) -> None:
         """End the request that another thread waits for, and let it make no more until `begin`."""
-        self._ended = True
+        self._stopped = True
         with suppress(OSError, AttributeError):
             self._connection.sock.shutdown(socket.SHUT_RDWR)  # pyright: ignore[reportOptionalMemberAccess]
 
     # ------------------------------------------------------------ requests
 
-    def _tensors(self, path: str, asked: Any) -> dict[str, Tensor]:
-        answer = self._answer("POST", path, json.dumps(asked).encode(), self.version, limit=LONG)
+    def _request_tensors(self, path: str, asked: Any) -> dict[str, Tensor]:
+        answer = self._request("POST", path, json.dumps(asked).encode(), self.version, limit=LONG)
         try:
             return safetensors.torch.load(answer)
         except (SafetensorError, KeyError, ValueError):
             raise NonsenseError("it sends nonsense: no tensors") from None
 
-    def _json(
+    def _request_json(
         self,
         method: str,
         path: str,
@@ -238,11 +238,11 @@ class Remote:
         limit: int = SHORT,
     ) -> Any:
         try:
-            return json.loads(self._answer(method, path, body, version, timeout, limit))
+            return json.loads(self._request(method, path, body, version, timeout, limit))
         except (ValueError, RecursionError):
             raise NonsenseError("it sends nonsense: no JSON") from None
 
-    def _answer(
+    def _request(
         self,
         method: str,
         path: str,
@@ -254,17 +254,17 @@ class Remote:
         """The body of an answer; where a version is given, computed with those weights."""
         try:
             secret, limits = token(self.url), (timeout or self.timeout, limit)
-            status, theirs, answer = self._exchanged(method, path, body, headers_of(secret, version), *limits)
+            status, theirs, answer = self._send(method, path, body, headers_of(secret, version), *limits)
             # A server that was still starting may have written its secret after this request was sent.
             if status == 401 and (written := token(self.url)) != secret:
-                status, theirs, answer = self._exchanged(method, path, body, headers_of(written, version), *limits)
+                status, theirs, answer = self._send(method, path, body, headers_of(written, version), *limits)
         except TimeoutError:
             raise GoneError(f"no answer in {timeout or self.timeout:g} s") from None
         except OSError as error:
             raise GoneError(error.strerror or type(error).__name__) from None
         except http.client.HTTPException as error:
             raise GoneError(f"an answer that breaks off ({type(error).__name__})") from None
-        if status in (400, 401, 403, 404, 422) and not self.proved:
+        if status in (400, 401, 403, 404, 422) and not self.is_verified:
             raise UserError(f"sampler.urls: {self.url} refuses (HTTP {status}): {message(answer)}{hint(status)}")
         if status != 200:
             raise GoneError(f"HTTP {status}, {message(answer)}")
@@ -272,18 +272,18 @@ class Remote:
             raise GoneError("an answer computed with other weights")
         return answer
 
-    def _exchanged(
+    def _send(
         self, method: str, path: str, body: bytes, headers: Mapping[str, str], timeout: float, limit: int
     ) -> tuple[int, str | None, bytes]:
         """A connection for each request: an old one that the server has closed would look like a server that died."""
-        if self._ended:
+        if self._stopped:
             raise GoneError("it is no longer asked")
         url = urlsplit(self.url)
         kind = http.client.HTTPSConnection if url.scheme == "https" else http.client.HTTPConnection
         self._connection = connection = kind(url.hostname or "", url.port, timeout=min(CONNECT, timeout))
         try:
             connection.connect()
-            if self._ended:  # in between: from here on `end` finds the socket
+            if self._stopped:  # in between: from here on `end` finds the socket
                 raise GoneError("it is no longer asked")
             connection.sock.settimeout(timeout)
             connection.request(method, url.path + path, body, headers)
@@ -297,7 +297,7 @@ def reach(urls: Sequence[str], timeout: float) -> None:
     """UserError where one of the servers does not answer."""
     for url in urls:
         try:
-            Remote(url, min(CONNECT, timeout)).state()
+            Remote(url, min(CONNECT, timeout)).get_state()
         except NonsenseError:
             raise UserError(f"sampler.urls: {url} is no sampler server, which {START.format('PORT')} starts") from None
         except GoneError as error:
@@ -316,7 +316,7 @@ def note(urls: Sequence[str]) -> str:
     return f"sampler.urls: the weights and the prompts go to {', '.join(urls)}, {secret}"
 
 
-def described(policy: Policy, form: Form | None = None, dtype: torch.dtype | None = None) -> bytes:
+def described(policy: Policy, adapter_shape: Form | None = None, dtype: torch.dtype | None = None) -> bytes:
     """Return what a server must know of a policy to make an engine for it, besides the weights.
 
     form: of an adapter that is pushed by itself. dtype: of the weights that will be pushed; None is the policy's.
@@ -327,7 +327,7 @@ def described(policy: Policy, form: Form | None = None, dtype: torch.dtype | Non
     name = str(dtype or policy.dtype).removeprefix("torch.")
     vocabulary = policy.model.get_input_embeddings().num_embeddings
     ends = list(policy.eos_ids)
-    known = {"config": config, "dtype": name, "ends": ends, "vocabulary": vocabulary, "adapter": form}
+    known = {"config": config, "dtype": name, "ends": ends, "vocabulary": vocabulary, "adapter": adapter_shape}
     return json.dumps(known, sort_keys=True).encode()
 
 
@@ -340,14 +340,14 @@ def checked_state(state: Any) -> dict[str, Any]:
     return state
 
 
-def whole(answer: http.client.HTTPResponse, limit: int, until: float) -> bytes:
+def whole(answer: http.client.HTTPResponse, limit: int, deadline: float) -> bytes:
     """Return the body of an answer. NonsenseError where it is larger, TimeoutError where it takes longer."""
     body = bytearray()
     while part := answer.read1(2**16):
         body += part
         if len(body) > limit:
             raise NonsenseError(f"it sends nonsense: more than {limit} bytes")
-        if time.monotonic() > until:
+        if time.monotonic() > deadline:
             raise TimeoutError
     return bytes(body)
 

@@ -20,15 +20,15 @@ def row_seed(seed: str, prompt: Prompt, g: int) -> int:
     return int.from_bytes(hashlib.sha256(f"{seed}/{prompt.id}/{g}".encode()).digest()[:8], "big") >> 1
 
 
-def check_lengths(prompt_ids: Sequence[Sequence[int]], longest: int) -> None:
+def check_lengths(prompt_ids: Sequence[Sequence[int]], max_length: int) -> None:
     """DataError for a prompt of more than `longest` tokens."""
     width = max(map(len, prompt_ids))
-    if longest < 1:
+    if max_length < 1:
         raise UserError("sampler.max_tokens leaves no room for a prompt in the context of this model: lower it")
-    if width > longest:
+    if width > max_length:
         raise DataError(
             f"a prompt of {width} tokens leaves no room for the completion: this model's context holds prompts of"
-            f" {longest}; shorten the prompts or sampler.max_tokens"
+            f" {max_length}; shorten the prompts or sampler.max_tokens"
         )
 
 
@@ -66,7 +66,7 @@ def completed_groups(
             prompt,
             question,
             tuple(completions[p * size : (p + 1) * size]),
-            demonstration=(*prefix, policy.end_id) if prompt.prefix_whole else prefix,
+            demonstration=(*prefix, policy.end_id) if prompt.prefix_is_complete else prefix,
         )
         for p, (prompt, question, prefix) in enumerate(zip(prompts, questions, prefixes, strict=True))
     ]
@@ -88,7 +88,7 @@ def completed(
         (*(0.0,) * n, *logprobs),
         generated_text(policy, prefix, ids),
         ids[-1] in policy.eos_ids,
-        given=((0, n),) if n else (),
+        given_spans=((0, n),) if n else (),
         version=version,
         sampling_mask=[*([torch.empty(0, dtype=torch.int32)] * n), *mask] if mask else (),
         thinking=thinking,

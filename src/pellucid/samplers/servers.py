@@ -37,66 +37,66 @@ class Servers(VLLM):
     """Seconds without an answer after which a server hangs."""
     ahead: bool = False
     """Whether the policy changes while rows are drawn."""
-    fleet: Fleet | None = None
+    pool: Fleet | None = None
 
     def __post_init__(self) -> None:
-        self.alone = threading.Lock()
+        self.policy_lock = threading.Lock()
         """One thread at a time reads the policy."""
-        self.model = b""
-        self.weights: dict[str, Tensor] | None = None
+        self.model_description = b""
+        self.pushed_weights: dict[str, Tensor] | None = None
         """What was pushed last, where it is kept."""
-        self.text: list[int] = []
+        self.text_ids: list[int] = []
         """The fixed text, as long as any server reads it."""
-        self.right = torch.empty(0)
+        self.text_logprobs = torch.empty(0)
         """The scorer's log-probs of it, by what was pushed last."""
 
-    def sync(self, policy: Policy, version: int = 0) -> None:
+    def sync(self, policy: Any, version: int = 0) -> None:
         """UserError where a server does not compute with the weights that were pushed."""
         try:
             self._sync(policy, version)
         except RefusedError as error:
-            self._merge(error)
+            self._fall_back_to_merged(error)
             self._sync(policy, version)
 
     def _sync(self, policy: Policy, version: int) -> None:
-        self.policy, self.version, self.model = policy, version, self._described(policy)
-        self.fleet = self.fleet or Fleet(self.urls, self.timeout, self._bring)
-        self.weights = None  # before there are others
-        self.weights = self._trained(policy, copy=self.ahead)
-        self.text = fixed_text(policy, min(READ, policy.context_length - 1))
-        self.right = scored(policy, self.text)
+        self.policy, self.version, self.model_description = policy, version, self._describe_model(policy)
+        self.pool = self.pool or Fleet(self.urls, self.timeout, self._update_server)
+        self.pushed_weights = None  # before there are others
+        self.pushed_weights = self._get_pushed_weights(policy, copy=self.ahead)
+        self.text_ids = fixed_text(policy, min(READ, policy.context_length - 1))
+        self.text_logprobs = scored(policy, self.text_ids)
         try:
-            self.fleet.renew()
+            self.pool.update_weights()
         finally:
             if not self.ahead:
-                self.weights = None
+                self.pushed_weights = None
 
     def generate(self, prompts: Sequence[Prompt], sampling: Sampling) -> list[Group]:
-        self._engine.size = sampling.n
+        self._engine.group_size = sampling.n
         return super().generate(prompts, sampling)
 
     @property
     def _engine(self) -> Fleet:
-        assert self.fleet
-        return self.fleet
+        assert self.pool
+        return self.pool
 
-    def _described(self, policy: Policy) -> bytes:
-        form = self._form(policy)
+    def _describe_model(self, policy: Policy) -> bytes:
+        form = self._get_adapter_shape(policy)
         return described(policy, form, pushed_dtype(policy, form))
 
-    def _bring(self, remote: Remote) -> None:
+    def _update_server(self, client: Remote) -> None:
         """Give a server what was pushed last, and prove that it computes with that."""
-        held = remote.version
-        remote.load(self.model)
-        self._engine.check_room(remote)
-        if not held or remote.version != held:  # another process, or somebody else's weights
-            remote.freshness = Freshness()
-        with self.alone:
-            weights = self.weights or self._trained(self.policy)
-            base = self._base(self.policy, remote.freshness)
-        ids = self.text[: length_of_text(remote)]
-        if remote.version:
-            remote.read(ids)  # so that it would be in a cache which is not cleared
-        remote.push(base | weights)
-        remote.freshness.check(remote, base | weights, ids, self.right[: len(ids) - 1], self.policy.dtype)
-        remote.proved = True
+        held = client.version
+        client.load_model(self.model_description)
+        self._engine.check_max_length(client)
+        if not held or client.version != held:  # another process, or somebody else's weights
+            client.weight_check = Freshness()
+        with self.policy_lock:
+            weights = self.pushed_weights or self._get_pushed_weights(self.policy)
+            base = self._get_base_weights(self.policy, client.weight_check)
+        ids = self.text_ids[: length_of_text(client)]
+        if client.version:
+            client.score_tokens(ids)  # so that it would be in a cache which is not cleared
+        client.push(base | weights)
+        client.weight_check.check(client, base | weights, ids, self.text_logprobs[: len(ids) - 1], self.policy.dtype)
+        client.is_verified = True

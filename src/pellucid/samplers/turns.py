@@ -36,151 +36,166 @@ begin alone costs as much as if all spoke."""
 class Hall:
     """The rows of conversations in one decode batch. `hold` samples all of them to their ends."""
 
-    def __init__(self, policy: Policy, talks: Talks, rows: int, patient: bool = False, int8: bool = False) -> None:
+    def __init__(
+        self, policy: Policy, conversations: Talks, rows: int, deterministic: bool = False, int8: bool = False
+    ) -> None:
         """patient: whether all wait for every reply, so that who is beside whom does not depend on the clock. int8: as
         in `Native`.
         """
-        self.patient = patient
-        self.policy, self.talks, self.most = policy, talks, max(rows, talks.sampling.n)
-        self.running: Running[Row] = Running(policy.decode_batch(self.most, int8))
-        self.continues = self.running.batch.continues
-        self.speaking: set[Row] = set()
-        self.waited: dict[Row, int] = {}
+        self.deterministic = deterministic
+        self.policy, self.conversations, self.max_rows = policy, conversations, max(rows, conversations.sampling.n)
+        self.running: Running[Row] = Running(policy.create_decode_batch(self.max_rows, int8))
+        self.can_extend = self.running.batch.can_append
+        self.decoding: set[Row] = set()
+        self.waited_tokens: dict[Row, int] = {}
         """How many tokens each row in the batch has waited."""
-        self.aside: dict[Row, Aside] = {}
-        seeds = [row_seed(talks.sampling.seed, talks.prompts[r.number // talks.sampling.n], s) for r, s in self._each()]
-        self.random = [torch.Generator().manual_seed(seed) for seed in seeds]
-        self.uniforms = [self._more(number) for number in range(len(seeds))]
-        self.place_of_sums = hardware.place_of_sums(policy.device)
+        self.evicted: dict[Row, Aside] = {}
+        seeds = [
+            row_seed(conversations.sampling.seed, conversations.prompts[r.number // conversations.sampling.n], s)
+            for r, s in self._list_samples()
+        ]
+        self.generators = [torch.Generator().manual_seed(seed) for seed in seeds]
+        self.uniforms = [self._draw_uniforms(number) for number in range(len(seeds))]
+        self.sampling_device = hardware.place_of_sums(policy.device)
 
-    def hold(self) -> list[Group]:
-        while not self.talks.over:
-            self.talks.begin(2 * self.most)
-            self.talks.listen(0.0 if self.speaking else PAUSE)
-            self._gather()
-            self._drop([row for row in self.running.rows if self._is_elsewhere(row)])
-            self._seat_newcomers()
-            self._tell()
-            if self.speaking:
-                self._speak()
-        return self.talks.groups()
+    def run(self) -> list[Group]:
+        while not self.conversations.is_done:
+            self.conversations.start(2 * self.max_rows)
+            self.conversations.poll_replies(0.0 if self.decoding else PAUSE)
+            self._wait_for_replies()
+            self._drop_rows([row for row in self.running.requests if self._has_left_batch(row)])
+            self._admit_waiting()
+            self._extend_ready()
+            if self.decoding:
+                self._decode()
+        return self.conversations.collect_groups()
 
-    def _gather(self) -> None:
-        until = time.monotonic() + (0.0 if self.speaking else GATHER)
-        while self.talks.unheard and (self.patient or time.monotonic() < until):
-            self.talks.listen(PAUSE if self.patient else max(0.0, until - time.monotonic()))
+    def _wait_for_replies(self) -> None:
+        until = time.monotonic() + (0.0 if self.decoding else GATHER)
+        while self.conversations.pending_replies and (self.deterministic or time.monotonic() < until):
+            self.conversations.poll_replies(PAUSE if self.deterministic else max(0.0, until - time.monotonic()))
 
-    def _each(self) -> list[tuple[Row, int]]:
-        return [(row, row.number % self.talks.sampling.n) for row in self.talks.rows]
+    def _list_samples(self) -> list[tuple[Row, int]]:
+        return [(row, row.number % self.conversations.sampling.n) for row in self.conversations.rows]
 
-    def _is_elsewhere(self, row: Row) -> bool:
+    def _has_left_batch(self, row: Row) -> bool:
         """Whether a row in the batch is over, or begins anew."""
-        return (row.outcome is not None and row not in self.speaking) or row in self.talks.asked
+        return (row.outcome is not None and row not in self.decoding) or row in self.conversations.prefill_queue
 
     # ------------------------------------------------------------ who comes, who goes
 
-    def _seat_newcomers(self) -> None:
-        for row in self.talks.asked:
-            self.aside.pop(row, None)
+    def _admit_waiting(self) -> None:
+        for row in self.conversations.prefill_queue:
+            self.evicted.pop(row, None)
         by_size: dict[int, list[list[Row]]] = {}
-        for alike in self.talks.next_groups(self.running.room()):
+        for alike in self.conversations.take_prefill_groups(self.running.count_free_slots()):
             by_size.setdefault(len(alike), []).append(alike)
-        for groups in by_size.values() if self.continues else list(by_size.values())[:1]:
+        for groups in by_size.values() if self.can_extend else list(by_size.values())[:1]:
             self._admit(groups)
-        for left in [] if self.continues else list(by_size.values())[1:]:
-            self.talks.asked += [row for alike in left for row in alike]
+        for left in [] if self.can_extend else list(by_size.values())[1:]:
+            self.conversations.prefill_queue += [row for alike in left for row in alike]
 
     def _admit(self, groups: Sequence[Sequence[Row]]) -> None:
         rows = [row for alike in groups for row in alike]
         self.running.admit([alike[0].context for alike in groups], rows)
         for row in rows:
-            row.fed = len(row.question) + len(row.tokens)
-        self.speaking |= set(rows)
+            row.cached_length = len(row.question) + len(row.tokens)
+        self.decoding |= set(rows)
 
-    def _tell(self) -> None:
+    def _extend_ready(self) -> None:
         """Tell rows what was said to them, when there are enough of them."""
-        told = self.talks.ready
-        if not told or len(told) * TOGETHER < len(self.speaking):
+        told = self.conversations.extend_queue
+        if not told or len(told) * TOGETHER < len(self.decoding):
             return
-        if not self.continues:
-            if not self.running.rows:
-                some, self.talks.ready = told[: self.most], told[self.most :]
+        if not self.can_extend:
+            if not self.running.requests:
+                some, self.conversations.extend_queue = told[: self.max_rows], told[self.max_rows :]
                 self._admit([[row] for row in some])
             return
-        back = [row for row in told if row in self.aside][: self.running.room()]
+        back = [row for row in told if row in self.evicted][: self.running.count_free_slots()]
         if back:
-            self.running.bring_back([self.aside.pop(row) for row in back], back)
-        here = [row for row in told if row not in self.aside]
+            self.running.restore([self.evicted.pop(row) for row in back], back)
+        here = [row for row in told if row not in self.evicted]
         if here:
-            self.talks.ready = [row for row in told if row in self.aside]
-            self.running.extend(self._places(here), [row.context[row.fed :] for row in here])
+            self.conversations.extend_queue = [row for row in told if row in self.evicted]
+            self.running.append_tokens(self._find_slots(here), [row.context[row.cached_length :] for row in here])
             for row in here:
-                row.fed = len(row.question) + len(row.tokens)
-                self.waited.pop(row, None)
-            self.speaking |= set(here)
+                row.cached_length = len(row.question) + len(row.tokens)
+                self.waited_tokens.pop(row, None)
+            self.decoding |= set(here)
 
-    def _drop(self, rows: Sequence[Row]) -> None:
+    def _drop_rows(self, rows: Sequence[Row]) -> None:
         if rows:
             gone = set(rows)
-            stays = [place for place, row in enumerate(self.running.rows) if row not in gone]
-            self.running.drop_to(torch.tensor(stays, dtype=torch.long))
+            stays = [place for place, row in enumerate(self.running.requests) if row not in gone]
+            self.running.keep_rows_and_logits(torch.tensor(stays, dtype=torch.long))
             for row in rows:
-                self.waited.pop(row, None)
+                self.waited_tokens.pop(row, None)
 
-    def _make_room(self) -> None:
+    def _evict_waiting(self) -> None:
         """Set rows aside that have waited long, where others could use their place."""
-        long = {row for row, steps in self.waited.items() if steps > PATIENCE and row not in self.talks.ready}
-        wanted = self.talks.asked or self.aside or 2 * len(self.waited) > len(self.running.rows)
+        long = {
+            row
+            for row, steps in self.waited_tokens.items()
+            if steps > PATIENCE and row not in self.conversations.extend_queue
+        }
+        wanted = (
+            self.conversations.prefill_queue or self.evicted or 2 * len(self.waited_tokens) > len(self.running.requests)
+        )
         if long and wanted:
-            rows = [row for row in self.running.rows if row in long]
-            self.aside |= dict(zip(rows, self.running.set_aside(self._places(rows)), strict=True))
+            rows = [row for row in self.running.requests if row in long]
+            self.evicted |= dict(zip(rows, self.running.evict(self._find_slots(rows)), strict=True))
             for row in rows:
-                del self.waited[row]
+                del self.waited_tokens[row]
 
     # ------------------------------------------------------------ a token
 
-    def _speak(self) -> None:
-        rows = [row for row in self.running.rows if row in self.speaking]
-        places = self._places(rows)
+    def _decode(self) -> None:
+        rows = [row for row in self.running.requests if row in self.decoding]
+        places = self._find_slots(rows)
         logits = self.running.logits
-        logits = logits if len(rows) == len(self.running.rows) else logits[places.to(logits.device)]
-        uniforms = torch.stack([self._uniform(row) for row in rows]).to(self.place_of_sums)
-        tokens, logprobs, masks = drawn(logits, uniforms, self.talks.sampling)
+        logits = logits if len(rows) == len(self.running.requests) else logits[places.to(logits.device)]
+        uniforms = torch.stack([self._get_uniform(row) for row in rows]).to(self.sampling_device)
+        tokens, logprobs, masks = drawn(logits, uniforms, self.conversations.sampling)
         kept = masks or [None] * len(rows)
         drawn_by = zip(rows, tokens.tolist(), logprobs.tolist(), kept, strict=True)
-        silent = [row for row, token, logprob, mask in drawn_by if self.talks.add(row, token, logprob, mask)]
+        silent = [
+            row for row, token, logprob, mask in drawn_by if self.conversations.add_token(row, token, logprob, mask)
+        ]
         for row in silent:
-            self.speaking.discard(row)
-            self.talks.spoken(row)
-        self._step(rows, tokens, silent)
+            self.decoding.discard(row)
+            self.conversations.finish_turn(row)
+        self._append_tokens(rows, tokens, silent)
 
-    def _step(self, rows: Sequence[Row], tokens: Tensor, silent: Sequence[Row]) -> None:
+    def _append_tokens(self, rows: Sequence[Row], tokens: Tensor, finished_turns: Sequence[Row]) -> None:
         """Append what was drawn to the rows that go on; those whose turn has ended wait, or leave."""
-        leave = [row for row in silent if not self.continues or self.talks.is_last(row)]
-        self.waited = {row: steps + 1 for row, steps in self.waited.items()}
-        self.waited |= dict.fromkeys((row for row in silent if row not in leave), 0)
+        leave = [row for row in finished_turns if not self.can_extend or self.conversations.is_last_turn(row)]
+        self.waited_tokens = {row: steps + 1 for row, steps in self.waited_tokens.items()}
+        self.waited_tokens |= dict.fromkeys((row for row in finished_turns if row not in leave), 0)
         token_of = dict(zip(rows, tokens.tolist(), strict=True))
-        self._drop(leave)
-        if self.speaking:
-            every = [token_of.get(row, 0) for row in self.running.rows]
-            speaks = [row in self.speaking for row in self.running.rows]
+        self._drop_rows(leave)
+        if self.decoding:
+            every = [token_of.get(row, 0) for row in self.running.requests]
+            speaks = [row in self.decoding for row in self.running.requests]
             tokens = torch.tensor(every, device=self.policy.device)
             if all(speaks):
                 self.running.step(tokens)
             else:
-                self.running.step_some(tokens, torch.tensor(speaks))
-            for row in self.speaking:
-                row.fed += 1
-        self._make_room()
+                self.running.step_active(tokens, torch.tensor(speaks))
+            for row in self.decoding:
+                row.cached_length += 1
+        self._evict_waiting()
 
-    def _places(self, rows: Sequence[Row]) -> Tensor:
-        place = {row: i for i, row in enumerate(self.running.rows)}
+    def _find_slots(self, rows: Sequence[Row]) -> Tensor:
+        place = {row: i for i, row in enumerate(self.running.requests)}
         return torch.tensor([place[row] for row in rows], dtype=torch.long)
 
-    def _uniform(self, row: Row) -> Tensor:
-        if row.drawn == len(self.uniforms[row.number]):
-            self.uniforms[row.number] = torch.cat([self.uniforms[row.number], self._more(row.number)])
-        return self.uniforms[row.number][row.drawn]
+    def _get_uniform(self, row: Row) -> Tensor:
+        if row.sampled_count == len(self.uniforms[row.number]):
+            self.uniforms[row.number] = torch.cat([self.uniforms[row.number], self._draw_uniforms(row.number)])
+        return self.uniforms[row.number][row.sampled_count]
 
-    def _more(self, number: int) -> Tensor:
-        return torch.rand(self.talks.sampling.max_tokens, dtype=torch.float64, generator=self.random[number])
+    def _draw_uniforms(self, number: int) -> Tensor:
+        return torch.rand(
+            self.conversations.sampling.max_tokens, dtype=torch.float64, generator=self.generators[number]
+        )

@@ -37,9 +37,9 @@ NO_MASKS = (
 class Limited(Protocol):
     """Whoever reads a text."""
 
-    longest: int
+    max_length: int
     """The most tokens of a text."""
-    block: int
+    block_size: int
     """Tokens that are cached together."""
 
 
@@ -47,16 +47,16 @@ class Answering(Protocol):
     """Whoever samples rows: an engine, or those of servers."""
 
     @property
-    def longest(self) -> int: ...
+    def max_length(self) -> int: ...
 
     @property
-    def asked(self) -> Collection[Any]: ...
+    def unfinished(self) -> Collection[Any]: ...
 
-    def ask(self, key: Any, ids: Sequence[int], most: int, temperature: float, seed: int) -> None: ...
+    def add_request(self, key: Any, ids: Sequence[int], max_tokens: int, temperature: float, seed: int) -> None: ...
 
     def step(self) -> list[Said]: ...
 
-    def drop(self) -> None: ...
+    def abort_all(self) -> None: ...
 
 
 @dataclass
@@ -65,32 +65,32 @@ class VLLM:
     """How many completions are decoded at once."""
     cache_gb: float = 4.0
     """Memory of keys and values, in GB."""
-    policy: Policy = None
+    policy: Any = None
     version: int = 0
-    world: World | None = None
+    environments: World | None = None
     """Those whom the policy talks with, where its answers are conversations."""
-    patient: bool = False
+    deterministic: bool = False
     """Whether all rows wait for every reply, so that the same seed gives the same bits."""
     adapter: Literal["merged", "request"] = "merged"
     """How an adapter comes to the engine: with its base, as whole weights, or by itself, where vLLM takes it."""
     engine: Engine | None = None
-    freshness: Freshness = field(default_factory=Freshness)
+    weight_check: Freshness = field(default_factory=Freshness)
 
     @property
-    def in_flight(self) -> bool:
+    def batches_continuously(self) -> bool:
         """As in `InFlight`. Of conversations, each with a process of its own, twice as many as rows would be begun."""
-        return not self.world
+        return not self.environments
 
-    def sync(self, policy: Policy, version: int = 0) -> None:
+    def sync(self, policy: Any, version: int = 0) -> None:
         """UserError where the engine does not compute with the weights that were pushed."""
-        if self.engine is None or not self.engine.open:
-            self.engine, self.freshness = self._made(policy), Freshness()
+        if self.engine is None or not self.engine.is_open:
+            self.engine, self.weight_check = self._create_engine(policy), Freshness()
         ids = fixed_text(policy, length_of_text(self.engine))
-        weights = self._base(policy, self.freshness) | self._trained(policy)
+        weights = self._get_base_weights(policy, self.weight_check) | self._get_pushed_weights(policy)
         with fixed_chance():
-            self.engine.read(ids)  # so that it would be in a cache which is not cleared
+            self.engine.score_tokens(ids)  # so that it would be in a cache which is not cleared
             self.engine.push(weights)
-            self.freshness.check(self.engine, weights, ids, scored(policy, ids), policy.dtype)
+            self.weight_check.check(self.engine, weights, ids, scored(policy, ids), policy.dtype)
         self.policy, self.version = policy, version
 
     def generate(self, prompts: Sequence[Prompt], sampling: Sampling) -> list[Group]:
@@ -101,86 +101,95 @@ class VLLM:
             raise UserError(NO_MASKS)
         try:
             with fixed_chance():
-                if self.world:
-                    return self._conversations(Talks(self.policy, self.version, self.world, prompts, sampling))
-                return self._answers(prompts, sampling)
+                if self.environments:
+                    return self._generate_conversations(
+                        Talks(self.policy, self.version, self.environments, prompts, sampling)
+                    )
+                return self._generate_completions(prompts, sampling)
         finally:
-            self._engine.drop()
+            self._engine.abort_all()
 
-    def _made(self, policy: Policy) -> Engine:
+    def _create_engine(self, policy: Policy) -> Engine:
         try:
-            form = self._form(policy)
+            form = self._get_adapter_shape(policy)
             return Engine(policy, pushed_dtype(policy, form), self.rows, self.cache_gb, form)
         except RefusedError as error:
-            self._merge(error)
+            self._fall_back_to_merged(error)
             return Engine(policy, pushed_dtype(policy), self.rows, self.cache_gb)
 
-    def _form(self, policy: Policy) -> Form | None:
+    def _get_adapter_shape(self, policy: Policy) -> Form | None:
         """Of the adapter that is pushed by itself, if one is. RefusedError where it cannot be."""
         return form_of(policy) if policy.adapter and self.adapter == "request" else None
 
-    def _merge(self, error: RefusedError) -> None:
+    def _fall_back_to_merged(self, error: RefusedError) -> None:
         self.adapter = "merged"
         print(harmless(f"! sampler.adapter: merged instead of request ({error})"), flush=True)
 
-    def _base(self, policy: Policy, freshness: Freshness) -> dict[str, Tensor]:
+    def _get_base_weights(self, policy: Policy, weight_check: Freshness) -> dict[str, Tensor]:
         """The base of an adapter that is pushed by itself, for an engine that has not proved yet that it has it."""
-        return {} if freshness.sums or not self._form(policy) else base_of(policy)
+        return {} if weight_check.column_sums or not self._get_adapter_shape(policy) else base_of(policy)
 
-    def _trained(self, policy: Policy, copy: bool = False) -> dict[str, Tensor]:
+    def _get_pushed_weights(self, policy: Policy, copy: bool = False) -> dict[str, Tensor]:
         """What an engine is given at every push. copy: whether it stays as it is when the policy changes."""
-        return adapter_of(policy) if self._form(policy) else weights_of(policy, copy)
+        return adapter_of(policy) if self._get_adapter_shape(policy) else weights_of(policy, copy)
 
     @property
     def _engine(self) -> Answering:
         assert self.engine
         return self.engine
 
-    def _answers(self, prompts: Sequence[Prompt], sampling: Sampling) -> list[Group]:
+    def _generate_completions(self, prompts: Sequence[Prompt], sampling: Sampling) -> list[Group]:
         contexts = [self.policy.encode(prompt) for prompt in prompts]
-        check_lengths(contexts, self._engine.longest - sampling.max_tokens)
+        check_lengths(contexts, self._engine.max_length - sampling.max_tokens)
         for p, (prompt, context) in enumerate(zip(prompts, contexts, strict=True)):
             for g in range(sampling.n):
                 seed = row_seed(sampling.seed, prompt, g)
-                self._engine.ask(p * sampling.n + g, context, sampling.max_tokens, sampling.temperature, seed)
+                self._engine.add_request(p * sampling.n + g, context, sampling.max_tokens, sampling.temperature, seed)
         said: dict[int, Said] = {}
-        while self._engine.asked:
+        while self._engine.unfinished:
             said |= {answer.key: answer for answer in self._engine.step()}
         rows = [said[row] for row in range(len(said))]
         tokens, logprobs = [row.tokens for row in rows], [row.logprobs for row in rows]
         return completed_groups(self.policy, self.version, prompts, contexts, tokens, logprobs, [()] * len(rows))
 
-    def _conversations(self, talks: Talks) -> list[Group]:
+    def _generate_conversations(self, conversations: Talks) -> list[Group]:
         """A row that was answered goes on beside those that speak; the engine has what it said in its cache."""
-        while not talks.over:
-            talks.begin(2 * max(self.rows, talks.sampling.n))
-            talks.listen(0.0 if self._engine.asked else PAUSE)
-            while self.patient and talks.unheard:
-                talks.listen(PAUSE)
-            for row in [*(row for alike in talks.next_groups(len(talks.rows)) for row in alike), *talks.ready]:
-                self._ask(talks, row)
-            talks.ready = []
-            for said in self._engine.step() if self._engine.asked else []:
+        while not conversations.is_done:
+            conversations.start(2 * max(self.rows, conversations.sampling.n))
+            conversations.poll_replies(0.0 if self._engine.unfinished else PAUSE)
+            while self.deterministic and conversations.pending_replies:
+                conversations.poll_replies(PAUSE)
+            for row in [
+                *(row for alike in conversations.take_prefill_groups(len(conversations.rows)) for row in alike),
+                *conversations.extend_queue,
+            ]:
+                self._add_turn_request(conversations, row)
+            conversations.extend_queue = []
+            for said in self._engine.step() if self._engine.unfinished else []:
                 spoken = zip(said.tokens, said.logprobs, strict=True)
-                while not talks.add(said.key, *next(spoken), None):
+                while not conversations.add_token(said.key, *next(spoken), None):
                     pass
-                talks.spoken(said.key)
-        return talks.groups()
+                conversations.finish_turn(said.key)
+        return conversations.collect_groups()
 
-    def _ask(self, talks: Talks, row: Row) -> None:
-        sampling, prompt, most = talks.sampling, talks.prompts[row.number // talks.sampling.n], talks.limit(row)
-        check_lengths([row.context], self._engine.longest - most)
-        seed = row_seed(f"{sampling.seed}/{row.drawn}", prompt, row.number % sampling.n)
-        self._engine.ask(row, row.context, most, sampling.temperature, seed)
+    def _add_turn_request(self, conversations: Talks, row: Row) -> None:
+        sampling, prompt, most = (
+            conversations.sampling,
+            conversations.prompts[row.number // conversations.sampling.n],
+            conversations.get_turn_limit(row),
+        )
+        check_lengths([row.context], self._engine.max_length - most)
+        seed = row_seed(f"{sampling.seed}/{row.sampled_count}", prompt, row.number % sampling.n)
+        self._engine.add_request(row, row.context, most, sampling.temperature, seed)
 
 
-def pushed_dtype(policy: Policy, form: Form | None = None) -> torch.dtype:
+def pushed_dtype(policy: Policy, adapter_shape: Form | None = None) -> torch.dtype:
     """Return the dtype in which weights are pushed, and the engine computes.
 
     It is that of the policy, except for an adapter that is merged into its base: bf16 and fp16 would round most of its
     update away, so that the engine would sample from almost the base model. form: of an adapter pushed by itself.
     """
-    return torch.float32 if policy.adapter and not form else policy.dtype
+    return torch.float32 if policy.adapter and not adapter_shape else policy.dtype
 
 
 def weights_of(policy: Policy, copy: bool = False) -> dict[str, Tensor]:
@@ -188,14 +197,14 @@ def weights_of(policy: Policy, copy: bool = False) -> dict[str, Tensor]:
 
     copy: whether they stay as they are when the policy's change.
     """
-    model = policy.merged(policy.masters()) if policy.adapter else policy.model
+    model = policy.build_merged_model(policy.masters()) if policy.adapter else policy.model
     dtype, copy = pushed_dtype(policy), copy and not policy.adapter  # the merged model is a copy already
     return {name: p.detach().to(dtype, copy=copy) for name, p in model.named_parameters()}
 
 
 def length_of_text(engine: Limited) -> int:
     """So many tokens fill more than two blocks of the cache, where the context has room for them."""
-    return min(2 * engine.block + 1, engine.longest - 1)
+    return min(2 * engine.block_size + 1, engine.max_length - 1)
 
 
 def fixed_text(policy: Policy, length: int) -> list[int]:
@@ -210,5 +219,5 @@ def scored(policy: Policy, ids: Sequence[int]) -> Tensor:
     response = tuple(ids[1:])
     text = Completion(response, (0.0,) * len(response), "", False)
     batch = collate([Group(Prompt("", ""), tuple(ids[:1]), (text,))])
-    hidden, head = policy.hidden(batch)
+    hidden, head = policy.compute_hidden_states(batch)
     return token_logprobs(hidden, head, batch.response_ids[0].to(hidden.device))[0]

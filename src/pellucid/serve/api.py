@@ -52,9 +52,9 @@ def application(served: Served) -> ASGIApp:
             "model": served.name,
             "instance": served.instance,
             "seconds": round(time.time() - started),
-            "requests": exchanges.begun,
+            "requests": exchanges.request_count,
         }
-        return JSONResponse(facts | served.engine.state(), 503 if ending else 200)
+        return JSONResponse(facts | served.engine.describe_state(), 503 if ending else 200)
 
     card = {"id": served.name, "object": "model", "created": int(started), "owned_by": "pellucid"}
 
@@ -71,7 +71,7 @@ def application(served: Served) -> ASGIApp:
     @app.post("/v1/chat/completions")
     async def chat(request: ChatRequest, leaving: Leaving) -> Response:
         limit = request.max_completion_tokens or request.max_tokens
-        return await complete(served, request, request.asked, True, limit, leaving)
+        return await complete(served, request, request.prompt, True, limit, leaving)
 
     @app.post("/v1/completions")
     async def completions(request: CompletionRequest, leaving: Leaving) -> Response:
@@ -101,7 +101,7 @@ async def solve(served: Served, question: str) -> dict[str, Any]:
     """
     start = time.perf_counter()
     decoding = await begun(served, Prompt("solve", asked(served, question)), Sampling(temperature=0.0), None)
-    [answer] = await decoding.answers()
+    [answer] = await decoding.collect_completions()
     thinking = begins_in_thought(served.policy, decoding.prompt_ids)
     reasoning, final = reasoning_and_answer("<think>" + answer.text if thinking else answer.text)
     data = {

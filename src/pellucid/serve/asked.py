@@ -73,11 +73,11 @@ class AgentRequest(WithoutNulls):
     stream_options: StreamOptions | None = None
 
     @property
-    def schemas(self) -> tuple[dict[str, Any], ...]:
+    def tool_schemas(self) -> tuple[dict[str, Any], ...]:
         """The tools, as they were given."""
         return tuple(tool.model_dump(exclude_unset=True) for tool in self.tools or ())
 
-    def history(self) -> tuple[Message, ...]:
+    def build_history(self) -> tuple[Message, ...]:
         """Return the messages as chat templates take them. RequestError for a call whose arguments are no object."""
         names: dict[str, str] = {}
         found: list[Message] = []
@@ -136,9 +136,9 @@ def message_of(said: Said) -> dict[str, Any]:
 
 
 def reason(said: Said) -> str:
-    return "length" if said.cut else "tool_calls" if said.message.get("tool_calls") else "stop"
+    return "length" if said.is_truncated else "tool_calls" if said.message.get("tool_calls") else "stop"
 
 
 def usage(said: Said) -> dict[str, int]:
-    read, sampled = said.tokens
+    read, sampled = said.token_counts
     return {"prompt_tokens": read, "completion_tokens": sampled, "total_tokens": read + sampled}

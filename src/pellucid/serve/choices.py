@@ -21,95 +21,101 @@ LEAST = -9999.0
 class Choices:
     """How the choices of a request are told."""
 
-    decoding: Decoding
-    chat: bool
+    stream: Decoding
+    is_chat: bool
     tools: Sequence[Mapping[str, Any]] = ()
-    logprobs: bool = False
-    token_ids: bool = False
+    with_logprobs: bool = False
+    with_token_ids: bool = False
 
-    def head(self) -> dict[str, Any]:
+    def build_head(self) -> dict[str, Any]:
         """Return what an answer has once, or the first event of a stream."""
-        return {"prompt_token_ids": list(self.decoding.prompt_ids)} if self.token_ids else {}
+        return {"prompt_token_ids": list(self.stream.prompt_ids)} if self.with_token_ids else {}
 
-    def whole(self, index: int, answer: Answer) -> dict[str, Any]:
-        body, reason = self.said(answer)
+    def build_choice(self, index: int, answer: Answer) -> dict[str, Any]:
+        body, reason = self.build_content(answer)
         # vLLM has the prompt in the answer to a chat, and in each choice of a text.
-        body = {"message": body} if self.chat else body | self.head()
-        return self.choice(index, body, reason, answer.tokens)
+        body = {"message": body} if self.is_chat else body | self.build_head()
+        return self.assemble_choice(index, body, reason, answer.tokens)
 
-    def opening(self, index: int) -> dict[str, Any]:
-        return self.choice(index, {"delta": {"role": "assistant", "content": ""}}, "", ())
+    def build_opening_chunk(self, index: int) -> dict[str, Any]:
+        return self.assemble_choice(index, {"delta": {"role": "assistant", "content": ""}}, "", ())
 
-    def piece(self, piece: Piece) -> dict[str, Any]:
+    def build_chunk(self, chunk: Piece) -> dict[str, Any]:
         """Return a piece of a choice."""
-        body = {"delta": {"content": piece.text} if piece.text else {}} if self.chat else {"text": piece.text}
-        return self.choice(piece.row, body, piece.reason, piece.tokens)
+        body = {"delta": {"content": chunk.text} if chunk.text else {}} if self.is_chat else {"text": chunk.text}
+        return self.assemble_choice(chunk.row_index, body, chunk.finish_reason, chunk.tokens)
 
-    def last(self, index: int, answer: Answer) -> dict[str, Any]:
+    def build_final_chunk(self, index: int, answer: Answer) -> dict[str, Any]:
         """Return a whole choice as the only piece of one: until the end nobody knows which text is a call."""
-        body, reason = self.said(answer)
+        body, reason = self.build_content(answer)
         calls = [{"index": i, **call} for i, call in enumerate(body.get("tool_calls", ()))]
         delta = ({"content": body["content"]} if body["content"] else {}) | ({"tool_calls": calls} if calls else {})
-        return self.choice(index, {"delta": delta}, reason, answer.tokens)
+        return self.assemble_choice(index, {"delta": delta}, reason, answer.tokens)
 
-    def said(self, answer: Answer) -> tuple[dict[str, Any], str]:
+    def build_content(self, answer: Answer) -> tuple[dict[str, Any], str]:
         """Return the message, or the text, and why it ended. A call that cannot be read remains text."""
-        if not self.chat:
-            return {"text": answer.text}, answer.reason
+        if not self.is_chat:
+            return {"text": answer.text}, answer.finish_reason
         policy, ids = self.policy, answer.token_ids
         cut = max(0, len(policy.decode(ids)) - len(answer.text)) if self.tools else 0
-        prompt_ids = self.decoding.prompt_ids
+        prompt_ids = self.stream.prompt_ids
         message = tool_calls.read(policy.tokenizer, ids, prompt_ids, self.tools, policy.eos_ids, cut).message
         if not (calls := message.get("tool_calls")):
-            return {"role": "assistant", "content": answer.text}, answer.reason
+            return {"role": "assistant", "content": answer.text}, answer.finish_reason
         told = {"role": "assistant", "content": message["content"] or None, "tool_calls": list(map(told_call, calls))}
-        return told, "tool_calls" if answer.reason == "stop" else answer.reason
+        return told, "tool_calls" if answer.finish_reason == "stop" else answer.finish_reason
 
-    def choice(self, index: int, body: dict[str, Any], reason: str, tokens: Sequence[Drawn]) -> dict[str, Any]:
-        told = {"index": index, "finish_reason": reason or None, "logprobs": None} | body
-        if self.logprobs and tokens:
-            told["logprobs"] = self.of_chat(tokens) if self.chat else self.of_text(tokens)
-        return told | ({"token_ids": [drawn.token for drawn in tokens]} if self.token_ids else {})
+    def assemble_choice(
+        self, index: int, body: dict[str, Any], finish_reason: str, tokens: Sequence[Drawn]
+    ) -> dict[str, Any]:
+        told = {"index": index, "finish_reason": finish_reason or None, "logprobs": None} | body
+        if self.with_logprobs and tokens:
+            told["logprobs"] = self.build_chat_logprobs(tokens) if self.is_chat else self.build_text_logprobs(tokens)
+        return told | ({"token_ids": [drawn.token_id for drawn in tokens]} if self.with_token_ids else {})
 
-    def of_chat(self, tokens: Sequence[Drawn]) -> dict[str, Any]:
+    def build_chat_logprobs(self, tokens: Sequence[Drawn]) -> dict[str, Any]:
         content = [
-            self.entry(drawn.token, drawn.logprob, drawn.added)
+            self.build_logprob_entry(drawn.token_id, drawn.logprob, drawn.text_bytes)
             | {
                 "top_logprobs": [
-                    self.entry(token, logprob, self.added(token, drawn)) for token, logprob in drawn.likeliest
+                    self.build_logprob_entry(token, logprob, self.get_text_bytes(token, drawn))
+                    for token, logprob in drawn.top_logprobs
                 ]
             }
             for drawn in tokens
         ]
         return {"content": content, "refusal": None}
 
-    def entry(self, token: int, logprob: float, added: bytes) -> dict[str, Any]:
-        return {"token": self.name(token), "logprob": max(logprob, LEAST), "bytes": list(added)}
+    def build_logprob_entry(self, token: int, logprob: float, text_bytes: bytes) -> dict[str, Any]:
+        return {"token": self.get_token_name(token), "logprob": max(logprob, LEAST), "bytes": list(text_bytes)}
 
-    def added(self, token: int, drawn: Drawn) -> bytes:
+    def get_text_bytes(self, token: int, drawn: Drawn) -> bytes:
         """Return the bytes that a token would have added to the text in place of the one that was drawn."""
-        if token == drawn.token:
-            return drawn.added
-        first = self.policy.decode([token]) if drawn.offset == 0 else REPLACEMENT
+        if token == drawn.token_id:
+            return drawn.text_bytes
+        first = self.policy.decode([token]) if drawn.text_offset == 0 else REPLACEMENT
         return self.policy.token_bytes.of(token) if REPLACEMENT in first else first.encode()
 
-    def of_text(self, tokens: Sequence[Drawn]) -> dict[str, Any]:
+    def build_text_logprobs(self, tokens: Sequence[Drawn]) -> dict[str, Any]:
         return {
-            "tokens": [self.name(drawn.token) for drawn in tokens],
+            "tokens": [self.get_token_name(drawn.token_id) for drawn in tokens],
             "token_logprobs": [max(drawn.logprob, LEAST) for drawn in tokens],
             "top_logprobs": [
                 # Where two tokens have the same name, the likelier one is told.
-                {self.name(token): max(logprob, LEAST) for token, logprob in (drawn[:2], *reversed(drawn.likeliest))}
+                {
+                    self.get_token_name(token): max(logprob, LEAST)
+                    for token, logprob in (drawn[:2], *reversed(drawn.top_logprobs))
+                }
                 for drawn in tokens
             ],
-            "text_offset": [drawn.offset for drawn in tokens],
+            "text_offset": [drawn.text_offset for drawn in tokens],
         }
 
     @property
     def policy(self) -> Any:
-        return self.decoding.served.policy
+        return self.stream.served.policy
 
-    def name(self, token: int) -> str:
+    def get_token_name(self, token: int) -> str:
         return self.policy.token_bytes.name(token)
 
 

@@ -87,10 +87,10 @@ class Serve:
         if warning := gate.warning(self.host, self.port, guarded.token):
             print(f"! {warning}", file=sys.stderr, flush=True)
         if action == "start":
-            return daemon.start(self.folder, daemon.url_of(self.host, self.port), self.arguments())
+            return daemon.start(self.folder, daemon.url_of(self.host, self.port), self.build_arguments())
         return serve(guarded)
 
-    def arguments(self) -> list[str]:
+    def build_arguments(self) -> list[str]:
         """Return the words of a command line that serves the same."""
         words = [self.model]
         for option in fields(self)[1:]:

@@ -24,7 +24,12 @@ def not_served(served: Served, name: str) -> RequestError:
 
 
 async def complete(
-    served: Served, request: Sampling, prompt: Prompt | Sequence[int], chat: bool, limit: int | None, leaving: ExitStack
+    served: Served,
+    request: Sampling,
+    prompt: Prompt | Sequence[int],
+    is_chat: bool,
+    max_tokens: int | None,
+    cleanup: ExitStack,
 ) -> Response:
     """Return the completions of a prompt, at most `limit` tokens each. RequestError where they cannot be made.
 
@@ -32,37 +37,39 @@ async def complete(
     """
     if request.model not in ("", served.name):
         raise not_served(served, request.model)
-    decoding = await begun(served, prompt, request, limit)
-    leaving.callback(decoding.leave)
+    decoding = await begun(served, prompt, request, max_tokens)
+    cleanup.callback(decoding.cancel)
     tools = prompt.tools if isinstance(prompt, Prompt) else ()
-    choices = Choices(decoding, chat, tools, request.likeliest is not None, request.return_token_ids)
-    id = f"{'chatcmpl' if chat else 'cmpl'}-{uuid.uuid4().hex}"
+    choices = Choices(decoding, is_chat, tools, request.top_logprob_count is not None, request.return_token_ids)
+    id = f"{'chatcmpl' if is_chat else 'cmpl'}-{uuid.uuid4().hex}"
     head = {"id": id, "created": int(time.time()), "model": served.name}
     if request.stream:
         with_usage = request.stream_options is not None and request.stream_options.include_usage
         return StreamingResponse(streamed(choices, head, with_usage), media_type="text/event-stream")
-    answers = await decoding.answers()
+    answers = await decoding.collect_completions()
     used = usage(decoding.prompt_ids, sum(len(a.tokens) for a in answers))
-    told = {"object": "chat.completion" if chat else "text_completion", "usage": used}
-    return JSONResponse(head | choices.head() | told | {"choices": list(starmap(choices.whole, enumerate(answers)))})
+    told = {"object": "chat.completion" if is_chat else "text_completion", "usage": used}
+    return JSONResponse(
+        head | choices.build_head() | told | {"choices": list(starmap(choices.build_choice, enumerate(answers)))}
+    )
 
 
 async def streamed(choices: Choices, head: dict[str, Any], with_usage: bool) -> AsyncIterator[str]:
     """Yield the answer as server-sent events. An error is an event, too, since the status has been sent by then."""
-    decoding, once = choices.decoding, choices.head()
-    head |= {"object": "chat.completion.chunk" if choices.chat else "text_completion"}
+    decoding, once = choices.stream, choices.build_head()
+    head |= {"object": "chat.completion.chunk" if choices.is_chat else "text_completion"}
     answers = [Answer() for _ in range(decoding.request.n)]
-    if choices.chat:
+    if choices.is_chat:
         for i in range(decoding.request.n):
-            yield event(head | once | {"choices": [choices.opening(i)]})
+            yield event(head | once | {"choices": [choices.build_opening_chunk(i)]})
             once = {}
     try:
         async for piece in decoding:
-            row = piece.row
-            answers[row].add(piece)
-            if choices.tools and not piece.reason:
+            row = piece.row_index
+            answers[row].append_chunk(piece)
+            if choices.tools and not piece.finish_reason:
                 continue
-            choice = choices.last(row, answers[row]) if choices.tools else choices.piece(piece)
+            choice = choices.build_final_chunk(row, answers[row]) if choices.tools else choices.build_chunk(piece)
             yield event(head | once | {"choices": [choice]})
             once = {}
     except RequestError as refusal:

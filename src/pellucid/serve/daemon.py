@@ -48,7 +48,7 @@ class Daemon:
     arguments: list[str]
     """The arguments of `pellucid serve`, to start it again."""
 
-    def alive(self) -> bool:
+    def is_alive(self) -> bool:
         """Return whether the process runs, and is the one that was started."""
         try:
             process = psutil.Process(self.pid)
@@ -57,7 +57,7 @@ class Daemon:
         except psutil.NoSuchProcess:
             return False
 
-    def answers(self) -> bool:
+    def is_answering(self) -> bool:
         """Return whether it is this service that answers at its address."""
         return health(self.url).get("instance") == self.instance
 
@@ -87,7 +87,7 @@ def recorded(folder: Path) -> Daemon | None:
 def read(folder: Path) -> Daemon | None:
     """Return the service that runs; None where none does, even if a pid file is left."""
     found = recorded(folder)
-    return found if found and found.alive() else None
+    return found if found and found.is_alive() else None
 
 
 def url_of(host: str, port: int) -> str:
@@ -144,7 +144,7 @@ def wait_for_answer(process: subprocess.Popen[bytes], service: Daemon, log: Path
         if process.poll() is not None:
             last = log.read_text(errors="replace").strip().splitlines()[-1:] or ["no output"]
             raise UserError(f"the service ended at once: {last[0]} (more in {log})")
-        if service.answers():
+        if service.is_answering():
             return
         time.sleep(0.2)
     raise UserError(f"the service did not answer within {10 * GRACE:.0f} seconds: see {log}")
@@ -168,9 +168,9 @@ def stop(folder: Path) -> int:
     with suppress(ProcessLookupError):
         os.kill(running.pid, signal.SIGTERM)
     deadline = time.monotonic() + GRACE
-    while running.alive() and time.monotonic() < deadline:
+    while running.is_alive() and time.monotonic() < deadline:
         time.sleep(0.1)
-    if running.alive():
+    if running.is_alive():
         with suppress(ProcessLookupError):
             os.kill(running.pid, signal.SIGKILL)
     (folder / "serve.pid").unlink(missing_ok=True)
@@ -184,7 +184,7 @@ def status(folder: Path) -> int:
     if running is None:
         print("nothing runs")
         return 3
-    answers = running.answers()
+    answers = running.is_answering()
     print(f"{running.url}, pid {running.pid}, {'answers' if answers else 'does not answer'}")
     return 0 if answers else 1
 

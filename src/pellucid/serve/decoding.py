@@ -24,7 +24,7 @@ from pellucid.tasks.wrappers import question_like
 from pellucid.types import Message, Prompt, UserError
 
 if TYPE_CHECKING:
-    from pellucid.policy.policy import Policy
+    pass
 
 SHORT = 10_000
 """Prompts of up to this many characters are tokenized at once, which takes milliseconds; longer ones in a thread."""
@@ -40,7 +40,7 @@ class Served:
 
     name: str
     """The name by which clients call the model."""
-    policy: Policy
+    policy: Any
     engine: Engine
     task: Task | None = None
     """The task that taught the model: `/group` asks its held-out questions and grades by it."""
@@ -64,8 +64,8 @@ class Served:
     """The token that clients must show; empty for none."""
     instance: str = ""
     """The number by which `serve start` recognizes its own service."""
-    tokenizing: ThreadPoolExecutor = field(default_factory=one_thread)
-    grading: ThreadPoolExecutor = field(default_factory=one_thread)
+    tokenizer_pool: ThreadPoolExecutor = field(default_factory=one_thread)
+    grading_pool: ThreadPoolExecutor = field(default_factory=one_thread)
     """Grades one group at a time: in the sandbox, the rewards of several threads would wait for one another anyway."""
 
 
@@ -75,46 +75,46 @@ class Answer:
 
     text: str = ""
     tokens: tuple[Drawn, ...] = ()
-    reason: str = ""
+    finish_reason: str = ""
 
     @property
     def token_ids(self) -> tuple[int, ...]:
-        return tuple(drawn.token for drawn in self.tokens)
+        return tuple(drawn.token_id for drawn in self.tokens)
 
     @property
     def logprobs(self) -> tuple[float, ...]:
         return tuple(drawn.logprob for drawn in self.tokens)
 
-    def add(self, piece: Piece) -> None:
-        self.text += piece.text
-        self.tokens += piece.tokens
-        self.reason = piece.reason
+    def append_chunk(self, chunk: Piece) -> None:
+        self.text += chunk.text
+        self.tokens += chunk.tokens
+        self.finish_reason = chunk.finish_reason
 
 
 class Decoding:
     """A submitted request: an async iterator over the pieces of its completions. Leaving it early frees its rows."""
 
     def __init__(
-        self, served: Served, prompt_ids: tuple[int, ...], settings: Sampling, tokens: int, until: float
+        self, served: Served, prompt_ids: tuple[int, ...], sampling: Sampling, max_tokens: int, deadline: float
     ) -> None:
         """Submit a request, to be answered by `until` on the event loop's clock. RequestError where it is refused."""
-        self.served, self.prompt_ids, self.until = served, prompt_ids, until
-        self.news: asyncio.Queue[Piece | Exception | None] = asyncio.Queue()
+        self.served, self.prompt_ids, self.deadline = served, prompt_ids, deadline
+        self.events: asyncio.Queue[Piece | Exception | None] = asyncio.Queue()
         loop = asyncio.get_running_loop()
 
         def tell(news: Piece | Exception | None) -> None:
-            loop.call_soon_threadsafe(self.news.put_nowait, news)
+            loop.call_soon_threadsafe(self.events.put_nowait, news)
 
         self.request = Request(
             prompt_ids=prompt_ids,
-            tell=tell,
-            n=settings.n,
-            max_tokens=tokens,
-            temperature=settings.temperature,
-            truncation=Truncation(settings.top_k, settings.top_p, settings.min_p),
-            stop=[stop for stop in settings.stop if stop],
-            seed=SystemRandom().randrange(2**31) if settings.seed is None else settings.seed,
-            likeliest=settings.likeliest or 0,
+            notify=tell,
+            n=sampling.n,
+            max_tokens=max_tokens,
+            temperature=sampling.temperature,
+            truncation=Truncation(sampling.top_k, sampling.top_p, sampling.min_p),
+            stop=[stop for stop in sampling.stop if stop],
+            seed=SystemRandom().randrange(2**31) if sampling.seed is None else sampling.seed,
+            top_logprob_count=sampling.top_logprob_count or 0,
         )
         try:
             served.engine.submit(self.request)
@@ -123,26 +123,26 @@ class Decoding:
 
     async def __aiter__(self) -> AsyncIterator[Piece]:
         try:
-            while (piece := await self._next()) is not None:
+            while (piece := await self._next_event()) is not None:
                 if isinstance(piece, RefusedError):
                     raise RequestError(503, str(piece), "overloaded") from piece
                 if isinstance(piece, Exception):
                     raise RequestError(500, f"decoding failed: {piece}", "internal_error") from piece
                 yield piece
         finally:
-            self.leave()
+            self.cancel()
 
-    async def _next(self) -> Piece | Exception | None:
-        async with in_time(self.served, self.until):
-            return await self.news.get()
+    async def _next_event(self) -> Piece | Exception | None:
+        async with in_time(self.served, self.deadline):
+            return await self.events.get()
 
-    async def answers(self) -> list[Answer]:
+    async def collect_completions(self) -> list[Answer]:
         done = [Answer() for _ in range(self.request.n)]
         async for piece in self:
-            done[piece.row].add(piece)
+            done[piece.row_index].append_chunk(piece)
         return done
 
-    def leave(self) -> None:
+    def cancel(self) -> None:
         """Cancel the request: its rows are free after the token that is being decoded."""
         self.request.cancelled = True
 
@@ -156,7 +156,11 @@ def asked(served: Served, question: str) -> str | tuple[Message, ...]:
 
 
 async def begun(
-    served: Served, prompt: Prompt | Sequence[int], settings: Sampling, max_tokens: int | None, usual: int = 0
+    served: Served,
+    prompt: Prompt | Sequence[int],
+    sampling: Sampling,
+    max_tokens: int | None,
+    default_max_tokens: int = 0,
 ) -> Decoding:
     """Check and submit a request about a prompt, or the token ids of one.
 
@@ -168,12 +172,12 @@ async def begun(
         RequestError: the model cannot do what is asked, or the queue is full.
     """
     until = asyncio.get_running_loop().time() + served.timeout
-    if settings.n > served.engine.rows:
-        raise RequestError(400, f"n = {settings.n} must be at most {served.engine.rows}")
+    if sampling.n > served.engine.max_rows:
+        raise RequestError(400, f"n = {sampling.n} must be at most {served.engine.max_rows}")
     async with in_time(served, until):
         prompt_ids = await encoded(served, prompt)
     room = served.policy.context_length - len(prompt_ids)
-    wanted = max_tokens or min(usual or served.max_tokens, room)
+    wanted = max_tokens or min(default_max_tokens or served.max_tokens, room)
     if room < 1 or wanted > room:
         raise RequestError(
             400,
@@ -181,7 +185,7 @@ async def begun(
             f" {served.policy.context_length}",
             "context_length_exceeded",
         )
-    return Decoding(served, prompt_ids, settings, wanted, until)
+    return Decoding(served, prompt_ids, sampling, wanted, until)
 
 
 async def encoded(served: Served, prompt: Prompt | Sequence[int]) -> tuple[int, ...]:
@@ -198,23 +202,23 @@ async def tokenized(served: Served, prompt: Prompt) -> tuple[int, ...]:
     try:
         if sum(map(len, texts)) + SHORT // 100 * len(texts) <= SHORT:
             return served.policy.encode(prompt)
-        return await asyncio.get_running_loop().run_in_executor(served.tokenizing, served.policy.encode, prompt)
+        return await asyncio.get_running_loop().run_in_executor(served.tokenizer_pool, served.policy.encode, prompt)
     except (UserError, TemplateError, TypeError) as error:
         raise RequestError(400, str(error)) from error
 
 
 @asynccontextmanager
-async def in_time(served: Served, until: float) -> AsyncIterator[None]:
+async def in_time(served: Served, deadline: float) -> AsyncIterator[None]:
     try:
-        async with asyncio.timeout_at(until):
+        async with asyncio.timeout_at(deadline):
             yield
     except TimeoutError as error:
         raise RequestError(504, f"not done within {served.timeout:g} seconds", "timeout") from error
 
 
-def usage(prompt_ids: Sequence[int], tokens: int) -> dict[str, int]:
+def usage(prompt_ids: Sequence[int], completion_tokens: int) -> dict[str, int]:
     return {
         "prompt_tokens": len(prompt_ids),
-        "completion_tokens": tokens,
-        "total_tokens": len(prompt_ids) + tokens,
+        "completion_tokens": completion_tokens,
+        "total_tokens": len(prompt_ids) + completion_tokens,
     }

@@ -25,15 +25,15 @@ class Exchanges:
     def __init__(self, app: ASGIApp, body_bytes: int, body_seconds: float, send_seconds: float) -> None:
         """Set the bounds: bytes and seconds for a body, and seconds for a client to take a piece of its answer."""
         self.app, self.body_bytes, self.body_seconds = app, body_bytes, body_seconds
-        self.send_seconds, self.begun = send_seconds, 0
+        self.send_seconds, self.request_count = send_seconds, 0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
-        self.begun += 1
+        self.request_count += 1
         try:
-            body = await self._body(receive)
+            body = await self._read_body(receive)
         except RequestError as refusal:
             await refused(refusal)(scope, receive, send)
         except asyncio.CancelledError:  # by the server, which is ending
@@ -43,7 +43,7 @@ class Exchanges:
         else:
             await Exchange(self.app, scope, receive, send, body, self.send_seconds).run()
 
-    async def _body(self, receive: Receive) -> bytes:
+    async def _read_body(self, receive: Receive) -> bytes:
         try:
             async with asyncio.timeout(self.body_seconds):
                 return await whole_body(receive, self.body_bytes)
@@ -83,48 +83,48 @@ class Exchange:
         self, app: ASGIApp, scope: Scope, receive: Receive, send: Send, body: bytes, send_seconds: float
     ) -> None:
         self.app, self.scope, self.receive, self.send, self.send_seconds = app, scope, receive, send, send_seconds
-        self.messages: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
-        self.over = asyncio.Event()
+        self.pending_messages: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
+        self.ended = asyncio.Event()
         """Set when the application has answered, or the client has hung up or takes nothing more."""
-        self.started = False
+        self.response_started = False
 
     async def run(self) -> None:
-        answering, listening = asyncio.create_task(self._answer()), asyncio.create_task(self._listen())
+        answering, listening = asyncio.create_task(self._run_app()), asyncio.create_task(self._wait_for_disconnect())
         try:
-            await self.over.wait()
+            await self.ended.wait()
             await (answering if answering.done() else left(answering))
         except asyncio.CancelledError:  # by the server, which is ending and waits no longer
             await left(answering)
-            if not self.started:
+            if not self.response_started:
                 await refused(ENDING)(self.scope, self.receive, self.send)
         finally:
             await left(listening)
 
-    async def _answer(self) -> None:
+    async def _run_app(self) -> None:
         try:
-            await self.app(self.scope, self._next, self._send)
+            await self.app(self.scope, self._receive, self._send)
         finally:
-            self.over.set()
+            self.ended.set()
 
-    async def _listen(self) -> None:
+    async def _wait_for_disconnect(self) -> None:
         while (await self.receive())["type"] != "http.disconnect":
             pass
-        self.over.set()
+        self.ended.set()
 
-    async def _next(self) -> Message:
+    async def _receive(self) -> Message:
         """Return what the application receives: first the body, then that the client has gone, once it has."""
-        if self.messages:
-            return self.messages.pop()
-        await self.over.wait()
+        if self.pending_messages:
+            return self.pending_messages.pop()
+        await self.ended.wait()
         return {"type": "http.disconnect"}
 
     async def _send(self, message: Message) -> None:
-        self.started = True
+        self.response_started = True
         try:
             async with asyncio.timeout(self.send_seconds):
                 await self.send(message)
         except TimeoutError:
-            self.over.set()
+            self.ended.set()
             await asyncio.get_running_loop().create_future()  # until `run` has cancelled this
 
 

@@ -33,22 +33,22 @@ class Gate:
     which, unlike a name, nobody can make to lead elsewhere.
     """
 
-    def __init__(self, app: ASGIApp, hosts: Sequence[str] = LOOPBACK, token: str = "") -> None:
-        self.app, self.hosts, self.token = app, hosts, token
+    def __init__(self, app: ASGIApp, allowed_hosts: Sequence[str] = LOOPBACK, token: str = "") -> None:
+        self.app, self.allowed_hosts, self.token = app, allowed_hosts, token
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
             if scope["type"] == "http":
-                self.check(scope["path"], Headers(scope=scope))
+                self.check_access(scope["path"], Headers(scope=scope))
         except RequestError as refusal:
             await refused(refusal)(scope, receive, send)
         else:
             await self.app(scope, receive, send)
 
-    def check(self, path: str, headers: Headers) -> None:
+    def check_access(self, path: str, headers: Headers) -> None:
         """Raise RequestError for a request that is not let in."""
         host, origin = headers.get("host", ""), headers.get("origin")
-        if not trusted(name := name_of(host), self.hosts):
+        if not trusted(name := name_of(host), self.allowed_hosts):
             raise RequestError(
                 400,
                 f'this service is not known as "{name}": ask for 127.0.0.1, or start it with --allowed-hosts {name}',
@@ -56,10 +56,10 @@ class Gate:
             )
         if origin is not None and origin.partition("://")[2].lower() != host.lower():
             raise RequestError(403, f'a page of "{origin}" may not use this service', "origin_not_allowed")
-        if self.token and path not in OPEN and not self.knows(headers.get("authorization", "")):
+        if self.token and path not in OPEN and not self.is_authorized(headers.get("authorization", "")):
             raise RequestError(401, "this service needs its token, as: Authorization: Bearer TOKEN", "invalid_api_key")
 
-    def knows(self, authorization: str) -> bool:
+    def is_authorized(self, authorization: str) -> bool:
         """Return whether the token is right, in a time that does not depend on how much of it is."""
         scheme, _, token = authorization.partition(" ")
         return scheme.lower() == "bearer" and secrets.compare_digest(token.strip().encode(), self.token.encode())

@@ -25,10 +25,12 @@ async def group(served: Served, request: GroupRequest) -> dict[str, Any]:
     prompt = group_prompt(served, request)
     settings = Sampling(n=request.group_size, temperature=request.temperature, seed=request.seed)
     decoding = await begun(served, prompt, settings, request.max_tokens, served.group_tokens)
-    answers = await decoding.answers()
+    answers = await decoding.collect_completions()
     thinking = begins_in_thought(served.policy, decoding.prompt_ids)
-    completions = [Completion(a.token_ids, a.logprobs, a.text, a.reason == "stop", thinking=thinking) for a in answers]
-    async with in_time(served, decoding.until):
+    completions = [
+        Completion(a.token_ids, a.logprobs, a.text, a.finish_reason == "stop", thinking=thinking) for a in answers
+    ]
+    async with in_time(served, decoding.deadline):
         rewards = await graded(served, prompt, completions) if gradable(served, request) else []
     record = Group(prompt, decoding.prompt_ids, tuple(completions), tuple(rewards))
     compared = advantages(served.algorithm, record) if rewards else [None] * len(answers)
@@ -40,7 +42,7 @@ async def group(served: Served, request: GroupRequest) -> dict[str, Any]:
             {
                 "text": a.text,
                 "tokens": len(a.token_ids),
-                "finished": a.reason == "stop",
+                "finished": a.finish_reason == "stop",
                 "logprob": sum(a.logprobs),
                 "reward": rewards[i].value if rewards and not rewards[i].failed else None,
                 "parts": dict(rewards[i].parts) if rewards and not rewards[i].failed else {},
@@ -62,13 +64,13 @@ async def graded(served: Served, prompt: Prompt, completions: Sequence[Completio
     group = Group(prompt, (), tuple(completions))
     grading = partial(rewards_of, served.task, group, Progress(steps, steps, served.algorithm.prompts_per_step), left)
     try:
-        return await asyncio.get_running_loop().run_in_executor(served.grading, grading)
+        return await asyncio.get_running_loop().run_in_executor(served.grading_pool, grading)
     finally:
         left.set()
 
 
 def rewards_of(task: Task, group: Group, progress: Progress, left: threading.Event) -> Sequence[Reward]:
-    if isinstance(task, Graded) and task.together:
+    if isinstance(task, Graded) and task.is_batch_graded:
         return grade(task, [group], progress)[0].rewards
     return [task.reward(group.prompt, completion) for completion in group.completions if not left.is_set()]
 

@@ -65,7 +65,7 @@ def load(options: Serve) -> Served:
     device = hardware.pick_device(options.device)
     trusted = options.trust_remote_code or (run is not None and run_folder.trusts_code(run))
     access = Access(options.revision, trusted, "give --trust-remote-code")
-    for note in filter(None, (access.note(options.model), *(notes_on(settings.task) if settings else ()))):
+    for note in filter(None, (access.format_warning(options.model), *(notes_on(settings.task) if settings else ()))):
         print(harmless(f"! {note}"), flush=True)
     asked = options.dtype
     if run and run_folder.has_merged_adapter(run):

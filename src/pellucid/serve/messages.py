@@ -206,7 +206,7 @@ class Message(Body):
     tool_call_id: Name | None = None
 
     @model_validator(mode="after")
-    def fits_its_role(self) -> Self:
+    def check_role(self) -> Self:
         if self.tool_calls and self.role != "assistant":
             raise ValueError("only a message of the role assistant has tool_calls")
         if self.tool_call_id and self.role != "tool":
@@ -253,7 +253,7 @@ class Sampling(Body):
     """Whether the answer has the token ids of the prompt and of each choice, as vLLM gives them."""
 
     @property
-    def likeliest(self) -> int | None:
+    def top_logprob_count(self) -> int | None:
         """How many of the likeliest tokens are told beside each; None where no log-probs are."""
         return None
 
@@ -267,17 +267,17 @@ class ChatRequest(Sampling):
     top_logprobs: Likeliest = 0
 
     @model_validator(mode="after")
-    def asks_for_logprobs(self) -> Self:
+    def check_logprobs(self) -> Self:
         if self.top_logprobs and not self.logprobs:
             raise ValueError("top_logprobs needs logprobs = true")
         return self
 
     @property
-    def likeliest(self) -> int | None:
+    def top_logprob_count(self) -> int | None:
         return self.top_logprobs if self.logprobs else None
 
     @property
-    def asked(self) -> Prompt:
+    def prompt(self) -> Prompt:
         tools = [tool.model_dump(exclude_none=True) for tool in self.tools] if self.tool_choice == "auto" else []
         names = {call.id: call.function.name for message in self.messages for call in message.tool_calls or ()}
         messages = [
@@ -304,13 +304,13 @@ class CompletionRequest(Sampling):
     logprobs: Annotated[Likeliest | None, BeforeValidator(count_or_none)] = None
 
     @model_validator(mode="after")
-    def returns_all(self) -> Self:
+    def check_best_of(self) -> Self:
         if self.best_of not in (None, self.n):
             raise ValueError(f"best_of = {self.best_of} must be n = {self.n}, since all completions are returned")
         return self
 
     @property
-    def likeliest(self) -> int | None:
+    def top_logprob_count(self) -> int | None:
         return self.logprobs
 
 

@@ -53,12 +53,12 @@ time reads the answer; a connection that is closed on it would not."""
 class Asked:
     """A request on its way to the policy."""
 
-    rollout: str
+    rollout_name: str
     messages: tuple[Message, ...]
     tools: tuple[Mapping[str, Any], ...] = ()
     max_tokens: int = 0
-    answer: Future[Said] = field(default_factory=Future)
-    at: float = field(default_factory=time.monotonic)
+    response: Future[Said] = field(default_factory=Future)
+    arrived_at: float = field(default_factory=time.monotonic)
     """When it came, by the monotonic clock."""
 
 
@@ -69,10 +69,10 @@ class Recorder:
     """
 
     def __init__(self) -> None:
-        self.rollouts: dict[str, int] = {}
-        self.bell, self._hammer = Pipe(duplex=False)
-        self._arrived: deque[Asked] = deque()
-        self._waiting: dict[str, int] = {}
+        self.rollout_numbers: dict[str, int] = {}
+        self.wakeup, self._wakeup_sender = Pipe(duplex=False)
+        self._requests: deque[Asked] = deque()
+        self._waiting_counts: dict[str, int] = {}
         taken = listening(HERE, 0)
         self._port = int(taken.getsockname()[1])
         settings = uvicorn.Config(
@@ -83,67 +83,67 @@ class Recorder:
             timeout_keep_alive=FOREVER,
             backlog=ACCEPTED,
             timeout_notify=0,
-            callback_notify=self._look,
+            callback_notify=self._close_unknown,
         )
         settings.timeout_graceful_shutdown = 1
-        self._taken = taken
+        self._socket = taken
         self._server = uvicorn.Server(settings)
         run: dict[str, list[socket.socket]] = {"sockets": [taken]}
         self._thread = threading.Thread(target=self._server.run, kwargs=run, name="rollouts", daemon=True)
         self._thread.start()
 
-    def address(self, name: str) -> str:
+    def make_rollout_url(self, name: str) -> str:
         """Return the base URL of a rollout."""
         return f"http://{HERE}:{self._port}/rollout/{name}/v1"
 
-    def asked(self) -> list[Asked]:
+    def take_requests(self) -> list[Asked]:
         """Return what was asked since the last time, of clients that are still there."""
-        while self.bell.poll():
-            self.bell.recv_bytes()
+        while self.wakeup.poll():
+            self.wakeup.recv_bytes()
         found: list[Asked] = []
-        while self._arrived:
-            asked = self._arrived.popleft()
-            if asked.answer.set_running_or_notify_cancel():
+        while self._requests:
+            asked = self._requests.popleft()
+            if asked.response.set_running_or_notify_cancel():
                 found.append(asked)
         return found
 
-    async def said(self, asked: Asked) -> Said:
+    async def wait_for_answer(self, request: Asked) -> Said:
         """Return what the policy says to a request. RequestError where it does not."""
-        name = asked.rollout
-        if name not in self.rollouts:
+        name = request.rollout_name
+        if name not in self.rollout_numbers:
             raise ended(name)
-        if self._waiting.get(name, 0) >= MOST:
+        if self._waiting_counts.get(name, 0) >= MOST:
             raise RequestError(400, f"{MOST} requests of this rollout wait already", "too_many")
-        self._waiting[name] = self._waiting.get(name, 0) + 1
+        self._waiting_counts[name] = self._waiting_counts.get(name, 0) + 1
         try:
-            self._arrived.append(asked)
-            self._hammer.send_bytes(b"")
-            return await asyncio.wrap_future(asked.answer)
+            self._requests.append(request)
+            self._wakeup_sender.send_bytes(b"")
+            return await asyncio.wrap_future(request.response)
         finally:
-            self._waiting[name] -= 1
-            if not self._waiting[name]:
-                del self._waiting[name]
+            self._waiting_counts[name] -= 1
+            if not self._waiting_counts[name]:
+                del self._waiting_counts[name]
 
-    def knows(self, connection: Any) -> bool:
+    def is_known(self, connection: Any) -> bool:
         """Return whether the last request of a connection was for a rollout that there is."""
-        return connection.cycle is not None and rollout_of(connection.cycle.scope["path"]) in self.rollouts
+        return connection.cycle is not None and rollout_of(connection.cycle.scope["path"]) in self.rollout_numbers
 
-    async def _look(self) -> None:
+    async def _close_unknown(self) -> None:
         """Close the connections that have not asked for a rollout in time. Called once a second."""
-        self._taken.listen(BACKLOG)  # asyncio has set it to how many it accepts at a time
+        self._socket.listen(BACKLOG)  # asyncio has set it to how many it accepts at a time
         now = time.monotonic()
         connections: set[Any] = set(self._server.server_state.connections)
         for connection in connections:
-            if self.knows(connection):
+            if self.is_known(connection):
                 connection.since = now
             elif now - connection.since > PATIENCE:
                 connection.transport.abort()
 
     def close(self) -> None:
         """Refuse what has not been answered, and stop the server."""
-        self.rollouts.clear()
-        for asked in self.asked():
-            asked.answer.set_exception(ended(asked.rollout))
+        self.rollout_numbers.clear()
+        for asked in self.take_requests():
+            asked.response.set_exception(ended(asked.rollout_name))
         self._server.should_exit = True
         self._thread.join(5.0)
 
@@ -171,7 +171,7 @@ def protocol(recorder: Recorder) -> type[H11Protocol]:
             strangers = [
                 each
                 for each in self.connections
-                if isinstance(each, Bounded) and not each.transport.is_closing() and not recorder.knows(each)
+                if isinstance(each, Bounded) and not each.transport.is_closing() and not recorder.is_known(each)
             ]
             if len(strangers) > STRANGERS:
                 min(strangers, key=lambda each: each.since).transport.abort()
@@ -186,7 +186,7 @@ class Known:
         self.app, self.recorder = app, recorder
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or (name := rollout_of(scope["path"])) in self.recorder.rollouts:
+        if scope["type"] != "http" or (name := rollout_of(scope["path"])) in self.recorder.rollout_numbers:
             await self.app(scope, receive, send)
             return
         with suppress(TimeoutError):
@@ -204,14 +204,14 @@ def application(recorder: Recorder) -> ASGIApp:
 
     @app.get("/rollout/{name}/v1/models")
     async def models(name: str) -> dict[str, Any]:
-        if name not in recorder.rollouts:
+        if name not in recorder.rollout_numbers:
             raise ended(name)
         return {"object": "list", "data": [{"id": "policy", "object": "model", "created": 0, "owned_by": "pellucid"}]}
 
     @app.post("/rollout/{name}/v1/chat/completions")
     async def chat(name: str, request: AgentRequest) -> Response:
         limit = request.max_completion_tokens or request.max_tokens or 0
-        said = await recorder.said(Asked(name, request.history(), request.schemas, limit))
+        said = await recorder.wait_for_answer(Asked(name, request.build_history(), request.tool_schemas, limit))
         if request.stream:
             return StreamingResponse(streamed(request, said), media_type="text/event-stream")
         return JSONResponse(answer(request, said))

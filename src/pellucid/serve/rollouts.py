@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 GRACE = 10.0
 """Seconds that an agent has to end when the policy says nothing more."""
-SILENCE = Said({"role": "assistant", "content": ""}, cut=True)
+SILENCE = Said({"role": "assistant", "content": ""}, is_truncated=True)
 """What is answered where the limits of a conversation leave no token, as a service does whose context is full."""
 OVER = "the conversation is over: sampler.turns or sampler.max_tokens is reached"
 UNENDED = f"{OVER}, and the agent has not come to its end"
@@ -47,42 +47,49 @@ class Rollout:
 
     name: str
     prompt: Prompt
-    player: Player
+    worker: Player
     history: list[Message] = field(default_factory=list)
     tools: tuple[Mapping[str, Any], ...] = ()
-    line: deque[Asked] = field(default_factory=deque)
+    pending: deque[Asked] = field(default_factory=deque)
     """Its open requests. While there is one, its time does not pass."""
-    left: float = 0.0
+    remaining_seconds: float = 0.0
     """How many seconds it had left when its time stopped."""
     turns: int = 0
     events: Counter[str] = field(default_factory=Counter)
-    speaking: bool = False
+    is_generating: bool = False
     """Whether the first of its requests is with the policy."""
-    over: bool = False
+    is_over: bool = False
     """Whether the policy says nothing more."""
     outcome: Outcome | None = None
     """Of an agent that has ended while the policy speaks."""
 
-    def queue(self, asked: Asked) -> None:
-        if not self.line:
-            self.left, self.player.deadline = self.player.deadline - asked.at, float("inf")
-        self.line.append(asked)
+    def add_request(self, request: Asked) -> None:
+        if not self.pending:
+            self.remaining_seconds, self.worker.deadline = self.worker.deadline - request.arrived_at, float("inf")
+        self.pending.append(request)
 
-    def answered(self) -> Asked:
+    def pop_request(self) -> Asked:
         """Return the first request, which no longer waits. Where it was the only one, time passes again."""
-        asked = self.line.popleft()
-        if not self.line:
-            self.player.deadline = time.monotonic() + self.left
+        asked = self.pending.popleft()
+        if not self.pending:
+            self.worker.deadline = time.monotonic() + self.remaining_seconds
         return asked
 
-    def reply(self, asked: Asked) -> Reply:
+    def make_reply(self, request: Asked) -> Reply:
         """Return a request as what the world says: what it adds, or a history from its beginning."""
-        said, added = asked.messages[: len(self.history)], asked.messages[len(self.history) :]
+        said, added = request.messages[: len(self.history)], request.messages[len(self.history) :]
         goes_on = added and all(message["role"] != "assistant" for message in added)
-        if self.history and goes_on and asked.tools == self.tools and alike(said, self.history):
-            return Reply(added, max_tokens=asked.max_tokens)
-        asks = replace(self.prompt, text=asked.messages, tools=asked.tools, literal=True, prefix="", prefix_whole=False)
-        return Reply(prompt=asks, max_tokens=asked.max_tokens)
+        if self.history and goes_on and request.tools == self.tools and alike(said, self.history):
+            return Reply(added, max_tokens=request.max_tokens)
+        asks = replace(
+            self.prompt,
+            text=request.messages,
+            tools=request.tools,
+            escape_special_tokens=True,
+            prefix="",
+            prefix_is_complete=False,
+        )
+        return Reply(prompt=asks, max_tokens=request.max_tokens)
 
 
 class Agents:
@@ -92,106 +99,108 @@ class Agents:
         self, talk: AgentTalk, policy: Policy, cfg: RewardConfig, log: Path | None = None, seed: int = 0
     ) -> None:
         self._talk, self._policy, self._seed = talk, policy, seed
-        self._troupe = Troupe(talk, Confines(cfg.memory_gb, str(log or os.devnull), environment(cfg.secrets)))
-        self._open: dict[int, Rollout] = {}
-        self._recorders: list[Recorder] = []
-        self._ready: deque[tuple[int, Reply]] = deque()
-        Finalize(self, end_all, [self._open, self._troupe, self._recorders], exitpriority=0)
+        self._factory = Troupe(talk, Confines(cfg.memory_gb, str(log or os.devnull), environment(cfg.secrets)))
+        self._rollouts: dict[int, Rollout] = {}
+        self._endpoints: list[Recorder] = []
+        self._ready_replies: deque[tuple[int, Reply]] = deque()
+        Finalize(self, end_all, [self._rollouts, self._factory, self._endpoints], exitpriority=0)
 
-    def begin(self, number: int, prompt: Prompt, sibling: int) -> None:
+    def start_conversation(self, number: int, prompt: Prompt, sibling: int) -> None:
         """Let an agent begin with a row; its first request is the question."""
-        if number in self._open:  # it was left, as by an interrupt
-            self._close(number)
-        if not self._recorders:
-            self._recorders.append(Recorder())
-        rollout = self._open[number] = Rollout(secrets.token_urlsafe(16), prompt, self._troupe.player())
-        self._recorders[0].rollouts[rollout.name] = number
+        if number in self._rollouts:  # it was left, as by an interrupt
+            self._close_rollout(number)
+        if not self._endpoints:
+            self._endpoints.append(Recorder())
+        rollout = self._rollouts[number] = Rollout(secrets.token_urlsafe(16), prompt, self._factory.create_worker())
+        self._endpoints[0].rollout_numbers[rollout.name] = number
         seed = f"{self._seed}/{prompt.id}/{sibling}"
         try:
-            rollout.player.ask(
-                Solve(row_of(prompt), self._recorders[0].address(rollout.name), seed), self._talk.timeout
+            rollout.worker.send_request(
+                Solve(row_of(prompt), self._endpoints[0].make_rollout_url(rollout.name), seed), self._talk.timeout
             )
         except GoneError as error:
-            self._has_ended(number, Answer([], {}, error=str(error)))
+            self._handle_exit(number, Answer([], {}, error=str(error)))
 
-    def tell(self, number: int, said: Said) -> None:
+    def send_turn(self, number: int, turn: Said) -> None:
         """Answer the request that the policy was asked."""
-        rollout = self._open[number]
-        calls = said.message.get("tool_calls", ())
+        rollout = self._rollouts[number]
+        calls = turn.message.get("tool_calls", ())
         numbered = [{**call, "id": f"call_{rollout.turns}_{i}"} for i, call in enumerate(calls)]
         rollout.turns += 1
-        rollout.events += Counter(calls=len(calls) + len(said.unreadable), unreadable=len(said.unreadable))
-        rollout.history.append(said.message)
-        self._answer(number, said._replace(message={**said.message, "tool_calls": numbered} if calls else said.message))
+        rollout.events += Counter(calls=len(calls) + len(turn.unreadable_calls), unreadable=len(turn.unreadable_calls))
+        rollout.history.append(turn.message)
+        self._answer_request(
+            number, turn._replace(message={**turn.message, "tool_calls": numbered} if calls else turn.message)
+        )
 
-    def end(self, number: int) -> None:
+    def end_conversation(self, number: int) -> None:
         """Answer that the policy says nothing more, to the last of the requests that counts, and refuse the others."""
-        rollout = self._open[number]
-        rollout.over, rollout.left = True, min(rollout.left, GRACE)
-        self._answer(number, SILENCE)
+        rollout = self._rollouts[number]
+        rollout.is_over, rollout.remaining_seconds = True, min(rollout.remaining_seconds, GRACE)
+        self._answer_request(number, SILENCE)
 
-    def heard(self, seconds: float) -> list[tuple[int, Reply]]:
+    def receive_replies(self, seconds: float) -> list[tuple[int, Reply]]:
         """Return what agents have asked, and the outcomes of those that have ended; wait so long for the first."""
         until = time.monotonic() + seconds
         while True:
-            self._listen()
-            found = list(self._ready)
-            self._ready.clear()
+            self._poll_agents()
+            found = list(self._ready_replies)
+            self._ready_replies.clear()
             left = until - time.monotonic()
-            at_work = [rollout.player for rollout in self._open.values() if not rollout.outcome]
+            at_work = [rollout.worker for rollout in self._rollouts.values() if not rollout.outcome]
             if found or left <= 0 or not at_work:
                 return found
             first = min(player.deadline for player in at_work) - time.monotonic()
-            bells = [recorder.bell for recorder in self._recorders]
+            bells = [recorder.wakeup for recorder in self._endpoints]
             wait([*bells, *(player.connection for player in at_work)], max(0.0, min(left, first)))
 
     def close(self) -> None:
         """End the agents, whatever they are doing, and the endpoint; the next conversation starts new ones."""
-        end_all(self._open, self._troupe, self._recorders)
-        self._ready.clear()
+        end_all(self._rollouts, self._factory, self._endpoints)
+        self._ready_replies.clear()
 
-    def _listen(self) -> None:
+    def _poll_agents(self) -> None:
         """Take what was asked, then see who has ended or is late: while an agent waits it is not."""
-        for recorder in self._recorders:
-            for asked in recorder.asked():
-                number = recorder.rollouts.get(asked.rollout)
+        for recorder in self._endpoints:
+            for asked in recorder.take_requests():
+                number = recorder.rollout_numbers.get(asked.rollout_name)
                 if number is None:
-                    asked.answer.set_exception(ended(asked.rollout))
+                    asked.response.set_exception(ended(asked.rollout_name))
                 else:
-                    self._open[number].queue(asked)
-                    self._ask(number)
-        for number, rollout in list(self._open.items()):
+                    self._rollouts[number].add_request(asked)
+                    self._submit_next(number)
+        for number, rollout in list(self._rollouts.items()):
             if rollout.outcome:
                 continue
             try:
-                answered = rollout.player.answer()
+                answered = rollout.worker.receive_answer()
             except GoneError as error:
-                answered = Answer([], {}, error=UNENDED if rollout.over else str(error)), b""
+                answered = Answer([], {}, error=UNENDED if rollout.is_over else str(error)), b""
             if answered:
-                self._has_ended(number, answered[0])
+                self._handle_exit(number, answered[0])
 
-    def _ask(self, number: int) -> None:
+    def _submit_next(self, number: int) -> None:
         """Ask the policy what is first in line, and refuse what it cannot be asked."""
-        rollout = self._open[number]
-        while rollout.line and not rollout.speaking:
-            asked = rollout.line[0]
-            reply = rollout.reply(asked)
-            if fault := OVER if rollout.over else self._fault(reply):
-                rollout.answered().answer.set_exception(RequestError(400, fault))
+        rollout = self._rollouts[number]
+        while rollout.pending and not rollout.is_generating:
+            asked = rollout.pending[0]
+            reply = rollout.make_reply(asked)
+            if fault := OVER if rollout.is_over else self._find_fault(reply):
+                rollout.pop_request().response.set_exception(RequestError(400, fault))
                 continue
-            rollout.history, rollout.tools, rollout.speaking = list(asked.messages), asked.tools, True
-            self._ready.append((number, reply))
+            rollout.history, rollout.tools, rollout.is_generating = list(asked.messages), asked.tools, True
+            self._ready_replies.append((number, reply))
 
-    def _answer(self, number: int, said: Said) -> None:
-        rollout = self._open[number]
-        rollout.speaking = False
-        rollout.answered().answer.set_result(said)
+    def _answer_request(self, number: int, said: Said) -> None:
+        rollout = self._rollouts[number]
+        rollout.is_generating = False
+        rollout.pop_request().response.set_result(said)
         if rollout.outcome:
-            self._leave(number, rollout.outcome)
+            self._finish(number, rollout.outcome)
         else:
-            self._ask(number)
+            self._submit_next(number)
 
-    def _fault(self, reply: Reply) -> str:
+    def _find_fault(self, reply: Reply) -> str:
         """Return why the policy cannot be asked this, as its chat template has it; empty where it can."""
         try:
             if reply.prompt:
@@ -202,22 +211,22 @@ class Agents:
             return " ".join(str(error).split())
         return ""
 
-    def _has_ended(self, number: int, answer: Answer) -> None:
-        rollout = self._open[number]
-        error = answer.error or ("" if rollout.turns or rollout.speaking else SILENT)
+    def _handle_exit(self, number: int, answer: Answer) -> None:
+        rollout = self._rollouts[number]
+        error = answer.error or ("" if rollout.turns or rollout.is_generating else SILENT)
         outcome = Outcome(None if error else answer.reward, error, dict(+rollout.events))
-        if rollout.speaking:
+        if rollout.is_generating:
             rollout.outcome = outcome
         else:
-            self._leave(number, outcome)
+            self._finish(number, outcome)
 
-    def _leave(self, number: int, outcome: Outcome) -> None:
-        self._close(number)
-        self._ready.append((number, Reply(outcome=outcome)))
+    def _finish(self, number: int, outcome: Outcome) -> None:
+        self._close_rollout(number)
+        self._ready_replies.append((number, Reply(outcome=outcome)))
 
-    def _close(self, number: int) -> None:
-        rollout = self._open.pop(number)
-        self._recorders[0].rollouts.pop(rollout.name, None)
+    def _close_rollout(self, number: int) -> None:
+        rollout = self._rollouts.pop(number)
+        self._endpoints[0].rollout_numbers.pop(rollout.name, None)
         leave(rollout)
 
 
@@ -238,15 +247,15 @@ def row_of(prompt: Prompt) -> dict[str, Any]:
 
 def leave(rollout: Rollout) -> None:
     """End an agent with all that it has started, and refuse what it has asked."""
-    rollout.player.end()
-    for asked in rollout.line:
-        asked.answer.set_exception(ended(rollout.name))
+    rollout.worker.terminate()
+    for asked in rollout.pending:
+        asked.response.set_exception(ended(rollout.name))
 
 
-def end_all(rollouts: dict[int, Rollout], troupe: Troupe, recorders: list[Recorder]) -> None:
+def end_all(rollouts: dict[int, Rollout], factory: Troupe, endpoints: list[Recorder]) -> None:
     for rollout in rollouts.values():
         leave(rollout)
     rollouts.clear()
-    troupe.close()
-    while recorders:
-        recorders.pop().close()
+    factory.close()
+    while endpoints:
+        endpoints.pop().close()

@@ -64,7 +64,7 @@ class Described:
     device: torch.device
     eos_ids: Sequence[int]
 
-    def describe(self, folder: Path) -> None:
+    def save_config(self, folder: Path) -> None:
         (folder / "config.json").write_text(json.dumps(self.config))
 
 
@@ -73,109 +73,111 @@ class Coming(NamedTuple):
 
     version: str
     parts: list[bytes]
-    onto: str = ""
+    base_version: str = ""
     """The version of the weights that an adapter is pushed to alone; empty where all weights come."""
 
 
 class Held:
     """One engine, which one thread works with: what is asked of it in others waits for its turn between two steps."""
 
-    def __init__(self, make: Callable[[Model], Any]) -> None:
-        self.make = make
-        self.work = ThreadPoolExecutor(1, "engine")
+    def __init__(self, make_engine: Callable[[Model], Any]) -> None:
+        self.make_engine = make_engine
+        self.executor = ThreadPoolExecutor(1, "engine")
         self.engine: Any = None
-        self.model = self.version = ""
-        self.coming = Coming("", [])
-        self.said: list[Any] = []
+        self.model_digest = self.version = ""
+        self.pending = Coming("", [])
+        self.finished_rows: list[Any] = []
         self.steps = 0
-        self.turn: Future[None] | None = None
-        self.news = threading.Condition()
+        self.step_future: Future[None] | None = None
+        self.rows_arrived = threading.Condition()
 
-    def state(self) -> dict[str, Any]:
-        longest, block = (engine.longest, engine.block) if (engine := self.engine) else (0, 0)
-        return {"model": self.model, "version": self.version, "longest": longest, "block": block, "refusal": ""}
+    def describe_state(self) -> dict[str, Any]:
+        longest, block = (engine.max_length, engine.block_size) if (engine := self.engine) else (0, 0)
+        return {"model": self.model_digest, "version": self.version, "longest": longest, "block": block, "refusal": ""}
 
-    def load(self, body: bytes) -> dict[str, Any]:
+    def load_model(self, body: bytes) -> dict[str, Any]:
         """Make an engine for this model, where there is none; it has no weights yet. Where none with its adapter can be
         made, say why.
         """
         try:
             model = Model.model_validate_json(body)
-            return self.work.submit(self._load, model, digest(body)).result()
+            return self.executor.submit(self._load_engine, model, digest(body)).result()
         except RefusedError as error:
-            return {**self.state(), "refusal": str(error)}
+            return {**self.describe_state(), "refusal": str(error)}
         except (ValidationError, UserError) as error:
             raise RequestError(422, str(error)) from error
 
-    def take(self, version: str, i: int, of: int, part: bytes, onto: str = "") -> None:
+    def receive_weights(
+        self, version: str, part_index: int, part_count: int, part: bytes, base_version: str = ""
+    ) -> None:
         """Take part i of the weights of this version; with the last of them the engine has these and no other, or these
         and the weights below the adapter of the version `onto`.
         """
-        if i == 0:
-            self.coming = Coming(version, [], onto)
-        coming = self.coming
-        if coming.version != version or len(coming.parts) != i or not self.engine:
+        if part_index == 0:
+            self.pending = Coming(version, [], base_version)
+        coming = self.pending
+        if coming.version != version or len(coming.parts) != part_index or not self.engine:
             raise RequestError(409, "other weights have come in between")
         coming.parts.append(part)
-        if i + 1 == of:
-            self.coming = Coming("", [])
-            self.work.submit(self._push, coming).result()
+        if part_index + 1 == part_count:
+            self.pending = Coming("", [])
+            self.executor.submit(self._push_weights, coming).result()
 
-    def do(self, version: str, work: Callable[[], Any]) -> tuple[str, Any]:
+    def run_at_version(self, version: str, work: Callable[[], Any]) -> tuple[str, Any]:
         """Return what the engine answers with the weights of this version, behind the version that it has."""
-        return self.work.submit(self._with, version, work).result()
+        return self.executor.submit(self._run_at_version, version, work).result()
 
-    def step(self, version: str, rows: Sequence[Row]) -> tuple[str, Any]:
+    def sample_rows(self, version: str, rows: Sequence[Row]) -> tuple[str, Any]:
         """As `do`: ask for these rows, and return what is sampled; wait a moment for the first of it."""
-        self.do(version, lambda: self._ask(rows))
-        with self.news:
-            self.news.wait_for(lambda: self.said, POLL)
-        return self.do(version, self._said)
+        self.run_at_version(version, lambda: self._submit_rows(rows))
+        with self.rows_arrived:
+            self.rows_arrived.wait_for(lambda: self.finished_rows, POLL)
+        return self.run_at_version(version, self._take_rows)
 
     def close(self) -> None:
         """End the engine. TimeoutError where it does not come to an end with what it does."""
-        self.work.submit(lambda: self.engine and self.engine.close()).result(GRACE)
-        self.work.shutdown()
+        self.executor.submit(lambda: self.engine and self.engine.close()).result(GRACE)
+        self.executor.shutdown()
 
     # ------------------------------------------------------------ in the thread of the engine
 
-    def _load(self, model: Model, name: str) -> dict[str, Any]:
-        if self.model != name:  # it may have been asked for again while it was made
-            self._forget()
+    def _load_engine(self, model: Model, name: str) -> dict[str, Any]:
+        if self.model_digest != name:  # it may have been asked for again while it was made
+            self._reset()
             if self.engine:
                 self.engine.close()
-            self.model, self.engine = "", None
-            self.engine = self.make(model)
-            self.model = name
-        return self.state()
+            self.model_digest, self.engine = "", None
+            self.engine = self.make_engine(model)
+            self.model_digest = name
+        return self.describe_state()
 
-    def _push(self, coming: Coming) -> None:
-        if coming.onto:
-            self.check(coming.onto)
-        self._forget()
+    def _push_weights(self, pending: Coming) -> None:
+        if pending.base_version:
+            self.check_version(pending.base_version)
+        self._reset()
         weights: dict[str, Tensor] = {}
-        while coming.parts:
-            weights |= safetensors.torch.load(coming.parts.pop(0))
-        self._whole(lambda: self.engine.push(weights))
-        self.version = coming.version
+        while pending.parts:
+            weights |= safetensors.torch.load(pending.parts.pop(0))
+        self._guard_engine(lambda: self.engine.push(weights))
+        self.version = pending.version
 
-    def _forget(self) -> None:
+    def _reset(self) -> None:
         self.version = ""
-        self.said = []
+        self.finished_rows = []
         if self.engine:
-            self.engine.drop()
-        if self.turn and self.turn.done():
-            self.turn = None
+            self.engine.abort_all()
+        if self.step_future and self.step_future.done():
+            self.step_future = None
 
-    def _with(self, version: str, work: Callable[[], Any]) -> tuple[str, Any]:
-        self.check(version)
-        return self.version, self._whole(work)
+    def _run_at_version(self, version: str, work: Callable[[], Any]) -> tuple[str, Any]:
+        self.check_version(version)
+        return self.version, self._guard_engine(work)
 
-    def check(self, version: str) -> None:
+    def check_version(self, version: str) -> None:
         if not version or version != self.version:
             raise RequestError(409, "these are other weights here")
 
-    def _whole(self, work: Callable[[], Any]) -> Any:
+    def _guard_engine(self, work: Callable[[], Any]) -> Any:
         """Where this fails, the engine is broken, and a new one is made for whoever asks."""
         with ExitStack() as failing:
             failing.callback(setattr, self, "model", "")
@@ -183,30 +185,30 @@ class Held:
             failing.pop_all()
         return done
 
-    def read(self, ids: Sequence[int]) -> tuple[Tensor, int]:
+    def score_tokens(self, ids: Sequence[int]) -> tuple[Tensor, int]:
         """Read a text; rows that somebody was not told of would be answered with it."""
-        self.engine.drop()
-        self.said = []
-        return self.engine.read(ids)
+        self.engine.abort_all()
+        self.finished_rows = []
+        return self.engine.score_tokens(ids)
 
-    def _ask(self, rows: Sequence[Row]) -> None:
+    def _submit_rows(self, rows: Sequence[Row]) -> None:
         for row in rows:
-            self.engine.ask(row.number, row.ids, row.most, row.temperature, row.seed)
-        if rows and not self.turn:
-            self.turn = self.work.submit(self._step)
+            self.engine.add_request(row.number, row.ids, row.max_tokens, row.temperature, row.seed)
+        if rows and not self.step_future:
+            self.step_future = self.executor.submit(self._run_step)
 
-    def _step(self) -> None:
-        said = self._whole(self.engine.step) if self.engine and self.engine.asked else []
+    def _run_step(self) -> None:
+        said = self._guard_engine(self.engine.step) if self.engine and self.engine.unfinished else []
         self.steps += 1
-        with self.news:
-            self.said += said
-            self.news.notify_all()
-        self.turn = self.work.submit(self._step) if self.engine and self.engine.asked else None
+        with self.rows_arrived:
+            self.finished_rows += said
+            self.rows_arrived.notify_all()
+        self.step_future = self.executor.submit(self._run_step) if self.engine and self.engine.unfinished else None
 
-    def _said(self) -> dict[str, Any]:
-        if self.turn and self.turn.done():
-            self.turn.result()  # it has failed
-        said, self.said = self.said, []
+    def _take_rows(self) -> dict[str, Any]:
+        if self.step_future and self.step_future.done():
+            self.step_future.result()  # it has failed
+        said, self.finished_rows = self.finished_rows, []
         return {"steps": self.steps, "said": [tuple(answer) for answer in said]}
 
 
@@ -216,33 +218,33 @@ def application(held: Held, hosts: Sequence[str], secret: str) -> ASGIApp:
 
     @app.get("/state")
     async def state() -> dict[str, Any]:
-        return held.state()
+        return held.describe_state()
 
     @app.put("/model")
     async def model(request: Request) -> dict[str, Any]:
-        return await run_in_threadpool(held.load, await request.body())
+        return await run_in_threadpool(held.load_model, await request.body())
 
     @app.put("/weights/{version}/{i}/{of}")
     async def weights(version: str, i: int, of: int, request: Request, onto: str = "") -> dict[str, Any]:
-        await run_in_threadpool(held.take, version, i, of, await request.body(), onto)
+        await run_in_threadpool(held.receive_weights, version, i, of, await request.body(), onto)
         return {}
 
     @app.post("/read")
     def read(version: Version, ids: Annotated[list[int], Body(embed=True)]) -> Response:
-        here, (logprobs, cached) = held.do(version, lambda: held.read(ids))
+        here, (logprobs, cached) = held.run_at_version(version, lambda: held.score_tokens(ids))
         return tensors(here, {"logprobs": logprobs, "cached": torch.tensor(cached)})
 
     @app.post("/columns")
     def columns(version: Version, name: Annotated[str, Body()], at: Annotated[list[int], Body()]) -> Response:
         try:
-            here, found = held.do(version, lambda: held.engine.columns(name, at))
+            here, found = held.run_at_version(version, lambda: held.engine.read_columns(name, at))
         except UserError as error:
             raise RequestError(422, str(error)) from error
         return tensors(here, {str(i): column for i, column in enumerate(found)})
 
     @app.post("/step")
     def step(version: Version, rows: Annotated[list[Row], Body()]) -> Response:
-        here, answers = held.step(version, rows)
+        here, answers = held.sample_rows(version, rows)
         return JSONResponse(answers, headers={VERSION: here})
 
     return Gate(Endings(app), hosts, secret)

@@ -14,9 +14,9 @@ from pellucid.training import changes, claim, files
 from pellucid.types import UserError
 
 
-def check(cell: Cell, recipe: Config) -> None:
+def check(run: Cell, recipe: Config) -> None:
     """Raise UserError where the run folder holds anything but a run of this cell with the settings it has now."""
-    run_dir = cell.run_dir
+    run_dir = run.run_dir
     if not run_dir.exists():
         return
     claim.refuse_held(run_dir)
@@ -26,22 +26,22 @@ def check(cell: Cell, recipe: Config) -> None:
         if checkpoints(run_dir) or any(records(run_dir / "metrics.jsonl")):
             raise UserError(f"{run_dir}/config.json cannot be read: mend it, or delete that run")
         return  # the run crashed in its first moment
-    for key, (theirs, ours) in changes.matter(run_dir, wanted_of(cell, recipe)).items():
+    for key, (theirs, ours) in changes.matter(run_dir, wanted_of(run, recipe)).items():
         raise UserError(
             f"{run_dir} was made with {key} = {theirs!r}, the study says {ours!r}: "
             f"choose another --into, or delete that run"
         )
 
 
-def wanted_of(cell: Cell, recipe: Config) -> Record:
+def wanted_of(run: Cell, recipe: Config) -> Record:
     """Return the settings of the cell as its run records them, except a dtype that is left to the machine."""
-    seeded = replace(recipe, algorithm=replace(recipe.algorithm, seed=cell.seed))
+    seeded = replace(recipe, algorithm=replace(recipe.algorithm, seed=run.seed))
     return files.recorded(config.resolved(seeded))
 
 
-def resuming(cell: Cell) -> list[str]:
+def resuming(run: Cell) -> list[str]:
     """Return the arguments that resume the cell's run from its last checkpoint; empty where there is no checkpoint."""
-    return ["train", "--resume", str(cell.run_dir)] if checkpoints(cell.run_dir) else []
+    return ["train", "--resume", str(run.run_dir)] if checkpoints(run.run_dir) else []
 
 
 def clear(run_dir: Path) -> None:

@@ -66,17 +66,17 @@ class Summary:
     """Its metrics that OWN_METRICS names, each the mean over the steps of all runs."""
 
     @property
-    def compared(self) -> Estimate | None:
+    def compared_estimate(self) -> Estimate | None:
         """Return the measure that is compared."""
         return self.greedy if self.measure == "greedy" else self.reward
 
 
-def summaries(runs: Runs) -> list[Summary]:
+def summaries(comparison: Runs) -> list[Summary]:
     """Return the summaries of all variants, the baseline first."""
-    baseline = runs.finished[runs.baseline]
+    baseline = comparison.finished[comparison.baseline]
     return [
-        summary(variant, of_seed, {} if variant == runs.baseline else baseline, runs.measure)
-        for variant, of_seed in runs.finished.items()
+        summary(variant, of_seed, {} if variant == comparison.baseline else baseline, comparison.measure)
+        for variant, of_seed in comparison.finished.items()
     ]
 
 
@@ -85,12 +85,12 @@ def summary(variant: str, runs: Mapping[int, Run], baseline: Mapping[int, Run], 
         return Summary(variant, ())
     reasons = {seed: unpaired(run, baseline.get(seed), measure) for seed, run in runs.items()}
     pairs = {
-        seed: paired(runs[seed].last[ANSWERS[measure]], baseline[seed].last[ANSWERS[measure]])
+        seed: paired(runs[seed].last_evaluation[ANSWERS[measure]], baseline[seed].last_evaluation[ANSWERS[measure]])
         for seed, reason in reasons.items()
         if baseline and not reason
     }
-    difference = over_seeds(list(pairs.values()), [runs[seed].last for seed in pairs]) if pairs else None
-    lasts, steps = [run.last for run in runs.values()], [row for run in runs.values() for row in run.metrics]
+    difference = over_seeds(list(pairs.values()), [runs[seed].last_evaluation for seed in pairs]) if pairs else None
+    lasts, steps = [run.last_evaluation for run in runs.values()], [row for run in runs.values() for row in run.metrics]
     dead = [share for row in steps if (share := dead_share(row)) is not None]
     means = [last["mean@k"]["value"] for last in lasts if last.get("mean@k")]
     return Summary(
@@ -123,12 +123,12 @@ def unpaired(run: Run, baseline: Run | None, measure: str = "greedy") -> str:
     """Return why two runs cannot be compared question by question; empty where they can."""
     if not baseline:
         return "the baseline has no finished run"
-    if not run.last.get(ANSWERS[measure]) or not baseline.last.get(ANSWERS[measure]):
+    if not run.last_evaluation.get(ANSWERS[measure]) or not baseline.last_evaluation.get(ANSWERS[measure]):
         what = "which answers were right" if measure == "greedy" else "the reward of each answer"
         return f"evals.jsonl does not say {what}"
-    if run.last["questions"] != baseline.last["questions"]:
+    if run.last_evaluation["questions"] != baseline.last_evaluation["questions"]:
         return "its held-out questions are not the baseline's"
-    graded = paired(run.last[ANSWERS[measure]], baseline.last[ANSWERS[measure]])
+    graded = paired(run.last_evaluation[ANSWERS[measure]], baseline.last_evaluation[ANSWERS[measure]])
     return "" if graded else "no question was graded in both"
 
 
@@ -170,22 +170,22 @@ def own_metrics(rows: Sequence[Record]) -> dict[str, float]:
     return {name: fmean(of_steps) for name, of_steps in values.items() if of_steps}
 
 
-def numbers(runs: Runs, rows: Sequence[Summary]) -> dict[str, Any]:
+def numbers(comparison: Runs, rows: Sequence[Summary]) -> dict[str, Any]:
     """Return all numbers of the page as JSON values, for other programs."""
     return {
-        "baseline": runs.baseline,
-        "measure": runs.measure,
+        "baseline": comparison.baseline,
+        "measure": comparison.measure,
         "comparisons": sum(bool(row.difference) for row in rows),
         "resamples": RESAMPLES,
         "variants": {row.variant: asdict(row) for row in rows},
-        "unfinished": [run.name for run in runs.unfinished],
-        "missing": [f"{variant} seed {seed}" for variant, seed in runs.missing],
-        "commands": {run.name: run.command for run in [*runs.all, *runs.unfinished]},
+        "unfinished": [run.name for run in comparison.unfinished],
+        "missing": [f"{variant} seed {seed}" for variant, seed in comparison.missing],
+        "commands": {run.name: run.command for run in [*comparison.finished_runs, *comparison.unfinished]},
     }
 
 
-def write_numbers(path: Path, runs: Runs, rows: Sequence[Summary]) -> None:
-    values = finite_or_null(numbers(runs, rows))
+def write_numbers(path: Path, comparison: Runs, rows: Sequence[Summary]) -> None:
+    values = finite_or_null(numbers(comparison, rows))
     path.write_text(json.dumps(values, indent=2, allow_nan=False) + "\n", encoding="utf-8")
 
 
@@ -211,12 +211,12 @@ def caveats_on_seeds(rows: Sequence[Summary]) -> list[str]:
 # ---------------------------------------------------------------- on the screen
 
 
-def print_table(runs: Runs, rows: Sequence[Summary]) -> None:
-    what = NAMES[runs.measure]
-    title = f"held-out {what} and its difference from {escape(harmless(runs.baseline))}, with 95% intervals"
+def print_table(comparison: Runs, rows: Sequence[Summary]) -> None:
+    what = NAMES[comparison.measure]
+    title = f"held-out {what} and its difference from {escape(harmless(comparison.baseline))}, with 95% intervals"
     table = Table(box=rich.box.SIMPLE_HEAD, title=title, title_justify="left")
     table.add_column("variant", overflow="fold")
-    for name in ("runs", "accuracy" if runs.measure == "greedy" else "reward", "difference", "conclusion"):
+    for name in ("runs", "accuracy" if comparison.measure == "greedy" else "reward", "difference", "conclusion"):
         table.add_column(name, justify="left" if name == "conclusion" else "right", no_wrap=True)
     for row in rows:
         table.add_row(*(escape(harmless(cell)) for cell in cells(row)))
@@ -226,9 +226,9 @@ def print_table(runs: Runs, rows: Sequence[Summary]) -> None:
     for row in rows:
         for reason in row.unpaired:
             print(harmless(f"not paired: {row.variant} {reason}"))
-    for run in runs.unfinished:
-        print(harmless(f"unfinished, left out: {run.folder}"))
-    for variant, seed in runs.missing:
+    for run in comparison.unfinished:
+        print(harmless(f"unfinished, left out: {run.run_dir}"))
+    for variant, seed in comparison.missing:
         print(harmless(f"missing: {variant} seed {seed}"))
 
 
@@ -238,7 +238,7 @@ def cells(row: Summary) -> list[str]:
     return [
         row.variant,
         str(len(row.seeds)),
-        points(row.compared, measure=row.measure),
+        points(row.compared_estimate, measure=row.measure),
         points(row.difference, "+", row.measure),
         row.conclusion,
     ]

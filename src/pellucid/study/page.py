@@ -34,22 +34,22 @@ def compare(folders: Sequence[Path], baseline: str, output: Path) -> int:
     return 0
 
 
-def page(runs: Runs, rows: Sequence[Summary]) -> str:
-    others = [row.variant for row in rows if row.variant != runs.baseline]
-    title = f"{runs.baseline} and {others[0] if len(others) == 1 else counted(len(others), 'variant')}"
+def page(comparison: Runs, rows: Sequence[Summary]) -> str:
+    others = [row.variant for row in rows if row.variant != comparison.baseline]
+    title = f"{comparison.baseline} and {others[0] if len(others) == 1 else counted(len(others), 'variant')}"
     sections = [
-        section("Results", results(rows) + notes(runs, rows)),
-        section("Curves", "\n".join(curves_of(variant, runs) for variant in runs.finished)),
+        section("Results", results(rows) + notes(comparison, rows)),
+        section("Curves", "\n".join(curves_of(variant, comparison) for variant in comparison.finished)),
         section("Cost of a run", costs(rows)),
         section("Did it do anything", own(rows)),
-        section("Runs", commands(runs)),
+        section("Runs", commands(comparison)),
     ]
     return Template(beside("report.html")).substitute(
-        name=shown(title if others else runs.baseline),
+        name=shown(title if others else comparison.baseline),
         about="Comparison on held-out questions",
         style=PAGE_CSS + beside("report.css") + Path(__file__).with_name("study.css").read_text(encoding="utf-8"),
         lede=lede(rows),
-        facts=facts(runs, rows),
+        facts=facts(comparison, rows),
         sections="\n".join(sections),
     )
 
@@ -82,12 +82,14 @@ def listed(names: Sequence[str]) -> str:
     return f"{', '.join(first)} and {last} are" if first else f"{last} is"
 
 
-def facts(runs: Runs, rows: Sequence[Summary]) -> str:
-    left_out = len(runs.unfinished) + len(runs.missing)
-    questions = {len(run.last.get("right", ())) or run.last["n"] for run in runs.all}
+def facts(comparison: Runs, rows: Sequence[Summary]) -> str:
+    left_out = len(comparison.unfinished) + len(comparison.missing)
+    questions = {
+        len(run.last_evaluation.get("right", ())) or run.last_evaluation["n"] for run in comparison.finished_runs
+    }
     values = {
         "Variants": (str(len(rows)), False),
-        "Finished runs": (str(len(runs.all)), False),
+        "Finished runs": (str(len(comparison.finished_runs)), False),
         "Unfinished or missing": (str(left_out), left_out > 0),
         "Seeds": (str(len({seed for row in rows for seed in row.seeds})), False),
         "Held-out questions": (" to ".join(f"{n:,}" for n in sorted({min(questions), max(questions)})), False),
@@ -138,7 +140,7 @@ def result_cells(row: Summary, reach: float, with_reward: bool = False) -> list[
         with_interval(row.difference, "+", row.measure),
         span(row, reach) if row.difference else "",
         by_seed,
-        with_interval(row.compared, measure=row.measure),
+        with_interval(row.compared_estimate, measure=row.measure),
         mean_at_k,
         *reward,
         str(len(row.seeds)),
@@ -166,7 +168,7 @@ def span(row: Summary, reach: float) -> str:
     )
 
 
-def notes(runs: Runs, rows: Sequence[Summary]) -> str:
+def notes(comparison: Runs, rows: Sequence[Summary]) -> str:
     """Return a list in HTML: what the table rests on, and what it does not show."""
     comparisons = sum(bool(row.difference) for row in rows)
     said = [
@@ -178,8 +180,8 @@ def notes(runs: Runs, rows: Sequence[Summary]) -> str:
         *caveats(rows),
     ]
     said += [f"{shown(row.variant)}, {reason}: not paired." for row in rows for reason in row.unpaired]
-    said += [f"{shown(run.name)} is unfinished and left out." for run in runs.unfinished]
-    said += [f"{shown(variant)} seed {seed} is missing." for variant, seed in runs.missing]
+    said += [f"{shown(run.name)} is unfinished and left out." for run in comparison.unfinished]
+    said += [f"{shown(variant)} seed {seed} is missing." for variant, seed in comparison.missing]
     return f'\n<ul class="notes">{"".join(f"<li>{note}</li>" for note in said)}</ul>'
 
 
@@ -213,8 +215,11 @@ def own(rows: Sequence[Summary]) -> str:
     return table("results", caption, ("Variant", "Measure", "Mean"), cells) if cells else ""
 
 
-def commands(runs: Runs) -> str:
-    cells = [[shown(run.name), f"<code>{shown(run.command)}</code>"] for run in [*runs.all, *runs.unfinished]]
+def commands(comparison: Runs) -> str:
+    cells = [
+        [shown(run.name), f"<code>{shown(run.command)}</code>"]
+        for run in [*comparison.finished_runs, *comparison.unfinished]
+    ]
     listed = table("commands", "The command that makes each run", ("Run", "Command"), cells)
     return f"<details><summary>{counted(len(cells), 'command')}</summary>{listed}</details>"
 
@@ -222,14 +227,21 @@ def commands(runs: Runs) -> str:
 # ---------------------------------------------------------------- curves
 
 
-def curves_of(variant: str, runs: Runs) -> str:
+def curves_of(variant: str, comparison: Runs) -> str:
     """Return a row of charts, each of the variant in front of the baseline, on scales that all rows share."""
-    seeds = len(runs.finished[variant])
+    seeds = len(comparison.finished[variant])
     around = f"mean of {counted(seeds, 'seed')}, band from lowest to highest" if seeds > 1 else "one seed"
     charts = [
-        compared(f"Held-out {NAMES[runs.measure]}", around, variant, runs, *held_out(runs.measure)),
-        compared("Training reward", f"of what is trained on; {around}", variant, runs, reward_line, reward_range(runs)),
-        compared("Dead groups", f"share of those drawn; {around}", variant, runs, dead_line, (0, 1)),
+        compared(f"Held-out {NAMES[comparison.measure]}", around, variant, comparison, *held_out(comparison.measure)),
+        compared(
+            "Training reward",
+            f"of what is trained on; {around}",
+            variant,
+            comparison,
+            reward_line,
+            reward_range(comparison),
+        ),
+        compared("Dead groups", f"share of those drawn; {around}", variant, comparison, dead_line, (0, 1)),
     ]
     drawn = "\n".join(svg for svg in charts if svg)
     note = "" if drawn else '<p class="soft">No finished run yet.</p>'
@@ -239,15 +251,17 @@ def curves_of(variant: str, runs: Runs) -> str:
 Measure = Callable[[Run], list[Point]]
 
 
-def compared(title: str, subtitle: str, variant: str, runs: Runs, measure: Measure, include: Sequence[float]) -> str:
-    series = [over_seeds(variant, runs.finished[variant], measure, "first")]
-    if variant != runs.baseline:
-        series.insert(0, over_seeds(runs.baseline, runs.finished[runs.baseline], measure, "third"))
+def compared(
+    title: str, subtitle: str, variant: str, comparison: Runs, get_points: Measure, include: Sequence[float]
+) -> str:
+    series = [over_seeds(variant, comparison.finished[variant], get_points, "first")]
+    if variant != comparison.baseline:
+        series.insert(0, over_seeds(comparison.baseline, comparison.finished[comparison.baseline], get_points, "third"))
     return chart(title, subtitle, series if series[-1].points else [], include)
 
 
-def over_seeds(label: str, runs: Mapping[int, Run], measure: Measure, style: str) -> Series:
-    lines = [points for run in runs.values() if (points := measure(run))]
+def over_seeds(label: str, runs: Mapping[int, Run], get_points: Measure, style: str) -> Series:
+    lines = [points for run in runs.values() if (points := get_points(run))]
     if len(lines) > 1:
         return Series(label, range_of(lines), f"{style} band")
     return Series(label, lines[0] if lines else [], style)
@@ -255,7 +269,7 @@ def over_seeds(label: str, runs: Mapping[int, Run], measure: Measure, style: str
 
 def held_out(measure: str) -> tuple[Measure, Sequence[float]]:
     """Return the line of the measure that is compared, and what its axis must reach."""
-    return lambda run: estimates(run.evals, measure), (0, 1) if measure == "greedy" else ()
+    return lambda run: estimates(run.evaluations, measure), (0, 1) if measure == "greedy" else ()
 
 
 def reward_line(run: Run) -> list[Point]:
@@ -266,6 +280,6 @@ def dead_line(run: Run) -> list[Point]:
     return [Point(row["step"], share) for row in run.metrics if (share := dead_share(row)) is not None]
 
 
-def reward_range(runs: Runs) -> list[float]:
-    values = [point.y for run in runs.all for point in reward_line(run)]
+def reward_range(comparison: Runs) -> list[float]:
+    values = [point.y for run in comparison.finished_runs for point in reward_line(run)]
     return [min(values), max(values)] if values else []

@@ -16,7 +16,7 @@ RESAMPLES = 10_000
 Table = Sequence[Sequence[float]]
 
 
-def interval(table: Table, shared: bool = False, seed: int = 0) -> Estimate:
+def interval(table: Table, same_questions: bool = False, seed: int = 0) -> Estimate:
     """Return the mean over seeds of the mean over questions, with its 95% bootstrap interval.
 
     Seeds are drawn with replacement, then questions within each drawn seed, since runs of two seeds differ by more than
@@ -27,7 +27,7 @@ def interval(table: Table, shared: bool = False, seed: int = 0) -> Estimate:
     With few seeds the interval can be too narrow: see `wrong_at_worst`.
     """
     rng = np.random.default_rng(seed)
-    means = resampled_together(table, rng) if shared else resampled(table, rng)
+    means = resampled_together(table, rng) if same_questions else resampled(table, rng)
     ends = np.quantile(means, (0.025, 0.975))
     return Estimate(*(exact(float(value)) for value in (np.mean([np.mean(row) for row in table]), *ends)))
 

@@ -30,7 +30,7 @@ class Cell:
     seed: int
 
     @property
-    def recipe(self) -> Path:
+    def recipe_path(self) -> Path:
         return self.study_dir / self.variant / "recipe.json"
 
     @property
@@ -38,14 +38,14 @@ class Cell:
         return self.study_dir / self.variant / f"seed-{self.seed}"
 
     @property
-    def log(self) -> Path:
+    def log_path(self) -> Path:
         """Return the file that holds what the run printed."""
         return self.run_dir.with_suffix(".log")
 
     @property
     def arguments(self) -> list[str]:
         """Return the arguments of `pellucid` that make this run from the start."""
-        return ["train", str(self.recipe), "--algorithm.seed", str(self.seed), "--run", str(self.run_dir)]
+        return ["train", str(self.recipe_path), "--algorithm.seed", str(self.seed), "--run", str(self.run_dir)]
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ class Study:
     variants: Mapping[str, Record]
     """The settings of each variant, as a recipe has them; the first is the baseline."""
 
-    def cells(self, study_dir: Path, only: Sequence[str] = ()) -> list[Cell]:
+    def list_runs(self, study_dir: Path, only: Sequence[str] = ()) -> list[Cell]:
         """Return all runs, or those of the variants in `only`. UserError for a name that is no variant.
 
         The first seed of every variant comes before any second one, so that a study cut short compares all variants.
@@ -93,9 +93,9 @@ def read(path: Path) -> Study:
     return Study(path, seeds_of(path, values.get("seeds")), settings)
 
 
-def base_recipe(path: Path) -> Record:
-    config.load(path)  # else a mistake in it would be told as one of the first variant
-    recipe = config.read(path)
+def base_recipe(recipe_path: Path) -> Record:
+    config.load(recipe_path)  # else a mistake in it would be told as one of the first variant
+    recipe = config.read(recipe_path)
     return {**recipe, "task": {"name": config.Config.task_names[0], **recipe.get("task", {})}}
 
 

@@ -33,9 +33,9 @@ PAUSE = 0.2
 class Job:
     """A run in progress."""
 
-    cell: Cell
+    run: Cell
     process: subprocess.Popen[bytes]
-    started: float = field(default_factory=time.monotonic)
+    start_time: float = field(default_factory=time.monotonic)
 
 
 @dataclass
@@ -44,12 +44,12 @@ class Progress:
 
     total: int
     ended: int = 0
-    started: float = field(default_factory=time.monotonic)
+    start_time: float = field(default_factory=time.monotonic)
     failures: dict[Cell, int] = field(default_factory=dict)
     """Runs that failed, with their exit statuses."""
 
-    def left(self) -> str:
-        seconds = (time.monotonic() - self.started) / self.ended * (self.total - self.ended)
+    def format_time_left(self) -> str:
+        seconds = (time.monotonic() - self.start_time) / self.ended * (self.total - self.ended)
         return f"about {span(seconds)} left" if self.ended < self.total else "none left"
 
 
@@ -57,7 +57,7 @@ def run(study: Study, study_dir: Path, jobs: int = 1, only: Sequence[str] = (), 
     """Run the study to its end, or until Ctrl-C. Return the exit status. A second call goes on where it stopped."""
     if jobs < 1:
         raise UserError(f"--jobs {jobs} must be at least 1")
-    cells, recipes = study.cells(study_dir, only), plan.checked(study)
+    cells, recipes = study.list_runs(study_dir, only), plan.checked(study)
     study_dir.mkdir(parents=True, exist_ok=True)
     at_work = locked(study_dir / ".lock", f"is at work on {study_dir}")
     with at_work as lock, stop_requests() as requests:
@@ -81,7 +81,7 @@ def run(study: Study, study_dir: Path, jobs: int = 1, only: Sequence[str] = (), 
 
 
 def work(
-    cells: Sequence[Cell],
+    runs: Sequence[Cell],
     jobs: int,
     keep_models: bool,
     lock: TextIOWrapper,
@@ -89,7 +89,7 @@ def work(
     progress: Progress,
 ) -> None:
     """Run the cells, up to `jobs` at once. After a request to stop, start no others and wait for those in progress."""
-    waiting, running, asked = deque(cells), list[Job](), False
+    waiting, running, asked = deque(runs), list[Job](), False
     try:
         while running or (waiting and not requests):
             while waiting and not requests and len(running) < jobs:
@@ -107,13 +107,13 @@ def work(
             job.process.wait()
 
 
-def start(cell: Cell, jobs: int, lock: TextIOWrapper) -> Job:
-    resumed = resuming(cell)
+def start(run: Cell, jobs: int, lock: TextIOWrapper) -> Job:
+    resumed = resuming(run)
     if not resumed:
-        clear(cell.run_dir)
-    command = [sys.executable, "-P", "-m", "pellucid", *(resumed or cell.arguments)]
+        clear(run.run_dir)
+    command = [sys.executable, "-P", "-m", "pellucid", *(resumed or run.arguments)]
     threads = {"OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // jobs))} if jobs > 1 else {}
-    with cell.log.open("a" if resumed else "w") as log:
+    with run.log_path.open("a" if resumed else "w") as log:
         process = subprocess.Popen(
             command,
             stdin=subprocess.DEVNULL,
@@ -124,8 +124,8 @@ def start(cell: Cell, jobs: int, lock: TextIOWrapper) -> Job:
             start_new_session=True,  # else Ctrl-C would reach it as well as our SIGINT, and two end it at once
         )
     note_holder(lock, process.pid)
-    say(f"{named(cell)}: {'goes on' if resumed else 'started'}, log {cell.log}")
-    return Job(cell, process)
+    say(f"{named(run)}: {'goes on' if resumed else 'started'}, log {run.log_path}")
+    return Job(run, process)
 
 
 def ask_to_stop(jobs: Iterable[Job]) -> None:
@@ -134,13 +134,13 @@ def ask_to_stop(jobs: Iterable[Job]) -> None:
 
 
 def end(job: Job, keep_models: bool, progress: Progress, stopping: bool) -> None:
-    cell, status = job.cell, job.process.returncode
-    minutes = span(time.monotonic() - job.started)
+    cell, status = job.run, job.process.returncode
+    minutes = span(time.monotonic() - job.start_time)
     if status and stopping:
         say(f"{named(cell)}: stopped after {minutes}")
         return
     progress.ended += 1
-    left = f"{progress.ended}/{progress.total}, {progress.left()}"
+    left = f"{progress.ended}/{progress.total}, {progress.format_time_left()}"
     if status or not finished(cell.run_dir):
         progress.failures[cell] = status
         say(f"{named(cell)}: FAILED after {minutes}; {left}")
@@ -152,7 +152,9 @@ def end(job: Job, keep_models: bool, progress: Progress, stopping: bool) -> None
 def verdict(failures: dict[Cell, int]) -> int:
     """Print what failed. Return the exit status: 0, or 2 where all failures are the user's to mend, else 1."""
     for cell, status in failures.items():
-        lines = cell.log.read_text(encoding="utf-8", errors="replace").strip().splitlines() or ["it printed nothing"]
+        lines = cell.log_path.read_text(encoding="utf-8", errors="replace").strip().splitlines() or [
+            "it printed nothing"
+        ]
         say(f"failed (exit {status}): {named(cell)}: {lines[-1]}")
         say(f"  again: {shown_command(resuming(cell) or cell.arguments)}")
     if not failures:
@@ -170,8 +172,8 @@ def accuracies(run_dir: Path) -> str:
     return f"{NAMES[name]} {first:.3f} -> {last:.3f}"
 
 
-def named(cell: Cell) -> str:
-    return f"{cell.variant} seed {cell.seed}"
+def named(run: Cell) -> str:
+    return f"{run.variant} seed {run.seed}"
 
 
 def span(seconds: float) -> str:

@@ -21,12 +21,12 @@ SEED_FOLDER = re.compile(r"seed-(-?\d+)")
 
 @dataclass(frozen=True)
 class Run:
-    folder: Path
+    run_dir: Path
     variant: str
     seed: int
-    finished: bool
+    is_finished: bool
     metrics: Sequence[Record]
-    evals: Sequence[Record]
+    evaluations: Sequence[Record]
     """The evaluations on its own held-out questions."""
 
     @property
@@ -34,22 +34,22 @@ class Run:
         return f"{self.variant} seed {self.seed}"
 
     @property
-    def place(self) -> Path:
-        return place_of(self.folder)
+    def normalized_path(self) -> Path:
+        return place_of(self.run_dir)
 
     @property
-    def last(self) -> Record:
+    def last_evaluation(self) -> Record:
         """Return the evaluation at the end of the run."""
-        return self.evals[-1]
+        return self.evaluations[-1]
 
     @property
     def command(self) -> str:
         """Return the command that makes this run again, or a copy of it where the recipe of its study is missing."""
-        cell = Cell(self.folder.parent.parent, self.variant, self.seed)
-        if cell.run_dir == self.folder and cell.recipe.is_file():
+        cell = Cell(self.run_dir.parent.parent, self.variant, self.seed)
+        if cell.run_dir == self.run_dir and cell.recipe_path.is_file():
             return shown_command(cell.arguments)
         again = Path("again", self.variant, f"seed-{self.seed}")
-        return shown_command(["train", str(self.folder / "config.json"), "--run", str(again)])
+        return shown_command(["train", str(self.run_dir / "config.json"), "--run", str(again)])
 
 
 @dataclass(frozen=True)
@@ -66,11 +66,11 @@ class Runs:
     @property
     def measure(self) -> str:
         """Return what is compared: greedy accuracy, or in a study with degrees of reward, that of greedy answers."""
-        rows = [row for run in self.all for row in run.evals]
+        rows = [row for run in self.finished_runs for row in run.evaluations]
         return "greedy" if all(row.get("verdicts", True) for row in rows) else "reward"
 
     @property
-    def all(self) -> list[Run]:
+    def finished_runs(self) -> list[Run]:
         return [run for of_seed in self.finished.values() for run in of_seed.values()]
 
 
@@ -80,8 +80,8 @@ def gather(folders: Sequence[Path], baseline: str = "") -> Runs:
     by_name: dict[tuple[str, int], Run] = {}
     for run in runs:
         other = by_name.setdefault((run.variant, run.seed), run)
-        if other.place != run.place:
-            raise UserError(f"{other.folder} and {run.folder} are both {run.name}: rename one, or leave it out")
+        if other.normalized_path != run.normalized_path:
+            raise UserError(f"{other.run_dir} and {run.run_dir} are both {run.name}: rename one, or leave it out")
     plans = [plan for folder in folders if (plan := read_plan(folder))]
     planned = [(variant, seed) for plan in plans for variant in plan["variants"] for seed in plan["seeds"]]
     variants = list(dict.fromkeys([*(variant for variant, _ in planned), *(run.variant for run in runs)]))
@@ -92,8 +92,8 @@ def gather(folders: Sequence[Path], baseline: str = "") -> Runs:
     found = {v: {s: by_name[v, s] for s in seeds if (v, s) in by_name} for v in variants}
     return Runs(
         baseline,
-        {v: {s: run for s, run in of_seed.items() if run.finished} for v, of_seed in found.items()},
-        [run for of_seed in found.values() for run in of_seed.values() if not run.finished],
+        {v: {s: run for s, run in of_seed.items() if run.is_finished} for v, of_seed in found.items()},
+        [run for of_seed in found.values() for run in of_seed.values() if not run.is_finished],
         [(v, s) for v in variants for s in seeds if s not in found[v]],
     )
 
@@ -105,9 +105,9 @@ def check(runs: Sequence[Run], variants: Sequence[str], baseline: str) -> None:
             f"there are {', '.join(variants)}"
         )
     for run in runs:
-        if run.finished and not run.evals:
-            raise UserError(f"{run.folder} has no evaluation: leave it out, or train it with evaluate.every above 0")
-    if not any(run.finished for run in runs if run.variant == baseline):
+        if run.is_finished and not run.evaluations:
+            raise UserError(f"{run.run_dir} has no evaluation: leave it out, or train it with evaluate.every above 0")
+    if not any(run.is_finished for run in runs if run.variant == baseline):
         raise UserError(f'no run of the baseline "{baseline}" is finished: finish one, or name another --baseline')
 
 
@@ -144,7 +144,7 @@ def place_of(run_dir: Path) -> Path:
 
 def read_plan(study_dir: Path) -> Record:
     """Return the variants and seeds of a study, as `pellucid study` noted them; empty for a copy without that note."""
-    return next(records(study_dir / "study.json", whole=True), {})
+    return next(records(study_dir / "study.json", whole_file=True), {})
 
 
 def write_plan(study_dir: Path, variants: Sequence[str], seeds: Sequence[int]) -> None:

@@ -61,35 +61,35 @@ class Agent:
     def __post_init__(self) -> None:
         if not self.run.strip():
             raise ValueError('run = "" must be "path/to/file.py:function", or a command')
-        self.talk.solver()
+        self.environment_spec.load_function()
         if ENVIRONMENT not in [term.name for term in self.rewards]:
             object.__setattr__(self, "rewards", (*self.rewards, RewardTerm(ENVIRONMENT)))
-        self._rows()
+        self._build_dataset()
 
     @property
-    def talk(self) -> AgentTalk:
+    def environment_spec(self) -> AgentTalk:
         """Who asks the policy."""
-        return AgentTalk(self.run, self.timeout, graded=any(term.name != ENVIRONMENT for term in self.rewards))
+        return AgentTalk(self.run, self.timeout, has_rewards=any(term.name != ENVIRONMENT for term in self.rewards))
 
     @property
-    def questions_in_all(self) -> int:
+    def question_count(self) -> int:
         """The number of rows of the split."""
-        return self._rows().questions_in_all
+        return self._build_dataset().question_count
 
     def sample(self, step: int, n: int) -> list[Prompt]:
         """Return the prompts of the next n rows, as they are shown; what the policy is asked is the agent's affair."""
-        return self._rows().sample(step, n)
+        return self._build_dataset().sample(step, n)
 
     def reward(self, prompt: Prompt, completion: Completion) -> Reward:
         """Grade a completion alone, in this process."""
         alone = state_of(Progress(), None)
-        return self.total([part_of(term, [(prompt, completion)], alone)[0] for term in self.rewards])
+        return self.combine_parts([part_of(term, [(prompt, completion)], alone)[0] for term in self.rewards])
 
-    def total(self, parts: Sequence[Part]) -> Reward:
+    def combine_parts(self, parts: Sequence[Part]) -> Reward:
         """Add up what each term says of a completion, as Dataset does."""
-        return self._rows().total(parts)
+        return self._build_dataset().combine_parts(parts)
 
-    def _rows(self) -> Dataset:
+    def _build_dataset(self) -> Dataset:
         return Dataset(
             seed=self.seed,
             split=self.split,

@@ -63,14 +63,14 @@ class Arithmetic:
             raise ValueError(f"test_share = {self.test_share} must be from 0.01 to 0.99")
         if not all(field in self.template for field in ("{a}", "{operator}", "{b}")):
             raise ValueError(f'template = "{self.template}" must contain {{a}}, {{operator}} and {{b}}')
-        if self.digits == 1 and not (self._listed("train") and self._listed("test")):
+        if self.digits == 1 and not (self._list_problems("train") and self._list_problems("test")):
             raise ValueError(f"test_share = {self.test_share} leaves one split without problems: bring it near 0.25")
 
     def sample(self, step: int, n: int) -> list[Prompt]:
         """Return n problems, all different until the split is used up within the step; then problems repeat."""
         rng = Random(f"arithmetic/{self.seed}/{self.split}/{step}")
-        problems = self._draw(rng, n)
-        return [self._prompt(f"{self.split}/{step}/{i}", problem) for i, problem in enumerate(problems)]
+        problems = self._draw_problems(rng, n)
+        return [self._make_prompt(f"{self.split}/{step}/{i}", problem) for i, problem in enumerate(problems)]
 
     def reward(self, prompt: Prompt, completion: Completion) -> Reward:
         return Reward(float(last_number(answered(completion.full_text)) == int(prompt.answer)))
@@ -83,18 +83,18 @@ class Arithmetic:
         a, operator, b = prompt.columns["problem"]
         return working(a, operator, b)
 
-    def _prompt(self, id: str, problem: Problem) -> Prompt:
+    def _make_prompt(self, id: str, problem: Problem) -> Prompt:
         a, operator, b = problem
         question = self.template.replace("{a}", str(a)).replace("{operator}", operator).replace("{b}", str(b))
         answer = str(OPERATIONS[operator](a, b))
         return Prompt(id, ({"role": "user", "content": question},), answer, columns={"problem": problem})
 
-    def _draw(self, rng: Random, n: int) -> list[Problem]:
+    def _draw_problems(self, rng: Random, n: int) -> list[Problem]:
         low, high = operand_range(self.digits)
         share = self.test_share if self.split == "test" else 1 - self.test_share
         # Drawing n distinct problems takes long where n is near the size of the split, and never ends above it.
         if self.digits <= LISTED_DIGITS or 2 * n / share > (high - low + 1) ** 2 * len(self.operators):
-            return cycle_shuffled(self._listed(self.split), rng, n)
+            return cycle_shuffled(self._list_problems(self.split), rng, n)
         drawn: dict[Problem, None] = {}
         while len(drawn) < n:
             a, b = rng.randint(low, high), rng.randint(low, high)
@@ -102,7 +102,7 @@ class Arithmetic:
                 drawn[a, rng.choice(self.operators), b] = None
         return list(drawn)
 
-    def _listed(self, split: Split) -> tuple[Problem, ...]:
+    def _list_problems(self, split: Split) -> tuple[Problem, ...]:
         return listed(self.digits, self.operators, self.test_share, split)
 
 

@@ -47,12 +47,12 @@ class Calculator:
             raise ValueError(f"examples = {self.examples} must be from 0 to 8")
 
     @property
-    def talk(self) -> Talk:
+    def environment_spec(self) -> Talk:
         return Talk(tools=(f"pellucid.tasks.calculator:{TOOL}",))
 
     def sample(self, step: int, n: int) -> list[Prompt]:
         random = Random(f"calculator/{self.seed}/{self.split}/{step}")
-        return [self._prompt(f"{self.split}/{step}/{i}", random) for i in range(n)]
+        return [self._make_prompt(f"{self.split}/{step}/{i}", random) for i in range(n)]
 
     def reward(self, prompt: Prompt, completion: Completion) -> Reward:
         """Grade the answer, and the use of the tool: whether the tool has said the product."""
@@ -64,26 +64,30 @@ class Calculator:
         by_tool = {"right_by_tool": float(right and called)}
         return Reward(value, {"called": float(called), "right": float(right)}, correct=right, logged=by_tool)
 
-    def _prompt(self, id: str, random: Random) -> Prompt:
-        worked = [message for _ in range(self.examples) for message in self._worked(*self._numbers(random, "train"))]
-        a, b = self._numbers(random, self.split)
-        return Prompt(id, (*worked, self._asked(a, b)), str(a * b))
+    def _make_prompt(self, id: str, random: Random) -> Prompt:
+        worked = [
+            message
+            for _ in range(self.examples)
+            for message in self._make_example(*self._draw_numbers(random, "train"))
+        ]
+        a, b = self._draw_numbers(random, self.split)
+        return Prompt(id, (*worked, self._make_question(a, b)), str(a * b))
 
-    def _numbers(self, random: Random, split: str) -> tuple[int, int]:
+    def _draw_numbers(self, random: Random, split: str) -> tuple[int, int]:
         low, high = 10 ** (self.digits - 1), 10**self.digits - 1
         a, b = random.randint(low, high), random.randint(low, high)
         if (a + b) % 2 != (split == "test"):
             b += 1 if b < high else -1
         return a, b
 
-    def _asked(self, a: int, b: int) -> Message:
+    def _make_question(self, a: int, b: int) -> Message:
         return {"role": "user", "content": self.template.replace("{a}", str(a)).replace("{b}", str(b))}
 
-    def _worked(self, a: int, b: int) -> tuple[Message, ...]:
+    def _make_example(self, a: int, b: int) -> tuple[Message, ...]:
         """A question with the call of the tool, what it says, and the answer."""
         call = {"id": "call_0", "type": "function", "function": {"name": TOOL, "arguments": {"a": a, "b": b}}}
         return (
-            self._asked(a, b),
+            self._make_question(a, b),
             {"role": "assistant", "content": "", "tool_calls": [call]},
             {"role": "tool", "name": TOOL, "content": str(a * b)},
             {"role": "assistant", "content": f"{a} * {b} = {a * b}"},

@@ -49,7 +49,7 @@ class Pieces(NamedTuple):
     def b(self) -> int:
         return self.k * self.left - self.m * self.left - self.q
 
-    def question(self) -> str:
+    def format_question(self) -> str:
         middle = f"{factor(self.m)}x {signed(self.q)}"
         return (
             f"Let f(x) = ax {signed(self.p)} for x > {self.right}, f(x) = {middle} for {self.left} <= x <="
@@ -57,7 +57,7 @@ class Pieces(NamedTuple):
             " Find a + b."
         )
 
-    def solution(self) -> str:
+    def format_solution(self) -> str:
         at_right, at_left = self.m * self.right + self.q, self.m * self.left + self.q
         return (
             f"f must agree with itself at x = {self.right} and at x = {self.left}. {self.right}a {signed(self.p)} ="
@@ -109,7 +109,7 @@ class Continuity:
         rng = Random(f"continuity/{self.seed}/{self.split}/{step}")
         family = family_of(self.split, self.test_share) if self.problems == "family" else (SOURCE,)
         chosen = rng.sample(family, n) if n <= len(family) else rng.choices(family, k=n)
-        return [self._prompt(f"{self.split}/{step}/{i}", pieces) for i, pieces in enumerate(chosen)]
+        return [self._make_prompt(f"{self.split}/{step}/{i}", pieces) for i, pieces in enumerate(chosen)]
 
     def reward(self, prompt: Prompt, completion: Completion) -> Reward:
         found = parts = parts_of(completion.full_text, Pieces(**prompt.columns["pieces"]))
@@ -120,11 +120,11 @@ class Continuity:
         return Reward(min(1.0, value), parts, correct=bool(found["sum"]), weights=weights)
 
     def solution(self, prompt: Prompt) -> str:
-        return Pieces(**prompt.columns["pieces"]).solution()
+        return Pieces(**prompt.columns["pieces"]).format_solution()
 
-    def _prompt(self, id: str, pieces: Pieces) -> Prompt:
+    def _make_prompt(self, id: str, pieces: Pieces) -> Prompt:
         system = ({"role": "system", "content": self.system},) if self.system else ()
-        text = (*system, {"role": "user", "content": pieces.question()})
+        text = (*system, {"role": "user", "content": pieces.format_question()})
         return Prompt(id, text, str(pieces.a + pieces.b), {"pieces": pieces._asdict()})
 
 
@@ -202,28 +202,30 @@ def outermost(side: str, opened: str, closed: str) -> str:
     return side.removeprefix(opened) if opened else side.removesuffix(closed)
 
 
-def difference(one: Linear, other: Linear) -> Linear | None:
+def difference(left: Linear, right: Linear) -> Linear | None:
     """Return one - other, scaled so that equivalent equations agree; None where no unknown is left.
 
     The coefficient of the first unknown in alphabetical order becomes 1.
     """
-    moved = total(one, scaled(other, Fraction(-1)))
-    return scaled(moved, 1 / moved.of[min(moved.of)]) if moved.of else None
+    moved = total(left, scaled(right, Fraction(-1)))
+    return scaled(moved, 1 / moved.coefficients[min(moved.coefficients)]) if moved.coefficients else None
 
 
-def solution(said: Sequence[tuple[Linear, Linear]], *unknowns: str) -> Fraction | None:
+def solution(equations: Sequence[tuple[Linear, Linear]], *unknowns: str) -> Fraction | None:
     """Return the number in the last "a = number", or for several unknowns in the last "a + b = number"; or None."""
     wanted = Linear(Fraction(0), dict.fromkeys(unknowns, Fraction(1)))
-    return next((other.constant for one, other in reversed(said) if one == wanted and not other.of), None)
+    return next(
+        (other.constant for one, other in reversed(equations) if one == wanted and not other.coefficients), None
+    )
 
 
-def final_answer(text: str, said: Sequence[tuple[Linear, Linear]]) -> Fraction | None:
+def final_answer(text: str, equations: Sequence[tuple[Linear, Linear]]) -> Fraction | None:
     """Return the number that is marked as the answer, else the one behind the last "a + b = "; None without either.
 
     said: the equations behind the thought of the text.
     """
     marked = marked_answer(text)
-    return solution(said, "a", "b") if marked is None else only_number(marked.rpartition("=")[2])
+    return solution(equations, "a", "b") if marked is None else only_number(marked.rpartition("=")[2])
 
 
 def literal_parts(text: str) -> dict[str, float]:

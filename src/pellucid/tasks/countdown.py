@@ -63,7 +63,7 @@ class Countdown:
 
     def sample(self, step: int, n: int) -> list[Prompt]:
         rng = Random(f"countdown/{self.seed}/{self.split}/{step}")
-        return [self._prompt(f"{self.split}/{step}/{i}", rng) for i in range(n)]
+        return [self._make_prompt(f"{self.split}/{step}/{i}", rng) for i in range(n)]
 
     def reward(self, prompt: Prompt, completion: Completion) -> Reward:
         written = expression_of(completion.full_text)
@@ -76,7 +76,7 @@ class Countdown:
     def solution(self, prompt: Prompt) -> str:
         return prompt.columns["solution"]
 
-    def _prompt(self, id: str, rng: Random) -> Prompt:
+    def _make_prompt(self, id: str, rng: Random) -> Prompt:
         for _ in range(TRIES):
             numbers = [rng.randint(1, self.largest) for _ in range(self.numbers)]
             if split_of(numbers, self.test_share) != self.split:

@@ -72,7 +72,7 @@ class Curriculum:
             raise ValueError(f"rest = {self.rest} must not be negative")
 
     @cached_property
-    def memory(self) -> Memory:
+    def curriculum_state(self) -> Memory:
         return Memory()
 
     @cached_property
@@ -80,7 +80,7 @@ class Curriculum:
         return list({prompt.key: prompt for prompt in self.task.sample(0, self.pool)}.values())
 
     @cached_property
-    def handed_out(self) -> dict[tuple[int, int], list[int]]:
+    def sampled_indices(self) -> dict[tuple[int, int], list[int]]:
         """The questions that were given out since the last `observe`, by the arguments (step, n) of `sample`."""
         return {}
 
@@ -108,14 +108,14 @@ class Curriculum:
                 f"the curriculum's pool holds {len(self.questions)} different questions, a step asks {n}:"
                 " raise task.pool, or lower algorithm.prompts_per_step"
             )
-        if (step, n) not in self.handed_out:
-            self.handed_out[step, n] = self._chosen(step, n)
-        return [self.questions[q] for q in self.handed_out[step, n]]
+        if (step, n) not in self.sampled_indices:
+            self.sampled_indices[step, n] = self._choose_questions(step, n)
+        return [self.questions[q] for q in self.sampled_indices[step, n]]
 
     def reward(self, prompt: Prompt, completion: Completion) -> Reward:
         return self.task.reward(prompt, completion)
 
-    def seen(self, prompt: Prompt, completion: Completion) -> Completion:  # noqa: ARG002
+    def transform_completion(self, prompt: Prompt, completion: Completion) -> Completion:  # noqa: ARG002
         """Return the completion as the task inside sees it."""
         return completion
 
@@ -127,69 +127,69 @@ class Curriculum:
 
     def observe(self, step: int, groups: Sequence[Group]) -> dict[str, float]:
         """Update the estimates and return metrics. A group with a prefix counts as asked, but is not measured."""
-        memory = self.memory
+        memory = self.curriculum_state
         number = {prompt.id: q for q, prompt in enumerate(self.questions)}
-        left = memory.left or self._ordered()
+        left = memory.left or self._order_questions()
         asked = {number[group.prompt.id]: group for group in groups}
         for q, group in asked.items():
             if not group.demonstration:
-                self._measure(q, group, step)
+                self._update_accuracy(q, group, step)
         memory.left = [q for q in left if q not in asked]
         memory.step = step + 1
-        self.handed_out.clear()
+        self.sampled_indices.clear()
         if not memory.left:
             memory.epoch += 1
-            memory.left = self._ordered()
+            memory.left = self._order_questions()
         return {
             "curriculum/epoch": float(memory.epoch),
             "curriculum/measured": len(memory.accuracy) / len(number),
             "curriculum/accuracy": fmean(memory.accuracy.values()) if memory.accuracy else 0.0,
-            "curriculum/resting": sum(map(self._rests, number.values())) / len(number),
+            "curriculum/resting": sum(map(self._is_resting, number.values())) / len(number),
         }
 
     def state(self) -> dict[str, Any]:
-        return asdict(self.memory)
+        return asdict(self.curriculum_state)
 
     def load_state(self, state: Mapping[str, Any]) -> None:
         """Restore the state, without questions that a smaller pool no longer has."""
-        size, memory = len(self.questions), self.memory
+        size, memory = len(self.questions), self.curriculum_state
         memory.step, memory.epoch = state["step"], state["epoch"]
         memory.left = [q for q in state["left"] if q < size]
         memory.accuracy, memory.dead_since = (
             {int(q): value for q, value in state[name].items() if int(q) < size} for name in ("accuracy", "dead_since")
         )
 
-    def _measure(self, q: int, group: Group, step: int) -> None:
-        memory, judged = self.memory, [reward for reward in group.rewards if reward.is_judged]
+    def _update_accuracy(self, q: int, group: Group, step: int) -> None:
+        memory, judged = self.curriculum_state, [reward for reward in group.rewards if reward.is_judged]
         if not judged or (self.order == "described" and q in memory.accuracy):
             return
         accuracy = fmean(reward.is_correct for reward in judged)
         before = memory.accuracy.get(q, accuracy)
         memory.accuracy[q] = self.decay * before + (1 - self.decay) * accuracy
         memory.dead_since.pop(q, None)
-        if bool(equal_rewards(group)) if group.dead is None else group.dead:
+        if bool(equal_rewards(group)) if group.is_zero_variance is None else group.is_zero_variance:
             memory.dead_since[q] = step
 
-    def _ordered(self) -> list[int]:
+    def _order_questions(self) -> list[int]:
         """Return an epoch's questions without resting ones: in the pool's order in epoch 0, then from easy to hard."""
-        everything, known = range(len(self.questions)), self.memory.accuracy
-        awake = [q for q in everything if not self._rests(q)] or list(everything)
-        return sorted(awake, key=lambda q: -known.get(q, 0.5)) if self.memory.epoch else awake
+        everything, known = range(len(self.questions)), self.curriculum_state.accuracy
+        awake = [q for q in everything if not self._is_resting(q)] or list(everything)
+        return sorted(awake, key=lambda q: -known.get(q, 0.5)) if self.curriculum_state.epoch else awake
 
-    def _rests(self, q: int) -> bool:
-        if self.order == "described" or q not in self.memory.dead_since:
+    def _is_resting(self, q: int) -> bool:
+        if self.order == "described" or q not in self.curriculum_state.dead_since:
             return False
-        return not self.rest or self.memory.step - self.memory.dead_since[q] < self.rest
+        return not self.rest or self.curriculum_state.step - self.curriculum_state.dead_since[q] < self.rest
 
-    def _chosen(self, step: int, n: int) -> list[int]:
+    def _choose_questions(self, step: int, n: int) -> list[int]:
         """Choose n questions; those at rest or of another round of the step only where there are too few others."""
-        rounds = [chosen for (other, _), chosen in self.handed_out.items() if other != step]
+        rounds = [chosen for (other, _), chosen in self.sampled_indices.items() if other != step]
         taken = {q for chosen in rounds for q in chosen}
-        left = [q for q in self.memory.left or self._ordered() if q not in taken]
+        left = [q for q in self.curriculum_state.left or self._order_questions() if q not in taken]
         rng = Random(f"curriculum/{self.seed}/{step}")
         window = left[:n] if self.order == "described" else left[: max(self.window, n)]
         chosen = window if self.order == "described" else rng.sample(window, min(n, len(window)))
         others = [q for q in range(len(self.questions)) if q not in set(chosen)]
         rng.shuffle(others)
-        others.sort(key=lambda q: (q in taken, self._rests(q)))  # to fill up at the end of an epoch
+        others.sort(key=lambda q: (q in taken, self._is_resting(q)))  # to fill up at the end of an epoch
         return chosen + others[: n - len(chosen)]

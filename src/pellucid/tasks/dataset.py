@@ -103,22 +103,22 @@ class Dataset:
             raise ValueError("rewards: every weight is 0, which is only logged: give a weight to one of them")
         if self.correct and self.correct not in labels(self.rewards):
             raise ValueError(f'correct = "{self.correct}" must name a reward: {", ".join(labels(self.rewards))}')
-        if self.deciding.name == "length":
+        if self.correctness_term.name == "length":
             raise ValueError("length is never 1: name another reward in correct")
 
     @property
-    def deciding(self) -> RewardTerm:
+    def correctness_term(self) -> RewardTerm:
         """The reward term that decides which answers are correct."""
         names = labels(self.rewards)
         return self.rewards[names.index(self.correct or names[0])]
 
     @property
-    def compares(self) -> bool:
+    def needs_gold(self) -> bool:
         """Whether any reward term needs a gold answer."""
         return any(term.name in COMPARE_WITH_GOLD for term in self.rewards)
 
     @property
-    def questions_in_all(self) -> int:
+    def question_count(self) -> int:
         """The number of rows of the split, without those that are left out."""
         return len(split_prompts(self))
 
@@ -132,7 +132,7 @@ class Dataset:
         chosen = (rows[place] for place in shuffled(f"{self.seed}/{self.split}", step, n, len(rows)))
         return [replace(prompt, id=f"{self.split}/{step}/{i}") for i, prompt in enumerate(chosen)]
 
-    def asks(self, question: str) -> str | tuple[Message, ...]:
+    def format_question(self, question: str) -> str | tuple[Message, ...]:
         """Return the text of a prompt with this question; the template is used if it needs no other column."""
         if self.messages:
             first = split_prompts(self)[0].text
@@ -148,9 +148,9 @@ class Dataset:
     def reward(self, prompt: Prompt, completion: Completion) -> Reward:
         """Grade a completion alone, in this process."""
         alone = state_of(Progress(), None)
-        return self.total([part_of(term, [(prompt, completion)], alone)[0] for term in self.rewards])
+        return self.combine_parts([part_of(term, [(prompt, completion)], alone)[0] for term in self.rewards])
 
-    def total(self, parts: Sequence[Part]) -> Reward:
+    def combine_parts(self, parts: Sequence[Part]) -> Reward:
         """Add up what each term says of a completion. A term that failed fails the reward: the rest is no grade.
 
         A term of weight 0 is only logged: it neither fails the reward, unless it decides what is correct, nor makes the
@@ -164,7 +164,7 @@ class Dataset:
         weights = {name: term.weight for name, term in zip(names, self.rewards, strict=True)}
         deciding = self.correct or names[0]
         decided = values.get(deciding)
-        is_degree = not self.correct and gives_degrees(self.deciding.name) and decided not in (None, 0.0, 1.0)
+        is_degree = not self.correct and gives_degrees(self.correctness_term.name) and decided not in (None, 0.0, 1.0)
         fatal = {name: error for name, error in failed.items() if weights[name] or name == deciding}
         error = "; ".join(f"{name}: {error}" for name, error in fatal.items())
         applies = bool(fatal) or any(weights[name] for name in values)
@@ -177,8 +177,8 @@ class Dataset:
             error=error,
             weights=weights,
             applies=applies,
-            decided=deciding in values or deciding in failed,
-            degree=is_degree,
+            is_decided=deciding in values or deciding in failed,
+            is_continuous=is_degree,
             failures=failed,
             extra={column: value for part in parts for column, value in part.extra.items()},
             logged=means([part.logged for part in parts]),
@@ -190,9 +190,9 @@ class Dataset:
         worked = column_text(prompt.columns, self.answer, prompt.id) if known else prompt.answer
         if any(term.name == "tagged" for term in self.rewards):
             return f"<think>{worked}</think> <answer>{prompt.answer}</answer>"
-        if self.deciding.name == "math" and r"\boxed" not in worked:
+        if self.correctness_term.name == "math" and r"\boxed" not in worked:
             return f"{worked}\n\\boxed{{{prompt.answer}}}"
-        return prompt.answer if self.deciding.name == "exact" else worked
+        return prompt.answer if self.correctness_term.name == "exact" else worked
 
 
 def means(logged: Sequence[Mapping[str, float]]) -> dict[str, float]:
@@ -204,7 +204,7 @@ def means(logged: Sequence[Mapping[str, float]]) -> dict[str, float]:
 class BadRow(NamedTuple):
     """A row that cannot be trained on or evaluated."""
 
-    where: str
+    location: str
     """Its file and line."""
     reason: str
     """Why, in a few words."""
@@ -213,14 +213,14 @@ class BadRow(NamedTuple):
 class Prompts(Sequence[Prompt]):
     """The prompts of some rows. Each is made when it is accessed, since the data may be larger than memory."""
 
-    def __init__(self, task: Dataset, rows: Rows, places: Sequence[int]) -> None:
-        self.task, self.rows, self.places = task, rows, places
+    def __init__(self, task: Dataset, rows: Rows, indices: Sequence[int]) -> None:
+        self.task, self.rows, self.indices = task, rows, indices
 
     def __len__(self) -> int:
-        return len(self.places)
+        return len(self.indices)
 
     def __getitem__(self, index: int) -> Prompt:  # pyright: ignore[reportIncompatibleMethodOverride]
-        return make_prompt(self.task, *self.rows[self.places[index]])
+        return make_prompt(self.task, *self.rows[self.indices[index]])
 
 
 class Scan(NamedTuple):
@@ -230,7 +230,7 @@ class Scan(NamedTuple):
     """One for each row; to access that of a bad row may raise UserError."""
     fingerprints: array[int]
     """The fingerprint of each prompt; 0 for rows of which no prompt can be made."""
-    bad: dict[int, BadRow]
+    bad_rows: dict[int, BadRow]
     """The rows of which no prompt can be made, by their places."""
 
 
@@ -280,7 +280,7 @@ def bad_of(key: ScanKey) -> dict[int, BadRow]:
     """Return the bad rows of a source that are known so far, by their places in order."""
     scanned = scan(key)
     marked = {place: BadRow(scanned.prompts.rows[place][0], why) for place, why in MARKED.get(key, {}).items()}
-    return dict(sorted((scanned.bad | marked).items()))
+    return dict(sorted((scanned.bad_rows | marked).items()))
 
 
 def bad_rows(task: Dataset) -> list[BadRow]:
@@ -299,8 +299,8 @@ def forget() -> None:
 def listed(bad: Sequence[BadRow]) -> str:
     """Return the first bad rows with their reasons in one line, and how many more there are."""
     if len(bad) > MOST_NAMED and len({row.reason for row in bad}) == 1:
-        return f"{bad[0].where}, and {len(bad) - 1} more rows: {bad[0].reason}"
-    named = "; ".join(f"{row.where}: {row.reason}" for row in bad[:MOST_NAMED])
+        return f"{bad[0].location}, and {len(bad) - 1} more rows: {bad[0].reason}"
+    named = "; ".join(f"{row.location}: {row.reason}" for row in bad[:MOST_NAMED])
     return named + (f"; and {len(bad) - MOST_NAMED} more bad rows" if len(bad) > MOST_NAMED else "")
 
 
@@ -356,16 +356,16 @@ def lowest_share(fingerprints: Iterable[int], share: float) -> set[int]:
     return set(distinct[: min(max(1, round(share * len(distinct))), len(distinct) - 1)])
 
 
-def shuffled(seed: str, step: int, n: int, rows: int) -> Iterator[int]:
+def shuffled(seed: str, step: int, n: int, row_count: int) -> Iterator[int]:
     """Yield the n places that a step takes among so many rows. Each epoch is a new shuffle of all.
 
     Another round of the step starts elsewhere in the same epoch, so as not to repeat its rows.
     """
     number, walked = divmod(step, ROUND)
-    jump = number * round(0.618 * rows)  # multiples of the golden ratio: any number of rounds stay apart
+    jump = number * round(0.618 * row_count)  # multiples of the golden ratio: any number of rounds stay apart
     for i in range(walked * n, walked * n + n):
-        epoch, place = divmod(i, rows)
-        yield permutation(f"{seed}/{epoch}", rows)[(place + jump) % rows]
+        epoch, place = divmod(i, row_count)
+        yield permutation(f"{seed}/{epoch}", row_count)[(place + jump) % row_count]
 
 
 @lru_cache(maxsize=4)
@@ -403,7 +403,7 @@ def gold_answers(task: Dataset, where: str, row: Row) -> list[str]:
 
     A column that holds a list has several. UserError where one that is needed is missing or cannot be read.
     """
-    if not has_column(row, task.answer) and not task.compares:
+    if not has_column(row, task.answer) and not task.needs_gold:
         return [""]
     value = column_value(row, task.answer, where)
     texts = ["" if each is None else str(each) for each in (value or [None] if isinstance(value, list) else [value])]
@@ -417,7 +417,7 @@ def gold_answer(task: Dataset, where: str, text: str) -> str:
         if match is None:
             raise UserError(f'{where}: answer_pattern "{task.answer_pattern}" is not found in {shortened(text)}')
         text = (match[1] or "").strip()
-    if not task.compares:
+    if not task.needs_gold:
         return text
     text = gold_in(text)
     if not text:

@@ -74,27 +74,28 @@ class Environment:
         if not self.rewards:
             object.__setattr__(self, "rewards", (RewardTerm(ENVIRONMENT),))
         may_say = any(
-            not isinstance(maker, type) or hasattr(maker, "get_reward") for maker in makers(self.talk).values()
+            not isinstance(maker, type) or hasattr(maker, "get_reward")
+            for maker in makers(self.environment_spec).values()
         )
         if not may_say and any(term.name == ENVIRONMENT for term in self.rewards):
             raise ValueError("the environment has no get_reward(): give rewards that grade without it")
-        self._rows()
+        self._build_dataset()
 
     @property
-    def talk(self) -> Talk:
+    def environment_spec(self) -> Talk:
         """Those whom the policy talks with."""
         keeps = any(is_function(term.name) for term in self.rewards)
         return Talk(self.environment, self.tools, self.timeout, keeps)
 
     @property
-    def questions_in_all(self) -> int | None:
+    def question_count(self) -> int | None:
         """The number of rows of the split; None where the environment asks, as often as it is asked to."""
-        return self._rows().questions_in_all if self.data else None
+        return self._build_dataset().question_count if self.data else None
 
     def sample(self, step: int, n: int) -> list[Prompt]:
         """Return the prompts of the next n rows, or n that the environment is still to ask."""
         if self.data:
-            return self._rows().sample(step, n)
+            return self._build_dataset().sample(step, n)
         before = "" if self.template == "{question}" else self.template
         system = ({"role": "system", "content": self.system},) if self.system else ()
         text = (*system, {"role": "user", "content": before})
@@ -103,13 +104,13 @@ class Environment:
     def reward(self, prompt: Prompt, completion: Completion) -> Reward:
         """Grade a completion alone, in this process."""
         alone = state_of(Progress(), None)
-        return self.total([part_of(term, [(prompt, completion)], alone)[0] for term in self.rewards])
+        return self.combine_parts([part_of(term, [(prompt, completion)], alone)[0] for term in self.rewards])
 
-    def total(self, parts: Sequence[Part]) -> Reward:
+    def combine_parts(self, parts: Sequence[Part]) -> Reward:
         """Add up what each term says of a completion, as Dataset does."""
-        return self._rows().total(parts)
+        return self._build_dataset().combine_parts(parts)
 
-    def _rows(self) -> Dataset:
+    def _build_dataset(self) -> Dataset:
         return Dataset(
             seed=self.seed,
             split=self.split,

@@ -33,7 +33,7 @@ class Linear(NamedTuple):
     """
 
     constant: Fraction
-    of: dict[str, Fraction]
+    coefficients: dict[str, Fraction]
     """The coefficient of each unknown, where it is not 0."""
 
 
@@ -124,19 +124,22 @@ def combined(left: Linear, operator: ast.operator, right: Linear) -> Linear:
             return total(left, right)
         case ast.Sub():
             return total(left, scaled(right, Fraction(-1)))
-        case ast.Mult() if not left.of:
+        case ast.Mult() if not left.coefficients:
             return scaled(right, left.constant)
-        case ast.Mult() if not right.of:
+        case ast.Mult() if not right.coefficients:
             return scaled(left, right.constant)
-        case ast.Div() if not right.of:
+        case ast.Div() if not right.coefficients:
             return scaled(left, 1 / right.constant)
     raise ValueError("not linear")
 
 
 def scaled(x: Linear, factor: Fraction) -> Linear:
-    return Linear(x.constant * factor, {name: f * factor for name, f in x.of.items() if factor})
+    return Linear(x.constant * factor, {name: f * factor for name, f in x.coefficients.items() if factor})
 
 
 def total(x: Linear, y: Linear) -> Linear:
-    of = {name: x.of.get(name, Fraction(0)) + y.of.get(name, Fraction(0)) for name in x.of | y.of}
+    of = {
+        name: x.coefficients.get(name, Fraction(0)) + y.coefficients.get(name, Fraction(0))
+        for name in x.coefficients | y.coefficients
+    }
     return Linear(x.constant + y.constant, {name: factor for name, factor in of.items() if factor})

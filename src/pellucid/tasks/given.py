@@ -36,7 +36,7 @@ def class_around(task: Any) -> type:
         def reward(self, prompt: Prompt, completion: Completion) -> Reward:
             return task.reward(prompt, completion)
 
-        def seen(self, prompt: Prompt, completion: Completion) -> Completion:  # noqa: ARG002 - as wrappers have it
+        def transform_completion(self, prompt: Prompt, completion: Completion) -> Completion:  # noqa: ARG002 - as wrappers have it
             """Return the completion as it is: the object grades it."""
             return completion
 

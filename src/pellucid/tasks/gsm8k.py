@@ -66,12 +66,12 @@ class Gsm8k:
     def __post_init__(self) -> None:
         if self.format_reward and self.grading == "literal":
             raise ValueError("format_reward has no use with grading = literal, which has its own: set 0")
-        self._rows()
+        self._build_dataset()
 
     @property
-    def questions_in_all(self) -> int:
+    def question_count(self) -> int:
         """The number of questions of the split."""
-        return self._rows().questions_in_all
+        return self._build_dataset().question_count
 
     def sample(self, step: int, n: int) -> list[Prompt]:
         """Return the next n questions. Commas are removed from gold answers: "#### 1,080" becomes 1080."""
@@ -81,21 +81,21 @@ class Gsm8k:
                 answer=prompt.answer.replace(",", ""),
                 alternatives=tuple(gold.replace(",", "") for gold in prompt.alternatives),
             )
-            for prompt in self._rows().sample(step, n)
+            for prompt in self._build_dataset().sample(step, n)
         ]
 
-    def asks(self, question: str) -> str | tuple[Message, ...]:
+    def format_question(self, question: str) -> str | tuple[Message, ...]:
         """Return the text of a prompt with this question, in the language of the task."""
-        return self._rows().asks(question)
+        return self._build_dataset().format_question(question)
 
     def reward(self, prompt: Prompt, completion: Completion) -> Reward:
         text = completion.full_text
         whole = float(tagged(text) is not None)
         if self.grading == "literal":
-            value = max(literal_grade(text, gold) for gold in prompt.golds)
+            value = max(literal_grade(text, gold) for gold in prompt.gold_answers)
             return Reward(value, {"answer": value, "format": whole}, value >= 1.0, weights={"format": 0.0})
         found = None if answer_tag(text) is None else last_number(answered(text))
-        right = float(found is not None and found in map(only_number, prompt.golds))
+        right = float(found is not None and found in map(only_number, prompt.gold_answers))
         value = right + self.format_reward * whole
         return Reward(value, {"answer": right, "format": whole}, bool(right), weights={"format": self.format_reward})
 
@@ -105,9 +105,9 @@ class Gsm8k:
 
     def as_dataset(self) -> Dataset:
         """Return the data set that the questions are from."""
-        return self._rows()
+        return self._build_dataset()
 
-    def _rows(self) -> Dataset:
+    def _build_dataset(self) -> Dataset:
         return Dataset(
             seed=self.seed,
             split=self.split,

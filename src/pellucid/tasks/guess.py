@@ -50,13 +50,13 @@ class Guess:
             raise ValueError(f"format_reward = {self.format_reward} must be from 0 to below 1")
 
     @property
-    def talk(self) -> Talk:
+    def environment_spec(self) -> Talk:
         return Talk("pellucid.tasks.guess:Game")
 
     def sample(self, step: int, n: int) -> list[Prompt]:
         """Return n numbers; in each stretch of `largest` of them every number is there once."""
         text = ({"role": "user", "content": self.template.replace("{largest}", str(self.largest))},)
-        numbers = [self._number(step * n + i) for i in range(n)]
+        numbers = [self._get_hidden_number(step * n + i) for i in range(n)]
         return [
             Prompt(f"{self.split}/{step}/{i}", text, str(number), {"number": number, "guesses": self.guesses})
             for i, number in enumerate(numbers)
@@ -71,8 +71,8 @@ class Guess:
         logged = {"guesses": float(len(guesses))} if found else {}
         return Reward(value, {"found": float(found), "alone": alone}, correct=found, logged=logged)
 
-    def _number(self, place: int) -> int:
-        stretch, i = divmod(place, self.largest)
+    def _get_hidden_number(self, index: int) -> int:
+        stretch, i = divmod(index, self.largest)
         order = Random(f"guess/{self.seed}/{self.split}/{stretch}").sample(range(1, self.largest + 1), self.largest)
         return order[i]
 
@@ -81,15 +81,15 @@ class Game:
     """The one who has hidden a number."""
 
     def __init__(self) -> None:
-        self.number = self.left = 0
+        self.number = self.remaining_guesses = 0
 
     def reset(self, number: int, guesses: int) -> None:
-        self.number, self.left = number, guesses
+        self.number, self.remaining_guesses = number, guesses
 
     def reply(self, messages: Sequence[dict[str, Any]]) -> str | None:
-        self.left -= 1
+        self.remaining_guesses -= 1
         said = guesses_in(messages[-1:])
-        if self.left == 0 or said == [self.number]:
+        if self.remaining_guesses == 0 or said == [self.number]:
             return None
         if not said:
             return "Say a number."

@@ -62,7 +62,7 @@ class Prefixed:
             raise ValueError('schedule = "cosine" and schedule_steps above 0 go together')
         if any(isinstance(layer, Prefixed) for layer in layers(self.task)):
             raise ValueError("prefixed goes around a task once")
-        if isinstance(getattr(innermost(self.task), "talk", None), AgentTalk):
+        if isinstance(getattr(innermost(self.task), "environment_spec", None), AgentTalk):
             raise ValueError(
                 "prefixed does not work around agents: an agent asks the policy itself, and its questions are not those"
                 " of the rows; leave prefixed out"
@@ -92,12 +92,12 @@ class Prefixed:
         return replace(self, task=inside)
 
     def sample(self, step: int, n: int) -> list[Prompt]:
-        return [self._begun(step, prompt) for prompt in self.task.sample(step, n)]
+        return [self._add_prefix(step, prompt) for prompt in self.task.sample(step, n)]
 
     def reward(self, prompt: Prompt, completion: Completion) -> Reward:
-        return self.task.reward(prompt, self.seen(prompt, completion))
+        return self.task.reward(prompt, self.transform_completion(prompt, completion))
 
-    def seen(self, prompt: Prompt, completion: Completion) -> Completion:
+    def transform_completion(self, prompt: Prompt, completion: Completion) -> Completion:
         """Return the completion as the task inside sees it: the prefix is a part of the answer.
 
         In a conversation of several turns it is a part of the first one, which has it already.
@@ -122,24 +122,24 @@ class Prefixed:
         if watching := stateful_task(self.task):
             watching.load_state(state)
 
-    def share(self, step: int) -> float:
+    def compute_share(self, step: int) -> float:
         """Return the largest share of a prefix's words that is given in this step."""
         if self.schedule == "constant":
             return self.length
         return self.length * 0.5 * (1 + math.cos(math.pi * min(1.0, step / self.schedule_steps)))
 
-    def _begun(self, step: int, prompt: Prompt) -> Prompt:
+    def _add_prefix(self, step: int, prompt: Prompt) -> Prompt:
         rng = Random(f"prefixed/{self.seed}/{step}/{prompt.id}")
         if rng.random() < self.dropout:
             return prompt
-        share = self.share(step % ROUND) * rng.uniform(self.shortest, 1.0)
-        whole = self._whole(prompt, rng)
+        share = self.compute_share(step % ROUND) * rng.uniform(self.shortest, 1.0)
+        whole = self._choose_full_prefix(prompt, rng)
         prefix = words(whole, share)
         # A prefix from a file is only the beginning of an answer; a complete `working` is an answer.
         is_answer = bool(prefix) and prefix == whole.rstrip() and not self.file
-        return replace(prompt, prefix=prefix and self.opening + prefix, prefix_whole=is_answer)
+        return replace(prompt, prefix=prefix and self.opening + prefix, prefix_is_complete=is_answer)
 
-    def _whole(self, prompt: Prompt, rng: Random) -> str:
+    def _choose_full_prefix(self, prompt: Prompt, rng: Random) -> str:
         if not self.file:
             return innermost(self.task).working(prompt)
         sources = prefixes_of(self.file).get(prompt.key, {})

@@ -69,7 +69,7 @@ class ReasoningGym:
 
     def sample(self, step: int, n: int) -> list[Prompt]:
         rng = Random(f"reasoning_gym/{self.seed}/{self.split}/{step}")
-        return [self._prompt(f"{self.split}/{step}/{i}", rng) for i in range(n)]
+        return [self._make_prompt(f"{self.split}/{step}/{i}", rng) for i in range(n)]
 
     def reward(self, prompt: Prompt, completion: Completion) -> Reward:
         grader = grader_of(self.family, json.dumps(self.options))
@@ -83,7 +83,7 @@ class ReasoningGym:
         """Return the family's own answer in its tag; the tag is empty where it has none, as rush_hour."""
         return f"<answer>{prompt.answer}</answer>"
 
-    def _prompt(self, id: str, rng: Random) -> Prompt:
+    def _make_prompt(self, id: str, rng: Random) -> Prompt:
         for _ in range(TRIES):
             entry = data_set(self.family, self.options, rng.getrandbits(31))[0]
             if split_of(entry["question"]) == self.split:

@@ -56,23 +56,23 @@ class OnDisk(Sequence[tuple[str, Row]]):
         self._path, self._parse = path, parse
         self._file = os.open(path, os.O_RDONLY | getattr(os, "O_BINARY", 0))
         weakref.finalize(self, os.close, self._file)
-        self._stamp = self._stamped()
-        self._places = array("q", (number for record in records for number in record[:3]))
+        self._stamp = self._read_stamp()
+        self._offsets = array("q", (number for record in records for number in record[:3]))
 
     def __len__(self) -> int:
-        return len(self._places) // 3
+        return len(self._offsets) // 3
 
     def __getitem__(self, index: int) -> tuple[str, Row]:  # pyright: ignore[reportIncompatibleMethodOverride]
         if not 0 <= index < len(self):
             raise IndexError(index)
-        start, end, line = self._places[3 * index : 3 * index + 3]
+        start, end, line = self._offsets[3 * index : 3 * index + 3]
         where = f"{self._path}, line {line}"
-        if self._stamped() != self._stamp:
+        if self._read_stamp() != self._stamp:
             raise DataError(f"{self._path} was changed while it was read: bring it back as it was, or start anew")
         os.lseek(self._file, start, os.SEEK_SET)
         return where, self._parse(os.read(self._file, end - start).decode(), where)
 
-    def _stamped(self) -> tuple[int, int]:
+    def _read_stamp(self) -> tuple[int, int]:
         """Return size in bytes and modification time in ns of the open file, by which a change is seen."""
         status = os.fstat(self._file)
         return status.st_size, status.st_mtime_ns
@@ -81,8 +81,8 @@ class OnDisk(Sequence[tuple[str, Row]]):
 class InArrow(Sequence[tuple[str, Row]]):
     """Rows that stay in the columns of an Arrow table. `row` makes the row of an index."""
 
-    def __init__(self, place: str, table: Any, row: Callable[[Any, int], Row]) -> None:
-        self._place, self._table, self._row = place, table, row
+    def __init__(self, source_name: str, table: Any, get_row: Callable[[Any, int], Row]) -> None:
+        self._source_name, self._table, self._get_row = source_name, table, get_row
 
     def __len__(self) -> int:
         return len(self._table)
@@ -90,9 +90,9 @@ class InArrow(Sequence[tuple[str, Row]]):
     def __getitem__(self, index: int) -> tuple[str, Row]:  # pyright: ignore[reportIncompatibleMethodOverride]
         if not 0 <= index < len(self):
             raise IndexError(index)
-        where = f"{self._place} row {index + 1}"
+        where = f"{self._source_name} row {index + 1}"
         try:
-            return where, self._row(self._table, index)
+            return where, self._get_row(self._table, index)
         except UnicodeDecodeError as error:
             raise UserError(f"{where}: not UTF-8 text: {error.reason}") from error
 
@@ -207,14 +207,14 @@ def json_records(path: Path) -> Iterator[Record]:
         raise UserError(f"{path}: the list must end with ], and the file with it")
 
 
-def _after(text: str, sign: int) -> int:
+def _after(text: str, position: int) -> int:
     """Return the place of what follows a bracket or a comma."""
-    return _WHITE.match(text, sign + 1).end()  # pyright: ignore[reportOptionalMemberAccess]
+    return _WHITE.match(text, position + 1).end()  # pyright: ignore[reportOptionalMemberAccess]
 
 
-def _element(text: str, place: int, where: str) -> tuple[Any, int]:
+def _element(text: str, position: int, where: str) -> tuple[Any, int]:
     try:
-        return json.JSONDecoder().raw_decode(text, place)
+        return json.JSONDecoder().raw_decode(text, position)
     except json.JSONDecodeError as error:
         raise UserError(f"{where}: not JSON in the row that begins here: {error.msg}") from error
     except ValueError as error:  # a number with thousands of digits
@@ -233,7 +233,7 @@ def read_csv(path: Path) -> Rows:
     return kept(path, csv_records(path, fields, mark), parse)
 
 
-def csv_records(path: Path, fields: list[str], mark: str) -> Iterator[Record]:
+def csv_records(path: Path, fields: list[str], separator: str) -> Iterator[Record]:
     """Yield the records of a CSV or TSV file. The names in its header are added to `fields`."""
     end = 0
 
@@ -244,13 +244,13 @@ def csv_records(path: Path, fields: list[str], mark: str) -> Iterator[Record]:
             yield line
 
     csv.field_size_limit(LONGEST_FIELD)
-    reader = csv.DictReader(lines(), strict=True, delimiter=mark)
+    reader = csv.DictReader(lines(), strict=True, delimiter=separator)
     try:
         fields += reader.fieldnames or ()
-        if mark == "," and len(fields) == 1 and "\t" in fields[0]:
+        if separator == "," and len(fields) == 1 and "\t" in fields[0]:
             raise UserError(f"{path}, line 1: the header has tabs and no commas: name the file .tsv")
         if len(fields) == 1 and ";" in fields[0]:
-            wanted = "commas" if mark == "," else "tabs"
+            wanted = "commas" if separator == "," else "tabs"
             raise UserError(f"{path}, line 1: the header has semicolons and no {wanted}: save it with {wanted} instead")
         start = end
         for row in reader:

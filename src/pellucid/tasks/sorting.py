@@ -57,7 +57,7 @@ class Sorting:
 
     def sample(self, step: int, n: int) -> list[Prompt]:
         rng = Random(f"sorting/{self.seed}/{self.split}/{step}")
-        return [self._prompt(f"{self.split}/{step}/{i}", rng) for i in range(n)]
+        return [self._make_prompt(f"{self.split}/{step}/{i}", rng) for i in range(n)]
 
     def reward(self, prompt: Prompt, completion: Completion) -> Reward:
         written = _NUMBERS.findall(answered(completion.full_text))
@@ -68,7 +68,7 @@ class Sorting:
     def solution(self, prompt: Prompt) -> str:
         return prompt.answer
 
-    def _prompt(self, id: str, rng: Random) -> Prompt:
+    def _make_prompt(self, id: str, rng: Random) -> Prompt:
         for _ in range(10_000):
             numbers = [rng.randint(0, self.largest) for _ in range(self.length)]
             if split_of(numbers, self.test_share) == self.split:
@@ -84,38 +84,38 @@ def split_of(numbers: Sequence[int], test_share: float) -> Literal["train", "tes
     return "test" if int.from_bytes(digest[:8]) < test_share * 2**64 else "train"
 
 
-def positions(answer: Sequence[int], right: Sequence[int]) -> float:
+def positions(answer: Sequence[int], expected: Sequence[int]) -> float:
     """Return the share of places that hold the right number.
 
     Example: positions([1, 3, 2], [1, 2, 3]) == 1 / 3
     """
-    return sum(x == y for x, y in zip(answer, right, strict=False)) / max(len(answer), len(right))
+    return sum(x == y for x, y in zip(answer, expected, strict=False)) / max(len(answer), len(expected))
 
 
-def distance(answer: Sequence[int], right: Sequence[int]) -> float:
+def distance(answer: Sequence[int], expected: Sequence[int]) -> float:
     """Return 1 minus the mean distance to the right numbers, as a share of their range; missing or extra ones count 1.
 
     Example: distance([1, 3, 2], [1, 2, 3]) == 1 - (0 + 1/2 + 1/2) / 3
     """
-    span = max(1, right[-1] - right[0])
-    off = sum(min(1.0, abs(x - y) / span) for x, y in zip(answer, right, strict=False))
-    return 1 - (off + abs(len(answer) - len(right))) / max(len(answer), len(right))
+    span = max(1, expected[-1] - expected[0])
+    off = sum(min(1.0, abs(x - y) / span) for x, y in zip(answer, expected, strict=False))
+    return 1 - (off + abs(len(answer) - len(expected))) / max(len(answer), len(expected))
 
 
-def inclusion_ordering(answer: Sequence[int], right: Sequence[int]) -> float:
+def inclusion_ordering(answer: Sequence[int], expected: Sequence[int]) -> float:
     """Return the share of points earned: one for each number of the prompt that is there, each counted at most as often
     as it was given, and one for each ascending pair of neighbours.
 
     Example: inclusion_ordering([1, 3, 2], [1, 2, 3]) == (3 + 1) / (3 + 2)
     """
-    most = max(len(answer), len(right))
-    included = sum((Counter(answer) & Counter(right)).values())
+    most = max(len(answer), len(expected))
+    included = sum((Counter(answer) & Counter(expected)).values())
     ascending = sum(x <= y for x, y in pairwise(answer))
     return (included + ascending) / (2 * most - 1)
 
 
-def exact(answer: Sequence[int], right: Sequence[int]) -> float:
-    return float(answer == right)
+def exact(answer: Sequence[int], expected: Sequence[int]) -> float:
+    return float(answer == expected)
 
 
 GRADINGS = {"positions": positions, "distance": distance, "inclusion_ordering": inclusion_ordering, "exact": exact}

@@ -118,5 +118,5 @@ def near(path: Path) -> str:
     return meant(path, found) or some(found)
 
 
-def some(found: Sequence[Path]) -> str:
-    return f"; data files near it: {', '.join(map(str, found[:3]))}" if found else ""
+def some(paths: Sequence[Path]) -> str:
+    return f"; data files near it: {', '.join(map(str, paths[:3]))}" if paths else ""

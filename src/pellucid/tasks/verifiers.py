@@ -47,11 +47,11 @@ class Verifiers:
         AgentTalk(played().Episode, self.timeout)  # whose time is checked
 
     @property
-    def talk(self) -> AgentTalk:
+    def environment_spec(self) -> AgentTalk:
         return AgentTalk(played().Episode(json.dumps(self.env)), self.timeout)
 
     @property
-    def questions_in_all(self) -> int:
+    def question_count(self) -> int:
         """The number of tasks of the split."""
         return len(prompts_of(json.dumps(self.env), self.split))
 
@@ -64,13 +64,13 @@ class Verifiers:
     def reward(self, prompt: Prompt, completion: Completion) -> Reward:  # noqa: ARG002 - as tasks have it
         outcome = completion.outcome or Outcome(error="no episode was played")
         value = math.nan if outcome.reward is None else outcome.reward
-        return Reward(value, error=outcome.error, degree=value not in (0.0, 1.0))
+        return Reward(value, error=outcome.error, is_continuous=value not in (0.0, 1.0))
 
 
 @cache
-def prompts_of(block: str, split: str) -> list[Prompt]:
+def prompts_of(env_json: str, split: str) -> list[Prompt]:
     """Return the prompts of a split; equal tasks are in the same. UserError where there are none."""
-    tasks = list(islice(played().environment(block).taskset, MOST))
+    tasks = list(islice(played().environment(env_json).taskset, MOST))
     keys = [int.from_bytes(hashlib.sha256(task.key.encode()).digest(), "big") for task in tasks]
     held_out = lowest_share(keys, TEST_SHARE)
     chosen = [task.data for task, key in zip(tasks, keys, strict=True) if (key in held_out) == (split == "test")]

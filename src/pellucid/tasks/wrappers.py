@@ -39,7 +39,7 @@ def question_like(task: Any, question: str) -> str | tuple[Message, ...]:
     The task's method `asks` decides where it has one. Otherwise the question follows the system message of the task.
     """
     inner = innermost(task)
-    asks: Any = getattr(inner, "asks", None)
+    asks: Any = getattr(inner, "format_question", None)
     if asks is not None:
         return asks(question)
     text = inner.sample(0, 1)[0].text

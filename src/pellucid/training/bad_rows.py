@@ -37,11 +37,11 @@ PROBED = 256
 class Limits(NamedTuple):
     """What a prompt must keep to."""
 
-    tokens: int
+    max_prompt_tokens: int
     """The most tokens that leave room for a completion in the context of the model."""
-    completion: int
+    max_completion_tokens: int
     """sampler.max_tokens, which the completion may have."""
-    vocabulary: int
+    vocabulary_size: int
     """The number of tokens that the model has embeddings of."""
 
 
@@ -55,30 +55,34 @@ def check_settings(cfg: Config, config: PreTrainedConfig) -> None:
         words = pretrained.tokenizer(cfg.policy.model, cfg.policy.access)
     except UserError:
         return
-    Template(cfg.policy.template, cfg.policy.template_kwargs).put_into(words)
+    Template(cfg.policy.template, cfg.policy.template_kwargs).apply_to_tokenizer(words)
     splits = ("train", "test") if cfg.evaluate.every else ("train",)
     check(cfg, words, longest(config), config.vocab_size, splits)
 
 
-def check(cfg: Config, words: PreTrainedTokenizerBase, context: int, vocabulary: int, splits: Sequence[str]) -> None:
+def check(
+    cfg: Config, tokenizer: PreTrainedTokenizerBase, context_length: int, vocabulary_size: int, splits: Sequence[str]
+) -> None:
     """Tokenize all prompts of a data set, or some of a task without an end, and mark or refuse those that are bad.
 
     context: the most tokens that the model reads. vocabulary: how many tokens it has embeddings of. splits: those of
     which bad rows are an error where they are not to be skipped.
     """
-    limits = Limits(context - cfg.sampler.max_tokens, cfg.sampler.max_tokens, vocabulary)
+    limits = Limits(context_length - cfg.sampler.max_tokens, cfg.sampler.max_tokens, vocabulary_size)
     task = innermost(cfg.task)
-    if limits.tokens < 1 or hasattr(task, "talk"):  # the world of a conversation says how it begins, later
+    if limits.max_prompt_tokens < 1 or hasattr(
+        task, "environment_spec"
+    ):  # the world of a conversation says how it begins, later
         return
     if hasattr(task, "as_dataset"):
-        check_rows(task.as_dataset(), words, limits, splits)
+        check_rows(task.as_dataset(), tokenizer, limits, splits)
     else:
-        check_some(cfg, words, limits, splits)
+        check_some(cfg, tokenizer, limits, splits)
 
 
-def check_rows(task: Dataset, words: PreTrainedTokenizerBase, limits: Limits, splits: Sequence[str]) -> None:
+def check_rows(task: Dataset, tokenizer: PreTrainedTokenizerBase, limits: Limits, splits: Sequence[str]) -> None:
     """Mark the bad rows of a data set. DataError where they are not to be skipped, or no others are left."""
-    found = {key: unfit(scan(key), words, limits) for key in scan_keys(task)}
+    found = {key: unfit(scan(key), tokenizer, limits) for key in scan_keys(task)}
     for key, bad in found.items():
         mark_bad(key, bad if task.skip_bad_rows or len(splits) > 1 else of_splits(task, key, bad, splits))
     if not task.skip_bad_rows and (bad := bad_rows(task)):
@@ -93,7 +97,7 @@ def of_splits(task: Dataset, key: ScanKey, bad: Mapping[int, str], splits: Seque
     """Return those of the bad rows of a source that are in one of these splits."""
     chosen = [split_prompts(replace(task, split=split)) for split in splits]
     rows = scan(key).prompts.rows
-    inside = {place for prompts in chosen if prompts.rows is rows for place in prompts.places}
+    inside = {place for prompts in chosen if prompts.rows is rows for place in prompts.indices}
     return {place: reason for place, reason in bad.items() if place in inside}
 
 
@@ -101,9 +105,9 @@ def rows_in_all(task: Dataset) -> int:
     return sum(len(scan(key).prompts) for key in scan_keys(task))
 
 
-def check_some(cfg: Config, words: PreTrainedTokenizerBase, limits: Limits, splits: Sequence[str]) -> None:
+def check_some(cfg: Config, tokenizer: PreTrainedTokenizerBase, limits: Limits, splits: Sequence[str]) -> None:
     """Raise DataError for a bad prompt among the first ones of a task that makes its questions."""
-    for prompt, reason in zip(some := list(first_prompts(cfg, splits)), reasons(some, words, limits), strict=True):
+    for prompt, reason in zip(some := list(first_prompts(cfg, splits)), reasons(some, tokenizer, limits), strict=True):
         if reason:
             asked = " ".join(prompt.question.split())[:60]
             raise DataError(f'{cfg.task_name}: prompt {prompt.id}, "{asked}": {reason}')
@@ -122,54 +126,62 @@ def first_prompts(cfg: Config, splits: Sequence[str]) -> Iterator[Prompt]:
 # ---------------------------------------------------------------- reasons
 
 
-def unfit(scanned: Scan, words: PreTrainedTokenizerBase, limits: Limits) -> dict[int, str]:
+def unfit(scanned: Scan, tokenizer: PreTrainedTokenizerBase, limits: Limits) -> dict[int, str]:
     """Return why rows of a source cannot be asked, by their places. Known from an earlier run where it can be."""
     if len(scanned.prompts) < CACHED:
-        return tokenized(scanned, words, limits)
-    path = cache_file(scanned, words, limits)
+        return tokenized(scanned, tokenizer, limits)
+    path = cache_file(scanned, tokenizer, limits)
     with suppress(OSError, ValueError, AttributeError):  # a damaged file is written anew
         return {int(place): str(reason) for place, reason in json.loads(path.read_text(encoding="utf-8")).items()}
-    found = tokenized(scanned, words, limits)
+    found = tokenized(scanned, tokenizer, limits)
     with suppress(OSError):  # the next run tokenizes them again
         path.parent.mkdir(parents=True, exist_ok=True)
         disk.write_whole(path, json.dumps(found))
     return found
 
 
-def tokenized(scanned: Scan, words: PreTrainedTokenizerBase, limits: Limits) -> dict[int, str]:
+def tokenized(scanned: Scan, tokenizer: PreTrainedTokenizerBase, limits: Limits) -> dict[int, str]:
     places = [place for place, known in enumerate(scanned.fingerprints) if known]
     found: dict[int, str] = {}
     for start in range(0, len(places), BATCH):
         batch = places[start : start + BATCH]
-        faults = reasons([scanned.prompts[place] for place in batch], words, limits)
+        faults = reasons([scanned.prompts[place] for place in batch], tokenizer, limits)
         found |= {place: fault for place, fault in zip(batch, faults, strict=True) if fault}
     return found
 
 
-def reasons(prompts: Sequence[Prompt], words: PreTrainedTokenizerBase, limits: Limits) -> list[str]:
+def reasons(prompts: Sequence[Prompt], tokenizer: PreTrainedTokenizerBase, limits: Limits) -> list[str]:
     """Return for each prompt why it cannot be asked; empty where it can."""
     faults: list[str] = [""] * len(prompts)
     texts: dict[int, Text] = {}
     for i, prompt in enumerate(prompts):
         try:
-            texts[i] = question_text(words, prompt)
+            texts[i] = question_text(tokenizer, prompt)
         except UserError as error:
             faults[i] = str(error)
         except RAISED as error:
             faults[i] = raised(error)
-    for i, ids in zip(texts, text_ids(words, list(texts.values())), strict=True):
-        faults[i] = ids_fault(ids, limits.vocabulary)
-        if not faults[i] and len(ids) > limits.tokens:
-            room = f"{limits.tokens}, which leave room for sampler.max_tokens = {limits.completion}"
+    for i, ids in zip(texts, text_ids(tokenizer, list(texts.values())), strict=True):
+        faults[i] = ids_fault(ids, limits.vocabulary_size)
+        if not faults[i] and len(ids) > limits.max_prompt_tokens:
+            room = (
+                f"{limits.max_prompt_tokens}, which leave room for sampler.max_tokens = {limits.max_completion_tokens}"
+            )
             faults[i] = f"its prompt has {len(ids)} tokens, more than {room}"
     return faults
 
 
-def cache_file(scanned: Scan, words: PreTrainedTokenizerBase, limits: Limits) -> Path:
+def cache_file(scanned: Scan, tokenizer: PreTrainedTokenizerBase, limits: Limits) -> Path:
     """Return where the result for these very prompts, this tokenizer and these limits is kept."""
-    backend = getattr(words, "backend_tokenizer", None)
-    vocabulary = backend.to_str() if backend else json.dumps(words.get_vocab(), sort_keys=True)
-    facts = (__version__, type(words).__name__, str(words.chat_template), str(words.special_tokens_map), vocabulary)
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    vocabulary = backend.to_str() if backend else json.dumps(tokenizer.get_vocab(), sort_keys=True)
+    facts = (
+        __version__,
+        type(tokenizer).__name__,
+        str(tokenizer.chat_template),
+        str(tokenizer.special_tokens_map),
+        vocabulary,
+    )
     digest = hashlib.sha256(scanned.fingerprints.tobytes())
     digest.update(json.dumps([*facts, *limits]).encode())
     cache = Path(os.environ.get("PELLUCID_CACHE") or Path.home() / ".cache" / "pellucid")

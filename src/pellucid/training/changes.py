@@ -102,14 +102,14 @@ def essence(term: Any) -> Any:
     return {**term, **cut, "timeout": None}
 
 
-def unlike(run_dir: Path, wanted: Record) -> Changes:
+def unlike(run_dir: Path, settings: Record) -> Changes:
     """By dotted key, in what a run and settings as `files.recorded` has them differ: a setting or a file's content.
 
     A dtype that is left to the machine is the run's, and so is a commit that a branch or a tag leads to as far as is
     known here. The same file in another place is the same.
     """
-    theirs, ours = (dict(flat(of)) for of in (files.recorded(config.load(run_dir / "config.json")), wanted))
-    then, now = read_config(run_dir).get("digests") or {}, files.digests(wanted)  # an older version noted none
+    theirs, ours = (dict(flat(of)) for of in (files.recorded(config.load(run_dir / "config.json")), settings))
+    then, now = read_config(run_dir).get("digests") or {}, files.digests(settings)  # an older version noted none
     if ours["policy.dtype"] == "auto":
         ours["policy.dtype"] = theirs["policy.dtype"]
     if known := commit_in_cache(ours["policy.model"], ours["policy.revision"], theirs["policy.revision"]):
@@ -136,9 +136,9 @@ def commit_in_cache(model: str, revision: str, recorded: str) -> str:
     return Path(file).parent.name if isinstance(file, str) else recorded
 
 
-def matter(run_dir: Path, wanted: Record) -> Changes:
+def matter(run_dir: Path, settings: Record) -> Changes:
     """`unlike` without the settings that change no number, whose defaults may be others in a later version."""
-    return {key: both for key, both in unlike(run_dir, wanted).items() if not key.startswith(WITHOUT_EFFECT)}
+    return {key: both for key, both in unlike(run_dir, settings).items() if not key.startswith(WITHOUT_EFFECT)}
 
 
 def short(digest: str) -> str:

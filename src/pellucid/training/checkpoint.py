@@ -7,7 +7,6 @@ import random
 import shutil
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -38,14 +37,14 @@ class Processes(Protocol):
     """Those that save together what lies in all of them."""
 
     @property
-    def main(self) -> bool: ...
+    def is_main(self) -> bool: ...
     def gather(self, items: Sequence[Any]) -> list[Any]: ...
 
 
 class Alone:
     """One process."""
 
-    main = True
+    is_main = True
 
     def gather(self, items: Sequence[Any]) -> list[Any]:
         return list(items)
@@ -88,12 +87,12 @@ def save(
             disk.sync(partial / name)
 
     try:
-        together(begin if processes.main else None, processes)
+        together(begin if processes.is_main else None, processes)
         together(own, processes)
         sums = dict(processes.gather(list(sums.items())))
-        together(end if processes.main else None, processes)
+        together(end if processes.is_main else None, processes)
     except OSError as error:
-        if processes.main:
+        if processes.is_main:
             shutil.rmtree(partial, ignore_errors=True)
         raise UserError(
             f"step {step} could not be saved in {folder.parent} ({error}); earlier checkpoints are whole"
@@ -101,11 +100,11 @@ def save(
     return folder
 
 
-def together(act: Callable[[], None] | None, processes: Processes) -> None:
+def together(action: Callable[[], None] | None, processes: Processes) -> None:
     """Act in each process that has something to do. OSError or UserError in all where one of them raises it."""
     try:
-        if act:
-            act()
+        if action:
+            action()
         failed = []
     except (OSError, SafetensorError) as error:
         failed = [OSError(str(error))]
@@ -179,13 +178,13 @@ def newest(
     The main process looks for it. UserError, in all, where none is whole.
     """
     loaded, found = None, []
-    if processes.main:
+    if processes.is_main:
         folder, notes, loaded = _newest(run_dir)
         found = [(folder, notes)]
     [(folder, notes)] = processes.gather(found)
     if folder is None:
         raise UserError(notes[0])
-    return *(loaded or load(folder, checked=True)), notes
+    return *(loaded or load(folder, is_verified=True)), notes
 
 
 def _newest(run_dir: Path) -> tuple[Path | None, list[str], tuple[dict[str, dict[str, Tensor]], dict[str, Any]] | None]:
@@ -203,7 +202,7 @@ def _newest(run_dir: Path) -> tuple[Path | None, list[str], tuple[dict[str, dict
     return None, [f"{what}: no checkpoint is whole: bring one back from a copy, or start again elsewhere"], None
 
 
-def load(folder: Path, checked: bool = False) -> tuple[dict[str, dict[str, Tensor]], dict[str, Any]]:
+def load(folder: Path, is_verified: bool = False) -> tuple[dict[str, dict[str, Tensor]], dict[str, Any]]:
     """What `save` was given, but for what is sharded: tensors and facts, the step among them.
 
     DamagedError, in one line, where a file is. checked: the checksums are known to be right.
@@ -212,7 +211,7 @@ def load(folder: Path, checked: bool = False) -> tuple[dict[str, dict[str, Tenso
         facts = json.loads((folder / "state.json").read_text())
         if not isinstance(facts, dict) or facts.get("step") != step_of(folder):
             raise ValueError("state.json is not that of this step")
-        if (facts.pop("checksums", False) or (folder / SUMS).exists()) and not checked:
+        if (facts.pop("checksums", False) or (folder / SUMS).exists()) and not is_verified:
             check_sums(folder)
         tensors = {path.stem: load_file(path) for path in sorted(folder.glob("*.safetensors"))}
         there = {*tensors, *facts.get("sharded", ())}
@@ -246,10 +245,10 @@ def named(facts: Mapping[str, Any]) -> list[str]:
 Experiences = Sequence[tuple[int, Batch]]
 
 
-def pack_replay(of_ranks: Sequence[Experiences]) -> tuple[dict[str, dict[str, Tensor]], list[list[dict[str, Any]]]]:
+def pack_replay(buffers: Sequence[Experiences]) -> tuple[dict[str, dict[str, Tensor]], list[list[dict[str, Any]]]]:
     """The rollouts that each process may train on again, as the tensors and the facts of a checkpoint."""
-    tensors = {f"{REPLAY}{r}.{i}": b.tensors() for r, kept in enumerate(of_ranks) for i, (_, b) in enumerate(kept)}
-    return tensors, [[{"step": step, **of_prompts(b)} for step, b in kept] for kept in of_ranks]
+    tensors = {f"{REPLAY}{r}.{i}": b.get_tensors() for r, kept in enumerate(buffers) for i, (_, b) in enumerate(kept)}
+    return tensors, [[{"step": step, **of_prompts(b)} for step, b in kept] for kept in buffers]
 
 
 def of_prompts(batch: Batch) -> dict[str, Any]:
@@ -258,20 +257,13 @@ def of_prompts(batch: Batch) -> dict[str, Any]:
 
 def unpack_replay(tensors: State, facts: Sequence[Sequence[Mapping[str, Any]]], rank: int) -> list[tuple[int, Batch]]:
     """The rollouts of one process."""
-    return [(fact["step"], unpacked(fact, tensors[f"{REPLAY}{rank}.{i}"])) for i, fact in enumerate(facts[rank])]
+    return [(fact["step"], unpack_batch(fact, tensors[f"{REPLAY}{rank}.{i}"])) for i, fact in enumerate(facts[rank])]
 
 
-def unpacked(fact: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Batch:
-    """A batch of the replay. Older ones know no given tokens (a prefix belonged to the prompt) and one advantage a
-    response; they call `acts` gate or entropy_mask.
-    """
-    named = {"acts" if name in ("gate", "entropy_mask") else name: x for name, x in tensors.items()}
-    batch = Batch(
-        prompt_ids=tuple(map(tuple, fact["prompt_ids"])),
-        demonstrations=tuple(map(tuple, fact.get("demonstrations") or [()] * len(fact["prompt_ids"]))),
-        **{"sampled": named["mask"], **named},
-    )
-    return replace(batch, advantages=batch.along_responses(x)) if (x := named["advantages"]).dim() == 1 else batch
+def unpack_batch(fact: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Batch:
+    """A batch of the replay."""
+    prompt_ids, demonstrations = (tuple(map(tuple, fact[name])) for name in ("prompt_ids", "demonstrations"))
+    return Batch(prompt_ids=prompt_ids, demonstrations=demonstrations, **tensors)
 
 
 def random_state() -> dict[str, Any]:

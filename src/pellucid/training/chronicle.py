@@ -19,18 +19,18 @@ from pellucid.training import changes, claim, files, provenance
 from pellucid.training.changes import Changes
 
 
-def start_folder(run_dir: Path, cfg: Config, step: int, resumed: Changes | None) -> None:
+def start_folder(run_dir: Path, cfg: Config, step: int, resume_changes: Changes | None) -> None:
     """Write config.json, and remove the logs of a run that came to no checkpoint.
 
     UserError where the folder holds another run.
     """
-    if resumed is None:
+    if resume_changes is None:
         claim.check_free(run_dir)
     if step == 0:
         claim.begin_again(run_dir)
     settings, facts = files.recorded(cfg), provenance.facts()
-    if resumed is not None:
-        facts = changes.history(run_dir, step, resumed, facts)
+    if resume_changes is not None:
+        facts = changes.history(run_dir, step, resume_changes, facts)
         changes.bad_data_file(run_dir).unlink(missing_ok=True)
         print(harmless(changes.shown(run_dir, step, facts)), flush=True)
     disk.write_whole(
@@ -58,18 +58,18 @@ def screen_of(total_steps: int, first_step: int, run_dir: Path) -> Logger:
     return terminal(total_steps, first_step)
 
 
-def finish(run_dir: Path, stopped: int, again: str) -> None:
+def finish(run_dir: Path, stopped_step: int, resume_hint: str) -> None:
     """Show what a person wants to know about the result, whose failure costs nothing.
 
     again: how to go on; empty where an error says it.
     """
-    if stopped and again:
-        print(harmless(f"stopped after step {stopped}, nothing is lost; go on with: {again}"))
+    if stopped_step and resume_hint:
+        print(harmless(f"stopped after step {stopped_step}, nothing is lost; go on with: {resume_hint}"))
     shown = {"model": "model", "metrics": "metrics.jsonl"}
     with loggers.only_shown("report.html"):
         write_report(run_dir)
         shown = {"model": "model", "report": "report.html", "metrics": "metrics.jsonl"}
-    if stopped:
+    if stopped_step:
         return
     with loggers.only_shown("the table"):
         evaluations = list(loggers.read_evaluations(run_dir).values())

@@ -129,9 +129,9 @@ def check_resumable(run_dir: Path) -> None:
         )
 
 
-def note_on_finished(run_dir: Path, changed: changes.Changes, steps: int) -> str:
+def note_on_finished(run_dir: Path, resume_changes: changes.Changes, steps: int) -> str:
     """What is said at once of a run that is resumed with the settings it was finished with; empty for any other."""
-    if changed or not finished(run_dir) or not has_last_model(run_dir):
+    if resume_changes or not finished(run_dir) or not has_last_model(run_dir):
         return ""
     done = max((row["step"] for row in records(run_dir / "metrics.jsonl")), default=0)
     saved = checkpoints(run_dir)

@@ -58,29 +58,29 @@ class Components:
     test_prompts: Sequence[Prompt]
     sampler: Sampler
     """What draws the completions that are trained on."""
-    examiner: Sampler
+    evaluation_sampler: Sampler
     """What draws those of evaluations, in the arithmetic of the model that is saved."""
     policy: Policy
     reference: Policy | AdapterOff | None
     runtime: Runtime
     state: grpo.State
-    world: World | None = None
+    environments: World | None = None
     """Those whom the policy talks with, where its answers are conversations."""
-    seconds: float = 0.0
+    elapsed_seconds: float = 0.0
     """Seconds spent in finished steps, by the clock of this process."""
     failures: list[str] = field(default_factory=list)
     """The first error of each of the last steps in which every reward failed."""
-    bounded: disk.BoundedLog | None = None
+    reward_log: disk.BoundedLog | None = None
     """What keeps the log of rewards and environments from filling the disk."""
 
     def close(self) -> None:
         """End the processes that compute rewards, and those of conversations."""
-        if self.world:
-            self.world.close()
+        if self.environments:
+            self.environments.close()
         if isinstance(self.task, Graded):
             self.task.close()
-        if self.bounded:
-            self.bounded.close()
+        if self.reward_log:
+            self.reward_log.close()
 
 
 def settled(cfg: Config) -> Config:
@@ -129,14 +129,14 @@ def compose(cfg: Config, log: Path | None = None) -> Components:
         cfg.sampler.temperature,
         entropy_grad=algorithm.entropy_coef > 0,
         gradient_checkpointing=cfg.policy.gradient_checkpointing,
-        lora=cfg.policy.lora,
+        lora_rank=cfg.policy.lora,
         lora_alpha=cfg.policy.lora_alpha,
         lora_targets=cfg.policy.lora_targets,
         template=template_of(cfg),
         access=cfg.policy.access,
-        in_4bit=cfg.policy.load_in_4bit,
+        load_in_4bit=cfg.policy.load_in_4bit,
         engine=cfg.policy.engine,
-        narrow=cfg.optimizer.offload and cfg.runtime.engine in ("auto", "ddp"),
+        offload_masters=cfg.optimizer.offload and cfg.runtime.engine in ("auto", "ddp"),
     )
     world = world_in(cfg, learner, log)
     examiner = pick_sampler(cfg, learner, world)  # before an engine shards what is tried
@@ -146,13 +146,13 @@ def compose(cfg: Config, log: Path | None = None) -> Components:
     # When the policy has been sharded: there is never more than one whole model beside what is kept.
     reference = load_reference(cfg, learner) if algorithm.kl_coef else None
     if reference is not None and algorithm.kl == "exact":
-        learner.measure_kl(reference)
+        learner.set_kl_reference(reference)
     if isinstance(reference, Policy):
         runtime.engine.shard_reference(reference)
-    if algorithm.prompts_per_step % (runtime.world * algorithm.minibatches):
+    if algorithm.prompts_per_step % (runtime.world_size * algorithm.minibatches):
         raise UserError(
             f"algorithm.prompts_per_step = {algorithm.prompts_per_step} must be a multiple of processes * minibatches"
-            f" = {runtime.world * algorithm.minibatches}: groups are not split"
+            f" = {runtime.world_size * algorithm.minibatches}: groups are not split"
         )
     test_task = with_split(task, "test")
     return Components(
@@ -160,13 +160,13 @@ def compose(cfg: Config, log: Path | None = None) -> Components:
         test_task=test_task,
         test_prompts=held_out(test_task, cfg.evaluate.n) if cfg.evaluate.every else [],
         sampler=sampler,
-        examiner=examiner,
+        evaluation_sampler=examiner,
         policy=learner,
         reference=reference,
         runtime=runtime,
         state=grpo.State(kl_coef=algorithm.kl_coef),
-        world=world,
-        bounded=disk.BoundedLog(log, LOG_BYTES) if log and first_process() else None,
+        environments=world,
+        reward_log=disk.BoundedLog(log, LOG_BYTES) if log and first_process() else None,
     )
 
 
@@ -213,7 +213,7 @@ def graded(task: Task, cfg: RewardConfig, log: Path | None = None) -> Task:
     if all(type(layer) in HARMLESS for layer in layers(task)):
         return task
     answers = log.with_name("judge") if log else None
-    return Graded(task, cfg, log, graders_of(task, answers), here=only_here(task))
+    return Graded(task, cfg, log, graders_of(task, answers), in_process=only_here(task))
 
 
 def load_reference(cfg: Config, learner: Policy) -> Policy | AdapterOff:
@@ -228,11 +228,11 @@ def load_reference(cfg: Config, learner: Policy) -> Policy | AdapterOff:
 def world_in(cfg: Config, learner: Policy, log: Path | None = None) -> World | None:
     """Those whom the policy talks with, where the task has conversations, and the chat template can hold them."""
     task = innermost(cfg.task)
-    talk = getattr(task, "talk", None)
+    talk = getattr(task, "environment_spec", None)
     if isinstance(talk, AgentTalk):
         world = agents(talk, learner, cfg.reward, log, task.seed)
     else:
-        world = world_of(task, cfg.reward, log, here=only_here(task))
+        world = world_of(task, cfg.reward, log, in_process=only_here(task))
     if world and (note := bridge.check(learner.tokenizer, learner.eos_ids)) and first_process():
         print(harmless(f"! {note}"), flush=True)
     return world
@@ -269,16 +269,18 @@ def check_ahead(cfg: Config) -> None:
         )
 
 
-def pick_sampler(cfg: Config, learner: Policy, world: World | None) -> Native | HuggingFace | VLLM:
+def pick_sampler(cfg: Config, learner: Policy, environments: World | None) -> Native | HuggingFace | VLLM:
     """The sampler of the settings, or the other where that one cannot sample this model, which is said in a line."""
     if cfg.sampler.name == "vllm":
         check_vllm(cfg)
     s = cfg.sampler
     if s.ahead:
         check_ahead(cfg)
-    sampler, note = choose(s.name, s.rows, learner, world, s.cache_gb, s.urls, s.timeout, bool(s.ahead), s.adapter)
+    sampler, note = choose(
+        s.name, s.rows, learner, environments, s.cache_gb, s.urls, s.timeout, bool(s.ahead), s.adapter
+    )
     if isinstance(sampler, Native | VLLM):
-        sampler.patient = cfg.policy.deterministic
+        sampler.deterministic = cfg.policy.deterministic
     merged = s.name == "vllm" and s.adapter == "merged" and learner.adapter and learner.dtype != torch.float32
     widened = MERGED_IN_FP32.format(str(learner.dtype).removeprefix("torch.")) if merged else ""
     for line in filter(None, (note, widened)):

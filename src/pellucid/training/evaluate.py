@@ -48,7 +48,7 @@ def evaluate(
     sampler: Sampler,
     sampling: Sampling,
     k: int,
-    shards: Shards,
+    processes: Shards,
     progress: Progress = Progress(),  # noqa: B008 - frozen
 ) -> tuple[Evaluation, list[Group], list[Group]]:
     """The evaluation; the graded groups of sampling.n >= k samples each, from which mean@k and pass@k are estimated;
@@ -58,9 +58,9 @@ def evaluate(
     A prompt that no reward applies to is in no mean, as in training, and one whose deciding term returned None is in no
     accuracy; the evaluation says how many there are of each.
     """
-    own = shards.shard(prompts)
-    best = shards.gather(sample_and_grade(task, sampler, own, greedy(sampling), progress))
-    groups = shards.gather(sample_and_grade(task, sampler, own, sampling, progress)) if k else []
+    own = processes.shard(prompts)
+    best = processes.gather(sample_and_grade(task, sampler, own, greedy(sampling), progress))
+    groups = processes.gather(sample_and_grade(task, sampler, own, sampling, progress)) if k else []
     sampled = [group for group in groups if counted(group)]
     answered = [group.rewards[0] for group in best]
     answers = sorted(((prompt.key, group) for prompt, group in zip(prompts, best, strict=True)), key=itemgetter(0))
@@ -73,15 +73,15 @@ def evaluate(
         greedy=if_enough(estimate, [correct(group) for group in best if counted(group)]),
         mean_at_k=if_enough(estimate, [correct(group) / counted(group) for group in sampled]),
         pass_at_k=if_enough(estimate, [pass_at(k, sampling.n, correct(group)) for group in sampled]),
-        right=tuple(correct(group) if counted(group) else None for _, group in answers),
-        questions=digest([question for question, _ in answers]),
+        greedy_correct=tuple(correct(group) if counted(group) else None for _, group in answers),
+        questions_digest=digest([question for question, _ in answers]),
         failed=sum(reward.failed and reward.applies for reward in rewards),
         left_out=sum(not reward.applies for reward in answered),
-        undecided=sum(reward.applies and not reward.decided for reward in answered),
+        undecided=sum(reward.applies and not reward.is_decided for reward in answered),
         reward=mean_reward(best),
         reward_at_k=mean_reward(groups),
         rewards=tuple(mean_of(group) for _, group in answers),
-        verdicts=state_correctness(rewards),
+        has_verdicts=state_correctness(rewards),
     )
     return evaluation, groups, best
 
@@ -109,7 +109,7 @@ def sample_and_grade(
     """Graded groups of sampling.n samples each. Every call has the same random numbers: only the policy differs."""
     at_once = max(1, MAX_ROWS // sampling.n)
     seeded = replace(sampling, seed=f"evaluate/{task.seed}")
-    in_flight = isinstance(sampler, InFlight) and sampler.in_flight
+    in_flight = isinstance(sampler, InFlight) and sampler.batches_continuously
     return [
         group
         for asked in in_parts(prompts, len(prompts) if in_flight else at_once)
@@ -131,7 +131,7 @@ def counted(group: Group) -> int:
     """Return how many answers of a group count as right or wrong. A failed reward counts as wrong; one that does not
     apply, or whose deciding term returned None, does not count.
     """
-    return sum(reward.applies and reward.decided for reward in group.rewards)
+    return sum(reward.applies and reward.is_decided for reward in group.rewards)
 
 
 def mean_of(group: Group) -> float:
@@ -157,9 +157,9 @@ def pass_at(k: int, samples: int, correct: int) -> float:
     return 1.0 - math.comb(samples - correct, k) / math.comb(samples, k)
 
 
-def if_enough(estimated: Callable[[Sequence[float]], Estimate], values: Sequence[float]) -> Estimate:
+def if_enough(estimator: Callable[[Sequence[float]], Estimate], values: Sequence[float]) -> Estimate:
     """The mean of one value per prompt; its interval only where there are FEWEST prompts, and their values differ."""
-    measured = estimated(values)
+    measured = estimator(values)
     return measured if len(values) >= FEWEST and measured.low < measured.high else Estimate(measured.value)
 
 
@@ -191,14 +191,14 @@ def estimate_mean(values: Sequence[float]) -> Estimate:
 
 
 @cache
-def student_quantile(freedom: int, within: float = 0.95) -> float:
+def student_quantile(freedom: int, probability: float = 0.95) -> float:
     """The t that Student's variable with these degrees of freedom stays within, -t to t, with this probability."""
     low, high = 0.0, 1.0
-    while student_within(high, freedom) < within:
+    while student_within(high, freedom) < probability:
         low, high = high, 2 * high
     for _ in range(60):
         middle = (low + high) / 2
-        low, high = (middle, high) if student_within(middle, freedom) < within else (low, middle)
+        low, high = (middle, high) if student_within(middle, freedom) < probability else (low, middle)
     return high
 
 

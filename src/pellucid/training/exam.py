@@ -35,7 +35,7 @@ def examine(cfg: Config, model: str, access: Access, show: int, output: Path | N
     dtype = hardware.pick_dtype(cfg.policy.dtype, device)
     if os.path.isdir(model):
         access = access._replace(revision="")  # it is that of the base which the folder's model was trained from
-    for note in filter(None, (access.note(model), *preflight.notes_on_others(cfg))):
+    for note in filter(None, (access.format_warning(model), *preflight.notes_on_others(cfg))):
         print(harmless(f"! {note}"), flush=True)
     task = with_split(cfg.task, "test")
     prompts = held_out(task, cfg.evaluate.n)
@@ -43,7 +43,7 @@ def examine(cfg: Config, model: str, access: Access, show: int, output: Path | N
     frozen = policy.load_frozen(
         model, device, dtype, cfg.sampler.temperature, cfg.policy.engine, template_of(cfg), access
     )
-    bad_rows.check(cfg, frozen.tokenizer, frozen.context_length, frozen.vocabulary, ("test",))
+    bad_rows.check(cfg, frozen.tokenizer, frozen.context_length, frozen.vocabulary_size, ("test",))
     prompts = held_out(task, cfg.evaluate.n)  # without the bad rows, if these are to be skipped
     task = graded(task, cfg.reward)
     world = world_in(cfg, frozen)
@@ -56,12 +56,12 @@ def examine(cfg: Config, model: str, access: Access, show: int, output: Path | N
     if world:
         world.close()
     for group in best[:show]:
-        rich.print(verdict(group, evaluation.verdicts))
+        rich.print(verdict(group, evaluation.has_verdicts))
     if output:
         output.parent.mkdir(parents=True, exist_ok=True)
         answers = [
-            *said(best, "greedy", evaluation.verdicts),
-            *said(groups, "sample", evaluation.verdicts),
+            *said(best, "greedy", evaluation.has_verdicts),
+            *said(groups, "sample", evaluation.has_verdicts),
         ]
         disk.write_whole(output, "".join(map(json_line, answers)))
         print(harmless(f"answers {output}"))
@@ -71,7 +71,7 @@ def examine(cfg: Config, model: str, access: Access, show: int, output: Path | N
     return 0
 
 
-def said(groups: Sequence[Group], drawn: str, verdicts: bool) -> Iterator[dict[str, Any]]:
+def said(groups: Sequence[Group], sampling_kind: str, verdicts: bool) -> Iterator[dict[str, Any]]:
     """A record of each answer, group by group: what was asked and said, and how it was graded.
 
     Of a conversation all that was said is in it; `answer` is its last turn.
@@ -82,10 +82,10 @@ def said(groups: Sequence[Group], drawn: str, verdicts: bool) -> Iterator[dict[s
         prompt = group.prompt
         for i, (completion, reward) in enumerate(zip(group.completions, group.rewards, strict=True)):
             yield {
-                "drawn": drawn,
+                "drawn": sampling_kind,
                 "sample": i,
                 "question": prompt.question,
-                "gold": " or ".join(prompt.golds),
+                "gold": " or ".join(prompt.gold_answers),
                 "answer": completion.text,
                 **conversation_of(completion),
                 "finished": completion.finished,

@@ -79,11 +79,11 @@ def of_code(settings: Record) -> dict[str, str]:
     return {key.removeprefix("."): digest_of(path) for key, path in found}
 
 
-def digest_of(what: Path | Sequence[Path] | str) -> str:
+def digest_of(source: Path | Sequence[Path] | str) -> str:
     """The sha256 of a file, of several, or of a source."""
-    if isinstance(what, str):
-        return hashlib.sha256(what.encode()).hexdigest()
-    return disk.digest(what) if isinstance(what, Path) else digest_of_all(what)
+    if isinstance(source, str):
+        return hashlib.sha256(source.encode()).hexdigest()
+    return disk.digest(source) if isinstance(source, Path) else digest_of_all(source)
 
 
 def digest_of_all(paths: Sequence[Path]) -> str:

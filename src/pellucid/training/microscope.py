@@ -41,66 +41,66 @@ def recorded(steps: Iterator[StepResult], cfg: Config, run_dir: Path, parts: Com
     """Pass the steps through, and write down what each did; time/record of its metrics is how long the writing took."""
     if not cfg.log.tokens:
         return steps
-    return Microscope(cfg, run_dir, parts).follow(steps)
+    return Microscope(cfg, run_dir, parts).record_steps(steps)
 
 
 class Microscope:
     def __init__(self, cfg: Config, run_dir: Path, parts: Components) -> None:
         self.cfg, self.run_dir, self.parts = cfg, run_dir, parts
-        self.seen = Seen(self.settings, cfg.log.tokens)
+        self.watcher = Seen(self.get_step_settings, cfg.log.tokens)
         self.texts = Texts(lambda ids: parts.policy.decode(ids, special=True))
-        self.before: Mapping[str, Tensor] = {}
+        self.weights_before: Mapping[str, Tensor] = {}
         """The weights before the step, where its movement is to be predicted; else empty."""
         reason = unpredictable(cfg)
-        self.predicts = cfg.log.predictions > 0 and not reason
-        if cfg.log.predictions and reason and parts.runtime.main:
+        self.makes_predictions = cfg.log.predictions > 0 and not reason
+        if cfg.log.predictions and reason and parts.runtime.is_main:
             print(f"! log.predictions: {reason}: tokens are recorded without predictions", flush=True)
 
-    def settings(self) -> GRPOConfig:
+    def get_step_settings(self) -> GRPOConfig:
         """Those of the step that is being made: kl_coef may follow kl_target."""
         kl_coef = self.parts.state.kl_coef
         return self.cfg.algorithm if kl_coef is None else replace(self.cfg.algorithm, kl_coef=kl_coef)
 
-    def follow(self, steps: Iterator[StepResult]) -> Iterator[StepResult]:
+    def record_steps(self, steps: Iterator[StepResult]) -> Iterator[StepResult]:
         scorer = self.parts.policy.scorer
         try:
-            self.prepare()
+            self.prepare_step()
             for result in steps:
                 start = time.perf_counter()
-                if scorer.watcher:
-                    self.record(result)
+                if scorer.score_hook:
+                    self.record_step(result)
                 spent = {"time/record": time.perf_counter() - start}
                 yield result._replace(metrics=result.metrics | spent)
-                self.prepare()
+                self.prepare_step()
         finally:
-            scorer.watcher = None
+            scorer.score_hook = None
 
-    def prepare(self) -> None:
+    def prepare_step(self) -> None:
         """Before a step."""
-        self.seen.forget()
+        self.watcher.clear()
         step, log = self.parts.state.step + 1, self.cfg.log
         watched = step <= self.cfg.algorithm.steps and (step == 1 or step % log.token_steps == 0)
-        self.parts.policy.scorer.watcher = self.seen if watched else None
-        due = watched and self.predicts and (step == 1 or step % log.predictions == 0)
-        self.before = kept(self.parts.policy) if due else {}
+        self.parts.policy.scorer.score_hook = self.watcher if watched else None
+        due = watched and self.makes_predictions and (step == 1 or step % log.predictions == 0)
+        self.weights_before = kept(self.parts.policy) if due else {}
 
-    def record(self, result: StepResult) -> None:
+    def record_step(self, result: StepResult) -> None:
         """Write the file of a finished step. All processes call this; each contributes what it trained on."""
         runtime, groups = self.parts.runtime, result.groups
         chosen = chosen_of(groups, self.cfg.log.tokens)
-        ours = {i: groups[i] for i in chosen if i % runtime.world == runtime.rank}
-        origins = origins_of(groups[runtime.rank :: runtime.world])
-        after = self.after(list(ours.values()), groups)
+        ours = {i: groups[i] for i in chosen if i % runtime.world_size == runtime.rank}
+        origins = origins_of(groups[runtime.rank :: runtime.world_size])
+        after = self.compute_columns_after(list(ours.values()), groups)
         tables = {}
         for i, group in ours.items():
-            rows = [self.seen.rows.get(origin, {}) for origin in origins[i // runtime.world]]
-            tables[i] = self.of_group(result.step, i, group, rows, [after.pop(0) for _ in rows])
+            rows = [self.watcher.rows_by_origin.get(origin, {}) for origin in origins[i // runtime.world_size]]
+            tables[i] = self.make_group_table(result.step, i, group, rows, [after.pop(0) for _ in rows])
         every = {i: table for of_process in runtime.gather([tables]) for i, table in of_process.items()}
-        if runtime.main:
+        if runtime.is_main:
             said = tokens.said_of({i: groups[i] for i in chosen})
-            tokens.write(self.run_dir, result.step, joined([every[i] for i in chosen]), self.about() | said)
+            tokens.write(self.run_dir, result.step, joined([every[i] for i in chosen]), self.describe_step() | said)
 
-    def about(self) -> dict[str, Any]:
+    def describe_step(self) -> dict[str, Any]:
         """What a file says of its step. dtype: that of the logits, by whose grid log-probs move."""
         a, dtype = self.cfg.algorithm, str(self.parts.policy.dtype).removeprefix("torch.")
         facts = {"objective": a.objective, "clip_low": a.clip_low, "clip_high": a.clip_high, "group_size": a.group_size}
@@ -109,57 +109,57 @@ class Microscope:
     # ------------------------------------------------------------ after the update
 
     @torch.no_grad()
-    def after(self, ours: Sequence[Group], groups: Sequence[Group]) -> list[Columns]:
+    def compute_columns_after(self, ours: Sequence[Group], groups: Sequence[Group]) -> list[Columns]:
         """Of each row of these groups, as `collate` orders the rows of one group after another, columns after the step.
 
         Where processes share parameters, all make as many forward passes: one that has nothing to look at makes them
         for one row.
         """
         policy, runtime = self.parts.policy, self.parts.runtime
-        together = runtime.engine.in_step
+        together = runtime.engine.is_lockstep
         if not ours and not together:
             return []
-        batches = [collate([group]) for group in ours] or [collate(groups[:1]).rows(slice(1))]
+        batches = [collate([group]) for group in ours] or [collate(groups[:1]).select_rows(slice(1))]
 
-        most = runtime.micro_batch or self.cfg.algorithm.micro_batch  # what the update has had room for
-        chunks = [chunk for batch in batches for chunk in batch.chunks(most)]
+        most = runtime.max_micro_batch_rows or self.cfg.algorithm.micro_batch  # what the update has had room for
+        chunks = [chunk for batch in batches for chunk in batch.split_into_chunks(most)]
         rounds = max(runtime.gather([len(chunks)])) if together else len(chunks)
-        found = [columns for chunk in chunks for columns in self.look(chunk)]
+        found = [columns for chunk in chunks for columns in self.compute_row_columns(chunk)]
         for _ in range(rounds - len(chunks)):
-            policy.module(policy.scorer.examine, chunks[-1].rows(slice(1)))
+            policy.module(policy.scorer.examine, chunks[-1].select_rows(slice(1)))
         return found if ours else []
 
-    def look(self, batch: Batch) -> list[Columns]:
+    def compute_row_columns(self, batch: Batch) -> list[Columns]:
         """The columns of each row of a batch."""
-        policy, together = self.parts.policy, self.parts.runtime.engine.in_step
+        policy, together = self.parts.policy, self.parts.runtime.engine.is_lockstep
         # A module that brings processes together would wait for those that have nothing to look at.
         examine = policy.scorer.examine
         looked: Examined = policy.module(examine, batch) if together else examine(batch)
         flat = {"logprob_after": looked.logprobs, "entropy_after": looked.entropy, **of_distributions(looked, "after")}
-        return by_row(flat | self.prediction(batch), batch.scored.sum(-1).tolist())
+        return by_row(flat | self.predict_columns(batch), batch.scored_mask.sum(-1).tolist())
 
-    def prediction(self, batch: Batch) -> dict[str, Tensor]:
+    def predict_columns(self, batch: Batch) -> dict[str, Tensor]:
         """The columns of a prediction, where one is made; none from now on where memory runs out for it."""
-        if not self.before:
+        if not self.weights_before:
             return {}
         try:
-            start, change = first_order(self.parts.policy, batch, self.before)
+            start, change = first_order(self.parts.policy, batch, self.weights_before)
             return {"logprob_start": start, "predicted": change}
         except (RuntimeError, MemoryError) as error:
             if not hardware.out_of_memory(error):
                 raise
-        self.before, self.predicts = {}, False
+        self.weights_before, self.makes_predictions = {}, False
         print("! memory ran out in a prediction: none is made from now on, as of log.predictions = 0", flush=True)
         return {}
 
     # ------------------------------------------------------------ tables
 
-    def of_group(
+    def make_group_table(
         self, step: int, index: int, group: Group, before: Sequence[Columns], after: Sequence[Columns]
     ) -> Table:
         """The rows of a file that speak of a group. before and after: of its sequences, completions before branches."""
-        silent = self.silence(group)
-        tables = [self.of_prompt(group.prompt_ids)]
+        silent = self.explain_zero_advantage(group)
+        tables = [self.make_prompt_table(group.prompt_ids)]
         known = [{**later, **seen} for seen, later in zip(before, after, strict=True)]
         branches = len(group.completions)
         for number, (completion, reward, advantage) in enumerate(
@@ -169,38 +169,38 @@ class Microscope:
             branches += len(completion.branches)
             sequences = [(completion, known[number]), *zip(completion.branches, of_branches, strict=True)]
             for branch, (sequence, columns) in enumerate(sequences):
-                table = self.of_sequence(sequence, columns)
+                table = self.make_sequence_table(sequence, columns)
                 untold = "overlong_filter" if advantage else "no_advantage"
                 tell_rules(table, advantage, silent, untold)
                 same = {"completion": number, "branch": branch, **of_answer(completion, reward)}
                 tables.append(repeated(table, same))
         return repeated(joined(tables), {"step": step, "group": index, "prompt_id": group.prompt.id})
 
-    def silence(self, group: Group) -> str:
+    def explain_zero_advantage(self, group: Group) -> str:
         """The rule that makes an advantage of this group 0."""
         if all(reward.failed for reward in group.rewards):
             return "all_failed"
         dead = bool(zero_variance(task_rewards([group]), self.cfg.algorithm.min_reward_range))
         return "zero_variance" if dead else "no_advantage"
 
-    def of_prompt(self, ids: Sequence[int]) -> Table:
-        table = {"position": list(range(len(ids))), "token": list(ids), "text": self.texts.of(ids)}
+    def make_prompt_table(self, ids: Sequence[int]) -> Table:
+        table = {"position": list(range(len(ids))), "token": list(ids), "text": self.texts.decode_each(ids)}
         return repeated(table, {"kind": tokens.PROMPT, "completion": -1, "branch": 0})
 
-    def of_sequence(self, sequence: Completion, columns: Columns) -> Table:
+    def make_sequence_table(self, sequence: Completion, columns: Columns) -> Table:
         """What is known of the tokens of one sequence."""
         ids = sequence.token_ids
-        given = {t for start, end in sequence.given for t in range(start, end)}
+        given = {t for start, end in sequence.given_spans for t in range(start, end)}
         sampled = [t for t in range(len(ids)) if t not in given]
-        table: Table = {"position": list(range(len(ids))), "token": list(ids), "text": self.texts.of(ids)}
+        table: Table = {"position": list(range(len(ids))), "token": list(ids), "text": self.texts.decode_each(ids)}
         table["kind"] = [tokens.GIVEN if t in given else tokens.SAMPLED for t in range(len(ids))]
         table["sampler_logprob"] = [None if t in given else sequence.logprobs[t] for t in range(len(ids))]
-        for name, values in self.values_of(columns).items():
+        for name, values in self.convert_columns(columns).items():
             spread = dict(zip(sampled, values, strict=True))
             table[name] = [spread.get(t) for t in range(len(ids))]
         return table
 
-    def values_of(self, columns: Columns) -> Table:
+    def convert_columns(self, columns: Columns) -> Table:
         """The columns as lists, with the texts of the likeliest tokens, and without what is not there."""
         values: Table = {name: x.tolist() for name, x in columns.items()}
         for when in ("before", "after"):
@@ -209,20 +209,22 @@ class Microscope:
                 for name in (f"top_{when}", f"top_{when}_logprob"):
                     pairs = zip(values[name], there, strict=True)
                     values[name] = [[x for x, is_ in zip(*pair, strict=True) if is_] for pair in pairs]
-                values[f"top_{when}_text"] = [[self.texts.alone(x) for x in row] for row in values[f"top_{when}"]]
+                values[f"top_{when}_text"] = [
+                    [self.texts.decode_token(x) for x in row] for row in values[f"top_{when}"]
+                ]
         if "bound" in values:
             values["bound"] = [None if math.isnan(x) else x for x in values["bound"]]
             values["rule"] = [RULES[i] for i in values["rule"]]
         return values
 
 
-def tell_rules(table: Table, advantage: float, silent: str, untold: str) -> None:
+def tell_rules(table: Table, advantage: float, zero_rule: str, unscored_rule: str) -> None:
     """Add rules and advantages to the table of a sequence. silent: why an advantage of its group is 0, where one is;
     untold: why it was not scored, where it was not.
     """
     sampled = [kind == tokens.SAMPLED for kind in table["kind"]]
-    scored = table.get("rule") or [untold] * len(sampled)
-    told = [silent if rule == "no_advantage" else rule for rule in scored]
+    scored = table.get("rule") or [unscored_rule] * len(sampled)
+    told = [zero_rule if rule == "no_advantage" else rule for rule in scored]
     table["rule"] = [rule if is_ else "given" for rule, is_ in zip(told, sampled, strict=True)]
     table.setdefault("advantage", [advantage if is_ else None for is_ in sampled])
 
@@ -259,11 +261,11 @@ def joined(tables: Sequence[Table]) -> Table:
 # ---------------------------------------------------------------- which groups, which rows, which runs
 
 
-def chosen_of(groups: Sequence[Group], most: int) -> list[int]:
+def chosen_of(groups: Sequence[Group], max_groups: int) -> list[int]:
     """The indices of the first groups with a signal, filled up with others; in the order of the step."""
     live = [i for i, group in enumerate(groups) if any(group.advantages)]
     others = [i for i, group in enumerate(groups) if not any(group.advantages)]
-    return sorted([*live, *others][:most])
+    return sorted([*live, *others][:max_groups])
 
 
 def origins_of(groups: Sequence[Group]) -> list[list[int]]:

@@ -56,7 +56,7 @@ OTHER_ARITHMETIC = '{} computes in another arithmetic than the update, which alg
 
 def check(cfg: Config, run_dir: Path) -> None:
     """Check what would otherwise fail after minutes or at the end: extras, data, disk space. Raise UserError."""
-    for note in filter(None, (cfg.policy.access.note(cfg.policy.model), *notes_on_others(cfg))):
+    for note in filter(None, (cfg.policy.access.format_warning(cfg.policy.model), *notes_on_others(cfg))):
         if first_process():
             print(harmless(f"! {note}"), flush=True)
     if cfg.log.tensorboard:
@@ -98,7 +98,7 @@ def notes_on_others(cfg: Config) -> list[str]:
 
 def check_rewards(cfg: Config, prompts: Sequence[Prompt]) -> None:
     """Raise UserError for a reward function that does not take what it will be given."""
-    environments = ["environments"] if hasattr(innermost(cfg.task), "talk") else []
+    environments = ["environments"] if hasattr(innermost(cfg.task), "environment_spec") else []
     for term in terms_of(grading(cfg.task)):
         if is_function(term.name):
             try:
@@ -131,29 +131,29 @@ def check_layer(layer: int, text: Any) -> None:
 def check_room(cfg: Config, model: memory.Model, run_dir: Path) -> None:
     """Raise UserError where the disk has no room for the model and its checkpoints, one more than are kept."""
     needs = room.of_run(cfg, model, run_dir)
-    if needs.needed > needs.free:
-        checkpoints = counted(needs.at_once, "checkpoint")
+    if needs.needed_gb > needs.free_gb:
+        checkpoints = counted(needs.max_checkpoints, "checkpoint")
         raise UserError(
-            f"{run_dir} needs {needs.needed:.1f} GB for the model and {checkpoints}, and {needs.free:.1f} GB are free:"
+            f"{run_dir} needs {needs.needed_gb:.1f} GB for the model and {checkpoints}, and {needs.free_gb:.1f} GB are free:"
             " make room, lower checkpoint.keep_last, or choose another folder with --run"
         )
 
 
-def show_numbers(cfg: Config, policy: Policy, world: int, run_dir: Path) -> None:
-    show_plan(cfg, count(policy), policy.fallback_reason(), world, run_dir)
+def show_numbers(cfg: Config, policy: Policy, world_size: int, run_dir: Path) -> None:
+    show_plan(cfg, count(policy), policy.find_fallback_reason(), world_size, run_dir)
 
 
-def show_plan(cfg: Config, model: memory.Model, fallback: str, world: int, run_dir: Path) -> None:
+def show_plan(cfg: Config, model: memory.Model, fallback: str, world_size: int, run_dir: Path) -> None:
     """Print the numbers that follow from the settings. `fallback` is why our decoder does not compute, or empty."""
     a, device = cfg.algorithm, hardware.pick_device(cfg.policy.device)
     completions = a.prompts_per_step * a.group_size
     reason = memory.unlike(model.config)
-    expected, here = memory.peak(model, cfg, world), hardware.device_gb(device)
-    note = memory.on_checkpointing(model, cfg, world)
+    expected, here = memory.peak(model, cfg, world_size), hardware.device_gb(device)
+    note = memory.on_checkpointing(model, cfg, world_size)
     table = Table.grid(padding=(0, 2))
     for name, value in {
-        "model": f"{cfg.policy.model}: {model.parameters / 1e6:.1f} M parameters, {model.trained / 1e6:.1f} M trained",
-        "computes": f"in {cfg.policy.dtype} on {device}, {world} process{'es' if world > 1 else ''}, by"
+        "model": f"{cfg.policy.model}: {model.parameter_count / 1e6:.1f} M parameters, {model.trained_count / 1e6:.1f} M trained",
+        "computes": f"in {cfg.policy.dtype} on {device}, {world_size} process{'es' if world_size > 1 else ''}, by"
         + (f" transformers ({fallback})" if fallback else " our decoder"),
         **rows_of(cfg),
         "a step": f"{a.prompts_per_step} prompts x {a.group_size} completions = {completions}, up to"
@@ -167,12 +167,12 @@ def show_plan(cfg: Config, model: memory.Model, fallback: str, world: int, run_d
         + (f" of {here:.0f} GB: pellucid doctor --plan says what would fit" if expected > here else "")
         + (f"; {note}" if note and (expected > here or cfg.policy.gradient_checkpointing) else ""),
         **{name: f"{gb:.1f} GB of it" for name, gb in memory.reward_models(cfg).items()},
-        "disk": room.of_run(cfg, model, run_dir).described(cfg.checkpoint.every > 0),
+        "disk": room.of_run(cfg, model, run_dir).describe(cfg.checkpoint.every > 0),
     }.items():
         table.add_row(f"[dim]{name}", escape(harmless(value)))
     rich.print(table)
     slow = {"float32": hardware.without_bf16, "float16": hardware.slower_in_float16}.get(cfg.policy.dtype)
-    other = cfg.sampler.other_arithmetic
+    other = cfg.sampler.inexact_setting
     corrected = OTHER_ARITHMETIC.format(other, a.correction) if other else ""
     for line in filter(None, (slow(device) if slow else "", corrected, *known_inert(a))):
         print(harmless(f"! {line}"), flush=True)
@@ -192,7 +192,7 @@ def rows_of(cfg: Config) -> dict[str, str]:
 def rows_in(cfg: Config, split: str) -> int | None:
     """The number of rows of a split; None where the task does not know it."""
     try:
-        return getattr(with_split(innermost(cfg.task), split), "questions_in_all", None)
+        return getattr(with_split(innermost(cfg.task), split), "question_count", None)
     except UserError:  # nothing is held out
         return None
 
@@ -200,7 +200,7 @@ def rows_in(cfg: Config, split: str) -> int | None:
 def show_exchange(policy: Policy, group: Group) -> None:
     """Print the exact strings, special tokens included; a bar stands where sampling began, and where it gave way."""
     completion, reward = group.completions[0], group.rewards[0]
-    shown, after_sampled = exact(policy, group.prompt_ids, given=True), False
+    shown, after_sampled = exact(policy, group.prompt_ids, is_given=True), False
     for ids, given in stretches(completion):
         shown.append("" if given and not after_sampled else "|", MARK).append_text(exact(policy, ids, given))
         after_sampled = not given
@@ -213,19 +213,19 @@ def show_exchange(policy: Policy, group: Group) -> None:
     rich.print(f"[dim]{len(group.prompt_ids)} prompt tokens | {lengths}{escape(held)}; {escape(verdict)}\n")
 
 
-def exact(policy: Policy, ids: Sequence[int], given: bool) -> Text:
+def exact(policy: Policy, ids: Sequence[int], is_given: bool) -> Text:
     """The string of these tokens for the screen; of what was given dim, and without the middle of a very long one."""
     text = harmless(policy.decode(ids, special=True))
-    begin, left_out, end = without_middle(text, MOST_GIVEN if given else len(text))
+    begin, left_out, end = without_middle(text, MOST_GIVEN if is_given else len(text))
     between = f"[{counted(left_out, 'character')} left out]" if left_out else ""
-    style = "dim" if given else ""
+    style = "dim" if is_given else ""
     return Text.assemble((begin, style), (between, MARK), (end, style))
 
 
 def stretches(completion: Completion) -> Iterator[tuple[tuple[int, ...], bool]]:
     """The tokens of a completion, stretch by stretch, and whether each was given and not sampled."""
     at = 0
-    for start, end in completion.given:
+    for start, end in completion.given_spans:
         if start > at:
             yield completion.token_ids[at:start], False
         yield completion.token_ids[start:end], True
@@ -251,7 +251,7 @@ def refuse_none(groups: Sequence[Group]) -> None:
         )
 
 
-def show_signal(groups: Sequence[Group], cfg: Config, ends: Collection[int]) -> None:
+def show_signal(groups: Sequence[Group], cfg: Config, eos_ids: Collection[int]) -> None:
     """Print how many groups will be dead, from at least as many samples of each prompt, and how much is cut off.
 
     ends: the end-of-sequence tokens.
@@ -264,7 +264,7 @@ def show_signal(groups: Sequence[Group], cfg: Config, ends: Collection[int]) -> 
     failures = unreliable(groups)
     few = len(groups) < FEWEST
     print(f"{outcome(graded, len(groups))}; {found}", failures or advice(dead, graded, can_begin(cfg), few))
-    for warning in cut_off([completion for group in groups for completion in group.completions], cfg, ends):
+    for warning in cut_off([completion for group in groups for completion in group.completions], cfg, eos_ids):
         print(harmless(f"! {warning}"), flush=True)
 
 
@@ -296,13 +296,13 @@ def outcome(graded: Sequence[Reward], prompts: int) -> str:
     return f"The mean reward of {n} is {fmean(reward.value for reward in graded):.3f}"
 
 
-def advice(dead: float, graded: Sequence[Reward], can_begin: bool = False, few: bool = False) -> str:
+def advice(zero_variance_share: float, graded: Sequence[Reward], has_workings: bool = False, few: bool = False) -> str:
     """What to do where many groups will be dead: all alike, they have no gradient.
 
     can_begin: the task can begin the answers, and does not do so yet. few: too few prompts were asked to promise
     anything.
     """
-    if dead < 0.5:
+    if zero_variance_share < 0.5:
         return "" if few else "That is enough contrast to learn from."
     too_easy = fmean(reward.is_correct for reward in graded) >= 0.5
     judged = "harder prompts" if too_easy else "easier prompts or a better-prompted start"
@@ -311,7 +311,7 @@ def advice(dead: float, graded: Sequence[Reward], can_begin: bool = False, few: 
         "algorithm.max_rounds to draw dead groups anew",
         judged if state_correctness(graded) else "a reward that grades more finely",
     ]
-    if can_begin and not too_easy:
+    if has_workings and not too_easy:
         ways.append('prefixes, the beginnings of right answers: [task] name = "prefixed" around this task')
     return (
         f"{'These prompts' if few else 'Most sampling'} will teach little: use {', '.join(ways[:-1])}, or {ways[-1]}."
@@ -324,13 +324,13 @@ def can_begin(cfg: Config) -> bool:
     return not given and hasattr(innermost(cfg.task), "working")
 
 
-def cut_off(completions: Sequence[Completion], cfg: Config, ends: Collection[int]) -> Iterator[str]:
+def cut_off(completions: Sequence[Completion], cfg: Config, eos_ids: Collection[int]) -> Iterator[str]:
     """Lines on the samples, and on the turns of conversations, that did not come to an end: for more than a few.
 
     A conversation that ended with the last of sampler.turns is not cut off.
     """
     n, most, longest = len(completions), cfg.sampler.turn_tokens, cfg.sampler.max_tokens
-    of_turns = [cut_turns(completion, most, ends) for completion in completions]
+    of_turns = [cut_turns(completion, most, eos_ids) for completion in completions]
     turns = sum(any(cut) for cut in of_turns)
     cut = sum(not c.finished and not (at and at[-1]) for c, at in zip(completions, of_turns, strict=True))
     if turns and turns >= MANY_CUT_OFF * n:
@@ -347,10 +347,12 @@ def cut_off(completions: Sequence[Completion], cfg: Config, ends: Collection[int
         )
 
 
-def cut_turns(completion: Completion, most: int, ends: Collection[int]) -> list[bool]:
+def cut_turns(completion: Completion, max_tokens: int, eos_ids: Collection[int]) -> list[bool]:
     """Whether each turn of a conversation was cut off at so many tokens; empty where a turn may have any number."""
-    turns = [ids for ids, is_given in stretches(completion) if not is_given] if most and completion.messages else []
-    return [len(ids) == most and ids[-1] not in ends for ids in turns]
+    turns = (
+        [ids for ids, is_given in stretches(completion) if not is_given] if max_tokens and completion.messages else []
+    )
+    return [len(ids) == max_tokens and ids[-1] not in eos_ids for ids in turns]
 
 
 def count(policy: Policy) -> memory.Model:
@@ -358,8 +360,8 @@ def count(policy: Policy) -> memory.Model:
     sizes = [(numbers(p), p) for p in policy.model.parameters()]
     return memory.Model(
         policy.model.config,
-        parameters=sum(n for n, _ in sizes),
-        trained=sum(n for n, p in sizes if p.requires_grad),
-        quantized=sum(n for n, p in sizes if quantized.is_quantized(p)),
-        own_code=has_own_code(policy.model),
+        parameter_count=sum(n for n, _ in sizes),
+        trained_count=sum(n for n, p in sizes if p.requires_grad),
+        quantized_count=sum(n for n, p in sizes if quantized.is_quantized(p)),
+        has_own_code=has_own_code(policy.model),
     )

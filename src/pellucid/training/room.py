@@ -17,37 +17,37 @@ from pellucid.reporting.run_folder import checkpoints
 class Room:
     """Sizes in GB. Logs come on top of them."""
 
-    model: float
-    checkpoint: float
-    at_once: int
+    model_gb: float
+    checkpoint_gb: float
+    max_checkpoints: int
     """The most checkpoints that lie side by side: a new one is whole before the oldest goes."""
-    kept: int
+    final_checkpoints: int
     """The checkpoints that are left when the run is finished."""
-    there: float
+    replaced_gb: float
     """What a resumed run has there already, and replaces."""
-    free: float
+    free_gb: float
 
     @property
-    def most(self) -> float:
-        return self.model + self.at_once * self.checkpoint
+    def peak_gb(self) -> float:
+        return self.model_gb + self.max_checkpoints * self.checkpoint_gb
 
     @property
-    def left(self) -> float:
-        return self.model + self.kept * self.checkpoint
+    def final_gb(self) -> float:
+        return self.model_gb + self.final_checkpoints * self.checkpoint_gb
 
     @property
-    def needed(self) -> float:
+    def needed_gb(self) -> float:
         """How much must be free."""
-        return self.most - self.there
+        return self.peak_gb - self.replaced_gb
 
-    def described(self, is_saved: bool) -> str:
+    def describe(self, is_saved: bool) -> str:
         """One line. is_saved: the run writes checkpoints, and not only where it is stopped."""
         kept = {0: "the model", 1: "the model and the newest checkpoint"}.get(
-            self.kept, f"the model and {self.kept} checkpoints"
+            self.final_checkpoints, f"the model and {self.final_checkpoints} checkpoints"
         )
-        stopped = "" if is_saved else f", {self.checkpoint:.1f} more where it is stopped"
-        most = f"up to {self.most:.1f} GB of {self.free:.0f} GB free{stopped}"
-        return f"{most}; left at the end: {self.left:.1f} GB, {kept}"
+        stopped = "" if is_saved else f", {self.checkpoint_gb:.1f} more where it is stopped"
+        most = f"up to {self.peak_gb:.1f} GB of {self.free_gb:.0f} GB free{stopped}"
+        return f"{most}; left at the end: {self.final_gb:.1f} GB, {kept}"
 
 
 def of_run(cfg: Config, model: memory.Model, run_dir: Path) -> Room:
@@ -55,24 +55,24 @@ def of_run(cfg: Config, model: memory.Model, run_dir: Path) -> Room:
     saves = max(math.ceil(cfg.algorithm.steps / settings.every), found + (found > 0)) if settings.every else 0
     place = next(path for path in (run_dir, *run_dir.absolute().parents) if path.exists())
     return Room(
-        model=saved_bytes(model, cfg) / 1e9,
-        checkpoint=checkpoint_bytes(model, cfg) / 1e9,
-        at_once=min(settings.keep_last + 1, saves),
-        kept=min({"newest": 1, "all": settings.keep_last, "none": 0}[settings.keep_finished], saves),
-        there=used_bytes(run_dir) / 1e9,
-        free=shutil.disk_usage(place).free / 1e9,
+        model_gb=saved_bytes(model, cfg) / 1e9,
+        checkpoint_gb=checkpoint_bytes(model, cfg) / 1e9,
+        max_checkpoints=min(settings.keep_last + 1, saves),
+        final_checkpoints=min({"newest": 1, "all": settings.keep_last, "none": 0}[settings.keep_finished], saves),
+        replaced_gb=used_bytes(run_dir) / 1e9,
+        free_gb=shutil.disk_usage(place).free / 1e9,
     )
 
 
 def saved_bytes(model: memory.Model, cfg: Config) -> int:
     narrow = cfg.policy.save_dtype != "float32"
-    return model.parameters * (2 if narrow else 4) + (4 * model.trained if cfg.policy.lora else 0)
+    return model.parameter_count * (2 if narrow else 4) + (4 * model.trained_count if cfg.policy.lora else 0)
 
 
 def checkpoint_bytes(model: memory.Model, cfg: Config) -> int:
     """Bytes of a checkpoint: weights, or their masters, and two moments in fp32."""
-    moving = 4 * model.parameters if cfg.algorithm.reference_every else 0
-    return 12 * model.trained + moving
+    moving = 4 * model.parameter_count if cfg.algorithm.reference_every else 0
+    return 12 * model.trained_count + moving
 
 
 def used_bytes(run_dir: Path) -> int:

@@ -35,7 +35,7 @@ stay a float: pydantic writes null by default, and a null is no reward when the 
 def save(run_dir: Path, cfg: Config, parts: Components) -> None:
     runtime, state, reference = parts.runtime, parts.state, parts.reference
     generators = runtime.gather([checkpoint.random_state()])
-    replay, replay_facts = checkpoint.pack_replay(runtime.gather([state.experiences]))
+    replay, replay_facts = checkpoint.pack_replay(runtime.gather([state.replay_buffer]))
     # A file for each moment: safetensors holds a whole file in memory while it writes.
     moments = {f"{OPTIMIZER}{moment}": tensors for moment, tensors in runtime.engine.moments().items()}
     moving = (
@@ -43,15 +43,15 @@ def save(run_dir: Path, cfg: Config, parts: Components) -> None:
     )
     tensors = {"policy": runtime.engine.masters(), **moments, **moving, **replay}
     processes = runtime if any(map(shards.sharded, tensors.values())) else checkpoint.ALONE
-    if processes is not runtime and not runtime.main:
+    if processes is not runtime and not runtime.is_main:
         return
-    facts = {"updates": runtime.updates, "seconds": parts.seconds, "random": generators, "replay": replay_facts}
-    facts |= {"micro_batch": runtime.micro_batch} if runtime.micro_batch else {}
+    facts = {"updates": runtime.updates, "seconds": parts.elapsed_seconds, "random": generators, "replay": replay_facts}
+    facts |= {"micro_batch": runtime.max_micro_batch_rows} if runtime.max_micro_batch_rows else {}
     facts |= runtime.engine.state()
     facts |= {"kl_coef": state.kl_coef} if cfg.algorithm.kl_target else {}
     watching = stateful_task(parts.task)
     facts |= {"task": watching.state()} if watching else {}
-    facts |= {"ahead": AHEAD.dump_python(state.ahead, mode="json")} if state.ahead else {}
+    facts |= {"ahead": AHEAD.dump_python(state.next_rollouts, mode="json")} if state.next_rollouts else {}
     loggers.sync(run_dir)  # a checkpoint counts when what led to it is on disk
     tokens.sync(run_dir, after=max(map(step_of, checkpoints(run_dir)), default=0))
     checkpoint.save(run_dir, state.step, tensors, facts, cfg.checkpoint.keep_last, processes)
@@ -71,7 +71,7 @@ def restore(run_dir: Path, parts: Components) -> list[str]:
         return {key: shards.part_of(x, like.get(key, x)) for key, x in tensors[name].items()}
 
     if "reference" in (*tensors, *apart) and isinstance(parts.reference, Policy):
-        parts.reference.follow(saved("reference", parts.reference.weights()), decay=0.0)
+        parts.reference.update_weights(saved("reference", parts.reference.weights()), decay=0.0)
     masters = runtime.engine.masters()
     moments = {
         name.removeprefix(OPTIMIZER): saved(name, {} if name.endswith(".step") else masters)
@@ -84,22 +84,25 @@ def restore(run_dir: Path, parts: Components) -> list[str]:
     runtime.engine.load_state(facts)
     runtime.updates = facts["updates"]
     if rows := facts.get("micro_batch", 0):
-        runtime.micro_batch = rows
+        runtime.max_micro_batch_rows = rows
         notes = [*notes, f"memory ran out before: {rows} rows in a forward pass at most"]
     then = len(facts["random"])
-    if then != runtime.world:
+    if then != runtime.world_size:
         if any(facts["replay"]):
             raise UserError(f"{run_dir} has a replay buffer in each of {then} processes: resume it with as many")
-        notes = [*notes, f"saved by {then} processes, resumed by {runtime.world}: the same weights, rounded otherwise"]
+        notes = [
+            *notes,
+            f"saved by {then} processes, resumed by {runtime.world_size}: the same weights, rounded otherwise",
+        ]
     checkpoint.restore_random_state(facts["random"][runtime.rank % then])
-    parts.seconds = facts["seconds"]
+    parts.elapsed_seconds = facts["seconds"]
     state.step, state.kl_coef = facts["step"], facts.get("kl_coef", state.kl_coef)
     if watching := stateful_task(parts.task):
         watching.load_state(facts["task"])
-    state.ahead = AHEAD.validate_python(facts["ahead"]) if "ahead" in facts else None
+    state.next_rollouts = AHEAD.validate_python(facts["ahead"]) if "ahead" in facts else None
     rank, replay = runtime.rank, facts["replay"]
-    state.experiences = checkpoint.unpack_replay(tensors, replay, rank) if any(replay) else []
-    if not runtime.main:
+    state.replay_buffer = checkpoint.unpack_replay(tensors, replay, rank) if any(replay) else []
+    if not runtime.is_main:
         return []
     checkpoint.clear_rests(run_dir)
     tokens.forget(run_dir, state.step)
@@ -109,11 +112,11 @@ def restore(run_dir: Path, parts: Components) -> list[str]:
 def save_model(run_dir: Path, cfg: Config, parts: Components) -> None:
     """Save the model durably. UserError where that fails: the checkpoint is whole, and `--resume` saves again."""
     learner, runtime, dtype = parts.policy, parts.runtime, getattr(torch, cfg.policy.save_dtype)
-    processes = runtime if runtime.engine.in_step else checkpoint.ALONE
-    if processes is not runtime and not runtime.main:
+    processes = runtime if runtime.engine.is_lockstep else checkpoint.ALONE
+    if processes is not runtime and not runtime.is_main:
         return
     folder, partial, adapter = run_dir / "model", run_dir / "model.partial", run_dir / "adapter.partial"
-    parted, trained = runtime.engine.in_step and not learner.adapter, {}
+    parted, trained = runtime.engine.is_lockstep and not learner.adapter, {}
     if learner.adapter:
         trained = {name: whole(p.detach()) for name, p in runtime.engine.masters().items()}
         learner.gather()
@@ -125,8 +128,8 @@ def save_model(run_dir: Path, cfg: Config, parts: Components) -> None:
         shards.write_model(partial, {name: x.to(dtype) for name, x in runtime.engine.weights().items()})
 
     def end() -> None:
-        merged = learner.merged(trained, CPU) if learner.adapter else None
-        learner.describe(partial, dtype) if parted else learner.save(partial, merged, dtype)
+        merged = learner.build_merged_model(trained, CPU) if learner.adapter else None
+        learner.save_config(partial, dtype) if parted else learner.save(partial, merged, dtype)
         if learner.adapter:
             shutil.rmtree(adapter, ignore_errors=True)
             lora.save(learner.adapter, trained, adapter)
@@ -134,11 +137,11 @@ def save_model(run_dir: Path, cfg: Config, parts: Components) -> None:
         put_in_place(partial)  # last: with it the run is finished
 
     try:
-        checkpoint.together(begin if processes.main else None, processes)
+        checkpoint.together(begin if processes.is_main else None, processes)
         checkpoint.together(own if parted else None, processes)
-        checkpoint.together(end if processes.main else None, processes)
+        checkpoint.together(end if processes.is_main else None, processes)
     except (OSError, UserError) as error:
-        if processes.main:
+        if processes.is_main:
             shutil.rmtree(partial, ignore_errors=True)
             shutil.rmtree(adapter, ignore_errors=True)
         saved = checkpoints(run_dir)[-1:]
