@@ -21,7 +21,7 @@ from pellucid.types import (
 )
 
 if TYPE_CHECKING:
-    from pellucid.policy.policy import Policy
+    pass
 
 
 class Task(Protocol):
@@ -162,7 +162,7 @@ class Sampler(Protocol):
         """Return a group of sampling.n completions for each prompt, in their order."""
         ...
 
-    def sync(self, policy: Policy, version: int) -> None:
+    def sync(self, policy: Any, version: int) -> None:
         """Use the weights of this policy from now on. Completions carry `version`, the number of steps behind them."""
 
 

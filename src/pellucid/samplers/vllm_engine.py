@@ -77,7 +77,7 @@ class Engine:
     """A model of this policy's kind. `ask`, then `step` until nothing is `asked`. It ends the engine before it."""
 
     def __init__(
-        self, policy: Policy, dtype: torch.dtype, rows: int, cache_gb: float, adapter_shape: Form | None = None
+        self, policy: Any, dtype: torch.dtype, rows: int, cache_gb: float, adapter_shape: Form | None = None
     ) -> None:
         """dtype: of the weights that will be pushed, in which the engine computes. rows: how many completions are
         decoded at once. cache_gb: memory of keys and values. form: of an adapter that is pushed by itself.
